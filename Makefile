@@ -1,0 +1,52 @@
+# Every target works alone on a fresh clone: it makes the virtual environment that it needs.
+#   make demo         train two real models under six precisions: a table and a picture
+#   make test         the test suite        make test-all     with the slow tests
+#   make lint         ruff and mypy         make test-newest  the suite on the newest JAX
+#   make quality      the quality benchmark (three seeds per policy)
+
+PYTHON ?= python3
+# The newest JAX needs Python 3.12 or later: the first of these that runs.
+CANDIDATES := python3.14 python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python)
+NEWEST_PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c "print('$(p)')" 2>/dev/null)))
+
+VENV := .venv
+NEWEST := .venv-newest
+PIP := pip install --quiet --disable-pip-version-check
+PYTEST := -m pytest -n 2
+
+.PHONY: demo test test-all test-newest lint quality clean
+
+demo: $(VENV)/ready
+	$(VENV)/bin/python examples/demo.py
+
+test: $(VENV)/ready
+	$(VENV)/bin/python $(PYTEST)
+
+test-all: $(VENV)/ready
+	$(VENV)/bin/python $(PYTEST) -m "slow or not slow"
+
+test-newest: $(NEWEST)/ready
+	$(NEWEST)/bin/python $(PYTEST)
+
+lint: $(VENV)/ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+quality: $(VENV)/ready
+	$(VENV)/bin/python benchmarks/quality.py
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/$(PIP) --upgrade pip
+	$(VENV)/bin/$(PIP) --editable ".[dev]"
+	touch $@
+
+$(NEWEST)/ready: pyproject.toml
+	$(NEWEST_PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/$(PIP) --upgrade pip
+	$(NEWEST)/bin/$(PIP) --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(NEWEST)

@@ -1,0 +1,41 @@
+"""mpjax: functional mixed precision for JAX. See docs/architecture.md for the map."""
+
+from mpjax.dtypes import half_dtype
+from mpjax.errors import DivergenceError
+from mpjax.gradients import scaled_value_and_grad
+from mpjax.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from mpjax.optimizers import (
+    MasterWeightsState,
+    SkipNonfiniteState,
+    master_params,
+    skip_nonfinite,
+    with_master_weights,
+)
+from mpjax.policy import Policy, get_policy
+from mpjax.train_step import TrainState, TrainStep, build_train_step, raise_if_diverged
+from mpjax.trees import all_finite, cast, select
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DivergenceError",
+    "DynamicLossScale",
+    "MasterWeightsState",
+    "NoOpLossScale",
+    "Policy",
+    "SkipNonfiniteState",
+    "StaticLossScale",
+    "TrainState",
+    "TrainStep",
+    "all_finite",
+    "build_train_step",
+    "cast",
+    "get_policy",
+    "half_dtype",
+    "master_params",
+    "raise_if_diverged",
+    "scaled_value_and_grad",
+    "select",
+    "skip_nonfinite",
+    "with_master_weights",
+]

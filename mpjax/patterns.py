@@ -1,0 +1,46 @@
+"""Glob patterns over parameter paths such as "Dense_0/kernel"."""
+
+import difflib
+import fnmatch
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+
+def path_of(keys: Any) -> str:
+    """Joins a key path of JAX's with "/": ``(DictKey("a"), SequenceKey(0))`` gives "a/0"."""
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def paths(tree: Any) -> list[str]:
+    """Returns the path of every leaf of ``tree``, in the order of its leaves."""
+    return [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Tells whether a glob matches a path: case-insensitive, and "*" crosses "/".
+
+    A leading "*/" also matches at the root, and the "/value" that boxes such as ``nnx.Param`` and
+    ``nn.Partitioned`` put at the end of a path may be left out of the pattern.
+
+    Example:
+        >>> matches("*/head/*", "head/kernel")
+        True
+    """
+    pattern, path = pattern.lower(), path.lower()
+    spellings = {path, path.removesuffix("/value")}
+    if pattern.startswith("*/"):
+        spellings |= {"/" + spelling for spelling in spellings}
+    return any(fnmatch.fnmatchcase(spelling, pattern) for spelling in spellings)
+
+
+def nearest_paths(pattern: str, candidates: Iterable[str], count: int = 5) -> list[str]:
+    """Returns the paths most like a pattern that matched none of them, best first."""
+    wanted = pattern.lower().strip("*/")
+
+    def likeness(path: str) -> float:
+        parts = [path, *path.split("/")]
+        return max(difflib.SequenceMatcher(None, wanted, part.lower()).ratio() for part in parts)
+
+    return sorted(dict.fromkeys(candidates), key=likeness, reverse=True)[:count]

@@ -1,0 +1,39 @@
+"""Fixtures for all tests, and the devices they run on."""
+
+import os
+
+# Two CPU devices for shard_map and pmap; one thread each, or parallel workers fight for the cores.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
+)
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import settings
+
+# Tracing and compiling make the time of one example meaningless.
+settings.register_profile("mpjax", deadline=None, max_examples=50)
+settings.load_profile("mpjax")
+
+
+@pytest.fixture
+def strict_promotion():
+    """Strict dtype promotion: no operation of ours may mix dtypes by accident."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def rng():
+    """Random numbers that differ from run to run; the seed is printed when a test fails."""
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print(f"seed {seed}")
+    return np.random.default_rng(seed)
