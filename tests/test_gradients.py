@@ -1,0 +1,177 @@
+import warnings
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import pytest
+
+import mpjax
+
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
+ALL_SCALES = {
+    "none": mpjax.NoOpLossScale(),
+    "static": mpjax.StaticLossScale(1024.0),
+    "dynamic": mpjax.DynamicLossScale(),
+    "jmp none": jmp.NoOpLossScale(),
+    "jmp static": jmp.StaticLossScale(jnp.float32(1024)),
+    "jmp dynamic": jmp.DynamicLossScale(jnp.float32(2**15)),
+}
+
+
+def loss_of(params, x, power=2):
+    return jnp.mean(jnp.abs(x @ params["w"] + params["b"]) ** power)
+
+
+def problem(rng):
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    return {"w": draw(4, 3), "b": draw(3)}, draw(5, 4)
+
+
+@pytest.mark.parametrize("name", ALL_SCALES)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_it_is_value_and_grad(name, jitted, rng):
+    params, x = problem(rng)
+    fun = mpjax.scaled_value_and_grad(loss_of, ALL_SCALES[name])
+    value, grads, finite = (jax.jit(fun) if jitted else fun)(params, x)
+    expected, expected_grads = jax.value_and_grad(loss_of)(params, x)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), grads, expected_grads)
+    assert finite.shape == () and finite.dtype == jnp.bool_ and finite
+
+
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1,)])
+def test_argnums_and_keyword_arguments(argnums, rng):
+    params, x = problem(rng)
+    fun = mpjax.scaled_value_and_grad(loss_of, mpjax.DynamicLossScale(), argnums)
+    _, grads, _ = fun(params, x, power=3)
+    expected = jax.grad(loss_of, argnums)(params, x, power=3)
+    assert jax.tree.structure(grads) == jax.tree.structure(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), grads, expected)
+
+
+def test_aux_goes_beside_the_value(rng):
+    params, x = problem(rng)
+    fun = lambda p, x: (loss_of(p, x), {"n": x.shape[0], "x": x})  # noqa: E731
+    (value, aux), _, _ = mpjax.scaled_value_and_grad(fun, mpjax.DynamicLossScale(), has_aux=True)(
+        params, x
+    )
+    assert value == loss_of(params, x) and aux["n"] == 5 and (aux["x"] == x).all()
+
+
+def test_the_value_is_exact_even_where_scaling_overflows():
+    huge = jnp.float32(3e38)
+    value, _, finite = mpjax.scaled_value_and_grad(lambda w: w, mpjax.DynamicLossScale())(huge)
+    assert value == huge and finite
+    third = jnp.float32(1 / 3)
+    assert (
+        mpjax.scaled_value_and_grad(lambda w: w, mpjax.StaticLossScale(1000.0))(third)[0] == third
+    )
+
+
+def test_half_gradients_come_back_in_float32_and_do_not_vanish():
+    """A gradient of 2**-30 is 0 in float16; scaled by 2**16 it is not."""
+    w = jnp.ones(3, jnp.float16)
+
+    def fun(w):
+        return jnp.sum((w * jnp.float16(2**-15)).astype(jnp.float32)) * jnp.float32(2**-15)
+
+    _, lost, _ = mpjax.scaled_value_and_grad(fun, mpjax.NoOpLossScale())(w)
+    _, kept, _ = jax.jit(mpjax.scaled_value_and_grad(fun, mpjax.DynamicLossScale()))(w)
+    assert lost.dtype == kept.dtype == jnp.float32
+    assert (lost == 0).all() and (kept == 2.0**-30).all()
+
+
+def test_gradients_below_what_half_holds_survive_unscaling():
+    """Unscaled in half, 1.5e-8 becomes 0."""
+    w = jnp.ones((), jnp.float16)
+    _, grad, _ = mpjax.scaled_value_and_grad(
+        lambda w: w.astype(jnp.float32) * jnp.float32(1.5e-8), mpjax.DynamicLossScale()
+    )(w)
+    np.testing.assert_allclose(grad, 1.5e-8, rtol=1e-3)
+
+
+def test_complex_gradients_keep_their_imaginary_part():
+    z = jnp.complex64(1 + 2j)
+    fun = lambda z: jnp.real(z * jnp.conj(z))  # noqa: E731
+    _, grad, finite = mpjax.scaled_value_and_grad(fun, mpjax.DynamicLossScale())(z)
+    assert grad.dtype == jnp.complex64 and grad == jax.grad(fun)(z) and finite
+
+
+@pytest.mark.usefixtures("x64")
+def test_float64_keeps_its_precision():
+    w = jnp.asarray(1 / 3, jnp.float64)
+    for scale in (mpjax.DynamicLossScale(), mpjax.StaticLossScale(1000.0)):
+        value, grad, _ = mpjax.scaled_value_and_grad(lambda w: w**3, scale)(w)
+        assert value.dtype == grad.dtype == jnp.float64
+        np.testing.assert_allclose(grad, 3 * w**2, rtol=1e-15)
+
+
+def test_finite_judges_the_gradients():
+    scale = mpjax.DynamicLossScale()
+    _, grad, finite = jax.jit(mpjax.scaled_value_and_grad(jnp.sqrt, scale))(jnp.float32(0))
+    assert not finite and jnp.isinf(grad)
+    value, _, finite = mpjax.scaled_value_and_grad(
+        lambda w: jnp.float32(jnp.nan) + jax.lax.stop_gradient(w), scale
+    )(jnp.float32(1))
+    assert jnp.isnan(value) and finite
+
+
+def test_the_backward_pass_sees_the_scale():
+    """A float16 overflow in the backward pass, which a smaller scale avoids."""
+    fun = lambda w: jnp.sum((w * jnp.float16(2)).astype(jnp.float32))  # noqa: E731
+    w = jnp.ones(2, jnp.float16)
+    assert not mpjax.scaled_value_and_grad(fun, mpjax.StaticLossScale(2.0**15))(w)[2]
+    assert mpjax.scaled_value_and_grad(fun, mpjax.StaticLossScale(2.0**14))(w)[2]
+
+
+def test_a_float16_loss_draws_one_warning_while_tracing():
+    fun = jax.jit(mpjax.scaled_value_and_grad(lambda w: w * w, mpjax.DynamicLossScale()))
+    w = jnp.float16(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        value, _, _ = fun(w)
+        fun(w)
+    assert [str(c.message)[:19] for c in caught] == ["The loss is float16"]
+    assert value == 4 and value.dtype == jnp.float16
+
+
+def test_a_bfloat16_loss_is_scaled_in_float32_without_a_warning():
+    w = jnp.bfloat16(2)
+    value, grad, finite = mpjax.scaled_value_and_grad(lambda w: w * w, mpjax.DynamicLossScale())(w)
+    assert value == 4 and grad == 4 and grad.dtype == jnp.float32 and finite
+
+
+def test_jmps_weakly_typed_scale_does_not_overflow_a_half_loss():
+    scale = jmp.DynamicLossScale(jnp.asarray(2.0**15))
+    with pytest.warns(UserWarning, match="loss is float16"):
+        value, grad, finite = mpjax.scaled_value_and_grad(lambda w: w * w, scale)(jnp.float16(0.5))
+    assert value == 0.25 and finite and grad == 1
+
+
+def test_under_vmap_scan_and_remat(rng):
+    params, x = problem(rng)
+    fun = mpjax.scaled_value_and_grad(jax.checkpoint(loss_of), mpjax.DynamicLossScale())
+    values, grads, finite = jax.vmap(fun, in_axes=(None, 0))(params, jnp.stack([x, 2 * x]))
+    assert values.shape == finite.shape == (2,) and grads["w"].shape == (2, 4, 3)
+    _, (scanned, _, _) = jax.lax.scan(lambda c, x: (c, fun(params, x)), 0, jnp.stack([x, 2 * x]))
+    np.testing.assert_allclose(scanned, values, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fun", "has_aux", "message"),
+    [
+        (lambda w: (w, w), False, "it is a tuple of 2.*For .loss, aux. pass has_aux=True"),
+        (lambda w: w, True, r"must return \(loss, aux\), but it returned float32\[\]"),
+        (lambda w: (w, w, w), True, "it returned a tuple of 3"),
+        (lambda w: w[None], False, r"it is float32\[1\].*jnp.mean"),
+        (lambda w: jnp.int32(1), False, r"it is int32\[\]"),
+        (lambda w: w * 1j, False, r"it is complex64\[\]"),
+        (lambda w: None, False, "it is None"),
+    ],
+)
+def test_a_loss_that_is_none_is_named(fun, has_aux, message):
+    wrapped = mpjax.scaled_value_and_grad(fun, mpjax.NoOpLossScale(), has_aux=has_aux)
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(TypeError, match=message):
+        wrapped(jnp.float32(1))
