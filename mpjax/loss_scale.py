@@ -72,7 +72,7 @@ def _times(tree: T, scale: jax.Array, divide: bool = False) -> T:
 
 
 @_register
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class NoOpLossScale:
     """A loss scale that does nothing, so that callers never branch.
 
@@ -101,7 +101,7 @@ class NoOpLossScale:
 
 
 @_register
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class StaticLossScale:
     """A loss scale that never changes.
 
@@ -138,7 +138,7 @@ class StaticLossScale:
 
 
 @_register
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
     """A loss scale that looks for the largest value that keeps gradients finite.
 

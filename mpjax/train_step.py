@@ -167,16 +167,17 @@ def build_train_step(
                 "step(state, batch), with the state that init(params) returned."
             )
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-        params = state.params
+        params, model_state = state.params, state.model_state
         if axis_name is not None:
             # Makes gradients local, so that they are averaged here: in float32, and once.
-            params = jax.tree.map(lambda p: jax.lax.pcast(p, axis_name, to="varying"), params)
+            params, model_state = _localize((params, model_state), axis_name)
             if step_rng is not None:
                 step_rng = jax.random.fold_in(step_rng, jax.lax.axis_index(axis_name))
 
         grad_fn = scaled_value_and_grad(forward, state.loss_scale, has_aux=True)
-        run = partial(_accumulate, grad_fn, accumulate_steps, axis_name)
-        loss, model_state, aux, grads = run(params, batch, state.model_state, step_rng)
+        loss, model_state, aux, grads = _accumulate(
+            grad_fn, accumulate_steps, params, batch, model_state, step_rng
+        )
         if axis_name is not None:
             loss, model_state, grads = _average((loss, model_state, grads), axis_name)
             model_state = cast_like(model_state, state.model_state)
@@ -268,7 +269,8 @@ def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Call
     """
 
     def forward(params, batch, model_state, rng):
-        carried = {"model_state": model_state, "rng": rng}
+        # New containers: an nnx.Variable may only be changed at the trace level that made it.
+        carried = {"model_state": jax.tree.map(lambda x: x, model_state), "rng": rng}
         kwargs = {name: value for name, value in carried.items() if value is not None}
         _check_signature(loss_fn, (params, batch), kwargs)
         out = loss_fn(policy.cast_to_compute(params), cast(batch, policy.compute_dtype), **kwargs)
@@ -283,7 +285,6 @@ def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Call
 def _accumulate(
     grad_fn: Callable[..., Any],
     steps: int,
-    axis_name: Any,
     params: Any,
     batch: Any,
     model_state: Any,
@@ -295,21 +296,22 @@ def _accumulate(
         return widen(loss), model_state, aux, grads
 
     def micro_step(carry, indexed):
-        loss_sum, grad_sum, model_state = carry
+        grad_sum, model_state = carry
         index, micro_batch = indexed
         micro_rng = None if rng is None else jax.random.fold_in(rng, index)
         (loss, (model_state, aux)), grads, _ = grad_fn(params, micro_batch, model_state, micro_rng)
         grad_sum = jax.tree.map(jnp.add, grad_sum, grads)
-        return (loss_sum + widen(loss), grad_sum, model_state), aux
+        return (grad_sum, model_state), (widen(loss), aux)
 
-    zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), widen(params)))
-    if axis_name is not None:
-        vary = partial(jax.lax.pcast, axis_name=axis_name, to="varying")
-        zeros, model_state = jax.tree.map(vary, (zeros, model_state))
+    zeros = jax.tree.map(jnp.zeros_like, widen(params))
     indexed = (jnp.arange(steps), _split_batch(batch, steps))
-    (loss, grads, model_state), aux = jax.lax.scan(micro_step, (*zeros, model_state), indexed)
-    loss, grads = jax.tree.map(lambda x: x / steps, (loss, grads))
-    return loss, model_state, aux, grads
+    (grads, model_state), (losses, aux) = jax.lax.scan(micro_step, (zeros, model_state), indexed)
+    return jnp.mean(losses), model_state, aux, jax.tree.map(lambda g: g / steps, grads)
+
+
+def _localize(tree: Any, axis_name: Any) -> Any:
+    """Marks replicated arrays as each replica's own."""
+    return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, axis_name, to="varying"), tree)
 
 
 def _average(tree: Any, axis_name: Any) -> Any:

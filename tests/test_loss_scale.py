@@ -60,7 +60,7 @@ def test_unscale_widens_first():
     assert mpjax.DynamicLossScale().unscale(tiny) == np.float32(tiny) / 2**16 != 0
 
 
-@given(st.floats(1e-6, 1e6, width=32), st.floats(1e-6, 1e6, width=32))
+@given(st.floats(2.0**-20, 2.0**20, width=32), st.floats(2.0**-20, 2.0**20, width=32))
 def test_unscale_undoes_scale(scale, value):
     scale = mpjax.StaticLossScale(scale)
     np.testing.assert_allclose(scale.unscale(scale.scale(jnp.float32(value))), value, rtol=3e-7)
@@ -336,3 +336,10 @@ def test_jmps_dynamic_scale_behaves_as_it_does_at_home():
 def test_other_arguments_are_refused(wrong):
     with pytest.raises(ValueError, match="loss_scale="):
         resolve_loss_scale(wrong, False)
+
+
+def test_equal_scales_compare_equal():
+    assert mpjax.NoOpLossScale() == mpjax.NoOpLossScale()
+    assert mpjax.DynamicLossScale() == mpjax.DynamicLossScale()
+    assert mpjax.DynamicLossScale() != mpjax.DynamicLossScale().adjust(False)
+    assert mpjax.StaticLossScale(2.0) != mpjax.StaticLossScale(4.0)
