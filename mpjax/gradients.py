@@ -1,5 +1,6 @@
 """Gradients of a scaled loss: `scaled_value_and_grad`."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import jmp
 
 from mpjax.dtypes import FLOAT16
-from mpjax.loss_scale import LossScale, NoOpLossScale
+from mpjax.loss_scale import LossScale, NoOpLossScale, has_protocol
 from mpjax.trees import all_finite, widen
 
 
@@ -38,7 +39,8 @@ def scaled_value_and_grad(
         ``finite`` is a scalar bool array, whether all gradients are finite.
 
     Raises:
-        TypeError: While tracing, if ``fun`` returns something other than a real scalar loss.
+        TypeError: If ``loss_scale`` is not a loss scale; while tracing, if ``fun`` returns
+            something other than a real scalar loss.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -50,17 +52,23 @@ def scaled_value_and_grad(
     Micikevicius et al. 2017, section 3.2; torch.amp.GradScaler's scale and unscale_ in one.
     """
 
+    if not has_protocol(loss_scale):
+        raise TypeError(
+            f"loss_scale={loss_scale!r} must be a loss scale, such as mpjax.DynamicLossScale() or "
+            "mpjax.StaticLossScale(128.0): an instance, which the caller keeps and adjusts."
+        )
+
     def scaled(*args, **kwargs):
         out = fun(*args, **kwargs)
         loss, aux = _split_aux(out) if has_aux else (out, None)
         _check_loss(loss, has_aux)
         no_op = isinstance(loss_scale, (NoOpLossScale, jmp.NoOpLossScale))
         if jnp.result_type(loss) == FLOAT16 and not no_op:
-            warnings.warn(
+            _warn_at(
+                fun,
                 "The loss is float16, so its first cotangent is the loss scale itself rounded to "
                 "float16: infinity from 2**16 on, and every step is skipped. Return the loss in "
                 "float32, e.g. compute it from logits.astype(jnp.float32).",
-                stacklevel=2,
             )
         # Widened here too: jmp's scales multiply in the dtype of the loss.
         return loss_scale.scale(widen(jnp.asarray(loss))), (loss, aux)
@@ -73,6 +81,15 @@ def scaled_value_and_grad(
         return ((loss, aux) if has_aux else loss), grads, all_finite(grads)
 
     return value_and_grad
+
+
+def _warn_at(fun: Callable[..., Any], message: str) -> None:
+    """Warns at the definition of the user's function: the call stack is JAX's."""
+    code = getattr(inspect.unwrap(fun), "__code__", None)
+    if code is None:
+        warnings.warn(message, stacklevel=2)
+    else:
+        warnings.warn_explicit(message, UserWarning, code.co_filename, code.co_firstlineno)
 
 
 def _split_aux(out: Any) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ Micikevicius et al. 2017, "Mixed Precision Training", https://arxiv.org/abs/1710
 import contextlib
 import dataclasses
 import math
-import numbers
+import operator
 from typing import Any, TypeVar
 
 import jax
@@ -17,7 +17,7 @@ import jmp
 import numpy as np
 
 from mpjax.errors import did_you_mean
-from mpjax.trees import is_array, widen
+from mpjax.trees import is_array, is_one_bool, widen
 
 T = TypeVar("T")
 LossScale = Any  # one of the three classes below, one of jmp's, or anything with their protocol
@@ -74,7 +74,7 @@ def _times(tree: T, scale: jax.Array, divide: bool = False) -> T:
 @_register
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale:
-    """A loss scale that does nothing, so that callers never branch.
+    """A loss scale that scales nothing, so that callers never branch.
 
     Example:
         >>> import mpjax
@@ -88,12 +88,12 @@ class NoOpLossScale:
         return jnp.ones((), jnp.float32)
 
     def scale(self, tree: T) -> T:
-        """Returns the tree as it is."""
-        return tree
+        """Returns the tree with halves widened to float32, as the other scales do."""
+        return widen(tree)
 
     def unscale(self, tree: T) -> T:
-        """Returns the tree as it is."""
-        return tree
+        """Returns the tree with halves widened to float32, as the other scales do."""
+        return widen(tree)
 
     def adjust(self, grads_finite: Any) -> "NoOpLossScale":
         """Returns itself."""
@@ -199,13 +199,13 @@ class DynamicLossScale:
                 f"init_scale={self.init_scale!r} must lie between min_scale={self.min_scale!r} and "
                 f"max_scale={self.max_scale!r}, or the first adjustment would jump."
             )
-        if self.growth_factor <= 1:
+        if np.float32(self.growth_factor) <= 1:
             raise ValueError(
                 f"growth_factor={self.growth_factor!r} must be more than 1, or the scale could "
                 "never grow back after an overflow. 2.0 is usual; for a fixed scale use "
                 "StaticLossScale."
             )
-        if not 0 < self.backoff_factor < 1:
+        if not 0 < np.float32(self.backoff_factor) < 1:
             raise ValueError(
                 f"backoff_factor={self.backoff_factor!r} must lie between 0 and 1 (both excluded), "
                 "or overflows would not lower the scale. 0.5 is usual."
@@ -217,6 +217,11 @@ class DynamicLossScale:
         }
         for name, (value, dtype) in fresh.items():
             given = getattr(self, name)
+            with contextlib.suppress(jax.errors.ConcretizationTypeError):  # traced: no value yet
+                if given is not None:
+                    _check_scale(name, given) if dtype == jnp.float32 else _check_count(
+                        name, given, 0
+                    )
             object.__setattr__(self, name, jnp.asarray(value if given is None else given, dtype))
 
     def scale(self, tree: T) -> T:
@@ -254,7 +259,7 @@ class DynamicLossScale:
         Raises:
             ValueError: If ``grads_finite`` is not one bool.
         """
-        if jnp.shape(grads_finite) != () or jnp.result_type(grads_finite) != jnp.bool_:
+        if not is_one_bool(grads_finite):
             raise ValueError(
                 f"grads_finite={grads_finite!r} must be one bool for all gradients, such as "
                 "mpjax.all_finite(grads) gives."
@@ -268,12 +273,12 @@ class DynamicLossScale:
         shrunk = jnp.maximum(self.loss_scale * self.backoff_factor, self.min_scale)
         left = jnp.where(grads_finite, self.hysteresis_tracker, spent)
         keep_counting = jnp.logical_and(grads_finite, jnp.logical_not(grow))
-        return dataclasses.replace(
-            self,
-            loss_scale=jnp.where(grow, grown, jnp.where(back_off, shrunk, self.loss_scale)),
-            growth_tracker=jnp.where(keep_counting, counted, 0),
-            hysteresis_tracker=jnp.where(grow, self.hysteresis, left),
+        leaves = (
+            jnp.where(grow, grown, jnp.where(back_off, shrunk, self.loss_scale)),
+            jnp.where(keep_counting, counted, 0),
+            jnp.where(grow, self.hysteresis, left),
         )
+        return jax.tree.unflatten(jax.tree.structure(self), leaves)
 
 
 def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale:
@@ -282,7 +287,7 @@ def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale
     Args:
         loss_scale: "auto", "dynamic", None or "none", a number (a static scale), one of the
             classes above, one of jmp's (translated: jmp's static one cannot be a leaf of a jitted
-            state, its dynamic one forgets its floor there), or an object with their protocol.
+            state, its dynamic one forgets its floor there), or a pytree with their protocol.
         scaling_needed: What "auto" decides by.
 
     Raises:
@@ -297,23 +302,31 @@ def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale
         }
         if name in names:
             return names[name]()
-    elif isinstance(loss_scale, jmp.NoOpLossScale):
+    elif type(loss_scale) is jmp.NoOpLossScale:
         return NoOpLossScale()
-    elif isinstance(loss_scale, jmp.StaticLossScale):
+    elif type(loss_scale) is jmp.StaticLossScale:
         return StaticLossScale(loss_scale.loss_scale)
-    elif isinstance(loss_scale, jmp.DynamicLossScale):
+    elif type(loss_scale) is jmp.DynamicLossScale:
+        scale = float(loss_scale.loss_scale)
         return DynamicLossScale(
-            init_scale=float(loss_scale.loss_scale),
+            init_scale=scale,
             growth_factor=float(loss_scale.factor),
             backoff_factor=1 / float(loss_scale.factor),
             growth_interval=int(loss_scale.period),
-            min_scale=float(loss_scale.min_loss_scale),
+            min_scale=min(scale, float(loss_scale.min_loss_scale)),
             max_scale=2.0**126,
             growth_tracker=loss_scale.counter,
         )
-    elif isinstance(loss_scale, numbers.Real) and not isinstance(loss_scale, bool):
+    elif _is_number(loss_scale):
         return StaticLossScale(jnp.float32(_check_scale("loss_scale", loss_scale)))
-    elif all(hasattr(loss_scale, name) for name in ("scale", "unscale", "adjust", "loss_scale")):
+    elif has_protocol(loss_scale):
+        if jax.tree.leaves(loss_scale) == [loss_scale]:
+            raise ValueError(
+                f"loss_scale={loss_scale!r} is not registered as a pytree, so it cannot travel in "
+                "the state of a jitted step. Decorate its class with "
+                "jax.tree_util.register_dataclass or register_pytree_node_class; a subclass is not "
+                "registered by its base."
+            )
         return loss_scale
     raise ValueError(
         f"loss_scale={loss_scale!r} is not known. Legal are 'auto' (dynamic for float16 compute, "
@@ -327,9 +340,20 @@ def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale
     )
 
 
+def has_protocol(loss_scale: Any) -> bool:
+    """Tells whether an object, not a class, has the methods of a loss scale."""
+    protocol = ("scale", "unscale", "adjust", "loss_scale")
+    return not isinstance(loss_scale, type) and all(hasattr(loss_scale, n) for n in protocol)
+
+
+def _is_number(value: Any) -> bool:
+    kind = getattr(value, "dtype", np.dtype(type(value) if type(value) in (int, float) else object))
+    return np.shape(value) == () and np.dtype(kind).kind in "iuf"
+
+
 def _check_number(name: str, value: Any) -> float:
     """Returns a finite number as a float."""
-    if isinstance(value, (str, bytes, bool)) or jnp.shape(value) != ():
+    if not _is_number(value):
         raise ValueError(f"{name}={value!r} must be one number.")
     number = float(value)
     if not math.isfinite(number):
@@ -353,9 +377,17 @@ def _check_scale(name: str, value: Any) -> float:
     return number
 
 
-def _check_count(name: str, value: Any) -> int:
-    """Returns a positive whole number that an int32 holds as an int."""
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or not 1 <= int(value) < 2**31:
-        raise ValueError(f"{name}={value!r} must be a whole number from 1 to 2**31 - 1.")
-    return int(value)
+def _check_count(name: str, value: Any, least: int = 1) -> int:
+    """Returns a whole number that an int32 holds as an int."""
+    number = whole_number(value)
+    if number is None or not least <= number < 2**31:
+        raise ValueError(f"{name}={value!r} must be a whole number from {least} to 2**31 - 1.")
+    return number
+
+
+def whole_number(value: Any) -> int | None:
+    """Returns an integer of any kind as an int, or None if it is none."""
+    try:
+        return None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        return None

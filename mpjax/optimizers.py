@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from mpjax.dtypes import FLOAT32
-from mpjax.patterns import path_of
-from mpjax.trees import all_finite, cast_like, is_half, select, widen
+from mpjax.patterns import name_of, path_of
+from mpjax.trees import all_finite, cast_like, is_half, is_one_bool, select, widen
 
 
 class MasterWeightsState(NamedTuple):
@@ -48,7 +48,8 @@ def with_master_weights(
     rounded away. The updates of half parameters are float32 differences to the *rounded* masters:
     after ``optax.apply_updates`` parameters equal their masters rounded to half, bit for bit,
     except where float32 addition cannot get there (a value that shrinks by more than about 2**12
-    in one step, -0.0); the next step corrects those.
+    in one step, -0.0), which the next step corrects, and a float16 parameter that has overflowed to
+    infinity, which no addition brings back. `build_train_step` has neither exception.
 
     Args:
         inner: Any optax optimizer.
@@ -57,7 +58,9 @@ def with_master_weights(
         An optax transformation; extra arguments of ``update`` are handed to ``inner``.
 
     Raises:
-        ValueError: From ``update``, if it is called without ``params``.
+        TypeError: If ``inner`` is no optimizer.
+        ValueError: From ``update``, if it is called without ``params``, or with parameters of other
+            dtypes than ``init`` saw.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
@@ -72,7 +75,7 @@ def with_master_weights(
 
     Micikevicius et al. 2017, section 3.1; Apex O2, paddle.amp.decorate(master_weight=True).
     """
-    inner = optax.with_extra_args_support(inner)
+    inner = as_optimizer(inner, "inner")
 
     def init(params):
         masters = jax.tree.map(
@@ -107,7 +110,17 @@ def with_master_weights(
 
 def _with_masters(params: Any, masters: Any) -> Any:
     """Returns the parameters with masters in the place of half ones."""
-    return jax.tree.map(lambda p, m: m if is_half(p) else p, params, masters)
+
+    def choose(keys, param, master):
+        if is_half(param) == isinstance(master, optax.MaskedNode):
+            seen, now = ("float32", "half") if is_half(param) else ("half", "float32")
+            raise ValueError(
+                f"with_master_weights: {name_of('params', keys)} was {seen} when init saw it, and "
+                f"is {now} now. Cast parameters before init, and keep their dtypes."
+            )
+        return master if is_half(param) else param
+
+    return jax.tree_util.tree_map_with_path(choose, params, masters)
 
 
 def master_params(opt_state: optax.OptState, params: Any) -> Any:
@@ -141,10 +154,10 @@ def master_params(opt_state: optax.OptState, params: Any) -> Any:
     found = {}
     for state in filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)):
         for keys, master in jax.tree_util.tree_leaves_with_path(state.masters):
-            found[path_of(keys)] = master
+            found[keys] = master
 
     def full(keys, param):
-        master = found.pop(path_of(keys), None)
+        master = found.pop(keys, None)
         if master is None:
             return widen(param)
         if jnp.shape(master) != jnp.shape(param):
@@ -157,8 +170,8 @@ def master_params(opt_state: optax.OptState, params: Any) -> Any:
     tree = jax.tree_util.tree_map_with_path(full, params)
     if found:
         raise ValueError(
-            f"opt_state holds masters for {sorted(found)[:5]}, which are not in params. Pass the "
-            "tree of parameters that the optimizer was initialized with."
+            f"opt_state holds masters for {sorted(map(path_of, found))[:5]}, which are not in "
+            "params. Pass the tree of parameters that the optimizer was initialized with."
         )
     return tree
 
@@ -177,7 +190,7 @@ def in_full_precision(
     Returns:
         An optax transformation; extra arguments of ``update`` are handed to ``inner``.
     """
-    inner = optax.with_extra_args_support(inner)
+    inner = as_optimizer(inner, "inner")
 
     def init(params):
         return inner.init(widen(params))
@@ -211,10 +224,10 @@ def skip_nonfinite(
         >>> params = jnp.ones(2)
         >>> state = optimizer.init(params)
         >>> updates, state = optimizer.update(jnp.array([1.0, jnp.nan]), state, params)
-        >>> updates.tolist(), int(state.skipped_steps)
-        ([0.0, 0.0], 1)
+        >>> bool((updates == 0).all()), int(state.skipped_steps)
+        (True, 1)
     """
-    inner = optax.with_extra_args_support(inner)
+    inner = as_optimizer(inner, "inner")
 
     def init(params):
         # Two arrays, not one twice: a buffer cannot be donated twice.
@@ -222,11 +235,14 @@ def skip_nonfinite(
         return SkipNonfiniteState(inner.init(params), *zeros)
 
     def update(updates, state, params=None, *, finite=True, **extra_args):
+        if not is_one_bool(finite):
+            raise ValueError(f"finite={finite!r} must be one bool: a verdict on all gradients.")
         finite = jnp.logical_and(all_finite(updates), finite)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         skipped = jnp.logical_not(finite).astype(jnp.int32)
         return (
-            select(finite, updates, jax.tree.map(jnp.zeros_like, updates)),
+            # -0.0, because 0.0 would turn a parameter of -0.0 into 0.0.
+            select(finite, updates, jax.tree.map(lambda u: jnp.full_like(u, -0.0), updates)),
             SkipNonfiniteState(
                 select(finite, cast_like(inner_state, state.inner_state), state.inner_state),
                 state.skipped_steps + skipped,
@@ -235,6 +251,20 @@ def skip_nonfinite(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def as_optimizer(
+    optimizer: optax.GradientTransformation, argument: str
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer whose ``update`` ignores extra arguments that it does not know."""
+    if isinstance(optimizer, type) or not (
+        hasattr(optimizer, "init") and hasattr(optimizer, "update")
+    ):
+        raise TypeError(
+            f"{argument}={optimizer!r} must be an optax optimizer with init and update, such as "
+            "optax.adamw(1e-3)."
+        )
+    return optax.with_extra_args_support(optimizer)
 
 
 def apply_updates(params: Any, updates: Any, opt_state: optax.OptState) -> Any:

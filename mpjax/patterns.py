@@ -13,6 +13,11 @@ def path_of(keys: Any) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
+def name_of(argument: str, keys: Any) -> str:
+    """Returns how a message names a leaf: ``params['Dense_0/kernel']``, or ``params`` itself."""
+    return f"{argument}[{path_of(keys)!r}]" if keys else argument
+
+
 def paths(tree: Any) -> list[str]:
     """Returns the path of every leaf of ``tree``, in the order of its leaves."""
     return [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]

@@ -102,9 +102,7 @@ class Policy(jmp.Policy):
             >>> policy.cast_to_compute(params)["LayerNorm_0"]["scale"].dtype
             dtype('float32')
         """
-        later = _pairs(patterns)
-        earlier = tuple(pair for pair in self.overrides if pair[0] not in dict(later))
-        return dataclasses.replace(self, overrides=(*later, *earlier))
+        return dataclasses.replace(self, overrides=(*_pairs(patterns), *self.overrides))
 
     def with_ops(
         self,
@@ -131,14 +129,11 @@ class Policy(jmp.Policy):
             ('tanh',)
         """
 
-        def joined(old: tuple[str, ...], new: str | Iterable[str]) -> tuple[str, ...]:
-            return tuple(dict.fromkeys((*old, *_strings(new))))
-
         return dataclasses.replace(
             self,
-            half_ops=joined(self.half_ops, half),
-            full_ops=joined(self.full_ops, full),
-            follow_ops=joined(self.follow_ops, follow),
+            half_ops=(*self.half_ops, *_strings(half, "half")),
+            full_ops=(*self.full_ops, *_strings(full, "full")),
+            follow_ops=(*self.follow_ops, *_strings(follow, "follow")),
         )
 
     def cast_to_param(self, tree: T) -> T:
@@ -312,7 +307,7 @@ def get_policy(x: "str | jmp.Policy", half: DTypeLike | None = None) -> Policy:
     if not isinstance(x, str):
         raise TypeError(
             f"policy={x!r} must be a string such as 'mixed_bfloat16', an mpjax.Policy or a "
-            f"jmp.Policy, not a {type(x).__name__}."
+            f"jmp.Policy, not a {type(x).__name__}. A dtype for everything is its name: 'bfloat16'."
         )
     name, refinements = _split(x)
     base = _named(name, x, half) if name else None
@@ -350,7 +345,7 @@ def _named(name: str, text: str, half: np.dtype | None) -> Policy:
             + did_you_mean(name, choices)
         )
     if colon:
-        asked = _as_half(suffix.strip())
+        asked = _as_half(suffix.strip(), f"policy={text!r}: the suffix")
         if half not in (None, asked):
             raise ValueError(
                 f"policy={text!r} asks for {asked}, but half={half.name!r}. Give one of the two."
@@ -363,10 +358,12 @@ def _named(name: str, text: str, half: np.dtype | None) -> Policy:
     return Policy(**{key: resolve(value) for key, value in row.items()})
 
 
-def _as_half(dtype: DTypeLike) -> np.dtype:
-    found = canonical(dtype, "half")
+def _as_half(dtype: DTypeLike, argument: str = "half") -> np.dtype:
+    found = canonical(dtype, argument)
     if found not in HALVES:
-        raise ValueError(f"half={dtype!r} is not a half dtype. Legal are 'float16' and 'bfloat16'.")
+        raise ValueError(
+            f"{argument}={dtype!r} is not a half dtype. Legal are 'float16' and 'bfloat16'."
+        )
     return found
 
 
@@ -382,7 +379,12 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
         key = _KEY.match(text, position)
         if key is None:
             name, end = _word(text, position)
-            if position or not name:
+            if not (position or name):
+                raise ValueError(
+                    f"policy={text!r} is empty. Legal are names such as {', '.join(NAMES)}, and "
+                    "jmp's form 'p=f32,c=bf16,o=f32'."
+                )
+            if position:
                 raise ValueError(
                     f"policy={text!r}: expected key=value at {text[position:]!r}. {_grammar(name)}"
                 )
@@ -448,11 +450,13 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
         name: canonical(getattr(policy, name), name)
         for name in ("param_dtype", "compute_dtype", "output_dtype")
     }
-    fields["overrides"] = tuple(
-        (_pattern(pattern, "overrides"), canonical(dtype, f"overrides[{pattern!r}]"))
-        for pattern, dtype in _pairs(policy.overrides)
-    )
-    fields["keep_full"] = tuple(_pattern(p, "keep_full") for p in _strings(policy.keep_full))
+    overrides: dict[str, np.dtype] = {}
+    for pattern, dtype in _pairs(policy.overrides):
+        found = canonical(dtype, f"overrides[{pattern!r}]")
+        overrides.setdefault(_pattern(pattern, "overrides"), found)  # the first match wins
+    fields["overrides"] = tuple(overrides.items())
+    patterns = _strings(policy.keep_full, "keep_full")
+    fields["keep_full"] = tuple(_pattern(p, "keep_full") for p in patterns)
     if not isinstance(policy.master_weights, bool):
         raise ValueError(f"master_weights={policy.master_weights!r} must be True or False.")
     if policy.casting not in CASTINGS:
@@ -462,7 +466,7 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
         )
     listed: dict[str, str] = {}
     for ops in OP_LISTS:
-        fields[ops] = _strings(getattr(policy, ops))
+        fields[ops] = tuple(dict.fromkeys(_strings(getattr(policy, ops), ops)))
         for name in fields[ops]:
             if name in listed:
                 raise ValueError(
@@ -479,8 +483,13 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
     return fields
 
 
-def _strings(value: str | Iterable[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+def _strings(value: str | Iterable[str], argument: str) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else value
+    if isinstance(strings, Iterable):
+        strings = tuple(strings)
+        if all(isinstance(string, str) for string in strings):
+            return strings
+    raise ValueError(f"{argument}={value!r} must be a sequence of strings.")
 
 
 def _pairs(overrides: Any) -> tuple[tuple[Any, Any], ...]:

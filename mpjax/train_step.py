@@ -5,9 +5,9 @@ verdict, optimizer, gate, adjust.
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,19 +15,25 @@ import jax.numpy as jnp
 import jmp
 import optax
 
+from mpjax import _jax
 from mpjax.dtypes import FLOAT16
 from mpjax.errors import DivergenceError
 from mpjax.gradients import scaled_value_and_grad
-from mpjax.loss_scale import LossScale, resolve_loss_scale
-from mpjax.optimizers import apply_updates, in_full_precision, with_master_weights
-from mpjax.patterns import path_of
+from mpjax.loss_scale import LossScale, resolve_loss_scale, whole_number
+from mpjax.optimizers import (
+    apply_updates,
+    as_optimizer,
+    in_full_precision,
+    with_master_weights,
+)
+from mpjax.patterns import name_of, paths
 from mpjax.policy import Policy, get_policy
 from mpjax.trees import all_finite, cast, cast_like, is_array, select, widen
 
 Metrics = dict[str, Any]
 
 
-@partial(
+@functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=[
         *("step", "params", "opt_state", "loss_scale", "model_state", "rng"),
@@ -135,8 +141,9 @@ def build_train_step(
         (1.0, 65536.0, 1)
     """
     policy = get_policy(policy)
-    _check_arguments(loss_fn, optimizer, accumulate_steps)
+    _check_arguments(loss_fn, has_aux, accumulate_steps)
     first_scale = resolve_loss_scale(loss_scale, scaling_needed=_computes_in_float16(policy))
+    takes_value = _takes_value(as_optimizer(optimizer, "optimizer"))
     keep_masters = with_master_weights if policy.master_weights else in_full_precision
     optimizer = keep_masters(optimizer)
     forward = _forward(loss_fn, policy, has_aux)
@@ -157,8 +164,8 @@ def build_train_step(
             consecutive_skips=jnp.zeros((), jnp.int32),
         )
         # Once more over everything: optimizers may keep the parameters themselves in their state
-        # (lookahead, schedule-free), and a buffer cannot be donated twice.
-        return _owned(state, "state")
+        # (schedule-free does), and a buffer cannot be donated twice.
+        return _jax.commit_like(_owned(state, "state"), params)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         if not isinstance(state, TrainState):
@@ -184,24 +191,20 @@ def build_train_step(
 
         grads_finite, loss_finite = all_finite(grads), all_finite(loss)
         finite = jnp.logical_and(grads_finite, loss_finite)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=loss)
-        applied = (
-            state.step + 1,
-            apply_updates(state.params, updates, opt_state),
-            cast_like(opt_state, state.opt_state),
-            model_state,
-        )
-        before = (state.step, state.params, state.opt_state, state.model_state)
-        number, params, opt_state, model_state = select(finite, applied, before)
+        extra_args = {"value": loss} if takes_value else {}
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **extra_args)
+        applied = {
+            "step": state.step + 1,
+            "params": apply_updates(state.params, updates, opt_state),
+            "opt_state": cast_like(opt_state, state.opt_state),
+            "model_state": model_state,
+        }
+        before = {name: getattr(state, name) for name in applied}
         skipped = jnp.logical_not(finite).astype(jnp.int32)
-        adjusted = state.loss_scale.adjust(grads_finite)
 
         new = TrainState(
-            step=number,
-            params=params,
-            opt_state=opt_state,
-            loss_scale=select(loss_finite, adjusted, state.loss_scale),
-            model_state=model_state,
+            **select(finite, applied, before),
+            loss_scale=select(loss_finite, state.loss_scale.adjust(grads_finite), state.loss_scale),
             rng=rng,
             skipped_steps=state.skipped_steps + skipped,
             consecutive_skips=(state.consecutive_skips + 1) * skipped,
@@ -239,10 +242,19 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
 
     DeepSpeed and MindSpore end a run in the same way.
     """
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+    most = whole_number(limit)
+    if most is None or most < 1:
         raise ValueError(f"limit={limit!r} must be a whole number of steps, 1 or more.")
+    if not (isinstance(metrics, dict) and "consecutive_skips" in metrics):
+        raise TypeError(f"metrics={metrics!r} must be the metrics that a training step returned.")
+    if jnp.ndim(metrics["consecutive_skips"]):
+        raise ValueError(
+            "metrics holds those of several steps or members, of shape "
+            f"{jnp.shape(metrics['consecutive_skips'])}. Pass one, such as "
+            "jax.tree.map(lambda m: m[-1], metrics)."
+        )
     skips = int(metrics["consecutive_skips"])
-    if skips < limit:
+    if skips < most:
         return
     scale = float(metrics["loss_scale"])
     if bool(metrics["loss_finite"]):
@@ -268,11 +280,14 @@ def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Call
     The one place where a policy meets the user's function.
     """
 
+    @functools.wraps(loss_fn)
     def forward(params, batch, model_state, rng):
         # New containers: an nnx.Variable may only be changed at the trace level that made it.
         carried = {"model_state": jax.tree.map(lambda x: x, model_state), "rng": rng}
         kwargs = {name: value for name, value in carried.items() if value is not None}
         _check_signature(loss_fn, (params, batch), kwargs)
+        # As jit would see it: NumPy's default float64 is float32 unless x64 is enabled.
+        batch = jax.tree.map(lambda x: jnp.asarray(x) if is_array(x) else x, batch)
         out = loss_fn(policy.cast_to_compute(params), cast(batch, policy.compute_dtype), **kwargs)
         loss, new_state, aux = _unpack(out, model_state is not None, has_aux)
         if model_state is not None:
@@ -315,14 +330,21 @@ def _localize(tree: Any, axis_name: Any) -> Any:
 
 
 def _average(tree: Any, axis_name: Any) -> Any:
-    """Averages floating leaves over replicas in float32 or wider; takes others from the largest."""
+    """Averages floating leaves over replicas in float32 or wider; takes others from the first."""
 
-    def mean(leaf):
+    def from_first(leaf):
+        first = jax.lax.axis_index(axis_name) == 0
+        return jax.lax.psum(jnp.where(first, leaf, jnp.zeros_like(leaf)), axis_name)
+
+    def average(leaf):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             return jax.lax.pmean(leaf, axis_name)
-        return jax.lax.pmax(leaf, axis_name)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            key = from_first(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(key, impl=jax.random.key_impl(leaf))
+        return from_first(leaf.astype(jnp.int32) if leaf.dtype == bool else leaf).astype(leaf.dtype)
 
-    return jax.tree.map(mean, widen(tree))
+    return jax.tree.map(average, widen(tree))
 
 
 def _split_batch(batch: Any, steps: int) -> Any:
@@ -334,7 +356,7 @@ def _split_batch(batch: Any, steps: int) -> Any:
             size = f"has a leading axis of {shape[0]}" if shape else "is a scalar"
             raise ValueError(
                 f"accumulate_steps={steps} must divide the leading axis of every array in the "
-                f"batch, but batch[{path_of(keys)!r}], of shape {shape}, {size}."
+                f"batch, but {name_of('batch', keys)}, of shape {shape}, {size}."
             )
         return jnp.reshape(leaf, (steps, shape[0] // steps, *shape[1:]))
 
@@ -355,9 +377,10 @@ def _owned(tree: Any, argument: str) -> Any:
     def own(keys, leaf):
         if not (is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
             raise TypeError(
-                f"{argument}: the leaf {path_of(keys)!r} is {leaf!r}, not an array. Keep functions "
+                f"{name_of(argument, keys)} is {leaf!r}, not an array. Keep functions "
                 "and settings out of the state: for Equinox, eqx.partition(model, eqx.is_array) "
-                "and eqx.combine inside loss_fn; for Flax NNX, nnx.split(model)."
+                "and eqx.combine inside loss_fn; for Flax NNX, nnx.split(model). For the shapes "
+                "of a state, jax.eval_shape(init, ...)."
             )
         if is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jnp.copy(leaf)
@@ -366,17 +389,21 @@ def _owned(tree: Any, argument: str) -> Any:
     return jax.tree_util.tree_map_with_path(own, tree)
 
 
-def _check_arguments(loss_fn: Any, optimizer: Any, accumulate_steps: Any) -> None:
+def _takes_value(optimizer: optax.GradientTransformationExtraArgs) -> bool:
+    """Tells whether ``update`` takes the loss as ``value=``, as reduce_on_plateau and others do."""
+    parameters = inspect.signature(optimizer.update).parameters.values()
+    return any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _check_arguments(loss_fn: Any, has_aux: Any, accumulate_steps: Any) -> None:
     if not callable(loss_fn):
         raise TypeError(f"loss_fn={loss_fn!r} must be a function loss_fn(params, batch) -> loss.")
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise TypeError(
-            f"optimizer={optimizer!r} must be an optax optimizer with init and update, such as "
-            "optax.adamw(1e-3)."
+    if not isinstance(has_aux, bool):
+        raise ValueError(f"has_aux={has_aux!r} must be True or False.")
+    if (whole_number(accumulate_steps) or 0) < 1:
+        raise ValueError(
+            f"accumulate_steps={accumulate_steps!r} must be a whole number, 1 or more."
         )
-    count = accumulate_steps
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"accumulate_steps={count!r} must be a whole number, 1 or more.")
 
 
 def _check_params(params: Any) -> None:
@@ -386,17 +413,19 @@ def _check_params(params: Any) -> None:
     for keys, leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(
-                f"params: the leaf {path_of(keys)!r} is {leaf.dtype}, which has no gradient. Move "
+                f"{name_of('params', keys)} is {leaf.dtype}, which has no gradient. Move "
                 "counters, tables and keys to model_state or rng."
             )
 
 
 def _check_rng(rng: Any) -> Any:
-    if rng is None or (is_array(rng) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)):
+    if rng is None:
         return rng
-    if is_array(rng) and rng.dtype == jnp.uint32 and rng.ndim == 1:
-        return rng
-    raise TypeError(f"rng={rng!r} must be a PRNG key, such as jax.random.key(0).")
+    if is_array(rng):
+        typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+        if (typed and rng.ndim == 0) or (rng.dtype == jnp.uint32 and rng.ndim == 1):
+            return rng
+    raise TypeError(f"rng={rng!r} must be one PRNG key, such as jax.random.key(0).")
 
 
 def _check_signature(loss_fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
@@ -447,10 +476,24 @@ def _unpack(out: Any, has_state: bool, has_aux: bool) -> tuple[Any, Any, Any]:
 
 
 def _check_model_state(new: Any, old: Any) -> Any:
-    """Returns the new model state in the dtypes of the old one: statistics stay float32."""
-    if jax.tree.structure(new) != jax.tree.structure(old):  # type: ignore[operator]
+    """Returns the new model state in the structure and dtypes of the old one.
+
+    Statistics stay float32, and a dict may come back for a FrozenDict.
+    """
+    if paths(new) != paths(old):
         raise TypeError(
             "loss_fn returned a new model_state of another structure than the one it was given: "
             f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}."
         )
-    return cast_like(new, old)
+
+    def like(keys, new, old):
+        new = _jax.vary_like(jnp.asarray(new), old)
+        if new.shape != old.shape:
+            raise TypeError(
+                f"loss_fn returned {name_of('model_state', keys)} of shape {new.shape}, but was "
+                f"given shape {old.shape}. A state keeps its shapes."
+            )
+        return new
+
+    new = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
+    return cast_like(jax.tree_util.tree_map_with_path(like, new, old), old)

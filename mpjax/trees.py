@@ -18,7 +18,10 @@ T = TypeVar("T")
 
 
 def is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    """Tells whether a leaf is an array that JAX can hold: no NumPy array of strings or objects."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind in "biufc" or leaf.dtype.isbuiltin == 2  # ml_dtypes' own
+    return isinstance(leaf, jax.Array)
 
 
 def is_floating(leaf: Any) -> bool:
@@ -29,6 +32,13 @@ def is_floating(leaf: Any) -> bool:
 def is_half(leaf: Any) -> bool:
     """Tells whether a leaf is a floating array narrower than float32."""
     return is_floating(leaf) and leaf.dtype.itemsize < FLOAT32.itemsize
+
+
+def is_one_bool(verdict: Any) -> bool:
+    """Tells whether a verdict is one bool: Python's, NumPy's, or a traced scalar."""
+    if isinstance(verdict, bool):
+        return True
+    return np.shape(verdict) == () and getattr(verdict, "dtype", None) == np.bool_
 
 
 def cast_leaf(leaf: Any, dtype: np.dtype, float64: bool = False) -> Any:
@@ -104,7 +114,7 @@ def select(pred: Any, on_true: T, on_false: T) -> T:
     """Returns one of two pytrees, bit for bit, by a boolean that may be traced.
 
     Args:
-        pred: A scalar bool.
+        pred: A scalar bool. By a Python bool the leaves are chosen as they are.
         on_true: Any pytree: arrays, PRNG keys, Python scalars, and leaves that are no arrays.
         on_false: A pytree of the same structure, shapes and dtypes. Leaves that are neither
             arrays nor numbers cannot be chosen on a device: they must be equal in both.
@@ -121,7 +131,7 @@ def select(pred: Any, on_true: T, on_false: T) -> T:
         >>> mpjax.select(jnp.array(False), {"n": 1, "f": "relu"}, {"n": 2, "f": "relu"})["f"]
         'relu'
     """
-    if jnp.shape(pred) != () or jnp.result_type(pred) != jnp.bool_:
+    if not is_one_bool(pred):
         raise ValueError(
             f"pred={pred!r} must be one bool: a Python bool or a boolean array of shape (). "
             "For a verdict on many values use jnp.all(...) or mpjax.all_finite(...)."
@@ -129,23 +139,26 @@ def select(pred: Any, on_true: T, on_false: T) -> T:
 
     def choose(keys, a, b):
         where = f"leaf {path_of(keys)!r}"
+        if getattr(a, "dtype", None) == jax.dtypes.float0:  # the gradient of an integer: no value
+            return a
         number = (bool, int, float, complex)
         if not (is_array(a) or isinstance(a, number)):
-            if a is b or a == b:
+            if a is b or np.array_equal(a, b):
                 return a
             raise ValueError(
                 f"select: {where} is no array and differs: {a!r} against {b!r}. Such leaves must "
                 "be equal in on_true and on_false; keep what changes in arrays."
             )
-        if getattr(a, "dtype", None) == jax.dtypes.float0:  # the gradient of an integer: no value
-            return a
-        kind = [(jnp.shape(x), getattr(x, "dtype", type(x))) for x in (a, b)]
-        if kind[0] != kind[1]:
+        kinds = [(jnp.shape(x), getattr(x, "dtype", type(x).__name__)) for x in (a, b)]
+        if kinds[0] != kinds[1]:
+            (shape, dtype), (other_shape, other_dtype) = kinds
             raise ValueError(
-                f"select: {where} is {kind[0][1]}{kind[0][0]} in on_true but {kind[1][1]}"
-                f"{kind[1][0]} in on_false. Both must agree; a dtype that drifts from step to step "
-                "is the usual cause."
+                f"select: {where} is {dtype}{shape} in on_true but {other_dtype}{other_shape} in "
+                "on_false. Both must agree; a dtype that drifts from step to step is the usual "
+                "cause."
             )
+        if isinstance(pred, (bool, np.bool_)):
+            return a if pred else b
         return a if a is b else jnp.where(pred, a, b)
 
     return jax.tree_util.tree_map_with_path(choose, on_true, on_false)

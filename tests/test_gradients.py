@@ -134,6 +134,7 @@ def test_a_float16_loss_draws_one_warning_while_tracing():
         value, _, _ = fun(w)
         fun(w)
     assert [str(c.message)[:19] for c in caught] == ["The loss is float16"]
+    assert caught[0].filename == __file__
     assert value == 4 and value.dtype == jnp.float16
 
 
@@ -157,6 +158,12 @@ def test_under_vmap_scan_and_remat(rng):
     assert values.shape == finite.shape == (2,) and grads["w"].shape == (2, 4, 3)
     _, (scanned, _, _) = jax.lax.scan(lambda c, x: (c, fun(params, x)), 0, jnp.stack([x, 2 * x]))
     np.testing.assert_allclose(scanned, values, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [128.0, "dynamic", None, mpjax.DynamicLossScale])
+def test_what_is_no_loss_scale_is_named(wrong):
+    with pytest.raises(TypeError, match="loss_scale=.*must be a loss scale.*an instance"):
+        mpjax.scaled_value_and_grad(lambda w: w, wrong)
 
 
 @pytest.mark.parametrize(

@@ -80,10 +80,11 @@ def test_python_numbers_and_other_leaves():
     assert scale.scale({"f": "relu", "n": 3}) == {"f": "relu", "n": 3}
 
 
-def test_noop_does_nothing():
+def test_noop_scales_nothing_but_widens_like_the_others():
     scale = mpjax.NoOpLossScale()
-    tree = {"x": jnp.ones(2, jnp.float16)}
-    assert scale.scale(tree) is tree and scale.unscale(tree) is tree
+    x = jnp.ones(2)
+    assert scale.scale(x) is x and scale.unscale(x) is x
+    assert scale.unscale(jnp.float16(3)).dtype == scale.scale(jnp.float16(3)).dtype == jnp.float32
     assert scale.adjust(jnp.array(False)) is scale
     assert scale.loss_scale == 1 and scale.loss_scale.dtype == jnp.float32
 
@@ -276,6 +277,13 @@ def test_a_static_scale_may_be_traced():
         ({"growth_interval": 2**31}, "growth_interval=2147483648 must be a whole number"),
         ({"hysteresis": 0}, "hysteresis=0 must be a whole number from 1"),
         ({"hysteresis": True}, "hysteresis=True must be a whole number"),
+        ({"init_scale": None}, "init_scale=None must be one number"),
+        ({"init_scale": 1j}, "init_scale=1j must be one number"),
+        ({"growth_factor": 1 + 1e-10}, "growth_factor=.* must be more than 1"),
+        ({"backoff_factor": 1 - 1e-10}, "backoff_factor=.* must lie between 0 and 1"),
+        ({"loss_scale": 0.0}, "loss_scale=0.0 must be positive"),
+        ({"loss_scale": jnp.ones(3)}, "loss_scale=.* must be one number"),
+        ({"growth_tracker": -5}, "growth_tracker=-5 must be a whole number from 0"),
     ],
 )
 def test_nonsense_is_refused_at_construction(settings, message):
@@ -311,6 +319,8 @@ def test_auto_follows_need():
         (None, mpjax.NoOpLossScale, 1),
         (128, mpjax.StaticLossScale, 128),
         (np.float32(8), mpjax.StaticLossScale, 8),
+        (jnp.float32(8), mpjax.StaticLossScale, 8),
+        (jmp.DynamicLossScale(jnp.float32(0.5)), mpjax.DynamicLossScale, 0.5),
         (jmp.NoOpLossScale(), mpjax.NoOpLossScale, 1),
         (jmp.StaticLossScale(jnp.float32(64)), mpjax.StaticLossScale, 64),
         (jmp.DynamicLossScale(jnp.float32(32)), mpjax.DynamicLossScale, 32),
@@ -332,7 +342,25 @@ def test_jmps_dynamic_scale_behaves_as_it_does_at_home():
             assert float(theirs.loss_scale) == float(ours.loss_scale)
 
 
-@pytest.mark.parametrize("wrong", ["dynamik", True, object(), [1], 0])
+class Subclass(jmp.DynamicLossScale):
+    """Not a pytree: a subclass is not registered by its base."""
+
+
+def test_a_subclass_is_not_mistaken_for_its_base():
+    with pytest.raises(ValueError, match="is not registered as a pytree"):
+        resolve_loss_scale(Subclass(jnp.float32(2)), False)
+    jax.tree_util.register_pytree_node_class(Subclass)
+    mine = Subclass(jnp.float32(2))
+    assert resolve_loss_scale(mine, False) is mine
+
+
+def test_integers_of_any_kind_are_whole_numbers():
+    assert mpjax.DynamicLossScale(growth_interval=np.int64(5)).growth_interval == 5
+
+
+@pytest.mark.parametrize(
+    "wrong", ["dynamik", True, object(), [1], 0, mpjax.DynamicLossScale, jmp.NoOpLossScale]
+)
 def test_other_arguments_are_refused(wrong):
     with pytest.raises(ValueError, match="loss_scale="):
         resolve_loss_scale(wrong, False)

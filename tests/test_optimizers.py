@@ -173,6 +173,30 @@ def test_update_without_params_is_an_error(rng):
         optimizer.update(params, optimizer.init(params))
 
 
+def test_other_dtypes_than_init_saw_are_an_error(rng):
+    half, optimizer = mixed_params(rng), mpjax.with_master_weights(optax.sgd(1.0))
+    full = jax.tree.map(lambda p: p.astype(jnp.float32), half)
+    for first, then, message in [
+        (half, full, r"params\['b'\] was half when init saw it, and is float32"),
+        (full, half, r"params\['b'\] was float32 when init saw it, and is half"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            optimizer.update(first, optimizer.init(first), then)
+
+
+def test_paths_that_read_alike_are_different_parameters():
+    params = {"a/b": jnp.full(2, 1.0, jnp.bfloat16), "a": {"b": jnp.full(2, 5.0, jnp.bfloat16)}}
+    full = mpjax.master_params(mpjax.with_master_weights(optax.sgd(0.0)).init(params), params)
+    assert full["a/b"][0] == 1 and full["a"]["b"][0] == 5
+
+
+@pytest.mark.parametrize("wrap", [mpjax.with_master_weights, mpjax.skip_nonfinite])
+@pytest.mark.parametrize("wrong", [None, optax.sgd, optax.GradientTransformation])
+def test_what_is_no_optimizer_is_named(wrap, wrong):
+    with pytest.raises(TypeError, match="inner=.*must be an optax optimizer"):
+        wrap(wrong)
+
+
 def test_master_params_without_masters_widens(rng):
     params = mixed_params(rng)
     state = optax.adam(1e-3).init(params)
@@ -268,6 +292,20 @@ def test_it_takes_the_callers_verdict_too(verdict):
     assert (updates == 0).all() and int(state.skipped_steps) == 1
     updates, state = optimizer.update(params * jnp.nan, state, params, finite=True)
     assert (updates == 0).all() and int(state.skipped_steps) == 2
+
+
+def test_a_skip_keeps_even_a_negative_zero():
+    params = jnp.array([-0.0, 1.0])
+    optimizer = mpjax.skip_nonfinite(optax.sgd(1.0))
+    updates, _ = optimizer.update(params * jnp.nan, optimizer.init(params), params)
+    assert jnp.signbit(optax.apply_updates(params, updates)).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("wrong", [None, 1, jnp.array([True])])
+def test_a_verdict_that_is_not_one_bool_is_refused(wrong):
+    optimizer = mpjax.skip_nonfinite(optax.sgd(1.0))
+    with pytest.raises(ValueError, match="finite=.*must be one bool"):
+        optimizer.update(jnp.ones(2), optimizer.init(jnp.ones(2)), finite=wrong)
 
 
 def test_two_optimizers_each_judge_their_own_gradients():

@@ -130,11 +130,12 @@ def test_half_alone_means_what_the_device_is_best_at():
         ("mixed_bf16", "Did you mean 'mixed_bfloat16'?"),
         ("mixed-float16", "Did you mean 'mixed_float16'?"),
         ("O4", "'O4' is no policy name. Legal are 'float32', 'mixed_float16'"),
-        ("O2:float32", "half='float32' is not a half dtype. Legal are 'float16' and 'bfloat16'"),
-        ("O2:", "half='' is not a floating dtype"),
+        ("O2:float32", "the suffix='float32' is not a half dtype. Legal are 'float16' and"),
+        ("O2:", "policy='O2:': the suffix='' is not a floating dtype"),
         ("bf16:float16", "'bf16:float16' is no policy name"),
-        ("", "expected key=value"),
-        ("  ", "expected key=value"),
+        ("", "policy='' is empty. Legal are names such as float32, mixed_float16"),
+        ("  ", "is empty"),
+        ('O1,half_ops=[["exp"]]', "half_ops=[['exp']] must be a sequence of strings"),
         ("p=f33", "Did you mean 'f32'?"),
         ("c=", "compute_dtype='' is not a floating dtype"),
         ("c=int8", "compute_dtype='int8' is not a floating dtype"),
@@ -310,6 +311,12 @@ def test_the_first_match_wins_and_a_later_call_goes_first():
     assert len(again.overrides) == 2 and again.override_for("Dense_0/bias") == jnp.float32
 
 
+def test_a_pattern_given_twice_means_its_first_dtype():
+    policy = mpjax.get_policy('bf16, overrides={"*w": "f32", "*w": "bf16"}')
+    assert policy.overrides == (("*w", jnp.float32),)
+    assert mpjax.get_policy(str(policy)) == policy
+
+
 def test_an_override_beats_the_level():
     policy = mpjax.get_policy("O2:float16").override({"*norm*": "float16"})
     assert dtypes_of(policy.cast_to_param(params()))["LayerNorm_0/scale"] == "float16"
@@ -361,6 +368,7 @@ def test_op_lists():
         ({"half": ("exp",), "full": ("exp",)}, "'exp' is in half_ops already"),
         ({"full": ("expp",)}, r"full_ops: JAX has no primitive named 'expp'. Did you mean 'exp'\?"),
         ({"half": "matmul"}, "JAX has no primitive named 'matmul'"),
+        ({"half": None}, "half=None must be a sequence of strings"),
     ],
 )
 def test_bad_op_lists_are_refused(lists, message):

@@ -1,9 +1,11 @@
 import dataclasses
+import functools
 import pickle
 import warnings
 from functools import partial
 
 import equinox as eqx
+import flax.core
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -186,6 +188,14 @@ def test_the_batch_is_cast_but_for_what_is_not_floating(rng):
     jax.jit(step)(init({"w": jnp.ones(2)}), batch)
     assert seen["x"] == jnp.float16 and seen["labels"] == jnp.int32
     assert seen["key"] == jax.random.key(0).dtype
+
+
+def test_numpys_float64_is_cast_without_jit_too():
+    seen = []
+    loss_fn = lambda p, batch: (seen.append(batch.dtype), p["w"].astype(jnp.float32))[1]  # noqa: E731
+    init, step = mpjax.build_train_step(loss_fn, optax.sgd(0.1), "mixed_bfloat16")
+    step(init({"w": 1.0}), np.ones(3))
+    assert seen == [jnp.bfloat16]
 
 
 # ---------------------------------------------------------------- the gate
@@ -381,6 +391,37 @@ def test_python_numbers_weak_types_and_numpy_make_one_compilation():
     assert step._cache_size() == 1
 
 
+@pytest.mark.parametrize("place", ["device", "replicated", "sharded"])
+def test_committed_parameters_make_one_compilation(place, rng):
+    where = {
+        "device": jax.devices()[0],
+        "replicated": NamedSharding(mesh(), PartitionSpec()),
+        "sharded": NamedSharding(mesh(), PartitionSpec("data")),
+    }
+    params, batch = linear_problem(rng)
+    params = {"w": jax.device_put(params["w"], where[place]), "b": params["b"]}
+    init, step = mpjax.build_train_step(linear_loss, optax.adam(1e-2), "O2:float16")
+    state, step = init(params), jax.jit(step, donate_argnums=0)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    )
+    counts = []
+    for _ in range(3):
+        state, _ = step(state, batch)
+        counts.append(len(compiled))
+    jax.monitoring.clear_event_listeners()
+    assert counts[0] >= 1 and counts[1:] == counts[:1] * 2
+
+
+def test_the_loss_is_handed_only_to_optimizers_that_take_it(rng):
+    """SAM's update knows no value=."""
+    params, batch = linear_problem(rng)
+    sam = optax.contrib.sam(optax.sgd(1e-2), optax.sgd(1e-3), sync_period=2)
+    init, step = mpjax.build_train_step(linear_loss, sam, "mixed_bfloat16")
+    jax.jit(step)(init(params), batch)
+
+
 def test_the_state_is_a_pytree_of_arrays(rng):
     params, model_state, _ = net_problem(rng)
     init, _ = mpjax.build_train_step(net_loss, optax.adam(1e-2), "mixed_float16", has_aux=True)
@@ -421,6 +462,32 @@ def test_running_statistics_stay_float32_though_the_model_returns_half(rng):
     state, _ = jax.jit(step)(state, jnp.ones((4, 3)))
     assert state.model_state["mean"].dtype == jnp.float32
     assert state.model_state["count"].dtype == jnp.int32 and int(state.model_state["count"]) == 1
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_a_model_state_of_python_numbers_and_frozen_dicts(accumulate_steps):
+    def loss_fn(params, batch, model_state):
+        return params["w"] * batch.sum(), {"n": 1, "stats": {"mean": 0.5}}
+
+    init, step = mpjax.build_train_step(
+        loss_fn, optax.sgd(0.1), "float32", accumulate_steps=accumulate_steps
+    )
+    state = init({"w": 1.0}, flax.core.freeze({"n": 0, "stats": {"mean": 0.0}}))
+    state, _ = jax.jit(step)(state, jnp.ones(2))
+    assert isinstance(state.model_state, flax.core.FrozenDict)
+    assert int(state.model_state["n"]) == 1 and float(state.model_state["stats"]["mean"]) == 0.5
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_a_model_state_that_changes_its_shape_is_named(accumulate_steps):
+    loss_fn = lambda p, b, model_state: (p["w"], {"m": jnp.ones(3)})  # noqa: E731
+    init, step = mpjax.build_train_step(
+        loss_fn, optax.sgd(0.1), "float32", accumulate_steps=accumulate_steps
+    )
+    with pytest.raises(
+        TypeError, match=r"model_state\['m'\] of shape \(3,\), but was given .*\(2,\)"
+    ):
+        jax.eval_shape(step, init({"w": 1.0}, {"m": jnp.ones(2)}), jnp.ones(2))
 
 
 # ---------------------------------------------------------------- accumulation
@@ -589,6 +656,23 @@ def test_replicas_average_model_state_and_draw_their_own_randomness(rng):
     assert len(set(metrics["aux"].tolist())) == 2
 
 
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("kind", ["checked", "unchecked", "pmap"])
+def test_replicas_agree_on_keys_flags_and_constants_in_the_model_state(kind, accumulate_steps):
+    def loss_fn(params, batch, model_state):
+        new = {"key": jax.random.fold_in(model_state["key"], 1), "flag": batch.sum() > 0, "f": 3.0}
+        return jnp.mean(batch * params["w"]), new
+
+    options = {"accumulate_steps": accumulate_steps, "axis_name": "data"}
+    init, step = mpjax.build_train_step(loss_fn, optax.sgd(0.1), "float32", **options)
+    state = init({"w": 1.0}, {"key": jax.random.key(0), "flag": False, "f": 0.0})
+    state, _ = replicas(kind, step)(state, jnp.array([1.0, 1.0, -1.0, -1.0]))
+    assert bool(state.model_state["flag"]) and float(state.model_state["f"]) == 3
+    folds = range(accumulate_steps)
+    key = functools.reduce(lambda key, _: jax.random.fold_in(key, 1), folds, jax.random.key(0))
+    assert bits(state.model_state["key"]) == bits(key)
+
+
 def test_sharded_arrays_under_plain_jit_need_nothing(rng):
     params, batch = linear_problem(rng)
     init, step = mpjax.build_train_step(linear_loss, optax.sgd(0.1), "O2:bf16", accumulate_steps=2)
@@ -658,7 +742,7 @@ def test_an_equinox_model(rng):
     for _ in range(30):
         state, metrics = step(state, batch)
     assert metrics["loss"] < first
-    with pytest.raises(TypeError, match=r"leaf '.*activation' .*eqx.partition"):
+    with pytest.raises(TypeError, match=r"params\['.*activation'\] .*eqx.partition"):
         init(model)
 
 
@@ -672,6 +756,11 @@ def test_raise_if_diverged_says_how_many_at_what_scale_and_why():
         mpjax.raise_if_diverged(metrics, 3)
     with pytest.raises(mpjax.DivergenceError, match="loss itself was not finite.*the data"):
         mpjax.raise_if_diverged({**metrics, "loss_finite": jnp.array(False)}, 2)
+    for wrong in ({}, None):
+        with pytest.raises(TypeError, match="metrics=.*must be the metrics"):
+            mpjax.raise_if_diverged(wrong, 2)
+    with pytest.raises(ValueError, match="those of several steps"):
+        mpjax.raise_if_diverged({"consecutive_skips": np.zeros(3)}, np.int64(2))
     for limit in (0, 1.5, True):
         with pytest.raises(ValueError, match="limit=.*must be a whole number"):
             mpjax.raise_if_diverged(metrics, limit)
@@ -704,6 +793,8 @@ def test_a_float16_loss_is_warned_about_once():
         ({"loss_scale": "automatic"}, ValueError, "loss_scale='automatic' is not known"),
         ({"accumulate_steps": 0}, ValueError, "accumulate_steps=0 must be a whole number"),
         ({"accumulate_steps": 2.0}, ValueError, "accumulate_steps=2.0 must be a whole number"),
+        ({"has_aux": "yes"}, ValueError, "has_aux='yes' must be True or False"),
+        ({"loss_scale": mpjax.DynamicLossScale}, ValueError, "loss_scale=.*is not known"),
     ],
 )
 def test_bad_arguments(arguments, error, message):
@@ -716,9 +807,14 @@ def test_bad_arguments(arguments, error, message):
     ("params", "rng", "message"),
     [
         ({}, None, "params has no leaves"),
-        ({"w": jnp.ones(1), "n": jnp.arange(2)}, None, "leaf 'n' is int32, which has no gradient"),
-        ({"f": jnp.tanh}, None, "leaf 'f' is .* not an array"),
-        ({"w": jnp.ones(1)}, 0, r"rng=0 must be a PRNG key, such as jax.random.key\(0\)"),
+        (
+            {"w": jnp.ones(1), "n": jnp.arange(2)},
+            None,
+            "params\\['n'\\] is int32, which has no gradient",
+        ),
+        ({"f": jnp.tanh}, None, r"params\['f'\] is .* not an array"),
+        ({"w": jnp.ones(1)}, 0, r"rng=0 must be one PRNG key, such as jax.random.key\(0\)"),
+        ({"w": jnp.ones(1)}, jax.random.split(jax.random.key(0)), "must be one PRNG key"),
     ],
 )
 def test_bad_states(params, rng, message):

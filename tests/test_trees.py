@@ -112,6 +112,19 @@ def test_select_of_numbers_that_differ():
     assert int(mpjax.select(jnp.array(False), 1, 2)) == 2
 
 
+def test_select_by_a_python_bool_hands_out_the_leaves_themselves():
+    a, b = {"n": 2**40, "x": np.array([0.1])}, {"n": 0, "x": np.array([0.2])}
+    chosen = mpjax.select(True, a, b)
+    assert chosen["n"] == 2**40 and chosen["x"] is a["x"]
+
+
+def test_arrays_of_strings_are_leaves_that_are_no_arrays():
+    names = {"names": np.array(["a", "b"])}
+    assert mpjax.select(jnp.array(True), names, dict(names))["names"] is names["names"]
+    assert mpjax.cast(names, "float16")["names"] is names["names"]
+    assert mpjax.cast(np.ones(2, jnp.bfloat16), "float32").dtype == np.float32
+
+
 @pytest.mark.parametrize(
     ("pred", "a", "b", "message"),
     [
