@@ -1,0 +1,146 @@
+"""Both examples in six precisions, and once where float16 fails: tables, and a picture.
+
+    python examples/demo.py --out demo_out
+
+Same seed and budget for every run. The loss scale may grow every 20 clean steps (mpjax's default is
+2000), so that a run this short shows it at work: it climbs until gradients overflow, the step is
+skipped, the scale halves.
+
+Took 1 min 54 s on two CPU cores with jax 0.12.0.1, about half of it compilation.
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import byte_gpt
+import digits_cnn
+import numpy as np
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+import mpjax
+
+DYNAMIC = mpjax.DynamicLossScale(growth_interval=20)
+# What a run is called, its policy, its loss scale.
+RUNS = {
+    "float32": ("float32", "auto"),
+    "mixed_bfloat16": ("mixed_bfloat16", "auto"),
+    "mixed_float16": ("mixed_float16", DYNAMIC),
+    "mixed_float16 unscaled": ("mixed_float16", "none"),
+    # The mean over a batch 256 times as large (2**18 tokens, usual for language models) makes
+    # every cotangent 256 times smaller. A loss scale of 2**-8 does that to the small batch here;
+    # benchmarks/underflow.py compares the two.
+    "mixed_float16 x 2^-8": ("mixed_float16", 2.0**-8),
+    "O2:float16": ("O2:float16", DYNAMIC),
+    "O3:bfloat16": ("O3:bfloat16", "auto"),
+}
+TITLES = {
+    digits_cnn: "Convolutional network on handwritten digits",
+    byte_gpt: "Byte-level GPT on Python's help topics",
+}
+# An example's held-out figure: its column, its key in the result, its format.
+FIGURES = {
+    digits_cnn: ("Accuracy", "accuracy", "{:.2%}"),
+    byte_gpt: ("Bits per\nbyte", "bits_per_byte", "{:.3f}"),
+}
+NOTES = """\
+Accuracy and bits per byte are held-out figures. "unscaled" is without loss scaling; "x 2^-8" makes
+its cotangents as small as a batch 256 times as large would. Most CPUs have no half-precision
+arithmetic, XLA converts to float32 and back: these times say nothing about GPUs and TPUs. A busy
+machine blurs them, since runs follow one another; benchmarks/step_overhead.py compares in pairs."""
+
+
+def train_all(steps: int | None, seed: int) -> dict[Any, dict[str, dict[str, Any]]]:
+    """Returns the result of every run, by example and name."""
+    budgets = {example: steps or example.STEPS for example in TITLES}
+    results: dict[Any, dict[str, dict[str, Any]]] = {example: {} for example in TITLES}
+    with tqdm(total=len(RUNS) * sum(budgets.values()), unit="step") as bar:
+        for example, budget in budgets.items():
+            for name, (policy, loss_scale) in RUNS.items():
+                bar.set_description(f"{example.__name__}, {name}")
+                results[example][name] = example.train(policy, budget, seed, loss_scale, bar.update)
+    return results
+
+
+def table(example: Any, results: dict[str, dict[str, Any]]) -> Table:
+    """Returns an example's runs as a table."""
+    column, key, form = FIGURES[example]
+    base = results["float32"]
+    out = Table(title=f"{TITLES[example]}, {base['steps']} steps", box=box.SIMPLE_HEAD)
+    out.add_column("Run", no_wrap=True)
+    for name in (
+        "Train\nloss",
+        column,
+        "Skips",
+        "Last\nscale",
+        "ms per\nstep",
+        "Times\nf32",
+    ):
+        out.add_column(name, justify="right", no_wrap=True)
+    for name, result in results.items():
+        out.add_row(
+            name,
+            f"{result['final_train_loss']:.4f}",
+            form.format(result[key]),
+            str(result["skipped_steps"]),
+            f"2^{math.log2(result['final_loss_scale']):g}",
+            f"{result['step_ms']:.1f}",
+            f"{result['step_ms'] / base['step_ms']:.2f}",
+        )
+    if example is byte_gpt:
+        out.caption = f"Counting pairs of bytes gives {base['bigram_bits_per_byte']:.3f} bits."
+    return out
+
+
+def picture(results: dict[Any, dict[str, dict[str, Any]]]) -> Figure:
+    """Returns loss curves above loss scales, one column per example."""
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    axes = figure.subplots(2, len(results), sharex="col", height_ratios=(3, 2))
+    for column, (example, runs) in enumerate(results.items()):
+        for order, (name, result) in enumerate(runs.items()):
+            # The curves lie on top of each other, if all is well: each is thinner than the last.
+            style = {"color": f"C{order}", "linewidth": 5 - 0.7 * order, "label": name}
+            loss = result["curves"]["loss"]
+            window = min(10, len(loss))
+            smooth = np.convolve(loss, np.full(window, 1 / window), "valid")
+            axes[0, column].plot(np.arange(len(smooth)) + window, smooth, **style)
+            axes[1, column].plot(np.arange(len(loss)) + 1, result["curves"]["loss_scale"], **style)
+        axes[0, column].set(title=TITLES[example], xlim=(0, None))
+        axes[1, column].set(xlabel="Step")
+        axes[1, column].set_yscale("log", base=2)
+        axes[1, column].set_yticks([2.0**power for power in range(-8, 25, 8)])
+    axes[0, 0].set_yscale("log")
+    axes[0, 0].set_ylabel("Training loss, mean of 10 steps")
+    axes[1, 0].set_ylabel("Loss scale")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, help="for both examples; default: as each one has it")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for the results")
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    results = train_all(args.steps, args.seed)
+
+    console = Console()
+    for example, runs in results.items():
+        console.print(table(example, runs))
+    console.print(NOTES, highlight=False, soft_wrap=True)
+    plot, data = args.out / "demo.png", args.out / "demo.json"
+    picture(results).savefig(plot, dpi=120)
+    data.write_text(json.dumps({example.__name__: runs for example, runs in results.items()}))
+    console.print(f"Curves: {plot}, figures: {data}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""The examples run as scripts, and the policy alone decides what they compute in."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jaxprs import matmul_dtypes
+
+import mpjax
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+import byte_gpt  # noqa: E402
+import demo  # noqa: E402
+import digits_cnn  # noqa: E402
+
+FIGURES = {digits_cnn: {"accuracy", "held_out_loss"}, byte_gpt: {"bits_per_byte"}}
+RESULT = {
+    *("example", "policy", "steps", "seed", "jax", "device", "curves", "step_ms"),
+    *("final_train_loss", "skipped_steps", "final_loss_scale"),
+}
+
+examples = pytest.mark.parametrize("example", FIGURES, ids=lambda module: module.__name__)
+
+
+def started(example, policy):
+    """Returns an example's step, its first state and a batch."""
+    init, step = mpjax.build_train_step(example.loss_fn, example.make_optimizer(10), policy)
+    if example is digits_cnn:
+        state = init(*example.initial(0), rng=jax.random.key(0))
+    else:
+        state = init(example.initial(0))
+    return step, state, example.sample(example.load()[0], np.random.default_rng(0))
+
+
+def run_script(path, *arguments):
+    """Runs a script as a user does, with every warning an error."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / path), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@examples
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [
+        ("float32", "float32"),
+        ("mixed_bfloat16", "bfloat16"),
+        ("mixed_float16", "float16"),
+        ("O2:float16", "float16"),
+        ("O3:bfloat16", "bfloat16"),
+    ],
+)
+def test_policy_decides_the_dtype_of_every_matmul_and_convolution(example, policy, dtype):
+    step, state, batch = started(example, policy)
+    found = matmul_dtypes(step, state, batch)
+    assert len(found) >= 8
+    assert set(found) == {(dtype, dtype)}
+
+
+@examples
+def test_norm_statistics_and_loss_stay_float32_in_half_precision(example):
+    step, state, batch = started(example, "O3:float16")
+    state, metrics = jax.eval_shape(step, state, batch)
+    assert metrics["loss"].dtype == np.float32
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.model_state)} <= {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("example", "policy"),
+    [
+        (digits_cnn, "mixed_float16"),
+        pytest.param(digits_cnn, "float32", marks=pytest.mark.slow),
+        pytest.param(byte_gpt, "mixed_float16", marks=pytest.mark.slow),
+        pytest.param(byte_gpt, "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_main_trains_and_writes_its_result(example, policy, tmp_path, capsys):
+    out = tmp_path / "deep" / "result.json"
+    example.main(["--policy", policy, "--steps", "25", "--seed", "3", "--out", str(out)])
+    result = json.loads(out.read_text())
+    assert set(result) >= RESULT | FIGURES[example]
+    assert (result["policy"], result["steps"], result["seed"]) == (policy, 25, 3)
+    losses = result["curves"]["loss"]
+    assert len(losses) == len(result["curves"]["loss_scale"]) == 25
+    assert np.isfinite(losses).all()
+    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+    assert result["final_loss_scale"] == (2.0**16 if policy == "mixed_float16" else 1.0)
+    assert policy in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "scale"), [("none", 1.0), ("dynamic", 2.0**16), ("128", 128.0)])
+def test_loss_scale_option(text, scale, tmp_path):
+    out = tmp_path / "result.json"
+    digits_cnn.main(
+        ["--policy", "mixed_float16", "--steps", "2", "--loss-scale", text, "--out", str(out)]
+    )
+    assert json.loads(out.read_text())["final_loss_scale"] == scale
+
+
+@pytest.mark.slow
+@examples
+def test_runs_as_a_script_without_warnings(example):
+    done = run_script(f"examples/{example.__name__}.py", "--steps", 2, "--policy", "mixed_bfloat16")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("mixed_bfloat16: ")
+
+
+@pytest.mark.slow
+def test_a_wrong_policy_is_refused_with_the_nearest_name():
+    done = run_script("examples/digits_cnn.py", "--steps", 2, "--policy", "mixed_float61")
+    assert done.returncode != 0
+    assert "mixed_float16" in done.stderr
+
+
+def fake_result(example):
+    """Returns a result as an example's train returns it, for the table and the picture."""
+    _, key, _ = demo.FIGURES[example]
+    return {
+        key: 0.5,
+        "steps": 3,
+        "bigram_bits_per_byte": 3.3,
+        "final_train_loss": 1.25,
+        "skipped_steps": 1,
+        "final_loss_scale": 2.0**15,
+        "step_ms": 4.0,
+        "curves": {"loss": [2.0, 1.0, 0.5], "loss_scale": [2.0**16, 2.0**16, 2.0**15]},
+    }
+
+
+def test_demo_tables_and_picture(tmp_path, capsys):
+    results = {ex: dict.fromkeys(demo.RUNS, fake_result(ex)) for ex in demo.TITLES}
+    console = demo.Console(width=80)
+    for example, runs in results.items():
+        console.print(demo.table(example, runs))
+    printed = capsys.readouterr().out
+    for name in demo.RUNS:
+        assert printed.count(f"  {name}  ") == 2
+    assert "…" not in printed, "the table does not fit a terminal of 80 columns"
+    assert "2^15" in printed
+    demo.picture(results).savefig(tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_runs_what_it_promises():
+    policies = {policy for policy, _ in demo.RUNS.values()}
+    assert policies == {"float32", "mixed_bfloat16", "mixed_float16", "O2:float16", "O3:bfloat16"}
+    assert ("mixed_float16", "none") in demo.RUNS.values()
+
+
+@pytest.mark.slow
+def test_demo_as_a_script(tmp_path):
+    out = tmp_path / "out"
+    done = run_script("examples/demo.py", "--steps", 2, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert str(out / "demo.png") in done.stdout
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
+    data = json.loads((out / "demo.json").read_text())
+    assert {name: set(runs) for name, runs in data.items()} == {
+        name: set(demo.RUNS) for name in ("digits_cnn", "byte_gpt")
+    }
+    assert all(name in done.stdout for name in demo.RUNS)
