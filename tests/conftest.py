@@ -4,10 +4,12 @@ import os
 
 # Two CPU devices for shard_map and pmap; one thread each, or parallel workers fight for the cores;
 # and machine code compiled fast, for the tests compile far more than they run.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0"
+FLAGS = (
+    "--xla_force_host_platform_device_count=2",
+    "--xla_cpu_multi_thread_eigen=false",
+    "--xla_backend_optimization_level=0",
 )
+os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS))
 
 import jax
 import numpy as np
