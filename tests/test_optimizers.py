@@ -60,6 +60,10 @@ WRAPPERS = {
     "inject_hyperparams": lambda inner: mpjax.with_master_weights(
         optax.chain(inner, optax.inject_hyperparams(optax.scale)(step_size=0.5))
     ),
+    "in inject_hyperparams": lambda inner: optax.inject_hyperparams(
+        lambda rate: mpjax.with_master_weights(optax.chain(inner, optax.scale(rate))),
+        hyperparam_dtype=jnp.float32,
+    )(rate=0.5),
     "MultiSteps": lambda inner: optax.MultiSteps(mpjax.with_master_weights(inner), 3),
     "in MultiSteps": lambda inner: mpjax.with_master_weights(
         optax.MultiSteps(inner, 3).gradient_transformation()
