@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jaxprs import matmul_dtypes
+from support import matmul_dtypes
 
 import mpjax
 

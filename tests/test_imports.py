@@ -11,6 +11,7 @@ PACKAGE = Path(mpjax.__file__).parent
 # From the bottom up; a module imports only what stands before it.
 ORDER = [
     *("errors", "_jax", "dtypes", "patterns", "trees", "policy"),
+    *("ops", "graph", "plan", "islands", "rewrite", "autocast", "precision", "explain"),
     *("loss_scale", "gradients", "optimizers", "train_step", "__init__"),
 ]
 

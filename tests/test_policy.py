@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxprs import equations
+from support import equations
 
 import mpjax
 from mpjax._jax import primitive_names

@@ -16,7 +16,7 @@ import optax.contrib
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxprs import equations, matmul_dtypes
+from support import equations, matmul_dtypes
 
 import mpjax
 from mpjax.train_step import TrainState
