@@ -23,9 +23,9 @@ from tqdm import tqdm
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "examples"))
 
-import byte_gpt  # noqa: E402
-import demo  # noqa: E402
-import digits_cnn  # noqa: E402
+import byte_gpt
+import demo
+import digits_cnn
 
 # The held-out figures of each example, and whether a larger one is better.
 FIGURES = {

@@ -33,8 +33,8 @@ import mpjax
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "examples"))
 
-import byte_gpt  # noqa: E402
-import digits_cnn  # noqa: E402
+import byte_gpt
+import digits_cnn
 
 # (what is measured, what it is measured against)
 RATIOS = (

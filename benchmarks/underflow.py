@@ -28,7 +28,7 @@ import mpjax
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "examples"))
 
-import byte_gpt  # noqa: E402
+import byte_gpt
 
 
 def trained(steps: int, data: np.ndarray, rng: np.random.Generator) -> Any:

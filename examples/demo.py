@@ -6,7 +6,7 @@ Same seed and budget for every run. The loss scale may grow every 20 clean steps
 2000), so that a run this short shows it at work: it climbs until gradients overflow, the step is
 skipped, the scale halves.
 
-Took 1 min 54 s on two CPU cores with jax 0.12.0.1, about half of it compilation.
+Took 1 min 51 s on two idle CPU cores with jax 0.10.2, about half of it compilation.
 """
 
 import argparse

@@ -1,7 +1,9 @@
 """mpjax: functional mixed precision for JAX. See docs/architecture.md for the map."""
 
+from mpjax.autocast import autocast
 from mpjax.dtypes import half_dtype
 from mpjax.errors import DivergenceError
+from mpjax.explain import CastReport, explain
 from mpjax.gradients import scaled_value_and_grad
 from mpjax.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from mpjax.optimizers import (
@@ -12,12 +14,14 @@ from mpjax.optimizers import (
     with_master_weights,
 )
 from mpjax.policy import Policy, get_policy
+from mpjax.precision import full_precision, precision
 from mpjax.train_step import TrainState, TrainStep, build_train_step, raise_if_diverged
 from mpjax.trees import all_finite, cast, select
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CastReport",
     "DivergenceError",
     "DynamicLossScale",
     "MasterWeightsState",
@@ -28,11 +32,15 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "all_finite",
+    "autocast",
     "build_train_step",
     "cast",
+    "explain",
+    "full_precision",
     "get_policy",
     "half_dtype",
     "master_params",
+    "precision",
     "raise_if_diverged",
     "scaled_value_and_grad",
     "select",

@@ -1,10 +1,21 @@
 """The only file that reaches into JAX's internals, or knows how its versions differ."""
 
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax._src.interpreters import ad, mlir
+import numpy as np
+from jax._src import config, core, source_info_util, tree_util
+from jax._src import linear_util as lu
+from jax._src.api_util import debug_info
+from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import partial_eval as pe
+from jax._src.named_sharding import UnspecifiedValue
+from jax.extend.core import Literal, Primitive
 from jax.sharding import NamedSharding, PartitionSpec
+
+__all__ = ["Literal"]
 
 T = TypeVar("T")
 
@@ -13,6 +24,381 @@ def primitive_names() -> frozenset[str]:
     """Returns the names of every primitive that JAX can lower or differentiate."""
     tables = (mlir._lowerings, ad.primitive_jvps, ad.primitive_transposes)
     return frozenset(primitive.name for table in tables for primitive in table)
+
+
+# ---- reading programs ---------------------------------------------------------------------------
+
+
+def is_array(aval: Any) -> bool:
+    """Tells an ordinary array from a Ref, a token or another kind of value."""
+    return isinstance(aval, core.ShapedArray)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns a sub-program's jaxpr and constants. (From 0.12 on the two classes are one.)"""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+# Calls that mean nothing but their insides.
+_CALLS = frozenset({"closed_call", "core_call", "call", "core_closed_call", "eval_jaxpr"})
+
+
+def inlined(eqn: Any) -> Any:
+    """Returns the program inside an equation that is only a call of it, or None.
+
+    A jit that asks for something of its own (shardings, layouts, donation, compiler options) is
+    more than that.
+    """
+    if eqn.primitive.name in _CALLS:
+        return eqn.params["call_jaxpr"]
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return None
+    p = eqn.params
+    asks = (
+        any(p["donated_invars"])
+        or any(
+            not isinstance(s, UnspecifiedValue) for s in (*p["in_shardings"], *p["out_shardings"])
+        )
+        or any(layout is not None for layout in (*p["in_layouts"], *p["out_layouts"]))
+        or p["compiler_options_kvs"]
+    )
+    return None if asks else p["jaxpr"]
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns the numbers of a scan's constants and carries."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def scope_names(stack: Any) -> tuple[str, ...]:
+    """Returns the names of a name stack's scopes, its transformations left out."""
+    return tuple(s.name for s in stack.stack if isinstance(s, source_info_util.Scope))
+
+
+def transforms(stack: Any) -> tuple[str, ...]:
+    """Returns the names of a name stack's transformations, such as "jvp" and "transpose"."""
+    return tuple(s.name for s in stack.stack if isinstance(s, source_info_util.Transform))
+
+
+def source_line(eqn: Any) -> str:
+    """Returns "file:line" of the user's code that an equation comes from, or ""."""
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    return f"{frame.file_name}:{frame.start_line}" if frame else ""
+
+
+# ---- evaluating programs ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def location(eqn: Any, stack: Any):
+    """Puts what is traced inside at the place, and in the context, of an equation."""
+    stack = source_info_util.current_name_stack() + stack
+    traceback = eqn.source_info.traceback
+    with source_info_util.user_context(traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+@contextlib.contextmanager
+def scoped(stack: Any):
+    """Puts what is traced inside under a name stack."""
+    with source_info_util.set_name_stack(source_info_util.current_name_stack() + stack):
+        yield
+
+
+def below(stack: Any, depth: int) -> Any:
+    """Returns a name stack without its first names."""
+    return source_info_util.NameStack(stack.stack[depth:])
+
+
+def common_stack(stacks: Sequence[Any]) -> Any:
+    """Returns the names that name stacks begin with together."""
+    first, *rest = (stack.stack for stack in stacks)
+    depth = 0
+    while depth < len(first) and all(
+        s[depth : depth + 1] == first[depth : depth + 1] for s in rest
+    ):
+        depth += 1
+    return source_info_util.NameStack(first[:depth])
+
+
+def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
+    """Runs an equation's primitive on other operands, with some parameters changed."""
+    params = eqn.primitive.get_bind_params({**eqn.params, **params})
+    outs = eqn.primitive.bind(*args, **params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def retyped(aval: Any, dtype: Any) -> Any:
+    """Returns an aval with another dtype, its sharding and axes kept."""
+    return aval.update(dtype=np.dtype(dtype))
+
+
+def trace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any], name: str) -> Any:
+    """Returns the closed jaxpr of a function of flat arguments."""
+    info = debug_info(name, fun, tuple(avals), {})
+    jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(lu.wrap_init(fun, debug_info=info), list(avals))
+    return _close(jaxpr, consts)
+
+
+def _close(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    closed = getattr(core, "ClosedJaxpr", None)
+    return jaxpr.with_consts(consts) if closed is None else closed(jaxpr, consts)
+
+
+def like(jaxpr: Any, old: Any) -> Any:
+    """Returns a closed jaxpr in the form, open or closed, that an old one has."""
+    inner, consts = open_jaxpr(jaxpr)
+    if hasattr(old, "jaxpr"):
+        return jaxpr
+    if consts:
+        raise NotImplementedError("A program with constants cannot stand here.")
+    return inner
+
+
+def flat_tracing(fun: Callable[..., Any], avals: Sequence[Any], name: str) -> tuple[Any, Any]:
+    """As `trace`, for a function that returns a pytree: the jaxpr, and what `fun` returned.
+
+    The second result holds tracers that are dead; only its structure means anything.
+    """
+    stored: list[Any] = []
+
+    def flat(*args):
+        leaves, tree = tree_util.tree_flatten(fun(*args))
+        stored.append((leaves, tree))
+        return [leaf for leaf in leaves if is_traceable(leaf)]
+
+    return trace(flat, avals, name), stored[-1]
+
+
+def is_traceable(x: Any) -> bool:
+    """Tells arrays (JAX's, NumPy's, tracers, keys) from Python values and other objects."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic) and (
+        not isinstance(x, np.ndarray | np.generic)
+        or x.dtype == jax.dtypes.float0
+        or jax.dtypes.issubdtype(x.dtype, np.number)
+        or x.dtype == np.bool_
+    )
+
+
+def tracing_key() -> Any:
+    """Returns what, besides its arguments, the trace of a function depends on."""
+    return config.trace_context()
+
+
+# ---- custom rules -------------------------------------------------------------------------------
+
+
+def custom_jvp_rule(params: dict[str, Any]) -> tuple[Any, Sequence[bool]]:
+    """Returns the program of a custom_jvp's rule and which of its output tangents are zero.
+
+    The program takes primals and tangents of the arguments that are not constants.
+    """
+    count = len(open_jaxpr(params["call_jaxpr"])[0].invars) - params["num_consts"]
+    jaxpr, consts, zeros = params["jvp_jaxpr_fun"].call_wrapped(*[False] * count)
+    return _close(jaxpr, consts), list(zeros)
+
+
+def custom_vjp_rules(params: dict[str, Any], avals: Sequence[Any]):
+    """Returns the programs of a custom_vjp's rules.
+
+    Args:
+        params: Of the equation.
+        avals: Of its operands, constants included.
+
+    Returns:
+        ``(fwd, bwd, forwards, num_results, zeros)``. ``fwd`` takes the operands that are not
+        constants, and gives residuals, then results. ``forwards`` says for each residual of
+        ``bwd`` which operand it is, or None where ``fwd`` computes it. ``bwd`` takes residuals and
+        cotangents and gives the cotangents that are not in ``zeros``.
+    """
+    consts = params["num_consts"]
+    primals = list(avals[consts:])
+    fwd_jaxpr, fwd_consts = params["fwd_jaxpr_thunk"].call_wrapped(*[True] * len(primals))
+    fwd = _close(fwd_jaxpr, fwd_consts)
+    _, residuals, forwards = params["out_trees"]()
+    call = open_jaxpr(params["call_jaxpr"])[0]
+    computed = residuals.num_leaves - sum(f is not None for f in forwards)
+    outs = iter(v.aval for v in open_jaxpr(fwd)[0].outvars[:computed])
+    res_avals = [next(outs) if f is None else avals[f] for f in forwards]
+    ct_avals = [v.aval.to_tangent_aval() for v in call.outvars]
+    zeros: list[bool] = []
+
+    def run(*args):
+        cts = params["bwd"].call_wrapped(*args)
+        if isinstance(cts, tuple) and len(cts) == 2 and isinstance(cts[0], list | tuple):
+            cts = cts[0]  # 0.12 returns logs as well
+        zeros[:] = [type(ct) in (ad.Zero, jax.custom_derivatives.SymbolicZero) for ct in cts]
+        return [ct for ct, zero in zip(cts, zeros, strict=True) if not zero]
+
+    bwd = trace(run, [*res_avals, *ct_avals], "custom_vjp_bwd")
+    return fwd, bwd, forwards, len(call.outvars), zeros
+
+
+# ---- a barrier on CPU only ----------------------------------------------------------------------
+
+# XLA:CPU fails at run time on a half matmul with a float32 result that it fuses with a transpose
+# ("BF16 x BF16 = F32"). Kept apart by a barrier, the two work. Other platforms need none.
+_cpu_barrier_p = Primitive("cpu_barrier")
+_cpu_barrier_p.def_impl(lambda x: x)
+_cpu_barrier_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_cpu_barrier_p, lambda ctx, x: [x])
+mlir.register_lowering(
+    _cpu_barrier_p,
+    mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False),
+    platform="cpu",
+)
+ad.deflinear2(_cpu_barrier_p, lambda ct, _: [ct])
+batching.primitive_batchers[_cpu_barrier_p] = lambda args, dims: (
+    _cpu_barrier_p.bind(*args),
+    dims[0],
+)
+
+
+def cpu_barrier(x: jax.Array) -> jax.Array:
+    """Returns ``x``, on XLA:CPU behind an optimization barrier."""
+    return _cpu_barrier_p.bind(x)
+
+
+# ---- rebuilding higher-order primitives ---------------------------------------------------------
+
+
+def hoisted(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """Returns an open jaxpr whose constants are its first arguments, and these constants."""
+    inner, consts = open_jaxpr(jaxpr)
+    if not consts:
+        return inner, []
+    return pe.convert_constvars_jaxpr(inner), list(consts)
+
+
+def in_avals(jaxpr: Any) -> list[Any]:
+    """Returns the avals of a closed jaxpr's arguments."""
+    return [v.aval for v in open_jaxpr(jaxpr)[0].invars]
+
+
+def eval_closed(jaxpr: Any, *args: Any) -> list[Any]:
+    """Evaluates a closed jaxpr."""
+    inner, consts = open_jaxpr(jaxpr)
+    return core.eval_jaxpr(inner, consts, *args)
+
+
+def zero_tangent(x: Any) -> Any:
+    """Returns an array of zeros that is a tangent of ``x``."""
+    return ad.instantiate_zeros(ad.Zero(core.typeof(x).to_tangent_aval()))
+
+
+def shard_map(fun: Callable[..., Any], params: dict[str, Any]) -> Callable[..., Any]:
+    """Returns ``fun`` mapped as an equation of shard_map with these parameters maps."""
+    return jax.shard_map(
+        fun,
+        mesh=params["mesh"],
+        in_specs=params["in_specs"],
+        out_specs=params["out_specs"],
+        axis_names=params.get("newly_manual_axes") or params["manual_axes"],
+        check_vma=params["check_vma"],
+    )
+
+
+def wrap_vmap_rule(rule: Any, rerun: Callable[..., Any]) -> Any:
+    """Returns a custom_vmap's rule whose program is run by ``rerun(fun, *flat_args)``."""
+
+    def wrapped(axis_size, in_batched, *args):
+        leaves, tree = tree_util.tree_flatten(args)
+        stored: list[Any] = []
+
+        def flat(*leaves):
+            outs, batched = rule(axis_size, in_batched, *tree_util.tree_unflatten(tree, leaves))
+            flat_outs, out_tree = tree_util.tree_flatten(outs)
+            stored[:] = [out_tree, batched]
+            return flat_outs
+
+        outs = rerun(flat, *leaves)
+        return tree_util.tree_unflatten(stored[0], outs), stored[1]
+
+    return wrapped
+
+
+# ---- asking about programs ----------------------------------------------------------------------
+
+
+def aval_of(x: Any) -> Any:
+    """Returns the aval of an array, a NumPy value or a `jax.ShapeDtypeStruct`."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return core.shaped_abstractify(x)
+    return core.typeof(x) if isinstance(x, jax.Array) else core.shaped_abstractify(x)
+
+
+def holds_tracers(block: Any) -> bool:
+    """Tells whether a planned program closes over tracers of an enclosing transformation."""
+    return any(isinstance(const, core.Tracer) for _, const in block.consts)
+
+
+def donates(block: Any) -> bool:
+    """Tells whether a program holds a jit that donates its arguments."""
+    return any(op.name == "jit" and any(op.params["donated_invars"]) for op in block.ops)
+
+
+def enlarges(eqn: Any) -> bool:
+    """Tells whether a layout operation copies: its transpose then sums more than one term."""
+    if eqn.primitive.name != "broadcast_in_dim":
+        return True
+    return np.prod(eqn.outvars[0].aval.shape) > np.prod(eqn.invars[0].aval.shape)
+
+
+def expand(x: Any, aval: Any) -> Any:
+    """Broadcasts an operand to the shape (and sharding) of an elementwise operation's result."""
+    shape, rank = aval.shape, np.ndim(x)
+    dims = tuple(range(len(shape) - rank, len(shape)))
+    sharding = (
+        None if aval.sharding.mesh.empty or aval.sharding.mesh.are_all_axes_auto else aval.sharding
+    )
+    if all(x.shape[i] == shape[d] for i, d in enumerate(dims)):
+        return jax.lax.broadcast_in_dim(x, shape, dims, out_sharding=sharding)
+    kept = [i for i, d in enumerate(dims) if x.shape[i] == shape[d]]
+    x = jax.lax.squeeze(x, [i for i in range(rank) if i not in kept])
+    return jax.lax.broadcast_in_dim(x, shape, [dims[i] for i in kept], out_sharding=sharding)
+
+
+# ---- gathers ------------------------------------------------------------------------------------
+
+
+def picks_one_per_row(eqn: Any) -> bool:
+    """Tells whether a gather takes one entry along one axis for every index of the other axes."""
+    numbers, operand = eqn.params["dimension_numbers"], eqn.invars[0].aval
+    axes = tuple(numbers.start_index_map)
+    return (
+        len(axes) == 1
+        and all(size == 1 for size in eqn.params["slice_sizes"])
+        and operand.shape[axes[0]] > 1
+        and len(numbers.operand_batching_dims) == operand.ndim - 1
+        and tuple(numbers.start_indices_batching_dims) == tuple(range(operand.ndim - 1))
+        and tuple(numbers.operand_batching_dims)
+        == tuple(d for d in range(operand.ndim) if d != axes[0])
+        and np.prod(eqn.outvars[0].aval.shape) * operand.shape[axes[0]] == np.prod(operand.shape)
+    )
+
+
+def select_one_per_row(eqn: Any, x: Any, indices: Any) -> Any:
+    """As the gather of an equation for which `picks_one_per_row`, written as a masked sum."""
+    (axis,) = eqn.params["dimension_numbers"].start_index_map
+    size = x.shape[axis]
+    indices = indices.reshape([1 if d == axis else n for d, n in enumerate(x.shape)])
+    if "clip" in str(eqn.params["mode"]).lower():
+        indices = jax.numpy.clip(indices, 0, size - 1)
+    positions = jax.lax.broadcasted_iota(indices.dtype, x.shape, axis)
+    zero = jax.numpy.zeros((), x.dtype)
+    picked = jax.numpy.where(positions == indices, x, zero).sum(axis)
+    return picked.reshape(eqn.outvars[0].aval.shape)
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """Returns the open jaxprs among the parameters of an equation."""
+    return list(core.jaxprs_in_params(eqn.params))
+
+
+# ---- arrays and where they live ------------------------------------------------------------------
 
 
 def vary_like(leaf: jax.Array, like: Any) -> jax.Array:

@@ -1,0 +1,55 @@
+"""What tests share: looking into jaxprs, and comparing trees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+
+
+def equations(jaxpr):
+    """Yields every equation of a jaxpr, those of programs inside included."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, JAXPRS)):
+                if isinstance(inner, JAXPRS):
+                    yield from equations(inner)
+
+
+JAXPRS = (jex.Jaxpr, jex.ClosedJaxpr)
+MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+def found(fun, *args, names=MATMULS):
+    """Returns (primitive, dtypes of its float operands, dtype of its result) for ops of a trace."""
+    rows = []
+    for eqn in equations(jax.make_jaxpr(fun)(*args)):
+        if eqn.primitive.name in names:
+            dtypes = [
+                str(v.aval.dtype) for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.floating)
+            ]
+            rows.append((eqn.primitive.name, tuple(dtypes), str(eqn.outvars[0].aval.dtype)))
+    return rows
+
+
+def matmul_dtypes(fun, *args):
+    """Returns the operand dtypes of every matmul and convolution of a function."""
+    return [dtypes for _, dtypes, _ in found(fun, *args)]
+
+
+def full_matmuls(fun, *args):
+    """Returns the matmuls and convolutions with a float32 operand."""
+    return [row for row in found(fun, *args) if "float32" in row[1]]
+
+
+def normal(seed, *shape, scale=1.0):
+    return jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def assert_near(got, want, rtol=0.03):
+    """Compares trees of arrays by the norm of their difference."""
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert g.shape == w.shape and g.dtype == w.dtype, (g.shape, w.shape, g.dtype, w.dtype)
+        g, w = np.asarray(g, np.float64), np.asarray(w, np.float64)
+        assert np.linalg.norm(g - w) <= rtol * np.linalg.norm(w) + 1e-5, (g, w)

@@ -1,0 +1,764 @@
+"""autocast on one function at a time: jaxprs of forward and gradient, and numbers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from support import assert_near, equations, found, full_matmuls, normal
+
+import mpjax
+
+HALVES = ("bfloat16", "float16")
+W, X = normal(0, 8, 8, scale=0.3), normal(1, 4, 8)
+BOTH = functools.partial(jax.grad, argnums=(0, 1))
+
+
+def cast(fun, half="bfloat16"):
+    return mpjax.autocast(fun, f"mixed_{half}")
+
+
+def rounded(x, half):
+    return x.astype(half).astype(jnp.float32)
+
+
+# ---- programs that must run, half in every matmul, close to float32 -----------------------------
+
+PROGRAMS = {}
+
+
+def program(fun):
+    PROGRAMS[fun.__name__] = fun
+    return fun
+
+
+@program
+def mlp(w, x):
+    return jnp.sum((jax.nn.gelu(x @ w + w[0]) @ w) ** 2)
+
+
+@program
+def attention(w, x):
+    q = (x @ w).reshape(1, -1, 2, 4)
+    return jnp.sum(jax.nn.dot_product_attention(q, q * 0.5, q, is_causal=True) ** 2)
+
+
+@program
+def einsum(w, x):
+    return jnp.sum(jnp.einsum("ab,bc,dc->ad", x, w, x) ** 2)
+
+
+@program
+def convolution(w, x):
+    images, kernel = x.reshape(1, 4, 8, 1), w.reshape(2, 2, 1, 16)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    y = lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+    return jnp.sum(jax.nn.relu(y) ** 2)
+
+
+@program
+def transposed_convolution(w, x):
+    y = lax.conv_transpose(x.reshape(1, 4, 8, 1), w.reshape(2, 2, 1, 16), (2, 2), "SAME")
+    return jnp.sum(y**2)
+
+
+@program
+def grouped(w, x):
+    y = lax.ragged_dot(x, jnp.stack([w, 2 * w]), jnp.array([1, 3]))
+    return jnp.sum(jax.nn.relu(y) @ w)
+
+
+@program
+def rnn(w, x):
+    def step(h, xt):
+        h = jnp.tanh(xt @ w + h @ w)
+        return h, h
+
+    h, hs = lax.scan(step, jnp.zeros(8), x)
+    return jnp.sum(hs**2) + jnp.sum(h)
+
+
+@program
+def layers(w, x):
+    def layer(h, w):
+        normed = h - h.mean(-1, keepdims=True)
+        return h + jax.nn.gelu(normed @ w) @ w.T, None
+
+    h, _ = lax.scan(jax.checkpoint(layer), x @ w, jnp.stack([w] * 3))
+    return jnp.mean(h**2)
+
+
+@program
+def nested_scans(w, x):
+    def outer(h, _):
+        return lax.scan(lambda h, _: (jnp.tanh(h @ w), jnp.sum(h)), h, None, length=2)
+
+    h, sums = lax.scan(outer, x, None, length=2)
+    return jnp.sum(h) + jnp.sum(sums)
+
+
+@program
+def fori(w, x):
+    return jnp.sum(lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ w), x))
+
+
+@program
+def conditional(w, x):
+    return jnp.sum(lax.cond(x[0, 0] > 0, lambda a: a @ w, lambda a: jnp.exp(a) @ w, x))
+
+
+@program
+def switch(w, x):
+    index = (x[0, 0] > 0).astype(int) + 1
+    return jnp.sum(lax.switch(index, [lambda a: a @ w, lambda a: a, lambda a: 2 * a @ w], x))
+
+
+@program
+def rematerialized(w, x):
+    return jnp.sum(jax.checkpoint(lambda x: jax.nn.gelu(x @ w) @ w)(x))
+
+
+@program
+def vmapped(w, x):
+    return jnp.sum(jax.vmap(lambda row: jax.nn.relu(row @ w) @ w)(x))
+
+
+@program
+def jitted(w, x):
+    return jnp.sum(jax.jit(lambda x: jax.jit(jnp.matmul)(x, w))(x) ** 2)
+
+
+@program
+def gradient_inside(w, x):
+    return jnp.sum(jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) @ w))(w) ** 2)
+
+
+@program
+def custom_jvp(w, x):
+    @jax.custom_jvp
+    def f(x, w):
+        return jnp.sin(x @ w)
+
+    @f.defjvp
+    def rule(primals, tangents):
+        (x, w), (dx, dw) = primals, tangents
+        return f(x, w), jnp.cos(x @ w) * (dx @ w + x @ dw)
+
+    return jnp.sum(f(x, w))
+
+
+@program
+def custom_vjp(w, x):
+    @jax.custom_vjp
+    def f(x, w):
+        return jnp.sin(x @ w)
+
+    def bwd(res, g):
+        x, w, y = res
+        g = g * jnp.cos(y)
+        return g @ w.T, x.T @ g
+
+    f.defvjp(lambda x, w: (jnp.sin(x @ w), (x, w, x @ w)), bwd)
+    return jnp.sum(f(x, w))
+
+
+@program
+def custom_vmap(w, x):
+    @jax.custom_batching.custom_vmap
+    def f(x):
+        return x @ w
+
+    @f.def_vmap
+    def rule(size, batched, x):
+        return x @ w, True
+
+    return jnp.sum(jax.vmap(f)(x))
+
+
+@program
+def shard_mapped(w, x):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def local(w, x):
+        return lax.psum(jnp.sum(jax.nn.relu(x @ w) ** 2), "d")
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(spec(), spec("d")), out_specs=spec())(w, x)
+
+
+@program
+def pmapped(w, x):
+    f = jax.pmap(lambda w, x: jax.nn.relu(x @ w), in_axes=(None, 0))
+    return jnp.sum(f(w, x.reshape(2, 2, 8)))
+
+
+@program
+def sort_and_scatter(w, x):
+    h = jnp.sort(x @ w, -1).at[0].set(x[1]).at[1].add(1.0)
+    return jnp.sum((h @ w)[:, :2])
+
+
+@program
+def dropout(w, x):
+    key = jax.random.key(0)
+    kept = jax.random.bernoulli(key, 0.5, x.shape)
+    return jnp.sum(jnp.where(kept, x @ w / 0.5, 0) @ w + jax.random.normal(key, x.shape))
+
+
+@program
+def references(w, x):
+    ref = jax.new_ref(x @ w)
+    ref[0] = ref[1] * 2
+    return jnp.sum(ref[...])
+
+
+@program
+def pools(w, x):
+    h = (x @ w).reshape(1, 4, 8, 1)
+    shape = (1, 2, 2, 1)
+    top = lax.reduce_window(h, -jnp.inf, lax.max, shape, shape, "VALID")
+    return jnp.sum(top**2) + jnp.sum(lax.reduce_window(h, 0.0, lax.add, shape, shape, "VALID"))
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name, half):
+    fun = PROGRAMS[name]
+    auto = cast(fun, half)
+    tolerance = 0.05 if half == "bfloat16" else 0.01
+    assert not full_matmuls(auto, W, X)
+    assert not full_matmuls(BOTH(auto), W, X)
+    assert len(found(auto, W, X)) == len(found(fun, W, X))
+    assert jax.eval_shape(auto, W, X) == jax.eval_shape(fun, W, X)
+    assert_near(jax.jit(BOTH(auto))(W, X), jax.jit(BOTH(fun))(W, X), tolerance)
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention", "custom_jvp", "rnn", "layers", "conditional"])
+def test_transformations_around(name):
+    fun = PROGRAMS[name]
+
+    @jax.jit
+    def run(w, x):
+        def each(f):
+            return (
+                f(w, x),
+                jax.vmap(f, (None, 0))(w, x[:, None]),
+                jax.grad(jax.checkpoint(f))(w, x),
+                jax.jvp(f, (w, x), (w, x))[1],
+            )
+
+        return each(cast(fun)), each(fun)
+
+    assert_near(*run(W, X), 0.05)
+
+
+def test_hessian():
+    def fun(x):
+        return jnp.sum(jax.nn.logsumexp(jnp.tanh(x @ W) @ W, -1))
+
+    want = jax.jit(jax.hessian(fun))(X[:2])
+    assert_near(jax.jit(jax.hessian(cast(fun)))(X[:2]), want, 0.1)
+
+
+def test_while_counts_in_half_and_solves_in_float32():
+    def counted(w, x):
+        return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x))[
+            1
+        ]
+
+    assert [row[1] for row in found(cast(counted), W, X)] == [("bfloat16", "bfloat16")]
+
+    def solved(w, x):
+        def unfinished(c):
+            return jnp.max(jnp.abs(c[0] - c[1])) > 1e-6
+
+        return lax.while_loop(unfinished, lambda c: (0.2 * c[0] @ w + x, c[0]), (x, x + 1))[0]
+
+    np.testing.assert_allclose(cast(solved)(W, X), solved(W, X), rtol=1e-5)
+
+
+# ---- what stays float32 -------------------------------------------------------------------------
+
+
+def layer_norm(x):
+    mean = x.mean(-1, keepdims=True)
+    var = (x * x).mean(-1, keepdims=True) - mean**2
+    return (x - mean) * lax.rsqrt(var + 1e-6)
+
+
+FULL = {
+    "softmax": jax.nn.softmax,
+    "log_softmax": jax.nn.log_softmax,
+    "logsumexp": lambda x: jax.nn.logsumexp(x, -1),
+    "softmax by hand": lambda x: jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True),
+    "layer norm": layer_norm,
+    "rms norm": lambda x: x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6),
+    "variance": lambda x: jnp.var(x, -1),
+    "cumsum": lambda x: jnp.cumsum(x, -1),
+    "power": lambda x: jnp.abs(x) ** 2.5,
+    "norm": lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True),
+    "svd": lambda x: jnp.linalg.svd(x, compute_uv=False),
+    "erf_inv": lambda x: lax.erf_inv(jnp.tanh(x)),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", FULL)
+def test_float32_operations(name, half):
+    x = rounded(X, half)
+    got, want = cast(FULL[name], half)(x), jax.jit(FULL[name])(x)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    # The same on a value that is half, as a matmul's result would be.
+    identity = jnp.eye(8)
+    got = cast(lambda x: FULL[name](lax.stop_gradient(x @ identity)), half)(x)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_large_values_in_float16():
+    x = rounded(300 + X, "float16")
+    np.testing.assert_allclose(cast(layer_norm, "float16")(x), jax.jit(layer_norm)(x), rtol=1e-6)
+    through = cast(lambda x: layer_norm(x @ jnp.eye(8)) @ jnp.eye(8), "float16")
+    np.testing.assert_allclose(through(x), layer_norm(x), atol=2e-3)
+
+
+def test_wide_results():
+    """A matmul read only by float32 operations gives float32; its backward matmuls stay half."""
+    for reader in (
+        lambda s: jnp.sum(jax.nn.softmax(s)[:, 0]),
+        lambda s: jnp.mean(jax.nn.logsumexp(s, -1)),
+        lambda s: jnp.mean((s - 1) ** 2),
+        jnp.sum,
+    ):
+        rows = found(cast(lambda w, x: reader(x @ w)), W, X)  # noqa: B023
+        assert rows == [("dot_general", ("bfloat16", "bfloat16"), "float32")]
+        rows = found(BOTH(cast(lambda w, x: reader(x @ w))), W, X)  # noqa: B023
+        assert len(rows) == 3 and all(row[1] == ("bfloat16",) * 2 for row in rows)
+
+
+def test_bias_gives_half_and_its_gradient_is_summed_in_float32():
+    def fun(b, w, x):
+        return jnp.sum(jax.nn.relu((x @ w + b) @ w))
+
+    adds = found(cast(fun), W[0], W, X, names=("add",))
+    assert adds == [("add", ("bfloat16", "bfloat16"), "bfloat16")]
+    sums = found(jax.grad(cast(fun)), W[0], W, X, names=("reduce_sum",))
+    assert all(row[1] == ("float32",) for row in sums)
+    ones = jnp.ones((3000, 8))
+    grad = jax.grad(cast(lambda b: jnp.sum((ones @ W + b) @ jnp.eye(8))))(W[0])
+    np.testing.assert_allclose(grad, 3000, rtol=1e-3)
+
+
+def test_small_reductions_stay_float32():
+    def fun(w, x):
+        h = x @ w
+        return jnp.sum(jax.nn.relu((h - h.mean(0)) * lax.rsqrt(h.var(0) + 1e-5)) @ w)
+
+    rows = found(cast(fun), W, X, names=("sub", "rsqrt"))
+    assert all(row[2] == "float32" for row in rows)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("mask", [-1e9, float(jnp.finfo(jnp.float32).min), -jnp.inf])
+def test_fully_masked_rows(mask, half):
+    allowed = jnp.array([[True] * 4, [False] * 4, [True, False] * 2, [False] * 4])
+
+    def fun(w, x):
+        scores = jnp.where(allowed, (x @ w) @ x.T, mask)
+        return jax.nn.softmax(scores, where=allowed if mask == -jnp.inf else None) @ x
+
+    got, want = cast(fun, half)(W, X), fun(W, X)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    np.testing.assert_allclose(got, want, atol=0.05)
+
+    def added(w, x):
+        return jax.nn.softmax((x @ w) @ x.T + jnp.where(allowed, 0.0, max(mask, -1e30))) @ x
+
+    np.testing.assert_allclose(cast(added, half)(W, X), added(W, X), atol=0.05)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_constants_that_half_would_lose(half):
+    def fun(w, x):
+        h = (x * 0) @ w
+        return (h / (jnp.abs(h) + 1e-8)) @ w + 0.999 * (h + 1)
+
+    assert np.all(np.isfinite(cast(fun, half)(W, X)))
+    np.testing.assert_allclose(cast(fun, half)(W, X), fun(W, X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_positions(half):
+    def fun(w, x):
+        positions = jnp.arange(5000, dtype=jnp.float32)[:, None]
+        angles = positions * jnp.array([1.0, 0.01])
+        return jnp.concatenate([jnp.sin(angles), positions], 1), x @ w
+
+    np.testing.assert_allclose(cast(fun, half)(W, X)[0], fun(W, X)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_running_sums():
+    def fun(w, x):
+        def step(total, _):
+            return total + jnp.mean(jax.nn.relu(x @ w) * 0 + 1), None
+
+        return lax.scan(step, 0.0, None, length=3000)[0]
+
+    assert cast(fun)(W, X) == 3000
+
+    def matmul_sum(w, x):
+        def step(total, row):
+            return total + row @ w, None
+
+        return lax.scan(step, jnp.zeros(8), jnp.ones((3000, 8)))[0]
+
+    np.testing.assert_allclose(cast(matmul_sum)(jnp.eye(8), X), 3000)
+
+
+def test_state_that_is_returned_keeps_its_precision():
+    state = jnp.float32(1.0001) * jnp.ones((4, 8))
+
+    def fun(w, state, x):
+        new = state + 1e-3 * (x @ w)
+        return new, new @ w
+
+    assert_near(cast(fun)(W, state, X)[0], fun(W, state, X)[0], 1e-4)
+
+
+def test_training_inside_a_scan():
+    """Parameters under training are a carry that feeds matmuls, and must not be half."""
+
+    def fun(w, x):
+        def step(w, _):
+            grad = jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(w)
+            return w - 1e-3 * grad, None
+
+        return lax.scan(step, w, None, length=100)[0]
+
+    assert_near(cast(fun)(W, X) - W, fun(W, X) - W, 0.02)
+
+
+def test_lstm_cell_stays_float32():
+    def fun(w, x):
+        def step(carry, xt):
+            h, c = carry
+            z = xt @ w + h @ w
+            c = jax.nn.sigmoid(z + 3) * c + jax.nn.sigmoid(z) * jnp.tanh(z)
+            return (jax.nn.sigmoid(z) * jnp.tanh(c), c), None
+
+        return lax.scan(step, (jnp.zeros(8), jnp.zeros(8)), x)[0]
+
+    (scan,) = [e for e in equations(jax.make_jaxpr(cast(fun))(W, X)) if e.primitive.name == "scan"]
+    h, c = scan.outvars[:2]
+    assert h.aval.dtype == jnp.bfloat16 and c.aval.dtype == jnp.float32
+
+
+def test_gradient_of_a_weight_in_a_loop():
+    def fun(w, x):
+        def step(h, _):
+            return jnp.tanh(h @ w + x), jnp.mean(h)
+
+        return jnp.sum(lax.scan(step, x, None, length=1000)[1])
+
+    assert_near(jax.jit(jax.grad(cast(fun)))(W, X[0]), jax.grad(fun)(W, X[0]), 0.02)
+
+
+def test_explicit_precision_stays():
+    def fun(w, x):
+        return jnp.sum(jnp.dot(x, w, precision="highest"))
+
+    assert found(cast(fun), W, X)[0][1] == ("float32", "float32")
+
+
+# ---- storage ------------------------------------------------------------------------------------
+
+
+def kept(fun, *args):
+    """Returns the shapes and dtypes of what the backward pass needs of the forward pass."""
+    jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(fun, *a)[1]))(*args).jaxpr
+    fresh = set(jaxpr.outvars) - set(jaxpr.invars) - set(jaxpr.constvars)
+    return [(v.aval.shape, str(v.aval.dtype)) for v in fresh]
+
+
+def test_gelu_keeps_its_half_input():
+    def fun(w, x):
+        return jnp.sum(jax.nn.gelu(x @ w) @ w)
+
+    assert all(dtype != "float32" for shape, dtype in kept(cast(fun), W, X) if shape == X.shape)
+
+
+def test_softmax_keeps_its_half_result():
+    def fun(w, x):
+        return jnp.sum(jax.nn.dot_product_attention(*[(x @ w).reshape(1, 4, 2, 4)] * 3))
+
+    assert all(dtype != "float32" for shape, dtype in kept(cast(fun), W, X) if len(shape) > 3)
+
+
+def test_residual_stream_is_half():
+    def fun(w, x):
+        h = x + x @ w
+        for _ in range(3):
+            h = h + layer_norm(h) @ w
+        return jnp.sum(layer_norm(h) @ w)
+
+    adds = [row for row in found(cast(fun), W, X, names=("add",)) if row[2] == "bfloat16"]
+    assert len(adds) >= 3
+
+
+def test_scan_over_layers_carries_half():
+    (scan,) = [
+        e for e in equations(jax.make_jaxpr(cast(layers))(W, X)) if e.primitive.name == "scan"
+    ]
+    assert scan.outvars[0].aval.dtype == jnp.bfloat16
+
+
+def test_few_casts():
+    def fun(w, x):
+        h = x @ w
+        return jnp.sum(jax.nn.relu(h @ w) @ w + h @ w)
+
+    jaxpr = jax.make_jaxpr(cast(fun))(W, X)
+    casts = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
+    sources = [
+        (e.invars[0], e.params["new_dtype"])
+        for e in casts
+        if e.invars[0] is not jaxpr.jaxpr.invars[0]
+    ]
+    assert len(sources) == len(set(sources))
+    halves = {e.outvars[0] for e in casts if e.invars[0].aval.dtype == jnp.float32}
+    assert not any(e.invars[0] in halves for e in casts)
+
+
+# ---- arguments, results, dtypes -----------------------------------------------------------------
+
+
+def test_other_dtypes_and_objects_pass_through():
+    seen = []
+
+    def fun(x, n, flag, name, key, z, obj=None):
+        seen.append((type(n), flag, name, obj))
+        out = {"x": x @ W * n, "i": jnp.arange(3), "z": z * 2, "s": name, "k": key, "n": None}
+        return out, jax.random.normal(key, (2,))
+
+    marker = object()
+    args = (X, 2.5, True, "name", jax.random.key(0), jnp.ones(2, jnp.complex64))
+    got, noise = cast(fun)(*args, obj=marker)
+    want, want_noise = fun(*args, obj=marker)
+    assert seen[0] == (float, True, "name", marker)
+    assert got["s"] == "name" and got["n"] is None
+    assert got["z"].dtype == jnp.complex64 and got["i"].dtype == jnp.int32
+    np.testing.assert_array_equal(noise, want_noise)
+    np.testing.assert_array_equal(got["i"], want["i"])
+    assert jax.random.key_data(got["k"]).shape == jax.random.key_data(want["k"]).shape
+
+
+def test_float64_stays(x64):
+    def fun(w, x):
+        return x @ w, jnp.sum(x.astype(jnp.float32) @ w.astype(jnp.float32))
+
+    w, x = np.asarray(W, np.float64), np.asarray(X, np.float64)
+    got = cast(fun)(w, x)
+    assert got[0].dtype == jnp.float64
+    np.testing.assert_allclose(got[0], x @ w, rtol=1e-12)
+
+
+def test_values_that_the_user_made_half():
+    def fun(w, x):
+        h = x.astype(jnp.bfloat16)
+        return h * 2, jax.nn.softmax(h.astype(jnp.float32) @ w)
+
+    got = cast(fun)(W, X)
+    assert got[0].dtype == jnp.bfloat16 and got[1].dtype == jnp.float32
+    assert not full_matmuls(cast(fun), W, X)
+
+
+def test_half_parameters_are_used_as_they_are():
+    """O2: parameters arrive half; float32 code widens them; matmuls take them as they came."""
+    w = W.astype(jnp.bfloat16)
+
+    def fun(w, x):
+        return jnp.sum(jax.nn.softmax(x @ w.astype(jnp.float32)))
+
+    jaxpr = jax.make_jaxpr(cast(fun))(w, X)
+    casts = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
+    assert all(e.invars[0] is not jaxpr.jaxpr.invars[0] for e in casts)
+    assert not full_matmuls(jax.grad(cast(fun)), w, X)
+    assert jax.grad(cast(fun))(w, X).dtype == jnp.bfloat16
+
+
+def test_output_dtype():
+    policy = mpjax.get_policy("p=f32,c=bf16,o=bf16")
+    out = mpjax.autocast(lambda w, x: (x @ w, jnp.arange(2)), policy)(W, X)
+    assert out[0].dtype == jnp.bfloat16 and out[1].dtype == jnp.int32
+
+
+def test_float32_policy_changes_nothing():
+    fun = PROGRAMS["mlp"]
+    np.testing.assert_allclose(mpjax.autocast(fun, "float32")(W, X), jax.jit(fun)(W, X), rtol=1e-6)
+
+
+def test_eager_calls_are_cached():
+    traces = []
+
+    def fun(w, x):
+        traces.append(1)
+        return x @ w
+
+    auto = cast(fun)
+    for _ in range(3):
+        auto(W, X)
+    assert len(traces) == 1
+    auto(W, X[:2])
+    assert len(traces) == 2
+
+
+def test_closures_over_tracers():
+    def fun(w, x):
+        return cast(lambda x: jnp.sum(x @ w))(x)
+
+    assert_near(jax.grad(fun)(W, X), jax.grad(lambda w, x: jnp.sum(x @ w))(W, X))
+    assert_near(jax.jit(jax.grad(fun))(W, X), jax.grad(lambda w, x: jnp.sum(x @ w))(W, X))
+
+
+def test_autocast_inside_autocast():
+    def fun(w, x):
+        exact = mpjax.autocast(lambda x: x @ w, "float32")(x)
+        return jnp.sum(exact) + jnp.sum(x @ w)
+
+    rows = found(cast(fun), W, X)
+    assert sorted(row[1][0] for row in rows) == ["bfloat16", "float32"]
+    assert_near(jax.grad(cast(fun))(W, X), jax.grad(fun)(W, X))
+
+
+def test_effects_survive(capsys):
+    def fun(w, x):
+        h = x @ w
+        jax.debug.print("mean {}", h.dtype)
+        jax.debug.callback(lambda h: print("dtype", h.dtype), h, ordered=True)
+        return jnp.sum(h)
+
+    cast(fun)(W, X)
+    jax.effects_barrier()
+    out = capsys.readouterr().out
+    assert out.count("mean") == 1 and "dtype float32" in out
+    jax.grad(cast(fun))(W, X)
+    jax.effects_barrier()
+    assert capsys.readouterr().out.count("mean") == 1
+
+
+def test_names_and_locations_survive():
+    def fun(w, x):
+        with jax.named_scope("encoder"):
+            return jnp.sum(x @ w)
+
+    eqns = [
+        e for e in equations(jax.make_jaxpr(cast(fun))(W, X)) if e.primitive.name == "dot_general"
+    ]
+    calls = [
+        e
+        for e in jax.make_jaxpr(cast(fun))(W, X).eqns
+        if "encoder" in str(e.source_info.name_stack)
+    ]
+    assert eqns and calls
+    policy = jax.checkpoint_policies.save_only_these_names("h")
+
+    def named(w, x):
+        from jax.ad_checkpoint import checkpoint_name
+
+        return jnp.sum(jnp.sin(checkpoint_name(jax.nn.gelu(x @ w), "h")) @ w)
+
+    assert_near(
+        jax.grad(cast(jax.checkpoint(named, policy=policy)))(W, X), jax.grad(named)(W, X), 0.05
+    )
+    names = [e for e in equations(jax.make_jaxpr(cast(named))(W, X)) if e.primitive.name == "name"]
+    assert len(names) == 1
+
+
+def test_donation_survives():
+    def fun(x):
+        return jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+
+    x = jnp.ones((4, 4))
+    cast(fun)(x)
+    assert x.is_deleted()
+
+
+def test_sharding_constraints_survive():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+
+    def fun(w, x):
+        return lax.with_sharding_constraint(x @ w, sharding)
+
+    auto = jax.jit(cast(fun))
+    assert auto(W, X).sharding.is_equivalent_to(sharding, 2)
+
+
+def test_unknown_operations_are_left_alone():
+    def fun(w, x):
+        out = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, jnp.float32), x @ w)
+        return jnp.nextafter(out, out + 1) @ w
+
+    assert_near(cast(fun)(W, X), fun(W, X), 0.02)
+
+
+def test_pallas_is_left_alone():
+    pallas = pytest.importorskip("jax.experimental.pallas")
+
+    def kernel(x, out):
+        out[...] = x[...] * 2
+
+    def fun(w, x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pallas.pallas_call(kernel, out_shape=shape, interpret=True)(x @ w) @ w
+
+    assert_near(cast(fun)(W, X), fun(W, X), 0.02)
+
+
+# ---- control by the user ------------------------------------------------------------------------
+
+
+def test_op_lists():
+    policy = mpjax.get_policy("mixed_bfloat16")
+
+    def fun(w, x):
+        return jnp.exp(jnp.tanh(x @ w)) @ w
+
+    def dtypes(policy, name):
+        return found(mpjax.autocast(fun, policy), W, X, names=(name,))[0][2]
+
+    assert dtypes(policy, "exp") == "float32"
+    assert dtypes(policy.with_ops(half=["exp"]), "exp") == "bfloat16"
+    assert dtypes(policy.with_ops(full=["tanh"]), "tanh") == "float32"
+    assert dtypes(policy.with_ops(follow=["exp"]), "exp") == "bfloat16"
+    assert dtypes(policy.with_ops(full=["dot_general"]), "dot_general") == "float32"
+
+
+def test_overrides_by_path_and_scope():
+    params = {"encoder": {"kernel": W}, "decoder": {"kernel": W}}
+
+    def fun(params, x):
+        h = x @ params["encoder"]["kernel"]
+        with jax.named_scope("head"):
+            return jax.nn.relu(h.T.reshape(4, 8) @ params["decoder"]["kernel"].T) @ W
+
+    def dtypes(overrides):
+        policy = mpjax.get_policy("mixed_bfloat16").override(overrides)
+        return [row[1][1] for row in found(mpjax.autocast(fun, policy), params, X)]
+
+    assert dtypes({}) == ["bfloat16"] * 3
+    assert dtypes({"*/decoder/*": "float32"}) == ["bfloat16", "float32", "bfloat16"]
+    assert dtypes({"*encoder*": "float32"}) == ["float32", "bfloat16", "bfloat16"]
+    assert dtypes({"*/head/*": "float32"}) == ["bfloat16", "float32", "float32"]
+    with pytest.raises(ValueError, match=r"decodr.*decoder/kernel"):
+        dtypes({"*/decodr/*": "float32"})
+
+
+def test_override_reaches_scanned_parameters():
+    def fun(params, x):
+        return lax.scan(lambda h, p: (jnp.tanh(h @ p["w"]), None), x, params["layers"])[0]
+
+    params = {"layers": {"w": jnp.stack([W] * 2)}}
+    policy = mpjax.get_policy("mixed_bfloat16").override({"layers/*": "float32"})
+    assert full_matmuls(mpjax.autocast(fun, policy), params, X)

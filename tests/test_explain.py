@@ -1,0 +1,80 @@
+"""explain: the report, its totals and its words."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from support import normal
+
+import mpjax
+
+W, X = normal(0, 64, 64, scale=0.1), normal(1, 32, 64)
+PARAMS = {"first": {"kernel": W}, "second": {"kernel": W}}
+
+
+def loss(params, x):
+    with jax.named_scope("block"):
+        h = jax.nn.gelu(x @ params["first"]["kernel"])
+    h, _ = lax.scan(
+        lambda h, _: (jnp.tanh(h @ params["second"]["kernel"]), None), h, None, length=3
+    )
+    exact = jnp.dot(h, W, precision="highest")
+    return jnp.mean(jax.nn.logsumexp(h @ W, -1)) + jnp.mean(exact)
+
+
+def test_forward_report():
+    report = mpjax.explain(loss, "mixed_bfloat16")(PARAMS, X)
+    dots = [row for row in report.rows if row.primitive == "dot_general"]
+    assert [row.reason.split(",")[0] for row in dots] == [
+        "half list",
+        "half list",
+        "explicit precision (Precision.HIGHEST",
+        "half list",
+    ]
+    assert dots[0].path == "first/kernel" and dots[0].scope == "block"
+    assert dots[0].before == "f32->f32" and dots[0].after == "bf16->bf16"
+    assert dots[3].after == "bf16->f32"
+    assert dots[1].times == 3 and dots[1].path == "second/kernel"
+    assert "test_explain.py:" in dots[0].source
+    assert report.half_flops == 5 / 6
+    assert report.stored_before is None
+
+
+def test_abstract_arguments_and_json():
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (PARAMS, X))
+    report = mpjax.explain(loss, "mixed_float16")(*shapes)
+    assert report.half_flops == 5 / 6
+    assert json.loads(json.dumps(report.to_dict()))["casts"] == report.casts
+
+
+def test_training_report():
+    report = mpjax.explain(loss, "mixed_bfloat16", argnums=0)(PARAMS, X)
+    assert report.stored_after < report.stored_before
+    backward = [row for row in report.rows if row.forward is not None]
+    dots = [row for row in backward if row.primitive == "dot_general"]
+    assert dots and all(report.rows[row.forward].primitive == "dot_general" for row in dots)
+    assert any(row.path == "first/kernel" for row in dots)
+    aux = mpjax.explain(lambda p, x: (loss(p, x), x), "mixed_bfloat16", argnums=0, has_aux=True)
+    assert aux(PARAMS, X).half_flops == report.half_flops
+
+
+def test_nothing_runs():
+    ran = []
+
+    def fun(x):
+        jax.debug.callback(lambda: ran.append(1))
+        return jnp.sum(x @ W)
+
+    mpjax.explain(fun, "mixed_bfloat16", argnums=0)(X)
+    jax.effects_barrier()
+    assert not ran
+
+
+def test_words():
+    text = str(mpjax.explain(loss, "mixed_bfloat16", argnums=0)(PARAMS, X))
+    assert text.splitlines()[0].startswith("86.7% of matmul FLOPs in half; ")
+    assert "stored for the backward pass" in text and "fell short:" in text
+    policy = mpjax.get_policy("mixed_bfloat16").override({"first/*": "float32"})
+    text = str(mpjax.explain(loss, policy)(PARAMS, X))
+    assert 'override "first/*"' in text

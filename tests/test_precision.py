@@ -1,0 +1,76 @@
+"""Regions: full_precision and precision."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from support import found, normal
+
+import mpjax
+
+W, X = normal(0, 8, 8, scale=0.3), normal(1, 4, 8)
+
+
+@mpjax.full_precision
+def exact(x, w):
+    return x @ w
+
+
+def dtypes(fun, *args):
+    return [row[1][0] for row in found(fun, *args)]
+
+
+AROUND = {
+    "plain": lambda w, x: jnp.sum(exact(x, w)),
+    "jit": lambda w, x: jnp.sum(jax.jit(exact)(x, w)),
+    "scan": lambda w, x: jnp.sum(lax.scan(lambda h, _: (exact(h, w), None), x, None, length=2)[0]),
+    "cond": lambda w, x: jnp.sum(lax.cond(x[0, 0] > 0, exact, lambda x, w: x, x, w)),
+    "remat": lambda w, x: jnp.sum(jax.checkpoint(exact)(x, w)),
+    "vmap": lambda w, x: jnp.sum(jax.vmap(exact, (0, None))(x, w)),
+    "custom_jvp": lambda w, x: jnp.sum(_with_rule(x, w)),
+    "grad inside": lambda w, x: jnp.sum(jax.grad(lambda w: jnp.sum(exact(x, w) ** 2))(w)),
+}
+
+
+@jax.custom_jvp
+def _with_rule(x, w):
+    return exact(x, w)
+
+
+@_with_rule.defjvp
+def _rule(primals, tangents):
+    return jax.jvp(exact, primals, tangents)
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_float32_regions_survive(name):
+    auto = mpjax.autocast(AROUND[name], "mixed_bfloat16")
+    assert set(dtypes(auto, W, X)) == {"float32"}
+    assert set(dtypes(jax.grad(auto), W, X)) == {"float32"}
+
+
+def test_half_regions_force_half():
+    def fun(w, x):
+        with mpjax.precision("bfloat16"):
+            return jnp.exp(x @ w)
+
+    rows = found(mpjax.autocast(fun, "mixed_bfloat16"), W, X, names=("exp", "dot_general"))
+    assert [row[2] for row in rows] == ["bfloat16", "bfloat16"]
+
+
+def test_innermost_region_wins_and_beats_overrides():
+    def fun(w, x):
+        with mpjax.precision("float32"), mpjax.precision("float16"), jax.named_scope("head"):
+            return x @ w
+
+    policy = mpjax.get_policy("mixed_bfloat16").override({"*/head/*": "float32"})
+    assert dtypes(mpjax.autocast(fun, policy), W, X) == ["float16"]
+
+
+def test_without_autocast_a_region_changes_nothing():
+    assert (exact(X, W) == X @ W).all()
+
+
+def test_illegal_dtype():
+    with pytest.raises(ValueError, match="float64"), mpjax.precision("float64"):
+        pass
