@@ -7,6 +7,7 @@ verdict, optimizer, gate, adjust.
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -141,6 +142,13 @@ def build_train_step(
         (1.0, 65536.0, 1)
     """
     policy = get_policy(policy)
+    if policy.half_ops or policy.full_ops or policy.follow_ops:
+        warnings.warn(
+            f"policy={str(policy)!r}: its op lists have no effect here, where casts are made at "
+            "the boundary. For casts operation by operation pass mpjax.autocast(loss_fn, policy) "
+            "as loss_fn, and 'float32' as policy.",
+            stacklevel=2,
+        )
     _check_arguments(loss_fn, has_aux, accumulate_steps)
     first_scale = resolve_loss_scale(loss_scale, scaling_needed=_computes_in_float16(policy))
     takes_value = _takes_value(as_optimizer(optimizer, "optimizer"))

@@ -781,6 +781,31 @@ def test_a_float16_loss_is_warned_about_once():
         assert len(caught) == 1
 
 
+def test_op_lists_that_have_no_effect_are_warned_about():
+    policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("exp",))
+    with pytest.warns(UserWarning, match="its op lists have no effect here.*mpjax.autocast"):
+        mpjax.build_train_step(linear_loss, optax.sgd(0.1), policy)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_an_autocast_loss_trains(half, rng):
+    params, model_state, batch = net_problem(rng, 32)
+    loss_fn = mpjax.autocast(net_loss, f"mixed_{half}")
+    init, step = mpjax.build_train_step(
+        loss_fn, optax.adam(3e-2), "float32", loss_scale="dynamic", has_aux=True
+    )
+    state = init(params, model_state, jax.random.key(0))
+    assert {half} == {dtype for row in matmul_dtypes(step, state, batch) for dtype in row}
+    step = jax.jit(step, donate_argnums=0)
+    losses = []
+    for _ in range(40):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10])
+    assert dtypes(state.model_state) == dtypes(state.params) == {"float32"}
+    assert step._cache_size() == 1
+
+
 # ---------------------------------------------------------------- bad input
 
 
