@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from mpjax import _jax
 from mpjax.dtypes import FLOAT32
+from mpjax.graph import PLANNED
 from mpjax.patterns import nearest_paths, path_of
-from mpjax.plan import PLANNED, Plan, make_plan
+from mpjax.plan import Plan, make_plan
 from mpjax.policy import Policy, get_policy
 from mpjax.rewrite import run_plan
 

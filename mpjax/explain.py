@@ -12,8 +12,7 @@ import numpy as np
 from mpjax import _jax, ops
 from mpjax.autocast import Traced, call, trace
 from mpjax.dtypes import FLOAT32, HALVES, SPELLINGS
-from mpjax.graph import Block, Op, Value
-from mpjax.plan import ROW
+from mpjax.graph import ROW, Block, Op, Value
 from mpjax.policy import get_policy
 
 CASTS = frozenset({"convert_element_type"})

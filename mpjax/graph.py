@@ -13,10 +13,15 @@ import jax
 import numpy as np
 
 from mpjax import _jax, ops
-from mpjax.dtypes import FLOAT32
+from mpjax.dtypes import FLOAT32, HALVES
 
 # Larger constants than this are not looked into.
 CONSTANT_LIMIT = 1 << 16
+
+# The names of scopes that carry a mark of ours.
+REGION = "mpjax.precision="
+PLANNED = "mpjax.autocast"
+ROW = "mpjax.row="
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -30,7 +35,7 @@ class Value:
     literal: bool = False  # written in the program
     linear: bool = False  # depends on a tangent of the program that is planned
     small: bool = False  # a reduction's result, or made from such alone
-    # What its readers want, layout operations looked through (`plan.demand`).
+    # What its readers want, layout operations looked through (`mpjax.demand`).
     readers: int = 0
     all_full: bool = True  # every reader computes in float32
     needed: bool = False  # some reader would amplify a rounding error
@@ -38,9 +43,9 @@ class Value:
     only_half: bool = True  # every reader certainly computes in half
     before_kink: bool = False  # read by a relu or the like, outside of float32 operations
     returned: bool = False
-    # Where it comes from (`plan.trace_half`).
+    # Where it comes from (`mpjax.reach`).
     from_half: bool = False  # a half operation's result, elementwise operations at most since
-    # The decision (`plan.decide`).
+    # The decision (`mpjax.decide`).
     kind: str = ""  # "half", "full", "flexible"; "" if not float32
     dtype: Any = None  # what it is stored in
     wide: bool = False  # beyond half's range or resolution: never rounded for storage
@@ -239,3 +244,9 @@ def known_value(op: Op) -> Any:
     if np.size(value) == 1:
         return np.asarray(value).reshape(())
     return value if op.name == "convert_element_type" else None
+
+
+def is_float(value: Value) -> bool:
+    """Tells a float that a plan knows: half, float32 or float64."""
+    dtype = getattr(value.aval, "dtype", None)
+    return dtype == FLOAT32 or dtype in HALVES or dtype == np.float64

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 
 from mpjax.dtypes import FLOAT32, HALVES, DTypeLike, canonical
-from mpjax.plan import REGION
+from mpjax.graph import REGION
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -18,9 +18,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from mpjax import _jax, ops
 from mpjax.dtypes import FLOAT32, HALVES
-from mpjax.graph import Block, Op, Sub, Value
+from mpjax.graph import ROW, Block, Op, Sub, Value
 from mpjax.islands import Island, schedule, signature
-from mpjax.plan import ROW, Plan, make_plan
+from mpjax.plan import Plan, make_plan
 from mpjax.policy import Policy
 
 

@@ -11,7 +11,20 @@ PACKAGE = Path(mpjax.__file__).parent
 # From the bottom up; a module imports only what stands before it.
 ORDER = [
     *("errors", "_jax", "dtypes", "patterns", "trees", "policy"),
-    *("ops", "graph", "plan", "islands", "rewrite", "autocast", "precision", "explain"),
+    *(
+        "ops",
+        "graph",
+        "reach",
+        "classify",
+        "demand",
+        "decide",
+        "plan",
+        "islands",
+        "rewrite",
+        "autocast",
+        "precision",
+        "explain",
+    ),
     *("loss_scale", "gradients", "optimizers", "train_step", "__init__"),
 ]
 
