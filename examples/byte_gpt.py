@@ -11,7 +11,7 @@ versions of Python:
     mixed_float16     2.514                       2.494
     pairs of bytes    3.358                       3.342
 
-Three seeds of float32 lie between 2.51 and 2.56.
+Three seeds of float32 lie between 2.50 and 2.51 with Python 3.11 and jax 0.10.2.
 """
 
 import argparse
