@@ -43,10 +43,12 @@ def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[st
             for value, index in zip(sub.block.invars, sub.ins, strict=True):
                 value.paths, value.raw = op.ins[index].paths, op.ins[index].raw
                 value.small = op.ins[index].small
-            for result, argument in sub.carry:
-                sub.block.invars[argument].paths = ()
-                sub.block.invars[argument].raw = False
-                del result
+                const = op.ins[index].const
+                if op.name in CONTROL_FLOW and const is not None and np.size(const) == 1:
+                    value.const = np.reshape(const, ())
+            for _, argument in sub.carry:
+                value = sub.block.invars[argument]
+                value.paths, value.raw, value.const = (), False, None
             _classify(sub.block, policy, listed, used)
         op.rule, op.reason = _rule(op)
         _apply_lists(op, listed)
@@ -170,6 +172,9 @@ CONTROL_RULES: dict[str, Callable[[Op], tuple[str, str]]] = {
     "custom_jvp_call": _custom_jvp_rule,
     "custom_vjp_call": _no_symbolic_zeros,
 }
+
+# A constant that enters these is known inside of them.
+CONTROL_FLOW = frozenset({"scan", "while", "cond", "remat2"})
 
 # Rules that a list, an override or a region may change.
 CHANGEABLE = ("half", "full", "follow", "layout", "leave", "neutral")

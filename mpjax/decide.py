@@ -81,17 +81,21 @@ def _decide_follow(op: Op) -> None:
     wide = any(v.wide for v in op.ins)
     if not kinds:  # made from integers or booleans: not an operand's dtype to follow
         return _decide_leave(op)
-    critical = _critical_constant(op) if kinds & {"half"} else None
-    if kinds <= {"flexible"}:
+    flexible = kinds <= {"flexible"}
+    critical = _critical_constant(op, flexible) if op.half is not None else None
+    masked = any(v.wide and v.kind == "flexible" for v in op.ins)
+    if flexible:
         op.compute = FLOAT32
-        _give(op, "flexible", FLOAT32, wide)
-    elif op.full_by_readers or "full" in kinds or critical is not None:
+        _give(op, "flexible", FLOAT32, wide or critical is not None)
+    elif op.full_by_readers or "full" in kinds or critical is not None or masked:
         op.compute = FLOAT32
         if critical is not None:
             op.reason = f"constant {critical:g} does not survive {op.half.name}"
             wide = True
         elif op.full_by_readers:
             op.reason = "read by float32 operations"
+        elif masked:
+            op.reason = f"an operand is made of constants that do not survive {op.half.name}"
         else:
             op.reason = "follows a float32 operand"
         _give(op, "full", FLOAT32, wide)
@@ -100,7 +104,7 @@ def _decide_follow(op: Op) -> None:
         _give(op, "half", op.half)
 
 
-def _critical_constant(op: Op) -> float | None:
+def _critical_constant(op: Op, may_be_one: bool = False) -> float | None:
     """Returns a constant operand that half would turn into zero, infinity or one."""
     for value in op.ins:
         if value.const is None or not value.is_f32:
@@ -112,7 +116,7 @@ def _critical_constant(op: Op) -> float | None:
         vanished = (half == 0) & (exact != 0)
         if exact.size > 1:  # single entries of an array may vanish; all of them may not
             vanished &= not np.any(half)
-        near_one = (half == 1) & (exact != 1) & (exact.size == 1)
+        near_one = (half == 1) & (exact != 1) & (exact.size == 1) & (not may_be_one)
         found = exact[lost | vanished | near_one]
         if found.size:
             return float(found.flat[0])
@@ -126,7 +130,8 @@ def _decide_layout(op: Op) -> None:
     for kind in ("full", "half", "flexible"):
         if kind not in kinds:
             continue
-        if kind == "half" and len(kinds) > 1 and _keeps_float32(op):
+        masked = any(v.wide and v.kind == "flexible" for v in op.ins)
+        if kind == "half" and len(kinds) > 1 and (masked or _keeps_float32(op)):
             kind = "full"
         if kind == "half":
             halves = {v.dtype for v in op.ins if v.kind == "half"}
@@ -223,6 +228,7 @@ def _decide_program(op: Op) -> None:
             elif pinned or (op.name == "scan" and position < sub.consts) or _donated(op, index):
                 # A loop's constants stay float32: their cotangents are summed over iterations.
                 _set(value, "flexible" if source.kind != "full" else "full", FLOAT32)
+                value.wide = source.wide
             else:
                 value.wide = source.wide
                 _set(value, source.kind, source.dtype)

@@ -173,7 +173,7 @@ def signature(island: Island, depth: int) -> Any:
         params = tuple(sorted(op.params.items(), key=lambda item: item[0]))
         names = op.stack.stack[depth:]
         ops_.append((op.eqn.primitive, params, ins, op.compute, op.rule, op.forced, names))
-    results = tuple((place[v], v in island.in_half) for v in island.results)
+    results = tuple((place[v], v in island.in_half, v.returned) for v in island.results)
     inputs = tuple((str(v.aval), v.dtype, v.raw) for v in island.inputs)
     key = tuple(ops_), inputs, results, island.barrier
     try:
@@ -214,7 +214,8 @@ def _softmaxes(block: Block) -> list[Island]:
         if all(m.compute == FLOAT32 for m in members):
             island = Island(members, axes=tuple(total.params["axes"]), half=op.half)
             _set_boundary(island, block)
-            found.append(island)
+            if island.results == quotient.outs:
+                found.append(island)
     return found
 
 

@@ -5,6 +5,8 @@ be half.
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -76,11 +78,12 @@ def _choose_carries(op: Op, sub: Sub) -> None:
     """
     body = sub.block
     masks = reach(body, [1 << i for i in range(len(body.invars))])
+    direct = _over_iterations({a: masks[body.outvars[r]].direct for r, a in sub.carry})
     few = op.params.get("length", MAX_HALF_ADDITIONS + 1) <= MAX_HALF_ADDITIONS
     half = [False] * len(body.invars)
     for result, argument in sub.carry:
         out, bit = masks[body.outvars[result]], 1 << argument
-        added_to = bool(out.direct & bit)
+        added_to = bool(direct[argument] & bit)
         stream = few and bool(out.matmul & bit) and not out.stepped & bit
         half[argument] = (
             body.invars[argument].is_f32
@@ -91,6 +94,20 @@ def _choose_carries(op: Op, sub: Sub) -> None:
         )
         body.invars[argument].from_half = half[argument]
     body.carries = tuple(half)
+
+
+def _over_iterations(direct: dict[int, int]) -> dict[int, int]:
+    """Returns which carries reach each carry over any number of iterations: some swap or rotate."""
+    while True:
+        further = {
+            carry: functools.reduce(
+                operator.or_, (direct[other] for other in direct if mask >> other & 1), mask
+            )
+            for carry, mask in direct.items()
+        }
+        if further == direct:
+            return direct
+        direct = further
 
 
 def half_of(block: Block) -> Any:

@@ -122,6 +122,10 @@ class Env:
         arrays[dtype] = made
         return made
 
+    def best(self, value: Value) -> Any:
+        """Returns the array of a value as it is held, or as computed where it is handed out so."""
+        return self._exact[value] if value in self._exact else self.read(value)
+
     def result(self, value: Value, dtype: Any) -> Any:
         """Returns what a program hands out: the float32 array itself where one was returned."""
         if value in self._exact and dtype == FLOAT32:
@@ -612,8 +616,10 @@ def _run_island(island: Island, env: Env) -> None:
         for op in (*island.free, *island.ops):
             with _jax.location(op.eqn, _jax.below(op.stack, depth)), _row(op):
                 EVALUATE[op.forced or op.rule](op, inner)
-        dtypes = [island.half if v in island.in_half else v.dtype for v in island.results]
-        results = [inner.read(v, d) for v, d in zip(island.results, dtypes, strict=True)]
+        results = [
+            inner.read(v, island.half) if v in island.in_half else inner.best(v)
+            for v in island.results
+        ]
         return results, [inner.read(v) for v in island.sums]
 
     prevent = island.barrier and not env.in_loop
@@ -627,7 +633,10 @@ def _run_island(island: Island, env: Env) -> None:
             run = run if key is None else env.shared.setdefault(key, run)
             results, _ = jax.checkpoint(run, policy=_keep_reductions, prevent_cse=prevent)(arrays)
     for value, array in zip(island.results, results, strict=True):
-        env.write(value, array)
+        if value in island.in_half:
+            env.write(value, array)
+        else:
+            env.store(value, array)
 
 
 def _keep_reductions(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -669,18 +678,16 @@ def _recomputed_from_half(run, island: Island, inputs, arrays, prevent: bool) ->
 
 def _run_softmax(run, island: Island, arrays, in_loop: bool) -> list[Any]:
     """Runs a softmax in float32; its derivative is computed from its result, kept in half."""
-    dtype = island.half if island.in_half else FLOAT32
 
     @jax.custom_jvp
     def call(*arrays):
         (result,), _ = run(arrays)
         return result
 
-    slope = _softmax_slope(island.axes, dtype, not in_loop)
-
     @call.defjvp
     def jvp(primals, tangents):
         out = call(*primals)
+        slope = _softmax_slope(island.axes, out.dtype, not in_loop)
         return out, slope(_cast(out, island.half), tangents[0])
 
     return [call(*arrays)]
@@ -692,9 +699,8 @@ def _softmax_slope(axes: tuple[int, ...], dtype: Any, prevent_cse: bool) -> Call
 
     @functools.partial(jax.checkpoint, prevent_cse=prevent_cse)
     def slope(result, tangent):
-        full = _cast(result, FLOAT32)
-        moved = full * tangent
-        mean = jnp.sum(moved, axes, keepdims=True)
+        full, tangent = _cast(result, FLOAT32), _cast(tangent, FLOAT32)
+        mean = jnp.sum(full * tangent, axes, keepdims=True)
         return _cast(full * (tangent - mean), dtype)
 
     return slope
