@@ -2,7 +2,8 @@
 
     python benchmarks/quality.py
 
-The runs are the demo's. A policy's mean over the seeds is held against the spread of float32's.
+The runs are the demo's, and those that cast operation by operation once more with casts at the
+boundary. A policy's mean over the seeds is held against the spread of float32's.
 """
 
 import argparse
@@ -32,6 +33,11 @@ FIGURES = {
     digits_cnn: {"accuracy": True, "held_out_loss": False},
     byte_gpt: {"bits_per_byte": False},
 }
+RUNS = demo.RUNS | {
+    f"{name}, boundary": (f"{policy},casting=boundary", scale)
+    for name, (policy, scale) in demo.RUNS.items()
+    if name in ("mixed_bfloat16", "mixed_float16", "O2:float16")
+}
 KEPT = ("final_train_loss", "skipped_steps", "final_loss_scale", "step_ms")
 
 
@@ -39,11 +45,11 @@ def train_all(seeds: range, steps: int | None) -> dict[str, dict[str, list[dict[
     """Returns results without curves, by example and run, one per seed."""
     budgets = {example: steps or example.STEPS for example in FIGURES}
     results: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    with tqdm(total=len(demo.RUNS) * len(seeds) * sum(budgets.values()), unit="step") as bar:
+    with tqdm(total=len(RUNS) * len(seeds) * sum(budgets.values()), unit="step") as bar:
         for example, budget in budgets.items():
-            runs = results[example.__name__] = {name: [] for name in demo.RUNS}
+            runs = results[example.__name__] = {name: [] for name in RUNS}
             for seed in seeds:
-                for name, (policy, scale) in demo.RUNS.items():
+                for name, (policy, scale) in RUNS.items():
                     bar.set_description(f"{example.__name__}, seed {seed}, {name}")
                     result = example.train(policy, budget, seed, scale, bar.update)
                     runs[name].append({k: result[k] for k in (*FIGURES[example], *KEPT)})

@@ -2,20 +2,13 @@
 
     python benchmarks/step_overhead.py
 
-Against a plain optax step in float32, and against a float16 step written with jmp. All steps are
-measured in turn, round after round, so that a busy machine slows all of them; the ratios are taken
-within a round, their median is reported.
+Against a plain optax step in float32, and against a float16 step written with jmp.
 """
 
 import argparse
-import datetime
-import json
-import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +16,7 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 import optax
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from paired import measure, report, timer
 from tqdm import tqdm
 
 import mpjax
@@ -114,8 +105,9 @@ def mpjax_step(
     return init(task.params, task.model_state, jax.random.key(0)), step
 
 
-def variants(task: Task, batch: Any) -> dict[str, Callable[[int], float]]:
-    """Returns, by name, functions that do so many steps and return the seconds per step."""
+def timers(task: Task) -> dict[str, Callable[[int], float]]:
+    data, _ = task.module.load()
+    batch = task.module.sample(data, np.random.default_rng(0))
     optimizer = task.module.make_optimizer(task.module.STEPS)
     built = {
         "optax float32": optax_step(task, optimizer),
@@ -125,46 +117,7 @@ def variants(task: Task, batch: Any) -> dict[str, Callable[[int], float]]:
             for policy in ("float32", "mixed_float16", "mixed_bfloat16")
         },
     }
-
-    def timer(state, step):
-        # Its own copy: the steps donate their state, and the parameters are shared at first.
-        state = jax.tree.map(jnp.copy, state)
-        jitted = jax.jit(step, donate_argnums=0)
-
-        def seconds_per_step(count):
-            nonlocal state
-            start = time.perf_counter()
-            for _ in range(count):
-                state, _ = jitted(state, batch)
-            jax.block_until_ready(state)
-            return (time.perf_counter() - start) / count
-
-        return seconds_per_step
-
-    return {name: timer(*pair) for name, pair in built.items()}
-
-
-def measure(task: Task, rounds: int, count: int, bar: tqdm) -> dict[str, Any]:
-    """Returns times and ratios of an example."""
-    data, _ = task.module.load()
-    timers = variants(task, task.module.sample(data, np.random.default_rng(0)))
-    for timer in timers.values():
-        timer(count)
-    names = list(timers)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
-            times[name].append(timers[name](count))
-        bar.update()
-    ratios = {}
-    for name, base in RATIOS:
-        each = [t / b for t, b in zip(times[name], times[base], strict=True)]
-        low, _, high = quantiles(each, n=4)
-        ratios[f"{name} / {base}"] = {"median": median(each), "quartiles": [low, high]}
-    return {
-        "median_ms": {name: 1000 * median(values) for name, values in times.items()},
-        "ratios": ratios,
-    }
+    return {name: timer(*pair, batch) for name, pair in built.items()}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -176,30 +129,12 @@ def main(argv: list[str] | None = None) -> None:
 
     todo = tasks()
     with tqdm(total=args.rounds * len(todo), unit="round") as bar:
-        found = {task.module.__name__: measure(task, args.rounds, args.steps, bar) for task in todo}
-
-    console = Console()
-    for example, result in found.items():
-        out = Table(title=example, box=box.SIMPLE_HEAD)
-        for column in ("Step times", "Median ratio", "Quartiles"):
-            out.add_column(column, justify="left" if column == "Step times" else "right")
-        for name, ratio in result["ratios"].items():
-            low, high = ratio["quartiles"]
-            out.add_row(name, f"{ratio['median']:.3f}", f"{low:.3f} to {high:.3f}")
-        console.print(out)
-    report = {
-        "command": "python benchmarks/step_overhead.py",
-        "date": datetime.date.today().isoformat(),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
-        "cpu_cores": os.cpu_count(),
-        "rounds": args.rounds,
-        "steps_per_round": args.steps,
-        "examples": found,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
-    console.print(f"Written to {args.out}", soft_wrap=True)
+        found = {
+            task.module.__name__: measure(timers(task), RATIOS, args.rounds, args.steps, bar)
+            for task in todo
+        }
+    command = "python benchmarks/step_overhead.py"
+    report(found, args.out, command=command, rounds=args.rounds, steps_per_round=args.steps)
 
 
 if __name__ == "__main__":

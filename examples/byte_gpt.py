@@ -15,6 +15,7 @@ Three seeds of float32 lie between 2.50 and 2.51 with Python 3.11 and jax 0.10.2
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import pydoc_data.topics
@@ -111,7 +112,6 @@ def initial(seed: int) -> Any:
     return model.init(jax.random.key(seed), tokens)["params"]
 
 
-@jax.jit
 def evaluate(params: Any, batches: jax.Array) -> dict[str, jax.Array]:
     losses = jax.lax.map(lambda batch: loss_fn(params, batch), batches)
     return {"bits_per_byte": losses.mean() / math.log(2)}
@@ -155,8 +155,8 @@ def train(
         progress(len(chunk))
     losses, scales = np.transpose(jax.device_get(curves)).tolist()
 
-    params = mpjax.get_policy(policy).cast_to_compute(state.params)
-    figures = evaluate(params, windows(held_out))
+    rules = dataclasses.replace(mpjax.get_policy(policy), output_dtype="float32")
+    figures = mpjax.autocast(evaluate, rules)(state.params, windows(held_out))
     return {
         "example": "byte_gpt",
         "policy": str(policy),

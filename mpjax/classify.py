@@ -195,11 +195,11 @@ def _apply_lists(op: Op, listed: dict[str, str]) -> None:
 def _apply_overrides(op: Op, policy: Policy, used: set[str]) -> None:
     if not policy.overrides or op.reason == "no float32":
         return
-    place = "/".join((*op.scopes, op.name))
-    paths = [path for v in op.ins for path in v.paths]
+    places = ["/".join(op.scopes), "/".join((*op.scopes, op.name))]
+    places += [path for v in op.ins for path in v.paths]
     chosen = None
     for pattern, dtype in policy.overrides:
-        if any(matches(pattern, text) for text in (place, *paths)):
+        if any(matches(pattern, place) for place in places):
             used.add(pattern)
             chosen = chosen or (pattern, dtype)
     if chosen is None:

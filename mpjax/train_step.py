@@ -17,7 +17,8 @@ import jmp
 import optax
 
 from mpjax import _jax
-from mpjax.dtypes import FLOAT16
+from mpjax.autocast import autocast
+from mpjax.dtypes import FLOAT16, FLOAT32
 from mpjax.errors import DivergenceError
 from mpjax.gradients import scaled_value_and_grad
 from mpjax.loss_scale import LossScale, resolve_loss_scale, whole_number
@@ -92,11 +93,14 @@ def build_train_step(
 ) -> TrainStep:
     """Builds a training step in mixed precision from a loss, an optimizer and a policy.
 
-    The step always goes in this order: cast the parameters and the batch's floating leaves to the
-    compute dtype, forward, scale in float32, backward, unscale in float32 by the same scale,
-    average over micro-batches and replicas, judge whether loss and gradients are finite,
-    optimizer, gate, adjust the scale. Clipping in the optimizer's chain therefore sees true
-    gradients.
+    The step always goes in this order: forward in the policy's precision, scale in float32,
+    backward, unscale in float32 by the same scale, average over micro-batches and replicas, judge
+    whether loss and gradients are finite, optimizer, gate, adjust the scale. Clipping in the
+    optimizer's chain therefore sees true gradients.
+
+    The forward pass: a policy of ``casting="op"`` (O1, which is mixed_float16 and mixed_bfloat16,
+    and O2) puts ``loss_fn`` under `autocast`, which chooses a dtype for every operation of it; any
+    other casts the parameters and the batch's floating leaves to the compute dtype beforehand.
 
     The gate is a transaction. On a skipped step ``params``, ``opt_state``, ``model_state`` and
     ``step`` are bit-identical to before; only the loss scale, the rng and the skip counters move.
@@ -106,7 +110,7 @@ def build_train_step(
         loss_fn: ``loss_fn(params, batch)``, with the keywords ``model_state=`` and ``rng=`` when
             the state carries them. Returns ``loss``; ``(loss, new_model_state)`` with a model
             state; ``(loss, aux)`` with ``has_aux``; ``(loss, (new_model_state, aux))`` with both.
-            ``loss`` is a real floating scalar, best float32.
+            ``loss`` is a real floating scalar, best float32 (under `autocast` it is, by itself).
         optimizer: Any optax optimizer; it sees float32 gradients and parameters.
         policy: A policy or its name, see `get_policy`.
         loss_scale: "auto" (dynamic for float16 compute, none otherwise), "dynamic", "none", a
@@ -142,11 +146,11 @@ def build_train_step(
         (1.0, 65536.0, 1)
     """
     policy = get_policy(policy)
-    if policy.half_ops or policy.full_ops or policy.follow_ops:
+    by_op = policy.casting == "op"
+    if not by_op and (policy.half_ops or policy.full_ops or policy.follow_ops):
         warnings.warn(
-            f"policy={str(policy)!r}: its op lists have no effect here, where casts are made at "
-            "the boundary. For casts operation by operation pass mpjax.autocast(loss_fn, policy) "
-            "as loss_fn, and 'float32' as policy.",
+            f"policy={str(policy)!r}: its op lists have no effect, because it casts at the "
+            "boundary. Add casting=op for casts operation by operation.",
             stacklevel=2,
         )
     _check_arguments(loss_fn, has_aux, accumulate_steps)
@@ -159,7 +163,8 @@ def build_train_step(
     def init(params: Any, model_state: Any = None, rng: Any = None) -> TrainState:
         params = _owned(params, "params")
         _check_params(params)
-        policy.check_overrides(params)
+        if not by_op:  # else a pattern may mean a scope, which only the plan knows
+            policy.check_overrides(params)
         params = policy.cast_to_param(params)
         state = TrainState(
             step=jnp.zeros((), jnp.int32),
@@ -287,6 +292,7 @@ def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Call
 
     The one place where a policy meets the user's function.
     """
+    run = _IN_PRECISION[policy.casting](loss_fn, policy)
 
     @functools.wraps(loss_fn)
     def forward(params, batch, model_state, rng):
@@ -296,13 +302,29 @@ def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Call
         _check_signature(loss_fn, (params, batch), kwargs)
         # As jit would see it: NumPy's default float64 is float32 unless x64 is enabled.
         batch = jax.tree.map(lambda x: jnp.asarray(x) if is_array(x) else x, batch)
-        out = loss_fn(policy.cast_to_compute(params), cast(batch, policy.compute_dtype), **kwargs)
-        loss, new_state, aux = _unpack(out, model_state is not None, has_aux)
+        loss, new_state, aux = _unpack(
+            run(params, batch, **kwargs), model_state is not None, has_aux
+        )
         if model_state is not None:
             new_state = _check_model_state(new_state, model_state)
         return loss, (new_state, aux)
 
     return forward
+
+
+def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    def run(params, batch, **kwargs):
+        return loss_fn(policy.cast_to_compute(params), cast(batch, policy.compute_dtype), **kwargs)
+
+    return run
+
+
+def _cast_by_op(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    # Loss and statistics stay float32, whatever the policy hands out.
+    return autocast(loss_fn, dataclasses.replace(policy, output_dtype=FLOAT32))
+
+
+_IN_PRECISION = {"boundary": _cast_at_boundary, "op": _cast_by_op}
 
 
 def _accumulate(

@@ -21,7 +21,9 @@ from support import equations, matmul_dtypes
 import mpjax
 from mpjax.train_step import TrainState
 
-POLICIES = ["float32", "mixed_bfloat16", "mixed_float16", "O2:float16", "O2:bfloat16", "O3:bf16"]
+BY_OP = ["mixed_bfloat16", "mixed_float16", "O2:float16", "O2:bfloat16"]
+AT_BOUNDARY = ["float32", "O3:bf16", "p=f32,c=f16,o=f32", "mixed_bfloat16,casting=boundary"]
+POLICIES = [*BY_OP, *AT_BOUNDARY]
 
 METRICS = (
     *("loss", "grad_norm", "grads_finite", "loss_finite", "loss_scale"),
@@ -121,7 +123,9 @@ def test_every_policy_learns_and_keeps_its_dtypes(policy, rng):
     assert jax.tree.map(described, state) == before
     assert step._cache_size() == 1
     assert dtypes(state.model_state) == {"float32"}
-    assert metrics["aux"]["logits"].dtype == mpjax.get_policy(policy).compute_dtype
+    policy = mpjax.get_policy(policy)
+    handed_out = policy.output_dtype if policy.casting == "op" else policy.compute_dtype
+    assert metrics["aux"]["logits"].dtype == handed_out
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -184,7 +188,7 @@ def test_the_batch_is_cast_but_for_what_is_not_floating(rng):
         return jnp.float32(0) * params["w"].sum().astype(jnp.float32)
 
     batch = {"x": np.ones(2, np.float32), "labels": np.array([70000, 1]), "key": jax.random.key(0)}
-    init, step = mpjax.build_train_step(loss_fn, optax.sgd(0.1), "mixed_float16")
+    init, step = mpjax.build_train_step(loss_fn, optax.sgd(0.1), "p=f32,c=f16,o=f32")
     jax.jit(step)(init({"w": jnp.ones(2)}), batch)
     assert seen["x"] == jnp.float16 and seen["labels"] == jnp.int32
     assert seen["key"] == jax.random.key(0).dtype
@@ -193,9 +197,46 @@ def test_the_batch_is_cast_but_for_what_is_not_floating(rng):
 def test_numpys_float64_is_cast_without_jit_too():
     seen = []
     loss_fn = lambda p, batch: (seen.append(batch.dtype), p["w"].astype(jnp.float32))[1]  # noqa: E731
+    for policy in ("p=f32,c=bf16", "mixed_bfloat16"):
+        init, step = mpjax.build_train_step(loss_fn, optax.sgd(0.1), policy)
+        step(init({"w": 1.0}), np.ones(3))
+    assert seen == [jnp.bfloat16, jnp.float32]
+
+
+def test_a_batch_is_rounded_for_matmuls_alone(rng):
+    def loss_fn(params, batch):
+        assert batch["x"].dtype == batch["weight"].dtype == jnp.float32
+        return jnp.sum(batch["weight"]) + jnp.mean(batch["x"] @ params["w"])
+
+    x, weight = (jnp.asarray(rng.normal(size=(3, 3)) + 1000, jnp.float32) for _ in range(2))
     init, step = mpjax.build_train_step(loss_fn, optax.sgd(0.1), "mixed_bfloat16")
-    step(init({"w": 1.0}), np.ones(3))
-    assert seen == [jnp.bfloat16]
+    _, metrics = jax.jit(step)(init({"w": jnp.zeros((3, 3))}), {"x": x, "weight": weight})
+    np.testing.assert_allclose(metrics["loss"], jnp.sum(weight), rtol=1e-6)
+
+
+def test_an_override_may_name_a_scope(rng):
+    def loss_fn(params, batch):
+        x, y = batch
+        with jax.named_scope("head"):
+            return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+    params, batch = linear_problem(rng)
+    policy = mpjax.get_policy("mixed_float16").override({"head": "float32"})
+    init, step = mpjax.build_train_step(loss_fn, optax.sgd(0.1), policy)
+    state = init(params)
+    assert matmul_dtypes(step, state, batch) == [("float32", "float32")] * 2
+    init, step = mpjax.build_train_step(
+        loss_fn, optax.sgd(0.1), policy.override({"*/heat/*": "float32"})
+    )
+    with pytest.raises(ValueError, match="pattern '\\*/heat/\\*' matches neither.*nearest"):
+        step(init(params), batch)
+
+
+def test_op_lists_act_in_the_step(rng):
+    params, batch = linear_problem(rng)
+    policy = mpjax.get_policy("mixed_bfloat16").with_ops(full=("dot_general",))
+    init, step = mpjax.build_train_step(linear_loss, optax.sgd(0.1), policy)
+    assert matmul_dtypes(step, init(params), batch) == [("float32", "float32")] * 2
 
 
 # ---------------------------------------------------------------- the gate
@@ -770,7 +811,7 @@ def test_a_float16_loss_is_warned_about_once():
     loss_fn = lambda p, batch: jnp.mean(p["w"] * batch)  # noqa: E731
     for accumulate_steps in (1, 2):
         init, step = mpjax.build_train_step(
-            loss_fn, optax.sgd(0.1), "mixed_float16", accumulate_steps=accumulate_steps
+            loss_fn, optax.sgd(0.1), "p=f32,c=f16", accumulate_steps=accumulate_steps
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -782,8 +823,8 @@ def test_a_float16_loss_is_warned_about_once():
 
 
 def test_op_lists_that_have_no_effect_are_warned_about():
-    policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("exp",))
-    with pytest.warns(UserWarning, match="its op lists have no effect here.*mpjax.autocast"):
+    policy = mpjax.get_policy("p=f32,c=bf16").with_ops(half=("exp",))
+    with pytest.warns(UserWarning, match="its op lists have no effect.*casting=op"):
         mpjax.build_train_step(linear_loss, optax.sgd(0.1), policy)
 
 
