@@ -22,7 +22,9 @@ T = TypeVar("T")
 
 def primitive_names() -> frozenset[str]:
     """Returns the names of every primitive that JAX can lower or differentiate."""
-    tables = (mlir._lowerings, ad.primitive_jvps, ad.primitive_transposes)
+    of_platforms = mlir._platform_specific_lowerings.values()
+    everywhere: tuple[Any, ...] = (mlir._lowerings, ad.primitive_jvps, ad.primitive_transposes)
+    tables = (*everywhere, *of_platforms)
     return frozenset(primitive.name for table in tables for primitive in table)
 
 

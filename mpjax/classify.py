@@ -223,7 +223,8 @@ def _apply_region(op: Op) -> None:
             op.reason = f"region {dtype.name}"
             if dtype in HALVES:
                 op.half = dtype
-                op.forced = "half" if op.rule in ("half", "full", "follow") else ""
+                arithmetic = op.rule in ("half", "full", "follow")
+                op.forced = "half" if arithmetic and op.name not in ops.FLOAT32_ONLY else ""
             elif op.rule not in ("layout", "neutral"):
                 op.forced = "full"
             return

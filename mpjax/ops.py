@@ -41,6 +41,19 @@ REDUCTIONS = names(
     "reduce_sum reduce_prod reduce_max reduce_min reduce_window_sum argmax argmin reduce"
 )
 
+# No compiler has a half-precision form of these, whatever a list or a region asks for.
+FLOAT32_ONLY = names(
+    "bitcast_convert_type cholesky cholesky_update complex eig eigh fft geqp3 geqrf hessenberg "
+    "householder_product lu ormqr qr reduce reduce_window scatter-add scatter-max scatter-min "
+    "scatter-mul scatter-sub schur svd symmetric_product tridiagonal tridiagonal_solve"
+)
+
+# What is not an operation with a dtype of its own: programs, kernels, the user's casts.
+NOT_LISTED = names(
+    "closed_call cond convert_element_type custom_partitioning custom_vjp_call "
+    "custom_vmap_call ffi_call jit linear_call pallas_call pjit remat2 scan shard_map while"
+)
+
 # Elementwise arithmetic: the dtype of its operands.
 ELEMENTWISE = names(
     "abs add add_any cbrt ceil clamp div erf floor logistic max min mul neg rem round "

@@ -14,7 +14,7 @@ import jax
 import jmp
 import numpy as np
 
-from mpjax import _jax
+from mpjax import _jax, ops
 from mpjax.dtypes import BY_NAME, FLOAT32, HALVES, DTypeLike, canonical, half_dtype, short_name
 from mpjax.errors import did_you_mean
 from mpjax.patterns import matches, nearest_paths, path_of, paths
@@ -465,14 +465,14 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
             f"'op' (operation by operation).{did_you_mean(str(policy.casting), CASTINGS)}"
         )
     listed: dict[str, str] = {}
-    for ops in OP_LISTS:
-        fields[ops] = tuple(dict.fromkeys(_strings(getattr(policy, ops), ops)))
-        for name in fields[ops]:
+    for names in OP_LISTS:
+        fields[names] = tuple(dict.fromkeys(_strings(getattr(policy, names), names)))
+        for name in fields[names]:
             if name in listed:
                 raise ValueError(
-                    f"{ops}: {name!r} is in {listed[name]} already. An op belongs to one list."
+                    f"{names}: {name!r} is in {listed[name]} already. An op belongs to one list."
                 )
-            listed[name] = ops
+            listed[name] = names
     unknown = set(listed) - _jax.primitive_names() if listed else set()
     for name in sorted(unknown, key=str):
         raise ValueError(
@@ -480,6 +480,14 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
             f"{did_you_mean(str(name), _jax.primitive_names())} Names are those that "
             "jax.make_jaxpr prints, such as 'dot_general', 'exp' or 'reduce_sum'."
         )
+    for name in sorted(set(listed) & ops.NOT_LISTED):
+        raise ValueError(
+            f"{listed[name]}: {name!r} is not an operation with a dtype of its own, but a program, "
+            "a kernel or the function's own cast. Name the operations inside it, or use an "
+            "override or mpjax.precision for a part of the function."
+        )
+    for name in sorted(set(fields["half_ops"]) & ops.FLOAT32_ONLY):
+        raise ValueError(f"half_ops: JAX has no half-precision form of {name!r}. Leave it out.")
     return fields
 
 

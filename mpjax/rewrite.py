@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from mpjax import _jax, ops
 from mpjax.dtypes import FLOAT32, HALVES
-from mpjax.graph import ROW, Block, Op, Sub, Value
+from mpjax.graph import REGION, ROW, Block, Op, Sub, Value
 from mpjax.islands import Island, schedule, signature
 from mpjax.plan import Plan, make_plan
 from mpjax.policy import Policy
@@ -405,7 +405,7 @@ def _run_custom_jvp(op: Op, env: Env) -> None:
         in_dtypes = [op.compute if v.is_f32 else None for v in op.ins]
         outs = [op.compute if v.is_f32 else None for v in op.outs]
         args = [env.read(v, op.compute) for v in op.ins]
-        primal = functools.partial(_run_whole, params["call_jaxpr"], in_dtypes, policy, op)
+        primal = functools.partial(_run_whole, params["call_jaxpr"], in_dtypes, policy, op.scopes)
     consts = params["num_consts"]
 
     @jax.custom_jvp
@@ -419,7 +419,7 @@ def _run_custom_jvp(op: Op, env: Env) -> None:
             rule,
             [*in_dtypes[consts:]] * 2,
             policy,
-            op,
+            op.scopes,
             args=[*primals[consts:], *tangents[consts:]],
             out_dtypes=[*outs, *(d for d, zero in zip(outs, zeros, strict=True) if not zero)],
             linear=range(len(primals) - consts, 2 * (len(primals) - consts)),
@@ -434,11 +434,11 @@ def _run_custom_jvp(op: Op, env: Env) -> None:
 
 
 def _run_whole(
-    jaxpr, in_dtypes, policy, op: Op, *, args, out_dtypes, linear: Sequence[int] = ()
+    jaxpr, in_dtypes, policy, scopes, *, args, out_dtypes, linear: Sequence[int] = ()
 ) -> list[Any]:
     """Plans and runs a program on its own, such as a custom rule."""
     inner, consts = _jax.open_jaxpr(jaxpr)
-    plan = make_plan(inner, consts, policy, in_dtypes, out_dtypes, scopes=op.scopes, linear=linear)
+    plan = make_plan(inner, consts, policy, in_dtypes, out_dtypes, scopes=scopes, linear=linear)
     return run_plan(plan, args, out_dtypes)
 
 
@@ -449,6 +449,8 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
     in_dtypes = [v.dtype for v in sub.block.invars]
     outs = _out_dtypes(op, sub)
     consts = op.params["num_consts"]
+    # The backward rule is code of its own: a region around the call does not reach it.
+    behind = tuple(name for name in op.scopes if not name.startswith(REGION))
 
     @jax.custom_vjp
     def call(*args):
@@ -460,7 +462,7 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
         )
         inner, inner_consts = _jax.open_jaxpr(fwd)
         computed = len(inner.outvars) - count
-        wanted = _residual_dtypes(bwd, forwards, outs, policy, op)
+        wanted = _residual_dtypes(bwd, forwards, outs, policy, behind)
         res_dtypes = [d for d, f in zip(wanted, forwards, strict=True) if f is None]
         plan = make_plan(
             inner, inner_consts, policy, in_dtypes[consts:], [*res_dtypes, *outs], scopes=op.scopes
@@ -483,7 +485,7 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
                 program,
                 [getattr(a, "dtype", None) for a in args],
                 policy,
-                op,
+                behind,
                 args=args,
                 out_dtypes=[
                     d for d, zero in zip(in_dtypes[consts:], zeros, strict=True) if not zero
@@ -525,13 +527,13 @@ class _ById:
         return id(self.value)
 
 
-def _residual_dtypes(bwd, forwards, ct_dtypes, policy, op: Op) -> list[Any]:
+def _residual_dtypes(bwd, forwards, ct_dtypes, policy, scopes) -> list[Any]:
     """Returns what each residual is stored in: half where only half operations read it."""
     inner, consts = _jax.open_jaxpr(bwd)
     dtypes = [v.aval.dtype if hasattr(v.aval, "dtype") else None for v in inner.invars]
     count = len(forwards)
     dtypes[count:] = [d or t for d, t in zip(ct_dtypes, dtypes[count:], strict=True)]
-    plan = make_plan(inner, consts, policy, dtypes, scopes=op.scopes)
+    plan = make_plan(inner, consts, policy, dtypes, scopes=scopes)
     half = policy.compute_dtype
     return [
         half

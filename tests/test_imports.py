@@ -10,9 +10,8 @@ import mpjax
 PACKAGE = Path(mpjax.__file__).parent
 # From the bottom up; a module imports only what stands before it.
 ORDER = [
-    *("errors", "_jax", "dtypes", "patterns", "trees", "policy"),
+    *("errors", "_jax", "dtypes", "patterns", "trees", "ops", "policy"),
     *(
-        "ops",
         "graph",
         "reach",
         "classify",

@@ -369,6 +369,8 @@ def test_op_lists():
         ({"full": ("expp",)}, r"full_ops: JAX has no primitive named 'expp'. Did you mean 'exp'\?"),
         ({"half": "matmul"}, "JAX has no primitive named 'matmul'"),
         ({"half": None}, "half=None must be a sequence of strings"),
+        ({"half": "cholesky"}, "JAX has no half-precision form of 'cholesky'"),
+        ({"full": "scan"}, "full_ops: 'scan' is not an operation with a dtype of its own"),
     ],
 )
 def test_bad_op_lists_are_refused(lists, message):

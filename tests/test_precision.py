@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from support import found, normal
+from support import assert_near, found, normal
 
 import mpjax
 
@@ -74,3 +74,22 @@ def test_without_autocast_a_region_changes_nothing():
 def test_illegal_dtype():
     with pytest.raises(ValueError, match="float64"), mpjax.precision("float64"):
         pass
+
+
+def test_a_half_region_leaves_alone_what_has_no_half_form():
+    def fun(x):
+        with mpjax.precision("bfloat16"):
+            factor = jnp.linalg.cholesky(x @ x.T + 9 * jnp.eye(8))
+            return factor.at[0].add(1.0), jnp.fft.rfft(x).real
+
+    assert_near(mpjax.autocast(fun, "mixed_bfloat16")(W), fun(W))
+
+
+def test_a_custom_vjps_backward_is_outside():
+    @jax.custom_vjp
+    def ruled(x, w):
+        return x @ w
+
+    ruled.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, g: (g @ res[1].T, res[0].T @ g))
+    auto = mpjax.autocast(lambda w, x: jnp.sum(mpjax.full_precision(ruled)(x, w)), "mixed_bfloat16")
+    assert dtypes(jax.grad(auto, (0, 1)), W, X) == ["float32", "bfloat16", "bfloat16"]
