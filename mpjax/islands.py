@@ -49,8 +49,10 @@ class Island:
     rounded: set[Value] = dataclasses.field(default_factory=set)  # inputs kept in half
     sums: list[Value] = dataclasses.field(default_factory=list)  # results of reductions, kept
     half: Any = None
+    sloped: bool = False  # elementwise: its slope is kept in place of its operand
     barrier: bool = False  # XLA would rather save the insides than compute them again
     axes: tuple[int, ...] = ()  # of a softmax: what it sums over
+    matmul: Op | None = None  # of a softmax: the one that sums values by it
     in_half: set[Value] = dataclasses.field(default_factory=set)  # results read in half alone
     results: list[Value] = dataclasses.field(default_factory=list)
 
@@ -145,6 +147,7 @@ def _islands(block: Block) -> "dict[Op, Island]":
             # Outside of loops, XLA fuses arithmetic into its readers without being told to.
             worthwhile = group.barrier or block.in_loop
             if worthwhile and _from_half(group, block) and _saves_memory(group):
+                group.sloped = group.barrier and _is_sloped(group, block)
                 found |= dict.fromkeys(group.ops, group)
     return found
 
@@ -212,11 +215,32 @@ def _softmaxes(block: Block) -> list[Island]:
             continue
         members = [op, total, *chain, quotient]
         if all(m.compute == FLOAT32 for m in members):
-            island = Island(members, axes=tuple(total.params["axes"]), half=op.half)
+            island = Island(members, axes=tuple(total.params["axes"]))
+            matmul = _sums_values(readers.get(quotient.outs[0], []), quotient.outs[0], island.axes)
+            if matmul is not None:
+                island.matmul = matmul
+                island.ops.append(matmul)
             _set_boundary(island, block)
-            if island.results == quotient.outs:
+            island.half, island.sums = op.half, quotient.outs
+            if island.results == (matmul or quotient).outs:
                 found.append(island)
     return found
+
+
+def _sums_values(readers: "list[Op | None]", result: Value, axes: tuple[int, ...]) -> Op | None:
+    """Returns the matmul that alone reads a softmax, and contracts what it sums over."""
+    matmul = readers[0] if len(readers) == 1 else None
+    if matmul is None or matmul.name != "dot_general" or (matmul.forced or matmul.rule) != "half":
+        return None
+    place = matmul.ins.index(result)
+    contracting, _ = matmul.params["dimension_numbers"]
+    fits = (
+        matmul.ins[1 - place] is not result
+        and matmul.outs[0].is_f32
+        and set(contracting[place]) == set(axes)
+        and matmul.params.get("out_sharding") is None
+    )
+    return matmul if fits else None
 
 
 def _recomputable(op: Op) -> bool:
@@ -323,6 +347,26 @@ def _large_float32(group: Island) -> set[Value]:
         for v in group.inputs
         if v.is_f32 and v.dtype == FLOAT32 and not (v.raw or v.small or v.const is not None)
     }
+
+
+def _is_sloped(group: Island, block: Block) -> bool:
+    """Tells whether an island is one half array in, one out, and its slope fits into half."""
+    if len(group.inputs) != 1 or len(group.results) != 1:
+        return False
+    (operand,), (result,) = group.inputs, group.results
+    members = set(group.ops)
+    return (
+        operand.dtype == group.half
+        and result in group.in_half
+        and operand.aval.shape == result.aval.shape
+        and not group.sums
+        and all(reader in members for reader in _readers(block)[operand])
+        and all(op.name in STEADY | LINEAR or _is_scaling(op) for op in group.ops)
+    )
+
+
+def _is_scaling(op: Op) -> bool:
+    return op.name == "div" and op.ins[1].const is not None
 
 
 def _is_dear(op: Op) -> bool:

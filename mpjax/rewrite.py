@@ -12,12 +12,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 from mpjax import _jax, ops
+from mpjax.derivatives import (
+    attention,
+    cast,
+    elementwise,
+    pick,
+    recomputed,
+    recomputed_from_half,
+    softmax,
+    wide_cotangent,
+    wide_matmul,
+)
 from mpjax.dtypes import FLOAT32, HALVES
+from mpjax.environment import Env
 from mpjax.graph import REGION, ROW, Block, Op, Sub, Value
 from mpjax.islands import Island, schedule, signature
 from mpjax.plan import Plan, make_plan
@@ -64,89 +74,6 @@ def _row(op: Op) -> Any:
     return contextlib.nullcontext() if op.row < 0 else jax.named_scope(f"{ROW}{op.row}")
 
 
-class Env:
-    """The arrays of a block as it is evaluated, in each dtype that they were read in."""
-
-    def __init__(self, policy: Policy, islands: bool, in_loop: bool):
-        self.policy = policy
-        self.islands = islands
-        self.in_loop = in_loop
-        self.shared: dict[Any, Any] = {}  # islands that were traced, by what they compute
-        self._arrays: dict[Value, dict[Any, Any]] = {}
-        self._makers: dict[Value, Callable[[Any], Any]] = {}
-        self._exact: dict[Value, Any] = {}
-        self._known: dict[Value, Any] = {}
-
-    def write(self, value: Value, array: Any) -> None:
-        """Records an array in the dtype that it has."""
-        self._arrays[value] = {array.dtype if value.is_f32 else None: array}
-
-    def store(self, value: Value, array: Any) -> None:
-        """Records a result in the dtype that the plan stores it in."""
-        if value in self._known:
-            array = _known(array, self._known[value])
-        if value.is_f32 and array.dtype != value.dtype:
-            if value.returned:
-                self._exact[value] = array
-            array = _cast(array, value.dtype)
-        self.write(value, array)
-
-    def inside(self, known: dict[Value, Any] | None) -> "Env":
-        """Returns the environment of an island; values of ``known`` are not computed again."""
-        env = Env(self.policy, self.islands, self.in_loop)
-        env._known = known or {}
-        return env
-
-    def make(self, value: Value, maker: Callable[[Any], Any]) -> None:
-        """Records how to make a value in the dtype that somebody asks for."""
-        self._makers[value] = maker
-
-    def read(self, value: Value, dtype: Any = None) -> Any:
-        """Returns the array of a value; a float32 one in ``dtype`` if given."""
-        if not value.is_f32:
-            return self._arrays[value][None] if value in self._arrays else value.const
-        arrays = self._arrays.setdefault(value, {})
-        dtype = np.dtype(dtype or value.dtype)
-        if dtype in arrays:
-            return arrays[dtype]
-        if value in self._makers:
-            made = self._makers[value](dtype)
-        elif not arrays:  # a literal
-            return np.asarray(value.const, dtype)
-        elif value.const is not None and dtype in HALVES:
-            made = _round_constant(next(iter(arrays.values())), value.const, dtype)
-        else:
-            made = _cast(next(iter(arrays.values())), dtype)
-            if value.raw and dtype in HALVES:
-                return made
-        arrays[dtype] = made
-        return made
-
-    def best(self, value: Value) -> Any:
-        """Returns the array of a value as it is held, or as computed where it is handed out so."""
-        return self._exact[value] if value in self._exact else self.read(value)
-
-    def result(self, value: Value, dtype: Any) -> Any:
-        """Returns what a program hands out: the float32 array itself where one was returned."""
-        if value in self._exact and dtype == FLOAT32:
-            return self._exact[value]
-        if not value.is_f32:
-            return self.read(value)
-        if value not in self._arrays and value not in self._makers:
-            return jnp.asarray(value.const, dtype)
-        return self.read(value, dtype)
-
-
-def _cast(array: Any, dtype: Any) -> Any:
-    return jax.lax.convert_element_type(array, dtype)
-
-
-def _round_constant(array: Any, const: Any, dtype: Any) -> Any:
-    """Folds the cast of a constant."""
-    with np.errstate(over="ignore"):
-        return np.broadcast_to(np.asarray(const).astype(dtype), np.shape(array))
-
-
 # ---- one op -------------------------------------------------------------------------------------
 
 
@@ -165,32 +92,12 @@ def _run_as_planned(op: Op, env: Env) -> None:
     if op.name == "broadcast_in_dim" and op.outs[0].is_f32 and op.outs[0].const is not None:
         return env.make(op.outs[0], functools.partial(_broadcast, op, env))
     if op.name == "gather" and op.outs[0].is_f32 and _jax.picks_one_per_row(op.eqn):
-        return env.store(op.outs[0], _pick(op, [env.read(v, op.compute) for v in op.ins]))
+        return env.store(op.outs[0], pick(op.eqn, [env.read(v, op.compute) for v in op.ins]))
     if op.name in ops.SUMS_COTANGENTS and op.compute in HALVES and _jax.enlarges(op.eqn):
         args = [env.read(v, op.compute) for v in op.ins]
-        wide = _wide_cotangent(lambda *xs: _jax.bind(op.eqn, xs)[0], args)
+        wide = wide_cotangent(lambda *xs: _jax.bind(op.eqn, xs)[0], args)
         return env.store(op.outs[0], wide)
     return _run(op, env, op.compute)
-
-
-def _pick(op: Op, args: Sequence[Any]) -> Any:
-    """Gathers one entry per row; the transpose is a select, not a scatter into a tensor of zeros.
-
-    A cross entropy picks its labels' logits so. XLA fuses the select into what it is added to.
-    """
-
-    @jax.custom_jvp
-    def call(x, indices):
-        return _jax.bind(op.eqn, [x, indices])[0]
-
-    def jvp(primals, tangents):
-        out = call(*primals)
-        if isinstance(tangents[0], SymbolicZero):
-            return out, _jax.zero_tangent(out)
-        return out, _jax.select_one_per_row(op.eqn, tangents[0], primals[1]).astype(out.dtype)
-
-    call.defjvp(jvp, symbolic_zeros=True)
-    return call(*args)
 
 
 def _read_expanded(op: Op, value: Value, env: Env, dtype: Any) -> Any:
@@ -199,28 +106,8 @@ def _read_expanded(op: Op, value: Value, env: Env, dtype: Any) -> Any:
     if not value.is_f32 or value.const is not None or value.aval.shape == shape:
         return env.read(value, dtype)
     if value.dtype == dtype:
-        return _wide_cotangent(lambda x: _jax.expand(x, op.outs[0].aval), [env.read(value)])
-    return _cast(_jax.expand(env.read(value, FLOAT32), op.outs[0].aval), dtype)
-
-
-def _wide_cotangent(fun: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Runs a linear function whose transpose sums, so that it sums in float32."""
-    first, *rest = args
-
-    @jax.custom_jvp
-    def call(x, *rest):
-        return fun(x, *rest)
-
-    def jvp(primals, tangents):
-        x, *rest = primals
-        tangent = tangents[0]
-        out = call(x, *rest)
-        if isinstance(tangent, SymbolicZero):
-            return out, _jax.zero_tangent(out)
-        return out, _cast(fun(_cast(tangent, FLOAT32), *rest), out.dtype)
-
-    call.defjvp(jvp, symbolic_zeros=True)
-    return call(first, *rest)
+        return wide_cotangent(lambda x: _jax.expand(x, op.outs[0].aval), [env.read(value)])
+    return cast(_jax.expand(env.read(value, FLOAT32), op.outs[0].aval), dtype)
 
 
 def _broadcast(op: Op, env: Env, dtype: Any) -> Any:
@@ -232,53 +119,14 @@ def _run_half(op: Op, env: Env) -> None:
     if op.name not in ops.HALF:
         return _run_as_planned(op, env)
     args = [env.read(v, op.half) for v in op.ins]
-    args = [_cast(a, op.half) if a.dtype in HALVES and a.dtype != op.half else a for a in args]
+    args = [cast(a, op.half) if a.dtype in HALVES and a.dtype != op.half else a for a in args]
     out = op.outs[0]
     if out.is_f32 and out.dtype == FLOAT32:
-        array = _wide_matmul(op.eqn, args)
+        array = wide_matmul(op.eqn, args)
     else:
         wanted = op.half if out.is_f32 else out.aval.dtype
         array = _jax.bind(op.eqn, args, preferred_element_type=wanted)[0]
     env.store(out, array)
-
-
-def _wide_matmul(eqn: Any, args: Sequence[Any]) -> Any:
-    """A matmul of half operands that gives its float32 accumulator; its tangent is half."""
-    primitive, params = eqn.primitive, dict(eqn.params)
-    del params["preferred_element_type"]
-    key = (primitive, tuple(sorted(params.items())))
-    try:
-        matmul = _cached_wide_matmul(*key)
-    except TypeError:  # a parameter that cannot be hashed
-        matmul = _cached_wide_matmul.__wrapped__(*key)
-    return matmul(*args)
-
-
-@functools.lru_cache(maxsize=4096)
-def _cached_wide_matmul(primitive: Any, items: tuple[tuple[str, Any], ...]) -> Any:
-    params = dict(items)
-
-    def product(operands, dtype):
-        return primitive.bind(*operands, **params, preferred_element_type=np.dtype(dtype))
-
-    @jax.custom_jvp
-    def matmul(*operands):
-        return _jax.cpu_barrier(product(operands, FLOAT32))
-
-    def jvp(primals, tangents):
-        half = primals[0].dtype
-        out = matmul(*primals)
-        terms = [
-            product((*primals[:i], tangent, *primals[i + 1 :]), half)
-            for i, tangent in enumerate(tangents[:2])
-            if not isinstance(tangent, SymbolicZero)
-        ]
-        if not terms:
-            return out, jnp.zeros_like(out)
-        return out, _cast(functools.reduce(jax.lax.add, terms), out.dtype)
-
-    matmul.defjvp(jvp, symbolic_zeros=True)
-    return matmul
 
 
 def _run_cast(op: Op, env: Env) -> None:
@@ -289,7 +137,7 @@ def _run_cast(op: Op, env: Env) -> None:
     if not out.is_f32:
         if new in HALVES and value.dtype in HALVES:
             array = env.read(value, value.dtype)
-            env.write(out, _cast(array, new))
+            env.write(out, cast(array, new))
         else:
             _run(op, env, FLOAT32)
     elif value.is_f32:
@@ -606,14 +454,13 @@ EVALUATE: dict[str, Callable[[Op, Env], None]] = {
 
 def _run_island(island: Island, env: Env) -> None:
     """Runs a float32 island so that the backward pass recomputes it from its inputs."""
-    inputs = island.inputs
-    arrays = [env.read(v) for v in inputs]
+    arrays = [env.read(v) for v in island.inputs]
     scopes = _jax.common_stack([op.stack for op in island.ops])
     depth = len(scopes.stack)
 
-    def run(arrays, known=None):
-        inner = env.inside(known)
-        for value, array in zip(inputs, arrays, strict=True):
+    def run(arrays, sums=()):
+        inner = env.inside(dict(zip(island.sums, sums, strict=False)))
+        for value, array in zip(island.inputs, arrays, strict=True):
             inner.write(value, array)
         for op in (*island.free, *island.ops):
             with _jax.location(op.eqn, _jax.below(op.stack, depth)), _row(op):
@@ -626,94 +473,22 @@ def _run_island(island: Island, env: Env) -> None:
 
     prevent = island.barrier and not env.in_loop
     with _jax.scoped(scopes):
-        if island.axes:
-            results = _run_softmax(run, island, arrays, env.in_loop)
+        if island.matmul:
+            place = island.matmul.ins.index(island.sums[0])
+            results = attention(run, arrays, island.axes, island.half, island.matmul.eqn, place)
+        elif island.axes:
+            results = softmax(run, arrays, island.axes, island.half, not env.in_loop)
+        elif island.sloped:
+            results = elementwise(run, arrays, prevent)
         elif island.rounded:
-            results = _recomputed_from_half(run, island, inputs, arrays, prevent)
+            rounded = [v in island.rounded for v in island.inputs]
+            results = recomputed_from_half(run, arrays, rounded, island.half, prevent)
         else:
             key = signature(island, depth)
             run = run if key is None else env.shared.setdefault(key, run)
-            results, _ = jax.checkpoint(run, policy=_keep_reductions, prevent_cse=prevent)(arrays)
+            results = recomputed(run, arrays, prevent)
     for value, array in zip(island.results, results, strict=True):
         if value in island.in_half:
             env.write(value, array)
         else:
             env.store(value, array)
-
-
-def _keep_reductions(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name in ops.REDUCTIONS
-
-
-def _recomputed_from_half(run, island: Island, inputs, arrays, prevent: bool) -> list[Any]:
-    """Runs an island in float32; its derivative is computed from inputs that are kept in half."""
-    rounded = [v in island.rounded for v in inputs]
-
-    @jax.custom_jvp
-    def call(*arrays):
-        return run(arrays)
-
-    @functools.partial(jax.checkpoint, prevent_cse=prevent, static_argnums=2)
-    def tangent(arrays, sums, moving, tangents):
-        known = dict(zip(island.sums, sums, strict=True))
-
-        def wide(*varying):
-            given = iter(varying)
-            full = [next(given) if moves else a for a, moves in zip(arrays, moving, strict=True)]
-            return run(full, known)
-
-        arrays = [_cast(a, FLOAT32) if r else a for a, r in zip(arrays, rounded, strict=True)]
-        return jax.jvp(wide, [a for a, m in zip(arrays, moving, strict=True) if m], tangents)[1]
-
-    def jvp(primals, tangents):
-        results, sums = call(*primals)
-        moving = tuple(not isinstance(t, SymbolicZero) for t in tangents)
-        if not any(moving):
-            return (results, sums), jax.tree.map(_jax.zero_tangent, (results, sums))
-        kept = [_cast(p, island.half) if r else p for p, r in zip(primals, rounded, strict=True)]
-        given = [t for t, moves in zip(tangents, moving, strict=True) if moves]
-        return (results, sums), tangent(kept, sums, moving, given)
-
-    call.defjvp(jvp, symbolic_zeros=True)
-    return call(*arrays)[0]
-
-
-def _run_softmax(run, island: Island, arrays, in_loop: bool) -> list[Any]:
-    """Runs a softmax in float32; its derivative is computed from its result, kept in half."""
-
-    @jax.custom_jvp
-    def call(*arrays):
-        (result,), _ = run(arrays)
-        return result
-
-    @call.defjvp
-    def jvp(primals, tangents):
-        out = call(*primals)
-        slope = _softmax_slope(island.axes, out.dtype, not in_loop)
-        return out, slope(_cast(out, island.half), tangents[0])
-
-    return [call(*arrays)]
-
-
-@functools.cache
-def _softmax_slope(axes: tuple[int, ...], dtype: Any, prevent_cse: bool) -> Callable[..., Any]:
-    """Returns the derivative of a softmax; the same function each time, to be traced once."""
-
-    @functools.partial(jax.checkpoint, prevent_cse=prevent_cse)
-    def slope(result, tangent):
-        full, tangent = _cast(result, FLOAT32), _cast(tangent, FLOAT32)
-        mean = jnp.sum(full * tangent, axes, keepdims=True)
-        return _cast(full * (tangent - mean), dtype)
-
-    return slope
-
-
-@jax.custom_jvp
-def _known(computed, known):
-    """Returns ``known``, with the tangent of what was computed."""
-    return known
-
-
-@_known.defjvp
-def _known_jvp(primals, tangents):
-    return primals[1], tangents[0]

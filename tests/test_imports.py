@@ -19,6 +19,8 @@ ORDER = [
         "decide",
         "plan",
         "islands",
+        "derivatives",
+        "environment",
         "rewrite",
         "autocast",
         "precision",
