@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.experimental.custom_partitioning
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -481,11 +482,72 @@ def kept(fun, *args):
     return [(v.aval.shape, str(v.aval.dtype)) for v in fresh]
 
 
-def test_gelu_keeps_its_half_input():
+def test_gelu_keeps_its_half_slope():
     def fun(w, x):
         return jnp.sum(jax.nn.gelu(x @ w) @ w)
 
-    assert all(dtype != "float32" for shape, dtype in kept(cast(fun), W, X) if shape == X.shape)
+    arrays = [dtype for shape, dtype in kept(cast(fun), W, X) if shape == X.shape]
+    assert arrays == ["bfloat16"] * 3  # x, the slope, the result
+    exps = found(BOTH(cast(fun)), W, X, names=("tanh",))
+    assert len(exps) == 1  # nothing is computed twice
+
+
+@pytest.mark.parametrize("act", [jax.nn.silu, jnp.tanh, jax.nn.gelu, lambda x: jnp.sin(x) / 3])
+@pytest.mark.parametrize("half", HALVES)
+def test_sloped_islands_in_value_and_derivatives(act, half):
+    def fun(w, x):
+        return jnp.sum(jnp.cos(act(x @ w) @ w))
+
+    tolerance = 0.03 if half == "bfloat16" else 0.005
+    auto = cast(fun, half)
+    for derive in (BOTH, jax.jacfwd, lambda f: jax.hessian(f, 1), lambda f: jax.vmap(f, (None, 0))):
+        args = (W, X[:, None]) if derive(fun).__name__ == "vmap" else (W, X)
+        assert_near(derive(auto)(*args), derive(fun)(*args), tolerance)
+
+
+ATTENTIONS = {
+    "softmax first": lambda s, v: jax.nn.softmax(s) @ v,
+    "softmax second": lambda s, v: (v.mT @ jax.nn.softmax(s, axis=-2)).mT,
+    "swapped rows": lambda s, v: jnp.einsum("bqk,bkd->dbq", jax.nn.softmax(s), v),
+    "two summed": lambda s, v: jnp.einsum("bqk,bqk->b", jax.nn.softmax(s, axis=(1, 2)), v @ v.mT),
+    "no batch": lambda s, v: jax.nn.softmax(s[0], axis=0).T @ v[0],
+    "returned too": lambda s, v: (jax.nn.softmax(s) @ v, jax.nn.softmax(s)),
+    "the same twice": lambda s, v: jax.nn.softmax(s) @ jax.nn.softmax(s),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.checkpoint])
+def test_softmaxes_that_matmuls_read(name, transform):
+    inner = ATTENTIONS[name]
+
+    def fun(q, v):
+        scores = jnp.einsum("bqd,bkd->bqk", q, v)
+        return sum(jnp.sum(jnp.cos(leaf)) for leaf in jax.tree.leaves(inner(scores, v)))
+
+    q, v = normal(5, 2, 6, 4), normal(6, 2, 6, 4)
+    if transform is jax.vmap:
+        q, v = jnp.stack([q, v]), jnp.stack([v, q])
+    auto, plain = transform(cast(fun)), transform(fun)
+    assert_near(auto(q, v), plain(q, v), 0.02)
+    total = lambda f: lambda *args: jnp.sum(f(*args))  # noqa: E731
+    assert_near(BOTH(total(auto))(q, v), BOTH(total(plain))(q, v), 0.03)
+    assert not full_matmuls(BOTH(total(auto)), q, v)
+    forward = lambda f: jax.jvp(total(f), (q, v), (v, q))[1]  # noqa: E731
+    assert_near(forward(auto), forward(plain), 0.05)
+
+
+def test_a_fused_softmax_writes_no_product_with_its_cotangent():
+    def fun(w, x):
+        q = (x @ w).reshape(1, 4, 2, 4)
+        return jnp.sum(jax.nn.dot_product_attention(q, q, q) @ jnp.ones((4, 3)))
+
+    sums = [
+        eqn.invars[0].aval.shape
+        for eqn in equations(jax.make_jaxpr(jax.grad(cast(fun)))(W, X))
+        if eqn.primitive.name == "reduce_sum" and "transpose" in str(eqn.source_info.name_stack)
+    ]
+    assert (1, 2, 4, 4) not in sums
 
 
 def test_softmax_keeps_its_half_result():
@@ -701,6 +763,64 @@ def test_unknown_operations_are_left_alone():
         return jnp.nextafter(out, out + 1) @ w
 
     assert_near(cast(fun)(W, X), fun(W, X), 0.02)
+
+
+def test_custom_partitioning_is_left_alone():
+    @jax.experimental.custom_partitioning.custom_partitioning
+    def partitioned(x):
+        return jnp.sin(x)
+
+    partitioned.def_partition(
+        partition=lambda mesh, args, result: (
+            mesh,
+            partitioned,
+            jax.tree.map(lambda a: a.sharding, result),
+            jax.tree.map(lambda a: a.sharding, args),
+        ),
+        infer_sharding_from_operands=lambda mesh, args, result: args[0].sharding,
+        sharding_rule="... -> ...",
+    )
+
+    def fun(w, x):
+        return partitioned(x @ w) @ w
+
+    (eqn,) = [
+        e
+        for e in equations(jax.make_jaxpr(cast(fun))(W, X))
+        if e.primitive.name == "custom_partitioning"
+    ]
+    assert eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype == jnp.float32
+    assert_near(jax.jit(cast(fun))(W, X), fun(W, X), 0.02)
+
+
+def test_linear_call_keeps_its_transpose():
+    def fun(w, x):
+        linear = lambda w, x: x @ w  # noqa: E731
+        transpose = lambda w, g: 3 * (g @ w.T)  # noqa: E731
+        return jnp.sum(jax.custom_derivatives.linear_call(linear, transpose, w, x) @ w)
+
+    grad = jax.grad(cast(fun), 1)
+    assert_near(grad(W, X), jax.grad(fun, 1)(W, X), 0.02)
+    assert not full_matmuls(grad, W, X)
+
+
+def test_explicit_meshes():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    place = lambda a, *spec: jax.device_put(  # noqa: E731
+        a, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    )
+
+    def fun(w, x):
+        h = jax.nn.gelu(x @ w + w[0])
+        return jnp.sum(jax.nn.softmax(h @ w) ** 2)
+
+    with jax.set_mesh(mesh):
+        w, x = place(W), place(X, "d")
+        assert jax.typeof(x).sharding.spec[0] == "d"
+        got = jax.jit(BOTH(cast(fun)))(w, x)
+        assert jax.typeof(got[1]).sharding.spec[0] == "d"
+        assert not full_matmuls(BOTH(cast(fun)), w, x)
+    assert_near(jax.device_get(got), jax.device_get(BOTH(fun)(W, X)), 0.03)
 
 
 def test_pallas_is_left_alone():
