@@ -537,7 +537,7 @@ def test_softmaxes_that_matmuls_read(name, transform):
     assert_near(forward(auto), forward(plain), 0.05)
 
 
-def test_a_fused_softmax_writes_no_product_with_its_cotangent():
+def test_a_softmax_takes_its_row_sums_from_the_matmul_that_reads_it():
     def fun(w, x):
         q = (x @ w).reshape(1, 4, 2, 4)
         return jnp.sum(jax.nn.dot_product_attention(q, q, q) @ jnp.ones((4, 3)))
@@ -545,9 +545,9 @@ def test_a_fused_softmax_writes_no_product_with_its_cotangent():
     sums = [
         eqn.invars[0].aval.shape
         for eqn in equations(jax.make_jaxpr(jax.grad(cast(fun)))(W, X))
-        if eqn.primitive.name == "reduce_sum" and "transpose" in str(eqn.source_info.name_stack)
+        if eqn.primitive.name == "reduce_sum"
     ]
-    assert (1, 2, 4, 4) not in sums
+    assert sums.count((1, 2, 4, 4)) == 1  # of the exponentials
 
 
 def test_softmax_keeps_its_half_result():
