@@ -103,13 +103,6 @@ def location(eqn: Any, stack: Any):
         yield
 
 
-@contextlib.contextmanager
-def scoped(stack: Any):
-    """Puts what is traced inside under a name stack."""
-    with source_info_util.set_name_stack(source_info_util.current_name_stack() + stack):
-        yield
-
-
 def below(stack: Any, depth: int) -> Any:
     """Returns a name stack without its first names."""
     return source_info_util.NameStack(stack.stack[depth:])

@@ -27,7 +27,8 @@ class Row:
         scope: The named scopes around it, joined with "/".
         path: The paths of the parameters that feed it, joined with ", ".
         source: "file:line" of the code it comes from.
-        before: The dtypes of its operands and results as the program was written.
+        before: The dtypes of its operands and results as the program was written; of a row of the
+            backward pass, as they would be without autocast, and "" of a cast that would not be.
         after: The same under the plan: what it computes in, and what its results are stored in.
         reason: Why.
         flops: Of a matmul or convolution, once; 0 otherwise.
@@ -311,13 +312,24 @@ def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
             origin.scope if origin else "",
             origin.path if origin else "",
             origin.source if origin else _jax.source_line(eqn),
-            "",
+            _as_written(eqn.primitive.name, dtypes, origin),
             dtypes,
             f"backward {where}",
             _flops(eqn),
             times,
             index,
         )
+
+
+def _as_written(primitive: str, dtypes: str, origin: Row | None) -> str:
+    """Returns the dtypes of a backward equation without the plan: half where the program is."""
+    own = origin.before if origin else ""
+    for half in ("bf16", "f16"):
+        dtypes = dtypes if half in own else dtypes.replace(half, "f32")
+    ins, _, outs = dtypes.partition("->")
+    if ins == outs and primitive in CASTS:
+        return ""
+    return _signature(ins.split(","), outs.split(","))
 
 
 @dataclasses.dataclass(frozen=True)

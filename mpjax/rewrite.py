@@ -472,7 +472,7 @@ def _run_island(island: Island, env: Env) -> None:
         return results, [inner.read(v) for v in island.sums]
 
     prevent = island.barrier and not env.in_loop
-    with _jax.scoped(scopes):
+    with _jax.location(island.ops[-1].eqn, scopes), _row(island.ops[-1]):
         if island.matmul:
             place = island.matmul.ins.index(island.sums[0])
             results = attention(run, arrays, island.axes, island.half, island.matmul.eqn, place)

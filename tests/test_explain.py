@@ -54,9 +54,23 @@ def test_training_report():
     backward = [row for row in report.rows if row.forward is not None]
     dots = [row for row in backward if row.primitive == "dot_general"]
     assert dots and all(report.rows[row.forward].primitive == "dot_general" for row in dots)
+    assert {row.before for row in dots} == {"f32->f32"}
     assert any(row.path == "first/kernel" for row in dots)
     aux = mpjax.explain(lambda p, x: (loss(p, x), x), "mixed_bfloat16", argnums=0, has_aux=True)
     assert aux(PARAMS, X).half_flops == report.half_flops
+
+
+def test_every_backward_row_of_an_attention_has_an_origin():
+    def attention(q):
+        h = jax.nn.gelu(jax.nn.dot_product_attention(q, q, q).reshape(8, 64) @ W)
+        return jnp.sum(h @ W)
+
+    report = mpjax.explain(attention, "mixed_bfloat16", argnums=0)(normal(2, 1, 8, 4, 16))
+    backward = [row for row in report.rows if row.reason.startswith("backward")]
+    assert len(backward) > 20 and all(row.forward is not None for row in backward)
+    assert all(
+        "test_explain.py" in row.source for row in backward if row.primitive == "dot_general"
+    )
 
 
 def test_nothing_runs():
