@@ -15,8 +15,10 @@ def read_by(
     returned=False,
     readers=1,
     only_half=False,
+    amplified=False,
 ):
     value.readers += readers
+    value.amplified |= amplified
     value.all_full &= full
     value.needed |= needed
     value.outside |= outside
@@ -37,12 +39,31 @@ def _want_full(op: Op) -> None:
     )
     needed = amplifies or any(out.needed for out in op.outs)
     for value in op.ins:
-        read_by(value, full=True, needed=needed)
+        read_by(value, full=True, needed=needed, amplified=amplifies)
 
 
 def _want_half(op: Op) -> None:
+    if _multiplies_positions(op):
+        op.forced = "full"
+        op.reason = f"positions or the like, which {op.half.name} would merge"
+        return _want_full(op)
     for value in op.ins:
         read_by(value, full=False, outside=True, only_half=True)
+
+
+def _multiplies_positions(op: Op) -> bool:
+    """Tells whether a matmul is of positions or counts, as rotary embeddings spell their angles.
+
+    They are integers, or go through a matmul that sums nothing, so nothing is lost by a float32
+    one, into an operation that would amplify their rounding.
+    """
+    if op.forced or op.name != "dot_general" or any(v.linear for v in op.ins):
+        return False
+    (contracting, _), _ = op.params["dimension_numbers"]
+    outer = all(op.ins[0].aval.shape[d] == 1 for d in contracting)
+    (out,) = op.outs
+    arguments = not any(v.from_half for v in op.ins)
+    return any(v.counts for v in op.ins) or (outer and out.amplified and arguments)
 
 
 def _want_original(op: Op) -> None:
@@ -64,7 +85,13 @@ def _want_follow(op: Op) -> None:
     for value in op.ins:
         value.before_kink |= kinked
         beside_half = any(v.from_half for v in op.ins if v is not value)
-        read_by(value, op.full_by_readers, needed, outside=not op.full_by_readers and beside_half)
+        read_by(
+            value,
+            op.full_by_readers,
+            needed,
+            outside=not op.full_by_readers and beside_half,
+            amplified=any(out.amplified for out in floats),
+        )
 
 
 def _want_same(op: Op) -> None:
@@ -87,6 +114,7 @@ def _pass_on(value: Value, reader: Value) -> None:
             reader.returned,
             reader.readers,
             reader.only_half,
+            reader.amplified,
         )
 
 

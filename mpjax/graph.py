@@ -38,13 +38,15 @@ class Value:
     # What its readers want, layout operations looked through (`mpjax.demand`).
     readers: int = 0
     all_full: bool = True  # every reader computes in float32
-    needed: bool = False  # some reader would amplify a rounding error
+    needed: bool = False  # some reader would amplify a rounding error, or hands it out
+    amplified: bool = False  # some reader would amplify a rounding error
     outside: bool = False  # some reader computes in half
     only_half: bool = True  # every reader certainly computes in half
     before_kink: bool = False  # read by a relu or the like, outside of float32 operations
     returned: bool = False
     # Where it comes from (`mpjax.reach`).
     from_half: bool = False  # a half operation's result, elementwise operations at most since
+    counts: bool = False  # integers of more than 8 bits, made floats: half would merge them
     # The decision (`mpjax.decide`).
     kind: str = ""  # "half", "full", "flexible"; "" if not float32
     dtype: Any = None  # what it is stored in

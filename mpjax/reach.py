@@ -45,7 +45,7 @@ def trace_half(block: Block) -> None:
     for op in block.ops:
         for sub in op.subs if op.rule == "program" else ():
             for value, index in zip(sub.block.invars, sub.ins, strict=True):
-                value.from_half = op.ins[index].from_half
+                value.from_half, value.counts = op.ins[index].from_half, op.ins[index].counts
             if sub.carry:
                 _choose_carries(op, sub)
             trace_half(sub.block)
@@ -54,9 +54,9 @@ def trace_half(block: Block) -> None:
                     op.outs[place].from_half |= value.from_half
         if op.subs and op.rule == "program":
             continue
-        from_half = _gives_half(op)
+        from_half, counts = _gives_half(op), _gives_counts(op)
         for out in op.outs:
-            out.from_half = from_half
+            out.from_half, out.counts = from_half, counts
 
 
 def _gives_half(op: Op) -> bool:
@@ -67,6 +67,14 @@ def _gives_half(op: Op) -> bool:
     return op.rule == "half" or (
         op.rule in ("follow", "layout") and any(v.from_half for v in op.ins)
     )
+
+
+def _gives_counts(op: Op) -> bool:
+    if op.rule != "cast":
+        return op.rule == "layout" and any(v.counts for v in op.ins)
+    dtype = getattr(op.ins[0].aval, "dtype", None)
+    made = dtype is not None and np.issubdtype(dtype, np.integer) and dtype.itemsize > 1
+    return op.ins[0].counts or made
 
 
 def _choose_carries(op: Op, sub: Sub) -> None:

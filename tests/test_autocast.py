@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support import assert_near, equations, found, full_matmuls, normal
+from support import assert_near, equations, found, full_matmuls, matmul_dtypes, normal
 
 import mpjax
 
@@ -398,6 +398,38 @@ def test_positions(half):
         return jnp.concatenate([jnp.sin(angles), positions], 1), x @ w
 
     np.testing.assert_allclose(cast(fun, half)(W, X)[0], fun(W, X)[0], rtol=1e-4, atol=1e-4)
+
+
+ANGLES = {
+    "einsum": lambda p, f: jnp.einsum("i,j->ij", p.astype(jnp.float32), f),
+    "matmul": lambda p, f: p.astype(jnp.float32)[:, None] @ f[None],
+    "scaled": lambda p, f: (p.astype(jnp.float32) / 2)[:, None] @ f[None],
+    "three inputs": lambda p, f: jnp.stack([p, p, p], 1).astype(jnp.float32) @ jnp.stack([f] * 3),
+    "float positions": lambda p, f: jnp.einsum("i,j->ij", p + jnp.float32(0), f),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", ANGLES)
+def test_angles_of_rotary_embeddings(name, half):
+    def fun(w, positions, q):
+        angles = ANGLES[name](positions, 1 / 10000 ** (jnp.arange(0, 8, 2) / 8))
+        return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], 1), q @ w
+
+    q, positions = normal(3, 4096, 8), jnp.arange(4096)
+    got, want = cast(fun, half)(W, positions, q), jax.jit(fun)(W, positions, q)
+    assert_near(got[0], want[0], 1e-5)
+    assert matmul_dtypes(cast(fun, half), W, positions, q)[-1] == (half, half)
+
+
+def test_pixels_and_outer_products_are_half():
+    def fun(w, pixels, column):
+        images = pixels.astype(jnp.float32) / 255
+        return jnp.sum((images @ w) ** 2), jnp.sum(jnp.tanh(column @ w[:1]))
+
+    args = W, jnp.arange(32, dtype=jnp.uint8).reshape(4, 8), X[:, :1]
+    assert not full_matmuls(cast(fun), *args)
+    assert not full_matmuls(jax.grad(lambda *args: sum(cast(fun)(*args))), *args)
 
 
 def test_running_sums():
