@@ -5,7 +5,8 @@
 Prints temp memory, bytes accessed and the matmuls' dtypes of one training step (donated state) of
 GPT-2 124M (batch 8 x 1024, AdamW) and ResNet-50 (batch 128, SGD momentum): float32, flax's
 ``dtype=bfloat16`` by hand, jmp and mixed-precision-for-JAX (casts at the boundary) and
-`mpjax.autocast` of the plain float32 model. Then what tracing its gradient costs. Needs
+`mpjax.autocast` of the plain float32 model: as it is, and with attention scores and logits rounded
+to half, which its policy's half list asks for. Then what tracing its gradient costs. Needs
 jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 of jax's version; nothing executes, so the figures do
 not change from run to run. ``mixed_precision_for_jax`` is skipped where it is not installed.
 """
@@ -30,6 +31,9 @@ from h100 import compile_step
 from models import MODELS, training_step
 
 import mpjax
+
+
+POLICY = mpjax.get_policy("mixed_bfloat16")
 
 
 def with_jmp(loss):
@@ -61,7 +65,8 @@ def variants(name):
         "float32": plain[0],
         "by hand": MODELS[name](dtype=jnp.bfloat16)[0],
         "jmp": with_jmp(plain[0]),
-        "mpjax.autocast": mpjax.autocast(plain[0], "mixed_bfloat16"),
+        "mpjax.autocast": mpjax.autocast(plain[0], POLICY),
+        "the same, scores in half": mpjax.autocast(plain[0], POLICY.with_ops(half="dot_general")),
     }
     if importlib.util.find_spec("mpx"):
         losses["mixed-precision-for-JAX"] = with_mixed_precision_for_jax(plain[0])

@@ -61,6 +61,8 @@ def _decide_half(op: Op) -> None:
         return
     elif any(v.linear for v in op.ins):
         _give(op, "half", op.half)  # its transpose, a matmul too, must get a half cotangent
+    elif op.forced == "half":
+        _give(op, "half", op.half)  # a list or a region asks for half, its result included
     elif op.name in ops.MATMULS and out.all_full and out.needed:
         op.reason += ", float32 result for its float32 readers"
         _set(out, "full", FLOAT32)

@@ -993,3 +993,14 @@ def test_a_softmax_whose_result_nobody_reads(rng):
 
     x = jnp.asarray(rng.normal(size=(4, 4)), jnp.float32)
     assert jnp.array_equal(mpjax.autocast(fun, "mixed_bfloat16")(x), jnp.tanh(x))
+
+
+def test_a_matmul_on_the_half_list_gives_half_to_float32_readers_too():
+    def fun(w, x):
+        return jnp.sum(jax.nn.softmax(x @ w))
+
+    policy = mpjax.get_policy("mixed_bfloat16")
+    (row,) = found(mpjax.autocast(fun, policy), W, X, names=("dot_general",))
+    assert row[2] == "float32"
+    (row,) = found(mpjax.autocast(fun, policy.with_ops(half="dot_general")), W, X)
+    assert row[2] == "bfloat16"
