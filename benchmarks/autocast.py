@@ -32,7 +32,6 @@ from models import MODELS, training_step
 
 import mpjax
 
-
 POLICY = mpjax.get_policy("mixed_bfloat16")
 
 

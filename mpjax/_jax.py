@@ -1,6 +1,7 @@
 """The only file that reaches into JAX's internals, or knows how its versions differ."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -196,22 +197,22 @@ def custom_jvp_rule(params: dict[str, Any]) -> tuple[Any, Sequence[bool]]:
     return _close(jaxpr, consts), list(zeros)
 
 
-def custom_vjp_rules(params: dict[str, Any], avals: Sequence[Any]):
+def custom_vjp_rules(params: dict[str, Any], avals: Sequence[Any], perturbed: Sequence[bool]):
     """Returns the programs of a custom_vjp's rules.
 
     Args:
         params: Of the equation.
         avals: Of its operands, constants included.
+        perturbed: Which operands that are not constants are differentiated.
 
     Returns:
-        ``(fwd, bwd, forwards, num_results, zeros)``. ``fwd`` takes the operands that are not
-        constants, and gives residuals, then results. ``forwards`` says for each residual of
-        ``bwd`` which operand it is, or None where ``fwd`` computes it. ``bwd`` takes residuals and
-        cotangents and gives the cotangents that are not in ``zeros``.
+        ``(fwd, trace_bwd, forwards, num_results)``. ``fwd`` takes the operands that are not
+        constants, and gives residuals, then results. ``forwards`` says for each residual which
+        operand it is, or None where ``fwd`` computes it. ``trace_bwd(zero_cts)`` gives
+        ``(bwd, zeros)``: ``bwd`` takes residuals and the cotangents that are not zero, and gives
+        the cotangents that are not in ``zeros``.
     """
-    consts = params["num_consts"]
-    primals = list(avals[consts:])
-    fwd_jaxpr, fwd_consts = params["fwd_jaxpr_thunk"].call_wrapped(*[True] * len(primals))
+    fwd_jaxpr, fwd_consts = params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
     fwd = _close(fwd_jaxpr, fwd_consts)
     _, residuals, forwards = params["out_trees"]()
     call = open_jaxpr(params["call_jaxpr"])[0]
@@ -219,17 +220,27 @@ def custom_vjp_rules(params: dict[str, Any], avals: Sequence[Any]):
     outs = iter(v.aval for v in open_jaxpr(fwd)[0].outvars[:computed])
     res_avals = [next(outs) if f is None else avals[f] for f in forwards]
     ct_avals = [v.aval.to_tangent_aval() for v in call.outvars]
-    zeros: list[bool] = []
 
-    def run(*args):
-        cts = params["bwd"].call_wrapped(*args)
-        if isinstance(cts, tuple) and len(cts) == 2 and isinstance(cts[0], list | tuple):
-            cts = cts[0]  # 0.12 returns logs as well
-        zeros[:] = [type(ct) in (ad.Zero, jax.custom_derivatives.SymbolicZero) for ct in cts]
-        return [ct for ct, zero in zip(cts, zeros, strict=True) if not zero]
+    @functools.cache
+    def trace_bwd(zero_cts: tuple[bool, ...]):
+        zeros: list[bool] = []
 
-    bwd = trace(run, [*res_avals, *ct_avals], "custom_vjp_bwd")
-    return fwd, bwd, forwards, len(call.outvars), zeros
+        def run(*args):
+            given = iter(args[len(res_avals) :])
+            cts = [
+                jax.custom_derivatives.SymbolicZero(aval) if zero else next(given)
+                for aval, zero in zip(ct_avals, zero_cts, strict=True)
+            ]
+            grads = params["bwd"].call_wrapped(*args[: len(res_avals)], *cts)
+            if isinstance(grads, tuple) and len(grads) == 2 and isinstance(grads[0], list | tuple):
+                grads = grads[0]  # 0.12 returns logs as well
+            zeros[:] = [type(g) in (ad.Zero, jax.custom_derivatives.SymbolicZero) for g in grads]
+            return [g for g, zero in zip(grads, zeros, strict=True) if not zero]
+
+        given_avals = [aval for aval, zero in zip(ct_avals, zero_cts, strict=True) if not zero]
+        return trace(run, [*res_avals, *given_avals], "custom_vjp_bwd"), zeros
+
+    return fwd, trace_bwd, forwards, len(call.outvars)
 
 
 # ---- a barrier on CPU only ----------------------------------------------------------------------

@@ -156,21 +156,15 @@ def _watched(cond: Block) -> list[bool]:
     return [id(v) in wanted for v in cond.invars]
 
 
-def _no_symbolic_zeros(op: Op) -> tuple[str, str]:
-    if op.params.get("symbolic_zeros"):
-        return "leave", "its rule asks for symbolic zeros, left alone"
-    return "program", "a program with rules of its own"
-
-
 # Primitives with programs inside, and those whose rule is not a matter of a list.
 CONTROL_RULES: dict[str, Callable[[Op], tuple[str, str]]] = {
     **dict.fromkeys(
         ("scan", "cond", "jit", "remat2", "shard_map", "custom_vmap_call", "linear_call"),
         lambda op: ("program", "program inside"),
     ),
+    "custom_vjp_call": lambda op: ("program", "a program with rules of its own"),
     "while": _while_rule,
     "custom_jvp_call": _custom_jvp_rule,
-    "custom_vjp_call": _no_symbolic_zeros,
 }
 
 # A constant that enters these is known inside of them.

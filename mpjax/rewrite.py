@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from mpjax import _jax, ops
 from mpjax.derivatives import (
@@ -298,6 +299,7 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
     outs = _out_dtypes(op, sub)
     consts = op.params["num_consts"]
     # The backward rule is code of its own: a region around the call does not reach it.
+    symbolic = bool(op.params["symbolic_zeros"])
     behind = tuple(name for name in op.scopes if not name.startswith(REGION))
 
     @jax.custom_vjp
@@ -305,12 +307,16 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
         return _run_block(sub.block, args, outs, policy, env.islands)
 
     def fwd(*args):
-        fwd, bwd, forwards, count, zeros = _jax.custom_vjp_rules(
-            op.params, [v.aval for v in op.ins]
+        perturbed = [True] * len(args)
+        if symbolic:
+            perturbed, args = [a.perturbed for a in args], tuple(a.value for a in args)
+        fwd, trace_bwd, forwards, count = _jax.custom_vjp_rules(
+            op.params, [v.aval for v in op.ins], perturbed[consts:]
         )
         inner, inner_consts = _jax.open_jaxpr(fwd)
         computed = len(inner.outvars) - count
-        wanted = _residual_dtypes(bwd, forwards, outs, policy, behind)
+        backward, _ = trace_bwd((False,) * count)
+        wanted = _residual_dtypes(backward, forwards, outs, policy, behind)
         res_dtypes = [d for d, f in zip(wanted, forwards, strict=True) if f is None]
         plan = make_plan(
             inner, inner_consts, policy, in_dtypes[consts:], [*res_dtypes, *outs], scopes=op.scopes
@@ -323,14 +329,15 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
         results = run_plan(plan, args[consts:], [*kept, *outs])
         made = iter(results[:computed])
         residuals = [next(made) if f is None else args[f] for f in forwards]
-        return results[computed:], _Residuals(residuals, bwd, zeros)
+        return results[computed:], _Residuals(residuals, trace_bwd)
 
     def bwd(saved, cts):
-        residuals, program, zeros = saved.arrays, saved.program, saved.zeros
-        args = [*residuals, *cts]
+        zero_cts = tuple(isinstance(ct, SymbolicZero) for ct in cts)
+        backward, zeros = saved.trace_bwd(zero_cts)
+        args = [*saved.arrays, *(c for c, zero in zip(cts, zero_cts, strict=True) if not zero)]
         results = iter(
             _run_whole(
-                program,
+                backward,
                 [getattr(a, "dtype", None) for a in args],
                 policy,
                 behind,
@@ -343,23 +350,23 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
         grads = [None if zero else next(results) for zero in zeros]
         return (*[None] * consts, *grads)
 
-    call.defvjp(fwd, bwd)
+    call.defvjp(fwd, bwd, symbolic_zeros=symbolic)
     _finish(op, env, call(*_args(op, sub, env)))
 
 
 @jax.tree_util.register_pytree_node_class
 class _Residuals:
-    """Residuals of a custom_vjp, with the backward program that takes them."""
+    """Residuals of a custom_vjp, with what traces the backward program that takes them."""
 
-    def __init__(self, arrays, program, zeros):
-        self.arrays, self.program, self.zeros = arrays, program, zeros
+    def __init__(self, arrays, trace_bwd):
+        self.arrays, self.trace_bwd = arrays, trace_bwd
 
     def tree_flatten(self):
-        return (self.arrays,), (_ById(self.program), tuple(self.zeros))
+        return (self.arrays,), _ById(self.trace_bwd)
 
     @classmethod
     def tree_unflatten(cls, aux, children):
-        return cls(children[0], aux[0].value, aux[1])
+        return cls(children[0], aux.value)
 
 
 class _ById:

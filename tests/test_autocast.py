@@ -834,6 +834,39 @@ def test_linear_call_keeps_its_transpose():
     assert not full_matmuls(grad, W, X)
 
 
+def test_custom_vjp_with_symbolic_zeros():
+    seen = []
+
+    @jax.custom_vjp
+    def ruled(w, x):
+        return x @ w, jnp.tanh(x @ w)
+
+    def fwd(w, x):
+        seen.append((w.perturbed, x.perturbed))
+        return (x.value @ w.value, jnp.tanh(x.value @ w.value)), (w.value, x.value)
+
+    def bwd(residuals, cts):
+        w, x = residuals
+        seen.append(tuple(type(ct) is jax.custom_derivatives.SymbolicZero for ct in cts))
+        g = 2 * (cts[1] if seen[-1][0] else cts[0])  # a rule of its own: twice the gradient
+        return x.T @ g, g @ w.T
+
+    ruled.defvjp(fwd, bwd, symbolic_zeros=True)
+    for used in (0, 1):
+        fun = lambda w, x: jnp.sum(ruled(w, x)[used] @ w)  # noqa: B023, E731
+        for derive in (jax.grad, BOTH, lambda f: jax.jit(jax.vmap(jax.grad(f), (None, 0)))):
+            x = X[:, None] if derive not in (jax.grad, BOTH) else X
+            assert_near(derive(cast(fun))(W, x), derive(fun)(W, x), 0.03)
+        assert not full_matmuls(BOTH(cast(fun)), W, X)
+    seen.clear()
+    jax.grad(cast(fun))(W, X)  # the rule is told what jax.grad tells it
+    told = list(seen)
+    seen.clear()
+    jax.grad(fun)(W, X)
+    assert [told[0], told[-1]] == seen == [(True, False), (True, False)]
+    assert_near(cast(fun)(W, X), fun(W, X), 0.02)
+
+
 def test_explicit_meshes():
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     place = lambda a, *spec: jax.device_put(  # noqa: E731
