@@ -5,6 +5,13 @@ from mpjax.dtypes import half_dtype
 from mpjax.errors import DivergenceError
 from mpjax.explain import CastReport, explain
 from mpjax.gradients import scaled_value_and_grad
+from mpjax.histogram import (
+    GradientHistogram,
+    LossScaleAdvice,
+    gradient_histogram,
+    plot_gradient_histogram,
+    recommend_loss_scale,
+)
 from mpjax.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from mpjax.optimizers import (
     MasterWeightsState,
@@ -24,6 +31,8 @@ __all__ = [
     "CastReport",
     "DivergenceError",
     "DynamicLossScale",
+    "GradientHistogram",
+    "LossScaleAdvice",
     "MasterWeightsState",
     "NoOpLossScale",
     "Policy",
@@ -38,10 +47,13 @@ __all__ = [
     "explain",
     "full_precision",
     "get_policy",
+    "gradient_histogram",
     "half_dtype",
     "master_params",
+    "plot_gradient_histogram",
     "precision",
     "raise_if_diverged",
+    "recommend_loss_scale",
     "scaled_value_and_grad",
     "select",
     "skip_nonfinite",
