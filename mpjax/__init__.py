@@ -1,6 +1,7 @@
 """mpjax: functional mixed precision for JAX. See docs/architecture.md for the map."""
 
 from mpjax.autocast import autocast
+from mpjax.devices import DeviceFacts, DeviceReport, device_report, recommend_policy
 from mpjax.dtypes import half_dtype
 from mpjax.errors import DivergenceError
 from mpjax.explain import CastReport, explain
@@ -29,6 +30,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CastReport",
+    "DeviceFacts",
+    "DeviceReport",
     "DivergenceError",
     "DynamicLossScale",
     "GradientHistogram",
@@ -44,6 +47,7 @@ __all__ = [
     "autocast",
     "build_train_step",
     "cast",
+    "device_report",
     "explain",
     "full_precision",
     "get_policy",
@@ -54,6 +58,7 @@ __all__ = [
     "precision",
     "raise_if_diverged",
     "recommend_loss_scale",
+    "recommend_policy",
     "scaled_value_and_grad",
     "select",
     "skip_nonfinite",

@@ -41,12 +41,19 @@ def half_dtype(device: jax.Device | None = None) -> np.dtype:
         >>> str(mpjax.half_dtype(jax.devices("cpu")[0]))
         'bfloat16'
     """
-    if device is None:
-        default = jax.config.jax_default_device  # type: ignore[attr-defined]
-        device = default if isinstance(default, jax.Device) else jax.local_devices()[0]
-    capability = str(getattr(device, "compute_capability", ""))  # "7.0" on CUDA, "gfx90a" on ROCm
-    major = capability.split(".")[0]
+    major = capability_of(default_device() if device is None else device).split(".")[0]
     return FLOAT16 if major.isdigit() and int(major) < 8 else BFLOAT16
+
+
+def default_device() -> jax.Device:
+    """Returns the device that JAX puts arrays on."""
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return default if isinstance(default, jax.Device) else jax.local_devices()[0]
+
+
+def capability_of(device: jax.Device) -> str:
+    """Returns a GPU's compute capability, "7.0" on CUDA and "gfx90a" on ROCm; "" for others."""
+    return str(getattr(device, "compute_capability", ""))
 
 
 def short_name(dtype: np.dtype) -> str:

@@ -18,6 +18,7 @@ import optax
 
 from mpjax import _jax
 from mpjax.autocast import autocast
+from mpjax.devices import warn_if_unfit
 from mpjax.dtypes import FLOAT16, FLOAT32
 from mpjax.errors import DivergenceError
 from mpjax.gradients import scaled_value_and_grad
@@ -146,6 +147,7 @@ def build_train_step(
         (1.0, 65536.0, 1)
     """
     policy = get_policy(policy)
+    warn_if_unfit(policy, stacklevel=2)
     by_op = policy.casting == "op"
     if not by_op and (policy.half_ops or policy.full_ops or policy.follow_ops):
         warnings.warn(

@@ -10,7 +10,7 @@ import mpjax
 PACKAGE = Path(mpjax.__file__).parent
 # From the bottom up; a module imports only what stands before it.
 ORDER = [
-    *("errors", "_jax", "dtypes", "patterns", "trees", "histogram", "ops", "policy"),
+    *("errors", "_jax", "dtypes", "patterns", "trees", "histogram", "ops", "policy", "devices"),
     *(
         "graph",
         "reach",
