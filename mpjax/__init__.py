@@ -13,6 +13,7 @@ from mpjax.histogram import (
     plot_gradient_histogram,
     recommend_loss_scale,
 )
+from mpjax.logs import JsonLines, flush_metrics, log_metrics
 from mpjax.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from mpjax.optimizers import (
     MasterWeightsState,
@@ -35,6 +36,7 @@ __all__ = [
     "DivergenceError",
     "DynamicLossScale",
     "GradientHistogram",
+    "JsonLines",
     "LossScaleAdvice",
     "MasterWeightsState",
     "NoOpLossScale",
@@ -49,10 +51,12 @@ __all__ = [
     "cast",
     "device_report",
     "explain",
+    "flush_metrics",
     "full_precision",
     "get_policy",
     "gradient_histogram",
     "half_dtype",
+    "log_metrics",
     "master_params",
     "plot_gradient_histogram",
     "precision",

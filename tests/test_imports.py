@@ -10,7 +10,18 @@ import mpjax
 PACKAGE = Path(mpjax.__file__).parent
 # From the bottom up; a module imports only what stands before it.
 ORDER = [
-    *("errors", "_jax", "dtypes", "patterns", "trees", "histogram", "ops", "policy", "devices"),
+    *(
+        "errors",
+        "_jax",
+        "dtypes",
+        "patterns",
+        "trees",
+        "histogram",
+        "logs",
+        "ops",
+        "policy",
+        "devices",
+    ),
     *(
         "graph",
         "reach",
