@@ -131,6 +131,7 @@ def train(
     seed: int = 0,
     loss_scale: Any = "auto",
     progress: Callable[[int], Any] = lambda steps: None,
+    log: Callable[[int, Any], Any] = lambda step, metrics: None,
 ) -> dict[str, Any]:
     """Trains from scratch and returns the held-out figure and the curves."""
     train_set, held_out = load()
@@ -146,8 +147,9 @@ def train(
     curves, seconds = [], []
     for chunk in np.array_split(range(steps), math.ceil(steps / INTERVAL)):
         start = time.perf_counter()
-        for _ in chunk:
+        for index in chunk:
             state, metrics = compiled(state, sample(train_set, rng))
+            log(int(index), metrics)
             curves.append((metrics["loss"], metrics["loss_scale"]))  # stays on the device
         jax.block_until_ready(state)
         seconds.append((time.perf_counter() - start) / len(chunk))

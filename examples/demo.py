@@ -6,12 +6,15 @@ Same seed and budget for every run. The loss scale may grow every 20 clean steps
 2000), so that a run this short shows it at work: it climbs until gradients overflow, the step is
 skipped, the scale halves.
 
-Took 1 min 51 s on two idle CPU cores with jax 0.10.2, about half of it compilation.
+Took 1 min 19 s on two CPU cores with jax 0.10.2, about half of it compilation.
 """
 
 import argparse
+import contextlib
+import functools
 import json
 import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +59,9 @@ arithmetic, XLA converts to float32 and back: these times say nothing about GPUs
 machine blurs them, since runs follow one another; benchmarks/step_overhead.py compares in pairs."""
 
 
-def train_all(steps: int | None, seed: int) -> dict[Any, dict[str, dict[str, Any]]]:
+def train_all(
+    steps: int | None, seed: int, logdir: Path | None = None
+) -> dict[Any, dict[str, dict[str, Any]]]:
     """Returns the result of every run, by example and name."""
     budgets = {example: steps or example.STEPS for example in TITLES}
     results: dict[Any, dict[str, dict[str, Any]]] = {example: {} for example in TITLES}
@@ -64,8 +69,24 @@ def train_all(steps: int | None, seed: int) -> dict[Any, dict[str, dict[str, Any
         for example, budget in budgets.items():
             for name, (policy, loss_scale) in RUNS.items():
                 bar.set_description(f"{example.__name__}, {name}")
-                results[example][name] = example.train(policy, budget, seed, loss_scale, bar.update)
+                with writer(logdir, example.__name__, name) as log:
+                    results[example][name] = example.train(
+                        policy, budget, seed, loss_scale, bar.update, log
+                    )
     return results
+
+
+@contextlib.contextmanager
+def writer(logdir: Path | None, example: str, run: str) -> Iterator[Callable[[int, Any], None]]:
+    """Yields what logs a run's metrics to TensorBoard as it goes, or to nowhere."""
+    if logdir is None:
+        yield lambda step, metrics: None
+        return
+    from tensorboardX import SummaryWriter
+
+    with SummaryWriter(str(logdir / example / run.replace(" ", "_"))) as events:
+        yield functools.partial(mpjax.log_metrics, events)
+        mpjax.flush_metrics(events)
 
 
 def table(example: Any, results: dict[str, dict[str, Any]]) -> Table:
@@ -127,10 +148,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="for both examples; default: as each one has it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for the results")
+    parser.add_argument("--logdir", type=Path, help="folder for TensorBoard's event files")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
 
-    results = train_all(args.steps, args.seed)
+    results = train_all(args.steps, args.seed, args.logdir)
 
     console = Console()
     for example, runs in results.items():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from support import matmul_dtypes
+from tensorboardX.proto import event_pb2
 
 import mpjax
 
@@ -162,7 +164,8 @@ def test_demo_runs_what_it_promises():
 @pytest.mark.slow
 def test_demo_as_a_script(tmp_path):
     out = tmp_path / "out"
-    done = run_script("examples/demo.py", "--steps", 2, "--out", out)
+    logs = tmp_path / "logs"
+    done = run_script("examples/demo.py", "--steps", 2, "--out", out, "--logdir", logs)
     assert done.returncode == 0, done.stderr
     assert str(out / "demo.png") in done.stdout
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
@@ -171,3 +174,28 @@ def test_demo_as_a_script(tmp_path):
         name: set(demo.RUNS) for name in ("digits_cnn", "byte_gpt")
     }
     assert all(name in done.stdout for name in demo.RUNS)
+    assert len([*logs.glob("byte_gpt/*/events*")]) == len(demo.RUNS)
+
+
+def scalars_of(folder):
+    """Reads TensorBoard's event files: records of a length, a checksum, data, a checksum."""
+    found = {}
+    for path in folder.glob("events*"):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            event = event_pb2.Event.FromString(data[12 : 12 + length])
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+            data = data[16 + length :]
+    return found
+
+
+def test_the_demo_logs_scale_and_skips(tmp_path):
+    with demo.writer(tmp_path, "digits_cnn", "a run") as log:
+        digits_cnn.train("mixed_float16", steps=3, log=log)
+    found = scalars_of(tmp_path / "digits_cnn" / "a_run")
+    assert found["loss_scale"] == [(0, 65536.0), (1, 65536.0), (2, 65536.0)]
+    assert [step for step, _ in found["skipped_steps"]] == [0, 1, 2]
+    with demo.writer(None, "digits_cnn", "a run") as log:
+        log(0, {})
