@@ -37,7 +37,8 @@ def _give(op: Op, kind: str, dtype: Any, wide: bool = False) -> None:
             continue
         out.wide = wide
         _set(out, kind, dtype)
-        if kind != "half" and op.half is not None and _is_rounded(out):
+        rounds = op.half is not None and op.forced != "full"
+        if kind != "half" and rounds and _is_rounded(out):
             out.rounded = True
             _set(out, "half", op.half)
 

@@ -214,7 +214,7 @@ def _softmaxes(block: Block) -> list[Island]:
         if quotient.ins != [op.outs[0], value] or readers.get(value) != [quotient]:
             continue
         members = [op, total, *chain, quotient]
-        if all(m.compute == FLOAT32 for m in members):
+        if all(m.compute == FLOAT32 and m.forced != "full" for m in members):
             island = Island(members, axes=tuple(total.params["axes"]))
             matmul = _sums_values(readers.get(quotient.outs[0], []), quotient.outs[0], island.axes)
             if matmul is not None:
@@ -323,6 +323,8 @@ def _from_half(group: Island, block: Block) -> bool:
     """
     if not _large_float32(group):
         return True
+    if any(op.forced == "full" for op in group.ops):  # the user wants no rounding here
+        return False
     inside: set[Value] = {v for op in group.ops for v in op.outs}
     kept = []
     for op in group.ops:
@@ -360,6 +362,7 @@ def _is_sloped(group: Island, block: Block) -> bool:
         and result in group.in_half
         and operand.aval.shape == result.aval.shape
         and not group.sums
+        and not any(op.forced == "full" for op in group.ops)
         and all(reader in members for reader in _readers(block)[operand])
         and all(op.name in STEADY | LINEAR or _is_scaling(op) for op in group.ops)
     )

@@ -93,3 +93,21 @@ def test_a_custom_vjps_backward_is_outside():
     ruled.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, g: (g @ res[1].T, res[0].T @ g))
     auto = mpjax.autocast(lambda w, x: jnp.sum(mpjax.full_precision(ruled)(x, w)), "mixed_bfloat16")
     assert dtypes(jax.grad(auto, (0, 1)), W, X) == ["float32", "bfloat16", "bfloat16"]
+
+
+def _deep(ws, x):
+    for w in ws:
+        x = jnp.tanh(jnp.sin(x @ w * 9) + jax.nn.softmax(x @ w))
+    return jnp.mean(jnp.cos(x) ** 2)
+
+
+def test_nothing_inside_a_float32_region_is_rounded_not_even_for_the_backward_pass():
+    ws, x = [normal(i, 16, 16, scale=0.5) for i in range(4)], normal(9, 8, 16)
+    everything = mpjax.get_policy("mixed_bfloat16").override({"*": "float32"})
+    want = jax.value_and_grad(_deep)(ws, x)
+    for fun in (
+        mpjax.autocast(_deep, everything),
+        mpjax.autocast(mpjax.full_precision(_deep), "mixed_bfloat16"),
+    ):
+        assert "bf16" not in str(jax.make_jaxpr(jax.value_and_grad(fun))(ws, x))
+        assert_near(jax.value_and_grad(fun)(ws, x), want, 1e-5)
