@@ -92,6 +92,11 @@ def source_line(eqn: Any) -> str:
     return f"{frame.file_name}:{frame.start_line}" if frame else ""
 
 
+def line_key(eqn: Any) -> Any:
+    """Returns what an equation shares with those that differentiating it makes."""
+    return eqn.source_info.traceback
+
+
 # ---- evaluating programs ------------------------------------------------------------------------
 
 
@@ -122,9 +127,24 @@ def common_stack(stacks: Sequence[Any]) -> Any:
 
 def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
     """Runs an equation's primitive on other operands, with some parameters changed."""
-    params = eqn.primitive.get_bind_params({**eqn.params, **params})
+    params = {**eqn.params, **params}
+    if eqn.primitive.name.startswith("custom_"):
+        params |= {k: own_lines(f) for k, f in params.items() if isinstance(f, lu.WrappedFun)}
+    params = eqn.primitive.get_bind_params(params)
     outs = eqn.primitive.bind(*args, **params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+@lu.transformation2
+def own_lines(fun: Callable[..., Any], *args: Any) -> Any:
+    """Lets what a custom rule does stand at its own lines; JAX has it stand at that of the call."""
+    context = source_info_util._source_info_context
+    before = context.context
+    context.context = source_info_util.SourceInfo(None, before.name_stack)
+    try:
+        return fun(*args)
+    finally:
+        context.context = before
 
 
 def retyped(aval: Any, dtype: Any) -> Any:
@@ -193,7 +213,7 @@ def custom_jvp_rule(params: dict[str, Any]) -> tuple[Any, Sequence[bool]]:
     The program takes primals and tangents of the arguments that are not constants.
     """
     count = len(open_jaxpr(params["call_jaxpr"])[0].invars) - params["num_consts"]
-    jaxpr, consts, zeros = params["jvp_jaxpr_fun"].call_wrapped(*[False] * count)
+    jaxpr, consts, zeros = own_lines(params["jvp_jaxpr_fun"]).call_wrapped(*[False] * count)
     return _close(jaxpr, consts), list(zeros)
 
 
@@ -212,7 +232,7 @@ def custom_vjp_rules(params: dict[str, Any], avals: Sequence[Any], perturbed: Se
         ``(bwd, zeros)``: ``bwd`` takes residuals and the cotangents that are not zero, and gives
         the cotangents that are not in ``zeros``.
     """
-    fwd_jaxpr, fwd_consts = params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
+    fwd_jaxpr, fwd_consts = own_lines(params["fwd_jaxpr_thunk"]).call_wrapped(*perturbed)
     fwd = _close(fwd_jaxpr, fwd_consts)
     _, residuals, forwards = params["out_trees"]()
     call = open_jaxpr(params["call_jaxpr"])[0]
@@ -231,7 +251,8 @@ def custom_vjp_rules(params: dict[str, Any], avals: Sequence[Any], perturbed: Se
                 jax.custom_derivatives.SymbolicZero(aval) if zero else next(given)
                 for aval, zero in zip(ct_avals, zero_cts, strict=True)
             ]
-            grads = params["bwd"].call_wrapped(*args[: len(res_avals)], *cts)
+            bwd = own_lines(params["bwd"])
+            grads = bwd.call_wrapped(*args[: len(res_avals)], *cts)
             if isinstance(grads, tuple) and len(grads) == 2 and isinstance(grads[0], list | tuple):
                 grads = grads[0]  # 0.12 returns logs as well
             zeros[:] = [type(g) in (ad.Zero, jax.custom_derivatives.SymbolicZero) for g in grads]

@@ -1,0 +1,502 @@
+"""`find_nonfinite`: which operation made the first NaN or Inf, and what can be done about it."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax import _jax, ops
+from mpjax.dtypes import SPELLINGS
+from mpjax.interpret import Place, interpret, is_half, run, run_in_float32, take
+from mpjax.loss_scale import LossScale, resolve_loss_scale
+from mpjax.policy import get_policy
+from mpjax.programs import Program, make_program
+
+# The powers of two that are tried as loss scales: down to the least that float16 holds.
+LEAST_EXPONENT = -24
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """What an array holds: the least and greatest of its finite values, and how many are not.
+
+    Attributes:
+        dtype: A short name, such as "f16".
+        shape: Of the array.
+        low: The least finite value; NaN where there is none.
+        high: The greatest.
+        nans: How many entries are NaN.
+        infs: How many are Inf or -Inf.
+        path: The path of the parameter or argument that it is, or "".
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    low: float
+    high: float
+    nans: int
+    infs: int
+    path: str = ""
+
+    def __str__(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        text = f"{self.dtype}[{shape}]  "
+        text += "no finite value" if math.isnan(self.low) else f"{self.low:.3g} to {self.high:.3g}"
+        for count, name in ((self.nans, "NaN"), (self.infs, "Inf")):
+            text += f", {count} x {name}" if count else ""
+        return f"{text}  {self.path}".rstrip()
+
+
+@dataclasses.dataclass(frozen=True)
+class NonfiniteReport:
+    """What `find_nonfinite` found. ``print`` it; it is true where something was found.
+
+    Attributes:
+        found: Whether a result of the program is NaN or Inf.
+        kind: "overflow" (a half dtype is too narrow for the result), "undefined" (float32 gives no
+            finite result either), "argument" (an argument was not finite), "compiled" (only the
+            compiled program gives it), or "" where nothing was found.
+        made: "NaN" or "Inf".
+        backward: Whether the operation belongs to the backward pass.
+        primitive: The name of the operation.
+        source: "file:line" of the code that it comes from.
+        scope: The named scopes around it, joined with "/".
+        path: The paths of the parameters that are its operands, or those of the forward operation
+            that it is the backward pass of, joined with ", "; of an argument, its own.
+        loops: The loops around it, the outermost first, each with its iteration, from 0 on.
+        inputs: What its operands hold.
+        result: What its result holds.
+        largest: The largest magnitude of the result in float32, if it is finite there, else None.
+        reaches: The results of the program that are not finite.
+        loss_scale: That the gradients were scaled by.
+        curable: Whether a lower loss scale cures it; None where nothing was found.
+        safe_loss_scale: The largest power of two at which the compiled program is finite, if so.
+        advice: What to do.
+    """
+
+    found: bool
+    kind: str = ""
+    made: str = ""
+    backward: bool = False
+    primitive: str = ""
+    source: str = ""
+    scope: str = ""
+    path: str = ""
+    loops: tuple[tuple[str, int], ...] = ()
+    inputs: tuple[Range, ...] = ()
+    result: Range | None = None
+    largest: float | None = None
+    reaches: tuple[str, ...] = ()
+    loss_scale: float = 1.0
+    curable: bool | None = None
+    safe_loss_scale: float | None = None
+    advice: str = ""
+
+    def __bool__(self) -> bool:
+        return self.found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain data, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        if not self.found:
+            return self.advice
+        which = "backward" if self.backward else "forward"
+        if self.kind == "argument":
+            lines = [f"The argument {self.path} holds {self.made} before anything is computed"]
+        elif self.kind == "compiled":
+            lines = [f"{self.made} in the compiled program alone"]
+        else:
+            lines = [f"{self.primitive} made {self.made} in the {which} pass, {self.source}"]
+        where = ", ".join(f"{loop} {i}" for loop, i in self.loops)
+        for name, text in (("scope", self.scope), ("path", self.path), ("iteration", where)):
+            if text:
+                lines.append(f"  {name:<10}{text}")
+        for i, operand in enumerate(self.inputs):
+            lines.append(f"  {'' if i else 'inputs':<10}{operand}")
+        if self.result is not None:
+            lines.append(f"  {'result':<10}{self.result}")
+        if self.largest is not None:
+            largest = f"{self.largest:.4g}" + (
+                "; float16 ends at 65504" if self.result and self.result.dtype == "f16" else ""
+            )
+            lines.append(f"  {'float32':<10}its largest magnitude would be {largest}")
+        more = f" and {len(self.reaches) - 3} more" if len(self.reaches) > 3 else ""
+        lines.append(f"  {'reaches':<10}{', '.join(self.reaches[:3])}{more}")
+        return "\n".join([*lines, self.advice])
+
+
+def find_nonfinite(
+    fun: Callable[..., Any],
+    policy: Any = None,
+    *,
+    loss_scale: LossScale | str | float | None = None,
+    argnums: int | Sequence[int] | None = 0,
+    has_aux: bool = False,
+) -> Callable[..., NonfiniteReport]:
+    """Finds the operation that made the first NaN or Inf that reaches a result.
+
+    The function under the policy, and the gradient of its scaled loss, run one operation after the
+    other, without compiling the whole. jit, scan, while, cond, remat and custom rules are entered.
+    Infinities that the program masks out again, as in an attention mask, are not held against it.
+
+    Args:
+        fun: A function, as for `autocast`. If it returns a scalar loss, its gradient is followed.
+        policy: A policy or its name: the function is run under `autocast`. None runs it as it is.
+        loss_scale: What the loss is multiplied by before the backward pass: a number, a loss scale
+            such as ``state.loss_scale``, "dynamic", or None for no scaling.
+        argnums: Of which arguments gradients are taken; None for the forward pass alone.
+        has_aux: Whether ``fun`` returns ``(loss, aux)``.
+
+    Returns:
+        A function of the same arguments, which must be concrete arrays. It returns a
+        `NonfiniteReport`: the operation, its source line, scope, parameter path and iteration, the
+        ranges of its operands, whether a lower loss scale cures it, and what to do.
+
+    Raises:
+        TypeError: If ``fun`` is not a function, or an array is abstract or being traced.
+        ValueError: If there are no arrays, or nothing to differentiate by.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> def loss(w, x):
+        ...     return jnp.sum(jnp.exp(x @ w) * 0.5)
+        >>> report = mpjax.find_nonfinite(loss)(jnp.full((2,), 100.0), jnp.ones((3, 2)))
+        >>> report.primitive, report.made, report.backward, report.curable
+        ('exp', 'Inf', False, False)
+
+    jax.debug_nans stops at a compiled function; checkify must be built into the program.
+    """
+    policy = get_policy("float32" if policy is None else policy)
+    scale = resolve_loss_scale(loss_scale, False)
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        program = make_program("find_nonfinite", fun, policy, args, kwargs, argnums, has_aux)
+        arrays = check_concrete("find_nonfinite", program.arrays)
+        return _search(program, arrays, float(scale.loss_scale))
+
+    return wrapped
+
+
+def check_concrete(tool: str, arrays: Sequence[Any]) -> list[jax.Array]:
+    """Returns arrays as JAX's own; raises where one cannot be looked into."""
+    for x in arrays:
+        if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{tool} runs the function and looks at its numbers, so it needs arrays, but was "
+                f"given {x}. Call it outside of jit, with concrete arguments."
+            )
+    return [jnp.asarray(x) for x in arrays]
+
+
+# ---- the search ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Watched:
+    """An array, and which events what is not finite in it comes from."""
+
+    array: Any
+    bad: bool = False  # holds NaN or Inf
+    origins: frozenset[int] = frozenset()  # the events; none of a given infinity
+    path: str = ""  # of the parameter or argument that it is
+
+
+class _Finder:
+    """The watcher: an event is an operation that makes NaN or Inf of finite operands."""
+
+    def __init__(self, parameters: Sequence[str]):
+        self.parameters = frozenset(parameters)
+        self.events: list[NonfiniteReport] = []
+        self._read: dict[Any, list[str]] = {}  # the parameters that a line of the program reads
+
+    def operation(self, eqn: Any, ins: list[Watched], place: Place) -> list[Watched]:
+        arrays = [v.array for v in ins]
+        outs = run(eqn, arrays)
+        carries = eqn.primitive.name in ops.CARRIES_PATH
+        origins = frozenset().union(*(v.origins for v in ins if v.bad))
+        given = any(v.bad for v in ins)
+        paths = [v.path for v in ins if v.path in self.parameters]
+        if paths:
+            self._read.setdefault(_jax.line_key(eqn), []).extend(paths)
+        results = []
+        for out in outs:
+            nans, infs = _count(out)
+            blame = origins
+            if not origins and (nans or (infs and not given)):
+                blame = frozenset({self._event(eqn, ins, arrays, out, place)})
+            path = ins[0].path if carries and ins else ""
+            results.append(Watched(out, bool(nans or infs), blame, path))
+        return results
+
+    def _event(self, eqn, ins, arrays, out, place) -> int:
+        wide = run_in_float32(eqn, arrays) if _touches_half(eqn) else None
+        index = [v.aval.shape for v in eqn.outvars].index(out.shape)
+        in_float32 = None if wide is None else wide[index]
+        finite = in_float32 is not None and not any(_count(in_float32))
+        nans, _ = _count(out)
+        paths = [v.path for v in ins if v.path in self.parameters]
+        paths = paths or self._read.get(_jax.line_key(eqn), []) or [v.path for v in ins if v.path]
+        self.events.append(
+            NonfiniteReport(
+                found=True,
+                kind="overflow" if finite else "undefined",
+                made="NaN" if nans else "Inf",
+                backward=place.backward,
+                primitive=eqn.primitive.name,
+                source=_jax.source_line(eqn),
+                scope="/".join(shown(place.scopes)),
+                path=", ".join(dict.fromkeys(paths)),
+                loops=place.loops,
+                inputs=tuple(_range(v.array, v.path) for v in ins if _is_number(v.array)),
+                result=_range(out, ""),
+                largest=_largest(in_float32) if finite else None,
+            )
+        )
+        return len(self.events) - 1
+
+    def argument(self, array: Any, path: str) -> Watched:
+        nans, infs = _count(array)
+        if not nans:
+            return Watched(array, bool(infs), frozenset(), path)
+        held = _range(array, "")
+        self.events.append(NonfiniteReport(True, "argument", "NaN", path=path, result=held))
+        return Watched(array, True, frozenset({len(self.events) - 1}), path)
+
+    def constant(self, array: Any) -> Watched:
+        return Watched(array, any(_count(array)))
+
+    def decide(self, value: Watched, eqn: Any, place: Place) -> int:
+        return int(value.array)
+
+    def slice(self, value: Watched, index: int) -> Watched:
+        array = take(value.array, index)
+        return dataclasses.replace(value, array=array, bad=value.bad and any(_count(array)))
+
+    def stack(self, values: Sequence[Watched]) -> Watched:
+        bad = any(v.bad for v in values)
+        origins = frozenset().union(*(v.origins for v in values if v.bad))
+        return Watched(jnp.stack([v.array for v in values]), bad, origins, values[0].path)
+
+
+def _search(program: Program, arrays: list[jax.Array], scale: float) -> NonfiniteReport:
+    finder = _Finder(program.parameters)
+    paths = [*program.names, ""]
+    args = [
+        finder.argument(x, path)
+        for x, path in zip([*arrays, jnp.float32(scale)], paths, strict=True)
+    ]
+    results = interpret(program.jaxpr, args, finder)
+    bad = [(name, v) for name, v in zip(program.results, results, strict=True) if v.bad]
+    reaches = tuple(name for name, _ in bad)
+    if not bad:
+        return _in_compiled_alone(program, arrays, scale)
+    guilty = frozenset().union(*(v.origins for _, v in bad))
+    if not guilty:  # an infinity that was given, and handed through
+        path = next((v.path for _, v in bad if v.path), reaches[0])
+        event = NonfiniteReport(True, "argument", "Inf", path=path)
+    else:
+        # A pole, such as log(0), is often masked out again; an overflow or a NaN never is.
+        event = finder.events[min(guilty, key=lambda i: (_is_pole(finder.events[i]), i))]
+    return _judge(event, program, arrays, scale, reaches)
+
+
+def _is_pole(event: NonfiniteReport) -> bool:
+    return event.kind == "undefined" and event.made == "Inf"
+
+
+def _in_compiled_alone(program: Program, arrays: list[jax.Array], scale: float) -> NonfiniteReport:
+    outs = _compiled(program)(*arrays, jnp.float32(scale))
+    reaches = tuple(n for n, out in zip(program.results, outs, strict=True) if any(_count(out)))
+    what = "loss and gradients are" if program.follows_gradient else "every result is"
+    if not reaches:
+        return NonfiniteReport(False, loss_scale=scale, advice=f"Nothing found: {what} finite.")
+    return NonfiniteReport(
+        True,
+        "compiled",
+        "NaN or Inf",
+        reaches=reaches,
+        loss_scale=scale,
+        curable=False,
+        advice="Operation by operation every result is finite, but not in the compiled program: "
+        "a fusion of XLA's makes it. Look for expressions whose order of evaluation matters.",
+    )
+
+
+# ---- the verdict --------------------------------------------------------------------------------
+
+
+def _judge(
+    event: NonfiniteReport, program: Program, arrays: list[jax.Array], scale: float, reaches
+) -> NonfiniteReport:
+    """Completes an event: can a lower scale cure it, and what is to be done."""
+    gradients = {
+        n for n, is_grad in zip(program.results, program.gradients, strict=True) if is_grad
+    }
+    safe = None
+    if event.kind != "argument" and set(reaches) <= gradients:
+        safe = _safe_scale(program, arrays, scale)
+    event = dataclasses.replace(
+        event, reaches=reaches, loss_scale=scale, curable=safe is not None, safe_loss_scale=safe
+    )
+    return dataclasses.replace(event, advice=" ".join(_advice(event, gradients)))
+
+
+def _safe_scale(program: Program, arrays: list[jax.Array], scale: float) -> float | None:
+    """Returns the largest power of two below the scale at which every result is finite."""
+    compiled = _compiled(program)
+
+    def finite(exponent: int) -> bool:
+        outs = compiled(*arrays, jnp.float32(2.0**exponent))
+        return not any(any(_count(out)) for out in outs)
+
+    high = math.ceil(math.log2(scale))
+    low = min(0, high - 1)
+    if not finite(low):
+        low = LEAST_EXPONENT
+        if not finite(low):
+            return None
+    while high - low > 1:
+        middle = (high + low) // 2
+        low, high = (middle, high) if finite(middle) else (low, middle)
+    return 2.0**low
+
+
+def _advice(event: NonfiniteReport, gradients: set[str]):
+    if event.kind == "argument":
+        yield "The loss scale cannot cure that."
+        yield (
+            "If it is a parameter, training has diverged before this step: go back to a checkpoint "
+            "and lower the learning rate. If it is data, check what reads and normalizes it."
+        )
+        return
+    if event.curable:
+        assert event.safe_loss_scale is not None
+        yield (
+            f"A lower loss scale cures it: the compiled program is finite from "
+            f"2^{int(math.log2(event.safe_loss_scale))} down (it was "
+            f"2^{math.log2(event.loss_scale):.3g}). DynamicLossScale gets there by itself: it "
+            "skips a step for each halving."
+        )
+        if event.safe_loss_scale < 1:
+            yield "A scale below 1 loses small gradients: bfloat16 suits this backward pass better."
+        return
+    if set(event.reaches) <= gradients:
+        yield f"No loss scale cures it: gradients are not finite at 2^{LEAST_EXPONENT} either."
+    elif gradients:
+        yield "The loss scale cannot cure it: it is made before the backward pass begins."
+    given = [r for r in event.inputs if r.infs or r.nans]
+    if given:
+        names = ", ".join(r.path for r in given if r.path) or "an operand"
+        yield (
+            f"{names} was infinite by then, as given, which is right in a mask alone: a row that "
+            "is masked whole gives inf - inf = NaN. Use a large finite number such as -1e9, or "
+            "check the data."
+        )
+    if event.kind == "overflow":
+        yield from _against_overflow(event)
+    else:
+        yield UNDEFINED.get(event.primitive, "float32 gives no finite result here either.")
+        if any(r.dtype in ("f16", "bf16") for r in event.inputs):
+            yield (
+                "A zero may be a number that half flushes, such as an epsilon: keep it at 1e-4 or "
+                "above in float16, or the operation in float32."
+            )
+
+
+def _against_overflow(event: NonfiniteReport):
+    if event.result is not None and event.result.dtype == "f16":
+        yield "bfloat16 has float32's range: try 'mixed_bfloat16'."
+    place = event.scope or event.path.split(", ")[0]
+    if place:
+        yield f"Or keep the place in float32: policy.override({{{place + '*'!r}: 'float32'}})."
+    else:
+        yield "Or keep the place in float32, inside `with mpjax.precision('float32'):`."
+    yield "Or make its operands smaller: normalize them, or scale before the product, not after."
+
+
+UNDEFINED = {
+    "div": "A division by zero, or an infinite derivative (sqrt or norm at 0, log at 0): add an "
+    "epsilon, or guard the operand with jnp.where before the operation, not after it.",
+    "log": "The logarithm of a number that is not above 0: add an epsilon, or use log_softmax, "
+    "log1p or logaddexp.",
+    "log1p": "The operand is -1 or less.",
+    "sqrt": "The root of a negative number: cancellation made it so? Clamp it at 0.",
+    "rsqrt": "The operand is zero or negative: a variance needs its epsilon.",
+    "pow": "A negative base with a fractional power, or 0 to a negative one.",
+    "integer_pow": "Zero to a negative power, or a result beyond float32.",
+    "exp": "The operand is beyond 88, where exp leaves float32: subtract the maximum first.",
+    "sub": "inf - inf: a row that is masked whole, or a sum that overflowed.",
+    "mul": "0 * inf: an infinite derivative under a mask. Guard the operand with jnp.where before "
+    "the operation, not after it.",
+}
+
+
+# ---- looking at arrays --------------------------------------------------------------------------
+
+
+def shown(scopes: Sequence[str]) -> list[str]:
+    """Returns the names of scopes without those that mpjax itself adds."""
+    return [name for name in scopes if not name.startswith("mpjax.")]
+
+
+def _is_number(x: Any) -> bool:
+    array = isinstance(x, jax.Array | np.ndarray | np.generic)
+    return array and bool(jnp.issubdtype(x.dtype, jnp.number))
+
+
+def _count(x: Any) -> tuple[int, int]:
+    """Returns how many entries are NaN, and how many Inf."""
+    if not isinstance(x, jax.Array | np.ndarray | np.generic) or not np.size(x):
+        return 0, 0
+    dtype = x.dtype
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return 0, 0
+    if isinstance(x, np.ndarray | np.generic):
+        x = np.asarray(x, np.float64 if jnp.issubdtype(dtype, jnp.floating) else dtype)
+        return int(np.isnan(x).sum()), int(np.isinf(x).sum())
+    nans, infs = np.asarray(_counts(x))
+    return int(nans), int(infs)
+
+
+@jax.jit
+def _counts(x):
+    return jnp.stack([jnp.sum(jnp.isnan(x)), jnp.sum(jnp.isinf(x))])
+
+
+@jax.jit
+def _ends(x):
+    finite = jnp.isfinite(x)
+    low = jnp.min(jnp.where(finite, x, jnp.inf), initial=jnp.inf)
+    high = jnp.max(jnp.where(finite, x, -jnp.inf), initial=-jnp.inf)
+    return low, high
+
+
+def _range(x: Any, path: str) -> Range:
+    dtype, shape = jnp.result_type(x), tuple(np.shape(x))
+    name = SPELLINGS[dtype][0] if dtype in SPELLINGS else str(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        x = jnp.abs(x)
+    low, high = (float(end) for end in _ends(jnp.asarray(x, jnp.promote_types(x.dtype, "float32"))))
+    if low > high:
+        low = high = math.nan
+    return Range(name, shape, low, high, *_count(x), path)
+
+
+def _largest(x: Any) -> float:
+    return float(jnp.max(jnp.abs(x)))
+
+
+def _touches_half(eqn: Any) -> bool:
+    return any(is_half(v.aval) for v in (*eqn.invars, *eqn.outvars))
+
+
+def _compiled(program: Program) -> Callable[..., list[jax.Array]]:
+    return jax.jit(functools.partial(_jax.eval_closed, program.jaxpr))
