@@ -1,6 +1,7 @@
 """mpjax: functional mixed precision for JAX. See docs/architecture.md for the map."""
 
 from mpjax.autocast import autocast
+from mpjax.compare import Comparison, compare, plot_compare
 from mpjax.devices import DeviceFacts, DeviceReport, device_report, recommend_policy
 from mpjax.dtypes import half_dtype
 from mpjax.errors import DivergenceError
@@ -15,6 +16,7 @@ from mpjax.histogram import (
 )
 from mpjax.logs import JsonLines, flush_metrics, log_metrics
 from mpjax.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from mpjax.nonfinite import NonfiniteReport, find_nonfinite
 from mpjax.optimizers import (
     MasterWeightsState,
     SkipNonfiniteState,
@@ -26,11 +28,13 @@ from mpjax.policy import Policy, get_policy
 from mpjax.precision import full_precision, precision
 from mpjax.train_step import TrainState, TrainStep, build_train_step, raise_if_diverged
 from mpjax.trees import all_finite, cast, select
+from mpjax.tune import Tuning, tune
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CastReport",
+    "Comparison",
     "DeviceFacts",
     "DeviceReport",
     "DivergenceError",
@@ -40,17 +44,21 @@ __all__ = [
     "LossScaleAdvice",
     "MasterWeightsState",
     "NoOpLossScale",
+    "NonfiniteReport",
     "Policy",
     "SkipNonfiniteState",
     "StaticLossScale",
     "TrainState",
     "TrainStep",
+    "Tuning",
     "all_finite",
     "autocast",
     "build_train_step",
     "cast",
+    "compare",
     "device_report",
     "explain",
+    "find_nonfinite",
     "flush_metrics",
     "full_precision",
     "get_policy",
@@ -58,6 +66,7 @@ __all__ = [
     "half_dtype",
     "log_metrics",
     "master_params",
+    "plot_compare",
     "plot_gradient_histogram",
     "precision",
     "raise_if_diverged",
@@ -66,5 +75,6 @@ __all__ = [
     "scaled_value_and_grad",
     "select",
     "skip_nonfinite",
+    "tune",
     "with_master_weights",
 ]

@@ -1,15 +1,30 @@
 """The arrays of a block as a rewrite evaluates it, in each dtype that they were read in."""
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax import _jax
 from mpjax.derivatives import cast, known
 from mpjax.dtypes import FLOAT32, HALVES
 from mpjax.graph import Value
 from mpjax.policy import Policy
+
+_FOLDS = contextvars.ContextVar("mpjax folds constants", default=True)
+
+
+@contextlib.contextmanager
+def constants_as_casts() -> Iterator[None]:
+    """Traces the rounding of constants as casts, for those who want to see what it costs."""
+    token = _FOLDS.set(False)
+    try:
+        yield
+    finally:
+        _FOLDS.reset(token)
 
 
 class Env:
@@ -60,8 +75,11 @@ class Env:
         if value in self._makers:
             made = self._makers[value](dtype)
         elif not arrays:  # a literal
+            if dtype in HALVES and not _FOLDS.get():
+                # The barrier keeps JAX from folding it.
+                return cast(_jax.cpu_barrier(jnp.asarray(value.const, FLOAT32)), dtype)
             return np.asarray(value.const, dtype)
-        elif value.const is not None and dtype in HALVES:
+        elif value.const is not None and dtype in HALVES and _FOLDS.get():
             made = _round_constant(next(iter(arrays.values())), value.const, dtype)
         else:
             made = cast(next(iter(arrays.values())), dtype)

@@ -264,7 +264,7 @@ def _row(op: Op, times: int) -> Row:
         _signature([_name(v.aval) for v in op.ins], [_name(v.aval) for v in op.outs]),
         _signature(computes, [_after(v, v.dtype) for v in op.outs]),
         op.reason,
-        _flops(op.eqn),
+        flops_of(op.eqn),
         times,
     )
 
@@ -315,7 +315,7 @@ def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
             _as_written(eqn.primitive.name, dtypes, origin),
             dtypes,
             f"backward {where}",
-            _flops(eqn),
+            flops_of(eqn),
             times,
             index,
         )
@@ -355,7 +355,7 @@ def _walk(
 # ---- totals -------------------------------------------------------------------------------------
 
 
-def _flops(eqn: Any) -> int:
+def flops_of(eqn: Any) -> int:
     """Returns the floating-point operations of a matmul or convolution."""
     if not eqn.outvars:
         return 0
@@ -378,7 +378,7 @@ def _half_share(jaxpr: Any) -> float:
     total = half = 0
     for eqn, _, times in _walk(jaxpr):
         if eqn.primitive.name in ops.HALF:
-            flops = _flops(eqn) * times
+            flops = flops_of(eqn) * times
             total += flops
             dtypes = {getattr(v.aval, "dtype", None) for v in eqn.invars[:2]}
             half += flops if dtypes <= set(HALVES) else 0

@@ -37,7 +37,8 @@ ORDER = [
         "precision",
         "explain",
     ),
-    *("loss_scale", "gradients", "optimizers", "train_step", "__init__"),
+    *("loss_scale", "gradients", "optimizers", "train_step"),
+    *("programs", "interpret", "nonfinite", "compare", "tune", "__init__"),
 ]
 
 

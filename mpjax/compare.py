@@ -1,0 +1,480 @@
+"""`compare`: what each operation adds to the error of a program, against float32.
+
+Every value of the program under the policy has a shadow: what the same operations give in float32.
+An operation's own error is what it differs by from float32 on the very same operands; the rest of
+its error it inherits.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax import _jax, ops
+from mpjax.dtypes import SPELLINGS
+from mpjax.environment import constants_as_casts
+from mpjax.graph import ROW
+from mpjax.interpret import Place, interpret, is_half, run, run_in_float32, take, widen
+from mpjax.nonfinite import check_concrete, shown
+from mpjax.policy import get_policy
+from mpjax.programs import Program, make_program
+
+# A float32 result this much smaller than what it is the sum of is float32's own rounding error.
+NOISE = 2.0**-17
+
+# An operand with this relative error is wrong already: what an operation makes of it is no fault.
+WRONG = 0.02
+
+# Of an array that is not finite where float32 is.
+BROKEN = 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareRow:
+    """One operation, in its worst iteration.
+
+    Errors are relative, of the whole array: ``norm(got - wanted) / norm(wanted)``.
+
+    Attributes:
+        primitive: Its name.
+        source: "file:line" of the code that it comes from.
+        scope: The named scopes around it, joined with "/".
+        path: The paths of the parameters that are its operands, joined with ", ".
+        backward: Whether it belongs to the backward pass.
+        iteration: The loops around it and their iterations where it was worst.
+        times: How often it ran.
+        dtypes: Of its operands and its result, such as "f16,f16->f32".
+        error: Of its result, against the float32 run.
+        new: What it adds itself: its result against float32 on the same operands.
+        inherited: What float32 on the same operands differs from the float32 run by.
+        operands: The largest error of an operand.
+        underflow: The share of entries that became zero here, and would not be in float32.
+        overflow: The share that became infinite or NaN here, and would not in float32.
+        low: The smallest magnitude of the float32 result that is not zero.
+        high: The largest.
+        noise: Whether the float32 result is itself rounding error, such as a gradient that is zero
+            in exact arithmetic: relative errors then mean nothing.
+        op: The number of the operation of the plan that this is, or is the backward pass of.
+    """
+
+    primitive: str
+    source: str
+    scope: str
+    path: str
+    backward: bool
+    iteration: tuple[tuple[str, int], ...]
+    times: int
+    dtypes: str
+    error: float
+    new: float
+    inherited: float
+    operands: float
+    underflow: float
+    overflow: float
+    low: float
+    high: float
+    noise: bool = False
+    op: int | None = None
+
+    @property
+    def added(self) -> float:
+        """What the result's error has more than the operands': made here, or amplified here."""
+        if self.overflow:
+            return math.inf
+        return _finite(self.new) + max(0.0, _finite(self.inherited) - _finite(self.operands))
+
+    @property
+    def blame(self) -> float:
+        """As `added`, less where the operands were wrong already."""
+        made = BROKEN if self.overflow else min(_finite(self.new), 1.0)
+        amplified = max(0.0, min(_finite(self.inherited), 1.0) - _finite(self.operands))
+        return (made + amplified) / (1 + (self.operands / WRONG) ** 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A program under a policy beside float32. ``print`` it, or read `rows`.
+
+    Attributes:
+        rows: One `CompareRow` per operation that rounds or inherits, worst first: by what it is to
+            blame for, and in the order of the program where that is equal.
+        results: The error of each result of the program, by name.
+        diverged: Where the float32 run would have taken another branch, or left a loop elsewhere:
+            it was made to follow.
+        order: For each row, its position in the program.
+    """
+
+    rows: tuple[CompareRow, ...]
+    results: dict[str, float]
+    diverged: tuple[str, ...] = ()
+    order: tuple[int, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the comparison as plain data, ready for JSON."""
+        data = dataclasses.asdict(self)
+        for row, plain in zip(self.rows, data["rows"], strict=True):
+            plain |= {"added": row.added, "blame": row.blame}
+        return data
+
+    def table(self, count: int | None = 12) -> str:
+        """Returns the worst rows as text."""
+        head = f"{'added':>8}{'error':>9}{'inherited':>10}{'underflow':>10}"
+        lines = [f"{head}  {'operation':<32}{'dtypes':<16}where"]
+        for row in self.rows[:count]:
+            numbers = f"{_percent(row.added):>8}{_percent(row.error):>9}"
+            numbers += f"{_percent(row.inherited):>10}{_percent(row.underflow, zero=''):>10}"
+            name = f"{row.primitive}{' (backward)' if row.backward else ''}"
+            place = [row.source, row.scope, row.path, *(f"{loop} {i}" for loop, i in row.iteration)]
+            note = ["zero in exact arithmetic"] if row.noise else []
+            where = "  ".join(filter(None, [*place, *note]))
+            lines.append(f"{numbers}  {name:<32}{row.dtypes:<16}{where}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        worst = sorted(self.results.items(), key=lambda item: -_finite(item[1]))
+        lines = ["error of the results, against float32:"]
+        lines += [f"{_percent(error):>8}  {name}" for name, error in worst[:5]]
+        if len(worst) > 5:
+            lines.append(f"{'':>8}  and {len(worst) - 5} more")
+        if self.diverged:
+            lines += ["float32 would have gone another way at", *(f"  {d}" for d in self.diverged)]
+        return "\n".join([*lines, "", self.table()])
+
+
+def compare(
+    fun: Callable[..., Any],
+    policy: Any,
+    argnums: int | Sequence[int] | None = 0,
+    has_aux: bool = False,
+) -> Callable[..., Comparison]:
+    """Compares a function under a policy with float32, operation by operation.
+
+    The program that trains runs once, one operation after the other; each is also run in float32 on
+    the same operands, and on those of a float32 run that goes along. Values are freed after their
+    last use. Where half decides otherwise than float32 would (a branch, the end of a loop), the
+    float32 run follows, and the comparison says so.
+
+    Args:
+        fun: A function, as for `autocast`. If it returns a scalar loss, its gradient is followed.
+        policy: A policy or its name.
+        argnums: Of which arguments gradients are taken; None for the forward pass alone.
+        has_aux: Whether ``fun`` returns ``(loss, aux)``.
+
+    Returns:
+        A function of the same arguments, which must be concrete arrays. It returns a `Comparison`.
+
+    Raises:
+        TypeError: If ``fun`` is not a function, or an array is abstract or being traced.
+        ValueError: If there are no arrays, or nothing to differentiate by.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("exp",))
+        >>> def loss(w, x):
+        ...     return jnp.sum(jnp.exp(x * w) * 0.125)
+        >>> compared = mpjax.compare(loss, policy)(jnp.full(3, 5.1), jnp.ones(3))
+        >>> compared.rows[0].primitive
+        'exp'
+
+    Shadow values are those of NSan (Courbet, 2021); Paddle's compare_accuracy compares two dumps.
+    """
+    policy = get_policy(policy)
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        with constants_as_casts():
+            program = make_program("compare", fun, policy, args, kwargs, argnums, has_aux)
+        return _compare(program, check_concrete("compare", program.arrays))
+
+    return wrapped
+
+
+def plot_compare(comparison: Comparison, path: str | Path | None = None) -> Any:
+    """Draws the error of every operation in the order of the program, and what it adds itself.
+
+    Args:
+        comparison: What `compare` gave.
+        path: Of a PNG to write, or None.
+
+    Returns:
+        A ``matplotlib.figure.Figure``.
+
+    Raises:
+        ImportError: Without matplotlib, the extra ``plot``.
+        ValueError: If no operation rounds: there is nothing to draw.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> compared = mpjax.compare(lambda w, x: jnp.sum(x @ w), "mixed_bfloat16")
+        >>> figure = mpjax.plot_compare(compared(jnp.full((3, 2), 0.1), jnp.ones((4, 3))))
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("plot_compare needs matplotlib: pip install 'mpjax[plot]'.") from None
+    rows = [
+        row
+        for _, row in sorted(
+            zip(comparison.order, comparison.rows, strict=True), key=lambda pair: pair[0]
+        )
+    ]
+    if not rows:
+        raise ValueError("comparison has no rows: no operation of the program rounds.")
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    floor = 2.0**-26
+    for backward, color in ((False, "tab:blue"), (True, "tab:orange")):
+        some = [(i, row) for i, row in enumerate(rows) if row.backward == backward]
+        if not some:
+            continue
+        places = [i for i, _ in some]
+        name = "backward" if backward else "forward"
+        shown_at = [_drawn(row.error, floor) for _, row in some]
+        axes.scatter(places, shown_at, s=14, color=color, label=f"error, {name} pass", zorder=3)
+        added = [_drawn(row.added, floor) for _, row in some]
+        axes.vlines(places, floor, added, color=color, alpha=0.35, lw=2, label=f"added, {name}")
+    labelled = [row for row in comparison.rows if not row.noise][:LABELS]
+    for row in labelled:
+        i = rows.index(row)
+        line = row.source.rpartition("/")[2]
+        axes.annotate(
+            f"{row.primitive}, {line}",
+            (i, _drawn(row.error, floor)),
+            xytext=(0, 9),
+            textcoords="offset points",
+            ha="left" if i < len(rows) * 0.7 else "right",
+            fontsize="x-small",
+        )
+    for dtype, bits in (("float16", 11), ("bfloat16", 8)):
+        axes.axhline(2.0**-bits, color="grey", lw=0.8, ls="--")
+        axes.text(0, 2.0**-bits, f"one rounding to {dtype}", fontsize="x-small", va="bottom")
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(bottom=floor)
+    axes.set_xlabel("operations, in the order of the program")
+    axes.set_ylabel("relative error against float32")
+    axes.legend(fontsize="small", ncols=2, loc="upper left")
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+# How many operations a picture names, and where it draws an infinite error.
+LABELS = 5
+INFINITE = 8.0
+
+
+def _drawn(error: float, floor: float) -> float:
+    return min(max(_finite(error), floor), INFINITE)
+
+
+# ---- the run ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shadowed:
+    """An array, the same in float32, and the relative distance of the two."""
+
+    array: Any
+    shadow: Any  # the array itself where it is exact
+    error: float = 0.0
+    path: str = ""
+
+    @property
+    def exact(self) -> bool:
+        return self.shadow is self.array
+
+
+class _Comparer:
+    """The watcher: runs every operation under the policy, and beside it in float32."""
+
+    def __init__(self):
+        self.rows: dict[Any, CompareRow] = {}
+        self.order: dict[Any, int] = {}
+        self.diverged: dict[str, None] = {}
+        self._paths: dict[Any, str] = {}
+
+    def operation(self, eqn: Any, ins: list[Shadowed], place: Place) -> list[Shadowed]:
+        arrays = [v.array for v in ins]
+        outs = run(eqn, arrays)
+        path = ins[0].path if ins and eqn.primitive.name in ops.CARRIES_PATH else ""
+        half = any(is_half(x) for x in (*arrays, *outs))
+        if not half and all(v.exact for v in ins):
+            return [Shadowed(out, out, path=path) for out in outs]
+        local = run_in_float32(eqn, arrays) if half else outs
+        shadows = [v.shadow for v in ins]
+        wanted = local if all(v.exact for v in ins) else run_in_float32(eqn, shadows)
+        if local is None or wanted is None:  # it has no float32 form: nothing to compare with
+            local = wanted = [widen(out) for out in outs]
+        paths = ", ".join(dict.fromkeys(v.path for v in ins if v.path))
+        if paths:
+            self._paths.setdefault(_jax.line_key(eqn), paths)
+        results = []
+        for out, own, shadow in zip(outs, local, wanted, strict=True):
+            if not (_is_float(out) and np.size(out)):
+                results.append(Shadowed(out, shadow, path=path))
+                continue
+            stats = dict(zip(_STATS, np.asarray(_stats(out, own, shadow)), strict=True))
+            self._record(eqn, ins, out, own, shadow, stats, place)
+            results.append(Shadowed(out, shadow, _finite(float(stats["error"])), path))
+        return results
+
+    def _record(self, eqn, ins, out, own, shadow, stats, place) -> None:
+        key = (id(eqn), place.scopes, tuple(loop for loop, _ in place.loops))
+        stats = {name: float(value) for name, value in stats.items()}
+        operands = max((v.error for v in ins), default=0.0)
+        before = self.rows.get(key)
+        row = CompareRow(
+            primitive=eqn.primitive.name,
+            source="",
+            scope="/".join(shown(place.scopes)),
+            path="",
+            backward=place.backward,
+            iteration=place.loops,
+            times=1 + (before.times if before else 0),
+            dtypes=f"{','.join(dict.fromkeys(_name(v.array) for v in ins))}->{_name(out)}",
+            operands=operands,
+            op=_op_number(place),
+            **stats,
+        )
+        if row.blame > NOISE:
+            row = dataclasses.replace(row, noise=_is_noise(eqn, ins, shadow))
+        self.order.setdefault(key, len(self.order))
+        if before and _badness(row) <= _badness(before):
+            row = dataclasses.replace(before, times=row.times)
+        else:
+            key_of_line = _jax.line_key(eqn)
+            paths = ", ".join(dict.fromkeys(v.path for v in ins if v.path))
+            row = dataclasses.replace(
+                row, source=_jax.source_line(eqn), path=paths or self._paths.get(key_of_line, "")
+            )
+        self.rows[key] = row
+
+    def constant(self, array: Any) -> Shadowed:
+        return Shadowed(array, widen(array) if is_half(array) else array)
+
+    def decide(self, value: Shadowed, eqn: Any, place: Place) -> int:
+        if int(value.array) != int(value.shadow):
+            where = ", ".join(f"{loop} {i}" for loop, i in place.loops)
+            line = "  ".join(filter(None, [eqn.primitive.name, _jax.source_line(eqn), where]))
+            self.diverged.setdefault(line)
+        return int(value.array)
+
+    def slice(self, value: Shadowed, index: int) -> Shadowed:
+        array = take(value.array, index)
+        shadow = array if value.exact else take(value.shadow, index)
+        return dataclasses.replace(value, array=array, shadow=shadow)
+
+    def stack(self, values: Sequence[Shadowed]) -> Shadowed:
+        array = jnp.stack([v.array for v in values])
+        exact = all(v.exact for v in values)
+        shadow = array if exact else jnp.stack([v.shadow for v in values])
+        return Shadowed(array, shadow, max(v.error for v in values), values[0].path)
+
+
+def _compare(program: Program, arrays: list[jax.Array]) -> Comparison:
+    comparer = _Comparer()
+    paths = [*program.names, ""]
+    args = [
+        dataclasses.replace(comparer.constant(x), path=path)
+        for x, path in zip([*arrays, jnp.float32(1)], paths, strict=True)
+    ]
+    results = interpret(program.jaxpr, args, comparer)
+    first = comparer.order
+    keys = sorted(first, key=lambda key: (*_badness(comparer.rows[key]), -first[key]), reverse=True)
+    errors = {
+        name: float(_stats(v.array, v.shadow, v.shadow)[0])
+        for name, v in zip(program.results, results, strict=True)
+        if _is_float(v.array) and np.size(v.array)
+    }
+    return Comparison(
+        tuple(comparer.rows[key] for key in keys),
+        errors,
+        tuple(comparer.diverged),
+        tuple(comparer.order[key] for key in keys),
+    )
+
+
+def _op_number(place: Place) -> int | None:
+    numbers = [name for name in place.scopes if name.startswith(ROW)]
+    return int(numbers[-1].removeprefix(ROW)) if numbers else None
+
+
+def _badness(row: CompareRow) -> tuple[bool, float]:
+    return not row.noise, row.blame
+
+
+def _finite(error: float) -> float:
+    return error if error < BROKEN else BROKEN
+
+
+def _is_noise(eqn: Any, ins: Sequence[Shadowed], shadow: Any) -> bool:
+    """Tells a sum whose terms cancel down to float32's own rounding error."""
+    if eqn.primitive.name not in ("add", "add_any", "sub", "reduce_sum", "dot_general"):
+        return False
+    magnitudes = [jnp.abs(v.shadow) for v in ins]
+    if eqn.primitive.name == "sub":
+        magnitudes[1] = -magnitudes[1]
+    terms = run_in_float32(eqn, magnitudes)
+    return terms is not None and bool(_norm(shadow) < NOISE * _norm(terms[0]))
+
+
+_STATS = ("error", "new", "inherited", "underflow", "overflow", "low", "high")
+
+
+@jax.jit
+def _stats(got, own, shadow):
+    """Returns `_STATS` of a result, of float32 on its operands, and of its shadow."""
+    wide = jnp.promote_types(shadow.dtype, jnp.float32)
+    got, own, shadow = (x.astype(wide) for x in (got, own, shadow))
+    sizes = jnp.abs(shadow)
+    lost = jnp.mean((got == 0) & (own != 0), dtype=jnp.float32)
+    broken = jnp.mean(~jnp.isfinite(got) & jnp.isfinite(own), dtype=jnp.float32)
+    low = jnp.min(jnp.where((sizes > 0) & jnp.isfinite(sizes), sizes, jnp.inf))
+    return jnp.stack(
+        [
+            _distance(got, shadow),
+            _distance(got, own),
+            _distance(own, shadow),
+            lost,
+            broken,
+            jnp.where(jnp.isinf(low), 0, low),
+            jnp.max(sizes),
+        ]
+    )
+
+
+def _distance(got, wanted):
+    # Where both are the same infinity, as in a mask, there is no error.
+    difference = jnp.where(got == wanted, 0, jnp.abs(got - wanted))
+    finite = jnp.where(jnp.isfinite(wanted), wanted, 0)
+    unit = jnp.maximum(jnp.max(jnp.abs(finite)), jnp.finfo(finite.dtype).tiny)
+    size, error = jnp.linalg.norm(finite / unit), jnp.linalg.norm(difference / unit)
+    return jnp.where(error == 0, 0, jnp.where(jnp.isfinite(error), error / size, jnp.inf))
+
+
+@jax.jit
+def _norm(x):
+    return jnp.linalg.norm(x)
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray) and bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def _name(x: Any) -> str:
+    dtype = getattr(x, "dtype", None)
+    return SPELLINGS[dtype][0] if dtype in SPELLINGS else str(dtype)
+
+
+def _percent(share: float, zero: str = "0") -> str:
+    if share == 0:
+        return zero
+    if not share < BROKEN:
+        return "Inf"
+    return f"{share:.0%}" if share >= 0.1 else f"{share:.2g}" if share < 1e-4 else f"{share:.2%}"
