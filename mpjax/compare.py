@@ -19,7 +19,6 @@ import numpy as np
 from mpjax import _jax, ops
 from mpjax.dtypes import SPELLINGS
 from mpjax.environment import constants_as_casts
-from mpjax.graph import ROW
 from mpjax.interpret import Place, interpret, is_half, run, run_in_float32, take, widen
 from mpjax.nonfinite import check_concrete, shown
 from mpjax.policy import get_policy
@@ -233,32 +232,44 @@ def plot_compare(comparison: Comparison, path: str | Path | None = None) -> Any:
         some = [(i, row) for i, row in enumerate(rows) if row.backward == backward]
         if not some:
             continue
-        places = [i for i, _ in some]
+        places = [i for i, row in some if row.error]
         name = "backward" if backward else "forward"
-        shown_at = [_drawn(row.error, floor) for _, row in some]
+        shown_at = [_drawn(row.error, floor) for _, row in some if row.error]
         axes.scatter(places, shown_at, s=14, color=color, label=f"error, {name} pass", zorder=3)
         added = [_drawn(row.added, floor) for _, row in some]
-        axes.vlines(places, floor, added, color=color, alpha=0.35, lw=2, label=f"added, {name}")
-    labelled = [row for row in comparison.rows if not row.noise][:LABELS]
-    for row in labelled:
-        i = rows.index(row)
-        line = row.source.rpartition("/")[2]
-        axes.annotate(
-            f"{row.primitive}, {line}",
-            (i, _drawn(row.error, floor)),
-            xytext=(0, 9),
-            textcoords="offset points",
-            ha="left" if i < len(rows) * 0.7 else "right",
-            fontsize="x-small",
+        axes.vlines(
+            [i for i, _ in some],
+            floor,
+            added,
+            color=color,
+            alpha=0.35,
+            lw=2,
+            label=f"added, {name}",
         )
+    for number, row in enumerate([r for r in comparison.rows if not r.noise][:LABELS], 1):
+        name = f"{row.primitive}, {row.source.rpartition('/')[2]} {row.scope}"
+        place = rows.index(row), _drawn(row.error, floor)
+        axes.scatter(*place, s=90, marker="o", facecolors="none", edgecolors="black", zorder=4)
+        axes.annotate(
+            str(number), place, xytext=(0, 7), textcoords="offset points", ha="center", zorder=5
+        )
+        axes.plot([], [], " ", marker=f"${number}$", color="black", label=name)
     for dtype, bits in (("float16", 11), ("bfloat16", 8)):
         axes.axhline(2.0**-bits, color="grey", lw=0.8, ls="--")
-        axes.text(0, 2.0**-bits, f"one rounding to {dtype}", fontsize="x-small", va="bottom")
+        axes.text(
+            1,
+            2.0**-bits,
+            f"one rounding to {dtype} ",
+            fontsize="x-small",
+            ha="right",
+            va="bottom",
+            transform=axes.get_yaxis_transform(),
+        )
     axes.set_yscale("log", base=2)
     axes.set_ylim(bottom=floor)
     axes.set_xlabel("operations, in the order of the program")
     axes.set_ylabel("relative error against float32")
-    axes.legend(fontsize="small", ncols=2, loc="upper left")
+    figure.legend(fontsize="small", ncols=3, loc="outside upper center")
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
@@ -339,7 +350,7 @@ class _Comparer:
             times=1 + (before.times if before else 0),
             dtypes=f"{','.join(dict.fromkeys(_name(v.array) for v in ins))}->{_name(out)}",
             operands=operands,
-            op=_op_number(place),
+            op=place.op,
             **stats,
         )
         if row.blame > NOISE:
@@ -398,11 +409,6 @@ def _compare(program: Program, arrays: list[jax.Array]) -> Comparison:
         tuple(comparer.diverged),
         tuple(comparer.order[key] for key in keys),
     )
-
-
-def _op_number(place: Place) -> int | None:
-    numbers = [name for name in place.scopes if name.startswith(ROW)]
-    return int(numbers[-1].removeprefix(ROW)) if numbers else None
 
 
 def _badness(row: CompareRow) -> tuple[bool, float]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from mpjax import _jax
 from mpjax.dtypes import FLOAT32, HALVES
+from mpjax.graph import ROW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,12 @@ class Place:
     scopes: tuple[str, ...] = ()
     backward: bool = False
     loops: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def op(self) -> int | None:
+        """The number of the op of the plan that stands here, if ops are numbered."""
+        numbers = [name for name in self.scopes if name.startswith(ROW)]
+        return int(numbers[-1].removeprefix(ROW)) if numbers else None
 
     def at(self, eqn: Any) -> "Place":
         """Returns the place of an equation of the program that stands here."""

@@ -77,6 +77,7 @@ class NonfiniteReport:
         curable: Whether a lower loss scale cures it; None where nothing was found.
         safe_loss_scale: The largest power of two at which the compiled program is finite, if so.
         advice: What to do.
+        op: The number of the operation of the plan that this is, or is the backward pass of.
     """
 
     found: bool
@@ -96,6 +97,7 @@ class NonfiniteReport:
     curable: bool | None = None
     safe_loss_scale: float | None = None
     advice: str = ""
+    op: int | None = None
 
     def __bool__(self) -> bool:
         return self.found
@@ -255,6 +257,7 @@ class _Finder:
                 scope="/".join(shown(place.scopes)),
                 path=", ".join(dict.fromkeys(paths)),
                 loops=place.loops,
+                op=place.op,
                 inputs=tuple(_range(v.array, v.path) for v in ins if _is_number(v.array)),
                 result=_range(out, ""),
                 largest=_largest(in_float32) if finite else None,
@@ -343,10 +346,12 @@ def _judge(
     safe = None
     if event.kind != "argument" and set(reaches) <= gradients:
         safe = _safe_scale(program, arrays, scale)
+    op = next((op for op in program.plan.block.walk() if op.row == event.op), None)
+    own = op is not None and any(is_half(v.aval) for v in (*op.ins, *op.outs))
     event = dataclasses.replace(
         event, reaches=reaches, loss_scale=scale, curable=safe is not None, safe_loss_scale=safe
     )
-    return dataclasses.replace(event, advice=" ".join(_advice(event, gradients)))
+    return dataclasses.replace(event, advice="\n".join(_advice(event, gradients, own)))
 
 
 def _safe_scale(program: Program, arrays: list[jax.Array], scale: float) -> float | None:
@@ -369,7 +374,7 @@ def _safe_scale(program: Program, arrays: list[jax.Array], scale: float) -> floa
     return 2.0**low
 
 
-def _advice(event: NonfiniteReport, gradients: set[str]):
+def _advice(event: NonfiniteReport, gradients: set[str], own: bool):
     if event.kind == "argument":
         yield "The loss scale cannot cure that."
         yield (
@@ -401,7 +406,7 @@ def _advice(event: NonfiniteReport, gradients: set[str]):
             "check the data."
         )
     if event.kind == "overflow":
-        yield from _against_overflow(event)
+        yield from _against_overflow(event, own)
     else:
         yield UNDEFINED.get(event.primitive, "float32 gives no finite result here either.")
         if any(r.dtype in ("f16", "bf16") for r in event.inputs):
@@ -411,7 +416,13 @@ def _advice(event: NonfiniteReport, gradients: set[str]):
             )
 
 
-def _against_overflow(event: NonfiniteReport):
+def _against_overflow(event: NonfiniteReport, own: bool):
+    if own:
+        yield (
+            "The function itself casts to half here, which no policy undoes: leave the cast out, "
+            "and the policy decides; or cast to bfloat16, which has float32's range."
+        )
+        return
     if event.result is not None and event.result.dtype == "f16":
         yield "bfloat16 has float32's range: try 'mixed_bfloat16'."
     place = event.scope or event.path.split(", ")[0]

@@ -297,8 +297,8 @@ class _Trial:
 
     def report(self, places: Sequence[Place], merged: Sequence[Place], least: bool) -> Tuning:
         """Measures what each place of a solution buys."""
+        self.max_runs = self.runs + 3 + 2 * len(merged)  # the table is not part of the search
         error, results = self.errors([p.pattern for p in merged])
-        self.max_runs += 3 * len(merged)  # the table is not part of the search
         total = sum(flops for flops, _ in self.work.values()) or 1
         left_out = {p: self.errors([q.pattern for q in merged if q is not p])[0] for p in merged}
         steps, done = [], []
