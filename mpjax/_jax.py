@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -86,10 +87,17 @@ def transforms(stack: Any) -> tuple[str, ...]:
     return tuple(s.name for s in stack.stack if isinstance(s, source_info_util.Transform))
 
 
-def source_line(eqn: Any) -> str:
-    """Returns "file:line" of the user's code that an equation comes from, or ""."""
-    frame = source_info_util.user_frame(eqn.source_info.traceback)
-    return f"{frame.file_name}:{frame.start_line}" if frame else ""
+# A line of ours is never the user's.
+source_info_util.register_exclusion(str(Path(__file__).parent))
+
+
+def source_line(*eqns: Any) -> str:
+    """Returns "file:line" of the user's code of the first equation that has one, or ""."""
+    for eqn in eqns:
+        frame = source_info_util.user_frame(eqn.source_info.traceback)
+        if frame:
+            return f"{frame.file_name}:{frame.start_line}"
+    return ""
 
 
 def line_key(eqn: Any) -> Any:

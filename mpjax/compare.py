@@ -304,7 +304,8 @@ class Shadowed:
 class _Comparer:
     """The watcher: runs every operation under the policy, and beside it in float32."""
 
-    def __init__(self):
+    def __init__(self, program: Program):
+        self.program = program
         self.rows: dict[Any, CompareRow] = {}
         self.order: dict[Any, int] = {}
         self.diverged: dict[str, None] = {}
@@ -327,7 +328,8 @@ class _Comparer:
             self._paths.setdefault(_jax.line_key(eqn), paths)
         results = []
         for out, own, shadow in zip(outs, local, wanted, strict=True):
-            if not (_is_float(out) and np.size(out)):
+            own_line = place.op is not None or _jax.source_line(eqn)  # else it is our scaling
+            if not (_is_float(out) and np.size(out) and own_line):
                 results.append(Shadowed(out, shadow, path=path))
                 continue
             stats = dict(zip(_STATS, np.asarray(_stats(out, own, shadow)), strict=True))
@@ -362,7 +364,9 @@ class _Comparer:
             key_of_line = _jax.line_key(eqn)
             paths = ", ".join(dict.fromkeys(v.path for v in ins if v.path))
             row = dataclasses.replace(
-                row, source=_jax.source_line(eqn), path=paths or self._paths.get(key_of_line, "")
+                row,
+                source=self.program.source(eqn, place.op),
+                path=paths or self._paths.get(key_of_line, ""),
             )
         self.rows[key] = row
 
@@ -372,7 +376,9 @@ class _Comparer:
     def decide(self, value: Shadowed, eqn: Any, place: Place) -> int:
         if int(value.array) != int(value.shadow):
             where = ", ".join(f"{loop} {i}" for loop, i in place.loops)
-            line = "  ".join(filter(None, [eqn.primitive.name, _jax.source_line(eqn), where]))
+            line = "  ".join(
+                filter(None, [eqn.primitive.name, self.program.source(eqn, place.op), where])
+            )
             self.diverged.setdefault(line)
         return int(value.array)
 
@@ -389,7 +395,7 @@ class _Comparer:
 
 
 def _compare(program: Program, arrays: list[jax.Array]) -> Comparison:
-    comparer = _Comparer()
+    comparer = _Comparer(program)
     paths = [*program.names, ""]
     args = [
         dataclasses.replace(comparer.constant(x), path=path)

@@ -260,7 +260,7 @@ def _row(op: Op, times: int) -> Row:
         op.name,
         "/".join(op.scopes),
         ", ".join(paths),
-        _jax.source_line(op.eqn),
+        op.source,
         _signature([_name(v.aval) for v in op.ins], [_name(v.aval) for v in op.outs]),
         _signature(computes, [_after(v, v.dtype) for v in op.outs]),
         op.reason,

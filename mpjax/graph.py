@@ -90,6 +90,7 @@ class Op:
     outs: list[Value]
     stack: Any  # the name stack, from the root of its block
     scopes: tuple[str, ...]  # the names on it, from the root of the program
+    callers: tuple[Any, ...] = ()  # the equations around it, jits that were inlined included
     subs: list[Sub] = dataclasses.field(default_factory=list)
     rule: str = ""
     half: Any = None  # the half dtype that it would use
@@ -107,6 +108,11 @@ class Op:
     @property
     def params(self) -> dict[str, Any]:
         return self.eqn.params
+
+    @property
+    def source(self) -> str:
+        """The "file:line" of it, or of the innermost call around it that is the user's."""
+        return _jax.source_line(self.eqn, *reversed(self.callers))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -131,13 +137,16 @@ class Block:
                 yield from sub.block.walk()
 
 
-def build(jaxpr: Any, consts: Sequence[Any], scopes: tuple[str, ...] = ()) -> Block:
+def build(
+    jaxpr: Any, consts: Sequence[Any], scopes: tuple[str, ...] = (), callers: tuple[Any, ...] = ()
+) -> Block:
     """Returns the graph of a jaxpr.
 
     Args:
         jaxpr: The jaxpr, with ``consts`` the values of its constants.
         consts: Arrays or tracers.
         scopes: Names of the scopes around it.
+        callers: The equations around it.
     """
     block = Block([Value(v.aval) for v in jaxpr.invars], [], [], [])
     known = [
@@ -146,13 +155,13 @@ def build(jaxpr: Any, consts: Sequence[Any], scopes: tuple[str, ...] = ()) -> Bl
     block.consts = known
     env = dict(zip(jaxpr.invars, block.invars, strict=True))
     env |= {v: value for v, (value, _) in zip(jaxpr.constvars, known, strict=True)}
-    block.outvars = _flatten(jaxpr, env, block, None, scopes)
+    block.outvars = _flatten(jaxpr, env, block, None, scopes, callers)
     for index, op in enumerate(block.ops):
         op.index = index
     return block
 
 
-def _flatten(jaxpr, env, block: Block, stack, scopes) -> list[Value]:
+def _flatten(jaxpr, env, block: Block, stack, scopes, callers) -> list[Value]:
     """Appends a jaxpr's equations to a block, the insides of its jits included."""
 
     def read(atom):
@@ -170,22 +179,22 @@ def _flatten(jaxpr, env, block: Block, stack, scopes) -> list[Value]:
             for var, value in zip(inner.constvars, inner_consts, strict=True):
                 inner_env[var] = _constant(var.aval, value)
                 block.consts.append((inner_env[var], value))
-            results = _flatten(inner, inner_env, block, here, names)
+            results = _flatten(inner, inner_env, block, here, names, (*callers, eqn))
             env |= zip(eqn.outvars, results, strict=True)
             continue
         outs = [Value(var.aval) for var in eqn.outvars]
         env |= zip(eqn.outvars, outs, strict=True)
-        op = Op(eqn, ins, outs, here, names)
+        op = Op(eqn, ins, outs, here, names, callers)
         if wiring := WIRING.get(op.name):
-            op.subs = [_sub(names, *row) for row in wiring(op)]
+            op.subs = [_sub(names, (*callers, eqn), *row) for row in wiring(op)]
             for sub in op.subs:
                 sub.block.in_loop = block.in_loop or op.name in ("scan", "while")
         block.ops.append(op)
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _sub(scopes, jaxpr, ins, outs, carry=(), consts=0) -> Sub:
-    return Sub(build(*_jax.open_jaxpr(jaxpr), scopes), ins, outs, carry, consts)
+def _sub(scopes, callers, jaxpr, ins, outs, carry=(), consts=0) -> Sub:
+    return Sub(build(*_jax.open_jaxpr(jaxpr), scopes, callers), ins, outs, carry, consts)
 
 
 def _constant(aval, value) -> Value:

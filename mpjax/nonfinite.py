@@ -214,8 +214,9 @@ class Watched:
 class _Finder:
     """The watcher: an event is an operation that makes NaN or Inf of finite operands."""
 
-    def __init__(self, parameters: Sequence[str]):
-        self.parameters = frozenset(parameters)
+    def __init__(self, program: Program):
+        self.program = program
+        self.parameters = frozenset(program.parameters)
         self.events: list[NonfiniteReport] = []
         self._read: dict[Any, list[str]] = {}  # the parameters that a line of the program reads
 
@@ -253,7 +254,7 @@ class _Finder:
                 made="NaN" if nans else "Inf",
                 backward=place.backward,
                 primitive=eqn.primitive.name,
-                source=_jax.source_line(eqn),
+                source=self.program.source(eqn, place.op),
                 scope="/".join(shown(place.scopes)),
                 path=", ".join(dict.fromkeys(paths)),
                 loops=place.loops,
@@ -290,7 +291,7 @@ class _Finder:
 
 
 def _search(program: Program, arrays: list[jax.Array], scale: float) -> NonfiniteReport:
-    finder = _Finder(program.parameters)
+    finder = _Finder(program)
     paths = [*program.names, ""]
     args = [
         finder.argument(x, path)
@@ -346,7 +347,7 @@ def _judge(
     safe = None
     if event.kind != "argument" and set(reaches) <= gradients:
         safe = _safe_scale(program, arrays, scale)
-    op = next((op for op in program.plan.block.walk() if op.row == event.op), None)
+    op = None if event.op is None else program.ops[event.op]
     own = op is not None and any(is_half(v.aval) for v in (*op.ins, *op.outs))
     event = dataclasses.replace(
         event, reaches=reaches, loss_scale=scale, curable=safe is not None, safe_loss_scale=safe

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from mpjax import _jax
 from mpjax.autocast import call, trace
+from mpjax.graph import Op
 from mpjax.patterns import path_of
 from mpjax.plan import Plan
 from mpjax.policy import Policy
@@ -38,6 +40,15 @@ class Program:
     gradients: tuple[bool, ...]
     parameters: tuple[str, ...]
     plan: Plan
+
+    @functools.cached_property
+    def ops(self) -> list[Op]:
+        """The ops of the plan, by their numbers."""
+        return list(self.plan.block.walk())
+
+    def source(self, eqn: Any, op: int | None) -> str:
+        """Returns "file:line" of an equation, or of the op that it comes from."""
+        return _jax.source_line(eqn) or ("" if op is None else self.ops[op].source)
 
     @property
     def follows_gradient(self) -> bool:
