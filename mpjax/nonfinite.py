@@ -78,6 +78,7 @@ class NonfiniteReport:
         safe_loss_scale: The largest power of two at which the compiled program is finite, if so.
         advice: What to do.
         op: The number of the operation of the plan that this is, or is the backward pass of.
+        given: The arguments that were infinite when they were passed, and are so in its operands.
     """
 
     found: bool
@@ -98,6 +99,7 @@ class NonfiniteReport:
     safe_loss_scale: float | None = None
     advice: str = ""
     op: int | None = None
+    given: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return self.found
@@ -208,6 +210,7 @@ class Watched:
     array: Any
     bad: bool = False  # holds NaN or Inf
     origins: frozenset[int] = frozenset()  # the events; none of a given infinity
+    given: frozenset[str] = frozenset()  # the arguments whose infinities it holds
     path: str = ""  # of the parameter or argument that it is
 
 
@@ -225,25 +228,26 @@ class _Finder:
         outs = run(eqn, arrays)
         carries = eqn.primitive.name in ops.CARRIES_PATH
         origins = frozenset().union(*(v.origins for v in ins if v.bad))
-        given = any(v.bad for v in ins)
+        given = frozenset().union(*(v.given for v in ins if v.bad))
+        infinite = any(v.bad for v in ins)
         paths = [v.path for v in ins if v.path in self.parameters]
         if paths:
             self._read.setdefault(_jax.line_key(eqn), []).extend(paths)
         results = []
-        for out in outs:
+        for index, out in enumerate(outs):
             nans, infs = _count(out)
             blame = origins
-            if not origins and (nans or (infs and not given)):
-                blame = frozenset({self._event(eqn, ins, arrays, out, place)})
+            made = nans or (infs and (not infinite or _is_new(eqn, arrays, out)))
+            if made and not origins:
+                blame = frozenset({self._event(eqn, ins, arrays, index, out, given, place)})
             path = ins[0].path if carries and ins else ""
-            results.append(Watched(out, bool(nans or infs), blame, path))
+            results.append(Watched(out, bool(nans or infs), blame, given, path))
         return results
 
-    def _event(self, eqn, ins, arrays, out, place) -> int:
+    def _event(self, eqn, ins, arrays, index, out, given, place) -> int:
         wide = run_in_float32(eqn, arrays) if _touches_half(eqn) else None
-        index = [v.aval.shape for v in eqn.outvars].index(out.shape)
         in_float32 = None if wide is None else wide[index]
-        finite = in_float32 is not None and not any(_count(in_float32))
+        finite = in_float32 is not None and sum(_count(in_float32)) < sum(_count(out))
         nans, _ = _count(out)
         paths = [v.path for v in ins if v.path in self.parameters]
         paths = paths or self._read.get(_jax.line_key(eqn), []) or [v.path for v in ins if v.path]
@@ -259,6 +263,7 @@ class _Finder:
                 path=", ".join(dict.fromkeys(paths)),
                 loops=place.loops,
                 op=place.op,
+                given=tuple(sorted(given)),
                 inputs=tuple(_range(v.array, v.path) for v in ins if _is_number(v.array)),
                 result=_range(out, ""),
                 largest=_largest(in_float32) if finite else None,
@@ -269,10 +274,11 @@ class _Finder:
     def argument(self, array: Any, path: str) -> Watched:
         nans, infs = _count(array)
         if not nans:
-            return Watched(array, bool(infs), frozenset(), path)
+            given = frozenset({path} if infs else ())
+            return Watched(array, bool(infs), given=given, path=path)
         held = _range(array, "")
         self.events.append(NonfiniteReport(True, "argument", "NaN", path=path, result=held))
-        return Watched(array, True, frozenset({len(self.events) - 1}), path)
+        return Watched(array, True, frozenset({len(self.events) - 1}), path=path)
 
     def constant(self, array: Any) -> Watched:
         return Watched(array, any(_count(array)))
@@ -287,7 +293,8 @@ class _Finder:
     def stack(self, values: Sequence[Watched]) -> Watched:
         bad = any(v.bad for v in values)
         origins = frozenset().union(*(v.origins for v in values if v.bad))
-        return Watched(jnp.stack([v.array for v in values]), bad, origins, values[0].path)
+        given = frozenset().union(*(v.given for v in values if v.bad))
+        return Watched(jnp.stack([v.array for v in values]), bad, origins, given, values[0].path)
 
 
 def _search(program: Program, arrays: list[jax.Array], scale: float) -> NonfiniteReport:
@@ -298,14 +305,20 @@ def _search(program: Program, arrays: list[jax.Array], scale: float) -> Nonfinit
         for x, path in zip([*arrays, jnp.float32(scale)], paths, strict=True)
     ]
     results = interpret(program.jaxpr, args, finder)
-    bad = [(name, v) for name, v in zip(program.results, results, strict=True) if v.bad]
+    # An infinity that the program itself writes, and returns, is meant.
+    bad = [
+        (name, v)
+        for name, v in zip(program.results, results, strict=True)
+        if v.bad and (v.origins or v.given)
+    ]
     reaches = tuple(name for name, _ in bad)
     if not bad:
-        return _in_compiled_alone(program, arrays, scale)
+        meant = {name for name, v in zip(program.results, results, strict=True) if v.bad}
+        return _in_compiled_alone(program, arrays, scale, meant)
     guilty = frozenset().union(*(v.origins for _, v in bad))
     if not guilty:  # an infinity that was given, and handed through
-        path = next((v.path for _, v in bad if v.path), reaches[0])
-        event = NonfiniteReport(True, "argument", "Inf", path=path)
+        paths = sorted(frozenset().union(*(v.given for _, v in bad)))
+        event = NonfiniteReport(True, "argument", "Inf", path=", ".join(paths))
     else:
         # A pole, such as log(0), is often masked out again; an overflow or a NaN never is.
         event = finder.events[min(guilty, key=lambda i: (_is_pole(finder.events[i]), i))]
@@ -316,9 +329,12 @@ def _is_pole(event: NonfiniteReport) -> bool:
     return event.kind == "undefined" and event.made == "Inf"
 
 
-def _in_compiled_alone(program: Program, arrays: list[jax.Array], scale: float) -> NonfiniteReport:
+def _in_compiled_alone(
+    program: Program, arrays: list[jax.Array], scale: float, meant: set[str]
+) -> NonfiniteReport:
     outs = _compiled(program)(*arrays, jnp.float32(scale))
-    reaches = tuple(n for n, out in zip(program.results, outs, strict=True) if any(_count(out)))
+    pairs = zip(program.results, outs, strict=True)
+    reaches = tuple(name for name, out in pairs if name not in meant and any(_count(out)))
     what = "loss and gradients are" if program.follows_gradient else "every result is"
     if not reaches:
         return NonfiniteReport(False, loss_scale=scale, advice=f"Nothing found: {what} finite.")
@@ -356,12 +372,13 @@ def _judge(
 
 
 def _safe_scale(program: Program, arrays: list[jax.Array], scale: float) -> float | None:
-    """Returns the largest power of two below the scale at which every result is finite."""
+    """Returns the largest power of two below the scale at which every gradient is finite."""
     compiled = _compiled(program)
 
     def finite(exponent: int) -> bool:
         outs = compiled(*arrays, jnp.float32(2.0**exponent))
-        return not any(any(_count(out)) for out in outs)
+        pairs = zip(outs, program.gradients, strict=True)
+        return not any(any(_count(out)) for out, is_gradient in pairs if is_gradient)
 
     high = math.ceil(math.log2(scale))
     low = min(0, high - 1)
@@ -398,9 +415,8 @@ def _advice(event: NonfiniteReport, gradients: set[str], own: bool):
         yield f"No loss scale cures it: gradients are not finite at 2^{LEAST_EXPONENT} either."
     elif gradients:
         yield "The loss scale cannot cure it: it is made before the backward pass begins."
-    given = [r for r in event.inputs if r.infs or r.nans]
-    if given:
-        names = ", ".join(r.path for r in given if r.path) or "an operand"
+    if any(r.infs for r in event.inputs):
+        names = ", ".join(event.given) or "an operand"
         yield (
             f"{names} was infinite by then, as given, which is right in a mask alone: a row that "
             "is masked whole gives inf - inf = NaN. Use a large finite number such as -1e9, or "
@@ -503,7 +519,20 @@ def _range(x: Any, path: str) -> Range:
 
 
 def _largest(x: Any) -> float:
-    return float(jnp.max(jnp.abs(x)))
+    return float(jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0)))
+
+
+def _is_new(eqn: Any, arrays: Sequence[Any], out: Any) -> bool:
+    """Tells whether an elementwise operation made infinities where its operands have none."""
+    if eqn.primitive.name not in ops.ELEMENTWISE | ops.FULL | {"convert_element_type"}:
+        return False
+    same = [x for x in arrays if np.shape(x) == out.shape and _is_number(x)]
+    if len(same) + sum(np.ndim(x) == 0 for x in arrays) < len(arrays):
+        return False
+    fresh = jnp.isinf(out)
+    for x in same:
+        fresh &= jnp.isfinite(x)
+    return bool(same) and bool(jnp.any(fresh))
 
 
 def _touches_half(eqn: Any) -> bool:

@@ -172,6 +172,23 @@ class TestForward:
         report = find_nonfinite(loss)(jnp.full(4, 2.0), jnp.ones(4))
         assert (report.source, report.kind) == (line_of("later"), "overflow")
 
+    def test_an_overflow_beside_a_mask_is_seen(self):
+        def loss(w, x):
+            scores = jnp.where(jnp.tri(3, dtype=bool), x * w, -jnp.inf).astype(jnp.float16)
+            scores = scores * jnp.float16(60000)  # beside the mask
+            return jnp.sum(jax.nn.softmax(scores.astype(jnp.float32)) ** 2)
+
+        report = find_nonfinite(loss)(jnp.float32(2), jnp.ones((3, 3)))
+        assert (report.source, report.kind) == (line_of("beside the mask"), "overflow")
+
+    def test_infinities_that_are_returned_on_purpose(self):
+        def fun(x, mask):
+            return jnp.where(mask, x, -jnp.inf), jnp.max(x, initial=-jnp.inf)
+
+        assert not find_nonfinite(fun)(jnp.ones(3), jnp.array([True, False, True]))
+        report = find_nonfinite(lambda x: x * 2.0 + 1, argnums=None)(jnp.full(2, jnp.inf))
+        assert (report.kind, report.path) == ("argument", "x")
+
     def test_a_row_that_is_masked_whole(self):
         def loss(w, mask):
             return jnp.sum(jax.nn.softmax(jnp.where(mask, w, -jnp.inf), axis=-1))
