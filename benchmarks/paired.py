@@ -75,6 +75,12 @@ def report(found: dict[str, Any], out: Path, **settings: Any) -> None:
             low, high = ratio["quartiles"]
             table.add_row(name, f"{ratio['median']:.3f}", f"{low:.3f} to {high:.3f}")
         console.print(table)
+    save(out, {**settings, "models": found})
+    console.print(f"Written to {out}", soft_wrap=True)
+
+
+def save(out: Path, figures: dict[str, Any]) -> None:
+    """Writes figures with the machine that they were measured on."""
     machine = {
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
@@ -82,5 +88,4 @@ def report(found: dict[str, Any], out: Path, **settings: Any) -> None:
         "cpu_cores": os.cpu_count(),
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({**settings, **machine, "models": found}, indent=1) + "\n")
-    console.print(f"Written to {out}", soft_wrap=True)
+    out.write_text(json.dumps({**machine, **figures}, indent=1) + "\n")

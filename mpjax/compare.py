@@ -441,33 +441,56 @@ _STATS = ("error", "new", "inherited", "underflow", "overflow", "low", "high")
 
 @jax.jit
 def _stats(got, own, shadow):
-    """Returns `_STATS` of a result, of float32 on its operands, and of its shadow."""
+    """Returns `_STATS` of a result, of float32 on its operands, and of its shadow, in one pass."""
     wide = jnp.promote_types(shadow.dtype, jnp.float32)
-    got, own, shadow = (x.astype(wide) for x in (got, own, shadow))
+    rows = (-1, shadow.shape[-1] if shadow.ndim else 1)  # sums of sums lose less
+    got, own, shadow = (x.astype(wide).reshape(rows) for x in (got, own, shadow))
     sizes = jnp.abs(shadow)
-    lost = jnp.mean((got == 0) & (own != 0), dtype=jnp.float32)
-    broken = jnp.mean(~jnp.isfinite(got) & jnp.isfinite(own), dtype=jnp.float32)
-    low = jnp.min(jnp.where((sizes > 0) & jnp.isfinite(sizes), sizes, jnp.inf))
+    largest = jnp.max(jnp.where(jnp.isfinite(shadow), sizes, 0))
+    unit = jnp.maximum(largest, jnp.finfo(wide).tiny)  # squares neither overflow nor vanish
+
+    def squares(x):
+        return jnp.square(x / unit)
+
+    def distance(x, y):
+        # Where both are the same infinity, as in a mask, there is no error.
+        return squares(jnp.where(x == y, 0, x - y))
+
+    sums = (
+        distance(got, shadow),
+        distance(got, own),
+        distance(own, shadow),
+        squares(jnp.where(jnp.isfinite(shadow), shadow, 0)),
+        squares(jnp.where(jnp.isfinite(own), own, 0)),
+        ((got == 0) & (own != 0)).astype(wide),
+        (~jnp.isfinite(got) & jnp.isfinite(own)).astype(wide),
+    )
+    low = jnp.where((sizes > 0) & jnp.isfinite(sizes), sizes, jnp.inf)
+    zero, infinite = jnp.zeros((), wide), jnp.full((), jnp.inf, wide)
+    *sums, low = jax.lax.reduce(
+        (*sums, low),
+        (*[zero] * len(sums), infinite),
+        lambda a, b: (*map(jax.lax.add, a[:-1], b[:-1]), jax.lax.min(a[-1], b[-1])),
+        (1,),
+    )
+    total, new, inherited, wanted, of_own, lost, broken = map(jnp.sum, sums)
+    low = jnp.min(low)
     return jnp.stack(
         [
-            _distance(got, shadow),
-            _distance(got, own),
-            _distance(own, shadow),
-            lost,
-            broken,
+            _ratio(total, wanted),
+            _ratio(new, of_own),
+            _ratio(inherited, wanted),
+            lost / got.size,
+            broken / got.size,
             jnp.where(jnp.isinf(low), 0, low),
             jnp.max(sizes),
         ]
     )
 
 
-def _distance(got, wanted):
-    # Where both are the same infinity, as in a mask, there is no error.
-    difference = jnp.where(got == wanted, 0, jnp.abs(got - wanted))
-    finite = jnp.where(jnp.isfinite(wanted), wanted, 0)
-    unit = jnp.maximum(jnp.max(jnp.abs(finite)), jnp.finfo(finite.dtype).tiny)
-    size, error = jnp.linalg.norm(finite / unit), jnp.linalg.norm(difference / unit)
-    return jnp.where(error == 0, 0, jnp.where(jnp.isfinite(error), error / size, jnp.inf))
+def _ratio(error, size):
+    relative = jnp.where(jnp.isfinite(error), jnp.sqrt(error / size), jnp.inf)
+    return jnp.where(error == 0, 0, relative)
 
 
 @jax.jit

@@ -490,8 +490,15 @@ def _count(x: Any) -> tuple[int, int]:
     if isinstance(x, np.ndarray | np.generic):
         x = np.asarray(x, np.float64 if jnp.issubdtype(dtype, jnp.floating) else dtype)
         return int(np.isnan(x).sum()), int(np.isinf(x).sum())
+    if _all_finite(x):
+        return 0, 0
     nans, infs = np.asarray(_counts(x))
     return int(nans), int(infs)
+
+
+@jax.jit
+def _all_finite(x):
+    return jnp.all(jnp.isfinite(x))
 
 
 @jax.jit
