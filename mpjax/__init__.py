@@ -26,6 +26,7 @@ from mpjax.policy import Policy, get_policy
 from mpjax.precision import full_precision, precision
 from mpjax.train_step import TrainState, TrainStep, build_train_step, raise_if_diverged
 from mpjax.trees import all_finite, cast, select
+from mpjax.watch import Overflow, Underflow
 
 __version__ = "0.1.0"
 
@@ -40,11 +41,13 @@ __all__ = [
     "LossScaleAdvice",
     "MasterWeightsState",
     "NoOpLossScale",
+    "Overflow",
     "Policy",
     "SkipNonfiniteState",
     "StaticLossScale",
     "TrainState",
     "TrainStep",
+    "Underflow",
     "all_finite",
     "autocast",
     "build_train_step",
