@@ -40,6 +40,8 @@ ORDER = [
         "explain",
     ),
     *("loss_scale", "gradients", "optimizers", "train_step", "__init__"),
+    # The command line, which `import mpjax` does not import.
+    *("load", "doctor", "show", "tables", "options", "cli", "__main__"),
 ]
 
 
@@ -73,6 +75,7 @@ def test_internals_of_jax_are_reached_from_one_file():
 def test_importing_loads_no_optional_package():
     code = (
         "import sys, mpjax; heavy = {'flax', 'matplotlib', 'sklearn', 'orbax', 'equinox'};"
+        "heavy |= {'click', 'rich'};"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
