@@ -4,12 +4,14 @@ Exit codes: 0 if all is well; 1 for a finding that a script should stop at; 2 fo
 line, and for an error in the user's module or function.
 """
 
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+import jax
 
 import mpjax
 from mpjax import options, show, tables
@@ -151,6 +153,7 @@ def compile_(
       mpjax compile train:step --target v100,h100
       mpjax compile train:step --target v5e --policy mixed_bfloat16 --json
     """
+    _use_cpu()
     fun, args = load(target)
     fun = fun if policy is None else mpjax.autocast(fun, policy)
     found = [_compiled(name, fun, args) for name in devices]
@@ -235,6 +238,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 # ---- inside --------------------------------------------------------------------------------------
+
+
+def _use_cpu() -> None:
+    """Keeps JAX off accelerators, where nothing is run: off their memory, and off their plugins.
+
+    A plugin for hardware that is not there makes a long complaint.
+    """
+    if not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
 
 
 def _compiled(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def speed(dtype: np.dtype) -> Check:
             seconds.append(time.perf_counter() - start)
     ratio = statistics.median(b / a for a, b in zip(times[FLOAT32], times[dtype], strict=True))
     found = f"{ratio:.2f} times that of float32, timed side by side"
-    return Check(dtype.name, f"time of {size} x {size}", NOTE, found, ratio)
+    return Check(dtype.name, f"matmul time, {size} x {size}", NOTE, found, ratio)
 
 
 CHECKS = (matmul, training, overflow, subnormals, speed)

@@ -58,7 +58,7 @@ show_traceback = click.option(
 )
 
 
-def policy(default: str | None, text: str = "As for mpjax.get_policy.") -> Any:
+def policy(default: str | None, text: str = "A policy, as for mpjax.get_policy.") -> Any:
     """Returns the option ``--policy``."""
     return click.option(
         "--policy",

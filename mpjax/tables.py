@@ -25,13 +25,13 @@ COMPILED: dict[str, Callable[[Data], str]] = {
     "  shared by both": lambda d: size(d["alias_bytes"]),
     "  temporary": lambda d: size(d["temp_bytes"]),
     "  code": lambda d: size(d["code_bytes"]),
-    "GFLOP": lambda d: f"{d['flops'] / 1e9:,.1f}",
-    "  in matmuls": lambda d: f"{d['matmul_flops'] / 1e9:,.1f}",
-    "GB moved": lambda d: f"{d['bytes_accessed'] / 1e9:,.2f}",
-    "least time, ms": lambda d: f"{d['roofline_ms']:,.3f}",
+    "GFLOP": lambda d: _figure(d["flops"] / 1e9),
+    "  in matmuls": lambda d: _figure(d["matmul_flops"] / 1e9),
+    "GB moved": lambda d: _figure(d["bytes_accessed"] / 1e9),
+    "least time, ms": lambda d: _figure(d["roofline_ms"]),
     "  bound by": lambda d: d["bound"],
     "matmuls": lambda d: ", ".join(f"{n} {dtype}" for dtype, n in d["matmul_dtypes"].items()),
-    "  in disguise": lambda d: f"{sum(row['share'] for row in d['disguised']):.1%}",
+    "  wider than asked": lambda d: f"{sum(row['share'] for row in d['disguised']):.1%}",
 }
 
 # What the error of a row of `compare` may be called.
@@ -81,10 +81,13 @@ def compiled(found: Sequence[Data]) -> None:
     columns = {"": LEFT, **{each["target"]: RIGHT for each in found}}
     rows = [(name, *(_cell(figure, each) for each in found)) for name, figure in COMPILED.items()]
     table(columns, [("compiler", *(each["status"] for each in found)), *rows])
+    remarks: dict[str, list[str]] = {}
     for each in found:
-        lines = [each["error"]] if "error" in each else each.get("notes", ())
-        for line in lines:
-            click.echo(f"\n{each['target']}: {line}")
+        for line in [each["error"]] if "error" in each else each.get("notes", ()):
+            remarks.setdefault(line, []).append(each["target"])
+    click.echo()
+    for line, targets in remarks.items():
+        click.echo(f"{', '.join(targets)}: {line}")
 
 
 def compared(found: Data, rows: Sequence[Data], top: int) -> None:
@@ -125,6 +128,11 @@ def _cell(figure: Callable[[Data], str], found: Data) -> str:
         return figure(found)
     except KeyError:
         return "-"
+
+
+def _figure(value: float) -> str:
+    """Returns a number with at least three digits that mean something."""
+    return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"
 
 
 def _where(row: Row) -> str:
