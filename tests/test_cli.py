@@ -65,6 +65,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "imports.py").write_text("\nimport not_there\n")
     (tmp_path / "script.py").write_text("import sys\nsys.exit(2)\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # else compile sets it for this whole process
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
     for name in ("program", "syntax", "imports", "script"):
@@ -259,7 +260,7 @@ def test_compile_shows_targets_side_by_side(folder, compilers):
     assert rows["fits"] == ["yes", "yes"]
     assert rows["memory"] == ["3.0", "GiB"] * 2 and rows["code"] == ["2.0", "KiB"] * 2
     assert "3 bf16, 1 f32" in result.stdout and "25.0%" in result.stdout
-    assert "v100: datasheet peaks" in result.stdout
+    assert "v100, h100: datasheet peaks" in result.stdout
     assert "bf16" not in compilers[0][1]
 
 
@@ -301,6 +302,25 @@ def test_a_target_that_fails_does_not_lose_the_others(
 def test_a_function_that_cannot_be_traced_is_no_finding(folder, compilers):
     result = run("compile", "program:breaks", "--target", "v100")
     assert result.exit_code == 2 and f"program.py:{LINE_OF_BREAKS}" in result.stderr
+
+
+@pytest.mark.parametrize(("given", "updates"), [("", [("jax_platforms", "cpu")]), ("cuda", [])])
+def test_compile_keeps_off_accelerators_unless_told(folder, compilers, monkeypatch, given, updates):
+    found = []
+    monkeypatch.setenv("JAX_PLATFORMS", given)
+    monkeypatch.setattr(jax.config, "update", lambda *update: found.append(update))
+    run("compile", "program:lost", "--target", "v100")
+    assert found == updates
+
+
+@pytest.mark.skipif(not hasattr(mpjax, "compile_for"), reason="compile_for is not there yet")
+def test_the_real_compilers_report_what_the_table_shows(folder):
+    names = set(re.findall(r'd\["(\w+)"\]', Path(tables.__file__).read_text()))
+    fields = {field.name for field in dataclasses.fields(mpjax.CompileReport)}
+    names &= set(REPORT)
+    assert names and names <= fields | set(dir(mpjax.CompileReport))
+    result = run("compile", "program:loss", "--target", "v1000")
+    assert result.exit_code == 2 and "v1000" in result.stderr and "Legal are" in result.stderr
 
 
 # ---------------------------------------------------------------- compare
@@ -356,6 +376,18 @@ def test_compare_fails_a_script(folder, comparisons, errors, tolerance, code):
     assert result.exit_code == code, result.stderr
     assert len(as_json(result)["rows"]) == len(errors)
     assert ("the greatest error is" in result.stderr) == bool(code)
+
+
+@pytest.mark.skipif(not hasattr(mpjax, "compare"), reason="compare is not there yet")
+def test_compare_with_the_real_one(folder):
+    options = ("compare", "program:real", "--argnums", "0", "--json")
+    result = run(*options)
+    rows = as_json(result)["rows"]
+    assert result.exit_code == 0 and rows
+    assert any(name in rows[0] for name in tables.ERRORS), rows[0]
+    assert max(tables.error_of(row) for row in rows) > 0, "half precision without any error"
+    assert run(*options, "--tolerance", "1e-9").exit_code == 1
+    assert run("compare", "program:real").exit_code == 0
 
 
 # ---------------------------------------------------------------- doctor

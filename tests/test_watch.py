@@ -4,6 +4,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import optax
 import pytest
@@ -49,9 +50,9 @@ def problem(rng, trap_at=-1):
     return params, {"x": draw(8, 4), "trap": jnp.full(8, trap_at)}
 
 
-def build(policy="mixed_float16", loss_fn=loss_fn, **options):
+def build(policy="mixed_float16", loss_fn=loss_fn, optimizer=optax.adam, **options):
     options = {"report_overflow": True, "loss_scale": 8.0, **options}
-    init, step = mpjax.build_train_step(loss_fn, optax.adam(1e-3), policy, **options)
+    init, step = mpjax.build_train_step(loss_fn, optimizer(1e-3), policy, **options)
     return init, jax.jit(step, donate_argnums=0)
 
 
@@ -347,16 +348,25 @@ def mesh():
     return jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 
 
+def replicas(kind, step):
+    """Returns ``step`` over two replicas, each with its half of the batch."""
+    if kind == "pmap":
+        mapped = jax.pmap(step, axis_name="data", in_axes=(None, 0), out_axes=None)
+        halves = lambda x: x.reshape(2, -1, *x.shape[1:])  # noqa: E731
+        return lambda state, batch: mapped(state, jax.tree.map(halves, batch))
+    spec = PartitionSpec
+    specs = {"in_specs": (spec(), spec("data")), "out_specs": spec()}
+    return jax.jit(jax.shard_map(step, mesh=mesh(), **specs, check_vma=kind == "checked"))
+
+
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_replicas_agree(check_vma, accumulate_steps, rng):
+@pytest.mark.parametrize("kind", ["checked", "unchecked", "pmap"])
+def test_replicas_agree(kind, accumulate_steps, rng):
     """One replica overflows; the largest magnitude is the larger of the two."""
     params, batch = problem(rng)
     init, step = both(axis_name="data", accumulate_steps=accumulate_steps)
     _, whole = both()
-    spec = PartitionSpec
-    specs = {"in_specs": (spec(), spec("data")), "out_specs": spec(), "check_vma": check_vma}
-    mapped = jax.jit(jax.shard_map(step, mesh=mesh(), **specs))
+    mapped = replicas(kind, step)
     one_bad = {**batch, "trap": jnp.array([-1] * 4 + [2] * 4)}
     _, metrics = mapped(init(params), one_bad)
     assert metrics["overflow"].path.startswith("second/")
@@ -376,6 +386,29 @@ def test_sharded_arrays_under_plain_jit(rng):
     state = jax.device_put(init(params), NamedSharding(mesh(), PartitionSpec()))
     batch = jax.device_put(batch, NamedSharding(mesh(), PartitionSpec("data")))
     assert step(state, batch)[1]["overflow"].path.startswith("first/")
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2:bfloat16", "float32"])
+def test_under_strict_promotion_and_x64(policy, rng, strict_promotion, x64):
+    params, batch = problem(rng)
+
+    def simple(params, batch):
+        x = layer(params["first"], batch["x"].astype(params["first"]["kernel"].dtype))
+        return jnp.mean(x.astype(jnp.float32))
+
+    # Adam's own powers are not strict.
+    init, step = build(policy, simple, optax.sgd, report_underflow=True)
+    _, metrics = step(init(params), batch)
+    assert metrics["overflow"].path is None
+    assert {x.dtype.name for x in jax.tree.leaves(metrics["overflow"])} == {"int32", "float32"}
+    assert {x.dtype.name for x in jax.tree.leaves(metrics["underflow"])} == {"float32"}
+
+
+@pytest.mark.parametrize("scale", [jmp.NoOpLossScale(), jmp.StaticLossScale(jnp.float32(4)), 3.0])
+def test_any_loss_scale(scale):
+    init, step = build("float32", lambda p, b: jnp.sum(p["w"] * b), loss_scale=scale)
+    overflow = step(init({"w": jnp.zeros(2)}), jnp.array([2.0, -5.0]))[1]["overflow"]
+    assert float(overflow.largest) == 5 * float(overflow.loss_scale)
 
 
 # ---------------------------------------------------------------- logs and bad input
