@@ -131,14 +131,19 @@ def train(
     seed: int = 0,
     loss_scale: Any = "auto",
     progress: Callable[[int], Any] = lambda steps: None,
-    log: Callable[[int, Any], Any] = lambda step, metrics: None,
+    log: Callable[[int, Any], Any] | None = None,
 ) -> dict[str, Any]:
     """Trains from scratch and returns the held-out figure and the curves."""
     train_set, held_out = load()
     rng = np.random.default_rng(seed)
 
     init, step = mpjax.build_train_step(
-        loss_fn, make_optimizer(steps), policy, loss_scale=loss_scale
+        loss_fn,
+        make_optimizer(steps),
+        policy,
+        loss_scale=loss_scale,
+        report_overflow=log is not None,
+        report_underflow=log is not None,
     )
     state = init(initial(seed))
     # Compiled ahead, so that the step times hold no compilation.
@@ -149,7 +154,8 @@ def train(
         start = time.perf_counter()
         for index in chunk:
             state, metrics = compiled(state, sample(train_set, rng))
-            log(int(index), metrics)
+            if log is not None:
+                log(int(index), metrics)
             curves.append((metrics["loss"], metrics["loss_scale"]))  # stays on the device
         jax.block_until_ready(state)
         seconds.append((time.perf_counter() - start) / len(chunk))

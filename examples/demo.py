@@ -77,10 +77,12 @@ def train_all(
 
 
 @contextlib.contextmanager
-def writer(logdir: Path | None, example: str, run: str) -> Iterator[Callable[[int, Any], None]]:
-    """Yields what logs a run's metrics to TensorBoard as it goes, or to nowhere."""
+def writer(
+    logdir: Path | None, example: str, run: str
+) -> Iterator[Callable[[int, Any], None] | None]:
+    """Yields what logs a run's metrics to TensorBoard as it goes, or None."""
     if logdir is None:
-        yield lambda step, metrics: None
+        yield None
         return
     from tensorboardX import SummaryWriter
 

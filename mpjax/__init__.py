@@ -29,6 +29,7 @@ from mpjax.precision import full_precision, precision
 from mpjax.train_step import TrainState, TrainStep, build_train_step, raise_if_diverged
 from mpjax.trees import all_finite, cast, select
 from mpjax.tune import Tuning, tune
+from mpjax.watch import Overflow, Underflow
 
 __version__ = "0.1.0"
 
@@ -45,12 +46,14 @@ __all__ = [
     "MasterWeightsState",
     "NoOpLossScale",
     "NonfiniteReport",
+    "Overflow",
     "Policy",
     "SkipNonfiniteState",
     "StaticLossScale",
     "TrainState",
     "TrainStep",
     "Tuning",
+    "Underflow",
     "all_finite",
     "autocast",
     "build_train_step",

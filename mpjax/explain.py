@@ -91,7 +91,8 @@ class CastReport:
             or "left as written" in row.reason
         ]
 
-    def __str__(self) -> str:
+    def summary(self) -> list[str]:
+        """Returns the report's totals as lines of text."""
         lines = [
             f"{self.half_flops:.1%} of matmul FLOPs in half; "
             f"{self.casts} casts inserted, moving {_size(self.cast_bytes)}"
@@ -101,6 +102,10 @@ class CastReport:
                 f"stored for the backward pass: {_size(self.stored_before)} as written, "
                 f"{_size(self.stored_after)} under the plan"
             )
+        return lines
+
+    def __str__(self) -> str:
+        lines = self.summary()
         table = self.calls()
         lines += ["", f"{'op':<28}{'f16':>7}{'bf16':>7}{'f32':>7}{'other':>7}"]
         for name in sorted(table):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import jmp
 
+from mpjax import _jax
 from mpjax.dtypes import FLOAT16
 from mpjax.loss_scale import LossScale, NoOpLossScale, has_protocol
 from mpjax.trees import all_finite, widen
@@ -57,6 +58,44 @@ def scaled_value_and_grad(
             f"loss_scale={loss_scale!r} must be a loss scale, such as mpjax.DynamicLossScale() or "
             "mpjax.StaticLossScale(128.0): an instance, which the caller keeps and adjusts."
         )
+    differentiated = jax.value_and_grad(_scaled(fun, loss_scale, has_aux), argnums, has_aux=True)
+
+    def value_and_grad(*args, **kwargs):
+        (_, (loss, aux)), grads = differentiated(*args, **kwargs)
+        grads = loss_scale.unscale(widen(grads))
+        return ((loss, aux) if has_aux else loss), grads, all_finite(grads)
+
+    return value_and_grad
+
+
+def observed_value_and_grad(
+    fun: Callable[..., Any], loss_scale: LossScale, observe: Callable[[Any, Any], Any]
+) -> Callable[..., tuple[Any, Any, Any]]:
+    """As `scaled_value_and_grad` with an aux, but the third result is what ``observe`` returns.
+
+    ``observe(grads, program)`` is called while tracing, with the gradients by the first argument as
+    they leave the backward pass, scaled, and a function that returns that pass as a jaxpr.
+    """
+
+    scaled = _scaled(fun, loss_scale, has_aux=True)
+
+    def value_and_grad(params, *args):
+        run = lambda params: scaled(params, *args)  # noqa: E731
+        scaled_loss, backward, (loss, aux) = jax.vjp(run, params, has_aux=True)
+        one = jnp.ones_like(scaled_loss)
+        (grads,) = backward(one)
+
+        def program():
+            jaxpr = jax.make_jaxpr(lambda backward, one: backward(one))(backward, one)
+            return _jax.open_jaxpr(jaxpr)[0]
+
+        return (loss, aux), loss_scale.unscale(widen(grads)), observe(grads, program)
+
+    return value_and_grad
+
+
+def _scaled(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -> Callable[..., Any]:
+    """Returns ``fun`` with its loss scaled: ``(scaled_loss, (loss, aux))``."""
 
     def scaled(*args, **kwargs):
         out = fun(*args, **kwargs)
@@ -73,14 +112,7 @@ def scaled_value_and_grad(
         # Widened here too: jmp's scales multiply in the dtype of the loss.
         return loss_scale.scale(widen(jnp.asarray(loss))), (loss, aux)
 
-    differentiated = jax.value_and_grad(scaled, argnums, has_aux=True)
-
-    def value_and_grad(*args, **kwargs):
-        (_, (loss, aux)), grads = differentiated(*args, **kwargs)
-        grads = loss_scale.unscale(widen(grads))
-        return ((loss, aux) if has_aux else loss), grads, all_finite(grads)
-
-    return value_and_grad
+    return scaled
 
 
 def _warn_at(fun: Callable[..., Any], message: str) -> None:

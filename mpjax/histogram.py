@@ -67,9 +67,13 @@ class GradientHistogram:
             ValueError: If an argument is not legal.
         """
         limits, shift = _limits(dtype), _log2(scale)
-        numbers = self.numbers()
-        named = [*zip(self.paths, numbers, strict=True)]
-        return [_row(path, each, limits, shift) for path, each in (*named, ("all", numbers.sum(0)))]
+        named = zip(self.paths, self.numbers(), strict=True)
+        rows = [_row(path, each, limits, shift) for path, each in named]
+        return [*rows, self.total(dtype, scale)]
+
+    def total(self, dtype: DTypeLike = "float16", scale: float = 1.0) -> "HistogramRow":
+        """Returns the `HistogramRow` of all parameters together, the last one of `rows`."""
+        return _row("all", self.numbers().sum(0), _limits(dtype), _log2(scale))
 
     def to_dict(self, dtype: DTypeLike = "float16", scale: float = 1.0) -> dict[str, Any]:
         """Returns the rows as plain data, ready for JSON, and the counts of the bins in use."""
@@ -218,7 +222,7 @@ def recommend_loss_scale(
     if not headroom >= 1:
         raise ValueError(f"headroom={headroom!r} must be a number, 1 or more.")
     limits = _limits(dtype)
-    whole = histogram.rows(dtype)[-1]
+    whole = histogram.total(dtype)
     if whole.largest is None:
         raise ValueError(f"{EMPTY}: nothing to scale.")
     name = canonical(dtype, "dtype").name
@@ -231,7 +235,7 @@ def recommend_loss_scale(
     if whole.smallest is not None and whole.smallest >= limits.flush and power >= 0:
         reasons.append(f"No gradient is lost in {name} even without a scale: 1 would do.")
     scale = 2.0 ** max(-126, min(power, 126))
-    scaled = histogram.rows(dtype, scale)[-1]
+    scaled = histogram.total(dtype, scale)
     reasons.append(
         f"{name} turns {whole.flushed:.2%} of the entries into zero without a scale, "
         f"{scaled.flushed:.2%} with this one."

@@ -1,21 +1,32 @@
 """Metrics to TensorBoard and JSON lines, without ever making a step wait."""
 
 import collections
+import dataclasses
+import functools
 import json
 import math
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from mpjax.dtypes import HALVES
+from mpjax.histogram import GradientHistogram
 from mpjax.patterns import path_of
+from mpjax.watch import Overflow, Underflow
 
 # What each writer has been given and has not been handed yet, because the device still computes it.
 _WAITING: "weakref.WeakKeyDictionary[Any, collections.deque]" = weakref.WeakKeyDictionary()
 
 SCALARS = (bool, int, float, np.generic, np.ndarray, jax.Array)
+REPORTS = (GradientHistogram, Overflow, Underflow)
+
+# What TensorBoard's writers call the method for numbers, and the one for text.
+METHODS = {"add_scalar": "add_text", "scalar": "text"}
 
 
 class JsonLines:
@@ -42,9 +53,11 @@ class JsonLines:
         self.path = Path(path)
         self.path.touch()  # a path that cannot be written is told now
 
-    def add(self, step: int, scalars: dict[str, float]) -> None:
+    def add(self, step: int, values: dict[str, float | str]) -> None:
         """Adds a line. JSON has no NaN and Infinity: they are written as strings."""
-        values = {k: v if math.isfinite(v) else str(v) for k, v in scalars.items()}
+        values = {
+            k: v if isinstance(v, str) or math.isfinite(v) else str(v) for k, v in values.items()
+        }
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
 
@@ -65,7 +78,9 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
             ``flax.metrics.tensorboard.SummaryWriter`` (anything with ``scalar``).
         step: The number of the step, on the host: ``int(state.step)`` would wait.
         metrics: What a training step returned, or any pytree; scalars are logged under their
-            paths ("aux/accuracy"), other leaves are left out.
+            paths ("aux/accuracy"), an `Overflow` and an `Underflow` by their fields, a
+            `GradientHistogram` by the shares of all entries that each half dtype would lose at
+            ``metrics["loss_scale"]``; other leaves are left out.
 
     Returns:
         None.
@@ -84,18 +99,22 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
             f"step={step!r} must be a Python integer: the loop's own counter. Reading it from the "
             "state would wait for the device."
         )
-    scalars = {}
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(metrics):
-        if isinstance(leaf, jax.core.Tracer):
+    values = {}
+    is_report = lambda leaf: isinstance(leaf, REPORTS)  # noqa: E731
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(metrics, is_leaf=is_report):
+        if any(isinstance(array, jax.core.Tracer) for array in jax.tree.leaves(leaf)):
             raise TypeError(
                 f"metrics[{path_of(keys)!r}] is being traced. Call log_metrics outside of jit, "
                 "with what the jitted step returned."
             )
-        if isinstance(leaf, SCALARS) and np.ndim(leaf) == 0 and _is_real(leaf):
-            scalars[path_of(keys)] = leaf
+        if _is_loggable(leaf):
+            values[path_of(keys)] = leaf
+    # Histograms are carried from step to step, so the next one may donate their counts.
+    copy = lambda leaf: jax.tree.map(jnp.copy, leaf) if _is_histogram(leaf) else leaf  # noqa: E731
+    values = {name: copy(leaf) for name, leaf in values.items()}
     waiting = _WAITING.setdefault(writer, collections.deque())
-    waiting.append((int(step), scalars))
-    while waiting and all(_is_ready(leaf) for leaf in waiting[0][1].values()):
+    waiting.append((int(step), values))
+    while waiting and all(map(_is_ready, jax.tree.leaves(waiting[0][1]))):
         _write(writer, *waiting.popleft())
 
 
@@ -126,27 +145,71 @@ def flush_metrics(writer: Any) -> None:
         flush()
 
 
-def _write(writer: Any, step: int, scalars: dict[str, Any]) -> None:
-    values = {name: _plain(leaf) for name, leaf in scalars.items()}
-    if hasattr(writer, "add_scalar"):
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
-    elif hasattr(writer, "scalar"):
-        for name, value in values.items():
-            writer.scalar(name, value, step)
-    else:
+def _write(writer: Any, step: int, metrics: dict[str, Any]) -> None:
+    scale = _power_of_two(metrics.get("loss_scale", 1.0))
+    values = {
+        "/".join(filter(None, (name, part))): value
+        for name, leaf in metrics.items()
+        for part, value in _parts(leaf, scale)
+    }
+    found = [method for method in METHODS if hasattr(writer, method)]
+    if not found:
         writer.add(step, values)
+        return
+    for name, value in values.items():
+        write = getattr(writer, METHODS[found[0]] if isinstance(value, str) else found[0], None)
+        if write is not None:
+            write(name, value, step)
 
 
-def _plain(leaf: Any) -> float | int:
+@functools.singledispatch
+def _parts(leaf: Any, scale: float) -> Iterator[tuple[str, float | str]]:
+    """Yields what is logged of a leaf: names below its own, and plain values."""
     value = np.asarray(leaf)
-    return int(value) if value.dtype.kind in "biu" else float(value)
+    yield "", int(value) if value.dtype.kind in "biu" else float(value)
 
 
-def _is_real(leaf: Any) -> bool:
-    dtype = jax.numpy.result_type(leaf)
-    real = (jax.numpy.floating, jax.numpy.integer, np.bool_)
-    return any(jax.numpy.issubdtype(dtype, kind) for kind in real)
+@_parts.register
+def _(leaf: Overflow, scale: float) -> Iterator[tuple[str, float | str]]:
+    yield "index", int(leaf.index)
+    found = {name: value for name, value in leaf.to_dict().items() if value is not None}
+    yield from found.items()
+
+
+@_parts.register
+def _(leaf: Underflow, scale: float) -> Iterator[tuple[str, float | str]]:
+    yield from ((name, value) for name, value in leaf.to_dict().items() if name != "dtype")
+
+
+@_parts.register
+def _(leaf: GradientHistogram, scale: float) -> Iterator[tuple[str, float | str]]:
+    for dtype in HALVES:
+        row = dataclasses.asdict(leaf.total(dtype, scale))
+        yield from ((name, row[name]) for name in ("zeros", "nonfinite"))
+        lost = ("flushed", "subnormal", "overflowed")
+        yield from ((f"{dtype.name}/{name}", row[name]) for name in lost)
+
+
+def _power_of_two(scale: Any) -> float:
+    """Returns the power of two at or below a scale, for the bins of a histogram."""
+    value = float(scale)
+    usable = math.isfinite(value) and value > 0
+    return 2.0 ** (math.frexp(value)[1] - 1) if usable else 1.0
+
+
+def _is_histogram(leaf: Any) -> bool:
+    return isinstance(leaf, GradientHistogram)
+
+
+def _is_loggable(leaf: Any) -> bool:
+    if _is_histogram(leaf):
+        return np.ndim(leaf.counts) == 3
+    if isinstance(leaf, REPORTS):
+        return all(np.ndim(array) == 0 for array in jax.tree.leaves(leaf))
+    if not (isinstance(leaf, SCALARS) and np.ndim(leaf) == 0):
+        return False
+    dtype = jnp.result_type(leaf)
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, np.bool_))
 
 
 def _is_ready(leaf: Any) -> bool:

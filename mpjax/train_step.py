@@ -21,7 +21,7 @@ from mpjax.autocast import autocast
 from mpjax.devices import warn_if_unfit
 from mpjax.dtypes import FLOAT16, FLOAT32
 from mpjax.errors import DivergenceError
-from mpjax.gradients import scaled_value_and_grad
+from mpjax.gradients import observed_value_and_grad, scaled_value_and_grad
 from mpjax.loss_scale import LossScale, resolve_loss_scale, whole_number
 from mpjax.optimizers import (
     apply_updates,
@@ -32,6 +32,7 @@ from mpjax.optimizers import (
 from mpjax.patterns import name_of, paths
 from mpjax.policy import Policy, get_policy
 from mpjax.trees import all_finite, cast, cast_like, is_array, select, widen
+from mpjax.watch import first_overflow, observer, underflow
 
 Metrics = dict[str, Any]
 
@@ -91,6 +92,8 @@ def build_train_step(
     has_aux: bool = False,
     accumulate_steps: int = 1,
     axis_name: str | tuple[str, ...] | None = None,
+    report_overflow: bool = False,
+    report_underflow: bool = False,
 ) -> TrainStep:
     """Builds a training step in mixed precision from a loss, an optimizer and a policy.
 
@@ -122,13 +125,18 @@ def build_train_step(
         axis_name: The mapped axis or axes (shard_map, pmap) to average gradients, loss and model
             state over. ``loss_fn`` then returns the mean over its own part of the batch; ``aux``
             stays each replica's own. Not needed under plain jit with sharded arrays.
+        report_overflow: Whether the metrics tell which parameter's gradient overflowed first:
+            ``metrics["overflow"]``, an `Overflow`.
+        report_underflow: Whether they tell which share of the gradients is too small for the
+            policy's half dtype (float16, if it has none): ``metrics["underflow"]``, an `Underflow`.
 
     Returns:
         A `TrainStep` of ``init`` and ``step``. ``init(params, model_state=None, rng=None)`` copies
         what it is given. ``step(state, batch)`` is made to be jitted:
         ``jax.jit(step, donate_argnums=0)``. Its metrics are device scalars: ``loss`` and
         ``grad_norm`` (float32, true values), ``grads_finite``, ``loss_finite``, ``loss_scale``
-        (for the next step), ``skipped_steps``, ``consecutive_skips``, and ``aux`` if there is one.
+        (for the next step), ``skipped_steps``, ``consecutive_skips``, and ``aux`` if there is one;
+        with the reports that were asked for.
 
     Raises:
         TypeError: If ``loss_fn`` or ``optimizer`` is not what it should be.
@@ -155,12 +163,20 @@ def build_train_step(
             "boundary. Add casting=op for casts operation by operation.",
             stacklevel=2,
         )
-    _check_arguments(loss_fn, has_aux, accumulate_steps)
+    flags = {
+        "has_aux": has_aux,
+        "report_overflow": report_overflow,
+        "report_underflow": report_underflow,
+    }
+    _check_arguments(loss_fn, flags, accumulate_steps)
     first_scale = resolve_loss_scale(loss_scale, scaling_needed=_computes_in_float16(policy))
     takes_value = _takes_value(as_optimizer(optimizer, "optimizer"))
     keep_masters = with_master_weights if policy.master_weights else in_full_precision
     optimizer = keep_masters(optimizer)
     forward = _forward(loss_fn, policy, has_aux)
+    observe = None
+    if report_overflow or report_underflow:
+        observe = observer(policy.compute_dtype, ordered=report_overflow)
 
     def init(params: Any, model_state: Any = None, rng: Any = None) -> TrainState:
         params = _owned(params, "params")
@@ -196,15 +212,27 @@ def build_train_step(
             if step_rng is not None:
                 step_rng = jax.random.fold_in(step_rng, jax.lax.axis_index(axis_name))
 
-        grad_fn = scaled_value_and_grad(forward, state.loss_scale, has_aux=True)
-        loss, model_state, aux, grads = _accumulate(
+        grad_fn = _gradients(forward, state.loss_scale, observe)
+        loss, model_state, aux, grads, seen = _accumulate(
             grad_fn, accumulate_steps, params, batch, model_state, step_rng
         )
         if axis_name is not None:
             loss, model_state, grads = _average((loss, model_state, grads), axis_name)
             model_state = cast_like(model_state, state.model_state)
+            if seen is not None:
+                reduce = (jax.lax.pmax, jax.lax.pmean)
+                seen = seen.over(*(functools.partial(f, axis_name=axis_name) for f in reduce))
 
         grads_finite, loss_finite = all_finite(grads), all_finite(loss)
+        reports: Metrics = {}
+        if report_overflow:
+            scale = state.loss_scale.loss_scale
+            reports["overflow"], grads_finite = first_overflow(
+                grads, seen, scale, paths(state.params)
+            )
+        if report_underflow:
+            sizes = [leaf.size for leaf in jax.tree.leaves(grads)]
+            reports["underflow"] = underflow(seen, sizes, policy.compute_dtype)
         finite = jnp.logical_and(grads_finite, loss_finite)
         extra_args = {"value": loss} if takes_value else {}
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **extra_args)
@@ -232,6 +260,7 @@ def build_train_step(
             "loss_scale": jnp.asarray(new.loss_scale.loss_scale, jnp.float32),
             "skipped_steps": new.skipped_steps,
             "consecutive_skips": new.consecutive_skips,
+            **reports,
         }
         return new, {**metrics, "aux": aux} if has_aux else metrics
 
@@ -329,6 +358,16 @@ def _cast_by_op(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., An
 _IN_PRECISION = {"boundary": _cast_at_boundary, "op": _cast_by_op}
 
 
+def _gradients(
+    forward: Callable[..., Any], loss_scale: LossScale, observe: Any
+) -> Callable[..., tuple[Any, Any, Any]]:
+    """Returns what gives ``(loss, (model_state, aux))``, gradients and what was seen of them."""
+    if observe is not None:
+        return observed_value_and_grad(forward, loss_scale, observe)
+    grad_fn = scaled_value_and_grad(forward, loss_scale, has_aux=True)
+    return lambda *args: (*grad_fn(*args)[:2], None)
+
+
 def _accumulate(
     grad_fn: Callable[..., Any],
     steps: int,
@@ -336,24 +375,30 @@ def _accumulate(
     batch: Any,
     model_state: Any,
     rng: jax.Array | None,
-) -> tuple[jax.Array, Any, Any, Any]:
-    """Returns mean loss, last model state, aux and mean gradients, in float32."""
+) -> tuple[jax.Array, Any, Any, Any, Any]:
+    """Returns mean loss, last model state, aux, mean gradients (float32) and what was seen."""
     if steps == 1:
-        (loss, (model_state, aux)), grads, _ = grad_fn(params, batch, model_state, rng)
-        return widen(loss), model_state, aux, grads
+        (loss, (model_state, aux)), grads, seen = grad_fn(params, batch, model_state, rng)
+        return widen(loss), model_state, aux, grads, seen
 
     def micro_step(carry, indexed):
         grad_sum, model_state = carry
         index, micro_batch = indexed
         micro_rng = None if rng is None else jax.random.fold_in(rng, index)
-        (loss, (model_state, aux)), grads, _ = grad_fn(params, micro_batch, model_state, micro_rng)
+        out = grad_fn(params, micro_batch, model_state, micro_rng)
+        (loss, (model_state, aux)), grads, seen = out
         grad_sum = jax.tree.map(jnp.add, grad_sum, grads)
-        return (grad_sum, model_state), (widen(loss), aux)
+        return (grad_sum, model_state), (widen(loss), aux, seen)
 
     zeros = jax.tree.map(jnp.zeros_like, widen(params))
     indexed = (jnp.arange(steps), _split_batch(batch, steps))
-    (grads, model_state), (losses, aux) = jax.lax.scan(micro_step, (zeros, model_state), indexed)
-    return jnp.mean(losses), model_state, aux, jax.tree.map(lambda g: g / steps, grads)
+    (grads, model_state), (losses, aux, seen) = jax.lax.scan(
+        micro_step, (zeros, model_state), indexed
+    )
+    if seen is not None:
+        seen = seen.over(lambda x: jnp.max(x, axis=0), lambda x: jnp.mean(x, axis=0))
+    grads = jax.tree.map(lambda g: g / steps, grads)
+    return jnp.mean(losses), model_state, aux, grads, seen
 
 
 def _localize(tree: Any, axis_name: Any) -> Any:
@@ -427,11 +472,12 @@ def _takes_value(optimizer: optax.GradientTransformationExtraArgs) -> bool:
     return any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _check_arguments(loss_fn: Any, has_aux: Any, accumulate_steps: Any) -> None:
+def _check_arguments(loss_fn: Any, flags: dict[str, Any], accumulate_steps: Any) -> None:
     if not callable(loss_fn):
         raise TypeError(f"loss_fn={loss_fn!r} must be a function loss_fn(params, batch) -> loss.")
-    if not isinstance(has_aux, bool):
-        raise ValueError(f"has_aux={has_aux!r} must be True or False.")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name}={flag!r} must be True or False.")
     if (whole_number(accumulate_steps) or 0) < 1:
         raise ValueError(
             f"accumulate_steps={accumulate_steps!r} must be a whole number, 1 or more."

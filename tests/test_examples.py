@@ -191,11 +191,13 @@ def scalars_of(folder):
     return found
 
 
-def test_the_demo_logs_scale_and_skips(tmp_path):
+def test_the_demo_logs_scale_skips_and_what_underflows(tmp_path):
     with demo.writer(tmp_path, "digits_cnn", "a run") as log:
         digits_cnn.train("mixed_float16", steps=3, log=log)
     found = scalars_of(tmp_path / "digits_cnn" / "a_run")
     assert found["loss_scale"] == [(0, 65536.0), (1, 65536.0), (2, 65536.0)]
     assert [step for step, _ in found["skipped_steps"]] == [0, 1, 2]
+    assert all(0 <= share < 1 for _, share in found["underflow/zeros"])
+    assert {"underflow/flushed", "underflow/subnormal", "overflow/largest"} <= found.keys()
     with demo.writer(None, "digits_cnn", "a run") as log:
-        log(0, {})
+        assert log is None

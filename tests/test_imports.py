@@ -16,9 +16,11 @@ ORDER = [
         "dtypes",
         "patterns",
         "trees",
+        "ops",
+        "order",
+        "watch",
         "histogram",
         "logs",
-        "ops",
         "policy",
         "devices",
     ),
@@ -39,6 +41,8 @@ ORDER = [
     ),
     *("loss_scale", "gradients", "optimizers", "train_step"),
     *("programs", "interpret", "nonfinite", "compare", "tune", "__init__"),
+    # The command line, which `import mpjax` does not import.
+    *("load", "doctor", "show", "tables", "options", "cli", "__main__"),
 ]
 
 
@@ -72,6 +76,7 @@ def test_internals_of_jax_are_reached_from_one_file():
 def test_importing_loads_no_optional_package():
     code = (
         "import sys, mpjax; heavy = {'flax', 'matplotlib', 'sklearn', 'orbax', 'equinox'};"
+        "heavy |= {'click', 'rich'};"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

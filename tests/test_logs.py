@@ -80,6 +80,48 @@ def test_tensorboardx(tmp_path):
     assert b"loss" in events.read_bytes()
 
 
+def test_a_histogram_is_logged_as_shares_at_the_loss_scale(tmp_path):
+    grads = {"w": jnp.array([0.0, 1e-9, 2.0**-30, 0.5]), "b": jnp.array([jnp.inf, 1.0, 1.0, 1.0])}
+    histogram = mpjax.gradient_histogram(grads)
+    with mpjax.JsonLines(tmp_path / "a.jsonl") as log:
+        mpjax.log_metrics(log, 0, {"loss_scale": jnp.float32(1024), "aux": {"g": histogram}})
+        mpjax.log_metrics(log, 1, {"loss_scale": jnp.float32(100_000.0), "aux": {"g": histogram}})
+        mpjax.log_metrics(log, 2, {"g": histogram, "loss_scale": jnp.inf})
+    first, second, third = lines(tmp_path / "a.jsonl")
+    assert first["aux/g/zeros"] == first["aux/g/nonfinite"] == 1 / 8
+    assert first["aux/g/float16/flushed"] == 0 and third["g/float16/flushed"] == 2 / 8
+    assert first["aux/g/float16/subnormal"] == 2 / 8 and first["aux/g/bfloat16/flushed"] == 0
+    assert second["aux/g/float16/overflowed"] == 3 / 8  # at 2**16, the power of two below
+
+
+def test_a_histogram_may_be_donated_after_it_was_logged(tmp_path, monkeypatch):
+    count = jax.jit(lambda g, h: mpjax.gradient_histogram(g, h), donate_argnums=1)
+    grads = jnp.array([1.0, 2.0])
+    histogram = mpjax.gradient_histogram(grads)
+    monkeypatch.setattr(logs, "_is_ready", lambda leaf: False)
+    with mpjax.JsonLines(tmp_path / "a.jsonl") as log:
+        for i in range(3):
+            mpjax.log_metrics(log, i, {"g": histogram})
+            histogram = count(grads, histogram)
+    assert [row["g/zeros"] for row in lines(tmp_path / "a.jsonl")] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("method", "text"), [("add_scalar", "add_text"), ("scalar", "text"), ("scalar", None)]
+)
+def test_the_path_of_an_overflow_is_text(method, text):
+    writer = Writer(method)
+    if text:
+        setattr(writer, text, lambda tag, value, step: writer.rows.append((tag, value, step)))
+    scalar = jnp.float32(2)
+    for index in (-1, 0):
+        report = mpjax.Overflow(jnp.int32(index), jnp.int32(-1), scalar, scalar, scalar, ("w",))
+        mpjax.log_metrics(writer, index, {"overflow": report})
+    found = [row for row in writer.rows if row[0] == "overflow/path"]
+    assert found == ([("overflow/path", "w", 0)] if text else [])
+    assert ("overflow/index", -1, -1) in writer.rows
+
+
 def test_nonfinite_values_are_json(tmp_path):
     with mpjax.JsonLines(tmp_path / "a.jsonl") as log:
         mpjax.log_metrics(log, 0, {"a": math.nan, "b": jnp.inf, "c": -jnp.inf})
