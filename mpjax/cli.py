@@ -81,7 +81,7 @@ def doctor(as_json: bool) -> None:
 @cli.command()
 @options.target
 @options.policy("mixed_bfloat16")
-@options.argnums
+@options.argnums(None)
 @options.has_aux
 @click.option(
     "--rows", type=click.IntRange(0), default=0, metavar="N", help="List the first N operations."
@@ -174,7 +174,7 @@ def compile_(
 @cli.command()
 @options.target
 @options.policy("mixed_bfloat16")
-@options.argnums
+@options.argnums(0)
 @options.has_aux
 @click.option(
     "--top",
@@ -188,7 +188,7 @@ def compile_(
     "--tolerance",
     type=click.FloatRange(0, min_open=True),
     metavar="ERROR",
-    help="Exit with 1 if any error is greater, or not a number.",
+    help="Exit with 1 if the error of the value or a gradient is greater, or not a number.",
 )
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture there."
@@ -206,30 +206,32 @@ def compare(
     as_json: bool,
     show_traceback: bool,
 ) -> None:
-    """Run a function in float32 and in half, and compare.
+    """Run a function in half and beside it in float32, and compare, operation by operation.
+
+    If it returns a scalar loss, its gradient is followed.
 
     \b
     Examples:
-      mpjax compare train:loss --policy mixed_float16 --argnums 0
+      mpjax compare train:loss --policy mixed_float16
       mpjax compare train:loss --tolerance 0.05 --plot errors.png
     """
     fun, args = load(target)
     _check_argnums(argnums, args)
     with running(f"comparing {target}"):
-        comparison = api.compare(fun, policy, argnums, has_aux)(*args)
-        if plot is not None:
-            api.plot_compare(comparison, plot)
-    found = comparison.to_dict()
-    rows = tables.worst_first(found["rows"])
+        comparison = mpjax.compare(fun, policy, argnums, has_aux)(*args)
+        if plot is not None and comparison.rows:
+            mpjax.plot_compare(comparison, plot)
     if as_json:
-        show.json_to_stdout({"target": target, "policy": str(policy), **found})
+        show.json_to_stdout({"target": target, "policy": str(policy), **comparison.to_dict()})
     else:
         click.echo(f"{target}: {policy} against float32")
-        tables.compared(found, rows, top)
+        tables.compared(comparison, top)
         if plot is not None:
             click.echo(f"\nWritten to {plot}")
-    if tolerance is not None and rows and not tables.error_of(rows[0]) <= tolerance:
-        _finding(f"the greatest error is {tables.error_of(rows[0]):.3g}, over {tolerance:g}")
+    results = comparison.worst_results()
+    if tolerance is not None and results and not results[0][1] <= tolerance:
+        name, error = results[0]
+        _finding(f"the error of the {name} is {error:.3g}, over {tolerance:g}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

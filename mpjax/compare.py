@@ -33,6 +33,9 @@ WRONG = 0.02
 # Of an array that is not finite where float32 is.
 BROKEN = 1e9
 
+# Of the table.
+COLUMNS = ("added", "error", "inherited", "underflow", "operation", "dtypes", "where")
+
 
 @dataclasses.dataclass(frozen=True)
 class CompareRow:
@@ -121,24 +124,31 @@ class Comparison:
             plain |= {"added": row.added, "blame": row.blame}
         return data
 
+    def worst_results(self) -> list[tuple[str, float]]:
+        """Returns the results by name with their errors, the worst first."""
+        return sorted(self.results.items(), key=lambda item: -_finite(item[1]))
+
+    def cells(self, count: int | None = 12) -> list[tuple[str, ...]]:
+        """Returns the worst rows as text, in the columns `COLUMNS`."""
+        return [_cells(row) for row in self.rows[:count]]
+
     def table(self, count: int | None = 12) -> str:
-        """Returns the worst rows as text."""
-        head = f"{'added':>8}{'error':>9}{'inherited':>10}{'underflow':>10}"
-        lines = [f"{head}  {'operation':<32}{'dtypes':<16}where"]
-        for row in self.rows[:count]:
-            numbers = f"{_percent(row.added):>8}{_percent(row.error):>9}"
-            numbers += f"{_percent(row.inherited):>10}{_percent(row.underflow, zero=''):>10}"
-            name = f"{row.primitive}{' (backward)' if row.backward else ''}"
-            place = [row.source, row.scope, row.path, *(f"{loop} {i}" for loop, i in row.iteration)]
-            note = ["zero in exact arithmetic"] if row.noise else []
-            where = "  ".join(filter(None, [*place, *note]))
-            lines.append(f"{numbers}  {name:<32}{row.dtypes:<16}{where}")
-        return "\n".join(lines)
+        """Returns the worst rows as one text."""
+        lines = [COLUMNS, *self.cells(count)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        numbers = 4  # the first columns, set to the right
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if i < numbers else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
 
     def __str__(self) -> str:
-        worst = sorted(self.results.items(), key=lambda item: -_finite(item[1]))
+        worst = self.worst_results()
         lines = ["error of the results, against float32:"]
-        lines += [f"{_percent(error):>8}  {name}" for name, error in worst[:5]]
+        lines += [f"{percent(error):>8}  {name}" for name, error in worst[:5]]
         if len(worst) > 5:
             lines.append(f"{'':>8}  and {len(worst) - 5} more")
         if self.diverged:
@@ -284,6 +294,20 @@ def _drawn(error: float, floor: float) -> float:
     return min(max(_finite(error), floor), INFINITE)
 
 
+def _cells(row: CompareRow) -> tuple[str, ...]:
+    place = [row.source, row.scope, row.path, *(f"{loop} {i}" for loop, i in row.iteration)]
+    note = ["zero in exact arithmetic"] if row.noise else []
+    return (
+        percent(row.added),
+        percent(row.error),
+        percent(row.inherited),
+        percent(row.underflow) if row.underflow else "",
+        f"{row.primitive}{' (backward)' if row.backward else ''}",
+        row.dtypes,
+        "  ".join(filter(None, [*place, *note])),
+    )
+
+
 # ---- the run ------------------------------------------------------------------------------------
 
 
@@ -329,6 +353,7 @@ class _Comparer:
         results = []
         for out, own, shadow in zip(outs, local, wanted, strict=True):
             own_line = place.op is not None or _jax.source_line(eqn)  # else it is our scaling
+            own_line = own_line and eqn.primitive.name != "cpu_barrier"
             if not (_is_float(out) and np.size(out) and own_line):
                 results.append(Shadowed(out, shadow, path=path))
                 continue
@@ -507,9 +532,10 @@ def _name(x: Any) -> str:
     return SPELLINGS[dtype][0] if dtype in SPELLINGS else str(dtype)
 
 
-def _percent(share: float, zero: str = "0") -> str:
+def percent(share: float) -> str:
+    """Returns a relative error as text."""
     if share == 0:
-        return zero
+        return "0"
     if not share < BROKEN:
         return "Inf"
     return f"{share:.0%}" if share >= 0.1 else f"{share:.2g}" if share < 1e-4 else f"{share:.2%}"

@@ -27,11 +27,13 @@ class _Parsed(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-def _numbers(text: str) -> int | tuple[int, ...]:
+def _numbers(text: str) -> int | tuple[int, ...] | None:
+    if text == "none":
+        return None
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"{text!r} must be whole numbers, such as 0 or 0,1.") from None
+        raise ValueError(f"{text!r} must be whole numbers, such as 0 or 0,1, or none.") from None
     return numbers[0] if len(numbers) == 1 else numbers
 
 
@@ -45,17 +47,23 @@ def _names(text: str) -> tuple[str, ...]:
 NAMES = _Parsed("names", _names)
 
 target = click.argument("target", metavar="TARGET")
-argnums = click.option(
-    "--argnums",
-    type=_Parsed("numbers", _numbers),
-    metavar="0[,1]",
-    help="With the gradients by these arguments; FUNCTION's fun then returns a scalar loss.",
-)
 has_aux = click.option("--has-aux", is_flag=True, help="That fun returns (loss, aux).")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else.")
 show_traceback = click.option(
     "--traceback", "show_traceback", is_flag=True, help="Show errors in your code whole."
 )
+
+
+def argnums(default: int | None) -> Any:
+    """Returns the option ``--argnums``."""
+    return click.option(
+        "--argnums",
+        type=_Parsed("numbers", _numbers),
+        default="none" if default is None else str(default),
+        show_default=True,
+        metavar="0[,1]",
+        help="With the gradients by these arguments, or none, of fun's scalar loss.",
+    )
 
 
 def policy(default: str | None, text: str = "A policy, as for mpjax.get_policy.") -> Any:

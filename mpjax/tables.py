@@ -1,7 +1,6 @@
 """What each command prints: which columns, which rows."""
 
 import collections
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import click
 
+from mpjax.compare import COLUMNS, Comparison, percent
 from mpjax.explain import CastReport, Row
 from mpjax.show import size, table
 
@@ -34,8 +34,8 @@ COMPILED: dict[str, Callable[[Data], str]] = {
     "  wider than asked": lambda d: f"{sum(row['share'] for row in d['disguised']):.1%}",
 }
 
-# What the error of a row of `compare` may be called.
-ERRORS = ("error", "relative_error", "max_relative_error")
+# So many results of `compare` are listed.
+SHOWN = 8
 
 
 def doctor(found: Data) -> None:
@@ -90,34 +90,19 @@ def compiled(found: Sequence[Data]) -> None:
         click.echo(f"{', '.join(targets)}: {line}")
 
 
-def compared(found: Data, rows: Sequence[Data], top: int) -> None:
-    """Prints the first rows of a comparison."""
-    for name, value in found.items():
-        if name != "rows" and not isinstance(value, dict | list | tuple):
-            click.echo(f"{name}: {value}")
-    if rows:
-        columns = {
-            name: RIGHT if isinstance(value, int | float) else LEFT
-            for name, value in rows[0].items()
-        }
-        table(columns, [[_short(row.get(name)) for name in columns] for row in rows[:top]])
-    if len(rows) > top:
-        click.echo(f"\n{len(rows) - top} more rows: --top {len(rows)} shows them.")
-
-
-def worst_first(rows: Sequence[Data]) -> list[Data]:
-    """Returns the rows of a comparison by their error; one that is not a number is the worst."""
-
-    def badness(row: Data) -> float:
-        error = error_of(row)
-        return math.inf if math.isnan(error) else error
-
-    return sorted(rows, key=badness, reverse=True)
-
-
-def error_of(row: Data) -> float:
-    """Returns the error of a row of a comparison."""
-    return float(next((row[name] for name in ERRORS if row.get(name) is not None), 0.0))
+def compared(comparison: Comparison, top: int) -> None:
+    """Prints the errors of the results, and the worst rows of a comparison."""
+    results = comparison.worst_results()
+    table({"error": RIGHT, "result": LEFT}, [(percent(e), name) for name, e in results[:SHOWN]])
+    if len(results) > SHOWN:
+        click.echo(f"and {len(results) - SHOWN} more")
+    for line in comparison.diverged:
+        click.echo(f"float32 would have gone another way at {line}")
+    columns = {name: RIGHT if i < 4 else LEFT for i, name in enumerate(COLUMNS)}
+    table(columns, comparison.cells(top), "Operations, the worst first:")
+    if len(comparison.rows) > top:
+        more = len(comparison.rows)
+        click.echo(f"\n{more - top} more rows: --top {more} shows them.")
 
 
 # ---- cells ---------------------------------------------------------------------------------------
@@ -146,7 +131,3 @@ def _relative(source: str) -> str:
     path = Path(file)
     inside = path.is_relative_to(os.getcwd())
     return f"{path.relative_to(os.getcwd()) if inside else path.name}:{line}"
-
-
-def _short(value: Any) -> Any:
-    return f"{value:.3g}" if isinstance(value, float) else value
