@@ -1,9 +1,10 @@
 """mpjax: functional mixed precision for JAX. See docs/architecture.md for the map."""
 
+from mpjax.aot import CompileReport, MatmulRow, compile_for
 from mpjax.autocast import autocast
 from mpjax.devices import DeviceFacts, DeviceReport, device_report, recommend_policy
 from mpjax.dtypes import half_dtype
-from mpjax.errors import DivergenceError
+from mpjax.errors import CompileError, DivergenceError, OutOfMemoryError
 from mpjax.explain import CastReport, explain
 from mpjax.gradients import scaled_value_and_grad
 from mpjax.histogram import (
@@ -13,6 +14,7 @@ from mpjax.histogram import (
     plot_gradient_histogram,
     recommend_loss_scale,
 )
+from mpjax.largest_batch import BatchTry, LargestBatch, largest_batch
 from mpjax.logs import JsonLines, flush_metrics, log_metrics
 from mpjax.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from mpjax.optimizers import (
@@ -30,16 +32,22 @@ from mpjax.trees import all_finite, cast, select
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchTry",
     "CastReport",
+    "CompileError",
+    "CompileReport",
     "DeviceFacts",
     "DeviceReport",
     "DivergenceError",
     "DynamicLossScale",
     "GradientHistogram",
     "JsonLines",
+    "LargestBatch",
     "LossScaleAdvice",
     "MasterWeightsState",
+    "MatmulRow",
     "NoOpLossScale",
+    "OutOfMemoryError",
     "Policy",
     "SkipNonfiniteState",
     "StaticLossScale",
@@ -49,6 +57,7 @@ __all__ = [
     "autocast",
     "build_train_step",
     "cast",
+    "compile_for",
     "device_report",
     "explain",
     "flush_metrics",
@@ -56,6 +65,7 @@ __all__ = [
     "get_policy",
     "gradient_histogram",
     "half_dtype",
+    "largest_batch",
     "log_metrics",
     "master_params",
     "plot_gradient_histogram",

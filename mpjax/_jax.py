@@ -13,10 +13,10 @@ from jax._src import linear_util as lu
 from jax._src.api_util import debug_info
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
-from jax._src.named_sharding import UnspecifiedValue
 from jax._src.lib import _jax as jaxlib_module
 from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir
+from jax._src.named_sharding import UnspecifiedValue
 from jax.extend.core import Literal, Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -457,7 +457,7 @@ def _compile_only_device(platform: str, topology: str, config: str) -> Any:
     from jax.experimental import topologies
 
     if platform == "tpu":
-        options = {"topology_name": topology, "chips_per_host_bounds": (1, 1, 1)}
+        options: dict[str, Any] = {"topology_name": topology, "chips_per_host_bounds": (1, 1, 1)}
     else:
         options = {"topology": topology, "target_config": config}
     return topologies.get_topology_desc(platform=platform, **options).devices[0]

@@ -1,8 +1,10 @@
 """Compiles for hardware that is not there: memory, matmul dtypes, FLOPs, bytes, a roofline."""
 
+import collections
 import contextlib
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +24,7 @@ AMPERE = TENSOR_CORES[BFLOAT16]  # from it on, tensor cores take float32 as TF32
 
 BOUND = (
     "A bound, not a forecast: datasheet peaks, no launch or cache miss, compute and memory "
-    "perfectly overlapped.."
+    "perfectly overlapped."
 )
 
 
@@ -323,9 +325,25 @@ def _may_round(matmul: hlo.Matmul) -> bool:
     return matmul.precision == "default" or (matmul.library and matmul.precision == "high")
 
 
-def _asked(asked: dict[str, set[str]], matmul: hlo.Matmul) -> str:
-    dtypes = asked.get(matmul.name, {matmul.operands})
-    return matmul.operands if matmul.operands in dtypes else min(dtypes, key=bits)
+def _asked(asked: dict[str, collections.Counter[str]], matmul: hlo.Matmul) -> str:
+    """Returns the dtype that the program asked a matmul's operands in, and takes it off the list.
+
+    A compiler may name a matmul after a neighbour that it merged with it: then after those of the
+    same scope.
+    """
+    dtypes = asked.get(matmul.name)
+    scope = matmul.name
+    while dtypes is None and scope:
+        scope = scope.rpartition("/")[0]
+        near = [found for name, found in asked.items() if name.startswith(scope)]
+        dtypes = sum(near, collections.Counter[str]()) if near else None
+    if not dtypes:
+        return matmul.operands
+    left = [dtype for dtype, count in dtypes.items() if count > 0] or list(dtypes)
+    dtype = matmul.operands if matmul.operands in left else min(left, key=bits)
+    if matmul.name in asked:
+        dtypes[dtype] -= 1
+    return dtype
 
 
 def _row(key: tuple[str, str, str], group: list[hlo.Matmul], total: float) -> MatmulRow:
@@ -356,8 +374,8 @@ def _notes(target: Target, costs: hlo.Costs, rows: list[MatmulRow]) -> Iterator[
         yield f"{target.device} has no bfloat16 units. Use float16 (policy='mixed_float16')."
     if costs.unknown_loops:
         yield (
-            f"{costs.unknown_loops} loops whose number of turns the program does not tell "
-            "(while_loop, or fori_loop with a traced bound) were counted once."
+            f"Loops whose number of turns the program does not tell: {costs.unknown_loops} "
+            "(while_loop, or fori_loop with a traced bound). Each was counted as one turn."
         )
     if costs.unknown_calls:
         yield f"FLOPs inside of {', '.join(costs.unknown_calls)} were not counted."
@@ -404,10 +422,10 @@ def _lowering_errors(target: Target) -> Iterator[None]:
                 "(jax.debug.print, pure_callback, io_callback), which needs a running device. "
                 "Leave the callbacks out."
             ) from error
-        if "not detected" in text or "not found for platform" in text:
+        if re.search(r"cudnn\b.*not (found|detected)", text, re.IGNORECASE):
             raise CompileError(
-                f"fun cannot be lowered for target={target.name!r}: {text} Part of it asks for a "
-                "library or a kernel by name; leave the choice to JAX (implementation=None)."
+                f"fun cannot be lowered for target={target.name!r}: {text} It asks for cuDNN by "
+                "name, which is not installed here; leave the choice to JAX (implementation=None)."
             ) from error
         raise
 

@@ -1,6 +1,5 @@
 """Starts the process that compiles for absent hardware, and words what its compilers refuse."""
 
-import base64
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -20,7 +19,16 @@ from mpjax.errors import CompileError, OutOfMemoryError
 from mpjax.targets import Target
 
 # What the child must not inherit: flags for other compilers, and settings that choose devices.
-DROPPED = ("XLA_", "LIBTPU_", "TPU_", "JAX_", "PJRT_", "CUDA_VISIBLE", "PYTHONWARN", "PYTHONINSPECT")
+DROPPED = (
+    "XLA_",
+    "LIBTPU_",
+    "TPU_",
+    "JAX_",
+    "PJRT_",
+    "CUDA_VISIBLE",
+    "PYTHONWARN",
+    "PYTHONINSPECT",
+)
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "CUDA_VISIBLE_DEVICES": "",
@@ -53,8 +61,8 @@ ADVICE = (
 class Compilers:
     """A process that compiles, one request after the other. Not shared between threads."""
 
-    def __init__(self, process: subprocess.Popen, connection: Any, log: Path):
-        self.process, self.connection, self.log = process, connection, log
+    def __init__(self, process: subprocess.Popen, connection: Any, folder: Path):
+        self.process, self.connection, self.folder = process, connection, folder
 
     def compile(self, target: Target, program: bytes, timeout: float) -> dict[str, Any]:
         """Returns what `_jax.compile_only` returns, from the child.
@@ -68,9 +76,10 @@ class Compilers:
             "platform": target.platform,
             "topology": target.topology,
             "config": target.config,
-            "program": base64.b64encode(program).decode(),
+            "program": str(self.folder / "program"),
             "timeout": timeout,
         }
+        (self.folder / "program").write_bytes(program)
         try:
             self.connection.send_bytes(json.dumps(request).encode())
             if not self.connection.poll(timeout):
@@ -94,7 +103,8 @@ class Compilers:
             ending = signal.Signals(-code).name
             if code == -signal.SIGKILL:
                 ending += ", as when the machine runs out of memory"
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        log = (self.folder / "stderr").read_text(errors="replace")
+        lines = [line for line in log.splitlines() if line.strip()]
         raise CompileError(
             f"the compiler of target={target.name!r} died ({ending}). It last wrote:\n"
             + "\n".join(lines[-8:])
@@ -114,9 +124,9 @@ def compilers(target: Target) -> Iterator[Compilers]:
     ours, theirs = Pipe()
     # The file descriptor's number is the child's to know, and its path of modules is ours.
     command = [sys.executable, "-c", BOOT, json.dumps([p or os.getcwd() for p in _path()])]
-    with tempfile.TemporaryDirectory(prefix="mpjax-") as folder:
-        log = Path(folder) / "stderr"
-        with ours, log.open("wb") as stderr:
+    with tempfile.TemporaryDirectory(prefix="mpjax-") as name:
+        folder = Path(name)
+        with ours, (folder / "stderr").open("wb") as stderr:
             with theirs:
                 process = subprocess.Popen(
                     [*command, str(theirs.fileno())],
@@ -128,7 +138,7 @@ def compilers(target: Target) -> Iterator[Compilers]:
                     start_new_session=True,  # its assembler dies with it, and Ctrl-C is ours
                 )
             try:
-                yield Compilers(process, ours, log)
+                yield Compilers(process, ours, folder)
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -159,10 +169,14 @@ def missing_for(platform: str) -> list[str]:
     elif wanted not in plugins.values():
         found = ", ".join(f"{name} {version}" for name, version in plugins.items() if version)
         missing.append(f"{CUDA_PLUGINS[0]}=={wanted} (found: {found})")
-    toolkit = shutil.which("ptxas") or Path("/usr/local/cuda").exists()
-    if not toolkit and not any(map(_version, NVCC)):
+    if not any(map(_version, NVCC)) and not _toolkit():
         missing.append(NVCC[0])
     return missing
+
+
+def _toolkit() -> bool:
+    """Tells whether a CUDA toolkit is on this machine, which serves as well as NVIDIA's wheel."""
+    return bool(shutil.which("ptxas")) or Path("/usr/local/cuda").exists()
 
 
 def _version(distribution: str) -> str:

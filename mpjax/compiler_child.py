@@ -3,12 +3,12 @@
 Reads JSON requests from a connection, writes JSON answers, ends when the other side does.
 """
 
-import base64
 import json
 import os
 import signal
 import sys
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 
@@ -30,7 +30,7 @@ def main() -> None:
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     from mpjax import _jax
 
-    program = base64.b64decode(request["program"])
+    program = Path(request["program"]).read_bytes()
     try:
         return _jax.compile_only(
             request["platform"], request["topology"], request["config"], program

@@ -4,6 +4,7 @@ XLA's own cost analysis counts the body of a loop once and a call of cuBLAS or c
 counts a loop's body as often as it runs, and such calls as the matmuls that they are.
 """
 
+import collections
 import dataclasses
 import functools
 import json
@@ -150,8 +151,8 @@ def costs(text: str) -> Costs:
     matmuls: list[Matmul] = []
     flops = traffic = constants = 0.0
     loops, calls = 0, dict[str, None]()
-    for computation, op, times, fused in _runs(module, entry):
-        found = _matmul(computation, op, times)
+    for computation, op, times, fused, scope in _runs(module, entry):
+        found = _matmul(computation, op, times, scope)
         if found:
             matmuls.append(found)
         elif op.opcode == "custom-call" and not _target(op).startswith(NO_FLOPS):
@@ -169,14 +170,14 @@ def costs(text: str) -> Costs:
     return Costs(tuple(matmuls), flops, traffic, constants, loops, tuple(calls))
 
 
-def asked(text: str) -> dict[str, set[str]]:
-    """Returns the dtypes of the matmuls of an HLO module by the names of their JAX operations."""
-    dtypes: dict[str, set[str]] = {}
-    for computation in parse(text)[0].values():
-        for op in computation.ops.values():
-            found = _matmul(computation, op, 1)
-            if found:
-                dtypes.setdefault(found.name, set()).add(found.operands)
+def asked(text: str) -> dict[str, collections.Counter[str]]:
+    """Returns the dtypes of a module's matmuls, counted, by the names of their JAX operations."""
+    module, entry = parse(text)
+    dtypes: dict[str, collections.Counter[str]] = {}
+    for computation, op, times, _, scope in _runs(module, entry):
+        found = _matmul(computation, op, times, scope)
+        if found:
+            dtypes.setdefault(found.name, collections.Counter())[found.operands] += 1
     return dtypes
 
 
@@ -242,20 +243,39 @@ def _target(op: Op) -> str:
 
 
 def _runs(
-    module: dict[str, Computation], name: str, times: int = 1, fused: bool = False
-) -> Iterator[tuple[Computation, Op, int, bool]]:
-    """Yields (computation, instruction, how often, whether inside a kernel) of all that runs."""
+    module: dict[str, Computation],
+    name: str,
+    times: int = 1,
+    fused: bool = False,
+    scope: str = "",
+) -> Iterator[tuple[Computation, Op, int, bool, str]]:
+    """Yields all that runs: computation, instruction, how often, whether in a kernel, in which call.
+
+    The last is the name of the JAX operation that calls; names inside may be relative to it.
+    """
     computation = module[name]
     for op in computation.ops.values():
-        yield computation, op, times, fused
+        yield computation, op, times, fused, scope
         if op.opcode == "while":
             body = re.search(r"\bbody=%?([\w.\-]+)", op.attributes)
             trips = trip_count(module, computation, op)
             if body:
-                yield from _runs(module, body[1], times * (1 if trips is None else trips), fused)
+                turns = times * (1 if trips is None else trips)
+                yield from _runs(module, body[1], turns, fused, scope)
         elif op.opcode in ("fusion", "call", "conditional", "async-start"):
+            inner = _name(op, scope) if op.opcode == "call" else scope
             for called in _called(op):
-                yield from _runs(module, called, times, fused or op.opcode == "fusion")
+                yield from _runs(module, called, times, fused or op.opcode == "fusion", inner)
+
+
+def _name(op: Op, scope: str) -> str:
+    """Returns the name of the JAX operation that an instruction comes from."""
+    found = OP_NAME.search(op.attributes)
+    if not found:
+        return op.name if op.opcode != "call" else scope
+    outermost = scope.split("/")[0]
+    relative = outermost and not found[1].startswith(outermost)
+    return f"{scope}/{found[1]}" if relative else found[1]
 
 
 def _called(op: Op) -> list[str]:
@@ -323,7 +343,7 @@ def _source(computation: Computation, name: str) -> Op:
 # ---- matmuls ------------------------------------------------------------------------------------
 
 
-def _matmul(computation: Computation, op: Op, times: int) -> Matmul | None:
+def _matmul(computation: Computation, op: Op, times: int, scope: str) -> Matmul | None:
     library = op.opcode == "custom-call" and _target(op).startswith(LIBRARIES)
     if op.opcode not in ("dot", "convolution") and not library:
         return None
@@ -335,9 +355,8 @@ def _matmul(computation: Computation, op: Op, times: int) -> Matmul | None:
             r"operand_precision:\[([^\]]*)\]", op.attributes.replace('"', "").lower()
         )
     levels = precision[1].split(",") if precision else ["default"]
-    name = OP_NAME.search(op.attributes)
     return Matmul(
-        name[1] if name else op.name,
+        _name(op, scope),
         max(left.dtype, right.dtype, key=bits),
         next(p for p in ("highest", "high", "default") if p in levels or p == "default"),
         algorithm[1] if algorithm else "",

@@ -4,7 +4,7 @@ What XLA's GPU compiler must know of a card is published in openxla/xla (xla/bac
 target_config/specs, Apache-2.0); T4's row is from its datasheet, clock and L2 cache approximate.
 Peaks are the vendors' datasheets', dense (no sparsity), in TFLOP/s, at boost clock:
 
-- NVIDIA: the datasheets of V100 SXM2, T4, A100 SXM, RTX A6000, H100 SXM, H200 SXM; HGX B200, by GPU.
+- NVIDIA: the datasheets of V100 SXM2, T4, A100 SXM, RTX A6000, H100 SXM, H200 SXM, HGX B200 / 8.
 - Google: cloud.google.com/tpu/docs, a page for each version. HBM sizes and bandwidths too.
 """
 
@@ -24,9 +24,10 @@ CARD_FIELDS = (
 )
 
 # name: (what it calls itself, memory in bytes, bytes per second, peaks, facts as in CARD_FIELDS)
-A100 = {"bf16": 312, "f16": 312, "tf32": 156, "f32": 19.5, "f64": 19.5, "s8": 624}
-H100 = {"f8": 1979, "bf16": 989, "f16": 989, "tf32": 494.5, "f32": 67, "f64": 67, "s8": 1979}
-GPUS = {
+Peaks = dict[str, float]
+A100: Peaks = {"bf16": 312, "f16": 312, "tf32": 156, "f32": 19.5, "f64": 19.5, "s8": 624}
+H100: Peaks = {"f8": 1979, "bf16": 989, "f16": 989, "tf32": 494.5, "f32": 67, "f64": 67, "s8": 1979}
+GPUS: dict[str, tuple[str, int, float, Peaks, tuple[float, ...]]] = {
     "v100": (
         *("Tesla V100-SXM2-16GB", 16935682048, 898.048e9),
         {"f16": 125, "f32": 15.7, "f64": 7.8},
@@ -99,7 +100,7 @@ class Target:
     capability: str
     memory: int
     bandwidth: float
-    peaks: dict[str, float]
+    peaks: Peaks
     topology: str
     config: str
     reserve: float

@@ -21,6 +21,12 @@ ORDER = [
         "ops",
         "policy",
         "devices",
+        "targets",
+        "hlo",
+        "compiler_child",
+        "compiler",
+        "aot",
+        "largest_batch",
     ),
     *(
         "graph",
