@@ -2,6 +2,7 @@
 
 from mpjax.aot import CompileReport, MatmulRow, compile_for
 from mpjax.autocast import autocast
+from mpjax.batch_size import BatchTry, LargestBatch, largest_batch
 from mpjax.devices import DeviceFacts, DeviceReport, device_report, recommend_policy
 from mpjax.dtypes import half_dtype
 from mpjax.errors import CompileError, DivergenceError, OutOfMemoryError
@@ -14,7 +15,6 @@ from mpjax.histogram import (
     plot_gradient_histogram,
     recommend_loss_scale,
 )
-from mpjax.largest_batch import BatchTry, LargestBatch, largest_batch
 from mpjax.logs import JsonLines, flush_metrics, log_metrics
 from mpjax.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from mpjax.optimizers import (

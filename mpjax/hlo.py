@@ -249,9 +249,9 @@ def _runs(
     fused: bool = False,
     scope: str = "",
 ) -> Iterator[tuple[Computation, Op, int, bool, str]]:
-    """Yields all that runs: computation, instruction, how often, whether in a kernel, in which call.
+    """Yields all that runs: computation, instruction, how often, whether inside a kernel, scope.
 
-    The last is the name of the JAX operation that calls; names inside may be relative to it.
+    The scope is the name of the JAX operation that calls; names inside may be relative to it.
     """
     computation = module[name]
     for op in computation.ops.values():

@@ -94,9 +94,22 @@ def test_calls_that_nobody_knows_are_named():
 
 
 def test_what_a_program_asked_for():
-    assert hlo.asked(read("scan_h100")) == {
-        "jit(scan)/while/body/closed_call/dot_general": {"bf16"}
-    }
+    name = "jit(scan)/while/body/closed_call/dot_general"
+    assert hlo.asked(read("scan_h100")) == {name: {"bf16": 1}}
+    assert hlo.asked(CALLS) == {"jit(f)/a/dot": {"bf16": 1}, "jit(f)/b/dot": {"bf16": 1}}
+
+
+CALLS = """HloModule calls
+%inner (x: bf16[4,4]) -> bf16[4,4] {
+  %x = bf16[4,4]{1,0} parameter(0)
+  ROOT %dot = bf16[4,4]{1,0} dot(%x, %x), lhs_contracting_dims={1}, metadata={op_name="dot"}
+}
+ENTRY %main (y: bf16[4,4]) -> bf16[4,4] {
+  %y = bf16[4,4]{1,0} parameter(0)
+  %once = bf16[4,4]{1,0} call(%y), to_apply=%inner, metadata={op_name="jit(f)/a"}
+  ROOT %again = bf16[4,4]{1,0} call(%once), to_apply=%inner, metadata={op_name="jit(f)/b"}
+}
+"""
 
 
 PROGRAM = """HloModule small

@@ -26,7 +26,7 @@ ORDER = [
         "compiler_child",
         "compiler",
         "aot",
-        "largest_batch",
+        "batch_size",
     ),
     *(
         "graph",
