@@ -6,6 +6,7 @@ What needs the compilers (the extra `aot`) is skipped where they are not install
 import collections
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -66,9 +67,9 @@ def test_bfloat16_on_a_v100_is_float32_in_disguise():
     )
     assert row.share == 1 and found.matmul_dtypes == {"f32": 1}
     assert row.flops == found.matmul_flops == 7 * 2 * 64 * 128 * 128
-    text = str(found)
+    text = " ".join(str(found).split())
     assert "100.0% of the matmul FLOPs were asked for in bf16 and run in f32" in text
-    assert "no bfloat16 units. Use float16" in text and "A bound, not a forecast" in text
+    assert "no bfloat16 units. Use float16" in text and "a bound and not a forecast" in text
     assert not report("h100").disguised and report("h100").matmul_dtypes == {"bf16": 1}
 
 
@@ -515,3 +516,13 @@ assert look() == before
 def test_the_same_figures_every_time():
     first, second = (mpjax.compile_for("h100", *make_step(True)) for _ in range(2))
     assert first.to_dict() == second.to_dict()
+
+
+@pytest.mark.slow
+@compiles("v100")
+def test_the_example_of_the_page_on_instruments(capsys):
+    page = (Path(mpjax.__file__).parent.parent / "docs" / "instruments.md").read_text()
+    (block,) = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    exec(compile(block, "instruments.md", "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    assert "asked for in bf16 and run in f32" in printed and "the largest batch is" in printed
