@@ -1,6 +1,7 @@
 """mpjax: functional mixed precision for JAX. See docs/architecture.md for the map."""
 
-from mpjax.aot import CompileReport, MatmulRow, compile_for
+from mpjax.aot import compile_for
+from mpjax.aot_report import CompileReport, MatmulRow
 from mpjax.autocast import autocast
 from mpjax.batch_size import BatchTry, LargestBatch, largest_batch
 from mpjax.devices import DeviceFacts, DeviceReport, device_report, recommend_policy

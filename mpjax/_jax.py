@@ -438,12 +438,17 @@ def commit_like(tree: T, like: Any) -> T:
 # ---- compiling for hardware that is not there ----------------------------------------------------
 
 
+def is_jitted(fun: Any) -> bool:
+    """Tells what `jax.jit` returned, which can be traced and lowered, from other functions."""
+    return hasattr(fun, "trace") and hasattr(fun, "lower")
+
+
 def stablehlo_for(platform: str, fun: Callable[..., Any], args: Sequence[Any]) -> tuple[bytes, int]:
     """Returns a function's StableHLO for a platform that need not be there, and its partitions.
 
     A function that is jitted already keeps its donation and its static arguments.
     """
-    jitted: Any = fun if hasattr(fun, "trace") and hasattr(fun, "lower") else jax.jit(fun)
+    jitted: Any = fun if is_jitted(fun) else jax.jit(fun)
     module = jitted.trace(*args).lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
     buffer = io.BytesIO()
     module.operation.write_bytecode(buffer)

@@ -7,14 +7,8 @@ from typing import Any
 
 import jax
 
-from mpjax.aot import (
-    CompileReport,
-    check_callable,
-    check_timeout,
-    compile_program,
-    lower,
-    size,
-)
+from mpjax.aot import check_callable, check_timeout, compile_program, lower
+from mpjax.aot_report import CompileReport, size
 from mpjax.compiler import compilers
 from mpjax.errors import OutOfMemoryError
 from mpjax.targets import GPU_PREALLOCATED, Target, find_target

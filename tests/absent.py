@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpjax import aot, compiler
+from mpjax import aot_report, compiler
 from mpjax.targets import find_target
 
 STORED = Path(__file__).parent / "hlo"
@@ -38,4 +38,4 @@ def answer(target, name="scan", asked="scan_h100"):
 
 
 def report(target, *args, **kwargs):
-    return aot.report_of(find_target(target), answer(target, *args, **kwargs))
+    return aot_report.report_of(find_target(target), answer(target, *args, **kwargs))

@@ -25,6 +25,7 @@ ORDER = [
         "hlo",
         "compiler_child",
         "compiler",
+        "aot_report",
         "aot",
         "batch_size",
     ),
