@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from mpjax import hlo
+from mpjax import hlo_costs
 from mpjax.hlo import bits
 from mpjax.targets import GIB, Target
 
@@ -170,14 +170,14 @@ class CompileReport:
         return "\n".join((*lines, *notes))
 
 
-# ---- from what a compiler answered ----------------------------------------------------------------
+# ---- from what a compiler answered ---------------------------------------------------------------
 
 
 def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
     """Returns the report of what a child answered."""
-    memory, costs = answer["memory"], hlo.costs(answer["hlo"])
-    asked = hlo.asked(answer["asked"])
-    groups: dict[tuple[str, str, str], list[hlo.Matmul]] = {}
+    memory, costs = answer["memory"], hlo_costs.costs(answer["hlo"])
+    asked = hlo_costs.asked(answer["asked"])
+    groups: dict[tuple[str, str, str], list[hlo_costs.Matmul]] = {}
     for matmul in costs.matmuls:
         key = (_asked(asked, matmul), matmul.operands, unit(target, matmul)[0])
         groups.setdefault(key, []).append(matmul)
@@ -208,7 +208,7 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
     )
 
 
-def unit(target: Target, matmul: hlo.Matmul) -> tuple[str, float]:
+def unit(target: Target, matmul: hlo_costs.Matmul) -> tuple[str, float]:
     """Returns what a target's matrix units multiply for a matmul, and their FLOP/s."""
     dtype, passes = matmul.operands, matmul.passes
     if matmul.algorithm:
@@ -228,7 +228,7 @@ def unit(target: Target, matmul: hlo.Matmul) -> tuple[str, float]:
 # ---- inside --------------------------------------------------------------------------------------
 
 
-def _compute_seconds(target: Target, costs: hlo.Costs) -> float:
+def _compute_seconds(target: Target, costs: hlo_costs.Costs) -> float:
     """Returns the time of the FLOPs: of the matrix units, or of the others if they take longer."""
     matrix = vector = 0.0
     for matmul in costs.matmuls:
@@ -243,7 +243,7 @@ def _compute_seconds(target: Target, costs: hlo.Costs) -> float:
     return max(matrix, vector)
 
 
-def _may_round(matmul: hlo.Matmul) -> bool:
+def _may_round(matmul: hlo_costs.Matmul) -> bool:
     """Tells whether float32 operands may be rounded to TF32, as XLA reads their precision.
 
     Seen in the PTX that it writes for A100 and H100: at the default precision ``mma`` on tf32, at
@@ -252,7 +252,7 @@ def _may_round(matmul: hlo.Matmul) -> bool:
     return matmul.precision == "default" or (matmul.library and matmul.precision == "high")
 
 
-def _asked(asked: dict[str, collections.Counter[str]], matmul: hlo.Matmul) -> str:
+def _asked(asked: dict[str, collections.Counter[str]], matmul: hlo_costs.Matmul) -> str:
     """Returns the dtype that the program asked a matmul's operands in, and takes it off the list.
 
     A compiler may name a matmul after a neighbour that it merged with it: then after those of the
@@ -273,12 +273,12 @@ def _asked(asked: dict[str, collections.Counter[str]], matmul: hlo.Matmul) -> st
     return dtype
 
 
-def _row(key: tuple[str, str, str], group: list[hlo.Matmul], total: float) -> MatmulRow:
+def _row(key: tuple[str, str, str], group: list[hlo_costs.Matmul], total: float) -> MatmulRow:
     flops = sum(m.times * m.flops for m in group)
     return MatmulRow(*key, len(group), sum(m.times for m in group), flops, flops / (total or 1.0))
 
 
-def _notes(target: Target, costs: hlo.Costs, rows: list[MatmulRow]) -> Iterator[str]:
+def _notes(target: Target, costs: hlo_costs.Costs, rows: list[MatmulRow]) -> Iterator[str]:
     yield BOUND
     if any(row.runs_as == "tf32" for row in rows):
         yield (

@@ -21,7 +21,7 @@ import pytest
 from absent import answer, both, compiles, report, shape
 
 import mpjax
-from mpjax import aot, aot_report, compiler, hlo
+from mpjax import aot, aot_report, compiler, hlo_costs
 from mpjax.targets import GPUS, TPU_CHIPS, find_target
 
 TARGETS = [*GPUS, *TPU_CHIPS]
@@ -83,7 +83,7 @@ def test_names_that_a_compiler_changed_are_found(name):
 
 def test_one_name_for_two_dtypes():
     """Of a function that was asked for in bfloat16 once and in float32 once, one is disguised."""
-    matmul = hlo.Matmul("f/dot", "f32", "default", "", 1, True, 1, 1.0)
+    matmul = hlo_costs.Matmul("f/dot", "f32", "default", "", 1, True, 1, 1.0)
     asked = {"f/dot": collections.Counter({"f32": 1, "bf16": 1})}
     assert sorted(aot_report._asked(asked, matmul) for _ in range(2)) == ["bf16", "f32"]
     assert aot_report._asked(asked, matmul) == "f32"  # one that the compiler made
@@ -94,7 +94,7 @@ def test_memory_and_roofline():
     found = report("h100")
     assert found.total_bytes == 100 + 60 - 50 + 2**30 + found.code_bytes
     assert found.fits and found.device_bytes == 84942979072
-    costs = hlo.costs(found.hlo)
+    costs = hlo_costs.costs(found.hlo)
     seconds = max(found.matmul_flops / 989e12, costs.other_flops / 67e12)
     assert found.compute_ms == pytest.approx(seconds * 1e3)
     assert found.memory_ms == pytest.approx(found.bytes_accessed / 3352.32e9 * 1e3)
@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_told():
 def test_what_the_matrix_units_multiply(
     target, operands, precision, library, algorithm, expected, peak
 ):
-    matmul = hlo.Matmul("dot", operands, precision, *algorithm, library, 1, 1.0)
+    matmul = hlo_costs.Matmul("dot", operands, precision, *algorithm, library, 1, 1.0)
     runs_as, flops = aot_report.unit(find_target(target), matmul)
     assert runs_as == expected and flops == pytest.approx(peak * 1e12)
 

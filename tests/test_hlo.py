@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpjax import hlo
-from mpjax.hlo import Matmul, Shape
+from mpjax import hlo, hlo_costs
+from mpjax.hlo import Shape
+from mpjax.hlo_costs import Matmul
 
 FOLDER = Path(__file__).parent / "hlo"
 TURN = 2 * 64 * 128 * 128
@@ -27,7 +28,7 @@ def read(name):
 )
 def test_a_scan_counts_as_often_as_it_turns(target, operands, library):
     """XLA writes the number of turns on GPUs; on TPUs it is read off the loop's condition."""
-    costs = hlo.costs(read(f"scan_{target}"))
+    costs = hlo_costs.costs(read(f"scan_{target}"))
     (matmul,) = costs.matmuls
     assert (matmul.operands, matmul.library, matmul.times) == (operands, library, 7)
     assert (matmul.flops, matmul.passes, matmul.precision) == (TURN, 1, "default")
@@ -38,11 +39,13 @@ def test_a_scan_counts_as_often_as_it_turns(target, operands, library):
 
 def test_a_tpu_keeps_a_loop_in_its_vector_memory():
     """Only the arguments and the result move through main memory."""
-    assert hlo.costs(read("scan_v5e")).bytes == pytest.approx(2 * (2 * 64 * 128 + 128 * 128), 0.01)
+    assert hlo_costs.costs(read("scan_v5e")).bytes == pytest.approx(
+        2 * (2 * 64 * 128 + 128 * 128), 0.01
+    )
 
 
 def test_a_stack_that_a_loop_fills_costs_the_slices():
-    plain, stacked = (hlo.costs(read(f"{name}_h100")).bytes for name in ("scan", "stack"))
+    plain, stacked = (hlo_costs.costs(read(f"{name}_h100")).bytes for name in ("scan", "stack"))
     turn = 2 * 64 * 128
     assert 7 * turn <= stacked - plain <= 4 * 7 * turn  # not 7 times the whole stack: 49 turns
     assert plain > 7 * turn
@@ -51,10 +54,10 @@ def test_a_stack_that_a_loop_fills_costs_the_slices():
 def test_convolutions_by_a_library_are_the_convolutions_that_they_are():
     """Strides and padding: XLA counts only where the window meets a true input."""
     forward = 2 * 8 * 16 * 16 * 128 * 64 * 9
-    by_library = hlo.costs(read("conv_v100"))
+    by_library = hlo_costs.costs(read("conv_v100"))
     assert [m.operands for m in by_library.matmuls] == ["f16"] * 3
     assert all(m.library and 0.95 * forward < m.flops <= forward for m in by_library.matmuls)
-    on_tpu = hlo.costs(read("conv_v5e"))
+    on_tpu = hlo_costs.costs(read("conv_v5e"))
     assert len(on_tpu.matmuls) == 3 and not any(m.library for m in on_tpu.matmuls)
     assert sum(m.flops for m in on_tpu.matmuls) == pytest.approx(3 * forward, 0.06)
     # Scratch is nobody's traffic; operands and results of a library's call are.
@@ -62,41 +65,41 @@ def test_convolutions_by_a_library_are_the_convolutions_that_they_are():
 
 
 def test_an_algorithm_decides_what_is_multiplied():
-    scores, values = hlo.costs(read("attention_h100")).matmuls
+    scores, values = hlo_costs.costs(read("attention_h100")).matmuls
     assert (scores.algorithm, scores.operands, values.algorithm) == ("bf16", "bf16", "")
     text = read("attention_h100").replace("=dot_bf16_bf16_f32,", "=dot_tf32_tf32_f32_x3,")
-    scores, _ = hlo.costs(text).matmuls
+    scores, _ = hlo_costs.costs(text).matmuls
     assert (scores.algorithm, scores.passes) == ("tf32", 3)
 
 
 @pytest.mark.parametrize("name", ["highest_v5e", "highest_v100"])
 def test_precision_is_read_from_attributes_and_from_a_library_s_settings(name):
-    (matmul,) = hlo.costs(read(name)).matmuls
+    (matmul,) = hlo_costs.costs(read(name)).matmuls
     assert matmul.precision == "highest"
     text = read(name).replace("highest", "high").replace("HIGHEST", "HIGH")
-    assert hlo.costs(text).matmuls[0].precision == "high"
+    assert hlo_costs.costs(text).matmuls[0].precision == "high"
 
 
 def test_a_loop_whose_turns_nobody_knows_counts_once():
     text = read("scan_v5e").replace("constant(7)", "parameter(1)")
-    costs = hlo.costs(text)
+    costs = hlo_costs.costs(text)
     assert costs.unknown_loops == 1 and costs.matmuls[0].times == 1
-    by_two = hlo.costs(read("scan_v5e").replace("constant(1)", "constant(2)"))
+    by_two = hlo_costs.costs(read("scan_v5e").replace("constant(1)", "constant(2)"))
     assert by_two.unknown_loops == 1
-    down = hlo.costs(read("scan_v5e").replace("direction=LT", "direction=GT"))
+    down = hlo_costs.costs(read("scan_v5e").replace("direction=LT", "direction=GT"))
     assert down.unknown_loops == 1
 
 
 def test_calls_that_nobody_knows_are_named():
     text = read("highest_v100").replace("__cublas$lt$matmul", "somebody_s_kernel")
-    costs = hlo.costs(text)
+    costs = hlo_costs.costs(text)
     assert costs.unknown_calls == ("somebody_s_kernel",) and not costs.matmuls
 
 
 def test_what_a_program_asked_for():
     name = "jit(scan)/while/body/closed_call/dot_general"
-    assert hlo.asked(read("scan_h100")) == {name: {"bf16": 1}}
-    assert hlo.asked(CALLS) == {"jit(f)/a/dot": {"bf16": 1}, "jit(f)/b/dot": {"bf16": 1}}
+    assert hlo_costs.asked(read("scan_h100")) == {name: {"bf16": 1}}
+    assert hlo_costs.asked(CALLS) == {"jit(f)/a/dot": {"bf16": 1}, "jit(f)/b/dot": {"bf16": 1}}
 
 
 CALLS = """HloModule calls
@@ -148,7 +151,7 @@ def test_bytes_by_hand():
     written = 64 * 4 + 64 * 4 + 4
     read_ = 64 * 4 + 64 * 2 + 4
     added, prefetched = 2 * 64 * 4, 64 * 4
-    costs = hlo.costs(PROGRAM)
+    costs = hlo_costs.costs(PROGRAM)
     assert costs.bytes == written + read_ + added + prefetched
     assert costs.constant_bytes == 64 * 4
     assert costs.other_flops == 64
@@ -179,7 +182,7 @@ def test_the_window_meets_true_inputs_only(rng):
                 at = o * stride - pad + k * dilation
                 met += 0 <= at <= (size - 1) * spread and at % spread == 0
         numbers = map(int, (size, kernel, outputs, stride, spread, dilation, pad))
-        assert hlo._meetings(*numbers) == met
+        assert hlo_costs._meetings(*numbers) == met
 
 
 def test_a_matmul_is_data():

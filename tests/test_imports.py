@@ -23,6 +23,7 @@ ORDER = [
         "devices",
         "targets",
         "hlo",
+        "hlo_costs",
         "compiler_child",
         "compiler",
         "aot_report",
