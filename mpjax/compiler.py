@@ -207,7 +207,7 @@ def _refuse(target: Target, error: str) -> NoReturn:
     line = essential(error)
     advice = next((text for pattern, text in ADVICE if re.search(pattern, error)), "")
     message = f"the compiler of target={target.name!r} refused: {line}"
-    if "RESOURCE_EXHAUSTED" in error:
+    if "RESOURCE_EXHAUSTED" in error and "hbm" in error.lower():  # not a kernel's scratch
         raise OutOfMemoryError(
             f"{message} Use a smaller batch (mpjax.largest_batch finds the largest), or a target "
             "with more memory."

@@ -307,17 +307,15 @@ def test_a_compiler_that_is_not_there_is_an_error_and_not_a_hang(monkeypatch):
             mpjax.CompileError,
             "refused: UNIMPLEMENTED: Unsupported.*BF16_F32. The card has no bfloat16 units: .*f",
         ),
-        (
-            "JaxError: RESOURCE_EXHAUSTED: Ran out",
-            mpjax.OutOfMemoryError,
-            "Ran out. Use a smaller batch",
-        ),
+        ("JaxError: RESOURCE_EXHAUSTED: HBM", mpjax.OutOfMemoryError, "HBM. Use a smaller batch"),
+        ("JaxError: RESOURCE_EXHAUSTED: of vmem", mpjax.CompileError, "RESOURCE_EXHAUSTED: of v"),
         ("libdevice not found", mpjax.CompileError, "pip install nvidia-cuda-nvcc-cu12"),
     ],
 )
 def test_refusals_are_worded(text, error, match):
     with pytest.raises(error, match=match) as caught:
         compiler._refuse(find_target("v100"), text)
+    assert caught.type is error
     assert "Suspected" not in str(caught.value) and "target='v100'" in str(caught.value)
 
 
