@@ -2,6 +2,7 @@
 #   make demo         train two real models under six precisions: a table and a picture
 #   make test         the test suite        make test-all     with the slow tests
 #   make lint         ruff and mypy         make test-newest  the suite on the newest JAX
+#   make test-aot     the tests that compile for absent GPUs and TPUs (1.4 GB of compilers)
 #   make quality      the quality benchmark (three seeds per policy)
 
 PYTHON ?= python3
@@ -11,10 +12,11 @@ NEWEST_PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c "print('$
 
 VENV := .venv
 NEWEST := .venv-newest
+AOT := .venv-aot
 PIP := pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest -n 2
 
-.PHONY: demo test test-all test-newest lint quality clean
+.PHONY: demo test test-all test-newest test-aot lint quality clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -27,6 +29,10 @@ test-all: $(VENV)/ready
 
 test-newest: $(NEWEST)/ready
 	$(NEWEST)/bin/python $(PYTEST)
+
+# The plugins look for a GPU and a TPU at start; on the CPU alone they say less about it.
+test-aot: $(AOT)/ready
+	JAX_PLATFORMS=cpu $(AOT)/bin/python $(PYTEST) -m "slow or not slow" tests/test_aot.py tests/test_batch_size.py
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
@@ -48,5 +54,11 @@ $(NEWEST)/ready: pyproject.toml
 	$(NEWEST)/bin/$(PIP) --editable ".[dev]"
 	touch $@
 
+$(AOT)/ready: pyproject.toml
+	$(PYTHON) -m venv $(AOT)
+	$(AOT)/bin/$(PIP) --upgrade pip
+	$(AOT)/bin/$(PIP) --editable ".[aot]" pytest pytest-xdist hypothesis
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(NEWEST)
+	rm -rf $(VENV) $(NEWEST) $(AOT)

@@ -6,12 +6,14 @@ Prints temp memory, bytes accessed and the matmuls' dtypes of one training step 
 GPT-2 124M (batch 8 x 1024, AdamW) and ResNet-50 (batch 128, SGD momentum): float32, flax's
 ``dtype=bfloat16`` by hand, jmp and mixed-precision-for-JAX (casts at the boundary) and
 `mpjax.autocast` of the plain float32 model: as it is, and with attention scores and logits rounded
-to half, which its policy's half list asks for. Then what tracing its gradient costs. Needs
-jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 of jax's version; nothing executes, so the figures do
-not change from run to run. ``mixed_precision_for_jax`` is skipped where it is not installed.
+to half, which its policy's half list asks for. Bytes are counted as XLA counts them, without those
+of cuDNN's convolutions; matmuls by the dtype that their operands are stored in. Then what tracing
+its gradient costs. Needs mpjax[aot-cuda]; nothing executes, so the figures do not change from run
+to run. ``mixed_precision_for_jax`` is skipped where it is not installed.
 """
 
 import argparse
+import collections
 import importlib.util
 import json
 import os
@@ -27,7 +29,6 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import jax
 import jax.numpy as jnp
 import jmp
-from h100 import compile_step
 from models import MODELS, training_step
 
 import mpjax
@@ -75,6 +76,19 @@ def variants(name):
         yield label, training_step(loss, optimizer), state, batch
 
 
+def compile_step(step, state, batch):
+    """Compiles ``step(state, batch)`` for an H100, its state donated; returns its figures."""
+    report = mpjax.compile_for("h100", jax.jit(step, donate_argnums=0), state, batch)
+    matmuls = collections.Counter()
+    for row in report.matmuls:
+        matmuls[row.operands] += row.instructions
+    return {
+        "temp_mib": round(report.temp_bytes / 2**20),
+        "bytes_gb": round(report.xla_costs["bytes accessed"] / 1e9, 1),
+        "matmuls": dict(matmuls),
+    }
+
+
 def tracing_cost(name="gpt2", repeats=7):
     """Returns seconds of CPU to trace the gradient, plain and under autocast; caches cleared."""
     loss, params, rest, batch, _ = MODELS[name]()
@@ -100,7 +114,6 @@ def main():
         rows = results["models"][name] = {}
         for label, step, state, batch in variants(name):
             figures = compile_step(step, state, batch)
-            del figures["hlo"]
             rows[label] = figures
             print(
                 f"{name:<10}{label:<26}{figures['temp_mib']:>7} MiB{figures['bytes_gb']:>8} GB  "

@@ -1,10 +1,13 @@
 """mpjax: functional mixed precision for JAX. See docs/architecture.md for the map."""
 
+from mpjax.aot import compile_for
+from mpjax.aot_report import CompileReport, MatmulRow
 from mpjax.autocast import autocast
+from mpjax.batch_size import BatchTry, LargestBatch, largest_batch
 from mpjax.compare import Comparison, compare, plot_compare
 from mpjax.devices import DeviceFacts, DeviceReport, device_report, recommend_policy
 from mpjax.dtypes import half_dtype
-from mpjax.errors import DivergenceError
+from mpjax.errors import CompileError, DivergenceError, OutOfMemoryError
 from mpjax.explain import CastReport, explain
 from mpjax.gradients import scaled_value_and_grad
 from mpjax.histogram import (
@@ -34,18 +37,24 @@ from mpjax.watch import Overflow, Underflow
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchTry",
     "CastReport",
     "Comparison",
+    "CompileError",
+    "CompileReport",
     "DeviceFacts",
     "DeviceReport",
     "DivergenceError",
     "DynamicLossScale",
     "GradientHistogram",
     "JsonLines",
+    "LargestBatch",
     "LossScaleAdvice",
     "MasterWeightsState",
+    "MatmulRow",
     "NoOpLossScale",
     "NonfiniteReport",
+    "OutOfMemoryError",
     "Overflow",
     "Policy",
     "SkipNonfiniteState",
@@ -59,6 +68,7 @@ __all__ = [
     "build_train_step",
     "cast",
     "compare",
+    "compile_for",
     "device_report",
     "explain",
     "find_nonfinite",
@@ -67,6 +77,7 @@ __all__ = [
     "get_policy",
     "gradient_histogram",
     "half_dtype",
+    "largest_batch",
     "log_metrics",
     "master_params",
     "plot_compare",

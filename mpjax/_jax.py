@@ -2,17 +2,21 @@
 
 import contextlib
 import functools
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax._src import config, core, source_info_util, tree_util
+from jax._src import compiler, config, core, source_info_util, tree_util
 from jax._src import linear_util as lu
 from jax._src.api_util import debug_info
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
+from jax._src.lib import _jax as jaxlib_module
+from jax._src.lib import xla_client
+from jax._src.lib.mlir import ir
 from jax._src.named_sharding import UnspecifiedValue
 from jax.extend.core import Literal, Primitive
 from jax.sharding import NamedSharding, PartitionSpec
@@ -458,3 +462,72 @@ def commit_like(tree: T, like: Any) -> T:
     if isinstance(place, NamedSharding):
         place = NamedSharding(place.mesh, PartitionSpec(), memory_kind=place.memory_kind)
     return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, place), tree)
+
+
+# ---- compiling for hardware that is not there ----------------------------------------------------
+
+
+def is_jitted(fun: Any) -> bool:
+    """Tells what `jax.jit` returned, which can be traced and lowered, from other functions."""
+    return hasattr(fun, "trace") and hasattr(fun, "lower")
+
+
+def stablehlo_for(platform: str, fun: Callable[..., Any], args: Sequence[Any]) -> tuple[bytes, int]:
+    """Returns a function's StableHLO for a platform that need not be there, and its partitions.
+
+    A function that is jitted already keeps its donation and its static arguments.
+    """
+    jitted: Any = fun if is_jitted(fun) else jax.jit(fun)
+    module = jitted.trace(*args).lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+    buffer = io.BytesIO()
+    module.operation.write_bytecode(buffer)
+    return buffer.getvalue(), ir.IntegerAttr(
+        module.operation.attributes["mhlo.num_partitions"]
+    ).value
+
+
+@functools.cache
+def _compile_only_device(platform: str, topology: str, config: str) -> Any:
+    from jax.experimental import topologies
+
+    if platform == "tpu":
+        options: dict[str, Any] = {"topology_name": topology, "chips_per_host_bounds": (1, 1, 1)}
+    else:
+        options = {"topology": topology, "target_config": config}
+    return topologies.get_topology_desc(platform=platform, **options).devices[0]
+
+
+def compile_only(platform: str, topology: str, config: str, program: bytes) -> dict[str, Any]:
+    """Compiles StableHLO for a device that is not there: its memory, and the HLO before and after.
+
+    To be called where the plugins may load: in a process of its own.
+    """
+    device = _compile_only_device(platform, topology, config)
+    options = compiler.get_compile_options(
+        num_replicas=1, num_partitions=1, device_assignment=np.array([[device.id]])
+    )
+    before = jaxlib_module.mlir.mlir_module_to_xla_computation(program)
+    with mlir.make_ir_context():
+        module = ir.Module.parse(program)
+        executable = device.client.compile(
+            module, executable_devices=xla_client.DeviceList((device,)), compile_options=options
+        )
+    stats = executable.get_compiled_memory_stats()
+    optimized = executable.hlo_modules()[0]
+    cpu = jax.devices("cpu")[0].client
+    return {
+        "memory": {
+            "arguments": stats.argument_size_in_bytes,
+            "outputs": stats.output_size_in_bytes,
+            "aliased": stats.alias_size_in_bytes,
+            "temporary": stats.temp_size_in_bytes,
+            "code": stats.generated_code_size_in_bytes,
+        },
+        "asked": before.as_hlo_module().to_string(),
+        "hlo": optimized.to_string(),
+        "xla_costs": {
+            key: value
+            for key, value in jaxlib_module.hlo_module_cost_analysis(cpu, optimized).items()
+            if key in ("flops", "bytes accessed", "transcendentals")
+        },
+    }

@@ -158,8 +158,13 @@ def warn_if_unfit(policy: Policy, stacklevel: int) -> None:
             return
 
 
+def named(name: str) -> str:
+    """Returns how a device that a user named stands in `CARDS` and `TPUS`."""
+    return name.strip().lower().removeprefix("nvidia ").removeprefix("tpu ").replace(" ", "")
+
+
 def _named(name: str) -> DeviceFacts:
-    key = name.strip().lower().removeprefix("nvidia ").removeprefix("tpu ").replace(" ", "")
+    key = named(name)
     if key in CARDS:
         return _gpu(name, CARDS[key])
     if key in TPUS:

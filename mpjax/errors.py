@@ -1,4 +1,4 @@
-"""How mpjax words its errors, and the one exception class of its own.
+"""How mpjax words its errors, and the exception classes of its own.
 
 Every message names the argument, its value, what is legal and what was probably meant.
 """
@@ -9,6 +9,14 @@ from collections.abc import Iterable
 
 class DivergenceError(RuntimeError):
     """Training cannot go on: too many steps in a row were skipped as non-finite."""
+
+
+class CompileError(RuntimeError):
+    """The compiler of a target refused a program, or broke on it."""
+
+
+class OutOfMemoryError(CompileError):
+    """The compiler of a target says that a program does not fit its memory."""
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 5, cutoff: float = 0.6) -> list[str]:

@@ -1,0 +1,228 @@
+"""Reads optimized HLO: its instructions, and how often each of them runs."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+# "f32[8,128]{1,0:T(8,128)S(1)}": a dtype, dimensions, a layout that may name a memory space.
+SHAPE = re.compile(r"(\w+)\[([\d,<=]*)\](\{[^}]*\})?")
+SPACE = re.compile(r"S\((\d+)\)")
+HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+NAME = re.compile(r"%([\w.\-]+)")
+CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+OP_NAME = re.compile(r'op_name="([^"]*)"')
+CUSTOM = re.compile(r'custom_call_target="([^"]*)"')
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+# Copies of nothing: what they name lies where their operand lies.
+VIEWS = {"bitcast", "copy", "convert", "reshape", "transpose"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One array: a dtype in HLO's spelling, dimensions, and 0 for the device's main memory."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> float:
+        """Its bytes in main memory: none of what a TPU keeps in its vector memory."""
+        return 0 if self.space else self.size * bits(self.dtype) / 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One instruction; a tuple result has several shapes."""
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    inside: str
+    attributes: str
+
+    @property
+    def bytes(self) -> float:
+        return sum(shape.bytes for shape in self.shapes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    ops: dict[str, Op]
+    root: str
+
+
+def bits(dtype: str) -> int:
+    """Returns how many bits a value of a dtype in HLO's spelling takes."""
+    if dtype in ("token", "opaque"):
+        return 0
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 8
+
+
+# ---- from text ----------------------------------------------------------------------------------
+
+
+def parse(text: str) -> tuple[dict[str, Computation], str]:
+    """Returns the computations of an HLO module by name, and the name of its entry."""
+    module: dict[str, Computation] = {}
+    entry = name = root = ""
+    ops: dict[str, Op] = {}
+    for line in text.splitlines():
+        if header := HEADER.match(line):
+            name, ops = header[2], {}
+            entry = name if header[1] else entry
+        elif line.startswith("}"):
+            module[name] = Computation(ops, root)
+        elif name and (match := LINE.match(line)):
+            op = _op(match[2], match[3])
+            ops[op.name] = op
+            root = op.name if match[1] else root
+    if not entry:
+        raise ValueError("text is not an HLO module: it has no ENTRY computation.")
+    return module, entry
+
+
+def _op(name: str, text: str) -> Op:
+    end = _closing(text, 0) if text.startswith("(") else text.index(" ")
+    kind, rest = text[:end], text[end:].lstrip()
+    start = rest.index("(")
+    end = _closing(rest, start)
+    inside = rest[start + 1 : end - 1]
+    operands = tuple(NAME.findall(inside)) if rest[:start] != "constant" else ()
+    return Op(name, rest[:start], _shapes(kind), operands, inside, rest[end:].lstrip(", "))
+
+
+def _closing(text: str, start: int) -> int:
+    """Returns the place after the parenthesis that closes the one at ``start``."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] == "(") - (text[place] == ")")
+        if not depth:
+            return place + 1
+    return len(text)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shapes(text: str) -> tuple[Shape, ...]:
+    found = []
+    for dtype, dims, layout in SHAPE.findall(text):
+        space = SPACE.search(layout)
+        sizes = tuple(int(d.strip("<=")) for d in dims.split(",") if d)
+        found.append(Shape(dtype, sizes, int(space[1]) if space else 0))
+    return tuple(found)
+
+
+def custom_target(op: Op) -> str:
+    found = CUSTOM.search(op.attributes)
+    return found[1] if found else ""
+
+
+# ---- what runs, and how often -------------------------------------------------------------------
+
+
+def runs(
+    module: dict[str, Computation],
+    name: str,
+    times: int = 1,
+    fused: bool = False,
+    scope: str = "",
+) -> Iterator[tuple[Computation, Op, int, bool, str]]:
+    """Yields all that runs: computation, instruction, how often, whether inside a kernel, scope.
+
+    The scope is the name of the JAX operation that calls; names inside may be relative to it.
+    """
+    computation = module[name]
+    for op in computation.ops.values():
+        yield computation, op, times, fused, scope
+        if op.opcode == "while":
+            body = re.search(r"\bbody=%?([\w.\-]+)", op.attributes)
+            trips = trip_count(module, computation, op)
+            if body:
+                turns = times * (1 if trips is None else trips)
+                yield from runs(module, body[1], turns, fused, scope)
+        elif op.opcode in ("fusion", "call", "conditional", "async-start"):
+            inner = jax_name(op, scope) if op.opcode == "call" else scope
+            for inside in called_by(op):
+                yield from runs(module, inside, times, fused or op.opcode == "fusion", inner)
+
+
+def jax_name(op: Op, scope: str) -> str:
+    """Returns the name of the JAX operation that an instruction comes from."""
+    found = OP_NAME.search(op.attributes)
+    if not found:
+        return op.name if op.opcode != "call" else scope
+    outermost = scope.split("/")[0]
+    relative = outermost and not found[1].startswith(outermost)
+    return f"{scope}/{found[1]}" if relative else found[1]
+
+
+def called_by(op: Op) -> list[str]:
+    names = CALLED.findall(op.attributes)
+    for group in BRANCHES.findall(op.attributes):
+        names += [name.strip().lstrip("%") for name in group.split(",")]
+    return names
+
+
+def trip_count(module: dict[str, Computation], outside: Computation, loop: Op) -> int | None:
+    """Returns how often a loop's body runs: as XLA wrote, or as its condition says; else None."""
+    if known := TRIPS.search(loop.attributes):
+        return int(known[1])
+    found = re.search(r"\bcondition=%?([\w.\-]+)", loop.attributes)
+    if not found or found[1] not in module:
+        return None
+    condition = module[found[1]]
+    test = condition.ops[condition.root]
+    if test.opcode != "compare" or "direction=LT" not in test.attributes:
+        return None
+    carried = outside.ops.get(loop.operands[0])
+    start, stop = (_number(condition, name, outside, carried) for name in test.operands)
+    if start is None or stop is None or not _counts_by_one(module, condition, loop, test):
+        return None
+    return max(0, stop - start)
+
+
+def _number(inside: Computation, name: str, outside: Computation, carried: Op | None) -> int | None:
+    """Returns the integer that a value of a loop's condition starts as, if it can be read."""
+    op = origin(inside, name)
+    if op.opcode == "get-tuple-element" and carried is not None and carried.opcode == "tuple":
+        index = _index(op)
+        op = origin(outside, carried.operands[index])
+    if op.opcode != "constant" or not re.fullmatch(r"-?\d+", op.inside):
+        return None
+    return int(op.inside)
+
+
+def _counts_by_one(
+    module: dict[str, Computation], condition: Computation, loop: Op, test: Op
+) -> bool:
+    counter = origin(condition, test.operands[0])
+    found = re.search(r"\bbody=%?([\w.\-]+)", loop.attributes)
+    if counter.opcode != "get-tuple-element" or not found:
+        return False
+    body = module[found[1]]
+    step = origin(body, body.ops[body.root].operands[_index(counter)])
+    values = [origin(body, name) for name in step.operands]
+    return step.opcode == "add" and any(v.opcode == "constant" and v.inside == "1" for v in values)
+
+
+def _index(op: Op) -> int:
+    found = re.search(r"\bindex=(\d+)", op.attributes)
+    return int(found[1]) if found else 0
+
+
+def origin(computation: Computation, name: str) -> Op:
+    """Returns the instruction that a value comes from, past those that only pass it on."""
+    op = computation.ops[name]
+    while op.opcode in VIEWS:
+        op = computation.ops[op.operands[0]]
+    return op

@@ -1,0 +1,41 @@
+"""What the tests of compile_for and largest_batch share."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mpjax import aot_report, compiler
+from mpjax.targets import find_target
+
+STORED = Path(__file__).parent / "hlo"
+
+
+def shape(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def compiles(*targets):
+    """Skips where the compiler of a target is not installed."""
+    missing = {m for t in targets for m in compiler.missing_for(find_target(t).platform)}
+    return pytest.mark.skipif(bool(missing), reason=f"needs {missing}: pip install 'mpjax[aot]'")
+
+
+def both(*targets):
+    return [pytest.param(target, marks=compiles(target)) for target in targets]
+
+
+def answer(target, name="scan", asked="scan_h100"):
+    memory = {"arguments": 100, "outputs": 60, "aliased": 50, "temporary": 2**30, "code": 7}
+    text = (STORED / f"{name}_{target}.hlo").read_text()
+    return {
+        "memory": memory,
+        "asked": (STORED / f"{asked}.hlo").read_text(),
+        "hlo": text,
+        "xla_costs": {"flops": 1.0, "bytes accessed": 2.0},
+    }
+
+
+def report(target, *args, **kwargs):
+    return aot_report.report_of(find_target(target), answer(target, *args, **kwargs))
