@@ -208,6 +208,8 @@ def compare(
 ) -> None:
     """Run a function in float32 and in half, and compare.
 
+    FUNCTION's args must be arrays: this runs the function.
+
     \b
     Examples:
       mpjax compare train:loss --policy mixed_float16 --argnums 0
@@ -215,6 +217,11 @@ def compare(
     """
     fun, args = load(target)
     _check_argnums(argnums, args)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args)):
+        raise TargetError(
+            f"{target}() returned a jax.ShapeDtypeStruct among its args, but compare runs the "
+            "function: return arrays."
+        )
     with running(f"comparing {target}"):
         comparison = api.compare(fun, policy, argnums, has_aux)(*args)
         if plot is not None:

@@ -360,6 +360,11 @@ def test_compare(folder, comparisons):
     assert (folder / "a.png").exists()
 
 
+def test_compare_wants_arrays(folder, comparisons):
+    result = run("compare", "program:loss")
+    assert result.exit_code == 2 and "compare runs the function: return arrays" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("errors", "tolerance", "code"),
     [
