@@ -210,6 +210,8 @@ def compare(
 
     If it returns a scalar loss, its gradient is followed.
 
+    FUNCTION's args must be arrays: this runs the function.
+
     \b
     Examples:
       mpjax compare train:loss --policy mixed_float16
@@ -217,16 +219,22 @@ def compare(
     """
     fun, args = load(target)
     _check_argnums(argnums, args)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args)):
+        raise TargetError(
+            f"{target}() returned a jax.ShapeDtypeStruct among its args, but compare runs the "
+            "function: return arrays."
+        )
     with running(f"comparing {target}"):
         comparison = mpjax.compare(fun, policy, argnums, has_aux)(*args)
-        if plot is not None and comparison.rows:
+        drawn = plot is not None and bool(comparison.rows)
+        if drawn:
             mpjax.plot_compare(comparison, plot)
     if as_json:
         show.json_to_stdout({"target": target, "policy": str(policy), **comparison.to_dict()})
     else:
         click.echo(f"{target}: {policy} against float32")
         tables.compared(comparison, top)
-        if plot is not None:
+        if drawn:
             click.echo(f"\nWritten to {plot}")
     results = comparison.worst_results()
     if tolerance is not None and results and not results[0][1] <= tolerance:

@@ -248,7 +248,7 @@ def compilers(monkeypatch):
         fits = target != "t4"
         return FakeReport({**REPORT, "target": target, "fits": fits, "compute_ms": math.inf})
 
-    monkeypatch.setattr(mpjax, "compile_for", compile_for, raising=False)
+    monkeypatch.setattr(mpjax, "compile_for", compile_for)
     return seen
 
 
@@ -313,7 +313,6 @@ def test_compile_keeps_off_accelerators_unless_told(folder, compilers, monkeypat
     assert found == updates
 
 
-@pytest.mark.skipif(not hasattr(mpjax, "compile_for"), reason="compile_for is not there yet")
 def test_the_real_compilers_report_what_the_table_shows(folder):
     names = set(re.findall(r'd\["(\w+)"\]', Path(tables.__file__).read_text()))
     fields = {field.name for field in dataclasses.fields(mpjax.CompileReport)}
@@ -333,6 +332,11 @@ def test_compare(folder):
     assert "the worst first" in result.stdout and "gradient of" in result.stdout
     assert "more rows: --top" in result.stdout and "Written to a.png" in result.stdout
     assert (folder / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_compare_wants_arrays(folder):
+    result = run("compare", "program:loss")
+    assert result.exit_code == 2 and "compare runs the function: return arrays" in result.stderr
 
 
 def test_compare_gives_json(folder):
