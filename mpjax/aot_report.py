@@ -209,8 +209,8 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
     given = GPU_PREALLOCATED if target.platform == "cuda" else 1.0
     if report.fits and report.total_bytes > given * target.memory:
         tight = (
-            f"JAX gives programs {given:.0%} of a GPU by default, which is less than this one takes: "
-            "set XLA_PYTHON_CLIENT_MEM_FRACTION."
+            f"JAX gives programs {given:.0%} of a GPU by default, which is less than this one "
+            "takes: set XLA_PYTHON_CLIENT_MEM_FRACTION."
         )
         return dataclasses.replace(report, notes=(*report.notes, tight))
     return report
