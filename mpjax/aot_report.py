@@ -10,7 +10,7 @@ import jax
 
 from mpjax import hlo_costs
 from mpjax.hlo import bits
-from mpjax.targets import GIB, Target
+from mpjax.targets import GIB, GPU_PREALLOCATED, Target
 
 BOUND = (
     "The roofline is a bound and not a forecast: datasheet peaks, compute and memory perfectly "
@@ -185,7 +185,7 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
     rows = [_row(key, group, total) for key, group in groups.items()]
     rows.sort(key=lambda row: -row.flops)
     code = memory["code"]
-    return CompileReport(
+    report = CompileReport(
         target=target.name,
         device=target.device,
         jax_version=jax.__version__,
@@ -206,6 +206,14 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
         xla_costs=answer["xla_costs"],
         hlo=answer["hlo"],
     )
+    given = GPU_PREALLOCATED if target.platform == "cuda" else 1.0
+    if report.fits and report.total_bytes > given * target.memory:
+        tight = (
+            f"JAX gives programs {given:.0%} of a GPU by default, which is less than this one "
+            "takes: set XLA_PYTHON_CLIENT_MEM_FRACTION."
+        )
+        return dataclasses.replace(report, notes=(*report.notes, tight))
+    return report
 
 
 def unit(target: Target, matmul: hlo_costs.Matmul) -> tuple[str, float]:

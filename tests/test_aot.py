@@ -115,6 +115,10 @@ def test_what_does_not_fit_is_told():
     memory = {**answer("v100")["memory"], "temporary": 2**35}
     found = aot_report.report_of(find_target("v100"), {**answer("v100"), "memory": memory})
     assert not found.fits and "DOES NOT FIT" in str(found)
+    assert "MEM_FRACTION" not in str(found)
+    memory["temporary"] = 13 * 2**30
+    found = aot_report.report_of(find_target("v100"), {**answer("v100"), "memory": memory})
+    assert found.fits and "75% of a GPU by default, which is less" in " ".join(str(found).split())
 
 
 @pytest.mark.parametrize(
