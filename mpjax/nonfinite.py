@@ -315,7 +315,9 @@ def _search(program: Program, arrays: list[jax.Array], scale: float) -> Nonfinit
     if not bad:
         meant = {name for name, v in zip(program.results, results, strict=True) if v.bad}
         return _in_compiled_alone(program, arrays, scale, meant)
-    guilty = frozenset().union(*(v.origins for _, v in bad))
+    # Where the loss is not finite, its gradients cannot be.
+    blamed = bad[:1] if program.follows_gradient and bad[0][0] == "loss" else bad
+    guilty = frozenset().union(*(v.origins for _, v in blamed))
     if not guilty:  # an infinity that was given, and handed through
         paths = sorted(frozenset().union(*(v.given for _, v in bad)))
         event = NonfiniteReport(True, "argument", "Inf", path=", ".join(paths))
@@ -326,7 +328,10 @@ def _search(program: Program, arrays: list[jax.Array], scale: float) -> Nonfinit
 
 
 def _is_pole(event: NonfiniteReport) -> bool:
-    return event.kind == "undefined" and event.made == "Inf"
+    return event.primitive in POLES and event.kind == "undefined" and event.made == "Inf"
+
+
+POLES = ops.names("atanh digamma div erf_inv lgamma log log1p rsqrt")
 
 
 def _in_compiled_alone(

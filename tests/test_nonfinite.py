@@ -181,6 +181,17 @@ class TestForward:
         report = find_nonfinite(loss)(jnp.float32(2), jnp.ones((3, 3)))
         assert (report.source, report.kind) == (line_of("beside the mask"), "overflow")
 
+    def test_a_forward_overflow_of_float32_goes_before_what_it_leads_to(self):
+        def loss(w, y):
+            return jnp.mean((w - y) ** 2)  # beyond float32
+
+        for run in (loss, lambda w, y: jax.value_and_grad(loss)(w, y)):
+            report = find_nonfinite(run, "mixed_float16", loss_scale=1024.0)(
+                jnp.ones(3), jnp.full(3, 1e25)
+            )
+            assert (report.source, report.backward) == (line_of("beyond float32"), False)
+            assert report.primitive == "integer_pow"
+
     def test_infinities_that_are_returned_on_purpose(self):
         def fun(x, mask):
             return jnp.where(mask, x, -jnp.inf), jnp.max(x, initial=-jnp.inf)
