@@ -206,9 +206,10 @@ def compare(
     as_json: bool,
     show_traceback: bool,
 ) -> None:
-    """Run a function in half and beside it in float32, and compare, operation by operation.
+    """Run a function in half, beside float32.
 
-    If it returns a scalar loss, its gradient is followed.
+    Shows what each operation adds to the error, and what it inherits. If the function returns a
+    scalar loss, its gradient is followed.
 
     FUNCTION's args must be arrays: this runs the function.
 
