@@ -20,9 +20,10 @@ from mpjax import _jax, ops
 from mpjax.dtypes import SPELLINGS
 from mpjax.environment import constants_as_casts
 from mpjax.interpret import Place, interpret, is_half, run, run_in_float32, take, widen
+from mpjax.loss_scale import LossScale, resolve_loss_scale
 from mpjax.nonfinite import check_concrete, shown
 from mpjax.policy import get_policy
-from mpjax.programs import Program, make_program
+from mpjax.programs import Program, make_program, training_scale
 
 # A float32 result this much smaller than what it is the sum of is float32's own rounding error.
 NOISE = 2.0**-17
@@ -32,6 +33,9 @@ WRONG = 0.02
 
 # Of an array that is not finite where float32 is.
 BROKEN = 1e9
+
+# An overflow is worse than any finite error, unless its operands were wrong already.
+OVERFLOW = 16.0
 
 # Of the table.
 COLUMNS = ("added", "error", "inherited", "underflow", "operation", "dtypes", "where")
@@ -94,7 +98,7 @@ class CompareRow:
     @property
     def blame(self) -> float:
         """As `added`, less where the operands were wrong already."""
-        made = BROKEN if self.overflow else min(_finite(self.new), 1.0)
+        made = OVERFLOW if self.overflow else min(_finite(self.new), 1.0)
         amplified = max(0.0, min(_finite(self.inherited), 1.0) - _finite(self.operands))
         return (made + amplified) / (1 + (self.operands / WRONG) ** 2)
 
@@ -107,6 +111,7 @@ class Comparison:
         rows: One `CompareRow` per operation that rounds or inherits, worst first: by what it is to
             blame for, and in the order of the program where that is equal.
         results: The error of each result of the program, by name.
+        loss_scale: That the gradients were scaled by, in both runs.
         diverged: Where the float32 run would have taken another branch, or left a loop elsewhere:
             it was made to follow.
         order: For each row, its position in the program.
@@ -114,6 +119,7 @@ class Comparison:
 
     rows: tuple[CompareRow, ...]
     results: dict[str, float]
+    loss_scale: float = 1.0
     diverged: tuple[str, ...] = ()
     order: tuple[int, ...] = ()
 
@@ -147,7 +153,8 @@ class Comparison:
 
     def __str__(self) -> str:
         worst = self.worst_results()
-        lines = ["error of the results, against float32:"]
+        scaled = "" if self.loss_scale == 1 else f" (loss scale {self.loss_scale:g})"
+        lines = [f"error of the results, against float32{scaled}:"]
         lines += [f"{percent(error):>8}  {name}" for name, error in worst[:5]]
         if len(worst) > 5:
             lines.append(f"{'':>8}  and {len(worst) - 5} more")
@@ -161,6 +168,8 @@ def compare(
     policy: Any,
     argnums: int | Sequence[int] | None = 0,
     has_aux: bool = False,
+    *,
+    loss_scale: LossScale | str | float | None = "auto",
 ) -> Callable[..., Comparison]:
     """Compares a function under a policy with float32, operation by operation.
 
@@ -174,6 +183,9 @@ def compare(
         policy: A policy or its name.
         argnums: Of which arguments gradients are taken; None for the forward pass alone.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
+        loss_scale: What the loss is multiplied by before the backward pass, as for
+            `build_train_step`. "auto" gives float16 the scale that a dynamic one comes to: the
+            initial one, or a lower one at which the gradients are finite.
 
     Returns:
         A function of the same arguments, which must be concrete arrays. It returns a `Comparison`.
@@ -194,12 +206,14 @@ def compare(
     Shadow values are those of NSan (Courbet, 2021); Paddle's compare_accuracy compares two dumps.
     """
     policy = get_policy(policy)
+    resolve_loss_scale(loss_scale, False)
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
         with constants_as_casts():
             program = make_program("compare", fun, policy, args, kwargs, argnums, has_aux)
-        return _compare(program, check_concrete("compare", program.arrays))
+        arrays = check_concrete("compare", program.arrays)
+        return _compare(program, arrays, training_scale(program, arrays, policy, loss_scale))
 
     return wrapped
 
@@ -423,12 +437,12 @@ class _Comparer:
         return Shadowed(array, shadow, max(v.error for v in values), values[0].path)
 
 
-def _compare(program: Program, arrays: list[jax.Array]) -> Comparison:
+def _compare(program: Program, arrays: list[jax.Array], scale: float) -> Comparison:
     comparer = _Comparer(program)
     paths = [*program.names, ""]
     args = [
         dataclasses.replace(comparer.constant(x), path=path)
-        for x, path in zip([*arrays, jnp.float32(1)], paths, strict=True)
+        for x, path in zip([*arrays, jnp.float32(scale)], paths, strict=True)
     ]
     results = interpret(program.jaxpr, args, comparer)
     first = comparer.order
@@ -441,6 +455,7 @@ def _compare(program: Program, arrays: list[jax.Array]) -> Comparison:
     return Comparison(
         tuple(comparer.rows[key] for key in keys),
         errors,
+        scale,
         tuple(comparer.diverged),
         tuple(comparer.order[key] for key in keys),
     )

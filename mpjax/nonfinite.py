@@ -15,10 +15,7 @@ from mpjax.dtypes import SPELLINGS
 from mpjax.interpret import Place, interpret, is_half, run, run_in_float32, take
 from mpjax.loss_scale import LossScale, resolve_loss_scale
 from mpjax.policy import get_policy
-from mpjax.programs import Program, make_program
-
-# The powers of two that are tried as loss scales: down to the least that float16 holds.
-LEAST_EXPONENT = -24
+from mpjax.programs import LEAST_EXPONENT, Program, largest_finite_scale, make_program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,7 +334,7 @@ POLES = ops.names("atanh digamma div erf_inv lgamma log log1p rsqrt")
 def _in_compiled_alone(
     program: Program, arrays: list[jax.Array], scale: float, meant: set[str]
 ) -> NonfiniteReport:
-    outs = _compiled(program)(*arrays, jnp.float32(scale))
+    outs = program.compiled(*arrays, jnp.float32(scale))
     pairs = zip(program.results, outs, strict=True)
     reaches = tuple(name for name, out in pairs if name not in meant and any(_count(out)))
     what = "loss and gradients are" if program.follows_gradient else "every result is"
@@ -367,34 +364,13 @@ def _judge(
     }
     safe = None
     if event.kind != "argument" and set(reaches) <= gradients:
-        safe = _safe_scale(program, arrays, scale)
+        safe = largest_finite_scale(program, arrays, math.ceil(math.log2(scale)))
     op = None if event.op is None else program.ops[event.op]
     own = op is not None and any(is_half(v.aval) for v in (*op.ins, *op.outs))
     event = dataclasses.replace(
         event, reaches=reaches, loss_scale=scale, curable=safe is not None, safe_loss_scale=safe
     )
     return dataclasses.replace(event, advice="\n".join(_advice(event, gradients, own)))
-
-
-def _safe_scale(program: Program, arrays: list[jax.Array], scale: float) -> float | None:
-    """Returns the largest power of two below the scale at which every gradient is finite."""
-    compiled = _compiled(program)
-
-    def finite(exponent: int) -> bool:
-        outs = compiled(*arrays, jnp.float32(2.0**exponent))
-        pairs = zip(outs, program.gradients, strict=True)
-        return not any(any(_count(out)) for out, is_gradient in pairs if is_gradient)
-
-    high = math.ceil(math.log2(scale))
-    low = min(0, high - 1)
-    if not finite(low):
-        low = LEAST_EXPONENT
-        if not finite(low):
-            return None
-    while high - low > 1:
-        middle = (high + low) // 2
-        low, high = (middle, high) if finite(middle) else (low, middle)
-    return 2.0**low
 
 
 def _advice(event: NonfiniteReport, gradients: set[str], own: bool):
@@ -549,7 +525,3 @@ def _is_new(eqn: Any, arrays: Sequence[Any], out: Any) -> bool:
 
 def _touches_half(eqn: Any) -> bool:
     return any(is_half(v.aval) for v in (*eqn.invars, *eqn.outvars))
-
-
-def _compiled(program: Program) -> Callable[..., list[jax.Array]]:
-    return jax.jit(functools.partial(_jax.eval_closed, program.jaxpr))

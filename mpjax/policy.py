@@ -15,7 +15,16 @@ import jmp
 import numpy as np
 
 from mpjax import _jax, ops
-from mpjax.dtypes import BY_NAME, FLOAT32, HALVES, DTypeLike, canonical, half_dtype, short_name
+from mpjax.dtypes import (
+    BY_NAME,
+    FLOAT16,
+    FLOAT32,
+    HALVES,
+    DTypeLike,
+    canonical,
+    half_dtype,
+    short_name,
+)
 from mpjax.errors import did_you_mean
 from mpjax.patterns import matches, nearest_paths, path_of, paths
 from mpjax.trees import cast, cast_leaf
@@ -197,6 +206,11 @@ class Policy(jmp.Policy):
                     f"are {near}. Paths start at the root of the parameter tree; "
                     "'*' crosses '/', and a leading '*/' matches at any depth."
                 )
+
+    @property
+    def needs_loss_scaling(self) -> bool:
+        """Whether something computes in float16, where small gradients vanish."""
+        return FLOAT16 in (self.compute_dtype, *(dtype for _, dtype in self.overrides))
 
     def _cast_by_path(self, tree: T, default: Callable[[str], np.dtype], uniform: bool) -> T:
         if uniform and not self.overrides:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +14,17 @@ import jax.numpy as jnp
 from mpjax import _jax
 from mpjax.autocast import call, trace
 from mpjax.graph import Op
+from mpjax.loss_scale import LossScale, resolve_loss_scale
 from mpjax.patterns import path_of
 from mpjax.plan import Plan
 from mpjax.policy import Policy
+from mpjax.trees import all_finite
+
+# The powers of two that are tried as loss scales: down to the least that float16 holds.
+LEAST_EXPONENT = -24
+
+# How far below overflow the instruments choose a loss scale.
+ROOM = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +63,17 @@ class Program:
     def follows_gradient(self) -> bool:
         """Whether the backward pass is part of the program."""
         return any(self.gradients)
+
+    @functools.cached_property
+    def compiled(self) -> Callable[..., list[jax.Array]]:
+        """The program compiled as a whole: a function of the arrays and the loss scale."""
+        return jax.jit(functools.partial(_jax.eval_closed, self.jaxpr))
+
+    def has_finite_gradients(self, arrays: Sequence[Any], scale: float) -> bool:
+        """Tells whether every gradient of the compiled program is finite at a loss scale."""
+        outs = self.compiled(*arrays, jnp.float32(scale))
+        grads = [out for out, is_gradient in zip(outs, self.gradients, strict=True) if is_gradient]
+        return bool(all_finite(grads))
 
 
 def make_program(
@@ -111,6 +131,42 @@ def make_program(
     return Program(
         jaxpr, tuple(x for _, x in pairs), names, tuple(results), gradients, parameters, traced.plan
     )
+
+
+def largest_finite_scale(program: Program, arrays: Sequence[Any], high: int) -> float | None:
+    """Returns the largest power of two below 2**high at which every gradient is finite."""
+
+    def finite(exponent: int) -> bool:
+        return program.has_finite_gradients(arrays, 2.0**exponent)
+
+    low = min(0, high - 1)
+    if not finite(low):
+        low = LEAST_EXPONENT
+        if not finite(low):
+            return None
+    while high - low > 1:
+        middle = (high + low) // 2
+        low, high = (middle, high) if finite(middle) else (low, middle)
+    return 2.0**low
+
+
+def training_scale(
+    program: Program, arrays: Sequence[Any], policy: Policy, loss_scale: LossScale | str | float
+) -> float:
+    """Returns the loss scale that a program is looked at with.
+
+    "auto" is what a step would train with: none, or where something computes in float16 the dynamic
+    scale, lowered until the gradients are finite. They have some room then, for operation by
+    operation a program holds in half what the compiled one keeps in float32.
+    """
+    scale = float(resolve_loss_scale(loss_scale, policy.needs_loss_scaling).loss_scale)
+    chosen = not (isinstance(loss_scale, str) and loss_scale.lower() == "auto")
+    if chosen or scale == 1 or not program.follows_gradient:
+        return scale
+    if program.has_finite_gradients(arrays, scale * ROOM):
+        return scale
+    largest = largest_finite_scale(program, arrays, round(math.log2(scale * ROOM)))
+    return 1.0 if largest is None else min(scale, largest / ROOM)
 
 
 @contextlib.contextmanager

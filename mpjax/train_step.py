@@ -19,7 +19,7 @@ import optax
 from mpjax import _jax
 from mpjax.autocast import autocast
 from mpjax.devices import warn_if_unfit
-from mpjax.dtypes import FLOAT16, FLOAT32
+from mpjax.dtypes import FLOAT32
 from mpjax.errors import DivergenceError
 from mpjax.gradients import observed_value_and_grad, scaled_value_and_grad
 from mpjax.loss_scale import LossScale, resolve_loss_scale, whole_number
@@ -169,7 +169,7 @@ def build_train_step(
         "report_underflow": report_underflow,
     }
     _check_arguments(loss_fn, flags, accumulate_steps)
-    first_scale = resolve_loss_scale(loss_scale, scaling_needed=_computes_in_float16(policy))
+    first_scale = resolve_loss_scale(loss_scale, policy.needs_loss_scaling)
     takes_value = _takes_value(as_optimizer(optimizer, "optimizer"))
     keep_masters = with_master_weights if policy.master_weights else in_full_precision
     optimizer = keep_masters(optimizer)
@@ -438,10 +438,6 @@ def _split_batch(batch: Any, steps: int) -> Any:
         return jnp.reshape(leaf, (steps, shape[0] // steps, *shape[1:]))
 
     return jax.tree_util.tree_map_with_path(split, batch)
-
-
-def _computes_in_float16(policy: Policy) -> bool:
-    return FLOAT16 in (policy.compute_dtype, *(dtype for _, dtype in policy.overrides))
 
 
 def _owned(tree: Any, argument: str) -> Any:

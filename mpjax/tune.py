@@ -14,15 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax import _jax
 from mpjax.classify import CHANGEABLE
 from mpjax.compare import compare
 from mpjax.explain import flops_of
 from mpjax.graph import Block, Op
+from mpjax.loss_scale import LossScale, resolve_loss_scale
 from mpjax.nonfinite import check_concrete, shown
 from mpjax.patterns import matches
 from mpjax.policy import Policy, get_policy
-from mpjax.programs import Program, make_program
+from mpjax.programs import Program, make_program, training_scale
 
 # A gradient this much smaller than all together is held to its share of that, not to its own size.
 SMALL = 1e-3
@@ -114,6 +114,8 @@ def tune(
     argnums: int | Sequence[int] | None = 0,
     has_aux: bool = False,
     max_runs: int = 100,
+    *,
+    loss_scale: LossScale | str | float | None = "auto",
 ) -> Callable[..., Tuning]:
     """Finds the least float32 with which the value and the gradients meet a tolerance.
 
@@ -126,6 +128,7 @@ def tune(
         argnums: Of which arguments gradients are taken; None for the forward pass alone.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
         max_runs: How many programs may be compiled and run.
+        loss_scale: As for `compare`; "auto" chooses it for every program that is tried.
 
     Returns:
         A function of the same arguments, which must be concrete arrays. It returns a `Tuning`: its
@@ -156,16 +159,18 @@ def tune(
     if not (isinstance(max_runs, int) and max_runs > 0):
         raise ValueError(f"max_runs={max_runs!r} must be a whole number, 1 or more.")
 
+    resolve_loss_scale(loss_scale, False)
+
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
         program = functools.partial(
             make_program, "tune", fun, args=args, kwargs=kwargs, argnums=argnums, has_aux=has_aux
         )
         arrays = check_concrete("tune", program(policy=policy).arrays)
-        trial = _Trial(program, policy, arrays, tolerance, max_runs)
+        trial = _Trial(program, policy, arrays, tolerance, max_runs, loss_scale)
         if trial.errors(())[0] <= tolerance:
             return trial.report((), [], True)
-        compared = compare(fun, policy, argnums, has_aux)(*args, **kwargs)
+        compared = compare(fun, policy, argnums, has_aux, loss_scale=loss_scale)(*args, **kwargs)
         suspicion: dict[int, float] = {}
         for row in compared.rows:
             if row.op is not None and not row.noise:
@@ -253,23 +258,23 @@ class _OutOfRuns(Exception):
 class _Trial:
     """Runs the program with some places in float32, and remembers what came out."""
 
-    def __init__(self, program, policy: Policy, arrays, tolerance: float, max_runs: int):
+    def __init__(self, program, policy: Policy, arrays, tolerance, max_runs, loss_scale):
         self.program, self.policy, self.arrays = program, policy, arrays
-        self.tolerance, self.max_runs = tolerance, max_runs
+        self.tolerance, self.max_runs, self.loss_scale = tolerance, max_runs, loss_scale
         self.runs = 0
         self._known: dict[frozenset[str], tuple[float, dict[str, float]]] = {}
-        self.wanted = self._run(program(policy=get_policy("float32")))
+        self.wanted = self._run(get_policy("float32"))[0]
         self.plan = program(policy=policy).plan
         self.work = {
             op.row: (flops_of(op.eqn) * times, _elements(op) * times)
             for op, times in _numbered(self.plan.block)
         }
 
-    def _run(self, program: Program) -> list[jax.Array | None]:
-        outs = jax.jit(functools.partial(_jax.eval_closed, program.jaxpr))(
-            *self.arrays, jnp.float32(1)
-        )
-        return [out if jnp.issubdtype(out.dtype, jnp.floating) else None for out in outs]
+    def _run(self, policy: Policy) -> tuple[list[jax.Array | None], Program]:
+        program = self.program(policy=policy)
+        scale = training_scale(program, self.arrays, policy, self.loss_scale)
+        outs = program.compiled(*self.arrays, jnp.float32(scale))
+        return [x if jnp.issubdtype(x.dtype, jnp.floating) else None for x in outs], program
 
     def with_places(self, patterns: Sequence[str]) -> Policy:
         return self.policy.override(dict.fromkeys(patterns, "float32")) if patterns else self.policy
@@ -281,8 +286,8 @@ class _Trial:
             if self.runs >= self.max_runs:
                 raise _OutOfRuns
             self.runs += 1
-            program = self.program(policy=self.with_places(patterns))
-            self._known[key] = _errors(self._run(program), self.wanted, program)
+            outs, program = self._run(self.with_places(patterns))
+            self._known[key] = _errors(outs, self.wanted, program)
         return self._known[key]
 
     def enough(self, places: Sequence[Place]) -> bool:

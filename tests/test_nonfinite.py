@@ -345,9 +345,9 @@ class TestReport:
         assert report.reaches == ("aux logits",)
 
     def test_what_only_the_compiler_makes(self, monkeypatch):
-        import mpjax.nonfinite as module
+        from mpjax.programs import Program
 
-        monkeypatch.setattr(module, "_compiled", lambda program: lambda *_: [jnp.float32(np.nan)])
+        monkeypatch.setattr(Program, "compiled", lambda *_: [jnp.float32(np.nan)])
         report = find_nonfinite(lambda x: x * 1.0, argnums=None)(jnp.float32(1))
         assert report.kind == "compiled" and "compiled program alone" in str(report)
 
