@@ -34,6 +34,9 @@ WRONG = 0.02
 # Of an array that is not finite where float32 is.
 BROKEN = 1e9
 
+# Where the terms of a sum cancel, errors grow. In a gradient that is no fault of the sum's.
+NATURAL = 2.0**-5
+
 # An overflow is worse than any finite error, unless its operands were wrong already.
 OVERFLOW = 16.0
 
@@ -59,7 +62,8 @@ class CompareRow:
         error: Of its result, against the float32 run.
         new: What it adds itself: its result against float32 on the same operands.
         inherited: What float32 on the same operands differs from the float32 run by.
-        operands: The largest error of an operand.
+        operands: The largest error of an operand. What an operation did to its own last result in a
+            loop does not count, so an accumulator's drift is its own.
         underflow: The share of entries that became zero here, and would not be in float32.
         overflow: The share that became infinite or NaN here, and would not in float32.
         low: The smallest magnitude of the float32 result that is not zero.
@@ -97,9 +101,11 @@ class CompareRow:
 
     @property
     def blame(self) -> float:
-        """As `added`, less where the operands were wrong already."""
+        """As `added`, less where the operands were wrong already, or a gradient's terms cancel."""
         made = OVERFLOW if self.overflow else min(_finite(self.new), 1.0)
         amplified = max(0.0, min(_finite(self.inherited), 1.0) - _finite(self.operands))
+        if self.backward and self.primitive in ops.BACKWARD_SUMS:
+            amplified *= NATURAL
         return (made + amplified) / (1 + (self.operands / WRONG) ** 2)
 
 
@@ -333,6 +339,12 @@ class Shadowed:
     shadow: Any  # the array itself where it is exact
     error: float = 0.0
     path: str = ""
+    makers: frozenset[Any] = frozenset()  # in a loop: the operations that it is accumulated by
+    given: float = 0.0  # the error that those began with
+
+    def error_for(self, key: Any) -> float:
+        """Returns the error that an operation found in it, rather than made itself before."""
+        return self.given if key in self.makers else self.error
 
     @property
     def exact(self) -> bool:
@@ -353,6 +365,12 @@ class _Comparer:
         arrays = [v.array for v in ins]
         outs = run(eqn, arrays)
         path = ins[0].path if ins and eqn.primitive.name in ops.CARRIES_PATH else ""
+        key = (id(eqn), place.scopes, tuple(loop for loop, _ in place.loops))
+        found = max((v.error_for(key) for v in ins), default=0.0)
+        accumulated: dict[str, Any] = {}
+        if place.loops and eqn.primitive.name in ops.ACCUMULATES:
+            makers = frozenset({key}).union(*(v.makers for v in ins))
+            accumulated = {"makers": makers, "given": found}
         half = any(is_half(x) for x in (*arrays, *outs))
         if not half and all(v.exact for v in ins):
             return [Shadowed(out, out, path=path) for out in outs]
@@ -371,8 +389,9 @@ class _Comparer:
                 continue
             stats = dict(zip(_STATS, np.asarray(_stats(out, own, shadow)), strict=True))
             if not self._is_ours(eqn, place):
-                self._record(eqn, ins, out, own, shadow, stats, place)
-            results.append(Shadowed(out, shadow, _finite(float(stats["error"])), path))
+                self._record(key, eqn, ins, out, own, shadow, stats | {"operands": found}, place)
+            error = _finite(float(stats["error"]))
+            results.append(Shadowed(out, shadow, error, path, **accumulated))
         return results
 
     def _is_ours(self, eqn: Any, place: Place) -> bool:
@@ -380,10 +399,8 @@ class _Comparer:
         unnamed = place.op is None and not _jax.source_line(eqn)
         return unnamed or eqn.primitive.name == "cpu_barrier"
 
-    def _record(self, eqn, ins, out, own, shadow, stats, place) -> None:
-        key = (id(eqn), place.scopes, tuple(loop for loop, _ in place.loops))
+    def _record(self, key, eqn, ins, out, own, shadow, stats, place) -> None:
         stats = {name: float(value) for name, value in stats.items()}
-        operands = max((v.error for v in ins), default=0.0)
         before = self.rows.get(key)
         row = CompareRow(
             primitive=eqn.primitive.name,
@@ -394,7 +411,6 @@ class _Comparer:
             iteration=place.loops,
             times=1 + (before.times if before else 0),
             dtypes=f"{','.join(dict.fromkeys(_name(v.array) for v in ins))}->{_name(out)}",
-            operands=operands,
             op=place.op,
             **stats,
         )

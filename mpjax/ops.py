@@ -93,6 +93,12 @@ CARRIES_PATH = names(
 # Of those, the ones that a known constant stays one through.
 KEEPS_CONSTANT = names("broadcast_in_dim convert_element_type copy reshape squeeze transpose")
 
+# What a running sum or average goes through between two turns of a loop.
+ACCUMULATES = CARRIES_PATH | names("add add_any div dynamic_update_slice mul neg select_n sub")
+
+# Sums that differentiation writes: their terms cancel by nature.
+BACKWARD_SUMS = names("add_any conv_general_dilated dot_general reduce_sum scatter-add")
+
 # Cheap to compute again from their operands, so a float32 island may be recomputed in the backward
 # pass. Reductions belong to an island too, but their (small) results are kept.
 RECOMPUTED = (

@@ -86,7 +86,7 @@ class TestPlantedFaults:
         policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("exp",))
 
         def loss(params, x):
-            logits = x @ params["q"][0] * 20  # logits
+            logits = jnp.tanh(x @ params["q"][0]) * 20  # logits, many near 20
             return jnp.sum(jnp.exp(logits - 3)) * 1e-3  # exponential
 
         top = compare(loss, policy)(*model).rows[0]
@@ -102,6 +102,33 @@ class TestPlantedFaults:
 
         top = compare(loss, "mixed_bfloat16")(*model).rows[0]
         assert (top.primitive, top.iteration, top.times) == ("sub", (("scan", 2),), 1)
+
+    @pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
+    def test_an_accumulator_in_half(self, half, rng):
+        def loss(w, x):
+            def turn(_, total):
+                return total + half(1) + (x * 0.01).astype(half)  # sum
+
+            total = jax.lax.fori_loop(0, 500, turn, jnp.zeros(x.shape, half))
+            return jnp.mean((jnp.tanh(x @ w) @ w.T + total.astype(jnp.float32) * 1e-2) ** 2)
+
+        w, x = normal(rng, 16, 8), normal(rng, 4, 16)
+        top = compare(loss, f"mixed_{np.dtype(half).name}")(w, x).rows[0]
+        assert (top.primitive, top.source) == ("add", line_of("sum"))
+        assert top.new < 5e-3 < top.error and top.added > 4 * top.new
+
+    def test_a_running_average_in_half(self, rng):
+        def loss(w, x):
+            def turn(mean, x):
+                return mean * 0.995 + (x * 0.005).astype(jnp.bfloat16), None  # average
+
+            start = jnp.zeros(x.shape[1:], jnp.bfloat16)
+            mean, _ = jax.lax.scan(turn, start, x)
+            return jnp.mean(jnp.tanh(mean.astype(jnp.float32) @ w) ** 2)
+
+        rows = compare(loss, "mixed_bfloat16")(normal(rng, 8, 8), 3 + normal(rng, 800, 8)).rows
+        assert rows[0].source == line_of("average")
+        assert rows[0].added > 0.1
 
     def test_underflow_and_overflow_are_counted(self):
         def fun(x):
@@ -148,6 +175,31 @@ class TestErrors:
         assert rows["convert_element_type"].new < 2.0**-8
         assert rows["exp"].new == 0
         assert rows["exp"].inherited == rows["exp"].error > 4 * rows["exp"].operands / 2
+
+    def test_gradients_are_scaled_as_in_training(self, rng):
+        w, x = normal(rng, 8, 8), normal(rng, 4, 8)
+
+        def loss(w, x, size=1e-6):
+            return jnp.mean(jnp.tanh(x @ w) ** 2) * size
+
+        plain = compare(loss, "mixed_float16", loss_scale=None)(w, x)
+        scaled = compare(loss, "mixed_float16")(w, x)
+        assert (plain.loss_scale, scaled.loss_scale) == (1.0, 2.0**16)
+        assert scaled.results["gradient of w"] < 1e-2 < plain.results["gradient of w"]
+        assert "loss scale 65536" in str(scaled) and "scale" not in str(plain)
+        assert compare(loss, "mixed_float16", loss_scale=2.0**4)(w, x).loss_scale == 16
+        assert compare(loss, "mixed_bfloat16")(w, x).loss_scale == 1
+
+    def test_a_scale_that_overflows_is_lowered(self, rng):
+        w, x = normal(rng, 8, 8), normal(rng, 4, 8)
+
+        def loss(w, x):
+            return jnp.sum(jnp.tanh(x @ w) * 100)
+
+        compared = compare(loss, "mixed_float16")(w, x)
+        assert 1 < compared.loss_scale < 2.0**16
+        assert not any(r.overflow for r in compared.rows)
+        assert compared.results["gradient of w"] < 1e-2
 
     def test_what_mpjax_adds_is_no_row_but_hands_on_the_error(self, model):
         rows = compare(transformer, "mixed_bfloat16")(*model).rows
@@ -284,6 +336,7 @@ class TestBadInput:
             (lambda: compare(3, "mixed_float16")(jnp.ones(2)), TypeError, "compare: fun=3"),
             (lambda: compare(lambda: 1.0, "mixed_float16")(), ValueError, "no arrays"),
             (lambda: compare(jnp.sum, "mixed_float15"), ValueError, "mixed_float15"),
+            (lambda: compare(jnp.sum, "float16", loss_scale=-1), ValueError, "loss_scale=-1"),
             (
                 lambda: compare(jnp.sum, "float16")(jax.ShapeDtypeStruct((3,), jnp.float32)),
                 TypeError,
