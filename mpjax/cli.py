@@ -191,6 +191,15 @@ def compile_(
     help="Exit with 1 if the error of the value or a gradient is greater, or not a number.",
 )
 @click.option(
+    "--loss-scale",
+    type=options.LOSS_SCALE,
+    default="auto",
+    show_default=True,
+    metavar="SCALE",
+    help="What gradients are scaled by: a number, none, or auto, which is 1 unless something "
+    "computes in float16.",
+)
+@click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture there."
 )
 @options.as_json
@@ -202,6 +211,7 @@ def compare(
     has_aux: bool,
     top: int,
     tolerance: float | None,
+    loss_scale: float | str,
     plot: Path | None,
     as_json: bool,
     show_traceback: bool,
@@ -226,14 +236,16 @@ def compare(
             "function: return arrays."
         )
     with running(f"comparing {target}"):
-        comparison = mpjax.compare(fun, policy, argnums, has_aux)(*args)
+        comparison = mpjax.compare(fun, policy, argnums, has_aux, loss_scale=loss_scale)(*args)
         drawn = plot is not None and bool(comparison.rows)
         if drawn:
             mpjax.plot_compare(comparison, plot)
     if as_json:
         show.json_to_stdout({"target": target, "policy": str(policy), **comparison.to_dict()})
     else:
-        click.echo(f"{target}: {policy} against float32")
+        scale = comparison.loss_scale
+        scaled = "" if scale == 1 else f", loss scale {scale:g}"
+        click.echo(f"{target}: {policy} against float32{scaled}")
         tables.compared(comparison, top)
         if drawn:
             click.echo(f"\nWritten to {plot}")

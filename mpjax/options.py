@@ -1,9 +1,11 @@
 """The options that the commands share."""
 
+import contextlib
 from typing import Any
 
 import click
 
+from mpjax.loss_scale import resolve_loss_scale
 from mpjax.policy import get_policy
 
 EXIT_CODES = (
@@ -44,6 +46,15 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
+def _loss_scale(text: str) -> float | str:
+    scale: float | str = text
+    with contextlib.suppress(ValueError):
+        scale = float(text)
+    resolve_loss_scale(scale, False)
+    return scale
+
+
+LOSS_SCALE = _Parsed("loss scale", _loss_scale)
 NAMES = _Parsed("names", _names)
 
 target = click.argument("target", metavar="TARGET")

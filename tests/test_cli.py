@@ -334,6 +334,15 @@ def test_compare(folder):
     assert (folder / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_compare_scales_the_loss(folder):
+    names = ("compare", "program:real", "--policy", "mixed_float16")
+    assert ", loss scale 65536" in run(*names).stdout
+    assert ", loss scale" not in run(*names, "--loss-scale", "none").stdout
+    assert as_json(run(*names, "--loss-scale", "8", "--json"))["loss_scale"] == 8
+    refused = run(*names, "--loss-scale", "-8")
+    assert refused.exit_code == 2 and "loss_scale=-8" in refused.stderr
+
+
 def test_compare_wants_arrays(folder):
     result = run("compare", "program:loss")
     assert result.exit_code == 2 and "compare runs the function: return arrays" in result.stderr
