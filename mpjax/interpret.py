@@ -210,8 +210,11 @@ def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
     if eqn.primitive.name in NARROW:
         return None
     wide = {name: FLOAT32 for name in DTYPES if name in eqn.params and eqn.params[name] in HALVES}
+    arrays = [widen(x) for x in arrays]
+    if eqn.primitive.name == "convert_element_type" and wide and _dtype(arrays[0]) == FLOAT32:
+        return arrays  # no copy: parameters are cast, and large
     try:
-        return run(eqn, [widen(x) for x in arrays], **wide)
+        return run(eqn, arrays, **wide)
     except Exception:  # kernels, and programs within that are written for half
         return None
 
@@ -227,4 +230,8 @@ def widen(x: Any) -> Any:
 
 def is_half(x: Any) -> bool:
     """Tells whether a value is an array of float16 or bfloat16."""
-    return getattr(x, "dtype", None) in HALVES
+    return _dtype(x) in HALVES
+
+
+def _dtype(x: Any) -> Any:
+    return getattr(x, "dtype", None)
