@@ -397,7 +397,7 @@ class _Comparer:
     def _is_ours(self, eqn: Any, place: Place) -> bool:
         """Tells what mpjax adds itself: barriers, and the scaling of the loss."""
         unnamed = place.op is None and not _jax.source_line(eqn)
-        return unnamed or eqn.primitive.name == "cpu_barrier"
+        return unnamed or eqn.primitive.name in _jax.BARRIERS
 
     def _record(self, key, eqn, ins, out, own, shadow, stats, place) -> None:
         stats = {name: float(value) for name, value in stats.items()}

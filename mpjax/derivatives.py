@@ -281,7 +281,7 @@ def attention(
 
     def jvp(primals, tangents):
         (out,), (p,) = run(primals)
-        p, v = cast(p, half), cast(primals[1], half)
+        p, v = _jax.gpu_barrier(cast(p, half)), cast(primals[1], half)
         terms = []
         if not isinstance(tangents[0], SymbolicZero):
             terms.append(through_softmax(p, v, cast(out, half), tangents[0]))

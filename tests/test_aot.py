@@ -459,6 +459,23 @@ def test_a_gpu_that_is_too_small_shows_in_the_report():
 
 
 @compiles("h100")
+def test_attention_keeps_its_softmax_in_half_and_not_its_scores():
+    layers, heads, length = 4, 16, 1024
+
+    def loss(w, x):
+        for layer in w:
+            q, k, v = jnp.split((x @ layer).reshape(*x.shape[:2], 3 * heads, -1), 3, axis=2)
+            x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+        return jnp.mean(x**2)
+
+    gradient = jax.grad(mpjax.autocast(loss, "mixed_bfloat16"))
+    args = shape(layers, 256, 768), shape(4, length, 256)
+    found = mpjax.compile_for("h100", gradient, *args)
+    softmax = 4 * heads * length**2 * 2  # bytes of one in half; one layer's scores and gradients
+    assert layers * softmax < found.temp_bytes < (layers + 3.5) * softmax
+
+
+@compiles("h100")
 def test_where_arrays_lie_does_not_matter():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))

@@ -203,7 +203,7 @@ class TestErrors:
 
     def test_what_mpjax_adds_is_no_row_but_hands_on_the_error(self, model):
         rows = compare(transformer, "mixed_bfloat16")(*model).rows
-        assert not any(r.primitive == "cpu_barrier" for r in rows)
+        assert not any(r.primitive.endswith("barrier") for r in rows)
         assert all(r.operands > 0 for r in rows if r.primitive == "div" and r.inherited > 0)
 
     def test_rounding_of_constants_is_seen(self):
