@@ -100,6 +100,7 @@ class Op:
     reason: str = ""
     index: int = -1
     row: int = -1  # of a report
+    steady: bool = False  # what it reads may count as constant in derivatives
 
     @property
     def name(self) -> str:

@@ -192,6 +192,7 @@ def _softmaxes(block: Block) -> list[Island]:
     Its result is mostly stored in half already, for the matmul that reads it.
     """
     readers = _readers(block)
+    producer = {v: op for op in block.ops for v in op.outs}
     found = []
     for op in block.ops:
         if op.name != "exp" or op.compute != FLOAT32 or op.half is None:
@@ -224,7 +225,35 @@ def _softmaxes(block: Block) -> list[Island]:
             island.half, island.sums = op.half, quotient.outs
             if island.results == (matmul or quotient).outs:
                 found.append(island)
+                _steady_maximum(op, island.axes, producer, readers)
     return found
+
+
+def _steady_maximum(
+    exp: Op,
+    axes: tuple[int, ...],
+    producer: dict[Value, Op],
+    readers: "dict[Value, list[Op | None]]",
+) -> None:
+    """Marks the maximum that a softmax subtracts: its derivative is zero, and would keep scores."""
+    shift = producer.get(exp.ins[0])
+    if shift is None or shift.name != "sub" or readers[exp.ins[0]] != [exp]:
+        return
+    value, reader = shift.ins[1], shift
+    while value in producer and readers[value] == [reader]:
+        reader = producer[value]
+        if reader.name == "reduce_max":
+            whole = reader.ins[0] is shift.ins[0]
+            reader.steady = whole and tuple(reader.params["axes"]) == axes
+            return
+        varying = [v for v in reader.ins if v.const is None]
+        if reader.name not in SPREADS or len(varying) != 1:
+            return
+        value = varying[0]
+
+
+# From a maximum to what is subtracted.
+SPREADS = ops.names("broadcast_in_dim max reshape squeeze stop_gradient")
 
 
 def _sums_values(readers: "list[Op | None]", result: Value, axes: tuple[int, ...]) -> Op | None:

@@ -83,6 +83,8 @@ def _run(op: Op, env: Env, dtype: Any, **params: Any) -> None:
         args = [_read_expanded(op, v, env, dtype) for v in op.ins]
     else:
         args = [env.read(v, dtype) for v in op.ins]
+    if op.steady:
+        args = jax.lax.stop_gradient(args)
     for value, array in zip(op.outs, _jax.bind(op.eqn, args, **params), strict=True):
         env.store(value, array)
 

@@ -587,6 +587,50 @@ def test_softmax_keeps_its_half_result():
     assert all(dtype != "float32" for shape, dtype in kept(cast(fun), W, X) if len(shape) > 3)
 
 
+def by_hand(scores, shift=lambda m: m, axis=-1):
+    """A softmax, what is taken the exponential of, and the maximum."""
+    m = scores.max(axis, keepdims=True)
+    z = scores - shift(m)
+    e = jnp.exp(z)
+    return e / e.sum(axis, keepdims=True), z, m
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_a_softmax_by_hand_keeps_no_more_than_that_of_jax(mask, axis):
+    def fun(softmax, w, x):
+        scores = (x @ w) @ x.T / 3
+        if mask:
+            scores = jnp.where(jnp.tri(4, dtype=bool), scores, -1e9)
+        scores = scores if axis else scores.T
+        return jnp.sum(jnp.einsum("ij,jk" if axis else "ji,jk", softmax(scores), x))
+
+    ours = kept(cast(functools.partial(fun, lambda s: by_hand(s, axis=axis)[0])), W, X)
+    theirs = kept(cast(functools.partial(fun, lambda s: jax.nn.softmax(s, axis=axis))), W, X)
+    assert sorted(ours) == sorted(theirs)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p, z, m, x: p @ x,
+        lambda p, z, m, x: p @ x + z @ x,
+        lambda p, z, m, x: p @ x + m,
+        lambda p, z, m, x: p @ x + jnp.mean(jnp.tanh(z), -1, keepdims=True),
+    ],
+)
+@pytest.mark.parametrize("shift", [lambda m: m, lambda m: m / 2, lambda m: m + 1])
+def test_a_maximum_has_its_derivative_where_it_is_not_zero(use, shift, rng):
+    def fun(w, x):
+        return jnp.sum(jnp.sin(use(*by_hand((x @ w) @ x.T, shift), x)))
+
+    w, x = normal(rng, 8, 8) * 0.3, normal(rng, 4, 8) * 0.5
+    for got, wanted in zip(
+        jax.grad(cast(fun, "float16"), (0, 1))(w, x), jax.grad(fun, (0, 1))(w, x), strict=True
+    ):
+        assert_near(got, wanted, 0.03)
+
+
 def test_residual_stream_is_half():
     def fun(w, x):
         h = x + x @ w
