@@ -29,7 +29,9 @@ PRODUCTS = frozenset({"mul", "div"})
 
 # Operations whose derivative stands a rounding of their operand: it is bounded, or of the size of
 # the result. (Not so a logarithm's, or a quotient's in its divisor.)
-STEADY = ops.names("cos erf exp exp2 integer_pow logistic mul sin square tanh")
+STEADY = ops.names(
+    "asinh atan cos erf erfc exp exp2 integer_pow logistic mul sin square tanh"
+)
 
 
 # Operations that XLA fuses into every reader, so it recomputes them without being made to.
@@ -141,6 +143,7 @@ def _islands(block: Block) -> "dict[Op, Island]":
     found = dict(softmaxes)
     for i, group in enumerate(groups):
         if merged[i] == i:
+            group.ops += _halves_inside(group, block, producer)
             group.ops.sort(key=lambda op: op.index)
             _set_boundary(group, block)
             group.barrier = any(_is_dear(op) for op in group.ops)
@@ -303,6 +306,21 @@ def _set_boundary(group: Island, block: Block) -> None:
         for v in group.results
         if v.is_f32 and all(op is not None and op.compute in HALVES for op in outside[v])
     }
+
+
+def _halves_inside(group: Island, block: Block, producer: dict[Value, Op]) -> list[Op]:
+    """Returns half ops that an island alone reads, of what it reads anyway: ``x / 2`` beside x."""
+    _set_boundary(group, block)
+    members, readers = set(group.ops), _readers(block)
+    found = []
+    for value in group.inputs:
+        op = producer.get(value)
+        if op is None or op.compute not in HALVES or op.name not in ops.ELEMENTWISE or op.forced:
+            continue
+        varying = [v for v in op.ins if v.const is None]
+        if all(v in group.inputs for v in varying) and members.issuperset(readers[value]):
+            found.append(op)
+    return found
 
 
 def _readers(block: Block) -> "dict[Value, list[Op | None]]":

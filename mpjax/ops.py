@@ -105,7 +105,7 @@ RECOMPUTED = (
     ELEMENTWISE
     | NEUTRAL
     | names(
-        "acos acosh and asin asinh atan atan2 atanh broadcast_in_dim convert_element_type cos "
+        "acos acosh and asin asinh atan atan2 atanh broadcast_in_dim convert_element_type copy cos "
         "cosh custom_jvp_call erf_inv erfc exp exp2 expm1 integer_pow iota log log1p not or "
         "pow reduce_max reduce_min reduce_prod reduce_sum reshape rsqrt sin sinh square "
         "squeeze stop_gradient tan transpose"
