@@ -238,7 +238,13 @@ def _softmax_slope(axes: tuple[int, ...], dtype: Any, prevent_cse: bool) -> Call
 
 
 def attention(
-    run: Run, arrays: Sequence[Any], axes: tuple[int, ...], half: Any, eqn: Any, place: int
+    run: Run,
+    arrays: Sequence[Any],
+    axes: tuple[int, ...],
+    half: Any,
+    eqn: Any,
+    place: int,
+    weigh: Callable[[Any, Sequence[Any]], Any] | None,
 ) -> list[Any]:
     """Runs a softmax and the matmul that sums values by it.
 
@@ -248,16 +254,21 @@ def attention(
 
     Args:
         run: ``run(arrays)`` gives ``[out], [p]``.
-        arrays: What the exponential is taken of, and the values.
+        arrays: What the exponential is taken of, the values, and what ``weigh`` takes.
         axes: What is summed over.
         half: The half dtype.
         eqn: The matmul.
         place: Which of its operands is the softmax.
+        weigh: What happens to the softmax before the matmul, such as a dropout, if anything:
+            linear in its first argument, entry by entry.
     """
 
     def product(p, v):
-        operands = (p, v) if place == 0 else (v, p)
+        operands = (cast(p, half), v) if place == 0 else (v, cast(p, half))
         return _jax.bind(eqn, operands, preferred_element_type=np.dtype(half))[0]
+
+    def weighed(p, others):
+        return p if weigh is None else weigh(cast(p, FLOAT32), others)
 
     _, batch = eqn.params["dimension_numbers"]
     kept = [d for d in range(len(eqn.invars[place].aval.shape)) if d not in axes]
@@ -269,11 +280,24 @@ def attention(
     others = tuple(range(first, first + rank - len(order)))
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def through_softmax(p, v, out, tangent):
+    def through_softmax(p, v, out, more, tangent):
         moved = cast(p, FLOAT32) * cast(tangent, FLOAT32)
         mean = jnp.expand_dims(jnp.transpose(jnp.sum(moved, axes), order), others)
-        made = cast(product(cast(moved, half), v), FLOAT32)
+        made = cast(product(weighed(moved, more), v), FLOAT32)
         return made - mean * cast(out, FLOAT32)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def through_values(p, more, tangent):
+        return cast(product(weighed(p, more), cast(tangent, half)), FLOAT32)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
+    def through_weights(p, v, more, moving, tangents):
+        def scaled(*varying):
+            given = iter(varying)
+            return weighed(p, [next(given) if m else x for x, m in zip(more, moving, strict=True)])
+
+        varying = [x for x, m in zip(more, moving, strict=True) if m]
+        return cast(product(jax.jvp(scaled, varying, tangents)[1], v), FLOAT32)
 
     @jax.custom_jvp
     def call(*arrays):
@@ -281,12 +305,16 @@ def attention(
 
     def jvp(primals, tangents):
         (out,), (p,) = run(primals)
-        p, v = _jax.gpu_barrier(cast(p, half)), cast(primals[1], half)
+        p, v, more = _jax.gpu_barrier(cast(p, half)), cast(primals[1], half), list(primals[2:])
+        moving = tuple(not isinstance(t, SymbolicZero) for t in tangents)
         terms = []
-        if not isinstance(tangents[0], SymbolicZero):
-            terms.append(through_softmax(p, v, cast(out, half), tangents[0]))
-        if not isinstance(tangents[1], SymbolicZero):
-            terms.append(cast(product(p, cast(tangents[1], half)), FLOAT32))
+        if moving[0]:
+            terms.append(through_softmax(p, v, cast(out, half), more, tangents[0]))
+        if moving[1]:
+            terms.append(through_values(p, more, tangents[1]))
+        if any(moving[2:]):
+            given = [t for t, moves in zip(tangents[2:], moving[2:], strict=True) if moves]
+            terms.append(through_weights(p, v, more, moving[2:], given))
         if not terms:
             return out, _jax.zero_tangent(out)
         return out, cast(functools.reduce(jax.lax.add, terms), out.dtype)

@@ -29,9 +29,7 @@ PRODUCTS = frozenset({"mul", "div"})
 
 # Operations whose derivative stands a rounding of their operand: it is bounded, or of the size of
 # the result. (Not so a logarithm's, or a quotient's in its divisor.)
-STEADY = ops.names(
-    "asinh atan cos erf erfc exp exp2 integer_pow logistic mul sin square tanh"
-)
+STEADY = ops.names("asinh atan cos erf erfc exp exp2 integer_pow logistic mul sin square tanh")
 
 
 # Operations that XLA fuses into every reader, so it recomputes them without being made to.
@@ -55,6 +53,7 @@ class Island:
     barrier: bool = False  # XLA would rather save the insides than compute them again
     axes: tuple[int, ...] = ()  # of a softmax: what it sums over
     matmul: Op | None = None  # of a softmax: the one that sums values by it
+    weights: list[Op] = dataclasses.field(default_factory=list)  # from there to that: a dropout
     in_half: set[Value] = dataclasses.field(default_factory=set)  # results read in half alone
     results: list[Value] = dataclasses.field(default_factory=list)
 
@@ -65,7 +64,7 @@ def schedule(block: Block) -> "list[Op | Island]":
     An island is convex: nothing outside of it is needed between two of its ops.
     """
     if block.steps is None:
-        block.steps = _in_order(block, _islands(block))
+        block.steps = _in_order(block, _islands(block)) or list(block.ops)
     return block.steps
 
 
@@ -196,7 +195,8 @@ def _softmaxes(block: Block) -> list[Island]:
     """
     readers = _readers(block)
     producer = {v: op for op in block.ops for v in op.outs}
-    found = []
+    found: list[Island] = []
+    taken: set[Op] = set()  # two softmaxes may weigh the same values
     for op in block.ops:
         if op.name != "exp" or op.compute != FLOAT32 or op.half is None:
             continue
@@ -220,13 +220,20 @@ def _softmaxes(block: Block) -> list[Island]:
         members = [op, total, *chain, quotient]
         if all(m.compute == FLOAT32 and m.forced != "full" for m in members):
             island = Island(members, axes=tuple(total.params["axes"]))
-            matmul = _sums_values(readers.get(quotient.outs[0], []), quotient.outs[0], island.axes)
-            if matmul is not None:
-                island.matmul = matmul
-                island.ops.append(matmul)
+            weights = _weights(quotient, readers)
+            weighed = weights[-1].outs[0] if weights else quotient.outs[0]
+            matmul = _sums_values(readers.get(weighed, []), weighed, island.axes)
+            first = [op.ins[0], *(v for v in matmul.ins if v is not weighed)] if matmul else []
+            again = any(v in first for w in weights for v in w.ins)
+            if matmul and matmul not in taken and not again:
+                taken |= {*weights, matmul}
+                island.matmul, island.weights = matmul, weights
+                island.ops += [*weights, matmul]
             _set_boundary(island, block)
             island.half, island.sums = op.half, quotient.outs
-            if island.results == (matmul or quotient).outs:
+            if island.matmul:
+                island.inputs = [*first, *(v for v in island.inputs if v not in first)]
+            if island.results == (island.matmul or quotient).outs:
                 found.append(island)
                 _steady_maximum(op, island.axes, producer, readers)
     return found
@@ -257,6 +264,31 @@ def _steady_maximum(
 
 # From a maximum to what is subtracted.
 SPREADS = ops.names("broadcast_in_dim max reshape squeeze stop_gradient")
+
+
+def _weights(softmax: Op, readers: "dict[Value, list[Op | None]]") -> list[Op]:
+    """Returns what a softmax goes through that is linear in it, entry by entry: a dropout."""
+    found: list[Op] = []
+    value = softmax.outs[0]
+    while len(readers.get(value, ())) == 1:
+        (op,) = readers[value]
+        if op is None or op.forced or op.compute != FLOAT32 or op.outs[0].aval != value.aval:
+            break
+        place, zero = op.ins.index(value), [v.const for v in op.ins[1:] if v is not value]
+        linear = (
+            (op.name == "mul" and op.ins[1 - place] is not value)
+            or (op.name == "div" and place == 0)
+            or (op.name == "select_n" and place > 0 and len(zero) == 1 and _is_zero(zero[0]))
+        )
+        if not linear:
+            break
+        found.append(op)
+        value = op.outs[0]
+    return found
+
+
+def _is_zero(const: Any) -> bool:
+    return const is not None and not np.any(np.asarray(const, np.float32))
 
 
 def _sums_values(readers: "list[Op | None]", result: Value, axes: tuple[int, ...]) -> Op | None:
@@ -453,15 +485,19 @@ def _bytes(values: Iterable[Value]) -> int:
 
 
 def _in_order(block: Block, islands: "dict[Op, Island]") -> "list[Op | Island]":
-    """Sorts ops and islands so that each runs after what it reads; effects keep their order."""
+    """Sorts ops and islands so that each runs after what it reads; effects keep their order.
+
+    Returns nothing if two of them wait for each other: better no islands than no program.
+    """
     producer: dict[Value, Op | Island] = {}
     for op in block.ops:
         for v in op.outs:
             producer[v] = islands.get(op, op)
     steps: list[Op | Island] = []
     done: set[int] = set()
+    begun: set[int] = set()
 
-    def emit(step: "Op | Island") -> None:
+    def emit(step: "Op | Island") -> bool:
         stack: list[tuple[Op | Island, bool]] = [(step, False)]
         while stack:
             current, ready = stack.pop()
@@ -471,13 +507,18 @@ def _in_order(block: Block, islands: "dict[Op, Island]") -> "list[Op | Island]":
                 done.add(id(current))
                 steps.append(current)
                 continue
+            begun.add(id(current))
             stack.append((current, True))
             needs = current.inputs if isinstance(current, Island) else current.ins
             for v in reversed(needs):
                 if v in producer and id(producer[v]) not in done:
+                    if id(producer[v]) in begun:
+                        return False
                     stack.append((producer[v], False))
+        return True
 
     for op in block.ops:
-        if op not in islands or op is islands[op].ops[-1]:
-            emit(islands.get(op, op))
+        complete = op not in islands or op is islands[op].ops[-1]
+        if complete and not emit(islands.get(op, op)):
+            return []
     return steps

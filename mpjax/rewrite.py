@@ -480,11 +480,23 @@ def _run_island(island: Island, env: Env) -> None:
         ]
         return results, [inner.read(v) for v in island.sums]
 
+    def weigh(p, more):
+        inner = env.inside({})
+        for value, array in zip([*island.sums, *island.inputs[2:]], [p, *more], strict=True):
+            inner.write(value, array)
+        for op in (*island.free, *island.weights):
+            with _jax.location(op.eqn, _jax.below(op.stack, depth)), _row(op):
+                EVALUATE[op.forced or op.rule](op, inner)
+        return inner.read(island.weights[-1].outs[0], FLOAT32)
+
     prevent = island.barrier and not env.in_loop
     with _jax.location(island.ops[-1].eqn, scopes), _row(island.ops[-1]):
         if island.matmul:
-            place = island.matmul.ins.index(island.sums[0])
-            results = attention(run, arrays, island.axes, island.half, island.matmul.eqn, place)
+            weighed = island.weights[-1].outs if island.weights else island.sums
+            eqn, place = island.matmul.eqn, island.matmul.ins.index(weighed[0])
+            results = attention(
+                run, arrays, island.axes, island.half, eqn, place, weigh if island.weights else None
+            )
         elif island.axes:
             results = softmax(run, arrays, island.axes, island.half, not env.in_loop)
         elif island.sloped:

@@ -546,7 +546,17 @@ ATTENTIONS = {
     "no batch": lambda s, v: jax.nn.softmax(s[0], axis=0).T @ v[0],
     "returned too": lambda s, v: (jax.nn.softmax(s) @ v, jax.nn.softmax(s)),
     "the same twice": lambda s, v: jax.nn.softmax(s) @ jax.nn.softmax(s),
+    "dropped": lambda s, v: jnp.where(KEEP, jax.nn.softmax(s) / 0.9, 0) @ v,
+    "dropped, second": lambda s, v: jnp.einsum("bqk,bqd->bkd", jax.nn.softmax(s, 1) * KEEP, v),
+    "not dropped to zero": lambda s, v: jnp.where(KEEP, jax.nn.softmax(s), 0.5) @ v,
+    "kept otherwise": lambda s, v: jnp.where(KEEP, 0, 2 * jax.nn.softmax(s)) @ v,
+    "gated": lambda s, v: (jax.nn.softmax(s) * jnp.tanh(jnp.sum(v, -1)[:, None] / 3)) @ v,
+    "gated by scores": lambda s, v: (jax.nn.softmax(s) * jnp.cos(s / 4)) @ v,
+    "squared": lambda s, v: jax.nn.softmax(s) ** 2 @ v,
+    "twice itself": lambda s, v: (jax.nn.softmax(s) * jax.nn.softmax(s)) @ v,
+    "weighed by the values": lambda s, v: (jax.nn.softmax(s)[..., :4] * v) @ jnp.abs(v[:, :4]),
 }
+KEEP = np.arange(36).reshape(6, 6) % 5 > 0
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
@@ -570,6 +580,23 @@ def test_softmaxes_that_matmuls_read(name, transform):
     assert_near(forward(auto), forward(plain), 0.05)
 
 
+def test_islands_that_wait_for_each_other_are_dropped(monkeypatch):
+    from mpjax import islands
+
+    def crossed(block):
+        groups = [islands.Island(block.ops[i::2]) for i in (0, 1)]
+        for group in groups:
+            islands._set_boundary(group, block)
+        return {op: group for group in groups for op in group.ops}
+
+    monkeypatch.setattr(islands, "_islands", crossed)
+
+    def fun(x):
+        return jnp.cos(jnp.sin(jnp.cos(jnp.sin(x))))
+
+    assert_near(cast(fun)(X), fun(X), 0.02)
+
+
 def test_a_softmax_takes_its_row_sums_from_the_matmul_that_reads_it():
     def fun(w, x):
         return jnp.sum(jax.nn.softmax(x @ w) @ w[:, :3])
@@ -585,6 +612,17 @@ def test_softmax_keeps_its_half_result():
         return jnp.sum(jax.nn.dot_product_attention(*[(x @ w).reshape(1, 4, 2, 4)] * 3))
 
     assert all(dtype != "float32" for shape, dtype in kept(cast(fun), W, X) if len(shape) > 3)
+
+
+def test_dropout_of_a_softmax_keeps_one_half_array():
+    def fun(w, x):
+        weights = jax.nn.softmax((x @ w) @ x.T / 3)
+        return jnp.sum((weights * jnp.where(jnp.tri(4, dtype=bool), 1.25, 0)) @ x)
+
+    assert sorted(dtype for shape, dtype in kept(cast(fun), W, X) if shape == (4, 4)) == [
+        "bfloat16",
+        "float32",  # the mask itself
+    ]
 
 
 def by_hand(scores, shift=lambda m: m, axis=-1):
