@@ -30,7 +30,7 @@ def constants_as_casts() -> Iterator[None]:
 class Env:
     """The arrays of a block as it is evaluated, in each dtype that they were read in."""
 
-    def __init__(self, policy: Policy, islands: bool, in_loop: bool):
+    def __init__(self, policy: Policy, islands: str, in_loop: bool):
         self.policy = policy
         self.islands = islands
         self.in_loop = in_loop

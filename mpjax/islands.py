@@ -58,13 +58,20 @@ class Island:
     results: list[Value] = dataclasses.field(default_factory=list)
 
 
-def schedule(block: Block) -> "list[Op | Island]":
+def schedule(block: Block, kind: str = "all") -> "list[Op | Island]":
     """Returns the steps that run a block: its ops in order, islands gathered.
 
     An island is convex: nothing outside of it is needed between two of its ops.
+
+    Args:
+        block: The block.
+        kind: "all" islands, "softmaxes" where the user recomputes the rest, or "none".
     """
+    if kind == "none":
+        return [*block.ops]
     if block.steps is None:
-        block.steps = _in_order(block, _islands(block)) or list(block.ops)
+        islands = _islands(block) if kind == "all" else _softmaxes_by_op(block)
+        block.steps = _in_order(block, islands) or [*block.ops]
     return block.steps
 
 
@@ -94,7 +101,7 @@ def _islands(block: Block) -> "dict[Op, Island]":
                 todo |= groups[i].after & ~seen
         return seen
 
-    softmaxes = {op: island for island in _softmaxes(block) for op in island.ops}
+    softmaxes = _softmaxes_by_op(block)
     for op in block.ops:
         sources = [producer[v] for v in op.ins if v in producer]
         mask = 0
@@ -186,6 +193,10 @@ def signature(island: Island, depth: int) -> Any:
     except TypeError:
         return None
     return key
+
+
+def _softmaxes_by_op(block: Block) -> "dict[Op, Island]":
+    return {op: island for island in _softmaxes(block) for op in island.ops}
 
 
 def _softmaxes(block: Block) -> list[Island]:

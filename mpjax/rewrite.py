@@ -50,14 +50,18 @@ def run_plan(plan: Plan, args: Sequence[Any], out_dtypes: Sequence[Any]) -> list
 
 
 def _run_block(
-    block: Block, args: Sequence[Any], out_dtypes: Sequence[Any], policy: Policy, islands=True
+    block: Block,
+    args: Sequence[Any],
+    out_dtypes: Sequence[Any],
+    policy: Policy,
+    islands: str = "all",
 ) -> list[Any]:
     env = Env(policy, islands, block.in_loop)
     for value, const in block.consts:
         env.write(value, const)
     for value, arg in zip(block.invars, args, strict=True):
         env.write(value, arg)
-    for step in schedule(block) if islands else block.ops:
+    for step in schedule(block, islands):
         _run_step(step, env)
     return [env.result(v, dtype) for v, dtype in zip(block.outvars, out_dtypes, strict=True)]
 
@@ -172,7 +176,7 @@ def _out_dtypes(op: Op, sub: Sub) -> list[Any]:
     return dtypes
 
 
-def _trace_sub(op: Op, sub: Sub, env: Env, islands: bool | None = None) -> Any:
+def _trace_sub(op: Op, sub: Sub, env: Env, islands: str | None = None) -> Any:
     """Returns the rewritten jaxpr of a sub-program."""
     islands = env.islands if islands is None else islands
     outs = _out_dtypes(op, sub)
@@ -212,8 +216,8 @@ def _run_while(op: Op, env: Env) -> None:
     ]
     args = [*consts[: cond.consts], *_args(op, body, env)]
     new = {
-        "cond_jaxpr": _trace_sub(op, cond, env, islands=False),
-        "body_jaxpr": _trace_sub(op, body, env, islands=False),
+        "cond_jaxpr": _trace_sub(op, cond, env, islands="none"),
+        "body_jaxpr": _trace_sub(op, body, env, islands="none"),
     }
     _finish(op, env, _jax.bind(op.eqn, args, **new))
 
@@ -226,8 +230,8 @@ def _run_cond(op: Op, env: Env) -> None:
 
 def _run_remat(op: Op, env: Env) -> None:
     (sub,) = op.subs
-    # What the user recomputes needs no islands of its own.
-    jaxpr, consts = _jax.hoisted(_trace_sub(op, sub, env, islands=False))
+    # What the user recomputes is not computed a third time.
+    jaxpr, consts = _jax.hoisted(_trace_sub(op, sub, env, islands="softmaxes"))
     new: dict[str, Any] = {"jaxpr": jaxpr}
     if isinstance(op.params["prevent_cse"], tuple):
         new["prevent_cse"] = (True,) * len(consts) + op.params["prevent_cse"]

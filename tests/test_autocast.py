@@ -580,6 +580,28 @@ def test_softmaxes_that_matmuls_read(name, transform):
     assert_near(forward(auto), forward(plain), 0.05)
 
 
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_softmaxes_inside_of_remat(name):
+    @jax.checkpoint
+    def fun(q, v):
+        scores = jnp.einsum("bqd,bkd->bqk", q, v)
+        outs = ATTENTIONS[name](scores - jnp.max(scores) / 2, v)
+        return sum(jnp.sum(jnp.cos(leaf)) for leaf in jax.tree.leaves(outs))
+
+    q, v = normal(7, 2, 6, 4), normal(8, 2, 6, 4)
+    assert_near(BOTH(cast(fun))(q, v), BOTH(fun)(q, v), 0.03)
+    assert not full_matmuls(BOTH(cast(fun)), q, v)
+
+
+def test_remat_takes_the_derivative_of_a_softmax_from_its_result():
+    def fun(w, x):
+        return jnp.sum(by_hand((x @ w) @ x.T / 3)[0] @ x)
+
+    jaxpr = str(jax.make_jaxpr(BOTH(cast(jax.checkpoint(fun))))(W, X))
+    assert " eq " in str(jax.make_jaxpr(BOTH(jax.checkpoint(fun)))(W, X))  # of the maximum's
+    assert " eq " not in jaxpr and jaxpr.count(" exp ") == 2
+
+
 def test_islands_that_wait_for_each_other_are_dropped(monkeypatch):
     from mpjax import islands
 
