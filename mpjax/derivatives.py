@@ -286,9 +286,11 @@ def attention(
         made = cast(product(weighed(moved, more), v), FLOAT32)
         return made - mean * cast(out, FLOAT32)
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
     def through_values(p, more, tangent):
         return cast(product(weighed(p, more), cast(tangent, half)), FLOAT32)
+
+    if weigh is not None:  # else there is nothing to compute again
+        through_values = jax.checkpoint(through_values, prevent_cse=False)
 
     @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
     def through_weights(p, v, more, moving, tangents):
