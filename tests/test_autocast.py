@@ -515,6 +515,24 @@ def kept(fun, *args):
     return [(v.aval.shape, str(v.aval.dtype)) for v in fresh]
 
 
+def test_exact_gelu_keeps_its_half_slope():
+    def fun(w, x):
+        return jnp.sum(jax.nn.gelu(x @ w, approximate=False) @ w)
+
+    arrays = [dtype for shape, dtype in kept(cast(fun), W, X) if shape == X.shape]
+    assert arrays == ["bfloat16"] * 3  # x, the slope, the result
+
+
+def test_exact_gelu_keeps_no_more_than_the_other_before_a_gate():
+    def fun(approximate, w, x):
+        return jnp.sum((jax.nn.gelu(x @ w, approximate=approximate) * (x @ w.T)) @ w)
+
+    exact, other = (functools.partial(fun, approximate) for approximate in (False, True))
+    assert sorted(kept(cast(exact), W, X)) == sorted(kept(cast(other), W, X))
+    assert "float32" not in [dtype for _, dtype in kept(cast(exact), W, X)]
+    assert_near(BOTH(cast(exact))(W, X), BOTH(exact)(W, X), 0.03)
+
+
 def test_gelu_keeps_its_half_slope():
     def fun(w, x):
         return jnp.sum(jax.nn.gelu(x @ w) @ w)
