@@ -21,21 +21,11 @@ from models import gpt2
 from paired import save
 
 import mpjax
-from mpjax.interpret import interpret, run, take
+from mpjax.interpret import Plain, interpret
 from mpjax.policy import get_policy
 from mpjax.programs import make_program
 
 RUNS = ("compiled", "operation by operation", "find_nonfinite", "compare")
-
-
-class Plain:
-    """A watcher that only runs the program."""
-
-    operation = staticmethod(lambda eqn, ins, place: run(eqn, ins))
-    constant = staticmethod(lambda array: array)
-    decide = staticmethod(lambda value, eqn, place: int(value))
-    slice = staticmethod(take)
-    stack = staticmethod(jnp.stack)
 
 
 def one(name, layers, batch, length):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _jax, ops
-from mpjax.dtypes import SPELLINGS
+from mpjax.dtypes import short_name
 from mpjax.environment import constants_as_casts
 from mpjax.interpret import Place, interpret, is_half, run, run_in_float32, take, widen
 from mpjax.loss_scale import LossScale, resolve_loss_scale
@@ -563,8 +563,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _name(x: Any) -> str:
-    dtype = getattr(x, "dtype", None)
-    return SPELLINGS[dtype][0] if dtype in SPELLINGS else str(dtype)
+    return short_name(getattr(x, "dtype", None))
 
 
 def percent(share: float) -> str:

@@ -151,13 +151,8 @@ def recomputed_from_half(
 
     @functools.partial(jax.checkpoint, prevent_cse=prevent_cse, static_argnums=2)
     def tangent(arrays, sums, moving, tangents):
-        def wide(*varying):
-            given = iter(varying)
-            full = [next(given) if moves else a for a, moves in zip(arrays, moving, strict=True)]
-            return run(full, sums)
-
         arrays = [cast(a, FLOAT32) if r else a for a, r in zip(arrays, rounded, strict=True)]
-        return jax.jvp(wide, [a for a, m in zip(arrays, moving, strict=True) if m], tangents)[1]
+        return _tangent(lambda full: run(full, sums), arrays, moving, tangents)
 
     def jvp(primals, tangents):
         results, sums = call(*primals)
@@ -170,6 +165,22 @@ def recomputed_from_half(
 
     call.defjvp(jvp, symbolic_zeros=True)
     return call(*arrays)[0]
+
+
+def _tangent(
+    fun: Callable[[list[Any]], Any],
+    arrays: Sequence[Any],
+    moving: Sequence[bool],
+    tangents: Sequence[Any],
+) -> Any:
+    """Returns the tangent of a function of arrays of which some alone have one."""
+
+    def of_moving(*varying):
+        given = iter(varying)
+        return fun([next(given) if moves else a for a, moves in zip(arrays, moving, strict=True)])
+
+    varying = [a for a, moves in zip(arrays, moving, strict=True) if moves]
+    return jax.jvp(of_moving, varying, tangents)[1]
 
 
 def elementwise(run: Run, arrays: Sequence[Any], barrier: bool) -> list[Any]:
@@ -294,12 +305,8 @@ def attention(
 
     @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
     def through_weights(p, v, more, moving, tangents):
-        def scaled(*varying):
-            given = iter(varying)
-            return weighed(p, [next(given) if m else x for x, m in zip(more, moving, strict=True)])
-
-        varying = [x for x, m in zip(more, moving, strict=True) if m]
-        return cast(product(jax.jvp(scaled, varying, tangents)[1], v), FLOAT32)
+        moved = _tangent(lambda full: weighed(p, full), more, moving, tangents)
+        return cast(product(moved, v), FLOAT32)
 
     @jax.custom_jvp
     def call(*arrays):

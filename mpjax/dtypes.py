@@ -56,8 +56,8 @@ def capability_of(device: jax.Device) -> str:
     return str(getattr(device, "compute_capability", ""))
 
 
-def short_name(dtype: np.dtype) -> str:
-    return SPELLINGS[dtype][0]
+def short_name(dtype: Any) -> str:
+    return SPELLINGS[dtype][0] if dtype in SPELLINGS else str(dtype)
 
 
 def canonical(dtype: DTypeLike, argument: str, half: np.dtype | None = None) -> np.dtype:

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpjax import _jax, ops
 from mpjax.autocast import Traced, call, trace
-from mpjax.dtypes import FLOAT32, HALVES, SPELLINGS
+from mpjax.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax.graph import ROW, Block, Op, Value
 from mpjax.policy import get_policy
 
@@ -284,7 +284,7 @@ def _name(aval: Any) -> str:
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return str(aval)
-    return SPELLINGS[dtype][0] if dtype in SPELLINGS else str(dtype)
+    return short_name(dtype)
 
 
 def _signature(ins: Sequence[str], outs: Sequence[str]) -> str:

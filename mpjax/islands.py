@@ -149,9 +149,11 @@ def _islands(block: Block) -> "dict[Op, Island]":
     found = dict(softmaxes)
     for i, group in enumerate(groups):
         if merged[i] == i:
-            group.ops += _halves_inside(group, block, producer)
-            group.ops.sort(key=lambda op: op.index)
-            _set_boundary(group, block)
+            _gather(group, block)
+            halves = _halves_inside(group, block, producer)
+            if halves:
+                group.ops += halves
+                _gather(group, block)
             group.barrier = any(_is_dear(op) for op in group.ops)
             # Outside of loops, XLA fuses arithmetic into its readers without being told to.
             worthwhile = group.barrier or block.in_loop
@@ -331,6 +333,11 @@ def _starts(op: Op) -> bool:
     return any(v.is_f32 and not v.raw and v.const is None for v in op.ins)
 
 
+def _gather(group: Island, block: Block) -> None:
+    group.ops.sort(key=lambda op: op.index)
+    _set_boundary(group, block)
+
+
 def _set_boundary(group: Island, block: Block) -> None:
     members = set(group.ops)
     group.free = _free_producers(group.ops, block)
@@ -353,7 +360,6 @@ def _set_boundary(group: Island, block: Block) -> None:
 
 def _halves_inside(group: Island, block: Block, producer: dict[Value, Op]) -> list[Op]:
     """Returns half ops that an island alone reads, of what it reads anyway: ``x / 2`` beside x."""
-    _set_boundary(group, block)
     members, readers = set(group.ops), _readers(block)
     found = []
     for value in group.inputs:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax import _jax, ops
-from mpjax.dtypes import SPELLINGS
+from mpjax.dtypes import short_name
 from mpjax.interpret import Place, interpret, is_half, run, run_in_float32, take
 from mpjax.loss_scale import LossScale, resolve_loss_scale
 from mpjax.policy import get_policy
@@ -497,7 +497,7 @@ def _ends(x):
 
 def _range(x: Any, path: str) -> Range:
     dtype, shape = jnp.result_type(x), tuple(np.shape(x))
-    name = SPELLINGS[dtype][0] if dtype in SPELLINGS else str(dtype)
+    name = short_name(dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         x = jnp.abs(x)
     low, high = (float(end) for end in _ends(jnp.asarray(x, jnp.promote_types(x.dtype, "float32"))))

@@ -12,10 +12,10 @@ from typing import Any
 from mpjax import _jax, ops
 
 # What costs no depth: a gradient is as deep as the arithmetic that made it.
-FREE = ops.LAYOUT | {"convert_element_type", "cpu_barrier", "reduce_precision", "pcast"}
+FREE = ops.LAYOUT | _jax.BARRIERS | {"convert_element_type", "reduce_precision", "pcast"}
 
 # Through these an array of one gradient per layer keeps its rows.
-ROWWISE = frozenset({"convert_element_type", "cpu_barrier", "copy", "mul", "div", "neg", "add_any"})
+ROWWISE = _jax.BARRIERS | {"convert_element_type", "copy", "mul", "div", "neg", "add_any"}
 
 
 @dataclasses.dataclass(frozen=True)

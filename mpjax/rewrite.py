@@ -471,13 +471,17 @@ def _run_island(island: Island, env: Env) -> None:
     scopes = _jax.common_stack([op.stack for op in island.ops])
     depth = len(scopes.stack)
 
-    def run(arrays, sums=()):
+    def evaluate(members, given, sums=()):
         inner = env.inside(dict(zip(island.sums, sums, strict=False)))
-        for value, array in zip(island.inputs, arrays, strict=True):
+        for value, array in given:
             inner.write(value, array)
-        for op in (*island.free, *island.ops):
+        for op in (*island.free, *members):
             with _jax.location(op.eqn, _jax.below(op.stack, depth)), _row(op):
                 EVALUATE[op.forced or op.rule](op, inner)
+        return inner
+
+    def run(arrays, sums=()):
+        inner = evaluate(island.ops, zip(island.inputs, arrays, strict=True), sums)
         results = [
             inner.read(v, island.half) if v in island.in_half else inner.best(v)
             for v in island.results
@@ -485,13 +489,8 @@ def _run_island(island: Island, env: Env) -> None:
         return results, [inner.read(v) for v in island.sums]
 
     def weigh(p, more):
-        inner = env.inside({})
-        for value, array in zip([*island.sums, *island.inputs[2:]], [p, *more], strict=True):
-            inner.write(value, array)
-        for op in (*island.free, *island.weights):
-            with _jax.location(op.eqn, _jax.below(op.stack, depth)), _row(op):
-                EVALUATE[op.forced or op.rule](op, inner)
-        return inner.read(island.weights[-1].outs[0], FLOAT32)
+        given = zip([*island.sums, *island.inputs[2:]], [p, *more], strict=True)
+        return evaluate(island.weights, given).read(island.weights[-1].outs[0], FLOAT32)
 
     prevent = island.barrier and not env.in_loop
     with _jax.location(island.ops[-1].eqn, scopes), _row(island.ops[-1]):

@@ -303,14 +303,7 @@ class TestControlFlow:
 
     def test_results_agree_with_the_compiled_program(self, model):
         from mpjax import _jax
-        from mpjax.interpret import interpret, run, take
-
-        class Plain:
-            operation = staticmethod(lambda eqn, ins, place: run(eqn, ins))
-            constant = staticmethod(lambda array: array)
-            decide = staticmethod(lambda value, eqn, place: int(value))
-            slice = staticmethod(take)
-            stack = staticmethod(jnp.stack)
+        from mpjax.interpret import Plain, interpret
 
         def fun(params, x):
             loss, grads = jax.value_and_grad(transformer)(params, x, jnp.float32, True)
