@@ -32,7 +32,7 @@ test-newest: $(NEWEST)/ready
 
 # The plugins look for a GPU and a TPU at start; on the CPU alone they say less about it.
 test-aot: $(AOT)/ready
-	JAX_PLATFORMS=cpu $(AOT)/bin/python $(PYTEST) -m "slow or not slow" tests/test_aot.py tests/test_batch_size.py
+	JAX_PLATFORMS=cpu $(AOT)/bin/python $(PYTEST) -m "slow or not slow" tests/hardware
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .

@@ -21,9 +21,9 @@ from models import gpt2
 from paired import save
 
 import mpjax
-from mpjax.interpret import Plain, interpret
-from mpjax.policy import get_policy
-from mpjax.programs import make_program
+from mpjax._src.instruments.interpret import Plain, interpret
+from mpjax._src.instruments.programs import make_program
+from mpjax._src.policy import get_policy
 
 RUNS = ("compiled", "operation by operation", "find_nonfinite", "compare")
 

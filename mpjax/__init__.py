@@ -1,38 +1,38 @@
 """mpjax: functional mixed precision for JAX. See docs/architecture.md for the map."""
 
-from mpjax.aot import compile_for
-from mpjax.aot_report import CompileReport, MatmulRow
-from mpjax.autocast import autocast
-from mpjax.batch_size import BatchTry, LargestBatch, largest_batch
-from mpjax.compare import Comparison, compare, plot_compare
-from mpjax.devices import DeviceFacts, DeviceReport, device_report, recommend_policy
-from mpjax.dtypes import half_dtype
-from mpjax.errors import CompileError, DivergenceError, OutOfMemoryError
-from mpjax.explain import CastReport, explain
-from mpjax.gradients import scaled_value_and_grad
-from mpjax.histogram import (
+from mpjax._src.autocast.explain import CastReport, explain
+from mpjax._src.autocast.regions import full_precision, precision
+from mpjax._src.autocast.transform import autocast
+from mpjax._src.dtypes import half_dtype
+from mpjax._src.errors import CompileError, DivergenceError, OutOfMemoryError
+from mpjax._src.hardware.aot import compile_for
+from mpjax._src.hardware.batch_size import BatchTry, LargestBatch, largest_batch
+from mpjax._src.hardware.devices import DeviceFacts, DeviceReport, device_report, recommend_policy
+from mpjax._src.hardware.report import CompileReport, MatmulRow
+from mpjax._src.instruments.compare import Comparison, compare, plot_compare
+from mpjax._src.instruments.histogram import (
     GradientHistogram,
     LossScaleAdvice,
     gradient_histogram,
     plot_gradient_histogram,
     recommend_loss_scale,
 )
-from mpjax.logs import JsonLines, flush_metrics, log_metrics
-from mpjax.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
-from mpjax.nonfinite import NonfiniteReport, find_nonfinite
-from mpjax.optimizers import (
+from mpjax._src.instruments.logs import JsonLines, flush_metrics, log_metrics
+from mpjax._src.instruments.nonfinite import NonfiniteReport, find_nonfinite
+from mpjax._src.instruments.tune import Tuning, tune
+from mpjax._src.policy import Policy, get_policy
+from mpjax._src.training.gradients import scaled_value_and_grad
+from mpjax._src.training.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from mpjax._src.training.optimizers import (
     MasterWeightsState,
     SkipNonfiniteState,
     master_params,
     skip_nonfinite,
     with_master_weights,
 )
-from mpjax.policy import Policy, get_policy
-from mpjax.precision import full_precision, precision
-from mpjax.train_step import TrainState, TrainStep, build_train_step, raise_if_diverged
-from mpjax.trees import all_finite, cast, select
-from mpjax.tune import Tuning, tune
-from mpjax.watch import Overflow, Underflow
+from mpjax._src.training.step import TrainState, TrainStep, build_train_step, raise_if_diverged
+from mpjax._src.training.watch import Overflow, Underflow
+from mpjax._src.trees import all_finite, cast, select
 
 __version__ = "0.1.0"
 

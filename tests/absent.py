@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpjax import aot_report, compiler
-from mpjax.targets import find_target
+from mpjax._src.hardware import compiler
+from mpjax._src.hardware import report as aot_report
+from mpjax._src.hardware.targets import find_target
 
-STORED = Path(__file__).parent / "hlo"
+STORED = Path(__file__).parent / "hardware" / "hlo"
 
 
 def shape(*dims, dtype=jnp.float32):

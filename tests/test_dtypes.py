@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax.dtypes import BY_NAME, canonical, short_name
+from mpjax._src.dtypes import BY_NAME, canonical, short_name
 
 
 @pytest.mark.parametrize("name", [*BY_NAME, "F16", " bf16 "])

@@ -1,60 +1,28 @@
 """Imports point one way, JAX's internals are reached from one file, and importing is light."""
 
 import ast
+import graphlib
+import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import mpjax
 
 PACKAGE = Path(mpjax.__file__).parent
-# From the bottom up; a module imports only what stands before it.
-ORDER = [
-    *(
-        "errors",
-        "_jax",
-        "dtypes",
-        "patterns",
-        "trees",
-        "ops",
-        "order",
-        "watch",
-        "histogram",
-        "logs",
-        "policy",
-        "devices",
-        "targets",
-        "hlo",
-        "hlo_costs",
-        "compiler_child",
-        "compiler",
-        "aot_report",
-        "aot",
-        "batch_size",
-    ),
-    *(
-        "graph",
-        "reach",
-        "classify",
-        "demand",
-        "decide",
-        "plan",
-        "islands",
-        "derivatives",
-        "environment",
-        "rewrite",
-        "autocast",
-        "precision",
-        "explain",
-    ),
-    *("loss_scale", "gradients", "optimizers", "train_step"),
-    *("programs", "interpret", "nonfinite", "compare", "tune", "__init__"),
-    # The command line, which `import mpjax` does not import.
-    *("load", "doctor", "show", "tables", "options", "cli", "__main__"),
-]
+INSIDE = PACKAGE / "_src"
+# From the bottom up: a package, or a module beside the packages, imports only what stands before.
+ORDER = (
+    *("errors", "_jax", "dtypes", "patterns", "trees", "ops", "policy"),
+    *("hardware", "autocast", "training", "instruments", "cli"),
+)
 
 
 def imports(path):
+    """Yields what a module of mpjax imports, by its whole name."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -62,23 +30,66 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_every_module_has_its_place():
-    assert {path.stem for path in PACKAGE.glob("*.py")} == set(ORDER)
+def modules(room):
+    return (
+        [INSIDE / f"{room}.py"]
+        if (INSIDE / f"{room}.py").exists()
+        else [*(INSIDE / room).glob("*.py")]
+    )
 
 
-def test_imports_point_one_way():
-    for place, module in enumerate(ORDER):
-        for name in imports(PACKAGE / f"{module}.py"):
-            if name.startswith("mpjax."):
-                first = name.split(".")[1]
-                imported = first if first in ORDER else "__init__"
-                assert ORDER.index(imported) < place, f"{module} imports {name}"
+def test_every_package_has_its_place():
+    assert {path.stem for path in INSIDE.iterdir() if path.stem[:2] != "__"} == set(ORDER)
+    assert {path.stem for path in PACKAGE.iterdir()} - {"__pycache__"} == {
+        "__init__",
+        "__main__",
+        "_src",
+    }
 
 
-def test_internals_of_jax_are_reached_from_one_file():
-    for module in ORDER:
-        internal = [name for name in imports(PACKAGE / f"{module}.py") if "jax._src" in name]
-        assert module == "_jax" or not internal, f"{module} imports {internal}"
+@pytest.mark.parametrize("room", ORDER)
+def test_imports_point_one_way_between_packages(room):
+    for path in modules(room):
+        for name in imports(path):
+            if name.startswith("mpjax._src."):
+                imported = name.split(".")[2]
+                assert ORDER.index(imported) <= ORDER.index(room), f"{path} imports {name}"
+            elif name.split(".")[0] == "mpjax":
+                assert room == "cli", f"{path} imports {name}: only the command line is a user"
+
+
+@pytest.mark.parametrize("room", ORDER)
+def test_no_circle_within_a_package(room):
+    graph = {
+        path.stem: {
+            name.split(".")[3]
+            for name in imports(path)
+            if name.startswith(f"mpjax._src.{room}.")
+            and (INSIDE / room / f"{name.split('.')[3]}.py").exists()
+        }
+        for path in modules(room)
+    }
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises where there is a circle
+
+
+def test_no_function_is_hidden_by_a_module_of_its_name():
+    for room in ORDER:
+        for path in modules(room):
+            module = importlib.import_module(
+                ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+            )
+            assert inspect.ismodule(module), path
+    for name in mpjax.__all__:
+        assert not inspect.ismodule(getattr(mpjax, name)), name
+
+
+def test_internals_of_jax_are_reached_from_one_package():
+    for room in ORDER:
+        for path in modules(room):
+            internal = [
+                name for name in imports(path) if "jax._src" in name and "mpjax" not in name
+            ]
+            assert room == "_jax" or not internal, f"{path} imports {internal}"
 
 
 def test_importing_loads_no_optional_package():

@@ -4,7 +4,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpjax.patterns import matches, nearest_paths, paths
+from mpjax._src.patterns import matches, nearest_paths, paths
 
 
 @pytest.mark.parametrize(

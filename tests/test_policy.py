@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from support import equations
 
 import mpjax
-from mpjax._jax import primitive_names
-from mpjax.patterns import paths
-from mpjax.policy import KERAS, LEVELS, NAMES, NORM_PATTERNS
-from mpjax.trees import is_floating
+from mpjax._src._jax import primitive_names
+from mpjax._src.patterns import paths
+from mpjax._src.policy import KERAS, LEVELS, NAMES, NORM_PATTERNS
+from mpjax._src.trees import is_floating
 
 HALVES = ("float16", "bfloat16")
 DTYPES = (*HALVES, "float32", "float64")

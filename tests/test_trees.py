@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpjax
-from mpjax.trees import cast_like, widen
+from mpjax._src.trees import cast_like, widen
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 

@@ -1,0 +1,1 @@
+"""The inside of mpjax. What is public stands in `mpjax`."""

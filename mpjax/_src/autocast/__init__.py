@@ -1,0 +1,1 @@
+"""Op-level mixed precision: the plan of a program, and its rewrite."""

@@ -1,0 +1,224 @@
+"""Which rule an operation falls under, and why: the first sweep of a plan.
+
+A row of the op sets, unless the policy's lists, an override, a region or the program itself says
+otherwise.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mpjax._src import ops
+from mpjax._src.autocast.graph import PLANNED, REGION, Block, Op, is_float, known_value
+from mpjax._src.autocast.reach import reach
+from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.patterns import matches
+from mpjax._src.policy import Policy
+
+
+def classify(block: Block, policy: Policy) -> frozenset[str]:
+    """Gives every op its rule; returns the override patterns that matched something."""
+    used: set[str] = set()
+    listed = {
+        **dict.fromkeys(policy.half_ops, "half list of the policy"),
+        **dict.fromkeys(policy.full_ops, "full list of the policy"),
+        **dict.fromkeys(policy.follow_ops, "follow list of the policy"),
+    }
+    for value in block.invars:
+        used |= {p for p, _ in policy.overrides for path in value.paths if matches(p, path)}
+    _classify(block, policy, listed, used)
+    return frozenset(used)
+
+
+def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[str]) -> None:
+    for value, _ in block.consts:
+        value.raw = True
+    for op in block.ops:
+        op.half = policy.compute_dtype if policy.compute_dtype in HALVES else None
+        if op.name in ops.CARRIES_PATH and op.ins:
+            for out in op.outs:
+                out.paths, out.raw = op.ins[0].paths, op.ins[0].raw and op.name != "gather"
+            op.outs[0].const = known_value(op)
+        for sub in op.subs:
+            for value, index in zip(sub.block.invars, sub.ins, strict=True):
+                value.paths, value.raw = op.ins[index].paths, op.ins[index].raw
+                value.small = op.ins[index].small
+                const = op.ins[index].const
+                if op.name in CONTROL_FLOW and const is not None and np.size(const) == 1:
+                    value.const = np.reshape(const, ())
+            for _, argument in sub.carry:
+                value = sub.block.invars[argument]
+                value.paths, value.raw, value.const = (), False, None
+            _classify(sub.block, policy, listed, used)
+        op.rule, op.reason = _rule(op)
+        _apply_lists(op, listed)
+        _apply_overrides(op, policy, used)
+        _apply_region(op)
+        if op.half is None and op.forced != "full":
+            op.forced, op.reason = "full", "the policy computes in float32"
+        if op.name in ops.REDUCTIONS or (op.ins and op.rule in ("follow", "layout", "full")):
+            big = [v for v in op.ins if v.is_f32 and v.const is None]
+            small = op.name in ops.REDUCTIONS or (bool(big) and all(v.small for v in big))
+            for out in op.outs:
+                out.small = small
+
+
+def _rule(op: Op) -> tuple[str, str]:
+    """Returns the rule of an op by what it is, and the reason in words."""
+    name = op.name
+    if not any(v.is_f32 for v in (*op.ins, *op.outs)) and not op.subs and name not in ops.MATMULS:
+        return "leave", "no float32"
+    if name in CONTROL_RULES:
+        return CONTROL_RULES[name](op)
+    if name in ops.HALF:
+        return _matmul_rule(op)
+    if name in ops.FULL:
+        return "full", "full list"
+    if name in ops.NEUTRAL:
+        return "neutral", "gives no float"
+    if name in ops.ELEMENTWISE:
+        return "follow", "follows its operands"
+    if name in ops.LAYOUT:
+        return "layout", "follows its operands"
+    if name == "convert_element_type":
+        return "cast", "the program's own cast"
+    return "leave", "unknown operation, left alone"
+
+
+def _matmul_rule(op: Op) -> tuple[str, str]:
+    precision = op.params.get("precision")
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    if any(p is not None and str(p) not in ("DEFAULT", "Precision.DEFAULT") for p in asked):
+        return "written", f"explicit precision {precision}, left as written"
+    floats = [v for v in op.ins if is_float(v)]
+    wanted = op.params.get("preferred_element_type")
+    operands = {v.aval.dtype for v in floats}
+    if operands <= {FLOAT32, *HALVES} and (op.outs[0].is_f32 or wanted in HALVES):
+        if FLOAT32 not in operands and not (op.outs[0].is_f32 and op.name in ops.MATMULS):
+            return "leave", "no float32"
+        return "half", "half list"
+    return ("leave", "no float32") if FLOAT32 not in operands else ("written", "left as written")
+
+
+def _custom_jvp_rule(op: Op) -> tuple[str, str]:
+    """An elementwise function with a rule is one op; one with matmuls inside is a program."""
+    floats = [o for o in op.subs[0].block.walk() if o.rule != "leave" or o.reason != "no float32"]
+    rules = {o.rule for o in floats}
+    if rules & {"half", "written", "leave"} or any(o.subs and o.rule == "program" for o in floats):
+        return "program", "a program with a rule of its own"
+    if "full" in rules or any(o.forced == "full" for o in floats):
+        return "full", "full list inside"
+    return "follow", "follows its operands"
+
+
+def _while_rule(op: Op) -> tuple[str, str]:
+    if _ends_on_a_matmul(op):
+        return "leave", "a float32 comparison that depends on a matmul ends this loop, left alone"
+    return "program", "loop"
+
+
+def _ends_on_a_matmul(op: Op) -> bool:
+    """Tells whether how long a while loop runs depends on the rounding of a matmul in it.
+
+    Half might never reach the tolerance that float32 reaches.
+    """
+    cond, body = (sub.block for sub in op.subs)
+    if not any(inner.rule == "half" for inner in body.walk()):
+        return False
+    masks = reach(body, [1 << i for i in range(len(body.invars))])
+    watched = _watched(cond)
+    carried = {argument: result for result, argument in op.subs[1].carry}
+    offset = len(body.invars) - len(op.outs)
+    first = len(cond.invars) - len(op.outs)
+    # Which carries does the predicate see as floats, and are any of these made by matmuls?
+    seen = {i - first for i in range(first, len(cond.invars)) if watched[i]}
+    for _ in range(len(op.outs)):
+        more = {
+            j
+            for i in seen
+            for j in range(len(op.outs))
+            if masks[body.outvars[carried[offset + i]]].any >> (offset + j) & 1
+        }
+        if more <= seen:
+            break
+        seen |= more
+    return any(masks[body.outvars[i]].matmul or masks[body.outvars[i]].half for i in seen)
+
+
+def _watched(cond: Block) -> list[bool]:
+    """Returns which arguments of a loop's condition reach a comparison as floats."""
+    wanted = {id(v) for op in cond.walk() if op.name in ops.NEUTRAL for v in op.ins if v.is_f32}
+    for op in reversed(list(cond.walk())):
+        if op.subs:
+            return [v.is_f32 for v in cond.invars]
+        if any(id(out) in wanted for out in op.outs):
+            wanted |= {id(v) for v in op.ins if v.is_f32}
+    return [id(v) in wanted for v in cond.invars]
+
+
+# Primitives with programs inside, and those whose rule is not a matter of a list.
+CONTROL_RULES: dict[str, Callable[[Op], tuple[str, str]]] = {
+    **dict.fromkeys(
+        ("scan", "cond", "jit", "remat2", "shard_map", "custom_vmap_call", "linear_call"),
+        lambda op: ("program", "program inside"),
+    ),
+    "custom_vjp_call": lambda op: ("program", "a program with rules of its own"),
+    "while": _while_rule,
+    "custom_jvp_call": _custom_jvp_rule,
+}
+
+# A constant that enters these is known inside of them.
+CONTROL_FLOW = frozenset({"scan", "while", "cond", "remat2"})
+
+# Rules that a list, an override or a region may change.
+CHANGEABLE = ("half", "full", "follow", "layout", "leave", "neutral")
+
+
+def _apply_lists(op: Op, listed: dict[str, str]) -> None:
+    reason = listed.get(op.name)
+    if reason is None or op.rule not in CHANGEABLE or op.reason == "no float32":
+        return
+    op.reason = reason
+    if reason.startswith("follow"):
+        op.rule, op.forced = "follow", ""
+    else:
+        op.forced = "half" if reason.startswith("half") else "full"
+        op.rule = "follow" if op.rule != "half" else op.rule
+
+
+def _apply_overrides(op: Op, policy: Policy, used: set[str]) -> None:
+    if not policy.overrides or op.reason == "no float32":
+        return
+    places = ["/".join(op.scopes), "/".join((*op.scopes, op.name))]
+    places += [path for v in op.ins for path in v.paths]
+    chosen = None
+    for pattern, dtype in policy.overrides:
+        if any(matches(pattern, place) for place in places):
+            used.add(pattern)
+            chosen = chosen or (pattern, dtype)
+    if chosen is None:
+        return
+    pattern, dtype = chosen
+    if dtype in HALVES:
+        op.half = dtype
+    elif op.rule in CHANGEABLE and op.rule not in ("layout", "neutral"):
+        op.forced, op.reason = "full", f'override "{pattern}"'
+
+
+def _apply_region(op: Op) -> None:
+    if PLANNED in op.scopes:
+        op.rule, op.forced, op.reason = "leave", "", "planned by an inner autocast"
+        return
+    for name in reversed(op.scopes):
+        if name.startswith(REGION):
+            dtype = np.dtype(name.removeprefix(REGION))
+            if op.rule not in CHANGEABLE or op.reason == "no float32":
+                return
+            op.reason = f"region {dtype.name}"
+            if dtype in HALVES:
+                op.half = dtype
+                arithmetic = op.rule in ("half", "full", "follow")
+                op.forced = "half" if arithmetic and op.name not in ops.FLOAT32_ONLY else ""
+            elif op.rule not in ("layout", "neutral"):
+                op.forced = "full"
+            return

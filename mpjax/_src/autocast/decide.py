@@ -1,0 +1,290 @@
+"""What every operation computes in and every value is stored in: the last sweep of a plan."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpjax._src import ops
+from mpjax._src.autocast.graph import Block, Op, Value, is_float
+from mpjax._src.autocast.reach import half_of
+from mpjax._src.dtypes import FLOAT32, HALVES
+
+
+def decide(block: Block) -> None:
+    """Picks each op's compute dtype and each value's kind and storage dtype."""
+    for value, _ in block.consts:
+        _set(value, "flexible", FLOAT32)
+    for op in block.ops:
+        for value in op.ins:
+            if not value.kind:
+                _set(value, "flexible", FLOAT32)
+        DECIDE[op.forced or op.rule](op)
+    for value in block.outvars:
+        if not value.kind:
+            _set(value, "flexible", FLOAT32)
+
+
+def _set(value: Value, kind: str, dtype: Any) -> None:
+    if value.is_f32:
+        value.kind, value.dtype = kind, np.dtype(dtype)
+
+
+def _give(op: Op, kind: str, dtype: Any, wide: bool = False) -> None:
+    """Sets an op's results, and rounds for storage what is to be rounded."""
+    for out in op.outs:
+        if not out.is_f32:
+            continue
+        out.wide = wide
+        _set(out, kind, dtype)
+        rounds = op.half is not None and op.forced != "full"
+        if kind != "half" and rounds and _is_rounded(out):
+            out.rounded = True
+            _set(out, "half", op.half)
+
+
+def _is_rounded(value: Value) -> bool:
+    """Tells whether a float32 result is stored in half.
+
+    It is where several read it, one of them outside of its island; and before a relu and the like,
+    which saves its operand for its derivative.
+    """
+    several = value.readers > 1 and value.outside and not value.all_full
+    return (several or value.before_kink) and not (value.wide or value.small or value.size == 1)
+
+
+def _decide_half(op: Op) -> None:
+    op.compute = op.half
+    out = op.outs[0]
+    if op.name not in ops.HALF:  # told to by the user
+        _give(op, "half", op.half)
+    elif not out.is_f32:
+        return
+    elif any(v.linear for v in op.ins):
+        _give(op, "half", op.half)  # its transpose, a matmul too, must get a half cotangent
+    elif op.forced == "half":
+        _give(op, "half", op.half)  # a list or a region asks for half, its result included
+    elif op.name in ops.MATMULS and out.all_full and out.needed:
+        op.reason += ", float32 result for its float32 readers"
+        _set(out, "full", FLOAT32)
+    elif all(v.aval.dtype in HALVES for v in op.ins if is_float(v)):
+        _set(out, "full", FLOAT32)  # the program asked for a float32 result of half operands
+    else:
+        _give(op, "half", op.half)
+
+
+def _decide_full(op: Op) -> None:
+    op.compute = FLOAT32
+    wide = op.name not in ops.FULL and any(v.wide for v in op.ins)
+    _give(op, "full", FLOAT32, wide)
+
+
+def _decide_follow(op: Op) -> None:
+    kinds = {v.kind for v in op.ins if v.is_f32}
+    wide = any(v.wide for v in op.ins)
+    if not kinds:  # made from integers or booleans: not an operand's dtype to follow
+        return _decide_leave(op)
+    flexible = kinds <= {"flexible"}
+    critical = _critical_constant(op, flexible) if op.half is not None else None
+    masked = any(v.wide and v.kind == "flexible" for v in op.ins)
+    if flexible:
+        op.compute = FLOAT32
+        _give(op, "flexible", FLOAT32, wide or critical is not None)
+    elif op.full_by_readers or "full" in kinds or critical is not None or masked:
+        op.compute = FLOAT32
+        if critical is not None:
+            op.reason = f"constant {critical:g} does not survive {op.half.name}"
+            wide = True
+        elif op.full_by_readers:
+            op.reason = "read by float32 operations"
+        elif masked:
+            op.reason = f"an operand is made of constants that do not survive {op.half.name}"
+        else:
+            op.reason = "follows a float32 operand"
+        _give(op, "full", FLOAT32, wide)
+    else:
+        op.compute, op.reason = op.half, "follows a half operand"
+        _give(op, "half", op.half)
+
+
+def _critical_constant(op: Op, may_be_one: bool = False) -> float | None:
+    """Returns a constant operand that half would turn into zero, infinity or one."""
+    for value in op.ins:
+        if value.const is None or not value.is_f32:
+            continue
+        exact = np.asarray(value.const, np.float32)
+        with np.errstate(over="ignore", under="ignore"):
+            half = exact.astype(op.half).astype(np.float32)
+        lost = np.isinf(half) & np.isfinite(exact)
+        vanished = (half == 0) & (exact != 0)
+        if exact.size > 1:  # single entries of an array may vanish; all of them may not
+            vanished &= not np.any(half)
+        near_one = (half == 1) & (exact != 1) & (exact.size == 1) & (not may_be_one)
+        found = exact[lost | vanished | near_one]
+        if found.size:
+            return float(found.flat[0])
+    return None
+
+
+def _decide_layout(op: Op) -> None:
+    kinds = {v.kind for v in op.ins if v.is_f32}
+    wide = any(v.wide for v in op.ins)
+    fresh = op.name in ("gather", "concatenate")  # a new array, not a view of its operand
+    for kind in ("full", "half", "flexible"):
+        if kind not in kinds:
+            continue
+        masked = any(v.wide and v.kind == "flexible" for v in op.ins)
+        if kind == "half" and len(kinds) > 1 and (masked or _keeps_float32(op)):
+            kind = "full"
+        if kind == "half":
+            halves = {v.dtype for v in op.ins if v.kind == "half"}
+            op.compute = halves.pop() if len(halves) == 1 else op.half
+            return _give(op, "half", op.compute)
+        if kind == "full" and not wide and all(_only_for_half(out) for out in op.outs):
+            op.compute = op.half
+            return _give(op, "half", op.half)
+        op.compute = FLOAT32
+        for out in op.outs:
+            out.wide = wide
+            _set(out, kind, FLOAT32)
+        return _give(op, kind, FLOAT32, wide) if fresh else None
+    return _decide_leave(op)
+
+
+def _only_for_half(out: Value) -> bool:
+    return out.is_f32 and out.only_half and out.readers > 0 and not out.small
+
+
+def _keeps_float32(op: Op) -> bool:
+    """Tells whether a half operand joins float32 ones rather than the other way round.
+
+    So where the result is returned: a buffer that is updated in part keeps the rest of its values.
+    """
+    out = op.outs[0]
+    return out.returned or out.all_full or _critical_constant(op) is not None
+
+
+def _decide_neutral(op: Op) -> None:
+    kinds = {v.kind for v in op.ins if v.is_f32}
+    if kinds == {"half"} or ("half" in kinds and "full" not in kinds):
+        half = next(v.dtype for v in op.ins if v.kind == "half")
+        exact = all(_is_exact(v, half) for v in op.ins if v.kind == "flexible")
+        op.compute = half if exact else FLOAT32
+    else:
+        op.compute = FLOAT32
+
+
+def _is_exact(value: Value, dtype: Any) -> bool:
+    if value.const is None:
+        return False
+    exact = np.asarray(value.const, np.float32)
+    with np.errstate(over="ignore", under="ignore"):
+        return bool(np.all(exact.astype(dtype).astype(np.float32) == exact))
+
+
+def _decide_cast(op: Op) -> None:
+    value, out = op.ins[0], op.outs[0]
+    if not out.is_f32:
+        op.compute = None
+    elif value.is_f32:
+        out.wide = value.wide
+        _set(out, value.kind, value.dtype)
+    elif value.aval.dtype in HALVES and op.half == value.aval.dtype:
+        _set(out, "half", op.half)  # half already: nothing to do until a float32 reader comes
+    elif value.aval.dtype == np.bool_ or value.aval.dtype in HALVES:
+        _set(out, "flexible", FLOAT32)  # exact in half
+    elif np.issubdtype(value.aval.dtype, np.integer):
+        op.reason = "made from integers"
+        out.wide = True
+        _set(out, "full", FLOAT32)
+    else:
+        _set(
+            out,
+            "full" if np.issubdtype(value.aval.dtype, np.complexfloating) else "flexible",
+            FLOAT32,
+        )
+
+
+def _decide_leave(op: Op) -> None:
+    op.compute = FLOAT32
+    _give(op, "full", FLOAT32, wide=op.name in ops.FROM_BITS)
+
+
+def _decide_written(op: Op) -> None:
+    op.compute = FLOAT32
+    _give(op, "full", FLOAT32)
+
+
+def _decide_program(op: Op) -> None:
+    results: dict[int, list[Value]] = {}
+    for sub in op.subs:
+        block = sub.block
+        pinned = op.name in PINNED
+        for position, (value, index) in enumerate(zip(block.invars, sub.ins, strict=True)):
+            source = op.ins[index]
+            carried = position in {argument for _, argument in sub.carry}
+            if not value.is_f32:
+                continue
+            if carried:
+                half = block.carries[position]
+                _set(value, "half" if half else "flexible", half_of(block) if half else FLOAT32)
+            elif pinned or (op.name == "scan" and position < sub.consts) or _donated(op, index):
+                # A loop's constants stay float32: their cotangents are summed over iterations.
+                _set(value, "flexible" if source.kind != "full" else "full", FLOAT32)
+                value.wide = source.wide
+            else:
+                value.wide = source.wide
+                _set(value, source.kind, source.dtype)
+        decide(block)
+        for value, place in zip(block.outvars, sub.outs, strict=True):
+            if place is not None:
+                results.setdefault(place, []).append(value)
+    for index, out in enumerate(op.outs):
+        _decide_result(op, out, index, results.get(index, []))
+
+
+# Their rules, traced elsewhere, expect the dtypes that they were written for.
+PINNED = frozenset({"custom_vmap_call", "linear_call"})
+
+
+def _donated(op: Op, index: int) -> bool:
+    return op.name == "jit" and op.params["donated_invars"][index]
+
+
+def _decide_result(op: Op, out: Value, index: int, inner: Sequence[Value]) -> None:
+    """Picks what a result of a sub-program is stored in: one dtype for all branches."""
+    if not out.is_f32:
+        return
+    kinds = {v.kind for v in inner}
+    out.wide = any(v.wide for v in inner)
+    out.small = all(v.small for v in inner)
+    halves = {v.dtype for v in inner if v.kind == "half"}
+    for sub in op.subs:
+        carried = dict(sub.carry)
+        if index in carried:
+            if sub.block.carries[carried[index]]:
+                return _set(out, "half", half_of(sub.block))
+            return _set(out, "full", FLOAT32)
+    half = op.half if op.half is not None else next(iter(halves), None)
+    if op.name in PINNED or half is None:
+        _set(out, "full", FLOAT32)
+    elif "full" in kinds:
+        rounded = out.outside and not (out.all_full or out.returned or out.wide or out.small)
+        _set(out, "half" if rounded else "full", half if rounded else FLOAT32)
+    elif "half" in kinds:
+        _set(out, "half", halves.pop() if len(halves) == 1 else half)
+    else:
+        _set(out, "flexible", FLOAT32)
+
+
+DECIDE: dict[str, Callable[[Op], None]] = {
+    "half": _decide_half,
+    "full": _decide_full,
+    "follow": _decide_follow,
+    "layout": _decide_layout,
+    "neutral": _decide_neutral,
+    "cast": _decide_cast,
+    "program": _decide_program,
+    "leave": _decide_leave,
+    "written": _decide_written,
+}

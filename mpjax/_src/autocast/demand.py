@@ -1,0 +1,166 @@
+"""What the readers of every value want of it: the third sweep of a plan, backwards."""
+
+from collections.abc import Callable
+
+from mpjax._src import ops
+from mpjax._src.autocast.graph import Block, Op, Value
+from mpjax._src.dtypes import HALVES
+
+
+def read_by(
+    value: Value,
+    full=True,
+    needed=False,
+    outside=False,
+    returned=False,
+    readers=1,
+    only_half=False,
+    amplified=False,
+):
+    value.readers += readers
+    value.amplified |= amplified
+    value.all_full &= full
+    value.needed |= needed
+    value.outside |= outside
+    value.returned |= returned
+    value.only_half &= only_half
+
+
+def demand(block: Block) -> None:
+    """Collects what the readers of every value want, from the results back."""
+    for op in reversed(block.ops):
+        DEMAND[op.forced or op.rule](op)
+
+
+def _want_full(op: Op) -> None:
+    amplifies = op.name in ops.SENSITIVE or (
+        op.name == "custom_jvp_call"
+        and any(o.name in ops.SENSITIVE for o in op.subs[0].block.walk())
+    )
+    needed = amplifies or any(out.needed for out in op.outs)
+    for value in op.ins:
+        read_by(value, full=True, needed=needed, amplified=amplifies)
+
+
+def _want_half(op: Op) -> None:
+    if _multiplies_positions(op):
+        op.forced = "full"
+        op.reason = f"positions or the like, which {op.half.name} would merge"
+        return _want_full(op)
+    for value in op.ins:
+        read_by(value, full=False, outside=True, only_half=True)
+
+
+def _multiplies_positions(op: Op) -> bool:
+    """Tells whether a matmul is of positions or counts, as rotary embeddings spell their angles.
+
+    They are integers, or go through a matmul that sums nothing, so nothing is lost by a float32
+    one, into an operation that would amplify their rounding.
+    """
+    if op.forced or op.name != "dot_general" or any(v.linear for v in op.ins):
+        return False
+    (contracting, _), _ = op.params["dimension_numbers"]
+    outer = all(op.ins[0].aval.shape[d] == 1 for d in contracting)
+    (out,) = op.outs
+    arguments = not any(v.from_half for v in op.ins)
+    return any(v.counts for v in op.ins) or (outer and out.amplified and arguments)
+
+
+def _want_original(op: Op) -> None:
+    for value in op.ins:
+        read_by(value, full=True, needed=True)
+
+
+def _want_any(op: Op) -> None:
+    for value in op.ins:
+        read_by(value)
+
+
+def _want_follow(op: Op) -> None:
+    floats = [out for out in op.outs if out.is_f32]
+    full = all(out.all_full for out in floats)
+    op.full_by_readers = full or any(out.returned for out in floats)
+    needed = any(out.needed for out in floats)
+    kinked = op.name in ops.KINKED and not op.full_by_readers
+    for value in op.ins:
+        value.before_kink |= kinked
+        beside_half = any(v.from_half for v in op.ins if v is not value)
+        read_by(
+            value,
+            op.full_by_readers,
+            needed,
+            outside=not op.full_by_readers and beside_half,
+            amplified=any(out.amplified for out in floats),
+        )
+
+
+def _want_same(op: Op) -> None:
+    """Layout: its readers are the readers of its operands."""
+    floats = [out for out in op.outs if out.is_f32]
+    for value in op.ins:
+        if not value.is_f32:
+            continue
+        for out in floats:
+            _pass_on(value, out)
+
+
+def _pass_on(value: Value, reader: Value) -> None:
+    if reader.readers:
+        read_by(
+            value,
+            reader.all_full,
+            reader.needed,
+            reader.outside,
+            reader.returned,
+            reader.readers,
+            reader.only_half,
+            reader.amplified,
+        )
+
+
+def _want_cast(op: Op) -> None:
+    value, out = op.ins[0], op.outs[0]
+    if not value.is_f32:
+        return
+    if out.is_f32:
+        _pass_on(value, out)
+    elif out.aval.dtype in HALVES:
+        read_by(value, full=False, outside=True, only_half=True)
+    else:  # to an integer, a float64: every bit counts
+        read_by(value, full=True, needed=True)
+
+
+def _want_program(op: Op) -> None:
+    for sub in reversed(op.subs):
+        block = sub.block
+        carried = dict(sub.carry)
+        for position, (value, index) in enumerate(zip(block.outvars, sub.outs, strict=True)):
+            if position in carried and not block.carries[carried[position]]:
+                read_by(value, full=True, needed=True, returned=True)
+            elif position in carried:
+                read_by(value, full=False, outside=True)
+            elif index is not None:
+                _pass_on(value, op.outs[index])
+            else:
+                read_by(value)
+        demand(block)
+        for position, (value, index) in enumerate(zip(block.invars, sub.ins, strict=True)):
+            if position not in carried.values():
+                _pass_on(op.ins[index], value)
+            elif block.carries and block.carries[position]:
+                read_by(op.ins[index], full=False, outside=True)
+            else:
+                read_by(op.ins[index], full=True)
+
+
+DEMAND: dict[str, Callable[[Op], None]] = {
+    "half": _want_half,
+    "full": _want_full,
+    "follow": _want_follow,
+    "layout": _want_same,
+    "neutral": _want_any,
+    "cast": _want_cast,
+    "program": _want_program,
+    "leave": _want_original,
+    "written": _want_original,
+}

@@ -1,0 +1,332 @@
+"""Functions whose derivative mixed precision wants otherwise than JAX would derive it.
+
+All are custom_jvps with linear tangents, so that forward mode, vmap and transposition keep working;
+none knows of a plan.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from mpjax._src import _jax, ops
+from mpjax._src.dtypes import FLOAT32
+
+Run = Callable[..., tuple[list[Any], list[Any]]]
+
+
+def cast(array: Any, dtype: Any) -> Any:
+    return jax.lax.convert_element_type(array, dtype)
+
+
+def known(computed: Any, given: Any) -> Any:
+    """Returns ``given``, with the tangent of what was computed."""
+    return _known(computed, given)
+
+
+@jax.custom_jvp
+def _known(computed, given):
+    return given
+
+
+@_known.defjvp
+def _known_jvp(primals, tangents):
+    return primals[1], tangents[0]
+
+
+def pick(eqn: Any, args: Sequence[Any]) -> Any:
+    """Gathers one entry per row; the transpose is a select, not a scatter into a tensor of zeros.
+
+    A cross entropy picks its labels' logits so. XLA fuses the select into what it is added to.
+    """
+
+    @jax.custom_jvp
+    def call(x, indices):
+        return _jax.bind(eqn, [x, indices])[0]
+
+    def jvp(primals, tangents):
+        out = call(*primals)
+        if isinstance(tangents[0], SymbolicZero):
+            return out, _jax.zero_tangent(out)
+        return out, cast(_jax.select_one_per_row(eqn, tangents[0], primals[1]), out.dtype)
+
+    call.defjvp(jvp, symbolic_zeros=True)
+    return call(*args)
+
+
+def wide_cotangent(fun: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Runs a linear function whose transpose sums, so that it sums in float32."""
+    first, *rest = args
+
+    @jax.custom_jvp
+    def call(x, *rest):
+        return fun(x, *rest)
+
+    def jvp(primals, tangents):
+        x, *rest = primals
+        tangent = tangents[0]
+        out = call(x, *rest)
+        if isinstance(tangent, SymbolicZero):
+            return out, _jax.zero_tangent(out)
+        return out, cast(fun(cast(tangent, FLOAT32), *rest), out.dtype)
+
+    call.defjvp(jvp, symbolic_zeros=True)
+    return call(first, *rest)
+
+
+# ---- matmuls ------------------------------------------------------------------------------------
+
+
+def wide_matmul(eqn: Any, args: Sequence[Any]) -> Any:
+    """A matmul of half operands that gives its float32 accumulator; its tangent is half."""
+    primitive, params = eqn.primitive, dict(eqn.params)
+    del params["preferred_element_type"]
+    key = (primitive, tuple(sorted(params.items())))
+    try:
+        matmul = _cached_wide_matmul(*key)
+    except TypeError:  # a parameter that cannot be hashed
+        matmul = _cached_wide_matmul.__wrapped__(*key)
+    return matmul(*args)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_wide_matmul(primitive: Any, items: tuple[tuple[str, Any], ...]) -> Any:
+    params = dict(items)
+
+    def product(operands, dtype):
+        return primitive.bind(*operands, **params, preferred_element_type=np.dtype(dtype))
+
+    @jax.custom_jvp
+    def matmul(*operands):
+        return _jax.cpu_barrier(product(operands, FLOAT32))
+
+    def jvp(primals, tangents):
+        half = primals[0].dtype
+        out = matmul(*primals)
+        terms = [
+            product((*primals[:i], tangent, *primals[i + 1 :]), half)
+            for i, tangent in enumerate(tangents[:2])
+            if not isinstance(tangent, SymbolicZero)
+        ]
+        if not terms:
+            return out, jnp.zeros_like(out)
+        return out, cast(functools.reduce(jax.lax.add, terms), out.dtype)
+
+    matmul.defjvp(jvp, symbolic_zeros=True)
+    return matmul
+
+
+# ---- float32 islands ----------------------------------------------------------------------------
+
+
+def recomputed(run: Run, arrays: Sequence[Any], prevent_cse: bool) -> list[Any]:
+    """Runs an island; the backward pass computes all but its reductions again from its inputs."""
+    return jax.checkpoint(run, policy=_keep_reductions, prevent_cse=prevent_cse)(arrays)[0]
+
+
+def _keep_reductions(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name in ops.REDUCTIONS
+
+
+def recomputed_from_half(
+    run: Run, arrays: Sequence[Any], rounded: Sequence[bool], half: Any, prevent_cse: bool
+) -> list[Any]:
+    """Runs an island in float32; its derivative is computed from inputs that are kept in half.
+
+    Args:
+        run: ``run(arrays, sums=None)`` gives results and sums, taking the latter where given.
+        arrays: The inputs.
+        rounded: Which of them are kept in half.
+        half: The half dtype.
+        prevent_cse: Whether XLA would rather save the insides than compute them again.
+    """
+
+    @jax.custom_jvp
+    def call(*arrays):
+        return run(arrays)
+
+    @functools.partial(jax.checkpoint, prevent_cse=prevent_cse, static_argnums=2)
+    def tangent(arrays, sums, moving, tangents):
+        arrays = [cast(a, FLOAT32) if r else a for a, r in zip(arrays, rounded, strict=True)]
+        return _tangent(lambda full: run(full, sums), arrays, moving, tangents)
+
+    def jvp(primals, tangents):
+        results, sums = call(*primals)
+        moving = tuple(not isinstance(t, SymbolicZero) for t in tangents)
+        if not any(moving):
+            return (results, sums), jax.tree.map(_jax.zero_tangent, (results, sums))
+        kept = [cast(p, half) if r else p for p, r in zip(primals, rounded, strict=True)]
+        given = [t for t, moves in zip(tangents, moving, strict=True) if moves]
+        return (results, sums), tangent(kept, sums, moving, given)
+
+    call.defjvp(jvp, symbolic_zeros=True)
+    return call(*arrays)[0]
+
+
+def _tangent(
+    fun: Callable[[list[Any]], Any],
+    arrays: Sequence[Any],
+    moving: Sequence[bool],
+    tangents: Sequence[Any],
+) -> Any:
+    """Returns the tangent of a function of arrays of which some alone have one."""
+
+    def of_moving(*varying):
+        given = iter(varying)
+        return fun([next(given) if moves else a for a, moves in zip(arrays, moving, strict=True)])
+
+    varying = [a for a, moves in zip(arrays, moving, strict=True) if moves]
+    return jax.jvp(of_moving, varying, tangents)[1]
+
+
+def elementwise(run: Run, arrays: Sequence[Any], barrier: bool) -> list[Any]:
+    """Runs an elementwise island of one half operand; its slope is what is kept for the derivative.
+
+    That takes the room of the operand, which is then not needed, and nothing is computed twice.
+
+    Args:
+        run: ``run(arrays)`` gives ``[result], []``, the result in the operand's dtype.
+        arrays: The operand.
+        barrier: Whether to keep XLA from computing the slope again in the backward pass.
+    """
+
+    @jax.custom_jvp
+    def call(x):
+        return run([x])[0][0]
+
+    @call.defjvp
+    def jvp(primals, tangents):
+        ones = jnp.ones_like(primals[0])
+        out, slope = jax.jvp(lambda x: run([x])[0][0], primals, (ones,))
+        if barrier:
+            slope = jax.lax.optimization_barrier(slope)
+        return out, slope * tangents[0]
+
+    return [call(*arrays)]
+
+
+def softmax(
+    run: Run, arrays: Sequence[Any], axes: tuple[int, ...], half: Any, prevent_cse: bool
+) -> list[Any]:
+    """Runs a softmax in float32; its derivative is computed from its result, kept in half.
+
+    Args:
+        run: ``run(arrays)`` gives ``[result], [result]``.
+        arrays: What the exponential is taken of.
+        axes: What is summed over.
+        half: The half dtype.
+        prevent_cse: Whether XLA would rather save the insides than compute them again.
+    """
+
+    @jax.custom_jvp
+    def call(*arrays):
+        return run(arrays)[0][0]
+
+    @call.defjvp
+    def jvp(primals, tangents):
+        out = run(primals)[0][0]
+        slope = _softmax_slope(axes, out.dtype, prevent_cse)
+        return out, slope(cast(out, half), tangents[0])
+
+    return [call(*arrays)]
+
+
+@functools.cache
+def _softmax_slope(axes: tuple[int, ...], dtype: Any, prevent_cse: bool) -> Callable[..., Any]:
+    """Returns the derivative of a softmax; the same function each time, to be traced once."""
+
+    @functools.partial(jax.checkpoint, prevent_cse=prevent_cse)
+    def slope(result, tangent):
+        full, tangent = cast(result, FLOAT32), cast(tangent, FLOAT32)
+        mean = jnp.sum(full * tangent, axes, keepdims=True)
+        return cast(full * (tangent - mean), dtype)
+
+    return slope
+
+
+def attention(
+    run: Run,
+    arrays: Sequence[Any],
+    axes: tuple[int, ...],
+    half: Any,
+    eqn: Any,
+    place: int,
+    weigh: Callable[[Any, Sequence[Any]], Any] | None,
+) -> list[Any]:
+    """Runs a softmax and the matmul that sums values by it.
+
+    The derivative of a softmax ``p`` takes ``sum(p * dp)``. With ``out = p @ v`` that is
+    ``sum(dout * out)``, over far smaller arrays, and it is known before ``dp`` is: so nothing but
+    ``p`` and the final product is ever written out. (Dao et al., FlashAttention, 2022.)
+
+    Args:
+        run: ``run(arrays)`` gives ``[out], [p]``.
+        arrays: What the exponential is taken of, the values, and what ``weigh`` takes.
+        axes: What is summed over.
+        half: The half dtype.
+        eqn: The matmul.
+        place: Which of its operands is the softmax.
+        weigh: What happens to the softmax before the matmul, such as a dropout, if anything:
+            linear in its first argument, entry by entry.
+    """
+
+    def product(p, v):
+        operands = (cast(p, half), v) if place == 0 else (v, cast(p, half))
+        return _jax.bind(eqn, operands, preferred_element_type=np.dtype(half))[0]
+
+    def weighed(p, others):
+        return p if weigh is None else weigh(cast(p, FLOAT32), others)
+
+    _, batch = eqn.params["dimension_numbers"]
+    kept = [d for d in range(len(eqn.invars[place].aval.shape)) if d not in axes]
+    free = [d for d in kept if d not in batch[place]]
+    # Where the rows of the softmax stand in the result: batch first, then those of its operands.
+    order = [kept.index(d) for d in (*batch[place], *free)]
+    rank = len(eqn.outvars[0].aval.shape)
+    first = len(order) if place == 0 else len(batch[0])
+    others = tuple(range(first, first + rank - len(order)))
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def through_softmax(p, v, out, more, tangent):
+        moved = cast(p, FLOAT32) * cast(tangent, FLOAT32)
+        mean = jnp.expand_dims(jnp.transpose(jnp.sum(moved, axes), order), others)
+        made = cast(product(weighed(moved, more), v), FLOAT32)
+        return made - mean * cast(out, FLOAT32)
+
+    def through_values(p, more, tangent):
+        return cast(product(weighed(p, more), cast(tangent, half)), FLOAT32)
+
+    if weigh is not None:  # else there is nothing to compute again
+        through_values = jax.checkpoint(through_values, prevent_cse=False)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
+    def through_weights(p, v, more, moving, tangents):
+        moved = _tangent(lambda full: weighed(p, full), more, moving, tangents)
+        return cast(product(moved, v), FLOAT32)
+
+    @jax.custom_jvp
+    def call(*arrays):
+        return run(arrays)[0][0]
+
+    def jvp(primals, tangents):
+        (out,), (p,) = run(primals)
+        p, v, more = _jax.gpu_barrier(cast(p, half)), cast(primals[1], half), list(primals[2:])
+        moving = tuple(not isinstance(t, SymbolicZero) for t in tangents)
+        terms = []
+        if moving[0]:
+            terms.append(through_softmax(p, v, cast(out, half), more, tangents[0]))
+        if moving[1]:
+            terms.append(through_values(p, more, tangents[1]))
+        if any(moving[2:]):
+            given = [t for t, moves in zip(tangents[2:], moving[2:], strict=True) if moves]
+            terms.append(through_weights(p, v, more, moving[2:], given))
+        if not terms:
+            return out, _jax.zero_tangent(out)
+        return out, cast(functools.reduce(jax.lax.add, terms), out.dtype)
+
+    call.defjvp(jvp, symbolic_zeros=True)
+    return [call(*arrays)]

@@ -1,0 +1,420 @@
+"""`explain`: what autocast would do to a function, operation by operation, running nothing."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax._src import _jax, ops
+from mpjax._src.autocast.graph import ROW, Block, Op, Value
+from mpjax._src.autocast.transform import Traced, call, trace
+from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
+from mpjax._src.policy import get_policy
+
+CASTS = frozenset({"convert_element_type"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One equation of the program.
+
+    Attributes:
+        primitive: Its name.
+        scope: The named scopes around it, joined with "/".
+        path: The paths of the parameters that feed it, joined with ", ".
+        source: "file:line" of the code it comes from.
+        before: The dtypes of its operands and results as the program was written; of a row of the
+            backward pass, as they would be without autocast, and "" of a cast that would not be.
+        after: The same under the plan: what it computes in, and what its results are stored in.
+        reason: Why.
+        flops: Of a matmul or convolution, once; 0 otherwise.
+        times: How often the loops around it run it, as far as that is known.
+        forward: For a row of the backward pass, the index of the forward row it comes from.
+    """
+
+    primitive: str
+    scope: str
+    path: str
+    source: str
+    before: str
+    after: str
+    reason: str
+    flops: int = 0
+    times: int = 1
+    forward: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CastReport:
+    """What autocast does to a function. ``print`` it, or read `rows`.
+
+    Attributes:
+        rows: One `Row` per equation, those of nested programs included; then, where gradients were
+            asked for, one per equation of the backward pass.
+        half_flops: The share of matmul and convolution FLOPs that run on half operands.
+        casts: How many casts the rewrite inserts.
+        cast_bytes: The bytes that these casts read and write.
+        stored_before: Bytes kept from the forward to the backward pass by the program as written.
+        stored_after: The same under the plan. Both are None without gradients.
+    """
+
+    rows: tuple[Row, ...]
+    half_flops: float
+    casts: int
+    cast_bytes: int
+    stored_before: int | None = None
+    stored_after: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain data, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def calls(self) -> dict[str, dict[str, int]]:
+        """Returns how many equations of each primitive compute in each dtype."""
+        table: dict[str, dict[str, int]] = {}
+        for row in self.rows:
+            counts = table.setdefault(row.primitive, {"f16": 0, "bf16": 0, "f32": 0, "other": 0})
+            counts[_computes_in(row)] += 1
+        return table
+
+    def shortfalls(self) -> list[Row]:
+        """Returns the rows of matmuls left in float32, and of operations left alone."""
+        return [
+            row
+            for row in self.rows
+            if (row.primitive in ops.HALF and _computes_in(row) == "f32")
+            or "left alone" in row.reason
+            or "left as written" in row.reason
+        ]
+
+    def summary(self) -> list[str]:
+        """Returns the report's totals as lines of text."""
+        lines = [
+            f"{self.half_flops:.1%} of matmul FLOPs in half; "
+            f"{self.casts} casts inserted, moving {_size(self.cast_bytes)}"
+        ]
+        if self.stored_before is not None and self.stored_after is not None:
+            lines.append(
+                f"stored for the backward pass: {_size(self.stored_before)} as written, "
+                f"{_size(self.stored_after)} under the plan"
+            )
+        return lines
+
+    def __str__(self) -> str:
+        lines = self.summary()
+        table = self.calls()
+        lines += ["", f"{'op':<28}{'f16':>7}{'bf16':>7}{'f32':>7}{'other':>7}"]
+        for name in sorted(table):
+            counts = table[name]
+            if set(counts) and sum(counts.values()) > counts["other"]:
+                cells = "".join(f"{counts[k]:>7}" for k in ("f16", "bf16", "f32", "other"))
+                lines.append(f"{name:<28}{cells}")
+        short = self.shortfalls()
+        if short:
+            lines += ["", "fell short:"]
+            lines += [
+                f"  {row.primitive} ({row.before} -> {row.after}) {row.scope or row.source}: "
+                f"{row.reason}"
+                for row in short
+            ]
+        return "\n".join(lines)
+
+
+def explain(
+    fun: Callable[..., Any],
+    policy: Any,
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+) -> Callable[..., CastReport]:
+    """Reports what `autocast` does to a function, running nothing.
+
+    Args:
+        fun: As for `autocast`.
+        policy: As for `autocast`.
+        argnums: If given, the report is on ``jax.value_and_grad(autocast(fun), argnums)``, the
+            program that trains; rows of the backward pass name the forward row they come from.
+        has_aux: As for `jax.value_and_grad`.
+
+    Returns:
+        A function of the same arguments, which may be abstract (`jax.ShapeDtypeStruct`), that
+        returns a `CastReport`.
+
+    Raises:
+        ValueError: As for `autocast`.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> def loss(w, x):
+        ...     return jnp.mean((x @ w) ** 2)
+        >>> explained = mpjax.explain(loss, "mixed_bfloat16", argnums=0)
+        >>> report = explained(jnp.ones((4, 2)), jnp.ones((3, 4)))
+        >>> report.half_flops
+        1.0
+        >>> [row.reason for row in report.rows if row.primitive == "dot_general"][0]
+        'half list, float32 result for its float32 readers'
+    """
+    policy = get_policy(policy)
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        traced = trace(fun, policy, args, kwargs)
+        forward = list(_number(traced.plan.block))
+        avals = [v.aval for v in traced.plan.block.invars]
+        written = _jax.open_jaxpr(traced.jaxpr)[0]
+        if argnums is None:
+            new = _jax.trace(lambda *xs: call(traced, list(xs)), avals, "explain")
+            inserted = _casts(_jax.open_jaxpr(new)[0]) - _casts(written)
+            return CastReport(
+                tuple(forward), _half_share(_jax.open_jaxpr(new)[0]), *_totals(inserted)
+            )
+        return _with_gradients(traced, forward, avals, args, kwargs, argnums, has_aux)
+
+    return wrapped
+
+
+def _with_gradients(traced: Traced, forward, avals, args, kwargs, argnums, has_aux) -> CastReport:
+    """Completes a report with the backward pass of ``value_and_grad``."""
+    active = _differentiated(args, kwargs, argnums)
+
+    def new(*arrays):
+        return traced.rebuild(call(traced, list(arrays)))
+
+    def old(*arrays):
+        return traced.rebuild(_jax.eval_closed(traced.jaxpr, *arrays))
+
+    def scalar(run):
+        def loss(moving, fixed):
+            given = iter(moving)
+            rest = iter(fixed)
+            out = run(*[next(given) if moves else next(rest) for moves in active])
+            return out if has_aux else (out, ())
+
+        return loss
+
+    def gradient(run):
+        def flat(*arrays):
+            moving = [a for a, m in zip(arrays, active, strict=True) if m]
+            fixed = [a for a, m in zip(arrays, active, strict=True) if not m]
+            loss = lambda moving: scalar(run)(moving, fixed)  # noqa: E731
+            value, back, _ = jax.vjp(loss, moving, has_aux=True)
+            return [value, *jax.tree.leaves(back(jax.numpy.ones_like(value)))]
+
+        return _jax.open_jaxpr(_jax.trace(flat, avals, "explain"))[0]
+
+    def stored(run):
+        def flat(*arrays):
+            moving = [a for a, m in zip(arrays, active, strict=True) if m]
+            fixed = [a for a, m in zip(arrays, active, strict=True) if not m]
+            _, back, _ = jax.vjp(lambda moving: scalar(run)(moving, fixed), moving, has_aux=True)
+            return [x for x in jax.tree.leaves(back) if _jax.is_traceable(x)]
+
+        jaxpr = _jax.open_jaxpr(_jax.trace(flat, avals, "explain"))[0]
+        kept = {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)} - set(jaxpr.invars)
+        return sum(_bytes(v.aval) for v in kept - set(jaxpr.constvars))
+
+    after, before = gradient(new), gradient(old)
+    backward = list(_backward_rows(after, forward))
+    return CastReport(
+        (*forward, *backward),
+        _half_share(after),
+        *_totals(_casts(after) - _casts(before)),
+        stored(old),
+        stored(new),
+    )
+
+
+def _differentiated(args, kwargs, argnums) -> list[bool]:
+    """Returns for each array argument whether gradients are taken with respect to it."""
+    chosen = {argnums} if isinstance(argnums, int) else set(argnums)
+    chosen = {i % len(args) for i in chosen}
+    active = []
+    for i, arg in enumerate(args):
+        for leaf in jax.tree.leaves(arg):
+            if _jax.is_traceable(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+                floating = jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
+                active.append(i in chosen and floating)
+    for leaf in jax.tree.leaves(kwargs):
+        if _jax.is_traceable(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+            active.append(False)
+    return active
+
+
+# ---- rows ---------------------------------------------------------------------------------------
+
+
+def _number(block: Block, rows: list[Row] | None = None, times: int = 1) -> list[Row]:
+    """Numbers the ops of a planned program, and returns their rows."""
+    rows = [] if rows is None else rows
+    for op in block.ops:
+        op.row = len(rows)
+        rows.append(_row(op, times))
+        if op.rule == "program" or op.reason.endswith("left alone"):
+            for sub in op.subs:
+                _number(sub.block, rows, times * op.params.get("length", 1))
+    return rows
+
+
+def _row(op: Op, times: int) -> Row:
+    paths = dict.fromkeys(path for v in op.ins for path in v.paths if path)
+    computes = [_after(v, op.compute if op.rule != "program" else v.dtype) for v in op.ins]
+    return Row(
+        op.name,
+        "/".join(op.scopes),
+        ", ".join(paths),
+        op.source,
+        _signature([_name(v.aval) for v in op.ins], [_name(v.aval) for v in op.outs]),
+        _signature(computes, [_after(v, v.dtype) for v in op.outs]),
+        op.reason,
+        flops_of(op.eqn),
+        times,
+    )
+
+
+def _after(value: Value, dtype: Any) -> str:
+    if value.is_f32:
+        return SPELLINGS.get(np.dtype(dtype or value.dtype or FLOAT32), ("f32",))[0]
+    return _name(value.aval)
+
+
+def _name(aval: Any) -> str:
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:
+        return str(aval)
+    return short_name(dtype)
+
+
+def _signature(ins: Sequence[str], outs: Sequence[str]) -> str:
+    return f"{','.join(dict.fromkeys(ins))}->{','.join(dict.fromkeys(outs))}"
+
+
+def _computes_in(row: Row) -> str:
+    operands, _, results = row.after.partition("->")
+    found = {"f16", "bf16", "f32"} & set((operands or results).split(","))
+    found = found or {"f16", "bf16", "f32"} & set(results.split(","))
+    for name in ("f32", "bf16", "f16"):
+        if name in found:
+            return name
+    return "other"
+
+
+def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
+    for eqn, stack, times in _walk(jaxpr):
+        numbers = [s for s in stack.scopes if s.startswith(ROW)]
+        if "transpose" not in stack.transforms:
+            continue
+        index = int(numbers[-1].removeprefix(ROW)) if numbers else None
+        origin = forward[index] if index is not None else None
+        dtypes = _signature(
+            [_name(v.aval) for v in eqn.invars], [_name(v.aval) for v in eqn.outvars]
+        )
+        where = f"of row {index}, {origin.primitive}" if origin else "of no row"
+        yield Row(
+            eqn.primitive.name,
+            origin.scope if origin else "",
+            origin.path if origin else "",
+            origin.source if origin else _jax.source_line(eqn),
+            _as_written(eqn.primitive.name, dtypes, origin),
+            dtypes,
+            f"backward {where}",
+            flops_of(eqn),
+            times,
+            index,
+        )
+
+
+def _as_written(primitive: str, dtypes: str, origin: Row | None) -> str:
+    """Returns the dtypes of a backward equation without the plan: half where the program is."""
+    own = origin.before if origin else ""
+    for half in ("bf16", "f16"):
+        dtypes = dtypes if half in own else dtypes.replace(half, "f32")
+    ins, _, outs = dtypes.partition("->")
+    if ins == outs and primitive in CASTS:
+        return ""
+    return _signature(ins.split(","), outs.split(","))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stack:
+    scopes: tuple[str, ...] = ()
+    transforms: tuple[str, ...] = ()
+
+
+def _walk(
+    jaxpr: Any, stack: _Stack = _Stack(), times: int = 1
+) -> Iterator[tuple[Any, _Stack, int]]:
+    """Yields every equation with the scopes and transformations, and the loops, around it."""
+    for eqn in jaxpr.eqns:
+        names = eqn.source_info.name_stack
+        here = _Stack(
+            stack.scopes + _jax.scope_names(names), stack.transforms + _jax.transforms(names)
+        )
+        yield eqn, here, times
+        for inner in _jax.inner_jaxprs(eqn):
+            yield from _walk(inner, here, times * eqn.params.get("length", 1))
+
+
+# ---- totals -------------------------------------------------------------------------------------
+
+
+def flops_of(eqn: Any) -> int:
+    """Returns the floating-point operations of a matmul or convolution."""
+    if not eqn.outvars:
+        return 0
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        depth = np.prod([eqn.invars[0].aval.shape[d] for d in contracted], dtype=np.int64)
+        return int(2 * np.prod(out.shape, dtype=np.int64) * depth)
+    if name == "ragged_dot_general":
+        return int(2 * np.prod(out.shape, dtype=np.int64) * eqn.invars[0].aval.shape[-1])
+    if name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        kernel = eqn.invars[1].aval.shape
+        per_output = np.prod(kernel, dtype=np.int64) // kernel[numbers.rhs_spec[0]]
+        return int(2 * np.prod(out.shape, dtype=np.int64) * per_output)
+    return 0
+
+
+def _half_share(jaxpr: Any) -> float:
+    total = half = 0
+    for eqn, _, times in _walk(jaxpr):
+        if eqn.primitive.name in ops.HALF:
+            flops = flops_of(eqn) * times
+            total += flops
+            dtypes = {getattr(v.aval, "dtype", None) for v in eqn.invars[:2]}
+            half += flops if dtypes <= set(HALVES) else 0
+    return half / total if total else 1.0
+
+
+def _casts(jaxpr: Any) -> "collections.Counter[int]":
+    """Counts the casts between float32 and half of a program by the bytes they move."""
+    found: collections.Counter[int] = collections.Counter()
+    for eqn, _, times in _walk(jaxpr):
+        if eqn.primitive.name in CASTS:
+            old, new = eqn.invars[0].aval, eqn.outvars[0].aval
+            dtypes = {old.dtype, new.dtype}
+            if FLOAT32 in dtypes and dtypes & set(HALVES):
+                found[(_bytes(old) + _bytes(new)) * times] += 1
+    return found
+
+
+def _totals(casts: "collections.Counter[int]") -> tuple[int, int]:
+    return sum(casts.values()), sum(size * count for size, count in casts.items())
+
+
+def _bytes(aval: Any) -> int:
+    dtype = getattr(aval, "dtype", None)
+    size = getattr(dtype, "itemsize", 0)
+    return int(np.prod(getattr(aval, "shape", (0,)), dtype=np.int64)) * size
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"

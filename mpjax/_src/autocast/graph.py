@@ -1,0 +1,264 @@
+"""A program as the planner sees it: one nested graph of values, with inner jits inlined.
+
+`build` turns a jaxpr into a `Block` of `Op`s. Sub-programs (a scan's body, a cond's branches) are
+blocks of their own, wired to the outer values by `WIRING`, so that an analysis needs no rule per
+control-flow primitive. Nothing is decided here; see `plan`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax._src import _jax, ops
+from mpjax._src.dtypes import FLOAT32, HALVES
+
+# Larger constants than this are not looked into.
+CONSTANT_LIMIT = 1 << 16
+
+# The names of scopes that carry a mark of ours.
+REGION = "mpjax.precision="
+PLANNED = "mpjax.autocast"
+ROW = "mpjax.row="
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Value:
+    """One array of the program: what produces and reads it, and what the plan says of it."""
+
+    aval: Any
+    const: Any = None  # the known value: a scalar that fills it, or a small array
+    paths: tuple[str, ...] = ()  # of the parameter that it is, after layout operations at most
+    raw: bool = False  # an argument or constant, perhaps after layout operations
+    literal: bool = False  # written in the program
+    linear: bool = False  # depends on a tangent of the program that is planned
+    small: bool = False  # a reduction's result, or made from such alone
+    # What its readers want, layout operations looked through (`demand`).
+    readers: int = 0
+    all_full: bool = True  # every reader computes in float32
+    needed: bool = False  # some reader would amplify a rounding error, or hands it out
+    amplified: bool = False  # some reader would amplify a rounding error
+    outside: bool = False  # some reader computes in half
+    only_half: bool = True  # every reader certainly computes in half
+    before_kink: bool = False  # read by a relu or the like, outside of float32 operations
+    returned: bool = False
+    # Where it comes from (`reach`).
+    from_half: bool = False  # a half operation's result, elementwise operations at most since
+    counts: bool = False  # integers of more than 8 bits, made floats: half would merge them
+    # The decision (`decide`).
+    kind: str = ""  # "half", "full", "flexible"; "" if not float32
+    dtype: Any = None  # what it is stored in
+    wide: bool = False  # beyond half's range or resolution: never rounded for storage
+    rounded: bool = False  # computed in float32, stored in half
+
+    @property
+    def is_f32(self) -> bool:
+        return getattr(self.aval, "dtype", None) == FLOAT32 and _jax.is_array(self.aval)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.aval.shape))
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sub:
+    """A sub-program of an op, and how it is wired to the op.
+
+    Attributes:
+        block: The sub-program.
+        ins: For each of its arguments, the op's operand that feeds it.
+        outs: For each of its results, the op's result that it becomes, or None.
+        carry: Pairs (result, argument) that feed one iteration's results to the next.
+        consts: How many leading arguments are the same in every iteration.
+    """
+
+    block: "Block"
+    ins: Sequence[int]
+    outs: Sequence[int | None]
+    carry: Sequence[tuple[int, int]] = ()
+    consts: int = 0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Op:
+    """One equation of the flattened program."""
+
+    eqn: Any
+    ins: list[Value]
+    outs: list[Value]
+    stack: Any  # the name stack, from the root of its block
+    scopes: tuple[str, ...]  # the names on it, from the root of the program
+    callers: tuple[Any, ...] = ()  # the equations around it, jits that were inlined included
+    subs: list[Sub] = dataclasses.field(default_factory=list)
+    rule: str = ""
+    half: Any = None  # the half dtype that it would use
+    forced: str = ""  # "half" or "full", whatever its operands are
+    full_by_readers: bool = False
+    compute: Any = None  # what its float32 operands are read in; None as they are stored
+    reason: str = ""
+    index: int = -1
+    row: int = -1  # of a report
+    steady: bool = False  # what it reads may count as constant in derivatives
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.eqn.params
+
+    @property
+    def source(self) -> str:
+        """The "file:line" of it, or of the innermost call around it that is the user's."""
+        return _jax.source_line(self.eqn, *reversed(self.callers))
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Block:
+    """A sequence of ops with its arguments, constants and results."""
+
+    invars: list[Value]
+    outvars: list[Value]
+    consts: list[tuple[Value, Any]]
+    ops: list[Op]
+    carries: tuple[bool, ...] = ()  # of a loop's body: which arguments are stored in half
+    in_loop: bool = False
+    free: Any = None
+    readers: Any = None
+    steps: Any = None  # all three set by `islands.schedule`
+
+    def walk(self):
+        """Yields every op, those of sub-programs included."""
+        for op in self.ops:
+            yield op
+            for sub in op.subs:
+                yield from sub.block.walk()
+
+
+def build(
+    jaxpr: Any, consts: Sequence[Any], scopes: tuple[str, ...] = (), callers: tuple[Any, ...] = ()
+) -> Block:
+    """Returns the graph of a jaxpr.
+
+    Args:
+        jaxpr: The jaxpr, with ``consts`` the values of its constants.
+        consts: Arrays or tracers.
+        scopes: Names of the scopes around it.
+        callers: The equations around it.
+    """
+    block = Block([Value(v.aval) for v in jaxpr.invars], [], [], [])
+    known = [
+        (_constant(v.aval, value), value) for v, value in zip(jaxpr.constvars, consts, strict=True)
+    ]
+    block.consts = known
+    env = dict(zip(jaxpr.invars, block.invars, strict=True))
+    env |= {v: value for v, (value, _) in zip(jaxpr.constvars, known, strict=True)}
+    block.outvars = _flatten(jaxpr, env, block, None, scopes, callers)
+    for index, op in enumerate(block.ops):
+        op.index = index
+    return block
+
+
+def _flatten(jaxpr, env, block: Block, stack, scopes, callers) -> list[Value]:
+    """Appends a jaxpr's equations to a block, the insides of its jits included."""
+
+    def read(atom):
+        if isinstance(atom, _jax.Literal):
+            return Value(atom.aval, const=atom.val, raw=True, literal=True)
+        return env[atom]
+
+    for eqn in jaxpr.eqns:
+        here = eqn.source_info.name_stack if stack is None else stack + eqn.source_info.name_stack
+        names = scopes + _jax.scope_names(eqn.source_info.name_stack)
+        ins = [read(atom) for atom in eqn.invars]
+        if (called := _jax.inlined(eqn)) is not None:
+            inner, inner_consts = _jax.open_jaxpr(called)
+            inner_env = dict(zip(inner.invars, ins, strict=True))
+            for var, value in zip(inner.constvars, inner_consts, strict=True):
+                inner_env[var] = _constant(var.aval, value)
+                block.consts.append((inner_env[var], value))
+            results = _flatten(inner, inner_env, block, here, names, (*callers, eqn))
+            env |= zip(eqn.outvars, results, strict=True)
+            continue
+        outs = [Value(var.aval) for var in eqn.outvars]
+        env |= zip(eqn.outvars, outs, strict=True)
+        op = Op(eqn, ins, outs, here, names, callers)
+        if wiring := WIRING.get(op.name):
+            op.subs = [_sub(names, (*callers, eqn), *row) for row in wiring(op)]
+            for sub in op.subs:
+                sub.block.in_loop = block.in_loop or op.name in ("scan", "while")
+        block.ops.append(op)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _sub(scopes, callers, jaxpr, ins, outs, carry=(), consts=0) -> Sub:
+    return Sub(build(*_jax.open_jaxpr(jaxpr), scopes, callers), ins, outs, carry, consts)
+
+
+def _constant(aval, value) -> Value:
+    known = Value(aval, raw=True)
+    if known.is_f32 and not isinstance(value, jax.core.Tracer) and known.size <= CONSTANT_LIMIT:
+        known.const = np.asarray(value)
+    return known
+
+
+def _whole(param: str) -> Callable[[Op], Any]:
+    """A primitive that calls one program on all of its operands."""
+    return lambda op: [(op.params[param], range(len(op.ins)), range(len(op.outs)))]
+
+
+def _scan(op: Op):
+    consts, carry = _jax.scan_counts(op.params)
+    pairs = [(i, consts + i) for i in range(carry)]
+    yield op.params["jaxpr"], range(len(op.ins)), range(len(op.outs)), pairs, consts
+
+
+def _while(op: Op):
+    cond, body = op.params["cond_nconsts"], op.params["body_nconsts"]
+    carry = range(cond + body, len(op.ins))
+    nowhere = [None]
+    yield op.params["cond_jaxpr"], [*range(cond), *carry], nowhere, (), cond
+    pairs = [(i, body + i) for i in range(len(carry))]
+    ins = [*range(cond, cond + body), *carry]
+    yield op.params["body_jaxpr"], ins, range(len(op.outs)), pairs, body
+
+
+def _cond(op: Op):
+    for branch in op.params["branches"]:
+        yield branch, range(1, len(op.ins)), range(len(op.outs))
+
+
+# How the sub-programs of a primitive are wired to its operands and results.
+WIRING: dict[str, Callable[[Op], Any]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "jit": _whole("jaxpr"),
+    "remat2": _whole("jaxpr"),
+    "shard_map": _whole("jaxpr"),
+    "custom_jvp_call": _whole("call_jaxpr"),
+    "custom_vjp_call": _whole("call_jaxpr"),
+    "custom_vmap_call": _whole("call"),
+    "linear_call": _whole("callee"),
+}
+
+
+def known_value(op: Op) -> Any:
+    """Returns the constant that an op's first result is known to be, or None."""
+    if not (op.ins and op.name in ops.KEEPS_CONSTANT and op.outs[0].is_f32):
+        return None
+    value = op.ins[0].const
+    if value is None:
+        return None
+    if np.size(value) == 1:
+        return np.asarray(value).reshape(())
+    return value if op.name == "convert_element_type" else None
+
+
+def is_float(value: Value) -> bool:
+    """Tells a float that a plan knows: half, float32 or float64."""
+    dtype = getattr(value.aval, "dtype", None)
+    return dtype == FLOAT32 or dtype in HALVES or dtype == np.float64

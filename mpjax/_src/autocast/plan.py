@@ -1,0 +1,84 @@
+"""The plan: what every operation computes in, and what every float32 value is stored in.
+
+Pure analysis of a `graph.Block`, in four sweeps over the nested program:
+
+1. `classify` gives each op its rule: a row of the op sets, or what the user or the program said.
+2. `trace_half` (forward) marks what comes from a half operation through elementwise ones, and
+   decides which loop carries may be half.
+3. `demand` (backward) collects what the readers of each value want.
+4. `decide` (forward) picks each op's compute dtype and each value's storage dtype.
+
+A float32 value is of one of three kinds. *half*: computed in half, or rounded to it for storage.
+*full*: came out of a float32 operation. *flexible*: an argument or constant, or computed from such
+alone; it is float32, and does not drag others up to it. Elementwise operations take full where an
+operand is full, else half where one is half, else they stay flexible.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from mpjax._src.autocast.classify import classify
+from mpjax._src.autocast.decide import decide
+from mpjax._src.autocast.demand import demand, read_by
+from mpjax._src.autocast.graph import Block, build
+from mpjax._src.autocast.reach import mark_linear, trace_half
+from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A planned program: the graph, with every decision on its ops and values."""
+
+    block: Block
+    policy: Policy
+    used_patterns: frozenset[str]
+
+
+def make_plan(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    policy: Policy,
+    in_dtypes: Sequence[Any],
+    out_dtypes: Sequence[Any] | None = None,
+    paths: Sequence[str] = (),
+    scopes: tuple[str, ...] = (),
+    linear: Sequence[int] = (),
+) -> Plan:
+    """Plans a program.
+
+    Args:
+        jaxpr: The program, with ``consts`` the values of its constants.
+        consts: Arrays or tracers.
+        policy: The policy.
+        in_dtypes: What each float32 argument arrives in.
+        out_dtypes: What each float32 result is handed out in; None where float32.
+        paths: The path of each argument, for the policy's overrides.
+        scopes: Names of the scopes around the program.
+        linear: Which arguments are tangents: the program will be transposed in them as it stands.
+
+    Returns:
+        The plan. Nothing has been run.
+    """
+    block = build(jaxpr, consts, scopes)
+    for value, path in zip(block.invars, paths, strict=False):
+        value.paths = (path,)
+    used = classify(block, policy)
+    for value, dtype in zip(block.invars, in_dtypes, strict=True):
+        if value.is_f32:
+            half = dtype in HALVES
+            value.kind, value.dtype, value.raw = "half" if half else "flexible", dtype, not half
+            value.from_half = half
+    for index in linear:
+        block.invars[index].linear = True
+    if linear:
+        mark_linear(block)
+    trace_half(block)
+    out_dtypes = out_dtypes or [FLOAT32] * len(block.outvars)
+    for value, dtype in zip(block.outvars, out_dtypes, strict=True):
+        as_half = dtype in HALVES
+        read_by(value, full=not as_half, needed=not as_half, outside=as_half, returned=not as_half)
+    demand(block)
+    decide(block)
+    return Plan(block, policy, used)

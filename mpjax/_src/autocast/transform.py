@@ -1,0 +1,161 @@
+"""`autocast`: op-level mixed precision for any JAX function.
+
+The transformation itself: tracing, caching and calling. What it decides is in `plan`, how the
+decisions are carried out in `rewrite`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._src import _jax
+from mpjax._src.autocast.graph import PLANNED
+from mpjax._src.autocast.plan import Plan, make_plan
+from mpjax._src.autocast.rewrite import run_plan
+from mpjax._src.dtypes import FLOAT32
+from mpjax._src.patterns import nearest_paths, path_of
+from mpjax._src.policy import Policy, get_policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function traced and planned for one signature."""
+
+    plan: Plan
+    out_dtypes: tuple[Any, ...]
+    rebuild: Callable[[list[Any]], Any]  # from array results to what the function returns
+    jaxpr: Any
+
+
+def autocast(fun: Any = None, policy: Any = None) -> Any:
+    """Gives a function mixed precision, chosen operation by operation over the whole program.
+
+    Matmuls and convolutions take half operands, in the backward pass too; softmax, norms, losses,
+    exp, log, sums and the like compute in float32; the rest follows its operands, and what is kept
+    for the backward pass is stored in half where that costs one rounding at most. What is not
+    float32 in the function stays as it is.
+
+    Args:
+        fun: Any function that `jax.jit` can trace; if None, a decorator is returned.
+            Array arguments are traced; Python values and other objects are passed on as they are.
+            It may use, and be used under, any of JAX's transformations.
+        policy: A `Policy` or what `get_policy` takes: its ``compute_dtype`` is the half dtype,
+            ``output_dtype`` that of float32 results. Its op lists and overrides apply; an override
+            matches the named scopes of an operation, and the paths of the parameters that feed it.
+
+    Returns:
+        A function of the same signature. float32 results come back in ``policy.output_dtype``,
+        others in their own dtype.
+
+    Raises:
+        ValueError: If the policy is not legal; when called, if a pattern of its overrides matches
+            neither a scope nor a parameter path.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> layer = mpjax.autocast(lambda w, x: jax.nn.relu(x @ w), "mixed_bfloat16")
+        >>> w, x = jnp.ones((4, 2)), jnp.ones((3, 4))
+        >>> layer(w, x).dtype
+        dtype('float32')
+        >>> "bf16" in str(jax.make_jaxpr(layer)(w, x))
+        True
+    """
+    policy = get_policy(policy)
+    if fun is None:
+        return functools.partial(autocast, policy=policy)
+    cache: dict[Any, Any] = {}
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+        arrays = [x for x in leaves if _jax.is_traceable(x)]
+        if any(isinstance(x, jax.core.Tracer) for x in arrays):
+            traced = trace(fun, policy, args, kwargs)
+            return traced.rebuild(call(traced, arrays))
+        key = _signature(leaves, tree)
+        entry = cache.get(key) if key is not None else None
+        if entry is None:
+            traced = trace(fun, policy, args, kwargs)
+            entry = traced, _eager(traced)
+            if key is not None and not _jax.holds_tracers(traced.plan.block):
+                cache[key] = entry
+        traced, run = entry
+        return traced.rebuild(run(arrays))
+
+    return wrapped  # type: ignore[return-value]
+
+
+def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Traced:
+    """Traces a function and plans it. ``args`` and ``kwargs`` may be abstract."""
+    pairs, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    traced = [_jax.is_traceable(x) or isinstance(x, jax.ShapeDtypeStruct) for _, x in pairs]
+    avals = [_jax.aval_of(x) for (_, x), yes in zip(pairs, traced, strict=True) if yes]
+    # Paths start at the root of each argument: neither its position nor its name is part of them.
+    paths = [path_of(keys[2:]) for (keys, _), yes in zip(pairs, traced, strict=True) if yes]
+
+    def flat(*arrays):
+        given = iter(arrays)
+        leaves = [next(given) if yes else x for (_, x), yes in zip(pairs, traced, strict=True)]
+        args, kwargs = jax.tree_util.tree_unflatten(tree, leaves)
+        return fun(*args, **kwargs)
+
+    name = getattr(fun, "__name__", "autocast")
+    closed, (out_leaves, out_tree) = _jax.flat_tracing(flat, avals, name)
+    others = [None if _jax.is_traceable(x) else (x,) for x in out_leaves]
+
+    def rebuild(arrays):
+        made = iter(arrays)
+        return jax.tree_util.tree_unflatten(
+            out_tree, [next(made) if other is None else other[0] for other in others]
+        )
+
+    jaxpr, consts = _jax.open_jaxpr(closed)
+    in_dtypes = [getattr(a, "dtype", None) for a in avals]
+    plan = make_plan(jaxpr, consts, policy, in_dtypes, paths=paths)
+    _check_patterns(plan, paths)
+    out_dtypes = tuple(
+        policy.output_dtype if getattr(v.aval, "dtype", None) == FLOAT32 else None
+        for v in jaxpr.outvars
+    )
+    return Traced(plan, out_dtypes, rebuild, closed)
+
+
+def call(traced: Traced, arrays: list[Any]) -> list[Any]:
+    """Evaluates a traced function on its array arguments."""
+    arrays = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in arrays]
+    with jax.named_scope(PLANNED):
+        return run_plan(traced.plan, arrays, traced.out_dtypes)
+
+
+def _eager(traced: Traced) -> Callable[[list[Any]], list[Any]]:
+    """Returns how to run a program outside of any tracing: compiled, unless it donates."""
+    if _jax.donates(traced.plan.block) or _jax.holds_tracers(traced.plan.block):
+        return functools.partial(call, traced)
+    return jax.jit(functools.partial(call, traced))
+
+
+def _signature(leaves: list[Any], tree: Any) -> Any:
+    """Returns what a trace depends on, or None if that cannot be told."""
+    described = tuple(_jax.aval_of(x) if _jax.is_traceable(x) else (type(x), x) for x in leaves)
+    key = (described, tree, _jax.tracing_key())
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _check_patterns(plan: Plan, paths: list[str]) -> None:
+    for pattern, _ in plan.policy.overrides:
+        if pattern not in plan.used_patterns:
+            scopes = ["/".join(op.scopes) for op in plan.block.walk()]
+            known = [place for place in (*paths, *scopes) if place]
+            near = ", ".join(map(repr, nearest_paths(pattern, known))) or "none at all"
+            raise ValueError(
+                f"overrides: the pattern {pattern!r} matches neither a named scope nor the path of "
+                f"a parameter. The nearest are {near}."
+            )

@@ -1,0 +1,300 @@
+"""The command line: ``mpjax doctor``, ``explain``, ``compile`` and ``compare``.
+
+Exit codes: 0 if all is well; 1 for a finding that a script should stop at; 2 for a wrong command
+line, and for an error in the user's module or function.
+"""
+
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import jax
+
+import mpjax
+from mpjax._src.cli import options, show, tables
+from mpjax._src.cli.load import TargetError, describe, load, running
+
+FINDING, WRONG = 1, 2
+
+api: Any = mpjax
+
+
+class UserError(click.ClickException):
+    """An error in the user's code: one line on stderr."""
+
+    exit_code = WRONG
+
+
+class Command(click.Command):
+    """A command that tells the user's errors in one line, or whole with ``--traceback``."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TargetError as error:
+            if ctx.params.get("show_traceback"):
+                traceback.print_exception(error.__cause__ or error)
+            raise UserError(str(error)) from None
+
+
+class Group(click.Group):
+    command_class = Command
+
+
+@click.group(cls=Group, epilog=options.EXIT_CODES, context_settings={"max_content_width": 100})
+@click.version_option(mpjax.__version__, prog_name="mpjax", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Mixed precision for JAX: what a machine can do, and what a program would do in half.
+
+    TARGET is MODULE:FUNCTION or path/to/file.py:FUNCTION. FUNCTION takes no arguments and returns
+    (fun, args): a function, and the tuple of arguments to call it with. The arguments may be
+    jax.ShapeDtypeStruct wherever nothing is run.
+
+    \b
+    Examples:
+      mpjax doctor
+      mpjax explain train.py:loss --argnums 0
+      mpjax compile train:step --target v100,h100 --policy mixed_float16
+      mpjax compare train:loss --argnums 0 --tolerance 0.05 --json
+    """
+
+
+@cli.command()
+@options.as_json
+def doctor(as_json: bool) -> None:
+    """Show versions and devices; test each half dtype.
+
+    Takes about two seconds for each half dtype. Exits with 1 if a test failed.
+    """
+    from mpjax._src.cli.doctor import examine
+
+    with show.waiting("testing float16 and bfloat16"):
+        found = examine()
+    show.json_to_stdout(found) if as_json else tables.doctor(found)
+    if not found["ok"]:
+        _finding("a self-test failed: half precision does not work here as it should.")
+
+
+@cli.command()
+@options.target
+@options.policy("mixed_bfloat16")
+@options.argnums(None)
+@options.has_aux
+@click.option(
+    "--rows", type=click.IntRange(0), default=0, metavar="N", help="List the first N operations."
+)
+@click.option("--all", "all_rows", is_flag=True, help="List all of them.")
+@click.option(
+    "--fail-under",
+    type=click.FloatRange(0, 1),
+    metavar="SHARE",
+    help="Exit with 1 if a smaller share of the matmul FLOPs is in half: 0.9, say.",
+)
+@options.as_json
+@options.show_traceback
+def explain(
+    target: str,
+    policy: Any,
+    argnums: Any,
+    has_aux: bool,
+    rows: int,
+    all_rows: bool,
+    fail_under: float | None,
+    as_json: bool,
+    show_traceback: bool,
+) -> None:
+    """Show what autocast would do to a function, running nothing.
+
+    \b
+    Examples:
+      mpjax explain train:loss                      the forward pass
+      mpjax explain train:loss --argnums 0 --all    with gradients, op by op
+      mpjax explain train:loss --fail-under 0.9     for a script
+    """
+    fun, args = load(target)
+    _check_argnums(argnums, args)
+    with running(f"explaining {target}"):
+        report = mpjax.explain(fun, policy, argnums, has_aux)(*args)
+    if as_json:
+        show.json_to_stdout({"target": target, "policy": str(policy), **report.to_dict()})
+    else:
+        click.echo(f"{target} under {policy}")
+        tables.explain(report, len(report.rows) if all_rows else rows)
+    if fail_under is not None and report.half_flops < fail_under:
+        _finding(f"{report.half_flops:.2%} of the matmul FLOPs are in half, under {fail_under:.2%}")
+
+
+@cli.command("compile")
+@options.target
+@click.option(
+    "--target",
+    "devices",
+    type=options.NAMES,
+    required=True,
+    metavar="NAMES",
+    help="Accelerators, such as v100,h100; none of them need be there.",
+)
+@options.policy(None, "Autocast the function first; as it is, if not given.")
+@options.as_json
+@options.show_traceback
+def compile_(
+    target: str, devices: Sequence[str], policy: Any, as_json: bool, show_traceback: bool
+) -> None:
+    """Compile a function for accelerators that are not here.
+
+    Shows the memory, the matmuls' dtypes and the least time that a run would take, side by side.
+    Exits with 1 if the program does not fit a device or its compiler refuses it.
+
+    \b
+    Examples:
+      mpjax compile train:step --target v100,h100
+      mpjax compile train:step --target v5e --policy mixed_bfloat16 --json
+    """
+    _use_cpu()
+    fun, args = load(target)
+    fun = fun if policy is None else mpjax.autocast(fun, policy)
+    found = [_compiled(name, fun, args) for name in devices]
+    result = {"target": target, "policy": policy and str(policy), "results": found}
+    if as_json:
+        show.json_to_stdout(result)
+    else:
+        click.echo(f"{target} {f'under {policy}' if policy else 'as it is written'}")
+        tables.compiled(found)
+    wrong = [each for each in found if each.get("status") == "error"]
+    if wrong:
+        raise TargetError("; ".join(f"{each['target']}: {each['error']}" for each in wrong))
+    bad = [each["target"] for each in found if not each.get("fits", False)]
+    if bad:
+        _finding(f"refused, or does not fit: {', '.join(bad)}")
+
+
+@cli.command()
+@options.target
+@options.policy("mixed_bfloat16")
+@options.argnums(0)
+@options.has_aux
+@click.option(
+    "--top",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    metavar="N",
+    help="Rows to list, the worst first.",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0, min_open=True),
+    metavar="ERROR",
+    help="Exit with 1 if the error of the value or a gradient is greater, or not a number.",
+)
+@click.option(
+    "--loss-scale",
+    type=options.LOSS_SCALE,
+    default="auto",
+    show_default=True,
+    metavar="SCALE",
+    help="What gradients are scaled by: a number, none, or auto, which is 1 unless something "
+    "computes in float16.",
+)
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture there."
+)
+@options.as_json
+@options.show_traceback
+def compare(
+    target: str,
+    policy: Any,
+    argnums: Any,
+    has_aux: bool,
+    top: int,
+    tolerance: float | None,
+    loss_scale: float | str,
+    plot: Path | None,
+    as_json: bool,
+    show_traceback: bool,
+) -> None:
+    """Run a function in half, beside float32.
+
+    Shows what each operation adds to the error, and what it inherits. If the function returns a
+    scalar loss, its gradient is followed.
+
+    FUNCTION's args must be arrays: this runs the function.
+
+    \b
+    Examples:
+      mpjax compare train:loss --policy mixed_float16
+      mpjax compare train:loss --tolerance 0.05 --plot errors.png
+    """
+    fun, args = load(target)
+    _check_argnums(argnums, args)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args)):
+        raise TargetError(
+            f"{target}() returned a jax.ShapeDtypeStruct among its args, but compare runs the "
+            "function: return arrays."
+        )
+    with running(f"comparing {target}"):
+        comparison = mpjax.compare(fun, policy, argnums, has_aux, loss_scale=loss_scale)(*args)
+        drawn = plot is not None and bool(comparison.rows)
+        if drawn:
+            mpjax.plot_compare(comparison, plot)
+    if as_json:
+        show.json_to_stdout({"target": target, "policy": str(policy), **comparison.to_dict()})
+    else:
+        scale = comparison.loss_scale
+        scaled = "" if scale == 1 else f", loss scale {scale:g}"
+        click.echo(f"{target}: {policy} against float32{scaled}")
+        tables.compared(comparison, top)
+        if drawn:
+            click.echo(f"\nWritten to {plot}")
+    results = comparison.worst_results()
+    if tolerance is not None and results and not results[0][1] <= tolerance:
+        name, error = results[0]
+        _finding(f"the error of the {name} is {error:.3g}, over {tolerance:g}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line, and exits."""
+    cli(argv, prog_name="mpjax")
+
+
+# ---- inside --------------------------------------------------------------------------------------
+
+
+def _use_cpu() -> None:
+    """Keeps JAX off accelerators, where nothing is run: off their memory, and off their plugins.
+
+    A plugin for hardware that is not there makes a long complaint.
+    """
+    if not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _compiled(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
+    """Returns the report of one target as plain data, or why there is none."""
+    try:
+        with running(f"compiling for {name}"), show.waiting(f"compiling for {name}"):
+            return {"status": "compiled", **api.compile_for(name, fun, *args).to_dict()}
+    except TargetError as error:
+        cause = error.__cause__
+        # A compiler's refusal is a finding; a name it does not know, or a broken function, is not.
+        refused = isinstance(cause, RuntimeError | MemoryError | TimeoutError)
+        refused = refused and not isinstance(cause, RecursionError | NotImplementedError)
+        text = describe(cause) if cause else str(error)
+        return {"target": name, "status": "refused" if refused else "error", "error": text}
+
+
+def _check_argnums(argnums: Any, args: tuple[Any, ...]) -> None:
+    for number in argnums if isinstance(argnums, tuple) else (argnums,):
+        if number is not None and not -len(args) <= number < len(args):
+            raise click.BadParameter(
+                f"{number} is no argument: there are {len(args)}, counted from 0.",
+                param_hint="'--argnums'",
+            )
+
+
+def _finding(message: str) -> None:
+    click.echo(message, err=True)
+    click.get_current_context().exit(FINDING)

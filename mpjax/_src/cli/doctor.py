@@ -1,0 +1,187 @@
+"""What `mpjax doctor` finds: versions, devices, and whether half precision works here.
+
+Each check is a few small programs on the default device, and gives one row.
+"""
+
+import dataclasses
+import importlib.metadata
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import mpjax
+from mpjax._src.cli.load import describe
+from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.hardware.devices import device_report, recommend_policy
+from mpjax._src.training.step import TrainState, build_train_step
+from mpjax._src.trees import cast
+
+PACKAGES = ("mpjax", "jax", "jaxlib", "flax", "optax", "jmp")
+# Shown if they are there.
+PLUGINS = (
+    *("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
+    *("jax-rocm60-plugin", "jax-rocm7-plugin", "libtpu"),
+)
+PASS, FAIL, NOTE = "pass", "FAIL", "note"
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One row.
+
+    Attributes:
+        dtype: The half dtype.
+        name: What was tried.
+        status: "pass", "FAIL", or "note" for what is neither right nor wrong.
+        found: What was measured, in words.
+        value: The figure, or None.
+    """
+
+    dtype: str
+    name: str
+    status: str
+    found: str
+    value: float | None = None
+
+
+def examine() -> dict[str, Any]:
+    """Returns everything, as plain data."""
+    checks = [run(check, dtype) for dtype in HALVES for check in CHECKS]
+    return {
+        "versions": versions(),
+        "devices": [dataclasses.asdict(facts) for facts in device_report().devices],
+        "policy": str(recommend_policy()),
+        "checks": [dataclasses.asdict(check) for check in checks],
+        "ok": all(check.status != FAIL for check in checks),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of what mpjax stands on, and of JAX's plugins."""
+    found = {"python": platform.python_version()}
+    for name in (*PACKAGES, *PLUGINS):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name in PACKAGES:
+                found[name] = "not installed"
+    return {**found, "mpjax": mpjax.__version__}
+
+
+def run(check: Callable[[np.dtype], Check], dtype: np.dtype) -> Check:
+    """Runs a check; what it raises is its finding."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a half that is not fast here: that is told apart
+            return check(dtype)
+    except Exception as error:
+        name = (check.__doc__ or "").removesuffix(".")
+        return Check(dtype.name, name, FAIL, describe(error))
+
+
+# ---- the checks ----------------------------------------------------------------------------------
+
+
+def matmul(dtype: np.dtype) -> Check:
+    """matmul."""
+    size = 256
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.normal(size=(size, size)), dtype) for _ in range(2))
+    got = np.asarray(jax.jit(jnp.matmul)(a, b), np.float64)
+    a64, b64 = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    want = a64 @ b64
+    # Products are exact in float32: one rounding of the result, and one for every float32 sum,
+    # which matrix units may truncate.
+    unit = float(jnp.finfo(dtype).eps) / 2
+    bound = unit * np.abs(want) + size * 2.0**-23 * (np.abs(a64) @ np.abs(b64))
+    ratio = float(np.max(np.abs(got - want) / bound))
+    status = PASS if ratio <= 1 else FAIL
+    found = f"error {ratio:.2f} of the bound: float32 sums, rounded once"
+    return Check(dtype.name, f"matmul, {size} x {size}", status, found, ratio)
+
+
+def training(dtype: np.dtype) -> Check:
+    """training."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(64, 32)), jnp.float32)
+    params = {
+        "a": jnp.asarray(rng.normal(size=(32, 32)) / 6, jnp.float32),
+        "b": jnp.asarray(rng.normal(size=(32, 8)) / 6, jnp.float32),
+    }
+
+    def loss_fn(params, batch):
+        return jnp.mean((jnp.tanh(batch @ params["a"]) @ params["b"] - batch[:, :8]) ** 2)
+
+    state, losses = _train(loss_fn, dtype, params, x, steps=10)
+    finite = bool(np.isfinite(losses).all()) and not int(state.skipped_steps)
+    status = PASS if finite and losses[-1] < losses[0] else FAIL
+    found = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {int(state.skipped_steps)} steps skipped"
+    return Check(dtype.name, f"10 steps of mixed_{dtype.name}", status, found, losses[-1])
+
+
+def overflow(dtype: np.dtype) -> Check:
+    """overflow."""
+    params = {"w": jnp.zeros((8, 8))}
+    huge = jnp.full((8, 8), float(jnp.finfo(dtype).max) / 4)
+    state, losses = _train(lambda p, x: jnp.mean(x @ p["w"]), dtype, params, huge, steps=1)
+    scale = float(state.loss_scale.loss_scale)
+    skipped = int(state.skipped_steps) == 1 and not int(state.step)
+    kept = not np.asarray(state.params["w"]).any()
+    ok = np.isfinite(losses[0]) and skipped and kept and scale == 2.0**15
+    found = f"{'skipped' if skipped else 'NOT skipped'}, loss scale 2^16 -> 2^{np.log2(scale):g}"
+    return Check(dtype.name, "a gradient that overflows", PASS if ok else FAIL, found, scale)
+
+
+def subnormals(dtype: np.dtype) -> Check:
+    """subnormals."""
+    tiny = jnp.finfo(dtype).smallest_subnormal
+    got = jax.jit(lambda x, y: x * y)(jnp.asarray(tiny, dtype), jnp.asarray(4, dtype))
+    kept = bool(np.asarray(got, np.float64) == 4 * float(tiny))
+    power = int(np.log2(float(tiny)))
+    found = f"4 x 2^{power} is {'exact' if kept else 'flushed to zero'}"
+    return Check(dtype.name, "subnormal numbers", NOTE, found, float(np.asarray(got, np.float64)))
+
+
+def speed(dtype: np.dtype) -> Check:
+    """speed."""
+    size = 512 if jax.default_backend() == "cpu" else 4096
+    x = jnp.ones((size, size), FLOAT32)
+    run = jax.jit(jnp.matmul)
+    times: dict[np.dtype, list[float]] = {FLOAT32: [], dtype: []}
+    for each in times:
+        jax.block_until_ready(run(cast(x, each), cast(x, each)))
+    until = time.perf_counter() + 0.5
+    while time.perf_counter() < until or len(times[dtype]) < 5:
+        for each, seconds in times.items():
+            operand = jax.block_until_ready(cast(x, each))
+            start = time.perf_counter()
+            jax.block_until_ready(run(operand, operand))
+            seconds.append(time.perf_counter() - start)
+    ratio = statistics.median(b / a for a, b in zip(times[FLOAT32], times[dtype], strict=True))
+    found = f"{ratio:.2f} times that of float32, timed side by side"
+    return Check(dtype.name, f"matmul time, {size} x {size}", NOTE, found, ratio)
+
+
+CHECKS = (matmul, training, overflow, subnormals, speed)
+
+
+def _train(
+    loss_fn: Callable[..., Any], dtype: np.dtype, params: Any, batch: Any, steps: int
+) -> tuple[TrainState, list[float]]:
+    init, step = build_train_step(
+        loss_fn, optax.sgd(0.1), f"mixed_{dtype.name}", loss_scale="dynamic"
+    )
+    state, step = init(params), jax.jit(step)
+    losses = []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses

@@ -1,0 +1,167 @@
+"""Finds what the command line is pointed at, MODULE:FUNCTION, and says what is wrong with it.
+
+FUNCTION is called without arguments and returns ``(fun, args)``: a function and the tuple of its
+arguments, which may be `jax.ShapeDtypeStruct`.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mpjax._src.errors import did_you_mean
+
+FORM = (
+    "FUNCTION takes no arguments and returns (fun, args): a function, and the tuple of arguments "
+    "to call it with."
+)
+
+
+class TargetError(Exception):
+    """What MODULE:FUNCTION stands for cannot be used; the message is for the user."""
+
+
+def load(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns the function and the arguments that MODULE:FUNCTION or FILE.py:FUNCTION gives.
+
+    Raises:
+        TargetError: If there is no such thing, or it is not of that form.
+    """
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise TargetError(
+            f"{target!r} must be MODULE:FUNCTION, such as train:step, or FILE.py:FUNCTION. {FORM}"
+        )
+    with _output_to_stderr():
+        thing = _attribute(_module(place), place, name)
+        return _call(thing, target)
+
+
+@contextlib.contextmanager
+def running(what: str) -> Iterator[None]:
+    """Turns an exception into a `TargetError` of one line that names the user's file and line."""
+    try:
+        with _output_to_stderr():
+            yield
+    except TargetError:
+        raise
+    except SystemExit as error:
+        raise TargetError(
+            f"{what} ended the program ({describe(error)}). What runs as a script belongs under "
+            "if __name__ == '__main__'."
+        ) from error
+    except Exception as error:
+        raise TargetError(f"{what} failed: {describe(error)}") from error
+
+
+def describe(error: BaseException) -> str:
+    """Returns an exception in one line: its type, its message, the user's file and line."""
+    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{text} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_users(frame.filename)]
+    return f"{text} ({own[-1].filename}:{own[-1].lineno})" if own else text
+
+
+# ---- inside --------------------------------------------------------------------------------------
+
+
+def _module(place: str) -> ModuleType:
+    if place.endswith(".py") or os.sep in place:
+        return _from_file(Path(place))
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        with running(f"importing {place}"):
+            return importlib.import_module(place)
+    except TargetError as error:
+        cause = error.__cause__
+        missing = getattr(cause, "name", None)
+        if (
+            isinstance(cause, ModuleNotFoundError)
+            and missing
+            and f"{place}.".startswith(f"{missing}.")
+        ):
+            raise TargetError(
+                f"there is no module {missing!r}, neither in {os.getcwd()} nor among what is "
+                "installed. A file is named by its path: path/to/file.py:FUNCTION."
+            ) from cause
+        raise
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TargetError(f"there is no file {str(path)!r} (from {os.getcwd()}).")
+    sys.path.insert(0, str(path.parent.resolve()))  # as python does with a script
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{str(path)!r} must be a Python file: its name must end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    with running(f"importing {path}"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _attribute(thing: Any, place: str, name: str) -> Any:
+    for part in name.split("."):
+        if not hasattr(thing, part):
+            public = [each for each in dir(thing) if not each.startswith("_")]
+            raise TargetError(f"{place} has no {part!r}.{did_you_mean(part, public)} {FORM}")
+        thing = getattr(thing, part)
+        place = f"{place}.{part}" if ":" in place else f"{place}:{part}"
+    return thing
+
+
+def _call(thing: Any, target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    if not callable(thing):
+        raise TargetError(f"{target} is {_kind(thing)}, not a function. {FORM}")
+    with contextlib.suppress(ValueError):  # some built-in callables have no signature
+        try:
+            inspect.signature(thing).bind()
+        except TypeError as error:
+            raise TargetError(
+                f"{target} cannot be called without arguments: {error}. {FORM} Write one that "
+                "returns your function and its arguments."
+            ) from None
+    with running(f"{target}()"):
+        result = thing()
+    if not (isinstance(result, tuple) and len(result) == 2 and callable(result[0])):
+        raise TargetError(f"{target}() returned {_kind(result)}. {FORM}")
+    fun, args = result
+    if not isinstance(args, tuple | list):
+        raise TargetError(
+            f"{target}() returned {_kind(args)} for args, which must be a tuple: for a single "
+            "argument write (fun, (argument,))."
+        )
+    return fun, tuple(args)
+
+
+def _kind(thing: Any) -> str:
+    if isinstance(thing, tuple):
+        return f"a tuple of {', '.join(type(each).__name__ for each in thing) or 'nothing'}"
+    if hasattr(thing, "dtype"):
+        return "an array"
+    return f"{'an' if type(thing).__name__[0] in 'aeiou' else 'a'} {type(thing).__name__}"
+
+
+def _is_users(filename: str) -> bool:
+    """Tells the user's own files from libraries', Python's and mpjax's."""
+    ours = (str(Path(__file__).parents[2]), "<frozen", "<string>")
+    libraries = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
+    return not filename.startswith((*ours, *libraries)) and "site-packages" not in filename
+
+
+def _output_to_stderr() -> contextlib.AbstractContextManager[Any]:
+    """What the user's code prints is no part of a command's result."""
+    return contextlib.redirect_stdout(sys.stderr)

@@ -1,0 +1,89 @@
+"""The options that the commands share."""
+
+import contextlib
+from typing import Any
+
+import click
+
+from mpjax._src.policy import get_policy
+from mpjax._src.training.loss_scale import resolve_loss_scale
+
+EXIT_CODES = (
+    "Exit codes: 0 if all is well; 1 for a finding (a failed test, a limit that was passed, a "
+    "program that does not fit); 2 for a wrong command line, or an error in your own code."
+)
+
+
+class _Parsed(click.ParamType):
+    """An option whose text is parsed by a function; its ValueError is the message."""
+
+    def __init__(self, name: str, parse: Any):
+        self.name, self.parse = name, parse
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return self.parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _numbers(text: str) -> int | tuple[int, ...] | None:
+    if text == "none":
+        return None
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{text!r} must be whole numbers, such as 0 or 0,1, or none.") from None
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(filter(None, (part.strip() for part in text.split(","))))
+    if not names:
+        raise ValueError(f"{text!r} must be names, such as v100,h100.")
+    return names
+
+
+def _loss_scale(text: str) -> float | str:
+    scale: float | str = text
+    with contextlib.suppress(ValueError):
+        scale = float(text)
+    resolve_loss_scale(scale, False)
+    return scale
+
+
+LOSS_SCALE = _Parsed("loss scale", _loss_scale)
+NAMES = _Parsed("names", _names)
+
+target = click.argument("target", metavar="TARGET")
+has_aux = click.option("--has-aux", is_flag=True, help="That fun returns (loss, aux).")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else.")
+show_traceback = click.option(
+    "--traceback", "show_traceback", is_flag=True, help="Show errors in your code whole."
+)
+
+
+def argnums(default: int | None) -> Any:
+    """Returns the option ``--argnums``."""
+    return click.option(
+        "--argnums",
+        type=_Parsed("numbers", _numbers),
+        default="none" if default is None else str(default),
+        show_default=True,
+        metavar="0[,1]",
+        help="With the gradients by these arguments, or none, of fun's scalar loss.",
+    )
+
+
+def policy(default: str | None, text: str = "A policy, as for mpjax.get_policy.") -> Any:
+    """Returns the option ``--policy``."""
+    return click.option(
+        "--policy",
+        type=_Parsed("policy", get_policy),
+        default=default,
+        show_default=default is not None,
+        metavar="POLICY",
+        help=text,
+    )

@@ -1,0 +1,133 @@
+"""What each command prints: which columns, which rows."""
+
+import collections
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mpjax._src.autocast.explain import CastReport, Row
+from mpjax._src.cli.show import size, table
+from mpjax._src.instruments.compare import COLUMNS, Comparison, percent
+
+LEFT, RIGHT = "left", "right"
+Data = Mapping[str, Any]
+
+# A row of `compile`: its name, and its cell for a target.
+COMPILED: dict[str, Callable[[Data], str]] = {
+    "fits": lambda d: "yes" if d["fits"] else "NO",
+    "memory": lambda d: size(d["total_bytes"]),
+    "  of": lambda d: size(d["device_bytes"]),
+    "  arguments": lambda d: size(d["argument_bytes"]),
+    "  results": lambda d: size(d["output_bytes"]),
+    "  shared by both": lambda d: size(d["alias_bytes"]),
+    "  temporary": lambda d: size(d["temp_bytes"]),
+    "  code": lambda d: size(d["code_bytes"]),
+    "GFLOP": lambda d: _figure(d["flops"] / 1e9),
+    "  in matmuls": lambda d: _figure(d["matmul_flops"] / 1e9),
+    "GB moved": lambda d: _figure(d["bytes_accessed"] / 1e9),
+    "least time, ms": lambda d: _figure(d["roofline_ms"]),
+    "  bound by": lambda d: d["bound"],
+    "matmuls": lambda d: ", ".join(f"{n} {dtype}" for dtype, n in d["matmul_dtypes"].items()),
+    "  wider than asked": lambda d: f"{sum(row['share'] for row in d['disguised']):.1%}",
+}
+
+# So many results of `compare` are listed.
+SHOWN = 8
+
+
+def doctor(found: Data) -> None:
+    """Prints versions, devices and self-tests."""
+    click.echo(", ".join(f"{name} {version}" for name, version in found["versions"].items()))
+    devices = collections.Counter(
+        (d["name"], ", ".join(d["fast"]) or "float32 alone", d["policy"], d["reason"])
+        for d in found["devices"]
+    )
+    counted = [(f"{count} x {name}", *rest) for (name, *rest), count in devices.items()]
+    table({"device": LEFT, "fast": LEFT, "policy": LEFT, "why": LEFT}, counted)
+    checks = [(c["dtype"], c["name"], c["status"], c["found"]) for c in found["checks"]]
+    table({"dtype": LEFT, "test": LEFT, "": LEFT, "found": LEFT}, checks)
+    click.echo(f"\nRecommended policy: {found['policy']}")
+
+
+def explain(report: CastReport, rows: int) -> None:
+    """Prints a report of autocast, and so many of its rows."""
+    click.echo("\n".join(report.summary()))
+    dtypes = ("f16", "bf16", "f32", "other")
+    counts = [
+        (name, *(cells[dtype] or "" for dtype in dtypes))
+        for name, cells in sorted(report.calls().items())
+        if sum(cells.values()) > cells["other"]
+    ]
+    if counts:
+        table({"operation": LEFT, **dict.fromkeys(dtypes, RIGHT)}, counts)
+    short = [(r.primitive, r.after, _where(r), r.reason) for r in report.shortfalls()]
+    if short:
+        named = dict.fromkeys(("operation", "dtypes", "where", "why"), LEFT)
+        table(named, short, "Not in half, or left alone:")
+    listed = [
+        (i, r.primitive, r.before, r.after, _where(r), r.reason)
+        for i, r in enumerate(report.rows[:rows])
+    ]
+    if listed:
+        named = dict.fromkeys(("operation", "written", "planned", "where", "why"), LEFT)
+        table({"row": RIGHT, **named}, listed)
+
+
+def compiled(found: Sequence[Data]) -> None:
+    """Prints the reports of all targets side by side; then what has no place in a column."""
+    columns = {"": LEFT, **{each["target"]: RIGHT for each in found}}
+    rows = [(name, *(_cell(figure, each) for each in found)) for name, figure in COMPILED.items()]
+    table(columns, [("compiler", *(each["status"] for each in found)), *rows])
+    remarks: dict[str, list[str]] = {}
+    for each in found:
+        for line in [each["error"]] if "error" in each else each.get("notes", ()):
+            remarks.setdefault(line, []).append(each["target"])
+    click.echo()
+    for line, targets in remarks.items():
+        click.echo(f"{', '.join(targets)}: {line}")
+
+
+def compared(comparison: Comparison, top: int) -> None:
+    """Prints the errors of the results, and the worst rows of a comparison."""
+    results = comparison.worst_results()
+    table({"error": RIGHT, "result": LEFT}, [(percent(e), name) for name, e in results[:SHOWN]])
+    if len(results) > SHOWN:
+        click.echo(f"and {len(results) - SHOWN} more")
+    for line in comparison.diverged:
+        click.echo(f"float32 would have gone another way at {line}")
+    columns = {name: RIGHT if i < 4 else LEFT for i, name in enumerate(COLUMNS)}
+    table(columns, comparison.cells(top), "Operations, the worst first:")
+    if len(comparison.rows) > top:
+        more = len(comparison.rows)
+        click.echo(f"\n{more - top} more rows: --top {more} shows them.")
+
+
+# ---- cells ---------------------------------------------------------------------------------------
+
+
+def _cell(figure: Callable[[Data], str], found: Data) -> str:
+    try:
+        return figure(found)
+    except KeyError:
+        return "-"
+
+
+def _figure(value: float) -> str:
+    """Returns a number with at least three digits that mean something."""
+    return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"
+
+
+def _where(row: Row) -> str:
+    return row.scope or row.path or _relative(row.source)
+
+
+def _relative(source: str) -> str:
+    file, _, line = source.rpartition(":")
+    if not file:
+        return source
+    path = Path(file)
+    inside = path.is_relative_to(os.getcwd())
+    return f"{path.relative_to(os.getcwd()) if inside else path.name}:{line}"

@@ -1,0 +1,88 @@
+"""The floating dtypes that policies speak of: their names, and which half suits a device."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src.errors import did_you_mean
+
+DTypeLike = Any
+
+# Short name (jmp's) first, then every other spelling that is understood.
+SPELLINGS = {
+    np.dtype(jnp.float16): ("f16", "float16", "fp16"),
+    np.dtype(jnp.bfloat16): ("bf16", "bfloat16"),
+    np.dtype(jnp.float32): ("f32", "float32", "fp32", "full"),
+    np.dtype(jnp.float64): ("f64", "float64", "fp64"),
+}
+BY_NAME = {name: dtype for dtype, names in SPELLINGS.items() for name in names}
+FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = SPELLINGS
+HALVES = (FLOAT16, BFLOAT16)
+
+
+def half_dtype(device: jax.Device | None = None) -> np.dtype:
+    """Returns the half-precision dtype that a device is best at.
+
+    bfloat16 on TPU, CPU, AMD GPUs and NVIDIA GPUs of compute capability 8.0 or more; float16 on
+    older NVIDIA GPUs, whose tensor cores know no bfloat16. (jmp takes float16 everywhere but on
+    TPU.)
+
+    Args:
+        device: The device to judge; the default device if None.
+
+    Returns:
+        ``np.dtype`` of bfloat16 or float16.
+
+    Example:
+        >>> import jax, mpjax
+        >>> str(mpjax.half_dtype(jax.devices("cpu")[0]))
+        'bfloat16'
+    """
+    major = capability_of(default_device() if device is None else device).split(".")[0]
+    return FLOAT16 if major.isdigit() and int(major) < 8 else BFLOAT16
+
+
+def default_device() -> jax.Device:
+    """Returns the device that JAX puts arrays on."""
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return default if isinstance(default, jax.Device) else jax.local_devices()[0]
+
+
+def capability_of(device: jax.Device) -> str:
+    """Returns a GPU's compute capability, "7.0" on CUDA and "gfx90a" on ROCm; "" for others."""
+    return str(getattr(device, "compute_capability", ""))
+
+
+def short_name(dtype: Any) -> str:
+    return SPELLINGS[dtype][0] if dtype in SPELLINGS else str(dtype)
+
+
+def canonical(dtype: DTypeLike, argument: str, half: np.dtype | None = None) -> np.dtype:
+    """Returns the ``np.dtype`` that a name, scalar type or dtype stands for.
+
+    Args:
+        dtype: A spelling in `BY_NAME`, "half", or anything ``np.dtype`` takes.
+        argument: The name of the user's argument, for the error message.
+        half: What "half" means; `half_dtype()` if None.
+
+    Raises:
+        ValueError: If it is not float16, bfloat16, float32 or float64.
+    """
+    found: np.dtype | None = None
+    if isinstance(dtype, str):
+        name = dtype.strip().lower()
+        found = (half or half_dtype()) if name == "half" else BY_NAME.get(name)
+    elif dtype is not None:  # np.dtype(None) is float64, which nobody who passes None means
+        with contextlib.suppress(TypeError):
+            found = np.dtype(dtype)
+    if found is None or found not in SPELLINGS:
+        hint = did_you_mean(str(dtype), [*BY_NAME, "half"])
+        raise ValueError(
+            f"{argument}={dtype!r} is not a floating dtype that a policy can use. Legal are "
+            f"'float16', 'bfloat16', 'float32', 'float64' (short: 'f16', 'bf16', 'f32', 'f64'), "
+            f"'half' and the dtypes themselves, such as jnp.bfloat16.{hint}"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""What devices can do, and compiling for ones that are not there."""

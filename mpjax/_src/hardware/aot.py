@@ -1,0 +1,155 @@
+"""Compiles functions for hardware that is not there."""
+
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax._src import _jax
+from mpjax._src.errors import CompileError
+from mpjax._src.hardware.compiler import Compilers, compilers, require
+from mpjax._src.hardware.report import CompileReport, report_of
+from mpjax._src.hardware.targets import Target, find_target
+from mpjax._src.patterns import path_of
+
+LONGEST = 1e6  # seconds; what the operating system can wait for has an end too
+
+
+def compile_for(
+    target: str, fun: Callable[..., Any], *args: Any, timeout: float = 600.0
+) -> CompileReport:
+    """Compiles a function for an accelerator that need not be there, and reports what it takes.
+
+    XLA's real compiler for the target runs, in a process of its own; nothing executes, and JAX in
+    this process is left as it is. Figures do not change from run to run, except with versions of
+    JAX. Without a device nothing is autotuned: a real run may choose other kernels, with other
+    scratch memory.
+
+    Args:
+        target: "v100", "t4", "a100-40", "a100-80", "a6000", "h100", "h200", "b200", "v4", "v5e",
+            "v5p" or "v6e".
+        fun: A function, jitted or not. Jit it with ``donate_argnums`` as the real program does:
+            results that cannot take the place of arguments need memory of their own.
+        *args: Its arguments: arrays, numbers, `jax.ShapeDtypeStruct` (which need no memory), and
+            pytrees of them. Where they lie does not matter: one device is compiled for.
+        timeout: Seconds that the compiler may take.
+
+    Returns:
+        A `CompileReport`.
+
+    Raises:
+        ImportError: If the target's compiler is not installed; it says what to install.
+        CompileError: If the compiler refuses the program.
+        OutOfMemoryError: If it refuses because the target's memory is too small. (TPU compilers do;
+            for a GPU read `CompileReport.fits`.)
+        TimeoutError: If it takes longer than ``timeout``.
+        TypeError, ValueError: If an argument is not legal.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+        >>> report = mpjax.compile_for("v100", jnp.dot, x, x)  # doctest: +SKIP
+        >>> report.matmul_dtypes  # doctest: +SKIP
+        {'f32': 1}
+    """
+    found = find_target(target)
+    check_timeout(timeout)
+    check_callable(fun, "fun")
+    require(found)
+    program = lower(found, fun, args)
+    with compilers(found) as child:
+        return compile_program(child, found, program, timeout)
+
+
+# ---- the parts, which largest_batch uses too -----------------------------------------------------
+
+
+def check_timeout(timeout: float) -> None:
+    legal = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not legal or not 0 < timeout <= LONGEST:
+        raise ValueError(
+            f"timeout={timeout!r} must be a number of seconds, more than 0 and at most {LONGEST:g}."
+        )
+
+
+def check_callable(fun: Any, argument: str) -> None:
+    if not callable(fun):
+        raise TypeError(f"{argument}={fun!r} must be a function.")
+
+
+def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """Returns the StableHLO of a function for a target, its arguments taken from any device."""
+    abstract = jax.tree.map(_abstract, tuple(args))
+    if not _jax.is_jitted(fun):
+        _check_args(fun, abstract)
+    with _lowering_errors(target):
+        program, partitions = _jax.stablehlo_for(target.platform, fun, abstract)
+    if partitions != 1:
+        raise ValueError(
+            f"fun is sharded over {partitions} devices, and mpjax compiles for one: leave out its "
+            "in_shardings, out_shardings and sharding constraints."
+        )
+    return program
+
+
+def compile_program(
+    child: Compilers, target: Target, program: bytes, timeout: float
+) -> CompileReport:
+    """Returns the report of a program that a child compiles."""
+    return report_of(target, child.compile(target, program, timeout))
+
+
+# ---- inside --------------------------------------------------------------------------------------
+
+
+def _abstract(x: Any) -> Any:
+    """Returns an array as its shape, so that it does not matter where it lies."""
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        weak = bool(getattr(x, "weak_type", False))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak)
+    return x
+
+
+def _check_args(fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(args):
+        legal = isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray | np.generic | complex)
+        if not legal and not isinstance(leaf, bool | int | float):
+            raise TypeError(
+                f"args[{path_of(keys)}]={leaf!r} is neither an array, a number nor a "
+                "jax.ShapeDtypeStruct. What is not data belongs into the function "
+                "(functools.partial, a closure), or jit it with static_argnums."
+            )
+    with contextlib.suppress(ValueError):  # of builtins nothing is known
+        signature = inspect.signature(fun)
+        try:
+            signature.bind(*args)
+        except TypeError as error:
+            raise TypeError(
+                f"args: {len(args)} were given, and fun{signature} cannot be called so: {error}. "
+                "compile_for(target, fun, *args) takes what fun is called with."
+            ) from None
+
+
+@contextlib.contextmanager
+def _lowering_errors(target: Target) -> Iterator[None]:
+    """Words JAX's refusals to lower for a platform that is not there."""
+    try:
+        yield
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        text = str(error)
+        if "different from the lowering platform" in text:
+            raise CompileError(
+                f"fun cannot be lowered for target={target.name!r}: it calls back into Python "
+                "(jax.debug.print, pure_callback, io_callback), which needs a running device. "
+                "Leave the callbacks out."
+            ) from error
+        if re.search(r"cudnn\b.*not (found|detected)", text, re.IGNORECASE):
+            raise CompileError(
+                f"fun cannot be lowered for target={target.name!r}: {text} It asks for cuDNN by "
+                "name, which is not installed here; leave the choice to JAX (implementation=None)."
+            ) from error
+        raise

@@ -1,0 +1,224 @@
+"""Starts the process that compiles for absent hardware, and words what its compilers refuse."""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mpjax._src.errors import CompileError, OutOfMemoryError
+from mpjax._src.hardware.targets import Target
+
+# What the child must not inherit: flags for other compilers, and settings that choose devices.
+DROPPED = (
+    "XLA_",
+    "LIBTPU_",
+    "TPU_",
+    "JAX_",
+    "PJRT_",
+    "CUDA_VISIBLE",
+    "PYTHONWARN",
+    "PYTHONINSPECT",
+)
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from mpjax._src.hardware.compiler_child import main; main()"
+)
+
+CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+NVCC = ("nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc")
+
+ADVICE = (
+    (r"libdevice|ptxas", "Install the CUDA compiler: pip install nvidia-cuda-nvcc-cu12."),
+    (
+        r"Unsupported algorithm.*BF16|bf16.*not supported",
+        "The card has no bfloat16 units: compute in float16 (policy='mixed_float16').",
+    ),
+    (r"Unsupported algorithm", "The card has no units for it: ask for another precision=."),
+    (r"[Hh]ost ?[Cc]allback|callback", "A callback needs a running device: leave it out."),
+)
+
+
+class Compilers:
+    """A process that compiles, one request after the other. Not shared between threads."""
+
+    def __init__(self, process: subprocess.Popen, connection: Any, folder: Path):
+        self.process, self.connection, self.folder = process, connection, folder
+
+    def compile(self, target: Target, program: bytes, timeout: float) -> dict[str, Any]:
+        """Returns what `_jax.compile_only` returns, from the child.
+
+        Raises:
+            OutOfMemoryError: If the compiler says that the program does not fit.
+            CompileError: If it refuses it for another reason, or dies.
+            TimeoutError: If it takes more than ``timeout`` seconds.
+        """
+        request = {
+            "platform": target.platform,
+            "topology": target.topology,
+            "config": target.config,
+            "program": str(self.folder / "program"),
+            "timeout": timeout,
+        }
+        (self.folder / "program").write_bytes(program)
+        try:
+            self.connection.send_bytes(json.dumps(request).encode())
+            if not self.connection.poll(timeout):
+                raise TimeoutError(
+                    f"compiling for target={target.name!r} took more than timeout={timeout:g} "
+                    "seconds. Give it more, or a smaller program (lax.scan over equal layers)."
+                )
+            answer = json.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            self._tell_of_death(target)
+        if "error" in answer:
+            _refuse(target, answer["error"])
+        return answer
+
+    def _tell_of_death(self, target: Target) -> NoReturn:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        code = self.process.returncode
+        ending = f"exit status {code}"
+        if code is not None and code < 0:
+            ending = signal.Signals(-code).name
+            if code == -signal.SIGKILL:
+                ending += ", as when the machine runs out of memory"
+        log = (self.folder / "stderr").read_text(errors="replace")
+        lines = [line for line in log.splitlines() if line.strip()]
+        raise CompileError(
+            f"the compiler of target={target.name!r} died ({ending}). It last wrote:\n"
+            + "\n".join(lines[-8:])
+        )
+
+
+@contextlib.contextmanager
+def compilers(target: Target) -> Iterator[Compilers]:
+    """Starts a process that compiles, and ends it.
+
+    Raises:
+        ImportError: If the compiler of the target is not installed.
+    """
+    require(target)
+    from multiprocessing import Pipe
+
+    ours, theirs = Pipe()
+    # The file descriptor's number is the child's to know, and its path of modules is ours.
+    command = [sys.executable, "-c", BOOT, json.dumps([p or os.getcwd() for p in _path()])]
+    with tempfile.TemporaryDirectory(prefix="mpjax-") as name:
+        folder = Path(name)
+        with ours, (folder / "stderr").open("wb") as stderr:
+            with theirs:
+                process = subprocess.Popen(
+                    [*command, str(theirs.fileno())],
+                    env=_environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=stderr,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # its assembler dies with it, and Ctrl-C is ours
+                )
+            try:
+                yield Compilers(process, ours, folder)
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def require(target: Target) -> None:
+    """Raises an ImportError that names what is missing to compile for a target, if anything is."""
+    missing = missing_for(target.platform)
+    if missing:
+        raise ImportError(
+            f"compiling for target={target.name!r} needs {' and '.join(missing)}, which "
+            f"{'is' if len(missing) == 1 else 'are'} not installed: pip install 'mpjax[aot]' "
+            f"(all targets), or 'mpjax[aot-{target.platform}]'. No {_kind(target)} and no driver "
+            "is needed."
+        )
+
+
+def missing_for(platform: str) -> list[str]:
+    """Returns the distributions that compiling for "cuda" or "tpu" lacks here."""
+    if platform == "tpu":
+        return [] if _version("libtpu") else ["libtpu"]
+    missing = []
+    wanted = _version("jaxlib")
+    plugins = {name: _version(name) for name in CUDA_PLUGINS}
+    if not any(plugins.values()):
+        missing.append(f"{CUDA_PLUGINS[0]}=={wanted}")
+    elif wanted not in plugins.values():
+        found = ", ".join(f"{name} {version}" for name, version in plugins.items() if version)
+        missing.append(f"{CUDA_PLUGINS[0]}=={wanted} (found: {found})")
+    if not any(map(_version, NVCC)) and not _toolkit():
+        missing.append(NVCC[0])
+    return missing
+
+
+def _toolkit() -> bool:
+    """Tells whether a CUDA toolkit is on this machine, which serves as well as NVIDIA's wheel."""
+    return bool(shutil.which("ptxas")) or Path("/usr/local/cuda").exists()
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _path() -> list[str]:
+    """Returns our path of modules, and where mpjax lies if something else found it."""
+    package = importlib.util.find_spec("mpjax")
+    root = str(Path(package.origin).parent.parent) if package and package.origin else ""
+    return [*sys.path, *([root] if root and root not in sys.path else [])]
+
+
+def _environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(DROPPED)}
+    return {**kept, **ENVIRONMENT}
+
+
+def _kind(target: Target) -> str:
+    return "GPU" if target.platform == "cuda" else "TPU"
+
+
+def _refuse(target: Target, error: str) -> NoReturn:
+    """Raises the error of a compiler, its essential line first."""
+    line = essential(error)
+    advice = next((text for pattern, text in ADVICE if re.search(pattern, error)), "")
+    message = f"the compiler of target={target.name!r} refused: {line}"
+    if "RESOURCE_EXHAUSTED" in error and "hbm" in error.lower():  # not a kernel's scratch
+        raise OutOfMemoryError(
+            f"{message} Use a smaller batch (mpjax.largest_batch finds the largest), or a target "
+            "with more memory."
+        )
+    raise CompileError(f"{message} {advice}".rstrip())
+
+
+def essential(error: str) -> str:
+    """Returns a compiler's error without the traces that follow it, as one sentence."""
+    kept = re.split(r"Suspected Python Code Location|\[xla::|\n\n|\n\s*=+", error)[0]
+    kept = re.sub(r"^(\w+Error: )", "", kept)
+    kept = re.sub(r"\s+", " ", kept).strip()
+    kept = kept if len(kept) <= 600 else kept[:600] + "..."
+    return kept if kept.endswith((".", "...")) else kept + "."

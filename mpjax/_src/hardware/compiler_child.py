@@ -1,0 +1,39 @@
+"""The process that compiles for hardware that is not there; `compiler` starts it.
+
+Reads JSON requests from a connection, writes JSON answers, ends when the other side does.
+"""
+
+import json
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Answers requests on the file descriptor that the last argument of the command names."""
+    os.dup2(2, 1)  # nobody reads what a compiler prints
+    connection = Connection(int(sys.argv[-1]))
+    while True:
+        try:
+            request = json.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        # Whoever asked may be gone, and a compiler that hangs listens to nothing but this.
+        signal.alarm(int(request["timeout"]) + 10)
+        connection.send_bytes(json.dumps(_answer(request)).encode())
+        signal.alarm(0)
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    from mpjax._src import _jax
+
+    program = Path(request["program"]).read_bytes()
+    try:
+        return _jax.compile_only(
+            request["platform"], request["topology"], request["config"], program
+        )
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}

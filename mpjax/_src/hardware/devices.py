@@ -1,0 +1,224 @@
+"""What a device runs fast, and the policy that suits it."""
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax._src.dtypes import BFLOAT16, FLOAT16, HALVES, capability_of, default_device
+from mpjax._src.errors import did_you_mean
+from mpjax._src.policy import Policy, get_policy
+
+# NVIDIA: the least compute capability whose tensor cores know a dtype.
+TENSOR_CORES = {FLOAT16: (7, 0), BFLOAT16: (8, 0)}
+
+# Cards that a user may name without having them.
+CARDS = {
+    "v100": "7.0",
+    "t4": "7.5",
+    "rtx2080": "7.5",
+    "a100": "8.0",
+    "a100-40": "8.0",
+    "a100-80": "8.0",
+    "a10": "8.6",
+    "a40": "8.6",
+    "a6000": "8.6",
+    "rtx3090": "8.6",
+    "rtx4090": "8.9",
+    "l4": "8.9",
+    "l40": "8.9",
+    "h100": "9.0",
+    "h200": "9.0",
+    "b100": "10.0",
+    "b200": "10.0",
+    "rtx5090": "12.0",
+    "p100": "6.0",
+    "gtx1080": "6.1",
+}
+TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e")
+
+# What /proc/cpuinfo calls a CPU's units for half.
+CPU_FLAGS = {
+    BFLOAT16: {"amx_bf16", "avx512_bf16", "bf16", "svebf16"},
+    FLOAT16: {"amx_fp16", "avx512_fp16"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceFacts:
+    """What one device runs fast.
+
+    Attributes:
+        name: What the device calls itself, or what it was called by.
+        platform: "gpu", "tpu" or "cpu".
+        capability: NVIDIA's compute capability or AMD's architecture; "" for others.
+        fast: The half dtypes that it has matrix units for, the better one first.
+        policy: The name of the policy that suits it.
+        reason: Why.
+    """
+
+    name: str
+    platform: str
+    capability: str
+    fast: tuple[str, ...]
+    policy: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceReport:
+    """The devices of this process. ``print`` it, or read `devices`."""
+
+    devices: tuple[DeviceFacts, ...]
+    jax_version: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain data, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"jax {self.jax_version}", f"{'device':<28}{'fast':<20}{'policy':<17}why"]
+        for facts, count in _counted(self.devices):
+            name = f"{count} x {facts.name}" if count > 1 else facts.name
+            fast = ", ".join(facts.fast) or "float32 alone"
+            lines.append(f"{name:<28}{fast:<20}{facts.policy:<17}{facts.reason}")
+        return "\n".join(lines)
+
+
+def device_report() -> DeviceReport:
+    """Returns what the devices of this process run fast, and a policy for each.
+
+    Args:
+        There are none.
+
+    Returns:
+        A `DeviceReport`.
+
+    Example:
+        >>> import mpjax
+        >>> report = mpjax.device_report()
+        >>> report.devices[0].platform in ("cpu", "gpu", "tpu")
+        True
+    """
+    return DeviceReport(tuple(map(device_facts, jax.local_devices())), jax.__version__)
+
+
+def recommend_policy(device: jax.Device | str | None = None) -> Policy:
+    """Returns the policy that a device is fastest with.
+
+    Args:
+        device: A device, the name of one that need not be there ("v100", "h100", "v5e", "cpu"), or
+            None for the default device.
+
+    Returns:
+        mixed_bfloat16 where bfloat16 has matrix units, else mixed_float16 where float16 has, else
+        float32.
+
+    Raises:
+        ValueError: If the name is not known.
+
+    Example:
+        >>> import mpjax
+        >>> [str(mpjax.recommend_policy(name)) for name in ("v100", "a100", "v5e", "p100")]
+        ['mixed_float16', 'mixed_bfloat16', 'mixed_bfloat16', 'float32']
+    """
+    return get_policy(device_facts(default_device() if device is None else device).policy)
+
+
+def device_facts(device: Any) -> DeviceFacts:
+    """Returns the facts of a device, or of a name such as "h100"."""
+    if isinstance(device, str):
+        return _named(device)
+    platform = getattr(device, "platform", "cpu")
+    name = str(getattr(device, "device_kind", platform))
+    if platform == "tpu":
+        return _tpu(name)
+    if platform == "cpu":
+        return _cpu(name)
+    return _gpu(name, capability_of(device))
+
+
+def warn_if_unfit(policy: Policy, stacklevel: int) -> None:
+    """Warns of a half dtype that the default device, an accelerator, has no fast units for."""
+    device = default_device()
+    if getattr(device, "platform", "cpu") == "cpu":
+        return  # where people test
+    facts = device_facts(device)
+    dtypes = (policy.compute_dtype, *(dtype for _, dtype in policy.overrides))
+    for dtype in dict.fromkeys(dtypes):
+        if dtype in HALVES and dtype.name not in facts.fast:
+            warnings.warn(
+                f"policy={str(policy)!r} computes in {dtype.name}, which {facts.name} runs no "
+                f"faster than float32: {facts.reason}. Use {facts.policy!r}.",
+                stacklevel=stacklevel + 1,
+            )
+            return
+
+
+def named(name: str) -> str:
+    """Returns how a device that a user named stands in `CARDS` and `TPUS`."""
+    return name.strip().lower().removeprefix("nvidia ").removeprefix("tpu ").replace(" ", "")
+
+
+def _named(name: str) -> DeviceFacts:
+    key = named(name)
+    if key in CARDS:
+        return _gpu(name, CARDS[key])
+    if key in TPUS:
+        return _tpu(name)
+    if key == "cpu":
+        return _cpu(name)
+    known = [*CARDS, *TPUS, "cpu"]
+    raise ValueError(
+        f"device={name!r} is not known.{did_you_mean(key, known)} Legal are a jax.Device and "
+        f"{', '.join(known)}."
+    )
+
+
+def _facts(name: str, platform: str, capability: str, fast: list[np.dtype], reason: str):
+    policies = {(): "float32", (FLOAT16,): "mixed_float16"}
+    policy = policies.get(tuple(fast), "mixed_bfloat16")
+    return DeviceFacts(
+        name, platform, capability, tuple(dtype.name for dtype in fast), policy, reason
+    )
+
+
+def _gpu(name: str, capability: str) -> DeviceFacts:
+    parts = capability.split(".")
+    if not parts[0].isdigit():  # AMD's architectures: matrix units for both since gfx908
+        fast = [BFLOAT16, FLOAT16]
+        return _facts(name, "gpu", capability, fast, "its matrix units know both halves")
+    version = tuple(int(part) for part in (*parts, "0")[:2])
+    fast = [d for d in (BFLOAT16, FLOAT16) if version >= TENSOR_CORES[d]]
+    reason = f"compute capability {capability}, tensor cores for " + (
+        " and ".join(d.name for d in fast) or "neither half"
+    )
+    return _facts(name, "gpu", capability, fast, reason)
+
+
+def _tpu(name: str) -> DeviceFacts:
+    return _facts(name, "tpu", "", [BFLOAT16], "a TPU's matrix units take bfloat16 alone")
+
+
+def _cpu(name: str) -> DeviceFacts:
+    flags = _cpu_flags()
+    fast = [d for d in (BFLOAT16, FLOAT16) if flags & CPU_FLAGS[d]]
+    found = ", ".join(sorted(flag for d in fast for flag in flags & CPU_FLAGS[d]))
+    reason = f"the CPU has {found}" if fast else "the CPU converts halves to float32 and back"
+    return _facts(name, "cpu", "", fast, reason)
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    words = (line.partition(":")[2] for line in lines if line.lower().startswith(("flags", "feat")))
+    return set(next(words, "").split())
+
+
+def _counted(devices: tuple[DeviceFacts, ...]) -> list[tuple[DeviceFacts, int]]:
+    return [(facts, devices.count(facts)) for facts in dict.fromkeys(devices)]

@@ -1,0 +1,312 @@
+"""What a program costs, from its optimized HLO: matmuls and their dtypes, FLOPs, bytes.
+
+XLA's own cost analysis counts the body of a loop once and a call of cuBLAS or cuDNN as -1; this
+counts a loop's body as often as it runs, and such calls as the matmuls that they are.
+"""
+
+import collections
+import dataclasses
+import functools
+import json
+import math
+import re
+
+import numpy as np
+
+from mpjax._src.hardware.hlo import (
+    VIEWS,
+    Computation,
+    Op,
+    Shape,
+    bits,
+    called_by,
+    custom_target,
+    jax_name,
+    parse,
+    runs,
+    trip_count,
+)
+
+ALGORITHM = re.compile(r"\balgorithm=dot_([a-z0-9]+)_\w+?(?:_x(\d))?[, ]")
+PRECISION = re.compile(r"\boperand_precision=\{([^}]*)\}")
+SLICES = {"dynamic-slice", "slice", "gather"}
+FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota"),
+    *("partition-id", "replica-id", "opt-barrier", "domain", "add-dependency"),
+}
+# One FLOP for every element of the result.
+ARITHMETIC = {
+    *("add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "abs", "power"),
+    *("exponential", "exponential-minus-one", "log", "log-plus-one", "tanh", "logistic", "sqrt"),
+    *("rsqrt", "cbrt", "sine", "cosine", "tan", "erf", "atan2", "remainder", "sign", "floor"),
+    *("ceil", "compare", "select", "clamp", "round-nearest-even", "round-nearest-afz"),
+}
+LIBRARIES = ("__cublas", "__cudnn$conv")
+# Custom calls that only sort, place or rename.
+NO_FLOPS = (
+    *("ConcatBitcast", "AllocateBuffer", "AssumeGather", "GatherScatter", "X64", "__cub$"),
+    *("Sharding", "__gpu$TopK", "TopK", "annotate_device_placement", "Pin", "Unpin"),
+)
+DILATIONS = ("stride", "lhs_dilate", "rhs_dilate")
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """A matmul or convolution of an HLO module.
+
+    Attributes:
+        name: Of the JAX operation that it comes from.
+        operands: The wider dtype of its two operands, in HLO's spelling.
+        precision: "default", "high" or "highest".
+        algorithm: The dtype that an explicit algorithm multiplies in, or "".
+        passes: How many such products an explicit algorithm makes one of.
+        library: Whether cuBLAS or cuDNN runs it, not a kernel that XLA wrote.
+        times: How often it runs.
+        flops: Of one run, of one pass.
+    """
+
+    name: str
+    operands: str
+    precision: str
+    algorithm: str
+    passes: int
+    library: bool
+    times: int
+    flops: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What one run of an HLO module costs.
+
+    Attributes:
+        matmuls: Every matmul and convolution.
+        other_flops: FLOPs of everything else: one for every element of an arithmetic result.
+        bytes: Bytes to and from main memory, as if nothing stayed in a cache between two kernels.
+        constant_bytes: Bytes of the arrays that are part of the program.
+        unknown_loops: Loops whose number of turns the HLO does not tell; they count once.
+        unknown_calls: Custom calls whose FLOPs nobody knows, by name.
+    """
+
+    matmuls: tuple[Matmul, ...]
+    other_flops: float
+    bytes: float
+    constant_bytes: float
+    unknown_loops: int
+    unknown_calls: tuple[str, ...]
+
+
+def costs(text: str) -> Costs:
+    """Returns what one run of an optimized HLO module costs."""
+    module, entry = parse(text)
+    matmuls: list[Matmul] = []
+    flops = traffic = constants = 0.0
+    loops, calls = 0, dict[str, None]()
+    for computation, op, times, fused, scope in runs(module, entry):
+        found = _matmul(computation, op, times, scope)
+        if found:
+            matmuls.append(found)
+        elif op.opcode == "custom-call" and not custom_target(op).startswith(NO_FLOPS):
+            calls[custom_target(op)] = None
+        elif op.opcode in ARITHMETIC:
+            flops += times * op.shapes[0].size
+        elif op.opcode in ("reduce", "reduce-window"):
+            flops += times * computation.ops[op.operands[0]].shapes[0].size
+        elif op.opcode == "while":
+            loops += trip_count(module, computation, op) is None
+        elif op.opcode == "constant" and not fused:
+            constants += op.bytes
+        if not fused:
+            traffic += times * _traffic(module, computation, op)
+    return Costs(tuple(matmuls), flops, traffic, constants, loops, tuple(calls))
+
+
+def asked(text: str) -> dict[str, collections.Counter[str]]:
+    """Returns the dtypes of a module's matmuls, counted, by the names of their JAX operations."""
+    module, entry = parse(text)
+    dtypes: dict[str, collections.Counter[str]] = {}
+    for computation, op, times, _, scope in runs(module, entry):
+        found = _matmul(computation, op, times, scope)
+        if found:
+            dtypes.setdefault(found.name, collections.Counter())[found.operands] += 1
+    return dtypes
+
+
+# ---- matmuls ------------------------------------------------------------------------------------
+
+
+def _matmul(computation: Computation, op: Op, times: int, scope: str) -> Matmul | None:
+    library = op.opcode == "custom-call" and custom_target(op).startswith(LIBRARIES)
+    if op.opcode not in ("dot", "convolution") and not library:
+        return None
+    left, right = (computation.ops[name].shapes[0] for name in op.operands[:2])
+    algorithm = ALGORITHM.search(op.attributes + " ")
+    precision = PRECISION.search(op.attributes.replace('"', "").lower())
+    if library:
+        precision = precision or re.search(
+            r"operand_precision:\[([^\]]*)\]", op.attributes.replace('"', "").lower()
+        )
+    levels = precision[1].split(",") if precision else ["default"]
+    return Matmul(
+        jax_name(op, scope),
+        max(left.dtype, right.dtype, key=bits),
+        next(p for p in ("highest", "high", "default") if p in levels or p == "default"),
+        algorithm[1] if algorithm else "",
+        int(algorithm[2] or 1) if algorithm else 1,
+        library,
+        times,
+        _flops(op, left, right),
+    )
+
+
+def _flops(op: Op, left: Shape, right: Shape) -> float:
+    result = op.shapes[0]
+    if op.opcode == "dot":
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", op.attributes)
+        axes = [int(d) for d in contracted[1].split(",") if d] if contracted else []
+        return 2.0 * result.size * math.prod(left.dims[axis] for axis in axes)
+    target = custom_target(op)
+    if target.startswith("__cublas"):
+        axes = _gemm_contraction(op)
+        return 2.0 * result.size * math.prod(left.dims[axis] for axis in axes)
+    # cuDNN's gradients are described by the forward convolution's window and dimension labels.
+    roles = (left, right, result)
+    if target == "__cudnn$convBackwardInput":
+        roles = (result, right, left)
+    elif target == "__cudnn$convBackwardFilter":
+        roles = (left, result, right)
+    return _convolution_flops(op.attributes, *(shape.dims for shape in roles))
+
+
+def _gemm_contraction(op: Op) -> list[int]:
+    found = re.search(r'"dot_dimension_numbers":(\{[^}]*\})', op.attributes)
+    numbers = json.loads(found[1]) if found else {}
+    return [int(axis) for axis in numbers.get("lhs_contracting_dimensions", [])]
+
+
+def _convolution_flops(
+    attributes: str, inputs: tuple[int, ...], kernel: tuple[int, ...], outputs: tuple[int, ...]
+) -> float:
+    """As XLA counts them: a multiply and an add wherever the window meets a true input."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
+    if not labels:
+        return 0.0
+    groups = re.search(r"\bfeature_group_count=(\d+)", attributes)
+    batch_groups = re.search(r"\bbatch_group_count=(\d+)", attributes)
+    window = re.search(r"window=\{([^}]*)\}", attributes)
+    parts = dict(part.split("=") for part in window[1].split()) if window else {}
+    total = 2.0 * inputs[labels[1].index("b")] * inputs[labels[1].index("f")]
+    total *= kernel[labels[2].index("o")]
+    total /= (int(groups[1]) if groups else 1) * (int(batch_groups[1]) if batch_groups else 1)
+    for axis in range(len(parts.get("size", "").split("x")) if parts else 0):
+        label = str(axis)
+        total *= _meetings(
+            inputs[labels[1].index(label)],
+            kernel[labels[2].index(label)],
+            outputs[labels[3].index(label)],
+            *(int(parts[k].split("x")[axis]) if k in parts else 1 for k in DILATIONS),
+            int(parts["pad"].split("x")[axis].split("_")[0]) if "pad" in parts else 0,
+        )
+    return total
+
+
+@functools.lru_cache(maxsize=4096)
+def _meetings(
+    size: int, kernel: int, outputs: int, stride: int, spread: int, dilation: int, pad: int
+) -> int:
+    """Counts the pairs of window and kernel positions along an axis that meet a true input."""
+    at = np.arange(outputs)[:, None] * stride - pad + np.arange(kernel)[None, :] * dilation
+    return int(((at >= 0) & (at < (size - 1) * spread + 1) & (at % spread == 0)).sum())
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+
+
+def _traffic(module: dict[str, Computation], computation: Computation, op: Op) -> float:
+    """Returns the bytes of main memory that one instruction reads and writes."""
+    code = op.opcode
+    if code in FREE or code in ("while", "call", "conditional", "async-start"):
+        return 0
+    if code.endswith(("-done", "-update")):
+        return 0
+    operands = [computation.ops[name] for name in dict.fromkeys(op.operands)]
+    if code == "fusion":
+        kernel = module[called_by(op)[0]]
+        return _reads(module, kernel, operands) + _writes(kernel, kernel.root)
+    if code in SLICES:
+        return 2 * op.bytes + sum(o.bytes for o in operands[1:] if code == "gather")
+    if code == "dynamic-update-slice":
+        return 2 * computation.ops[op.operands[1]].bytes
+    if code == "scatter":
+        return sum(o.bytes for o in operands[1:]) + 2 * operands[-1].bytes
+    if code == "copy-start":
+        return sum(shape.bytes for shape in op.shapes[:2])
+    if code == "slice-start":
+        piece = op.shapes[-2] if len(op.shapes) > 2 else op.shapes[-1]
+        source = dataclasses.replace(piece, space=op.shapes[0].space)
+        return piece.bytes + source.bytes
+    written = op.bytes
+    if code == "custom-call" and custom_target(op).startswith("__cu") and len(op.shapes) > 1:
+        written -= op.shapes[-1].bytes  # scratch
+    return written + sum(o.bytes for o in operands)
+
+
+def _reads(module: dict[str, Computation], kernel: Computation, operands: list[Op]) -> float:
+    """Returns the bytes that a kernel reads: of an operand that it only slices, the slices."""
+    parameters = [op for op in kernel.ops.values() if op.opcode == "parameter"]
+    users = _users(kernel)
+    total = 0.0
+    for parameter in parameters:
+        if parameter.bytes:
+            total += min(parameter.bytes, _read(module, kernel, users, parameter.name))
+    return total
+
+
+def _read(
+    module: dict[str, Computation], kernel: Computation, users: dict[str, list[Op]], name: str
+) -> float:
+    total = 0.0
+    whole = kernel.ops[name].bytes
+    for user in users.get(name, ()):
+        if user.opcode in SLICES and user.operands[0] == name:
+            total += math.prod(user.shapes[0].dims) * bits(kernel.ops[name].shapes[0].dtype) / 8
+        elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == name:
+            total += 0  # written in place
+        elif user.opcode in VIEWS and user.name != kernel.root:
+            total += _read(module, kernel, users, user.name)
+        elif user.opcode == "fusion":
+            inner = module[called_by(user)[0]]
+            place = user.operands.index(name)
+            named = [
+                o for o in inner.ops.values() if o.opcode == "parameter" and o.inside == str(place)
+            ]
+            total += _read(module, inner, _users(inner), named[0].name) if named else whole
+        else:
+            return whole
+    return total
+
+
+def _users(computation: Computation) -> dict[str, list[Op]]:
+    users: dict[str, list[Op]] = {}
+    for op in computation.ops.values():
+        for name in dict.fromkeys(op.operands):
+            users.setdefault(name, []).append(op)
+    return users
+
+
+def _writes(kernel: Computation, name: str) -> float:
+    """Returns the bytes that a kernel writes: of an array that it updates in place, the update."""
+    op = kernel.ops[name]
+    if op.opcode == "tuple":
+        return sum(_writes(kernel, element) for element in op.operands)
+    source = op
+    while source.opcode in ("bitcast", "convert"):
+        source = kernel.ops[source.operands[0]]
+    if not op.bytes:
+        return 0
+    if source.opcode == "dynamic-update-slice":
+        update = kernel.ops[source.operands[1]].shapes[0]
+        return update.size * bits(op.shapes[0].dtype) / 8
+    if source.opcode == "scatter":
+        return 2 * kernel.ops[source.operands[-1]].bytes
+    return op.bytes

@@ -1,0 +1,175 @@
+"""Accelerators that can be compiled for without having them, as data.
+
+What XLA's GPU compiler must know of a card is published in openxla/xla (xla/backends/gpu/
+target_config/specs, Apache-2.0); T4's row is from its datasheet, clock and L2 cache approximate.
+Peaks are the vendors' datasheets', dense (no sparsity), in TFLOP/s, at boost clock:
+
+- NVIDIA: the datasheets of V100 SXM2, T4, A100 SXM, RTX A6000, H100 SXM, H200 SXM, HGX B200 / 8.
+- Google: cloud.google.com/tpu/docs, a page for each version. HBM sizes and bandwidths too.
+"""
+
+import dataclasses
+
+from mpjax._src.errors import did_you_mean
+from mpjax._src.hardware.devices import CARDS, TPUS, named
+
+# What JAX's allocator takes of a GPU by default (XLA_PYTHON_CLIENT_MEM_FRACTION).
+GPU_PREALLOCATED = 0.75
+
+GIB = 2**30
+
+CARD_FIELDS = (
+    *("core_count", "fpus_per_core", "threads_per_core_limit", "shared_memory_per_core"),
+    *("shared_memory_per_block_optin", "l2_cache_size", "clock_rate_ghz"),
+)
+
+# name: (what it calls itself, memory in bytes, bytes per second, peaks, facts as in CARD_FIELDS)
+Peaks = dict[str, float]
+A100: Peaks = {"bf16": 312, "f16": 312, "tf32": 156, "f32": 19.5, "f64": 19.5, "s8": 624}
+H100: Peaks = {"f8": 1979, "bf16": 989, "f16": 989, "tf32": 494.5, "f32": 67, "f64": 67, "s8": 1979}
+GPUS: dict[str, tuple[str, int, float, Peaks, tuple[float, ...]]] = {
+    "v100": (
+        *("Tesla V100-SXM2-16GB", 16935682048, 898.048e9),
+        {"f16": 125, "f32": 15.7, "f64": 7.8},
+        (80, 64, 2048, 98304, 98304, 6291456, 1.53),
+    ),
+    "t4": (
+        *("Tesla T4", 15843721216, 320.064e9),
+        {"f16": 65, "f32": 8.1, "f64": 0.25, "s8": 130},
+        (40, 64, 1024, 65536, 65536, 4194304, 1.59),
+    ),
+    "a100-40": (
+        *("NVIDIA A100-SXM4-40GB", 42331013120, 1555.2e9, A100),
+        (108, 64, 2048, 167936, 166912, 41943040, 1.41),
+    ),
+    "a100-80": (
+        *("NVIDIA A100-SXM4-80GB", 85100068864, 2039.04e9, A100),
+        (108, 64, 2048, 167936, 166912, 41943040, 1.41),
+    ),
+    "a6000": (
+        *("NVIDIA RTX A6000", 51041271808, 768.096e9),
+        {"bf16": 155, "f16": 155, "tf32": 77.4, "f32": 38.7, "f64": 0.6, "s8": 310},
+        (84, 128, 1536, 102400, 101376, 6291456, 1.8),
+    ),
+    "h100": (
+        *("NVIDIA H100 80GB HBM3", 84942979072, 3352.32e9, H100),
+        (132, 128, 2048, 233472, 232448, 52428800, 1.98),
+    ),
+    "h200": (
+        *("NVIDIA H200 141GB HBM3e", 151397597184, 4800e9, H100),
+        (132, 128, 2048, 233472, 232448, 52428800, 1.98),
+    ),
+    "b200": (
+        *("NVIDIA B200", 191514411008, 7672.32e9),
+        {"f8": 4500, "bf16": 2250, "f16": 2250, "tf32": 1125, "f32": 75, "f64": 37, "s8": 4500},
+        (148, 128, 2048, 233472, 232448, 132644864, 1.965),
+    ),
+}
+
+# name: (topology, memory in bytes, bytes per second, peak of bfloat16, of int8 or None)
+TPU_CHIPS = {
+    "v4": ("v4:1x1x1", 32 * GIB, 1228e9, 275, 275),
+    "v5e": ("v5e:1x1", 16 * GIB, 819e9, 197, 394),
+    "v5p": ("v5p:1x1x1", 95 * GIB, 2765e9, 459, 918),
+    "v6e": ("v6e:1x1", 32 * GIB, 1640e9, 918, 1836),
+}
+
+ALIASES = {"a100": "a100-40"}  # the smaller: what fits it fits both
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One accelerator, as the compiler and the roofline see it.
+
+    Attributes:
+        name: The name in this table.
+        platform: "cuda" or "tpu".
+        device: What it calls itself.
+        capability: NVIDIA's compute capability, "" for TPUs.
+        memory: Its memory, in bytes.
+        bandwidth: Of that memory, bytes per second.
+        peaks: FLOP/s by dtype, of its matrix units where they know it.
+        topology: The name of a single one for XLA.
+        config: The text proto that XLA's GPU compiler asks for, "" for TPUs.
+        reserve: The share of the memory that is no program's, by default.
+    """
+
+    name: str
+    platform: str
+    device: str
+    capability: str
+    memory: int
+    bandwidth: float
+    peaks: Peaks
+    topology: str
+    config: str
+    reserve: float
+
+
+def find_target(name: str) -> Target:
+    """Returns the target of a name such as "h100", "NVIDIA A100-80" or "TPU v5e"."""
+    known = [*GPUS, *ALIASES, *TPU_CHIPS]
+    if not isinstance(name, str):
+        raise TypeError(f"target={name!r} must be a name. Legal are {', '.join(known)}.")
+    key = named(name)
+    key = ALIASES.get(key, key)
+    if key in GPUS:
+        return _gpu(key)
+    if key in TPU_CHIPS:
+        return _tpu(key)
+    if key in CARDS or key in TPUS:
+        like = [k for k in GPUS if key in CARDS and CARDS[k] == CARDS[key]]
+        instead = f" {' and '.join(like)} have the same cores, in another number." if like else ""
+        raise ValueError(
+            f"target={name!r} is a device that mpjax knows, but not in the detail that compiling "
+            f"takes.{instead} Legal are {', '.join(known)}."
+        )
+    raise ValueError(
+        f"target={name!r} is not known.{did_you_mean(key, known)} Legal are {', '.join(known)}."
+    )
+
+
+def _gpu(name: str) -> Target:
+    device, memory, bandwidth, peaks, facts = GPUS[name]
+    capability = CARDS[name]
+    return Target(
+        *(name, "cuda", device, capability, memory, bandwidth),
+        {dtype: peak * 1e12 for dtype, peak in peaks.items()},
+        "1x1x1",
+        _config(device, capability, memory, bandwidth, dict(zip(CARD_FIELDS, facts, strict=True))),
+        1 - GPU_PREALLOCATED,
+    )
+
+
+def _tpu(name: str) -> Target:
+    topology, memory, bandwidth, half, byte = TPU_CHIPS[name]
+    # The matrix unit takes bfloat16: float32 is 6 passes of it, or 3 at precision="high".
+    peaks = {"bf16": half * 1e12, "f32": half * 1e12 / 6, "s8": byte * 1e12}
+    return Target(name, "tpu", f"TPU {name}", "", memory, bandwidth, peaks, topology, "", 0.05)
+
+
+def _config(device: str, capability: str, memory: int, bandwidth: float, facts: dict) -> str:
+    major, minor = capability.split(".")
+    facts = {
+        **facts,
+        "memory_bandwidth": int(bandwidth),
+        "device_memory_size": memory,
+        "shared_memory_per_block": 49152,
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+        "block_dim_limit_x": 2147483647,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "thread_dim_limit_x": 1024,
+        "thread_dim_limit_y": 1024,
+        "thread_dim_limit_z": 64,
+    }
+    lines = "\n".join(f"  {key}: {value}" for key, value in facts.items())
+    return (
+        f"gpu_device_info {{\n{lines}\n"
+        f"  cuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n"
+        'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 10 patch: 0 }\n'
+        f'device_description_str: "{device}"\n'
+    )

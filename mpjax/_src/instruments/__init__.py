@@ -1,0 +1,1 @@
+"""What explains precision: reports, culprits, comparisons."""

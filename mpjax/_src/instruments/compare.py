@@ -1,0 +1,583 @@
+"""`compare`: what each operation adds to the error of a program, against float32.
+
+Every value of the program under the policy has a shadow: what the same operations give in float32.
+An operation's own error is what it differs by from float32 on the very same operands; the rest of
+its error it inherits.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src import _jax, ops
+from mpjax._src.autocast.environment import constants_as_casts
+from mpjax._src.dtypes import short_name
+from mpjax._src.instruments.interpret import (
+    Place,
+    interpret,
+    is_half,
+    run,
+    run_in_float32,
+    take,
+    widen,
+)
+from mpjax._src.instruments.nonfinite import check_concrete, shown
+from mpjax._src.instruments.programs import Program, make_program, training_scale
+from mpjax._src.policy import get_policy
+from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
+
+# A float32 result this much smaller than what it is the sum of is float32's own rounding error.
+NOISE = 2.0**-17
+
+# An operand with this relative error is wrong already: what an operation makes of it is no fault.
+WRONG = 0.02
+
+# Of an array that is not finite where float32 is.
+BROKEN = 1e9
+
+# Where the terms of a sum cancel, errors grow. In a gradient that is no fault of the sum's.
+NATURAL = 2.0**-5
+
+# An overflow is worse than any finite error, unless its operands were wrong already.
+OVERFLOW = 16.0
+
+# Of the table.
+COLUMNS = ("added", "error", "inherited", "underflow", "operation", "dtypes", "where")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareRow:
+    """One operation, in its worst iteration.
+
+    Errors are relative, of the whole array: ``norm(got - wanted) / norm(wanted)``.
+
+    Attributes:
+        primitive: Its name.
+        source: "file:line" of the code that it comes from.
+        scope: The named scopes around it, joined with "/".
+        path: The paths of the parameters that are its operands, joined with ", ".
+        backward: Whether it belongs to the backward pass.
+        iteration: The loops around it and their iterations where it was worst.
+        times: How often it ran.
+        dtypes: Of its operands and its result, such as "f16,f16->f32".
+        error: Of its result, against the float32 run.
+        new: What it adds itself: its result against float32 on the same operands.
+        inherited: What float32 on the same operands differs from the float32 run by.
+        operands: The largest error of an operand. What an operation did to its own last result in a
+            loop does not count, so an accumulator's drift is its own.
+        underflow: The share of entries that became zero here, and would not be in float32.
+        overflow: The share that became infinite or NaN here, and would not in float32.
+        low: The smallest magnitude of the float32 result that is not zero.
+        high: The largest.
+        noise: Whether the float32 result is itself rounding error, such as a gradient that is zero
+            in exact arithmetic: relative errors then mean nothing.
+        op: The number of the operation of the plan that this is, or is the backward pass of.
+    """
+
+    primitive: str
+    source: str
+    scope: str
+    path: str
+    backward: bool
+    iteration: tuple[tuple[str, int], ...]
+    times: int
+    dtypes: str
+    error: float
+    new: float
+    inherited: float
+    operands: float
+    underflow: float
+    overflow: float
+    low: float
+    high: float
+    noise: bool = False
+    op: int | None = None
+
+    @property
+    def added(self) -> float:
+        """What the result's error has more than the operands': made here, or amplified here."""
+        if self.overflow:
+            return math.inf
+        return _finite(self.new) + max(0.0, _finite(self.inherited) - _finite(self.operands))
+
+    @property
+    def blame(self) -> float:
+        """As `added`, less where the operands were wrong already, or a gradient's terms cancel."""
+        made = OVERFLOW if self.overflow else min(_finite(self.new), 1.0)
+        amplified = max(0.0, min(_finite(self.inherited), 1.0) - _finite(self.operands))
+        if self.backward and self.primitive in ops.BACKWARD_SUMS:
+            amplified *= NATURAL
+        return (made + amplified) / (1 + (self.operands / WRONG) ** 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A program under a policy beside float32. ``print`` it, or read `rows`.
+
+    Attributes:
+        rows: One `CompareRow` per operation that rounds or inherits, worst first: by what it is to
+            blame for, and in the order of the program where that is equal.
+        results: The error of each result of the program, by name.
+        loss_scale: That the gradients were scaled by, in both runs.
+        diverged: Where the float32 run would have taken another branch, or left a loop elsewhere:
+            it was made to follow.
+        order: For each row, its position in the program.
+    """
+
+    rows: tuple[CompareRow, ...]
+    results: dict[str, float]
+    loss_scale: float = 1.0
+    diverged: tuple[str, ...] = ()
+    order: tuple[int, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the comparison as plain data, ready for JSON."""
+        data = dataclasses.asdict(self)
+        for row, plain in zip(self.rows, data["rows"], strict=True):
+            plain |= {"added": row.added, "blame": row.blame}
+        return data
+
+    def worst_results(self) -> list[tuple[str, float]]:
+        """Returns the results by name with their errors, the worst first."""
+        return sorted(self.results.items(), key=lambda item: -_finite(item[1]))
+
+    def cells(self, count: int | None = 12) -> list[tuple[str, ...]]:
+        """Returns the worst rows as text, in the columns `COLUMNS`."""
+        return [_cells(row) for row in self.rows[:count]]
+
+    def table(self, count: int | None = 12) -> str:
+        """Returns the worst rows as one text."""
+        lines = [COLUMNS, *self.cells(count)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        numbers = 4  # the first columns, set to the right
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if i < numbers else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
+
+    def __str__(self) -> str:
+        worst = self.worst_results()
+        scaled = "" if self.loss_scale == 1 else f" (loss scale {self.loss_scale:g})"
+        lines = [f"error of the results, against float32{scaled}:"]
+        lines += [f"{percent(error):>8}  {name}" for name, error in worst[:5]]
+        if len(worst) > 5:
+            lines.append(f"{'':>8}  and {len(worst) - 5} more")
+        if self.diverged:
+            lines += ["float32 would have gone another way at", *(f"  {d}" for d in self.diverged)]
+        return "\n".join([*lines, "", self.table()])
+
+
+def compare(
+    fun: Callable[..., Any],
+    policy: Any,
+    argnums: int | Sequence[int] | None = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: LossScale | str | float | None = "auto",
+) -> Callable[..., Comparison]:
+    """Compares a function under a policy with float32, operation by operation.
+
+    The program that trains runs once, one operation after the other; each is also run in float32 on
+    the same operands, and on those of a float32 run that goes along. Values are freed after their
+    last use. Where half decides otherwise than float32 would (a branch, the end of a loop), the
+    float32 run follows, and the comparison says so.
+
+    Args:
+        fun: A function, as for `autocast`. If it returns a scalar loss, its gradient is followed.
+        policy: A policy or its name.
+        argnums: Of which arguments gradients are taken; None for the forward pass alone.
+        has_aux: Whether ``fun`` returns ``(loss, aux)``.
+        loss_scale: What the loss is multiplied by before the backward pass, as for
+            `build_train_step`. "auto" gives float16 the scale that a dynamic one comes to: the
+            initial one, or a lower one at which the gradients are finite.
+
+    Returns:
+        A function of the same arguments, which must be concrete arrays. It returns a `Comparison`.
+
+    Raises:
+        TypeError: If ``fun`` is not a function, or an array is abstract or being traced.
+        ValueError: If there are no arrays, or nothing to differentiate by.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("exp",))
+        >>> def loss(w, x):
+        ...     return jnp.sum(jnp.exp(x * w) * 0.125)
+        >>> compared = mpjax.compare(loss, policy)(jnp.full(3, 5.1), jnp.ones(3))
+        >>> compared.rows[0].primitive
+        'exp'
+
+    Shadow values are those of NSan (Courbet, 2021); Paddle's compare_accuracy compares two dumps.
+    """
+    policy = get_policy(policy)
+    resolve_loss_scale(loss_scale, False)
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        with constants_as_casts():
+            program = make_program("compare", fun, policy, args, kwargs, argnums, has_aux)
+        arrays = check_concrete("compare", program.arrays)
+        return _compare(program, arrays, training_scale(program, arrays, policy, loss_scale))
+
+    return wrapped
+
+
+def plot_compare(comparison: Comparison, path: str | Path | None = None) -> Any:
+    """Draws the error of every operation in the order of the program, and what it adds itself.
+
+    Args:
+        comparison: What `compare` gave.
+        path: Of a PNG to write, or None.
+
+    Returns:
+        A ``matplotlib.figure.Figure``.
+
+    Raises:
+        ImportError: Without matplotlib, the extra ``plot``.
+        ValueError: If no operation rounds: there is nothing to draw.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> compared = mpjax.compare(lambda w, x: jnp.sum(x @ w), "mixed_bfloat16")
+        >>> figure = mpjax.plot_compare(compared(jnp.full((3, 2), 0.1), jnp.ones((4, 3))))
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("plot_compare needs matplotlib: pip install 'mpjax[plot]'.") from None
+    rows = [
+        row
+        for _, row in sorted(
+            zip(comparison.order, comparison.rows, strict=True), key=lambda pair: pair[0]
+        )
+    ]
+    if not rows:
+        raise ValueError("comparison has no rows: no operation of the program rounds.")
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    floor = 2.0**-26
+    for backward, color in ((False, "tab:blue"), (True, "tab:orange")):
+        some = [(i, row) for i, row in enumerate(rows) if row.backward == backward]
+        if not some:
+            continue
+        places = [i for i, row in some if row.error]
+        name = "backward" if backward else "forward"
+        shown_at = [_drawn(row.error, floor) for _, row in some if row.error]
+        axes.scatter(places, shown_at, s=14, color=color, label=f"error, {name} pass", zorder=3)
+        added = [_drawn(row.added, floor) for _, row in some]
+        axes.vlines(
+            [i for i, _ in some],
+            floor,
+            added,
+            color=color,
+            alpha=0.35,
+            lw=2,
+            label=f"added, {name}",
+        )
+    for number, row in enumerate([r for r in comparison.rows if not r.noise][:LABELS], 1):
+        name = f"{row.primitive}, {row.source.rpartition('/')[2]} {row.scope}"
+        place = rows.index(row), _drawn(row.error, floor)
+        axes.scatter(*place, s=90, marker="o", facecolors="none", edgecolors="black", zorder=4)
+        axes.annotate(
+            str(number), place, xytext=(0, 7), textcoords="offset points", ha="center", zorder=5
+        )
+        axes.plot([], [], " ", marker=f"${number}$", color="black", label=name)
+    for dtype, bits in (("float16", 11), ("bfloat16", 8)):
+        axes.axhline(2.0**-bits, color="grey", lw=0.8, ls="--")
+        axes.text(
+            1,
+            2.0**-bits,
+            f"one rounding to {dtype} ",
+            fontsize="x-small",
+            ha="right",
+            va="bottom",
+            transform=axes.get_yaxis_transform(),
+        )
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(bottom=floor)
+    axes.set_xlabel("operations, in the order of the program")
+    axes.set_ylabel("relative error against float32")
+    figure.legend(fontsize="small", ncols=3, loc="outside upper center")
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+# How many operations a picture names, and where it draws an infinite error.
+LABELS = 5
+INFINITE = 8.0
+
+
+def _drawn(error: float, floor: float) -> float:
+    return min(max(_finite(error), floor), INFINITE)
+
+
+def _cells(row: CompareRow) -> tuple[str, ...]:
+    place = [row.source, row.scope, row.path, *(f"{loop} {i}" for loop, i in row.iteration)]
+    note = ["zero in exact arithmetic"] if row.noise else []
+    return (
+        percent(row.added),
+        percent(row.error),
+        percent(row.inherited),
+        percent(row.underflow) if row.underflow else "",
+        f"{row.primitive}{' (backward)' if row.backward else ''}",
+        row.dtypes,
+        "  ".join(filter(None, [*place, *note])),
+    )
+
+
+# ---- the run ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shadowed:
+    """An array, the same in float32, and the relative distance of the two."""
+
+    array: Any
+    shadow: Any  # the array itself where it is exact
+    error: float = 0.0
+    path: str = ""
+    makers: frozenset[Any] = frozenset()  # in a loop: the operations that it is accumulated by
+    given: float = 0.0  # the error that those began with
+
+    def error_for(self, key: Any) -> float:
+        """Returns the error that an operation found in it, rather than made itself before."""
+        return self.given if key in self.makers else self.error
+
+    @property
+    def exact(self) -> bool:
+        return self.shadow is self.array
+
+
+class _Comparer:
+    """The watcher: runs every operation under the policy, and beside it in float32."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.rows: dict[Any, CompareRow] = {}
+        self.order: dict[Any, int] = {}
+        self.diverged: dict[str, None] = {}
+        self._paths: dict[Any, str] = {}
+
+    def operation(self, eqn: Any, ins: list[Shadowed], place: Place) -> list[Shadowed]:
+        arrays = [v.array for v in ins]
+        outs = run(eqn, arrays)
+        path = ins[0].path if ins and eqn.primitive.name in ops.CARRIES_PATH else ""
+        key = (id(eqn), place.scopes, tuple(loop for loop, _ in place.loops))
+        found = max((v.error_for(key) for v in ins), default=0.0)
+        accumulated: dict[str, Any] = {}
+        if place.loops and eqn.primitive.name in ops.ACCUMULATES:
+            makers = frozenset({key}).union(*(v.makers for v in ins))
+            accumulated = {"makers": makers, "given": found}
+        half = any(is_half(x) for x in (*arrays, *outs))
+        if not half and all(v.exact for v in ins):
+            return [Shadowed(out, out, path=path) for out in outs]
+        local = run_in_float32(eqn, arrays) if half else outs
+        shadows = [v.shadow for v in ins]
+        wanted = local if all(v.exact for v in ins) else run_in_float32(eqn, shadows)
+        if local is None or wanted is None:  # it has no float32 form: nothing to compare with
+            local = wanted = [widen(out) for out in outs]
+        paths = ", ".join(dict.fromkeys(v.path for v in ins if v.path))
+        if paths:
+            self._paths.setdefault(_jax.line_key(eqn), paths)
+        results = []
+        for out, own, shadow in zip(outs, local, wanted, strict=True):
+            if not (_is_float(out) and np.size(out)):
+                results.append(Shadowed(out, shadow, path=path))
+                continue
+            stats = dict(zip(_STATS, np.asarray(_stats(out, own, shadow)), strict=True))
+            if not self._is_ours(eqn, place):
+                self._record(key, eqn, ins, out, own, shadow, stats | {"operands": found}, place)
+            error = _finite(float(stats["error"]))
+            results.append(Shadowed(out, shadow, error, path, **accumulated))
+        return results
+
+    def _is_ours(self, eqn: Any, place: Place) -> bool:
+        """Tells what mpjax adds itself: barriers, and the scaling of the loss."""
+        unnamed = place.op is None and not _jax.source_line(eqn)
+        return unnamed or eqn.primitive.name in _jax.BARRIERS
+
+    def _record(self, key, eqn, ins, out, own, shadow, stats, place) -> None:
+        stats = {name: float(value) for name, value in stats.items()}
+        before = self.rows.get(key)
+        row = CompareRow(
+            primitive=eqn.primitive.name,
+            source="",
+            scope="/".join(shown(place.scopes)),
+            path="",
+            backward=place.backward,
+            iteration=place.loops,
+            times=1 + (before.times if before else 0),
+            dtypes=f"{','.join(dict.fromkeys(_name(v.array) for v in ins))}->{_name(out)}",
+            op=place.op,
+            **stats,
+        )
+        if row.blame > NOISE:
+            row = dataclasses.replace(row, noise=_is_noise(eqn, ins, shadow))
+        self.order.setdefault(key, len(self.order))
+        if before and _badness(row) <= _badness(before):
+            row = dataclasses.replace(before, times=row.times)
+        else:
+            key_of_line = _jax.line_key(eqn)
+            paths = ", ".join(dict.fromkeys(v.path for v in ins if v.path))
+            row = dataclasses.replace(
+                row,
+                source=self.program.source(eqn, place.op),
+                path=paths or self._paths.get(key_of_line, ""),
+            )
+        self.rows[key] = row
+
+    def constant(self, array: Any) -> Shadowed:
+        return Shadowed(array, widen(array) if is_half(array) else array)
+
+    def decide(self, value: Shadowed, eqn: Any, place: Place) -> int:
+        if int(value.array) != int(value.shadow):
+            where = ", ".join(f"{loop} {i}" for loop, i in place.loops)
+            line = "  ".join(
+                filter(None, [eqn.primitive.name, self.program.source(eqn, place.op), where])
+            )
+            self.diverged.setdefault(line)
+        return int(value.array)
+
+    def slice(self, value: Shadowed, index: int) -> Shadowed:
+        array = take(value.array, index)
+        shadow = array if value.exact else take(value.shadow, index)
+        return dataclasses.replace(value, array=array, shadow=shadow)
+
+    def stack(self, values: Sequence[Shadowed]) -> Shadowed:
+        array = jnp.stack([v.array for v in values])
+        exact = all(v.exact for v in values)
+        shadow = array if exact else jnp.stack([v.shadow for v in values])
+        return Shadowed(array, shadow, max(v.error for v in values), values[0].path)
+
+
+def _compare(program: Program, arrays: list[jax.Array], scale: float) -> Comparison:
+    comparer = _Comparer(program)
+    paths = [*program.names, ""]
+    args = [
+        dataclasses.replace(comparer.constant(x), path=path)
+        for x, path in zip([*arrays, jnp.float32(scale)], paths, strict=True)
+    ]
+    results = interpret(program.jaxpr, args, comparer)
+    first = comparer.order
+    keys = sorted(first, key=lambda key: (*_badness(comparer.rows[key]), -first[key]), reverse=True)
+    errors = {
+        name: float(_stats(v.array, v.shadow, v.shadow)[0])
+        for name, v in zip(program.results, results, strict=True)
+        if _is_float(v.array) and np.size(v.array)
+    }
+    return Comparison(
+        tuple(comparer.rows[key] for key in keys),
+        errors,
+        scale,
+        tuple(comparer.diverged),
+        tuple(comparer.order[key] for key in keys),
+    )
+
+
+def _badness(row: CompareRow) -> tuple[bool, float]:
+    return not row.noise, row.blame
+
+
+def _finite(error: float) -> float:
+    return error if error < BROKEN else BROKEN
+
+
+def _is_noise(eqn: Any, ins: Sequence[Shadowed], shadow: Any) -> bool:
+    """Tells a sum whose terms cancel down to float32's own rounding error."""
+    if eqn.primitive.name not in ("add", "add_any", "sub", "reduce_sum", "dot_general"):
+        return False
+    magnitudes = [jnp.abs(v.shadow) for v in ins]
+    if eqn.primitive.name == "sub":
+        magnitudes[1] = -magnitudes[1]
+    terms = run_in_float32(eqn, magnitudes)
+    return terms is not None and bool(_norm(shadow) < NOISE * _norm(terms[0]))
+
+
+_STATS = ("error", "new", "inherited", "underflow", "overflow", "low", "high")
+
+
+@jax.jit
+def _stats(got, own, shadow):
+    """Returns `_STATS` of a result, of float32 on its operands, and of its shadow, in one pass."""
+    wide = jnp.promote_types(shadow.dtype, jnp.float32)
+    rows = (-1, shadow.shape[-1] if shadow.ndim else 1)  # sums of sums lose less
+    got, own, shadow = (x.astype(wide).reshape(rows) for x in (got, own, shadow))
+    sizes = jnp.abs(shadow)
+    largest = jnp.max(jnp.where(jnp.isfinite(shadow), sizes, 0))
+    unit = jnp.maximum(largest, jnp.finfo(wide).tiny)  # squares neither overflow nor vanish
+
+    def squares(x):
+        return jnp.square(x / unit)
+
+    def distance(x, y):
+        # Where both are the same infinity, as in a mask, there is no error.
+        return squares(jnp.where(x == y, 0, x - y))
+
+    sums = (
+        distance(got, shadow),
+        distance(got, own),
+        distance(own, shadow),
+        squares(jnp.where(jnp.isfinite(shadow), shadow, 0)),
+        squares(jnp.where(jnp.isfinite(own), own, 0)),
+        ((got == 0) & (own != 0)).astype(wide),
+        (~jnp.isfinite(got) & jnp.isfinite(own)).astype(wide),
+    )
+    low = jnp.where((sizes > 0) & jnp.isfinite(sizes), sizes, jnp.inf)
+    zero, infinite = jnp.zeros((), wide), jnp.full((), jnp.inf, wide)
+    *sums, low = jax.lax.reduce(
+        (*sums, low),
+        (*[zero] * len(sums), infinite),
+        lambda a, b: (*map(jax.lax.add, a[:-1], b[:-1]), jax.lax.min(a[-1], b[-1])),
+        (1,),
+    )
+    total, new, inherited, wanted, of_own, lost, broken = map(jnp.sum, sums)
+    low = jnp.min(low)
+    return jnp.stack(
+        [
+            _ratio(total, wanted),
+            _ratio(new, of_own),
+            _ratio(inherited, wanted),
+            lost / got.size,
+            broken / got.size,
+            jnp.where(jnp.isinf(low), 0, low),
+            jnp.max(sizes),
+        ]
+    )
+
+
+def _ratio(error, size):
+    relative = jnp.where(jnp.isfinite(error), jnp.sqrt(error / size), jnp.inf)
+    return jnp.where(error == 0, 0, relative)
+
+
+@jax.jit
+def _norm(x):
+    return jnp.linalg.norm(x)
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray) and bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def _name(x: Any) -> str:
+    return short_name(getattr(x, "dtype", None))
+
+
+def percent(share: float) -> str:
+    """Returns a relative error as text."""
+    if share == 0:
+        return "0"
+    if not share < BROKEN:
+        return "Inf"
+    return f"{share:.0%}" if share >= 0.1 else f"{share:.2g}" if share < 1e-4 else f"{share:.2%}"

@@ -1,0 +1,412 @@
+"""Where gradients lie: the distribution of log2|g| per parameter, and what half would make of it.
+
+The instrument of Micikevicius et al., Mixed Precision Training (2018), figure 3: it tells whether
+float16 needs a loss scale, and which.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src.dtypes import FLOAT16, HALVES, DTypeLike, canonical
+from mpjax._src.patterns import path_of
+from mpjax._src.trees import is_floating
+
+# Exponents of float32, subnormal ones included. Bin 0 holds zeros, the last one Inf and NaN.
+SMALLEST, LARGEST = -149, 127
+EXPONENTS = np.arange(SMALLEST, LARGEST + 1)
+BINS = len(EXPONENTS) + 2
+
+# How many parameters a picture has room to name.
+LABELS = 80
+
+EMPTY = "histogram holds no gradient that is finite and not zero"
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["counts"], meta_fields=["paths", "sizes"]
+)
+@dataclasses.dataclass(frozen=True)
+class GradientHistogram:
+    """How many entries of each gradient lie between powers of two. ``print`` it.
+
+    A pytree of one array, so it can be a carry of `scan` and part of a jitted step's state.
+
+    Attributes:
+        counts: ``uint32[2, parameters, 279]``, low and high words of 64-bit counts: zeros; then
+            ``2**e <= |g| < 2**(e + 1)`` for e from -149 to 127; then Inf and NaN.
+        paths: The paths of the parameters.
+        sizes: How many entries each has.
+    """
+
+    counts: jax.Array
+    paths: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def numbers(self) -> np.ndarray:
+        """Returns the counts as ``int64[parameters, 279]``; waits for the device."""
+        low, high = np.asarray(self.counts).astype(np.int64)
+        return (high << 32) + low
+
+    def rows(self, dtype: DTypeLike = "float16", scale: float = 1.0) -> "list[HistogramRow]":
+        """Returns one `HistogramRow` per parameter, then one for all of them.
+
+        Args:
+            dtype: float16 or bfloat16: what the gradients would be stored in.
+            scale: The loss scale that they would be multiplied by: a power of two, because the
+                bins are.
+
+        Raises:
+            ValueError: If an argument is not legal.
+        """
+        limits, shift = _limits(dtype), _log2(scale)
+        named = zip(self.paths, self.numbers(), strict=True)
+        rows = [_row(path, each, limits, shift) for path, each in named]
+        return [*rows, self.total(dtype, scale)]
+
+    def total(self, dtype: DTypeLike = "float16", scale: float = 1.0) -> "HistogramRow":
+        """Returns the `HistogramRow` of all parameters together, the last one of `rows`."""
+        return _row("all", self.numbers().sum(0), _limits(dtype), _log2(scale))
+
+    def to_dict(self, dtype: DTypeLike = "float16", scale: float = 1.0) -> dict[str, Any]:
+        """Returns the rows as plain data, ready for JSON, and the counts of the bins in use."""
+        numbers = self.numbers()
+        bins = {
+            path: {str(e): int(n) for e, n in zip(EXPONENTS, each[1:-1], strict=True) if n}
+            for path, each in zip(self.paths, numbers, strict=True)
+        }
+        return {"rows": [dataclasses.asdict(r) for r in self.rows(dtype, scale)], "log2": bins}
+
+    def __str__(self) -> str:
+        if isinstance(self.counts, jax.core.Tracer):
+            return repr(self)
+        rows = self.rows()
+        width = max(9, *(len(row.path) for row in rows))
+        lines = [
+            f"{'parameter':<{width}} {'log2|g|: min':>12}{'median':>8}{'max':>6}{'zero':>9}"
+            f"{'Inf, NaN':>10}  {'float16 flushes':>15}{'overflows':>11}"
+        ]
+        for r in rows:
+            places = ["-" if e is None else str(e) for e in (r.smallest, r.median, r.largest)]
+            lines.append(
+                f"{r.path:<{width}} {places[0]:>12}{places[1]:>8}{places[2]:>6}{r.zeros:>9.2%}"
+                f"{r.nonfinite:>10.2%}  {r.flushed:>15.2%}{r.overflowed:>11.2%}"
+            )
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class HistogramRow:
+    """One parameter's gradients, in shares of all of its entries.
+
+    Attributes:
+        path: Of the parameter.
+        entries: How many were counted, over all steps.
+        zeros: The share that is exactly zero.
+        nonfinite: The share that is Inf or NaN.
+        smallest: The least exponent e, ``2**e <= |g|``; None where all are zero or not finite.
+        median: The median exponent of those that are neither.
+        largest: The greatest exponent.
+        flushed: The share that the half dtype turns into zero at the given scale.
+        subnormal: The share that it stores with fewer bits than usual.
+        overflowed: The share that it turns into infinity.
+    """
+
+    path: str
+    entries: int
+    zeros: float
+    nonfinite: float
+    smallest: int | None
+    median: int | None
+    largest: int | None
+    flushed: float
+    subnormal: float
+    overflowed: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScaleAdvice:
+    """What `recommend_loss_scale` found. ``print`` it.
+
+    Attributes:
+        loss_scale: The scale, a power of two.
+        flushed_without: The share of entries that are zero in the half dtype without it.
+        flushed_with: The same with it.
+        reasons: Why, in sentences.
+    """
+
+    loss_scale: float
+    flushed_without: float
+    flushed_with: float
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        power = int(math.log2(self.loss_scale))
+        return "\n".join((f"loss scale 2^{power} = {self.loss_scale:g}", *self.reasons))
+
+
+def gradient_histogram(grads: Any, histogram: GradientHistogram | None = None) -> GradientHistogram:
+    """Counts gradients by the power of two that they lie at; works inside jit.
+
+    Args:
+        grads: A pytree of gradients, unscaled; its floating leaves are counted.
+        histogram: What earlier steps gave, to add to; None for the first. An empty one to begin a
+            jitted loop with is ``jax.tree.map(jnp.zeros_like, gradient_histogram(params))``.
+
+    Returns:
+        A `GradientHistogram`.
+
+    Raises:
+        ValueError: If there is no floating leaf, or ``histogram`` is of other parameters.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> histogram = mpjax.gradient_histogram({"w": jnp.array([0.0, 1e-9, 0.5, jnp.inf])})
+        >>> row = histogram.rows("float16")[0]
+        >>> row.zeros, row.nonfinite, row.flushed, row.largest
+        (0.25, 0.25, 0.25, -1)
+    """
+    pairs = [
+        (path_of(keys), leaf)
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(grads)
+        if is_floating(leaf)
+    ]
+    if not pairs:
+        raise ValueError(f"grads={grads!r} has no floating array leaf: there is nothing to count.")
+    paths, leaves = zip(*pairs, strict=True)
+    low = jnp.stack([_count(jnp.asarray(leaf)) for leaf in leaves])
+    counts = jnp.stack([low, jnp.zeros_like(low)])
+    sizes = tuple(int(np.prod(np.shape(leaf))) for leaf in leaves)
+    if histogram is not None:
+        if (histogram.paths, histogram.sizes) != (paths, sizes):
+            raise ValueError(
+                f"histogram is of other parameters than grads: {histogram.paths} with "
+                f"{histogram.sizes} entries, not {paths} with {sizes}. Start a new one."
+            )
+        total = histogram.counts[0] + low
+        carry = (total < low).astype(jnp.uint32)
+        counts = jnp.stack([total, histogram.counts[1] + carry])
+    return GradientHistogram(counts, paths, sizes)
+
+
+def recommend_loss_scale(
+    histogram: GradientHistogram, dtype: DTypeLike = "float16", headroom: float = 16.0
+) -> LossScaleAdvice:
+    """Returns the largest power of two by which gradients can safely be multiplied.
+
+    Args:
+        histogram: Of unscaled gradients, best over many steps.
+        dtype: float16 or bfloat16.
+        headroom: How many times larger than the largest gradient seen a later one, or a cotangent
+            inside the backward pass, may be: 1 or more.
+
+    Returns:
+        A `LossScaleAdvice`.
+
+    Raises:
+        ValueError: If an argument is not legal, or no gradient is finite and not zero.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> histogram = mpjax.gradient_histogram(jnp.array([1e-8, 1e-3]))
+        >>> mpjax.recommend_loss_scale(histogram).loss_scale
+        2097152.0
+    """
+    if not headroom >= 1:
+        raise ValueError(f"headroom={headroom!r} must be a number, 1 or more.")
+    limits = _limits(dtype)
+    whole = histogram.total(dtype)
+    if whole.largest is None:
+        raise ValueError(f"{EMPTY}: nothing to scale.")
+    name = canonical(dtype, "dtype").name
+    reserve = math.ceil(math.log2(headroom))
+    power = limits.overflow - 1 - reserve - whole.largest
+    reasons = [
+        f"The largest gradient is at 2^{whole.largest}; {name} overflows at 2^{limits.overflow}, "
+        f"and a factor of {headroom:g} is kept free."
+    ]
+    if whole.smallest is not None and whole.smallest >= limits.flush and power >= 0:
+        reasons.append(f"No gradient is lost in {name} even without a scale: 1 would do.")
+    scale = 2.0 ** max(-126, min(power, 126))
+    scaled = histogram.total(dtype, scale)
+    reasons.append(
+        f"{name} turns {whole.flushed:.2%} of the entries into zero without a scale, "
+        f"{scaled.flushed:.2%} with this one."
+    )
+    if whole.nonfinite:
+        reasons.append(
+            f"{whole.nonfinite:.2%} of the entries are Inf or NaN: they were left out, and no "
+            "scale cures what is not finite in float32."
+        )
+    return LossScaleAdvice(scale, whole.flushed, scaled.flushed, tuple(reasons))
+
+
+def plot_gradient_histogram(
+    histogram: GradientHistogram,
+    path: str | Path | None = None,
+    dtype: DTypeLike = "float16",
+    scale: float = 1.0,
+) -> Any:
+    """Draws the distribution of all gradients, and of each parameter's below it.
+
+    Args:
+        histogram: The histogram.
+        path: Where to write a PNG; None to write none.
+        dtype: Whose range is marked: float16 or bfloat16.
+        scale: A loss scale, a power of two: the marks move by it.
+
+    Returns:
+        A ``matplotlib.figure.Figure``.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        ValueError: If an argument is not legal, or there is nothing to draw.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> histogram = mpjax.gradient_histogram({"w": jnp.array([1e-9, 1e-3, 0.5])})
+        >>> figure = mpjax.plot_gradient_histogram(histogram, scale=2.0**10)
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'mpjax[plot]'.") from error
+    limits, shift = _limits(dtype), _log2(scale)
+    numbers = histogram.numbers()
+    finite = numbers[:, 1:-1]
+    used = np.flatnonzero(finite.sum(0))
+    if not used.size:
+        raise ValueError(
+            "histogram holds no gradient that is finite and not zero: nothing to draw."
+        )
+    marks = {"flushed to zero": limits.flush - shift, "overflow": limits.overflow - shift}
+    marks["subnormal"] = limits.normal - shift
+    first = min(EXPONENTS[used[0]], marks["flushed to zero"]) - 2
+    last = max(EXPONENTS[used[-1]], marks["subnormal"]) + 3
+    first, last = max(first, SMALLEST), min(last, LARGEST + 1)
+    window = slice(first - SMALLEST, last - SMALLEST)
+    shares = finite[:, window] / np.maximum(numbers.sum(1, keepdims=True), 1)
+    whole = finite[:, window].sum(0) / max(numbers.sum(), 1)
+
+    count = len(histogram.paths)
+    height = 0.22 * min(count, LABELS)
+    figure = Figure(figsize=(9, 4 + height), layout="constrained")
+    top, below = figure.subplots(
+        2, 1, sharex=True, gridspec_kw={"height_ratios": [3, max(1, height)]}
+    )
+    edges = np.arange(first, last)
+    top.bar(edges, whole, width=1.0, align="edge", color="tab:blue", edgecolor="white")
+    top.set_ylabel("share of all entries")
+    zeros, bad = (numbers[:, i].sum() / max(numbers.sum(), 1) for i in (0, -1))
+    name = canonical(dtype, "dtype").name
+    top.set_title(
+        f"Gradients by size: {zeros:.1%} zero, {bad:.1%} Inf or NaN; the marks are {name}'s at "
+        f"loss scale 2^{shift}",
+        fontsize="medium",
+    )
+    image = below.imshow(
+        shares,
+        aspect="auto",
+        interpolation="nearest",
+        cmap="Blues",
+        extent=(first, last, count - 0.5, -0.5),
+    )
+    named = range(0, count, -(-count // LABELS))
+    below.set_yticks(named, [histogram.paths[i] for i in named], fontsize="x-small")
+    below.set_xlabel("log2 |g|")
+    figure.colorbar(image, ax=below, label="share of the parameter", shrink=0.9)
+    for axes in (top, below):
+        axes.axvspan(first, marks["flushed to zero"], color="tab:red", alpha=0.15, lw=0)
+        axes.axvspan(
+            marks["flushed to zero"], marks["subnormal"], color="tab:orange", alpha=0.12, lw=0
+        )
+        axes.axvspan(min(marks["overflow"], last), last, color="tab:red", alpha=0.15, lw=0)
+    places = (
+        ("flushed", first, marks["flushed to zero"]),
+        ("subnormal", marks["flushed to zero"], marks["subnormal"]),
+        ("overflow", marks["overflow"], last),
+    )
+    for label, start, end in places:
+        if end - start >= 2:
+            top.text((start + end) / 2, top.get_ylim()[1] * 0.94, label, ha="center", va="top")
+    top.set_xlim(first, last)
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+# ---- one leaf, one row --------------------------------------------------------------------------
+
+
+def _count(leaf: jax.Array) -> jax.Array:
+    """Counts the entries of an array by their exponents, from their bits."""
+    bits = jax.lax.bitcast_convert_type(jnp.abs(leaf.astype(jnp.float32)), jnp.uint32).ravel()
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    subnormal = 32 - jax.lax.clz(mantissa)  # 0 where the value is zero
+    place = jnp.where(exponent > 0, exponent + 23, subnormal).astype(jnp.int32)
+    return jnp.zeros(BINS, jnp.uint32).at[place].add(jnp.uint32(1))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Limits:
+    """Exponents of a half dtype: below the first is zero, below the second subnormal."""
+
+    flush: int
+    normal: int
+    overflow: int
+
+
+def _limits(dtype: DTypeLike) -> _Limits:
+    found = canonical(dtype, "dtype")
+    if found not in HALVES:
+        raise ValueError(f"dtype={dtype!r} must be 'float16' or 'bfloat16'.")
+    # Half of the smallest subnormal still rounds up to it, but for a tie.
+    if found == FLOAT16:
+        return _Limits(-25, -14, 16)
+    return _Limits(-134, -126, 128)
+
+
+def _log2(scale: float) -> int:
+    try:
+        mantissa, exponent = math.frexp(scale)
+    except TypeError:
+        mantissa, exponent = 0.0, 0
+    if mantissa != 0.5:
+        raise ValueError(
+            f"scale={scale!r} must be a power of two such as 2.0**16, because the histogram counts "
+            "by powers of two."
+        )
+    return exponent - 1
+
+
+def _row(path: str, numbers: np.ndarray, limits: _Limits, shift: int) -> HistogramRow:
+    finite = numbers[1:-1]
+    entries = int(numbers.sum())
+    used = np.flatnonzero(finite)
+
+    def share(which: Callable[[np.ndarray], np.ndarray]) -> float:
+        return float(finite[which(EXPONENTS + shift)].sum() / max(entries, 1))
+
+    def place(index: int) -> int | None:
+        return int(EXPONENTS[index]) if used.size else None
+
+    middle = int(np.searchsorted(np.cumsum(finite), (finite.sum() + 1) // 2)) if used.size else 0
+    return HistogramRow(
+        path=path,
+        entries=entries,
+        zeros=float(numbers[0] / max(entries, 1)),
+        nonfinite=float(numbers[-1] / max(entries, 1)),
+        smallest=place(used[0] if used.size else 0),
+        median=place(middle),
+        largest=place(used[-1] if used.size else 0),
+        flushed=share(lambda e: e < limits.flush),
+        subnormal=share(lambda e: (e >= limits.flush) & (e < limits.normal)),
+        overflowed=share(lambda e: e >= limits.overflow),
+    )

@@ -1,0 +1,247 @@
+"""Evaluates a program one operation at a time, for the instruments that watch it.
+
+The values that go from operation to operation are the watcher's own: what they hold besides an
+array (a second array, where it came from) and what an operation does to them is its affair. Entered
+are jit, scan, while, cond, remat and the programs of custom rules; what else holds a program
+(shard_map, kernels) runs as one operation. A value is dropped after its last use.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src import _jax
+from mpjax._src.autocast.graph import ROW
+from mpjax._src.dtypes import FLOAT32, HALVES
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where in a program an operation stands.
+
+    Attributes:
+        scopes: The names of the scopes around it.
+        backward: Whether it belongs to the backward pass.
+        loops: The loops around it from the outermost on, each with its iteration.
+    """
+
+    scopes: tuple[str, ...] = ()
+    backward: bool = False
+    loops: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def op(self) -> int | None:
+        """The number of the op of the plan that stands here, if ops are numbered."""
+        numbers = [name for name in self.scopes if name.startswith(ROW)]
+        return int(numbers[-1].removeprefix(ROW)) if numbers else None
+
+    def at(self, eqn: Any) -> "Place":
+        """Returns the place of an equation of the program that stands here."""
+        stack = eqn.source_info.name_stack
+        return Place(
+            self.scopes + _jax.scope_names(stack),
+            self.backward or "transpose" in _jax.transforms(stack),
+            self.loops,
+        )
+
+    def turn(self, loop: str, iteration: int) -> "Place":
+        """Returns the place of the program inside an iteration of a loop that stands here."""
+        return dataclasses.replace(self, loops=(*self.loops, (loop, iteration)))
+
+
+class Watcher(Protocol):
+    """What an instrument does with the operations of a program."""
+
+    def operation(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
+        """Runs one operation on values, and returns its results as values."""
+
+    def constant(self, array: Any) -> Any:
+        """Returns the value of an array that is part of the program."""
+
+    def decide(self, value: Any, eqn: Any, place: Place) -> int:
+        """Returns the number or truth that decides where the program goes on."""
+
+    def slice(self, value: Any, index: int) -> Any:
+        """Returns a slice along the first axis."""
+
+    def stack(self, values: Sequence[Any]) -> Any:
+        """Returns values stacked along a new first axis."""
+
+
+class Plain:
+    """The watcher that watches nothing: its values are arrays."""
+
+    operation = staticmethod(lambda eqn, ins, place: run(eqn, ins))
+    constant = staticmethod(lambda array: array)
+    decide = staticmethod(lambda value, eqn, place: int(value))
+    slice = staticmethod(lambda value, index: take(value, index))
+    stack = staticmethod(jnp.stack)
+
+
+def interpret(jaxpr: Any, args: list[Any], watcher: Watcher, place: Place = Place()) -> list[Any]:
+    """Evaluates a closed jaxpr under a watcher.
+
+    Args:
+        jaxpr: The program, closed, or open without constants.
+        args: A value for each of its arguments. The list is emptied, so that each value can go when
+            it is not needed any more.
+        watcher: The watcher.
+        place: Where the program stands.
+
+    Returns:
+        A value for each result.
+    """
+    inner, consts = _jax.open_jaxpr(jaxpr)
+    last_use: dict[Any, int] = {}
+    for index, eqn in enumerate(inner.eqns):
+        last_use |= {v: index for v in eqn.invars if not isinstance(v, _jax.Literal)}
+    handed_out = {v for v in inner.outvars if not isinstance(v, _jax.Literal)}
+    env = {
+        v: value
+        for v, value in zip(inner.invars, args, strict=True)
+        if v in last_use or v in handed_out
+    }
+    args.clear()
+    env |= {v: watcher.constant(c) for v, c in zip(inner.constvars, consts, strict=True)}
+
+    def read(atom):
+        if not isinstance(atom, _jax.Literal):
+            return env[atom]
+        dtype = getattr(atom.aval, "dtype", None)
+        return watcher.constant(atom.val if dtype is None else np.asarray(atom.val, dtype))
+
+    for index, eqn in enumerate(inner.eqns):
+        ins = [read(atom) for atom in eqn.invars]
+        for v in {v for v in eqn.invars if not isinstance(v, _jax.Literal)}:
+            if last_use[v] == index and v not in handed_out:
+                del env[v]
+        rule = ENTER.get(eqn.primitive.name)
+        here = place.at(eqn)
+        outs = rule(eqn, ins, watcher, here) if rule else watcher.operation(eqn, ins, here)
+        for v, value in zip(eqn.outvars, outs, strict=True):
+            if v in last_use or v in handed_out:
+                env[v] = value
+    return [read(atom) for atom in inner.outvars]
+
+
+def run(eqn: Any, arrays: Sequence[Any], **params: Any) -> list[Any]:
+    """Runs an equation on arrays, in the context that it was traced in."""
+    with _jax.location(eqn, eqn.source_info.name_stack):
+        return _jax.bind(eqn, arrays, **params)
+
+
+# ---- programs inside ----------------------------------------------------------------------------
+
+
+def _whole(param: str) -> Callable[..., list[Any]]:
+    """A primitive that calls one program on all of its operands."""
+
+    def rule(eqn, ins, watcher, place):
+        return interpret(eqn.params[param], ins, watcher, place)
+
+    return rule
+
+
+def _scan(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]:
+    num_consts, num_carry = _jax.scan_counts(eqn.params)
+    length = eqn.params["length"]
+    consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
+    xs = ins[num_consts + num_carry :]
+    ins.clear()
+    avals = [v.aval for v in eqn.outvars[num_carry:]]
+    ys: list[list[Any]] = [[None] * length for _ in avals]
+    for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+        args = [*consts, *carry, *(watcher.slice(x, i) for x in xs)]
+        carry = []  # the arguments alone hold the last iteration's
+        outs = interpret(eqn.params["jaxpr"], args, watcher, place.turn("scan", i))
+        carry = outs[:num_carry]
+        for stack, y in zip(ys, outs[num_carry:], strict=True):
+            stack[i] = y
+    stacked = []
+    for aval, stack in zip(avals, ys, strict=True):
+        nothing = jnp.zeros(aval.shape, aval.dtype) if not length else None
+        stacked.append(watcher.stack(stack) if length else watcher.constant(nothing))
+        stack.clear()
+    return [*carry, *stacked]
+
+
+def _while(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]:
+    p = eqn.params
+    first, second = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+    cond_consts, body_consts, carry = ins[:first], ins[first:second], ins[second:]
+    ins.clear()
+    i = 0
+    while True:
+        here = place.turn("while", i)
+        (going,) = interpret(p["cond_jaxpr"], [*cond_consts, *carry], watcher, here)
+        if not watcher.decide(going, eqn, here):
+            return carry
+        args = [*body_consts, *carry]
+        carry = []
+        carry = interpret(p["body_jaxpr"], args, watcher, here)
+        i += 1
+
+
+def _cond(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]:
+    branches = eqn.params["branches"]
+    index = watcher.decide(ins.pop(0), eqn, place)
+    return interpret(branches[min(max(index, 0), len(branches) - 1)], ins, watcher, place)
+
+
+ENTER: dict[str, Callable[..., list[Any]]] = {
+    **dict.fromkeys(("jit", "pjit", "remat2", "checkpoint"), _whole("jaxpr")),
+    **dict.fromkeys(
+        ("closed_call", "core_call", "call", "custom_jvp_call", "custom_vjp_call"),
+        _whole("call_jaxpr"),
+    ),
+    "custom_vmap_call": _whole("call"),
+    "linear_call": _whole("callee"),
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}
+
+
+def take(array: jax.Array, index: int) -> jax.Array:
+    """Returns a slice along the first axis; one compilation serves every index."""
+    return jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
+
+
+# Parameters that name the dtype of an operation's result.
+DTYPES = ("preferred_element_type", "new_dtype", "dtype")
+
+
+def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
+    """Runs an equation on arrays whose half ones were widened; None where it has no such form."""
+    if eqn.primitive.name in NARROW:
+        return None
+    wide = {name: FLOAT32 for name in DTYPES if name in eqn.params and eqn.params[name] in HALVES}
+    arrays = [widen(x) for x in arrays]
+    if eqn.primitive.name == "convert_element_type" and wide and _dtype(arrays[0]) == FLOAT32:
+        return arrays  # no copy: parameters are cast, and large
+    try:
+        return run(eqn, arrays, **wide)
+    except Exception:  # kernels, and programs within that are written for half
+        return None
+
+
+# What these give depends on the bits of their operands.
+NARROW = frozenset({"bitcast_convert_type"})
+
+
+def widen(x: Any) -> Any:
+    """Returns a half array in float32, anything else as it is."""
+    return jax.lax.convert_element_type(x, FLOAT32) if is_half(x) else x
+
+
+def is_half(x: Any) -> bool:
+    """Tells whether a value is an array of float16 or bfloat16."""
+    return _dtype(x) in HALVES
+
+
+def _dtype(x: Any) -> Any:
+    return getattr(x, "dtype", None)

@@ -1,0 +1,226 @@
+"""Metrics to TensorBoard and JSON lines, without ever making a step wait."""
+
+import collections
+import dataclasses
+import functools
+import json
+import math
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src.dtypes import HALVES
+from mpjax._src.instruments.histogram import GradientHistogram
+from mpjax._src.patterns import path_of
+from mpjax._src.training.watch import Overflow, Underflow
+
+# What each writer has been given and has not been handed yet, because the device still computes it.
+_WAITING: "weakref.WeakKeyDictionary[Any, collections.deque]" = weakref.WeakKeyDictionary()
+
+SCALARS = (bool, int, float, np.generic, np.ndarray, jax.Array)
+REPORTS = (GradientHistogram, Overflow, Underflow)
+
+# What TensorBoard's writers call the method for numbers, and the one for text.
+METHODS = {"add_scalar": "add_text", "scalar": "text"}
+
+
+class JsonLines:
+    """A file of one JSON object per step, for `log_metrics`.
+
+    As a context it flushes at its end; outside of one call `flush_metrics`.
+
+    Args:
+        path: Of the file; what it holds is kept, and lines are added.
+
+    Raises:
+        OSError: If the file cannot be written.
+
+    Example:
+        >>> import mpjax, pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.jsonl"
+        >>> with mpjax.JsonLines(path) as log:
+        ...     mpjax.log_metrics(log, 1, {"loss": 0.5})
+        >>> path.read_text()
+        '{"step": 1, "loss": 0.5}\\n'
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.path.touch()  # a path that cannot be written is told now
+
+    def add(self, step: int, values: dict[str, float | str]) -> None:
+        """Adds a line. JSON has no NaN and Infinity: they are written as strings."""
+        values = {
+            k: v if isinstance(v, str) or math.isfinite(v) else str(v) for k, v in values.items()
+        }
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def __enter__(self) -> "JsonLines":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        flush_metrics(self)
+
+
+def log_metrics(writer: Any, step: int, metrics: Any) -> None:
+    """Logs a step's metrics, once the device has computed them; never waits for it.
+
+    What is ready is written, in order; the rest waits for a later call, or for `flush_metrics`.
+
+    Args:
+        writer: A `JsonLines`, a ``tensorboardX.SummaryWriter`` (anything with ``add_scalar``), or a
+            ``flax.metrics.tensorboard.SummaryWriter`` (anything with ``scalar``).
+        step: The number of the step, on the host: ``int(state.step)`` would wait.
+        metrics: What a training step returned, or any pytree; scalars are logged under their
+            paths ("aux/accuracy"), an `Overflow` and an `Underflow` by their fields, a
+            `GradientHistogram` by the shares of all entries that each half dtype would lose at
+            ``metrics["loss_scale"]``; other leaves are left out.
+
+    Returns:
+        None.
+
+    Raises:
+        TypeError: If an argument is not what it should be, or this is called inside jit.
+
+    Example:
+        >>> import mpjax, pathlib, tempfile
+        >>> with mpjax.JsonLines(pathlib.Path(tempfile.mkdtemp()) / "run.jsonl") as log:
+        ...     mpjax.log_metrics(log, 1, {"loss": 0.5, "aux": {"accuracy": 1.0}})
+    """
+    _check_writer(writer)
+    if isinstance(step, jax.Array) or not isinstance(step, (int, np.integer)):
+        raise TypeError(
+            f"step={step!r} must be a Python integer: the loop's own counter. Reading it from the "
+            "state would wait for the device."
+        )
+    values = {}
+    is_report = lambda leaf: isinstance(leaf, REPORTS)  # noqa: E731
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(metrics, is_leaf=is_report):
+        if any(isinstance(array, jax.core.Tracer) for array in jax.tree.leaves(leaf)):
+            raise TypeError(
+                f"metrics[{path_of(keys)!r}] is being traced. Call log_metrics outside of jit, "
+                "with what the jitted step returned."
+            )
+        if _is_loggable(leaf):
+            values[path_of(keys)] = leaf
+    # Histograms are carried from step to step, so the next one may donate their counts.
+    copy = lambda leaf: jax.tree.map(jnp.copy, leaf) if _is_histogram(leaf) else leaf  # noqa: E731
+    values = {name: copy(leaf) for name, leaf in values.items()}
+    waiting = _WAITING.setdefault(writer, collections.deque())
+    waiting.append((int(step), values))
+    while waiting and all(map(_is_ready, jax.tree.leaves(waiting[0][1]))):
+        _write(writer, *waiting.popleft())
+
+
+def flush_metrics(writer: Any) -> None:
+    """Writes everything that `log_metrics` was given; waits for the device.
+
+    Args:
+        writer: The writer.
+
+    Returns:
+        None.
+
+    Raises:
+        TypeError: If ``writer`` is not one.
+
+    Example:
+        >>> import mpjax, pathlib, tempfile
+        >>> log = mpjax.JsonLines(pathlib.Path(tempfile.mkdtemp()) / "run.jsonl")
+        >>> mpjax.log_metrics(log, 1, {"loss": 0.5})
+        >>> mpjax.flush_metrics(log)
+    """
+    _check_writer(writer)
+    waiting = _WAITING.get(writer, ())
+    while waiting:
+        _write(writer, *waiting.popleft())
+    flush = getattr(writer, "flush", None)
+    if flush is not None:
+        flush()
+
+
+def _write(writer: Any, step: int, metrics: dict[str, Any]) -> None:
+    scale = _power_of_two(metrics.get("loss_scale", 1.0))
+    values = {
+        "/".join(filter(None, (name, part))): value
+        for name, leaf in metrics.items()
+        for part, value in _parts(leaf, scale)
+    }
+    found = [method for method in METHODS if hasattr(writer, method)]
+    if not found:
+        writer.add(step, values)
+        return
+    for name, value in values.items():
+        write = getattr(writer, METHODS[found[0]] if isinstance(value, str) else found[0], None)
+        if write is not None:
+            write(name, value, step)
+
+
+@functools.singledispatch
+def _parts(leaf: Any, scale: float) -> Iterator[tuple[str, float | str]]:
+    """Yields what is logged of a leaf: names below its own, and plain values."""
+    value = np.asarray(leaf)
+    yield "", int(value) if value.dtype.kind in "biu" else float(value)
+
+
+@_parts.register
+def _(leaf: Overflow, scale: float) -> Iterator[tuple[str, float | str]]:
+    yield "index", int(leaf.index)
+    found = {name: value for name, value in leaf.to_dict().items() if value is not None}
+    yield from found.items()
+
+
+@_parts.register
+def _(leaf: Underflow, scale: float) -> Iterator[tuple[str, float | str]]:
+    yield from ((name, value) for name, value in leaf.to_dict().items() if name != "dtype")
+
+
+@_parts.register
+def _(leaf: GradientHistogram, scale: float) -> Iterator[tuple[str, float | str]]:
+    for dtype in HALVES:
+        row = dataclasses.asdict(leaf.total(dtype, scale))
+        yield from ((name, row[name]) for name in ("zeros", "nonfinite"))
+        lost = ("flushed", "subnormal", "overflowed")
+        yield from ((f"{dtype.name}/{name}", row[name]) for name in lost)
+
+
+def _power_of_two(scale: Any) -> float:
+    """Returns the power of two at or below a scale, for the bins of a histogram."""
+    value = float(scale)
+    usable = math.isfinite(value) and value > 0
+    return 2.0 ** (math.frexp(value)[1] - 1) if usable else 1.0
+
+
+def _is_histogram(leaf: Any) -> bool:
+    return isinstance(leaf, GradientHistogram)
+
+
+def _is_loggable(leaf: Any) -> bool:
+    if _is_histogram(leaf):
+        return np.ndim(leaf.counts) == 3
+    if isinstance(leaf, REPORTS):
+        return all(np.ndim(array) == 0 for array in jax.tree.leaves(leaf))
+    if not (isinstance(leaf, SCALARS) and np.ndim(leaf) == 0):
+        return False
+    dtype = jnp.result_type(leaf)
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, np.bool_))
+
+
+def _is_ready(leaf: Any) -> bool:
+    is_ready = getattr(leaf, "is_ready", None)
+    return True if is_ready is None else is_ready()
+
+
+def _check_writer(writer: Any) -> None:
+    known = isinstance(writer, JsonLines)
+    if not (known or hasattr(writer, "add_scalar") or hasattr(writer, "scalar")):
+        raise TypeError(
+            f"writer={writer!r} must be an mpjax.JsonLines(path), a tensorboardX.SummaryWriter or "
+            "a flax.metrics.tensorboard.SummaryWriter."
+        )

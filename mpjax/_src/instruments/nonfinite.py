@@ -1,0 +1,532 @@
+"""`find_nonfinite`: which operation made the first NaN or Inf, and what can be done about it."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src import _jax, ops
+from mpjax._src.dtypes import short_name
+from mpjax._src.instruments.interpret import Place, interpret, is_half, run, run_in_float32, take
+from mpjax._src.instruments.programs import (
+    LEAST_EXPONENT,
+    Program,
+    largest_finite_scale,
+    make_program,
+)
+from mpjax._src.policy import get_policy
+from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """What an array holds: the least and greatest of its finite values, and how many are not.
+
+    Attributes:
+        dtype: A short name, such as "f16".
+        shape: Of the array.
+        low: The least finite value; NaN where there is none.
+        high: The greatest.
+        nans: How many entries are NaN.
+        infs: How many are Inf or -Inf.
+        path: The path of the parameter or argument that it is, or "".
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    low: float
+    high: float
+    nans: int
+    infs: int
+    path: str = ""
+
+    def __str__(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        text = f"{self.dtype}[{shape}]  "
+        text += "no finite value" if math.isnan(self.low) else f"{self.low:.3g} to {self.high:.3g}"
+        for count, name in ((self.nans, "NaN"), (self.infs, "Inf")):
+            text += f", {count} x {name}" if count else ""
+        return f"{text}  {self.path}".rstrip()
+
+
+@dataclasses.dataclass(frozen=True)
+class NonfiniteReport:
+    """What `find_nonfinite` found. ``print`` it; it is true where something was found.
+
+    Attributes:
+        found: Whether a result of the program is NaN or Inf.
+        kind: "overflow" (a half dtype is too narrow for the result), "undefined" (float32 gives no
+            finite result either), "argument" (an argument was not finite), "compiled" (only the
+            compiled program gives it), or "" where nothing was found.
+        made: "NaN" or "Inf".
+        backward: Whether the operation belongs to the backward pass.
+        primitive: The name of the operation.
+        source: "file:line" of the code that it comes from.
+        scope: The named scopes around it, joined with "/".
+        path: The paths of the parameters that are its operands, or those of the forward operation
+            that it is the backward pass of, joined with ", "; of an argument, its own.
+        loops: The loops around it, the outermost first, each with its iteration, from 0 on.
+        inputs: What its operands hold.
+        result: What its result holds.
+        largest: The largest magnitude of the result in float32, if it is finite there, else None.
+        reaches: The results of the program that are not finite.
+        loss_scale: That the gradients were scaled by.
+        curable: Whether a lower loss scale cures it; None where nothing was found.
+        safe_loss_scale: The largest power of two at which the compiled program is finite, if so.
+        advice: What to do.
+        op: The number of the operation of the plan that this is, or is the backward pass of.
+        given: The arguments that were infinite when they were passed, and are so in its operands.
+    """
+
+    found: bool
+    kind: str = ""
+    made: str = ""
+    backward: bool = False
+    primitive: str = ""
+    source: str = ""
+    scope: str = ""
+    path: str = ""
+    loops: tuple[tuple[str, int], ...] = ()
+    inputs: tuple[Range, ...] = ()
+    result: Range | None = None
+    largest: float | None = None
+    reaches: tuple[str, ...] = ()
+    loss_scale: float = 1.0
+    curable: bool | None = None
+    safe_loss_scale: float | None = None
+    advice: str = ""
+    op: int | None = None
+    given: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain data, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        if not self.found:
+            return self.advice
+        which = "backward" if self.backward else "forward"
+        if self.kind == "argument":
+            lines = [f"The argument {self.path} holds {self.made} before anything is computed"]
+        elif self.kind == "compiled":
+            lines = [f"{self.made} in the compiled program alone"]
+        else:
+            lines = [f"{self.primitive} made {self.made} in the {which} pass, {self.source}"]
+        where = ", ".join(f"{loop} {i}" for loop, i in self.loops)
+        for name, text in (("scope", self.scope), ("path", self.path), ("iteration", where)):
+            if text:
+                lines.append(f"  {name:<10}{text}")
+        for i, operand in enumerate(self.inputs):
+            lines.append(f"  {'' if i else 'inputs':<10}{operand}")
+        if self.result is not None:
+            lines.append(f"  {'result':<10}{self.result}")
+        if self.largest is not None:
+            largest = f"{self.largest:.4g}" + (
+                "; float16 ends at 65504" if self.result and self.result.dtype == "f16" else ""
+            )
+            lines.append(f"  {'float32':<10}its largest magnitude would be {largest}")
+        more = f" and {len(self.reaches) - 3} more" if len(self.reaches) > 3 else ""
+        lines.append(f"  {'reaches':<10}{', '.join(self.reaches[:3])}{more}")
+        return "\n".join([*lines, self.advice])
+
+
+def find_nonfinite(
+    fun: Callable[..., Any],
+    policy: Any = None,
+    *,
+    loss_scale: LossScale | str | float | None = None,
+    argnums: int | Sequence[int] | None = 0,
+    has_aux: bool = False,
+) -> Callable[..., NonfiniteReport]:
+    """Finds the operation that made the first NaN or Inf that reaches a result.
+
+    The function under the policy, and the gradient of its scaled loss, run one operation after the
+    other, without compiling the whole. jit, scan, while, cond, remat and custom rules are entered.
+    Infinities that the program masks out again, as in an attention mask, are not held against it.
+
+    Args:
+        fun: A function, as for `autocast`. If it returns a scalar loss, its gradient is followed.
+        policy: A policy or its name: the function is run under `autocast`. None runs it as it is.
+        loss_scale: What the loss is multiplied by before the backward pass: a number, a loss scale
+            such as ``state.loss_scale``, "dynamic", or None for no scaling.
+        argnums: Of which arguments gradients are taken; None for the forward pass alone.
+        has_aux: Whether ``fun`` returns ``(loss, aux)``.
+
+    Returns:
+        A function of the same arguments, which must be concrete arrays. It returns a
+        `NonfiniteReport`: the operation, its source line, scope, parameter path and iteration, the
+        ranges of its operands, whether a lower loss scale cures it, and what to do.
+
+    Raises:
+        TypeError: If ``fun`` is not a function, or an array is abstract or being traced.
+        ValueError: If there are no arrays, or nothing to differentiate by.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> def loss(w, x):
+        ...     return jnp.sum(jnp.exp(x @ w) * 0.5)
+        >>> report = mpjax.find_nonfinite(loss)(jnp.full((2,), 100.0), jnp.ones((3, 2)))
+        >>> report.primitive, report.made, report.backward, report.curable
+        ('exp', 'Inf', False, False)
+
+    jax.debug_nans stops at a compiled function; checkify must be built into the program.
+    """
+    policy = get_policy("float32" if policy is None else policy)
+    scale = resolve_loss_scale(loss_scale, False)
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        program = make_program("find_nonfinite", fun, policy, args, kwargs, argnums, has_aux)
+        arrays = check_concrete("find_nonfinite", program.arrays)
+        return _search(program, arrays, float(scale.loss_scale))
+
+    return wrapped
+
+
+def check_concrete(tool: str, arrays: Sequence[Any]) -> list[jax.Array]:
+    """Returns arrays as JAX's own; raises where one cannot be looked into."""
+    for x in arrays:
+        if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{tool} runs the function and looks at its numbers, so it needs arrays, but was "
+                f"given {x}. Call it outside of jit, with concrete arguments."
+            )
+    return [jnp.asarray(x) for x in arrays]
+
+
+# ---- the search ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Watched:
+    """An array, and which events what is not finite in it comes from."""
+
+    array: Any
+    bad: bool = False  # holds NaN or Inf
+    origins: frozenset[int] = frozenset()  # the events; none of a given infinity
+    given: frozenset[str] = frozenset()  # the arguments whose infinities it holds
+    path: str = ""  # of the parameter or argument that it is
+
+
+class _Finder:
+    """The watcher: an event is an operation that makes NaN or Inf of finite operands."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.parameters = frozenset(program.parameters)
+        self.events: list[NonfiniteReport] = []
+        self._read: dict[Any, list[str]] = {}  # the parameters that a line of the program reads
+
+    def operation(self, eqn: Any, ins: list[Watched], place: Place) -> list[Watched]:
+        arrays = [v.array for v in ins]
+        outs = run(eqn, arrays)
+        carries = eqn.primitive.name in ops.CARRIES_PATH
+        origins = frozenset().union(*(v.origins for v in ins if v.bad))
+        given = frozenset().union(*(v.given for v in ins if v.bad))
+        infinite = any(v.bad for v in ins)
+        paths = [v.path for v in ins if v.path in self.parameters]
+        if paths:
+            self._read.setdefault(_jax.line_key(eqn), []).extend(paths)
+        results = []
+        for index, out in enumerate(outs):
+            nans, infs = _count(out)
+            blame = origins
+            made = nans or (infs and (not infinite or _is_new(eqn, arrays, out)))
+            if made and not origins:
+                blame = frozenset({self._event(eqn, ins, arrays, index, out, given, place)})
+            path = ins[0].path if carries and ins else ""
+            results.append(Watched(out, bool(nans or infs), blame, given, path))
+        return results
+
+    def _event(self, eqn, ins, arrays, index, out, given, place) -> int:
+        wide = run_in_float32(eqn, arrays) if _touches_half(eqn) else None
+        in_float32 = None if wide is None else wide[index]
+        finite = in_float32 is not None and sum(_count(in_float32)) < sum(_count(out))
+        nans, _ = _count(out)
+        paths = [v.path for v in ins if v.path in self.parameters]
+        paths = paths or self._read.get(_jax.line_key(eqn), []) or [v.path for v in ins if v.path]
+        self.events.append(
+            NonfiniteReport(
+                found=True,
+                kind="overflow" if finite else "undefined",
+                made="NaN" if nans else "Inf",
+                backward=place.backward,
+                primitive=eqn.primitive.name,
+                source=self.program.source(eqn, place.op),
+                scope="/".join(shown(place.scopes)),
+                path=", ".join(dict.fromkeys(paths)),
+                loops=place.loops,
+                op=place.op,
+                given=tuple(sorted(given)),
+                inputs=tuple(_range(v.array, v.path) for v in ins if _is_number(v.array)),
+                result=_range(out, ""),
+                largest=_largest(in_float32) if finite else None,
+            )
+        )
+        return len(self.events) - 1
+
+    def argument(self, array: Any, path: str) -> Watched:
+        nans, infs = _count(array)
+        if not nans:
+            given = frozenset({path} if infs else ())
+            return Watched(array, bool(infs), given=given, path=path)
+        held = _range(array, "")
+        self.events.append(NonfiniteReport(True, "argument", "NaN", path=path, result=held))
+        return Watched(array, True, frozenset({len(self.events) - 1}), path=path)
+
+    def constant(self, array: Any) -> Watched:
+        return Watched(array, any(_count(array)))
+
+    def decide(self, value: Watched, eqn: Any, place: Place) -> int:
+        return int(value.array)
+
+    def slice(self, value: Watched, index: int) -> Watched:
+        array = take(value.array, index)
+        return dataclasses.replace(value, array=array, bad=value.bad and any(_count(array)))
+
+    def stack(self, values: Sequence[Watched]) -> Watched:
+        bad = any(v.bad for v in values)
+        origins = frozenset().union(*(v.origins for v in values if v.bad))
+        given = frozenset().union(*(v.given for v in values if v.bad))
+        return Watched(jnp.stack([v.array for v in values]), bad, origins, given, values[0].path)
+
+
+def _search(program: Program, arrays: list[jax.Array], scale: float) -> NonfiniteReport:
+    finder = _Finder(program)
+    paths = [*program.names, ""]
+    args = [
+        finder.argument(x, path)
+        for x, path in zip([*arrays, jnp.float32(scale)], paths, strict=True)
+    ]
+    results = interpret(program.jaxpr, args, finder)
+    # An infinity that the program itself writes, and returns, is meant.
+    bad = [
+        (name, v)
+        for name, v in zip(program.results, results, strict=True)
+        if v.bad and (v.origins or v.given)
+    ]
+    reaches = tuple(name for name, _ in bad)
+    if not bad:
+        meant = {name for name, v in zip(program.results, results, strict=True) if v.bad}
+        return _in_compiled_alone(program, arrays, scale, meant)
+    # Where the loss is not finite, its gradients cannot be.
+    blamed = bad[:1] if program.follows_gradient and bad[0][0] == "loss" else bad
+    guilty = frozenset().union(*(v.origins for _, v in blamed))
+    if not guilty:  # an infinity that was given, and handed through
+        paths = sorted(frozenset().union(*(v.given for _, v in bad)))
+        event = NonfiniteReport(True, "argument", "Inf", path=", ".join(paths))
+    else:
+        # A pole, such as log(0), is often masked out again; an overflow or a NaN never is.
+        event = finder.events[min(guilty, key=lambda i: (_is_pole(finder.events[i]), i))]
+    return _judge(event, program, arrays, scale, reaches)
+
+
+def _is_pole(event: NonfiniteReport) -> bool:
+    return event.primitive in POLES and event.kind == "undefined" and event.made == "Inf"
+
+
+POLES = ops.names("atanh digamma div erf_inv lgamma log log1p rsqrt")
+
+
+def _in_compiled_alone(
+    program: Program, arrays: list[jax.Array], scale: float, meant: set[str]
+) -> NonfiniteReport:
+    outs = program.compiled(*arrays, jnp.float32(scale))
+    pairs = zip(program.results, outs, strict=True)
+    reaches = tuple(name for name, out in pairs if name not in meant and any(_count(out)))
+    what = "loss and gradients are" if program.follows_gradient else "every result is"
+    if not reaches:
+        return NonfiniteReport(False, loss_scale=scale, advice=f"Nothing found: {what} finite.")
+    return NonfiniteReport(
+        True,
+        "compiled",
+        "NaN or Inf",
+        reaches=reaches,
+        loss_scale=scale,
+        curable=False,
+        advice="Operation by operation every result is finite, but not in the compiled program: "
+        "a fusion of XLA's makes it. Look for expressions whose order of evaluation matters.",
+    )
+
+
+# ---- the verdict --------------------------------------------------------------------------------
+
+
+def _judge(
+    event: NonfiniteReport, program: Program, arrays: list[jax.Array], scale: float, reaches
+) -> NonfiniteReport:
+    """Completes an event: can a lower scale cure it, and what is to be done."""
+    gradients = {
+        n for n, is_grad in zip(program.results, program.gradients, strict=True) if is_grad
+    }
+    safe = None
+    if event.kind != "argument" and set(reaches) <= gradients:
+        safe = largest_finite_scale(program, arrays, math.ceil(math.log2(scale)))
+    op = None if event.op is None else program.ops[event.op]
+    own = op is not None and any(is_half(v.aval) for v in (*op.ins, *op.outs))
+    event = dataclasses.replace(
+        event, reaches=reaches, loss_scale=scale, curable=safe is not None, safe_loss_scale=safe
+    )
+    return dataclasses.replace(event, advice="\n".join(_advice(event, gradients, own)))
+
+
+def _advice(event: NonfiniteReport, gradients: set[str], own: bool):
+    if event.kind == "argument":
+        yield "The loss scale cannot cure that."
+        yield (
+            "If it is a parameter, training has diverged before this step: go back to a checkpoint "
+            "and lower the learning rate. If it is data, check what reads and normalizes it."
+        )
+        return
+    if event.curable:
+        assert event.safe_loss_scale is not None
+        yield (
+            f"A lower loss scale cures it: the compiled program is finite from "
+            f"2^{int(math.log2(event.safe_loss_scale))} down (it was "
+            f"2^{math.log2(event.loss_scale):.3g}). DynamicLossScale gets there by itself: it "
+            "skips a step for each halving."
+        )
+        if event.safe_loss_scale < 1:
+            yield "A scale below 1 loses small gradients: bfloat16 suits this backward pass better."
+        return
+    if set(event.reaches) <= gradients:
+        yield f"No loss scale cures it: gradients are not finite at 2^{LEAST_EXPONENT} either."
+    elif gradients:
+        yield "The loss scale cannot cure it: it is made before the backward pass begins."
+    if any(r.infs for r in event.inputs):
+        names = ", ".join(event.given) or "an operand"
+        yield (
+            f"{names} was infinite by then, as given, which is right in a mask alone: a row that "
+            "is masked whole gives inf - inf = NaN. Use a large finite number such as -1e9, or "
+            "check the data."
+        )
+    if event.kind == "overflow":
+        yield from _against_overflow(event, own)
+    else:
+        yield UNDEFINED.get(event.primitive, "float32 gives no finite result here either.")
+        if any(r.dtype in ("f16", "bf16") for r in event.inputs):
+            yield (
+                "A zero may be a number that half flushes, such as an epsilon: keep it at 1e-4 or "
+                "above in float16, or the operation in float32."
+            )
+
+
+def _against_overflow(event: NonfiniteReport, own: bool):
+    if own:
+        yield (
+            "The function itself casts to half here, which no policy undoes: leave the cast out, "
+            "and the policy decides; or cast to bfloat16, which has float32's range."
+        )
+        return
+    if event.result is not None and event.result.dtype == "f16":
+        yield "bfloat16 has float32's range: try 'mixed_bfloat16'."
+    place = event.scope or event.path.split(", ")[0]
+    if place:
+        yield f"Or keep the place in float32: policy.override({{{place + '*'!r}: 'float32'}})."
+    else:
+        yield "Or keep the place in float32, inside `with mpjax.precision('float32'):`."
+    yield "Or make its operands smaller: normalize them, or scale before the product, not after."
+
+
+UNDEFINED = {
+    "div": "A division by zero, or an infinite derivative (sqrt or norm at 0, log at 0): add an "
+    "epsilon, or guard the operand with jnp.where before the operation, not after it.",
+    "log": "The logarithm of a number that is not above 0: add an epsilon, or use log_softmax, "
+    "log1p or logaddexp.",
+    "log1p": "The operand is -1 or less.",
+    "sqrt": "The root of a negative number: cancellation made it so? Clamp it at 0.",
+    "rsqrt": "The operand is zero or negative: a variance needs its epsilon.",
+    "pow": "A negative base with a fractional power, or 0 to a negative one.",
+    "integer_pow": "Zero to a negative power, or a result beyond float32.",
+    "exp": "The operand is beyond 88, where exp leaves float32: subtract the maximum first.",
+    "sub": "inf - inf: a row that is masked whole, or a sum that overflowed.",
+    "mul": "0 * inf: an infinite derivative under a mask. Guard the operand with jnp.where before "
+    "the operation, not after it.",
+}
+
+
+# ---- looking at arrays --------------------------------------------------------------------------
+
+
+def shown(scopes: Sequence[str]) -> list[str]:
+    """Returns the names of scopes without those that mpjax itself adds."""
+    return [name for name in scopes if not name.startswith("mpjax.")]
+
+
+def _is_number(x: Any) -> bool:
+    array = isinstance(x, jax.Array | np.ndarray | np.generic)
+    return array and bool(jnp.issubdtype(x.dtype, jnp.number))
+
+
+def _count(x: Any) -> tuple[int, int]:
+    """Returns how many entries are NaN, and how many Inf."""
+    if not isinstance(x, jax.Array | np.ndarray | np.generic) or not np.size(x):
+        return 0, 0
+    dtype = x.dtype
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return 0, 0
+    if isinstance(x, np.ndarray | np.generic):
+        x = np.asarray(x, np.float64 if jnp.issubdtype(dtype, jnp.floating) else dtype)
+        return int(np.isnan(x).sum()), int(np.isinf(x).sum())
+    if _all_finite(x):
+        return 0, 0
+    nans, infs = np.asarray(_counts(x))
+    return int(nans), int(infs)
+
+
+@jax.jit
+def _all_finite(x):
+    return jnp.all(jnp.isfinite(x))
+
+
+@jax.jit
+def _counts(x):
+    return jnp.stack([jnp.sum(jnp.isnan(x)), jnp.sum(jnp.isinf(x))])
+
+
+@jax.jit
+def _ends(x):
+    finite = jnp.isfinite(x)
+    low = jnp.min(jnp.where(finite, x, jnp.inf), initial=jnp.inf)
+    high = jnp.max(jnp.where(finite, x, -jnp.inf), initial=-jnp.inf)
+    return low, high
+
+
+def _range(x: Any, path: str) -> Range:
+    dtype, shape = jnp.result_type(x), tuple(np.shape(x))
+    name = short_name(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        x = jnp.abs(x)
+    low, high = (float(end) for end in _ends(jnp.asarray(x, jnp.promote_types(x.dtype, "float32"))))
+    if low > high:
+        low = high = math.nan
+    return Range(name, shape, low, high, *_count(x), path)
+
+
+def _largest(x: Any) -> float:
+    return float(jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0)))
+
+
+def _is_new(eqn: Any, arrays: Sequence[Any], out: Any) -> bool:
+    """Tells whether an elementwise operation made infinities where its operands have none."""
+    if eqn.primitive.name not in ops.ELEMENTWISE | ops.FULL | {"convert_element_type"}:
+        return False
+    same = [x for x in arrays if np.shape(x) == out.shape and _is_number(x)]
+    if len(same) + sum(np.ndim(x) == 0 for x in arrays) < len(arrays):
+        return False
+    fresh = jnp.isinf(out)
+    for x in same:
+        fresh &= jnp.isfinite(x)
+    return bool(same) and bool(jnp.any(fresh))
+
+
+def _touches_half(eqn: Any) -> bool:
+    return any(is_half(v.aval) for v in (*eqn.invars, *eqn.outvars))

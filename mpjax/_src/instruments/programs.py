@@ -1,0 +1,272 @@
+"""The program that trains, as one flat jaxpr: what the instruments look at."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._src import _jax
+from mpjax._src.autocast.graph import Op
+from mpjax._src.autocast.plan import Plan
+from mpjax._src.autocast.transform import call, trace
+from mpjax._src.patterns import path_of
+from mpjax._src.policy import Policy
+from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
+from mpjax._src.trees import all_finite
+
+# The powers of two that are tried as loss scales: down to the least that float16 holds.
+LEAST_EXPONENT = -24
+
+# How far below overflow the instruments choose a loss scale.
+ROOM = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function, or its value and gradients, as a program of flat arrays.
+
+    Attributes:
+        jaxpr: The closed jaxpr. Its last argument is the loss scale, a float32 scalar.
+        arrays: The other arguments, as given.
+        names: What each of those is called: its path.
+        results: What each result is called: "loss", "gradient of w", "result".
+        gradients: Which results are gradients.
+        parameters: The names of the arguments that gradients are taken of; all without gradients.
+        plan: The plan of the function. Its ops are numbered, and the equations that an op became
+            stand in a scope of its number.
+    """
+
+    jaxpr: Any
+    arrays: tuple[Any, ...]
+    names: tuple[str, ...]
+    results: tuple[str, ...]
+    gradients: tuple[bool, ...]
+    parameters: tuple[str, ...]
+    plan: Plan
+
+    @functools.cached_property
+    def ops(self) -> list[Op]:
+        """The ops of the plan, by their numbers."""
+        return list(self.plan.block.walk())
+
+    def source(self, eqn: Any, op: int | None) -> str:
+        """Returns "file:line" of an equation, or of the op that it comes from."""
+        return _jax.source_line(eqn) or ("" if op is None else self.ops[op].source)
+
+    @property
+    def follows_gradient(self) -> bool:
+        """Whether the backward pass is part of the program."""
+        return any(self.gradients)
+
+    @functools.cached_property
+    def compiled(self) -> Callable[..., list[jax.Array]]:
+        """The program compiled as a whole: a function of the arrays and the loss scale."""
+        return jax.jit(functools.partial(_jax.eval_closed, self.jaxpr))
+
+    def has_finite_gradients(self, arrays: Sequence[Any], scale: float) -> bool:
+        """Tells whether every gradient of the compiled program is finite at a loss scale."""
+        outs = self.compiled(*arrays, jnp.float32(scale))
+        grads = [out for out, is_gradient in zip(outs, self.gradients, strict=True) if is_gradient]
+        return bool(all_finite(grads))
+
+
+def make_program(
+    tool: str,
+    fun: Callable[..., Any],
+    policy: Policy,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    argnums: int | Sequence[int] | None,
+    has_aux: bool,
+) -> Program:
+    """Traces a function, or its value and gradients, to one program.
+
+    Gradients are followed where ``argnums`` is given and the function returns a scalar loss; they
+    are those of the scaled loss, unscaled again. The arguments are as the instruments document
+    them; ``tool`` is the one that asks.
+    """
+    if not callable(fun):
+        raise TypeError(f"{tool}: fun={fun!r} must be a function.")
+    pairs = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    pairs = [(keys, x) for keys, x in pairs if is_array(x)]
+    if not pairs:
+        raise ValueError(
+            f"{tool}: the arguments hold no arrays: there is nothing to run. It is called like "
+            f"explain: {tool}(fun, policy)(*args), with the arguments of fun."
+        )
+    names = _names(fun, args, [keys for keys, _ in pairs])
+    with _noted(f"{tool}: the function failed while JAX traced it, before {tool} ran it."):
+        traced = trace(fun, policy, args, kwargs)
+    block = traced.plan.block
+    for number, op in enumerate(block.walk()):
+        op.row = number
+    avals = [v.aval for v in block.invars]
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in block.outvars]
+    outs = traced.rebuild(shapes)
+
+    def run(*arrays):
+        return traced.rebuild(call(traced, list(arrays)))
+
+    follows = argnums is not None and _returns_loss(tool, outs, has_aux)
+    if follows:
+        active = differentiated(tool, args, kwargs, argnums)
+        flat, results = _gradients(run, active, names, has_aux)
+    else:
+        active = [False] * len(pairs)
+        flat, results = _forward(run, outs)
+    scale = jax.ShapeDtypeStruct((), jnp.float32)
+    note = f"{tool} follows the gradient: for the forward pass alone, pass argnums=None."
+    with _noted(note) if follows else contextlib.nullcontext():
+        jaxpr = _jax.trace(flat, [*avals, _jax.aval_of(scale)], tool)
+    count = len(_jax.open_jaxpr(jaxpr)[0].outvars)
+    grads = sum(active)
+    gradients = (False,) * (count - grads) + (True,) * grads
+    parameters = tuple(n for n, moves in zip(names, active, strict=True) if moves) or names
+    return Program(
+        jaxpr, tuple(x for _, x in pairs), names, tuple(results), gradients, parameters, traced.plan
+    )
+
+
+def largest_finite_scale(program: Program, arrays: Sequence[Any], high: int) -> float | None:
+    """Returns the largest power of two below 2**high at which every gradient is finite."""
+
+    def finite(exponent: int) -> bool:
+        return program.has_finite_gradients(arrays, 2.0**exponent)
+
+    low = min(0, high - 1)
+    if not finite(low):
+        low = LEAST_EXPONENT
+        if not finite(low):
+            return None
+    while high - low > 1:
+        middle = (high + low) // 2
+        low, high = (middle, high) if finite(middle) else (low, middle)
+    return 2.0**low
+
+
+def training_scale(
+    program: Program, arrays: Sequence[Any], policy: Policy, loss_scale: LossScale | str | float
+) -> float:
+    """Returns the loss scale that a program is looked at with.
+
+    "auto" is what a step would train with: none, or where something computes in float16 the dynamic
+    scale, lowered until the gradients are finite. They have some room then, for operation by
+    operation a program holds in half what the compiled one keeps in float32.
+    """
+    scale = float(resolve_loss_scale(loss_scale, policy.needs_loss_scaling).loss_scale)
+    chosen = not (isinstance(loss_scale, str) and loss_scale.lower() == "auto")
+    if chosen or scale == 1 or not program.follows_gradient:
+        return scale
+    if program.has_finite_gradients(arrays, scale * ROOM):
+        return scale
+    largest = largest_finite_scale(program, arrays, round(math.log2(scale * ROOM)))
+    return 1.0 if largest is None else min(scale, largest / ROOM)
+
+
+@contextlib.contextmanager
+def _noted(note: str):
+    """Adds a note to an error of the user's function, which stays what it is."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note)
+        raise
+
+
+def _names(fun: Callable[..., Any], args: tuple[Any, ...], keys: list[Any]) -> tuple[str, ...]:
+    """Returns what arguments are called: by their paths, or by the parameter that one array is."""
+    try:
+        parameters = list(inspect.signature(fun).bind_partial(*args).arguments)
+    except (TypeError, ValueError):  # some callables have none
+        parameters = []
+
+    def name(path):
+        (kind, which), inside = path[:2], path_of(path[2:])
+        if inside:
+            return inside
+        if kind.idx == 1:
+            return str(which.key)
+        return parameters[which.idx] if which.idx < len(parameters) else f"argument {which.idx}"
+
+    return tuple(map(name, keys))
+
+
+def is_array(x: Any) -> bool:
+    """Tells an array, or the shape of one, from Python values and other objects."""
+    return _jax.is_traceable(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def differentiated(tool: str, args: Any, kwargs: Any, argnums: Any) -> list[bool]:
+    """Returns for each array argument whether gradients are taken with respect to it."""
+    chosen = {argnums} if isinstance(argnums, int) else set(argnums)
+    wrong = [i for i in chosen if not isinstance(i, int) or not -len(args) <= i < len(args)]
+    if wrong:
+        raise ValueError(
+            f"{tool}: argnums={argnums!r} must be positions of arguments, 0 to {len(args) - 1}: "
+            f"{len(args)} were given."
+        )
+    chosen = {i % len(args) for i in chosen}
+    active = []
+    for i, arg in enumerate(args):
+        for leaf in filter(is_array, jax.tree.leaves(arg)):
+            active.append(i in chosen and jnp.issubdtype(leaf.dtype, jnp.inexact))
+    if not any(active):
+        raise ValueError(
+            f"{tool}: argnums={argnums!r}: these arguments hold no floating arrays, so there are "
+            "no gradients. For the forward pass alone, pass argnums=None."
+        )
+    return active + [False for leaf in jax.tree.leaves(kwargs) if is_array(leaf)]
+
+
+def _returns_loss(tool: str, outs: Any, has_aux: bool) -> bool:
+    if has_aux and not (isinstance(outs, (tuple, list)) and len(outs) == 2):
+        raise TypeError(
+            f"{tool}: has_aux=True, so the function must return (loss, aux), but it returned a "
+            f"{type(outs).__name__}."
+        )
+    loss = outs[0] if has_aux else outs
+    return is_array(loss) and loss.shape == () and bool(jnp.issubdtype(loss.dtype, jnp.floating))
+
+
+def _forward(run, outs) -> tuple[Callable[..., Any], list[str]]:
+    def flat(*arrays):
+        return [x for x in jax.tree.leaves(run(*arrays[:-1])) if _jax.is_traceable(x)]
+
+    pairs = [(k, x) for k, x in jax.tree_util.tree_leaves_with_path(outs) if is_array(x)]
+    return flat, [f"result {path_of(keys)}".strip() for keys, _ in pairs]
+
+
+def _gradients(run, active, names, has_aux) -> tuple[Callable[..., Any], list[str]]:
+    results = ["loss"]
+
+    def flat(*given):
+        *arrays, scale = given
+        moving = [a for a, moves in zip(arrays, active, strict=True) if moves]
+
+        def loss(moving):
+            given = iter(moving)
+            out = run(*[next(given) if m else a for a, m in zip(arrays, active, strict=True)])
+            value, aux = out if has_aux else (out, ())
+            pairs = jax.tree_util.tree_leaves_with_path(aux)
+            pairs = [(keys, x) for keys, x in pairs if _jax.is_traceable(x)]
+            results[1:] = [f"aux {path_of(keys)}".strip() for keys, _ in pairs]
+            return _wide(value) * scale, (value, [x for _, x in pairs])
+
+        scaled, back, (value, aux) = jax.vjp(loss, moving, has_aux=True)
+        (grads,) = back(jnp.ones_like(scaled))
+        results.extend(
+            f"gradient of {name}" for name, moves in zip(names, active, strict=False) if moves
+        )
+        return [value, *aux, *(_wide(g) / scale for g in grads)]
+
+    return flat, results
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -1,0 +1,1 @@
+"""Training: loss scales, gradients, master weights, the gated step."""

@@ -1,0 +1,393 @@
+"""Loss scaling: multiply the loss so that float16 gradients neither vanish nor overflow.
+
+Three scales with one protocol, jmp's: ``scale``, ``unscale``, ``adjust`` and ``loss_scale``. What
+uses them never asks which one it holds. All are pytrees: arrays are leaves, settings are static.
+Micikevicius et al. 2017, "Mixed Precision Training", https://arxiv.org/abs/1710.03740.
+"""
+
+import contextlib
+import dataclasses
+import math
+import operator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+
+from mpjax._src.errors import did_you_mean
+from mpjax._src.trees import is_array, is_one_bool, widen
+
+T = TypeVar("T")
+LossScale = Any  # one of the three classes below, one of jmp's, or anything with their protocol
+
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+def _leaf(default: Any = dataclasses.MISSING, **kwargs: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"leaf": True}, **kwargs)
+
+
+def _register(cls: type[T]) -> type[T]:
+    """Registers a dataclass as a pytree that is unflattened without running ``__init__``.
+
+    jax.tree_util.register_dataclass calls ``__init__`` with whatever a tree.map, a sharding spec
+    or a checkpoint puts in the place of the arrays; validation has no business there.
+    """
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    leaves = [field.name for field in fields if field.metadata.get("leaf")]
+    static = [field.name for field in fields if not field.metadata.get("leaf")]
+
+    def flatten(self):
+        return [getattr(self, n) for n in leaves], tuple(getattr(self, n) for n in static)
+
+    def flatten_with_keys(self):
+        values, settings = flatten(self)
+        keys = map(jax.tree_util.GetAttrKey, leaves)
+        return list(zip(keys, values, strict=True)), settings
+
+    def unflatten(settings, values):
+        self = object.__new__(cls)
+        for name, value in zip((*leaves, *static), (*values, *settings), strict=True):
+            object.__setattr__(self, name, value)
+        return self
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    return cls
+
+
+def _times(tree: T, scale: jax.Array, divide: bool = False) -> T:
+    """Multiplies floating and complex leaves in their own dtype, halves in float32."""
+
+    def apply(leaf):
+        if isinstance(leaf, (float, complex)):
+            leaf = jnp.asarray(leaf)
+        if not (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)):
+            return leaf
+        factor = jnp.asarray(scale, leaf.dtype)
+        return leaf / factor if divide else leaf * factor
+
+    return jax.tree.map(apply, widen(tree))
+
+
+@_register
+@dataclasses.dataclass(frozen=True)
+class NoOpLossScale:
+    """A loss scale that scales nothing, so that callers never branch.
+
+    Example:
+        >>> import mpjax
+        >>> float(mpjax.NoOpLossScale().scale(3.0))
+        3.0
+    """
+
+    @property
+    def loss_scale(self) -> jax.Array:
+        """The scale: 1.0, a float32 scalar."""
+        return jnp.ones((), jnp.float32)
+
+    def scale(self, tree: T) -> T:
+        """Returns the tree with halves widened to float32, as the other scales do."""
+        return widen(tree)
+
+    def unscale(self, tree: T) -> T:
+        """Returns the tree with halves widened to float32, as the other scales do."""
+        return widen(tree)
+
+    def adjust(self, grads_finite: Any) -> "NoOpLossScale":
+        """Returns itself."""
+        return self
+
+
+@_register
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale:
+    """A loss scale that never changes.
+
+    Args:
+        loss_scale: The scale, such as 128.0.
+
+    Raises:
+        ValueError: If the scale is not a positive number whose reciprocal is a normal float32.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> mpjax.StaticLossScale(128.0).scale(jnp.float16(1000)).item()
+        128000.0
+    """
+
+    loss_scale: jax.Array = _leaf()
+
+    def __post_init__(self):
+        with contextlib.suppress(jax.errors.ConcretizationTypeError):  # traced: no value yet
+            _check_scale("loss_scale", self.loss_scale)
+        object.__setattr__(self, "loss_scale", jnp.asarray(self.loss_scale, jnp.float32))
+
+    def scale(self, tree: T) -> T:
+        """Multiplies floating and complex leaves by the scale, halves in float32."""
+        return _times(tree, self.loss_scale)
+
+    def unscale(self, tree: T) -> T:
+        """Divides floating and complex leaves by the scale, halves widened to float32 first."""
+        return _times(tree, self.loss_scale, divide=True)
+
+    def adjust(self, grads_finite: Any) -> "StaticLossScale":
+        """Returns itself."""
+        return self
+
+
+@_register
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale:
+    """A loss scale that looks for the largest value that keeps gradients finite.
+
+    With ``hysteresis=1`` this is torch.amp.GradScaler's algorithm; hysteresis is DeepSpeed's and
+    Megatron's::
+
+        finite:      growth_tracker += 1
+                     if growth_tracker == growth_interval:
+                         loss_scale = min(loss_scale * growth_factor, max_scale)
+                         growth_tracker, hysteresis_tracker = 0, hysteresis
+        not finite:  growth_tracker = 0
+                     hysteresis_tracker = max(hysteresis_tracker - 1, 0)
+                     if hysteresis_tracker == 0:
+                         loss_scale = max(loss_scale * backoff_factor, min_scale)
+
+    Args:
+        init_scale: The first scale.
+        growth_factor: What the scale is multiplied by on growth; more than 1.
+        backoff_factor: What the scale is multiplied by on overflow; between 0 and 1.
+        growth_interval: How many finite steps in a row make the scale grow.
+        hysteresis: How many overflows since the last growth make the scale back off.
+        min_scale: The scale never backs off below this; may be less than 1.
+        max_scale: The scale never grows past this.
+        loss_scale: The scale now, a float32 scalar; ``init_scale`` if None.
+        growth_tracker: Finite steps in a row so far, an int32 scalar.
+        hysteresis_tracker: Overflows left until the scale backs off, an int32 scalar.
+
+    Raises:
+        ValueError: If a setting makes no sense; the message says why.
+
+    Example:
+        >>> import mpjax
+        >>> scale = mpjax.DynamicLossScale(init_scale=2.0**10)
+        >>> float(scale.adjust(False).loss_scale)
+        512.0
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+    loss_scale: jax.Array = _leaf(None, kw_only=True)
+    growth_tracker: jax.Array = _leaf(None, kw_only=True)
+    hysteresis_tracker: jax.Array = _leaf(None, kw_only=True)
+
+    def __post_init__(self):
+        for name in ("init_scale", "min_scale", "max_scale"):
+            object.__setattr__(self, name, _check_scale(name, getattr(self, name)))
+        for name in ("growth_factor", "backoff_factor"):
+            object.__setattr__(self, name, _check_number(name, getattr(self, name)))
+        for name in ("growth_interval", "hysteresis"):
+            object.__setattr__(self, name, _check_count(name, getattr(self, name)))
+        if not self.min_scale <= self.init_scale <= self.max_scale:
+            raise ValueError(
+                f"init_scale={self.init_scale!r} must lie between min_scale={self.min_scale!r} and "
+                f"max_scale={self.max_scale!r}, or the first adjustment would jump."
+            )
+        if np.float32(self.growth_factor) <= 1:
+            raise ValueError(
+                f"growth_factor={self.growth_factor!r} must be more than 1, or the scale could "
+                "never grow back after an overflow. 2.0 is usual; for a fixed scale use "
+                "StaticLossScale."
+            )
+        if not 0 < np.float32(self.backoff_factor) < 1:
+            raise ValueError(
+                f"backoff_factor={self.backoff_factor!r} must lie between 0 and 1 (both excluded), "
+                "or overflows would not lower the scale. 0.5 is usual."
+            )
+        fresh = {
+            "loss_scale": (self.init_scale, jnp.float32),
+            "growth_tracker": (0, jnp.int32),
+            "hysteresis_tracker": (self.hysteresis, jnp.int32),
+        }
+        for name, (value, dtype) in fresh.items():
+            given = getattr(self, name)
+            with contextlib.suppress(jax.errors.ConcretizationTypeError):  # traced: no value yet
+                if given is not None:
+                    _check_scale(name, given) if dtype == jnp.float32 else _check_count(
+                        name, given, 0
+                    )
+            object.__setattr__(self, name, jnp.asarray(value if given is None else given, dtype))
+
+    def scale(self, tree: T) -> T:
+        """Multiplies floating and complex leaves by the scale, halves in float32.
+
+        Args:
+            tree: A loss, or any pytree.
+
+        Returns:
+            The scaled tree; a float16 or bfloat16 leaf has become float32.
+        """
+        return _times(tree, self.loss_scale)
+
+    def unscale(self, tree: T) -> T:
+        """Divides floating and complex leaves by the scale, halves widened to float32 first.
+
+        Args:
+            tree: Gradients of the scaled loss. Unscale with the scale that was in force during
+                the pass, before `adjust`.
+
+        Returns:
+            The unscaled tree; a float16 or bfloat16 leaf has become float32.
+        """
+        return _times(tree, self.loss_scale, divide=True)
+
+    def adjust(self, grads_finite: Any) -> "DynamicLossScale":
+        """Returns the loss scale for the next step.
+
+        Args:
+            grads_finite: Whether this step's gradients were all finite; a scalar bool.
+
+        Returns:
+            A `DynamicLossScale` with the same settings.
+
+        Raises:
+            ValueError: If ``grads_finite`` is not one bool.
+        """
+        if not is_one_bool(grads_finite):
+            raise ValueError(
+                f"grads_finite={grads_finite!r} must be one bool for all gradients, such as "
+                "mpjax.all_finite(grads) gives."
+            )
+        counted = self.growth_tracker + 1
+        grow = jnp.logical_and(grads_finite, counted >= self.growth_interval)
+        spent = jnp.maximum(self.hysteresis_tracker - 1, 0)
+        back_off = jnp.logical_and(jnp.logical_not(grads_finite), spent == 0)
+
+        grown = jnp.minimum(self.loss_scale * self.growth_factor, self.max_scale)
+        shrunk = jnp.maximum(self.loss_scale * self.backoff_factor, self.min_scale)
+        left = jnp.where(grads_finite, self.hysteresis_tracker, spent)
+        keep_counting = jnp.logical_and(grads_finite, jnp.logical_not(grow))
+        leaves = (
+            jnp.where(grow, grown, jnp.where(back_off, shrunk, self.loss_scale)),
+            jnp.where(keep_counting, counted, 0),
+            jnp.where(grow, self.hysteresis, left),
+        )
+        return jax.tree.unflatten(jax.tree.structure(self), leaves)
+
+
+def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale:
+    """Returns the loss scale that a user's argument stands for.
+
+    Args:
+        loss_scale: "auto", "dynamic", None or "none", a number (a static scale), one of the
+            classes above, one of jmp's (translated: jmp's static one cannot be a leaf of a jitted
+            state, its dynamic one forgets its floor there), or a pytree with their protocol.
+        scaling_needed: What "auto" decides by.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if isinstance(loss_scale, str) or loss_scale is None:
+        name = str(loss_scale).lower()
+        names = {
+            "auto": DynamicLossScale if scaling_needed else NoOpLossScale,
+            "dynamic": DynamicLossScale,
+            "none": NoOpLossScale,
+        }
+        if name in names:
+            return names[name]()
+    elif type(loss_scale) is jmp.NoOpLossScale:
+        return NoOpLossScale()
+    elif type(loss_scale) is jmp.StaticLossScale:
+        return StaticLossScale(loss_scale.loss_scale)
+    elif type(loss_scale) is jmp.DynamicLossScale:
+        scale = float(loss_scale.loss_scale)
+        return DynamicLossScale(
+            init_scale=scale,
+            growth_factor=float(loss_scale.factor),
+            backoff_factor=1 / float(loss_scale.factor),
+            growth_interval=int(loss_scale.period),
+            min_scale=min(scale, float(loss_scale.min_loss_scale)),
+            max_scale=2.0**126,
+            growth_tracker=loss_scale.counter,
+        )
+    elif _is_number(loss_scale):
+        return StaticLossScale(jnp.float32(_check_scale("loss_scale", loss_scale)))
+    elif has_protocol(loss_scale):
+        if jax.tree.leaves(loss_scale) == [loss_scale]:
+            raise ValueError(
+                f"loss_scale={loss_scale!r} is not registered as a pytree, so it cannot travel in "
+                "the state of a jitted step. Decorate its class with "
+                "jax.tree_util.register_dataclass or register_pytree_node_class; a subclass is not "
+                "registered by its base."
+            )
+        return loss_scale
+    raise ValueError(
+        f"loss_scale={loss_scale!r} is not known. Legal are 'auto' (dynamic for float16 compute, "
+        "none otherwise), 'dynamic', 'none', a number such as 128.0, or an object such as "
+        "mpjax.DynamicLossScale()."
+        + (
+            did_you_mean(loss_scale, ["auto", "dynamic", "none"])
+            if isinstance(loss_scale, str)
+            else ""
+        )
+    )
+
+
+def has_protocol(loss_scale: Any) -> bool:
+    """Tells whether an object, not a class, has the methods of a loss scale."""
+    protocol = ("scale", "unscale", "adjust", "loss_scale")
+    return not isinstance(loss_scale, type) and all(hasattr(loss_scale, n) for n in protocol)
+
+
+def _is_number(value: Any) -> bool:
+    kind = getattr(value, "dtype", np.dtype(type(value) if type(value) in (int, float) else object))
+    return np.shape(value) == () and np.dtype(kind).kind in "iuf"
+
+
+def _check_number(name: str, value: Any) -> float:
+    """Returns a finite number as a float."""
+    if not _is_number(value):
+        raise ValueError(f"{name}={value!r} must be one number.")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={value!r} must be finite.")
+    return number
+
+
+def _check_scale(name: str, value: Any) -> float:
+    """Returns a legal scale as a float: positive, and a normal float32 like its reciprocal."""
+    number = _check_number(name, value)
+    if number <= 0:
+        raise ValueError(
+            f"{name}={value!r} must be positive: a scale of 0 wipes out every gradient, and a "
+            "negative one turns training around."
+        )
+    if min(number, 1 / number) < _TINY:
+        raise ValueError(
+            f"{name}={value!r} and its reciprocal must both be normal float32 numbers: legal are "
+            "2**-126 to 2**126. Past that, unscaling flushes every gradient to 0 or to infinity."
+        )
+    return number
+
+
+def _check_count(name: str, value: Any, least: int = 1) -> int:
+    """Returns a whole number that an int32 holds as an int."""
+    number = whole_number(value)
+    if number is None or not least <= number < 2**31:
+        raise ValueError(f"{name}={value!r} must be a whole number from {least} to 2**31 - 1.")
+    return number
+
+
+def whole_number(value: Any) -> int | None:
+    """Returns an integer of any kind as an int, or None if it is none."""
+    try:
+        return None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        return None

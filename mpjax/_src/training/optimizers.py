@@ -1,0 +1,281 @@
+"""Optax transformations: float32 masters of half weights, and updates skipped when not finite."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mpjax._src.dtypes import FLOAT32
+from mpjax._src.patterns import name_of, path_of
+from mpjax._src.trees import all_finite, cast_like, is_half, is_one_bool, select, widen
+
+
+class MasterWeightsState(NamedTuple):
+    """State of `with_master_weights`.
+
+    Attributes:
+        masters: The parameters' tree with float32 masters for half leaves; ``optax.MaskedNode()``
+            stands for every other leaf.
+        inner_state: The state of the inner optimizer, built on float32.
+    """
+
+    masters: Any
+    inner_state: optax.OptState
+
+
+class SkipNonfiniteState(NamedTuple):
+    """State of `skip_nonfinite`.
+
+    Attributes:
+        inner_state: The state of the inner optimizer.
+        skipped_steps: How many updates were skipped in all, an int32 scalar.
+        consecutive_skips: How many were skipped in a row up to now, an int32 scalar.
+    """
+
+    inner_state: optax.OptState
+    skipped_steps: jax.Array
+    consecutive_skips: jax.Array
+
+
+def with_master_weights(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Lets an optimizer work in float32 on parameters that are stored in half.
+
+    The state keeps a float32 master of every half parameter; ``inner`` sees float32 gradients and
+    float32 parameters, so that weight decay and trust ratios are right and small updates are not
+    rounded away. The updates of half parameters are float32 differences to the *rounded* masters:
+    after ``optax.apply_updates`` parameters equal their masters rounded to half, bit for bit,
+    except where float32 addition cannot get there (a value that shrinks by more than about 2**12
+    in one step, -0.0), which the next step corrects, and a float16 parameter that has overflowed to
+    infinity, which no addition brings back. `build_train_step` has neither exception.
+
+    Args:
+        inner: Any optax optimizer.
+
+    Returns:
+        An optax transformation; extra arguments of ``update`` are handed to ``inner``.
+
+    Raises:
+        TypeError: If ``inner`` is no optimizer.
+        ValueError: From ``update``, if it is called without ``params``, or with parameters of other
+            dtypes than ``init`` saw.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax, optax
+        >>> optimizer = mpjax.with_master_weights(optax.sgd(1e-3))
+        >>> params = jnp.ones(1, jnp.bfloat16)
+        >>> state = optimizer.init(params)
+        >>> for _ in range(8):  # in bfloat16 alone, 1 - 0.001 is 1 again
+        ...     updates, state = optimizer.update(jnp.ones(1, jnp.bfloat16), state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> float(params[0])
+        0.9921875
+
+    Micikevicius et al. 2017, section 3.1; Apex O2, paddle.amp.decorate(master_weight=True).
+    """
+    inner = as_optimizer(inner, "inner")
+
+    def init(params):
+        masters = jax.tree.map(
+            lambda p: p.astype(FLOAT32) if is_half(p) else optax.MaskedNode(), params
+        )
+        return MasterWeightsState(masters, inner.init(_with_masters(params, masters)))
+
+    def update(updates, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError(
+                "with_master_weights: update was called without params. Call "
+                "optimizer.update(grads, state, params): updates of half parameters are "
+                "differences to their masters."
+            )
+        full = _with_masters(params, state.masters)
+        updates, inner_state = inner.update(widen(updates), state.inner_state, full, **extra_args)
+
+        def advance(param, master, update):
+            return master if not is_half(param) or update is None else master + widen(update)
+
+        def difference(param, master, update):
+            if not is_half(param) or update is None:
+                return update
+            return master.astype(param.dtype).astype(FLOAT32) - param.astype(FLOAT32)
+
+        masters = jax.tree.map(advance, params, state.masters, updates)
+        updates = jax.tree.map(difference, params, masters, updates)
+        return updates, MasterWeightsState(masters, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _with_masters(params: Any, masters: Any) -> Any:
+    """Returns the parameters with masters in the place of half ones."""
+
+    def choose(keys, param, master):
+        if is_half(param) == isinstance(master, optax.MaskedNode):
+            seen, now = ("float32", "half") if is_half(param) else ("half", "float32")
+            raise ValueError(
+                f"with_master_weights: {name_of('params', keys)} was {seen} when init saw it, and "
+                f"is {now} now. Cast parameters before init, and keep their dtypes."
+            )
+        return master if is_half(param) else param
+
+    return jax.tree_util.tree_map_with_path(choose, params, masters)
+
+
+def master_params(opt_state: optax.OptState, params: Any) -> Any:
+    """Returns the float32 parameters: the masters, wherever the optimizer state keeps them.
+
+    Args:
+        opt_state: The state of an optimizer, with `with_master_weights` anywhere inside it (chain,
+            masked, multi_transform, inject_hyperparams, MultiSteps), or without it.
+        params: The parameters that the optimizer trains.
+
+    Returns:
+        A tree like ``params``. Half parameters that have a master are replaced by it; half ones
+        without one are widened, being the only copy there is; all others are handed through.
+
+    Raises:
+        ValueError: If the state holds masters for other parameters than these.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax, optax
+        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+        >>> state = mpjax.with_master_weights(optax.adam(1e-3)).init(params)
+        >>> str(mpjax.master_params(state, params)["w"].dtype)
+        'float32'
+
+    Apex's amp.master_params.
+    """
+
+    def is_state(node):
+        return isinstance(node, MasterWeightsState)
+
+    found = {}
+    for state in filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)):
+        for keys, master in jax.tree_util.tree_leaves_with_path(state.masters):
+            found[keys] = master
+
+    def full(keys, param):
+        master = found.pop(keys, None)
+        if master is None:
+            return widen(param)
+        if jnp.shape(master) != jnp.shape(param):
+            raise ValueError(
+                f"opt_state: the master of {path_of(keys)!r} has shape {jnp.shape(master)}, but "
+                f"the parameter has {jnp.shape(param)}. They belong to different models."
+            )
+        return master
+
+    tree = jax.tree_util.tree_map_with_path(full, params)
+    if found:
+        raise ValueError(
+            f"opt_state holds masters for {sorted(map(path_of, found))[:5]}, which are not in "
+            "params. Pass the tree of parameters that the optimizer was initialized with."
+        )
+    return tree
+
+
+def in_full_precision(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Shows an optimizer half gradients and parameters in float32, without keeping masters.
+
+    The state of ``inner`` and its updates are float32, so no dtype drifts; only the sum that
+    ``optax.apply_updates`` makes is rounded to half.
+
+    Args:
+        inner: Any optax optimizer.
+
+    Returns:
+        An optax transformation; extra arguments of ``update`` are handed to ``inner``.
+    """
+    inner = as_optimizer(inner, "inner")
+
+    def init(params):
+        return inner.init(widen(params))
+
+    def update(updates, state, params=None, **extra_args):
+        return inner.update(widen(updates), state, widen(params), **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def skip_nonfinite(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Skips the updates of an optimizer when its gradients are not finite.
+
+    A skipped update leaves the inner state untouched, bit for bit, and emits zeros. Skips are
+    counted and never given up on: a bad gradient is never applied (`optax.apply_if_finite` applies
+    it after a number of failures; see `raise_if_diverged` to stop instead). Of several optimizers,
+    each judges the gradients that it is given.
+
+    Args:
+        inner: Any optax optimizer.
+
+    Returns:
+        An optax transformation. ``update(..., finite=verdict)`` adds a verdict of the caller's:
+        where it is False the update is skipped too. Other extra arguments are handed to ``inner``.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax, optax
+        >>> optimizer = mpjax.skip_nonfinite(optax.adam(1e-3))
+        >>> params = jnp.ones(2)
+        >>> state = optimizer.init(params)
+        >>> updates, state = optimizer.update(jnp.array([1.0, jnp.nan]), state, params)
+        >>> bool((updates == 0).all()), int(state.skipped_steps)
+        (True, 1)
+    """
+    inner = as_optimizer(inner, "inner")
+
+    def init(params):
+        # Two arrays, not one twice: a buffer cannot be donated twice.
+        zeros = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return SkipNonfiniteState(inner.init(params), *zeros)
+
+    def update(updates, state, params=None, *, finite=True, **extra_args):
+        if not is_one_bool(finite):
+            raise ValueError(f"finite={finite!r} must be one bool: a verdict on all gradients.")
+        finite = jnp.logical_and(all_finite(updates), finite)
+        updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+        skipped = jnp.logical_not(finite).astype(jnp.int32)
+        return (
+            # -0.0, because 0.0 would turn a parameter of -0.0 into 0.0.
+            select(finite, updates, jax.tree.map(lambda u: jnp.full_like(u, -0.0), updates)),
+            SkipNonfiniteState(
+                select(finite, cast_like(inner_state, state.inner_state), state.inner_state),
+                state.skipped_steps + skipped,
+                (state.consecutive_skips + 1) * skipped,
+            ),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def as_optimizer(
+    optimizer: optax.GradientTransformation, argument: str
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer whose ``update`` ignores extra arguments that it does not know."""
+    if isinstance(optimizer, type) or not (
+        hasattr(optimizer, "init") and hasattr(optimizer, "update")
+    ):
+        raise TypeError(
+            f"{argument}={optimizer!r} must be an optax optimizer with init and update, such as "
+            "optax.adamw(1e-3)."
+        )
+    return optax.with_extra_args_support(optimizer)
+
+
+def apply_updates(params: Any, updates: Any, opt_state: optax.OptState) -> Any:
+    """Returns the updated parameters, exactly equal to their rounded masters where there are any.
+
+    Args:
+        params: Parameters in the dtypes that they are stored in.
+        updates: What the optimizer returned.
+        opt_state: The state that the optimizer returned with them.
+    """
+    added = jax.tree.map(
+        lambda p, u: p if u is None else p + u.astype(p.dtype), widen(params), updates
+    )
+    return cast_like(master_params(opt_state, added), params)

@@ -1,0 +1,174 @@
+"""In which order a backward pass finishes the gradients, read off its program.
+
+An infinity in the backward pass spreads towards the input and never towards the loss, so of several
+gradients that are not finite the one finished first is the nearest to where it arose.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from mpjax._src import _jax, ops
+
+# What costs no depth: a gradient is as deep as the arithmetic that made it.
+FREE = ops.LAYOUT | _jax.BARRIERS | {"convert_element_type", "reduce_precision", "pcast"}
+
+# Through these an array of one gradient per layer keeps its rows.
+ROWWISE = _jax.BARRIERS | {"convert_element_type", "copy", "mul", "div", "neg", "add_any"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a gradient stands in the order, as a formula of the layer.
+
+    Attributes:
+        first: Its number, or that of the layer which the backward pass comes to first.
+        stride: What each layer after that adds; 0 if the gradient is not one of a scan over layers.
+        descending: Whether the backward pass goes from the last layer to the first.
+    """
+
+    first: int
+    stride: int = 0
+    descending: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """The results of a scan over layers: one row for each."""
+
+    scan: int
+    length: int
+    descending: bool
+
+
+@dataclasses.dataclass
+class _Node:
+    """An equation that depends on the cotangent of the loss."""
+
+    number: int
+    depth: int
+    parents: list["_Node"]
+    rows: _Rows | None = None
+    feeds: int = 0  # the gradients that depend on it, one bit for each
+
+
+def backward_order(jaxpr: Any) -> tuple[Place, ...]:
+    """Returns the place of every result of a backward pass.
+
+    Deeper is later, where depth is the longest chain of arithmetic from the loss. What only one
+    gradient needs (its matmul, its sum over the batch) does not count at first: where it branches
+    off does. A parameter that is used twice is finished where the forward pass uses it first.
+
+    Args:
+        jaxpr: An open jaxpr; its last argument is the cotangent of the loss.
+    """
+    nodes: list[_Node] = []
+    seed = _add(nodes, [], 0)
+    outs = _walk(jaxpr, [None] * (len(jaxpr.invars) - 1) + [seed], nodes)
+    for bit, out in enumerate(outs):
+        if out is not None:
+            out.feeds |= 1 << bit
+    for node in reversed(nodes):
+        for parent in node.parents:
+            parent.feeds |= node.feeds
+
+    def key(i: int) -> tuple[float, ...]:
+        out = outs[i]
+        if out is None:  # the loss does not depend on it
+            return (float("inf"), 0, i)
+        return (_branches_off(out), out.depth, out.number)
+
+    groups: dict[Any, list[int]] = {}
+    for i in sorted(range(len(outs)), key=key):
+        out = outs[i]
+        groups.setdefault(("alone", i) if out is None or out.rows is None else out.rows, []).append(
+            i
+        )
+    places: dict[int, Place] = {}
+    count = 0
+    for rows, members in groups.items():
+        stacked = isinstance(rows, _Rows)
+        for rank, i in enumerate(members):
+            stride, descending = (len(members), rows.descending) if stacked else (0, True)
+            places[i] = Place(count + rank, stride, descending)
+        count += len(members) * (rows.length if stacked else 1)
+    return tuple(places[i] for i in range(len(outs)))
+
+
+def _branches_off(out: _Node) -> int:
+    """Returns the depth of the last equation before a gradient that others depend on too."""
+    found, seen, stack = 0, {out.number}, [out]
+    while stack:
+        node = stack.pop()
+        if node.feeds & (node.feeds - 1):
+            found = max(found, node.depth)
+            continue
+        for parent in node.parents:
+            if parent.number not in seen:
+                seen.add(parent.number)
+                stack.append(parent)
+    return found
+
+
+def _add(nodes: list[_Node], parents: list[_Node], cost: int, rows: _Rows | None = None) -> _Node:
+    depth = cost + max((parent.depth for parent in parents), default=0)
+    nodes.append(_Node(len(nodes), depth, parents, rows))
+    return nodes[-1]
+
+
+def _walk(jaxpr: Any, ins: Sequence[_Node | None], nodes: list[_Node]) -> list[_Node | None]:
+    """Adds the equations of a program that depend on its live arguments, calls and loops inlined.
+
+    The body of a scan counts once: what matters is the order inside of it, and that it is before
+    what follows.
+    """
+    env: dict[Any, _Node | None] = dict(zip(jaxpr.invars, ins, strict=True))
+
+    def read(atoms: Sequence[Any]) -> list[_Node | None]:
+        return [None if isinstance(a, _jax.Literal) else env.get(a) for a in atoms]
+
+    for eqn in jaxpr.eqns:
+        operands = read(eqn.invars)
+        live = [node for node in operands if node is not None]
+        if not live:
+            continue
+        name, inner = eqn.primitive.name, _jax.inner_jaxprs(eqn)
+        if name == "cond":
+            branches = [_walk(each, operands[1:], nodes) for each in inner]
+            outs = [
+                _add(nodes, found, 0) if (found := [n for n in each if n is not None]) else None
+                for each in zip(*branches, strict=True)
+            ]
+        elif len(inner) == 1 and _same_form(inner[0], eqn):
+            outs = _walk(inner[0], operands, nodes)
+            if name == "scan":
+                outs = _stacked(eqn, outs, nodes)
+        else:
+            cost = 0 if name in FREE else 1
+            outs = [_add(nodes, live, cost, _rows(eqn, live))] * len(eqn.outvars)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return read(jaxpr.outvars)
+
+
+def _same_form(jaxpr: Any, eqn: Any) -> bool:
+    pairs = ((jaxpr.invars, eqn.invars), (jaxpr.outvars, eqn.outvars))
+    return all(len(a) == len(b) for a, b in pairs)
+
+
+def _stacked(eqn: Any, outs: list[_Node | None], nodes: list[_Node]) -> list[_Node | None]:
+    """Marks the results of a scan that hold one row for each of its rounds."""
+    carries = _jax.scan_counts(eqn.params)[1]
+    rows = _Rows(len(nodes), eqn.params["length"], eqn.params["reverse"])
+    return [
+        out if i < carries or out is None else _add(nodes, [out], 0, rows)
+        for i, out in enumerate(outs)
+    ]
+
+
+def _rows(eqn: Any, live: Sequence[_Node]) -> _Rows | None:
+    """Returns the rows that an equation's result has because one of its operands does."""
+    shapes = map(operator.attrgetter("aval.shape"), (*eqn.invars, *eqn.outvars))
+    if eqn.primitive.name not in ROWWISE or len({s for s in shapes if s}) > 1:
+        return None
+    return next((node.rows for node in live if node.rows), None)

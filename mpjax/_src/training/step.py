@@ -1,0 +1,573 @@
+"""One training step in mixed precision, as two pure functions: `build_train_step`.
+
+This is where everything else meets, in one order: cast, forward, scale, backward, unscale, average,
+verdict, optimizer, gate, adjust.
+"""
+
+import dataclasses
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+
+from mpjax._src import _jax
+from mpjax._src.autocast.transform import autocast
+from mpjax._src.dtypes import FLOAT32
+from mpjax._src.errors import DivergenceError
+from mpjax._src.hardware.devices import warn_if_unfit
+from mpjax._src.patterns import name_of, paths
+from mpjax._src.policy import Policy, get_policy
+from mpjax._src.training.gradients import observed_value_and_grad, scaled_value_and_grad
+from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale, whole_number
+from mpjax._src.training.optimizers import (
+    apply_updates,
+    as_optimizer,
+    in_full_precision,
+    with_master_weights,
+)
+from mpjax._src.training.watch import first_overflow, observer, underflow
+from mpjax._src.trees import all_finite, cast, cast_like, is_array, select, widen
+
+Metrics = dict[str, Any]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        *("step", "params", "opt_state", "loss_scale", "model_state", "rng"),
+        *("skipped_steps", "consecutive_skips"),
+    ],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a training step changes; a pytree of arrays only.
+
+    Attributes:
+        step: How many steps were applied, an int32 scalar; skipped ones do not count.
+        params: The parameters, in the dtypes they are stored in.
+        opt_state: The optimizer's state, float32 masters included.
+        loss_scale: The loss scale.
+        model_state: What the model carries along besides parameters (BatchNorm statistics), or
+            None.
+        rng: A PRNG key, or None.
+        skipped_steps: How many steps were skipped in all, an int32 scalar.
+        consecutive_skips: How many were skipped in a row up to now, an int32 scalar.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: optax.OptState
+    loss_scale: LossScale
+    model_state: Any
+    rng: jax.Array | None
+    skipped_steps: jax.Array
+    consecutive_skips: jax.Array
+
+
+class TrainStep(NamedTuple):
+    """The two pure functions that `build_train_step` returns.
+
+    Attributes:
+        init: ``init(params, model_state=None, rng=None)`` gives a `TrainState`.
+        step: ``step(state, batch)`` gives ``(state, metrics)``.
+    """
+
+    init: Callable[..., TrainState]
+    step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+
+
+def build_train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    policy: str | jmp.Policy = "mixed_bfloat16",
+    *,
+    loss_scale: LossScale | str | float | None = "auto",
+    has_aux: bool = False,
+    accumulate_steps: int = 1,
+    axis_name: str | tuple[str, ...] | None = None,
+    report_overflow: bool = False,
+    report_underflow: bool = False,
+) -> TrainStep:
+    """Builds a training step in mixed precision from a loss, an optimizer and a policy.
+
+    The step always goes in this order: forward in the policy's precision, scale in float32,
+    backward, unscale in float32 by the same scale, average over micro-batches and replicas, judge
+    whether loss and gradients are finite, optimizer, gate, adjust the scale. Clipping in the
+    optimizer's chain therefore sees true gradients.
+
+    The forward pass: a policy of ``casting="op"`` (O1, which is mixed_float16 and mixed_bfloat16,
+    and O2) puts ``loss_fn`` under `autocast`, which chooses a dtype for every operation of it; any
+    other casts the parameters and the batch's floating leaves to the compute dtype beforehand.
+
+    The gate is a transaction. On a skipped step ``params``, ``opt_state``, ``model_state`` and
+    ``step`` are bit-identical to before; only the loss scale, the rng and the skip counters move.
+    If the loss itself is not finite the scale stays, because no scale can cure the forward pass.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch)``, with the keywords ``model_state=`` and ``rng=`` when
+            the state carries them. Returns ``loss``; ``(loss, new_model_state)`` with a model
+            state; ``(loss, aux)`` with ``has_aux``; ``(loss, (new_model_state, aux))`` with both.
+            ``loss`` is a real floating scalar, best float32 (under `autocast` it is, by itself).
+        optimizer: Any optax optimizer; it sees float32 gradients and parameters.
+        policy: A policy or its name, see `get_policy`.
+        loss_scale: "auto" (dynamic for float16 compute, none otherwise), "dynamic", "none", a
+            number, or a loss scale of mpjax's or jmp's.
+        has_aux: Whether ``loss_fn`` returns ``aux``, found under ``metrics["aux"]``.
+        accumulate_steps: How many micro-batches the leading axis of the batch is split into.
+            Gradients are accumulated in float32 and judged once; ``aux`` is stacked.
+        axis_name: The mapped axis or axes (shard_map, pmap) to average gradients, loss and model
+            state over. ``loss_fn`` then returns the mean over its own part of the batch; ``aux``
+            stays each replica's own. Not needed under plain jit with sharded arrays.
+        report_overflow: Whether the metrics tell which parameter's gradient overflowed first:
+            ``metrics["overflow"]``, an `Overflow`.
+        report_underflow: Whether they tell which share of the gradients is too small for the
+            policy's half dtype (float16, if it has none): ``metrics["underflow"]``, an `Underflow`.
+
+    Returns:
+        A `TrainStep` of ``init`` and ``step``. ``init(params, model_state=None, rng=None)`` copies
+        what it is given. ``step(state, batch)`` is made to be jitted:
+        ``jax.jit(step, donate_argnums=0)``. Its metrics are device scalars: ``loss`` and
+        ``grad_norm`` (float32, true values), ``grads_finite``, ``loss_finite``, ``loss_scale``
+        (for the next step), ``skipped_steps``, ``consecutive_skips``, and ``aux`` if there is one;
+        with the reports that were asked for.
+
+    Raises:
+        TypeError: If ``loss_fn`` or ``optimizer`` is not what it should be.
+        ValueError: If an argument is not legal.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax, optax
+        >>> def loss_fn(params, batch):
+        ...     x, y = batch
+        ...     return jnp.mean((x @ params["w"] - y).astype(jnp.float32) ** 2)
+        >>> init, step = mpjax.build_train_step(loss_fn, optax.sgd(0.1), "mixed_float16")
+        >>> state = init({"w": jnp.zeros(3)})
+        >>> step = jax.jit(step, donate_argnums=0)
+        >>> state, metrics = step(state, (jnp.eye(3), jnp.ones(3)))
+        >>> float(metrics["loss"]), float(metrics["loss_scale"]), int(state.step)
+        (1.0, 65536.0, 1)
+    """
+    policy = get_policy(policy)
+    warn_if_unfit(policy, stacklevel=2)
+    by_op = policy.casting == "op"
+    if not by_op and (policy.half_ops or policy.full_ops or policy.follow_ops):
+        warnings.warn(
+            f"policy={str(policy)!r}: its op lists have no effect, because it casts at the "
+            "boundary. Add casting=op for casts operation by operation.",
+            stacklevel=2,
+        )
+    flags = {
+        "has_aux": has_aux,
+        "report_overflow": report_overflow,
+        "report_underflow": report_underflow,
+    }
+    _check_arguments(loss_fn, flags, accumulate_steps)
+    first_scale = resolve_loss_scale(loss_scale, policy.needs_loss_scaling)
+    takes_value = _takes_value(as_optimizer(optimizer, "optimizer"))
+    keep_masters = with_master_weights if policy.master_weights else in_full_precision
+    optimizer = keep_masters(optimizer)
+    forward = _forward(loss_fn, policy, has_aux)
+    observe = None
+    if report_overflow or report_underflow:
+        observe = observer(policy.compute_dtype, ordered=report_overflow)
+
+    def init(params: Any, model_state: Any = None, rng: Any = None) -> TrainState:
+        params = _owned(params, "params")
+        _check_params(params)
+        if not by_op:  # else a pattern may mean a scope, which only the plan knows
+            policy.check_overrides(params)
+        params = policy.cast_to_param(params)
+        state = TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=optimizer.init(params),
+            loss_scale=first_scale,
+            model_state=_owned(model_state, "model_state"),
+            rng=_check_rng(rng),
+            skipped_steps=jnp.zeros((), jnp.int32),
+            consecutive_skips=jnp.zeros((), jnp.int32),
+        )
+        # Once more over everything: optimizers may keep the parameters themselves in their state
+        # (schedule-free does), and a buffer cannot be donated twice.
+        return _jax.commit_like(_owned(state, "state"), params)
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"state is a {type(state).__name__}, not a TrainState. The order is "
+                "step(state, batch), with the state that init(params) returned."
+            )
+        rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
+        params, model_state = state.params, state.model_state
+        if axis_name is not None:
+            # Makes gradients local, so that they are averaged here: in float32, and once.
+            params, model_state = _localize((params, model_state), axis_name)
+            if step_rng is not None:
+                step_rng = jax.random.fold_in(step_rng, jax.lax.axis_index(axis_name))
+
+        grad_fn = _gradients(forward, state.loss_scale, observe)
+        loss, model_state, aux, grads, seen = _accumulate(
+            grad_fn, accumulate_steps, params, batch, model_state, step_rng
+        )
+        if axis_name is not None:
+            loss, model_state, grads = _average((loss, model_state, grads), axis_name)
+            model_state = cast_like(model_state, state.model_state)
+            if seen is not None:
+                reduce = (jax.lax.pmax, jax.lax.pmean)
+                seen = seen.over(*(functools.partial(f, axis_name=axis_name) for f in reduce))
+
+        grads_finite, loss_finite = all_finite(grads), all_finite(loss)
+        reports: Metrics = {}
+        if report_overflow:
+            scale = state.loss_scale.loss_scale
+            reports["overflow"], grads_finite = first_overflow(
+                grads, seen, scale, paths(state.params)
+            )
+        if report_underflow:
+            sizes = [leaf.size for leaf in jax.tree.leaves(grads)]
+            reports["underflow"] = underflow(seen, sizes, policy.compute_dtype)
+        finite = jnp.logical_and(grads_finite, loss_finite)
+        extra_args = {"value": loss} if takes_value else {}
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **extra_args)
+        applied = {
+            "step": state.step + 1,
+            "params": apply_updates(state.params, updates, opt_state),
+            "opt_state": cast_like(opt_state, state.opt_state),
+            "model_state": model_state,
+        }
+        before = {name: getattr(state, name) for name in applied}
+        skipped = jnp.logical_not(finite).astype(jnp.int32)
+
+        new = TrainState(
+            **select(finite, applied, before),
+            loss_scale=select(loss_finite, state.loss_scale.adjust(grads_finite), state.loss_scale),
+            rng=rng,
+            skipped_steps=state.skipped_steps + skipped,
+            consecutive_skips=(state.consecutive_skips + 1) * skipped,
+        )
+        metrics = {
+            "loss": loss,
+            "grad_norm": optax.tree.norm(grads),
+            "grads_finite": grads_finite,
+            "loss_finite": loss_finite,
+            "loss_scale": jnp.asarray(new.loss_scale.loss_scale, jnp.float32),
+            "skipped_steps": new.skipped_steps,
+            "consecutive_skips": new.consecutive_skips,
+            **reports,
+        }
+        return new, {**metrics, "aux": aux} if has_aux else metrics
+
+    return TrainStep(init, step)
+
+
+def raise_if_diverged(metrics: Metrics, limit: int) -> None:
+    """Raises if too many steps in a row were skipped. Reading the counter waits for the device.
+
+    Args:
+        metrics: What a step returned.
+        limit: How many skipped steps in a row are too many.
+
+    Raises:
+        DivergenceError: If ``limit`` or more steps in a row were skipped, saying how many, at what
+            scale, and what usually causes it.
+        ValueError: If ``limit`` is not a positive whole number.
+
+    Example:
+        >>> import mpjax
+        >>> metrics = {"consecutive_skips": 3, "loss_scale": 1.0, "loss_finite": True}
+        >>> mpjax.raise_if_diverged(metrics, limit=10)
+
+    DeepSpeed and MindSpore end a run in the same way.
+    """
+    most = whole_number(limit)
+    if most is None or most < 1:
+        raise ValueError(f"limit={limit!r} must be a whole number of steps, 1 or more.")
+    if not (isinstance(metrics, dict) and "consecutive_skips" in metrics):
+        raise TypeError(f"metrics={metrics!r} must be the metrics that a training step returned.")
+    if jnp.ndim(metrics["consecutive_skips"]):
+        raise ValueError(
+            "metrics holds those of several steps or members, of shape "
+            f"{jnp.shape(metrics['consecutive_skips'])}. Pass one, such as "
+            "jax.tree.map(lambda m: m[-1], metrics)."
+        )
+    skips = int(metrics["consecutive_skips"])
+    if skips < most:
+        return
+    scale = float(metrics["loss_scale"])
+    if bool(metrics["loss_finite"]):
+        cause = (
+            "The loss was finite, its gradients were not. Usual causes: the learning rate is too "
+            "high, an operation has an infinite derivative (sqrt or norm at 0, log near 0), or "
+            "float16 is too narrow for this backward pass: try 'mixed_bfloat16', or a float32 "
+            "override for the part that overflows."
+        )
+    else:
+        cause = (
+            "The loss itself was not finite, which no loss scale can cure. Usual causes: NaN or "
+            "infinity in the data, an overflow in the float16 forward pass (attention scores, "
+            "large activations), or weights that have diverged: check the batch, lower the "
+            "learning rate, or try 'mixed_bfloat16'."
+        )
+    raise DivergenceError(f"{skips} steps in a row were skipped, at loss scale {scale:g}. {cause}")
+
+
+def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Callable[..., Any]:
+    """Returns ``loss_fn`` on stored parameters: ``(loss, (new_model_state, aux))``, always.
+
+    The one place where a policy meets the user's function.
+    """
+    run = _IN_PRECISION[policy.casting](loss_fn, policy)
+
+    @functools.wraps(loss_fn)
+    def forward(params, batch, model_state, rng):
+        # New containers: an nnx.Variable may only be changed at the trace level that made it.
+        carried = {"model_state": jax.tree.map(lambda x: x, model_state), "rng": rng}
+        kwargs = {name: value for name, value in carried.items() if value is not None}
+        _check_signature(loss_fn, (params, batch), kwargs)
+        # As jit would see it: NumPy's default float64 is float32 unless x64 is enabled.
+        batch = jax.tree.map(lambda x: jnp.asarray(x) if is_array(x) else x, batch)
+        loss, new_state, aux = _unpack(
+            run(params, batch, **kwargs), model_state is not None, has_aux
+        )
+        if model_state is not None:
+            new_state = _check_model_state(new_state, model_state)
+        return loss, (new_state, aux)
+
+    return forward
+
+
+def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    def run(params, batch, **kwargs):
+        return loss_fn(policy.cast_to_compute(params), cast(batch, policy.compute_dtype), **kwargs)
+
+    return run
+
+
+def _cast_by_op(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    # Loss and statistics stay float32, whatever the policy hands out.
+    return autocast(loss_fn, dataclasses.replace(policy, output_dtype=FLOAT32))
+
+
+_IN_PRECISION = {"boundary": _cast_at_boundary, "op": _cast_by_op}
+
+
+def _gradients(
+    forward: Callable[..., Any], loss_scale: LossScale, observe: Any
+) -> Callable[..., tuple[Any, Any, Any]]:
+    """Returns what gives ``(loss, (model_state, aux))``, gradients and what was seen of them."""
+    if observe is not None:
+        return observed_value_and_grad(forward, loss_scale, observe)
+    grad_fn = scaled_value_and_grad(forward, loss_scale, has_aux=True)
+    return lambda *args: (*grad_fn(*args)[:2], None)
+
+
+def _accumulate(
+    grad_fn: Callable[..., Any],
+    steps: int,
+    params: Any,
+    batch: Any,
+    model_state: Any,
+    rng: jax.Array | None,
+) -> tuple[jax.Array, Any, Any, Any, Any]:
+    """Returns mean loss, last model state, aux, mean gradients (float32) and what was seen."""
+    if steps == 1:
+        (loss, (model_state, aux)), grads, seen = grad_fn(params, batch, model_state, rng)
+        return widen(loss), model_state, aux, grads, seen
+
+    def micro_step(carry, indexed):
+        grad_sum, model_state = carry
+        index, micro_batch = indexed
+        micro_rng = None if rng is None else jax.random.fold_in(rng, index)
+        out = grad_fn(params, micro_batch, model_state, micro_rng)
+        (loss, (model_state, aux)), grads, seen = out
+        grad_sum = jax.tree.map(jnp.add, grad_sum, grads)
+        return (grad_sum, model_state), (widen(loss), aux, seen)
+
+    zeros = jax.tree.map(jnp.zeros_like, widen(params))
+    indexed = (jnp.arange(steps), _split_batch(batch, steps))
+    (grads, model_state), (losses, aux, seen) = jax.lax.scan(
+        micro_step, (zeros, model_state), indexed
+    )
+    if seen is not None:
+        seen = seen.over(lambda x: jnp.max(x, axis=0), lambda x: jnp.mean(x, axis=0))
+    grads = jax.tree.map(lambda g: g / steps, grads)
+    return jnp.mean(losses), model_state, aux, grads, seen
+
+
+def _localize(tree: Any, axis_name: Any) -> Any:
+    """Marks replicated arrays as each replica's own."""
+    return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, axis_name, to="varying"), tree)
+
+
+def _average(tree: Any, axis_name: Any) -> Any:
+    """Averages floating leaves over replicas in float32 or wider; takes others from the first."""
+
+    def from_first(leaf):
+        first = jax.lax.axis_index(axis_name) == 0
+        return jax.lax.psum(jnp.where(first, leaf, jnp.zeros_like(leaf)), axis_name)
+
+    def average(leaf):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return jax.lax.pmean(leaf, axis_name)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            key = from_first(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(key, impl=jax.random.key_impl(leaf))
+        return from_first(leaf.astype(jnp.int32) if leaf.dtype == bool else leaf).astype(leaf.dtype)
+
+    return jax.tree.map(average, widen(tree))
+
+
+def _split_batch(batch: Any, steps: int) -> Any:
+    """Reshapes leading axes from ``n`` to ``(steps, n // steps)``."""
+
+    def split(keys, leaf):
+        shape = jnp.shape(leaf)
+        if not shape or shape[0] % steps:
+            size = f"has a leading axis of {shape[0]}" if shape else "is a scalar"
+            raise ValueError(
+                f"accumulate_steps={steps} must divide the leading axis of every array in the "
+                f"batch, but {name_of('batch', keys)}, of shape {shape}, {size}."
+            )
+        return jnp.reshape(leaf, (steps, shape[0] // steps, *shape[1:]))
+
+    return jax.tree_util.tree_map_with_path(split, batch)
+
+
+def _owned(tree: Any, argument: str) -> Any:
+    """Copies every leaf to an array of its own, without weak types.
+
+    Copies, so that donation never eats the caller's arrays; no weak types, because the step
+    returns none and would compile twice.
+    """
+
+    def own(keys, leaf):
+        if not (is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
+            raise TypeError(
+                f"{name_of(argument, keys)} is {leaf!r}, not an array. Keep functions "
+                "and settings out of the state: for Equinox, eqx.partition(model, eqx.is_array) "
+                "and eqx.combine inside loss_fn; for Flax NNX, nnx.split(model). For the shapes "
+                "of a state, jax.eval_shape(init, ...)."
+            )
+        if is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jnp.copy(leaf)
+        return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
+
+    return jax.tree_util.tree_map_with_path(own, tree)
+
+
+def _takes_value(optimizer: optax.GradientTransformationExtraArgs) -> bool:
+    """Tells whether ``update`` takes the loss as ``value=``, as reduce_on_plateau and others do."""
+    parameters = inspect.signature(optimizer.update).parameters.values()
+    return any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _check_arguments(loss_fn: Any, flags: dict[str, Any], accumulate_steps: Any) -> None:
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn={loss_fn!r} must be a function loss_fn(params, batch) -> loss.")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name}={flag!r} must be True or False.")
+    if (whole_number(accumulate_steps) or 0) < 1:
+        raise ValueError(
+            f"accumulate_steps={accumulate_steps!r} must be a whole number, 1 or more."
+        )
+
+
+def _check_params(params: Any) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if not leaves:
+        raise ValueError("params has no leaves: there is nothing to train.")
+    for keys, leaf in leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise TypeError(
+                f"{name_of('params', keys)} is {leaf.dtype}, which has no gradient. Move "
+                "counters, tables and keys to model_state or rng."
+            )
+
+
+def _check_rng(rng: Any) -> Any:
+    if rng is None:
+        return rng
+    if is_array(rng):
+        typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+        if (typed and rng.ndim == 0) or (rng.dtype == jnp.uint32 and rng.ndim == 1):
+            return rng
+    raise TypeError(f"rng={rng!r} must be one PRNG key, such as jax.random.key(0).")
+
+
+def _check_signature(loss_fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # some built-in and wrapped callables have none
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        call = ", ".join(["params", "batch", *(f"{name}=..." for name in kwargs)])
+        raise TypeError(
+            f"loss_fn is called as loss_fn({call}), with a keyword for each of model_state and rng "
+            f"that init was given, but {getattr(loss_fn, '__name__', loss_fn)}{signature} does not "
+            f"take that: {error}."
+        ) from None
+
+
+def _unpack(out: Any, has_state: bool, has_aux: bool) -> tuple[Any, Any, Any]:
+    """Splits what ``loss_fn`` returned into loss, new model state and aux."""
+    form = {
+        (False, False): "loss",
+        (True, False): "(loss, new_model_state)",
+        (False, True): "(loss, aux)",
+        (True, True): "(loss, (new_model_state, aux))",
+    }[has_state, has_aux]
+
+    def pair(value):
+        if isinstance(value, (tuple, list)) and len(value) == 2:
+            return value
+        raise TypeError(
+            f"loss_fn must return {form}, because the state carries "
+            f"{'a' if has_state else 'no'} model_state and has_aux={has_aux}, but part of what it "
+            f"returned is a {type(value).__name__} where a pair is expected."
+        )
+
+    if not (has_state or has_aux):
+        if isinstance(out, tuple):
+            raise TypeError(
+                f"loss_fn must return {form}, but it returned a tuple of {len(out)}. For "
+                "(loss, aux) pass has_aux=True; for a model state pass one to init."
+            )
+        return out, None, None
+    loss, rest = pair(out)
+    if has_state and has_aux:
+        return loss, *pair(rest)
+    return (loss, rest, None) if has_state else (loss, None, rest)
+
+
+def _check_model_state(new: Any, old: Any) -> Any:
+    """Returns the new model state in the structure and dtypes of the old one.
+
+    Statistics stay float32, and a dict may come back for a FrozenDict.
+    """
+    if paths(new) != paths(old):
+        raise TypeError(
+            "loss_fn returned a new model_state of another structure than the one it was given: "
+            f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}."
+        )
+
+    def like(keys, new, old):
+        new = _jax.vary_like(jnp.asarray(new), old)
+        if new.shape != old.shape:
+            raise TypeError(
+                f"loss_fn returned {name_of('model_state', keys)} of shape {new.shape}, but was "
+                f"given shape {old.shape}. A state keeps its shapes."
+            )
+        return new
+
+    new = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
+    return cast_like(jax.tree_util.tree_map_with_path(like, new, old), old)

@@ -1,0 +1,93 @@
+"""Golden plans: what autocast computes in and keeps for the backward pass, as data.
+
+    python tests/autocast/test_golden.py    writes tests/golden/plans.json anew
+
+Of each program that the suite knows: the bytes kept from the forward to the backward pass, by
+dtype, and in which dtypes the gradient's matmuls run. A difference is either meant, and its
+commit says why, or a bug.
+"""
+
+import collections
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core as jex
+
+GOLDEN = Path(__file__).parent / "golden" / "plans.json"
+
+
+def programs():
+    """Yields (name, function, arguments): all differentiable in their first argument."""
+    from models import MODELS
+    from programs import BINARY, NOT_REVERSED, PROGRAMS, UNARY, W, X, build
+
+    for name, fun in PROGRAMS.items():
+        yield f"program {name}", fun, (W, X)
+    for name, make in MODELS.items():
+        loss, params = make()
+        yield f"model {name}", loss, (params,)
+    everything = [*UNARY, *BINARY]
+    everything = [name for name in everything if name not in NOT_REVERSED]
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        steps = [
+            (str(rng.choice(everything)), int(rng.integers(8)), int(rng.integers(8)), False)
+            for _ in range(7)
+        ]
+        fun = build(steps)
+        args = [jnp.asarray(rng.uniform(-1, 1, (4, 4)), jnp.float32) for _ in range(2)]
+        yield f"random {seed}", lambda *xs, fun=fun: jnp.sum(fun(*xs)["last"]), tuple(args)
+
+
+def plan(fun, args, half):
+    """Returns the golden plan of a loss: kept bytes, and matmuls, by dtype."""
+    from support import MATMULS, equations
+
+    import mpjax
+
+    auto = mpjax.autocast(fun, f"mixed_{half}")
+
+    def residuals(*args):
+        _, back = jax.vjp(lambda p: auto(p, *args[1:]), args[0])
+        return [x for x in jax.tree.leaves(back) if isinstance(x, jax.Array)]
+
+    jaxpr = jax.make_jaxpr(residuals)(*args).jaxpr
+    kept: collections.Counter = collections.Counter()
+    variables = {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}
+    for v in variables - set(jaxpr.invars) - set(jaxpr.constvars):
+        kept[str(v.aval.dtype)] += int(np.prod(v.aval.shape)) * v.aval.dtype.itemsize
+    gradient = jax.make_jaxpr(jax.grad(auto, allow_int=True))(*args)
+    matmuls: collections.Counter = collections.Counter()
+    for eqn in equations(gradient):
+        if eqn.primitive.name in MATMULS:
+            dtypes = [str(v.aval.dtype) for v in (*eqn.invars[:2], *eqn.outvars)]
+            matmuls[" ".join(dtypes)] += 1
+    return {"kept": dict(sorted(kept.items())), "matmuls": dict(sorted(matmuls.items()))}
+
+
+def plans():
+    return {
+        f"{name}, {half}": plan(fun, args, half)
+        for half in ("bfloat16", "float16")
+        for name, fun, args in programs()
+    }
+
+
+@pytest.mark.skipif(jax.__version__ != "0.10.2", reason="plans of jax 0.10.2")
+def test_plans_are_as_they_were():
+    want, got = json.loads(GOLDEN.read_text()), plans()
+    assert want.keys() == got.keys()
+    changed = {name: (want[name], got[name]) for name in want if want[name] != got[name]}
+    assert not changed, f"{len(changed)} plans changed: {json.dumps(changed, indent=1)[:20000]}"
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    import conftest  # noqa: F401
+
+    GOLDEN.write_text(json.dumps(plans(), indent=1) + "\n")

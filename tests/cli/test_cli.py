@@ -1,0 +1,483 @@
+"""The command line: what it prints, its exit codes, and errors of one line."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import pytest
+from click.testing import CliRunner
+
+import mpjax
+from mpjax._src.cli import commands as cli
+from mpjax._src.cli import doctor, load, show, tables
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+
+print("a library may print what it likes")
+
+def loss_fn(params, x):
+    hidden = jnp.tanh(x @ params["w"])
+    return jnp.mean(jnp.matmul(hidden, params["w"], precision="highest"))
+
+def shape(*dims):
+    return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+def loss():
+    print("and so may a function")
+    return loss_fn, ({"w": shape(4, 4)}, shape(2, 4))
+
+def real():
+    return loss_fn, [{"w": jnp.ones((4, 4))}, jnp.ones((2, 4))]
+
+class Config:
+    inner = None
+
+Config.inner = Config
+Config.loss = staticmethod(loss)
+
+number = 3
+def wrong(): return 3
+def triple(): return loss_fn, 1, 2
+def single(): return loss_fn, shape(2)
+def needs(x): return x
+def raises(): return [][1]
+def quits(): raise SystemExit(3)
+def breaks(): return (lambda x: x @ jnp.ones((3, 3))), (shape(4, 4),)
+"""
+LINE_OF_RAISES = PROGRAM.splitlines().index("def raises(): return [][1]") + 1
+LINE_OF_BREAKS = LINE_OF_RAISES + 2
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with the user's program, which is the current one."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "syntax.py").write_text("def broken(:\n")
+    (tmp_path / "imports.py").write_text("\nimport not_there\n")
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(2)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # else compile sets it for this whole process
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    for name in ("program", "syntax", "imports", "script"):
+        sys.modules.pop(name, None)
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.cli, arguments)
+
+
+def as_json(result):
+    """Parses stdout, refusing NaN and Infinity, which are not JSON."""
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    return json.loads(result.stdout, parse_constant=refuse)
+
+
+# ---------------------------------------------------------------- what it is pointed at
+
+
+@pytest.mark.parametrize(
+    "target", ["program:loss", "program.py:loss", "./program.py:loss", "program:Config.inner.loss"]
+)
+def test_targets(folder, target):
+    fun, args = load.load(target)
+    assert fun.__name__ == "loss_fn" and isinstance(args, tuple) and len(args) == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("program", "'program' must be MODULE:FUNCTION, such as train:step"),
+        (":loss", "':loss' must be MODULE:FUNCTION"),
+        ("nowhere:loss", "there is no module 'nowhere', neither in"),
+        ("program.sub:loss", "there is no module 'program.sub', neither in"),
+        ("nowhere.py:loss", "there is no file 'nowhere.py'"),
+        ("imports:f", r"importing imports failed: .*'not_there' \(.*imports.py:2\)"),
+        ("imports.py:f", r"importing imports.py failed: .*'not_there' \(.*imports.py:2\)"),
+        ("syntax:f", r"importing syntax failed: SyntaxError.*\(.*syntax.py:?,? ?(line )?1\)"),
+        ("script:f", "importing script ended the program .*if __name__ == '__main__'"),
+        ("program:lost", "program has no 'lost'. Did you mean 'loss'.*FUNCTION takes no arguments"),
+        ("program:Config.lost", "program:Config has no 'lost'. Did you mean 'loss'"),
+        ("program:number", "program:number is an int, not a function"),
+        ("program:needs", "cannot be called without arguments: missing.*'x'"),
+        ("program:wrong", r"program:wrong\(\) returned an int. .*returns \(fun, args\)"),
+        ("program:triple", "returned a tuple of function, int, int"),
+        ("program:single", r"an array for args.*write \(fun, \(argument,\)\)"),
+        ("program:raises", rf"IndexError.*\(.*program.py:{LINE_OF_RAISES}\)"),
+        ("program:quits", r"program:quits\(\) ended the program"),
+        ("program:breaks", rf"explaining .* TypeError.*\(.*program.py:{LINE_OF_BREAKS}\)"),
+    ],
+)
+def test_errors_are_one_line_and_exit_with_2(folder, target, message):
+    result = run("explain", target)
+    assert result.exit_code == 2 and not result.stdout
+    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("a library")]
+    assert re.search(f"^Error: .*{message}", line), line
+
+
+def test_traceback_shows_it_whole(folder):
+    result = run("explain", "program:raises", "--traceback")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr and "IndexError" in result.stderr
+    assert "Error: program:raises() failed" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain"], "Missing argument 'TARGET'"),
+        (["explain", "program:loss", "--policy", "mixed_f16"], "Did you mean 'mixed_float16'"),
+        (["explain", "program:loss", "--argnums", "a"], "'a' must be whole numbers"),
+        (["explain", "program:loss", "--argnums", "2"], "2 is no argument: there are 2"),
+        (["explain", "program:loss", "--fail-under", "2"], "'--fail-under': 2.0 is not in"),
+        (["compile", "program:loss"], "Missing option '--target'"),
+        (["compile", "program:loss", "--target", ","], "',' must be names"),
+        (["doctors"], "No such command 'doctors'"),
+    ],
+)
+def test_a_wrong_command_line_exits_with_2(folder, arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2 and not result.stdout
+    assert message in result.stderr and "Traceback" not in result.stderr
+
+
+# ---------------------------------------------------------------- explain
+
+
+def test_explain(folder):
+    result = run("explain", "program:loss", "--rows", "1")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "program:loss under mixed_bfloat16"
+    assert lines[1].startswith("50.0% of matmul FLOPs in half")
+    assert "explicit precision" in result.stdout and "half list" in result.stdout
+    assert "\x1b" not in result.stdout and "…" not in result.stdout
+    assert not any(line.endswith(" ") for line in lines)
+    assert "a library may print" in result.stderr and "and so may" in result.stderr
+
+
+def test_explain_as_json_is_the_report(folder):
+    result = run("explain", "program:real", "--json", "--argnums", "0", "--policy", "mixed_float16")
+    found = as_json(result)
+    fun, args = load.load("program:real")
+    report = mpjax.explain(fun, "mixed_float16", 0)(*args)
+    assert found["target"] == "program:real" and found["policy"] == "mixed_float16"
+    assert found["half_flops"] == report.half_flops and len(found["rows"]) == len(report.rows)
+    assert found["stored_before"] == report.stored_before > 0
+
+
+def test_explain_lists_all_rows(folder):
+    report = as_json(run("explain", "program:loss", "--json"))
+    listed = run("explain", "program:loss", "--all").stdout.split("row  ")[1]
+    assert len(listed.splitlines()) == len(report["rows"]) + 1
+
+
+@pytest.mark.parametrize(("share", "code"), [("0.5", 0), ("0.51", 1)])
+def test_explain_fails_a_script(folder, share, code):
+    result = run("explain", "program:loss", "--fail-under", share, "--json")
+    assert result.exit_code == code
+    assert as_json(result)["half_flops"] == 0.5
+    assert ("50.00% of the matmul FLOPs are in half, under 51.00%" in result.stderr) == bool(code)
+
+
+# ---------------------------------------------------------------- compile
+
+
+REPORT = {
+    "device": "a card",
+    "total_bytes": 3 * 2**30,
+    "device_bytes": 16 * 2**30,
+    "argument_bytes": 2**30,
+    "output_bytes": 2**30,
+    "alias_bytes": 0,
+    "temp_bytes": 2**30,
+    "code_bytes": 2048,
+    "flops": 2e9,
+    "matmul_flops": 1e9,
+    "bytes_accessed": 5e9,
+    "roofline_ms": 12.3456,
+    "bound": "memory",
+    "fits": True,
+    "matmul_dtypes": {"bf16": 3, "f32": 1},
+    "disguised": [{"share": 0.25}],
+    "notes": ["datasheet peaks"],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeReport:
+    data: dict
+
+    def to_dict(self):
+        return self.data
+
+
+class Refused(RuntimeError):
+    pass
+
+
+class NoExtra(ImportError):
+    pass
+
+
+@pytest.fixture
+def compilers(monkeypatch):
+    """Stands in for the compilers: what each target answers."""
+    seen = []
+
+    def compile_for(target, fun, *args):
+        seen.append((target, str(jax.make_jaxpr(fun)(*args))))
+        if target == "p100":
+            raise Refused("the compiler says no\nin several lines")
+        if target == "v5e":
+            raise NoExtra("pip install 'mpjax[tpu]'")
+        if target == "x100":
+            raise ValueError("target='x100' is not known. Did you mean 'v100'?")
+        fits = target != "t4"
+        return FakeReport({**REPORT, "target": target, "fits": fits, "compute_ms": math.inf})
+
+    monkeypatch.setattr(mpjax, "compile_for", compile_for)
+    return seen
+
+
+def test_compile_shows_targets_side_by_side(folder, compilers):
+    result = run("compile", "program:loss", "--target", "v100, h100")
+    assert result.exit_code == 0, result.stderr
+    rows = {line[:16].strip(): line[16:].split() for line in result.stdout.splitlines()}
+    assert rows["program:loss as"] and "v100  " in result.stdout
+    assert rows["fits"] == ["yes", "yes"]
+    assert rows["memory"] == ["3.0", "GiB"] * 2 and rows["code"] == ["2.0", "KiB"] * 2
+    assert "3 bf16, 1 f32" in result.stdout and "25.0%" in result.stdout
+    assert "v100, h100: datasheet peaks" in result.stdout
+    assert "bf16" not in compilers[0][1]
+
+
+def test_compile_under_a_policy(folder, compilers):
+    result = run("compile", "program:loss", "--target", "v100", "--policy", "mixed_float16")
+    assert result.exit_code == 0 and "program:loss under mixed_float16" in result.stdout
+    assert "f16" in compilers[0][1]
+
+
+@pytest.mark.parametrize(
+    ("targets", "code", "words"),
+    [
+        ("v100,t4", 1, "refused, or does not fit: t4"),
+        ("v100,p100", 1, "refused, or does not fit: p100"),
+        ("v100,v5e", 2, "v5e: NoExtra: pip install 'mpjax[tpu]'"),
+        ("x100,v100", 2, "Did you mean 'v100'"),
+        ("p100,x100", 2, "x100"),
+    ],
+)
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_target_that_fails_does_not_lose_the_others(
+    folder, compilers, targets, code, words, form
+):
+    result = run("compile", "program:loss", "--target", targets, *form)
+    assert result.exit_code == code and words in result.stderr
+    assert "Traceback" not in result.stderr
+    if form:
+        found = as_json(result)
+        assert [each["target"] for each in found["results"]] == targets.split(",")
+        statuses = {each["target"]: each["status"] for each in found["results"]}
+        assert statuses.get("v100", "compiled") == "compiled"
+        assert statuses.get("p100", "refused") == "refused"
+        assert all(each.get("compute_ms", "inf") == "inf" for each in found["results"])
+    else:
+        assert all(target in result.stdout for target in targets.split(","))
+        assert ("p100: Refused: the compiler says no" in result.stdout) == ("p100" in targets)
+
+
+def test_a_function_that_cannot_be_traced_is_no_finding(folder, compilers):
+    result = run("compile", "program:breaks", "--target", "v100")
+    assert result.exit_code == 2 and f"program.py:{LINE_OF_BREAKS}" in result.stderr
+
+
+@pytest.mark.parametrize(("given", "updates"), [("", [("jax_platforms", "cpu")]), ("cuda", [])])
+def test_compile_keeps_off_accelerators_unless_told(folder, compilers, monkeypatch, given, updates):
+    found = []
+    monkeypatch.setenv("JAX_PLATFORMS", given)
+    monkeypatch.setattr(jax.config, "update", lambda *update: found.append(update))
+    run("compile", "program:lost", "--target", "v100")
+    assert found == updates
+
+
+def test_the_real_compilers_report_what_the_table_shows(folder):
+    names = set(re.findall(r'd\["(\w+)"\]', Path(tables.__file__).read_text()))
+    fields = {field.name for field in dataclasses.fields(mpjax.CompileReport)}
+    names &= set(REPORT)
+    assert names and names <= fields | set(dir(mpjax.CompileReport))
+    result = run("compile", "program:loss", "--target", "v1000")
+    assert result.exit_code == 2 and "v1000" in result.stderr and "Legal are" in result.stderr
+
+
+# ---------------------------------------------------------------- compare
+
+
+def test_compare(folder):
+    result = run("compare", "program:real", "--top", "2", "--plot", "a.png")
+    assert result.exit_code == 0, result.stderr
+    assert "mixed_bfloat16 against float32" in result.stdout
+    assert "the worst first" in result.stdout and "gradient of" in result.stdout
+    assert "more rows: --top" in result.stdout and "Written to a.png" in result.stdout
+    assert (folder / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_compare_scales_the_loss(folder):
+    names = ("compare", "program:real", "--policy", "mixed_float16")
+    assert ", loss scale 65536" in run(*names).stdout
+    assert ", loss scale" not in run(*names, "--loss-scale", "none").stdout
+    assert as_json(run(*names, "--loss-scale", "8", "--json"))["loss_scale"] == 8
+    refused = run(*names, "--loss-scale", "-8")
+    assert refused.exit_code == 2 and "loss_scale=-8" in refused.stderr
+
+
+def test_compare_wants_arrays(folder):
+    result = run("compare", "program:loss")
+    assert result.exit_code == 2 and "compare runs the function: return arrays" in result.stderr
+
+
+def test_compare_gives_json(folder):
+    result = run("compare", "program:real", "--policy", "mixed_float16", "--json")
+    found = as_json(result)
+    assert result.exit_code == 0 and found["rows"] and found["policy"] == "mixed_float16"
+    assert any(row["backward"] for row in found["rows"])
+    forward = as_json(run("compare", "program:real", "--argnums", "none", "--json"))
+    assert not any(row["backward"] for row in forward["rows"])
+
+
+@pytest.mark.parametrize(("tolerance", "code"), [("1e-9", 1), ("10", 0)])
+def test_compare_fails_a_script(folder, tolerance, code):
+    result = run("compare", "program:real", "--tolerance", tolerance, "--json")
+    assert result.exit_code == code, result.stderr
+    assert as_json(result)["results"]
+    assert ("over 1e-09" in result.stderr) == bool(code)
+
+
+# ---------------------------------------------------------------- doctor
+
+
+def test_every_check_passes_here():
+    for dtype in doctor.HALVES:
+        for check in doctor.CHECKS:
+            found = doctor.run(check, dtype)
+            assert found.status == (doctor.NOTE if check in NOTES else doctor.PASS), found
+            assert found.value is not None and math.isfinite(found.value)
+
+
+NOTES = (doctor.subnormals, doctor.speed)
+
+
+def test_a_check_that_raises_has_failed():
+    def broken(dtype):
+        """broken."""
+        raise NotImplementedError("no such thing")
+
+    found = doctor.run(broken, doctor.HALVES[0])
+    assert (found.status, found.name) == (doctor.FAIL, "broken")
+    assert "NotImplementedError: no such thing" in found.found
+
+
+def test_a_wrong_matmul_is_found(monkeypatch):
+    monkeypatch.setattr(doctor.jnp, "matmul", lambda a, b: (a @ b) * 1.01)
+    assert all(doctor.matmul(dtype).status == doctor.FAIL for dtype in doctor.HALVES)
+
+
+@pytest.mark.parametrize(("status", "code"), [(doctor.PASS, 0), (doctor.FAIL, 1)])
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_doctor(monkeypatch, status, code, form):
+    fake = lambda dtype: doctor.Check(dtype.name, "a test", status, "nothing", math.nan)  # noqa: E731
+    monkeypatch.setattr(doctor, "CHECKS", (fake,))
+    result = run("doctor", *form)
+    assert result.exit_code == code
+    assert ("a self-test failed" in result.stderr) == bool(code)
+    if form:
+        found = as_json(result)
+        assert found["ok"] == (not code) and found["versions"]["jax"] == jax.__version__
+        assert found["policy"] == str(mpjax.recommend_policy())
+        assert {check["dtype"] for check in found["checks"]} == {"float16", "bfloat16"}
+    else:
+        assert f"mpjax {mpjax.__version__}" in result.stdout and status in result.stdout
+        assert "Recommended policy: " in result.stdout
+
+
+# ---------------------------------------------------------------- the whole program
+
+
+def python(*arguments, cwd):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "mpjax", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_doctor_as_a_program(tmp_path):
+    done = python("doctor", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ok"] and len(found["checks"]) == 2 * len(doctor.CHECKS)
+
+
+def test_explain_as_a_program(folder):
+    done = python("explain", "program:loss", "--fail-under", "0.9", cwd=folder)
+    assert done.returncode == 1 and "50.0% of matmul FLOPs" in done.stdout
+    done = python("explain", "program:raises", cwd=folder)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("Error: program:raises() failed: IndexError")
+
+
+@pytest.mark.parametrize("command", [(), ("doctor",), ("explain",), ("compile",), ("compare",)])
+def test_help(command):
+    result = run(*command, "--help")
+    assert result.exit_code == 0
+    assert command == ("doctor",) or "Examples:" in result.stdout
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
+
+
+def test_version():
+    assert run("--version").stdout == f"mpjax {mpjax.__version__}\n"
+
+
+# ---------------------------------------------------------------- printing
+
+
+def test_a_terminal_gets_a_rich_table(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show.table({"name": "left", "n": "right"}, [("[red]x[/]", 1), ("FAIL", None)], "A title")
+    printed = capsys.readouterr().out
+    assert "─" in printed and "[red]x[/]" in printed and "A title" in printed
+
+
+def test_plain_tables(capsys):
+    show.table({"name": "left", "n": "right"}, [("x" * 200, 1), ("y", None)], "A title")
+    want = f"""
+        A title
+        name{" " * 196}  n
+        {"x" * 200}  1
+        y
+        """
+    assert capsys.readouterr().out.strip() == textwrap.dedent(want).strip()
+
+
+def test_plain_data():
+    found = show.plain({"a": (math.nan, jax.numpy.ones(2)), 1: {Path("x")}, "n": None, "b": True})
+    assert found == {"a": ["nan", [1.0, 1.0]], "1": ["x"], "n": None, "b": True}
+    assert [show.size(n) for n in (5, 2048, 3 * 2**20, 2**41)] == [
+        *("5 B", "2.0 KiB", "3.0 MiB", "2048.0 GiB")
+    ]

@@ -1,0 +1,137 @@
+"""largest_batch: the search with a compiler of our own, and with the true ones."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from absent import both, compiles, report, shape
+
+import mpjax
+from mpjax._src.hardware import batch_size
+from mpjax._src.hardware.targets import GIB, find_target
+
+H100 = find_target("h100")
+
+
+def of_size(total):
+    """A report of a program that takes so many bytes."""
+    found = report("h100")
+    other = found.total_bytes - found.temp_bytes
+    return dataclasses.replace(found, temp_bytes=total - other)
+
+
+def search(fits_to, *, limit=2**20, multiple_of=1, refuse_from=None, per_unit=2**20):
+    """Searches where a batch takes a MiB for each, and ``fits_to`` MiB are there."""
+    compiled = []
+
+    def compile_batch(batch):
+        compiled.append(batch)
+        if refuse_from and batch >= refuse_from:
+            return None
+        return of_size(batch * per_unit)
+
+    found = batch_size.search(H100, compile_batch, fits_to * 2**20, 0.25, multiple_of, limit)
+    assert [t.batch for t in found.tries] == compiled and len(set(compiled)) == len(compiled)
+    return found
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 4, 7, 100, 1000, 4095, 4096, 4097])
+@pytest.mark.parametrize("refuses", [False, True])
+def test_the_largest_that_fits_is_found(largest, refuses):
+    found = search(largest, refuse_from=largest + 1 if refuses else None)
+    assert found.batch == largest and not found.limited
+    assert found.report.total_bytes == largest * 2**20
+    assert found.next_bytes == (None if refuses else (largest + 1) * 2**20)
+    assert len(found.tries) <= 2 * largest.bit_length() + 1
+
+
+def test_multiples():
+    found = search(100, multiple_of=8)
+    assert found.batch == 96 and found.next_bytes == 104 * 2**20
+    assert all(t.batch % 8 == 0 for t in found.tries)
+
+
+def test_a_search_that_ends_at_its_limit():
+    found = search(2**30, limit=1000)
+    assert found.batch == 1000 and found.limited and found.next_bytes is None
+    assert "ended at limit=1000: larger batches would fit too" in str(found)
+    assert search(2**30, limit=1).tries[0].batch == 1
+
+
+def test_not_even_one():
+    with pytest.raises(mpjax.OutOfMemoryError, match="a batch of 1 fits target='h100': it takes 1"):
+        search(0)
+    with pytest.raises(mpjax.OutOfMemoryError, match="batch of 4.*more memory than it has"):
+        search(100, refuse_from=1, multiple_of=4)
+
+
+def test_what_is_found_is_data_and_a_table():
+    found = search(5)
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["batch"] == 5 and plain["report"]["target"] == "h100"
+    assert plain["tries"][0] == {**plain["tries"][0], "batch": 1, "fits": True}
+    text = str(found)
+    assert "h100: the largest batch is 5, with 5.00 MiB of 5.00 MiB (25% of 79.11 GiB" in text
+    assert "does not fit" in text and text.count("  fits") == 4
+
+
+def args(batch):
+    return (shape(batch, 4),)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"make_args": 3}, TypeError, "make_args=3 must be a function"),
+        ({"fun": None}, TypeError, "fun=None must be a function"),
+        ({"make_args": lambda n: shape(n)}, TypeError, r"make_args\(1\) returned a ShapeDtype.*tu"),
+        ({"make_args": lambda n: (shape(3),)}, ValueError, "the same shapes for a batch of 1 and"),
+        ({"multiple_of": 0}, ValueError, "multiple_of=0 must be a whole number"),
+        ({"limit": 2.5}, ValueError, "limit=2.5 must be a whole number"),
+        ({"limit": 7, "multiple_of": 8}, ValueError, "limit=7 must not be less than multiple_of=8"),
+        ({"reserve": 1.0}, ValueError, "reserve=1.0 must be a share.*0.25 on GPUs"),
+        ({"reserve": "no"}, ValueError, "reserve='no' must be a share"),
+        ({"timeout": 0}, ValueError, "timeout=0 must be a number of seconds"),
+        ({"target": "h1000"}, ValueError, "target='h1000' is not known"),
+    ],
+)
+def test_bad_input(change, error, match):
+    call = {"target": "h100", "make_args": args, "fun": jnp.sin, **change}
+    with pytest.raises(error, match=match):
+        mpjax.largest_batch(**call)
+
+
+# ---- with the compilers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", both("v100", "h100", "v5e"))
+def test_against_arithmetic(target):
+    """A program of one array in and one out, of 256 MiB for each of the batch."""
+    found = mpjax.largest_batch(target, lambda n: (shape(n, 2**26),), jnp.sin)
+    reserve = 0.05 if target == "v5e" else 0.25
+    assert found.reserve == reserve
+    expected = int(find_target(target).memory * (1 - reserve) / (GIB / 2))
+    # A TPU's program takes a little itself, and its batches are padded.
+    assert expected - (target == "v5e") * 8 <= found.batch <= expected
+    assert found.report.fits and found.report.total_bytes <= found.available_bytes
+
+
+@compiles("v5e")
+def test_what_a_tpu_s_compiler_refuses_does_not_fit():
+    found = mpjax.largest_batch("v5e", lambda n: (shape(n, 2**27),), jnp.sin, reserve=0.0)
+    refused = [t.batch for t in found.tries if t.total_bytes is None]
+    assert refused and min(refused) > found.batch and found.next_bytes is None
+
+
+@compiles("v100")
+def test_other_errors_of_a_compiler_are_not_taken_for_memory():
+    def attend(q):
+        return jax.nn.dot_product_attention(q, q, q)
+
+    def make_args(batch):
+        return (shape(batch, 128, 4, 64, dtype=jnp.bfloat16),)
+
+    with pytest.raises(mpjax.CompileError, match="Unsupported algorithm"):
+        mpjax.largest_batch("v100", make_args, attend)

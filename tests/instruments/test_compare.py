@@ -1,0 +1,354 @@
+import gc
+import json
+import math
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import normal
+
+import mpjax
+from mpjax._src.instruments import compare
+
+LAYERS, WIDTH = 4, 16
+
+
+def line_of(text: str) -> str:
+    """Returns "file:line" of the line of this file that holds a text."""
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = (i for i, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
+    return f"{__file__}:{number}"
+
+
+def transformer(params, x, fault=lambda h, i: h):
+    def layer(h, given):
+        i, p = given
+        with jax.named_scope("attention"):
+            scores = (h @ p["q"]) @ (h @ p["k"]).swapaxes(-1, -2)
+            h = h + jax.nn.softmax(scores / WIDTH**0.5) @ (h @ p["v"])
+        with jax.named_scope("mlp"):
+            h = h + jax.nn.gelu(h @ p["up"]) @ p["down"]
+        return fault(h, i), None
+
+    h, _ = jax.lax.scan(jax.checkpoint(layer), x, (jnp.arange(LAYERS), params))
+    return jnp.mean(h**2)
+
+
+@pytest.fixture
+def model(rng):
+    sizes = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    params = {
+        name: jnp.asarray(
+            rng.normal(size=(LAYERS, *sizes.get(name, (WIDTH, WIDTH)))) * 0.2, jnp.float32
+        )
+        for name in ("q", "k", "v", "up", "down")
+    }
+    return params, jnp.asarray(rng.normal(size=(2, 8, WIDTH)), jnp.float32)
+
+
+def flushed(h, i):
+    tiny = (jax.lax.stop_gradient(h) * 1e-9).astype(jnp.float16)  # tiny
+    return h + tiny.astype(jnp.float32) * 1e9
+
+
+def cancelled(h, i):
+    big = (h + 1000).astype(jnp.float16)
+    return h + (big - jnp.float16(1000)).astype(jnp.float32)  # difference
+
+
+def overflowing(h, i):
+    return h + jnp.tanh((h * 1e6).astype(jnp.float16).astype(jnp.float32))  # too large
+
+
+class TestPlantedFaults:
+    @pytest.mark.parametrize(
+        ("fault", "text", "primitives"),
+        [
+            (flushed, "tiny", {"convert_element_type"}),
+            (cancelled, "difference", {"sub"}),
+            (overflowing, "too large", {"convert_element_type"}),
+        ],
+    )
+    @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+    def test_is_the_top_row(self, model, fault, text, primitives, policy):
+        def loss(params, x):
+            return transformer(params, x, fault)
+
+        top = compare(loss, policy)(*model).rows[0]
+        assert top.source == line_of(text)
+        assert top.primitive in primitives
+        assert top.iteration[0][0] == "scan"
+
+    def test_an_op_list_that_is_unsafe(self, model):
+        policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("exp",))
+
+        def loss(params, x):
+            logits = jnp.tanh(x @ params["q"][0]) * 20  # logits, many near 20
+            return jnp.sum(jnp.exp(logits - 3)) * 1e-3  # exponential
+
+        top = compare(loss, policy)(*model).rows[0]
+        assert (top.primitive, top.source) == ("exp", line_of("exponential"))
+        assert top.operands < 2.0**-7 < top.added
+
+    def test_the_iteration_that_is_worst(self, model):
+        def fault(h, i):
+            return jax.lax.cond(i == 2, lambda h: cancelled(h, i), lambda h: h, h)
+
+        def loss(params, x):
+            return transformer(params, x, fault)
+
+        top = compare(loss, "mixed_bfloat16")(*model).rows[0]
+        assert (top.primitive, top.iteration, top.times) == ("sub", (("scan", 2),), 1)
+
+    @pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
+    def test_an_accumulator_in_half(self, half, rng):
+        def loss(w, x):
+            def turn(_, total):
+                return total + half(1) + (x * 0.01).astype(half)  # sum
+
+            total = jax.lax.fori_loop(0, 500, turn, jnp.zeros(x.shape, half))
+            return jnp.mean((jnp.tanh(x @ w) @ w.T + total.astype(jnp.float32) * 1e-2) ** 2)
+
+        w, x = normal(rng, 16, 8), normal(rng, 4, 16)
+        top = compare(loss, f"mixed_{np.dtype(half).name}")(w, x).rows[0]
+        assert (top.primitive, top.source) == ("add", line_of("sum"))
+        assert top.new < 5e-3 < top.error and top.added > 4 * top.new
+
+    def test_a_running_average_in_half(self, rng):
+        def loss(w, x):
+            def turn(mean, x):
+                return mean * 0.995 + (x * 0.005).astype(jnp.bfloat16), None  # average
+
+            start = jnp.zeros(x.shape[1:], jnp.bfloat16)
+            mean, _ = jax.lax.scan(turn, start, x)
+            return jnp.mean(jnp.tanh(mean.astype(jnp.float32) @ w) ** 2)
+
+        rows = compare(loss, "mixed_bfloat16")(normal(rng, 8, 8), 3 + normal(rng, 800, 8)).rows
+        assert rows[0].source == line_of("average")
+        assert rows[0].added > 0.1
+
+    def test_underflow_and_overflow_are_counted(self):
+        def fun(x):
+            return x.astype(jnp.float16) * 1
+
+        x = jnp.array([1e-9, 1e-9, 1.0, 1e9])
+        (cast,) = (
+            r
+            for r in compare(fun, "mixed_float16")(x).rows
+            if r.primitive == "convert_element_type"
+        )
+        assert (cast.underflow, cast.overflow) == (0.5, 0.25)
+        assert cast.added == math.inf
+        assert (cast.low, cast.high) == (np.float32(1e-9), np.float32(1e9))
+
+
+class TestErrors:
+    @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+    def test_results_are_those_of_the_two_programs(self, model, policy):
+        compared = compare(transformer, policy)(*model)
+        want, want_grads = jax.value_and_grad(transformer)(*model)
+        got, got_grads = jax.value_and_grad(mpjax.autocast(transformer, policy))(*model)
+        bound = 2.0 ** (-7 if policy == "mixed_float16" else -4)
+        assert compared.results["loss"] == pytest.approx(abs(got - want) / want, abs=bound / 4)
+        for name, g in want_grads.items():
+            error = float(jnp.linalg.norm(g - got_grads[name]) / jnp.linalg.norm(g))
+            assert compared.results[f"gradient of {name}"] > 0
+            assert compared.results[f"gradient of {name}"] == pytest.approx(
+                error, rel=0.7, abs=bound
+            )
+
+    def test_float32_has_none(self, model):
+        compared = compare(transformer, "float32")(*model)
+        assert compared.rows == ()
+        assert set(compared.results.values()) == {0.0}
+
+    def test_new_error_is_apart_from_inherited(self):
+        def fun(x):
+            y = x.astype(jnp.bfloat16).astype(jnp.float32)
+            return jnp.exp(y * 8) * 1.0
+
+        x = normal(0, 64)
+        rows = {r.primitive: r for r in compare(fun, "float32")(x).rows}
+        assert rows["convert_element_type"].new < 2.0**-8
+        assert rows["exp"].new == 0
+        assert rows["exp"].inherited == rows["exp"].error > 4 * rows["exp"].operands / 2
+
+    def test_gradients_are_scaled_as_in_training(self, rng):
+        w, x = normal(rng, 8, 8), normal(rng, 4, 8)
+
+        def loss(w, x, size=1e-6):
+            return jnp.mean(jnp.tanh(x @ w) ** 2) * size
+
+        plain = compare(loss, "mixed_float16", loss_scale=None)(w, x)
+        scaled = compare(loss, "mixed_float16")(w, x)
+        assert (plain.loss_scale, scaled.loss_scale) == (1.0, 2.0**16)
+        assert scaled.results["gradient of w"] < 1e-2 < plain.results["gradient of w"]
+        assert "loss scale 65536" in str(scaled) and "scale" not in str(plain)
+        assert compare(loss, "mixed_float16", loss_scale=2.0**4)(w, x).loss_scale == 16
+        assert compare(loss, "mixed_bfloat16")(w, x).loss_scale == 1
+
+    def test_a_scale_that_overflows_is_lowered(self, rng):
+        w, x = normal(rng, 8, 8), normal(rng, 4, 8)
+
+        def loss(w, x):
+            return jnp.sum(jnp.tanh(x @ w) * 100)
+
+        compared = compare(loss, "mixed_float16")(w, x)
+        assert 1 < compared.loss_scale < 2.0**16
+        assert not any(r.overflow for r in compared.rows)
+        assert compared.results["gradient of w"] < 1e-2
+
+    def test_what_mpjax_adds_is_no_row_but_hands_on_the_error(self, model):
+        rows = compare(transformer, "mixed_bfloat16")(*model).rows
+        assert not any(r.primitive.endswith("barrier") for r in rows)
+        assert all(r.operands > 0 for r in rows if r.primitive == "div" and r.inherited > 0)
+
+    def test_rounding_of_constants_is_seen(self):
+        def fun(x):
+            return jnp.tanh(x * 0.3)
+
+        policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("mul", "tanh"))
+        x = jnp.float32(0.25) * jnp.ones(4)  # exact in half, and 0.3 is not
+        rows = compare(fun, policy)(x).rows
+        assert any(r.primitive == "convert_element_type" and r.new > 0 for r in rows)
+
+    def test_a_gradient_that_is_zero_in_exact_arithmetic_comes_last(self, rng):
+        def loss(params, x):
+            k = x @ params["w"] + params["b"]
+            return jnp.sum(jax.nn.softmax(x @ k.swapaxes(-1, -2)) @ x * 1.5)
+
+        x = jnp.asarray(rng.normal(size=(4, 8, 8)), jnp.float32)
+        params = {"w": jnp.asarray(rng.normal(size=(8, 8)), jnp.float32), "b": jnp.zeros(8)}
+        compared = compare(loss, "mixed_bfloat16")(params, x)
+        assert compared.results["gradient of b"] > 1
+        noise = [r.noise for r in compared.rows]
+        assert any(noise) and noise == sorted(noise)
+        assert "zero in exact arithmetic" in compared.table(None)
+
+    def test_decisions_that_differ(self):
+        def fun(x):
+            y = (x * jnp.float32(1.001)).astype(jnp.bfloat16).astype(jnp.float32)
+            return jax.lax.cond(y > 1, lambda y: y * 2, lambda y: y, y)
+
+        compared = compare(fun, "float32")(jnp.float32(1.0))
+        assert len(compared.diverged) == 1 and compared.diverged[0].startswith("cond")
+        assert "another way" in str(compared)
+
+
+class TestPrograms:
+    def test_forward_alone_aux_and_keywords(self, model):
+        def loss(params, x, *, scale):
+            return transformer(params, x) * scale, {"n": jnp.int32(3), "h": x * 2, "s": "text"}
+
+        compared = compare(loss, "mixed_bfloat16", argnums=(0, 1), has_aux=True)(*model, scale=2.0)
+        assert {"loss", "aux h", "gradient of q", "gradient of x"} <= compared.results.keys()
+        forward = compare(lambda p, x: x @ p["q"][0], "mixed_bfloat16")(*model)
+        assert forward.results.keys() == {"result"}
+        assert not any(r.backward for r in forward.rows)
+
+    def test_custom_rules_loops_and_branches(self):
+        @jax.custom_vjp
+        def f(x):
+            return jnp.tanh(x)
+
+        f.defvjp(lambda x: (f(x), x), lambda x, ct: (ct * (1 - jnp.tanh(x) ** 2),))
+
+        def loss(w, x):
+            def body(i, c):
+                return f(c @ w)
+
+            y = jax.lax.fori_loop(0, 3, body, x)
+            y = jax.lax.switch(jnp.int32(1), [lambda y: y, lambda y: y @ w, jnp.sin], y)
+            return jnp.mean(jnp.sort(y, axis=0) ** 2)
+
+        compared = compare(loss, "mixed_float16")(normal(0, 8, 8, scale=0.3), normal(1, 4, 8))
+        assert 0 < compared.results["gradient of w"] < 0.05
+        assert max(r.times for r in compared.rows) >= 3
+
+    def test_memory_stays_near_that_of_one_run(self):
+        size, depth = 1 << 18, 24
+        most = 0
+
+        def fun(x):
+            for _ in range(depth):
+                x = jnp.sin(x) + 0.5
+            return x
+
+        class Watch:
+            def __init__(self, inner):
+                self.inner = inner
+
+            def __getattr__(self, name):
+                return getattr(self.inner, name)
+
+            def operation(self, eqn, ins, place):
+                nonlocal most
+                outs = self.inner.operation(eqn, ins, place)
+                held = {id(x): x.nbytes for x in jax.live_arrays()}
+                most = max(most, sum(held.values()))
+                return outs
+
+        module = sys.modules["mpjax._src.instruments.compare"]
+        real = module.interpret
+        gc.collect()
+        x = jnp.linspace(0, 1, size)
+        before = sum(x.nbytes for x in jax.live_arrays()) - x.nbytes
+        policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("sin", "add"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "interpret", lambda j, a, w: real(j, a, Watch(w)))
+            compare(fun, policy, argnums=None)(x)
+        # One run holds an operand and a result at a time; here there are two in each precision.
+        assert most - before < 8 * x.nbytes < depth * x.nbytes
+
+
+class TestReport:
+    def test_it_is_data_and_text(self, model):
+        compared = compare(transformer, "mixed_bfloat16")(*model)
+        data = json.loads(json.dumps(compared.to_dict()))
+        assert data["rows"][0]["primitive"] == compared.rows[0].primitive
+        assert [r["added"] for r in data["rows"]] == [r.added for r in compared.rows]
+        text = str(compared)
+        for part in ("error of the results", "added", "inherited", Path(__file__).name):
+            assert part in text
+
+    def test_worst_first(self, model):
+        rows = compare(transformer, "mixed_float16")(*model).rows
+        blame = [r.blame for r in rows if not r.noise]
+        assert blame == sorted(blame, reverse=True)
+
+    def test_picture(self, model, tmp_path):
+        pytest.importorskip("matplotlib")
+        compared = compare(transformer, "mixed_bfloat16")(*model)
+        figure = mpjax.plot_compare(compared, tmp_path / "compare.png")
+        assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
+        assert figure.axes[0].get_yscale() == "log"
+        with pytest.raises(ValueError, match="no rows"):
+            mpjax.plot_compare(compare(transformer, "float32")(*model))
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("call", "error", "match"),
+        [
+            (lambda: compare(3, "mixed_float16")(jnp.ones(2)), TypeError, "compare: fun=3"),
+            (lambda: compare(lambda: 1.0, "mixed_float16")(), ValueError, "no arrays"),
+            (lambda: compare(jnp.sum, "mixed_float15"), ValueError, "mixed_float15"),
+            (lambda: compare(jnp.sum, "float16", loss_scale=-1), ValueError, "loss_scale=-1"),
+            (
+                lambda: compare(jnp.sum, "float16")(jax.ShapeDtypeStruct((3,), jnp.float32)),
+                TypeError,
+                "needs arrays",
+            ),
+            (
+                lambda: compare(jnp.sum, "mixed_float16", argnums=5)(jnp.ones(2)),
+                ValueError,
+                "argnums=5",
+            ),
+        ],
+    )
+    def test_is_refused(self, call, error, match):
+        with pytest.raises(error, match=match):
+            call()

@@ -1,0 +1,169 @@
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support import normal
+
+import mpjax
+from mpjax._src.instruments import tune
+
+WIDTH = 16
+
+
+def error(fun, policy, *args):
+    """Returns the largest relative error of the loss and of a gradient, against float32."""
+    want = jax.tree.leaves(jax.value_and_grad(fun)(*args))
+    got = jax.tree.leaves(jax.value_and_grad(mpjax.autocast(fun, policy))(*args))
+    return max(
+        float(jnp.linalg.norm(g - w) / jnp.linalg.norm(w)) for g, w in zip(got, want, strict=True)
+    )
+
+
+def flops_in_half(fun, policy, *args):
+    return mpjax.explain(fun, policy)(*args).half_flops
+
+
+def layers(params, x, sharp=(1,)):
+    """A network of named layers; what sharp ones compute, rounding spoils."""
+    for i, w in enumerate(params):
+        with jax.named_scope(f"layer{i}"):
+            x = x @ w
+            x = jnp.sin(x * 40) if i in sharp else jnp.tanh(x)
+    return jnp.mean(x**2) + jnp.mean(x)
+
+
+@pytest.fixture
+def model(rng):
+    params = [
+        jnp.asarray(rng.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5, jnp.float32) for _ in range(4)
+    ]
+    return params, jnp.asarray(rng.normal(size=(8, WIDTH)), jnp.float32)
+
+
+class TestSearch:
+    @pytest.mark.parametrize(
+        "sharp", [(1,), *(pytest.param(s, marks=pytest.mark.slow) for s in ((0,), (0, 2), ()))]
+    )
+    def test_no_more_float32_than_brute_force_over_layers_needs(self, model, sharp):
+        def loss(params, x):
+            return layers(params, x, sharp)
+
+        tolerance = 0.02
+        policy = mpjax.get_policy("mixed_bfloat16")
+        tuned = tune(loss, policy, tolerance)(*model)
+        assert tuned.met
+        assert error(loss, tuned.policy, *model) <= tolerance
+
+        # With every layer's matmul in float32 or not, the fewest that are enough:
+        names = [f"layer{i}/dot_general" for i in range(4)]
+        for count in range(5):
+            passing = [
+                some
+                for some in itertools.combinations(names, count)
+                if error(loss, policy.override(dict.fromkeys(some, "float32")), *model) <= tolerance
+            ]
+            if passing:
+                break
+        else:
+            return  # matmuls alone are not enough
+        assert flops_in_half(loss, tuned.policy, *model) >= 1 - count / 4 - 1e-6
+
+    def test_a_policy_that_meets_the_tolerance_comes_back(self, model):
+        tuned = tune(layers, "mixed_float16", 1.0)(*model)
+        assert tuned.met and tuned.steps == () and tuned.least
+        assert tuned.policy == mpjax.get_policy("mixed_float16")
+        assert tuned.runs == 1
+
+    def test_one_unsafe_op_of_an_op_list(self, rng):
+        def loss(w, x):
+            y = jnp.tanh(x @ w)
+            return jnp.mean(jnp.exp(y * 12)) + jnp.mean(jnp.sin(y))
+
+        policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("exp", "sin", "reduce_sum"))
+        args = normal(0, 8, 4, scale=0.4), normal(1, 16, 8)
+        tolerance = error(loss, policy, *args) / 2
+        tuned = tune(loss, policy, tolerance)(*args)
+        assert tuned.met and tuned.steps
+        assert error(loss, tuned.policy, *args) <= tolerance
+
+    def test_parameters_without_scopes_are_named_by_their_paths(self, rng):
+        def loss(params, x):
+            h = jnp.sin((x @ params["risky"]["w"]) * 60)
+            return jnp.mean(h @ params["safe"]["w"]) ** 2
+
+        args = (
+            {"risky": {"w": normal(0, 8, 8, scale=0.5)}, "safe": {"w": normal(1, 8, 4)}},
+            normal(2, 16, 8),
+        )
+        tuned = tune(loss, "mixed_bfloat16", 0.05)(*args)
+        assert tuned.met
+        assert any("risky" in pattern for pattern in dict(tuned.policy.overrides))
+        assert not any("safe" in pattern for pattern in dict(tuned.policy.overrides))
+
+    def test_what_no_float32_can_reach(self, rng):
+        def loss(w, x):
+            return jnp.sum((x @ w).astype(jnp.bfloat16).astype(jnp.float32))
+
+        # The reference is the same function: its own casts are not the policy's.
+        def drifting(w, x):
+            return jnp.sum(jnp.sin(jax.lax.fori_loop(0, 60, lambda i, h: h @ w, x) * 1e3)) * 1e-3
+
+        tuned = tune(drifting, "mixed_bfloat16", 1e-12, argnums=None)(
+            normal(0, 8, 8, scale=0.5), normal(1, 4, 8)
+        )
+        assert not tuned.met or tuned.error <= 1e-12
+        assert tune(loss, "mixed_bfloat16", 1e-6)(jnp.eye(4), normal(1, 4, 4)).met
+
+    def test_the_number_of_runs_is_kept(self, model):
+        tuned = tune(layers, "mixed_bfloat16", 0.01, max_runs=4)(*model)
+        assert not tuned.least
+        assert tuned.met == (error(layers, tuned.policy, *model) <= 0.01)
+
+    def test_scans_aux_and_forward_alone(self, rng):
+        def loss(params, x):
+            def layer(h, w):
+                return jnp.tanh(h @ w), None
+
+            h, _ = jax.lax.scan(layer, x, params["stack"])
+            with jax.named_scope("head"):
+                logits = jnp.cos(h @ params["head"] * 30)
+            return jnp.mean(logits**2), {"logits": logits}
+
+        args = {"stack": normal(0, 3, 8, 8, scale=0.4), "head": normal(1, 8, 4)}, normal(2, 4, 8)
+        tuned = tune(loss, "mixed_float16", 4e-3, has_aux=True)(*args)
+        assert tuned.met and "aux logits" not in tuned.results
+        forward = tune(lambda p, x: loss(p, x)[1], "mixed_float16", 0.5)(*args)
+        assert forward.met and set(forward.results) == {"result logits"}
+
+
+class TestReport:
+    def test_it_says_what_each_step_bought(self, model):
+        tuned = tune(layers, "mixed_bfloat16", 0.02)(*model)
+        assert tuned.steps
+        assert tuned.steps[0].error_before > 0.02 >= tuned.steps[-1].error
+        for before, after in itertools.pairwise(tuned.steps):
+            assert before.error == after.error_before
+        assert {s.pattern for s in tuned.steps} == set(dict(tuned.policy.overrides))
+        data = json.loads(json.dumps(tuned.to_dict()))
+        assert mpjax.get_policy(data["policy"]) == tuned.policy
+        for part in ("meets the tolerance of 0.02", str(tuned.policy), "left out"):
+            assert part in str(tuned)
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("tolerance", [0, -1.0, float("nan"), float("inf"), "1e-2", None])
+    def test_tolerance(self, tolerance):
+        with pytest.raises(ValueError, match="tolerance="):
+            tune(layers, "mixed_bfloat16", tolerance)
+
+    def test_others(self, model):
+        with pytest.raises(ValueError, match="max_runs=0"):
+            tune(layers, "mixed_bfloat16", 0.1, max_runs=0)
+        with pytest.raises(TypeError, match="tune: fun=3"):
+            tune(3, "mixed_bfloat16", 0.1)(jnp.ones(2))
+        with pytest.raises(ValueError, match="no arrays"):
+            tune(lambda: 1.0, "mixed_bfloat16", 0.1)()
+        with pytest.raises(TypeError, match="needs arrays"):
+            tune(jnp.sum, "mixed_bfloat16", 0.1)(jax.ShapeDtypeStruct((2,), jnp.float32))

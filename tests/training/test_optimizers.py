@@ -1,0 +1,342 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from mpjax._src.training.optimizers import MasterWeightsState, apply_updates, in_full_precision
+
+HALVES = ["float16", "bfloat16"]
+
+
+def mixed_params(rng, half="bfloat16"):
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), half)  # noqa: E731
+    return {"w": draw(4, 3), "norm": {"scale": draw(3).astype(jnp.float32)}, "b": draw(3)}
+
+
+def mixed_grads(rng, params, dtype=None):
+    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), dtype or p.dtype), params)
+
+
+def run(optimizer, params, all_grads):
+    """Applies updates in one jitted scan, which refuses state that changes its dtypes."""
+
+    def body(carry, grads):
+        params, state = carry
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    stacked = jax.tree.map(lambda *g: jnp.stack(g), *all_grads)
+    carry = (params, optimizer.init(params))
+    return jax.jit(lambda c, g: jax.lax.scan(body, c, g)[0])(carry, stacked)
+
+
+def assert_rounded(params, masters):
+    jax.tree.map(
+        lambda p, m: np.testing.assert_array_equal(
+            np.asarray(p), np.asarray(m).astype(p.dtype), strict=True
+        ),
+        params,
+        masters,
+    )
+
+
+WRAPPERS = {
+    "plain": lambda inner: mpjax.with_master_weights(inner),
+    "chain outside": lambda inner: optax.chain(
+        optax.clip_by_global_norm(1.0), mpjax.with_master_weights(inner)
+    ),
+    "chain inside": lambda inner: mpjax.with_master_weights(
+        optax.chain(optax.clip_by_global_norm(1.0), inner)
+    ),
+    "masked": lambda inner: optax.masked(
+        mpjax.with_master_weights(inner), {"w": True, "norm": {"scale": True}, "b": True}
+    ),
+    "multi_transform": lambda inner: optax.multi_transform(
+        {"a": mpjax.with_master_weights(inner), "b": mpjax.with_master_weights(optax.sgd(0.1))},
+        {"w": "a", "norm": {"scale": "b"}, "b": "b"},
+    ),
+    "inject_hyperparams": lambda inner: mpjax.with_master_weights(
+        optax.chain(inner, optax.inject_hyperparams(optax.scale)(step_size=0.5))
+    ),
+    "in inject_hyperparams": lambda inner: optax.inject_hyperparams(
+        lambda rate: mpjax.with_master_weights(optax.chain(inner, optax.scale(rate))),
+        hyperparam_dtype=jnp.float32,
+    )(rate=0.5),
+    "MultiSteps": lambda inner: optax.MultiSteps(mpjax.with_master_weights(inner), 3),
+    "in MultiSteps": lambda inner: mpjax.with_master_weights(
+        optax.MultiSteps(inner, 3).gradient_transformation()
+    ),
+    "skip_nonfinite": lambda inner: mpjax.skip_nonfinite(mpjax.with_master_weights(inner)),
+}
+INNERS = {
+    "sgd": lambda: optax.sgd(1e-2, momentum=0.9),
+    "adamw": lambda: optax.adamw(1e-2),
+    "lamb": lambda: optax.lamb(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("grad_dtype", [None, "float32"])
+def test_parameters_are_their_masters_rounded_wherever_it_stands(wrapper, inner, grad_dtype, rng):
+    params = mixed_params(rng)
+    grads = [mixed_grads(rng, params, grad_dtype) for _ in range(7)]
+    optimizer = WRAPPERS[wrapper](INNERS[inner]())
+    new, state = run(optimizer, params, grads)
+    masters = mpjax.master_params(state, new)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(masters)} == {"float32"}
+    assert_rounded(new, masters)
+    # The weights did move, and a master is more than its rounded parameter.
+    assert not jnp.array_equal(new["w"], params["w"])
+    assert not jnp.array_equal(masters["w"], new["w"].astype(jnp.float32))
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("inner", INNERS)
+def test_masters_follow_the_float32_run(half, inner, rng):
+    """Weight decay and trust ratios see float32 parameters, so both runs are the same run."""
+    params = mixed_params(rng, half)
+    grads = [mixed_grads(rng, params, "float32") for _ in range(20)]
+    full = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    expected, _ = run(INNERS[inner](), full, grads)
+    new, state = run(mpjax.with_master_weights(INNERS[inner]()), params, grads)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+        mpjax.master_params(state, new),
+        expected,
+    )
+
+
+def test_small_updates_are_not_rounded_away():
+    """bfloat16 with Adam at 1e-3: without masters 200 steps leave the weights at 1.0."""
+    params = jnp.ones(4, jnp.bfloat16)
+    grads = [jnp.ones(4, jnp.bfloat16)] * 200
+    stuck, _ = run(in_full_precision(optax.adam(1e-3)), params, grads)
+    moved, _ = run(mpjax.with_master_weights(optax.adam(1e-3)), params, grads)
+    assert (stuck == 1).all()
+    np.testing.assert_allclose(moved.astype(jnp.float32), 0.8, atol=0.005)
+
+
+def test_only_half_leaves_have_masters_and_the_state_is_float32(rng):
+    params = mixed_params(rng)
+    state = mpjax.with_master_weights(optax.adam(1e-3)).init(params)
+    assert isinstance(state.masters["norm"]["scale"], optax.MaskedNode)
+    assert len(jax.tree.leaves(state.masters)) == 2
+    floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert {x.dtype.name for x in floats} == {"float32"}
+
+
+def test_inner_sees_float32_and_updates_of_half_leaves_are_float32(rng):
+    seen = {}
+
+    def update(updates, state, params=None, **extra_args):
+        seen.update(updates=updates, params=params, extra=extra_args)
+        return updates, state
+
+    spy = optax.GradientTransformationExtraArgs(lambda params: seen.update(init=params), update)
+    optimizer = mpjax.with_master_weights(spy)
+    params = mixed_params(rng, "float16")
+    updates, _ = optimizer.update(params, optimizer.init(params), params, value=3.0)
+    for name in ("init", "updates", "params"):
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(seen[name])} == {"float32"}, name
+    assert seen["extra"] == {"value": 3.0}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(updates)} == {"float32"}
+
+
+def test_a_deviation_is_corrected_by_the_next_step():
+    """A value that shrinks by more than float32 addition can follow, and one changed by hand."""
+    optimizer = mpjax.with_master_weights(optax.sgd(1.0))
+    params = jnp.array([1.0, 2.0], jnp.bfloat16)
+    state = optimizer.init(params)
+    tiny = jnp.float32(1 - 2.0**-20)
+    for grads in (jnp.array([tiny, 0.5]), jnp.zeros(2)):
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    assert_rounded(params, mpjax.master_params(state, params))
+    assert float(params[0]) == 2.0**-20
+    updates, state = optimizer.update(jnp.zeros(2), state, params + 1)
+    assert_rounded(optax.apply_updates(params + 1, updates), mpjax.master_params(state, params))
+
+
+def test_apply_updates_is_exact_where_addition_is_not():
+    optimizer = mpjax.with_master_weights(optax.sgd(1.0))
+    params = jnp.array([3.0, 1.0], jnp.bfloat16)
+    state = optimizer.init(params)
+    grads = jnp.array([3.0 - 2.0**-20, 1.0 + 2.0**-24])
+    updates, state = optimizer.update(grads, state, params)
+    assert_rounded(apply_updates(params, updates, state), mpjax.master_params(state, params))
+
+
+def test_update_without_params_is_an_error(rng):
+    params = mixed_params(rng)
+    optimizer = mpjax.with_master_weights(optax.sgd(1.0))
+    with pytest.raises(ValueError, match="update was called without params"):
+        optimizer.update(params, optimizer.init(params))
+
+
+def test_other_dtypes_than_init_saw_are_an_error(rng):
+    half, optimizer = mixed_params(rng), mpjax.with_master_weights(optax.sgd(1.0))
+    full = jax.tree.map(lambda p: p.astype(jnp.float32), half)
+    for first, then, message in [
+        (half, full, r"params\['b'\] was half when init saw it, and is float32"),
+        (full, half, r"params\['b'\] was float32 when init saw it, and is half"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            optimizer.update(first, optimizer.init(first), then)
+
+
+def test_paths_that_read_alike_are_different_parameters():
+    params = {"a/b": jnp.full(2, 1.0, jnp.bfloat16), "a": {"b": jnp.full(2, 5.0, jnp.bfloat16)}}
+    full = mpjax.master_params(mpjax.with_master_weights(optax.sgd(0.0)).init(params), params)
+    assert full["a/b"][0] == 1 and full["a"]["b"][0] == 5
+
+
+@pytest.mark.parametrize("wrap", [mpjax.with_master_weights, mpjax.skip_nonfinite])
+@pytest.mark.parametrize("wrong", [None, optax.sgd, optax.GradientTransformation])
+def test_what_is_no_optimizer_is_named(wrap, wrong):
+    with pytest.raises(TypeError, match="inner=.*must be an optax optimizer"):
+        wrap(wrong)
+
+
+def test_master_params_without_masters_widens(rng):
+    params = mixed_params(rng)
+    state = optax.adam(1e-3).init(params)
+    full = mpjax.master_params(state, params)
+    assert full["norm"]["scale"] is params["norm"]["scale"]
+    assert full["w"].dtype == jnp.float32
+    assert_rounded(params, full)
+
+
+def test_master_params_of_another_model_is_an_error(rng):
+    state = mpjax.with_master_weights(optax.sgd(0.1)).init(mixed_params(rng))
+    with pytest.raises(ValueError, match=r"masters for \['b', 'w'\], which are not in params"):
+        mpjax.master_params(state, {"other": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"master of 'w' has shape \(4, 3\)"):
+        mpjax.master_params(state, {**mixed_params(rng), "w": jnp.ones((5, 3), jnp.bfloat16)})
+
+
+def test_it_works_in_cond_and_under_donation(rng):
+    params = mixed_params(rng)
+    optimizer = mpjax.with_master_weights(optax.adam(1e-3))
+
+    def step(carry, apply):
+        def yes(carry):
+            params, state = carry
+            updates, state = optimizer.update(params, state, params)
+            return optax.apply_updates(params, updates), state
+
+        return jax.lax.cond(apply, yes, lambda carry: carry, carry)
+
+    step = jax.jit(step, donate_argnums=0)
+    carry = jax.tree.map(jnp.copy, (params, optimizer.init(params)))
+    for apply in (True, False, True):
+        carry = step(carry, apply)
+    assert step._cache_size() == 1
+    assert isinstance(carry[1], MasterWeightsState)
+
+
+# ---------------------------------------------------------------- in_full_precision
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("inner", INNERS)
+def test_without_masters_dtypes_do_not_drift(half, inner, rng):
+    params = mixed_params(rng, half)
+    optimizer = in_full_precision(INNERS[inner]())
+    new, state = run(optimizer, params, [mixed_grads(rng, params)] * 3)
+    assert jax.tree.map(lambda x: x.dtype, new) == jax.tree.map(lambda x: x.dtype, params)
+    floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert {x.dtype.name for x in floats} <= {"float32"}
+
+
+def test_second_moments_do_not_underflow_in_float16():
+    params = jnp.ones(3, jnp.float16)
+    new, _ = run(in_full_precision(optax.adam(1e-2)), params, [jnp.full(3, 1e-5, jnp.float16)] * 3)
+    assert jnp.isfinite(new).all() and (new < 1).all()
+
+
+# ---------------------------------------------------------------- skip_nonfinite
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_a_bad_gradient_changes_nothing_and_is_counted(bad, rng):
+    params = {"w": jnp.ones(3), "v": jnp.ones(2)}
+    optimizer = mpjax.skip_nonfinite(optax.adam(optax.linear_schedule(1e-2, 0, 10)))
+    update = jax.jit(optimizer.update)
+    good = jax.tree.map(jnp.ones_like, params)
+    _, state = update(good, optimizer.init(params), params)
+    before = jax.tree.leaves(state.inner_state)
+    for count in (1, 2):
+        updates, state = update({**good, "w": jnp.array([1, bad, 1])}, state, params)
+        assert all((leaf == 0).all() for leaf in jax.tree.leaves(updates))
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(state.inner_state), before)
+        assert (int(state.skipped_steps), int(state.consecutive_skips)) == (count, count)
+    updates, state = update(good, state, params)
+    assert (int(state.skipped_steps), int(state.consecutive_skips)) == (2, 0)
+    assert (updates["w"] != 0).all() and update._cache_size() == 1
+
+
+def test_it_never_gives_up():
+    """optax.apply_if_finite applies the NaN after its limit."""
+    params = jnp.ones(2)
+    bad = [jnp.full(2, jnp.nan)] * 50
+    new, state = run(mpjax.skip_nonfinite(optax.sgd(1.0)), params, bad)
+    assert (new == 1).all() and int(state.consecutive_skips) == 50
+
+
+@pytest.mark.parametrize("verdict", [False, jnp.array(False)])
+def test_it_takes_the_callers_verdict_too(verdict):
+    params = jnp.ones(2)
+    optimizer = mpjax.skip_nonfinite(optax.sgd(1.0))
+    state = optimizer.init(params)
+    updates, state = optimizer.update(params, state, params, finite=verdict)
+    assert (updates == 0).all() and int(state.skipped_steps) == 1
+    updates, state = optimizer.update(params * jnp.nan, state, params, finite=True)
+    assert (updates == 0).all() and int(state.skipped_steps) == 2
+
+
+def test_a_skip_keeps_even_a_negative_zero():
+    params = jnp.array([-0.0, 1.0])
+    optimizer = mpjax.skip_nonfinite(optax.sgd(1.0))
+    updates, _ = optimizer.update(params * jnp.nan, optimizer.init(params), params)
+    assert jnp.signbit(optax.apply_updates(params, updates)).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("wrong", [None, 1, jnp.array([True])])
+def test_a_verdict_that_is_not_one_bool_is_refused(wrong):
+    optimizer = mpjax.skip_nonfinite(optax.sgd(1.0))
+    with pytest.raises(ValueError, match="finite=.*must be one bool"):
+        optimizer.update(jnp.ones(2), optimizer.init(jnp.ones(2)), finite=wrong)
+
+
+def test_two_optimizers_each_judge_their_own_gradients():
+    params = {"generator": jnp.ones(2), "critic": jnp.ones(2)}
+    optimizer = optax.multi_transform(
+        {name: mpjax.skip_nonfinite(optax.sgd(1.0)) for name in params},
+        {name: name for name in params},
+    )
+    grads = {"generator": jnp.ones(2), "critic": jnp.array([1.0, jnp.inf])}
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert (updates["generator"] == -1).all() and (updates["critic"] == 0).all()
+
+
+def test_the_verdict_passes_through_a_chain_and_other_arguments_reach_inner():
+    seen = {}
+
+    def update(updates, state, params=None, **extra_args):
+        seen.update(extra_args)
+        return updates, state
+
+    spy = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    optimizer = optax.chain(mpjax.skip_nonfinite(spy), optax.scale(2.0))
+    params = jnp.ones(2)
+    updates, _ = optimizer.update(params, optimizer.init(params), params, finite=False, value=1.0)
+    assert (updates == 0).all() and seen == {"value": 1.0}
+
+
+def test_half_state_does_not_drift():
+    params = jnp.ones(2, jnp.bfloat16)
+    run(mpjax.skip_nonfinite(optax.adam(1e-3)), params, [jnp.ones(2, jnp.float32)] * 2)

@@ -1,0 +1,437 @@
+"""What a step reports of its gradients: which overflowed first, and how much underflows."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from support import equations
+
+import mpjax
+from mpjax._src.patterns import paths
+from mpjax._src.training.gradients import observed_value_and_grad
+from mpjax._src.training.order import backward_order
+
+POLICIES = ["mixed_float16", "mixed_bfloat16", "O2:float16", "float32", "p=f32,c=f16,o=f32"]
+NAMES = ("embed", "first", "second", "third", "head")
+
+
+@jax.custom_vjp
+def trap(x, armed):
+    """Returns ``x``; the cotangent of an armed one is infinite."""
+    return x
+
+
+trap.defvjp(
+    lambda x, armed: (x, armed),
+    lambda armed, ct: (jnp.where(armed, jnp.inf, 1).astype(ct.dtype) * ct, None),
+)
+
+
+def layer(w, x):
+    return jnp.tanh(x @ w["kernel"] + w["bias"])
+
+
+def loss_fn(params, batch):
+    """A chain of layers, with a trap in front of one: batch["trap"] says behind which."""
+    x = batch["x"]
+    for i, name in enumerate(NAMES):
+        x = trap(layer(params[name], x), batch["trap"].max() == i)
+    return jnp.mean((x.astype(jnp.float32) - 0.5) ** 2)
+
+
+def problem(rng, trap_at=-1):
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / 2, jnp.float32)  # noqa: E731
+    # Named so that the order of the leaves is not the order of use.
+    params = {name: {"kernel": draw(4, 4), "bias": draw(4)} for name in NAMES}
+    return params, {"x": draw(8, 4), "trap": jnp.full(8, trap_at)}
+
+
+def build(policy="mixed_float16", loss_fn=loss_fn, optimizer=optax.adam, **options):
+    options = {"report_overflow": True, "loss_scale": 8.0, **options}
+    init, step = mpjax.build_train_step(loss_fn, optimizer(1e-3), policy, **options)
+    return init, jax.jit(step, donate_argnums=0)
+
+
+# ---------------------------------------------------------------- the first to overflow
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_a_planted_overflow_is_named(policy, accumulate_steps, rng):
+    params, _ = problem(rng)
+    init, step = build(policy, accumulate_steps=accumulate_steps)
+    state = init(params)
+    for place in (-1, 4, 2, 0, -1):
+        batch = {**problem(rng)[1], "trap": jnp.array([-1] * 7 + [place])}  # in one micro-batch
+        state, metrics = step(state, batch)
+        overflow = metrics["overflow"]
+        assert bool(metrics["grads_finite"]) == (place == -1)
+        assert overflow.paths == tuple(
+            f"{n}/{k}" for n in sorted(NAMES) for k in ("bias", "kernel")
+        )
+        assert float(overflow.loss_scale) == 8.0 and int(overflow.layer) == -1
+        if place == -1:
+            assert overflow.path is None and int(overflow.index) == -1
+            assert float(overflow.nonfinite) == 0 and float(overflow.largest) > 0
+            assert str(overflow).startswith("No gradient overflowed at loss scale 2^3: the largest")
+        else:
+            assert overflow.path.split("/")[0] == NAMES[place]
+            assert float(overflow.nonfinite) == 1
+            assert str(overflow).startswith(f"{overflow.path} overflowed first, at loss scale 2^3")
+        json.dumps(overflow.to_dict(), allow_nan=False)
+    assert step._cache_size() == 1
+
+
+def test_an_overflow_by_too_large_a_scale_is_named_and_its_scale_told():
+    """The cotangent passes 65504 where it is multiplied by 300, on its way to the first layer."""
+
+    def loud(params, batch):
+        x = jnp.tanh(batch @ params["a_first"])
+        x = jnp.tanh(300 * (x @ params["b_second"]))
+        return jnp.mean(x @ params["c_third"])
+
+    params = dict.fromkeys(("a_first", "b_second", "c_third"), jnp.full((4, 4), 1e-4))
+    scale = mpjax.DynamicLossScale(2.0**14)
+    init, step = build("mixed_float16", loud, loss_scale=scale)
+    state = init({**params, "c_third": jnp.ones((4, 4))})
+    for count in range(5):
+        state, metrics = step(state, jnp.full((2, 4), 100.0))
+        overflow = metrics["overflow"]
+        assert float(overflow.loss_scale) == 2.0 ** (14 - count)  # not the one for the next step
+        assert overflow.path == "b_second" and float(overflow.nonfinite) == 1
+    assert metrics["loss_finite"] and not int(state.step)
+
+
+def test_the_largest_magnitude_is_that_of_the_scaled_gradient():
+    init, step = build("float32", lambda p, b: jnp.sum(p["w"] * b), loss_scale=2.0**10)
+    state = init({"w": jnp.zeros(4)})
+    state, metrics = step(state, jnp.array([1.0, -3.0, 2.0, 0.0]))
+    assert float(metrics["overflow"].largest) == 3 * 2**10
+    _, metrics = step(state, jnp.array([1.0, jnp.nan, -jnp.inf, -7.0]))
+    overflow = metrics["overflow"]
+    assert float(overflow.largest) == 7 * 2**10 and float(overflow.nonfinite) == 0.5
+    assert str(overflow) == (
+        "w overflowed first, at loss scale 2^10: 50.00% of its gradient is Inf or NaN, the largest "
+        "other entry, scaled, is 7168."
+    )
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layers_of_a_scan_are_told_apart(policy, reverse, rng):
+    """Stacked parameters: the layer nearest to the loss, then the parameter within the layer."""
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / 2, jnp.float32)  # noqa: E731
+    params = {
+        "embed": draw(4, 4),
+        "blocks": {"a": {"kernel": draw(3, 4, 4)}, "b": {"kernel": draw(3, 4, 4)}},
+        "head": draw(4, 1),
+    }
+
+    def scanned(params, batch):
+        x, (block, inside) = jnp.tanh(batch["x"] @ params["embed"]), batch["trap"]
+
+        def body(x, indexed):
+            i, w = indexed
+            x = jnp.tanh(x @ w["b"]["kernel"])
+            x = trap(x, (i == block) & (inside == 0))
+            x = jnp.tanh(x @ w["a"]["kernel"])
+            return trap(x, (i == block) & (inside == 1)), None
+
+        x, _ = jax.lax.scan(body, x, (jnp.arange(3), params["blocks"]), reverse=reverse)
+        return jnp.mean((x @ params["head"]).astype(jnp.float32) ** 2)
+
+    init, step = build(policy, scanned)
+    state, x = init(params), draw(8, 4)
+    for block in (0, 1, 2):
+        for inside, name in enumerate(("blocks/b/kernel", "blocks/a/kernel")):
+            trap_at = jnp.array([block, inside])
+            state, metrics = step(state, {"x": x, "trap": trap_at})
+            overflow = metrics["overflow"]
+            assert (overflow.path, int(overflow.layer)) == (name, block)
+            if block == (2 if reverse else 0):
+                assert np.isclose(float(overflow.nonfinite), 1 / 3)
+            assert f"{name}, layer {block}, overflowed first" in str(overflow)
+    _, metrics = step(state, {"x": x, "trap": jnp.array([-1, 0])})
+    assert metrics["overflow"].path is None and int(metrics["overflow"].layer) == -1
+    assert step._cache_size() == 1
+
+
+def order_of(fun, params, *args):
+    """Returns the paths of parameters in the order that their gradients are finished in."""
+    found = []
+
+    def observe(grads, program):
+        places = [place.first for place in backward_order(program())]
+        pairs = zip(places, paths(grads), strict=True)
+        found[:] = [path for _, path in sorted(pairs)]
+
+    run = observed_value_and_grad(lambda *a: (fun(*a), None), mpjax.NoOpLossScale(), observe)
+    jax.eval_shape(run, params, *args)
+    return found
+
+
+def test_the_order_is_that_of_the_backward_pass():
+    w = {name: jnp.ones((3, 3)) for name in "abcdef"}
+    x = jnp.ones((2, 3))
+
+    def chain(w, x):
+        for name in "cafbed":
+            x = jnp.tanh(x @ w[name])
+        return jnp.sum(x)
+
+    assert order_of(chain, w, x) == [*"debfac"]
+    assert order_of(jax.checkpoint(chain), w, x) == [*"debfac"]
+    assert order_of(jax.jit(chain), w, x) == [*"debfac"]
+    for policy in ("mixed_float16", "mixed_bfloat16"):
+        assert order_of(mpjax.autocast(chain, policy), w, x) == [*"debfac"]
+
+    def linear(w, x):  # no residual of the forward pass in the backward pass
+        for name in "cafbed":
+            x = x @ w[name]
+        return jnp.sum(x)
+
+    assert order_of(linear, w, x) == [*"debfac"]
+
+    def regularized(w, x):
+        return sum(jnp.sum(v**2) for v in w.values()) + chain(w, x)
+
+    assert order_of(regularized, w, x) == [*"debfac"]
+
+    def tied(w, x):  # the first use of c is what ends its gradient
+        return jnp.sum(jnp.tanh(x @ w["c"] @ w["a"]) @ w["c"].T)
+
+    assert order_of(tied, {k: w[k] for k in "ac"}, x) == ["a", "c"]
+
+    def partly(w, x):
+        y = jax.lax.cond(x[0, 0] > 0, lambda y: jnp.tanh(y @ w["a"]), lambda y: y, x @ w["b"])
+        return jnp.sum(y @ w["c"])
+
+    assert order_of(partly, {k: w[k] for k in "abcd"}, x) == [*"cabd"]
+
+
+def test_a_parameter_that_the_loss_does_not_use_is_no_overflow(rng):
+    init, step = build(loss_fn=lambda p, b: jnp.sum(p["w"] * b))
+    _, metrics = step(init({"w": jnp.ones(2), "unused": jnp.ones(3)}), jnp.array([jnp.inf, 1.0]))
+    assert metrics["overflow"].path == "w"
+
+
+def test_an_infinite_loss_names_the_parameter_nearest_to_it(rng):
+    params, batch = problem(rng)
+    bad = {**batch, "x": batch["x"].at[0].set(jnp.nan)}
+    init, step = build()
+    _, metrics = step(init(params), bad)
+    assert not metrics["loss_finite"] and metrics["overflow"].path.startswith("head/")
+
+
+# ---------------------------------------------------------------- underflow
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_underflow_shares(policy, accumulate_steps):
+    """Of four gradients one is zero, one tiny, one small and one of an ordinary size."""
+    init, step = build(
+        policy,
+        lambda p, b: jnp.sum((p["w"] * b).astype(jnp.float32)),
+        accumulate_steps=accumulate_steps,
+        report_underflow=True,
+        loss_scale=4.0,
+    )
+    sizes = jnp.array([0.0, 2.0**-28, 2.0**-20, 1.0])
+    if "bf" in policy:
+        sizes = jnp.array([0.0, 0.0, 0.0, 1.0])  # subnormal numbers of bfloat16 are of float32 too
+    _, metrics = step(init({"w": jnp.zeros(4), "v": jnp.zeros(0)}), jnp.stack([sizes, sizes]))
+    found = metrics["underflow"]
+    assert found.dtype == ("bfloat16" if "bf" in policy else "float16")
+    if "bf" in policy:
+        assert float(found.zeros) == 0.75
+        return
+    assert float(found.zeros) + float(found.flushed) == 0.5  # lost on the way, or would be
+    assert float(found.zeros) >= 0.25 and float(found.subnormal) == 0.25
+    if policy == "float32":
+        assert str(found) == (
+            "25.00% of the gradient is zero, float16 flushes 25.00% more and holds 25.00% with "
+            "fewer bits."
+        )
+
+
+def test_a_higher_scale_loses_less(rng):
+    params, batch = problem(rng)
+    lost = []
+    for scale in (2.0**-24, 2.0**-16, 2.0**8):
+        init, step = build("mixed_float16", report_underflow=True, loss_scale=scale)
+        metrics = step(init(params), batch)[1]
+        lost.append(float(metrics["underflow"].zeros) + float(metrics["underflow"].flushed))
+    assert lost[0] > 0.5 and lost[0] > lost[1] > lost[2]
+
+
+# ---------------------------------------------------------------- transformations
+
+
+def both(**options):
+    return build(report_underflow=True, **options)
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2:float16", "p=f32,c=f16,o=f32"])
+def test_reports_change_nothing_else(policy, accumulate_steps, rng):
+    params, batch = problem(rng)
+    runs = []
+    for report in (False, True):
+        init, step = build(
+            policy,
+            accumulate_steps=accumulate_steps,
+            report_overflow=report,
+            report_underflow=report,
+        )
+        state, metrics = step(init(params), batch)
+        runs.append((state, {name: metrics[name] for name in metrics if "flow" not in name}))
+    plain, watched = map(jax.tree.leaves, runs)
+    for a, b in zip(plain, watched, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
+    assert jax.tree.structure(runs[0]) == jax.tree.structure(runs[1])
+
+
+def test_no_report_unless_asked(rng):
+    params, batch = problem(rng)
+    init, step = build(report_overflow=False)
+    metrics = step(init(params), batch)[1]
+    assert "overflow" not in metrics and "underflow" not in metrics
+
+
+def test_reports_never_talk_to_the_host(rng):
+    params, batch = problem(rng)
+    init, step = both()
+    state = init(params)
+    names = {eqn.primitive.name for eqn in equations(jax.make_jaxpr(step)(state, batch))}
+    assert not {name for name in names if "callback" in name or "infeed" in name}
+    state, _ = step(state, batch)
+    with jax.transfer_guard("disallow"):
+        _, metrics = step(state, batch)
+    arrays = jax.tree.leaves([metrics["overflow"], metrics["underflow"]])
+    assert len(arrays) == 8 and all(isinstance(x, jax.Array) and not x.ndim for x in arrays)
+
+
+def test_steps_in_a_scan_report_one_each(rng):
+    params, batch = problem(rng)
+    init, step = both()
+    batches = {
+        "x": jnp.stack([batch["x"]] * 4),
+        "trap": jnp.array([[-1] * 8, [3] * 8, [-1] * 8, [1] * 8]),
+    }
+    _, metrics = jax.jit(lambda s, b: jax.lax.scan(step, s, b))(init(params), batches)
+    overflow = metrics["overflow"]
+    assert (np.asarray(overflow.index) >= 0).tolist() == [False, True, False, True]
+    each = [jax.tree.map(lambda x, i=i: x[i], overflow).path for i in range(4)]
+    assert [path and path.split("/")[0] for path in each] == [None, "third", None, "first"]
+    assert metrics["underflow"].zeros.shape == (4,)
+    with pytest.raises(ValueError, match=r"several steps or members, of shape \(4,\)"):
+        overflow.path  # noqa: B018
+    assert "Overflow(" in str(overflow) and "Underflow(" in str(metrics["underflow"])
+
+
+def test_members_under_vmap_report_one_each(rng):
+    params, batch = problem(rng)
+    init, step = both()
+    members = jax.tree.map(lambda p: jnp.stack([p, p]), params)
+    batches = {"x": jnp.stack([batch["x"]] * 2), "trap": jnp.array([[-1] * 8, [2] * 8])}
+    _, metrics = jax.jit(jax.vmap(step))(jax.vmap(init)(members), batches)
+    index = metrics["overflow"].index
+    assert index[0] == -1 and metrics["overflow"].paths[index[1]].startswith("second/")
+
+
+def mesh():
+    return jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def replicas(kind, step):
+    """Returns ``step`` over two replicas, each with its half of the batch."""
+    if kind == "pmap":
+        mapped = jax.pmap(step, axis_name="data", in_axes=(None, 0), out_axes=None)
+        halves = lambda x: x.reshape(2, -1, *x.shape[1:])  # noqa: E731
+        return lambda state, batch: mapped(state, jax.tree.map(halves, batch))
+    spec = PartitionSpec
+    specs = {"in_specs": (spec(), spec("data")), "out_specs": spec()}
+    return jax.jit(jax.shard_map(step, mesh=mesh(), **specs, check_vma=kind == "checked"))
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("kind", ["checked", "unchecked", "pmap"])
+def test_replicas_agree(kind, accumulate_steps, rng):
+    """One replica overflows; the largest magnitude is the larger of the two."""
+    params, batch = problem(rng)
+    init, step = both(axis_name="data", accumulate_steps=accumulate_steps)
+    _, whole = both()
+    mapped = replicas(kind, step)
+    one_bad = {**batch, "trap": jnp.array([-1] * 4 + [2] * 4)}
+    _, metrics = mapped(init(params), one_bad)
+    assert metrics["overflow"].path.startswith("second/")
+    _, metrics = mapped(init(params), batch)
+    assert metrics["overflow"].path is None
+    x = batch["x"].reshape(2 * accumulate_steps, -1, 4)
+    parts = [whole(init(params), {"x": part, "trap": batch["trap"]})[1] for part in x]
+    largest = max(float(part["overflow"].largest) for part in parts)
+    np.testing.assert_allclose(metrics["overflow"].largest, largest, rtol=1e-2)
+    subnormal = np.mean([float(part["underflow"].subnormal) for part in parts])
+    np.testing.assert_allclose(metrics["underflow"].subnormal, subnormal, atol=1e-2)
+
+
+def test_sharded_arrays_under_plain_jit(rng):
+    params, batch = problem(rng, trap_at=1)
+    init, step = both()
+    state = jax.device_put(init(params), NamedSharding(mesh(), PartitionSpec()))
+    batch = jax.device_put(batch, NamedSharding(mesh(), PartitionSpec("data")))
+    assert step(state, batch)[1]["overflow"].path.startswith("first/")
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2:bfloat16", "float32"])
+def test_under_strict_promotion_and_x64(policy, rng, strict_promotion, x64):
+    params, batch = problem(rng)
+
+    def simple(params, batch):
+        x = layer(params["first"], batch["x"].astype(params["first"]["kernel"].dtype))
+        return jnp.mean(x.astype(jnp.float32))
+
+    # Adam's own powers are not strict.
+    init, step = build(policy, simple, optax.sgd, report_underflow=True)
+    _, metrics = step(init(params), batch)
+    assert metrics["overflow"].path is None
+    assert {x.dtype.name for x in jax.tree.leaves(metrics["overflow"])} == {"int32", "float32"}
+    assert {x.dtype.name for x in jax.tree.leaves(metrics["underflow"])} == {"float32"}
+
+
+@pytest.mark.parametrize("scale", [jmp.NoOpLossScale(), jmp.StaticLossScale(jnp.float32(4)), 3.0])
+def test_any_loss_scale(scale):
+    init, step = build("float32", lambda p, b: jnp.sum(p["w"] * b), loss_scale=scale)
+    overflow = step(init({"w": jnp.zeros(2)}), jnp.array([2.0, -5.0]))[1]["overflow"]
+    assert float(overflow.largest) == 5 * float(overflow.loss_scale)
+
+
+# ---------------------------------------------------------------- logs and bad input
+
+
+def test_reports_are_logged(rng, tmp_path):
+    params, batch = problem(rng)
+    init, step = both()
+    state, path = init(params), tmp_path / "run.jsonl"
+    with mpjax.JsonLines(path) as log:
+        for i, place in enumerate((-1, 2)):
+            state, metrics = step(state, {**batch, "trap": jnp.full(8, place)})
+            mpjax.log_metrics(log, i, metrics)
+    fine, bad = (json.loads(line) for line in path.read_text().splitlines())
+    assert fine["overflow/index"] == -1 and "overflow/path" not in fine
+    assert bad["overflow/path"].startswith("second/") and bad["overflow/nonfinite"] == 1
+    assert bad["overflow/loss_scale"] == 8 and fine["overflow/largest"] > 0
+    assert {"underflow/zeros", "underflow/flushed", "underflow/subnormal"} <= fine.keys()
+    assert "underflow/dtype" not in fine and "overflow/layer" not in bad
+
+
+@pytest.mark.parametrize("flag", ["report_overflow", "report_underflow"])
+def test_flags_are_true_or_false(flag):
+    with pytest.raises(ValueError, match=f"{flag}='yes' must be True or False"):
+        mpjax.build_train_step(loss_fn, optax.sgd(0.1), **{flag: "yes"})
