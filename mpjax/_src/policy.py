@@ -14,7 +14,7 @@ import jax
 import jmp
 import numpy as np
 
-from mpjax._src import _jax, ops
+from mpjax._src import _jax
 from mpjax._src.dtypes import (
     BY_NAME,
     FLOAT16,
@@ -27,6 +27,7 @@ from mpjax._src.dtypes import (
 )
 from mpjax._src.errors import did_you_mean
 from mpjax._src.patterns import matches, nearest_paths, path_of, paths
+from mpjax._src.rules import NO_HALF_FORM, PROGRAM, rule_of
 from mpjax._src.trees import cast, cast_leaf
 
 T = TypeVar("T")
@@ -494,13 +495,13 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
             f"{did_you_mean(str(name), _jax.primitive_names())} Names are those that "
             "jax.make_jaxpr prints, such as 'dot_general', 'exp' or 'reduce_sum'."
         )
-    for name in sorted(set(listed) & ops.NOT_LISTED):
+    for name in sorted(name for name in listed if rule_of(name).need == PROGRAM):
         raise ValueError(
             f"{listed[name]}: {name!r} is not an operation with a dtype of its own, but a program, "
             "a kernel or the function's own cast. Name the operations inside it, or use an "
             "override or mpjax.precision for a part of the function."
         )
-    for name in sorted(set(fields["half_ops"]) & ops.FLOAT32_ONLY):
+    for name in sorted(name for name in fields["half_ops"] if NO_HALF_FORM in rule_of(name).traits):
         raise ValueError(f"half_ops: JAX has no half-precision form of {name!r}. Leave it out.")
     return fields
 

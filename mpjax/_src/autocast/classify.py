@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpjax._src import ops
+from mpjax._src import rules
 from mpjax._src.autocast.graph import PLANNED, REGION, Block, Op, is_float, known_value
 from mpjax._src.autocast.reach import reach
 from mpjax._src.dtypes import FLOAT32, HALVES
@@ -35,9 +35,12 @@ def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[st
         value.raw = True
     for op in block.ops:
         op.half = policy.compute_dtype if policy.compute_dtype in HALVES else None
-        if op.name in ops.CARRIES_PATH and op.ins:
+        if rules.SAME_PARAMETER in op.spec.traits and op.ins:
             for out in op.outs:
-                out.paths, out.raw = op.ins[0].paths, op.ins[0].raw and op.name != "gather"
+                out.paths, out.raw = (
+                    op.ins[0].paths,
+                    op.ins[0].raw and rules.FRESH not in op.spec.traits,
+                )
             op.outs[0].const = known_value(op)
         for sub in op.subs:
             for value, index in zip(sub.block.invars, sub.ins, strict=True):
@@ -56,33 +59,35 @@ def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[st
         _apply_region(op)
         if op.half is None and op.forced != "full":
             op.forced, op.reason = "full", "the policy computes in float32"
-        if op.name in ops.REDUCTIONS or (op.ins and op.rule in ("follow", "layout", "full")):
+        reduces = rules.REDUCES in op.spec.traits
+        if reduces or (op.ins and op.rule in ("follow", "layout", "full")):
             big = [v for v in op.ins if v.is_f32 and v.const is None]
-            small = op.name in ops.REDUCTIONS or (bool(big) and all(v.small for v in big))
+            small = reduces or (bool(big) and all(v.small for v in big))
             for out in op.outs:
                 out.small = small
 
 
 def _rule(op: Op) -> tuple[str, str]:
     """Returns the rule of an op by what it is, and the reason in words."""
-    name = op.name
-    if not any(v.is_f32 for v in (*op.ins, *op.outs)) and not op.subs and name not in ops.MATMULS:
+    wide_form = rules.HAS_WIDE_FORM in op.spec.traits
+    if not any(v.is_f32 for v in (*op.ins, *op.outs)) and not op.subs and not wide_form:
         return "leave", "no float32"
-    if name in CONTROL_RULES:
-        return CONTROL_RULES[name](op)
-    if name in ops.HALF:
+    if op.name in CONTROL_RULES:
+        return CONTROL_RULES[op.name](op)
+    if op.spec.need == rules.HALF:
         return _matmul_rule(op)
-    if name in ops.FULL:
-        return "full", "full list"
-    if name in ops.NEUTRAL:
-        return "neutral", "gives no float"
-    if name in ops.ELEMENTWISE:
-        return "follow", "follows its operands"
-    if name in ops.LAYOUT:
-        return "layout", "follows its operands"
-    if name == "convert_element_type":
+    if op.name == "convert_element_type":
         return "cast", "the program's own cast"
-    return "leave", "unknown operation, left alone"
+    return NEEDS.get(op.spec.need, ("leave", "unknown operation, left alone"))
+
+
+# The rule of an op by what its primitive needs, and the reason in words.
+NEEDS = {
+    rules.FULL: ("full", "full list"),
+    rules.COMPARE: ("neutral", "gives no float"),
+    rules.FOLLOW: ("follow", "follows its operands"),
+    rules.MOVE: ("layout", "follows its operands"),
+}
 
 
 def _matmul_rule(op: Op) -> tuple[str, str]:
@@ -94,7 +99,9 @@ def _matmul_rule(op: Op) -> tuple[str, str]:
     wanted = op.params.get("preferred_element_type")
     operands = {v.aval.dtype for v in floats}
     if operands <= {FLOAT32, *HALVES} and (op.outs[0].is_f32 or wanted in HALVES):
-        if FLOAT32 not in operands and not (op.outs[0].is_f32 and op.name in ops.MATMULS):
+        if FLOAT32 not in operands and not (
+            op.outs[0].is_f32 and rules.HAS_WIDE_FORM in op.spec.traits
+        ):
             return "leave", "no float32"
         return "half", "half list"
     return ("leave", "no float32") if FLOAT32 not in operands else ("written", "left as written")
@@ -147,7 +154,9 @@ def _ends_on_a_matmul(op: Op) -> bool:
 
 def _watched(cond: Block) -> list[bool]:
     """Returns which arguments of a loop's condition reach a comparison as floats."""
-    wanted = {id(v) for op in cond.walk() if op.name in ops.NEUTRAL for v in op.ins if v.is_f32}
+    wanted = {
+        id(v) for op in cond.walk() if op.spec.need == rules.COMPARE for v in op.ins if v.is_f32
+    }
     for op in reversed(list(cond.walk())):
         if op.subs:
             return [v.is_f32 for v in cond.invars]
@@ -218,7 +227,9 @@ def _apply_region(op: Op) -> None:
             if dtype in HALVES:
                 op.half = dtype
                 arithmetic = op.rule in ("half", "full", "follow")
-                op.forced = "half" if arithmetic and op.name not in ops.FLOAT32_ONLY else ""
+                op.forced = (
+                    "half" if arithmetic and rules.NO_HALF_FORM not in op.spec.traits else ""
+                )
             elif op.rule not in ("layout", "neutral"):
                 op.forced = "full"
             return

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src import ops
+from mpjax._src import rules
 from mpjax._src.autocast.graph import Block, Op, Value, is_float
 from mpjax._src.autocast.reach import half_of
 from mpjax._src.dtypes import FLOAT32, HALVES
@@ -56,7 +56,7 @@ def _is_rounded(value: Value) -> bool:
 def _decide_half(op: Op) -> None:
     op.compute = op.half
     out = op.outs[0]
-    if op.name not in ops.HALF:  # told to by the user
+    if op.spec.need != rules.HALF:  # told to by the user
         _give(op, "half", op.half)
     elif not out.is_f32:
         return
@@ -64,7 +64,7 @@ def _decide_half(op: Op) -> None:
         _give(op, "half", op.half)  # its transpose, a matmul too, must get a half cotangent
     elif op.forced == "half":
         _give(op, "half", op.half)  # a list or a region asks for half, its result included
-    elif op.name in ops.MATMULS and out.all_full and out.needed:
+    elif rules.HAS_WIDE_FORM in op.spec.traits and out.all_full and out.needed:
         op.reason += ", float32 result for its float32 readers"
         _set(out, "full", FLOAT32)
     elif all(v.aval.dtype in HALVES for v in op.ins if is_float(v)):
@@ -75,7 +75,7 @@ def _decide_half(op: Op) -> None:
 
 def _decide_full(op: Op) -> None:
     op.compute = FLOAT32
-    wide = op.name not in ops.FULL and any(v.wide for v in op.ins)
+    wide = op.spec.need != rules.FULL and any(v.wide for v in op.ins)
     _give(op, "full", FLOAT32, wide)
 
 
@@ -129,7 +129,7 @@ def _critical_constant(op: Op, may_be_one: bool = False) -> float | None:
 def _decide_layout(op: Op) -> None:
     kinds = {v.kind for v in op.ins if v.is_f32}
     wide = any(v.wide for v in op.ins)
-    fresh = op.name in ("gather", "concatenate")  # a new array, not a view of its operand
+    fresh = rules.FRESH in op.spec.traits
     for kind in ("full", "half", "flexible"):
         if kind not in kinds:
             continue
@@ -207,7 +207,7 @@ def _decide_cast(op: Op) -> None:
 
 def _decide_leave(op: Op) -> None:
     op.compute = FLOAT32
-    _give(op, "full", FLOAT32, wide=op.name in ops.FROM_BITS)
+    _give(op, "full", FLOAT32, wide=rules.FROM_BITS in op.spec.traits)
 
 
 def _decide_written(op: Op) -> None:

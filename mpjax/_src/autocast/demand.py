@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from mpjax._src import ops
+from mpjax._src import rules
 from mpjax._src.autocast.graph import Block, Op, Value
 from mpjax._src.dtypes import HALVES
 
@@ -33,10 +33,8 @@ def demand(block: Block) -> None:
 
 
 def _want_full(op: Op) -> None:
-    amplifies = op.name in ops.SENSITIVE or (
-        op.name == "custom_jvp_call"
-        and any(o.name in ops.SENSITIVE for o in op.subs[0].block.walk())
-    )
+    inside = [o for sub in op.subs for o in sub.block.walk()] or [op]
+    amplifies = any(o.spec.need == rules.FULL and o.spec.amplifies(o.params) for o in inside)
     needed = amplifies or any(out.needed for out in op.outs)
     for value in op.ins:
         read_by(value, full=True, needed=needed, amplified=amplifies)
@@ -81,7 +79,7 @@ def _want_follow(op: Op) -> None:
     full = all(out.all_full for out in floats)
     op.full_by_readers = full or any(out.returned for out in floats)
     needed = any(out.needed for out in floats)
-    kinked = op.name in ops.KINKED and not op.full_by_readers
+    kinked = rules.KINKED in op.spec.traits and not op.full_by_readers
     for value in op.ins:
         value.before_kink |= kinked
         beside_half = any(v.from_half for v in op.ins if v is not value)

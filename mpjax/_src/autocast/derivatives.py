@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax._src import _jax, ops
+from mpjax._src import _jax
 from mpjax._src.dtypes import FLOAT32
+from mpjax._src.rules import REDUCES, rule_of
 
 Run = Callable[..., tuple[list[Any], list[Any]]]
 
@@ -129,7 +130,7 @@ def recomputed(run: Run, arrays: Sequence[Any], prevent_cse: bool) -> list[Any]:
 
 
 def _keep_reductions(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name in ops.REDUCTIONS
+    return REDUCES in rule_of(primitive.name).traits
 
 
 def recomputed_from_half(

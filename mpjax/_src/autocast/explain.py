@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src import _jax, ops
+from mpjax._src import _jax
 from mpjax._src.autocast.graph import ROW, Block, Op, Value
 from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.policy import get_policy
+from mpjax._src.rules import HALF, rule_of
 
 CASTS = frozenset({"convert_element_type"})
 
@@ -86,7 +87,7 @@ class CastReport:
         return [
             row
             for row in self.rows
-            if (row.primitive in ops.HALF and _computes_in(row) == "f32")
+            if (rule_of(row.primitive).need == HALF and _computes_in(row) == "f32")
             or "left alone" in row.reason
             or "left as written" in row.reason
         ]
@@ -382,7 +383,7 @@ def flops_of(eqn: Any) -> int:
 def _half_share(jaxpr: Any) -> float:
     total = half = 0
     for eqn, _, times in _walk(jaxpr):
-        if eqn.primitive.name in ops.HALF:
+        if rule_of(eqn.primitive.name).need == HALF:
             flops = flops_of(eqn) * times
             total += flops
             dtypes = {getattr(v.aval, "dtype", None) for v in eqn.invars[:2]}

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src import _jax, ops
+from mpjax._src import _jax, rules
 from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.rules import Rule, rule_of
 
 # Larger constants than this are not looked into.
 CONSTANT_LIMIT = 1 << 16
@@ -105,6 +106,11 @@ class Op:
     @property
     def name(self) -> str:
         return self.eqn.primitive.name
+
+    @property
+    def spec(self) -> Rule:
+        """What is known of its primitive."""
+        return rule_of(self.name)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -248,7 +254,7 @@ WIRING: dict[str, Callable[[Op], Any]] = {
 
 def known_value(op: Op) -> Any:
     """Returns the constant that an op's first result is known to be, or None."""
-    if not (op.ins and op.name in ops.KEEPS_CONSTANT and op.outs[0].is_f32):
+    if not (op.ins and rules.SAME_CONSTANT in op.spec.traits and op.outs[0].is_f32):
         return None
     value = op.ins[0].const
     if value is None:

@@ -12,30 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src import ops
+from mpjax._src import rules
 from mpjax._src.autocast.graph import Block, Op, Value
 from mpjax._src.dtypes import FLOAT32, HALVES
-
-# Operations that are linear in each of their operands alone: those save nothing for the backward
-# pass where at most one operand varies.
-LINEAR = (
-    ops.names(
-        "abs add add_any broadcast_in_dim convert_element_type max min neg reduce_sum reshape "
-        "select_n sign squeeze stop_gradient sub transpose reduce_max reduce_min copy"
-    )
-    | ops.NEUTRAL
-)
-PRODUCTS = frozenset({"mul", "div"})
-
-# Operations whose derivative stands a rounding of their operand: it is bounded, or of the size of
-# the result. (Not so a logarithm's, or a quotient's in its divisor.)
-STEADY = ops.names("asinh atan cos erf erfc exp exp2 integer_pow logistic mul sin square tanh")
-
-
-# Operations that XLA fuses into every reader, so it recomputes them without being made to.
-ARITHMETIC = (
-    LINEAR | PRODUCTS | ops.names("rsqrt sqrt integer_pow square reduce_prod iota and or not")
-)
 
 
 @dataclasses.dataclass(eq=False)
@@ -276,7 +255,7 @@ def _steady_maximum(
 
 
 # From a maximum to what is subtracted.
-SPREADS = ops.names("broadcast_in_dim max reshape squeeze stop_gradient")
+SPREADS = frozenset(["broadcast_in_dim", "max", "reshape", "squeeze", "stop_gradient"])
 
 
 def _weights(softmax: Op, readers: "dict[Value, list[Op | None]]") -> list[Op]:
@@ -323,7 +302,13 @@ def _sums_values(readers: "list[Op | None]", result: Value, axes: tuple[int, ...
 def _recomputable(op: Op) -> bool:
     if is_free(op):
         return False
-    cheap = op.name in ops.RECOMPUTED and op.rule in ("full", "follow", "layout", "neutral", "cast")
+    cheap = op.spec.cost != rules.NEVER and op.rule in (
+        "full",
+        "follow",
+        "layout",
+        "neutral",
+        "cast",
+    )
     floats = any(v.is_f32 for v in op.ins)
     return cheap and floats and op.compute in (FLOAT32, None) and not op.eqn.effects
 
@@ -345,7 +330,9 @@ def _set_boundary(group: Island, block: Block) -> None:
     read = (v for op in (*group.free, *group.ops) for v in op.ins)
     group.inputs = [*dict.fromkeys(v for v in read if v not in inside and not is_literal(v))]
     group.half = next((op.half for op in group.ops if op.half is not None), None)
-    group.sums = [v for op in group.ops if op.name in ops.REDUCTIONS for v in op.outs if v.is_f32]
+    group.sums = [
+        v for op in group.ops if rules.REDUCES in op.spec.traits for v in op.outs if v.is_f32
+    ]
     readers = _readers(block)
     outside = {
         v: [r for r in readers.get(v, ()) if r not in members] for op in group.ops for v in op.outs
@@ -364,7 +351,7 @@ def _halves_inside(group: Island, block: Block, producer: dict[Value, Op]) -> li
     found = []
     for value in group.inputs:
         op = producer.get(value)
-        if op is None or op.compute not in HALVES or op.name not in ops.ELEMENTWISE or op.forced:
+        if op is None or op.compute not in HALVES or op.spec.need != rules.FOLLOW or op.forced:
             continue
         varying = [v for v in op.ins if v.const is None]
         if all(v in group.inputs for v in varying) and members.issuperset(readers[value]):
@@ -424,7 +411,7 @@ def _from_half(group: Island, block: Block) -> bool:
     inside: set[Value] = {v for op in group.ops for v in op.outs}
     kept = []
     for op in group.ops:
-        if op.name in LINEAR and not any(v in inside for v in op.ins):
+        if _is_linear(op) and not any(v in inside for v in op.ins):
             inside.difference_update(op.outs)
         else:
             kept.append(op)
@@ -432,7 +419,7 @@ def _from_half(group: Island, block: Block) -> bool:
     _set_boundary(group, block)
     group.rounded = _large_float32(group)
     return group.half is not None and all(
-        op.name in STEADY or op.name in LINEAR or (op.name == "div" and v is not op.ins[1])
+        op.spec.steady or _is_linear(op) or (op.name == "div" and v is not op.ins[1])
         for op in kept
         for v in op.ins
         if v in group.rounded
@@ -460,8 +447,13 @@ def _is_sloped(group: Island, block: Block) -> bool:
         and not group.sums
         and not any(op.forced == "full" for op in group.ops)
         and all(reader in members for reader in _readers(block)[operand])
-        and all(op.name in STEADY | LINEAR or _is_scaling(op) for op in group.ops)
+        and all(op.spec.steady or _is_linear(op) or _is_scaling(op) for op in group.ops)
     )
+
+
+def _is_linear(op: Op) -> bool:
+    """Tells whether an op is linear in each operand alone: its derivative then reads no operand."""
+    return op.spec.saves == rules.NOTHING and op.spec.cost == rules.FUSED
 
 
 def _is_scaling(op: Op) -> bool:
@@ -471,8 +463,8 @@ def _is_scaling(op: Op) -> bool:
 def _is_dear(op: Op) -> bool:
     large = any(v.is_f32 and not v.small for v in op.outs)
     inner = [o for sub in op.subs for o in sub.block.walk() if o.reason != "no float32"]
-    names = {o.name for o in inner} if op.subs else {op.name}
-    return large and not names <= ARITHMETIC | {"jit", "custom_jvp_call"}
+    inner = [o for o in inner if not o.subs] if op.subs else [op]
+    return large and any(o.spec.cost != rules.FUSED for o in inner)
 
 
 def _saves_memory(group: Island) -> bool:
@@ -480,9 +472,9 @@ def _saves_memory(group: Island) -> bool:
     saved: set[Value] = set()
     for op in group.ops:
         varying = [v for v in op.ins if v.is_f32 and v.const is None]
-        if op.name in LINEAR:
+        if _is_linear(op):
             continue
-        if op.name in PRODUCTS:
+        if op.spec.saves == rules.OTHERS:
             saved.update(varying if len(varying) > 1 else ())
         else:
             saved.update((*varying, *op.outs))

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax._src import _jax, ops
+from mpjax._src import _jax, rules
 from mpjax._src.autocast.derivatives import (
     attention,
     cast,
@@ -83,7 +83,7 @@ def _row(op: Op) -> Any:
 
 
 def _run(op: Op, env: Env, dtype: Any, **params: Any) -> None:
-    if dtype in HALVES and op.name in ops.ELEMENTWISE:
+    if dtype in HALVES and op.spec.need == rules.FOLLOW:
         args = [_read_expanded(op, v, env, dtype) for v in op.ins]
     else:
         args = [env.read(v, dtype) for v in op.ins]
@@ -100,7 +100,7 @@ def _run_as_planned(op: Op, env: Env) -> None:
         return env.make(op.outs[0], functools.partial(_broadcast, op, env))
     if op.name == "gather" and op.outs[0].is_f32 and _jax.picks_one_per_row(op.eqn):
         return env.store(op.outs[0], pick(op.eqn, [env.read(v, op.compute) for v in op.ins]))
-    if op.name in ops.SUMS_COTANGENTS and op.compute in HALVES and _jax.enlarges(op.eqn):
+    if rules.SUMS_BACK in op.spec.traits and op.compute in HALVES and _jax.enlarges(op.eqn):
         args = [env.read(v, op.compute) for v in op.ins]
         wide = wide_cotangent(lambda *xs: _jax.bind(op.eqn, xs)[0], args)
         return env.store(op.outs[0], wide)
@@ -123,7 +123,7 @@ def _broadcast(op: Op, env: Env, dtype: Any) -> Any:
 
 
 def _run_half(op: Op, env: Env) -> None:
-    if op.name not in ops.HALF:
+    if op.spec.need != rules.HALF:
         return _run_as_planned(op, env)
     args = [env.read(v, op.half) for v in op.ins]
     args = [cast(a, op.half) if a.dtype in HALVES and a.dtype != op.half else a for a in args]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import _jax, ops
+from mpjax._src import _jax, rules
 from mpjax._src.autocast.environment import constants_as_casts
 from mpjax._src.dtypes import short_name
 from mpjax._src.instruments.interpret import (
@@ -31,6 +31,7 @@ from mpjax._src.instruments.interpret import (
 from mpjax._src.instruments.nonfinite import check_concrete, shown
 from mpjax._src.instruments.programs import Program, make_program, training_scale
 from mpjax._src.policy import get_policy
+from mpjax._src.rules import rule_of
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
 # A float32 result this much smaller than what it is the sum of is float32's own rounding error.
@@ -112,7 +113,7 @@ class CompareRow:
         """As `added`, less where the operands were wrong already, or a gradient's terms cancel."""
         made = OVERFLOW if self.overflow else min(_finite(self.new), 1.0)
         amplified = max(0.0, min(_finite(self.inherited), 1.0) - _finite(self.operands))
-        if self.backward and self.primitive in ops.BACKWARD_SUMS:
+        if self.backward and rules.CANCELS in rule_of(self.primitive).traits:
             amplified *= NATURAL
         return (made + amplified) / (1 + (self.operands / WRONG) ** 2)
 
@@ -372,11 +373,12 @@ class _Comparer:
     def operation(self, eqn: Any, ins: list[Shadowed], place: Place) -> list[Shadowed]:
         arrays = [v.array for v in ins]
         outs = run(eqn, arrays)
-        path = ins[0].path if ins and eqn.primitive.name in ops.CARRIES_PATH else ""
+        traits = rule_of(eqn.primitive.name).traits
+        path = ins[0].path if ins and rules.SAME_PARAMETER in traits else ""
         key = (id(eqn), place.scopes, tuple(loop for loop, _ in place.loops))
         found = max((v.error_for(key) for v in ins), default=0.0)
         accumulated: dict[str, Any] = {}
-        if place.loops and eqn.primitive.name in ops.ACCUMULATES:
+        if place.loops and {rules.SAME_PARAMETER, rules.STATE} & traits:
             makers = frozenset({key}).union(*(v.makers for v in ins))
             accumulated = {"makers": makers, "given": found}
         half = any(is_half(x) for x in (*arrays, *outs))

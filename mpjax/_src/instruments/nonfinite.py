@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import _jax, ops
+from mpjax._src import _jax, rules
 from mpjax._src.dtypes import short_name
 from mpjax._src.instruments.interpret import Place, interpret, is_half, run, run_in_float32, take
 from mpjax._src.instruments.programs import (
@@ -20,6 +20,7 @@ from mpjax._src.instruments.programs import (
     make_program,
 )
 from mpjax._src.policy import get_policy
+from mpjax._src.rules import rule_of
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
 
@@ -228,7 +229,7 @@ class _Finder:
     def operation(self, eqn: Any, ins: list[Watched], place: Place) -> list[Watched]:
         arrays = [v.array for v in ins]
         outs = run(eqn, arrays)
-        carries = eqn.primitive.name in ops.CARRIES_PATH
+        carries = rules.SAME_PARAMETER in rule_of(eqn.primitive.name).traits
         origins = frozenset().union(*(v.origins for v in ins if v.bad))
         given = frozenset().union(*(v.given for v in ins if v.bad))
         infinite = any(v.bad for v in ins)
@@ -330,10 +331,11 @@ def _search(program: Program, arrays: list[jax.Array], scale: float) -> Nonfinit
 
 
 def _is_pole(event: NonfiniteReport) -> bool:
-    return event.primitive in POLES and event.kind == "undefined" and event.made == "Inf"
-
-
-POLES = ops.names("atanh digamma div erf_inv lgamma log log1p rsqrt")
+    return (
+        rules.POLE in rule_of(event.primitive).traits
+        and event.kind == "undefined"
+        and event.made == "Inf"
+    )
 
 
 def _in_compiled_alone(
@@ -517,7 +519,8 @@ def _largest(x: Any) -> float:
 
 def _is_new(eqn: Any, arrays: Sequence[Any], out: Any) -> bool:
     """Tells whether an elementwise operation made infinities where its operands have none."""
-    if eqn.primitive.name not in ops.ELEMENTWISE | ops.FULL | {"convert_element_type"}:
+    name = eqn.primitive.name
+    if rule_of(name).need not in (rules.FOLLOW, rules.FULL) and name != "convert_element_type":
         return False
     same = [x for x in arrays if np.shape(x) == out.shape and _is_number(x)]
     if len(same) + sum(np.ndim(x) == 0 for x in arrays) < len(arrays):

@@ -9,10 +9,11 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from mpjax._src import _jax, ops
+from mpjax._src import _jax, rules
 
 # What costs no depth: a gradient is as deep as the arithmetic that made it.
-FREE = ops.LAYOUT | _jax.BARRIERS | {"convert_element_type", "reduce_precision", "pcast"}
+FREE = {*rules.names_where(lambda rule: rule.need == rules.MOVE)}
+FREE |= {"convert_element_type", "reduce_precision", "pcast"}
 
 # Through these an array of one gradient per layer keeps its rows.
 ROWWISE = _jax.BARRIERS | {"convert_element_type", "copy", "mul", "div", "neg", "add_any"}

@@ -1,0 +1,289 @@
+"""What is known of each primitive: one row of one table, in the names of JAX's primitives.
+
+A row states properties of the primitive alone, each of which a test can refute; what they mean to a
+program is decided in `autocast`. Which primitives need float32 merges the lists of torch, Apex,
+Paddle, MindSpore and TensorFlow's graph pass. A primitive without a row is left alone.
+
+How an error is judged. ``gain`` is the largest ``|x f'(x)|`` over the larger of ``|f(x)|`` and, for
+a bounded function, its bound: by how much a relative error of an operand grows. A sum has no such
+number, for its terms may cancel: by convention its error counts against its largest term.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mpjax._src import _jax
+
+# ---- the columns --------------------------------------------------------------------------------
+
+# need: what it computes in.
+HALF = "half"  # half operands on the matrix units, float32 accumulation inside
+FULL = "full"  # float32 from operands to result
+FOLLOW = "follow"  # elementwise arithmetic: the dtype of its operands
+MOVE = "move"  # no arithmetic: the dtype that needs the fewest casts
+COMPARE = "compare"  # gives no float: takes whatever its operands are stored in
+PROGRAM = "program"  # a program inside, or a kernel: a matter of its own
+
+# gain: by how much it amplifies a relative error of its operands.
+NONE = "none"  # its derivative is zero
+ONE = "one"  # at most about once (a small power: a few times)
+SUM = "sum"  # at most once, against its largest term
+RANGE = "range"  # more, though no more than the exponents of float32 allow (exp: 88)
+UNBOUNDED = "unbounded"  # a phase, a pole, a condition number
+AMPLIFIES = (RANGE, UNBOUNDED)
+
+# span: how its result lies against its largest operand.
+KEEPS = "keeps"  # no larger, or as much larger as a sum of two
+BOUNDED = "bounded"  # at most a small number, whatever the operand
+GROWS = "grows"  # may leave the range of float16 though its operands are in it
+
+# saves: what its derivative reads.
+NOTHING = "nothing"
+OTHERS = "others"  # of a product: the other operands
+OPERANDS = "operands"
+RESULT = "result"
+
+# cost: what computing it again takes.
+FUSED = "fused"  # nothing: compilers repeat it in every reader without being told to
+DEAR = "dear"  # a special function: repeated where that saves memory
+NEVER = "never"  # memory traffic or many operations
+
+# traits: what else is true of some.
+REDUCES = "reduces"  # a small result of large operands
+NO_HALF_FORM = "no half form"  # compilers have none, whatever a list or a region asks for
+HAS_WIDE_FORM = "has wide form"  # can hand out its float32 accumulator
+SUMS_BACK = "sums back"  # a move whose transpose sums
+FROM_BITS = "from bits"  # floats made of bits or integers: half has too few bits for them
+SAME_PARAMETER = "same parameter"  # its result is still the parameter to a path pattern
+SAME_CONSTANT = "same constant"  # of a known constant it makes a known constant
+FRESH = "fresh"  # a move whose result is a new array, not a view of its operand
+KINKED = "kinked"  # piecewise linear: its derivative asks on which side of a kink it was
+STATE = "state"  # running sums and averages go through it from one turn of a loop to the next
+CANCELS = "cancels"  # a sum that differentiation writes: its terms cancel by nature
+POLE = "pole"  # infinite at some finite operand
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """The row of a primitive.
+
+    Attributes:
+        need: What it computes in: one of HALF, FULL, FOLLOW, MOVE, COMPARE, PROGRAM.
+        gain: By how much it amplifies a relative error of an operand: one of NONE, ONE, SUM, RANGE,
+            UNBOUNDED, or a function from the equation's parameters to one of these.
+        span: How large its result may be: KEEPS, BOUNDED or GROWS.
+        saves: What its derivative reads: NOTHING, OTHERS, OPERANDS or RESULT.
+        steady: Whether its derivative stands a rounding of what it reads: it is then bounded, or of
+            the size of the result.
+        cost: What computing it again takes: FUSED, DEAR or NEVER.
+        traits: Any of the names above.
+    """
+
+    need: str = PROGRAM
+    gain: str | Callable[[dict[str, Any]], str] = SUM
+    span: str = KEEPS
+    saves: str = OPERANDS
+    steady: bool = False
+    cost: str = NEVER
+    traits: frozenset[str] = frozenset()
+
+    def amplifies(self, params: dict[str, Any]) -> bool:
+        """Tells whether an equation with these parameters amplifies an error of its operands."""
+        return self.gain_of(params) in AMPLIFIES
+
+    def gain_of(self, params: dict[str, Any]) -> str:
+        """Returns the gain of an equation with these parameters."""
+        return self.gain(params) if callable(self.gain) else self.gain
+
+
+UNKNOWN = Rule("unknown", UNBOUNDED, GROWS)
+RULES: dict[str, Rule] = {}
+
+
+def rule_of(name: str) -> Rule:
+    """Returns the row of a primitive; `UNKNOWN` where there is none."""
+    return RULES.get(name, UNKNOWN)
+
+
+def names_where(test: Callable[[Rule], bool]) -> Iterator[str]:
+    """Yields the names of the primitives whose row passes a test."""
+    return (name for name, rule in RULES.items() if test(rule))
+
+
+def having(trait: str) -> frozenset[str]:
+    """Returns the names of the primitives that have a trait."""
+    return frozenset(names_where(lambda rule: trait in rule.traits))
+
+
+def row(names: str, need: str, gain: Any = SUM, span: str = KEEPS, **columns: Any) -> None:
+    """Adds the same row for each of some names."""
+    traits = frozenset(columns.pop("traits", ()))
+    RULES.update(dict.fromkeys(names.split(), Rule(need, gain, span, traits=traits, **columns)))
+
+
+def _power(params: dict[str, Any]) -> str:
+    return ONE if abs(params["y"]) <= 4 else RANGE
+
+
+# ---- matrix units -------------------------------------------------------------------------------
+
+row("dot_general", HALF, traits=(HAS_WIDE_FORM, CANCELS))
+row("ragged_dot_general", HALF, traits=(HAS_WIDE_FORM,))
+row("conv_general_dilated", HALF, traits=(CANCELS,))
+
+# ---- elementwise arithmetic ---------------------------------------------------------------------
+
+LINEAR: dict[str, Any] = {"saves": NOTHING, "cost": FUSED}
+row("add sub", FOLLOW, SUM, **LINEAR, traits=(STATE,))
+row("add_any", FOLLOW, SUM, **LINEAR, traits=(STATE, CANCELS))
+row("neg", FOLLOW, ONE, **LINEAR, traits=(STATE,))
+row("abs", FOLLOW, ONE, **LINEAR)
+row("sign floor ceil round", FOLLOW, NONE, **LINEAR)
+row("max min", FOLLOW, ONE, **LINEAR, traits=(KINKED,))
+row("clamp", FOLLOW, ONE, **LINEAR, traits=(KINKED,))
+row("select_n", FOLLOW, ONE, **LINEAR, traits=(STATE,))
+row("mul", FOLLOW, ONE, GROWS, saves=OTHERS, steady=True, cost=FUSED, traits=(STATE,))
+row("div", FOLLOW, ONE, GROWS, saves=OTHERS, cost=FUSED, traits=(STATE, POLE))
+row("rem", FOLLOW, UNBOUNDED, saves=OPERANDS, cost=DEAR)
+row("sqrt", FOLLOW, ONE, saves=RESULT, cost=FUSED)
+row("cbrt", FOLLOW, ONE, saves=RESULT, cost=DEAR)
+row("tanh logistic", FOLLOW, ONE, BOUNDED, saves=RESULT, steady=True, cost=DEAR)
+row("erf", FOLLOW, ONE, BOUNDED, saves=OPERANDS, steady=True, cost=DEAR)
+row("atan asinh", FOLLOW, ONE, saves=OPERANDS, steady=True, cost=DEAR)
+row("atan2", FOLLOW, ONE, BOUNDED, saves=OPERANDS, cost=DEAR)
+
+# ---- float32: special functions -----------------------------------------------------------------
+
+row("rsqrt", FULL, ONE, saves=RESULT, cost=FUSED, traits=(POLE,))
+row("square", FULL, ONE, GROWS, saves=OPERANDS, steady=True, cost=FUSED)
+row("integer_pow", FULL, _power, GROWS, saves=OPERANDS, steady=True, cost=FUSED)
+row("exp exp2", FULL, RANGE, GROWS, saves=RESULT, steady=True, cost=DEAR)
+row("expm1 sinh cosh", FULL, RANGE, GROWS, saves=OPERANDS, cost=DEAR)
+row("log log1p", FULL, UNBOUNDED, saves=OPERANDS, cost=DEAR, traits=(POLE,))
+row("pow", FULL, UNBOUNDED, GROWS, saves=OPERANDS, cost=DEAR)
+row("sin cos", FULL, UNBOUNDED, BOUNDED, saves=OPERANDS, steady=True, cost=DEAR)
+row("tan", FULL, UNBOUNDED, GROWS, saves=RESULT, cost=DEAR, traits=(POLE,))
+row("asin acos", FULL, UNBOUNDED, BOUNDED, saves=OPERANDS, cost=DEAR)
+row("acosh", FULL, UNBOUNDED, saves=OPERANDS, cost=DEAR)
+row("atanh erf_inv", FULL, UNBOUNDED, saves=OPERANDS, cost=DEAR, traits=(POLE,))
+row("erfc", FULL, UNBOUNDED, BOUNDED, saves=OPERANDS, steady=True, cost=DEAR)
+row("lgamma digamma", FULL, UNBOUNDED, GROWS, saves=OPERANDS, traits=(POLE,))
+row("bessel_i0e bessel_i1e", FULL, ONE, BOUNDED)
+row("igamma igammac igamma_grad_a random_gamma polygamma zeta", FULL, UNBOUNDED, GROWS)
+row("regularized_incomplete_beta", FULL, UNBOUNDED, BOUNDED)
+
+# ---- float32: sums and products over many -------------------------------------------------------
+
+row("reduce_sum", FULL, SUM, GROWS, saves=NOTHING, cost=FUSED, traits=(REDUCES, CANCELS))
+row("reduce_window_sum", FULL, SUM, GROWS, traits=(REDUCES,))
+row("reduce_prod", FULL, RANGE, GROWS, cost=FUSED, traits=(REDUCES,))
+row("cumsum", FULL, SUM, GROWS)
+row("cumprod cumlogsumexp", FULL, RANGE, GROWS)
+row("psum psum_invariant unreduced_psum reduce_scatter", FULL, SUM, GROWS)
+row("select_and_scatter_add", FULL, SUM, GROWS)
+row("scatter-add", FULL, SUM, GROWS, traits=(NO_HALF_FORM, CANCELS))
+row("scatter-sub scatter-mul", FULL, SUM, GROWS, traits=(NO_HALF_FORM,))
+row("fft", FULL, SUM, GROWS, traits=(NO_HALF_FORM,))
+
+# ---- float32: linear algebra --------------------------------------------------------------------
+
+row(
+    "cholesky cholesky_update eig eigh geqrf hessenberg householder_product lu ormqr qr schur svd "
+    "symmetric_product tridiagonal tridiagonal_solve",
+    *(FULL, UNBOUNDED, GROWS),
+    traits=(NO_HALF_FORM,),
+)
+row("triangular_solve", FULL, UNBOUNDED, GROWS)
+
+# ---- moves --------------------------------------------------------------------------------------
+
+VIEW = (SAME_PARAMETER,)
+row("copy reshape squeeze transpose", MOVE, ONE, **LINEAR, traits=(*VIEW, SAME_CONSTANT))
+row("stop_gradient", MOVE, NONE, **LINEAR, traits=VIEW)
+row("broadcast_in_dim", MOVE, ONE, **LINEAR, traits=(*VIEW, SAME_CONSTANT, SUMS_BACK))
+row("reduce_max reduce_min", MOVE, ONE, **LINEAR, traits=(REDUCES,))
+HELD: dict[str, Any] = {"saves": NOTHING, "cost": NEVER}
+row("copy_p dynamic_slice layout_constraint optimization_barrier", MOVE, ONE, **HELD, traits=VIEW)
+row("rev reshard sharding_constraint slice split unstack", MOVE, ONE, **HELD, traits=VIEW)
+row("gather", MOVE, ONE, **HELD, traits=(*VIEW, SUMS_BACK, FRESH))
+row("pvary", MOVE, ONE, **HELD, traits=(*VIEW, SUMS_BACK))
+row("all_gather pbroadcast", MOVE, ONE, **HELD, traits=(SUMS_BACK,))
+row("concatenate", MOVE, ONE, **HELD, traits=(FRESH,))
+row("dynamic_update_slice", MOVE, ONE, **HELD, traits=(STATE,))
+row(
+    "all_gather_invariant all_gather_reduced all_to_all cummax cummin name pad pmax pmin ppermute "
+    "real_copy reduce_window_max reduce_window_min sort stack tile top_k vary_unreduced_cast_p",
+    *(MOVE, ONE),
+    **HELD,
+)
+
+# ---- no floats out, or none in ------------------------------------------------------------------
+
+row("eq ge gt is_finite le lt ne", COMPARE, NONE, **LINEAR)
+row("argmax argmin", COMPARE, NONE, **LINEAR, traits=(REDUCES,))
+
+# ---- rows of which only a trait counts: they have no dtype of their own, or are left alone -------
+
+row("convert_element_type", PROGRAM, ONE, **LINEAR, traits=(*VIEW, SAME_CONSTANT))
+row("custom_jvp_call", FOLLOW, cost=DEAR, traits=(KINKED,))
+row("closed_call cond custom_partitioning custom_vjp_call custom_vmap_call ffi_call", PROGRAM)
+row("jit linear_call pallas_call pjit remat2 scan shard_map while", PROGRAM)
+LEFT = "unknown"
+row("and not or", LEFT, NONE, **LINEAR)
+row("iota", LEFT, NONE, **LINEAR, traits=(FROM_BITS,))
+row("rng_uniform", LEFT, NONE, BOUNDED, **HELD, traits=(FROM_BITS,))
+row("bitcast_convert_type", LEFT, UNBOUNDED, GROWS, traits=(FROM_BITS, NO_HALF_FORM))
+row("reduce", LEFT, UNBOUNDED, GROWS, traits=(REDUCES, NO_HALF_FORM))
+row("complex geqp3 reduce_window", LEFT, UNBOUNDED, GROWS, traits=(NO_HALF_FORM,))
+row("scatter-max scatter-min", LEFT, ONE, traits=(NO_HALF_FORM,))
+
+
+def register_rule(primitive: Any, need: str, **columns: Any) -> None:
+    """Adds what autocast is to know of a primitive, or replaces it.
+
+    Register before the functions that use the primitive are traced: traces are kept.
+
+    Args:
+        primitive: The primitive, or its name.
+        need: What it computes in: "half" (half operands, as a matmul), "full" (float32), "follow"
+            (the dtype of its operands) or "move" (no arithmetic).
+        **columns: The other columns of `Rule`; unless given, the worst is assumed: an operation
+            that amplifies errors, may leave float16's range, and is never computed again.
+
+    Raises:
+        ValueError: If ``need`` or a column is not legal.
+
+    Example:
+        >>> import mpjax
+        >>> mpjax.register_rule("my_activation", "follow", gain="one", span="bounded")
+    """
+    name = getattr(primitive, "name", primitive)
+    if not isinstance(name, str):
+        raise ValueError(f"primitive={primitive!r} must be a JAX primitive, or the name of one.")
+    legal = {field.name: CHOICES.get(field.name) for field in dataclasses.fields(Rule)}
+    columns = {"gain": UNBOUNDED, "span": GROWS, **columns}
+    for column, value in {"need": need, **columns}.items():
+        choices = legal.get(column, ())
+        if choices is not None and not callable(value) and value not in choices:
+            known = ", ".join(map(repr, choices or [c for c in legal if c != "need"]))
+            what = "is not a column" if column not in legal else "is not legal"
+            raise ValueError(
+                f"register_rule: {column}={value!r} {what} (primitive {name!r}). Legal: {known}."
+            )
+    traits = frozenset(columns.pop("traits", ()))
+    RULES[name] = Rule(need, traits=traits, **columns)
+
+
+CHOICES: dict[str, Any] = {
+    "need": (HALF, FULL, FOLLOW, MOVE),
+    "gain": (NONE, ONE, SUM, RANGE, UNBOUNDED),
+    "span": (KEEPS, BOUNDED, GROWS),
+    "saves": (NOTHING, OTHERS, OPERANDS, RESULT),
+    "steady": (True, False),
+    "cost": (FUSED, DEAR, NEVER),
+}
+
+# What the rewrite adds itself.
+for _name in _jax.BARRIERS:
+    row(_name, MOVE, ONE, **HELD)
