@@ -43,10 +43,7 @@ def plot_compare(comparison: Comparison, path: str | Path | None = None) -> Any:
         >>> compared = mpjax.compare(lambda w, x: jnp.sum(x @ w), "mixed_bfloat16")
         >>> figure = mpjax.plot_compare(compared(jnp.full((3, 2), 0.1), jnp.ones((4, 3))))
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("plot_compare needs matplotlib: pip install 'mpjax[plot]'.") from None
+    figure_class = _figure_class()
     rows = [
         row
         for _, row in sorted(
@@ -55,7 +52,7 @@ def plot_compare(comparison: Comparison, path: str | Path | None = None) -> Any:
     ]
     if not rows:
         raise ValueError("comparison has no rows: no operation of the program rounds.")
-    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    figure = figure_class(figsize=(11, 5.5), layout="constrained")
     axes = figure.add_subplot()
     floor = 2.0**-26
     for backward, color in ((False, "tab:blue"), (True, "tab:orange")):
@@ -131,10 +128,7 @@ def plot_gradient_histogram(
         >>> histogram = mpjax.gradient_histogram({"w": jnp.array([1e-9, 1e-3, 0.5])})
         >>> figure = mpjax.plot_gradient_histogram(histogram, scale=2.0**10)
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'mpjax[plot]'.") from error
+    figure_class = _figure_class()
     limits, shift = limits_of(dtype), exponent_of(scale)
     numbers = histogram.numbers()
     finite = numbers[:, 1:-1]
@@ -154,7 +148,7 @@ def plot_gradient_histogram(
 
     count = len(histogram.paths)
     height = 0.22 * min(count, PARAMETERS)
-    figure = Figure(figsize=(9, 4 + height), layout="constrained")
+    figure = figure_class(figsize=(9, 4 + height), layout="constrained")
     top, below = figure.subplots(
         2, 1, sharex=True, gridspec_kw={"height_ratios": [3, max(1, height)]}
     )
@@ -197,6 +191,14 @@ def plot_gradient_histogram(
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'mpjax[plot]'.") from error
+    return Figure
 
 
 def _drawn(error: float, floor: float) -> float:
