@@ -9,16 +9,16 @@ from mpjax._src.hardware.aot import compile_for
 from mpjax._src.hardware.batch_size import BatchTry, LargestBatch, largest_batch
 from mpjax._src.hardware.devices import DeviceFacts, DeviceReport, device_report, recommend_policy
 from mpjax._src.hardware.report import CompileReport, MatmulRow
-from mpjax._src.instruments.compare import Comparison, compare, plot_compare
+from mpjax._src.instruments.compare import Comparison, compare
 from mpjax._src.instruments.histogram import (
     GradientHistogram,
     LossScaleAdvice,
     gradient_histogram,
-    plot_gradient_histogram,
     recommend_loss_scale,
 )
 from mpjax._src.instruments.logs import JsonLines, flush_metrics, log_metrics
 from mpjax._src.instruments.nonfinite import NonfiniteReport, find_nonfinite
+from mpjax._src.instruments.plots import plot_compare, plot_gradient_histogram
 from mpjax._src.instruments.tune import Tuning, tune
 from mpjax._src.policy import Policy, get_policy
 from mpjax._src.training.gradients import scaled_value_and_grad

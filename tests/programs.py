@@ -11,6 +11,13 @@ import mpjax
 
 W, X = normal(0, 8, 8, scale=0.3), normal(1, 4, 8)
 
+
+def layer_norm(x):
+    mean = x.mean(-1, keepdims=True)
+    var = (x * x).mean(-1, keepdims=True) - mean**2
+    return (x - mean) * lax.rsqrt(var + 1e-6)
+
+
 # ---- programs that must run, half in every matmul, close to float32 -----------------------------
 
 PROGRAMS = {}

@@ -1,9 +1,20 @@
-"""What tests share: looking into jaxprs, and comparing trees."""
+"""What tests share: autocast in short, looking into jaxprs, and comparing trees."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
+
+import mpjax
+
+HALVES = ("bfloat16", "float16")
+BOTH = functools.partial(jax.grad, argnums=(0, 1))
+
+
+def cast(fun, half="bfloat16"):
+    return mpjax.autocast(fun, f"mixed_{half}")
 
 
 def equations(jaxpr):

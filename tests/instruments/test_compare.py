@@ -11,7 +11,7 @@ import pytest
 from support import normal
 
 import mpjax
-from mpjax._src.instruments import compare
+from mpjax._src.instruments.compare import compare
 
 LAYERS, WIDTH = 4, 16
 

@@ -7,7 +7,7 @@ import pytest
 from support import normal
 
 import mpjax
-from mpjax._src.instruments import tune
+from mpjax._src.instruments.tune import tune
 
 WIDTH = 16
 

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -106,13 +105,13 @@ class CompareRow:
         """What the result's error has more than the operands': made here, or amplified here."""
         if self.overflow:
             return math.inf
-        return _finite(self.new) + max(0.0, _finite(self.inherited) - _finite(self.operands))
+        return capped(self.new) + max(0.0, capped(self.inherited) - capped(self.operands))
 
     @property
     def blame(self) -> float:
         """As `added`, less where the operands were wrong already, or a gradient's terms cancel."""
-        made = OVERFLOW if self.overflow else min(_finite(self.new), 1.0)
-        amplified = max(0.0, min(_finite(self.inherited), 1.0) - _finite(self.operands))
+        made = OVERFLOW if self.overflow else min(capped(self.new), 1.0)
+        amplified = max(0.0, min(capped(self.inherited), 1.0) - capped(self.operands))
         if self.backward and rules.CANCELS in rule_of(self.primitive).traits:
             amplified *= NATURAL
         return (made + amplified) / (1 + (self.operands / WRONG) ** 2)
@@ -147,7 +146,7 @@ class Comparison:
 
     def worst_results(self) -> list[tuple[str, float]]:
         """Returns the results by name with their errors, the worst first."""
-        return sorted(self.results.items(), key=lambda item: -_finite(item[1]))
+        return sorted(self.results.items(), key=lambda item: -capped(item[1]))
 
     def cells(self, count: int | None = 12) -> list[tuple[str, ...]]:
         """Returns the worst rows as text, in the columns `COLUMNS`."""
@@ -233,96 +232,6 @@ def compare(
     return wrapped
 
 
-def plot_compare(comparison: Comparison, path: str | Path | None = None) -> Any:
-    """Draws the error of every operation in the order of the program, and what it adds itself.
-
-    Args:
-        comparison: What `compare` gave.
-        path: Of a PNG to write, or None.
-
-    Returns:
-        A ``matplotlib.figure.Figure``.
-
-    Raises:
-        ImportError: Without matplotlib, the extra ``plot``.
-        ValueError: If no operation rounds: there is nothing to draw.
-
-    Example:
-        >>> import jax.numpy as jnp, mpjax
-        >>> compared = mpjax.compare(lambda w, x: jnp.sum(x @ w), "mixed_bfloat16")
-        >>> figure = mpjax.plot_compare(compared(jnp.full((3, 2), 0.1), jnp.ones((4, 3))))
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("plot_compare needs matplotlib: pip install 'mpjax[plot]'.") from None
-    rows = [
-        row
-        for _, row in sorted(
-            zip(comparison.order, comparison.rows, strict=True), key=lambda pair: pair[0]
-        )
-    ]
-    if not rows:
-        raise ValueError("comparison has no rows: no operation of the program rounds.")
-    figure = Figure(figsize=(11, 5.5), layout="constrained")
-    axes = figure.add_subplot()
-    floor = 2.0**-26
-    for backward, color in ((False, "tab:blue"), (True, "tab:orange")):
-        some = [(i, row) for i, row in enumerate(rows) if row.backward == backward]
-        if not some:
-            continue
-        places = [i for i, row in some if row.error]
-        name = "backward" if backward else "forward"
-        shown_at = [_drawn(row.error, floor) for _, row in some if row.error]
-        axes.scatter(places, shown_at, s=14, color=color, label=f"error, {name} pass", zorder=3)
-        added = [_drawn(row.added, floor) for _, row in some]
-        axes.vlines(
-            [i for i, _ in some],
-            floor,
-            added,
-            color=color,
-            alpha=0.35,
-            lw=2,
-            label=f"added, {name}",
-        )
-    for number, row in enumerate([r for r in comparison.rows if not r.noise][:LABELS], 1):
-        name = f"{row.primitive}, {row.source.rpartition('/')[2]} {row.scope}"
-        place = rows.index(row), _drawn(row.error, floor)
-        axes.scatter(*place, s=90, marker="o", facecolors="none", edgecolors="black", zorder=4)
-        axes.annotate(
-            str(number), place, xytext=(0, 7), textcoords="offset points", ha="center", zorder=5
-        )
-        axes.plot([], [], " ", marker=f"${number}$", color="black", label=name)
-    for dtype, bits in (("float16", 11), ("bfloat16", 8)):
-        axes.axhline(2.0**-bits, color="grey", lw=0.8, ls="--")
-        axes.text(
-            1,
-            2.0**-bits,
-            f"one rounding to {dtype} ",
-            fontsize="x-small",
-            ha="right",
-            va="bottom",
-            transform=axes.get_yaxis_transform(),
-        )
-    axes.set_yscale("log", base=2)
-    axes.set_ylim(bottom=floor)
-    axes.set_xlabel("operations, in the order of the program")
-    axes.set_ylabel("relative error against float32")
-    figure.legend(fontsize="small", ncols=3, loc="outside upper center")
-    if path is not None:
-        figure.savefig(path, dpi=120)
-    return figure
-
-
-# How many operations a picture names, and where it draws an infinite error.
-LABELS = 5
-INFINITE = 8.0
-
-
-def _drawn(error: float, floor: float) -> float:
-    return min(max(_finite(error), floor), INFINITE)
-
-
 def _cells(row: CompareRow) -> tuple[str, ...]:
     place = [row.source, row.scope, row.path, *(f"{loop} {i}" for loop, i in row.iteration)]
     note = ["zero in exact arithmetic"] if row.noise else []
@@ -400,7 +309,7 @@ class _Comparer:
             stats = dict(zip(_STATS, np.asarray(_stats(out, own, shadow)), strict=True))
             if not self._is_ours(eqn, place):
                 self._record(key, eqn, ins, out, own, shadow, stats | {"operands": found}, place)
-            error = _finite(float(stats["error"]))
+            error = capped(float(stats["error"]))
             results.append(Shadowed(out, shadow, error, path, **accumulated))
         return results
 
@@ -491,7 +400,7 @@ def _badness(row: CompareRow) -> tuple[bool, float]:
     return not row.noise, row.blame
 
 
-def _finite(error: float) -> float:
+def capped(error: float) -> float:
     return error if error < BROKEN else BROKEN
 
 

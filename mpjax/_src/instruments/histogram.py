@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,9 +22,6 @@ from mpjax._src.trees import is_floating
 SMALLEST, LARGEST = -149, 127
 EXPONENTS = np.arange(SMALLEST, LARGEST + 1)
 BINS = len(EXPONENTS) + 2
-
-# How many parameters a picture has room to name.
-LABELS = 80
 
 EMPTY = "histogram holds no gradient that is finite and not zero"
 
@@ -66,14 +62,14 @@ class GradientHistogram:
         Raises:
             ValueError: If an argument is not legal.
         """
-        limits, shift = _limits(dtype), _log2(scale)
+        limits, shift = limits_of(dtype), exponent_of(scale)
         named = zip(self.paths, self.numbers(), strict=True)
         rows = [_row(path, each, limits, shift) for path, each in named]
         return [*rows, self.total(dtype, scale)]
 
     def total(self, dtype: DTypeLike = "float16", scale: float = 1.0) -> "HistogramRow":
         """Returns the `HistogramRow` of all parameters together, the last one of `rows`."""
-        return _row("all", self.numbers().sum(0), _limits(dtype), _log2(scale))
+        return _row("all", self.numbers().sum(0), limits_of(dtype), exponent_of(scale))
 
     def to_dict(self, dtype: DTypeLike = "float16", scale: float = 1.0) -> dict[str, Any]:
         """Returns the rows as plain data, ready for JSON, and the counts of the bins in use."""
@@ -221,7 +217,7 @@ def recommend_loss_scale(
     """
     if not headroom >= 1:
         raise ValueError(f"headroom={headroom!r} must be a number, 1 or more.")
-    limits = _limits(dtype)
+    limits = limits_of(dtype)
     whole = histogram.total(dtype)
     if whole.largest is None:
         raise ValueError(f"{EMPTY}: nothing to scale.")
@@ -248,100 +244,6 @@ def recommend_loss_scale(
     return LossScaleAdvice(scale, whole.flushed, scaled.flushed, tuple(reasons))
 
 
-def plot_gradient_histogram(
-    histogram: GradientHistogram,
-    path: str | Path | None = None,
-    dtype: DTypeLike = "float16",
-    scale: float = 1.0,
-) -> Any:
-    """Draws the distribution of all gradients, and of each parameter's below it.
-
-    Args:
-        histogram: The histogram.
-        path: Where to write a PNG; None to write none.
-        dtype: Whose range is marked: float16 or bfloat16.
-        scale: A loss scale, a power of two: the marks move by it.
-
-    Returns:
-        A ``matplotlib.figure.Figure``.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-        ValueError: If an argument is not legal, or there is nothing to draw.
-
-    Example:
-        >>> import jax.numpy as jnp, mpjax
-        >>> histogram = mpjax.gradient_histogram({"w": jnp.array([1e-9, 1e-3, 0.5])})
-        >>> figure = mpjax.plot_gradient_histogram(histogram, scale=2.0**10)
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'mpjax[plot]'.") from error
-    limits, shift = _limits(dtype), _log2(scale)
-    numbers = histogram.numbers()
-    finite = numbers[:, 1:-1]
-    used = np.flatnonzero(finite.sum(0))
-    if not used.size:
-        raise ValueError(
-            "histogram holds no gradient that is finite and not zero: nothing to draw."
-        )
-    marks = {"flushed to zero": limits.flush - shift, "overflow": limits.overflow - shift}
-    marks["subnormal"] = limits.normal - shift
-    first = min(EXPONENTS[used[0]], marks["flushed to zero"]) - 2
-    last = max(EXPONENTS[used[-1]], marks["subnormal"]) + 3
-    first, last = max(first, SMALLEST), min(last, LARGEST + 1)
-    window = slice(first - SMALLEST, last - SMALLEST)
-    shares = finite[:, window] / np.maximum(numbers.sum(1, keepdims=True), 1)
-    whole = finite[:, window].sum(0) / max(numbers.sum(), 1)
-
-    count = len(histogram.paths)
-    height = 0.22 * min(count, LABELS)
-    figure = Figure(figsize=(9, 4 + height), layout="constrained")
-    top, below = figure.subplots(
-        2, 1, sharex=True, gridspec_kw={"height_ratios": [3, max(1, height)]}
-    )
-    edges = np.arange(first, last)
-    top.bar(edges, whole, width=1.0, align="edge", color="tab:blue", edgecolor="white")
-    top.set_ylabel("share of all entries")
-    zeros, bad = (numbers[:, i].sum() / max(numbers.sum(), 1) for i in (0, -1))
-    name = canonical(dtype, "dtype").name
-    top.set_title(
-        f"Gradients by size: {zeros:.1%} zero, {bad:.1%} Inf or NaN; the marks are {name}'s at "
-        f"loss scale 2^{shift}",
-        fontsize="medium",
-    )
-    image = below.imshow(
-        shares,
-        aspect="auto",
-        interpolation="nearest",
-        cmap="Blues",
-        extent=(first, last, count - 0.5, -0.5),
-    )
-    named = range(0, count, -(-count // LABELS))
-    below.set_yticks(named, [histogram.paths[i] for i in named], fontsize="x-small")
-    below.set_xlabel("log2 |g|")
-    figure.colorbar(image, ax=below, label="share of the parameter", shrink=0.9)
-    for axes in (top, below):
-        axes.axvspan(first, marks["flushed to zero"], color="tab:red", alpha=0.15, lw=0)
-        axes.axvspan(
-            marks["flushed to zero"], marks["subnormal"], color="tab:orange", alpha=0.12, lw=0
-        )
-        axes.axvspan(min(marks["overflow"], last), last, color="tab:red", alpha=0.15, lw=0)
-    places = (
-        ("flushed", first, marks["flushed to zero"]),
-        ("subnormal", marks["flushed to zero"], marks["subnormal"]),
-        ("overflow", marks["overflow"], last),
-    )
-    for label, start, end in places:
-        if end - start >= 2:
-            top.text((start + end) / 2, top.get_ylim()[1] * 0.94, label, ha="center", va="top")
-    top.set_xlim(first, last)
-    if path is not None:
-        figure.savefig(path, dpi=120)
-    return figure
-
-
 # ---- one leaf, one row --------------------------------------------------------------------------
 
 
@@ -355,7 +257,7 @@ def _count(leaf: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Limits:
+class Limits:
     """Exponents of a half dtype: below the first is zero, below the second subnormal."""
 
     flush: int
@@ -363,17 +265,17 @@ class _Limits:
     overflow: int
 
 
-def _limits(dtype: DTypeLike) -> _Limits:
+def limits_of(dtype: DTypeLike) -> Limits:
     found = canonical(dtype, "dtype")
     if found not in HALVES:
         raise ValueError(f"dtype={dtype!r} must be 'float16' or 'bfloat16'.")
     # Half of the smallest subnormal still rounds up to it, but for a tie.
     if found == FLOAT16:
-        return _Limits(-25, -14, 16)
-    return _Limits(-134, -126, 128)
+        return Limits(-25, -14, 16)
+    return Limits(-134, -126, 128)
 
 
-def _log2(scale: float) -> int:
+def exponent_of(scale: float) -> int:
     try:
         mantissa, exponent = math.frexp(scale)
     except TypeError:
@@ -386,7 +288,7 @@ def _log2(scale: float) -> int:
     return exponent - 1
 
 
-def _row(path: str, numbers: np.ndarray, limits: _Limits, shift: int) -> HistogramRow:
+def _row(path: str, numbers: np.ndarray, limits: Limits, shift: int) -> HistogramRow:
     finite = numbers[1:-1]
     entries = int(numbers.sum())
     used = np.flatnonzero(finite)

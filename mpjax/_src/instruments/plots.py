@@ -1,0 +1,205 @@
+"""Pictures of what the instruments found. The only module that draws, with the extra `plot`."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpjax._src.dtypes import DTypeLike, canonical
+from mpjax._src.instruments.compare import Comparison, capped
+from mpjax._src.instruments.histogram import (
+    EXPONENTS,
+    LARGEST,
+    SMALLEST,
+    GradientHistogram,
+    exponent_of,
+    limits_of,
+)
+
+# How many operations a picture names, and where it draws an infinite error.
+OPERATIONS = 5
+INFINITE = 8.0
+
+# How many parameters a picture has room to name.
+PARAMETERS = 80
+
+
+def plot_compare(comparison: Comparison, path: str | Path | None = None) -> Any:
+    """Draws the error of every operation in the order of the program, and what it adds itself.
+
+    Args:
+        comparison: What `compare` gave.
+        path: Of a PNG to write, or None.
+
+    Returns:
+        A ``matplotlib.figure.Figure``.
+
+    Raises:
+        ImportError: Without matplotlib, the extra ``plot``.
+        ValueError: If no operation rounds: there is nothing to draw.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> compared = mpjax.compare(lambda w, x: jnp.sum(x @ w), "mixed_bfloat16")
+        >>> figure = mpjax.plot_compare(compared(jnp.full((3, 2), 0.1), jnp.ones((4, 3))))
+    """
+    figure_class = _figure_class()
+    rows = [
+        row
+        for _, row in sorted(
+            zip(comparison.order, comparison.rows, strict=True), key=lambda pair: pair[0]
+        )
+    ]
+    if not rows:
+        raise ValueError("comparison has no rows: no operation of the program rounds.")
+    figure = figure_class(figsize=(11, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    floor = 2.0**-26
+    for backward, color in ((False, "tab:blue"), (True, "tab:orange")):
+        some = [(i, row) for i, row in enumerate(rows) if row.backward == backward]
+        if not some:
+            continue
+        places = [i for i, row in some if row.error]
+        name = "backward" if backward else "forward"
+        shown_at = [_drawn(row.error, floor) for _, row in some if row.error]
+        axes.scatter(places, shown_at, s=14, color=color, label=f"error, {name} pass", zorder=3)
+        added = [_drawn(row.added, floor) for _, row in some]
+        axes.vlines(
+            [i for i, _ in some],
+            floor,
+            added,
+            color=color,
+            alpha=0.35,
+            lw=2,
+            label=f"added, {name}",
+        )
+    for number, row in enumerate([r for r in comparison.rows if not r.noise][:OPERATIONS], 1):
+        name = f"{row.primitive}, {row.source.rpartition('/')[2]} {row.scope}"
+        place = rows.index(row), _drawn(row.error, floor)
+        axes.scatter(*place, s=90, marker="o", facecolors="none", edgecolors="black", zorder=4)
+        axes.annotate(
+            str(number), place, xytext=(0, 7), textcoords="offset points", ha="center", zorder=5
+        )
+        axes.plot([], [], " ", marker=f"${number}$", color="black", label=name)
+    for dtype, bits in (("float16", 11), ("bfloat16", 8)):
+        axes.axhline(2.0**-bits, color="grey", lw=0.8, ls="--")
+        axes.text(
+            1,
+            2.0**-bits,
+            f"one rounding to {dtype} ",
+            fontsize="x-small",
+            ha="right",
+            va="bottom",
+            transform=axes.get_yaxis_transform(),
+        )
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(bottom=floor)
+    axes.set_xlabel("operations, in the order of the program")
+    axes.set_ylabel("relative error against float32")
+    figure.legend(fontsize="small", ncols=3, loc="outside upper center")
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+def plot_gradient_histogram(
+    histogram: GradientHistogram,
+    path: str | Path | None = None,
+    dtype: DTypeLike = "float16",
+    scale: float = 1.0,
+) -> Any:
+    """Draws the distribution of all gradients, and of each parameter's below it.
+
+    Args:
+        histogram: The histogram.
+        path: Where to write a PNG; None to write none.
+        dtype: Whose range is marked: float16 or bfloat16.
+        scale: A loss scale, a power of two: the marks move by it.
+
+    Returns:
+        A ``matplotlib.figure.Figure``.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        ValueError: If an argument is not legal, or there is nothing to draw.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> histogram = mpjax.gradient_histogram({"w": jnp.array([1e-9, 1e-3, 0.5])})
+        >>> figure = mpjax.plot_gradient_histogram(histogram, scale=2.0**10)
+    """
+    figure_class = _figure_class()
+    limits, shift = limits_of(dtype), exponent_of(scale)
+    numbers = histogram.numbers()
+    finite = numbers[:, 1:-1]
+    used = np.flatnonzero(finite.sum(0))
+    if not used.size:
+        raise ValueError(
+            "histogram holds no gradient that is finite and not zero: nothing to draw."
+        )
+    marks = {"flushed to zero": limits.flush - shift, "overflow": limits.overflow - shift}
+    marks["subnormal"] = limits.normal - shift
+    first = min(EXPONENTS[used[0]], marks["flushed to zero"]) - 2
+    last = max(EXPONENTS[used[-1]], marks["subnormal"]) + 3
+    first, last = max(first, SMALLEST), min(last, LARGEST + 1)
+    window = slice(first - SMALLEST, last - SMALLEST)
+    shares = finite[:, window] / np.maximum(numbers.sum(1, keepdims=True), 1)
+    whole = finite[:, window].sum(0) / max(numbers.sum(), 1)
+
+    count = len(histogram.paths)
+    height = 0.22 * min(count, PARAMETERS)
+    figure = figure_class(figsize=(9, 4 + height), layout="constrained")
+    top, below = figure.subplots(
+        2, 1, sharex=True, gridspec_kw={"height_ratios": [3, max(1, height)]}
+    )
+    edges = np.arange(first, last)
+    top.bar(edges, whole, width=1.0, align="edge", color="tab:blue", edgecolor="white")
+    top.set_ylabel("share of all entries")
+    zeros, bad = (numbers[:, i].sum() / max(numbers.sum(), 1) for i in (0, -1))
+    name = canonical(dtype, "dtype").name
+    top.set_title(
+        f"Gradients by size: {zeros:.1%} zero, {bad:.1%} Inf or NaN; the marks are {name}'s at "
+        f"loss scale 2^{shift}",
+        fontsize="medium",
+    )
+    image = below.imshow(
+        shares,
+        aspect="auto",
+        interpolation="nearest",
+        cmap="Blues",
+        extent=(first, last, count - 0.5, -0.5),
+    )
+    named = range(0, count, -(-count // PARAMETERS))
+    below.set_yticks(named, [histogram.paths[i] for i in named], fontsize="x-small")
+    below.set_xlabel("log2 |g|")
+    figure.colorbar(image, ax=below, label="share of the parameter", shrink=0.9)
+    for axes in (top, below):
+        axes.axvspan(first, marks["flushed to zero"], color="tab:red", alpha=0.15, lw=0)
+        axes.axvspan(
+            marks["flushed to zero"], marks["subnormal"], color="tab:orange", alpha=0.12, lw=0
+        )
+        axes.axvspan(min(marks["overflow"], last), last, color="tab:red", alpha=0.15, lw=0)
+    places = (
+        ("flushed", first, marks["flushed to zero"]),
+        ("subnormal", marks["flushed to zero"], marks["subnormal"]),
+        ("overflow", marks["overflow"], last),
+    )
+    for label, start, end in places:
+        if end - start >= 2:
+            top.text((start + end) / 2, top.get_ylim()[1] * 0.94, label, ha="center", va="top")
+    top.set_xlim(first, last)
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'mpjax[plot]'.") from error
+    return Figure
+
+
+def _drawn(error: float, floor: float) -> float:
+    return min(max(capped(error), floor), INFINITE)

@@ -1,0 +1,100 @@
+"""Constants and accumulators that take a detour."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from programs import W, X
+from support import HALVES, assert_near, cast, found, normal
+
+import mpjax
+
+
+@pytest.mark.parametrize("add_both", [False, True])
+def test_accumulators_that_swap_places_stay_float32(add_both):
+    x, w, z = normal(0, 8, 16), normal(1, 16, 16, scale=0.25), jnp.zeros((8, 16))
+
+    def fun(x, w):
+        second = (lambda s: s[0] + x @ w) if add_both else (lambda s: s[0])
+        return lax.fori_loop(0, 1000, lambda i, s: (s[1] + x @ w, second(s)), (z, z))
+
+    assert_near(jax.jit(cast(fun))(x, w), fun(x, w), rtol=0.01)
+
+
+MASKS = {
+    "scaled": lambda m: (1 - m) * -1e9,
+    "chosen": lambda m: jnp.where(m > 0, 0.0, -1e9),
+    "lowest": lambda m: jnp.where(m > 0, 0.0, jnp.finfo(jnp.float32).min),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_computed_mask_is_added_in_float32(mask, half):
+    x, w = normal(0, 8, 16), normal(1, 16, 16, scale=0.25)
+    m = jnp.zeros((8, 16)).at[1:].set(1.0)  # the first row is masked throughout
+
+    def fun(x, w, m):
+        scores = x @ w + MASKS[mask](m)
+        return jax.nn.softmax(scores), jax.nn.relu(scores) @ w
+
+    got, want = jax.jit(cast(fun, half))(x, w, m), fun(x, w, m)
+    assert jnp.isfinite(got[0]).all()
+    np.testing.assert_allclose(got[0], want[0], atol=0.02)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_constant_survives_the_way_into_control_flow(half):
+    eps = jnp.float32(1e-8)
+
+    def normalized(h):
+        return h / (jnp.abs(h) + eps)
+
+    def scanned(x, w):
+        return lax.scan(lambda c, _: (normalized(c @ w * 0), None), x, None, length=2)[0]
+
+    def branched(x, w):
+        return lax.cond(x[0, 0] > -100, lambda e: normalized(x @ w * 0) @ w, lambda e: x @ w, eps)
+
+    def again(x, w):
+        return jax.checkpoint(lambda x: normalized(x @ w * 0) @ w)(x)
+
+    x, w = normal(0, 4, 8), normal(1, 8, 8)
+    for fun in (scanned, branched, again):
+        assert (jax.jit(cast(fun, half))(x, w) == 0).all(), fun.__name__
+
+
+@pytest.mark.parametrize("fun", [jax.nn.softmax, lambda x: jnp.exp(jax.nn.gelu(x))])
+def test_a_result_that_is_read_in_half_and_returned_is_returned_as_computed(fun, rng):
+    def both(x, w):
+        result = fun(x @ w)
+        return result, result.astype(jnp.bfloat16), result @ w
+
+    x, w = (jnp.asarray(rng.normal(size=(4, 4)), jnp.float32) for _ in range(2))
+    auto = mpjax.autocast(both, "mixed_bfloat16")
+    exact, half, _ = auto(x, w)
+    assert exact.dtype == jnp.float32 and half.dtype == jnp.bfloat16
+    assert not jnp.array_equal(exact, exact.astype(jnp.bfloat16).astype(jnp.float32))
+    grads = jax.grad(lambda *args: sum(jnp.sum(r.astype(jnp.float32)) for r in auto(*args)))(x, w)
+    assert grads.dtype == jnp.float32
+
+
+def test_a_softmax_whose_result_nobody_reads(rng):
+    def fun(x):
+        jax.nn.softmax(x)
+        return jnp.tanh(x)
+
+    x = jnp.asarray(rng.normal(size=(4, 4)), jnp.float32)
+    assert jnp.array_equal(mpjax.autocast(fun, "mixed_bfloat16")(x), jnp.tanh(x))
+
+
+def test_a_matmul_on_the_half_list_gives_half_to_float32_readers_too():
+    def fun(w, x):
+        return jnp.sum(jax.nn.softmax(x @ w))
+
+    policy = mpjax.get_policy("mixed_bfloat16")
+    (row,) = found(mpjax.autocast(fun, policy), W, X, names=("dot_general",))
+    assert row[2] == "float32"
+    (row,) = found(mpjax.autocast(fun, policy.with_ops(half="dot_general")), W, X)
+    assert row[2] == "bfloat16"

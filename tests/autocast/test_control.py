@@ -1,0 +1,55 @@
+"""What the user controls: op lists, and overrides by path and scope."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from programs import W, X
+from support import found, full_matmuls
+
+import mpjax
+
+
+def test_op_lists():
+    policy = mpjax.get_policy("mixed_bfloat16")
+
+    def fun(w, x):
+        return jnp.exp(jnp.tanh(x @ w)) @ w
+
+    def dtypes(policy, name):
+        return found(mpjax.autocast(fun, policy), W, X, names=(name,))[0][2]
+
+    assert dtypes(policy, "exp") == "float32"
+    assert dtypes(policy.with_ops(half=["exp"]), "exp") == "bfloat16"
+    assert dtypes(policy.with_ops(full=["tanh"]), "tanh") == "float32"
+    assert dtypes(policy.with_ops(follow=["exp"]), "exp") == "bfloat16"
+    assert dtypes(policy.with_ops(full=["dot_general"]), "dot_general") == "float32"
+
+
+def test_overrides_by_path_and_scope():
+    params = {"encoder": {"kernel": W}, "decoder": {"kernel": W}}
+
+    def fun(params, x):
+        h = x @ params["encoder"]["kernel"]
+        with jax.named_scope("head"):
+            return jax.nn.relu(h.T.reshape(4, 8) @ params["decoder"]["kernel"].T) @ W
+
+    def dtypes(overrides):
+        policy = mpjax.get_policy("mixed_bfloat16").override(overrides)
+        return [row[1][1] for row in found(mpjax.autocast(fun, policy), params, X)]
+
+    assert dtypes({}) == ["bfloat16"] * 3
+    assert dtypes({"*/decoder/*": "float32"}) == ["bfloat16", "float32", "bfloat16"]
+    assert dtypes({"*encoder*": "float32"}) == ["float32", "bfloat16", "bfloat16"]
+    assert dtypes({"*/head/*": "float32"}) == ["bfloat16", "float32", "float32"]
+    with pytest.raises(ValueError, match=r"decodr.*decoder/kernel"):
+        dtypes({"*/decodr/*": "float32"})
+
+
+def test_override_reaches_scanned_parameters():
+    def fun(params, x):
+        return lax.scan(lambda h, p: (jnp.tanh(h @ p["w"]), None), x, params["layers"])[0]
+
+    params = {"layers": {"w": jnp.stack([W] * 2)}}
+    policy = mpjax.get_policy("mixed_bfloat16").override({"layers/*": "float32"})
+    assert full_matmuls(mpjax.autocast(fun, policy), params, X)

@@ -1,0 +1,238 @@
+"""What autocast keeps in float32, and what the gradients then are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from programs import W, X, layer_norm
+from support import (
+    BOTH,
+    HALVES,
+    assert_near,
+    cast,
+    equations,
+    found,
+    full_matmuls,
+    matmul_dtypes,
+    normal,
+)
+
+
+def rounded(x, half):
+    return x.astype(half).astype(jnp.float32)
+
+
+FULL = {
+    "softmax": jax.nn.softmax,
+    "log_softmax": jax.nn.log_softmax,
+    "logsumexp": lambda x: jax.nn.logsumexp(x, -1),
+    "softmax by hand": lambda x: jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True),
+    "layer norm": layer_norm,
+    "rms norm": lambda x: x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6),
+    "variance": lambda x: jnp.var(x, -1),
+    "cumsum": lambda x: jnp.cumsum(x, -1),
+    "power": lambda x: jnp.abs(x) ** 2.5,
+    "norm": lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True),
+    "svd": lambda x: jnp.linalg.svd(x, compute_uv=False),
+    "erf_inv": lambda x: lax.erf_inv(jnp.tanh(x)),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", FULL)
+def test_float32_operations(name, half):
+    x = rounded(X, half)
+    got, want = cast(FULL[name], half)(x), jax.jit(FULL[name])(x)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    # The same on a value that is half, as a matmul's result would be.
+    identity = jnp.eye(8)
+    got = cast(lambda x: FULL[name](lax.stop_gradient(x @ identity)), half)(x)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_large_values_in_float16():
+    x = rounded(300 + X, "float16")
+    np.testing.assert_allclose(cast(layer_norm, "float16")(x), jax.jit(layer_norm)(x), rtol=1e-6)
+    through = cast(lambda x: layer_norm(x @ jnp.eye(8)) @ jnp.eye(8), "float16")
+    np.testing.assert_allclose(through(x), layer_norm(x), atol=2e-3)
+
+
+def test_wide_results():
+    """A matmul read only by float32 operations gives float32; its backward matmuls stay half."""
+    for reader in (
+        lambda s: jnp.sum(jax.nn.softmax(s)[:, 0]),
+        lambda s: jnp.mean(jax.nn.logsumexp(s, -1)),
+        lambda s: jnp.mean((s - 1) ** 2),
+        jnp.sum,
+    ):
+        rows = found(cast(lambda w, x: reader(x @ w)), W, X)  # noqa: B023
+        assert rows == [("dot_general", ("bfloat16", "bfloat16"), "float32")]
+        rows = found(BOTH(cast(lambda w, x: reader(x @ w))), W, X)  # noqa: B023
+        assert len(rows) == 3 and all(row[1] == ("bfloat16",) * 2 for row in rows)
+
+
+def test_bias_gives_half_and_its_gradient_is_summed_in_float32():
+    def fun(b, w, x):
+        return jnp.sum(jax.nn.relu((x @ w + b) @ w))
+
+    adds = found(cast(fun), W[0], W, X, names=("add",))
+    assert adds == [("add", ("bfloat16", "bfloat16"), "bfloat16")]
+    sums = found(jax.grad(cast(fun)), W[0], W, X, names=("reduce_sum",))
+    assert all(row[1] == ("float32",) for row in sums)
+    ones = jnp.ones((3000, 8))
+    grad = jax.grad(cast(lambda b: jnp.sum((ones @ W + b) @ jnp.eye(8))))(W[0])
+    np.testing.assert_allclose(grad, 3000, rtol=1e-3)
+
+
+def test_small_reductions_stay_float32():
+    def fun(w, x):
+        h = x @ w
+        return jnp.sum(jax.nn.relu((h - h.mean(0)) * lax.rsqrt(h.var(0) + 1e-5)) @ w)
+
+    rows = found(cast(fun), W, X, names=("sub", "rsqrt"))
+    assert all(row[2] == "float32" for row in rows)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("mask", [-1e9, float(jnp.finfo(jnp.float32).min), -jnp.inf])
+def test_fully_masked_rows(mask, half):
+    allowed = jnp.array([[True] * 4, [False] * 4, [True, False] * 2, [False] * 4])
+
+    def fun(w, x):
+        scores = jnp.where(allowed, (x @ w) @ x.T, mask)
+        return jax.nn.softmax(scores, where=allowed if mask == -jnp.inf else None) @ x
+
+    got, want = cast(fun, half)(W, X), fun(W, X)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    np.testing.assert_allclose(got, want, atol=0.05)
+
+    def added(w, x):
+        return jax.nn.softmax((x @ w) @ x.T + jnp.where(allowed, 0.0, max(mask, -1e30))) @ x
+
+    np.testing.assert_allclose(cast(added, half)(W, X), added(W, X), atol=0.05)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_constants_that_half_would_lose(half):
+    def fun(w, x):
+        h = (x * 0) @ w
+        return (h / (jnp.abs(h) + 1e-8)) @ w + 0.999 * (h + 1)
+
+    assert np.all(np.isfinite(cast(fun, half)(W, X)))
+    np.testing.assert_allclose(cast(fun, half)(W, X), fun(W, X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_positions(half):
+    def fun(w, x):
+        positions = jnp.arange(5000, dtype=jnp.float32)[:, None]
+        angles = positions * jnp.array([1.0, 0.01])
+        return jnp.concatenate([jnp.sin(angles), positions], 1), x @ w
+
+    np.testing.assert_allclose(cast(fun, half)(W, X)[0], fun(W, X)[0], rtol=1e-4, atol=1e-4)
+
+
+ANGLES = {
+    "einsum": lambda p, f: jnp.einsum("i,j->ij", p.astype(jnp.float32), f),
+    "matmul": lambda p, f: p.astype(jnp.float32)[:, None] @ f[None],
+    "scaled": lambda p, f: (p.astype(jnp.float32) / 2)[:, None] @ f[None],
+    "three inputs": lambda p, f: jnp.stack([p, p, p], 1).astype(jnp.float32) @ jnp.stack([f] * 3),
+    "float positions": lambda p, f: jnp.einsum("i,j->ij", p + jnp.float32(0), f),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", ANGLES)
+def test_angles_of_rotary_embeddings(name, half):
+    def fun(w, positions, q):
+        angles = ANGLES[name](positions, 1 / 10000 ** (jnp.arange(0, 8, 2) / 8))
+        return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], 1), q @ w
+
+    q, positions = normal(3, 4096, 8), jnp.arange(4096)
+    got, want = cast(fun, half)(W, positions, q), jax.jit(fun)(W, positions, q)
+    assert_near(got[0], want[0], 1e-5)
+    assert matmul_dtypes(cast(fun, half), W, positions, q)[-1] == (half, half)
+
+
+def test_pixels_and_outer_products_are_half():
+    def fun(w, pixels, column):
+        images = pixels.astype(jnp.float32) / 255
+        return jnp.sum((images @ w) ** 2), jnp.sum(jnp.tanh(column @ w[:1]))
+
+    args = W, jnp.arange(32, dtype=jnp.uint8).reshape(4, 8), X[:, :1]
+    assert not full_matmuls(cast(fun), *args)
+    assert not full_matmuls(jax.grad(lambda *args: sum(cast(fun)(*args))), *args)
+
+
+def test_running_sums():
+    def fun(w, x):
+        def step(total, _):
+            return total + jnp.mean(jax.nn.relu(x @ w) * 0 + 1), None
+
+        return lax.scan(step, 0.0, None, length=3000)[0]
+
+    assert cast(fun)(W, X) == 3000
+
+    def matmul_sum(w, x):
+        def step(total, row):
+            return total + row @ w, None
+
+        return lax.scan(step, jnp.zeros(8), jnp.ones((3000, 8)))[0]
+
+    np.testing.assert_allclose(cast(matmul_sum)(jnp.eye(8), X), 3000)
+
+
+def test_state_that_is_returned_keeps_its_precision():
+    state = jnp.float32(1.0001) * jnp.ones((4, 8))
+
+    def fun(w, state, x):
+        new = state + 1e-3 * (x @ w)
+        return new, new @ w
+
+    assert_near(cast(fun)(W, state, X)[0], fun(W, state, X)[0], 1e-4)
+
+
+def test_training_inside_a_scan():
+    """Parameters under training are a carry that feeds matmuls, and must not be half."""
+
+    def fun(w, x):
+        def step(w, _):
+            grad = jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(w)
+            return w - 1e-3 * grad, None
+
+        return lax.scan(step, w, None, length=100)[0]
+
+    assert_near(cast(fun)(W, X) - W, fun(W, X) - W, 0.02)
+
+
+def test_lstm_cell_stays_float32():
+    def fun(w, x):
+        def step(carry, xt):
+            h, c = carry
+            z = xt @ w + h @ w
+            c = jax.nn.sigmoid(z + 3) * c + jax.nn.sigmoid(z) * jnp.tanh(z)
+            return (jax.nn.sigmoid(z) * jnp.tanh(c), c), None
+
+        return lax.scan(step, (jnp.zeros(8), jnp.zeros(8)), x)[0]
+
+    (scan,) = [e for e in equations(jax.make_jaxpr(cast(fun))(W, X)) if e.primitive.name == "scan"]
+    h, c = scan.outvars[:2]
+    assert h.aval.dtype == jnp.bfloat16 and c.aval.dtype == jnp.float32
+
+
+def test_gradient_of_a_weight_in_a_loop():
+    def fun(w, x):
+        def step(h, _):
+            return jnp.tanh(h @ w + x), jnp.mean(h)
+
+        return jnp.sum(lax.scan(step, x, None, length=1000)[1])
+
+    assert_near(jax.jit(jax.grad(cast(fun)))(W, X[0]), jax.grad(fun)(W, X[0]), 0.02)
+
+
+def test_explicit_precision_stays():
+    def fun(w, x):
+        return jnp.sum(jnp.dot(x, w, precision="highest"))
+
+    assert found(cast(fun), W, X)[0][1] == ("float32", "float32")

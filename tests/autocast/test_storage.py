@@ -1,0 +1,249 @@
+"""What autocast stores in half: for the backward pass, in carries, between operations."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import PROGRAMS, W, X, layer_norm
+from support import BOTH, HALVES, assert_near, cast, equations, found, full_matmuls, normal
+
+
+def kept(fun, *args):
+    """Returns the shapes and dtypes of what the backward pass needs of the forward pass."""
+    jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(fun, *a)[1]))(*args).jaxpr
+    fresh = set(jaxpr.outvars) - set(jaxpr.invars) - set(jaxpr.constvars)
+    return [(v.aval.shape, str(v.aval.dtype)) for v in fresh]
+
+
+def test_exact_gelu_keeps_its_half_slope():
+    def fun(w, x):
+        return jnp.sum(jax.nn.gelu(x @ w, approximate=False) @ w)
+
+    arrays = [dtype for shape, dtype in kept(cast(fun), W, X) if shape == X.shape]
+    assert arrays == ["bfloat16"] * 3  # x, the slope, the result
+
+
+def test_exact_gelu_keeps_no_more_than_the_other_before_a_gate():
+    def fun(approximate, w, x):
+        return jnp.sum((jax.nn.gelu(x @ w, approximate=approximate) * (x @ w.T)) @ w)
+
+    exact, other = (functools.partial(fun, approximate) for approximate in (False, True))
+    assert sorted(kept(cast(exact), W, X)) == sorted(kept(cast(other), W, X))
+    assert "float32" not in [dtype for _, dtype in kept(cast(exact), W, X)]
+    assert_near(BOTH(cast(exact))(W, X), BOTH(exact)(W, X), 0.03)
+
+
+def test_gelu_keeps_its_half_slope():
+    def fun(w, x):
+        return jnp.sum(jax.nn.gelu(x @ w) @ w)
+
+    arrays = [dtype for shape, dtype in kept(cast(fun), W, X) if shape == X.shape]
+    assert arrays == ["bfloat16"] * 3  # x, the slope, the result
+    exps = found(BOTH(cast(fun)), W, X, names=("tanh",))
+    assert len(exps) == 1  # nothing is computed twice
+
+
+@pytest.mark.parametrize("act", [jax.nn.silu, jnp.tanh, jax.nn.gelu, lambda x: jnp.sin(x) / 3])
+@pytest.mark.parametrize("half", HALVES)
+def test_sloped_islands_in_value_and_derivatives(act, half):
+    def fun(w, x):
+        return jnp.sum(jnp.cos(act(x @ w) @ w))
+
+    tolerance = 0.03 if half == "bfloat16" else 0.005
+    auto = cast(fun, half)
+    for derive in (BOTH, jax.jacfwd, lambda f: jax.hessian(f, 1), lambda f: jax.vmap(f, (None, 0))):
+        args = (W, X[:, None]) if derive(fun).__name__ == "vmap" else (W, X)
+        assert_near(derive(auto)(*args), derive(fun)(*args), tolerance)
+
+
+ATTENTIONS = {
+    "softmax first": lambda s, v: jax.nn.softmax(s) @ v,
+    "softmax second": lambda s, v: (v.mT @ jax.nn.softmax(s, axis=-2)).mT,
+    "swapped rows": lambda s, v: jnp.einsum("bqk,bkd->dbq", jax.nn.softmax(s), v),
+    "two summed": lambda s, v: jnp.einsum("bqk,bqk->b", jax.nn.softmax(s, axis=(1, 2)), v @ v.mT),
+    "no batch": lambda s, v: jax.nn.softmax(s[0], axis=0).T @ v[0],
+    "returned too": lambda s, v: (jax.nn.softmax(s) @ v, jax.nn.softmax(s)),
+    "the same twice": lambda s, v: jax.nn.softmax(s) @ jax.nn.softmax(s),
+    "dropped": lambda s, v: jnp.where(KEEP, jax.nn.softmax(s) / 0.9, 0) @ v,
+    "dropped, second": lambda s, v: jnp.einsum("bqk,bqd->bkd", jax.nn.softmax(s, 1) * KEEP, v),
+    "not dropped to zero": lambda s, v: jnp.where(KEEP, jax.nn.softmax(s), 0.5) @ v,
+    "kept otherwise": lambda s, v: jnp.where(KEEP, 0, 2 * jax.nn.softmax(s)) @ v,
+    "gated": lambda s, v: (jax.nn.softmax(s) * jnp.tanh(jnp.sum(v, -1)[:, None] / 3)) @ v,
+    "gated by scores": lambda s, v: (jax.nn.softmax(s) * jnp.cos(s / 4)) @ v,
+    "squared": lambda s, v: jax.nn.softmax(s) ** 2 @ v,
+    "twice itself": lambda s, v: (jax.nn.softmax(s) * jax.nn.softmax(s)) @ v,
+    "weighed by the values": lambda s, v: (jax.nn.softmax(s)[..., :4] * v) @ jnp.abs(v[:, :4]),
+}
+KEEP = np.arange(36).reshape(6, 6) % 5 > 0
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.checkpoint])
+def test_softmaxes_that_matmuls_read(name, transform):
+    inner = ATTENTIONS[name]
+
+    def fun(q, v):
+        scores = jnp.einsum("bqd,bkd->bqk", q, v)
+        return sum(jnp.sum(jnp.cos(leaf)) for leaf in jax.tree.leaves(inner(scores, v)))
+
+    q, v = normal(5, 2, 6, 4), normal(6, 2, 6, 4)
+    if transform is jax.vmap:
+        q, v = jnp.stack([q, v]), jnp.stack([v, q])
+    auto, plain = transform(cast(fun)), transform(fun)
+    assert_near(auto(q, v), plain(q, v), 0.02)
+    total = lambda f: lambda *args: jnp.sum(f(*args))  # noqa: E731
+    assert_near(BOTH(total(auto))(q, v), BOTH(total(plain))(q, v), 0.03)
+    assert not full_matmuls(BOTH(total(auto)), q, v)
+    forward = lambda f: jax.jvp(total(f), (q, v), (v, q))[1]  # noqa: E731
+    assert_near(forward(auto), forward(plain), 0.05)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_softmaxes_inside_of_remat(name):
+    @jax.checkpoint
+    def fun(q, v):
+        scores = jnp.einsum("bqd,bkd->bqk", q, v)
+        outs = ATTENTIONS[name](scores - jnp.max(scores) / 2, v)
+        return sum(jnp.sum(jnp.cos(leaf)) for leaf in jax.tree.leaves(outs))
+
+    q, v = normal(7, 2, 6, 4), normal(8, 2, 6, 4)
+    assert_near(BOTH(cast(fun))(q, v), BOTH(fun)(q, v), 0.03)
+    assert not full_matmuls(BOTH(cast(fun)), q, v)
+
+
+def test_remat_takes_the_derivative_of_a_softmax_from_its_result():
+    def fun(w, x):
+        return jnp.sum(by_hand((x @ w) @ x.T / 3)[0] @ x)
+
+    jaxpr = str(jax.make_jaxpr(BOTH(cast(jax.checkpoint(fun))))(W, X))
+    assert " eq " in str(jax.make_jaxpr(BOTH(jax.checkpoint(fun)))(W, X))  # of the maximum's
+    assert " eq " not in jaxpr and jaxpr.count(" exp ") == 2
+
+
+def test_islands_that_wait_for_each_other_are_dropped(monkeypatch):
+    from mpjax._src.autocast import islands
+
+    def crossed(block):
+        groups = [islands.Island(block.ops[i::2]) for i in (0, 1)]
+        for group in groups:
+            islands._set_boundary(group, block)
+        return {op: group for group in groups for op in group.ops}
+
+    monkeypatch.setattr(islands, "_islands", crossed)
+
+    def fun(x):
+        return jnp.cos(jnp.sin(jnp.cos(jnp.sin(x))))
+
+    assert_near(cast(fun)(X), fun(X), 0.02)
+
+
+def test_a_softmax_takes_its_row_sums_from_the_matmul_that_reads_it():
+    def fun(w, x):
+        return jnp.sum(jax.nn.softmax(x @ w) @ w[:, :3])
+
+    hlo = jax.jit(jax.grad(cast(fun), 1)).lower(W, X).compile().as_text()
+    shapes = dict(re.findall(r"(%[\w.-]+) = (\w+\[[\d,]*\])", hlo))
+    reduced = [shapes[name] for name in re.findall(r" reduce\([^%)]*(%[\w.-]+)", hlo)]
+    assert reduced.count("f32[4,8]") == 2  # the maximum, and the sum of the exponentials
+
+
+def test_softmax_keeps_its_half_result():
+    def fun(w, x):
+        return jnp.sum(jax.nn.dot_product_attention(*[(x @ w).reshape(1, 4, 2, 4)] * 3))
+
+    assert all(dtype != "float32" for shape, dtype in kept(cast(fun), W, X) if len(shape) > 3)
+
+
+def test_dropout_of_a_softmax_keeps_one_half_array():
+    def fun(w, x):
+        weights = jax.nn.softmax((x @ w) @ x.T / 3)
+        return jnp.sum((weights * jnp.where(jnp.tri(4, dtype=bool), 1.25, 0)) @ x)
+
+    assert sorted(dtype for shape, dtype in kept(cast(fun), W, X) if shape == (4, 4)) == [
+        "bfloat16",
+        "float32",  # the mask itself
+    ]
+
+
+def by_hand(scores, shift=lambda m: m, axis=-1):
+    """A softmax, what is taken the exponential of, and the maximum."""
+    m = scores.max(axis, keepdims=True)
+    z = scores - shift(m)
+    e = jnp.exp(z)
+    return e / e.sum(axis, keepdims=True), z, m
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_a_softmax_by_hand_keeps_no_more_than_that_of_jax(mask, axis):
+    def fun(softmax, w, x):
+        scores = (x @ w) @ x.T / 3
+        if mask:
+            scores = jnp.where(jnp.tri(4, dtype=bool), scores, -1e9)
+        scores = scores if axis else scores.T
+        return jnp.sum(jnp.einsum("ij,jk" if axis else "ji,jk", softmax(scores), x))
+
+    ours = kept(cast(functools.partial(fun, lambda s: by_hand(s, axis=axis)[0])), W, X)
+    theirs = kept(cast(functools.partial(fun, lambda s: jax.nn.softmax(s, axis=axis))), W, X)
+    assert sorted(ours) == sorted(theirs)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p, z, m, x: p @ x,
+        lambda p, z, m, x: p @ x + z @ x,
+        lambda p, z, m, x: p @ x + m,
+        lambda p, z, m, x: p @ x + jnp.mean(jnp.tanh(z), -1, keepdims=True),
+    ],
+)
+@pytest.mark.parametrize("shift", [lambda m: m, lambda m: m / 2, lambda m: m + 1])
+def test_a_maximum_has_its_derivative_where_it_is_not_zero(use, shift, rng):
+    def fun(w, x):
+        return jnp.sum(jnp.sin(use(*by_hand((x @ w) @ x.T, shift), x)))
+
+    w, x = normal(rng, 8, 8) * 0.3, normal(rng, 4, 8) * 0.5
+    for got, wanted in zip(
+        jax.grad(cast(fun, "float16"), (0, 1))(w, x), jax.grad(fun, (0, 1))(w, x), strict=True
+    ):
+        assert_near(got, wanted, 0.03)
+
+
+def test_residual_stream_is_half():
+    def fun(w, x):
+        h = x + x @ w
+        for _ in range(3):
+            h = h + layer_norm(h) @ w
+        return jnp.sum(layer_norm(h) @ w)
+
+    adds = [row for row in found(cast(fun), W, X, names=("add",)) if row[2] == "bfloat16"]
+    assert len(adds) >= 3
+
+
+def test_scan_over_layers_carries_half():
+    (scan,) = [
+        e
+        for e in equations(jax.make_jaxpr(cast(PROGRAMS["layers"]))(W, X))
+        if e.primitive.name == "scan"
+    ]
+    assert scan.outvars[0].aval.dtype == jnp.bfloat16
+
+
+def test_few_casts():
+    def fun(w, x):
+        h = x @ w
+        return jnp.sum(jax.nn.relu(h @ w) @ w + h @ w)
+
+    jaxpr = jax.make_jaxpr(cast(fun))(W, X)
+    casts = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
+    sources = [
+        (e.invars[0], e.params["new_dtype"])
+        for e in casts
+        if e.invars[0] is not jaxpr.jaxpr.invars[0]
+    ]
+    assert len(sources) == len(set(sources))
+    halves = {e.outvars[0] for e in casts if e.invars[0].aval.dtype == jnp.float32}
+    assert not any(e.invars[0] in halves for e in casts)

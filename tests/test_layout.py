@@ -1,0 +1,25 @@
+"""Tests lie where what they test lies, in files short enough to find something in."""
+
+from pathlib import Path
+
+import mpjax
+
+TESTS = Path(__file__).parent
+INSIDE = Path(mpjax.__file__).parent / "_src"
+LONGEST = 500
+
+
+def test_folders_mirror_the_packages():
+    folders = {path.parent.name for path in TESTS.glob("*/test_*.py")}
+    packages = {path.parent.name for path in INSIDE.glob("*/__init__.py")}
+    assert folders == packages - {"_jax"}  # tested by all that use it
+
+
+def test_no_file_is_too_long():
+    lengths = {path: len(path.read_text().splitlines()) for path in TESTS.rglob("*.py")}
+    assert not {path.name: n for path, n in lengths.items() if n > LONGEST}
+
+
+def test_one_module_imports_matplotlib():
+    users = [path.name for path in INSIDE.rglob("*.py") if "from matplotlib" in path.read_text()]
+    assert users == ["plots.py"]
