@@ -11,7 +11,7 @@ import pytest
 import mpjax
 
 ROOT = Path(mpjax.__file__).parent.parent
-MODULES = [f"mpjax.{module.name}" for module in pkgutil.iter_modules(mpjax.__path__)]
+MODULES = [module.name for module in pkgutil.walk_packages(mpjax.__path__, "mpjax.")]
 PAGES = sorted(path.relative_to(ROOT) for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

@@ -59,6 +59,8 @@ SAME_PARAMETER = "same parameter"  # its result is still the parameter to a path
 SAME_CONSTANT = "same constant"  # of a known constant it makes a known constant
 FRESH = "fresh"  # a move whose result is a new array, not a view of its operand
 KINKED = "kinked"  # piecewise linear: its derivative asks on which side of a kink it was
+PART = "part"  # takes one of a stack, or a part of an array
+LOOKS_UP = "looks up"  # takes rows of a table, as a matmul by one-hot rows does
 STATE = "state"  # running sums and averages go through it from one turn of a loop to the next
 CANCELS = "cancels"  # a sum that differentiation writes: its terms cancel by nature
 POLE = "pole"  # infinite at some finite operand
@@ -167,7 +169,7 @@ row("tan", FULL, UNBOUNDED, GROWS, saves=RESULT, cost=DEAR, traits=(POLE,))
 row("asin acos", FULL, UNBOUNDED, BOUNDED, saves=OPERANDS, cost=DEAR)
 row("acosh", FULL, UNBOUNDED, saves=OPERANDS, cost=DEAR)
 row("atanh erf_inv", FULL, UNBOUNDED, saves=OPERANDS, cost=DEAR, traits=(POLE,))
-row("erfc", FULL, UNBOUNDED, BOUNDED, saves=OPERANDS, steady=True, cost=DEAR)
+row("erfc", FULL, ONE, BOUNDED, saves=OPERANDS, steady=True, cost=DEAR)
 row("lgamma digamma", FULL, UNBOUNDED, GROWS, saves=OPERANDS, traits=(POLE,))
 row("bessel_i0e bessel_i1e", FULL, ONE, BOUNDED)
 row("igamma igammac igamma_grad_a random_gamma polygamma zeta", FULL, UNBOUNDED, GROWS)
@@ -204,9 +206,10 @@ row("stop_gradient", MOVE, NONE, **LINEAR, traits=VIEW)
 row("broadcast_in_dim", MOVE, ONE, **LINEAR, traits=(*VIEW, SAME_CONSTANT, SUMS_BACK))
 row("reduce_max reduce_min", MOVE, ONE, **LINEAR, traits=(REDUCES,))
 HELD: dict[str, Any] = {"saves": NOTHING, "cost": NEVER}
-row("copy_p dynamic_slice layout_constraint optimization_barrier", MOVE, ONE, **HELD, traits=VIEW)
-row("rev reshard sharding_constraint slice split unstack", MOVE, ONE, **HELD, traits=VIEW)
-row("gather", MOVE, ONE, **HELD, traits=(*VIEW, SUMS_BACK, FRESH))
+row("copy_p layout_constraint optimization_barrier", MOVE, ONE, **HELD, traits=VIEW)
+row("rev reshard sharding_constraint", MOVE, ONE, **HELD, traits=VIEW)
+row("dynamic_slice slice split unstack", MOVE, ONE, **HELD, traits=(*VIEW, PART))
+row("gather", MOVE, ONE, **HELD, traits=(*VIEW, SUMS_BACK, FRESH, LOOKS_UP))
 row("pvary", MOVE, ONE, **HELD, traits=(*VIEW, SUMS_BACK))
 row("all_gather pbroadcast", MOVE, ONE, **HELD, traits=(SUMS_BACK,))
 row("concatenate", MOVE, ONE, **HELD, traits=(FRESH,))
@@ -226,7 +229,7 @@ row("argmax argmin", COMPARE, NONE, **LINEAR, traits=(REDUCES,))
 # ---- rows of which only a trait counts: they have no dtype of their own, or are left alone -------
 
 row("convert_element_type", PROGRAM, ONE, **LINEAR, traits=(*VIEW, SAME_CONSTANT))
-row("custom_jvp_call", FOLLOW, cost=DEAR, traits=(KINKED,))
+row("custom_jvp_call", FOLLOW, ONE, cost=DEAR, traits=(KINKED,))
 row("closed_call cond custom_partitioning custom_vjp_call custom_vmap_call ffi_call", PROGRAM)
 row("jit linear_call pallas_call pjit remat2 scan shard_map while", PROGRAM)
 LEFT = "unknown"

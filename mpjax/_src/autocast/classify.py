@@ -10,7 +10,6 @@ import numpy as np
 
 from mpjax._src import rules
 from mpjax._src.autocast.graph import PLANNED, REGION, Block, Op, is_float, known_value
-from mpjax._src.autocast.reach import reach
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.patterns import matches
 from mpjax._src.policy import Policy
@@ -118,61 +117,13 @@ def _custom_jvp_rule(op: Op) -> tuple[str, str]:
     return "follow", "follows its operands"
 
 
-def _while_rule(op: Op) -> tuple[str, str]:
-    if _ends_on_a_matmul(op):
-        return "leave", "a float32 comparison that depends on a matmul ends this loop, left alone"
-    return "program", "loop"
-
-
-def _ends_on_a_matmul(op: Op) -> bool:
-    """Tells whether how long a while loop runs depends on the rounding of a matmul in it.
-
-    Half might never reach the tolerance that float32 reaches.
-    """
-    cond, body = (sub.block for sub in op.subs)
-    if not any(inner.rule == "half" for inner in body.walk()):
-        return False
-    masks = reach(body, [1 << i for i in range(len(body.invars))])
-    watched = _watched(cond)
-    carried = {argument: result for result, argument in op.subs[1].carry}
-    offset = len(body.invars) - len(op.outs)
-    first = len(cond.invars) - len(op.outs)
-    # Which carries does the predicate see as floats, and are any of these made by matmuls?
-    seen = {i - first for i in range(first, len(cond.invars)) if watched[i]}
-    for _ in range(len(op.outs)):
-        more = {
-            j
-            for i in seen
-            for j in range(len(op.outs))
-            if masks[body.outvars[carried[offset + i]]].any >> (offset + j) & 1
-        }
-        if more <= seen:
-            break
-        seen |= more
-    return any(masks[body.outvars[i]].matmul or masks[body.outvars[i]].half for i in seen)
-
-
-def _watched(cond: Block) -> list[bool]:
-    """Returns which arguments of a loop's condition reach a comparison as floats."""
-    wanted = {
-        id(v) for op in cond.walk() if op.spec.need == rules.COMPARE for v in op.ins if v.is_f32
-    }
-    for op in reversed(list(cond.walk())):
-        if op.subs:
-            return [v.is_f32 for v in cond.invars]
-        if any(id(out) in wanted for out in op.outs):
-            wanted |= {id(v) for v in op.ins if v.is_f32}
-    return [id(v) in wanted for v in cond.invars]
-
-
 # Primitives with programs inside, and those whose rule is not a matter of a list.
 CONTROL_RULES: dict[str, Callable[[Op], tuple[str, str]]] = {
     **dict.fromkeys(
-        ("scan", "cond", "jit", "remat2", "shard_map", "custom_vmap_call", "linear_call"),
+        ("scan", "while", "cond", "jit", "remat2", "shard_map", "custom_vmap_call", "linear_call"),
         lambda op: ("program", "program inside"),
     ),
     "custom_vjp_call": lambda op: ("program", "a program with rules of its own"),
-    "while": _while_rule,
     "custom_jvp_call": _custom_jvp_rule,
 }
 

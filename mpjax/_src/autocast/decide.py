@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from mpjax._src import rules
-from mpjax._src.autocast.graph import Block, Op, Value, is_float
-from mpjax._src.autocast.reach import half_of
-from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.autocast.facts import BEYOND
+from mpjax._src.autocast.graph import Block, Op, Value, half_of, is_float
+from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
 
 
 def decide(block: Block) -> None:
@@ -35,7 +35,7 @@ def _give(op: Op, kind: str, dtype: Any, wide: bool = False) -> None:
     for out in op.outs:
         if not out.is_f32:
             continue
-        out.wide = wide
+        out.wide = wide or _is_lost(op, out)
         _set(out, kind, dtype)
         rounds = op.half is not None and op.forced != "full"
         if kind != "half" and rounds and _is_rounded(out):
@@ -50,7 +50,14 @@ def _is_rounded(value: Value) -> bool:
     which saves its operand for its derivative.
     """
     several = value.readers > 1 and value.outside and not value.all_full
-    return (several or value.before_kink) and not (value.wide or value.small or value.size == 1)
+    held = not (value.wide or value.amplified or value.unrounded)
+    return (several or value.before_kink) and held and not (value.small or value.is_one)
+
+
+def _is_lost(op: Op, out: Value) -> bool:
+    """Tells whether half would lose what matters of an op's result."""
+    fact = out.fact
+    return fact.exact or (fact.span == BEYOND and op.half == FLOAT16)
 
 
 def _decide_half(op: Op) -> None:
@@ -60,11 +67,13 @@ def _decide_half(op: Op) -> None:
         _give(op, "half", op.half)
     elif not out.is_f32:
         return
-    elif any(v.linear for v in op.ins):
+    elif any(v.fact.linear for v in op.ins):
         _give(op, "half", op.half)  # its transpose, a matmul too, must get a half cotangent
     elif op.forced == "half":
         _give(op, "half", op.half)  # a list or a region asks for half, its result included
-    elif rules.HAS_WIDE_FORM in op.spec.traits and out.all_full and out.needed:
+    elif rules.HAS_WIDE_FORM in op.spec.traits and (
+        out.amplified or out.unrounded or (out.all_full and out.needed)
+    ):
         op.reason += ", float32 result for its float32 readers"
         _set(out, "full", FLOAT32)
     elif all(v.aval.dtype in HALVES for v in op.ins if is_float(v)):
@@ -87,16 +96,22 @@ def _decide_follow(op: Op) -> None:
     flexible = kinds <= {"flexible"}
     critical = _critical_constant(op, flexible) if op.half is not None else None
     masked = any(v.wide and v.kind == "flexible" for v in op.ins)
+    lost = any(_is_lost(op, out) for out in op.outs)
+    held = lost or any(out.amplified or out.unrounded for out in op.outs)
     if flexible:
         op.compute = FLOAT32
         _give(op, "flexible", FLOAT32, wide or critical is not None)
-    elif op.full_by_readers or "full" in kinds or critical is not None or masked:
+    elif op.full_by_readers or "full" in kinds or critical is not None or masked or held:
         op.compute = FLOAT32
         if critical is not None:
             op.reason = f"constant {critical:g} does not survive {op.half.name}"
             wide = True
         elif op.full_by_readers:
             op.reason = "read by float32 operations"
+        elif lost:
+            op.reason = "half would lose what it adds, or its range"
+        elif held:
+            op.reason = "a float32 operation would amplify its rounding"
         elif masked:
             op.reason = f"an operand is made of constants that do not survive {op.half.name}"
         else:

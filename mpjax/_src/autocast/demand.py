@@ -1,8 +1,10 @@
 """What the readers of every value want of it: the third sweep of a plan, backwards."""
 
+import math
 from collections.abc import Callable
 
 from mpjax._src import rules
+from mpjax._src.autocast.facts import WRITES, known_factor
 from mpjax._src.autocast.graph import Block, Op, Value
 from mpjax._src.dtypes import HALVES
 
@@ -16,9 +18,13 @@ def read_by(
     readers=1,
     only_half=False,
     amplified=False,
+    phase=0.0,
+    unrounded=False,
 ):
     value.readers += readers
     value.amplified |= amplified
+    value.phase = max(value.phase, phase)
+    value.unrounded |= unrounded
     value.all_full &= full
     value.needed |= needed
     value.outside |= outside
@@ -36,32 +42,41 @@ def _want_full(op: Op) -> None:
     inside = [o for sub in op.subs for o in sub.block.walk()] or [op]
     amplifies = any(o.spec.need == rules.FULL and o.spec.amplifies(o.params) for o in inside)
     needed = amplifies or any(out.needed for out in op.outs)
+    phase = float(any(o.spec.gain == rules.UNBOUNDED for o in inside))
     for value in op.ins:
-        read_by(value, full=True, needed=needed, amplified=amplifies)
+        read_by(value, full=True, needed=needed, amplified=amplifies, phase=phase)
 
 
 def _want_half(op: Op) -> None:
-    if _multiplies_positions(op):
-        op.forced = "full"
-        op.reason = f"positions or the like, which {op.half.name} would merge"
+    if (reason := _float32_for_free(op)) is not None:
+        op.forced, op.reason = "full", reason
         return _want_full(op)
     for value in op.ins:
         read_by(value, full=False, outside=True, only_half=True)
 
 
-def _multiplies_positions(op: Op) -> bool:
-    """Tells whether a matmul is of positions or counts, as rotary embeddings spell their angles.
+def _float32_for_free(op: Op) -> str | None:
+    """Returns why a matmul had better be float32, if half would gain nothing and lose much.
 
-    They are integers, or go through a matmul that sums nothing, so nothing is lost by a float32
-    one, into an operation that would amplify their rounding.
+    A matmul of integers, as rotary embeddings spell their angles, would merge them. A contraction
+    shorter than what a matrix unit multiplies at once is no faster in half; where an operation
+    amplifies its result, and its operands are not half yet, nothing speaks for it.
     """
-    if op.forced or op.name != "dot_general" or any(v.linear for v in op.ins):
-        return False
+    if op.forced or op.name != "dot_general" or any(v.fact.linear for v in op.ins):
+        return None
+    if any(v.fact.counts for v in op.ins):
+        return f"positions or the like, which {op.half.name} would merge"
     (contracting, _), _ = op.params["dimension_numbers"]
-    outer = all(op.ins[0].aval.shape[d] == 1 for d in contracting)
+    depth = math.prod(op.ins[0].aval.shape[d] for d in contracting)
     (out,) = op.outs
-    arguments = not any(v.from_half for v in op.ins)
-    return any(v.counts for v in op.ins) or (outer and out.amplified and arguments)
+    short = (depth == 1 and out.amplified) or (depth <= SHORT and out.phase >= 1)
+    if short and all(v.fact.given for v in op.ins):
+        return "a short sum whose error a float32 operation would amplify"
+    return None
+
+
+# Matrix units add up at least this many products at once (a V100 four, later ones more).
+SHORT = 4
 
 
 def _want_original(op: Op) -> None:
@@ -82,14 +97,33 @@ def _want_follow(op: Op) -> None:
     kinked = rules.KINKED in op.spec.traits and not op.full_by_readers
     for value in op.ins:
         value.before_kink |= kinked
-        beside_half = any(v.from_half for v in op.ins if v is not value)
+        beside_half = any(v.fact.half for v in op.ins if v is not value)
         read_by(
             value,
             op.full_by_readers,
             needed,
             outside=not op.full_by_readers and beside_half,
             amplified=any(out.amplified for out in floats),
+            phase=max(out.phase for out in floats) * _factor(op) if floats else 0.0,
+            unrounded=_multiplies_a_state(op, value),
         )
+
+
+def _multiplies_a_state(op: Op, value: Value) -> bool:
+    """Tells whether a value decays a float32 state: h = a * h + b keeps 1 / (1 - a) steps.
+
+    Rounded to half, an ``a`` close to one would be another one.
+    """
+    product = op.spec.saves == rules.OTHERS
+    states = [v for v in op.ins if v.fact.exact and v.fact.writes > WRITES]
+    if product and any(v is not value for v in states):
+        return True
+    return (product or op.name == "neg") and any(out.unrounded for out in op.outs)
+
+
+def _factor(op: Op) -> float:
+    """Returns the known factor of a product, 1 of anything else."""
+    return known_factor(op) if op.spec.saves == rules.OTHERS else 1.0
 
 
 def _want_same(op: Op) -> None:
@@ -113,6 +147,8 @@ def _pass_on(value: Value, reader: Value) -> None:
             reader.readers,
             reader.only_half,
             reader.amplified,
+            reader.phase,
+            reader.unrounded,
         )
 
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from mpjax._src import _jax, rules
+from mpjax._src.autocast.lattices import NOTHING, Fact
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.rules import Rule, rule_of
 
@@ -34,20 +35,19 @@ class Value:
     paths: tuple[str, ...] = ()  # of the parameter that it is, after layout operations at most
     raw: bool = False  # an argument or constant, perhaps after layout operations
     literal: bool = False  # written in the program
-    linear: bool = False  # depends on a tangent of the program that is planned
     small: bool = False  # a reduction's result, or made from such alone
     # What its readers want, layout operations looked through (`demand`).
     readers: int = 0
     all_full: bool = True  # every reader computes in float32
     needed: bool = False  # some reader would amplify a rounding error, or hands it out
     amplified: bool = False  # some reader would amplify a rounding error
+    phase: float = 0  # the largest factor by which its error enters a phase or a pole
+    unrounded: bool = False  # some reader multiplies a state by it: what it lacks of 1 counts
     outside: bool = False  # some reader computes in half
     only_half: bool = True  # every reader certainly computes in half
     before_kink: bool = False  # read by a relu or the like, outside of float32 operations
     returned: bool = False
-    # Where it comes from (`reach`).
-    from_half: bool = False  # a half operation's result, elementwise operations at most since
-    counts: bool = False  # integers of more than 8 bits, made floats: half would merge them
+    fact: Fact = NOTHING  # where it comes from (`facts`)
     # The decision (`decide`).
     kind: str = ""  # "half", "full", "flexible"; "" if not float32
     dtype: Any = None  # what it is stored in
@@ -57,6 +57,11 @@ class Value:
     @property
     def is_f32(self) -> bool:
         return getattr(self.aval, "dtype", None) == FLOAT32 and _jax.is_array(self.aval)
+
+    @property
+    def is_one(self) -> bool:
+        """Tells a scalar, or an array of one entry."""
+        return all(size == 1 for size in self.aval.shape)
 
     @property
     def size(self) -> int:
@@ -262,6 +267,11 @@ def known_value(op: Op) -> Any:
     if np.size(value) == 1:
         return np.asarray(value).reshape(())
     return value if op.name == "convert_element_type" else None
+
+
+def half_of(block: Block) -> Any:
+    """Returns the half dtype of a block's operations."""
+    return next((op.half for op in block.walk() if op.half is not None), None)
 
 
 def is_float(value: Value) -> bool:

@@ -3,8 +3,8 @@
 Pure analysis of a `graph.Block`, in four sweeps over the nested program:
 
 1. `classify` gives each op its rule: a row of the op sets, or what the user or the program said.
-2. `trace_half` (forward) marks what comes from a half operation through elementwise ones, and
-   decides which loop carries may be half.
+2. `Sweep` (forward) infers where each value comes from and whether half would hold it, and decides
+   which loop carries may be half.
 3. `demand` (backward) collects what the readers of each value want.
 4. `decide` (forward) picks each op's compute dtype and each value's storage dtype.
 
@@ -21,8 +21,8 @@ from typing import Any
 from mpjax._src.autocast.classify import classify
 from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import demand, read_by
+from mpjax._src.autocast.facts import Sweep, argument
 from mpjax._src.autocast.graph import Block, build
-from mpjax._src.autocast.reach import mark_linear, trace_half
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.policy import Policy
 
@@ -69,12 +69,10 @@ def make_plan(
         if value.is_f32:
             half = dtype in HALVES
             value.kind, value.dtype, value.raw = "half" if half else "flexible", dtype, not half
-            value.from_half = half
-    for index in linear:
-        block.invars[index].linear = True
-    if linear:
-        mark_linear(block)
-    trace_half(block)
+    sweep = Sweep()
+    for index, (value, dtype) in enumerate(zip(block.invars, in_dtypes, strict=True)):
+        value.fact = argument(sweep.bit(value), dtype in HALVES, index in linear)
+    sweep.block(block)
     out_dtypes = out_dtypes or [FLOAT32] * len(block.outvars)
     for value, dtype in zip(block.outvars, out_dtypes, strict=True):
         as_half = dtype in HALVES

@@ -1,0 +1,326 @@
+"""Facts: where every value comes from, and whether half would hold it. A plan's forward sweep.
+
+Each fact is an element of a small lattice, computed from those of the operands and joined where
+ways meet; loops, nested ones too, run to a fixpoint.
+
+The rule of sums. Rounding a state to half after each of n writes costs about sqrt(n) roundings of
+the state, whatever the size of what is written. That is in order where
+
+- a write is a residual block: computed from the state itself, by a matmul with weights that no
+  earlier write to this state used. Its size is its weights' own, and casts by hand round there too.
+- there are few other writes: `WRITES`, which cost two roundings of half.
+
+It is not where a step may be small beside the state: scaled by less than `STEP` or by an argument,
+whose size is not known, or added to an argument, which nobody has rounded yet. Such a sum is
+*exact*: it is never rounded for storage.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+
+from mpjax._src import rules
+from mpjax._src.autocast.graph import Block, Op, Sub, Value, is_float
+from mpjax._src.autocast.lattices import BEYOND, BOUNDED, FITS, Fact, argument, join, union
+
+# sqrt(4) = 2 roundings of half: the error that autocast may have beyond that of its matmuls.
+WRITES = 4
+
+# Rounding a state may cost four times what rounding the matmul behind the step costs.
+STEP = 0.25
+
+
+class Sweep:
+    """The sweep over a program. It numbers values, so that sets of them are bit masks."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Hashable, int] = {}
+
+    def bit(self, value: Hashable) -> int:
+        """Returns the bit of a value, the same in every round of a fixpoint."""
+        return 1 << self.numbers.setdefault(value, len(self.numbers))
+
+    def block(self, block: Block) -> None:
+        """Computes the facts of a block from those of its arguments."""
+        for value, _ in block.consts:
+            value.fact = argument(self.bit(value))
+        for op in block.ops:
+            if op.subs and op.rule in ("program", "full", "follow"):
+                self.program(op)
+                continue
+            known = [v for v in op.ins if v.const is None and (is_float(v) or v.fact.made)]
+            joined = join([v.fact for v in known])
+            transfer = TRANSFER[op.forced or op.rule]
+            for out in op.outs:
+                out.fact = transfer(self, op, joined, out) if is_float(out) else joined
+
+    def read(self, value: Value) -> Fact:
+        """Returns the fact of a value as an operand."""
+        if value.const is None:
+            return value.fact
+        known = np.abs(np.asarray(value.const, np.float64))
+        largest = float(np.max(known[np.isfinite(known)], initial=0))
+        return value.fact._replace(span=BOUNDED if largest <= 1 else FITS)
+
+    def program(self, op: Op) -> None:
+        results: list[list[Fact]] = [[] for _ in op.outs]
+        for sub in reversed(op.subs):  # a while loop's body before its condition
+            for value, index in zip(sub.block.invars, sub.ins, strict=True):
+                value.fact = self.read(op.ins[index])
+            if sub.carry:
+                self.loop(op, sub)
+            elif op.name == "while":
+                self.condition(op, sub)
+            else:
+                self.block(sub.block)
+            for value, place in zip(sub.block.outvars, sub.outs, strict=True):
+                if place is not None:
+                    results[place].append(self.read(value))
+        for out, found in zip(op.outs, results, strict=True):
+            out.fact = join(found)
+            if "full" in (op.forced, op.rule):
+                out.fact = out.fact._replace(half=False)
+
+    def loop(self, op: Op, sub: Sub) -> None:
+        """Runs a loop's body to a fixpoint, and decides which carries are half.
+
+        A carry is half where a half operation makes it in every turn, and it is no exact sum.
+        """
+        body = sub.block
+        turns = op.params.get("length", WRITES + 1)
+        carried = [(body.outvars[r], body.invars[a]) for r, a in sub.carry]
+        anew = 0  # the weights that each turn has for itself: slices that it is given, or takes
+        for position, value in enumerate(body.invars):
+            bit = self.bit(value)
+            value.fact = value.fact._replace(weights=value.fact.weights | bit)
+            anew |= bit if position >= sub.consts else 0
+        for _, value in carried:
+            bit = self.bit(value)
+            made = value.fact.made | bit
+            value.fact = value.fact._replace(half=False, made=made, chain=bit, spread=False)
+        bits = [self.bit(value) for _, value in carried]
+        before = None
+        while before != (before := [value.fact for _, value in carried]):
+            self.block(body)
+            for inner in body.walk():
+                if any(not v.is_f32 and v.fact.made for v in inner.ins) and _is_part(inner):
+                    anew |= inner.outs[0].fact.weights
+            states = _states(bits, [self.read(out).chain for out, _ in carried])
+            for (out, value), bit in zip(carried, bits, strict=True):
+                new, old = self.read(out), value.fact
+                writes = old.writes
+                if states & bit and new.writes > writes:  # so many in every turn
+                    writes = new.writes if new.writes * turns <= WRITES else WRITES + 1
+                exact = old.exact or new.exact or (writes > WRITES and bool(states & bit))
+                value.fact = join([old, new])._replace(
+                    half=new.half and not exact and value.is_f32,
+                    exact=exact,
+                    writes=writes,
+                    chain=old.chain,
+                    weights=old.weights | new.weights & ~anew,
+                )
+        carries = {value for _, value in carried}
+        body.carries = tuple(v in carries and v.fact.half for v in body.invars)
+
+    def condition(self, op: Op, sub: Sub) -> None:
+        """Leaves a loop alone that runs until matmuls meet a tolerance: half might never do."""
+        body = op.subs[1]
+        inside = dict(zip(body.ins, body.block.invars, strict=True))
+        for value, index in zip(sub.block.invars, sub.ins, strict=True):
+            value.fact = inside[index].fact if index in inside else self.read(op.ins[index])
+        self.block(sub.block)
+        matmuls = [o.outs[0] for o in body.block.walk() if o.spec.need == rules.HALF]
+        made = union(self.bit(v) for v in matmuls)
+        compared = (o for o in sub.block.walk() if o.spec.need == rules.COMPARE)
+        if any(v.is_f32 and v.fact.made & made for o in compared for v in o.ins):
+            op.rule, op.reason = "leave", ENDS
+
+
+def _states(bits: Sequence[int], chains: Sequence[int]) -> int:
+    """Returns which carries are states: one that a chain of sums leads back to, over any turns."""
+    direct = dict(zip(bits, chains, strict=True))
+    while True:
+        further = {b: m | union(direct[o] for o in bits if m & o) for b, m in direct.items()}
+        if further == direct:
+            return union(b for b, mask in direct.items() if mask & b)
+        direct = further
+
+
+ENDS = "a float32 comparison that depends on a matmul ends this loop, left alone"
+
+
+# ---- one operation ------------------------------------------------------------------------------
+
+
+def _half(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
+    if op.spec.need != rules.HALF:  # told to by the user
+        return joined._replace(half=True, exact=False)
+    bit = sweep.bit(out)
+    own = union(v.fact.weights for v in op.ins if v.fact.given)
+    return Fact(
+        half=not any(v.fact.counts for v in op.ins),
+        span=FITS,
+        linear=joined.linear,
+        made=joined.made | bit,
+        chain=bit,
+        weights=own or joined.weights,
+        roots=joined.roots,
+    )
+
+
+def _full(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
+    if op.spec.need == rules.FOLLOW:  # told to by the user
+        return _follow(sweep, op, joined, out)._replace(half=False)
+    span = max(joined.span, FITS)
+    if op.spec.span != rules.KEEPS:
+        span = BEYOND if op.spec.span == rules.GROWS else BOUNDED
+    inverse = op.name == "rsqrt" or (op.name == "integer_pow" and op.params["y"] < 0)
+    return joined._replace(
+        half=False,
+        exact=False,
+        span=span,
+        writes=0,
+        scaled=False,
+        norm="scale" if inverse else "",
+        mask=False,
+        spread=joined.spread and len(op.ins) == 1,
+    )
+
+
+def _follow(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
+    joined = joined._replace(mask=False, counts=False)
+    if op.spec.gain == rules.SUM:
+        return _sum(sweep, op, joined, out)
+    if op.spec.saves == rules.OTHERS:
+        return _product(sweep, op, joined)
+    if op.spec.saves == rules.NOTHING:
+        return joined
+    span = BOUNDED if op.spec.span == rules.BOUNDED else joined.span
+    return joined._replace(span=span, exact=False, norm="scale" if op.name == "sqrt" else "")
+
+
+def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
+    joined = joined._replace(span=max(joined.span, FITS), norm="")
+    if any(_is_unknown_scalar(v, out) for v in op.ins):
+        joined = joined._replace(span=BEYOND)
+    terms = [v.fact for v in op.ins if v.const is None and v.size == out.size]
+    terms = [fact for fact in terms if not (fact.given and fact.spread)]
+    if len(terms) < 2:
+        return joined._replace(norm=terms[0].norm if terms else "")
+    a, b = terms
+    bit = sweep.bit(out)
+    small = a.scaled or b.scaled
+    block = not small and (_is_block(a, b) or _is_block(b, a))
+    unrounded = (a.given and b.half) or (b.given and a.half)
+    writes = max(a.writes, b.writes) if block else min(a.writes + b.writes + 1, WRITES + 1)
+    exact = joined.exact or small or (unrounded and not block) or writes > WRITES
+    exact = exact and not joined.linear
+    return joined._replace(
+        half=joined.half and not exact,
+        exact=exact,
+        writes=writes,
+        scaled=False,
+        made=joined.made | bit if joined.made else 0,
+        chain=joined.chain | bit,
+    )
+
+
+def _is_block(state: Fact, step: Fact) -> bool:
+    """Tells whether a step is a residual block of the state that it is added to."""
+    depends = step.roots & state.roots if state.given else step.made & state.chain
+    return bool(depends and step.made and step.weights & ~state.weights)
+
+
+def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
+    terms = [v for v in op.ins if v.const is None]
+    span = joined.span
+    if len(terms) < 2:
+        factor = known_factor(op)
+        if factor > (2.0**15 if span == BOUNDED else 2):
+            span = BEYOND
+        norm = terms[0].fact.norm if terms and terms[0] is op.ins[0] else "scale"
+        scaled = joined.scaled or factor < STEP
+        return joined._replace(span=max(span, FITS), scaled=scaled, norm=norm)
+    (a, b), divisor = (v.fact for v in terms), op.name == "div"
+    if b.norm == "scale" or (divisor and terms[1].small) or (a.norm == "scale" and not divisor):
+        other = b if a.norm == "scale" else a
+        norm = "scale" if other.given and {a.norm, b.norm} == {"scale", ""} else "unit"
+        return joined._replace(span=FITS, exact=False, scaled=False, norm=norm)
+    for given, other, value in ((b, a, terms[1]), (a, b, terms[0])):
+        if given.given and not other.given:  # an argument: its size is not known
+            known = given.mask or other.norm
+            span = BEYOND if _is_unknown_scalar(value, op.outs[0]) else max(span, FITS)
+            scaled = other.scaled or not known
+            return joined._replace(span=span, scaled=scaled, norm="", writes=other.writes)
+    if divisor or BOUNDED not in (a.span, b.span):
+        span = BEYOND
+    writes = min(a.writes + b.writes + 1, WRITES + 1)
+    return joined._replace(span=span, norm="", exact=False, writes=writes)
+
+
+def _is_unknown_scalar(value: Value, out: Value) -> bool:
+    """Tells a scalar argument: a constant like an epsilon, but one that nobody knows."""
+    return value.const is None and value.fact.given and not value.fact.mask and value.is_one
+
+
+def known_factor(op: Op) -> float:
+    """Returns the constant by which a product multiplies its other operand, or 1."""
+    known = [v.const for v in op.ins if v.const is not None and np.size(v.const)]
+    factor = float(np.max(np.abs(known[0]))) if known else 1.0
+    if op.name == "div" and op.ins[1].const is not None:
+        return 1 / factor if factor else np.inf
+    return factor
+
+
+def _move(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
+    (first, *_) = [v for v in op.ins if is_float(v)] or [out]
+    if _is_part(op) and first.fact.given:
+        index = tuple(str(v.const) if v.const is not None else v for v in op.ins[1:])
+        part = str(sorted(op.params.items())), index, op.outs.index(out)
+        return first.fact._replace(weights=sweep.bit((first.fact.weights, part)))
+    if rules.LOOKS_UP in op.spec.traits and first.fact.given:
+        # As a matmul by rows of a single one would give it.
+        bit = sweep.bit(out)
+        return first.fact._replace(made=bit, chain=bit, spread=False)
+    spread = joined.spread or (rules.SUMS_BACK in op.spec.traits and out.size > first.size)
+    return joined._replace(spread=spread and len(op.ins) == 1)
+
+
+def _is_part(op: Op) -> bool:
+    """Tells whether an op takes one of a stack of weights, or a part of one."""
+    one_row = rules.LOOKS_UP in op.spec.traits and all(n == 1 for n in op.ins[1].aval.shape[:-1])
+    return rules.PART in op.spec.traits or one_row
+
+
+def _cast(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
+    (value,) = op.ins
+    dtype = getattr(value.aval, "dtype", np.dtype(np.float32))
+    if value.is_f32 or not np.issubdtype(dtype, np.number):
+        mask = joined.mask or dtype == np.bool_
+        return joined._replace(mask=mask, span=BOUNDED if dtype == np.bool_ else joined.span)
+    integer = np.issubdtype(dtype, np.integer)
+    counts = value.fact.counts or (integer and dtype.itemsize > 1)
+    half = joined.half or (out.is_f32 and dtype == op.half)
+    return joined._replace(half=half, counts=counts, span=FITS)
+
+
+def _other(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
+    exact = rules.FROM_BITS in op.spec.traits
+    bit = sweep.bit(out) if not joined.given else 0
+    return joined._replace(
+        half=False, exact=exact, span=FITS, norm="", scaled=False, writes=0, mask=False,
+        made=joined.made | bit,
+    )  # fmt: skip
+
+
+TRANSFER: dict[str, Callable[[Sweep, Op, Fact, Value], Fact]] = {
+    "half": _half,
+    "full": _full,
+    "follow": _follow,
+    "layout": _move,
+    "neutral": _other,
+    "cast": _cast,
+    "leave": _other,
+    "written": _other,
+    "program": _other,
+}

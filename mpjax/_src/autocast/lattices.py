@@ -1,0 +1,80 @@
+"""What a plan knows of a value, as elements of small lattices: joined where ways meet."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+# span: no larger than about 1; of ordinary size; perhaps beyond the range of float16.
+BOUNDED, FITS, BEYOND = range(3)
+
+
+class Fact(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        half: It comes from a half operation, through elementwise ones at most.
+        exact: A rounding for storage would lose what matters of it.
+        span: How large it may be.
+        writes: How many roundings of a state it would hold, if each sum were stored in half.
+        scaled: It may be small beside what it is added to.
+        norm: "scale" if it is one over a size, "unit" if it was multiplied by such.
+        counts: Integers of more than 8 bits, made floats: half would merge them.
+        mask: Zeros and ones.
+        spread: An argument that was broadcast.
+        linear: It depends on a tangent of the program that is planned.
+        made: The matmuls, sums and loop carries that it is computed from, as a bit mask; an
+            argument, or computed from arguments alone, if there are none.
+        chain: Of those, the ones that it is the latest state of.
+        weights: The arguments that the matmuls behind it multiplied by, as a bit mask.
+        roots: The arguments that it depends on at all, as a bit mask.
+    """
+
+    half: bool = False
+    exact: bool = False
+    span: int = BOUNDED
+    writes: int = 0
+    scaled: bool = False
+    norm: str = ""
+    counts: bool = False
+    mask: bool = False
+    spread: bool = False
+    linear: bool = False
+    made: int = 0
+    chain: int = 0
+    weights: int = 0
+    roots: int = 0
+
+    @property
+    def given(self) -> bool:
+        """Whether it is an argument, or computed from arguments alone, that nobody has rounded."""
+        return not (self.made or self.half)
+
+
+NOTHING = Fact()
+
+
+def join(facts: Sequence[Fact]) -> Fact:
+    """Returns what is known of a value that comes from several."""
+    if len(facts) < 2:
+        return facts[0] if facts else NOTHING
+    columns = list(zip(*facts, strict=True))
+    half, exact, span, writes, scaled, norm, counts, mask, spread, linear, *masks = columns
+    made, chain, weights, roots = masks
+    behind = [f.weights for f in facts if f.made] or weights
+    return Fact(
+        *(any(half), any(exact), max(span), max(writes), any(scaled)),
+        norm[0] if len(set(norm)) == 1 else "",
+        *(any(counts), all(mask), all(spread), any(linear)),
+        *(union(made), union(chain), union(behind), union(roots)),
+    )
+
+
+def union(masks: Iterable[int]) -> int:
+    union = 0
+    for mask in masks:
+        union |= mask
+    return union
+
+
+def argument(bit: int, half: bool = False, linear: bool = False) -> Fact:
+    """Returns what is known of an argument of the program, whose bit is given."""
+    return Fact(half=half, span=FITS, linear=linear, weights=bit, roots=bit)
