@@ -1,0 +1,228 @@
+"""Evaluates programs equation by equation, in ways of one's own: what the measure is made of."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+
+MATMULS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
+
+
+def names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# What amplifies, written out here too: the yardstick must not move with what it measures.
+AMPLIFIES = names(
+    "acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cos cosh digamma erf_inv erfc "
+    "exp exp2 expm1 igamma igamma_grad_a igammac lgamma log log1p polygamma pow random_gamma "
+    "regularized_incomplete_beta sin sinh tan zeta cumlogsumexp cumprod cumsum reduce_prod "
+    "cholesky cholesky_update eig eigh geqrf hessenberg householder_product lu ormqr qr schur svd "
+    "symmetric_product triangular_solve tridiagonal tridiagonal_solve fft"
+)
+PASSES = names(
+    "abs add add_any cbrt ceil clamp convert_element_type div erf floor logistic max min mul neg "
+    "rem round select_n sign sqrt sub tanh broadcast_in_dim concatenate copy copy_p cummax cummin "
+    "dynamic_slice dynamic_update_slice gather name optimization_barrier pad reduce_max reduce_min "
+    "reduce_precision reshape rev slice sort split squeeze stop_gradient tile top_k transpose"
+)
+CALLS = {
+    **dict.fromkeys(("jit", "pjit", "remat2", "checkpoint"), "jaxpr"),
+    **dict.fromkeys(
+        ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"
+    ),
+    "custom_vmap_call": "call",
+}
+
+
+# ---- programs, equation by equation -------------------------------------------------------------
+
+
+def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns a jaxpr without its constants, and these."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def bind(eqn: Any, ins: Sequence[Any], **changed: Any) -> list[Any]:
+    params = eqn.primitive.get_bind_params({**eqn.params, **changed})
+    outs = eqn.primitive.bind(*ins, **params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def subprograms(eqn: Any) -> list[tuple[Any, int, list[int | None], dict[int, int]]]:
+    """Returns the programs inside an equation that are entered.
+
+    Each as: jaxpr, the first operand that it takes (as many as it has arguments), the result of
+    the equation that each of its results is, and which argument each result is next time.
+    """
+    name, p = eqn.primitive.name, eqn.params
+    if name in CALLS:
+        inner = opened(p[CALLS[name]])[0]
+        return [(p[CALLS[name]], 0, list(range(len(inner.outvars))), {})]
+    if name == "cond":
+        return [(b, 1, list(range(len(eqn.outvars))), {}) for b in p["branches"]]
+    if name == "scan":
+        consts, carry = scan_counts(eqn)
+        again = {i: consts + i for i in range(carry)}
+        return [(p["jaxpr"], 0, list(range(len(eqn.outvars))), again)]
+    if name == "while":
+        first, second = p["cond_nconsts"], p["body_nconsts"]
+        again = {i: second + i for i in range(len(eqn.outvars))}
+        return [(p["body_jaxpr"], first, list(range(len(eqn.outvars))), again)]
+    return []
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """Returns the numbers of a scan's constants and carries: what has no axis of iterations."""
+    inner = opened(eqn.params["jaxpr"])[0]
+    pairs = zip(eqn.invars, inner.invars, strict=True)
+    same = sum(len(v.aval.shape) == len(w.aval.shape) for v, w in pairs)
+    pairs = zip(eqn.outvars, inner.outvars, strict=True)
+    carry = sum(len(v.aval.shape) == len(w.aval.shape) for v, w in pairs)
+    return same - carry, carry
+
+
+def amplified(jaxpr: Any, outs: Sequence[bool]) -> dict[Any, bool]:
+    """Tells of each variable of a program whether an amplifying operation reads it."""
+    inner = opened(jaxpr)[0]
+    found = {v: True for v, yes in zip(inner.outvars, outs, strict=True) if yes and is_var(v)}
+    for eqn in reversed(inner.eqns):
+        name = eqn.primitive.name
+        programs = subprograms(eqn)
+        for program, first, _, again in programs:
+            wanted = [found.get(v, False) for v in eqn.outvars]
+            while True:
+                args = opened(program)[0].invars
+                inside = amplified(program, wanted)
+                more = [
+                    yes or (i in again and inside.get(args[again[i]], False))
+                    for i, yes in enumerate(wanted)
+                ]
+                if more == wanted:
+                    break
+                wanted = more
+            read = zip(eqn.invars[first:], args, strict=False)
+            found |= {v: True for v, a in read if is_var(v) and inside.get(a, False)}
+        passes = name in PASSES and any(found.get(v, False) for v in eqn.outvars)
+        if name in AMPLIFIES or passes:
+            found |= {v: True for v in eqn.invars if is_var(v)}
+    return found
+
+
+def is_var(atom: Any) -> bool:
+    return not isinstance(atom, jex.Literal)
+
+
+def holds_matmuls(jaxpr: Any) -> bool:
+    return any(
+        eqn.primitive.name in MATMULS or any(holds_matmuls(s[0]) for s in subprograms(eqn))
+        for eqn in opened(jaxpr)[0].eqns
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to evaluate a program.
+
+    Attributes:
+        operation: Runs an equation: ``(eqn, operands, is its result amplified) -> results``.
+        value: From a constant, or a result, to what stands for it.
+        derived: Whether custom rules have no derivative to be taken any more.
+    """
+
+    operation: Callable[[Any, list[Any], bool], list[Any]]
+    value: Callable[[Any, Any], Any] = lambda x, aval: x
+    derived: bool = False
+
+
+def evaluate(jaxpr: Any, args: Sequence[Any], way: Way, outs: Sequence[bool] = ()) -> list[Any]:
+    """Evaluates a program equation by equation, those of the programs inside it too."""
+    inner, consts = opened(jaxpr)
+    outs = outs or [False] * len(inner.outvars)
+    reads = amplified(jaxpr, outs)
+    env = dict(zip(inner.invars, args, strict=True))
+    env |= {v: way.value(c, v.aval) for v, c in zip(inner.constvars, consts, strict=True)}
+
+    def read(atom):
+        return env[atom] if is_var(atom) else way.value(literal(atom), atom.aval)
+
+    for eqn in inner.eqns:
+        ins = [read(atom) for atom in eqn.invars]
+        wanted = [reads.get(v, False) for v in eqn.outvars]
+        program = PROGRAMS.get(eqn.primitive.name)
+        kept = "custom_" in eqn.primitive.name and not way.derived
+        if program and not (kept and not any(holds_matmuls(s[0]) for s in subprograms(eqn))):
+            results = program(eqn, ins, way, wanted)
+        else:
+            results = way.operation(eqn, ins, any(wanted))
+        results = [way.value(x, v.aval) for x, v in zip(results, eqn.outvars, strict=True)]
+        env |= dict(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in inner.outvars]
+
+
+def literal(atom: Any) -> Any:
+    dtype = getattr(atom.aval, "dtype", None)
+    extended = dtype is None or jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    return atom.val if extended else np.asarray(atom.val, dtype)
+
+
+def _call(eqn, ins, way, wanted):
+    return evaluate(eqn.params[CALLS[eqn.primitive.name]], ins, way, wanted)
+
+
+def _carried(eqn: Any, wanted: Sequence[bool]) -> list[bool]:
+    """Returns which results of a loop's body an amplifying operation reads, in any iteration."""
+    ((body, _, _, again),) = subprograms(eqn)
+    args = opened(body)[0].invars
+    for _ in wanted:
+        inside = amplified(body, wanted)
+        wanted = [
+            yes or (i in again and inside.get(args[again[i]], False))
+            for i, yes in enumerate(wanted)
+        ]
+    return list(wanted)
+
+
+def _scan(eqn, ins, way, wanted):
+    p = eqn.params
+    num_consts, num_carry = scan_counts(eqn)
+    wanted = _carried(eqn, wanted)
+    consts, carry, xs = (
+        ins[:num_consts],
+        ins[num_consts : num_consts + num_carry],
+        ins[num_consts + num_carry :],
+    )
+
+    def body(carry, xs):
+        outs = evaluate(p["jaxpr"], [*consts, *carry, *xs], way, wanted)
+        return outs[:num_carry], outs[num_carry:]
+
+    carry, ys = jax.lax.scan(body, carry, xs, p["length"], p["reverse"])
+    return [*carry, *ys]
+
+
+def _while(eqn, ins, way, wanted):
+    p = eqn.params
+    first, second = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+    wanted = _carried(eqn, wanted)
+
+    def going(carry):
+        return evaluate(p["cond_jaxpr"], [*ins[:first], *carry], way)[0]
+
+    def body(carry):
+        return evaluate(p["body_jaxpr"], [*ins[first:second], *carry], way, wanted)
+
+    return jax.lax.while_loop(going, body, ins[second:])
+
+
+def _cond(eqn, ins, way, wanted):
+    branches = [lambda *args, b=b: evaluate(b, args, way, wanted) for b in eqn.params["branches"]]
+    index = ins[0].astype(jnp.int32)
+    return jax.lax.switch(index, branches, *ins[1:])
+
+
+PROGRAMS = {**dict.fromkeys(CALLS, _call), "scan": _scan, "while": _while, "cond": _cond}

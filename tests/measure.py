@@ -1,0 +1,301 @@
+"""The measure of soundness: autocast's errors beside those of matmuls rounded by hand.
+
+The yardstick is the float32 program in which every matmul and convolution has its operands and its
+result rounded to half, those of the gradient too. The truth is the same program in float64. Both
+evaluate the float32 program's equations one by one, so that nothing of the library is in them.
+
+Two kinds of matmuls are not rounded by the yardstick. One whose result an operation reads that
+amplifies relative errors (through elementwise operations and changes of layout) has a float32
+result; if it sums few products, so that half would gain nothing, its operands are float32 too.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from evaluation import MATMULS, Way, bind, evaluate, names
+
+import mpjax
+
+# Unit roundoff: the largest relative error of one rounding.
+UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+TIMES = 4  # autocast may be this many times as far off as the yardstick,
+ROUNDINGS = 2  # or this many roundings of half
+LOSS_SCALE = {"bfloat16": 1.0, "float16": 2.0**10}
+SHORT = 8  # a matmul that sums no more products than this gains nothing from half operands
+VANISHES = 1e-6  # a gradient leaf this small beside the whole gradient cancels
+
+# As compiled everywhere: no compiler may leave out a rounding that the program asks for.
+STRICT = {"xla_allow_excess_precision": False}
+
+# ---- two ways: float64, and rounded matmuls -----------------------------------------------------
+
+
+def is_f32(x: Any) -> bool:
+    return getattr(x, "dtype", None) == jnp.float32
+
+
+def _widen(x: Any, aval: Any) -> Any:
+    return jnp.asarray(x, jnp.float64) if is_f32(aval) and is_f32(x) else x
+
+
+# What these give depends on the bits of their operands.
+NARROW = names(
+    "bitcast_convert_type nextafter rng_uniform random_gamma reduce reduce_window "
+    "select_and_scatter select_and_gather_add"
+)
+SCATTERS = {f"scatter-{name}": getattr(jax.lax, f"scatter_{name}") for name in ("add", "mul")}
+DTYPES = ("preferred_element_type", "new_dtype", "dtype")
+
+
+def _in_float64(eqn: Any, ins: list[Any], amplified: bool) -> list[Any]:
+    wide = {k: jnp.float64 for k in DTYPES if eqn.params.get(k) == jnp.float32}
+    if eqn.primitive.name in SCATTERS:  # they hold a program for float32
+        p = {k: eqn.params[k] for k in ("indices_are_sorted", "unique_indices", "mode")}
+        scatter = SCATTERS[eqn.primitive.name]
+        return [scatter(*ins, eqn.params["dimension_numbers"], **p)]
+    if eqn.primitive.name not in NARROW:
+        try:
+            return bind(eqn, ins, **wide)
+        except (TypeError, ValueError, NotImplementedError):  # it has no such form
+            pass
+    narrow = [
+        x.astype(v.aval.dtype) if is_f32(v.aval) else x
+        for x, v in zip(ins, eqn.invars, strict=True)
+    ]
+    return bind(eqn, narrow)
+
+
+FLOAT64 = Way(_in_float64, _widen, derived=True)
+
+
+def rounded(x: Any, half: Any) -> Any:
+    """Returns a float32 array rounded to half and widened again; so are its cotangents."""
+    return jax.lax.optimization_barrier(x.astype(half)).astype(x.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def rounded_backwards(x: Any, half: Any) -> Any:
+    """Returns an array as it is; its cotangents are rounded to half."""
+    return x
+
+
+@rounded_backwards.defjvp
+def _rounded_backwards_jvp(half, primals, tangents):
+    return primals[0], rounded(tangents[0], half)
+
+
+def _products(eqn: Any) -> int:
+    """Returns how many products a matmul sums for one number of its result."""
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        return int(np.prod(kernel)) // kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    numbers = eqn.params.get("dimension_numbers") or eqn.params["ragged_dot_dimension_numbers"]
+    (contracting, _), _ = getattr(numbers, "dot_dimension_numbers", numbers)
+    return int(np.prod([eqn.invars[0].aval.shape[d] for d in contracting]))
+
+
+def _rounding(half: Any, eqn: Any, ins: list[Any], amplified: bool) -> list[Any]:
+    floats = [is_f32(x) for x in ins]
+    if eqn.primitive.name not in MATMULS or not (any(floats) and is_f32(eqn.outvars[0].aval)):
+        return bind(eqn, ins)
+    if amplified and _products(eqn) <= SHORT:
+        return bind(eqn, ins)
+    ins = [rounded(x, half) if yes else x for x, yes in zip(ins, floats, strict=True)]
+    (out,) = bind(eqn, ins)
+    return [(rounded_backwards if amplified else rounded)(out, half)]
+
+
+def traced(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
+    """Returns the program of a function, and the structure of what it returns."""
+    jaxpr, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+    return jaxpr, jax.tree.structure(shape)
+
+
+def rounded_matmuls(fun: Callable[..., Any], half: Any) -> Callable[..., Any]:
+    """Returns a function whose matmuls and convolutions are rounded to half, all else as it is.
+
+    It is differentiable, and the matmuls of its gradient are rounded too. (A custom rule around
+    matmuls gives way to JAX's own derivative; that of a custom rule which was traced already, as in
+    ``rounded_matmuls(jax.grad(f), half)``, is kept.)
+    """
+    return _evaluated(fun, Way(functools.partial(_rounding, jnp.dtype(half))))
+
+
+def _evaluated(fun, way):
+    def run(*args):
+        jaxpr, tree = traced(fun, args)
+        leaves = [way.value(jnp.asarray(x), jax.typeof(x)) for x in jax.tree.leaves(args)]
+        return jax.tree.unflatten(tree, evaluate(jaxpr, leaves, way))
+
+    return run
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Error:
+    """How far one result, or one leaf of the gradient, is off: relative L2 norms.
+
+    Attributes:
+        part: "result", "gradient" or "update".
+        leaf: Its path.
+        yardstick: The error of rounded matmuls.
+        autocast: The error of autocast.
+        nonfinite: How many Infs and NaNs autocast has that the yardstick does not have.
+        half: The name of the half dtype.
+    """
+
+    part: str
+    leaf: str
+    yardstick: float
+    autocast: float
+    nonfinite: int
+    half: str
+
+    @property
+    def bound(self) -> float:
+        return max(TIMES * self.yardstick, ROUNDINGS * UNIT[self.half])
+
+    @property
+    def sound(self) -> bool:
+        return not self.nonfinite and self.autocast <= self.bound
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.part}{self.leaf} in {self.half}: autocast is {self.autocast:.3g} off, rounded "
+            f"matmuls {self.yardstick:.3g}, the bound is {self.bound:.3g}"
+        )
+        return text + (f"; {self.nonfinite} new Inf or NaN" if self.nonfinite else "")
+
+
+def errors(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    half: str,
+    argnums: int | Sequence[int] | None = 0,
+    loss_scale: float | None = None,
+    round_stream: Callable[..., Any] | None = None,
+    update: Callable[..., Any] | None = None,
+    truth: Any = None,
+) -> list[Error]:
+    """Returns the errors of autocast and of rounded matmuls, for each result and gradient leaf.
+
+    Args:
+        fun: The float32 program.
+        args: Its arguments; numbers and arrays among them are traced.
+        half: "bfloat16" or "float16".
+        argnums: What to differentiate in; None for no gradient. A function that does not return a
+            scalar is differentiated along fixed random cotangents.
+        loss_scale: By how much the cotangents are scaled, and the gradients divided, in float32.
+            `LOSS_SCALE` of this half dtype if None.
+        round_stream: The program as the yardstick has it, if that is another one: with `rounded`
+            after each block of a residual stream, as models by hand keep it in half.
+        update: ``(args, results) -> tree``, in float64: more results to judge, such as by how much
+            a step changed the state.
+        truth: `in_float64` of the same program, where it is known already.
+    """
+    args = jax.tree.map(jnp.asarray, tuple(args))
+    scale = LOSS_SCALE[half] if loss_scale is None else loss_scale
+    hand = _measured(round_stream or fun, args, argnums, scale)
+    hand = _evaluated(hand, Way(functools.partial(_rounding, jnp.dtype(half)), derived=True))
+    auto = _measured(mpjax.autocast(fun, f"mixed_{half}"), args, argnums, scale)
+    by_hand, by_auto = (jax.jit(f, compiler_options=STRICT)(*args) for f in (hand, auto))
+    truth = in_float64(fun, args, argnums) if truth is None else truth
+    runs = [
+        dict(zip(("result", "gradient"), run, strict=False)) for run in (truth, by_hand, by_auto)
+    ]
+    if update is not None:
+        plain = jax.tree.map(lambda x: np.asarray(x, np.float64), args)
+        for run in runs:
+            wide = jax.tree.map(lambda x: np.asarray(x, np.float64), run["result"])
+            run["update"] = update(plain, wide)
+    return [row for part in runs[0] for row in _rows(part, half, *(run[part] for run in runs))]
+
+
+def in_float64(fun: Callable[..., Any], args: Sequence[Any], argnums: Any = 0) -> Any:
+    """Returns the results of a float32 program, and its gradients, computed in float64."""
+    args = jax.tree.map(jnp.asarray, tuple(args))
+    with jax.enable_x64(True):
+        run = _evaluated(_measured(fun, args, argnums, 1.0), FLOAT64)
+        return jax.tree.map(np.asarray, jax.jit(run)(*args))
+
+
+def _measured(fun, args, argnums, scale):
+    """Returns a function of all arguments that gives results and, unscaled, gradients."""
+    if argnums is None:
+        return lambda *args: (fun(*args),)
+    argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def run(*args):
+        leaves, tree = jax.tree.flatten(tuple(args[i] for i in argnums))
+        floats = [is_f32(x) for x in leaves]
+
+        def part(diff):
+            given = iter(diff)
+            mixed = [next(given) if yes else x for x, yes in zip(leaves, floats, strict=True)]
+            changed = dict(zip(argnums, jax.tree.unflatten(tree, mixed), strict=True))
+            out = fun(*(changed.get(i, x) for i, x in enumerate(args)))
+            return [x for x in jax.tree.leaves(out) if is_f32(x)], out
+
+        diff = [x for x, yes in zip(leaves, floats, strict=True) if yes]
+        flat, back, out = jax.vjp(part, diff, has_aux=True)
+        (grads,) = back([scale * _cotangent(i, x, len(flat)) for i, x in enumerate(flat)])
+        given = iter(grads)
+        grads = [next(given) / scale if yes else None for yes in floats]
+        grads = jax.tree.unflatten(tree, grads)
+        return out, grads[0] if len(argnums) == 1 else grads
+
+    return run
+
+
+def _cotangent(index, x, count):
+    if count == 1 and x.ndim == 0:
+        return jnp.ones((), jnp.float32)
+    noise = np.random.default_rng(index).standard_normal(x.shape) / max(1, x.size) ** 0.5
+    return jnp.asarray(noise, jnp.float32)
+
+
+def _rows(part, half, truth, by_hand, by_auto):
+    pairs = jax.tree_util.tree_flatten_with_path(truth)[0]
+    others = [jax.tree.leaves(tree) for tree in (by_hand, by_auto)]
+    rows = []
+    floats = [t for _, t in pairs if np.issubdtype(t.dtype, np.floating)]
+    whole = norm(np.concatenate([t.ravel() for t in floats])) if floats else 0.0
+    for (path, want), hand, auto in zip(pairs, *others, strict=True):
+        if not jnp.issubdtype(want.dtype, jnp.floating) or not want.size:
+            continue
+        want, hand, auto = (np.asarray(x, np.float64) for x in (want, hand, auto))
+        size = norm(want)
+        if part == "gradient" and size <= VANISHES * whole:
+            size = whole
+        size = size or 1.0
+        fine = np.isfinite(want) & np.isfinite(hand)
+        new = int(np.sum(~np.isfinite(auto) & fine))
+        off = [norm(np.where(fine & np.isfinite(x), x - want, 0)) / size for x in (hand, auto)]
+        rows.append(Error(part, jax.tree_util.keystr(path), off[0], off[1], new, half))
+    return rows
+
+
+def norm(x: np.ndarray) -> float:
+    x = x[np.isfinite(x)]
+    return float(np.linalg.norm(x))
+
+
+def check(*args: Any, parts: str = "result gradient update", **kwargs: Any) -> list[Error]:
+    """As `errors`; fails where autocast is less accurate than the measure allows."""
+    rows = errors(*args, **kwargs)
+    return judge(rows, parts)
+
+
+def judge(rows: Sequence[Error], parts: str = "result gradient update") -> list[Error]:
+    """Fails where an error of these parts is above its bound."""
+    rows = [row for row in rows if row.part in parts.split()]
+    wrong = [row for row in rows if not row.sound]
+    assert not wrong, "\n".join(map(str, wrong))
+    return rows

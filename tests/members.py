@@ -1,0 +1,114 @@
+"""Classes of programs under the measure: each file of them is a registry of tiny programs.
+
+A member is a function without arguments that returns a `Case`. The errors that are known to be too
+large today are named where the member is registered, so that what a mended planner passes is seen
+at once (xfail is strict), and what it breaks as well.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import measure
+import pytest
+
+HALVES = {"bf16": "bfloat16", "f16": "float16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program to be measured: what `measure.errors` takes."""
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    argnums: Any = 0
+    update: Callable[..., Any] | None = None
+    loss_scale: float | None = None
+    round_stream: Callable[[str], Callable[..., Any]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    make: Callable[[], Case]
+    parts: tuple[str, ...]
+    fails: frozenset[tuple[str, str]]
+    reason: str
+    slow: bool
+
+
+class Members(dict):
+    """A registry of the members of one class, by name."""
+
+    def __init__(self, reason: str):
+        """``reason`` says in one sentence what is wrong where a member fails."""
+        self.reason = reason
+
+    def __call__(self, fails="", parts="result gradient", reason="", slow=False):
+        """Registers a member.
+
+        Args:
+            fails: What is above its bound today, as in "bf16 update, f16 result"; or "all".
+            parts: What is measured.
+            reason: Why it fails, where that is not the reason of the class.
+            slow: Whether it is left out of the default run.
+        """
+
+        def register(make):
+            every = frozenset((half, part) for half in HALVES for part in parts.split())
+            wrong = frozenset(tuple(x.split()) for x in fails.split(",") if x.strip())
+            wrong = every if fails == "all" else wrong
+            if make.__name__ in self or not wrong <= every:
+                raise ValueError(f"{make.__name__}: registered twice, or fails in {wrong - every}")
+            why = reason or self.reason
+            self[make.__name__] = Member(make, tuple(parts.split()), wrong, why, slow)
+            return make
+
+        return register
+
+    def test(self):
+        """Returns the decorator of the test of all members, of ``(member, half, part)``."""
+        params = []
+        for name, member in self.items():
+            for half in HALVES:
+                for part in member.parts:
+                    marks = [pytest.mark.slow] if member.slow else []
+                    if (half, part) in member.fails:
+                        marks += [pytest.mark.xfail(reason=member.reason, strict=True)]
+                    values = (member, half, part)
+                    params.append(pytest.param(*values, marks=marks, id=f"{name}-{half}-{part}"))
+        return pytest.mark.parametrize("member, half, part", params)
+
+
+@functools.lru_cache(maxsize=4)
+def _case(make):
+    case = make()
+    return case, measure.in_float64(case.fun, case.args, case.argnums)
+
+
+@functools.lru_cache(maxsize=4)
+def rows(member: Member, half: str) -> list[measure.Error]:
+    """Returns the errors of a member, measured once for all of its parts."""
+    case, truth = _case(member.make)
+    dtype = HALVES[half]
+    by_hand = case.round_stream and case.round_stream(dtype)
+    return measure.errors(
+        case.fun,
+        case.args,
+        dtype,
+        case.argnums,
+        case.loss_scale,
+        by_hand,
+        case.update,
+        truth,
+    )
+
+
+def judge(member: Member, half: str, part: str) -> None:
+    measure.judge(rows(member, half), part)
+
+
+def moved(args: tuple[Any, ...], results: Any) -> Any:
+    """The update of a program that returns its first argument's next state."""
+    return jax.tree.map(lambda new, old: new - old, results, args[0])

@@ -1,0 +1,133 @@
+"""The measure itself: what the yardstick rounds, and what it calls an error."""
+
+import jax
+import jax.numpy as jnp
+import measure
+import numpy as np
+import pytest
+from jax import lax
+from support import normal
+
+HALVES = pytest.mark.parametrize("half", ["bfloat16", "float16"])
+W, X = normal(0, 16, 16, scale=0.3), normal(1, 4, 16)
+
+
+def rounded(x, half):
+    return x.astype(half).astype(jnp.float32)
+
+
+def near(a, b):
+    return np.allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+@HALVES
+def test_rounds_operands_and_results(half):
+    got = measure.rounded_matmuls(lambda w, x: x @ w + 1, half)(W, X)
+    want = rounded(rounded(X, half) @ rounded(W, half), half) + 1
+    assert near(got, want) and not near(got, X @ W + 1)
+
+
+@HALVES
+def test_rounds_the_matmuls_of_the_gradient(half):
+    fun = lambda w: jnp.sum(jnp.square(X @ w))  # noqa: E731
+    y = rounded(rounded(X, half) @ rounded(W, half), half)
+    want = rounded(rounded(X, half).T @ rounded(2 * y, half), half)
+    assert near(jax.grad(measure.rounded_matmuls(fun, half))(W), want)
+    assert near(measure.rounded_matmuls(jax.grad(fun), half)(W), want)
+
+
+def test_an_amplified_result_is_float32_and_if_short_so_are_its_operands():
+    long = measure.rounded_matmuls(lambda w, x: jnp.sin((2 * x @ w)[:, ::-1]), "bfloat16")(W, X)
+    half = rounded(2 * X, "bfloat16") @ rounded(W, "bfloat16")
+    assert np.allclose(long, jnp.sin(half[:, ::-1]), atol=1e-5)
+    short = measure.rounded_matmuls(lambda w, x: jnp.sin(2 * x @ w), "bfloat16")(W[:3], X[:, :3])
+    assert np.allclose(short, jnp.sin(2 * X[:, :3] @ W[:3]), atol=1e-5)
+
+
+def test_an_amplifying_reader_is_seen_through_programs():
+    def fun(w, x):
+        y = jax.jit(jnp.matmul)(x, w)
+        carry, _ = lax.scan(lambda c, _: (c + y, None), y, None, length=2)
+        return lax.cond(x[0, 0] > 0, jnp.exp, jnp.cos, carry)
+
+    y = 3 * (rounded(X, "bfloat16") @ rounded(W, "bfloat16"))
+    want = jnp.where(X[0, 0] > 0, jnp.exp(y), jnp.cos(y))
+    assert np.allclose(measure.rounded_matmuls(fun, "bfloat16")(W, X), want, rtol=1e-4)
+
+
+def programs(w, x):
+    def layer(h, w):
+        return jax.checkpoint(lambda h: h + jax.nn.gelu(jax.nn.relu(h) @ w))(h), h.sum()
+
+    h, sums = lax.scan(layer, x, jnp.stack([w, w.T]), reverse=True)
+    h = lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] / 2), (0, h))[1]
+    h = jax.nn.softmax(lax.switch(1, [jnp.sin, jnp.cos], h) @ w)
+    return {"h": h, "sums": sums, "sorted": jnp.sort(h.at[1:].add(jnp.cumsum(h, 0)[1:]))}
+
+
+def test_float64_is_closer_than_float32_and_the_yardstick_is_near():
+    truth = measure.in_float64(programs, (W, X), None)[0]
+    assert all(x.dtype == np.float64 for x in jax.tree.leaves(truth))
+    for want, plain, hand in zip(
+        *(jax.tree.leaves(t) for t in (truth, programs(W, X))),
+        jax.tree.leaves(measure.rounded_matmuls(programs, "bfloat16")(W, X)),
+        strict=True,
+    ):
+        assert 0 < np.linalg.norm(plain - want) < 1e-5 * np.linalg.norm(want)
+        assert 1e-5 < np.linalg.norm(hand - want) / np.linalg.norm(want) < 0.02
+
+
+@HALVES
+def test_float32_programs_without_matmuls_have_no_error(half):
+    rows = measure.check(lambda x: jnp.sin(x) * jnp.exp(x), (X,), half)
+    assert {row.part for row in rows} == {"result", "gradient"}
+    assert all(row.autocast < 1e-5 and row.yardstick < 1e-5 for row in rows)
+
+
+def test_what_is_too_far_off_is_told():
+    coarse = lambda x: jnp.round(x * 4) / 4  # noqa: E731
+
+    def fun(x):  # rounded by autocast alone
+        return x
+
+    rows = measure.errors(fun, (X,), "float16", None, update=lambda args, out: coarse(out))
+    assert all(row.sound for row in rows)
+    wrong = measure.Error("update", "['w']", 0.001, 0.1, 0, "float16")
+    with pytest.raises(AssertionError, match=r"update\['w'\] in float16: autocast is 0.1 off"):
+        measure.judge([*rows, wrong])
+    measure.judge([*rows, wrong], "result")
+    with pytest.raises(AssertionError, match="2 new Inf or NaN"):
+        measure.judge([measure.Error("result", "", 0.0, 0.0, 2, "float16")])
+
+
+def test_a_gradient_that_cancels_is_measured_against_the_whole():
+    def attention(p):  # a bias of the keys changes no softmax
+        scores = (X @ p["q"]) @ (X @ p["k"] + p["bias"]).T
+        return jax.nn.softmax(scores) @ X
+
+    p = {"q": W, "k": W.T, "bias": jnp.ones(16)}
+    rows = {row.leaf: row for row in measure.errors(attention, (p,), "bfloat16")}
+    assert rows["['bias']"].yardstick < 0.02
+
+
+def test_new_infinities_are_counted_and_those_of_the_yardstick_are_not():
+    args = (jnp.full((4, 16), 30.0), jnp.full((16, 16), 300.0))
+    rows = measure.errors(lambda x, w: x @ w, args, "float16", None)
+    assert [row.nonfinite for row in rows] == [0]  # both overflow
+
+
+@HALVES
+def test_the_stream_may_be_rounded(half):
+    def model(stream):
+        def fun(x):
+            for _ in range(8):
+                x = stream(x + 0.3 * jnp.tanh(x @ W))
+            return x
+
+        return fun
+
+    by_hand = model(lambda x: measure.rounded(x, half))
+    (plain,) = measure.errors(model(lambda x: x), (X,), half, None)
+    (streamed,) = measure.errors(model(lambda x: x), (X,), half, None, round_stream=by_hand)
+    assert streamed.yardstick > 1.2 * plain.yardstick
+    assert streamed.autocast == plain.autocast
