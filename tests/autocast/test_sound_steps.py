@@ -29,7 +29,7 @@ def field(x):
 # ---- training written out -----------------------------------------------------------------------
 
 
-@STEPS("bf16 update, f16 update", parts="result gradient update")
+@STEPS(parts="result gradient update")
 def sgd_written_out():
     def fun(w):
         for _ in range(3):
@@ -39,7 +39,7 @@ def sgd_written_out():
     return Case(fun, (W,), update=moved)
 
 
-@STEPS("bf16 update, f16 update", parts="result gradient update")
+@STEPS(parts="result gradient update")
 def weight_decay_written_out():
     def fun(w):
         for _ in range(3):
@@ -49,7 +49,7 @@ def weight_decay_written_out():
     return Case(fun, (W,), update=moved)
 
 
-@STEPS("bf16 update, f16 update", parts="result gradient update")
+@STEPS(parts="result gradient update")
 def momentum_written_out():
     def fun(w):
         m = jnp.zeros_like(w)
@@ -61,7 +61,7 @@ def momentum_written_out():
     return Case(fun, (W,), update=moved)
 
 
-@STEPS("bf16 update, f16 update", parts="result gradient update")
+@STEPS(parts="result gradient update")
 def adam_written_out():
     def fun(w):
         m, v = jnp.zeros_like(w), jnp.zeros_like(w)
@@ -74,7 +74,7 @@ def adam_written_out():
     return Case(fun, (W,), update=moved)
 
 
-@STEPS("bf16 update, f16 update", parts="result gradient update")
+@STEPS(parts="result gradient update")
 def learning_rate_as_argument():
     def fun(w, rate):
         for _ in range(3):
@@ -105,7 +105,7 @@ def target_network():
     return Case(fun, (W, -W), update=moved)
 
 
-@STEPS("bf16 update, f16 update", parts="result gradient update")
+@STEPS(parts="result gradient update")
 def maml():
     def fun(w):
         fast = w
@@ -116,7 +116,7 @@ def maml():
     return Case(fun, (W,), update=lambda args, out: out["fast"] - args[0])
 
 
-@STEPS("bf16 update, f16 update", parts="result gradient update")
+@STEPS(parts="result gradient update")
 def descent_on_latents():
     def fun(z, w):
         for _ in range(4):
@@ -129,7 +129,7 @@ def descent_on_latents():
 # ---- equations of motion ------------------------------------------------------------------------
 
 
-@STEPS("all", parts="result gradient update")
+@STEPS(parts="result gradient update")
 def euler_written_out():
     def fun(x):
         for _ in range(16):
@@ -139,7 +139,7 @@ def euler_written_out():
     return Case(fun, (X,), update=moved)
 
 
-@STEPS("all", parts="result gradient update")
+@STEPS(parts="result gradient update")
 def verlet_written_out():
     def fun(state):
         x, v = state
@@ -152,7 +152,7 @@ def verlet_written_out():
     return Case(fun, ((X, H),), update=moved)
 
 
-@STEPS("bf16 update, f16 update", parts="result gradient update")
+@STEPS(parts="result gradient update")
 def runge_kutta_written_out():
     def fun(x):
         for _ in range(2):
@@ -166,7 +166,7 @@ def runge_kutta_written_out():
     return Case(fun, (X,), update=moved)
 
 
-@STEPS("bf16 update, f16 update", parts="result gradient update")
+@STEPS(parts="result gradient update")
 def denoising_written_out():
     def fun(x, noise):
         for i in range(4):
@@ -187,7 +187,7 @@ def scan_with_scalar_step():
     return Case(fun, (X,), update=moved)
 
 
-@STEPS("all", parts="result gradient update")
+@STEPS(parts="result gradient update")
 def scan_with_vector_step():
     def fun(x, dt):
         return lax.scan(lambda x, _: (x + dt * field(x), None), x, None, length=32)[0]
@@ -195,7 +195,7 @@ def scan_with_vector_step():
     return Case(fun, (X, jnp.linspace(1e-3, 4e-3, 8)), update=moved)
 
 
-@STEPS("all", parts="result gradient update")
+@STEPS(parts="result gradient update")
 def scan_with_step_in_weights():
     def fun(x, b):
         return lax.scan(lambda x, _: (x + jnp.tanh(x @ A) @ b, None), x, None, length=32)[0]
@@ -237,12 +237,12 @@ def layer_scale(x, gamma):
     return x
 
 
-@STEPS("bf16 update, f16 update", parts="result gradient update")
+@STEPS(parts="result gradient update")
 def layer_scale_written_out():
     return Case(layer_scale, (X, jnp.full((4, 8), 1e-5)), (0, 1), update=moved)
 
 
-@STEPS("bf16 update, f16 update", parts="result gradient update")
+@STEPS(parts="result gradient update")
 def layer_scale_in_scan():
     def fun(x, gamma):
         return lax.scan(lambda x, g: (x + g * field(x), None), x, gamma)[0]
@@ -250,7 +250,7 @@ def layer_scale_in_scan():
     return Case(fun, (X, jnp.full((4, 8), 1e-5)), (0, 1), update=moved)
 
 
-@STEPS("bf16 update, f16 update", parts="result gradient update")
+@STEPS(parts="result gradient update")
 def rezero():
     def fun(x, alpha):
         for i in range(4):
@@ -260,7 +260,7 @@ def rezero():
     return Case(fun, (X, jnp.full((4,), 1e-4)), (0, 1), update=moved)
 
 
-@STEPS("bf16 update, f16 update", parts="result gradient update")
+@STEPS(parts="result gradient update")
 def adapter():
     def fun(x, down, up):
         for _ in range(3):
@@ -286,7 +286,7 @@ def overlap(a, b):
 BOXES = jnp.concatenate([900 + normal(9, 16, 2, scale=5), 40 + normal(10, 16, 2)], 1)
 
 
-@STEPS("all")
+@STEPS()
 def boxes_with_offsets():
     def fun(w, boxes):
         refined = boxes + X @ w
@@ -296,7 +296,7 @@ def boxes_with_offsets():
     return Case(fun, (0.3 * W, BOXES))
 
 
-@STEPS("all")
+@STEPS()
 def boxes_refined_twice():
     def fun(w, boxes):
         for _ in range(2):
@@ -306,7 +306,7 @@ def boxes_refined_twice():
     return Case(fun, (0.3 * W, BOXES))
 
 
-@STEPS("all")
+@STEPS()
 def optical_flow():
     grid = jnp.stack(jnp.meshgrid(jnp.arange(200.0, 204), jnp.arange(300.0, 304)), -1)
     grid = grid.reshape(16, 2)
@@ -320,7 +320,7 @@ def optical_flow():
     return Case(fun, (W[:, :2],))
 
 
-@STEPS("all")
+@STEPS()
 def deformed_points():
     points = 50 + normal(11, 16, 3)
 

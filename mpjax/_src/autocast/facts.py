@@ -113,6 +113,7 @@ class Sweep:
                     writes = new.writes if new.writes * turns <= WRITES else WRITES + 1
                 exact = old.exact or new.exact or (writes > WRITES and bool(states & bit))
                 value.fact = join([old, new])._replace(
+                    made=old.made,
                     half=new.half and not exact and value.is_f32,
                     exact=exact,
                     writes=writes,
@@ -132,7 +133,12 @@ class Sweep:
         matmuls = [o.outs[0] for o in body.block.walk() if o.spec.need == rules.HALF]
         made = union(self.bit(v) for v in matmuls)
         compared = (o for o in sub.block.walk() if o.spec.need == rules.COMPARE)
-        if any(v.is_f32 and v.fact.made & made for o in compared for v in o.ins):
+        seen = union(v.fact.made for o in compared for v in o.ins if v.is_f32)
+        for _ in body.carry:  # what it sees now was made in any of the turns before
+            for result, place in body.carry:
+                if seen & self.bit(body.block.invars[place]):
+                    seen |= body.block.outvars[result].fact.made
+        if seen & made:
             op.rule, op.reason = "leave", ENDS
 
 
@@ -164,7 +170,6 @@ def _half(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         made=joined.made | bit,
         chain=bit,
         weights=own or joined.weights,
-        roots=joined.roots,
     )
 
 
@@ -203,7 +208,7 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     joined = joined._replace(span=max(joined.span, FITS), norm="")
     if any(_is_unknown_scalar(v, out) for v in op.ins):
         joined = joined._replace(span=BEYOND)
-    terms = [v.fact for v in op.ins if v.const is None and v.size == out.size]
+    terms = [v.fact for v in op.ins if v.size == out.size and not _is_filled(v)]
     terms = [fact for fact in terms if not (fact.given and fact.spread)]
     if len(terms) < 2:
         return joined._replace(norm=terms[0].norm if terms else "")
@@ -211,9 +216,9 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     bit = sweep.bit(out)
     small = a.scaled or b.scaled
     block = not small and (_is_block(a, b) or _is_block(b, a))
-    unrounded = (a.given and b.half) or (b.given and a.half)
+    argument = (a.given and b.half) or (b.given and a.half)
     writes = max(a.writes, b.writes) if block else min(a.writes + b.writes + 1, WRITES + 1)
-    exact = joined.exact or small or (unrounded and not block) or writes > WRITES
+    exact = joined.exact or small or argument or writes > WRITES
     exact = exact and not joined.linear
     return joined._replace(
         half=joined.half and not exact,
@@ -227,8 +232,13 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
 
 def _is_block(state: Fact, step: Fact) -> bool:
     """Tells whether a step is a residual block of the state that it is added to."""
-    depends = step.roots & state.roots if state.given else step.made & state.chain
-    return bool(depends and step.made and step.weights & ~state.weights)
+    depends = step.made & state.chain and not state.made & step.chain
+    return bool(depends and step.weights & ~state.weights)
+
+
+def _is_filled(value: Value) -> bool:
+    """Tells a constant that is one number."""
+    return value.const is not None and np.size(value.const) == 1
 
 
 def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:

@@ -25,7 +25,6 @@ class Fact(NamedTuple):
             argument, or computed from arguments alone, if there are none.
         chain: Of those, the ones that it is the latest state of.
         weights: The arguments that the matmuls behind it multiplied by, as a bit mask.
-        roots: The arguments that it depends on at all, as a bit mask.
     """
 
     half: bool = False
@@ -41,7 +40,6 @@ class Fact(NamedTuple):
     made: int = 0
     chain: int = 0
     weights: int = 0
-    roots: int = 0
 
     @property
     def given(self) -> bool:
@@ -57,14 +55,15 @@ def join(facts: Sequence[Fact]) -> Fact:
     if len(facts) < 2:
         return facts[0] if facts else NOTHING
     columns = list(zip(*facts, strict=True))
-    half, exact, span, writes, scaled, norm, counts, mask, spread, linear, *masks = columns
-    made, chain, weights, roots = masks
+    half, exact, span, writes, scaled, norm, counts, mask, spread, linear, made, chain, weights = (
+        columns
+    )
     behind = [f.weights for f in facts if f.made] or weights
     return Fact(
         *(any(half), any(exact), max(span), max(writes), any(scaled)),
         norm[0] if len(set(norm)) == 1 else "",
         *(any(counts), all(mask), all(spread), any(linear)),
-        *(union(made), union(chain), union(behind), union(roots)),
+        *(union(made), union(chain), union(behind)),
     )
 
 
@@ -77,4 +76,4 @@ def union(masks: Iterable[int]) -> int:
 
 def argument(bit: int, half: bool = False, linear: bool = False) -> Fact:
     """Returns what is known of an argument of the program, whose bit is given."""
-    return Fact(half=half, span=FITS, linear=linear, weights=bit, roots=bit)
+    return Fact(half=half, span=FITS, linear=linear, weights=bit)
