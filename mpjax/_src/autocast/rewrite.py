@@ -28,6 +28,7 @@ from mpjax._src.autocast.derivatives import (
     wide_matmul,
 )
 from mpjax._src.autocast.environment import Env
+from mpjax._src.autocast.gathers import picks_one_per_row
 from mpjax._src.autocast.graph import REGION, ROW, Block, Op, Sub, Value
 from mpjax._src.autocast.islands import Island, schedule, signature
 from mpjax._src.autocast.plan import Plan, make_plan
@@ -98,9 +99,9 @@ def _run_as_planned(op: Op, env: Env) -> None:
         return _run_custom_jvp(op, env)
     if op.name == "broadcast_in_dim" and op.outs[0].is_f32 and op.outs[0].const is not None:
         return env.make(op.outs[0], functools.partial(_broadcast, op, env))
-    if op.name == "gather" and op.outs[0].is_f32 and _jax.picks_one_per_row(op.eqn):
+    if op.name == "gather" and op.outs[0].is_f32 and picks_one_per_row(op.eqn):
         return env.store(op.outs[0], pick(op.eqn, [env.read(v, op.compute) for v in op.ins]))
-    if rules.SUMS_BACK in op.spec.traits and op.compute in HALVES and _jax.enlarges(op.eqn):
+    if rules.SUMS_BACK in op.spec.traits and op.compute in HALVES and _enlarges(op.eqn):
         args = [env.read(v, op.compute) for v in op.ins]
         wide = wide_cotangent(lambda *xs: _jax.bind(op.eqn, xs)[0], args)
         return env.store(op.outs[0], wide)
@@ -113,8 +114,29 @@ def _read_expanded(op: Op, value: Value, env: Env, dtype: Any) -> Any:
     if not value.is_f32 or value.const is not None or value.aval.shape == shape:
         return env.read(value, dtype)
     if value.dtype == dtype:
-        return wide_cotangent(lambda x: _jax.expand(x, op.outs[0].aval), [env.read(value)])
-    return cast(_jax.expand(env.read(value, FLOAT32), op.outs[0].aval), dtype)
+        return wide_cotangent(lambda x: _expand(x, op.outs[0].aval), [env.read(value)])
+    return cast(_expand(env.read(value, FLOAT32), op.outs[0].aval), dtype)
+
+
+def _expand(x: Any, aval: Any) -> Any:
+    """Broadcasts an operand to the shape (and sharding) of an elementwise operation's result."""
+    shape, rank = aval.shape, np.ndim(x)
+    dims = tuple(range(len(shape) - rank, len(shape)))
+    sharding = (
+        None if aval.sharding.mesh.empty or aval.sharding.mesh.are_all_axes_auto else aval.sharding
+    )
+    if all(x.shape[i] == shape[d] for i, d in enumerate(dims)):
+        return jax.lax.broadcast_in_dim(x, shape, dims, out_sharding=sharding)
+    kept = [i for i, d in enumerate(dims) if x.shape[i] == shape[d]]
+    x = jax.lax.squeeze(x, [i for i in range(rank) if i not in kept])
+    return jax.lax.broadcast_in_dim(x, shape, [dims[i] for i in kept], out_sharding=sharding)
+
+
+def _enlarges(eqn: Any) -> bool:
+    """Tells whether a layout operation copies: its transpose then sums more than one term."""
+    if eqn.primitive.name != "broadcast_in_dim":
+        return True
+    return np.prod(eqn.outvars[0].aval.shape) > np.prod(eqn.invars[0].aval.shape)
 
 
 def _broadcast(op: Op, env: Env, dtype: Any) -> Any:
@@ -406,9 +428,28 @@ def _residual_dtypes(bwd, forwards, ct_dtypes, policy, scopes) -> list[Any]:
 
 def _run_custom_vmap(op: Op, env: Env) -> None:
     (sub,) = op.subs
-    rule = _jax.wrap_vmap_rule(op.params["rule"], functools.partial(_rerun, env.policy, op))
+    rule = _wrap_vmap_rule(op.params["rule"], functools.partial(_rerun, env.policy, op))
     new = {"call": _trace_sub(op, sub, env), "rule": rule}
     _finish(op, env, _jax.bind(op.eqn, _args(op, sub, env), **new))
+
+
+def _wrap_vmap_rule(rule: Any, rerun: Callable[..., Any]) -> Any:
+    """Returns a custom_vmap's rule whose program is run by ``rerun(fun, *flat_args)``."""
+
+    def wrapped(axis_size, in_batched, *args):
+        leaves, tree = jax.tree_util.tree_flatten(args)
+        stored: list[Any] = []
+
+        def flat(*leaves):
+            outs, batched = rule(axis_size, in_batched, *jax.tree_util.tree_unflatten(tree, leaves))
+            flat_outs, out_tree = jax.tree_util.tree_flatten(outs)
+            stored[:] = [out_tree, batched]
+            return flat_outs
+
+        outs = rerun(flat, *leaves)
+        return jax.tree_util.tree_unflatten(stored[0], outs), stored[1]
+
+    return wrapped
 
 
 def _run_linear_call(op: Op, env: Env) -> None:
