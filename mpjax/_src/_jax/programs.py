@@ -47,8 +47,7 @@ _CALLS = frozenset({"closed_call", "core_call", "call", "core_closed_call", "eva
 def inlined(eqn: Any) -> Any:
     """Returns the program inside an equation that is only a call of it, or None.
 
-    A jit that asks for something of its own (shardings, layouts, donation, compiler options) is
-    more than that.
+    A jit that asks for something of its own (shardings, layouts, donation) is more than that.
     """
     if eqn.primitive.name in _CALLS:
         return eqn.params["call_jaxpr"]
@@ -61,7 +60,6 @@ def inlined(eqn: Any) -> Any:
             not isinstance(s, UnspecifiedValue) for s in (*p["in_shardings"], *p["out_shardings"])
         )
         or any(layout is not None for layout in (*p["in_layouts"], *p["out_layouts"]))
-        or p["compiler_options_kvs"]
     )
     return None if asks else p["jaxpr"]
 
