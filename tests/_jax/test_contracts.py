@@ -243,11 +243,11 @@ def test_a_custom_jvp_tells_its_rule():
 def test_a_custom_vjp_tells_its_rules():
     eqn = equation(PROGRAMS["custom_vjp_call"], name="custom_vjp_call")
     avals = [v.aval for v in eqn.invars]
-    fwd, trace_bwd, forwards, count = _jax.custom_vjp_rules(eqn.params, avals, [True, True])
-    assert (list(forwards), count) == ([0, None], 1)
-    residual, out = _jax.eval_closed(fwd, X, X)
+    rules = _jax.custom_vjp_rules(eqn.params, avals, [True, True], {})
+    assert (rules.residuals, rules.num_computed) == ([(True, 0), (False, 0)], 1)
+    residual, out = _jax.eval_closed(rules.fwd, X, X)
     np.testing.assert_allclose([residual, out], [jnp.cos(X), jnp.sin(X)], rtol=1e-6)
-    bwd, zeros = trace_bwd((False,))
+    bwd, zeros = rules.trace_bwd((False,))
     assert zeros == [False, True]
     np.testing.assert_allclose(_jax.eval_closed(bwd, X, residual, X)[0], residual)
 
@@ -265,7 +265,7 @@ def test_zero_cotangents_reach_a_rule_that_wants_them():
 
     two.defvjp(lambda x: (two(x.value), None), bwd, symbolic_zeros=True)
     eqn = equation(lambda x: two(x), name="custom_vjp_call")
-    _, trace_bwd, *_ = _jax.custom_vjp_rules(eqn.params, [jax.typeof(X)], [True])
+    trace_bwd = _jax.custom_vjp_rules(eqn.params, [jax.typeof(X)], [True], {}).trace_bwd
     trace_bwd((False, True))
     assert seen == [False, True]
 

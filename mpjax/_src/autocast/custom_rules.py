@@ -98,14 +98,16 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
         perturbed = [True] * len(args)
         if symbolic:
             perturbed, args = [a.perturbed for a in args], tuple(a.value for a in args)
-        fwd, trace_bwd, forwards, count = _jax.custom_vjp_rules(
-            op.params, [v.aval for v in op.ins], perturbed[consts:]
-        )
-        inner, inner_consts = _jax.open_jaxpr(fwd)
-        computed = len(inner.outvars) - count
-        backward, _ = trace_bwd((False,) * count)
-        wanted = _residual_dtypes(backward, forwards, outs, policy, behind)
-        res_dtypes = [d for d, f in zip(wanted, forwards, strict=True) if f is None]
+        avals = [v.aval for v in op.ins]
+        rules = _jax.custom_vjp_rules(op.params, avals, perturbed[consts:], known)
+        inner, inner_consts = _jax.open_jaxpr(rules.fwd)
+        computed = rules.num_computed
+        backward, _ = rules.trace_bwd((False,) * len(outs))
+        wanted = _residual_dtypes(backward, len(rules.residuals), outs, policy, behind)
+        res_dtypes = [getattr(v.aval, "dtype", None) for v in inner.outvars[:computed]]
+        for (given, index), dtype in zip(rules.residuals, wanted, strict=True):
+            if not given:
+                res_dtypes[index] = dtype
         plan = make_plan(
             inner, inner_consts, policy, in_dtypes[consts:], [*res_dtypes, *outs], scopes=op.scopes
         )
@@ -115,9 +117,8 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
             for v, d in zip(plan.block.outvars[:computed], res_dtypes, strict=True)
         ]
         results = run_plan(plan, args[consts:], [*kept, *outs])
-        made = iter(results[:computed])
-        residuals = [next(made) if f is None else args[f] for f in forwards]
-        return results[computed:], _Residuals(residuals, trace_bwd)
+        residuals = [args[i] if given else results[i] for given, i in rules.residuals]
+        return results[computed:], _Residuals(residuals, rules.trace_bwd)
 
     def bwd(saved, cts):
         zero_cts = tuple(isinstance(ct, SymbolicZero) for ct in cts)
@@ -139,7 +140,14 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
         return (*[None] * consts, *grads)
 
     call.defvjp(fwd, bwd, symbolic_zeros=symbolic)
-    finish(op, env, call(*operands(op, sub, env)))
+    args = operands(op, sub, env)
+    # The backward rule is given these as they are, to branch on.
+    known = {
+        i: a
+        for i, (v, a) in enumerate(zip(op.ins, args, strict=True))
+        if not isinstance(a, jax.core.Tracer) and (v.literal or not v.is_f32)
+    }
+    finish(op, env, call(*args))
 
 
 @jax.tree_util.register_pytree_node_class
@@ -170,11 +178,10 @@ class _ById:
         return id(self.value)
 
 
-def _residual_dtypes(bwd, forwards, ct_dtypes, policy, scopes) -> list[Any]:
+def _residual_dtypes(bwd, count, ct_dtypes, policy, scopes) -> list[Any]:
     """Returns what each residual is stored in: half where only half operations read it."""
     inner, consts = _jax.open_jaxpr(bwd)
     dtypes = [v.aval.dtype if hasattr(v.aval, "dtype") else None for v in inner.invars]
-    count = len(forwards)
     dtypes[count:] = [d or t for d, t in zip(ct_dtypes, dtypes[count:], strict=True)]
     plan = make_plan(inner, consts, policy, dtypes, scopes=scopes)
     half = policy.compute_dtype
