@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from jax import lax
 from programs import W, X
-from support import assert_near, cast, full_matmuls
+from support import HALVES, assert_near, cast, full_matmuls
+
+import mpjax
 
 
 def ruled(count, *given):
@@ -63,3 +65,36 @@ def test_python_operands_come_back_as_they_were():
     loss = lambda w, x: jnp.sum(fun(w, x) ** 2)  # noqa: E731
     for way in (jax.grad, lambda f: jax.jit(jax.grad(f))):
         assert_near(way(cast(loss))(W, X), way(loss)(W, X), 0.03)
+
+
+def test_a_backward_rule_that_decides_again_decides_as_the_loop_before_it_did():
+    """An adaptive solver: how many steps, and which were accepted, hangs on float32 comparisons."""
+    limit = float(jnp.linalg.norm(X @ W)) * 0.5**4 * (1 + 1e-6)
+
+    def error(w, x, n):
+        return jnp.linalg.norm(x @ w) * 0.5**n
+
+    @jax.custom_vjp
+    def solve(w, x):
+        loops = lax.while_loop(
+            lambda c: c[1] > limit, lambda c: (c[0] + 1, error(w, x, c[0] + 1)), (0, jnp.inf)
+        )
+        return jnp.tanh(x @ w) * loops[0]
+
+    def bwd(res, ct):
+        w, x = res
+
+        def step(total, n):
+            accepted = error(w, x, n) <= limit
+            return jnp.where(accepted & (total == 0), n, total), None
+
+        n, _ = lax.scan(step, jnp.float32(0), jnp.arange(9.0))
+        return jax.vjp(lambda w, x: jnp.tanh(x @ w) * n, w, x)[1](ct)
+
+    solve.defvjp(lambda w, x: (solve(w, x), (w, x)), bwd)
+    loss = lambda w, x: jnp.sum(solve(w, x))  # noqa: E731
+    want = jax.value_and_grad(loss, (0, 1))(W, X)
+    for half in HALVES:
+        assert_near(jax.value_and_grad(cast(loss, half), (0, 1))(W, X), want, 1e-5)
+    short = mpjax.explain(loss, "mixed_bfloat16")(W, X).shortfalls()
+    assert "custom_vjp_call" in {row.primitive for row in short}

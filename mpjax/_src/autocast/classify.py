@@ -118,6 +118,14 @@ def _custom_jvp_rule(op: Op) -> tuple[str, str]:
     return "follow", "follows its operands"
 
 
+def _custom_vjp_rule(op: Op) -> tuple[str, str]:
+    """What the forward rule decides in float32, the backward rule may decide again."""
+    loops = (o for o in op.subs[0].block.walk() if o.name == "while" and o.rule == "leave")
+    if any(loop.reason != "no float32" for loop in loops):
+        return "leave", "its backward rule may repeat what a loop inside decides, left alone"
+    return "program", "a program with rules of its own"
+
+
 def _while_rule(op: Op) -> tuple[str, str]:
     if _ends_on_a_matmul(op):
         return "leave", "a float32 comparison that depends on a matmul ends this loop, left alone"
@@ -171,7 +179,7 @@ CONTROL_RULES: dict[str, Callable[[Op], tuple[str, str]]] = {
         ("scan", "cond", "jit", "remat2", "shard_map", "custom_vmap_call", "linear_call"),
         lambda op: ("program", "program inside"),
     ),
-    "custom_vjp_call": lambda op: ("program", "a program with rules of its own"),
+    "custom_vjp_call": _custom_vjp_rule,
     "while": _while_rule,
     "custom_jvp_call": _custom_jvp_rule,
 }
