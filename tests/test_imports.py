@@ -1,4 +1,4 @@
-"""Imports point one way, JAX's internals are reached from one file, and importing is light."""
+"""Imports point one way, JAX's internals are reached from one package, and importing is light."""
 
 import ast
 import graphlib

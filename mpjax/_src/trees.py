@@ -20,7 +20,8 @@ T = TypeVar("T")
 def is_array(leaf: Any) -> bool:
     """Tells whether a leaf is an array that JAX can hold: no NumPy array of strings or objects."""
     if isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf.dtype.kind in "biufc" or leaf.dtype.isbuiltin == 2  # ml_dtypes' own
+        own = leaf.dtype.isbuiltin == 2 or leaf.dtype == jax.dtypes.float0  # ml_dtypes', JAX's
+        return leaf.dtype.kind in "biufc" or own
     return isinstance(leaf, jax.Array)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax._src import _jax
+from mpjax._src.autocast.gathers import select_one_per_row
 from mpjax._src.dtypes import FLOAT32
 from mpjax._src.rules import REDUCES, rule_of
 
@@ -53,7 +54,7 @@ def pick(eqn: Any, args: Sequence[Any]) -> Any:
         out = call(*primals)
         if isinstance(tangents[0], SymbolicZero):
             return out, _jax.zero_tangent(out)
-        return out, cast(_jax.select_one_per_row(eqn, tangents[0], primals[1]), out.dtype)
+        return out, cast(select_one_per_row(eqn, tangents[0], primals[1]), out.dtype)
 
     call.defjvp(jvp, symbolic_zeros=True)
     return call(*args)

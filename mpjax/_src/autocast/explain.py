@@ -15,6 +15,7 @@ from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.policy import get_policy
 from mpjax._src.rules import HALF, rule_of
+from mpjax._src.trees import is_array
 
 CASTS = frozenset({"convert_element_type"})
 
@@ -211,7 +212,7 @@ def _with_gradients(traced: Traced, forward, avals, args, kwargs, argnums, has_a
             moving = [a for a, m in zip(arrays, active, strict=True) if m]
             fixed = [a for a, m in zip(arrays, active, strict=True) if not m]
             _, back, _ = jax.vjp(lambda moving: scalar(run)(moving, fixed), moving, has_aux=True)
-            return [x for x in jax.tree.leaves(back) if _jax.is_traceable(x)]
+            return [x for x in jax.tree.leaves(back) if is_array(x)]
 
         jaxpr = _jax.open_jaxpr(_jax.trace(flat, avals, "explain"))[0]
         kept = {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)} - set(jaxpr.invars)
@@ -235,11 +236,11 @@ def _differentiated(args, kwargs, argnums) -> list[bool]:
     active = []
     for i, arg in enumerate(args):
         for leaf in jax.tree.leaves(arg):
-            if _jax.is_traceable(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+            if is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
                 floating = jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
                 active.append(i in chosen and floating)
     for leaf in jax.tree.leaves(kwargs):
-        if _jax.is_traceable(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+        if is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
             active.append(False)
     return active
 

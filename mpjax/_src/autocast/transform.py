@@ -6,19 +6,20 @@ decisions are carried out in `rewrite`.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mpjax._src import _jax
-from mpjax._src.autocast.graph import PLANNED
+from mpjax._src.autocast.graph import PLANNED, Block
 from mpjax._src.autocast.plan import Plan, make_plan
 from mpjax._src.autocast.rewrite import run_plan
 from mpjax._src.dtypes import FLOAT32
 from mpjax._src.patterns import nearest_paths, path_of
 from mpjax._src.policy import Policy, get_policy
+from mpjax._src.trees import is_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,7 @@ def autocast(fun: Any = None, policy: Any = None) -> Any:
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-        arrays = [x for x in leaves if _jax.is_traceable(x)]
+        arrays = [x for x in leaves if is_array(x)]
         if any(isinstance(x, jax.core.Tracer) for x in arrays):
             traced = trace(fun, policy, args, kwargs)
             return traced.rebuild(call(traced, arrays))
@@ -81,7 +82,7 @@ def autocast(fun: Any = None, policy: Any = None) -> Any:
         if entry is None:
             traced = trace(fun, policy, args, kwargs)
             entry = traced, _eager(traced)
-            if key is not None and not _jax.holds_tracers(traced.plan.block):
+            if key is not None and not _holds_tracers(traced.plan.block):
                 cache[key] = entry
         traced, run = entry
         return traced.rebuild(run(arrays))
@@ -92,7 +93,7 @@ def autocast(fun: Any = None, policy: Any = None) -> Any:
 def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Traced:
     """Traces a function and plans it. ``args`` and ``kwargs`` may be abstract."""
     pairs, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    traced = [_jax.is_traceable(x) or isinstance(x, jax.ShapeDtypeStruct) for _, x in pairs]
+    traced = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for _, x in pairs]
     avals = [_jax.aval_of(x) for (_, x), yes in zip(pairs, traced, strict=True) if yes]
     # Paths start at the root of each argument: neither its position nor its name is part of them.
     paths = [path_of(keys[2:]) for (keys, _), yes in zip(pairs, traced, strict=True) if yes]
@@ -104,8 +105,8 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
         return fun(*args, **kwargs)
 
     name = getattr(fun, "__name__", "autocast")
-    closed, (out_leaves, out_tree) = _jax.flat_tracing(flat, avals, name)
-    others = [None if _jax.is_traceable(x) else (x,) for x in out_leaves]
+    closed, (out_leaves, out_tree) = _flat_tracing(flat, avals, name)
+    others = [None if is_array(x) else (x,) for x in out_leaves]
 
     def rebuild(arrays):
         made = iter(arrays)
@@ -124,6 +125,21 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
     return Traced(plan, out_dtypes, rebuild, closed)
 
 
+def _flat_tracing(fun: Callable[..., Any], avals: Sequence[Any], name: str) -> tuple[Any, Any]:
+    """As `_jax.trace`, for a function that returns a pytree: the jaxpr, and what `fun` returned.
+
+    The second result holds tracers that are dead; only its structure means anything.
+    """
+    stored: list[Any] = []
+
+    def flat(*args):
+        leaves, tree = jax.tree_util.tree_flatten(fun(*args))
+        stored.append((leaves, tree))
+        return [leaf for leaf in leaves if is_array(leaf)]
+
+    return _jax.trace(flat, avals, name), stored[-1]
+
+
 def call(traced: Traced, arrays: list[Any]) -> list[Any]:
     """Evaluates a traced function on its array arguments."""
     arrays = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in arrays]
@@ -133,14 +149,24 @@ def call(traced: Traced, arrays: list[Any]) -> list[Any]:
 
 def _eager(traced: Traced) -> Callable[[list[Any]], list[Any]]:
     """Returns how to run a program outside of any tracing: compiled, unless it donates."""
-    if _jax.donates(traced.plan.block) or _jax.holds_tracers(traced.plan.block):
+    if _donates(traced.plan.block) or _holds_tracers(traced.plan.block):
         return functools.partial(call, traced)
     return jax.jit(functools.partial(call, traced))
 
 
+def _holds_tracers(block: Block) -> bool:
+    """Tells whether a planned program closes over tracers of an enclosing transformation."""
+    return any(isinstance(const, jax.core.Tracer) for _, const in block.consts)
+
+
+def _donates(block: Block) -> bool:
+    """Tells whether a program holds a jit that donates its arguments."""
+    return any(op.name == "jit" and any(op.params["donated_invars"]) for op in block.ops)
+
+
 def _signature(leaves: list[Any], tree: Any) -> Any:
     """Returns what a trace depends on, or None if that cannot be told."""
-    described = tuple(_jax.aval_of(x) if _jax.is_traceable(x) else (type(x), x) for x in leaves)
+    described = tuple(_jax.aval_of(x) if is_array(x) else (type(x), x) for x in leaves)
     key = (described, tree, _jax.tracing_key())
     try:
         hash(key)

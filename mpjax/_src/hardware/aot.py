@@ -2,14 +2,15 @@
 
 import contextlib
 import inspect
+import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.interpreters import mlir
 
-from mpjax._src import _jax
 from mpjax._src.errors import CompileError
 from mpjax._src.hardware.compiler import Compilers, compilers, require
 from mpjax._src.hardware.report import CompileReport, report_of
@@ -84,10 +85,10 @@ def check_callable(fun: Any, argument: str) -> None:
 def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """Returns the StableHLO of a function for a target, its arguments taken from any device."""
     abstract = jax.tree.map(_abstract, tuple(args))
-    if not _jax.is_jitted(fun):
+    if not _is_jitted(fun):
         _check_args(fun, abstract)
     with _lowering_errors(target):
-        program, partitions = _jax.stablehlo_for(target.platform, fun, abstract)
+        program, partitions = _stablehlo_for(target.platform, fun, abstract)
     if partitions != 1:
         raise ValueError(
             f"fun is sharded over {partitions} devices, and mpjax compiles for one: leave out its "
@@ -104,6 +105,27 @@ def compile_program(
 
 
 # ---- inside --------------------------------------------------------------------------------------
+
+
+def _is_jitted(fun: Any) -> bool:
+    """Tells what `jax.jit` returned, which can be traced and lowered, from other functions."""
+    return hasattr(fun, "trace") and hasattr(fun, "lower")
+
+
+def _stablehlo_for(
+    platform: str, fun: Callable[..., Any], args: Sequence[Any]
+) -> tuple[bytes, int]:
+    """Returns a function's StableHLO for a platform that need not be there, and its partitions.
+
+    A function that is jitted already keeps its donation and its static arguments.
+    """
+    jitted: Any = fun if _is_jitted(fun) else jax.jit(fun)
+    module = jitted.trace(*args).lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+    buffer = io.BytesIO()
+    module.operation.write_bytecode(buffer)
+    return buffer.getvalue(), mlir.ir.IntegerAttr(
+        module.operation.attributes["mhlo.num_partitions"]
+    ).value
 
 
 def _abstract(x: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._src import _jax
+from mpjax._src import _jax, trees
 from mpjax._src.autocast.graph import Op
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.transform import call, trace
@@ -199,7 +199,7 @@ def _names(fun: Callable[..., Any], args: tuple[Any, ...], keys: list[Any]) -> t
 
 def is_array(x: Any) -> bool:
     """Tells an array, or the shape of one, from Python values and other objects."""
-    return _jax.is_traceable(x) or isinstance(x, jax.ShapeDtypeStruct)
+    return trees.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
 def differentiated(tool: str, args: Any, kwargs: Any, argnums: Any) -> list[bool]:
@@ -236,7 +236,7 @@ def _returns_loss(tool: str, outs: Any, has_aux: bool) -> bool:
 
 def _forward(run, outs) -> tuple[Callable[..., Any], list[str]]:
     def flat(*arrays):
-        return [x for x in jax.tree.leaves(run(*arrays[:-1])) if _jax.is_traceable(x)]
+        return [x for x in jax.tree.leaves(run(*arrays[:-1])) if trees.is_array(x)]
 
     pairs = [(k, x) for k, x in jax.tree_util.tree_leaves_with_path(outs) if is_array(x)]
     return flat, [f"result {path_of(keys)}".strip() for keys, _ in pairs]
@@ -254,7 +254,7 @@ def _gradients(run, active, names, has_aux) -> tuple[Callable[..., Any], list[st
             out = run(*[next(given) if m else a for a, m in zip(arrays, active, strict=True)])
             value, aux = out if has_aux else (out, ())
             pairs = jax.tree_util.tree_leaves_with_path(aux)
-            pairs = [(keys, x) for keys, x in pairs if _jax.is_traceable(x)]
+            pairs = [(keys, x) for keys, x in pairs if trees.is_array(x)]
             results[1:] = [f"aux {path_of(keys)}".strip() for keys, _ in pairs]
             return _wide(value) * scale, (value, [x for _, x in pairs])
 

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import jmp
 import optax
 
-from mpjax._src import _jax
 from mpjax._src.autocast.transform import autocast
 from mpjax._src.dtypes import FLOAT32
 from mpjax._src.errors import DivergenceError
@@ -31,6 +30,7 @@ from mpjax._src.training.optimizers import (
     in_full_precision,
     with_master_weights,
 )
+from mpjax._src.training.placement import commit_like, vary_like
 from mpjax._src.training.watch import first_overflow, observer, underflow
 from mpjax._src.trees import all_finite, cast, cast_like, is_array, select, widen
 
@@ -196,7 +196,7 @@ def build_train_step(
         )
         # Once more over everything: optimizers may keep the parameters themselves in their state
         # (schedule-free does), and a buffer cannot be donated twice.
-        return _jax.commit_like(_owned(state, "state"), params)
+        return commit_like(_owned(state, "state"), params)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         if not isinstance(state, TrainState):
@@ -561,7 +561,7 @@ def _check_model_state(new: Any, old: Any) -> Any:
         )
 
     def like(keys, new, old):
-        new = _jax.vary_like(jnp.asarray(new), old)
+        new = vary_like(jnp.asarray(new), old)
         if new.shape != old.shape:
             raise TypeError(
                 f"loss_fn returned {name_of('model_state', keys)} of shape {new.shape}, but was "

@@ -1,0 +1,58 @@
+"""Compiling for hardware that is not there."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src.lib import _jax as jaxlib_module
+from jax._src.lib import xla_client
+from jax.extend.backend import get_compile_options
+from jax.interpreters import mlir
+
+
+@functools.cache
+def _compile_only_device(platform: str, topology: str, config: str) -> Any:
+    from jax.experimental import topologies
+
+    if platform == "tpu":
+        options: dict[str, Any] = {"topology_name": topology, "chips_per_host_bounds": (1, 1, 1)}
+    else:
+        options = {"topology": topology, "target_config": config}
+    return topologies.get_topology_desc(platform=platform, **options).devices[0]
+
+
+def compile_only(platform: str, topology: str, config: str, program: bytes) -> dict[str, Any]:
+    """Compiles StableHLO for a device that is not there: its memory, and the HLO before and after.
+
+    To be called where the plugins may load: in a process of its own.
+    """
+    device = _compile_only_device(platform, topology, config)
+    options = get_compile_options(
+        num_replicas=1, num_partitions=1, device_assignment=np.array([[device.id]])
+    )
+    before = jaxlib_module.mlir.mlir_module_to_xla_computation(program)
+    with mlir.make_ir_context():
+        module = mlir.ir.Module.parse(program)
+        executable = device.client.compile(
+            module, executable_devices=xla_client.DeviceList((device,)), compile_options=options
+        )
+    stats = executable.get_compiled_memory_stats()
+    optimized = executable.hlo_modules()[0]
+    cpu = jax.devices("cpu")[0].client
+    return {
+        "memory": {
+            "arguments": stats.argument_size_in_bytes,
+            "outputs": stats.output_size_in_bytes,
+            "aliased": stats.alias_size_in_bytes,
+            "temporary": stats.temp_size_in_bytes,
+            "code": stats.generated_code_size_in_bytes,
+        },
+        "asked": before.as_hlo_module().to_string(),
+        "hlo": optimized.to_string(),
+        "xla_costs": {
+            key: value
+            for key, value in jaxlib_module.hlo_module_cost_analysis(cpu, optimized).items()
+            if key in ("flops", "bytes accessed", "transcendentals")
+        },
+    }

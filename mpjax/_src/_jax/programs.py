@@ -1,0 +1,131 @@
+"""Programs as JAX holds them: reading, evaluating, tracing and rebuilding them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import config
+from jax._src.interpreters import partial_eval
+from jax._src.named_sharding import UnspecifiedValue
+from jax.api_util import debug_info, shaped_abstractify
+from jax.extend import linear_util as lu
+from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+from jax.interpreters import ad, mlir
+from jax.interpreters.partial_eval import trace_to_jaxpr_dynamic
+
+from mpjax._src._jax.sources import own_lines
+
+
+def primitive_names() -> frozenset[str]:
+    """Returns the names of every primitive that JAX can lower or differentiate."""
+    of_platforms = mlir._platform_specific_lowerings.values()
+    everywhere: tuple[Any, ...] = (mlir._lowerings, ad.primitive_jvps, ad.primitive_transposes)
+    tables = (*everywhere, *of_platforms)
+    return frozenset(primitive.name for table in tables for primitive in table)
+
+
+def is_array(aval: Any) -> bool:
+    """Tells an ordinary array from a Ref, a token or another kind of value."""
+    return isinstance(aval, jax.core.ShapedArray)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns a sub-program's jaxpr and constants. (From 0.12 on the two classes are one.)"""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """Returns the open jaxprs among the parameters of an equation."""
+    return list(jaxprs_in_params(eqn.params))
+
+
+# Calls that mean nothing but their insides.
+_CALLS = frozenset({"closed_call", "core_call", "call", "core_closed_call", "eval_jaxpr"})
+
+
+def inlined(eqn: Any) -> Any:
+    """Returns the program inside an equation that is only a call of it, or None.
+
+    A jit that asks for something of its own (shardings, layouts, donation) is more than that.
+    """
+    if eqn.primitive.name in _CALLS:
+        return eqn.params["call_jaxpr"]
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return None
+    p = eqn.params
+    asks = (
+        any(p["donated_invars"])
+        or any(
+            not isinstance(s, UnspecifiedValue) for s in (*p["in_shardings"], *p["out_shardings"])
+        )
+        or any(layout is not None for layout in (*p["in_layouts"], *p["out_layouts"]))
+    )
+    return None if asks else p["jaxpr"]
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns the numbers of a scan's constants and carries."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def in_avals(jaxpr: Any) -> list[Any]:
+    """Returns the avals of a closed jaxpr's arguments."""
+    return [v.aval for v in open_jaxpr(jaxpr)[0].invars]
+
+
+def aval_of(x: Any) -> Any:
+    """Returns the aval of an array, a NumPy value or a `jax.ShapeDtypeStruct`."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return shaped_abstractify(x)
+    return jax.typeof(x) if isinstance(x, jax.Array) else shaped_abstractify(x)
+
+
+def retyped(aval: Any, dtype: Any) -> Any:
+    """Returns an aval with another dtype, its sharding and axes kept."""
+    return aval.update(dtype=np.dtype(dtype))
+
+
+def eval_closed(jaxpr: Any, *args: Any) -> list[Any]:
+    """Evaluates a closed jaxpr."""
+    inner, consts = open_jaxpr(jaxpr)
+    return jax.core.eval_jaxpr(inner, consts, *args)
+
+
+def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
+    """Runs an equation's primitive on other operands, with some parameters changed."""
+    params = {**eqn.params, **params}
+    if eqn.primitive.name.startswith("custom_"):
+        params |= {k: own_lines(f) for k, f in params.items() if isinstance(f, lu.WrappedFun)}
+    params = eqn.primitive.get_bind_params(params)
+    outs = eqn.primitive.bind(*args, **params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def trace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any], name: str) -> Any:
+    """Returns the closed jaxpr of a function of flat arguments."""
+    info = debug_info(name, fun, tuple(avals), {})
+    jaxpr, _, consts = trace_to_jaxpr_dynamic(lu.wrap_init(fun, debug_info=info), list(avals))
+    return close(jaxpr, consts)
+
+
+def close(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """Returns a jaxpr closed over its constants."""
+    with_consts = getattr(jaxpr, "with_consts", None)
+    return with_consts(consts) if with_consts else ClosedJaxpr(jaxpr, consts)
+
+
+def hoisted(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """Returns an open jaxpr whose constants are its first arguments, and these constants."""
+    inner, consts = open_jaxpr(jaxpr)
+    if not consts:
+        return inner, []
+    return partial_eval.convert_constvars_jaxpr(inner), list(consts)
+
+
+def tracing_key() -> Any:
+    """Returns what, besides its arguments, the trace of a function depends on."""
+    return config.trace_context()

@@ -1,0 +1,80 @@
+"""Where a program's equations come from: the scopes around them, and the user's lines."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax._src import source_info_util
+from jax.extend.linear_util import transformation2
+from jax.extend.source_info_util import (
+    NameStack,
+    SourceInfo,
+    current_name_stack,
+    register_exclusion,
+    user_context,
+)
+
+# A line of ours is never the user's.
+register_exclusion(str(Path(__file__).parents[2]))
+
+
+def scope_names(stack: Any) -> tuple[str, ...]:
+    """Returns the names of a name stack's scopes, its transformations left out."""
+    return tuple(s.name for s in stack.stack if isinstance(s, source_info_util.Scope))
+
+
+def transforms(stack: Any) -> tuple[str, ...]:
+    """Returns the names of a name stack's transformations, such as "jvp" and "transpose"."""
+    return tuple(s.name for s in stack.stack if isinstance(s, source_info_util.Transform))
+
+
+def source_line(*eqns: Any) -> str:
+    """Returns "file:line" of the user's code of the first equation that has one, or ""."""
+    for eqn in eqns:
+        frame = source_info_util.user_frame(eqn.source_info.traceback)
+        if frame:
+            return f"{frame.file_name}:{frame.start_line}"
+    return ""
+
+
+def line_key(eqn: Any) -> Any:
+    """Returns what an equation shares with those that differentiating it makes."""
+    return eqn.source_info.traceback
+
+
+@contextlib.contextmanager
+def location(eqn: Any, stack: Any):
+    """Puts what is traced inside at the place, and in the context, of an equation."""
+    stack = current_name_stack() + stack
+    traceback = eqn.source_info.traceback
+    with user_context(traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def below(stack: Any, depth: int) -> Any:
+    """Returns a name stack without its first names."""
+    return NameStack(stack.stack[depth:])
+
+
+def common_stack(stacks: Sequence[Any]) -> Any:
+    """Returns the names that name stacks begin with together."""
+    first, *rest = (stack.stack for stack in stacks)
+    depth = 0
+    while depth < len(first) and all(
+        s[depth : depth + 1] == first[depth : depth + 1] for s in rest
+    ):
+        depth += 1
+    return NameStack(first[:depth])
+
+
+@transformation2
+def own_lines(fun: Callable[..., Any], *args: Any) -> Any:
+    """Lets what a custom rule does stand at its own lines; JAX has it stand at that of the call."""
+    context = source_info_util._source_info_context
+    before = context.context
+    context.context = SourceInfo(None, before.name_stack)
+    try:
+        return fun(*args)
+    finally:
+        context.context = before

@@ -1,0 +1,66 @@
+"""How programs inside of control flow, jit, remat and shard_map are evaluated under their plan."""
+
+from typing import Any
+
+from mpjax._src import _jax
+from mpjax._src.autocast.environment import Env
+from mpjax._src.autocast.graph import Op
+from mpjax._src.autocast.rewrite import (
+    evaluates,
+    finish,
+    operands,
+    result_dtypes,
+    run_block,
+    trace_sub,
+)
+
+
+@evaluates("scan")
+@evaluates("jit")
+def _run_in_place(op: Op, env: Env) -> None:
+    """Replaces the one program of a primitive that calls it on all of its operands."""
+    (sub,) = op.subs
+    new = {"jaxpr": trace_sub(op, sub, env)}
+    finish(op, env, _jax.bind(op.eqn, operands(op, sub, env), **new))
+
+
+@evaluates("while")
+def _run_while(op: Op, env: Env) -> None:
+    cond, body = op.subs
+    consts = [
+        env.read(op.ins[i], v.dtype) for i, v in zip(cond.ins, cond.block.invars, strict=True)
+    ]
+    args = [*consts[: cond.consts], *operands(op, body, env)]
+    new = {
+        "cond_jaxpr": trace_sub(op, cond, env, islands="none"),
+        "body_jaxpr": trace_sub(op, body, env, islands="none"),
+    }
+    finish(op, env, _jax.bind(op.eqn, args, **new))
+
+
+@evaluates("cond")
+def _run_cond(op: Op, env: Env) -> None:
+    branches = tuple(trace_sub(op, sub, env) for sub in op.subs)
+    args = [env.read(op.ins[0]), *operands(op, op.subs[0], env)]
+    finish(op, env, _jax.bind(op.eqn, args, branches=branches))
+
+
+@evaluates("remat2")
+def _run_remat(op: Op, env: Env) -> None:
+    (sub,) = op.subs
+    # What the user recomputes is not computed a third time.
+    jaxpr, consts = _jax.hoisted(trace_sub(op, sub, env, islands="softmaxes"))
+    new: dict[str, Any] = {"jaxpr": jaxpr}
+    if isinstance(op.params["prevent_cse"], tuple):
+        new["prevent_cse"] = (True,) * len(consts) + op.params["prevent_cse"]
+    finish(op, env, _jax.bind(op.eqn, [*consts, *operands(op, sub, env)], **new))
+
+
+@evaluates("shard_map")
+def _run_shard_map(op: Op, env: Env) -> None:
+    (sub,) = op.subs
+    outs = result_dtypes(op, sub)
+    mapped = _jax.shard_map(
+        lambda *args: tuple(run_block(sub.block, args, outs, env.policy, env.islands)), op.params
+    )
+    finish(op, env, mapped(*operands(op, sub, env)))

@@ -1,0 +1,246 @@
+"""How functions with derivative, transposition or batching rules of their own are evaluated.
+
+A rule stays in force: it is planned and rewritten as a program of its own.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.custom_derivatives import SymbolicZero
+
+from mpjax._src import _jax
+from mpjax._src.autocast.environment import Env
+from mpjax._src.autocast.graph import REGION, Op
+from mpjax._src.autocast.plan import make_plan
+from mpjax._src.autocast.rewrite import (
+    evaluates,
+    finish,
+    operands,
+    result_dtypes,
+    run_block,
+    run_plan,
+    trace_sub,
+)
+from mpjax._src.dtypes import HALVES
+from mpjax._src.policy import Policy
+
+
+@evaluates("custom_jvp_call")
+def _run_custom_jvp(op: Op, env: Env) -> None:
+    """Keeps the custom rule in force, on primals and tangents of the planned dtypes."""
+    (sub,) = op.subs
+    policy, params = env.policy, op.params
+    if op.rule == "program":
+        in_dtypes = [v.dtype for v in sub.block.invars]
+        outs = result_dtypes(op, sub)
+        args = operands(op, sub, env)
+        primal = functools.partial(run_block, sub.block, policy=policy, islands=env.islands)
+    else:
+        in_dtypes = [op.compute if v.is_f32 else None for v in op.ins]
+        outs = [op.compute if v.is_f32 else None for v in op.outs]
+        args = [env.read(v, op.compute) for v in op.ins]
+        primal = functools.partial(_run_whole, params["call_jaxpr"], in_dtypes, policy, op.scopes)
+    consts = params["num_consts"]
+
+    @jax.custom_jvp
+    def call(*args):
+        return primal(args=args, out_dtypes=outs)
+
+    @call.defjvp
+    def jvp(primals, tangents):
+        rule, zeros = _jax.custom_jvp_rule(params)
+        results = _run_whole(
+            rule,
+            [*in_dtypes[consts:]] * 2,
+            policy,
+            op.scopes,
+            args=[*primals[consts:], *tangents[consts:]],
+            out_dtypes=[*outs, *(d for d, zero in zip(outs, zeros, strict=True) if not zero)],
+            linear=range(len(primals) - consts, 2 * (len(primals) - consts)),
+        )
+        out, nonzero = results[: len(outs)], iter(results[len(outs) :])
+        return out, [
+            _jax.zero_tangent(o) if zero else next(nonzero)
+            for o, zero in zip(out, zeros, strict=True)
+        ]
+
+    finish(op, env, call(*args))
+
+
+def _run_whole(
+    jaxpr, in_dtypes, policy, scopes, *, args, out_dtypes, linear: Sequence[int] = ()
+) -> list[Any]:
+    """Plans and runs a program on its own, such as a custom rule."""
+    inner, consts = _jax.open_jaxpr(jaxpr)
+    plan = make_plan(inner, consts, policy, in_dtypes, out_dtypes, scopes=scopes, linear=linear)
+    return run_plan(plan, args, out_dtypes)
+
+
+@evaluates("custom_vjp_call")
+def _run_custom_vjp(op: Op, env: Env) -> None:
+    """Keeps the custom rules in force: forward and backward are both planned and rewritten."""
+    (sub,) = op.subs
+    policy = env.policy
+    in_dtypes = [v.dtype for v in sub.block.invars]
+    outs = result_dtypes(op, sub)
+    consts = op.params["num_consts"]
+    # The backward rule is code of its own: a region around the call does not reach it.
+    symbolic = bool(op.params["symbolic_zeros"])
+    behind = tuple(name for name in op.scopes if not name.startswith(REGION))
+
+    @jax.custom_vjp
+    def call(*args):
+        return run_block(sub.block, args, outs, policy, env.islands)
+
+    def fwd(*args):
+        perturbed = [True] * len(args)
+        if symbolic:
+            perturbed, args = [a.perturbed for a in args], tuple(a.value for a in args)
+        avals = [v.aval for v in op.ins]
+        rules = _jax.custom_vjp_rules(op.params, avals, perturbed[consts:], known)
+        inner, inner_consts = _jax.open_jaxpr(rules.fwd)
+        computed = rules.num_computed
+        backward, _ = rules.trace_bwd((False,) * len(outs))
+        wanted = _residual_dtypes(backward, len(rules.residuals), outs, policy, behind)
+        res_dtypes = [getattr(v.aval, "dtype", None) for v in inner.outvars[:computed]]
+        for (given, index), dtype in zip(rules.residuals, wanted, strict=True):
+            if not given:
+                res_dtypes[index] = dtype
+        plan = make_plan(
+            inner, inner_consts, policy, in_dtypes[consts:], [*res_dtypes, *outs], scopes=op.scopes
+        )
+        # A residual that is stored in half anyway is handed over as it is.
+        kept = [
+            v.dtype if v.is_f32 and v.kind == "half" else d
+            for v, d in zip(plan.block.outvars[:computed], res_dtypes, strict=True)
+        ]
+        results = run_plan(plan, args[consts:], [*kept, *outs])
+        residuals = [args[i] if given else results[i] for given, i in rules.residuals]
+        return results[computed:], _Residuals(residuals, rules.trace_bwd)
+
+    def bwd(saved, cts):
+        zero_cts = tuple(isinstance(ct, SymbolicZero) for ct in cts)
+        backward, zeros = saved.trace_bwd(zero_cts)
+        args = [*saved.arrays, *(c for c, zero in zip(cts, zero_cts, strict=True) if not zero)]
+        results = iter(
+            _run_whole(
+                backward,
+                [getattr(a, "dtype", None) for a in args],
+                policy,
+                behind,
+                args=args,
+                out_dtypes=[
+                    d for d, zero in zip(in_dtypes[consts:], zeros, strict=True) if not zero
+                ],
+            )
+        )
+        grads = [None if zero else next(results) for zero in zeros]
+        return (*[None] * consts, *grads)
+
+    call.defvjp(fwd, bwd, symbolic_zeros=symbolic)
+    args = operands(op, sub, env)
+    # The backward rule is given these as they are, to branch on.
+    known = {
+        i: a
+        for i, (v, a) in enumerate(zip(op.ins, args, strict=True))
+        if not isinstance(a, jax.core.Tracer) and (v.literal or not v.is_f32)
+    }
+    finish(op, env, call(*args))
+
+
+@jax.tree_util.register_pytree_node_class
+class _Residuals:
+    """Residuals of a custom_vjp, with what traces the backward program that takes them."""
+
+    def __init__(self, arrays, trace_bwd):
+        self.arrays, self.trace_bwd = arrays, trace_bwd
+
+    def tree_flatten(self):
+        return (self.arrays,), _ById(self.trace_bwd)
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(children[0], aux.value)
+
+
+class _ById:
+    """Compares by identity, whatever it holds."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return isinstance(other, _ById) and self.value is other.value
+
+    def __hash__(self):
+        return id(self.value)
+
+
+def _residual_dtypes(bwd, count, ct_dtypes, policy, scopes) -> list[Any]:
+    """Returns what each residual is stored in: half where only half operations read it."""
+    inner, consts = _jax.open_jaxpr(bwd)
+    dtypes = [v.aval.dtype if hasattr(v.aval, "dtype") else None for v in inner.invars]
+    dtypes[count:] = [d or t for d, t in zip(ct_dtypes, dtypes[count:], strict=True)]
+    plan = make_plan(inner, consts, policy, dtypes, scopes=scopes)
+    half = policy.compute_dtype
+    return [
+        half
+        if v.is_f32 and v.outside and v.readers == 1 and not v.all_full and half in HALVES
+        else v.aval.dtype
+        for v in plan.block.invars[:count]
+    ]
+
+
+@evaluates("custom_vmap_call")
+def _run_custom_vmap(op: Op, env: Env) -> None:
+    (sub,) = op.subs
+    rule = _wrap_vmap_rule(op.params["rule"], functools.partial(_rerun, env.policy, op))
+    new = {"call": trace_sub(op, sub, env), "rule": rule}
+    finish(op, env, _jax.bind(op.eqn, operands(op, sub, env), **new))
+
+
+def _wrap_vmap_rule(rule: Any, rerun: Callable[..., Any]) -> Any:
+    """Returns a custom_vmap's rule whose program is run by ``rerun(fun, *flat_args)``."""
+
+    def wrapped(axis_size, in_batched, *args):
+        leaves, tree = jax.tree_util.tree_flatten(args)
+        stored: list[Any] = []
+
+        def flat(*leaves):
+            outs, batched = rule(axis_size, in_batched, *jax.tree_util.tree_unflatten(tree, leaves))
+            flat_outs, out_tree = jax.tree_util.tree_flatten(outs)
+            stored[:] = [out_tree, batched]
+            return flat_outs
+
+        outs = rerun(flat, *leaves)
+        return jax.tree_util.tree_unflatten(stored[0], outs), stored[1]
+
+    return wrapped
+
+
+@evaluates("linear_call")
+def _run_linear_call(op: Op, env: Env) -> None:
+    (sub,) = op.subs
+    thunk = op.params["transpose_thunk"]
+
+    @functools.cache
+    def transpose_thunk():
+        transpose, consts = thunk()
+        avals = _jax.in_avals(transpose)
+        run = functools.partial(_jax.eval_closed, transpose)
+        return _jax.trace(functools.partial(_rerun, env.policy, op, run), avals, op.name), consts
+
+    new = {"callee": trace_sub(op, sub, env), "transpose_thunk": transpose_thunk}
+    finish(op, env, _jax.bind(op.eqn, operands(op, sub, env), **new))
+
+
+def _rerun(policy: Policy, op: Op, fun: Callable[..., Sequence[Any]], *args: Any) -> list[Any]:
+    """Traces, plans and runs a function of flat arguments, at its own interface dtypes."""
+    avals = [jax.typeof(a) for a in args]
+    jaxpr, consts = _jax.open_jaxpr(_jax.trace(fun, avals, op.name))
+    in_dtypes = [a.dtype for a in avals]
+    outs = [v.aval.dtype for v in jaxpr.outvars]
+    plan = make_plan(jaxpr, consts, policy, in_dtypes, outs, scopes=op.scopes)
+    return run_plan(plan, args, outs)

@@ -1,0 +1,304 @@
+"""What mpjax takes for granted of JAX: a new one fails by the name of what it changed."""
+
+import inspect
+import operator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero, linear_call
+from jax.sharding import AxisType, PartitionSpec
+
+from mpjax._src import _jax
+from mpjax._src._jax import aot
+
+X = jnp.ones(3)
+
+
+@jax.custom_jvp
+def with_jvp(x):
+    return jnp.sin(x)
+
+
+@with_jvp.defjvp
+def _(primals, tangents):
+    return with_jvp(*primals), tangents[0] * jnp.cos(primals[0])
+
+
+@jax.custom_vjp
+def with_vjp(x, y):
+    return jnp.sin(x) * y
+
+
+with_vjp.defvjp(
+    lambda x, y: (with_vjp(x, y), (x, jnp.cos(x) * y)),
+    lambda res, ct: (ct * res[1], None),
+)
+
+
+@custom_vmap
+def with_vmap(x):
+    return jnp.sin(x)
+
+
+with_vmap.def_vmap(lambda size, batched, x: (jnp.sin(x), batched[0]))
+
+
+def mapped(x):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
+    return jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+
+PROGRAMS = {
+    "cond": lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x),
+    "custom_jvp_call": with_jvp,
+    "custom_vjp_call": lambda x: with_vjp(x, x),
+    "custom_vmap_call": with_vmap,
+    "jit": jax.jit(jnp.sin, donate_argnums=0),
+    "linear_call": lambda x: linear_call(operator.mul, operator.mul, 2.0, x),
+    "remat2": jax.checkpoint(jnp.sin),
+    "scan": lambda x: lax.scan(lambda c, y: (c * x[0], c + y), 0.0, x)[1],
+    "shard_map": mapped,
+    "while": lambda x: lax.while_loop(lambda c: c[0] < 9, lambda c: c + x, x),
+}
+PARAMS = {
+    "cond": {"branches"},
+    "custom_jvp_call": {"call_jaxpr", "jvp_jaxpr_fun", "num_consts", "symbolic_zeros"},
+    "custom_vjp_call": {
+        *("call_jaxpr", "fwd_jaxpr_thunk", "bwd", "num_consts", "out_trees", "symbolic_zeros")
+    },
+    "custom_vmap_call": {"call", "rule"},
+    "jit": {
+        *("jaxpr", "donated_invars", "in_shardings", "out_shardings"),
+        *("in_layouts", "out_layouts"),
+    },
+    "linear_call": {"callee", "transpose_thunk"},
+    "remat2": {"jaxpr", "prevent_cse"},
+    "scan": {"jaxpr", "length"},
+    "shard_map": {"jaxpr", "mesh", "in_specs", "out_specs", "newly_manual_axes", "check_vma"},
+    "while": {"cond_jaxpr", "cond_nconsts", "body_jaxpr", "body_nconsts"},
+}
+
+
+def equation(fun, *args, name=None):
+    """Returns the last equation of a function's program, or the first with a name."""
+    eqns = _jax.open_jaxpr(jax.make_jaxpr(fun)(*(args or (X,))))[0].eqns
+    return next((eqn for eqn in eqns if eqn.primitive.name == name), eqns[-1])
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_params_of(name):
+    eqn = equation(PROGRAMS[name], name=name)
+    assert eqn.primitive.name == name
+    assert set(eqn.params) >= PARAMS[name]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_bind_runs_an_equation_with_its_own_parameters(name):
+    eqn = equation(PROGRAMS[name], name=name)
+    args = [
+        v.val if isinstance(v, _jax.Literal) else jnp.ones(v.aval.shape, v.aval.dtype)
+        for v in eqn.invars
+    ]
+    program = _jax.trace(lambda *xs: _jax.bind(eqn, xs), [v.aval for v in eqn.invars], "again")
+    again = _jax.open_jaxpr(program)[0].eqns[-1]
+    assert again.primitive.name == name
+    assert [v.aval for v in again.outvars] == [v.aval for v in eqn.outvars]
+    assert all(np.isfinite(x).all() for x in _jax.eval_closed(program, *args))
+
+
+# ---- programs -----------------------------------------------------------------------------------
+
+
+def test_primitive_names_are_those_of_lowerings_and_derivatives():
+    names = {"sin", "dot_general", "scan", "while", "custom_jvp_call", "remat2", "cpu_barrier"}
+    assert names <= _jax.primitive_names()
+
+
+def test_a_ref_is_no_array():
+    eqn = equation(lambda x: jax.new_ref(x)[...], name="new_ref")
+    assert _jax.is_array(eqn.invars[0].aval)
+    assert not _jax.is_array(eqn.outvars[0].aval)
+
+
+def test_open_jaxpr_of_closed_and_of_open_programs():
+    closed = jax.make_jaxpr(lambda x: x + np.arange(3.0))(X)
+    inner, consts = _jax.open_jaxpr(closed)
+    assert len(inner.constvars) == len(consts)
+    inner, consts = _jax.open_jaxpr(equation(PROGRAMS["remat2"], name="remat2").params["jaxpr"])
+    assert (inner.eqns[0].primitive.name, len(consts)) == ("sin", 0)
+
+
+def test_inner_jaxprs_are_those_in_the_parameters():
+    inner = _jax.inner_jaxprs(equation(PROGRAMS["cond"], name="cond"))
+    assert [jaxpr.eqns[0].primitive.name for jaxpr in inner] == ["cos", "sin"]
+
+
+@pytest.mark.parametrize(("options", "plain"), [({}, True), ({"donate_argnums": 0}, False)])
+def test_a_jit_that_asks_for_nothing_is_its_inside(options, plain):
+    assert (_jax.inlined(equation(jax.jit(jnp.sin, **options))) is not None) == plain
+
+
+def test_a_jit_with_shardings_is_more_than_its_inside():
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    assert _jax.inlined(equation(jax.jit(jnp.sin, in_shardings=here))) is None
+
+
+def test_scan_has_num_consts_or_ft_in():
+    assert _jax.scan_counts(equation(PROGRAMS["scan"], name="scan").params) == (1, 1)
+
+
+def test_a_retyped_aval_keeps_all_but_its_dtype():
+    aval = jax.typeof(X)
+    new = _jax.retyped(aval, jnp.bfloat16)
+    assert (new.shape, new.dtype, new.sharding) == (aval.shape, jnp.bfloat16, aval.sharding)
+
+
+def test_aval_of_arrays_that_jax_does_not_hold_yet():
+    assert _jax.aval_of(np.ones(3, np.float32)) == jax.typeof(X)
+    assert _jax.aval_of(jax.ShapeDtypeStruct((3,), jnp.float32)) == jax.typeof(X)
+
+
+def test_a_traced_program_closes_over_its_constants():
+    big = jnp.arange(3.0)
+    program = _jax.trace(lambda x: [x + big], [jax.typeof(X)], "name")
+    np.testing.assert_array_equal(_jax.eval_closed(program, X)[0], X + big)
+    inner, consts = _jax.hoisted(program)
+    assert not inner.constvars
+    np.testing.assert_array_equal(jax.core.eval_jaxpr(inner, (), *consts, X)[0], X + big)
+    assert _jax.in_avals(program) == [jax.typeof(X)]
+
+
+def test_the_tracing_key_tells_settings_apart():
+    plain = _jax.tracing_key()
+    with jax.default_matmul_precision("highest"):
+        assert _jax.tracing_key() != plain
+    assert _jax.tracing_key() == plain
+
+
+# ---- sources ------------------------------------------------------------------------------------
+
+
+def nested(x):
+    with jax.named_scope("outer"), jax.named_scope("inner"):
+        return jnp.sin(x)
+
+
+def test_a_name_stack_holds_scopes_and_transforms():
+    eqn = equation(lambda x: jax.vjp(nested, x)[1](x), name="mul")
+    stack = eqn.source_info.name_stack
+    assert _jax.scope_names(stack) == ("outer", "inner")
+    assert _jax.transforms(stack) == ("transpose", "jvp")
+    assert _jax.scope_names(_jax.below(equation(nested).source_info.name_stack, 1)) == ("inner",)
+    stacks = [equation(f).source_info.name_stack for f in (nested, jnp.sin)]
+    assert _jax.scope_names(_jax.common_stack(stacks)) == ()
+    assert _jax.scope_names(_jax.common_stack(stacks[:1])) == ("outer", "inner")
+
+
+def test_an_equation_knows_the_line_of_the_user():
+    lines, start = inspect.getsourcelines(nested)
+    line = start + next(i for i, text in enumerate(lines) if "jnp.sin" in text)
+    assert _jax.source_line(equation(nested)) == f"{Path(__file__)}:{line}"
+
+
+def test_a_derivative_keeps_the_line_of_its_equation():
+    program = jax.make_jaxpr(nested)(X)
+    again = lambda x: _jax.eval_closed(program, x)  # noqa: E731
+    backward = equation(lambda x: jax.jvp(again, (x,), (x,)), name="cos")
+    assert _jax.line_key(backward) == _jax.line_key(program.eqns[0])
+
+
+def test_a_location_gives_place_and_context():
+    def precise(x):
+        with jax.default_matmul_precision("highest"), jax.named_scope("here"):
+            return x @ x
+
+    eqn = equation(precise, jnp.ones((2, 2)))
+
+    def elsewhere(x):
+        with _jax.location(eqn, eqn.source_info.name_stack):
+            return x + x
+
+    moved = equation(elsewhere)
+    assert _jax.scope_names(moved.source_info.name_stack) == ("here",)
+    assert _jax.source_line(moved) == _jax.source_line(eqn)
+
+
+# ---- rules --------------------------------------------------------------------------------------
+
+
+def test_a_custom_jvp_tells_its_rule():
+    eqn = equation(with_jvp, name="custom_jvp_call")
+    rule, zeros = _jax.custom_jvp_rule(eqn.params)
+    assert zeros == [False]
+    out, tangent = _jax.eval_closed(rule, X, X)
+    np.testing.assert_allclose([out, tangent], [jnp.sin(X), jnp.cos(X)], rtol=1e-6)
+
+
+def test_a_custom_vjp_tells_its_rules():
+    eqn = equation(PROGRAMS["custom_vjp_call"], name="custom_vjp_call")
+    avals = [v.aval for v in eqn.invars]
+    rules = _jax.custom_vjp_rules(eqn.params, avals, [True, True], {})
+    assert (rules.residuals, rules.num_computed) == ([(True, 0), (False, 0)], 1)
+    residual, out = _jax.eval_closed(rules.fwd, X, X)
+    np.testing.assert_allclose([residual, out], [jnp.cos(X), jnp.sin(X)], rtol=1e-6)
+    bwd, zeros = rules.trace_bwd((False,))
+    assert zeros == [False, True]
+    np.testing.assert_allclose(_jax.eval_closed(bwd, X, residual, X)[0], residual)
+
+
+def test_zero_cotangents_reach_a_rule_that_wants_them():
+    seen = []
+
+    @jax.custom_vjp
+    def two(x):
+        return x, x
+
+    def bwd(_, cts):
+        seen[:] = [isinstance(ct, SymbolicZero) for ct in cts]
+        return (cts[0],)
+
+    two.defvjp(lambda x: (two(x.value), None), bwd, symbolic_zeros=True)
+    eqn = equation(lambda x: two(x), name="custom_vjp_call")
+    trace_bwd = _jax.custom_vjp_rules(eqn.params, [jax.typeof(X)], [True], {}).trace_bwd
+    trace_bwd((False, True))
+    assert seen == [False, True]
+
+
+def test_a_zero_tangent_of_an_integer_is_a_float0():
+    assert _jax.zero_tangent(X).dtype == jnp.float32
+    assert _jax.zero_tangent(jnp.arange(3)).dtype == jax.dtypes.float0
+
+
+def test_a_shard_map_is_mapped_again_as_it_was():
+    eqn = equation(mapped, name="shard_map")
+    np.testing.assert_allclose(
+        _jax.shard_map(lambda x: (jnp.sin(x),), eqn.params)(X)[0], jnp.sin(X), rtol=1e-6
+    )
+
+
+# ---- barriers and compilers ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("platform", "barrier"), [("cpu", _jax.cpu_barrier), ("cuda", _jax.gpu_barrier)]
+)
+@pytest.mark.parametrize("lowered", ["cpu", "cuda", "tpu"])
+def test_a_barrier_stands_on_its_platform_alone(platform, barrier, lowered):
+    text = jax.jit(barrier).trace(X).lower(lowering_platforms=(lowered,)).as_text()
+    assert ("optimization_barrier" in text) == (lowered == platform)
+    np.testing.assert_array_equal(jax.vmap(jax.grad(barrier))(X), X)
+
+
+def test_jaxlib_compiles_and_counts():
+    assert aot.jaxlib_module.mlir.mlir_module_to_xla_computation
+    assert aot.jaxlib_module.hlo_module_cost_analysis
+    assert aot.xla_client.DeviceList
+    aot.get_compile_options(
+        num_replicas=1, num_partitions=1, device_assignment=np.zeros((1, 1), int)
+    )

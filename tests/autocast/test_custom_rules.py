@@ -1,0 +1,100 @@
+"""Functions with rules of their own: what their rules are given under autocast."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from programs import W, X
+from support import HALVES, assert_near, cast, full_matmuls
+
+import mpjax
+
+
+def ruled(count, *given):
+    """Returns ``tanh(x @ w)``, whose backward rule branches on residuals that are no arrays."""
+
+    def run(w, x, *_):
+        return jnp.tanh(x @ w)
+
+    def fwd(w, x, *operands):
+        y = run(w, x)
+        kept = operands or (True, count, 0.5)
+        return y, (w, x, y, kept)
+
+    def bwd(res, ct):
+        w, x, y, (flag, count, half, *steps) = res
+        assert float(half) == 0.5
+        assert all(array[-1] == 2 for array in steps)
+        if flag:
+            for _ in range(count):
+                ct = ct / count
+        d = ct * (1 - y**2)
+        return x.T @ d, d @ w.T, *[None] * len(given)
+
+    call = jax.custom_vjp(run)
+    call.defvjp(fwd, bwd)
+    return lambda w, x: call(w, x, *given)
+
+
+def in_scan(fun):
+    return lambda w, x: lax.scan(lambda c, _: (fun(w, c), None), x, None, length=2)[0]
+
+
+WAYS = {
+    "plain": lambda fun: jax.grad(fun, (0, 1)),
+    "jit of grad": lambda fun: jax.jit(jax.grad(fun, (0, 1))),
+    "grad of jit": lambda fun: jax.grad(jax.jit(fun), (0, 1)),
+    "remat": lambda fun: jax.grad(jax.checkpoint(fun), (0, 1)),
+    "vmap": lambda fun: jax.vmap(jax.grad(lambda w, x: fun(w, x[None]), (0, 1)), (None, 0)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("around", [lambda fun: fun, in_scan], ids=["alone", "scan"])
+def test_residuals_that_are_python_values_come_back_as_they_were(way, around):
+    fun = around(ruled(3))
+    loss = lambda w, x: jnp.sum(fun(w, x) ** 2)  # noqa: E731
+    auto = WAYS[way](cast(loss))
+    assert_near(auto(W, X), WAYS[way](loss)(W, X), 0.03)
+    assert not full_matmuls(auto, W, X)
+
+
+def test_python_operands_come_back_as_they_were():
+    fun = ruled(3, True, 3, 0.5, np.arange(3))
+    loss = lambda w, x: jnp.sum(fun(w, x) ** 2)  # noqa: E731
+    for way in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+        assert_near(way(cast(loss))(W, X), way(loss)(W, X), 0.03)
+
+
+def test_a_backward_rule_that_decides_again_decides_as_the_loop_before_it_did():
+    """An adaptive solver: how many steps, and which were accepted, hangs on float32 comparisons."""
+    limit = float(jnp.linalg.norm(X @ W)) * 0.5**4 * (1 + 1e-6)
+
+    def error(w, x, n):
+        return jnp.linalg.norm(x @ w) * 0.5**n
+
+    @jax.custom_vjp
+    def solve(w, x):
+        loops = lax.while_loop(
+            lambda c: c[1] > limit, lambda c: (c[0] + 1, error(w, x, c[0] + 1)), (0, jnp.inf)
+        )
+        return jnp.tanh(x @ w) * loops[0]
+
+    def bwd(res, ct):
+        w, x = res
+
+        def step(total, n):
+            accepted = error(w, x, n) <= limit
+            return jnp.where(accepted & (total == 0), n, total), None
+
+        n, _ = lax.scan(step, jnp.float32(0), jnp.arange(9.0))
+        return jax.vjp(lambda w, x: jnp.tanh(x @ w) * n, w, x)[1](ct)
+
+    solve.defvjp(lambda w, x: (solve(w, x), (w, x)), bwd)
+    loss = lambda w, x: jnp.sum(solve(w, x))  # noqa: E731
+    want = jax.value_and_grad(loss, (0, 1))(W, X)
+    for half in HALVES:
+        assert_near(jax.value_and_grad(cast(loss, half), (0, 1))(W, X), want, 1e-5)
+    short = mpjax.explain(loss, "mixed_bfloat16")(W, X).shortfalls()
+    assert "custom_vjp_call" in {row.primitive for row in short}
