@@ -11,6 +11,7 @@ import numpy as np
 
 from mpjax._src import _jax
 from mpjax._src.autocast.graph import ROW, Block, Op, Value
+from mpjax._src.autocast.loss import check_loss, differentiated, pull_back
 from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.policy import get_policy
@@ -145,7 +146,8 @@ def explain(
         returns a `CastReport`.
 
     Raises:
-        ValueError: As for `autocast`.
+        TypeError: With ``argnums``, if the function does not return a scalar loss.
+        ValueError: As for `autocast`; if ``argnums`` are no positions of floating arguments.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -172,14 +174,15 @@ def explain(
             return CastReport(
                 tuple(forward), _half_share(_jax.open_jaxpr(new)[0]), *_totals(inserted)
             )
-        return _with_gradients(traced, forward, avals, args, kwargs, argnums, has_aux)
+        active = differentiated("explain", args, kwargs, argnums)
+        check_loss("explain", traced.returned(), has_aux)
+        return _with_gradients(traced, forward, active, avals, has_aux)
 
     return wrapped
 
 
-def _with_gradients(traced: Traced, forward, avals, args, kwargs, argnums, has_aux) -> CastReport:
+def _with_gradients(traced: Traced, forward, active, avals, has_aux) -> CastReport:
     """Completes a report with the backward pass of ``value_and_grad``."""
-    active = _differentiated(args, kwargs, argnums)
 
     def new(*arrays):
         return traced.rebuild(call(traced, list(arrays)))
@@ -187,31 +190,17 @@ def _with_gradients(traced: Traced, forward, avals, args, kwargs, argnums, has_a
     def old(*arrays):
         return traced.rebuild(_jax.eval_closed(traced.jaxpr, *arrays))
 
-    def scalar(run):
-        def loss(moving, fixed):
-            given = iter(moving)
-            rest = iter(fixed)
-            out = run(*[next(given) if moves else next(rest) for moves in active])
-            return out if has_aux else (out, ())
-
-        return loss
-
     def gradient(run):
         def flat(*arrays):
-            moving = [a for a, m in zip(arrays, active, strict=True) if m]
-            fixed = [a for a, m in zip(arrays, active, strict=True) if not m]
-            loss = lambda moving: scalar(run)(moving, fixed)  # noqa: E731
-            value, back, _ = jax.vjp(loss, moving, has_aux=True)
-            return [value, *jax.tree.leaves(back(jax.numpy.ones_like(value)))]
+            pulled = pull_back(run, active, arrays, has_aux)
+            return [pulled.loss, *pulled.gradients()]
 
         return _jax.open_jaxpr(_jax.trace(flat, avals, "explain"))[0]
 
     def stored(run):
         def flat(*arrays):
-            moving = [a for a, m in zip(arrays, active, strict=True) if m]
-            fixed = [a for a, m in zip(arrays, active, strict=True) if not m]
-            _, back, _ = jax.vjp(lambda moving: scalar(run)(moving, fixed), moving, has_aux=True)
-            return [x for x in jax.tree.leaves(back) if _jax.is_traceable(x)]
+            residuals = pull_back(run, active, arrays, has_aux).residuals
+            return [x for x in jax.tree.leaves(residuals) if _jax.is_traceable(x)]
 
         jaxpr = _jax.open_jaxpr(_jax.trace(flat, avals, "explain"))[0]
         kept = {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)} - set(jaxpr.invars)
@@ -226,22 +215,6 @@ def _with_gradients(traced: Traced, forward, avals, args, kwargs, argnums, has_a
         stored(old),
         stored(new),
     )
-
-
-def _differentiated(args, kwargs, argnums) -> list[bool]:
-    """Returns for each array argument whether gradients are taken with respect to it."""
-    chosen = {argnums} if isinstance(argnums, int) else set(argnums)
-    chosen = {i % len(args) for i in chosen}
-    active = []
-    for i, arg in enumerate(args):
-        for leaf in jax.tree.leaves(arg):
-            if _jax.is_traceable(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
-                floating = jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
-                active.append(i in chosen and floating)
-    for leaf in jax.tree.leaves(kwargs):
-        if _jax.is_traceable(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
-            active.append(False)
-    return active
 
 
 # ---- rows ---------------------------------------------------------------------------------------

@@ -30,6 +30,11 @@ class Traced:
     rebuild: Callable[[list[Any]], Any]  # from array results to what the function returns
     jaxpr: Any
 
+    def returned(self) -> Any:
+        """Returns what the function returns, with shapes for arrays."""
+        results = [v.aval for v in self.plan.block.outvars]
+        return self.rebuild([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in results])
+
 
 def autocast(fun: Any = None, policy: Any = None) -> Any:
     """Gives a function mixed precision, chosen operation by operation over the whole program.
