@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from mpjax._src import _jax
-from mpjax._src.autocast.graph import ROW, Block, Op, Value
+from mpjax._src.autocast.graph import ROW, Op, Value, number
 from mpjax._src.autocast.loss import check_loss, differentiated, pull_back
 from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
@@ -56,7 +56,8 @@ class CastReport:
 
     Attributes:
         rows: One `Row` per equation, those of nested programs included; then, where gradients were
-            asked for, one per equation of the backward pass.
+            asked for, one per equation of the backward pass. `compare` and `find_nonfinite` number
+            operations by their position here.
         half_flops: The share of matmul and convolution FLOPs that run on half operands.
         casts: How many casts the rewrite inserts.
         cast_bytes: The bytes that these casts read and write.
@@ -165,7 +166,7 @@ def explain(
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
         traced = trace(fun, policy, args, kwargs)
-        forward = list(_number(traced.plan.block))
+        forward = [_row(op, times) for op, times in number(traced.plan.block)]
         avals = [v.aval for v in traced.plan.block.invars]
         written = _jax.open_jaxpr(traced.jaxpr)[0]
         if argnums is None:
@@ -218,18 +219,6 @@ def _with_gradients(traced: Traced, forward, active, avals, has_aux) -> CastRepo
 
 
 # ---- rows ---------------------------------------------------------------------------------------
-
-
-def _number(block: Block, rows: list[Row] | None = None, times: int = 1) -> list[Row]:
-    """Numbers the ops of a planned program, and returns their rows."""
-    rows = [] if rows is None else rows
-    for op in block.ops:
-        op.row = len(rows)
-        rows.append(_row(op, times))
-        if op.rule == "program" or op.reason.endswith("left alone"):
-            for sub in op.subs:
-                _number(sub.block, rows, times * op.params.get("length", 1))
-    return rows
 
 
 def _row(op: Op, times: int) -> Row:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._src import _jax
-from mpjax._src.autocast.graph import Op
+from mpjax._src.autocast.graph import Op, number, numbered
 from mpjax._src.autocast.loss import differentiated, is_array, is_loss, pull_back
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.transform import call, trace
@@ -54,7 +54,7 @@ class Program:
     @functools.cached_property
     def ops(self) -> list[Op]:
         """The ops of the plan, by their numbers."""
-        return list(self.plan.block.walk())
+        return [op for op, _ in numbered(self.plan.block)]
 
     def source(self, eqn: Any, op: int | None) -> str:
         """Returns "file:line" of an equation, or of the op that it comes from."""
@@ -105,8 +105,7 @@ def make_program(
     with _noted(f"{tool}: the function failed while JAX traced it, before {tool} ran it."):
         traced = trace(fun, policy, args, kwargs)
     block = traced.plan.block
-    for number, op in enumerate(block.walk()):
-        op.row = number
+    number(block)
     avals = [v.aval for v in block.invars]
     outs = traced.returned()
 
