@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from programs import PROGRAMS, W, X
+from support import normal
 
 import mpjax
 
@@ -62,3 +63,35 @@ def test_an_op_of_find_nonfinite_is_a_row_of_explain():
     found = mpjax.find_nonfinite(fun, "mixed_bfloat16", argnums=None)(W, X)
     row = mpjax.explain(fun, "mixed_bfloat16")(W, X).rows[found.op]
     assert row.primitive == "log" and row.source == found.source
+
+
+def test_the_name_of_a_pattern_decides_nothing():
+    """A reason is text for people: what an override is called does not make it a shortfall."""
+
+    def fun(w, x):
+        with jax.named_scope("left alone"):
+            h = jnp.tanh(x @ w)
+        with jax.named_scope("left as written"):
+            return jnp.sum(jax.nn.relu(h) @ w)
+
+    policy = mpjax.get_policy("mixed_bfloat16").override({"*left a*": "float32"})
+    named = mpjax.get_policy("mixed_bfloat16").override(
+        {"*left alone": "float32", "*left as written": "float32"}
+    )
+    short = mpjax.explain(fun, named)(W, X).shortfalls()
+    assert {row.primitive for row in short} == {"dot_general"}
+    plain = mpjax.explain(fun, policy)(W, X)
+    assert [row.primitive for row in plain.shortfalls()] == [row.primitive for row in short]
+
+
+def test_what_falls_short_is_told():
+    def fun(w, x):
+        exact = jnp.dot(x, w, precision="highest")
+        called = jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), exact)
+        return jnp.sum(solver(w, called)), jnp.arange(3) + 1, mpjax.autocast(jnp.sin, "float32")(x)
+
+    short = mpjax.explain(fun, "mixed_bfloat16")(W, normal(0, 4, 8)).shortfalls()
+    assert [row.primitive for row in short][:3] == ["dot_general", "pure_callback", "while"]
+    policy = mpjax.get_policy("mixed_bfloat16").override({"*pure_callback": "float32"})
+    short = mpjax.explain(fun, policy)(W, X).shortfalls()
+    assert "pure_callback" not in [row.primitive for row in short]

@@ -36,6 +36,7 @@ class Row:
         flops: Of a matmul or convolution, once; 0 otherwise.
         times: How often the loops around it run it, as far as that is known.
         forward: For a row of the backward pass, the index of the forward row it comes from.
+        left_alone: Whether it runs as written, for autocast does not know it or it asks for that.
     """
 
     primitive: str
@@ -48,6 +49,7 @@ class Row:
     flops: int = 0
     times: int = 1
     forward: int | None = None
+    left_alone: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +92,7 @@ class CastReport:
             row
             for row in self.rows
             if (rule_of(row.primitive).need == HALF and _computes_in(row) == "f32")
-            or "left alone" in row.reason
-            or "left as written" in row.reason
+            or row.left_alone
         ]
 
     def summary(self) -> list[str]:
@@ -234,6 +235,7 @@ def _row(op: Op, times: int) -> Row:
         op.reason,
         flops_of(op.eqn),
         times,
+        left_alone=op.left_alone,
     )
 
 

@@ -216,7 +216,7 @@ def _places(block: Block, suspicion: dict[int, float]) -> list[Place]:
 
 def _is_movable(op: Op) -> bool:
     by_rule = op.rule in CHANGEABLE and op.rule not in ("layout", "neutral", "full")
-    return (by_rule or op.forced == "half") and op.forced != "full" and op.reason != "no float32"
+    return (by_rule or op.forced == "half") and op.forced != "full" and op.has_float32
 
 
 def _spots(op: Op) -> list[str]:
