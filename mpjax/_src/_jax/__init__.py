@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax._src import compiler, config, core, source_info_util, tree_util
+from jax._src import compiler, config, core, source_info_util, tree_util, util
 from jax._src import linear_util as lu
 from jax._src.api_util import debug_info
 from jax._src.interpreters import ad, batching, mlir
@@ -209,6 +209,11 @@ def is_traceable(x: Any) -> bool:
         or jax.dtypes.issubdtype(x.dtype, np.number)
         or x.dtype == np.bool_
     )
+
+
+def cleared_with_jax(cache: Any) -> None:
+    """Has `jax.clear_caches` clear a cache too, one of `functools.lru_cache`."""
+    util.register_cache(cache, "mpjax")
 
 
 def tracing_key() -> Any:
