@@ -11,6 +11,7 @@ from mpjax._src._jax.barriers import BARRIERS, cpu_barrier, gpu_barrier
 from mpjax._src._jax.programs import (
     aval_of,
     bind,
+    cleared_with_jax,
     eval_closed,
     hoisted,
     in_avals,
@@ -41,6 +42,7 @@ __all__ = (
     "aval_of",
     "below",
     "bind",
+    "cleared_with_jax",
     "common_stack",
     "compile_only",
     "cpu_barrier",

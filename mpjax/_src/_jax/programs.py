@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import config
+from jax._src import config, util
 from jax._src.interpreters import partial_eval
 from jax._src.named_sharding import UnspecifiedValue
 from jax.api_util import debug_info, shaped_abstractify
@@ -124,6 +124,11 @@ def hoisted(jaxpr: Any) -> tuple[Any, list[Any]]:
     if not consts:
         return inner, []
     return partial_eval.convert_constvars_jaxpr(inner), list(consts)
+
+
+def cleared_with_jax(cache: Any) -> None:
+    """Has `jax.clear_caches` clear a cache too, one of `functools.lru_cache`."""
+    util.register_cache(cache, "mpjax")
 
 
 def tracing_key() -> Any:

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from mpjax._src import _jax
-from mpjax._src.autocast.graph import ROW, Block, Op, Value
+from mpjax._src.autocast.graph import ROW, Op, Value, number
+from mpjax._src.autocast.loss import check_loss, differentiated, pull_back
 from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.policy import get_policy
@@ -36,6 +37,7 @@ class Row:
         flops: Of a matmul or convolution, once; 0 otherwise.
         times: How often the loops around it run it, as far as that is known.
         forward: For a row of the backward pass, the index of the forward row it comes from.
+        left_alone: Whether it runs as written, for autocast does not know it or it asks for that.
     """
 
     primitive: str
@@ -48,6 +50,7 @@ class Row:
     flops: int = 0
     times: int = 1
     forward: int | None = None
+    left_alone: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +59,8 @@ class CastReport:
 
     Attributes:
         rows: One `Row` per equation, those of nested programs included; then, where gradients were
-            asked for, one per equation of the backward pass.
+            asked for, one per equation of the backward pass. `compare` and `find_nonfinite` number
+            operations by their position here.
         half_flops: The share of matmul and convolution FLOPs that run on half operands.
         casts: How many casts the rewrite inserts.
         cast_bytes: The bytes that these casts read and write.
@@ -89,8 +93,7 @@ class CastReport:
             row
             for row in self.rows
             if (rule_of(row.primitive).need == HALF and _computes_in(row) == "f32")
-            or "left alone" in row.reason
-            or "left as written" in row.reason
+            or row.left_alone
         ]
 
     def summary(self) -> list[str]:
@@ -146,7 +149,8 @@ def explain(
         returns a `CastReport`.
 
     Raises:
-        ValueError: As for `autocast`.
+        TypeError: With ``argnums``, if the function does not return a scalar loss.
+        ValueError: As for `autocast`; if ``argnums`` are no positions of floating arguments.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -164,7 +168,7 @@ def explain(
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
         traced = trace(fun, policy, args, kwargs)
-        forward = list(_number(traced.plan.block))
+        forward = [_row(op, times) for op, times in number(traced.plan.block)]
         avals = [v.aval for v in traced.plan.block.invars]
         written = _jax.open_jaxpr(traced.jaxpr)[0]
         if argnums is None:
@@ -173,14 +177,15 @@ def explain(
             return CastReport(
                 tuple(forward), _half_share(_jax.open_jaxpr(new)[0]), *_totals(inserted)
             )
-        return _with_gradients(traced, forward, avals, args, kwargs, argnums, has_aux)
+        active = differentiated("explain", args, kwargs, argnums)
+        check_loss("explain", traced.returned(), has_aux)
+        return _with_gradients(traced, forward, active, avals, has_aux)
 
     return wrapped
 
 
-def _with_gradients(traced: Traced, forward, avals, args, kwargs, argnums, has_aux) -> CastReport:
+def _with_gradients(traced: Traced, forward, active, avals, has_aux) -> CastReport:
     """Completes a report with the backward pass of ``value_and_grad``."""
-    active = _differentiated(args, kwargs, argnums)
 
     def new(*arrays):
         return traced.rebuild(call(traced, list(arrays)))
@@ -188,31 +193,17 @@ def _with_gradients(traced: Traced, forward, avals, args, kwargs, argnums, has_a
     def old(*arrays):
         return traced.rebuild(_jax.eval_closed(traced.jaxpr, *arrays))
 
-    def scalar(run):
-        def loss(moving, fixed):
-            given = iter(moving)
-            rest = iter(fixed)
-            out = run(*[next(given) if moves else next(rest) for moves in active])
-            return out if has_aux else (out, ())
-
-        return loss
-
     def gradient(run):
         def flat(*arrays):
-            moving = [a for a, m in zip(arrays, active, strict=True) if m]
-            fixed = [a for a, m in zip(arrays, active, strict=True) if not m]
-            loss = lambda moving: scalar(run)(moving, fixed)  # noqa: E731
-            value, back, _ = jax.vjp(loss, moving, has_aux=True)
-            return [value, *jax.tree.leaves(back(jax.numpy.ones_like(value)))]
+            pulled = pull_back(run, active, arrays, has_aux)
+            return [pulled.loss, *pulled.gradients()]
 
         return _jax.open_jaxpr(_jax.trace(flat, avals, "explain"))[0]
 
     def stored(run):
         def flat(*arrays):
-            moving = [a for a, m in zip(arrays, active, strict=True) if m]
-            fixed = [a for a, m in zip(arrays, active, strict=True) if not m]
-            _, back, _ = jax.vjp(lambda moving: scalar(run)(moving, fixed), moving, has_aux=True)
-            return [x for x in jax.tree.leaves(back) if is_array(x)]
+            residuals = pull_back(run, active, arrays, has_aux).residuals
+            return [x for x in jax.tree.leaves(residuals) if is_array(x)]
 
         jaxpr = _jax.open_jaxpr(_jax.trace(flat, avals, "explain"))[0]
         kept = {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)} - set(jaxpr.invars)
@@ -229,35 +220,7 @@ def _with_gradients(traced: Traced, forward, avals, args, kwargs, argnums, has_a
     )
 
 
-def _differentiated(args, kwargs, argnums) -> list[bool]:
-    """Returns for each array argument whether gradients are taken with respect to it."""
-    chosen = {argnums} if isinstance(argnums, int) else set(argnums)
-    chosen = {i % len(args) for i in chosen}
-    active = []
-    for i, arg in enumerate(args):
-        for leaf in jax.tree.leaves(arg):
-            if is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
-                floating = jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
-                active.append(i in chosen and floating)
-    for leaf in jax.tree.leaves(kwargs):
-        if is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
-            active.append(False)
-    return active
-
-
 # ---- rows ---------------------------------------------------------------------------------------
-
-
-def _number(block: Block, rows: list[Row] | None = None, times: int = 1) -> list[Row]:
-    """Numbers the ops of a planned program, and returns their rows."""
-    rows = [] if rows is None else rows
-    for op in block.ops:
-        op.row = len(rows)
-        rows.append(_row(op, times))
-        if op.rule == "program" or op.reason.endswith("left alone"):
-            for sub in op.subs:
-                _number(sub.block, rows, times * op.params.get("length", 1))
-    return rows
 
 
 def _row(op: Op, times: int) -> Row:
@@ -273,6 +236,7 @@ def _row(op: Op, times: int) -> Row:
         op.reason,
         flops_of(op.eqn),
         times,
+        left_alone=op.left_alone,
     )
 
 

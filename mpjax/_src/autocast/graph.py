@@ -6,7 +6,7 @@ control-flow primitive. Nothing is decided here; see `plan`.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -126,6 +126,17 @@ class Op:
         """The "file:line" of it, or of the innermost call around it that is the user's."""
         return _jax.source_line(self.eqn, *reversed(self.callers))
 
+    @property
+    def has_float32(self) -> bool:
+        """Whether a float32 value goes in or comes out."""
+        return any(v.is_f32 for v in (*self.ins, *self.outs))
+
+    @property
+    def left_alone(self) -> bool:
+        """Whether it runs as written though it is float32, and nobody asked for that."""
+        unknown = self.rule == "leave" and not self.forced and PLANNED not in self.scopes
+        return self.rule == "written" or (unknown and self.has_float32)
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Block:
@@ -147,6 +158,26 @@ class Block:
             yield op
             for sub in op.subs:
                 yield from sub.block.walk()
+
+
+def numbered(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
+    """Yields the ops that reports speak of, in the order of their numbers, and how often each runs.
+
+    What is planned as one operation, such as an activation with a rule of its own, is one.
+    """
+    for op in block.ops:
+        yield op, times
+        if op.rule == "program" or op.left_alone:
+            for sub in op.subs:
+                yield from numbered(sub.block, times * op.params.get("length", 1))
+
+
+def number(block: Block) -> list[tuple[Op, int]]:
+    """Numbers the ops of a planned program, and returns them as `numbered` does."""
+    ops = list(numbered(block))
+    for row, (op, _) in enumerate(ops):
+        op.row = row
+    return ops
 
 
 def build(

@@ -5,12 +5,15 @@ decisions are carried out in `rewrite`.
 """
 
 import dataclasses
+import enum
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax._src import _jax
 from mpjax._src.autocast.graph import PLANNED, Block
@@ -31,6 +34,11 @@ class Traced:
     rebuild: Callable[[list[Any]], Any]  # from array results to what the function returns
     jaxpr: Any
 
+    def returned(self) -> Any:
+        """Returns what the function returns, with shapes for arrays."""
+        results = [v.aval for v in self.plan.block.outvars]
+        return self.rebuild([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in results])
+
 
 def autocast(fun: Any = None, policy: Any = None) -> Any:
     """Gives a function mixed precision, chosen operation by operation over the whole program.
@@ -43,7 +51,10 @@ def autocast(fun: Any = None, policy: Any = None) -> Any:
     Args:
         fun: Any function that `jax.jit` can trace; if None, a decorator is returned.
             Array arguments are traced; Python values and other objects are passed on as they are.
-            It may use, and be used under, any of JAX's transformations.
+            It may use, and be used under, any of JAX's transformations. Called outside of them, it
+            is compiled and kept as under jit: what it reads besides its arguments is read when it
+            is traced. It is traced anew for other numbers, strings, enums, dtypes and functions,
+            and each time for arguments of other kinds, which might have changed.
         policy: A `Policy` or what `get_policy` takes: its ``compute_dtype`` is the half dtype,
             ``output_dtype`` that of float32 results. Its op lists and overrides apply; an override
             matches the named scopes of an operation, and the paths of the parameters that feed it.
@@ -68,7 +79,8 @@ def autocast(fun: Any = None, policy: Any = None) -> Any:
     policy = get_policy(policy)
     if fun is None:
         return functools.partial(autocast, policy=policy)
-    cache: dict[Any, Any] = {}
+    kept: Callable[[Any], list[Any]] = functools.lru_cache(KEPT_CALLS)(lambda key: [])
+    _jax.cleared_with_jax(kept)
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
@@ -78,13 +90,16 @@ def autocast(fun: Any = None, policy: Any = None) -> Any:
             traced = trace(fun, policy, args, kwargs)
             return traced.rebuild(call(traced, arrays))
         key = _signature(leaves, tree)
-        entry = cache.get(key) if key is not None else None
-        if entry is None:
-            traced = trace(fun, policy, args, kwargs)
-            entry = traced, _eager(traced)
-            if key is not None and not _holds_tracers(traced.plan.block):
-                cache[key] = entry
-        traced, run = entry
+        entry = [] if key is None else kept(key)
+        if entry:
+            traced, run = entry[0]
+            return traced.rebuild(run(arrays))
+        traced = trace(fun, policy, args, kwargs)
+        run = functools.partial(call, traced)
+        block = traced.plan.block
+        if key is not None and not _holds_tracers(block):
+            run = run if _donates(block) else jax.jit(run)
+            entry.append((traced, run))
         return traced.rebuild(run(arrays))
 
     return wrapped  # type: ignore[return-value]
@@ -147,13 +162,6 @@ def call(traced: Traced, arrays: list[Any]) -> list[Any]:
         return run_plan(traced.plan, arrays, traced.out_dtypes)
 
 
-def _eager(traced: Traced) -> Callable[[list[Any]], list[Any]]:
-    """Returns how to run a program outside of any tracing: compiled, unless it donates."""
-    if _donates(traced.plan.block) or _holds_tracers(traced.plan.block):
-        return functools.partial(call, traced)
-    return jax.jit(functools.partial(call, traced))
-
-
 def _holds_tracers(block: Block) -> bool:
     """Tells whether a planned program closes over tracers of an enclosing transformation."""
     return any(isinstance(const, jax.core.Tracer) for _, const in block.consts)
@@ -166,13 +174,38 @@ def _donates(block: Block) -> bool:
 
 def _signature(leaves: list[Any], tree: Any) -> Any:
     """Returns what a trace depends on, or None if that cannot be told."""
-    described = tuple(_jax.aval_of(x) if is_array(x) else (type(x), x) for x in leaves)
-    key = (described, tree, _jax.tracing_key())
+    described = [_jax.aval_of(x) if is_array(x) else _value(x) for x in leaves]
+    key = (*described, tree, _jax.tracing_key())
     try:
         hash(key)
     except TypeError:
         return None
-    return key
+    return None if None in described else key
+
+
+def _value(x: Any) -> Any:
+    """Returns what is equal for equal objects that do not change; None where they might."""
+    if type(x) in (float, complex):
+        return type(x), repr(x)  # tells -0.0 from 0.0, and nan is nan
+    if type(x) in (bool, int, str, bytes) or isinstance(x, LASTING):
+        return type(x), x
+    if getattr(getattr(type(x), "__dataclass_params__", None), "frozen", False):
+        fields = [getattr(x, field.name, None) for field in dataclasses.fields(x)]
+        leaves, tree = jax.tree_util.tree_flatten(fields)
+        inside = [_value(leaf) for leaf in leaves]
+        return None if None in inside else (type(x), tree, *inside)
+    return None
+
+
+# How many calls of a function are kept, beside each other, outside of transformations.
+KEPT_CALLS = 128
+
+# What stays as it is. What a function reads is read when it is traced, as under jit.
+LASTING = (
+    *(enum.Enum, np.dtype, type(jnp.float32)),
+    *(types.FunctionType, types.BuiltinFunctionType, type(jax.jit(abs))),
+    *(jax.custom_jvp, jax.custom_vjp),
+)
 
 
 def _check_patterns(plan: Plan, paths: list[str]) -> None:

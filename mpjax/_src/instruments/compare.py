@@ -79,6 +79,8 @@ class CompareRow:
         noise: Whether the float32 result is itself rounding error, such as a gradient that is zero
             in exact arithmetic: relative errors then mean nothing.
         op: The number of the operation of the plan that this is, or is the backward pass of.
+        compared: Whether there is a float32 form to compare with. If not (kernels and callbacks
+            that are written for half), its errors are 0 for want of better.
     """
 
     primitive: str
@@ -99,6 +101,7 @@ class CompareRow:
     high: float
     noise: bool = False
     op: int | None = None
+    compared: bool = True
 
     @property
     def added(self) -> float:
@@ -174,6 +177,11 @@ class Comparison:
             lines.append(f"{'':>8}  and {len(worst) - 5} more")
         if self.diverged:
             lines += ["float32 would have gone another way at", *(f"  {d}" for d in self.diverged)]
+        lines += [
+            f"no float32 form, compared from its result on: {row.primitive}  {row.source}".rstrip()
+            for row in self.rows
+            if not row.compared
+        ]
         return "\n".join([*lines, "", self.table()])
 
 
@@ -296,8 +304,10 @@ class _Comparer:
         local = run_in_float32(eqn, arrays) if half else outs
         shadows = [v.shadow for v in ins]
         wanted = local if all(v.exact for v in ins) else run_in_float32(eqn, shadows)
-        if local is None or wanted is None:  # it has no float32 form: nothing to compare with
-            local = wanted = [widen(out) for out in outs]
+        compared = True
+        if local is None or wanted is None:
+            compared, local = False, [widen(out) for out in outs]
+            wanted = local
         paths = ", ".join(dict.fromkeys(v.path for v in ins if v.path))
         if paths:
             self._paths.setdefault(_jax.line_key(eqn), paths)
@@ -308,7 +318,8 @@ class _Comparer:
                 continue
             stats = dict(zip(_STATS, np.asarray(_stats(out, own, shadow)), strict=True))
             if not self._is_ours(eqn, place):
-                self._record(key, eqn, ins, out, own, shadow, stats | {"operands": found}, place)
+                stats |= {"operands": found, "compared": compared}
+                self._record(key, eqn, ins, out, own, shadow, stats, place)
             error = capped(float(stats["error"]))
             results.append(Shadowed(out, shadow, error, path, **accumulated))
         return results
@@ -319,6 +330,7 @@ class _Comparer:
         return unnamed or eqn.primitive.name in _jax.BARRIERS
 
     def _record(self, key, eqn, ins, out, own, shadow, stats, place) -> None:
+        compared = stats.pop("compared")
         stats = {name: float(value) for name, value in stats.items()}
         before = self.rows.get(key)
         row = CompareRow(
@@ -331,6 +343,7 @@ class _Comparer:
             times=1 + (before.times if before else 0),
             dtypes=f"{','.join(dict.fromkeys(_name(v.array) for v in ins))}->{_name(out)}",
             op=place.op,
+            compared=compared,
             **stats,
         )
         if row.blame > NOISE:

@@ -217,7 +217,7 @@ DTYPES = ("preferred_element_type", "new_dtype", "dtype")
 
 def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
     """Runs an equation on arrays whose half ones were widened; None where it has no such form."""
-    if eqn.primitive.name in NARROW:
+    if eqn.primitive.name in NARROW or eqn.effects:  # what has effects happens once
         return None
     wide = {name: FLOAT32 for name in DTYPES if name in eqn.params and eqn.params[name] in HALVES}
     arrays = [widen(x) for x in arrays]
@@ -225,12 +225,54 @@ def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
         return arrays  # no copy: parameters are cast, and large
     try:
         return run(eqn, arrays, **wide)
-    except Exception:  # kernels, and programs within that are written for half
+    except MISFITS:
+        programs = {name: p for name, p in eqn.params.items() if _holds_program(p)}
+    try:  # what sums or maps by a program that is written for half
+        return run(eqn, arrays, **wide, **jax.tree.map(_widened, programs, is_leaf=_is_program))
+    except MISFITS:
         return None
 
 
-# What these give depends on the bits of their operands.
-NARROW = frozenset({"bitcast_convert_type"})
+# Not ours to widen: kernels and code of the user's, and what gives the bits of its operands.
+NARROW = frozenset({"bitcast_convert_type", "ffi_call", "pallas_call", "pure_callback"})
+
+# What JAX raises of dtypes that do not fit. Anything else (no memory) is a failure.
+MISFITS = (TypeError, ValueError, NotImplementedError)
+
+
+class _Wide(Plain):
+    """The watcher that runs a program in float32."""
+
+    @staticmethod
+    def operation(eqn, ins, place):
+        outs = run_in_float32(eqn, ins)
+        if outs is None:
+            raise NotImplementedError(f"{eqn.primitive} has no float32 form.")
+        return outs
+
+    constant = staticmethod(lambda array: widen(array))
+
+
+def _widened(program: Any) -> Any:
+    """Returns a program with float32 in the place of half."""
+    if not _is_program(program):
+        return program
+    avals = [_jax.retyped(a, FLOAT32) if is_half(a) else a for a in _jax.in_avals(program)]
+    wide = _jax.trace(lambda *args: interpret(program, list(args), _Wide()), avals, "float32")
+    if hasattr(program, "jaxpr"):
+        return wide
+    inner, consts = _jax.open_jaxpr(wide)
+    if consts:
+        raise NotImplementedError("A program with constants cannot stand here.")
+    return inner
+
+
+def _is_program(x: Any) -> bool:
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+def _holds_program(x: Any) -> bool:
+    return _is_program(x) or (isinstance(x, tuple) and any(map(_is_program, x)))
 
 
 def widen(x: Any) -> Any:

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._src import _jax, trees
-from mpjax._src.autocast.graph import Op
+from mpjax._src import _jax
+from mpjax._src.autocast.graph import Op, number, numbered
+from mpjax._src.autocast.loss import differentiated, is_array, is_loss, pull_back
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.transform import call, trace
 from mpjax._src.patterns import path_of
@@ -53,7 +54,7 @@ class Program:
     @functools.cached_property
     def ops(self) -> list[Op]:
         """The ops of the plan, by their numbers."""
-        return list(self.plan.block.walk())
+        return [op for op, _ in numbered(self.plan.block)]
 
     def source(self, eqn: Any, op: int | None) -> str:
         """Returns "file:line" of an equation, or of the op that it comes from."""
@@ -104,16 +105,14 @@ def make_program(
     with _noted(f"{tool}: the function failed while JAX traced it, before {tool} ran it."):
         traced = trace(fun, policy, args, kwargs)
     block = traced.plan.block
-    for number, op in enumerate(block.walk()):
-        op.row = number
+    number(block)
     avals = [v.aval for v in block.invars]
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in block.outvars]
-    outs = traced.rebuild(shapes)
+    outs = traced.returned()
 
     def run(*arrays):
         return traced.rebuild(call(traced, list(arrays)))
 
-    follows = argnums is not None and _returns_loss(tool, outs, has_aux)
+    follows = argnums is not None and is_loss(tool, outs, has_aux)
     if follows:
         active = differentiated(tool, args, kwargs, argnums)
         flat, results = _gradients(run, active, names, has_aux)
@@ -197,73 +196,26 @@ def _names(fun: Callable[..., Any], args: tuple[Any, ...], keys: list[Any]) -> t
     return tuple(map(name, keys))
 
 
-def is_array(x: Any) -> bool:
-    """Tells an array, or the shape of one, from Python values and other objects."""
-    return trees.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
-
-
-def differentiated(tool: str, args: Any, kwargs: Any, argnums: Any) -> list[bool]:
-    """Returns for each array argument whether gradients are taken with respect to it."""
-    chosen = {argnums} if isinstance(argnums, int) else set(argnums)
-    wrong = [i for i in chosen if not isinstance(i, int) or not -len(args) <= i < len(args)]
-    if wrong:
-        raise ValueError(
-            f"{tool}: argnums={argnums!r} must be positions of arguments, 0 to {len(args) - 1}: "
-            f"{len(args)} were given."
-        )
-    chosen = {i % len(args) for i in chosen}
-    active = []
-    for i, arg in enumerate(args):
-        for leaf in filter(is_array, jax.tree.leaves(arg)):
-            active.append(i in chosen and jnp.issubdtype(leaf.dtype, jnp.inexact))
-    if not any(active):
-        raise ValueError(
-            f"{tool}: argnums={argnums!r}: these arguments hold no floating arrays, so there are "
-            "no gradients. For the forward pass alone, pass argnums=None."
-        )
-    return active + [False for leaf in jax.tree.leaves(kwargs) if is_array(leaf)]
-
-
-def _returns_loss(tool: str, outs: Any, has_aux: bool) -> bool:
-    if has_aux and not (isinstance(outs, (tuple, list)) and len(outs) == 2):
-        raise TypeError(
-            f"{tool}: has_aux=True, so the function must return (loss, aux), but it returned a "
-            f"{type(outs).__name__}."
-        )
-    loss = outs[0] if has_aux else outs
-    return is_array(loss) and loss.shape == () and bool(jnp.issubdtype(loss.dtype, jnp.floating))
-
-
 def _forward(run, outs) -> tuple[Callable[..., Any], list[str]]:
     def flat(*arrays):
-        return [x for x in jax.tree.leaves(run(*arrays[:-1])) if trees.is_array(x)]
+        return [x for x in jax.tree.leaves(run(*arrays[:-1])) if is_array(x)]
 
     pairs = [(k, x) for k, x in jax.tree_util.tree_leaves_with_path(outs) if is_array(x)]
     return flat, [f"result {path_of(keys)}".strip() for keys, _ in pairs]
 
 
 def _gradients(run, active, names, has_aux) -> tuple[Callable[..., Any], list[str]]:
-    results = ["loss"]
+    results: list[str] = []
 
     def flat(*given):
         *arrays, scale = given
-        moving = [a for a, moves in zip(arrays, active, strict=True) if moves]
-
-        def loss(moving):
-            given = iter(moving)
-            out = run(*[next(given) if m else a for a, m in zip(arrays, active, strict=True)])
-            value, aux = out if has_aux else (out, ())
-            pairs = jax.tree_util.tree_leaves_with_path(aux)
-            pairs = [(keys, x) for keys, x in pairs if trees.is_array(x)]
-            results[1:] = [f"aux {path_of(keys)}".strip() for keys, _ in pairs]
-            return _wide(value) * scale, (value, [x for _, x in pairs])
-
-        scaled, back, (value, aux) = jax.vjp(loss, moving, has_aux=True)
-        (grads,) = back(jnp.ones_like(scaled))
+        pulled = pull_back(run, active, arrays, has_aux, lambda loss: _wide(loss) * scale)
+        results[:] = ["loss", *(f"aux {path}".strip() for path in pulled.aux)]
         results.extend(
             f"gradient of {name}" for name, moves in zip(names, active, strict=False) if moves
         )
-        return [value, *aux, *(_wide(g) / scale for g in grads)]
+        grads = [_wide(g) / scale for g in pulled.gradients()]
+        return [pulled.loss, *pulled.aux.values(), *grads]
 
     return flat, results
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from mpjax._src.autocast.classify import CHANGEABLE
 from mpjax._src.autocast.explain import flops_of
-from mpjax._src.autocast.graph import Block, Op
+from mpjax._src.autocast.graph import Block, Op, numbered
 from mpjax._src.instruments.compare import compare
 from mpjax._src.instruments.nonfinite import check_concrete, shown
 from mpjax._src.instruments.programs import Program, make_program, training_scale
@@ -193,17 +193,9 @@ class Place:
     suspicion: float
 
 
-def _numbered(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
-    """Yields the ops of a plan with how often they run, in the order they are numbered in."""
-    for op in block.ops:
-        yield op, times
-        for sub in op.subs:
-            yield from _numbered(sub.block, times * op.params.get("length", 1))
-
-
 def _places(block: Block, suspicion: dict[int, float]) -> list[Place]:
     """Returns the smallest places that patterns can name, the most suspect first."""
-    movable = [op for op, _ in _numbered(block) if _is_movable(op)]
+    movable = [op for op, _ in numbered(block) if _is_movable(op)]
     named: dict[str, set[int]] = {}
     for op in movable:
         for pattern in _patterns(op):
@@ -224,7 +216,7 @@ def _places(block: Block, suspicion: dict[int, float]) -> list[Place]:
 
 def _is_movable(op: Op) -> bool:
     by_rule = op.rule in CHANGEABLE and op.rule not in ("layout", "neutral", "full")
-    return (by_rule or op.forced == "half") and op.forced != "full" and op.reason != "no float32"
+    return (by_rule or op.forced == "half") and op.forced != "full" and op.has_float32
 
 
 def _spots(op: Op) -> list[str]:
@@ -267,7 +259,7 @@ class _Trial:
         self.plan = program(policy=policy).plan
         self.work = {
             op.row: (flops_of(op.eqn) * times, _elements(op) * times)
-            for op, times in _numbered(self.plan.block)
+            for op, times in numbered(self.plan.block)
         }
 
     def _run(self, policy: Policy) -> tuple[list[jax.Array | None], Program]:
@@ -424,7 +416,7 @@ def _cheapest(
 def _merged(trial: _Trial, places: list[Place], solution: list[Place]) -> list[Place]:
     """Returns the fewest places that move the same operations, scopes for their parts."""
     moved = frozenset().union(*(p.ops for p in solution))
-    ops = [op for op, _ in _numbered(trial.plan.block) if _is_movable(op)]
+    ops = [op for op, _ in numbered(trial.plan.block) if _is_movable(op)]
     wider: dict[frozenset[int], str] = {p.ops: p.pattern for p in solution}
     if all(op.row in moved for op in ops):
         return [Place("*", moved, 0.0)]

@@ -1,0 +1,125 @@
+"""A function as the loss that trains: by which arguments it is differentiated, and its gradients.
+
+What the reports share. They look at a traced function, which takes its arrays one by one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src import trees
+from mpjax._src.patterns import path_of
+
+
+def is_array(x: Any) -> bool:
+    """Tells an array, or the shape of one, from Python values and other objects."""
+    return trees.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def differentiated(tool: str, args: Any, kwargs: Any, argnums: Any) -> list[bool]:
+    """Returns for each array argument whether gradients are taken with respect to it."""
+    positions = tuple(argnums) if isinstance(argnums, Sequence | set | frozenset) else (argnums,)
+    if not args:
+        raise ValueError(
+            f"{tool}: argnums={argnums!r} counts positional arguments, but none was given. Pass "
+            "what is differentiated by position."
+        )
+    if not (positions and all(_is_position(i, len(args)) for i in positions)):
+        raise ValueError(
+            f"{tool}: argnums={argnums!r} must be positions of arguments, 0 to {len(args) - 1}: "
+            f"{len(args)} were given."
+        )
+    chosen = {int(i) % len(args) for i in positions}
+    active = [
+        i in chosen and bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+        for i, arg in enumerate(args)
+        for leaf in filter(is_array, jax.tree.leaves(arg))
+    ]
+    if not any(active):
+        raise ValueError(
+            f"{tool}: argnums={argnums!r}: these arguments hold no floating arrays, so there are "
+            "no gradients. For the forward pass alone, pass argnums=None."
+        )
+    return active + [False for leaf in jax.tree.leaves(kwargs) if is_array(leaf)]
+
+
+def _is_position(i: Any, count: int) -> bool:
+    whole = isinstance(i, int | np.integer) and not isinstance(i, bool)
+    return whole and -count <= i < count
+
+
+def is_loss(tool: str, outs: Any, has_aux: bool) -> bool:
+    """Tells whether what a function returns, as shapes, is a loss to differentiate."""
+    if has_aux and not (isinstance(outs, (tuple, list)) and len(outs) == 2):
+        raise TypeError(
+            f"{tool}: has_aux=True, so the function must return (loss, aux), but it returned a "
+            f"{type(outs).__name__}."
+        )
+    loss = outs[0] if has_aux else outs
+    return is_array(loss) and loss.shape == () and bool(jnp.issubdtype(loss.dtype, jnp.floating))
+
+
+def check_loss(tool: str, outs: Any, has_aux: bool) -> None:
+    """Checks that a function whose gradients are asked for returns a loss."""
+    if is_loss(tool, outs, has_aux):
+        return
+    loss = outs[0] if has_aux else outs
+    found = f"{loss.dtype}{list(loss.shape)}" if is_array(loss) else f"a {type(loss).__name__}"
+    hint = "" if has_aux or not isinstance(loss, tuple) else " For (loss, aux) pass has_aux=True."
+    raise TypeError(
+        f"{tool}: gradients are those of one real floating number of shape (), but the function "
+        f"returned {found}.{hint} For the forward pass alone, pass argnums=None."
+    )
+
+
+class Pullback(NamedTuple):
+    """A loss and its backward pass.
+
+    Attributes:
+        loss: The loss.
+        aux: The arrays that the function returned besides, by their paths.
+        residuals: What the forward pass keeps for the backward pass, and its program.
+        gradients: ``gradients()`` runs the backward pass.
+    """
+
+    loss: Any
+    aux: dict[str, Any]
+    residuals: Any
+    gradients: Callable[[], list[Any]]
+
+
+def pull_back(
+    run: Callable[..., Any],
+    active: Sequence[bool],
+    arrays: Sequence[Any],
+    has_aux: bool,
+    scaled: Callable[[Any], Any] = lambda loss: loss,
+) -> Pullback:
+    """Runs a function of arrays forward, to differentiate it by those that are ``active``.
+
+    Args:
+        run: The function; it returns a loss, or ``(loss, aux)`` with ``has_aux``.
+        active: Which arrays gradients are taken of.
+        arrays: Its arguments.
+        has_aux: Whether there is an aux.
+        scaled: What becomes of the loss before the backward pass.
+    """
+    paths: list[str] = []
+
+    def loss(moving):
+        given = iter(moving)
+        out = run(*[next(given) if m else a for a, m in zip(arrays, active, strict=True)])
+        value, aux = out if has_aux else (out, ())
+        pairs = jax.tree_util.tree_leaves_with_path(aux)
+        pairs = [(keys, x) for keys, x in pairs if trees.is_array(x)]
+        paths[:] = [path_of(keys) for keys, _ in pairs]
+        return scaled(value), (value, [x for _, x in pairs])
+
+    moving = [a for a, m in zip(arrays, active, strict=True) if m]
+    final, back, (value, aux) = jax.vjp(loss, moving, has_aux=True)
+    return Pullback(
+        value, dict(zip(paths, aux, strict=True)), back, lambda: back(jnp.ones_like(final))[0]
+    )

@@ -1,0 +1,68 @@
+"""explain of the program that trains: what it refuses, as compare does."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from programs import W, X
+
+import mpjax
+
+
+def loss(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+@pytest.mark.parametrize("tool", [mpjax.explain, mpjax.compare])
+@pytest.mark.parametrize("argnums", [5, -3, True, (0, False), 1.0, "0", (0, 2), ()])
+def test_positions_that_are_none(tool, argnums):
+    name = tool.__name__
+    with pytest.raises(ValueError, match=rf"{name}: argnums=.* must be positions.*0 to 1: 2 were"):
+        tool(loss, "mixed_bfloat16", argnums)(W, X)
+
+
+@pytest.mark.parametrize("tool", [mpjax.explain, mpjax.compare])
+def test_positions_without_arguments_or_floats(tool):
+    with pytest.raises(ValueError, match=r"argnums=0 .*positional arguments, but none was given"):
+        tool(loss, "mixed_bfloat16", 0)(w=W, x=X)
+    with pytest.raises(ValueError, match="argnums=1: these arguments hold no floating arrays"):
+        tool(lambda w, n: jnp.sum(w) * n[1], "mixed_bfloat16", 1)(W, jnp.arange(3))
+
+
+@pytest.mark.parametrize("argnums", [1, -1, (0, 1), [0, -1], jnp.int32(1).item()])
+def test_positions_that_are_some(argnums):
+    report = mpjax.explain(loss, "mixed_bfloat16", argnums)(W, X)
+    assert report.stored_after is not None
+    compared = mpjax.compare(loss, "mixed_bfloat16", argnums)(W, X)
+    assert any(name.startswith("gradient") for name in compared.results)
+
+
+NO_LOSS = {
+    "an array": lambda w, x: x @ w,
+    "an integer": lambda w, x: jnp.argmax(x @ w),
+    "a complex number": lambda w, x: jnp.sum(x @ w).astype(jnp.complex64),
+    "a tuple": lambda w, x: (loss(w, x), x),
+    "nothing": lambda w, x: None,
+    "a Python number": lambda w, x: 1.0,
+}
+
+
+@pytest.mark.parametrize("name", NO_LOSS)
+def test_what_is_no_loss_has_no_gradients_to_explain(name):
+    message = r"explain: .*one real floating number of shape \(\), but.*pass argnums=None"
+    with pytest.raises(TypeError, match=message):
+        mpjax.explain(NO_LOSS[name], "mixed_bfloat16", 0)(W, X)
+    assert mpjax.explain(NO_LOSS[name], "mixed_bfloat16")(W, X).stored_after is None
+
+
+@pytest.mark.parametrize("tool", [mpjax.explain, mpjax.compare])
+def test_an_aux_that_is_missing(tool):
+    with pytest.raises(TypeError, match=r"has_aux=True, so .* must return \(loss, aux\)"):
+        tool(loss, "mixed_bfloat16", 0, has_aux=True)(W, X)
+
+
+def test_an_aux_that_holds_more_than_arrays():
+    def fun(w, x):
+        return loss(w, x), {"name": "mlp", "h": x @ w}
+
+    report = mpjax.explain(fun, "mixed_bfloat16", 0, has_aux=True)(W, X)
+    assert report.half_flops == 1 and jax.tree.leaves(report.to_dict())
