@@ -106,7 +106,7 @@ def tracing_cost(name="gpt2", repeats=7):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("models", nargs="*", default=["gpt2", "resnet50"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = {"jax": jax.__version__, "target": "H100, compiled without a device", "models": {}}
