@@ -9,6 +9,7 @@ amplifies relative errors (through elementwise operations and changes of layout)
 result; if it sums few products, so that half would gain nothing, its operands are float32 too.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from evaluation import MATMULS, Way, bind, evaluate, names
+from evaluation import MATMULS, Way, bind, evaluate, is_var, names
 
 import mpjax
 
@@ -129,8 +130,7 @@ def rounded_matmuls(fun: Callable[..., Any], half: Any) -> Callable[..., Any]:
 def _evaluated(fun, way):
     def run(*args):
         jaxpr, tree = traced(fun, args)
-        leaves = [way.value(jnp.asarray(x), jax.typeof(x)) for x in jax.tree.leaves(args)]
-        return jax.tree.unflatten(tree, evaluate(jaxpr, leaves, way))
+        return jax.tree.unflatten(tree, evaluate(jaxpr, jax.tree.leaves(args), way))
 
     return run
 
@@ -221,9 +221,11 @@ def errors(
 def in_float64(fun: Callable[..., Any], args: Sequence[Any], argnums: Any = 0) -> Any:
     """Returns the results of a float32 program, and its gradients, computed in float64."""
     args = jax.tree.map(jnp.asarray, tuple(args))
-    with jax.enable_x64(True):
-        run = _evaluated(_measured(fun, args, argnums, 1.0), FLOAT64)
-        return jax.tree.map(np.asarray, jax.jit(run)(*args))
+    jaxpr, tree = traced(_measured(fun, args, argnums, 1.0), args)
+    with jax.enable_x64(True):  # where nothing of the program is traced: it would be another one
+        leaves = [_widen(x, jax.typeof(x)) for x in jax.tree.leaves(args)]
+        results = jax.jit(lambda *leaves: evaluate(jaxpr, leaves, FLOAT64))(*leaves)
+        return jax.tree.unflatten(tree, [np.asarray(x) for x in results])
 
 
 def _measured(fun, args, argnums, scale):
@@ -280,6 +282,24 @@ def _rows(part, half, truth, by_hand, by_auto):
         off = [norm(np.where(fine & np.isfinite(x), x - want, 0)) / size for x in (hand, auto)]
         rows.append(Error(part, jax.tree_util.keystr(path), off[0], off[1], new, half))
     return rows
+
+
+def kept(fun: Callable[..., Any], args: Sequence[Any], half: str) -> collections.Counter:
+    """Returns how many arrays of each dtype and shape autocast keeps for the backward pass."""
+    auto = mpjax.autocast(fun, f"mixed_{half}")
+
+    def residuals(*args):
+        return [x for x in jax.tree.leaves(jax.vjp(auto, *args)[1]) if isinstance(x, jax.Array)]
+
+    jaxpr = jax.make_jaxpr(residuals)(*args).jaxpr
+    fills = {v for eqn in jaxpr.eqns if _fills(eqn) for v in eqn.outvars}
+    made = {v for v in jaxpr.outvars if is_var(v)} - {*jaxpr.invars, *jaxpr.constvars} - fills
+    return collections.Counter((str(v.aval.dtype), v.aval.shape) for v in made)
+
+
+def _fills(eqn: Any) -> bool:
+    """Tells what is one number over and over, which no compiler keeps."""
+    return eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.size == 1
 
 
 def norm(x: np.ndarray) -> float:

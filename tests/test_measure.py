@@ -77,6 +77,16 @@ def test_float64_is_closer_than_float32_and_the_yardstick_is_near():
         assert 1e-5 < np.linalg.norm(hand - want) / np.linalg.norm(want) < 0.02
 
 
+def test_the_truth_is_that_of_the_program_in_32_bits():
+    def fun(x):  # under x64, a wider number, and other random ones
+        noise = jax.random.normal(jax.random.key(0), (4, 1))
+        return x * (noise + jnp.cumsum(jnp.full((4, 1), 9.0), 0))
+
+    rows = measure.errors(fun, (X,), "bfloat16")
+    assert {row.part for row in rows} == {"result", "gradient"}
+    assert all(row.yardstick < 1e-6 for row in rows)
+
+
 @HALVES
 def test_float32_programs_without_matmuls_have_no_error(half):
     rows = measure.check(lambda x: jnp.sin(x) * jnp.exp(x), (X,), half)

@@ -1,0 +1,332 @@
+"""Values outside of half's range or resolution, and values that are read in two ways.
+
+Half cannot hold 1e5 or 1e-9, nor tell 0.9999 from one; and what one reader takes rounded, another
+amplifies.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from members import Case, Members, judge
+from support import normal
+
+RANGE = Members("a float32 value is rounded for storage where half's range does not hold it")
+SCALARS = Members("a scalar that arrives as an argument is rounded to half, a literal would not be")
+READERS = Members("a value that several read is rounded though one of them amplifies its error")
+
+AGAIN = Members("what the backward pass computes again starts from a rounded operand")
+
+X, W = normal(0, 16, 16), normal(1, 16, 16, scale=0.3)
+LARGE = 60 + jnp.abs(normal(2, 16, 16, scale=20))
+
+
+# ---- range --------------------------------------------------------------------------------------
+
+
+@RANGE("f16 result, f16 gradient")
+def relu_of_cumsum():
+    x = normal(3, 4, 1024) + 3
+    w = normal(4, 1024, 16, scale=0.03)
+    return Case(lambda x, w: jax.nn.relu(jnp.cumsum(x * 50, -1)) / 1e5 @ w, (x, w), (0, 1))
+
+
+@RANGE("f16 result, f16 gradient")
+def maximum_of_exp():
+    x = jnp.linspace(-4, 14, 64).reshape(4, 16)
+    return Case(lambda x, w: jnp.maximum(jnp.exp(x), 2.0) / 1e5 @ w, (x, W), (0, 1))
+
+
+@RANGE("bf16 gradient, f16 result, f16 gradient")
+def minimum_of_small_exp():
+    x = jnp.linspace(16, 24, 64).reshape(4, 16)
+    return Case(lambda x, w: 1e9 * jnp.minimum(jnp.exp(-x), 1e-9) @ w, (x, W), (0, 1))
+
+
+@RANGE("f16 result, f16 gradient")
+def relu_of_cube():
+    return Case(lambda x, w: jax.nn.relu(x**3) / 1e6 @ w, (LARGE, W), (0, 1))
+
+
+@RANGE("f16 result, f16 gradient")
+def segment_sum():
+    def fun(x, w):
+        sums = jax.ops.segment_sum(1e4 * x, jnp.arange(16) // 8, 2)
+        return jax.nn.relu(sums) / 1e5 @ w
+
+    return Case(fun, (jnp.abs(X) + 1, W), (0, 1))
+
+
+@RANGE("f16 result, f16 gradient")
+def cube_of_a_matmul():
+    def fun(x, w):
+        return jax.nn.relu((x @ w) ** 3) / 1e6 @ w
+
+    return Case(fun, (LARGE, jnp.abs(W)), (0, 1))
+
+
+@RANGE("f16 result, f16 gradient")
+def products_of_a_matmul():
+    def fun(x, w):
+        h = x @ w
+        return (h * h * h * h / 1e8) @ w
+
+    return Case(fun, (LARGE, jnp.abs(W)), (0, 1))
+
+
+@RANGE("f16 result, f16 gradient")
+def units_of_a_matmul():
+    def fun(x, w):
+        return jnp.tanh(300 * (300 * (x @ w)) / 1e5) @ w
+
+    return Case(fun, (LARGE, W), (0, 1))
+
+
+@RANGE("f16 result, f16 gradient")
+def small_units_of_a_matmul():
+    def fun(x, w):
+        return jnp.tanh(1e4 * (1e4 * (1e-4 * (1e-4 * (x @ w))))) @ w
+
+    return Case(fun, (X, W), (0, 1))
+
+
+@RANGE()
+def capped_distances():
+    def fun(points, w):
+        squared = jnp.sum((points[:, None] - points[None]) ** 2, -1)
+        return jnp.minimum(squared, 4e5) / 4e5 @ w
+
+    return Case(fun, (normal(5, 16, 3, scale=300), X), (0, 1))
+
+
+@RANGE("bf16 gradient, f16 result, f16 gradient")
+def clipped_likelihood_ratio():
+    def fun(x, w):
+        ratio = jnp.exp(x @ w)
+        return jnp.clip(ratio, 0.0, 1e6) / 1e5 @ w
+
+    return Case(fun, (4 * X, W), (0, 1))
+
+
+@RANGE()
+def sorted_exponentials():
+    x = jnp.linspace(-4, 14, 64)[::-1].reshape(4, 16)
+    return Case(lambda x, w: jnp.sort(jnp.exp(x), -1) / 1e5 @ w, (x, W), (0, 1))
+
+
+@RANGE()
+def counts_beside_a_matmul():
+    def fun(x, w):
+        scale = jnp.cumsum(jnp.full((16, 1), 9e3), 0)
+        return ((x @ w) * scale / 1e5) @ w
+
+    return Case(fun, (X, W), (0, 1))
+
+
+# ---- scalars that arrive as arguments -----------------------------------------------------------
+
+
+@SCALARS("f16 result, f16 gradient")
+def eps_argument():
+    def fun(x, w, eps):
+        h = jax.nn.relu(x @ w)
+        return h / (jnp.abs(x @ w) + eps) @ w
+
+    return Case(fun, (X.at[3].set(0), W, 1e-12), 1)
+
+
+@SCALARS("f16 result, f16 gradient")
+def divisor_argument():
+    return Case(lambda x, w, c: jnp.tanh(300 * (x @ w) / c * 300) @ w, (X, W, 2e5), 1)
+
+
+@SCALARS("f16 result, f16 gradient")
+def scale_argument():
+    return Case(lambda x, w, s: jnp.tanh(1e-5 * (x @ w) * s) @ w, (X, W, 1.2e5), 1)
+
+
+@SCALARS("f16 result")
+def eps_argument_in_a_loop():
+    def fun(x, w, eps):
+        def step(h, _):
+            h = h @ w
+            return h / (jnp.max(jnp.abs(h), -1, keepdims=True) + eps), None
+
+        return lax.scan(step, x, None, length=2)[0] @ w
+
+    return Case(fun, (X.at[3].set(0), W, 1e-12), 1)
+
+
+@SCALARS("all")
+def decay_argument():
+    def fun(x, w, decay):
+        h = x @ w
+        return (1e3 * (h - decay * h)) @ w
+
+    return Case(fun, (X, W, 0.999), 1)
+
+
+@SCALARS()
+def mask_argument():
+    def fun(x, w, low):
+        scores = jnp.where(jnp.tri(16) > 0, x @ w, low)
+        return jax.nn.softmax(scores) @ w
+
+    return Case(fun, (X, W, -1e6), 1)
+
+
+@SCALARS()
+def step_count_argument():
+    def fun(x, w, count):
+        h = x @ w
+        return (h * (count / 1e5)) @ w
+
+    return Case(fun, (X, W, 1e5), 1)
+
+
+@SCALARS("f16 result, f16 gradient")
+def scalars_in_an_array():
+    def fun(x, w, scales):
+        return jnp.tanh((x @ w) * scales[0] * scales[1]) @ w
+
+    return Case(fun, (X, W, jnp.array([1.2e5, 1e-5])), 1)
+
+
+@SCALARS("f16 result, f16 gradient")
+def vector_of_variances():
+    def fun(x, w, variance):
+        return jnp.tanh(1e-5 * (x @ w) / variance) @ w
+
+    return Case(fun, (X, W, jnp.logspace(-6, -4, 16)), 1)
+
+
+# ---- two kinds of readers -----------------------------------------------------------------------
+
+
+@READERS("all")
+def sine_and_matmul():
+    def fun(x, w):
+        z = (x - 5) / 3
+        return jnp.sin(64 * z), z @ w
+
+    return Case(fun, (X, W), (0, 1))
+
+
+@READERS("all")
+def exponential_and_matmul():
+    def fun(x, w):
+        z = x - jnp.mean(x, -1, keepdims=True)
+        return jnp.exp(12 * z), z @ w
+
+    return Case(fun, (X, W), (0, 1))
+
+
+@READERS("all")
+def squashed_and_its_density():
+    def fun(x, w):
+        action = jnp.tanh(x * 1.5)
+        return jnp.log1p(-action * action), action @ w
+
+    return Case(fun, (X, W), (0, 1))
+
+
+@READERS()
+def matmul_read_by_sine_and_matmul():
+    def fun(x, w):
+        h = x @ w
+        return jnp.sin(32 * h), h @ w
+
+    return Case(fun, (X, W), (0, 1))
+
+
+@READERS("all")
+def read_in_a_loop():
+    def fun(x, w):
+        z = x * 0.5 + 3
+
+        def step(c, w):
+            return c + jnp.sin(40 * z), z @ w
+
+        return lax.scan(step, jnp.zeros_like(x), jnp.stack([w, w.T]))
+
+    return Case(fun, (X, W), (0, 1))
+
+
+@READERS("all")
+def residual_and_its_logarithm():
+    def fun(x, w):
+        p = jax.nn.sigmoid(x + 4)
+        return jnp.log1p(-p), jax.nn.relu(p @ w)
+
+    return Case(fun, (X, W), (0, 1))
+
+
+@READERS("all")
+def branches_that_amplify():
+    def fun(x, w):
+        z = (x - 5) / 3
+        return lax.cond(x[0, 0] > 9, jnp.exp, lambda z: jnp.cos(64 * z), z), z @ w
+
+    return Case(fun, (X, W), (0, 1))
+
+
+# ---- computed again in the backward pass --------------------------------------------------------
+
+
+@AGAIN()
+def exponential_before_a_relu():
+    def fun(x, w):
+        return jax.nn.relu(jnp.exp(2 * jnp.tanh(x) + 8) - 1) / 3e3 @ w
+
+    return Case(fun, (X, W), (0, 1))
+
+
+@AGAIN("bf16 gradient, f16 gradient")
+def sine_before_a_relu():
+    return Case(lambda x, w: jax.nn.relu(jnp.sin(30 * x)) @ w, (X, W), (0, 1))
+
+
+@AGAIN()
+def power_before_a_maximum():
+    def fun(x, w):
+        return jnp.maximum((jnp.tanh(x) + 1.5) ** 9.5, 0.1) / 1e3 @ w
+
+    return Case(fun, (X, W), (0, 1))
+
+
+@AGAIN("bf16 gradient, f16 gradient")
+def gabor_before_a_relu():
+    def fun(x, w):
+        return jax.nn.relu(jnp.exp(-x * x / 2) * jnp.cos(40 * x)) @ w
+
+    return Case(fun, (X, W), (0, 1))
+
+
+@AGAIN("bf16 gradient, f16 gradient")
+def wave_of_a_matmul():
+    return Case(lambda x, w: jax.nn.relu(jnp.cos(50 + (x @ w))) @ w, (X, W), (0, 1))
+
+
+@AGAIN()
+def rematerialized_wave():
+    f = jax.checkpoint(lambda x, w: jnp.cos(30 * x) @ w)
+    return Case(lambda x, w: jnp.tanh(f(x, w)) @ w, (X, W), (0, 1))
+
+
+@AGAIN.test()
+def test_computed_again(member, half, part):
+    judge(member, half, part)
+
+
+@RANGE.test()
+def test_range(member, half, part):
+    judge(member, half, part)
+
+
+@SCALARS.test()
+def test_scalars_as_arguments(member, half, part):
+    judge(member, half, part)
+
+
+@READERS.test()
+def test_two_kinds_of_readers(member, half, part):
+    judge(member, half, part)
