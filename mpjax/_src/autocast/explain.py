@@ -169,22 +169,21 @@ def explain(
     def wrapped(*args, **kwargs):
         traced = trace(fun, policy, args, kwargs)
         forward = [_row(op, times) for op, times in number(traced.plan.block)]
-        avals = [v.aval for v in traced.plan.block.invars]
         written = _jax.open_jaxpr(traced.jaxpr)[0]
         if argnums is None:
-            new = _jax.trace(lambda *xs: call(traced, list(xs)), avals, "explain")
+            new = _jax.trace(lambda *xs: call(traced, list(xs)), traced.avals, "explain")
             inserted = _casts(_jax.open_jaxpr(new)[0]) - _casts(written)
             return CastReport(
                 tuple(forward), _half_share(_jax.open_jaxpr(new)[0]), *_totals(inserted)
             )
         active = differentiated("explain", args, kwargs, argnums)
         check_loss("explain", traced.returned(), has_aux)
-        return _with_gradients(traced, forward, active, avals, has_aux)
+        return _with_gradients(traced, forward, active, has_aux)
 
     return wrapped
 
 
-def _with_gradients(traced: Traced, forward, active, avals, has_aux) -> CastReport:
+def _with_gradients(traced: Traced, forward, active, has_aux) -> CastReport:
     """Completes a report with the backward pass of ``value_and_grad``."""
 
     def new(*arrays):
@@ -193,14 +192,14 @@ def _with_gradients(traced: Traced, forward, active, avals, has_aux) -> CastRepo
     def old(*arrays):
         return traced.rebuild(_jax.eval_closed(traced.jaxpr, *arrays))
 
-    def gradient(run):
+    def gradient(run, avals):
         def flat(*arrays):
             pulled = pull_back(run, active, arrays, has_aux)
             return [pulled.loss, *pulled.gradients()]
 
         return _jax.open_jaxpr(_jax.trace(flat, avals, "explain"))[0]
 
-    def stored(run):
+    def stored(run, avals):
         def flat(*arrays):
             residuals = pull_back(run, active, arrays, has_aux).residuals
             return [x for x in jax.tree.leaves(residuals) if is_array(x)]
@@ -209,14 +208,15 @@ def _with_gradients(traced: Traced, forward, active, avals, has_aux) -> CastRepo
         kept = {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)} - set(jaxpr.invars)
         return sum(_bytes(v.aval) for v in kept - set(jaxpr.constvars))
 
-    after, before = gradient(new), gradient(old)
+    written = _jax.in_avals(traced.jaxpr)
+    after, before = gradient(new, traced.avals), gradient(old, written)
     backward = list(_backward_rows(after, forward))
     return CastReport(
         (*forward, *backward),
         _half_share(after),
         *_totals(_casts(after) - _casts(before)),
-        stored(old),
-        stored(new),
+        stored(old, written),
+        stored(new, traced.avals),
     )
 
 

@@ -19,7 +19,7 @@ from mpjax._src import _jax
 from mpjax._src.autocast.graph import PLANNED, Block
 from mpjax._src.autocast.plan import Plan, make_plan
 from mpjax._src.autocast.rewrite import run_plan
-from mpjax._src.dtypes import FLOAT32
+from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.patterns import nearest_paths, path_of
 from mpjax._src.policy import Policy, get_policy
 from mpjax._src.trees import is_array
@@ -27,11 +27,20 @@ from mpjax._src.trees import is_array
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A function traced and planned for one signature."""
+    """A function traced and planned for one signature.
+
+    Attributes:
+        plan: The plan.
+        avals: What it takes: the arrays as they arrive.
+        out_dtypes: What each float32 result is handed out in.
+        rebuild: Makes of array results what the function returns.
+        jaxpr: The program as it is written.
+    """
 
     plan: Plan
+    avals: tuple[Any, ...]
     out_dtypes: tuple[Any, ...]
-    rebuild: Callable[[list[Any]], Any]  # from array results to what the function returns
+    rebuild: Callable[[list[Any]], Any]
     jaxpr: Any
 
     def returned(self) -> Any:
@@ -51,6 +60,8 @@ def autocast(fun: Any = None, policy: Any = None) -> Any:
     Args:
         fun: Any function that `jax.jit` can trace; if None, a decorator is returned.
             Array arguments are traced; Python values and other objects are passed on as they are.
+            It sees arguments in the half dtype that the policy stores parameters in (O2, O3, an
+            override of theirs) as float32, which the program was written for.
             It may use, and be used under, any of JAX's transformations. Called outside of them, it
             is compiled and kept as under jit: what it reads besides its arguments is read when it
             is traced. It is traced anew for other numbers, strings, enums, dtypes and functions,
@@ -120,7 +131,8 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
         return fun(*args, **kwargs)
 
     name = getattr(fun, "__name__", "autocast")
-    closed, (out_leaves, out_tree) = _flat_tracing(flat, avals, name)
+    written = [_as_written(a, path, policy) for a, path in zip(avals, paths, strict=True)]
+    closed, (out_leaves, out_tree) = _flat_tracing(flat, written, name)
     others = [None if is_array(x) else (x,) for x in out_leaves]
 
     def rebuild(arrays):
@@ -137,7 +149,18 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
         policy.output_dtype if getattr(v.aval, "dtype", None) == FLOAT32 else None
         for v in jaxpr.outvars
     )
-    return Traced(plan, out_dtypes, rebuild, closed)
+    return Traced(plan, tuple(avals), out_dtypes, rebuild, closed)
+
+
+def _as_written(aval: Any, path: str, policy: Policy) -> Any:
+    """Returns what the function sees of an argument.
+
+    A parameter that the policy stores in half stands for the float32 one that the function was
+    written for. Half of another dtype is the user's own.
+    """
+    dtype = getattr(aval, "dtype", None)
+    stored = dtype in (policy.param_dtype, policy.override_for(path))
+    return _jax.retyped(aval, FLOAT32) if stored and dtype in HALVES else aval
 
 
 def _flat_tracing(fun: Callable[..., Any], avals: Sequence[Any], name: str) -> tuple[Any, Any]:

@@ -104,9 +104,7 @@ def make_program(
     names = _names(fun, args, [keys for keys, _ in pairs])
     with _noted(f"{tool}: the function failed while JAX traced it, before {tool} ran it."):
         traced = trace(fun, policy, args, kwargs)
-    block = traced.plan.block
-    number(block)
-    avals = [v.aval for v in block.invars]
+    number(traced.plan.block)
     outs = traced.returned()
 
     def run(*arrays):
@@ -122,7 +120,7 @@ def make_program(
     scale = jax.ShapeDtypeStruct((), jnp.float32)
     note = f"{tool} follows the gradient: for the forward pass alone, pass argnums=None."
     with _noted(note) if follows else contextlib.nullcontext():
-        jaxpr = _jax.trace(flat, [*avals, _jax.aval_of(scale)], tool)
+        jaxpr = _jax.trace(flat, [*traced.avals, _jax.aval_of(scale)], tool)
     count = len(_jax.open_jaxpr(jaxpr)[0].outvars)
     grads = sum(active)
     gradients = (False,) * (count - grads) + (True,) * grads

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from mpjax._src.autocast.classify import CHANGEABLE
 from mpjax._src.autocast.explain import flops_of
 from mpjax._src.autocast.graph import Block, Op, numbered
+from mpjax._src.dtypes import FLOAT32
 from mpjax._src.instruments.compare import compare
 from mpjax._src.instruments.nonfinite import check_concrete, shown
 from mpjax._src.instruments.programs import Program, make_program, training_scale
@@ -255,7 +256,10 @@ class _Trial:
         self.tolerance, self.max_runs, self.loss_scale = tolerance, max_runs, loss_scale
         self.runs = 0
         self._known: dict[frozenset[str], tuple[float, dict[str, float]]] = {}
-        self.wanted = self._run(get_policy("float32"))[0]
+        full = dataclasses.replace(
+            policy, overrides=(), half_ops=(), compute_dtype=FLOAT32, output_dtype=FLOAT32
+        )
+        self.wanted = self._run(full)[0]
         self.plan = program(policy=policy).plan
         self.work = {
             op.row: (flops_of(op.eqn) * times, _elements(op) * times)

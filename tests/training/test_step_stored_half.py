@@ -1,0 +1,108 @@
+"""Training under policies that store parameters in half: the loss stays a float32 program."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from support import matmul_dtypes, normal
+
+import mpjax
+
+STORED_HALF = ["O2:bfloat16", "O2:float16", "bfloat16,casting=op"]
+IMAGES, LABELS = normal(0, 8, 3, 6, 6), jnp.arange(8) % 4
+
+
+def cross_entropy(logits):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean()
+
+
+def strict_problem():
+    params = {"kernel": normal(1, 4, 3, 3, 3, scale=0.3), "head": normal(2, 4, 4)}
+
+    def loss(params, images):
+        h = lax.conv_general_dilated(images, params["kernel"], (1, 1), "SAME")
+        h, _ = lax.scan(
+            lambda c, row: (jnp.maximum(c, row), None), jnp.zeros((8, 4, 6)), jnp.moveaxis(h, 2, 0)
+        )
+        return cross_entropy(h.mean(-1) @ params["head"])
+
+    return loss, params
+
+
+def trained(policy, loss, params, batch, model_state=None, steps=8):
+    init, step = mpjax.build_train_step(loss, optax.sgd(0.1), policy)
+    state, step = init(params, model_state), jax.jit(step, donate_argnums=0)
+    before = [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
+    losses = []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(state)] == before
+    assert step._cache_size() == 1
+    return state, losses
+
+
+@pytest.mark.parametrize("policy", STORED_HALF)
+@pytest.mark.parametrize("images", [IMAGES, IMAGES.astype(jnp.bfloat16)])
+def test_a_loss_that_does_not_promote(policy, images):
+    loss, params = strict_problem()
+    half = mpjax.get_policy(policy).param_dtype
+    if images.dtype not in (jnp.float32, half):
+        images = images.astype(half)
+    _, losses = trained(policy, loss, params, images)
+    assert losses[-1] < losses[0]
+    np.testing.assert_allclose(losses[0], loss(params, IMAGES), rtol=0.02)
+    init, step = mpjax.build_train_step(loss, optax.sgd(0.1), policy)
+    assert set(matmul_dtypes(step, init(params), images)) == {(half.name, half.name)}
+
+
+class Net(eqx.Module):
+    conv: eqx.nn.Conv2d
+    norm: eqx.nn.BatchNorm
+    second: eqx.nn.Conv2d
+    head: eqx.nn.Linear
+
+    def __init__(self, key, mode):
+        keys = jax.random.split(key, 3)
+        self.conv = eqx.nn.Conv2d(3, 8, 3, key=keys[0])
+        self.norm = eqx.nn.BatchNorm(8, "batch", mode=mode)
+        self.second = eqx.nn.Conv2d(8, 8, 3, key=keys[1])
+        self.head = eqx.nn.Linear(8, 4, key=keys[2])
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.conv(x), state)
+        return self.head(jax.nn.relu(self.second(jax.nn.relu(x))).mean((1, 2))), state
+
+
+def equinox_problem(mode, inference=False):
+    model, state = eqx.nn.make_with_state(Net)(jax.random.key(0), mode)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    if mode == "ema":  # which equinox leaves uninitialized
+        state = jax.tree.map(lambda x: x if x.dtype == bool else jnp.ones_like(x), state)
+
+    def loss(params, images, model_state):
+        model = eqx.combine(params, static)
+        model = eqx.nn.inference_mode(model) if inference else model
+        run = functools.partial(jax.vmap, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        logits, state = run(model)(images, model_state)
+        return cross_entropy(logits), state
+
+    return loss, params, state
+
+
+@pytest.mark.parametrize("policy", STORED_HALF)
+@pytest.mark.parametrize("mode", ["ema", "batch"])
+def test_batch_norms_keep_their_statistics_in_float32(policy, mode):
+    loss, params, model_state = equinox_problem(mode)
+    state, losses = trained(policy, loss, params, IMAGES, model_state)
+    wanted, want = trained("float32", loss, params, IMAGES, model_state)
+    np.testing.assert_allclose(losses, want, rtol=0.05)
+    states = map(jax.tree.leaves, (state.model_state, wanted.model_state))
+    for got, exact in zip(*states, strict=True):
+        assert got.dtype == exact.dtype
+        np.testing.assert_allclose(got, exact, rtol=0.05, atol=0.02)
