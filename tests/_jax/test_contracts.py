@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero, linear_call
 from jax.sharding import AxisType, PartitionSpec
@@ -151,6 +151,15 @@ def test_a_jit_with_shardings_is_more_than_its_inside():
 
 def test_scan_has_num_consts_or_ft_in():
     assert _jax.scan_counts(equation(PROGRAMS["scan"], name="scan").params) == (1, 1)
+
+
+def test_a_symbolic_dimension_can_be_evaluated():
+    a, b = export.symbolic_shape("a, b")
+    large = _jax.size_of([a])
+    assert large > 1e5
+    assert _jax.size_of((3, 2 * a, b)) == 6 * large**2
+    assert _jax.size_of((a + b, a // 2)) == large**2
+    assert _jax.size_of(()) == 1
 
 
 def test_a_retyped_aval_keeps_all_but_its_dtype():

@@ -22,6 +22,7 @@ from mpjax._src._jax.programs import (
     primitive_names,
     retyped,
     scan_counts,
+    size_of,
     trace,
     tracing_key,
 )
@@ -63,6 +64,7 @@ __all__ = (
     "scan_counts",
     "scope_names",
     "shard_map",
+    "size_of",
     "source_line",
     "trace",
     "tracing_key",

@@ -1,5 +1,6 @@
 """Programs as JAX holds them: reading, evaluating, tracing and rebuilding them."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,6 +83,19 @@ def aval_of(x: Any) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return shaped_abstractify(x)
     return jax.typeof(x) if isinstance(x, jax.Array) else shaped_abstractify(x)
+
+
+# What a symbol in a shape stands for where sizes are compared: nobody exports for small batches.
+SYMBOL = 1 << 20
+
+
+def size_of(shape: Sequence[Any]) -> int:
+    """Returns the number of entries of an array; a symbolic dimension counts as a large one."""
+    numbers = (
+        d if isinstance(d, int) else d._evaluate(dict.fromkeys(d._get_vars(), SYMBOL))
+        for d in shape
+    )
+    return math.prod(map(int, numbers))
 
 
 def retyped(aval: Any, dtype: Any) -> Any:

@@ -333,15 +333,15 @@ def flops_of(eqn: Any) -> int:
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        depth = np.prod([eqn.invars[0].aval.shape[d] for d in contracted], dtype=np.int64)
-        return int(2 * np.prod(out.shape, dtype=np.int64) * depth)
+        depth = [eqn.invars[0].aval.shape[d] for d in contracted]
+        return 2 * _jax.size_of((*out.shape, *depth))
     if name == "ragged_dot_general":
-        return int(2 * np.prod(out.shape, dtype=np.int64) * eqn.invars[0].aval.shape[-1])
+        return 2 * _jax.size_of((*out.shape, eqn.invars[0].aval.shape[-1]))
     if name == "conv_general_dilated":
         numbers = eqn.params["dimension_numbers"]
         kernel = eqn.invars[1].aval.shape
-        per_output = np.prod(kernel, dtype=np.int64) // kernel[numbers.rhs_spec[0]]
-        return int(2 * np.prod(out.shape, dtype=np.int64) * per_output)
+        per_output = [size for d, size in enumerate(kernel) if d != numbers.rhs_spec[0]]
+        return 2 * _jax.size_of((*out.shape, *per_output))
     return 0
 
 
@@ -375,7 +375,7 @@ def _totals(casts: "collections.Counter[int]") -> tuple[int, int]:
 def _bytes(aval: Any) -> int:
     dtype = getattr(aval, "dtype", None)
     size = getattr(dtype, "itemsize", 0)
-    return int(np.prod(getattr(aval, "shape", (0,)), dtype=np.int64)) * size
+    return _jax.size_of(getattr(aval, "shape", (0,))) * size
 
 
 def _size(count: float) -> str:

@@ -3,8 +3,9 @@
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+
+from mpjax._src._jax import size_of
 
 
 def picks_one_per_row(eqn: Any) -> bool:
@@ -14,12 +15,12 @@ def picks_one_per_row(eqn: Any) -> bool:
     return (
         len(axes) == 1
         and all(size == 1 for size in eqn.params["slice_sizes"])
-        and operand.shape[axes[0]] > 1
+        and size_of([operand.shape[axes[0]]]) > 1
         and len(numbers.operand_batching_dims) == operand.ndim - 1
         and tuple(numbers.start_indices_batching_dims) == tuple(range(operand.ndim - 1))
         and tuple(numbers.operand_batching_dims)
         == tuple(d for d in range(operand.ndim) if d != axes[0])
-        and np.prod(eqn.outvars[0].aval.shape) * operand.shape[axes[0]] == np.prod(operand.shape)
+        and size_of((*eqn.outvars[0].aval.shape, operand.shape[axes[0]])) == size_of(operand.shape)
     )
 
 

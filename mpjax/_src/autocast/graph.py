@@ -65,7 +65,7 @@ class Value:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.aval.shape))
+        return _jax.size_of(self.aval.shape)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

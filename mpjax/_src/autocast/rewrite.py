@@ -136,7 +136,7 @@ def _enlarges(eqn: Any) -> bool:
     """Tells whether a layout operation copies: its transpose then sums more than one term."""
     if eqn.primitive.name != "broadcast_in_dim":
         return True
-    return np.prod(eqn.outvars[0].aval.shape) > np.prod(eqn.invars[0].aval.shape)
+    return _jax.size_of(eqn.outvars[0].aval.shape) > _jax.size_of(eqn.invars[0].aval.shape)
 
 
 def _broadcast(op: Op, env: Env, dtype: Any) -> Any:
