@@ -28,12 +28,12 @@ def slow_recurrence(rate):
     return Case(fun, (GATE, SEQUENCE), (0, 1))
 
 
-@NEAR_ONE("bf16 gradient")
+@NEAR_ONE()
 def recurrence_at_rate_01():
     return slow_recurrence(0.01)
 
 
-@NEAR_ONE("bf16 gradient, f16 gradient")
+@NEAR_ONE()
 def recurrence_at_rate_001():
     return slow_recurrence(0.001)
 
@@ -86,7 +86,7 @@ def selective_state_space():
     return Case(fun, (GATE, SEQUENCE), (0, 1))
 
 
-@NEAR_ONE("bf16 gradient, f16 gradient")
+@NEAR_ONE()
 def gate_of_a_gated_network():
     def fun(w, x):
         keep = jax.nn.sigmoid(x @ w + 8)
@@ -101,7 +101,7 @@ def gate_of_a_gated_network():
     return Case(fun, (GATE, SEQUENCE), (0, 1))
 
 
-@NEAR_ONE("bf16 gradient, f16 gradient")
+@NEAR_ONE()
 def learned_moving_average():
     def fun(w, decay, x):
         x = jnp.tanh(x @ w)
@@ -112,7 +112,7 @@ def learned_moving_average():
     return Case(fun, (GATE, jnp.array([4.0, 5.0, 6.0, 7.0]), SEQUENCE), (0, 1))
 
 
-@NEAR_ONE("bf16 gradient, f16 gradient")
+@NEAR_ONE()
 def survival_of_many_steps():
     def fun(w, x):
         alive = 1 - 0.002 * jax.nn.sigmoid(x @ w)
@@ -149,12 +149,12 @@ def rotating(turns, count, again, term=lambda x, w: jnp.abs(jnp.tanh(x @ w)) + 1
     return Case(fun, (W, X[:2]))
 
 
-@NESTED("bf16 result, f16 result")
+@NESTED()
 def inner_loop_rotates_three_carries():
     return rotating(1500, 3, lambda c: (c[1], c[2], c[0]))
 
 
-@NESTED("bf16 result, f16 result")
+@NESTED()
 def inner_loop_rotates_four_carries():
     return rotating(1500, 4, lambda c: (c[1], c[2], c[3], c[0]))
 
@@ -164,7 +164,7 @@ def inner_loop_swaps_two_carries():
     return rotating(1500, 2, lambda c: (c[1], c[0]))
 
 
-@NESTED("all")
+@NESTED()
 def inner_loop_rotates_and_scales():
     return rotating(500, 3, lambda c: (c[1], c[2] * 0.999, c[0]))
 
@@ -196,7 +196,7 @@ def two_inner_loops_rotate():
     return Case(fun, (W, X[:2]))
 
 
-@NESTED("all", parts="result")
+@NESTED(parts="result")
 def a_while_loop_rotates():
     def fun(w, x):
         def inner(c):

@@ -22,27 +22,27 @@ def fourier(count):
     return Case(fun, args, (0, 1, 2))
 
 
-@AMPLIFIED("bf16 gradient, f16 gradient")
+@AMPLIFIED()
 def fourier_features_of_one_coordinate():
     return fourier(1)
 
 
-@AMPLIFIED("all")
+@AMPLIFIED()
 def fourier_features_of_two_coordinates():
     return fourier(2)
 
 
-@AMPLIFIED("all")
+@AMPLIFIED()
 def fourier_features_of_three_coordinates():
     return fourier(3)
 
 
-@AMPLIFIED("all")
+@AMPLIFIED()
 def fourier_features_of_four_coordinates():
     return fourier(4)
 
 
-@AMPLIFIED("all")
+@AMPLIFIED()
 def plane_waves():
     def fun(r, k, amplitudes):
         phases = jnp.einsum("nd,kd->nk", r, k) + 0.3
@@ -51,7 +51,7 @@ def plane_waves():
     return Case(fun, (normal(5, 32, 3, scale=8), normal(6, 16, 3, scale=3), normal(7, 16)), (0, 1))
 
 
-@AMPLIFIED("all")
+@AMPLIFIED()
 def gaussian_kernel_by_matmul():
     def fun(x, y):
         squared = jnp.sum(x**2, -1)[:, None] + jnp.sum(y**2, -1)[None] - 2 * x @ y.T
@@ -60,7 +60,7 @@ def gaussian_kernel_by_matmul():
     return Case(fun, (8 + normal(8, 16, 3, scale=0.5), 8 + normal(9, 16, 3, scale=0.5)), (0, 1))
 
 
-@AMPLIFIED("all")
+@AMPLIFIED()
 def rotations_of_a_vector_field():
     def fun(x, a):
         angle = 20 * (x @ a)  # one angle per row
@@ -70,7 +70,7 @@ def rotations_of_a_vector_field():
     return Case(fun, (normal(10, 32, 2), normal(11, 2, 4)), (0, 1))
 
 
-@AMPLIFIED("all")
+@AMPLIFIED()
 def fourier_features_in_a_scan():
     def fun(x, b):
         return lax.scan(lambda c, x: (c + jnp.sin(x @ b).sum(), jnp.sin(x @ b)), 0.0, x)[1]
@@ -78,7 +78,7 @@ def fourier_features_in_a_scan():
     return Case(fun, (normal(12, 4, 8, 3), normal(13, 3, 16, scale=20)), (0, 1))
 
 
-@AMPLIFIED("bf16 result, bf16 gradient, f16 result")
+@AMPLIFIED()
 def power_of_a_short_matmul():
     def fun(x, w):
         return jnp.power(1.5 + jnp.abs(x @ w), 24.0) * 1e-6
@@ -113,7 +113,7 @@ def plain_attention():
     return attention(lambda s: s)
 
 
-@CANCELLING("bf16 gradient, f16 gradient", reason=PARALLEL)
+@CANCELLING(reason=PARALLEL)
 def attention_to_keys_and_values_with_a_common_part():
     return attention(lambda s: s, 8.0)
 
@@ -123,7 +123,7 @@ def alibi():
     return attention(lambda s: s + 0.25 * BACK + CAUSAL)
 
 
-@CANCELLING("bf16 gradient, f16 gradient", reason=PARALLEL)
+@CANCELLING(reason=PARALLEL)
 def alibi_with_a_common_part():
     return attention(lambda s: s + 0.25 * BACK + CAUSAL, 8.0)
 
@@ -133,12 +133,12 @@ def two_additive_masks():
     return attention(lambda s, a, b: s + a + b, args=(CAUSAL, PADDING))
 
 
-@CANCELLING("bf16 gradient, f16 gradient", reason=PARALLEL)
+@CANCELLING(reason=PARALLEL)
 def two_additive_masks_with_a_common_part():
     return attention(lambda s, a, b: s + a + b, 8.0, args=(CAUSAL, PADDING))
 
 
-@CANCELLING("bf16 gradient, f16 gradient", reason=PARALLEL)
+@CANCELLING(reason=PARALLEL)
 def softcapped_with_a_common_part():
     return attention(lambda s: 8 * jnp.tanh(s / 8), 8.0)
 
@@ -161,12 +161,12 @@ def linear(feature, eps=0.0):
     return Case(fun, (HEADS, TOKENS), (0, 1))
 
 
-@CANCELLING("f16 gradient", reason=RATIO)
+@CANCELLING(reason=RATIO)
 def linear_attention():
     return linear(lambda x: jax.nn.elu(x) + 1)
 
 
-@CANCELLING("f16 gradient", reason=RATIO)
+@CANCELLING(reason=RATIO)
 def linear_attention_of_exponentials():
     return linear(jnp.exp)
 
@@ -188,7 +188,7 @@ def causal_linear_attention():
     return Case(fun, (HEADS, TOKENS[:32]), (0, 1))
 
 
-@CANCELLING("f16 gradient", reason=RATIO)
+@CANCELLING(reason=RATIO)
 def ratio_of_large_matmuls():
     def fun(p, x):
         return (100 * x @ p["q"]) / (1000 + 100 * jnp.tanh(x @ p["k"])) @ p["o"]

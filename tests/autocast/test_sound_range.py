@@ -23,31 +23,31 @@ LARGE = 60 + jnp.abs(normal(2, 16, 16, scale=20))
 # ---- range --------------------------------------------------------------------------------------
 
 
-@RANGE("f16 result, f16 gradient")
+@RANGE()
 def relu_of_cumsum():
     x = normal(3, 4, 1024) + 3
     w = normal(4, 1024, 16, scale=0.03)
     return Case(lambda x, w: jax.nn.relu(jnp.cumsum(x * 50, -1)) / 1e5 @ w, (x, w), (0, 1))
 
 
-@RANGE("f16 result, f16 gradient")
+@RANGE()
 def maximum_of_exp():
     x = jnp.linspace(-4, 14, 64).reshape(4, 16)
     return Case(lambda x, w: jnp.maximum(jnp.exp(x), 2.0) / 1e5 @ w, (x, W), (0, 1))
 
 
-@RANGE("bf16 gradient, f16 result, f16 gradient")
+@RANGE()
 def minimum_of_small_exp():
     x = jnp.linspace(16, 24, 64).reshape(4, 16)
     return Case(lambda x, w: 1e9 * jnp.minimum(jnp.exp(-x), 1e-9) @ w, (x, W), (0, 1))
 
 
-@RANGE("f16 result, f16 gradient")
+@RANGE()
 def relu_of_cube():
     return Case(lambda x, w: jax.nn.relu(x**3) / 1e6 @ w, (LARGE, W), (0, 1))
 
 
-@RANGE("f16 result, f16 gradient")
+@RANGE()
 def segment_sum():
     def fun(x, w):
         sums = jax.ops.segment_sum(1e4 * x, jnp.arange(16) // 8, 2)
@@ -56,7 +56,7 @@ def segment_sum():
     return Case(fun, (jnp.abs(X) + 1, W), (0, 1))
 
 
-@RANGE("f16 result, f16 gradient")
+@RANGE()
 def cube_of_a_matmul():
     def fun(x, w):
         return jax.nn.relu((x @ w) ** 3) / 1e6 @ w
@@ -64,7 +64,7 @@ def cube_of_a_matmul():
     return Case(fun, (LARGE, jnp.abs(W)), (0, 1))
 
 
-@RANGE("f16 result, f16 gradient")
+@RANGE()
 def products_of_a_matmul():
     def fun(x, w):
         h = x @ w
@@ -73,7 +73,7 @@ def products_of_a_matmul():
     return Case(fun, (LARGE, jnp.abs(W)), (0, 1))
 
 
-@RANGE("f16 result, f16 gradient")
+@RANGE()
 def units_of_a_matmul():
     def fun(x, w):
         return jnp.tanh(300 * (300 * (x @ w)) / 1e5) @ w
@@ -81,7 +81,7 @@ def units_of_a_matmul():
     return Case(fun, (LARGE, W), (0, 1))
 
 
-@RANGE("f16 result, f16 gradient")
+@RANGE()
 def small_units_of_a_matmul():
     def fun(x, w):
         return jnp.tanh(1e4 * (1e4 * (1e-4 * (1e-4 * (x @ w))))) @ w
@@ -98,7 +98,7 @@ def capped_distances():
     return Case(fun, (normal(5, 16, 3, scale=300), X), (0, 1))
 
 
-@RANGE("bf16 gradient, f16 result, f16 gradient")
+@RANGE()
 def clipped_likelihood_ratio():
     def fun(x, w):
         ratio = jnp.exp(x @ w)
@@ -125,7 +125,7 @@ def counts_beside_a_matmul():
 # ---- scalars that arrive as arguments -----------------------------------------------------------
 
 
-@SCALARS("f16 result, f16 gradient")
+@SCALARS()
 def eps_argument():
     def fun(x, w, eps):
         h = jax.nn.relu(x @ w)
@@ -134,17 +134,17 @@ def eps_argument():
     return Case(fun, (X.at[3].set(0), W, 1e-12), 1)
 
 
-@SCALARS("f16 result, f16 gradient")
+@SCALARS()
 def divisor_argument():
     return Case(lambda x, w, c: jnp.tanh(300 * (x @ w) / c * 300) @ w, (X, W, 2e5), 1)
 
 
-@SCALARS("f16 result, f16 gradient")
+@SCALARS()
 def scale_argument():
     return Case(lambda x, w, s: jnp.tanh(1e-5 * (x @ w) * s) @ w, (X, W, 1.2e5), 1)
 
 
-@SCALARS("f16 result")
+@SCALARS()
 def eps_argument_in_a_loop():
     def fun(x, w, eps):
         def step(h, _):
@@ -156,7 +156,7 @@ def eps_argument_in_a_loop():
     return Case(fun, (X.at[3].set(0), W, 1e-12), 1)
 
 
-@SCALARS("all")
+@SCALARS()
 def decay_argument():
     def fun(x, w, decay):
         h = x @ w
@@ -183,7 +183,7 @@ def step_count_argument():
     return Case(fun, (X, W, 1e5), 1)
 
 
-@SCALARS("f16 result, f16 gradient")
+@SCALARS()
 def scalars_in_an_array():
     def fun(x, w, scales):
         return jnp.tanh((x @ w) * scales[0] * scales[1]) @ w
@@ -191,7 +191,7 @@ def scalars_in_an_array():
     return Case(fun, (X, W, jnp.array([1.2e5, 1e-5])), 1)
 
 
-@SCALARS("f16 result, f16 gradient")
+@SCALARS()
 def vector_of_variances():
     def fun(x, w, variance):
         return jnp.tanh(1e-5 * (x @ w) / variance) @ w
@@ -202,7 +202,7 @@ def vector_of_variances():
 # ---- two kinds of readers -----------------------------------------------------------------------
 
 
-@READERS("all")
+@READERS()
 def sine_and_matmul():
     def fun(x, w):
         z = (x - 5) / 3
@@ -211,7 +211,7 @@ def sine_and_matmul():
     return Case(fun, (X, W), (0, 1))
 
 
-@READERS("all")
+@READERS()
 def exponential_and_matmul():
     def fun(x, w):
         z = x - jnp.mean(x, -1, keepdims=True)
@@ -220,7 +220,7 @@ def exponential_and_matmul():
     return Case(fun, (X, W), (0, 1))
 
 
-@READERS("all")
+@READERS()
 def squashed_and_its_density():
     def fun(x, w):
         action = jnp.tanh(x * 1.5)
@@ -238,7 +238,7 @@ def matmul_read_by_sine_and_matmul():
     return Case(fun, (X, W), (0, 1))
 
 
-@READERS("all")
+@READERS()
 def read_in_a_loop():
     def fun(x, w):
         z = x * 0.5 + 3
@@ -251,7 +251,7 @@ def read_in_a_loop():
     return Case(fun, (X, W), (0, 1))
 
 
-@READERS("all")
+@READERS()
 def residual_and_its_logarithm():
     def fun(x, w):
         p = jax.nn.sigmoid(x + 4)
@@ -260,7 +260,7 @@ def residual_and_its_logarithm():
     return Case(fun, (X, W), (0, 1))
 
 
-@READERS("all")
+@READERS()
 def branches_that_amplify():
     def fun(x, w):
         z = (x - 5) / 3
@@ -280,7 +280,7 @@ def exponential_before_a_relu():
     return Case(fun, (X, W), (0, 1))
 
 
-@AGAIN("bf16 gradient, f16 gradient")
+@AGAIN()
 def sine_before_a_relu():
     return Case(lambda x, w: jax.nn.relu(jnp.sin(30 * x)) @ w, (X, W), (0, 1))
 
@@ -293,7 +293,7 @@ def power_before_a_maximum():
     return Case(fun, (X, W), (0, 1))
 
 
-@AGAIN("bf16 gradient, f16 gradient")
+@AGAIN()
 def gabor_before_a_relu():
     def fun(x, w):
         return jax.nn.relu(jnp.exp(-x * x / 2) * jnp.cos(40 * x)) @ w
@@ -301,7 +301,7 @@ def gabor_before_a_relu():
     return Case(fun, (X, W), (0, 1))
 
 
-@AGAIN("bf16 gradient, f16 gradient")
+@AGAIN()
 def wave_of_a_matmul():
     return Case(lambda x, w: jax.nn.relu(jnp.cos(50 + (x @ w))) @ w, (X, W), (0, 1))
 
