@@ -42,9 +42,15 @@ def _want_full(op: Op) -> None:
     inside = [o for sub in op.subs for o in sub.block.walk()] or [op]
     amplifies = any(o.spec.need == rules.FULL and o.spec.amplifies(o.params) for o in inside)
     needed = amplifies or any(out.needed for out in op.outs)
-    phase = float(any(o.spec.gain == rules.UNBOUNDED for o in inside))
+    phase = float(any(_is_phase(o) for o in inside))
     for value in op.ins:
         read_by(value, full=True, needed=needed, amplified=amplifies, phase=phase)
+
+
+def _is_phase(op: Op) -> bool:
+    """Tells what amplifies by much: a phase, a pole, an exponential that may be large."""
+    growing = op.spec.gain == rules.RANGE and not any(v.fact.negative for v in op.ins)
+    return op.spec.need == rules.FULL and (op.spec.gain == rules.UNBOUNDED or growing)
 
 
 def _want_half(op: Op) -> None:

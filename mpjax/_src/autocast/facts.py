@@ -26,6 +26,11 @@ from mpjax._src.autocast.lattices import BEYOND, BOUNDED, FITS, Fact, argument, 
 # sqrt(4) = 2 roundings of half: the error that autocast may have beyond that of its matmuls.
 WRITES = 4
 
+# Scaled by less than this, numbers of ordinary size come near float16's smallest ones.
+LEAST = 2.0**-10
+
+EXPONENTIALS = ("exp", "exp2", "expm1")
+
 # Rounding a state may cost four times what rounding the matmul behind the step costs.
 STEP = 0.25
 
@@ -100,7 +105,7 @@ class Sweep:
         for _, value in carried:
             bit = self.bit(value)
             made = value.fact.made | bit
-            value.fact = value.fact._replace(half=False, made=made, chain=bit, spread=False)
+            value.fact = value.fact._replace(half=False, made=made, chain=value.fact.chain | bit)
         bits = [self.bit(value) for _, value in carried]
         before = None
         while before != (before := [value.fact for _, value in carried]):
@@ -120,7 +125,6 @@ class Sweep:
                     half=new.half and not exact and value.is_f32,
                     exact=exact,
                     writes=writes,
-                    chain=old.chain,
                     weights=old.weights | new.weights & ~anew,
                 )
         carries = {value for _, value in carried}
@@ -181,7 +185,9 @@ def _full(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     if op.spec.need == rules.FOLLOW:  # told to by the user
         return _follow(sweep, op, joined, out)._replace(half=False)
     span = max(joined.span, FITS)
-    if op.spec.span != rules.KEEPS:
+    if joined.negative and op.name in EXPONENTIALS:
+        span = BOUNDED
+    elif op.spec.span != rules.KEEPS:
         span = BEYOND if op.spec.span == rules.GROWS else BOUNDED
     inverse = op.name == "rsqrt" or (op.name == "integer_pow" and op.params["y"] < 0)
     return joined._replace(
@@ -192,26 +198,32 @@ def _full(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         scaled=False,
         norm="scale" if inverse else "",
         mask=False,
+        negative=False,
+        peak=0,
         spread=joined.spread and len(op.ins) == 1,
     )
 
 
 def _follow(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
-    joined = joined._replace(mask=False, counts=False)
+    joined = joined._replace(mask=False, counts=False, negative=False)
     if op.spec.gain == rules.SUM:
         return _sum(sweep, op, joined, out)
     if op.spec.saves == rules.OTHERS:
         return _product(sweep, op, joined)
     if op.spec.saves == rules.NOTHING:
-        return joined
+        return joined if op.name != "neg" else joined._replace(peak=0)
     span = BOUNDED if op.spec.span == rules.BOUNDED else joined.span
-    return joined._replace(span=span, exact=False, norm="scale" if op.name == "sqrt" else "")
+    return joined._replace(
+        span=span, exact=False, peak=0, norm="scale" if op.name == "sqrt" else ""
+    )
 
 
 def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
-    joined = joined._replace(span=max(joined.span, FITS), norm="")
-    if any(_is_unknown_scalar(v, out) for v in op.ins):
-        joined = joined._replace(span=BEYOND)
+    below = op.name == "sub" and op.ins[1].fact.peak & sweep.bit(op.ins[0])
+    span = max(joined.span, FITS)
+    joined = joined._replace(span=span, norm="", peak=0, negative=bool(below))
+    if any(map(_is_unknown_scalar, op.ins)):
+        joined = joined._replace(exact=True)
     terms = [v.fact for v in op.ins if v.size == out.size and not _is_filled(v)]
     terms = [fact for fact in terms if not (fact.given and fact.spread)]
     if len(terms) < 2:
@@ -247,14 +259,15 @@ def _is_filled(value: Value) -> bool:
 
 def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
     terms = [v for v in op.ins if v.const is None]
-    span = joined.span
+    span, joined = joined.span, joined._replace(peak=0)
     if len(terms) < 2:
         factor = known_factor(op)
-        if factor > (2.0**15 if span == BOUNDED else 2):
+        if not LEAST <= factor <= (2.0**15 if span == BOUNDED else 2):
             span = BEYOND
+        negative = terms[0].fact.negative if terms else False
         norm = terms[0].fact.norm if terms and terms[0] is op.ins[0] else "scale"
         scaled = joined.scaled or factor < STEP
-        return joined._replace(span=max(span, FITS), scaled=scaled, norm=norm)
+        return joined._replace(span=max(span, FITS), scaled=scaled, norm=norm, negative=negative)
     (a, b), divisor = (v.fact for v in terms), op.name == "div"
     if b.norm == "scale" or (divisor and terms[1].small) or (a.norm == "scale" and not divisor):
         other = b if a.norm == "scale" else a
@@ -263,16 +276,20 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
     for given, other, value in ((b, a, terms[1]), (a, b, terms[0])):
         if given.given and not other.given:  # an argument: its size is not known
             known = given.mask or other.norm
-            span = BEYOND if _is_unknown_scalar(value, op.outs[0]) else max(span, FITS)
-            scaled = other.scaled or not known
-            return joined._replace(span=span, scaled=scaled, norm="", writes=other.writes)
+            return joined._replace(
+                span=max(span, FITS),
+                exact=joined.exact or _is_unknown_scalar(value),
+                scaled=other.scaled or not known,
+                norm="",
+                writes=other.writes,
+            )
     if divisor or BOUNDED not in (a.span, b.span):
         span = BEYOND
     writes = min(a.writes + b.writes + 1, WRITES + 1)
     return joined._replace(span=span, norm="", exact=False, writes=writes)
 
 
-def _is_unknown_scalar(value: Value, out: Value) -> bool:
+def _is_unknown_scalar(value: Value) -> bool:
     """Tells a scalar argument: a constant like an epsilon, but one that nobody knows."""
     return value.const is None and value.fact.given and not value.fact.mask and value.is_one
 
@@ -296,6 +313,8 @@ def _move(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         # As a matmul by rows of a single one would give it.
         bit = sweep.bit(out)
         return first.fact._replace(made=bit, chain=bit, spread=False)
+    if op.name == "reduce_max":
+        joined = joined._replace(peak=sweep.bit(first))
     spread = joined.spread or (rules.SUMS_BACK in op.spec.traits and out.size > first.size)
     return joined._replace(spread=spread and len(op.ins) == 1)
 

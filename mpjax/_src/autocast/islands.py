@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from mpjax._src import rules
+from mpjax._src.autocast.facts import EXPONENTIALS
 from mpjax._src.autocast.graph import Block, Op, Value
-from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.autocast.lattices import BEYOND
+from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
 
 
 @dataclasses.dataclass(eq=False)
@@ -419,11 +421,17 @@ def _from_half(group: Island, block: Block) -> bool:
     _set_boundary(group, block)
     group.rounded = _large_float32(group)
     return group.half is not None and all(
-        op.spec.steady or _is_linear(op) or (op.name == "div" and v is not op.ins[1])
-        for op in kept
-        for v in op.ins
-        if v in group.rounded
+        _stands_rounding(op, v, group.half) for op in kept for v in op.ins if v in group.rounded
     )
+
+
+def _stands_rounding(op: Op, value: Value, half: Any) -> bool:
+    """Tells whether the derivative of an op may be computed from an operand kept in half."""
+    if value.unrounded or (value.fact.span == BEYOND and half == FLOAT16):
+        return False
+    bounded = value.fact.negative and op.name in EXPONENTIALS
+    dividend = op.name == "div" and value is not op.ins[1]
+    return op.spec.steady or _is_linear(op) or bounded or dividend
 
 
 def _large_float32(group: Island) -> set[Value]:

@@ -1,7 +1,7 @@
 """What a plan knows of a value, as elements of small lattices: joined where ways meet."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # span: no larger than about 1; of ordinary size; perhaps beyond the range of float16.
 BOUNDED, FITS, BEYOND = range(3)
@@ -24,6 +24,8 @@ class Fact(NamedTuple):
         made: The matmuls, sums and loop carries that it is computed from, as a bit mask; an
             argument, or computed from arguments alone, if there are none.
         chain: Of those, the ones that it is the latest state of.
+        peak: The values that it is the largest entry of, as a bit mask.
+        negative: At most zero, for its largest entry was subtracted.
         weights: The arguments that the matmuls behind it multiplied by, as a bit mask.
     """
 
@@ -37,7 +39,9 @@ class Fact(NamedTuple):
     mask: bool = False
     spread: bool = False
     linear: bool = False
+    negative: bool = False
     made: int = 0
+    peak: int = 0
     chain: int = 0
     weights: int = 0
 
@@ -54,16 +58,24 @@ def join(facts: Sequence[Fact]) -> Fact:
     """Returns what is known of a value that comes from several."""
     if len(facts) < 2:
         return facts[0] if facts else NOTHING
-    columns = list(zip(*facts, strict=True))
-    half, exact, span, writes, scaled, norm, counts, mask, spread, linear, made, chain, weights = (
-        columns
-    )
-    behind = [f.weights for f in facts if f.made] or weights
+    columns: Any = Fact._make(zip(*facts, strict=True))
+    behind = [f.weights for f in facts if f.made] or columns.weights
     return Fact(
-        *(any(half), any(exact), max(span), max(writes), any(scaled)),
-        norm[0] if len(set(norm)) == 1 else "",
-        *(any(counts), all(mask), all(spread), any(linear)),
-        *(union(made), union(chain), union(behind)),
+        half=any(columns.half),
+        exact=any(columns.exact),
+        span=max(columns.span),
+        writes=max(columns.writes),
+        scaled=any(columns.scaled),
+        norm=columns.norm[0] if len(set(columns.norm)) == 1 else "",
+        counts=any(columns.counts),
+        mask=all(columns.mask),
+        spread=all(columns.spread),
+        linear=any(columns.linear),
+        negative=all(columns.negative),
+        made=union(columns.made),
+        peak=union(columns.peak),
+        chain=union(columns.chain),
+        weights=union(behind),
     )
 
 
