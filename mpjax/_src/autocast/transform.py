@@ -7,6 +7,7 @@ decisions are carried out in `rewrite`.
 import dataclasses
 import enum
 import functools
+import itertools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from mpjax._src import _jax
 from mpjax._src.autocast.graph import PLANNED, Block
 from mpjax._src.autocast.plan import Plan, make_plan
 from mpjax._src.autocast.rewrite import run_plan
+from mpjax._src.autocast.states import handed_out, states
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.patterns import nearest_paths, path_of
 from mpjax._src.policy import Policy, get_policy
@@ -72,7 +74,8 @@ def autocast(fun: Any = None, policy: Any = None) -> Any:
 
     Returns:
         A function of the same signature. float32 results come back in ``policy.output_dtype``,
-        others in their own dtype.
+        others in their own dtype. A tree of arrays in the structure and shapes of one among the
+        arguments is its next state (batch statistics, a cache), and keeps that one's dtypes.
 
     Raises:
         ValueError: If the policy is not legal; when called, if a pattern of its overrides matches
@@ -145,10 +148,11 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
     in_dtypes = [getattr(a, "dtype", None) for a in avals]
     plan = make_plan(jaxpr, consts, policy, in_dtypes, paths=paths)
     _check_patterns(plan, paths)
-    out_dtypes = tuple(
-        policy.output_dtype if getattr(v.aval, "dtype", None) == FLOAT32 else None
-        for v in jaxpr.outvars
-    )
+    known = states(tree, _spread(written, traced), _spread(in_dtypes, traced))
+    is_made = [other is None for other in others]
+    results = _spread([v.aval for v in jaxpr.outvars], is_made)
+    to = handed_out(out_tree, results, known, policy.output_dtype)
+    out_dtypes = tuple(itertools.compress(to, is_made))
     return Traced(plan, tuple(avals), out_dtypes, rebuild, closed)
 
 
@@ -178,11 +182,20 @@ def _flat_tracing(fun: Callable[..., Any], avals: Sequence[Any], name: str) -> t
     return _jax.trace(flat, avals, name), stored[-1]
 
 
+def _spread(values: Sequence[Any], places: Sequence[bool]) -> list[Any]:
+    """Puts values, in their order, where ``places`` is true, and None elsewhere."""
+    given = iter(values)
+    return [next(given) if yes else None for yes in places]
+
+
 def call(traced: Traced, arrays: list[Any]) -> list[Any]:
     """Evaluates a traced function on its array arguments."""
     arrays = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in arrays]
     with jax.named_scope(PLANNED):
-        return run_plan(traced.plan, arrays, traced.out_dtypes)
+        results = run_plan(traced.plan, arrays, traced.out_dtypes)
+    # A constant may be a number.
+    outs = zip(results, traced.plan.block.outvars, traced.out_dtypes, strict=True)
+    return [x if hasattr(x, "dtype") else jnp.asarray(x, to or v.aval.dtype) for x, v, to in outs]
 
 
 def _holds_tracers(block: Block) -> bool:
