@@ -5,21 +5,19 @@ decisions are carried out in `rewrite`.
 """
 
 import dataclasses
-import enum
 import functools
 import itertools
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mpjax._src import _jax
 from mpjax._src.autocast.graph import PLANNED, Block
 from mpjax._src.autocast.plan import Plan, make_plan
 from mpjax._src.autocast.rewrite import run_plan
+from mpjax._src.autocast.signature import KEPT_CALLS, signature
 from mpjax._src.autocast.states import handed_out, states
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.patterns import nearest_paths, path_of
@@ -103,7 +101,7 @@ def autocast(fun: Any = None, policy: Any = None) -> Any:
         if any(isinstance(x, jax.core.Tracer) for x in arrays):
             traced = trace(fun, policy, args, kwargs)
             return traced.rebuild(call(traced, arrays))
-        key = _signature(leaves, tree)
+        key = signature(leaves, tree)
         entry = [] if key is None else kept(key)
         if entry:
             traced, run = entry[0]
@@ -206,42 +204,6 @@ def _holds_tracers(block: Block) -> bool:
 def _donates(block: Block) -> bool:
     """Tells whether a program holds a jit that donates its arguments."""
     return any(op.name == "jit" and any(op.params["donated_invars"]) for op in block.ops)
-
-
-def _signature(leaves: list[Any], tree: Any) -> Any:
-    """Returns what a trace depends on, or None if that cannot be told."""
-    described = [_jax.aval_of(x) if is_array(x) else _value(x) for x in leaves]
-    key = (*described, tree, _jax.tracing_key())
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return None if None in described else key
-
-
-def _value(x: Any) -> Any:
-    """Returns what is equal for equal objects that do not change; None where they might."""
-    if type(x) in (float, complex):
-        return type(x), repr(x)  # tells -0.0 from 0.0, and nan is nan
-    if type(x) in (bool, int, str, bytes) or isinstance(x, LASTING):
-        return type(x), x
-    if getattr(getattr(type(x), "__dataclass_params__", None), "frozen", False):
-        fields = [getattr(x, field.name, None) for field in dataclasses.fields(x)]
-        leaves, tree = jax.tree_util.tree_flatten(fields)
-        inside = [_value(leaf) for leaf in leaves]
-        return None if None in inside else (type(x), tree, *inside)
-    return None
-
-
-# How many calls of a function are kept, beside each other, outside of transformations.
-KEPT_CALLS = 128
-
-# What stays as it is. What a function reads is read when it is traced, as under jit.
-LASTING = (
-    *(enum.Enum, np.dtype, type(jnp.float32)),
-    *(types.FunctionType, types.BuiltinFunctionType, type(jax.jit(abs))),
-    *(jax.custom_jvp, jax.custom_vjp),
-)
 
 
 def _check_patterns(plan: Plan, paths: list[str]) -> None:
