@@ -14,7 +14,7 @@ import pytest
 from programs import W, X
 
 import mpjax
-from mpjax._src.autocast.transform import KEPT_CALLS
+from mpjax._src.autocast.signature import KEPT_CALLS
 
 
 class Config:

@@ -139,6 +139,21 @@ def test_float32_code_on_parameters_is_float32():
     np.testing.assert_allclose(penalty(params), want, rtol=1e-5)
 
 
+@pytest.mark.parametrize("half", HALVES)
+def test_gradients_of_a_weight_in_a_loop_are_summed_in_float32(half):
+    """Over 1,000 steps in bfloat16 they were 63% off, in float16 6%."""
+    w, x = normal(0, 8, 8, scale=0.3).astype(half), normal(1, 8)
+
+    def fun(w, x):
+        cell = lambda h, _: (jnp.tanh(h @ w + x), jnp.mean(h))  # noqa: E731
+        return jnp.sum(lax.scan(cell, x, None, length=1000)[1])
+
+    got = jax.jit(jax.grad(mpjax.autocast(fun, f"O2:{half}")))(w, x)
+    assert got.dtype == half
+    want = jax.jit(jax.grad(fun))(w.astype(jnp.float32), x)
+    assert_near(got.astype(jnp.float32), want, 0.01 if half == "bfloat16" else 0.001)
+
+
 def test_reports_take_them_too():
     params, policy = rounded(KERNELS, "bfloat16"), "O2:bfloat16"
     report = mpjax.explain(strict, policy, 0)(params, IMAGES)

@@ -106,3 +106,95 @@ def test_batch_norms_keep_their_statistics_in_float32(policy, mode):
     for got, exact in zip(*states, strict=True):
         assert got.dtype == exact.dtype
         np.testing.assert_allclose(got, exact, rtol=0.05, atol=0.02)
+
+
+AT_BOUNDARY = ["O3:bfloat16", "O3:float16", "p=f32,c=bf16,o=f32", "p=f32,c=f16"]
+
+
+def carry_problem():
+    params = {"w": normal(1, 6, 4, scale=0.3)}
+
+    def loss(params, images):
+        def cell(last, row):
+            h = jnp.tanh(row @ params["w"])
+            return h, h - last
+
+        steps = lax.scan(cell, jnp.zeros((8, 4)), images.mean(1).swapaxes(0, 1))[1]
+        return cross_entropy(jnp.mean(steps**2, 0))
+
+    return loss, params
+
+
+def bytes_problem():
+    params = {"kernel": normal(1, 4, 3, 3, 3, scale=0.3)}
+
+    def loss(params, images):
+        images = (images > 0).astype(jnp.float32) / 3
+        h = lax.conv_general_dilated(images, params["kernel"], (1, 1), "SAME")
+        return cross_entropy(h.mean((2, 3)))
+
+    return loss, params
+
+
+PROBLEMS = {
+    "a carry that starts in float32": carry_problem,
+    "a batch made float32": bytes_problem,
+    "statistics in float32": functools.partial(equinox_problem, "ema"),
+    "statistics in float32, read": functools.partial(equinox_problem, "ema", True),
+    "statistics in float32, read of a batch": functools.partial(equinox_problem, "batch", True),
+}
+
+
+@pytest.mark.parametrize("policy", AT_BOUNDARY)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_casts_at_the_boundary_that_a_loss_does_not_take(policy, name):
+    """What mixes dtypes where nothing promotes is cast operation by operation."""
+    loss, params, *model_state = PROBLEMS[name]()
+    policy = mpjax.get_policy(policy)
+    state, losses = trained(policy, loss, params, IMAGES, *model_state)
+    _, want = trained("float32", loss, params, IMAGES, *model_state)
+    np.testing.assert_allclose(losses[0], want[0], rtol=0.03)
+    assert losses[-1] < losses[0]
+    dtypes = {x.dtype for x in jax.tree.leaves(state.params)}
+    assert dtypes == {policy.param_dtype}
+    init, step = mpjax.build_train_step(loss, optax.sgd(0.1), policy)
+    half = policy.compute_dtype.name
+    found = matmul_dtypes(step, init(params, *model_state), IMAGES)
+    assert set(found) == {(half, half)}
+
+
+def test_in_micro_batches_too():
+    model, model_state = eqx.nn.make_with_state(Net)(jax.random.key(0), "ema")
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, images, model_state):
+        run = functools.partial(jax.vmap, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        logits, state = run(eqx.combine(params, static))(images, model_state)
+        return jnp.mean(logits**2), state
+
+    init, step = mpjax.build_train_step(loss, optax.sgd(0.1), "O3:bfloat16", accumulate_steps=2)
+    state, metrics = jax.jit(step)(init(params, model_state), IMAGES)
+    assert metrics["grads_finite"]
+    assert {x.dtype.name for x in jax.tree.leaves(state.model_state)} == {"float32", "bool"}
+
+
+def test_a_loss_that_takes_them_is_traced_once_and_an_error_stays_what_it_is():
+    calls = []
+
+    def fine(params, batch):
+        calls.append(params["w"].dtype)
+        return jnp.mean((batch @ params["w"]).astype(jnp.float32) ** 2)
+
+    def wrong(params, batch):
+        calls.append(params["w"].dtype)
+        return jnp.mean(batch @ params["w"].T)
+
+    for loss in (fine, wrong):
+        init, step = mpjax.build_train_step(loss, optax.sgd(0.1), "O3:bfloat16")
+        state = init({"w": jnp.ones((4, 2))})
+        if loss is fine:
+            jax.eval_shape(step, state, jnp.ones((3, 4)))
+            assert calls == [jnp.bfloat16]
+        else:
+            with pytest.raises(TypeError, match=r"dot_general requires.*\(4,\) and \(2,\)"):
+                jax.eval_shape(step, state, jnp.ones((3, 4)))

@@ -5,20 +5,20 @@ decisions are carried out in `rewrite`.
 """
 
 import dataclasses
-import enum
 import functools
-import types
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mpjax._src import _jax
 from mpjax._src.autocast.graph import PLANNED, Block
 from mpjax._src.autocast.plan import Plan, make_plan
 from mpjax._src.autocast.rewrite import run_plan
+from mpjax._src.autocast.signature import KEPT_CALLS, signature
+from mpjax._src.autocast.states import handed_out, states
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.patterns import nearest_paths, path_of
 from mpjax._src.policy import Policy, get_policy
@@ -72,7 +72,8 @@ def autocast(fun: Any = None, policy: Any = None) -> Any:
 
     Returns:
         A function of the same signature. float32 results come back in ``policy.output_dtype``,
-        others in their own dtype.
+        others in their own dtype. A tree of arrays in the structure and shapes of one among the
+        arguments is its next state (batch statistics, a cache), and keeps that one's dtypes.
 
     Raises:
         ValueError: If the policy is not legal; when called, if a pattern of its overrides matches
@@ -100,7 +101,7 @@ def autocast(fun: Any = None, policy: Any = None) -> Any:
         if any(isinstance(x, jax.core.Tracer) for x in arrays):
             traced = trace(fun, policy, args, kwargs)
             return traced.rebuild(call(traced, arrays))
-        key = _signature(leaves, tree)
+        key = signature(leaves, tree)
         entry = [] if key is None else kept(key)
         if entry:
             traced, run = entry[0]
@@ -145,10 +146,11 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
     in_dtypes = [getattr(a, "dtype", None) for a in avals]
     plan = make_plan(jaxpr, consts, policy, in_dtypes, paths=paths)
     _check_patterns(plan, paths)
-    out_dtypes = tuple(
-        policy.output_dtype if getattr(v.aval, "dtype", None) == FLOAT32 else None
-        for v in jaxpr.outvars
-    )
+    known = states(tree, _spread(written, traced), _spread(in_dtypes, traced))
+    is_made = [other is None for other in others]
+    results = _spread([v.aval for v in jaxpr.outvars], is_made)
+    to = handed_out(out_tree, results, known, policy.output_dtype)
+    out_dtypes = tuple(itertools.compress(to, is_made))
     return Traced(plan, tuple(avals), out_dtypes, rebuild, closed)
 
 
@@ -178,11 +180,20 @@ def _flat_tracing(fun: Callable[..., Any], avals: Sequence[Any], name: str) -> t
     return _jax.trace(flat, avals, name), stored[-1]
 
 
+def _spread(values: Sequence[Any], places: Sequence[bool]) -> list[Any]:
+    """Puts values, in their order, where ``places`` is true, and None elsewhere."""
+    given = iter(values)
+    return [next(given) if yes else None for yes in places]
+
+
 def call(traced: Traced, arrays: list[Any]) -> list[Any]:
     """Evaluates a traced function on its array arguments."""
     arrays = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in arrays]
     with jax.named_scope(PLANNED):
-        return run_plan(traced.plan, arrays, traced.out_dtypes)
+        results = run_plan(traced.plan, arrays, traced.out_dtypes)
+    # A constant may be a number.
+    outs = zip(results, traced.plan.block.outvars, traced.out_dtypes, strict=True)
+    return [x if hasattr(x, "dtype") else jnp.asarray(x, to or v.aval.dtype) for x, v, to in outs]
 
 
 def _holds_tracers(block: Block) -> bool:
@@ -193,42 +204,6 @@ def _holds_tracers(block: Block) -> bool:
 def _donates(block: Block) -> bool:
     """Tells whether a program holds a jit that donates its arguments."""
     return any(op.name == "jit" and any(op.params["donated_invars"]) for op in block.ops)
-
-
-def _signature(leaves: list[Any], tree: Any) -> Any:
-    """Returns what a trace depends on, or None if that cannot be told."""
-    described = [_jax.aval_of(x) if is_array(x) else _value(x) for x in leaves]
-    key = (*described, tree, _jax.tracing_key())
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return None if None in described else key
-
-
-def _value(x: Any) -> Any:
-    """Returns what is equal for equal objects that do not change; None where they might."""
-    if type(x) in (float, complex):
-        return type(x), repr(x)  # tells -0.0 from 0.0, and nan is nan
-    if type(x) in (bool, int, str, bytes) or isinstance(x, LASTING):
-        return type(x), x
-    if getattr(getattr(type(x), "__dataclass_params__", None), "frozen", False):
-        fields = [getattr(x, field.name, None) for field in dataclasses.fields(x)]
-        leaves, tree = jax.tree_util.tree_flatten(fields)
-        inside = [_value(leaf) for leaf in leaves]
-        return None if None in inside else (type(x), tree, *inside)
-    return None
-
-
-# How many calls of a function are kept, beside each other, outside of transformations.
-KEPT_CALLS = 128
-
-# What stays as it is. What a function reads is read when it is traced, as under jit.
-LASTING = (
-    *(enum.Enum, np.dtype, type(jnp.float32)),
-    *(types.FunctionType, types.BuiltinFunctionType, type(jax.jit(abs))),
-    *(jax.custom_jvp, jax.custom_vjp),
-)
 
 
 def _check_patterns(plan: Plan, paths: list[str]) -> None:

@@ -9,7 +9,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import jmp
 import optax
 
 from mpjax._src.autocast.transform import autocast
-from mpjax._src.dtypes import FLOAT32
+from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.errors import DivergenceError
 from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.patterns import name_of, paths
@@ -35,6 +35,7 @@ from mpjax._src.training.watch import first_overflow, observer, underflow
 from mpjax._src.trees import all_finite, cast, cast_like, is_array, select, widen
 
 Metrics = dict[str, Any]
+T = TypeVar("T")
 
 
 @functools.partial(
@@ -104,7 +105,9 @@ def build_train_step(
 
     The forward pass: a policy of ``casting="op"`` (O1, which is mixed_float16 and mixed_bfloat16,
     and O2) puts ``loss_fn`` under `autocast`, which chooses a dtype for every operation of it; any
-    other casts the parameters and the batch's floating leaves to the compute dtype beforehand.
+    other casts the parameters and the batch's floating leaves to the compute dtype beforehand; a
+    ``loss_fn`` that does not take them so (a convolution of float32 with half, a carry that starts
+    in float32) is cast operation by operation too.
 
     The gate is a transaction. On a skipped step ``params``, ``opt_state``, ``model_state`` and
     ``step`` are bit-identical to before; only the loss scale, the rng and the skip counters move.
@@ -327,8 +330,7 @@ def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Call
 
     @functools.wraps(loss_fn)
     def forward(params, batch, model_state, rng):
-        # New containers: an nnx.Variable may only be changed at the trace level that made it.
-        carried = {"model_state": jax.tree.map(lambda x: x, model_state), "rng": rng}
+        carried = {"model_state": model_state, "rng": rng}
         kwargs = {name: value for name, value in carried.items() if value is not None}
         _check_signature(loss_fn, (params, batch), kwargs)
         # As jit would see it: NumPy's default float64 is float32 unless x64 is enabled.
@@ -344,10 +346,28 @@ def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Call
 
 
 def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    by_op = _cast_by_op(loss_fn, policy)
+
     def run(params, batch, **kwargs):
-        return loss_fn(policy.cast_to_compute(params), cast(batch, policy.compute_dtype), **kwargs)
+        half = policy.cast_to_compute(params), cast(batch, policy.compute_dtype)
+        try:
+            return loss_fn(*half, **_new_containers(kwargs))
+        except (TypeError, ValueError) as error:
+            if policy.compute_dtype not in HALVES:
+                raise
+            refused = error
+        # A float32 program that does not promote where half meets float32: a convolution, a carry.
+        try:
+            return by_op(params, batch, **kwargs)
+        except Exception:
+            raise refused from None
 
     return run
+
+
+def _new_containers(tree: T) -> T:
+    """Copies what holds arrays: an nnx.Variable may only be changed by the trace that made it."""
+    return jax.tree.map(lambda x: x, tree)
 
 
 def _cast_by_op(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:

@@ -1,0 +1,48 @@
+"""What a call depends on: whether what was traced for another call serves it too."""
+
+import dataclasses
+import enum
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src import _jax
+from mpjax._src.trees import is_array
+
+# How many calls of a function are kept, beside each other, outside of transformations.
+KEPT_CALLS = 128
+
+# What stays as it is. What a function reads is read when it is traced, as under jit.
+LASTING = (
+    *(enum.Enum, np.dtype, type(jnp.float32)),
+    *(types.FunctionType, types.BuiltinFunctionType, type(jax.jit(abs))),
+    *(jax.custom_jvp, jax.custom_vjp),
+)
+
+
+def signature(leaves: list[Any], tree: Any) -> Any:
+    """Returns what a trace depends on, or None if that cannot be told."""
+    described = [_jax.aval_of(x) if is_array(x) else _value(x) for x in leaves]
+    key = (*described, tree, _jax.tracing_key())
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return None if None in described else key
+
+
+def _value(x: Any) -> Any:
+    """Returns what is equal for equal objects that do not change; None where they might."""
+    if type(x) in (float, complex):
+        return type(x), repr(x)  # tells -0.0 from 0.0, and nan is nan
+    if type(x) in (bool, int, str, bytes) or isinstance(x, LASTING):
+        return type(x), x
+    if getattr(getattr(type(x), "__dataclass_params__", None), "frozen", False):
+        fields = [getattr(x, field.name, None) for field in dataclasses.fields(x)]
+        leaves, tree = jax.tree_util.tree_flatten(fields)
+        inside = [_value(leaf) for leaf in leaves]
+        return None if None in inside else (type(x), tree, *inside)
+    return None
