@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from mpjax._src import rules
-from mpjax._src.autocast.facts import WRITES, known_factor
+from mpjax._src.autocast.facts import STEP, WRITES, known_factor
 from mpjax._src.autocast.graph import Block, Op, Value
 from mpjax._src.dtypes import HALVES
 
@@ -75,7 +75,7 @@ def _float32_for_free(op: Op) -> str | None:
     (contracting, _), _ = op.params["dimension_numbers"]
     depth = math.prod(op.ins[0].aval.shape[d] for d in contracting)
     (out,) = op.outs
-    short = (depth == 1 and out.amplified) or (depth <= SHORT and out.phase >= 1)
+    short = (depth == 1 and out.amplified) or (depth <= SHORT and out.phase > STEP)
     if short and all(v.fact.given for v in op.ins):
         return "a short sum whose error a float32 operation would amplify"
     return None

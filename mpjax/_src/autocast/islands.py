@@ -420,15 +420,26 @@ def _from_half(group: Island, block: Block) -> bool:
     group.ops = kept
     _set_boundary(group, block)
     group.rounded = _large_float32(group)
-    return group.half is not None and all(
-        _stands_rounding(op, v, group.half) for op in kept for v in op.ins if v in group.rounded
-    )
+    return group.half is not None and _stand_rounding(group)
 
 
-def _stands_rounding(op: Op, value: Value, half: Any) -> bool:
-    """Tells whether the derivative of an op may be computed from an operand kept in half."""
-    if value.unrounded or (value.fact.span == BEYOND and half == FLOAT16):
+def _stand_rounding(group: Island) -> bool:
+    """Tells whether the derivatives of an island may be computed from its rounded inputs."""
+    beyond = any(v.fact.span == BEYOND for v in group.rounded) and group.half == FLOAT16
+    if beyond or any(v.unrounded for v in group.rounded):
         return False
+    touched = set(group.rounded)
+    for op in group.ops:
+        reads = [v for v in op.ins if v in touched]
+        if not all(_stands_rounding(op, v) for v in reads):
+            return False
+        if reads:
+            touched.update(v for v in op.outs if v not in group.sums)  # sums are kept as they are
+    return True
+
+
+def _stands_rounding(op: Op, value: Value) -> bool:
+    """Tells whether the derivative of an op may be computed from a rounded operand."""
     bounded = value.fact.negative and op.name in EXPONENTIALS
     dividend = op.name == "div" and value is not op.ins[1]
     return op.spec.steady or _is_linear(op) or bounded or dividend
