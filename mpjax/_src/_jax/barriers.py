@@ -1,6 +1,7 @@
 """Barriers that keep the compiler of some platforms from a rewriting that goes wrong there."""
 
 import jax
+from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -15,6 +16,7 @@ def _barrier(name: str, *platforms: str) -> Primitive:
     for platform in platforms:
         mlir.register_lowering(primitive, lowering, platform=platform)
     ad.deflinear2(primitive, lambda ct, _: [ct])
+    jet.deflinear(primitive)
     batching.primitive_batchers[primitive] = lambda args, dims: (primitive.bind(*args), dims[0])
     return primitive
 
