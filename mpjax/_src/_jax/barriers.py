@@ -30,7 +30,8 @@ def cpu_barrier(x: jax.Array) -> jax.Array:
     """Returns ``x``, on XLA:CPU behind an optimization barrier.
 
     XLA:CPU fails at run time on a half matmul with a float32 result that it fuses with a transpose
-    ("BF16 x BF16 = F32"). Kept apart by a barrier, the two work. Other platforms need none.
+    of an operand or of the result ("BF16 x BF16 = F32"). Kept apart by barriers, they work. Other
+    platforms need none.
     """
     return _cpu_barrier_p.bind(x)
 

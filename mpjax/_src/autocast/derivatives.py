@@ -97,7 +97,7 @@ def _cached_wide_matmul(primitive: Any, items: tuple[tuple[str, Any], ...]) -> A
         return primitive.bind(*operands, **params, preferred_element_type=np.dtype(dtype))
 
     def wide(*operands):
-        return _jax.cpu_barrier(product(operands, FLOAT32))
+        return _jax.cpu_barrier(product(map(_jax.cpu_barrier, operands), FLOAT32))
 
     def jvp(primals, tangents):
         half = primals[0].dtype
