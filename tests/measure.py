@@ -30,8 +30,20 @@ LOSS_SCALE = {"bfloat16": 1.0, "float16": 2.0**10}
 SHORT = 8  # a matmul that sums no more products than this gains nothing from half operands
 VANISHES = 1e-6  # a gradient leaf this small beside the whole gradient cancels
 
-# As compiled everywhere: no compiler may leave out a rounding that the program asks for.
+# No compiler may leave out a rounding that the program asks for.
 STRICT = {"xla_allow_excess_precision": False}
+QUICK = {"xla_cpu_parallel_codegen_split_count": 1, "xla_cpu_use_fusion_emitters": False}
+
+
+@functools.cache
+def options() -> dict[str, Any]:
+    """Returns how programs are compiled; not every XLA has the way that is quickest."""
+    try:
+        jax.jit(lambda x: x, compiler_options=STRICT | QUICK)(0.0)
+    except jax.errors.JaxRuntimeError:
+        return STRICT
+    return STRICT | QUICK
+
 
 # ---- two ways: float64, and rounded matmuls -----------------------------------------------------
 
@@ -205,7 +217,7 @@ def errors(
     hand = _measured(round_stream or fun, args, argnums, scale)
     hand = _evaluated(hand, Way(functools.partial(_rounding, jnp.dtype(half)), derived=True))
     auto = _measured(mpjax.autocast(fun, f"mixed_{half}"), args, argnums, scale)
-    by_hand, by_auto = (jax.jit(f, compiler_options=STRICT)(*args) for f in (hand, auto))
+    by_hand, by_auto = (jax.jit(f, compiler_options=options())(*args) for f in (hand, auto))
     truth = in_float64(fun, args, argnums) if truth is None else truth
     runs = [
         dict(zip(("result", "gradient"), run, strict=False)) for run in (truth, by_hand, by_auto)
@@ -224,8 +236,8 @@ def in_float64(fun: Callable[..., Any], args: Sequence[Any], argnums: Any = 0) -
     jaxpr, tree = traced(_measured(fun, args, argnums, 1.0), args)
     with jax.enable_x64(True):  # where nothing of the program is traced: it would be another one
         leaves = [_widen(x, jax.typeof(x)) for x in jax.tree.leaves(args)]
-        results = jax.jit(lambda *leaves: evaluate(jaxpr, leaves, FLOAT64))(*leaves)
-        return jax.tree.unflatten(tree, [np.asarray(x) for x in results])
+        run = jax.jit(lambda *leaves: evaluate(jaxpr, leaves, FLOAT64), compiler_options=options())
+        return jax.tree.unflatten(tree, [np.asarray(x) for x in run(*leaves)])
 
 
 def _measured(fun, args, argnums, scale):

@@ -11,6 +11,7 @@ import pytest
 from jax import export, lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero, linear_call
+from jax.experimental.jet import jet
 from jax.sharding import AxisType, PartitionSpec
 
 from mpjax._src import _jax
@@ -277,6 +278,28 @@ def test_zero_cotangents_reach_a_rule_that_wants_them():
     trace_bwd = _jax.custom_vjp_rules(eqn.params, [jax.typeof(X)], [True], {}).trace_bwd
     trace_bwd((False, True))
     assert seen == [False, True]
+
+
+def test_taylor_mode_is_seen_through_other_tracers():
+    seen = []
+
+    def look(x):
+        seen.append(_jax.in_taylor_mode([1.0, X, x]))
+        return jnp.sin(x).sum()
+
+    taylor = lambda fun: lambda x: jet(fun, (x,), ((X,),))  # noqa: E731
+    for fun in (
+        taylor(look),
+        jax.jit(taylor(look)),
+        jax.vmap(taylor(look)),
+        taylor(jax.vmap(look)),
+    ):
+        fun(X[None] if fun is not taylor else X)
+    taylor(jax.grad(look))(X)
+    assert seen == [True] * 5
+    for fun in (look, jax.jit(look), jax.vmap(look), jax.grad(look)):
+        fun(X)
+    assert seen[5:] == [False] * 4
 
 
 def test_a_zero_tangent_of_an_integer_is_a_float0():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from programs import PROGRAMS, W, X
-from support import BOTH, HALVES, assert_near, cast, found, full_matmuls
+from support import BOTH, HALVES, assert_near, cast, found, full_matmuls, normal
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -64,3 +64,13 @@ def test_while_counts_in_half_and_solves_in_float32():
         return lax.while_loop(unfinished, lambda c: (0.2 * c[0] @ w + x, c[0]), (x, x + 1))[0]
 
     np.testing.assert_allclose(cast(solved)(W, X), solved(W, X), rtol=1e-5)
+
+
+def test_a_scaled_transpose_before_a_matmul_that_accumulates_in_float32():
+    """XLA:CPU moves both behind the matmul, and then finds no kernel for it."""
+    scale, x = jnp.float32(0.3), normal(0, 16, 5)
+    for fun in (
+        lambda s, x: jnp.exp((s * x.T) @ x),
+        lambda s, x: jnp.exp((s * jnp.tanh(x @ x.T @ x).T) @ x),
+    ):
+        assert_near(jax.jit(cast(fun))(scale, x), fun(scale, x))

@@ -26,7 +26,13 @@ from mpjax._src._jax.programs import (
     trace,
     tracing_key,
 )
-from mpjax._src._jax.rules import custom_jvp_rule, custom_vjp_rules, shard_map, zero_tangent
+from mpjax._src._jax.rules import (
+    custom_jvp_rule,
+    custom_vjp_rules,
+    in_taylor_mode,
+    shard_map,
+    zero_tangent,
+)
 from mpjax._src._jax.sources import (
     below,
     common_stack,
@@ -53,6 +59,7 @@ __all__ = (
     "gpu_barrier",
     "hoisted",
     "in_avals",
+    "in_taylor_mode",
     "inlined",
     "inner_jaxprs",
     "is_array",

@@ -1,6 +1,7 @@
 """Barriers that keep the compiler of some platforms from a rewriting that goes wrong there."""
 
 import jax
+from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -15,6 +16,7 @@ def _barrier(name: str, *platforms: str) -> Primitive:
     for platform in platforms:
         mlir.register_lowering(primitive, lowering, platform=platform)
     ad.deflinear2(primitive, lambda ct, _: [ct])
+    jet.deflinear(primitive)
     batching.primitive_batchers[primitive] = lambda args, dims: (primitive.bind(*args), dims[0])
     return primitive
 
@@ -28,7 +30,8 @@ def cpu_barrier(x: jax.Array) -> jax.Array:
     """Returns ``x``, on XLA:CPU behind an optimization barrier.
 
     XLA:CPU fails at run time on a half matmul with a float32 result that it fuses with a transpose
-    ("BF16 x BF16 = F32"). Kept apart by a barrier, the two work. Other platforms need none.
+    of an operand or of the result ("BF16 x BF16 = F32"). Kept apart by barriers, they work. Other
+    platforms need none.
     """
     return _cpu_barrier_p.bind(x)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.jet import JetTracer
 from jax.extend.core import Literal
 from jax.interpreters import ad
 
@@ -103,6 +104,18 @@ def _known_values(atoms: Sequence[Any], program: Any) -> dict[int, Any]:
     known = {var: value for var, value in pairs if not isinstance(value, jax.core.Tracer)}
     found = ((a.val if isinstance(a, Literal) else known.get(a, _UNKNOWN)) for a in atoms)
     return {i: value for i, value in enumerate(found) if value is not _UNKNOWN}
+
+
+def in_taylor_mode(args: Sequence[Any]) -> bool:
+    """Tells whether `jax.experimental.jet`, which has no custom derivatives, traces some array."""
+    return any(_is_taylor(x) for x in args if isinstance(x, jax.core.Tracer))
+
+
+def _is_taylor(x: Any) -> bool:
+    """Looks through the tracers of other transformations."""
+    while isinstance(x, jax.core.Tracer) and not isinstance(x, JetTracer):
+        x = getattr(x, "val", getattr(x, "primal", None))
+    return isinstance(x, JetTracer)
 
 
 def zero_tangent(x: Any) -> Any:

@@ -1,7 +1,7 @@
 """Functions whose derivative mixed precision wants otherwise than JAX would derive it.
 
 All are custom_jvps with linear tangents, so that forward mode, vmap and transposition keep working;
-none knows of a plan.
+none knows of a plan. Taylor mode takes no custom_jvp: there each is derived as it is written.
 """
 
 import functools
@@ -25,19 +25,21 @@ def cast(array: Any, dtype: Any) -> Any:
     return jax.lax.convert_element_type(array, dtype)
 
 
+def with_tangent(
+    fun: Callable[..., Any], jvp: Callable[..., Any], symbolic_zeros: bool = False
+) -> Callable[..., Any]:
+    """Returns a function with a derivative of its own, except in Taylor mode."""
+    ruled = jax.custom_jvp(fun)
+    ruled.defjvp(jvp, symbolic_zeros=symbolic_zeros)
+    return lambda *args: (fun if _jax.in_taylor_mode(args) else ruled)(*args)
+
+
 def known(computed: Any, given: Any) -> Any:
     """Returns ``given``, with the tangent of what was computed."""
     return _known(computed, given)
 
 
-@jax.custom_jvp
-def _known(computed, given):
-    return given
-
-
-@_known.defjvp
-def _known_jvp(primals, tangents):
-    return primals[1], tangents[0]
+_known = with_tangent(lambda computed, given: given, lambda primals, ts: (primals[1], ts[0]))
 
 
 def pick(eqn: Any, args: Sequence[Any]) -> Any:
@@ -46,8 +48,7 @@ def pick(eqn: Any, args: Sequence[Any]) -> Any:
     A cross entropy picks its labels' logits so. XLA fuses the select into what it is added to.
     """
 
-    @jax.custom_jvp
-    def call(x, indices):
+    def gather(x, indices):
         return _jax.bind(eqn, [x, indices])[0]
 
     def jvp(primals, tangents):
@@ -56,28 +57,21 @@ def pick(eqn: Any, args: Sequence[Any]) -> Any:
             return out, _jax.zero_tangent(out)
         return out, cast(select_one_per_row(eqn, tangents[0], primals[1]), out.dtype)
 
-    call.defjvp(jvp, symbolic_zeros=True)
+    call = with_tangent(gather, jvp, symbolic_zeros=True)
     return call(*args)
 
 
 def wide_cotangent(fun: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Runs a linear function whose transpose sums, so that it sums in float32."""
-    first, *rest = args
-
-    @jax.custom_jvp
-    def call(x, *rest):
-        return fun(x, *rest)
 
     def jvp(primals, tangents):
-        x, *rest = primals
-        tangent = tangents[0]
-        out = call(x, *rest)
-        if isinstance(tangent, SymbolicZero):
+        out = call(*primals)
+        if isinstance(tangents[0], SymbolicZero):
             return out, _jax.zero_tangent(out)
-        return out, cast(fun(cast(tangent, FLOAT32), *rest), out.dtype)
+        return out, cast(fun(cast(tangents[0], FLOAT32), *primals[1:]), out.dtype)
 
-    call.defjvp(jvp, symbolic_zeros=True)
-    return call(first, *rest)
+    call = with_tangent(fun, jvp, symbolic_zeros=True)
+    return call(*args)
 
 
 # ---- matmuls ------------------------------------------------------------------------------------
@@ -102,9 +96,8 @@ def _cached_wide_matmul(primitive: Any, items: tuple[tuple[str, Any], ...]) -> A
     def product(operands, dtype):
         return primitive.bind(*operands, **params, preferred_element_type=np.dtype(dtype))
 
-    @jax.custom_jvp
-    def matmul(*operands):
-        return _jax.cpu_barrier(product(operands, FLOAT32))
+    def wide(*operands):
+        return _jax.cpu_barrier(product(map(_jax.cpu_barrier, operands), FLOAT32))
 
     def jvp(primals, tangents):
         half = primals[0].dtype
@@ -118,7 +111,7 @@ def _cached_wide_matmul(primitive: Any, items: tuple[tuple[str, Any], ...]) -> A
             return out, jnp.zeros_like(out)
         return out, cast(functools.reduce(jax.lax.add, terms), out.dtype)
 
-    matmul.defjvp(jvp, symbolic_zeros=True)
+    matmul = with_tangent(wide, jvp, symbolic_zeros=True)
     return matmul
 
 
@@ -127,6 +120,8 @@ def _cached_wide_matmul(primitive: Any, items: tuple[tuple[str, Any], ...]) -> A
 
 def recomputed(run: Run, arrays: Sequence[Any], prevent_cse: bool) -> list[Any]:
     """Runs an island; the backward pass computes all but its reductions again from its inputs."""
+    if _jax.in_taylor_mode(arrays):
+        return run(arrays)[0]
     return jax.checkpoint(run, policy=_keep_reductions, prevent_cse=prevent_cse)(arrays)[0]
 
 
@@ -147,10 +142,6 @@ def recomputed_from_half(
         prevent_cse: Whether XLA would rather save the insides than compute them again.
     """
 
-    @jax.custom_jvp
-    def call(*arrays):
-        return run(arrays)
-
     @functools.partial(jax.checkpoint, prevent_cse=prevent_cse, static_argnums=2)
     def tangent(arrays, sums, moving, tangents):
         arrays = [cast(a, FLOAT32) if r else a for a, r in zip(arrays, rounded, strict=True)]
@@ -165,7 +156,7 @@ def recomputed_from_half(
         given = [t for t, moves in zip(tangents, moving, strict=True) if moves]
         return (results, sums), tangent(kept, sums, moving, given)
 
-    call.defjvp(jvp, symbolic_zeros=True)
+    call = with_tangent(lambda *arrays: run(arrays), jvp, symbolic_zeros=True)
     return call(*arrays)[0]
 
 
@@ -196,11 +187,9 @@ def elementwise(run: Run, arrays: Sequence[Any], barrier: bool) -> list[Any]:
         barrier: Whether to keep XLA from computing the slope again in the backward pass.
     """
 
-    @jax.custom_jvp
     def call(x):
         return run([x])[0][0]
 
-    @call.defjvp
     def jvp(primals, tangents):
         ones = jnp.ones_like(primals[0])
         out, slope = jax.jvp(lambda x: run([x])[0][0], primals, (ones,))
@@ -208,7 +197,7 @@ def elementwise(run: Run, arrays: Sequence[Any], barrier: bool) -> list[Any]:
             slope = jax.lax.optimization_barrier(slope)
         return out, slope * tangents[0]
 
-    return [call(*arrays)]
+    return [with_tangent(call, jvp)(*arrays)]
 
 
 def softmax(
@@ -224,17 +213,15 @@ def softmax(
         prevent_cse: Whether XLA would rather save the insides than compute them again.
     """
 
-    @jax.custom_jvp
     def call(*arrays):
         return run(arrays)[0][0]
 
-    @call.defjvp
     def jvp(primals, tangents):
         out = run(primals)[0][0]
         slope = _softmax_slope(axes, out.dtype, prevent_cse)
         return out, slope(cast(out, half), tangents[0])
 
-    return [call(*arrays)]
+    return [with_tangent(call, jvp)(*arrays)]
 
 
 @functools.cache
@@ -310,7 +297,6 @@ def attention(
         moved = _tangent(lambda full: weighed(p, full), more, moving, tangents)
         return cast(product(moved, v), FLOAT32)
 
-    @jax.custom_jvp
     def call(*arrays):
         return run(arrays)[0][0]
 
@@ -330,5 +316,4 @@ def attention(
             return out, _jax.zero_tangent(out)
         return out, cast(functools.reduce(jax.lax.add, terms), out.dtype)
 
-    call.defjvp(jvp, symbolic_zeros=True)
-    return [call(*arrays)]
+    return [with_tangent(call, jvp, symbolic_zeros=True)(*arrays)]
