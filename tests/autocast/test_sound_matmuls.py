@@ -113,7 +113,7 @@ def plain_attention():
     return attention(lambda s: s)
 
 
-@CANCELLING(reason=PARALLEL)
+@CANCELLING("bf16 gradient, f16 gradient", reason=PARALLEL)
 def attention_to_keys_and_values_with_a_common_part():
     return attention(lambda s: s, 8.0)
 
@@ -123,7 +123,7 @@ def alibi():
     return attention(lambda s: s + 0.25 * BACK + CAUSAL)
 
 
-@CANCELLING(reason=PARALLEL)
+@CANCELLING("bf16 gradient, f16 gradient", reason=PARALLEL)
 def alibi_with_a_common_part():
     return attention(lambda s: s + 0.25 * BACK + CAUSAL, 8.0)
 
@@ -133,12 +133,12 @@ def two_additive_masks():
     return attention(lambda s, a, b: s + a + b, args=(CAUSAL, PADDING))
 
 
-@CANCELLING(reason=PARALLEL)
+@CANCELLING("bf16 gradient, f16 gradient", reason=PARALLEL)
 def two_additive_masks_with_a_common_part():
     return attention(lambda s, a, b: s + a + b, 8.0, args=(CAUSAL, PADDING))
 
 
-@CANCELLING(reason=PARALLEL)
+@CANCELLING("bf16 gradient, f16 gradient", reason=PARALLEL)
 def softcapped_with_a_common_part():
     return attention(lambda s: 8 * jnp.tanh(s / 8), 8.0)
 
@@ -188,7 +188,7 @@ def causal_linear_attention():
     return Case(fun, (HEADS, TOKENS[:32]), (0, 1))
 
 
-@CANCELLING(reason=RATIO)
+@CANCELLING("f16 gradient", reason=RATIO)
 def ratio_of_large_matmuls():
     def fun(p, x):
         return (100 * x @ p["q"]) / (1000 + 100 * jnp.tanh(x @ p["k"])) @ p["o"]

@@ -35,7 +35,7 @@ def _give(op: Op, kind: str, dtype: Any, wide: bool = False) -> None:
     for out in op.outs:
         if not out.is_f32:
             continue
-        out.wide = wide or _is_lost(op, out)
+        out.wide, out.lost = wide, _is_lost(op, out)
         _set(out, kind, dtype)
         rounds = op.half is not None and op.forced != "full"
         if kind != "half" and rounds and _is_rounded(out):
@@ -50,7 +50,7 @@ def _is_rounded(value: Value) -> bool:
     which saves its operand for its derivative.
     """
     several = value.readers > 1 and value.outside and not value.all_full
-    held = not (value.wide or value.amplified or value.unrounded)
+    held = not (value.wide or value.lost or value.amplified or value.unrounded)
     return (several or value.before_kink) and held and not (value.small or value.is_one)
 
 
@@ -155,12 +155,13 @@ def _decide_layout(op: Op) -> None:
             halves = {v.dtype for v in op.ins if v.kind == "half"}
             op.compute = halves.pop() if len(halves) == 1 else op.half
             return _give(op, "half", op.compute)
-        if kind == "full" and not wide and all(_only_for_half(out) for out in op.outs):
+        lost = any(_is_lost(op, out) for out in op.outs)
+        if kind == "full" and not (wide or lost) and all(map(_only_for_half, op.outs)):
             op.compute = op.half
             return _give(op, "half", op.half)
         op.compute = FLOAT32
         for out in op.outs:
-            out.wide = wide
+            out.wide, out.lost = wide, lost
             _set(out, kind, FLOAT32)
         return _give(op, kind, FLOAT32, wide) if fresh else None
     return _decide_leave(op)
@@ -271,7 +272,7 @@ def _decide_result(op: Op, out: Value, index: int, inner: Sequence[Value]) -> No
     if not out.is_f32:
         return
     kinds = {v.kind for v in inner}
-    out.wide = any(v.wide for v in inner)
+    out.wide, out.lost = any(v.wide for v in inner), any(v.lost for v in inner)
     out.small = all(v.small for v in inner)
     halves = {v.dtype for v in inner if v.kind == "half"}
     for sub in op.subs:
@@ -284,7 +285,9 @@ def _decide_result(op: Op, out: Value, index: int, inner: Sequence[Value]) -> No
     if op.name in PINNED or half is None:
         _set(out, "full", FLOAT32)
     elif "full" in kinds:
-        rounded = out.outside and not (out.all_full or out.returned or out.wide or out.small)
+        rounded = out.outside and not (
+            out.all_full or out.returned or out.wide or out.lost or out.small
+        )
         _set(out, "half" if rounded else "full", half if rounded else FLOAT32)
     elif "half" in kinds:
         _set(out, "half", halves.pop() if len(halves) == 1 else half)

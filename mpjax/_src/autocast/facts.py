@@ -227,7 +227,9 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     terms = [v.fact for v in op.ins if v.size == out.size and not _is_filled(v)]
     terms = [fact for fact in terms if not (fact.given and fact.spread)]
     if len(terms) < 2:
-        return joined._replace(norm=terms[0].norm if terms else "")
+        known = any(v.const is not None and np.any(v.const) for v in op.ins)
+        scaled = joined.scaled and not known
+        return joined._replace(norm=terms[0].norm if terms else "", scaled=scaled)
     a, b = terms
     bit = sweep.bit(out)
     small = a.scaled or b.scaled
@@ -265,7 +267,8 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
         if not LEAST <= factor <= (2.0**15 if span == BOUNDED else 2):
             span = BEYOND
         negative = terms[0].fact.negative if terms else False
-        norm = terms[0].fact.norm if terms and terms[0] is op.ins[0] else "scale"
+        inverse = op.name == "div" and op.ins[1].const is None
+        norm = "scale" if inverse else terms[0].fact.norm if terms else ""
         scaled = joined.scaled or factor < STEP
         return joined._replace(span=max(span, FITS), scaled=scaled, norm=norm, negative=negative)
     (a, b), divisor = (v.fact for v in terms), op.name == "div"

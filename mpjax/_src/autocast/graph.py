@@ -51,7 +51,8 @@ class Value:
     # The decision (`decide`).
     kind: str = ""  # "half", "full", "flexible"; "" if not float32
     dtype: Any = None  # what it is stored in
-    wide: bool = False  # beyond half's range or resolution: never rounded for storage
+    wide: bool = False  # made with a constant that half would lose: never rounded for storage
+    lost: bool = False  # half would lose what matters of it (`facts`): not rounded either
     rounded: bool = False  # computed in float32, stored in half
 
     @property
