@@ -5,8 +5,9 @@ program is decided in `autocast`. Which primitives need float32 merges the lists
 Paddle, MindSpore and TensorFlow's graph pass. A primitive without a row is left alone.
 
 How an error is judged. ``gain`` is the largest ``|x f'(x)|`` over the larger of ``|f(x)|`` and, for
-a bounded function, its bound: by how much a relative error of an operand grows. A sum has no such
-number, for its terms may cancel: by convention its error counts against its largest term.
+a bounded function, its bound: by how much a relative error of an operand grows. An array's entries
+err apart, so theirs add up. A sum has no such number, for its terms may cancel: by convention its
+error counts against its terms' magnitudes. Floats are those of half, and results those of float32.
 """
 
 import dataclasses
@@ -28,20 +29,20 @@ PROGRAM = "program"  # a program inside, or a kernel: a matter of its own
 # gain: by how much it amplifies a relative error of its operands.
 NONE = "none"  # its derivative is zero
 ONE = "one"  # at most about once (a small power: a few times)
-SUM = "sum"  # at most once, against its largest term
+SUM = "sum"  # at most once, against the magnitudes of its terms
 RANGE = "range"  # more, though no more than the exponents of float32 allow (exp: 88)
 UNBOUNDED = "unbounded"  # a phase, a pole, a condition number
 AMPLIFIES = (RANGE, UNBOUNDED)
 
-# span: how its result lies against its largest operand.
-KEEPS = "keeps"  # no larger, or as much larger as a sum of two
+# span: how large its result is where its operands are in the range of float16.
+KEEPS = "keeps"  # in it as well, or as much larger as a sum of two
 BOUNDED = "bounded"  # at most a small number, whatever the operand
-GROWS = "grows"  # may leave the range of float16 though its operands are in it
+GROWS = "grows"  # may leave it
 
 # saves: what its derivative reads.
-NOTHING = "nothing"
-OTHERS = "others"  # of a product: the other operands
-OPERANDS = "operands"
+NOTHING = "nothing"  # or masks
+OTHERS = "others"  # of a product: the other operands; of a quotient the divisor too
+OPERANDS = "operands"  # perhaps its result too
 RESULT = "result"
 
 # cost: what computing it again takes.
@@ -52,8 +53,8 @@ NEVER = "never"  # memory traffic or many operations
 # traits: what else is true of some.
 REDUCES = "reduces"  # a small result of large operands
 NO_HALF_FORM = "no half form"  # compilers have none, whatever a list or a region asks for
-HAS_WIDE_FORM = "has wide form"  # can hand out its float32 accumulator
-SUMS_BACK = "sums back"  # a move whose transpose sums
+HAS_WIDE_FORM = "has wide form"  # can hand out its float32 accumulator, on any hardware
+SUMS_BACK = "sums back"  # a linear move whose transpose sums
 FROM_BITS = "from bits"  # floats made of bits or integers: half has too few bits for them
 SAME_PARAMETER = "same parameter"  # its result is still the parameter to a path pattern
 SAME_CONSTANT = "same constant"  # of a known constant it makes a known constant
@@ -76,8 +77,8 @@ class Rule:
             UNBOUNDED, or a function from the equation's parameters to one of these.
         span: How large its result may be: KEEPS, BOUNDED or GROWS.
         saves: What its derivative reads: NOTHING, OTHERS, OPERANDS or RESULT.
-        steady: Whether its derivative stands a rounding of what it reads: it is then bounded, or of
-            the size of the result.
+        steady: Whether its derivative stands a rounding of its operands: it is then bounded, or of
+            the size of the result or of an operand. A bool, or a function as for ``gain``.
         cost: What computing it again takes: FUSED, DEAR or NEVER.
         traits: Any of the names above.
     """
@@ -86,7 +87,7 @@ class Rule:
     gain: str | Callable[[dict[str, Any]], str] = SUM
     span: str = KEEPS
     saves: str = OPERANDS
-    steady: bool = False
+    steady: bool | Callable[[dict[str, Any]], bool] = False
     cost: str = NEVER
     traits: frozenset[str] = frozenset()
 
@@ -94,9 +95,18 @@ class Rule:
         """Tells whether an equation with these parameters amplifies an error of its operands."""
         return self.gain_of(params) in AMPLIFIES
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether it is a product or a quotient, entry by entry."""
+        return self.need == FOLLOW and self.saves == OTHERS
+
     def gain_of(self, params: dict[str, Any]) -> str:
         """Returns the gain of an equation with these parameters."""
         return self.gain(params) if callable(self.gain) else self.gain
+
+    def steady_of(self, params: dict[str, Any]) -> bool:
+        """Tells whether the derivative of an equation with these parameters is steady."""
+        return self.steady(params) if callable(self.steady) else self.steady
 
 
 UNKNOWN = Rule("unknown", UNBOUNDED, GROWS)
@@ -125,14 +135,19 @@ def row(names: str, need: str, gain: Any = SUM, span: str = KEEPS, **columns: An
 
 
 def _power(params: dict[str, Any]) -> str:
-    return ONE if abs(params["y"]) <= 4 else RANGE
+    size = abs(params["y"])
+    return ONE if size <= 4 else RANGE if size <= 100 else UNBOUNDED
+
+
+def _is_small_power(params: dict[str, Any]) -> bool:
+    return 0 <= params["y"] <= 4
 
 
 # ---- matrix units -------------------------------------------------------------------------------
 
-row("dot_general", HALF, traits=(HAS_WIDE_FORM, CANCELS))
-row("ragged_dot_general", HALF, traits=(HAS_WIDE_FORM,))
-row("conv_general_dilated", HALF, traits=(CANCELS,))
+row("dot_general", HALF, SUM, GROWS, saves=OTHERS, traits=(HAS_WIDE_FORM, CANCELS))
+row("ragged_dot_general", HALF, SUM, GROWS, saves=OTHERS, traits=(HAS_WIDE_FORM,))
+row("conv_general_dilated", HALF, SUM, GROWS, saves=OTHERS, traits=(CANCELS,))
 
 # ---- elementwise arithmetic ---------------------------------------------------------------------
 
@@ -140,9 +155,9 @@ LINEAR: dict[str, Any] = {"saves": NOTHING, "cost": FUSED}
 row("add sub", FOLLOW, SUM, **LINEAR, traits=(STATE,))
 row("add_any", FOLLOW, SUM, **LINEAR, traits=(STATE, CANCELS))
 row("neg", FOLLOW, ONE, **LINEAR, traits=(STATE,))
-row("abs", FOLLOW, ONE, **LINEAR)
-row("sign floor ceil round", FOLLOW, NONE, **LINEAR)
-row("max min", FOLLOW, ONE, **LINEAR, traits=(KINKED,))
+row("sign", FOLLOW, NONE, BOUNDED, **LINEAR)
+row("floor ceil round", FOLLOW, NONE, **LINEAR)
+row("abs max min", FOLLOW, ONE, **LINEAR, traits=(KINKED,))
 row("clamp", FOLLOW, ONE, **LINEAR, traits=(KINKED,))
 row("select_n", FOLLOW, ONE, **LINEAR, traits=(STATE,))
 row("mul", FOLLOW, ONE, GROWS, saves=OTHERS, steady=True, cost=FUSED, traits=(STATE,))
@@ -152,51 +167,61 @@ row("sqrt", FOLLOW, ONE, saves=RESULT, cost=FUSED)
 row("cbrt", FOLLOW, ONE, saves=RESULT, cost=DEAR)
 row("tanh logistic", FOLLOW, ONE, BOUNDED, saves=RESULT, steady=True, cost=DEAR)
 row("erf", FOLLOW, ONE, BOUNDED, saves=OPERANDS, steady=True, cost=DEAR)
-row("atan asinh", FOLLOW, ONE, saves=OPERANDS, steady=True, cost=DEAR)
+row("atan", FOLLOW, ONE, BOUNDED, saves=OPERANDS, steady=True, cost=DEAR)
+row("asinh", FOLLOW, ONE, saves=OPERANDS, steady=True, cost=DEAR)
 row("atan2", FOLLOW, ONE, BOUNDED, saves=OPERANDS, cost=DEAR)
 
 # ---- float32: special functions -----------------------------------------------------------------
 
-row("rsqrt", FULL, ONE, saves=RESULT, cost=FUSED, traits=(POLE,))
+row("rsqrt", FULL, ONE, saves=OPERANDS, cost=FUSED, traits=(POLE,))
 row("square", FULL, ONE, GROWS, saves=OPERANDS, steady=True, cost=FUSED)
-row("integer_pow", FULL, _power, GROWS, saves=OPERANDS, steady=True, cost=FUSED)
+POWER: dict[str, Any] = {"saves": OPERANDS, "steady": _is_small_power, "cost": FUSED}
+row("integer_pow", FULL, _power, GROWS, **POWER, traits=(POLE,))
 row("exp exp2", FULL, RANGE, GROWS, saves=RESULT, cost=DEAR)
 row("expm1 sinh cosh", FULL, RANGE, GROWS, saves=OPERANDS, cost=DEAR)
-row("log log1p", FULL, UNBOUNDED, saves=OPERANDS, cost=DEAR, traits=(POLE,))
-row("pow", FULL, UNBOUNDED, GROWS, saves=OPERANDS, cost=DEAR)
+row("log log1p log2", FULL, UNBOUNDED, saves=OPERANDS, cost=DEAR, traits=(POLE,))
+row("pow", FULL, UNBOUNDED, GROWS, saves=OPERANDS, cost=DEAR, traits=(POLE,))
 row("sin cos", FULL, UNBOUNDED, BOUNDED, saves=OPERANDS, cost=DEAR)
-row("tan", FULL, UNBOUNDED, GROWS, saves=RESULT, cost=DEAR, traits=(POLE,))
+row("tan", FULL, UNBOUNDED, GROWS, saves=RESULT, cost=DEAR)
 row("asin acos", FULL, UNBOUNDED, BOUNDED, saves=OPERANDS, cost=DEAR)
 row("acosh", FULL, UNBOUNDED, saves=OPERANDS, cost=DEAR)
-row("atanh erf_inv", FULL, UNBOUNDED, saves=OPERANDS, cost=DEAR, traits=(POLE,))
+row("atanh", FULL, UNBOUNDED, saves=OPERANDS, cost=DEAR, traits=(POLE,))
+row("erf_inv", FULL, UNBOUNDED, saves=RESULT, cost=DEAR, traits=(POLE,))
 row("erfc", FULL, ONE, BOUNDED, saves=OPERANDS, steady=True, cost=DEAR)
 row("lgamma digamma", FULL, UNBOUNDED, GROWS, saves=OPERANDS, traits=(POLE,))
-row("bessel_i0e bessel_i1e", FULL, ONE, BOUNDED)
-row("igamma igammac igamma_grad_a random_gamma polygamma zeta", FULL, UNBOUNDED, GROWS)
-row("regularized_incomplete_beta", FULL, UNBOUNDED, BOUNDED)
+row("bessel_i0e", FULL, ONE, BOUNDED)
+row("bessel_i1e", FULL, ONE, BOUNDED, steady=True)
+row("igamma igammac regularized_incomplete_beta", FULL, UNBOUNDED, BOUNDED)
+row("igamma_grad_a", FULL, UNBOUNDED)
+row("random_gamma", FULL, UNBOUNDED, GROWS)
+row("polygamma zeta", FULL, UNBOUNDED, GROWS, traits=(POLE,))
 
 # ---- float32: sums and products over many -------------------------------------------------------
 
 row("reduce_sum", FULL, SUM, GROWS, saves=NOTHING, cost=FUSED, traits=(REDUCES, CANCELS))
-row("reduce_window_sum", FULL, SUM, GROWS, traits=(REDUCES,))
-row("reduce_prod", FULL, RANGE, GROWS, cost=FUSED, traits=(REDUCES,))
-row("cumsum", FULL, SUM, GROWS)
-row("cumprod cumlogsumexp", FULL, RANGE, GROWS)
-row("psum psum_invariant unreduced_psum reduce_scatter", FULL, SUM, GROWS)
-row("select_and_scatter_add", FULL, SUM, GROWS)
-row("scatter-add", FULL, SUM, GROWS, traits=(NO_HALF_FORM, CANCELS))
-row("scatter-sub scatter-mul", FULL, SUM, GROWS, traits=(NO_HALF_FORM,))
-row("fft", FULL, SUM, GROWS, traits=(NO_HALF_FORM,))
+row("reduce_window_sum cumsum", FULL, SUM, GROWS, saves=NOTHING)
+row("reduce_prod", FULL, UNBOUNDED, GROWS, cost=FUSED, traits=(REDUCES,))
+row("cumprod", FULL, UNBOUNDED, GROWS)
+row("cumlogsumexp", FULL, UNBOUNDED)
+row("psum psum_invariant unreduced_psum reduce_scatter", FULL, SUM, GROWS, saves=NOTHING)
+row("select_and_scatter_add", FULL, SUM, GROWS, saves=OTHERS)
+row("scatter-add", FULL, SUM, GROWS, saves=NOTHING, traits=(NO_HALF_FORM, CANCELS))
+row("scatter-sub", FULL, SUM, GROWS, saves=NOTHING, traits=(NO_HALF_FORM,))
+row("scatter-mul", FULL, UNBOUNDED, GROWS, saves=OTHERS, traits=(NO_HALF_FORM,))
+row("fft", FULL, SUM, GROWS, saves=NOTHING, traits=(NO_HALF_FORM,))
 
 # ---- float32: linear algebra --------------------------------------------------------------------
 
 row(
-    "cholesky cholesky_update eig eigh geqrf hessenberg householder_product lu ormqr qr schur svd "
-    "symmetric_product tridiagonal tridiagonal_solve",
+    "cholesky_update eig geqrf hessenberg householder_product ormqr schur tridiagonal "
+    "tridiagonal_solve",
     *(FULL, UNBOUNDED, GROWS),
     traits=(NO_HALF_FORM,),
 )
-row("triangular_solve", FULL, UNBOUNDED, GROWS)
+row("eigh lu qr svd", FULL, UNBOUNDED, GROWS, saves=RESULT, traits=(NO_HALF_FORM,))
+row("cholesky", FULL, UNBOUNDED, saves=RESULT, traits=(NO_HALF_FORM,))
+row("symmetric_product", FULL, SUM, GROWS, traits=(NO_HALF_FORM,))
+row("triangular_solve", FULL, UNBOUNDED, GROWS, traits=(POLE,))
 
 # ---- moves --------------------------------------------------------------------------------------
 
@@ -204,22 +229,20 @@ VIEW = (SAME_PARAMETER,)
 row("copy reshape squeeze transpose", MOVE, ONE, **LINEAR, traits=(*VIEW, SAME_CONSTANT))
 row("stop_gradient", MOVE, NONE, **LINEAR, traits=VIEW)
 row("broadcast_in_dim", MOVE, ONE, **LINEAR, traits=(*VIEW, SAME_CONSTANT, SUMS_BACK))
-row("reduce_max reduce_min", MOVE, ONE, **LINEAR, traits=(REDUCES,))
+row("reduce_max reduce_min", MOVE, ONE, **LINEAR, traits=(REDUCES, KINKED))
 HELD: dict[str, Any] = {"saves": NOTHING, "cost": NEVER}
-row("copy_p layout_constraint optimization_barrier", MOVE, ONE, **HELD, traits=VIEW)
+row("layout_constraint optimization_barrier", MOVE, ONE, **HELD, traits=VIEW)
 row("rev reshard sharding_constraint", MOVE, ONE, **HELD, traits=VIEW)
 row("dynamic_slice slice split unstack", MOVE, ONE, **HELD, traits=(*VIEW, PART))
 row("gather", MOVE, ONE, **HELD, traits=(*VIEW, SUMS_BACK, FRESH, LOOKS_UP))
 row("pvary", MOVE, ONE, **HELD, traits=(*VIEW, SUMS_BACK))
-row("all_gather pbroadcast", MOVE, ONE, **HELD, traits=(SUMS_BACK,))
+row("all_gather pbroadcast tile", MOVE, ONE, **HELD, traits=(SUMS_BACK,))
 row("concatenate", MOVE, ONE, **HELD, traits=(FRESH,))
 row("dynamic_update_slice", MOVE, ONE, **HELD, traits=(STATE,))
-row(
-    "all_gather_invariant all_gather_reduced all_to_all cummax cummin name pad pmax pmin ppermute "
-    "real_copy reduce_window_max reduce_window_min sort stack tile top_k vary_unreduced_cast_p",
-    *(MOVE, ONE),
-    **HELD,
-)
+row("all_gather_invariant all_gather_reduced all_to_all name pad ppermute stack", MOVE, ONE, **HELD)
+row("vary_unreduced_cast vary_unreduced_cast_p", MOVE, ONE, **HELD)
+row("cummax cummin pmax pmin sort top_k", MOVE, ONE, **HELD, traits=(KINKED,))
+row("reduce_window_max reduce_window_min", MOVE, ONE, traits=(KINKED,))
 
 # ---- no floats out, or none in ------------------------------------------------------------------
 
@@ -231,11 +254,11 @@ row("argmax argmin", COMPARE, NONE, **LINEAR, traits=(REDUCES,))
 row("convert_element_type", PROGRAM, ONE, **LINEAR, traits=(*VIEW, SAME_CONSTANT))
 row("custom_jvp_call", FOLLOW, ONE, cost=DEAR, traits=(KINKED,))
 row("closed_call cond custom_partitioning custom_vjp_call custom_vmap_call ffi_call", PROGRAM)
-row("jit linear_call pallas_call pjit remat2 scan shard_map while", PROGRAM)
+row("jit linear_call pallas_call remat2 scan shard_map while", PROGRAM)
 LEFT = "unknown"
 row("and not or", LEFT, NONE, **LINEAR)
 row("iota", LEFT, NONE, **LINEAR, traits=(FROM_BITS,))
-row("rng_uniform", LEFT, NONE, BOUNDED, **HELD, traits=(FROM_BITS,))
+row("rng_uniform", LEFT, NONE, **HELD, traits=(FROM_BITS,))
 row("bitcast_convert_type", LEFT, UNBOUNDED, GROWS, traits=(FROM_BITS, NO_HALF_FORM))
 row("reduce", LEFT, UNBOUNDED, GROWS, traits=(REDUCES, NO_HALF_FORM))
 row("complex geqp3 reduce_window", LEFT, UNBOUNDED, GROWS, traits=(NO_HALF_FORM,))
@@ -264,18 +287,21 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
     name = getattr(primitive, "name", primitive)
     if not isinstance(name, str):
         raise ValueError(f"primitive={primitive!r} must be a JAX primitive, or the name of one.")
-    legal = {field.name: CHOICES.get(field.name) for field in dataclasses.fields(Rule)}
-    columns = {"gain": UNBOUNDED, "span": GROWS, **columns}
-    for column, value in {"need": need, **columns}.items():
-        choices = legal.get(column, ())
-        if choices is not None and not callable(value) and value not in choices:
-            known = ", ".join(map(repr, choices or [c for c in legal if c != "need"]))
-            what = "is not a column" if column not in legal else "is not legal"
+    columns = {"need": need, "gain": UNBOUNDED, "span": GROWS, **columns}
+    for column, value in columns.items():
+        if not _is_legal(column, value):
+            known = ", ".join(map(repr, CHOICES.get(column, CHOICES)))
+            what = "is not legal" if column in CHOICES else "is not a column"
             raise ValueError(
                 f"register_rule: {column}={value!r} {what} (primitive {name!r}). Legal: {known}."
             )
-    traits = frozenset(columns.pop("traits", ()))
-    RULES[name] = Rule(need, traits=traits, **columns)
+    RULES[name] = Rule(**{**columns, "traits": frozenset(columns.get("traits", ()))})
+
+
+def _is_legal(column: str, value: Any) -> bool:
+    if column == "traits":
+        return not isinstance(value, str) and all(trait in CHOICES[column] for trait in value)
+    return value in CHOICES.get(column, ()) or (column in ("gain", "steady") and callable(value))
 
 
 CHOICES: dict[str, Any] = {
@@ -285,6 +311,10 @@ CHOICES: dict[str, Any] = {
     "saves": (NOTHING, OTHERS, OPERANDS, RESULT),
     "steady": (True, False),
     "cost": (FUSED, DEAR, NEVER),
+    "traits": (
+        *(REDUCES, NO_HALF_FORM, HAS_WIDE_FORM, SUMS_BACK, FROM_BITS, SAME_PARAMETER),
+        *(SAME_CONSTANT, FRESH, KINKED, PART, LOOKS_UP, STATE, CANCELS, POLE),
+    ),
 }
 
 # What the rewrite adds itself.

@@ -49,8 +49,9 @@ def _want_full(op: Op) -> None:
 
 def _is_phase(op: Op) -> bool:
     """Tells what amplifies by much: a phase, a pole, an exponential that may be large."""
-    growing = op.spec.gain == rules.RANGE and not any(v.fact.negative for v in op.ins)
-    return op.spec.need == rules.FULL and (op.spec.gain == rules.UNBOUNDED or growing)
+    gain = op.spec.gain_of(op.params)
+    growing = gain == rules.RANGE and not any(v.fact.negative for v in op.ins)
+    return op.spec.need == rules.FULL and (gain == rules.UNBOUNDED or growing)
 
 
 def _want_half(op: Op) -> None:
@@ -120,7 +121,7 @@ def _multiplies_a_state(op: Op, value: Value) -> bool:
 
     Rounded to half, an ``a`` close to one would be another one.
     """
-    product = op.spec.saves == rules.OTHERS
+    product = op.spec.multiplies
     states = [v for v in op.ins if v.fact.exact and v.fact.writes > WRITES]
     if product and any(v is not value for v in states):
         return True
@@ -129,7 +130,7 @@ def _multiplies_a_state(op: Op, value: Value) -> bool:
 
 def _factor(op: Op) -> float:
     """Returns the known factor of a product, 1 of anything else."""
-    return known_factor(op) if op.spec.saves == rules.OTHERS else 1.0
+    return known_factor(op) if op.spec.multiplies else 1.0
 
 
 def _want_same(op: Op) -> None:

@@ -187,7 +187,7 @@ def _full(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     span = max(joined.span, FITS)
     if joined.negative and op.name in EXPONENTIALS:
         span = BOUNDED
-    elif op.spec.span != rules.KEEPS:
+    elif op.spec.span != rules.KEEPS and op.spec.need != rules.HALF:  # a matmul is taken to fit
         span = BEYOND if op.spec.span == rules.GROWS else BOUNDED
     inverse = op.name == "rsqrt" or (op.name == "integer_pow" and op.params["y"] < 0)
     return joined._replace(
@@ -206,9 +206,9 @@ def _full(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
 
 def _follow(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     joined = joined._replace(mask=False, counts=False, negative=False)
-    if op.spec.gain == rules.SUM:
+    if op.spec.gain_of(op.params) == rules.SUM:
         return _sum(sweep, op, joined, out)
-    if op.spec.saves == rules.OTHERS:
+    if op.spec.multiplies and len(op.ins) == 2:
         return _product(sweep, op, joined)
     if op.spec.saves == rules.NOTHING:
         return joined if op.name != "neg" else joined._replace(peak=0)

@@ -442,7 +442,7 @@ def _stands_rounding(op: Op, value: Value) -> bool:
     """Tells whether the derivative of an op may be computed from a rounded operand."""
     bounded = value.fact.negative and op.name in EXPONENTIALS
     dividend = op.name == "div" and value is not op.ins[1]
-    return op.spec.steady or _is_linear(op) or bounded or dividend
+    return op.spec.steady_of(op.params) or _is_linear(op) or bounded or dividend
 
 
 def _large_float32(group: Island) -> set[Value]:
@@ -466,7 +466,9 @@ def _is_sloped(group: Island, block: Block) -> bool:
         and not group.sums
         and not any(op.forced == "full" for op in group.ops)
         and all(reader in members for reader in _readers(block)[operand])
-        and all(op.spec.steady or _is_linear(op) or _is_scaling(op) for op in group.ops)
+        and all(
+            op.spec.steady_of(op.params) or _is_linear(op) or _is_scaling(op) for op in group.ops
+        )
     )
 
 

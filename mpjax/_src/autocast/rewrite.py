@@ -145,7 +145,7 @@ def _broadcast(op: Op, env: Env, dtype: Any) -> Any:
 
 
 def _run_half(op: Op, env: Env) -> None:
-    if op.spec.need != rules.HALF:
+    if op.spec.need != rules.HALF or "preferred_element_type" not in op.params:
         return _run_as_planned(op, env)
     args = [env.read(v, op.half) for v in op.ins]
     args = [cast(a, op.half) if a.dtype in HALVES and a.dtype != op.half else a for a in args]

@@ -1,0 +1,216 @@
+"""What each row says of derivatives: what they read, whether they stand a rounding of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Literal
+from primitives import (
+    BFLOAT16,
+    CASES,
+    COLLECTIVES,
+    ELEMENTWISE,
+    FLOAT16,
+    LARGEST,
+    NEWER,
+    OPERANDS,
+    bind,
+    case,
+    equation,
+    rule,
+)
+
+from mpjax._src import rules
+from mpjax._src.rules import KINKED, MOVE, NOTHING, OTHERS, RESULT, SUMS_BACK
+
+# ---- saves --------------------------------------------------------------------------------------
+
+
+def is_float(value):
+    return jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+def reads(eqn, place):
+    """Returns which floats the tangent of an equation reads, differentiated by one operand."""
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+
+    def run(tangent, *primals):
+        def along(x):
+            return [*filter(is_float, bind(eqn, [*primals[:place], x, *primals[place + 1 :]]))]
+
+        return jax.jvp(along, (primals[place],), (tangent,))
+
+    jaxpr = jax.make_jaxpr(run)(avals[place], *avals).jaxpr
+    results, tangents = np.split(np.array(jaxpr.outvars, object), 2)
+    names = {v: "own" if i == place else "others" for i, v in enumerate(jaxpr.invars[1:])}
+    names |= dict.fromkeys(results, "result")
+    makers = {v: e for e in jaxpr.eqns for v in e.outvars}
+    found, seen, todo = set(), set(), [*tangents]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, Literal) or value in seen or not is_float(value.aval):
+            continue  # a mask, a permutation
+        seen.add(value)
+        if value in names:
+            found.add(names[value])
+        elif value in makers:
+            todo += makers[value].invars
+    return found
+
+
+def saves(key):
+    """Returns what the derivative of a case reads, in the words of the table, or None."""
+    eqn, found = equation(key), []
+    for place, operand in enumerate(eqn.invars):
+        if is_float(operand.aval):
+            try:
+                found.append(reads(eqn, place))
+            except (NotImplementedError, TypeError, ValueError):
+                continue  # not differentiable, or not by this operand
+    if not found:
+        return None
+    if found[0] == {"others"}:  # of a quotient, the divisor's derivative reads itself as well
+        return OTHERS
+    names = set().union(*found)
+    return NOTHING if not names else RESULT if names == {"result"} else rules.OPERANDS
+
+
+UNLIKE = {"expm1": rules.OPERANDS if NEWER else RESULT}  # in this version
+LEFT = [key for key in CASES if rule(key).need == rules.LEFT]
+ALONE = [key for key in (*ELEMENTWISE, *CASES) if key not in COLLECTIVES and key not in LEFT]
+
+
+# What JAX does not differentiate: the row says the most that a derivative can read.
+UNDERIVED = {
+    *("igamma_grad_a", "zeta", "cholesky_update", "eig", "geqrf", "hessenberg", "ormqr", "schur"),
+    *("householder_product", "symmetric_product", "tridiagonal"),
+}
+
+
+@pytest.mark.parametrize("key", ALONE)
+def test_what_a_derivative_reads(key):
+    found = saves(key)
+    assert found == (None if key in UNDERIVED else UNLIKE.get(key, rule(key).saves))
+    assert found or rule(key).saves == rules.OPERANDS
+
+
+# ---- steady -------------------------------------------------------------------------------------
+
+A_FEW = 4
+
+
+def numbers(count):
+    """Returns points of float32 operands, up to the largest float16."""
+    near = 2.0 ** -np.arange(1.0, 25)
+    if count == 1:
+        x = [np.geomspace(1e-30, LARGEST, 2000), np.linspace(0, 40, 8000), 1 + near, 1 - near]
+    else:
+        x = [np.geomspace(1e-12, LARGEST, 100), [0, 1]]
+    x = np.concatenate(x).astype(np.float32).astype(np.float64)
+    x = np.unique(np.concatenate([-x, x]))
+    return [axis.ravel() for axis in np.meshgrid(*[x] * count)]
+
+
+def rounded(x, half):
+    return np.asarray(x).astype(half).astype(np.float64)
+
+
+def slope(fun, operands, place):
+    """Returns the result, and its derivative by one operand."""
+
+    def along(x):
+        return fun(*operands[:place], x, *operands[place + 1 :])
+
+    x = jnp.asarray(operands[place])
+    return map(np.asarray, jax.jit(lambda x: jax.jvp(along, (x,), (jnp.ones_like(x),)))(x))
+
+
+def is_steady(key, place, half):
+    """Tells whether a derivative stands a rounding of the operands.
+
+    It may change by a few roundoffs of the largest of it, the result and one; and it is not larger
+    than a few times the largest of the result, the operands that it reads and one.
+    """
+    fun, operands = ELEMENTWISE[key], numbers(OPERANDS[key])
+    roundoff = float(jnp.finfo(half).eps) / 2
+    result, exact = slope(fun, operands, place)
+    _, got = slope(fun, [rounded(x, half) for x in operands], place)
+    held = np.isfinite(exact) & (np.abs(result) <= np.finfo(np.float32).max)
+    read = [x for i, x in enumerate(operands) if rule(key).saves != OTHERS or i != place]
+    change, size = np.abs(got - exact), np.abs(exact)
+    least = np.maximum(1, np.abs(result))
+    stands = change <= A_FEW * roundoff * np.maximum(least, size)  # which a NaN does not
+    fits = size <= A_FEW * np.maximum.reduce([least, *map(np.abs, read)])
+    return np.all((stands & fits)[held])
+
+
+SPECIAL = ("igamma", "igammac", "igamma_grad_a", "zeta", "polygamma", "regularized_incomplete_beta")
+CURVED = [key for key in ELEMENTWISE if rule(key).saves != NOTHING and key not in SPECIAL]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("key", CURVED)
+def test_steady(key):
+    params = {"y": int(key.split()[1])} if " " in key else {}
+    places = range(OPERANDS[key])
+    found = all(is_steady(key, place, half) for place in places for half in (BFLOAT16, FLOAT16))
+    assert found == rule(key).steady_of(params)
+
+
+@pytest.mark.parametrize("key", ["log", "div", "sqrt", "sin", "integer_pow -1"])
+def test_what_rounding_does_to_a_derivative_that_is_not_steady(key):
+    fun = {"div": lambda x: 1 / x}.get(key) or ELEMENTWISE[key]
+    x = 1e-9 if key != "sin" else 1000.3
+    exact, got = (float(jax.grad(fun)(jnp.float32(y))) for y in (x, rounded(x, FLOAT16)))
+    assert not np.isfinite(got) or abs(got - exact) > 0.1
+
+
+# ---- kinks and sums -----------------------------------------------------------------------------
+
+
+def jacobians(fun, args):
+    """Returns the derivatives of the float results, flat, by each operand."""
+
+    def flat(*args):
+        leaves = filter(is_float, jax.tree.leaves(fun(*args)))
+        return jnp.concatenate([jnp.ravel(x) for x in leaves])
+
+    return jax.jacfwd(flat, tuple(range(len(args))))(*args)
+
+
+LINEAR = [
+    key
+    for key in (*ELEMENTWISE, *CASES)
+    if (rule(key).saves == NOTHING or KINKED in rule(key).traits)
+    and rule(key).need in (MOVE, rules.FOLLOW, rules.FULL)
+    and key not in ("pmax", "pmin", "fft")  # not differentiable; complex
+]
+
+
+@pytest.mark.parametrize("key", LINEAR)
+def test_the_derivative_asks_on_which_side_of_a_kink_it_is(key):
+    fun, *args = case(key)
+    args = [np.asarray(x) * (-1) ** i - 0.9 * (key == "abs") for i, x in enumerate(args)]
+    slopes = jax.jit(lambda *args: jacobians(fun, args))
+    here, near = slopes(*args), slopes(*[x * np.float32(1.001) for x in args])
+    there = slopes(*[-x for x in args])
+    assert jax.tree.all(jax.tree.map(np.array_equal, here, near))
+    differs = not jax.tree.all(jax.tree.map(np.array_equal, here, there))
+    assert differs == (KINKED in rule(key).traits)
+
+
+MOVES = [key for key in LINEAR if rule(key).need == MOVE and KINKED not in rule(key).traits]
+
+
+@pytest.mark.parametrize("key", MOVES)
+def test_the_transpose_of_a_move_sums(key):
+    fun, *args = CASES[key]
+    result, back = jax.vjp(fun, *args)
+    (cotangent, *_) = back(jax.tree.map(jnp.ones_like, result))
+    assert (np.max(cotangent) > 1) == (SUMS_BACK in rule(key).traits)
+
+
+def test_rows_that_sum_back_are_moves():
+    assert {rules.rule_of(name).need for name in rules.having(SUMS_BACK)} == {MOVE}
+    assert {rules.rule_of(name).saves for name in rules.having(SUMS_BACK)} == {NOTHING}
