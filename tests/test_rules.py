@@ -59,7 +59,7 @@ def new_operation(name):
 
 def planned(fun, name):
     """Returns what a plan has a primitive compute in and give, and why."""
-    rows = mpjax.explain(fun, "mixed_bfloat16")(normal(0, 4, 4)).rows
+    rows = mpjax.explain(fun, "mixed_bfloat16")(normal(0, 8, 8)).rows
     return next((row.after, row.reason) for row in rows if row.primitive == name)
 
 
@@ -82,7 +82,7 @@ def test_a_plan_goes_by_the_row(table, need, after, reason):
         return jnp.tanh(bind(x @ x)) @ x
 
     assert planned(fun, primitive.name) == (after, reason)
-    auto, x = mpjax.autocast(fun, "mixed_bfloat16"), normal(0, 4, 4)
+    auto, x = mpjax.autocast(fun, "mixed_bfloat16"), normal(0, 8, 8)
     dtype = {"f32": "float32", "bf16": "bfloat16"}[after.split("-")[0]]
     assert found(auto, x, names=[primitive.name]) == [(primitive.name, (dtype,), dtype)]
     assert_near(jax.jit(auto)(x), jax.jit(fun)(x))
