@@ -21,6 +21,7 @@ from mpjax._src.instruments.nonfinite import NonfiniteReport, find_nonfinite
 from mpjax._src.instruments.plots import plot_compare, plot_gradient_histogram
 from mpjax._src.instruments.tune import Tuning, tune
 from mpjax._src.policy import Policy, get_policy
+from mpjax._src.rules import register_rule
 from mpjax._src.training.gradients import scaled_value_and_grad
 from mpjax._src.training.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from mpjax._src.training.optimizers import (
@@ -86,6 +87,7 @@ __all__ = [
     "raise_if_diverged",
     "recommend_loss_scale",
     "recommend_policy",
+    "register_rule",
     "scaled_value_and_grad",
     "select",
     "skip_nonfinite",
