@@ -16,7 +16,7 @@ AOT := .venv-aot
 PIP := pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest -n 2
 
-.PHONY: demo test test-all test-newest test-aot lint quality clean
+.PHONY: demo test test-all test-newest newest-python test-aot lint quality clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -29,6 +29,10 @@ test-all: $(VENV)/ready
 
 test-newest: $(NEWEST)/ready
 	$(NEWEST)/bin/python $(PYTEST)
+
+# Prints the Python that test-newest would take, if there is one.
+newest-python:
+	@echo $(NEWEST_PYTHON)
 
 # The plugins look for a GPU and a TPU at start; on the CPU alone they say less about it.
 test-aot: $(AOT)/ready

@@ -277,12 +277,18 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
         **columns: The other columns of `Rule`; unless given, the worst is assumed: an operation
             that amplifies errors, may leave float16's range, and is never computed again.
 
+    Returns:
+        Nothing.
+
     Raises:
         ValueError: If ``need`` or a column is not legal.
 
     Example:
         >>> import mpjax
-        >>> mpjax.register_rule("my_activation", "follow", gain="one", span="bounded")
+        >>> mpjax.register_rule(
+        ...     *("tanh", "follow"),
+        ...     **dict(gain="one", span="bounded", saves="result", steady=True, cost="dear"),
+        ... )
     """
     name = getattr(primitive, "name", primitive)
     if not isinstance(name, str):

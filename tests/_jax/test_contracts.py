@@ -1,5 +1,6 @@
 """What mpjax takes for granted of JAX: a new one fails by the name of what it changed."""
 
+import functools
 import inspect
 import operator
 from pathlib import Path
@@ -334,3 +335,15 @@ def test_jaxlib_compiles_and_counts():
     aot.get_compile_options(
         num_replicas=1, num_partitions=1, device_assignment=np.zeros((1, 1), int)
     )
+
+
+def test_a_cache_is_cleared_with_those_of_jax():
+    @functools.lru_cache(4)
+    def cached(x):
+        return object()
+
+    _jax.cleared_with_jax(cached)
+    first = cached(1)
+    assert cached(1) is first
+    jax.clear_caches()
+    assert cached(1) is not first

@@ -8,10 +8,12 @@ from jax.extend.core import Literal
 
 from mpjax._src._jax.aot import compile_only
 from mpjax._src._jax.barriers import BARRIERS, cpu_barrier, gpu_barrier
+from mpjax._src._jax.calls import linearized_once
 from mpjax._src._jax.programs import (
     aval_of,
     bind,
     cleared_with_jax,
+    equation_key,
     eval_closed,
     hoisted,
     in_avals,
@@ -36,6 +38,7 @@ from mpjax._src._jax.rules import (
 from mpjax._src._jax.sources import (
     below,
     common_stack,
+    inside,
     line_key,
     location,
     scope_names,
@@ -55,6 +58,7 @@ __all__ = (
     "cpu_barrier",
     "custom_jvp_rule",
     "custom_vjp_rules",
+    "equation_key",
     "eval_closed",
     "gpu_barrier",
     "hoisted",
@@ -62,8 +66,10 @@ __all__ = (
     "in_taylor_mode",
     "inlined",
     "inner_jaxprs",
+    "inside",
     "is_array",
     "line_key",
+    "linearized_once",
     "location",
     "open_jaxpr",
     "primitive_names",

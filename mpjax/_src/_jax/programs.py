@@ -41,6 +41,12 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
     return list(jaxprs_in_params(eqn.params))
 
 
+def equation_key(eqn: Any) -> Any:
+    """Returns what an equation does and where it comes from, comparable by value where possible."""
+    params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+    return eqn.primitive, params, eqn.ctx, eqn.source_info.traceback
+
+
 # Calls that mean nothing but their insides.
 _CALLS = frozenset({"closed_call", "core_call", "call", "core_closed_call", "eval_jaxpr"})
 

@@ -12,6 +12,7 @@ from jax.extend.source_info_util import (
     SourceInfo,
     current_name_stack,
     register_exclusion,
+    set_name_stack,
     user_context,
 )
 
@@ -50,6 +51,11 @@ def location(eqn: Any, stack: Any):
     traceback = eqn.source_info.traceback
     with user_context(traceback, name_stack=stack), eqn.ctx.manager:
         yield
+
+
+def inside(stack: Any) -> Any:
+    """Puts what is traced inside below the names of a stack."""
+    return set_name_stack(current_name_stack() + stack)
 
 
 def below(stack: Any, depth: int) -> Any:

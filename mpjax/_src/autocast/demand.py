@@ -1,9 +1,8 @@
 """What the readers of every value want of it: the third sweep of a plan, backwards."""
 
-import math
 from collections.abc import Callable
 
-from mpjax._src import rules
+from mpjax._src import _jax, rules
 from mpjax._src.autocast.facts import STEP, WRITES, known_factor
 from mpjax._src.autocast.graph import Block, Op, Value
 from mpjax._src.dtypes import HALVES
@@ -74,7 +73,7 @@ def _float32_for_free(op: Op) -> str | None:
     if any(v.fact.counts for v in op.ins):
         return f"positions or the like, which {op.half.name} would merge"
     (contracting, _), _ = op.params["dimension_numbers"]
-    depth = math.prod(op.ins[0].aval.shape[d] for d in contracting)
+    depth = _jax.size_of([op.ins[0].aval.shape[d] for d in contracting])
     (out,) = op.outs
     short = (depth == 1 and out.amplified) or (depth <= SHORT and out.phase > STEP)
     if short and all(v.fact.given for v in op.ins):

@@ -30,11 +30,12 @@ def constants_as_casts() -> Iterator[None]:
 class Env:
     """The arrays of a block as it is evaluated, in each dtype that they were read in."""
 
-    def __init__(self, policy: Policy, islands: str, in_loop: bool):
+    def __init__(self, policy: Policy, islands: str, in_loop: bool, depth: int = 0):
         self.policy = policy
         self.islands = islands
         self.in_loop = in_loop
-        self.shared: dict[Any, Any] = {}  # islands that were traced, by what they compute
+        self.depth = depth  # how many names of an op's stack are entered already
+        self.shared: dict[Any, Any] = {}  # stretches that were rewritten, by what they compute
         self._arrays: dict[Value, dict[Any, Any]] = {}
         self._makers: dict[Value, Callable[[Any], Any]] = {}
         self._exact: dict[Value, Any] = {}
@@ -43,6 +44,18 @@ class Env:
     def write(self, value: Value, array: Any) -> None:
         """Records an array in the dtype that it has."""
         self._arrays[value] = {array.dtype if value.is_f32 else None: array}
+
+    def held(self, value: Value) -> tuple[list[Any], list[Any]]:
+        """Returns the arrays of a value, for `hold`."""
+        exact = [self._exact[value]] if value in self._exact else []
+        return [*self._arrays[value].values()], exact
+
+    def hold(self, value: Value, held: tuple[list[Any], list[Any]]) -> None:
+        """Records what another environment held of a value."""
+        arrays, exact = held
+        self._arrays[value] = {array.dtype if value.is_f32 else None: array for array in arrays}
+        if exact:
+            (self._exact[value],) = exact
 
     def store(self, value: Value, array: Any) -> None:
         """Records a result in the dtype that the plan stores it in."""
@@ -54,10 +67,13 @@ class Env:
             array = cast(array, value.dtype)
         self.write(value, array)
 
-    def inside(self, known: dict[Value, Any]) -> "Env":
-        """Returns the environment of an island; values of ``known`` are not computed again."""
-        env = Env(self.policy, self.islands, self.in_loop)
-        env._known = known
+    def inside(self, depth: int, known: dict[Value, Any] | None = None) -> "Env":
+        """Returns the environment of steps that are traced on their own, below so many names.
+
+        Values of ``known`` are not computed again.
+        """
+        env = Env(self.policy, self.islands, self.in_loop, depth)
+        env._known = known or {}
         return env
 
     def make(self, value: Value, maker: Callable[[Any], Any]) -> None:

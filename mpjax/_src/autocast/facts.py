@@ -269,13 +269,14 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
         negative = terms[0].fact.negative if terms else False
         inverse = op.name == "div" and op.ins[1].const is None
         norm = "scale" if inverse else terms[0].fact.norm if terms else ""
-        scaled = joined.scaled or factor < STEP
+        mean = terms and terms[0].small  # of many that were summed
+        scaled = joined.scaled or (factor < STEP and not mean)
         return joined._replace(span=max(span, FITS), scaled=scaled, norm=norm, negative=negative)
     (a, b), divisor = (v.fact for v in terms), op.name == "div"
     if b.norm == "scale" or (divisor and terms[1].small) or (a.norm == "scale" and not divisor):
         other = b if a.norm == "scale" else a
         norm = "scale" if other.given and {a.norm, b.norm} == {"scale", ""} else "unit"
-        return joined._replace(span=FITS, exact=False, scaled=False, norm=norm)
+        return joined._replace(span=FITS, exact=False, norm=norm)
     for given, other, value in ((b, a, terms[1]), (a, b, terms[0])):
         if given.given and not other.given:  # an argument: its size is not known
             known = given.mask or other.norm

@@ -144,40 +144,6 @@ def _islands(block: Block) -> "dict[Op, Island]":
     return found
 
 
-def signature(island: Island, depth: int) -> Any:
-    """Returns what an island computes, so that equal ones (one per layer) are traced once.
-
-    Args:
-        island: The island.
-        depth: How many scopes its ops have in common: these are not part of it.
-
-    Returns:
-        Something hashable, or None where an op cannot be compared.
-    """
-    place: dict[Value, Any] = {v: i for i, v in enumerate(island.inputs)}
-    ops_: list[Any] = []
-    for op in (*island.free, *island.ops):
-        if op.row >= 0:  # a report wants to tell them apart
-            return None
-        for v in op.ins:
-            if v.literal:
-                place[v] = (float(v.const), str(v.aval))
-        ins = tuple(place[v] for v in op.ins)
-        for v in op.outs:
-            place[v] = (len(ops_), str(v.aval), v.dtype)
-        params = tuple(sorted(op.params.items(), key=lambda item: item[0]))
-        names = op.stack.stack[depth:]
-        ops_.append((op.eqn.primitive, params, ins, op.compute, op.rule, op.forced, names))
-    results = tuple((place[v], v in island.in_half, v.returned) for v in island.results)
-    inputs = tuple((str(v.aval), v.dtype, v.raw) for v in island.inputs)
-    key = tuple(ops_), inputs, results, island.barrier
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
 def _softmaxes_by_op(block: Block) -> "dict[Op, Island]":
     return {op: island for island in _softmaxes(block) for op in island.ops}
 

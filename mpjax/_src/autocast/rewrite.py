@@ -30,8 +30,9 @@ from mpjax._src.autocast.derivatives import (
 from mpjax._src.autocast.environment import Env
 from mpjax._src.autocast.gathers import picks_one_per_row
 from mpjax._src.autocast.graph import ROW, Block, Op, Sub, Value
-from mpjax._src.autocast.islands import Island, schedule, signature
+from mpjax._src.autocast.islands import Island, schedule
 from mpjax._src.autocast.plan import Plan
+from mpjax._src.autocast.repeats import Stretch, fold, made_where_read
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.policy import Policy
 
@@ -62,17 +63,22 @@ def run_block(
         env.write(value, const)
     for value, arg in zip(block.invars, args, strict=True):
         env.write(value, arg)
-    for step in schedule(block, islands):
+    for step in fold(block, schedule(block, islands), bool(policy.overrides)):
         _run_step(step, env)
     return [env.result(v, dtype) for v, dtype in zip(block.outvars, out_dtypes, strict=True)]
 
 
-def _run_step(step: "Op | Island", env: "Env") -> None:
+def _run_step(step: Op | Island | Stretch, env: Env) -> None:
     if isinstance(step, Island):
-        _run_island(step, env)
-        return
-    with _jax.location(step.eqn, step.stack), _row(step):
+        return _run_island(step, env)
+    if isinstance(step, Stretch):
+        return _run_stretch(step, env)
+    with _location(step, step.stack, env), _row(step):
         EVALUATE[step.forced or step.rule](step, env)
+
+
+def _location(op: Op, stack: Any, env: Env) -> Any:
+    return _jax.location(op.eqn, _jax.below(stack, env.depth))
 
 
 def _row(op: Op) -> Any:
@@ -140,7 +146,7 @@ def _enlarges(eqn: Any) -> bool:
 
 
 def _broadcast(op: Op, env: Env, dtype: Any) -> Any:
-    with _jax.location(op.eqn, op.stack):
+    with _location(op, op.stack, env):
         return _jax.bind(op.eqn, [env.read(v, dtype) for v in op.ins])[0]
 
 
@@ -246,7 +252,40 @@ EVALUATE: dict[str, Callable[[Op, Env], None]] = {
 }
 
 
-# ---- islands ------------------------------------------------------------------------------------
+# ---- stretches and islands ----------------------------------------------------------------------
+
+
+def _run_stretch(stretch: Stretch, env: Env) -> None:
+    """Runs steps that repeat: rewritten the first time, evaluated and differentiated as a whole."""
+    held, tree = jax.tree.flatten([env.held(value) for value in stretch.inputs])
+    avals = tuple(map(jax.typeof, held))
+    key = stretch.key, tree, avals
+    if key not in env.shared:
+        env.shared[key] = _rewrite_stretch(stretch, env, avals, tree)
+    call, out_tree = env.shared[key]
+    with _jax.inside(stretch.stack):
+        results = jax.tree.unflatten(out_tree, call(*held))
+    for value, arrays in zip(stretch.outputs, results, strict=True):
+        env.hold(value, arrays)
+    for step in filter(made_where_read, stretch.steps):
+        _run_step(step, env)
+
+
+def _rewrite_stretch(stretch: Stretch, env: Env, avals: Sequence[Any], tree: Any) -> Any:
+    """Returns a function of flat arrays, and the tree of its results."""
+    trees = []
+
+    def run(*held):
+        inner = env.inside(len(stretch.stack.stack))
+        for value, arrays in zip(stretch.inputs, jax.tree.unflatten(tree, held), strict=True):
+            inner.hold(value, arrays)
+        for step in stretch.steps:
+            _run_step(step, inner)
+        leaves, out_tree = jax.tree.flatten([inner.held(value) for value in stretch.outputs])
+        trees.append(out_tree)
+        return leaves
+
+    return _jax.linearized_once(_jax.trace(run, avals, "stretch")), trees[0]
 
 
 def _run_island(island: Island, env: Env) -> None:
@@ -256,12 +295,11 @@ def _run_island(island: Island, env: Env) -> None:
     depth = len(scopes.stack)
 
     def evaluate(members, given, sums=()):
-        inner = env.inside(dict(zip(island.sums, sums, strict=False)))
+        inner = env.inside(depth, dict(zip(island.sums, sums, strict=False)))
         for value, array in given:
             inner.write(value, array)
         for op in (*island.free, *members):
-            with _jax.location(op.eqn, _jax.below(op.stack, depth)), _row(op):
-                EVALUATE[op.forced or op.rule](op, inner)
+            _run_step(op, inner)
         return inner
 
     def run(arrays, sums=()):
@@ -277,7 +315,7 @@ def _run_island(island: Island, env: Env) -> None:
         return evaluate(island.weights, given).read(island.weights[-1].outs[0], FLOAT32)
 
     prevent = island.barrier and not env.in_loop
-    with _jax.location(island.ops[-1].eqn, scopes), _row(island.ops[-1]):
+    with _location(island.ops[-1], scopes, env), _row(island.ops[-1]):
         if island.matmul:
             weighed = island.weights[-1].outs if island.weights else island.sums
             eqn, place = island.matmul.eqn, island.matmul.ins.index(weighed[0])
@@ -292,8 +330,6 @@ def _run_island(island: Island, env: Env) -> None:
             rounded = [v in island.rounded for v in island.inputs]
             results = recomputed_from_half(run, arrays, rounded, island.half, prevent)
         else:
-            key = signature(island, depth)
-            run = run if key is None else env.shared.setdefault(key, run)
             results = recomputed(run, arrays, prevent)
     for value, array in zip(island.results, results, strict=True):
         if value in island.in_half:

@@ -36,8 +36,9 @@ from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 # A float32 result this much smaller than what it is the sum of is float32's own rounding error.
 NOISE = 2.0**-17
 
-# An operand with this relative error is wrong already: what an operation makes of it is no fault.
-WRONG = 0.02
+# An operand with this relative error, four roundings of bfloat16, is wrong already: what an
+# operation makes of it is no fault of its own.
+WRONG = 2.0**-6
 
 # Of an array that is not finite where float32 is.
 BROKEN = 1e9

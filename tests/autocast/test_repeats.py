@@ -1,0 +1,288 @@
+"""Layers that Python wrote out are rewritten once, and nothing else changes."""
+
+import collections
+import dataclasses
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.interpreters.partial_eval import dce_jaxpr
+from programs import layer_norm
+from support import BOTH, cast, equations, normal
+
+import mpjax
+from mpjax._src import _jax
+from mpjax._src.autocast import repeats, rewrite
+from mpjax._src.autocast.graph import PLANNED
+
+WIDTH, LAYERS = 8, 6
+X = normal(9, 4, WIDTH)
+PARAMS = [
+    {
+        "up": normal(3 * i, WIDTH, 16, scale=0.3),
+        "down": normal(3 * i + 1, 16, WIDTH, scale=0.3),
+        "qkv": normal(3 * i + 2, WIDTH, 3 * WIDTH, scale=0.3),
+    }
+    for i in range(LAYERS)
+]
+
+
+def mlp(p, x):
+    return x + jax.nn.gelu(layer_norm(x) @ p["up"]) @ p["down"]
+
+
+def attention(p, x, mask):
+    q, k, v = jnp.split(layer_norm(x) @ p["qkv"], 3, axis=-1)
+    scores = jnp.where(mask, q @ k.T, -1e9) + jnp.float32(mask)
+    return x + jax.nn.softmax(scores) @ v
+
+
+def layered(params, x):
+    for p in params:
+        x = mlp(p, x)
+    return jnp.mean(x**2)
+
+
+def masked(params, x):
+    mask = jnp.tril(jnp.ones((4, 4), bool))
+    for p in params:
+        x = mlp(p, attention(p, x, mask))
+    return jnp.mean(x**2)
+
+
+def skipping(params, x):
+    kept = []
+    for p in params:
+        x = mlp(p, x)
+        kept.append(jnp.sin(x))
+    return jnp.mean(sum(kept) ** 2) + jnp.mean(kept[1] * x)
+
+
+def rectified(params, x):
+    for p in params:
+        x = x + jax.nn.relu(layer_norm(x) @ p["up"]) @ p["down"]
+    return jnp.mean(x**2)
+
+
+def scanned(params, x):
+    def body(x, _):
+        for p in params:
+            x = mlp(p, x)
+        return x, jnp.mean(x)
+
+    x, means = lax.scan(body, x, None, length=3)
+    return jnp.mean(x**2) + jnp.sum(means)
+
+
+def rematerialised(params, x):
+    for p in params:
+        x = jax.checkpoint(mlp)(p, x)
+    return jnp.mean(x**2)
+
+
+def runge_kutta(params, x):
+    p = params[0]
+
+    def slope(x):
+        return jnp.tanh(x @ p["up"]) @ p["down"]
+
+    for _ in range(8):
+        a = slope(x)
+        b = slope(x + 0.05 * a)
+        x = x + 0.1 * b
+    return jnp.mean(x**2)
+
+
+def in_a_region(params, x):
+    for i, p in enumerate(params):
+        with mpjax.precision("float32" if i == 2 else "bfloat16"):
+            x = mlp(p, x)
+    return jnp.mean(x**2)
+
+
+def named(params, x):
+    for i, p in enumerate(params):
+        with jax.named_scope(f"layer_{i}"):
+            x = mlp(p, x)
+    return jnp.mean(x**2)
+
+
+def with_signs(params, x):
+    for i, p in enumerate(params):
+        x = mlp(p, x)
+        x = x + 1e-6 / (x[:1] * 0 + jnp.where(x > -jnp.inf, -0.0 if i % 3 else 0.0, 1) - 1.0)
+    return jnp.mean(x**2)
+
+
+FUNCTIONS = (
+    layered,
+    masked,
+    skipping,
+    rectified,
+    scanned,
+    rematerialised,
+    runge_kutta,
+    in_a_region,
+    named,
+    with_signs,
+)
+USES = {
+    "gradients of both": BOTH,
+    "gradient of a jit": lambda f: jax.grad(jax.jit(f)),
+    "value": lambda f: f,
+    "tangent": lambda f: lambda p, x: jax.jvp(f, (p, x), (p, x))[1],
+    "vmap of gradients": lambda f: jax.vmap(jax.grad(f), (None, 0)),
+    "gradient of a vmap": lambda f: jax.grad(
+        lambda p, x: jnp.sum(jax.vmap(f, (None, 0))(p, x)), argnums=(0, 1)
+    ),
+    "curvature": lambda f: lambda p, x: jax.jvp(jax.grad(f), (p, x), (p, x))[1],
+    "curvature in reverse": lambda f: jax.grad(
+        lambda p, x: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(f)(p, x)))
+    ),
+}
+
+
+def described(fun, *args):
+    """Counts the equations of a program that do something: what, of what, from which line."""
+    jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
+    used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return collections.Counter(
+        (
+            eqn.primitive.name,
+            *(str(v.aval) for v in eqn.outvars),
+            frozenset(_jax.scope_names(eqn.source_info.name_stack)) - {PLANNED},
+            _jax.source_line(eqn),
+        )
+        for eqn in equations(used)
+    )
+
+
+def unfolded(monkeypatch):
+    monkeypatch.setattr(rewrite, "fold", lambda block, steps, overrides: steps)
+
+
+def folded(monkeypatch, fun, *args):
+    """Returns how many steps of a function are in stretches, and of how many."""
+    found = []
+    real = repeats.fold
+
+    def fold(block, steps, overrides):
+        new = real(block, steps, overrides)
+        inside = [len(s.steps) for s in new if isinstance(s, repeats.Stretch)]
+        found.append((sum(inside), len(steps)))
+        return new
+
+    monkeypatch.setattr(rewrite, "fold", fold)
+    jax.make_jaxpr(cast(fun))(*args)
+    return max(found)
+
+
+@pytest.mark.parametrize("function", [layered, masked, scanned, runge_kutta, named])
+def test_repeated_layers_are_found(monkeypatch, function):
+    inside, steps = folded(monkeypatch, function, PARAMS, X)
+    assert inside > 0.6 * steps, (inside, steps)
+
+
+def test_layers_of_different_lines_are_not_alike(monkeypatch):
+    def fun(params, x):
+        x = mlp(params[0], x)
+        x = mlp(params[1], x)
+        x = mlp(params[2], x)
+        return jnp.mean(x**2)
+
+    assert folded(monkeypatch, fun, PARAMS, X)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "use"),
+    [
+        *((function, "gradients of both") for function in FUNCTIONS),
+        *((function, use) for function in (masked, runge_kutta) for use in [*USES][1:]),
+    ],
+)
+def test_programs_are_the_same(monkeypatch, function, use):
+    x = jnp.stack([X, 2 * X]) if "vmap" in use else X
+    make = lambda: USES[use](cast(function))  # noqa: E731
+    got = described(make(), PARAMS, x)
+    unfolded(monkeypatch)
+    want = described(make(), PARAMS, x)
+    assert got == want, (got - want, want - got)
+
+
+@pytest.mark.parametrize("function", [masked, skipping, scanned, with_signs])
+def test_results_are_the_same(monkeypatch, function):
+    got = jax.jit(jax.value_and_grad(cast(function)))(PARAMS, X)
+    unfolded(monkeypatch)
+    want = jax.jit(jax.value_and_grad(cast(function)))(PARAMS, X)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-7)
+
+
+def test_an_override_of_one_layer(monkeypatch):
+    policy = mpjax.get_policy("mixed_bfloat16").override({"*layer_3*": "float32"})
+    make = lambda: jax.grad(mpjax.autocast(named, policy))  # noqa: E731
+    got = described(make(), PARAMS, X)
+    unfolded(monkeypatch)
+    assert got == described(make(), PARAMS, X)
+
+
+def test_functions_that_close_over_what_is_differentiated(monkeypatch):
+    def outer(scale, params, x):
+        def inner(params, x):
+            for p in params:
+                x = mlp(p, x) * lax.cond(x[0, 0] > 0, lambda: scale, lambda: 2 * scale)
+            return jnp.mean(x**2)
+
+        return cast(inner)(params, x)
+
+    args = jnp.float32(1.1), PARAMS, X
+    got = described(jax.grad(outer, argnums=(0, 1)), *args)
+    unfolded(monkeypatch)
+    assert got == described(jax.grad(outer, argnums=(0, 1)), *args)
+
+
+def test_the_rewrite_reads_what_alike_steps_share(monkeypatch):
+    """What is not in `repeats.READ` may differ from layer to layer: none may look at it."""
+    allowed = {"aval", "const", "eqn", "ins", "outs", "subs", "stack"}
+    real = rewrite._rewrite_stretch
+    rewritten = []
+
+    def guarded(*args):
+        with monkeypatch.context() as patch:
+            for kind, read in repeats.READ.items():
+                for field in dataclasses.fields(kind):
+                    if field.name not in allowed | {*read.split()}:
+                        patch.setattr(
+                            kind, field.name, property(functools.partial(forbidden, field.name))
+                        )
+            rewritten.append(real(*args))
+        return rewritten[-1]
+
+    def forbidden(name, _):
+        raise AssertionError(f"the rewrite reads {name}, which repeats.READ does not list")
+
+    monkeypatch.setattr(rewrite, "_rewrite_stretch", guarded)
+    for function in (masked, skipping, runge_kutta, named):
+        jax.make_jaxpr(jax.grad(cast(function)))(PARAMS, X)
+    assert len(rewritten) >= 4
+
+
+def test_tracing_many_layers_is_cheap():
+    """Counts calls, which no other load on the machine changes."""
+
+    def calls(fun):
+        counts = collections.Counter()
+        jax.clear_caches()
+        sys.setprofile(lambda frame, event, arg: counts.update((event,)))
+        try:
+            jax.make_jaxpr(jax.grad(fun))(2 * PARAMS, X)
+        finally:
+            sys.setprofile(None)
+        return counts["call"] + counts["c_call"]
+
+    calls(cast(masked))  # what is imported the first time
+    assert calls(cast(masked)) < 1.6 * calls(masked)
