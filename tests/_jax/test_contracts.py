@@ -170,6 +170,15 @@ def test_a_retyped_aval_keeps_all_but_its_dtype():
     assert (new.shape, new.dtype, new.sharding) == (aval.shape, jnp.bfloat16, aval.sharding)
 
 
+@pytest.mark.parametrize("weak", [True, False])
+@pytest.mark.parametrize("x", [2.0, np.ones(3, np.float32), X, jnp.ones(3, jnp.bfloat16)], ids=str)
+def test_an_array_is_made_as_weak_as_an_aval(weak, x):
+    aval = jax.core.ShapedArray(np.shape(x), jnp.float32, weak_type=weak)
+    made = _jax.typed_as(aval, x)
+    assert jax.typeof(made).weak_type == weak
+    assert made.dtype == getattr(x, "dtype", jnp.float32)
+
+
 def test_aval_of_arrays_that_jax_does_not_hold_yet():
     assert _jax.aval_of(np.ones(3, np.float32)) == jax.typeof(X)
     assert _jax.aval_of(jax.ShapeDtypeStruct((3,), jnp.float32)) == jax.typeof(X)

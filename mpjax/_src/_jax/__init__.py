@@ -27,6 +27,7 @@ from mpjax._src._jax.programs import (
     size_of,
     trace,
     tracing_key,
+    typed_as,
 )
 from mpjax._src._jax.rules import (
     custom_jvp_rule,
@@ -82,5 +83,6 @@ __all__ = (
     "trace",
     "tracing_key",
     "transforms",
+    "typed_as",
     "zero_tangent",
 )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import config, util
 from jax._src.interpreters import partial_eval
@@ -12,6 +13,7 @@ from jax._src.named_sharding import UnspecifiedValue
 from jax.api_util import debug_info, shaped_abstractify
 from jax.extend import linear_util as lu
 from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import ad, mlir
 from jax.interpreters.partial_eval import trace_to_jaxpr_dynamic
 
@@ -107,6 +109,18 @@ def size_of(shape: Sequence[Any]) -> int:
 def retyped(aval: Any, dtype: Any) -> Any:
     """Returns an aval with another dtype, its sharding and axes kept."""
     return aval.update(dtype=np.dtype(dtype))
+
+
+def typed_as(aval: Any, x: Any) -> Any:
+    """Returns an array, or a literal, as an array whose dtype is as weak as that of an aval."""
+    if not is_array(aval) or aval.dtype == jax.dtypes.float0:
+        return x
+    x = jnp.asarray(x, getattr(x, "dtype", aval.dtype))
+    if jax.typeof(x).weak_type == aval.weak_type:
+        return x
+    return convert_element_type_p.bind(
+        x, new_dtype=x.dtype, weak_type=aval.weak_type, sharding=None
+    )
 
 
 def eval_closed(jaxpr: Any, *args: Any) -> list[Any]:

@@ -65,7 +65,10 @@ def run_block(
         env.write(value, arg)
     for step in fold(block, schedule(block, islands), bool(policy.overrides)):
         _run_step(step, env)
-    return [env.result(v, dtype) for v, dtype in zip(block.outvars, out_dtypes, strict=True)]
+    return [
+        _jax.typed_as(v.aval, env.result(v, dtype))
+        for v, dtype in zip(block.outvars, out_dtypes, strict=True)
+    ]
 
 
 def _run_step(step: Op | Island | Stretch, env: Env) -> None:
