@@ -7,9 +7,9 @@ GPT-2 124M (batch 8 x 1024, AdamW) and ResNet-50 (batch 128, SGD momentum): floa
 ``dtype=bfloat16`` by hand, jmp and mixed-precision-for-JAX (casts at the boundary) and
 `mpjax.autocast` of the plain float32 model: as it is, and with attention scores and logits rounded
 to half, which its policy's half list asks for. Bytes are counted as XLA counts them, without those
-of cuDNN's convolutions; matmuls by the dtype that their operands are stored in. Then what tracing
-its gradient costs. Needs mpjax[aot-cuda]; nothing executes, so the figures do not change from run
-to run. ``mixed_precision_for_jax`` is skipped where it is not installed.
+of cuDNN's convolutions; matmuls by the dtype that their operands are stored in. Needs
+mpjax[aot-cuda]; nothing executes, so the figures do not change from run to run.
+``mixed_precision_for_jax`` is skipped where it is not installed.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import importlib.util
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -89,21 +88,6 @@ def compile_step(step, state, batch):
     }
 
 
-def tracing_cost(name="gpt2", repeats=7):
-    """Returns seconds of CPU to trace the gradient, plain and under autocast; caches cleared."""
-    loss, params, rest, batch, _ = MODELS[name]()
-
-    def seconds(loss):
-        jax.clear_caches()
-        start = time.process_time()
-        jax.make_jaxpr(jax.value_and_grad(loss, has_aux=True))(params, rest, batch)
-        return time.process_time() - start
-
-    auto = mpjax.autocast(loss, "mixed_bfloat16")
-    pairs = [(seconds(loss), seconds(auto)) for _ in range(repeats)]
-    return [round(min(times), 3) for times in zip(*pairs, strict=True)]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("models", nargs="*", default=["gpt2", "resnet50"])
@@ -123,8 +107,6 @@ def main():
         hand, ours = rows["by hand"], rows["mpjax.autocast"]
         for key in ("temp_mib", "bytes_gb"):
             print(f"{name:<10}{key:<26}{ours[key] / hand[key]:>7.3f} of by hand")
-    plain, auto = results["tracing_seconds"] = tracing_cost()
-    print(f"tracing the gradient of gpt2: {plain} s, autocast {auto} s: {auto / plain:.2f}x")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(results, indent=2) + "\n")
