@@ -124,15 +124,15 @@ def test_remat_takes_the_derivative_of_a_softmax_from_its_result():
 
 
 def test_islands_that_wait_for_each_other_are_dropped(monkeypatch):
-    from mpjax._src.autocast import islands
+    from mpjax._src.autocast import islands, storage
 
-    def crossed(block):
-        groups = [islands.Island(block.ops[i::2]) for i in (0, 1)]
+    def crossed(flow):
+        groups = [islands.Island(flow.block.ops[i::2]) for i in (0, 1)]
         for group in groups:
-            islands._set_boundary(group, block)
+            islands.bound(group, flow)
         return {op: group for group in groups for op in group.ops}
 
-    monkeypatch.setattr(islands, "_islands", crossed)
+    monkeypatch.setitem(storage.CHOOSE, storage.FAST, crossed)
 
     def fun(x):
         return jnp.cos(jnp.sin(jnp.cos(jnp.sin(x))))

@@ -32,8 +32,8 @@ def _run_while(op: Op, env: Env) -> None:
     ]
     args = [*consts[: cond.consts], *operands(op, body, env)]
     new = {
-        "cond_jaxpr": trace_sub(op, cond, env, islands="none"),
-        "body_jaxpr": trace_sub(op, body, env, islands="none"),
+        "cond_jaxpr": trace_sub(op, cond, env),
+        "body_jaxpr": trace_sub(op, body, env),
     }
     finish(op, env, _jax.bind(op.eqn, args, **new))
 
@@ -48,8 +48,7 @@ def _run_cond(op: Op, env: Env) -> None:
 @evaluates("remat2")
 def _run_remat(op: Op, env: Env) -> None:
     (sub,) = op.subs
-    # What the user recomputes is not computed a third time.
-    jaxpr, consts = _jax.hoisted(trace_sub(op, sub, env, islands="softmaxes"))
+    jaxpr, consts = _jax.hoisted(trace_sub(op, sub, env))
     new: dict[str, Any] = {"jaxpr": jaxpr}
     if isinstance(op.params["prevent_cse"], tuple):
         new["prevent_cse"] = (True,) * len(consts) + op.params["prevent_cse"]
@@ -61,6 +60,6 @@ def _run_shard_map(op: Op, env: Env) -> None:
     (sub,) = op.subs
     outs = result_dtypes(op, sub)
     mapped = _jax.shard_map(
-        lambda *args: tuple(run_block(sub.block, args, outs, env.policy, env.islands)), op.params
+        lambda *args: tuple(run_block(sub.block, args, outs, env.settings)), op.params
     )
     finish(op, env, mapped(*operands(op, sub, env)))

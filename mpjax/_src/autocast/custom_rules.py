@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from mpjax._src import _jax
 from mpjax._src.autocast.environment import Env
 from mpjax._src.autocast.graph import REGION, Op
-from mpjax._src.autocast.plan import make_plan
+from mpjax._src.autocast.plan import analyse, make_plan
 from mpjax._src.autocast.rewrite import (
     evaluates,
     finish,
@@ -31,12 +31,12 @@ from mpjax._src.policy import Policy
 def _run_custom_jvp(op: Op, env: Env) -> None:
     """Keeps the custom rule in force, on primals and tangents of the planned dtypes."""
     (sub,) = op.subs
-    policy, params = env.policy, op.params
+    policy, params = env.settings.policy, op.params
     if op.rule == "program":
         in_dtypes = [v.dtype for v in sub.block.invars]
         outs = result_dtypes(op, sub)
         args = operands(op, sub, env)
-        primal = functools.partial(run_block, sub.block, policy=policy, islands=env.islands)
+        primal = functools.partial(run_block, sub.block, settings=env.settings)
     else:
         in_dtypes = [op.compute if v.is_f32 else None for v in op.ins]
         outs = [op.compute if v.is_f32 else None for v in op.outs]
@@ -82,7 +82,7 @@ def _run_whole(
 def _run_custom_vjp(op: Op, env: Env) -> None:
     """Keeps the custom rules in force: forward and backward are both planned and rewritten."""
     (sub,) = op.subs
-    policy = env.policy
+    policy = env.settings.policy
     in_dtypes = [v.dtype for v in sub.block.invars]
     outs = result_dtypes(op, sub)
     consts = op.params["num_consts"]
@@ -92,7 +92,7 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
 
     @jax.custom_vjp
     def call(*args):
-        return run_block(sub.block, args, outs, policy, env.islands)
+        return run_block(sub.block, args, outs, env.settings)
 
     def fwd(*args):
         perturbed = [True] * len(args)
@@ -183,7 +183,7 @@ def _residual_dtypes(bwd, count, ct_dtypes, policy, scopes) -> list[Any]:
     inner, consts = _jax.open_jaxpr(bwd)
     dtypes = [v.aval.dtype if hasattr(v.aval, "dtype") else None for v in inner.invars]
     dtypes[count:] = [d or t for d, t in zip(ct_dtypes, dtypes[count:], strict=True)]
-    plan = make_plan(inner, consts, policy, dtypes, scopes=scopes)
+    plan = analyse(inner, consts, policy, dtypes, scopes=scopes)
     half = policy.compute_dtype
     return [
         half
@@ -196,7 +196,7 @@ def _residual_dtypes(bwd, count, ct_dtypes, policy, scopes) -> list[Any]:
 @evaluates("custom_vmap_call")
 def _run_custom_vmap(op: Op, env: Env) -> None:
     (sub,) = op.subs
-    rule = _wrap_vmap_rule(op.params["rule"], functools.partial(_rerun, env.policy, op))
+    rule = _wrap_vmap_rule(op.params["rule"], functools.partial(_rerun, env.settings.policy, op))
     new = {"call": trace_sub(op, sub, env), "rule": rule}
     finish(op, env, _jax.bind(op.eqn, operands(op, sub, env), **new))
 
@@ -230,7 +230,9 @@ def _run_linear_call(op: Op, env: Env) -> None:
         transpose, consts = thunk()
         avals = _jax.in_avals(transpose)
         run = functools.partial(_jax.eval_closed, transpose)
-        return _jax.trace(functools.partial(_rerun, env.policy, op, run), avals, op.name), consts
+        return _jax.trace(
+            functools.partial(_rerun, env.settings.policy, op, run), avals, op.name
+        ), consts
 
     new = {"callee": trace_sub(op, sub, env), "transpose_thunk": transpose_thunk}
     finish(op, env, _jax.bind(op.eqn, operands(op, sub, env), **new))

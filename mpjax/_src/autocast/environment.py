@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,12 +27,23 @@ def constants_as_casts() -> Iterator[None]:
         _FOLDS.reset(token)
 
 
+class Settings(NamedTuple):
+    """What holds for all blocks of a program that is evaluated.
+
+    Attributes:
+        policy: The policy.
+        rows: Whether what an op becomes is named by its number, for a report.
+    """
+
+    policy: Policy
+    rows: bool = False
+
+
 class Env:
     """The arrays of a block as it is evaluated, in each dtype that they were read in."""
 
-    def __init__(self, policy: Policy, islands: str, in_loop: bool, depth: int = 0):
-        self.policy = policy
-        self.islands = islands
+    def __init__(self, settings: Settings, in_loop: bool, depth: int = 0):
+        self.settings = settings
         self.in_loop = in_loop
         self.depth = depth  # how many names of an op's stack are entered already
         self.shared: dict[Any, Any] = {}  # stretches that were rewritten, by what they compute
@@ -72,7 +83,7 @@ class Env:
 
         Values of ``known`` are not computed again.
         """
-        env = Env(self.policy, self.islands, self.in_loop, depth)
+        env = Env(self.settings, self.in_loop, depth)
         env._known = known or {}
         return env
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from mpjax._src import _jax
-from mpjax._src.autocast.graph import ROW, Op, Value, number
+from mpjax._src.autocast.graph import ROW, Op, Value, numbered
 from mpjax._src.autocast.loss import check_loss, differentiated, pull_back
 from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
@@ -168,7 +168,7 @@ def explain(
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
         traced = trace(fun, policy, args, kwargs)
-        forward = [_row(op, times) for op, times in number(traced.plan.block)]
+        forward = [_row(op, times) for op, times in numbered(traced.plan.block)]
         written = _jax.open_jaxpr(traced.jaxpr)[0]
         if argnums is None:
             new = _jax.trace(lambda *xs: call(traced, list(xs)), traced.avals, "explain")
@@ -187,7 +187,7 @@ def _with_gradients(traced: Traced, forward, active, has_aux) -> CastReport:
     """Completes a report with the backward pass of ``value_and_grad``."""
 
     def new(*arrays):
-        return traced.rebuild(call(traced, list(arrays)))
+        return traced.rebuild(call(traced, list(arrays), rows=True))
 
     def old(*arrays):
         return traced.rebuild(_jax.eval_closed(traced.jaxpr, *arrays))

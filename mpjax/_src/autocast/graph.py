@@ -106,7 +106,7 @@ class Op:
     compute: Any = None  # what its float32 operands are read in; None as they are stored
     reason: str = ""
     index: int = -1
-    row: int = -1  # of a report
+    row: int = -1  # its number in reports
     steady: bool = False  # what it reads may count as constant in derivatives
 
     @property
@@ -149,9 +149,7 @@ class Block:
     ops: list[Op]
     carries: tuple[bool, ...] = ()  # of a loop's body: which arguments are stored in half
     in_loop: bool = False
-    free: Any = None
-    readers: Any = None
-    steps: Any = None  # all three set by `islands.schedule`
+    steps: tuple[Any, ...] = ()  # what runs it: ops, and islands of them (`storage`)
 
     def walk(self):
         """Yields every op, those of sub-programs included."""
@@ -173,12 +171,10 @@ def numbered(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
                 yield from numbered(sub.block, times * op.params.get("length", 1))
 
 
-def number(block: Block) -> list[tuple[Op, int]]:
-    """Numbers the ops of a planned program, and returns them as `numbered` does."""
-    ops = list(numbered(block))
-    for row, (op, _) in enumerate(ops):
+def number(block: Block) -> None:
+    """Numbers the ops of a planned program, in the order in which `numbered` yields them."""
+    for row, (op, _) in enumerate(numbered(block)):
         op.row = row
-    return ops
 
 
 def build(

@@ -1,12 +1,15 @@
 """The plan: what every operation computes in, and what every float32 value is stored in.
 
-Pure analysis of a `graph.Block`, in four sweeps over the nested program:
+Pure analysis of a `graph.Block`, in five sweeps over the nested program:
 
 1. `classify` gives each op its rule: a row of the op sets, or what the user or the program said.
 2. `Sweep` (forward) infers where each value comes from and whether half would hold it, and decides
    which loop carries may be half.
 3. `demand` (backward) collects what the readers of each value want.
 4. `decide` (forward) picks each op's compute dtype and each value's storage dtype.
+5. `store` picks what is kept for a backward pass, and what that computes again.
+
+Nothing that runs or reports a plan changes it.
 
 A float32 value is of one of three kinds. *half*: computed in half, or rounded to it for storage.
 *full*: came out of a float32 operation. *flexible*: an argument or constant, or computed from such
@@ -22,7 +25,8 @@ from mpjax._src.autocast.classify import classify
 from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import demand, read_by
 from mpjax._src.autocast.facts import Sweep, argument
-from mpjax._src.autocast.graph import Block, build
+from mpjax._src.autocast.graph import Block, build, number
+from mpjax._src.autocast.storage import store
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.policy import Policy
 
@@ -36,7 +40,15 @@ class Plan:
     used_patterns: frozenset[str]
 
 
-def make_plan(
+def make_plan(*args: Any, **kwargs: Any) -> Plan:
+    """Plans a program, for one who runs it: as `analyse`, and what is kept for a backward pass."""
+    plan = analyse(*args, **kwargs)
+    store(plan.block)
+    number(plan.block)
+    return plan
+
+
+def analyse(
     jaxpr: Any,
     consts: Sequence[Any],
     policy: Policy,
@@ -46,7 +58,7 @@ def make_plan(
     scopes: tuple[str, ...] = (),
     linear: Sequence[int] = (),
 ) -> Plan:
-    """Plans a program.
+    """Decides what a program computes in.
 
     Args:
         jaxpr: The program, with ``consts`` the values of its constants.
@@ -59,7 +71,7 @@ def make_plan(
         linear: Which arguments are tangents: the program will be transposed in them as it stands.
 
     Returns:
-        The plan. Nothing has been run.
+        The plan, without what is kept for a backward pass. Nothing has been run.
     """
     block = build(jaxpr, consts, scopes)
     for value, path in zip(block.invars, paths, strict=False):

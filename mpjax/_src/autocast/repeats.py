@@ -49,14 +49,14 @@ class Stretch:
     stack: Any
 
 
-def fold(block: Block, steps: list[Step], overrides: bool) -> "list[Step | Stretch]":
+def fold(block: Block, overrides: bool) -> "list[Step | Stretch]":
     """Returns the steps of a block, those that repeat gathered into stretches.
 
     Args:
         block: The block.
-        steps: What `islands.schedule` returns for it.
         overrides: Whether the policy looks at the names of scopes.
     """
+    steps = [*block.steps]
     if len(steps) < 2 * SHORTEST:
         return [*steps]
     code = _coder(overrides)
@@ -89,14 +89,14 @@ def made_where_read(step: Step) -> bool:
 
 # What the rewrite reads of a value and of an op, apart from the equation and from how they hang
 # together. A test holds it.
-READ = {Value: "raw literal returned dtype", Op: "rule half forced compute steady row"}
+READ = {Value: "raw literal returned dtype", Op: "rule half forced compute steady"}
 
 # Programs inside are grouped into islands when they are rewritten, which reads nearly all.
 UNREAD = {
     Value: "aval const paths readers",
-    Op: "eqn ins outs subs stack scopes callers index reason",
+    Op: "eqn ins outs subs stack scopes callers index reason row",
     Island: "after",
-    Block: "free readers steps",
+    Block: "steps",
     Sub: "",
 }
 FIELDS: dict[type, list[str]] = {
@@ -159,7 +159,7 @@ def _coder(overrides: bool) -> Code:
 
 def _place(op: Op, overrides: bool) -> Any:
     """Returns the equation of an op, and the names that the planning of a custom rule reads."""
-    if op.eqn.effects or op.row >= 0:  # order matters, or a report tells them apart
+    if op.eqn.effects:  # their order matters
         return op
     if not op.subs and not op.name.startswith("custom_"):
         return _jax.equation_key(op.eqn)

@@ -27,43 +27,46 @@ from mpjax._src.autocast.derivatives import (
     wide_cotangent,
     wide_matmul,
 )
-from mpjax._src.autocast.environment import Env
+from mpjax._src.autocast.environment import Env, Settings
 from mpjax._src.autocast.gathers import picks_one_per_row
 from mpjax._src.autocast.graph import ROW, Block, Op, Sub, Value
-from mpjax._src.autocast.islands import Island, schedule
+from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.repeats import Stretch, fold, made_where_read
 from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.policy import Policy
 
 
-def run_plan(plan: Plan, args: Sequence[Any], out_dtypes: Sequence[Any]) -> list[Any]:
+def run_plan(
+    plan: Plan, args: Sequence[Any], out_dtypes: Sequence[Any], rows: bool = False
+) -> list[Any]:
     """Evaluates a planned program.
 
     Args:
         plan: The plan.
         args: One array for each argument, in the dtypes it was planned for.
         out_dtypes: What each float32 result is handed out in.
+        rows: Whether to name what each op becomes by its number, for a report.
 
     Returns:
         The results.
     """
-    return run_block(plan.block, args, out_dtypes, plan.policy)
+    return run_block(plan.block, args, out_dtypes, Settings(plan.policy, rows))
 
 
 def run_block(
     block: Block,
     args: Sequence[Any],
     out_dtypes: Sequence[Any],
-    policy: Policy,
-    islands: str = "all",
+    settings: Settings,
 ) -> list[Any]:
-    env = Env(policy, islands, block.in_loop)
+    """Evaluates a planned block."""
+    env = Env(settings, block.in_loop)
     for value, const in block.consts:
         env.write(value, const)
     for value, arg in zip(block.invars, args, strict=True):
         env.write(value, arg)
-    for step in fold(block, schedule(block, islands), bool(policy.overrides)):
+    steps = block.steps if settings.rows else fold(block, bool(settings.policy.overrides))
+    for step in steps:
         _run_step(step, env)
     return [
         _jax.typed_as(v.aval, env.result(v, dtype))
@@ -76,7 +79,7 @@ def _run_step(step: Op | Island | Stretch, env: Env) -> None:
         return _run_island(step, env)
     if isinstance(step, Stretch):
         return _run_stretch(step, env)
-    with _location(step, step.stack, env), _row(step):
+    with _location(step, step.stack, env), _row(step, env):
         EVALUATE[step.forced or step.rule](step, env)
 
 
@@ -84,9 +87,10 @@ def _location(op: Op, stack: Any, env: Env) -> Any:
     return _jax.location(op.eqn, _jax.below(stack, env.depth))
 
 
-def _row(op: Op) -> Any:
+def _row(op: Op, env: Env) -> Any:
     """Returns the scope by which a report finds what an op became; none where none was asked."""
-    return contextlib.nullcontext() if op.row < 0 else jax.named_scope(f"{ROW}{op.row}")
+    asked = env.settings.rows and op.row >= 0
+    return jax.named_scope(f"{ROW}{op.row}") if asked else contextlib.nullcontext()
 
 
 # ---- one op -------------------------------------------------------------------------------------
@@ -220,14 +224,11 @@ def result_dtypes(op: Op, sub: Sub) -> list[Any]:
     return dtypes
 
 
-def trace_sub(op: Op, sub: Sub, env: Env, islands: str | None = None) -> Any:
+def trace_sub(op: Op, sub: Sub, env: Env) -> Any:
     """Returns the rewritten jaxpr of a sub-program."""
-    islands = env.islands if islands is None else islands
     outs = result_dtypes(op, sub)
     avals = [_jax.retyped(v.aval, v.dtype) if v.is_f32 else v.aval for v in sub.block.invars]
-    return _jax.trace(
-        lambda *args: run_block(sub.block, args, outs, env.policy, islands), avals, op.name
-    )
+    return _jax.trace(lambda *args: run_block(sub.block, args, outs, env.settings), avals, op.name)
 
 
 def operands(op: Op, sub: Sub, env: Env) -> list[Any]:
@@ -318,7 +319,7 @@ def _run_island(island: Island, env: Env) -> None:
         return evaluate(island.weights, given).read(island.weights[-1].outs[0], FLOAT32)
 
     prevent = island.barrier and not env.in_loop
-    with _location(island.ops[-1], scopes, env), _row(island.ops[-1]):
+    with _location(island.ops[-1], scopes, env), _row(island.ops[-1], env):
         if island.matmul:
             weighed = island.weights[-1].outs if island.weights else island.sums
             eqn, place = island.matmul.eqn, island.matmul.ins.index(weighed[0])

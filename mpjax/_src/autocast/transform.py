@@ -186,11 +186,11 @@ def _spread(values: Sequence[Any], places: Sequence[bool]) -> list[Any]:
     return [next(given) if yes else None for yes in places]
 
 
-def call(traced: Traced, arrays: list[Any]) -> list[Any]:
-    """Evaluates a traced function on its array arguments."""
+def call(traced: Traced, arrays: list[Any], rows: bool = False) -> list[Any]:
+    """Evaluates a traced function on its array arguments; ``rows`` as for `run_plan`."""
     arrays = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in arrays]
     with jax.named_scope(PLANNED):
-        results = run_plan(traced.plan, arrays, traced.out_dtypes)
+        results = run_plan(traced.plan, arrays, traced.out_dtypes, rows)
     # A constant may be a number.
     outs = zip(results, traced.plan.block.outvars, traced.out_dtypes, strict=True)
     return [x if hasattr(x, "dtype") else jnp.asarray(x, to or v.aval.dtype) for x, v, to in outs]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._src import _jax
-from mpjax._src.autocast.graph import Op, number, numbered
+from mpjax._src.autocast.graph import Op, numbered
 from mpjax._src.autocast.loss import differentiated, is_array, is_loss, pull_back
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.transform import call, trace
@@ -104,11 +104,10 @@ def make_program(
     names = _names(fun, args, [keys for keys, _ in pairs])
     with _noted(f"{tool}: the function failed while JAX traced it, before {tool} ran it."):
         traced = trace(fun, policy, args, kwargs)
-    number(traced.plan.block)
     outs = traced.returned()
 
     def run(*arrays):
-        return traced.rebuild(call(traced, list(arrays)))
+        return traced.rebuild(call(traced, list(arrays), rows=True))
 
     follows = argnums is not None and is_loss(tool, outs, has_aux)
     if follows:

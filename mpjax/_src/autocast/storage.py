@@ -1,0 +1,311 @@
+"""What is kept for the backward pass, and what it computes again: the last sweep of a plan."""
+
+from collections.abc import Iterable
+
+from mpjax._src import rules
+from mpjax._src.autocast.facts import EXPONENTIALS
+from mpjax._src.autocast.graph import Block, Op, Value
+from mpjax._src.autocast.islands import Flow, Island, bound, flow_of, is_free
+from mpjax._src.autocast.lattices import BEYOND
+from mpjax._src.autocast.peepholes import softmaxes
+from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
+
+# What is chosen by: as few bytes as possible moved; the peepholes alone, where the user computes
+# the rest again; nothing, where there is no backward pass.
+FAST, PEEPHOLES, WRITTEN = "fast", "peepholes", "written"
+
+# What the programs inside of a primitive are stored by, where that differs from what is around it.
+INSIDE = {"remat2": PEEPHOLES, "while": WRITTEN}
+
+
+def store(block: Block, by: str = FAST) -> None:
+    """Decides what every block keeps for the backward pass, and sets the steps that run it."""
+    for op in block.ops:
+        if op.rule == "program":
+            for sub in op.subs:
+                store(sub.block, INSIDE.get(op.name, by))
+    steps = [] if by == WRITTEN else _in_order(block, CHOOSE[by](flow_of(block)))
+    block.steps = tuple(steps or block.ops)
+
+
+def _islands(flow: Flow) -> "dict[Op, Island]":
+    """Groups the ops of a block into islands, and drops the ones that save no memory."""
+    block, producer = flow.block, flow.producer
+    groups: list[Island] = []
+    group_of: dict[Op, int] = {}
+    merged: list[int] = []  # union-find over groups
+    after: dict[Op, int] = {}  # which groups an op depends on, as a bit mask
+
+    def root(i: int) -> int:
+        while merged[i] != i:
+            i = merged[i]
+        return i
+
+    def closure(mask: int) -> int:
+        """Adds what the groups of a mask depend on themselves."""
+        seen, todo = 0, mask
+        while todo:
+            low = todo & -todo
+            todo ^= low
+            i = root(low.bit_length() - 1)
+            bit = 1 << i
+            if not seen & bit:
+                seen |= bit
+                todo |= groups[i].after & ~seen
+        return seen
+
+    softmaxes = _softmaxes_by_op(flow)
+    for op in block.ops:
+        sources = [producer[v] for v in op.ins if v in producer]
+        mask = 0
+        for source in sources:
+            mask |= after[source]
+            if source in group_of:
+                mask |= 1 << root(group_of[source])
+        after[op] = mask
+        if op in softmaxes or not _recomputable(op):
+            continue
+        joined = -1
+        for i in dict.fromkeys(root(group_of[s]) for s in sources if s in group_of):
+            i = root(i)
+            if i == joined:
+                continue
+            # Joining group i: no operand may depend on it through something outside.
+            through = 0
+            for source in sources:
+                if source not in group_of or root(group_of[source]) != i:
+                    through |= after[source]
+                    if source in group_of:
+                        through |= 1 << root(group_of[source])
+            if joined >= 0:
+                through &= ~(1 << joined)
+                through |= groups[joined].after
+            through = closure(through)
+            if through >> i & 1:
+                continue
+            if joined >= 0:
+                if closure(groups[i].after) >> joined & 1:
+                    continue
+                groups[i].ops += groups[joined].ops
+                groups[i].after |= groups[joined].after
+                merged[joined] = i
+            joined = i
+        if joined < 0:
+            if not _starts(op):
+                continue
+            joined = len(groups)
+            groups.append(Island())
+            merged.append(joined)
+        groups[joined].ops.append(op)
+        groups[joined].after |= mask & ~(1 << joined)
+        group_of[op] = joined
+    found = dict(softmaxes)
+    for i, group in enumerate(groups):
+        if merged[i] == i:
+            bound(group, flow)
+            halves = _halves_inside(group, flow)
+            if halves:
+                group.ops += halves
+                bound(group, flow)
+            group.barrier = any(_is_dear(op) for op in group.ops)
+            # Outside of loops, XLA fuses arithmetic into its readers without being told to.
+            worthwhile = group.barrier or block.in_loop
+            if worthwhile and _from_half(group, flow) and _saves_memory(group):
+                group.sloped = group.barrier and _is_sloped(group, flow)
+                found |= dict.fromkeys(group.ops, group)
+    return found
+
+
+def _softmaxes_by_op(flow: Flow) -> "dict[Op, Island]":
+    return {op: island for island in softmaxes(flow) for op in island.ops}
+
+
+CHOOSE = {FAST: _islands, PEEPHOLES: _softmaxes_by_op}
+
+
+def _recomputable(op: Op) -> bool:
+    if is_free(op):
+        return False
+    cheap = op.spec.cost != rules.NEVER and op.rule in (
+        "full",
+        "follow",
+        "layout",
+        "neutral",
+        "cast",
+    )
+    floats = any(v.is_f32 for v in op.ins)
+    return cheap and floats and op.compute in (FLOAT32, None) and not op.eqn.effects
+
+
+def _starts(op: Op) -> bool:
+    """Tells whether an island may begin here: not with constants or parameters alone."""
+    return any(v.is_f32 and not v.raw and v.const is None for v in op.ins)
+
+
+def _halves_inside(group: Island, flow: Flow) -> list[Op]:
+    """Returns half ops that an island alone reads, of what it reads anyway: ``x / 2`` beside x."""
+    members = set(group.ops)
+    found = []
+    for value in group.inputs:
+        op = flow.producer.get(value)
+        if op is None or op.compute not in HALVES or op.spec.need != rules.FOLLOW or op.forced:
+            continue
+        varying = [v for v in op.ins if v.const is None]
+        if all(v in group.inputs for v in varying) and members.issuperset(flow.readers[value]):
+            found.append(op)
+    return found
+
+
+def _from_half(group: Island, flow: Flow) -> bool:
+    """Sees to it that the large inputs of an island can be kept in half.
+
+    Where one is float32 (a matmul's float32 result, as attention scores are), linear operations
+    that lead from it are left out of the island: they save nothing, and what they lead to is better
+    rounded (``x - max(x)`` before an ``exp``: the entries that matter are close to 0).
+    """
+    if not _large_float32(group):
+        return True
+    if any(op.forced == "full" for op in group.ops):  # the user wants no rounding here
+        return False
+    inside: set[Value] = {v for op in group.ops for v in op.outs}
+    kept = []
+    for op in group.ops:
+        if _is_linear(op) and not any(v in inside for v in op.ins):
+            inside.difference_update(op.outs)
+        else:
+            kept.append(op)
+    group.ops = kept
+    bound(group, flow)
+    group.rounded = _large_float32(group)
+    return group.half is not None and _stand_rounding(group)
+
+
+def _stand_rounding(group: Island) -> bool:
+    """Tells whether the derivatives of an island may be computed from its rounded inputs."""
+    beyond = any(v.fact.span == BEYOND for v in group.rounded) and group.half == FLOAT16
+    if beyond or any(v.unrounded for v in group.rounded):
+        return False
+    touched = set(group.rounded)
+    for op in group.ops:
+        reads = [v for v in op.ins if v in touched]
+        if not all(_stands_rounding(op, v) for v in reads):
+            return False
+        if reads:
+            touched.update(v for v in op.outs if v not in group.sums)  # sums are kept as they are
+    return True
+
+
+def _stands_rounding(op: Op, value: Value) -> bool:
+    """Tells whether the derivative of an op may be computed from a rounded operand."""
+    bounded = value.fact.negative and op.name in EXPONENTIALS
+    dividend = op.name == "div" and value is not op.ins[1]
+    return op.spec.steady_of(op.params) or _is_linear(op) or bounded or dividend
+
+
+def _large_float32(group: Island) -> set[Value]:
+    return {
+        v
+        for v in group.inputs
+        if v.is_f32 and v.dtype == FLOAT32 and not (v.raw or v.small or v.const is not None)
+    }
+
+
+def _is_sloped(group: Island, flow: Flow) -> bool:
+    """Tells whether an island is one half array in, one out, and its slope fits into half."""
+    if len(group.inputs) != 1 or len(group.results) != 1:
+        return False
+    (operand,), (result,) = group.inputs, group.results
+    members = set(group.ops)
+    return (
+        operand.dtype == group.half
+        and result in group.in_half
+        and operand.aval.shape == result.aval.shape
+        and not group.sums
+        and not any(op.forced == "full" for op in group.ops)
+        and all(reader in members for reader in flow.readers[operand])
+        and all(
+            op.spec.steady_of(op.params) or _is_linear(op) or _is_scaling(op) for op in group.ops
+        )
+    )
+
+
+def _is_linear(op: Op) -> bool:
+    """Tells whether an op is linear in each operand alone: its derivative then reads no operand."""
+    return op.spec.saves == rules.NOTHING and op.spec.cost == rules.FUSED
+
+
+def _is_scaling(op: Op) -> bool:
+    return op.name == "div" and op.ins[1].const is not None
+
+
+def _is_dear(op: Op) -> bool:
+    large = any(v.is_f32 and not v.small for v in op.outs)
+    inner = [o for sub in op.subs for o in sub.block.walk() if o.reason != "no float32"]
+    inner = [o for o in inner if not o.subs] if op.subs else [op]
+    return large and any(o.spec.cost != rules.FUSED for o in inner)
+
+
+def _saves_memory(group: Island) -> bool:
+    """Compares what derivatives would save with what the island keeps instead."""
+    saved: set[Value] = set()
+    for op in group.ops:
+        varying = [v for v in op.ins if v.is_f32 and v.const is None]
+        if _is_linear(op):
+            continue
+        if op.spec.saves == rules.OTHERS:
+            saved.update(varying if len(varying) > 1 else ())
+        else:
+            saved.update((*varying, *op.outs))
+    kept = _bytes(v for v in group.inputs if not v.raw) - _bytes(group.rounded) // 2
+    halves = any(v.dtype in HALVES and not v.small for v in group.inputs if v.is_f32)
+    if group.rounded:  # a loss: its backward pass comes at once
+        halves = any(v.is_f32 and not v.small and v.size > 1 for v in group.results)
+    return halves and kept < _bytes(saved)
+
+
+def _bytes(values: Iterable[Value]) -> int:
+    return sum(
+        v.size * (v.dtype.itemsize if v.dtype is not None else v.aval.dtype.itemsize)
+        for v in values
+        if v.const is None and v.is_f32 and not v.small
+    )
+
+
+def _in_order(block: Block, islands: "dict[Op, Island]") -> "list[Op | Island]":
+    """Sorts ops and islands so that each runs after what it reads; effects keep their order.
+
+    Returns nothing if two of them wait for each other: better no islands than no program.
+    """
+    producer: dict[Value, Op | Island] = {}
+    for op in block.ops:
+        for v in op.outs:
+            producer[v] = islands.get(op, op)
+    steps: list[Op | Island] = []
+    done: set[int] = set()
+    begun: set[int] = set()
+
+    def emit(step: "Op | Island") -> bool:
+        stack: list[tuple[Op | Island, bool]] = [(step, False)]
+        while stack:
+            current, ready = stack.pop()
+            if id(current) in done:
+                continue
+            if ready:
+                done.add(id(current))
+                steps.append(current)
+                continue
+            begun.add(id(current))
+            stack.append((current, True))
+            needs = current.inputs if isinstance(current, Island) else current.ins
+            for v in reversed(needs):
+                if v in producer and id(producer[v]) not in done:
+                    if id(producer[v]) in begun:
+                        return False
+                    stack.append((producer[v], False))
+        return True
+
+    for op in block.ops:
+        complete = op not in islands or op is islands[op].ops[-1]
+        if complete and not emit(islands.get(op, op)):
+            return []
+    return steps
