@@ -39,6 +39,7 @@ NORM_PATTERNS = (
 )
 
 CASTINGS = ("boundary", "op")
+STORAGES = ("fast", "lean")
 OP_LISTS = ("half_ops", "full_ops", "follow_ops")
 
 
@@ -62,9 +63,11 @@ class Policy(jmp.Policy):
         half_ops: Names of JAX primitives that compute in half, for op-level casting.
         full_ops: Names of JAX primitives that compute in float32.
         follow_ops: Names of JAX primitives that follow their inputs.
+        storage: What the backward pass is given, for op-level casting: "fast" or "lean". See
+            `with_storage`.
 
     Raises:
-        ValueError: If a dtype, pattern, primitive name or ``casting`` is not legal.
+        ValueError: If a dtype, pattern, primitive name, ``casting`` or ``storage`` is not legal.
 
     Example:
         >>> import mpjax
@@ -83,6 +86,7 @@ class Policy(jmp.Policy):
     half_ops: tuple[str, ...] = ()
     full_ops: tuple[str, ...] = ()
     follow_ops: tuple[str, ...] = ()
+    storage: str = "fast"
 
     def __post_init__(self):
         for name, value in _canonical_fields(self).items():
@@ -145,6 +149,30 @@ class Policy(jmp.Policy):
             full_ops=(*self.full_ops, *_strings(full, "full")),
             follow_ops=(*self.follow_ops, *_strings(follow, "follow")),
         )
+
+    def with_storage(self, storage: str) -> "Policy":
+        """Returns this policy with another choice of what is kept for the backward pass.
+
+        For op-level casting. It changes memory and time, and no result but by rounding.
+
+        Args:
+            storage: "fast", the default: as few bytes as possible are moved. "lean": as few as
+                possible are kept from the forward to the backward pass, which then computes
+                elementwise work again, across norms and activations; no matmul, convolution or
+                reduction runs twice. What you wrap in `jax.checkpoint` yourself stays as it is.
+
+        Returns:
+            A new policy.
+
+        Raises:
+            ValueError: If ``storage`` is neither.
+
+        Example:
+            >>> import mpjax
+            >>> str(mpjax.get_policy("mixed_bfloat16").with_storage("lean"))
+            'mixed_bfloat16,storage=lean'
+        """
+        return dataclasses.replace(self, storage=storage)
 
     def cast_to_param(self, tree: T) -> T:
         """Casts a tree of parameters to the dtypes they are stored in.
@@ -225,7 +253,11 @@ class Policy(jmp.Policy):
         return jax.tree_util.tree_map_with_path(convert, tree)
 
     def __str__(self) -> str:
-        extras: dict[str, Any] = {"overrides": (), **dict.fromkeys(OP_LISTS, ())}
+        extras: dict[str, Any] = {
+            "overrides": (),
+            "storage": STORAGES[0],
+            **dict.fromkeys(OP_LISTS, ()),
+        }
         base = dataclasses.replace(self, **extras)
         names = (name for name in NAMES if get_policy(name) == base)
         parts = [next(names, "") or _spell_out(base)]
@@ -235,6 +267,7 @@ class Policy(jmp.Policy):
         parts += [
             f"{ops}={json.dumps(getattr(self, ops))}" for ops in OP_LISTS if getattr(self, ops)
         ]
+        parts += [f"storage={self.storage}"] if self.storage != STORAGES[0] else []
         return ",".join(parts)
 
     def __repr__(self) -> str:
@@ -274,7 +307,10 @@ KEYS = {
     "compute": "compute_dtype",
     "o": "output_dtype",
     "output": "output_dtype",
-    **{name: name for name in ("casting", "master_weights", "keep_full", "overrides", *OP_LISTS)},
+    **{
+        name: name
+        for name in ("casting", "master_weights", "keep_full", "overrides", *OP_LISTS, "storage")
+    },
 }
 
 
@@ -291,7 +327,8 @@ def get_policy(x: "str | jmp.Policy", half: DTypeLike | None = None) -> Policy:
       op-level casting), "O2" (half parameters but for norm layers, float32 masters and outputs),
       "O3" (everything half, no masters), with the half dtype as a suffix: "O2:float16".
     - After any of these, refinements: ``master_weights=false``, ``casting=op``,
-      ``overrides={"*norm*": "f32"}``, ``half_ops=["exp"]`` (JSON after the equals sign).
+      ``storage=lean``, ``overrides={"*norm*": "f32"}``, ``half_ops=["exp"]`` (JSON after the
+      equals sign).
 
     Args:
         x: The string, a `Policy` or a `jmp.Policy`.
@@ -478,6 +515,11 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
         raise ValueError(
             f"casting={policy.casting!r} must be 'boundary' (cast parameters and inputs once) or "
             f"'op' (operation by operation).{did_you_mean(str(policy.casting), CASTINGS)}"
+        )
+    if policy.storage not in STORAGES:
+        raise ValueError(
+            f"storage={policy.storage!r} must be 'fast' (few bytes moved) or 'lean' (few bytes "
+            f"kept for the backward pass).{did_you_mean(str(policy.storage), STORAGES)}"
         )
     listed: dict[str, str] = {}
     for names in OP_LISTS:

@@ -168,3 +168,11 @@ def cleared_with_jax(cache: Any) -> None:
 def tracing_key() -> Any:
     """Returns what, besides its arguments, the trace of a function depends on."""
     return config.trace_context()
+
+
+def shard_shape(aval: Any) -> tuple[Any, ...]:
+    """Returns the shape of what one device holds of an array, as far as the program says."""
+    sharding = aval.sharding
+    if sharding.mesh.empty or not sharding.mesh.explicit_axes:
+        return aval.shape
+    return sharding.shard_shape(aval.shape)

@@ -11,18 +11,43 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax._src import _jax
 from mpjax._src.autocast.gathers import select_one_per_row
 from mpjax._src.dtypes import FLOAT32
-from mpjax._src.rules import REDUCES, rule_of
+from mpjax._src.rules import NEVER, REDUCES, rule_of
 
 Run = Callable[..., tuple[list[Any], list[Any]]]
 
 
 def cast(array: Any, dtype: Any) -> Any:
     return jax.lax.convert_element_type(array, dtype)
+
+
+# The name of what the backward pass is given rather than computes again.
+KEPT = "mpjax.kept"
+
+
+def keep(array: Any) -> Any:
+    """Returns an array that a checkpoint of ours keeps for the backward pass."""
+    return checkpoint_name(array, KEPT)
+
+
+def kept_alone(run: Callable[[Any], Any], arrays: Any, prevent_cse: bool) -> Any:
+    """Runs a function; the backward pass computes it again from what is kept of it.
+
+    What may not be computed twice is kept as well, where the backward pass needs it.
+    """
+    if _jax.in_taylor_mode(jax.tree.leaves(arrays)):
+        return run(arrays)
+    return jax.checkpoint(run, policy=_is_kept, prevent_cse=prevent_cse)(arrays)
+
+
+def _is_kept(primitive: Any, *_: Any, name: str = "", **__: Any) -> bool:
+    rule = rule_of(primitive.name)
+    return (rule.cost == NEVER and name in ("", KEPT)) or REDUCES in rule.traits
 
 
 def with_tangent(

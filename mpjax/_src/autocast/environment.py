@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src import _jax
-from mpjax._src.autocast.derivatives import cast, known
+from mpjax._src.autocast.derivatives import cast, keep, known
 from mpjax._src.autocast.graph import Value
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.policy import Policy
@@ -54,6 +54,8 @@ class Env:
 
     def write(self, value: Value, array: Any) -> None:
         """Records an array in the dtype that it has."""
+        if value.kept:
+            array = keep(array)
         self._arrays[value] = {array.dtype if value.is_f32 else None: array}
 
     def held(self, value: Value) -> tuple[list[Any], list[Any]]:

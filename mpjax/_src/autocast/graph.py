@@ -54,6 +54,7 @@ class Value:
     wide: bool = False  # made with a constant that half would lose: never rounded for storage
     lost: bool = False  # half would lose what matters of it (`facts`): not rounded either
     rounded: bool = False  # computed in float32, stored in half
+    kept: bool = False  # for the backward pass, which computes again what is around it (`storage`)
 
     @property
     def is_f32(self) -> bool:

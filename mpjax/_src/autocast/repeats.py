@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,12 +20,11 @@ import numpy as np
 from mpjax._src import _jax
 from mpjax._src.autocast.graph import REGION, Block, Op, Sub, Value
 from mpjax._src.autocast.islands import Island
-from mpjax._src.dtypes import FLOAT32
+from mpjax._src.autocast.steps import Step, StepFlow, flow_of, together
 
 # Below this many steps a stretch saves nothing.
 SHORTEST = 4
 
-Step = Op | Island
 Code = Callable[[Step], tuple[int, list[Value]]]
 
 
@@ -49,21 +48,23 @@ class Stretch:
     stack: Any
 
 
-def fold(block: Block, overrides: bool) -> "list[Step | Stretch]":
-    """Returns the steps of a block, those that repeat gathered into stretches.
+def fold(
+    steps: Sequence[Step], results: Sequence[Value], overrides: bool
+) -> "list[Step | Stretch]":
+    """Returns steps, those that repeat gathered into stretches.
 
     Args:
-        block: The block.
+        steps: The steps of a block.
+        results: The values that they are run for.
         overrides: Whether the policy looks at the names of scopes.
     """
-    steps = [*block.steps]
     if len(steps) < 2 * SHORTEST:
         return [*steps]
     code = _coder(overrides)
     runs = _runs([code(step)[0] for step in steps])
     if not runs:
         return [*steps]
-    flow = _flow(block, steps)
+    flow = flow_of(steps, results)
     folded: list[Step | Stretch] = []
     done = 0
     for run in runs:
@@ -76,20 +77,11 @@ def fold(block: Block, overrides: bool) -> "list[Step | Stretch]":
     return [*folded, *steps[done:]]
 
 
-def made_where_read(step: Step) -> bool:
-    """Tells whether an op makes its result anew in each dtype that somebody asks for."""
-    if isinstance(step, Island) or not (step.outs and step.outs[0].is_f32):
-        return False
-    if step.name == "broadcast_in_dim":
-        return step.outs[0].const is not None
-    return step.rule == "cast" and step.ins[0].aval.dtype in (FLOAT32, np.bool_)
-
-
 # ---- what is alike ------------------------------------------------------------------------------
 
 # What the rewrite reads of a value and of an op, apart from the equation and from how they hang
 # together. A test holds it.
-READ = {Value: "raw literal returned dtype", Op: "rule half forced compute steady"}
+READ = {Value: "raw literal returned dtype kept", Op: "rule half forced compute steady"}
 
 # Programs inside are grouped into islands when they are rewritten, which reads nearly all.
 UNREAD = {
@@ -227,77 +219,15 @@ def _cuts(run: Run, names: Sequence[Any]) -> list[int]:
     return [*range(first, end + 1, period)]
 
 
-# ---- how values flow ----------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(eq=False)
-class _Flow:
-    """How values flow between the steps of a block. What is made where it is read does not."""
-
-    steps: list[Step]
-    names: list[Any]
-    made: dict[Value, Op]
-    producer: dict[Value, int]
-    last: dict[Value, int]  # the last step that reads a value
-
-
-def _flow(block: Block, steps: list[Step]) -> _Flow:
-    names = [_jax.common_stack([op.stack for op in _ops(step)]) for step in steps]
-    flow = _Flow(steps, names, {}, {}, {})
-    for i, step in enumerate(steps):
-        if isinstance(step, Op) and made_where_read(step):
-            flow.made[step.outs[0]] = step
-        else:
-            flow.producer |= dict.fromkeys(_writes(step), i)
-    for i, step in enumerate(steps):
-        flow.last |= dict.fromkeys(_sources(flow, _reads(step)), i)
-    flow.last |= dict.fromkeys(_sources(flow, block.outvars), len(steps))
-    return flow
-
-
-def _ops(step: Step) -> list[Op]:
-    return step.ops if isinstance(step, Island) else [step]
-
-
-def _reads(step: Step) -> list[Value]:
-    return step.inputs if isinstance(step, Island) else step.ins
-
-
-def _writes(step: Step) -> list[Value]:
-    return step.results if isinstance(step, Island) else step.outs
-
-
-def _sources(flow: _Flow, values: Iterable[Value]) -> Iterator[Value]:
-    """Yields the values, or what they are made from where they are read."""
-    for value in values:
-        if value in flow.made:
-            yield from _sources(flow, flow.made[value].ins)
-        elif not value.literal:
-            yield value
-
-
-def _makers(flow: _Flow, values: Iterable[Value]) -> Iterator[Op]:
-    """Yields the ops that make values where they are read, in order."""
-    for value in values:
-        if value in flow.made:
-            yield from _makers(flow, flow.made[value].ins)
-            yield flow.made[value]
-
-
-def _stretch(flow: _Flow, a: int, b: int, code: Code) -> tuple[Stretch, list[Value], set[int]]:
+def _stretch(flow: StepFlow, a: int, b: int, code: Code) -> tuple[Stretch, list[Value], set[int]]:
     """Returns the steps from a to b, all values that they deal with, and which of them flow out."""
-    inside = flow.steps[a:b]
-    read = [v for step in inside for v in _reads(step)]
-    steps = [*dict.fromkeys([*_makers(flow, read), *inside])]
+    steps, inputs, outputs = together(flow, a, b)
     places: dict[Value, int] = {}
     numbers = [places.setdefault(v, len(places)) for s in steps for v in code(s)[1]]
     stack = _jax.common_stack(flow.names[a:b])
     names = tuple([name.stack[len(stack.stack) :] for name in flow.names[a:b]])
     key = tuple([code(s)[0] for s in steps]), tuple(numbers), names
-    local = {v for v in places if a <= flow.producer.get(v, -1) < b}
-    inputs = [v for v in dict.fromkeys(_sources(flow, read)) if v not in local]
-    out = {places[v] for v in local if flow.last.get(v, -1) >= b}
-    return Stretch(steps, key, inputs, [], stack), [*places], out
+    return Stretch(steps, key, inputs, [], stack), [*places], {places[v] for v in outputs}
 
 
 def _alike(copies: list[tuple[Stretch, list[Value], set[int]]]) -> list[Stretch | None]:

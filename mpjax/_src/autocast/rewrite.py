@@ -20,6 +20,7 @@ from mpjax._src.autocast.derivatives import (
     attention,
     cast,
     elementwise,
+    kept_alone,
     pick,
     recomputed,
     recomputed_from_half,
@@ -32,7 +33,8 @@ from mpjax._src.autocast.gathers import picks_one_per_row
 from mpjax._src.autocast.graph import ROW, Block, Op, Sub, Value
 from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.plan import Plan
-from mpjax._src.autocast.repeats import Stretch, fold, made_where_read
+from mpjax._src.autocast.repeats import Stretch, fold
+from mpjax._src.autocast.steps import Checkpoint, Step, made_where_read
 from mpjax._src.dtypes import FLOAT32, HALVES
 
 
@@ -65,16 +67,22 @@ def run_block(
         env.write(value, const)
     for value, arg in zip(block.invars, args, strict=True):
         env.write(value, arg)
-    steps = block.steps if settings.rows else fold(block, bool(settings.policy.overrides))
-    for step in steps:
-        _run_step(step, env)
+    _run_steps(block.steps, block.outvars, env)
     return [
         _jax.typed_as(v.aval, env.result(v, dtype))
         for v, dtype in zip(block.outvars, out_dtypes, strict=True)
     ]
 
 
-def _run_step(step: Op | Island | Stretch, env: Env) -> None:
+def _run_steps(steps: Sequence[Step], results: Sequence[Value], env: Env) -> None:
+    policy, rows = env.settings
+    for step in steps if rows else fold(steps, results, bool(policy.overrides)):
+        _run_step(step, env)
+
+
+def _run_step(step: Step | Stretch, env: Env) -> None:
+    if isinstance(step, Checkpoint):
+        return _run_checkpoint(step, env)
     if isinstance(step, Island):
         return _run_island(step, env)
     if isinstance(step, Stretch):
@@ -272,6 +280,28 @@ def _run_stretch(stretch: Stretch, env: Env) -> None:
     for value, arrays in zip(stretch.outputs, results, strict=True):
         env.hold(value, arrays)
     for step in filter(made_where_read, stretch.steps):
+        _run_step(step, env)
+
+
+def _run_checkpoint(checkpoint: Checkpoint, env: Env) -> None:
+    """Runs steps so that the backward pass runs them again, from what is kept of them."""
+    held, tree = jax.tree.flatten([env.held(value) for value in checkpoint.inputs])
+    trees = []
+
+    def run(held):
+        inner = env.inside(env.depth)
+        for value, arrays in zip(checkpoint.inputs, jax.tree.unflatten(tree, held), strict=True):
+            inner.hold(value, arrays)
+        _run_steps(checkpoint.steps, checkpoint.results, inner)
+        leaves, out_tree = jax.tree.flatten([inner.held(value) for value in checkpoint.results])
+        trees.append(out_tree)
+        return leaves
+
+    leaves = kept_alone(run, held, not env.in_loop)
+    results = jax.tree.unflatten(trees[0], leaves)
+    for value, arrays in zip(checkpoint.results, results, strict=True):
+        env.hold(value, arrays)
+    for step in filter(made_where_read, checkpoint.steps):
         _run_step(step, env)
 
 

@@ -1,31 +1,35 @@
 """What is kept for the backward pass, and what it computes again: the last sweep of a plan."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from mpjax._src import rules
 from mpjax._src.autocast.facts import EXPONENTIALS
 from mpjax._src.autocast.graph import Block, Op, Value
 from mpjax._src.autocast.islands import Flow, Island, bound, flow_of, is_free
 from mpjax._src.autocast.lattices import BEYOND
+from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.peepholes import softmaxes
+from mpjax._src.autocast.steps import Step
 from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
+from mpjax._src.policy import STORAGES
 
-# What is chosen by: as few bytes as possible moved; the peepholes alone, where the user computes
+# What is chosen by: few bytes moved; few bytes kept; the peepholes alone, where the user computes
 # the rest again; nothing, where there is no backward pass.
-FAST, PEEPHOLES, WRITTEN = "fast", "peepholes", "written"
+FAST, LEAN, PEEPHOLES, WRITTEN = *STORAGES, "peepholes", "written"
 
 # What the programs inside of a primitive are stored by, where that differs from what is around it.
 INSIDE = {"remat2": PEEPHOLES, "while": WRITTEN}
 
 
-def store(block: Block, by: str = FAST) -> None:
+def store(block: Block, by: str) -> None:
     """Decides what every block keeps for the backward pass, and sets the steps that run it."""
     for op in block.ops:
         if op.rule == "program":
             for sub in op.subs:
                 store(sub.block, INSIDE.get(op.name, by))
-    steps = [] if by == WRITTEN else _in_order(block, CHOOSE[by](flow_of(block)))
-    block.steps = tuple(steps or block.ops)
+    steps: Sequence[Step] = [] if by == WRITTEN else _in_order(block, CHOOSE[by](flow_of(block)))
+    steps = steps or block.ops
+    block.steps = tuple(checkpoints(steps, block.outvars) if by == LEAN else steps)
 
 
 def _islands(flow: Flow) -> "dict[Op, Island]":
@@ -120,7 +124,7 @@ def _softmaxes_by_op(flow: Flow) -> "dict[Op, Island]":
     return {op: island for island in softmaxes(flow) for op in island.ops}
 
 
-CHOOSE = {FAST: _islands, PEEPHOLES: _softmaxes_by_op}
+CHOOSE = {FAST: _islands, LEAN: _softmaxes_by_op, PEEPHOLES: _softmaxes_by_op}
 
 
 def _recomputable(op: Op) -> bool:

@@ -1,0 +1,120 @@
+"""The steps that run a block, and how values flow between them.
+
+A step is an operation, or several that run together: an island, or a checkpoint.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpjax._src import _jax
+from mpjax._src.autocast.graph import Op, Value
+from mpjax._src.autocast.islands import Island
+from mpjax._src.dtypes import FLOAT32
+
+
+@dataclasses.dataclass(eq=False)
+class Checkpoint:
+    """Steps that the backward pass runs again, but for what is kept of them.
+
+    What is kept are the values marked so (`Value.kept`), and what may not be computed twice.
+
+    Attributes:
+        steps: The steps; before them, operations from elsewhere that make what they read where it
+            is read.
+        inputs: The values that flow in.
+        results: The values that flow out.
+    """
+
+    steps: "list[Step]"
+    inputs: list[Value]
+    results: list[Value]
+
+    @property
+    def ops(self) -> list[Op]:
+        return [op for step in self.steps for op in ops_of(step)]
+
+
+Step = Op | Island | Checkpoint
+
+
+def ops_of(step: Step) -> list[Op]:
+    return [step] if isinstance(step, Op) else step.ops
+
+
+def reads(step: Step) -> list[Value]:
+    return step.ins if isinstance(step, Op) else step.inputs
+
+
+def writes(step: Step) -> list[Value]:
+    return step.outs if isinstance(step, Op) else step.results
+
+
+def made_where_read(step: Step) -> bool:
+    """Tells whether an op makes its result anew in each dtype that somebody asks for."""
+    if not isinstance(step, Op) or not (step.outs and step.outs[0].is_f32):
+        return False
+    if step.name == "broadcast_in_dim":
+        return step.outs[0].const is not None
+    return step.rule == "cast" and step.ins[0].aval.dtype in (FLOAT32, np.bool_)
+
+
+@dataclasses.dataclass(eq=False)
+class StepFlow:
+    """How values flow between the steps of a block. What is made where it is read does not."""
+
+    steps: Sequence[Step]
+    names: list[Any]
+    made: dict[Value, Op]
+    producer: dict[Value, int]
+    last: dict[Value, int]  # the last step that reads a value
+
+
+def flow_of(steps: Sequence[Step], results: Sequence[Value]) -> StepFlow:
+    """Returns how values flow between steps, the last of which give some results."""
+    names = [_jax.common_stack([op.stack for op in ops_of(step)]) for step in steps]
+    flow = StepFlow(steps, names, {}, {}, {})
+    for i, step in enumerate(steps):
+        if isinstance(step, Op) and made_where_read(step):
+            flow.made[step.outs[0]] = step
+        else:
+            flow.producer |= dict.fromkeys(writes(step), i)
+    for i, step in enumerate(steps):
+        flow.last |= dict.fromkeys(sources(flow, reads(step)), i)
+    flow.last |= dict.fromkeys(sources(flow, results), len(steps))
+    return flow
+
+
+def sources(flow: StepFlow, values: Iterable[Value]) -> Iterator[Value]:
+    """Yields the values, or what they are made from where they are read."""
+    for value in values:
+        if value in flow.made:
+            yield from sources(flow, flow.made[value].ins)
+        elif not value.literal:
+            yield value
+
+
+def _makers(flow: StepFlow, values: Iterable[Value]) -> Iterator[Op]:
+    """Yields the ops that make values where they are read, in order."""
+    for value in values:
+        if value in flow.made:
+            yield from _makers(flow, flow.made[value].ins)
+            yield flow.made[value]
+
+
+def together(flow: StepFlow, a: int, b: int) -> tuple[list[Step], list[Value], list[Value]]:
+    """Returns the steps from a to b as a program of their own.
+
+    Returns:
+        The steps, after operations from elsewhere that make what they read where it is read; the
+        values that flow in; and those that flow out.
+    """
+    inside = flow.steps[a:b]
+    read = [v for step in inside for v in reads(step)]
+    steps = [*dict.fromkeys([*_makers(flow, read), *inside])]
+    local = [v for step in inside for v in writes(step) if a <= flow.producer.get(v, -1) < b]
+    known = set(local)
+    inputs = [v for v in dict.fromkeys(sources(flow, read)) if v not in known]
+    return steps, inputs, [v for v in local if flow.last.get(v, -1) >= b]
