@@ -63,6 +63,11 @@ class Env:
         exact = [self._exact[value]] if value in self._exact else []
         return [*self._arrays[value].values()], exact
 
+    def stored(self, value: Value) -> tuple[list[Any], list[Any]]:
+        """As `held`, in the dtype alone that the value is stored in."""
+        arrays, exact = self.held(value)
+        return [x for x in arrays if x.dtype == value.dtype] or arrays[:1], exact
+
     def hold(self, value: Value, held: tuple[list[Any], list[Any]]) -> None:
         """Records what another environment held of a value."""
         arrays, exact = held

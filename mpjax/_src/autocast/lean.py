@@ -1,38 +1,91 @@
 """Storage by fewest bytes kept: elementwise work is done again, matmuls and reductions are not.
 
-The operations between two programs (a loop, a custom rule) run under one checkpoint. What is kept
-of it is the lightest set of values from which all that derivatives read can be computed again. The
-rows of `rules` say what they read, and what may not be computed twice.
+What is kept is the lightest set of values from which all that derivatives read can be computed
+again; the rows of `rules` say what they read, and what may not be computed twice. What lies between
+kept values is gathered into groups, each under a checkpoint of its own, so that the backward pass
+computes a group again when it comes to it and not before. Where one group lies in the middle of
+another (a layer beside a residual stream that is not kept), the checkpoints are nested.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
+
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from mpjax._src import _jax, rules
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.mincut import cheapest_cut
-from mpjax._src.autocast.steps import Checkpoint, Step, flow_of, reads, together, writes
+from mpjax._src.autocast.steps import Checkpoint, Step, gathered, made_where_read, reads, writes
+from mpjax._src.dtypes import HALVES
 
 
-def checkpoints(steps: Sequence[Step], results: Sequence[Value]) -> list[Step]:
-    """Returns the steps of a block, those that can be run again gathered into checkpoints.
+def checkpoints(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Step]:
+    """Returns the steps of a block, those that are run again gathered into checkpoints.
 
     Args:
         steps: The steps.
         results: What the block hands out.
     """
-    flow = flow_of(steps, results)
-    found: list[Step] = []
-    start = 0
-    for i, step in enumerate([*steps, None]):
-        if step is not None and not _stands_alone(step):
-            continue
-        inside, inputs, outputs = together(flow, start, i)
-        if _keep(inside, inputs):
-            found.append(Checkpoint(inside, inputs, outputs))
-        else:
-            found += steps[start:i]
-        found += [] if step is None else [step]
-        start = i + 1
+    spans = _nested([*_groups(steps, _choose(steps))], _Reach(steps))
+    depth = {span: sum(span | other == span for other in spans) for span in spans}
+    now = {step: step for step in steps}  # the checkpoint that a step is in by now
+    first = [*steps]
+    for _, level in itertools.groupby(sorted(spans, key=depth.__getitem__), depth.__getitem__):
+        groups = [[*dict.fromkeys(now[first[i]] for i in _bits(span))] for span in level]
+        steps = gathered(steps, results, groups)
+        around = {step: c for c in steps if isinstance(c, Checkpoint) for step in c.steps}
+        now = {step: around.get(holder, holder) for step, holder in now.items()}
+    return steps
+
+
+# ---- what is kept -------------------------------------------------------------------------------
+
+
+def _choose(steps: Sequence[Step]) -> set[Value]:
+    """Marks what is kept of some steps; returns what is to be computed again."""
+    producer = {v: step for step in steps for v in writes(step)}
+    number = {v: i for i, v in enumerate(dict.fromkeys([*_read(steps), *producer]))}
+    edges = [
+        (number[v], number[made])
+        for step in steps
+        if _runs_again(step)
+        for v in reads(step)
+        if v in number
+        for made in writes(step)
+    ]
+    given = [number[v] for v in number if v not in producer or not _runs_again(producer[v])]
+    needed = {v for step in steps for v in needs(step) if v in number}
+    cut = cheapest_cut([_bytes(v) for v in number], edges, given, [number[v] for v in needed])
+    later = _crosses(steps)
+    for value in producer:
+        value.kept = number[value] in cut or value in later
+    again: set[Value] = set()
+    todo = [*needed]
+    while todo:
+        value = todo.pop()
+        if value in producer and not value.kept and value not in again:
+            again.add(value)
+            todo += reads(producer[value]) if _runs_again(producer[value]) else ()
+    return again
+
+
+def _read(steps: Sequence[Step]) -> Iterator[Value]:
+    return (v for step in steps for v in reads(step) if not v.literal)
+
+
+def _crosses(steps: Sequence[Step]) -> set[Value]:
+    """Returns the values that are made before a program and needed after it.
+
+    A program inside of a checkpoint would run twice.
+    """
+    level: dict[Value, int] = {}
+    found: set[Value] = set()
+    for step in steps:
+        here = max((level.get(v, 0) for v in reads(step)), default=0)
+        found |= {v for v in needs(step) if level.get(v, here) < here}
+        level |= dict.fromkeys(writes(step), here + _stands_alone(step))
     return found
 
 
@@ -41,51 +94,27 @@ def _stands_alone(step: Step) -> bool:
     return isinstance(step, Op) and (step.rule == "program" or bool(step.eqn.effects))
 
 
-def _keep(steps: Sequence[Step], inputs: Sequence[Value]) -> bool:
-    """Marks what is kept of some steps; returns whether that leaves anything to compute again."""
-    number = {v: i for i, v in enumerate(dict.fromkeys([*inputs, *_values(steps)]))}
-    edges, given = [], {number[v] for v in inputs}
-    for step in steps:
-        if _runs_again(step):
-            read = [number[v] for v in reads(step) if v in number]
-            edges += [(i, number[v]) for i in read for v in writes(step)]
-        else:
-            given |= {number[v] for v in writes(step)}
-    needed = {v for step in steps for v in _needs(step) if v in number}
-    if not needed:
-        return False
-    weights = [_bytes(v) for v in number]
-    kept = cheapest_cut(weights, edges, given, {number[v] for v in needed})
-    for value in {*number}.difference(inputs):
-        value.kept = number[value] in kept
-    return any(number[v] not in kept for v in needed)
-
-
-def _values(steps: Sequence[Step]) -> Iterator[Value]:
-    for step in steps:
-        yield from writes(step)
-
-
 def _runs_again(step: Step) -> bool:
-    if not isinstance(step, Op):
+    if not isinstance(step, Op) or _stands_alone(step):
         return False
     return step.spec.cost != rules.NEVER and rules.REDUCES not in step.spec.traits
 
 
-def _needs(step: Step) -> Iterator[Value]:
+def needs(step: Step) -> Iterator[Value]:
     """Yields what the derivative of a step reads: its masks and indices, and what its row says."""
     if not isinstance(step, Op):  # a softmax: its result, which its own derivative keeps
         yield from step.inputs[1:]
         yield from step.results
         return
     floats = [v for v in step.ins if v.is_f32 and v.const is None]
+    if step.rule == "program":
+        yield from (v for v in step.ins if not v.literal)
+        return
     if not floats or not any(v.is_f32 for v in step.outs):
         return
     saves, kinked = step.spec.saves, rules.KINKED in step.spec.traits
-    yield from (v for v in step.ins if not v.is_f32)
-    if saves == rules.OTHERS and len(floats) > 1:
-        yield from floats
-    if kinked or saves == rules.OPERANDS:
+    yield from (v for v in step.ins if not v.is_f32 and not v.literal)
+    if kinked or saves == rules.OPERANDS or (saves == rules.OTHERS and len(floats) > 1):
         yield from floats
     if kinked or saves == rules.RESULT or step.name == "div":
         yield from step.outs
@@ -97,3 +126,82 @@ def _bytes(value: Value) -> int:
         return 0
     dtype = value.dtype if value.is_f32 else value.aval.dtype
     return _jax.size_of(_jax.shard_shape(value.aval)) * dtype.itemsize
+
+
+# ---- what runs together -------------------------------------------------------------------------
+
+# Sets of steps are bit masks of their positions.
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def _groups(steps: Sequence[Step], again: set[Value]) -> Iterator[int]:
+    """Yields the steps that make what is computed again, each with those that need it."""
+    place = {v: i for i, step in enumerate(steps) for v in writes(step)}
+    pairs: list[tuple[int, int]] = []
+    widened: dict[Value, int] = {}
+    for i, step in enumerate(steps):
+        if _stands_alone(step) or made_where_read(step):
+            continue
+        pairs += [(i, i) for v in writes(step) if v in again]
+        for v in {*needs(step), *(reads(step) if any(w in again for w in writes(step)) else ())}:
+            if v in again and not made_where_read(steps[place[v]]):
+                pairs.append((place[v], i))
+            elif (
+                isinstance(step, Op) and v.is_f32 and v.dtype in HALVES and step.compute != v.dtype
+            ):
+                pairs.append((widened.setdefault(v, i), i))  # or the float32 copy would be kept
+    if not pairs:
+        return
+    rows, columns = np.asarray(pairs).T
+    size = len(steps)
+    graph = coo_array((np.ones(len(pairs)), (rows, columns)), shape=(size, size))
+    _, labels = connected_components(graph, directed=False)
+    found: dict[int, int] = {}
+    for i in {*rows.tolist()} | {*columns.tolist()}:
+        found[labels[i]] = found.get(labels[i], 0) | 1 << i
+    yield from found.values()
+
+
+class _Reach:
+    """Which steps lie before and after each step."""
+
+    def __init__(self, steps: Sequence[Step]):
+        place = {v: i for i, step in enumerate(steps) for v in writes(step)}
+        self.before = [0] * len(steps)
+        self.after = [0] * len(steps)
+        sources = [{place[v] for v in reads(step) if v in place} for step in steps]
+        for i, found in enumerate(sources):
+            for j in found:
+                self.before[i] |= self.before[j] | 1 << j
+        for i in reversed(range(len(steps))):
+            for j in sources[i]:
+                self.after[j] |= self.after[i] | 1 << i
+
+    def hull(self, group: int) -> int:
+        """Returns a group with all that lies between its members."""
+        before = after = 0
+        for i in _bits(group):
+            before |= self.before[i]
+            after |= self.after[i]
+        return group | (before & after)
+
+
+def _nested(groups: Sequence[int], reach: _Reach) -> list[int]:
+    """Returns the groups closed, any two of them apart or one inside of the other."""
+    closed: list[int] = []
+    todo = [reach.hull(group) for group in groups]
+    while todo:
+        group = todo.pop()
+        crossing = next((c for c in closed if c & group not in (0, c, group)), None)
+        if crossing is None:
+            closed += [] if group in closed else [group]
+        else:
+            closed.remove(crossing)
+            todo.append(reach.hull(crossing | group))
+    return closed

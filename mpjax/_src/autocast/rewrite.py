@@ -285,7 +285,7 @@ def _run_stretch(stretch: Stretch, env: Env) -> None:
 
 def _run_checkpoint(checkpoint: Checkpoint, env: Env) -> None:
     """Runs steps so that the backward pass runs them again, from what is kept of them."""
-    held, tree = jax.tree.flatten([env.held(value) for value in checkpoint.inputs])
+    held, tree = jax.tree.flatten([env.stored(value) for value in checkpoint.inputs])
     trees = []
 
     def run(held):
@@ -293,7 +293,7 @@ def _run_checkpoint(checkpoint: Checkpoint, env: Env) -> None:
         for value, arrays in zip(checkpoint.inputs, jax.tree.unflatten(tree, held), strict=True):
             inner.hold(value, arrays)
         _run_steps(checkpoint.steps, checkpoint.results, inner)
-        leaves, out_tree = jax.tree.flatten([inner.held(value) for value in checkpoint.results])
+        leaves, out_tree = jax.tree.flatten([inner.stored(value) for value in checkpoint.results])
         trees.append(out_tree)
         return leaves
 

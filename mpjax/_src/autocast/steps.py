@@ -4,6 +4,8 @@ A step is an operation, or several that run together: an island, or a checkpoint
 """
 
 import dataclasses
+import graphlib
+import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -118,3 +120,59 @@ def together(flow: StepFlow, a: int, b: int) -> tuple[list[Step], list[Value], l
     known = set(local)
     inputs = [v for v in dict.fromkeys(sources(flow, read)) if v not in known]
     return steps, inputs, [v for v in local if flow.last.get(v, -1) >= b]
+
+
+def gathered(
+    steps: Sequence[Step], results: Sequence[Value], groups: Sequence[Sequence[Step]]
+) -> Sequence[Step]:
+    """Returns steps in which each group is one checkpoint; a group that cannot be one is left."""
+    units = in_order(steps, groups)
+    if units is None:
+        for group in groups if len(groups) > 1 else ():
+            steps = gathered(steps, results, [group])
+        return steps
+    flow = flow_of([step for unit in units for step in unit], results)
+    found: list[Step] = []
+    done = 0
+    for unit in units:
+        start, done = done, done + len(unit)
+        alone = len(unit) == 1 and unit not in groups
+        found += unit if alone else [Checkpoint(*together(flow, start, done))]
+    return found
+
+
+def in_order(
+    steps: Sequence[Step], groups: Sequence[Sequence[Step]]
+) -> "list[Sequence[Step]] | None":
+    """Sorts steps so that each runs after what it reads, each group at once, effects as they were.
+
+    Returns:
+        The groups, and each other step alone; None where groups wait for each other.
+    """
+    unit_of: dict[Step, Sequence[Step]] = {step: [step] for step in steps}
+    unit_of |= {step: group for group in groups for step in group}
+    producer = {v: step for step in steps for v in writes(step)}
+    first = {id(unit_of[step]): i for i, step in reversed([*enumerate(steps)])}
+    waits: dict[int, set[int]] = {i: set() for i in first.values()}
+    effect: Step | None = None
+    for step in steps:
+        before = [producer[v] for v in reads(step) if v in producer]
+        if isinstance(step, Op) and step.eqn.effects:
+            before += [] if effect is None else [effect]
+            effect = step
+        place = first[id(unit_of[step])]
+        waits[place] |= {first[id(unit_of[b])] for b in before} - {place}
+    sorter = graphlib.TopologicalSorter(waits)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError:
+        return None
+    ready: list[int] = []
+    units = []
+    while sorter.is_active():
+        for place in sorter.get_ready():
+            heapq.heappush(ready, place)
+        place = heapq.heappop(ready)
+        units.append(unit_of[steps[place]])
+        sorter.done(place)
+    return units
