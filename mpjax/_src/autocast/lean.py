@@ -8,7 +8,7 @@ another (a layer beside a residual stream that is not kept), the checkpoints are
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from scipy.sparse import coo_array
@@ -21,20 +21,25 @@ from mpjax._src.autocast.steps import Checkpoint, Step, gathered, made_where_rea
 from mpjax._src.dtypes import HALVES
 
 
-def checkpoints(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Step]:
+def checkpoints(
+    steps: Sequence[Step], results: Sequence[Value], alive: Iterable[Value]
+) -> Sequence[Step]:
     """Returns the steps of a block, those that are run again gathered into checkpoints.
 
     Args:
         steps: The steps.
         results: What the block hands out.
+        alive: The arguments that take no room, for they are there anyway.
     """
-    spans = _nested([*_groups(steps, _choose(steps))], _Reach(steps))
+    again = _choose(steps, {*alive})
+    copied = _copied(steps, {*alive})
+    spans = _nested([*_groups(steps, again, copied)], _Reach(steps))
     depth = {span: sum(span | other == span for other in spans) for span in spans}
     now = {step: step for step in steps}  # the checkpoint that a step is in by now
     first = [*steps]
     for _, level in itertools.groupby(sorted(spans, key=depth.__getitem__), depth.__getitem__):
         groups = [[*dict.fromkeys(now[first[i]] for i in _bits(span))] for span in level]
-        steps = gathered(steps, results, groups)
+        steps = gathered(steps, results, groups, copied)
         around = {step: c for c in steps if isinstance(c, Checkpoint) for step in c.steps}
         now = {step: around.get(holder, holder) for step, holder in now.items()}
     return steps
@@ -43,7 +48,7 @@ def checkpoints(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Ste
 # ---- what is kept -------------------------------------------------------------------------------
 
 
-def _choose(steps: Sequence[Step]) -> set[Value]:
+def _choose(steps: Sequence[Step], alive: set[Value]) -> set[Value]:
     """Marks what is kept of some steps; returns what is to be computed again."""
     producer = {v: step for step in steps for v in writes(step)}
     number = {v: i for i, v in enumerate(dict.fromkeys([*_read(steps), *producer]))}
@@ -57,10 +62,12 @@ def _choose(steps: Sequence[Step]) -> set[Value]:
     ]
     given = [number[v] for v in number if v not in producer or not _runs_again(producer[v])]
     needed = {v for step in steps for v in needs(step) if v in number}
-    cut = cheapest_cut([_bytes(v) for v in number], edges, given, [number[v] for v in needed])
+    weights = [0 if v in alive else _bytes(v) for v in number]
+    cut = cheapest_cut(weights, edges, given, [number[v] for v in needed])
     later = _crosses(steps)
     for value in producer:
-        value.kept = number[value] in cut or value in later
+        chosen = number[value] in cut or value in later
+        value.kept = chosen and weights[number[value]] > 0
     again: set[Value] = set()
     todo = [*needed]
     while todo:
@@ -110,7 +117,7 @@ def needs(step: Step) -> Iterator[Value]:
     if step.rule == "program":
         yield from (v for v in step.ins if not v.literal)
         return
-    if not floats or not any(v.is_f32 for v in step.outs):
+    if not floats or not any(v.is_f32 for v in step.outs) or step.steady:
         return
     saves, kinked = step.spec.saves, rules.KINKED in step.spec.traits
     yield from (v for v in step.ins if not v.is_f32 and not v.literal)
@@ -140,22 +147,43 @@ def _bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def _groups(steps: Sequence[Step], again: set[Value]) -> Iterator[int]:
-    """Yields the steps that make what is computed again, each with those that need it."""
+def _copied(steps: Sequence[Step], alive: set[Value]) -> set[Op]:
+    """Returns the operations on constants and parameters alone: each group runs them itself."""
+    made: set[Value] = set()
+    found: set[Op] = set()
+    for step in steps:
+        if isinstance(step, Op) and len(step.outs) == 1 and _runs_again(step):
+            if all(v.literal or v.raw or v in alive or v in made for v in step.ins):
+                found.add(step)
+                made.update(step.outs)
+    return found
+
+
+def _groups(steps: Sequence[Step], again: set[Value], copied: set[Op]) -> Iterator[int]:
+    """Yields the steps that make what is computed again, each with those that need it.
+
+    With them go the reductions of what they read or make: the cotangent of a reduction is a small
+    array spread out, which is best spread where it is used.
+    """
     place = {v: i for i, step in enumerate(steps) for v in writes(step)}
+    first: dict[Value, int] = {}  # of those that share what is kept
     pairs: list[tuple[int, int]] = []
-    widened: dict[Value, int] = {}
+    worth: set[int] = set()
     for i, step in enumerate(steps):
-        if _stands_alone(step) or made_where_read(step):
+        if _stands_alone(step) or made_where_read(step) or step in copied:
             continue
-        pairs += [(i, i) for v in writes(step) if v in again]
-        for v in {*needs(step), *(reads(step) if any(w in again for w in writes(step)) else ())}:
-            if v in again and not made_where_read(steps[place[v]]):
-                pairs.append((place[v], i))
-            elif (
-                isinstance(step, Op) and v.is_f32 and v.dtype in HALVES and step.compute != v.dtype
-            ):
-                pairs.append((widened.setdefault(v, i), i))  # or the float32 copy would be kept
+        makes = not again.isdisjoint(writes(step))
+        reduces = isinstance(step, Op) and rules.REDUCES in step.spec.traits
+        wanted = {*reads(step)} if makes or reduces else set()
+        if makes:
+            worth.add(i)
+        for v in wanted.union(needs(step)):
+            if v in place and not v.kept and _runs_again(steps[place[v]]):
+                if steps[place[v]] not in copied and not made_where_read(steps[place[v]]):
+                    pairs.append((place[v], i))
+            elif isinstance(step, Op) and v.dtype in HALVES and step.compute != v.dtype:
+                pairs.append((first.setdefault(v, i), i))
+                worth.add(i)  # or a float32 copy would be kept
     if not pairs:
         return
     rows, columns = np.asarray(pairs).T
@@ -165,7 +193,8 @@ def _groups(steps: Sequence[Step], again: set[Value]) -> Iterator[int]:
     found: dict[int, int] = {}
     for i in {*rows.tolist()} | {*columns.tolist()}:
         found[labels[i]] = found.get(labels[i], 0) | 1 << i
-    yield from found.values()
+    mask = sum(1 << i for i in worth)
+    yield from (group for group in found.values() if group & mask)
 
 
 class _Reach:

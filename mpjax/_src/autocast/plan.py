@@ -43,7 +43,7 @@ class Plan:
 def make_plan(*args: Any, **kwargs: Any) -> Plan:
     """Plans a program, for one who runs it: as `analyse`, and what is kept for a backward pass."""
     plan = analyse(*args, **kwargs)
-    store(plan.block, plan.policy.storage)
+    store(plan.block, plan.policy.storage, {*plan.block.invars})
     number(plan.block)
     return plan
 

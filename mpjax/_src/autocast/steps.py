@@ -6,7 +6,7 @@ A step is an operation, or several that run together: an island, or a checkpoint
 import dataclasses
 import graphlib
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,12 +74,17 @@ class StepFlow:
     last: dict[Value, int]  # the last step that reads a value
 
 
-def flow_of(steps: Sequence[Step], results: Sequence[Value]) -> StepFlow:
-    """Returns how values flow between steps, the last of which give some results."""
+def flow_of(
+    steps: Sequence[Step], results: Sequence[Value], copied: Collection[Op] = ()
+) -> StepFlow:
+    """Returns how values flow between steps, the last of which give some results.
+
+    What is ``copied`` runs wherever its result is read, like what is made where it is read.
+    """
     names = [_jax.common_stack([op.stack for op in ops_of(step)]) for step in steps]
     flow = StepFlow(steps, names, {}, {}, {})
     for i, step in enumerate(steps):
-        if isinstance(step, Op) and made_where_read(step):
+        if isinstance(step, Op) and (made_where_read(step) or step in copied):
             flow.made[step.outs[0]] = step
         else:
             flow.producer |= dict.fromkeys(writes(step), i)
@@ -123,15 +128,18 @@ def together(flow: StepFlow, a: int, b: int) -> tuple[list[Step], list[Value], l
 
 
 def gathered(
-    steps: Sequence[Step], results: Sequence[Value], groups: Sequence[Sequence[Step]]
+    steps: Sequence[Step],
+    results: Sequence[Value],
+    groups: Sequence[Sequence[Step]],
+    copied: Collection[Op],
 ) -> Sequence[Step]:
     """Returns steps in which each group is one checkpoint; a group that cannot be one is left."""
     units = in_order(steps, groups)
     if units is None:
         for group in groups if len(groups) > 1 else ():
-            steps = gathered(steps, results, [group])
+            steps = gathered(steps, results, [group], copied)
         return steps
-    flow = flow_of([step for unit in units for step in unit], results)
+    flow = flow_of([step for unit in units for step in unit], results, copied)
     found: list[Step] = []
     done = 0
     for unit in units:

@@ -1,6 +1,6 @@
 """What is kept for the backward pass, and what it computes again: the last sweep of a plan."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from mpjax._src import rules
 from mpjax._src.autocast.facts import EXPONENTIALS
@@ -21,15 +21,27 @@ FAST, LEAN, PEEPHOLES, WRITTEN = *STORAGES, "peepholes", "written"
 INSIDE = {"remat2": PEEPHOLES, "while": WRITTEN}
 
 
-def store(block: Block, by: str) -> None:
-    """Decides what every block keeps for the backward pass, and sets the steps that run it."""
+def store(block: Block, by: str, alive: Collection[Value]) -> None:
+    """Decides what every block keeps for the backward pass, and sets the steps that run it.
+
+    Args:
+        block: The block.
+        by: What is chosen by.
+        alive: The arguments of the block that are there anyway.
+    """
     for op in block.ops:
         if op.rule == "program":
             for sub in op.subs:
-                store(sub.block, INSIDE.get(op.name, by))
+                changing = {place for _, place in sub.carry}
+                inner = [
+                    v
+                    for i, (v, index) in enumerate(zip(sub.block.invars, sub.ins, strict=True))
+                    if op.ins[index] in alive and i not in changing
+                ]
+                store(sub.block, INSIDE.get(op.name, by), {*inner})
     steps: Sequence[Step] = [] if by == WRITTEN else _in_order(block, CHOOSE[by](flow_of(block)))
     steps = steps or block.ops
-    block.steps = tuple(checkpoints(steps, block.outvars) if by == LEAN else steps)
+    block.steps = tuple(checkpoints(steps, block.outvars, alive) if by == LEAN else steps)
 
 
 def _islands(flow: Flow) -> "dict[Op, Island]":
@@ -124,7 +136,12 @@ def _softmaxes_by_op(flow: Flow) -> "dict[Op, Island]":
     return {op: island for island in softmaxes(flow) for op in island.ops}
 
 
-CHOOSE = {FAST: _islands, LEAN: _softmaxes_by_op, PEEPHOLES: _softmaxes_by_op}
+def _kept_in_half(flow: Flow) -> "dict[Op, Island]":
+    """Returns the islands that keep less than their values as they are stored."""
+    return {op: i for op, i in _islands(flow).items() if i.axes or i.rounded}
+
+
+CHOOSE = {FAST: _islands, LEAN: _kept_in_half, PEEPHOLES: _softmaxes_by_op}
 
 
 def _recomputable(op: Op) -> bool:
