@@ -244,7 +244,7 @@ def softmax(
     def jvp(primals, tangents):
         out = run(primals)[0][0]
         slope = _softmax_slope(axes, out.dtype, prevent_cse)
-        return out, slope(cast(out, half), tangents[0])
+        return out, slope(keep(cast(out, half)), tangents[0])
 
     return [with_tangent(call, jvp)(*arrays)]
 

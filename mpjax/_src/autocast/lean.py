@@ -18,7 +18,7 @@ from mpjax._src import _jax, rules
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.mincut import cheapest_cut
 from mpjax._src.autocast.steps import Checkpoint, Step, gathered, made_where_read, reads, writes
-from mpjax._src.dtypes import HALVES
+from mpjax._src.dtypes import FLOAT32, HALVES
 
 
 def checkpoints(
@@ -163,7 +163,8 @@ def _groups(steps: Sequence[Step], again: set[Value], copied: set[Op]) -> Iterat
     """Yields the steps that make what is computed again, each with those that need it.
 
     With them go the reductions of what they read or make: the cotangent of a reduction is a small
-    array spread out, which is best spread where it is used.
+    array spread out, which is best spread where it is used. And a matmul's float32 result is not
+    where groups end: its cotangent is rounded to half where the matmul is.
     """
     place = {v: i for i, step in enumerate(steps) for v in writes(step)}
     first: dict[Value, int] = {}  # of those that share what is kept
@@ -177,6 +178,7 @@ def _groups(steps: Sequence[Step], again: set[Value], copied: set[Op]) -> Iterat
         wanted = {*reads(step)} if makes or reduces else set()
         if makes:
             worth.add(i)
+        pairs += [(place[v], i) for v in reads(step) if v in place and _is_wide(steps[place[v]])]
         for v in wanted.union(needs(step)):
             if v in place and not v.kept and _runs_again(steps[place[v]]):
                 if steps[place[v]] not in copied and not made_where_read(steps[place[v]]):
@@ -195,6 +197,11 @@ def _groups(steps: Sequence[Step], again: set[Value], copied: set[Op]) -> Iterat
         found[labels[i]] = found.get(labels[i], 0) | 1 << i
     mask = sum(1 << i for i in worth)
     yield from (group for group in found.values() if group & mask)
+
+
+def _is_wide(step: Step) -> bool:
+    """Tells a matmul that hands out its float32 accumulator."""
+    return isinstance(step, Op) and step.spec.need == rules.HALF and step.outs[0].dtype == FLOAT32
 
 
 class _Reach:

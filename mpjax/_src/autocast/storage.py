@@ -136,12 +136,7 @@ def _softmaxes_by_op(flow: Flow) -> "dict[Op, Island]":
     return {op: island for island in softmaxes(flow) for op in island.ops}
 
 
-def _kept_in_half(flow: Flow) -> "dict[Op, Island]":
-    """Returns the islands that keep less than their values as they are stored."""
-    return {op: i for op, i in _islands(flow).items() if i.axes or i.rounded}
-
-
-CHOOSE = {FAST: _islands, LEAN: _kept_in_half, PEEPHOLES: _softmaxes_by_op}
+CHOOSE = {FAST: _islands, LEAN: _softmaxes_by_op, PEEPHOLES: _softmaxes_by_op}
 
 
 def _recomputable(op: Op) -> bool:
