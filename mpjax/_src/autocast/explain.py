@@ -12,11 +12,15 @@ import numpy as np
 from mpjax._src import _jax
 from mpjax._src.autocast.graph import ROW, Op, Value, numbered
 from mpjax._src.autocast.loss import check_loss, differentiated, pull_back
+from mpjax._src.autocast.residuals import Kept, kept_by, storage_of
 from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.policy import get_policy
 from mpjax._src.rules import HALF, rule_of
 from mpjax._src.trees import is_array
+
+# How many of the arrays that are kept a report's summary names.
+LARGEST = 8
 
 CASTS = frozenset({"convert_element_type"})
 
@@ -38,6 +42,8 @@ class Row:
         times: How often the loops around it run it, as far as that is known.
         forward: For a row of the backward pass, the index of the forward row it comes from.
         left_alone: Whether it runs as written, for autocast does not know it or it asks for that.
+        storage: What the backward pass is given in place of what the operation's derivative reads,
+            such as "computed again from bf16 (rows 3)"; "" where that is kept as it is.
     """
 
     primitive: str
@@ -51,6 +57,7 @@ class Row:
     times: int = 1
     forward: int | None = None
     left_alone: bool = False
+    storage: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +73,7 @@ class CastReport:
         cast_bytes: The bytes that these casts read and write.
         stored_before: Bytes kept from the forward to the backward pass by the program as written.
         stored_after: The same under the plan. Both are None without gradients.
+        kept: The arrays that make up the latter, the largest first.
     """
 
     rows: tuple[Row, ...]
@@ -74,6 +82,7 @@ class CastReport:
     cast_bytes: int
     stored_before: int | None = None
     stored_after: int | None = None
+    kept: tuple[Kept, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data, ready for JSON."""
@@ -107,7 +116,14 @@ class CastReport:
                 f"stored for the backward pass: {_size(self.stored_before)} as written, "
                 f"{_size(self.stored_after)} under the plan"
             )
+            lines += [f"  {self._where(kept)}" for kept in self.kept[:LARGEST]]
         return lines
+
+    def _where(self, kept: Kept) -> str:
+        row = None if kept.row is None else self.rows[kept.row]
+        shape = ",".join(map(str, kept.shape))
+        where = f" {row.primitive} {row.scope or row.source} (row {kept.row})" if row else ""
+        return f"{_size(kept.bytes)}: {kept.dtype}[{shape}]{where}"
 
     def __str__(self) -> str:
         lines = self.summary()
@@ -168,7 +184,10 @@ def explain(
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
         traced = trace(fun, policy, args, kwargs)
-        forward = [_row(op, times) for op, times in numbered(traced.plan.block)]
+        storage = storage_of(traced.plan.block)
+        forward = [
+            _row(op, times, storage.get(op, "")) for op, times in numbered(traced.plan.block)
+        ]
         written = _jax.open_jaxpr(traced.jaxpr)[0]
         if argnums is None:
             new = _jax.trace(lambda *xs: call(traced, list(xs)), traced.avals, "explain")
@@ -204,26 +223,26 @@ def _with_gradients(traced: Traced, forward, active, has_aux) -> CastReport:
             residuals = pull_back(run, active, arrays, has_aux).residuals
             return [x for x in jax.tree.leaves(residuals) if is_array(x)]
 
-        jaxpr = _jax.open_jaxpr(_jax.trace(flat, avals, "explain"))[0]
-        kept = {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)} - set(jaxpr.invars)
-        return sum(_bytes(v.aval) for v in kept - set(jaxpr.constvars))
+        return kept_by(_jax.open_jaxpr(_jax.trace(flat, avals, "explain"))[0])
 
     written = _jax.in_avals(traced.jaxpr)
     after, before = gradient(new, traced.avals), gradient(old, written)
     backward = list(_backward_rows(after, forward))
+    as_written, kept = stored(old, written), stored(new, traced.avals)
     return CastReport(
         (*forward, *backward),
         _half_share(after),
         *_totals(_casts(after) - _casts(before)),
-        stored(old, written),
-        stored(new, traced.avals),
+        sum(array.bytes for array in as_written),
+        sum(array.bytes for array in kept),
+        tuple(kept),
     )
 
 
 # ---- rows ---------------------------------------------------------------------------------------
 
 
-def _row(op: Op, times: int) -> Row:
+def _row(op: Op, times: int, storage: str) -> Row:
     paths = dict.fromkeys(path for v in op.ins for path in v.paths if path)
     computes = [_after(v, op.compute if op.rule != "program" else v.dtype) for v in op.ins]
     return Row(
@@ -237,6 +256,7 @@ def _row(op: Op, times: int) -> Row:
         flops_of(op.eqn),
         times,
         left_alone=op.left_alone,
+        storage=storage,
     )
 
 

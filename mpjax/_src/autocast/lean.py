@@ -152,10 +152,10 @@ def _copied(steps: Sequence[Step], alive: set[Value]) -> set[Op]:
     made: set[Value] = set()
     found: set[Op] = set()
     for step in steps:
-        if isinstance(step, Op) and len(step.outs) == 1 and _runs_again(step):
-            if all(v.literal or v.raw or v in alive or v in made for v in step.ins):
-                found.add(step)
-                made.update(step.outs)
+        alone = all(v.literal or v.raw or v in alive or v in made for v in reads(step))
+        if isinstance(step, Op) and alone and len(step.outs) == 1 and _runs_again(step):
+            found.add(step)
+            made.update(step.outs)
     return found
 
 

@@ -42,6 +42,8 @@ def cheapest_cut(
     arcs |= {(2 * i + 1, 2 * j): unbounded for i, j in edges}
     arcs |= {(source, 2 * i): unbounded for i in given}
     arcs |= {(2 * i + 1, sink): unbounded for i in needed}
+    if not arcs:
+        return set()
     graph = _matrix(arcs, sink + 1)
     left = graph - maximum_flow(graph, source, sink, method="dinic").flow
     left.eliminate_zeros()

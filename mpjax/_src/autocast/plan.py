@@ -26,7 +26,7 @@ from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import demand, read_by
 from mpjax._src.autocast.facts import Sweep, argument
 from mpjax._src.autocast.graph import Block, build, number
-from mpjax._src.autocast.storage import store
+from mpjax._src.autocast.storage import FAST, store
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.policy import Policy
 
@@ -43,7 +43,9 @@ class Plan:
 def make_plan(*args: Any, **kwargs: Any) -> Plan:
     """Plans a program, for one who runs it: as `analyse`, and what is kept for a backward pass."""
     plan = analyse(*args, **kwargs)
-    store(plan.block, plan.policy.storage, {*plan.block.invars})
+    # A rule that gives tangents is transposed as it stands: nothing in it is kept by name.
+    by = FAST if kwargs.get("linear") else plan.policy.storage
+    store(plan.block, by, {*plan.block.invars})
     number(plan.block)
     return plan
 

@@ -68,7 +68,14 @@ def explain(report: CastReport, rows: int) -> None:
         named = dict.fromkeys(("operation", "dtypes", "where", "why"), LEFT)
         table(named, short, "Not in half, or left alone:")
     listed = [
-        (i, r.primitive, r.before, r.after, _where(r), r.reason)
+        (
+            i,
+            r.primitive,
+            r.before,
+            r.after,
+            _where(r),
+            _why(r),
+        )
         for i, r in enumerate(report.rows[:rows])
     ]
     if listed:
@@ -103,6 +110,10 @@ def compared(comparison: Comparison, top: int) -> None:
     if len(comparison.rows) > top:
         more = len(comparison.rows)
         click.echo(f"\n{more - top} more rows: --top {more} shows them.")
+
+
+def _why(row: Row) -> str:
+    return f"{row.reason}; {row.storage}" if row.storage else row.reason
 
 
 # ---- cells ---------------------------------------------------------------------------------------

@@ -1,0 +1,119 @@
+"""What the backward pass is given, and what it computes again: storage, as reports show it."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mpjax._src import _jax, rules
+from mpjax._src.autocast.graph import ROW, Block, Op, Value
+from mpjax._src.autocast.islands import Island
+from mpjax._src.autocast.steps import Checkpoint, Step
+from mpjax._src.dtypes import SPELLINGS, short_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """An array that is kept from the forward to the backward pass.
+
+    Attributes:
+        dtype: Its dtype, in short: "bf16".
+        shape: Its shape; inside of a loop, that of all turns.
+        bytes: What it takes.
+        row: The index of the row that made it; None where that is none.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    row: int | None
+
+
+def kept_by(jaxpr: Any) -> list[Kept]:
+    """Returns what a program that gives the residuals of a backward pass keeps, largest first.
+
+    Args:
+        jaxpr: The program, open. What it was given, and what is a constant, takes no more room.
+    """
+    known = {*jaxpr.invars, *jaxpr.constvars}
+    found = []
+    for v in dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)):
+        if v not in known:
+            size = _jax.size_of(v.aval.shape) * getattr(v.aval.dtype, "itemsize", 0)
+            origin = _origin(v, jaxpr.eqns)
+            row = origin if isinstance(origin, int) else None
+            found.append(Kept(short_name(v.aval.dtype), tuple(v.aval.shape), size, row))
+    return sorted(found, key=lambda kept: -kept.bytes)
+
+
+def _origin(var: Any, eqns: Sequence[Any]) -> Any:
+    """Returns the number of the op that a variable comes from, or the argument that it is."""
+    made = {v: eqn for eqn in eqns for v in eqn.outvars}
+    while var in made:
+        eqn = made[var]
+        for inner in _jax.inner_jaxprs(eqn):
+            if len(inner.outvars) != len(eqn.outvars):
+                continue
+            origin = _origin(inner.outvars[eqn.outvars.index(var)], inner.eqns)
+            if isinstance(origin, int):
+                return origin
+            if origin in inner.invars and len(inner.invars) == len(eqn.invars):
+                var = eqn.invars[inner.invars.index(origin)]
+                break
+        else:
+            scopes = _jax.scope_names(eqn.source_info.name_stack)
+            numbers = [int(s.removeprefix(ROW)) for s in scopes if s.startswith(ROW)]
+            read = [v for v in eqn.invars if not isinstance(v, _jax.Literal)]
+            if numbers or len(read) != 1:
+                return numbers[-1] if numbers else None
+            (var,) = read
+    return var
+
+
+def storage_of(block: Block) -> dict[Op, str]:
+    """Returns, for each op that the plan decides the storage of, what it decides."""
+    made = {v: op for op in block.walk() for v in op.outs}
+    found: dict[Op, str] = {}
+    for step in _steps(block.steps):
+        if isinstance(step, Island):
+            text = _of_island(step, made)
+            found |= dict.fromkeys(step.ops, text)
+        elif isinstance(step, Op):
+            if any(v.kept for v in step.outs):
+                found[step] = f"kept, {_dtypes(v for v in step.outs if v.kept)}"
+            for sub in step.subs:
+                found |= storage_of(sub.block)
+    for step in _checkpoints(block.steps):
+        for op in step.ops:
+            if op.spec.cost != rules.NEVER and rules.REDUCES not in op.spec.traits:
+                found.setdefault(op, "computed again")
+    return found
+
+
+def _steps(steps: Sequence[Step]) -> Iterator[Step]:
+    for step in steps:
+        if isinstance(step, Checkpoint):
+            yield from _steps(step.steps)
+        else:
+            yield step
+
+
+def _checkpoints(steps: Sequence[Step]) -> Iterator[Checkpoint]:
+    return (step for step in steps if isinstance(step, Checkpoint))
+
+
+def _of_island(island: Island, made: dict[Value, Op]) -> str:
+    half = SPELLINGS[island.half][0] if island.half is not None else "f32"
+    if island.matmul is not None:
+        return f"its weights are kept, {half}; row sums come from the attention's output"
+    if island.axes:
+        return f"its result is kept, {half}"
+    if island.sloped:
+        return f"its slope is kept, {half}"
+    sources = {made[v].row for v in island.inputs if v in made and made[v].row >= 0}
+    rows = f" (rows {', '.join(map(str, sorted(sources)))})" if sources else ""
+    return f"computed again from {_dtypes(island.inputs, island.rounded, half)}{rows}"
+
+
+def _dtypes(values: Any, rounded: Any = (), half: str = "") -> str:
+    names = {half if v in rounded else short_name(v.dtype or v.aval.dtype) for v in values}
+    return ", ".join(sorted(names))
