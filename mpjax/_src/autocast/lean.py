@@ -183,9 +183,10 @@ def _groups(steps: Sequence[Step], again: set[Value], copied: set[Op]) -> Iterat
             if v in place and not v.kept and _runs_again(steps[place[v]]):
                 if steps[place[v]] not in copied and not made_where_read(steps[place[v]]):
                     pairs.append((place[v], i))
-            elif isinstance(step, Op) and v.dtype in HALVES and step.compute != v.dtype:
-                pairs.append((first.setdefault(v, i), i))
-                worth.add(i)  # or a float32 copy would be kept
+            elif isinstance(step, Op) and v.is_f32 and step.compute not in (None, v.dtype):
+                widened = v.dtype in HALVES and step.spec.cost != rules.NEVER
+                pairs.append((first.setdefault(v, i) if widened else i, i))
+                worth.add(i)  # or a copy in the other dtype would be kept
     if not pairs:
         return
     rows, columns = np.asarray(pairs).T

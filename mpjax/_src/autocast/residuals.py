@@ -37,12 +37,18 @@ def kept_by(jaxpr: Any) -> list[Kept]:
     known = {*jaxpr.invars, *jaxpr.constvars}
     found = []
     for v in dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)):
-        if v not in known:
+        if v not in known and not _is_constant(v, jaxpr):
             size = _jax.size_of(v.aval.shape) * getattr(v.aval.dtype, "itemsize", 0)
             origin = _origin(v, jaxpr.eqns)
             row = origin if isinstance(origin, int) else None
             found.append(Kept(short_name(v.aval.dtype), tuple(v.aval.shape), size, row))
     return sorted(found, key=lambda kept: -kept.bytes)
+
+
+def _is_constant(var: Any, jaxpr: Any) -> bool:
+    """Tells what is made of literals alone, such as an array of zeros: nobody keeps it."""
+    makers = [eqn for eqn in jaxpr.eqns if var in eqn.outvars]
+    return bool(makers) and all(isinstance(v, _jax.Literal) for v in makers[0].invars)
 
 
 def _origin(var: Any, eqns: Sequence[Any]) -> Any:

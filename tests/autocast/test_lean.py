@@ -1,0 +1,280 @@
+"""storage=lean: the same gradients, fewer bytes kept, no matmul or convolution twice."""
+
+import collections
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+from models import MODELS
+from programs import PROGRAMS, W, X
+from support import normal
+
+import mpjax
+
+FAST, LEAN = "mixed_bfloat16", "mixed_bfloat16,storage=lean"
+BIG = normal(2, 64, 16)
+
+
+def norm(x):
+    mean = x.mean(0)
+    return (x - mean) * jax.lax.rsqrt(jnp.square(x - mean).mean(0) + 1e-5)
+
+
+def network(w, x):
+    """A residual network: matmuls, norms over the batch, relus, a stream."""
+    for _ in range(3):
+        y = jax.nn.relu(norm(x @ w))
+        x = jax.nn.relu(x + norm(y @ w))
+    return jnp.mean(x**2)
+
+
+def transformer(w, x):
+    for _ in range(3):
+        y = norm(x.T).T
+        q = (y @ w).reshape(1, -1, 2, 4)
+        y = jax.nn.dot_product_attention(q, q * 0.5, q, is_causal=True).reshape(x.shape)
+        x = x + y @ w
+        x = x + jax.nn.gelu(norm(x.T).T @ w) @ w.T
+    return jnp.mean(x**2)
+
+
+def kept(fun, policy, *args):
+    """Returns how many arrays of each shape and dtype are kept, arguments not counted."""
+    report = mpjax.explain(fun, policy, argnums=0)(*args)
+    return collections.Counter((k.dtype, k.shape) for k in report.kept)
+
+
+def products(fun, *args):
+    """Returns how many matmuls and convolutions the compiled gradient runs."""
+    text = jax.jit(jax.grad(fun, allow_int=True)).lower(*args).compile().as_text()
+    return text.count(" dot(") + text.count(" convolution(")
+
+
+def as_near(got, near, want):
+    """Checks that an array is as near to a third one as another is."""
+    errors = [float(jnp.linalg.norm(x - want)) for x in (got, near)]
+    assert errors[0] <= 1.3 * errors[1] + 2**-7 * float(jnp.linalg.norm(want)), errors
+
+
+SUITE = {
+    **{name: (fun, (W, X)) for name, fun in PROGRAMS.items()},
+    "network": (network, (W, BIG[:, :8])),
+    "transformer": (transformer, (W, BIG[:, :8])),
+}
+
+
+@pytest.mark.parametrize("name", SUITE)
+def test_gradients_are_those_of_fast_and_no_matmul_runs_twice(name):
+    fun, args = SUITE[name]
+    fast, lean = (mpjax.autocast(fun, policy) for policy in (FAST, LEAN))
+    want, near, got = (jax.jit(jax.grad(f, allow_int=True))(*args) for f in (fun, fast, lean))
+    if jnp.issubdtype(want.dtype, jnp.floating):
+        as_near(got, near, want)
+    assert products(lean, *args) <= products(fast, *args)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    loss, params = MODELS[name]()
+    fast, lean = (mpjax.autocast(loss, policy) for policy in (FAST, LEAN))
+    want, got = (jax.jit(jax.grad(f))(params) for f in (fast, lean))
+    size = float(np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(want))))
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert np.linalg.norm(a - b) < 2**-6 * size
+    assert products(lean, params) <= products(fast, params)
+
+
+def test_a_residual_network_keeps_the_results_of_its_matmuls_and_small_statistics():
+    found = kept(network, LEAN, W, BIG[:, :8])
+    large = sum(n for (_, shape), n in found.items() if len(shape) == 2)
+    assert large == 6  # one for each matmul: no relu, no stream, no norm
+    assert kept(network, FAST, W, BIG[:, :8]).total() > found.total()
+
+
+def test_a_transformer_keeps_no_norm_and_no_activation():
+    found = kept(transformer, LEAN, W, BIG[:, :8])
+    large = {key: n for key, n in found.items() if key[0] == "f32" and len(key[1]) > 1}
+    assert large == {("f32", (64, 8)): 1}  # what the loss squares
+    assert found["bf16", (64, 8)] <= 3 * 3  # results of matmuls
+
+
+@pytest.mark.parametrize("policy", [FAST, LEAN])
+def test_explain_names_the_row_of_all_that_is_kept(policy):
+    report = mpjax.explain(transformer, policy, argnums=0)(W, BIG[:, :8])
+    assert sum(k.bytes for k in report.kept) == report.stored_after
+    assert all(k.row is not None for k in report.kept if len(k.shape) > 1)
+    rows = [report.rows[k.row] for k in report.kept if k.row is not None]
+    assert {"dot_general"} <= {row.primitive for row in rows}
+    told = {row.storage for row in report.rows}
+    assert any("kept" in text for text in told) and "row" in str(report)
+
+
+def test_explain_tells_what_is_computed_again():
+    rows = mpjax.explain(network, LEAN, argnums=0)(W, BIG[:, :8]).rows
+    forward = [row for row in rows if not row.reason.startswith("backward")]
+    assert {row.storage for row in forward if row.primitive == "sub"} == {"computed again"}
+    assert {row.storage for row in forward if row.primitive == "reduce_sum"} == {""}
+
+
+# ---- under JAX's transformations ----------------------------------------------------------------
+
+
+def check(transform):
+    functions = network, *(mpjax.autocast(network, policy) for policy in (FAST, LEAN))
+    want, near, got = (jax.jit(transform(f))(W, BIG[:, :8]) for f in functions)
+    as_near(got, near, want)
+
+
+TRANSFORMED = {
+    "grad": jax.grad,
+    "vmap": lambda f: lambda w, x: jax.vmap(jax.grad(f), (0, None))(jnp.stack([w, 2 * w]), x),
+    "jvp": lambda f: lambda w, x: jax.jvp(lambda v: f(v, x), (w,), (jnp.ones_like(w),))[1],
+    "twice": lambda f: lambda w, x: jax.grad(lambda v: jnp.sum(jax.grad(f)(v, x) * w))(w),
+    "remat": lambda f: jax.grad(jax.checkpoint(f)),
+    "scan": lambda f: jax.grad(
+        lambda w, x: jax.lax.scan(lambda c, _: (c + f(w, x), None), 0.0, None, length=3)[0]
+    ),
+    "linearize": lambda f: lambda w, x: jax.linearize(lambda v: f(v, x), w)[1](w),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transformations(name):
+    check(TRANSFORMED[name])
+
+
+def test_shard_map():
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def transform(fun):
+        def both(w, x):
+            mean = jax.shard_map(
+                lambda w, x: jax.lax.pmean(fun(w, x), "i"),
+                mesh=mesh,
+                in_specs=(P(), P("i")),
+                out_specs=P(),
+            )
+            return mean(w, x)
+
+        return jax.grad(both)
+
+    check(transform)
+
+
+def test_layers_in_a_scan_keep_what_layers_written_out_keep():
+    def scanned(w, x):
+        def layer(x, _):
+            y = jax.nn.relu(norm(x @ w))
+            return jax.nn.relu(x + norm(y @ w)), None
+
+        return jnp.mean(jax.lax.scan(layer, x, None, length=3)[0] ** 2)
+
+    written_out, in_a_scan = (kept(f, LEAN, W, BIG[:, :8]) for f in (network, scanned))
+    results = in_a_scan["bf16", (3, 64, 8)] + in_a_scan["f32", (3, 64, 8)]
+    large = sum(n for (_, shape), n in written_out.items() if len(shape) == 2)
+    assert 3 * (results - 1) <= large  # and the state that goes in
+    fast, lean = (mpjax.autocast(scanned, policy) for policy in (FAST, LEAN))
+    assert products(lean, W, BIG[:, :8]) == products(fast, W, BIG[:, :8])
+
+
+def test_the_users_own_remat_and_names_stay_in_force():
+    def fun(w, x):
+        def layer(w, x):
+            y = checkpoint_name(jnp.tanh(norm(x @ w)), "mine")
+            return jnp.tanh(y @ w)
+
+        policy = jax.checkpoint_policies.save_only_these_names("mine")
+        for _ in range(2):
+            x = jax.checkpoint(layer, policy=policy)(w, x)
+        return jnp.mean(x**2)
+
+    assert kept(fun, LEAN, W, BIG[:, :8]) == kept(fun, FAST, W, BIG[:, :8])
+
+
+def test_names_reach_a_checkpoint_around_autocast():
+    def fun(w, x):
+        return jnp.mean(jnp.tanh(checkpoint_name(jnp.tanh(norm(x @ w)), "mine") @ w))
+
+    def residuals(policy):
+        saved = jax.checkpoint_policies.save_only_these_names("mine")
+        run = jax.checkpoint(mpjax.autocast(fun, policy), policy=saved)
+        jaxpr = jax.make_jaxpr(lambda w, x: jax.vjp(run, w, x)[1])(W, BIG[:, :8]).jaxpr
+        return {str(v.aval) for v in jaxpr.outvars if v not in jaxpr.invars}
+
+    assert residuals(LEAN) == residuals(FAST) and any("64,8" in aval for aval in residuals(LEAN))
+
+
+def test_what_has_effects_happens_once(capfd):
+    def fun(w, x):
+        y = jnp.tanh(norm(x @ w))
+        jax.debug.print("here {}", y[0, 0])
+        return jnp.mean(jnp.tanh(y * 2) @ w)
+
+    jax.block_until_ready(jax.jit(jax.grad(mpjax.autocast(fun, LEAN)))(W, BIG[:, :8]))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("here") == 1
+
+
+# ---- a plan does not change ---------------------------------------------------------------------
+
+
+def snapshot(block):
+    """Returns all that a plan says, as text."""
+    seen: dict[int, int] = {}
+
+    def show(x):
+        if hasattr(x, "__dataclass_fields__"):
+            if id(x) in seen:
+                return seen[id(x)]
+            seen[id(x)] = len(seen)
+            return [type(x).__name__, *(show(getattr(x, f)) for f in x.__dataclass_fields__)]
+        if isinstance(x, list | tuple | set | frozenset):
+            found = [show(y) for y in x]
+            return sorted(map(str, found)) if isinstance(x, set | frozenset) else found
+        return repr(x)
+
+    return str(show(block))
+
+
+@pytest.mark.parametrize("policy", [FAST, LEAN])
+def test_running_and_reporting_change_nothing_in_a_plan(policy):
+    from mpjax._src.autocast import transform
+    from mpjax._src.autocast.graph import numbered
+    from mpjax._src.autocast.residuals import storage_of
+
+    args = W, BIG[:, :8]
+    traced = transform.trace(transformer, mpjax.get_policy(policy), args, {})
+    before = snapshot(traced.plan.block)
+    for rows in (False, True):
+        jax.make_jaxpr(lambda *a, rows=rows: transform.call(traced, [*a], rows))(*args)
+        jax.make_jaxpr(jax.grad(lambda *a, rows=rows: transform.call(traced, [*a], rows)[0]))(*args)
+    storage_of(traced.plan.block), [*numbered(traced.plan.block)]
+    assert snapshot(traced.plan.block) == before
+
+
+@pytest.mark.parametrize("policy", [FAST, LEAN])
+def test_two_threads_use_one_function(policy):
+    auto = mpjax.autocast(transformer, policy)
+    want = jax.grad(auto)(W, BIG[:, :8])
+    found, failed = [], []
+
+    def work():
+        try:
+            for _ in range(3):
+                found.append(jax.grad(auto)(W, BIG[:, :8]))
+                auto(W, BIG[:, :8])
+        except Exception as error:  # told in the main thread
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and len(found) == 12
+    for one in found:
+        np.testing.assert_array_equal(one, want)

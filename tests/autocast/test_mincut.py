@@ -1,0 +1,72 @@
+"""The cheapest cut: least weight, nearest to what is needed, whatever the size of weights."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpjax._src.autocast.mincut import cheapest_cut
+
+
+def separates(kept, edges, given, needed):
+    """Tells whether every path from given to needed nodes goes through a kept one."""
+    reached, todo = set(), [i for i in given if i not in kept]
+    while todo:
+        node = todo.pop()
+        if node not in reached:
+            reached.add(node)
+            todo += [b for a, b in edges if a == node and b not in kept]
+    return not reached & {*needed}
+
+
+def cheapest(weights, edges, given, needed):
+    """Returns the weight of the cheapest set, by trying all."""
+    nodes = range(len(weights))
+    sets = itertools.chain.from_iterable(itertools.combinations(nodes, n) for n in (*nodes, 99))
+    found = [sum(weights[i] for i in s) for s in sets if separates({*s}, edges, given, needed)]
+    return min([*found, sum(weights)])
+
+
+@st.composite
+def graphs(draw):
+    size = draw(st.integers(1, 7))
+    weights = draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
+    pairs = [(a, b) for a in range(size) for b in range(a + 1, size)]
+    edges = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
+    some = st.lists(st.integers(0, size - 1), unique=True)
+    return weights, edges, draw(some), draw(some)
+
+
+@given(graphs())
+@settings(max_examples=150)
+def test_it_is_the_cheapest_of_all(graph):
+    kept = cheapest_cut(*graph)
+    assert separates(kept, *graph[1:])
+    assert sum(graph[0][i] for i in kept) == cheapest(*graph)
+
+
+@given(graphs(), st.integers(2**31, 2**40))
+def test_weights_past_what_the_solver_counts_in(graph, scale):
+    weights, edges, given, needed = graph
+    kept = cheapest_cut([w * scale for w in weights], edges, given, needed)
+    assert separates(kept, edges, given, needed)
+    assert sum(weights[i] for i in kept) == cheapest(*graph)
+
+
+def test_what_takes_little_is_not_free_beside_what_takes_much():
+    # Gigabytes on one path; on another two bytes before one byte.
+    edges = [(0, 1), (2, 3)]
+    kept = cheapest_cut([2**40, 2**40 + 2**34, 2, 1], edges, [0, 2], [1, 3])
+    assert 0 in kept and separates(kept, edges, [0, 2], [1, 3])
+
+
+@given(graphs())
+def test_the_same_each_time(graph):
+    assert cheapest_cut(*graph) == cheapest_cut(*graph)
+
+
+@pytest.mark.parametrize("length", [2, 5, 40])
+def test_of_equals_the_nearest_to_what_is_needed(length):
+    chain = [(i, i + 1) for i in range(length - 1)]
+    assert cheapest_cut([7] * length, chain, [0], [length - 1]) == {length - 1}
