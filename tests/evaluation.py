@@ -132,11 +132,14 @@ class Way:
         operation: Runs an equation: ``(eqn, operands, is its result amplified) -> results``.
         value: From a constant, or a result, to what stands for it.
         derived: Whether custom rules have no derivative to be taken any more.
+        eager: Whether values are arrays, so that loops run turn by turn: nothing is compiled but
+            operations, and these once for all programs.
     """
 
     operation: Callable[[Any, list[Any], bool], list[Any]]
     value: Callable[[Any, Any], Any] = lambda x, aval: x
     derived: bool = False
+    eager: bool = False
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any], way: Way, outs: Sequence[bool] = ()) -> list[Any]:
@@ -153,7 +156,7 @@ def evaluate(jaxpr: Any, args: Sequence[Any], way: Way, outs: Sequence[bool] = (
     for eqn in inner.eqns:
         ins = [read(atom) for atom in eqn.invars]
         wanted = [reads.get(v, False) for v in eqn.outvars]
-        program = PROGRAMS.get(eqn.primitive.name)
+        program = (EAGER if way.eager else PROGRAMS).get(eqn.primitive.name)
         kept = "custom_" in eqn.primitive.name and not way.derived
         if program and not (kept and not any(holds_matmuls(s[0]) for s in subprograms(eqn))):
             results = program(eqn, ins, way, wanted)
@@ -174,6 +177,10 @@ def _call(eqn, ins, way, wanted):
     return evaluate(eqn.params[CALLS[eqn.primitive.name]], ins, way, wanted)
 
 
+def split(values: list[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
+    return values[:first], values[first : first + second], values[first + second :]
+
+
 def _carried(eqn: Any, wanted: Sequence[bool]) -> list[bool]:
     """Returns which results of a loop's body an amplifying operation reads, in any iteration."""
     ((body, _, _, again),) = subprograms(eqn)
@@ -191,11 +198,7 @@ def _scan(eqn, ins, way, wanted):
     p = eqn.params
     num_consts, num_carry = scan_counts(eqn)
     wanted = _carried(eqn, wanted)
-    consts, carry, xs = (
-        ins[:num_consts],
-        ins[num_consts : num_consts + num_carry],
-        ins[num_consts + num_carry :],
-    )
+    consts, carry, xs = split(ins, num_consts, num_carry)
 
     def body(carry, xs):
         outs = evaluate(p["jaxpr"], [*consts, *carry, *xs], way, wanted)
@@ -207,16 +210,16 @@ def _scan(eqn, ins, way, wanted):
 
 def _while(eqn, ins, way, wanted):
     p = eqn.params
-    first, second = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     wanted = _carried(eqn, wanted)
+    cond_consts, body_consts, carry = split(ins, p["cond_nconsts"], p["body_nconsts"])
 
     def going(carry):
-        return evaluate(p["cond_jaxpr"], [*ins[:first], *carry], way)[0]
+        return evaluate(p["cond_jaxpr"], [*cond_consts, *carry], way)[0]
 
     def body(carry):
-        return evaluate(p["body_jaxpr"], [*ins[first:second], *carry], way, wanted)
+        return evaluate(p["body_jaxpr"], [*body_consts, *carry], way, wanted)
 
-    return jax.lax.while_loop(going, body, ins[second:])
+    return jax.lax.while_loop(going, body, carry)
 
 
 def _cond(eqn, ins, way, wanted):
@@ -225,4 +228,36 @@ def _cond(eqn, ins, way, wanted):
     return jax.lax.switch(index, branches, *ins[1:])
 
 
-PROGRAMS = {**dict.fromkeys(CALLS, _call), "scan": _scan, "while": _while, "cond": _cond}
+def _scan_eagerly(eqn, ins, way, wanted):
+    p = eqn.params
+    num_consts, num_carry = scan_counts(eqn)
+    wanted = _carried(eqn, wanted)
+    consts, carry, xs = split(ins, num_consts, num_carry)
+    turns = range(p["length"])
+    rows = []
+    for i in reversed(turns) if p["reverse"] else turns:
+        outs = evaluate(p["jaxpr"], [*consts, *carry, *(x[i] for x in xs)], way, wanted)
+        carry = outs[:num_carry]
+        rows.append(outs[num_carry:])
+    rows = rows[::-1] if p["reverse"] else rows
+    return [*carry, *(jnp.stack(y) for y in zip(*rows, strict=True))]
+
+
+def _while_eagerly(eqn, ins, way, wanted):
+    p = eqn.params
+    wanted = _carried(eqn, wanted)
+    cond_consts, body_consts, carry = split(ins, p["cond_nconsts"], p["body_nconsts"])
+    while evaluate(p["cond_jaxpr"], [*cond_consts, *carry], way)[0]:
+        carry = evaluate(p["body_jaxpr"], [*body_consts, *carry], way, wanted)
+    return carry
+
+
+def _cond_eagerly(eqn, ins, way, wanted):
+    branches = eqn.params["branches"]
+    index = min(max(int(ins[0]), 0), len(branches) - 1)
+    return evaluate(branches[index], ins[1:], way, wanted)
+
+
+CALLED = dict.fromkeys(CALLS, _call)
+PROGRAMS = {**CALLED, "scan": _scan, "while": _while, "cond": _cond}
+EAGER = {**CALLED, "scan": _scan_eagerly, "while": _while_eagerly, "cond": _cond_eagerly}

@@ -24,6 +24,7 @@ import mpjax
 
 # Unit roundoff: the largest relative error of one rounding.
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+HALVES = [jnp.dtype(name) for name in UNIT]
 TIMES = 4  # autocast may be this many times as far off as the yardstick,
 ROUNDINGS = 2  # or this many roundings of half
 LOSS_SCALE = {"bfloat16": 1.0, "float16": 2.0**10}
@@ -186,6 +187,19 @@ class Error:
         return text + (f"; {self.nonfinite} new Inf or NaN" if self.nonfinite else "")
 
 
+def _as_written(eqn: Any, ins: list[Any], amplified: bool) -> list[Any]:
+    """Runs an equation; a matmul of halves as hardware does, summing in float32."""
+    out = eqn.outvars[0].aval.dtype
+    halves = [getattr(x, "dtype", None) in HALVES for x in ins]
+    if eqn.primitive.name not in MATMULS or not any(halves):
+        return bind(eqn, ins)
+    wide = [x.astype(jnp.float32) if yes else x for x, yes in zip(ins, halves, strict=True)]
+    return [bind(eqn, wide, preferred_element_type=jnp.dtype(jnp.float32))[0].astype(out)]
+
+
+AS_WRITTEN = Way(_as_written, derived=True, eager=True)
+
+
 def errors(
     fun: Callable[..., Any],
     args: Sequence[Any],
@@ -195,6 +209,7 @@ def errors(
     round_stream: Callable[..., Any] | None = None,
     update: Callable[..., Any] | None = None,
     truth: Any = None,
+    eager: bool = False,
 ) -> list[Error]:
     """Returns the errors of autocast and of rounded matmuls, for each result and gradient leaf.
 
@@ -211,14 +226,20 @@ def errors(
         update: ``(args, results) -> tree``, in float64: more results to judge, such as by how much
             a step changed the state.
         truth: `in_float64` of the same program, where it is known already.
+        eager: Whether to run operation by operation, quicker for many small programs.
     """
     args = jax.tree.map(jnp.asarray, tuple(args))
     scale = LOSS_SCALE[half] if loss_scale is None else loss_scale
     hand = _measured(round_stream or fun, args, argnums, scale)
-    hand = _evaluated(hand, Way(functools.partial(_rounding, jnp.dtype(half)), derived=True))
+    rounding = Way(functools.partial(_rounding, jnp.dtype(half)), derived=True, eager=eager)
+    hand = _evaluated(hand, rounding)
     auto = _measured(mpjax.autocast(fun, f"mixed_{half}"), args, argnums, scale)
-    by_hand, by_auto = (jax.jit(f, compiler_options=options())(*args) for f in (hand, auto))
-    truth = in_float64(fun, args, argnums) if truth is None else truth
+    if eager:
+        auto = _evaluated(auto, AS_WRITTEN)
+    else:
+        hand, auto = (jax.jit(f, compiler_options=options()) for f in (hand, auto))
+    by_hand, by_auto = hand(*args), auto(*args)
+    truth = in_float64(fun, args, argnums, eager) if truth is None else truth
     runs = [
         dict(zip(("result", "gradient"), run, strict=False)) for run in (truth, by_hand, by_auto)
     ]
@@ -230,13 +251,17 @@ def errors(
     return [row for part in runs[0] for row in _rows(part, half, *(run[part] for run in runs))]
 
 
-def in_float64(fun: Callable[..., Any], args: Sequence[Any], argnums: Any = 0) -> Any:
+def in_float64(
+    fun: Callable[..., Any], args: Sequence[Any], argnums: Any = 0, eager: bool = False
+) -> Any:
     """Returns the results of a float32 program, and its gradients, computed in float64."""
     args = jax.tree.map(jnp.asarray, tuple(args))
     jaxpr, tree = traced(_measured(fun, args, argnums, 1.0), args)
+    way = dataclasses.replace(FLOAT64, eager=eager)
     with jax.enable_x64(True):  # where nothing of the program is traced: it would be another one
         leaves = [_widen(x, jax.typeof(x)) for x in jax.tree.leaves(args)]
-        run = jax.jit(lambda *leaves: evaluate(jaxpr, leaves, FLOAT64), compiler_options=options())
+        run = lambda *leaves: evaluate(jaxpr, leaves, way)  # noqa: E731
+        run = run if eager else jax.jit(run, compiler_options=options())
         return jax.tree.unflatten(tree, [np.asarray(x) for x in run(*leaves)])
 
 
