@@ -48,9 +48,92 @@ def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def bind(eqn: Any, ins: Sequence[Any], **changed: Any) -> list[Any]:
+    exact = NUMPY.get(eqn.primitive.name)
+    if exact and not any(isinstance(x, jax.core.Tracer) for x in ins):
+        with np.errstate(all="ignore"):
+            results = exact({**eqn.params, **changed}, *map(np.asarray, ins))
+        return [np.asarray(x) for x in results]
     params = eqn.primitive.get_bind_params({**eqn.params, **changed})
     outs = eqn.primitive.bind(*ins, **params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def _pad(p, x, fill):
+    low, high, inner = zip(*p["padding_config"], strict=True)
+    wide = [n + max(0, n - 1) * i for n, i in zip(x.shape, inner, strict=True)]
+    shape = [max(0, k) + n + max(0, m) for k, n, m in zip(low, wide, high, strict=True)]
+    out = np.full(shape, fill, x.dtype)
+    at = [slice(max(0, k), max(0, k) + n, i + 1) for k, n, i in zip(low, wide, inner, strict=True)]
+    out[tuple(at)] = x
+    cut = [slice(max(0, -k), n + min(0, m)) for k, n, m in zip(low, shape, high, strict=True)]
+    return [out[tuple(cut)]]
+
+
+def _broadcast(p, x):
+    shape = np.ones(len(p["shape"]), int)
+    shape[list(p["broadcast_dimensions"])] = x.shape
+    return [np.broadcast_to(x.reshape(shape), p["shape"])]
+
+
+def _slice(p, x):
+    steps = p["strides"] or (1,) * x.ndim
+    return [x[tuple(map(slice, p["start_indices"], p["limit_indices"], steps))]]
+
+
+def _split(p, x):
+    return np.split(x, np.cumsum(p["sizes"])[:-1], p["axis"])
+
+
+def _unstack(p, x):
+    return list(np.moveaxis(x, p["axis"], 0))
+
+
+def _convert(p, x):
+    return [x.astype(p["new_dtype"])]
+
+
+def _each(fun):
+    return lambda p, *ins: [fun(*ins)]
+
+
+# What is exact, or rounded once, is so in NumPy too, where nothing is to be compiled.
+NUMPY = {
+    "add": _each(np.add),
+    "add_any": _each(np.add),
+    "sub": _each(np.subtract),
+    "mul": _each(np.multiply),
+    "div": _each(lambda x, y: x / y if x.dtype.kind not in "iu" else jax.lax.div(x, y)),
+    "neg": _each(np.negative),
+    "abs": _each(np.abs),
+    "max": _each(np.maximum),
+    "min": _each(np.minimum),
+    "eq": _each(np.equal),
+    "ne": _each(np.not_equal),
+    "ge": _each(np.greater_equal),
+    "gt": _each(np.greater),
+    "le": _each(np.less_equal),
+    "lt": _each(np.less),
+    "and": _each(np.bitwise_and),
+    "or": _each(np.bitwise_or),
+    "sqrt": _each(np.sqrt),
+    "stop_gradient": _each(np.array),
+    "name": _each(np.array),
+    "select_n": _each(lambda which, *cases: np.choose(which.astype(int), cases)),
+    "convert_element_type": _convert,
+    "reduce_sum": lambda p, x: [np.sum(x, p["axes"], x.dtype)],
+    "reduce_max": lambda p, x: [np.max(x, p["axes"])],
+    "reshape": lambda p, x: [np.reshape(x, p["new_sizes"])],
+    "squeeze": lambda p, x: [np.squeeze(x, tuple(p["dimensions"]))],
+    "transpose": lambda p, x: [np.transpose(x, p["permutation"])],
+    "rev": lambda p, x: [np.flip(x, p["dimensions"])],
+    "concatenate": lambda p, *xs: [np.concatenate(xs, p["dimension"])],
+    "stack": lambda p, *xs: [np.stack(xs, p["axis"])],
+    "broadcast_in_dim": _broadcast,
+    "pad": _pad,
+    "slice": _slice,
+    "split": _split,
+    "unstack": _unstack,
+}
 
 
 def subprograms(eqn: Any) -> list[tuple[Any, int, list[int | None], dict[int, int]]]:
@@ -233,6 +316,7 @@ def _scan_eagerly(eqn, ins, way, wanted):
     num_consts, num_carry = scan_counts(eqn)
     wanted = _carried(eqn, wanted)
     consts, carry, xs = split(ins, num_consts, num_carry)
+    xs = [np.asarray(x) for x in xs]
     turns = range(p["length"])
     rows = []
     for i in reversed(turns) if p["reverse"] else turns:
@@ -240,7 +324,7 @@ def _scan_eagerly(eqn, ins, way, wanted):
         carry = outs[:num_carry]
         rows.append(outs[num_carry:])
     rows = rows[::-1] if p["reverse"] else rows
-    return [*carry, *(jnp.stack(y) for y in zip(*rows, strict=True))]
+    return [*carry, *map(np.stack, zip(*rows, strict=True))]
 
 
 def _while_eagerly(eqn, ins, way, wanted):

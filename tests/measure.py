@@ -24,9 +24,9 @@ import mpjax
 
 # Unit roundoff: the largest relative error of one rounding.
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-HALVES = [jnp.dtype(name) for name in UNIT]
 TIMES = 4  # autocast may be this many times as far off as the yardstick,
 ROUNDINGS = 2  # or this many roundings of half
+HALVES = [jnp.dtype(name) for name in UNIT]
 LOSS_SCALE = {"bfloat16": 1.0, "float16": 2.0**10}
 SHORT = 8  # a matmul that sums no more products than this gains nothing from half operands
 VANISHES = 1e-6  # a gradient leaf this small beside the whole gradient cancels
@@ -89,6 +89,8 @@ FLOAT64 = Way(_in_float64, _widen, derived=True)
 
 def rounded(x: Any, half: Any) -> Any:
     """Returns a float32 array rounded to half and widened again; so are its cotangents."""
+    if isinstance(x, np.ndarray):
+        return x.astype(half).astype(x.dtype)
     return jax.lax.optimization_barrier(x.astype(half)).astype(x.dtype)
 
 
@@ -197,7 +199,33 @@ def _as_written(eqn: Any, ins: list[Any], amplified: bool) -> list[Any]:
     return [bind(eqn, wide, preferred_element_type=jnp.dtype(jnp.float32))[0].astype(out)]
 
 
-AS_WRITTEN = Way(_as_written, derived=True, eager=True)
+def errors_of_runs(
+    fun: Callable[..., Any],
+    given: Sequence[Sequence[Any]],
+    half: str,
+    argnums: int | Sequence[int] | None = 0,
+) -> list[list[Error]]:
+    """Returns the `errors` for each of some arguments, alike in shapes.
+
+    What is run is traced once, and run operation by operation: quicker for many small programs.
+    """
+    scale, rounding = LOSS_SCALE[half], functools.partial(_rounding, jnp.dtype(half))
+    program, tree = traced(_measured(fun, given[0], argnums, scale), given[0])
+    auto = mpjax.autocast(fun, f"mixed_{half}")
+    written, _ = traced(_measured(auto, given[0], argnums, scale), given[0])
+    ways = [FLOAT64, Way(rounding, derived=True), Way(_as_written, derived=True)]
+    ways = [dataclasses.replace(way, eager=True) for way in ways]
+    found = []
+    for args in given:
+        leaves = jax.tree.leaves(tuple(args))
+        with jax.enable_x64(True):
+            wide = [_widen(x, jax.typeof(x)) for x in leaves]
+            runs = [evaluate(program, wide, ways[0])]
+        runs += [evaluate(program, leaves, ways[1]), evaluate(written, leaves, ways[2])]
+        runs = [jax.tree.unflatten(tree, list(map(np.asarray, run))) for run in runs]
+        parts = zip(("result", "gradient"), *runs, strict=False)
+        found.append([row for part, *trees in parts for row in _rows(part, half, *trees)])
+    return found
 
 
 def errors(
@@ -209,7 +237,6 @@ def errors(
     round_stream: Callable[..., Any] | None = None,
     update: Callable[..., Any] | None = None,
     truth: Any = None,
-    eager: bool = False,
 ) -> list[Error]:
     """Returns the errors of autocast and of rounded matmuls, for each result and gradient leaf.
 
@@ -226,20 +253,14 @@ def errors(
         update: ``(args, results) -> tree``, in float64: more results to judge, such as by how much
             a step changed the state.
         truth: `in_float64` of the same program, where it is known already.
-        eager: Whether to run operation by operation, quicker for many small programs.
     """
     args = jax.tree.map(jnp.asarray, tuple(args))
     scale = LOSS_SCALE[half] if loss_scale is None else loss_scale
     hand = _measured(round_stream or fun, args, argnums, scale)
-    rounding = Way(functools.partial(_rounding, jnp.dtype(half)), derived=True, eager=eager)
-    hand = _evaluated(hand, rounding)
+    hand = _evaluated(hand, Way(functools.partial(_rounding, jnp.dtype(half)), derived=True))
     auto = _measured(mpjax.autocast(fun, f"mixed_{half}"), args, argnums, scale)
-    if eager:
-        auto = _evaluated(auto, AS_WRITTEN)
-    else:
-        hand, auto = (jax.jit(f, compiler_options=options()) for f in (hand, auto))
-    by_hand, by_auto = hand(*args), auto(*args)
-    truth = in_float64(fun, args, argnums, eager) if truth is None else truth
+    by_hand, by_auto = (jax.jit(f, compiler_options=options())(*args) for f in (hand, auto))
+    truth = in_float64(fun, args, argnums) if truth is None else truth
     runs = [
         dict(zip(("result", "gradient"), run, strict=False)) for run in (truth, by_hand, by_auto)
     ]
@@ -251,17 +272,13 @@ def errors(
     return [row for part in runs[0] for row in _rows(part, half, *(run[part] for run in runs))]
 
 
-def in_float64(
-    fun: Callable[..., Any], args: Sequence[Any], argnums: Any = 0, eager: bool = False
-) -> Any:
+def in_float64(fun: Callable[..., Any], args: Sequence[Any], argnums: Any = 0) -> Any:
     """Returns the results of a float32 program, and its gradients, computed in float64."""
     args = jax.tree.map(jnp.asarray, tuple(args))
     jaxpr, tree = traced(_measured(fun, args, argnums, 1.0), args)
-    way = dataclasses.replace(FLOAT64, eager=eager)
     with jax.enable_x64(True):  # where nothing of the program is traced: it would be another one
         leaves = [_widen(x, jax.typeof(x)) for x in jax.tree.leaves(args)]
-        run = lambda *leaves: evaluate(jaxpr, leaves, way)  # noqa: E731
-        run = run if eager else jax.jit(run, compiler_options=options())
+        run = jax.jit(lambda *leaves: evaluate(jaxpr, leaves, FLOAT64), compiler_options=options())
         return jax.tree.unflatten(tree, [np.asarray(x) for x in run(*leaves)])
 
 
