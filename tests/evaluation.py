@@ -89,6 +89,7 @@ def _unstack(p, x):
 
 
 def _convert(p, x):
+    x = np.real(x) if jnp.issubdtype(p["new_dtype"], jnp.floating) else x
     return [x.astype(p["new_dtype"])]
 
 
@@ -116,6 +117,7 @@ NUMPY = {
     "and": _each(np.bitwise_and),
     "or": _each(np.bitwise_or),
     "sqrt": _each(np.sqrt),
+    "real": _each(np.real),
     "stop_gradient": _each(np.array),
     "name": _each(np.array),
     "select_n": _each(lambda which, *cases: np.choose(which.astype(int), cases)),

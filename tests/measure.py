@@ -204,15 +204,21 @@ def errors_of_runs(
     given: Sequence[Sequence[Any]],
     half: str,
     argnums: int | Sequence[int] | None = 0,
+    by_hand: Callable[..., Any] | None = None,
 ) -> list[list[Error]]:
     """Returns the `errors` for each of some arguments, alike in shapes.
 
     What is run is traced once, and run operation by operation: quicker for many small programs.
+    ``by_hand`` is the program as the yardstick has it, if that is another one.
     """
     scale, rounding = LOSS_SCALE[half], functools.partial(_rounding, jnp.dtype(half))
-    program, tree = traced(_measured(fun, given[0], argnums, scale), given[0])
-    auto = mpjax.autocast(fun, f"mixed_{half}")
-    written, _ = traced(_measured(auto, given[0], argnums, scale), given[0])
+
+    def program_of(fun):
+        return traced(_measured(fun, given[0], argnums, scale), given[0])
+
+    program, tree = program_of(fun)
+    hand = program_of(by_hand)[0] if by_hand else program
+    auto = program_of(mpjax.autocast(fun, f"mixed_{half}"))[0]
     ways = [FLOAT64, Way(rounding, derived=True), Way(_as_written, derived=True)]
     ways = [dataclasses.replace(way, eager=True) for way in ways]
     found = []
@@ -221,7 +227,7 @@ def errors_of_runs(
         with jax.enable_x64(True):
             wide = [_widen(x, jax.typeof(x)) for x in leaves]
             runs = [evaluate(program, wide, ways[0])]
-        runs += [evaluate(program, leaves, ways[1]), evaluate(written, leaves, ways[2])]
+        runs += [evaluate(hand, leaves, ways[1]), evaluate(auto, leaves, ways[2])]
         runs = [jax.tree.unflatten(tree, list(map(np.asarray, run))) for run in runs]
         parts = zip(("result", "gradient"), *runs, strict=False)
         found.append([row for part, *trees in parts for row in _rows(part, half, *trees)])

@@ -199,6 +199,7 @@ BINARY = {
     "tridiagonal": lambda x, y: lax.linalg.tridiagonal_solve(
         small(x)[0] / 4, 1 + small(x)[1] / 4, small(x)[2] / 4, y
     ),
+    "betainc": lambda x, y: jax.scipy.special.betainc(2.0, 1.5, jax.nn.sigmoid(x)) * y,
     "recurrence": lambda x, y: lax.scan(
         lambda h, ab: (ab[0] * h + ab[1],) * 2,
         jnp.ones(SIDE),
@@ -249,6 +250,7 @@ JUMPS = {
     "reduce_min": lambda x: x - jnp.min(x, 0, keepdims=True),
     "top": lambda x: jnp.concatenate([lax.top_k(x, 6)[0]] * 2, 1),
     "max_pool": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (3, 1), (1, 1), "SAME"),
+    "min_pool": lambda x: lax.reduce_window(x, jnp.inf, lax.min, (1, 3), (1, 1), "SAME"),
     "sign": lambda x: x + jnp.sign(x) / 2,
     "floor": lambda x: x - jnp.floor(x),
     "ceil": lambda x: jnp.ceil(2 * x) / 2 + x,
@@ -256,7 +258,7 @@ JUMPS = {
     "rem": lambda x: lax.rem(3 * x, 1.0),
     "argmax": lambda x: x + jnp.eye(SIDE)[jnp.argmax(x, 1)],
     "argmin": lambda x: x[jnp.argmin(x, 0)],
-    "compare": lambda x: jnp.where(x > 0.2, jnp.exp(-x), jnp.sin(x)),
+    "compare": lambda x: jnp.where((x > 0.2) | (x <= -0.4), jnp.exp(-x), jnp.sin(x)),
     "equal": lambda x: jnp.where((x == 0) | (x != x) | ~jnp.isfinite(x), 1.0, x),
     "user_half": lambda x: x.astype(jnp.bfloat16).astype(jnp.float32),
 }
@@ -265,6 +267,11 @@ add_ops("binary", BINARY)
 add_ops("scalar", SCALAR)
 add_ops("unary", JUMPS, jumps=True)
 add_ops("binary", {"max": jnp.maximum, "min": jnp.minimum}, jumps=True)
+SCATTERS = {
+    "scatter_max": lambda x, y: x.at[ROWS].max(y),
+    "scatter_min": lambda x, y: x.at[ROWS].min(y),
+}
+add_ops("binary", SCATTERS, jumps=True, reversible=False)
 
 MATMULS = ("matmul", "layer", "residual", "attention")
 
@@ -360,6 +367,13 @@ def unrolled(f, x, y, s):
     for _ in range(3):
         x = jnp.tanh(f(x, y, s))
     return x
+
+
+@program(reversible=False)
+def ruled_vmap(f, x, y, s):
+    g = jax.custom_batching.custom_vmap(f)
+    g.def_vmap(lambda size, batched, x, y, s: (jax.vmap(f, (0, 0, None))(x, y, s), True))
+    return jax.vmap(lambda x, y: g(x, y, s))(jnp.stack([x, y]), jnp.stack([y, x]))[0] + g(x, y, s)
 
 
 @program(turns=2)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from measure import Error, errors_of_runs
+from measure import Error, errors_of_runs, rounded
 from random_operations import MATMULS, OPS, SCALARS, SHAPE, Op
 
 Program = tuple[tuple[str, int, int, Any], ...]
@@ -20,31 +20,30 @@ RUNS = 3  # of a program that jumps, which is judged by medians
 HALVES = ("bfloat16", "float16")
 
 
-def build(steps: Program) -> Callable[..., Any]:
-    """Returns a program as a function."""
+def build(steps: Program, before_jumps: Callable[..., Any] = lambda x: x) -> Callable[..., Any]:
+    """Returns a program as a function; what jumps reads what ``before_jumps`` makes of values."""
 
     def fun(x, y, scalars):
-        return _run(steps, x, y, scalars)[-2:]
+        return run(steps, x, y, scalars)[-2:]
+
+    def run(steps, x, y, scalars):
+        values = [x, y]
+        for name, i, j, body in steps:
+            a, b = (values[-1 - k % len(values)] for k in (i, j))
+            a, b = map(before_jumps, (a, b)) if OPS[name].jumps else (a, b)
+            values.append(apply(OPS[name], a, b, body, scalars))
+        return values
+
+    def apply(op: Op, a, b, body, scalars):
+        if op.kind == "unary":
+            return op.fun(a)
+        if op.kind == "binary":
+            return op.fun(a, b)
+        if op.kind == "scalar":
+            return op.fun(a, scalars)
+        return op.fun(lambda x, y, s: run(body, x, y, s)[-1], a, b, scalars)
 
     return fun
-
-
-def _run(steps, x, y, scalars):
-    values = [x, y]
-    for name, i, j, body in steps:
-        a, b = (values[-1 - k % len(values)] for k in (i, j))
-        values.append(_apply(OPS[name], a, b, body, scalars))
-    return values
-
-
-def _apply(op: Op, a, b, body, scalars):
-    if op.kind == "unary":
-        return op.fun(a)
-    if op.kind == "binary":
-        return op.fun(a, b)
-    if op.kind == "scalar":
-        return op.fun(a, scalars)
-    return op.fun(lambda x, y, s: _run(body, x, y, s)[-1], a, b, scalars)
 
 
 def arguments(seed: int) -> tuple[Any, ...]:
@@ -74,13 +73,14 @@ def generate(seed: int, leave_out: Sequence[str] = ()) -> Program:
     plain = [name for name in names if name not in chains]
     holders = [name for name in plain if OPS[name].kind == "program"]
     flat = [name for name in plain if OPS[name].kind != "program"]
+    matmuls = [name for name in MATMULS if name in flat]
     rng = random.Random(seed)
 
     def step(depth, name=None):
         if name is None and depth and rng.random() < 0.4:
             name = rng.choice(rng.choice((holders, chains)))
         if name is None:
-            name = rng.choice(MATMULS) if rng.random() < 0.4 else rng.choice(flat)
+            name = rng.choice(matmuls) if rng.random() < 0.4 else rng.choice(flat)
         holds = OPS[name].kind == "program"
         body = [step(depth - 1) for _ in range(rng.choice((1, 1, 2, 3)))] if holds else []
         return name, rng.randrange(4), rng.randrange(4), tuple(body)
@@ -88,20 +88,34 @@ def generate(seed: int, leave_out: Sequence[str] = ()) -> Program:
     while True:
         steps = [step(2) for _ in range(rng.randrange(5))]
         steps.insert(rng.randrange(len(steps) + 1), step(2, plain[seed % len(plain)]))
-        if size(tuple(steps)) <= LARGEST:
+        if size(tuple(steps)) <= LARGEST and _has_gradients(tuple(steps)):
             return tuple(steps)
+
+
+def _has_gradients(steps: Program, asked: bool = False) -> bool:
+    """Tells whether what a program differentiates has gradients."""
+    return all(
+        (OPS[name].reversible or not asked)
+        and _has_gradients(body, asked or name in ("differentiated", "ruled_vjp"))
+        for name, _, _, body in steps
+    )
 
 
 # ---- judged -------------------------------------------------------------------------------------
 
 
 def errors(steps: Program, half: str, seed: int = 0) -> list[Error]:
-    """Returns the errors of a program: medians over several runs if it jumps."""
+    """Returns the errors of a program.
+
+    If it jumps, medians over several runs; and the yardstick rounds what it jumps on, as autocast
+    may: two roundings are allowed, and here they may make a difference of any size.
+    """
     ops = [OPS[name] for name in names_in(steps)]
-    runs = RUNS if any(op.jumps for op in ops) else 1
+    jumps = any(op.jumps for op in ops)
     argnums = (0, 1) if all(op.reversible for op in ops) else None
-    given = [arguments(seed + 1000 * run) for run in range(runs)]
-    found = errors_of_runs(build(steps), given, half, argnums)
+    given = [arguments(seed + 1000 * run) for run in range(RUNS if jumps else 1)]
+    by_hand = build(steps, lambda x: rounded(x, half)) if jumps else None
+    found = errors_of_runs(build(steps), given, half, argnums, by_hand)
     return [_median(rows) for rows in zip(*found, strict=True)]
 
 
@@ -133,7 +147,9 @@ def smaller(steps: Program) -> Iterator[Program]:
         if body:
             yield before + body + after
         yield from (before + ((name, i, j, inner),) + after for inner in smaller(body))
-        yield from (before + ((name, *ij, body),) + after for ij in ((0, j), (i, 0)) if ij != (i, j))
+        yield from (
+            before + ((name, *ij, body),) + after for ij in ((0, j), (i, 0)) if ij != (i, j)
+        )
 
 
 def shrink(steps: Program, fails: Callable[[Program], Any], tries: int = 100) -> Program:
