@@ -333,8 +333,14 @@ def _while_eagerly(eqn, ins, way, wanted):
     p = eqn.params
     wanted = _carried(eqn, wanted)
     cond_consts, body_consts, carry = split(ins, p["cond_nconsts"], p["body_nconsts"])
-    while evaluate(p["cond_jaxpr"], [*cond_consts, *carry], way)[0]:
-        carry = evaluate(p["body_jaxpr"], [*body_consts, *carry], way, wanted)
+    while np.any(going := np.asarray(evaluate(p["cond_jaxpr"], [*cond_consts, *carry], way)[0])):
+        turned = evaluate(p["body_jaxpr"], [*body_consts, *carry], way, wanted)
+        pairs = [(np.asarray(new), np.asarray(old)) for new, old in zip(turned, carry, strict=True)]
+        # Under vmap, some go on and others have done.
+        carry = [
+            np.where(going.reshape(going.shape + (1,) * (new.ndim - going.ndim)), new, old)
+            for new, old in pairs
+        ]
     return carry
 
 

@@ -34,14 +34,14 @@ class Op:
             function ``f(x, y, scalars)``.
         kind: "unary", "binary", "scalar" or "program", in the same order.
         jumps: Whether it or its derivative jumps.
-        reversible: Whether it has a gradient.
+        derivatives: How often it can be differentiated.
         turns: How often it runs the program that it holds.
     """
 
     fun: Callable[..., Any]
     kind: str
     jumps: bool = False
-    reversible: bool = True
+    derivatives: int = 9
     turns: int = 1
 
 
@@ -194,8 +194,6 @@ BINARY = {
     "gate": lambda x, y: jax.nn.sigmoid(x) * y,
     "interpolate": lambda x, y: x + jax.nn.sigmoid(y) * (y - x),
     "average": lambda x, y: 0.99 * x + 0.01 * y,
-    "igamma": lambda x, y: jax.scipy.special.gammainc(positive(x), positive(y)),
-    "igammac": lambda x, y: jax.scipy.special.gammaincc(positive(x), positive(y)),
     "tridiagonal": lambda x, y: lax.linalg.tridiagonal_solve(
         small(x)[0] / 4, 1 + small(x)[1] / 4, small(x)[2] / 4, y
     ),
@@ -217,7 +215,6 @@ BINARY = {
     "convolve": lambda x, y: lax.conv_general_dilated(
         x.reshape(1, 1, SIDE, SIDE), y[:3, :9].reshape(3, 1, 3, 3) / 3, (1, 1), "SAME"
     ).mean(1)[0],
-    "ragged": lambda x, y: lax.ragged_dot(x, jnp.stack([y, y.T]) / 3, jnp.array([5, SIDE - 5])),
     "layer": lambda x, y: jnp.tanh(x @ y + y[0]),
     "attention": lambda x, y: jax.nn.softmax(x @ y.T / 3) @ y,
     "attention_with_common_part": lambda x, y: jax.nn.softmax(x @ (y + 8).T / 3) @ (y + 8) / 3,
@@ -227,6 +224,11 @@ BINARY = {
     "short_kernel": lambda x, y: jnp.exp(-((x[:, :3] @ y[:3]) ** 2)),
     "wave_of_a_matmul": lambda x, y: jnp.sin(40 + x @ y),
     "ratio": lambda x, y: (100 * x @ y) / (400 + 100 * jnp.tanh(x @ y.T)),
+}
+ONCE = {
+    "igamma": lambda x, y: jax.scipy.special.gammainc(positive(x), positive(y)),
+    "igammac": lambda x, y: jax.scipy.special.gammaincc(positive(x), positive(y)),
+    "ragged": lambda x, y: lax.ragged_dot(x, jnp.stack([y, y.T]) / 3, jnp.array([5, SIDE - 5])),
 }
 SCALAR = {
     "plus_tiny": lambda x, s: x / (positive(x) + s["tiny"] - 0.5),
@@ -264,6 +266,7 @@ JUMPS = {
 }
 add_ops("unary", UNARY)
 add_ops("binary", BINARY)
+add_ops("binary", ONCE, derivatives=1)
 add_ops("scalar", SCALAR)
 add_ops("unary", JUMPS, jumps=True)
 add_ops("binary", {"max": jnp.maximum, "min": jnp.minimum}, jumps=True)
@@ -271,7 +274,7 @@ SCATTERS = {
     "scatter_max": lambda x, y: x.at[ROWS].max(y),
     "scatter_min": lambda x, y: x.at[ROWS].min(y),
 }
-add_ops("binary", SCATTERS, jumps=True, reversible=False)
+add_ops("binary", SCATTERS, jumps=True, derivatives=0)
 
 MATMULS = ("matmul", "layer", "residual", "attention")
 
@@ -349,13 +352,13 @@ def scan_of_remat(f, x, y, s):
     return lax.scan(step, x, jnp.stack([y, y.T]))[0]
 
 
-@program(turns=2, reversible=False)
+@program(turns=2, derivatives=0)
 def looped(f, x, y, s):
     step = lambda c: (c[0] + 1, jnp.tanh(f(c[1], y, s)))  # noqa: E731
     return lax.while_loop(lambda c: c[0] < 2, step, (0, x))[1]
 
 
-@program(turns=4, reversible=False, jumps=True)
+@program(turns=4, derivatives=0, jumps=True)
 def converging(f, x, y, s):
     step = lambda c: (c[0] + 1, 0.6 * jnp.tanh(f(c[1], y, s)))  # noqa: E731
     going = lambda c: (c[0] < 4) & (jnp.mean(jnp.abs(c[1])) > 0.3)  # noqa: E731
@@ -369,7 +372,7 @@ def unrolled(f, x, y, s):
     return x
 
 
-@program(reversible=False)
+@program(derivatives=0)
 def ruled_vmap(f, x, y, s):
     g = jax.custom_batching.custom_vmap(f)
     g.def_vmap(lambda size, batched, x, y, s: (jax.vmap(f, (0, 0, None))(x, y, s), True))

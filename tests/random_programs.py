@@ -88,15 +88,14 @@ def generate(seed: int, leave_out: Sequence[str] = ()) -> Program:
     while True:
         steps = [step(2) for _ in range(rng.randrange(5))]
         steps.insert(rng.randrange(len(steps) + 1), step(2, plain[seed % len(plain)]))
-        if size(tuple(steps)) <= LARGEST and _has_gradients(tuple(steps)):
+        if size(tuple(steps)) <= LARGEST and derivatives(tuple(steps)) >= 0:
             return tuple(steps)
 
 
-def _has_gradients(steps: Program, asked: bool = False) -> bool:
-    """Tells whether what a program differentiates has gradients."""
-    return all(
-        (OPS[name].reversible or not asked)
-        and _has_gradients(body, asked or name in ("differentiated", "ruled_vjp"))
+def derivatives(steps: Program) -> int:
+    """Returns how often a program can be differentiated; below zero if it does so too often."""
+    return min(
+        min(OPS[name].derivatives, derivatives(body) - (name == "differentiated") if body else 9)
         for name, _, _, body in steps
     )
 
@@ -112,7 +111,7 @@ def errors(steps: Program, half: str, seed: int = 0) -> list[Error]:
     """
     ops = [OPS[name] for name in names_in(steps)]
     jumps = any(op.jumps for op in ops)
-    argnums = (0, 1) if all(op.reversible for op in ops) else None
+    argnums = (0, 1) if derivatives(steps) > 0 else None
     given = [arguments(seed + 1000 * run) for run in range(RUNS if jumps else 1)]
     by_hand = build(steps, lambda x: rounded(x, half)) if jumps else None
     found = errors_of_runs(build(steps), given, half, argnums, by_hand)
