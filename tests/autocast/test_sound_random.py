@@ -1,8 +1,7 @@
 """Random programs under the measure: autocast is about as accurate as rounded matmuls.
 
-The default run takes the same programs every time. What is known to fail is named, with its cause:
-operations that are left out of the random programs, and programs that were found at random. They
-must fail: whoever mends one deletes its line.
+The default run takes the same programs every time. What is known to fail is named, with its cause
+and a program that must fail: whoever mends one deletes its line.
 """
 
 import os
@@ -21,10 +20,21 @@ from mpjax._src import rules
 PROGRAMS, CHUNK = 240, 20
 MANY = 3000
 
-# Operations that show a fault of today's planner.
-COMMON = "The row sums of a softmax's derivative come from rounded outputs; a large common part of \
-the keys amplifies what they are off."
-KNOWN_FAULTS = {"attention_with_common_part": COMMON}
+# Faults of today's planner: for each a program that shows it, in bfloat16.
+LAYER = (("logistic", 1, 0, ()), ("layer", 0, 0, ()), ("matmul", 0, 0, ()), ("matmul", 0, 0, ()))
+SWITCHED = (("switched", 0, 0, (("standardize", 0, 0, ()),)), ("fourier", 0, 0, ()))
+KNOWN_FAULTS = {
+    "The row sums of a softmax's derivative come from rounded outputs: what they are off is common "
+    "to a row, and a common part of the keys amplifies it.": (
+        ("attention_with_common_part", 0, 0, ()),
+    ),
+    "The derivative of tanh is computed from its half result: 1 - y * y has no digits left where "
+    "every entry is near one.": LAYER,
+    "A branch that holds a matmul counts as half though another one is taken, so a short sum that "
+    "reads the result, and a phase after it, has half operands.": SWITCHED,
+}
+# Operations that show one of them whatever is around.
+LEFT_OUT = ("attention_with_common_part",)
 
 # Programs that random ones led to: mended since.
 LOG_SOFTMAX = (("conditional", 0, 0, (("log_softmax", 0, 0, ()),)),)
@@ -50,7 +60,7 @@ def test_many_random_programs():
 
 
 def judge(seeds):
-    wrong = [text for seed in seeds if (text := report(seed, tuple(KNOWN_FAULTS)))]
+    wrong = [text for seed in seeds if (text := report(seed, LEFT_OUT))]
     assert not wrong, "\n\n".join(wrong)
 
 
@@ -60,9 +70,9 @@ def test_what_was_mended_stays_so(name, half):
     assert not fault(MENDED[name], half)
 
 
-@pytest.mark.parametrize("name", KNOWN_FAULTS)
-def test_known_faults_are_still_there(name):
-    assert fault(((name, 0, 0, ()),), "bfloat16")
+@pytest.mark.parametrize("why", KNOWN_FAULTS)
+def test_known_faults_are_still_there(why):
+    assert "autocast is" in fault(KNOWN_FAULTS[why], "bfloat16")
 
 
 def test_every_operation_is_tried():
