@@ -17,7 +17,7 @@ from support import equations
 
 from mpjax._src import rules
 
-PROGRAMS, CHUNK = 240, 20
+PROGRAMS, CHUNK = 210, 15
 MANY = 3000
 
 # Faults of today's planner: for each a program that shows it, in bfloat16.
@@ -77,8 +77,8 @@ def test_known_faults_are_still_there(why):
 
 def test_every_operation_is_tried():
     tried = {name for seed in range(PROGRAMS) for name in names_in(generate(seed))}
-    assert {name for name in OPS if " steps of " not in name} <= tried
-    assert sum(" steps of " in name for name in tried) > 50
+    assert [name for name in OPS if name not in tried and " steps of " not in name] == []
+    assert sum(" steps of " in name for name in tried) > 80
 
 
 # ---- the rule table -----------------------------------------------------------------------------
