@@ -71,7 +71,7 @@ def size(steps: Program) -> int:
 def generate(seed: int, leave_out: Sequence[str] = ()) -> Program:
     """Returns the program of a seed.
 
-    Of three programs in a row two hold the next operation, the third the next sum of steps.
+    Of three programs in a row two hold the next operation, the third a sum of steps.
     """
     names = [name for name in OPS if name not in leave_out]
     chains = [name for name in names if " steps of " in name]
@@ -79,7 +79,6 @@ def generate(seed: int, leave_out: Sequence[str] = ()) -> Program:
     holders = [name for name in plain if OPS[name].kind == "program"]
     flat = [name for name in plain if OPS[name].kind != "program"]
     turn, kind = divmod(seed, 3)
-    forced = chains[29 * turn % len(chains)] if kind == 2 else plain[(2 * turn + kind) % len(plain)]
     matmuls = [name for name in MATMULS if name in flat]
     rng = random.Random(seed)
 
@@ -92,9 +91,21 @@ def generate(seed: int, leave_out: Sequence[str] = ()) -> Program:
         body = [step(depth - 1) for _ in range(rng.choice((1, 1, 2, 3)))] if holds else []
         return name, rng.randrange(4), rng.randrange(4), tuple(body)
 
+    def sums():
+        """A state that a matmul makes, and steps computed from it; more often long ones."""
+        (name,) = rng.choices(chains, [OPS[name].turns for name in chains])
+        matmul = (matmuls[0], 0, 1, ())
+        body = [step(0), matmul] if rng.random() < 0.5 else [matmul]
+        return [(matmuls[0], 1, 2, ()), (name, 0, rng.choice((2, 3)), tuple(body))]
+
     while True:
         steps = [step(2) for _ in range(rng.randrange(5))]
-        steps.insert(rng.randrange(len(steps) + 1), step(2, forced))
+        if kind < 2:
+            steps.insert(
+                rng.randrange(len(steps) + 1), step(2, plain[(2 * turn + kind) % len(plain)])
+            )
+        else:
+            steps = [step(0), *sums(), *steps[:2]]
         if size(tuple(steps)) <= LARGEST and derivatives(tuple(steps)) >= 0:
             return tuple(steps)
 

@@ -78,7 +78,7 @@ def test_known_faults_are_still_there(why):
 def test_every_operation_is_tried():
     tried = {name for seed in range(PROGRAMS) for name in names_in(generate(seed))}
     assert [name for name in OPS if name not in tried and " steps of " not in name] == []
-    assert sum(" steps of " in name for name in tried) > 80
+    assert sum(" steps of " in name for name in tried) > 60
 
 
 # ---- the rule table -----------------------------------------------------------------------------
@@ -125,9 +125,7 @@ def primitives(fun, argnums):
 
 def test_programs_are_made_from_seeds():
     assert generate(7) == generate(7) != generate(7 + 1000)
-    assert "matmul" not in {
-        name for seed in range(50) for name in names_in(generate(seed, ["matmul"]))
-    }
+    assert "gelu" not in {name for seed in range(50) for name in names_in(generate(seed, ["gelu"]))}
 
 
 def test_what_fails_is_made_small():
