@@ -36,6 +36,9 @@ KNOWN_FAULTS = {
 # Operations that show one of them whatever is around.
 LEFT_OUT = ("attention_with_common_part",)
 
+# Seeds of the default run whose program shows the second of them.
+SATURATED = (83,)
+
 # Programs that random ones led to: mended since.
 LOG_SOFTMAX = (("conditional", 0, 0, (("log_softmax", 0, 0, ()),)),)
 MENDED = {
@@ -50,7 +53,7 @@ MENDED = {
 
 @pytest.mark.parametrize("first", range(0, PROGRAMS, CHUNK))
 def test_random_programs(first):
-    judge(range(first, first + CHUNK))
+    judge(seed for seed in range(first, first + CHUNK) if seed not in SATURATED)
 
 
 @pytest.mark.slow
@@ -73,6 +76,11 @@ def test_what_was_mended_stays_so(name, half):
 @pytest.mark.parametrize("why", KNOWN_FAULTS)
 def test_known_faults_are_still_there(why):
     assert "autocast is" in fault(KNOWN_FAULTS[why], "bfloat16")
+
+
+@pytest.mark.parametrize("seed", SATURATED)
+def test_known_seeds_still_fail(seed):
+    assert "autocast is" in fault(generate(seed, LEFT_OUT), random_programs.HALVES[seed % 2], seed)
 
 
 def test_every_operation_is_tried():
