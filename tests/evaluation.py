@@ -48,9 +48,94 @@ def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def bind(eqn: Any, ins: Sequence[Any], **changed: Any) -> list[Any]:
+    exact = NUMPY.get(eqn.primitive.name)
+    if exact and not any(isinstance(x, jax.core.Tracer) for x in ins):
+        with np.errstate(all="ignore"):
+            results = exact({**eqn.params, **changed}, *map(np.asarray, ins))
+        return [np.asarray(x) for x in results]
     params = eqn.primitive.get_bind_params({**eqn.params, **changed})
     outs = eqn.primitive.bind(*ins, **params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def _pad(p, x, fill):
+    low, high, inner = zip(*p["padding_config"], strict=True)
+    wide = [n + max(0, n - 1) * i for n, i in zip(x.shape, inner, strict=True)]
+    shape = [max(0, k) + n + max(0, m) for k, n, m in zip(low, wide, high, strict=True)]
+    out = np.full(shape, fill, x.dtype)
+    at = [slice(max(0, k), max(0, k) + n, i + 1) for k, n, i in zip(low, wide, inner, strict=True)]
+    out[tuple(at)] = x
+    cut = [slice(max(0, -k), n + min(0, m)) for k, n, m in zip(low, shape, high, strict=True)]
+    return [out[tuple(cut)]]
+
+
+def _broadcast(p, x):
+    shape = np.ones(len(p["shape"]), int)
+    shape[list(p["broadcast_dimensions"])] = x.shape
+    return [np.broadcast_to(x.reshape(shape), p["shape"])]
+
+
+def _slice(p, x):
+    steps = p["strides"] or (1,) * x.ndim
+    return [x[tuple(map(slice, p["start_indices"], p["limit_indices"], steps))]]
+
+
+def _split(p, x):
+    return np.split(x, np.cumsum(p["sizes"])[:-1], p["axis"])
+
+
+def _unstack(p, x):
+    return list(np.moveaxis(x, p["axis"], 0))
+
+
+def _convert(p, x):
+    x = np.real(x) if jnp.issubdtype(p["new_dtype"], jnp.floating) else x
+    return [x.astype(p["new_dtype"])]
+
+
+def _each(fun):
+    return lambda p, *ins: [fun(*ins)]
+
+
+# What is exact, or rounded once, is so in NumPy too, where nothing is to be compiled.
+NUMPY = {
+    "add": _each(np.add),
+    "add_any": _each(np.add),
+    "sub": _each(np.subtract),
+    "mul": _each(np.multiply),
+    "div": _each(lambda x, y: x / y if x.dtype.kind not in "iu" else jax.lax.div(x, y)),
+    "neg": _each(np.negative),
+    "abs": _each(np.abs),
+    "max": _each(np.maximum),
+    "min": _each(np.minimum),
+    "eq": _each(np.equal),
+    "ne": _each(np.not_equal),
+    "ge": _each(np.greater_equal),
+    "gt": _each(np.greater),
+    "le": _each(np.less_equal),
+    "lt": _each(np.less),
+    "and": _each(np.bitwise_and),
+    "or": _each(np.bitwise_or),
+    "sqrt": _each(np.sqrt),
+    "real": _each(np.real),
+    "stop_gradient": _each(np.array),
+    "name": _each(np.array),
+    "select_n": _each(lambda which, *cases: np.choose(which.astype(int), cases)),
+    "convert_element_type": _convert,
+    "reduce_sum": lambda p, x: [np.sum(x, p["axes"], x.dtype)],
+    "reduce_max": lambda p, x: [np.max(x, p["axes"])],
+    "reshape": lambda p, x: [np.reshape(x, p["new_sizes"])],
+    "squeeze": lambda p, x: [np.squeeze(x, tuple(p["dimensions"]))],
+    "transpose": lambda p, x: [np.transpose(x, p["permutation"])],
+    "rev": lambda p, x: [np.flip(x, p["dimensions"])],
+    "concatenate": lambda p, *xs: [np.concatenate(xs, p["dimension"])],
+    "stack": lambda p, *xs: [np.stack(xs, p["axis"])],
+    "broadcast_in_dim": _broadcast,
+    "pad": _pad,
+    "slice": _slice,
+    "split": _split,
+    "unstack": _unstack,
+}
 
 
 def subprograms(eqn: Any) -> list[tuple[Any, int, list[int | None], dict[int, int]]]:
@@ -132,11 +217,14 @@ class Way:
         operation: Runs an equation: ``(eqn, operands, is its result amplified) -> results``.
         value: From a constant, or a result, to what stands for it.
         derived: Whether custom rules have no derivative to be taken any more.
+        eager: Whether values are arrays, so that loops run turn by turn: nothing is compiled but
+            operations, and these once for all programs.
     """
 
     operation: Callable[[Any, list[Any], bool], list[Any]]
     value: Callable[[Any, Any], Any] = lambda x, aval: x
     derived: bool = False
+    eager: bool = False
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any], way: Way, outs: Sequence[bool] = ()) -> list[Any]:
@@ -153,7 +241,7 @@ def evaluate(jaxpr: Any, args: Sequence[Any], way: Way, outs: Sequence[bool] = (
     for eqn in inner.eqns:
         ins = [read(atom) for atom in eqn.invars]
         wanted = [reads.get(v, False) for v in eqn.outvars]
-        program = PROGRAMS.get(eqn.primitive.name)
+        program = (EAGER if way.eager else PROGRAMS).get(eqn.primitive.name)
         kept = "custom_" in eqn.primitive.name and not way.derived
         if program and not (kept and not any(holds_matmuls(s[0]) for s in subprograms(eqn))):
             results = program(eqn, ins, way, wanted)
@@ -174,6 +262,10 @@ def _call(eqn, ins, way, wanted):
     return evaluate(eqn.params[CALLS[eqn.primitive.name]], ins, way, wanted)
 
 
+def split(values: list[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
+    return values[:first], values[first : first + second], values[first + second :]
+
+
 def _carried(eqn: Any, wanted: Sequence[bool]) -> list[bool]:
     """Returns which results of a loop's body an amplifying operation reads, in any iteration."""
     ((body, _, _, again),) = subprograms(eqn)
@@ -191,11 +283,7 @@ def _scan(eqn, ins, way, wanted):
     p = eqn.params
     num_consts, num_carry = scan_counts(eqn)
     wanted = _carried(eqn, wanted)
-    consts, carry, xs = (
-        ins[:num_consts],
-        ins[num_consts : num_consts + num_carry],
-        ins[num_consts + num_carry :],
-    )
+    consts, carry, xs = split(ins, num_consts, num_carry)
 
     def body(carry, xs):
         outs = evaluate(p["jaxpr"], [*consts, *carry, *xs], way, wanted)
@@ -207,16 +295,16 @@ def _scan(eqn, ins, way, wanted):
 
 def _while(eqn, ins, way, wanted):
     p = eqn.params
-    first, second = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     wanted = _carried(eqn, wanted)
+    cond_consts, body_consts, carry = split(ins, p["cond_nconsts"], p["body_nconsts"])
 
     def going(carry):
-        return evaluate(p["cond_jaxpr"], [*ins[:first], *carry], way)[0]
+        return evaluate(p["cond_jaxpr"], [*cond_consts, *carry], way)[0]
 
     def body(carry):
-        return evaluate(p["body_jaxpr"], [*ins[first:second], *carry], way, wanted)
+        return evaluate(p["body_jaxpr"], [*body_consts, *carry], way, wanted)
 
-    return jax.lax.while_loop(going, body, ins[second:])
+    return jax.lax.while_loop(going, body, carry)
 
 
 def _cond(eqn, ins, way, wanted):
@@ -225,4 +313,43 @@ def _cond(eqn, ins, way, wanted):
     return jax.lax.switch(index, branches, *ins[1:])
 
 
-PROGRAMS = {**dict.fromkeys(CALLS, _call), "scan": _scan, "while": _while, "cond": _cond}
+def _scan_eagerly(eqn, ins, way, wanted):
+    p = eqn.params
+    num_consts, num_carry = scan_counts(eqn)
+    wanted = _carried(eqn, wanted)
+    consts, carry, xs = split(ins, num_consts, num_carry)
+    xs = [np.asarray(x) for x in xs]
+    turns = range(p["length"])
+    rows = []
+    for i in reversed(turns) if p["reverse"] else turns:
+        outs = evaluate(p["jaxpr"], [*consts, *carry, *(x[i] for x in xs)], way, wanted)
+        carry = outs[:num_carry]
+        rows.append(outs[num_carry:])
+    rows = rows[::-1] if p["reverse"] else rows
+    return [*carry, *map(np.stack, zip(*rows, strict=True))]
+
+
+def _while_eagerly(eqn, ins, way, wanted):
+    p = eqn.params
+    wanted = _carried(eqn, wanted)
+    cond_consts, body_consts, carry = split(ins, p["cond_nconsts"], p["body_nconsts"])
+    while np.any(going := np.asarray(evaluate(p["cond_jaxpr"], [*cond_consts, *carry], way)[0])):
+        turned = evaluate(p["body_jaxpr"], [*body_consts, *carry], way, wanted)
+        pairs = [(np.asarray(new), np.asarray(old)) for new, old in zip(turned, carry, strict=True)]
+        # Under vmap, some go on and others have done.
+        carry = [
+            np.where(going.reshape(going.shape + (1,) * (new.ndim - going.ndim)), new, old)
+            for new, old in pairs
+        ]
+    return carry
+
+
+def _cond_eagerly(eqn, ins, way, wanted):
+    branches = eqn.params["branches"]
+    index = min(max(int(ins[0]), 0), len(branches) - 1)
+    return evaluate(branches[index], ins[1:], way, wanted)
+
+
+CALLED = dict.fromkeys(CALLS, _call)
+PROGRAMS = {**CALLED, "scan": _scan, "while": _while, "cond": _cond}
+EAGER = {**CALLED, "scan": _scan_eagerly, "while": _while_eagerly, "cond": _cond_eagerly}

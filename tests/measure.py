@@ -26,6 +26,7 @@ import mpjax
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 TIMES = 4  # autocast may be this many times as far off as the yardstick,
 ROUNDINGS = 2  # or this many roundings of half
+HALVES = [jnp.dtype(name) for name in UNIT]
 LOSS_SCALE = {"bfloat16": 1.0, "float16": 2.0**10}
 SHORT = 8  # a matmul that sums no more products than this gains nothing from half operands
 VANISHES = 1e-6  # a gradient leaf this small beside the whole gradient cancels
@@ -88,6 +89,8 @@ FLOAT64 = Way(_in_float64, _widen, derived=True)
 
 def rounded(x: Any, half: Any) -> Any:
     """Returns a float32 array rounded to half and widened again; so are its cotangents."""
+    if isinstance(x, np.ndarray):
+        return x.astype(half).astype(x.dtype)
     return jax.lax.optimization_barrier(x.astype(half)).astype(x.dtype)
 
 
@@ -184,6 +187,51 @@ class Error:
             f"matmuls {self.yardstick:.3g}, the bound is {self.bound:.3g}"
         )
         return text + (f"; {self.nonfinite} new Inf or NaN" if self.nonfinite else "")
+
+
+def _as_written(eqn: Any, ins: list[Any], amplified: bool) -> list[Any]:
+    """Runs an equation; a matmul of halves as hardware does, summing in float32."""
+    out = eqn.outvars[0].aval.dtype
+    halves = [getattr(x, "dtype", None) in HALVES for x in ins]
+    if eqn.primitive.name not in MATMULS or not any(halves):
+        return bind(eqn, ins)
+    wide = [x.astype(jnp.float32) if yes else x for x, yes in zip(ins, halves, strict=True)]
+    return [bind(eqn, wide, preferred_element_type=jnp.dtype(jnp.float32))[0].astype(out)]
+
+
+def errors_of_runs(
+    fun: Callable[..., Any],
+    given: Sequence[Sequence[Any]],
+    half: str,
+    argnums: int | Sequence[int] | None = 0,
+    by_hand: Callable[..., Any] | None = None,
+) -> list[list[Error]]:
+    """Returns the `errors` for each of some arguments, alike in shapes.
+
+    What is run is traced once, and run operation by operation: quicker for many small programs.
+    ``by_hand`` is the program as the yardstick has it, if that is another one.
+    """
+    scale, rounding = LOSS_SCALE[half], functools.partial(_rounding, jnp.dtype(half))
+
+    def program_of(fun):
+        return traced(_measured(fun, given[0], argnums, scale), given[0])
+
+    program, tree = program_of(fun)
+    hand = program_of(by_hand)[0] if by_hand else program
+    auto = program_of(mpjax.autocast(fun, f"mixed_{half}"))[0]
+    ways = [FLOAT64, Way(rounding, derived=True), Way(_as_written, derived=True)]
+    ways = [dataclasses.replace(way, eager=True) for way in ways]
+    found = []
+    for args in given:
+        leaves = jax.tree.leaves(tuple(args))
+        with jax.enable_x64(True):
+            wide = [_widen(x, jax.typeof(x)) for x in leaves]
+            runs = [evaluate(program, wide, ways[0])]
+        runs += [evaluate(hand, leaves, ways[1]), evaluate(auto, leaves, ways[2])]
+        runs = [jax.tree.unflatten(tree, list(map(np.asarray, run))) for run in runs]
+        parts = zip(("result", "gradient"), *runs, strict=False)
+        found.append([row for part, *trees in parts for row in _rows(part, half, *trees)])
+    return found
 
 
 def errors(

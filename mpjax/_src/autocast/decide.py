@@ -50,8 +50,12 @@ def _is_rounded(value: Value) -> bool:
     which saves its operand for its derivative.
     """
     several = value.readers > 1 and value.outside and not value.all_full
-    held = not (value.wide or value.lost or value.amplified or value.unrounded)
-    return (several or value.before_kink) and held and not (value.small or value.is_one)
+    return (several or value.before_kink) and _may_be_rounded(value)
+
+
+def _may_be_rounded(value: Value) -> bool:
+    held = value.wide or value.lost or value.amplified or value.unrounded
+    return not (held or value.small or value.is_one)
 
 
 def _is_lost(op: Op, out: Value) -> bool:
@@ -285,9 +289,7 @@ def _decide_result(op: Op, out: Value, index: int, inner: Sequence[Value]) -> No
     if op.name in PINNED or half is None:
         _set(out, "full", FLOAT32)
     elif "full" in kinds:
-        rounded = out.outside and not (
-            out.all_full or out.returned or out.wide or out.lost or out.small
-        )
+        rounded = out.outside and not (out.all_full or out.returned) and _may_be_rounded(out)
         _set(out, "half" if rounded else "full", half if rounded else FLOAT32)
     elif "half" in kinds:
         _set(out, "half", halves.pop() if len(halves) == 1 else half)

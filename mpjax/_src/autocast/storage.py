@@ -219,11 +219,8 @@ def _stands_rounding(op: Op, value: Value) -> bool:
 
 
 def _large_float32(group: Island) -> set[Value]:
-    return {
-        v
-        for v in group.inputs
-        if v.is_f32 and v.dtype == FLOAT32 and not (v.raw or v.small or v.const is not None)
-    }
+    floats = (v for v in group.inputs if v.is_f32 and v.dtype == FLOAT32)
+    return {v for v in floats if not (v.raw or v.small or v.is_one or v.const is not None)}
 
 
 def _is_sloped(group: Island, flow: Flow) -> bool:

@@ -1,0 +1,211 @@
+"""Random programs: made from a seed, judged by the measure, and made small where they fail.
+
+A program is a tuple of steps ``(name, i, j, body)``: an operation, the values that it reads
+(counted from the latest one back), and the steps of the program that it holds, if it holds one. It
+is a function of two arrays and a dict of scalars, and returns its last two values.
+"""
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from measure import Error, errors_of_runs, rounded
+from random_operations import MATMULS, OPS, SCALARS, SHAPE, Op
+
+Program = tuple[tuple[str, int, int, Any], ...]
+LARGEST = 45  # operations that a program runs
+RUNS = 3  # over which medians are taken
+HALVES = ("bfloat16", "float16")
+
+
+def build(steps: Program, before_jumps: Callable[..., Any] = lambda x: x) -> Callable[..., Any]:
+    """Returns a program as a function; what jumps reads what ``before_jumps`` makes of values."""
+
+    def fun(x, y, scalars):
+        return run(steps, x, y, scalars)[-2:]
+
+    def run(steps, x, y, scalars):
+        values = [x, y]
+        for name, i, j, body in steps:
+            a, b = (values[-1 - k % len(values)] for k in (i, j))
+            a, b = map(before_jumps, (a, b)) if OPS[name].jumps else (a, b)
+            values.append(apply(OPS[name], a, b, body, scalars))
+        return values
+
+    def apply(op: Op, a, b, body, scalars):
+        if op.kind == "unary":
+            return op.fun(a)
+        if op.kind == "binary":
+            return op.fun(a, b)
+        if op.kind == "scalar":
+            return op.fun(a, scalars)
+        return op.fun(lambda x, y, s: run(body, x, y, s)[-1], a, b, scalars)
+
+    return fun
+
+
+def arguments(seed: int) -> tuple[Any, ...]:
+    rng = np.random.default_rng(seed)
+    arrays = [jnp.asarray(rng.uniform(-1, 1, SHAPE), jnp.float32) for _ in range(2)]
+    return (*arrays, {name: jnp.float32(value) for name, value in SCALARS.items()})
+
+
+# ---- made ---------------------------------------------------------------------------------------
+
+
+def names_in(steps: Program) -> Iterator[str]:
+    for name, _, _, body in steps:
+        yield name
+        yield from names_in(body)
+
+
+def size(steps: Program) -> int:
+    """Returns how many operations a program runs."""
+    return sum(OPS[name].turns * (size(body) or 1) for name, _, _, body in steps)
+
+
+def generate(seed: int, leave_out: Sequence[str] = ()) -> Program:
+    """Returns the program of a seed.
+
+    Of three programs in a row two hold the next operation, the third a sum of steps.
+    """
+    names = [name for name in OPS if name not in leave_out]
+    chains = [name for name in names if " steps of " in name]
+    plain = [name for name in names if name not in chains]
+    holders = [name for name in plain if OPS[name].kind == "program"]
+    flat = [name for name in plain if OPS[name].kind != "program"]
+    turn, kind = divmod(seed, 3)
+    matmuls = [name for name in MATMULS if name in flat]
+    rng = random.Random(seed)
+
+    def step(depth, name=None):
+        if name is None and depth and rng.random() < 0.4:
+            name = rng.choice(rng.choice((holders, chains)))
+        if name is None:
+            name = rng.choice(matmuls) if rng.random() < 0.4 else rng.choice(flat)
+        holds = OPS[name].kind == "program"
+        body = [step(depth - 1) for _ in range(rng.choice((1, 1, 2, 3)))] if holds else []
+        return name, rng.randrange(4), rng.randrange(4), tuple(body)
+
+    def sums():
+        """A state that a matmul makes, and steps computed from it; more often long ones."""
+        (name,) = rng.choices(chains, [OPS[name].turns for name in chains])
+        matmul = (matmuls[0], 0, 1, ())
+        body = [step(0), matmul] if rng.random() < 0.5 else [matmul]
+        return [(matmuls[0], 1, 2, ()), (name, 0, rng.choice((2, 3)), tuple(body))]
+
+    while True:
+        steps = [step(2) for _ in range(rng.randrange(5))]
+        if kind < 2:
+            steps.insert(
+                rng.randrange(len(steps) + 1), step(2, plain[(2 * turn + kind) % len(plain)])
+            )
+        else:
+            steps = [step(0), *sums(), *steps[:2]]
+        if size(tuple(steps)) <= LARGEST and derivatives(tuple(steps)) >= 0:
+            return tuple(steps)
+
+
+def derivatives(steps: Program) -> int:
+    """Returns how often a program can be differentiated; below zero if it does so too often."""
+    return min(
+        min(OPS[name].derivatives, derivatives(body) - (name == "differentiated") if body else 9)
+        for name, _, _, body in steps
+    )
+
+
+# ---- judged -------------------------------------------------------------------------------------
+
+
+def errors(steps: Program, half: str, seed: int = 0, runs: int = 1) -> list[Error]:
+    """Returns the errors of a program: medians over some runs, of different arguments.
+
+    If it jumps, the yardstick rounds what it jumps on, as autocast may: two roundings are allowed,
+    and here they may make a difference of any size.
+    """
+    argnums = (0, 1) if derivatives(steps) > 0 else None
+    given = [arguments(seed + 1000 * run) for run in range(runs)]
+    by_hand = build(steps, lambda x: rounded(x, half)) if jumps(steps) else None
+    found = errors_of_runs(build(steps), given, half, argnums, by_hand)
+    return [_median(rows) for rows in zip(*found, strict=True)]
+
+
+def jumps(steps: Program) -> bool:
+    return any(OPS[name].jumps for name in names_in(steps))
+
+
+def _median(rows: Sequence[Error]) -> Error:
+    numbers = ([getattr(row, name) for row in rows] for name in NUMBERS)
+    middle = {name: float(np.median(n)) for name, n in zip(NUMBERS, numbers, strict=True)}
+    return dataclasses.replace(rows[0], **middle)
+
+
+NUMBERS = ("yardstick", "autocast", "nonfinite")
+
+
+def fault(steps: Program, half: str, seed: int = 0) -> str:
+    """Returns what is wrong with a program under autocast; nothing if it is sound.
+
+    The yardstick's error is a random number too, in a chaotic program one of any size: what fails
+    in one run is judged by the medians over several.
+    """
+    try:
+        for runs in (RUNS,) if jumps(steps) else (1, RUNS):
+            wrong = [str(row) for row in errors(steps, half, seed, runs) if not row.sound]
+            if not wrong:
+                return ""
+        return "\n".join(wrong)
+    except Exception as error:
+        return "" if _is_refused(steps) else f"{type(error).__name__}: {error}"
+
+
+def _is_refused(steps: Program) -> bool:
+    """Tells whether JAX has not all that a program needs, without autocast."""
+    fun, (x, y, scalars) = build(steps), arguments(0)
+    try:
+        run = jax.vjp if derivatives(steps) > 0 else jax.eval_shape
+        jax.eval_shape(lambda x, y: run(lambda x, y: fun(x, y, scalars), x, y)[0], x, y)
+    except NotImplementedError:
+        return True
+    return False
+
+
+# ---- made small ---------------------------------------------------------------------------------
+
+
+def smaller(steps: Program) -> Iterator[Program]:
+    """Yields the programs that are one change smaller."""
+    for at, (name, i, j, body) in enumerate(steps):
+        before, after = steps[:at], steps[at + 1 :]
+        if len(steps) > 1:
+            yield before + after
+        if body:
+            yield before + body + after
+        yield from (before + ((name, i, j, inner),) + after for inner in smaller(body))
+        yield from (
+            before + ((name, *ij, body),) + after for ij in ((0, j), (i, 0)) if ij != (i, j)
+        )
+
+
+def shrink(steps: Program, fails: Callable[[Program], Any], tries: int = 100) -> Program:
+    """Returns a smallest program that still fails, among ``tries`` ones."""
+    candidates = smaller(steps)
+    while tries and (candidate := next(candidates, None)) is not None:
+        tries -= 1
+        if fails(candidate):
+            steps, candidates = candidate, smaller(candidate)
+    return steps
+
+
+def report(seed: int, leave_out: Sequence[str] = ()) -> str:
+    """Judges the program of a seed; tells of a smallest one that fails, as code to be pasted."""
+    steps, half = generate(seed, leave_out), HALVES[seed % 2]
+    if not fault(steps, half, seed):
+        return ""
+    steps = shrink(steps, lambda steps: fault(steps, half, seed))
+    call = f"random_programs.fault({steps!r}, {half!r}, {seed})"
+    return f"program {seed}:\n{call}\n{fault(steps, half, seed)}"
