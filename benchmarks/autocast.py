@@ -5,10 +5,10 @@
 Prints temp memory, bytes accessed and the matmuls' dtypes of one training step (donated state) of
 GPT-2 124M (batch 8 x 1024, AdamW) and ResNet-50 (batch 128, SGD momentum): float32, flax's
 ``dtype=bfloat16`` by hand, jmp and mixed-precision-for-JAX (casts at the boundary) and
-`mpjax.autocast` of the plain float32 model: as it is, and with attention scores and logits rounded
-to half, which its policy's half list asks for. Bytes are counted as XLA counts them, without those
-of cuDNN's convolutions; matmuls by the dtype that their operands are stored in. Needs
-mpjax[aot-cuda]; nothing executes, so the figures do not change from run to run.
+`mpjax.autocast` of the plain float32 model: as it is, with attention scores and logits rounded to
+half, which its policy's half list asks for, and with lean storage. Bytes are counted as XLA counts
+them, without those of cuDNN's convolutions; matmuls by the dtype that their operands are stored in.
+Needs mpjax[aot-cuda]; nothing executes, so the figures do not change from run to run.
 ``mixed_precision_for_jax`` is skipped where it is not installed.
 """
 
@@ -66,6 +66,7 @@ def variants(name):
         "jmp": with_jmp(plain[0]),
         "mpjax.autocast": mpjax.autocast(plain[0], POLICY),
         "the same, scores in half": mpjax.autocast(plain[0], POLICY.with_ops(half="dot_general")),
+        "the same, lean storage": mpjax.autocast(plain[0], POLICY.with_storage("lean")),
     }
     if importlib.util.find_spec("mpx"):
         losses["mixed-precision-for-JAX"] = with_mixed_precision_for_jax(plain[0])
