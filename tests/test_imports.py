@@ -16,7 +16,7 @@ PACKAGE = Path(mpjax.__file__).parent
 INSIDE = PACKAGE / "_src"
 # From the bottom up: a package, or a module beside the packages, imports only what stands before.
 ORDER = (
-    *("errors", "_jax", "dtypes", "patterns", "trees", "rules", "policy"),
+    *("errors", "_jax", "dtypes", "patterns", "trees", "rules", "higher_order", "policy"),
     *("hardware", "autocast", "training", "instruments", "cli"),
 )
 

@@ -4,8 +4,6 @@ A row of the op sets, unless the policy's lists, an override, a region or the pr
 otherwise.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 
 from mpjax._src import rules
@@ -46,7 +44,7 @@ def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[st
                 value.paths, value.raw = op.ins[index].paths, op.ins[index].raw
                 value.small = op.ins[index].small
                 const = op.ins[index].const
-                if op.name in CONTROL_FLOW and const is not None and np.size(const) == 1:
+                if op.inside.knows and const is not None and np.size(const) == 1:
                     value.const = np.reshape(const, ())
             for _, argument in sub.carry:
                 value = sub.block.invars[argument]
@@ -71,8 +69,8 @@ def _rule(op: Op) -> tuple[str, str]:
     wide_form = rules.HAS_WIDE_FORM in op.spec.traits
     if not any(v.is_f32 for v in (*op.ins, *op.outs)) and not op.subs and not wide_form:
         return "leave", "no float32"
-    if op.name in CONTROL_RULES:
-        return CONTROL_RULES[op.name](op)
+    if op.subs:
+        return _custom_jvp_rule(op) if op.inside.as_one else ("program", "program inside")
     if op.spec.need == rules.HALF:
         return _matmul_rule(op)
     if op.name == "convert_element_type":
@@ -116,19 +114,6 @@ def _custom_jvp_rule(op: Op) -> tuple[str, str]:
         return "full", "full list inside"
     return "follow", "follows its operands"
 
-
-# Primitives with programs inside, and those whose rule is not a matter of a list.
-CONTROL_RULES: dict[str, Callable[[Op], tuple[str, str]]] = {
-    **dict.fromkeys(
-        ("scan", "while", "cond", "jit", "remat2", "shard_map", "custom_vmap_call", "linear_call"),
-        lambda op: ("program", "program inside"),
-    ),
-    "custom_vjp_call": lambda op: ("program", "a program with rules of its own"),
-    "custom_jvp_call": _custom_jvp_rule,
-}
-
-# A constant that enters these is known inside of them.
-CONTROL_FLOW = frozenset({"scan", "while", "cond", "remat2"})
 
 # Rules that a list, an override or a region may change.
 CHANGEABLE = ("half", "full", "follow", "layout", "leave", "neutral")

@@ -9,6 +9,7 @@ from mpjax._src import rules
 from mpjax._src.autocast.facts import BEYOND
 from mpjax._src.autocast.graph import Block, Op, Value, half_of, is_float
 from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
+from mpjax._src.higher_order import SCAN
 
 
 def decide(block: Block) -> None:
@@ -239,7 +240,7 @@ def _decide_program(op: Op) -> None:
     results: dict[int, list[Value]] = {}
     for sub in op.subs:
         block = sub.block
-        pinned = op.name in PINNED
+        pinned, scans = op.inside.pinned, op.inside.kind == SCAN
         for position, (value, index) in enumerate(zip(block.invars, sub.ins, strict=True)):
             source = op.ins[index]
             carried = position in {argument for _, argument in sub.carry}
@@ -248,7 +249,7 @@ def _decide_program(op: Op) -> None:
             if carried:
                 half = block.carries[position]
                 _set(value, "half" if half else "flexible", half_of(block) if half else FLOAT32)
-            elif pinned or (op.name == "scan" and position < sub.consts) or _donated(op, index):
+            elif pinned or (scans and position < sub.consts) or _donated(op, index):
                 # A loop's constants stay float32: their cotangents are summed over iterations.
                 _set(value, "flexible" if source.kind != "full" else "full", FLOAT32)
                 value.wide = source.wide
@@ -263,12 +264,8 @@ def _decide_program(op: Op) -> None:
         _decide_result(op, out, index, results.get(index, []))
 
 
-# Their rules, traced elsewhere, expect the dtypes that they were written for.
-PINNED = frozenset({"custom_vmap_call", "linear_call"})
-
-
 def _donated(op: Op, index: int) -> bool:
-    return op.name == "jit" and op.params["donated_invars"][index]
+    return op.params.get("donated_invars", {index: False})[index]
 
 
 def _decide_result(op: Op, out: Value, index: int, inner: Sequence[Value]) -> None:
@@ -286,7 +283,7 @@ def _decide_result(op: Op, out: Value, index: int, inner: Sequence[Value]) -> No
                 return _set(out, "half", half_of(sub.block))
             return _set(out, "full", FLOAT32)
     half = op.half if op.half is not None else next(iter(halves), None)
-    if op.name in PINNED or half is None:
+    if op.inside.pinned or half is None:
         _set(out, "full", FLOAT32)
     elif "full" in kinds:
         rounded = out.outside and not (out.all_full or out.returned) and _may_be_rounded(out)

@@ -15,6 +15,7 @@ from mpjax._src.autocast.loss import check_loss, differentiated, pull_back
 from mpjax._src.autocast.residuals import Kept, kept_by, storage_of
 from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
+from mpjax._src.higher_order import turns_of
 from mpjax._src.policy import get_policy
 from mpjax._src.rules import HALF, rule_of
 from mpjax._src.trees import is_array
@@ -340,7 +341,7 @@ def _walk(
         )
         yield eqn, here, times
         for inner in _jax.inner_jaxprs(eqn):
-            yield from _walk(inner, here, times * eqn.params.get("length", 1))
+            yield from _walk(inner, here, times * turns_of(eqn))
 
 
 # ---- totals -------------------------------------------------------------------------------------

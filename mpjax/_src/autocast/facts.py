@@ -22,6 +22,7 @@ import numpy as np
 from mpjax._src import rules
 from mpjax._src.autocast.graph import Block, Op, Sub, Value, is_float
 from mpjax._src.autocast.lattices import BEYOND, BOUNDED, FITS, Fact, argument, join, union
+from mpjax._src.higher_order import SCAN, turns_of
 
 # sqrt(4) = 2 roundings of half: the error that autocast may have beyond that of its matmuls.
 WRITES = 4
@@ -74,7 +75,7 @@ class Sweep:
                 value.fact = self.read(op.ins[index])
             if sub.carry:
                 self.loop(op, sub)
-            elif op.name == "while":
+            elif op.inside.loops:
                 self.condition(op, sub)
             else:
                 self.block(sub.block)
@@ -82,7 +83,7 @@ class Sweep:
                 if place is not None:
                     results[place].append(self.read(value))
         inside = (o.reason for sub in op.subs for o in sub.block.walk())
-        if op.name == "custom_vjp_call" and ENDS in inside:
+        if op.inside.backward and ENDS in inside:
             op.rule, op.reason = "leave", REPEATS
         for out, found in zip(op.outs, results, strict=True):
             out.fact = join(found)
@@ -95,7 +96,7 @@ class Sweep:
         A carry is half where a half operation makes it in every turn, and it is no exact sum.
         """
         body = sub.block
-        turns = op.params.get("length", WRITES + 1)
+        turns = turns_of(op.eqn) if op.inside.kind == SCAN else WRITES + 1
         carried = [(body.outvars[r], body.invars[a]) for r, a in sub.carry]
         anew = 0  # the weights that each turn has for itself: slices that it is given, or takes
         for position, value in enumerate(body.invars):

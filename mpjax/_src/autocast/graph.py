@@ -1,12 +1,12 @@
 """A program as the planner sees it: one nested graph of values, with inner jits inlined.
 
 `build` turns a jaxpr into a `Block` of `Op`s. Sub-programs (a scan's body, a cond's branches) are
-blocks of their own, wired to the outer values by `WIRING`, so that an analysis needs no rule per
-control-flow primitive. Nothing is decided here; see `plan`.
+blocks of their own, wired to the outer values as `higher_order` says, so that an analysis needs no
+rule per control-flow primitive. Nothing is decided here; see `plan`.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from mpjax._src import _jax, rules
 from mpjax._src.autocast.lattices import NOTHING, Fact
 from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.higher_order import HigherOrder, higher_order, turns_of
 from mpjax._src.rules import Rule, rule_of
 
 # Larger constants than this are not looked into.
@@ -120,6 +121,11 @@ class Op:
         return rule_of(self.name)
 
     @property
+    def inside(self) -> HigherOrder:
+        """What is known of the programs inside of its primitive."""
+        return higher_order(self.name)
+
+    @property
     def params(self) -> dict[str, Any]:
         return self.eqn.params
 
@@ -169,7 +175,7 @@ def numbered(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
         yield op, times
         if op.rule == "program" or op.left_alone:
             for sub in op.subs:
-                yield from numbered(sub.block, times * op.params.get("length", 1))
+                yield from numbered(sub.block, times * turns_of(op.eqn))
 
 
 def number(block: Block) -> None:
@@ -226,16 +232,12 @@ def _flatten(jaxpr, env, block: Block, stack, scopes, callers) -> list[Value]:
         outs = [Value(var.aval) for var in eqn.outvars]
         env |= zip(eqn.outvars, outs, strict=True)
         op = Op(eqn, ins, outs, here, names, callers)
-        if wiring := WIRING.get(op.name):
-            op.subs = [_sub(names, (*callers, eqn), *row) for row in wiring(op)]
-            for sub in op.subs:
-                sub.block.in_loop = block.in_loop or op.name in ("scan", "while")
+        for program in op.inside.wire(eqn):
+            inner = build(*_jax.open_jaxpr(program.jaxpr), names, (*callers, eqn))
+            inner.in_loop = block.in_loop or op.inside.loops
+            op.subs.append(Sub(inner, *program[1:]))
         block.ops.append(op)
     return [read(atom) for atom in jaxpr.outvars]
-
-
-def _sub(scopes, callers, jaxpr, ins, outs, carry=(), consts=0) -> Sub:
-    return Sub(build(*_jax.open_jaxpr(jaxpr), scopes, callers), ins, outs, carry, consts)
 
 
 def _constant(aval, value) -> Value:
@@ -243,47 +245,6 @@ def _constant(aval, value) -> Value:
     if known.is_f32 and not isinstance(value, jax.core.Tracer) and known.size <= CONSTANT_LIMIT:
         known.const = np.asarray(value)
     return known
-
-
-def _whole(param: str) -> Callable[[Op], Any]:
-    """A primitive that calls one program on all of its operands."""
-    return lambda op: [(op.params[param], range(len(op.ins)), range(len(op.outs)))]
-
-
-def _scan(op: Op):
-    consts, carry = _jax.scan_counts(op.params)
-    pairs = [(i, consts + i) for i in range(carry)]
-    yield op.params["jaxpr"], range(len(op.ins)), range(len(op.outs)), pairs, consts
-
-
-def _while(op: Op):
-    cond, body = op.params["cond_nconsts"], op.params["body_nconsts"]
-    carry = range(cond + body, len(op.ins))
-    nowhere = [None]
-    yield op.params["cond_jaxpr"], [*range(cond), *carry], nowhere, (), cond
-    pairs = [(i, body + i) for i in range(len(carry))]
-    ins = [*range(cond, cond + body), *carry]
-    yield op.params["body_jaxpr"], ins, range(len(op.outs)), pairs, body
-
-
-def _cond(op: Op):
-    for branch in op.params["branches"]:
-        yield branch, range(1, len(op.ins)), range(len(op.outs))
-
-
-# How the sub-programs of a primitive are wired to its operands and results.
-WIRING: dict[str, Callable[[Op], Any]] = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "jit": _whole("jaxpr"),
-    "remat2": _whole("jaxpr"),
-    "shard_map": _whole("jaxpr"),
-    "custom_jvp_call": _whole("call_jaxpr"),
-    "custom_vjp_call": _whole("call_jaxpr"),
-    "custom_vmap_call": _whole("call"),
-    "linear_call": _whole("callee"),
-}
 
 
 def known_value(op: Op) -> Any:

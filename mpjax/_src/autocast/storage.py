@@ -11,14 +11,15 @@ from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.peepholes import softmaxes
 from mpjax._src.autocast.steps import Step
 from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
+from mpjax._src.higher_order import NONE, THEIRS
 from mpjax._src.policy import STORAGES
 
 # What is chosen by: few bytes moved; few bytes kept; the peepholes alone, where the user computes
 # the rest again; nothing, where there is no backward pass.
 FAST, LEAN, PEEPHOLES, WRITTEN = *STORAGES, "peepholes", "written"
 
-# What the programs inside of a primitive are stored by, where that differs from what is around it.
-INSIDE = {"remat2": PEEPHOLES, "while": WRITTEN}
+# What programs inside of a primitive are stored by, where that differs from what is around it.
+INSIDE = {THEIRS: PEEPHOLES, NONE: WRITTEN}
 
 
 def store(block: Block, by: str, alive: Collection[Value]) -> None:
@@ -38,7 +39,7 @@ def store(block: Block, by: str, alive: Collection[Value]) -> None:
                     for i, (v, index) in enumerate(zip(sub.block.invars, sub.ins, strict=True))
                     if op.ins[index] in alive and i not in changing
                 ]
-                store(sub.block, INSIDE.get(op.name, by), {*inner})
+                store(sub.block, INSIDE.get(op.inside.storage, by), {*inner})
     steps: Sequence[Step] = [] if by == WRITTEN else _in_order(block, CHOOSE[by](flow_of(block)))
     steps = steps or block.ops
     block.steps = tuple(checkpoints(steps, block.outvars, alive) if by == LEAN else steps)

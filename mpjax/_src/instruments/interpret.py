@@ -17,6 +17,7 @@ import numpy as np
 from mpjax._src import _jax
 from mpjax._src.autocast.graph import ROW
 from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.higher_order import BRANCH, CALL, SCAN, WHILE, higher_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,7 @@ def interpret(jaxpr: Any, args: list[Any], watcher: Watcher, place: Place = Plac
         for v in {v for v in eqn.invars if not isinstance(v, _jax.Literal)}:
             if last_use[v] == index and v not in handed_out:
                 del env[v]
-        rule = ENTER.get(eqn.primitive.name)
+        rule = ENTER.get(higher_order(eqn.primitive.name).kind)
         here = place.at(eqn)
         outs = rule(eqn, ins, watcher, here) if rule else watcher.operation(eqn, ins, here)
         for v, value in zip(eqn.outvars, outs, strict=True):
@@ -137,17 +138,14 @@ def run(eqn: Any, arrays: Sequence[Any], **params: Any) -> list[Any]:
 # ---- programs inside ----------------------------------------------------------------------------
 
 
-def _whole(param: str) -> Callable[..., list[Any]]:
-    """A primitive that calls one program on all of its operands."""
-
-    def rule(eqn, ins, watcher, place):
-        return interpret(eqn.params[param], ins, watcher, place)
-
-    return rule
+def _call(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]:
+    (inside,) = higher_order(eqn.primitive.name).wire(eqn)
+    return interpret(inside.jaxpr, ins, watcher, place)
 
 
 def _scan(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]:
-    num_consts, num_carry = _jax.scan_counts(eqn.params)
+    (inside,) = higher_order("scan").wire(eqn)
+    num_consts, num_carry = inside.consts, len(inside.carry)
     length = eqn.params["length"]
     consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
     xs = ins[num_consts + num_carry :]
@@ -157,7 +155,7 @@ def _scan(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]
     for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
         args = [*consts, *carry, *(watcher.slice(x, i) for x in xs)]
         carry = []  # the arguments alone hold the last iteration's
-        outs = interpret(eqn.params["jaxpr"], args, watcher, place.turn("scan", i))
+        outs = interpret(inside.jaxpr, args, watcher, place.turn("scan", i))
         carry = outs[:num_carry]
         for stack, y in zip(ys, outs[num_carry:], strict=True):
             stack[i] = y
@@ -170,39 +168,34 @@ def _scan(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]
 
 
 def _while(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]:
-    p = eqn.params
-    first, second = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-    cond_consts, body_consts, carry = ins[:first], ins[first:second], ins[second:]
+    cond, body = higher_order("while").wire(eqn)
+    cond_consts, body_consts = ([ins[i] for i in p.ins[: p.consts]] for p in (cond, body))
+    carry = ins[cond.consts + body.consts :]
     ins.clear()
     i = 0
     while True:
         here = place.turn("while", i)
-        (going,) = interpret(p["cond_jaxpr"], [*cond_consts, *carry], watcher, here)
+        (going,) = interpret(cond.jaxpr, [*cond_consts, *carry], watcher, here)
         if not watcher.decide(going, eqn, here):
             return carry
         args = [*body_consts, *carry]
         carry = []
-        carry = interpret(p["body_jaxpr"], args, watcher, here)
+        carry = interpret(body.jaxpr, args, watcher, here)
         i += 1
 
 
 def _cond(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]:
-    branches = eqn.params["branches"]
+    branches = [inside.jaxpr for inside in higher_order("cond").wire(eqn)]
     index = watcher.decide(ins.pop(0), eqn, place)
     return interpret(branches[min(max(index, 0), len(branches) - 1)], ins, watcher, place)
 
 
+# What is entered, and how; the programs of each device of a mesh are not.
 ENTER: dict[str, Callable[..., list[Any]]] = {
-    **dict.fromkeys(("jit", "pjit", "remat2", "checkpoint"), _whole("jaxpr")),
-    **dict.fromkeys(
-        ("closed_call", "core_call", "call", "custom_jvp_call", "custom_vjp_call"),
-        _whole("call_jaxpr"),
-    ),
-    "custom_vmap_call": _whole("call"),
-    "linear_call": _whole("callee"),
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
+    CALL: _call,
+    SCAN: _scan,
+    WHILE: _while,
+    BRANCH: _cond,
 }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpjax._src import _jax, rules
+from mpjax._src.higher_order import BRANCH, SCAN, higher_order
 
 # What costs no depth: a gradient is as deep as the arithmetic that made it.
 FREE = {*rules.names_where(lambda rule: rule.need == rules.MOVE)}
@@ -135,7 +136,8 @@ def _walk(jaxpr: Any, ins: Sequence[_Node | None], nodes: list[_Node]) -> list[_
         if not live:
             continue
         name, inner = eqn.primitive.name, _jax.inner_jaxprs(eqn)
-        if name == "cond":
+        kind = higher_order(name).kind
+        if kind == BRANCH:
             branches = [_walk(each, operands[1:], nodes) for each in inner]
             outs = [
                 _add(nodes, found, 0) if (found := [n for n in each if n is not None]) else None
@@ -143,7 +145,7 @@ def _walk(jaxpr: Any, ins: Sequence[_Node | None], nodes: list[_Node]) -> list[_
             ]
         elif len(inner) == 1 and _same_form(inner[0], eqn):
             outs = _walk(inner[0], operands, nodes)
-            if name == "scan":
+            if kind == SCAN:
                 outs = _stacked(eqn, outs, nodes)
         else:
             cost = 0 if name in FREE else 1
@@ -159,7 +161,8 @@ def _same_form(jaxpr: Any, eqn: Any) -> bool:
 
 def _stacked(eqn: Any, outs: list[_Node | None], nodes: list[_Node]) -> list[_Node | None]:
     """Marks the results of a scan that hold one row for each of its rounds."""
-    carries = _jax.scan_counts(eqn.params)[1]
+    (inside,) = higher_order(eqn.primitive.name).wire(eqn)
+    carries = len(inside.carry)
     rows = _Rows(len(nodes), eqn.params["length"], eqn.params["reverse"])
     return [
         out if i < carries or out is None else _add(nodes, [out], 0, rows)
