@@ -147,12 +147,8 @@ def test_grouped_attention_keeps_what_attention_keeps():
     assert bytes_kept(grouped(jax.nn.softmax), "bfloat16") <= bytes_kept(plain, "bfloat16")
 
 
-CRASHES = pytest.mark.xfail(reason="XLA:CPU fuses the matmul with a transpose", strict=False)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[CRASHES] if n == "other axis" else []) for n in SPELLINGS]
-)
-def test_spellings_are_sound(name):
-    check(attention(SPELLINGS[name][0]), (Q, K, V), "bfloat16", (0, 1, 2))
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings_are_sound(name, half):
+    check(attention(SPELLINGS[name][0]), (Q, K, V), half, (0, 1, 2))

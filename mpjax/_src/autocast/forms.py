@@ -228,7 +228,7 @@ class Reading:
             self.ops[op] = None
             return _times(self.exponent(op.ins[0], axes, depth), -1)
         if op.name in ("mul", "div"):
-            factors = [_constant(v) for v in op.ins]
+            factors = [self._known(v) for v in op.ins]
             if op.name == "mul" and factors[0] is not None:
                 self.ops[op] = None
                 return _times(
@@ -246,6 +246,13 @@ class Reading:
             self.ops[op] = None
             return self.exponent(op.ins[0], before(op, axes), depth)
         return self._term(EXPONENT, value, axes)
+
+    def _known(self, value: Value) -> float | None:
+        """Returns the number that fills a value, or of which a logarithm is taken for it."""
+        op = self.flow.producer.get(value)
+        if op is not None and op.name == "log" and (_constant(op.ins[0]) or 0) > 0:
+            return math.log(_constant(op.ins[0]) or 1)
+        return _constant(value)
 
     def _term(self, kind: str, value: Value, axes: Axes | None) -> Form:
         number = self.numbers.get(value, value)
@@ -284,25 +291,29 @@ class Reading:
                 where = axes if which.aval.shape else ()
                 rest = self.logarithm(value, narrowed(value, axes), depth)
                 return _sum(self._mask(which, where, bool(place)), rest)
-            if other is not None and self._is_sum(value) and self._is_zero_test(which, place):
+            if (
+                other is not None
+                and self._is_sum(value)
+                and self._is_zero_test(which, value, place)
+            ):
                 self.ops |= {op: None, self.flow.producer[which]: None}
                 rest = self.logarithm(value, narrowed(value, axes), depth)
                 return _behind_guard("select_n", other, rest)
         return None
 
-    def _is_zero_test(self, which: Value, place: int) -> bool:
+    def _is_zero_test(self, which: Value, value: Value, place: int) -> bool:
         """Tells a comparison of a sum with zero that chooses it wherever it is not zero."""
         op = self.flow.producer.get(which)
         tests = {"eq": 0, "ne": 1, "gt": 1, "le": 0}
         if op is None or tests.get(op.name) != place:
             return False
-        return self._is_sum(op.ins[0]) and _constant(op.ins[1]) == 0
+        return self.numbers.get(op.ins[0]) == self.numbers.get(value) and _constant(op.ins[1]) == 0
 
     def _guarded(self, op: Op, axes: Axes, depth: int) -> Form | None:
         """Reads a sum with a constant that keeps it from zero."""
         for value, other in (op.ins, op.ins[::-1]):
             known = _constant(other)
-            if known is not None and self._is_sum(value):
+            if known is not None and known >= 0 and self._is_sum(value):
                 self.ops[op] = None
                 rest = self.logarithm(value, narrowed(value, axes), depth)
                 return _behind_guard(op.name, known, rest)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpjax._src.autocast.forms import (
+    CONSTANT,
     EXPONENT,
     FACTOR,
     MASK,
@@ -119,10 +120,13 @@ def _softmax(
     own = own_axes(result.aval.shape)
     exponents = Reading(flow, numbers)
     exponents.logarithm(total.ins[0], own_axes(total.ins[0].aval.shape))
-    operands = [vs[0] for (kind, *_), vs in exponents.values.items() if kind == EXPONENT]
-    if len(operands) != 1:
-        return None
-    ends, seen = operands, 0
+    over = tuple(map(int, total.params["axes"]))
+    varying = [
+        values[0]
+        for (kind, _, axes), values in exponents.values.items()
+        if kind == EXPONENT and not _is_constant_along(axes, over)
+    ]
+    ends, seen = varying if len(varying) == 1 else [], 0
     while seen < len(ends):
         end, seen = ends[seen], seen + 1
         reading = Reading(flow, numbers, numbers[end])
@@ -320,10 +324,11 @@ def _reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
     op = flow.producer.get(value)
     if op is not None and op.name == "mul":
         known = [float(np.min(v.const)) for v in op.ins if v.const is not None]
-        rate *= known[0] if known else 0
-        (value, *_) = [v for v in op.ins if v.const is None]
+        rate *= known[0] if len(known) == 1 else 0
+        value = next((v for v in op.ins if v.const is None), value)
     shifted = _shifted(value, flow)
-    if shifted is None or flow.producer[value].name != "sub" or rate <= 0:
+    scaled = any(t[0] == CONSTANT for t in form)
+    if shifted is None or flow.producer[value].name != "sub" or rate <= 0 or scaled:
         return False
     own = own_axes(value.aval.shape)
     largest, where = shifted[1], narrowed(shifted[1], own)
