@@ -1,8 +1,8 @@
 """Peepholes: patterns whose derivative a derivation makes cheaper than what JAX would derive.
 
-Each is a function that finds its pattern in the flow of a block, and returns islands; its docstring
-derives what `derivatives` then runs. `PEEPHOLES` lists them. What they match is not a spelling but
-the normal form of `forms`.
+Each is a function that adds islands to those found in a block, or extends them; its docstring
+derives what `derivatives` then runs. `PEEPHOLES` lists them, in order. What they match is not a
+spelling but the normal form of `forms`.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,11 +35,14 @@ from mpjax._src.dtypes import FLOAT32, HALVES
 
 def find(flow: Flow) -> dict[Op, Island]:
     """Returns the islands of all peepholes, by their ops."""
-    return {op: island for peephole in PEEPHOLES for island in peephole(flow) for op in island.ops}
+    found: list[Island] = []
+    for peephole in PEEPHOLES:
+        peephole(flow, found)
+    return {op: island for island in found for op in island.ops}
 
 
-def softmaxes(flow: Flow) -> list[Island]:
-    """Finds softmaxes, and the matmuls that sum values by them.
+def softmaxes(flow: Flow, found: list[Island]) -> None:
+    """Finds softmaxes.
 
     A softmax is ``p = e / s`` with ``e = m exp(r z)``, ``s = sum(e)``, a mask ``m`` and a rate
     ``r`` (ln 2 of an exp2), so that ``log p = log e - log s``; that is what is looked for. Then
@@ -58,17 +61,12 @@ def softmaxes(flow: Flow) -> list[Island]:
     which is nothing where ``t`` is small and ``s`` at least 1, as it is after a maximum. There
     ``max(s, t)`` is ``s`` itself, unless all is masked and ``p = 0``. Then one may stand for
     ``s = 0``, too.
-
-    *Attention.* With ``o = w p v``, a dropout ``w`` and values ``v``, the sum is over far less:
-
-        dL/dz = r p (g - sum(p g))  with  g = w (do v'),  and  sum(p g) = sum(do o).
     """
-    sums = [op for op in flow.block.ops if op.name == "reduce_sum" and _is_softmax_sum(op)]
+    sums = [op for op in flow.block.ops if op.name == "reduce_sum" and _sums_exponentials(op, flow)]
     if not sums:
-        return []
+        return
     numbers = numbered_values(flow.block)
-    found: list[Island] = []
-    taken: set[Op] = set()  # two softmaxes may weigh the same values, or be spelled with one sum
+    taken: set[Op] = set()  # one sum may serve two softmaxes
     for total in sums:
         for quotient in _quotients(total, flow):
             island = _softmax(total, quotient, flow, numbers, taken)
@@ -76,21 +74,49 @@ def softmaxes(flow: Flow) -> list[Island]:
                 found.append(island)
                 taken |= {*island.ops}
                 break
-    return found
 
 
-# Each finds its pattern in a block, and returns an island for each match.
-PEEPHOLES: tuple[Callable[[Flow], list[Island]], ...] = (softmaxes,)
+def attentions(flow: Flow, found: list[Island]) -> None:
+    """Finds what sums values by a softmax: a matmul, perhaps after a dropout and reshapes.
+
+    With ``o = (w p) v``, ``w`` a dropout, and cotangents ``g = w (do v')`` of ``p``, that of ``z``
+    is ``r p (g - sum(p g))``, and
+
+        sum(p g) = sum(w p (do v')) = sum(do ((w p) v)) = sum(do o),
+
+    over far smaller arrays. It is known before ``g`` is. Reshapes and transpositions in between
+    change nothing as long as each axis of the matmul's operand runs over summed axes or over rows.
+    """
+    taken: set[Op] = set()  # two softmaxes may weigh the same values
+    for island in found:
+        if island.axes:
+            _weigh(island, flow, taken)
 
 
-def _is_softmax_sum(op: Op) -> bool:
-    return op.compute == FLOAT32 and op.half is not None and op.ins[0].size > op.outs[0].size
+PEEPHOLES: tuple[Callable[[Flow, list[Island]], None], ...] = (softmaxes, attentions)
+
+
+def _sums_exponentials(op: Op, flow: Flow) -> bool:
+    if op.compute != FLOAT32 or op.half is None or op.ins[0].size <= op.outs[0].size:
+        return False
+    todo = [op.ins[0]]
+    for value in todo:  # grows
+        maker = flow.producer.get(value)
+        if maker is None or len(todo) > REACH:
+            continue
+        if maker.name in ("exp", "exp2"):
+            return True
+        if is_view(maker) or maker.name in FACTORS:
+            todo += maker.ins
+    return False
 
 
 # How many operations there may be between a sum and the quotient.
 REACH = 64
 
-ENDS = frozenset(["div", "exp", "exp2", "mul", "select_n"])
+# What a softmax may be made of, and end in.
+FACTORS = frozenset(["div", "mul", "select_n", "square"])
+ENDS = FACTORS | {"exp", "exp2"}
 
 
 def _quotients(total: Op, flow: Flow) -> Iterator[Op]:
@@ -99,7 +125,7 @@ def _quotients(total: Op, flow: Flow) -> Iterator[Op]:
     seen: dict[Op, None] = {}
     todo = [total.outs[0]]
     while todo and len(seen) < REACH:
-        value = todo.pop()
+        value = todo.pop(0)
         for op in flow.readers.get(value, ()):
             if op is None or op in seen or op.compute not in (FLOAT32, None):
                 continue
@@ -240,12 +266,15 @@ def _island(
         _steady(shifts, members, flow)
         _steady_shift(first, members, axes, flow)
     island = Island([*members], axes=axes, rate=rate)
-    _weigh(island, quotient, first, flow, taken)
-    moving = island.inputs
+    _bound(island, [first], quotient, flow)
+    return island if island.results == quotient.outs else None
+
+
+def _bound(island: Island, moving: list[Value], quotient: Op, flow: Flow) -> None:
+    """Finds what flows in and out of a softmax: first the inputs that it is differentiated in."""
     bound(island, flow)
     island.half, island.sums, island.moving = quotient.half, quotient.outs, len(moving)
     island.inputs = [*moving, *(v for v in island.inputs if v not in moving)]
-    return island if island.results == (island.matmul or quotient).outs else None
 
 
 def _readers(op: Op, flow: Flow) -> "set[Op | None]":
@@ -353,23 +382,24 @@ def _reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
 # ---- what a softmax weighs ----------------------------------------------------------------------
 
 
-def _weigh(island: Island, quotient: Op, scores: Value, flow: Flow, taken: set[Op]) -> None:
+def _weigh(island: Island, flow: Flow, taken: set[Op]) -> None:
     """Adds the matmul that sums values by a softmax to its island, and what lies between."""
+    scores, quotient = island.inputs[0], flow.producer[island.sums[0]]
     weights, axes = _weights(quotient, flow, island.axes)
     weighed = (weights[-1] if weights else quotient).outs[0]
     matmul = _sums_values(flow.readers.get(weighed, []), weighed, axes)
-    island.inputs = [scores]
-    if matmul is None or matmul in taken:
+    if matmul is None or matmul in taken or not _readers(matmul, flow):
         return
-    first = [scores, *(v for v in matmul.ins if v is not weighed)]
-    if any(v in first for op in weights for v in op.ins):
+    taken.add(matmul)
+    moving = [scores, *(v for v in matmul.ins if v is not weighed)]
+    if any(v in moving for op in weights for v in op.ins):
         return
-    island.matmul, island.weights, island.axes = matmul, weights, axes
-    island.ops += [*weights, matmul]
     made = {v for op in (quotient, *weights) for v in op.outs}
     read = dict.fromkeys(v for op in weights for v in op.ins)
-    more = [v for v in read if v not in made and not v.literal and v not in flow.free]
-    island.inputs = [*first, *more]
+    moving += [v for v in read if v not in made and not v.literal and v not in flow.free]
+    island.matmul, island.weights, island.axes = matmul, weights, axes
+    island.ops += [*weights, matmul]
+    _bound(island, moving, quotient, flow)
 
 
 def _weights(softmax: Op, flow: Flow, axes: tuple[int, ...]) -> "tuple[list[Op], tuple[int, ...]]":
