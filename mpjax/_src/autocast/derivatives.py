@@ -6,7 +6,7 @@ none knows of a plan. Taylor mode takes no custom_jvp: there each is derived as 
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +84,31 @@ def pick(eqn: Any, args: Sequence[Any]) -> Any:
 
     call = with_tangent(gather, jvp, symbolic_zeros=True)
     return call(*args)
+
+
+def maximum(eqn: Any, x: Any) -> Any:
+    """Takes the largest (or least) entries; where they stand is kept as booleans, not as floats.
+
+    As JAX has it, entries that are equally large share the derivative.
+    """
+    axes = eqn.params["axes"]
+
+    def call(x):
+        return _jax.bind(eqn, [x])[0]
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def slope(reached, tangent):
+        total = jnp.sum(jnp.where(reached, cast(tangent, FLOAT32), 0), axes)
+        return total / jnp.sum(cast(reached, FLOAT32), axes)
+
+    def jvp(primals, tangents):
+        (x,), (tangent,) = primals, tangents
+        out = ruled(x)
+        reached = jax.lax.eq(x, jnp.broadcast_to(jnp.expand_dims(out, axes), x.shape))
+        return out, cast(slope(reached, tangent), out.dtype)
+
+    ruled = with_tangent(call, jvp)
+    return ruled(x)
 
 
 def wide_cotangent(fun: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -225,16 +250,47 @@ def elementwise(run: Run, arrays: Sequence[Any], barrier: bool) -> list[Any]:
     return [with_tangent(call, jvp)(*arrays)]
 
 
-def softmax(
-    run: Run, arrays: Sequence[Any], axes: tuple[int, ...], half: Any, prevent_cse: bool
-) -> list[Any]:
+class Softmax(NamedTuple):
+    """What is known of a softmax.
+
+    Attributes:
+        axes: What is summed over.
+        rate: The logarithm of the base of its exponential.
+        half: The half dtype.
+        moving: How many of its operands it is differentiated in: the first is what the exponential
+            is taken of.
+    """
+
+    axes: tuple[int, ...]
+    rate: float
+    half: Any
+    moving: int
+
+
+class Weighing(NamedTuple):
+    """What becomes of a softmax ``p`` that values are summed by.
+
+    Attributes:
+        eqn: The matmul.
+        place: Which of its operands is the softmax.
+        views: How the layout of ``p`` changes before the matmul.
+        weigh: All that happens to ``p`` before the matmul, such as a dropout, if anything: linear
+            in its first argument, entry by entry.
+    """
+
+    eqn: Any
+    place: int
+    views: Sequence[Any]
+    weigh: Callable[[Any, Sequence[Any]], Any] | None
+
+
+def softmax(run: Run, arrays: Sequence[Any], known: Softmax, prevent_cse: bool) -> list[Any]:
     """Runs a softmax in float32; its derivative is computed from its result, kept in half.
 
     Args:
         run: ``run(arrays)`` gives ``[result], [result]``.
-        arrays: What the exponential is taken of.
-        axes: What is summed over.
-        half: The half dtype.
+        arrays: What the exponential is taken of, and what is constant for the derivative.
+        known: What is known of it.
         prevent_cse: Whether XLA would rather save the insides than compute them again.
     """
 
@@ -243,34 +299,36 @@ def softmax(
 
     def jvp(primals, tangents):
         out = run(primals)[0][0]
-        slope = _softmax_slope(axes, out.dtype, prevent_cse)
-        return out, slope(keep(cast(out, half)), tangents[0])
+        slope = _softmax_slope(known.axes, known.rate, out.dtype, prevent_cse)
+        if isinstance(tangents[0], SymbolicZero):
+            return out, _jax.zero_tangent(out)
+        return out, slope(keep(cast(out, known.half)), tangents[0])
 
-    return [with_tangent(call, jvp)(*arrays)]
+    return [with_tangent(call, jvp, symbolic_zeros=True)(*arrays)]
 
 
 @functools.cache
-def _softmax_slope(axes: tuple[int, ...], dtype: Any, prevent_cse: bool) -> Callable[..., Any]:
+def _softmax_slope(
+    axes: tuple[int, ...], rate: float, dtype: Any, prevent_cse: bool
+) -> Callable[..., Any]:
     """Returns the derivative of a softmax; the same function each time, to be traced once."""
 
     @functools.partial(jax.checkpoint, prevent_cse=prevent_cse)
     def slope(result, tangent):
-        full, tangent = cast(result, FLOAT32), cast(tangent, FLOAT32)
+        full, tangent = cast(result, FLOAT32), _at_rate(tangent, rate)
         mean = jnp.sum(full * tangent, axes, keepdims=True)
         return cast(full * (tangent - mean), dtype)
 
     return slope
 
 
-def attention(
-    run: Run,
-    arrays: Sequence[Any],
-    axes: tuple[int, ...],
-    half: Any,
-    eqn: Any,
-    place: int,
-    weigh: Callable[[Any, Sequence[Any]], Any] | None,
-) -> list[Any]:
+def _at_rate(tangent: Any, rate: float) -> Any:
+    """Returns the tangent of an exponent to base e."""
+    tangent = cast(tangent, FLOAT32)
+    return tangent if rate == 1 else rate * tangent
+
+
+def attention(run: Run, arrays: Sequence[Any], known: Softmax, by: Weighing) -> list[Any]:
     """Runs a softmax and the matmul that sums values by it.
 
     The derivative of a softmax ``p`` takes ``sum(p * dp)``. With ``out = p @ v`` that is
@@ -279,14 +337,12 @@ def attention(
 
     Args:
         run: ``run(arrays)`` gives ``[out], [p]``.
-        arrays: What the exponential is taken of, the values, and what ``weigh`` takes.
-        axes: What is summed over.
-        half: The half dtype.
-        eqn: The matmul.
-        place: Which of its operands is the softmax.
-        weigh: What happens to the softmax before the matmul, such as a dropout, if anything:
-            linear in its first argument, entry by entry.
+        arrays: What the exponential is taken of, the values, what ``by.weigh`` takes, and what is
+            constant for the derivative.
+        known: What is known of the softmax; its axes are those of the matmul's operand.
+        by: What becomes of it.
     """
+    eqn, place, half, weigh = by.eqn, by.place, known.half, by.weigh
 
     def product(p, v):
         operands = (cast(p, half), v) if place == 0 else (v, cast(p, half))
@@ -295,8 +351,14 @@ def attention(
     def weighed(p, others):
         return p if weigh is None else weigh(cast(p, FLOAT32), others)
 
+    def sums(p):
+        """Sums over the rows of a softmax, laid out as the result is."""
+        for view in by.views:
+            (p,) = _jax.bind(view, [p])
+        return jnp.expand_dims(jnp.transpose(jnp.sum(p, known.axes), order), others)
+
     _, batch = eqn.params["dimension_numbers"]
-    kept = [d for d in range(len(eqn.invars[place].aval.shape)) if d not in axes]
+    kept = [d for d in range(len(eqn.invars[place].aval.shape)) if d not in known.axes]
     free = [d for d in kept if d not in batch[place]]
     # Where the rows of the softmax stand in the result: batch first, then those of its operands.
     order = [kept.index(d) for d in (*batch[place], *free)]
@@ -306,10 +368,9 @@ def attention(
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def through_softmax(p, v, out, more, tangent):
-        moved = cast(p, FLOAT32) * cast(tangent, FLOAT32)
-        mean = jnp.expand_dims(jnp.transpose(jnp.sum(moved, axes), order), others)
+        moved = cast(p, FLOAT32) * _at_rate(tangent, known.rate)
         made = cast(product(weighed(moved, more), v), FLOAT32)
-        return made - mean * cast(out, FLOAT32)
+        return made - sums(moved) * cast(out, FLOAT32)
 
     def through_values(p, more, tangent):
         return cast(product(weighed(p, more), cast(tangent, half)), FLOAT32)
@@ -327,7 +388,8 @@ def attention(
 
     def jvp(primals, tangents):
         (out,), (p,) = run(primals)
-        p, v, more = _jax.gpu_barrier(cast(p, half)), cast(primals[1], half), list(primals[2:])
+        p, v = _jax.gpu_barrier(cast(p, half)), cast(primals[1], half)
+        more, tangents = list(primals[2 : known.moving]), tangents[: known.moving]
         moving = tuple(not isinstance(t, SymbolicZero) for t in tangents)
         terms = []
         if moving[0]:

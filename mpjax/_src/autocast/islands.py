@@ -55,9 +55,11 @@ class Island:
     half: Any = None
     sloped: bool = False  # elementwise: its slope is kept in place of its operand
     barrier: bool = False  # XLA would rather save the insides than compute them again
-    axes: tuple[int, ...] = ()  # of a softmax: what it sums over
+    axes: tuple[int, ...] = ()  # of a softmax: what it sums over, as the matmul sees it
+    rate: float = 1.0  # of a softmax: the logarithm of the base of its exponential
+    moving: int = 0  # of a softmax: how many inputs it is differentiated in; those come first
     matmul: Op | None = None  # of a softmax: the one that sums values by it
-    weights: list[Op] = dataclasses.field(default_factory=list)  # from there to that: a dropout
+    weights: list[Op] = dataclasses.field(default_factory=list)  # to that: dropouts, reshapes
     in_half: set[Value] = dataclasses.field(default_factory=set)  # results read in half alone
     results: list[Value] = dataclasses.field(default_factory=list)
 

@@ -1,110 +1,449 @@
-"""Peepholes: patterns whose derivative a derivation makes cheaper than what JAX would derive."""
+"""Peepholes: patterns whose derivative a derivation makes cheaper than what JAX would derive.
 
+Each is a function that adds islands to those found in a block, or extends them; its docstring
+derives what `derivatives` then runs. `PEEPHOLES` lists them, in order. What they match is not a
+spelling but the normal form of `forms`.
+"""
+
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from mpjax._src.autocast.forms import (
+    CONSTANT,
+    EXPONENT,
+    FACTOR,
+    MASK,
+    SUM,
+    Axes,
+    Form,
+    Reading,
+    after,
+    before,
+    guards_of,
+    is_view,
+    narrowed,
+    numbered_values,
+    own_axes,
+    same,
+)
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.islands import Flow, Island, bound
-from mpjax._src.dtypes import FLOAT32
+from mpjax._src.dtypes import FLOAT32, HALVES
 
 
-def softmaxes(flow: Flow) -> list[Island]:
-    """Finds ``e / sum(e)`` with ``e = exp(z)``: its derivative takes its result alone.
-
-    Its result is mostly stored in half already, for the matmul that reads it.
-    """
-    readers = flow.readers
+def find(flow: Flow) -> dict[Op, Island]:
+    """Returns the islands of all peepholes, by their ops."""
     found: list[Island] = []
-    taken: set[Op] = set()  # two softmaxes may weigh the same values
-    for op in flow.block.ops:
-        if op.name != "exp" or op.compute != FLOAT32 or op.half is None:
-            continue
-        reading = readers.get(op.outs[0], [])
-        if None in reading or op.outs[0].size == 1:
-            continue
-        around = {r.name: r for r in reading if r is not None}
-        if around.keys() != {"reduce_sum", "div"} or len(reading) != 2:
-            continue
-        total, chain = around["reduce_sum"], []
-        value = total.outs[0]
-        while len(readers.get(value, ())) == 1:
-            (reader,) = readers[value]
-            if reader is None or reader.name not in ("broadcast_in_dim", "reshape"):
-                break
-            chain.append(reader)
-            value = reader.outs[0]
-        quotient = around["div"]
-        if quotient.ins != [op.outs[0], value] or readers.get(value) != [quotient]:
-            continue
-        members = [op, total, *chain, quotient]
-        if all(m.compute == FLOAT32 and m.forced != "full" for m in members):
-            island = Island(members, axes=tuple(total.params["axes"]))
-            weights = _weights(quotient, readers)
-            weighed = weights[-1].outs[0] if weights else quotient.outs[0]
-            matmul = _sums_values(readers.get(weighed, []), weighed, island.axes)
-            first = [op.ins[0], *(v for v in matmul.ins if v is not weighed)] if matmul else []
-            again = any(v in first for w in weights for v in w.ins)
-            if matmul and matmul not in taken and not again:
-                taken |= {*weights, matmul}
-                island.matmul, island.weights = matmul, weights
-                island.ops += [*weights, matmul]
-            bound(island, flow)
-            island.half, island.sums = op.half, quotient.outs
-            if island.matmul:
-                island.inputs = [*first, *(v for v in island.inputs if v not in first)]
-            if island.results == (island.matmul or quotient).outs:
-                found.append(island)
-                _steady_maximum(op, island.axes, flow)
-    return found
+    for peephole in PEEPHOLES:
+        peephole(flow, found)
+    return {op: island for island in found for op in island.ops}
 
 
-def _steady_maximum(
-    exp: Op,
-    axes: tuple[int, ...],
-    flow: Flow,
-) -> None:
-    """Marks the maximum that a softmax subtracts: its derivative is zero, and would keep scores."""
-    producer, readers = flow.producer, flow.readers
-    shift = producer.get(exp.ins[0])
-    if shift is None or shift.name != "sub" or readers[exp.ins[0]] != [exp]:
+def softmaxes(flow: Flow, found: list[Island]) -> None:
+    """Finds softmaxes.
+
+    A softmax is ``p = e / s`` with ``e = m exp(r z)``, ``s = sum(e)``, a mask ``m`` and a rate
+    ``r`` (ln 2 of an exp2), so that ``log p = log e - log s``; that is what is looked for. Then
+
+        dp = p (r dz - ds / s)  and  ds / s = sum(r e dz) / s = r sum(p dz),
+        dp = r p (dz - sum(p dz)),
+
+    of which all but ``dz`` is known from ``p``, and that is mostly stored in half for the matmul
+    that reads it. Masked entries have ``p = 0``, and no part in it.
+
+    *Shifts.* With ``z = x - c``, ``c`` the same for a whole row, ``dc`` cancels, for
+    ``sum(p) = 1``: nothing is kept for the derivative of a maximum that is subtracted.
+
+    *Guards.* With ``p = e / (s + t)`` and a constant ``t``, ``ds / (s + t)`` is still
+    ``r sum(p dz)``. But ``sum(p) = s / (s + t)``: what remains of ``dc`` is ``-p t / (s + t)``,
+    which is nothing where ``t`` is small and ``s`` at least 1, as it is after a maximum. There
+    ``max(s, t)`` is ``s`` itself, unless all is masked and ``p = 0``. Then one may stand for
+    ``s = 0``, too.
+    """
+    sums = [op for op in flow.block.ops if op.name == "reduce_sum" and _sums_exponentials(op, flow)]
+    if not sums:
         return
-    value, reader = shift.ins[1], shift
-    while value in producer and readers[value] == [reader]:
-        reader = producer[value]
-        if reader.name == "reduce_max":
-            whole = reader.ins[0] is shift.ins[0]
-            reader.steady = whole and tuple(reader.params["axes"]) == axes
-            return
-        varying = [v for v in reader.ins if v.const is None]
-        if reader.name not in SPREADS or len(varying) != 1:
-            return
-        value = varying[0]
+    numbers = numbered_values(flow.block)
+    taken: set[Op] = set()  # one sum may serve two softmaxes
+    for total in sums:
+        for quotient in _quotients(total, flow):
+            island = _softmax(total, quotient, flow, numbers, taken)
+            if island is not None:
+                found.append(island)
+                taken |= {*island.ops}
+                break
 
 
-# From a maximum to what is subtracted.
-SPREADS = frozenset(["broadcast_in_dim", "max", "reshape", "squeeze", "stop_gradient"])
+def attentions(flow: Flow, found: list[Island]) -> None:
+    """Finds what sums values by a softmax: a matmul, perhaps after a dropout and reshapes.
+
+    With ``o = (w p) v``, ``w`` a dropout, and cotangents ``g = w (do v')`` of ``p``, that of ``z``
+    is ``r p (g - sum(p g))``, and
+
+        sum(p g) = sum(w p (do v')) = sum(do ((w p) v)) = sum(do o),
+
+    over far smaller arrays. It is known before ``g`` is. Reshapes and transpositions in between
+    change nothing as long as each axis of the matmul's operand runs over summed axes or over rows.
+    """
+    taken: set[Op] = set()  # two softmaxes may weigh the same values
+    for island in found:
+        if island.axes:
+            _weigh(island, flow, taken)
 
 
-def _weights(softmax: Op, readers: "dict[Value, list[Op | None]]") -> list[Op]:
-    """Returns what a softmax goes through that is linear in it, entry by entry: a dropout."""
+PEEPHOLES: tuple[Callable[[Flow, list[Island]], None], ...] = (softmaxes, attentions)
+
+
+def _sums_exponentials(op: Op, flow: Flow) -> bool:
+    if op.compute != FLOAT32 or op.half is None or op.ins[0].size <= op.outs[0].size:
+        return False
+    todo = [op.ins[0]]
+    for value in todo:  # grows
+        maker = flow.producer.get(value)
+        if maker is None or len(todo) > REACH:
+            continue
+        if maker.name in ("exp", "exp2"):
+            return True
+        if is_view(maker) or maker.name in FACTORS:
+            todo += maker.ins
+    return False
+
+
+# How many operations there may be between a sum and the quotient.
+REACH = 64
+
+# What a softmax may be made of, and end in.
+FACTORS = frozenset(["div", "mul", "select_n", "square"])
+ENDS = FACTORS | {"exp", "exp2"}
+
+
+def _quotients(total: Op, flow: Flow) -> Iterator[Op]:
+    """Yields what may divide by a sum, in the order of the program."""
+    size = total.ins[0].size
+    seen: dict[Op, None] = {}
+    todo = [total.outs[0]]
+    while todo and len(seen) < REACH:
+        value = todo.pop(0)
+        for op in flow.readers.get(value, ()):
+            if op is None or op in seen or op.compute not in (FLOAT32, None):
+                continue
+            if len(op.outs) == 1 and not op.subs and op.outs[0].is_f32:
+                seen[op] = None
+                if op.outs[0].size <= size:
+                    todo += op.outs
+    for op in sorted(seen, key=lambda op: op.index):
+        if op.name in ENDS and op.outs[0].size == size:
+            yield op
+
+
+def _softmax(
+    total: Op, quotient: Op, flow: Flow, numbers: dict[Value, int], taken: set[Op]
+) -> Island | None:
+    """Returns the island of a softmax that ends in a quotient, if that is one."""
+    (result,) = quotient.outs
+    own = own_axes(result.aval.shape)
+    exponents = Reading(flow, numbers)
+    exponents.logarithm(total.ins[0], own_axes(total.ins[0].aval.shape))
+    over = tuple(map(int, total.params["axes"]))
+    varying = [
+        values[0]
+        for (kind, _, axes), values in exponents.values.items()
+        if kind == EXPONENT and not _is_constant_along(axes, over)
+    ]
+    ends, seen = varying if len(varying) == 1 else [], 0
+    while seen < len(ends):
+        end, seen = ends[seen], seen + 1
+        reading = Reading(flow, numbers, numbers[end])
+        found = _matches(reading, total, result, own)
+        if found is None:
+            deeper = _shifted(end, flow)
+            ends += [deeper[0]] if deeper and seen < REACH else []
+            continue
+        return _island(reading, quotient, *found, flow, taken)
+    return None
+
+
+def _matches(
+    reading: Reading, total: Op, result: Value, own: Axes
+) -> "tuple[tuple[int, ...], Form, list[tuple[str, float]]] | None":
+    """Returns what a softmax sums over, the logarithm of that, and guards; if a result is one."""
+    whole = reading.logarithm(result, own)
+    divisors = [(t, n) for t, n in whole.items() if t[0] == SUM]
+    if len(divisors) != 1 or abs(divisors[0][1] + 1) > 1e-6:
+        return None
+    ((term, _),) = divisors
+    guards, number = guards_of(term)
+    if number != reading.numbers[total.outs[0]]:
+        return None
+    given = {place for axis in term[2] for place, *_ in axis}
+    axes = tuple(d for d, axis in enumerate(own) if axis and d not in given)
+    summed = iter(axes)
+    kept = iter(term[2])
+    along: list[Any] = []
+    over = {int(d) for d in total.params["axes"]}
+    for d, n in enumerate(total.ins[0].aval.shape):
+        axis = next(kept) if d not in over else () if n == 1 else own[next(summed, -1)]
+        along.append(axis)
+    if next(summed, None) is not None or not _covers(along, own):
+        return None
+    form = reading.logarithm(total.ins[0], tuple(along))
+    rest = {t: n for t, n in whole.items() if t is not term}
+    exponents = [t for t in form if t[0] == EXPONENT]
+    fits = (
+        same(form, rest)
+        and not any(t[0] in (FACTOR, SUM) for t in form)
+        and all(
+            t[2] == own if t[1] == reading.end else _is_constant_along(t[2], axes)
+            for t in exponents
+        )
+        and any(t[1] == reading.end for t in exponents)
+    )
+    if not fits or (guards and len(exponents) > 1):
+        return None
+    largest = [t for name, t in guards if name == "max"]
+    if largest and not (max(largest) < 1 and _reaches_one(reading, form, axes)):
+        return None
+    return axes, form, guards
+
+
+def _covers(along: "list[Any]", own: Axes) -> bool:
+    """Tells whether axes run over all of a value, each digit once."""
+    digits = [digit for axis in along for digit in axis]
+    places = {place for place, *_ in digits}
+    size = 1
+    for *_, n in digits:
+        size *= n
+    whole = 1
+    for axis in own:
+        for *_, n in axis:
+            whole *= n
+    return len(digits) == len(set(digits)) and size == whole and -1 not in places
+
+
+def _is_constant_along(axes: Axes, summed: tuple[int, ...]) -> bool:
+    return not any(place in summed for axis in axes for place, *_ in axis)
+
+
+def _shifted(value: Value, flow: Flow) -> "tuple[Value, Value] | None":
+    """Returns what is shifted and by what, where a value is such a sum or difference."""
+    op = flow.producer.get(value)
+    if op is None or op.name not in ("add", "sub") or op.compute != FLOAT32:
+        return None
+    first, second = (_unspread(v, flow).size for v in op.ins)
+    if first > second:
+        return op.ins[0], op.ins[1]
+    return (op.ins[1], op.ins[0]) if second > first and op.name == "add" else None
+
+
+def _unspread(value: Value, flow: Flow) -> Value:
+    while (op := flow.producer.get(value)) is not None and is_view(op):
+        value = op.ins[0]
+    return value
+
+
+def _island(
+    reading: Reading,
+    quotient: Op,
+    axes: tuple[int, ...],
+    form: Form,
+    guards: "list[tuple[str, float]]",
+    flow: Flow,
+    taken: set[Op],
+) -> Island | None:
+    members = {*reading.ops}
+    inside = members - {quotient}
+    # Some spellings leave operations that nobody reads.
+    members |= {r for op in inside for r in _readers(op, flow) if r and not _readers(r, flow)}
+    if members & taken or not all(members.issuperset(_readers(op, flow)) for op in inside):
+        return None
+    ((scores, rate),) = ((t, n) for t, n in form.items() if t[1] == reading.end)
+    shifts = [v for t in form if t[0] == EXPONENT and t != scores for v in reading.values[t]]
+    first = _read_once(reading.values[scores], members, flow)
+    small = all(abs(t) <= SMALL for name, t in guards if name == "add")
+    if not guards or (small and _reaches_one(reading, form, axes)):
+        _steady(shifts, members, flow)
+        _steady_shift(first, members, axes, flow)
+    island = Island([*members], axes=axes, rate=rate)
+    _bound(island, [first], quotient, flow)
+    return island if island.results == quotient.outs else None
+
+
+def _bound(island: Island, moving: list[Value], quotient: Op, flow: Flow) -> None:
+    """Finds what flows in and out of a softmax: first the inputs that it is differentiated in."""
+    bound(island, flow)
+    island.half, island.sums, island.moving = quotient.half, quotient.outs, len(moving)
+    island.inputs = [*moving, *(v for v in island.inputs if v not in moving)]
+
+
+def _readers(op: Op, flow: Flow) -> "set[Op | None]":
+    return {reader for v in op.outs for reader in flow.readers.get(v, ())}
+
+
+def _read_once(values: list[Value], members: set[Op], flow: Flow) -> Value:
+    """Lets an island read the first of some equal values in place of all of them."""
+    made = {v: flow.producer[v].index if v in flow.producer else -1 for v in values}
+    first = min(values, key=made.__getitem__)
+    for op in members:
+        op.ins = [first if v in made else v for v in op.ins]
+    readers = dict.fromkeys(r for v in made for r in flow.readers[v])
+    for v in made:
+        flow.readers[v] = [r for r in flow.readers[v] if r not in members]
+    flow.readers[first] = [
+        r for r in readers if r in flow.readers[first] or (r is not None and first in r.ins)
+    ]
+    return first
+
+
+# ---- what a softmax is shifted by ---------------------------------------------------------------
+
+# Next to a sum that is at least one, this changes nothing that half could tell.
+SMALL = 2.0**-13
+
+
+def _steady_shift(scores: Value, members: set[Op], axes: tuple[int, ...], flow: Flow) -> None:
+    """Marks what scores are shifted by before the softmax, which alone reads them."""
+    op = flow.producer.get(scores)
+    if op is None or not members.issuperset(flow.readers[scores]):
+        return
+    if op.name in ("mul", "div"):  # by a constant
+        varying = [v for v in op.ins if v.const is None]
+        return _steady_shift(varying[0], {op}, axes, flow) if len(varying) == 1 else None
+    shifted = _shifted(scores, flow)
+    if shifted is None:
+        return
+    where: Axes | None = narrowed(shifted[1], own_axes(scores.aval.shape))
+    value = shifted[1]
+    while (op := flow.producer.get(value)) is not None and is_view(op) and where is not None:
+        value, where = op.ins[0], before(op, where)
+    if where is not None and _is_constant_along(where, axes):
+        _steady([shifted[1]], {flow.producer[scores]}, flow)
+        _steady_shift(shifted[0], {flow.producer[scores]}, axes, flow)
+
+
+def _steady(shifts: list[Value], members: set[Op], flow: Flow) -> None:
+    """Marks the ops that make what softmaxes are shifted by, and nothing else.
+
+    Their derivative is zero, and that of a maximum would keep the scores.
+    """
+    cone: set[Op | None] = set()
+    todo = {flow.producer[v] for v in shifts if v in flow.producer}
+    while todo:
+        op = max(todo, key=lambda op: op.index)
+        todo.remove(op)
+        for v in op.outs:
+            known = cone | members if v in shifts else cone
+            if not known.issuperset(flow.readers.get(v, ())):
+                break
+        else:
+            op.steady = True
+            cone.add(op)
+            todo |= {flow.producer[v] for v in op.ins if v in flow.producer}
+
+
+def _reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
+    """Tells whether exponentials sum to one at least: they are shifted by their maximum.
+
+    (Or to zero, where all are masked.)
+    """
+    flow, numbers = reading.flow, reading.numbers
+    ((scores, rate),) = ((t, n) for t, n in form.items() if t[0] == EXPONENT)
+    value = reading.values[scores][0]
+    op = flow.producer.get(value)
+    if op is not None and op.name == "mul":
+        known = [float(np.min(v.const)) for v in op.ins if v.const is not None]
+        rate *= known[0] if len(known) == 1 else 0
+        value = next((v for v in op.ins if v.const is None), value)
+    shifted = _shifted(value, flow)
+    scaled = any(t[0] == CONSTANT for t in form)
+    if shifted is None or flow.producer[value].name != "sub" or rate <= 0 or scaled:
+        return False
+    own = own_axes(value.aval.shape)
+    largest, where = shifted[1], narrowed(shifted[1], own)
+    while (op := flow.producer.get(largest)) is not None and op.name != "reduce_max":
+        varying = [v for v in op.ins if v.const is None]
+        if len(varying) != 1 or not (is_view(op) or op.name in ("max", "stop_gradient")):
+            return False
+        largest, where = varying[0], before(op, where) if is_view(op) and where else where
+    if op is None or where != tuple(axis for d, axis in enumerate(own) if d not in axes):
+        return False
+    whole = {numbers.get(op.ins[0])}
+    masks = [t[1] for t in form if t[0] == MASK]
+    chosen = flow.producer.get(op.ins[0])
+    if masks and chosen is not None and chosen.name == "select_n":
+        whole = {numbers.get(chosen.ins[1 + kept]) for which, kept in masks
+                 if which == numbers.get(chosen.ins[0])}  # fmt: skip
+    elif masks:
+        return False
+    return numbers.get(shifted[0]) in whole and tuple(map(int, op.params["axes"])) == axes
+
+
+# ---- what a softmax weighs ----------------------------------------------------------------------
+
+
+def _weigh(island: Island, flow: Flow, taken: set[Op]) -> None:
+    """Adds the matmul that sums values by a softmax to its island, and what lies between."""
+    scores, quotient = island.inputs[0], flow.producer[island.sums[0]]
+    weights, axes = _weights(quotient, flow, island.axes)
+    weighed = (weights[-1] if weights else quotient).outs[0]
+    matmul = _sums_values(flow.readers.get(weighed, []), weighed, axes)
+    if matmul is None or matmul in taken or not _readers(matmul, flow):
+        return
+    taken.add(matmul)
+    moving = [scores, *(v for v in matmul.ins if v is not weighed)]
+    if any(v in moving for op in weights for v in op.ins):
+        return
+    made = {v for op in (quotient, *weights) for v in op.outs}
+    read = dict.fromkeys(v for op in weights for v in op.ins)
+    moving += [v for v in read if v not in made and not v.literal and v not in flow.free]
+    island.matmul, island.weights, island.axes = matmul, weights, axes
+    island.ops += [*weights, matmul]
+    _bound(island, moving, quotient, flow)
+
+
+def _weights(softmax: Op, flow: Flow, axes: tuple[int, ...]) -> "tuple[list[Op], tuple[int, ...]]":
+    """Returns what a softmax goes through before a matmul, and where its axes are then.
+
+    That is what is linear in it, entry by entry, as a dropout, and what changes its layout alone.
+    """
     found: list[Op] = []
     value = softmax.outs[0]
-    while len(readers.get(value, ())) == 1:
-        (op,) = readers[value]
-        if op is None or op.forced or op.compute != FLOAT32 or op.outs[0].aval != value.aval:
+    where: Axes | None = own_axes(value.aval.shape)
+    there = axes
+    while len(flow.readers.get(value, ())) == 1:
+        (op,) = flow.readers[value]
+        if op is None or op.forced or op.compute not in (FLOAT32, *HALVES, None) or op.eqn.effects:
             break
-        place, zero = op.ins.index(value), [v.const for v in op.ins[1:] if v is not value]
-        linear = (
-            (op.name == "mul" and op.ins[1 - place] is not value)
-            or (op.name == "div" and place == 0)
-            or (op.name == "select_n" and place > 0 and len(zero) == 1 and _is_zero(zero[0]))
-        )
-        if not linear:
+        if is_view(op):
+            where = None if where is None else after(op, where)
+            there = () if where is None else _summed(where, axes)
+            if not there:
+                break
+        elif not _is_linear(op, value):
             break
         found.append(op)
         value = op.outs[0]
-    return found
+    return found, there
+
+
+def _summed(where: Axes, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the axes that run over summed ones alone; nothing if some run over others too."""
+    over = [{place in axes for place, *_ in axis} for axis in where]
+    if any(len(kinds) > 1 for kinds in over):
+        return ()
+    return tuple(d for d, kinds in enumerate(over) if kinds == {True})
+
+
+def _is_linear(op: Op, value: Value) -> bool:
+    if op.outs[0].aval != value.aval or value not in op.ins:
+        return False
+    place, zero = op.ins.index(value), [v.const for v in op.ins[1:] if v is not value]
+    return (
+        (op.name == "mul" and op.ins[1 - place] is not value)
+        or (op.name == "div" and place == 0)
+        or (op.name == "select_n" and place > 0 and len(zero) == 1 and _is_zero(zero[0]))
+    )
 
 
 def _is_zero(const: Any) -> bool:

@@ -17,10 +17,13 @@ import numpy as np
 
 from mpjax._src import _jax, rules
 from mpjax._src.autocast.derivatives import (
+    Softmax,
+    Weighing,
     attention,
     cast,
     elementwise,
     kept_alone,
+    maximum,
     pick,
     recomputed,
     recomputed_from_half,
@@ -29,6 +32,7 @@ from mpjax._src.autocast.derivatives import (
     wide_matmul,
 )
 from mpjax._src.autocast.environment import Env, Settings
+from mpjax._src.autocast.forms import is_view
 from mpjax._src.autocast.gathers import picks_one_per_row
 from mpjax._src.autocast.graph import ROW, Block, Op, Sub, Value
 from mpjax._src.autocast.islands import Island
@@ -122,6 +126,8 @@ def _run_as_planned(op: Op, env: Env) -> None:
         return env.make(op.outs[0], functools.partial(_broadcast, op, env))
     if op.name == "gather" and op.outs[0].is_f32 and picks_one_per_row(op.eqn):
         return env.store(op.outs[0], pick(op.eqn, [env.read(v, op.compute) for v in op.ins]))
+    if op.name in ("reduce_max", "reduce_min") and op.outs[0].is_f32 and not op.steady:
+        return env.store(op.outs[0], maximum(op.eqn, env.read(op.ins[0], op.compute)))
     if rules.SUMS_BACK in op.spec.traits and op.compute in HALVES and _enlarges(op.eqn):
         args = [env.read(v, op.compute) for v in op.ins]
         wide = wide_cotangent(lambda *xs: _jax.bind(op.eqn, xs)[0], args)
@@ -345,19 +351,24 @@ def _run_island(island: Island, env: Env) -> None:
         return results, [inner.read(v) for v in island.sums]
 
     def weigh(p, more):
-        given = zip([*island.sums, *island.inputs[2:]], [p, *more], strict=True)
+        given = zip([*island.sums, *island.inputs[2 : island.moving]], [p, *more], strict=True)
         return evaluate(island.weights, given).read(island.weights[-1].outs[0], FLOAT32)
 
     prevent = island.barrier and not env.in_loop
     with _location(island.ops[-1], scopes, env), _row(island.ops[-1], env):
         if island.matmul:
             weighed = island.weights[-1].outs if island.weights else island.sums
-            eqn, place = island.matmul.eqn, island.matmul.ins.index(weighed[0])
+            place = island.matmul.ins.index(weighed[0])
+            views = [op.eqn for op in island.weights if is_view(op)]
             results = attention(
-                run, arrays, island.axes, island.half, eqn, place, weigh if island.weights else None
+                run,
+                arrays,
+                Softmax(island.axes, island.rate, island.half, island.moving),
+                Weighing(island.matmul.eqn, place, views, weigh if island.weights else None),
             )
         elif island.axes:
-            results = softmax(run, arrays, island.axes, island.half, not env.in_loop)
+            form = Softmax(island.axes, island.rate, island.half, island.moving)
+            results = softmax(run, arrays, form, not env.in_loop)
         elif island.sloped:
             results = elementwise(run, arrays, prevent)
         elif island.rounded:

@@ -3,12 +3,12 @@
 from collections.abc import Collection, Iterable, Sequence
 
 from mpjax._src import rules
+from mpjax._src.autocast import peepholes
 from mpjax._src.autocast.facts import EXPONENTIALS
 from mpjax._src.autocast.graph import Block, Op, Value
 from mpjax._src.autocast.islands import Flow, Island, bound, flow_of, is_free
 from mpjax._src.autocast.lattices import BEYOND
 from mpjax._src.autocast.lean import checkpoints
-from mpjax._src.autocast.peepholes import softmaxes
 from mpjax._src.autocast.steps import Step
 from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
 from mpjax._src.higher_order import NONE, THEIRS
@@ -71,7 +71,7 @@ def _islands(flow: Flow) -> "dict[Op, Island]":
                 todo |= groups[i].after & ~seen
         return seen
 
-    softmaxes = _softmaxes_by_op(flow)
+    special = peepholes.find(flow)
     for op in block.ops:
         sources = [producer[v] for v in op.ins if v in producer]
         mask = 0
@@ -80,7 +80,7 @@ def _islands(flow: Flow) -> "dict[Op, Island]":
             if source in group_of:
                 mask |= 1 << root(group_of[source])
         after[op] = mask
-        if op in softmaxes or not _recomputable(op):
+        if op in special or not _recomputable(op):
             continue
         joined = -1
         for i in dict.fromkeys(root(group_of[s]) for s in sources if s in group_of):
@@ -116,7 +116,7 @@ def _islands(flow: Flow) -> "dict[Op, Island]":
         groups[joined].ops.append(op)
         groups[joined].after |= mask & ~(1 << joined)
         group_of[op] = joined
-    found = dict(softmaxes)
+    found = dict(special)
     for i, group in enumerate(groups):
         if merged[i] == i:
             bound(group, flow)
@@ -133,11 +133,7 @@ def _islands(flow: Flow) -> "dict[Op, Island]":
     return found
 
 
-def _softmaxes_by_op(flow: Flow) -> "dict[Op, Island]":
-    return {op: island for island in softmaxes(flow) for op in island.ops}
-
-
-CHOOSE = {FAST: _islands, LEAN: _softmaxes_by_op, PEEPHOLES: _softmaxes_by_op}
+CHOOSE = {FAST: _islands, LEAN: peepholes.find, PEEPHOLES: peepholes.find}
 
 
 def _recomputable(op: Op) -> bool:

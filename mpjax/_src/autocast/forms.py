@@ -1,0 +1,385 @@
+"""A normal form: values as products of exponentials, sums and masks, however they are spelled.
+
+The logarithm of a value is read as a sum of terms: ``e / s``, ``e * (1 / s)``, ``e * s ** -1`` and
+``exp(z - log(s))`` with ``e = exp(z)`` are all ``z - log(s)``. What only changes the layout is seen
+through: a term says by which axes of the value that is read its own axes run.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from mpjax._src import _jax
+from mpjax._src.autocast.graph import Block, Op, Value
+from mpjax._src.autocast.islands import Flow
+from mpjax._src.dtypes import FLOAT32
+
+# ---- axes ---------------------------------------------------------------------------------------
+
+# By what an axis runs: digits (axis, stride, size) of the axes of the value that is read, the most
+# significant first. None for an axis of size 1.
+Axis = tuple[tuple[int, Any, Any], ...]
+Axes = tuple[Axis, ...]
+
+
+def own_axes(shape: Any) -> Axes:
+    """Returns the axes of the value that is read itself."""
+    return tuple(() if n == 1 else ((d, 1, n),) for d, n in enumerate(shape))
+
+
+def reshaped(axes: Axes, shape: Any) -> Axes | None:
+    """Returns the axes after a reshape; None where digits of several axes would mix."""
+    digits = [digit for axis in axes for digit in axis]
+    found: list[Axis] = []
+    for size in shape:
+        axis: list[tuple[int, Any, Any]] = []
+        while size != 1:
+            if not digits:
+                return None
+            place, stride, count = digits.pop(0)
+            if count == size:
+                axis.append((place, stride, count))
+                break
+            if not (isinstance(size, int) and isinstance(count, int)):
+                return None
+            if size % count == 0:
+                axis.append((place, stride, count))
+                size //= count
+            elif count % size == 0:
+                rest = count // size
+                axis.append((place, stride * rest, size))
+                digits.insert(0, (place, stride, rest))
+                break
+            else:
+                return None
+        found.append(_merged(axis))
+    return tuple(found) if not digits else None
+
+
+def _merged(axis: "list[tuple[int, Any, Any]]") -> Axis:
+    merged: list[tuple[int, Any, Any]] = []
+    for place, stride, size in axis:
+        if merged and merged[-1][:2] == (place, stride * size):
+            size *= merged.pop()[2]
+        merged.append((place, stride, size))
+    return tuple(merged)
+
+
+def before(op: Op, axes: Axes) -> Axes | None:
+    """Returns the axes of what a change of layout reads, given those of its result."""
+    shape = op.ins[0].aval.shape
+    if op.name in ("reshape", "squeeze"):
+        return reshaped(axes, shape)
+    if op.name == "transpose":
+        return tuple(axes[list(op.params["permutation"]).index(d)] for d in range(len(shape)))
+    if op.name == "broadcast_in_dim":
+        dims = op.params["broadcast_dimensions"]
+        return tuple(() if n == 1 else axes[d] for d, n in zip(dims, shape, strict=True))
+    return axes
+
+
+def after(op: Op, axes: Axes) -> Axes | None:
+    """Returns the axes of the result of a change of layout; None where it copies."""
+    shape = op.outs[0].aval.shape
+    if op.name in ("reshape", "squeeze"):
+        return reshaped(axes, shape)
+    if op.name == "transpose":
+        return tuple(axes[d] for d in op.params["permutation"])
+    if op.outs[0].size != op.ins[0].size:
+        return None
+    if op.name == "broadcast_in_dim":
+        found: list[Axis] = [()] * len(shape)
+        for axis, d in zip(axes, op.params["broadcast_dimensions"], strict=True):
+            found[d] = axis
+        return tuple(found)
+    return axes
+
+
+VIEWS = frozenset(["broadcast_in_dim", "copy", "reshape", "squeeze", "transpose"])
+
+
+def is_view(op: Op) -> bool:
+    """Tells a change of layout, or a cast that changes nothing."""
+    if op.name == "convert_element_type":
+        return op.ins[0].is_f32 and op.outs[0].is_f32
+    in_order = op.name != "reshape" or op.params.get("dimensions") is None
+    return op.name in VIEWS and in_order
+
+
+# ---- which values are the same ------------------------------------------------------------------
+
+
+def numbered_values(block: Block) -> dict[Value, int]:
+    """Returns a number for each value of a block: the same for what is computed twice."""
+    numbers: dict[Any, int] = {}
+    found: dict[Value, int] = {}
+
+    def number(value: Value) -> int:
+        if value not in found:
+            key: Any = value
+            if value.literal:
+                const = np.asarray(value.const)
+                key = const.dtype, const.shape, const.tobytes()
+            found[value] = numbers.setdefault(key, len(numbers))
+        return found[value]
+
+    for op in block.ops:
+        ins = tuple([number(v) for v in op.ins])
+        dtypes = tuple([v.dtype for v in op.outs])
+        key = _jax.equation_key(op.eqn)[:-1], op.compute, op.forced, dtypes, ins
+        try:
+            hash(key)
+        except TypeError:
+            continue
+        if not op.eqn.effects:
+            for place, value in enumerate(op.outs):
+                found[value] = numbers.setdefault((key, place), len(numbers))
+    for value in (*block.invars, *block.outvars):
+        number(value)
+    return found
+
+
+# ---- the form -----------------------------------------------------------------------------------
+
+EXPONENT, MASK, SUM, FACTOR, CONSTANT = "exponent", "mask", "sum", "factor", "constant"
+
+# What a term is, the number of its value, and its axes; and by what it is multiplied.
+Term = tuple[str, Any, Axes]
+Form = dict[Term, float]
+
+LN2 = math.log(2)
+POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
+DEPTH = 64
+
+
+@dataclasses.dataclass(eq=False)
+class Reading:
+    """The reading of a value, and what was met on the way.
+
+    Attributes:
+        flow: The block.
+        numbers: Which values are the same.
+        end: The exponent that is not looked into, by its number; None for none at all.
+        ops: What was seen through.
+        values: The values of the terms.
+    """
+
+    flow: Flow
+    numbers: dict[Value, int]
+    end: int | None = None
+    ops: dict[Op, None] = dataclasses.field(default_factory=dict)
+    values: "dict[Term, list[Value]]" = dataclasses.field(default_factory=dict)
+
+    def logarithm(self, value: Value, axes: Axes | None, depth: int = DEPTH) -> Form:
+        """Returns the terms of the logarithm of a value."""
+        if axes is None:
+            return self._term(FACTOR, value, None)
+        if (known := _constant(value)) is not None and known > 0:
+            return {} if known == 1 else {(CONSTANT, "", ()): math.log(known)}
+        op = self.flow.producer.get(value)
+        if op is None or not depth or not _is_plain(op):
+            return self._term(FACTOR, value, axes)
+        depth -= 1
+        if op.name in ("exp", "exp2"):
+            self.ops[op] = None
+            rate = LN2 if op.name == "exp2" else 1.0
+            return _times(self.exponent(op.ins[0], axes, depth), rate)
+        if op.name == "reduce_sum":
+            self.ops[op] = None
+            return self._term(SUM, value, axes)
+        if op.name == "select_n" and (chosen := self._selected(op, axes, depth)) is not None:
+            return chosen
+        if op.name in ("add", "max") and (guarded := self._guarded(op, axes, depth)) is not None:
+            return guarded
+        if op.name in ("mul", "div"):
+            self.ops[op] = None
+            sign = 1 if op.name == "mul" else -1
+            first, second = (self._factor(v, narrowed(v, axes), depth) for v in op.ins)
+            return _sum(first, _times(second, sign))
+        if op.name == "integer_pow" or op.name in POWERS:
+            self.ops[op] = None
+            power = POWERS.get(op.name) or op.params["y"]
+            return _times(self.logarithm(op.ins[0], axes, depth), power)
+        if op.name == "abs" and self._is_sum(op.ins[0]):  # of a sum of exponentials
+            self.ops[op] = None
+            return self.logarithm(op.ins[0], axes, depth)
+        if is_view(op):
+            self.ops[op] = None
+            return self.logarithm(op.ins[0], before(op, axes), depth)
+        return self._term(FACTOR, value, axes)
+
+    def exponent(self, value: Value, axes: Axes | None, depth: int = DEPTH) -> Form:
+        """Returns the terms of a value itself."""
+        if axes is None or self.end is None or self.numbers.get(value) == self.end:
+            return self._term(EXPONENT, value, axes)
+        if (known := _constant(value)) is not None:
+            return {(CONSTANT, "", ()): known} if known else {}
+        op = self.flow.producer.get(value)
+        if op is None or not depth or not _is_plain(op):
+            return self._term(EXPONENT, value, axes)
+        depth -= 1
+        if op.name in ("add", "sub"):
+            self.ops[op] = None
+            first, second = (self.exponent(v, narrowed(v, axes), depth) for v in op.ins)
+            return _sum(first, _times(second, -1 if op.name == "sub" else 1))
+        if op.name == "neg":
+            self.ops[op] = None
+            return _times(self.exponent(op.ins[0], axes, depth), -1)
+        if op.name in ("mul", "div"):
+            factors = [self._known(v) for v in op.ins]
+            if op.name == "mul" and factors[0] is not None:
+                self.ops[op] = None
+                return _times(
+                    self.exponent(op.ins[1], narrowed(op.ins[1], axes), depth), factors[0]
+                )
+            if factors[1]:
+                self.ops[op] = None
+                factor = factors[1] if op.name == "mul" else 1 / factors[1]
+                return _times(self.exponent(op.ins[0], narrowed(op.ins[0], axes), depth), factor)
+        if op.name in ("log", "log2"):
+            self.ops[op] = None
+            form = self.logarithm(op.ins[0], axes, depth)
+            return _times(form, 1 / LN2 if op.name == "log2" else 1)
+        if is_view(op):
+            self.ops[op] = None
+            return self.exponent(op.ins[0], before(op, axes), depth)
+        return self._term(EXPONENT, value, axes)
+
+    def _known(self, value: Value) -> float | None:
+        """Returns the number that fills a value, or of which a logarithm is taken for it."""
+        op = self.flow.producer.get(value)
+        if op is not None and op.name == "log" and (_constant(op.ins[0]) or 0) > 0:
+            return math.log(_constant(op.ins[0]) or 1)
+        return _constant(value)
+
+    def _term(self, kind: str, value: Value, axes: Axes | None) -> Form:
+        number = self.numbers.get(value, value)
+        # One that cannot be placed is like no other.
+        term = (kind, number, axes) if axes is not None else (kind, value, (((-1, 1, 1),),))
+        self.values.setdefault(term, []).append(value)
+        return {term: 1.0}
+
+    def _factor(self, value: Value, axes: Axes | None, depth: int) -> Form:
+        """Reads one of two factors; a float of a boolean masks."""
+        op = self.flow.producer.get(value)
+        while op is not None and axes is not None and is_view(op):
+            self.ops[op] = None
+            value, axes = op.ins[0], before(op, axes)
+            op = self.flow.producer.get(value)
+        if op is not None and op.name == "convert_element_type":
+            aval = op.ins[0].aval
+            if getattr(aval, "dtype", None) == np.bool_ and axes is not None:
+                self.ops[op] = None
+                return self._mask(op.ins[0], axes, True)
+        return self.logarithm(value, axes, depth)
+
+    def _mask(self, which: Value, axes: Axes, kept: bool) -> Form:
+        return {(MASK, (self.numbers.get(which, which), kept), axes): 1.0}
+
+    def _selected(self, op: Op, axes: Axes, depth: int) -> Form | None:
+        """Reads a select between a value and zero, which masks, or one if a sum is zero."""
+        if len(op.ins) != 3 or op.ins[0].aval.shape not in ((), op.outs[0].aval.shape):
+            return None
+        which, *cases = op.ins
+        known = [_constant(v) for v in cases]
+        for place, value in enumerate(cases):
+            other = known[1 - place]
+            if other == 0:
+                self.ops[op] = None
+                where = axes if which.aval.shape else ()
+                rest = self.logarithm(value, narrowed(value, axes), depth)
+                return _sum(self._mask(which, where, bool(place)), rest)
+            if (
+                other is not None
+                and self._is_sum(value)
+                and self._is_zero_test(which, value, place)
+            ):
+                self.ops |= {op: None, self.flow.producer[which]: None}
+                rest = self.logarithm(value, narrowed(value, axes), depth)
+                return _behind_guard("select_n", other, rest)
+        return None
+
+    def _is_zero_test(self, which: Value, value: Value, place: int) -> bool:
+        """Tells a comparison of a sum with zero that chooses it wherever it is not zero."""
+        op = self.flow.producer.get(which)
+        tests = {"eq": 0, "ne": 1, "gt": 1, "le": 0}
+        if op is None or tests.get(op.name) != place:
+            return False
+        return self.numbers.get(op.ins[0]) == self.numbers.get(value) and _constant(op.ins[1]) == 0
+
+    def _guarded(self, op: Op, axes: Axes, depth: int) -> Form | None:
+        """Reads a sum with a constant that keeps it from zero."""
+        for value, other in (op.ins, op.ins[::-1]):
+            known = _constant(other)
+            if known is not None and known >= 0 and self._is_sum(value):
+                self.ops[op] = None
+                rest = self.logarithm(value, narrowed(value, axes), depth)
+                return _behind_guard(op.name, known, rest)
+        return None
+
+    def _is_sum(self, value: Value) -> bool:
+        """Tells a sum, after changes of layout and guards."""
+        while (op := self.flow.producer.get(value)) is not None:
+            if op.name == "reduce_sum":
+                return True
+            varying = [v for v in op.ins if v.const is None and v.is_f32]
+            through = is_view(op) or op.name in ("abs", "add", "max", "select_n")
+            if not through or len(varying) != 1 or not _is_plain(op):
+                return False
+            value = varying[0]
+        return False
+
+
+def _behind_guard(name: str, constant: float, form: Form) -> Form:
+    return {(kind, (name, constant, of), axes): n for (kind, of, axes), n in form.items()}
+
+
+def guards_of(term: Term) -> "tuple[list[tuple[str, float]], Any]":
+    """Returns what keeps a sum from zero, and the number of the sum itself."""
+    guards, number = [], term[1]
+    while isinstance(number, tuple):
+        guards.append(number[:2])
+        number = number[2]
+    return guards, number
+
+
+def _is_plain(op: Op) -> bool:
+    """Tells an op that runs in float32 as the policy lets it."""
+    plain = op.compute == FLOAT32 or (op.rule in ("cast", "layout") and op.compute is None)
+    return plain and not op.forced and not op.eqn.effects and len(op.outs) == 1
+
+
+def _constant(value: Value) -> float | None:
+    """Returns the number that fills a value, if it is known."""
+    if value.const is None or np.size(value.const) != 1:
+        return None
+    return float(np.asarray(value.const).reshape(()))
+
+
+def narrowed(value: Value, axes: Axes | None) -> Axes | None:
+    """Returns the axes of an operand that an elementwise operation may broadcast."""
+    shape = value.aval.shape
+    if axes is None or not shape:
+        return () if axes is not None else None
+    return tuple(() if n == 1 else axis for axis, n in zip(axes, shape, strict=True))
+
+
+def _times(form: Form, factor: float) -> Form:
+    return {term: factor * count for term, count in form.items()}
+
+
+def _sum(first: Form, second: Form) -> Form:
+    """Adds two forms; masking twice is masking once."""
+    found = dict(first)
+    for term, count in second.items():
+        total = found.get(term, 0.0) + count
+        found[term] = min(total, 1.0) if term[0] == MASK else total
+    return {term: count for term, count in found.items() if abs(count) > 1e-6}
+
+
+def same(first: Form, second: Form) -> bool:
+    """Tells whether two forms are equal."""
+    terms = first.keys() | second.keys()
+    return all(abs(first.get(t, 0.0) - second.get(t, 0.0)) < 1e-6 for t in terms)

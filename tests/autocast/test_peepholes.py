@@ -1,0 +1,241 @@
+"""Peepholes: their derivatives are right for every spelling, and for what only looks like one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from measure import kept
+from support import assert_near, cast, normal
+
+N, D = 8, 4
+Q, K, V = (normal(i, 2, N, D) for i in range(3))
+MASK = jnp.asarray(np.random.default_rng(0).random((N, N)) < 0.7) | (jnp.eye(N) > 0)
+OTHER = jnp.asarray(np.random.default_rng(1).random((N, N)) < 0.6) | (jnp.eye(N) > 0)
+EMPTY = jnp.arange(N)[:, None] > 1  # rows in which all is masked
+LOG2E = float(np.log2(np.e))
+stop = jax.lax.stop_gradient
+
+
+def total(e):
+    return jnp.sum(e, -1, keepdims=True)
+
+
+def top(s):
+    return jnp.max(s, -1, keepdims=True)
+
+
+def shifted(s):
+    return jnp.exp(s - top(s))
+
+
+def quotient(e, s):
+    return e / s
+
+
+def masked(s, mask, where_largest=-1e9):
+    e = jnp.where(mask, jnp.exp(s - stop(top(jnp.where(mask, s, where_largest)))), 0)
+    return e / jnp.maximum(total(e), 1e-9)
+
+
+def logsumexp_in_base_2(s):
+    s = s * LOG2E
+    m = stop(top(s))
+    return jnp.exp2(s - (m + jnp.log2(total(jnp.exp2(s - m)))))
+
+
+def one_where_empty(s):
+    e = jnp.where(EMPTY, jnp.exp(s - stop(top(s))), 0)
+    z = total(e)
+    return e / jnp.where(z == 0, 1, z)
+
+
+# What is a softmax, spelled in some way: these keep one array of scores' size, in half.
+SOFTMAXES = {
+    "plain": jax.nn.softmax,
+    "twice": lambda s: shifted(s) / total(shifted(s)),
+    "shift that is not stopped, eps": lambda s: shifted(s) / (total(shifted(s)) + 1e-6),
+    "eps without a shift": lambda s: jnp.exp(s) / (total(jnp.exp(s)) + 1.0),
+    "eps and a shift by half": lambda s: (lambda e: e / (total(e) + 1e-3))(
+        jnp.exp(s - stop(top(s)) / 2)
+    ),
+    "rsqrt twice": lambda s: (lambda e, r: e * r * r)(jnp.exp(s), jax.lax.rsqrt(total(jnp.exp(s)))),
+    "log_softmax": lambda s: jnp.exp(jax.nn.log_softmax(s)),
+    "logsumexp without its axis": lambda s: jnp.exp(s - jax.nn.logsumexp(s, axis=-1)[..., None]),
+    "online": lambda s: jnp.exp(s - (top(s) + jnp.log(total(shifted(s))))),
+    "base 2": logsumexp_in_base_2,
+    "exp2": lambda s: jnp.exp2(s) / total(jnp.exp2(s)),
+    "masked": lambda s: masked(s, MASK),
+    "empty rows": lambda s: masked(s, EMPTY & MASK),
+    "one where empty": one_where_empty,
+    "times a mask": lambda s: (lambda e: e / total(e))(jnp.exp(s) * MASK.astype(jnp.float32)),
+    "where=": lambda s: jax.nn.softmax(s, where=MASK),
+    "masked twice": lambda s: jnp.where(OTHER, jax.nn.softmax(s, where=MASK), 0),
+    "two exponentials": lambda s: (lambda e: e / total(e))(jnp.exp(s) * jnp.exp(-stop(top(s)))),
+    "columns": lambda s: jnp.swapaxes(jax.nn.softmax(jnp.swapaxes(s, 1, 2), 1), 1, 2),
+    "reshaped": lambda s: jax.nn.softmax(s.reshape(4, N // 2, N)).reshape(s.shape),
+    "scaled columns": lambda s: jax.nn.softmax(s + jnp.arange(N) / 4.0),
+}
+# What is none, or one with a derivative of its own.
+OTHERS = {
+    "rows for columns": lambda s: shifted(s) / shifted(s).sum(-1)[:, None, :],
+    "columns summed": lambda s: shifted(s) / shifted(s).sum(1)[..., None],
+    "stopped sum": lambda s: jnp.exp(s) / stop(total(jnp.exp(s))),
+    "stopped logsumexp": lambda s: jnp.exp(s - stop(jax.nn.logsumexp(s, -1, keepdims=True))),
+    "stopped in part": lambda s: jnp.exp(s - stop(top(s)) - jnp.log(total(jnp.exp(s - top(s))))),
+    "another shift": lambda s: jnp.exp(s - top(s)) / total(jnp.exp(s - top(s) / 2)),
+    "twice as much": lambda s: (lambda e: 2 * e / total(e))(jnp.exp(s)),
+    "over the square": lambda s: jnp.exp(s) / total(jnp.exp(s)) ** 2,
+    "squared": lambda s: jnp.exp(s) ** 2 / total(jnp.exp(s)),
+    "square over sum of squares": lambda s: jnp.exp(s) ** 2 / total(jnp.exp(s) ** 2),
+    "guarded twice": lambda s: (lambda e, z: e / (z + 1) * z / (z + 1))(
+        jnp.exp(s), total(jnp.exp(s))
+    ),
+    "bias to columns": lambda s: jnp.exp(s + jnp.sum(s, 1, keepdims=True)) / total(jnp.exp(s)),
+    "another bias": lambda s: (lambda e: e / total(e))(jnp.exp(s + jnp.sum(s, 1, keepdims=True))),
+    "off by one": lambda s: shifted(s) / (1 + total(shifted(s))),
+    "off by one, without a shift": lambda s: jnp.exp(s) / (jnp.exp(-top(s)) + total(jnp.exp(s))),
+    "sink": lambda s: (
+        lambda m: jnp.exp(s - m) / (jnp.exp(s[..., :1] - m) + total(jnp.exp(s - m)))
+    )(top(s)),
+    "guard that holds": lambda s: jnp.exp(s) / jnp.maximum(total(jnp.exp(s)), 12.0),
+    "guard after a large shift": lambda s: (lambda e: e / jnp.maximum(total(e), 0.5))(
+        jnp.exp(s - top(s) - 3)
+    ),
+    "mask above alone": lambda s: jnp.where(MASK, jnp.exp(s), 0) / total(jnp.exp(s)),
+    "mask below alone": lambda s: jnp.exp(s) / total(jnp.where(MASK, jnp.exp(s), 0)),
+    "two masks": lambda s: jnp.where(MASK, jnp.exp(s), 0) / total(jnp.where(OTHER, jnp.exp(s), 0)),
+    "another maximum and a mask": lambda s: masked(3 * s, MASK, 1e2),
+    "weights that vary": lambda s: (lambda e: e / total(e))(jnp.exp(s) * jnp.tanh(s) ** 2),
+    "read twice": lambda s: (lambda p: p * p)(shifted(s) / total(shifted(s))),
+    "sum read too": lambda s: (lambda e, z: e / z + jnp.tanh(z))(jnp.exp(s), total(jnp.exp(s))),
+}
+
+
+def attention(softmax, scale=2):
+    return lambda q, k, v: jnp.cos(softmax(q @ jnp.swapaxes(k, -1, -2) / scale) @ v)
+
+
+TRANSFORMS = {
+    "remat": jax.checkpoint,
+    "vmap": lambda f: lambda *xs: jax.vmap(f)(*(jnp.stack([x, x / 2]) for x in xs)),
+    "scan": lambda f: (
+        lambda *xs: jax.lax.scan(
+            lambda c, x: (c + 0.1 * f(*(a + x for a in xs)), c), xs[2], jnp.arange(2.0)
+        )
+    ),
+}
+
+
+def agree(fun, args, tolerance=0.05):
+    """Holds results, derivatives and second derivatives against float32's, where it has them."""
+    argnums = tuple(range(len(args)))
+    ts = tuple(normal(9 + i, *x.shape) for i, x in enumerate(args))
+
+    def everything(f):
+        def gradient(*xs):
+            return jax.grad(
+                lambda *xs: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*xs))), argnums
+            )(*xs)
+
+        return {
+            "result": f(*args),
+            "gradient": gradient(*args),
+            "forward": jax.jvp(f, args, ts)[1],
+            "second": jax.jvp(gradient, args, ts)[1],
+        }
+
+    want, got = jax.jit(lambda: (everything(fun), everything(cast(fun))))()
+    for part, exact in want.items():
+        if all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(exact)):
+            assert_near(got[part], exact, tolerance)
+        else:
+            assert part != "result"
+
+
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_derivatives(name):
+    agree(attention(SOFTMAXES[name]), (Q, K, V))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_derivatives_of_what_looks_like_a_softmax(name):
+    agree(attention(OTHERS[name], 8), (Q, K, V))
+
+
+@pytest.mark.parametrize("name", ["twice", "online", "where=", "reshaped", "off by one"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_within_transformations(name, transform):
+    agree(TRANSFORMS[transform](attention((SOFTMAXES | OTHERS)[name])), (Q, K, V))
+
+
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_scores_are_kept_once(name):
+    sizes = [
+        jnp.dtype(dtype).itemsize
+        for (dtype, shape), count in kept(attention(SOFTMAXES[name]), (Q, K, V), "bfloat16").items()
+        for _ in range(count)
+        if int(np.prod(shape)) == 2 * N * N and dtype != "bool"
+    ]
+    assert sizes == [2]
+
+
+# name: a softmax of scores [b, h, q, k], and values [b, g, k, d], with h = 2 g
+HEADS = {
+    "to groups": lambda p, v: jnp.einsum("bgnqk,bgkd->bgnqd", p.reshape(2, 2, 2, 6, 6), v),
+    "to rows": lambda p, v: jnp.einsum("bgrk,bgkd->bgrd", p.reshape(2, 2, 12, 6), v),
+    "and back": lambda p, v: jnp.einsum("bgnqk,bgkd->bqgnd", p.reshape(2, 2, 2, 6, 6), v),
+    "transposed": lambda p, v: jnp.einsum(
+        "bkqgn,bgkd->bqgnd", p.reshape(2, 2, 2, 6, 6).transpose(0, 4, 3, 1, 2), v
+    ),
+    "values first": lambda p, v: jnp.einsum("bgkd,bgnqk->dbgnq", v, p.reshape(2, 2, 2, 6, 6)),
+    "two summed": lambda p, v: jnp.einsum(
+        "bgnqij,bgijd->bgnqd", p.reshape(2, 2, 2, 6, 2, 3), v.reshape(2, 2, 2, 3, 4)
+    ),
+    "dropped before": lambda p, v: jnp.einsum(
+        "bgnqk,bgkd->bgnqd", jnp.where(KEEP, p, 0).reshape(2, 2, 2, 6, 6), v
+    ),
+    "dropped after": lambda p, v: jnp.einsum(
+        "bgnqk,bgkd->bgnqd",
+        jnp.where(KEEP.reshape(2, 2, 2, 6, 6), p.reshape(2, 2, 2, 6, 6) / 0.8, 0),
+        v,
+    ),
+    "weighed after": lambda p, v: jnp.einsum(
+        "bgnqk,bgkd->bgnqd",
+        p.reshape(2, 2, 2, 6, 6) * jnp.cos(jnp.arange(6.0) * v.sum()),
+        v,
+    ),
+    "mixed": lambda p, v: jnp.einsum("bxk,bgkd->bxgd", p.reshape(2, 24, 6), v),
+    "summed over queries": lambda p, v: jnp.einsum(
+        "bgnqk,bgqd->bgnkd", p.reshape(2, 2, 2, 6, 6), v
+    ),
+    "split and mixed": lambda p, v: jnp.einsum("bgmk,bgkd->bgmd", p.reshape(2, 2, 12, 6), v),
+}
+KEEP = jnp.asarray(np.random.default_rng(2).random((2, 4, 6, 6)) < 0.8)
+S4, V4 = normal(5, 2, 4, 6, 6), normal(6, 2, 2, 6, 4)
+
+
+CRASHES = pytest.mark.xfail(
+    jax.__version__ != "0.10.2", reason="XLA:CPU fuses a matmul with a transpose", strict=False
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=CRASHES if n in ("and back", "transposed") else []) for n in HEADS],
+)
+def test_layouts_between_a_softmax_and_its_matmul(name):
+    def fun(s, v):
+        scores = jnp.einsum("bhqk,bhkj->bhqj", s, jnp.cos(s))
+        return jnp.cos(HEADS[name](jax.nn.softmax(scores), v))
+
+    agree(fun, (S4, V4))
+
+
+def test_equal_maxima_share_the_derivative():
+    x = jnp.asarray([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
+
+    def fun(x):
+        return jnp.sum(jnp.max(x * 1.0, 1) * jnp.asarray([1.0, 2.0])) + jnp.sum(jnp.min(x, 0) ** 2)
+
+    for way in (jax.grad, jax.jacfwd):
+        assert_near(way(cast(fun))(x), way(fun)(x), 0.01)
