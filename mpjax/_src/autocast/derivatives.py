@@ -42,7 +42,26 @@ def kept_alone(run: Callable[[Any], Any], arrays: Any, prevent_cse: bool) -> Any
     """
     if _jax.in_taylor_mode(jax.tree.leaves(arrays)):
         return run(arrays)
+    arrays = _ended_together(arrays) if prevent_cse else arrays
     return jax.checkpoint(run, policy=_is_kept, prevent_cse=prevent_cse)(arrays)
+
+
+def _ended_together(arrays: Any) -> Any:
+    """Returns arrays of which the backward pass has all cotangents before it goes on.
+
+    XLA would put off the gradients of weights, and hold what was computed again for them.
+    """
+    leaves, tree = jax.tree.flatten(arrays)
+
+    def jvp(primals, tangents):
+        moving = [t for t in tangents if not isinstance(t, SymbolicZero)]
+        given = iter(jax.lax.optimization_barrier(moving) if len(moving) > 1 else moving)
+        return primals, tuple(
+            _jax.zero_tangent(x) if isinstance(t, SymbolicZero) else next(given)
+            for x, t in zip(primals, tangents, strict=True)
+        )
+
+    return jax.tree.unflatten(tree, with_tangent(lambda *xs: xs, jvp, symbolic_zeros=True)(*leaves))
 
 
 def _is_kept(primitive: Any, *_: Any, name: str = "", **__: Any) -> bool:

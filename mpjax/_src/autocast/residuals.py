@@ -54,7 +54,7 @@ def _is_constant(var: Any, jaxpr: Any) -> bool:
 def _origin(var: Any, eqns: Sequence[Any]) -> Any:
     """Returns the number of the op that a variable comes from, or the argument that it is."""
     made = {v: eqn for eqn in eqns for v in eqn.outvars}
-    while var in made:
+    while not isinstance(var, _jax.Literal) and var in made:
         eqn = made[var]
         for inner in _jax.inner_jaxprs(eqn):
             if len(inner.outvars) != len(eqn.outvars):
