@@ -22,6 +22,7 @@ import numpy as np
 from mpjax._src import rules
 from mpjax._src.autocast.graph import Block, Op, Sub, Value, is_float
 from mpjax._src.autocast.lattices import BEYOND, BOUNDED, FITS, Fact, argument, join, union
+from mpjax._src.dtypes import HALVES
 from mpjax._src.higher_order import SCAN, turns_of
 
 # sqrt(4) = 2 roundings of half: the error that autocast may have beyond that of its matmuls.
@@ -267,7 +268,8 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
         factor = known_factor(op)
         if not LEAST <= factor <= (2.0**15 if span == BOUNDED else 2):
             span = BEYOND
-        negative = terms[0].fact.negative if terms else False
+        signs = [np.all(np.asarray(v.const) >= 0) for v in op.ins if v.const is not None]
+        negative = bool(terms and terms[0].fact.negative and all(signs))
         inverse = op.name == "div" and op.ins[1].const is None
         norm = "scale" if inverse else terms[0].fact.norm if terms else ""
         mean = terms and terms[0].small  # of many that were summed
@@ -333,7 +335,7 @@ def _is_part(op: Op) -> bool:
 def _cast(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     (value,) = op.ins
     dtype = getattr(value.aval, "dtype", np.dtype(np.float32))
-    if value.is_f32 or not np.issubdtype(dtype, np.number):
+    if value.is_f32 or not (dtype in HALVES or np.issubdtype(dtype, np.number)):
         mask = joined.mask or dtype == np.bool_
         return joined._replace(mask=mask, span=BOUNDED if dtype == np.bool_ else joined.span)
     integer = np.issubdtype(dtype, np.integer)
