@@ -325,7 +325,7 @@ def test_a_loop_that_runs_until_matmuls_meet_a_tolerance_is_left_alone(alone):
 def test_a_tolerance_is_seen_through_another_carry():
     def fun(h, w):
         def turn(carry):
-            h, size = carry
+            h, _ = carry
             return jnp.tanh(h @ w), jnp.sum(h)
 
         return lax.while_loop(lambda c: c[1] > 0.5, turn, (h, jnp.float32(1.0)))[0]
