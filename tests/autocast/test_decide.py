@@ -15,7 +15,9 @@ IMAGE = jnp.ones((1, 8, 8, 2))
 
 
 def conv(x):
-    return lax.conv_general_dilated(x, CONV, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))  # fmt: skip
+    return lax.conv_general_dilated(
+        x, CONV, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
 def total(x):
@@ -83,7 +85,11 @@ def test_a_float32_result_of_half_operands_is_kept():
 
     matmul = op(analysed(lambda a: fun(a, True).astype(jnp.bfloat16), half), "dot_general", 0)
     assert matmul.outs[0].dtype == F32
-    mixed = op(analysed(lambda a: total(lax.dot(a, W, preferred_element_type=jnp.float32)), H), "dot_general", 0)  # fmt: skip
+    mixed = op(
+        analysed(lambda a: total(lax.dot(a, W, preferred_element_type=jnp.float32)), H),
+        "dot_general",
+        0,
+    )
     assert mixed.outs[0].dtype == BF16
 
 
@@ -101,14 +107,19 @@ STORED = {
         False,
         False,
     ),
-    "one number": (lambda e: (e @ jnp.ones((1, 3)), total(e)), lambda h: jnp.sin(h[:1, :1]), False, False),
+    "one number": (
+        lambda e: (e @ jnp.ones((1, 3)), total(e)),
+        lambda h: jnp.sin(h[:1, :1]),
+        False,
+        False,
+    ),
     "a sum with a small step": (
         lambda e: (e @ V, total(e)),
         lambda h: h + 0.1 * (h @ W),
         False,
         False,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -142,7 +153,13 @@ def test_what_a_user_asks_in_float32_is_not_rounded():
 FOLLOWS = {
     "arguments": (lambda h: (h + h) @ V, "add", F32, "flexible", "follows its operands"),
     "a half result": (lambda h: (h @ W + VECTOR) @ V, "add", BF16, "half", "half operand"),
-    "a float32 result": (lambda h: (jnp.square(h @ W) + h @ V) @ V, "add", F32, "full", "float32 operand"),
+    "a float32 result": (
+        lambda h: (jnp.square(h @ W) + h @ V) @ V,
+        "add",
+        F32,
+        "full",
+        "float32 operand",
+    ),
     "float32 readers": (lambda h: total(2 * (h @ W)), "mul", F32, "full", "read by float32"),
     "a caller": (lambda h: 2 * jnp.tanh(h @ W), "mul", F32, "full", "read by float32"),
     "a small step": (lambda h: (h @ W + 0.1 * (h @ V)) @ V, "add", F32, "full", "half would lose"),
@@ -166,8 +183,14 @@ FOLLOWS = {
     "one": (lambda h: (h @ W * 1.0) @ V, "mul", BF16, "half", "half operand"),
     "nought": (lambda h: (h @ W * 0.0) @ V, "mul", BF16, "half", "half operand"),
     "infinity": (lambda h: (h @ W + np.inf) @ V, "add", BF16, "half", "half operand"),
-    "integers": (lambda h: (jnp.arange(16) * 2 + 1).astype(jnp.float32) * h, "mul", F32, "full", ""),
-}  # fmt: skip
+    "integers": (
+        lambda h: (jnp.arange(16) * 2 + 1).astype(jnp.float32) * h,
+        "mul",
+        F32,
+        "full",
+        "",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FOLLOWS)
@@ -231,7 +254,12 @@ MOVES = {
         BF16,
     ),
     "an argument": (lambda h: h.reshape(16, 8) @ jnp.ones((8, 2)), "reshape", "flexible", F32),
-    "half and an argument": (lambda h: jnp.concatenate([h @ W, h]) @ V, "concatenate", "half", BF16),
+    "half and an argument": (
+        lambda h: jnp.concatenate([h @ W, h]) @ V,
+        "concatenate",
+        "half",
+        BF16,
+    ),
     "half and float32": (
         lambda h: (lambda c: (c @ V, total(c)))(jnp.concatenate([h @ W, jnp.square(h @ V)])),
         "concatenate",
@@ -239,7 +267,9 @@ MOVES = {
         BF16,
     ),
     "half and an argument, handed out": (
-        lambda h: (lambda c: (c, c @ V))(lax.dynamic_update_slice(h, (jnp.tanh(h @ W) @ V)[:2], (0, 0))),
+        lambda h: (lambda c: (c, c @ V))(
+            lax.dynamic_update_slice(h, (jnp.tanh(h @ W) @ V)[:2], (0, 0))
+        ),
         "dynamic_update_slice",
         "full",
         F32,
@@ -257,7 +287,7 @@ MOVES = {
         F32,
     ),
     "integers": (lambda h: jnp.arange(16).reshape(4, 4) * 1.0 * 1.0, "mul", "full", F32),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MOVES)

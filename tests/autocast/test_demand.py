@@ -54,7 +54,10 @@ READERS = {
         (False, False, False, True, True, False),
     ),
     "an integer": (lambda h: h.astype(jnp.int32), (True, True, False, False, False, False)),
-    "float32 again": (lambda h: total(h.astype(jnp.float32)), (True, False, False, False, False, False)),
+    "float32 again": (
+        lambda h: total(h.astype(jnp.float32)),
+        (True, False, False, False, False, False),
+    ),
     "linear algebra": (
         lambda h: jnp.linalg.cholesky(h[:8, :8]),
         (True, True, True, False, False, False),
@@ -63,7 +66,7 @@ READERS = {
         lambda h: jnp.matmul(h, V, precision="highest"),
         (True, True, False, False, False, False),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", READERS)
