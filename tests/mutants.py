@@ -1,15 +1,14 @@
-"""Mutation tests: is there a test that fails when a line of the planner says something else?
-
-    python tests/mutants.py [--base REF] [--sample N] [--modules GLOB] [--json FILE] [--resume]
+"""Mutation tests: does a test fail when a line of the planner says something else?
 
 cosmic-ray makes the mutants and runs the tests (`mutants.toml`), here in several copies of the
-working tree at once. A mutant that changes nothing is listed in `mutants.json` with the reason,
-and not run. Exits with 1 if a mutant that is not listed survives.
+working tree at once. A mutant that changes nothing is listed in `mutants.json` with the reason, and
+not run. Exits with 1 if a mutant survives that is not listed.
 """
 
 import argparse
 import collections
 import fnmatch
+import hashlib
 import json
 import os
 import random
@@ -26,209 +25,216 @@ from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "tests" / "mutants.toml"
-KNOWN = ROOT / "tests" / "mutants.json"
+LIST = ROOT / "tests" / "mutants.json"
 FOLDER = ROOT / ".mutants"
-SESSION = FOLDER / "session.sqlite"
 BIN = Path(sys.executable).parent
 
-NOT_CHOSEN, EQUIVALENT, ELSEWHERE = "not chosen", "equivalent", "run by another worker"
+# Why a mutant was skipped, besides cosmic-ray's filters ("Filtered ...").
+NOT_CHOSEN, LISTED, ELSEWHERE = "not chosen", "listed", "another worker's"
 
 
-def command(*args, cwd=ROOT):
-    subprocess.run([str(a) for a in args], cwd=cwd, check=True)
+def git(*args):
+    done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout if done.returncode == 0 else ""
 
 
-def merge_base(base):
-    """Returns the commit that a branch left ``base`` at; ``base`` itself if git knows none."""
-    found = subprocess.run(
-        ["git", "merge-base", base, "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
-    return found.stdout.strip() or base
-
-
-def start(base):
+def start(folder, base):
     """Makes a session of all mutants; with a base, of those on the lines that differ from it."""
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     config = load_config(CONFIG)
+    # Where the branch left its base: what the base got since is no change of ours.
+    config["filters"]["git-filter"]["branch"] = git("merge-base", base, "HEAD").strip() or base
+    toml, session = folder / "config.toml", folder / "session.sqlite"
+    toml.write_text(serialize_config(config))
+    commands = [["cosmic-ray", "init", toml, session], ["cr-filter-operators", session, toml]]
     if base:
-        config["filters"]["git-filter"]["branch"] = merge_base(base)
-    (FOLDER / "config.toml").write_text(serialize_config(config))
-    command(BIN / "cosmic-ray", "init", FOLDER / "config.toml", SESSION)
-    command(BIN / "cr-filter-operators", SESSION, FOLDER / "config.toml")
-    if base:
-        command(BIN / "cr-filter-git", SESSION, "--config", FOLDER / "config.toml")
+        commands.append(["cr-filter-git", session, "--config", toml])
+    for name, *args in commands:
+        subprocess.run([BIN / name, *args], cwd=ROOT, check=True)
+
+
+def sources():
+    """Returns a digest of what mutants are made of: a session is of no use with another."""
+    config = load_config(CONFIG)
+    paths = [ROOT / path for path in config["module-path"]]
+    files = sorted({f for p in paths for f in (p.rglob("*.py") if p.is_dir() else [p])})
+    return hashlib.sha256(b"".join(f.read_bytes() for f in [CONFIG, *files])).hexdigest()
 
 
 def change(mutation):
     """Returns the lines that a mutation changes, as they are and as they become."""
     source = (ROOT / mutation.module_path).read_text()
     operator = get_operator(mutation.operator_name)(**mutation.operator_args)
-    mutant = mutate_code(source, operator, mutation.occurrence) or source
-    before, after = source.splitlines(), mutant.splitlines()
-    if len(before) != len(after):
+    before = source.splitlines()
+    after = (mutate_code(source, operator, mutation.occurrence) or source).splitlines()
+    if len(before) != len(after):  # a decorator less
         return before[mutation.start_pos[0] - 1].strip(), ""
     pairs = [(a.strip(), b.strip()) for a, b in zip(before, after, strict=True) if a != b]
-    return tuple("\n".join(lines) for lines in zip(*pairs, strict=True)) or ("", "")
+    return "\n".join(a for a, _ in pairs), "\n".join(b for _, b in pairs)
 
 
-def known():
-    """Returns the listed mutants by (module, line, mutant), and those whose line is gone."""
-    rows = json.loads(KNOWN.read_text()) if KNOWN.exists() else []
-    gone = []
-    for row in rows:
-        module = ROOT / row["module"]
-        lines = (
-            [line.strip() for line in module.read_text().splitlines()] if module.exists() else []
-        )
-        if not set(row["line"].splitlines()) <= set(lines):
-            gone.append(row)
-    return {(row["module"], row["line"], row["mutant"]): row for row in rows}, gone
+def listed():
+    """Returns the mutants of the list, as (module, line, mutant)."""
+    return {(row["module"], row["line"], row["mutant"]) for row in json.loads(LIST.read_text())}
 
 
-def skip(db, job, why):
-    db.set_result(job, WorkResult(worker_outcome=WorkerOutcome.SKIPPED, output=why))
+def outdated():
+    """Returns what is listed of lines that are no longer there."""
+    for module, line, _ in sorted(listed()):
+        path = ROOT / module
+        lines = {x.strip() for x in path.read_text().splitlines()} if path.exists() else set()
+        if not lines.issuperset(line.splitlines()):
+            yield f"{module}: {line}"
 
 
-def choose(modules, sample, seed):
-    """Skips what is listed, and what a pattern or a sample leaves out."""
-    listed, gone = known()
-    lines = {(module, line.splitlines()[0]) for module, line, _ in listed}
-    with use_db(SESSION) as db:
-        items = sorted(db.pending_work_items, key=lambda item: str(item.mutations))
-        kept = []
-        for item in items:
+def skip(db, jobs, why):
+    db.set_multiple_results(jobs, WorkResult(worker_outcome=WorkerOutcome.SKIPPED, output=why))
+
+
+def choose(session, modules, sample, seed):
+    """Skips what is listed, and what the patterns of modules or a sample leave out."""
+    rows = listed()
+    lines = {(module, part) for module, line, _ in rows for part in line.splitlines()}
+    with use_db(session) as db:
+        rest, known, others = [], [], []
+        for item in db.pending_work_items:
             (mutation,) = item.mutations
             name = str(mutation.module_path)
-            source = (ROOT / name).read_text().splitlines()
-            row = source[mutation.start_pos[0] - 1].strip()
-            if not any(fnmatch.fnmatch(name, f"*{pattern}") for pattern in modules):
-                skip(db, item.job_id, NOT_CHOSEN)
-            elif (name, row) in lines and (name, *change(mutation)) in listed:
-                skip(db, item.job_id, EQUIVALENT)
+            line = (ROOT / name).read_text().splitlines()[mutation.start_pos[0] - 1].strip()
+            if not any(fnmatch.fnmatch(name, pattern) for pattern in modules):
+                others.append(item.job_id)
+            elif (name, line) in lines and (name, *change(mutation)) in rows:
+                known.append(item.job_id)
             else:
-                kept.append(item)
-        if sample is not None and sample < len(kept):
-            chosen = set(random.Random(seed).sample(range(len(kept)), sample))
-            for index, item in enumerate(kept):
-                if index not in chosen:
-                    skip(db, item.job_id, NOT_CHOSEN)
-    return gone
+                rest.append((str(mutation), item.job_id))
+        if sample is not None:
+            left_out = random.Random(seed).sample(sorted(rest), max(0, len(rest) - sample))
+            others += [job for _, job in left_out]
+        skip(db, others, NOT_CHOSEN)
+        skip(db, known, LISTED)
 
 
 def copy_tree(folder):
     """Copies the working tree, what is not committed included."""
-    shutil.rmtree(folder, ignore_errors=True)
-    names = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        *(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split("\0")
+    names = git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     for name in filter(None, names):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
 
 
-def execute(workers):
-    """Runs what is pending, in copies of the working tree; keeps what was found if interrupted."""
-    # CI: the tests that draw numbers draw the same for every mutant.
-    paths = os.pathsep.join([str(BIN), os.environ["PATH"]])
-    environ = {**os.environ, "CI": "1", "JAX_PLATFORMS": "cpu", "PATH": paths}
-    # Most mutants leave most programs as they are: compiled once for all.
-    environ |= {
-        "JAX_COMPILATION_CACHE_DIR": str(FOLDER / "compiled"),
+def environment(folder):
+    """Returns the environment of the tests: without chance, and quick."""
+    return {
+        **os.environ,
+        "CI": "1",  # what is drawn at random is the same for every mutant
+        "JAX_PLATFORMS": "cpu",
+        "PATH": os.pathsep.join([str(BIN), os.environ["PATH"]]),
+        # Most mutants leave most programs as they are: compiled once for all.
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    with use_db(SESSION) as db:
+
+
+def execute(folder, workers):
+    """Runs what is pending, in copies of the working tree; keeps what is found if interrupted."""
+    session, environ = folder / "session.sqlite", environment(folder)
+    with use_db(session) as db:
         pending = [item.job_id for item in db.pending_work_items]
     running = []
-    for worker in range(min(workers, len(pending))):
-        folder = FOLDER / f"worker{worker}"
-        copy_tree(folder)
-        compiled = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests"]
-        subprocess.run(compiled, cwd=folder, env=environ, stdout=subprocess.DEVNULL, check=True)
-        session = FOLDER / f"worker{worker}.sqlite"
-        shutil.copy2(SESSION, session)
-        with use_db(session) as db:
-            others = [job for i, job in enumerate(pending) if i % workers != worker]
-            result = WorkResult(worker_outcome=WorkerOutcome.SKIPPED, output=ELSEWHERE)
-            db.set_multiple_results(others, result)
-        args = [BIN / "cosmic-ray", "exec", FOLDER / "config.toml", session]
-        running.append((subprocess.Popen(args, cwd=folder, env=environ), session))
+    for number in range(min(workers, len(pending))):
+        tree, part = folder / f"worker{number}", folder / f"worker{number}.sqlite"
+        shutil.rmtree(tree, ignore_errors=True)
+        copy_tree(tree)
+        # The tests of mutants write no bytecode: this does, of all that stays as it is.
+        collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/autocast"]
+        subprocess.run(collect, cwd=tree, env=environ, stdout=subprocess.DEVNULL, check=True)
+        shutil.copy2(session, part)
+        with use_db(part) as db:
+            skip(db, [job for i, job in enumerate(pending) if i % workers != number], ELSEWHERE)
+        args = [BIN / "cosmic-ray", "exec", folder / "config.toml", part]
+        running.append((subprocess.Popen(args, cwd=tree, env=environ), part))
     try:
         for process, _ in running:
             process.wait()
     finally:
-        for process, session in running:
+        for process, part in running:
             process.terminate()
             process.wait()
-            with use_db(session) as found, use_db(SESSION) as db:
+            with use_db(part) as found, use_db(session) as db:
                 for job, result in found.results:
                     if job in pending and result.output != ELSEWHERE:
                         db.set_result(job, result)
 
 
-def report(gone, out):
-    """Prints the survivors and the counts; returns whether all is well."""
-    counts = collections.defaultdict(collections.Counter)
-    survivors = []
-    with use_db(SESSION) as db:
-        results = dict(db.results)
+def results(session):
+    """Yields (mutation, result) for the mutants of a session; result is None where it did not run.
+
+    Those that cosmic-ray's filters took out are no mutants of the session.
+    """
+    with use_db(session) as db:
+        found = dict(db.results)
         for item in db.work_items:
             (mutation,) = item.mutations
-            result = results.get(item.job_id)
-            count = counts[str(mutation.module_path)]
-            if result is not None and (result.output or "").startswith("Filtered"):
-                continue
-            count["mutants"] += 1
-            if result is not None and result.output == EQUIVALENT:
-                count["listed"] += 1
-            if result is None or result.worker_outcome == WorkerOutcome.SKIPPED:
-                continue
-            count["run"] += 1
-            if result.test_outcome == TestOutcome.SURVIVED:
-                count["survived"] += 1
-                survivors.append((mutation, result))
-            else:
-                count["killed"] += 1
-    for mutation, result in sorted(survivors, key=lambda pair: str(pair[0])):
-        line, mutant = change(mutation)
-        row = {"module": str(mutation.module_path), "line": line, "mutant": mutant}
-        row |= {"operator": mutation.operator_name.removeprefix("core/"), "reason": ""}
-        print(result.diff, json.dumps(row), sep="\n", end="\n\n")
-    for row in gone:
-        print(f"listed, but no longer a line of {row['module']}: {row['line']}")
-    total = sum(counts.values(), collections.Counter())
-    files = {name: dict(sorted(count.items())) for name, count in sorted(counts.items())}
-    print(json.dumps(dict(total)))
-    if out:
-        Path(out).write_text(json.dumps({**total, "files": files}, indent=1) + "\n")
-    return not survivors and not gone
+            result = found.get(item.job_id)
+            if result is None or not (result.output or "").startswith("Filtered"):
+                yield mutation, result
+
+
+def count(session):
+    """Returns how many mutants there are, were run, killed and survived: in all, and by file."""
+    files: dict = collections.defaultdict(collections.Counter)
+    for mutation, result in results(session):
+        kinds = ["mutants"]
+        if result is not None and result.worker_outcome != WorkerOutcome.SKIPPED:
+            survived = result.test_outcome == TestOutcome.SURVIVED
+            kinds += ["run", "survived" if survived else "killed"]
+        elif result is not None and result.output == LISTED:
+            kinds.append("listed")
+        files[str(mutation.module_path)].update(kinds)
+    total = sum(files.values(), collections.Counter())
+    return {**total, "files": {name: dict(files[name]) for name in sorted(files)}}
+
+
+def print_survivors(session):
+    """Prints each survivor: its diff, and the row that lists it but for the reason."""
+    survivors = 0
+    for mutation, result in results(session):
+        if result is not None and result.test_outcome == TestOutcome.SURVIVED:
+            survivors += 1
+            line, mutant = change(mutation)
+            row = {"module": str(mutation.module_path), "line": line, "mutant": mutant}
+            row |= {"operator": mutation.operator_name.removeprefix("core/"), "reason": ""}
+            print(result.diff, json.dumps(row), sep="\n", end="\n\n")
+    return survivors
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", default="", help="only lines that differ from this commit")
-    parser.add_argument("--modules", nargs="*", default=["*"], help="globs of module paths")
+    parser.add_argument("--modules", nargs="*", default=["*"], help="only these; patterns of paths")
     parser.add_argument("--sample", type=int, help="only so many, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--json", help="where to write the counts")
-    parser.add_argument("--resume", action="store_true", help="goes on with the last session")
+    parser.add_argument("--json", type=Path, help="where to write the counts")
+    parser.add_argument("--resume", action="store_true", help="go on where the last run ended")
     args = parser.parse_args()
-    gone = known()[1]
-    if not args.resume:
-        start(args.base)
-        choose(args.modules, args.sample, args.seed)
-    execute(args.workers)
-    sys.exit(0 if report(gone, args.json) else 1)
+    folder = FOLDER / ("changed" if args.base else "all")
+    session, stamp = folder / "session.sqlite", folder / "sources"
+    if not (args.resume and stamp.exists() and stamp.read_text() == sources()):
+        start(folder, args.base)
+        choose(session, args.modules, args.sample, args.seed)
+        stamp.write_text(sources())
+    execute(folder, args.workers)
+    survivors, old, counts = print_survivors(session), list(outdated()), count(session)
+    for row in old:
+        print(f"listed, but no longer there: {row}")
+    print({name: number for name, number in counts.items() if name != "files"})
+    if args.json:
+        args.json.write_text(json.dumps(counts, indent=1) + "\n")
+    sys.exit(bool(survivors or old))
 
 
 if __name__ == "__main__":
