@@ -240,6 +240,12 @@ def test_among_arguments_a_number_next_to_one_is_no_matter():
 
 MOVES = {
     "half": (lambda h: (h @ W).reshape(16, 8) @ jnp.ones((8, 2)), "reshape", "half", BF16),
+    "half, handed out": (
+        lambda h: (lambda r: (r, r @ jnp.ones((8, 2))))((jnp.tanh(h @ W) @ V).reshape(16, 8)),
+        "reshape",
+        "half",
+        BF16,
+    ),
     "float32 for float32": (lambda h: total(jnp.square(h @ W).reshape(-1)), "reshape", "full", F32),
     "float32 for a matmul": (
         lambda h: jnp.square(h @ W).reshape(16, 8) @ jnp.ones((8, 2)),

@@ -6,6 +6,7 @@ import pytest
 from jax import lax
 from planned import SCALAR, VECTOR, H, V, W, analysed, fact, op
 
+import mpjax
 from mpjax._src.autocast.lattices import BEYOND, BOUNDED, FITS
 
 N = jnp.arange(16).reshape(1, 16)
@@ -92,6 +93,19 @@ def test_tangents_are_never_exact():
     assert not fact(lambda h, w: h @ w + 0.1 * h, H, W, linear=(0,)).exact
     assert fact(lambda h, w: h @ w + 0.1 * h, H, W, linear=()).exact
     assert fact(lambda h, w: h @ w + 0.1 * h, H, W, linear=(0,)).linear
+
+
+def test_what_a_user_asks_in_half_is_half():
+    policy = mpjax.get_policy("mixed_bfloat16").with_ops(half="add")
+    found = fact(lambda h: h @ W + 0.1 * (h @ V), H, policy=policy)
+    assert found.half and not found.exact
+
+
+def test_an_unknown_operation_makes_something_new_of_what_was_made():
+    """Of arguments it makes what is computed from arguments alone."""
+    made = fact(lambda h: h @ W, H)
+    assert fact(lambda h: lax.reduce_precision(h @ W, 5, 10), H).made != made.made
+    assert fact(lambda h: lax.reduce_precision(h, 5, 10), H).given
 
 
 # How large values may be: of float16's range at most?
