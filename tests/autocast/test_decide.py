@@ -391,6 +391,21 @@ def test_branches_give_one_dtype(name):
     assert decided("cond", fun, H, 3).outs[0].dtype == dtype
 
 
+def test_what_another_half_made_stays_in_it():
+    def fun(h, n):
+        def branch(h):
+            with mpjax.precision("float16"):
+                return jnp.tanh(h @ W)
+
+        with mpjax.precision("float16"):
+            moved = jnp.tanh(h @ W)
+        return moved.reshape(16, 8) @ jnp.ones((8, 2)), lax.cond(n > 0, branch, branch, h) @ V
+
+    block = analysed(fun, H, 3)
+    assert op(block, "reshape").outs[0].dtype == F16
+    assert op(block, "cond").outs[0].dtype == F16
+
+
 @pytest.mark.parametrize("half", [True, False])
 def test_a_carry_is_handed_out_as_it_is_carried(half):
     turn = (lambda s: jnp.tanh(s @ W)) if half else (lambda s: s + jnp.tanh(s @ W))

@@ -1,5 +1,6 @@
 """What is known of values: where they come from, and whether half would hold them."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -50,6 +51,8 @@ STEPS = {
     "a mean of many": (lambda h, w: jnp.mean(h @ w, -1, keepdims=True) * jnp.ones((8, 16)), False),
     "a scalar that nobody knows": (lambda h, w: SCALAR, True),
     "a scalar that is written down": (lambda h, w: 1e-5, False),
+    "an array of one number": (lambda h, w: jnp.full((8, 16), 1e-5), False),
+    "an array of many numbers": (lambda h, w: H, True),
 }
 
 
@@ -178,6 +181,15 @@ NORMS = {
     "that plus an epsilon": (lambda h: normed(h @ W) + 1e-5, "unit"),
     "that plus another": (lambda h: normed(h @ W) + h @ V, ""),
     "that times another": (lambda h: normed(h @ W) * (h @ V), ""),
+    "a weight times one over a size": (
+        lambda h: h[0] * lax.rsqrt(jnp.sum(h @ W, -1, keepdims=True)),
+        "scale",
+    ),
+    "that times a product": (
+        lambda h: (h[0] * lax.rsqrt(jnp.sum(h @ W, -1, keepdims=True))) * (h @ V),
+        "unit",
+    ),
+    "two times one over a size": (lambda h: lax.rsqrt(h) * lax.rsqrt(h + 1), "unit"),
     "a product": (lambda h: (h @ W) * (h @ V), ""),
     "an exponential": (lambda h: jnp.exp(normed(h @ W)), ""),
 }
@@ -312,6 +324,29 @@ def test_a_loop_is_as_many_writes_as_it_has_turns(length, half):
     assert any(sub.block.carries) == half
 
 
+def test_a_loop_of_unknown_length_is_many_writes():
+    def fun(h, w, n):
+        step = h @ w
+        return lax.fori_loop(0, n, lambda i, h: jnp.sin(h) + step, h @ w)
+
+    _, body = op(analysed(fun, H, W, 3), "while").subs
+    assert not any(body.block.carries)
+
+
+def test_a_carry_that_another_reads_is_no_state_for_that():
+    """Only what leads back to itself, over any turns, adds up."""
+
+    def fun(h, w, v):
+        def turn(pair, _):
+            a, b = pair
+            return (jnp.sin(a @ w) @ v + b, a @ v + a @ w), None
+
+        return lax.scan(turn, (h @ w, h @ v), None, length=9)[0][0]
+
+    (sub,) = op(analysed(fun, H, W, V), "scan").subs
+    assert sum(sub.block.carries) == 2
+
+
 def test_carries_that_swap_places_are_states():
     def fun(h, w):
         def turn(pair, _):
@@ -334,6 +369,24 @@ def test_a_loop_that_runs_until_matmuls_meet_a_tolerance_is_left_alone(alone):
 
     loop = op(analysed(fun, H, W), "while")
     assert (loop.rule == "leave") == alone
+
+
+@pytest.mark.parametrize("ruled", [True, False])
+def test_what_has_a_backward_rule_and_a_tolerance_inside_is_left_alone(ruled):
+    """Its backward rule may repeat what the loop decides."""
+
+    def solve(h, w):
+        return lax.while_loop(lambda h: jnp.sum(h) > 0.5, lambda h: jnp.tanh(h @ w), h)
+
+    def fun(h, w):
+        if not ruled:
+            return jax.checkpoint(solve)(h, w)
+        function = jax.custom_vjp(solve)
+        function.defvjp(lambda h, w: (solve(h, w), h), lambda h, g: (g, g.T @ h))
+        return function(h, w)
+
+    found = op(analysed(fun, H, W), "custom_vjp_call" if ruled else "remat2")
+    assert (found.rule == "leave") == ruled
 
 
 def test_a_tolerance_is_seen_through_another_carry():
