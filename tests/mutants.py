@@ -74,18 +74,27 @@ def change(mutation):
     return "\n".join(a for a, _ in pairs), "\n".join(b for _, b in pairs)
 
 
-def listed():
-    """Returns the mutants of the list, as (module, line, mutant)."""
-    return {(row["module"], row["line"], row["mutant"]) for row in json.loads(LIST.read_text())}
+def is_listed(rows, module, line, mutant):
+    """Tells whether a row lists a mutant, or, in any module ("*"), such a change of a line."""
+    for row in rows:
+        if row["module"] == module and (row["line"], row["mutant"]) == (line, mutant):
+            return True
+        if row["module"] == "*":
+            pieces = line.split(row["line"])
+            for i in range(1, len(pieces)):
+                sides = row["line"].join(pieces[:i]), row["line"].join(pieces[i:])
+                if row["mutant"].join(sides) == mutant:
+                    return True
+    return False
 
 
-def outdated():
+def outdated(rows):
     """Returns what is listed of lines that are no longer there."""
-    for module, line, _ in sorted(listed()):
-        path = ROOT / module
+    for row in rows:
+        path = ROOT / row["module"]
         lines = {x.strip() for x in path.read_text().splitlines()} if path.exists() else set()
-        if not lines.issuperset(line.splitlines()):
-            yield f"{module}: {line}"
+        if row["module"] != "*" and not lines.issuperset(row["line"].splitlines()):
+            yield f"{row['module']}: {row['line']}"
 
 
 def skip(db, jobs, why):
@@ -94,8 +103,8 @@ def skip(db, jobs, why):
 
 def choose(session, modules, sample, seed):
     """Skips what is listed, and what the patterns of modules or a sample leave out."""
-    rows = listed()
-    lines = {(module, part) for module, line, _ in rows for part in line.splitlines()}
+    rows = json.loads(LIST.read_text())
+    parts = [part for row in rows for part in row["line"].splitlines()]
     with use_db(session) as db:
         rest, known, others = [], [], []
         for item in db.pending_work_items:
@@ -104,7 +113,7 @@ def choose(session, modules, sample, seed):
             line = (ROOT / name).read_text().splitlines()[mutation.start_pos[0] - 1].strip()
             if not any(fnmatch.fnmatch(name, pattern) for pattern in modules):
                 others.append(item.job_id)
-            elif (name, line) in lines and (name, *change(mutation)) in rows:
+            elif any(p in line for p in parts) and is_listed(rows, name, *change(mutation)):
                 known.append(item.job_id)
             else:
                 rest.append((str(mutation), item.job_id))
@@ -228,7 +237,8 @@ def main():
         choose(session, args.modules, args.sample, args.seed)
         stamp.write_text(sources())
     execute(folder, args.workers)
-    survivors, old, counts = print_survivors(session), list(outdated()), count(session)
+    survivors, counts = print_survivors(session), count(session)
+    old = list(outdated(json.loads(LIST.read_text())))
     for row in old:
         print(f"listed, but no longer there: {row}")
     print({name: number for name, number in counts.items() if name != "files"})

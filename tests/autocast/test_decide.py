@@ -280,6 +280,12 @@ MOVES = {
         "full",
         F32,
     ),
+    "half and a number next to one": (
+        lambda h: (lambda p: (p @ V, total(p)))(lax.pad(h @ W, 0.999, ((1, 1, 0), (0, 0, 0)))),
+        "pad",
+        "full",
+        F32,
+    ),
     "half and an argument, for float32": (
         lambda h: total(jnp.concatenate([h @ W, h])),
         "concatenate",

@@ -241,6 +241,21 @@ def test_a_carry_that_stays_float32_is_wanted_in_float32():
     assert not state.all_full and state.outside
 
 
+def test_the_next_turn_is_handed_a_float32_carry():
+    """So that what a matmul reads of it besides does not make it half."""
+
+    def fun(h):
+        def turn(state, _):
+            state = state + jnp.tanh(state @ W)
+            return state, state @ V
+
+        return lax.scan(turn, h, None, length=9)[0]
+
+    (sub,) = op(analysed(fun, H), "scan").subs
+    state = sub.block.outvars[0]
+    assert state.returned and state.needed and not state.all_full
+
+
 def test_an_activation_with_a_rule_of_its_own_is_one_reader():
     value = read(lambda h: jax.nn.softplus(h) @ V)
     assert value.readers == 1

@@ -302,9 +302,9 @@ def _is_unknown_scalar(value: Value) -> bool:
 
 
 def known_factor(op: Op) -> float:
-    """Returns the constant by which a product multiplies its other operand, or 1."""
+    """Returns the constant by which a product multiplies its one other operand, or 1."""
     known = [v.const for v in op.ins if v.const is not None and np.size(v.const)]
-    factor = float(np.max(np.abs(known[0]))) if known else 1.0
+    factor = float(np.max(np.abs(known[0]))) if len(known) == 1 else 1.0
     if op.name == "div" and op.ins[1].const is not None:
         return 1 / factor if factor else np.inf
     return factor
