@@ -93,6 +93,8 @@ PHASES = {
     "a sine": (lambda h: jnp.sin(h), 1.0),
     "a sine of a tenth": (lambda h: jnp.sin(0.1 * h), 0.1),
     "a sine of a quarter, by division": (lambda h: jnp.sin(h / 4), 0.25),
+    "a sine of a product": (lambda h: jnp.sin(h * jnp.tanh(h)), 1.0),
+    "a sine of a sum": (lambda h: jnp.sin(h + jnp.tanh(h)), 1.0),
     "two sines": (lambda h: jnp.sin(0.5 * h) + jnp.sin(0.25 * h), 0.5),
     "a logarithm": (lambda h: jnp.log(h), 1.0),
     "an exponential": (lambda h: jnp.exp(h), 1.0),

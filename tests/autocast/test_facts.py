@@ -162,6 +162,40 @@ SPANS = {
 }
 
 
+MAXIMA = {
+    "itself": (lambda m: m, BOUNDED),
+    "moved": (lambda m: m.reshape(1, 8).reshape(8, 1), BOUNDED),
+    "negated": (lambda m: -m, BEYOND),
+    "absolute": (jnp.abs, BOUNDED),
+    "at least something": (lambda m: jnp.maximum(m, 1.0), BOUNDED),
+    "where it is finite": (lambda m: jnp.where(jnp.isfinite(m), m, 0.0), BOUNDED),
+    "at most something": (lambda m: jnp.minimum(m, 1.0), BEYOND),
+    "clipped": (lambda m: lax.clamp(0.0, m, 1.0), BEYOND),
+    "its sign": (jnp.sign, BEYOND),
+    "one of two": (lambda m: jnp.where(m > 0, m, jnp.max(V)), BEYOND),
+    "halved": (lambda m: 0.5 * m, BEYOND),
+    "squared": (lambda m: m * m, BEYOND),
+    "weighted": (lambda m: m * VECTOR[:1], BEYOND),
+    "a root of it": (jnp.sqrt, BEYOND),
+    "bounded": (jnp.tanh, BEYOND),
+    "more": (lambda m: m + 1.0, BEYOND),
+    "less": (lambda m: m - 1.0, BEYOND),
+    "its logarithm": (jnp.log, BEYOND),
+}
+
+
+@pytest.mark.parametrize("name", MAXIMA)
+@pytest.mark.parametrize("given", [True, False])
+def test_only_a_maximum_itself_bounds_what_it_is_taken_from(name, given):
+    change, span = MAXIMA[name]
+
+    def fun(h):
+        h = h if given else jnp.tanh(h @ W) @ V
+        return jnp.exp(h - change(jnp.max(h, -1, keepdims=True)))
+
+    assert fact(fun, H).span == span
+
+
 @pytest.mark.parametrize("name", SPANS)
 def test_how_large_a_value_may_be(name):
     fun, span = SPANS[name]
@@ -222,6 +256,7 @@ def test_what_comes_from_a_half_operation(name):
 
 def test_integers_of_more_than_eight_bits_are_counts():
     assert fact(lambda n: n.astype(jnp.float32), N).counts
+    assert fact(lambda n: n.astype(jnp.float32), N.astype(jnp.int16)).counts
     assert not fact(lambda n: n.astype(jnp.float32), N.astype(jnp.int8)).counts
     assert not fact(lambda n: (n > 3).astype(jnp.float32), N).counts
     assert not fact(lambda h: h.astype(jnp.float16).astype(jnp.float32), H).counts
@@ -234,6 +269,7 @@ def test_flags_are_masks_and_what_is_computed_from_them_is_not():
     assert not fact(lambda h: (h > 0).astype(jnp.float32) * 2, H).mask
     assert not fact(lambda h: jnp.exp((h > 0).astype(jnp.float32)), H).mask
     assert not fact(lambda h: h, H).mask
+    assert not fact(lambda h: lax.reduce_precision((h > 0).astype(jnp.float32), 5, 10), H).mask
 
 
 def test_an_argument_that_was_broadcast_is_spread():
@@ -264,17 +300,32 @@ def test_a_row_of_a_table_is_made_as_by_a_matmul():
     assert not fact(lambda t: t[3], W).made
 
 
-def test_parts_of_a_stack_are_weights_of_their_own():
-    stack = jnp.stack([W, V])
+def test_one_row_of_a_table_is_a_part_of_it_and_several_are_looked_up():
+    assert not fact(lambda t, n: t[n], W, jnp.arange(1)).made
+    assert fact(lambda t, n: t[n], W, jnp.arange(2)).made
 
+
+def taken(stack, i):
+    return lax.dynamic_slice(stack, (i, 0, 0), (1, 16, 16), allow_negative_indices=False)[0]
+
+
+TAKES = {
+    "slices": lambda stack, i, n: stack[i],
+    "slices at a number": lambda stack, i, n: taken(stack, i),
+    "slices at an argument": lambda stack, i, n: taken(stack, n),
+}
+
+
+@pytest.mark.parametrize("name", TAKES)
+def test_parts_of_a_stack_are_weights_of_their_own(name):
     def blocks(first, second):
-        def fun(h, stack, v):
+        def fun(h, stack, v, *n):
             h = h @ v
             for i in (first, second):
-                h = h + jnp.tanh(h @ stack[i])
+                h = h + jnp.tanh(h @ TAKES[name](stack, i, n[i]))
             return h
 
-        return fact(fun, H, stack, V)
+        return fact(fun, H, jnp.stack([W, V]), V, 0, 1)
 
     assert blocks(0, 1).writes == 0
     assert blocks(0, 0).writes == 1

@@ -15,6 +15,8 @@ whose size is not known, or added to an argument, which nobody has rounded yet. 
 *exact*: it is never rounded for storage.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
@@ -213,11 +215,26 @@ def _follow(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     if op.spec.multiplies and len(op.ins) == 2:
         return _product(sweep, op, joined)
     if op.spec.saves == rules.NOTHING:
-        return joined if op.name != "neg" else joined._replace(peak=0)
+        return joined._replace(peak=_peak(op))
     span = BOUNDED if op.spec.span == rules.BOUNDED else joined.span
     return joined._replace(
         span=span, exact=False, peak=0, norm="scale" if op.name == "sqrt" else ""
     )
+
+
+def _peak(op: Op) -> int:
+    """Returns the values whose largest entry the result is still, or is not below.
+
+    Of a choice those that all choices are; a constant is taken for one that is never made
+    (``where(isfinite(m), m, 0)``).
+    """
+    peaks = [v.fact.peak for v in op.ins if v.const is None and is_float(v)]
+    if op.name == "select_n":
+        return functools.reduce(operator.and_, peaks) if peaks else 0
+    return union(peaks) if op.name in NOT_BELOW else 0
+
+
+NOT_BELOW = frozenset(["abs", "ceil", "max"])
 
 
 def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
