@@ -177,6 +177,11 @@ def test_what_is_computed_from_a_parameter_is_not_it():
     assert forced == "" and used == {"kernel"}
 
 
+def test_an_override_of_a_parameter_that_no_operation_reads_matches_it():
+    plan = planned(lambda w: w, W, policy=POLICY.override({"ker*": "float32"}), paths=("kernel",))
+    assert plan.used_patterns == {"ker*"}
+
+
 def test_the_first_override_that_matches_wins():
     fun = lambda w, h: h @ w  # noqa: E731
     both = {"ker*": "float16", "*nel": "float32"}
@@ -324,6 +329,8 @@ def test_constants_and_views_of_them_are_raw():
             op(planned(lambda h, view=view: jnp.sin(view(VECTOR)), H).block, "sin").ins[0].raw
             == raw
         )
+    part = planned(lambda h: jnp.sin(lax.dynamic_slice(h @ W, (0, 0), (2, 2))), H).block
+    assert not op(part, "sin").ins[0].raw
     inside = op(planned(lambda h: jax.checkpoint(jnp.sin)(VECTOR.reshape(4, 4)), H).block, "sin")
     assert inside.ins[0].raw
 

@@ -280,6 +280,14 @@ MOVES = {
         "full",
         F32,
     ),
+    "half and a mask": (
+        lambda h: (lambda c: (c @ V, total(c)))(
+            jnp.concatenate([h @ W, (h > 0).astype(jnp.float32) * -3.4e38])
+        ),
+        "concatenate",
+        "full",
+        F32,
+    ),
     "half and a number next to one": (
         lambda h: (lambda p: (p @ V, total(p)))(lax.pad(h @ W, 0.999, ((1, 1, 0), (0, 0, 0)))),
         "pad",

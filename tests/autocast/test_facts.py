@@ -136,6 +136,7 @@ SPANS = {
     "of half of that": (lambda h: jnp.exp(0.5 * shifted(h @ W)), BOUNDED),
     "of minus that": (lambda h: jnp.exp(-shifted(h @ W)), BEYOND),
     "of that times minus one": (lambda h: jnp.exp(shifted(h @ W) * -1.0), BEYOND),
+    "of nought times that": (lambda h: jnp.exp(0.0 * shifted(h @ W)), BOUNDED),
     "of that times minus a half": (lambda h: jnp.exp(-0.5 * shifted(h @ W)), BEYOND),
     "of that by minus two": (lambda h: jnp.exp(shifted(h @ W) / -2.0), BEYOND),
     "of that plus something": (lambda h: jnp.exp(shifted(h @ W) + 1.0), BEYOND),
