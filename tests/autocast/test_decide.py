@@ -378,6 +378,7 @@ BRANCHES = {
     "half and half": (lambda h: h @ W, lambda h: h @ V, lambda r: r @ V, BF16),
     "half and float32, for a matmul": (jnp.square, lambda h: h @ V, lambda r: r @ V, BF16),
     "float32, for float32": (jnp.square, jnp.exp, total, F32),
+    "float32, for a matmul": (jnp.square, jnp.exp, lambda r: r @ V, BF16),
     "half and float32, handed out": (jnp.square, lambda h: h @ V, lambda r: r, F32),
     "what half would lose": (
         lambda h: h + 0.1 * (h @ W),

@@ -207,6 +207,7 @@ NORMS = {
     "one over a root": (lambda h: lax.rsqrt(jnp.sum(h @ W, -1)), "scale"),
     "a negative power": (lambda h: lax.integer_pow(h @ W, -2), "scale"),
     "a power": (lambda h: lax.integer_pow(h @ W, 3), ""),
+    "the inverse": (lambda h: lax.integer_pow(h @ W, -1), "scale"),
     "the power nought": (lambda h: lax.integer_pow(h @ W, 0), ""),
     "a root": (lambda h: jnp.sqrt(h @ W), "scale"),
     "one over something": (lambda h: 1.0 / (h @ W), "scale"),
@@ -365,6 +366,18 @@ def test_a_stream_over_layers_of_their_own_is_carried_in_half():
 
     (sub,) = op(analysed(fun, H, jnp.stack([W] * 7)), "scan").subs
     assert any(sub.block.carries)
+
+
+@pytest.mark.parametrize("moving", [True, False])
+def test_a_turn_has_weights_of_its_own_where_it_takes_its_part(moving):
+    def fun(h, stack):
+        def turn(i, h):
+            return h + jnp.tanh(h @ taken(stack, i if moving else 0))
+
+        return lax.fori_loop(0, 9, turn, h @ W)
+
+    loop = op(analysed(fun, H, jnp.stack([W] * 9)), "scan")
+    assert any(loop.subs[0].block.carries) == moving
 
 
 @pytest.mark.parametrize("length, half", [(4, True), (5, False)])
