@@ -4,6 +4,8 @@
 #   make lint         ruff and mypy         make test-newest  the suite on the newest JAX
 #   make test-aot     the tests that compile for absent GPUs and TPUs (1.4 GB of compilers)
 #   make quality      the quality benchmark (three seeds per policy)
+#   make mutants      mutation tests of the planner, on the lines that differ from BASE
+#   make mutants-all  on all lines (hours); goes on where it was interrupted
 
 PYTHON ?= python3
 # The newest JAX needs Python 3.12 or later: the first of these that runs.
@@ -13,10 +15,13 @@ NEWEST_PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c "print('$
 VENV := .venv
 NEWEST := .venv-newest
 AOT := .venv-aot
+# What `mutants` compares with: where a branch left origin/main, else the commit before the last.
+BASE ?= $(firstword $(foreach r,origin/main HEAD~1 HEAD,$(shell git rev-parse --verify --quiet $(r))))
+WORKERS ?= 2
 PIP := pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest -n 2
 
-.PHONY: demo test test-all test-newest newest-python test-aot lint quality clean
+.PHONY: demo test test-all test-newest newest-python test-aot lint quality mutants mutants-all clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -46,6 +51,16 @@ lint: $(VENV)/ready
 quality: $(VENV)/ready
 	$(VENV)/bin/python benchmarks/quality.py
 
+mutants: $(VENV)/mutants
+	$(VENV)/bin/python tests/mutants.py --base "$(BASE)" --workers $(WORKERS)
+
+mutants-all: $(VENV)/mutants
+	$(VENV)/bin/python tests/mutants.py --resume --workers $(WORKERS)
+
+$(VENV)/mutants: $(VENV)/ready
+	$(VENV)/bin/$(PIP) --editable ".[mutants]"
+	touch $@
+
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/$(PIP) --upgrade pip
@@ -65,4 +80,4 @@ $(AOT)/ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(AOT)
+	rm -rf $(VENV) $(NEWEST) $(AOT) .mutants

@@ -15,6 +15,8 @@ whose size is not known, or added to an argument, which nobody has rounded yet. 
 *exact*: it is never rounded for storage.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
@@ -22,6 +24,7 @@ import numpy as np
 from mpjax._src import rules
 from mpjax._src.autocast.graph import Block, Op, Sub, Value, is_float
 from mpjax._src.autocast.lattices import BEYOND, BOUNDED, FITS, Fact, argument, join, union
+from mpjax._src.dtypes import HALVES
 from mpjax._src.higher_order import SCAN, turns_of
 
 # sqrt(4) = 2 roundings of half: the error that autocast may have beyond that of its matmuls.
@@ -212,11 +215,26 @@ def _follow(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     if op.spec.multiplies and len(op.ins) == 2:
         return _product(sweep, op, joined)
     if op.spec.saves == rules.NOTHING:
-        return joined if op.name != "neg" else joined._replace(peak=0)
+        return joined._replace(peak=_peak(op))
     span = BOUNDED if op.spec.span == rules.BOUNDED else joined.span
     return joined._replace(
         span=span, exact=False, peak=0, norm="scale" if op.name == "sqrt" else ""
     )
+
+
+def _peak(op: Op) -> int:
+    """Returns the values whose largest entry the result is still, or is not below.
+
+    Of a choice those that all choices are; a constant is taken for one that is never made
+    (``where(isfinite(m), m, 0)``).
+    """
+    peaks = [v.fact.peak for v in op.ins if v.const is None and is_float(v)]
+    if op.name == "select_n":
+        return functools.reduce(operator.and_, peaks) if peaks else 0
+    return union(peaks) if op.name in NOT_BELOW else 0
+
+
+NOT_BELOW = frozenset(["abs", "ceil", "max"])
 
 
 def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
@@ -267,7 +285,8 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
         factor = known_factor(op)
         if not LEAST <= factor <= (2.0**15 if span == BOUNDED else 2):
             span = BEYOND
-        negative = terms[0].fact.negative if terms else False
+        signs = [np.all(np.asarray(v.const) >= 0) for v in op.ins if v.const is not None]
+        negative = bool(terms and terms[0].fact.negative and all(signs))
         inverse = op.name == "div" and op.ins[1].const is None
         norm = "scale" if inverse else terms[0].fact.norm if terms else ""
         mean = terms and terms[0].small  # of many that were summed
@@ -300,9 +319,9 @@ def _is_unknown_scalar(value: Value) -> bool:
 
 
 def known_factor(op: Op) -> float:
-    """Returns the constant by which a product multiplies its other operand, or 1."""
+    """Returns the constant by which a product multiplies its one other operand, or 1."""
     known = [v.const for v in op.ins if v.const is not None and np.size(v.const)]
-    factor = float(np.max(np.abs(known[0]))) if known else 1.0
+    factor = float(np.max(np.abs(known[0]))) if len(known) == 1 else 1.0
     if op.name == "div" and op.ins[1].const is not None:
         return 1 / factor if factor else np.inf
     return factor
@@ -333,7 +352,7 @@ def _is_part(op: Op) -> bool:
 def _cast(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     (value,) = op.ins
     dtype = getattr(value.aval, "dtype", np.dtype(np.float32))
-    if value.is_f32 or not np.issubdtype(dtype, np.number):
+    if value.is_f32 or not (dtype in HALVES or np.issubdtype(dtype, np.number)):
         mask = joined.mask or dtype == np.bool_
         return joined._replace(mask=mask, span=BOUNDED if dtype == np.bool_ else joined.span)
     integer = np.issubdtype(dtype, np.integer)

@@ -1,0 +1,264 @@
+"""What the readers of a value want of it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from planned import H, V, W, analysed, op
+
+import mpjax
+
+
+def read(reader, *others, make=lambda h: h @ W, policy="mixed_bfloat16"):
+    """Returns the value that ``make`` gives, as its readers want it: nothing hands it out."""
+
+    def fun(h, *others):
+        with jax.named_scope("here"):
+            value = make(h)
+        return reader(value, *others)
+
+    block = analysed(fun, H, *others, policy=policy)
+    return [o for o in block.ops if "here" in o.scopes][-1].outs[0]
+
+
+def total(x):
+    """A reader that computes in float32, amplifies nothing, and hands nothing out."""
+    return jnp.sum(x) > 0
+
+
+READERS = {
+    # reader: (all_full, needed, amplified, outside, only_half, returned)
+    "a sum": (total, (True, False, False, False, False, False)),
+    "an exponential": (lambda h: total(jnp.exp(h)), (True, True, True, False, False, False)),
+    "a bounded function": (lambda h: jnp.tanh(h) @ V, (False, False, False, False, False, False)),
+    "a matmul": (lambda h: h @ V, (False, False, False, True, True, False)),
+    "both": (lambda h: (h @ V, total(h)), (False, False, False, True, False, False)),
+    "its caller": (lambda h: h, (True, True, False, False, False, True)),
+    "its caller, reshaped": (lambda h: h.reshape(-1), (True, True, False, False, False, True)),
+    "its caller, doubled": (lambda h: 2 * h, (True, True, False, False, False, False)),
+    "a matmul, reshaped": (
+        lambda h: h.reshape(16, 8) @ jnp.ones((8, 2)),
+        (False, False, False, True, True, False),
+    ),
+    "an exponential, after a sum": (
+        lambda h: total(jnp.exp(h + 1)),
+        (True, True, True, False, False, False),
+    ),
+    "an exponential, after float32": (
+        lambda h: total(jnp.exp(jnp.square(h))),
+        (True, True, False, False, False, False),
+    ),
+    "a comparison": (lambda h: (h > 0) * 2, (True, False, False, False, False, False)),
+    "half, as the program says": (
+        lambda h: h.astype(jnp.bfloat16),
+        (False, False, False, True, True, False),
+    ),
+    "an integer": (lambda h: h.astype(jnp.int32), (True, True, False, False, False, False)),
+    "float32 again": (
+        lambda h: total(h.astype(jnp.float32)),
+        (True, False, False, False, False, False),
+    ),
+    "linear algebra": (
+        lambda h: jnp.linalg.cholesky(h[:8, :8]),
+        (True, True, True, False, False, False),
+    ),
+    "an explicit precision": (
+        lambda h: jnp.matmul(h, V, precision="highest"),
+        (True, True, False, False, False, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_a_reader_wants(name):
+    reader, (full, needed, amplified, outside, only_half, returned) = READERS[name]
+    value = read(reader)
+    assert value.all_full == full
+    assert value.needed == needed
+    assert value.amplified == amplified
+    assert value.outside == outside
+    assert value.only_half == only_half
+    assert value.returned == returned
+
+
+def test_readers_are_counted_through_moves():
+    assert read(lambda h: (total(h), total(h.reshape(-1)))).readers == 2
+    assert read(lambda h: (total(h), jnp.exp(h), h @ V)).readers == 3
+    assert read(lambda h: H).readers == 0
+    # A move that nobody reads is no reader.
+    assert read(lambda h: (h.reshape(-1), total(h))[1]).readers == 1
+
+
+PHASES = {
+    "a sine": (lambda h: jnp.sin(h), 1.0),
+    "a sine of a tenth": (lambda h: jnp.sin(0.1 * h), 0.1),
+    "a sine of a quarter, by division": (lambda h: jnp.sin(h / 4), 0.25),
+    "a sine of a product": (lambda h: jnp.sin(h * jnp.tanh(h)), 1.0),
+    "a sine of a sum": (lambda h: jnp.sin(h + jnp.tanh(h)), 1.0),
+    "two sines": (lambda h: jnp.sin(0.5 * h) + jnp.sin(0.25 * h), 0.5),
+    "a logarithm": (lambda h: jnp.log(h), 1.0),
+    "an exponential": (lambda h: jnp.exp(h), 1.0),
+    "an exponential of what is at most zero": (
+        lambda h: jnp.exp(h - jnp.max(h, -1, keepdims=True)),
+        1.0,
+    ),
+    "a sum": (total, 0.0),
+    "a matmul": (lambda h: jnp.sin(h @ V), 0.0),
+    "a root": (lambda h: lax.rsqrt(h), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", PHASES)
+def test_by_how_much_an_error_enters_a_phase(name):
+    reader, phase = PHASES[name]
+    if "at most zero" in name:  # the maximum and the shifted value themselves
+        block = analysed(lambda h: reader(h @ W), H)
+        assert op(block, "sub").outs[0].phase == 0.0
+        assert op(block, "sub").outs[0].amplified
+    else:
+        assert read(reader).phase == pytest.approx(phase)
+
+
+KINKS = {
+    "a relu before a matmul": (lambda h: jnp.maximum(h, 0) @ V, True),
+    "a clamp before a matmul": (lambda h: jnp.clip(h, 0, 6) @ V, True),
+    "a relu before a sum": (lambda h: total(jnp.maximum(h, 0)), False),
+    "a relu that is handed out": (lambda h: jnp.maximum(h, 0), False),
+    "a product before a matmul": (lambda h: (h * 2) @ V, False),
+}
+
+
+@pytest.mark.parametrize("name", KINKS)
+def test_what_is_read_by_a_kink_outside_of_float32(name):
+    reader, kink = KINKS[name]
+    assert read(reader).before_kink == kink
+
+
+def test_half_beside_half_is_read_outside_of_float32():
+    """An operand that follows a half one is read in half."""
+    assert read(lambda h: (h + h @ V) @ V).outside
+    assert not read(lambda h: jnp.square(h + jnp.exp(h))).outside
+    block = analysed(lambda h: (jnp.exp(h) + h @ W) @ V, H)
+    assert op(block, "exp").outs[0].outside
+
+
+def phases(depth, positions=False):
+    """Returns whether the matmul that makes angles is float32."""
+
+    def fun(x, freq):
+        x = jnp.arange(depth, dtype=jnp.int32)[None].astype(jnp.float32) if positions else x
+        return jnp.sum(jnp.sin(x @ freq))
+
+    block = analysed(fun, jnp.ones((8, depth)), jnp.ones((depth, 4)))
+    return op(block, "dot_general").forced == "full"
+
+
+@pytest.mark.parametrize("depth, full", [(1, True), (4, True), (5, False)])
+def test_a_short_sum_that_enters_a_phase_is_float32(depth, full):
+    assert phases(depth) == full
+
+
+def test_positions_are_never_multiplied_in_half():
+    assert phases(16, positions=True) and not phases(16)
+
+
+# The result of a sum of few products; and whether it is computed in float32.
+SHORT = {
+    "an outer product under an exponential": (1, lambda a, b: jnp.exp(a @ b), True),
+    "two products under an exponential": (2, lambda a, b: jnp.exp(a @ b), True),
+    "an outer product under a softmax": (1, lambda a, b: jax.nn.softmax(a @ b), True),
+    "two products under a softmax": (2, lambda a, b: jax.nn.softmax(a @ b), False),
+    "an outer product that is summed": (1, lambda a, b: jnp.sum(a @ b), False),
+    "two products in a small phase": (2, lambda a, b: jnp.sin(0.25 * (a @ b)), False),
+    "two products in a larger phase": (2, lambda a, b: jnp.sin(0.3 * (a @ b)), True),
+    "two products of what is half": (2, lambda a, b: jnp.sin(jnp.tanh(H[:, :8] @ a) @ b), False),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_short_sums(name):
+    depth, fun, full = SHORT[name]
+    block = analysed(fun, jnp.ones((8, depth)), jnp.ones((depth, 4)))
+    assert (op(block, "dot_general").forced == "full") == full
+
+
+def test_a_short_sum_of_tangents_stays_half():
+    """Its transpose is a matmul of the program's own gradient."""
+    fun = lambda a, b: jnp.exp(a @ b)  # noqa: E731
+    a, b = jnp.ones((8, 1)), jnp.ones((1, 4))
+    assert op(analysed(fun, a, b), "dot_general").forced == "full"
+    assert op(analysed(fun, a, b, linear=(0,)), "dot_general").forced == ""
+
+
+def test_a_list_that_asks_for_half_has_its_way():
+    policy = mpjax.get_policy("mixed_bfloat16").with_ops(half="dot_general")
+    fun = lambda a, b: jnp.exp(a @ b)  # noqa: E731
+    block = analysed(fun, jnp.ones((8, 1)), jnp.ones((1, 4)), policy=policy)
+    assert op(block, "dot_general").forced == "half"
+
+
+def decay(make):
+    """Of a factor that a loop multiplies its state by: are its first and last op kept unrounded?"""
+
+    def fun(h, xs, w):
+        def turn(h, x):
+            with jax.named_scope("here"):
+                a = make(x, w)
+            return a * h + x, None
+
+        return lax.scan(turn, h, xs)[0]
+
+    (sub,) = op(analysed(fun, H, jnp.ones((9, 8, 16)), W), "scan").subs
+    ops = [o for o in sub.block.ops if "here" in o.scopes]
+    return ops[0].outs[0].unrounded, ops[-1].outs[0].unrounded
+
+
+def test_what_decays_a_state_is_not_rounded():
+    assert decay(lambda x, w: (x @ w) * 0.5) == (True, True)
+    assert decay(lambda x, w: -(x @ w)) == (True, True)
+    # An error of a term is no error of the factor's distance from one.
+    assert decay(lambda x, w: jnp.tanh(x @ w)) == (False, True)
+    assert decay(lambda x, w: 1 - x @ w) == (False, True)
+
+
+def test_readers_inside_of_programs_count():
+    def branches(h, v):
+        return lax.cond(h[0, 0] > 0, lambda h: h @ v, lambda h: jnp.exp(h), h)
+
+    value = read(branches, V)
+    assert value.amplified and value.outside and not value.only_half and not value.all_full
+    inside = read(lambda h, v: lax.cond(True, lambda h: h @ v, lambda h: h @ v * 2, h), V)
+    assert inside.outside and not inside.amplified
+
+
+def test_a_carry_that_stays_float32_is_wanted_in_float32():
+    def sums(h):
+        return lax.scan(lambda c, _: (c + h, None), h, None, length=9)[0]
+
+    def network(h):
+        return lax.scan(lambda c, _: (jnp.tanh(c @ V), None), h, None, length=9)[0] @ V
+
+    assert read(sums).all_full
+    state = read(network)
+    assert not state.all_full and state.outside
+
+
+def test_the_next_turn_is_handed_a_float32_carry():
+    """So that what a matmul reads of it besides does not make it half."""
+
+    def fun(h):
+        def turn(state, _):
+            state = state + jnp.tanh(state @ W)
+            return state, state @ V
+
+        return lax.scan(turn, h, None, length=9)[0]
+
+    (sub,) = op(analysed(fun, H), "scan").subs
+    state = sub.block.outvars[0]
+    assert state.returned and state.needed and not state.all_full
+
+
+def test_an_activation_with_a_rule_of_its_own_is_one_reader():
+    value = read(lambda h: jax.nn.softplus(h) @ V)
+    assert value.readers == 1
+    assert not value.returned

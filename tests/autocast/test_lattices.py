@@ -1,0 +1,57 @@
+"""What is known of a value that comes from several."""
+
+import pytest
+
+from mpjax._src.autocast.lattices import BEYOND, BOUNDED, FITS, NOTHING, Fact, argument, join
+
+# What is true of a value if it is true of one of those that it comes from; and if of all.
+ANY = ("half", "exact", "scaled", "counts", "linear")
+ALL = ("mask", "spread", "negative")
+
+
+@pytest.mark.parametrize("name", [*ANY, *ALL])
+def test_a_property_of_one_of_two(name):
+    one, other = Fact(**{name: True}), Fact()
+    assert getattr(join([one, one]), name)
+    assert not getattr(join([other, other]), name)
+    assert getattr(join([one, other]), name) == getattr(join([other, one]), name) == (name in ANY)
+
+
+def test_a_join_of_one_is_itself_and_of_none_is_nothing():
+    some = Fact(half=True, writes=3, norm="unit")
+    assert join([some]) is some
+    assert join([]) == NOTHING == Fact()
+    assert not any(NOTHING)
+
+
+def test_the_larger_span_and_the_more_writes_count():
+    assert BOUNDED < FITS < BEYOND
+    joined = join([Fact(span=FITS, writes=3), Fact(span=BEYOND, writes=1)])
+    assert (joined.span, joined.writes) == (BEYOND, 3)
+
+
+def test_a_norm_is_known_where_all_agree():
+    assert join([Fact(norm="unit"), Fact(norm="unit")]).norm == "unit"
+    assert join([Fact(norm="unit"), Fact(norm="scale")]).norm == ""
+    assert join([Fact(norm="unit"), Fact()]).norm == ""
+
+
+@pytest.mark.parametrize("name", ["made", "peak", "chain"])
+def test_sets_are_united(name):
+    joined = join([Fact(**{name: 0b011}), Fact(**{name: 0b110})])
+    assert getattr(joined, name) == 0b111
+
+
+def test_the_weights_are_those_behind_what_was_made():
+    """An argument beside a matmul's result is no weight that the matmul multiplied by."""
+    made, given = Fact(made=0b1, weights=0b01), Fact(weights=0b10)
+    assert join([made, given]).weights == 0b01
+    assert join([given, given._replace(weights=0b100)]).weights == 0b110
+    assert join([made, made._replace(weights=0b1000)]).weights == 0b1001
+
+
+def test_an_argument_is_what_nobody_has_rounded():
+    assert argument(1).given and argument(1).weights == 1 and argument(1).span == FITS
+    assert not argument(1, half=True).given and argument(1, half=True).half
+    assert argument(1, linear=True).linear and not argument(1).linear and not argument(1).half
+    assert not Fact(made=1).given

@@ -1,0 +1,251 @@
+"""Mutation tests: does a test fail when a line of the planner says something else?
+
+cosmic-ray makes the mutants and runs the tests (`mutants.toml`), here in several copies of the
+working tree at once. A mutant that changes nothing is listed in `mutants.json` with the reason, and
+not run. Exits with 1 if a mutant survives that is not listed.
+"""
+
+import argparse
+import collections
+import fnmatch
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from cosmic_ray.config import load_config, serialize_config
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator
+from cosmic_ray.work_db import use_db
+from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
+
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "tests" / "mutants.toml"
+LIST = ROOT / "tests" / "mutants.json"
+FOLDER = ROOT / ".mutants"
+BIN = Path(sys.executable).parent
+
+# Why a mutant was skipped, besides cosmic-ray's filters ("Filtered ...").
+NOT_CHOSEN, LISTED, ELSEWHERE = "not chosen", "listed", "another worker's"
+
+
+def git(*args):
+    done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout if done.returncode == 0 else ""
+
+
+def start(folder, base):
+    """Makes a session of all mutants; with a base, of those on the lines that differ from it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    config = load_config(CONFIG)
+    # Where the branch left its base: what the base got since is no change of ours.
+    config["filters"]["git-filter"]["branch"] = git("merge-base", base, "HEAD").strip() or base
+    toml, session = folder / "config.toml", folder / "session.sqlite"
+    toml.write_text(serialize_config(config))
+    commands = [["cosmic-ray", "init", toml, session], ["cr-filter-operators", session, toml]]
+    if base:
+        commands.append(["cr-filter-git", session, "--config", toml])
+    for name, *args in commands:
+        subprocess.run([BIN / name, *args], cwd=ROOT, check=True)
+
+
+def sources():
+    """Returns a digest of what mutants are made of: a session is of no use with another."""
+    config = load_config(CONFIG)
+    paths = [ROOT / path for path in config["module-path"]]
+    files = sorted({f for p in paths for f in (p.rglob("*.py") if p.is_dir() else [p])})
+    return hashlib.sha256(b"".join(f.read_bytes() for f in [CONFIG, *files])).hexdigest()
+
+
+def change(mutation):
+    """Returns the lines that a mutation changes, as they are and as they become."""
+    source = (ROOT / mutation.module_path).read_text()
+    operator = get_operator(mutation.operator_name)(**mutation.operator_args)
+    before = source.splitlines()
+    after = (mutate_code(source, operator, mutation.occurrence) or source).splitlines()
+    if len(before) != len(after):  # a decorator less
+        return before[mutation.start_pos[0] - 1].strip(), ""
+    pairs = [(a.strip(), b.strip()) for a, b in zip(before, after, strict=True) if a != b]
+    return "\n".join(a for a, _ in pairs), "\n".join(b for _, b in pairs)
+
+
+def is_listed(rows, module, line, mutant):
+    """Tells whether a row lists a mutant, or, in any module ("*"), such a change of a line."""
+    for row in rows:
+        if row["module"] == module and (row["line"], row["mutant"]) == (line, mutant):
+            return True
+        if row["module"] == "*":
+            pieces = line.split(row["line"])
+            for i in range(1, len(pieces)):
+                sides = row["line"].join(pieces[:i]), row["line"].join(pieces[i:])
+                if row["mutant"].join(sides) == mutant:
+                    return True
+    return False
+
+
+def outdated(rows):
+    """Returns what is listed of lines that are no longer there."""
+    for row in rows:
+        path = ROOT / row["module"]
+        lines = {x.strip() for x in path.read_text().splitlines()} if path.exists() else set()
+        if row["module"] != "*" and not lines.issuperset(row["line"].splitlines()):
+            yield f"{row['module']}: {row['line']}"
+
+
+def skip(db, jobs, why):
+    db.set_multiple_results(jobs, WorkResult(worker_outcome=WorkerOutcome.SKIPPED, output=why))
+
+
+def choose(session, modules, sample, seed):
+    """Skips what is listed, and what the patterns of modules or a sample leave out."""
+    rows = json.loads(LIST.read_text())
+    parts = [part for row in rows for part in row["line"].splitlines()]
+    with use_db(session) as db:
+        rest, known, others = [], [], []
+        for item in db.pending_work_items:
+            (mutation,) = item.mutations
+            name = str(mutation.module_path)
+            line = (ROOT / name).read_text().splitlines()[mutation.start_pos[0] - 1].strip()
+            if not any(fnmatch.fnmatch(name, pattern) for pattern in modules):
+                others.append(item.job_id)
+            elif any(p in line for p in parts) and is_listed(rows, name, *change(mutation)):
+                known.append(item.job_id)
+            else:
+                rest.append((str(mutation), item.job_id))
+        if sample is not None:
+            left_out = random.Random(seed).sample(sorted(rest), max(0, len(rest) - sample))
+            others += [job for _, job in left_out]
+        skip(db, others, NOT_CHOSEN)
+        skip(db, known, LISTED)
+
+
+def copy_tree(folder):
+    """Copies the working tree, what is not committed included."""
+    names = git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def environment(folder):
+    """Returns the environment of the tests: without chance, and quick."""
+    return {
+        **os.environ,
+        "CI": "1",  # what is drawn at random is the same for every mutant
+        "JAX_PLATFORMS": "cpu",
+        "PATH": os.pathsep.join([str(BIN), os.environ["PATH"]]),
+        # Most mutants leave most programs as they are: compiled once for all.
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+def execute(folder, workers):
+    """Runs what is pending, in copies of the working tree; keeps what is found if interrupted."""
+    session, environ = folder / "session.sqlite", environment(folder)
+    with use_db(session) as db:
+        pending = [item.job_id for item in db.pending_work_items]
+    running = []
+    for number in range(min(workers, len(pending))):
+        tree, part = folder / f"worker{number}", folder / f"worker{number}.sqlite"
+        shutil.rmtree(tree, ignore_errors=True)
+        copy_tree(tree)
+        # The tests of mutants write no bytecode: this does, of all that stays as it is.
+        collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/autocast"]
+        subprocess.run(collect, cwd=tree, env=environ, stdout=subprocess.DEVNULL, check=True)
+        shutil.copy2(session, part)
+        with use_db(part) as db:
+            skip(db, [job for i, job in enumerate(pending) if i % workers != number], ELSEWHERE)
+        args = [BIN / "cosmic-ray", "exec", folder / "config.toml", part]
+        running.append((subprocess.Popen(args, cwd=tree, env=environ), part))
+    try:
+        for process, _ in running:
+            process.wait()
+    finally:
+        for process, part in running:
+            process.terminate()
+            process.wait()
+            with use_db(part) as found, use_db(session) as db:
+                for job, result in found.results:
+                    if job in pending and result.output != ELSEWHERE:
+                        db.set_result(job, result)
+
+
+def results(session):
+    """Yields (mutation, result) for the mutants of a session; result is None where it did not run.
+
+    Those that cosmic-ray's filters took out are no mutants of the session.
+    """
+    with use_db(session) as db:
+        found = dict(db.results)
+        for item in db.work_items:
+            (mutation,) = item.mutations
+            result = found.get(item.job_id)
+            if result is None or not (result.output or "").startswith("Filtered"):
+                yield mutation, result
+
+
+def count(session):
+    """Returns how many mutants there are, were run, killed and survived: in all, and by file."""
+    files: dict = collections.defaultdict(collections.Counter)
+    for mutation, result in results(session):
+        kinds = ["mutants"]
+        if result is not None and result.worker_outcome != WorkerOutcome.SKIPPED:
+            survived = result.test_outcome == TestOutcome.SURVIVED
+            kinds += ["run", "survived" if survived else "killed"]
+        elif result is not None and result.output == LISTED:
+            kinds.append("listed")
+        files[str(mutation.module_path)].update(kinds)
+    total = sum(files.values(), collections.Counter())
+    return {**total, "files": {name: dict(files[name]) for name in sorted(files)}}
+
+
+def print_survivors(session):
+    """Prints each survivor: its diff, and the row that lists it but for the reason."""
+    survivors = 0
+    for mutation, result in results(session):
+        if result is not None and result.test_outcome == TestOutcome.SURVIVED:
+            survivors += 1
+            line, mutant = change(mutation)
+            row = {"module": str(mutation.module_path), "line": line, "mutant": mutant}
+            row |= {"operator": mutation.operator_name.removeprefix("core/"), "reason": ""}
+            print(result.diff, json.dumps(row), sep="\n", end="\n\n")
+    return survivors
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base", default="", help="only lines that differ from this commit")
+    parser.add_argument("--modules", nargs="*", default=["*"], help="only these; patterns of paths")
+    parser.add_argument("--sample", type=int, help="only so many, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="where to write the counts")
+    parser.add_argument("--resume", action="store_true", help="go on where the last run ended")
+    args = parser.parse_args()
+    folder = FOLDER / ("changed" if args.base else "all")
+    session, stamp = folder / "session.sqlite", folder / "sources"
+    if not (args.resume and stamp.exists() and stamp.read_text() == sources()):
+        start(folder, args.base)
+        choose(session, args.modules, args.sample, args.seed)
+        stamp.write_text(sources())
+    execute(folder, args.workers)
+    survivors, counts = print_survivors(session), count(session)
+    old = list(outdated(json.loads(LIST.read_text())))
+    for row in old:
+        print(f"listed, but no longer there: {row}")
+    print({name: number for name, number in counts.items() if name != "files"})
+    if args.json:
+        args.json.write_text(json.dumps(counts, indent=1) + "\n")
+    sys.exit(bool(survivors or old))
+
+
+if __name__ == "__main__":
+    main()
