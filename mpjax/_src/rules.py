@@ -96,6 +96,13 @@ class Rule:
         return self.gain_of(params) in AMPLIFIES
 
     @property
+    def runs_again(self) -> bool:
+        """Whether a backward pass may run it a second time to save memory: no matmul, reduction,
+        collective or kernel; slices and concatenations are read where they are used."""
+        sliced = not self.traits.isdisjoint((PART, FRESH)) and LOOKS_UP not in self.traits
+        return (self.cost != NEVER or sliced) and REDUCES not in self.traits
+
+    @property
     def multiplies(self) -> bool:
         """Whether it is a product or a quotient, entry by entry."""
         return self.need == FOLLOW and self.saves == OTHERS

@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from mpjax._src import _jax
 from mpjax._src.autocast.gathers import select_one_per_row
 from mpjax._src.dtypes import FLOAT32
-from mpjax._src.rules import NEVER, REDUCES, rule_of
+from mpjax._src.rules import REDUCES, rule_of
 
 Run = Callable[..., tuple[list[Any], list[Any]]]
 
@@ -65,8 +65,7 @@ def _ended_together(arrays: Any) -> Any:
 
 
 def _is_kept(primitive: Any, *_: Any, name: str = "", **__: Any) -> bool:
-    rule = rule_of(primitive.name)
-    return (rule.cost == NEVER and name in ("", KEPT)) or REDUCES in rule.traits
+    return name == KEPT if name else not rule_of(primitive.name).runs_again
 
 
 def with_tangent(

@@ -16,6 +16,7 @@ from scipy.sparse.csgraph import connected_components
 
 from mpjax._src import _jax, rules
 from mpjax._src.autocast.graph import Op, Value
+from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.mincut import cheapest_cut
 from mpjax._src.autocast.steps import Checkpoint, Step, gathered, made_where_read, reads, writes
 from mpjax._src.dtypes import FLOAT32, HALVES
@@ -104,14 +105,16 @@ def _stands_alone(step: Step) -> bool:
 def _runs_again(step: Step) -> bool:
     if not isinstance(step, Op) or _stands_alone(step):
         return False
-    return step.spec.cost != rules.NEVER and rules.REDUCES not in step.spec.traits
+    return step.spec.runs_again
 
 
 def needs(step: Step) -> Iterator[Value]:
     """Yields what the derivative of a step reads: its masks and indices, and what its row says."""
-    if not isinstance(step, Op):  # a softmax: its result, which its own derivative keeps
-        yield from step.inputs[1:]
-        yield from step.results
+    if isinstance(step, Island):  # its derivative keeps what it rounds
+        yield from (v for v in step.inputs[1 if step.axes else 0 :] if v not in step.rounded)
+        yield from step.results if step.axes else ()
+        return
+    if not isinstance(step, Op):
         return
     floats = [v for v in step.ins if v.is_f32 and v.const is None]
     if step.rule == "program":
@@ -163,13 +166,14 @@ def _groups(steps: Sequence[Step], again: set[Value], copied: set[Op]) -> Iterat
     """Yields the steps that make what is computed again, each with those that need it.
 
     With them go the reductions of what they read or make: the cotangent of a reduction is a small
-    array spread out, which is best spread where it is used. And a matmul's float32 result is not
-    where groups end: its cotangent is rounded to half where the matmul is.
+    array spread out, which is best spread where it is used. And a matmul's float32 result, or what
+    is linear in it, is not where groups end: its cotangent is rounded to half where the matmul is.
     """
     place = {v: i for i, step in enumerate(steps) for v in writes(step)}
     first: dict[Value, int] = {}  # of those that share what is kept
     pairs: list[tuple[int, int]] = []
     worth: set[int] = set()
+    wide: set[Value] = set()
     for i, step in enumerate(steps):
         if _stands_alone(step) or made_where_read(step) or step in copied:
             continue
@@ -178,7 +182,10 @@ def _groups(steps: Sequence[Step], again: set[Value], copied: set[Op]) -> Iterat
         wanted = {*reads(step)} if makes or reduces else set()
         if makes:
             worth.add(i)
-        pairs += [(place[v], i) for v in reads(step) if v in place and _is_wide(steps[place[v]])]
+        from_wide = [v for v in reads(step) if v in wide]
+        pairs += [(place[v], i) for v in from_wide]
+        if _is_wide(step) or (from_wide and _is_linear(step)):
+            wide.update(v for v in writes(step) if v.dtype == FLOAT32 and not v.small)
         for v in wanted.union(needs(step)):
             if v in place and not v.kept and _runs_again(steps[place[v]]):
                 if steps[place[v]] not in copied and not made_where_read(steps[place[v]]):
@@ -203,6 +210,10 @@ def _groups(steps: Sequence[Step], again: set[Value], copied: set[Op]) -> Iterat
 def _is_wide(step: Step) -> bool:
     """Tells a matmul that hands out its float32 accumulator."""
     return isinstance(step, Op) and step.spec.need == rules.HALF and step.outs[0].dtype == FLOAT32
+
+
+def _is_linear(step: Step) -> bool:
+    return isinstance(step, Op) and step.spec.saves == rules.NOTHING and step.spec.runs_again
 
 
 class _Reach:

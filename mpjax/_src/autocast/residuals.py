@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mpjax._src import _jax, rules
+from mpjax._src import _jax
 from mpjax._src.autocast.graph import ROW, Block, Op, Value
 from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.steps import Checkpoint, Step
@@ -90,7 +90,7 @@ def storage_of(block: Block) -> dict[Op, str]:
                 found |= storage_of(sub.block)
     for step in _checkpoints(block.steps):
         for op in step.ops:
-            if op.spec.cost != rules.NEVER and rules.REDUCES not in op.spec.traits:
+            if op.spec.runs_again:
                 found.setdefault(op, "computed again")
     return found
 

@@ -133,7 +133,13 @@ def _islands(flow: Flow) -> "dict[Op, Island]":
     return found
 
 
-CHOOSE = {FAST: _islands, LEAN: peepholes.find, PEEPHOLES: peepholes.find}
+def _rounded_islands(flow: Flow) -> "dict[Op, Island]":
+    """Returns the islands that keep less than the values themselves: in half what is float32."""
+    special = peepholes.find(flow)
+    return special | {op: i for op, i in _islands(flow).items() if i.rounded}
+
+
+CHOOSE = {FAST: _islands, LEAN: _rounded_islands, PEEPHOLES: peepholes.find}
 
 
 def _recomputable(op: Op) -> bool:
