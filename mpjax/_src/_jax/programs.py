@@ -40,7 +40,12 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """Returns the open jaxprs among the parameters of an equation."""
-    return list(jaxprs_in_params(eqn.params))
+    return programs_in(eqn.params)
+
+
+def programs_in(params: dict[str, Any]) -> list[Any]:
+    """Returns the open jaxprs among parameters."""
+    return list(jaxprs_in_params(params))
 
 
 def equation_key(eqn: Any) -> Any:

@@ -64,8 +64,12 @@ def _ended_together(arrays: Any) -> Any:
     return jax.tree.unflatten(tree, with_tangent(lambda *xs: xs, jvp, symbolic_zeros=True)(*leaves))
 
 
-def _is_kept(primitive: Any, *_: Any, name: str = "", **__: Any) -> bool:
-    return name == KEPT if name else not rule_of(primitive.name).runs_again
+def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+    if primitive.name == "name":
+        return bool(params["name"] == KEPT)
+    programs = _jax.programs_in(params)
+    inside = [eqn.primitive.name for jaxpr in programs for eqn in jaxpr.eqns]
+    return not all(rule_of(name).runs_again for name in inside or [primitive.name])
 
 
 def with_tangent(
