@@ -111,3 +111,17 @@ def test_everything_public_is_documented_with_an_example():
                     "raise_if_diverged",
                     "Returns:",
                 ), (name, section)
+
+
+def test_the_architecture_page_draws_every_module_and_the_true_order():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith("cli -> ")]
+    drawn = [{name.strip() for name in part.split(",")} for part in line.split("->")]
+    places = {room: i for i, rooms in enumerate(reversed(drawn)) for room in rooms}
+    assert set(places) == set(ORDER)
+    for room in ORDER:
+        for path in modules(room):
+            assert path.stem == "__init__" or path.stem in page, f"{path} is not on the page"
+            for name in imports(path):
+                if name.startswith("mpjax._src."):
+                    assert places[name.split(".")[2]] <= places[room], f"{path} imports {name}"
