@@ -57,3 +57,12 @@ def test_turns():
     assert turns_of(eqn_of(PROGRAMS["scan"], "scan")) == 3
     assert turns_of(eqn_of(PROGRAMS["while"], "while")) == 1  # nobody knows
     assert higher_order("tanh") is FIRST_ORDER and FIRST_ORDER.kind != CALL
+
+
+def test_a_scan_without_a_state_is_planned_as_a_loop():
+    import mpjax
+
+    def fun(x):
+        return jax.lax.scan(lambda c, y: (c, y * 2), None, x)[1]
+
+    assert jnp.allclose(mpjax.autocast(fun, "mixed_bfloat16")(X), fun(X))

@@ -25,7 +25,7 @@ from mpjax._src import rules
 from mpjax._src.autocast.graph import Block, Op, Sub, Value, is_float
 from mpjax._src.autocast.lattices import BEYOND, BOUNDED, FITS, Fact, argument, join, union
 from mpjax._src.dtypes import HALVES
-from mpjax._src.higher_order import SCAN, turns_of
+from mpjax._src.higher_order import SCAN, WHILE, turns_of
 
 # sqrt(4) = 2 roundings of half: the error that autocast may have beyond that of its matmuls.
 WRITES = 4
@@ -78,7 +78,7 @@ class Sweep:
                 value.fact = self.read(op.ins[index])
             if sub.carry:
                 self.loop(op, sub)
-            elif op.inside.loops:
+            elif op.inside.kind == WHILE:
                 self.condition(op, sub)
             else:
                 self.block(sub.block)
