@@ -162,7 +162,7 @@ def described(fun, *args):
 
 
 def unfolded(monkeypatch):
-    monkeypatch.setattr(rewrite, "fold", lambda block, overrides: block.steps)
+    monkeypatch.setattr(rewrite, "fold", lambda steps, results, overrides: steps)
 
 
 def folded(monkeypatch, fun, *args):
@@ -170,10 +170,10 @@ def folded(monkeypatch, fun, *args):
     found = []
     real = repeats.fold
 
-    def fold(block, overrides):
-        new = real(block, overrides)
+    def fold(steps, results, overrides):
+        new = real(steps, results, overrides)
         inside = [len(s.steps) for s in new if isinstance(s, repeats.Stretch)]
-        found.append((sum(inside), len(block.steps)))
+        found.append((sum(inside), len(steps)))
         return new
 
     monkeypatch.setattr(rewrite, "fold", fold)

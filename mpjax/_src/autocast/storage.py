@@ -1,6 +1,7 @@
 """What is kept for the backward pass, and what it computes again: the last sweep of a plan."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from mpjax._src import rules
 from mpjax._src.autocast import peepholes
@@ -9,7 +10,7 @@ from mpjax._src.autocast.graph import Block, Op, Value
 from mpjax._src.autocast.islands import Flow, Island, bound, flow_of, is_free
 from mpjax._src.autocast.lattices import BEYOND
 from mpjax._src.autocast.lean import checkpoints
-from mpjax._src.autocast.steps import Step
+from mpjax._src.autocast.steps import in_order
 from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
 from mpjax._src.higher_order import NONE, THEIRS
 from mpjax._src.policy import STORAGES
@@ -40,8 +41,10 @@ def store(block: Block, by: str, alive: Collection[Value]) -> None:
                     if op.ins[index] in alive and i not in changing
                 ]
                 store(sub.block, INSIDE.get(op.inside.storage, by), {*inner})
-    steps: Sequence[Step] = [] if by == WRITTEN else _in_order(block, CHOOSE[by](flow_of(block)))
-    steps = steps or block.ops
+    islands: Any = CHOOSE[by](flow_of(block)) if by != WRITTEN else {}
+    units = in_order(block.ops, [island.ops for island in dict.fromkeys(islands.values())])
+    # Where islands wait for each other: better none than no program.
+    steps = block.ops if units is None else [islands.get(unit[0], unit[0]) for unit in units]
     block.steps = tuple(checkpoints(steps, block.outvars, alive) if by == LEAN else steps)
 
 
@@ -285,43 +288,3 @@ def _bytes(values: Iterable[Value]) -> int:
         for v in values
         if v.const is None and v.is_f32 and not v.small
     )
-
-
-def _in_order(block: Block, islands: "dict[Op, Island]") -> "list[Op | Island]":
-    """Sorts ops and islands so that each runs after what it reads; effects keep their order.
-
-    Returns nothing if two of them wait for each other: better no islands than no program.
-    """
-    producer: dict[Value, Op | Island] = {}
-    for op in block.ops:
-        for v in op.outs:
-            producer[v] = islands.get(op, op)
-    steps: list[Op | Island] = []
-    done: set[int] = set()
-    begun: set[int] = set()
-
-    def emit(step: "Op | Island") -> bool:
-        stack: list[tuple[Op | Island, bool]] = [(step, False)]
-        while stack:
-            current, ready = stack.pop()
-            if id(current) in done:
-                continue
-            if ready:
-                done.add(id(current))
-                steps.append(current)
-                continue
-            begun.add(id(current))
-            stack.append((current, True))
-            needs = current.inputs if isinstance(current, Island) else current.ins
-            for v in reversed(needs):
-                if v in producer and id(producer[v]) not in done:
-                    if id(producer[v]) in begun:
-                        return False
-                    stack.append((producer[v], False))
-        return True
-
-    for op in block.ops:
-        complete = op not in islands or op is islands[op].ops[-1]
-        if complete and not emit(islands.get(op, op)):
-            return []
-    return steps
