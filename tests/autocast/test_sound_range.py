@@ -125,9 +125,6 @@ def counts_beside_a_matmul():
 # ---- scalars that arrive as arguments -----------------------------------------------------------
 
 
-SCALED_BACK = "the cotangent of a scaled matmul leaves half's range"
-
-
 @SCALARS()
 def eps_argument():
     def fun(x, w, eps):
@@ -142,7 +139,7 @@ def divisor_argument():
     return Case(lambda x, w, c: jnp.tanh(300 * (x @ w) / c * 300) @ w, (X, W, 2e5), 1)
 
 
-@SCALARS("f16 gradient", reason=SCALED_BACK)
+@SCALARS()
 def scale_argument():
     return Case(lambda x, w, s: jnp.tanh(1e-5 * (x @ w) * s) @ w, (X, W, 1.2e5), 1)
 
@@ -186,7 +183,7 @@ def step_count_argument():
     return Case(fun, (X, W, 1e5), 1)
 
 
-@SCALARS("f16 gradient", reason=SCALED_BACK)
+@SCALARS()
 def scalars_in_an_array():
     def fun(x, w, scales):
         return jnp.tanh((x @ w) * scales[0] * scales[1]) @ w

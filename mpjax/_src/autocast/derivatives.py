@@ -67,9 +67,10 @@ def _ended_together(arrays: Any) -> Any:
 def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
     if primitive.name == "name":
         return bool(params["name"] == KEPT)
-    programs = _jax.programs_in(params)
-    inside = [eqn.primitive.name for jaxpr in programs for eqn in jaxpr.eqns]
-    return not all(rule_of(name).runs_again for name in inside or [primitive.name])
+    inside = [eqn for jaxpr in _jax.programs_in(params) for eqn in jaxpr.eqns]
+    if inside:
+        return any(_is_kept(eqn.primitive, **eqn.params) for eqn in inside)
+    return not rule_of(primitive.name).runs_again
 
 
 def with_tangent(
