@@ -179,6 +179,19 @@ def test_an_array_is_made_as_weak_as_an_aval(weak, x):
     assert made.dtype == getattr(x, "dtype", jnp.float32)
 
 
+def test_programs_in_parameters():
+    eqn = equation(PROGRAMS["cond"], name="cond")
+    assert len(_jax.programs_in(eqn.params)) == len(_jax.inner_jaxprs(eqn)) == 2
+
+
+def test_the_shape_of_what_one_device_holds():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("data", None))
+    split = jax.typeof(jax.device_put(jnp.ones((4, 3)), sharding))
+    assert _jax.shard_shape(split) == (2, 3)
+    assert _jax.shard_shape(jax.typeof(X)) == X.shape
+
+
 def test_aval_of_arrays_that_jax_does_not_hold_yet():
     assert _jax.aval_of(np.ones(3, np.float32)) == jax.typeof(X)
     assert _jax.aval_of(jax.ShapeDtypeStruct((3,), jnp.float32)) == jax.typeof(X)
