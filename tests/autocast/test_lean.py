@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.jet import jet
 from jax.sharding import PartitionSpec as P
 from models import MODELS
 from programs import PROGRAMS, W, X
@@ -163,6 +165,23 @@ def test_shard_map():
         return jax.grad(both)
 
     check(transform)
+
+
+def test_taylor_mode():
+    def fun(x):
+        return jnp.sum(jnp.tanh(norm(x @ W)) @ W)
+
+    x, series = BIG[:, :8], (jnp.ones((64, 8)), jnp.zeros((64, 8)))
+    fast, lean = (jet(mpjax.autocast(fun, p), (x,), (series,)) for p in (FAST, LEAN))
+    np.testing.assert_allclose(jax.tree.leaves(lean), jax.tree.leaves(fast), rtol=1e-5)
+
+
+def test_symbolic_shapes():
+    (rows,) = export.symbolic_shape("rows")
+    gradient = jax.jit(jax.grad(mpjax.autocast(network, LEAN)))
+    exported = export.export(gradient)(W, jax.ShapeDtypeStruct((rows, 8), jnp.float32))
+    got, want = exported.call(W, BIG[:, :8]), gradient(W, BIG[:, :8])
+    assert jnp.linalg.norm(got - want) < 2**-6 * jnp.linalg.norm(want)
 
 
 def test_layers_in_a_scan_keep_what_layers_written_out_keep():

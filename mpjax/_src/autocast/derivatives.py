@@ -32,7 +32,7 @@ KEPT = "mpjax.kept"
 
 def keep(array: Any) -> Any:
     """Returns an array that a checkpoint of ours keeps for the backward pass."""
-    return checkpoint_name(array, KEPT)
+    return array if _jax.in_taylor_mode([array]) else checkpoint_name(array, KEPT)
 
 
 def kept_alone(run: Callable[[Any], Any], arrays: Any, prevent_cse: bool) -> Any:
