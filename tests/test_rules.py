@@ -13,7 +13,10 @@ import mpjax
 from mpjax._src import _jax, rules
 
 # Names that one of the two versions of JAX lacks.
-OLD, NEW = {"closed_call", "vary_unreduced_cast_p"}, {"log2", "vary_unreduced_cast"}
+OLD, NEW = (
+    {"closed_call", "vary_unreduced_cast_p"},
+    {"log2", "vary_unreduced_cast", "one_minus_square"},
+)
 LACKING = OLD if NEWER else NEW
 
 

@@ -114,7 +114,7 @@ UNTRIED = {
     KERNEL: "custom_partitioning ffi_call pallas_call linear_call closed_call reduce "
     "reduce_window cpu_barrier gpu_barrier",
     BITS: "random_gamma rng_uniform",
-    LACKING: "log2 stack unstack bitcast_convert_type",
+    LACKING: "log2 one_minus_square stack unstack bitcast_convert_type",
     PARTS: "cholesky_update eig geqp3 geqrf hessenberg householder_product ormqr schur "
     "symmetric_product tridiagonal",
 }
