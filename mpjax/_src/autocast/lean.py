@@ -8,7 +8,7 @@ another (a layer beside a residual stream that is not kept), the checkpoints are
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 from scipy.sparse import coo_array
@@ -23,7 +23,7 @@ from mpjax._src.dtypes import FLOAT32, HALVES
 
 
 def checkpoints(
-    steps: Sequence[Step], results: Sequence[Value], alive: Iterable[Value]
+    steps: Sequence[Step], results: Sequence[Value], alive: Collection[Value]
 ) -> Sequence[Step]:
     """Returns the steps of a block, those that are run again gathered into checkpoints.
 
@@ -32,8 +32,7 @@ def checkpoints(
         results: What the block hands out.
         alive: The arguments that take no room, for they are there anyway.
     """
-    again = _choose(steps, {*alive})
-    copied = _copied(steps, {*alive})
+    again, copied = _choose(steps, alive), _copied(steps, alive)
     spans = _nested([*_groups(steps, again, copied)], _Reach(steps))
     depth = {span: sum(span | other == span for other in spans) for span in spans}
     now = {step: step for step in steps}  # the checkpoint that a step is in by now
@@ -49,7 +48,7 @@ def checkpoints(
 # ---- what is kept -------------------------------------------------------------------------------
 
 
-def _choose(steps: Sequence[Step], alive: set[Value]) -> set[Value]:
+def _choose(steps: Sequence[Step], alive: Collection[Value]) -> set[Value]:
     """Marks what is kept of some steps; returns what is to be computed again."""
     producer = {v: step for step in steps for v in writes(step)}
     number = {v: i for i, v in enumerate(dict.fromkeys([*_read(steps), *producer]))}
@@ -150,7 +149,7 @@ def _bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def _copied(steps: Sequence[Step], alive: set[Value]) -> set[Op]:
+def _copied(steps: Sequence[Step], alive: Collection[Value]) -> set[Op]:
     """Returns the operations on constants and parameters alone: each group runs them itself."""
     made: set[Value] = set()
     found: set[Op] = set()

@@ -1,7 +1,8 @@
 """What the backward pass is given, and what it computes again: storage, as reports show it."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpjax._src import _jax
@@ -34,32 +35,36 @@ def kept_by(jaxpr: Any) -> list[Kept]:
     Args:
         jaxpr: The program, open. What it was given, and what is a constant, takes no more room.
     """
+    makers = functools.cache(_makers)
     known = {*jaxpr.invars, *jaxpr.constvars}
     found = []
     for v in dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)):
-        if v not in known and not _is_constant(v, jaxpr):
+        if v not in known and not _is_constant(makers(jaxpr).get(v)):
             size = _jax.size_of(v.aval.shape) * getattr(v.aval.dtype, "itemsize", 0)
-            origin = _origin(v, jaxpr.eqns)
+            origin = _origin(v, jaxpr, makers)
             row = origin if isinstance(origin, int) else None
             found.append(Kept(short_name(v.aval.dtype), tuple(v.aval.shape), size, row))
     return sorted(found, key=lambda kept: -kept.bytes)
 
 
-def _is_constant(var: Any, jaxpr: Any) -> bool:
+def _makers(jaxpr: Any) -> dict[Any, Any]:
+    return {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+
+def _is_constant(eqn: Any) -> bool:
     """Tells what is made of literals alone, such as an array of zeros: nobody keeps it."""
-    makers = [eqn for eqn in jaxpr.eqns if var in eqn.outvars]
-    return bool(makers) and all(isinstance(v, _jax.Literal) for v in makers[0].invars)
+    return eqn is not None and all(isinstance(v, _jax.Literal) for v in eqn.invars)
 
 
-def _origin(var: Any, eqns: Sequence[Any]) -> Any:
+def _origin(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> Any:
     """Returns the number of the op that a variable comes from, or the argument that it is."""
-    made = {v: eqn for eqn in eqns for v in eqn.outvars}
+    made = makers(jaxpr)
     while not isinstance(var, _jax.Literal) and var in made:
         eqn = made[var]
         for inner in _jax.inner_jaxprs(eqn):
             if len(inner.outvars) != len(eqn.outvars):
                 continue
-            origin = _origin(inner.outvars[eqn.outvars.index(var)], inner.eqns)
+            origin = _origin(inner.outvars[eqn.outvars.index(var)], inner, makers)
             if isinstance(origin, int):
                 return origin
             if origin in inner.invars and len(inner.invars) == len(eqn.invars):
@@ -88,8 +93,8 @@ def storage_of(block: Block) -> dict[Op, str]:
                 found[step] = f"kept, {_dtypes(v for v in step.outs if v.kept)}"
             for sub in step.subs:
                 found |= storage_of(sub.block)
-    for step in _checkpoints(block.steps):
-        for op in step.ops:
+    for step in block.steps:
+        for op in step.ops if isinstance(step, Checkpoint) else ():
             if op.spec.runs_again:
                 found.setdefault(op, "computed again")
     return found
@@ -101,10 +106,6 @@ def _steps(steps: Sequence[Step]) -> Iterator[Step]:
             yield from _steps(step.steps)
         else:
             yield step
-
-
-def _checkpoints(steps: Sequence[Step]) -> Iterator[Checkpoint]:
-    return (step for step in steps if isinstance(step, Checkpoint))
 
 
 def _of_island(island: Island, made: dict[Value, Op]) -> str:

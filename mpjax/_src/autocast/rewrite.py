@@ -282,50 +282,64 @@ def _run_stretch(stretch: Stretch, env: Env) -> None:
         env.shared[key] = _rewrite_stretch(stretch, env, avals, tree)
     call, out_tree = env.shared[key]
     with _jax.inside(stretch.stack):
-        results = jax.tree.unflatten(out_tree, call(*held))
-    for value, arrays in zip(stretch.outputs, results, strict=True):
-        env.hold(value, arrays)
-    for step in filter(made_where_read, stretch.steps):
-        _run_step(step, env)
-
-
-def _run_checkpoint(checkpoint: Checkpoint, env: Env) -> None:
-    """Runs steps so that the backward pass runs them again, from what is kept of them."""
-    held, tree = jax.tree.flatten([env.stored(value) for value in checkpoint.inputs])
-    trees = []
-
-    def run(held):
-        inner = env.inside(env.depth)
-        for value, arrays in zip(checkpoint.inputs, jax.tree.unflatten(tree, held), strict=True):
-            inner.hold(value, arrays)
-        _run_steps(checkpoint.steps, checkpoint.results, inner)
-        leaves, out_tree = jax.tree.flatten([inner.stored(value) for value in checkpoint.results])
-        trees.append(out_tree)
-        return leaves
-
-    leaves = kept_alone(run, held, not env.in_loop)
-    results = jax.tree.unflatten(trees[0], leaves)
-    for value, arrays in zip(checkpoint.results, results, strict=True):
-        env.hold(value, arrays)
-    for step in filter(made_where_read, checkpoint.steps):
-        _run_step(step, env)
+        results = call(*held)
+    _hand_out(stretch.outputs, jax.tree.unflatten(out_tree, results), stretch.steps, env)
 
 
 def _rewrite_stretch(stretch: Stretch, env: Env, avals: Sequence[Any], tree: Any) -> Any:
     """Returns a function of flat arrays, and the tree of its results."""
-    trees = []
 
-    def run(*held):
-        inner = env.inside(len(stretch.stack.stack))
-        for value, arrays in zip(stretch.inputs, jax.tree.unflatten(tree, held), strict=True):
-            inner.hold(value, arrays)
+    def run_steps(env):
         for step in stretch.steps:
-            _run_step(step, inner)
-        leaves, out_tree = jax.tree.flatten([inner.held(value) for value in stretch.outputs])
+            _run_step(step, env)
+
+    inner = functools.partial(env.inside, len(stretch.stack.stack))
+    run, trees = _as_function(stretch.inputs, stretch.outputs, tree, inner, Env.held, run_steps)
+    return _jax.linearized_once(_jax.trace(run, avals, "stretch")), trees[0]
+
+
+def _run_checkpoint(checkpoint: Checkpoint, env: Env) -> None:
+    """Runs steps so that the backward pass runs them again, from what is kept of them."""
+    inputs, outputs = checkpoint.inputs, checkpoint.results
+    held, tree = jax.tree.flatten([env.stored(value) for value in inputs])
+    inner = functools.partial(env.inside, env.depth)
+    run_steps = functools.partial(_run_steps, checkpoint.steps, outputs)
+    run, trees = _as_function(inputs, outputs, tree, inner, Env.stored, run_steps)
+    results = kept_alone(lambda held: run(*held), held, not env.in_loop)
+    _hand_out(outputs, jax.tree.unflatten(trees[0], results), checkpoint.steps, env)
+
+
+def _as_function(
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+    tree: Any,
+    inner: Callable[[], Env],
+    held: Callable[[Env, Value], Any],
+    run_steps: Callable[[Env], None],
+) -> tuple[Callable[..., list[Any]], list[Any]]:
+    """Returns steps as a function of flat arrays, and a list of the trees of its results."""
+    trees: list[Any] = []
+
+    def run(*arrays):
+        env = inner()
+        for value, given in zip(inputs, jax.tree.unflatten(tree, arrays), strict=True):
+            env.hold(value, given)
+        run_steps(env)
+        leaves, out_tree = jax.tree.flatten([held(env, value) for value in outputs])
         trees.append(out_tree)
         return leaves
 
-    return _jax.linearized_once(_jax.trace(run, avals, "stretch")), trees[0]
+    return run, trees
+
+
+def _hand_out(
+    outputs: Sequence[Value], results: Sequence[Any], steps: Sequence[Step], env: Env
+) -> None:
+    """Records what steps that ran together gave, and what is made where it is read."""
+    for value, arrays in zip(outputs, results, strict=True):
+        env.hold(value, arrays)
+    for step in filter(made_where_read, steps):
+        _run_step(step, env)
 
 
 def _run_island(island: Island, env: Env) -> None:

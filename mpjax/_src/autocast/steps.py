@@ -9,12 +9,9 @@ import heapq
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from mpjax._src import _jax
 from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.autocast.islands import Island
-from mpjax._src.dtypes import FLOAT32
+from mpjax._src.autocast.islands import Island, is_free
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,11 +53,10 @@ def writes(step: Step) -> list[Value]:
 
 def made_where_read(step: Step) -> bool:
     """Tells whether an op makes its result anew in each dtype that somebody asks for."""
-    if not isinstance(step, Op) or not (step.outs and step.outs[0].is_f32):
+    if not isinstance(step, Op):
         return False
-    if step.name == "broadcast_in_dim":
-        return step.outs[0].const is not None
-    return step.rule == "cast" and step.ins[0].aval.dtype in (FLOAT32, np.bool_)
+    widened = step.rule == "cast" and step.ins[0].is_f32 and step.outs[0].is_f32
+    return widened or is_free(step)
 
 
 @dataclasses.dataclass(eq=False)

@@ -42,9 +42,11 @@ def store(block: Block, by: str, alive: Collection[Value]) -> None:
                 ]
                 store(sub.block, INSIDE.get(op.inside.storage, by), {*inner})
     islands: Any = CHOOSE[by](flow_of(block)) if by != WRITTEN else {}
-    units = in_order(block.ops, [island.ops for island in dict.fromkeys(islands.values())])
-    # Where islands wait for each other: better none than no program.
-    steps = block.ops if units is None else [islands.get(unit[0], unit[0]) for unit in units]
+    steps: Any = block.ops
+    if islands:
+        units = in_order(block.ops, [island.ops for island in dict.fromkeys(islands.values())])
+        # Where islands wait for each other: better none than no program.
+        steps = [islands.get(unit[0], unit[0]) for unit in units] if units else block.ops
     block.steps = tuple(checkpoints(steps, block.outvars, alive) if by == LEAN else steps)
 
 
@@ -138,8 +140,7 @@ def _islands(flow: Flow) -> "dict[Op, Island]":
 
 def _rounded_islands(flow: Flow) -> "dict[Op, Island]":
     """Returns the islands that keep less than the values themselves: in half what is float32."""
-    special = peepholes.find(flow)
-    return special | {op: i for op, i in _islands(flow).items() if i.rounded}
+    return {op: island for op, island in _islands(flow).items() if island.axes or island.rounded}
 
 
 CHOOSE = {FAST: _islands, LEAN: _rounded_islands, PEEPHOLES: peepholes.find}

@@ -68,14 +68,7 @@ def explain(report: CastReport, rows: int) -> None:
         named = dict.fromkeys(("operation", "dtypes", "where", "why"), LEFT)
         table(named, short, "Not in half, or left alone:")
     listed = [
-        (
-            i,
-            r.primitive,
-            r.before,
-            r.after,
-            _where(r),
-            _why(r),
-        )
+        (i, r.primitive, r.before, r.after, _where(r), _why(r))
         for i, r in enumerate(report.rows[:rows])
     ]
     if listed:
@@ -112,10 +105,6 @@ def compared(comparison: Comparison, top: int) -> None:
         click.echo(f"\n{more - top} more rows: --top {more} shows them.")
 
 
-def _why(row: Row) -> str:
-    return f"{row.reason}; {row.storage}" if row.storage else row.reason
-
-
 # ---- cells ---------------------------------------------------------------------------------------
 
 
@@ -129,6 +118,10 @@ def _cell(figure: Callable[[Data], str], found: Data) -> str:
 def _figure(value: float) -> str:
     """Returns a number with at least three digits that mean something."""
     return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"
+
+
+def _why(row: Row) -> str:
+    return f"{row.reason}; {row.storage}" if row.storage else row.reason
 
 
 def _where(row: Row) -> str:
