@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import export
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
 from jax.experimental.jet import jet
 from jax.sharding import PartitionSpec as P
 from models import MODELS
@@ -236,6 +237,23 @@ def test_what_has_effects_happens_once(capfd):
     jax.block_until_ready(jax.jit(jax.grad(mpjax.autocast(fun, LEAN)))(W, BIG[:, :8]))
     jax.effects_barrier()
     assert capfd.readouterr().out.count("here") == 1
+
+
+def test_what_has_effects_in_the_middle_of_a_stream_happens_once():
+    calls = []
+
+    def count(x):
+        calls.append(x.shape)
+        return np.tanh(x)
+
+    def fun(w, x):
+        stream = jax.nn.relu(norm(x @ w))
+        told = io_callback(count, jax.typeof(stream), jax.lax.stop_gradient(stream))
+        stream = jax.nn.relu(stream + norm(told @ w))
+        return jnp.mean(stream @ w)
+
+    jax.block_until_ready(jax.jit(jax.grad(mpjax.autocast(fun, LEAN)))(W, BIG[:, :8]))
+    assert len(calls) == 1
 
 
 # ---- a plan does not change ---------------------------------------------------------------------

@@ -33,7 +33,9 @@ def checkpoints(
         alive: The arguments that take no room, for they are there anyway.
     """
     again, copied = _choose(steps, alive), _copied(steps, alive)
-    spans = _nested([*_groups(steps, again, copied)], _Reach(steps))
+    alone = sum(1 << i for i, step in enumerate(steps) if _stands_alone(step))
+    closed = _nested([*_groups(steps, again, copied)], _Reach(steps))
+    spans = [span for span in closed if not span & alone]
     depth = {span: sum(span | other == span for other in spans) for span in spans}
     now = {step: step for step in steps}  # the checkpoint that a step is in by now
     first = [*steps]
@@ -83,15 +85,16 @@ def _read(steps: Sequence[Step]) -> Iterator[Value]:
 
 
 def _crosses(steps: Sequence[Step]) -> set[Value]:
-    """Returns the values that are made before a program and needed after it.
+    """Returns the values that are made before a program and used after it.
 
-    A program inside of a checkpoint would run twice.
+    A program inside of a checkpoint would run twice; effects cannot stand in one.
     """
     level: dict[Value, int] = {}
     found: set[Value] = set()
     for step in steps:
         here = max((level.get(v, 0) for v in reads(step)), default=0)
-        found |= {v for v in needs(step) if level.get(v, here) < here}
+        used = {*needs(step), *(reads(step) if _runs_again(step) else ())}
+        found |= {v for v in used if level.get(v, here) < here}
         level |= dict.fromkeys(writes(step), here + _stands_alone(step))
     return found
 
