@@ -205,11 +205,13 @@ def errors_of_runs(
     half: str,
     argnums: int | Sequence[int] | None = 0,
     by_hand: Callable[..., Any] | None = None,
+    storage: str = "fast",
 ) -> list[list[Error]]:
     """Returns the `errors` for each of some arguments, alike in shapes.
 
     What is run is traced once, and run operation by operation: quicker for many small programs.
-    ``by_hand`` is the program as the yardstick has it, if that is another one.
+    ``by_hand`` is the program as the yardstick has it, if that is another one; ``storage`` is what
+    autocast stores by.
     """
     scale, rounding = LOSS_SCALE[half], functools.partial(_rounding, jnp.dtype(half))
 
@@ -218,7 +220,7 @@ def errors_of_runs(
 
     program, tree = program_of(fun)
     hand = program_of(by_hand)[0] if by_hand else program
-    auto = program_of(mpjax.autocast(fun, f"mixed_{half}"))[0]
+    auto = program_of(mpjax.autocast(fun, f"mixed_{half},storage={storage}"))[0]
     ways = [FLOAT64, Way(rounding, derived=True), Way(_as_written, derived=True)]
     ways = [dataclasses.replace(way, eager=True) for way in ways]
     found = []

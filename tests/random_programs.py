@@ -121,7 +121,9 @@ def derivatives(steps: Program) -> int:
 # ---- judged -------------------------------------------------------------------------------------
 
 
-def errors(steps: Program, half: str, seed: int = 0, runs: int = 1) -> list[Error]:
+def errors(
+    steps: Program, half: str, seed: int = 0, runs: int = 1, storage: str = "fast"
+) -> list[Error]:
     """Returns the errors of a program: medians over some runs, of different arguments.
 
     If it jumps, the yardstick rounds what it jumps on, as autocast may: two roundings are allowed,
@@ -130,7 +132,7 @@ def errors(steps: Program, half: str, seed: int = 0, runs: int = 1) -> list[Erro
     argnums = (0, 1) if derivatives(steps) > 0 else None
     given = [arguments(seed + 1000 * run) for run in range(runs)]
     by_hand = build(steps, lambda x: rounded(x, half)) if jumps(steps) else None
-    found = errors_of_runs(build(steps), given, half, argnums, by_hand)
+    found = errors_of_runs(build(steps), given, half, argnums, by_hand, storage)
     return [_median(rows) for rows in zip(*found, strict=True)]
 
 
@@ -147,7 +149,7 @@ def _median(rows: Sequence[Error]) -> Error:
 NUMBERS = ("yardstick", "autocast", "nonfinite")
 
 
-def fault(steps: Program, half: str, seed: int = 0) -> str:
+def fault(steps: Program, half: str, seed: int = 0, storage: str = "fast") -> str:
     """Returns what is wrong with a program under autocast; nothing if it is sound.
 
     The yardstick's error is a random number too, in a chaotic program one of any size: what fails
@@ -155,7 +157,7 @@ def fault(steps: Program, half: str, seed: int = 0) -> str:
     """
     try:
         for runs in (RUNS,) if jumps(steps) else (1, RUNS):
-            wrong = [str(row) for row in errors(steps, half, seed, runs) if not row.sound]
+            wrong = [str(row) for row in errors(steps, half, seed, runs, storage) if not row.sound]
             if not wrong:
                 return ""
         return "\n".join(wrong)
@@ -201,11 +203,11 @@ def shrink(steps: Program, fails: Callable[[Program], Any], tries: int = 100) ->
     return steps
 
 
-def report(seed: int, leave_out: Sequence[str] = ()) -> str:
+def report(seed: int, leave_out: Sequence[str] = (), storage: str = "fast") -> str:
     """Judges the program of a seed; tells of a smallest one that fails, as code to be pasted."""
     steps, half = generate(seed, leave_out), HALVES[seed % 2]
-    if not fault(steps, half, seed):
+    if not fault(steps, half, seed, storage):
         return ""
-    steps = shrink(steps, lambda steps: fault(steps, half, seed))
-    call = f"random_programs.fault({steps!r}, {half!r}, {seed})"
-    return f"program {seed}:\n{call}\n{fault(steps, half, seed)}"
+    steps = shrink(steps, lambda steps: fault(steps, half, seed, storage))
+    call = f"random_programs.fault({steps!r}, {half!r}, {seed}, {storage!r})"
+    return f"program {seed}:\n{call}\n{fault(steps, half, seed, storage)}"

@@ -208,6 +208,8 @@ def _stand_rounding(group: Island) -> bool:
     beyond = any(v.fact.span == BEYOND for v in group.rounded) and group.half == FLOAT16
     if beyond or any(v.unrounded for v in group.rounded):
         return False
+    if any(v.fact.linear for v in group.inputs):  # tangents: results that lack one must not wait
+        return False
     touched = set(group.rounded)
     for op in group.ops:
         reads = [v for v in op.ins if v in touched]
