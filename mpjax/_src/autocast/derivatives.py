@@ -149,43 +149,73 @@ def wide_cotangent(fun: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 # ---- matmuls ------------------------------------------------------------------------------------
 
+# An operand of a matmul, and some of its dimensions.
+Place = tuple[int, tuple[int, ...]]
 
-def wide_matmul(eqn: Any, args: Sequence[Any]) -> Any:
-    """A matmul of half operands that gives its float32 accumulator; its tangent is half."""
+
+def matmul(eqn: Any, args: Sequence[Any], dtype: Any, centred: Place | None = None) -> Any:
+    """Runs a matmul whose tangents are computed in the dtype of its operands.
+
+    Args:
+        eqn: The matmul.
+        args: Its operands.
+        dtype: What it gives; of half operands, float32 is its accumulator.
+        centred: The operand by which the other one's tangent is multiplied less its mean, along
+            which dimensions. That is for results whose reader takes no notice of what is added to
+            all entries of a row, as a softmax does not.
+    """
     primitive, params = eqn.primitive, dict(eqn.params)
     del params["preferred_element_type"]
-    key = (primitive, tuple(sorted(params.items())))
+    key = (primitive, tuple(sorted(params.items())), np.dtype(dtype), centred)
     try:
-        matmul = _cached_wide_matmul(*key)
+        call = _cached_matmul(*key)
     except TypeError:  # a parameter that cannot be hashed
-        matmul = _cached_wide_matmul.__wrapped__(*key)
-    return matmul(*args)
+        call = _cached_matmul.__wrapped__(*key)
+    return call(*args)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cached_wide_matmul(primitive: Any, items: tuple[tuple[str, Any], ...]) -> Any:
+def _cached_matmul(
+    primitive: Any, items: tuple[tuple[str, Any], ...], dtype: Any, centred: Place | None
+) -> Any:
     params = dict(items)
 
     def product(operands, dtype):
         return primitive.bind(*operands, **params, preferred_element_type=np.dtype(dtype))
 
-    def wide(*operands):
-        return _jax.cpu_barrier(product(map(_jax.cpu_barrier, operands), FLOAT32))
+    def run(*operands):
+        if dtype == operands[0].dtype:
+            return product(operands, dtype)
+        return _jax.cpu_barrier(product(map(_jax.cpu_barrier, operands), dtype))
+
+    def along(moving, primals, tangents):
+        """Returns the tangent, given those of the operands that move."""
+        terms = []
+        for i, tangent in zip(moving, tangents, strict=True):
+            others = [*primals[:i], *primals[i + 1 :]]
+            if centred is not None and centred[0] != i:
+                others = [_less_mean(x, centred[1]) for x in others]
+            terms.append(product([*others[:i], tangent, *others[i:]], tangent.dtype))
+        return functools.reduce(jax.lax.add, terms)
+
+    if centred is not None:  # or what is less its mean would be kept
+        along = jax.checkpoint(along, prevent_cse=False, static_argnums=0)
 
     def jvp(primals, tangents):
-        half = primals[0].dtype
-        out = matmul(*primals)
-        terms = [
-            product((*primals[:i], tangent, *primals[i + 1 :]), half)
-            for i, tangent in enumerate(tangents[:2])
-            if not isinstance(tangent, SymbolicZero)
-        ]
-        if not terms:
-            return out, jnp.zeros_like(out)
-        return out, cast(functools.reduce(jax.lax.add, terms), out.dtype)
+        out = call(*primals)
+        moving = [i for i, t in enumerate(tangents[:2]) if not isinstance(t, SymbolicZero)]
+        if not moving:
+            return out, _jax.zero_tangent(out)
+        return out, cast(along((*moving,), primals, [tangents[i] for i in moving]), out.dtype)
 
-    matmul = with_tangent(wide, jvp, symbolic_zeros=True)
-    return matmul
+    call = with_tangent(run, jvp, symbolic_zeros=True)
+    return call
+
+
+def _less_mean(x: Any, dims: Sequence[int]) -> Any:
+    # The barrier: in the forward pass XLA would hold it beside the array itself.
+    full = cast(_jax.gpu_barrier(x), FLOAT32)
+    return cast(full - jnp.mean(full, dims, keepdims=True), x.dtype)
 
 
 # ---- float32 islands ----------------------------------------------------------------------------
@@ -322,10 +352,11 @@ def softmax(run: Run, arrays: Sequence[Any], known: Softmax, prevent_cse: bool) 
 
     def jvp(primals, tangents):
         out = run(primals)[0][0]
-        slope = _softmax_slope(known.axes, known.rate, out.dtype, prevent_cse)
         if isinstance(tangents[0], SymbolicZero):
             return out, _jax.zero_tangent(out)
-        return out, slope(keep(cast(out, known.half)), tangents[0])
+        slope = _softmax_slope(known.axes, known.rate, out.dtype, prevent_cse)
+        kept = keep(cast(out, known.half))
+        return kept if out.dtype == known.half else out, slope(kept, tangents[0])
 
     return [with_tangent(call, jvp, symbolic_zeros=True)(*arrays)]
 

@@ -110,6 +110,8 @@ class Op:
     index: int = -1
     row: int = -1  # its number in reports
     steady: bool = False  # what it reads may count as constant in derivatives
+    # Of a matmul, an operand and its dimensions: derivatives take it less its mean along them.
+    centred: tuple[int, tuple[int, ...]] | None = None
 
     @property
     def name(self) -> str:

@@ -57,6 +57,7 @@ class Island:
     barrier: bool = False  # XLA would rather save the insides than compute them again
     axes: tuple[int, ...] = ()  # of a softmax: what it sums over, as the matmul sees it
     rate: float = 1.0  # of a softmax: the logarithm of the base of its exponential
+    whole: bool = True  # of a softmax: its rows sum to one
     moving: int = 0  # of a softmax: how many inputs it is differentiated in; those come first
     matmul: Op | None = None  # of a softmax: the one that sums values by it
     weights: list[Op] = dataclasses.field(default_factory=list)  # to that: dropouts, reshapes

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mpjax._src import rules
 from mpjax._src.autocast.forms import (
     CONSTANT,
     EXPONENT,
@@ -86,11 +87,20 @@ def attentions(flow: Flow, found: list[Island]) -> None:
 
     over far smaller arrays. It is known before ``g`` is. Reshapes and transpositions in between
     change nothing as long as each axis of the matmul's operand runs over summed axes or over rows.
+
+    *Rounding.* What is known of ``o`` is rounded to half. So each row sum is off by some ``e``, and
+    the cotangent of ``z`` by ``-r e p``, along a whole row. With ``z = q k`` that of ``q`` is off
+    by ``r e p k``: by all that the keys have in common, which the true sum has no part of. Now
+    ``z`` may be shifted by any ``c`` that is the same for a row: ``dz (k - c) = dz k``, for the
+    entries of ``dz`` sum to zero. So the keys' mean is taken from them where ``dz`` is multiplied
+    by them, which is possible if nothing but shifts, scales of rows and masks is in between, and
+    no guard keeps rows from summing to one.
     """
+    softmaxes = [island for island in found if island.axes and island.whole]
+    moved = _moved(flow) if softmaxes else set()
     taken: set[Op] = set()  # two softmaxes may weigh the same values
-    for island in found:
-        if island.axes:
-            _weigh(island, flow, taken)
+    for island in softmaxes:
+        _weigh(island, flow, taken, moved)
 
 
 PEEPHOLES: tuple[Callable[[Flow, list[Island]], None], ...] = (softmaxes, attentions)
@@ -262,10 +272,11 @@ def _island(
     shifts = [v for t in form if t[0] == EXPONENT and t != scores for v in reading.values[t]]
     first = _read_once(reading.values[scores], members, flow)
     small = all(abs(t) <= SMALL for name, t in guards if name == "add")
-    if not guards or (small and _reaches_one(reading, form, axes)):
+    whole = not guards or (small and _reaches_one(reading, form, axes))
+    if whole:
         _steady(shifts, members, flow)
         _steady_shift(first, members, axes, flow)
-    island = Island([*members], axes=axes, rate=rate)
+    island = Island([*members], axes=axes, rate=rate, whole=whole)
     _bound(island, [first], quotient, flow)
     return island if island.results == quotient.outs else None
 
@@ -382,7 +393,7 @@ def _reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
 # ---- what a softmax weighs ----------------------------------------------------------------------
 
 
-def _weigh(island: Island, flow: Flow, taken: set[Op]) -> None:
+def _weigh(island: Island, flow: Flow, taken: set[Op], moved: "set[Op | None]") -> None:
     """Adds the matmul that sums values by a softmax to its island, and what lies between."""
     scores, quotient = island.inputs[0], flow.producer[island.sums[0]]
     weights, axes = _weights(quotient, flow, island.axes)
@@ -390,10 +401,15 @@ def _weigh(island: Island, flow: Flow, taken: set[Op]) -> None:
     matmul = _sums_values(flow.readers.get(weighed, []), weighed, axes)
     if matmul is None or matmul in taken or not _readers(matmul, flow):
         return
-    taken.add(matmul)
     moving = [scores, *(v for v in matmul.ins if v is not weighed)]
     if any(v in moving for op in weights for v in op.ins):
         return
+    sources = _sources(island, flow, moved)
+    if sources is None:
+        return
+    for op, place in sources.items():
+        op.centred = place
+    taken.add(matmul)
     made = {v for op in (quotient, *weights) for v in op.outs}
     read = dict.fromkeys(v for op in weights for v in op.ins)
     moving += [v for v in read if v not in made and not v.literal and v not in flow.free]
@@ -464,3 +480,105 @@ def _sums_values(readers: "list[Op | None]", result: Value, axes: tuple[int, ...
         and matmul.params.get("out_sharding") is None
     )
     return matmul if fits else None
+
+
+# ---- what scores are made by --------------------------------------------------------------------
+
+# An operand of a matmul, and some of its dimensions.
+Place = tuple[int, tuple[int, ...]]
+
+# Such entries of a row have no weight: the exponential of what lies so far below another is zero.
+MASKED = -(2.0**13)
+
+
+def _sources(
+    island: Island, flow: Flow, moved: "set[Op | None]"
+) -> "dict[Op, Place] | None":
+    """Returns the matmuls that make scores: of which operand to take the mean away, along what.
+
+    None where one of them would see what is added to all entries of a row.
+    """
+    scores = island.inputs[0]
+    found: dict[Op, Place] = {}
+    todo: list[tuple[Value, Axes | None]] = [(scores, own_axes(scores.aval.shape))]
+    seen: dict[tuple[Value, Axes | None], Op] = {}
+    while todo:
+        value, where = todo.pop()
+        op = flow.producer.get(value)
+        if op is None or op.steady or value.raw or (value, where) in seen:
+            continue
+        seen[value, where] = op
+        if op.spec.need == rules.HALF or op.rule == "program":
+            place = _place_of(op, where, island.axes)
+            if place is None or found.setdefault(op, place) != place:
+                return None
+        else:
+            varying = [v for v in op.ins if v.is_f32 and v.const is None]
+            todo += [(v, _where(op, v, where, island.axes, flow)) for v in varying]
+    found = {op: (i, dims) for op, (i, dims) in found.items() if dims}
+    through = {*seen.values(), *island.ops}
+    readers = {op for v, _ in seen for op in flow.readers[v] if op in moved}
+    return found if not found or readers <= through else None
+
+
+def _moved(flow: Flow) -> "set[Op | None]":
+    """Returns the ops through which results are differentiated; some are read by nobody."""
+    moved: set[Op | None] = {None}
+    for op in reversed(flow.block.ops):
+        if not op.steady and (op.eqn.effects or not moved.isdisjoint(_readers(op, flow))):
+            moved.add(op)
+    return moved
+
+
+def _where(op: Op, value: Value, where: Axes | None, axes: Any, flow: Flow) -> Axes | None:
+    """Returns the axes of an operand, seen from scores; None where a shift would not reach them."""
+    if where is None or op.forced or value.const is not None:
+        return None
+    if is_view(op):
+        return before(op, where)
+    others = [v for v in op.ins if v is not value]
+    if op.name in ("add", "sub", "add_any", "neg") and value.aval.shape == op.outs[0].aval.shape:
+        return where
+    if op.name == "mul" or (op.name == "div" and value is op.ins[0]):
+        return where if all(_is_steady(v, where, axes, flow) for v in others) else None
+    if op.name == "select_n" and value is not op.ins[0]:
+        consts = [v.const for v in others[1:]]
+        return where if all(c is not None and np.max(c) < MASKED for c in consts) else None
+    return None
+
+
+def _is_steady(value: Value, where: Axes, axes: tuple[int, ...], flow: Flow) -> bool:
+    """Tells a factor that is the same for all entries of a row."""
+    if value.const is not None and np.size(value.const) == 1:
+        return True
+    along: Axes | None = narrowed(value, where)
+    while (op := flow.producer.get(value)) is not None and is_view(op) and along is not None:
+        value, along = op.ins[0], before(op, along)
+    return along is not None and _is_constant_along(along, axes)
+
+
+def _place_of(op: Op, where: Axes | None, axes: tuple[int, ...]) -> Place | None:
+    """Returns which operand of a matmul runs along the axes of a row, and where."""
+    if op.name != "dot_general":
+        return None
+    (left, right), (batch, others) = op.params["dimension_numbers"]
+    shapes = [v.aval.shape for v in op.ins]
+    free = [
+        [d for d in range(len(shape)) if d not in (*used, *shared)]
+        for shape, used, shared in zip(shapes, (left, right), (batch, others), strict=True)
+    ]
+    if any(v.fact.mask for v in op.ins):  # ones and zeros: what they have in common is not large
+        return 0, ()
+    if where is None or (op.forced or op.rule) not in ("half", "full"):
+        return None
+    rows = [None] * len(batch) + [(i, d) for i in (0, 1) for d in free[i]]
+    over = [{place in axes for place, *_ in axis} for axis in where]
+    if any(len(kinds) > 1 for kinds in over):
+        return None
+    along = [place for place, kinds in zip(rows, over, strict=True) if kinds == {True}]
+    operands = {place[0] if place else None for place in along}
+    if not along:
+        return 0, ()
+    if len(operands) > 1 or None in operands:
+        return None
+    return operands.pop(), tuple(place[1] for place in along if place)

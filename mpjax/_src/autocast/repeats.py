@@ -81,7 +81,7 @@ def fold(
 
 # What the rewrite reads of a value and of an op, apart from the equation and from how they hang
 # together. A test holds it.
-READ = {Value: "raw literal returned dtype kept", Op: "rule half forced compute steady"}
+READ = {Value: "raw literal returned dtype kept", Op: "rule half forced compute steady centred"}
 
 # Programs inside are grouped into islands when they are rewritten, which reads nearly all.
 UNREAD = {

@@ -23,13 +23,13 @@ from mpjax._src.autocast.derivatives import (
     cast,
     elementwise,
     kept_alone,
+    matmul,
     maximum,
     pick,
     recomputed,
     recomputed_from_half,
     softmax,
     wide_cotangent,
-    wide_matmul,
 )
 from mpjax._src.autocast.environment import Env, Settings
 from mpjax._src.autocast.forms import is_view
@@ -128,6 +128,9 @@ def _run_as_planned(op: Op, env: Env) -> None:
         return env.store(op.outs[0], pick(op.eqn, [env.read(v, op.compute) for v in op.ins]))
     if op.name in ("reduce_max", "reduce_min") and op.outs[0].is_f32 and not op.steady:
         return env.store(op.outs[0], maximum(op.eqn, env.read(op.ins[0], op.compute)))
+    if op.centred:
+        args = [env.read(v, op.compute) for v in op.ins]
+        return env.store(op.outs[0], matmul(op.eqn, args, op.compute, op.centred))
     if rules.SUMS_BACK in op.spec.traits and op.compute in HALVES and _enlarges(op.eqn):
         args = [env.read(v, op.compute) for v in op.ins]
         wide = wide_cotangent(lambda *xs: _jax.bind(op.eqn, xs)[0], args)
@@ -177,8 +180,8 @@ def _run_half(op: Op, env: Env) -> None:
     args = [env.read(v, op.half) for v in op.ins]
     args = [cast(a, op.half) if a.dtype in HALVES and a.dtype != op.half else a for a in args]
     out = op.outs[0]
-    if out.is_f32 and out.dtype == FLOAT32:
-        array = wide_matmul(op.eqn, args)
+    if op.centred or (out.is_f32 and out.dtype == FLOAT32):
+        array = matmul(op.eqn, args, out.dtype, op.centred)
     else:
         wanted = op.half if out.is_f32 else out.aval.dtype
         array = _jax.bind(op.eqn, args, preferred_element_type=wanted)[0]
