@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from mpjax._src import rules
+
 # Tracing and compiling make the time of one example meaningless.
 # Under CI the same inputs every time: a red run there means that the change is at fault.
 CI = bool(os.environ.get("CI"))
@@ -42,3 +44,12 @@ def rng():
     seed = int(np.random.SeedSequence(0 if CI else None).generate_state(1)[0])
     print(f"seed {seed}")
     return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def table():
+    """Restores the table after a test that adds to it."""
+    before = dict(rules.RULES)
+    yield rules.RULES
+    rules.RULES.clear()
+    rules.RULES.update(before)

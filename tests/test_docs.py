@@ -17,12 +17,12 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_docstring_examples(name):
+def test_docstring_examples(name, table):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_blocks_of_a_page_run_one_after_the_other(page):
+def test_blocks_of_a_page_run_one_after_the_other(page, table):
     namespace = {"__name__": "__main__"}
     text = (ROOT / page).read_text()
     for match in BLOCK.finditer(text):

@@ -42,15 +42,6 @@ def test_legal_values_are_the_columns():
 # ---- register_rule ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def table():
-    """Restores the table after a test that adds to it."""
-    before = dict(rules.RULES)
-    yield rules.RULES
-    rules.RULES.clear()
-    rules.RULES.update(before)
-
-
 def new_operation(name):
     """Returns a primitive that JAX does not know, and a function that binds it: a leaky relu."""
     primitive = Primitive(name)

@@ -16,21 +16,24 @@ from random_programs import arguments, build, fault, generate, names_in, report,
 from support import equations
 
 from mpjax._src import rules
+from mpjax._src.policy import STORAGES
 
 PROGRAMS, CHUNK = 255, 15
+LEAN = range(1000, 1060)  # the programs of the default run that are stored by fewest bytes kept
 MANY = 3000
 
 # Faults of today's planner: for each a program that shows it, in bfloat16.
 LAYER = (("logistic", 1, 0, ()), ("layer", 0, 0, ()), ("matmul", 0, 0, ()), ("matmul", 0, 0, ()))
 SWITCHED = (("switched", 0, 0, (("standardize", 0, 0, ()),)), ("fourier", 0, 0, ()))
+ONE_HOT = (("write 12 steps of 1", 0, 0, (("sign", 0, 0, ()),)), ("attention", 0, 0, ()))
 KNOWN_FAULTS = {
+    "Of a softmax that is all but one-hot in every row, the cotangents of scores are differences of "
+    "a row sum of the rounded output and of rounded products, which do not cancel.": ONE_HOT,
     "The derivative of tanh is computed from its half result: 1 - y * y has no digits left where "
     "every entry is near one.": LAYER,
     "A branch that holds a matmul counts as half though another one is taken, so a short sum that "
     "reads the result, and a phase after it, has half operands.": SWITCHED,
 }
-# Seeds of the default run whose program shows the second of them.
-SATURATED = (83,)
 
 # Programs that random ones led to, mended since; and those that a rule of the planner keeps sound,
 # where taking it out makes no random program fail.
@@ -50,17 +53,23 @@ SOUND = {
 
 @pytest.mark.parametrize("first", range(0, PROGRAMS, CHUNK))
 def test_random_programs(first):
-    judge(seed for seed in range(first, first + CHUNK) if seed not in SATURATED)
+    judge(range(first, first + CHUNK))
+
+
+@pytest.mark.parametrize("first", LEAN[::CHUNK])
+def test_random_programs_under_lean(first):
+    judge(range(first, first + CHUNK), "lean")
 
 
 @pytest.mark.slow
-def test_many_random_programs():
+@pytest.mark.parametrize("storage", STORAGES)
+def test_many_random_programs(storage):
     first = 10**6 if os.environ.get("CI") else secrets.randbelow(10**9)
-    judge(range(first, first + MANY))
+    judge(range(first, first + MANY // 2), storage)
 
 
-def judge(seeds):
-    wrong = [text for seed in seeds if (text := report(seed))]
+def judge(seeds, storage="fast"):
+    wrong = [text for seed in seeds if (text := report(seed, storage=storage))]
     assert not wrong, "\n\n".join(wrong)
 
 
@@ -79,11 +88,6 @@ def test_what_is_sound_stays_so(name, half):
 @pytest.mark.parametrize("why", KNOWN_FAULTS)
 def test_known_faults_are_still_there(why):
     assert "autocast is" in fault(KNOWN_FAULTS[why], "bfloat16")
-
-
-@pytest.mark.parametrize("seed", SATURATED)
-def test_known_seeds_still_fail(seed):
-    assert "autocast is" in fault(generate(seed), random_programs.HALVES[seed % 2], seed)
 
 
 def test_every_operation_is_tried():

@@ -54,9 +54,9 @@ def flushed(h, i):
     return h + tiny.astype(jnp.float32) * 1e9
 
 
-def cancelled(h, i):
-    big = (h + 1000).astype(jnp.float16)
-    return h + (big - jnp.float16(1000)).astype(jnp.float32)  # difference
+def cancelled(h, i, by=1000):
+    big = (h + by).astype(jnp.float16)
+    return h + (big - jnp.float16(by)).astype(jnp.float32)  # difference
 
 
 def overflowing(h, i):
@@ -95,13 +95,13 @@ class TestPlantedFaults:
 
     def test_the_iteration_that_is_worst(self, model):
         def fault(h, i):
-            return jax.lax.cond(i == 2, lambda h: cancelled(h, i), lambda h: h, h)
+            return jax.lax.cond(i == LAYERS - 1, lambda h: cancelled(h, i, 16000), lambda h: h, h)
 
         def loss(params, x):
             return transformer(params, x, fault)
 
         top = compare(loss, "mixed_bfloat16")(*model).rows[0]
-        assert (top.primitive, top.iteration, top.times) == ("sub", (("scan", 2),), 1)
+        assert (top.primitive, top.iteration, top.times) == ("sub", (("scan", LAYERS - 1),), 1)
 
     @pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
     def test_an_accumulator_in_half(self, half, rng):

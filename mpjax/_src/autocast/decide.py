@@ -48,10 +48,11 @@ def _is_rounded(value: Value) -> bool:
     """Tells whether a float32 result is stored in half.
 
     It is where several read it, one of them outside of its island; and before a relu and the like,
-    which saves its operand for its derivative.
+    which saves its operand for its derivative. Not so what is computed from arguments alone: as of
+    an argument, each reader rounds it for itself, and its cotangents are summed in float32.
     """
     several = value.readers > 1 and value.outside and not value.all_full
-    return (several or value.before_kink) and _may_be_rounded(value)
+    return (several or value.before_kink) and not value.fact.given and _may_be_rounded(value)
 
 
 def _may_be_rounded(value: Value) -> bool:

@@ -76,7 +76,7 @@ def _float32_for_free(op: Op) -> str | None:
     depth = _jax.size_of([op.ins[0].aval.shape[d] for d in contracting])
     (out,) = op.outs
     short = (depth == 1 and out.amplified) or (depth <= SHORT and out.phase > STEP)
-    if short and all(v.fact.given for v in op.ins):
+    if short and not any(v.fact.half for v in op.ins):
         return "a short sum whose error a float32 operation would amplify"
     return None
 

@@ -42,7 +42,9 @@ def checkpoints(
     for _, level in itertools.groupby(sorted(spans, key=depth.__getitem__), depth.__getitem__):
         # As they run by now: what was gathered may run later than its first step did.
         when = {step: i for i, step in enumerate(steps)}
-        groups = [sorted({now[first[i]] for i in _bits(span)}, key=when.__getitem__) for span in level]
+        groups = [
+            sorted({now[first[i]] for i in _bits(span)}, key=when.__getitem__) for span in level
+        ]
         steps = gathered(steps, results, groups, copied)
         around = {step: c for c in steps if isinstance(c, Checkpoint) for step in c.steps}
         now = {step: around.get(holder, holder) for step, holder in now.items()}

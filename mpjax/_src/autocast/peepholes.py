@@ -491,9 +491,7 @@ Place = tuple[int, tuple[int, ...]]
 MASKED = -(2.0**13)
 
 
-def _sources(
-    island: Island, flow: Flow, moved: "set[Op | None]"
-) -> "dict[Op, Place] | None":
+def _sources(island: Island, flow: Flow, moved: "set[Op | None]") -> "dict[Op, Place] | None":
     """Returns the matmuls that make scores: of which operand to take the mean away, along what.
 
     None where one of them would see what is added to all entries of a row.
@@ -571,14 +569,14 @@ def _place_of(op: Op, where: Axes | None, axes: tuple[int, ...]) -> Place | None
         return 0, ()
     if where is None or (op.forced or op.rule) not in ("half", "full"):
         return None
-    rows = [None] * len(batch) + [(i, d) for i in (0, 1) for d in free[i]]
+    rows: list[tuple[int, int] | None] = [None] * len(batch)
+    rows += [(i, d) for i in (0, 1) for d in free[i]]
     over = [{place in axes for place, *_ in axis} for axis in where]
     if any(len(kinds) > 1 for kinds in over):
         return None
     along = [place for place, kinds in zip(rows, over, strict=True) if kinds == {True}]
-    operands = {place[0] if place else None for place in along}
-    if not along:
-        return 0, ()
-    if len(operands) > 1 or None in operands:
+    places = [place for place in along if place is not None]
+    operands = {operand for operand, _ in places}
+    if len(places) < len(along) or len(operands) > 1:
         return None
-    return operands.pop(), tuple(place[1] for place in along if place)
+    return max(operands, default=0), tuple(d for _, d in places)
