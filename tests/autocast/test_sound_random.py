@@ -27,8 +27,8 @@ LAYER = (("logistic", 1, 0, ()), ("layer", 0, 0, ()), ("matmul", 0, 0, ()), ("ma
 SWITCHED = (("switched", 0, 0, (("standardize", 0, 0, ()),)), ("fourier", 0, 0, ()))
 ONE_HOT = (("write 12 steps of 1", 0, 0, (("sign", 0, 0, ()),)), ("attention", 0, 0, ()))
 KNOWN_FAULTS = {
-    "Of a softmax that is all but one-hot in every row, the cotangents of scores are differences of "
-    "a row sum of the rounded output and of rounded products, which do not cancel.": ONE_HOT,
+    "Of a softmax that is one-hot in every row, the cotangents of scores are differences of a row "
+    "sum of the rounded output and of rounded products, which do not cancel.": ONE_HOT,
     "The derivative of tanh is computed from its half result: 1 - y * y has no digits left where "
     "every entry is near one.": LAYER,
     "A branch that holds a matmul counts as half though another one is taken, so a short sum that "
