@@ -38,6 +38,8 @@ class Op:
         jumps: Whether it or its derivative jumps.
         derivatives: How often it can be differentiated.
         turns: How often it runs the program that it holds.
+        stream: ``(f, x, y, scalars, rounded)`` of a residual stream: as ``fun``, with its state
+            rounded after each block, as models by hand keep it in half.
     """
 
     fun: Callable[..., Any]
@@ -45,6 +47,7 @@ class Op:
     jumps: bool = False
     derivatives: int = 9
     turns: int = 1
+    stream: Callable[..., Any] | None = None
 
 
 OPS: dict[str, Op] = {}
@@ -412,9 +415,13 @@ SIZES = (1.0, 0.3, 0.1, 0.03, 1e-2, 3e-3, 1e-3, 1e-5)
 WRITTEN, LOOPED = (1, 2, 3, 5, 12), (2, 5, 12, 40)
 
 
+# Steps at least as large as this, with weights of their own, are the blocks of a residual stream.
+BLOCK = 0.3
+
+
 def add_steps(size, length, in_a_loop, own):
-    def fun(f, x, y, s):
-        move = lambda x, w: x + size * jnp.tanh(f(x, w, s))  # noqa: E731
+    def fun(f, x, y, s, rounded=lambda x: x):
+        move = lambda x, w: rounded(x + size * jnp.tanh(f(x, w, s)))  # noqa: E731
         weights = [jnp.roll(y, i, 1) for i in range(length)] if own else [y] * length
         if not in_a_loop:
             return functools.reduce(move, weights, x)
@@ -423,7 +430,8 @@ def add_steps(size, length, in_a_loop, own):
         return lax.scan(lambda x, w: (move(x, w), None), x, jnp.stack(weights))[0]
 
     word = f"{'loop' if in_a_loop else 'write'} {length}{' own' if own else ''} steps of {size:g}"
-    OPS[word] = Op(fun, "program", turns=length)
+    stream = fun if own and size >= BLOCK else None
+    OPS[word] = Op(fun, "program", turns=length, stream=stream)
 
 
 for _size, _own in itertools.product(SIZES, (False, True)):

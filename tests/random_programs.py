@@ -22,8 +22,8 @@ RUNS = 3, 9  # over which medians are taken, where less fails
 HALVES = ("bfloat16", "float16")
 
 
-def build(steps: Program, before_jumps: Callable[..., Any] = lambda x: x) -> Callable[..., Any]:
-    """Returns a program as a function; what jumps reads what ``before_jumps`` makes of values."""
+def build(steps: Program, rounding: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Returns a program as a function; what jumps reads, and residual streams, are rounded."""
 
     def fun(x, y, scalars):
         return run(steps, x, y, scalars)[-2:]
@@ -32,7 +32,7 @@ def build(steps: Program, before_jumps: Callable[..., Any] = lambda x: x) -> Cal
         values = [x, y]
         for name, i, j, body in steps:
             a, b = (values[-1 - k % len(values)] for k in (i, j))
-            a, b = map(before_jumps, (a, b)) if OPS[name].jumps else (a, b)
+            a, b = map(rounding, (a, b)) if rounding and OPS[name].jumps else (a, b)
             values.append(apply(OPS[name], a, b, body, scalars))
         return values
 
@@ -43,7 +43,10 @@ def build(steps: Program, before_jumps: Callable[..., Any] = lambda x: x) -> Cal
             return op.fun(a, b)
         if op.kind == "scalar":
             return op.fun(a, scalars)
-        return op.fun(lambda x, y, s: run(body, x, y, s)[-1], a, b, scalars)
+        inner = lambda x, y, s: run(body, x, y, s)[-1]  # noqa: E731
+        if rounding and op.stream:
+            return op.stream(inner, a, b, scalars, rounding)
+        return op.fun(inner, a, b, scalars)
 
     return fun
 
@@ -126,12 +129,12 @@ def errors(
 ) -> list[Error]:
     """Returns the errors of a program: medians over some runs, of different arguments.
 
-    If it jumps, the yardstick rounds what it jumps on, as autocast may: two roundings are allowed,
-    and here they may make a difference of any size.
+    The yardstick rounds what a program jumps on, as autocast may: two roundings are allowed, and
+    here they may make a difference of any size. It rounds residual streams, as models by hand do.
     """
     argnums = (0, 1) if derivatives(steps) > 0 else None
     given = [arguments(seed + 1000 * run) for run in range(runs)]
-    by_hand = build(steps, lambda x: rounded(x, half)) if jumps(steps) else None
+    by_hand = build(steps, lambda x: rounded(x, half))
     found = errors_of_runs(build(steps), given, half, argnums, by_hand, storage)
     return [_median(rows) for rows in zip(*found, strict=True)]
 
