@@ -73,20 +73,20 @@ READERS = {
 def test_what_a_reader_wants(name):
     reader, (full, needed, amplified, outside, only_half, returned) = READERS[name]
     value = read(reader)
-    assert value.all_full == full
-    assert value.needed == needed
-    assert value.amplified == amplified
-    assert value.outside == outside
-    assert value.only_half == only_half
-    assert value.returned == returned
+    assert value.want.full == full
+    assert value.want.needed == needed
+    assert value.want.amplified == amplified
+    assert value.want.outside == outside
+    assert value.want.half == only_half
+    assert value.want.returned == returned
 
 
 def test_readers_are_counted_through_moves():
-    assert read(lambda h: (total(h), total(h.reshape(-1)))).readers == 2
-    assert read(lambda h: (total(h), jnp.exp(h), h @ V)).readers == 3
-    assert read(lambda h: H).readers == 0
+    assert len(read(lambda h: (total(h), total(h.reshape(-1)))).want.readers) == 2
+    assert len(read(lambda h: (total(h), jnp.exp(h), h @ V)).want.readers) == 3
+    assert len(read(lambda h: H).want.readers) == 0
     # A move that nobody reads is no reader.
-    assert read(lambda h: (h.reshape(-1), total(h))[1]).readers == 1
+    assert len(read(lambda h: (h.reshape(-1), total(h))[1]).want.readers) == 1
 
 
 PHASES = {
@@ -113,10 +113,10 @@ def test_by_how_much_an_error_enters_a_phase(name):
     reader, phase = PHASES[name]
     if "at most zero" in name:  # the maximum and the shifted value themselves
         block = analysed(lambda h: reader(h @ W), H)
-        assert op(block, "sub").outs[0].phase == 0.0
-        assert op(block, "sub").outs[0].amplified
+        assert op(block, "sub").outs[0].want.phase == 0.0
+        assert op(block, "sub").outs[0].want.amplified
     else:
-        assert read(reader).phase == pytest.approx(phase)
+        assert read(reader).want.phase == pytest.approx(phase)
 
 
 KINKS = {
@@ -131,15 +131,15 @@ KINKS = {
 @pytest.mark.parametrize("name", KINKS)
 def test_what_is_read_by_a_kink_outside_of_float32(name):
     reader, kink = KINKS[name]
-    assert read(reader).before_kink == kink
+    assert read(reader).want.kink == kink
 
 
 def test_half_beside_half_is_read_outside_of_float32():
     """An operand that follows a half one is read in half."""
-    assert read(lambda h: (h + h @ V) @ V).outside
-    assert not read(lambda h: jnp.square(h + jnp.exp(h))).outside
+    assert read(lambda h: (h + h @ V) @ V).want.outside
+    assert not read(lambda h: jnp.square(h + jnp.exp(h))).want.outside
     block = analysed(lambda h: (jnp.exp(h) + h @ W) @ V, H)
-    assert op(block, "exp").outs[0].outside
+    assert op(block, "exp").outs[0].want.outside
 
 
 def phases(depth, positions=False):
@@ -210,7 +210,7 @@ def decay(make):
 
     (sub,) = op(analysed(fun, H, jnp.ones((9, 8, 16)), W), "scan").subs
     ops = [o for o in sub.block.ops if "here" in o.scopes]
-    return ops[0].outs[0].unrounded, ops[-1].outs[0].unrounded
+    return ops[0].outs[0].want.unrounded, ops[-1].outs[0].want.unrounded
 
 
 def test_what_decays_a_state_is_not_rounded():
@@ -226,9 +226,11 @@ def test_readers_inside_of_programs_count():
         return lax.cond(h[0, 0] > 0, lambda h: h @ v, lambda h: jnp.exp(h), h)
 
     value = read(branches, V)
-    assert value.amplified and value.outside and not value.only_half and not value.all_full
+    assert (
+        value.want.amplified and value.want.outside and not value.want.half and not value.want.full
+    )
     inside = read(lambda h, v: lax.cond(True, lambda h: h @ v, lambda h: h @ v * 2, h), V)
-    assert inside.outside and not inside.amplified
+    assert inside.want.outside and not inside.want.amplified
 
 
 def test_a_carry_that_stays_float32_is_wanted_in_float32():
@@ -238,9 +240,9 @@ def test_a_carry_that_stays_float32_is_wanted_in_float32():
     def network(h):
         return lax.scan(lambda c, _: (jnp.tanh(c @ V), None), h, None, length=9)[0] @ V
 
-    assert read(sums).all_full
+    assert read(sums).want.full
     state = read(network)
-    assert not state.all_full and state.outside
+    assert not state.want.full and state.want.outside
 
 
 def test_the_next_turn_is_handed_a_float32_carry():
@@ -255,10 +257,10 @@ def test_the_next_turn_is_handed_a_float32_carry():
 
     (sub,) = op(analysed(fun, H), "scan").subs
     state = sub.block.outvars[0]
-    assert state.returned and state.needed and not state.all_full
+    assert state.want.returned and state.want.needed and not state.want.full
 
 
 def test_an_activation_with_a_rule_of_its_own_is_one_reader():
     value = read(lambda h: jax.nn.softplus(h) @ V)
-    assert value.readers == 1
-    assert not value.returned
+    assert len(value.want.readers) == 1
+    assert not value.want.returned

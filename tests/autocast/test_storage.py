@@ -59,6 +59,10 @@ def test_sloped_islands_in_value_and_derivatives(act, half):
         assert_near(derive(auto)(*args), derive(fun)(*args), tolerance)
 
 
+def twice(x):
+    return jnp.concatenate([x, x], 1)
+
+
 ATTENTIONS = {
     "softmax first": lambda s, v: jax.nn.softmax(s) @ v,
     "softmax second": lambda s, v: (v.mT @ jax.nn.softmax(s, axis=-2)).mT,
@@ -75,7 +79,9 @@ ATTENTIONS = {
     "gated by scores": lambda s, v: (jax.nn.softmax(s) * jnp.cos(s / 4)) @ v,
     "squared": lambda s, v: jax.nn.softmax(s) ** 2 @ v,
     "twice itself": lambda s, v: (jax.nn.softmax(s) * jax.nn.softmax(s)) @ v,
-    "weighed by the values": lambda s, v: (jax.nn.softmax(s)[..., :4] * v) @ jnp.abs(v[:, :4]),
+    "weighed by the values": lambda s, v: (
+        twice((jax.nn.softmax(s)[..., :4] * v).mT).mT @ twice(jnp.abs(v[:, :4])) / 2
+    ),
 }
 KEEP = np.arange(36).reshape(6, 6) % 5 > 0
 

@@ -187,7 +187,11 @@ def _residual_dtypes(bwd, count, ct_dtypes, policy, scopes) -> list[Any]:
     half = policy.compute_dtype
     return [
         half
-        if v.is_f32 and v.outside and v.readers == 1 and not v.all_full and half in HALVES
+        if v.is_f32
+        and v.want.outside
+        and len(v.want.readers) == 1
+        and not v.want.full
+        and half in HALVES
         else v.aval.dtype
         for v in plan.block.invars[:count]
     ]

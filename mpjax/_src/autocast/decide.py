@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from mpjax._src import rules
+from mpjax._src.autocast.demand import all_in_full
 from mpjax._src.autocast.facts import BEYOND
 from mpjax._src.autocast.graph import Block, Op, Value, half_of, is_float
 from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
@@ -51,12 +52,12 @@ def _is_rounded(value: Value) -> bool:
     which saves its operand for its derivative. Not so what is computed from arguments alone: as of
     an argument, each reader rounds it for itself, and its cotangents are summed in float32.
     """
-    several = value.readers > 1 and value.outside and not value.all_full
-    return (several or value.before_kink) and not value.fact.given and _may_be_rounded(value)
+    several = len(value.want.readers) > 1 and value.want.outside and not value.want.full
+    return (several or value.want.kink) and not value.fact.given and _may_be_rounded(value)
 
 
 def _may_be_rounded(value: Value) -> bool:
-    held = value.wide or value.lost or value.amplified or value.unrounded
+    held = value.wide or value.lost or value.want.amplified or value.want.unrounded
     return not (held or value.small or value.is_one)
 
 
@@ -78,7 +79,7 @@ def _decide_half(op: Op) -> None:
     elif op.forced == "half":
         _give(op, "half", op.half)  # a list or a region asks for half, its result included
     elif rules.HAS_WIDE_FORM in op.spec.traits and (
-        out.amplified or out.unrounded or (out.all_full and out.needed)
+        out.want.amplified or out.want.unrounded or (out.want.full and out.want.needed)
     ):
         op.reason += ", float32 result for its float32 readers"
         _set(out, "full", FLOAT32)
@@ -103,16 +104,16 @@ def _decide_follow(op: Op) -> None:
     critical = _critical_constant(op, flexible) if op.half is not None else None
     masked = any(v.wide and v.kind == "flexible" for v in op.ins)
     lost = any(_is_lost(op, out) for out in op.outs)
-    held = lost or any(out.amplified or out.unrounded for out in op.outs)
+    held = lost or any(out.want.amplified or out.want.unrounded for out in op.outs)
     if flexible:
         op.compute = FLOAT32
         _give(op, "flexible", FLOAT32, wide or critical is not None)
-    elif op.full_by_readers or "full" in kinds or critical is not None or masked or held:
+    elif all_in_full(op) or "full" in kinds or critical is not None or masked or held:
         op.compute = FLOAT32
         if critical is not None:
             op.reason = f"constant {critical:g} does not survive {op.half.name}"
             wide = True
-        elif op.full_by_readers:
+        elif all_in_full(op):
             op.reason = "read by float32 operations"
         elif lost:
             op.reason = "half would lose what it adds, or its range"
@@ -174,7 +175,7 @@ def _decide_layout(op: Op) -> None:
 
 
 def _only_for_half(out: Value) -> bool:
-    return out.is_f32 and out.only_half and out.readers > 0 and not out.small
+    return out.is_f32 and out.want.half and len(out.want.readers) > 0 and not out.small
 
 
 def _keeps_float32(op: Op) -> bool:
@@ -183,7 +184,7 @@ def _keeps_float32(op: Op) -> bool:
     So where the result is returned: a buffer that is updated in part keeps the rest of its values.
     """
     out = op.outs[0]
-    return out.returned or out.all_full or _critical_constant(op) is not None
+    return out.want.returned or out.want.full or _critical_constant(op) is not None
 
 
 def _decide_neutral(op: Op) -> None:
@@ -287,7 +288,9 @@ def _decide_result(op: Op, out: Value, index: int, inner: Sequence[Value]) -> No
     if op.inside.pinned or half is None:
         _set(out, "full", FLOAT32)
     elif "full" in kinds:
-        rounded = out.outside and not (out.all_full or out.returned) and _may_be_rounded(out)
+        rounded = (
+            out.want.outside and not (out.want.full or out.want.returned) and _may_be_rounded(out)
+        )
         _set(out, "half" if rounded else "full", half if rounded else FLOAT32)
     elif "half" in kinds:
         _set(out, "half", halves.pop() if len(halves) == 1 else half)

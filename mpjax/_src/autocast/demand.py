@@ -1,49 +1,70 @@
-"""What the readers of every value want of it: the third sweep of a plan, backwards."""
+"""What the readers of every value want of it: the third sweep of a plan, backwards.
+
+Each want is an element of a small lattice, joined over all readers; loops, nested ones too, run to
+a fixpoint. Who only changes the layout passes on what its own readers want.
+"""
 
 from collections.abc import Callable
 
 from mpjax._src import _jax, rules
 from mpjax._src.autocast.facts import STEP, WRITES, known_factor
-from mpjax._src.autocast.graph import Block, Op, Value
+from mpjax._src.autocast.graph import Block, Op, Sub, Value
+from mpjax._src.autocast.lattices import Want, both, joined
 from mpjax._src.dtypes import HALVES
 
-
-def read_by(
-    value: Value,
-    full=True,
-    needed=False,
-    outside=False,
-    returned=False,
-    readers=1,
-    only_half=False,
-    amplified=False,
-    phase=0.0,
-    unrounded=False,
-):
-    value.readers += readers
-    value.amplified |= amplified
-    value.phase = max(value.phase, phase)
-    value.unrounded |= unrounded
-    value.all_full &= full
-    value.needed |= needed
-    value.outside |= outside
-    value.returned |= returned
-    value.only_half &= only_half
+# Of a reader that computes in float32, in half, or in float32 to the last bit.
+FULL = Want(half=False)
+HALF = Want(full=False, outside=True)
+EXACT = FULL._replace(needed=True)
+# Of the end of a turn, by whether the next one takes it in half.
+CARRIED = {True: HALF._replace(half=False), False: EXACT._replace(returned=True)}
+# Of what takes a value into a loop, likewise.
+TAKEN = {True: HALF._replace(half=False), False: FULL}
 
 
 def demand(block: Block) -> None:
     """Collects what the readers of every value want, from the results back."""
     for op in reversed(block.ops):
-        DEMAND[op.forced or op.rule](op)
+        if op.rule == "program" and not op.forced:
+            for sub in reversed(op.subs):
+                _program(op, sub)
+            continue
+        if (reason := _float32_for_free(op)) is not None:
+            op.forced, op.reason = "full", reason
+        rule = op.forced or op.rule
+        for place, value in enumerate(op.ins):
+            if not value.is_f32:
+                continue
+            if rule == "layout" or (rule == "cast" and op.outs[0].is_f32):
+                value.want = both(value.want, _of_readers(op))
+            else:
+                read_by(value, (op, place), WANTS[rule](op, value))
 
 
-def _want_full(op: Op) -> None:
+def read_by(value: Value, reader: object, want: Want) -> None:
+    """Adds what one reader wants."""
+    value.want = both(value.want, want._replace(readers=frozenset([reader])))
+
+
+def all_in_full(op: Op) -> bool:
+    """Tells whether all that read an op's results compute in float32, or one is handed out."""
+    want = _of_readers(op)
+    return want.full or want.returned
+
+
+def _of_readers(op: Op) -> Want:
+    return joined(out.want for out in op.outs if out.is_f32)
+
+
+# ---- one operation ------------------------------------------------------------------------------
+
+
+def _full(op: Op, value: Value) -> Want:
     inside = [o for sub in op.subs for o in sub.block.walk()] or [op]
-    amplifies = any(o.spec.need == rules.FULL and o.spec.amplifies(o.params) for o in inside)
-    needed = amplifies or any(out.needed for out in op.outs)
+    amplified = any(o.spec.need == rules.FULL and o.spec.amplifies(o.params) for o in inside)
+    needed = amplified or any(out.want.needed for out in op.outs)
     phase = float(any(_is_phase(o) for o in inside))
-    for value in op.ins:
-        read_by(value, full=True, needed=needed, amplified=amplifies, phase=phase)
+    return FULL._replace(needed=needed, amplified=amplified, phase=phase)
 
 
 def _is_phase(op: Op) -> bool:
@@ -53,14 +74,6 @@ def _is_phase(op: Op) -> bool:
     return op.spec.need == rules.FULL and (gain == rules.UNBOUNDED or growing)
 
 
-def _want_half(op: Op) -> None:
-    if (reason := _float32_for_free(op)) is not None:
-        op.forced, op.reason = "full", reason
-        return _want_full(op)
-    for value in op.ins:
-        read_by(value, full=False, outside=True, only_half=True)
-
-
 def _float32_for_free(op: Op) -> str | None:
     """Returns why a matmul had better be float32, if half would gain nothing and lose much.
 
@@ -68,14 +81,15 @@ def _float32_for_free(op: Op) -> str | None:
     shorter than what a matrix unit multiplies at once is no faster in half; where an operation
     amplifies its result, and its operands are not half yet, nothing speaks for it.
     """
-    if op.forced or op.name != "dot_general" or any(v.fact.linear for v in op.ins):
+    matmul = op.rule == "half" and op.name == "dot_general" and not op.forced
+    if not matmul or any(v.fact.linear for v in op.ins):
         return None
     if any(v.fact.counts for v in op.ins):
         return f"positions or the like, which {op.half.name} would merge"
     (contracting, _), _ = op.params["dimension_numbers"]
     depth = _jax.size_of([op.ins[0].aval.shape[d] for d in contracting])
-    (out,) = op.outs
-    short = (depth == 1 and out.amplified) or (depth <= SHORT and out.phase > STEP)
+    want = op.outs[0].want
+    short = (depth == 1 and want.amplified) or (depth <= SHORT and want.phase > STEP)
     if short and not any(v.fact.half for v in op.ins):
         return "a short sum whose error a float32 operation would amplify"
     return None
@@ -85,34 +99,18 @@ def _float32_for_free(op: Op) -> str | None:
 SHORT = 4
 
 
-def _want_original(op: Op) -> None:
-    for value in op.ins:
-        read_by(value, full=True, needed=True)
-
-
-def _want_any(op: Op) -> None:
-    for value in op.ins:
-        read_by(value)
-
-
-def _want_follow(op: Op) -> None:
-    floats = [out for out in op.outs if out.is_f32]
-    full = all(out.all_full for out in floats)
-    op.full_by_readers = full or any(out.returned for out in floats)
-    needed = any(out.needed for out in floats)
-    kinked = rules.KINKED in op.spec.traits and not op.full_by_readers
-    for value in op.ins:
-        value.before_kink |= kinked
-        beside_half = any(v.fact.half for v in op.ins if v is not value)
-        read_by(
-            value,
-            op.full_by_readers,
-            needed,
-            outside=not op.full_by_readers and beside_half,
-            amplified=any(out.amplified for out in floats),
-            phase=max(out.phase for out in floats) * _factor(op) if floats else 0.0,
-            unrounded=_multiplies_a_state(op, value),
-        )
+def _follow(op: Op, value: Value) -> Want:
+    want, full = _of_readers(op), all_in_full(op)
+    return Want(
+        full=full,
+        half=False,
+        needed=want.needed,
+        outside=not full and any(v.fact.half for v in op.ins if v is not value),
+        amplified=want.amplified,
+        phase=want.phase * (known_factor(op) if op.spec.multiplies else 1.0),
+        unrounded=_multiplies_a_state(op, value),
+        kink=rules.KINKED in op.spec.traits and not full,
+    )
 
 
 def _multiplies_a_state(op: Op, value: Value) -> bool:
@@ -124,83 +122,51 @@ def _multiplies_a_state(op: Op, value: Value) -> bool:
     states = [v for v in op.ins if v.fact.exact and v.fact.writes > WRITES]
     if product and any(v is not value for v in states):
         return True
-    return (product or op.name == "neg") and any(out.unrounded for out in op.outs)
+    return (product or op.name == "neg") and any(out.want.unrounded for out in op.outs)
 
 
-def _factor(op: Op) -> float:
-    """Returns the known factor of a product, 1 of anything else."""
-    return known_factor(op) if op.spec.multiplies else 1.0
+def _cast(op: Op, value: Value) -> Want:
+    # To an integer or a float64: every bit counts.
+    return HALF if op.outs[0].aval.dtype in HALVES else EXACT
 
 
-def _want_same(op: Op) -> None:
-    """Layout: its readers are the readers of its operands."""
-    floats = [out for out in op.outs if out.is_f32]
-    for value in op.ins:
-        if not value.is_f32:
-            continue
-        for out in floats:
-            _pass_on(value, out)
-
-
-def _pass_on(value: Value, reader: Value) -> None:
-    if reader.readers:
-        read_by(
-            value,
-            reader.all_full,
-            reader.needed,
-            reader.outside,
-            reader.returned,
-            reader.readers,
-            reader.only_half,
-            reader.amplified,
-            reader.phase,
-            reader.unrounded,
-        )
-
-
-def _want_cast(op: Op) -> None:
-    value, out = op.ins[0], op.outs[0]
-    if not value.is_f32:
-        return
-    if out.is_f32:
-        _pass_on(value, out)
-    elif out.aval.dtype in HALVES:
-        read_by(value, full=False, outside=True, only_half=True)
-    else:  # to an integer, a float64: every bit counts
-        read_by(value, full=True, needed=True)
-
-
-def _want_program(op: Op) -> None:
-    for sub in reversed(op.subs):
-        block = sub.block
-        carried = dict(sub.carry)
-        for position, (value, index) in enumerate(zip(block.outvars, sub.outs, strict=True)):
-            if position in carried and not block.carries[carried[position]]:
-                read_by(value, full=True, needed=True, returned=True)
-            elif position in carried:
-                read_by(value, full=False, outside=True)
-            elif index is not None:
-                _pass_on(value, op.outs[index])
-            else:
-                read_by(value)
-        demand(block)
-        for position, (value, index) in enumerate(zip(block.invars, sub.ins, strict=True)):
-            if position not in carried.values():
-                _pass_on(op.ins[index], value)
-            elif block.carries and block.carries[position]:
-                read_by(op.ins[index], full=False, outside=True)
-            else:
-                read_by(op.ins[index], full=True)
-
-
-DEMAND: dict[str, Callable[[Op], None]] = {
-    "half": _want_half,
-    "full": _want_full,
-    "follow": _want_follow,
-    "layout": _want_same,
-    "neutral": _want_any,
-    "cast": _want_cast,
-    "program": _want_program,
-    "leave": _want_original,
-    "written": _want_original,
+WANTS: dict[str, Callable[[Op, Value], Want]] = {
+    "half": lambda op, value: HALF,
+    "full": _full,
+    "follow": _follow,
+    "neutral": lambda op, value: FULL,
+    "cast": _cast,
+    "leave": lambda op, value: EXACT,
+    "written": lambda op, value: EXACT,
 }
+
+
+# ---- programs -----------------------------------------------------------------------------------
+
+
+def _program(op: Op, sub: Sub) -> None:
+    """Passes wants into a sub-program, and out of it again; a loop's until nothing changes."""
+    block, carried = sub.block, dict(sub.carry)
+    before = None
+    while before != (before := [v.want for v in block.outvars]):
+        for position, (value, index) in enumerate(zip(block.outvars, sub.outs, strict=True)):
+            reader = op, position, "result"
+            if position in carried:
+                place = carried[position]
+                later = _through_turns(block.invars[place].want)
+                read_by(value, reader, both(CARRIED[block.carries[place]], later))
+            elif index is not None:
+                value.want = both(value.want, op.outs[index].want)
+            else:
+                read_by(value, reader, FULL)
+        demand(block)
+    for position, (value, index) in enumerate(zip(block.invars, sub.ins, strict=True)):
+        if position in carried.values():
+            read_by(op.ins[index], (op, position), TAKEN[block.carries[position]])
+        else:
+            op.ins[index].want = both(op.ins[index].want, value.want)
+
+
+def _through_turns(want: Want) -> Want:
+    """Returns what the readers of the next turn want of what a turn hands on."""
+    return Want(amplified=want.amplified, phase=want.phase, unrounded=want.unrounded)

@@ -80,7 +80,7 @@ class Env:
         if value in self._known:
             array = known(array, self._known[value])
         if value.is_f32 and array.dtype != value.dtype:
-            if value.returned:
+            if value.want.returned:
                 self._exact[value] = array
             array = cast(array, value.dtype)
         self.write(value, array)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from mpjax._src import _jax, rules
-from mpjax._src.autocast.lattices import NOTHING, Fact
+from mpjax._src.autocast.lattices import NOTHING, UNREAD, Fact, Want
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.higher_order import HigherOrder, higher_order, turns_of
 from mpjax._src.rules import Rule, rule_of
@@ -37,17 +37,7 @@ class Value:
     raw: bool = False  # an argument or constant, perhaps after layout operations
     literal: bool = False  # written in the program
     small: bool = False  # a reduction's result, or made from such alone
-    # What its readers want, layout operations looked through (`demand`).
-    readers: int = 0
-    all_full: bool = True  # every reader computes in float32
-    needed: bool = False  # some reader would amplify a rounding error, or hands it out
-    amplified: bool = False  # some reader would amplify a rounding error
-    phase: float = 0  # the largest factor by which its error enters a phase or a pole
-    unrounded: bool = False  # some reader multiplies a state by it: what it lacks of 1 counts
-    outside: bool = False  # some reader computes in half
-    only_half: bool = True  # every reader certainly computes in half
-    before_kink: bool = False  # read by a relu or the like, outside of float32 operations
-    returned: bool = False
+    want: Want = UNREAD  # what its readers want (`demand`)
     fact: Fact = NOTHING  # where it comes from (`facts`)
     # The decision (`decide`).
     kind: str = ""  # "half", "full", "flexible"; "" if not float32
@@ -104,7 +94,6 @@ class Op:
     rule: str = ""
     half: Any = None  # the half dtype that it would use
     forced: str = ""  # "half" or "full", whatever its operands are
-    full_by_readers: bool = False
     compute: Any = None  # what its float32 operands are read in; None as they are stored
     reason: str = ""
     index: int = -1

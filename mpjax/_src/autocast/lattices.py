@@ -1,5 +1,6 @@
 """What a plan knows of a value, as elements of small lattices: joined where ways meet."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -89,3 +90,57 @@ def union(masks: Iterable[int]) -> int:
 def argument(bit: int, half: bool = False, linear: bool = False) -> Fact:
     """Returns what is known of an argument of the program, whose bit is given."""
     return Fact(half=half, span=FITS, linear=linear, weights=bit)
+
+
+class Want(NamedTuple):
+    """What the readers of a value want of it, layout operations looked through.
+
+    As it stands, of a value that nobody reads.
+
+    Attributes:
+        readers: Who reads it.
+        full: Every reader computes in float32.
+        half: Every reader certainly computes in half.
+        needed: Some reader would amplify a rounding error, or hands the value out.
+        amplified: Some reader would amplify a rounding error.
+        phase: The largest factor by which an error enters a phase or a pole.
+        unrounded: Some reader multiplies a state by it: what it lacks of one counts.
+        outside: Some reader computes in half.
+        kink: A relu or the like reads it, outside of float32 operations.
+        returned: It is handed out.
+    """
+
+    readers: frozenset[object] = frozenset()
+    full: bool = True
+    half: bool = True
+    needed: bool = False
+    amplified: bool = False
+    phase: float = 0.0
+    unrounded: bool = False
+    outside: bool = False
+    kink: bool = False
+    returned: bool = False
+
+
+UNREAD = Want()
+
+
+def both(first: Want, second: Want) -> Want:
+    """Returns what two readers want."""
+    return Want(
+        readers=first.readers | second.readers,
+        full=first.full and second.full,
+        half=first.half and second.half,
+        needed=first.needed or second.needed,
+        amplified=first.amplified or second.amplified,
+        phase=max(first.phase, second.phase),
+        unrounded=first.unrounded or second.unrounded,
+        outside=first.outside or second.outside,
+        kink=first.kink or second.kink,
+        returned=first.returned or second.returned,
+    )
+
+
+def joined(wants: Iterable[Want]) -> Want:
+    """Returns what several readers want."""
+    return functools.reduce(both, wants, UNREAD)

@@ -26,6 +26,7 @@ from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import demand, read_by
 from mpjax._src.autocast.facts import Sweep, argument
 from mpjax._src.autocast.graph import Block, build, number
+from mpjax._src.autocast.lattices import Want
 from mpjax._src.autocast.storage import FAST, store
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.policy import Policy
@@ -88,9 +89,10 @@ def analyse(
         value.fact = argument(sweep.bit(value), dtype in HALVES, index in linear)
     sweep.block(block)
     out_dtypes = out_dtypes or [FLOAT32] * len(block.outvars)
-    for value, dtype in zip(block.outvars, out_dtypes, strict=True):
-        as_half = dtype in HALVES
-        read_by(value, full=not as_half, needed=not as_half, outside=as_half, returned=not as_half)
+    for place, (value, dtype) in enumerate(zip(block.outvars, out_dtypes, strict=True)):
+        half = dtype in HALVES
+        want = Want(full=not half, half=False, needed=not half, outside=half, returned=not half)
+        read_by(value, place, want)
     demand(block)
     decide(block)
     return Plan(block, policy, used)

@@ -81,11 +81,14 @@ def fold(
 
 # What the rewrite reads of a value and of an op, apart from the equation and from how they hang
 # together. A test holds it.
-READ = {Value: "raw literal returned dtype kept", Op: "rule half forced compute steady centred"}
+READ = {
+    Value: "raw literal want.returned dtype kept",
+    Op: "rule half forced compute steady centred",
+}
 
 # Programs inside are grouped into islands when they are rewritten, which reads nearly all.
 UNREAD = {
-    Value: "aval const paths readers",
+    Value: "aval const paths want",
     Op: "eqn ins outs subs stack scopes callers index reason row",
     Island: "after",
     Block: "steps",
@@ -95,6 +98,7 @@ FIELDS: dict[type, list[str]] = {
     kind: [f.name for f in dataclasses.fields(kind) if f.name not in unread.split()]
     for kind, unread in UNREAD.items()
 }
+FIELDS[Value].append("want.returned")
 _of = {
     kind: (operator.attrgetter(*read.split()), operator.attrgetter(*FIELDS[kind]))
     for kind, read in READ.items()

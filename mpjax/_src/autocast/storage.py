@@ -206,7 +206,7 @@ def _from_half(group: Island, flow: Flow) -> bool:
 def _stand_rounding(group: Island) -> bool:
     """Tells whether the derivatives of an island may be computed from its rounded inputs."""
     beyond = any(v.fact.span == BEYOND for v in group.rounded) and group.half == FLOAT16
-    if beyond or any(v.unrounded for v in group.rounded):
+    if beyond or any(v.want.unrounded for v in group.rounded):
         return False
     if any(v.fact.linear for v in group.inputs):  # tangents: results that lack one must not wait
         return False
