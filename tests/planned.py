@@ -6,6 +6,7 @@ from jax import ShapeDtypeStruct as Shape
 from support import normal
 
 import mpjax
+from mpjax._src.autocast.explain import words
 from mpjax._src.autocast.plan import analyse
 
 H, W, V = normal(0, 8, 16), normal(1, 16, 16), normal(2, 16, 16)
@@ -30,4 +31,9 @@ def op(block, name, place=-1):
     return [op for op in block.walk() if op.name == name][place]
 
 
-__all__ = ["SCALAR", "VECTOR", "H", "Shape", "V", "W", "analysed", "fact", "op"]
+def said(op):
+    """Returns why an op computes in what it does, in words."""
+    return words(op.why)
+
+
+__all__ = ["SCALAR", "VECTOR", "H", "Shape", "V", "W", "analysed", "fact", "op", "said"]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from planned import VECTOR, H, V, W, op
+from planned import VECTOR, H, V, W, op, said
 
 import mpjax
 from mpjax._src.autocast.plan import analyse
@@ -129,7 +129,7 @@ def test_lists_change_the_rule_of_what_they_name(case):
         found = op(block, name)
         assert (found.forced or found.rule) == expected, name
     if kind != "follow":  # whose reason is then what it follows
-        assert op(block, primitive).reason == f"{kind} list of the policy"
+        assert said(op(block, primitive)) == f"{kind} list of the policy"
 
 
 def test_what_a_list_leaves_a_matmul_is():
@@ -142,7 +142,7 @@ def test_what_a_list_leaves_a_matmul_is():
 def test_a_list_does_not_speak_of_integers():
     fun = lambda h: (jnp.arange(16) + 1, h)  # noqa: E731
     found = op(planned(fun, H, policy=POLICY.with_ops(half="add")).block, "add")
-    assert (found.rule, found.forced, found.reason) == ("leave", "", "no float32")
+    assert (found.rule, found.forced, said(found)) == ("leave", "", "no float32")
 
 
 def overridden(fun, *args, paths, patterns, name="dot_general"):
@@ -256,7 +256,7 @@ def test_a_region_says_what_runs_in_it(dtype):
         found = op(block, name)
         assert (found.forced or found.rule) == expected, name
         assert found.half == (jnp.float16 if dtype == "float16" else jnp.bfloat16)
-        assert found.reason == f"region {dtype}"
+        assert said(found) == f"region {dtype}"
 
 
 def test_the_innermost_region_wins():
@@ -282,7 +282,7 @@ def test_no_region_speaks_of_an_explicit_precision_or_of_integers():
 
     block = planned(fun, H).block
     assert op(block, "dot_general").rule == "written"
-    assert op(block, "add").reason == "no float32"
+    assert said(op(block, "add")) == "no float32"
 
 
 def test_what_an_inner_autocast_planned_is_left_alone():
@@ -292,7 +292,7 @@ def test_what_an_inner_autocast_planned_is_left_alone():
     block = planned(fun, H).block
     inner = [o for o in block.walk() if o.name == "tanh"]
     assert [o.forced or o.rule for o in inner] == ["leave", "follow"]
-    assert inner[0].reason == "planned by an inner autocast"
+    assert said(inner[0]) == "planned by an inner autocast"
 
 
 SMALL = {
@@ -350,7 +350,7 @@ def test_constants_are_known_inside_of_control_flow_and_carries_are_not():
 
 def test_a_policy_of_float32_forces_all():
     block = planned(lambda h: jnp.tanh(h @ W) @ V, H, policy=mpjax.get_policy("float32")).block
-    assert {(o.forced, o.reason) for o in block.ops} == {("full", "the policy computes in float32")}
+    assert {(o.forced, said(o)) for o in block.ops} == {("full", "the policy computes in float32")}
     half = mpjax.get_policy("float32").override({"head": "bfloat16"})
 
     def fun(h):

@@ -8,6 +8,7 @@ import numpy as np
 
 from mpjax._src import rules
 from mpjax._src.autocast.graph import PLANNED, REGION, Block, Op, is_float, known_value
+from mpjax._src.autocast.why import Reason, Why, why
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.patterns import matches
 from mpjax._src.policy import Policy
@@ -17,9 +18,9 @@ def classify(block: Block, policy: Policy) -> frozenset[str]:
     """Gives every op its rule; returns the override patterns that matched something."""
     used: set[str] = set()
     listed = {
-        **dict.fromkeys(policy.half_ops, "half list of the policy"),
-        **dict.fromkeys(policy.full_ops, "full list of the policy"),
-        **dict.fromkeys(policy.follow_ops, "follow list of the policy"),
+        **dict.fromkeys(policy.half_ops, "half"),
+        **dict.fromkeys(policy.full_ops, "full"),
+        **dict.fromkeys(policy.follow_ops, "follow"),
     }
     for value in block.invars:
         used |= {p for p, _ in policy.overrides for path in value.paths if matches(p, path)}
@@ -50,12 +51,12 @@ def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[st
                 value = sub.block.invars[argument]
                 value.paths, value.raw, value.const = (), False, None
             _classify(sub.block, policy, listed, used)
-        op.rule, op.reason = _rule(op)
+        op.rule, op.why = _rule(op)
         _apply_lists(op, listed)
         _apply_overrides(op, policy, used)
         _apply_region(op)
         if op.half is None and op.forced != "full":
-            op.forced, op.reason = "full", "the policy computes in float32"
+            op.forced, op.why = "full", why(Reason.FLOAT32_POLICY)
         reduces = rules.REDUCES in op.spec.traits
         if reduces or (op.ins and op.rule in ("follow", "layout", "full")):
             big = [v for v in op.ins if v.is_f32 and v.const is None]
@@ -64,34 +65,34 @@ def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[st
                 out.small = small
 
 
-def _rule(op: Op) -> tuple[str, str]:
-    """Returns the rule of an op by what it is, and the reason in words."""
+def _rule(op: Op) -> tuple[str, Why]:
+    """Returns the rule of an op by what it is, and why."""
     wide_form = rules.HAS_WIDE_FORM in op.spec.traits
     if not any(v.is_f32 for v in (*op.ins, *op.outs)) and not op.subs and not wide_form:
-        return "leave", "no float32"
+        return "leave", why(Reason.NO_FLOAT32)
     if op.subs:
-        return _custom_jvp_rule(op) if op.inside.as_one else ("program", "program inside")
+        return _custom_jvp_rule(op) if op.inside.as_one else ("program", why(Reason.PROGRAM))
     if op.spec.need == rules.HALF:
         return _matmul_rule(op)
     if op.name == "convert_element_type":
-        return "cast", "the program's own cast"
-    return NEEDS.get(op.spec.need, ("leave", "unknown operation, left alone"))
+        return "cast", why(Reason.CAST)
+    return NEEDS.get(op.spec.need, ("leave", why(Reason.UNKNOWN)))
 
 
-# The rule of an op by what its primitive needs, and the reason in words.
+# The rule of an op by what its primitive needs, and why.
 NEEDS = {
-    rules.FULL: ("full", "full list"),
-    rules.COMPARE: ("neutral", "gives no float"),
-    rules.FOLLOW: ("follow", "follows its operands"),
-    rules.MOVE: ("layout", "follows its operands"),
+    rules.FULL: ("full", why(Reason.FULL_ROW)),
+    rules.COMPARE: ("neutral", why(Reason.GIVES_NO_FLOAT)),
+    rules.FOLLOW: ("follow", why(Reason.OPERANDS)),
+    rules.MOVE: ("layout", why(Reason.OPERANDS)),
 }
 
 
-def _matmul_rule(op: Op) -> tuple[str, str]:
+def _matmul_rule(op: Op) -> tuple[str, Why]:
     precision = op.params.get("precision")
     asked = precision if isinstance(precision, tuple) else (precision,)
     if any(p is not None and str(p) not in ("DEFAULT", "Precision.DEFAULT") for p in asked):
-        return "written", f"explicit precision {precision}, left as written"
+        return "written", why(Reason.PRECISION, precision)
     floats = [v for v in op.ins if is_float(v)]
     wanted = op.params.get("preferred_element_type")
     operands = {v.aval.dtype for v in floats}
@@ -99,20 +100,27 @@ def _matmul_rule(op: Op) -> tuple[str, str]:
         if FLOAT32 not in operands and not (
             op.outs[0].is_f32 and rules.HAS_WIDE_FORM in op.spec.traits
         ):
-            return "leave", "no float32"
-        return "half", "half list"
-    return ("leave", "no float32") if FLOAT32 not in operands else ("written", "left as written")
+            return "leave", why(Reason.NO_FLOAT32)
+        return "half", why(Reason.HALF_ROW)
+    if FLOAT32 not in operands:
+        return "leave", why(Reason.NO_FLOAT32)
+    return "written", why(Reason.WRITTEN)
 
 
-def _custom_jvp_rule(op: Op) -> tuple[str, str]:
+def _custom_jvp_rule(op: Op) -> tuple[str, Why]:
     """An elementwise function with a rule is one op; one with matmuls inside is a program."""
-    floats = [o for o in op.subs[0].block.walk() if o.rule != "leave" or o.reason != "no float32"]
+    floats = [o for o in op.subs[0].block.walk() if o.rule != "leave" or not _has_none(o)]
     rules = {o.rule for o in floats}
     if rules & {"half", "written", "leave"} or any(o.subs and o.rule == "program" for o in floats):
-        return "program", "a program with a rule of its own"
+        return "program", why(Reason.OWN_RULE)
     if "full" in rules or any(o.forced == "full" for o in floats):
-        return "full", "full list inside"
-    return "follow", "follows its operands"
+        return "full", why(Reason.FULL_INSIDE)
+    return "follow", why(Reason.OPERANDS)
+
+
+def _has_none(op: Op) -> bool:
+    """Tells an op with no float32 in it."""
+    return op.why == why(Reason.NO_FLOAT32)
 
 
 # Rules that a list, an override or a region may change.
@@ -120,19 +128,19 @@ CHANGEABLE = ("half", "full", "follow", "layout", "leave", "neutral")
 
 
 def _apply_lists(op: Op, listed: dict[str, str]) -> None:
-    reason = listed.get(op.name)
-    if reason is None or op.rule not in CHANGEABLE or op.reason == "no float32":
+    name = listed.get(op.name)
+    if name is None or op.rule not in CHANGEABLE or _has_none(op):
         return
-    op.reason = reason
-    if reason.startswith("follow"):
+    op.why = why(Reason.LISTED, name)
+    if name == "follow":
         op.rule, op.forced = "follow", ""
     else:
-        op.forced = "half" if reason.startswith("half") else "full"
+        op.forced = name
         op.rule = "follow" if op.rule != "half" else op.rule
 
 
 def _apply_overrides(op: Op, policy: Policy, used: set[str]) -> None:
-    if not policy.overrides or op.reason == "no float32":
+    if not policy.overrides or _has_none(op):
         return
     places = ["/".join(op.scopes), "/".join((*op.scopes, op.name))]
     places += [path for v in op.ins for path in v.paths]
@@ -147,19 +155,19 @@ def _apply_overrides(op: Op, policy: Policy, used: set[str]) -> None:
     if dtype in HALVES:
         op.half = dtype
     elif op.rule in CHANGEABLE and op.rule not in ("layout", "neutral"):
-        op.forced, op.reason = "full", f'override "{pattern}"'
+        op.forced, op.why = "full", why(Reason.OVERRIDE, pattern)
 
 
 def _apply_region(op: Op) -> None:
     if PLANNED in op.scopes:
-        op.rule, op.forced, op.reason = "leave", "", "planned by an inner autocast"
+        op.rule, op.forced, op.why = "leave", "", why(Reason.INNER_AUTOCAST)
         return
     for name in reversed(op.scopes):
         if name.startswith(REGION):
             dtype = np.dtype(name.removeprefix(REGION))
-            if op.rule not in CHANGEABLE or op.reason == "no float32":
+            if op.rule not in CHANGEABLE or _has_none(op):
                 return
-            op.reason = f"region {dtype.name}"
+            op.why = why(Reason.REGION, dtype.name)
             if dtype in HALVES:
                 op.half = dtype
                 arithmetic = op.rule in ("half", "full", "follow")

@@ -9,6 +9,7 @@ from mpjax._src import rules
 from mpjax._src.autocast.demand import all_in_full
 from mpjax._src.autocast.facts import BEYOND
 from mpjax._src.autocast.graph import Block, Op, Value, half_of, is_float
+from mpjax._src.autocast.why import Reason, why
 from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
 from mpjax._src.higher_order import SCAN
 
@@ -81,7 +82,7 @@ def _decide_half(op: Op) -> None:
     elif rules.HAS_WIDE_FORM in op.spec.traits and (
         out.want.amplified or out.want.unrounded or (out.want.full and out.want.needed)
     ):
-        op.reason += ", float32 result for its float32 readers"
+        op.why = why(Reason.WIDE_RESULT)
         _set(out, "full", FLOAT32)
     elif all(v.aval.dtype in HALVES for v in op.ins if is_float(v)):
         _set(out, "full", FLOAT32)  # the program asked for a float32 result of half operands
@@ -111,21 +112,18 @@ def _decide_follow(op: Op) -> None:
     elif all_in_full(op) or "full" in kinds or critical is not None or masked or held:
         op.compute = FLOAT32
         if critical is not None:
-            op.reason = f"constant {critical:g} does not survive {op.half.name}"
-            wide = True
+            op.why, wide = why(Reason.CONSTANT, critical, op.half.name), True
         elif all_in_full(op):
-            op.reason = "read by float32 operations"
-        elif lost:
-            op.reason = "half would lose what it adds, or its range"
+            op.why = why(Reason.FULL_READERS)
         elif held:
-            op.reason = "a float32 operation would amplify its rounding"
+            op.why = why(Reason.LOST if lost else Reason.AMPLIFIED)
         elif masked:
-            op.reason = f"an operand is made of constants that do not survive {op.half.name}"
+            op.why = why(Reason.OF_CONSTANTS, op.half.name)
         else:
-            op.reason = "follows a float32 operand"
+            op.why = why(Reason.FULL_OPERAND)
         _give(op, "full", FLOAT32, wide)
     else:
-        op.compute, op.reason = op.half, "follows a half operand"
+        op.compute, op.why = op.half, why(Reason.HALF_OPERAND)
         _give(op, "half", op.half)
 
 
@@ -217,7 +215,7 @@ def _decide_cast(op: Op) -> None:
     elif value.aval.dtype == np.bool_ or value.aval.dtype in HALVES:
         _set(out, "flexible", FLOAT32)  # exact in half
     elif np.issubdtype(value.aval.dtype, np.integer):
-        op.reason = "made from integers"
+        op.why = why(Reason.INTEGERS)
         out.wide = True
         _set(out, "full", FLOAT32)
     else:

@@ -10,6 +10,7 @@ from mpjax._src import _jax, rules
 from mpjax._src.autocast.facts import STEP, WRITES, known_factor
 from mpjax._src.autocast.graph import Block, Op, Sub, Value
 from mpjax._src.autocast.lattices import Want, both, joined
+from mpjax._src.autocast.why import Reason, Why, why
 from mpjax._src.dtypes import HALVES
 
 # Of a reader that computes in float32, in half, or in float32 to the last bit.
@@ -30,7 +31,7 @@ def demand(block: Block) -> None:
                 _program(op, sub)
             continue
         if (reason := _float32_for_free(op)) is not None:
-            op.forced, op.reason = "full", reason
+            op.forced, op.why = "full", reason
         rule = op.forced or op.rule
         for place, value in enumerate(op.ins):
             if not value.is_f32:
@@ -74,7 +75,7 @@ def _is_phase(op: Op) -> bool:
     return op.spec.need == rules.FULL and (gain == rules.UNBOUNDED or growing)
 
 
-def _float32_for_free(op: Op) -> str | None:
+def _float32_for_free(op: Op) -> Why | None:
     """Returns why a matmul had better be float32, if half would gain nothing and lose much.
 
     A matmul of integers, as rotary embeddings spell their angles, would merge them. A contraction
@@ -85,13 +86,13 @@ def _float32_for_free(op: Op) -> str | None:
     if not matmul or any(v.fact.linear for v in op.ins):
         return None
     if any(v.fact.counts for v in op.ins):
-        return f"positions or the like, which {op.half.name} would merge"
+        return why(Reason.POSITIONS, op.half.name)
     (contracting, _), _ = op.params["dimension_numbers"]
     depth = _jax.size_of([op.ins[0].aval.shape[d] for d in contracting])
     want = op.outs[0].want
     short = (depth == 1 and want.amplified) or (depth <= SHORT and want.phase > STEP)
     if short and not any(v.fact.half for v in op.ins):
-        return "a short sum whose error a float32 operation would amplify"
+        return why(Reason.SHORT_SUM)
     return None
 
 

@@ -14,6 +14,7 @@ from mpjax._src.autocast.graph import ROW, Op, Value, numbered
 from mpjax._src.autocast.loss import check_loss, differentiated, pull_back
 from mpjax._src.autocast.residuals import Kept, kept_by, storage_of
 from mpjax._src.autocast.transform import Traced, call, trace
+from mpjax._src.autocast.why import Reason, Why
 from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.higher_order import turns_of
 from mpjax._src.policy import get_policy
@@ -243,6 +244,45 @@ def _with_gradients(traced: Traced, forward, active, has_aux) -> CastReport:
 # ---- rows ---------------------------------------------------------------------------------------
 
 
+WORDS = {
+    Reason.HALF_ROW: "half list",
+    Reason.FULL_ROW: "full list",
+    Reason.FULL_INSIDE: "full list inside",
+    Reason.OPERANDS: "follows its operands",
+    Reason.GIVES_NO_FLOAT: "gives no float",
+    Reason.NO_FLOAT32: "no float32",
+    Reason.PROGRAM: "program inside",
+    Reason.OWN_RULE: "a program with a rule of its own",
+    Reason.UNKNOWN: "unknown operation, left alone",
+    Reason.CAST: "the program's own cast",
+    Reason.PRECISION: "explicit precision {}, left as written",
+    Reason.WRITTEN: "left as written",
+    Reason.LISTED: "{} list of the policy",
+    Reason.OVERRIDE: 'override "{}"',
+    Reason.REGION: "region {}",
+    Reason.INNER_AUTOCAST: "planned by an inner autocast",
+    Reason.FLOAT32_POLICY: "the policy computes in float32",
+    Reason.HALF_OPERAND: "follows a half operand",
+    Reason.FULL_OPERAND: "follows a float32 operand",
+    Reason.CONSTANT: "constant {:g} does not survive {}",
+    Reason.OF_CONSTANTS: "an operand is made of constants that do not survive {}",
+    Reason.INTEGERS: "made from integers",
+    Reason.POSITIONS: "positions or the like, which {} would merge",
+    Reason.FULL_READERS: "read by float32 operations",
+    Reason.WIDE_RESULT: "half list, float32 result for its float32 readers",
+    Reason.AMPLIFIED: "a float32 operation would amplify its rounding",
+    Reason.SHORT_SUM: "a short sum whose error a float32 operation would amplify",
+    Reason.LOST: "half would lose what it adds, or its range",
+    Reason.ENDS_LOOP: "a float32 comparison that depends on a matmul ends this loop, left alone",
+    Reason.REPEATS_LOOP: "its backward rule may repeat what a loop inside decides, left alone",
+}
+
+
+def words(why: Why) -> str:
+    """Returns a reason in words."""
+    return WORDS[why.reason].format(*why.about)
+
+
 def _row(op: Op, times: int, storage: str) -> Row:
     paths = dict.fromkeys(path for v in op.ins for path in v.paths if path)
     computes = [_after(v, op.compute if op.rule != "program" else v.dtype) for v in op.ins]
@@ -253,7 +293,7 @@ def _row(op: Op, times: int, storage: str) -> Row:
         op.source,
         _signature([_name(v.aval) for v in op.ins], [_name(v.aval) for v in op.outs]),
         _signature(computes, [_after(v, v.dtype) for v in op.outs]),
-        op.reason,
+        words(op.why),
         flops_of(op.eqn),
         times,
         left_alone=op.left_alone,

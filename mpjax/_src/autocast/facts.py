@@ -24,6 +24,7 @@ import numpy as np
 from mpjax._src import rules
 from mpjax._src.autocast.graph import Block, Op, Sub, Value, is_float
 from mpjax._src.autocast.lattices import BEYOND, BOUNDED, FITS, Fact, argument, join, union
+from mpjax._src.autocast.why import Reason, why
 from mpjax._src.dtypes import HALVES
 from mpjax._src.higher_order import SCAN, WHILE, turns_of
 
@@ -85,9 +86,9 @@ class Sweep:
             for value, place in zip(sub.block.outvars, sub.outs, strict=True):
                 if place is not None:
                     results[place].append(self.read(value))
-        inside = (o.reason for sub in op.subs for o in sub.block.walk())
-        if op.inside.backward and ENDS in inside:
-            op.rule, op.reason = "leave", REPEATS
+        inside = (o.why for sub in op.subs for o in sub.block.walk())
+        if op.inside.backward and why(Reason.ENDS_LOOP) in inside:
+            op.rule, op.why = "leave", why(Reason.REPEATS_LOOP)
         for out, found in zip(op.outs, results, strict=True):
             out.fact = join(found)
             if "full" in (op.forced, op.rule):
@@ -150,7 +151,7 @@ class Sweep:
                 if seen & self.bit(body.block.invars[place]):
                     seen |= body.block.outvars[result].fact.made
         if seen & made:
-            op.rule, op.reason = "leave", ENDS
+            op.rule, op.why = "leave", why(Reason.ENDS_LOOP)
 
 
 def _states(bits: Sequence[int], chains: Sequence[int]) -> int:
@@ -161,10 +162,6 @@ def _states(bits: Sequence[int], chains: Sequence[int]) -> int:
         if further == direct:
             return union(b for b, mask in direct.items() if mask & b)
         direct = further
-
-
-ENDS = "a float32 comparison that depends on a matmul ends this loop, left alone"
-REPEATS = "its backward rule may repeat what a loop inside decides, left alone"
 
 
 # ---- one operation ------------------------------------------------------------------------------

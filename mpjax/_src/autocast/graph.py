@@ -14,6 +14,7 @@ import numpy as np
 
 from mpjax._src import _jax, rules
 from mpjax._src.autocast.lattices import NOTHING, UNREAD, Fact, Want
+from mpjax._src.autocast.why import NO_REASON, Why
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.higher_order import HigherOrder, higher_order, turns_of
 from mpjax._src.rules import Rule, rule_of
@@ -95,7 +96,7 @@ class Op:
     half: Any = None  # the half dtype that it would use
     forced: str = ""  # "half" or "full", whatever its operands are
     compute: Any = None  # what its float32 operands are read in; None as they are stored
-    reason: str = ""
+    why: Why = NO_REASON  # why that
     index: int = -1
     row: int = -1  # its number in reports
     steady: bool = False  # what it reads may count as constant in derivatives

@@ -89,7 +89,7 @@ READ = {
 # Programs inside are grouped into islands when they are rewritten, which reads nearly all.
 UNREAD = {
     Value: "aval const paths want",
-    Op: "eqn ins outs subs stack scopes callers index reason row",
+    Op: "eqn ins outs subs stack scopes callers index why row",
     Island: "after",
     Block: "steps",
     Sub: "",

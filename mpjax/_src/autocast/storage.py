@@ -262,7 +262,7 @@ def _is_scaling(op: Op) -> bool:
 
 def _is_dear(op: Op) -> bool:
     large = any(v.is_f32 and not v.small for v in op.outs)
-    inner = [o for sub in op.subs for o in sub.block.walk() if o.reason != "no float32"]
+    inner = [o for sub in op.subs for o in sub.block.walk() if o.has_float32]
     inner = [o for o in inner if not o.subs] if op.subs else [op]
     return large and any(o.spec.cost != rules.FUSED for o in inner)
 

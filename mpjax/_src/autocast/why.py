@@ -1,0 +1,59 @@
+"""Why an operation computes in what it does, as data. `explain` has the words."""
+
+import enum
+from typing import Any, NamedTuple
+
+
+class Reason(enum.Enum):
+    """What decided. In brackets, what a `Why` says besides."""
+
+    # Its primitive, or what is inside of it.
+    HALF_ROW = enum.auto()
+    FULL_ROW = enum.auto()
+    FULL_INSIDE = enum.auto()
+    OPERANDS = enum.auto()  # it follows them
+    GIVES_NO_FLOAT = enum.auto()
+    NO_FLOAT32 = enum.auto()
+    PROGRAM = enum.auto()
+    OWN_RULE = enum.auto()
+    UNKNOWN = enum.auto()
+    # The program, or the user.
+    CAST = enum.auto()
+    PRECISION = enum.auto()  # (the precision)
+    WRITTEN = enum.auto()
+    LISTED = enum.auto()  # (the list)
+    OVERRIDE = enum.auto()  # (the pattern)
+    REGION = enum.auto()  # (its dtype)
+    INNER_AUTOCAST = enum.auto()
+    FLOAT32_POLICY = enum.auto()
+    # What it reads.
+    HALF_OPERAND = enum.auto()
+    FULL_OPERAND = enum.auto()
+    CONSTANT = enum.auto()  # (the constant, the half dtype)
+    OF_CONSTANTS = enum.auto()  # (the half dtype)
+    INTEGERS = enum.auto()
+    POSITIONS = enum.auto()  # (the half dtype)
+    # Who reads it.
+    FULL_READERS = enum.auto()
+    WIDE_RESULT = enum.auto()
+    AMPLIFIED = enum.auto()
+    SHORT_SUM = enum.auto()
+    # What half would lose.
+    LOST = enum.auto()
+    ENDS_LOOP = enum.auto()
+    REPEATS_LOOP = enum.auto()
+
+
+class Why(NamedTuple):
+    """A reason, and what it is about."""
+
+    reason: Reason
+    about: tuple[Any, ...] = ()
+
+
+def why(reason: Reason, *about: Any) -> Why:
+    """Returns a reason with what it is about."""
+    return Why(reason, about)
+
+
+NO_REASON = why(Reason.NO_FLOAT32)
