@@ -440,3 +440,18 @@ def test_nothing_is_half_under_a_float32_policy():
 def test_bits_made_floats_are_never_rounded():
     iota = decided("iota", lambda h: (lax.iota(jnp.float32, 16) + h @ W) @ V)
     assert iota.outs[0].wide and iota.outs[0].dtype == F32
+
+
+def test_a_constant_is_one_however_it_is_spelled():
+    """`jnp.pad` makes its zero from an integer."""
+    assert decided("pad", lambda h: jnp.pad(h @ W, 1) @ jnp.ones((18, 4))).outs[0].dtype == BF16
+
+
+def test_what_is_computed_from_arguments_alone_is_rounded_by_each_reader():
+    """In half, nothing would be left of it where one reader subtracts nearly all."""
+
+    def fun(h, s):
+        both = jnp.concatenate([h, h])
+        return 100 * (both - s * both) @ W, both @ V
+
+    assert decided("concatenate", fun, H, jnp.float32(0.999)).outs[0].dtype == F32

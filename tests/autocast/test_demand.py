@@ -264,3 +264,19 @@ def test_an_activation_with_a_rule_of_its_own_is_one_reader():
     value = read(lambda h: jax.nn.softplus(h) @ V)
     assert len(value.want.readers) == 1
     assert not value.want.returned
+
+
+def test_what_half_operations_alone_read_of_a_decayed_state_decays_no_further():
+    """A gate after a recurrence: the product is rounded for the matmul that reads it."""
+
+    def gated(read):
+        def fun(h, w, xs):
+            state, _ = lax.scan(lambda h, x: (0.999 * h + 0.001 * x, None), h, xs)
+            with jax.named_scope("here"):
+                gate = h @ w
+            return read(gate * state)
+
+        return analysed(fun, H, W, jnp.ones((9, 8, 16)))
+
+    assert not op(gated(lambda x: x @ V), "dot_general", 0).outs[0].want.unrounded
+    assert op(gated(lambda x: x + 1), "dot_general", 0).outs[0].want.unrounded

@@ -56,6 +56,18 @@ STEPS = {
 }
 
 
+def test_of_terms_that_are_all_scaled_none_is_the_state():
+    """The taps of a filter, each scaled by numbers that nobody knows."""
+
+    def taps(h, w, v, a, b):
+        return a * (h @ w) + b * (h @ v)
+
+    given = (H, W, V, VECTOR, VECTOR)
+    assert not fact(taps, *given).exact
+    assert not fact(lambda h, w, v, a, b: taps(h, w, v, a, b) + a * (h @ v), *given).exact
+    assert fact(lambda h, w, v, a, b: (h @ w) @ v + taps(h, w, v, a, b), *given).exact
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_kept_exact_where_it_may_be_small(name):
     step, exact = STEPS[name]

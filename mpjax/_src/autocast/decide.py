@@ -212,8 +212,8 @@ def _decide_cast(op: Op) -> None:
         _set(out, value.kind, value.dtype)
     elif value.aval.dtype in HALVES and op.half == value.aval.dtype:
         _set(out, "half", op.half)  # half already: nothing to do until a float32 reader comes
-    elif value.aval.dtype == np.bool_ or value.aval.dtype in HALVES:
-        _set(out, "flexible", FLOAT32)  # exact in half
+    elif value.aval.dtype == np.bool_ or value.aval.dtype in HALVES or out.const is not None:
+        _set(out, "flexible", FLOAT32)  # exact in half, or a constant like any other
     elif np.issubdtype(value.aval.dtype, np.integer):
         op.why = why(Reason.INTEGERS)
         out.wide = True

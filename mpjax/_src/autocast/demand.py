@@ -117,11 +117,12 @@ def _follow(op: Op, value: Value) -> Want:
 def _multiplies_a_state(op: Op, value: Value) -> bool:
     """Tells whether a value decays a float32 state: h = a * h + b keeps 1 / (1 - a) steps.
 
-    Rounded to half, an ``a`` close to one would be another one.
+    Rounded to half, an ``a`` close to one would be another one. What half operations alone read
+    decays no further.
     """
     product = op.spec.multiplies
     states = [v for v in op.ins if v.fact.exact and v.fact.writes > WRITES]
-    if product and any(v is not value for v in states):
+    if product and any(v is not value for v in states) and not op.outs[0].want.half:
         return True
     return (product or op.name == "neg") and any(out.want.unrounded for out in op.outs)
 

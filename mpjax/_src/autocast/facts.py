@@ -248,7 +248,7 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         return joined._replace(norm=terms[0].norm if terms else "", scaled=scaled)
     a, b = terms
     bit = sweep.bit(out)
-    small = a.scaled or b.scaled
+    small = a.scaled != b.scaled  # of two scaled terms neither is the state
     block = not small and (_is_block(a, b) or _is_block(b, a))
     argument = (a.given and b.half) or (b.given and a.half)
     writes = max(a.writes, b.writes) if block else min(a.writes + b.writes + 1, WRITES + 1)
@@ -258,7 +258,7 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         half=joined.half and not exact,
         exact=exact,
         writes=writes,
-        scaled=False,
+        scaled=a.scaled and b.scaled,
         made=joined.made | bit if joined.made else 0,
         chain=joined.chain | bit,
     )
