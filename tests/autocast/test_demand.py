@@ -280,3 +280,22 @@ def test_what_half_operations_alone_read_of_a_decayed_state_decays_no_further():
 
     assert not op(gated(lambda x: x @ V), "dot_general", 0).outs[0].want.unrounded
     assert op(gated(lambda x: x + 1), "dot_general", 0).outs[0].want.unrounded
+
+
+def test_what_a_turn_hands_on_is_wanted_as_the_next_turn_wants_it():
+    def turn(carry, _):
+        a, b = carry
+        return (jnp.tanh(b) @ W, a), jnp.sin(64 * b)
+
+    def rotated(h):
+        return lax.scan(turn, (h @ W, h @ V), None, length=4)
+
+    (sub,) = op(analysed(rotated, H), "scan").subs
+    # The second carry is read by the sine, the first becomes the second a turn later.
+    assert [v.want.amplified for v in sub.block.outvars[:2]] == [True, True]
+
+
+def test_a_short_sum_of_float32_values_before_a_phase_is_float32():
+    short = lambda h: jnp.sin(8 * (h[:, :2] @ W[:2]))  # noqa: E731
+    assert op(analysed(lambda h: short(jnp.sin(h @ W)), H), "dot_general").forced == "full"
+    assert op(analysed(lambda h: short(h @ W), H), "dot_general").forced == ""
