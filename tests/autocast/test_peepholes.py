@@ -7,6 +7,8 @@ import pytest
 from measure import kept
 from support import assert_near, cast, normal
 
+import mpjax
+
 N, D = 8, 4
 Q, K, V = (normal(i, 2, N, D) for i in range(3))
 MASK = jnp.asarray(np.random.default_rng(0).random((N, N)) < 0.7) | (jnp.eye(N) > 0)
@@ -239,3 +241,45 @@ def test_equal_maxima_share_the_derivative():
 
     for way in (jax.grad, jax.jacfwd):
         assert_near(way(cast(fun))(x), way(fun)(x), 0.01)
+
+
+# ---- what scores are made by --------------------------------------------------------------------
+
+# name: scores of queries [b, q, d] and keys [b, k, d], and whether the keys' mean is taken away
+SOURCES = {
+    "plain": (lambda q, k: q @ k.mT, "right operand"),
+    "keys first": (lambda q, k: (k @ q.mT).mT, "left operand"),
+    "scaled, masked, biased": (
+        lambda q, k: jnp.where(MASK, q @ k.mT / 3 + jnp.arange(N) / 4, -1e9),
+        "right operand",
+    ),
+    "a temperature to each row": (
+        lambda q, k: jnp.exp(q[..., :1]) * (q @ k.mT),
+        "right operand",
+    ),
+    "in groups": (
+        lambda q, k: jnp.einsum("bgnd,bkd->bgnk", q.reshape(2, 2, N // 2, -1), k).reshape(2, N, N),
+        "right operand",
+    ),
+    "softcapped": (lambda q, k: 8 * jnp.tanh(q @ k.mT / 8), None),
+    "a temperature to each column": (lambda q, k: k[..., 0][:, None] * (q @ k.mT), None),
+    "masked by little": (lambda q, k: jnp.where(MASK, q @ k.mT, -1.0), None),
+    "read by another": (lambda q, k: (lambda s: s + jnp.sum(s, 1, keepdims=True))(q @ k.mT), None),
+    "clipped": (lambda q, k: jnp.clip(q @ k.mT, -1, 1), None),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_keys_have_in_common_is_taken_away_where_a_shift_changes_nothing(name):
+    scores, side = SOURCES[name]
+
+    def fun(q, k, v):
+        return jnp.cos(jax.nn.softmax(scores(q, k) / 2) @ v)
+
+    total = lambda *args: jnp.sum(fun(*args))  # noqa: E731
+    report = mpjax.explain(total, "mixed_bfloat16", argnums=(0, 1, 2))(Q, K, V)
+    texts = [row.storage for row in report.rows if "less its mean" in row.storage]
+    assert [text.split(" less")[0] for text in texts] == ([side] if side else [])
+    weighed = any("row sums come from" in row.storage for row in report.rows)
+    assert weighed == bool(side)
+    agree(fun, (Q, K, V))

@@ -80,6 +80,9 @@ def _origin(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> An
     return var
 
 
+SIDES = "left operand", "right operand"
+
+
 def storage_of(block: Block) -> dict[Op, str]:
     """Returns, for each op that the plan decides the storage of, what it decides."""
     made = {v: op for op in block.walk() for v in op.outs}
@@ -89,8 +92,12 @@ def storage_of(block: Block) -> dict[Op, str]:
             text = _of_island(step, made)
             found |= dict.fromkeys(step.ops, text)
         elif isinstance(step, Op):
-            if any(v.kept for v in step.outs):
-                found[step] = f"kept, {_dtypes(v for v in step.outs if v.kept)}"
+            kept = [v for v in step.outs if v.kept]
+            parts = [f"kept, {_dtypes(kept)}"] if kept else []
+            if step.centred:
+                parts.append(f"{SIDES[step.centred[0]]} less its mean in the gradient of the other")
+            if parts:
+                found[step] = "; ".join(parts)
             for sub in step.subs:
                 found |= storage_of(sub.block)
     for step in block.steps:
