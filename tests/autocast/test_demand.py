@@ -7,6 +7,7 @@ from jax import lax
 from planned import H, V, W, analysed, op
 
 import mpjax
+from mpjax._src.autocast import demand
 
 
 def read(reader, *others, make=lambda h: h @ W, policy="mixed_bfloat16"):
@@ -299,3 +300,21 @@ def test_a_short_sum_of_float32_values_before_a_phase_is_float32():
     short = lambda h: jnp.sin(8 * (h[:, :2] @ W[:2]))  # noqa: E731
     assert op(analysed(lambda h: short(jnp.sin(h @ W)), H), "dot_general").forced == "full"
     assert op(analysed(lambda h: short(h @ W), H), "dot_general").forced == ""
+
+
+def test_nested_loops_are_looked_at_a_few_times_each(monkeypatch):
+    """Not once for each round of every loop around."""
+    rounds = []
+    once = demand.demand
+    monkeypatch.setattr(demand, "demand", lambda block: (rounds.append(block), once(block)))
+
+    def nested(depth):
+        def turn(carry, _):
+            *rest, last = carry
+            inner = nested(depth - 1)(last) if depth else 3 * jnp.tanh(last @ W)
+            return (inner, *rest), jnp.sin(64 * last)
+
+        return lambda h: lax.scan(turn, (h @ W, h @ V, h), None, length=4)[0][0]
+
+    analysed(nested(5), H)
+    assert len(rounds) < 8 * 6

@@ -236,3 +236,26 @@ def test_explicit_precision_stays():
         return jnp.sum(jnp.dot(x, w, precision="highest"))
 
     assert found(cast(fun), W, X)[0][1] == ("float32", "float32")
+
+
+# Shapes of operands, and what is summed and shared; XLA:CPU has not all of them in half.
+CONTRACTIONS = [
+    ((8, 4), (12, 4, 3), (((1,), (1,)), ((), ()))),
+    ((8, 40), (12, 40, 3), (((1,), (1,)), ((), ()))),
+    ((40, 80), (120, 40, 30), (((0,), (1,)), ((), ()))),
+    ((40, 8), (12, 3, 40), (((0,), (2,)), ((), ()))),
+    ((2, 40, 8), (2, 12, 40, 3), (((1,), (2,)), ((0,), (0,)))),
+    ((5, 8, 6), (12, 6, 5, 3), (((0, 2), (2, 1)), ((), ()))),
+    ((6, 5, 8), (12, 5, 6, 3), (((1, 0), (1, 2)), ((), ()))),
+    ((8, 40, 2), (2, 12, 40, 3), (((1,), (2,)), ((2,), (0,)))),
+]
+
+
+@pytest.mark.parametrize(("left", "right", "dims"), CONTRACTIONS)
+def test_matmuls_with_float32_results_run_whatever_they_sum(left, right, dims):
+    fun = lambda a, b: jnp.exp(lax.dot_general(a, b, dims) / 20)  # noqa: E731
+    a, b = normal(0, *left), normal(1, *right)
+    assert_near(jax.jit(cast(fun))(a, b), fun(a, b), 0.02)
+    total = lambda f: lambda a, b: jnp.sum(f(a, b))  # noqa: E731
+    assert_near(jax.jit(BOTH(total(cast(fun))))(a, b), BOTH(total(fun))(a, b), 0.03)
+    assert left == (8, 4) or not full_matmuls(cast(fun), a, b)

@@ -17,6 +17,7 @@ from programs import PROGRAMS, W, X
 from support import normal
 
 import mpjax
+from mpjax._src.autocast.derivatives import kept_alone
 from mpjax._src.autocast.lattices import Want
 
 FAST, LEAN = "mixed_bfloat16", "mixed_bfloat16,storage=lean"
@@ -256,6 +257,29 @@ def test_what_has_effects_in_the_middle_of_a_stream_happens_once():
 
     jax.block_until_ready(jax.jit(jax.grad(mpjax.autocast(fun, LEAN)))(W, BIG[:, :8]))
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint, jax.jit])
+def test_what_does_not_move_is_not_differentiated(around):
+    """A rule that asks is told so inside of a checkpoint, however deep."""
+    told = []
+
+    @jax.custom_vjp
+    def scaled(y, x):
+        return y * x
+
+    def fwd(y, x):
+        told.append(x.perturbed)
+        return y.value * x.value, x.value
+
+    scaled.defvjp(fwd, lambda x, ct: (ct * x, jnp.zeros_like(x)), symbolic_zeros=True)
+
+    def fun(w, t):
+        run = lambda given: scaled(jnp.tanh(given[0]), jnp.sin(given[1]))  # noqa: E731
+        return jnp.sum(kept_alone(run, (w, t), True))
+
+    jax.make_jaxpr(jax.grad(around(fun)))(W[0], W[1])
+    assert told == [False]
 
 
 # ---- a plan does not change ---------------------------------------------------------------------

@@ -149,8 +149,7 @@ WANTS: dict[str, Callable[[Op, Value], Want]] = {
 def _program(op: Op, sub: Sub) -> None:
     """Passes wants into a sub-program, and out of it again; a loop's until nothing changes."""
     block, carried = sub.block, dict(sub.carry)
-    before = None
-    while before != (before := [v.want for v in block.outvars]):
+    while True:
         for position, (value, index) in enumerate(zip(block.outvars, sub.outs, strict=True)):
             reader = op, position, "result"
             if position in carried:
@@ -161,6 +160,10 @@ def _program(op: Op, sub: Sub) -> None:
                 value.want = both(value.want, op.outs[index].want)
             else:
                 read_by(value, reader, FULL)
+        wanted = [v.want for v in block.outvars]
+        if block.wanted == wanted:  # by this turn, or when a loop around was here before
+            break
+        block.wanted = wanted
         demand(block)
     for position, (value, index) in enumerate(zip(block.invars, sub.ins, strict=True)):
         if position in carried.values():
@@ -170,5 +173,8 @@ def _program(op: Op, sub: Sub) -> None:
 
 
 def _through_turns(want: Want) -> Want:
-    """Returns what the readers of the next turn want of what a turn hands on."""
-    return Want(amplified=want.amplified, phase=want.phase, unrounded=want.unrounded)
+    """Returns what the readers of the next turn want of what a turn hands on.
+
+    Not its phase: a factor of every turn would make it grow without end.
+    """
+    return Want(amplified=want.amplified, unrounded=want.unrounded)

@@ -56,10 +56,8 @@ def _ended_together(arrays: Any) -> Any:
     def jvp(primals, tangents):
         moving = [t for t in tangents if not isinstance(t, SymbolicZero)]
         given = iter(jax.lax.optimization_barrier(moving) if len(moving) > 1 else moving)
-        return primals, tuple(
-            _jax.zero_tangent(x) if isinstance(t, SymbolicZero) else next(given)
-            for x, t in zip(primals, tangents, strict=True)
-        )
+        # A zero stays one that JAX knows: what does not move is not differentiated.
+        return primals, tuple(t if isinstance(t, SymbolicZero) else next(given) for t in tangents)
 
     return jax.tree.unflatten(tree, with_tangent(lambda *xs: xs, jvp, symbolic_zeros=True)(*leaves))
 
@@ -186,7 +184,12 @@ def _cached_matmul(
     def run(*operands):
         if dtype == operands[0].dtype:
             return product(operands, dtype)
-        return _jax.cpu_barrier(product(map(_jax.cpu_barrier, operands), dtype))
+        left, right, *more = operands
+        wide = {**params, "preferred_element_type": dtype}
+        if "dimension_numbers" in params:
+            left, wide["dimension_numbers"] = _contracted_last(left, right, **params)
+        held = map(_jax.cpu_barrier, (left, right, *more))
+        return _jax.cpu_barrier(primitive.bind(*held, **wide))
 
     def along(moving, primals, tangents):
         """Returns the tangent, given those of the operands that move."""
@@ -210,6 +213,24 @@ def _cached_matmul(
 
     call = with_tangent(run, jvp, symbolic_zeros=True)
     return call
+
+
+def _contracted_last(left: Any, right: Any, dimension_numbers: Any, **_: Any) -> tuple[Any, Any]:
+    """Transposes the left operand of a matmul that XLA:CPU has no half form of.
+
+    There, what is summed stands before the one free dimension, and the right operand has several.
+
+    Returns:
+        The left operand, and the dimension numbers that go with it.
+    """
+    (summed, others), (batch, shared) = dimension_numbers
+    free = [d for d in range(left.ndim) if d not in (*summed, *batch)]
+    several = right.ndim - len(others) - len(shared) > 1
+    if not several or len(free) != 1 or free[0] < max(summed, default=-1):
+        return left, dimension_numbers
+    order = (*batch, *free, *summed)
+    places = tuple(range(len(batch))), tuple(range(len(batch) + 1, left.ndim))
+    return jnp.transpose(left, order), ((places[1], others), (places[0], shared))
 
 
 def _less_mean(x: Any, dims: Sequence[int]) -> Any:

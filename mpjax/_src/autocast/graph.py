@@ -148,6 +148,7 @@ class Block:
     ops: list[Op]
     carries: tuple[bool, ...] = ()  # of a loop's body: which arguments are stored in half
     in_loop: bool = False
+    wanted: list[Want] | None = None  # of its results, when its values' wants were collected last
     steps: tuple[Any, ...] = ()  # what runs it: ops, and islands of them (`storage`)
 
     def walk(self):

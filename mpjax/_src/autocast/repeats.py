@@ -91,7 +91,7 @@ UNREAD = {
     Value: "aval const paths want",
     Op: "eqn ins outs subs stack scopes callers index why row",
     Island: "after",
-    Block: "steps",
+    Block: "steps wanted",
     Sub: "",
 }
 FIELDS: dict[type, list[str]] = {
