@@ -146,12 +146,45 @@ class Sweep:
         made = union(self.bit(v) for v in matmuls)
         compared = (o for o in sub.block.walk() if o.spec.need == rules.COMPARE)
         seen = union(v.fact.made for o in compared for v in o.ins if v.is_f32)
+        verdicts = _verdicts_of_turns(body)
+        read = {v for o in sub.block.walk() for v in o.ins}.union(sub.block.outvars)
+        for value, index in zip(sub.block.invars, sub.ins, strict=True):
+            if value in read and index in inside:
+                seen |= verdicts.get(inside[index], 0)
         for _ in body.carry:  # what it sees now was made in any of the turns before
             for result, place in body.carry:
                 if seen & self.bit(body.block.invars[place]):
                     seen |= body.block.outvars[result].fact.made
         if seen & made:
             op.rule, op.why = "leave", why(Reason.ENDS_LOOP)
+
+
+def _verdicts_of_turns(body: Sub) -> dict[Value, int]:
+    """Returns, of each carry that is no float, what was compared for it in any turn before."""
+    block = body.block
+    found: dict[Value, int] = {}
+    before = None
+    while before != (before := dict(found)):
+        made = _verdicts(block, found)
+        for result, place in body.carry:
+            value = block.invars[place]
+            found[value] = found.get(value, 0) | made.get(block.outvars[result], 0)
+    return found
+
+
+def _verdicts(block: Block, known: dict[Value, int]) -> dict[Value, int]:
+    """Returns what was compared, as float32, to find each value that is no float."""
+    found = dict(known)
+    for op in block.ops:
+        verdict = union(found.get(v, 0) for v in op.ins)
+        if op.spec.need == rules.COMPARE and op.outs[0].aval.dtype == np.bool_:
+            verdict |= union(v.fact.made for v in op.ins if v.is_f32)
+        for sub in op.subs:
+            verdict |= union(_verdicts(sub.block, {}).values())
+        for out in op.outs:
+            if verdict and not is_float(out):
+                found[out] = verdict
+    return found
 
 
 def _states(bits: Sequence[int], chains: Sequence[int]) -> int:
