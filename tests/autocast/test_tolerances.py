@@ -1,10 +1,13 @@
 """Loops that end when what matmuls compute meets a tolerance: in half they might never do."""
 
+import jax
 import jax.numpy as jnp
+import measure
 import pytest
 from jax import lax
+from jax.nn import logsumexp
 from programs import W, X
-from support import cast
+from support import HALVES, cast, normal
 
 import mpjax
 
@@ -44,3 +47,66 @@ def test_a_verdict_that_the_body_finds_ends_a_loop_as_one_in_its_condition_does(
     assert ("ends this loop" in loop.reason) == alone
     if alone:
         assert cast(solve)(W, X)[1] == solve(W, X)[1]
+
+
+# ---- what meets a loop that was left alone ------------------------------------------------------
+
+EPS = 0.1
+POINTS, OTHERS = normal(0, 20, 3), normal(1, 15, 3) + 0.5
+
+
+def costs(x, y):
+    return jnp.sum(x**2, -1)[:, None] + jnp.sum(y**2, -1)[None] - 2 * x @ y.T
+
+
+def transport(w, x, y):
+    """Sinkhorn's iteration, in logarithms, until it meets a tolerance; the costs in every turn."""
+    moved = x @ w
+    fixed = lax.stop_gradient(moved)
+
+    def turn(carry):
+        f, g, n, _ = carry
+        f = -EPS * logsumexp((g[None] - costs(fixed, y)) / EPS, 1) - EPS * jnp.log(20.0)
+        new = -EPS * logsumexp((f[:, None] - costs(fixed, y)) / EPS, 0) - EPS * jnp.log(15.0)
+        return f, new, n + 1, jnp.max(jnp.abs(new - g))
+
+    start = jnp.zeros(20), jnp.zeros(15), 0, jnp.inf
+    f, g, *_ = lax.while_loop(lambda c: (c[2] < 500) & (c[3] > 1e-4), turn, start)
+    f, g = map(lax.stop_gradient, (f, g))
+    return -EPS * jnp.sum(jnp.exp((f[:, None] + g[None] - costs(moved, y)) / EPS))
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_matmul_that_meets_a_solution_is_as_exact(half):
+    args = normal(2, 3, 3) * 0.6, POINTS, OTHERS
+    assert [str(row) for row in measure.errors(transport, args, half) if not row.sound] == []
+
+
+def adaptive(w, y, t, h):
+    """One step of Heun's method, and whether it was accepted."""
+    slope = jnp.tanh(w @ y)
+    new = y + h / 2 * (slope + jnp.tanh(w @ (y + h * slope)))
+    error = jnp.max(jnp.abs(new - y - h * slope)) / 1e-3
+    accepted = error < 1
+    factor = jnp.clip(0.9 / jnp.sqrt(jnp.maximum(error, 1e-6)), 0.2, 5.0)
+    return jnp.where(accepted, new, y), jnp.where(accepted, t + h, t), h * factor
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_loop_that_decides_again_decides_as_the_one_before_did(half):
+    """A backward pass that goes as often through the steps of a solver as the forward pass did."""
+
+    def replayed(w, y):
+        def turn(c):
+            return *adaptive(w, *c[:3]), c[3] + 1
+
+        start = y, jnp.float32(0), jnp.float32(0.1), 0
+        *_, count = lax.while_loop(lambda c: (c[1] < 1) & (c[3] < 200), turn, start)
+        return lax.fori_loop(0, count, lambda i, c: adaptive(w, *c), start[:3])
+
+    w, y = normal(5, 6, 6) * 1.5, normal(10, 6)
+    want, got = jax.jit(replayed)(w, y), jax.jit(cast(replayed, half))(w, y)
+    assert all(jnp.allclose(x, z, rtol=1e-5) for x, z in zip(want, got, strict=True))
+    rows = mpjax.explain(replayed, f"mixed_{half}")(w, y).rows
+    reasons = [row.reason for row in rows if row.primitive == "while"]
+    assert len(reasons) == 2 and "decide again" in reasons[1]

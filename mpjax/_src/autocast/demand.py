@@ -90,6 +90,8 @@ def _float32_for_free(op: Op) -> Why | None:
     (contracting, _), _ = op.params["dimension_numbers"]
     depth = _jax.size_of([op.ins[0].aval.shape[d] for d in contracting])
     want = op.outs[0].want
+    if want.beside and want.amplified:
+        return why(Reason.SOLUTION)
     short = (depth == 1 and want.amplified) or (depth <= SHORT and want.phase > STEP)
     if short and not any(v.fact.half for v in op.ins):
         return why(Reason.SHORT_SUM)
@@ -110,6 +112,7 @@ def _follow(op: Op, value: Value) -> Want:
         amplified=want.amplified,
         phase=want.phase * (known_factor(op) if op.spec.multiplies else 1.0),
         unrounded=_multiplies_a_state(op, value),
+        beside=_is_beside(op, value),
         kink=rules.KINKED in op.spec.traits and not full,
     )
 
@@ -125,6 +128,17 @@ def _multiplies_a_state(op: Op, value: Value) -> bool:
     if product and any(v is not value for v in states) and not op.outs[0].want.half:
         return True
     return (product or op.name == "neg") and any(out.want.unrounded for out in op.outs)
+
+
+def _is_beside(op: Op, value: Value) -> bool:
+    """Tells whether a value is added to what a loop that was left alone gave.
+
+    Such a loop solves for something that cancels: in float32, so the same must be what it meets.
+    """
+    linear = op.spec.saves == rules.NOTHING or sum(v.const is None for v in op.ins) == 1
+    adds = op.spec.gain_of(op.params) == rules.SUM
+    meets = adds and any(v.fact.solved for v in op.ins if v is not value)
+    return meets or (linear and any(out.want.beside for out in op.outs))
 
 
 def _cast(op: Op, value: Value) -> Want:

@@ -272,9 +272,11 @@ WORDS = {
     Reason.WIDE_RESULT: "half list, float32 result for its float32 readers",
     Reason.AMPLIFIED: "a float32 operation would amplify its rounding",
     Reason.SHORT_SUM: "a short sum whose error a float32 operation would amplify",
+    Reason.SOLUTION: "added to what a loop that was left alone solved for, and amplified",
     Reason.LOST: "half would lose what it adds, or its range",
     Reason.ENDS_LOOP: "a float32 comparison that depends on a matmul ends this loop, left alone",
     Reason.REPEATS_LOOP: "its backward rule may repeat what a loop inside decides, left alone",
+    Reason.REPLAYS_LOOP: "it may decide again what a loop that was left alone did, left alone",
 }
 
 

@@ -93,6 +93,8 @@ class Sweep:
             out.fact = join(found)
             if "full" in (op.forced, op.rule):
                 out.fact = out.fact._replace(half=False)
+            if op.rule == "leave":
+                out.fact = out.fact._replace(solved=True)
 
     def loop(self, op: Op, sub: Sub) -> None:
         """Runs a loop's body to a fixpoint, and decides which carries are half.
@@ -157,6 +159,10 @@ class Sweep:
                     seen |= body.block.outvars[result].fact.made
         if seen & made:
             op.rule, op.why = "leave", why(Reason.ENDS_LOOP)
+        # As many turns as another loop took: it must decide in each what that one did.
+        decides = made & union(_verdicts(body.block, {}).values())
+        if decides and any(v.fact.solved for v in sub.block.invars):
+            op.rule, op.why = "leave", why(Reason.REPLAYS_LOOP)
 
 
 def _verdicts_of_turns(body: Sub) -> dict[Value, int]:
@@ -233,6 +239,7 @@ def _full(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         norm="scale" if inverse else "",
         mask=False,
         negative=False,
+        solved=False,
         peak=0,
         spread=joined.spread and len(op.ins) == 1,
     )
@@ -248,7 +255,7 @@ def _follow(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         return joined._replace(peak=_peak(op))
     span = BOUNDED if op.spec.span == rules.BOUNDED else joined.span
     return joined._replace(
-        span=span, exact=False, peak=0, norm="scale" if op.name == "sqrt" else ""
+        span=span, exact=False, solved=False, peak=0, norm="scale" if op.name == "sqrt" else ""
     )
 
 
@@ -322,6 +329,7 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
         mean = terms and terms[0].small  # of many that were summed
         scaled = joined.scaled or (factor < STEP and not mean)
         return joined._replace(span=max(span, FITS), scaled=scaled, norm=norm, negative=negative)
+    joined = joined._replace(solved=False)
     (a, b), divisor = (v.fact for v in terms), op.name == "div"
     if b.norm == "scale" or (divisor and terms[1].small) or (a.norm == "scale" and not divisor):
         other = b if a.norm == "scale" else a

@@ -27,6 +27,7 @@ class Fact(NamedTuple):
         chain: Of those, the ones that it is the latest state of.
         peak: The values that it is the largest entry of, as a bit mask.
         negative: At most zero, for its largest entry was subtracted.
+        solved: A loop that was left alone gave it, up to sums and constant factors.
         weights: The arguments that the matmuls behind it multiplied by, as a bit mask.
     """
 
@@ -41,6 +42,7 @@ class Fact(NamedTuple):
     spread: bool = False
     linear: bool = False
     negative: bool = False
+    solved: bool = False
     made: int = 0
     peak: int = 0
     chain: int = 0
@@ -73,6 +75,7 @@ def join(facts: Sequence[Fact]) -> Fact:
         spread=all(columns.spread),
         linear=any(columns.linear),
         negative=all(columns.negative),
+        solved=any(columns.solved),
         made=union(columns.made),
         peak=union(columns.peak),
         chain=union(columns.chain),
@@ -105,6 +108,7 @@ class Want(NamedTuple):
         amplified: Some reader would amplify a rounding error.
         phase: The largest factor by which an error enters a phase or a pole.
         unrounded: Some reader multiplies a state by it: what it lacks of one counts.
+        beside: It is added to what a loop that was left alone gave.
         outside: Some reader computes in half.
         kink: A relu or the like reads it, outside of float32 operations.
         returned: It is handed out.
@@ -117,6 +121,7 @@ class Want(NamedTuple):
     amplified: bool = False
     phase: float = 0.0
     unrounded: bool = False
+    beside: bool = False
     outside: bool = False
     kink: bool = False
     returned: bool = False
@@ -135,6 +140,7 @@ def both(first: Want, second: Want) -> Want:
         amplified=first.amplified or second.amplified,
         phase=max(first.phase, second.phase),
         unrounded=first.unrounded or second.unrounded,
+        beside=first.beside or second.beside,
         outside=first.outside or second.outside,
         kink=first.kink or second.kink,
         returned=first.returned or second.returned,

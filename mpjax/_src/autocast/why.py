@@ -38,10 +38,12 @@ class Reason(enum.Enum):
     WIDE_RESULT = enum.auto()
     AMPLIFIED = enum.auto()
     SHORT_SUM = enum.auto()
+    SOLUTION = enum.auto()
     # What half would lose.
     LOST = enum.auto()
     ENDS_LOOP = enum.auto()
     REPEATS_LOOP = enum.auto()
+    REPLAYS_LOOP = enum.auto()
 
 
 class Why(NamedTuple):
