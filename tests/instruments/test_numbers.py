@@ -12,7 +12,7 @@ import mpjax
 # What stands for the program inside of it.
 WHOLE = ("custom_jvp_call", "custom_vjp_call", "while", "scan", "cond", "remat2")
 
-ADDED = ("convert_element_type", "stop_gradient")
+ADDED = ("convert_element_type", "stop_gradient", "transpose")
 
 
 def activations(w, x):
