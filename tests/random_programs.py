@@ -206,9 +206,9 @@ def shrink(steps: Program, fails: Callable[[Program], Any], tries: int = 100) ->
     return steps
 
 
-def report(seed: int, leave_out: Sequence[str] = (), storage: str = "fast") -> str:
+def report(seed: int, storage: str = "fast") -> str:
     """Judges the program of a seed; tells of a smallest one that fails, as code to be pasted."""
-    steps, half = generate(seed, leave_out), HALVES[seed % 2]
+    steps, half = generate(seed), HALVES[seed % 2]
     if not fault(steps, half, seed, storage):
         return ""
     steps = shrink(steps, lambda steps: fault(steps, half, seed, storage))

@@ -69,7 +69,7 @@ def test_many_random_programs(storage):
 
 
 def judge(seeds, storage="fast", shown=0):
-    wrong = [text for seed in seeds if (text := report(seed, storage=storage))]
+    wrong = [text for seed in seeds if (text := report(seed, storage))]
     assert len(wrong) <= shown, "\n\n".join(wrong)
 
 

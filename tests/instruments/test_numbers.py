@@ -12,7 +12,7 @@ import mpjax
 # What stands for the program inside of it.
 WHOLE = ("custom_jvp_call", "custom_vjp_call", "while", "scan", "cond", "remat2")
 
-ADDED = ("convert_element_type", "stop_gradient", "transpose")
+ADDED = ("convert_element_type", "stop_gradient")
 
 
 def activations(w, x):
@@ -40,7 +40,8 @@ def test_an_op_of_compare_is_a_row_of_explain(name):
     pairs = [(rows[row.op], row) for row in compared if row.op is not None]
     assert len(pairs) > 2
     for origin, row in pairs:
-        if row.primitive not in ADDED and origin.primitive not in WHOLE:
+        turned = (origin.primitive, row.primitive) == ("dot_general", "transpose")  # for XLA:CPU
+        if row.primitive not in ADDED and origin.primitive not in WHOLE and not turned:
             assert (origin.primitive, origin.source) == (row.primitive, row.source)
 
 

@@ -106,14 +106,15 @@ def _decide_follow(op: Op) -> None:
     masked = any(v.wide and v.kind == "flexible" for v in op.ins)
     lost = any(_is_lost(op, out) for out in op.outs)
     held = lost or any(out.want.amplified or out.want.unrounded for out in op.outs)
+    read_in_full = all_in_full(op)
     if flexible:
         op.compute = FLOAT32
         _give(op, "flexible", FLOAT32, wide or critical is not None)
-    elif all_in_full(op) or "full" in kinds or critical is not None or masked or held:
+    elif read_in_full or "full" in kinds or critical is not None or masked or held:
         op.compute = FLOAT32
         if critical is not None:
             op.why, wide = why(Reason.CONSTANT, critical, op.half.name), True
-        elif all_in_full(op):
+        elif read_in_full:
             op.why = why(Reason.FULL_READERS)
         elif held:
             op.why = why(Reason.LOST if lost else Reason.AMPLIFIED)

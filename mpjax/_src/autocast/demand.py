@@ -32,14 +32,15 @@ def demand(block: Block) -> None:
             continue
         if (reason := _float32_for_free(op)) is not None:
             op.forced, op.why = "full", reason
-        rule = op.forced or op.rule
+        rule, want = op.forced or op.rule, _of_readers(op)
+        passed_on = rule == "layout" or (rule == "cast" and op.outs[0].is_f32)
+        want = want if passed_on else WANTS[rule](op, want)
         for place, value in enumerate(op.ins):
-            if not value.is_f32:
-                continue
-            if rule == "layout" or (rule == "cast" and op.outs[0].is_f32):
-                value.want = both(value.want, _of_readers(op))
-            else:
-                read_by(value, (op, place), WANTS[rule](op, value))
+            if value.is_f32 and passed_on:
+                value.want = both(value.want, want)
+            elif value.is_f32:
+                own = _of_operand(op, value, want) if rule == "follow" else want
+                read_by(value, (op, place), own)
 
 
 def read_by(value: Value, reader: object, want: Want) -> None:
@@ -60,7 +61,7 @@ def _of_readers(op: Op) -> Want:
 # ---- one operation ------------------------------------------------------------------------------
 
 
-def _full(op: Op, value: Value) -> Want:
+def _full(op: Op, readers: Want) -> Want:
     inside = [o for sub in op.subs for o in sub.block.walk()] or [op]
     amplified = any(o.spec.need == rules.FULL and o.spec.amplifies(o.params) for o in inside)
     needed = amplified or any(out.want.needed for out in op.outs)
@@ -102,18 +103,24 @@ def _float32_for_free(op: Op) -> Why | None:
 SHORT = 4
 
 
-def _follow(op: Op, value: Value) -> Want:
-    want, full = _of_readers(op), all_in_full(op)
+def _follow(op: Op, readers: Want) -> Want:
+    full = readers.full or readers.returned
     return Want(
         full=full,
         half=False,
-        needed=want.needed,
-        outside=not full and any(v.fact.half for v in op.ins if v is not value),
-        amplified=want.amplified,
-        phase=want.phase * (known_factor(op) if op.spec.multiplies else 1.0),
+        needed=readers.needed,
+        amplified=readers.amplified,
+        phase=readers.phase * (known_factor(op) if op.spec.multiplies else 1.0),
+        kink=rules.KINKED in op.spec.traits and not full,
+    )
+
+
+def _of_operand(op: Op, value: Value, want: Want) -> Want:
+    """Adds to what an elementwise operation wants what hangs on its other operands."""
+    return want._replace(
+        outside=not want.full and any(v.fact.half for v in op.ins if v is not value),
         unrounded=_multiplies_a_state(op, value),
         beside=_is_beside(op, value),
-        kink=rules.KINKED in op.spec.traits and not full,
     )
 
 
@@ -141,19 +148,20 @@ def _is_beside(op: Op, value: Value) -> bool:
     return meets or (linear and any(out.want.beside for out in op.outs))
 
 
-def _cast(op: Op, value: Value) -> Want:
+def _cast(op: Op, readers: Want) -> Want:
     # To an integer or a float64: every bit counts.
     return HALF if op.outs[0].aval.dtype in HALVES else EXACT
 
 
-WANTS: dict[str, Callable[[Op, Value], Want]] = {
-    "half": lambda op, value: HALF,
+# What an operation wants of its operands, given what its own readers want.
+WANTS: dict[str, Callable[[Op, Want], Want]] = {
+    "half": lambda op, readers: HALF,
     "full": _full,
     "follow": _follow,
-    "neutral": lambda op, value: FULL,
+    "neutral": lambda op, readers: FULL,
     "cast": _cast,
-    "leave": lambda op, value: EXACT,
-    "written": lambda op, value: EXACT,
+    "leave": lambda op, readers: EXACT,
+    "written": lambda op, readers: EXACT,
 }
 
 

@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from mpjax._src import _jax
 from mpjax._src.autocast.gathers import select_one_per_row
+from mpjax._src.autocast.graph import Place
 from mpjax._src.dtypes import FLOAT32
 from mpjax._src.rules import REDUCES, rule_of
 
@@ -146,9 +147,6 @@ def wide_cotangent(fun: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 # ---- matmuls ------------------------------------------------------------------------------------
-
-# An operand of a matmul, and some of its dimensions.
-Place = tuple[int, tuple[int, ...]]
 
 
 def matmul(eqn: Any, args: Sequence[Any], dtype: Any, centred: Place | None = None) -> Any:

@@ -145,6 +145,8 @@ class Sweep:
             value.fact = inside[index].fact if index in inside else self.read(op.ins[index])
         self.block(sub.block)
         matmuls = [o.outs[0] for o in body.block.walk() if o.spec.need == rules.HALF]
+        if not matmuls:
+            return
         made = union(self.bit(v) for v in matmuls)
         compared = (o for o in sub.block.walk() if o.spec.need == rules.COMPARE)
         seen = union(v.fact.made for o in compared for v in o.ins if v.is_f32)
@@ -160,22 +162,24 @@ class Sweep:
         if seen & made:
             op.rule, op.why = "leave", why(Reason.ENDS_LOOP)
         # As many turns as another loop took: it must decide in each what that one did.
-        decides = made & union(_verdicts(body.block, {}).values())
-        if decides and any(v.fact.solved for v in sub.block.invars):
+        if made & union(verdicts.values()) and any(v.fact.solved for v in sub.block.invars):
             op.rule, op.why = "leave", why(Reason.REPLAYS_LOOP)
 
 
 def _verdicts_of_turns(body: Sub) -> dict[Value, int]:
-    """Returns, of each carry that is no float, what was compared for it in any turn before."""
+    """Returns the verdicts of a loop's body; those of carries are of any turn before."""
     block = body.block
-    found: dict[Value, int] = {}
-    before = None
-    while before != (before := dict(found)):
-        made = _verdicts(block, found)
-        for result, place in body.carry:
-            value = block.invars[place]
-            found[value] = found.get(value, 0) | made.get(block.outvars[result], 0)
-    return found
+    carried: dict[Value, int] = {}
+    while True:
+        found = _verdicts(block, carried)
+        later = {
+            block.invars[place]: found.get(block.invars[place], 0)
+            | found.get(block.outvars[result], 0)
+            for result, place in body.carry
+        }
+        if later == carried:
+            return found
+        carried = later
 
 
 def _verdicts(block: Block, known: dict[Value, int]) -> dict[Value, int]:

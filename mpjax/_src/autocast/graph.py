@@ -27,6 +27,9 @@ REGION = "mpjax.precision="
 PLANNED = "mpjax.autocast"
 ROW = "mpjax.row="
 
+# An operand of a matmul, and some of its dimensions.
+Place = tuple[int, tuple[int, ...]]
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Value:
@@ -101,7 +104,7 @@ class Op:
     row: int = -1  # its number in reports
     steady: bool = False  # what it reads may count as constant in derivatives
     # Of a matmul, an operand and its dimensions: derivatives take it less its mean along them.
-    centred: tuple[int, tuple[int, ...]] | None = None
+    centred: Place | None = None
 
     @property
     def name(self) -> str:

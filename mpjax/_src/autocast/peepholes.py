@@ -29,7 +29,7 @@ from mpjax._src.autocast.forms import (
     own_axes,
     same,
 )
-from mpjax._src.autocast.graph import Op, Value
+from mpjax._src.autocast.graph import Op, Place, Value
 from mpjax._src.autocast.islands import Flow, Island, bound
 from mpjax._src.dtypes import FLOAT32, HALVES
 
@@ -236,6 +236,18 @@ def _is_constant_along(axes: Axes, summed: tuple[int, ...]) -> bool:
     return not any(place in summed for axis in axes for place, *_ in axis)
 
 
+def _is_number(value: Value) -> bool:
+    return value.const is not None and np.size(value.const) == 1
+
+
+def _is_same_along_rows(value: Value, where: Axes, axes: tuple[int, ...], flow: Flow) -> bool:
+    """Tells a value that is the same for all entries of a row, given the axes it is read by."""
+    along: Axes | None = narrowed(value, where)
+    while (op := flow.producer.get(value)) is not None and is_view(op) and along is not None:
+        value, along = op.ins[0], before(op, along)
+    return along is not None and _is_constant_along(along, axes)
+
+
 def _shifted(value: Value, flow: Flow) -> "tuple[Value, Value] | None":
     """Returns what is shifted and by what, where a value is such a sum or difference."""
     op = flow.producer.get(value)
@@ -324,11 +336,7 @@ def _steady_shift(scores: Value, members: set[Op], axes: tuple[int, ...], flow: 
     shifted = _shifted(scores, flow)
     if shifted is None:
         return
-    where: Axes | None = narrowed(shifted[1], own_axes(scores.aval.shape))
-    value = shifted[1]
-    while (op := flow.producer.get(value)) is not None and is_view(op) and where is not None:
-        value, where = op.ins[0], before(op, where)
-    if where is not None and _is_constant_along(where, axes):
+    if _is_same_along_rows(shifted[1], own_axes(scores.aval.shape), axes, flow):
         _steady([shifted[1]], {flow.producer[scores]}, flow)
         _steady_shift(shifted[0], {flow.producer[scores]}, axes, flow)
 
@@ -433,7 +441,7 @@ def _weights(softmax: Op, flow: Flow, axes: tuple[int, ...]) -> "tuple[list[Op],
             break
         if is_view(op):
             where = None if where is None else after(op, where)
-            there = () if where is None else _summed(where, axes)
+            there = () if where is None else _summed(where, axes) or ()
             if not there:
                 break
         elif not _is_linear(op, value):
@@ -443,11 +451,11 @@ def _weights(softmax: Op, flow: Flow, axes: tuple[int, ...]) -> "tuple[list[Op],
     return found, there
 
 
-def _summed(where: Axes, axes: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the axes that run over summed ones alone; nothing if some run over others too."""
+def _summed(where: Axes, axes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Returns the axes that run over summed ones alone; None if some run over others too."""
     over = [{place in axes for place, *_ in axis} for axis in where]
     if any(len(kinds) > 1 for kinds in over):
-        return ()
+        return None
     return tuple(d for d, kinds in enumerate(over) if kinds == {True})
 
 
@@ -483,9 +491,6 @@ def _sums_values(readers: "list[Op | None]", result: Value, axes: tuple[int, ...
 
 
 # ---- what scores are made by --------------------------------------------------------------------
-
-# An operand of a matmul, and some of its dimensions.
-Place = tuple[int, tuple[int, ...]]
 
 # Such entries of a row have no weight: the exponential of what lies so far below another is zero.
 MASKED = -(2.0**13)
@@ -538,21 +543,12 @@ def _where(op: Op, value: Value, where: Axes | None, axes: Any, flow: Flow) -> A
     if op.name in ("add", "sub", "add_any", "neg") and value.aval.shape == op.outs[0].aval.shape:
         return where
     if op.name == "mul" or (op.name == "div" and value is op.ins[0]):
-        return where if all(_is_steady(v, where, axes, flow) for v in others) else None
+        same = all(_is_number(v) or _is_same_along_rows(v, where, axes, flow) for v in others)
+        return where if same else None
     if op.name == "select_n" and value is not op.ins[0]:
         consts = [v.const for v in others[1:]]
         return where if all(c is not None and np.max(c) < MASKED for c in consts) else None
     return None
-
-
-def _is_steady(value: Value, where: Axes, axes: tuple[int, ...], flow: Flow) -> bool:
-    """Tells a factor that is the same for all entries of a row."""
-    if value.const is not None and np.size(value.const) == 1:
-        return True
-    along: Axes | None = narrowed(value, where)
-    while (op := flow.producer.get(value)) is not None and is_view(op) and along is not None:
-        value, along = op.ins[0], before(op, along)
-    return along is not None and _is_constant_along(along, axes)
 
 
 def _place_of(op: Op, where: Axes | None, axes: tuple[int, ...]) -> Place | None:
@@ -571,12 +567,11 @@ def _place_of(op: Op, where: Axes | None, axes: tuple[int, ...]) -> Place | None
         return None
     rows: list[tuple[int, int] | None] = [None] * len(batch)
     rows += [(i, d) for i in (0, 1) for d in free[i]]
-    over = [{place in axes for place, *_ in axis} for axis in where]
-    if any(len(kinds) > 1 for kinds in over):
+    summed = _summed(where, axes)
+    if summed is None:
         return None
-    along = [place for place, kinds in zip(rows, over, strict=True) if kinds == {True}]
-    places = [place for place in along if place is not None]
+    places = [place for d in summed if (place := rows[d]) is not None]
     operands = {operand for operand, _ in places}
-    if len(places) < len(along) or len(operands) > 1:
+    if len(places) < len(summed) or len(operands) > 1:
         return None
     return max(operands, default=0), tuple(d for _, d in places)
