@@ -283,3 +283,13 @@ def test_what_keys_have_in_common_is_taken_away_where_a_shift_changes_nothing(na
     weighed = any("row sums come from" in row.storage for row in report.rows)
     assert weighed == bool(side)
     agree(fun, (Q, K, V))
+
+
+def test_rows_that_a_guard_keeps_from_summing_to_one_see_a_shift():
+    def fun(q, k, v):
+        e = jnp.exp(q @ (k + 4).mT / 16)
+        return jnp.cos(e / (total(e) + 8) @ v)
+
+    agree(fun, (Q, K, V))
+    report = mpjax.explain(lambda *args: jnp.sum(fun(*args)), "mixed_bfloat16", argnums=0)(Q, K, V)
+    assert not any("less its mean" in row.storage for row in report.rows)
