@@ -47,7 +47,6 @@ class Island:
     """Ops that run together, and that the backward pass runs again."""
 
     ops: list[Op] = dataclasses.field(default_factory=list)
-    after: int = 0  # which islands must run before it, as a bit mask
     free: list[Op] = dataclasses.field(default_factory=list)  # run before, at no cost
     inputs: list[Value] = dataclasses.field(default_factory=list)
     rounded: set[Value] = dataclasses.field(default_factory=set)  # inputs kept in half

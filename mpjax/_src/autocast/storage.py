@@ -52,90 +52,52 @@ def store(block: Block, by: str, alive: Collection[Value]) -> None:
 
 def _islands(flow: Flow) -> "dict[Op, Island]":
     """Groups the ops of a block into islands, and drops the ones that save no memory."""
-    block, producer = flow.block, flow.producer
-    groups: list[Island] = []
-    group_of: dict[Op, int] = {}
-    merged: list[int] = []  # union-find over groups
-    after: dict[Op, int] = {}  # which groups an op depends on, as a bit mask
-
-    def root(i: int) -> int:
-        while merged[i] != i:
-            i = merged[i]
-        return i
-
-    def closure(mask: int) -> int:
-        """Adds what the groups of a mask depend on themselves."""
-        seen, todo = 0, mask
-        while todo:
-            low = todo & -todo
-            todo ^= low
-            i = root(low.bit_length() - 1)
-            bit = 1 << i
-            if not seen & bit:
-                seen |= bit
-                todo |= groups[i].after & ~seen
-        return seen
-
     special = peepholes.find(flow)
-    for op in block.ops:
-        sources = [producer[v] for v in op.ins if v in producer]
-        mask = 0
-        for source in sources:
-            mask |= after[source]
-            if source in group_of:
-                mask |= 1 << root(group_of[source])
-        after[op] = mask
-        if op in special or not _recomputable(op):
-            continue
-        joined = -1
-        for i in dict.fromkeys(root(group_of[s]) for s in sources if s in group_of):
-            i = root(i)
-            if i == joined:
-                continue
-            # Joining group i: no operand may depend on it through something outside.
-            through = 0
-            for source in sources:
-                if source not in group_of or root(group_of[source]) != i:
-                    through |= after[source]
-                    if source in group_of:
-                        through |= 1 << root(group_of[source])
-            if joined >= 0:
-                through &= ~(1 << joined)
-                through |= groups[joined].after
-            through = closure(through)
-            if through >> i & 1:
-                continue
-            if joined >= 0:
-                if closure(groups[i].after) >> joined & 1:
-                    continue
-                groups[i].ops += groups[joined].ops
-                groups[i].after |= groups[joined].after
-                merged[joined] = i
-            joined = i
-        if joined < 0:
-            if not _starts(op):
-                continue
-            joined = len(groups)
-            groups.append(Island())
-            merged.append(joined)
-        groups[joined].ops.append(op)
-        groups[joined].after |= mask & ~(1 << joined)
-        group_of[op] = joined
     found = dict(special)
-    for i, group in enumerate(groups):
-        if merged[i] == i:
+    for ops in _groups(flow, special):
+        group = Island(ops)
+        bound(group, flow)
+        halves = _halves_inside(group, flow)
+        if halves:
+            group.ops += halves
             bound(group, flow)
-            halves = _halves_inside(group, flow)
-            if halves:
-                group.ops += halves
-                bound(group, flow)
-            group.barrier = any(_is_dear(op) for op in group.ops)
-            # Outside of loops, XLA fuses arithmetic into its readers without being told to.
-            worthwhile = group.barrier or block.in_loop
-            if worthwhile and _from_half(group, flow) and _saves_memory(group):
-                group.sloped = group.barrier and _is_sloped(group, flow)
-                found |= dict.fromkeys(group.ops, group)
+        group.barrier = any(_is_dear(op) for op in group.ops)
+        # Outside of loops, XLA fuses arithmetic into its readers without being told to.
+        worthwhile = group.barrier or flow.block.in_loop
+        if worthwhile and _from_half(group, flow) and _saves_memory(group):
+            group.sloped = group.barrier and _is_sloped(group, flow)
+            found |= dict.fromkeys(group.ops, group)
     return found
+
+
+def _groups(flow: Flow, special: Collection[Op]) -> Iterable[list[Op]]:
+    """Returns the connected ops that islands may hold, such that no two groups wait for each other.
+
+    An op's depth is how many ops that no group holds lie before it on the longest path; where its
+    readers all lie deeper, it runs as late as they do. Those of one depth are connected: a path
+    that leaves a group comes to an op that no group holds, and is deeper from there on.
+    """
+    sources = {
+        op: [flow.producer[v] for v in op.ins if v in flow.producer] for op in flow.block.ops
+    }
+    inside: set[Op] = set()
+    depth: dict[Op, int] = {}
+    for op, before in sources.items():
+        depth[op] = max((depth[s] + (s not in inside) for s in before), default=0)
+        begun = _starts(op) or not inside.isdisjoint(before)
+        if begun and op not in special and _recomputable(op):
+            inside.add(op)
+    for op in reversed(flow.block.ops):
+        after = [depth[r] for v in op.outs for r in flow.readers.get(v, ()) if r is not None]
+        if op in inside and after:
+            depth[op] = max(depth[op], min(after))
+    group_of: dict[Op, list[Op]] = {}
+    for op in flow.block.ops:
+        if op in inside:
+            near = [group_of[s] for s in sources[op] if s in inside and depth[s] == depth[op]]
+            group = [*dict.fromkeys(o for found in near for o in found), op]
+            group_of |= dict.fromkeys(group, group)
+    return {id(group): group for group in group_of.values()}.values()
 
 
 def _rounded_islands(flow: Flow) -> "dict[Op, Island]":
