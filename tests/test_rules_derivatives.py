@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from evaluation import Way, evaluate
+from evaluation import bind as bind_equation
 from jax.extend.core import Literal
 from primitives import (
     BFLOAT16,
@@ -164,6 +166,42 @@ def test_what_rounding_does_to_a_derivative_that_is_not_steady(key):
     x = 1e-9 if key != "sin" else 1000.3
     exact, got = (float(jax.grad(fun)(jnp.float32(y))) for y in (x, rounded(x, FLOAT16)))
     assert not np.isfinite(got) or abs(got - exact) > 0.1
+
+
+# ---- flattens -----------------------------------------------------------------------------------
+
+LOST = 10  # roundings; where parts do not cancel it is at most four, and fifty where they do
+NEAR = np.unique(np.geomspace(1 / 4, 64, 400).astype(BFLOAT16)).astype(np.float64)
+TOGETHER = {1: [(0,)], 2: [(0, 1), (1, 0)]}  # by how much operands that move together differ
+
+
+def roundings(fun, shifts):
+    """Returns how far off a derivative is whose every part is rounded, in roundings.
+
+    By the size of the derivative, or of what a rounding of the operands makes of it.
+    """
+
+    def along(t):
+        return jax.jvp(fun, [t + s for s in shifts], [jnp.ones_like(t)] * len(shifts))[1]
+
+    def value(x, aval):
+        return rounded(x, BFLOAT16) if aval.dtype == np.float64 else x
+
+    t = NEAR[np.all([rounded(NEAR + s, BFLOAT16) == NEAR + s for s in shifts], axis=0)]
+    exact, second = map(np.asarray, jax.jvp(along, (t,), (np.ones_like(t),)))
+    way = Way(lambda eqn, ins, amplified: bind_equation(eqn, ins), value, derived=True)
+    (got,) = evaluate(jax.make_jaxpr(along)(t), [t], way)
+    off = np.abs(got - exact) / (np.abs(exact) + np.abs(t * second))
+    held = np.isfinite(off) & (np.abs(exact) > 1e-30)
+    return np.max(off[held], initial=0) / (float(jnp.finfo(BFLOAT16).eps) / 2)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("key", CURVED)
+def test_which_derivatives_are_lost_where_their_parts_are_rounded(key):
+    off = max(roundings(ELEMENTWISE[key], shifts) for shifts in TOGETHER[OPERANDS[key]])
+    assert (off > LOST) == (rules.FLATTENS in rule(key).traits), off
 
 
 # ---- kinks and sums -----------------------------------------------------------------------------

@@ -65,6 +65,7 @@ LOOKS_UP = "looks up"  # takes rows of a table, as a matmul by one-hot rows does
 STATE = "state"  # running sums and averages go through it from one turn of a loop to the next
 CANCELS = "cancels"  # a sum that differentiation writes: its terms cancel by nature
 POLE = "pole"  # infinite at some finite operand
+FLATTENS = "flattens"  # its derivative is a difference, and lost where its parts are rounded
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -168,15 +169,15 @@ row("abs max min", FOLLOW, ONE, **LINEAR, traits=(KINKED,))
 row("clamp", FOLLOW, ONE, **LINEAR, traits=(KINKED,))
 row("select_n", FOLLOW, ONE, **LINEAR, traits=(STATE,))
 row("mul", FOLLOW, ONE, GROWS, saves=OTHERS, steady=True, cost=FUSED, traits=(STATE,))
-row("div", FOLLOW, ONE, GROWS, saves=OTHERS, cost=FUSED, traits=(STATE, POLE))
+row("div", FOLLOW, ONE, GROWS, saves=OTHERS, cost=FUSED, traits=(STATE, POLE, FLATTENS))
 row("rem", FOLLOW, UNBOUNDED, saves=OPERANDS, cost=DEAR)
 row("sqrt", FOLLOW, ONE, saves=RESULT, cost=FUSED)
 row("cbrt", FOLLOW, ONE, saves=RESULT, cost=DEAR)
-row("tanh logistic", FOLLOW, ONE, BOUNDED, saves=RESULT, steady=True, cost=DEAR)
+row("tanh logistic", FOLLOW, ONE, BOUNDED, saves=RESULT, steady=True, cost=DEAR, traits=(FLATTENS,))
 row("erf", FOLLOW, ONE, BOUNDED, saves=OPERANDS, steady=True, cost=DEAR)
 row("atan", FOLLOW, ONE, BOUNDED, saves=OPERANDS, steady=True, cost=DEAR)
 row("asinh", FOLLOW, ONE, saves=OPERANDS, steady=True, cost=DEAR)
-row("atan2", FOLLOW, ONE, BOUNDED, saves=OPERANDS, cost=DEAR)
+row("atan2", FOLLOW, ONE, BOUNDED, saves=OPERANDS, cost=DEAR, traits=(FLATTENS,))
 
 # ---- float32: special functions -----------------------------------------------------------------
 
@@ -197,8 +198,8 @@ row("atanh", FULL, UNBOUNDED, saves=OPERANDS, cost=DEAR, traits=(POLE,))
 row("erf_inv", FULL, UNBOUNDED, saves=RESULT, cost=DEAR, traits=(POLE,))
 row("erfc", FULL, ONE, BOUNDED, saves=OPERANDS, steady=True, cost=DEAR)
 row("lgamma digamma", FULL, UNBOUNDED, GROWS, saves=OPERANDS, traits=(POLE,))
-row("bessel_i0e", FULL, ONE, BOUNDED)
-row("bessel_i1e", FULL, ONE, BOUNDED, steady=True)
+row("bessel_i0e", FULL, ONE, BOUNDED, traits=(FLATTENS,))
+row("bessel_i1e", FULL, ONE, BOUNDED, steady=True, traits=(FLATTENS,))
 row("igamma igammac regularized_incomplete_beta", FULL, UNBOUNDED, BOUNDED)
 row("igamma_grad_a", FULL, UNBOUNDED)
 row("random_gamma", FULL, UNBOUNDED, GROWS)
@@ -327,7 +328,7 @@ CHOICES: dict[str, Any] = {
     "cost": (FUSED, DEAR, NEVER),
     "traits": (
         *(REDUCES, NO_HALF_FORM, HAS_WIDE_FORM, SUMS_BACK, FROM_BITS, SAME_PARAMETER),
-        *(SAME_CONSTANT, FRESH, KINKED, PART, LOOKS_UP, STATE, CANCELS, POLE),
+        *(SAME_CONSTANT, FRESH, KINKED, PART, LOOKS_UP, STATE, CANCELS, POLE, FLATTENS),
     ),
 }
 

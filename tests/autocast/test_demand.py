@@ -31,7 +31,12 @@ READERS = {
     # reader: (all_full, needed, amplified, outside, only_half, returned)
     "a sum": (total, (True, False, False, False, False, False)),
     "an exponential": (lambda h: total(jnp.exp(h)), (True, True, True, False, False, False)),
-    "a bounded function": (lambda h: jnp.tanh(h) @ V, (False, False, False, False, False, False)),
+    "a bounded function": (lambda h: jnp.tanh(h) @ V, (True, False, False, False, False, False)),
+    "a piece of it": (lambda h: jnp.abs(h) @ V, (False, False, False, False, False, False)),
+    "a quotient of its own": (
+        lambda h: h / (1 + h**2) @ V,
+        (True, False, False, False, False, False),
+    ),
     "a matmul": (lambda h: h @ V, (False, False, False, True, True, False)),
     "both": (lambda h: (h @ V, total(h)), (False, False, False, True, False, False)),
     "its caller": (lambda h: h, (True, True, False, False, False, True)),

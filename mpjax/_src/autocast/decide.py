@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from mpjax._src import rules
-from mpjax._src.autocast.demand import all_in_full
+from mpjax._src.autocast.demand import all_in_full, flattens
 from mpjax._src.autocast.facts import BEYOND
 from mpjax._src.autocast.graph import Block, Op, Value, half_of, is_float
 from mpjax._src.autocast.why import Reason, why
@@ -106,11 +106,11 @@ def _decide_follow(op: Op) -> None:
     masked = any(v.wide and v.kind == "flexible" for v in op.ins)
     lost = any(_is_lost(op, out) for out in op.outs)
     held = lost or any(out.want.amplified or out.want.unrounded for out in op.outs)
-    read_in_full = all_in_full(op)
+    read_in_full, flat = all_in_full(op), flattens(op)
     if flexible:
         op.compute = FLOAT32
         _give(op, "flexible", FLOAT32, wide or critical is not None)
-    elif read_in_full or "full" in kinds or critical is not None or masked or held:
+    elif read_in_full or "full" in kinds or critical is not None or masked or held or flat:
         op.compute = FLOAT32
         if critical is not None:
             op.why, wide = why(Reason.CONSTANT, critical, op.half.name), True
@@ -120,6 +120,8 @@ def _decide_follow(op: Op) -> None:
             op.why = why(Reason.LOST if lost else Reason.AMPLIFIED)
         elif masked:
             op.why = why(Reason.OF_CONSTANTS, op.half.name)
+        elif flat:
+            op.why = why(Reason.FLATTENS)
         else:
             op.why = why(Reason.FULL_OPERAND)
         _give(op, "full", FLOAT32, wide)

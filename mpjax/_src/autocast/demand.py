@@ -106,13 +106,24 @@ SHORT = 4
 def _follow(op: Op, readers: Want) -> Want:
     full = readers.full or readers.returned
     return Want(
-        full=full,
+        full=full or flattens(op),
         half=False,
-        needed=readers.needed,
+        needed=readers.needed and full,
         amplified=readers.amplified,
         phase=readers.phase * (known_factor(op) if op.spec.multiplies else 1.0),
         kink=rules.KINKED in op.spec.traits and not full,
     )
+
+
+def flattens(op: Op) -> bool:
+    """Tells an operation whose derivative is a difference of parts that may be almost equal.
+
+    Such as ``1 - tanh(x)**2``, or that of ``x / (1 + |x|)``: rounded to half, the parts would leave
+    nothing of it. Computed in float32 from half operands, it has the error of the operands alone.
+    """
+    made = [v.fact.made for v in op.ins]
+    alike = len(made) == 1 or made[0] & made[1] != 0  # it flattens where its operands move together
+    return rules.FLATTENS in op.spec.traits and alike
 
 
 def _of_operand(op: Op, value: Value, want: Want) -> Want:

@@ -268,6 +268,7 @@ WORDS = {
     Reason.OF_CONSTANTS: "an operand is made of constants that do not survive {}",
     Reason.INTEGERS: "made from integers",
     Reason.POSITIONS: "positions or the like, which {} would merge",
+    Reason.FLATTENS: "its derivative is a difference, which half would lose",
     Reason.FULL_READERS: "read by float32 operations",
     Reason.WIDE_RESULT: "half list, float32 result for its float32 readers",
     Reason.AMPLIFIED: "a float32 operation would amplify its rounding",

@@ -188,7 +188,8 @@ def _groups(steps: Sequence[Step], again: set[Value], copied: set[Op]) -> Iterat
         wanted = {*reads(step)} if makes or reduces else set()
         if makes:
             worth.add(i)
-        from_wide = [v for v in reads(step) if v in wide]
+        held = step.rounded if isinstance(step, Island) else ()  # kept in half, by the island
+        from_wide = [v for v in reads(step) if v in wide and v not in held]
         pairs += [(place[v], i) for v in from_wide]
         if _is_wide(step) or (from_wide and _is_linear(step)):
             wide.update(v for v in writes(step) if v.dtype == FLOAT32 and not v.small)

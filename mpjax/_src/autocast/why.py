@@ -33,6 +33,7 @@ class Reason(enum.Enum):
     OF_CONSTANTS = enum.auto()  # (the half dtype)
     INTEGERS = enum.auto()
     POSITIONS = enum.auto()  # (the half dtype)
+    FLATTENS = enum.auto()
     # Who reads it.
     FULL_READERS = enum.auto()
     WIDE_RESULT = enum.auto()
