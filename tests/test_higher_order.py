@@ -43,7 +43,7 @@ def test_programs_are_wired_to_operands_and_results(name):
     fun = PROGRAMS[name]
     eqn = eqn_of(lambda x: jax.tree.leaves(fun(x)), name)
     for inside in higher_order(name).wire(eqn):
-        inner, _ = _jax.open_jaxpr(inside.jaxpr)
+        inner, _ = _jax.open_jaxpr(inside.program)
         assert len(inside.ins) == len(inner.invars) and len(inside.outs) == len(inner.outvars)
         for var, index in zip(inner.invars, inside.ins, strict=True):
             assert var.aval.dtype == eqn.invars[index].aval.dtype

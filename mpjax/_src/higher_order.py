@@ -28,14 +28,14 @@ class Inside(NamedTuple):
     """A program inside of an equation, and how it is wired to the equation.
 
     Attributes:
-        jaxpr: The program.
+        program: A jaxpr; in a plan, its block.
         ins: For each of its arguments, the operand that feeds it.
         outs: For each of its results, the equation's result that it becomes, or None.
         carry: Pairs (result, argument) that feed one turn's results to the next.
         consts: How many leading arguments are the same in every turn.
     """
 
-    jaxpr: Any
+    program: Any
     ins: Sequence[int]
     outs: Sequence[int | None]
     carry: Sequence[tuple[int, int]] = ()

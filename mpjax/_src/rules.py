@@ -104,6 +104,11 @@ class Rule:
         return (self.cost != NEVER or sliced) and REDUCES not in self.traits
 
     @property
+    def linear(self) -> bool:
+        """Whether its derivative reads no operand: it is linear in each, or in pieces of each."""
+        return self.saves == NOTHING
+
+    @property
     def multiplies(self) -> bool:
         """Whether it is a product or a quotient, entry by entry."""
         return self.need == FOLLOW and self.saves == OTHERS

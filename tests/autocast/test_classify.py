@@ -345,7 +345,7 @@ def test_constants_are_known_inside_of_control_flow_and_carries_are_not():
         return lax.scan(lambda c, _: (c * 0.9, None), jnp.float32(1.0), None, length=3)[0] * h
 
     (sub,) = op(planned(loop, H).block, "scan").subs
-    assert sub.block.invars[0].const is None and not sub.block.invars[0].raw
+    assert sub.program.invars[0].const is None and not sub.program.invars[0].raw
 
 
 def test_a_policy_of_float32_forces_all():

@@ -215,7 +215,7 @@ def decay(make):
         return lax.scan(turn, h, xs)[0]
 
     (sub,) = op(analysed(fun, H, jnp.ones((9, 8, 16)), W), "scan").subs
-    ops = [o for o in sub.block.ops if "here" in o.scopes]
+    ops = [o for o in sub.program.ops if "here" in o.scopes]
     return ops[0].outs[0].want.unrounded, ops[-1].outs[0].want.unrounded
 
 
@@ -262,7 +262,7 @@ def test_the_next_turn_is_handed_a_float32_carry():
         return lax.scan(turn, h, None, length=9)[0]
 
     (sub,) = op(analysed(fun, H), "scan").subs
-    state = sub.block.outvars[0]
+    state = sub.program.outvars[0]
     assert state.want.returned and state.want.needed and not state.want.full
 
 
@@ -298,7 +298,7 @@ def test_what_a_turn_hands_on_is_wanted_as_the_next_turn_wants_it():
 
     (sub,) = op(analysed(rotated, H), "scan").subs
     # The second carry is read by the sine, the first becomes the second a turn later.
-    assert [v.want.amplified for v in sub.block.outvars[:2]] == [True, True]
+    assert [v.want.amplified for v in sub.program.outvars[:2]] == [True, True]
 
 
 def test_a_short_sum_of_float32_values_before_a_phase_is_float32():

@@ -41,16 +41,16 @@ def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[st
                 )
             op.outs[0].const = known_value(op)
         for sub in op.subs:
-            for value, index in zip(sub.block.invars, sub.ins, strict=True):
+            for value, index in zip(sub.program.invars, sub.ins, strict=True):
                 value.paths, value.raw = op.ins[index].paths, op.ins[index].raw
                 value.small = op.ins[index].small
                 const = op.ins[index].const
                 if op.inside.knows and const is not None and np.size(const) == 1:
                     value.const = np.reshape(const, ())
             for _, argument in sub.carry:
-                value = sub.block.invars[argument]
+                value = sub.program.invars[argument]
                 value.paths, value.raw, value.const = (), False, None
-            _classify(sub.block, policy, listed, used)
+            _classify(sub.program, policy, listed, used)
         op.rule, op.why = _rule(op)
         _apply_lists(op, listed)
         _apply_overrides(op, policy, used)
@@ -109,7 +109,7 @@ def _matmul_rule(op: Op) -> tuple[str, Why]:
 
 def _custom_jvp_rule(op: Op) -> tuple[str, Why]:
     """An elementwise function with a rule is one op; one with matmuls inside is a program."""
-    floats = [o for o in op.subs[0].block.walk() if o.rule != "leave" or not _has_none(o)]
+    floats = [o for o in op.subs[0].program.walk() if o.rule != "leave" or not _has_none(o)]
     rules = {o.rule for o in floats}
     if rules & {"half", "written", "leave"} or any(o.subs and o.rule == "program" for o in floats):
         return "program", why(Reason.OWN_RULE)

@@ -28,7 +28,7 @@ def _run_in_place(op: Op, env: Env) -> None:
 def _run_while(op: Op, env: Env) -> None:
     cond, body = op.subs
     consts = [
-        env.read(op.ins[i], v.dtype) for i, v in zip(cond.ins, cond.block.invars, strict=True)
+        env.read(op.ins[i], v.dtype) for i, v in zip(cond.ins, cond.program.invars, strict=True)
     ]
     args = [*consts[: cond.consts], *operands(op, body, env)]
     new = {
@@ -60,6 +60,6 @@ def _run_shard_map(op: Op, env: Env) -> None:
     (sub,) = op.subs
     outs = result_dtypes(op, sub)
     mapped = _jax.shard_map(
-        lambda *args: tuple(run_block(sub.block, args, outs, env.settings)), op.params
+        lambda *args: tuple(run_block(sub.program, args, outs, env.settings)), op.params
     )
     finish(op, env, mapped(*operands(op, sub, env)))

@@ -33,10 +33,10 @@ def _run_custom_jvp(op: Op, env: Env) -> None:
     (sub,) = op.subs
     policy, params = env.settings.policy, op.params
     if op.rule == "program":
-        in_dtypes = [v.dtype for v in sub.block.invars]
+        in_dtypes = [v.dtype for v in sub.program.invars]
         outs = result_dtypes(op, sub)
         args = operands(op, sub, env)
-        primal = functools.partial(run_block, sub.block, settings=env.settings)
+        primal = functools.partial(run_block, sub.program, settings=env.settings)
     else:
         in_dtypes = [op.compute if v.is_f32 else None for v in op.ins]
         outs = [op.compute if v.is_f32 else None for v in op.outs]
@@ -83,7 +83,7 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
     """Keeps the custom rules in force: forward and backward are both planned and rewritten."""
     (sub,) = op.subs
     policy = env.settings.policy
-    in_dtypes = [v.dtype for v in sub.block.invars]
+    in_dtypes = [v.dtype for v in sub.program.invars]
     outs = result_dtypes(op, sub)
     consts = op.params["num_consts"]
     # The backward rule is code of its own: a region around the call does not reach it.
@@ -92,7 +92,7 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
 
     @jax.custom_vjp
     def call(*args):
-        return run_block(sub.block, args, outs, env.settings)
+        return run_block(sub.program, args, outs, env.settings)
 
     def fwd(*args):
         perturbed = [True] * len(args)

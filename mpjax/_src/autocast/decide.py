@@ -242,7 +242,7 @@ def _decide_written(op: Op) -> None:
 def _decide_program(op: Op) -> None:
     results: dict[int, list[Value]] = {}
     for sub in op.subs:
-        block = sub.block
+        block = sub.program
         pinned, scans = op.inside.pinned, op.inside.kind == SCAN
         for position, (value, index) in enumerate(zip(block.invars, sub.ins, strict=True)):
             source = op.ins[index]
@@ -282,8 +282,8 @@ def _decide_result(op: Op, out: Value, index: int, inner: Sequence[Value]) -> No
     for sub in op.subs:
         carried = dict(sub.carry)
         if index in carried:
-            if sub.block.carries[carried[index]]:
-                return _set(out, "half", half_of(sub.block))
+            if sub.program.carries[carried[index]]:
+                return _set(out, "half", half_of(sub.program))
             return _set(out, "full", FLOAT32)
     half = op.half if op.half is not None else next(iter(halves), None)
     if op.inside.pinned or half is None:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 from mpjax._src import _jax, rules
 from mpjax._src.autocast.facts import STEP, WRITES, known_factor
-from mpjax._src.autocast.graph import Block, Op, Sub, Value
+from mpjax._src.autocast.graph import Block, Op, Value
 from mpjax._src.autocast.lattices import Want, both, joined
 from mpjax._src.autocast.why import Reason, Why, why
 from mpjax._src.dtypes import HALVES
+from mpjax._src.higher_order import Inside
 
 # Of a reader that computes in float32, in half, or in float32 to the last bit.
 FULL = Want(half=False)
@@ -62,7 +63,7 @@ def _of_readers(op: Op) -> Want:
 
 
 def _full(op: Op, readers: Want) -> Want:
-    inside = [o for sub in op.subs for o in sub.block.walk()] or [op]
+    inside = [o for sub in op.subs for o in sub.program.walk()] or [op]
     amplified = any(o.spec.need == rules.FULL and o.spec.amplifies(o.params) for o in inside)
     needed = amplified or any(out.want.needed for out in op.outs)
     phase = float(any(_is_phase(o) for o in inside))
@@ -153,7 +154,7 @@ def _is_beside(op: Op, value: Value) -> bool:
 
     Such a loop solves for something that cancels: in float32, so the same must be what it meets.
     """
-    linear = op.spec.saves == rules.NOTHING or sum(v.const is None for v in op.ins) == 1
+    linear = op.spec.linear or sum(v.const is None for v in op.ins) == 1
     adds = op.spec.gain_of(op.params) == rules.SUM
     meets = adds and any(v.fact.solved for v in op.ins if v is not value)
     return meets or (linear and any(out.want.beside for out in op.outs))
@@ -179,9 +180,9 @@ WANTS: dict[str, Callable[[Op, Want], Want]] = {
 # ---- programs -----------------------------------------------------------------------------------
 
 
-def _program(op: Op, sub: Sub) -> None:
+def _program(op: Op, sub: Inside) -> None:
     """Passes wants into a sub-program, and out of it again; a loop's until nothing changes."""
-    block, carried = sub.block, dict(sub.carry)
+    block, carried = sub.program, dict(sub.carry)
     while True:
         for position, (value, index) in enumerate(zip(block.outvars, sub.outs, strict=True)):
             reader = op, position, "result"

@@ -22,11 +22,11 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 
 from mpjax._src import rules
-from mpjax._src.autocast.graph import Block, Op, Sub, Value, is_float
+from mpjax._src.autocast.graph import Block, Op, Value, is_float
 from mpjax._src.autocast.lattices import BEYOND, BOUNDED, FITS, Fact, argument, join, union
 from mpjax._src.autocast.why import Reason, why
 from mpjax._src.dtypes import HALVES
-from mpjax._src.higher_order import SCAN, WHILE, turns_of
+from mpjax._src.higher_order import SCAN, WHILE, Inside, turns_of
 
 # sqrt(4) = 2 roundings of half: the error that autocast may have beyond that of its matmuls.
 WRITES = 4
@@ -75,18 +75,18 @@ class Sweep:
     def program(self, op: Op) -> None:
         results: list[list[Fact]] = [[] for _ in op.outs]
         for sub in reversed(op.subs):  # a while loop's body before its condition
-            for value, index in zip(sub.block.invars, sub.ins, strict=True):
+            for value, index in zip(sub.program.invars, sub.ins, strict=True):
                 value.fact = self.read(op.ins[index])
             if sub.carry:
                 self.loop(op, sub)
             elif op.inside.kind == WHILE:
                 self.condition(op, sub)
             else:
-                self.block(sub.block)
-            for value, place in zip(sub.block.outvars, sub.outs, strict=True):
+                self.block(sub.program)
+            for value, place in zip(sub.program.outvars, sub.outs, strict=True):
                 if place is not None:
                     results[place].append(self.read(value))
-        inside = (o.why for sub in op.subs for o in sub.block.walk())
+        inside = (o.why for sub in op.subs for o in sub.program.walk())
         if op.inside.backward and why(Reason.ENDS_LOOP) in inside:
             op.rule, op.why = "leave", why(Reason.REPEATS_LOOP)
         for out, found in zip(op.outs, results, strict=True):
@@ -96,12 +96,12 @@ class Sweep:
             if op.rule == "leave":
                 out.fact = out.fact._replace(solved=True)
 
-    def loop(self, op: Op, sub: Sub) -> None:
+    def loop(self, op: Op, sub: Inside) -> None:
         """Runs a loop's body to a fixpoint, and decides which carries are half.
 
         A carry is half where a half operation makes it in every turn, and it is no exact sum.
         """
-        body = sub.block
+        body = sub.program
         turns = turns_of(op.eqn) if op.inside.kind == SCAN else WRITES + 1
         carried = [(body.outvars[r], body.invars[a]) for r, a in sub.carry]
         anew = 0  # the weights that each turn has for itself: slices that it is given, or takes
@@ -137,38 +137,38 @@ class Sweep:
         carries = {value for _, value in carried}
         body.carries = tuple(v in carries and v.fact.half for v in body.invars)
 
-    def condition(self, op: Op, sub: Sub) -> None:
+    def condition(self, op: Op, sub: Inside) -> None:
         """Leaves a loop alone that runs until matmuls meet a tolerance: half might never do."""
         body = op.subs[1]
-        inside = dict(zip(body.ins, body.block.invars, strict=True))
-        for value, index in zip(sub.block.invars, sub.ins, strict=True):
+        inside = dict(zip(body.ins, body.program.invars, strict=True))
+        for value, index in zip(sub.program.invars, sub.ins, strict=True):
             value.fact = inside[index].fact if index in inside else self.read(op.ins[index])
-        self.block(sub.block)
-        matmuls = [o.outs[0] for o in body.block.walk() if o.spec.need == rules.HALF]
+        self.block(sub.program)
+        matmuls = [o.outs[0] for o in body.program.walk() if o.spec.need == rules.HALF]
         if not matmuls:
             return
         made = union(self.bit(v) for v in matmuls)
-        compared = (o for o in sub.block.walk() if o.spec.need == rules.COMPARE)
+        compared = (o for o in sub.program.walk() if o.spec.need == rules.COMPARE)
         seen = union(v.fact.made for o in compared for v in o.ins if v.is_f32)
         verdicts = _verdicts_of_turns(body)
-        read = {v for o in sub.block.walk() for v in o.ins}.union(sub.block.outvars)
-        for value, index in zip(sub.block.invars, sub.ins, strict=True):
+        read = {v for o in sub.program.walk() for v in o.ins}.union(sub.program.outvars)
+        for value, index in zip(sub.program.invars, sub.ins, strict=True):
             if value in read and index in inside:
                 seen |= verdicts.get(inside[index], 0)
         for _ in body.carry:  # what it sees now was made in any of the turns before
             for result, place in body.carry:
-                if seen & self.bit(body.block.invars[place]):
-                    seen |= body.block.outvars[result].fact.made
+                if seen & self.bit(body.program.invars[place]):
+                    seen |= body.program.outvars[result].fact.made
         if seen & made:
             op.rule, op.why = "leave", why(Reason.ENDS_LOOP)
         # As many turns as another loop took: it must decide in each what that one did.
-        if made & union(verdicts.values()) and any(v.fact.solved for v in sub.block.invars):
+        if made & union(verdicts.values()) and any(v.fact.solved for v in sub.program.invars):
             op.rule, op.why = "leave", why(Reason.REPLAYS_LOOP)
 
 
-def _verdicts_of_turns(body: Sub) -> dict[Value, int]:
+def _verdicts_of_turns(body: Inside) -> dict[Value, int]:
     """Returns the verdicts of a loop's body; those of carries are of any turn before."""
-    block = body.block
+    block = body.program
     carried: dict[Value, int] = {}
     while True:
         found = _verdicts(block, carried)
@@ -190,7 +190,7 @@ def _verdicts(block: Block, known: dict[Value, int]) -> dict[Value, int]:
         if op.spec.need == rules.COMPARE and op.outs[0].aval.dtype == np.bool_:
             verdict |= union(v.fact.made for v in op.ins if v.is_f32)
         for sub in op.subs:
-            verdict |= union(_verdicts(sub.block, {}).values())
+            verdict |= union(_verdicts(sub.program, {}).values())
         for out in op.outs:
             if verdict and not is_float(out):
                 found[out] = verdict
@@ -255,7 +255,7 @@ def _follow(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         return _sum(sweep, op, joined, out)
     if op.spec.multiplies and len(op.ins) == 2:
         return _product(sweep, op, joined)
-    if op.spec.saves == rules.NOTHING:
+    if op.spec.linear:
         return joined._replace(peak=_peak(op))
     span = BOUNDED if op.spec.span == rules.BOUNDED else joined.span
     return joined._replace(

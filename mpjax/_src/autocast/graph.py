@@ -16,7 +16,7 @@ from mpjax._src import _jax, rules
 from mpjax._src.autocast.lattices import NOTHING, UNREAD, Fact, Want
 from mpjax._src.autocast.why import NO_REASON, Why
 from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.higher_order import HigherOrder, higher_order, turns_of
+from mpjax._src.higher_order import HigherOrder, Inside, higher_order, turns_of
 from mpjax._src.rules import Rule, rule_of
 
 # Larger constants than this are not looked into.
@@ -66,25 +66,6 @@ class Value:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Sub:
-    """A sub-program of an op, and how it is wired to the op.
-
-    Attributes:
-        block: The sub-program.
-        ins: For each of its arguments, the op's operand that feeds it.
-        outs: For each of its results, the op's result that it becomes, or None.
-        carry: Pairs (result, argument) that feed one iteration's results to the next.
-        consts: How many leading arguments are the same in every iteration.
-    """
-
-    block: "Block"
-    ins: Sequence[int]
-    outs: Sequence[int | None]
-    carry: Sequence[tuple[int, int]] = ()
-    consts: int = 0
-
-
-@dataclasses.dataclass(slots=True, eq=False)
 class Op:
     """One equation of the flattened program."""
 
@@ -94,7 +75,7 @@ class Op:
     stack: Any  # the name stack, from the root of its block
     scopes: tuple[str, ...]  # the names on it, from the root of the program
     callers: tuple[Any, ...] = ()  # the equations around it, jits that were inlined included
-    subs: list[Sub] = dataclasses.field(default_factory=list)
+    subs: list[Inside] = dataclasses.field(default_factory=list)
     rule: str = ""
     half: Any = None  # the half dtype that it would use
     forced: str = ""  # "half" or "full", whatever its operands are
@@ -159,7 +140,7 @@ class Block:
         for op in self.ops:
             yield op
             for sub in op.subs:
-                yield from sub.block.walk()
+                yield from sub.program.walk()
 
 
 def numbered(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
@@ -171,7 +152,7 @@ def numbered(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
         yield op, times
         if op.rule == "program" or op.left_alone:
             for sub in op.subs:
-                yield from numbered(sub.block, times * turns_of(op.eqn))
+                yield from numbered(sub.program, times * turns_of(op.eqn))
 
 
 def number(block: Block) -> None:
@@ -228,10 +209,10 @@ def _flatten(jaxpr, env, block: Block, stack, scopes, callers) -> list[Value]:
         outs = [Value(var.aval) for var in eqn.outvars]
         env |= zip(eqn.outvars, outs, strict=True)
         op = Op(eqn, ins, outs, here, names, callers)
-        for program in op.inside.wire(eqn):
-            inner = build(*_jax.open_jaxpr(program.jaxpr), names, (*callers, eqn))
+        for inside in op.inside.wire(eqn):
+            inner = build(*_jax.open_jaxpr(inside.program), names, (*callers, eqn))
             inner.in_loop = block.in_loop or op.inside.loops
-            op.subs.append(Sub(inner, *program[1:]))
+            op.subs.append(inside._replace(program=inner))
         block.ops.append(op)
     return [read(atom) for atom in jaxpr.outvars]
 

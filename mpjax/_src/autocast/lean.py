@@ -191,7 +191,8 @@ def _groups(steps: Sequence[Step], again: set[Value], copied: set[Op]) -> Iterat
         held = step.rounded if isinstance(step, Island) else ()  # kept in half, by the island
         from_wide = [v for v in reads(step) if v in wide and v not in held]
         pairs += [(place[v], i) for v in from_wide]
-        if _is_wide(step) or (from_wide and _is_linear(step)):
+        linear = isinstance(step, Op) and step.spec.linear and _runs_again(step)
+        if _is_wide(step) or (from_wide and linear):
             wide.update(v for v in writes(step) if v.dtype == FLOAT32 and not v.small)
         for v in wanted.union(needs(step)):
             if v in place and not v.kept and _runs_again(steps[place[v]]):
@@ -217,10 +218,6 @@ def _groups(steps: Sequence[Step], again: set[Value], copied: set[Op]) -> Iterat
 def _is_wide(step: Step) -> bool:
     """Tells a matmul that hands out its float32 accumulator."""
     return isinstance(step, Op) and step.spec.need == rules.HALF and step.outs[0].dtype == FLOAT32
-
-
-def _is_linear(step: Step) -> bool:
-    return isinstance(step, Op) and step.spec.saves == rules.NOTHING and step.spec.runs_again
 
 
 class _Reach:

@@ -18,9 +18,10 @@ import jax
 import numpy as np
 
 from mpjax._src import _jax
-from mpjax._src.autocast.graph import REGION, Block, Op, Sub, Value
+from mpjax._src.autocast.graph import REGION, Block, Op, Value
 from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.steps import Step, StepFlow, flow_of, together
+from mpjax._src.higher_order import Inside
 
 # Below this many steps a stretch saves nothing.
 SHORTEST = 4
@@ -90,9 +91,8 @@ READ = {
 UNREAD = {
     Value: "aval const paths want",
     Op: "eqn ins outs subs stack scopes callers index why row",
-    Island: "after",
+    Island: "",
     Block: "steps wanted",
-    Sub: "",
 }
 FIELDS: dict[type, list[str]] = {
     kind: [f.name for f in dataclasses.fields(kind) if f.name not in unread.split()]
@@ -139,7 +139,7 @@ def _coder(overrides: bool) -> Code:
                 return _place(x, overrides), _of[Op][inside](x), len(x.ins), *values, subs
             if kind in FIELDS:
                 return tuple([key(getattr(x, f), inside) for f in FIELDS[kind]])
-            if kind in (list, tuple, range):
+            if kind in (list, tuple, range, Inside):
                 return tuple([key(y, inside) for y in x])
             if kind in (set, frozenset):  # of values that stand elsewhere too
                 return tuple(sorted(order.index(v) for v in x))

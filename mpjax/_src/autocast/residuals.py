@@ -99,7 +99,7 @@ def storage_of(block: Block) -> dict[Op, str]:
             if parts:
                 found[step] = "; ".join(parts)
             for sub in step.subs:
-                found |= storage_of(sub.block)
+                found |= storage_of(sub.program)
     for step in block.steps:
         for op in step.ops if isinstance(step, Checkpoint) else ():
             if op.spec.runs_again:

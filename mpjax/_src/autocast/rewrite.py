@@ -34,12 +34,13 @@ from mpjax._src.autocast.derivatives import (
 from mpjax._src.autocast.environment import Env, Settings
 from mpjax._src.autocast.forms import is_view
 from mpjax._src.autocast.gathers import picks_one_per_row
-from mpjax._src.autocast.graph import ROW, Block, Op, Sub, Value
+from mpjax._src.autocast.graph import ROW, Block, Op, Value
 from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.repeats import Stretch, fold
 from mpjax._src.autocast.steps import Checkpoint, Step, made_where_read
 from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.higher_order import Inside
 
 
 def run_plan(
@@ -229,29 +230,31 @@ def _run_program(op: Op, env: Env) -> None:
     PROGRAMS[op.name](op, env)
 
 
-def result_dtypes(op: Op, sub: Sub) -> list[Any]:
+def result_dtypes(op: Op, sub: Inside) -> list[Any]:
     """Returns what the results of a sub-program are handed out in."""
     carried = dict(sub.carry)
     dtypes = []
     for position, index in enumerate(sub.outs):
         if position in carried:
-            dtypes.append(sub.block.invars[carried[position]].dtype)
+            dtypes.append(sub.program.invars[carried[position]].dtype)
         else:
             dtypes.append(FLOAT32 if index is None else op.outs[index].dtype)
     return dtypes
 
 
-def trace_sub(op: Op, sub: Sub, env: Env) -> Any:
+def trace_sub(op: Op, sub: Inside, env: Env) -> Any:
     """Returns the rewritten jaxpr of a sub-program."""
     outs = result_dtypes(op, sub)
-    avals = [_jax.retyped(v.aval, v.dtype) if v.is_f32 else v.aval for v in sub.block.invars]
-    return _jax.trace(lambda *args: run_block(sub.block, args, outs, env.settings), avals, op.name)
+    avals = [_jax.retyped(v.aval, v.dtype) if v.is_f32 else v.aval for v in sub.program.invars]
+    return _jax.trace(
+        lambda *args: run_block(sub.program, args, outs, env.settings), avals, op.name
+    )
 
 
-def operands(op: Op, sub: Sub, env: Env) -> list[Any]:
+def operands(op: Op, sub: Inside, env: Env) -> list[Any]:
     return [
         env.read(op.ins[index], value.dtype)
-        for value, index in zip(sub.block.invars, sub.ins, strict=True)
+        for value, index in zip(sub.program.invars, sub.ins, strict=True)
     ]
 
 

@@ -37,10 +37,10 @@ def store(block: Block, by: str, alive: Collection[Value]) -> None:
                 changing = {place for _, place in sub.carry}
                 inner = [
                     v
-                    for i, (v, index) in enumerate(zip(sub.block.invars, sub.ins, strict=True))
+                    for i, (v, index) in enumerate(zip(sub.program.invars, sub.ins, strict=True))
                     if op.ins[index] in alive and i not in changing
                 ]
-                store(sub.block, INSIDE.get(op.inside.storage, by), {*inner})
+                store(sub.program, INSIDE.get(op.inside.storage, by), {*inner})
     islands: Any = CHOOSE[by](flow_of(block)) if by != WRITTEN else {}
     steps: Any = block.ops
     if islands:
@@ -155,7 +155,7 @@ def _from_half(group: Island, flow: Flow) -> bool:
     inside: set[Value] = {v for op in group.ops for v in op.outs}
     kept = []
     for op in group.ops:
-        if _is_linear(op) and not any(v in inside for v in op.ins):
+        if op.spec.linear and not any(v in inside for v in op.ins):
             inside.difference_update(op.outs)
         else:
             kept.append(op)
@@ -186,7 +186,7 @@ def _stands_rounding(op: Op, value: Value) -> bool:
     """Tells whether the derivative of an op may be computed from a rounded operand."""
     bounded = value.fact.negative and op.name in EXPONENTIALS
     dividend = op.name == "div" and value is not op.ins[1]
-    return op.spec.steady_of(op.params) or _is_linear(op) or bounded or dividend
+    return op.spec.steady_of(op.params) or op.spec.linear or bounded or dividend
 
 
 def _large_float32(group: Island) -> set[Value]:
@@ -208,14 +208,9 @@ def _is_sloped(group: Island, flow: Flow) -> bool:
         and not any(op.forced == "full" for op in group.ops)
         and all(reader in members for reader in flow.readers[operand])
         and all(
-            op.spec.steady_of(op.params) or _is_linear(op) or _is_scaling(op) for op in group.ops
+            op.spec.steady_of(op.params) or op.spec.linear or _is_scaling(op) for op in group.ops
         )
     )
-
-
-def _is_linear(op: Op) -> bool:
-    """Tells whether an op is linear in each operand alone: its derivative then reads no operand."""
-    return op.spec.saves == rules.NOTHING and op.spec.cost == rules.FUSED
 
 
 def _is_scaling(op: Op) -> bool:
@@ -224,7 +219,7 @@ def _is_scaling(op: Op) -> bool:
 
 def _is_dear(op: Op) -> bool:
     large = any(v.is_f32 and not v.small for v in op.outs)
-    inner = [o for sub in op.subs for o in sub.block.walk() if o.has_float32]
+    inner = [o for sub in op.subs for o in sub.program.walk() if o.has_float32]
     inner = [o for o in inner if not o.subs] if op.subs else [op]
     return large and any(o.spec.cost != rules.FUSED for o in inner)
 
@@ -234,7 +229,7 @@ def _saves_memory(group: Island) -> bool:
     saved: set[Value] = set()
     for op in group.ops:
         varying = [v for v in op.ins if v.is_f32 and v.const is None]
-        if _is_linear(op):
+        if op.spec.linear:
             continue
         if op.spec.saves == rules.OTHERS:
             saved.update(varying if len(varying) > 1 else ())

@@ -140,7 +140,7 @@ def run(eqn: Any, arrays: Sequence[Any], **params: Any) -> list[Any]:
 
 def _call(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]:
     (inside,) = higher_order(eqn.primitive.name).wire(eqn)
-    return interpret(inside.jaxpr, ins, watcher, place)
+    return interpret(inside.program, ins, watcher, place)
 
 
 def _scan(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]:
@@ -155,7 +155,7 @@ def _scan(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]
     for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
         args = [*consts, *carry, *(watcher.slice(x, i) for x in xs)]
         carry = []  # the arguments alone hold the last iteration's
-        outs = interpret(inside.jaxpr, args, watcher, place.turn("scan", i))
+        outs = interpret(inside.program, args, watcher, place.turn("scan", i))
         carry = outs[:num_carry]
         for stack, y in zip(ys, outs[num_carry:], strict=True):
             stack[i] = y
@@ -175,17 +175,17 @@ def _while(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any
     i = 0
     while True:
         here = place.turn("while", i)
-        (going,) = interpret(cond.jaxpr, [*cond_consts, *carry], watcher, here)
+        (going,) = interpret(cond.program, [*cond_consts, *carry], watcher, here)
         if not watcher.decide(going, eqn, here):
             return carry
         args = [*body_consts, *carry]
         carry = []
-        carry = interpret(body.jaxpr, args, watcher, here)
+        carry = interpret(body.program, args, watcher, here)
         i += 1
 
 
 def _cond(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]:
-    branches = [inside.jaxpr for inside in higher_order("cond").wire(eqn)]
+    branches = [inside.program for inside in higher_order("cond").wire(eqn)]
     index = watcher.decide(ins.pop(0), eqn, place)
     return interpret(branches[min(max(index, 0), len(branches) - 1)], ins, watcher, place)
 
