@@ -271,3 +271,29 @@ def test_half_merges_floats_that_are_made_of_bits(name, half):
     made = np.asarray(FROM_BITS[name]())
     kept = np.unique(made.astype(half).astype(np.float32))
     assert kept.size < 0.5 * np.unique(made).size
+
+
+# ---- differences and jumps ----------------------------------------------------------------------
+
+QUICK = [key for key in ELEMENTWISE if OPERANDS[key] <= 2 and key not in SLOW]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("key", [key for key in QUICK if OPERANDS[key] == 2])
+def test_what_subtracts(key):
+    x, y = np.random.default_rng(0).uniform(0.5, 4, (2, 100))
+    there, back = (np.asarray(ELEMENTWISE[key](*pair)) for pair in ((x, y), (y, x)))
+    subtracts = np.array_equal(there, -back)
+    assert subtracts == (rules.SUBTRACTS in rule(key).traits)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("key", QUICK)
+def test_what_jumps(key):
+    x = np.arange(0.5, 8, 0.5)
+    others = [np.ones_like(x)] * (OPERANDS[key] - 1)
+    below, above = (
+        np.asarray(ELEMENTWISE[key](x * (1 + step), *others)) for step in (-1e-12, 1e-12)
+    )
+    jumps = not np.allclose(below, above, rtol=0.1, atol=0.1, equal_nan=True)
+    assert jumps == (rules.JUMPS in rule(key).traits)

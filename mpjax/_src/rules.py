@@ -65,6 +65,8 @@ LOOKS_UP = "looks up"  # takes rows of a table, as a matmul by one-hot rows does
 STATE = "state"  # running sums and averages go through it from one turn of a loop to the next
 CANCELS = "cancels"  # a sum that differentiation writes: its terms cancel by nature
 POLE = "pole"  # infinite at some finite operand
+SUBTRACTS = "subtracts"  # of equal operands it makes zero
+JUMPS = "jumps"  # its result changes at once at some operands other than zero
 FLATTENS = "flattens"  # its derivative is a difference, and lost where its parts are rounded
 
 
@@ -165,17 +167,18 @@ row("conv_general_dilated", HALF, SUM, GROWS, saves=OTHERS, traits=(CANCELS,))
 # ---- elementwise arithmetic ---------------------------------------------------------------------
 
 LINEAR: dict[str, Any] = {"saves": NOTHING, "cost": FUSED}
-row("add sub", FOLLOW, SUM, **LINEAR, traits=(STATE,))
+row("add", FOLLOW, SUM, **LINEAR, traits=(STATE,))
+row("sub", FOLLOW, SUM, **LINEAR, traits=(STATE, SUBTRACTS))
 row("add_any", FOLLOW, SUM, **LINEAR, traits=(STATE, CANCELS))
 row("neg", FOLLOW, ONE, **LINEAR, traits=(STATE,))
 row("sign", FOLLOW, NONE, BOUNDED, **LINEAR)
-row("floor ceil round", FOLLOW, NONE, **LINEAR)
+row("floor ceil round", FOLLOW, NONE, **LINEAR, traits=(JUMPS,))
 row("abs max min", FOLLOW, ONE, **LINEAR, traits=(KINKED,))
 row("clamp", FOLLOW, ONE, **LINEAR, traits=(KINKED,))
 row("select_n", FOLLOW, ONE, **LINEAR, traits=(STATE,))
 row("mul", FOLLOW, ONE, GROWS, saves=OTHERS, steady=True, cost=FUSED, traits=(STATE,))
 row("div", FOLLOW, ONE, GROWS, saves=OTHERS, cost=FUSED, traits=(STATE, POLE, FLATTENS))
-row("rem", FOLLOW, UNBOUNDED, saves=OPERANDS, cost=DEAR)
+row("rem", FOLLOW, UNBOUNDED, saves=OPERANDS, cost=DEAR, traits=(JUMPS,))
 row("sqrt", FOLLOW, ONE, saves=RESULT, cost=FUSED)
 row("cbrt", FOLLOW, ONE, saves=RESULT, cost=DEAR)
 row("tanh logistic", FOLLOW, ONE, BOUNDED, saves=RESULT, steady=True, cost=DEAR, traits=(FLATTENS,))
@@ -333,7 +336,19 @@ CHOICES: dict[str, Any] = {
     "cost": (FUSED, DEAR, NEVER),
     "traits": (
         *(REDUCES, NO_HALF_FORM, HAS_WIDE_FORM, SUMS_BACK, FROM_BITS, SAME_PARAMETER),
-        *(SAME_CONSTANT, FRESH, KINKED, PART, LOOKS_UP, STATE, CANCELS, POLE, FLATTENS),
+        *(
+            SAME_CONSTANT,
+            FRESH,
+            KINKED,
+            PART,
+            LOOKS_UP,
+            STATE,
+            CANCELS,
+            POLE,
+            SUBTRACTS,
+            JUMPS,
+            FLATTENS,
+        ),
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Derivatives that are all but lost where a function saturates: differences of rounded parts."""
+"""What is all but lost where a function saturates: differences, their poles, and fractions."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,8 @@ from members import Case, Members, judge
 from support import normal
 
 SATURATED = Members("the derivative is computed from a result that was rounded to half")
+SEEN = Members("a pole or a jump sees a rounding between the last matmul and itself")
+X = normal(15, 64, 16)
 
 
 def hidden(activation, shift, scale=0.1):
@@ -111,6 +113,122 @@ def update_gate():
     return Case(fun, args, (0, 1, 2))
 
 
+# ---- poles and jumps ----------------------------------------------------------------------------
+
+
+def read_twice(activation, function, scale):
+    """The result of an activation goes into a matmul, and into a function that is steep."""
+
+    def fun(w, v):
+        a = activation(X @ w)
+        return jnp.mean(jax.nn.relu(function(a) @ v)) + jnp.mean(a @ v)
+
+    return Case(fun, (normal(16, 16, 4, scale=scale / 4), normal(17, 4, 8, scale=0.5)), (0, 1))
+
+
+@SEEN()
+def root_of_one_minus_a_logistic():
+    return read_twice(jax.nn.sigmoid, lambda a: jnp.sqrt(1 - a), 4)
+
+
+@SEEN()
+def inverse_root():
+    return read_twice(jnp.tanh, lambda a: lax.rsqrt(1.001 - a**2), 2)
+
+
+@SEEN()
+def inverse():
+    return read_twice(jnp.tanh, lambda a: 1 / (1.001 - a**2), 2)
+
+
+@SEEN()
+def sine_from_cosine():
+    return read_twice(jnp.tanh, lambda a: jnp.sqrt(1 - a**2 + 1e-6), 2)
+
+
+@SEEN()
+def noise_from_signal():
+    return read_twice(lambda h: jnp.sqrt(jax.nn.sigmoid(h)), lambda a: jnp.sqrt(1 - a**2), 4)
+
+
+@SEEN()
+def log_of_one_minus_a_square():
+    return read_twice(jnp.tanh, lambda a: jnp.log(1 - a**2 + 1e-6), 2)
+
+
+@SEEN()
+def log_of_one_minus_a_product():
+    return read_twice(jnp.tanh, lambda a: jnp.log(1 - a * a + 1e-6), 2)
+
+
+@SEEN()
+def log_of_one_minus_a_cube():
+    return read_twice(jax.nn.sigmoid, lambda a: jnp.log(1 - a**3 + 1e-6), 4)
+
+
+@SEEN()
+def learned_noise_schedule():
+    def fun(w, v):
+        g = X @ w
+        a = jnp.sqrt(jax.nn.sigmoid(-g))
+        s = jnp.sqrt(1 - a**2)
+        return jnp.mean(jnp.log(a**2 / s**2)) + jnp.mean((a + s) @ v)
+
+    return Case(fun, (normal(18, 16, 4, scale=0.5), normal(19, 4, 8, scale=0.5)), (0, 1))
+
+
+def fraction_of(part):
+    def fun(anchor, w, v):
+        places = 512 * jax.nn.sigmoid(anchor + 0.1 * (X @ w))
+        return jnp.mean((part(places) @ v) ** 2)
+
+    args = (normal(20, 32, scale=2), normal(21, 16, 32, scale=0.05), normal(22, 32, 4))
+    return Case(fun, args, (0, 1, 2))
+
+
+@SEEN()
+def fraction():
+    return fraction_of(lambda x: x - lax.stop_gradient(jnp.floor(x)))
+
+
+@SEEN()
+def remainder():
+    return fraction_of(lambda x: x % 1.0)
+
+
+@SEEN()
+def distance_to_the_nearest():
+    return fraction_of(lambda x: x - jnp.round(x))
+
+
+@SEEN()
+def fraction_by_an_integer():
+    return fraction_of(lambda x: x - x.astype(jnp.int32).astype(jnp.float32))
+
+
+@SEEN()
+def share_of_small_logistics():
+    def fun(w, v):
+        a = jax.nn.sigmoid(X @ w - 12)
+        return jnp.mean(((a / a.sum(0)).T @ v) ** 2)
+
+    return Case(fun, (normal(23, 16, 4, scale=0.25), normal(24, 64, 8)), (0, 1))
+
+
+@SEEN()
+def small_step_by_its_size():
+    def fun(w, v):
+        h = X @ w * 0.01
+        return jnp.mean(jax.nn.relu((h / (jnp.sqrt(0.001 * h * h) + 1e-8)) @ v))
+
+    return Case(fun, (normal(25, 16, 8, scale=0.25), normal(26, 8, 4)), (0, 1))
+
+
 @SATURATED.test()
 def test_saturated(member, half, part):
+    judge(member, half, part)
+
+
+@SEEN.test()
+def test_poles_and_jumps(member, half, part):
     judge(member, half, part)

@@ -58,8 +58,12 @@ def _is_rounded(value: Value) -> bool:
 
 
 def _may_be_rounded(value: Value) -> bool:
-    held = value.wide or value.lost or value.want.amplified or value.want.unrounded
-    return not (held or value.small or value.is_one)
+    return not (value.wide or value.lost or _is_held(value) or value.small or value.is_one)
+
+
+def _is_held(value: Value) -> bool:
+    """Tells whether a reader would amplify what a rounding takes from a value, or see it."""
+    return value.want.amplified or value.want.unrounded or value.want.whole
 
 
 def _is_lost(op: Op, out: Value) -> bool:
@@ -105,7 +109,7 @@ def _decide_follow(op: Op) -> None:
     critical = _critical_constant(op, flexible) if op.half is not None else None
     masked = any(v.wide and v.kind == "flexible" for v in op.ins)
     lost = any(_is_lost(op, out) for out in op.outs)
-    held = lost or any(out.want.amplified or out.want.unrounded for out in op.outs)
+    held = lost or rules.JUMPS in op.spec.traits or any(map(_is_held, op.outs))
     read_in_full, flat = all_in_full(op), flattens(op)
     if flexible:
         op.compute = FLOAT32

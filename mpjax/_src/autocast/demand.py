@@ -67,7 +67,16 @@ def _full(op: Op, readers: Want) -> Want:
     amplified = any(o.spec.need == rules.FULL and o.spec.amplifies(o.params) for o in inside)
     needed = amplified or any(out.want.needed for out in op.outs)
     phase = float(any(_is_phase(o) for o in inside))
-    return FULL._replace(needed=needed, amplified=amplified, phase=phase)
+    want = FULL._replace(needed=needed, amplified=amplified, phase=phase)
+    if op.subs or op.spec.cost == rules.NEVER or rules.REDUCES in op.spec.traits:
+        return want
+    # Elementwise, it hands on an error that it does not amplify itself: log(1 - a**2).
+    return want._replace(
+        needed=needed or readers.amplified,
+        amplified=amplified or readers.amplified,
+        whole=readers.whole,
+        steep=readers.steep or not op.spec.steady_of(op.params),
+    )
 
 
 def _is_phase(op: Op) -> bool:
@@ -100,8 +109,9 @@ def _float32_for_free(op: Op) -> Why | None:
     return None
 
 
-# Matrix units add up at least this many products at once (a V100 four, later ones more).
-SHORT = 4
+# A matrix unit adds up no fewer products at once in half (a V100 four, an H100 16), and as many in
+# its float32 form (TF32: eight).
+SHORT = 8
 
 
 def _follow(op: Op, readers: Want) -> Want:
@@ -112,8 +122,20 @@ def _follow(op: Op, readers: Want) -> Want:
         needed=readers.needed and full,
         amplified=readers.amplified,
         phase=readers.phase * (known_factor(op) if op.spec.multiplies else 1.0),
+        whole=readers.whole or _sees_rounding(op, readers),
+        steep=readers.steep,
         kink=rules.KINKED in op.spec.traits and not full,
     )
+
+
+def _sees_rounding(op: Op, readers: Want) -> bool:
+    """Tells what must read the float32 values that follow from a matmul's half result.
+
+    A difference before a pole (``sqrt(1 - sigmoid(x))``): rounded, its terms may become equal, and
+    then the slope is infinite. A function that jumps (``x - floor(x)``), wherever half is coarse.
+    """
+    difference = rules.SUBTRACTS in op.spec.traits and readers.steep
+    return difference or rules.JUMPS in op.spec.traits
 
 
 def flattens(op: Op) -> bool:
@@ -131,9 +153,18 @@ def _of_operand(op: Op, value: Value, want: Want) -> Want:
     """Adds to what an elementwise operation wants what hangs on its other operands."""
     return want._replace(
         outside=not want.full and any(v.fact.half for v in op.ins if v is not value),
+        steep=want.steep or _is_steep(op, value),
         unrounded=_multiplies_a_state(op, value),
         beside=_is_beside(op, value),
     )
+
+
+def _is_steep(op: Op, value: Value) -> bool:
+    """Tells whether the slope of an operation grows without bound towards some operand."""
+    if op.name == "div" and value is not op.ins[1]:
+        return False
+    inside = [o for sub in op.subs for o in sub.program.walk()] or [op]
+    return any(not (o.spec.linear or o.spec.steady_of(o.params)) for o in inside)
 
 
 def _multiplies_a_state(op: Op, value: Value) -> bool:
@@ -162,7 +193,7 @@ def _is_beside(op: Op, value: Value) -> bool:
 
 def _cast(op: Op, readers: Want) -> Want:
     # To an integer or a float64: every bit counts.
-    return HALF if op.outs[0].aval.dtype in HALVES else EXACT
+    return HALF if op.outs[0].aval.dtype in HALVES else EXACT._replace(whole=True)
 
 
 # What an operation wants of its operands, given what its own readers want.
@@ -211,4 +242,4 @@ def _through_turns(want: Want) -> Want:
 
     Not its phase: a factor of every turn would make it grow without end.
     """
-    return Want(amplified=want.amplified, unrounded=want.unrounded)
+    return Want(amplified=want.amplified, whole=want.whole, unrounded=want.unrounded)

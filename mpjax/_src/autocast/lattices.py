@@ -107,6 +107,8 @@ class Want(NamedTuple):
         needed: Some reader would amplify a rounding error, or hands the value out.
         amplified: Some reader would amplify a rounding error.
         phase: The largest factor by which an error enters a phase or a pole.
+        whole: Some reader would see a rounding between the last matmul and itself.
+        steep: The slope of some reader grows without bound towards zero.
         unrounded: Some reader multiplies a state by it: what it lacks of one counts.
         beside: It is added to what a loop that was left alone gave.
         outside: Some reader computes in half.
@@ -120,6 +122,8 @@ class Want(NamedTuple):
     needed: bool = False
     amplified: bool = False
     phase: float = 0.0
+    whole: bool = False
+    steep: bool = False
     unrounded: bool = False
     beside: bool = False
     outside: bool = False
@@ -139,6 +143,8 @@ def both(first: Want, second: Want) -> Want:
         needed=first.needed or second.needed,
         amplified=first.amplified or second.amplified,
         phase=max(first.phase, second.phase),
+        whole=first.whole or second.whole,
+        steep=first.steep or second.steep,
         unrounded=first.unrounded or second.unrounded,
         beside=first.beside or second.beside,
         outside=first.outside or second.outside,
