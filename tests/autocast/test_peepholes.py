@@ -14,6 +14,7 @@ Q, K, V = (normal(i, 2, N, D) for i in range(3))
 MASK = jnp.asarray(np.random.default_rng(0).random((N, N)) < 0.7) | (jnp.eye(N) > 0)
 OTHER = jnp.asarray(np.random.default_rng(1).random((N, N)) < 0.6) | (jnp.eye(N) > 0)
 EMPTY = jnp.arange(N)[:, None] > 1  # rows in which all is masked
+COLUMNS = jnp.arange(N).reshape(1, 1, N) / 4.0
 LOG2E = float(np.log2(np.e))
 stop = jax.lax.stop_gradient
 
@@ -109,6 +110,12 @@ OTHERS = {
     "another maximum and a mask": lambda s: masked(3 * s, MASK, 1e2),
     "weights that vary": lambda s: (lambda e: e / total(e))(jnp.exp(s) * jnp.tanh(s) ** 2),
     "read twice": lambda s: (lambda p: p * p)(shifted(s) / total(shifted(s))),
+    "columns scaled after a shift": lambda s: (lambda e: e / total(e))(
+        jnp.exp(COLUMNS * (s - top(s)))
+    ),
+    "one over a shift": lambda s: (lambda e: e / total(e))(jnp.exp(4 / (s + (3 * top(s) + 4)))),
+    "other powers": lambda s: jnp.exp(s**3) / total(jnp.exp(s**4)),
+    "nothing": lambda s: (lambda e: e / (total(e) + 1))(0.0 * jnp.exp(s)),
     "sum read too": lambda s: (lambda e, z: e / z + jnp.tanh(z))(jnp.exp(s), total(jnp.exp(s))),
 }
 

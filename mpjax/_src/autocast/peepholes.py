@@ -330,9 +330,9 @@ def _steady_shift(scores: Value, members: set[Op], axes: tuple[int, ...], flow: 
     op = flow.producer.get(scores)
     if op is None or not members.issuperset(flow.readers[scores]):
         return
-    if op.name in ("mul", "div"):  # by a constant
-        varying = [v for v in op.ins if v.const is None]
-        return _steady_shift(varying[0], {op}, axes, flow) if len(varying) == 1 else None
+    if op.name == "mul" or (op.name == "div" and _is_number(op.ins[1])):  # by a number
+        scaled = [v for v in op.ins if not _is_number(v)]
+        return _steady_shift(scaled[0], {op}, axes, flow) if len(scaled) == 1 else None
     shifted = _shifted(scores, flow)
     if shifted is None:
         return
