@@ -77,6 +77,13 @@ SOFTMAXES = {
     "columns": lambda s: jnp.swapaxes(jax.nn.softmax(jnp.swapaxes(s, 1, 2), 1), 1, 2),
     "reshaped": lambda s: jax.nn.softmax(s.reshape(4, N // 2, N)).reshape(s.shape),
     "scaled columns": lambda s: jax.nn.softmax(s + jnp.arange(N) / 4.0),
+    "half of all": lambda s: (lambda e: e / total(e))(0.5 * jnp.exp(s)),
+    "roots": lambda s: (lambda e, r: e / r / r)(jnp.exp(s), jnp.sqrt(total(jnp.exp(s)))),
+    "negated": lambda s: jnp.exp(-1.0 * (jax.nn.logsumexp(s, -1, keepdims=True) - s)),
+    "squeezed": lambda s: jnp.exp(s) / jnp.squeeze(total(jnp.exp(s)), -1)[..., None],
+    "eps after a shift that is scaled": lambda s: (lambda e: e / (total(e) + 1e-6))(
+        jnp.exp(2 * (s - top(s)))
+    ),
 }
 # What is none, or one with a derivative of its own.
 OTHERS = {
@@ -214,6 +221,7 @@ HEADS = {
         v,
     ),
     "mixed": lambda p, v: jnp.einsum("bxk,bgkd->bxgd", p.reshape(2, 24, 6), v),
+    "copied": lambda p, v: jnp.einsum("bgnqk,bgkd->bgnqd", jnp.copy(p).reshape(2, 2, 2, 6, 6), v),
     "summed over queries": lambda p, v: jnp.einsum(
         "bgnqk,bgqd->bgnkd", p.reshape(2, 2, 2, 6, 6), v
     ),
@@ -238,6 +246,15 @@ def test_layouts_between_a_softmax_and_its_matmul(name):
         return jnp.cos(HEADS[name](jax.nn.softmax(scores), v))
 
     agree(fun, (S4, V4))
+
+
+def test_a_sum_of_exponentials_may_be_handed_out_too():
+    def fun(q, k, v):
+        e = jnp.exp(q @ k.mT / 8)
+        z = total(e)
+        return jnp.cos(e / z @ v), z
+
+    agree(fun, (Q, K, V))
 
 
 def test_equal_maxima_share_the_derivative():
@@ -268,6 +285,7 @@ SOURCES = {
         lambda q, k: jnp.einsum("bgnd,bkd->bgnk", q.reshape(2, 2, N // 2, -1), k).reshape(2, N, N),
         "right operand",
     ),
+    "masked by ten thousand": (lambda q, k: jnp.where(MASK, q @ k.mT, -1e4), "right operand"),
     "softcapped": (lambda q, k: 8 * jnp.tanh(q @ k.mT / 8), None),
     "a temperature to each column": (lambda q, k: k[..., 0][:, None] * (q @ k.mT), None),
     "masked by little": (lambda q, k: jnp.where(MASK, q @ k.mT, -1.0), None),
@@ -292,11 +310,24 @@ def test_what_keys_have_in_common_is_taken_away_where_a_shift_changes_nothing(na
     agree(fun, (Q, K, V))
 
 
-def test_rows_that_a_guard_keeps_from_summing_to_one_see_a_shift():
-    def fun(q, k, v):
-        e = jnp.exp(q @ (k + 4).mT / 16)
-        return jnp.cos(e / (total(e) + 8) @ v)
+# name: exponentials of scores, and what is added to their sum: rows need not sum to one
+GUARDED = {
+    "as much as is summed": (lambda s, rows: jnp.exp(s), 8.0),
+    "after more than the maximum": (lambda s, rows: jnp.exp(s - (top(s) + 9)), 1e-4),
+    "after a maximum is added": (lambda s, rows: jnp.exp(s - 6 + top(s - 6)), 1e-4),
+    "after a number for each row": (lambda s, rows: jnp.exp(s - rows[..., None]), 1e-4),
+}
 
-    agree(fun, (Q, K, V))
-    report = mpjax.explain(lambda *args: jnp.sum(fun(*args)), "mixed_bfloat16", argnums=0)(Q, K, V)
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_rows_that_a_guard_keeps_from_summing_to_one_see_a_shift(name):
+    exponentials, guard = GUARDED[name]
+
+    def fun(q, k, v, rows):
+        e = exponentials(q @ (k + 4).mT / 16, rows)
+        return jnp.cos(e / (total(e) + guard) @ v)
+
+    args = Q, K, V, 9 + jnp.arange(2.0 * N).reshape(2, N) / 16
+    agree(fun, args)
+    report = mpjax.explain(lambda *args: jnp.sum(fun(*args)), "mixed_bfloat16", argnums=0)(*args)
     assert not any("less its mean" in row.storage for row in report.rows)
