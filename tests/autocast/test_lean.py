@@ -18,7 +18,9 @@ from support import normal
 
 import mpjax
 from mpjax._src.autocast.derivatives import kept_alone
+from mpjax._src.autocast.graph import build
 from mpjax._src.autocast.lattices import Want
+from mpjax._src.autocast.steps import Checkpoint, gathered
 
 FAST, LEAN = "mixed_bfloat16", "mixed_bfloat16,storage=lean"
 BIG = normal(2, 64, 16)
@@ -259,6 +261,25 @@ def test_what_has_effects_in_the_middle_of_a_stream_happens_once():
     assert len(calls) == 1
 
 
+def test_what_has_effects_between_readers_of_what_is_kept_happens_once():
+    calls = []
+
+    def count(x):
+        calls.append(x.shape)
+        return np.tanh(x)
+
+    def fun(w, x):
+        h = x @ w
+        before = jnp.tanh(norm(h))
+        told = io_callback(count, jax.typeof(before), jax.lax.stop_gradient(before))
+        return jnp.mean((jnp.sin(h / (1 + told**2)) + before) @ w)
+
+    auto = mpjax.autocast(fun, LEAN)
+    got = jax.block_until_ready(jax.jit(jax.grad(auto))(W, BIG[:, :8]))
+    assert len(calls) == 1
+    assert np.linalg.norm(got - jax.grad(fun)(W, BIG[:, :8])) < 2**-5 * np.linalg.norm(got)
+
+
 @pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint, jax.jit])
 def test_what_does_not_move_is_not_differentiated(around):
     """A rule that asks is told so inside of a checkpoint, however deep."""
@@ -280,6 +301,31 @@ def test_what_does_not_move_is_not_differentiated(around):
 
     jax.make_jaxpr(jax.grad(around(fun)))(W[0], W[1])
     assert told == [False]
+
+
+# ---- groups that cannot run at once -------------------------------------------------------------
+
+
+def operations(fun):
+    block = build(jax.make_jaxpr(fun)(1.0, 2.0).jaxpr, ())
+    return block.ops, block.outvars
+
+
+def test_of_groups_that_wait_for_each_other_one_is_gathered():
+    ops, results = operations(lambda x, y: (jnp.sin(jnp.cos(x)), jnp.tanh(jnp.exp(y))))
+    cos, sin, exp, tanh = ops
+    sin.ins, tanh.ins = exp.outs, cos.outs
+    found = gathered(ops, results, [[cos, sin], [exp, tanh]], set())
+    assert [step.steps if isinstance(step, Checkpoint) else step for step in found] == [
+        exp,
+        [cos, sin],
+        tanh,
+    ]
+
+
+def test_a_group_that_waits_for_itself_is_left():
+    ops, results = operations(lambda x, y: jnp.sin(jnp.cos(jnp.exp(x))) + y)
+    assert gathered(ops, results, [[ops[0], ops[2]]], set()) == ops
 
 
 # ---- a plan does not change ---------------------------------------------------------------------
