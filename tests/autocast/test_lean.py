@@ -128,6 +128,25 @@ def test_explain_tells_what_is_computed_again():
     assert {row.storage for row in forward if row.primitive == "reduce_sum"} == {""}
 
 
+def test_scores_that_a_softmax_needs_no_more_are_not_told_to_be_kept():
+    def fun(w, x):
+        y = x @ w
+        return jnp.mean(jax.nn.softmax(y @ x.T + x[:, 0] ** 2) @ y)
+
+    rows = mpjax.explain(fun, LEAN, argnums=0)(W, BIG[:, :8]).rows
+    assert {row.storage for row in rows if row.primitive in ("add", "sub")} == {""}
+
+
+@pytest.mark.parametrize(
+    "fun", [jnp.tanh, jnp.exp, jnp.sin, jnp.abs, jax.nn.sigmoid, lambda x: jnp.maximum(x, 0.5)]
+)
+def test_what_derivatives_read_is_computed_again_from_what_is_smaller(fun):
+    def spread(w, x):
+        return jnp.mean(fun(x.sum(1)[:, None] + w.sum(0)))
+
+    assert kept(spread, LEAN, W, BIG[:, :8]) == {("f32", (64, 1)): 1, ("f32", (1, 8)): 1}
+
+
 # ---- under JAX's transformations ----------------------------------------------------------------
 
 
