@@ -70,6 +70,9 @@ SOFTMAXES = {
     "masked": lambda s: masked(s, MASK),
     "empty rows": lambda s: masked(s, EMPTY & MASK),
     "one where empty": one_where_empty,
+    "one unless positive": lambda s: (lambda e, z: e / jnp.where(z > 0, z, 1))(
+        jnp.exp(s), total(jnp.exp(s))
+    ),
     "times a mask": lambda s: (lambda e: e / total(e))(jnp.exp(s) * MASK.astype(jnp.float32)),
     "where=": lambda s: jax.nn.softmax(s, where=MASK),
     "masked twice": lambda s: jnp.where(OTHER, jax.nn.softmax(s, where=MASK), 0),
@@ -222,6 +225,9 @@ HEADS = {
     ),
     "mixed": lambda p, v: jnp.einsum("bxk,bgkd->bxgd", p.reshape(2, 24, 6), v),
     "copied": lambda p, v: jnp.einsum("bgnqk,bgkd->bgnqd", jnp.copy(p).reshape(2, 2, 2, 6, 6), v),
+    "summed over queries and keys": lambda p, v: jnp.einsum(
+        "bgnx,bgxd->bgnd", p.reshape(2, 2, 2, 36), jnp.tile(v, (1, 1, 6, 1))
+    ),
     "summed over queries": lambda p, v: jnp.einsum(
         "bgnqk,bgqd->bgnkd", p.reshape(2, 2, 2, 6, 6), v
     ),
@@ -279,6 +285,10 @@ SOURCES = {
     ),
     "a temperature to each row": (
         lambda q, k: jnp.exp(q[..., :1] / 4) * (q @ k.mT),
+        "right operand",
+    ),
+    "a temperature to each row, spread": (
+        lambda q, k: jnp.broadcast_to(jnp.exp(q[..., :1] / 4), (2, N, N)) * (q @ k.mT),
         "right operand",
     ),
     "in groups": (
