@@ -126,6 +126,9 @@ OTHERS = {
     "one over a shift": lambda s: (lambda e: e / total(e))(jnp.exp(4 / (s + (3 * top(s) + 4)))),
     "other powers": lambda s: jnp.exp(s**3) / total(jnp.exp(s**4)),
     "nothing": lambda s: (lambda e: e / (total(e) + 1))(0.0 * jnp.exp(s)),
+    "more in the exponent": lambda s: jnp.exp(
+        s + jnp.log(1 + s**2) * s - jax.nn.logsumexp(s, -1, keepdims=True)
+    ),
     "sum read too": lambda s: (lambda e, z: e / z + jnp.tanh(z))(jnp.exp(s), total(jnp.exp(s))),
 }
 
@@ -224,6 +227,9 @@ HEADS = {
         v,
     ),
     "mixed": lambda p, v: jnp.einsum("bxk,bgkd->bxgd", p.reshape(2, 24, 6), v),
+    "split and merged": lambda p, v: jnp.einsum(
+        "bgnqk,bgkd->bgnqd", p.reshape(2, 4, 6, 2, 3).reshape(2, 2, 2, 6, 6), v
+    ),
     "copied": lambda p, v: jnp.einsum("bgnqk,bgkd->bgnqd", jnp.copy(p).reshape(2, 2, 2, 6, 6), v),
     "summed over queries and keys": lambda p, v: jnp.einsum(
         "bgnx,bgxd->bgnd", p.reshape(2, 2, 2, 36), jnp.tile(v, (1, 1, 6, 1))
@@ -252,6 +258,16 @@ def test_layouts_between_a_softmax_and_its_matmul(name):
         return jnp.cos(HEADS[name](jax.nn.softmax(scores), v))
 
     agree(fun, (S4, V4))
+
+
+@pytest.mark.parametrize("precision, found", [("default", True), ("highest", False)])
+def test_a_matmul_that_is_to_be_exact_is_none_that_sums_by_a_softmax(precision, found):
+    def fun(q, k, v):
+        weights = jax.nn.softmax(q @ k.mT / 8)
+        return jnp.sum(jnp.cos(jnp.matmul(weights, v, precision=precision)))
+
+    rows = mpjax.explain(fun, "mixed_bfloat16", argnums=0)(Q, K, V).rows
+    assert any("row sums come from" in row.storage for row in rows) == found
 
 
 def test_a_sum_of_exponentials_may_be_handed_out_too():
