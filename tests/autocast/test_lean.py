@@ -14,7 +14,7 @@ from jax.experimental.jet import jet
 from jax.sharding import PartitionSpec as P
 from models import MODELS
 from programs import PROGRAMS, W, X
-from support import normal
+from support import equations, normal
 
 import mpjax
 from mpjax._src.autocast.derivatives import kept_alone
@@ -145,6 +145,16 @@ def test_what_derivatives_read_is_computed_again_from_what_is_smaller(fun):
         return jnp.mean(fun(x.sum(1)[:, None] + w.sum(0)))
 
     assert kept(spread, LEAN, W, BIG[:, :8]) == {("f32", (64, 1)): 1, ("f32", (1, 8)): 1}
+
+
+def test_the_cotangent_of_a_float32_result_is_rounded_where_its_matmul_is():
+    def fun(w, x):
+        return jnp.mean(jax.nn.logsumexp(x @ w + 1.0, 1))
+
+    gradient = jax.make_jaxpr(jax.grad(mpjax.autocast(fun, LEAN)))(W, BIG[:, :8])
+    checkpoints = [eqn for eqn in equations(gradient) if "prevent_cse" in eqn.params]
+    handed_out = {(v.aval.shape, str(v.aval.dtype)) for eqn in checkpoints for v in eqn.outvars}
+    assert handed_out and ((64, 8), "float32") not in handed_out
 
 
 # ---- under JAX's transformations ----------------------------------------------------------------
