@@ -147,6 +147,15 @@ def test_what_derivatives_read_is_computed_again_from_what_is_smaller(fun):
     assert kept(spread, LEAN, W, BIG[:, :8]) == {("f32", (64, 1)): 1, ("f32", (1, 8)): 1}
 
 
+def test_a_predicate_is_kept_rather_than_what_it_is_computed_from():
+    def fun(w, x):
+        y = x @ w
+        return jnp.mean(jnp.where(y.sum() > 0, y @ w, y))
+
+    scalars = {key: n for key, n in kept(fun, LEAN, W, BIG[:, :8]).items() if key[1] == ()}
+    assert scalars == {("bool", ()): 1}
+
+
 def test_the_cotangent_of_a_float32_result_is_rounded_where_its_matmul_is():
     def fun(w, x):
         return jnp.mean(jax.nn.logsumexp(x @ w + 1.0, 1))

@@ -13,6 +13,7 @@ N, D = 8, 4
 Q, K, V = (normal(i, 2, N, D) for i in range(3))
 MASK = jnp.asarray(np.random.default_rng(0).random((N, N)) < 0.7) | (jnp.eye(N) > 0)
 OTHER = jnp.asarray(np.random.default_rng(1).random((N, N)) < 0.6) | (jnp.eye(N) > 0)
+LOW = jnp.full((2, N, N), -1e9)  # of no dtype: it is cast where it is read
 EMPTY = jnp.arange(N)[:, None] > 1  # rows in which all is masked
 COLUMNS = jnp.arange(N).reshape(1, 1, N) / 4.0
 LOG2E = float(np.log2(np.e))
@@ -312,6 +313,10 @@ SOURCES = {
         "right operand",
     ),
     "masked by ten thousand": (lambda q, k: jnp.where(MASK, q @ k.mT, -1e4), "right operand"),
+    "masked by an array": (
+        lambda q, k: jnp.where(MASK, q @ k.mT, LOW),
+        "right operand",
+    ),
     "softcapped": (lambda q, k: 8 * jnp.tanh(q @ k.mT / 8), None),
     "a temperature to each column": (lambda q, k: k[..., 0][:, None] * (q @ k.mT), None),
     "masked by little": (lambda q, k: jnp.where(MASK, q @ k.mT, -1.0), None),
