@@ -8,6 +8,7 @@ from jax import lax
 from support import normal
 
 import mpjax
+from mpjax._src.autocast import transform
 
 W, X = normal(0, 64, 64, scale=0.1), normal(1, 32, 64)
 PARAMS = {"first": {"kernel": W}, "second": {"kernel": W}}
@@ -21,6 +22,13 @@ def loss(params, x):
     )
     exact = jnp.dot(h, W, precision="highest")
     return jnp.mean(jax.nn.logsumexp(h @ W, -1)) + jnp.mean(exact)
+
+
+def test_what_is_planned_as_one_has_no_numbers_inside():
+    traced = transform.trace(jax.nn.relu, mpjax.get_policy("mixed_bfloat16"), (X,), {})
+    (op,) = traced.plan.block.ops
+    assert op.row == 0 and all(inner.row < 0 for sub in op.subs for inner in sub.block.walk())
+    assert op.subs
 
 
 def test_forward_report():

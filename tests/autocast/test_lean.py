@@ -14,11 +14,13 @@ from jax.experimental.jet import jet
 from jax.sharding import PartitionSpec as P
 from models import MODELS
 from programs import PROGRAMS, W, X
-from support import normal
+from support import equations, normal
 
 import mpjax
 from mpjax._src.autocast.derivatives import kept_alone
+from mpjax._src.autocast.graph import build
 from mpjax._src.autocast.lattices import Want
+from mpjax._src.autocast.steps import Checkpoint, gathered
 
 FAST, LEAN = "mixed_bfloat16", "mixed_bfloat16,storage=lean"
 BIG = normal(2, 64, 16)
@@ -124,6 +126,44 @@ def test_explain_tells_what_is_computed_again():
     forward = [row for row in rows if not row.reason.startswith("backward")]
     assert {row.storage for row in forward if row.primitive == "sub"} == {"computed again"}
     assert {row.storage for row in forward if row.primitive == "reduce_sum"} == {""}
+
+
+def test_scores_that_a_softmax_needs_no_more_are_not_told_to_be_kept():
+    def fun(w, x):
+        y = x @ w
+        return jnp.mean(jax.nn.softmax(y @ x.T + x[:, 0] ** 2) @ y)
+
+    rows = mpjax.explain(fun, LEAN, argnums=0)(W, BIG[:, :8]).rows
+    assert {row.storage for row in rows if row.primitive in ("add", "sub")} == {""}
+
+
+@pytest.mark.parametrize(
+    "fun", [jnp.tanh, jnp.exp, jnp.sin, jnp.abs, jax.nn.sigmoid, lambda x: jnp.maximum(x, 0.5)]
+)
+def test_what_derivatives_read_is_computed_again_from_what_is_smaller(fun):
+    def spread(w, x):
+        return jnp.mean(fun(x.sum(1)[:, None] + w.sum(0)))
+
+    assert kept(spread, LEAN, W, BIG[:, :8]) == {("f32", (64, 1)): 1, ("f32", (1, 8)): 1}
+
+
+def test_a_predicate_is_kept_rather_than_what_it_is_computed_from():
+    def fun(w, x):
+        y = x @ w
+        return jnp.mean(jnp.where(y.sum() > 0, y @ w, y))
+
+    scalars = {key: n for key, n in kept(fun, LEAN, W, BIG[:, :8]).items() if key[1] == ()}
+    assert scalars == {("bool", ()): 1}
+
+
+def test_the_cotangent_of_a_float32_result_is_rounded_where_its_matmul_is():
+    def fun(w, x):
+        return jnp.mean(jax.nn.logsumexp(x @ w + 1.0, 1))
+
+    gradient = jax.make_jaxpr(jax.grad(mpjax.autocast(fun, LEAN)))(W, BIG[:, :8])
+    checkpoints = [eqn for eqn in equations(gradient) if "prevent_cse" in eqn.params]
+    handed_out = {(v.aval.shape, str(v.aval.dtype)) for eqn in checkpoints for v in eqn.outvars}
+    assert handed_out and ((64, 8), "float32") not in handed_out
 
 
 # ---- under JAX's transformations ----------------------------------------------------------------
@@ -259,6 +299,25 @@ def test_what_has_effects_in_the_middle_of_a_stream_happens_once():
     assert len(calls) == 1
 
 
+def test_what_has_effects_between_readers_of_what_is_kept_happens_once():
+    calls = []
+
+    def count(x):
+        calls.append(x.shape)
+        return np.tanh(x)
+
+    def fun(w, x):
+        h = x @ w
+        before = jnp.tanh(norm(h))
+        told = io_callback(count, jax.typeof(before), jax.lax.stop_gradient(before))
+        return jnp.mean((jnp.sin(h / (1 + told**2)) + before) @ w)
+
+    auto = mpjax.autocast(fun, LEAN)
+    got = jax.block_until_ready(jax.jit(jax.grad(auto))(W, BIG[:, :8]))
+    assert len(calls) == 1
+    assert np.linalg.norm(got - jax.grad(fun)(W, BIG[:, :8])) < 2**-5 * np.linalg.norm(got)
+
+
 @pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint, jax.jit])
 def test_what_does_not_move_is_not_differentiated(around):
     """A rule that asks is told so inside of a checkpoint, however deep."""
@@ -280,6 +339,31 @@ def test_what_does_not_move_is_not_differentiated(around):
 
     jax.make_jaxpr(jax.grad(around(fun)))(W[0], W[1])
     assert told == [False]
+
+
+# ---- groups that cannot run at once -------------------------------------------------------------
+
+
+def operations(fun):
+    block = build(jax.make_jaxpr(fun)(1.0, 2.0).jaxpr, ())
+    return block.ops, block.outvars
+
+
+def test_of_groups_that_wait_for_each_other_one_is_gathered():
+    ops, results = operations(lambda x, y: (jnp.sin(jnp.cos(x)), jnp.tanh(jnp.exp(y))))
+    cos, sin, exp, tanh = ops
+    sin.ins, tanh.ins = exp.outs, cos.outs
+    found = gathered(ops, results, [[cos, sin], [exp, tanh]], set())
+    assert [step.steps if isinstance(step, Checkpoint) else step for step in found] == [
+        exp,
+        [cos, sin],
+        tanh,
+    ]
+
+
+def test_a_group_that_waits_for_itself_is_left():
+    ops, results = operations(lambda x, y: jnp.sin(jnp.cos(jnp.exp(x))) + y)
+    assert gathered(ops, results, [[ops[0], ops[2]]], set()) == ops
 
 
 # ---- a plan does not change ---------------------------------------------------------------------

@@ -61,6 +61,10 @@ def test_what_takes_little_is_not_free_beside_what_takes_much():
     assert 0 in kept and separates(kept, edges, [0, 2], [1, 3])
 
 
+def test_a_byte_more_counts():
+    assert cheapest_cut([1, 2], [(0, 1)], [0], [1]) == {0}
+
+
 @given(graphs())
 def test_the_same_each_time(graph):
     assert cheapest_cut(*graph) == cheapest_cut(*graph)

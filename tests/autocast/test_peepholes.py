@@ -13,7 +13,9 @@ N, D = 8, 4
 Q, K, V = (normal(i, 2, N, D) for i in range(3))
 MASK = jnp.asarray(np.random.default_rng(0).random((N, N)) < 0.7) | (jnp.eye(N) > 0)
 OTHER = jnp.asarray(np.random.default_rng(1).random((N, N)) < 0.6) | (jnp.eye(N) > 0)
+LOW = jnp.full((2, N, N), -1e9)  # of no dtype: it is cast where it is read
 EMPTY = jnp.arange(N)[:, None] > 1  # rows in which all is masked
+COLUMNS = jnp.arange(N).reshape(1, 1, N) / 4.0
 LOG2E = float(np.log2(np.e))
 stop = jax.lax.stop_gradient
 
@@ -69,6 +71,9 @@ SOFTMAXES = {
     "masked": lambda s: masked(s, MASK),
     "empty rows": lambda s: masked(s, EMPTY & MASK),
     "one where empty": one_where_empty,
+    "one unless positive": lambda s: (lambda e, z: e / jnp.where(z > 0, z, 1))(
+        jnp.exp(s), total(jnp.exp(s))
+    ),
     "times a mask": lambda s: (lambda e: e / total(e))(jnp.exp(s) * MASK.astype(jnp.float32)),
     "where=": lambda s: jax.nn.softmax(s, where=MASK),
     "masked twice": lambda s: jnp.where(OTHER, jax.nn.softmax(s, where=MASK), 0),
@@ -76,6 +81,13 @@ SOFTMAXES = {
     "columns": lambda s: jnp.swapaxes(jax.nn.softmax(jnp.swapaxes(s, 1, 2), 1), 1, 2),
     "reshaped": lambda s: jax.nn.softmax(s.reshape(4, N // 2, N)).reshape(s.shape),
     "scaled columns": lambda s: jax.nn.softmax(s + jnp.arange(N) / 4.0),
+    "half of all": lambda s: (lambda e: e / total(e))(0.5 * jnp.exp(s)),
+    "roots": lambda s: (lambda e, r: e / r / r)(jnp.exp(s), jnp.sqrt(total(jnp.exp(s)))),
+    "negated": lambda s: jnp.exp(-1.0 * (jax.nn.logsumexp(s, -1, keepdims=True) - s)),
+    "squeezed": lambda s: jnp.exp(s) / jnp.squeeze(total(jnp.exp(s)), -1)[..., None],
+    "eps after a shift that is scaled": lambda s: (lambda e: e / (total(e) + 1e-6))(
+        jnp.exp(2 * (s - top(s)))
+    ),
 }
 # What is none, or one with a derivative of its own.
 OTHERS = {
@@ -109,6 +121,15 @@ OTHERS = {
     "another maximum and a mask": lambda s: masked(3 * s, MASK, 1e2),
     "weights that vary": lambda s: (lambda e: e / total(e))(jnp.exp(s) * jnp.tanh(s) ** 2),
     "read twice": lambda s: (lambda p: p * p)(shifted(s) / total(shifted(s))),
+    "columns scaled after a shift": lambda s: (lambda e: e / total(e))(
+        jnp.exp(COLUMNS * (s - top(s)))
+    ),
+    "one over a shift": lambda s: (lambda e: e / total(e))(jnp.exp(4 / (s + (3 * top(s) + 4)))),
+    "other powers": lambda s: jnp.exp(s**3) / total(jnp.exp(s**4)),
+    "nothing": lambda s: (lambda e: e / (total(e) + 1))(0.0 * jnp.exp(s)),
+    "more in the exponent": lambda s: jnp.exp(
+        s + jnp.log(1 + s**2) * s - jax.nn.logsumexp(s, -1, keepdims=True)
+    ),
     "sum read too": lambda s: (lambda e, z: e / z + jnp.tanh(z))(jnp.exp(s), total(jnp.exp(s))),
 }
 
@@ -207,6 +228,13 @@ HEADS = {
         v,
     ),
     "mixed": lambda p, v: jnp.einsum("bxk,bgkd->bxgd", p.reshape(2, 24, 6), v),
+    "split and merged": lambda p, v: jnp.einsum(
+        "bgnqk,bgkd->bgnqd", p.reshape(2, 4, 6, 2, 3).reshape(2, 2, 2, 6, 6), v
+    ),
+    "copied": lambda p, v: jnp.einsum("bgnqk,bgkd->bgnqd", jnp.copy(p).reshape(2, 2, 2, 6, 6), v),
+    "summed over queries and keys": lambda p, v: jnp.einsum(
+        "bgnx,bgxd->bgnd", p.reshape(2, 2, 2, 36), jnp.tile(v, (1, 1, 6, 1))
+    ),
     "summed over queries": lambda p, v: jnp.einsum(
         "bgnqk,bgqd->bgnkd", p.reshape(2, 2, 2, 6, 6), v
     ),
@@ -233,6 +261,25 @@ def test_layouts_between_a_softmax_and_its_matmul(name):
     agree(fun, (S4, V4))
 
 
+@pytest.mark.parametrize("precision, found", [("default", True), ("highest", False)])
+def test_a_matmul_that_is_to_be_exact_is_none_that_sums_by_a_softmax(precision, found):
+    def fun(q, k, v):
+        weights = jax.nn.softmax(q @ k.mT / 8)
+        return jnp.sum(jnp.cos(jnp.matmul(weights, v, precision=precision)))
+
+    rows = mpjax.explain(fun, "mixed_bfloat16", argnums=0)(Q, K, V).rows
+    assert any("row sums come from" in row.storage for row in rows) == found
+
+
+def test_a_sum_of_exponentials_may_be_handed_out_too():
+    def fun(q, k, v):
+        e = jnp.exp(q @ k.mT / 8)
+        z = total(e)
+        return jnp.cos(e / z @ v), z
+
+    agree(fun, (Q, K, V))
+
+
 def test_equal_maxima_share_the_derivative():
     x = jnp.asarray([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
 
@@ -257,8 +304,17 @@ SOURCES = {
         lambda q, k: jnp.exp(q[..., :1] / 4) * (q @ k.mT),
         "right operand",
     ),
+    "a temperature to each row, spread": (
+        lambda q, k: jnp.broadcast_to(jnp.exp(q[..., :1] / 4), (2, N, N)) * (q @ k.mT),
+        "right operand",
+    ),
     "in groups": (
         lambda q, k: jnp.einsum("bgnd,bkd->bgnk", q.reshape(2, 2, N // 2, -1), k).reshape(2, N, N),
+        "right operand",
+    ),
+    "masked by ten thousand": (lambda q, k: jnp.where(MASK, q @ k.mT, -1e4), "right operand"),
+    "masked by an array": (
+        lambda q, k: jnp.where(MASK, q @ k.mT, LOW),
         "right operand",
     ),
     "softcapped": (lambda q, k: 8 * jnp.tanh(q @ k.mT / 8), None),
@@ -285,11 +341,24 @@ def test_what_keys_have_in_common_is_taken_away_where_a_shift_changes_nothing(na
     agree(fun, (Q, K, V))
 
 
-def test_rows_that_a_guard_keeps_from_summing_to_one_see_a_shift():
-    def fun(q, k, v):
-        e = jnp.exp(q @ (k + 4).mT / 16)
-        return jnp.cos(e / (total(e) + 8) @ v)
+# name: exponentials of scores, and what is added to their sum: rows need not sum to one
+GUARDED = {
+    "as much as is summed": (lambda s, rows: jnp.exp(s), 8.0),
+    "after more than the maximum": (lambda s, rows: jnp.exp(s - (top(s) + 9)), 1e-4),
+    "after a maximum is added": (lambda s, rows: jnp.exp(s - 6 + top(s - 6)), 1e-4),
+    "after a number for each row": (lambda s, rows: jnp.exp(s - rows[..., None]), 1e-4),
+}
 
-    agree(fun, (Q, K, V))
-    report = mpjax.explain(lambda *args: jnp.sum(fun(*args)), "mixed_bfloat16", argnums=0)(Q, K, V)
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_rows_that_a_guard_keeps_from_summing_to_one_see_a_shift(name):
+    exponentials, guard = GUARDED[name]
+
+    def fun(q, k, v, rows):
+        e = exponentials(q @ (k + 4).mT / 16, rows)
+        return jnp.cos(e / (total(e) + guard) @ v)
+
+    args = Q, K, V, 9 + jnp.arange(2.0 * N).reshape(2, N) / 16
+    agree(fun, args)
+    report = mpjax.explain(lambda *args: jnp.sum(fun(*args)), "mixed_bfloat16", argnums=0)(*args)
     assert not any("less its mean" in row.storage for row in report.rows)

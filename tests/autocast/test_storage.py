@@ -70,6 +70,7 @@ ATTENTIONS = {
     "two summed": lambda s, v: jnp.einsum("bqk,bqk->b", jax.nn.softmax(s, axis=(1, 2)), v @ v.mT),
     "no batch": lambda s, v: jax.nn.softmax(s[0], axis=0).T @ v[0],
     "returned too": lambda s, v: (jax.nn.softmax(s) @ v, jax.nn.softmax(s)),
+    "two": lambda s, v: jax.nn.softmax(s) @ jax.nn.softmax(v @ v.mT / 3, axis=1),
     "the same twice": lambda s, v: jax.nn.softmax(s) @ jax.nn.softmax(s),
     "dropped": lambda s, v: jnp.where(KEEP, jax.nn.softmax(s) / 0.9, 0) @ v,
     "dropped, second": lambda s, v: jnp.einsum("bqk,bqd->bkd", jax.nn.softmax(s, 1) * KEEP, v),

@@ -196,7 +196,7 @@ def _matches(
     for d, n in enumerate(total.ins[0].aval.shape):
         axis = next(kept) if d not in over else () if n == 1 else own[next(summed, -1)]
         along.append(axis)
-    if next(summed, None) is not None or not _covers(along, own):
+    if next(summed, None) is not None:
         return None
     form = reading.logarithm(total.ins[0], tuple(along))
     rest = {t: n for t, n in whole.items() if t is not term}
@@ -216,20 +216,6 @@ def _matches(
     if largest and not (max(largest) < 1 and _reaches_one(reading, form, axes)):
         return None
     return axes, form, guards
-
-
-def _covers(along: "list[Any]", own: Axes) -> bool:
-    """Tells whether axes run over all of a value, each digit once."""
-    digits = [digit for axis in along for digit in axis]
-    places = {place for place, *_ in digits}
-    size = 1
-    for *_, n in digits:
-        size *= n
-    whole = 1
-    for axis in own:
-        for *_, n in axis:
-            whole *= n
-    return len(digits) == len(set(digits)) and size == whole and -1 not in places
 
 
 def _is_constant_along(axes: Axes, summed: tuple[int, ...]) -> bool:
@@ -330,9 +316,9 @@ def _steady_shift(scores: Value, members: set[Op], axes: tuple[int, ...], flow: 
     op = flow.producer.get(scores)
     if op is None or not members.issuperset(flow.readers[scores]):
         return
-    if op.name in ("mul", "div"):  # by a constant
-        varying = [v for v in op.ins if v.const is None]
-        return _steady_shift(varying[0], {op}, axes, flow) if len(varying) == 1 else None
+    if op.name == "mul" or (op.name == "div" and _is_number(op.ins[1])):  # by a number
+        scaled = [v for v in op.ins if not _is_number(v)]
+        return _steady_shift(scaled[0], {op}, axes, flow) if len(scaled) == 1 else None
     shifted = _shifted(scores, flow)
     if shifted is None:
         return
@@ -367,16 +353,14 @@ def _reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
     (Or to zero, where all are masked.)
     """
     flow, numbers = reading.flow, reading.numbers
-    ((scores, rate),) = ((t, n) for t, n in form.items() if t[0] == EXPONENT)
+    (scores,) = (t for t in form if t[0] == EXPONENT)
     value = reading.values[scores][0]
     op = flow.producer.get(value)
-    if op is not None and op.name == "mul":
-        known = [float(np.min(v.const)) for v in op.ins if v.const is not None]
-        rate *= known[0] if len(known) == 1 else 0
+    if op is not None and op.name == "mul":  # whatever by: what is zero stays zero
         value = next((v for v in op.ins if v.const is None), value)
     shifted = _shifted(value, flow)
     scaled = any(t[0] == CONSTANT for t in form)
-    if shifted is None or flow.producer[value].name != "sub" or rate <= 0 or scaled:
+    if shifted is None or flow.producer[value].name != "sub" or scaled:
         return False
     own = own_axes(value.aval.shape)
     largest, where = shifted[1], narrowed(shifted[1], own)
@@ -466,7 +450,7 @@ def _is_linear(op: Op, value: Value) -> bool:
     return (
         (op.name == "mul" and op.ins[1 - place] is not value)
         or (op.name == "div" and place == 0)
-        or (op.name == "select_n" and place > 0 and len(zero) == 1 and _is_zero(zero[0]))
+        or (op.name == "select_n" and len(zero) == 1 and _is_zero(zero[0]))
     )
 
 
