@@ -295,5 +295,6 @@ def test_what_jumps(key):
     below, above = (
         np.asarray(ELEMENTWISE[key](x * (1 + step), *others)) for step in (-1e-12, 1e-12)
     )
-    jumps = not np.allclose(below, above, rtol=0.1, atol=0.1, equal_nan=True)
+    near = np.maximum(np.abs(below), np.abs(above)) < 1e6  # to a pole is no jump
+    jumps = not np.allclose(below[near], above[near], rtol=0.1, atol=0.1)
     assert jumps == (rules.JUMPS in rule(key).traits)
