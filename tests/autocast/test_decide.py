@@ -367,10 +367,10 @@ def test_a_loops_constants_stay_float32_and_a_branchs_operands_do_not():
         return lax.cond(h[0, 0] > 0, lambda c: c @ V, lambda c: c @ W, c) @ V
 
     (scan,) = op(analysed(loop, H), "scan").subs
-    constants = [v for v in scan.block.invars[: scan.consts] if v.is_f32]
+    constants = [v for v in scan.program.invars[: scan.consts] if v.is_f32]
     assert constants and all(v.dtype == F32 for v in constants)
     first, _ = op(analysed(branch, H), "cond").subs
-    assert any(v.dtype == BF16 for v in first.block.invars if v.is_f32)
+    assert any(v.dtype == BF16 for v in first.program.invars if v.is_f32)
 
 
 # What two branches give, who reads it, and what it is stored in.

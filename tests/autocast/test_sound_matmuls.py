@@ -43,16 +43,6 @@ def fourier_features_of_four_coordinates():
 
 
 @AMPLIFIED()
-def fourier_features_of_five_coordinates():
-    return fourier(5)
-
-
-@AMPLIFIED()
-def fourier_features_of_eight_coordinates():
-    return fourier(8)
-
-
-@AMPLIFIED()
 def plane_waves():
     def fun(r, k, amplitudes):
         phases = jnp.einsum("nd,kd->nk", r, k) + 0.3

@@ -44,6 +44,11 @@ def logistic_written_out():
 
 
 @SATURATED()
+def gelu_written_out():
+    return hidden(lambda x: x * (1 + lax.erf(x / 2**0.5)) / 2, -3)
+
+
+@SATURATED()
 def soft_sign():
     return hidden(jax.nn.soft_sign, 120, scale=3)
 

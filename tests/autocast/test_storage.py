@@ -10,6 +10,8 @@ import pytest
 from programs import PROGRAMS, W, X, layer_norm
 from support import BOTH, HALVES, assert_near, cast, equations, found, full_matmuls, normal
 
+import mpjax
+
 
 def kept(fun, *args):
     """Returns the shapes and dtypes of what the backward pass needs of the forward pass."""
@@ -44,6 +46,28 @@ def test_gelu_keeps_its_half_slope():
     assert arrays == ["bfloat16"] * 3  # x, the slope, the result
     exps = found(BOTH(cast(fun)), W, X, names=("tanh",))
     assert len(exps) == 1  # nothing is computed twice
+
+
+@pytest.mark.parametrize(
+    "act", [lambda h: jnp.tanh(h / 3), lambda h: h * (1 + jax.lax.erf(h / 2**0.5)) / 2]
+)
+def test_what_is_written_out_keeps_its_half_slope(act):
+    def fun(w, x):
+        return jnp.sum(act(x @ w) @ w)
+
+    arrays = [dtype for shape, dtype in kept(cast(fun), W, X) if shape == X.shape]
+    assert arrays == ["bfloat16"] * 3  # x, the slope, the result
+
+
+def test_no_slope_is_rounded_where_the_user_asks_for_float32():
+    def fun(w, x):
+        h = x @ w
+        with mpjax.precision("float32"):
+            y = jax.nn.gelu(h)
+        return jnp.sum(y @ w)
+
+    exps = found(BOTH(cast(fun)), W, X, names=("tanh",))
+    assert len(exps) == 2  # computed again
 
 
 @pytest.mark.parametrize("act", [jax.nn.silu, jnp.tanh, jax.nn.gelu, lambda x: jnp.sin(x) / 3])

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from mpjax._src import rules
-from mpjax._src.autocast.demand import all_in_full, flattens
+from mpjax._src.autocast.demand import all_in_full, wide_inside
 from mpjax._src.autocast.facts import BEYOND
 from mpjax._src.autocast.graph import Block, Op, Value, half_of, is_float
 from mpjax._src.autocast.why import Reason, why
@@ -109,12 +109,12 @@ def _decide_follow(op: Op) -> None:
     critical = _critical_constant(op, flexible) if op.half is not None else None
     masked = any(v.wide and v.kind == "flexible" for v in op.ins)
     lost = any(_is_lost(op, out) for out in op.outs)
-    held = lost or rules.JUMPS in op.spec.traits or any(map(_is_held, op.outs))
-    read_in_full, flat = all_in_full(op), flattens(op)
+    held = lost or any(map(_is_held, op.outs))
+    read_in_full, wide_in = all_in_full(op), wide_inside(op)
     if flexible:
         op.compute = FLOAT32
         _give(op, "flexible", FLOAT32, wide or critical is not None)
-    elif read_in_full or "full" in kinds or critical is not None or masked or held or flat:
+    elif read_in_full or "full" in kinds or critical is not None or masked or held or wide_in:
         op.compute = FLOAT32
         if critical is not None:
             op.why, wide = why(Reason.CONSTANT, critical, op.half.name), True
@@ -124,8 +124,8 @@ def _decide_follow(op: Op) -> None:
             op.why = why(Reason.LOST if lost else Reason.AMPLIFIED)
         elif masked:
             op.why = why(Reason.OF_CONSTANTS, op.half.name)
-        elif flat:
-            op.why = why(Reason.FLATTENS)
+        elif wide_in:
+            op.why = wide_in
         else:
             op.why = why(Reason.FULL_OPERAND)
         _give(op, "full", FLOAT32, wide)

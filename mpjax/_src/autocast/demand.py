@@ -72,9 +72,7 @@ def _full(op: Op, readers: Want) -> Want:
         return want
     # Elementwise, it hands on an error that it does not amplify itself: log(1 - a**2).
     return want._replace(
-        needed=needed or readers.amplified,
-        amplified=amplified or readers.amplified,
-        whole=readers.whole,
+        whole=readers.whole or readers.amplified,
         steep=readers.steep or not op.spec.steady_of(op.params),
     )
 
@@ -109,15 +107,14 @@ def _float32_for_free(op: Op) -> Why | None:
     return None
 
 
-# A matrix unit adds up no fewer products at once in half (a V100 four, an H100 16), and as many in
-# its float32 form (TF32: eight).
-SHORT = 8
+# Matrix units add up at least this many products at once (a V100 four, later ones more).
+SHORT = 4
 
 
 def _follow(op: Op, readers: Want) -> Want:
     full = readers.full or readers.returned
     return Want(
-        full=full or flattens(op),
+        full=full or wide_inside(op) is not None,
         half=False,
         needed=readers.needed and full,
         amplified=readers.amplified,
@@ -138,15 +135,21 @@ def _sees_rounding(op: Op, readers: Want) -> bool:
     return difference or rules.JUMPS in op.spec.traits
 
 
-def flattens(op: Op) -> bool:
-    """Tells an operation whose derivative is a difference of parts that may be almost equal.
+def wide_inside(op: Op) -> Why | None:
+    """Returns why an elementwise operation computes in float32, half operands or not.
 
-    Such as ``1 - tanh(x)**2``, or that of ``x / (1 + |x|)``: rounded to half, the parts would leave
-    nothing of it. Computed in float32 from half operands, it has the error of the operands alone.
+    Special functions do in any compiler; of a result that was rounded on the way, their derivative
+    would know less. A derivative that is a difference of parts that may be almost equal, as that of
+    ``x / (1 + |x|)``, is gone where these are rounded; of half operands it has their error alone.
     """
     made = [v.fact.made for v in op.ins]
-    alike = len(made) == 1 or made[0] & made[1] != 0  # it flattens where its operands move together
-    return rules.FLATTENS in op.spec.traits and alike
+    if op.spec.need != rules.FOLLOW or op.subs:
+        return None
+    if op.spec.cost == rules.DEAR:
+        return why(Reason.SPECIAL)
+    if rules.FLATTENS in op.spec.traits and len(made) == 2 and made[0] & made[1]:
+        return why(Reason.FLATTENS)  # where operands come from the same, they move together
+    return why(Reason.JUMPS) if rules.JUMPS in op.spec.traits else None
 
 
 def _of_operand(op: Op, value: Value, want: Want) -> Want:

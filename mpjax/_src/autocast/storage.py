@@ -119,7 +119,7 @@ def _recomputable(op: Op) -> bool:
         "cast",
     )
     floats = any(v.is_f32 for v in op.ins)
-    return cheap and floats and op.compute in (FLOAT32, None) and not op.eqn.effects
+    return cheap and floats and op.compute in (FLOAT32, None)
 
 
 def _starts(op: Op) -> bool:

@@ -33,7 +33,9 @@ class Reason(enum.Enum):
     OF_CONSTANTS = enum.auto()  # (the half dtype)
     INTEGERS = enum.auto()
     POSITIONS = enum.auto()  # (the half dtype)
+    SPECIAL = enum.auto()
     FLATTENS = enum.auto()
+    JUMPS = enum.auto()
     # Who reads it.
     FULL_READERS = enum.auto()
     WIDE_RESULT = enum.auto()
