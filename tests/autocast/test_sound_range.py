@@ -43,6 +43,24 @@ def minimum_of_small_exp():
 
 
 @RANGE()
+def small_factors_one_after_the_other():
+    def fun(w, x):
+        h = x @ w * 0.002
+        return ((0.001 * h) * 5e5) @ W
+
+    return Case(fun, (W, X), (0, 1), loss_scale=1.0)
+
+
+@RANGE()
+def product_of_small_values():
+    def fun(w, x):
+        h = x @ w * 0.002
+        return ((h * h) * 2e5) @ W
+
+    return Case(fun, (W, X), (0, 1), loss_scale=1.0)
+
+
+@RANGE()
 def relu_of_cube():
     return Case(lambda x, w: jax.nn.relu(x**3) / 1e6 @ w, (LARGE, W), (0, 1))
 

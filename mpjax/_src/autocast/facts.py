@@ -233,11 +233,15 @@ def _full(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         span = BOUNDED
     elif op.spec.span != rules.KEEPS and op.spec.need != rules.HALF:  # a matmul is taken to fit
         span = BEYOND if op.spec.span == rules.GROWS else BOUNDED
+    factor = joined.factor ** _power_of(op)
+    if factor < LEAST:
+        span = BEYOND
     inverse = op.name == "rsqrt" or (op.name == "integer_pow" and op.params["y"] < 0)
     return joined._replace(
         half=False,
         exact=False,
         span=span,
+        factor=factor,
         writes=0,
         scaled=False,
         norm="scale" if inverse else "",
@@ -247,6 +251,13 @@ def _full(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         peak=0,
         spread=joined.spread and len(op.ins) == 1,
     )
+
+
+def _power_of(op: Op) -> int:
+    """Returns to which power a float32 operation takes what made its operand small."""
+    if op.name == "integer_pow":
+        return max(0, op.params["y"])
+    return 2 if op.name == "square" else int(rules.REDUCES in op.spec.traits)
 
 
 def _follow(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
@@ -324,7 +335,8 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
     span, joined = joined.span, joined._replace(peak=0)
     if len(terms) < 2:
         factor = known_factor(op)
-        if not LEAST <= factor <= (2.0**15 if span == BOUNDED else 2):
+        smaller = min(1.0, factor) * min((v.fact.factor for v in terms), default=1.0)
+        if smaller < LEAST or factor > (2.0**15 if span == BOUNDED else 2):
             span = BEYOND
         signs = [np.all(np.asarray(v.const) >= 0) for v in op.ins if v.const is not None]
         negative = bool(terms and terms[0].fact.negative and all(signs))
@@ -332,13 +344,15 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
         norm = "scale" if inverse else terms[0].fact.norm if terms else ""
         mean = terms and terms[0].small  # of many that were summed
         scaled = joined.scaled or (factor < STEP and not mean)
-        return joined._replace(span=max(span, FITS), scaled=scaled, norm=norm, negative=negative)
+        return joined._replace(
+            span=max(span, FITS), scaled=scaled, norm=norm, negative=negative, factor=smaller
+        )
     joined = joined._replace(solved=False)
     (a, b), divisor = (v.fact for v in terms), op.name == "div"
     if b.norm == "scale" or (divisor and terms[1].small) or (a.norm == "scale" and not divisor):
         other = b if a.norm == "scale" else a
         norm = "scale" if other.given and {a.norm, b.norm} == {"scale", ""} else "unit"
-        return joined._replace(span=FITS, exact=False, norm=norm)
+        return joined._replace(span=FITS, exact=False, norm=norm, factor=1.0)
     for given, other, value in ((b, a, terms[1]), (a, b, terms[0])):
         if given.given and not other.given:  # an argument: its size is not known
             known = given.mask or other.norm
@@ -348,11 +362,13 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
                 scaled=other.scaled or not known,
                 norm="",
                 writes=other.writes,
+                factor=other.factor,
             )
-    if divisor or BOUNDED not in (a.span, b.span):
+    factor = 1.0 if divisor else a.factor * b.factor
+    if divisor or BOUNDED not in (a.span, b.span) or factor < LEAST:
         span = BEYOND
     writes = min(a.writes + b.writes + 1, WRITES + 1)
-    return joined._replace(span=span, norm="", exact=False, writes=writes)
+    return joined._replace(span=span, norm="", exact=False, writes=writes, factor=factor)
 
 
 def _is_unknown_scalar(value: Value) -> bool:

@@ -17,6 +17,7 @@ class Fact(NamedTuple):
         span: How large it may be.
         writes: How many roundings of a state it would hold, if each sum were stored in half.
         scaled: It may be small beside what it is added to.
+        factor: The product of the known factors that made it smaller since the last matmul.
         norm: "scale" if it is one over a size, "unit" if it was multiplied by such.
         counts: Integers of more than 8 bits, made floats: half would merge them.
         mask: Zeros and ones.
@@ -36,6 +37,7 @@ class Fact(NamedTuple):
     span: int = BOUNDED
     writes: int = 0
     scaled: bool = False
+    factor: float = 1.0
     norm: str = ""
     counts: bool = False
     mask: bool = False
@@ -69,6 +71,7 @@ def join(facts: Sequence[Fact]) -> Fact:
         span=max(columns.span),
         writes=max(columns.writes),
         scaled=any(columns.scaled),
+        factor=max(columns.factor),
         norm=columns.norm[0] if len(set(columns.norm)) == 1 else "",
         counts=any(columns.counts),
         mask=all(columns.mask),
