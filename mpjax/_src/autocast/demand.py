@@ -149,7 +149,7 @@ def wide_inside(op: Op) -> Why | None:
         return why(Reason.SPECIAL)
     if rules.FLATTENS in op.spec.traits and len(made) == 2 and made[0] & made[1]:
         return why(Reason.FLATTENS)  # where operands come from the same, they move together
-    return why(Reason.JUMPS) if rules.JUMPS in op.spec.traits else None
+    return None
 
 
 def _of_operand(op: Op, value: Value, want: Want) -> Want:

@@ -270,7 +270,6 @@ WORDS = {
     Reason.POSITIONS: "positions or the like, which {} would merge",
     Reason.SPECIAL: "a special function of a half operand",
     Reason.FLATTENS: "its derivative is a difference, which half would lose",
-    Reason.JUMPS: "it jumps where half is coarse",
     Reason.FULL_READERS: "read by float32 operations",
     Reason.WIDE_RESULT: "half list, float32 result for its float32 readers",
     Reason.AMPLIFIED: "a float32 operation would amplify its rounding",

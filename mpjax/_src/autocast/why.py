@@ -35,7 +35,6 @@ class Reason(enum.Enum):
     POSITIONS = enum.auto()  # (the half dtype)
     SPECIAL = enum.auto()
     FLATTENS = enum.auto()
-    JUMPS = enum.auto()
     # Who reads it.
     FULL_READERS = enum.auto()
     WIDE_RESULT = enum.auto()
