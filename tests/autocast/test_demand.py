@@ -323,3 +323,13 @@ def test_nested_loops_are_looked_at_a_few_times_each(monkeypatch):
 
     analysed(nested(5), H)
     assert len(rounds) < 8 * 6
+
+
+def test_a_difference_is_seen_before_a_pole_but_not_in_a_dividend():
+    def size(h):
+        return jnp.sqrt(1 + jnp.sum(h**2))
+
+    assert read(lambda h: jnp.sqrt(1 - h)).want.whole
+    assert read(lambda h: 1 / (1 - h)).want.whole
+    assert not read(lambda h: (h - 1) / size(h)).want.whole
+    assert not read(lambda h: jnp.sqrt(1 + h)).want.whole

@@ -3,6 +3,7 @@
 import collections
 import threading
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -427,3 +428,26 @@ def test_two_threads_use_one_function(policy):
     assert not failed and len(found) == 12
     for one in found:
         np.testing.assert_array_equal(one, want)
+
+
+def test_a_recurrent_network_keeps_no_more_than_under_fast():
+    """Islands keep what they round; in a checkpoint, float32 gates would be kept as well."""
+
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x = nn.Embed(11, 16)(tokens)
+            for _ in range(2):
+                x = nn.RNN(nn.OptimizedLSTMCell(16))(x)
+            return jnp.mean(x**2)
+
+    tokens = jnp.arange(21).reshape(3, 7) % 11
+    params = Network().init(jax.random.key(0), tokens)
+
+    def loss(params):
+        return Network().apply(params, tokens)
+
+    def size(policy):
+        return sum(k.bytes for k in mpjax.explain(loss, policy, argnums=0)(params).kept)
+
+    assert size(LEAN) < size(FAST)

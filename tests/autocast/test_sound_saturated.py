@@ -172,6 +172,11 @@ def log_of_one_minus_a_cube():
 
 
 @SEEN()
+def sine_of_a_square():
+    return read_twice(jnp.tanh, lambda a: jnp.sin(20 * a**2), 2)
+
+
+@SEEN()
 def learned_noise_schedule():
     def fun(w, v):
         g = X @ w

@@ -245,4 +245,4 @@ def _through_turns(want: Want) -> Want:
 
     Not its phase: a factor of every turn would make it grow without end.
     """
-    return Want(amplified=want.amplified, whole=want.whole, unrounded=want.unrounded)
+    return Want(amplified=want.amplified, unrounded=want.unrounded)
