@@ -28,7 +28,7 @@ TIMES = 4  # autocast may be this many times as far off as the yardstick,
 ROUNDINGS = 2  # or this many roundings of half
 HALVES = [jnp.dtype(name) for name in UNIT]
 LOSS_SCALE = {"bfloat16": 1.0, "float16": 2.0**10}
-SHORT = 4  # a matmul that sums no more products than this gains nothing from half operands
+SHORT = 8  # a matmul that sums no more products than this gains nothing from half operands
 VANISHES = 1e-6  # a gradient leaf this small beside the whole gradient cancels
 
 # No compiler may leave out a rounding that the program asks for.
