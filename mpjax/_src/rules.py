@@ -336,19 +336,8 @@ CHOICES: dict[str, Any] = {
     "cost": (FUSED, DEAR, NEVER),
     "traits": (
         *(REDUCES, NO_HALF_FORM, HAS_WIDE_FORM, SUMS_BACK, FROM_BITS, SAME_PARAMETER),
-        *(
-            SAME_CONSTANT,
-            FRESH,
-            KINKED,
-            PART,
-            LOOKS_UP,
-            STATE,
-            CANCELS,
-            POLE,
-            SUBTRACTS,
-            JUMPS,
-            FLATTENS,
-        ),
+        *(SAME_CONSTANT, FRESH, KINKED, PART, LOOKS_UP, STATE, CANCELS, POLE),
+        *(SUBTRACTS, JUMPS, FLATTENS),
     ),
 }
 

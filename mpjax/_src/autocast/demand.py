@@ -4,11 +4,13 @@ Each want is an element of a small lattice, joined over all readers; loops, nest
 a fixpoint. Who only changes the layout passes on what its own readers want.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 
 from mpjax._src import _jax, rules
 from mpjax._src.autocast.facts import STEP, WRITES, known_factor
-from mpjax._src.autocast.graph import Block, Op, Value
+from mpjax._src.autocast.graph import Block, Op, Value, is_steady
 from mpjax._src.autocast.lattices import Want, both, joined
 from mpjax._src.autocast.why import Reason, Why, why
 from mpjax._src.dtypes import HALVES
@@ -138,18 +140,19 @@ def _sees_rounding(op: Op, readers: Want) -> bool:
 def wide_inside(op: Op) -> Why | None:
     """Returns why an elementwise operation computes in float32, half operands or not.
 
-    Special functions do in any compiler; of a result that was rounded on the way, their derivative
-    would know less. A derivative that is a difference of parts that may be almost equal, as that of
-    ``x / (1 + |x|)``, is gone where these are rounded; of half operands it has their error alone.
+    Of a special function's rounded result its derivative would know less than of its operand. A
+    derivative that is a difference of parts that may be almost equal, as that of ``x / (1 + |x|)``,
+    is gone where these are rounded; of half operands it has their error alone.
     """
-    made = [v.fact.made for v in op.ins]
     if op.spec.need != rules.FOLLOW or op.subs:
         return None
     if op.spec.cost == rules.DEAR:
         return why(Reason.SPECIAL)
-    if rules.FLATTENS in op.spec.traits and len(made) == 2 and made[0] & made[1]:
-        return why(Reason.FLATTENS)  # where operands come from the same, they move together
-    return None
+    if rules.FLATTENS not in op.spec.traits:
+        return None
+    # What comes from the same matmul moves together.
+    same = functools.reduce(operator.and_, (v.fact.made for v in op.ins))
+    return why(Reason.FLATTENS) if same else None
 
 
 def _of_operand(op: Op, value: Value, want: Want) -> Want:
@@ -164,10 +167,8 @@ def _of_operand(op: Op, value: Value, want: Want) -> Want:
 
 def _is_steep(op: Op, value: Value) -> bool:
     """Tells whether the slope of an operation grows without bound towards some operand."""
-    if op.name == "div" and value is not op.ins[1]:
-        return False
-    inside = [o for sub in op.subs for o in sub.program.walk()] or [op]
-    return any(not (o.spec.linear or o.spec.steady_of(o.params)) for o in inside)
+    inside = [(o, v) for sub in op.subs for o in sub.program.walk() for v in o.ins]
+    return not all(is_steady(o, v) for o, v in inside or [(op, value)])
 
 
 def _multiplies_a_state(op: Op, value: Value) -> bool:

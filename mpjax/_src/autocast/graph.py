@@ -241,6 +241,12 @@ def half_of(block: Block) -> Any:
     return next((op.half for op in block.walk() if op.half is not None), None)
 
 
+def is_steady(op: Op, value: Value) -> bool:
+    """Tells whether the derivative of an op by an operand is bounded, or stands its rounding."""
+    dividend = op.name == "div" and value is not op.ins[1]
+    return op.spec.linear or op.spec.steady_of(op.params) or dividend
+
+
 def is_float(value: Value) -> bool:
     """Tells a float that a plan knows: half, float32 or float64."""
     dtype = getattr(value.aval, "dtype", None)

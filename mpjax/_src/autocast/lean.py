@@ -10,15 +10,19 @@ another (a layer beside a residual stream that is not kept), the checkpoints are
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 
-import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
-
 from mpjax._src import _jax, rules
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.mincut import cheapest_cut
-from mpjax._src.autocast.steps import Checkpoint, Step, gathered, made_where_read, reads, writes
+from mpjax._src.autocast.steps import (
+    Checkpoint,
+    Step,
+    connected,
+    gathered,
+    made_where_read,
+    reads,
+    writes,
+)
 from mpjax._src.dtypes import FLOAT32, HALVES
 
 
@@ -202,17 +206,9 @@ def _groups(steps: Sequence[Step], again: set[Value], copied: set[Op]) -> Iterat
                 widened = v.dtype in HALVES and step.spec.cost != rules.NEVER
                 pairs.append((first.setdefault(v, i) if widened else i, i))
                 worth.add(i)  # or a copy in the other dtype would be kept
-    if not pairs:
-        return
-    rows, columns = np.asarray(pairs).T
-    size = len(steps)
-    graph = coo_array((np.ones(len(pairs)), (rows, columns)), shape=(size, size))
-    _, labels = connected_components(graph, directed=False)
-    found: dict[int, int] = {}
-    for i in {*rows.tolist()} | {*columns.tolist()}:
-        found[labels[i]] = found.get(labels[i], 0) | 1 << i
-    mask = sum(1 << i for i in worth)
-    yield from (group for group in found.values() if group & mask)
+    for group in connected(pairs):
+        if not worth.isdisjoint(group):
+            yield sum(1 << i for i in group)
 
 
 def _is_wide(step: Step) -> bool:

@@ -9,6 +9,10 @@ import heapq
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
 from mpjax._src import _jax
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.islands import Island, is_free
@@ -37,6 +41,18 @@ class Checkpoint:
 
 
 Step = Op | Island | Checkpoint
+
+
+def connected(pairs: Iterable[tuple[int, int]]) -> Iterable[list[int]]:
+    """Returns the numbers that pairs connect, a list for each group, in order."""
+    edges = np.asarray([*pairs]).reshape(-1, 2)
+    size = int(edges.max(initial=-1)) + 1
+    graph = coo_array((np.ones(len(edges)), tuple(edges.T)), shape=(size, size))
+    labels = connected_components(graph, directed=False)[1].tolist() if size else []
+    found: dict[int, list[int]] = {}
+    for i in np.unique(edges).tolist():
+        found.setdefault(labels[i], []).append(i)
+    return found.values()
 
 
 def ops_of(step: Step) -> list[Op]:

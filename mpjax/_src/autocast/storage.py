@@ -6,11 +6,11 @@ from typing import Any
 from mpjax._src import rules
 from mpjax._src.autocast import peepholes
 from mpjax._src.autocast.facts import EXPONENTIALS
-from mpjax._src.autocast.graph import Block, Op, Value
+from mpjax._src.autocast.graph import Block, Op, Value, is_steady
 from mpjax._src.autocast.islands import Flow, Island, bound, flow_of, is_free
 from mpjax._src.autocast.lattices import BEYOND
 from mpjax._src.autocast.lean import checkpoints
-from mpjax._src.autocast.steps import in_order
+from mpjax._src.autocast.steps import connected, in_order
 from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
 from mpjax._src.higher_order import NONE, THEIRS
 from mpjax._src.policy import STORAGES
@@ -91,13 +91,15 @@ def _groups(flow: Flow, special: Collection[Op]) -> Iterable[list[Op]]:
         after = [depth[r] for v in op.outs for r in flow.readers.get(v, ()) if r is not None]
         if op in inside and after:
             depth[op] = max(depth[op], min(after))
-    group_of: dict[Op, list[Op]] = {}
-    for op in flow.block.ops:
-        if op in inside:
-            near = [group_of[s] for s in sources[op] if s in inside and depth[s] == depth[op]]
-            group = [*dict.fromkeys(o for found in near for o in found), op]
-            group_of |= dict.fromkeys(group, group)
-    return {id(group): group for group in group_of.values()}.values()
+    ops = [op for op in flow.block.ops if op in inside]
+    number = {op: i for i, op in enumerate(ops)}
+    near = [
+        (number[s], number[op])
+        for op in ops
+        for s in (op, *sources[op])
+        if s in inside and depth[s] == depth[op]
+    ]
+    return ([ops[i] for i in group] for group in connected(near))
 
 
 def _rounded_islands(flow: Flow) -> "dict[Op, Island]":
@@ -185,8 +187,7 @@ def _stand_rounding(group: Island) -> bool:
 def _stands_rounding(op: Op, value: Value) -> bool:
     """Tells whether the derivative of an op may be computed from a rounded operand."""
     bounded = value.fact.negative and op.name in EXPONENTIALS
-    dividend = op.name == "div" and value is not op.ins[1]
-    return op.spec.steady_of(op.params) or op.spec.linear or bounded or dividend
+    return is_steady(op, value) or bounded
 
 
 def _large_float32(group: Island) -> set[Value]:
