@@ -32,6 +32,7 @@ def repeated(times):
 
 
 # Sums: a state (h @ v), a step that is added to it, and whether half would lose the step.
+KNOWN = np.linspace(0.5, 1, 16, dtype=np.float32)
 STEPS = {
     "a block with weights of its own": (lambda h, w: h @ w, False),
     "a bias": (lambda h, w: VECTOR, False),
@@ -45,6 +46,8 @@ STEPS = {
     "a block scaled down, and nothing": (lambda h, w: 0.1 * (h @ w) + 0, True),
     "a block times a scale that nobody knows": (lambda h, w: SCALAR * (h @ w), True),
     "a block times a vector that nobody knows": (lambda h, w: VECTOR * (h @ w), True),
+    "a block times a vector that is known": (lambda h, w: jnp.asarray(KNOWN) * (h @ w), False),
+    "a block times a small vector that is known": (lambda h, w: KNOWN / 9 * (h @ w), True),
     "a unit block times a vector": (lambda h, w: VECTOR * normed(h @ w), False),
     "a masked block": (lambda h, w: (VECTOR > 0).astype(jnp.float32) * (h @ w), False),
     "a chosen block": (lambda h, w: jnp.where(VECTOR > 0, h @ w, 0), False),
@@ -101,6 +104,18 @@ def test_four_writes_are_stored_and_five_are_not():
     assert fact(repeated(1), H, W, V).writes == 0
     assert fact(repeated(5), H, W, V).writes == 4 and not fact(repeated(5), H, W, V).exact
     assert fact(repeated(6), H, W, V).exact
+
+
+def test_weights_that_are_constants_are_weights_however_they_are_laid_out():
+    constants = [H.T @ H * i for i in range(1, 8)]
+
+    def fun(h):
+        h = h @ W
+        for w in constants:
+            h = h + jnp.tanh(h @ w.T)
+        return h
+
+    assert not fact(fun, H).exact
 
 
 def test_tangents_are_never_exact():

@@ -66,6 +66,40 @@ def relu_of_cube():
 
 
 @RANGE()
+def array_of_large_constants():
+    offsets = jnp.linspace(6e4, 9e4, 16)
+
+    def fun(w, x):
+        return (jax.nn.relu(x @ w + offsets) / 1e5) @ w
+
+    return Case(fun, (W, X), (0, 1))
+
+
+@RANGE()
+def array_of_large_constants_turned_around():
+    offsets = jnp.linspace(6e4, 9e4, 32).reshape(16, 2)
+
+    def fun(w, x):
+        by_column = jnp.flip(offsets.T[:1], -1)
+        return (jax.nn.relu(x @ w + by_column) / 1e5) @ w
+
+    return Case(fun, (W, X), (0, 1))
+
+
+@RANGE()
+def array_of_small_constants_in_a_loop():
+    sizes = jnp.linspace(1e-9, 4e-9, 16)
+
+    def fun(w, x):
+        def turn(h, _):
+            return jnp.tanh((h @ w * sizes) * 5e8), None
+
+        return lax.scan(turn, x, length=2)[0]
+
+    return Case(fun, (W, X), (0, 1))
+
+
+@RANGE()
 def segment_sum():
     def fun(x, w):
         sums = jax.ops.segment_sum(1e4 * x, jnp.arange(16) // 8, 2)

@@ -35,21 +35,21 @@ def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[st
         op.half = policy.compute_dtype if policy.compute_dtype in HALVES else None
         if rules.SAME_PARAMETER in op.spec.traits and op.ins:
             for out in op.outs:
-                out.paths, out.raw = (
-                    op.ins[0].paths,
-                    op.ins[0].raw and rules.FRESH not in op.spec.traits,
-                )
+                out.paths = op.ins[0].paths
+                out.raw = op.ins[0].raw and rules.FRESH not in op.spec.traits
+                out.entries = op.ins[0].entries if out.is_f32 else None
             op.outs[0].const = known_value(op)
         for sub in op.subs:
             for value, index in zip(sub.program.invars, sub.ins, strict=True):
                 value.paths, value.raw = op.ins[index].paths, op.ins[index].raw
                 value.small = op.ins[index].small
-                const = op.ins[index].const
-                if op.inside.knows and const is not None and np.size(const) == 1:
-                    value.const = np.reshape(const, ())
+                if op.inside.knows:
+                    const, value.entries = op.ins[index].const, op.ins[index].entries
+                    if const is not None and np.size(const) == 1:
+                        value.const = np.reshape(const, ())
             for _, argument in sub.carry:
                 value = sub.program.invars[argument]
-                value.paths, value.raw, value.const = (), False, None
+                value.paths, value.raw, value.const, value.entries = (), False, None, None
             _classify(sub.program, policy, listed, used)
         op.rule, op.why = _rule(op)
         _apply_lists(op, listed)
@@ -59,7 +59,7 @@ def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[st
             op.forced, op.why = "full", why(Reason.FLOAT32_POLICY)
         reduces = rules.REDUCES in op.spec.traits
         if reduces or (op.ins and op.rule in ("follow", "layout", "full")):
-            big = [v for v in op.ins if v.is_f32 and v.const is None]
+            big = [v for v in op.ins if v.is_f32 and v.entries is None]
             small = reduces or (bool(big) and all(v.small for v in big))
             for out in op.outs:
                 out.small = small

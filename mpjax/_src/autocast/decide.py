@@ -137,9 +137,9 @@ def _decide_follow(op: Op) -> None:
 def _critical_constant(op: Op, may_be_one: bool = False) -> float | None:
     """Returns a constant operand that half would turn into zero, infinity or one."""
     for value in op.ins:
-        if value.const is None or not value.is_f32:
+        if value.entries is None or not value.is_f32:
             continue
-        exact = np.asarray(value.const, np.float32)
+        exact = np.asarray(value.entries, np.float32)
         with np.errstate(over="ignore", under="ignore"):
             half = exact.astype(op.half).astype(np.float32)
         lost = np.isinf(half) & np.isfinite(exact)
@@ -203,9 +203,9 @@ def _decide_neutral(op: Op) -> None:
 
 
 def _is_exact(value: Value, dtype: Any) -> bool:
-    if value.const is None:
+    if value.entries is None:
         return False
-    exact = np.asarray(value.const, np.float32)
+    exact = np.asarray(value.entries, np.float32)
     with np.errstate(over="ignore", under="ignore"):
         return bool(np.all(exact.astype(dtype).astype(np.float32) == exact))
 
@@ -219,7 +219,7 @@ def _decide_cast(op: Op) -> None:
         _set(out, value.kind, value.dtype)
     elif value.aval.dtype in HALVES and op.half == value.aval.dtype:
         _set(out, "half", op.half)  # half already: nothing to do until a float32 reader comes
-    elif value.aval.dtype == np.bool_ or value.aval.dtype in HALVES or out.const is not None:
+    elif value.aval.dtype == np.bool_ or value.aval.dtype in HALVES or out.entries is not None:
         _set(out, "flexible", FLOAT32)  # exact in half, or a constant like any other
     elif np.issubdtype(value.aval.dtype, np.integer):
         op.why = why(Reason.INTEGERS)

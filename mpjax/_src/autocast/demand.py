@@ -189,7 +189,7 @@ def _is_beside(op: Op, value: Value) -> bool:
 
     Such a loop solves for something that cancels: in float32, so the same must be what it meets.
     """
-    linear = op.spec.linear or sum(v.const is None for v in op.ins) == 1
+    linear = op.spec.linear or sum(v.entries is None for v in op.ins) == 1
     adds = op.spec.gain_of(op.params) == rules.SUM
     meets = adds and any(v.fact.solved for v in op.ins if v is not value)
     return meets or (linear and any(out.want.beside for out in op.outs))

@@ -58,17 +58,18 @@ class Sweep:
             if op.subs and op.rule in ("program", "full", "follow"):
                 self.program(op)
                 continue
-            known = [v for v in op.ins if v.const is None and (is_float(v) or v.fact.made)]
-            joined = join([v.fact for v in known])
+            known = [v for v in op.ins if v.entries is None and (is_float(v) or v.fact.made)]
+            constants = [v for v in op.ins if v.entries is not None]
+            joined = join([v.fact for v in known or constants])
             transfer = TRANSFER[op.forced or op.rule]
             for out in op.outs:
                 out.fact = transfer(self, op, joined, out) if is_float(out) else joined
 
     def read(self, value: Value) -> Fact:
         """Returns the fact of a value as an operand."""
-        if value.const is None:
+        if value.entries is None:
             return value.fact
-        known = np.abs(np.asarray(value.const, np.float64))
+        known = np.abs(np.asarray(value.entries, np.float64))
         largest = float(np.max(known[np.isfinite(known)], initial=0))
         return value.fact._replace(span=BOUNDED if largest <= 1 else FITS)
 
@@ -280,7 +281,7 @@ def _peak(op: Op) -> int:
     Of a choice those that all choices are; a constant is taken for one that is never made
     (``where(isfinite(m), m, 0)``).
     """
-    peaks = [v.fact.peak for v in op.ins if v.const is None and is_float(v)]
+    peaks = [v.fact.peak for v in op.ins if v.entries is None and is_float(v)]
     if op.name == "select_n":
         return functools.reduce(operator.and_, peaks) if peaks else 0
     return union(peaks) if op.name in NOT_BELOW else 0
@@ -298,7 +299,7 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     terms = [v.fact for v in op.ins if v.size == out.size and not _is_filled(v)]
     terms = [fact for fact in terms if not (fact.given and fact.spread)]
     if len(terms) < 2:
-        known = any(v.const is not None and np.any(v.const) for v in op.ins)
+        known = any(v.entries is not None and np.any(v.entries) for v in op.ins)
         scaled = joined.scaled and not known
         return joined._replace(norm=terms[0].norm if terms else "", scaled=scaled)
     a, b = terms
@@ -327,20 +328,20 @@ def _is_block(state: Fact, step: Fact) -> bool:
 
 def _is_filled(value: Value) -> bool:
     """Tells a constant that is one number."""
-    return value.const is not None and np.size(value.const) == 1
+    return value.entries is not None and np.size(value.entries) == 1
 
 
 def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
-    terms = [v for v in op.ins if v.const is None]
+    terms = [v for v in op.ins if v.entries is None]
     span, joined = joined.span, joined._replace(peak=0)
     if len(terms) < 2:
         factor = known_factor(op)
         smaller = min(1.0, factor) * min((v.fact.factor for v in terms), default=1.0)
         if smaller < LEAST or factor > (2.0**15 if span == BOUNDED else 2):
             span = BEYOND
-        signs = [np.all(np.asarray(v.const) >= 0) for v in op.ins if v.const is not None]
+        signs = [np.all(np.asarray(v.entries) >= 0) for v in op.ins if v.entries is not None]
         negative = bool(terms and terms[0].fact.negative and all(signs))
-        inverse = op.name == "div" and op.ins[1].const is None
+        inverse = op.name == "div" and op.ins[1].entries is None
         norm = "scale" if inverse else terms[0].fact.norm if terms else ""
         mean = terms and terms[0].small  # of many that were summed
         scaled = joined.scaled or (factor < STEP and not mean)
@@ -373,14 +374,14 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
 
 def _is_unknown_scalar(value: Value) -> bool:
     """Tells a scalar argument: a constant like an epsilon, but one that nobody knows."""
-    return value.const is None and value.fact.given and not value.fact.mask and value.is_one
+    return value.entries is None and value.fact.given and not value.fact.mask and value.is_one
 
 
 def known_factor(op: Op) -> float:
     """Returns the constant by which a product multiplies its one other operand, or 1."""
-    known = [v.const for v in op.ins if v.const is not None and np.size(v.const)]
+    known = [v.entries for v in op.ins if v.entries is not None and np.size(v.entries)]
     factor = float(np.max(np.abs(known[0]))) if len(known) == 1 else 1.0
-    if op.name == "div" and op.ins[1].const is not None:
+    if op.name == "div" and op.ins[1].entries is not None:
         return 1 / factor if factor else np.inf
     return factor
 
@@ -388,7 +389,7 @@ def known_factor(op: Op) -> float:
 def _move(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     (first, *_) = [v for v in op.ins if is_float(v)] or [out]
     if _is_part(op) and first.fact.given:
-        index = tuple(str(v.const) if v.const is not None else v for v in op.ins[1:])
+        index = tuple(str(v.entries) if v.entries is not None else v for v in op.ins[1:])
         part = str(sorted(op.params.items())), index, op.outs.index(out)
         return first.fact._replace(weights=sweep.bit((first.fact.weights, part)))
     if rules.LOOKS_UP in op.spec.traits and first.fact.given:

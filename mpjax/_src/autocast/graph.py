@@ -37,6 +37,7 @@ class Value:
 
     aval: Any
     const: Any = None  # the known value: a scalar that fills it, or a small array
+    entries: Any = None  # the known values that it is made of, in any order and number
     paths: tuple[str, ...] = ()  # of the parameter that it is, after layout operations at most
     raw: bool = False  # an argument or constant, perhaps after layout operations
     literal: bool = False  # written in the program
@@ -190,7 +191,7 @@ def _flatten(jaxpr, env, block: Block, stack, scopes, callers) -> list[Value]:
 
     def read(atom):
         if isinstance(atom, _jax.Literal):
-            return Value(atom.aval, const=atom.val, raw=True, literal=True)
+            return Value(atom.aval, atom.val, atom.val, raw=True, literal=True)
         return env[atom]
 
     for eqn in jaxpr.eqns:
@@ -220,7 +221,7 @@ def _flatten(jaxpr, env, block: Block, stack, scopes, callers) -> list[Value]:
 def _constant(aval, value) -> Value:
     known = Value(aval, raw=True)
     if known.is_f32 and not isinstance(value, jax.core.Tracer) and known.size <= CONSTANT_LIMIT:
-        known.const = np.asarray(value)
+        known.const = known.entries = np.asarray(value)
     return known
 
 
