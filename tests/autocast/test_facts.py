@@ -92,8 +92,7 @@ def test_what_is_exact_is_not_half():
     assert fact(lambda h: h @ W + 0.5 * (h @ V), H).half
 
 
-def test_a_step_from_an_argument_is_exact():
-    """Nobody has rounded the argument yet."""
+def test_a_step_from_an_argument_that_nobody_rounded_is_exact():
     assert fact(lambda h, w: h + h @ w, H, W).exact
     assert fact(lambda h, w: h @ w + h, H, W).exact
     assert not fact(lambda h, w: h + jnp.tanh(h), H, W).exact

@@ -99,6 +99,30 @@ def array_of_small_constants_in_a_loop():
     return Case(fun, (W, X), (0, 1))
 
 
+def of_shares(read):
+    shares = jax.nn.softmax(normal(5, 16, 16))
+
+    def fun(w, x):
+        return read(jax.nn.softmax(8 * (x @ w)), shares, w)
+
+    return Case(fun, (W, X), (0, 1))
+
+
+@RANGE()
+def chi_square_of_small_shares():
+    return of_shares(lambda p, q, w: jnp.mean((q - p) ** 2 / (p + 1e-6)))
+
+
+@RANGE()
+def chi_square_of_shares_that_a_matmul_reads():
+    return of_shares(lambda p, q, w: jnp.mean((q - p) ** 2 / (p + 1e-6)) + jnp.mean(p @ w))
+
+
+@RANGE()
+def cross_entropy_with_an_epsilon():
+    return of_shares(lambda p, q, w: -jnp.mean(q * jnp.log(p + 1e-6)))
+
+
 @RANGE()
 def segment_sum():
     def fun(x, w):

@@ -7,10 +7,9 @@ import numpy as np
 
 from mpjax._src import rules
 from mpjax._src.autocast.demand import all_in_full, wide_inside
-from mpjax._src.autocast.facts import BEYOND
-from mpjax._src.autocast.graph import Block, Op, Value, half_of, is_float
+from mpjax._src.autocast.graph import Block, Op, Value, half_of, is_beyond, is_float
 from mpjax._src.autocast.why import Reason, why
-from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
+from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.higher_order import SCAN
 
 
@@ -68,8 +67,7 @@ def _is_held(value: Value) -> bool:
 
 def _is_lost(op: Op, out: Value) -> bool:
     """Tells whether half would lose what matters of an op's result."""
-    fact = out.fact
-    return fact.exact or (fact.span == BEYOND and op.half == FLOAT16)
+    return out.fact.exact or is_beyond(out, op.half)
 
 
 def _decide_half(op: Op) -> None:

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from mpjax._src import _jax, rules
-from mpjax._src.autocast.lattices import NOTHING, UNREAD, Fact, Want
+from mpjax._src.autocast.lattices import BEYOND, NOTHING, UNREAD, Fact, Want
 from mpjax._src.autocast.why import NO_REASON, Why
-from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
 from mpjax._src.higher_order import HigherOrder, Inside, higher_order, turns_of
 from mpjax._src.rules import Rule, rule_of
 
@@ -246,6 +246,15 @@ def is_steady(op: Op, value: Value) -> bool:
     """Tells whether the derivative of an op by an operand is bounded, or stands its rounding."""
     dividend = op.name == "div" and value is not op.ins[1]
     return op.spec.linear or op.spec.steady_of(op.params) or dividend
+
+
+def is_beyond(value: Value, half: Any) -> bool:
+    """Tells a value that the range of a half dtype may not hold, or not that of its cotangents.
+
+    Those of what a pole reads (``1 / (x + 1e-6)``) grow as it shrinks; and where float16's numbers
+    are smallest they have few digits left.
+    """
+    return half == FLOAT16 and (value.fact.span == BEYOND or value.want.steep)
 
 
 def is_float(value: Value) -> bool:

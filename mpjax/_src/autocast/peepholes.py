@@ -31,7 +31,7 @@ from mpjax._src.autocast.forms import (
 )
 from mpjax._src.autocast.graph import Op, Place, Value
 from mpjax._src.autocast.islands import Flow, Island, bound
-from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
 
 
 def find(flow: Flow) -> dict[Op, Island]:
@@ -282,7 +282,10 @@ def _island(
 def _bound(island: Island, moving: list[Value], quotient: Op, flow: Flow) -> None:
     """Finds what flows in and out of a softmax: first the inputs that it is differentiated in."""
     bound(island, flow)
-    island.half, island.sums, island.moving = quotient.half, quotient.outs, len(moving)
+    island.sums, island.moving = quotient.outs, len(moving)
+    # What it is kept in: a share itself is at most one, but not its cotangents before a pole.
+    steep = quotient.half == FLOAT16 and quotient.outs[0].want.steep
+    island.half = FLOAT32 if steep else quotient.half
     island.inputs = [*moving, *(v for v in island.inputs if v not in moving)]
 
 

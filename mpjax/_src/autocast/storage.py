@@ -6,12 +6,11 @@ from typing import Any
 from mpjax._src import rules
 from mpjax._src.autocast import peepholes
 from mpjax._src.autocast.facts import EXPONENTIALS
-from mpjax._src.autocast.graph import Block, Op, Value, is_steady
+from mpjax._src.autocast.graph import Block, Op, Value, is_beyond, is_steady
 from mpjax._src.autocast.islands import Flow, Island, bound, flow_of, is_free
-from mpjax._src.autocast.lattices import BEYOND
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.steps import connected, in_order
-from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
+from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.higher_order import NONE, THEIRS
 from mpjax._src.policy import STORAGES
 
@@ -169,8 +168,7 @@ def _from_half(group: Island, flow: Flow) -> bool:
 
 def _stand_rounding(group: Island) -> bool:
     """Tells whether the derivatives of an island may be computed from its rounded inputs."""
-    beyond = any(v.fact.span == BEYOND for v in group.rounded) and group.half == FLOAT16
-    if beyond or any(v.want.unrounded for v in group.rounded):
+    if any(v.want.unrounded or is_beyond(v, group.half) for v in group.rounded):
         return False
     if any(v.fact.linear for v in group.inputs):  # tangents: results that lack one must not wait
         return False
