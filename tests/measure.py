@@ -53,8 +53,13 @@ def is_f32(x: Any) -> bool:
     return getattr(x, "dtype", None) == jnp.float32
 
 
+# What stands in float64's program for numbers of a dtype.
+WIDE = {jnp.dtype(k): jnp.dtype(v) for k, v in (("f4", "f8"), ("c8", "c16"))}
+
+
 def _widen(x: Any, aval: Any) -> Any:
-    return jnp.asarray(x, jnp.float64) if is_f32(aval) and is_f32(x) else x
+    dtype = getattr(aval, "dtype", None)
+    return jnp.asarray(x, WIDE[dtype]) if dtype in WIDE and x.dtype == dtype else x
 
 
 # What these give depends on the bits of their operands.
@@ -67,7 +72,12 @@ DTYPES = ("preferred_element_type", "new_dtype", "dtype")
 
 
 def _in_float64(eqn: Any, ins: list[Any], amplified: bool) -> list[Any]:
-    wide = {k: jnp.float64 for k in DTYPES if eqn.params.get(k) == jnp.float32}
+    wide = {k: WIDE[eqn.params[k]] for k in DTYPES if eqn.params.get(k) in WIDE}
+    if eqn.primitive.name == "custom_linear_solve":  # it holds programs for float32
+        lengths, programs = eqn.params["const_lengths"], eqn.params["jaxprs"]
+        first = lengths.matvec + lengths.vecmat
+        consts = ins[first : first + lengths.solve]
+        return evaluate(programs.solve, [*consts, *ins[sum(lengths) :]], FLOAT64)
     if eqn.primitive.name in SCATTERS:  # they hold a program for float32
         p = {k: eqn.params[k] for k in ("indices_are_sorted", "unique_indices", "mode")}
         scatter = SCATTERS[eqn.primitive.name]
@@ -78,7 +88,7 @@ def _in_float64(eqn: Any, ins: list[Any], amplified: bool) -> list[Any]:
         except (TypeError, ValueError, NotImplementedError):  # it has no such form
             pass
     narrow = [
-        x.astype(v.aval.dtype) if is_f32(v.aval) else x
+        x.astype(v.aval.dtype) if v.aval.dtype in WIDE else x
         for x, v in zip(ins, eqn.invars, strict=True)
     ]
     return bind(eqn, narrow)
@@ -329,12 +339,13 @@ def _rows(part, half, truth, by_hand, by_auto):
     pairs = jax.tree_util.tree_flatten_with_path(truth)[0]
     others = [jax.tree.leaves(tree) for tree in (by_hand, by_auto)]
     rows = []
-    floats = [t for _, t in pairs if np.issubdtype(t.dtype, np.floating)]
+    floats = [t for _, t in pairs if np.issubdtype(t.dtype, np.inexact)]
     whole = norm(np.concatenate([t.ravel() for t in floats])) if floats else 0.0
     for (path, want), hand, auto in zip(pairs, *others, strict=True):
-        if not jnp.issubdtype(want.dtype, jnp.floating) or not want.size:
+        if not jnp.issubdtype(want.dtype, jnp.inexact) or not want.size:
             continue
-        want, hand, auto = (np.asarray(x, np.float64) for x in (want, hand, auto))
+        exact = np.result_type(want.dtype, np.float64)
+        want, hand, auto = (np.asarray(x, exact) for x in (want, hand, auto))
         size = norm(want)
         if part == "gradient" and size <= VANISHES * whole:
             size = whole

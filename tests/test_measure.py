@@ -77,6 +77,19 @@ def test_float64_is_closer_than_float32_and_the_yardstick_is_near():
         assert 1e-5 < np.linalg.norm(hand - want) / np.linalg.norm(want) < 0.02
 
 
+@pytest.mark.parametrize("inside", ["complex", "solve"])
+def test_complex_numbers_and_what_solves_are_of_64_bits_too(inside):
+    def fun(w, x):
+        if inside == "complex":
+            return jnp.imag((x + 1j) @ jnp.fft.fft(w + 1j * w.T))
+        return x @ jnp.linalg.solve(jnp.eye(16) + w / 8, w)
+
+    truth, _ = measure.in_float64(fun, (W, X))
+    with jax.enable_x64(True):
+        want = fun(jnp.asarray(W, jnp.float64), jnp.asarray(X, jnp.float64))
+    assert truth.dtype == np.float64 and np.allclose(truth, want, rtol=1e-12, atol=1e-12)
+
+
 def test_the_truth_is_that_of_the_program_in_32_bits():
     def fun(x):  # under x64, a wider number, and other random ones
         noise = jax.random.normal(jax.random.key(0), (4, 1))

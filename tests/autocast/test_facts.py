@@ -497,4 +497,4 @@ def test_what_an_argument_becomes_in_a_branch_is_joined():
         return lax.cond(h[0, 0] > 0, lambda h: h @ w, lambda h: jnp.exp(h), h)
 
     found = fact(fun, H, W)
-    assert found.half and found.span == BEYOND
+    assert not found.half and found.made and found.span == BEYOND

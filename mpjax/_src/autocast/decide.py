@@ -295,10 +295,12 @@ def _decide_result(op: Op, out: Value, index: int, inner: Sequence[Value]) -> No
             out.want.outside and not (out.want.full or out.want.returned) and _may_be_rounded(out)
         )
         _set(out, "half" if rounded else "full", half if rounded else FLOAT32)
-    elif "half" in kinds:
-        _set(out, "half", halves.pop() if len(halves) == 1 else half)
-    else:
+    elif "half" not in kinds:
         _set(out, "flexible", FLOAT32)
+    elif "flexible" in kinds and out.want.full:  # nothing is rounded where that branch is taken
+        _set(out, "full", FLOAT32)
+    else:
+        _set(out, "half", halves.pop() if len(halves) == 1 else half)
 
 
 DECIDE: dict[str, Callable[[Op], None]] = {

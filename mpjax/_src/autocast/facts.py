@@ -91,7 +91,8 @@ class Sweep:
         if op.inside.backward and why(Reason.ENDS_LOOP) in inside:
             op.rule, op.why = "leave", why(Reason.REPEATS_LOOP)
         for out, found in zip(op.outs, results, strict=True):
-            out.fact = join(found)
+            # Nobody knows which branch is taken: what one of them rounds, others may not.
+            out.fact = join(found)._replace(half=bool(found) and all(fact.half for fact in found))
             if "full" in (op.forced, op.rule):
                 out.fact = out.fact._replace(half=False)
             if op.rule == "leave":
