@@ -333,3 +333,11 @@ def test_a_difference_is_seen_before_a_pole_but_not_in_a_dividend():
     assert read(lambda h: 1 / (1 - h)).want.whole
     assert not read(lambda h: (h - 1) / size(h)).want.whole
     assert not read(lambda h: jnp.sqrt(1 + h)).want.whole
+
+
+def test_differences_of_parts_of_one_array_are_seen_whole():
+    assert read(lambda h: jnp.roll(h, 1, 0) - h).want.whole
+    assert read(lambda h: 2 * h[1:] - h[:-1]).want.whole
+    assert not read(lambda h: h - jnp.mean(h, -1, keepdims=True)).want.whole
+    assert not read(lambda h: h - jnp.tanh(h @ W)).want.whole
+    assert not read(lambda h: h[1:] + h[:-1]).want.whole

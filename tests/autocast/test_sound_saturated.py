@@ -216,6 +216,46 @@ def fraction_by_an_integer():
     return fraction_of(lambda x: x - x.astype(jnp.int32).astype(jnp.float32))
 
 
+def steps_of(run):
+    def fun(w, v):
+        total = run(X @ w)
+        steps = jnp.concatenate([total[:, :1], total[:, 1:] - total[:, :-1]], -1)
+        return steps @ v
+
+    return Case(fun, (normal(27, 16, 32, scale=0.25), normal(28, 32, 4)), (0, 1))
+
+
+@SEEN()
+def steps_of_a_running_sum():
+    return steps_of(lambda h: jnp.cumsum(jax.nn.softplus(h), -1))
+
+
+@SEEN()
+def steps_of_a_scaled_running_sum():
+    return steps_of(lambda h: 3 * jnp.cumsum(jax.nn.relu(h), -1))
+
+
+@SEEN()
+def probabilities_between_thresholds():
+    return steps_of(lambda h: jax.nn.sigmoid(jnp.cumsum(jax.nn.softplus(h) / 8, -1)))
+
+
+@SEEN()
+def lovasz_hinge():
+    flags = (normal(29, 64) > 0.3).astype(jnp.float32)
+
+    def fun(w, v):
+        errors = 1 - (jnp.tanh(X @ w) @ v) * (2 * flags - 1)
+        order = jnp.argsort(-errors)
+        right = flags[order]
+        union = right.sum() + jnp.cumsum(1 - right)
+        loss = 1 - (right.sum() - jnp.cumsum(right)) / union
+        steps = jnp.concatenate([loss[:1], loss[1:] - loss[:-1]])
+        return jnp.dot(jax.nn.relu(errors[order]), steps)
+
+    return Case(fun, (normal(30, 16, 32, scale=0.25), normal(31, 32, scale=0.2)), (0, 1))
+
+
 @SEEN()
 def share_of_small_logistics():
     def fun(w, v):

@@ -131,10 +131,17 @@ def _sees_rounding(op: Op, readers: Want) -> bool:
     """Tells what must read the float32 values that follow from a matmul's half result.
 
     A difference before a pole (``sqrt(1 - sigmoid(x))``): rounded, its terms may become equal, and
-    then the slope is infinite. A function that jumps (``x - floor(x)``), wherever half is coarse.
+    then the slope is infinite. One of parts of the same array (``x[1:] - x[:-1]``), which may be
+    much alike. A function that jumps (``x - floor(x)``), wherever half is coarse.
     """
-    difference = rules.SUBTRACTS in op.spec.traits and readers.steep
+    difference = rules.SUBTRACTS in op.spec.traits and (readers.steep or _is_of_parts(op))
     return difference or rules.JUMPS in op.spec.traits
+
+
+def _is_of_parts(op: Op) -> bool:
+    """Tells whether the operands are as large, and made by the same matmuls."""
+    parts = {(v.size, v.fact.made, v.fact.chain) for v in op.ins}
+    return len(parts) == 1 and bool(op.ins[0].fact.made)
 
 
 def wide_inside(op: Op) -> Why | None:
