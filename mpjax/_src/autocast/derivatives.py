@@ -328,13 +328,15 @@ class Softmax(NamedTuple):
     Attributes:
         axes: What is summed over.
         rate: The logarithm of the base of its exponential.
-        half: The half dtype.
+        whole: Whether its rows sum to one.
+        half: What it is kept in.
         moving: How many of its operands it is differentiated in: the first is what the exponential
             is taken of.
     """
 
     axes: tuple[int, ...]
     rate: float
+    whole: bool
     half: Any
     moving: int
 
@@ -373,7 +375,7 @@ def softmax(run: Run, arrays: Sequence[Any], known: Softmax, prevent_cse: bool) 
         out = run(primals)[0][0]
         if isinstance(tangents[0], SymbolicZero):
             return out, _jax.zero_tangent(out)
-        slope = _softmax_slope(known.axes, known.rate, out.dtype, prevent_cse)
+        slope = _softmax_slope(known[:3], out.dtype, prevent_cse)
         kept = keep(cast(out, known.half))
         return kept if out.dtype == known.half else out, slope(kept, tangents[0])
 
@@ -382,14 +384,21 @@ def softmax(run: Run, arrays: Sequence[Any], known: Softmax, prevent_cse: bool) 
 
 @functools.cache
 def _softmax_slope(
-    axes: tuple[int, ...], rate: float, dtype: Any, prevent_cse: bool
+    known: tuple[tuple[int, ...], float, bool], dtype: Any, prevent_cse: bool
 ) -> Callable[..., Any]:
-    """Returns the derivative of a softmax; the same function each time, to be traced once."""
+    """Returns the derivative of a softmax; the same function each time, to be traced once.
+
+    A rounded row does not sum to one, and where one entry is almost all of it, what that lacks of
+    one is all of the derivative. So the mean of the row is taken with weights that do.
+    """
+    axes, rate, whole = known
 
     @functools.partial(jax.checkpoint, prevent_cse=prevent_cse)
     def slope(result, tangent):
         full, tangent = cast(result, FLOAT32), _at_rate(tangent, rate)
         mean = jnp.sum(full * tangent, axes, keepdims=True)
+        if whole:  # or nothing, where all of a row is masked
+            mean = mean / jnp.maximum(jnp.sum(full, axes, keepdims=True), 0.5)
         return cast(full * (tangent - mean), dtype)
 
     return slope

@@ -54,6 +54,11 @@ def softmaxes(flow: Flow, found: list[Island]) -> None:
     of which all but ``dz`` is known from ``p``, and that is mostly stored in half for the matmul
     that reads it. Masked entries have ``p = 0``, and no part in it.
 
+    *Rounding.* Where one entry of ``p`` is almost one, ``dz - sum(p dz)`` is almost zero, and a
+    rounded ``p`` does not sum to one. With ``sum(p dz) / sum(p)`` in its place, ``dp`` is made of
+    differences ``dz_i - dz_j``, each times a share of its own that is rounded once. Where rows of
+    ``p`` itself do not sum to one (a guard), it is kept as its readers see it.
+
     *Shifts.* With ``z = x - c``, ``c`` the same for a whole row, ``dc`` cancels, for
     ``sum(p) = 1``: nothing is kept for the derivative of a maximum that is subtracted.
 
@@ -95,6 +100,9 @@ def attentions(flow: Flow, found: list[Island]) -> None:
     entries of ``dz`` sum to zero. So the keys' mean is taken from them where ``dz`` is multiplied
     by them, which is possible if nothing but shifts, scales of rows and masks is in between, and
     no guard keeps rows from summing to one.
+
+    Where one entry of every row is almost one, ``g - sum(p g)`` is as small as ``e``. So are rows
+    that choose among values that are given (bins, atoms, a codebook): there ``g`` is waited for.
     """
     softmaxes = [island for island in found if island.axes and island.whole]
     moved = _moved(flow) if softmaxes else set()
@@ -285,7 +293,8 @@ def _bound(island: Island, moving: list[Value], quotient: Op, flow: Flow) -> Non
     island.sums, island.moving = quotient.outs, len(moving)
     # What it is kept in: a share itself is at most one, but not its cotangents before a pole.
     steep = quotient.half == FLOAT16 and quotient.outs[0].want.steep
-    island.half = FLOAT32 if steep else quotient.half
+    unknown = not (island.whole or island.in_half)  # what it lacks of one
+    island.half = FLOAT32 if steep or unknown else quotient.half
     island.inputs = [*moving, *(v for v in island.inputs if v not in moving)]
 
 
@@ -397,6 +406,8 @@ def _weigh(island: Island, flow: Flow, taken: set[Op], moved: "set[Op | None]") 
     if matmul is None or matmul in taken or not _readers(matmul, flow):
         return
     moving = [scores, *(v for v in matmul.ins if v is not weighed)]
+    if _chooses(*moving):
+        return
     if any(v in moving for op in weights for v in op.ins):
         return
     sources = _sources(island, flow, moved)
@@ -411,6 +422,12 @@ def _weigh(island: Island, flow: Flow, taken: set[Op], moved: "set[Op | None]") 
     island.matmul, island.weights, island.axes = matmul, weights, axes
     island.ops += [*weights, matmul]
     _bound(island, moving, quotient, flow)
+
+
+def _chooses(scores: Value, values: Value) -> bool:
+    """Tells weights that choose among what is given, as no attention of three arguments does."""
+    computed = scores.fact.made & (scores.fact.made - 1)  # by more than one matmul
+    return values.fact.given and (values.entries is not None or bool(computed))
 
 
 def _weights(softmax: Op, flow: Flow, axes: tuple[int, ...]) -> "tuple[list[Op], tuple[int, ...]]":

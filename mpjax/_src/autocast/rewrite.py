@@ -376,6 +376,7 @@ def _run_island(island: Island, env: Env) -> None:
 
     prevent = island.barrier and not env.in_loop
     with _location(island.ops[-1], scopes, env), _row(island.ops[-1], env):
+        form = Softmax(island.axes, island.rate, island.whole, island.half, island.moving)
         if island.matmul:
             weighed = island.weights[-1].outs if island.weights else island.sums
             place = island.matmul.ins.index(weighed[0])
@@ -383,11 +384,10 @@ def _run_island(island: Island, env: Env) -> None:
             results = attention(
                 run,
                 arrays,
-                Softmax(island.axes, island.rate, island.half, island.moving),
+                form,
                 Weighing(island.matmul.eqn, place, views, weigh if island.weights else None),
             )
         elif island.axes:
-            form = Softmax(island.axes, island.rate, island.half, island.moving)
             results = softmax(run, arrays, form, not env.in_loop)
         elif island.sloped:
             results = elementwise(run, arrays, prevent)
