@@ -273,6 +273,18 @@ def test_half_merges_floats_that_are_made_of_bits(name, half):
     assert kept.size < 0.5 * np.unique(made).size
 
 
+RANKED = [key for key in CASES if rule(key).need in (rules.MOVE, rules.COMPARE)]
+
+
+@pytest.mark.parametrize("key", RANKED)
+def test_what_ranks(key):
+    fun, x, *others = CASES[key]
+    results = [np.asarray(y) for y in jax.tree.leaves(fun(x, *others))]
+    places = any(np.issubdtype(y.dtype, np.integer) for y in results)
+    sorts = any(np.array_equal(y, np.sort(x, None)) for y in results) and np.any(np.diff(x) < 0)
+    assert (places or sorts) == (rules.RANKS in rule(key).traits)
+
+
 # ---- differences and jumps ----------------------------------------------------------------------
 
 QUICK = [key for key in ELEMENTWISE if OPERANDS[key] <= 2 and key not in SLOW]

@@ -67,6 +67,7 @@ CANCELS = "cancels"  # a sum that differentiation writes: its terms cancel by na
 POLE = "pole"  # infinite at some finite operand
 SUBTRACTS = "subtracts"  # of equal operands it makes zero
 JUMPS = "jumps"  # its result changes at once at some operands other than zero
+RANKS = "ranks"  # puts entries in an order, or tells which is first
 FLATTENS = "flattens"  # its derivative is a difference, and lost where its parts are rounded
 
 
@@ -258,13 +259,14 @@ row("concatenate", MOVE, ONE, **HELD, traits=(FRESH,))
 row("dynamic_update_slice", MOVE, ONE, **HELD, traits=(STATE,))
 row("all_gather_invariant all_gather_reduced all_to_all name pad ppermute stack", MOVE, ONE, **HELD)
 row("vary_unreduced_cast vary_unreduced_cast_p", MOVE, ONE, **HELD)
-row("cummax cummin pmax pmin sort top_k", MOVE, ONE, **HELD, traits=(KINKED,))
+row("cummax cummin pmax pmin", MOVE, ONE, **HELD, traits=(KINKED,))
+row("sort top_k", MOVE, ONE, **HELD, traits=(KINKED, RANKS))
 row("reduce_window_max reduce_window_min", MOVE, ONE, traits=(KINKED,))
 
 # ---- no floats out, or none in ------------------------------------------------------------------
 
 row("eq ge gt is_finite le lt ne", COMPARE, NONE, **LINEAR)
-row("argmax argmin", COMPARE, NONE, **LINEAR, traits=(REDUCES,))
+row("argmax argmin", COMPARE, NONE, **LINEAR, traits=(REDUCES, RANKS))
 
 # ---- rows of which only a trait counts: they have no dtype of their own, or are left alone -------
 
@@ -337,7 +339,7 @@ CHOICES: dict[str, Any] = {
     "traits": (
         *(REDUCES, NO_HALF_FORM, HAS_WIDE_FORM, SUMS_BACK, FROM_BITS, SAME_PARAMETER),
         *(SAME_CONSTANT, FRESH, KINKED, PART, LOOKS_UP, STATE, CANCELS, POLE),
-        *(SUBTRACTS, JUMPS, FLATTENS),
+        *(SUBTRACTS, JUMPS, RANKS, FLATTENS),
     ),
 }
 

@@ -256,6 +256,37 @@ def lovasz_hinge():
     return Case(fun, (normal(30, 16, 32, scale=0.25), normal(31, 32, scale=0.2)), (0, 1))
 
 
+def ranked(read):
+    return Case(
+        lambda w, v: jnp.dot(read(40 + (X @ w)[:, 0]), v),
+        (normal(32, 16, 1, scale=0.25), normal(33, 64)),
+    )
+
+
+@SEEN()
+def sorted_after_an_offset():
+    return ranked(lambda h: jnp.sort(h))
+
+
+@SEEN()
+def ordered_after_an_offset():
+    return ranked(lambda h: h[jnp.argsort(-h)])
+
+
+@SEEN()
+def largest_after_an_offset():
+    return ranked(lambda h: jnp.concatenate([lax.top_k(h, 32)[0]] * 2))
+
+
+@SEEN()
+def nearest_after_an_offset():
+    def fun(w, v):
+        h = 40 + X @ w
+        return jnp.sum(X[:, 0] * (h @ v)[jnp.argmax(h, -1)])
+
+    return Case(fun, (normal(32, 16, 32, scale=0.25), normal(33, 32)))
+
+
 @SEEN()
 def share_of_small_logistics():
     def fun(w, v):
@@ -272,6 +303,60 @@ def small_step_by_its_size():
         return jnp.mean(jax.nn.relu((h / (jnp.sqrt(0.001 * h * h) + 1e-8)) @ v))
 
     return Case(fun, (normal(25, 16, 8, scale=0.25), normal(26, 8, 4)), (0, 1))
+
+
+def confident(read, margin=5.0):
+    """A softmax whose every row is almost one-hot; ``read`` takes it, and labels."""
+    lead = margin * jax.nn.one_hot(jnp.argmax(X @ normal(34, 16, 8, scale=0.25), -1), 8)
+    labels = jnp.argmax(lead, -1)
+    return Case(
+        lambda w, v: read(jax.nn.softmax(X @ w + lead), labels, v),
+        (normal(34, 16, 8, scale=0.25), normal(35, 8)),
+    )
+
+
+@SATURATED()
+def expected_reward():
+    return confident(lambda p, y, v: jnp.mean(jnp.sum(p * v, -1)), margin=8.0)
+
+
+@SATURATED()
+def brier_score():
+    return confident(lambda p, y, v: jnp.mean((p - jax.nn.one_hot(y, 8)) ** 2) * jnp.sum(v))
+
+
+@SATURATED()
+def cross_entropy_of_a_softmax():
+    pick = lambda p, y: jnp.take_along_axis(p, y[:, None], -1)  # noqa: E731
+    return confident(lambda p, y, v: -jnp.mean(jnp.log(pick(p, y) + 1e-7)) * jnp.sum(v))
+
+
+@SATURATED()
+def expected_bin():
+    return confident(lambda p, y, v: jnp.mean((p @ jnp.arange(8.0) - 3) ** 2) * jnp.sum(v))
+
+
+@SATURATED()
+def softmax_that_is_masked_throughout():
+    def fun(w, v):
+        there = jnp.arange(64)[:, None] % 2 * jnp.ones((64, 8)) > 0
+        h = jnp.where(there, X @ w, -1e9)
+        e = jnp.where(there, jnp.exp(h - jnp.max(h, -1, keepdims=True)), 0)
+        p = e / jnp.maximum(jnp.sum(e, -1, keepdims=True), 1e-9)
+        return jnp.mean(jnp.sum(p * v, -1))
+
+    return Case(fun, (normal(34, 16, 8), normal(35, 8)))
+
+
+@SATURATED()
+def codebook_behind_a_layer():
+    first, second = normal(36, 16, 16, scale=0.5), normal(37, 16, 8)
+    lead = 7 * jax.nn.one_hot(jnp.argmax(jnp.tanh(X @ first) @ second, -1), 8)
+
+    def fun(w, v, book):
+        return jnp.mean((jax.nn.softmax(jnp.tanh(X @ w) @ v + lead) @ book) ** 2)
+
+    return Case(fun, (first, second, 4 + normal(38, 8, 4)), (0, 1, 2))
 
 
 @SATURATED.test()

@@ -166,7 +166,8 @@ def _decide_layout(op: Op) -> None:
             op.compute = halves.pop() if len(halves) == 1 else op.half
             return _give(op, "half", op.compute)
         lost = any(_is_lost(op, out) for out in op.outs)
-        if kind == "full" and not (wide or lost) and all(map(_only_for_half, op.outs)):
+        keeps = wide or lost or rules.RANKS in op.spec.traits
+        if kind == "full" and not keeps and all(map(_only_for_half, op.outs)):
             op.compute = op.half
             return _give(op, "half", op.half)
         op.compute = FLOAT32
