@@ -1,6 +1,7 @@
 """mpjax: functional mixed precision for JAX. See docs/architecture.md for the map."""
 
 from mpjax._src.autocast.explain import CastReport, explain
+from mpjax._src.autocast.kernels import half_inputs
 from mpjax._src.autocast.regions import full_precision, precision
 from mpjax._src.autocast.transform import autocast
 from mpjax._src.dtypes import half_dtype
@@ -78,6 +79,7 @@ __all__ = [
     "get_policy",
     "gradient_histogram",
     "half_dtype",
+    "half_inputs",
     "largest_batch",
     "log_metrics",
     "master_params",

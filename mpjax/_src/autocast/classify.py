@@ -4,10 +4,12 @@ A row of the op sets, unless the policy's lists, an override, a region or the pr
 otherwise.
 """
 
+from typing import Any
+
 import numpy as np
 
 from mpjax._src import rules
-from mpjax._src.autocast.graph import PLANNED, REGION, Block, Op, is_float, known_value
+from mpjax._src.autocast.graph import KERNEL, PLANNED, REGION, Block, Op, is_float, known_value
 from mpjax._src.autocast.why import Reason, Why, why
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.patterns import matches
@@ -76,6 +78,8 @@ def _rule(op: Op) -> tuple[str, Why]:
         return _matmul_rule(op)
     if op.name == "convert_element_type":
         return "cast", why(Reason.CAST)
+    if op.spec.need == rules.PROGRAM or op.spec is rules.UNKNOWN:  # nobody looks into it
+        return "leave", why(Reason.FLOAT32_KERNEL)
     return NEEDS.get(op.spec.need, ("leave", why(Reason.UNKNOWN)))
 
 
@@ -140,15 +144,7 @@ def _apply_lists(op: Op, listed: dict[str, str]) -> None:
 
 
 def _apply_overrides(op: Op, policy: Policy, used: set[str]) -> None:
-    if not policy.overrides or _has_none(op):
-        return
-    places = ["/".join(op.scopes), "/".join((*op.scopes, op.name))]
-    places += [path for v in op.ins for path in v.paths]
-    chosen = None
-    for pattern, dtype in policy.overrides:
-        if any(matches(pattern, place) for place in places):
-            used.add(pattern)
-            chosen = chosen or (pattern, dtype)
+    chosen = None if _has_none(op) else override_of(op, policy, used)
     if chosen is None:
         return
     pattern, dtype = chosen
@@ -158,7 +154,24 @@ def _apply_overrides(op: Op, policy: Policy, used: set[str]) -> None:
         op.forced, op.why = "full", why(Reason.OVERRIDE, pattern)
 
 
+def override_of(op: Op, policy: Policy, used: set[str] | None = None) -> tuple[str, Any] | None:
+    """Returns the first override that matches an op, and adds those that do to ``used``."""
+    if not policy.overrides:
+        return None
+    places = ["/".join(op.scopes), "/".join((*op.scopes, op.name))]
+    places += [path for v in op.ins for path in v.paths]
+    found = [o for o in policy.overrides if any(matches(o[0], place) for place in places)]
+    if used is not None:
+        used.update(pattern for pattern, _ in found)
+    return found[0] if found else None
+
+
 def _apply_region(op: Op) -> None:
+    kernel = next((name for name in op.scopes if name.startswith(KERNEL)), None)
+    if kernel:
+        op.why = why(Reason.KERNEL, kernel.removeprefix(KERNEL).partition("#")[0])
+        op.rule, op.forced = "leave" if PLANNED in op.scopes else op.rule, ""
+        return
     if PLANNED in op.scopes:
         op.rule, op.forced, op.why = "leave", "", why(Reason.INNER_AUTOCAST)
         return

@@ -13,6 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from mpjax._src import _jax
 from mpjax._src.autocast.environment import Env
 from mpjax._src.autocast.graph import REGION, Op
+from mpjax._src.autocast.kernels import tracing
 from mpjax._src.autocast.plan import analyse, make_plan
 from mpjax._src.autocast.rewrite import (
     evaluates,
@@ -50,7 +51,8 @@ def _run_custom_jvp(op: Op, env: Env) -> None:
 
     @call.defjvp
     def jvp(primals, tangents):
-        rule, zeros = _jax.custom_jvp_rule(params)
+        with tracing(policy):
+            rule, zeros = _jax.custom_jvp_rule(params)
         results = _run_whole(
             rule,
             [*in_dtypes[consts:]] * 2,
@@ -99,10 +101,11 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
         if symbolic:
             perturbed, args = [a.perturbed for a in args], tuple(a.value for a in args)
         avals = [v.aval for v in op.ins]
-        rules = _jax.custom_vjp_rules(op.params, avals, perturbed[consts:], known)
+        with tracing(policy):
+            rules = _jax.custom_vjp_rules(op.params, avals, perturbed[consts:], known)
+            backward, _ = rules.trace_bwd((False,) * len(outs))
         inner, inner_consts = _jax.open_jaxpr(rules.fwd)
         computed = rules.num_computed
-        backward, _ = rules.trace_bwd((False,) * len(outs))
         wanted = _residual_dtypes(backward, len(rules.residuals), outs, policy, behind)
         res_dtypes = [getattr(v.aval, "dtype", None) for v in inner.outvars[:computed]]
         for (given, index), dtype in zip(rules.residuals, wanted, strict=True):
@@ -122,7 +125,8 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
 
     def bwd(saved, cts):
         zero_cts = tuple(isinstance(ct, SymbolicZero) for ct in cts)
-        backward, zeros = saved.trace_bwd(zero_cts)
+        with tracing(policy):
+            backward, zeros = saved.trace_bwd(zero_cts)
         args = [*saved.arrays, *(c for c, zero in zip(cts, zero_cts, strict=True) if not zero)]
         results = iter(
             _run_whole(
@@ -245,7 +249,8 @@ def _run_linear_call(op: Op, env: Env) -> None:
 def _rerun(policy: Policy, op: Op, fun: Callable[..., Sequence[Any]], *args: Any) -> list[Any]:
     """Traces, plans and runs a function of flat arguments, at its own interface dtypes."""
     avals = [jax.typeof(a) for a in args]
-    jaxpr, consts = _jax.open_jaxpr(_jax.trace(fun, avals, op.name))
+    with tracing(policy):
+        jaxpr, consts = _jax.open_jaxpr(_jax.trace(fun, avals, op.name))
     in_dtypes = [a.dtype for a in avals]
     outs = [v.aval.dtype for v in jaxpr.outvars]
     plan = make_plan(jaxpr, consts, policy, in_dtypes, outs, scopes=op.scopes)

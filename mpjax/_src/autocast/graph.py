@@ -25,6 +25,7 @@ CONSTANT_LIMIT = 1 << 16
 # The names of scopes that carry a mark of ours.
 REGION = "mpjax.precision="
 PLANNED = "mpjax.autocast"
+KERNEL = "mpjax.kernel="
 ROW = "mpjax.row="
 
 # An operand of a matmul, and some of its dimensions.

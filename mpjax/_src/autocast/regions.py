@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 
 from mpjax._src.autocast.graph import REGION
+from mpjax._src.autocast.kernels import region
 from mpjax._src.dtypes import FLOAT32, HALVES, DTypeLike, canonical
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,7 +51,7 @@ def precision(dtype: DTypeLike) -> Iterator[None]:
             f"dtype={dtype!r} is not one that a region can ask for. Legal are 'float32', "
             "'bfloat16' and 'float16'."
         )
-    with jax.named_scope(f"{REGION}{found.name}"):
+    with jax.named_scope(f"{REGION}{found.name}"), region(found):
         yield
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from mpjax._src import _jax
 from mpjax._src.autocast.graph import PLANNED, Block
+from mpjax._src.autocast.kernels import Numbers, overridden, tracing
 from mpjax._src.autocast.plan import Plan, make_plan
 from mpjax._src.autocast.rewrite import run_plan
 from mpjax._src.autocast.signature import KEPT_CALLS, signature
@@ -133,7 +134,19 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
 
     name = getattr(fun, "__name__", "autocast")
     written = [_as_written(a, path, policy) for a, path in zip(avals, paths, strict=True)]
-    closed, (out_leaves, out_tree) = _flat_tracing(flat, written, name)
+    in_dtypes = [getattr(a, "dtype", None) for a in avals]
+
+    def planned(**options):
+        with tracing(policy, **options):
+            closed, out = _flat_tracing(flat, written, name)
+        jaxpr, consts = _jax.open_jaxpr(closed)
+        return closed, out, make_plan(jaxpr, consts, policy, in_dtypes, paths=paths)
+
+    closed, (out_leaves, out_tree), plan = planned()
+    if overridden(plan.block, policy):  # some kernels want another dtype: which ones?
+        plan = planned(numbers=Numbers())[2]
+        found = tuple(sorted(overridden(plan.block, policy).items()))
+        closed, (out_leaves, out_tree), plan = planned(numbers=Numbers(), others=found)
     others = [None if is_array(x) else (x,) for x in out_leaves]
 
     def rebuild(arrays):
@@ -142,9 +155,7 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
             out_tree, [next(made) if other is None else other[0] for other in others]
         )
 
-    jaxpr, consts = _jax.open_jaxpr(closed)
-    in_dtypes = [getattr(a, "dtype", None) for a in avals]
-    plan = make_plan(jaxpr, consts, policy, in_dtypes, paths=paths)
+    jaxpr = _jax.open_jaxpr(closed)[0]
     _check_patterns(plan, paths)
     known = states(tree, _spread(written, traced), _spread(in_dtypes, traced))
     is_made = [other is None for other in others]

@@ -17,6 +17,7 @@ class Reason(enum.Enum):
     PROGRAM = enum.auto()
     OWN_RULE = enum.auto()
     UNKNOWN = enum.auto()
+    FLOAT32_KERNEL = enum.auto()
     # The program, or the user.
     CAST = enum.auto()
     PRECISION = enum.auto()  # (the precision)
@@ -25,6 +26,7 @@ class Reason(enum.Enum):
     OVERRIDE = enum.auto()  # (the pattern)
     REGION = enum.auto()  # (its dtype)
     INNER_AUTOCAST = enum.auto()
+    KERNEL = enum.auto()  # (its name)
     FLOAT32_POLICY = enum.auto()
     # What it reads.
     HALF_OPERAND = enum.auto()

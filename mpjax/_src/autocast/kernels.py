@@ -1,0 +1,188 @@
+"""Kernels that want half: what they are given while a function is traced under `autocast`.
+
+A kernel looks at the dtypes of its operands when it is traced, so a plan made afterwards comes too
+late for it. What autocast would give it is known while it is traced: a context that JAX's caches
+know of, so that a jit traced outside of autocast is not taken for one inside.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from mpjax._src.autocast.classify import override_of
+from mpjax._src.autocast.graph import KERNEL, PLANNED, REGION, Block
+from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.policy import Policy
+from mpjax._src.trees import is_array
+
+
+class Tracing(NamedTuple):
+    """What holds while a function is traced under autocast.
+
+    Attributes:
+        half: The half dtype that a kernel is given, by name; "" if float32.
+        numbers: Numbers the calls of kernels, where a policy may speak of single ones.
+        others: What calls of these numbers are given in its place.
+    """
+
+    half: str
+    numbers: "Numbers | None" = None
+    others: tuple[tuple[int, str], ...] = ()
+
+
+def overridden(block: Block, policy: Policy) -> dict[int, str]:
+    """Returns the calls of kernels that an override gives another dtype, by number, and which.
+
+    A call that several places of the program share, as a jit inside does, is float32 if one is.
+    """
+    found: dict[int, str] = {}
+    for op in block.walk():
+        mark = next((s for s in op.scopes if s.startswith(KERNEL)), None)
+        chosen = override_of(op, policy) if mark and PLANNED not in op.scopes else None
+        if mark and chosen and _name(chosen[1]) != _name(policy.compute_dtype):
+            number, name = int(mark.partition("#")[2] or -1), _name(chosen[1])
+            found[number] = min(name, found.get(number, name))
+    return found
+
+
+class Numbers:
+    """A count. Compared by identity, so that each is a context of its own to JAX's caches."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def next(self) -> int:
+        self.given += 1
+        return self.given - 1
+
+
+_CURRENT = jax.make_user_context(default_value=None)
+
+
+def tracing(policy: Policy, **options: Any) -> contextlib.AbstractContextManager[Any]:
+    """Tells kernels that what is traced inside will be planned under a policy."""
+    return _CURRENT(Tracing(_name(policy.compute_dtype), **options))
+
+
+@contextlib.contextmanager
+def region(dtype: Any) -> Iterator[None]:
+    """Tells kernels of the region around them. Outside of autocast it changes nothing."""
+    current = _CURRENT.value
+    if current is None:
+        yield
+    else:
+        with _CURRENT(Tracing(_name(dtype))):
+            yield
+
+
+def _name(dtype: Any) -> str:
+    return np.dtype(dtype).name if dtype in HALVES else ""
+
+
+def half_inputs(
+    kernel: Callable[..., Any] | None = None, *, float32: int | str | Sequence[int | str] = ()
+) -> Any:
+    """Gives a kernel half inputs under `autocast`, as it would be given by casts by hand.
+
+    A fused kernel (cuDNN or Pallas attention, Triton, an FFI call, Transformer Engine) computes in
+    the dtype of its operands, which in a float32 model is float32, or refuses that. Autocast does
+    not look into kernels, so it leaves them as they are. This tells it that one may run in half.
+
+    Args:
+        kernel: Any function that JAX can trace; if None, a decorator is returned.
+        float32: Arguments that stay float32, by position or name: one of them or several.
+
+    Returns:
+        A function of the same signature. While it is traced under `autocast`, float32 arrays among
+        its arguments, pytrees of them too, arrive in the half dtype of the policy, or of the region
+        or override around the call; half arrays among its results are float32 to the function
+        around it, and half to the plan. The kernel runs as it is written, and so does its own
+        derivative, whose cotangents arrive in the dtypes of its results. Under a float32 policy,
+        in a float32 region, and outside of autocast, it is the kernel itself.
+
+    Raises:
+        TypeError: If ``kernel`` is not callable.
+        ValueError: If ``float32`` names no argument of the kernel.
+
+    Example:
+        >>> import functools, jax, jax.numpy as jnp, mpjax
+        >>> @mpjax.half_inputs
+        ... def attention(q, k, v):
+        ...     assert q.dtype != jnp.float32  # as cuDNN's does
+        ...     return jax.nn.dot_product_attention(q, k, v)
+        >>> x = jnp.ones((1, 4, 2, 8))
+        >>> mpjax.autocast(lambda x: attention(x, x, x), "mixed_bfloat16")(x).dtype
+        dtype('float32')
+
+    As ``torch.amp.custom_fwd(cast_inputs=)`` does in PyTorch.
+    """
+    if kernel is None:
+        return functools.partial(half_inputs, float32=float32)
+    if not callable(kernel):
+        raise TypeError(f"kernel={kernel!r} is not callable. Legal is a function.")
+    kept = _positions_and_names(kernel, float32)
+    name = getattr(kernel, "__name__", type(kernel).__name__)
+
+    @functools.wraps(kernel, updated=())
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        current = _CURRENT.value
+        if current is None:
+            return kernel(*args, **kwargs)
+        half, mark = current.half, f"{KERNEL}{name}"
+        if current.numbers is not None:
+            number = current.numbers.next()
+            half, mark = dict(current.others).get(number, half), f"{mark}#{number}"
+        if not half:
+            with jax.named_scope(f"{REGION}{FLOAT32.name}"):
+                return kernel(*args, **kwargs)
+        with jax.named_scope(mark):
+            args = tuple(x if i in kept else _cast(x, FLOAT32, half) for i, x in enumerate(args))
+            kwargs = {k: x if k in kept else _cast(x, FLOAT32, half) for k, x in kwargs.items()}
+            # What is inside runs as it is written.
+            with jax.named_scope(PLANNED), _CURRENT(None):
+                results = kernel(*args, **kwargs)
+            return _cast(results, np.dtype(half), FLOAT32)
+
+    return wrapped
+
+
+def _cast(tree: Any, old: Any, new: Any) -> Any:
+    """Casts the arrays of one dtype in a tree, and leaves the rest as it is."""
+    return jax.tree.map(
+        lambda x: jax.lax.convert_element_type(x, new) if is_array(x) and x.dtype == old else x,
+        tree,
+    )
+
+
+def _positions_and_names(kernel: Callable[..., Any], chosen: Any) -> Collection[int | str]:
+    """Returns both the positions and the names of some arguments, as far as they have both."""
+    chosen = (chosen,) if isinstance(chosen, int | str) else tuple(chosen)
+    try:
+        parameters = list(inspect.signature(kernel).parameters.values())
+    except (TypeError, ValueError):  # nobody knows them
+        return frozenset(chosen)
+    kinds = {p.kind for p in parameters}
+    found: set[int | str] = set()
+    for one in chosen:
+        for place, p in enumerate(parameters):
+            if one in (place, p.name) and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+                found |= {place, p.name}
+        if one not in found and not _taken(one, kinds, len(parameters)):
+            names = ", ".join(f"{i} {p.name!r}" for i, p in enumerate(parameters))
+            raise ValueError(
+                f"float32={one!r} is no argument of the kernel. Legal are positions and names: "
+                f"{names or 'it has none'}."
+            )
+        found.add(one)
+    return frozenset(found)
+
+
+def _taken(one: Any, kinds: Collection[Any], count: int) -> bool:
+    """Tells whether ``*args`` or ``**kwargs`` of a kernel take an argument."""
+    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return several[isinstance(one, str)] in kinds and (isinstance(one, str) or one >= 0)

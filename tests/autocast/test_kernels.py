@@ -1,0 +1,314 @@
+"""Kernels that want half: half_inputs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec
+from support import HALVES, assert_near, cast, equations, normal
+
+import mpjax
+
+W, X = normal(0, 8, 8, scale=0.3), normal(1, 4, 8)
+SEEN: list[tuple[str, ...]] = []
+
+
+@pytest.fixture(autouse=True)
+def seen():
+    SEEN.clear()
+    return SEEN
+
+
+def plain(x, w):
+    """Tells what it is given, wherever it is traced."""
+    SEEN.append((x.dtype.name, w.dtype.name))
+    return jnp.tanh(x @ w)
+
+
+kernel = mpjax.half_inputs(plain)
+
+
+@jax.custom_vjp
+def ruled(x, w):
+    return plain(x, w)
+
+
+def _forward(x, w):
+    y = plain(x, w)
+    return y, (x, w, y)
+
+
+def _backward(kept, ct):
+    x, w, y = kept
+    SEEN.append(("cotangent", ct.dtype.name))
+    inner = ct * (1 - y * y)
+    return inner @ w.T, x.T @ inner
+
+
+ruled.defvjp(_forward, _backward)
+
+
+def twice_in_a_loop(x, w):
+    return lax.scan(lambda h, _: (kernel(h, w), None), x, None, length=2)[0]
+
+
+def over_devices(x, w):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = PartitionSpec("d"), PartitionSpec()
+    return jax.shard_map(kernel, mesh=mesh, in_specs=(rows, whole), out_specs=rows)(x, w)
+
+
+@jax.custom_vjp
+def around(x, w):
+    return kernel(x, w)
+
+
+around.defvjp(lambda x, w: (around(x, w), (x, w)), lambda kept, ct: jax.vjp(kernel, *kept)[1](ct))
+
+AROUND = {
+    "plain": kernel,
+    "jit": jax.jit(kernel),
+    "scan": twice_in_a_loop,
+    "remat": jax.checkpoint(kernel),
+    "vmap": jax.vmap(kernel, (0, None)),
+    "cond": lambda x, w: lax.cond(x[0, 0] > -9, kernel, lambda x, w: x, x, w),
+    "shard_map": over_devices,
+    "nested": lambda x, w: mpjax.autocast(kernel, "mixed_float16")(x, w),
+    "a rule around": around,
+    "a rule of its own": mpjax.half_inputs(ruled),
+    "grad inside": lambda x, w: jax.grad(lambda x: jnp.sum(kernel(x, w) ** 2))(x),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_kernel_sees_half_wherever_it_is_traced(name, seen):
+    run = lambda w: jnp.sum(AROUND[name](X, w) ** 2)  # noqa: E731
+    want = jax.value_and_grad(run)(W)
+    half = "float16" if name == "nested" else "bfloat16"
+    plain = {"float16" if name == "nested" else "float32", "cotangent"}
+    assert {one for pair in seen for one in pair} <= plain
+    seen.clear()
+    got = jax.jit(jax.value_and_grad(cast(run)))(W)
+    assert seen and {one for pair in seen for one in pair} <= {half, "cotangent"}
+    assert got[1].dtype == jnp.float32
+    assert_near(got, want, 0.05)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_the_policy_says_which_half(half, seen):
+    cast(lambda w: jnp.sum(kernel(X, w)), half)(W)
+    assert seen == [(half, half)]
+
+
+def test_outside_of_autocast_it_is_the_kernel_itself(seen):
+    shared = jax.jit(lambda x, w: kernel(x, w))
+    assert str(jax.make_jaxpr(kernel)(X, W)) == str(jax.make_jaxpr(plain)(X, W))
+    mpjax.autocast(shared, "mixed_bfloat16")(X, W)
+    seen.clear()
+    assert shared(X, W).dtype == jnp.float32
+    assert seen == [("float32", "float32")]
+    assert np.array_equal(shared(X, W), jax.jit(plain)(X, W))
+
+
+def test_under_a_float32_policy_it_is_the_kernel_itself(seen):
+    got = mpjax.autocast(lambda x, w: kernel(x, w), "float32")(X, W)
+    assert seen == [("float32", "float32")] and np.array_equal(got, jax.jit(plain)(X, W))
+
+
+def test_what_it_hands_out_is_half_to_the_plan():
+    """No cast stands between two kernels, nor between one and a matmul."""
+    jaxpr = jax.make_jaxpr(cast(lambda x, w: kernel(kernel(x @ w, w), w) @ w))(X, W)
+    casts = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
+    assert casts and all(e.invars[0].aval.dtype == jnp.float32 for e in casts)  # of arguments
+
+
+# ---- arguments and results ----------------------------------------------------------------------
+
+
+def many(tree, index, *, scale, mode, bias=None):
+    x = tree["x"][index]
+    SEEN.append((x.dtype.name, tree["n"].dtype.name, index.dtype.name, scale.dtype.name))
+    assert mode == "fast" and isinstance(tree["k"], float)
+    total = jnp.sum(x.astype(jnp.float32))
+    return {"y": x * scale.astype(x.dtype), "places": index}, total
+
+
+TREE = {"x": X, "n": jnp.arange(3), "k": 2.0}
+INDEX = jnp.asarray([0, 2])
+
+
+def test_trees_keywords_integers_and_several_results(seen):
+    def fun(x):
+        return mpjax.half_inputs(many)(TREE | {"x": x}, INDEX, scale=x[0], mode="fast")
+
+    out, total = cast(fun)(X)
+    assert seen == [("bfloat16", "int32", "int32", "bfloat16")]
+    assert out["y"].dtype == total.dtype == jnp.float32 and out["places"].dtype == jnp.int32
+    assert_near(out["y"], X[INDEX] * X[0], 0.02)
+
+
+@pytest.mark.parametrize("chosen", ["scale", ["scale"], ("scale", 1)])
+def test_chosen_arguments_stay_float32(chosen, seen):
+    wrapped = mpjax.half_inputs(float32=chosen)(many)
+    cast(lambda x: wrapped(TREE | {"x": x}, INDEX, scale=x[0], mode="fast")[1])(X)
+    assert seen == [("bfloat16", "int32", "int32", "float32")]
+
+
+def test_an_argument_is_chosen_by_place_or_by_name(seen):
+    for chosen in (1, "w"):
+        cast(lambda x, w, chosen=chosen: mpjax.half_inputs(plain, float32=chosen)(x, w=w))(X, W)
+        cast(lambda x, w, chosen=chosen: mpjax.half_inputs(plain, float32=chosen)(x, w))(X, W)
+    assert seen == [("bfloat16", "float32")] * 4
+
+
+def test_half_arguments_and_float64_stay_what_they_are(seen):
+    cast(lambda x, w: kernel(x.astype(jnp.float16), w))(X, W)
+    assert seen == [("float16", "bfloat16")]
+
+
+def test_cotangents_arrive_in_the_kernels_own_dtype(seen):
+    jax.grad(cast(lambda w: jnp.sum(mpjax.half_inputs(ruled)(X, w))))(W)
+    assert ("cotangent", "bfloat16") in seen
+
+
+def test_what_is_no_argument_is_refused():
+    with pytest.raises(ValueError, match=r"float32='z' is no argument.*0 'x', 1 'w'"):
+        mpjax.half_inputs(plain, float32="z")
+    with pytest.raises(ValueError, match="float32=2 is no argument"):
+        mpjax.half_inputs(plain, float32=(0, 2))
+    with pytest.raises(TypeError, match="kernel=3 is not callable"):
+        mpjax.half_inputs(3)
+
+
+def test_arguments_that_a_kernel_takes_by_star_are_legal(seen):
+    def stars(*args, **kwargs):
+        SEEN.append(tuple(x.dtype.name for x in (*args, *kwargs.values())))
+        return args[0]
+
+    wrapped = mpjax.half_inputs(stars, float32=(1, "b"))
+    cast(lambda x: wrapped(x, x, a=x, b=x))(X)
+    assert seen == [("bfloat16", "float32", "bfloat16", "float32")]
+
+
+# ---- control ------------------------------------------------------------------------------------
+
+
+def in_a_region(dtype):
+    def fun(x, w):
+        with mpjax.precision(dtype):
+            return jnp.sum(jax.jit(lambda x, w: kernel(x, w))(x, w))
+
+    return fun
+
+
+def test_a_region_decides(seen):
+    for dtype in ("float32", "float16"):
+        cast(in_a_region(dtype))(X, W)
+        mpjax.autocast(in_a_region(dtype), "float32")(X, W)
+        in_a_region(dtype)(X, W)
+    half, whole = ("float16",) * 2, ("float32",) * 2
+    assert seen == [whole] * 3 + [half, half, whole]
+
+
+def layers(ws, x):
+    for i, w in enumerate(ws):
+        with jax.named_scope(f"layer_{i}"):
+            x = jax.checkpoint(lambda x, w: kernel(x, w))(x, w)
+    return jnp.sum(x)
+
+
+def test_an_override_decides_by_scope(seen):
+    policy = mpjax.get_policy("mixed_bfloat16").override({"*layer_1*": "float32"})
+    mpjax.autocast(layers, policy)([W] * 3, X)
+    assert [x for x, _ in seen[-3:]] == ["bfloat16", "float32", "bfloat16"]
+    seen.clear()
+    policy = mpjax.get_policy("mixed_bfloat16").override({"*layer_1*": "float16"})
+    mpjax.autocast(layers, policy)([W] * 3, X)
+    assert [x for x, _ in seen[-3:]] == ["bfloat16", "float16", "bfloat16"]
+
+
+def test_an_override_decides_by_the_parameter_that_a_kernel_is_given(seen):
+    policy = mpjax.get_policy("mixed_bfloat16").override({"2": "float32"})
+    mpjax.autocast(layers, policy)([W, 2 * W, 3 * W], X)
+    assert [x for x, _ in seen[-3:]] == ["bfloat16", "bfloat16", "float32"]
+
+
+def test_a_jit_that_several_calls_share_is_float32_if_one_call_is(seen):
+    shared = jax.jit(kernel)
+
+    def fun(w, x):
+        with jax.named_scope("first"):
+            x = shared(x, w)
+        return jnp.sum(shared(x, w))
+
+    policy = mpjax.get_policy("mixed_bfloat16").override({"*first*": "float32"})
+    mpjax.autocast(fun, policy)(W, X)
+    assert seen[-1] == ("float32", "float32")
+
+
+def test_an_override_of_something_else_traces_no_more_often(seen):
+    policy = mpjax.get_policy("mixed_bfloat16").override({"*head*": "float32"})
+
+    def fun(w, x):
+        with jax.named_scope("head"):
+            return jnp.sum(kernel(x, w) @ w) if False else jnp.sum(x @ w)
+
+    mpjax.autocast(lambda w, x: fun(w, kernel(x, w)), policy)(W, X)
+    assert seen == [("bfloat16", "bfloat16")]
+
+
+# ---- kernels in earnest, and reports ------------------------------------------------------------
+
+
+def doubled(x):
+    def body(x_ref, y_ref):
+        y_ref[...] = 2 * x_ref[...]
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(body, out_shape=shape, interpret=True)(x)
+
+
+def rows_of(fun, *args, name):
+    report = mpjax.explain(fun, "mixed_bfloat16")(*args)
+    return report, [row for row in report.rows if row.primitive == name]
+
+
+def test_explain_tells_of_kernels_left_in_float32():
+    report, (row,) = rows_of(lambda x, w: doubled(x @ w), X, W, name="pallas_call")
+    assert row.after == "f32->f32" and row.left_alone
+    assert "half_inputs would let it run in half" in str(report)
+
+
+def test_explain_shows_kernels_in_half():
+    wrapped = mpjax.half_inputs(doubled)
+    report, (row,) = rows_of(lambda x, w: wrapped(x @ w), X, W, name="pallas_call")
+    assert row.after == "bf16->bf16" and not row.left_alone
+    assert row.reason == "half_inputs of doubled, which runs as written"
+    assert "fell short" not in str(report)
+
+
+@pytest.mark.parametrize("storage", ["fast", "lean"])
+def test_a_pallas_kernel_runs_in_half(storage):
+    wrapped = mpjax.half_inputs(doubled)
+    fun = lambda x, w: wrapped(jnp.tanh(x @ w)) @ w  # noqa: E731
+    policy = mpjax.get_policy("mixed_bfloat16").with_storage(storage)
+    got = jax.jit(mpjax.autocast(fun, policy))(X, W)
+    assert_near(got, 2 * jnp.tanh(X @ W) @ W, 0.02)
+
+
+def test_instruments_run_kernels(seen):
+    fun = lambda w, x: jnp.sum(kernel(x, w) ** 2)  # noqa: E731
+    rows = mpjax.compare(fun, "mixed_bfloat16")(W, X).rows
+    assert {"bfloat16"} == {one for pair in seen for one in pair} and rows
+    report = mpjax.find_nonfinite(lambda w, x: jnp.log(fun(w, x) - 1e4), "mixed_bfloat16")(W, X)
+    assert report.primitive == "log"
+
+
+def test_a_bound_method_and_a_partial_are_kernels(seen):
+    wrapped = mpjax.half_inputs(functools.partial(plain, w=W))
+    assert cast(lambda x: wrapped(x))(X).dtype == jnp.float32
+    assert seen == [("bfloat16", "float32")]  # what is bound is no argument
