@@ -1,5 +1,6 @@
 """mpjax: functional mixed precision for JAX. See docs/architecture.md for the map."""
 
+from mpjax._src.autocast.attention import dot_product_attention
 from mpjax._src.autocast.explain import CastReport, explain
 from mpjax._src.autocast.kernels import half_inputs
 from mpjax._src.autocast.regions import full_precision, precision
@@ -72,6 +73,7 @@ __all__ = [
     "compare",
     "compile_for",
     "device_report",
+    "dot_product_attention",
     "explain",
     "find_nonfinite",
     "flush_metrics",

@@ -369,3 +369,27 @@ def test_a_cache_is_cleared_with_those_of_jax():
     assert cached(1) is first
     jax.clear_caches()
     assert cached(1) is not first
+
+
+def test_what_jax_asks_of_a_gpu_is_asked_by_these_names():
+    """`jax.nn.dot_product_attention` is traced for cuDNN by their answers, and so it is refused."""
+    x, y = (jax.ShapeDtypeStruct((1, n, 2, 192), jnp.bfloat16) for n in (8, 16))
+    attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    with _jax.as_if_on_gpu("9.0"):
+        assert jax.eval_shape(attend, x, x, x).shape == x.shape
+    with pytest.raises(NotImplementedError, match="head dim"), _jax.as_if_on_gpu("8.0"):
+        jax.eval_shape(attend, y, y, y)
+
+
+def test_a_context_of_a_user_is_known_to_the_caches_of_jit():
+    context, seen = jax.make_user_context(default_value=None), []
+
+    @jax.jit
+    def fun(x):
+        seen.append(context.value)
+        return x
+
+    for value in (None, 1, 1, None):
+        with context(value):
+            jax.make_jaxpr(lambda x: fun(x))(X)
+    assert seen == [None, 1]

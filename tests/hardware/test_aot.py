@@ -299,3 +299,29 @@ def test_the_example_of_the_page_on_instruments(capsys):
     exec(compile(block, "instruments.md", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     assert "asked for in bf16 and run in f32" in printed and "the largest batch is" in printed
+
+
+def attend(q, k, v):
+    return jnp.mean(mpjax.dot_product_attention(q, k, v, is_causal=True) ** 2)
+
+
+@pytest.mark.slow
+@compiles("h100")
+def test_fused_attention_grows_with_the_length_and_not_with_its_square():
+    step = jax.value_and_grad(mpjax.autocast(attend, "mixed_bfloat16"), (0, 1, 2))
+    sizes = []
+    for length in (512, 2048):
+        report = mpjax.compile_for("h100", step, *[shape(1, length, 4, 64)] * 3)
+        assert "cudnn$fmha" in str(report)
+        sizes.append(report.temp_bytes)
+    assert sizes[1] < 4.5 * sizes[0]
+    report = mpjax.compile_for("v100", step, *[shape(1, 512, 4, 64)] * 3)
+    assert "cudnn" not in str(report)
+
+
+@pytest.mark.slow
+@compiles("v5e")
+def test_a_tpu_compiles_flash_attention():
+    step = jax.value_and_grad(mpjax.autocast(attend, "mixed_bfloat16"), (0, 1, 2))
+    report = mpjax.compile_for("v5e", step, *[shape(1, 512, 4, 128)] * 3)
+    assert "tpu_custom_call" in str(report)

@@ -1,6 +1,9 @@
 """Compiling for hardware that is not there."""
 
+import contextlib
 import functools
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -56,3 +59,36 @@ def compile_only(platform: str, topology: str, config: str, program: bytes) -> d
             if key in ("flops", "bytes accessed", "transcendentals")
         },
     }
+
+
+CUDNN_VERSION = 91000  # of 9.10, which knows all that JAX asks of it
+_ANSWERING = threading.RLock()
+
+
+@contextlib.contextmanager
+def as_if_on_gpu(capability: str) -> Iterator[None]:
+    """Answers what JAX asks of the GPU and of cuDNN, for a program that is lowered for another one.
+
+    JAX asks while `jax.nn.dot_product_attention` is traced for cuDNN. The answers are those of a
+    GPU of some compute capability; "" leaves JAX as it is. Nothing of it outlives the context.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    def version(text):
+        return tuple(map(int, text.split(".")))
+
+    answers = {
+        "check_cudnn_version": lambda: CUDNN_VERSION,
+        "check_compute_capability": lambda least: version(capability) >= version(least),
+        "is_cuda_compute_capability_equal": lambda same: version(capability) == version(same),
+    }
+    with _ANSWERING:
+        before = {name: getattr(cudnn, name) for name in answers}
+        try:
+            if capability:
+                for name, answer in answers.items():
+                    setattr(cudnn, name, answer)
+            yield
+        finally:
+            for name, function in before.items():
+                setattr(cudnn, name, function)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from mpjax._src import _jax
-from mpjax._src.autocast.graph import ROW, Op, Value, numbered
+from mpjax._src.autocast.graph import ATTENTION, ROW, Op, Value, numbered
 from mpjax._src.autocast.loss import check_loss, differentiated, pull_back
 from mpjax._src.autocast.residuals import Kept, kept_by, storage_of
 from mpjax._src.autocast.transform import Traced, call, trace
@@ -113,6 +113,9 @@ class CastReport:
             f"{self.half_flops:.1%} of matmul FLOPs in half; "
             f"{self.casts} casts inserted, moving {_size(self.cast_bytes)}"
         ]
+        scopes = (scope for row in self.rows for scope in row.scope.split("/"))
+        taken = dict.fromkeys(s for s in scopes if s.startswith(ATTENTION))
+        lines += [f"attention: {scope.removeprefix(ATTENTION)}" for scope in taken]
         if self.stored_before is not None and self.stored_after is not None:
             lines.append(
                 f"stored for the backward pass: {_size(self.stored_before)} as written, "

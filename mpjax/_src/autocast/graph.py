@@ -26,6 +26,7 @@ CONSTANT_LIMIT = 1 << 16
 REGION = "mpjax.precision="
 PLANNED = "mpjax.autocast"
 KERNEL = "mpjax.kernel="
+ATTENTION = "mpjax.attention="
 ROW = "mpjax.row="
 
 # An operand of a matmul, and some of its dimensions.

@@ -34,6 +34,10 @@ class Tracing(NamedTuple):
     numbers: "Numbers | None" = None
     others: tuple[tuple[int, str], ...] = ()
 
+    def next_half(self) -> str:
+        """Returns what the next call of a kernel is given."""
+        return dict(self.others).get(self.numbers.given, self.half) if self.numbers else self.half
+
 
 def overridden(block: Block, policy: Policy) -> dict[int, str]:
     """Returns the calls of kernels that an override gives another dtype, by number, and which.
@@ -55,10 +59,6 @@ class Numbers:
 
     def __init__(self) -> None:
         self.given = 0
-
-    def next(self) -> int:
-        self.given += 1
-        return self.given - 1
 
 
 _CURRENT = jax.make_user_context(default_value=None)
@@ -82,6 +82,12 @@ def region(dtype: Any) -> Iterator[None]:
 
 def _name(dtype: Any) -> str:
     return np.dtype(dtype).name if dtype in HALVES else ""
+
+
+def given_dtype(dtype: Any) -> Any:
+    """Returns what a kernel is given, here and now, of an array of some dtype."""
+    half = _CURRENT.value.next_half() if _CURRENT.value is not None else ""
+    return np.dtype(half if half and dtype == FLOAT32 else dtype)
 
 
 def half_inputs(
@@ -133,10 +139,10 @@ def half_inputs(
         current = _CURRENT.value
         if current is None:
             return kernel(*args, **kwargs)
-        half, mark = current.half, f"{KERNEL}{name}"
+        half, mark = current.next_half(), f"{KERNEL}{name}"
         if current.numbers is not None:
-            number = current.numbers.next()
-            half, mark = dict(current.others).get(number, half), f"{mark}#{number}"
+            mark = f"{mark}#{current.numbers.given}"
+            current.numbers.given += 1
         if not half:
             with jax.named_scope(f"{REGION}{FLOAT32.name}"):
                 return kernel(*args, **kwargs)

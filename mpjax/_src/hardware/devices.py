@@ -1,5 +1,6 @@
 """What a device runs fast, and the policy that suits it."""
 
+import contextlib
 import dataclasses
 import warnings
 from pathlib import Path
@@ -125,11 +126,26 @@ def recommend_policy(device: jax.Device | str | None = None) -> Policy:
         >>> [str(mpjax.recommend_policy(name)) for name in ("v100", "a100", "v5e", "p100")]
         ['mixed_float16', 'mixed_bfloat16', 'mixed_bfloat16', 'float32']
     """
-    return get_policy(device_facts(default_device() if device is None else device).policy)
+    return get_policy(device_facts(device).policy)
+
+
+# The name of what is compiled for, while a function is traced for that; JAX's caches know of it.
+_TARGET = jax.make_user_context(default_value="")
+
+
+def traced_for(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Tells what is traced inside that it will run on a device that need not be there."""
+    return _TARGET(name)
+
+
+def target_facts() -> DeviceFacts | None:
+    """Returns the facts of the device that is compiled for, if it is another than is there."""
+    return _named(_TARGET.value) if _TARGET.value else None
 
 
 def device_facts(device: Any) -> DeviceFacts:
-    """Returns the facts of a device, or of a name such as "h100"."""
+    """Returns the facts of a device, of a name such as "h100", or of the default if None."""
+    device = default_device() if device is None else device
     if isinstance(device, str):
         return _named(device)
     platform = getattr(device, "platform", "cpu")

@@ -1,0 +1,176 @@
+"""Attention by the fused kernel of the platform, where dtype, shape and device allow it.
+
+Which one is decided while a function is traced, from what is known then: the target of
+`compile_for`, else the local device. (`jax.lax.platform_dependent` would trace all kernels, and
+cuDNN's refuses to be traced where it cannot run; it does not know a GPU's compute capability.)
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._src.autocast.graph import ATTENTION
+from mpjax._src.autocast.kernels import given_dtype, half_inputs
+from mpjax._src.dtypes import FLOAT16, HALVES
+from mpjax._src.hardware.devices import device_facts, target_facts
+
+# The least compute capability that cuDNN's fused attention runs on.
+CUDNN = (8, 0)
+# What TPUs' flash attention cuts sequences into.
+BLOCK = 128
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """Attention as `jax.nn.dot_product_attention`, by the fused kernel where there is one.
+
+    That is cuDNN's on NVIDIA GPUs from Ampere on and Pallas' flash attention on TPUs; both want
+    half operands, which they are given under `autocast`. Everywhere else it is XLA's, planned by
+    `autocast` like the rest of the program. `explain` says which was taken and, if it is XLA's,
+    why: the device, a dtype, a shape, an argument. A fused kernel never writes the scores out, so
+    that memory grows linearly with the sequence.
+
+    Args:
+        query: An array of shape [batch, length, heads, size], or without the batch.
+        key: [batch, source length, key heads, size]; ``heads`` is a multiple of ``key heads``.
+        value: As ``key``.
+        bias: Added to the scores: an array that broadcasts to [batch, heads, length, source
+            length]. A fused kernel takes it in half.
+        mask: Booleans of that shape: where not true, a score does not count.
+        scale: What scores are multiplied by; one over the root of ``size`` if None.
+        is_causal: Whether each position sees those before it alone.
+        query_seq_lengths: int32 [batch]: how many positions count.
+        key_value_seq_lengths: Likewise, of keys and values.
+        local_window_size: How far each position sees, to the left and to the right.
+        implementation: "cudnn" or "xla" to choose it; None to have it chosen.
+        return_residual: Whether to return the logarithm of each row's sum, too.
+
+    Returns:
+        An array of ``query``'s shape, float32 where ``query`` is, to the function around it; with
+        ``return_residual`` a pair of it and [batch, length, heads].
+
+    Raises:
+        ValueError, NotImplementedError: As `jax.nn.dot_product_attention`, where shapes do not fit
+            or the kernel that was asked for does not take them.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> x = jnp.ones((2, 16, 4, 8))
+        >>> mpjax.dot_product_attention(x, x, x, is_causal=True).shape
+        (2, 16, 4, 8)
+        >>> step = lambda x: mpjax.dot_product_attention(x, x, x).sum()
+        >>> "attention: " in str(mpjax.explain(step, "mixed_bfloat16")(x))
+        True
+
+    Dao et al., FlashAttention, 2022.
+    """
+    options = {
+        "scale": scale,
+        "is_causal": is_causal,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "local_window_size": local_window_size,
+        "return_residual": return_residual,
+    }
+    plain = functools.partial(jax.nn.dot_product_attention, **options)
+    if implementation is not None:
+        chosen = functools.partial(plain, implementation=implementation)
+        chosen = half_inputs(chosen) if implementation == "cudnn" else chosen
+        with _named(implementation, "it was asked for"):
+            return chosen(query, key, value, bias, mask)
+    why_not, fused = _fused(query, key, value, bias, mask, options)
+    if fused is not None:
+        name, run = fused
+        arrays = [x for x in (query, key, value, bias, mask) if x is not None]
+        given = [jax.ShapeDtypeStruct(x.shape, given_dtype(x.dtype)) for x in arrays]
+        try:  # its own checks know best what it takes
+            jax.eval_shape(run, *given)
+        except (NotImplementedError, ValueError, RuntimeError) as error:
+            why_not = f"{name} refuses: {error}"
+        else:
+            with _named(name):
+                return half_inputs(run)(*arrays)
+    with _named("xla", why_not):
+        return plain(query, key, value, bias, mask, implementation="xla")
+
+
+def _named(kernel: str, why: str = "") -> Any:
+    """Returns the scope by which `explain` knows which kernel was taken."""
+    text = " ".join(why.replace("/", "|").split()).rstrip(".")
+    return jax.named_scope(f"{ATTENTION}{kernel}{': ' if text else ''}{text}")
+
+
+Fused = tuple[str, Callable[..., Any]]
+
+
+def _fused(query, key, value, bias, mask, options: dict[str, Any]) -> tuple[str, Fused | None]:
+    """Returns the platform's fused kernel, or why there is none."""
+    device = target_facts() or device_facts(None)
+    if device.platform == "cpu":
+        return "a CPU has no fused kernel", None
+    dtypes = {given_dtype(x.dtype) for x in (query, key, value)}
+    if len(dtypes) > 1 or not dtypes <= {*HALVES}:
+        names = ", ".join(sorted(dtype.name for dtype in dtypes))
+        return f"a fused kernel takes operands in half, of one dtype, not {names}", None
+    if device.platform == "tpu":
+        why_not = _not_on_tpu(query, key, bias, mask, options)
+        flash = functools.partial(_flash, scale=options["scale"], is_causal=options["is_causal"])
+        return why_not, None if why_not else ("flash", flash)
+    capability = device.capability.split(".")
+    if not capability[0].isdigit() or tuple(map(int, capability)) < CUDNN:
+        return f"cuDNN's fused kernel needs compute capability {CUDNN[0]}.{CUDNN[1]}", None
+    lengths = query.shape[-3], key.shape[-3]
+    if (bias is not None or mask is not None) and any(n % 2 for n in lengths):
+        return f"with a bias or a mask, cuDNN's takes even lengths, not {lengths}", None
+
+    def cudnn(query, key, value, *others):
+        given = iter(others)
+        masks = [next(given) if x is not None else None for x in (bias, mask)]
+        if masks[0] is not None and masks[0].dtype == FLOAT16:  # -1e9 is Inf there
+            lowest = float(jnp.finfo(FLOAT16).min)
+            masks[0] = jnp.clip(masks[0], lowest / 2, -lowest / 2)
+        run = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **options)
+        return run(query, key, value, *masks)
+
+    return "", ("cudnn", cudnn)
+
+
+def _not_on_tpu(query: Any, key: Any, bias: Any, mask: Any, options: dict[str, Any]) -> str:
+    """Returns why TPUs' flash attention does not take this, if it does not."""
+    given = {"bias": bias, "mask": mask, **options, "scale": None, "is_causal": False}
+    others = [name for name, x in given.items() if x is not None and x is not False]
+    if others:
+        return f"flash attention takes no {' and no '.join(others)} here"
+    if query.shape[-2] != key.shape[-2]:
+        return "flash attention takes as many heads of keys as of queries"
+    lengths = query.shape[-3], key.shape[-3]
+    if any(n % BLOCK for n in lengths):
+        return f"flash attention takes lengths that are multiples of {BLOCK}, not {lengths}"
+    return ""
+
+
+def _flash(query: Any, key: Any, value: Any, *, scale: float | None, is_causal: bool) -> Any:
+    """TPUs' flash attention: heads come before positions."""
+    from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
+
+    arrays = [jnp.swapaxes(x, -3, -2) for x in (query, key, value)]
+    arrays = [x[None] if x.ndim == 3 else x for x in arrays]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out = flash_attention(*arrays, causal=is_causal, sm_scale=scale)
+    return jnp.swapaxes(out, -3, -2).reshape(query.shape)

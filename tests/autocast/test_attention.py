@@ -1,0 +1,167 @@
+"""dot_product_attention: the fused kernel of the platform, where it is."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from support import HALVES, assert_near, cast, equations, normal
+
+import mpjax
+from mpjax._src import _jax
+from mpjax._src.hardware.devices import device_facts, traced_for
+
+B, T, N, H = 2, 128, 4, 64
+Q, K, V = (normal(i, B, T, N, H) for i in range(3))
+BIAS = normal(3, 1, N, T, T)
+MASK = jnp.tril(jnp.ones((1, 1, T, T), bool))
+LENGTHS = jnp.asarray([T, T // 2], jnp.int32)
+OPTIONS = {
+    "plain": {},
+    "bias": {"bias": BIAS},
+    "mask": {"mask": MASK},
+    "causal": {"is_causal": True, "scale": 0.2},
+    "lengths": {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS},
+    "window": {"local_window_size": (8, 0), "is_causal": True},
+}
+
+
+def attend(q, k, v, **options):
+    return mpjax.dot_product_attention(q, k, v, **options)
+
+
+@contextlib.contextmanager
+def on(name):
+    """Traces for a device that is not there."""
+    with traced_for(name), _jax.as_if_on_gpu(device_facts(name).capability):
+        yield
+
+
+def taken(fun, *args, policy="mixed_bfloat16", device="h100"):
+    """Returns which kernel is taken, and why."""
+    with on(device):
+        lines = mpjax.explain(fun, policy)(*args).summary()
+    (line,) = [line for line in lines if line.startswith("attention: ")]
+    name, _, why = line.removeprefix("attention: ").partition(": ")
+    return name, why
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_on_a_cpu_it_is_jaxs_own(name):
+    got = attend(Q, K, V, **OPTIONS[name])
+    assert np.array_equal(got, jax.nn.dot_product_attention(Q, K, V, **OPTIONS[name]))
+    assert_near(cast(lambda q: attend(q, K, V, **OPTIONS[name]))(Q), got, 0.02)
+
+
+def test_without_a_batch_and_with_residuals():
+    got = attend(Q[0], K[0], V[0], return_residual=True)
+    want = jax.nn.dot_product_attention(Q[0], K[0], V[0], return_residual=True)
+    assert all(map(np.array_equal, got, want))
+
+
+def test_on_a_cpu_it_says_so():
+    lines = str(mpjax.explain(attend, "mixed_bfloat16")(Q, K, V))
+    assert "attention: xla: a CPU has no fused kernel" in lines
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_under_autocast_a_gpu_takes_cudnns(name, half):
+    fun = lambda q, k, v: jnp.sum(attend(q, k, v, **OPTIONS[name]) ** 2)  # noqa: E731
+    with on("h100"):
+        jaxpr = jax.make_jaxpr(jax.grad(mpjax.autocast(fun, f"mixed_{half}"), (0, 1, 2)))(Q, K, V)
+    kernels = [e for e in equations(jaxpr) if "dot_product_attention" in e.primitive.name]
+    assert kernels and {v.aval.dtype.name for e in kernels for v in e.invars[:3]} == {half}
+    assert all(v.aval.dtype == jnp.float32 for v in jaxpr.jaxpr.outvars)
+    shapes = [v.aval.shape for e in equations(jaxpr) for v in e.outvars]
+    assert (B, N, T, T) not in shapes  # no scores
+
+
+def test_a_gpu_takes_half_arrays_without_autocast():
+    args = [x.astype(jnp.bfloat16) for x in (Q, K, V)]
+    with on("a100"):
+        jaxpr = jax.make_jaxpr(attend)(*args)
+    assert any("dot_product_attention" in e.primitive.name for e in equations(jaxpr))
+
+
+REFUSED = {
+    "v100": (lambda: (Q, K, V, {}), "cuDNN's fused kernel needs compute capability 8.0"),
+    "a100": (lambda: (*[jnp.ones((1, 8, 1, 512))] * 3, {}), "cudnn refuses: The head dim must be"),
+    "h100": (
+        lambda: (*[jnp.ones((1, 7, 2, 8))] * 3, {"bias": jnp.ones((1, 2, 7, 7))}),
+        "with a bias or a mask, cuDNN's takes even lengths, not (7, 7)",
+    ),
+    "h200": (lambda: (Q, K, V, {"local_window_size": (3, 3)}), "cudnn refuses: cuDNN doesn't"),
+    "v5e": (lambda: (Q, K, V, {"mask": MASK}), "flash attention takes no mask here"),
+    "v5p": (lambda: (Q[:, :100], K, V, {}), "flash attention takes lengths that are multiples of"),
+    "v6e": (lambda: (Q, K[:, :, :2], V[:, :, :2], {}), "flash attention takes as many heads"),
+}
+
+
+@pytest.mark.parametrize("device", REFUSED)
+def test_it_says_why_not(device):
+    make, why = REFUSED[device]
+    *args, options = make()
+    name, said = taken(lambda q, k, v: attend(q, k, v, **options), *args, device=device)
+    assert name == "xla" and said.startswith(why)
+
+
+def test_float32_operands_are_not_taken():
+    assert taken(attend, Q, K, V, policy="float32")[1].endswith("of one dtype, not float32")
+    policy = mpjax.get_policy("mixed_bfloat16").override({"*core*": "float32"})
+
+    def fun(q, k, v):
+        with jax.named_scope("core"):
+            return attend(q, k, v)
+
+    assert taken(fun, Q, K, V, policy=policy)[0] == "xla"
+
+    def region(q, k, v):
+        with mpjax.precision("float32"):
+            return attend(q, k, v)
+
+    assert taken(region, Q, K, V)[0] == "xla"
+
+
+def test_a_tpu_takes_flash_attention():
+    fun = lambda q, k, v: attend(q, k, v, is_causal=True)  # noqa: E731
+    assert taken(fun, Q, K, V, device="v5e") == ("flash", "")
+    with on("v5e"):
+        jaxpr = jax.make_jaxpr(cast(fun))(Q, K, V)
+    assert any(e.primitive.name == "pallas_call" for e in equations(jaxpr))
+
+
+def test_what_is_asked_for_is_taken():
+    fun = lambda q, k, v: attend(q, k, v, implementation="xla")  # noqa: E731
+    assert taken(fun, Q, K, V) == ("xla", "it was asked for")
+    fun = lambda q, k, v: attend(q, k, v, implementation="cudnn")  # noqa: E731
+    assert taken(fun, Q, K, V)[0] == "cudnn"
+    with pytest.raises(RuntimeError, match="cuDNN"):
+        cast(fun)(Q, K, V)
+    with pytest.raises(ValueError, match="Unsupported implementation option: fast"):
+        attend(Q, K, V, implementation="fast")
+
+
+def test_shapes_that_do_not_fit_raise_as_jaxs_own():
+    with pytest.raises(ValueError, match="value shape should be"), on("h100"):
+        jax.eval_shape(cast(attend), Q, K, V[:, :, :1])
+
+
+def test_a_mask_of_minus_a_billion_stays_finite_in_float16():
+    fun = cast(lambda q: attend(q, K, V, bias=jnp.where(MASK, 0.0, -1e9)), "float16")
+    with on("h100"):
+        jaxpr = jax.make_jaxpr(fun)(Q)
+    assert {"max", "min"} <= {e.primitive.name for e in equations(jaxpr)}
+
+
+def test_nothing_that_jax_was_told_outlives_a_call():
+    names = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
+    before = [getattr(cudnn, name) for name in names]
+    with pytest.raises(KeyError), on("h100"):
+        assert cudnn.check_compute_capability("9.0") and not cudnn.check_compute_capability("10.0")
+        assert cudnn.is_cuda_compute_capability_equal("9.0")
+        raise KeyError
+    assert [getattr(cudnn, name) for name in names] == before
+    assert mpjax._src.hardware.devices.target_facts() is None
