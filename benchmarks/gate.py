@@ -30,7 +30,6 @@ import jax.numpy as jnp
 from models import MODELS, training_step
 
 import mpjax
-from mpjax._src.hardware import compiler
 
 RECORDED = Path(__file__).parent / "results" / "gate_h100.json"
 
@@ -46,8 +45,6 @@ CASES = {
     "lstm": ({}, {"by hand": {}}),
     "mamba": ({}, {"by hand": {}}),
 }
-# XLA's Triton matmuls find no tiles for 196 tokens where nothing is tuned, in float32 either.
-FLAGS = {"vit": "--xla_gpu_enable_triton_gemm=False"}
 OURS = {"autocast": "mixed_bfloat16", "autocast, lean": "mixed_bfloat16,storage=lean"}
 RATIOS = ("temp_mib", "bytes_gb", "looped_gb")
 
@@ -57,7 +54,6 @@ def figures_of(name, wrap=lambda loss: loss, **arguments):
     loss, params, rest, batch, optimizer = MODELS[name](**CASES[name][0], **arguments)
     step = jax.jit(training_step(wrap(loss), optimizer), donate_argnums=0)
     state = params, rest, jax.eval_shape(optimizer.init, params)
-    compiler.ENVIRONMENT["XLA_FLAGS"] = FLAGS.get(name, "")
     report = mpjax.compile_for("h100", step, state, batch)
     return {
         "temp_mib": round(report.temp_bytes / 2**20),

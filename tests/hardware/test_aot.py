@@ -3,6 +3,7 @@
 What needs the compilers (the extra `aot`) is skipped where they are not installed: make test-aot.
 """
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -325,3 +326,15 @@ def test_a_tpu_compiles_flash_attention():
     step = jax.value_and_grad(mpjax.autocast(attend, "mixed_bfloat16"), (0, 1, 2))
     report = mpjax.compile_for("v5e", step, *[shape(1, 512, 4, 128)] * 3)
     assert "tpu_custom_call" in str(report)
+
+
+@pytest.mark.slow
+@compiles("h100")
+def test_matmuls_that_find_no_tiles_without_a_device_are_left_to_cublas():
+    path = Path(mpjax.__file__).parent.parent / "benchmarks" / "models.py"
+    spec = importlib.util.spec_from_file_location("benchmark_models", path)
+    models = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(models)
+    loss, params, rest, batch, _ = models.vit(batch=4, layers=1)
+    step = jax.grad(lambda params, batch: loss(params, rest, batch)[0])
+    assert "xla_gpu_enable_triton_gemm=False" in str(mpjax.compile_for("h100", step, params, batch))

@@ -63,6 +63,12 @@ def test_a_report_is_data():
     assert {"total_bytes", "roofline_ms", "bound", "fits"} <= set(plain)
 
 
+def test_what_was_left_out_to_compile_is_told():
+    left = {**answer("h100"), "left_out": "xla_gpu_enable_triton_gemm"}
+    found = str(aot_report.report_of(find_target("h100"), left))
+    assert "xla_gpu_enable_triton_gemm=False" in found and "=False" not in str(report("h100"))
+
+
 def test_what_does_not_fit_is_told():
     memory = {**answer("v100")["memory"], "temporary": 2**35}
     found = aot_report.report_of(find_target("v100"), {**answer("v100"), "memory": memory})

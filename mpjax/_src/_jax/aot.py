@@ -25,25 +25,44 @@ def _compile_only_device(platform: str, topology: str, config: str) -> Any:
     return topologies.get_topology_desc(platform=platform, **options).devices[0]
 
 
+# What XLA says where its Triton matmuls need a device to be tuned on, and what leaves them out.
+UNTUNED, TRITON = "output tile sizes", "xla_gpu_enable_triton_gemm"
+
+
 def compile_only(platform: str, topology: str, config: str, program: bytes) -> dict[str, Any]:
     """Compiles StableHLO for a device that is not there: its memory, and the HLO before and after.
 
     To be called where the plugins may load: in a process of its own.
     """
     device = _compile_only_device(platform, topology, config)
-    options = get_compile_options(
-        num_replicas=1, num_partitions=1, device_assignment=np.array([[device.id]])
-    )
     before = jaxlib_module.mlir.mlir_module_to_xla_computation(program)
-    with mlir.make_ir_context():
-        module = mlir.ir.Module.parse(program)
-        executable = device.client.compile(
-            module, executable_devices=xla_client.DeviceList((device,)), compile_options=options
+
+    def compiled(**overrides):
+        options = get_compile_options(
+            num_replicas=1,
+            num_partitions=1,
+            device_assignment=np.array([[device.id]]),
+            env_options_overrides=overrides,
         )
+        with mlir.make_ir_context():
+            module = mlir.ir.Module.parse(program)
+            return device.client.compile(
+                module, executable_devices=xla_client.DeviceList((device,)), compile_options=options
+            )
+
+    left_out = ""
+    try:
+        executable = compiled()
+    except jax.errors.JaxRuntimeError as error:
+        if UNTUNED not in str(error):
+            raise
+        left_out = TRITON
+        executable = compiled(**{TRITON: False})
     stats = executable.get_compiled_memory_stats()
     optimized = executable.hlo_modules()[0]
     cpu = jax.devices("cpu")[0].client
     return {
+        "left_out": left_out,
         "memory": {
             "arguments": stats.argument_size_in_bytes,
             "outputs": stats.output_size_in_bytes,

@@ -202,7 +202,7 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
         matmuls=tuple(rows),
         compute_ms=_compute_seconds(target, costs) * 1e3,
         memory_ms=costs.bytes / target.bandwidth * 1e3,
-        notes=tuple(_notes(target, costs, rows)),
+        notes=tuple(_notes(target, costs, rows, answer.get("left_out"))),
         xla_costs=answer["xla_costs"],
         hlo=answer["hlo"],
     )
@@ -286,8 +286,15 @@ def _row(key: tuple[str, str, str], group: list[hlo_costs.Matmul], total: float)
     return MatmulRow(*key, len(group), sum(m.times for m in group), flops, flops / (total or 1.0))
 
 
-def _notes(target: Target, costs: hlo_costs.Costs, rows: list[MatmulRow]) -> Iterator[str]:
+def _notes(
+    target: Target, costs: hlo_costs.Costs, rows: list[MatmulRow], left_out: str | None
+) -> Iterator[str]:
     yield BOUND
+    if left_out:
+        yield (
+            f"Compiled with {left_out}=False: XLA found no tiles for its Triton matmuls without a "
+            "device to tune them on. cuBLAS takes their place, as it may on a device."
+        )
     if any(row.runs_as == "tf32" for row in rows):
         yield (
             "tf32: float32 operands at JAX's default precision, which XLA lets the tensor cores "
