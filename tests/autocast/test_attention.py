@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from support import HALVES, assert_near, cast, equations, normal
 
@@ -131,6 +132,55 @@ def test_a_tpu_takes_flash_attention():
     with on("v5e"):
         jaxpr = jax.make_jaxpr(cast(fun))(Q, K, V)
     assert any(e.primitive.name == "pallas_call" for e in equations(jaxpr))
+
+
+def linen_module(attention, **options):
+    module = linen.MultiHeadDotProductAttention(4, attention_fn=attention, **options)
+    mask = linen.make_causal_mask(jnp.ones((B, T)))
+    params = module.init(jax.random.key(0), X, mask=mask)
+    rngs = {"dropout": jax.random.key(1)}
+    return lambda x: module.apply(params, x, mask=mask, rngs=rngs)
+
+
+def nnx_module(attention, **options):
+    rngs = nnx.Rngs(0)
+    module = nnx.MultiHeadAttention(
+        4, 32, attention_fn=attention, decode=False, rngs=rngs, **options
+    )
+    mask = linen.make_causal_mask(jnp.ones((B, T)))
+    return lambda x: module(x, mask=mask)
+
+
+MODULES = {"linen": linen_module, "nnx": nnx_module}
+OWN = {"linen": linen.dot_product_attention, "nnx": nnx.dot_product_attention}
+X = normal(5, B, T, 32)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_it_is_the_attention_of_flaxs_modules(name):
+    make = MODULES[name]
+    ours, theirs = make(mpjax.dot_product_attention), make(OWN[name])
+    assert_near(ours(X), theirs(X), 1e-5)
+    assert_near(cast(ours)(X), theirs(X), 0.02)
+    assert taken(ours, X)[0] == "cudnn"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_with_dropout_it_is_flaxs_own(name):
+    options = {"dropout_rate": 0.5, "deterministic": False}
+    ours, theirs = (MODULES[name](f, **options) for f in (mpjax.dot_product_attention, OWN[name]))
+    assert np.array_equal(ours(X), theirs(X))
+    if name == "nnx":  # its random state must not be traced
+        return
+    assert taken(ours, X) == ("xla", "dropout, a precision or sown weights are flax's own")
+
+
+def test_what_flaxs_own_has_no_argument_for_is_refused_beside_dropout():
+    drops = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
+    with pytest.raises(ValueError, match="scale=0.5 cannot be combined with dropout"):
+        attend(Q, K, V, scale=0.5, **drops)
+    causal = attend(Q, K, V, is_causal=True, **drops)
+    assert np.array_equal(causal, attend(Q, K, V, mask=MASK, **drops))
 
 
 def test_what_is_asked_for_is_taken():

@@ -37,6 +37,13 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    broadcast_dropout: bool = True,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
 ) -> Any:
     """Attention as `jax.nn.dot_product_attention`, by the fused kernel where there is one.
 
@@ -44,7 +51,8 @@ def dot_product_attention(
     half operands, which they are given under `autocast`. Everywhere else it is XLA's, planned by
     `autocast` like the rest of the program. `explain` says which was taken and, if it is XLA's,
     why: the device, a dtype, a shape, an argument. A fused kernel never writes the scores out, so
-    that memory grows linearly with the sequence.
+    that memory grows linearly with the sequence. It serves as ``attention_fn=`` of flax's modules,
+    linen's and NNX's.
 
     Args:
         query: An array of shape [batch, length, heads, size], or without the batch.
@@ -52,7 +60,7 @@ def dot_product_attention(
         value: As ``key``.
         bias: Added to the scores: an array that broadcasts to [batch, heads, length, source
             length]. A fused kernel takes it in half.
-        mask: Booleans of that shape: where not true, a score does not count.
+        mask: Of that shape: where false, or zero, a score does not count.
         scale: What scores are multiplied by; one over the root of ``size`` if None.
         is_causal: Whether each position sees those before it alone.
         query_seq_lengths: int32 [batch]: how many positions count.
@@ -60,6 +68,9 @@ def dot_product_attention(
         local_window_size: How far each position sees, to the left and to the right.
         implementation: "cudnn" or "xla" to choose it; None to have it chosen.
         return_residual: Whether to return the logarithm of each row's sum, too.
+        dropout_rng, dropout_rate, broadcast_dropout, deterministic, dtype, precision, module: What
+            flax's modules hand on, as in `flax.linen.dot_product_attention`. Where dropout is on,
+            a precision is asked for or weights are to be sown, flax's own function runs.
 
     Returns:
         An array of ``query``'s shape, float32 where ``query`` is, to the function around it; with
@@ -67,7 +78,8 @@ def dot_product_attention(
 
     Raises:
         ValueError, NotImplementedError: As `jax.nn.dot_product_attention`, where shapes do not fit
-            or the kernel that was asked for does not take them.
+            or the kernel that was asked for does not take them; if dropout and the like come
+            with arguments that flax's function does not have.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -80,6 +92,10 @@ def dot_product_attention(
 
     Dao et al., FlashAttention, 2022.
     """
+    if dtype is not None:
+        query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+    if mask is not None and mask.dtype != bool:  # flax makes them of floats
+        mask = mask != 0
     options = {
         "scale": scale,
         "is_causal": is_causal,
@@ -88,6 +104,18 @@ def dot_product_attention(
         "local_window_size": local_window_size,
         "return_residual": return_residual,
     }
+    drops = dropout_rate > 0 and not deterministic
+    if drops or precision is not None or module is not None:
+        return _flax(
+            *(query, key, value, bias, mask),
+            {**options, "implementation": implementation},
+            dropout_rng=dropout_rng,
+            dropout_rate=dropout_rate,
+            broadcast_dropout=broadcast_dropout,
+            deterministic=deterministic,
+            precision=precision,
+            module=module,
+        )
     plain = functools.partial(jax.nn.dot_product_attention, **options)
     if implementation is not None:
         chosen = functools.partial(plain, implementation=implementation)
@@ -108,6 +136,26 @@ def dot_product_attention(
                 return half_inputs(run)(*arrays)
     with _named("xla", why_not):
         return plain(query, key, value, bias, mask, implementation="xla")
+
+
+def _flax(query, key, value, bias, mask, options: dict[str, Any], **flax: Any) -> Any:
+    """Runs flax's function, which drops weights out and sows them."""
+    if options["is_causal"]:
+        seen = jnp.tril(jnp.ones((query.shape[-3], key.shape[-3]), bool))
+        mask = seen if mask is None else seen & mask
+    given = {name: x for name, x in options.items() if x is not None and x is not False}
+    given.pop("is_causal", None)
+    if given:
+        ((name, x), *_) = given.items()
+        raise ValueError(
+            f"{name}={x!r} cannot be combined with dropout, a precision or a module that sows "
+            "weights: flax's own attention runs for those and has no such argument. Legal are "
+            "bias, mask and is_causal."
+        )
+    from flax import linen
+
+    with _named("xla", "dropout, a precision or sown weights are flax's own"):
+        return linen.dot_product_attention(query, key, value, bias, mask, **flax)
 
 
 def _named(kernel: str, why: str = "") -> Any:
