@@ -12,6 +12,7 @@ from support import HALVES, assert_near, cast, equations, normal
 
 import mpjax
 from mpjax._src import _jax
+from mpjax._src.autocast import attention
 from mpjax._src.hardware.devices import device_facts, traced_for
 
 B, T, N, H = 2, 128, 4, 64
@@ -85,6 +86,42 @@ def test_a_gpu_takes_half_arrays_without_autocast():
     with on("a100"):
         jaxpr = jax.make_jaxpr(attend)(*args)
     assert any("dot_product_attention" in e.primitive.name for e in equations(jaxpr))
+
+
+TWO = jnp.stack([Q, Q])
+MAPPED = {
+    "queries": lambda: jax.vmap(lambda q: attend(q, K, V))(TWO),
+    "keys": lambda: jax.vmap(lambda k: attend(Q, k, V))(TWO),
+    "twice": lambda: jax.vmap(jax.vmap(lambda q: attend(q, K, V)))(TWO[None]),
+    "one by one": lambda: jax.vmap(lambda q: attend(q, K[0], V[0], bias=BIAS[0]))(Q),
+    "lengths": lambda: jax.vmap(lambda q: attend(q, K, V, **OPTIONS["lengths"]))(TWO),
+    "remat": lambda: jax.checkpoint(attend)(Q, K, V),
+    "scan": lambda: jax.lax.scan(lambda q, _: (attend(q, K, V), None), Q, None, length=2)[0],
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_within_transformations(name):
+    fun = cast(lambda s: jnp.sum(MAPPED[name]() * s))
+    with on("h100"):
+        jaxpr = jax.make_jaxpr(fun)(jnp.float32(1))
+    assert any("dot_product_attention" in e.primitive.name for e in equations(jaxpr))
+
+
+def test_a_bias_for_all_of_a_batch_under_vmap_is_xlas():
+    """JAX's batching rule for cuDNN takes none."""
+    fun = lambda: jax.vmap(lambda q: attend(q, K, V, bias=BIAS))(TWO)  # noqa: E731
+    with on("h100"):
+        assert jax.eval_shape(cast(fun)).shape == TWO.shape
+
+
+def test_what_is_tied_together_is_what_it_was():
+    x = jnp.asarray([[jnp.nan, 1.0], [2.0, jnp.inf]])
+    tied = attention._together([x, None, LENGTHS])
+    assert np.array_equal(tied[0], x, equal_nan=True) and tied[1] is None
+    assert np.array_equal(tied[2], LENGTHS) and tied[2].dtype == LENGTHS.dtype
+    slope = jax.grad(lambda y: jnp.sum(attention._together([y, 2 * y])[1]))(jnp.ones(3))
+    assert np.array_equal(slope, [2, 2, 2])
 
 
 REFUSED = {

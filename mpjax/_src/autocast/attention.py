@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax._src.autocast.graph import ATTENTION
 from mpjax._src.autocast.kernels import given_dtype, half_inputs
@@ -129,11 +130,10 @@ def dot_product_attention(
         given = [jax.ShapeDtypeStruct(x.shape, given_dtype(x.dtype)) for x in arrays]
         try:  # its own checks know best what it takes
             jax.eval_shape(run, *given)
-        except (NotImplementedError, ValueError, RuntimeError) as error:
-            why_not = f"{name} refuses: {error}"
-        else:
             with _named(name):
                 return half_inputs(run)(*arrays)
+        except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:
+            why_not = f"{name} refuses: {error}"
     with _named("xla", why_not):
         return plain(query, key, value, bias, mask, implementation="xla")
 
@@ -193,10 +193,28 @@ def _fused(query, key, value, bias, mask, options: dict[str, Any]) -> tuple[str,
         if masks[0] is not None and masks[0].dtype == FLOAT16:  # -1e9 is Inf there
             lowest = float(jnp.finfo(FLOAT16).min)
             masks[0] = jnp.clip(masks[0], lowest / 2, -lowest / 2)
-        run = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **options)
-        return run(query, key, value, *masks)
+        lengths = [options["query_seq_lengths"], options["key_value_seq_lengths"]]
+        *arrays, q_lengths, kv_lengths = _together([query, key, value, *masks, *lengths])
+        return jax.nn.dot_product_attention(
+            *arrays,
+            implementation="cudnn",
+            **{**options, "query_seq_lengths": q_lengths, "key_value_seq_lengths": kv_lengths},
+        )
 
     return "", ("cudnn", cudnn)
+
+
+def _together(arrays: list[Any]) -> list[Any]:
+    """Returns the arrays as they are, but under `vmap` all of them batched where one is.
+
+    JAX's batching rule for cuDNN's kernel takes no others. XLA removes the choice that is none.
+    """
+    firsts = (jax.lax.stop_gradient(x).ravel()[0] for x in arrays if x is not None)
+    one = sum(x.astype(jnp.float32) for x in firsts)
+    return [
+        x if x is None else jax.lax.select_n(np.False_, x, jnp.full_like(x, one.astype(x.dtype)))
+        for x in arrays
+    ]
 
 
 def _not_on_tpu(query: Any, key: Any, bias: Any, mask: Any, options: dict[str, Any]) -> str:
