@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from planned import H, V, fact
 from programs import W, X
 from support import HALVES, assert_near, cast, found, normal
 
@@ -98,3 +99,19 @@ def test_a_matmul_on_the_half_list_gives_half_to_float32_readers_too():
     assert row[2] == "float32"
     (row,) = found(mpjax.autocast(fun, policy.with_ops(half="dot_general")), W, X)
     assert row[2] == "bfloat16"
+
+
+def test_a_number_that_is_written_down_is_no_small_step_of_another():
+    a, b = normal(0, 16), normal(1, 16)
+    assert not fact(lambda a, b: jnp.dot(a, b) + 1e-5, a, b).exact
+
+
+def test_a_part_of_a_view_is_the_part_of_what_it_views():
+    def fun(h, ws):
+        h = h @ V
+        for _ in range(6):
+            ws = jnp.swapaxes(ws, 1, 2)
+            h = h + jnp.tanh(h @ ws[0])
+        return h
+
+    assert fact(fun, H, jnp.stack([V, V])).exact  # the same weights again and again

@@ -341,3 +341,11 @@ def test_differences_of_parts_of_one_array_are_seen_whole():
     assert not read(lambda h: h - jnp.mean(h, -1, keepdims=True)).want.whole
     assert not read(lambda h: h - jnp.tanh(h @ W)).want.whole
     assert not read(lambda h: h[1:] + h[:-1]).want.whole
+
+
+def test_what_is_linear_hands_on_that_it_meets_a_solution():
+    def solved():
+        return lax.while_loop(lambda c: jnp.sum(c @ W) > 1e-3, lambda c: 0.5 * (c @ W), H)
+
+    assert read(lambda h: jnp.exp(solved() + 2 * h)).want.beside
+    assert not read(lambda h: jnp.exp(solved() + h * jnp.tanh(h))).want.beside
