@@ -349,6 +349,17 @@ def softmax_that_is_masked_throughout():
 
 
 @SATURATED()
+def expected_reward_of_rows_that_do_not_sum_to_one():
+    lead = 8 * jax.nn.one_hot(jnp.argmax(X @ normal(34, 16, 8, scale=0.25), -1), 8)
+
+    def fun(w, v):
+        e = jnp.exp(X @ w + lead)
+        return jnp.mean(jnp.sum(e / (1 + jnp.sum(e, -1, keepdims=True)) * v, -1))
+
+    return Case(fun, (normal(34, 16, 8, scale=0.25), normal(35, 8)))
+
+
+@SATURATED()
 def codebook_behind_a_layer():
     first, second = normal(36, 16, 16, scale=0.5), normal(37, 16, 8)
     lead = 7 * jax.nn.one_hot(jnp.argmax(jnp.tanh(X @ first) @ second, -1), 8)
