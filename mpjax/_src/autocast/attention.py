@@ -117,17 +117,17 @@ def dot_product_attention(
             precision=precision,
             module=module,
         )
+    arrays = query, key, value, bias, mask
     plain = functools.partial(jax.nn.dot_product_attention, **options)
     if implementation is not None:
         chosen = functools.partial(plain, implementation=implementation)
-        chosen = half_inputs(chosen) if implementation == "cudnn" else chosen
+        chosen = half_inputs(_cudnn(options)) if implementation == "cudnn" else chosen
         with _named(implementation, "it was asked for"):
-            return chosen(query, key, value, bias, mask)
+            return chosen(*arrays)
     why_not, fused = _fused(query, key, value, bias, mask, options)
     if fused is not None:
         name, run = fused
-        arrays = [x for x in (query, key, value, bias, mask) if x is not None]
-        given = [jax.ShapeDtypeStruct(x.shape, given_dtype(x.dtype)) for x in arrays]
+        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, given_dtype(x.dtype)), arrays)
         try:  # its own checks know best what it takes
             jax.eval_shape(run, *given)
             with _named(name):
@@ -135,7 +135,7 @@ def dot_product_attention(
         except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:
             why_not = f"{name} refuses: {error}"
     with _named("xla", why_not):
-        return plain(query, key, value, bias, mask, implementation="xla")
+        return plain(*arrays, implementation="xla")
 
 
 def _flax(query, key, value, bias, mask, options: dict[str, Any], **flax: Any) -> Any:
@@ -186,22 +186,23 @@ def _fused(query, key, value, bias, mask, options: dict[str, Any]) -> tuple[str,
     lengths = query.shape[-3], key.shape[-3]
     if (bias is not None or mask is not None) and any(n % 2 for n in lengths):
         return f"with a bias or a mask, cuDNN's takes even lengths, not {lengths}", None
+    return "", ("cudnn", _cudnn(options))
 
-    def cudnn(query, key, value, *others):
-        given = iter(others)
-        masks = [next(given) if x is not None else None for x in (bias, mask)]
-        if masks[0] is not None and masks[0].dtype == FLOAT16:  # -1e9 is Inf there
+
+def _cudnn(options: dict[str, Any]) -> Callable[..., Any]:
+    """cuDNN's fused attention, of operands in half."""
+    names = "query_seq_lengths", "key_value_seq_lengths"
+
+    def run(query, key, value, bias, mask):
+        if bias is not None and bias.dtype == FLOAT16:  # -1e9 is Inf there
             lowest = float(jnp.finfo(FLOAT16).min)
-            masks[0] = jnp.clip(masks[0], lowest / 2, -lowest / 2)
-        lengths = [options["query_seq_lengths"], options["key_value_seq_lengths"]]
-        *arrays, q_lengths, kv_lengths = _together([query, key, value, *masks, *lengths])
-        return jax.nn.dot_product_attention(
-            *arrays,
-            implementation="cudnn",
-            **{**options, "query_seq_lengths": q_lengths, "key_value_seq_lengths": kv_lengths},
-        )
+            bias = jnp.clip(bias, lowest / 2, -lowest / 2)
+        lengths = [options[name] for name in names]
+        *arrays, q, kv = _together([query, key, value, bias, mask, *lengths])
+        changed = {**options, **dict(zip(names, (q, kv), strict=True))}
+        return jax.nn.dot_product_attention(*arrays, implementation="cudnn", **changed)
 
-    return "", ("cudnn", cudnn)
+    return run
 
 
 def _together(arrays: list[Any]) -> list[Any]:
@@ -231,8 +232,8 @@ def _not_on_tpu(query: Any, key: Any, bias: Any, mask: Any, options: dict[str, A
     return ""
 
 
-def _flash(query: Any, key: Any, value: Any, *, scale: float | None, is_causal: bool) -> Any:
-    """TPUs' flash attention: heads come before positions."""
+def _flash(query: Any, key: Any, value: Any, *_: None, scale: float | None, is_causal: bool) -> Any:
+    """TPUs' flash attention, without bias and mask: heads come before positions."""
     from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 
     arrays = [jnp.swapaxes(x, -3, -2) for x in (query, key, value)]

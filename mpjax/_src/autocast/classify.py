@@ -167,9 +167,8 @@ def override_of(op: Op, policy: Policy, used: set[str] | None = None) -> tuple[s
 
 
 def _apply_region(op: Op) -> None:
-    kernel = next((name for name in op.scopes if name.startswith(KERNEL)), None)
-    if kernel:
-        op.why = why(Reason.KERNEL, kernel.removeprefix(KERNEL).partition("#")[0])
+    if op.kernel:
+        op.why = why(Reason.KERNEL, op.kernel.removeprefix(KERNEL).partition("#")[0])
         op.rule, op.forced = "leave" if PLANNED in op.scopes else op.rule, ""
         return
     if PLANNED in op.scopes:

@@ -114,6 +114,11 @@ class Op:
         return _jax.source_line(self.eqn, *reversed(self.callers))
 
     @property
+    def kernel(self) -> str:
+        """The mark of the call of a kernel that it is a part of; "" if of none."""
+        return next((name for name in self.scopes if name.startswith(KERNEL)), "")
+
+    @property
     def has_float32(self) -> bool:
         """Whether a float32 value goes in or comes out."""
         return any(v.is_f32 for v in (*self.ins, *self.outs))

@@ -46,10 +46,10 @@ def overridden(block: Block, policy: Policy) -> dict[int, str]:
     """
     found: dict[int, str] = {}
     for op in block.walk():
-        mark = next((s for s in op.scopes if s.startswith(KERNEL)), None)
-        chosen = override_of(op, policy) if mark and PLANNED not in op.scopes else None
-        if mark and chosen and _name(chosen[1]) != _name(policy.compute_dtype):
-            number, name = int(mark.partition("#")[2] or -1), _name(chosen[1])
+        boundary = op.kernel and PLANNED not in op.scopes
+        chosen = override_of(op, policy) if boundary else None
+        if chosen and _name(chosen[1]) != _name(policy.compute_dtype):
+            number, name = int(op.kernel.partition("#")[2] or -1), _name(chosen[1])
             found[number] = min(name, found.get(number, name))
     return found
 
