@@ -65,9 +65,12 @@ class Policy(jmp.Policy):
         follow_ops: Names of JAX primitives that follow their inputs.
         storage: What the backward pass is given, for op-level casting: "fast" or "lean". See
             `with_storage`.
+        fused_attention: Whether attention that is written by hand becomes the fused kernel of the
+            device, for op-level casting. See `with_fused_attention`.
 
     Raises:
-        ValueError: If a dtype, pattern, primitive name, ``casting`` or ``storage`` is not legal.
+        ValueError: If a dtype, pattern, primitive name, ``casting``, ``storage`` or
+            ``fused_attention`` is not legal.
 
     Example:
         >>> import mpjax
@@ -87,6 +90,7 @@ class Policy(jmp.Policy):
     full_ops: tuple[str, ...] = ()
     follow_ops: tuple[str, ...] = ()
     storage: str = "fast"
+    fused_attention: bool = False
 
     def __post_init__(self):
         for name, value in _canonical_fields(self).items():
@@ -174,6 +178,35 @@ class Policy(jmp.Policy):
         """
         return dataclasses.replace(self, storage=storage)
 
+    def with_fused_attention(self, fused_attention: bool = True) -> "Policy":
+        """Returns this policy with attention that is written by hand run by the fused kernel.
+
+        For op-level casting. ``softmax(scale * q @ k.T + bias) @ v``, masked or causal, however it
+        is spelled, becomes cuDNN's kernel on NVIDIA GPUs from Ampere on, and flash attention on
+        TPUs: the scores are never written out, so that memory grows linearly with the sequence.
+        What the kernel does not take (a dropout, probabilities that are read elsewhere, a device
+        without one) stays as it was planned, and `explain` says why. It changes memory and time,
+        and results by the kernel's rounding alone; a row of which every entry is masked by -Inf
+        gives finite numbers, not NaN.
+
+        Args:
+            fused_attention: Whether to do so.
+
+        Returns:
+            A new policy.
+
+        Raises:
+            ValueError: If ``fused_attention`` is neither True nor False.
+
+        Example:
+            >>> import mpjax
+            >>> str(mpjax.get_policy("mixed_bfloat16").with_fused_attention())
+            'mixed_bfloat16,fused_attention=true'
+
+        Dao et al., FlashAttention, 2022.
+        """
+        return dataclasses.replace(self, fused_attention=fused_attention)
+
     def cast_to_param(self, tree: T) -> T:
         """Casts a tree of parameters to the dtypes they are stored in.
 
@@ -256,6 +289,7 @@ class Policy(jmp.Policy):
         extras: dict[str, Any] = {
             "overrides": (),
             "storage": STORAGES[0],
+            "fused_attention": False,
             **dict.fromkeys(OP_LISTS, ()),
         }
         base = dataclasses.replace(self, **extras)
@@ -268,6 +302,7 @@ class Policy(jmp.Policy):
             f"{ops}={json.dumps(getattr(self, ops))}" for ops in OP_LISTS if getattr(self, ops)
         ]
         parts += [f"storage={self.storage}"] if self.storage != STORAGES[0] else []
+        parts += ["fused_attention=true"] if self.fused_attention else []
         return ",".join(parts)
 
     def __repr__(self) -> str:
@@ -309,7 +344,10 @@ KEYS = {
     "output": "output_dtype",
     **{
         name: name
-        for name in ("casting", "master_weights", "keep_full", "overrides", *OP_LISTS, "storage")
+        for name in (
+            *("casting", "master_weights", "keep_full", "overrides"),
+            *(*OP_LISTS, "storage", "fused_attention"),
+        )
     },
 }
 
@@ -327,8 +365,8 @@ def get_policy(x: "str | jmp.Policy", half: DTypeLike | None = None) -> Policy:
       op-level casting), "O2" (half parameters but for norm layers, float32 masters and outputs),
       "O3" (everything half, no masters), with the half dtype as a suffix: "O2:float16".
     - After any of these, refinements: ``master_weights=false``, ``casting=op``,
-      ``storage=lean``, ``overrides={"*norm*": "f32"}``, ``half_ops=["exp"]`` (JSON after the
-      equals sign).
+      ``storage=lean``, ``fused_attention=true``, ``overrides={"*norm*": "f32"}``,
+      ``half_ops=["exp"]`` (JSON after the equals sign).
 
     Args:
         x: The string, a `Policy` or a `jmp.Policy`.
@@ -509,8 +547,9 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
     fields["overrides"] = tuple(overrides.items())
     patterns = _strings(policy.keep_full, "keep_full")
     fields["keep_full"] = tuple(_pattern(p, "keep_full") for p in patterns)
-    if not isinstance(policy.master_weights, bool):
-        raise ValueError(f"master_weights={policy.master_weights!r} must be True or False.")
+    for name in ("master_weights", "fused_attention"):
+        if not isinstance(getattr(policy, name), bool):
+            raise ValueError(f"{name}={getattr(policy, name)!r} must be True or False.")
     if policy.casting not in CASTINGS:
         raise ValueError(
             f"casting={policy.casting!r} must be 'boundary' (cast parameters and inputs once) or "

@@ -12,7 +12,7 @@ from support import HALVES, assert_near, cast, equations, normal
 
 import mpjax
 from mpjax._src import _jax
-from mpjax._src.autocast import attention
+from mpjax._src.autocast import fused_kernels
 from mpjax._src.hardware.devices import device_facts, traced_for
 
 B, T, N, H = 2, 128, 4, 64
@@ -117,10 +117,10 @@ def test_a_bias_for_all_of_a_batch_under_vmap_is_xlas():
 
 def test_what_is_tied_together_is_what_it_was():
     x = jnp.asarray([[jnp.nan, 1.0], [2.0, jnp.inf]])
-    tied = attention._together([x, None, LENGTHS])
+    tied = fused_kernels._together([x, None, LENGTHS])
     assert np.array_equal(tied[0], x, equal_nan=True) and tied[1] is None
     assert np.array_equal(tied[2], LENGTHS) and tied[2].dtype == LENGTHS.dtype
-    slope = jax.grad(lambda y: jnp.sum(attention._together([y, 2 * y])[1]))(jnp.ones(3))
+    slope = jax.grad(lambda y: jnp.sum(fused_kernels._together([y, 2 * y])[1]))(jnp.ones(3))
     assert np.array_equal(slope, [2, 2, 2])
 
 

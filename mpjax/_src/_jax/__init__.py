@@ -10,6 +10,7 @@ from mpjax._src._jax.aot import as_if_on_gpu, compile_only
 from mpjax._src._jax.barriers import BARRIERS, cpu_barrier, gpu_barrier
 from mpjax._src._jax.calls import linearized_once
 from mpjax._src._jax.programs import (
+    abstract,
     aval_of,
     bind,
     cleared_with_jax,
@@ -20,6 +21,8 @@ from mpjax._src._jax.programs import (
     inlined,
     inner_jaxprs,
     is_array,
+    is_explicit,
+    is_sharded_along,
     open_jaxpr,
     primitive_names,
     programs_in,
@@ -52,6 +55,7 @@ from mpjax._src._jax.sources import (
 __all__ = (
     "BARRIERS",
     "Literal",
+    "abstract",
     "as_if_on_gpu",
     "aval_of",
     "below",
@@ -72,6 +76,8 @@ __all__ = (
     "inner_jaxprs",
     "inside",
     "is_array",
+    "is_explicit",
+    "is_sharded_along",
     "line_key",
     "linearized_once",
     "location",

@@ -175,6 +175,30 @@ def tracing_key() -> Any:
     return config.trace_context()
 
 
+def abstract(aval: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    """Returns what stands for an array of a type, with the sharding that the type says."""
+    sharding = aval.sharding if is_explicit(aval) else None
+    return jax.ShapeDtypeStruct(aval.shape, dtype or aval.dtype, sharding=sharding)
+
+
+def is_explicit(x: Any) -> bool:
+    """Tells whether the type of an array, or of a shape, says how it is sharded."""
+    sharding = _sharding(x)
+    return sharding is not None and bool(not sharding.mesh.empty and sharding.mesh.explicit_axes)
+
+
+def is_sharded_along(x: Any, dim: int) -> bool:
+    """Tells an array whose type says that a dimension of it is sharded."""
+    if not is_explicit(x):
+        return False
+    return (*_sharding(x).spec, *[None] * x.ndim)[: x.ndim][dim] is not None
+
+
+def _sharding(x: Any) -> Any:
+    is_type = isinstance(x, jax.ShapeDtypeStruct | jax.core.AbstractValue)
+    return x.sharding if is_type else jax.typeof(x).sharding
+
+
 def shard_shape(aval: Any) -> tuple[Any, ...]:
     """Returns the shape of what one device holds of an array, as far as the program says."""
     sharding = aval.sharding

@@ -1,27 +1,15 @@
-"""Attention by the fused kernel of the platform, where dtype, shape and device allow it.
-
-Which one is decided while a function is traced, from what is known then: the target of
-`compile_for`, else the local device. (`jax.lax.platform_dependent` would trace all kernels, and
-cuDNN's refuses to be traced where it cannot run; it does not know a GPU's compute capability.)
-"""
+"""`dot_product_attention`: by the fused kernel of the platform, where there is one."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from mpjax._src import _jax
+from mpjax._src.autocast import fused_kernels
 from mpjax._src.autocast.graph import ATTENTION
 from mpjax._src.autocast.kernels import given_dtype, half_inputs
-from mpjax._src.dtypes import FLOAT16, HALVES
-from mpjax._src.hardware.devices import device_facts, target_facts
-
-# The least compute capability that cuDNN's fused attention runs on.
-CUDNN = (8, 0)
-# What TPUs' flash attention cuts sequences into.
-BLOCK = 128
 
 
 def dot_product_attention(
@@ -121,19 +109,18 @@ def dot_product_attention(
     plain = functools.partial(jax.nn.dot_product_attention, **options)
     if implementation is not None:
         chosen = functools.partial(plain, implementation=implementation)
-        chosen = half_inputs(_cudnn(options)) if implementation == "cudnn" else chosen
+        if implementation == "cudnn":
+            chosen = half_inputs(functools.partial(fused_kernels.cudnn, options=options))
         with _named(implementation, "it was asked for"):
             return chosen(*arrays)
-    why_not, fused = _fused(query, key, value, bias, mask, options)
-    if fused is not None:
-        name, run = fused
-        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, given_dtype(x.dtype)), arrays)
-        try:  # its own checks know best what it takes
-            jax.eval_shape(run, *given)
-            with _named(name):
-                return half_inputs(run)(*arrays)
-        except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:
-            why_not = f"{name} refuses: {error}"
+    given = jax.tree.map(lambda x: _jax.abstract(jax.typeof(x), given_dtype(x.dtype)), arrays)
+    kernel, why_not = fused_kernels.choose(given, options)
+    if kernel:
+        try:  # under vmap, a kernel may refuse what it takes otherwise
+            with _named(kernel):
+                return half_inputs(fused_kernels.kernel_of(kernel, options))(*arrays)
+        except fused_kernels.REFUSALS as error:
+            why_not = f"{kernel} refuses: {error}"
     with _named("xla", why_not):
         return plain(*arrays, implementation="xla")
 
@@ -162,82 +149,3 @@ def _named(kernel: str, why: str = "") -> Any:
     """Returns the scope by which `explain` knows which kernel was taken."""
     text = " ".join(why.replace("/", "|").split()).rstrip(".")
     return jax.named_scope(f"{ATTENTION}{kernel}{': ' if text else ''}{text}")
-
-
-Fused = tuple[str, Callable[..., Any]]
-
-
-def _fused(query, key, value, bias, mask, options: dict[str, Any]) -> tuple[str, Fused | None]:
-    """Returns the platform's fused kernel, or why there is none."""
-    device = target_facts() or device_facts(None)
-    if device.platform == "cpu":
-        return "a CPU has no fused kernel", None
-    dtypes = {given_dtype(x.dtype) for x in (query, key, value)}
-    if len(dtypes) > 1 or not dtypes <= {*HALVES}:
-        names = ", ".join(sorted(dtype.name for dtype in dtypes))
-        return f"a fused kernel takes operands in half, of one dtype, not {names}", None
-    if device.platform == "tpu":
-        why_not = _not_on_tpu(query, key, bias, mask, options)
-        flash = functools.partial(_flash, scale=options["scale"], is_causal=options["is_causal"])
-        return why_not, None if why_not else ("flash", flash)
-    capability = device.capability.split(".")
-    if not capability[0].isdigit() or tuple(map(int, capability)) < CUDNN:
-        return f"cuDNN's fused kernel needs compute capability {CUDNN[0]}.{CUDNN[1]}", None
-    lengths = query.shape[-3], key.shape[-3]
-    if (bias is not None or mask is not None) and any(n % 2 for n in lengths):
-        return f"with a bias or a mask, cuDNN's takes even lengths, not {lengths}", None
-    return "", ("cudnn", _cudnn(options))
-
-
-def _cudnn(options: dict[str, Any]) -> Callable[..., Any]:
-    """cuDNN's fused attention, of operands in half."""
-    names = "query_seq_lengths", "key_value_seq_lengths"
-
-    def run(query, key, value, bias, mask):
-        if bias is not None and bias.dtype == FLOAT16:  # -1e9 is Inf there
-            lowest = float(jnp.finfo(FLOAT16).min)
-            bias = jnp.clip(bias, lowest / 2, -lowest / 2)
-        lengths = [options[name] for name in names]
-        *arrays, q, kv = _together([query, key, value, bias, mask, *lengths])
-        changed = {**options, **dict(zip(names, (q, kv), strict=True))}
-        return jax.nn.dot_product_attention(*arrays, implementation="cudnn", **changed)
-
-    return run
-
-
-def _together(arrays: list[Any]) -> list[Any]:
-    """Returns the arrays as they are, but under `vmap` all of them batched where one is.
-
-    JAX's batching rule for cuDNN's kernel takes no others. XLA removes the choice that is none.
-    """
-    firsts = (jax.lax.stop_gradient(x).ravel()[0] for x in arrays if x is not None)
-    one = sum(x.astype(jnp.float32) for x in firsts)
-    return [
-        x if x is None else jax.lax.select_n(np.False_, x, jnp.full_like(x, one.astype(x.dtype)))
-        for x in arrays
-    ]
-
-
-def _not_on_tpu(query: Any, key: Any, bias: Any, mask: Any, options: dict[str, Any]) -> str:
-    """Returns why TPUs' flash attention does not take this, if it does not."""
-    given = {"bias": bias, "mask": mask, **options, "scale": None, "is_causal": False}
-    others = [name for name, x in given.items() if x is not None and x is not False]
-    if others:
-        return f"flash attention takes no {' and no '.join(others)} here"
-    if query.shape[-2] != key.shape[-2]:
-        return "flash attention takes as many heads of keys as of queries"
-    lengths = query.shape[-3], key.shape[-3]
-    if any(n % BLOCK for n in lengths):
-        return f"flash attention takes lengths that are multiples of {BLOCK}, not {lengths}"
-    return ""
-
-
-def _flash(query: Any, key: Any, value: Any, *_: None, scale: float | None, is_causal: bool) -> Any:
-    """TPUs' flash attention, without bias and mask: heads come before positions."""
-    from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
-
-    arrays = [jnp.swapaxes(x, -3, -2) for x in (query, key, value)]
-    arrays = [x[None] if x.ndim == 3 else x for x in arrays]
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out = flash_attention(*arrays, causal=is_causal, sm_scale=scale)
-    return jnp.swapaxes(out, -3, -2).reshape(query.shape)

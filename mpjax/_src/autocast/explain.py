@@ -46,6 +46,8 @@ class Row:
         left_alone: Whether it runs as written, for autocast does not know it or it asks for that.
         storage: What the backward pass is given in place of what the operation's derivative reads,
             such as "computed again from bf16 (rows 3)"; "" where that is kept as it is.
+        attention: Of a matmul that sums values by a softmax, under ``with_fused_attention``: the
+            fused kernel that runs the attention, or "xla" and why none does.
     """
 
     primitive: str
@@ -60,6 +62,7 @@ class Row:
     forward: int | None = None
     left_alone: bool = False
     storage: str = ""
+    attention: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +117,9 @@ class CastReport:
             f"{self.casts} casts inserted, moving {_size(self.cast_bytes)}"
         ]
         scopes = (scope for row in self.rows for scope in row.scope.split("/"))
-        taken = dict.fromkeys(s for s in scopes if s.startswith(ATTENTION))
-        lines += [f"attention: {scope.removeprefix(ATTENTION)}" for scope in taken]
+        taken = [s.removeprefix(ATTENTION) for s in scopes if s.startswith(ATTENTION)]
+        taken += [row.attention for row in self.rows if row.attention]
+        lines += [f"attention: {kernel}" for kernel in dict.fromkeys(taken)]
         if self.stored_before is not None and self.stored_after is not None:
             lines.append(
                 f"stored for the backward pass: {_size(self.stored_before)} as written, "
@@ -307,6 +311,7 @@ def _row(op: Op, times: int, storage: str) -> Row:
         times,
         left_alone=op.left_alone,
         storage=storage,
+        attention=op.attention,
     )
 
 

@@ -383,3 +383,40 @@ def same(first: Form, second: Form) -> bool:
     """Tells whether two forms are equal."""
     terms = first.keys() | second.keys()
     return all(abs(first.get(t, 0.0) - second.get(t, 0.0)) < 1e-6 for t in terms)
+
+
+# ---- what scores are masked, shifted and weighed by ---------------------------------------------
+
+# Such entries of a row have no weight: the exponential of what lies so far below another is zero.
+MASKED = -(2.0**13)
+
+
+def is_constant_along(axes: Axes, summed: tuple[int, ...]) -> bool:
+    return not any(place in summed for axis in axes for place, *_ in axis)
+
+
+def is_number(value: Value) -> bool:
+    return value.const is not None and np.size(value.const) == 1
+
+
+def is_same_along(value: Value, where: Axes, axes: tuple[int, ...], flow: Flow) -> bool:
+    """Tells a value that is the same for all entries of a row, given the axes it is read by."""
+    along: Axes | None = narrowed(value, where)
+    while (op := flow.producer.get(value)) is not None and is_view(op) and along is not None:
+        value, along = op.ins[0], before(op, along)
+    return along is not None and is_constant_along(along, axes)
+
+
+def is_linear(op: Op, value: Value) -> bool:
+    if op.outs[0].aval != value.aval or value not in op.ins:
+        return False
+    place, zero = op.ins.index(value), [v.const for v in op.ins[1:] if v is not value]
+    return (
+        (op.name == "mul" and op.ins[1 - place] is not value)
+        or (op.name == "div" and place == 0)
+        or (op.name == "select_n" and len(zero) == 1 and _is_zero(zero[0]))
+    )
+
+
+def _is_zero(const: Any) -> bool:
+    return const is not None and not np.any(np.asarray(const, np.float32))

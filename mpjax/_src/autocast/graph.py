@@ -89,6 +89,7 @@ class Op:
     steady: bool = False  # what it reads may count as constant in derivatives
     # Of a matmul, an operand and its dimensions: derivatives take it less its mean along them.
     centred: Place | None = None
+    attention: str = ""  # of a matmul that reads a softmax: the fused kernel of both, or why none
 
     @property
     def name(self) -> str:

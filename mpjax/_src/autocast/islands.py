@@ -6,8 +6,10 @@ inputs and the results of its reductions; the rest is computed again.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
 import numpy as np
 
 from mpjax._src import rules
@@ -24,22 +26,30 @@ class Flow:
         producer: The op that makes a value.
         readers: The ops that read a value; None stands for the block's results.
         free: The ops that make constants, and floats of booleans, by what they make.
+        fuse: Whether attention becomes the fused kernel of the device.
     """
 
     block: Block
     producer: dict[Value, Op]
     readers: "dict[Value, list[Op | None]]"
     free: dict[Value, Op]
+    fuse: bool = False
+
+    @functools.cached_property
+    def constants(self) -> dict[Value, Any]:
+        """The arrays that the block closes over."""
+        return {v: x for v, x in self.block.consts if not isinstance(x, jax.core.Tracer)}
 
 
-def flow_of(block: Block) -> Flow:
-    """Returns who makes and who reads each value of a block."""
+def flow_of(block: Block, fuse: bool = False) -> Flow:
+    """Returns who makes and who reads each value of a block; ``fuse`` is handed on."""
     readers: dict[Value, list[Op | None]] = {v: [None] for v in block.outvars}
     for op in block.ops:
         for v in dict.fromkeys(op.ins):
             readers.setdefault(v, []).append(op)
     producer = {v: op for op in block.ops for v in op.outs}
-    return Flow(block, producer, readers, {op.outs[0]: op for op in block.ops if is_free(op)})
+    free = {op.outs[0]: op for op in block.ops if is_free(op)}
+    return Flow(block, producer, readers, free, fuse)
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,6 +70,7 @@ class Island:
     moving: int = 0  # of a softmax: how many inputs it is differentiated in; those come first
     matmul: Op | None = None  # of a softmax: the one that sums values by it
     weights: list[Op] = dataclasses.field(default_factory=list)  # to that: dropouts, reshapes
+    fusion: Any = None  # of attention that a fused kernel runs (`fusion`): how
     in_half: set[Value] = dataclasses.field(default_factory=set)  # results read in half alone
     results: list[Value] = dataclasses.field(default_factory=list)
 

@@ -120,6 +120,9 @@ def _runs_again(step: Step) -> bool:
 
 def needs(step: Step) -> Iterator[Value]:
     """Yields what the derivative of a step reads: its masks and indices, and what its row says."""
+    if isinstance(step, Island) and step.fusion is not None:
+        yield from (*step.inputs, *step.results)
+        return
     if isinstance(step, Island):  # its derivative keeps what it rounds
         yield from (v for v in step.inputs[1 if step.axes else 0 :] if v not in step.rounded)
         yield from step.results if step.axes else ()

@@ -16,6 +16,7 @@ from mpjax._src.autocast.forms import (
     EXPONENT,
     FACTOR,
     MASK,
+    MASKED,
     SUM,
     Axes,
     Form,
@@ -23,12 +24,17 @@ from mpjax._src.autocast.forms import (
     after,
     before,
     guards_of,
+    is_constant_along,
+    is_linear,
+    is_number,
+    is_same_along,
     is_view,
     narrowed,
     numbered_values,
     own_axes,
     same,
 )
+from mpjax._src.autocast.fusion import fuse
 from mpjax._src.autocast.graph import Op, Place, Value
 from mpjax._src.autocast.islands import Flow, Island, bound
 from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
@@ -104,14 +110,14 @@ def attentions(flow: Flow, found: list[Island]) -> None:
     Where one entry of every row is almost one, ``g - sum(p g)`` is as small as ``e``. So are rows
     that choose among values that are given (bins, atoms, a codebook): there ``g`` is waited for.
     """
-    softmaxes = [island for island in found if island.axes and island.whole]
+    softmaxes = [i for i in found if i.axes and i.whole and i.fusion is None]
     moved = _moved(flow) if softmaxes else set()
     taken: set[Op] = set()  # two softmaxes may weigh the same values
     for island in softmaxes:
         _weigh(island, flow, taken, moved)
 
 
-PEEPHOLES: tuple[Callable[[Flow, list[Island]], None], ...] = (softmaxes, attentions)
+PEEPHOLES: tuple[Callable[[Flow, list[Island]], None], ...] = (softmaxes, fuse, attentions)
 
 
 def _sums_exponentials(op: Op, flow: Flow) -> bool:
@@ -168,7 +174,7 @@ def _softmax(
     varying = [
         values[0]
         for (kind, _, axes), values in exponents.values.items()
-        if kind == EXPONENT and not _is_constant_along(axes, over)
+        if kind == EXPONENT and not is_constant_along(axes, over)
     ]
     ends, seen = varying if len(varying) == 1 else [], 0
     while seen < len(ends):
@@ -213,8 +219,7 @@ def _matches(
         same(form, rest)
         and not any(t[0] in (FACTOR, SUM) for t in form)
         and all(
-            t[2] == own if t[1] == reading.end else _is_constant_along(t[2], axes)
-            for t in exponents
+            t[2] == own if t[1] == reading.end else is_constant_along(t[2], axes) for t in exponents
         )
         and any(t[1] == reading.end for t in exponents)
     )
@@ -224,22 +229,6 @@ def _matches(
     if largest and not (max(largest) < 1 and _reaches_one(reading, form, axes)):
         return None
     return axes, form, guards
-
-
-def _is_constant_along(axes: Axes, summed: tuple[int, ...]) -> bool:
-    return not any(place in summed for axis in axes for place, *_ in axis)
-
-
-def _is_number(value: Value) -> bool:
-    return value.const is not None and np.size(value.const) == 1
-
-
-def _is_same_along_rows(value: Value, where: Axes, axes: tuple[int, ...], flow: Flow) -> bool:
-    """Tells a value that is the same for all entries of a row, given the axes it is read by."""
-    along: Axes | None = narrowed(value, where)
-    while (op := flow.producer.get(value)) is not None and is_view(op) and along is not None:
-        value, along = op.ins[0], before(op, along)
-    return along is not None and _is_constant_along(along, axes)
 
 
 def _shifted(value: Value, flow: Flow) -> "tuple[Value, Value] | None":
@@ -328,13 +317,13 @@ def _steady_shift(scores: Value, members: set[Op], axes: tuple[int, ...], flow: 
     op = flow.producer.get(scores)
     if op is None or not members.issuperset(flow.readers[scores]):
         return
-    if op.name == "mul" or (op.name == "div" and _is_number(op.ins[1])):  # by a number
-        scaled = [v for v in op.ins if not _is_number(v)]
+    if op.name == "mul" or (op.name == "div" and is_number(op.ins[1])):  # by a number
+        scaled = [v for v in op.ins if not is_number(v)]
         return _steady_shift(scaled[0], {op}, axes, flow) if len(scaled) == 1 else None
     shifted = _shifted(scores, flow)
     if shifted is None:
         return
-    if _is_same_along_rows(shifted[1], own_axes(scores.aval.shape), axes, flow):
+    if is_same_along(shifted[1], own_axes(scores.aval.shape), axes, flow):
         _steady([shifted[1]], {flow.producer[scores]}, flow)
         _steady_shift(shifted[0], {flow.producer[scores]}, axes, flow)
 
@@ -448,7 +437,7 @@ def _weights(softmax: Op, flow: Flow, axes: tuple[int, ...]) -> "tuple[list[Op],
             there = () if where is None else _summed(where, axes) or ()
             if not there:
                 break
-        elif not _is_linear(op, value):
+        elif not is_linear(op, value):
             break
         found.append(op)
         value = op.outs[0]
@@ -461,21 +450,6 @@ def _summed(where: Axes, axes: tuple[int, ...]) -> tuple[int, ...] | None:
     if any(len(kinds) > 1 for kinds in over):
         return None
     return tuple(d for d, kinds in enumerate(over) if kinds == {True})
-
-
-def _is_linear(op: Op, value: Value) -> bool:
-    if op.outs[0].aval != value.aval or value not in op.ins:
-        return False
-    place, zero = op.ins.index(value), [v.const for v in op.ins[1:] if v is not value]
-    return (
-        (op.name == "mul" and op.ins[1 - place] is not value)
-        or (op.name == "div" and place == 0)
-        or (op.name == "select_n" and len(zero) == 1 and _is_zero(zero[0]))
-    )
-
-
-def _is_zero(const: Any) -> bool:
-    return const is not None and not np.any(np.asarray(const, np.float32))
 
 
 def _sums_values(readers: "list[Op | None]", result: Value, axes: tuple[int, ...]) -> Op | None:
@@ -495,9 +469,6 @@ def _sums_values(readers: "list[Op | None]", result: Value, axes: tuple[int, ...
 
 
 # ---- what scores are made by --------------------------------------------------------------------
-
-# Such entries of a row have no weight: the exponential of what lies so far below another is zero.
-MASKED = -(2.0**13)
 
 
 def _sources(island: Island, flow: Flow, moved: "set[Op | None]") -> "dict[Op, Place] | None":
@@ -547,7 +518,7 @@ def _where(op: Op, value: Value, where: Axes | None, axes: Any, flow: Flow) -> A
     if op.name in ("add", "sub", "add_any", "neg") and value.aval.shape == op.outs[0].aval.shape:
         return where
     if op.name == "mul" or (op.name == "div" and value is op.ins[0]):
-        same = all(_is_number(v) or _is_same_along_rows(v, where, axes, flow) for v in others)
+        same = all(is_number(v) or is_same_along(v, where, axes, flow) for v in others)
         return where if same else None
     if op.name == "select_n" and value is not op.ins[0]:
         consts = [v.const for v in others[1:]]

@@ -46,7 +46,8 @@ def make_plan(*args: Any, **kwargs: Any) -> Plan:
     plan = analyse(*args, **kwargs)
     # A rule that gives tangents is transposed as it stands: nothing in it is kept by name.
     by = FAST if kwargs.get("linear") else plan.policy.storage
-    store(plan.block, by, {*plan.block.invars})
+    fuse = plan.policy.fused_attention and not kwargs.get("linear")
+    store(plan.block, by, {*plan.block.invars}, fuse)
     number(plan.block)
     return plan
 

@@ -90,7 +90,7 @@ READ = {
 # Programs inside are grouped into islands when they are rewritten, which reads nearly all.
 UNREAD = {
     Value: "aval const paths want",
-    Op: "eqn ins outs subs stack scopes callers index why row",
+    Op: "eqn ins outs subs stack scopes callers index why row attention",
     Island: "",
     Block: "steps wanted",
 }

@@ -117,6 +117,8 @@ def _steps(steps: Sequence[Step]) -> Iterator[Step]:
 
 def _of_island(island: Island, made: dict[Value, Op]) -> str:
     half = SPELLINGS[island.half][0] if island.half is not None else "f32"
+    if island.fusion is not None:
+        return f"run by {island.fusion.kernel}'s fused attention, which keeps no weights"
     if island.matmul is not None:
         return f"its weights are kept, {half}; row sums come from the attention's output"
     if island.axes:

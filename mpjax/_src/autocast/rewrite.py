@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from mpjax._src import _jax, rules
+from mpjax._src.autocast import fused
 from mpjax._src.autocast.derivatives import (
     Softmax,
     Weighing,
@@ -350,7 +351,9 @@ def _hand_out(
 
 def _run_island(island: Island, env: Env) -> None:
     """Runs a float32 island so that the backward pass recomputes it from its inputs."""
-    arrays = [env.read(v) for v in island.inputs]
+    operands = 3 if island.fusion else 0  # of matmuls
+    arrays = [env.read(v, island.half) for v in island.inputs[:operands]]
+    arrays += [env.read(v) for v in island.inputs[operands:]]
     scopes = _jax.common_stack([op.stack for op in island.ops])
     depth = len(scopes.stack)
 
@@ -377,7 +380,9 @@ def _run_island(island: Island, env: Env) -> None:
     prevent = island.barrier and not env.in_loop
     with _location(island.ops[-1], scopes, env), _row(island.ops[-1], env):
         form = Softmax(island.axes, island.rate, island.whole, island.half, island.moving)
-        if island.matmul:
+        if island.fusion:
+            results = fused.run(island.fusion, arrays)
+        elif island.matmul:
             weighed = island.weights[-1].outs if island.weights else island.sums
             place = island.matmul.ins.index(weighed[0])
             views = [op.eqn for op in island.weights if is_view(op)]

@@ -22,13 +22,14 @@ FAST, LEAN, PEEPHOLES, WRITTEN = *STORAGES, "peepholes", "written"
 INSIDE = {THEIRS: PEEPHOLES, NONE: WRITTEN}
 
 
-def store(block: Block, by: str, alive: Collection[Value]) -> None:
+def store(block: Block, by: str, alive: Collection[Value], fuse: bool) -> None:
     """Decides what every block keeps for the backward pass, and sets the steps that run it.
 
     Args:
         block: The block.
         by: What is chosen by.
         alive: The arguments of the block that are there anyway.
+        fuse: Whether attention becomes the fused kernel of the device.
     """
     for op in block.ops:
         if op.rule == "program":
@@ -39,8 +40,8 @@ def store(block: Block, by: str, alive: Collection[Value]) -> None:
                     for i, (v, index) in enumerate(zip(sub.program.invars, sub.ins, strict=True))
                     if op.ins[index] in alive and i not in changing
                 ]
-                store(sub.program, INSIDE.get(op.inside.storage, by), {*inner})
-    islands: Any = CHOOSE[by](flow_of(block)) if by != WRITTEN else {}
+                store(sub.program, INSIDE.get(op.inside.storage, by), {*inner}, fuse)
+    islands: Any = CHOOSE[by](flow_of(block, fuse)) if by != WRITTEN else {}
     steps: Any = block.ops
     if islands:
         units = in_order(block.ops, [island.ops for island in dict.fromkeys(islands.values())])

@@ -1,0 +1,477 @@
+"""Attention that is written by hand, as the fused kernel of the device.
+
+    out = softmax(factor * q k' + biases, masked) v
+
+What is matched is not a spelling: a softmax as `peepholes` finds it, what is affine in a matmul's
+result before it, and the matmul that alone reads it. Axes are told apart by what they run over:
+what both operands of the first matmul share are batches and heads, what is summed over are the
+keys, and what is left are the queries, the heads that share their keys among them. What changes the
+layout in between is seen through.
+
+The kernel computes what the operations would: a shift that is the same for a whole row cancels, and
+an entry that is masked by a large negative number has no weight, whatever the number is.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from mpjax._src import _jax
+from mpjax._src.autocast import fused, fused_kernels, positions
+from mpjax._src.autocast.forms import (
+    MASKED,
+    VIEWS,
+    Axes,
+    after,
+    before,
+    is_linear,
+    is_number,
+    is_same_along,
+    is_view,
+    narrowed,
+    own_axes,
+)
+from mpjax._src.autocast.fused import SUM, VALUE, Atom, Fusion, Labels, Term
+from mpjax._src.autocast.graph import Op, Value
+from mpjax._src.autocast.islands import Flow, Island, bound
+
+# How many values of a program are looked at for what shards a sequence.
+REACH = 256
+
+
+class Unfit(Exception):
+    """Why a fused kernel cannot run an attention."""
+
+
+def fuse(flow: Flow, found: list[Island]) -> None:
+    """Gives softmaxes that weigh values to the fused kernel of the device, where it takes them."""
+    for island in found if flow.fuse else ():
+        matmul = _attends(island, flow) if island.axes else None
+        if matmul is None:
+            continue
+        try:
+            island.fusion = _fuse(island, flow)
+            matmul.attention = island.fusion.describe()
+        except Unfit as why:
+            matmul.attention = f"xla: {why}"
+
+
+def _attends(island: Island, flow: Flow) -> Op | None:
+    """Returns the matmul that a softmax goes to, whatever it goes through."""
+    todo = [*island.results]
+    for value in todo:  # grows
+        for op in flow.readers.get(value, ()):
+            if op is not None and op.name == "dot_general":
+                return op
+            if op is not None and (is_view(op) or is_linear(op, value)):
+                todo += op.outs
+    return None
+
+
+# ---- the match ----------------------------------------------------------------------------------
+
+
+class Leaf(NamedTuple):
+    """What scores are changed by: an array, by which axes it is read, and the rest of `Term`."""
+
+    value: Value
+    axes: Axes
+    factor: float | None
+    kept: bool = True
+
+
+class Scores(NamedTuple):
+    """A matmul, its axes as a softmax sees them, what it is multiplied by, and what is between."""
+
+    matmul: Op
+    axes: Axes
+    factor: float
+    ops: tuple[Op, ...] = ()
+    leaves: tuple[Leaf, ...] = ()
+
+
+def _fuse(island: Island, flow: Flow) -> Fusion:
+    """Returns how a fused kernel runs a softmax with what is before and after it.
+
+    The island then holds all of that.
+    """
+    before_softmax, weights, summed = island.inputs[0], island.results[0], island.axes
+    if not island.whole:
+        raise Unfit("its rows do not sum to one")
+    if any(v.aval.dtype == np.bool_ for v in island.inputs):
+        raise Unfit("it is masked within the softmax, whose rows may be empty")
+    own = own_axes(before_softmax.aval.shape)
+    scores = _scores(before_softmax, own, island.rate, summed, flow)
+    matmul, place, where, views = _weighed(weights, flow)
+    _check_matmuls(scores.matmul, matmul)
+
+    atoms = [atom for axis in scores.axes for atom in axis]
+    keys = {a for d in summed for a in _split(own[d], atoms)}
+    first, queries, named, shared = _operands(scores.matmul, scores.axes, keys)
+    values, result = _values(matmul, place, _labels(where, atoms), keys, shared)
+    rows = [a for axis in queries for a in axis if a[0] != SUM and a not in shared]
+    leaves = [part for leaf in scores.leaves for part in _parts(leaf, flow)]
+    lines = [_lines(leaf, flow) for leaf in leaves]
+    sequence = _sequence(rows, keys, lines)
+    told, options = _causal(lines, sequence, keys)
+    left = [
+        _seen_through(leaf, flow) for leaf, known in zip(leaves, told, strict=True) if not known
+    ]
+    terms = [Term(_labels(leaf.axes, atoms), leaf.factor, leaf.kept) for leaf in left]
+
+    batch = _in_order(shared)
+    heads = batch[-1:] if len(batch) > 1 else ()
+    groups = (
+        batch[: len(batch) - len(heads)],
+        sequence,
+        heads,
+        tuple(a for a in rows if a not in sequence),
+        _in_order(keys),
+        tuple(a for axis in named for a in axis if a[0] == SUM),
+        tuple(a for axis in result for a in axis if a[0] == VALUE),
+    )
+    options = {"scale": scores.factor, **options}
+    operands = queries, named, values
+    fusion = Fusion(
+        "", matmul.half, operands, (*terms,), result, groups, tuple(sorted(options.items()))
+    )
+    inputs = [scores.matmul.ins[first], scores.matmul.ins[1 - first], matmul.ins[1 - place]]
+    inputs += [leaf.value for leaf in left]
+    given = [_jax.abstract(v.aval) for v in inputs]
+    operands_of = jax.eval_shape(lambda arrays: fused.arranged(fusion, arrays), given)
+    kernel, why_not = fused_kernels.choose(operands_of, options)
+    if not kernel:
+        raise Unfit(why_not)
+    for value, labels, along in zip(inputs, operands, (sequence, *[groups[4]] * 2), strict=False):
+        if _is_sharded(value, {d for d, axis in enumerate(labels) if {*axis} & {*along}}, flow):
+            raise Unfit("its sequence is sharded: a fused kernel takes whole ones")
+    _absorb(island, inputs, [scores.matmul, *scores.ops, *views, matmul], flow)
+    island.matmul = matmul
+    return fusion._replace(kernel=kernel)
+
+
+def _check_matmuls(*matmuls: Op) -> None:
+    for op in matmuls:
+        if (op.forced or op.rule) != "half" or not all(v.is_f32 for v in op.ins):
+            raise Unfit("one of its matmuls is not computed in half")
+        if op.params.get("out_sharding") is not None:
+            raise Unfit("one of its matmuls asks for a sharding")
+        if not all(isinstance(n, int) for v in op.ins for n in v.aval.shape):
+            raise Unfit("its shapes are symbolic")
+
+
+def _scores(
+    value: Value, axes: Axes | None, factor: float, summed: tuple[int, ...], flow: Flow
+) -> Scores:
+    """Returns the matmul that a value is affine in, given its axes and what it is multiplied by."""
+    op = flow.producer.get(value)
+    if op is None or axes is None or not value.is_f32:
+        raise Unfit("its scores are no matmul's")
+    if op.name == "dot_general":
+        return Scores(op, axes, factor)
+    if op.forced or op.eqn.effects:
+        raise Unfit(f"{op.name} of its scores has a dtype of its own")
+
+    def further(place: int, axes: Axes | None, factor: float, *leaves: Leaf) -> Scores:
+        found = _scores(op.ins[place], axes, factor, summed, flow)
+        return found._replace(ops=(*found.ops, op), leaves=(*found.leaves, *leaves))
+
+    if is_view(op) and op.ins[0].size == op.outs[0].size:
+        return further(0, before(op, axes), factor)
+    if op.name == "neg":
+        return further(0, axes, -factor)
+    if op.name in ("mul", "div"):
+        for place in (0, 1) if op.name == "mul" else (0,):
+            if is_number(other := op.ins[1 - place]):
+                number = float(np.asarray(other.const).reshape(()))
+                return further(
+                    place, axes, factor * number if op.name == "mul" else factor / number
+                )
+    if op.name in ("add", "sub", "add_any"):
+        return _of_sum(op, axes, factor, summed, flow, further)
+    if op.name == "select_n" and len(op.ins) == 3 and op.ins[0].aval.dtype == np.bool_:
+        for place, fill in ((2, op.ins[1]), (1, op.ins[2])):
+            if is_number(fill):
+                number = float(np.asarray(fill.const).reshape(()))
+                if not number * factor <= MASKED:
+                    raise Unfit(f"{number:g} in place of scores does not mask them")
+                chosen = Leaf(op.ins[0], _known(narrowed(op.ins[0], axes)), None, place == 2)
+                return further(place, axes, factor, chosen)
+    raise Unfit(f"{op.name} is taken of its scores")
+
+
+def _of_sum(op: Op, axes: Axes, factor: float, summed: Any, flow: Flow, further: Any) -> Scores:
+    """Reads a sum of scores and a bias; one that is the same for a whole row is a mere shift."""
+    reasons = []
+    for place in (0, 1):
+        other = op.ins[1 - place]
+        signs = [1.0, -1.0 if op.name == "sub" else 1.0]
+        bias = Leaf(other, _known(narrowed(other, axes)), factor * signs[1 - place])
+        shift = is_same_along(other, axes, summed, flow)
+        try:
+            return further(place, axes, factor * signs[place], *(() if shift else (bias,)))
+        except Unfit as why:
+            reasons.append(why)
+    raise reasons[0]
+
+
+def _weighed(value: Value, flow: Flow) -> tuple[Op, int, Axes, list[Op]]:
+    """Returns the matmul that alone reads a softmax, as which operand, its axes, the way there."""
+    axes: Axes | None = own_axes(value.aval.shape)
+    views: list[Op] = []
+    while True:
+        readers = flow.readers.get(value, [])
+        op = readers[0] if len(readers) == 1 else None
+        if op is None:
+            raise Unfit("its weights are read elsewhere, too")
+        if op.name == "dot_general" and op.ins[0] is not op.ins[1]:
+            return op, op.ins.index(value), _known(axes), views
+        if not is_view(op) or op.ins[0].size != op.outs[0].size:
+            raise Unfit(f"its weights go through {op.name}, as in a dropout or a scale")
+        axes = after(op, _known(axes))
+        views.append(op)
+        value = op.outs[0]
+
+
+# ---- axes ---------------------------------------------------------------------------------------
+
+
+def _known(axes: Axes | None) -> Axes:
+    if axes is None:
+        raise Unfit("its axes are mixed by a reshape")
+    return axes
+
+
+def _split(axis: Any, atoms: Sequence[Atom]) -> tuple[Atom, ...]:
+    """Returns the atoms that an axis runs over."""
+    found: list[Atom] = []
+    for place, stride, size in axis:
+        inside = [a for a in atoms if a[0] == place and stride <= a[1] < stride * size]
+        if math.prod(a[2] for a in inside) != size:
+            raise Unfit("its axes are mixed by a reshape")
+        found += sorted(inside, key=lambda a: -a[1])
+    return tuple(found)
+
+
+def _labels(axes: Axes, atoms: Sequence[Atom]) -> Labels:
+    return tuple(_split(axis, atoms) for axis in axes)
+
+
+def _in_order(atoms: Iterable[Atom]) -> tuple[Atom, ...]:
+    return tuple(sorted(atoms, key=lambda a: (a[0], -a[1])))
+
+
+def _operand_axes(matmul: Op, axes: Axes) -> list[Axes]:
+    """Returns the axes of a matmul's operands, given those of its result."""
+    contracting, batch = matmul.params["dimension_numbers"]
+    rest = iter(axes[len(batch[0]) :])
+    found = []
+    for value, summed, along in zip(matmul.ins, contracting, batch, strict=True):
+        known: dict[int, Any] = {d: axes[i] for i, d in enumerate(along)}
+        known |= dict.fromkeys(summed, ())
+        dims = range(len(value.aval.shape))
+        found.append(tuple(known[d] if d in known else next(rest) for d in dims))
+    return found
+
+
+def _operands(matmul: Op, axes: Labels, keys: set[Atom]) -> tuple[int, Labels, Labels, set[Atom]]:
+    """Returns which operand queries are, what the axes of both run over, and what both share."""
+    contracting, batch = matmul.params["dimension_numbers"]
+    shared = {a for axis in axes[: len(batch[0])] for a in axis}
+    labels = []
+    for value, of, summed in zip(matmul.ins, _operand_axes(matmul, axes), contracting, strict=True):
+        named = {d: ((SUM, i, value.aval.shape[d]),) for i, d in enumerate(summed)}
+        labels.append(tuple(named.get(d, axis) for d, axis in enumerate(of)))
+    for first in (0, 1):
+        own = {a for axis in labels[1 - first] for a in axis if a[0] != SUM} - shared
+        if own == keys:
+            return first, labels[first], labels[1 - first], shared
+    raise Unfit("its softmax is not over keys")
+
+
+def _values(
+    matmul: Op, place: int, weights: Labels, keys: set[Atom], shared: set[Atom]
+) -> tuple[Labels, Labels]:
+    """Returns what the axes of the values, and those of the result, run over."""
+    contracting, batch = matmul.params["dimension_numbers"]
+    if {a for d in contracting[place] for a in weights[d]} != keys:
+        raise Unfit("the matmul that reads it does not sum over keys")
+    if {a for d in batch[place] for a in weights[d]} != shared:
+        raise Unfit("values are not shared as keys are")
+    shape = matmul.ins[1 - place].aval.shape
+    pairs = ((*contracting[1 - place], *batch[1 - place]), (*contracting[place], *batch[place]))
+    known = {d: weights[p] for d, p in zip(*pairs, strict=True)}
+    values = tuple(known.get(d, ((VALUE, d, shape[d]),)) for d in range(len(shape)))
+    used = {*contracting[place], *batch[place]}
+    free = [
+        [axis for d, axis in enumerate(weights) if d not in used],
+        [axis for d, axis in enumerate(values) if d not in known],
+    ]
+    return values, (*(weights[d] for d in batch[place]), *free[place], *free[1 - place])
+
+
+def _is_sharded(value: Value, dims: set[int], flow: Flow) -> bool:
+    """Tells whether the program asks for a sharding of some axes of what a value is made from."""
+    todo: list[tuple[Value, Axes | None]] = [(value, own_axes(value.aval.shape))]
+    for made, axes in todo:  # grows
+        op = flow.producer.get(made)
+        if op is None or axes is None or len(todo) > REACH:
+            continue
+        if op.name == "sharding_constraint":
+            spec = getattr(op.params["sharding"], "spec", ())
+            along = {
+                place for axis, of in zip(axes, spec, strict=False) if of for place, *_ in axis
+            }
+            if along & dims:
+                return True
+        if op.name == "dot_general":
+            todo += zip(op.ins, _operand_axes(op, axes), strict=True)
+        elif is_view(op):
+            todo.append((op.ins[0], before(op, axes)))
+        else:
+            same = [v for v in op.ins if v.is_f32 and v.aval.shape == made.aval.shape]
+            todo += [(v, axes) for v in same]
+    return False
+
+
+# ---- masks --------------------------------------------------------------------------------------
+
+
+def _parts(leaf: Leaf, flow: Flow) -> Iterator[Leaf]:
+    """Yields masks of which each must let an entry count, in place of what combines them."""
+    if leaf.factor is not None:
+        yield leaf
+        return
+    seen = _seen_through(leaf, flow)
+    op = flow.producer.get(seen.value)
+    if op is None:
+        yield seen
+    elif op.name == "not":
+        yield from _parts(seen._replace(value=op.ins[0], kept=not leaf.kept), flow)
+    elif op.name == ("and" if leaf.kept else "or"):
+        for value in op.ins:
+            axes = _known(narrowed(value, seen.axes))
+            yield from _parts(seen._replace(value=value, axes=axes), flow)
+    elif op.name in ("ne", "gt", "eq") and (truth := _truth(op, seen, flow)) is not None:
+        yield from _parts(truth._replace(kept=leaf.kept == (op.name != "eq")), flow)
+    else:
+        yield seen
+
+
+def _truth(op: Op, leaf: Leaf, flow: Flow) -> Leaf | None:
+    """Returns the boolean whose zeros and ones are compared with zero."""
+    value, other = op.ins
+    if not is_number(other) or np.any(other.const):
+        return None
+    number = _seen_through(
+        leaf._replace(value=value, axes=_known(narrowed(value, leaf.axes))), flow
+    )
+    made = flow.producer.get(number.value)
+    if made is None or made.name != "convert_element_type":
+        return None
+    boolean = made.ins[0]
+    return number._replace(value=boolean) if boolean.aval.dtype == np.bool_ else None
+
+
+def _seen_through(leaf: Leaf, flow: Flow) -> Leaf:
+    """Returns the smallest array that another layout makes a leaf of."""
+    value, axes = leaf.value, leaf.axes
+    while (op := flow.producer.get(value)) is not None and op.name in VIEWS:
+        further = before(op, axes)
+        if further is None:
+            break
+        value, axes = op.ins[0], further
+    return leaf._replace(value=value, axes=axes)
+
+
+def _lines(leaf: Leaf, flow: Flow) -> "frozenset[positions.Line] | None":
+    """Returns the sums of positions that are at least zero where entries count, if that is all."""
+    known = positions.read(leaf.value, leaf.axes, flow)
+    if isinstance(known, positions.Line) and not known.slopes and leaf.factor is None:
+        return frozenset() if bool(known.constant) == leaf.kept else None
+    if not isinstance(known, positions.Choice):
+        return None
+    if leaf.factor is None:
+        yes, no = (bool(x) == leaf.kept for x in (known.yes, known.no))
+    else:
+        added = known.yes * leaf.factor, known.no * leaf.factor
+        if 0 not in added or not min(added) <= MASKED:
+            return None
+        yes, no = (x == 0 for x in added)
+    if yes and not no:
+        return known.lines
+    if no and not yes and len(known.lines) == 1:
+        return frozenset(map(positions.negated, known.lines))
+    return None
+
+
+def _sequence(rows: list[Atom], keys: set[Atom], lines: Sequence[Any]) -> tuple[Atom, ...]:
+    """Returns what queries are a sequence along: what masks compare with keys, or the longest."""
+    if len(keys) == 1:
+        for line in (line for found in lines for line in found or ()):
+            compared = [a for a, _ in line.slopes if a in rows]
+            if len(compared) == 1 and any(a in keys for a, _ in line.slopes):
+                return tuple(compared)
+    return tuple(sorted(rows, key=lambda a: a[2])[-1:])
+
+
+def _causal(
+    lines: Sequence[Any], sequence: tuple[Atom, ...], keys: set[Atom]
+) -> tuple[list[bool], dict[str, Any]]:
+    """Returns which masks a kernel is told in words, and these words."""
+    always = [found == frozenset() for found in lines]
+    if len(keys) != 1 or len(sequence) != 1:
+        return always, {"is_causal": False}
+    (row,), (column,) = sequence, keys
+    backward, forward = {(row, 1), (column, -1)}, {(row, -1), (column, 1)}
+
+    def is_causal(line):
+        return line.slopes == backward and line.constant == 0
+
+    def is_reach(line):
+        return line.slopes == forward and line.constant >= 0
+
+    told = [
+        found is not None and all(is_causal(line) or is_reach(line) for line in found)
+        for found in lines
+    ]
+    known = [line for found, yes in zip(lines, told, strict=True) if yes for line in found]
+    if not any(map(is_causal, known)):  # a window alone is no kernel's
+        return always, {"is_causal": False}
+    reaches = [line.constant for line in known if is_reach(line)]
+    return told, {
+        "is_causal": True,
+        **({"local_window_size": (min(reaches), 0)} if reaches else {}),
+    }
+
+
+# ---- what the kernel takes the place of ---------------------------------------------------------
+
+
+def _absorb(island: Island, inputs: list[Value], members: Sequence[Op], flow: Flow) -> None:
+    """Lets an island hold an attention, with all that serves nothing else."""
+    apart: set[Op] = set()
+    todo = [flow.producer[v] for v in inputs if v in flow.producer]
+    while todo:
+        op = todo.pop()
+        if op not in apart:
+            apart.add(op)
+            todo += [flow.producer[v] for v in op.ins if v in flow.producer]
+    inside: set[Op | None] = {*island.ops, *members}
+    for op in reversed(flow.block.ops):
+        readers = {r for v in op.outs for r in flow.readers.get(v, ())}
+        if readers and readers <= inside and op not in apart and not op.eqn.effects:
+            inside.add(op)
+    result = members[-1]
+    for op in filter(None, inside):
+        if op is not result and not inside.issuperset(
+            r for v in op.outs for r in flow.readers.get(v, ())
+        ):
+            raise Unfit("its scores are read elsewhere, too")
+    island.ops = [op for op in flow.block.ops if op in inside]
+    bound(island, flow)
+    island.inputs, island.free, island.sums = [*inputs], [], []
+    island.results = [*result.outs]
