@@ -70,6 +70,8 @@ READ = {
     "a float of positions": lambda: rows().astype(jnp.float32) >= columns().astype(jnp.float32),
     "a constant": lambda: jnp.asarray(CONSTANT),
     "a constant, compared": lambda: jnp.asarray(CONSTANT) > 2,
+    "sliced": lambda: jnp.tril(jnp.ones((1, 9, 8)))[:, :T, :S],
+    "a constant, sliced": lambda: jnp.asarray(np.tril(np.ones((9, 9), bool)))[:T, :S],
     "laid out": lambda: (rows() >= columns()).T[None].reshape(S, 1, T),
 }
 
@@ -89,6 +91,8 @@ UNREAD = {
     "bfloat16": lambda: rows().astype(jnp.bfloat16) >= 3,
     "few bits": lambda: rows().astype(jnp.int8) - columns().astype(jnp.int8) >= 0,
     "a float iota": lambda: jax.lax.iota(jnp.float32, T) >= 2,
+    "sliced from further": lambda: jnp.tril(jnp.ones((9, 9)))[1 : T + 1, :S],
+    "every other": lambda: jax.lax.slice(jnp.tril(jnp.ones((9, 9))), (0, 0), (9, 9), (2, 2)),
     "any constant": lambda: jnp.asarray(np.eye(T, dtype=bool)),
     "uneven steps": lambda: jnp.asarray(np.arange(T) ** 2),
     "an operation": lambda: jnp.sin(jnp.tri(T)),

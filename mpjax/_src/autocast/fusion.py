@@ -106,12 +106,11 @@ def _fuse(island: Island, flow: Flow) -> Fusion:
     own = own_axes(before_softmax.aval.shape)
     scores = _scores(before_softmax, own, island.rate, summed, flow)
     matmul, place, where, views = _weighed(weights, flow)
-    _check_matmuls(scores.matmul, matmul)
-
     atoms = [atom for axis in scores.axes for atom in axis]
     keys = {a for d in summed for a in _split(own[d], atoms)}
     first, queries, named, shared = _operands(scores.matmul, scores.axes, keys)
     values, result = _values(matmul, place, _labels(where, atoms), keys, shared)
+    _check_matmuls(scores.matmul, matmul)
     rows = [a for axis in queries for a in axis if a[0] != SUM and a not in shared]
     leaves = [part for leaf in scores.leaves for part in _parts(leaf, flow)]
     lines = [_lines(leaf, flow) for leaf in leaves]
@@ -342,13 +341,13 @@ def _is_sharded(value: Value, dims: set[int], flow: Flow) -> bool:
 
 def _parts(leaf: Leaf, flow: Flow) -> Iterator[Leaf]:
     """Yields masks of which each must let an entry count, in place of what combines them."""
-    if leaf.factor is not None:
-        yield leaf
-        return
     seen = _seen_through(leaf, flow)
     op = flow.producer.get(seen.value)
     if op is None:
         yield seen
+    elif leaf.factor is not None:
+        mask = _chosen(op, seen)
+        yield from (seen,) if mask is None else _parts(mask, flow)
     elif op.name == "not":
         yield from _parts(seen._replace(value=op.ins[0], kept=not leaf.kept), flow)
     elif op.name == ("and" if leaf.kept else "or"):
@@ -359,6 +358,17 @@ def _parts(leaf: Leaf, flow: Flow) -> Iterator[Leaf]:
         yield from _parts(truth._replace(kept=leaf.kept == (op.name != "eq")), flow)
     else:
         yield seen
+
+
+def _chosen(op: Op, leaf: Leaf) -> Leaf | None:
+    """Returns the mask that chooses between zero and a large negative number as a bias."""
+    if op.name != "select_n" or len(op.ins) != 3 or not all(map(is_number, op.ins[1:])):
+        return None
+    added = [float(np.asarray(v.const).reshape(())) * (leaf.factor or 0) for v in op.ins[1:]]
+    if 0 not in added or not min(added) <= MASKED:
+        return None
+    axes = _known(narrowed(op.ins[0], leaf.axes))
+    return Leaf(op.ins[0], axes, None, added.index(0) == 1)
 
 
 def _truth(op: Op, leaf: Leaf, flow: Flow) -> Leaf | None:

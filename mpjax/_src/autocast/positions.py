@@ -5,6 +5,7 @@ is read is not a spelling: comparisons of sums of positions, what a select or a 
 and what conjunctions make of those.
 """
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -74,6 +75,8 @@ def read(value: Value, axes: Axes | None, flow: Flow, depth: int = DEPTH) -> Kno
         return _iota(op, axes)
     if op.name in VIEWS:
         return read(op.ins[0], before(op, axes), flow, depth - 1)
+    if op.name == "slice" and not any(op.params["start_indices"]) and not op.params["strides"]:
+        return read(op.ins[0], axes, flow, depth - 1)  # where the first entries are the same
     if op.name == "convert_element_type":
         return _cast(operand(0), op.params["new_dtype"])
     if op.name == "neg":
@@ -107,6 +110,7 @@ def _constant(array: np.ndarray, axes: Axes) -> Known | None:
     """Reads a constant: equal steps, or one number up to the diagonal and another one above it."""
     if array.size > LARGEST:
         return None
+    array = array[tuple(slice(math.prod(size for *_, size in axis)) for axis in axes)]
     long = []
     for d, axis in enumerate(axes):
         first = array.take([0], d)
