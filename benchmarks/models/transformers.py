@@ -17,6 +17,7 @@ from .losses import array, classifier, cross_entropy, language_model
 class Block(nn.Module):
     heads: int
     spelled_out: bool = False
+    attention: Any = None
     dtype: Any = None
 
     @nn.compact
@@ -26,7 +27,7 @@ class Block(nn.Module):
         qkv = nn.Dense(3 * width, dtype=self.dtype)(y)
         q, k, v = jnp.split(qkv.reshape(*x.shape[:2], 3 * self.heads, -1), 3, axis=2)
         attend = softmax_attention if self.spelled_out else jax.nn.dot_product_attention
-        y = attend(q, k, v, is_causal=True)
+        y = (self.attention or attend)(q, k, v, is_causal=True)
         x = x + nn.Dense(width, dtype=self.dtype)(y.reshape(x.shape))
         y = nn.LayerNorm(dtype=self.dtype)(x)
         y = nn.Dense(4 * width, dtype=self.dtype)(y)
@@ -40,6 +41,7 @@ class GPT2(nn.Module):
     vocabulary: int = 50257
     context: int = 1024
     spelled_out: bool = False
+    attention: Any = None
     dtype: Any = None
 
     @nn.compact
@@ -48,13 +50,13 @@ class GPT2(nn.Module):
         position = nn.Embed(self.context, self.width, dtype=self.dtype)
         x = embed(tokens) + position(jnp.arange(tokens.shape[1]))
         for _ in range(self.layers):
-            x = Block(self.heads, self.spelled_out, self.dtype)(x)
+            x = Block(self.heads, self.spelled_out, self.attention, self.dtype)(x)
         x = nn.LayerNorm(dtype=self.dtype)(x)
         return embed.attend(x)
 
 
 def gpt2(dtype=None, batch=8, length=1024, **sizes):
-    """GPT-2; its attention is `jax.nn.dot_product_attention`, or spelled out."""
+    """GPT-2; its attention is `jax.nn.dot_product_attention`, spelled out, or a function given."""
     return language_model(GPT2(dtype=dtype, context=length, **sizes), batch, length)
 
 
@@ -70,6 +72,7 @@ class Encoder(nn.Module):
     vocabulary: int = 0
     norm_first: bool = False
     wide_softmax: bool = True
+    attention: Any = None
     dtype: Any = None
 
     @nn.compact
@@ -82,7 +85,7 @@ class Encoder(nn.Module):
         places = self.param("places", nn.initializers.normal(0.02), x.shape[1:])
         x = x + places.astype(x.dtype)
         for _ in range(self.layers):
-            x = self.around(x, self.attention)
+            x = self.around(x, self.attend)
             x = self.around(x, self.mlp)
         x = nn.LayerNorm(dtype=self.dtype)(x)
         return nn.Dense(1000, dtype=self.dtype)(x.mean(1))
@@ -91,8 +94,10 @@ class Encoder(nn.Module):
         norm = nn.LayerNorm(dtype=self.dtype)
         return x + layer(norm(x)) if self.norm_first else norm(x + layer(x))
 
-    def attention(self, x):
+    def attend(self, x):
         def attend(q, k, v, **_):
+            if self.attention:
+                return self.attention(q, k, v)
             return softmax_attention(q, k, v, wide=self.wide_softmax)
 
         return nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype, attention_fn=attend)(x)
