@@ -1,0 +1,78 @@
+"""What runs in a process of its own: rivals are built, timed and dropped. Answers are plain data."""
+
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.on_gpu import energy
+from benchmarks.on_gpu.cases import sizes_of
+
+FRAMEWORKS = {"jax": "jax_rivals", "torch": "torch_rivals"}
+SKIPPED, FAILED = "skipped", "failed"
+
+LIVE: dict[tuple[str, str], tuple[Callable[[int], float], Callable[[], float]]] = {}
+
+
+def framework_of(rival: str) -> str:
+    return "torch" if rival.startswith(("torch", "Transformer Engine")) else "jax"
+
+
+def attempt(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """Returns what a function returns, or a row that says what is missing or went wrong."""
+    try:
+        return function(*args)
+    except ImportError as error:
+        return {SKIPPED: first_line(error)}
+    except Exception as error:
+        if type(error).__name__ == "Skip":
+            return {SKIPPED: str(error)}
+        return {FAILED: f"{type(error).__name__}: {first_line(error)}"}
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def build(case: str, rival: str, smoke: bool) -> dict[str, Any]:
+    """Compiles a rival and runs it until its time is steady; returns what is known of it."""
+    framework = framework_of(rival)
+    if importlib.util.find_spec(framework) is None:
+        return {SKIPPED: f"{framework} is not installed"}
+    return attempt(_build, framework, case, rival, smoke)
+
+
+def _build(framework: str, case: str, rival: str, smoke: bool) -> dict[str, Any]:
+    module = importlib.import_module(f"benchmarks.on_gpu.{FRAMEWORKS[framework]}")
+    run, last, facts = module.build(case, sizes_of(case, smoke), rival, smoke)
+    run(1 if smoke else 3)
+    seconds = run(1) if smoke else run(3) / 3
+    LIVE[case, rival] = run, last
+    return {**facts, "warm_s": seconds}
+
+
+def run(case: str, rival: str, steps: int) -> dict[str, Any]:
+    """Returns the seconds of so many steps, and their joules where NVML tells them."""
+    read, _ = energy.meter()
+    before = read() if read else None
+    seconds = LIVE[case, rival][0](steps)
+    return {"seconds": seconds, "joules": read() - before if read and before else None}
+
+
+def drop(case: str, rival: str) -> float:
+    """Frees a rival; returns its last loss."""
+    _, last = LIVE.pop((case, rival))
+    return last()
+
+
+def device() -> dict[str, Any]:
+    """Returns what JAX calls its default device, and its platform."""
+    import jax
+
+    found = jax.devices()[0]
+    return {"kind": found.device_kind, "platform": found.platform}
+
+
+def ping() -> float:
+    return time.time()
