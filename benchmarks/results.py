@@ -40,7 +40,7 @@ class Results:
 
     @classmethod
     def open(cls, path: Path, *, fresh: bool = False, **settings: Any) -> "Results":
-        """Reads the rows of a file that were measured with the same versions, device and settings.
+        """Reads the rows of a file that were measured with the same JAX, device and settings.
 
         Args:
             path: The file; it need not exist.
@@ -50,11 +50,7 @@ class Results:
         head = {"device": device(), "versions": versions(), **settings}
         stored = json.loads(path.read_text()) if path.exists() else {}
         cases = stored.pop("cases", {})
-        same = {**stored, "date": None, "command": None} == {
-            **_plain(head),
-            "date": None,
-            "command": None,
-        }
+        same = _comparable(stored) == _comparable(_plain(head))
         if cases and not same:
             return cls(path, head, {}, stored, fresh)
         return cls(path, head, cases, None, fresh)
@@ -95,6 +91,12 @@ def device() -> str:
     """Returns what the device at hand calls itself, and of a CPU how many cores there are."""
     kind = jax.devices()[0].device_kind
     return f"{kind}, {os.cpu_count()} cores" if jax.default_backend() == "cpu" else kind
+
+
+def _comparable(head: Row) -> Row:
+    """Returns what rows must share to stand in one table: not flax's version, nor the date."""
+    compilers = {name: head.get("versions", {}).get(name) for name in ("jax", "jaxlib")}
+    return {**head, "versions": compilers, "date": None, "command": None}
 
 
 def _plain(data: Any) -> Any:

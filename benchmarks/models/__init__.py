@@ -66,6 +66,31 @@ TITLES = {
     "ode": "Neural ODE",
 }
 
+# Sizes for tests, and to see whether something runs.
+_TEXT = {"batch": 2, "length": 16, "width": 32, "heads": 2, "vocabulary": 64}
+_IMAGES = {"batch": 2, "size": 32}
+SMALL = {
+    **{name: {**_TEXT, "layers": 1} for name in ("gpt2", "gpt2_medium", "gpt2_softmax", "bert")},
+    **{
+        name: {**_TEXT, "layers": 2, "groups": 1}
+        for name in ("llama", "llama_remat", "llama_unrolled")
+    },
+    "vit": {**_IMAGES, "width": 32, "heads": 2, "layers": 1},
+    "t5": {**_TEXT, "answer": 8, "layers": 1, "hidden": 64},
+    **{
+        name: {**_TEXT, "groups": 1, "hidden": 64, "layers": 1}
+        for name in ("moe_onehot", "moe_ragged")
+    },
+    "resnet50": {**_IMAGES, "blocks": (1, 1)},
+    "convnext": {**_IMAGES, "blocks": (1, 1), "widths": (8, 16)},
+    "efficientnet": {**_IMAGES, "stages": ((1, 16, 1, 1, 3), (6, 24, 1, 2, 3))},
+    "unet": {**_IMAGES, "widths": (8, 16)},
+    "ddpm": {**_IMAGES, "widths": (32, 32), "blocks": 1},
+    "lstm": {"batch": 2, "length": 8, "width": 16, "layers": 1, "vocabulary": 64},
+    "mamba": {"batch": 2, "length": 8, "width": 32, "state": 4, "layers": 1, "vocabulary": 64},
+    "ode": {"steps": 2, "batch": 2, "width": 8},
+}
+
 
 def training_step(loss, optimizer):
     """Returns the step that trains a loss of ``(params, rest, batch)``."""
