@@ -35,9 +35,13 @@ class Options:
         parts: Which of its ``PARTS``.
         smoke: Small models and few rounds: does it run at all?
         fresh: Measure anew what is recorded.
+        budget: Seconds after which a suite that heeds it starts nothing more.
+        cache: Where such a suite keeps compiled programs.
     """
 
     cases: tuple[str, ...]
     parts: tuple[str, ...] = ()
     smoke: bool = False
     fresh: bool = False
+    budget: float = 470.0
+    cache: Path | None = None

@@ -24,6 +24,8 @@ FOUND = [name for name in SUITES if importlib.util.find_spec(f"benchmarks.{name}
 @click.option("--smoke", is_flag=True, help="Small and few, to a temporary file: does it run?")
 @click.option("--fresh", is_flag=True, help="Measure anew what is recorded; else it is resumed.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON; default: benchmarks/results.")
+@click.option("--budget", default=470.0, help="Of each of the GPU's parts, in seconds.")
+@click.option("--cache", type=click.Path(path_type=Path), help="The GPU's compiled programs.")
 @click.option("--list", "listing", is_flag=True, help="What there is to measure.")
 @click.option("--page", is_flag=True, help="Write docs/performance.md from the JSON.")
 def main(
@@ -33,6 +35,8 @@ def main(
     smoke: bool,
     fresh: bool,
     out: Path | None,
+    budget: float,
+    cache: Path | None,
     listing: bool,
     page: bool,
 ) -> None:
@@ -49,6 +53,8 @@ def main(
             parts=chosen("--part", parts, getattr(module, "PARTS", ())),
             smoke=smoke,
             fresh=fresh,
+            budget=budget,
+            cache=cache,
         )
         problems = measure(suite, module, options, out)
     if page:

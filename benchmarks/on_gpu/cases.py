@@ -10,8 +10,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {**GPT2, "layers": 12, "width": 768, "heads": 12},
     "resnet50": {"batch": 256, "size": 224, "blocks": (3, 4, 6, 3)},
     "bert": {
-        **{"batch": 32, "length": 512, "vocabulary": 30522},
-        **{"layers": 12, "width": 768, "heads": 12},
+        "batch": 32,
+        "length": 512,
+        "vocabulary": 30522,
+        "layers": 12,
+        "width": 768,
+        "heads": 12,
     },
     "gpt2_medium": {**GPT2, "layers": 24, "width": 1024, "heads": 16},
     "vit": {"batch": 128, "size": 224, "layers": 12, "width": 768, "heads": 12},
@@ -50,6 +54,4 @@ def step_flops(case: str, sizes: dict[str, Any], parameters: int) -> float | Non
     length = sizes.get("length") or math.prod((sizes["size"] // 16,) * 2)
     looked_up = sizes["vocabulary"] * sizes["width"] if case == "bert" else 0
     tokens = sizes["batch"] * length
-    return train_flops(
-        parameters - looked_up, sizes["layers"], sizes["width"], length, tokens
-    )
+    return train_flops(parameters - looked_up, sizes["layers"], sizes["width"], length, tokens)

@@ -39,6 +39,11 @@ def environment(cache: Path) -> dict[str, str]:
     }
 
 
+def prepare(variables: dict[str, str]) -> None:
+    """Runs first in a process: what JAX and PyTorch read, they read when they are imported."""
+    os.environ.update(variables)
+
+
 @contextlib.contextmanager
 def child(variables: dict[str, str], left: Callable[[], float]) -> Iterator[Call]:
     """Starts a process; yields what calls a function in it, within the budget, and ends it.
@@ -48,7 +53,10 @@ def child(variables: dict[str, str], left: Callable[[], float]) -> Iterator[Call
         left: Returns the seconds that a call may take.
     """
     pool = concurrent.futures.ProcessPoolExecutor(
-        1, multiprocessing.get_context("spawn"), initializer=os.environ.update, initargs=(variables,)
+        1,
+        multiprocessing.get_context("spawn"),
+        initializer=prepare,
+        initargs=(variables,),
     )
     try:
         process = pool.submit(os.getpid).result(max(left(), 1))

@@ -1,139 +1,84 @@
-"""Training steps of one float32 model under mpjax and its rivals in JAX."""
+"""The rivals in JAX, mpjax among them: those of `benchmarks.rivals`, at a dtype and a setting."""
 
+import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import mpjax
-from benchmarks.models import MODELS, training_step
 from benchmarks.on_gpu.cases import labels
-
-# mpjax by policy. A policy that fuses attention by itself is one more line here.
-POLICIES = {
-    "mpjax": "mixed_bfloat16",
-    "mpjax lean": "mixed_bfloat16,storage=lean",
-    "mpjax fused": "mixed_bfloat16",  # and `mpjax.dot_product_attention` in the model
-}
-
-Step = tuple[Any, Callable[..., Any]]  # the first state, and (state, batch) -> (state, loss)
+from benchmarks.rivals import lacks, program
 
 
 class Skip(Exception):
     """Says why a rival cannot run here."""
 
 
-def model_of(case: str, sizes: dict[str, Any], dtype: Any = None, attention: Any = None):
-    if attention is not None:
-        sizes = {**sizes, "attention": attention}
-    return MODELS[case](dtype=dtype, **sizes)
-
-
 def cudnn(query, key, value, is_causal=False):
+    """cuDNN's attention, as one asks for it by hand."""
+    if jax.default_backend() != "gpu":
+        raise Skip("cuDNN's attention needs a GPU")
     return jax.nn.dot_product_attention(
         query, key, value, is_causal=is_causal, implementation="cudnn"
     )
 
 
-def plain(loss: Callable, optimizer: Any, params: Any, rest: Any) -> Step:
-    state = params, rest, jax.jit(optimizer.init)(params)
-    return state, training_step(loss, optimizer)
+class Way(NamedTuple):
+    """A name of `benchmarks.rivals.RIVALS`, the half dtype, the attention, and what float32 is."""
+
+    rival: str
+    half: str = "bfloat16"
+    attention: Any = None
+    precision: str | None = None
 
 
-def with_policy(case, sizes, rival, params, rest) -> Step:
-    attention = mpjax.dot_product_attention if rival == "mpjax fused" else None
-    loss, _, _, _, optimizer = model_of(case, sizes, attention=attention)
-    return plain(mpjax.autocast(loss, POLICIES[rival]), optimizer, params, rest)
-
-
-def with_scale(case, sizes, rival, params, rest) -> Step:
-    """mpjax's float16, its loss scale dynamic."""
-    loss, _, _, _, optimizer = model_of(case, sizes)
-
-    def loss_fn(params, batch, model_state):
-        return loss(params, model_state, batch)
-
-    init, step = mpjax.build_train_step(loss_fn, optimizer, "mixed_float16")
-
-    def to_loss(state, batch):
-        state, metrics = step(state, batch)
-        return state, metrics["loss"]
-
-    return init(params, model_state=rest), to_loss
-
-
-def in_float32(case, sizes, rival, params, rest) -> Step:
-    """Float32 as it is written, or with matmuls rounded to TF32, which JAX does by default."""
-    loss, _, _, _, optimizer = model_of(case, sizes)
-    state, step = plain(loss, optimizer, params, rest)
-
-    def precise(state, batch):
-        with jax.default_matmul_precision("highest"):
-            return step(state, batch)
-
-    return state, step if rival == "float32, TF32" else precise
-
-
-def by_hand(case, sizes, rival, params, rest) -> Step:
-    """flax's ``dtype=``, with XLA's attention or with cuDNN's."""
-    fused = rival == "by hand, fused"
-    if fused and jax.default_backend() != "gpu":
-        raise Skip("cuDNN's attention needs a GPU")
-    loss, _, _, _, optimizer = model_of(case, sizes, jnp.bfloat16, cudnn if fused else None)
-    return plain(loss, optimizer, params, rest)
-
-
-def with_jmp(case, sizes, rival, params, rest) -> Step:
-    """jmp's casts at the boundary."""
-    import jmp
-
-    policy = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
-    loss, _, _, _, optimizer = model_of(case, sizes)
-
-    def cast(params, rest, batch):
-        value, new = loss(policy.cast_to_compute(params), rest, policy.cast_to_compute(batch))
-        return policy.cast_to_output((value, new))
-
-    return plain(cast, optimizer, params, rest)
-
-
-def with_dynamic_scale(case, sizes, rival, params, rest) -> Step:
-    """flax's ``dtype=float16`` and `DynamicScale`, as in its ImageNet example."""
-    from flax.training.dynamic_scale import DynamicScale
-
-    loss, _, _, _, optimizer = model_of(case, sizes, jnp.float16)
-
-    def step(state, batch):
-        params, rest, opt, scale = state
-        scale, finite, (value, new_rest), grads = scale.value_and_grad(loss, has_aux=True)(
-            params, rest, batch
-        )
-        updates, new_opt = optimizer.update(grads, opt, params)
-        new = optax.apply_updates(params, updates), new_rest, new_opt
-        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, rest, opt))
-        return (*kept, scale), value
-
-    scale = jax.tree.map(jnp.asarray, DynamicScale())
-    return (params, rest, jax.jit(optimizer.init)(params), scale), step
-
-
-RIVALS: dict[str, Callable[..., Step]] = {
-    **dict.fromkeys(POLICIES, with_policy),
-    "mpjax float16": with_scale,
-    "float32": in_float32,
-    "float32, TF32": in_float32,
-    "by hand": by_hand,
-    "by hand, fused": by_hand,
-    "jmp": with_jmp,
-    "DynamicScale float16": with_dynamic_scale,
+# JAX's default precision lets the tensor cores round float32 to TF32; "highest" does not.
+# A policy that fuses attention by itself will be one more line, beside "mpjax fused".
+RIVALS = {
+    "mpjax": Way("autocast"),
+    "mpjax fused": Way("autocast", attention=mpjax.dot_product_attention),
+    "mpjax lean": Way("autocast, lean"),
+    "mpjax float16": Way("build_train_step", "float16"),
+    "float32": Way("float32", precision="highest"),
+    "float32, TF32": Way("float32"),
+    "by hand": Way("by hand"),
+    "by hand, fused": Way("by hand", attention=cudnn),
+    "jmp": Way("jmp"),
+    "mixed-precision-for-JAX": Way("mixed-precision-for-JAX"),
+    "DynamicScale float16": Way("flax DynamicScale", "float16"),
 }
 
 
-def arrays(case: str, sizes: dict[str, Any]) -> tuple[Any, Any, Any]:
+def program_of(case: str, sizes: dict[str, Any], rival: str) -> Any:
+    """Returns a rival's `benchmarks.rivals.Program`.
+
+    Raises:
+        Skip: If it cannot run here.
+    """
+    way = RIVALS[rival]
+    if why := lacks(way.rival):
+        raise Skip(why)
+    if case.startswith("gpt2") and way[:2] == ("flax DynamicScale", "float16") and on_cpu():
+        raise Skip("XLA:CPU has no float16 algorithm for jax.nn.dot_product_attention")
+    attention = {"attention": way.attention} if way.attention else {}
+    return program(case, way.rival, way.half, **sizes, **attention)
+
+
+def precisely(rival: str) -> Any:
+    """Returns the context that a rival's step is traced in."""
+    precision = RIVALS[rival].precision
+    return jax.default_matmul_precision(precision) if precision else contextlib.nullcontext()
+
+
+def on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
+
+
+def arrays(program: Any, sizes: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Returns parameters, the rest and a batch, the same for every rival."""
     rng = np.random.default_rng(0)
 
@@ -148,31 +93,34 @@ def arrays(case: str, sizes: dict[str, Any]) -> tuple[Any, Any, Any]:
         values = rng.standard_normal(leaf.shape, dtype=np.float32) / np.float32(np.sqrt(fan_in))
         return jnp.asarray(values, leaf.dtype)
 
-    _, params, rest, batch, _ = model_of(case, sizes)
-    return jax.tree.map_with_path(draw, (params, rest, batch))
+    return jax.tree.map_with_path(draw, (program.params, program.rest, program.batch))
 
 
 def build(
     case: str, sizes: dict[str, Any], rival: str, smoke: bool
 ) -> tuple[Callable[[int], float], Callable[[], float], dict[str, Any]]:
     """Returns what does so many steps and returns their seconds, the last loss, and facts."""
-    params, rest, batch = arrays(case, sizes)
+    found = program_of(case, sizes, rival)
+    params, rest, batch = arrays(found, sizes)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    state, step = RIVALS[rival](case, sizes, rival, params, rest)
-    jitted = jax.jit(step, donate_argnums=0)
+    state = jax.jit(found.init)(params, rest)
+    del params, rest
+    jitted = jax.jit(found.step, donate_argnums=0)
     start = time.perf_counter()
-    state, loss = jax.block_until_ready(jitted(state, batch))
-    facts = {"parameters": int(count), "first_call_s": round(time.perf_counter() - start, 2)}
+    with precisely(rival):
+        compiled = jitted.lower(state, batch).compile()
+    facts = {"parameters": int(count), "compile_s": round(time.perf_counter() - start, 2)}
+    state, out = jax.block_until_ready(compiled(state, batch))
 
     def run(steps: int) -> float:
-        nonlocal state, loss
+        nonlocal state, out
         start = time.perf_counter()
         for _ in range(steps):
-            state, loss = jitted(state, batch)
-        jax.block_until_ready((state, loss))
+            state, out = compiled(state, batch)
+        jax.block_until_ready((state, out))
         return time.perf_counter() - start
 
-    return run, lambda: float(loss), facts
+    return run, lambda: float(out["loss"] if isinstance(out, dict) else out), facts
 
 
 def device() -> str:
