@@ -33,7 +33,7 @@ def run(options: Any, results: Any, left: Callable[[], float], variables: dict[s
         and not (way == "mpjax fused" and case == "resnet50")
     ]
     with contextlib.suppress(children.Late):
-        for case, way in tqdm(todo, unit="program"):
+        for case, way in tqdm(todo, unit="program", disable=None):
             if left() <= 0:
                 return
             try:
@@ -47,7 +47,7 @@ def measure(options, case, way, left, variables) -> dict[str, Any]:
     """Returns a row: the four figures, and their differences."""
     row = {}
     with children.child(variables, left) as call:
-        device = call(worker.device)
+        kind = call(memory_worker.kind)
         row |= call(worker.attempt, memory_worker.compiled, case, way, options.smoke)
     if "compiled" not in row:
         return row
@@ -55,7 +55,6 @@ def measure(options, case, way, left, variables) -> dict[str, Any]:
         row |= call(worker.attempt, memory_worker.peak, case, way, options.smoke)
     blind = {**variables, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     with children.child(blind, left) as call:
-        kind = device["kind"]
         found = call(worker.attempt, memory_worker.predicted, case, way, options.smoke, kind)
     why = found.get("skipped") or found.get("failed")
     return with_differences(row | ({"no_prediction": why} if why else found))

@@ -11,6 +11,11 @@ from benchmarks.on_gpu.flops import target_of
 from benchmarks.on_gpu.jax_rivals import Skip, arrays, precisely, program_of
 
 
+def kind() -> str:
+    """Returns what the device at hand calls itself."""
+    return jax.local_devices()[0].device_kind
+
+
 def step_of(found: Any) -> Any:
     return jax.jit(found.step, donate_argnums=0)
 

@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[2]
-CASE = "tests"
+CASE, ALL = "tests", "all"  # the row that says how many files there are
 SMOKE = ("tests/test_dtypes.py",)
 AT_ONCE = 8
 COUNTS = ("tests", "failures", "errors", "skipped")
@@ -23,16 +23,20 @@ COUNTS = ("tests", "failures", "errors", "skipped")
 def run(options: Any, results: Any, left: Callable[[], float], variables: dict[str, str]) -> None:
     """Runs the files that were not run yet, until the budget is spent."""
     if importlib.util.find_spec("pytest") is None:
-        results.put(CASE, "all", {"skipped": "pytest is not installed"})
+        results.put(CASE, ALL, {"skipped": "pytest is not installed"})
         return
-    files = [f for f in (SMOKE if options.smoke else found()) if results.get(CASE, f) is None]
+    every = SMOKE if options.smoke else found()
+    results.put(CASE, ALL, {"files": len(every)})
+    files = [file for file in every if results.get(CASE, file) is None]
     # Tests set flags of their own, and are not to meet programs that others compiled.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     environment["JAX_PLATFORMS"] = "cpu" if options.smoke else "cuda"
     workers = min(AT_ONCE, os.cpu_count() or 1)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         running = {pool.submit(run_file, file, environment, left): file for file in files}
-        for future in tqdm(concurrent.futures.as_completed(running), total=len(files), unit="file"):
+        for future in tqdm(
+            concurrent.futures.as_completed(running), total=len(files), unit="file", disable=None
+        ):
             if (row := future.result()) is not None:
                 results.put(CASE, running[future], row)
 

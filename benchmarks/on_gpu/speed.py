@@ -43,11 +43,10 @@ def run(options: Any, results: Any, left: Callable[[], float], variables: dict[s
     """Measures what is missing, until the budget is spent."""
     todo = [
         (case, [rival for rival in tier if applies(case, rival) and missing(results, case, rival)])
-        for rank, tier in enumerate(TIERS)
-        for case in (options.cases[:1] if options.smoke and rank else options.cases)
+        for case, tier in order(options)
     ]
     with (
-        tqdm(total=sum(len(rivals) for _, rivals in todo), unit="rival") as bar,
+        tqdm(total=sum(len(rivals) for _, rivals in todo), unit="rival", disable=None) as bar,
         processes(options.smoke, variables, left) as started,
         contextlib.suppress(children.Late),
     ):
@@ -55,6 +54,17 @@ def run(options: Any, results: Any, left: Callable[[], float], variables: dict[s
         for case, rivals in todo:
             if rivals and left() > 0:
                 measure(bench, case, rivals, bar)
+
+
+def order(options: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yields models and rivals; in a trial all rivals of the first model, and one of the others."""
+    for tier in TIERS:
+        for case in options.cases:
+            few = options.smoke and case != options.cases[0]
+            if not few:
+                yield case, tier
+            elif tier is TIERS[0]:
+                yield case, tier[:1]
 
 
 def applies(case: str, rival: str) -> bool:

@@ -6,6 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.on_gpu.repository_tests import ALL
 from benchmarks.on_gpu.statistics import quotient
 
 WIDTH = 120  # where nobody says how wide it is
@@ -74,12 +75,12 @@ def tests(rows: dict[str, dict[str, Any]]) -> Table:
     for name, row in rows.items():
         if why := reason(row):
             table.add_row(name, why)
-        elif row["failures"] or len(rows) == 1:
+        elif row.get("failures"):
             counts = (str(row[key]) for key in ("passed", "failures", "left_out"))
             table.add_row(name, *counts, "\n".join(row["names"]))
     counted = [row for row in rows.values() if "passed" in row]
     sums = (str(sum(row[key] for row in counted)) for key in ("passed", "failures", "left_out"))
-    table.add_row(f"{len(rows)} files", *sums)
+    table.add_row(f"{len(counted)} of {rows.get(ALL, {}).get('files')} files", *sums)
     return table
 
 
