@@ -2,7 +2,7 @@
 
 import dataclasses
 import datetime
-import importlib.metadata
+import importlib
 import json
 import os
 import tempfile
@@ -84,7 +84,7 @@ class Results:
 
 def versions() -> dict[str, str]:
     """Returns the versions that figures depend on."""
-    return {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {name: importlib.import_module(name).__version__ for name in PACKAGES}
 
 
 def device() -> str:

@@ -169,8 +169,7 @@ def figures(case: str, smoke: bool, name: str, facts: dict, times: dict) -> dict
         "mfu": share,
         "joules": statistics.mean(joules) if joules else None,
         **({} if joules else {"no_joules": facts["no_joules"]}),
-        "parameters": facts["parameters"],
-        "compile_s": facts["compile_s"],
+        **{key: facts[key] for key in ("parameters", "compile_s", "torch") if key in facts},
         "times_slower": {
             ours: paired_ratio(seconds, times[ours]["seconds"])
             for ours in OURS
