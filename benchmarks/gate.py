@@ -74,8 +74,8 @@ def show(name: str, found: Row, beside: dict[str, Row]) -> None:
     """Prints a row, and its ratios to others."""
     if FAILED in found:
         return
-    click.echo(f"{name:<34}" + "".join(f"{key} {found[key]:<12g}" for key in JUDGED))
+    click.echo(f"{name:<34}" + "".join(f"{f'{key} {found[key]:g}':<21}" for key in JUDGED))
     for other, row in beside.items():
         if other not in OURS and FAILED not in row:
-            ratios = (f"{key} {found[key] / row[key]:<11.3f}x" for key in JUDGED)
-            click.echo(f"{'    of ' + other:<34}" + "".join(ratios))
+            ratios = (f"{key} {found[key] / row[key]:.3f}x" for key in JUDGED)
+            click.echo(f"{'    of ' + other:<34}" + "".join(f"{ratio:<21}" for ratio in ratios))

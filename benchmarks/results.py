@@ -105,4 +105,4 @@ def _plain(data: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:,.5g}" if isinstance(value, float) else str(value)
