@@ -49,6 +49,7 @@ COMPILED = {
         ("jmp", "mixed-precision-for-JAX", "flax DynamicScale", "build_train_step"),
     ),
     "softmax": ("h100", ("bert", "vit"), ("by hand, half softmax",)),
+    "scores": ("h100", ("gpt2", "gpt2_softmax", "bert", "vit"), ("autocast, half scores",)),
     **{target: (target, CASES, FIRST[:3]) for target in ("v100", "a100-80", "b200", "v5e")},
 }
 # With a loss scale, as float16 is trained.
@@ -58,7 +59,7 @@ BATCHES = {
     "batch-v100": ("v100", "resnet50", ("float32", "autocast", "by hand", "autocast, lean"), 8),
     "batch-a100-40": ("a100-40", "bert", ("float32", "autocast", "by hand", "autocast, lean"), 2),
 }
-PARTS = (*list(COMPILED)[:3], *BATCHES, *list(COMPILED)[3:])
+PARTS = (*list(COMPILED)[:4], *BATCHES, *list(COMPILED)[4:])
 
 
 def run(options: Options, results: Results) -> None:
