@@ -64,6 +64,7 @@ PARTS = (*list(COMPILED)[:4], *BATCHES, *list(COMPILED)[4:])
 
 def run(options: Options, results: Results) -> None:
     """Compiles what is not measured yet."""
+    on_the_cpu()
     for part in options.parts:
         if part in BATCHES:
             target, model, rivals, multiple = BATCHES[part]
@@ -79,6 +80,11 @@ def run(options: Options, results: Results) -> None:
                 if model in options.cases and not results.get(f"{target}/{model}", rival):
                     sizes = SMALL[model] if options.smoke else {}
                     results.put(f"{target}/{model}", rival, figures(target, model, rival, sizes))
+
+
+def on_the_cpu() -> None:
+    """Keeps JAX off the devices at hand: compilers of others run in a process of their own."""
+    jax.config.update("jax_platforms", "cpu")
 
 
 def figures(target: str, model: str, rival: str, sizes: dict[str, Any]) -> Row:

@@ -12,7 +12,7 @@ compared. ``--fresh`` records anew.
 import click
 
 from benchmarks import Options
-from benchmarks.aot import SETTINGS, figures
+from benchmarks.aot import SETTINGS, figures, on_the_cpu
 from benchmarks.results import FAILED, SKIPPED, Results, Row
 
 __all__ = ["SETTINGS"]
@@ -39,6 +39,7 @@ CASES = {
 
 def run(options: Options, results: Results) -> list[str]:
     """Records what is not recorded; returns where autocast is worse than what is."""
+    on_the_cpu()
     if results.other and not options.fresh:
         click.echo(f"Not compared: recorded with {results.other.get('versions')}. --fresh records.")
         return []
