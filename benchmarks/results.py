@@ -47,7 +47,8 @@ class Results:
             fresh: Treat the rows as not measured yet, though they stay until they are replaced.
             **settings: Whatever else rows must have in common, "device" and "command" among them.
         """
-        head = {"device": device(), "versions": versions(), **settings}
+        settings = settings if "device" in settings else {"device": device(), **settings}
+        head = {"versions": versions(), **settings}
         stored = json.loads(path.read_text()) if path.exists() else {}
         cases = stored.pop("cases", {})
         same = _comparable(stored) == _comparable(_plain(head))
@@ -105,4 +106,4 @@ def _plain(data: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:,.5g}" if isinstance(value, float) else str(value)

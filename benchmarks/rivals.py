@@ -113,6 +113,7 @@ def with_dynamic_scale(make, half):
 
 
 def autocast(make, half, suffix=""):
+    """mpjax, its policy that of the half dtype with a suffix of the policies' grammar."""
     loss, *_, optimizer = make()
     return plainly(mpjax.autocast(loss, f"mixed_{half}{suffix}"), optimizer)
 
@@ -143,6 +144,7 @@ RIVALS = {
     "flax DynamicScale": with_dynamic_scale,
     "autocast": autocast,
     "autocast, lean": functools.partial(autocast, suffix=",storage=lean"),
+    "autocast, half scores": functools.partial(autocast, suffix=',half_ops=["dot_general"]'),
     "build_train_step": whole_step,
 }
 NEEDS = {"mixed-precision-for-JAX": "mpx"}

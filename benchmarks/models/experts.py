@@ -33,7 +33,7 @@ def one_hot_experts(x, p, chosen, shares):
     seats = jax.nn.one_hot(place.sum(-1).astype(jnp.int32), capacity)
     seated = picks[..., None] * seats[..., None, :]
     seated = seated.reshape(batch, length, CHOICES, experts, capacity)
-    combine = jnp.einsum("blkec,blk->blec", seated, shares).astype(x.dtype)
+    combine = (seated * shares[..., None, None]).sum(2).astype(x.dtype)
     dispatch = seated.sum(2).astype(x.dtype)
     y = jnp.einsum("blec,blw->ebcw", dispatch, x)
     y = jax.nn.gelu(jnp.einsum("ebcw,ewh->ebch", y, p["up"]))
