@@ -16,7 +16,7 @@ COMPILED = "torch autocast, compile"
 BY_HAND = {"by hand": "mpjax", "by hand, fused": "mpjax fused"}  # like beside like
 
 Rows = dict[str, dict[str, dict[str, Any]]]
-# (model, rival, mpjax's way or None for the faster one, bound, what is to be shown of the ratio)
+# (model, rival, mpjax's way or None for the faster one, how many times faster, what is to be shown)
 RATIOS = (
     *((case, COMPILED, None, 1.0, faster) for case in SIZES),
     *((case, hand, way, 1.0, not_slower) for case in SIZES for hand, way in BY_HAND.items()),
@@ -45,20 +45,14 @@ def found(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
     for case, rival, way, bound, shown in RATIOS:
         if not speed.applies(case, rival):
             continue
-        ratios = rows.get(f"speed {case}", {}).get(rival, {}).get("times_slower", {})
-        taken = [way] if way else sorted(ratios, key=lambda w: -ratios[w]["median"])
+        ratios = rows.get(f"speed {case}", {}).get(rival, {}).get("ratios", {})
+        taken = [f"{way} / {rival}"] if way else sorted(ratios, key=lambda w: ratios[w]["median"])
         ratio = ratios.get(taken[0]) if taken else None
         rule = "faster than" if shown is faster else "not slower than"
         times = f"{bound:g} times " if bound != 1 else ""
-        yield (
-            f"{case}: {rule} {times}{rival}",
-            {
-                "bound": bound,
-                "found": ratio,
-                "way": taken[0] if taken else None,
-                "met": shown(ratio, bound) if ratio else None,
-            },
-        )
+        met = shown(ratio, 1 / bound) if ratio else None
+        which = {"ratio": taken[0]} if ratio else {}
+        yield f"{case}: {rule} {times}{rival}", _row(1 / bound, ratio, met) | which
     for case, bound in MFU:
         ours = [rows.get(f"speed {case}", {}).get(way, {}) for way in speed.OURS]
         best = max((row["mfu"] for row in ours if row.get("mfu")), default=None)

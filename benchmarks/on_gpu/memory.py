@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.on_gpu import children, memory_worker, worker
+from benchmarks.on_gpu import children, worker
 
 WAYS = ("mpjax", "float32", "mpjax lean", "mpjax fused")
 
@@ -47,15 +47,15 @@ def measure(options, case, way, left, variables) -> dict[str, Any]:
     """Returns a row: the four figures, and their differences."""
     row = {}
     with children.child(variables, left) as call:
-        kind = call(memory_worker.kind)
-        row |= call(worker.attempt, memory_worker.compiled, case, way, options.smoke)
+        kind = call(worker.attempt_in, "memory_worker.kind")["kind"]
+        row |= call(worker.attempt_in, "memory_worker.compiled", case, way, options.smoke)
     if "compiled" not in row:
         return row
     with children.child(variables, left) as call:
-        row |= call(worker.attempt, memory_worker.peak, case, way, options.smoke)
+        row |= call(worker.attempt_in, "memory_worker.peak", case, way, options.smoke)
     blind = {**variables, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     with children.child(blind, left) as call:
-        found = call(worker.attempt, memory_worker.predicted, case, way, options.smoke, kind)
+        found = call(worker.attempt_in, "memory_worker.predicted", case, way, options.smoke, kind)
     why = found.get("skipped") or found.get("failed")
     return with_differences(row | ({"no_prediction": why} if why else found))
 

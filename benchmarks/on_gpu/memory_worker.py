@@ -11,9 +11,9 @@ from benchmarks.on_gpu.flops import target_of
 from benchmarks.on_gpu.jax_rivals import Skip, arrays, precisely, program_of
 
 
-def kind() -> str:
+def kind() -> dict[str, str]:
     """Returns what the device at hand calls itself."""
-    return jax.local_devices()[0].device_kind
+    return {"kind": jax.local_devices()[0].device_kind}
 
 
 def step_of(found: Any) -> Any:

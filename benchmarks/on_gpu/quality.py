@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.on_gpu import children, quality_worker, worker
+from benchmarks.on_gpu import children, worker
 
 CASE = "quality byte_gpt"
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
@@ -21,6 +21,7 @@ SEEDS = range(3)
 SIZES = {"WIDTH": 512, "HEADS": 8, "LAYERS": 8, "CONTEXT": 256, "BATCH": 64, "LEARNING_RATE": 1e-3}
 SMOKE = {"WIDTH": 16, "HEADS": 2, "LAYERS": 1, "CONTEXT": 16, "BATCH": 4}
 STEPS, SMOKE_STEPS = 1000, 3
+TEXT, SMOKE_TEXT = 2**24, 2**16  # bytes
 FIGURES = ("bits_per_byte", "final_train_loss")  # less is better
 
 
@@ -28,7 +29,7 @@ def run(options: Any, results: Any, left: Callable[[], float], variables: dict[s
     """Trains what is missing, until the budget is spent."""
     seeds = SEEDS[:1] if options.smoke else SEEDS
     runs = [(p, s) for s in seeds for p in POLICIES if results.get(CASE, name(p, s)) is None]
-    settings = (SMOKE, SMOKE_STEPS) if options.smoke else (SIZES, STEPS)
+    settings = (SMOKE, SMOKE_STEPS, SMOKE_TEXT) if options.smoke else (SIZES, STEPS, TEXT)
     if not runs:
         return
     with contextlib.suppress(children.Late), children.child(variables, left) as call:
@@ -36,7 +37,7 @@ def run(options: Any, results: Any, left: Callable[[], float], variables: dict[s
             if left() <= 0:
                 return
             try:
-                row = call(worker.attempt, quality_worker.train, policy, seed, *settings)
+                row = call(worker.attempt_in, "quality_worker.train", policy, seed, *settings)
             except children.Died as error:
                 results.put(CASE, name(policy, seed), {"failed": str(error)})
                 return

@@ -13,30 +13,29 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import byte_gpt
 
-MOST = 2**24  # bytes of source code
 KEPT = ("bits_per_byte", "final_train_loss", "skipped_steps", "final_loss_scale", "step_ms")
 
 
-def source_code(held_out: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the bytes of Python's standard library, its last files held out."""
+def source_code(most: int, held_out: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns so many bytes of Python's standard library, those at the end held out."""
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(p for p in library.rglob("*.py") if "site-packages" not in p.parts)
     taken, size = [], 0
     for path in paths:
         taken.append(path.read_bytes())
         size += len(taken[-1])
-        if size > MOST:
+        if size > most:
             break
-    data = np.frombuffer(b"\n\n".join(taken), np.uint8).astype(np.int32)
+    data = np.frombuffer(b"\n\n".join(taken)[:most], np.uint8).astype(np.int32)
     return data[:-held_out], data[-held_out:]
 
 
-def train(policy: str, seed: int, sizes: dict[str, Any], steps: int) -> dict[str, Any]:
+def train(policy: str, seed: int, sizes: dict[str, Any], steps: int, text: int) -> dict[str, Any]:
     """Returns the figures of one run, and its losses at every fiftieth step."""
     for key, value in sizes.items():
         setattr(byte_gpt, key, value)
     windows = 8 * byte_gpt.BATCH * byte_gpt.CONTEXT + 1
-    byte_gpt.load = lambda: source_code(windows)
+    byte_gpt.load = lambda: source_code(text, windows)
     byte_gpt.initial.clear_cache()  # it is compiled for the sizes that were
     precise = jax.default_matmul_precision("highest")
     with precise if policy == "float32" else contextlib.nullcontext():

@@ -157,7 +157,7 @@ def rounds(case: str, live: Live, smoke: bool) -> dict[str, dict[str, list[float
 
 
 def figures(case: str, smoke: bool, name: str, facts: dict, times: dict) -> dict[str, Any]:
-    """Returns a rival's row; ``times_slower`` holds its time over mpjax's, by mpjax's way."""
+    """Returns a rival's row; its ratios are mpjax's times over its own: less is better."""
     sizes = cases.sizes_of(case, smoke)
     seconds, joules = times[name]["seconds"], times[name]["joules"]
     step = statistics.median(seconds)
@@ -170,8 +170,8 @@ def figures(case: str, smoke: bool, name: str, facts: dict, times: dict) -> dict
         "joules": statistics.mean(joules) if joules else None,
         **({} if joules else {"no_joules": facts["no_joules"]}),
         **{key: facts[key] for key in ("parameters", "compile_s", "torch") if key in facts},
-        "times_slower": {
-            ours: paired_ratio(seconds, times[ours]["seconds"])
+        "ratios": {
+            f"{ours} / {name}": paired_ratio(times[ours]["seconds"], seconds)
             for ours in OURS
             if ours in times and ours != name
         },

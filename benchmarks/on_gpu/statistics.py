@@ -48,13 +48,13 @@ def paired_ratio(times: Sequence[float], base: Sequence[float], seed: int = 0) -
 
 
 def faster(ratio: dict[str, Any], than: float = 1.0) -> bool:
-    """Tells whether a ratio's whole interval lies above a bound."""
-    return ratio["low"] > than
+    """Tells whether a ratio's whole interval lies below a bound: less time than the other takes."""
+    return ratio["high"] < than
 
 
 def not_slower(ratio: dict[str, Any], than: float = 1.0) -> bool:
-    """Tells whether a ratio's interval reaches a bound: that it is below has not been shown."""
-    return ratio["high"] >= than
+    """Tells whether a ratio's interval reaches a bound: that it lies above has not been shown."""
+    return ratio["low"] <= than
 
 
 def quotient(ratio: dict[str, Any]) -> str:

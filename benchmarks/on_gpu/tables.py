@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.on_gpu.repository_tests import ALL
+from benchmarks.on_gpu.speed import OURS
 from benchmarks.on_gpu.statistics import quotient
 
 WIDTH = 120  # where nobody says how wide it is
@@ -33,13 +34,13 @@ def show(rows: Rows) -> None:
 def speed(model: str, rows: dict[str, dict[str, Any]]) -> Table:
     table = _table(
         f"{model}: steps in turn",
-        *("Rival", "ms", "Share of peak", "J", "Times as long as mpjax", "as mpjax fused"),
+        *("Rival", "ms", "Share of peak", "J", *(f"{way} / rival" for way in OURS)),
     )
     for name, row in rows.items():
         if why := reason(row):
             table.add_row(name, why)
             continue
-        ratios = [row["times_slower"].get(way) for way in ("mpjax", "mpjax fused")]
+        ratios = [row["ratios"].get(f"{way} / {name}") for way in OURS]
         table.add_row(
             name,
             f"{row['ms']:.2f}",

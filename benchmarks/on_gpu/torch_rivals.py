@@ -104,7 +104,11 @@ def build(
     start = time.perf_counter()
     loss = step()
     synchronize()
-    facts = {"torch": torch.__version__, "parameters": count, "compile_s": round(time.perf_counter() - start, 2)}
+    facts = {
+        "torch": torch.__version__,
+        "parameters": count,
+        "compile_s": round(time.perf_counter() - start, 2),
+    }
 
     def run(steps: int) -> float:
         nonlocal loss

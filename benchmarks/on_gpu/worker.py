@@ -32,6 +32,16 @@ def attempt(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, An
         return {FAILED: f"{type(error).__name__}: {first_line(error)}"}
 
 
+def attempt_in(name: str, *args: Any) -> dict[str, Any]:
+    """Attempts a function by its name, as "memory_worker.peak": its module imports JAX here."""
+    module, _, function = name.partition(".")
+    return attempt(lambda: found_in(module, function)(*args))
+
+
+def found_in(module: str, function: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(f"benchmarks.on_gpu.{module}"), function)
+
+
 def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
@@ -47,12 +57,14 @@ def build(case: str, rival: str, smoke: bool) -> dict[str, Any]:
 
 
 def _build(framework: str, case: str, rival: str, smoke: bool) -> dict[str, Any]:
-    module = importlib.import_module(f"benchmarks.on_gpu.{FRAMEWORKS[framework]}")
-    run, loss, facts = module.build(case, sizes_of(case, smoke), rival, smoke)
+    module = FRAMEWORKS[framework]
+    sizes = sizes_of(case, smoke)
+    run, loss, facts = found_in(module, "build")(case, sizes, rival, smoke)
     run(1 if smoke else 3)
     seconds = run(1) if smoke else run(3) / 3
     _, why = energy.meter()
-    facts |= {"seconds": seconds, "peak": peak_of(module.device()), "no_joules": why}
+    peak = peak_of(found_in(module, "device")())
+    facts |= {"seconds": seconds, "peak": peak, "no_joules": why}
     LIVE[case, rival] = run, loss, facts
     return facts
 
