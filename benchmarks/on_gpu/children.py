@@ -23,7 +23,7 @@ class Late(Exception):
 
 
 class Died(Exception):
-    """The process ended, as when the memory of the machine runs out."""
+    """The process ended, as when the memory of the machine runs out, or what ran in it failed."""
 
 
 def environment(cache: Path) -> dict[str, str]:
@@ -59,7 +59,7 @@ def child(variables: dict[str, str], left: Callable[[], float]) -> Iterator[Call
         initargs=(variables,),
     )
     try:
-        process = pool.submit(os.getpid).result(max(left(), 1))
+        process = pool.submit(os.getpid).result()
 
         def call(function: Callable[..., Any], *args: Any) -> Any:
             try:
@@ -70,6 +70,8 @@ def child(variables: dict[str, str], left: Callable[[], float]) -> Iterator[Call
                 raise Late(function.__name__) from None
             except BrokenProcessPool:
                 raise Died("the process ended without an answer") from None
+            except Exception as error:
+                raise Died(f"{type(error).__name__}: {error}"[:300]) from None
 
         yield call
     finally:

@@ -24,7 +24,7 @@ TIERS = (
     ("torch autocast, max-autotune", "mixed-precision-for-JAX"),
 )
 # How often, and for how many seconds and steps at most, each has its turn.
-ROUNDS, SMOKE_ROUNDS, TURN, MOST = 15, 2, 0.4, 60
+ROUNDS, SMOKE_ROUNDS, TURN, MOST = 13, 2, 0.3, 60
 
 
 class Bench(NamedTuple):
