@@ -40,7 +40,7 @@ def speed(model: str, rows: dict[str, dict[str, Any]]) -> Table:
         if why := reason(row):
             table.add_row(name, why)
             continue
-        ratios = [row["ratios"].get(f"{way} / {name}") for way in OURS]
+        ratios = [row.get("ratios", {}).get(f"{way} / {name}") for way in OURS]
         table.add_row(
             name,
             f"{row['ms']:.2f}",
