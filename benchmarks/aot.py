@@ -13,6 +13,7 @@ import collections
 import time
 from typing import Any
 
+import click
 import jax
 
 import mpjax
@@ -97,7 +98,7 @@ def figures(target: str, model: str, rival: str, sizes: dict[str, Any]) -> Row:
         found = program(model, rival, half, **sizes)
         step = jax.jit(found.step, donate_argnums=0)
         report = mpjax.compile_for(target, step, found.state, found.batch, timeout=TIMEOUT)
-    except Exception as error:  # one program that does not compile stops none of the others
+    except Exception as error:
         return _failure(error)
     finally:
         jax.clear_caches()
@@ -149,4 +150,7 @@ def largest(target: str, model: str, rival: str, multiple: int, smoke: bool) -> 
 
 
 def _failure(error: Exception) -> Row:
+    """Returns a row for one program that does not compile: it stops none of the others."""
+    if isinstance(error, ImportError):  # then none of them would
+        raise click.ClickException(str(error)) from error
     return {FAILED: f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
