@@ -3,7 +3,7 @@
 #   make test         the test suite        make test-all     with the slow tests
 #   make lint         ruff and mypy         make test-newest  the suite on the newest JAX
 #   make test-aot     the tests that compile for absent GPUs and TPUs (1.4 GB of compilers)
-#   make gate         does autocast take no more than is recorded? (2 minutes; the same compilers)
+#   make gate         does autocast take no more than is recorded? (minutes; the same compilers)
 #   make bench        the cpu suite of the benchmarks    make page     docs/performance.md anew
 #   make bench-aot    the aot suite (an hour; resumes)   make quality  the quality benchmark
 #   make mutants      mutation tests of the planner, on the lines that differ from BASE

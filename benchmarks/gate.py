@@ -1,4 +1,4 @@
-"""The gate: does autocast still take no more than it did? Two minutes, no GPU.
+"""The gate: does autocast still take no more than it did? A few minutes, no GPU.
 
     python -m benchmarks --suite gate [gpt2 resnet50 ...]
 
