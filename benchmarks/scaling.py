@@ -39,7 +39,6 @@ PROGRAMS = {
     **{f"ode {n}": functools.partial(MODELS["ode"], steps=n) for n in (64, 256)},
 }
 BATCHES, BATCH_MODEL = (1, 2, 4, 8, 16, 32, 64), functools.partial(MODELS["gpt2"], layers=4)
-DEVICES = tuple(2**n for n in range(9))
 STEPS = 10_000
 POLICY = "mixed_bfloat16"
 POLICIES = {"autocast": POLICY, "autocast, lean": f"{POLICY},storage=lean"}
@@ -163,14 +162,13 @@ def memory(model: Callable) -> dict[str, Any]:
             return {"skipped": str(error)}
     return {
         **{f"{way}_mib": value for way, value in found.items()},
-        "ratios": {f"{way} / float32, memory": found[way] / found["float32"] for way in POLICIES},
+        "ratios": {f"{way} / float32, memory on an H100": found[way] / found["float32"] for way in POLICIES},
     }
 
 
 def devices(smoke: bool):
     why = "compile_for compiles for one device: it refuses what is sharded over several"
-    for count in DEVICES[:2] if smoke else DEVICES:
-        yield f"{count} devices", functools.partial(dict, {"skipped": why})
+    yield "1 to 256 devices", functools.partial(dict, {"skipped": why})
 
 
 # ---- steps ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import Options, scaling
+from benchmarks.page.scaling import section
 from benchmarks.results import Results
 
 
@@ -38,7 +39,7 @@ def test_what_grows_is_a_problem(results):
 
 def test_what_cannot_be_compiled_says_why(results):
     run(results, "devices")
-    assert "one device" in results.cases["devices"]["2 devices"]["skipped"]
+    assert "one device" in results.cases["devices"]["1 to 256 devices"]["skipped"]
     row = scaling.memory(scaling.functools.partial(scaling.MODELS["ode"], steps=1, width=8))
     assert "not installed" in row.get("skipped", "") or row["ratios"]
 
@@ -54,3 +55,15 @@ def test_equations_and_calls_are_counted():
 
     assert scaling.equations(jax.make_jaxpr(loop)(1.0).jaxpr) == 3
     assert scaling.calls(loop, 1.0) > 10
+
+
+def test_the_page_has_a_row_for_each_size():
+    rows = {"6 layers": {"ratios": {"a / b": 1.2}}, "12 layers": {"ratios": {"a / b": 0.9}}}
+    grown = {"steps": 30, "arrays_grown_by": 0, "grew": []}
+    stored = {
+        "cases": {"layers": rows, "steps": {"float32": grown}, "devices": {"2": {"skipped": "x"}}}
+    }
+    text, _ = section(stored, {"layers": {"a / b": "why"}})
+    assert "| 6 layers | **1.20x** |" in text and "| 12 layers | 0.90x |" in text
+    assert "| float32 | after 30 steps, more arrays: 0 |" in text and "| 2 | skipped: x |" in text
+    assert "| layers | a / b | **1.20x** | why |" in text
