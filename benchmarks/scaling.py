@@ -162,7 +162,9 @@ def memory(model: Callable) -> dict[str, Any]:
             return {"skipped": str(error)}
     return {
         **{f"{way}_mib": value for way, value in found.items()},
-        "ratios": {f"{way} / float32, memory on an H100": found[way] / found["float32"] for way in POLICIES},
+        "ratios": {
+            f"{way} / float32, memory on an H100": found[way] / found["float32"] for way in POLICIES
+        },
     }
 
 
