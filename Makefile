@@ -3,7 +3,9 @@
 #   make test         the test suite        make test-all     with the slow tests
 #   make lint         ruff and mypy         make test-newest  the suite on the newest JAX
 #   make test-aot     the tests that compile for absent GPUs and TPUs (1.4 GB of compilers)
-#   make quality      the quality benchmark (three seeds per policy)
+#   make gate         does autocast take no more than is recorded? (minutes; the same compilers)
+#   make bench        the cpu suite of the benchmarks    make page     docs/performance.md anew
+#   make bench-aot    the aot suite (an hour; resumes)   make quality  the quality benchmark
 #   make mutants      mutation tests of the planner, on the lines that differ from BASE
 #   make mutants-all  on all lines (hours); goes on where it was interrupted
 
@@ -18,10 +20,12 @@ AOT := .venv-aot
 # What `mutants` compares with: where a branch left origin/main, else the commit before the last.
 BASE ?= $(firstword $(foreach r,origin/main HEAD~1 HEAD,$(shell git rev-parse --verify --quiet $(r))))
 WORKERS ?= 2
+# Compilers are compared under the JAX that the results were recorded with.
+RECORDED = $(shell $(PYTHON) -c "import json; print(json.load(open('benchmarks/results/gate_h100.json'))['versions']['jax'])")
 PIP := pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest -n 2
 
-.PHONY: demo test test-all test-newest newest-python test-aot lint quality mutants mutants-all clean
+.PHONY: demo test test-all test-newest newest-python test-aot lint gate bench bench-aot page quality mutants mutants-all clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -47,6 +51,18 @@ lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+gate: $(AOT)/ready
+	$(AOT)/bin/python -m benchmarks --suite gate
+
+bench: $(VENV)/ready
+	$(VENV)/bin/python -m benchmarks --suite cpu
+
+bench-aot: $(AOT)/ready
+	$(AOT)/bin/python -m benchmarks --suite aot
+
+page: $(VENV)/ready
+	$(VENV)/bin/python -m benchmarks --page
 
 quality: $(VENV)/ready
 	$(VENV)/bin/python benchmarks/quality.py
@@ -76,7 +92,7 @@ $(NEWEST)/ready: pyproject.toml
 $(AOT)/ready: pyproject.toml
 	$(PYTHON) -m venv $(AOT)
 	$(AOT)/bin/$(PIP) --upgrade pip
-	$(AOT)/bin/$(PIP) --editable ".[aot]" pytest pytest-xdist hypothesis
+	$(AOT)/bin/$(PIP) --editable ".[aot,bench]" "jax==$(RECORDED)" pytest pytest-xdist hypothesis
 	touch $@
 
 clean:

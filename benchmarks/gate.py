@@ -1,111 +1,82 @@
-"""The gate: is autocast still ahead of casts placed by hand? Five minutes, no GPU.
+"""The gate: does autocast still take no more than it did? A few minutes, no GPU.
 
-    python benchmarks/gate.py [gpt2 resnet50 ...] [--json benchmarks/results/gate_h100.json]
+    python -m benchmarks --suite gate [gpt2 resnet50 ...]
 
-Compiles one training step (donated state) of models of many kinds for an H100 that need not be
-there, with casts by hand and under `mpjax.autocast` of the plain float32 model, and prints for
-both: temp memory; bytes accessed as XLA counts them (a loop's body once, library calls not at all);
-bytes as they are moved (loops by their turns, library calls counted); and how many matmuls are left
-in float32. Layers are few and sizes are real, so what a change of the planner does to a layer shows
-at once; figures do not change from run to run. (`autocast.py` compiles the whole models.)
-
-The figures recorded in ``results/gate_h100.json`` stand beside autocast's new ones; those of casts
-by hand, which depend on JAX and the models alone, are taken from there unless ``--hand`` is given.
-``--json`` writes all figures to a file. Needs mpjax[aot-cuda].
+Compiles a training step of models of many kinds for an H100 that need not be there: few layers of
+real sizes, so that what a change of the planner does to a layer shows at once. It fails where
+autocast takes more temp memory or bytes than is recorded in ``results/gate_h100.json``, and names
+casts by hand beside it. Figures do not change from run to run; those of another JAX are not
+compared. ``--fresh`` records anew.
 """
 
-import argparse
-import functools
-import json
-import os
-import sys
-import time
-from pathlib import Path
+import click
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks import Options
+from benchmarks.aot import SETTINGS, figures, on_the_cpu
+from benchmarks.results import FAILED, SKIPPED, Results, Row
 
-import jax
-import jax.numpy as jnp
-from models import MODELS, training_step
+__all__ = ["SETTINGS"]
 
-import mpjax
-
-RECORDED = Path(__file__).parent / "results" / "gate_h100.json"
+FILE = "gate_h100.json"
+SLACK = 1.02
+JUDGED = ("temp_mib", "bytes_gb", "looped_gb")
+OURS = ("autocast", "autocast, lean")
+HAND = ("by hand",)
+SOFTMAX = ("by hand", "by hand, half softmax")
 
 # The sizes of each model, and the ways to write it by hand.
-HALF_SOFTMAX = {"by hand": {}, "by hand, half softmax": {"wide_softmax": False}}
 CASES = {
-    "gpt2": ({"layers": 2}, {"by hand": {}}),
-    "resnet50": ({"blocks": (2, 1, 1, 1)}, {"by hand": {}}),
-    "unet": ({}, {"by hand": {}}),
-    "bert": ({}, HALF_SOFTMAX),
-    "vit": ({}, HALF_SOFTMAX),
-    "llama": ({}, {"by hand": {}}),
-    "lstm": ({}, {"by hand": {}}),
-    "mamba": ({}, {"by hand": {}}),
+    "gpt2": ({"layers": 2}, HAND),
+    "resnet50": ({"blocks": (2, 1, 1, 1)}, HAND),
+    "unet": ({}, HAND),
+    "bert": ({"layers": 2}, SOFTMAX),
+    "vit": ({"layers": 2, "batch": 128}, SOFTMAX),
+    "llama": ({}, HAND),
+    "lstm": ({}, HAND),
+    "mamba": ({}, HAND),
 }
-OURS = {"autocast": "mixed_bfloat16", "autocast, lean": "mixed_bfloat16,storage=lean"}
-RATIOS = ("temp_mib", "bytes_gb", "looped_gb")
 
 
-def figures_of(name, wrap=lambda loss: loss, **arguments):
-    """Compiles one training step of a model for an H100; returns its figures."""
-    loss, params, rest, batch, optimizer = MODELS[name](**CASES[name][0], **arguments)
-    step = jax.jit(training_step(wrap(loss), optimizer), donate_argnums=0)
-    state = params, rest, jax.eval_shape(optimizer.init, params)
-    report = mpjax.compile_for("h100", step, state, batch)
-    return {
-        "temp_mib": round(report.temp_bytes / 2**20),
-        "bytes_gb": round(report.xla_costs["bytes accessed"] / 1e9, 2),
-        "looped_gb": round(report.bytes_accessed / 1e9, 2),
-        "f32_matmuls": sum(row.instructions for row in report.matmuls if row.operands == "f32"),
-    }
+def run(options: Options, results: Results) -> list[str]:
+    """Records what is not recorded; returns where autocast is worse than what is."""
+    on_the_cpu()
+    if results.other and not options.fresh:
+        click.echo(f"Not compared: recorded with {results.other.get('versions')}. --fresh records.")
+        return []
+    problems = []
+    for case in options.cases:
+        sizes, hand = CASES[case]
+        for rival in (*hand, *OURS):
+            recorded = results.get(case, rival)
+            if recorded and rival in hand:
+                continue
+            found = figures("h100", case, rival, sizes)
+            if recorded:
+                problems += worse(f"{case}, {rival}", found, recorded)
+                show(f"{case}, {rival}", found, {"recorded": recorded, **results.cases[case]})
+            else:
+                results.put(case, rival, found)
+                problems += worse(f"{case}, {rival}", found, found)
+    return problems
 
 
-def show(label, cells):
-    print(f"{label:<32}" + "".join(f"{cell:>12}" for cell in cells), flush=True)
+def worse(name: str, found: Row, recorded: Row) -> list[str]:
+    """Returns in which figures a row is worse than the recorded one, or why it has none."""
+    if reason := found.get(FAILED) or found.get(SKIPPED):
+        return [f"{name}: {reason}"]
+    return [
+        f"{name}: {key} {found[key]:g} is {found[key] / recorded[key]:.3f}x of {recorded[key]:g}"
+        for key in JUDGED
+        if key in recorded and found[key] > SLACK * recorded[key]
+    ]
 
 
-def run(name, recorded, hand_anew):
-    """Prints the figures of a model beside the recorded ones; returns them."""
-    found = {}
-    for label, arguments in CASES[name][1].items():
-        if hand_anew or label not in recorded:
-            found[label] = figures_of(name, dtype=jnp.bfloat16, **arguments)
-        else:
-            found[label] = recorded[label]
-        show(f"{name} {label}", found[label].values())
-    others = dict(found)
-    for label, policy in OURS.items():
-        ours = found[label] = figures_of(name, functools.partial(mpjax.autocast, policy=policy))
-        show(f"{name} {label}", ours.values())
-        for other, theirs in {**others, "recorded": recorded.get(label, ours)}.items():
-            if theirs != ours:
-                show(f"    of {other}", (f"{ours[key] / theirs[key]:.3f}x" for key in RATIOS))
-    return found
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("models", nargs="*", default=list(CASES), help=", ".join(CASES))
-    parser.add_argument("--json", type=Path, help="writes the figures to this file")
-    parser.add_argument("--hand", action="store_true", help="compiles casts by hand anew")
-    options = parser.parse_args()
-    for name in options.models:
-        if name not in CASES:
-            parser.error(f"{name!r} is none of {', '.join(CASES)}")
-    recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
-    models = recorded["models"] if recorded.get("jax") == jax.__version__ else {}
-    start = time.monotonic()
-    show("", (*RATIOS, "f32 matmuls"))
-    for name in options.models:
-        models[name] = run(name, models.get(name, {}), options.hand)
-    print(f"{time.monotonic() - start:.0f} s")
-    if options.json:
-        results = {"jax": jax.__version__, "target": "H100, compiled without a device"}
-        options.json.write_text(json.dumps({**results, "models": models}, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def show(name: str, found: Row, beside: dict[str, Row]) -> None:
+    """Prints a row, and its ratios to others."""
+    if FAILED in found:
+        return
+    click.echo(f"{name:<34}" + "".join(f"{f'{key} {found[key]:g}':<21}" for key in JUDGED))
+    for other, row in beside.items():
+        if other not in OURS and FAILED not in row:
+            ratios = (f"{key} {found[key] / row[key]:.3f}x" for key in JUDGED)
+            click.echo(f"{'    of ' + other:<34}" + "".join(f"{ratio:<21}" for ratio in ratios))

@@ -3,7 +3,6 @@
 What needs the compilers (the extra `aot`) is skipped where they are not installed: make test-aot.
 """
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -20,6 +19,7 @@ import pytest
 from absent import both, compiles, shape
 
 import mpjax
+from benchmarks.models import MODELS
 from mpjax._src.hardware import aot
 
 # ---- bad input -----------------------------------------------------------------------------------
@@ -331,10 +331,6 @@ def test_a_tpu_compiles_flash_attention():
 @pytest.mark.slow
 @compiles("h100")
 def test_matmuls_that_find_no_tiles_without_a_device_are_left_to_cublas():
-    path = Path(mpjax.__file__).parent.parent / "benchmarks" / "models.py"
-    spec = importlib.util.spec_from_file_location("benchmark_models", path)
-    models = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(models)
-    loss, params, rest, batch, _ = models.vit(batch=4, layers=1)
+    loss, params, rest, batch, _ = MODELS["vit"](batch=4, layers=1)
     step = jax.grad(lambda params, batch: loss(params, rest, batch)[0])
     assert "xla_gpu_enable_triton_gemm=False" in str(mpjax.compile_for("h100", step, params, batch))

@@ -1,42 +1,28 @@
 """storage=lean on an H100 that need not be there: memory, bytes, and what runs twice."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import pytest
 from absent import compiles, shape
 
 import mpjax
+from benchmarks.models import MODELS, training_step
 
 pytestmark = [pytest.mark.slow, compiles("h100")]
 
 LEAN = "mixed_bfloat16,storage=lean"
 
 
-@pytest.fixture(scope="module")
-def models():
-    """The models of the benchmarks."""
-    path = Path(__file__).parents[2] / "benchmarks" / "models.py"
-    spec = importlib.util.spec_from_file_location("benchmark_models", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def compiled(models, wrap=lambda loss: loss, **arguments):
-    loss, params, rest, batch, optimizer = models.resnet50(**arguments)
-    step = jax.jit(models.training_step(wrap(loss), optimizer), donate_argnums=0)
+def compiled(wrap=lambda loss: loss, **arguments):
+    loss, params, rest, batch, optimizer = MODELS["resnet50"](**arguments)
+    step = jax.jit(training_step(wrap(loss), optimizer), donate_argnums=0)
     state = params, rest, jax.eval_shape(optimizer.init, params)
     return mpjax.compile_for("h100", step, state, batch)
 
 
-def test_resnet50_beside_casts_by_hand(models):
-    hand = compiled(models, dtype=jnp.bfloat16)
-    lean = compiled(models, lambda loss: mpjax.autocast(loss, LEAN))
+def test_resnet50_beside_casts_by_hand():
+    hand = compiled(dtype=jnp.bfloat16)
+    lean = compiled(lambda loss: mpjax.autocast(loss, LEAN))
     assert lean.temp_bytes <= 0.75 * hand.temp_bytes
     key = "bytes accessed"
     assert lean.xla_costs[key] <= 1.15 * hand.xla_costs[key]

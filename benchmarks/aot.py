@@ -1,0 +1,156 @@
+"""Training steps compiled for GPUs and TPUs that are not there: memory, bytes, matmuls, batches.
+
+    python -m benchmarks --suite aot [gpt2 resnet50 ...] [--part h100]
+
+A step (its state donated) is compiled by XLA's own compiler for the target, with
+`mpjax.compile_for`; nothing executes, so figures do not change from run to run. Per row: temp
+memory; bytes as XLA counts them, a loop's body once and library calls not at all; bytes as they are
+moved, loops by their turns and calls counted; the roofline's time of the latter; and the matmuls by
+the dtype of their operands. Needs mpjax[aot].
+"""
+
+import collections
+import time
+from typing import Any
+
+import click
+import jax
+
+import mpjax
+from benchmarks import Options
+from benchmarks.models import MODELS, SMALL
+from benchmarks.results import FAILED, SKIPPED, Results, Row
+from benchmarks.rivals import lacks, program
+
+jax.config.update(
+    "jax_platforms", "cpu"
+)  # compilers of other devices run in a process of their own
+
+SETTINGS = {"device": "none: compiled for absent ones"}
+TIMEOUT = 3600
+
+CASES = tuple(name for name in MODELS if name != "ode")  # which is there to be traced
+HARDWARE = {
+    "h100": "H100",
+    "v100": "V100",
+    "a100-80": "A100",
+    "b200": "B200",
+    "v5e": "TPU v5e",
+    "a100-40": "A100 40 GB",
+}
+HALF = collections.defaultdict(lambda: "bfloat16", v100="float16")
+
+# What is compiled, the most valuable first: target, models, rivals.
+FIRST = ("float32", "by hand", "autocast", "autocast, lean")
+COMPILED = {
+    "h100": ("h100", CASES, FIRST),
+    "rivals": (
+        "h100",
+        ("gpt2", "resnet50"),
+        ("jmp", "mixed-precision-for-JAX", "flax DynamicScale", "build_train_step"),
+    ),
+    "softmax": ("h100", ("bert", "vit"), ("by hand, half softmax",)),
+    "scores": ("h100", ("gpt2", "gpt2_softmax", "bert", "vit"), ("autocast, half scores",)),
+    **{target: (target, CASES, FIRST[:3]) for target in ("v100", "a100-80", "b200", "v5e")},
+}
+# With a loss scale, as float16 is trained.
+SCALED = ("flax DynamicScale", "build_train_step")
+# Where a batch is as large as memory lets it: target, model, its rivals, a step of the search.
+BATCHES = {
+    "batch-v100": ("v100", "resnet50", ("float32", "autocast", "by hand", "autocast, lean"), 8),
+    "batch-a100-40": ("a100-40", "bert", ("float32", "autocast", "by hand", "autocast, lean"), 2),
+}
+PARTS = (*list(COMPILED)[:4], *BATCHES, *list(COMPILED)[4:])
+
+
+def run(options: Options, results: Results) -> None:
+    """Compiles what is not measured yet."""
+    on_the_cpu()
+    for part in options.parts:
+        if part in BATCHES:
+            target, model, rivals, multiple = BATCHES[part]
+            if model in options.cases:
+                for rival in rivals:
+                    if not results.get(f"{part}/{model}", rival):
+                        row = largest(target, model, rival, multiple, options.smoke)
+                        results.put(f"{part}/{model}", rival, row)
+            continue
+        target, models, rivals = COMPILED[part]
+        for model in models:
+            for rival in rivals:
+                if model in options.cases and not results.get(f"{target}/{model}", rival):
+                    sizes = SMALL[model] if options.smoke else {}
+                    results.put(f"{target}/{model}", rival, figures(target, model, rival, sizes))
+
+
+def on_the_cpu() -> None:
+    """Keeps JAX off the devices at hand: compilers of others run in a process of their own."""
+    jax.config.update("jax_platforms", "cpu")
+
+
+def figures(target: str, model: str, rival: str, sizes: dict[str, Any]) -> Row:
+    """Compiles one training step; returns its figures, or why there are none."""
+    if reason := lacks(rival):
+        return {SKIPPED: reason}
+    half = "float16" if rival in SCALED else HALF[target]
+    start = time.monotonic()
+    try:
+        found = program(model, rival, half, **sizes)
+        step = jax.jit(found.step, donate_argnums=0)
+        report = mpjax.compile_for(target, step, found.state, found.batch, timeout=TIMEOUT)
+    except Exception as error:
+        return _failure(error)
+    finally:
+        jax.clear_caches()
+    matmuls = collections.Counter()
+    for row in report.matmuls:
+        matmuls[row.operands] += row.instructions
+    return {
+        "dtype": "float32" if rival == "float32" else half,
+        "temp_mib": round(report.temp_bytes / 2**20, 1),
+        "bytes_gb": round(report.xla_costs["bytes accessed"] / 1e9, 3),
+        "looped_gb": round(report.bytes_accessed / 1e9, 3),
+        "roofline_ms": round(report.roofline_ms, 3),
+        "f32_matmuls": matmuls["f32"],
+        "matmuls": dict(matmuls),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+
+
+def largest(target: str, model: str, rival: str, multiple: int, smoke: bool) -> Row:
+    """Searches the largest batch of a training step that fits a target."""
+    sizes = {k: v for k, v in SMALL[model].items() if smoke and k != "batch"}
+    step = jax.jit(program(model, rival, HALF[target], **sizes).step, donate_argnums=0)
+
+    def make_args(batch):
+        found = program(model, rival, HALF[target], batch=batch, **sizes)
+        return found.state, found.batch
+
+    try:
+        found = mpjax.largest_batch(
+            target,
+            make_args,
+            step,
+            multiple_of=multiple,
+            limit=4 * multiple if smoke else 2**12,
+            timeout=TIMEOUT,
+        )
+    except Exception as error:
+        return _failure(error)
+    finally:
+        jax.clear_caches()
+    return {
+        "dtype": "float32" if rival == "float32" else HALF[target],
+        "batch": found.batch,
+        "multiple_of": multiple,
+        "total_mib": round(found.report.total_bytes / 2**20, 1),
+        "available_mib": round(found.available_bytes / 2**20, 1),
+        "compiled": len(found.tries),
+    }
+
+
+def _failure(error: Exception) -> Row:
+    """Returns a row for one program that does not compile: it stops none of the others."""
+    if isinstance(error, ImportError):  # then none of them would
+        raise click.ClickException(str(error)) from error
+    return {FAILED: f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}

@@ -1,0 +1,66 @@
+"""Suite "gpu": mpjax beside its rivals on one NVIDIA GPU.
+
+    python benchmarks/gpu.py --part speed|memory|quality|tests [CASE ...] [--budget 470] [--smoke]
+
+which is ``python -m benchmarks --suite gpu``. Each part stops cleanly when its budget of seconds is
+spent, and goes on where it was at the next call; compiled programs are kept in ``--cache``. What is
+missing (PyTorch, NVML, compilers for absent hardware) is a row that says so. The parts are in
+`benchmarks.on_gpu`. ``--smoke`` runs small models on whatever is there: does it run at all?
+"""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # the folder of this file would shadow packages
+    sys.path[0] = str(Path(__file__).parent.parent)
+
+from benchmarks import Options
+from benchmarks.on_gpu import children, goals, memory, quality, repository_tests, speed, tables
+from benchmarks.on_gpu.cases import SIZES
+
+# The process that keeps the rows asks JAX for the device's name: it is not to take its memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+CASES = tuple(SIZES)
+PARTS = {
+    "speed": speed.run,
+    "memory": memory.run,
+    "quality": quality.run,
+    "tests": repository_tests.run,
+}
+
+
+def run(options: Options, results: Any) -> list[str]:
+    """Measures the parts that were asked for, each within the budget; prints what is known."""
+    variables = children.environment(options.cache or default_cache())
+    for part in options.parts:
+        PARTS[part](options, results, countdown(options.budget), variables)
+        goals.judge(results)
+    tables.show(results.cases)
+    return []
+
+
+def countdown(budget: float) -> Callable[[], float]:
+    """Returns what tells how many seconds of a budget are left."""
+    end = time.monotonic() + budget
+    return lambda: end - time.monotonic()
+
+
+def default_cache() -> Path:
+    return Path(tempfile.gettempdir()) / "mpjax_compiled"
+
+
+def summary(path: Path) -> list[dict[str, Any]]:
+    """Returns the goals, what was measured of each and whether it is met, from a suite's JSON."""
+    return goals.read(path)
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    main(["--suite", "gpu", *sys.argv[1:]])

@@ -1,0 +1,57 @@
+"""The models that are trained, and their sizes: on a device, and where only running counts."""
+
+import math
+from typing import Any
+
+from benchmarks.on_gpu.flops import train_flops
+
+GPT2 = {"batch": 8, "length": 1024, "vocabulary": 50257}
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt2": {**GPT2, "layers": 12, "width": 768, "heads": 12},
+    "resnet50": {"batch": 256, "size": 224, "blocks": (3, 4, 6, 3)},
+    "bert": {
+        "batch": 32,
+        "length": 512,
+        "vocabulary": 30522,
+        "layers": 12,
+        "width": 768,
+        "heads": 12,
+    },
+    "gpt2_medium": {**GPT2, "layers": 24, "width": 1024, "heads": 16},
+    "vit": {"batch": 128, "size": 224, "layers": 12, "width": 768, "heads": 12},
+}
+
+TINY = {"layers": 1, "width": 32, "heads": 2}
+SMOKE: dict[str, dict[str, Any]] = {
+    "gpt2": {"batch": 2, "length": 16, "vocabulary": 64, **TINY},
+    "resnet50": {"batch": 2, "size": 32, "blocks": (1,)},
+    "bert": {"batch": 2, "length": 16, "vocabulary": 64, **TINY},
+    "gpt2_medium": {"batch": 2, "length": 16, "vocabulary": 64, **TINY, "layers": 2},
+    "vit": {"batch": 2, "size": 32, **TINY},
+}
+
+TRANSFORMERS = ("gpt2", "gpt2_medium", "bert", "vit")
+
+
+def sizes_of(case: str, smoke: bool) -> dict[str, Any]:
+    return (SMOKE if smoke else SIZES)[case]
+
+
+def items(sizes: dict[str, Any]) -> int:
+    """Returns how many tokens or images a step takes."""
+    return sizes["batch"] * sizes.get("length", 1)
+
+
+def labels(sizes: dict[str, Any], dimensions: int) -> int:
+    """Returns what whole numbers lie below: tokens in rows, classes in a column."""
+    return sizes["vocabulary"] if dimensions == 2 else 1000
+
+
+def step_flops(case: str, sizes: dict[str, Any], parameters: int) -> float | None:
+    """Returns what a step of a transformer needs; None of other models."""
+    if case not in TRANSFORMERS:
+        return None
+    length = sizes.get("length") or math.prod((sizes["size"] // 16,) * 2)
+    looked_up = sizes["vocabulary"] * sizes["width"] if case == "bert" else 0
+    tokens = sizes["batch"] * length
+    return train_flops(parameters - looked_up, sizes["layers"], sizes["width"], length, tokens)

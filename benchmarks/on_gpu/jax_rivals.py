@@ -1,0 +1,129 @@
+"""The rivals in JAX, mpjax among them: those of `benchmarks.rivals`, at a dtype and a setting."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpjax
+from benchmarks.on_gpu.cases import labels
+from benchmarks.rivals import lacks, program
+
+
+class Skip(Exception):
+    """Says why a rival cannot run here."""
+
+
+def cudnn(query, key, value, is_causal=False):
+    """cuDNN's attention, as one asks for it by hand."""
+    if jax.default_backend() != "gpu":
+        raise Skip("cuDNN's attention needs a GPU")
+    # The float32 model is traced for the shapes of its parameters; cuDNN's kernel takes half alone.
+    kernel = None if query.dtype == jnp.float32 else "cudnn"
+    return jax.nn.dot_product_attention(
+        query, key, value, is_causal=is_causal, implementation=kernel
+    )
+
+
+class Way(NamedTuple):
+    """A name of `benchmarks.rivals.RIVALS`, the half dtype, the attention, and what float32 is."""
+
+    rival: str
+    half: str = "bfloat16"
+    attention: Any = None
+    precision: str | None = None
+
+
+# JAX's default precision lets the tensor cores round float32 to TF32; "highest" does not.
+# A policy that fuses attention by itself will be one more line, beside "mpjax fused".
+RIVALS = {
+    "mpjax": Way("autocast"),
+    "mpjax fused": Way("autocast", attention=mpjax.dot_product_attention),
+    "mpjax lean": Way("autocast, lean"),
+    "mpjax float16": Way("build_train_step", "float16"),
+    "float32": Way("float32", precision="highest"),
+    "float32, TF32": Way("float32"),
+    "by hand": Way("by hand"),
+    "by hand, fused": Way("by hand", attention=cudnn),
+    "jmp": Way("jmp"),
+    "mixed-precision-for-JAX": Way("mixed-precision-for-JAX"),
+    "DynamicScale float16": Way("flax DynamicScale", "float16"),
+}
+
+
+def program_of(case: str, sizes: dict[str, Any], rival: str) -> Any:
+    """Returns a rival's `benchmarks.rivals.Program`.
+
+    Raises:
+        Skip: If it cannot run here.
+    """
+    way = RIVALS[rival]
+    if why := lacks(way.rival):
+        raise Skip(why)
+    if case.startswith("gpt2") and way[:2] == ("flax DynamicScale", "float16") and on_cpu():
+        raise Skip("XLA:CPU has no float16 algorithm for jax.nn.dot_product_attention")
+    attention = {"attention": way.attention} if way.attention else {}
+    return program(case, way.rival, way.half, **sizes, **attention)
+
+
+def precisely(rival: str) -> Any:
+    """Returns the context that a rival's step is traced in."""
+    precision = RIVALS[rival].precision
+    return jax.default_matmul_precision(precision) if precision else contextlib.nullcontext()
+
+
+def on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
+
+
+def arrays(program: Any, sizes: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Returns parameters, the rest and a batch, the same for every rival."""
+    rng = np.random.default_rng(0)
+
+    def draw(keys, leaf):
+        last = str(getattr(keys[-1], "key", keys[-1]))
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            top = labels(sizes, len(leaf.shape))
+            return jnp.asarray(rng.integers(0, top, leaf.shape), leaf.dtype)
+        if len(leaf.shape) == 1:
+            return (jnp.zeros if last in ("bias", "mean") else jnp.ones)(leaf.shape, leaf.dtype)
+        fan_in = 1 if keys[0].idx == 2 else np.prod(leaf.shape[:-1])
+        values = rng.standard_normal(leaf.shape, dtype=np.float32) / np.float32(np.sqrt(fan_in))
+        return jnp.asarray(values, leaf.dtype)
+
+    return jax.tree.map_with_path(draw, (program.params, program.rest, program.batch))
+
+
+def build(
+    case: str, sizes: dict[str, Any], rival: str, smoke: bool
+) -> tuple[Callable[[int], float], Callable[[], float], dict[str, Any]]:
+    """Returns what does so many steps and returns their seconds, the last loss, and facts."""
+    found = program_of(case, sizes, rival)
+    params, rest, batch = arrays(found, sizes)
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    state = jax.jit(found.init)(params, rest)
+    del params, rest
+    jitted = jax.jit(found.step, donate_argnums=0)
+    start = time.perf_counter()
+    with precisely(rival):
+        compiled = jitted.lower(state, batch).compile()
+    facts = {"parameters": int(count), "compile_s": round(time.perf_counter() - start, 2)}
+    state, out = jax.block_until_ready(compiled(state, batch))
+
+    def run(steps: int) -> float:
+        nonlocal state, out
+        start = time.perf_counter()
+        for _ in range(steps):
+            state, out = compiled(state, batch)
+        jax.block_until_ready((state, out))
+        return time.perf_counter() - start
+
+    return run, lambda: float(out["loss"] if isinstance(out, dict) else out), facts
+
+
+def device() -> str:
+    return jax.devices()[0].device_kind

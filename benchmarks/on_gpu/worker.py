@@ -1,0 +1,82 @@
+"""What runs in a process of its own: rivals are built and timed. Answers are plain data."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.on_gpu import energy
+from benchmarks.on_gpu.cases import sizes_of
+from benchmarks.on_gpu.flops import peak_of
+
+FRAMEWORKS = {"jax": "jax_rivals", "torch": "torch_rivals"}
+SKIPPED, FAILED = "skipped", "failed"
+
+# By model and rival: what runs so many steps, what tells the last loss, and what is known.
+LIVE: dict[tuple[str, str], tuple[Callable[[int], float], Callable[[], float], dict]] = {}
+
+
+def framework_of(rival: str) -> str:
+    return "torch" if rival.startswith(("torch", "Transformer Engine")) else "jax"
+
+
+def attempt(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """Returns what a function returns, or a row that says what is missing or went wrong."""
+    try:
+        return function(*args)
+    except ImportError as error:
+        return {SKIPPED: first_line(error)}
+    except Exception as error:
+        if type(error).__name__ == "Skip":
+            return {SKIPPED: str(error)}
+        return {FAILED: f"{type(error).__name__}: {first_line(error)}"}
+
+
+def attempt_in(name: str, *args: Any) -> dict[str, Any]:
+    """Attempts a function by its name, as "memory_worker.peak": its module imports JAX here."""
+    module, _, function = name.partition(".")
+    return attempt(lambda: found_in(module, function)(*args))
+
+
+def found_in(module: str, function: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(f"benchmarks.on_gpu.{module}"), function)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def build(case: str, rival: str, smoke: bool) -> dict[str, Any]:
+    """Compiles a rival and runs it until its time is steady; returns what is known of it."""
+    if (case, rival) in LIVE:
+        return LIVE[case, rival][2]
+    framework = framework_of(rival)
+    if importlib.util.find_spec(framework) is None:
+        return {SKIPPED: f"{framework} is not installed"}
+    return attempt(_build, framework, case, rival, smoke)
+
+
+def _build(framework: str, case: str, rival: str, smoke: bool) -> dict[str, Any]:
+    module = FRAMEWORKS[framework]
+    sizes = sizes_of(case, smoke)
+    run, loss, facts = found_in(module, "build")(case, sizes, rival, smoke)
+    run(1 if smoke else 3)
+    seconds = run(1) if smoke else run(3) / 3
+    _, why = energy.meter()
+    peak = peak_of(found_in(module, "device")())
+    facts |= {"seconds": seconds, "peak": peak, "no_joules": why}
+    LIVE[case, rival] = run, loss, facts
+    return facts
+
+
+def run(case: str, rival: str, steps: int) -> dict[str, float]:
+    """Returns the seconds of so many steps, and their joules where NVML tells them."""
+    read, _ = energy.meter()
+    before = read() if read else 0.0
+    seconds = LIVE[case, rival][0](steps)
+    return {"seconds": seconds, **({"joules": read() - before} if read else {})}
+
+
+def loss(case: str, rival: str) -> float:
+    """Returns the last loss of a rival."""
+    return LIVE[case, rival][1]()

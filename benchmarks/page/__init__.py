@@ -1,0 +1,78 @@
+"""docs/performance.md: what the suites measured, as tables and charts made of their JSON.
+
+A suite has a section here where it has results. `aot` is the section of the aot suite; one without
+a module of its own gets `plain`. A section is ``section(results, causes) -> (text, charts)``, of
+the JSON as it is and of the suite's part of ``causes.toml``: why a figure is no better, by case.
+"""
+
+import importlib
+import importlib.util
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from benchmarks import HERE, RESULTS, SUITES
+from benchmarks.page.charts import Chart, draw
+
+DOCS = HERE.parent / "docs"
+PAGE = DOCS / "performance.md"
+PICTURES = DOCS / "pictures"
+CAUSES = HERE / "causes.toml"
+
+INTRO = """# Performance
+
+What training costs under mpjax, beside float32, casts placed by hand and other libraries: the same
+model, data and optimizer, measured in one run. `python -m benchmarks --page` writes this page from
+the results in [benchmarks/results](../benchmarks/results), which the suites write; no figure is
+typed by hand. The models are in [benchmarks/models](../benchmarks/models), who trains them in
+[benchmarks/rivals.py](../benchmarks/rivals.py).
+
+Figures are ratios, less is better: 0.75x of casts by hand means a quarter less than they take.
+**What is above 1.00x stands out**, with its cause below the table.
+"""
+
+TITLES = {
+    "aot": "Compiled for hardware that is not there",
+    "gpu": "On a GPU",
+    "cpu": "On a CPU",
+    "scaling": "As models and devices grow",
+}
+
+
+def render(results: Path = RESULTS) -> tuple[str, dict[str, Chart]]:
+    """Returns the page's text, and its charts by name."""
+    causes = tomllib.loads(CAUSES.read_text())
+    parts, charts = [INTRO], {}
+    for suite, title in TITLES.items():
+        path = results / f"{suite}.json"
+        text, drawn = "Not measured.\n", {}
+        if path.exists():
+            stored = json.loads(path.read_text())
+            found, drawn = _section(suite)(stored, causes.get(suite, {}))
+            text = f"{SUITES[suite][0].upper()}{SUITES[suite][1:]}.\n\n{origin(stored)}\n\n{found}"
+        parts.append(f"## {title}\n\n{text}")
+        charts |= drawn
+    return "\n".join(parts), charts
+
+
+def write() -> None:
+    """Writes the page, and the charts whose figures changed."""
+    text, charts = render()
+    PAGE.write_text(text)
+    PICTURES.mkdir(exist_ok=True)
+    for name, chart in charts.items():
+        draw(chart, PICTURES / f"{name}.svg")
+    print(f"{PAGE}, {len(charts)} charts")
+
+
+def origin(stored: dict[str, Any]) -> str:
+    """Returns where results come from: the command, versions, the device."""
+    versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
+    return f"`{stored['command']}`. Device: {stored['device']}; {versions}; {stored['date']}."
+
+
+def _section(suite: str):
+    own = f"benchmarks.page.{suite}"
+    found = importlib.util.find_spec(own)
+    return importlib.import_module(own if found else "benchmarks.page.plain").section

@@ -1,0 +1,253 @@
+"""The section of the aot suite: memory and bytes beside casts by hand and float32."""
+
+from typing import Any
+
+from benchmarks.aot import BATCHES, CASES, FIRST, HARDWARE
+from benchmarks.models import TITLES
+from benchmarks.page.charts import Chart, image
+from benchmarks.page.tables import above, mean, shortfalls, table, written
+from benchmarks.results import FAILED, SKIPPED
+
+FIGURES = {"temp_mib": "memory", "bytes_gb": "bytes", "looped_gb": "bytes moved"}
+ROOFLINE = {"roofline_ms": "roofline"}
+HAND, FLOAT32 = "by hand", "float32"
+OURS = ("autocast", "autocast, lean")
+
+# What is asked of autocast on an H100: of the geometric mean over models, and of single models.
+MEANS = {"temp_mib": 0.75, "bytes_gb": 0.85}
+MEMORY = {"resnet50": 0.6, "bert": 0.6}
+LARGEST = {"batch-v100/resnet50": 1.56, "batch-a100-40/bert": 2.25}
+
+Rows = dict[str, dict[str, dict[str, Any]]]
+
+HOW = """A training step, its state donated, is compiled by XLA's own compiler for the target
+([`compile_for`](instruments.md#what-a-program-takes-on-hardware-that-is-not-there)); nothing runs,
+and figures do not change from run to run. *Memory* is what the step takes besides arguments and
+results. *Bytes* are those that XLA counts: a loop's body once, cuDNN's convolutions not at all;
+*bytes moved* counts loops by their turns, and calls. The *roofline* is the least time that bytes
+moved and FLOPs take. Compilers choose kernels without a device to tune them on.
+"""
+
+OTHERS = """flax's DynamicScale and mpjax's `build_train_step` train in float16, with a loss scale
+and a gate; *half scores* is `autocast` with `with_ops(half="dot_general")`; *half softmax* is of
+casts by hand.
+"""
+
+
+def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
+    """Returns the section's text, and its charts by name."""
+    cases: Rows = stored["cases"]
+    charts = {"aot_by_hand": beside_hand(cases), "aot_float32": beside_float32(cases)}
+    elsewhere = tuple(t for t in HARDWARE if t != "h100" and f"{t}/{CASES[0]}" in cases)
+    text = [
+        HOW,
+        "### Goals\n",
+        goals(cases),
+        "### H100, beside casts by hand\n",
+        image("aot_by_hand", charts["aot_by_hand"]),
+        f"`autocast`:\n\n{models('h100', 'autocast', HAND, cases)}",
+        shortfalls(short(cases, causes, ("h100",))),
+        f"`autocast` with `storage=lean`, which {causes.get('lean', {}).get('all', '')}:\n",
+        models("h100", "autocast, lean", HAND, cases),
+        "### H100, beside float32\n",
+        image("aot_float32", charts["aot_float32"]),
+        f"`autocast`:\n\n{models('h100', 'autocast', FLOAT32, cases)}",
+        "### Beside others\n",
+        OTHERS,
+        libraries(cases),
+        "### Other hardware\n",
+        "`autocast` beside casts by hand, memory and bytes moved; float16 on V100:\n",
+        targets(HAND, cases),
+        shortfalls(short(cases, causes, elsewhere)) if elsewhere else "",
+        "Beside float32:\n",
+        targets(FLOAT32, cases),
+        "### Largest batch\n",
+        "The largest batch whose step fits, a quarter of the device's memory kept free:\n",
+        batches(cases),
+        failures(cases),
+    ]
+    return "\n".join(part for part in text if part), charts
+
+
+def ratio(cases: Rows, case: str, ours: str, theirs: str, figure: str) -> float | None:
+    """Returns a ratio of two rows of a case, where both have the figure."""
+    mine, other = (cases.get(case, {}).get(rival, {}).get(figure) for rival in (ours, theirs))
+    return mine / other if mine is not None and other else None
+
+
+def over_models(cases: Rows, target: str, ours: str, theirs: str, figure: str):
+    return [ratio(cases, f"{target}/{model}", ours, theirs, figure) for model in CASES]
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def goals(cases: Rows) -> str:
+    """What is asked, and what is found."""
+    rows = []
+    for figure, most in MEANS.items():
+        found = [r for r in over_models(cases, "h100", "autocast", HAND, figure) if r is not None]
+        over = sum(map(above, found))
+        name = f"{FIGURES[figure]} of casts by hand, H100"
+        rows.append(
+            (f"{name}: geometric mean of {len(found)} models", f"<= {most:.2f}x", mean(found))
+        )
+        rows.append((f"{name}: models above 1.00x", "0", str(over) if found else None))
+    for model, most in MEMORY.items():
+        found = ratio(cases, f"h100/{model}", "autocast", FLOAT32, "temp_mib")
+        rows.append((f"memory of float32's, {TITLES[model]}, H100", f"<= {most:.2f}x", found))
+    for case, least in LARGEST.items():
+        target, model, *_ = BATCHES[case.split("/")[0]]
+        found = ratio(cases, case, "autocast", FLOAT32, "batch")
+        name = f"largest batch of float32's, {TITLES[model]}, {HARDWARE[target]}"
+        rows.append((name, f">= {least:.2f}x", found))
+    cells = [
+        (what, asked, f"{found:.2f}x" if isinstance(found, float) else found)
+        for what, asked, found in rows
+    ]
+    return table(("goal", "asked", "found"), cells)
+
+
+def models(target: str, ours: str, theirs: str, cases: Rows) -> str:
+    """One line for each model, the geometric mean last."""
+    rows = []
+    figures = FIGURES | ROOFLINE if theirs == FLOAT32 else FIGURES
+    for model in CASES:
+        found = cases.get(f"{target}/{model}", {})
+        ratios = (ratio(cases, f"{target}/{model}", ours, theirs, f) for f in figures)
+        left = [found.get(rival, {}).get("f32_matmuls") for rival in (ours, theirs)]
+        matmuls = f"{left[0]} ({left[1]})" if None not in left else None
+        size = found.get(ours, {}).get("temp_mib")
+        memory = f"{size:,.0f} MiB" if size is not None else None
+        rows.append((TITLES[model], memory, *map(written, ratios), matmuls))
+    means = (mean(over_models(cases, target, ours, theirs, figure)) for figure in figures)
+    rows.append(("geometric mean", None, *map(written, means), None))
+    header = ("model", "takes", *figures.values(), f"float32 matmuls (of {theirs})")
+    return table(header, rows)
+
+
+def short(cases: Rows, causes: dict[str, Any], targets: tuple[str, ...]):
+    """Yields what of autocast is above casts by hand: model, figure, ratio, cause."""
+    for target in targets:
+        for model in CASES:
+            for figure, name in FIGURES.items():
+                found = ratio(cases, f"{target}/{model}", "autocast", HAND, figure)
+                if found is not None and above(found):
+                    known = causes.get(f"{target}/{model}") or causes.get(model, {})
+                    cause = known.get(figure) or known.get("all", "not known")
+                    yield f"{TITLES[model]}, {HARDWARE[target]}", name, found, cause
+
+
+def libraries(cases: Rows) -> str:
+    """Every rival of the models that more than the first four train, of float32."""
+    text = []
+    for model in CASES:
+        rivals = cases.get(f"h100/{model}", {})
+        if set(rivals) <= set(FIRST):
+            continue
+        rows = []
+        for rival, row in rivals.items():
+            if SKIPPED in row or FAILED in row:
+                continue
+            found = (ratio(cases, f"h100/{model}", rival, FLOAT32, figure) for figure in FIGURES)
+            cells = (row["dtype"], f"{row['temp_mib']:,.0f} MiB", *map(written, found))
+            rows.append((rival, *cells, str(row["f32_matmuls"])))
+        header = ("", "dtype", "takes", *FIGURES.values(), "float32 matmuls")
+        text.append(f"{TITLES[model]}, of what float32 takes:\n\n{table(header, rows)}")
+    return "\n".join(text) or "Not measured.\n"
+
+
+def targets(theirs: str, cases: Rows) -> str:
+    """Models by target: memory and bytes moved."""
+    shown = [t for t in HARDWARE if any(case.startswith(f"{t}/") for case in cases)]
+
+    def pair(found):
+        return None if None in found else ", ".join(map(written, found))
+
+    figures = ("temp_mib", "looped_gb")
+    rows = [
+        (
+            TITLES[model],
+            *(
+                pair([ratio(cases, f"{target}/{model}", "autocast", theirs, f) for f in figures])
+                for target in shown
+            ),
+        )
+        for model in CASES
+    ]
+    means = (
+        pair([mean(over_models(cases, target, "autocast", theirs, f)) for f in figures])
+        for target in shown
+    )
+    return table(("model", *(HARDWARE[t] for t in shown)), [*rows, ("geometric mean", *means)])
+
+
+def batches(cases: Rows) -> str:
+    rows = []
+    for part, (target, model, rivals, multiple) in BATCHES.items():
+        for rival in rivals:
+            row = cases.get(f"{part}/{model}", {}).get(rival, {})
+            found = ratio(cases, f"{part}/{model}", rival, FLOAT32, "batch")
+            rows.append(
+                (
+                    f"{TITLES[model]}, {HARDWARE[target]}",
+                    rival,
+                    str(row["batch"]) if "batch" in row else None,
+                    str(multiple),
+                    f"{found:.2f}x" if found else None,
+                )
+            )
+    header = ("model", "trained by", "largest batch", "a multiple of", "of float32's")
+    return table(header, rows)
+
+
+def failures(cases: Rows) -> str:
+    """What has no figures, and why."""
+    rows = [
+        (case, rival, row.get(FAILED) or f"skipped: {row[SKIPPED]}")
+        for case, rivals in cases.items()
+        for rival, row in rivals.items()
+        if FAILED in row or SKIPPED in row
+    ]
+    return "### Not compiled\n\n" + table(("case", "rival", "why"), rows) if rows else ""
+
+
+# ---- charts --------------------------------------------------------------------------------------
+
+
+def beside_hand(cases: Rows) -> Chart:
+    return _chart(
+        cases,
+        HAND,
+        OURS,
+        "A training step on an H100, of what casts by hand take (less is better)",
+        "Memory and bytes of training steps under autocast, by model, of what casts by hand take",
+    )
+
+
+def beside_float32(cases: Rows) -> Chart:
+    return _chart(
+        cases,
+        FLOAT32,
+        (HAND, *OURS),
+        "A training step on an H100, of what float32 takes (less is better)",
+        "Memory and bytes of training steps by hand and under autocast, of what float32 takes",
+    )
+
+
+def _chart(cases, theirs, shown, title, alt) -> Chart:
+    known = [m for m in CASES if ratio(cases, f"h100/{m}", shown[0], theirs, "temp_mib")]
+    panels = {
+        FIGURES[figure]: {
+            rival: tuple(
+                _rounded(ratio(cases, f"h100/{model}", rival, theirs, figure)) for model in known
+            )
+            for rival in shown
+        }
+        for figure in ("temp_mib", "bytes_gb", "looped_gb")
+    }
+    return Chart(title, tuple(TITLES[model] for model in known), panels, alt)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

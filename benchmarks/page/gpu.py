@@ -1,0 +1,54 @@
+"""The section of the gpu suite: its goals, and the steps of mpjax beside those of its rivals."""
+
+from typing import Any
+
+from benchmarks.models import TITLES
+from benchmarks.on_gpu import goals
+from benchmarks.on_gpu.speed import OURS
+from benchmarks.on_gpu.statistics import quotient
+from benchmarks.on_gpu.tables import reason, text
+from benchmarks.page.charts import Chart
+from benchmarks.page.tables import above, shortfalls, table, written
+
+MET = {None: "not measured", True: "met", False: "**not met**"}
+
+
+def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
+    """Returns the goals, a table of every model's steps, and what takes longer than a rival."""
+    rows = stored["cases"]
+    judged = [
+        (name, text(row["bound"]), text(row["found"]), MET[row["met"]])
+        for name, row in goals.found(rows)
+    ]
+    parts = [
+        "Times are medians of ratios of rounds, their 95% bootstrap intervals in brackets.\n",
+        table(("goal", "bound", "found", ""), judged),
+    ]
+    short = []
+    for case, rivals in rows.items():
+        part, _, model = case.partition(" ")
+        if part != "speed":
+            continue
+        parts.append(f"### {TITLES[model]}\n")
+        parts.append(table(("beside", *OURS, "why not"), [_beside(*row) for row in rivals.items()]))
+        for name, ratio in _ratios(rivals):
+            if above(ratio["median"]):
+                cause = causes.get(model, {}).get(name, "not known")
+                short.append((TITLES[model], name, ratio["median"], cause))
+    return "\n".join((*parts, shortfalls(short))), {}
+
+
+def _beside(rival: str, row: dict[str, Any]) -> tuple[str, ...]:
+    found = [row.get("ratios", {}).get(f"{way} / {rival}") for way in OURS]
+    cells = [
+        f"{written(r['median'])}{quotient(r)[quotient(r).index(' ') :]}" if r else "-"
+        for r in found
+    ]
+    return rival, *cells, reason(row) or ""
+
+
+def _ratios(rivals: dict[str, dict[str, Any]]):
+    """Yields what is ours to explain: mpjax's time over another's."""
+    for rival, row in rivals.items():
+        if not rival.startswith("mpjax"):
+            yield from row.get("ratios", {}).items()

@@ -1,0 +1,39 @@
+"""The section of the scaling suite: a row for each size, its ratios side by side."""
+
+from typing import Any
+
+from benchmarks.on_gpu.tables import reason
+from benchmarks.page.charts import Chart
+from benchmarks.page.tables import above, shortfalls, table, written
+
+
+def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
+    """Returns a table for each case, and the largest of each ratio that is above 1."""
+    parts, worst = [], {}
+    for case, rows in stored["cases"].items():
+        names = list(dict.fromkeys(n for row in rows.values() for n in row.get("ratios", {})))
+        if names:
+            cells = [(size, *map(written, ratios(row, names))) for size, row in rows.items()]
+            parts.append(table((case, *names), cells))
+        else:
+            parts.append(table((case, "figures"), [(k, words(row)) for k, row in rows.items()]))
+        for name in names:
+            found = [value for row in rows.values() for value in ratios(row, [name]) if value]
+            worst[case, name] = max(found)
+    short = [
+        (case, name, value, causes.get(case, {}).get(name, "not known"))
+        for (case, name), value in worst.items()
+        if above(value)
+    ]
+    return "\n".join((*parts, shortfalls(short))), {}
+
+
+def ratios(row: dict[str, Any], names: list[str]) -> list[float | None]:
+    return [row.get("ratios", {}).get(name) for name in names]
+
+
+def words(row: dict[str, Any]) -> str:
+    grown = {k.removesuffix("_grown_by"): v for k, v in row.items() if k.endswith("_grown_by")}
+    return reason(row) or f"after {row['steps']} steps, more " + ", ".join(
+        f"{name}: {value:.3g}" for name, value in grown.items()
+    )

@@ -1,0 +1,150 @@
+"""Who trains: the same model, data and optimizer, in float32, by casts of others, and by mpjax.
+
+``RIVALS[name](make, half)`` returns ``(init, step)``: ``init(params, rest)`` gives the state that
+``step(state, batch)`` trains. ``make(dtype=None)`` is a model of `models.MODELS` with its sizes
+given, and ``half`` the name of the half dtype.
+"""
+
+import functools
+import importlib.util
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+from flax.training.dynamic_scale import DynamicScale
+
+import mpjax
+from benchmarks.models import MODELS, training_step
+
+
+class Program(NamedTuple):
+    """How a rival trains a model: its functions, and the model's abstract arrays."""
+
+    init: Any
+    step: Any
+    params: Any
+    rest: Any
+    batch: Any
+
+    @property
+    def state(self):
+        """The abstract state of the step."""
+        return jax.eval_shape(self.init, self.params, self.rest)
+
+
+def program(model: str, rival: str, half: str, **sizes) -> Program:
+    """Returns how a rival trains a model."""
+    make = functools.partial(MODELS[model], **sizes)
+    _, params, rest, batch, _ = make()
+    return Program(*RIVALS[rival](make, half), params, rest, batch)
+
+
+def lacks(rival: str) -> str | None:
+    """Returns why a rival cannot run here, if it cannot."""
+    module = NEEDS.get(rival)
+    return f"{module} is not installed" if module and not importlib.util.find_spec(module) else None
+
+
+# ---- how each of them trains ---------------------------------------------------------------------
+
+
+def plainly(loss, optimizer):
+    return lambda params, rest: (params, rest, optimizer.init(params)), training_step(
+        loss, optimizer
+    )
+
+
+def float32(make, half):
+    loss, *_, optimizer = make()
+    return plainly(loss, optimizer)
+
+
+def by_hand(make, half, **arguments):
+    loss, *_, optimizer = make(dtype=jnp.dtype(half), **arguments)
+    return plainly(loss, optimizer)
+
+
+def with_jmp(make, half):
+    """Casts parameters and inputs once, at the boundary."""
+    loss, *_, optimizer = make()
+    policy = jmp.get_policy(f"params=float32,compute={half},output=float32")
+
+    def cast(params, rest, batch):
+        return loss(policy.cast_to_compute(params), rest, policy.cast_to_compute(batch))
+
+    return plainly(cast, optimizer)
+
+
+def with_mixed_precision_for_jax(make, half):
+    import mpx
+
+    loss, *_, optimizer = make()
+
+    def cast(params, rest, batch):
+        call = mpx.cast_function(lambda p, b: loss(p, rest, b), jnp.dtype(half))
+        value, new = call(params, batch)
+        new = jax.tree.map(lambda new, old: new.astype(old.dtype), new, rest)
+        return value.astype(jnp.float32), new
+
+    return plainly(cast, optimizer)
+
+
+def with_dynamic_scale(make, half):
+    """flax's loss scale around casts by hand, its steps gated as in flax's examples."""
+    loss, *_, optimizer = make(dtype=jnp.dtype(half))
+
+    def init(params, rest):
+        scale = jax.tree.map(jnp.asarray, DynamicScale())
+        return params, rest, optimizer.init(params), scale
+
+    def step(state, batch):
+        params, rest, opt, scale = state
+        scale, finite, (value, new_rest), grads = scale.value_and_grad(loss, has_aux=True)(
+            params, rest, batch
+        )
+        updates, new_opt = optimizer.update(grads, opt, params)
+        new = optax.apply_updates(params, updates), new_rest, new_opt
+        kept = jax.tree.map(functools.partial(jnp.where, finite), new, (params, rest, opt))
+        return (*kept, scale), value
+
+    return init, step
+
+
+def autocast(make, half, suffix=""):
+    """mpjax, its policy that of the half dtype with a suffix of the policies' grammar."""
+    loss, *_, optimizer = make()
+    return plainly(mpjax.autocast(loss, f"mixed_{half}{suffix}"), optimizer)
+
+
+def whole_step(make, half):
+    """mpjax's training step, with its loss scale and gate."""
+    loss, _, rest, _, optimizer = make()
+    if jax.tree.leaves(rest):
+        init, step = mpjax.build_train_step(
+            lambda params, batch, model_state: loss(params, model_state, batch),
+            optimizer,
+            f"mixed_{half}",
+        )
+    else:
+        init, step = mpjax.build_train_step(
+            lambda params, batch: loss(params, rest, batch)[0], optimizer, f"mixed_{half}"
+        )
+        return lambda params, rest: init(params), step
+    return init, step
+
+
+RIVALS = {
+    "float32": float32,
+    "by hand": by_hand,
+    "by hand, half softmax": functools.partial(by_hand, wide_softmax=False),
+    "jmp": with_jmp,
+    "mixed-precision-for-JAX": with_mixed_precision_for_jax,
+    "flax DynamicScale": with_dynamic_scale,
+    "autocast": autocast,
+    "autocast, lean": functools.partial(autocast, suffix=",storage=lean"),
+    "autocast, half scores": functools.partial(autocast, suffix=',half_ops=["dot_general"]'),
+    "build_train_step": whole_step,
+}
+NEEDS = {"mixed-precision-for-JAX": "mpx"}

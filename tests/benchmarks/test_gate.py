@@ -1,0 +1,62 @@
+"""The gate: what it lets through, and what it fails."""
+
+import json
+
+import pytest
+
+from benchmarks import Options, gate
+from benchmarks.results import Results
+
+ROW = {"temp_mib": 100.0, "bytes_gb": 10.0, "looped_gb": 20.0}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "gate.json"
+
+
+def judge(path, found, monkeypatch, fresh=False):
+    """Runs the gate on GPT-2, where every compilation finds these figures."""
+    monkeypatch.setattr(gate, "figures", lambda *_: found)
+    results = Results.open(path, fresh=fresh, **gate.SETTINGS)
+    return gate.run(Options(cases=("gpt2",), fresh=fresh), results)
+
+
+def test_what_is_not_recorded_is_recorded_and_passes(path, monkeypatch):
+    assert judge(path, ROW, monkeypatch) == []
+    assert set(json.loads(path.read_text())["cases"]["gpt2"]) == {
+        "by hand",
+        "autocast",
+        "autocast, lean",
+    }
+
+
+@pytest.mark.parametrize("figure", gate.JUDGED)
+def test_more_than_two_per_cent_fail(path, monkeypatch, figure):
+    judge(path, ROW, monkeypatch)
+    before = path.read_text()
+    assert judge(path, {**ROW, figure: 1.019 * ROW[figure]}, monkeypatch) == []
+    problems = judge(path, {**ROW, figure: 1.03 * ROW[figure]}, monkeypatch)
+    assert len(problems) == 2 and all(f"{figure} " in p and "1.030x" in p for p in problems)
+    assert judge(path, {**ROW, figure: 0.5 * ROW[figure]}, monkeypatch) == []
+    assert path.read_text() == before
+
+
+def test_what_does_not_compile_fails(path, monkeypatch):
+    assert judge(path, {"failed": "CompileError"}, monkeypatch)
+    judge(path, ROW, monkeypatch, fresh=True)
+    problems = judge(path, {"failed": "CompileError"}, monkeypatch)
+    assert problems == ["gpt2, autocast: CompileError", "gpt2, autocast, lean: CompileError"]
+
+
+def test_figures_of_another_jax_are_not_compared(path, monkeypatch, capsys):
+    judge(path, ROW, monkeypatch)
+    stored = json.loads(path.read_text())
+    stored["versions"]["jax"] = "0.0.1"
+    path.write_text(json.dumps(stored))
+    twice = {**ROW, "temp_mib": 200.0}
+    assert judge(path, twice, monkeypatch) == []
+    assert "Not compared: recorded with {'jax': '0.0.1'" in capsys.readouterr().out
+    assert json.loads(path.read_text()) == stored
+    assert judge(path, twice, monkeypatch, fresh=True) == []
+    assert json.loads(path.read_text())["cases"]["gpt2"]["autocast"] == twice

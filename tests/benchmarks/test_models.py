@@ -1,0 +1,74 @@
+"""The models of the benchmarks: their losses are legal, and casts by hand reach their matmuls."""
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.models import MODELS, SMALL, TITLES, training_step
+
+MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot")
+
+
+def test_every_model_has_a_title_and_small_sizes():
+    assert set(MODELS) == set(TITLES) == set(SMALL)
+
+
+def described(tree):
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
+
+def matmuls(jaxpr):
+    """Yields the operand dtypes of all matmuls, those of programs inside included."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in MATMULS:
+            yield {v.aval.dtype.name for v in eqn.invars[:2]}
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from matmuls(inner)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["float32", "by hand"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_a_loss_of_abstract_arrays(name, dtype):
+    loss, params, rest, batch, optimizer = MODELS[name](dtype=dtype, **SMALL[name])
+    assert {leaf.dtype.name for leaf in jax.tree.leaves((params, rest))} == {"float32"}
+    jaxpr, (value, after) = jax.make_jaxpr(loss, return_shape=True)(params, rest, batch)
+    assert value.shape == () and value.dtype == jnp.float32
+    assert described(after) == described(rest)
+    found = list(matmuls(jaxpr.jaxpr))
+    half = sum(dtypes == {"bfloat16"} for dtypes in found)
+    if dtype is None:
+        assert found and all(dtypes == {"float32"} for dtypes in found)
+    else:
+        routers = sum("router" in layer for layer in dict(params).get("layers", ()))
+        assert half == len(found) - routers
+    state = params, rest, jax.eval_shape(optimizer.init, params)
+    after, _ = jax.eval_shape(training_step(loss, optimizer), state, batch)
+    assert described(after) == described(state)
+
+
+def test_spelled_out_attention_is_the_same_function():
+    losses = []
+    for name in ("gpt2", "gpt2_softmax"):
+        loss, params, rest, batch, _ = MODELS[name](**SMALL["gpt2"])
+        leaves, structure = jax.tree.flatten(params)
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        pairs = zip(keys, leaves, strict=True)
+        params = structure.unflatten([0.1 * jax.random.normal(k, p.shape) for k, p in pairs])
+        tokens = jax.random.randint(jax.random.key(1), batch[0].shape, 0, 64)
+        losses.append(loss(params, rest, (tokens, tokens))[0])
+    assert jnp.allclose(*losses, rtol=1e-5)
+
+
+def test_both_ways_to_the_experts_give_the_same_where_no_token_is_dropped():
+    losses = []
+    for name in ("moe_onehot", "moe_ragged"):
+        sizes = {**SMALL[name], "experts": 2}  # whoever takes two of two has them all
+        loss, params, rest, batch, _ = MODELS[name](**sizes)
+        leaves, structure = jax.tree.flatten(params)
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        pairs = zip(keys, leaves, strict=True)
+        params = structure.unflatten([0.1 * jax.random.normal(k, p.shape) for k, p in pairs])
+        tokens = jax.random.randint(jax.random.key(1), batch[0].shape, 0, 64)
+        losses.append(loss(params, rest, (tokens, tokens))[0])
+    assert jnp.allclose(*losses, rtol=1e-5)

@@ -1,0 +1,99 @@
+"""docs/performance.md is what the results give, and its tables and charts say what they hold."""
+
+import json
+
+import pytest
+
+from benchmarks import RESULTS, SUITES
+from benchmarks.page import PAGE, PICTURES, TITLES, plain, render
+from benchmarks.page.aot import section
+from benchmarks.page.charts import Chart, draw, is_drawn
+from benchmarks.page.tables import above, mean, table, written
+
+ADVICE = "python -m benchmarks --page"
+
+
+def test_the_committed_page_is_what_the_results_give():
+    text, charts = render()
+    assert PAGE.read_text() == text, ADVICE
+    for name, chart in charts.items():
+        assert is_drawn(chart, PICTURES / f"{name}.svg"), ADVICE
+
+
+def test_every_suite_but_the_gate_has_a_section():
+    assert set(TITLES) == set(SUITES) - {"gate"}
+
+
+def test_without_results_it_says_so(tmp_path):
+    text, charts = render(tmp_path)
+    assert text.count("Not measured.") == len(TITLES) and not charts
+
+
+def row(**figures):
+    base = {"temp_mib": 100.0, "bytes_gb": 10.0, "looped_gb": 10.0, "roofline_ms": 1.0}
+    return {**base, "dtype": "bfloat16", "f32_matmuls": 2, **figures}
+
+
+STORED = {
+    "cases": {
+        "h100/gpt2": {"float32": row(temp_mib=200.0), "by hand": row(), "autocast": row()},
+        "h100/mamba": {"by hand": row(), "autocast": row(temp_mib=106.0, f32_matmuls=0)},
+        "h100/vit": {"by hand": {"failed": "CompileError: no tiles"}, "autocast": row()},
+        "batch-v100/resnet50": {"float32": {"batch": 50}, "autocast": {"batch": 100}},
+    }
+}
+
+
+def test_what_is_above_one_stands_out_with_its_cause():
+    text, _ = section(STORED, {"mamba": {"temp_mib": "slices are padded"}})
+    assert "| Mamba | 106 MiB | **1.06x** | 1.00x | 1.00x | 0 (2) |" in text
+    assert "| Mamba, H100 | memory | **1.06x** | slices are padded |" in text
+    text, _ = section(STORED, {})
+    assert "| Mamba, H100 | memory | **1.06x** | not known |" in text
+
+
+def test_what_failed_stands_there_and_ratios_are_of_what_is_known():
+    text, charts = section(STORED, {})
+    assert "| h100/vit | by hand | CompileError: no tiles |" in text
+    assert "geometric mean of 2 models | <= 0.75x | 1.03x |" in text
+    assert "| largest batch of float32's, ResNet-50, V100 | >= 1.56x | 2.00x |" in text
+    assert charts["aot_by_hand"].rows == ("GPT-2 124M", "Mamba")
+    assert charts["aot_float32"].rows == ("GPT-2 124M",)
+
+
+def test_a_suite_without_a_section_of_its_own_shows_its_ratios():
+    ratios = {
+        "autocast / by hand": {"median": 1.25, "quartiles": [1.2, 1.3]},
+        "by hand / float32": 1.5,
+    }
+    cases = {"gpt2": {"steps": {"ratios": ratios}, "jmp": {"skipped": "not installed"}}}
+    text, _ = plain.section({"cases": cases}, {"gpt2": {"autocast / by hand": "an extra copy"}})
+    assert "| gpt2 | autocast / by hand | **1.25x** | 1.20 to 1.30 |" in text
+    assert "| gpt2 | by hand / float32 | 1.50x | - |" in text
+    assert "| gpt2 | autocast / by hand | **1.25x** | an extra copy |" in text
+    assert "skipped: not installed" in text
+
+
+def test_tables():
+    assert table(("a", "b"), [("x", None)]) == "| a | b |\n| --- | ---: |\n| x | - |\n"
+    assert [written(r) for r in (None, 0.5, 1.004, 1.006)] == [None, "0.50x", "1.00x", "**1.01x**"]
+    assert not above(None) and mean([]) is None and mean([2.0, None, 8.0]) == pytest.approx(4)
+
+
+def test_a_chart_is_the_same_bytes_each_time(tmp_path):
+    pytest.importorskip("matplotlib")
+    series = {"autocast": (0.5, 1.2), "by hand": (None, 1.0)}
+    chart = Chart("Title", ("one", "two"), {"memory": series, "bytes": series}, "Dots")
+    first, second = tmp_path / "first.svg", tmp_path / "second.svg"
+    draw(chart, first)
+    draw(chart, second)
+    assert first.read_bytes() == second.read_bytes() and is_drawn(chart, first)
+    other = Chart("Title", ("one", "two"), {"memory": series}, "Dots")
+    assert not is_drawn(other, first)
+
+
+def test_results_that_are_shown_are_those_of_the_repository():
+    for suite in TITLES:
+        path = RESULTS / f"{suite}.json"
+        if path.exists():
+            assert {"command", "device", "versions", "date"} <= set(json.loads(path.read_text()))

@@ -1,0 +1,30 @@
+"""Rivals: each trains a small model, with the same state after a step as before."""
+
+import inspect
+
+import jax
+import pytest
+
+from benchmarks.models import MODELS, SMALL
+from benchmarks.rivals import NEEDS, RIVALS, lacks, program
+
+
+def described(tree):
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
+
+@pytest.mark.parametrize("model", ["bert", "resnet50"])
+@pytest.mark.parametrize("rival", RIVALS)
+def test_a_rival_s_step_keeps_its_state(rival, model):
+    if reason := lacks(rival):
+        pytest.skip(reason)
+    if "softmax" in rival and "wide_softmax" not in inspect.signature(MODELS[model]).parameters:
+        pytest.skip("a model without attention")
+    found = program(model, rival, "float16", **SMALL[model])
+    after, _ = jax.eval_shape(found.step, found.state, found.batch)
+    assert described(after) == described(found.state)
+
+
+def test_a_rival_that_is_not_installed_says_so(monkeypatch):
+    monkeypatch.setitem(NEEDS, "jmp", "no_such_module")
+    assert lacks("jmp") == "no_such_module is not installed" and lacks("float32") is None

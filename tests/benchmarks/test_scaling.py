@@ -1,0 +1,69 @@
+"""The scaling suite: what it counts, and that it runs on small programs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import Options, scaling
+from benchmarks.page.scaling import section
+from benchmarks.results import Results
+
+
+@pytest.fixture
+def results(tmp_path):
+    return Results.open(tmp_path / "scaling.json", smoke=True)
+
+
+def run(results, *cases, **others):
+    return scaling.run(Options(cases=cases, smoke=True, **others), results)
+
+
+def test_layers_are_traced_and_compiled_both_ways(results):
+    assert run(results, "layers") == []
+    one, two = results.cases["layers"].values()
+    assert two["float32_equations"] > one["float32_equations"]
+    assert two["autocast_calls"] > two["float32_calls"] > 0
+    assert two["autocast_compile_s"] > 0 and two["ratios"]["autocast / float32, seconds"] > 0
+
+
+def test_nothing_grows_with_steps(results):
+    assert run(results, "steps") == []
+    assert {row["arrays_grown_by"] for row in results.cases["steps"].values()} == {0}
+    assert results.cases["steps"]["mixed_float16"]["compilations"] > 0
+
+
+def test_what_grows_is_a_problem(results):
+    results.put("steps", "float32", {"grew": ["arrays"]})
+    assert run(results, "devices") == ["float32: arrays grew"]
+
+
+def test_what_cannot_be_compiled_says_why(results):
+    run(results, "devices")
+    assert "one device" in results.cases["devices"]["1 to 256 devices"]["skipped"]
+    row = scaling.memory(scaling.functools.partial(scaling.MODELS["ode"], steps=1, width=8))
+    assert "not installed" in row.get("skipped", "") or row["ratios"]
+
+
+def test_a_budget_that_is_spent_starts_nothing(results):
+    run(results, *scaling.CASES, budget=-1.0)
+    assert not results.cases
+
+
+def test_equations_and_calls_are_counted():
+    def loop(x):
+        return jax.lax.scan(lambda x, _: (jnp.sin(x) * 2, None), x, length=3)[0]
+
+    assert scaling.equations(jax.make_jaxpr(loop)(1.0).jaxpr) == 3
+    assert scaling.calls(loop, 1.0) > 10
+
+
+def test_the_page_has_a_row_for_each_size():
+    rows = {"6 layers": {"ratios": {"a / b": 1.2}}, "12 layers": {"ratios": {"a / b": 0.9}}}
+    grown = {"steps": 30, "arrays_grown_by": 0, "grew": []}
+    stored = {
+        "cases": {"layers": rows, "steps": {"float32": grown}, "devices": {"2": {"skipped": "x"}}}
+    }
+    text, _ = section(stored, {"layers": {"a / b": "why"}})
+    assert "| 6 layers | **1.20x** |" in text and "| 12 layers | 0.90x |" in text
+    assert "| float32 | after 30 steps, more arrays: 0 |" in text and "| 2 | skipped: x |" in text
+    assert "| layers | a / b | **1.20x** | why |" in text
