@@ -63,7 +63,7 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
         targets(FLOAT32, cases),
         "### Largest batch\n",
         "The largest batch whose step fits, a quarter of the device's memory kept free:\n",
-        batches(cases),
+        batches(cases, causes),
         failures(cases),
     ]
     return "\n".join(part for part in text if part), charts
@@ -182,8 +182,9 @@ def targets(theirs: str, cases: Rows) -> str:
     return table(("model", *(HARDWARE[t] for t in shown)), [*rows, ("geometric mean", *means)])
 
 
-def batches(cases: Rows) -> str:
-    rows = []
+def batches(cases: Rows, causes: dict[str, Any]) -> str:
+    """The largest batches, and why one is no larger."""
+    rows, notes = [], []
     for part, (target, model, rivals, multiple) in BATCHES.items():
         for rival in rivals:
             row = cases.get(f"{part}/{model}", {}).get(rival, {})
@@ -197,8 +198,10 @@ def batches(cases: Rows) -> str:
                     f"{found:.2f}x" if found else None,
                 )
             )
+        if known := causes.get(part):
+            notes.append(f"\n{TITLES[model]}, {HARDWARE[target]}: {known['all']}.\n")
     header = ("model", "trained by", "largest batch", "a multiple of", "of float32's")
-    return table(header, rows)
+    return table(header, rows) + "".join(notes)
 
 
 def failures(cases: Rows) -> str:
