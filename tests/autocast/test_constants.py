@@ -115,3 +115,40 @@ def test_a_part_of_a_view_is_the_part_of_what_it_views():
         return h
 
     assert fact(fun, H, jnp.stack([V, V])).exact  # the same weights again and again
+
+
+def batch_norm(x):
+    axes = tuple(range(x.ndim - 1))
+    centred = x - jnp.mean(x, axes)
+    return centred * jax.lax.rsqrt(jnp.mean(centred**2, axes) + 1e-5)
+
+
+def layer_norm(epsilon):
+    def norm(x):
+        centred = x - jnp.mean(x, -1, keepdims=True)
+        return centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + epsilon)
+
+    return norm
+
+
+NORMS = {
+    "over more entries than float16 counts": (batch_norm, (1040, 64, 64)),
+    "with an epsilon that float16 loses": (layer_norm(1e-12), (8, 16, 64)),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", NORMS)
+def test_what_is_normalized_is_of_ordinary_size(name, half):
+    """Whatever its mean was divided by: what reads it has no reason to be float32."""
+    norm, shape = NORMS[name]
+    x, w, v = normal(0, *shape), normal(1, 64, 64), normal(2, 64, 64)
+
+    def loss(w, x):
+        return jnp.mean((jax.nn.relu(norm(x @ w) * 1.5 + 0.5) @ v) ** 2)
+
+    report = mpjax.explain(loss, f"mixed_{half}")(w, x)
+    (relu,) = (row for row in report.rows if row.primitive == "custom_jvp_call")
+    assert "f32" not in relu.after
+    ours, true = jax.jit(jax.grad(cast(loss, half)))(w, x), jax.grad(loss)(w, x)
+    assert np.linalg.norm(ours - true) <= 0.02 * np.linalg.norm(true)

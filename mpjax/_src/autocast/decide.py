@@ -94,13 +94,22 @@ def _decide_half(op: Op) -> None:
 
 def _decide_full(op: Op) -> None:
     op.compute = FLOAT32
-    wide = op.spec.need != rules.FULL and any(v.wide for v in op.ins)
-    _give(op, "full", FLOAT32, wide)
+    _give(op, "full", FLOAT32, op.spec.need != rules.FULL and _is_of_wide(op))
+
+
+def _is_of_wide(op: Op) -> bool:
+    """Tells what is made with a constant that half would lose, but for what is normalized.
+
+    That is of ordinary size, whatever a mean was divided by and however small an epsilon is.
+    """
+    normalized = any(v.fact.norm == "unit" for v in op.outs)
+    made_here = normalized and all(v.fact.norm != "unit" for v in op.ins)
+    return not made_here and any(v.wide for v in op.ins)
 
 
 def _decide_follow(op: Op) -> None:
     kinds = {v.kind for v in op.ins if v.is_f32}
-    wide = any(v.wide for v in op.ins)
+    wide = _is_of_wide(op)
     if not kinds:  # made from integers or booleans: not an operand's dtype to follow
         return _decide_leave(op)
     flexible = kinds <= {"flexible"}
