@@ -40,6 +40,13 @@ HARDWARE = {
 }
 HALF = collections.defaultdict(lambda: "bfloat16", v100="float16")
 
+# Models with attention.
+ATTENTIVE = tuple(
+    name
+    for name in CASES
+    if name.startswith(("gpt2", "llama", "moe")) or name in ("bert", "vit", "t5")
+)
+
 # What is compiled, the most valuable first: target, models, rivals.
 FIRST = ("float32", "by hand", "autocast", "autocast, lean")
 COMPILED = {
@@ -50,6 +57,7 @@ COMPILED = {
         ("jmp", "mixed-precision-for-JAX", "flax DynamicScale", "build_train_step"),
     ),
     "softmax": ("h100", ("bert", "vit"), ("by hand, half softmax",)),
+    "fused": ("h100", ATTENTIVE, ("autocast, fused attention",)),
     "scores": ("h100", ("gpt2", "gpt2_softmax", "bert", "vit"), ("autocast, half scores",)),
     **{target: (target, CASES, FIRST[:3]) for target in ("v100", "a100-80", "b200", "v5e")},
 }
@@ -60,7 +68,7 @@ BATCHES = {
     "batch-v100": ("v100", "resnet50", ("float32", "autocast", "by hand", "autocast, lean"), 8),
     "batch-a100-40": ("a100-40", "bert", ("float32", "autocast", "by hand", "autocast, lean"), 2),
 }
-PARTS = (*list(COMPILED)[:4], *BATCHES, *list(COMPILED)[4:])
+PARTS = (*list(COMPILED)[:5], *BATCHES, *list(COMPILED)[5:])
 
 
 def run(options: Options, results: Results) -> None:

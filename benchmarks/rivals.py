@@ -144,6 +144,7 @@ RIVALS = {
     "flax DynamicScale": with_dynamic_scale,
     "autocast": autocast,
     "autocast, lean": functools.partial(autocast, suffix=",storage=lean"),
+    "autocast, fused attention": functools.partial(autocast, suffix=",fused_attention=true"),
     "autocast, half scores": functools.partial(autocast, suffix=',half_ops=["dot_general"]'),
     "build_train_step": whole_step,
 }

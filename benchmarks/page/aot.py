@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.aot import BATCHES, CASES, FIRST, HARDWARE
+from benchmarks.aot import ATTENTIVE, BATCHES, CASES, FIRST, HARDWARE
 from benchmarks.models import TITLES
 from benchmarks.page.charts import Chart, image
 from benchmarks.page.tables import above, mean, shortfalls, table, written
@@ -12,6 +12,7 @@ FIGURES = {"temp_mib": "memory", "bytes_gb": "bytes", "looped_gb": "bytes moved"
 ROOFLINE = {"roofline_ms": "roofline"}
 HAND, FLOAT32 = "by hand", "float32"
 OURS = ("autocast", "autocast, lean")
+FUSED = "autocast, fused attention"
 
 # What is asked of autocast on an H100: of the geometric mean over models, and of single models.
 MEANS = {"temp_mib": 0.75, "bytes_gb": 0.85}
@@ -49,6 +50,9 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
         shortfalls(short(cases, causes, ("h100",))),
         f"`autocast` with `storage=lean`, which {causes.get('lean', {}).get('all', '')}:\n",
         models("h100", "autocast, lean", HAND, cases),
+        "`autocast` with fused attention (`policy.with_fused_attention()`, off by default), of models "
+        "that have attention:\n",
+        models("h100", FUSED, HAND, cases, ATTENTIVE),
         "### H100, beside float32\n",
         image("aot_float32", charts["aot_float32"]),
         f"`autocast`:\n\n{models('h100', 'autocast', FLOAT32, cases)}",
@@ -108,11 +112,11 @@ def goals(cases: Rows) -> str:
     return table(("goal", "asked", "found"), cells)
 
 
-def models(target: str, ours: str, theirs: str, cases: Rows) -> str:
+def models(target: str, ours: str, theirs: str, cases: Rows, names=CASES) -> str:
     """One line for each model, the geometric mean last."""
     rows = []
     figures = FIGURES | ROOFLINE if theirs == FLOAT32 else FIGURES
-    for model in CASES:
+    for model in names:
         found = cases.get(f"{target}/{model}", {})
         ratios = (ratio(cases, f"{target}/{model}", ours, theirs, f) for f in figures)
         left = [found.get(rival, {}).get("f32_matmuls") for rival in (ours, theirs)]
@@ -143,7 +147,7 @@ def libraries(cases: Rows) -> str:
     text = []
     for model in CASES:
         rivals = cases.get(f"h100/{model}", {})
-        if set(rivals) <= set(FIRST):
+        if set(rivals) <= {*FIRST, FUSED}:
             continue
         rows = []
         for rival, row in rivals.items():

@@ -53,10 +53,11 @@ def _is_rounded(value: Value) -> bool:
     an argument, each reader rounds it for itself, and its cotangents are summed in float32.
     """
     several = len(value.want.readers) > 1 and value.want.outside and not value.want.full
-    return (several or value.want.kink) and not value.fact.given and _may_be_rounded(value)
+    return (several or value.want.kink) and not value.fact.given and may_be_rounded(value)
 
 
-def _may_be_rounded(value: Value) -> bool:
+def may_be_rounded(value: Value) -> bool:
+    """Tells a value that a rounding to half does no harm to."""
     return not (value.wide or value.lost or _is_held(value) or value.small or value.is_one)
 
 
@@ -302,7 +303,7 @@ def _decide_result(op: Op, out: Value, index: int, inner: Sequence[Value]) -> No
         _set(out, "full", FLOAT32)
     elif "full" in kinds:
         rounded = (
-            out.want.outside and not (out.want.full or out.want.returned) and _may_be_rounded(out)
+            out.want.outside and not (out.want.full or out.want.returned) and may_be_rounded(out)
         )
         _set(out, "half" if rounded else "full", half if rounded else FLOAT32)
     elif "half" not in kinds:

@@ -62,6 +62,7 @@ class Island:
     rounded: set[Value] = dataclasses.field(default_factory=set)  # inputs kept in half
     sums: list[Value] = dataclasses.field(default_factory=list)  # results of reductions, kept
     half: Any = None
+    tail: list[Op] = dataclasses.field(default_factory=list)  # the activation after a norm
     sloped: bool = False  # elementwise: its slope is kept in place of its operand
     barrier: bool = False  # XLA would rather save the insides than compute them again
     axes: tuple[int, ...] = ()  # of a softmax: what it sums over, as the matmul sees it
@@ -120,3 +121,10 @@ def is_free(op: Op) -> bool:
     if op.name == "broadcast_in_dim":
         return op.outs[0].const is not None
     return op.rule == "cast" and getattr(op.ins[0].aval, "dtype", None) == np.bool_
+
+
+def tail_operand(island: Island) -> Value:
+    """Returns what the activation at the end of an island is a function of."""
+    inside = {v for op in (*island.free, *island.tail) for v in op.outs}
+    (operand,) = {v for op in island.tail for v in op.ins if not v.literal and v not in inside}
+    return operand

@@ -127,7 +127,8 @@ def _of_island(island: Island, made: dict[Value, Op]) -> str:
         return f"its slope is kept, {half}"
     sources = {made[v].row for v in island.inputs if v in made and made[v].row >= 0}
     rows = f" (rows {', '.join(map(str, sorted(sources)))})" if sources else ""
-    return f"computed again from {_dtypes(island.inputs, island.rounded, half)}{rows}"
+    tail = f"; what its norm gives gets its cotangent in {half}" if island.tail else ""
+    return f"computed again from {_dtypes(island.inputs, island.rounded, half)}{rows}{tail}"
 
 
 def _dtypes(values: Any, rounded: Any = (), half: str = "") -> str:

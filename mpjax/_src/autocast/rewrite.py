@@ -20,6 +20,7 @@ from mpjax._src.autocast import fused
 from mpjax._src.autocast.derivatives import (
     Softmax,
     Weighing,
+    activation,
     attention,
     cast,
     elementwise,
@@ -36,7 +37,7 @@ from mpjax._src.autocast.environment import Env, Settings
 from mpjax._src.autocast.forms import is_view
 from mpjax._src.autocast.gathers import picks_one_per_row
 from mpjax._src.autocast.graph import ROW, Block, Op, Value
-from mpjax._src.autocast.islands import Island
+from mpjax._src.autocast.islands import Island, tail_operand
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.repeats import Stretch, fold
 from mpjax._src.autocast.steps import Checkpoint, Step, made_where_read
@@ -362,8 +363,22 @@ def _run_island(island: Island, env: Env) -> None:
         for value, array in given:
             inner.write(value, array)
         for op in (*island.free, *members):
-            _run_step(op, inner)
+            if op not in island.tail:
+                _run_step(op, inner)
+            elif op is island.tail[-1]:
+                operand = tail_operand(island)
+                run_tail = functools.partial(activate, operand)
+                array = activation(run_tail, inner.read(operand, FLOAT32), island.half)
+                inner.write(op.outs[0], array)
         return inner
+
+    def activate(operand, x):
+        inner = env.inside(depth)
+        inner.write(operand, x)
+        for op in (*island.free, *island.tail):
+            _run_step(op, inner)
+        (result,) = island.tail[-1].outs
+        return inner.read(result, island.half if result in island.in_half else None)
 
     def run(arrays, sums=()):
         inner = evaluate(island.ops, zip(island.inputs, arrays, strict=True), sums)

@@ -5,6 +5,7 @@ from typing import Any
 
 from mpjax._src import rules
 from mpjax._src.autocast import peepholes
+from mpjax._src.autocast.decide import may_be_rounded
 from mpjax._src.autocast.facts import EXPONENTIALS
 from mpjax._src.autocast.graph import Block, Op, Value, is_beyond, is_steady
 from mpjax._src.autocast.islands import Flow, Island, bound, flow_of, is_free
@@ -66,6 +67,7 @@ def _islands(flow: Flow) -> "dict[Op, Island]":
         worthwhile = group.barrier or flow.block.in_loop
         if worthwhile and _from_half(group, flow) and _saves_memory(group):
             group.sloped = group.barrier and _is_sloped(group, flow)
+            group.tail = _tail(group, flow)
             found |= dict.fromkeys(group.ops, group)
     return found
 
@@ -211,6 +213,47 @@ def _is_sloped(group: Island, flow: Flow) -> bool:
             op.spec.steady_of(op.params) or op.spec.linear or _is_scaling(op) for op in group.ops
         )
     )
+
+
+def _tail(group: Island, flow: Flow) -> list[Op]:
+    """Returns the activation of what a norm gives: elementwise operations on that alone.
+
+    The cotangent of what a norm gives is dear to compute, for the activation's slope is in it, and
+    read twice: by sums over what the norm spreads out, and entry by entry. So it is written, and
+    best in half, as where casts are placed by hand.
+    """
+    for op in reversed(group.ops):
+        normed = op.outs[0]
+        if op.spec.need == rules.FOLLOW and any(_spreads(v, normed, flow) for v in op.ins):
+            tail = _activation(normed, group, flow)
+            dear = any(o.spec.cost == rules.DEAR for o in tail)
+            fits = group.half is not None and may_be_rounded(normed) and not normed.fact.linear
+            return tail if dear and fits else []
+    return []
+
+
+def _activation(operand: Value, group: Island, flow: Flow) -> list[Op]:
+    """Returns the elementwise operations of an island on one value, of which one result is read."""
+    made, known = {operand}, {v for op in group.free for v in op.outs}
+    tail: list[Op] = []
+    for op in group.ops:
+        alone = all(v in made or v in known or v.literal for v in op.ins)
+        alike = len(op.outs) == 1 and op.outs[0].aval.shape == operand.aval.shape
+        if alone and alike and op.spec.need in (rules.FOLLOW, rules.FULL) and made & {*op.ins}:
+            tail.append(op)
+            made.update(op.outs)
+    ends = [op for op in tail if not {*flow.readers.get(op.outs[0], ())} <= {*tail}]
+    whole = ends == tail[-1:] and not any(v.want.returned for op in ends for v in op.outs)
+    return tail if whole else []
+
+
+def _spreads(operand: Value, value: Value, flow: Flow) -> bool:
+    """Tells an operand that varies and is smaller than a result, perhaps spread out before."""
+    op = flow.producer.get(operand)
+    while op is not None and op.name == "broadcast_in_dim" and operand.const is None:
+        operand = op.ins[0]
+        op = flow.producer.get(operand)
+    return operand.is_f32 and operand.const is None and operand.size < value.size
 
 
 def _is_scaling(op: Op) -> bool:

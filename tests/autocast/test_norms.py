@@ -1,0 +1,119 @@
+"""What lies between a norm and an activation: its cotangent is a half product."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import HALVES, cast, equations, normal
+
+import mpjax
+
+X, W, V = normal(0, 4, 8, 8, 16), normal(1, 16, 32, scale=0.3), normal(2, 32, 16, scale=0.3)
+P = {"w": W, "v": V, "scale": 1 + normal(3, 32, scale=0.2), "shift": normal(4, 32, scale=0.2)}
+
+
+def normed(p, x, axes):
+    centred = x - jnp.mean(x, axes, keepdims=True)
+    scaled = centred * jax.lax.rsqrt(jnp.mean(centred**2, axes, keepdims=True) + 1e-5)
+    return scaled * p["scale"] + p["shift"]
+
+
+NORMS = {
+    "batch": lambda p, x: normed(p, x, (0, 1, 2)),
+    "layer": lambda p, x: normed(p, x, (-1,)),
+    "instance": lambda p, x: normed(p, x, (1, 2)),
+}
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "exact gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "squeezed": lambda x: jax.nn.silu(x) * jnp.mean(jax.nn.silu(x), (1, 2), keepdims=True),
+    "pooled": lambda x: jax.nn.silu(x) - jnp.mean(jax.nn.silu(x)),
+}
+
+
+TWICE = "squeezed", "pooled"
+
+
+def loss_of(norm, activation):
+    def loss(p, x):
+        return jnp.mean(jnp.sin(activation(norm(p, x @ p["w"])) @ p["v"]))
+
+    return loss
+
+
+def half_products(fun, *args):
+    """Returns the products of two half arrays in the gradient of a function."""
+    jaxpr = jax.make_jaxpr(jax.grad(fun))(*args)
+    whole = (*X.shape[:-1], W.shape[-1])
+    return [
+        eqn
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name == "mul"
+        and all(v.aval.shape == whole and v.aval.dtype.itemsize == 2 for v in eqn.invars)
+    ]
+
+
+def error_of(fun, exact, *args):
+    found, true = jax.jit(jax.grad(fun))(*args), jax.grad(exact)(*args)
+    errors = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), found, true)
+    return max(jax.tree.leaves(errors))
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_are_no_worse_than_rounded_matmuls_make_them(norm, activation, half):
+    loss = loss_of(NORMS[norm], ACTIVATIONS[activation])
+
+    def by_hand(p, x):
+        h = (x.astype(half) @ p["w"].astype(half)).astype(jnp.float32)
+        h = ACTIVATIONS[activation](NORMS[norm](p, h).astype(half))
+        return jnp.mean(jnp.sin((h @ p["v"].astype(half)).astype(jnp.float32)))
+
+    ours, theirs = error_of(cast(loss, half), loss, P, X), error_of(by_hand, loss, P, X)
+    assert ours <= max(1.25 * theirs, 0.005)
+    products = half_products(cast(loss, half), P, X)
+    assert products or activation in TWICE  # whose two results are two functions of it
+
+
+def test_explain_says_so():
+    loss = loss_of(NORMS["batch"], jax.nn.silu)
+    report = mpjax.explain(loss, "mixed_bfloat16", argnums=0)(P, X)
+    said = {row.primitive for row in report.rows if "its cotangent in bf16" in row.storage}
+    assert {"rsqrt", "logistic"} <= said
+
+
+def in_float32(p, x):
+    with mpjax.precision("float32"):
+        return jax.nn.silu(NORMS["batch"](p, x))
+
+
+OTHERS = {
+    "an activation of a matmul": lambda p, x: jax.nn.silu(x),
+    "nothing dear": lambda p, x: NORMS["batch"](p, x) * 2,
+    "a region in float32": in_float32,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_elsewhere_nothing_changes(name):
+    loss = loss_of(OTHERS[name], lambda x: x)
+    report = mpjax.explain(loss, "mixed_bfloat16", argnums=0)(P, X)
+    assert not any("its cotangent in" in row.storage for row in report.rows)
+
+
+@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, jax.vmap])
+def test_within_transformations(around):
+    loss = loss_of(NORMS["batch"], jax.nn.silu)
+    half = cast(loss)
+    fun = (
+        around(half) if around is not jax.vmap else lambda p, x: jax.vmap(half, (None, 0))(p, x)[0]
+    )
+    x = X if around is not jax.vmap else X[None]
+    assert error_of(fun, lambda p, _: loss(p, X), P, x) <= 0.02
+    true = jax.grad(loss)(P, X)["w"]
+    slope = jax.jvp(lambda w: half({**P, "w": w}, X), (W,), (W,))[1]
+    assert abs(slope - jnp.vdot(true, W)) <= 0.05 * jnp.linalg.norm(true)
