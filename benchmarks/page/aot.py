@@ -50,8 +50,8 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
         shortfalls(short(cases, causes, ("h100",))),
         f"`autocast` with `storage=lean`, which {causes.get('lean', {}).get('all', '')}:\n",
         models("h100", "autocast, lean", HAND, cases),
-        "`autocast` with fused attention (`policy.with_fused_attention()`, off by default), of models "
-        "that have attention:\n",
+        "`autocast` with fused attention (`policy.with_fused_attention()`, off by default), where "
+        "models have attention:\n",
         models("h100", FUSED, HAND, cases, ATTENTIVE),
         "### H100, beside float32\n",
         image("aot_float32", charts["aot_float32"]),

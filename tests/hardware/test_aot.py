@@ -306,10 +306,26 @@ def attend(q, k, v):
     return jnp.mean(mpjax.dot_product_attention(q, k, v, is_causal=True) ** 2)
 
 
+def attend_by_hand(q, k, v):
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    scores = q @ k.swapaxes(-2, -1) / 8
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:])) == 0, -jnp.inf, scores)
+    return jnp.mean((jax.nn.softmax(scores) @ v) ** 2)
+
+
+FUSED = {
+    "asked for": (attend, "mixed_bfloat16"),
+    "by hand": (attend_by_hand, "mixed_bfloat16,fused_attention=true"),
+    "by hand, lean": (attend_by_hand, "mixed_bfloat16,storage=lean,fused_attention=true"),
+}
+
+
 @pytest.mark.slow
 @compiles("h100")
-def test_fused_attention_grows_with_the_length_and_not_with_its_square():
-    step = jax.value_and_grad(mpjax.autocast(attend, "mixed_bfloat16"), (0, 1, 2))
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_attention_grows_with_the_length_and_not_with_its_square(name):
+    fun, policy = FUSED[name]
+    step = jax.value_and_grad(mpjax.autocast(fun, policy), (0, 1, 2))
     sizes = []
     for length in (512, 2048):
         report = mpjax.compile_for("h100", step, *[shape(1, length, 4, 64)] * 3)
