@@ -6,9 +6,9 @@
 
 A suite is a module of this package: ``CASES``, the names that can be selected; ``run(options,
 results)``, which measures what `Results.get` does not hold yet and puts each row as it comes, and
-may return what went wrong, a line each; and if it likes ``PARTS``, names for ``--part``, ``FILE``,
-the name of its JSON, and ``SETTINGS``, what its rows have in common. Figures that the documentation
-quotes are ratios of rows of one suite.
+may return what went wrong, a line each; and if it likes ``LONG``, cases that run only when they
+are named, ``PARTS``, names for ``--part``, ``FILE``, the name of its JSON, and ``SETTINGS``, what
+its rows have in common. Figures that the documentation quotes are ratios of rows of one suite.
 """
 
 import dataclasses
