@@ -1,8 +1,9 @@
 """Case "quality": does half reach float32's held-out quality, over three seeds?
 
 Both examples under every policy of the demo; and those that cast operation by operation once more
-with casts at the boundary. A policy's mean over the seeds is held against the spread of float32's. A row
-is one run.
+with casts at the boundary. A policy's mean over the seeds is held against the spread of float32's.
+
+A row is one run.
 """
 
 import datetime

@@ -25,7 +25,7 @@ HOW = ((1, 1.0), (1, 1 / TIMES), (1, 2.0**16), (TIMES, 1.0), (TIMES, 2.0**16))
 
 
 def case(smoke: bool) -> Iterator[tuple[str, Any]]:
-    prepared = functools.cache(functools.partial(prepare, 1 if smoke else STEPS))
+    prepared = functools.cache(functools.partial(prepare, 0 if smoke else STEPS))
     for times, scale in HOW[1:2] if smoke else HOW:
         name = f"batch x {times}, loss scale {scale:g}"
         yield name, functools.partial(row, prepared, times, scale)
