@@ -19,7 +19,7 @@ RESULTS = HERE / "results"
 
 # What can be measured; a suite is offered where its module exists.
 SUITES = {
-    "cpu": "steps timed in pairs on this machine, tracing, reports and instruments",
+    "cpu": "steps timed in pairs on this machine's CPU, dispatch, tracing, reports and instruments",
     "aot": "memory, bytes and matmuls of training steps compiled for absent GPUs and TPUs",
     "gpu": "steps timed in pairs on a GPU",
     "scaling": "loss scaling, memory and time as models and devices grow",

@@ -22,7 +22,7 @@ FIGURES: dict[str, dict[str, bool]] = {
     "byte_gpt": {"bits_per_byte": False},
 }
 BOUNDARY = ("mixed_bfloat16", "mixed_float16", "O2:float16")
-KEPT = ("final_train_loss", "skipped_steps", "final_loss_scale", "step_ms")
+KEPT = ("final_train_loss", "skipped_steps", "final_loss_scale")
 SMOKE = ("float32", "mixed_float16")
 
 

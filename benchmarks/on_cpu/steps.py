@@ -24,6 +24,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 OURS = "autocast"
 RIVALS = ("by hand", "float32", "jmp", "mixed-precision-for-JAX", "flax DynamicScale")
+PAIRS = (*((OURS, rival) for rival in RIVALS), ("by hand", "float32"))
 ROUNDS = {"gpt2": 51, "resnet50": 25, "lstm": 51}
 
 
@@ -39,8 +40,7 @@ def paired(model: str, sizes: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Returns the row of a model: the ratios of all rivals that there are."""
     absent = {rival: why for rival in RIVALS if (why := lacks(rival))}
     timers = {rival: timed(model, rival, sizes) for rival in (OURS, *RIVALS) if rival not in absent}
-    pairs = [(OURS, rival) for rival in timers if rival != OURS] + [("by hand", "float32")]
-    row = measure(timers, pairs, rounds)
+    row = measure(timers, [pair for pair in PAIRS if not absent.keys() & pair], rounds)
     return {**row, "sizes": sizes, **({"absent": absent} if absent else {})}
 
 
