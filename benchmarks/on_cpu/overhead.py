@@ -57,7 +57,7 @@ def optax_step(task: Task, policy: str) -> State:
     Where the policy keeps half parameters, the optimizer's are their float32 masters.
     """
     loss = mpjax.autocast(task.loss, policy)
-    stored = jax.tree.map(jnp.dtype, mpjax_step(task, policy)[0].params)
+    stored = jax.tree.map(lambda p: p.dtype, mpjax_step(task, policy)[0].params)
 
     def step(state, batch):
         masters, opt_state, model_state, rng = state

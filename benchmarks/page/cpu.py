@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.on_cpu import goals, quality
+from benchmarks.on_cpu import dots, goals, quality
 from benchmarks.on_gpu.tables import reason, text
 from benchmarks.page.charts import Chart
 from benchmarks.page.tables import above, shortfalls, table, written
@@ -68,7 +68,11 @@ def ratios(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
         ]
         yield table(("", *measured), cells)
     notes = [f"{name}: {why}." for name, row in rows.items() if (why := reason(row))]
-    notes += [f"{name}: {row['converted']}." for name, row in rows.items() if "converted" in row]
+    notes += [
+        f"{name}: {row['cpu']}; under autocast {dots.reading(row['matmuls']['autocast'])}."
+        for name, row in rows.items()
+        if "matmuls" in row
+    ]
     absent = {
         f"{who}: {why}." for row in rows.values() for who, why in row.get("absent", {}).items()
     }
@@ -127,12 +131,18 @@ def means(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
 OWN = {"underflow": underflow, quality.CASE: means}
 
 
-def short(rows: goals.Rows, causes: dict[str, Any]) -> Iterator[tuple[str, str, float, str]]:
-    """Yields what of ours is above 1.00x: its cause of that row, or else of its case."""
+def short(rows: goals.Rows, causes: dict[str, Any]) -> list[tuple[str, str, float, str]]:
+    """Returns what of ours is above 1.00x, of each ratio and cause the row that is worst."""
+    worst: dict[tuple[str, str, str], tuple[float, str]] = {}
     for case in SAYS:
+        why = causes.get(case, {})
         for name, row in rows.get(case, {}).items():
             for ratio, found in row.get("ratios", {}).items():
                 if ratio.startswith(OURS) and above(middle(found)):
-                    why = causes.get(case, {})
                     cause = why.get(f"{name}, {ratio}", why.get(ratio, why.get("all", "not known")))
-                    yield f"{case}, {name}", ratio, middle(found), cause
+                    seen = worst.get((case, ratio, cause), (0.0, ""))
+                    worst[case, ratio, cause] = max(seen, (middle(found), name))
+    return [
+        (f"{case}, {name}", ratio, value, cause)
+        for (case, ratio, cause), (value, name) in worst.items()
+    ]

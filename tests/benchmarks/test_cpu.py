@@ -125,11 +125,11 @@ def test_rivals_that_are_absent_are_named(monkeypatch):
 
 
 def test_dots_say_what_is_multiplied_or_why_not(monkeypatch):
-    assert "all 3 matmuls" in dots.reading({"bf16": 3}) and "half operands" in dots.reading(
-        {"bf16": 3}
+    assert dots.reading({"bf16": 3}).startswith("all 3 matmuls") and "half operands" in (
+        dots.reading({"bf16": 3})
     )
-    assert "all 3 matmuls" in dots.reading({"f32": 3}) and "converts" in dots.reading({"f32": 3})
-    assert "2 of 5" in dots.reading({"f32": 2, "bf16": 3})
+    assert dots.reading({"f32": 3}).startswith("all 3 ")
+    assert dots.reading({"f32": 2, "bf16": 3}).startswith("2 of 5 matmuls")
     monkeypatch.setattr("mpjax._src.hardware.devices._cpu_flags", lambda: {"avx2"})
     assert "the CPU converts halves" in dots.row(dots.SMOKE, 2)["skipped"]
 
