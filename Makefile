@@ -5,7 +5,7 @@
 #   make test-aot     the tests that compile for absent GPUs and TPUs (1.4 GB of compilers)
 #   make gate         does autocast take no more than is recorded? (minutes; the same compilers)
 #   make bench        the cpu suite of the benchmarks    make page     docs/performance.md anew
-#   make bench-aot    the aot suite (an hour; resumes)   make quality  the quality benchmark
+#   make bench-aot    the aot suite (an hour; resumes)   make quality  the cpu suite's long case
 #   make mutants      mutation tests of the planner, on the lines that differ from BASE
 #   make mutants-all  on all lines (hours); goes on where it was interrupted
 
@@ -55,7 +55,7 @@ lint: $(VENV)/ready
 gate: $(AOT)/ready
 	$(AOT)/bin/python -m benchmarks --suite gate
 
-bench: $(VENV)/ready
+bench: $(VENV)/bench
 	$(VENV)/bin/python -m benchmarks --suite cpu
 
 bench-aot: $(AOT)/ready
@@ -64,14 +64,18 @@ bench-aot: $(AOT)/ready
 page: $(VENV)/ready
 	$(VENV)/bin/python -m benchmarks --page
 
-quality: $(VENV)/ready
-	$(VENV)/bin/python benchmarks/quality.py
+quality: $(VENV)/bench
+	$(VENV)/bin/python -m benchmarks --suite cpu quality
 
 mutants: $(VENV)/mutants
 	$(VENV)/bin/python tests/mutants.py --base "$(BASE)" --workers $(WORKERS)
 
 mutants-all: $(VENV)/mutants
 	$(VENV)/bin/python tests/mutants.py --resume --workers $(WORKERS)
+
+$(VENV)/bench: $(VENV)/ready
+	$(VENV)/bin/$(PIP) --editable ".[bench]"
+	touch $@
 
 $(VENV)/mutants: $(VENV)/ready
 	$(VENV)/bin/$(PIP) --editable ".[mutants]"

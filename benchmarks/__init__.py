@@ -6,9 +6,9 @@
 
 A suite is a module of this package: ``CASES``, the names that can be selected; ``run(options,
 results)``, which measures what `Results.get` does not hold yet and puts each row as it comes, and
-may return what went wrong, a line each; and if it likes ``PARTS``, names for ``--part``, ``FILE``,
-the name of its JSON, and ``SETTINGS``, what its rows have in common. Figures that the documentation
-quotes are ratios of rows of one suite.
+may return what went wrong, a line each; and if it likes ``LONG``, cases that run only when they
+are named, ``PARTS``, names for ``--part``, ``FILE``, the name of its JSON, and ``SETTINGS``, what
+its rows have in common. Figures that the documentation quotes are ratios of rows of one suite.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ RESULTS = HERE / "results"
 
 # What can be measured; a suite is offered where its module exists.
 SUITES = {
-    "cpu": "steps timed in pairs on this machine, tracing, reports and instruments",
+    "cpu": "steps timed in pairs on this machine's CPU, dispatch, tracing, reports and instruments",
     "aot": "memory, bytes and matmuls of training steps compiled for absent GPUs and TPUs",
     "gpu": "steps timed in pairs on a GPU",
     "scaling": "loss scaling, memory and time as models and devices grow",

@@ -40,7 +40,7 @@ def main(
     listing: bool,
     page: bool,
 ) -> None:
-    """Measures mpjax beside its rivals: CASES of a suite, all of them by default."""
+    """Measures mpjax beside its rivals: CASES of a suite, by default all but long ones."""
     if not (suite or listing or page):
         raise click.UsageError(f"--suite must be given: {', '.join(FOUND)}. Or --list, or --page.")
     problems = []
@@ -49,7 +49,7 @@ def main(
     elif suite:
         module = load(suite)
         options = Options(
-            cases=chosen("CASE", cases, module.CASES),
+            cases=chosen("CASE", cases, module.CASES, getattr(module, "LONG", ())),
             parts=chosen("--part", parts, getattr(module, "PARTS", ())),
             smoke=smoke,
             fresh=fresh,
@@ -68,12 +68,13 @@ def load(suite: str) -> ModuleType:
     return importlib.import_module(f"benchmarks.{suite}")
 
 
-def chosen(what: str, asked: tuple[str, ...], legal) -> tuple[str, ...]:
-    """Returns the names that were asked for, in the suite's order: all of them by default."""
+def chosen(what: str, asked: tuple[str, ...], legal, long=()) -> tuple[str, ...]:
+    """Returns the names that were asked for, in the suite's order: by default all but long ones."""
     for name in asked:
         if name not in legal:
             raise click.BadParameter(f"{name!r} is none of {', '.join(legal)}.", param_hint=what)
-    return tuple(name for name in legal if name in asked or not asked)
+    asked = asked or tuple(name for name in legal if name not in long)
+    return tuple(name for name in legal if name in asked)
 
 
 def measure(suite: str, module: ModuleType, options: Options, out: Path | None) -> list[str]:

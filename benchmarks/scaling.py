@@ -78,22 +78,38 @@ def programs(smoke: bool):
 
 def tracing(model: Callable, repeats: int, compiles: bool = False) -> dict[str, Any]:
     """Returns what tracing a gradient takes in float32 and under autocast, and their ratios."""
-    loss, params, rest, batch, _ = model()
+    loss, *arguments, _ = model()
     ways = {"float32": loss, "autocast": mpjax.autocast(loss, POLICY)}
+    found = traced(ways, arguments, repeats, compiles)
+    return tracing_row(found, (("autocast", "float32"),))
+
+
+def traced(
+    ways: dict[str, Callable], arguments: list[Any], repeats: int, compiles: bool
+) -> dict[str, dict[str, float]]:
+    """Returns what tracing the gradients of functions takes, in turns, and what compiling takes."""
     found: dict[str, dict[str, float]] = {way: {"seconds": float("inf")} for way in ways}
     for _ in range(repeats):
-        for way, traced in ways.items():
-            seconds, jaxpr = timed(gradient(traced), params, rest, batch)
+        for way, loss in ways.items():
+            seconds, jaxpr = timed(gradient(loss), *arguments)
             found[way]["seconds"] = min(found[way]["seconds"], seconds)
             found[way]["equations"] = equations(jaxpr.jaxpr)
-    for way, traced in ways.items():
-        found[way]["calls"] = calls(gradient(traced), params, rest, batch)
+    for way, loss in ways.items():
+        found[way]["calls"] = calls(gradient(loss), *arguments)
         if compiles:
-            found[way]["compile_s"] = compiling(gradient(traced), params, rest, batch)
-    plain, ours = found.values()
+            found[way]["compile_s"] = compiling(gradient(loss), *arguments)
+    return found
+
+
+def tracing_row(found: dict[str, dict[str, float]], pairs: Any) -> dict[str, Any]:
+    """Returns figures, and the ratio of each pair (measured, measured against)."""
     return {
         **{f"{way}_{key}": value for way, row in found.items() for key, value in row.items()},
-        "ratios": {f"autocast / float32, {key}": ours[key] / plain[key] for key in plain},
+        "ratios": {
+            f"{way} / {base}, {key}": found[way][key] / found[base][key]
+            for way, base in pairs
+            for key in found[base]
+        },
     }
 
 

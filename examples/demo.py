@@ -38,7 +38,7 @@ RUNS = {
     "mixed_float16 unscaled": ("mixed_float16", "none"),
     # The mean over a batch 256 times as large (2**18 tokens, usual for language models) makes
     # every cotangent 256 times smaller. A loss scale of 2**-8 does that to the small batch here;
-    # benchmarks/underflow.py compares the two.
+    # `python -m benchmarks --suite cpu underflow` compares the two.
     "mixed_float16 x 2^-8": ("mixed_float16", 2.0**-8),
     "O2:float16": ("O2:float16", DYNAMIC),
     "O3:bfloat16": ("O3:bfloat16", "auto"),
@@ -56,7 +56,7 @@ NOTES = """\
 Accuracy and bits per byte are held-out figures. "unscaled" is without loss scaling; "x 2^-8" makes
 its cotangents as small as a batch 256 times as large would. Most CPUs have no half-precision
 arithmetic, XLA converts to float32 and back: these times say nothing about GPUs and TPUs. A busy
-machine blurs them, since runs follow one another; benchmarks/step_overhead.py compares in pairs."""
+machine blurs them, since runs follow one another; `make bench` times steps in pairs."""
 
 
 def train_all(

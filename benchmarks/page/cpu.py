@@ -1,0 +1,148 @@
+"""The section of the cpu suite: its goals, and a table for each case."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.on_cpu import dots, goals, quality
+from benchmarks.on_gpu.tables import reason, text
+from benchmarks.page.charts import Chart
+from benchmarks.page.tables import above, shortfalls, table, written
+
+# What each case is of, above its table.
+SAYS = {
+    "steps": "Small models trained in bfloat16 by each rival, timed in pairs",
+    "overhead": "A whole step of mpjax over one of plain optax with the same casts, timed in pairs",
+    "dispatch": "The host's time for handing over an almost empty step",
+    "tracing": "Tracing and compiling a gradient, before its first step",
+    "reports": "A step in float16 with reports over one without, timed in pairs",
+    "histogram": "A step that counts its gradients over one that does not, timed in pairs",
+    "instruments": "Instruments that run a program operation by operation, in time and peak memory",
+    "underflow": "One gradient of the byte-level GPT in float16, beside float32's",
+    "bf16_dots": "Training of wide layers, where the CPU multiplies bfloat16",
+    "quality": "Means over three seeds of held-out figures, beside the spread of float32's",
+}
+OURS = ("autocast", "mpjax")
+
+
+def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
+    """Returns the goals, a table for each case, and what of ours is above 1.00x."""
+    rows = stored["cases"]
+    judged = [
+        (name, text(row["bound"]), text(row["found"]), verdict(row))
+        for name, row in goals.found(rows)
+    ]
+    parts = [
+        "Medians of ratios of rounds, their 95% bootstrap intervals in brackets; other programs "
+        f"kept {busy(rows)} of the machine's cores busy meanwhile.\n",
+        table(("goal", "at most", "found", ""), judged),
+    ]
+    for case, says in SAYS.items():
+        if case in rows:
+            parts.append(f"### {case}\n\n{says}.\n")
+            parts += OWN.get(case, ratios)(rows[case])
+    return "\n".join((*parts, shortfalls(short(rows, causes)))), {}
+
+
+def verdict(row: dict[str, Any]) -> str:
+    return goals.words(row).replace("not met", "**not met**")
+
+
+def busy(rows: goals.Rows) -> str:
+    """Returns how many cores other programs kept busy, from row to row."""
+    found = [
+        row["load"]["cores_of_others"] for r in rows.values() for row in r.values() if "load" in row
+    ]
+    return f"{min(found):.1f} to {max(found):.1f}" if found else "an unknown number"
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def ratios(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yields a table with a row for each ratio, a column for each row of the case; and notes."""
+    measured = {name: row["ratios"] for name, row in rows.items() if "ratios" in row}
+    if measured:
+        names = dict.fromkeys(ratio for found in measured.values() for ratio in found)
+        cells = [
+            (name, *(cell(name, found.get(name)) for found in measured.values())) for name in names
+        ]
+        yield table(("", *measured), cells)
+    notes = [f"{name}: {why}." for name, row in rows.items() if (why := reason(row))]
+    notes += [
+        f"{name}: {row['cpu']}; under autocast {dots.reading(row['matmuls']['autocast'])}."
+        for name, row in rows.items()
+        if "matmuls" in row
+    ]
+    absent = {
+        f"{who}: {why}." for row in rows.values() for who, why in row.get("absent", {}).items()
+    }
+    for note in (*notes, *sorted(absent)):
+        yield f"{note}\n"
+
+
+def cell(name: str, ratio: Any) -> str | None:
+    """Returns a ratio and its interval; one of ours stands out above 1."""
+    if ratio is None:
+        return None
+    value = middle(ratio)
+    shown = written(value) if name.startswith(OURS) else f"{value:.2f}x"
+    spread = " ({low:.2f} to {high:.2f})".format(**ratio) if isinstance(ratio, dict) else ""
+    return f"{shown}{spread}"
+
+
+def middle(ratio: Any) -> float:
+    return ratio["median"] if isinstance(ratio, dict) else ratio
+
+
+def underflow(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    yield table(
+        ("windows in the batch", "loss scale", "relative error", "entries lost"),
+        [
+            (
+                str(row["batch"]),
+                f"{row['loss_scale']:g}",
+                f"{row['relative_error']:.2%}",
+                f"{row['entries_lost']:.3%}",
+            )
+            for row in rows.values()
+            if "batch" in row
+        ],
+    )
+
+
+def means(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    dates = sorted({row["date"] for row in rows.values() if "date" in row})
+    yield f"Measured on {', '.join(dates)}.\n"
+    yield table(
+        ("example, figure, run", "mean", "float32's seeds", "in their spread", "no worse"),
+        [
+            (
+                f"{module}, {figure}, {name}",
+                f"{found['mean']:.4f}",
+                "{:.4f} to {:.4f}".format(*found["float32"]),
+                "yes" if found["within"] else "no",
+                "yes" if found["no_worse"] else "**no**",
+            )
+            for module, figure, name, found in quality.verdicts(rows)
+        ],
+    )
+
+
+OWN = {"underflow": underflow, quality.CASE: means}
+
+
+def short(rows: goals.Rows, causes: dict[str, Any]) -> list[tuple[str, str, float, str]]:
+    """Returns what of ours is above 1.00x, of each ratio and cause the row that is worst."""
+    worst: dict[tuple[str, str, str], tuple[float, str]] = {}
+    for case in SAYS:
+        why = causes.get(case, {})
+        for name, row in rows.get(case, {}).items():
+            for ratio, found in row.get("ratios", {}).items():
+                if ratio.startswith(OURS) and above(middle(found)):
+                    cause = why.get(f"{name}, {ratio}", why.get(ratio, why.get("all", "not known")))
+                    seen = worst.get((case, ratio, cause), (0.0, ""))
+                    worst[case, ratio, cause] = max(seen, (middle(found), name))
+    return [
+        (f"{case}, {name}", ratio, value, cause)
+        for (case, ratio, cause), (value, name) in worst.items()
+    ]

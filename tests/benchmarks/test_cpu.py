@@ -1,0 +1,213 @@
+"""The cpu suite: every case runs on small programs, goals are judged, and the page shows them."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import Options, cpu
+from benchmarks.__main__ import chosen
+from benchmarks.on_cpu import dispatch, dots, goals, others, overhead, paired, quality, steps
+from benchmarks.on_cpu import tasks as tasks_
+from benchmarks.page.cpu import section
+from benchmarks.results import Results
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def results(tmp_path):
+    return Results.open(tmp_path / "cpu.json", smoke=True)
+
+
+def run(results, *cases):
+    return cpu.run(Options(cases=cases, smoke=True), results)
+
+
+def test_the_command_runs_every_case_but_the_long_one(tmp_path):
+    out = tmp_path / "cpu.json"
+    command = [sys.executable, "-m", "benchmarks", "--suite", "cpu", "--smoke", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, env=quick(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    stored = json.loads(out.read_text())
+    assert set(stored["cases"]) == set(cpu.CASES) - set(cpu.LONG) | {goals.CASE}
+    rows = [row for rows in stored["cases"].values() for row in rows.values()]
+    assert not any("failed" in row for row in rows)
+    text, _ = section(stored, {})
+    assert all(f"### {case}\n" in text for case in set(cpu.CASES) - set(cpu.LONG))
+
+
+def quick():
+    """Returns the environment of a trial: what is compiled is compiled fast."""
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0",
+    }
+
+
+def test_long_cases_are_run_when_they_are_named():
+    assert quality.CASE not in chosen("CASE", (), cpu.CASES, cpu.LONG)
+    assert chosen("CASE", (quality.CASE,), cpu.CASES, cpu.LONG) == (quality.CASE,)
+
+
+def test_a_row_that_fails_stops_none_of_the_others(results, monkeypatch):
+    def broken(smoke):
+        yield "bad", lambda: 1 / 0
+        yield "good", lambda: {"ratios": {}}
+
+    monkeypatch.setitem(cpu.CASES, "steps", broken)
+    assert run(results, "steps") == ["steps, bad: ZeroDivisionError: division by zero"]
+    assert "failed" in results.cases["steps"]["bad"] and results.cases["steps"]["good"]["load"]
+
+
+def test_what_else_ran_is_counted(monkeypatch):
+    clock = iter([(10.0, 5.0), (16.0, 7.0)])  # all of the machine, this process
+    seen = []
+
+    def now():
+        seen.append(next(clock))
+        return seen[-1][0]
+
+    monkeypatch.setattr(others, "_busy", now)
+    monkeypatch.setattr(others, "_own", lambda: seen[-1][1] if seen else 5.0)
+    monkeypatch.setattr(others.time, "monotonic", iter([0.0, 2.0]).__next__)
+    row = others.watched(lambda: {"ms": 1})
+    assert row["ms"] == 1 and row["seconds"] == 2.0 and row["load"]["cores_of_others"] == 2.0
+
+
+# ---- what is timed -------------------------------------------------------------------------------
+
+
+def test_pairs_are_timed_in_turn_and_take_the_ratio_of_rounds():
+    order = []
+
+    def clock(name, seconds):
+        def run(count):
+            order.append(name)
+            return seconds * len(order)
+
+        return run
+
+    row = paired.measure({"a": clock("a", 2.0), "b": clock("b", 1.0)}, [("a", "b")], 4, turn=0.1)
+    assert order[4:] == ["a", "b", "b", "a"] * 2 and row["steps_per_round"] == 1
+    found = row["ratios"]["a / b"]
+    assert found["low"] <= found["median"] <= found["high"] and found["rounds"] == 4
+
+
+def test_hand_written_steps_train_as_mpjax_does():
+    task = tasks_.tiny()
+    for policy in overhead.POLICIES:
+        losses = []
+        for state, step in (overhead.mpjax_step(task, policy), overhead.optax_step(task, policy)):
+            for _ in range(3):
+                state, metrics = step(state, task.batch)
+            losses.append(float(metrics["loss"] if isinstance(metrics, dict) else metrics))
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3), policy
+
+
+def test_the_bare_step_has_as_many_arrays(results):
+    row = dispatch.paired(2, "mixed_float16", 2)
+    assert row["ratios"][f"{dispatch.OURS} / {dispatch.BARE}"]["median"] > 0
+    state, step = dispatch.bare({"a": 1.0, "b": 2.0}, dispatch.optax.sgd(1.0), 9, 3)
+    assert len(dispatch.jax.tree.leaves(state)) == 9 and len(step(state, 1.0)[1]) == 3
+
+
+def test_rivals_that_are_absent_are_named(monkeypatch):
+    monkeypatch.setattr(steps, "lacks", lambda rival: "not here" if rival != "by hand" else None)
+    row = steps.paired("ode", steps.SMALL["ode"], 2)
+    assert set(row["ratios"]) == {"autocast / by hand"}
+    assert row["absent"]["float32"] == "not here"
+
+
+def test_dots_say_what_is_multiplied_or_why_not(monkeypatch):
+    assert dots.reading({"bf16": 3}).startswith("all 3 matmuls") and "half operands" in (
+        dots.reading({"bf16": 3})
+    )
+    assert dots.reading({"f32": 3}).startswith("all 3 ")
+    assert dots.reading({"f32": 2, "bf16": 3}).startswith("2 of 5 matmuls")
+    monkeypatch.setattr("mpjax._src.hardware.devices._cpu_flags", lambda: {"avx2"})
+    assert "the CPU converts halves" in dots.row(dots.SMOKE, 2)["skipped"]
+
+
+# ---- goals and quality ---------------------------------------------------------------------------
+
+
+def ratio(median, low, high):
+    return {"median": median, "low": low, "high": high, "rounds": 9, "quartiles": [low, high]}
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (ratio(0.9, 0.8, 0.95), "met"),
+        (ratio(0.99, 0.9, 1.1), "met, though the interval reaches the bound"),
+        (ratio(1.01, 0.9, 1.1), "not met, though the interval reaches the bound"),
+        (ratio(1.2, 1.1, 1.3), "not met"),
+        (None, "not measured"),
+    ],
+)
+def test_a_goal_says_whether_it_is_met_and_how_surely(found, said):
+    assert goals.words(goals.at_most(1.0, found)) == said
+
+
+def runs(**figures):
+    """Returns rows of quality, three seeds a run."""
+    return {
+        f"byte_gpt, {run}, seed {seed}": {"bits_per_byte": value, "date": "2026-01-01"}
+        for run, values in figures.items()
+        for seed, value in enumerate(values)
+    }
+
+
+def test_a_mean_is_held_against_the_spread_of_seeds():
+    rows = runs(float32=(2.0, 2.2, 2.1), mixed_float16=(2.1, 2.1, 2.1), slow=(3.0, 2.0, 2.0))
+    del rows["byte_gpt, slow, seed 2"]
+    found = {name: verdict for *_, name, verdict in quality.verdicts(rows)}
+    assert set(found) == {"float32", "mixed_float16"}
+    assert found["mixed_float16"]["within"] and found["mixed_float16"]["no_worse"]
+    worse = runs(float32=(2.0, 2.2, 2.1), mixed_float16=(2.3, 2.3, 2.3))
+    goal = dict(goals.found({"quality": worse}))
+    name = "quality, byte_gpt, mixed_float16: bits_per_byte no worse than float32's worst seed"
+    assert goal[name]["met"] is False
+
+
+def test_a_run_of_quality_keeps_its_held_out_figures(monkeypatch):
+    monkeypatch.setattr(quality, "EXAMPLES", ("digits_cnn",))
+    monkeypatch.setattr(quality, "SMOKE", ("mixed_float16",))
+    with contextlib.suppress(ModuleNotFoundError):
+        import sklearn  # noqa: F401
+
+        ((name, train),) = quality.case(True)
+        assert name == "digits_cnn, mixed_float16, seed 0" and 0 <= train()["accuracy"] <= 1
+
+
+def test_the_page_shows_goals_and_what_falls_short():
+    stored = {
+        "cases": {
+            "steps": {
+                "gpt2": {
+                    "ratios": {
+                        "autocast / by hand": ratio(1.2, 1.1, 1.3),
+                        "by hand / float32": ratio(1.5, 1.4, 1.6),
+                    },
+                    "absent": {"jmp": "jmp is not installed"},
+                    "load": {"average": 2.0, "cores_of_others": 0.5},
+                }
+            },
+            "bf16_dots": {"MLP": {"skipped": "no instructions"}},
+            "quality": runs(float32=(2.0, 2.2, 2.1)),
+        }
+    }
+    text, _ = section(stored, {"steps": {"gpt2, autocast / by hand": "an extra copy"}})
+    assert "| steps, gpt2, autocast / by hand | 1 | 1.20 (1.10 to 1.30) | **not met** |" in text
+    assert "| autocast / by hand | **1.20x** (1.10 to 1.30) |" in text
+    assert "| by hand / float32 | 1.50x (1.40 to 1.60) |" in text
+    assert "| steps, gpt2 | autocast / by hand | **1.20x** | an extra copy |" in text
+    assert "jmp: jmp is not installed." in text and "MLP: skipped: no instructions." in text
+    assert "0.5 to 0.5 of the machine's cores" in text
+    assert "| byte_gpt, bits_per_byte, float32 | 2.1000 | 2.0000 to 2.2000 | yes | yes |" in text
