@@ -285,6 +285,14 @@ NEAR_MISSES = {
         lambda q: attend(q, K, V, lambda s: jnp.where(CAUSAL, s, -1.0)),
         "-1 in place of scores does not mask them",
     ),
+    "a division by zero": (
+        lambda q: attend(q, K, V, lambda s: jnp.where(CAUSAL, s / 0.0, 0.0)),
+        "0 in place of scores does not mask them",
+    ),
+    "scores over zero": (
+        lambda q: attend(q, K, V, lambda s: s / 0.0 + BIAS),
+        "div is taken of its scores",
+    ),
     "a mask of +Inf": (
         lambda q: attend(q, K, V, lambda s: -jnp.where(CAUSAL, s, -1e9)),
         "-1e+09 in place of scores does not mask them",
@@ -351,7 +359,7 @@ def test_a_near_miss_is_not(name):
     with on("h100"):
         ours = jax.jit(jax.grad(mpjax.autocast(loss, FUSED)))(Q)
     plain = jax.jit(jax.grad(mpjax.autocast(loss, "mixed_bfloat16")))(Q)
-    assert np.array_equal(ours, plain)
+    assert np.array_equal(ours, plain, equal_nan=True)
 
 
 def test_a_float32_region_stays_and_needs_no_reason():

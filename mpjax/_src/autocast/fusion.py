@@ -153,6 +153,8 @@ def _fuse(island: Island, flow: Flow) -> Fusion:
 
 
 def _check_matmuls(*matmuls: Op) -> None:
+    if len({op.half for op in matmuls}) > 1:
+        raise Unfit("its matmuls are computed in different halves")
     for op in matmuls:
         if (op.forced or op.rule) != "half" or not all(v.is_f32 for v in op.ins):
             raise Unfit("one of its matmuls is not computed in half")
@@ -184,22 +186,25 @@ def _scores(
         return further(0, axes, -factor)
     if op.name in ("mul", "div"):
         for place in (0, 1) if op.name == "mul" else (0,):
-            if is_number(other := op.ins[1 - place]):
-                number = float(np.asarray(other.const).reshape(()))
-                return further(
-                    place, axes, factor * number if op.name == "mul" else factor / number
-                )
+            number = _number(op.ins[1 - place])
+            if number is not None and (number or op.name == "mul"):
+                scaled = factor * number if op.name == "mul" else factor / number
+                return further(place, axes, scaled)
     if op.name in ("add", "sub", "add_any"):
         return _of_sum(op, axes, factor, summed, flow, further)
     if op.name == "select_n" and len(op.ins) == 3 and op.ins[0].aval.dtype == np.bool_:
         for place, fill in ((2, op.ins[1]), (1, op.ins[2])):
-            if is_number(fill):
-                number = float(np.asarray(fill.const).reshape(()))
+            if (number := _number(fill)) is not None:
                 if not number * factor <= MASKED:
                     raise Unfit(f"{number:g} in place of scores does not mask them")
                 chosen = Leaf(op.ins[0], _known(narrowed(op.ins[0], axes)), None, place == 2)
                 return further(place, axes, factor, chosen)
     raise Unfit(f"{op.name} is taken of its scores")
+
+
+def _number(value: Value) -> float | None:
+    """Returns the number that fills a value, if it is known."""
+    return float(np.asarray(value.const).reshape(())) if is_number(value) else None
 
 
 def _of_sum(op: Op, axes: Axes, factor: float, summed: Any, flow: Flow, further: Any) -> Scores:
@@ -364,7 +369,7 @@ def _chosen(op: Op, leaf: Leaf) -> Leaf | None:
     """Returns the mask that chooses between zero and a large negative number as a bias."""
     if op.name != "select_n" or len(op.ins) != 3 or not all(map(is_number, op.ins[1:])):
         return None
-    added = [float(np.asarray(v.const).reshape(())) * (leaf.factor or 0) for v in op.ins[1:]]
+    added = [(_number(v) or 0.0) * (leaf.factor or 0.0) for v in op.ins[1:]]
     if 0 not in added or not min(added) <= MASKED:
         return None
     axes = _known(narrowed(op.ins[0], leaf.axes))
