@@ -57,12 +57,12 @@ LONG = (quality.CASE,)
 
 
 def run(options: Options, results: Any) -> list[str]:
-    """Measures what is missing, and holds it against the goals; returns what failed."""
+    """Measures what is missing or failed, and holds it against the goals; returns what failed."""
     todo = [
         (case, name, measure)
         for case in options.cases
         for name, measure in CASES[case](options.smoke)
-        if results.get(case, name) is None
+        if FAILED in (results.get(case, name) or FAILED)
     ]
     problems = []
     for case, name, measure in tqdm(todo, unit="row", disable=None):

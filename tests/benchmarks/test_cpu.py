@@ -62,7 +62,9 @@ def test_a_row_that_fails_stops_none_of_the_others(results, monkeypatch):
 
     monkeypatch.setitem(cpu.CASES, "steps", broken)
     assert run(results, "steps") == ["steps, bad: ZeroDivisionError: division by zero"]
-    assert "failed" in results.cases["steps"]["bad"] and results.cases["steps"]["good"]["load"]
+    good = results.cases["steps"]["good"]
+    assert "failed" in results.cases["steps"]["bad"] and good["load"]
+    assert run(results, "steps") and results.cases["steps"]["good"] is good  # the bad one again
 
 
 def test_what_else_ran_is_counted(monkeypatch):
