@@ -129,6 +129,19 @@ def test_only_half_leaves_have_masters_and_the_state_is_float32(rng):
     assert {x.dtype.name for x in floats} == {"float32"}
 
 
+def test_without_half_leaves_the_state_has_no_tree_of_them():
+    params = {f"layer_{i}": jnp.ones(2) for i in range(8)}
+    optimizer = mpjax.with_master_weights(optax.sgd(0.1))
+    state = optimizer.init(params)
+    assert jax.tree.structure(state.masters).num_nodes == 1
+    updates, state = optimizer.update(params, state, params)
+    assert jax.tree.structure(state.masters).num_nodes == 1
+    assert all((x == -0.1 * jnp.ones(2)).all() for x in jax.tree.leaves(updates))
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    with pytest.raises(ValueError, match="'layer_0'.* was float32 when init saw it, and is half"):
+        optimizer.update(params, state, half)
+
+
 def test_inner_sees_float32_and_updates_of_half_leaves_are_float32(rng):
     seen = {}
 

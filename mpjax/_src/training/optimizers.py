@@ -16,12 +16,16 @@ class MasterWeightsState(NamedTuple):
 
     Attributes:
         masters: The parameters' tree with float32 masters for half leaves; ``optax.MaskedNode()``
-            stands for every other leaf.
+            stands for every other leaf. An empty tuple if no parameter is half.
         inner_state: The state of the inner optimizer, built on float32.
     """
 
     masters: Any
     inner_state: optax.OptState
+
+
+# In place of a tree of nodes without masters: flattening and rebuilding it costs every step time.
+NO_MASTERS: tuple[()] = ()
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -81,6 +85,8 @@ def with_master_weights(
         masters = jax.tree.map(
             lambda p: p.astype(FLOAT32) if is_half(p) else optax.MaskedNode(), params
         )
+        if not jax.tree.leaves(masters):
+            masters = NO_MASTERS
         return MasterWeightsState(masters, inner.init(_with_masters(params, masters)))
 
     def update(updates, state, params=None, **extra_args):
@@ -92,6 +98,8 @@ def with_master_weights(
             )
         full = _with_masters(params, state.masters)
         updates, inner_state = inner.update(widen(updates), state.inner_state, full, **extra_args)
+        if _are_none(state.masters):
+            return updates, MasterWeightsState(NO_MASTERS, inner_state)
 
         def advance(param, master, update):
             return master if not is_half(param) or update is None else master + widen(update)
@@ -108,8 +116,15 @@ def with_master_weights(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _are_none(masters: Any) -> bool:
+    return isinstance(masters, tuple) and masters == NO_MASTERS
+
+
 def _with_masters(params: Any, masters: Any) -> Any:
     """Returns the parameters with masters in the place of half ones."""
+
+    if _are_none(masters):  # whatever the tree of parameters: a node for each costs time
+        masters = jax.tree.map(lambda _: optax.MaskedNode(), params)
 
     def choose(keys, param, master):
         if is_half(param) == isinstance(master, optax.MaskedNode):
