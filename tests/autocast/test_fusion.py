@@ -25,7 +25,6 @@ B, T, N, H = 2, 16, 4, 8
 Q, K, V = (normal(i, B, T, N, H) for i in range(3))
 X = normal(3, B, T, N * H)
 BIAS, TABLE = normal(4, N, T, T), normal(5, 32, N)
-VALID = normal(6, B, 1, 1, T) > -1
 CAUSAL = np.tril(np.ones((T, T), bool))
 FUSED = "mixed_bfloat16,fused_attention=true"
 
@@ -122,6 +121,12 @@ def window(q):
     return attend(q, K, V, lambda scores: jnp.where(near, scores, -1e10))
 
 
+def biased(q):
+    valid = (q[:, :, 0, 0] > -1)[:, None, None]
+    mask = jnp.logical_and(CAUSAL, valid).astype(jnp.int32)
+    return attend(q, K, V, lambda scores: scores + jnp.where(mask > 0, 0.0, -3e38))
+
+
 def positions_first(q):
     q, k, v = (jnp.swapaxes(x, 0, 1) for x in (q, K, V))
     weights = jax.nn.softmax(jnp.einsum("tbnh,sbnh->tsbn", q, k) / 3, axis=1)
@@ -175,13 +180,7 @@ SPELLINGS = {
         lambda q: attend(q, K, V, lambda s: jnp.where(~(CAUSAL & jnp.ones_like(CAUSAL)), -1e9, s)),
         *(Q, "cudnn, causal"),
     ),
-    "a bias of a mask": (
-        lambda q: attend(
-            *(q, K, V),
-            lambda s: s + jnp.where((CAUSAL & VALID).astype(jnp.int32) > 0, 0.0, -3e38),
-        ),
-        *(Q, "cudnn, causal, a mask"),
-    ),
+    "a bias of a mask": (biased, Q, "cudnn, causal, a mask"),
     "shifted": (lambda q: attend(q, K, V, lambda s: -(1 - s) + s[..., :1, :1]), Q, "cudnn"),
     "positions first": (positions_first, Q, "cudnn"),
     "exponentials": (by_exponentials, Q, "cudnn"),

@@ -394,7 +394,7 @@ def _truth(op: Op, leaf: Leaf, flow: Flow) -> Leaf | None:
 def _seen_through(leaf: Leaf, flow: Flow) -> Leaf:
     """Returns the smallest array that another layout makes a leaf of."""
     value, axes = leaf.value, leaf.axes
-    while (op := flow.producer.get(value)) is not None and op.name in VIEWS:
+    while (op := flow.producer.get(value)) is not None and (op.name in VIEWS or is_view(op)):
         further = before(op, axes)
         if further is None:
             break
