@@ -47,28 +47,23 @@ def test_a_model_is_a_loss_of_abstract_arrays(name, dtype):
     assert described(after) == described(state)
 
 
+def random_loss(name, sizes):
+    """Returns the loss of a language model for random weights and tokens, the same each time."""
+    loss, params, rest, batch, _ = MODELS[name](**sizes)
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    pairs = zip(keys, leaves, strict=True)
+    params = structure.unflatten([0.1 * jax.random.normal(k, p.shape) for k, p in pairs])
+    tokens = jax.random.randint(jax.random.key(1), batch[0].shape, 0, 64)
+    return loss(params, rest, (tokens, tokens))[0]
+
+
 def test_spelled_out_attention_is_the_same_function():
-    losses = []
-    for name in ("gpt2", "gpt2_softmax"):
-        loss, params, rest, batch, _ = MODELS[name](**SMALL["gpt2"])
-        leaves, structure = jax.tree.flatten(params)
-        keys = jax.random.split(jax.random.key(0), len(leaves))
-        pairs = zip(keys, leaves, strict=True)
-        params = structure.unflatten([0.1 * jax.random.normal(k, p.shape) for k, p in pairs])
-        tokens = jax.random.randint(jax.random.key(1), batch[0].shape, 0, 64)
-        losses.append(loss(params, rest, (tokens, tokens))[0])
+    losses = [random_loss(name, SMALL["gpt2"]) for name in ("gpt2", "gpt2_softmax")]
     assert jnp.allclose(*losses, rtol=1e-5)
 
 
 def test_both_ways_to_the_experts_give_the_same_where_no_token_is_dropped():
-    losses = []
-    for name in ("moe_onehot", "moe_ragged"):
-        sizes = {**SMALL[name], "experts": 2}  # whoever takes two of two has them all
-        loss, params, rest, batch, _ = MODELS[name](**sizes)
-        leaves, structure = jax.tree.flatten(params)
-        keys = jax.random.split(jax.random.key(0), len(leaves))
-        pairs = zip(keys, leaves, strict=True)
-        params = structure.unflatten([0.1 * jax.random.normal(k, p.shape) for k, p in pairs])
-        tokens = jax.random.randint(jax.random.key(1), batch[0].shape, 0, 64)
-        losses.append(loss(params, rest, (tokens, tokens))[0])
+    two = {"experts": 2}  # whoever takes two of two has them all
+    losses = [random_loss(name, SMALL[name] | two) for name in ("moe_onehot", "moe_ragged")]
     assert jnp.allclose(*losses, rtol=1e-5)

@@ -201,7 +201,4 @@ def _sharding(x: Any) -> Any:
 
 def shard_shape(aval: Any) -> tuple[Any, ...]:
     """Returns the shape of what one device holds of an array, as far as the program says."""
-    sharding = aval.sharding
-    if sharding.mesh.empty or not sharding.mesh.explicit_axes:
-        return aval.shape
-    return sharding.shard_shape(aval.shape)
+    return aval.sharding.shard_shape(aval.shape) if is_explicit(aval) else aval.shape
