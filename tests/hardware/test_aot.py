@@ -230,6 +230,20 @@ def test_attention_keeps_its_softmax_in_half_and_not_its_scores():
 
 
 @compiles("h100")
+def test_a_logsumexp_reads_its_logits_once():
+    def loss(h, w):
+        return jnp.sum(jax.nn.logsumexp(h @ w, -1))
+
+    fun = jax.jit(mpjax.autocast(loss, "mixed_bfloat16"))
+    rows, words = 2048, 16384
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, 128), (128, words))]
+    logits = 4 * rows * words
+    found = mpjax.compile_for("h100", fun, *args).bytes_accessed
+    assert 2 * logits < found < 2.3 * logits  # written, read
+    assert mpjax.compile_for("h100", jax.jit(loss), *args).bytes_accessed > 2.9 * logits
+
+
+@compiles("h100")
 def test_where_arrays_lie_does_not_matter():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))

@@ -7,7 +7,7 @@ in tests/_jax.
 from jax.extend.core import Literal
 
 from mpjax._src._jax.aot import as_if_on_gpu, compile_only
-from mpjax._src._jax.barriers import BARRIERS, cpu_barrier, gpu_barrier
+from mpjax._src._jax.barriers import BARRIERS, GPUS, cpu_barrier, gpu_barrier
 from mpjax._src._jax.calls import linearized_once
 from mpjax._src._jax.programs import (
     abstract,
@@ -54,6 +54,7 @@ from mpjax._src._jax.sources import (
 
 __all__ = (
     "BARRIERS",
+    "GPUS",
     "Literal",
     "abstract",
     "as_if_on_gpu",

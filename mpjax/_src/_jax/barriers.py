@@ -21,8 +21,10 @@ def _barrier(name: str, *platforms: str) -> Primitive:
     return primitive
 
 
+GPUS = ("cuda", "rocm")
+
 _cpu_barrier_p = _barrier("cpu_barrier", "cpu")
-_gpu_barrier_p = _barrier("gpu_barrier", "cuda", "rocm")
+_gpu_barrier_p = _barrier("gpu_barrier", *GPUS)
 BARRIERS = frozenset({"cpu_barrier", "gpu_barrier"})
 
 

@@ -118,19 +118,97 @@ def maximum(eqn: Any, x: Any) -> Any:
     def call(x):
         return _jax.bind(eqn, [x])[0]
 
+    def jvp(primals, tangents):
+        (x,), (tangent,) = primals, tangents
+        out = ruled(x)
+        return out, _of_largest(x, out, tangent, axes)
+
+    ruled = with_tangent(call, jvp)
+    return ruled(x)
+
+
+def _of_largest(x: Any, out: Any, tangent: Any, axes: Sequence[int]) -> Any:
+    """Returns the tangent of the largest entries, given that of all of them."""
+
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def slope(reached, tangent):
         total = jnp.sum(jnp.where(reached, cast(tangent, FLOAT32), 0), axes)
         return total / jnp.sum(cast(reached, FLOAT32), axes)
 
+    reached = jax.lax.eq(x, jnp.broadcast_to(jnp.expand_dims(out, axes), x.shape))
+    return cast(slope(reached, tangent), out.dtype)
+
+
+def maximum_and_sum(eqn: Any, x: Any, exponential: str) -> tuple[Any, Any]:
+    """As `maximum`, and beside it the sums of the exponentials of what entries are below it.
+
+    On a GPU that is one pass over ``x`` (`shifts.sum_at_once`).
+    """
+    axes, exp = eqn.params["axes"], getattr(jnp, exponential)
+
+    def below(x, largest):
+        return jnp.sum(exp(x - jnp.expand_dims(largest, axes)), axes)
+
+    def in_two_passes(x):
+        largest = _jax.bind(eqn, [x])[0]
+        return largest, below(x, largest)
+
+    def in_one_pass(x):
+        start = np.float32(-np.inf), np.float32(0)
+        # Not mere ones: JAX derives reductions whose operands all have tangents.
+        ones = jnp.where(x == x, jnp.float32(1), x)
+        return tuple(jax.lax.reduce((x, ones), start, _joining(exp), axes))
+
+    def run(x):
+        ways = dict.fromkeys(_jax.GPUS, in_one_pass)
+        return jax.lax.platform_dependent(x, **ways, default=in_two_passes)
+
     def jvp(primals, tangents):
         (x,), (tangent,) = primals, tangents
-        out = ruled(x)
-        reached = jax.lax.eq(x, jnp.broadcast_to(jnp.expand_dims(out, axes), x.shape))
-        return out, cast(slope(reached, tangent), out.dtype)
+        largest, sums = ruled(x)
+        moved = _of_largest(x, largest, tangent, axes)
+        return (largest, sums), (moved, jax.jvp(below, (x, largest), (tangent, moved))[1])
 
-    ruled = with_tangent(call, jvp)
-    return ruled(x)
+    ruled = with_tangent(run, jvp)
+    return in_two_passes(x) if _jax.in_taylor_mode([x]) else ruled(x)
+
+
+@functools.cache
+def _joining(exp: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    """Returns what makes the largest entry and the sum of two parts of a row those of both."""
+
+    def joined(a, b):
+        (first, some), (second, more) = a, b
+        less = jnp.where(first == second, 1.0, exp(-jnp.abs(first - second)))
+        total = jnp.where(first > second, some + more * less, some * less + more)
+        return jnp.maximum(first, second), total
+
+    return joined
+
+
+def sum_of_exponentials(eqn: Any, args: Sequence[Any], exponential: str) -> Any:
+    """Returns a sum whose value is known from what `maximum_and_sum` gave.
+
+    Args:
+        eqn: The sum.
+        args: Its operand: exponentials of ``x - shift``; what that function gave of ``x``; the
+            shift.
+        exponential: "exp" or "exp2".
+    """
+
+    def add(e):
+        return _jax.bind(eqn, [e])[0]
+
+    def call(e, largest, sums, shift):
+        return sums * getattr(jnp, exponential)(largest - shift.reshape(largest.shape))
+
+    def jvp(primals, tangents):
+        out = ruled(*primals)
+        moves = not isinstance(tangents[0], SymbolicZero)
+        return out, add(tangents[0]) if moves else _jax.zero_tangent(out)
+
+    ruled = with_tangent(call, jvp, symbolic_zeros=True)
+    return add(args[0]) if _jax.in_taylor_mode(args) else ruled(*args)
 
 
 def wide_cotangent(fun: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -247,7 +325,10 @@ def recomputed(run: Run, arrays: Sequence[Any], prevent_cse: bool) -> list[Any]:
     return jax.checkpoint(run, policy=_keep_reductions, prevent_cse=prevent_cse)(arrays)[0]
 
 
-def _keep_reductions(primitive: Any, *_: Any, **__: Any) -> bool:
+def _keep_reductions(primitive: Any, *_: Any, **params: Any) -> bool:
+    inside = [eqn for jaxpr in _jax.programs_in(params) for eqn in jaxpr.eqns]
+    if inside:
+        return any(_keep_reductions(eqn.primitive, **eqn.params) for eqn in inside)
     return REDUCES in rule_of(primitive.name).traits
 
 

@@ -179,7 +179,7 @@ class Reading:
         if (known := _constant(value)) is not None and known > 0:
             return {} if known == 1 else {(CONSTANT, "", ()): math.log(known)}
         op = self.flow.producer.get(value)
-        if op is None or not depth or not _is_plain(op):
+        if op is None or not depth or not is_plain(op):
             return self._term(FACTOR, value, axes)
         depth -= 1
         if op.name in ("exp", "exp2"):
@@ -217,7 +217,7 @@ class Reading:
         if (known := _constant(value)) is not None:
             return {(CONSTANT, "", ()): known} if known else {}
         op = self.flow.producer.get(value)
-        if op is None or not depth or not _is_plain(op):
+        if op is None or not depth or not is_plain(op):
             return self._term(EXPONENT, value, axes)
         depth -= 1
         if op.name in ("add", "sub"):
@@ -326,7 +326,7 @@ class Reading:
                 return True
             varying = [v for v in op.ins if v.const is None and v.is_f32]
             through = is_view(op) or op.name in ("abs", "add", "max", "select_n")
-            if not through or len(varying) != 1 or not _is_plain(op):
+            if not through or len(varying) != 1 or not is_plain(op):
                 return False
             value = varying[0]
         return False
@@ -345,7 +345,7 @@ def guards_of(term: Term) -> "tuple[list[tuple[str, float]], Any]":
     return guards, number
 
 
-def _is_plain(op: Op) -> bool:
+def is_plain(op: Op) -> bool:
     """Tells an op that runs in float32 as the policy lets it."""
     plain = op.compute == FLOAT32 or (op.rule in ("cast", "layout") and op.compute is None)
     return plain and not op.forced and not op.eqn.effects and len(op.outs) == 1

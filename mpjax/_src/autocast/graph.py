@@ -89,6 +89,8 @@ class Op:
     steady: bool = False  # what it reads may count as constant in derivatives
     # Of a matmul, an operand and its dimensions: derivatives take it less its mean along them.
     centred: Place | None = None
+    # Of a maximum, the exponential whose sums it hands out besides; and of the sum that reads them.
+    online: str = ""
     attention: str = ""  # of a matmul that reads a softmax: the fused kernel of both, or why none
 
     @property

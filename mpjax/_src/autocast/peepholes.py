@@ -1,8 +1,8 @@
 """Peepholes: patterns whose derivative a derivation makes cheaper than what JAX would derive.
 
-Each is a function that adds islands to those found in a block, or extends them; its docstring
-derives what `derivatives` then runs. `PEEPHOLES` lists them, in order. What they match is not a
-spelling but the normal form of `forms`.
+Each is a function that adds islands to those found in a block, extends them, or marks operations;
+its docstring derives what `derivatives` then runs. `PEEPHOLES` lists them, in order. What they
+match is not a spelling but the normal form of `forms`.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,10 +12,8 @@ import numpy as np
 
 from mpjax._src import rules
 from mpjax._src.autocast.forms import (
-    CONSTANT,
     EXPONENT,
     FACTOR,
-    MASK,
     MASKED,
     SUM,
     Axes,
@@ -29,7 +27,6 @@ from mpjax._src.autocast.forms import (
     is_number,
     is_same_along,
     is_view,
-    narrowed,
     numbered_values,
     own_axes,
     same,
@@ -37,6 +34,14 @@ from mpjax._src.autocast.forms import (
 from mpjax._src.autocast.fusion import fuse
 from mpjax._src.autocast.graph import Op, Place, Value
 from mpjax._src.autocast.islands import Flow, Island, bound
+from mpjax._src.autocast.shifts import (
+    SMALL,
+    mark_steady,
+    reaches_one,
+    shifted_by,
+    steady_shift,
+    sum_at_once,
+)
 from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
 
 
@@ -117,7 +122,12 @@ def attentions(flow: Flow, found: list[Island]) -> None:
         _weigh(island, flow, taken, moved)
 
 
-PEEPHOLES: tuple[Callable[[Flow, list[Island]], None], ...] = (softmaxes, fuse, attentions)
+PEEPHOLES: tuple[Callable[[Flow, list[Island]], None], ...] = (
+    softmaxes,
+    fuse,
+    attentions,
+    sum_at_once,
+)
 
 
 def _sums_exponentials(op: Op, flow: Flow) -> bool:
@@ -182,7 +192,7 @@ def _softmax(
         reading = Reading(flow, numbers, numbers[end])
         found = _matches(reading, total, result, own)
         if found is None:
-            deeper = _shifted(end, flow)
+            deeper = shifted_by(end, flow)
             ends += [deeper[0]] if deeper and seen < REACH else []
             continue
         return _island(reading, quotient, *found, flow, taken)
@@ -226,26 +236,9 @@ def _matches(
     if not fits or (guards and len(exponents) > 1):
         return None
     largest = [t for name, t in guards if name == "max"]
-    if largest and not (max(largest) < 1 and _reaches_one(reading, form, axes)):
+    if largest and not (max(largest) < 1 and reaches_one(reading, form, axes)):
         return None
     return axes, form, guards
-
-
-def _shifted(value: Value, flow: Flow) -> "tuple[Value, Value] | None":
-    """Returns what is shifted and by what, where a value is such a sum or difference."""
-    op = flow.producer.get(value)
-    if op is None or op.name not in ("add", "sub") or op.compute != FLOAT32:
-        return None
-    first, second = (_unspread(v, flow).size for v in op.ins)
-    if first > second:
-        return op.ins[0], op.ins[1]
-    return (op.ins[1], op.ins[0]) if second > first and op.name == "add" else None
-
-
-def _unspread(value: Value, flow: Flow) -> Value:
-    while (op := flow.producer.get(value)) is not None and is_view(op):
-        value = op.ins[0]
-    return value
 
 
 def _island(
@@ -267,10 +260,10 @@ def _island(
     shifts = [v for t in form if t[0] == EXPONENT and t != scores for v in reading.values[t]]
     first = _read_once(reading.values[scores], members, flow)
     small = all(abs(t) <= SMALL for name, t in guards if name == "add")
-    whole = not guards or (small and _reaches_one(reading, form, axes))
+    whole = not guards or (small and reaches_one(reading, form, axes))
     if whole:
-        _steady(shifts, members, flow)
-        _steady_shift(first, members, axes, flow)
+        mark_steady(shifts, members, flow)
+        steady_shift(first, members, axes, flow)
     island = Island([*members], axes=axes, rate=rate, whole=whole)
     _bound(island, [first], quotient, flow)
     return island if island.results == quotient.outs else None
@@ -304,83 +297,6 @@ def _read_once(values: list[Value], members: set[Op], flow: Flow) -> Value:
         r for r in readers if r in flow.readers[first] or (r is not None and first in r.ins)
     ]
     return first
-
-
-# ---- what a softmax is shifted by ---------------------------------------------------------------
-
-# Next to a sum that is at least one, this changes nothing that half could tell.
-SMALL = 2.0**-13
-
-
-def _steady_shift(scores: Value, members: set[Op], axes: tuple[int, ...], flow: Flow) -> None:
-    """Marks what scores are shifted by before the softmax, which alone reads them."""
-    op = flow.producer.get(scores)
-    if op is None or not members.issuperset(flow.readers[scores]):
-        return
-    if op.name == "mul" or (op.name == "div" and is_number(op.ins[1])):  # by a number
-        scaled = [v for v in op.ins if not is_number(v)]
-        return _steady_shift(scaled[0], {op}, axes, flow) if len(scaled) == 1 else None
-    shifted = _shifted(scores, flow)
-    if shifted is None:
-        return
-    if is_same_along(shifted[1], own_axes(scores.aval.shape), axes, flow):
-        _steady([shifted[1]], {flow.producer[scores]}, flow)
-        _steady_shift(shifted[0], {flow.producer[scores]}, axes, flow)
-
-
-def _steady(shifts: list[Value], members: set[Op], flow: Flow) -> None:
-    """Marks the ops that make what softmaxes are shifted by, and nothing else.
-
-    Their derivative is zero, and that of a maximum would keep the scores.
-    """
-    cone: set[Op | None] = set()
-    todo = {flow.producer[v] for v in shifts if v in flow.producer}
-    while todo:
-        op = max(todo, key=lambda op: op.index)
-        todo.remove(op)
-        for v in op.outs:
-            known = cone | members if v in shifts else cone
-            if not known.issuperset(flow.readers.get(v, ())):
-                break
-        else:
-            op.steady = True
-            cone.add(op)
-            todo |= {flow.producer[v] for v in op.ins if v in flow.producer}
-
-
-def _reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
-    """Tells whether exponentials sum to one at least: they are shifted by their maximum.
-
-    (Or to zero, where all are masked.)
-    """
-    flow, numbers = reading.flow, reading.numbers
-    (scores,) = (t for t in form if t[0] == EXPONENT)
-    value = reading.values[scores][0]
-    op = flow.producer.get(value)
-    if op is not None and op.name == "mul":  # whatever by: what is zero stays zero
-        value = next((v for v in op.ins if v.const is None), value)
-    shifted = _shifted(value, flow)
-    scaled = any(t[0] == CONSTANT for t in form)
-    if shifted is None or flow.producer[value].name != "sub" or scaled:
-        return False
-    own = own_axes(value.aval.shape)
-    largest, where = shifted[1], narrowed(shifted[1], own)
-    while (op := flow.producer.get(largest)) is not None and op.name != "reduce_max":
-        varying = [v for v in op.ins if v.const is None]
-        if len(varying) != 1 or not (is_view(op) or op.name in ("max", "stop_gradient")):
-            return False
-        largest, where = varying[0], before(op, where) if is_view(op) and where else where
-    if op is None or where != tuple(axis for d, axis in enumerate(own) if d not in axes):
-        return False
-    whole = {numbers.get(op.ins[0])}
-    masks = [t[1] for t in form if t[0] == MASK]
-    chosen = flow.producer.get(op.ins[0])
-    if masks and chosen is not None and chosen.name == "select_n":
-        whole = {numbers.get(chosen.ins[1 + kept]) for which, kept in masks
-                 if which == numbers.get(chosen.ins[0])}  # fmt: skip
-    elif masks:
-        return False
-    return numbers.get(shifted[0]) in whole and tuple(map(int, op.params["axes"])) == axes
 
 
 # ---- what a softmax weighs ----------------------------------------------------------------------

@@ -84,7 +84,7 @@ def fold(
 # together. A test holds it.
 READ = {
     Value: "raw literal want.returned dtype kept",
-    Op: "rule half forced compute steady centred",
+    Op: "rule half forced compute steady centred online",
 }
 
 # Programs inside are grouped into islands when they are rewritten, which reads nearly all.

@@ -27,10 +27,12 @@ from mpjax._src.autocast.derivatives import (
     kept_alone,
     matmul,
     maximum,
+    maximum_and_sum,
     pick,
     recomputed,
     recomputed_from_half,
     softmax,
+    sum_of_exponentials,
     wide_cotangent,
 )
 from mpjax._src.autocast.environment import Env, Settings
@@ -129,6 +131,8 @@ def _run_as_planned(op: Op, env: Env) -> None:
         return env.make(op.outs[0], functools.partial(_broadcast, op, env))
     if op.name == "gather" and op.outs[0].is_f32 and picks_one_per_row(op.eqn):
         return env.store(op.outs[0], pick(op.eqn, [env.read(v, op.compute) for v in op.ins]))
+    if op.online:
+        return _run_online(op, env)
     if op.name in ("reduce_max", "reduce_min") and op.outs[0].is_f32 and not op.steady:
         return env.store(op.outs[0], maximum(op.eqn, env.read(op.ins[0], op.compute)))
     if op.centred:
@@ -139,6 +143,17 @@ def _run_as_planned(op: Op, env: Env) -> None:
         wide = wide_cotangent(lambda *xs: _jax.bind(op.eqn, xs)[0], args)
         return env.store(op.outs[0], wide)
     return _run(op, env, op.compute)
+
+
+def _run_online(op: Op, env: Env) -> None:
+    """Runs a maximum and a sum of exponentials that take one pass together."""
+    args = [env.read(v, FLOAT32) for v in op.ins]
+    if op.steady:
+        args = jax.lax.stop_gradient(args)
+    if op.name == "reduce_max":
+        finish(op, env, maximum_and_sum(op.eqn, args[0], op.online))
+    else:
+        env.store(op.outs[0], sum_of_exponentials(op.eqn, args, op.online))
 
 
 def _read_expanded(op: Op, value: Value, env: Env, dtype: Any) -> Any:

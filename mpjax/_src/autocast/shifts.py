@@ -1,0 +1,219 @@
+"""What exponentials are shifted by before they are summed: mostly the largest of their row."""
+
+from mpjax._src.autocast.forms import (
+    CONSTANT,
+    EXPONENT,
+    MASK,
+    Axes,
+    Form,
+    Reading,
+    before,
+    is_number,
+    is_plain,
+    is_same_along,
+    is_view,
+    narrowed,
+    numbered_values,
+    own_axes,
+)
+from mpjax._src.autocast.graph import Op, Value
+from mpjax._src.autocast.islands import Flow, Island
+from mpjax._src.dtypes import FLOAT32
+
+# Next to a sum that is at least one, this changes nothing that half could tell.
+SMALL = 2.0**-13
+
+
+def shifted_by(value: Value, flow: Flow) -> "tuple[Value, Value] | None":
+    """Returns what is shifted and by what, where a value is such a sum or difference."""
+    op = flow.producer.get(value)
+    if op is None or op.name not in ("add", "sub") or op.compute != FLOAT32:
+        return None
+    first, second = (unspread(v, flow).size for v in op.ins)
+    if first > second:
+        return op.ins[0], op.ins[1]
+    return (op.ins[1], op.ins[0]) if second > first and op.name == "add" else None
+
+
+def unspread(value: Value, flow: Flow) -> Value:
+    while (op := flow.producer.get(value)) is not None and is_view(op):
+        value = op.ins[0]
+    return value
+
+
+def steady_shift(scores: Value, members: set[Op], axes: tuple[int, ...], flow: Flow) -> None:
+    """Marks what scores are shifted by before the softmax, which alone reads them."""
+    op = flow.producer.get(scores)
+    if op is None or not members.issuperset(flow.readers[scores]):
+        return
+    if op.name == "mul" or (op.name == "div" and is_number(op.ins[1])):  # by a number
+        scaled = [v for v in op.ins if not is_number(v)]
+        return steady_shift(scaled[0], {op}, axes, flow) if len(scaled) == 1 else None
+    shifted = shifted_by(scores, flow)
+    if shifted is None:
+        return
+    if is_same_along(shifted[1], own_axes(scores.aval.shape), axes, flow):
+        mark_steady([shifted[1]], {flow.producer[scores]}, flow)
+        steady_shift(shifted[0], {flow.producer[scores]}, axes, flow)
+
+
+def mark_steady(shifts: list[Value], members: set[Op], flow: Flow) -> None:
+    """Marks the ops that make what softmaxes are shifted by, and nothing else.
+
+    Their derivative is zero, and that of a maximum would keep the scores.
+    """
+    cone: set[Op | None] = set()
+    todo = {flow.producer[v] for v in shifts if v in flow.producer}
+    while todo:
+        op = max(todo, key=lambda op: op.index)
+        todo.remove(op)
+        for v in op.outs:
+            known = cone | members if v in shifts else cone
+            if not known.issuperset(flow.readers.get(v, ())):
+                break
+        else:
+            op.steady = True
+            cone.add(op)
+            todo |= {flow.producer[v] for v in op.ins if v in flow.producer}
+
+
+def reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
+    """Tells whether exponentials sum to one at least: they are shifted by their maximum.
+
+    (Or to zero, where all are masked.)
+    """
+    flow, numbers = reading.flow, reading.numbers
+    (scores,) = (t for t in form if t[0] == EXPONENT)
+    value = reading.values[scores][0]
+    op = flow.producer.get(value)
+    if op is not None and op.name == "mul":  # whatever by: what is zero stays zero
+        value = next((v for v in op.ins if v.const is None), value)
+    shifted = shifted_by(value, flow)
+    scaled = any(t[0] == CONSTANT for t in form)
+    if shifted is None or flow.producer[value].name != "sub" or scaled:
+        return False
+    own = own_axes(value.aval.shape)
+    op, where = _largest(shifted[1], narrowed(shifted[1], own), flow, ("max", "stop_gradient"))
+    if op is None or where != tuple(axis for d, axis in enumerate(own) if d not in axes):
+        return False
+    whole = {numbers.get(op.ins[0])}
+    masks = [t[1] for t in form if t[0] == MASK]
+    chosen = flow.producer.get(op.ins[0])
+    if masks and chosen is not None and chosen.name == "select_n":
+        whole = {numbers.get(chosen.ins[1 + kept]) for which, kept in masks
+                 if which == numbers.get(chosen.ins[0])}  # fmt: skip
+    elif masks:
+        return False
+    return numbers.get(shifted[0]) in whole and tuple(map(int, op.params["axes"])) == axes
+
+
+def _largest(
+    value: Value, where: Axes | None, flow: Flow, through: tuple[str, ...]
+) -> "tuple[Op | None, Axes | None]":
+    """Returns the maximum that a value is made of, and the axes of that, given those of the value.
+
+    Changes of layout are seen through, and operations of these names on one value that varies.
+    """
+    while (op := flow.producer.get(value)) is not None and op.name != "reduce_max":
+        varying = [v for v in op.ins if v.const is None and v.is_f32]
+        if len(varying) != 1 or not (is_view(op) or op.name in through):
+            return None, None
+        value, where = varying[0], before(op, where) if is_view(op) and where else where
+    return op, where
+
+
+# ---- sums of exponentials in one pass ------------------------------------------------------------
+
+# In shorter rows a pass costs less than the operations that save it.
+LONG = 1024
+
+# What a shift may go through: jax.nn.logsumexp guards it where a row has no finite entry.
+GUARDS = ("max", "min", "select_n", "stop_gradient")
+
+
+def sum_at_once(flow: Flow, found: list[Island]) -> None:
+    """Finds sums of exponentials that are shifted by their row's maximum, as in a logsumexp.
+
+    The maximum is known after one pass over the row, and the sum after a second one. But a sum
+    relative to the largest entry so far can be told of any part of a row, ``(m, s)`` with
+    ``s = sum(exp(x - m))``, and of two parts together: ``m = max(m1, m2)`` and
+    ``s = s1 exp(m1 - m) + s2 exp(m2 - m)`` (Milakov and Gimelshein, 2018, arXiv:1805.02867). So
+    the maximum hands out both, and of whatever shift ``t`` the sum is ``s exp(m - t)``. On a GPU
+    that is one read of the logits less; elsewhere two passes are as fast.
+
+    Exponentials that are read elsewhere too, as a softmax's, are left: they need the second pass.
+    """
+    taken = {op for island in found for op in island.ops}
+    sums = [op for op in flow.block.ops if op.name == "reduce_sum" and op not in taken]
+    pairs = [(op, made) for op in sums if (made := _exponentials(op, flow)) is not None]
+    if not pairs:
+        return
+    numbers = numbered_values(flow.block)
+    for total, (exponential, scores, shift) in pairs:
+        match = _maximum_of(total, scores, shift, flow, numbers)
+        if match is None or match[0] in taken:
+            continue
+        largest, shift = match
+        if largest.online not in ("", exponential.name):
+            continue
+        if not largest.online:
+            largest.outs = [*largest.outs, _like(total.outs[0])]
+            largest.online = exponential.name
+            flow.producer[largest.outs[1]] = largest
+        total.online = exponential.name
+        read = [*largest.outs, shift]
+        total.ins = [*total.ins, *read]
+        for value in dict.fromkeys(read):
+            flow.readers.setdefault(value, []).append(total)
+
+
+def _exponentials(total: Op, flow: Flow) -> "tuple[Op, Value, Value] | None":
+    """Returns the exponential of which alone a sum is, what it is taken of, and less what."""
+    exponential = flow.producer.get(total.ins[0])
+    if exponential is None or exponential.name not in ("exp", "exp2"):
+        return None
+    shifted = flow.producer.get(exponential.ins[0])
+    if shifted is None or shifted.name != "sub":
+        return None
+    scores, shift = shifted.ins
+    rows = max(1, total.outs[0].size)
+    fits = (
+        all(is_plain(op) for op in (total, exponential, shifted))
+        and flow.readers[exponential.outs[0]] == [total]
+        and scores.aval.shape == total.ins[0].aval.shape
+        and total.ins[0].size >= LONG * rows
+    )
+    return (exponential, scores, shift) if fits else None
+
+
+def _maximum_of(
+    total: Op, scores: Value, shift: Value, flow: Flow, numbers: dict[Value, int]
+) -> "tuple[Op, Value] | None":
+    """Returns the maximum that exponentials are shifted by, and the shift before it is spread out.
+
+    That is one over the same axes as the sum.
+    """
+    own = own_axes(scores.aval.shape)
+    rows = [axis for d, axis in enumerate(own) if axis and d not in total.params["axes"]]
+    where = narrowed(shift, own)
+    while shift.size > total.outs[0].size and where is not None:
+        op = flow.producer.get(shift)
+        if op is None or not is_view(op):
+            return None
+        shift, where = op.ins[0], before(op, where)
+    largest, place = _largest(shift, where, flow, GUARDS)
+    fits = (
+        largest is not None
+        and (largest.online or is_plain(largest))
+        and largest.params["axes"] == total.params["axes"]
+        and numbers.get(largest.ins[0]) == numbers.get(scores)
+        and all(
+            axes is not None and [axis for axis in axes if axis] == rows for axes in (where, place)
+        )
+    )
+    return (largest, shift) if largest is not None and fits else None
+
+
+def _like(value: Value) -> Value:
+    """Returns a float32 value of the shape of another."""
+    return Value(value.aval, kind="full", dtype=FLOAT32, small=True)
