@@ -17,44 +17,12 @@ import jmp
 import numpy as np
 
 from mpjax._src.errors import did_you_mean
-from mpjax._src.trees import is_array, is_one_bool, widen
+from mpjax._src.trees import is_array, is_one_bool, pytree, widen
 
 T = TypeVar("T")
 LossScale = Any  # one of the three classes below, one of jmp's, or anything with their protocol
 
 _TINY = float(np.finfo(np.float32).tiny)
-
-
-def _leaf(default: Any = dataclasses.MISSING, **kwargs: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"leaf": True}, **kwargs)
-
-
-def _register(cls: type[T]) -> type[T]:
-    """Registers a dataclass as a pytree that is unflattened without running ``__init__``.
-
-    jax.tree_util.register_dataclass calls ``__init__`` with whatever a tree.map, a sharding spec
-    or a checkpoint puts in the place of the arrays; validation has no business there.
-    """
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    leaves = [field.name for field in fields if field.metadata.get("leaf")]
-    static = [field.name for field in fields if not field.metadata.get("leaf")]
-
-    def flatten(self):
-        return [getattr(self, n) for n in leaves], tuple(getattr(self, n) for n in static)
-
-    def flatten_with_keys(self):
-        values, settings = flatten(self)
-        keys = map(jax.tree_util.GetAttrKey, leaves)
-        return list(zip(keys, values, strict=True)), settings
-
-    def unflatten(settings, values):
-        self = object.__new__(cls)
-        for name, value in zip((*leaves, *static), (*values, *settings), strict=True):
-            object.__setattr__(self, name, value)
-        return self
-
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
-    return cls
 
 
 def _times(tree: T, scale: jax.Array, divide: bool = False) -> T:
@@ -71,7 +39,7 @@ def _times(tree: T, scale: jax.Array, divide: bool = False) -> T:
     return jax.tree.map(apply, widen(tree))
 
 
-@_register
+@pytree()
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale:
     """A loss scale that scales nothing, so that callers never branch.
@@ -100,7 +68,7 @@ class NoOpLossScale:
         return self
 
 
-@_register
+@pytree()
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale:
     """A loss scale that never changes.
@@ -117,7 +85,7 @@ class StaticLossScale:
         128000.0
     """
 
-    loss_scale: jax.Array = _leaf()
+    loss_scale: jax.Array
 
     def __post_init__(self):
         with contextlib.suppress(jax.errors.ConcretizationTypeError):  # traced: no value yet
@@ -137,7 +105,7 @@ class StaticLossScale:
         return self
 
 
-@_register
+@pytree("loss_scale", "growth_tracker", "hysteresis_tracker")
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
     """A loss scale that looks for the largest value that keeps gradients finite.
@@ -183,9 +151,9 @@ class DynamicLossScale:
     hysteresis: int = 1
     min_scale: float = 1.0
     max_scale: float = 2.0**24
-    loss_scale: jax.Array = _leaf(None, kw_only=True)
-    growth_tracker: jax.Array = _leaf(None, kw_only=True)
-    hysteresis_tracker: jax.Array = _leaf(None, kw_only=True)
+    loss_scale: jax.Array = dataclasses.field(default=None, kw_only=True)  # type: ignore[assignment]
+    growth_tracker: jax.Array = dataclasses.field(default=None, kw_only=True)  # type: ignore[assignment]
+    hysteresis_tracker: jax.Array = dataclasses.field(default=None, kw_only=True)  # type: ignore[assignment]
 
     def __post_init__(self):
         for name in ("init_scale", "min_scale", "max_scale"):

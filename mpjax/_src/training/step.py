@@ -32,20 +32,21 @@ from mpjax._src.training.optimizers import (
 )
 from mpjax._src.training.placement import commit_like, vary_like
 from mpjax._src.training.watch import first_overflow, observer, underflow
-from mpjax._src.trees import all_finite, cast, cast_like, is_array, select, widen
+from mpjax._src.trees import (
+    all_finite,
+    cast,
+    cast_like,
+    is_array,
+    pytree,
+    select,
+    widen,
+)
 
 Metrics = dict[str, Any]
 T = TypeVar("T")
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        *("step", "params", "opt_state", "loss_scale", "model_state", "rng"),
-        *("skipped_steps", "consecutive_skips"),
-    ],
-    meta_fields=[],
-)
+@pytree()
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """Everything that a training step changes; a pytree of arrays only.
