@@ -34,6 +34,13 @@ from mpjax._src.hardware import aot
         (lambda f: f("h100", jnp.sin, 1.0, timeout="1"), ValueError, "timeout='1' must be"),
         (lambda f: f("h100", jnp.sin, 1.0, timeout=float("inf")), ValueError, "timeout=inf must"),
         (lambda f: f("h100", jnp.sin, 1.0, timeout=True), ValueError, "timeout=True must be"),
+        (lambda f: f("h100", jnp.sin, 1.0, compiler_options={"a": 1}), ValueError, "'a': 1.*XLA's"),
+        (lambda f: f("h100", jnp.sin, 1.0, compiler_options="xla_"), ValueError, "options='xla_'"),
+        (
+            lambda f: f("h100", jnp.sin, 1.0, compiler_options={"xla_a": [1]}),
+            ValueError,
+            "without dashes",
+        ),
         (lambda f: f("h100", lambda x: x), TypeError, r"0 were given.*fun\(x\) cannot be called"),
         (lambda f: f("h100", lambda x: x, "x"), TypeError, r"args\[0\]='x' is neither an array"),
         (
@@ -241,6 +248,18 @@ def test_a_logsumexp_reads_its_logits_once():
     found = mpjax.compile_for("h100", fun, *args).bytes_accessed
     assert 2 * logits < found < 2.3 * logits  # written, read
     assert mpjax.compile_for("h100", jax.jit(loss), *args).bytes_accessed > 2.9 * logits
+
+
+@compiles("h100")
+def test_the_compiler_heeds_its_options():
+    x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    by_triton = mpjax.compile_for("h100", jnp.dot, x, x)
+    without = {"xla_gpu_enable_triton_gemm": False}
+    by_cublas = mpjax.compile_for("h100", jnp.dot, x, x, compiler_options=without)
+    assert "triton" in by_triton.hlo and "cublas" not in by_triton.hlo
+    assert "triton" not in by_cublas.hlo and "cublas" in by_cublas.hlo
+    with pytest.raises(mpjax.CompileError, match="xla_no_such_flag"):
+        mpjax.compile_for("h100", jnp.dot, x, x, compiler_options={"xla_no_such_flag": 1})
 
 
 @compiles("h100")

@@ -29,25 +29,36 @@ def _compile_only_device(platform: str, topology: str, config: str) -> Any:
 UNTUNED, TRITON = "output tile sizes", "xla_gpu_enable_triton_gemm"
 
 
-def compile_only(platform: str, topology: str, config: str, program: bytes) -> dict[str, Any]:
+def compile_only(
+    platform: str, topology: str, config: str, program: bytes, options: dict[str, Any]
+) -> dict[str, Any]:
     """Compiles StableHLO for a device that is not there: its memory, and the HLO before and after.
 
     To be called where the plugins may load: in a process of its own.
+
+    Args:
+        platform: "cuda" or "tpu".
+        topology: What XLA calls the device.
+        config: XLA's description of a GPU.
+        program: The StableHLO.
+        options: XLA's flags for this compilation.
     """
     device = _compile_only_device(platform, topology, config)
     before = jaxlib_module.mlir.mlir_module_to_xla_computation(program)
 
     def compiled(**overrides):
-        options = get_compile_options(
+        settings = get_compile_options(
             num_replicas=1,
             num_partitions=1,
             device_assignment=np.array([[device.id]]),
-            env_options_overrides=overrides,
+            env_options_overrides=options | overrides,
         )
         with mlir.make_ir_context():
             module = mlir.ir.Module.parse(program)
             return device.client.compile(
-                module, executable_devices=xla_client.DeviceList((device,)), compile_options=options
+                module,
+                executable_devices=xla_client.DeviceList((device,)),
+                compile_options=settings,
             )
 
     left_out = ""

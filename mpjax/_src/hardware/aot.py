@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.interpreters import mlir
 
 from mpjax._src import _jax
 from mpjax._src.errors import CompileError
-from mpjax._src.hardware.compiler import Compilers, compilers, require
+from mpjax._src.hardware.compiler import Compilers, Options, compilers, require
 from mpjax._src.hardware.devices import traced_for
 from mpjax._src.hardware.report import CompileReport, report_of
 from mpjax._src.hardware.targets import Target, find_target
@@ -22,7 +22,11 @@ LONGEST = 1e6  # seconds; what the operating system can wait for has an end too
 
 
 def compile_for(
-    target: str, fun: Callable[..., Any], *args: Any, timeout: float = 600.0
+    target: str,
+    fun: Callable[..., Any],
+    *args: Any,
+    timeout: float = 600.0,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> CompileReport:
     """Compiles a function for an accelerator that need not be there, and reports what it takes.
 
@@ -39,6 +43,8 @@ def compile_for(
         *args: Its arguments: arrays, numbers, `jax.ShapeDtypeStruct` (which need no memory), and
             pytrees of them. Where they lie does not matter: one device is compiled for.
         timeout: Seconds that the compiler may take.
+        compiler_options: XLA's flags, such as ``{"xla_gpu_enable_triton_gemm": False}``, as
+            `jax.jit` takes them; those of a jitted ``fun`` do not count here.
 
     Returns:
         A `CompileReport`.
@@ -61,10 +67,11 @@ def compile_for(
     found = find_target(target)
     check_timeout(timeout)
     check_callable(fun, "fun")
+    options = checked_options(compiler_options)
     require(found)
     program = lower(found, fun, args)
     with compilers(found) as child:
-        return compile_program(child, found, program, timeout)
+        return compile_program(child, found, program, timeout, options)
 
 
 # ---- the parts, which largest_batch uses too -----------------------------------------------------
@@ -76,6 +83,22 @@ def check_timeout(timeout: float) -> None:
         raise ValueError(
             f"timeout={timeout!r} must be a number of seconds, more than 0 and at most {LONGEST:g}."
         )
+
+
+def checked_options(options: Any) -> Options:
+    """Returns XLA's flags as a dictionary of their own."""
+    legal = options is None or (
+        isinstance(options, Mapping)
+        and all(isinstance(name, str) and name.startswith("xla_") for name in options)
+        and all(isinstance(value, bool | int | float | str) for value in options.values())
+    )
+    if not legal:
+        raise ValueError(
+            f"compiler_options={options!r} must be a dictionary of XLA's flags, by name and "
+            "without dashes, such as {'xla_gpu_enable_triton_gemm': False}: values are bools, "
+            "numbers and strings."
+        )
+    return dict(options or {})
 
 
 def check_callable(fun: Any, argument: str) -> None:
@@ -99,10 +122,10 @@ def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> bytes
 
 
 def compile_program(
-    child: Compilers, target: Target, program: bytes, timeout: float
+    child: Compilers, target: Target, program: bytes, timeout: float, options: Options
 ) -> CompileReport:
     """Returns the report of a program that a child compiles."""
-    return report_of(target, child.compile(target, program, timeout))
+    return report_of(target, child.compile(target, program, timeout, options))
 
 
 # ---- inside --------------------------------------------------------------------------------------

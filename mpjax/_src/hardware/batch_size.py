@@ -2,13 +2,19 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from mpjax._src.errors import OutOfMemoryError
-from mpjax._src.hardware.aot import check_callable, check_timeout, compile_program, lower
+from mpjax._src.hardware.aot import (
+    check_callable,
+    check_timeout,
+    checked_options,
+    compile_program,
+    lower,
+)
 from mpjax._src.hardware.compiler import compilers
 from mpjax._src.hardware.report import CompileReport, size
 from mpjax._src.hardware.targets import GPU_PREALLOCATED, Target, find_target
@@ -89,6 +95,7 @@ def largest_batch(
     reserve: float | None = None,
     limit: int = 2**20,
     timeout: float = 600.0,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> LargestBatch:
     """Finds, by doubling and bisection, the largest batch whose program fits a target.
 
@@ -106,6 +113,9 @@ def largest_batch(
             and 0.05 on TPUs.
         limit: Where to end the search.
         timeout: Seconds that each compilation may take.
+        compiler_options: As for `compile_for`. Near the limit, XLA for GPUs computes parts of a
+            step again to save memory; ``{"xla_gpu_memory_limit_slop_factor": 1000}`` keeps it from
+            that.
 
     Returns:
         A `LargestBatch`.
@@ -129,13 +139,14 @@ def largest_batch(
     reserve = found.reserve if reserve is None else reserve
     _check(make_args, fun, multiple_of, reserve, limit, timeout)
     _check_dependence(make_args, multiple_of)
+    options = checked_options(compiler_options)
     available = int(found.memory * (1 - reserve))
     with compilers(found) as child:
 
         def compile_batch(batch: int) -> CompileReport | None:
             program = lower(found, fun, _args(make_args, batch))
             try:
-                return compile_program(child, found, program, timeout)
+                return compile_program(child, found, program, timeout, options)
             except OutOfMemoryError:
                 return None
 

@@ -18,6 +18,9 @@ from typing import Any, NoReturn
 from mpjax._src.errors import CompileError, OutOfMemoryError
 from mpjax._src.hardware.targets import Target
 
+# XLA's flags for one compilation, by name.
+Options = dict[str, Any]
+
 # What the child must not inherit: flags for other compilers, and settings that choose devices.
 DROPPED = (
     "XLA_",
@@ -64,7 +67,9 @@ class Compilers:
     def __init__(self, process: subprocess.Popen, connection: Any, folder: Path):
         self.process, self.connection, self.folder = process, connection, folder
 
-    def compile(self, target: Target, program: bytes, timeout: float) -> dict[str, Any]:
+    def compile(
+        self, target: Target, program: bytes, timeout: float, options: Options
+    ) -> dict[str, Any]:
         """Returns what `_jax.compile_only` returns, from the child.
 
         Raises:
@@ -78,6 +83,7 @@ class Compilers:
             "config": target.config,
             "program": str(self.folder / "program"),
             "timeout": timeout,
+            "options": options,
         }
         (self.folder / "program").write_bytes(program)
         try:
