@@ -18,7 +18,7 @@ from mpjax._src import _jax
 from mpjax._src.autocast.gathers import select_one_per_row
 from mpjax._src.autocast.graph import Place
 from mpjax._src.dtypes import FLOAT32
-from mpjax._src.rules import REDUCES, rule_of
+from mpjax._src.rules import rule_of
 
 Run = Callable[..., tuple[list[Any], list[Any]]]
 
@@ -320,16 +320,7 @@ def _less_mean(x: Any, dims: Sequence[int]) -> Any:
 
 def recomputed(run: Run, arrays: Sequence[Any], prevent_cse: bool) -> list[Any]:
     """Runs an island; the backward pass computes all but its reductions again from its inputs."""
-    if _jax.in_taylor_mode(arrays):
-        return run(arrays)[0]
-    return jax.checkpoint(run, policy=_keep_reductions, prevent_cse=prevent_cse)(arrays)[0]
-
-
-def _keep_reductions(primitive: Any, *_: Any, **params: Any) -> bool:
-    inside = [eqn for jaxpr in _jax.programs_in(params) for eqn in jaxpr.eqns]
-    if inside:
-        return any(_keep_reductions(eqn.primitive, **eqn.params) for eqn in inside)
-    return REDUCES in rule_of(primitive.name).traits
+    return recomputed_from_half(run, arrays, [False] * len(arrays), None, prevent_cse)
 
 
 def recomputed_from_half(
@@ -345,8 +336,10 @@ def recomputed_from_half(
         prevent_cse: Whether XLA would rather save the insides than compute them again.
     """
 
-    @functools.partial(jax.checkpoint, prevent_cse=prevent_cse, static_argnums=2)
+    @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
     def tangent(arrays, sums, moving, tangents):
+        if prevent_cse:  # of what is kept alone: a barrier before cotangents has them written
+            arrays, sums = jax.tree.map(jax.lax.optimization_barrier, (arrays, sums))
         arrays = [cast(a, FLOAT32) if r else a for a, r in zip(arrays, rounded, strict=True)]
         return _tangent(lambda full: run(full, sums), arrays, moving, tangents)
 

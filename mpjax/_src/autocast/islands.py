@@ -62,6 +62,7 @@ class Island:
     rounded: set[Value] = dataclasses.field(default_factory=set)  # inputs kept in half
     sums: list[Value] = dataclasses.field(default_factory=list)  # results of reductions, kept
     half: Any = None
+    again: list[Op] = dataclasses.field(default_factory=list)  # make inputs that are not kept
     tail: list[Op] = dataclasses.field(default_factory=list)  # the activation after a norm
     sloped: bool = False  # elementwise: its slope is kept in place of its operand
     barrier: bool = False  # XLA would rather save the insides than compute them again
@@ -74,6 +75,12 @@ class Island:
     fusion: Any = None  # of attention that a fused kernel runs (`fusion`): how
     in_half: set[Value] = dataclasses.field(default_factory=set)  # results read in half alone
     results: list[Value] = dataclasses.field(default_factory=list)
+
+    @property
+    def given(self) -> list[Value]:
+        """The inputs that it does not make again itself."""
+        made = {v for op in self.again for v in op.outs}
+        return [v for v in self.inputs if v not in made]
 
 
 def bound(group: Island, flow: Flow) -> None:
@@ -99,6 +106,44 @@ def bound(group: Island, flow: Flow) -> None:
         for v in group.results
         if v.is_f32 and all(op is not None and op.compute in HALVES for op in outside[v])
     }
+
+
+def make_again(island: Island, makers: dict[Op, Island], flow: Flow) -> None:
+    """Lets an island make again what elementwise operations of another made for it.
+
+    That is a value that a matmul leads back to, as in squeeze and excitation: an activation ``y``
+    in ``y * gate(mean(y))``. What it was computed from is kept anyway, and no larger: reading that
+    takes no more bytes, and the value itself is neither written nor kept.
+    """
+    for value in [*island.inputs]:
+        maker = makers.get(flow.producer[value]) if value in flow.producer else None
+        if maker is None or maker is island or maker.sloped or maker.axes:
+            continue
+        ops, sources = _cone(value, maker, flow)
+        read = {*flow.readers[value]} <= {*maker.ops, *island.ops}
+        if not read or sum(v.size for v in sources if v.size >= value.size) > value.size:
+            continue
+        maker.results += [v for v in sources if v not in (*maker.inputs, *maker.results)]
+        island.inputs += [v for v in sources if v not in island.inputs]
+        island.again = [*dict.fromkeys([*island.again, *ops])]
+
+
+def _cone(value: Value, island: Island, flow: Flow) -> "tuple[list[Op], list[Value]]":
+    """Returns the ops of an island, none of them on less, that make a value, and what they read."""
+    ops: set[Op] = set()
+    read: dict[Value, None] = {}
+    todo = [value]
+    for v in todo:  # grows
+        op = flow.producer.get(v)
+        if op in island.ops and v.size == value.size:
+            todo += op.ins if op not in ops else []
+            ops.add(op)
+        elif v in flow.free:
+            todo += flow.free[v].ins
+            ops.add(flow.free[v])
+        elif not v.literal:
+            read[v] = None
+    return sorted(ops, key=lambda op: op.index), [*read]
 
 
 def _free_producers(members: list[Op], flow: Flow) -> list[Op]:

@@ -125,10 +125,10 @@ def _of_island(island: Island, made: dict[Value, Op]) -> str:
         return f"its result is kept, {half}"
     if island.sloped:
         return f"its slope is kept, {half}"
-    sources = {made[v].row for v in island.inputs if v in made and made[v].row >= 0}
+    sources = {made[v].row for v in island.given if v in made and made[v].row >= 0}
     rows = f" (rows {', '.join(map(str, sorted(sources)))})" if sources else ""
     tail = f"; what its norm gives gets its cotangent in {half}" if island.tail else ""
-    return f"computed again from {_dtypes(island.inputs, island.rounded, half)}{rows}{tail}"
+    return f"computed again from {_dtypes(island.given, island.rounded, half)}{rows}{tail}"
 
 
 def _dtypes(values: Any, rounded: Any = (), half: str = "") -> str:

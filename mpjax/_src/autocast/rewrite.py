@@ -25,6 +25,7 @@ from mpjax._src.autocast.derivatives import (
     cast,
     elementwise,
     kept_alone,
+    known,
     matmul,
     maximum,
     maximum_and_sum,
@@ -387,6 +388,16 @@ def _run_island(island: Island, env: Env) -> None:
                 inner.write(op.outs[0], array)
         return inner
 
+    def make_again(arrays):
+        inner, found = env.inside(depth), dict(zip(island.inputs, arrays, strict=True))
+        for value in island.given:
+            # The barrier: XLA would see that what follows was made before, and keep that.
+            inner.write(value, jax.lax.optimization_barrier(found[value]))
+        for op in island.again:
+            _run_step(op, inner)
+        made = {v: inner.read(v) for v in found.keys() - {*island.given}}
+        return [known(array, made[v]) if v in made else array for v, array in found.items()]
+
     def activate(operand, x):
         inner = env.inside(depth)
         inner.write(operand, x)
@@ -396,6 +407,7 @@ def _run_island(island: Island, env: Env) -> None:
         return inner.read(result, island.half if result in island.in_half else None)
 
     def run(arrays, sums=()):
+        arrays = make_again(arrays) if island.again else arrays
         inner = evaluate(island.ops, zip(island.inputs, arrays, strict=True), sums)
         results = [
             inner.read(v, island.half) if v in island.in_half else inner.best(v)

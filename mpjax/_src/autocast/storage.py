@@ -8,7 +8,7 @@ from mpjax._src.autocast import peepholes
 from mpjax._src.autocast.decide import may_be_rounded
 from mpjax._src.autocast.facts import EXPONENTIALS
 from mpjax._src.autocast.graph import Block, Op, Value, is_beyond, is_steady
-from mpjax._src.autocast.islands import Flow, Island, bound, flow_of, is_free
+from mpjax._src.autocast.islands import Flow, Island, bound, flow_of, is_free, make_again
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.steps import connected, in_order
 from mpjax._src.dtypes import FLOAT32, HALVES
@@ -69,6 +69,9 @@ def _islands(flow: Flow) -> "dict[Op, Island]":
             group.sloped = group.barrier and _is_sloped(group, flow)
             group.tail = _tail(group, flow)
             found |= dict.fromkeys(group.ops, group)
+    for group in dict.fromkeys(found.values()):
+        if not (group.axes or group.sloped):
+            make_again(group, found, flow)
     return found
 
 
@@ -243,8 +246,9 @@ def _activation(operand: Value, group: Island, flow: Flow) -> list[Op]:
             tail.append(op)
             made.update(op.outs)
     ends = [op for op in tail if not {*flow.readers.get(op.outs[0], ())} <= {*tail}]
-    whole = ends == tail[-1:] and not any(v.want.returned for op in ends for v in op.outs)
-    return tail if whole else []
+    # The cotangent of what is summed alone is spread out: computing with it again reads nothing.
+    read = all(v in group.results and not v.want.returned for op in ends for v in op.outs)
+    return tail if read and ends == tail[-1:] else []
 
 
 def _spreads(operand: Value, value: Value, flow: Flow) -> bool:

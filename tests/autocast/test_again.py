@@ -1,0 +1,107 @@
+"""What elementwise operations made is made again where a gate reads it, and not kept."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import HALVES, cast, equations, found, normal
+
+X, W, V = normal(0, 3, 4, 4, 8), normal(1, 8, 16, scale=0.3), normal(2, 16, 8, scale=0.3)
+P = {"w": W, "v": V, "in": normal(3, 16, 4, scale=0.3), "out": normal(4, 4, 16, scale=0.3)}
+P |= {"scale": 1 + normal(5, 16, scale=0.2), "shift": normal(6, 16, scale=0.2)}
+
+
+def activated(p, x):
+    h = x @ p["w"]
+    scale = jax.lax.rsqrt(jnp.var(h, (0, 1, 2)) + 1e-5)
+    return jax.nn.silu((h - jnp.mean(h, (0, 1, 2))) * (scale * p["scale"]) + p["shift"])
+
+
+def gate(p, y):
+    return jax.nn.sigmoid(jax.nn.silu(jnp.mean(y, (1, 2), keepdims=True) @ p["in"]) @ p["out"])
+
+
+def squeezed(p, x):
+    y = activated(p, x)
+    return jnp.mean(jnp.sin(y * gate(p, y) @ p["v"]))
+
+
+def read_by_a_matmul(p, x):
+    y = activated(p, x)
+    return jnp.mean(jnp.sin(y * gate(p, y) @ p["v"] + y @ p["v"]))
+
+
+def of_more(p, x):
+    y = activated(p, x) * jax.nn.silu(x @ p["w"][:, ::-1])
+    return jnp.mean(jnp.sin(y * gate(p, y) @ p["v"]))
+
+
+def kept(fun, *args):
+    """Returns the dtypes of the arrays as large as an activation that a backward pass is given."""
+    jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(fun, *a)[1]))(*args).jaxpr
+    fresh = {*jaxpr.outvars} - {*jaxpr.invars} - {*jaxpr.constvars}
+    whole = (*X.shape[:-1], W.shape[-1])
+    return [str(v.aval.dtype) for v in fresh if v.aval.shape == whole]
+
+
+def test_an_activation_before_squeeze_and_excitation_is_not_kept():
+    assert kept(cast(squeezed), P, X) == ["bfloat16"] * 2  # before the norm, and after the gate
+    assert len(found(cast(squeezed), P, X, names=("logistic",))) == 4  # of them two in the gate
+
+
+@pytest.mark.parametrize(("fun", "arrays"), [(read_by_a_matmul, 3), (of_more, 4)])
+def test_what_is_kept_anyway_or_made_of_more_is_not_made_again(fun, arrays):
+    assert kept(cast(fun), P, X) == ["bfloat16"] * arrays
+    sigmoids = found(cast(fun), P, X, names=("logistic",))
+    assert len(sigmoids) == len(found(fun, P, X, names=("logistic",)))
+
+
+AROUND = {
+    "jit": jax.jit,
+    "vmap": lambda fun: lambda p, x: jnp.sum(jax.vmap(fun, (None, 0))(p, x[None])),
+    "remat": jax.checkpoint,
+    "scan": lambda fun: lambda p, x: jax.lax.scan(lambda c, x: (c + fun(p, x), c), 0.0, x[None])[0],
+}
+
+
+CASES = [(squeezed, around) for around in AROUND] + [(read_by_a_matmul, "jit"), (of_more, "jit")]
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(("fun", "around"), CASES)
+def test_values_and_gradients(fun, around, half):
+    def by_hand(p, x):
+        rounded = jax.tree.map(lambda w: w.astype(half), p)
+        return fun(rounded, x.astype(half)).astype(jnp.float32)
+
+    def errors(candidate):
+        got = jax.jit(jax.value_and_grad(candidate, (0, 1)))(P, X)
+        true = jax.value_and_grad(fun, (0, 1))(P, X)
+        far = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), got, true)
+        return max(jax.tree.leaves(far))
+
+    assert errors(AROUND[around](cast(fun, half))) <= max(errors(by_hand), 0.005)
+
+
+def test_forward_mode():
+    ours, true = (jax.jvp(f, (P, X), (P, X))[1] for f in (cast(squeezed), squeezed))
+    assert abs(ours - true) <= 0.05 * abs(true)
+
+
+def test_no_barrier_lies_before_a_cotangent():
+    # XLA would have to write it there, and not what it was made from.
+    eqns = [*equations(jax.make_jaxpr(jax.grad(cast(squeezed)))(P, X))]
+    again = [eqn for eqn in eqns if eqn.primitive.name == "remat2"]
+    assert again and not any(eqn.params["prevent_cse"] for eqn in again)
+    assert "optimization_barrier" in {eqn.primitive.name for eqn in eqns}
+
+
+@pytest.mark.parametrize("around", ["jit", "scan"])
+def test_second_derivatives(around):
+    def second(fun):
+        return jax.jit(lambda: jax.jvp(jax.grad(AROUND[around](fun)), (P, X), (P, X))[1])()
+
+    for ours, true in zip(
+        *map(jax.tree.leaves, map(second, (cast(squeezed), squeezed))), strict=True
+    ):
+        assert np.linalg.norm(ours - true) <= 0.05 * np.linalg.norm(true)
