@@ -1,11 +1,20 @@
-"""Gathers that take one entry along one axis, as a cross entropy picks its labels' logits."""
+"""Gathers that are something simpler, whose transpose is no scatter.
 
+One entry for each row, as a cross entropy picks its labels' logits; or all entries of an axis in
+order, each several times, as an image is enlarged to the nearest pixels.
+"""
+
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from mpjax._src import _jax, rules
 from mpjax._src._jax import size_of
+from mpjax._src.autocast.graph import CONSTANT_LIMIT, Op, Value
 
 
 def picks_one_per_row(eqn: Any) -> bool:
@@ -35,3 +44,52 @@ def select_one_per_row(eqn: Any, x: Any, indices: Any) -> Any:
     zero = jnp.zeros((), x.dtype)
     picked = jnp.where(positions == indices, x, zero).sum(axis)
     return picked.reshape(eqn.outvars[0].aval.shape)
+
+
+def repetition_of(op: Op, makers: Mapping[Value, Op], consts: Mapping[Value, Any]) -> Any:
+    """Returns the axis of which a gather repeats all entries in order, and how often; else None."""
+    numbers, (operand, indices) = op.params["dimension_numbers"], (v.aval for v in op.ins)
+    shape, result = operand.shape, op.outs[0].aval.shape
+    axes = numbers.start_index_map
+    along = len(axes) == 1 and numbers.collapsed_slice_dims == axes and len(result) == len(shape)
+    if not along or size_of(indices.shape) > CONSTANT_LIMIT:
+        return None
+    (axis,) = axes
+    others = tuple(d for d in range(len(shape)) if d != axis)
+    whole = all(op.params["slice_sizes"][d] == shape[d] for d in others)
+    if not whole or numbers.offset_dims != others or not shape[axis] or result[axis] % shape[axis]:
+        return None
+    if any(_jax.is_sharded_along(operand, d) for d in range(len(shape))):
+        return None
+    times = result[axis] // shape[axis]
+    known = _known(op.ins[1], makers, dict(consts))
+    in_order = known is not None and np.array_equal(np.ravel(known), _in_order(result[axis], times))
+    return (axis, times) if in_order and times > 1 else None
+
+
+def _in_order(size: int, times: int) -> Any:
+    return np.arange(size) // times
+
+
+def _known(value: Value, makers: Mapping[Value, Op], found: dict[Value, Any]) -> Any:
+    """Returns the array that a value is whatever the arguments are; None if it depends on them.
+
+    What is found of it and of what it is made from is added to ``found``.
+    """
+    if value not in found:
+        op = makers.get(value)
+        unknown = op is None or op.subs or op.eqn.effects or op.spec is rules.UNKNOWN
+        found[value] = value.const if value.literal else None
+        if op is not None and not unknown and value.size <= CONSTANT_LIMIT:
+            args = [_known(v, makers, found) for v in op.ins]
+            if all(arg is not None for arg in args):
+                with jax.ensure_compile_time_eval():
+                    found[value] = _jax.bind(op.eqn, args)[op.outs.index(value)]
+    return found[value]
+
+
+def repeat(x: Any, axis: int, times: int) -> Any:
+    """Repeats each entry along an axis; its transpose is a sum that reads and writes once."""
+    shape = (*x.shape[: axis + 1], times, *x.shape[axis + 1 :])
+    spread = lax.broadcast_in_dim(x, shape, [d for d in range(len(shape)) if d != axis + 1])
+    return lax.reshape(spread, (*x.shape[:axis], times * x.shape[axis], *x.shape[axis + 1 :]))

@@ -91,6 +91,7 @@ class Op:
     centred: Place | None = None
     # Of a maximum, the exponential whose sums it hands out besides; and of the sum that reads them.
     online: str = ""
+    repeats: tuple[int, int] | None = None  # of a gather: along which axis, each entry how often
     attention: str = ""  # of a matmul that reads a softmax: the fused kernel of both, or why none
 
     @property

@@ -32,6 +32,7 @@ from mpjax._src.autocast.forms import (
     same,
 )
 from mpjax._src.autocast.fusion import fuse
+from mpjax._src.autocast.gathers import repetition_of
 from mpjax._src.autocast.graph import Op, Place, Value
 from mpjax._src.autocast.islands import Flow, Island, bound
 from mpjax._src.autocast.shifts import (
@@ -122,11 +123,20 @@ def attentions(flow: Flow, found: list[Island]) -> None:
         _weigh(island, flow, taken, moved)
 
 
+def repetitions(flow: Flow, found: list[Island]) -> None:
+    """Finds gathers that repeat the entries of an axis in order, each ``k`` times.
+
+    With ``y[k i + j] = x[i]``, ``dx[i] = sum_j dy[k i + j]``: a sum over an axis of a reshaped
+    ``dy`` in place of a scatter into zeros. It adds in float32, whatever it reads and writes.
+    """
+    for op in flow.block.ops:
+        if op.name == "gather" and op.outs[0].is_f32:
+            op.repeats = repetition_of(op, flow.producer, flow.constants)
+
+
 PEEPHOLES: tuple[Callable[[Flow, list[Island]], None], ...] = (
-    softmaxes,
-    fuse,
-    attentions,
-    sum_at_once,
+    *(softmaxes, fuse, attentions),
+    *(sum_at_once, repetitions),
 )
 
 

@@ -84,7 +84,7 @@ def fold(
 # together. A test holds it.
 READ = {
     Value: "raw literal want.returned dtype kept",
-    Op: "rule half forced compute steady centred online",
+    Op: "rule half forced compute steady centred online repeats",
 }
 
 # Programs inside are grouped into islands when they are rewritten, which reads nearly all.

@@ -38,7 +38,7 @@ from mpjax._src.autocast.derivatives import (
 )
 from mpjax._src.autocast.environment import Env, Settings
 from mpjax._src.autocast.forms import is_view
-from mpjax._src.autocast.gathers import picks_one_per_row
+from mpjax._src.autocast.gathers import picks_one_per_row, repeat
 from mpjax._src.autocast.graph import ROW, Block, Op, Value
 from mpjax._src.autocast.islands import Island, tail_operand
 from mpjax._src.autocast.plan import Plan
@@ -130,6 +130,9 @@ def _run_as_planned(op: Op, env: Env) -> None:
         return _run_program(op, env)
     if op.name == "broadcast_in_dim" and op.outs[0].is_f32 and op.outs[0].const is not None:
         return env.make(op.outs[0], functools.partial(_broadcast, op, env))
+    if op.repeats is not None:
+        again = functools.partial(repeat, axis=op.repeats[0], times=op.repeats[1])
+        return env.store(op.outs[0], wide_cotangent(again, [env.read(op.ins[0], op.compute)]))
     if op.name == "gather" and op.outs[0].is_f32 and picks_one_per_row(op.eqn):
         return env.store(op.outs[0], pick(op.eqn, [env.read(v, op.compute) for v in op.ins]))
     if op.online:

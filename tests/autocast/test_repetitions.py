@@ -1,0 +1,79 @@
+"""A gather that repeats the entries of an axis in order: its transpose is a sum, not a scatter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import BOTH, HALVES, assert_near, cast, equations, normal
+
+W, X = normal(0, 8, 8, scale=0.4), normal(1, 2, 4, 6, 8)
+TWICE = np.arange(8) // 2
+
+
+def loss_of(change):
+    return lambda w, x: jnp.mean(jnp.sin(change(x @ w) @ w))
+
+
+def primitives(fun):
+    return {eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(fun))(W, X))}
+
+
+REPEATED = {
+    "both axes": lambda y: jax.image.resize(y, (2, 8, 18, 8), "nearest"),
+    "the last axis": lambda y: jax.image.resize(y, (2, 4, 6, 16), "nearest")[..., ::2],
+    "indices that are closed over": lambda y: y[:, TWICE],
+    "taken": lambda y: jnp.take(y, TWICE, 1),
+    "in a scan": lambda y: jax.lax.scan(lambda c, y: (c, y[jnp.arange(8) // 2]), 0.0, y)[1],
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", REPEATED)
+def test_entries_repeated_in_order(name, half):
+    loss = loss_of(REPEATED[name])
+    assert "scatter-add" in primitives(loss)
+    assert primitives(cast(loss, half)).isdisjoint(["gather", "scatter-add"])
+    assert_near(BOTH(cast(loss, half))(W, X), BOTH(loss)(W, X), 0.03)
+
+
+OTHERS = {
+    "out of order": lambda y: y[:, np.arange(8) % 4],
+    "not equally often": lambda y: jax.image.resize(y, (2, 7, 6, 8), "nearest"),
+    "some of them": lambda y: y[:, np.arange(6) // 2],
+    "fewer": lambda y: jax.image.resize(y, (2, 2, 6, 8), "nearest"),
+    "indices that depend on arguments": lambda y: y[:, TWICE + (y[0, 0, 0, 0] > 99).astype(int)],
+    "part of a row": lambda y: jax.lax.gather(
+        y,
+        TWICE[:, None],
+        jax.lax.GatherDimensionNumbers((0, 2, 3), (1,), (1,)),
+        (2, 1, 5, 8),
+    )[..., :2, :],
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_stay_gathers(name):
+    loss = loss_of(OTHERS[name])
+    assert "scatter-add" in primitives(cast(loss))
+    assert_near(BOTH(cast(loss))(W, X), BOTH(loss)(W, X), 0.03)
+
+
+@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, jax.vmap])
+def test_within_transformations(around):
+    loss = loss_of(REPEATED["both axes"])
+    fun = around(cast(loss)) if around is not jax.vmap else cast(loss)
+    got = jax.grad(fun)(W, X)
+    if around is jax.vmap:
+        got = jnp.mean(jax.vmap(jax.grad(fun), (None, 0))(W, X[:, None]), 0)
+    assert_near(got, jax.grad(loss)(W, X), 0.03)
+
+
+def test_sums_are_not_rounded_in_between():
+    def loss(w, x):  # the gradient of x is a sum of 64 entries, of which one is large
+        y = jnp.repeat(x @ w, 1, 1)[:, np.arange(256) // 64]
+        weights = np.where(np.arange(256) % 64, 2.0**-9, 1.0).astype(np.float32)
+        return jnp.sum((y @ w) * weights[:, None, None])
+
+    x, w = X, jnp.eye(8)
+    got, want = (jax.grad(f, 1)(w, x) for f in (cast(loss), loss))
+    assert float(jnp.max(jnp.abs(got - want))) <= 2.0**-8 * float(jnp.max(jnp.abs(want)))
