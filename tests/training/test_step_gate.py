@@ -1,5 +1,7 @@
 """The gate of the training step: what is skipped, and what the loss scale does."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import jmp
@@ -80,6 +82,34 @@ def test_the_scale_that_unscales_is_the_one_that_scaled(rng):
     state, metrics = jax.jit(step)(init(params), batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.params, expected)
     assert float(metrics["loss_scale"]) == float(state.loss_scale.loss_scale) == 2.0**9
+
+
+def test_gradients_whose_norm_overflows_are_skipped_like_infinite_ones():
+    """Adam's second moment would stay infinite, and clipping would turn them into zeros."""
+    init, step = mpjax.build_train_step(
+        lambda params, x: jnp.sum(params["w"] * x), optax.adam(1e-3), "float32"
+    )
+    state, step = init({"w": jnp.ones(4)}), jax.jit(step)
+    for size, applied in ((1e18, True), (1e20, False), (jnp.inf, False), (jnp.nan, False)):
+        new, metrics = step(state, jnp.full(4, size))
+        assert bool(metrics["grads_finite"]) == bool(jnp.isfinite(metrics["grad_norm"])) == applied
+        assert int(new.step) == applied and int(new.skipped_steps) == (not applied)
+        assert np.isfinite(
+            np.concatenate([x.ravel() for x in jax.tree.leaves(new.opt_state)])
+        ).all()
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_verdict_norm_and_clipping_share_one_pass_over_the_gradients(clip, rng):
+    params, batch = linear_problem(rng)
+    chain = [optax.clip_by_global_norm(0.5)] * clip
+    init, step = mpjax.build_train_step(
+        linear_loss, optax.chain(*chain, optax.adam(1e-3)), "mixed_float16"
+    )
+    compiled = jax.jit(step).lower(init(params), batch).compile().as_text()
+    assert not re.search(r"pred\[\d.*? is-finite\(", compiled)
+    squares = re.findall(r"= f32\[\] reduce\(", compiled)
+    assert len(squares) == len(params) + 1, squares  # and the loss's mean
 
 
 def test_clipping_sees_true_gradients(rng):

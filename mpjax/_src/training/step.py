@@ -22,7 +22,7 @@ from mpjax._src.errors import DivergenceError
 from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.patterns import name_of, paths
 from mpjax._src.policy import Policy, get_policy
-from mpjax._src.training.gradients import observed_value_and_grad, scaled_value_and_grad
+from mpjax._src.training.gradients import observed_value_and_grad
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale, whole_number
 from mpjax._src.training.optimizers import (
     apply_updates,
@@ -32,15 +32,7 @@ from mpjax._src.training.optimizers import (
 )
 from mpjax._src.training.placement import commit_like, vary_like
 from mpjax._src.training.watch import first_overflow, observer, underflow
-from mpjax._src.trees import (
-    all_finite,
-    cast,
-    cast_like,
-    is_array,
-    pytree,
-    select,
-    widen,
-)
+from mpjax._src.trees import cast, cast_like, is_array, pytree, select, widen
 
 Metrics = dict[str, Any]
 T = TypeVar("T")
@@ -101,8 +93,8 @@ def build_train_step(
 
     The step always goes in this order: forward in the policy's precision, scale in float32,
     backward, unscale in float32 by the same scale, average over micro-batches and replicas, judge
-    whether loss and gradients are finite, optimizer, gate, adjust the scale. Clipping in the
-    optimizer's chain therefore sees true gradients.
+    whether the loss and the norm of the gradients are finite, optimizer, gate, adjust the scale.
+    Clipping in the optimizer's chain therefore sees true gradients, and shares their norm.
 
     The forward pass: a policy of ``casting="op"`` (O1, which is mixed_float16 and mixed_bfloat16,
     and O2) puts ``loss_fn`` under `autocast`, which chooses a dtype for every operation of it; any
@@ -113,6 +105,8 @@ def build_train_step(
     The gate is a transaction. On a skipped step ``params``, ``opt_state``, ``model_state`` and
     ``step`` are bit-identical to before; only the loss scale, the rng and the skip counters move.
     If the loss itself is not finite the scale stays, because no scale can cure the forward pass.
+    Gradients whose squares overflow float32 are skipped like infinite ones: clipping would turn
+    them into zeros, and Adam's second moment would stay infinite.
 
     Args:
         loss_fn: ``loss_fn(params, batch)``, with the keywords ``model_state=`` and ``rng=`` when
@@ -178,7 +172,7 @@ def build_train_step(
     keep_masters = with_master_weights if policy.master_weights else in_full_precision
     optimizer = keep_masters(optimizer)
     forward = _forward(loss_fn, policy, has_aux)
-    observe = None
+    observe: Callable[..., Any] = _unobserved
     if report_overflow or report_underflow:
         observe = observer(policy.compute_dtype, ordered=report_overflow)
 
@@ -216,7 +210,7 @@ def build_train_step(
             if step_rng is not None:
                 step_rng = jax.random.fold_in(step_rng, jax.lax.axis_index(axis_name))
 
-        grad_fn = _gradients(forward, state.loss_scale, observe)
+        grad_fn = observed_value_and_grad(forward, state.loss_scale, observe)
         loss, model_state, aux, grads, seen = _accumulate(
             grad_fn, accumulate_steps, params, batch, model_state, step_rng
         )
@@ -227,13 +221,13 @@ def build_train_step(
                 reduce = (jax.lax.pmax, jax.lax.pmean)
                 seen = seen.over(*(functools.partial(f, axis_name=axis_name) for f in reduce))
 
-        grads_finite, loss_finite = all_finite(grads), all_finite(loss)
+        # One pass over the gradients for both: a sum of squares is finite only if each of them is.
+        grad_norm = optax.tree.norm(grads)
+        grads_finite, loss_finite = jnp.isfinite(grad_norm), jnp.isfinite(loss)
         reports: Metrics = {}
         if report_overflow:
             scale = state.loss_scale.loss_scale
-            reports["overflow"], grads_finite = first_overflow(
-                grads, seen, scale, paths(state.params)
-            )
+            reports["overflow"] = first_overflow(grads, seen, scale, paths(state.params))
         if report_underflow:
             sizes = [leaf.size for leaf in jax.tree.leaves(grads)]
             reports["underflow"] = underflow(seen, sizes, policy.compute_dtype)
@@ -258,7 +252,7 @@ def build_train_step(
         )
         metrics = {
             "loss": loss,
-            "grad_norm": optax.tree.norm(grads),
+            "grad_norm": grad_norm,
             "grads_finite": grads_finite,
             "loss_finite": loss_finite,
             "loss_scale": jnp.asarray(new.loss_scale.loss_scale, jnp.float32),
@@ -379,14 +373,8 @@ def _cast_by_op(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., An
 _IN_PRECISION = {"boundary": _cast_at_boundary, "op": _cast_by_op}
 
 
-def _gradients(
-    forward: Callable[..., Any], loss_scale: LossScale, observe: Any
-) -> Callable[..., tuple[Any, Any, Any]]:
-    """Returns what gives ``(loss, (model_state, aux))``, gradients and what was seen of them."""
-    if observe is not None:
-        return observed_value_and_grad(forward, loss_scale, observe)
-    grad_fn = scaled_value_and_grad(forward, loss_scale, has_aux=True)
-    return lambda *args: (*grad_fn(*args)[:2], None)
+def _unobserved(grads: Any, program: Callable[[], Any]) -> None:
+    """What sees nothing in the gradients."""
 
 
 def _accumulate(

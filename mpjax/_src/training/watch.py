@@ -180,10 +180,8 @@ def observer(dtype: Any, ordered: bool) -> Callable[[Any, Any], Seen]:
     return observe
 
 
-def first_overflow(
-    grads: Any, seen: Seen, loss_scale: Any, paths: Sequence[str]
-) -> tuple[Overflow, jax.Array]:
-    """Returns which of the final gradients overflowed first, and whether all are finite."""
+def first_overflow(grads: Any, seen: Seen, loss_scale: Any, paths: Sequence[str]) -> Overflow:
+    """Returns which of the final gradients overflowed first."""
     shares, keys, layers = [], [], []
     for leaf, place in zip(jax.tree.leaves(grads), seen.places, strict=True):
         bad = ~jnp.isfinite(leaf)
@@ -199,7 +197,7 @@ def first_overflow(
     places, nonfinite = jnp.stack(keys), jnp.stack(shares)
     index = jnp.argmin(places).astype(jnp.int32)
     finite = places[index] == NEVER
-    overflow = Overflow(
+    return Overflow(
         index=jnp.where(finite, -1, index),
         layer=jnp.where(finite, -1, jnp.stack(layers)[index]),
         nonfinite=nonfinite[index],
@@ -207,7 +205,6 @@ def first_overflow(
         loss_scale=jnp.asarray(loss_scale, jnp.float32),
         paths=tuple(paths),
     )
-    return overflow, finite
 
 
 def underflow(seen: Seen, sizes: Sequence[int], dtype: Any) -> Underflow:
