@@ -99,17 +99,13 @@ def test_gradients_whose_norm_overflows_are_skipped_like_infinite_ones():
         ).all()
 
 
-@pytest.mark.parametrize("clip", [False, True])
-def test_verdict_norm_and_clipping_share_one_pass_over_the_gradients(clip, rng):
+def test_verdict_and_norm_share_one_pass_over_the_gradients(rng):
     params, batch = linear_problem(rng)
-    chain = [optax.clip_by_global_norm(0.5)] * clip
-    init, step = mpjax.build_train_step(
-        linear_loss, optax.chain(*chain, optax.adam(1e-3)), "mixed_float16"
-    )
+    init, step = mpjax.build_train_step(linear_loss, optax.adam(1e-3), "mixed_float16")
     compiled = jax.jit(step).lower(init(params), batch).compile().as_text()
     assert not re.search(r"pred\[\d.*? is-finite\(", compiled)
     squares = re.findall(r"= f32\[\] reduce\(", compiled)
-    assert len(squares) == len(params) + 1, squares  # and the loss's mean
+    assert len(squares) == len(params) + 1  # and the loss's mean
 
 
 def test_clipping_sees_true_gradients(rng):

@@ -22,6 +22,7 @@ from mpjax._src.errors import DivergenceError
 from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.patterns import name_of, paths
 from mpjax._src.policy import Policy, get_policy
+from mpjax._src.training.gate import gated
 from mpjax._src.training.gradients import observed_value_and_grad
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale, whole_number
 from mpjax._src.training.optimizers import (
@@ -33,6 +34,9 @@ from mpjax._src.training.optimizers import (
 from mpjax._src.training.placement import commit_like, vary_like
 from mpjax._src.training.watch import first_overflow, observer, underflow
 from mpjax._src.trees import cast, cast_like, is_array, pytree, select, widen
+
+# What a step changes or leaves as it is, all of it.
+CHANGED = ("step", "params", "opt_state", "model_state")
 
 Metrics = dict[str, Any]
 T = TypeVar("T")
@@ -233,18 +237,22 @@ def build_train_step(
             reports["underflow"] = underflow(seen, sizes, policy.compute_dtype)
         finite = jnp.logical_and(grads_finite, loss_finite)
         extra_args = {"value": loss} if takes_value else {}
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **extra_args)
-        applied = {
-            "step": state.step + 1,
-            "params": apply_updates(state.params, updates, opt_state),
-            "opt_state": cast_like(opt_state, state.opt_state),
-            "model_state": model_state,
-        }
-        before = {name: getattr(state, name) for name in applied}
+
+        def applied(before, grads, model_state, extra_args):
+            params, opt_state = before["params"], before["opt_state"]
+            updates, new_opt_state = optimizer.update(grads, opt_state, params, **extra_args)
+            return {
+                "step": before["step"] + 1,
+                "params": apply_updates(params, updates, new_opt_state),
+                "opt_state": cast_like(new_opt_state, opt_state),
+                "model_state": model_state,
+            }
+
+        before = {name: getattr(state, name) for name in CHANGED}
         skipped = jnp.logical_not(finite).astype(jnp.int32)
 
         new = TrainState(
-            **select(finite, applied, before),
+            **gated(finite, applied, before, grads, model_state, extra_args),
             loss_scale=select(loss_finite, state.loss_scale.adjust(grads_finite), state.loss_scale),
             rng=rng,
             skipped_steps=state.skipped_steps + skipped,
