@@ -18,6 +18,7 @@ import jax
 
 import mpjax
 from benchmarks import Options
+from benchmarks.gates import GATES
 from benchmarks.models import MODELS, SMALL
 from benchmarks.results import FAILED, SKIPPED, Results, Row
 from benchmarks.rivals import lacks, program
@@ -49,6 +50,7 @@ ATTENTIVE = tuple(
 
 # What is compiled, the most valuable first: target, models, rivals.
 FIRST = ("float32", "by hand", "autocast", "autocast, lean")
+GATED = tuple(f"build_train_step, {gate}" for gate in GATES)
 COMPILED = {
     "h100": ("h100", CASES, FIRST),
     "rivals": (
@@ -59,6 +61,7 @@ COMPILED = {
     "softmax": ("h100", ("bert", "vit"), ("by hand, half softmax",)),
     "fused": ("h100", ATTENTIVE, ("autocast, fused attention",)),
     "scores": ("h100", ("gpt2", "gpt2_softmax", "bert", "vit"), ("autocast, half scores",)),
+    **{f"gates-{target}": (target, ("gpt2", "resnet50"), GATED) for target in ("h100", "v5e")},
     **{target: (target, CASES, FIRST[:3]) for target in ("v100", "a100-80", "b200", "v5e")},
 }
 # With a loss scale, as float16 is trained.

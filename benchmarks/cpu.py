@@ -4,6 +4,7 @@
 
     steps        small models trained by each rival
     overhead     gate, loss scale and masters over a step of plain optax with the same casts
+    gates        the step's gate as a select and as a branch, over none
     dispatch     the host's time to hand over an almost empty step
     tracing      tracing and compiling by hand and under autocast
     reports      reports of overflow and underflow over a step without
@@ -27,6 +28,7 @@ from benchmarks import Options
 from benchmarks.on_cpu import (
     dispatch,
     dots,
+    gates,
     goals,
     instruments,
     overhead,
@@ -44,6 +46,7 @@ jax.config.update("jax_platforms", "cpu")
 CASES = {
     "steps": steps.case,
     "overhead": overhead.case,
+    "gates": gates.case,
     "dispatch": dispatch.case,
     "tracing": tracing.case,
     "reports": reports.reports,

@@ -16,6 +16,7 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import mpjax
+from benchmarks import gates
 from benchmarks.models import MODELS, training_step
 
 
@@ -135,6 +136,12 @@ def whole_step(make, half):
     return init, step
 
 
+def gated_step(make, half, gate):
+    """mpjax's training step, its gate in one of its spellings, or without one."""
+    init, step = whole_step(make, half)
+    return init, gates.spelled(step, gate)
+
+
 RIVALS = {
     "float32": float32,
     "by hand": by_hand,
@@ -147,5 +154,9 @@ RIVALS = {
     "autocast, fused attention": functools.partial(autocast, suffix=",fused_attention=true"),
     "autocast, half scores": functools.partial(autocast, suffix=',half_ops=["dot_general"]'),
     "build_train_step": whole_step,
+    **{
+        f"build_train_step, {gate}": functools.partial(gated_step, gate=gate)
+        for gate in gates.GATES
+    },
 }
 NEEDS = {"mixed-precision-for-JAX": "mpx"}

@@ -12,6 +12,7 @@ from benchmarks.page.tables import above, shortfalls, table, written
 SAYS = {
     "steps": "Small models trained in bfloat16 by each rival, timed in pairs",
     "overhead": "A whole step of mpjax over one of plain optax with the same casts, timed in pairs",
+    "gates": "mpjax's step with its gate as a select and as a branch, timed in pairs",
     "dispatch": "The host's time for handing over an almost empty step",
     "tracing": "Tracing and compiling a gradient, before its first step",
     "reports": "A step in float16 with reports over one without, timed in pairs",

@@ -1,0 +1,26 @@
+"""mpjax's step with its gate in each spelling that it has, and with none."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from mpjax._src.training import gate, step
+
+NONE, SELECT, BRANCH = "no gate", "gate a select", "gate a branch"
+
+
+def ungated(finite: Any, new: Callable[..., Any], before: Any, *args: Any) -> Any:
+    return new(before, *args)
+
+
+GATES = {NONE: ungated, SELECT: gate.by_select, BRANCH: gate.by_cond}
+
+
+def spelled(train_step: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Returns a step of `mpjax.build_train_step` that has one of `GATES` where it is traced."""
+
+    def run(state, batch):
+        with mock.patch.object(step, "gated", GATES[name]):
+            return train_step(state, batch)
+
+    return run
