@@ -63,16 +63,17 @@ def cli() -> None:
 
 
 @cli.command()
+@options.platform
 @options.as_json
-def doctor(as_json: bool) -> None:
-    """Show versions and devices; test each half dtype.
+def doctor(platform: tuple[str, ...], as_json: bool) -> None:
+    """Show versions and devices; test each half dtype; name flags of XLA and known problems.
 
     Takes about two seconds for each half dtype. Exits with 1 if a test failed.
     """
     from mpjax._src.cli.doctor import examine
 
     with show.waiting("testing float16 and bfloat16"):
-        found = examine()
+        found = examine(platform)
     show.json_to_stdout(found) if as_json else tables.doctor(found)
     if not found["ok"]:
         _finding("a self-test failed: half precision does not work here as it should.")

@@ -3,13 +3,15 @@
 Each check is a few small programs on the default device, and gives one row.
 """
 
+import collections
 import dataclasses
 import importlib.metadata
+import os
 import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ import numpy as np
 import optax
 
 import mpjax
+from mpjax._src.cli import advice
 from mpjax._src.cli.load import describe
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.hardware.devices import device_report, recommend_policy
@@ -52,12 +55,16 @@ class Check:
     value: float | None = None
 
 
-def examine() -> dict[str, Any]:
-    """Returns everything, as plain data."""
+def examine(platforms: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns everything, as plain data; with advice for some platforms that need not be there."""
     checks = [run(check, dtype) for dtype in HALVES for check in CHECKS]
+    devices = device_report().devices
+    counts = {**dict.fromkeys(platforms, 0), **collections.Counter(d.platform for d in devices)}
     return {
         "versions": versions(),
-        "devices": [dataclasses.asdict(facts) for facts in device_report().devices],
+        "devices": [dataclasses.asdict(facts) for facts in devices],
+        "problems": list(advice.problems(list(counts), versions())),
+        "flags": list(advice.flags(counts, os.environ)),
         "policy": str(recommend_policy()),
         "checks": [dataclasses.asdict(check) for check in checks],
         "ok": all(check.status != FAIL for check in checks),

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from mpjax._src.cli.advice import PLATFORMS
 from mpjax._src.policy import get_policy
 from mpjax._src.training.loss_scale import resolve_loss_scale
 
@@ -60,6 +61,12 @@ NAMES = _Parsed("names", _names)
 target = click.argument("target", metavar="TARGET")
 has_aux = click.option("--has-aux", is_flag=True, help="That fun returns (loss, aux).")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else.")
+platform = click.option(
+    "--platform",
+    multiple=True,
+    type=click.Choice(PLATFORMS),
+    help="Advise for a platform that is not there, too.",
+)
 show_traceback = click.option(
     "--traceback", "show_traceback", is_flag=True, help="Show errors in your code whole."
 )

@@ -50,6 +50,11 @@ def doctor(found: Data) -> None:
     checks = [(c["dtype"], c["name"], c["status"], c["found"]) for c in found["checks"]]
     table({"dtype": LEFT, "test": LEFT, "": LEFT, "found": LEFT}, checks)
     click.echo(f"\nRecommended policy: {found['policy']}")
+    for problem in found["problems"]:
+        click.echo("\n{package}: {what}. What to do: {advice}. ({source})".format(**problem))
+    if found["flags"]:
+        rows = [(f["variable"], f["flag"], f["now"] or "-", f["why"]) for f in found["flags"]]
+        table({"set in": LEFT, "worth trying": LEFT, "now": LEFT, "why": LEFT}, rows)
 
 
 def explain(report: CastReport, rows: int) -> None:

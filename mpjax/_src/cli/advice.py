@@ -1,0 +1,161 @@
+"""What `mpjax doctor` advises for a platform: flags of XLA, and problems of the installed jaxlib.
+
+Two tables. A flag is one that JAX or NVIDIA documents; a test holds that the installed compilers
+take it, because XLA ends a process whose flags it does not know.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+GPU, TPU = "gpu", "tpu"
+PLATFORMS = (GPU, TPU)
+# Where the compiler of each reads its flags.
+VARIABLES = {GPU: "XLA_FLAGS", TPU: "LIBTPU_INIT_ARGS"}
+
+JAX_FLAGS = "https://docs.jax.dev/en/latest/xla_flags.html"
+JAX_GPU = "https://docs.jax.dev/en/latest/gpu_performance_tips.html"
+NVIDIA = "https://docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performance"
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A flag that is worth trying.
+
+    Attributes:
+        platform: Whose compiler knows it.
+        name: Its name, without dashes.
+        value: What to set it to.
+        several: Whether it matters with several devices only.
+        why: What it does.
+        source: Who documents it.
+    """
+
+    platform: str
+    name: str
+    value: str
+    several: bool
+    why: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A problem of some versions of a package.
+
+    Attributes:
+        platform: Where it shows.
+        package: The package.
+        first: The first version that has it.
+        fixed: The first that no longer has it, or "" if none is known.
+        what: What happens, in words.
+        advice: What to do about it.
+        source: Where it was reported.
+    """
+
+    platform: str
+    package: str
+    first: str
+    fixed: str
+    what: str
+    advice: str
+    source: str
+
+
+FLAGS = (
+    Flag(GPU, "xla_gpu_triton_gemm_any", "true", False, "Triton's matmuls are tried too", JAX_GPU),
+    Flag(
+        *(GPU, "xla_gpu_enable_latency_hiding_scheduler", "true", True),
+        *("communication runs beside computation", JAX_GPU),
+    ),
+    Flag(
+        *(GPU, "xla_gpu_enable_pipelined_all_reduce", "true", True),
+        *("in loops, gradients are summed beside the next turn", JAX_FLAGS),
+    ),
+    Flag(
+        *(GPU, "xla_gpu_enable_pipelined_all_gather", "true", True),
+        *("in loops, sharded weights are gathered a turn ahead", NVIDIA),
+    ),
+    Flag(
+        *(GPU, "xla_gpu_enable_pipelined_reduce_scatter", "true", True),
+        *("in loops, sharded gradients are summed beside the next turn", NVIDIA),
+    ),
+    Flag(
+        *(GPU, "xla_gpu_enable_while_loop_double_buffering", "true", True),
+        *("loops are unrolled by two, so that these cross their turns", NVIDIA),
+    ),
+    Flag(
+        *(TPU, "xla_tpu_enable_async_collective_fusion", "true", True),
+        *("communication runs within kernels that compute", JAX_FLAGS),
+    ),
+    Flag(
+        *(TPU, "xla_tpu_overlap_compute_collective_tc", "true", True),
+        *("communication runs beside computation on one core", JAX_FLAGS),
+    ),
+    Flag(
+        *(TPU, "xla_tpu_enable_data_parallel_all_reduce_opt", "true", True),
+        *("gradients are summed between slices beside computation", JAX_FLAGS),
+    ),
+)
+
+PROBLEMS = (
+    Problem(
+        *(GPU, "jaxlib", "0.10.2", "0.11.1"),
+        "a float32 scatter-add, the gradient of an embedding lookup, is hundreds of times slower "
+        "where many indices are equal",
+        "install jaxlib 0.11.1 or later, or 0.10.1",
+        "https://github.com/openxla/xla/issues/46225",
+    ),
+    Problem(
+        *(GPU, "jaxlib", "0.6.0", ""),
+        "a half scatter-add is up to 20 times slower than float32's where many indices are equal",
+        "store embedding tables in float32, as O1 does: their gradients are then added in float32",
+        "https://github.com/openxla/xla/issues/26371",
+    ),
+)
+
+
+def flags(devices: Mapping[str, int], environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Yields the flags worth trying, and what each is set to.
+
+    Args:
+        devices: How many devices there are of each platform that is advised for; 0 for one that is
+            not there.
+        environment: Environment variables.
+    """
+    for flag in FLAGS:
+        if flag.platform in devices and not (flag.several and devices[flag.platform] == 1):
+            variable = VARIABLES[flag.platform]
+            yield {
+                "variable": variable,
+                "flag": f"--{flag.name}={flag.value}",
+                "now": setting(flag.name, environment.get(variable, "")),
+                "why": flag.why,
+                "source": flag.source,
+            }
+
+
+def setting(name: str, flags: str) -> str:
+    """Returns what a flag is set to, the last time that it is; "" if it is not."""
+    values = re.findall(rf"(?:^|\s)--?{name}(?:=(\S*))?(?=\s|$)", flags)
+    return (values[-1] or "true") if values else ""
+
+
+def problems(platforms: Sequence[str], versions: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Yields the problems that the installed versions have on some platforms."""
+    for problem in PROBLEMS:
+        installed = _numbers(versions.get(problem.package, ""))
+        fixed = bool(problem.fixed) and installed >= _numbers(problem.fixed)
+        if problem.platform in platforms and installed >= _numbers(problem.first) and not fixed:
+            yield {
+                "package": f"{problem.package} {versions[problem.package]}",
+                "what": problem.what,
+                "advice": problem.advice,
+                "source": problem.source,
+            }
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Returns a version's numbers; none for one that is not installed."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, release.group().split("."))) if release else ()
