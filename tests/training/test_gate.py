@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from problems import bits, linear_loss, linear_problem
+from jax.sharding import PartitionSpec
+from problems import bits, linear_loss, linear_problem, mesh
 
 import mpjax
 from mpjax._src.training.gate import by_cond, by_select, gated
@@ -51,3 +52,19 @@ def test_the_step_branches_on_its_verdict_on_a_cpu_only(rng):
     assert branches["cuda"] == branches["tpu"] == branches["cpu"] - 1
     compiled = traced.lower().compile().as_text()
     assert compiled.count(" conditional(") == 1
+
+
+def test_replicas_that_decide_for_themselves_do_not_branch():
+    """A collective in a branch that only some of them take would wait for the others forever."""
+
+    def total(before, update):
+        return {"w": before["w"] + jax.lax.psum(update, "data")}
+
+    def replica(update):
+        return gated(jnp.isfinite(update).all(), total, {"w": jnp.zeros_like(update)}, update)
+
+    spec = PartitionSpec("data")
+    run = jax.jit(jax.shard_map(replica, mesh=mesh(), in_specs=spec, out_specs=spec))
+    update = jnp.array([1.0, jnp.inf])
+    assert "stablehlo.case" not in run.lower(update).as_text()
+    assert run(update)["w"].tolist() == [jnp.inf, 0.0]

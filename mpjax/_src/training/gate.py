@@ -5,6 +5,9 @@ it into the pass that updates parameters and moments together, whereas what goes
 and what comes out are kept apart, and the state is copied. On a CPU a pass writes one array: under
 a `select` new moments are computed once to be kept and again for the parameters, whereas a
 conditional computes them once or not at all.
+
+Within shard_map and pmap each replica judges for itself, and a collective in a branch that only
+some of them take would wait for the others forever: there it is a `select` everywhere.
 """
 
 from collections.abc import Callable
@@ -40,6 +43,8 @@ def gated(finite: jax.Array, new: Callable[..., T], before: T, *args: Any) -> T:
     Raises:
         ValueError: If the two differ in structure, or two leaves in shape or dtype.
     """
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return by_select(finite, new, before, *args)
     new = jax.jit(new, inline=True)  # traced once for both
     return jax.lax.platform_dependent(
         finite,
