@@ -1,6 +1,7 @@
 """A gather that repeats the entries of an axis in order: its transpose is a sum, not a scatter."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -66,6 +67,20 @@ def test_within_transformations(around):
     if around is jax.vmap:
         got = jnp.mean(jax.vmap(jax.grad(fun), (None, 0))(W, X[:, None]), 0)
     assert_near(got, jax.grad(loss)(W, X), 0.03)
+
+
+def test_symbolic_sizes():
+    batch = jax.export.symbolic_shape("b, 4, 6, 8")
+    numbers = jax.lax.GatherDimensionNumbers((1, 2, 3), (0,), (0,))
+
+    def change(y):  # one along the axis whose size is not known, one along another
+        first = jax.lax.gather(y, np.zeros((2, 1), np.int32), numbers, (1, *y.shape[1:]))
+        return first[:, TWICE]
+
+    loss = jax.grad(cast(loss_of(change)))
+    x = jax.ShapeDtypeStruct(batch, jnp.float32)
+    exported = jax.export.export(jax.jit(loss))(jax.ShapeDtypeStruct(W.shape, jnp.float32), x)
+    assert_near(exported.call(W, X), loss(W, X), 0.03)
 
 
 def test_sums_are_not_rounded_in_between():

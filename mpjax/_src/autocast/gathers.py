@@ -57,18 +57,16 @@ def repetition_of(op: Op, makers: Mapping[Value, Op], consts: Mapping[Value, Any
     (axis,) = axes
     others = tuple(d for d in range(len(shape)) if d != axis)
     whole = all(op.params["slice_sizes"][d] == shape[d] for d in others)
-    if not whole or numbers.offset_dims != others or not shape[axis] or result[axis] % shape[axis]:
-        return None
+    sizes = shape[axis], result[axis]
+    if not whole or numbers.offset_dims != others or not all(type(n) is int and n for n in sizes):
+        return None  # or a size is symbolic
     if any(_jax.is_sharded_along(operand, d) for d in range(len(shape))):
         return None
-    times = result[axis] // shape[axis]
-    known = _known(op.ins[1], makers, dict(consts))
-    in_order = known is not None and np.array_equal(np.ravel(known), _in_order(result[axis], times))
-    return (axis, times) if in_order and times > 1 else None
-
-
-def _in_order(size: int, times: int) -> Any:
-    return np.arange(size) // times
+    times, rest = divmod(result[axis], shape[axis])
+    if rest or times < 2 or (known := _known(op.ins[1], makers, dict(consts))) is None:
+        return None
+    in_order = np.array_equal(np.ravel(known), np.arange(result[axis]) // times)
+    return (axis, times) if in_order else None
 
 
 def _known(value: Value, makers: Mapping[Value, Op], found: dict[Value, Any]) -> Any:
