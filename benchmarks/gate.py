@@ -34,6 +34,8 @@ CASES = {
     "llama": ({}, HAND),
     "lstm": ({}, HAND),
     "mamba": ({}, HAND),
+    "efficientnet": ({"stages": ((1, 16, 1, 1, 3), (6, 24, 2, 2, 3))}, HAND),
+    "ddpm": ({"widths": (64, 128), "blocks": 1}, HAND),
 }
 
 

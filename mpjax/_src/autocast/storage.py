@@ -246,9 +246,8 @@ def _activation(operand: Value, group: Island, flow: Flow) -> list[Op]:
             tail.append(op)
             made.update(op.outs)
     ends = [op for op in tail if not {*flow.readers.get(op.outs[0], ())} <= {*tail}]
-    # The cotangent of what is summed alone is spread out: computing with it again reads nothing.
-    read = all(v in group.results and not v.want.returned for op in ends for v in op.outs)
-    return tail if read and ends == tail[-1:] else []
+    whole = ends == tail[-1:] and not any(v.want.returned for op in ends for v in op.outs)
+    return tail if whole else []
 
 
 def _spreads(operand: Value, value: Value, flow: Flow) -> bool:
