@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from mpjax._src.training import gate, step
+from mpjax._src.training import step, transaction
 
 NONE, SELECT, BRANCH = "no gate", "gate a select", "gate a branch"
 
@@ -13,7 +13,7 @@ def ungated(finite: Any, new: Callable[..., Any], before: Any, *args: Any) -> An
     return new(before, *args)
 
 
-GATES = {NONE: ungated, SELECT: gate.by_select, BRANCH: gate.by_cond}
+GATES = {NONE: ungated, SELECT: transaction.by_select, BRANCH: transaction.by_cond}
 
 
 def spelled(train_step: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -23,3 +23,8 @@ def test_no_file_is_too_long():
 def test_one_module_imports_matplotlib():
     users = [path.name for path in INSIDE.rglob("*.py") if "from matplotlib" in path.read_text()]
     assert users == ["plots.py"]
+
+
+def test_no_two_files_of_tests_have_one_name():
+    names = [path.name for path in TESTS.rglob("test_*.py")]
+    assert len({*names}) == len(names), {n for n in names if names.count(n) > 1}  # pytest needs it

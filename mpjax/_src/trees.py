@@ -4,9 +4,7 @@ Only real floating array leaves are ever cast. Integers, booleans, complex numbe
 and leaves that are no arrays (functions and strings, as in Equinox modules) pass through untouched.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -17,44 +15,6 @@ from mpjax._src.dtypes import FLOAT32, FLOAT64, DTypeLike, canonical
 from mpjax._src.patterns import path_of
 
 T = TypeVar("T")
-
-
-def pytree(*leaves: str) -> Callable[[type[T]], type[T]]:
-    """Returns what registers a dataclass as a pytree that is unflattened without ``__init__``.
-
-    The named fields are leaves, or trees of them, and the others are static; if none is named, all
-    are leaves.
-
-    jax.tree_util.register_dataclass calls ``__init__`` with whatever a tree.map, a sharding spec
-    or a checkpoint puts in the place of the arrays; validation has no business there. And every
-    call of a jitted step takes the state apart and puts it together: a frozen dataclass's
-    ``__init__`` is several times as slow as filling its ``__dict__``.
-    """
-    return functools.partial(_register, leaves)
-
-
-def _register(leaves: tuple[str, ...], cls: type[T]) -> type[T]:
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    leaves = leaves or tuple(names)
-    static = [name for name in names if name not in leaves]
-    names = [*leaves, *static]
-    keys = [jax.tree_util.GetAttrKey(name) for name in leaves]
-
-    def flatten(self):
-        of = self.__dict__
-        return [of[n] for n in leaves], tuple([of[n] for n in static])
-
-    def flatten_with_keys(self):
-        values, settings = flatten(self)
-        return list(zip(keys, values, strict=True)), settings
-
-    def unflatten(settings, values):
-        self = object.__new__(cls)
-        self.__dict__.update(zip(names, (*values, *settings), strict=True))
-        return self
-
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
-    return cls
 
 
 def is_array(leaf: Any) -> bool:

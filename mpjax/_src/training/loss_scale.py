@@ -7,8 +7,10 @@ Micikevicius et al. 2017, "Mixed Precision Training", https://arxiv.org/abs/1710
 
 import contextlib
 import dataclasses
+import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -17,12 +19,48 @@ import jmp
 import numpy as np
 
 from mpjax._src.errors import did_you_mean
-from mpjax._src.trees import is_array, is_one_bool, pytree, widen
+from mpjax._src.trees import is_array, is_one_bool, widen
 
 T = TypeVar("T")
 LossScale = Any  # one of the three classes below, one of jmp's, or anything with their protocol
 
 _TINY = float(np.finfo(np.float32).tiny)
+
+
+def _pytree(*leaves: str) -> Callable[[type[T]], type[T]]:
+    """Returns what registers a dataclass as a pytree that is unflattened without ``__init__``.
+
+    The named fields are leaves, or trees of them, and the others are static; if none is named, all
+    are leaves.
+
+    jax.tree_util.register_dataclass calls ``__init__`` with whatever a tree.map, a sharding spec
+    or a checkpoint puts in the place of the arrays; validation has no business there.
+    """
+    return functools.partial(_register, leaves)
+
+
+def _register(leaves: tuple[str, ...], cls: type[T]) -> type[T]:
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    leaves = leaves or tuple(names)
+    static = [name for name in names if name not in leaves]
+    names = [*leaves, *static]
+    keys = [jax.tree_util.GetAttrKey(name) for name in leaves]
+
+    def flatten(self):
+        of = self.__dict__
+        return [of[n] for n in leaves], tuple([of[n] for n in static])
+
+    def flatten_with_keys(self):
+        values, settings = flatten(self)
+        return list(zip(keys, values, strict=True)), settings
+
+    def unflatten(settings, values):
+        self = object.__new__(cls)
+        self.__dict__.update(zip(names, (*values, *settings), strict=True))
+        return self
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    return cls
 
 
 def _times(tree: T, scale: jax.Array, divide: bool = False) -> T:
@@ -39,7 +77,7 @@ def _times(tree: T, scale: jax.Array, divide: bool = False) -> T:
     return jax.tree.map(apply, widen(tree))
 
 
-@pytree()
+@_pytree()
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale:
     """A loss scale that scales nothing, so that callers never branch.
@@ -68,7 +106,7 @@ class NoOpLossScale:
         return self
 
 
-@pytree()
+@_pytree()
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale:
     """A loss scale that never changes.
@@ -105,7 +143,7 @@ class StaticLossScale:
         return self
 
 
-@pytree("loss_scale", "growth_tracker", "hysteresis_tracker")
+@_pytree("loss_scale", "growth_tracker", "hysteresis_tracker")
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
     """A loss scale that looks for the largest value that keeps gradients finite.

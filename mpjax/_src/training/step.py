@@ -22,7 +22,6 @@ from mpjax._src.errors import DivergenceError
 from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.patterns import name_of, paths
 from mpjax._src.policy import Policy, get_policy
-from mpjax._src.training.gate import gated
 from mpjax._src.training.gradients import observed_value_and_grad
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale, whole_number
 from mpjax._src.training.optimizers import (
@@ -32,8 +31,9 @@ from mpjax._src.training.optimizers import (
     with_master_weights,
 )
 from mpjax._src.training.placement import commit_like, vary_like
+from mpjax._src.training.transaction import gated
 from mpjax._src.training.watch import first_overflow, observer, underflow
-from mpjax._src.trees import cast, cast_like, is_array, pytree, select, widen
+from mpjax._src.trees import cast, cast_like, is_array, select, widen
 
 # What a step changes or leaves as it is, all of it.
 CHANGED = ("step", "params", "opt_state", "model_state")
@@ -42,7 +42,14 @@ Metrics = dict[str, Any]
 T = TypeVar("T")
 
 
-@pytree()
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        *("step", "params", "opt_state", "loss_scale", "model_state", "rng"),
+        *("skipped_steps", "consecutive_skips"),
+    ],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """Everything that a training step changes; a pytree of arrays only.

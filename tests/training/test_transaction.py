@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 from problems import bits, linear_loss, linear_problem, mesh
 
 import mpjax
-from mpjax._src.training.gate import by_cond, by_select, gated
+from mpjax._src.training.transaction import by_cond, by_select, gated
 
 GATES = [by_select, by_cond, gated]
 
