@@ -61,7 +61,7 @@ COMPILED = {
     "softmax": ("h100", ("bert", "vit"), ("by hand, half softmax",)),
     "fused": ("h100", ATTENTIVE, ("autocast, fused attention",)),
     "scores": ("h100", ("gpt2", "gpt2_softmax", "bert", "vit"), ("autocast, half scores",)),
-    **{f"gates-{target}": (target, ("gpt2", "resnet50"), GATED) for target in ("h100", "v5e")},
+    "gates": ("h100", ("gpt2", "resnet50"), GATED),
     **{target: (target, CASES, FIRST[:3]) for target in ("v100", "a100-80", "b200", "v5e")},
 }
 # With a loss scale, as float16 is trained.

@@ -34,8 +34,9 @@ moved and FLOPs take. Compilers choose kernels without a device to tune them on.
 """
 
 OTHERS = """flax's DynamicScale and mpjax's `build_train_step` train in float16, with a loss scale
-and a gate; *half scores* is `autocast` with `with_ops(half="dot_general")`; *half softmax* is of
-casts by hand.
+and a gate; without one, and with the gate as a select (which it is on a GPU) or a branch, that step
+is compiled in bfloat16. *Half scores* is `autocast` with `with_ops(half="dot_general")`; *half
+softmax* is of casts by hand.
 """
 
 
