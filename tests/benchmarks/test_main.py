@@ -19,7 +19,7 @@ def test_the_list_names_every_suite_that_is_there_and_its_cases():
     found = invoke("--list")
     assert found.exit_code == 0 and all(suite in found.output for suite in FOUND)
     found = invoke("--list", "--suite", "gate")
-    assert "resnet50" in found.output and "efficientnet" not in found.output
+    assert "resnet50" in found.output and "convnext" not in found.output
 
 
 @pytest.mark.parametrize("suite", FOUND)
