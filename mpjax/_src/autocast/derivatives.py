@@ -318,21 +318,16 @@ def _less_mean(x: Any, dims: Sequence[int]) -> Any:
 # ---- float32 islands ----------------------------------------------------------------------------
 
 
-def recomputed(run: Run, arrays: Sequence[Any], prevent_cse: bool) -> list[Any]:
-    """Runs an island; the backward pass computes all but its reductions again from its inputs."""
-    return recomputed_from_half(run, arrays, [False] * len(arrays), None, prevent_cse)
-
-
-def recomputed_from_half(
+def recomputed(
     run: Run, arrays: Sequence[Any], rounded: Sequence[bool], half: Any, prevent_cse: bool
 ) -> list[Any]:
-    """Runs an island in float32; its derivative is computed from inputs that are kept in half.
+    """Runs an island in float32; its derivative is computed again from its inputs and its sums.
 
     Args:
         run: ``run(arrays, sums=None)`` gives results and sums, taking the latter where given.
         arrays: The inputs.
         rounded: Which of them are kept in half.
-        half: The half dtype.
+        half: The half dtype, where any is.
         prevent_cse: Whether XLA would rather save the insides than compute them again.
     """
 

@@ -401,10 +401,15 @@ def is_number(value: Value) -> bool:
 
 def is_same_along(value: Value, where: Axes, axes: tuple[int, ...], flow: Flow) -> bool:
     """Tells a value that is the same for all entries of a row, given the axes it is read by."""
-    along: Axes | None = narrowed(value, where)
-    while (op := flow.producer.get(value)) is not None and is_view(op) and along is not None:
-        value, along = op.ins[0], before(op, along)
+    _, along = behind_views(value, narrowed(value, where), flow)
     return along is not None and is_constant_along(along, axes)
+
+
+def behind_views(value: Value, axes: Axes | None, flow: Flow) -> "tuple[Value, Axes | None]":
+    """Returns what a value was before its layout changed, and the axes of that."""
+    while (op := flow.producer.get(value)) is not None and is_view(op) and axes is not None:
+        value, axes = op.ins[0], before(op, axes)
+    return value, axes
 
 
 def is_linear(op: Op, value: Value) -> bool:

@@ -31,7 +31,6 @@ from mpjax._src.autocast.derivatives import (
     maximum_and_sum,
     pick,
     recomputed,
-    recomputed_from_half,
     softmax,
     sum_of_exponentials,
     wide_cotangent,
@@ -441,11 +440,9 @@ def _run_island(island: Island, env: Env) -> None:
             results = softmax(run, arrays, form, not env.in_loop)
         elif island.sloped:
             results = elementwise(run, arrays, prevent)
-        elif island.rounded:
-            rounded = [v in island.rounded for v in island.inputs]
-            results = recomputed_from_half(run, arrays, rounded, island.half, prevent)
         else:
-            results = recomputed(run, arrays, prevent)
+            rounded = [v in island.rounded for v in island.inputs]
+            results = recomputed(run, arrays, rounded, island.half, prevent)
     for value, array in zip(island.results, results, strict=True):
         if value in island.in_half:
             env.write(value, array)

@@ -8,6 +8,7 @@ from mpjax._src.autocast.forms import (
     Form,
     Reading,
     before,
+    behind_views,
     is_number,
     is_plain,
     is_same_along,
@@ -195,12 +196,7 @@ def _maximum_of(
     """
     own = own_axes(scores.aval.shape)
     rows = [axis for d, axis in enumerate(own) if axis and d not in total.params["axes"]]
-    where = narrowed(shift, own)
-    while shift.size > total.outs[0].size and where is not None:
-        op = flow.producer.get(shift)
-        if op is None or not is_view(op):
-            return None
-        shift, where = op.ins[0], before(op, where)
+    shift, where = behind_views(shift, narrowed(shift, own), flow)
     largest, place = _largest(shift, where, flow, GUARDS)
     fits = (
         largest is not None

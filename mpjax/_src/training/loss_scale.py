@@ -7,10 +7,8 @@ Micikevicius et al. 2017, "Mixed Precision Training", https://arxiv.org/abs/1710
 
 import contextlib
 import dataclasses
-import functools
 import math
 import operator
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -27,34 +25,30 @@ LossScale = Any  # one of the three classes below, one of jmp's, or anything wit
 _TINY = float(np.finfo(np.float32).tiny)
 
 
-def _pytree(*leaves: str) -> Callable[[type[T]], type[T]]:
-    """Returns what registers a dataclass as a pytree that is unflattened without ``__init__``.
+def _leaf(default: Any = dataclasses.MISSING, **kwargs: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"leaf": True}, **kwargs)
 
-    The named fields are leaves, or trees of them, and the others are static; if none is named, all
-    are leaves.
+
+def _register(cls: type[T]) -> type[T]:
+    """Registers a dataclass as a pytree that is unflattened without running ``__init__``.
 
     jax.tree_util.register_dataclass calls ``__init__`` with whatever a tree.map, a sharding spec
     or a checkpoint puts in the place of the arrays; validation has no business there.
     """
-    return functools.partial(_register, leaves)
-
-
-def _register(leaves: tuple[str, ...], cls: type[T]) -> type[T]:
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    leaves = leaves or tuple(names)
-    static = [name for name in names if name not in leaves]
-    names = [*leaves, *static]
-    keys = [jax.tree_util.GetAttrKey(name) for name in leaves]
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    leaves = [field.name for field in fields if field.metadata.get("leaf")]
+    static = [field.name for field in fields if not field.metadata.get("leaf")]
+    names = (*leaves, *static)
 
     def flatten(self):
-        of = self.__dict__
-        return [of[n] for n in leaves], tuple([of[n] for n in static])
+        return [getattr(self, n) for n in leaves], tuple(getattr(self, n) for n in static)
 
     def flatten_with_keys(self):
         values, settings = flatten(self)
+        keys = map(jax.tree_util.GetAttrKey, leaves)
         return list(zip(keys, values, strict=True)), settings
 
-    def unflatten(settings, values):
+    def unflatten(settings, values):  # which each call of a jitted step pays for
         self = object.__new__(cls)
         self.__dict__.update(zip(names, (*values, *settings), strict=True))
         return self
@@ -77,7 +71,7 @@ def _times(tree: T, scale: jax.Array, divide: bool = False) -> T:
     return jax.tree.map(apply, widen(tree))
 
 
-@_pytree()
+@_register
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale:
     """A loss scale that scales nothing, so that callers never branch.
@@ -106,7 +100,7 @@ class NoOpLossScale:
         return self
 
 
-@_pytree()
+@_register
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale:
     """A loss scale that never changes.
@@ -123,7 +117,7 @@ class StaticLossScale:
         128000.0
     """
 
-    loss_scale: jax.Array
+    loss_scale: jax.Array = _leaf()
 
     def __post_init__(self):
         with contextlib.suppress(jax.errors.ConcretizationTypeError):  # traced: no value yet
@@ -143,7 +137,7 @@ class StaticLossScale:
         return self
 
 
-@_pytree("loss_scale", "growth_tracker", "hysteresis_tracker")
+@_register
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
     """A loss scale that looks for the largest value that keeps gradients finite.
@@ -189,9 +183,9 @@ class DynamicLossScale:
     hysteresis: int = 1
     min_scale: float = 1.0
     max_scale: float = 2.0**24
-    loss_scale: jax.Array = dataclasses.field(default=None, kw_only=True)  # type: ignore[assignment]
-    growth_tracker: jax.Array = dataclasses.field(default=None, kw_only=True)  # type: ignore[assignment]
-    hysteresis_tracker: jax.Array = dataclasses.field(default=None, kw_only=True)  # type: ignore[assignment]
+    loss_scale: jax.Array = _leaf(None, kw_only=True)
+    growth_tracker: jax.Array = _leaf(None, kw_only=True)
+    hysteresis_tracker: jax.Array = _leaf(None, kw_only=True)
 
     def __post_init__(self):
         for name in ("init_scale", "min_scale", "max_scale"):
