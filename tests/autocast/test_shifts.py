@@ -69,6 +69,9 @@ OTHERS = {
     "transposed": lambda s: jnp.log(
         jnp.sum(jnp.exp(s.reshape(2, 2, -1) - stop(top(s).reshape(2, 2, 1).swapaxes(0, 1))), -1)
     ),
+    "rows transposed": lambda s: (
+        lambda t: jnp.log(jnp.sum(jnp.exp(t - stop(jnp.max(t, -1).T[..., None])), -1))
+    )(s.reshape(2, 2, -1)),
     "scaled after": lambda s: jnp.sum(jnp.exp(0.5 * (s - stop(top(s)))), -1),
     "masked": lambda s: jnp.sum(jnp.where(s > 0, jnp.exp(s - stop(top(s))), 0), -1),
     "softmax": lambda s: jnp.sin(jax.nn.softmax(s)),
