@@ -5,7 +5,7 @@
     layers    tracing and compiling the gradient of a Llama whose layers Python writes out
     programs  tracing the gradient of GPT-2 and of neural ODEs whose steps are written out
     batch     the memory of a training step on an H100, compiled without having one
-    devices   bytes on the wire per device, compiled without having them
+    devices   what each H100 sends and takes in a step that is spread over 1 to 256 of them
     steps     arrays, memory and compilations after thousands of steps: none may grow
 
 Seconds are of CPU, the best of several, the ways measured in turns with JAX's caches cleared;
@@ -27,6 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import psutil
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mpjax
 from benchmarks import Options
@@ -38,6 +40,7 @@ PROGRAMS = {
     "gpt2": MODELS["gpt2"],
     **{f"ode {n}": functools.partial(MODELS["ode"], steps=n) for n in (64, 256)},
 }
+DEVICES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BATCHES, BATCH_MODEL = (1, 2, 4, 8, 16, 32, 64), functools.partial(MODELS["gpt2"], layers=4)
 STEPS = 10_000
 POLICY = "mixed_bfloat16"
@@ -185,8 +188,51 @@ def memory(model: Callable) -> dict[str, Any]:
 
 
 def devices(smoke: bool):
-    why = "compile_for compiles for one device: it refuses what is sharded over several"
-    yield "1 to 256 devices", functools.partial(dict, {"skipped": why})
+    sizes = SMALL["gpt2"] if smoke else {"layers": 4, "batch": 8}
+    for count in DEVICES[:2] if smoke else DEVICES:
+        taken = {**sizes, "batch": count * sizes["batch"]}
+        yield (
+            f"{count} devices",
+            functools.partial(wire, functools.partial(MODELS["gpt2"], **taken), count),
+        )
+
+
+def wire(model: Callable, count: int) -> dict[str, Any]:
+    """Returns what each of some H100s sends and takes in a step whose state is fully sharded."""
+    loss, params, rest, batch, optimizer = model()
+    state = spread((params, rest, jax.eval_shape(optimizer.init, params)), count)
+    batch = spread(batch, count, axis=0)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    found = {}
+    for way, taken in {"float32": loss, "autocast": mpjax.autocast(loss, POLICY)}.items():
+        step = training_step(taken, optimizer)
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+        try:
+            report = mpjax.compile_for(f"h100 x {count}", jitted, state, batch, timeout=3600)
+        except ImportError as error:
+            return {"skipped": str(error)}
+        found[way] = {"wire": report.wire_bytes / 2**20, "memory": report.temp_bytes / 2**20}
+    return {
+        **{f"{way}_{key}_mib": value for way, row in found.items() for key, value in row.items()},
+        "ratios": {
+            f"autocast / float32, {name} of each H100": found["autocast"][key] / value
+            for key, name in (("wire", "bytes sent"), ("memory", "memory"))
+            if (value := found["float32"][key])
+        },
+    }
+
+
+def spread(tree: Any, count: int, axis: int | None = None) -> Any:
+    """Returns shapes spread over devices: by one axis, or the largest that has a share for each."""
+    mesh = AbstractMesh((count,), ("devices",), axis_types=(AxisType.Auto,))
+
+    def place(leaf):
+        whole = [i for i, size in enumerate(leaf.shape) if size % count == 0]
+        chosen = max(whole, key=lambda i: leaf.shape[i], default=None) if axis is None else axis
+        spec = P(*("devices" if i == chosen else None for i in range(leaf.ndim)))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, tree)
 
 
 # ---- steps ---------------------------------------------------------------------------------------

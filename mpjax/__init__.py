@@ -9,6 +9,7 @@ from mpjax._src.dtypes import half_dtype
 from mpjax._src.errors import CompileError, DivergenceError, OutOfMemoryError
 from mpjax._src.hardware.aot import compile_for
 from mpjax._src.hardware.batch_size import BatchTry, LargestBatch, largest_batch
+from mpjax._src.hardware.collectives import CollectiveRow
 from mpjax._src.hardware.devices import DeviceFacts, DeviceReport, device_report, recommend_policy
 from mpjax._src.hardware.report import CompileReport, MatmulRow
 from mpjax._src.instruments.compare import Comparison, compare
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchTry",
     "CastReport",
+    "CollectiveRow",
     "Comparison",
     "CompileError",
     "CompileReport",

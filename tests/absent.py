@@ -40,3 +40,8 @@ def answer(target, name="scan", asked="scan_h100"):
 
 def report(target, *args, **kwargs):
     return aot_report.report_of(find_target(target), answer(target, *args, **kwargs))
+
+
+def spread(mesh, spec, *dims, dtype=jnp.float32):
+    """Returns the shape of an array that is spread over a mesh."""
+    return jax.ShapeDtypeStruct(dims, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))

@@ -5,7 +5,7 @@ import os
 # Two CPU devices for shard_map and pmap; one thread each, or parallel workers fight for the cores;
 # and machine code compiled fast, for the tests compile far more than they run.
 FLAGS = (
-    "--xla_force_host_platform_device_count=2",
+    "--xla_force_host_platform_device_count=8",
     "--xla_cpu_multi_thread_eigen=false",
     "--xla_backend_optimization_level=0",
 )

@@ -84,10 +84,13 @@ def test_a_loop_whose_turns_nobody_knows_counts_once():
     text = read("scan_v5e").replace("constant(7)", "parameter(1)")
     costs = hlo_costs.costs(text)
     assert costs.unknown_loops == 1 and costs.matmuls[0].times == 1
-    by_two = hlo_costs.costs(read("scan_v5e").replace("constant(1)", "constant(2)"))
-    assert by_two.unknown_loops == 1
     down = hlo_costs.costs(read("scan_v5e").replace("direction=LT", "direction=GT"))
     assert down.unknown_loops == 1
+
+
+def test_a_loop_may_count_by_more_than_one():
+    by_two = hlo_costs.costs(read("scan_v5e").replace("constant(1)", "constant(2)"))
+    assert by_two.unknown_loops == 0 and by_two.matmuls[0].times == 4  # 0, 2, 4, 6 are below 7
 
 
 def test_calls_that_nobody_knows_are_named():

@@ -32,3 +32,45 @@ def test_names_of_targets():
         find_target("a10")
     with pytest.raises(TypeError, match="target=7 must be a name. Legal are v100"):
         find_target(7)
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "topology"),
+    [
+        ("h100 x 8", "h100 x 8", "1x1x8"),
+        ("NVIDIA A100-80 x2", "a100-80 x 2", "1x1x2"),
+        ("h100x16", "h100 x 16", "1x2x8"),
+        ("b200 x 256", "b200 x 256", "1x32x8"),
+        ("v5e x 8", "v5e x 8", "v5e:2x4"),
+        ("TPU v6e x 256", "v6e x 256", "v6e:16x16"),
+        ("v5ex4", "v5e x 4", "v5e:2x2"),
+        ("v5p x 4", "v5p x 4", "v5p:2x2x1"),
+        ("v5p x 16", "v5p x 16", "v5p:2x2x4"),
+        ("v4 x 128", "v4 x 128", "v4:4x4x8"),
+        ("h100 x 1", "h100", "1x1x1"),
+        ("v5e x 1", "v5e", "v5e:1x1"),
+    ],
+)
+def test_several_of_a_target(name, found, topology):
+    target = find_target(name)
+    assert (target.name, target.topology) == (found, topology)
+    one = find_target(target.chip)
+    assert one.devices == 1 and target.devices == int((found + " x 1").split(" x ")[1])
+    assert (target.memory, target.peaks, target.config) == (one.memory, one.peaks, one.config)
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("h100 x 0", "for 0 devices. Legal are 1 to 8 GPUs, and multiples of 8"),
+        ("h100 x 13", "target='h100 x 13' cannot be compiled for 13 devices"),
+        ("v5e x 12", "powers of two up to 4096"),
+        ("v5e x 99999999", "powers of two"),
+        ("rtx 4090", "not in the detail"),
+        ("h101 x 8", "target='h101 x 8' is not known. Did you mean 'h100'"),
+        ("x 8", "is not known"),
+    ],
+)
+def test_numbers_of_devices_that_there_are_not(name, match):
+    with pytest.raises(ValueError, match=match):
+        find_target(name)

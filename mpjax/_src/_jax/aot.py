@@ -15,14 +15,19 @@ from jax.interpreters import mlir
 
 
 @functools.cache
-def _compile_only_device(platform: str, topology: str, config: str) -> Any:
+def _absent_devices(platform: str, topology: str, config: str, count: int) -> tuple[Any, ...]:
     from jax.experimental import topologies
 
+    options: dict[str, Any]
     if platform == "tpu":
-        options: dict[str, Any] = {"topology_name": topology, "chips_per_host_bounds": (1, 1, 1)}
+        options = {"topology_name": topology}
+        if count < 4:  # less than a host, of which libtpu is to be told
+            options["chips_per_host_bounds"] = (1, 1, 1)
     else:
         options = {"topology": topology, "target_config": config}
-    return topologies.get_topology_desc(platform=platform, **options).devices[0]
+    devices = topologies.get_topology_desc(platform=platform, **options).devices
+    # Chips with two cores may count twice; JAX runs them as one device.
+    return tuple(d for d in devices if not getattr(d, "core_on_chip", 0))
 
 
 # What XLA says where its Triton matmuls need a device to be tuned on, and what leaves them out.
@@ -30,34 +35,40 @@ UNTUNED, TRITON = "output tile sizes", "xla_gpu_enable_triton_gemm"
 
 
 def compile_only(
-    platform: str, topology: str, config: str, program: bytes, options: dict[str, Any]
+    platform: str,
+    topology: str,
+    config: str,
+    count: int,
+    program: bytes,
+    options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Compiles StableHLO for a device that is not there: its memory, and the HLO before and after.
+    """Compiles StableHLO for devices that are not there: its memory, and the HLO before and after.
 
     To be called where the plugins may load: in a process of its own.
 
     Args:
         platform: "cuda" or "tpu".
-        topology: What XLA calls the device.
+        topology: What XLA calls the devices.
         config: XLA's description of a GPU.
+        count: How many devices there are, over which the program is partitioned.
         program: The StableHLO.
         options: XLA's flags for this compilation.
     """
-    device = _compile_only_device(platform, topology, config)
+    devices = _absent_devices(platform, topology, config, count)
     before = jaxlib_module.mlir.mlir_module_to_xla_computation(program)
 
     def compiled(**overrides):
         settings = get_compile_options(
             num_replicas=1,
-            num_partitions=1,
-            device_assignment=np.array([[device.id]]),
+            num_partitions=count,
+            device_assignment=np.array([[device.id for device in devices]]),
             env_options_overrides=options | overrides,
         )
         with mlir.make_ir_context():
             module = mlir.ir.Module.parse(program)
-            return device.client.compile(
+            return devices[0].client.compile(
                 module,
-                executable_devices=xla_client.DeviceList((device,)),
+                executable_devices=xla_client.DeviceList(devices),
                 compile_options=settings,
             )
 

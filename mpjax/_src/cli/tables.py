@@ -10,6 +10,8 @@ import click
 
 from mpjax._src.autocast.explain import CastReport, Row
 from mpjax._src.cli.show import size, table
+from mpjax._src.hardware.collectives import COLUMNS as WIRE
+from mpjax._src.hardware.collectives import CollectiveRow, grouped
 from mpjax._src.instruments.compare import COLUMNS, Comparison, percent
 
 LEFT, RIGHT = "left", "right"
@@ -28,11 +30,15 @@ COMPILED: dict[str, Callable[[Data], str]] = {
     "GFLOP": lambda d: _figure(d["flops"] / 1e9),
     "  in matmuls": lambda d: _figure(d["matmul_flops"] / 1e9),
     "GB moved": lambda d: _figure(d["bytes_accessed"] / 1e9),
+    "sent to others": lambda d: size(d["wire_bytes"]) if d["devices"] > 1 else "-",
     "least time, ms": lambda d: _figure(d["roofline_ms"]),
     "  bound by": lambda d: d["bound"],
     "matmuls": lambda d: ", ".join(f"{n} {dtype}" for dtype, n in d["matmul_dtypes"].items()),
     "  wider than asked": lambda d: f"{sum(row['share'] for row in d['disguised']):.1%}",
 }
+
+# The columns of collectives that are words.
+WORDS = {"carries", "collective", "dtype", "line"}
 
 # So many results of `compare` are listed.
 SHOWN = 8
@@ -86,6 +92,11 @@ def compiled(found: Sequence[Data]) -> None:
     columns = {"": LEFT, **{each["target"]: RIGHT for each in found}}
     rows = [(name, *(_cell(figure, each) for each in found)) for name, figure in COMPILED.items()]
     table(columns, [("compiler", *(each["status"] for each in found)), *rows])
+    for each in found:
+        sent = [CollectiveRow(**row) for row in each.get("collectives", ())]
+        if sent:
+            titles = {name: LEFT if name in WORDS else RIGHT for name in WIRE}
+            table(titles, grouped(sent), f"What each device of {each['target']} sends in one run:")
     remarks: dict[str, list[str]] = {}
     for each in found:
         for line in [each["error"]] if "error" in each else each.get("notes", ()):

@@ -1,14 +1,16 @@
 """Compiles functions for hardware that is not there."""
 
 import contextlib
+import functools
 import inspect
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding, get_abstract_mesh, use_abstract_mesh
 
 from mpjax._src import _jax
 from mpjax._src.errors import CompileError
@@ -19,6 +21,8 @@ from mpjax._src.hardware.targets import Target, find_target
 from mpjax._src.patterns import path_of
 
 LONGEST = 1e6  # seconds; what the operating system can wait for has an end too
+# What stands in StableHLO for a function that XLA asks Python to partition.
+PARTITIONED_BY_PYTHON = b"CustomSPMDPartitioning"
 
 
 def compile_for(
@@ -37,11 +41,14 @@ def compile_for(
 
     Args:
         target: "v100", "t4", "a100-40", "a100-80", "a6000", "h100", "h200", "b200", "v4", "v5e",
-            "v5p" or "v6e".
+            "v5p" or "v6e"; several of them as "h100 x 8" (GPUs in hosts of eight) or "v5e x 16"
+            (a slice). Figures are then those of one device, and the report lists collectives.
         fun: A function, jitted or not. Jit it with ``donate_argnums`` as the real program does:
             results that cannot take the place of arguments need memory of their own.
         *args: Its arguments: arrays, numbers, `jax.ShapeDtypeStruct` (which need no memory), and
-            pytrees of them. Where they lie does not matter: one device is compiled for.
+            pytrees of them. For one device it does not matter where they lie. For several they
+            have a `jax.sharding.NamedSharding`; its mesh may be a `jax.sharding.AbstractMesh`,
+            which needs no devices, or one of as many CPU devices (JAX_NUM_CPU_DEVICES).
         timeout: Seconds that the compiler may take.
         compiler_options: XLA's flags, such as ``{"xla_gpu_enable_triton_gemm": False}``, as
             `jax.jit` takes them; those of a jitted ``fun`` do not count here.
@@ -63,6 +70,15 @@ def compile_for(
         >>> report = mpjax.compile_for("v100", jnp.dot, x, x)  # doctest: +SKIP
         >>> report.matmul_dtypes  # doctest: +SKIP
         {'f32': 1}
+
+        On eight devices, none of them here:
+
+        >>> from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+        >>> mesh = AbstractMesh((8,), ("data",))
+        >>> x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("data")))
+        >>> report = mpjax.compile_for("h100 x 8", jnp.sum, x)  # doctest: +SKIP
+        >>> [(row.kind, row.dtype) for row in report.collectives]  # doctest: +SKIP
+        [('all-reduce', 'f32')]
     """
     found = find_target(target)
     check_timeout(timeout)
@@ -108,15 +124,19 @@ def check_callable(fun: Any, argument: str) -> None:
 
 def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """Returns the StableHLO of a function for a target, its arguments taken from any device."""
-    abstract = jax.tree.map(_abstract, tuple(args))
+    abstract = jax.tree.map(functools.partial(_abstract, target.devices > 1), tuple(args))
     if not _is_jitted(fun):
         _check_args(fun, abstract)
-    with _lowering_errors(target):
+    with _lowering_errors(target), _mesh_of(abstract):
         program, partitions = _stablehlo_for(target, fun, abstract)
-    if partitions != 1:
-        raise ValueError(
-            f"fun is sharded over {partitions} devices, and mpjax compiles for one: leave out its "
-            "in_shardings, out_shardings and sharding constraints."
+    if partitions != target.devices:
+        _tell_of_partitions(target, partitions)
+    if PARTITIONED_BY_PYTHON in program:
+        raise CompileError(
+            f"fun cannot be compiled for target={target.name!r}: it calls a function that Python "
+            "partitions (jax.experimental.custom_partitioning: cuDNN's attention, Transformer "
+            "Engine), which the process that compiles cannot ask. Call it within jax.shard_map, "
+            "which partitions it beforehand."
         )
     return program
 
@@ -144,7 +164,7 @@ def _stablehlo_for(
     A function that is jitted already keeps its donation and its static arguments.
     """
     jitted: Any = fun if _is_jitted(fun) else jax.jit(fun)
-    with traced_for(target.name), _jax.as_if_on_gpu(target.capability):
+    with traced_for(target.chip), _jax.as_if_on_gpu(target.capability):
         lowered = jitted.trace(*args).lower(lowering_platforms=(target.platform,))
         module = lowered.compiler_ir("stablehlo")
     buffer = io.BytesIO()
@@ -154,12 +174,41 @@ def _stablehlo_for(
     ).value
 
 
-def _abstract(x: Any) -> Any:
-    """Returns an array as its shape, so that it does not matter where it lies."""
+def _abstract(spread: bool, x: Any) -> Any:
+    """Returns an array as its shape, and how it is spread over a mesh, if that counts."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         weak = bool(getattr(x, "weak_type", False))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak)
+        sharding = x.sharding if spread and isinstance(x.sharding, NamedSharding) else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak, sharding=sharding)
     return x
+
+
+def _mesh_of(args: Any) -> contextlib.AbstractContextManager[Any]:
+    """Returns the context of the arguments' mesh, which `reshard` and the like ask for.
+
+    A mesh that is set already counts: it is what the program will run under.
+    """
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
+    mesh = next((s.mesh.abstract_mesh for s in shardings if s is not None), None)
+    if mesh is None or not get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return use_abstract_mesh(mesh)
+
+
+def _tell_of_partitions(target: Target, partitions: int) -> NoReturn:
+    spread = f"fun is sharded over {partitions} devices" if partitions > 1 else "fun is not sharded"
+    if target.devices == 1:
+        several = f"{target.name} x {partitions}"
+        advice = f"Ask for target={several!r}, or leave out its shardings and constraints."
+    elif partitions == 1:
+        advice = (
+            "Give arguments a jax.sharding.NamedSharding: its mesh may be a "
+            f"jax.sharding.AbstractMesh(({target.devices},), ('data',)), which needs no devices."
+        )
+    else:
+        advice = "The mesh and the target must have as many devices."
+    count = "one" if target.devices == 1 else target.devices
+    raise ValueError(f"{spread}, and target={target.name!r} has {count}. {advice}")
 
 
 def _check_args(fun: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -16,8 +16,8 @@ from mpjax._src.hardware.aot import (
     lower,
 )
 from mpjax._src.hardware.compiler import compilers
-from mpjax._src.hardware.report import CompileReport, size
-from mpjax._src.hardware.targets import GPU_PREALLOCATED, Target, find_target
+from mpjax._src.hardware.report import CompileReport
+from mpjax._src.hardware.targets import GPU_PREALLOCATED, Target, find_target, size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,12 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     program = Path(request["program"]).read_bytes()
     try:
         return _jax.compile_only(
-            request["platform"], request["topology"], request["config"], program, request["options"]
+            request["platform"],
+            request["topology"],
+            request["config"],
+            request["devices"],
+            program,
+            request["options"],
         )
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}

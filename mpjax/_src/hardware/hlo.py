@@ -1,10 +1,11 @@
 """Reads optimized HLO: its instructions, and how often each of them runs."""
 
+import collections
 import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # "f32[8,128]{1,0:T(8,128)S(1)}": a dtype, dimensions, a layout that may name a memory space.
 SHAPE = re.compile(r"(\w+)\[([\d,<=]*)\](\{[^}]*\})?")
@@ -59,6 +60,7 @@ class Op:
 class Computation:
     ops: dict[str, Op]
     root: str
+    name: str
 
 
 def bits(dtype: str) -> int:
@@ -82,7 +84,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
             name, ops = header[2], {}
             entry = name if header[1] else entry
         elif line.startswith("}"):
-            module[name] = Computation(ops, root)
+            module[name] = Computation(ops, root, name)
         elif name and (match := LINE.match(line)):
             op = _op(match[2], match[3])
             ops[op.name] = op
@@ -122,8 +124,40 @@ def _shapes(text: str) -> tuple[Shape, ...]:
     return tuple(found)
 
 
+def source_lines(text: str) -> Callable[[Op], str]:
+    """Returns what tells the user's line of an instruction, as "file:line", or ""."""
+    tables: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    table = ""
+    for line in text.splitlines():
+        if line.startswith(("%", "ENTRY")):
+            break
+        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            table = line
+        elif line.partition(" ")[0].isdecimal():
+            number, _, row = line.partition(" ")
+            tables[table][number] = row
+
+    def field(row: str, key: str) -> str:
+        found = re.search(rf"\b{key}=(\d+)", row)
+        return found[1] if found else ""
+
+    def line_of(op: Op) -> str:
+        frame = tables["StackFrames"].get(field(op.attributes, "stack_frame_id"), "")
+        location = tables["FileLocations"].get(field(frame, "file_location_id"), "")
+        file = tables["FileNames"].get(field(location, "file_name_id"), "").strip('"')
+        return f"{file}:{field(location, 'line')}" if file else ""
+
+    return line_of
+
+
 def custom_target(op: Op) -> str:
     found = CUSTOM.search(op.attributes)
+    return found[1] if found else ""
+
+
+def attribute(op: Op, name: str) -> str:
+    """Returns an attribute that is a name or a number, or ""."""
+    found = re.search(rf"\b{name}=%?([\w.\-]+)", op.attributes)
     return found[1] if found else ""
 
 
@@ -145,11 +179,11 @@ def runs(
     for op in computation.ops.values():
         yield computation, op, times, fused, scope
         if op.opcode == "while":
-            body = re.search(r"\bbody=%?([\w.\-]+)", op.attributes)
+            body = attribute(op, "body")
             trips = trip_count(module, computation, op)
             if body:
                 turns = times * (1 if trips is None else trips)
-                yield from runs(module, body[1], turns, fused, scope)
+                yield from runs(module, body, turns, fused, scope)
         elif op.opcode in ("fusion", "call", "conditional", "async-start"):
             inner = jax_name(op, scope) if op.opcode == "call" else scope
             for inside in called_by(op):
@@ -177,47 +211,41 @@ def trip_count(module: dict[str, Computation], outside: Computation, loop: Op) -
     """Returns how often a loop's body runs: as XLA wrote, or as its condition says; else None."""
     if known := TRIPS.search(loop.attributes):
         return int(known[1])
-    found = re.search(r"\bcondition=%?([\w.\-]+)", loop.attributes)
-    if not found or found[1] not in module:
+    condition = module.get(attribute(loop, "condition"))
+    if not condition:
         return None
-    condition = module[found[1]]
     test = condition.ops[condition.root]
     if test.opcode != "compare" or "direction=LT" not in test.attributes:
         return None
     carried = outside.ops.get(loop.operands[0])
     start, stop = (_number(condition, name, outside, carried) for name in test.operands)
-    if start is None or stop is None or not _counts_by_one(module, condition, loop, test):
+    step = _step(module, condition, loop, test)
+    if start is None or stop is None or step is None or step < 1:
         return None
-    return max(0, stop - start)
+    return max(0, math.ceil((stop - start) / step))
 
 
 def _number(inside: Computation, name: str, outside: Computation, carried: Op | None) -> int | None:
     """Returns the integer that a value of a loop's condition starts as, if it can be read."""
     op = origin(inside, name)
     if op.opcode == "get-tuple-element" and carried is not None and carried.opcode == "tuple":
-        index = _index(op)
-        op = origin(outside, carried.operands[index])
+        op = origin(outside, carried.operands[int(attribute(op, "index"))])
     if op.opcode != "constant" or not re.fullmatch(r"-?\d+", op.inside):
         return None
     return int(op.inside)
 
 
-def _counts_by_one(
-    module: dict[str, Computation], condition: Computation, loop: Op, test: Op
-) -> bool:
+def _step(module: dict[str, Computation], condition: Computation, loop: Op, test: Op) -> int | None:
+    """Returns what a loop adds to its counter in one turn, if it can be read."""
     counter = origin(condition, test.operands[0])
-    found = re.search(r"\bbody=%?([\w.\-]+)", loop.attributes)
-    if counter.opcode != "get-tuple-element" or not found:
-        return False
-    body = module[found[1]]
-    step = origin(body, body.ops[body.root].operands[_index(counter)])
-    values = [origin(body, name) for name in step.operands]
-    return step.opcode == "add" and any(v.opcode == "constant" and v.inside == "1" for v in values)
-
-
-def _index(op: Op) -> int:
-    found = re.search(r"\bindex=(\d+)", op.attributes)
-    return int(found[1]) if found else 0
+    body = module.get(attribute(loop, "body"))
+    if counter.opcode != "get-tuple-element" or not body:
+        return None
+    step = origin(body, body.ops[body.root].operands[int(attribute(counter, "index"))])
+    if step.opcode != "add":
+        return None
+    steps = (_number(body, name, body, None) for name in step.operands)
+    return next((number for number in steps if number is not None), None)
 
 
 def origin(computation: Computation, name: str) -> Op:

@@ -42,11 +42,12 @@ ARITHMETIC = {
     *("ceil", "compare", "select", "clamp", "round-nearest-even", "round-nearest-afz"),
 }
 LIBRARIES = ("__cublas", "__cudnn$conv")
-# Custom calls that only sort, place or rename.
-NO_FLOPS = (
-    *("ConcatBitcast", "AllocateBuffer", "AssumeGather", "GatherScatter", "X64", "__cub$"),
-    *("Sharding", "__gpu$TopK", "TopK", "annotate_device_placement", "Pin", "Unpin"),
+# Custom calls that only place or rename; that do no more than sort.
+PLACES = (
+    *("ConcatBitcast", "AllocateBuffer", "AssumeGather", "GatherScatter", "X64"),
+    *("Sharding", "annotate_device_placement", "Pin", "Unpin", "AsyncCollective"),
 )
+NO_FLOPS = (*PLACES, "__cub$", "__gpu$TopK", "TopK")
 DILATIONS = ("stride", "lhs_dilate", "rhs_dilate")
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from mpjax._src.hardware import hlo_costs
+from mpjax._src.hardware.collectives import COLUMNS, CollectiveRow, collectives, grouped
 from mpjax._src.hardware.hlo import bits
-from mpjax._src.hardware.targets import GIB, GPU_PREALLOCATED, Target
+from mpjax._src.hardware.targets import GPU_PREALLOCATED, Target, size
 
 BOUND = (
     "The roofline is a bound and not a forecast: datasheet peaks, compute and memory perfectly "
@@ -46,9 +47,12 @@ class MatmulRow:
 class CompileReport:
     """What one run of a program takes on a device that need not be there. ``print`` it.
 
+    Of several devices it says what each of them takes: all figures but `devices` are of one.
+
     Attributes:
         target: The name of the target.
         device: What the device calls itself.
+        devices: How many there are.
         jax_version: Whose compilers were asked.
         argument_bytes: Memory of the arguments.
         output_bytes: Memory of the results.
@@ -61,6 +65,7 @@ class CompileReport:
         bytes_accessed: Bytes to and from the device's memory, if no cache held any between two
             kernels.
         matmuls: Its matmuls by dtype, the costliest first.
+        collectives: The arrays that devices exchange, those first that send most.
         compute_ms: The time of the FLOPs at the datasheet's peaks.
         memory_ms: The time of the bytes at the datasheet's bandwidth.
         notes: What the figures leave out or assume.
@@ -71,6 +76,7 @@ class CompileReport:
 
     target: str
     device: str
+    devices: int
     jax_version: str
     argument_bytes: int
     output_bytes: int
@@ -82,6 +88,7 @@ class CompileReport:
     matmul_flops: float
     bytes_accessed: float
     matmuls: tuple[MatmulRow, ...]
+    collectives: tuple[CollectiveRow, ...]
     compute_ms: float
     memory_ms: float
     notes: tuple[str, ...]
@@ -118,6 +125,11 @@ class CompileReport:
         return counts
 
     @property
+    def wire_bytes(self) -> float:
+        """What a device sends to others in one run."""
+        return sum(row.wire_bytes * row.runs for row in self.collectives)
+
+    @property
     def disguised(self) -> tuple[MatmulRow, ...]:
         """The matmuls that were asked for in a narrower dtype than they run in."""
         return tuple(row for row in self.matmuls if bits(row.asked) < bits(row.operands))
@@ -125,12 +137,13 @@ class CompileReport:
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data, ready for JSON, without the HLO."""
         fields = {k: v for k, v in vars(self).items() if k not in ("hlo", "matmuls", "xla_costs")}
-        derived = ("total_bytes", "fits", "roofline_ms", "bound", "matmul_dtypes")
+        derived = ("total_bytes", "fits", "roofline_ms", "bound", "matmul_dtypes", "wire_bytes")
         return {
             **fields,
             **{name: getattr(self, name) for name in derived},
             "notes": list(self.notes),
             "matmuls": [dataclasses.asdict(row) for row in self.matmuls],
+            "collectives": [dataclasses.asdict(row) for row in self.collectives],
             "disguised": [dataclasses.asdict(row) for row in self.disguised],
             "xla_costs": dict(self.xla_costs),
         }
@@ -164,6 +177,8 @@ class CompileReport:
                 f"in disguise: {row.share:.1%} of the matmul FLOPs were asked for in {row.asked} "
                 f"and run in {row.operands}."
             )
+        if self.collectives:
+            lines += _wire(self.collectives)
         notes = (
             textwrap.fill(f"note: {note}", 100, subsequent_indent="      ") for note in self.notes
         )
@@ -188,6 +203,7 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
     report = CompileReport(
         target=target.name,
         device=target.device,
+        devices=target.devices,
         jax_version=jax.__version__,
         argument_bytes=memory["arguments"],
         output_bytes=memory["outputs"],
@@ -200,6 +216,7 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
         matmul_flops=total,
         bytes_accessed=costs.bytes,
         matmuls=tuple(rows),
+        collectives=collectives(answer["hlo"], answer["asked"]),
         compute_ms=_compute_seconds(target, costs) * 1e3,
         memory_ms=costs.bytes / target.bandwidth * 1e3,
         notes=tuple(_notes(target, costs, rows, answer.get("left_out"))),
@@ -281,6 +298,16 @@ def _asked(asked: dict[str, collections.Counter[str]], matmul: hlo_costs.Matmul)
     return dtype
 
 
+def _wire(rows: tuple[CollectiveRow, ...]) -> Iterator[str]:
+    """Yields a table of collectives."""
+    for index, cells in enumerate((COLUMNS, *grouped(rows))):
+        carries, kind, dtype, over, arrays, runs, sent, share, line = cells
+        yield (
+            f"{'' if index else 'wire':<10}{carries:<13}{kind:<19}{dtype:<6}{over:>5}{arrays:>8}"
+            f"{runs:>7}{sent:>12}{share:>8}  {line}".rstrip()
+        )
+
+
 def _row(key: tuple[str, str, str], group: list[hlo_costs.Matmul], total: float) -> MatmulRow:
     flops = sum(m.times * m.flops for m in group)
     return MatmulRow(*key, len(group), sum(m.times for m in group), flops, flops / (total or 1.0))
@@ -294,6 +321,12 @@ def _notes(
         yield (
             f"Compiled with {left_out}=False: XLA found no tiles for its Triton matmuls without a "
             "device to tune them on. cuBLAS takes their place, as it may on a device."
+        )
+    if target.devices > 1:
+        yield (
+            f"All figures are of one of {target.devices} devices. Sent is what rings send, as if "
+            "none of it were wasted; how long it takes, and how much of it is hidden, depends on "
+            "the links."
         )
     if any(row.runs_as == "tf32" for row in rows):
         yield (
@@ -321,11 +354,3 @@ def _notes(
         )
     if costs.unknown_calls:
         yield f"FLOPs inside of {', '.join(costs.unknown_calls)} were not counted."
-
-
-def size(count: float) -> str:
-    """Returns a number of bytes in the unit that suits it."""
-    for unit_name, unit_size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= unit_size:
-            return f"{count / unit_size:,.2f} {unit_name}"
-    return f"{count:,.0f} B"

@@ -9,6 +9,8 @@ Peaks are the vendors' datasheets', dense (no sparsity), in TFLOP/s, at boost cl
 """
 
 import dataclasses
+import math
+import re
 
 from mpjax._src.errors import did_you_mean
 from mpjax._src.hardware.devices import CARDS, TPUS, named
@@ -66,32 +68,38 @@ GPUS: dict[str, tuple[str, int, float, Peaks, tuple[float, ...]]] = {
     ),
 }
 
-# name: (topology, memory in bytes, bytes per second, peak of bfloat16, of int8 or None)
+# name: (axes of the torus, memory in bytes, bytes per second, peak of bfloat16, of int8)
 TPU_CHIPS = {
-    "v4": ("v4:1x1x1", 32 * GIB, 1228e9, 275, 275),
-    "v5e": ("v5e:1x1", 16 * GIB, 819e9, 197, 394),
-    "v5p": ("v5p:1x1x1", 95 * GIB, 2765e9, 459, 918),
-    "v6e": ("v6e:1x1", 32 * GIB, 1640e9, 918, 1836),
+    "v4": (3, 32 * GIB, 1228e9, 275, 275),
+    "v5e": (2, 16 * GIB, 819e9, 197, 394),
+    "v5p": (3, 95 * GIB, 2765e9, 459, 918),
+    "v6e": (2, 32 * GIB, 1640e9, 918, 1836),
 }
 
 ALIASES = {"a100": "a100-40"}  # the smaller: what fits it fits both
 
+# "h100 x 8", "v5e x4", "h100x8"; but an "rtx 4090" is one.
+SEVERAL = re.compile(r"(.*?\S)(?:\s+x\s*|(?<=\d)x|(?<=\d[ep])x)(\d+)")
+GPUS_PER_HOST, MOST = 8, 4096
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One accelerator, as the compiler and the roofline see it.
+    """One accelerator, or several that are the same, as the compiler and the roofline see them.
 
     Attributes:
-        name: The name in this table.
+        name: The name in this table; of several, with their number: "h100 x 8".
         platform: "cuda" or "tpu".
         device: What it calls itself.
         capability: NVIDIA's compute capability, "" for TPUs.
-        memory: Its memory, in bytes.
+        memory: The memory of one, in bytes.
         bandwidth: Of that memory, bytes per second.
         peaks: FLOP/s by dtype, of its matrix units where they know it.
-        topology: The name of a single one for XLA.
+        topology: Their name for XLA.
         config: The text proto that XLA's GPU compiler asks for, "" for TPUs.
         reserve: The share of the memory that is no program's, by default.
+        chip: The name of one.
+        devices: How many there are.
     """
 
     name: str
@@ -104,19 +112,21 @@ class Target:
     topology: str
     config: str
     reserve: float
+    chip: str
+    devices: int = 1
 
 
 def find_target(name: str) -> Target:
-    """Returns the target of a name such as "h100", "NVIDIA A100-80" or "TPU v5e"."""
+    """Returns the target of a name such as "h100", "NVIDIA A100-80", "TPU v5e" or "h100 x 8"."""
     known = [*GPUS, *ALIASES, *TPU_CHIPS]
     if not isinstance(name, str):
         raise TypeError(f"target={name!r} must be a name. Legal are {', '.join(known)}.")
-    key = named(name)
+    several = SEVERAL.fullmatch(name.strip())
+    key = named(several[1] if several else name)
     key = ALIASES.get(key, key)
-    if key in GPUS:
-        return _gpu(key)
-    if key in TPU_CHIPS:
-        return _tpu(key)
+    if key in GPUS or key in TPU_CHIPS:
+        one = _gpu(key) if key in GPUS else _tpu(key)
+        return _several(one, int(several[2]), name) if several else one
     if key in CARDS or key in TPUS:
         like = [k for k in GPUS if key in CARDS and CARDS[k] == CARDS[key]]
         instead = f" {' and '.join(like)} have the same cores, in another number." if like else ""
@@ -129,6 +139,14 @@ def find_target(name: str) -> Target:
     )
 
 
+def size(count: float) -> str:
+    """Returns a number of bytes in the unit that suits it."""
+    for unit_name, unit_size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= unit_size:
+            return f"{count / unit_size:,.2f} {unit_name}"
+    return f"{count:,.0f} B"
+
+
 def _gpu(name: str) -> Target:
     device, memory, bandwidth, peaks, facts = GPUS[name]
     capability = CARDS[name]
@@ -138,14 +156,47 @@ def _gpu(name: str) -> Target:
         "1x1x1",
         _config(device, capability, memory, bandwidth, dict(zip(CARD_FIELDS, facts, strict=True))),
         1 - GPU_PREALLOCATED,
+        name,
     )
 
 
 def _tpu(name: str) -> Target:
-    topology, memory, bandwidth, half, byte = TPU_CHIPS[name]
+    axes, memory, bandwidth, half, byte = TPU_CHIPS[name]
     # The matrix unit takes bfloat16: float32 is 6 passes of it, or 3 at precision="high".
     peaks = {"bf16": half * 1e12, "f32": half * 1e12 / 6, "s8": byte * 1e12}
-    return Target(name, "tpu", f"TPU {name}", "", memory, bandwidth, peaks, topology, "", 0.05)
+    topology = f"{name}:{_torus(1, axes)}"
+    return Target(
+        name, "tpu", f"TPU {name}", "", memory, bandwidth, peaks, topology, "", 0.05, name
+    )
+
+
+def _several(one: Target, count: int, asked: str) -> Target:
+    """Returns several of a target: GPUs of hosts with eight each, a slice of TPUs."""
+    if one.platform == "cuda":
+        hosts = math.ceil(count / GPUS_PER_HOST)
+        legal = 1 <= count <= MOST and count % hosts == 0
+        topology = f"1x{hosts}x{count // hosts}" if legal else ""
+        which = f"1 to {GPUS_PER_HOST} GPUs, and multiples of {GPUS_PER_HOST} up to {MOST}"
+    else:
+        legal = 1 <= count <= MOST and not count & (count - 1)
+        topology = f"{one.chip}:{_torus(count, TPU_CHIPS[one.chip][0])}" if legal else ""
+        which = f"powers of two up to {MOST}, which is what slices of TPUs are"
+    if not legal:
+        raise ValueError(
+            f"target={asked!r} cannot be compiled for {count} devices. Legal are {which}."
+        )
+    if count == 1:
+        return one
+    return dataclasses.replace(one, name=f"{one.chip} x {count}", topology=topology, devices=count)
+
+
+def _torus(count: int, axes: int) -> str:
+    """Returns a slice's dimensions as Google offers them: "2x2x1" of 4, "2x2x4" of 16."""
+    sizes = [1] * axes
+    while math.prod(sizes) < count:  # the smallest: of ones the first, of others the last
+        least = min(range(axes), key=lambda a: (sizes[a], a if sizes[a] == 1 else -a))
+        sizes[least] *= 2
+    return "x".join(map(str, sizes))
 
 
 def _config(device: str, capability: str, memory: int, bandwidth: float, facts: dict) -> str:

@@ -1,0 +1,92 @@
+"""What a collective carries: told by where that comes from, and what becomes of it."""
+
+from collections.abc import Callable
+
+from mpjax._src.hardware.flow import MAPPED, MIXED, SPREAD, SUMMED, Leaf, flow_of, reached
+from mpjax._src.hardware.hlo import Computation, Op, Shape, parse
+
+CARRIED = {
+    "parameters": "an argument that is trained, or its new value, entry by entry",
+    "gradients": "sums that become results of a trained argument's shape, entry by entry",
+    "activations": "what matmuls and the like make and read, and its cotangents",
+    "statistics": "sums over entries, such as those of BatchNorm and the loss",
+    "verdict": "a number that all of a trained argument's results hang on: a norm, a check",
+    "data": "any other argument",
+}
+SUMS = ("all-reduce", "reduce-scatter")
+
+
+def carried_by(
+    module: dict[str, Computation], entry: str, asked: str
+) -> Callable[[Computation, Op, int], str]:
+    """Returns what tells, of an operand of a collective, which of `CARRIED` it is.
+
+    A trained argument is one for which there is a result of its shape: its new value, or the
+    gradient by it. Numbers count as none, since a loss is one too. Second-order optimizers may
+    multiply gradients as matrices, and a mean of BatchNorm becomes a result as well: what tells
+    them apart is that statistics reach matmuls by being repeated, and gradients do not.
+
+    Args:
+        module: The computations of the program of one device.
+        entry: The name of the first of them.
+        asked: The HLO of the program before it was partitioned, for shapes of whole arrays.
+    """
+    flow = flow_of(module, entry)
+    arguments, results = _signature(asked)
+    shapes = {shape.dims for shape in arguments if _trainable(shape)}
+    kept = [
+        leaf
+        for leaf, shape in zip(flow.results, results, strict=True)
+        if _trainable(shape) and shape.dims in shapes
+    ]
+    trained = {s.dims for s in results if _trainable(s)}
+    given = [
+        leaf
+        for leaf, shape in zip(flow.arguments, arguments, strict=True)
+        if _trainable(shape) and shape.dims in trained
+    ]
+    made: dict[int, set[Leaf]] = {SUMMED: set(), MIXED: set()}
+    mixed = set()
+    for source, steps in flow.after.items():
+        for target, kind in steps:
+            if kind in made:
+                made[kind].add(target)
+            if kind == MIXED:
+                mixed.add(source)
+    to_result = reached(flow.before, kept, SPREAD)
+    to_matmul = reached(flow.before, mixed, SPREAD)
+    by_matmul = reached(flow.after, made[MIXED], MAPPED)
+    computed = reached(flow.after, made[MIXED] | made[SUMMED], SPREAD)
+    of_argument = reached(flow.after, given, MAPPED)
+
+    def carried(computation: Computation, op: Op, index: int) -> str:
+        operand = computation.name, op.operands[index], 0
+        result = computation.name, op.name, index
+        becomes = to_result.get(result, MIXED)
+        single = computation.ops[op.operands[index]].shapes[0].size == 1
+        if op.opcode.removesuffix("-start") in SUMS:
+            if becomes <= MAPPED and to_matmul.get(result) != SPREAD:
+                return "gradients"
+            if becomes == SPREAD and single:
+                return "verdict"
+            return "activations" if operand in by_matmul else "statistics"
+        if operand not in computed:
+            return "parameters" if operand in of_argument else "data"
+        if becomes <= MAPPED:
+            return "parameters" if operand in of_argument else "gradients"
+        return "activations"
+
+    return carried
+
+
+def _signature(asked: str) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
+    """Returns the shapes of a module's arguments and results."""
+    module, entry = parse(asked)
+    ops = module[entry].ops
+    parameters = [op for op in ops.values() if op.opcode == "parameter"]
+    parameters.sort(key=lambda op: int(op.inside))
+    return tuple(s for op in parameters for s in op.shapes), ops[module[entry].root].shapes
+
+
+def _trainable(shape: Shape) -> bool:
+    return shape.size > 1 and "f" in shape.dtype

@@ -1,0 +1,171 @@
+"""Where the values of an HLO module come from and go to, across its loops, kernels and branches.
+
+A leaf is one array: the name of a computation, of an instruction in it, and which of its results.
+Computations that are called from several places are one: what flows is what may flow.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from mpjax._src.hardware.hlo import Computation, Op, attribute, called_by, custom_target
+from mpjax._src.hardware.hlo_costs import PLACES
+
+Leaf = tuple[str, str, int]
+
+# What becomes of a value on its way, from the least to the most: it is the same entries, elsewhere
+# or in another dtype; each entry of it is computed with; it is repeated; it is summed up; it is
+# multiplied as a matrix, or whatever else makes something new of all of it.
+MOVED, MAPPED, SPREAD, SUMMED, MIXED = range(5)
+KINDS = {
+    **dict.fromkeys(
+        (
+            *("convert", "bitcast", "bitcast-convert", "copy", "reshape", "transpose", "slice"),
+            *("concatenate", "pad", "reverse", "opt-barrier", "domain", "reduce-precision"),
+            *("dynamic-slice", "dynamic-update-slice", "gather", "get-tuple-element", "tuple"),
+            *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+            *("collective-permute", "collective-broadcast", "add-dependency"),
+        ),
+        MOVED,
+    ),
+    **dict.fromkeys(("broadcast",), SPREAD),
+    **dict.fromkeys(("reduce", "reduce-window", "select-and-scatter", "sort"), SUMMED),
+    **dict.fromkeys(("dot", "convolution", "custom-call", "scatter", "triangular-solve"), MIXED),
+    **dict.fromkeys(("cholesky", "fft", "rng-bit-generator", "infeed", "send", "recv"), MIXED),
+}
+# The first of their operands are the values, the others say where.
+VALUES = {"dynamic-slice": 1, "dynamic-update-slice": 2, "gather": 1, "ragged-all-to-all": 1}
+START, DONE, UPDATE = "-start", "-done", "-update"
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """What every leaf is made into, and what arguments and results of the module are.
+
+    Attributes:
+        after: The leaves that each leaf goes into, and what becomes of it there.
+        before: The same, the other way round.
+        arguments: The leaves of the entry's parameters.
+        results: The leaves of the entry's results.
+    """
+
+    after: dict[Leaf, list[tuple[Leaf, int]]]
+    before: dict[Leaf, list[tuple[Leaf, int]]]
+    arguments: tuple[Leaf, ...]
+    results: tuple[Leaf, ...]
+
+
+def flow_of(module: dict[str, Computation], entry: str) -> Flow:
+    """Returns the flow of a parsed HLO module."""
+    after: dict[Leaf, list[tuple[Leaf, int]]] = collections.defaultdict(list)
+    before: dict[Leaf, list[tuple[Leaf, int]]] = collections.defaultdict(list)
+    for name, computation in module.items():
+        for op in computation.ops.values():
+            for source, target, kind in _edges(module, name, op):
+                after[source].append((target, kind))
+                before[target].append((source, kind))
+    ops = module[entry].ops
+    parameters = sorted((op for op in ops.values() if op.opcode == "parameter"), key=_number)
+    return Flow(
+        dict(after),
+        dict(before),
+        tuple(leaf for op in parameters for leaf in leaves(entry, op)),
+        tuple(leaves(entry, ops[module[entry].root])),
+    )
+
+
+def reached(
+    edges: dict[Leaf, list[tuple[Leaf, int]]], start: Iterable[Leaf], most: int
+) -> dict[Leaf, int]:
+    """Returns the leaves that some flow to by what is at most ``most``, and the most on the way.
+
+    Of several ways, the one with the least counts.
+    """
+    found: dict[Leaf, int] = {}
+    layers: list[list[Leaf]] = [list(start), *([] for _ in range(MIXED))]
+    for worst in range(most + 1):
+        queue = layers[worst]
+        while queue:
+            leaf = queue.pop()
+            if leaf in found:
+                continue
+            found[leaf] = worst
+            for other, kind in edges.get(leaf, ()):
+                if kind <= most and other not in found:
+                    layers[max(worst, kind)].append(other)
+    return found
+
+
+def leaves(name: str, op: Op) -> Iterator[Leaf]:
+    """Returns the leaves of an instruction. What has only begun has those of its operands."""
+    count = len(op.operands) if op.opcode.endswith(START) else len(op.shapes)
+    return _numbered(name, op.name, count)
+
+
+# ---- edges ---------------------------------------------------------------------------------------
+
+
+def _edges(module: dict[str, Computation], name: str, op: Op) -> Iterator[tuple[Leaf, Leaf, int]]:
+    ops, code = module[name].ops, op.opcode
+    operands = [ops[operand] for operand in op.operands]
+    if code in ("tuple", "opt-barrier"):
+        given = (leaf for operand in operands for leaf in leaves(name, operand))
+        yield from _paired(given, leaves(name, op))
+    elif code == "get-tuple-element":
+        yield (name, op.operands[0], int(attribute(op, "index"))), (name, op.name, 0), MOVED
+    elif code == "while":  # which turns at least once
+        (carried,) = operands
+        body = attribute(op, "body")
+        root = module[body].ops[module[body].root]
+        entering = list(_parameter(module, body, 0))
+        yield from _paired(leaves(name, carried), entering)
+        yield from _paired(leaves(body, root), entering)
+        yield from _paired(leaves(body, root), leaves(name, op))
+    elif code in ("fusion", "call", "async-start"):
+        (inner,) = called_by(op)
+        for index, operand in enumerate(operands):
+            yield from _paired(leaves(name, operand), _parameter(module, inner, index))
+        root = module[inner].ops[module[inner].root]
+        yield from _paired(leaves(inner, root), _numbered(name, op.name, len(root.shapes)))
+    elif code == "conditional":
+        for index, inner in enumerate(called_by(op), 1):
+            yield from _paired(leaves(name, operands[index]), _parameter(module, inner, 0))
+            root = module[inner].ops[module[inner].root]
+            yield from _paired(leaves(inner, root), leaves(name, op))
+        yield from (((name, op.operands[0], 0), leaf, SPREAD) for leaf in leaves(name, op))
+    elif code.endswith((DONE, UPDATE)):
+        yield from _paired(_numbered(name, op.operands[0], len(op.shapes)), leaves(name, op))
+    elif len(operands) > 1 and len(operands) == sum(1 for _ in leaves(name, op)):
+        kind = _kind(op)  # of a collective or a sort of many
+        yield from (((name, o, 0), (name, op.name, i), kind) for i, o in enumerate(op.operands))
+    else:
+        kind = _kind(op)
+        for index, operand in enumerate(operands[: VALUES.get(code, len(operands))]):
+            added_to = code == "scatter" and not index
+            for leaf in leaves(name, op):
+                for source in leaves(name, operand):
+                    yield source, leaf, MAPPED if added_to else kind
+
+
+def _kind(op: Op) -> int:
+    if op.opcode == "custom-call" and custom_target(op).startswith(PLACES):
+        return MOVED
+    return KINDS.get(op.opcode.removesuffix(START), MAPPED)
+
+
+def _numbered(computation: str, name: str, count: int) -> Iterator[Leaf]:
+    return ((computation, name, index) for index in range(count))
+
+
+def _paired(sources: Iterable[Leaf], targets: Iterable[Leaf]) -> Iterator[tuple[Leaf, Leaf, int]]:
+    return ((source, target, MOVED) for source, target in zip(sources, targets, strict=False))
+
+
+def _parameter(module: dict[str, Computation], name: str, index: int) -> Iterator[Leaf]:
+    for op in module[name].ops.values():
+        if op.opcode == "parameter" and _number(op) == index:
+            yield from leaves(name, op)
+
+
+def _number(op: Op) -> int:
+    return int(op.inside)

@@ -1,0 +1,156 @@
+"""compile_for: programs that are spread over devices that are not there."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absent import both, compiles, shape, spread
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpjax
+from mpjax._src.hardware import aot
+
+ABSTRACT = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def lowered(monkeypatch, target, fun, *args):
+    """Compiles up to where a compiler of the target would be needed."""
+    monkeypatch.setattr(aot, "require", lambda target: None)
+    return mpjax.compile_for(target, fun, *args)
+
+
+@pytest.mark.parametrize("target", ["h100", "v5e"])
+def test_as_many_devices_as_the_mesh_has(monkeypatch, target):
+    x = spread(ABSTRACT, P("data"), 8, 8)
+    jitted = jax.jit(jnp.sin, in_shardings=NamedSharding(ABSTRACT, P("data")))
+    with pytest.raises(ValueError, match=f"over 8 devices, and .*has one.*'{target} x 8'"):
+        lowered(monkeypatch, target, jitted, shape(8, 8))
+    with pytest.raises(ValueError, match=f"over 8 devices, and target='{target} x 4' has 4.*mesh"):
+        lowered(monkeypatch, f"{target} x 4", jnp.sin, x)
+    with pytest.raises(ValueError, match=r"fun is not sharded.*has 8.*AbstractMesh\(\(8,\)"):
+        lowered(monkeypatch, f"{target} x 8", jnp.sin, jnp.ones(8))
+
+
+def test_what_python_partitions_is_refused_with_the_reason(monkeypatch):
+    @custom_partitioning
+    def kernel(x):
+        return jnp.sin(x)
+
+    kernel.def_partition(
+        infer_sharding_from_operands=lambda mesh, args, result: args[0].sharding,
+        partition=lambda mesh, args, result: (mesh, jnp.sin, result.sharding, (result.sharding,)),
+        sharding_rule="i j -> i j",
+    )
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = spread(mesh, P("data"), 8, 8)
+    with pytest.raises(mpjax.CompileError, match="custom_partitioning: cuDNN's.*jax.shard_map"):
+        lowered(monkeypatch, "h100 x 8", kernel, x)
+
+
+# ---- with the compilers --------------------------------------------------------------------------
+
+WIDTH = 1024
+
+
+def loss(params, x):
+    return jnp.mean((jax.nn.relu(x @ params["up"]) @ params["down"]) ** 2)
+
+
+def fully_sharded(mesh, policy=None):
+    params = {
+        "up": spread(mesh, P("data"), WIDTH, 4 * WIDTH),
+        "down": spread(mesh, P("data"), 4 * WIDTH, WIDTH),
+    }
+    fun = mpjax.autocast(loss, policy) if policy else loss
+    where = jax.tree.map(lambda x: x.sharding, params)
+    step = jax.jit(jax.grad(fun), out_shardings=where)
+    devices = mesh.size
+    return step, params, spread(mesh, P("data"), 1024 * devices, WIDTH)
+
+
+@pytest.mark.parametrize("target", both("h100", "v5e"))
+def test_fully_sharded_parameters_are_gathered_in_half(target):
+    report = mpjax.compile_for(f"{target} x 8", *fully_sharded(ABSTRACT, "mixed_bfloat16"))
+    assert (report.target, report.devices) == (f"{target} x 8", 8)
+    gathers = [row for row in report.collectives if row.carries == "parameters"]
+    assert {(row.dtype, row.devices) for row in gathers} == {("bf16", 8)}
+    assert "all-gather" in {row.kind for row in gathers}
+    whole = 7 / 8 * 8 * WIDTH**2 * 2
+    # On a TPU, shards that wander both ways along a ring may be sent once too often.
+    assert 0.99 * whole < sum(row.wire_bytes * row.runs for row in gathers) < 1.2 * whole
+    assert {row.carries for row in report.collectives} >= {"parameters", "gradients"}
+    assert report.argument_bytes == WIDTH * WIDTH * 4 * (8 / 8 + 1)  # a shard, and rows
+    assert report.matmul_flops == 5 * 2 * 1024 * WIDTH * 4 * WIDTH
+    assert report.wire_bytes == sum(row.wire_bytes * row.runs for row in report.collectives)
+    text = str(report)
+    assert "parameters   all-gather" in text and "one of 8 devices" in text
+    assert report.to_dict()["collectives"][0]["source"].partition(":")[0].endswith(".py")
+
+
+@compiles("h100")
+def test_every_kind_of_mesh_gives_the_same_figures():
+    """Abstract or of CPU devices; set, or known from the arguments; explicit axes alone."""
+    concrete = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    found = [
+        mpjax.compile_for("h100 x 8", *fully_sharded(mesh)).to_dict()
+        for mesh in (ABSTRACT, concrete)
+    ]
+    with jax.set_mesh(concrete):
+        found.append(mpjax.compile_for("h100 x 8", *fully_sharded(concrete)).to_dict())
+    assert found[0] == found[1] == found[2]
+
+    explicit = AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+
+    def gathered(params, x):
+        return loss(jax.tree.map(lambda w: jax.sharding.reshard(w, P()), params), x)
+
+    _, params, x = fully_sharded(explicit)
+    report = mpjax.compile_for("h100 x 8", jax.grad(gathered), params, x)
+    assert {r.carries for r in report.collectives if r.kind == "all-gather"} == {"parameters"}
+
+
+@compiles("h100")
+def test_shard_map():
+    mesh = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=P("a", "b"), out_specs=P("a"))
+    def total(x):
+        return jax.lax.psum(x, "b")
+
+    report = mpjax.compile_for("h100 x 8", total, spread(mesh, P("a", "b"), 64, 64))
+    (row,) = report.collectives
+    assert (row.kind, row.devices, row.shape) == ("all-reduce", 4, (32, 16))
+
+
+@compiles("h100")
+def test_concrete_arrays_of_a_mesh():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, P("data")))
+    report = mpjax.compile_for("h100 x 8", jnp.sum, x)
+    assert [row.kind for row in report.collectives] == ["all-reduce"]
+    one = mpjax.compile_for("h100", jnp.sum, x)
+    assert one.collectives == () and one.argument_bytes == 8 * report.argument_bytes
+
+
+@compiles("h100")
+def test_the_largest_batch_of_several_devices():
+    def make_args(batch):
+        return (spread(ABSTRACT, P("data"), batch, 2**20),)
+
+    found = mpjax.largest_batch("h100 x 8", make_args, jnp.sin, multiple_of=1024)
+    one = mpjax.largest_batch("h100", lambda n: (shape(n, 2**20),), jnp.sin, multiple_of=128)
+    assert found.batch == 8 * one.batch and found.target == "h100 x 8"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", both("h100 x 256", "v5e x 256", "v5p x 16", "v4 x 8"))
+def test_large_meshes(target):
+    devices = int(target.split(" x ")[1])
+    mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    report = mpjax.compile_for(target, *fully_sharded(mesh, "mixed_bfloat16"))
+    assert {row.devices for row in report.collectives} <= {devices, 2}
+    assert np.isfinite(report.roofline_ms)
