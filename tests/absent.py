@@ -1,4 +1,4 @@
-"""What the tests of compile_for and largest_batch share."""
+"""What tests of programs share that are compiled and not run."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import pytest
 
 from mpjax._src.hardware import compiler
 from mpjax._src.hardware import report as aot_report
+from mpjax._src.hardware.collectives import collectives
 from mpjax._src.hardware.targets import find_target
 
 STORED = Path(__file__).parent / "hardware" / "hlo"
@@ -45,3 +46,11 @@ def report(target, *args, **kwargs):
 def spread(mesh, spec, *dims, dtype=jnp.float32):
     """Returns the shape of an array that is spread over a mesh."""
     return jax.ShapeDtypeStruct(dims, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+
+
+def partitioned(mesh, fun, *args, **options):
+    """Compiles for the CPU's devices; returns one device's HLO and what that device sends."""
+    lowered = jax.jit(fun, **options).lower(*args)
+    with jax.set_mesh(mesh):
+        text = lowered.compile().as_text()
+    return text, collectives(text, lowered.compiler_ir("hlo").as_hlo_module().to_string())

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from absent import spread
+from absent import partitioned, spread
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -82,10 +82,7 @@ ENTRY %main (p: f32[64]) -> f32[16] {
 
 
 def compiled(mesh, fun, *args, **options):
-    lowered = jax.jit(fun, **options).lower(*args)
-    with jax.set_mesh(mesh):
-        text = lowered.compile().as_text()
-    return collectives(text, lowered.compiler_ir("hlo").as_hlo_module().to_string())
+    return partitioned(mesh, fun, *args, **options)[1]
 
 
 def carries(rows):

@@ -63,11 +63,10 @@ def carried_by(
         operand = computation.name, op.operands[index], 0
         result = computation.name, op.name, index
         becomes = to_result.get(result, MIXED)
-        single = computation.ops[op.operands[index]].shapes[0].size == 1
         if op.opcode.removesuffix("-start") in SUMS:
             if becomes <= MAPPED and to_matmul.get(result) != SPREAD:
                 return "gradients"
-            if becomes == SPREAD and single:
+            if becomes == SPREAD and result not in to_matmul:
                 return "verdict"
             return "activations" if operand in by_matmul else "statistics"
         if operand not in computed:

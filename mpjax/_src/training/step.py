@@ -129,8 +129,9 @@ def build_train_step(
         loss_scale: "auto" (dynamic for float16 compute, none otherwise), "dynamic", "none", a
             number, or a loss scale of mpjax's or jmp's.
         has_aux: Whether ``loss_fn`` returns ``aux``, found under ``metrics["aux"]``.
-        accumulate_steps: How many micro-batches the leading axis of the batch is split into.
-            Gradients are accumulated in float32 and judged once; ``aux`` is stacked.
+        accumulate_steps: How many micro-batches, k, the leading axis of the batch is split into:
+            rows i, i + k, i + 2 k ... are micro-batch i, so that a sharded batch stays where it
+            lies. Gradients are accumulated in float32 and judged once; ``aux`` is stacked.
         axis_name: The mapped axis or axes (shard_map, pmap) to average gradients, loss and model
             state over. ``loss_fn`` then returns the mean over its own part of the batch; ``aux``
             stays each replica's own. Not needed under plain jit with sharded arrays.
@@ -405,9 +406,14 @@ def _accumulate(
         (loss, (model_state, aux)), grads, seen = grad_fn(params, batch, model_state, rng)
         return widen(loss), model_state, aux, grads, seen
 
-    def micro_step(carry, indexed):
+    split = _split_batch(batch, steps)
+
+    def micro_step(carry, index):
         grad_sum, model_state = carry
-        index, micro_batch = indexed
+        # Indexed here: a batch whose micro-batches came first would be copied as a whole.
+        micro_batch = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False), split
+        )
         micro_rng = None if rng is None else jax.random.fold_in(rng, index)
         out = grad_fn(params, micro_batch, model_state, micro_rng)
         (loss, (model_state, aux)), grads, seen = out
@@ -415,9 +421,8 @@ def _accumulate(
         return (grad_sum, model_state), (widen(loss), aux, seen)
 
     zeros = jax.tree.map(jnp.zeros_like, widen(params))
-    indexed = (jnp.arange(steps), _split_batch(batch, steps))
     (grads, model_state), (losses, aux, seen) = jax.lax.scan(
-        micro_step, (zeros, model_state), indexed
+        micro_step, (zeros, model_state), jnp.arange(steps)
     )
     if seen is not None:
         seen = seen.over(lambda x: jnp.max(x, axis=0), lambda x: jnp.mean(x, axis=0))
@@ -449,7 +454,11 @@ def _average(tree: Any, axis_name: Any) -> Any:
 
 
 def _split_batch(batch: Any, steps: int) -> Any:
-    """Reshapes leading axes from ``n`` to ``(steps, n // steps)``."""
+    """Reshapes leading axes from ``n`` to ``(n // steps, steps)``.
+
+    Each micro-batch takes every ``steps``-th row: where devices have blocks of rows, a part of each
+    block. Blocks of rows as micro-batches would make devices wait for others' rows, or gather them.
+    """
 
     def split(keys, leaf):
         shape = jnp.shape(leaf)
@@ -459,7 +468,7 @@ def _split_batch(batch: Any, steps: int) -> Any:
                 f"accumulate_steps={steps} must divide the leading axis of every array in the "
                 f"batch, but {name_of('batch', keys)}, of shape {shape}, {size}."
             )
-        return jnp.reshape(leaf, (steps, shape[0] // steps, *shape[1:]))
+        return jnp.reshape(leaf, (shape[0] // steps, steps, *shape[1:]))
 
     return jax.tree_util.tree_map_with_path(split, batch)
 
