@@ -34,6 +34,7 @@ from mpjax._src.training.optimizers import (
     skip_nonfinite,
     with_master_weights,
 )
+from mpjax._src.training.placement import state_shardings
 from mpjax._src.training.step import TrainState, TrainStep, build_train_step, raise_if_diverged
 from mpjax._src.training.watch import Overflow, Underflow
 from mpjax._src.trees import all_finite, cast, select
@@ -97,6 +98,7 @@ __all__ = [
     "scaled_value_and_grad",
     "select",
     "skip_nonfinite",
+    "state_shardings",
     "tune",
     "with_master_weights",
 ]

@@ -3,7 +3,10 @@
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+
+from mpjax._src.patterns import name_of
 
 T = TypeVar("T")
 
@@ -30,3 +33,112 @@ def commit_like(tree: T, like: Any) -> T:
     if isinstance(place, NamedSharding):
         place = NamedSharding(place.mesh, PartitionSpec(), memory_kind=place.memory_kind)
     return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, place), tree)
+
+
+def state_shardings(state: T, param_shardings: Any) -> T:
+    """Returns the shardings of a training state, from those of its parameters.
+
+    What an optimizer keeps for a parameter (masters, moments, averages) lies as the parameter does;
+    what it keeps for all but one axis of it (Adafactor) lies as those axes do. All else, such as
+    counters, the loss scale, the rng and the model's state, is replicated.
+
+    Args:
+        state: A `TrainState`, flax's, or the shapes of one (`jax.eval_shape(init, params)`).
+        param_shardings: A sharding for each parameter, as a tree of the same structure or a prefix
+            of it: `jax.sharding.NamedSharding`, or `jax.sharding.PartitionSpec` where a mesh is
+            set.
+
+    Returns:
+        The state with a sharding in place of each array, for ``jax.jit(init, out_shardings=...)``,
+        ``jax.jit(step, out_shardings=(shardings, None))``, `jax.device_put` and restoring.
+
+    Raises:
+        TypeError: If ``state`` has no parameters, or a sharding is none.
+        ValueError: If ``param_shardings`` is no prefix of the parameters, or a sharding has more
+            axes than its parameter.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax, optax
+        >>> from jax.sharding import NamedSharding, PartitionSpec as P
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> init, step = mpjax.build_train_step(lambda w, x: jnp.sum(w @ x), optax.adam(0.1))
+        >>> w = jnp.ones((4, 4))
+        >>> where = mpjax.state_shardings(jax.eval_shape(init, w), NamedSharding(mesh, P("data")))
+        >>> optax.tree.get(where.opt_state, "mu").spec, where.step.spec
+        (P('data',), P())
+        >>> state = jax.jit(init, out_shardings=where)(w)
+
+    As FSDP does it: Zhao et al. 2023; Rajbhandari et al. 2020 (ZeRO).
+    """
+    if not hasattr(state, "params"):
+        raise TypeError(
+            f"state is a {type(state).__name__}, which has no params: it must be a TrainState, or "
+            "the shapes of one (jax.eval_shape(init, params))."
+        )
+    known = _of_params(state.params, param_shardings)
+    first = next(iter(known.values()), (None, PartitionSpec()))[1]
+    everywhere: Any = PartitionSpec()
+    if isinstance(first, NamedSharding):
+        everywhere = NamedSharding(first.mesh, PartitionSpec(), memory_kind=first.memory_kind)
+
+    def place(keys: Any, leaf: Any) -> Any:
+        for start in range(len(keys) + 1):  # the longest end of the path that is a parameter's
+            if found := known.get(keys[start:]):
+                part = _part(*found, jnp.shape(leaf))
+                return everywhere if part is None else part
+        return everywhere
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def _of_params(params: Any, shardings: Any) -> dict[Any, tuple[tuple[int, ...], Any]]:
+    """Returns each parameter's shape and sharding, by its path."""
+
+    def is_sharding(x: Any) -> bool:
+        return isinstance(x, NamedSharding | PartitionSpec)
+
+    try:
+        spread = jax.tree.map(
+            lambda sharding, part: jax.tree.map(lambda _: sharding, part),
+            shardings,
+            params,
+            is_leaf=is_sharding,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"param_shardings must have the structure of state.params, or be its prefix: {error}"
+        ) from None
+    found = {}
+    leaves = jax.tree.leaves(spread, is_leaf=is_sharding)
+    for (keys, leaf), sharding in zip(
+        jax.tree_util.tree_leaves_with_path(params), leaves, strict=True
+    ):
+        if not is_sharding(sharding):
+            raise TypeError(
+                f"{name_of('param_shardings', keys)}={sharding!r} must be a "
+                "jax.sharding.NamedSharding, or a PartitionSpec where a mesh is set."
+            )
+        shape = jnp.shape(leaf)
+        if len(_spec(sharding)) > len(shape):
+            raise ValueError(
+                f"{name_of('param_shardings', keys)} is {_spec(sharding)}, of more axes than the "
+                f"parameter, of shape {shape}, has."
+            )
+        found[keys] = shape, sharding
+    return found
+
+
+def _part(whole: tuple[int, ...], sharding: Any, shape: tuple[int, ...]) -> Any:
+    """Returns the sharding of an array of a parameter's shape, or of all but one axis of it."""
+    spec = [*_spec(sharding), *[None] * (len(whole) - len(_spec(sharding)))]
+    if shape == whole:
+        return sharding
+    for axis in range(len(whole)):
+        if shape == whole[:axis] + whole[axis + 1 :]:
+            rest = PartitionSpec(*spec[:axis], *spec[axis + 1 :])
+            return sharding.update(spec=rest) if isinstance(sharding, NamedSharding) else rest
+    return None
+
+
+def _spec(sharding: Any) -> PartitionSpec:
+    return sharding.spec if isinstance(sharding, NamedSharding) else sharding
