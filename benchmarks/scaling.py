@@ -5,7 +5,7 @@
     layers    tracing and compiling the gradient of a Llama whose layers Python writes out
     programs  tracing the gradient of GPT-2 and of neural ODEs whose steps are written out
     batch     the memory of a training step on an H100, compiled without having one
-    devices   what each H100 sends and takes in a step that is spread over 1 to 256 of them
+    devices   what each H100 sends and takes in a data-parallel step on 1 to 256 of them
     steps     arrays, memory and compilations after thousands of steps: none may grow
 
 Seconds are of CPU, the best of several, the ways measured in turns with JAX's caches cleared;
@@ -198,11 +198,16 @@ def devices(smoke: bool):
 
 
 def wire(model: Callable, count: int) -> dict[str, Any]:
-    """Returns what each of some H100s sends and takes in a step whose state is fully sharded."""
+    """Returns what each of some H100s sends and takes in a data-parallel step."""
     loss, params, rest, batch, optimizer = model()
-    state = spread((params, rest, jax.eval_shape(optimizer.init, params)), count)
-    batch = spread(batch, count, axis=0)
-    shardings = jax.tree.map(lambda x: x.sharding, state)
+    mesh = AbstractMesh((count,), ("data",), axis_types=(AxisType.Auto,))
+
+    def spread(tree, spec):
+        place = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
+
+    state = spread((params, rest, jax.eval_shape(optimizer.init, params)), P())
+    batch, shardings = spread(batch, P("data")), NamedSharding(mesh, P())
     found = {}
     for way, taken in {"float32": loss, "autocast": mpjax.autocast(loss, POLICY)}.items():
         step = training_step(taken, optimizer)
@@ -220,19 +225,6 @@ def wire(model: Callable, count: int) -> dict[str, Any]:
             if (value := found["float32"][key])
         },
     }
-
-
-def spread(tree: Any, count: int, axis: int | None = None) -> Any:
-    """Returns shapes spread over devices: by one axis, or the largest that has a share for each."""
-    mesh = AbstractMesh((count,), ("devices",), axis_types=(AxisType.Auto,))
-
-    def place(leaf):
-        whole = [i for i, size in enumerate(leaf.shape) if size % count == 0]
-        chosen = max(whole, key=lambda i: leaf.shape[i], default=None) if axis is None else axis
-        spec = P(*("devices" if i == chosen else None for i in range(leaf.ndim)))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-    return jax.tree.map(place, tree)
 
 
 # ---- steps ---------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def explain(
     type=options.NAMES,
     required=True,
     metavar="NAMES",
-    help="Accelerators, such as v100,h100; none of them need be there.",
+    help="Accelerators, such as v100,h100 or 'h100 x 8'; none of them need be there.",
 )
 @options.policy(None, "Autocast the function first; as it is, if not given.")
 @options.as_json
@@ -146,7 +146,8 @@ def compile_(
 ) -> None:
     """Compile a function for accelerators that are not here.
 
-    Shows the memory, the matmuls' dtypes and the least time that a run would take, side by side.
+    Shows the memory, the matmuls' dtypes and the least time that a run would take, side by side; of
+    several devices what one of them takes, and what it sends to the others.
     Exits with 1 if the program does not fit a device or its compiler refuses it.
 
     \b
