@@ -38,10 +38,9 @@ def test_what_grows_is_a_problem(results):
 
 
 def test_what_cannot_be_compiled_says_why(results):
-    run(results, "devices")
-    assert "one device" in results.cases["devices"]["1 to 256 devices"]["skipped"]
-    row = scaling.memory(scaling.functools.partial(scaling.MODELS["ode"], steps=1, width=8))
-    assert "not installed" in row.get("skipped", "") or row["ratios"]
+    model = scaling.functools.partial(scaling.MODELS["ode"], steps=1, width=8)
+    for row in (scaling.memory(model), scaling.wire(model, 1)):
+        assert "not installed" in row.get("skipped", "") or row["ratios"]
 
 
 def test_a_budget_that_is_spent_starts_nothing(results):
