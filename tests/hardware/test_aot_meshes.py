@@ -1,5 +1,6 @@
 """compile_for: programs that are spread over devices that are not there."""
 
+import re
 from functools import partial
 
 import jax
@@ -35,20 +36,26 @@ def test_as_many_devices_as_the_mesh_has(monkeypatch, target):
         lowered(monkeypatch, f"{target} x 8", jnp.sin, jnp.ones(8))
 
 
-def test_what_python_partitions_is_refused_with_the_reason(monkeypatch):
-    @custom_partitioning
-    def kernel(x):
-        return jnp.sin(x)
+@custom_partitioning
+def kernel(x):
+    return jnp.sin(x), jnp.sum(x, 1)
 
-    kernel.def_partition(
-        infer_sharding_from_operands=lambda mesh, args, result: args[0].sharding,
-        partition=lambda mesh, args, result: (mesh, jnp.sin, result.sharding, (result.sharding,)),
-        sharding_rule="i j -> i j",
-    )
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    x = spread(mesh, P("data"), 8, 8)
-    with pytest.raises(mpjax.CompileError, match="custom_partitioning: cuDNN's.*jax.shard_map"):
-        lowered(monkeypatch, "h100 x 8", kernel, x)
+
+def partition(mesh, args, results):
+    """Rows stay where they lie."""
+    (x,) = args
+    if x.shape == (8, 9):
+        raise RuntimeError("nine columns")
+    rows = NamedSharding(mesh, P(x.sharding.spec[0]))
+    return mesh, lambda x: (jnp.sin(x), jnp.sum(x, 1)), (rows, rows), (rows,)
+
+
+kernel.def_partition(partition, sharding_rule="i j -> i j, i")
+
+
+def test_what_python_partitions_wants_a_mesh_of_devices(monkeypatch):
+    with pytest.raises(ValueError, match=r"custom_partitioning: cuDNN's.*JAX_NUM_CPU_DEVICES=8"):
+        lowered(monkeypatch, "h100 x 8", kernel, spread(ABSTRACT, P("data"), 8, 8))
 
 
 # ---- with the compilers --------------------------------------------------------------------------
@@ -154,3 +161,36 @@ def test_large_meshes(target):
     report = mpjax.compile_for(target, *fully_sharded(mesh, "mixed_bfloat16"))
     assert {row.devices for row in report.collectives} <= {devices, 2}
     assert np.isfinite(report.roofline_ms)
+
+
+@compiles("h100")
+def test_python_is_asked_how_to_partition():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = spread(mesh, P("data"), 64, 128)
+    report = mpjax.compile_for("h100 x 8", lambda x: kernel(2 * x), x)
+    assert report.collectives == () and report.output_bytes < 2 * x.size * 4 / 8
+    with pytest.raises(mpjax.CompileError, match="nine columns"):
+        mpjax.compile_for("h100 x 8", kernel, spread(mesh, P("data"), 8, 9))
+
+
+@compiles("v5e")
+def test_a_tpu_s_compiler_does_not_ask():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    with pytest.raises(mpjax.CompileError, match="custom_partitioning.*within jax.shard_map"):
+        mpjax.compile_for("v5e x 8", kernel, spread(mesh, P("data"), 64, 128))
+
+
+@compiles("h100")
+def test_cudnn_s_attention_is_not_gathered():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    x = spread(mesh, P("data", None, "model"), 8, 512, 16, 64)
+
+    def loss(q, k, v):
+        return jnp.sum(jnp.sin(mpjax.dot_product_attention(q, k, v, is_causal=True)))
+
+    step = jax.grad(mpjax.autocast(loss, "mixed_bfloat16"), (0, 1, 2))
+    report = mpjax.compile_for("h100 x 8", step, x, x, x)
+    assert report.collectives == ()
+    assert {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"} <= set(
+        re.findall(r"__cudnn\$\w+", report.hlo)
+    )

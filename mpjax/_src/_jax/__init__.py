@@ -9,6 +9,7 @@ from jax.extend.core import Literal
 from mpjax._src._jax.aot import as_if_on_gpu, compile_only
 from mpjax._src._jax.barriers import BARRIERS, GPUS, cpu_barrier, gpu_barrier
 from mpjax._src._jax.calls import linearized_once
+from mpjax._src._jax.partitioning import answer_partitioning, ask_elsewhere
 from mpjax._src._jax.programs import (
     abstract,
     aval_of,
@@ -57,7 +58,9 @@ __all__ = (
     "GPUS",
     "Literal",
     "abstract",
+    "answer_partitioning",
     "as_if_on_gpu",
+    "ask_elsewhere",
     "aval_of",
     "below",
     "bind",

@@ -1,6 +1,7 @@
 """Compiles functions for hardware that is not there."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import io
@@ -21,8 +22,6 @@ from mpjax._src.hardware.targets import Target, find_target
 from mpjax._src.patterns import path_of
 
 LONGEST = 1e6  # seconds; what the operating system can wait for has an end too
-# What stands in StableHLO for a function that XLA asks Python to partition.
-PARTITIONED_BY_PYTHON = b"CustomSPMDPartitioning"
 
 
 def compile_for(
@@ -122,8 +121,16 @@ def check_callable(fun: Any, argument: str) -> None:
         raise TypeError(f"{argument}={fun!r} must be a function.")
 
 
-def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """Returns the StableHLO of a function for a target, its arguments taken from any device."""
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program to be compiled: its StableHLO, and what must live until it is."""
+
+    stablehlo: bytes
+    lowered: Any
+
+
+def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> Program:
+    """Lowers a function for a target, its arguments taken from any device."""
     abstract = jax.tree.map(functools.partial(_abstract, target.devices > 1), tuple(args))
     if not _is_jitted(fun):
         _check_args(fun, abstract)
@@ -131,21 +138,19 @@ def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> bytes
         program, partitions = _stablehlo_for(target, fun, abstract)
     if partitions != target.devices:
         _tell_of_partitions(target, partitions)
-    if PARTITIONED_BY_PYTHON in program:
-        raise CompileError(
-            f"fun cannot be compiled for target={target.name!r}: it calls a function that Python "
-            "partitions (jax.experimental.custom_partitioning: cuDNN's attention, Transformer "
-            "Engine), which the process that compiles cannot ask. Call it within jax.shard_map, "
-            "which partitions it beforehand."
-        )
     return program
 
 
 def compile_program(
-    child: Compilers, target: Target, program: bytes, timeout: float, options: Options
+    child: Compilers, target: Target, program: Program, timeout: float, options: Options
 ) -> CompileReport:
     """Returns the report of a program that a child compiles."""
-    return report_of(target, child.compile(target, program, timeout, options))
+
+    def partition(question: dict[str, Any]) -> dict[str, Any]:
+        with traced_for(target.chip), _jax.as_if_on_gpu(target.capability):
+            return _jax.answer_partitioning(question)
+
+    return report_of(target, child.compile(target, program.stablehlo, timeout, options, partition))
 
 
 # ---- inside --------------------------------------------------------------------------------------
@@ -158,8 +163,8 @@ def _is_jitted(fun: Any) -> bool:
 
 def _stablehlo_for(
     target: Target, fun: Callable[..., Any], args: Sequence[Any]
-) -> tuple[bytes, int]:
-    """Returns a function's StableHLO for a target that need not be there, and its partitions.
+) -> tuple[Program, int]:
+    """Returns a function's program for a target that need not be there, and its partitions.
 
     A function that is jitted already keeps its donation and its static arguments.
     """
@@ -169,9 +174,8 @@ def _stablehlo_for(
         module = lowered.compiler_ir("stablehlo")
     buffer = io.BytesIO()
     module.operation.write_bytecode(buffer)
-    return buffer.getvalue(), mlir.ir.IntegerAttr(
-        module.operation.attributes["mhlo.num_partitions"]
-    ).value
+    partitions = mlir.ir.IntegerAttr(module.operation.attributes["mhlo.num_partitions"]).value
+    return Program(buffer.getvalue(), lowered), partitions
 
 
 def _abstract(spread: bool, x: Any) -> Any:
@@ -243,5 +247,12 @@ def _lowering_errors(target: Target) -> Iterator[None]:
                 f"fun cannot be lowered for target={target.name!r}: it calls back into Python "
                 "(jax.debug.print, pure_callback, io_callback), which needs a running device. "
                 "Leave the callbacks out."
+            ) from error
+        if "require devices" in text:
+            raise ValueError(
+                f"fun cannot be lowered for target={target.name!r} over an AbstractMesh: it calls "
+                "a function that Python partitions (custom_partitioning: cuDNN's attention, "
+                "Transformer Engine), which asks for a mesh of devices. CPU devices will do: "
+                f"JAX_NUM_CPU_DEVICES={target.devices} in the environment, and jax.make_mesh."
             ) from error
         raise

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,8 @@ from mpjax._src.hardware.targets import Target
 
 # XLA's flags for one compilation, by name.
 Options = dict[str, Any]
+# What answers a question that the compiler asks while it compiles.
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 # What the child must not inherit: flags for other compilers, and settings that choose devices.
 DROPPED = (
@@ -57,6 +60,11 @@ ADVICE = (
         "The card has no bfloat16 units: compute in float16 (policy='mixed_float16').",
     ),
     (r"Unsupported algorithm", "The card has no units for it: ask for another precision=."),
+    (
+        r"CustomSPMDPartitioning",
+        "It cannot ask Python how to partition a function (custom_partitioning): call that within "
+        "jax.shard_map.",
+    ),
     (r"[Hh]ost ?[Cc]allback|callback", "A callback needs a running device: leave it out."),
 )
 
@@ -68,9 +76,16 @@ class Compilers:
         self.process, self.connection, self.folder = process, connection, folder
 
     def compile(
-        self, target: Target, program: bytes, timeout: float, options: Options
+        self,
+        target: Target,
+        program: bytes,
+        timeout: float,
+        options: Options,
+        answer_question: Answer = lambda question: {},
     ) -> dict[str, Any]:
         """Returns what `_jax.compile_only` returns, from the child.
+
+        What the child asks meanwhile is answered by ``answer_question``.
 
         Raises:
             OutOfMemoryError: If the compiler says that the program does not fit.
@@ -89,12 +104,18 @@ class Compilers:
         (self.folder / "program").write_bytes(program)
         try:
             self.connection.send_bytes(json.dumps(request).encode())
-            if not self.connection.poll(timeout):
-                raise TimeoutError(
-                    f"compiling for target={target.name!r} took more than timeout={timeout:g} "
-                    "seconds. Give it more, or a smaller program (lax.scan over equal layers)."
-                )
-            answer = json.loads(self.connection.recv_bytes())
+            end = time.monotonic() + timeout
+            while True:
+                if not self.connection.poll(max(0.0, end - time.monotonic())):
+                    raise TimeoutError(
+                        f"compiling for target={target.name!r} took more than timeout={timeout:g} "
+                        "seconds. Give it more, or a smaller program (lax.scan over equal layers)."
+                    )
+                answer = json.loads(self.connection.recv_bytes())
+                if "question" not in answer:
+                    break
+                reply = answer_question(answer["question"])
+                self.connection.send_bytes(json.dumps(reply).encode())
         except (EOFError, ConnectionError):
             self._tell_of_death(target)
         if "error" in answer:

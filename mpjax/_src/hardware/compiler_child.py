@@ -1,6 +1,7 @@
 """The process that compiles for hardware that is not there; `compiler` starts it.
 
-Reads JSON requests from a connection, writes JSON answers, ends when the other side does.
+Reads JSON requests from a connection, writes JSON answers, ends when the other side does. While it
+compiles it may ask a question, which is answered before it goes on.
 """
 
 import json
@@ -16,6 +17,14 @@ def main() -> None:
     """Answers requests on the file descriptor that the last argument of the command names."""
     os.dup2(2, 1)  # nobody reads what a compiler prints
     connection = Connection(int(sys.argv[-1]))
+
+    def ask(question: dict[str, Any]) -> dict[str, Any]:
+        connection.send_bytes(json.dumps({"question": question}).encode())
+        return json.loads(connection.recv_bytes())
+
+    from mpjax._src import _jax
+
+    _jax.ask_elsewhere(ask)
     while True:
         try:
             request = json.loads(connection.recv_bytes())
