@@ -111,6 +111,23 @@ def all_finite(tree: Any) -> jax.Array:
     return functools.reduce(jnp.logical_and, verdicts, jnp.array(True))
 
 
+def stays_finite(new: Any, old: Any) -> jax.Array:
+    """Tells whether each leaf of ``new`` is finite, but for those that were not in ``old``.
+
+    A leaf is judged whole: a mask of -Inf in it, or a maximum that starts there, exempts it.
+
+    Args:
+        new: A pytree of arrays, judged as by `all_finite`.
+        old: What it was before, of the same structure.
+
+    Returns:
+        A scalar bool array; True for an empty tree.
+    """
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    verdicts = [all_finite(a) | ~all_finite(b) for a, b in pairs]
+    return functools.reduce(jnp.logical_and, verdicts, jnp.array(True))
+
+
 def select(pred: Any, on_true: T, on_false: T) -> T:
     """Returns one of two pytrees, bit for bit, by a boolean that may be traced.
 

@@ -22,6 +22,10 @@ def test_raise_if_diverged_says_how_many_at_what_scale_and_why():
         mpjax.raise_if_diverged(metrics, 3)
     with pytest.raises(mpjax.DivergenceError, match="loss itself was not finite.*the data"):
         mpjax.raise_if_diverged({**metrics, "loss_finite": jnp.array(False)}, 2)
+    with pytest.raises(mpjax.DivergenceError, match="the new model_state was not.*an outlier"):
+        mpjax.raise_if_diverged({**metrics, "state_finite": jnp.array(False)}, 2)
+    with pytest.raises(mpjax.DivergenceError, match="loss itself was not finite"):
+        mpjax.raise_if_diverged({**metrics, "state_finite": False, "loss_finite": False}, 2)
     for wrong in ({}, None):
         with pytest.raises(TypeError, match="metrics=.*must be the metrics"):
             mpjax.raise_if_diverged(wrong, 2)

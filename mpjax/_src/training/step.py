@@ -33,7 +33,7 @@ from mpjax._src.training.optimizers import (
 from mpjax._src.training.placement import commit_like, vary_like
 from mpjax._src.training.transaction import gated
 from mpjax._src.training.watch import first_overflow, observer, underflow
-from mpjax._src.trees import cast, cast_like, is_array, select, widen
+from mpjax._src.trees import cast, cast_like, is_array, select, stays_finite, widen
 
 # What a step changes or leaves as it is, all of it.
 CHANGED = ("step", "params", "opt_state", "model_state")
@@ -104,8 +104,9 @@ def build_train_step(
 
     The step always goes in this order: forward in the policy's precision, scale in float32,
     backward, unscale in float32 by the same scale, average over micro-batches and replicas, judge
-    whether the loss and the norm of the gradients are finite, optimizer, gate, adjust the scale.
-    Clipping in the optimizer's chain therefore sees true gradients, and shares their norm.
+    whether the loss, the norm of the gradients and the new model state are finite, optimizer, gate,
+    adjust the scale. Clipping in the optimizer's chain therefore sees true gradients, and shares
+    their norm.
 
     The forward pass: a policy of ``casting="op"`` (O1, which is mixed_float16 and mixed_bfloat16,
     and O2) puts ``loss_fn`` under `autocast`, which chooses a dtype for every operation of it; any
@@ -115,9 +116,15 @@ def build_train_step(
 
     The gate is a transaction. On a skipped step ``params``, ``opt_state``, ``model_state`` and
     ``step`` are bit-identical to before; only the loss scale, the rng and the skip counters move.
-    If the loss itself is not finite the scale stays, because no scale can cure the forward pass.
-    Gradients whose squares overflow float32 are skipped like infinite ones: clipping would turn
-    them into zeros, and Adam's second moment would stay infinite.
+    If the loss itself is not finite the scale stays, because no scale can cure the forward pass;
+    so it does if the new model state alone is not. Leaves of the model state that were not finite
+    before (a running maximum that starts at -Inf) are not held against it, nor are integers and
+    keys. Gradients whose squares overflow float32 are skipped like infinite ones: clipping would
+    turn them into zeros, and Adam's second moment would stay infinite.
+
+    Updated parameters are not judged: that would read and write the whole state once more. Where an
+    update overflows them (a wild learning rate, a float16 weight beyond 65504) the step is applied,
+    and all steps after it are skipped, which `raise_if_diverged` tells.
 
     Args:
         loss_fn: ``loss_fn(params, batch)``, with the keywords ``model_state=`` and ``rng=`` when
@@ -143,9 +150,9 @@ def build_train_step(
         A `TrainStep` of ``init`` and ``step``. ``init(params, model_state=None, rng=None)`` copies
         what it is given. ``step(state, batch)`` is made to be jitted:
         ``jax.jit(step, donate_argnums=0)``. Its metrics are device scalars: ``loss`` and
-        ``grad_norm`` (float32, true values), ``grads_finite``, ``loss_finite``, ``loss_scale``
-        (for the next step), ``skipped_steps``, ``consecutive_skips``, and ``aux`` if there is one;
-        with the reports that were asked for.
+        ``grad_norm`` (float32, true values), ``grads_finite``, ``loss_finite``, ``state_finite``,
+        ``loss_scale`` (for the next step), ``skipped_steps``, ``consecutive_skips``, and ``aux`` if
+        there is one; with the reports that were asked for.
 
     Raises:
         TypeError: If ``loss_fn`` or ``optimizer`` is not what it should be.
@@ -242,7 +249,8 @@ def build_train_step(
         if report_underflow:
             sizes = [leaf.size for leaf in jax.tree.leaves(grads)]
             reports["underflow"] = underflow(seen, sizes, policy.compute_dtype)
-        finite = jnp.logical_and(grads_finite, loss_finite)
+        state_finite = stays_finite(model_state, state.model_state)
+        finite = grads_finite & loss_finite & state_finite
         extra_args = {"value": loss} if takes_value else {}
 
         def applied(before, grads, model_state, extra_args):
@@ -258,9 +266,12 @@ def build_train_step(
         before = {name: getattr(state, name) for name in CHANGED}
         skipped = jnp.logical_not(finite).astype(jnp.int32)
 
+        # No scale cures the forward pass: gradients alone lower it, where the loss is good.
+        speaks = finite | (loss_finite & ~grads_finite)
+        adjusted = state.loss_scale.adjust(grads_finite)
         new = TrainState(
             **gated(finite, applied, before, grads, model_state, extra_args),
-            loss_scale=select(loss_finite, state.loss_scale.adjust(grads_finite), state.loss_scale),
+            loss_scale=select(speaks, adjusted, state.loss_scale),
             rng=rng,
             skipped_steps=state.skipped_steps + skipped,
             consecutive_skips=(state.consecutive_skips + 1) * skipped,
@@ -270,6 +281,7 @@ def build_train_step(
             "grad_norm": grad_norm,
             "grads_finite": grads_finite,
             "loss_finite": loss_finite,
+            "state_finite": state_finite,
             "loss_scale": jnp.asarray(new.loss_scale.loss_scale, jnp.float32),
             "skipped_steps": new.skipped_steps,
             "consecutive_skips": new.consecutive_skips,
@@ -314,7 +326,16 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
     if skips < most:
         return
     scale = float(metrics["loss_scale"])
-    if bool(metrics["loss_finite"]):
+    # Metrics that were kept from before there was a verdict on the state have none.
+    state_finite = bool(metrics.get("state_finite", True))
+    if bool(metrics["loss_finite"]) and not state_finite:
+        cause = (
+            "The loss was finite, the new model_state was not, which no loss scale can cure. Usual "
+            "causes: an outlier in the data (the square of 2e19 overflows the variance of "
+            "BatchNorm), an overflow in the half forward pass, or a statistic that is divided by "
+            "0: check the batch, or compute the statistics in float32."
+        )
+    elif bool(metrics["loss_finite"]):
         cause = (
             "The loss was finite, its gradients were not. Usual causes: the learning rate is too "
             "high, an operation has an infinite derivative (sqrt or norm at 0, log near 0), or "
@@ -325,8 +346,8 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
         cause = (
             "The loss itself was not finite, which no loss scale can cure. Usual causes: NaN or "
             "infinity in the data, an overflow in the float16 forward pass (attention scores, "
-            "large activations), or weights that have diverged: check the batch, lower the "
-            "learning rate, or try 'mixed_bfloat16'."
+            "large activations), or weights that have diverged (float16 ones end at 65504): check "
+            "the batch, lower the learning rate, or try 'mixed_bfloat16'."
         )
     raise DivergenceError(f"{skips} steps in a row were skipped, at loss scale {scale:g}. {cause}")
 
