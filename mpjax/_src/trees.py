@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.dtypes import FLOAT32, FLOAT64, DTypeLike, canonical
+from mpjax._src.errors import brief
 from mpjax._src.patterns import path_of
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ def is_one_bool(verdict: Any) -> bool:
     """Tells whether a verdict is one bool: Python's, NumPy's, or a traced scalar."""
     if isinstance(verdict, bool):
         return True
-    return np.shape(verdict) == () and getattr(verdict, "dtype", None) == np.bool_
+    return getattr(verdict, "dtype", None) == np.bool_ and np.shape(verdict) == ()
 
 
 def cast_leaf(leaf: Any, dtype: np.dtype, float64: bool = False) -> Any:
@@ -151,7 +152,7 @@ def select(pred: Any, on_true: T, on_false: T) -> T:
     """
     if not is_one_bool(pred):
         raise ValueError(
-            f"pred={pred!r} must be one bool: a Python bool or a boolean array of shape (). "
+            f"pred={brief(pred)} must be one bool: a Python bool or a boolean array of shape (). "
             "For a verdict on many values use jnp.all(...) or mpjax.all_finite(...)."
         )
 
@@ -164,8 +165,8 @@ def select(pred: Any, on_true: T, on_false: T) -> T:
             if a is b or np.array_equal(a, b):
                 return a
             raise ValueError(
-                f"select: {where} is no array and differs: {a!r} against {b!r}. Such leaves must "
-                "be equal in on_true and on_false; keep what changes in arrays."
+                f"select: {where} is no array and differs: {brief(a)} against {brief(b)}. Such "
+                "leaves must be equal in on_true and on_false; keep what changes in arrays."
             )
         kinds = [(jnp.shape(x), getattr(x, "dtype", type(x).__name__)) for x in (a, b)]
         if kinds[0] != kinds[1]:

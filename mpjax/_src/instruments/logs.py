@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.dtypes import HALVES
+from mpjax._src.errors import brief
 from mpjax._src.instruments.histogram import GradientHistogram
 from mpjax._src.patterns import path_of
+from mpjax._src.training.loss_scale import whole_number
 from mpjax._src.training.watch import Overflow, Underflow
 
 # What each writer has been given and has not been handed yet, because the device still computes it.
@@ -94,10 +96,11 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
         ...     mpjax.log_metrics(log, 1, {"loss": 0.5, "aux": {"accuracy": 1.0}})
     """
     _check_writer(writer)
-    if isinstance(step, jax.Array) or not isinstance(step, (int, np.integer)):
+    whole = None if isinstance(step, jax.Array) else whole_number(step)
+    if whole is None or not -(2**63) <= whole < 2**63:
         raise TypeError(
-            f"step={step!r} must be a Python integer: the loop's own counter. Reading it from the "
-            "state would wait for the device."
+            f"step={brief(step)} must be a Python integer of 64 bits: the loop's own counter. "
+            "Reading it from the state would wait for the device."
         )
     values = {}
     is_report = lambda leaf: isinstance(leaf, REPORTS)  # noqa: E731
@@ -113,7 +116,7 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
     copy = lambda leaf: jax.tree.map(jnp.copy, leaf) if _is_histogram(leaf) else leaf  # noqa: E731
     values = {name: copy(leaf) for name, leaf in values.items()}
     waiting = _WAITING.setdefault(writer, collections.deque())
-    waiting.append((int(step), values))
+    waiting.append((whole, values))
     while waiting and all(map(_is_ready, jax.tree.leaves(waiting[0][1]))):
         _write(writer, *waiting.popleft())
 
@@ -221,6 +224,6 @@ def _check_writer(writer: Any) -> None:
     known = isinstance(writer, JsonLines)
     if not (known or hasattr(writer, "add_scalar") or hasattr(writer, "scalar")):
         raise TypeError(
-            f"writer={writer!r} must be an mpjax.JsonLines(path), a tensorboardX.SummaryWriter or "
-            "a flax.metrics.tensorboard.SummaryWriter."
+            f"writer={brief(writer)} must be an mpjax.JsonLines(path), a "
+            "tensorboardX.SummaryWriter or a flax.metrics.tensorboard.SummaryWriter."
         )

@@ -18,15 +18,16 @@ import optax
 
 from mpjax._src.autocast.transform import autocast
 from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.errors import DivergenceError
+from mpjax._src.errors import DivergenceError, brief, did_you_mean
 from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.patterns import name_of, paths
 from mpjax._src.policy import Policy, get_policy
 from mpjax._src.training.gradients import observed_value_and_grad
-from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale, whole_number
+from mpjax._src.training.loss_scale import LossScale, check_count, resolve_loss_scale, whole_number
 from mpjax._src.training.optimizers import (
     apply_updates,
     as_optimizer,
+    check_state,
     in_full_precision,
     with_master_weights,
 )
@@ -156,7 +157,8 @@ def build_train_step(
 
     Raises:
         TypeError: If ``loss_fn`` or ``optimizer`` is not what it should be.
-        ValueError: If an argument is not legal.
+        ValueError: If an argument is not legal; from ``step``, if no axis ``axis_name`` is mapped
+            where it is called, or the state holds that of another optimizer.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax
@@ -185,6 +187,7 @@ def build_train_step(
         "report_underflow": report_underflow,
     }
     _check_arguments(loss_fn, flags, accumulate_steps)
+    axes = _axes(axis_name)
     first_scale = resolve_loss_scale(loss_scale, policy.needs_loss_scaling)
     takes_value = _takes_value(as_optimizer(optimizer, "optimizer"))
     keep_masters = with_master_weights if policy.master_weights else in_full_precision
@@ -220,6 +223,9 @@ def build_train_step(
                 f"state is a {type(state).__name__}, not a TrainState. The order is "
                 "step(state, batch), with the state that init(params) returned."
             )
+        check_state(optimizer.init, state.opt_state, state.params, "state.opt_state")
+        for name in axes:
+            _check_axis(name, axis_name)
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         params, model_state = state.params, state.model_state
         if axis_name is not None:
@@ -313,9 +319,11 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
     """
     most = whole_number(limit)
     if most is None or most < 1:
-        raise ValueError(f"limit={limit!r} must be a whole number of steps, 1 or more.")
+        raise ValueError(f"limit={brief(limit)} must be a whole number of steps, 1 or more.")
     if not (isinstance(metrics, dict) and "consecutive_skips" in metrics):
-        raise TypeError(f"metrics={metrics!r} must be the metrics that a training step returned.")
+        raise TypeError(
+            f"metrics={brief(metrics)} must be the metrics that a training step returned."
+        )
     if jnp.ndim(metrics["consecutive_skips"]):
         raise ValueError(
             "metrics holds those of several steps or members, of shape "
@@ -436,9 +444,9 @@ def _accumulate(
         return (grad_sum, model_state), (widen(loss), aux, seen)
 
     zeros = jax.tree.map(jnp.zeros_like, widen(params))
-    indexed = (jnp.arange(steps), _split_batch(batch, steps))
+    batches = _split_batch(batch, steps)  # which refuses more steps than there are examples
     (grads, model_state), (losses, aux, seen) = jax.lax.scan(
-        micro_step, (zeros, model_state), indexed
+        micro_step, (zeros, model_state), (jnp.arange(steps), batches)
     )
     if seen is not None:
         seen = seen.over(lambda x: jnp.max(x, axis=0), lambda x: jnp.mean(x, axis=0))
@@ -495,7 +503,7 @@ def _owned(tree: Any, argument: str) -> Any:
     def own(keys, leaf):
         if not (is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
             raise TypeError(
-                f"{name_of(argument, keys)} is {leaf!r}, not an array. Keep functions "
+                f"{name_of(argument, keys)} is {brief(leaf)}, not an array. Keep functions "
                 "and settings out of the state: for Equinox, eqx.partition(model, eqx.is_array) "
                 "and eqx.combine inside loss_fn; for Flax NNX, nnx.split(model). For the shapes "
                 "of a state, jax.eval_shape(init, ...)."
@@ -515,14 +523,40 @@ def _takes_value(optimizer: optax.GradientTransformationExtraArgs) -> bool:
 
 def _check_arguments(loss_fn: Any, flags: dict[str, Any], accumulate_steps: Any) -> None:
     if not callable(loss_fn):
-        raise TypeError(f"loss_fn={loss_fn!r} must be a function loss_fn(params, batch) -> loss.")
+        raise TypeError(
+            f"loss_fn={brief(loss_fn)} must be a function loss_fn(params, batch) -> loss."
+        )
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            raise ValueError(f"{name}={flag!r} must be True or False.")
-    if (whole_number(accumulate_steps) or 0) < 1:
+            raise ValueError(f"{name}={brief(flag)} must be True or False.")
+    check_count("accumulate_steps", accumulate_steps)
+
+
+def _axes(axis_name: Any) -> tuple[str, ...]:
+    """Returns the names of the mapped axes that a user's argument stands for."""
+    names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    if axis_name is None:
+        return ()
+    legal = all(isinstance(name, str) and name for name in names)
+    if not (names and legal and len({*names}) == len(names)):
         raise ValueError(
-            f"accumulate_steps={accumulate_steps!r} must be a whole number, 1 or more."
+            f"axis_name={brief(axis_name)} must be the name of a mapped axis, such as 'data', a "
+            "tuple of several, or None under plain jit."
         )
+    return tuple(names)
+
+
+def _check_axis(name: str, axis_name: Any) -> None:
+    try:
+        jax.lax.axis_size(name)
+    except NameError:
+        mapped = jax.sharding.get_abstract_mesh().manual_axes
+        raise ValueError(
+            f"axis_name={axis_name!r}: no axis {name!r} is mapped where the step is called; mapped "
+            f"are {', '.join(map(repr, mapped)) or 'none'}.{did_you_mean(name, mapped)} Call it "
+            "within jax.shard_map or jax.pmap over an axis of that name; under plain jit with "
+            "sharded arrays leave axis_name out."
+        ) from None
 
 
 def _check_params(params: Any) -> None:
@@ -544,7 +578,7 @@ def _check_rng(rng: Any) -> Any:
         typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
         if (typed and rng.ndim == 0) or (rng.dtype == jnp.uint32 and rng.ndim == 1):
             return rng
-    raise TypeError(f"rng={rng!r} must be one PRNG key, such as jax.random.key(0).")
+    raise TypeError(f"rng={brief(rng)} must be one PRNG key, such as jax.random.key(0).")
 
 
 def _check_signature(loss_fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
