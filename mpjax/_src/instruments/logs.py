@@ -1,10 +1,13 @@
 """Metrics to TensorBoard and JSON lines, without ever making a step wait."""
 
 import collections
+import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import math
+import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,13 +37,17 @@ METHODS = {"add_scalar": "add_text", "scalar": "text"}
 class JsonLines:
     """A file of one JSON object per step, for `log_metrics`.
 
-    As a context it flushes at its end; outside of one call `flush_metrics`.
+    As a context it flushes at its end; outside of one call `flush_metrics`. A line is written whole
+    or not at all: where the disk is full, `log_metrics` and `flush_metrics` raise an OSError that
+    names the step that was lost, and go on with the next one when they are called again.
 
     Args:
         path: Of the file; what it holds is kept, and lines are added.
 
     Raises:
-        OSError: If the file cannot be written.
+        TypeError: If ``path`` is no path.
+        OSError: If the file cannot be written: a directory, an empty path, a folder that is
+            missing.
 
     Example:
         >>> import mpjax, pathlib, tempfile
@@ -52,16 +59,28 @@ class JsonLines:
     """
 
     def __init__(self, path: str | Path):
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"path={brief(path)} must be the path of a file, such as 'run.jsonl'.")
         self.path = Path(path)
-        self.path.touch()  # a path that cannot be written is told now
+        if self.path.is_dir():  # as Path("") is
+            raise IsADirectoryError(
+                errno.EISDIR,
+                f"path={brief(path)} is a directory, and must be a file, such as 'run.jsonl'",
+                str(path),
+            )
+        self.path.open("ab").close()  # a path that cannot be written is told now
 
     def add(self, step: int, values: dict[str, float | str]) -> None:
         """Adds a line. JSON has no NaN and Infinity: they are written as strings."""
         values = {
             k: v if isinstance(v, str) or math.isfinite(v) else str(v) for k, v in values.items()
         }
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        line = json.dumps({"step": step, **values}) + "\n"
+        try:
+            _append(self.path, line.encode())
+        except OSError as error:
+            why = f"{error.strerror}: the record of step {step} was lost"
+            raise OSError(error.errno, why, str(self.path)) from error
 
     def __enter__(self) -> "JsonLines":
         return self
@@ -89,6 +108,7 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
 
     Raises:
         TypeError: If an argument is not what it should be, or this is called inside jit.
+        OSError: If a record could not be written; it names the step.
 
     Example:
         >>> import mpjax, pathlib, tempfile
@@ -132,6 +152,7 @@ def flush_metrics(writer: Any) -> None:
 
     Raises:
         TypeError: If ``writer`` is not one.
+        OSError: If a record could not be written; it names the step.
 
     Example:
         >>> import mpjax, pathlib, tempfile
@@ -146,6 +167,29 @@ def flush_metrics(writer: Any) -> None:
     flush = getattr(writer, "flush", None)
     if flush is not None:
         flush()
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Adds a line to a file, whole or not at all, and on a line of its own."""
+    with path.open("a+b", buffering=0) as file:
+        if not _ends_whole(file):  # whoever wrote it was stopped in the middle of a line
+            line = b"\n" + line
+        written = 0
+        try:
+            while written < len(line):
+                written += file.write(line[written:]) or 0
+        except OSError:
+            with contextlib.suppress(OSError):  # a pipe or a device keeps what it was given
+                file.truncate(file.tell() - written)
+            raise
+
+
+def _ends_whole(file: Any) -> bool:
+    try:
+        file.seek(-1, os.SEEK_END)
+    except OSError:  # it is empty, or no file that could be read
+        return True
+    return file.read(1) in (b"\n", b"")
 
 
 def _write(writer: Any, step: int, metrics: dict[str, Any]) -> None:
