@@ -91,12 +91,14 @@ def autocast(fun: Any = None, policy: Any = None) -> Any:
         >>> "bf16" in str(jax.make_jaxpr(layer)(w, x))
         True
     """
-    policy = get_policy(policy)
-    return functools.partial(_autocast, policy=policy) if fun is None else _autocast(fun, policy)
+    if fun is None:
+        return functools.partial(_autocast, policy=get_policy(policy))
+    return _autocast(fun, policy)
 
 
-def _autocast(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
     check_callable(fun, "fun")
+    policy = get_policy(policy)
     kept: Callable[[Any], list[Any]] = functools.lru_cache(KEPT_CALLS)(lambda key: [])
     _jax.cleared_with_jax(kept)
 
