@@ -12,8 +12,8 @@ from mpjax._src.training.loss_scale import resolve_loss_scale
 
 EXIT_CODES = (
     "Exit codes: 0 if all is well; 1 for a finding (a failed test, a limit that was passed, a "
-    "program that does not fit); 2 for a wrong command line, an error in your own code, or a result "
-    "that cannot be written."
+    "program that does not fit); 2 for a wrong command line, an error in your own code, or a "
+    "result that cannot be written."
 )
 
 

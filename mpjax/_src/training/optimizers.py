@@ -132,7 +132,7 @@ def _with_masters(params: Any, masters: Any) -> Any:
     if _are_none(masters):  # whatever the tree of parameters: a node for each costs time
         masters = jax.tree.map(lambda _: optax.MaskedNode(), params)
     is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
-    trees = [jax.tree.structure(tree, is_leaf=is_masked) for tree in (params, masters)]
+    trees: list[Any] = [jax.tree.structure(tree, is_leaf=is_masked) for tree in (params, masters)]
     if trees[0] != trees[1]:
         raise ValueError(
             "with_master_weights: the state belongs to other parameters: its masters are in "
