@@ -189,7 +189,7 @@ def explain(
         >>> [row.reason for row in report.rows if row.primitive == "dot_general"][0]
         'half list, float32 result for its float32 readers'
     """
-    check_callable(fun, "fun")
+    check_callable(fun, "explain: fun")
     policy = get_policy(policy)
 
     @functools.wraps(fun)

@@ -17,7 +17,7 @@ import numpy as np
 from mpjax._src.autocast.classify import override_of
 from mpjax._src.autocast.graph import KERNEL, PLANNED, REGION, Block
 from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.errors import brief, check_callable
+from mpjax._src.errors import brief
 from mpjax._src.policy import Policy
 from mpjax._src.trees import is_array
 
@@ -134,7 +134,8 @@ def half_inputs(
 
 
 def _half_inputs(kernel: Callable[..., Any], float32: Any) -> Callable[..., Any]:
-    check_callable(kernel, "kernel")
+    if not callable(kernel):
+        raise TypeError(f"kernel={brief(kernel)} is not callable. Legal is a function.")
     kept = _positions_and_names(kernel, float32)
     name = getattr(kernel, "__name__", type(kernel).__name__)
 

@@ -229,7 +229,7 @@ def compare(
 
     Shadow values are those of NSan (Courbet, 2021); Paddle's compare_accuracy compares two dumps.
     """
-    check_callable(fun, "fun")
+    check_callable(fun, "compare: fun")
     policy = get_policy(policy)
     resolve_loss_scale(loss_scale, False)
 

@@ -181,7 +181,7 @@ def find_nonfinite(
 
     jax.debug_nans stops at a compiled function; checkify must be built into the program.
     """
-    check_callable(fun, "fun")
+    check_callable(fun, "find_nonfinite: fun")
     policy = get_policy("float32" if policy is None else policy)
     scale = resolve_loss_scale(loss_scale, False)
 

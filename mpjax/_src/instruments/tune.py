@@ -160,7 +160,7 @@ def tune(
         >>> tuned.met
         True
     """
-    check_callable(fun, "fun")
+    check_callable(fun, "tune: fun")
     policy = get_policy(policy)
     if (finite_number(tolerance) or 0.0) <= 0:
         raise ValueError(f"tolerance={brief(tolerance)} must be a positive number such as 1e-2.")
