@@ -5,12 +5,17 @@ from mpjax._src.autocast.explain import CastReport, explain
 from mpjax._src.autocast.kernels import half_inputs
 from mpjax._src.autocast.regions import full_precision, precision
 from mpjax._src.autocast.transform import autocast
-from mpjax._src.dtypes import half_dtype
 from mpjax._src.errors import CompileError, DivergenceError, OutOfMemoryError
 from mpjax._src.hardware.aot import compile_for
 from mpjax._src.hardware.batch_size import BatchTry, LargestBatch, largest_batch
 from mpjax._src.hardware.collectives import CollectiveRow
-from mpjax._src.hardware.devices import DeviceFacts, DeviceReport, device_report, recommend_policy
+from mpjax._src.hardware.devices import (
+    DeviceFacts,
+    DeviceReport,
+    device_report,
+    half_dtype,
+    recommend_policy,
+)
 from mpjax._src.hardware.report import CompileReport, MatmulRow
 from mpjax._src.instruments.compare import Comparison, compare
 from mpjax._src.instruments.histogram import (

@@ -12,8 +12,8 @@ AT_BOUNDARY = ["float32", "O3:bf16", "p=f32,c=f16,o=f32", "mixed_bfloat16,castin
 POLICIES = [*BY_OP, *AT_BOUNDARY]
 
 METRICS = (
-    *("loss", "grad_norm", "grads_finite", "loss_finite", "loss_scale"),
-    *("skipped_steps", "consecutive_skips"),
+    *("loss", "grad_norm", "grads_finite", "loss_finite", "state_finite"),
+    *("loss_scale", "skipped_steps", "consecutive_skips"),
 )
 
 

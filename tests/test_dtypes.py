@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._src.dtypes import BY_NAME, canonical, short_name
+from mpjax._src.dtypes import BY_NAME, canonical, half_of, short_name
 
 
 @pytest.mark.parametrize("name", [*BY_NAME, "F16", " bf16 "])
@@ -42,12 +42,14 @@ def test_a_near_miss_is_suggested_and_the_suggestion_works():
         ("10.0", "bfloat16"),
         ("12.1", "bfloat16"),
         ("gfx90a", "bfloat16"),
-        (None, "bfloat16"),
+        ("3.7", "float16"),
+        ("", "bfloat16"),
     ],
 )
 def test_half_is_what_the_device_is_best_at(capability, half):
-    fields = {} if capability is None else {"compute_capability": capability}
-    assert mpjax.half_dtype(SimpleNamespace(**fields)) == half
+    assert half_of(capability) == half
+    device = SimpleNamespace(platform="gpu", compute_capability=capability)
+    assert mpjax.half_dtype(device) == half
 
 
 def test_half_of_the_default_device():

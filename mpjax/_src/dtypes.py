@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.errors import did_you_mean
+from mpjax._src.errors import brief, did_you_mean
 
 DTypeLike = Any
 
@@ -23,25 +23,14 @@ FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = SPELLINGS
 HALVES = (FLOAT16, BFLOAT16)
 
 
-def half_dtype(device: jax.Device | None = None) -> np.dtype:
-    """Returns the half-precision dtype that a device is best at.
+def default_half() -> np.dtype:
+    """Returns the half-precision dtype that the default device is best at."""
+    return half_of(capability_of(default_device()))
 
-    bfloat16 on TPU, CPU, AMD GPUs and NVIDIA GPUs of compute capability 8.0 or more; float16 on
-    older NVIDIA GPUs, whose tensor cores know no bfloat16. (jmp takes float16 everywhere but on
-    TPU.)
 
-    Args:
-        device: The device to judge; the default device if None.
-
-    Returns:
-        ``np.dtype`` of bfloat16 or float16.
-
-    Example:
-        >>> import jax, mpjax
-        >>> str(mpjax.half_dtype(jax.devices("cpu")[0]))
-        'bfloat16'
-    """
-    major = capability_of(default_device() if device is None else device).split(".")[0]
+def half_of(capability: str) -> np.dtype:
+    """Returns the half that suits a GPU's compute capability, or a device without one: ""."""
+    major = capability.split(".")[0]
     return FLOAT16 if major.isdigit() and int(major) < 8 else BFLOAT16
 
 
@@ -66,7 +55,7 @@ def canonical(dtype: DTypeLike, argument: str, half: np.dtype | None = None) -> 
     Args:
         dtype: A spelling in `BY_NAME`, "half", or anything ``np.dtype`` takes.
         argument: The name of the user's argument, for the error message.
-        half: What "half" means; `half_dtype()` if None.
+        half: What "half" means; that of the default device if None.
 
     Raises:
         ValueError: If it is not float16, bfloat16, float32 or float64.
@@ -74,14 +63,14 @@ def canonical(dtype: DTypeLike, argument: str, half: np.dtype | None = None) -> 
     found: np.dtype | None = None
     if isinstance(dtype, str):
         name = dtype.strip().lower()
-        found = (half or half_dtype()) if name == "half" else BY_NAME.get(name)
+        found = (half or default_half()) if name == "half" else BY_NAME.get(name)
     elif dtype is not None:  # np.dtype(None) is float64, which nobody who passes None means
-        with contextlib.suppress(TypeError):
+        with contextlib.suppress(Exception):  # whatever NumPy makes of what is no dtype
             found = np.dtype(dtype)
     if found is None or found not in SPELLINGS:
-        hint = did_you_mean(str(dtype), [*BY_NAME, "half"])
+        hint = did_you_mean(dtype, [*BY_NAME, "half"])
         raise ValueError(
-            f"{argument}={dtype!r} is not a floating dtype that a policy can use. Legal are "
+            f"{argument}={brief(dtype)} is not a floating dtype that a policy can use. Legal are "
             f"'float16', 'bfloat16', 'float32', 'float64' (short: 'f16', 'bf16', 'f32', 'f64'), "
             f"'half' and the dtypes themselves, such as jnp.bfloat16.{hint}"
         )

@@ -22,10 +22,10 @@ from mpjax._src.dtypes import (
     HALVES,
     DTypeLike,
     canonical,
-    half_dtype,
+    default_half,
     short_name,
 )
-from mpjax._src.errors import did_you_mean
+from mpjax._src.errors import brief, did_you_mean
 from mpjax._src.patterns import matches, nearest_paths, path_of, paths
 from mpjax._src.rules import NO_HALF_FORM, PROGRAM, rule_of
 from mpjax._src.trees import cast, cast_leaf
@@ -264,9 +264,9 @@ class Policy(jmp.Policy):
             if not any(matches(pattern, path) for path in known):
                 near = ", ".join(map(repr, nearest_paths(pattern, known))) or "none at all"
                 raise ValueError(
-                    f"overrides: the pattern {pattern!r} matches no parameter path. The nearest "
-                    f"are {near}. Paths start at the root of the parameter tree; "
-                    "'*' crosses '/', and a leading '*/' matches at any depth."
+                    f"overrides: the pattern {brief(pattern)} matches no parameter path. The "
+                    f"nearest are {near}. Paths start at the root of the parameter tree; '*' "
+                    "crosses '/', and a leading '*/' matches at any depth."
                 )
 
     @property
@@ -396,19 +396,19 @@ def get_policy(x: "str | jmp.Policy", half: DTypeLike | None = None) -> Policy:
         return Policy(x.param_dtype, x.compute_dtype, x.output_dtype)
     if not isinstance(x, str):
         raise TypeError(
-            f"policy={x!r} must be a string such as 'mixed_bfloat16', an mpjax.Policy or a "
+            f"policy={brief(x)} must be a string such as 'mixed_bfloat16', an mpjax.Policy or a "
             f"jmp.Policy, not a {type(x).__name__}. A dtype for everything is its name: 'bfloat16'."
         )
     name, refinements = _split(x)
     base = _named(name, x, half) if name else None
     dtypes: dict[str, Any] = {
-        key: canonical(value, f"policy={x!r}: {key}", half)
+        key: canonical(value, f"policy={brief(x)}: {key}", half)
         for key, value in refinements.items()
         if key.endswith("_dtype")
     }
     if "overrides" in refinements:
         dtypes["overrides"] = tuple(
-            (pattern, canonical(dtype, f"policy={x!r}: overrides[{pattern!r}]", half))
+            (pattern, canonical(dtype, f"policy={brief(x)}: overrides[{brief(pattern)}]", half))
             for pattern, dtype in _pairs(refinements["overrides"])
         )
     if base is None:
@@ -429,21 +429,22 @@ def _named(name: str, text: str, half: np.dtype | None) -> Policy:
             return Policy(dtype, dtype, dtype)
         choices = [*NAMES, *LEVELS, *BY_NAME, "half"]
         raise ValueError(
-            f"policy={text!r} is not known: {name!r} is no policy name. Legal are 'float32', "
-            "'mixed_float16', 'mixed_bfloat16', the levels 'O0' to 'O3' (with a suffix as in "
-            "'O2:float16'), a dtype such as 'bf16', and jmp's form 'p=f32,c=bf16,o=f32'."
+            f"policy={brief(text)} is not known: {brief(name)} is no policy name. Legal are "
+            "'float32', 'mixed_float16', 'mixed_bfloat16', the levels 'O0' to 'O3' (with a suffix "
+            "as in 'O2:float16'), a dtype such as 'bf16', and jmp's form 'p=f32,c=bf16,o=f32'."
             + did_you_mean(name, choices)
         )
     if colon:
-        asked = _as_half(suffix.strip(), f"policy={text!r}: the suffix")
+        asked = _as_half(suffix.strip(), f"policy={brief(text)}: the suffix")
         if half not in (None, asked):
             raise ValueError(
-                f"policy={text!r} asks for {asked}, but half={half.name!r}. Give one of the two."
+                f"policy={brief(text)} asks for {asked}, but half={half.name!r}. Give one of the "
+                "two."
             )
         half = asked
 
     def resolve(value):
-        return (half or half_dtype()) if value == "half" else value
+        return (half or default_half()) if value == "half" else value
 
     return Policy(**{key: resolve(value) for key, value in row.items()})
 
@@ -452,7 +453,7 @@ def _as_half(dtype: DTypeLike, argument: str = "half") -> np.dtype:
     found = canonical(dtype, argument)
     if found not in HALVES:
         raise ValueError(
-            f"{argument}={dtype!r} is not a half dtype. Legal are 'float16' and 'bfloat16'."
+            f"{argument}={brief(dtype)} is not a half dtype. Legal are 'float16' and 'bfloat16'."
         )
     return found
 
@@ -471,28 +472,30 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
             name, end = _word(text, position)
             if not (position or name):
                 raise ValueError(
-                    f"policy={text!r} is empty. Legal are names such as {', '.join(NAMES)}, and "
-                    "jmp's form 'p=f32,c=bf16,o=f32'."
+                    f"policy={brief(text)} is empty. Legal are names such as {', '.join(NAMES)}, "
+                    "and jmp's form 'p=f32,c=bf16,o=f32'."
                 )
             if position:
                 raise ValueError(
-                    f"policy={text!r}: expected key=value at {text[position:]!r}. {_grammar(name)}"
+                    f"policy={brief(text)}: expected key=value at {brief(text[position:])}. "
+                    f"{_grammar(name)}"
                 )
             position = end
         else:
             field = KEYS.get(key[1].lower())
             if field is None:
                 raise ValueError(
-                    f"policy={text!r}: {key[1]!r} is not a key of a policy. {_grammar(key[1])}"
+                    f"policy={brief(text)}: {brief(key[1])} is not a key of a policy. "
+                    f"{_grammar(key[1])}"
                 )
             if field in values:
-                raise ValueError(f"policy={text!r} gives {key[1]!r} twice. Give it once.")
+                raise ValueError(f"policy={brief(text)} gives {brief(key[1])} twice. Give it once.")
             values[field], position = _value(text, key.end())
         comma = _COMMA.match(text, position)
         if comma is None:
-            raise ValueError(f"policy={text!r}: expected a comma at {text[position:]!r}.")
+            raise ValueError(f"policy={brief(text)}: expected a comma at {brief(text[position:])}.")
         if comma[1] and comma.end() == len(text):
-            raise ValueError(f"policy={text!r} ends with a comma. Remove it.")
+            raise ValueError(f"policy={brief(text)} ends with a comma. Remove it.")
         position = comma.end()
     return name, values
 
@@ -504,8 +507,10 @@ def _value(text: str, position: int) -> tuple[Any, int]:
             # Pairs, not a dict: their order matters.
             decoder = json.JSONDecoder(object_pairs_hook=tuple)
             return decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"policy={text!r}: bad JSON at {text[position:]!r}: {error}") from None
+        except (ValueError, RecursionError) as error:  # brackets too deep, digits too many
+            raise ValueError(
+                f"policy={brief(text)}: bad JSON at {brief(text[position:])}: {error}"
+            ) from None
     word, end = _word(text, position)
     return {"true": True, "false": False}.get(word.lower(), word), end
 
@@ -542,23 +547,23 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
     }
     overrides: dict[str, np.dtype] = {}
     for pattern, dtype in _pairs(policy.overrides):
-        found = canonical(dtype, f"overrides[{pattern!r}]")
+        found = canonical(dtype, f"overrides[{brief(pattern)}]")
         overrides.setdefault(_pattern(pattern, "overrides"), found)  # the first match wins
     fields["overrides"] = tuple(overrides.items())
     patterns = _strings(policy.keep_full, "keep_full")
     fields["keep_full"] = tuple(_pattern(p, "keep_full") for p in patterns)
     for name in ("master_weights", "fused_attention"):
         if not isinstance(getattr(policy, name), bool):
-            raise ValueError(f"{name}={getattr(policy, name)!r} must be True or False.")
+            raise ValueError(f"{name}={brief(getattr(policy, name))} must be True or False.")
     if policy.casting not in CASTINGS:
         raise ValueError(
-            f"casting={policy.casting!r} must be 'boundary' (cast parameters and inputs once) or "
-            f"'op' (operation by operation).{did_you_mean(str(policy.casting), CASTINGS)}"
+            f"casting={brief(policy.casting)} must be 'boundary' (cast parameters and inputs "
+            f"once) or 'op' (operation by operation).{did_you_mean(policy.casting, CASTINGS)}"
         )
     if policy.storage not in STORAGES:
         raise ValueError(
-            f"storage={policy.storage!r} must be 'fast' (few bytes moved) or 'lean' (few bytes "
-            f"kept for the backward pass).{did_you_mean(str(policy.storage), STORAGES)}"
+            f"storage={brief(policy.storage)} must be 'fast' (few bytes moved) or 'lean' (few "
+            f"bytes kept for the backward pass).{did_you_mean(policy.storage, STORAGES)}"
         )
     listed: dict[str, str] = {}
     for names in OP_LISTS:
@@ -566,24 +571,27 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
         for name in fields[names]:
             if name in listed:
                 raise ValueError(
-                    f"{names}: {name!r} is in {listed[name]} already. An op belongs to one list."
+                    f"{names}: {brief(name)} is in {listed[name]} already. An op belongs to one "
+                    "list."
                 )
             listed[name] = names
     unknown = set(listed) - _jax.primitive_names() if listed else set()
     for name in sorted(unknown, key=str):
         raise ValueError(
-            f"{listed[name]}: JAX has no primitive named {name!r}."
-            f"{did_you_mean(str(name), _jax.primitive_names())} Names are those that "
+            f"{listed[name]}: JAX has no primitive named {brief(name)}."
+            f"{did_you_mean(name, _jax.primitive_names())} Names are those that "
             "jax.make_jaxpr prints, such as 'dot_general', 'exp' or 'reduce_sum'."
         )
     for name in sorted(name for name in listed if rule_of(name).need == PROGRAM):
         raise ValueError(
-            f"{listed[name]}: {name!r} is not an operation with a dtype of its own, but a program, "
-            "a kernel or the function's own cast. Name the operations inside it, or use an "
-            "override or mpjax.precision for a part of the function."
+            f"{listed[name]}: {brief(name)} is not an operation with a dtype of its own, but a "
+            "program, a kernel or the function's own cast. Name the operations inside it, or use "
+            "an override or mpjax.precision for a part of the function."
         )
     for name in sorted(name for name in fields["half_ops"] if NO_HALF_FORM in rule_of(name).traits):
-        raise ValueError(f"half_ops: JAX has no half-precision form of {name!r}. Leave it out.")
+        raise ValueError(
+            f"half_ops: JAX has no half-precision form of {brief(name)}. Leave it out."
+        )
     return fields
 
 
@@ -593,7 +601,7 @@ def _strings(value: str | Iterable[str], argument: str) -> tuple[str, ...]:
         strings = tuple(strings)
         if all(isinstance(string, str) for string in strings):
             return strings
-    raise ValueError(f"{argument}={value!r} must be a sequence of strings.")
+    raise ValueError(f"{argument}={brief(value)} must be a sequence of strings.")
 
 
 def _pairs(overrides: Any) -> tuple[tuple[Any, Any], ...]:
@@ -602,7 +610,7 @@ def _pairs(overrides: Any) -> tuple[tuple[Any, Any], ...]:
         return tuple((pattern, dtype) for pattern, dtype in pairs)
     except (TypeError, ValueError):
         raise ValueError(
-            f"overrides={overrides!r} must map patterns to dtypes, such as "
+            f"overrides={brief(overrides)} must map patterns to dtypes, such as "
             '{"*/head/*": "float32"}.'
         ) from None
 
@@ -611,5 +619,5 @@ def _pattern(pattern: Any, argument: str) -> str:
     if isinstance(pattern, str) and pattern:
         return pattern
     raise ValueError(
-        f"{argument}: the pattern {pattern!r} must be a non-empty string, such as '*/head/*'."
+        f"{argument}: the pattern {brief(pattern)} must be a non-empty string, such as '*/head/*'."
     )

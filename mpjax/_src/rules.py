@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpjax._src import _jax
+from mpjax._src.errors import brief
 
 # ---- the columns --------------------------------------------------------------------------------
 
@@ -311,14 +312,17 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
     """
     name = getattr(primitive, "name", primitive)
     if not isinstance(name, str):
-        raise ValueError(f"primitive={primitive!r} must be a JAX primitive, or the name of one.")
+        raise ValueError(
+            f"primitive={brief(primitive)} must be a JAX primitive, or the name of one."
+        )
     columns = {"need": need, "gain": UNBOUNDED, "span": GROWS, **columns}
     for column, value in columns.items():
         if not _is_legal(column, value):
             known = ", ".join(map(repr, CHOICES.get(column, CHOICES)))
             what = "is not legal" if column in CHOICES else "is not a column"
             raise ValueError(
-                f"register_rule: {column}={value!r} {what} (primitive {name!r}). Legal: {known}."
+                f"register_rule: {column}={brief(value)} {what} (primitive {brief(name)}). Legal: "
+                f"{known}."
             )
     RULES[name] = Rule(**{**columns, "traits": frozenset(columns.get("traits", ()))})
 

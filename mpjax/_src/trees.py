@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.dtypes import FLOAT32, FLOAT64, DTypeLike, canonical
+from mpjax._src.errors import brief
 from mpjax._src.patterns import path_of
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ def is_one_bool(verdict: Any) -> bool:
     """Tells whether a verdict is one bool: Python's, NumPy's, or a traced scalar."""
     if isinstance(verdict, bool):
         return True
-    return np.shape(verdict) == () and getattr(verdict, "dtype", None) == np.bool_
+    return getattr(verdict, "dtype", None) == np.bool_ and np.shape(verdict) == ()
 
 
 def cast_leaf(leaf: Any, dtype: np.dtype, float64: bool = False) -> Any:
@@ -111,6 +112,23 @@ def all_finite(tree: Any) -> jax.Array:
     return functools.reduce(jnp.logical_and, verdicts, jnp.array(True))
 
 
+def stays_finite(new: Any, old: Any) -> jax.Array:
+    """Tells whether each leaf of ``new`` is finite, but for those that were not in ``old``.
+
+    A leaf is judged whole: a mask of -Inf in it, or a maximum that starts there, exempts it.
+
+    Args:
+        new: A pytree of arrays, judged as by `all_finite`.
+        old: What it was before, of the same structure.
+
+    Returns:
+        A scalar bool array; True for an empty tree.
+    """
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    verdicts = [all_finite(a) | ~all_finite(b) for a, b in pairs]
+    return functools.reduce(jnp.logical_and, verdicts, jnp.array(True))
+
+
 def select(pred: Any, on_true: T, on_false: T) -> T:
     """Returns one of two pytrees, bit for bit, by a boolean that may be traced.
 
@@ -134,7 +152,7 @@ def select(pred: Any, on_true: T, on_false: T) -> T:
     """
     if not is_one_bool(pred):
         raise ValueError(
-            f"pred={pred!r} must be one bool: a Python bool or a boolean array of shape (). "
+            f"pred={brief(pred)} must be one bool: a Python bool or a boolean array of shape (). "
             "For a verdict on many values use jnp.all(...) or mpjax.all_finite(...)."
         )
 
@@ -147,8 +165,8 @@ def select(pred: Any, on_true: T, on_false: T) -> T:
             if a is b or np.array_equal(a, b):
                 return a
             raise ValueError(
-                f"select: {where} is no array and differs: {a!r} against {b!r}. Such leaves must "
-                "be equal in on_true and on_false; keep what changes in arrays."
+                f"select: {where} is no array and differs: {brief(a)} against {brief(b)}. Such "
+                "leaves must be equal in on_true and on_false; keep what changes in arrays."
             )
         kinds = [(jnp.shape(x), getattr(x, "dtype", type(x).__name__)) for x in (a, b)]
         if kinds[0] != kinds[1]:

@@ -34,6 +34,8 @@ TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
         ("NVIDIA H100", "mixed_bfloat16", ("bfloat16", "float16")),
         ("v5e", "mixed_bfloat16", ("bfloat16",)),
         ("TPU v6e", "mixed_bfloat16", ("bfloat16",)),
+        ("k80", "float32", ()),
+        ("Tesla M60", "float32", ()),
     ],
 )
 def test_what_a_device_runs_fast(device, policy, fast):
@@ -45,6 +47,21 @@ def test_named_cards_agree_with_their_capability():
     for name, capability in devices.CARDS.items():
         assert mpjax.recommend_policy(name) == mpjax.recommend_policy(gpu(capability))
         assert devices.device_facts(name).capability == capability
+        assert mpjax.half_dtype(name) == mpjax.half_dtype(gpu(capability))
+
+
+@pytest.mark.parametrize(
+    ("name", "half"), [("v100", "float16"), ("k80", "float16"), ("H100", "bfloat16")]
+)
+def test_half_of_a_device_by_name(name, half):
+    assert str(mpjax.half_dtype(name)) == half
+    assert str(mpjax.half_dtype("v5e")) == str(mpjax.half_dtype("cpu")) == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["k40", "k80", "m40", "m60"])
+def test_cards_before_half_say_why(name):
+    reason = devices.device_facts(name).reason
+    assert "compute capability" in reason and reason.endswith("tensor cores for neither half")
 
 
 @pytest.mark.parametrize(
@@ -106,3 +123,12 @@ def test_a_fit_policy_is_not(monkeypatch, device):
 def test_unknown_names():
     with pytest.raises(ValueError, match=r"device='h101' is not known. Did you mean 'h100'\?"):
         mpjax.recommend_policy("h101")
+    with pytest.raises(ValueError, match=r"device='h101' is not known. Did you mean 'h100'\?"):
+        mpjax.half_dtype("h101")
+
+
+@pytest.mark.parametrize("ask", [mpjax.recommend_policy, mpjax.half_dtype])
+@pytest.mark.parametrize("wrong", [object(), 3, jnp.float16, ("h100",)])
+def test_what_is_no_device_is_named(ask, wrong):
+    with pytest.raises(TypeError, match=r"device=.* must be a jax.Device, such as jax.devices"):
+        ask(wrong)

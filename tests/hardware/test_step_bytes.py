@@ -8,6 +8,7 @@ from absent import compiles, shape
 
 import mpjax
 from benchmarks.models import training_step
+from mpjax._src.training import step as steps
 
 pytestmark = [pytest.mark.slow, compiles("h100")]
 
@@ -48,3 +49,26 @@ def test_scale_verdict_and_gate_cost_at_most_one_read_of_the_gradients(policy):
     assert ours(policy, clipped) <= plain(policy, clipped) + 0.01
     one_read = 1 if policy == "float32" else 0.5  # as they leave the backward pass
     assert ours(policy, optax.adamw(3e-4)) <= plain(policy, optax.adamw(3e-4)) + one_read + 0.01
+
+
+def with_statistics(params, batch, model_state):
+    x, new = batch, {}
+    for name, weights in params.items():
+        x = x @ weights
+        mean, var = x.mean(0), x.var(0)
+        new[name] = {"mean": mean, "var": 0.9 * model_state[name]["var"] + 0.1 * var}
+        x = jnp.tanh((x - mean) * jax.lax.rsqrt(var + 1e-5))
+    return jnp.mean(x**2), new
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_the_verdict_on_the_model_state_costs_nothing(policy, monkeypatch):
+    statistics = {name: {"mean": shape(WIDTH), "var": shape(WIDTH)} for name in PARAMS}
+
+    def bytes_moved():
+        init, step = mpjax.build_train_step(with_statistics, optax.adamw(3e-4), policy)
+        return moved(jax.eval_shape(init, PARAMS, statistics), step)
+
+    judged = bytes_moved()
+    monkeypatch.setattr(steps, "stays_finite", lambda new, old: jnp.array(True))
+    assert judged <= bytes_moved() + 0.01

@@ -41,8 +41,9 @@ def test_a_run_is_logged_in_order(tmp_path):
     rows = lines(tmp_path / "run.jsonl")
     assert [row["step"] for row in rows] == list(range(20))
     assert rows[3]["aux/seen"] == 9.0 and "aux/all" not in rows[3]
-    assert {"loss", "grad_norm", "loss_scale", "skipped_steps", "grads_finite"} <= rows[0].keys()
+    assert {"loss", "grad_norm", "loss_scale", "skipped_steps", "state_finite"} <= rows[0].keys()
     assert rows[-1]["loss_scale"] == 65536.0 and rows[0]["grads_finite"] == 1
+    assert rows[0]["state_finite"] == 1
 
 
 def test_what_is_not_ready_waits_and_keeps_its_order(tmp_path, monkeypatch):

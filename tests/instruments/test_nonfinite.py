@@ -222,6 +222,17 @@ class TestForward:
         report = find_nonfinite(loss, argnums=None)({"w": jnp.full(3, jnp.inf)}, {"x": good})
         assert report.reaches == ("result",)
 
+    def test_what_spoils_a_model_state_alone_is_named(self):
+        def loss(w, x, model_state):
+            var = jnp.mean((x * w) ** 2, 0)
+            return jnp.mean(jnp.tanh(x * w * jax.lax.rsqrt(var))), {"var": model_state["var"] + var}
+
+        x = jnp.ones((4, 3)).at[0].set(1e20)
+        report = find_nonfinite(loss, "mixed_float16", has_aux=True)(
+            jnp.ones(3), x, model_state={"var": jnp.ones(3)}
+        )
+        assert report.reaches == ("aux var",) and not report.backward and report.made == "Inf"
+
     def test_a_function_without_a_loss_runs_forward_alone(self):
         report = find_nonfinite(lambda x: {"y": jnp.exp(x), "z": x})(jnp.array([1.0, 200.0]))
         assert (report.primitive, report.reaches) == ("exp", ("result y",))

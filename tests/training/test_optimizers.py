@@ -353,3 +353,35 @@ def test_the_verdict_passes_through_a_chain_and_other_arguments_reach_inner():
 def test_half_state_does_not_drift():
     params = jnp.ones(2, jnp.bfloat16)
     run(mpjax.skip_nonfinite(optax.adam(1e-3)), params, [jnp.ones(2, jnp.float32)] * 2)
+
+
+def other_states(optimizer):
+    """Yields states of other optimizers, and of other parameters."""
+    half = {"w": jnp.ones(2, jnp.bfloat16)}
+    yield optax.adam(0.1).init(half)
+    yield None
+    yield mpjax.with_master_weights(optax.sgd(0.1)).init(half)
+    yield mpjax.skip_nonfinite(optax.sgd(0.1)).init(half)
+    yield optimizer.init({"v": jnp.ones(2, jnp.bfloat16)})
+    yield optimizer.init({"w": jnp.ones(3, jnp.bfloat16)})
+
+
+@pytest.mark.parametrize("wrap", [mpjax.with_master_weights, mpjax.skip_nonfinite])
+@pytest.mark.parametrize("number", range(6))
+def test_the_state_of_another_optimizer_is_named(wrap, number):
+    half, optimizer = {"w": jnp.ones(2, jnp.bfloat16)}, wrap(optax.adam(0.1))
+    state = [*other_states(optimizer)][number]
+    with pytest.raises(ValueError, match="belongs to (another optimizer|other parameters)"):
+        optimizer.update(half, state, half)
+
+
+def test_an_optimizer_that_fails_by_itself_says_so():
+    def update(updates, state, params=None):
+        raise KeyError("its own")
+
+    for wrap in (mpjax.with_master_weights, mpjax.skip_nonfinite):
+        optimizer = wrap(optax.GradientTransformation(optax.sgd(0.1).init, update))
+        with pytest.raises(KeyError, match="its own"):
+            optimizer.update(
+                {"w": jnp.ones(2)}, optimizer.init({"w": jnp.ones(2)}), {"w": jnp.ones(2)}
+            )

@@ -1,5 +1,6 @@
 """What the training step warns of and refuses, and divergence."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -7,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from problems import linear_loss, linear_problem
+from jax.sharding import PartitionSpec
+from problems import linear_loss, linear_problem, mesh
 
 import mpjax
 from mpjax._src.training.step import TrainState
@@ -22,6 +24,10 @@ def test_raise_if_diverged_says_how_many_at_what_scale_and_why():
         mpjax.raise_if_diverged(metrics, 3)
     with pytest.raises(mpjax.DivergenceError, match="loss itself was not finite.*the data"):
         mpjax.raise_if_diverged({**metrics, "loss_finite": jnp.array(False)}, 2)
+    with pytest.raises(mpjax.DivergenceError, match="the new model_state was not.*an outlier"):
+        mpjax.raise_if_diverged({**metrics, "state_finite": jnp.array(False)}, 2)
+    with pytest.raises(mpjax.DivergenceError, match="loss itself was not finite"):
+        mpjax.raise_if_diverged({**metrics, "state_finite": False, "loss_finite": False}, 2)
     for wrong in ({}, None):
         with pytest.raises(TypeError, match="metrics=.*must be the metrics"):
             mpjax.raise_if_diverged(wrong, 2)
@@ -135,3 +141,68 @@ def test_a_swapped_call_is_named(rng):
     with pytest.raises(TypeError, match="state is a tuple, not a TrainState.*step.state, batch"):
         step(batch, init(params))
     assert isinstance(init(params), TrainState)
+
+
+# ---- the state of another step, and axes that are not mapped ------------------------------------
+
+
+def built(optimizer, policy="float32", **options):
+    return mpjax.build_train_step(linear_loss, optimizer, policy, **options)
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit])
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        ("adam", "sgd", r"lacks nothing else, and holds inner_state/0/count \[\]"),  # ran silently
+        ("sgd", "adam", r"lacks inner_state/0/count \[\], inner_state/0/mu/b \[3\]"),
+        ("adam", "adafactor", "lacks inner_state/0/v/b"),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused(first, then, message, wrap, rng):
+    params, batch = linear_problem(rng)
+    state = built(getattr(optax, first)(0.1))[0](params)
+    step = wrap(built(getattr(optax, then)(0.1))[1])
+    with pytest.raises(ValueError, match=rf"state.opt_state belongs.*{message}"):
+        step(state, batch)
+
+
+def test_the_optimizer_state_of_other_parameters_is_refused(rng):
+    params, batch = linear_problem(rng)
+    init, step = built(optax.adam(0.1))
+    for others in ({**params, "w": jnp.ones(5)}, {"w": params["w"], "c": params["b"]}, None):
+        opt_state = others and init(others).opt_state
+        with pytest.raises(ValueError, match="state.opt_state belongs to another .* other param"):
+            step(dataclasses.replace(init(params), opt_state=opt_state), batch)
+
+
+@pytest.mark.parametrize("axis", [3, 2.5, b"data", "", (), ("data", 3), ("data", "data"), object()])
+def test_what_is_no_name_of_an_axis_is_refused_at_once(axis):
+    with pytest.raises(ValueError, match="axis_name=.* must be the name of a mapped axis"):
+        built(optax.sgd(0.1), axis_name=axis)
+
+
+@pytest.mark.parametrize("axis", ["nowhere", ("data", "nowhere")])
+def test_an_axis_that_is_not_mapped_is_named(axis, rng):
+    params, batch = linear_problem(rng)
+    init, step = built(optax.sgd(0.1), axis_name=axis)
+    with pytest.raises(ValueError, match=r"axis_name=.*: no axis .* is mapped.*mapped are none"):
+        jax.jit(step)(init(params), batch)
+    spec = PartitionSpec
+    specs = {"in_specs": (spec(), spec("data")), "out_specs": spec()}
+    mapped = jax.jit(jax.shard_map(step, mesh=mesh(), **specs))
+    with pytest.raises(ValueError, match=r"no axis 'nowhere' is mapped.*mapped are 'data'\."):
+        mapped(init(params), batch)
+
+
+@pytest.mark.parametrize("steps", [2**70, 1 << 100000, 2**31, -1, True], ids=lambda n: f"{n:x}"[:8])
+def test_micro_batches_are_counted_in_int32(steps):
+    with pytest.raises(ValueError, match=r"accumulate_steps=.* whole number from 1 to 2\*\*31 - 1"):
+        built(optax.sgd(0.1), accumulate_steps=steps)
+
+
+def test_more_micro_batches_than_examples_are_refused_before_they_are_numbered(rng):
+    params, batch = linear_problem(rng)
+    init, step = built(optax.sgd(0.1), accumulate_steps=2**31 - 1)
+    with pytest.raises(ValueError, match="must divide the leading axis"):
+        step(init(params), batch)

@@ -10,6 +10,7 @@ from mpjax._src import _jax
 from mpjax._src.autocast import fused_kernels
 from mpjax._src.autocast.graph import ATTENTION
 from mpjax._src.autocast.kernels import given_dtype, half_inputs
+from mpjax._src.errors import brief
 
 
 def dot_product_attention(
@@ -135,7 +136,7 @@ def _flax(query, key, value, bias, mask, options: dict[str, Any], **flax: Any) -
     if given:
         ((name, x), *_) = given.items()
         raise ValueError(
-            f"{name}={x!r} cannot be combined with dropout, a precision or a module that sows "
+            f"{name}={brief(x)} cannot be combined with dropout, a precision or a module that sows "
             "weights: flax's own attention runs for those and has no such argument. Legal are "
             "bias, mask and is_causal."
         )

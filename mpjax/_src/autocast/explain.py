@@ -16,6 +16,7 @@ from mpjax._src.autocast.residuals import Kept, kept_by, storage_of
 from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.autocast.why import Reason, Why
 from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
+from mpjax._src.errors import check_callable
 from mpjax._src.higher_order import turns_of
 from mpjax._src.policy import get_policy
 from mpjax._src.rules import HALF, rule_of
@@ -174,7 +175,7 @@ def explain(
         returns a `CastReport`.
 
     Raises:
-        TypeError: With ``argnums``, if the function does not return a scalar loss.
+        TypeError: If ``fun`` is not a function; with ``argnums``, if it returns no scalar loss.
         ValueError: As for `autocast`; if ``argnums`` are no positions of floating arguments.
 
     Example:
@@ -188,6 +189,7 @@ def explain(
         >>> [row.reason for row in report.rows if row.primitive == "dot_general"][0]
         'half list, float32 result for its float32 readers'
     """
+    check_callable(fun, "explain: fun")
     policy = get_policy(policy)
 
     @functools.wraps(fun)

@@ -17,6 +17,7 @@ import numpy as np
 from mpjax._src.autocast.classify import override_of
 from mpjax._src.autocast.graph import KERNEL, PLANNED, REGION, Block
 from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.errors import brief
 from mpjax._src.policy import Policy
 from mpjax._src.trees import is_array
 
@@ -128,9 +129,13 @@ def half_inputs(
     As ``torch.amp.custom_fwd(cast_inputs=)`` does in PyTorch.
     """
     if kernel is None:
-        return functools.partial(half_inputs, float32=float32)
+        return functools.partial(_half_inputs, float32=float32)
+    return _half_inputs(kernel, float32)
+
+
+def _half_inputs(kernel: Callable[..., Any], float32: Any) -> Callable[..., Any]:
     if not callable(kernel):
-        raise TypeError(f"kernel={kernel!r} is not callable. Legal is a function.")
+        raise TypeError(f"kernel={brief(kernel)} is not callable. Legal is a function.")
     kept = _positions_and_names(kernel, float32)
     name = getattr(kernel, "__name__", type(kernel).__name__)
 
@@ -181,8 +186,8 @@ def _positions_and_names(kernel: Callable[..., Any], chosen: Any) -> Collection[
         if one not in found and not _taken(one, kinds, len(parameters)):
             names = ", ".join(f"{i} {p.name!r}" for i, p in enumerate(parameters))
             raise ValueError(
-                f"float32={one!r} is no argument of the kernel. Legal are positions and names: "
-                f"{names or 'it has none'}."
+                f"float32={brief(one)} is no argument of the kernel. Legal are positions and "
+                f"names: {names or 'it has none'}."
             )
         found.add(one)
     return frozenset(found)

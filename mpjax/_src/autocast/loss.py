@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src import trees
+from mpjax._src.errors import brief
 from mpjax._src.patterns import path_of
 
 
@@ -24,13 +25,13 @@ def differentiated(tool: str, args: Any, kwargs: Any, argnums: Any) -> list[bool
     positions = tuple(argnums) if isinstance(argnums, Sequence | set | frozenset) else (argnums,)
     if not args:
         raise ValueError(
-            f"{tool}: argnums={argnums!r} counts positional arguments, but none was given. Pass "
-            "what is differentiated by position."
+            f"{tool}: argnums={brief(argnums)} counts positional arguments, but none was given. "
+            "Pass what is differentiated by position."
         )
     if not (positions and all(_is_position(i, len(args)) for i in positions)):
         raise ValueError(
-            f"{tool}: argnums={argnums!r} must be positions of arguments, 0 to {len(args) - 1}: "
-            f"{len(args)} were given."
+            f"{tool}: argnums={brief(argnums)} must be positions of arguments, 0 to "
+            f"{len(args) - 1}: {len(args)} were given."
         )
     chosen = {int(i) % len(args) for i in positions}
     active = [
@@ -40,8 +41,8 @@ def differentiated(tool: str, args: Any, kwargs: Any, argnums: Any) -> list[bool
     ]
     if not any(active):
         raise ValueError(
-            f"{tool}: argnums={argnums!r}: these arguments hold no floating arrays, so there are "
-            "no gradients. For the forward pass alone, pass argnums=None."
+            f"{tool}: argnums={brief(argnums)}: these arguments hold no floating arrays, so there "
+            "are no gradients. For the forward pass alone, pass argnums=None."
         )
     return active + [False for leaf in jax.tree.leaves(kwargs) if is_array(leaf)]
 

@@ -15,12 +15,12 @@ import jax
 from mpjax._src.autocast.graph import REGION
 from mpjax._src.autocast.kernels import region
 from mpjax._src.dtypes import FLOAT32, HALVES, DTypeLike, canonical
+from mpjax._src.errors import brief, check_callable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@contextlib.contextmanager
-def precision(dtype: DTypeLike) -> Iterator[None]:
+def precision(dtype: DTypeLike) -> Any:
     """Marks a region that `autocast` computes in one dtype.
 
     The innermost region wins, over the policy's op lists and overrides too. The backward pass of
@@ -48,10 +48,15 @@ def precision(dtype: DTypeLike) -> Iterator[None]:
     found = canonical(dtype, "dtype")
     if found not in (FLOAT32, *HALVES):
         raise ValueError(
-            f"dtype={dtype!r} is not one that a region can ask for. Legal are 'float32', "
+            f"dtype={brief(dtype)} is not one that a region can ask for. Legal are 'float32', "
             "'bfloat16' and 'float16'."
         )
-    with jax.named_scope(f"{REGION}{found.name}"), region(found):
+    return _region(found)
+
+
+@contextlib.contextmanager
+def _region(dtype: Any) -> Iterator[None]:
+    with jax.named_scope(f"{REGION}{dtype.name}"), region(dtype):
         yield
 
 
@@ -64,6 +69,9 @@ def full_precision(fun: F) -> F:
     Returns:
         The same function, inside ``precision("float32")``.
 
+    Raises:
+        TypeError: If ``fun`` is not a function.
+
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
         >>> @mpjax.full_precision
@@ -73,6 +81,8 @@ def full_precision(fun: F) -> F:
         >>> "bf16" in str(jax.make_jaxpr(model)(jnp.ones((2, 3))))
         False
     """
+
+    check_callable(fun, "fun")
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):

@@ -21,6 +21,7 @@ from mpjax._src.autocast.rewrite import run_plan
 from mpjax._src.autocast.signature import KEPT_CALLS, signature
 from mpjax._src.autocast.states import handed_out, states
 from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.errors import check_callable
 from mpjax._src.patterns import nearest_paths, path_of
 from mpjax._src.policy import Policy, get_policy
 from mpjax._src.trees import is_array
@@ -77,6 +78,7 @@ def autocast(fun: Any = None, policy: Any = None) -> Any:
         arguments is its next state (batch statistics, a cache), and keeps that one's dtypes.
 
     Raises:
+        TypeError: If ``fun`` is not a function, or ``policy`` neither a policy nor a string.
         ValueError: If the policy is not legal; when called, if a pattern of its overrides matches
             neither a scope nor a parameter path.
 
@@ -89,9 +91,14 @@ def autocast(fun: Any = None, policy: Any = None) -> Any:
         >>> "bf16" in str(jax.make_jaxpr(layer)(w, x))
         True
     """
-    policy = get_policy(policy)
     if fun is None:
-        return functools.partial(autocast, policy=policy)
+        return functools.partial(_autocast, policy=get_policy(policy))
+    return _autocast(fun, policy)
+
+
+def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
+    check_callable(fun, "fun")
+    policy = get_policy(policy)
     kept: Callable[[Any], list[Any]] = functools.lru_cache(KEPT_CALLS)(lambda key: [])
     _jax.cleared_with_jax(kept)
 

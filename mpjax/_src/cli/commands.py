@@ -1,14 +1,15 @@
 """The command line: ``mpjax doctor``, ``explain``, ``compile`` and ``compare``.
 
 Exit codes: 0 if all is well; 1 for a finding that a script should stop at; 2 for a wrong command
-line, and for an error in the user's module or function.
+line, for an error in the user's module or function, and for a result that cannot be written.
 """
 
 import os
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 import jax
@@ -90,7 +91,7 @@ def doctor(platform: tuple[str, ...], as_json: bool) -> None:
 @click.option("--all", "all_rows", is_flag=True, help="List all of them.")
 @click.option(
     "--fail-under",
-    type=click.FloatRange(0, 1),
+    type=options.Number(0, 1),
     metavar="SHARE",
     help="Exit with 1 if a smaller share of the matmul FLOPs is in half: 0.9, say.",
 )
@@ -188,7 +189,7 @@ def compile_(
 )
 @click.option(
     "--tolerance",
-    type=click.FloatRange(0, min_open=True),
+    type=options.Number(0, min_open=True),
     metavar="ERROR",
     help="Exit with 1 if the error of the value or a gradient is greater, or not a number.",
 )
@@ -232,7 +233,9 @@ def compare(
     """
     fun, args = load(target)
     _check_argnums(argnums, args)
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args)):
+    with running(f"reading the args of {target}"):
+        leaves = jax.tree.leaves(args)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise TargetError(
             f"{target}() returned a jax.ShapeDtypeStruct among its args, but compare runs the "
             "function: return arrays."
@@ -251,15 +254,29 @@ def compare(
         tables.compared(comparison, top)
         if drawn:
             click.echo(f"\nWritten to {plot}")
+    if tolerance is None:
+        return
     results = comparison.worst_results()
-    if tolerance is not None and results and not results[0][1] <= tolerance:
-        name, error = results[0]
+    if not results:
+        raise TargetError(
+            f"{target} has nothing to hold to --tolerance: the function returns no floating array."
+        )
+    name, error = results[0]
+    if not error <= tolerance:
         _finding(f"the error of the {name} is {error:.3g}, over {tolerance:g}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line, and exits."""
-    cli(argv, prog_name="mpjax")
+    if sys.stderr is None:  # closed by the caller
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        _unwritable("stdout is closed")
+    try:
+        cli(argv, prog_name="mpjax")
+    except OSError as error:  # those of the user's own code are told by `running`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python writes when it exits
+        _unwritable(error.strerror or str(error))
 
 
 # ---- inside --------------------------------------------------------------------------------------
@@ -295,6 +312,11 @@ def _check_argnums(argnums: Any, args: tuple[Any, ...]) -> None:
                 f"{number} is no argument: there are {len(args)}, counted from 0.",
                 param_hint="'--argnums'",
             )
+
+
+def _unwritable(why: str) -> NoReturn:
+    click.echo(f"Error: the result could not be written: {why}.", err=True)
+    sys.exit(WRONG)
 
 
 def _finding(message: str) -> None:

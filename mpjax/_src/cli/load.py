@@ -24,6 +24,8 @@ FORM = (
     "to call it with."
 )
 
+GONE = "a directory that no longer exists"
+
 
 class TargetError(Exception):
     """What MODULE:FUNCTION stands for cannot be used; the message is for the user."""
@@ -40,7 +42,7 @@ def load(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         raise TargetError(
             f"{target!r} must be MODULE:FUNCTION, such as train:step, or FILE.py:FUNCTION. {FORM}"
         )
-    with _output_to_stderr():
+    with running(f"reading {target}"):
         thing = _attribute(_module(place), place, name)
         return _call(thing, target)
 
@@ -64,7 +66,11 @@ def running(what: str) -> Iterator[None]:
 
 def describe(error: BaseException) -> str:
     """Returns an exception in one line: its type, its message, the user's file and line."""
-    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    try:
+        lines = str(error).splitlines()
+    except Exception:  # the user's own exception, that cannot be printed
+        lines = []
+    message = next((line.strip() for line in lines if line.strip()), "")
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
         return f"{text} ({error.filename}:{error.lineno})"
@@ -79,8 +85,9 @@ def describe(error: BaseException) -> str:
 def _module(place: str) -> ModuleType:
     if place.endswith(".py") or os.sep in place:
         return _from_file(Path(place))
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    here = _here()
+    if here and not {"", here} & {*sys.path}:
+        sys.path.insert(0, here)
     try:
         with running(f"importing {place}"):
             return importlib.import_module(place)
@@ -93,15 +100,23 @@ def _module(place: str) -> ModuleType:
             and f"{place}.".startswith(f"{missing}.")
         ):
             raise TargetError(
-                f"there is no module {missing!r}, neither in {os.getcwd()} nor among what is "
+                f"there is no module {missing!r}, neither in {here or GONE} nor among what is "
                 "installed. A file is named by its path: path/to/file.py:FUNCTION."
             ) from cause
         raise
 
 
+def _here() -> str:
+    """Returns the current directory, or "" if it was deleted."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise TargetError(f"there is no file {str(path)!r} (from {os.getcwd()}).")
+        raise TargetError(f"there is no file {str(path)!r} (from {_here() or GONE}).")
     sys.path.insert(0, str(path.parent.resolve()))  # as python does with a script
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     if spec is None or spec.loader is None:

@@ -1,6 +1,7 @@
 """The options that the commands share."""
 
 import contextlib
+import math
 from typing import Any
 
 import click
@@ -11,7 +12,8 @@ from mpjax._src.training.loss_scale import resolve_loss_scale
 
 EXIT_CODES = (
     "Exit codes: 0 if all is well; 1 for a finding (a failed test, a limit that was passed, a "
-    "program that does not fit); 2 for a wrong command line, or an error in your own code."
+    "program that does not fit); 2 for a wrong command line, an error in your own code, or a "
+    "result that cannot be written."
 )
 
 
@@ -28,6 +30,16 @@ class _Parsed(click.ParamType):
             return self.parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class Number(click.FloatRange):
+    """A number within limits. NaN is none: whatever is compared with it, no limit is passed."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
 
 
 def _numbers(text: str) -> int | tuple[int, ...] | None:

@@ -14,7 +14,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, get_abstract_mesh, use_abstract_mesh
 
 from mpjax._src import _jax
-from mpjax._src.errors import CompileError
+from mpjax._src.errors import CompileError, brief, check_callable
 from mpjax._src.hardware.compiler import Compilers, Options, compilers, require
 from mpjax._src.hardware.devices import traced_for
 from mpjax._src.hardware.report import CompileReport, report_of
@@ -96,7 +96,7 @@ def check_timeout(timeout: float) -> None:
     legal = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if not legal or not 0 < timeout <= LONGEST:
         raise ValueError(
-            f"timeout={timeout!r} must be a number of seconds, more than 0 and at most {LONGEST:g}."
+            f"timeout={brief(timeout)} must be a number of seconds, more than 0 and at most {LONGEST:g}."
         )
 
 
@@ -109,16 +109,11 @@ def checked_options(options: Any) -> Options:
     )
     if not legal:
         raise ValueError(
-            f"compiler_options={options!r} must be a dictionary of XLA's flags, by name and "
+            f"compiler_options={brief(options)} must be a dictionary of XLA's flags, by name and "
             "without dashes, such as {'xla_gpu_enable_triton_gemm': False}: values are bools, "
             "numbers and strings."
         )
     return dict(options or {})
-
-
-def check_callable(fun: Any, argument: str) -> None:
-    if not callable(fun):
-        raise TypeError(f"{argument}={fun!r} must be a function.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +215,7 @@ def _check_args(fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
         legal = isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray | np.generic | complex)
         if not legal and not isinstance(leaf, bool | int | float):
             raise TypeError(
-                f"args[{path_of(keys)}]={leaf!r} is neither an array, a number nor a "
+                f"args[{path_of(keys)}]={brief(leaf)} is neither an array, a number nor a "
                 "jax.ShapeDtypeStruct. What is not data belongs into the function "
                 "(functools.partial, a closure), or jit it with static_argnums."
             )

@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 
-from mpjax._src.errors import OutOfMemoryError
+from mpjax._src.errors import OutOfMemoryError, brief, check_callable
 from mpjax._src.hardware.aot import (
-    check_callable,
     check_timeout,
     checked_options,
     compile_program,
@@ -215,15 +214,17 @@ def _check(
     check_timeout(timeout)
     for name, number in (("multiple_of", multiple_of), ("limit", limit)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"{name}={number!r} must be a whole number, 1 or more.")
+            raise ValueError(f"{name}={brief(number)} must be a whole number, 1 or more.")
     if limit < multiple_of:
-        raise ValueError(f"limit={limit!r} must not be less than multiple_of={multiple_of!r}.")
+        raise ValueError(
+            f"limit={brief(limit)} must not be less than multiple_of={brief(multiple_of)}."
+        )
     legal = isinstance(reserve, int | float) and not isinstance(reserve, bool)
     if not legal or not 0 <= reserve < 1:
         raise ValueError(
-            f"reserve={reserve!r} must be a share of the device's memory, from 0 to less than 1, "
-            f"or None: {1 - GPU_PREALLOCATED:g} on GPUs, which JAX keeps free by default, and "
-            "0.05 on TPUs."
+            f"reserve={brief(reserve)} must be a share of the device's memory, from 0 to less "
+            f"than 1, or None: {1 - GPU_PREALLOCATED:g} on GPUs, which JAX keeps free by default, "
+            "and 0.05 on TPUs."
         )
 
 

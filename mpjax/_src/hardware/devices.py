@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src.dtypes import BFLOAT16, FLOAT16, HALVES, capability_of, default_device
-from mpjax._src.errors import did_you_mean
+from mpjax._src.dtypes import BFLOAT16, FLOAT16, HALVES, capability_of, default_device, half_of
+from mpjax._src.errors import brief, did_you_mean
 from mpjax._src.policy import Policy, get_policy
 
 # NVIDIA: the least compute capability whose tensor cores know a dtype.
@@ -18,6 +18,11 @@ TENSOR_CORES = {FLOAT16: (7, 0), BFLOAT16: (8, 0)}
 
 # Cards that a user may name without having them.
 CARDS = {
+    "k40": "3.5",
+    "k80": "3.7",
+    "m40": "5.2",
+    "m60": "5.2",
+    "gtx980": "5.2",
     "v100": "7.0",
     "t4": "7.5",
     "rtx2080": "7.5",
@@ -37,6 +42,8 @@ CARDS = {
     "b200": "10.0",
     "rtx5090": "12.0",
     "p100": "6.0",
+    "p4": "6.1",
+    "p40": "6.1",
     "gtx1080": "6.1",
 }
 TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e")
@@ -119,6 +126,7 @@ def recommend_policy(device: jax.Device | str | None = None) -> Policy:
         float32.
 
     Raises:
+        TypeError: If ``device`` is neither a device nor a name.
         ValueError: If the name is not known.
 
     Example:
@@ -127,6 +135,31 @@ def recommend_policy(device: jax.Device | str | None = None) -> Policy:
         ['mixed_float16', 'mixed_bfloat16', 'mixed_bfloat16', 'float32']
     """
     return get_policy(device_facts(device).policy)
+
+
+def half_dtype(device: jax.Device | str | None = None) -> np.dtype:
+    """Returns the half-precision dtype that a device is best at.
+
+    bfloat16 on TPU, CPU, AMD GPUs and NVIDIA GPUs of compute capability 8.0 or more; float16 on
+    older NVIDIA GPUs, whose tensor cores know no bfloat16. (jmp takes float16 everywhere but on
+    TPU.)
+
+    Args:
+        device: As for `recommend_policy`.
+
+    Returns:
+        ``np.dtype`` of bfloat16 or float16.
+
+    Raises:
+        TypeError: If ``device`` is neither a device nor a name.
+        ValueError: If the name is not known.
+
+    Example:
+        >>> import mpjax
+        >>> [str(mpjax.half_dtype(name)) for name in ("v100", "a100", "cpu")]
+        ['float16', 'bfloat16', 'bfloat16']
+    """
+    return half_of(device_facts(device).capability)
 
 
 # The name of what is compiled for, while a function is traced for that; JAX's caches know of it.
@@ -148,7 +181,12 @@ def device_facts(device: Any) -> DeviceFacts:
     device = default_device() if device is None else device
     if isinstance(device, str):
         return _named(device)
-    platform = getattr(device, "platform", "cpu")
+    platform = getattr(device, "platform", None)
+    if not isinstance(platform, str):
+        raise TypeError(
+            f"device={brief(device)} must be a jax.Device, such as jax.devices()[0], the name of "
+            "one, such as 'h100', or None for the default device."
+        )
     name = str(getattr(device, "device_kind", platform))
     if platform == "tpu":
         return _tpu(name)
@@ -176,7 +214,10 @@ def warn_if_unfit(policy: Policy, stacklevel: int) -> None:
 
 def named(name: str) -> str:
     """Returns how a device that a user named stands in `CARDS` and `TPUS`."""
-    return name.strip().lower().removeprefix("nvidia ").removeprefix("tpu ").replace(" ", "")
+    key = name.strip().lower()
+    for maker in ("nvidia ", "tesla ", "tpu "):
+        key = key.removeprefix(maker)
+    return key.replace(" ", "")
 
 
 def _named(name: str) -> DeviceFacts:
@@ -189,7 +230,7 @@ def _named(name: str) -> DeviceFacts:
         return _cpu(name)
     known = [*CARDS, *TPUS, "cpu"]
     raise ValueError(
-        f"device={name!r} is not known.{did_you_mean(key, known)} Legal are a jax.Device and "
+        f"device={brief(name)} is not known.{did_you_mean(key, known)} Legal are a jax.Device and "
         f"{', '.join(known)}."
     )
 

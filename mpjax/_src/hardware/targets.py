@@ -12,7 +12,7 @@ import dataclasses
 import math
 import re
 
-from mpjax._src.errors import did_you_mean
+from mpjax._src.errors import brief, did_you_mean
 from mpjax._src.hardware.devices import CARDS, TPUS, named
 
 # What JAX's allocator takes of a GPU by default (XLA_PYTHON_CLIENT_MEM_FRACTION).
@@ -120,7 +120,7 @@ def find_target(name: str) -> Target:
     """Returns the target of a name such as "h100", "NVIDIA A100-80", "TPU v5e" or "h100 x 8"."""
     known = [*GPUS, *ALIASES, *TPU_CHIPS]
     if not isinstance(name, str):
-        raise TypeError(f"target={name!r} must be a name. Legal are {', '.join(known)}.")
+        raise TypeError(f"target={brief(name)} must be a name. Legal are {', '.join(known)}.")
     several = SEVERAL.fullmatch(name.strip())
     key = named(several[1] if several else name)
     key = ALIASES.get(key, key)
@@ -131,11 +131,11 @@ def find_target(name: str) -> Target:
         like = [k for k in GPUS if key in CARDS and CARDS[k] == CARDS[key]]
         instead = f" {' and '.join(like)} have the same cores, in another number." if like else ""
         raise ValueError(
-            f"target={name!r} is a device that mpjax knows, but not in the detail that compiling "
+            f"target={brief(name)} is a device that mpjax knows, but not in the detail that compiling "
             f"takes.{instead} Legal are {', '.join(known)}."
         )
     raise ValueError(
-        f"target={name!r} is not known.{did_you_mean(key, known)} Legal are {', '.join(known)}."
+        f"target={brief(name)} is not known.{did_you_mean(key, known)} Legal are {', '.join(known)}."
     )
 
 
@@ -183,7 +183,7 @@ def _several(one: Target, count: int, asked: str) -> Target:
         which = f"powers of two up to {MOST}, which is what slices of TPUs are"
     if not legal:
         raise ValueError(
-            f"target={asked!r} cannot be compiled for {count} devices. Legal are {which}."
+            f"target={brief(asked)} cannot be compiled for {count} devices. Legal are {which}."
         )
     if count == 1:
         return one

@@ -18,6 +18,7 @@ import numpy as np
 from mpjax._src import _jax, rules
 from mpjax._src.autocast.environment import constants_as_casts
 from mpjax._src.dtypes import short_name
+from mpjax._src.errors import check_callable
 from mpjax._src.instruments.interpret import (
     Place,
     interpret,
@@ -228,6 +229,7 @@ def compare(
 
     Shadow values are those of NSan (Courbet, 2021); Paddle's compare_accuracy compares two dumps.
     """
+    check_callable(fun, "compare: fun")
     policy = get_policy(policy)
     resolve_loss_scale(loss_scale, False)
 

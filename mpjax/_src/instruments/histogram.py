@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.dtypes import FLOAT16, HALVES, DTypeLike, canonical
+from mpjax._src.errors import brief
 from mpjax._src.patterns import path_of
+from mpjax._src.training.loss_scale import finite_number
 from mpjax._src.trees import is_floating
 
 # Exponents of float32, subnormal ones included. Bin 0 holds zeros, the last one Inf and NaN.
@@ -160,6 +162,7 @@ def gradient_histogram(grads: Any, histogram: GradientHistogram | None = None) -
         A `GradientHistogram`.
 
     Raises:
+        TypeError: If ``histogram`` is no histogram.
         ValueError: If there is no floating leaf, or ``histogram`` is of other parameters.
 
     Example:
@@ -175,12 +178,15 @@ def gradient_histogram(grads: Any, histogram: GradientHistogram | None = None) -
         if is_floating(leaf)
     ]
     if not pairs:
-        raise ValueError(f"grads={grads!r} has no floating array leaf: there is nothing to count.")
+        raise ValueError(
+            f"grads={brief(grads)} has no floating array leaf: there is nothing to count."
+        )
     paths, leaves = zip(*pairs, strict=True)
     low = jnp.stack([_count(jnp.asarray(leaf)) for leaf in leaves])
     counts = jnp.stack([low, jnp.zeros_like(low)])
     sizes = tuple(int(np.prod(np.shape(leaf))) for leaf in leaves)
     if histogram is not None:
+        check_histogram(histogram)
         if (histogram.paths, histogram.sizes) != (paths, sizes):
             raise ValueError(
                 f"histogram is of other parameters than grads: {histogram.paths} with "
@@ -207,6 +213,7 @@ def recommend_loss_scale(
         A `LossScaleAdvice`.
 
     Raises:
+        TypeError: If ``histogram`` is no histogram.
         ValueError: If an argument is not legal, or no gradient is finite and not zero.
 
     Example:
@@ -215,8 +222,9 @@ def recommend_loss_scale(
         >>> mpjax.recommend_loss_scale(histogram).loss_scale
         2097152.0
     """
-    if not headroom >= 1:
-        raise ValueError(f"headroom={headroom!r} must be a number, 1 or more.")
+    check_histogram(histogram)
+    if (finite_number(headroom) or 0.0) < 1:
+        raise ValueError(f"headroom={brief(headroom)} must be a number, 1 or more.")
     limits = limits_of(dtype)
     whole = histogram.total(dtype)
     if whole.largest is None:
@@ -244,6 +252,15 @@ def recommend_loss_scale(
     return LossScaleAdvice(scale, whole.flushed, scaled.flushed, tuple(reasons))
 
 
+def check_histogram(histogram: Any) -> None:
+    """Raises a TypeError if an argument is no histogram."""
+    if not isinstance(histogram, GradientHistogram):
+        raise TypeError(
+            f"histogram={brief(histogram)} must be a GradientHistogram: what "
+            "mpjax.gradient_histogram(grads) returned."
+        )
+
+
 # ---- one leaf, one row --------------------------------------------------------------------------
 
 
@@ -268,7 +285,7 @@ class Limits:
 def limits_of(dtype: DTypeLike) -> Limits:
     found = canonical(dtype, "dtype")
     if found not in HALVES:
-        raise ValueError(f"dtype={dtype!r} must be 'float16' or 'bfloat16'.")
+        raise ValueError(f"dtype={brief(dtype)} must be 'float16' or 'bfloat16'.")
     # Half of the smallest subnormal still rounds up to it, but for a tie.
     if found == FLOAT16:
         return Limits(-25, -14, 16)
@@ -278,12 +295,12 @@ def limits_of(dtype: DTypeLike) -> Limits:
 def exponent_of(scale: float) -> int:
     try:
         mantissa, exponent = math.frexp(scale)
-    except TypeError:
+    except (TypeError, OverflowError):
         mantissa, exponent = 0.0, 0
     if mantissa != 0.5:
         raise ValueError(
-            f"scale={scale!r} must be a power of two such as 2.0**16, because the histogram counts "
-            "by powers of two."
+            f"scale={brief(scale)} must be a power of two such as 2.0**16, because the histogram "
+            "counts by powers of two."
         )
     return exponent - 1
 

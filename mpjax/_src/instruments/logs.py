@@ -1,10 +1,13 @@
 """Metrics to TensorBoard and JSON lines, without ever making a step wait."""
 
 import collections
+import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import math
+import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.dtypes import HALVES
+from mpjax._src.errors import brief
 from mpjax._src.instruments.histogram import GradientHistogram
 from mpjax._src.patterns import path_of
+from mpjax._src.training.loss_scale import whole_number
 from mpjax._src.training.watch import Overflow, Underflow
 
 # What each writer has been given and has not been handed yet, because the device still computes it.
@@ -32,13 +37,17 @@ METHODS = {"add_scalar": "add_text", "scalar": "text"}
 class JsonLines:
     """A file of one JSON object per step, for `log_metrics`.
 
-    As a context it flushes at its end; outside of one call `flush_metrics`.
+    As a context it flushes at its end; outside of one call `flush_metrics`. A line is written whole
+    or not at all: where the disk is full, `log_metrics` and `flush_metrics` raise an OSError that
+    names the step that was lost, and go on with the next one when they are called again.
 
     Args:
         path: Of the file; what it holds is kept, and lines are added.
 
     Raises:
-        OSError: If the file cannot be written.
+        TypeError: If ``path`` is no path.
+        OSError: If the file cannot be written: a directory, an empty path, a folder that is
+            missing.
 
     Example:
         >>> import mpjax, pathlib, tempfile
@@ -50,16 +59,28 @@ class JsonLines:
     """
 
     def __init__(self, path: str | Path):
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"path={brief(path)} must be the path of a file, such as 'run.jsonl'.")
         self.path = Path(path)
-        self.path.touch()  # a path that cannot be written is told now
+        if self.path.is_dir():  # as Path("") is
+            raise IsADirectoryError(
+                errno.EISDIR,
+                f"path={brief(path)} is a directory, and must be a file, such as 'run.jsonl'",
+                str(path),
+            )
+        self.path.open("ab").close()  # a path that cannot be written is told now
 
     def add(self, step: int, values: dict[str, float | str]) -> None:
         """Adds a line. JSON has no NaN and Infinity: they are written as strings."""
         values = {
             k: v if isinstance(v, str) or math.isfinite(v) else str(v) for k, v in values.items()
         }
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        line = json.dumps({"step": step, **values}) + "\n"
+        try:
+            _append(self.path, line.encode())
+        except OSError as error:
+            why = f"{error.strerror}: the record of step {step} was lost"
+            raise OSError(error.errno, why, str(self.path)) from error
 
     def __enter__(self) -> "JsonLines":
         return self
@@ -87,6 +108,7 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
 
     Raises:
         TypeError: If an argument is not what it should be, or this is called inside jit.
+        OSError: If a record could not be written; it names the step.
 
     Example:
         >>> import mpjax, pathlib, tempfile
@@ -94,10 +116,11 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
         ...     mpjax.log_metrics(log, 1, {"loss": 0.5, "aux": {"accuracy": 1.0}})
     """
     _check_writer(writer)
-    if isinstance(step, jax.Array) or not isinstance(step, (int, np.integer)):
+    whole = None if isinstance(step, jax.Array) else whole_number(step)
+    if whole is None or not -(2**63) <= whole < 2**63:
         raise TypeError(
-            f"step={step!r} must be a Python integer: the loop's own counter. Reading it from the "
-            "state would wait for the device."
+            f"step={brief(step)} must be a Python integer of 64 bits: the loop's own counter. "
+            "Reading it from the state would wait for the device."
         )
     values = {}
     is_report = lambda leaf: isinstance(leaf, REPORTS)  # noqa: E731
@@ -113,7 +136,7 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
     copy = lambda leaf: jax.tree.map(jnp.copy, leaf) if _is_histogram(leaf) else leaf  # noqa: E731
     values = {name: copy(leaf) for name, leaf in values.items()}
     waiting = _WAITING.setdefault(writer, collections.deque())
-    waiting.append((int(step), values))
+    waiting.append((whole, values))
     while waiting and all(map(_is_ready, jax.tree.leaves(waiting[0][1]))):
         _write(writer, *waiting.popleft())
 
@@ -129,6 +152,7 @@ def flush_metrics(writer: Any) -> None:
 
     Raises:
         TypeError: If ``writer`` is not one.
+        OSError: If a record could not be written; it names the step.
 
     Example:
         >>> import mpjax, pathlib, tempfile
@@ -143,6 +167,29 @@ def flush_metrics(writer: Any) -> None:
     flush = getattr(writer, "flush", None)
     if flush is not None:
         flush()
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Adds a line to a file, whole or not at all, and on a line of its own."""
+    with path.open("a+b", buffering=0) as file:
+        if not _ends_whole(file):  # whoever wrote it was stopped in the middle of a line
+            line = b"\n" + line
+        written = 0
+        try:
+            while written < len(line):
+                written += file.write(line[written:]) or 0
+        except OSError:
+            with contextlib.suppress(OSError):  # a pipe or a device keeps what it was given
+                file.truncate(file.tell() - written)
+            raise
+
+
+def _ends_whole(file: Any) -> bool:
+    try:
+        file.seek(-1, os.SEEK_END)
+    except OSError:  # it is empty, or no file that could be read
+        return True
+    return file.read(1) in (b"\n", b"")
 
 
 def _write(writer: Any, step: int, metrics: dict[str, Any]) -> None:
@@ -221,6 +268,6 @@ def _check_writer(writer: Any) -> None:
     known = isinstance(writer, JsonLines)
     if not (known or hasattr(writer, "add_scalar") or hasattr(writer, "scalar")):
         raise TypeError(
-            f"writer={writer!r} must be an mpjax.JsonLines(path), a tensorboardX.SummaryWriter or "
-            "a flax.metrics.tensorboard.SummaryWriter."
+            f"writer={brief(writer)} must be an mpjax.JsonLines(path), a "
+            "tensorboardX.SummaryWriter or a flax.metrics.tensorboard.SummaryWriter."
         )

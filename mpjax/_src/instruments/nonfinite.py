@@ -12,6 +12,7 @@ import numpy as np
 
 from mpjax._src import _jax, rules
 from mpjax._src.dtypes import short_name
+from mpjax._src.errors import check_callable
 from mpjax._src.instruments.interpret import Place, interpret, is_half, run, run_in_float32, take
 from mpjax._src.instruments.programs import (
     LEAST_EXPONENT,
@@ -180,6 +181,7 @@ def find_nonfinite(
 
     jax.debug_nans stops at a compiled function; checkify must be built into the program.
     """
+    check_callable(fun, "find_nonfinite: fun")
     policy = get_policy("float32" if policy is None else policy)
     scale = resolve_loss_scale(loss_scale, False)
 

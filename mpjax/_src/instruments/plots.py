@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 
 from mpjax._src.dtypes import DTypeLike, canonical
+from mpjax._src.errors import brief
 from mpjax._src.instruments.compare import Comparison, capped
 from mpjax._src.instruments.histogram import (
     EXPONENTS,
     LARGEST,
     SMALLEST,
     GradientHistogram,
+    check_histogram,
     exponent_of,
     limits_of,
 )
@@ -36,6 +38,7 @@ def plot_compare(comparison: Comparison, path: str | Path | None = None) -> Any:
 
     Raises:
         ImportError: Without matplotlib, the extra ``plot``.
+        TypeError: If ``comparison`` is none.
         ValueError: If no operation rounds: there is nothing to draw.
 
     Example:
@@ -43,6 +46,11 @@ def plot_compare(comparison: Comparison, path: str | Path | None = None) -> Any:
         >>> compared = mpjax.compare(lambda w, x: jnp.sum(x @ w), "mixed_bfloat16")
         >>> figure = mpjax.plot_compare(compared(jnp.full((3, 2), 0.1), jnp.ones((4, 3))))
     """
+    if not isinstance(comparison, Comparison):
+        raise TypeError(
+            f"comparison={brief(comparison)} must be a Comparison: what "
+            "mpjax.compare(fun, policy)(*args) returned."
+        )
     figure_class = _figure_class()
     rows = [
         row
@@ -121,6 +129,7 @@ def plot_gradient_histogram(
 
     Raises:
         ImportError: If matplotlib is not installed.
+        TypeError: If ``histogram`` is none.
         ValueError: If an argument is not legal, or there is nothing to draw.
 
     Example:
@@ -128,6 +137,7 @@ def plot_gradient_histogram(
         >>> histogram = mpjax.gradient_histogram({"w": jnp.array([1e-9, 1e-3, 0.5])})
         >>> figure = mpjax.plot_gradient_histogram(histogram, scale=2.0**10)
     """
+    check_histogram(histogram)
     figure_class = _figure_class()
     limits, shift = limits_of(dtype), exponent_of(scale)
     numbers = histogram.numbers()

@@ -92,8 +92,6 @@ def make_program(
     are those of the scaled loss, unscaled again. The arguments are as the instruments document
     them; ``tool`` is the one that asks.
     """
-    if not callable(fun):
-        raise TypeError(f"{tool}: fun={fun!r} must be a function.")
     pairs = jax.tree_util.tree_leaves_with_path((args, kwargs))
     pairs = [(keys, x) for keys, x in pairs if is_array(x)]
     if not pairs:

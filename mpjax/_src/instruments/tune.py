@@ -18,12 +18,18 @@ from mpjax._src.autocast.classify import CHANGEABLE
 from mpjax._src.autocast.explain import flops_of
 from mpjax._src.autocast.graph import Block, Op, numbered
 from mpjax._src.dtypes import FLOAT32
+from mpjax._src.errors import brief, check_callable
 from mpjax._src.instruments.compare import compare
 from mpjax._src.instruments.nonfinite import check_concrete, shown
 from mpjax._src.instruments.programs import Program, make_program, training_scale
 from mpjax._src.patterns import matches
 from mpjax._src.policy import Policy, get_policy
-from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
+from mpjax._src.training.loss_scale import (
+    LossScale,
+    finite_number,
+    resolve_loss_scale,
+    whole_number,
+)
 
 # A gradient this much smaller than all together is held to its share of that, not to its own size.
 SMALL = 1e-3
@@ -154,11 +160,12 @@ def tune(
         >>> tuned.met
         True
     """
+    check_callable(fun, "tune: fun")
     policy = get_policy(policy)
-    if not (isinstance(tolerance, (int, float)) and 0 < tolerance < math.inf):
-        raise ValueError(f"tolerance={tolerance!r} must be a positive number such as 1e-2.")
-    if not (isinstance(max_runs, int) and max_runs > 0):
-        raise ValueError(f"max_runs={max_runs!r} must be a whole number, 1 or more.")
+    if (finite_number(tolerance) or 0.0) <= 0:
+        raise ValueError(f"tolerance={brief(tolerance)} must be a positive number such as 1e-2.")
+    if (whole_number(max_runs) or 0) < 1:
+        raise ValueError(f"max_runs={brief(max_runs)} must be a whole number, 1 or more.")
 
     resolve_loss_scale(loss_scale, False)
 

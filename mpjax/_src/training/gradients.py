@@ -11,6 +11,7 @@ import jmp
 
 from mpjax._src import _jax
 from mpjax._src.dtypes import FLOAT16
+from mpjax._src.errors import brief, check_callable
 from mpjax._src.training.loss_scale import LossScale, NoOpLossScale, has_protocol
 from mpjax._src.trees import all_finite, widen
 
@@ -40,8 +41,8 @@ def scaled_value_and_grad(
         ``finite`` is a scalar bool array, whether all gradients are finite.
 
     Raises:
-        TypeError: If ``loss_scale`` is not a loss scale; while tracing, if ``fun`` returns
-            something other than a real scalar loss.
+        TypeError: If ``fun`` is not a function or ``loss_scale`` not a loss scale; while tracing,
+            if ``fun`` returns something other than a real scalar loss.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -53,10 +54,12 @@ def scaled_value_and_grad(
     Micikevicius et al. 2017, section 3.2; torch.amp.GradScaler's scale and unscale_ in one.
     """
 
+    check_callable(fun, "fun")
     if not has_protocol(loss_scale):
         raise TypeError(
-            f"loss_scale={loss_scale!r} must be a loss scale, such as mpjax.DynamicLossScale() or "
-            "mpjax.StaticLossScale(128.0): an instance, which the caller keeps and adjusts."
+            f"loss_scale={brief(loss_scale)} must be a loss scale, such as "
+            "mpjax.DynamicLossScale() or mpjax.StaticLossScale(128.0): an instance, which the "
+            "caller keeps and adjusts."
         )
     differentiated = jax.value_and_grad(_scaled(fun, loss_scale, has_aux), argnums, has_aux=True)
 
@@ -148,4 +151,4 @@ def _kind(value: Any) -> str:
         return f"{value.dtype}{list(jnp.shape(value))}"
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
-    return f"{value!r} ({type(value).__name__})"
+    return f"{brief(value)} ({type(value).__name__})"

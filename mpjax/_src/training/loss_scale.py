@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 
-from mpjax._src.errors import did_you_mean
+from mpjax._src.errors import brief, did_you_mean
 from mpjax._src.trees import is_array, is_one_bool, widen
 
 T = TypeVar("T")
@@ -193,7 +193,7 @@ class DynamicLossScale:
         for name in ("growth_factor", "backoff_factor"):
             object.__setattr__(self, name, _check_number(name, getattr(self, name)))
         for name in ("growth_interval", "hysteresis"):
-            object.__setattr__(self, name, _check_count(name, getattr(self, name)))
+            object.__setattr__(self, name, check_count(name, getattr(self, name)))
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
                 f"init_scale={self.init_scale!r} must lie between min_scale={self.min_scale!r} and "
@@ -219,7 +219,7 @@ class DynamicLossScale:
             given = getattr(self, name)
             with contextlib.suppress(jax.errors.ConcretizationTypeError):  # traced: no value yet
                 if given is not None:
-                    _check_scale(name, given) if dtype == jnp.float32 else _check_count(
+                    _check_scale(name, given) if dtype == jnp.float32 else check_count(
                         name, given, 0
                     )
             object.__setattr__(self, name, jnp.asarray(value if given is None else given, dtype))
@@ -261,7 +261,7 @@ class DynamicLossScale:
         """
         if not is_one_bool(grads_finite):
             raise ValueError(
-                f"grads_finite={grads_finite!r} must be one bool for all gradients, such as "
+                f"grads_finite={brief(grads_finite)} must be one bool for all gradients, such as "
                 "mpjax.all_finite(grads) gives."
             )
         counted = self.growth_tracker + 1
@@ -322,16 +322,16 @@ def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale
     elif has_protocol(loss_scale):
         if jax.tree.leaves(loss_scale) == [loss_scale]:
             raise ValueError(
-                f"loss_scale={loss_scale!r} is not registered as a pytree, so it cannot travel in "
-                "the state of a jitted step. Decorate its class with "
-                "jax.tree_util.register_dataclass or register_pytree_node_class; a subclass is not "
-                "registered by its base."
+                f"loss_scale={brief(loss_scale)} is not registered as a pytree, so it cannot "
+                "travel in the state of a jitted step. Decorate its class with "
+                "jax.tree_util.register_dataclass or register_pytree_node_class; a subclass is "
+                "not registered by its base."
             )
         return loss_scale
     raise ValueError(
-        f"loss_scale={loss_scale!r} is not known. Legal are 'auto' (dynamic for float16 compute, "
-        "none otherwise), 'dynamic', 'none', a number such as 128.0, or an object such as "
-        "mpjax.DynamicLossScale()."
+        f"loss_scale={brief(loss_scale)} is not known. Legal are 'auto' (dynamic for float16 "
+        "compute, none otherwise), 'dynamic', 'none', a number such as 128.0, or an object such "
+        "as mpjax.DynamicLossScale()."
         + (
             did_you_mean(loss_scale, ["auto", "dynamic", "none"])
             if isinstance(loss_scale, str)
@@ -348,17 +348,31 @@ def has_protocol(loss_scale: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     kind = getattr(value, "dtype", np.dtype(type(value) if type(value) in (int, float) else object))
-    return np.shape(value) == () and np.dtype(kind).kind in "iuf"
+    return getattr(kind, "kind", "") in ("i", "u", "f") and np.shape(value) == ()
+
+
+def _as_float(value: Any) -> float:
+    """Returns a number as a float: an integer beyond the largest is infinite, as 1e400 is."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _check_number(name: str, value: Any) -> float:
     """Returns a finite number as a float."""
     if not _is_number(value):
-        raise ValueError(f"{name}={value!r} must be one number.")
-    number = float(value)
+        raise ValueError(f"{name}={brief(value)} must be one number.")
+    number = _as_float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{name}={value!r} must be finite.")
+        raise ValueError(f"{name}={brief(value)} must be finite, as a float.")
     return number
+
+
+def finite_number(value: Any) -> float | None:
+    """Returns a finite number of any kind as a float, or None if it is none."""
+    number = _as_float(value) if _is_number(value) else math.nan
+    return number if math.isfinite(number) else None
 
 
 def _check_scale(name: str, value: Any) -> float:
@@ -366,22 +380,23 @@ def _check_scale(name: str, value: Any) -> float:
     number = _check_number(name, value)
     if number <= 0:
         raise ValueError(
-            f"{name}={value!r} must be positive: a scale of 0 wipes out every gradient, and a "
+            f"{name}={brief(value)} must be positive: a scale of 0 wipes out every gradient, and a "
             "negative one turns training around."
         )
     if min(number, 1 / number) < _TINY:
         raise ValueError(
-            f"{name}={value!r} and its reciprocal must both be normal float32 numbers: legal are "
-            "2**-126 to 2**126. Past that, unscaling flushes every gradient to 0 or to infinity."
+            f"{name}={brief(value)} and its reciprocal must both be normal float32 numbers: legal "
+            "are 2**-126 to 2**126. Past that, unscaling flushes every gradient to 0 or to "
+            "infinity."
         )
     return number
 
 
-def _check_count(name: str, value: Any, least: int = 1) -> int:
+def check_count(name: str, value: Any, least: int = 1) -> int:
     """Returns a whole number that an int32 holds as an int."""
     number = whole_number(value)
     if number is None or not least <= number < 2**31:
-        raise ValueError(f"{name}={value!r} must be a whole number from {least} to 2**31 - 1.")
+        raise ValueError(f"{name}={brief(value)} must be a whole number from {least} to 2**31 - 1.")
     return number
 
 

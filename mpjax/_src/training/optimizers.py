@@ -1,5 +1,7 @@
 """Optax transformations: float32 masters of half weights, and updates skipped when not finite."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from mpjax._src.dtypes import FLOAT32
+from mpjax._src.errors import brief
 from mpjax._src.patterns import name_of, path_of
 from mpjax._src.trees import all_finite, cast_like, is_half, is_one_bool, select, widen
 
@@ -63,8 +66,8 @@ def with_master_weights(
 
     Raises:
         TypeError: If ``inner`` is no optimizer.
-        ValueError: From ``update``, if it is called without ``params``, or with parameters of other
-            dtypes than ``init`` saw.
+        ValueError: From ``update``, if it is called without ``params``, with parameters of other
+            dtypes than ``init`` saw, or with the state of another optimizer.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
@@ -96,8 +99,11 @@ def with_master_weights(
                 "optimizer.update(grads, state, params): updates of half parameters are "
                 "differences to their masters."
             )
+        check_kind(state, MasterWeightsState, "with_master_weights")
         full = _with_masters(params, state.masters)
-        updates, inner_state = inner.update(widen(updates), state.inner_state, full, **extra_args)
+        grads, inner_state = widen(updates), state.inner_state
+        with _for_state(lambda: check_state(inner.init, inner_state, full, "state.inner_state")):
+            updates, inner_state = inner.update(grads, inner_state, full, **extra_args)
         if _are_none(state.masters):
             return updates, MasterWeightsState(NO_MASTERS, inner_state)
 
@@ -125,6 +131,13 @@ def _with_masters(params: Any, masters: Any) -> Any:
 
     if _are_none(masters):  # whatever the tree of parameters: a node for each costs time
         masters = jax.tree.map(lambda _: optax.MaskedNode(), params)
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+    trees: list[Any] = [jax.tree.structure(tree, is_leaf=is_masked) for tree in (params, masters)]
+    if trees[0] != trees[1]:
+        raise ValueError(
+            "with_master_weights: the state belongs to other parameters: its masters are in "
+            f"{brief(trees[1])}, the parameters in {brief(trees[0])}."
+        )
 
     def choose(keys, param, master):
         if is_half(param) == isinstance(master, optax.MaskedNode):
@@ -132,6 +145,11 @@ def _with_masters(params: Any, masters: Any) -> Any:
             raise ValueError(
                 f"with_master_weights: {name_of('params', keys)} was {seen} when init saw it, and "
                 f"is {now} now. Cast parameters before init, and keep their dtypes."
+            )
+        if is_half(param) and jnp.shape(master) != jnp.shape(param):
+            raise ValueError(
+                f"with_master_weights: {name_of('params', keys)} has shape {jnp.shape(param)}, but "
+                f"its master {jnp.shape(master)}. The state belongs to other parameters."
             )
         return master if is_half(param) else param
 
@@ -233,6 +251,11 @@ def skip_nonfinite(
         An optax transformation. ``update(..., finite=verdict)`` adds a verdict of the caller's:
         where it is False the update is skipped too. Other extra arguments are handed to ``inner``.
 
+    Raises:
+        TypeError: If ``inner`` is no optimizer.
+        ValueError: From ``update``, if ``finite`` is not one bool, or the state is that of another
+            optimizer.
+
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
         >>> optimizer = mpjax.skip_nonfinite(optax.adam(1e-3))
@@ -251,9 +274,15 @@ def skip_nonfinite(
 
     def update(updates, state, params=None, *, finite=True, **extra_args):
         if not is_one_bool(finite):
-            raise ValueError(f"finite={finite!r} must be one bool: a verdict on all gradients.")
+            raise ValueError(
+                f"finite={brief(finite)} must be one bool: a verdict on all gradients."
+            )
+        check_kind(state, SkipNonfiniteState, "skip_nonfinite")
         finite = jnp.logical_and(all_finite(updates), finite)
-        updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+        grads, inner_state = updates, state.inner_state
+        trained = grads if params is None else params
+        with _for_state(lambda: check_state(inner.init, inner_state, trained, "state.inner_state")):
+            updates, inner_state = inner.update(grads, inner_state, params, **extra_args)
         skipped = jnp.logical_not(finite).astype(jnp.int32)
         return (
             # -0.0, because 0.0 would turn a parameter of -0.0 into 0.0.
@@ -268,6 +297,43 @@ def skip_nonfinite(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def check_kind(state: Any, kind: type, name: str) -> None:
+    """Raises a ValueError if the state of an optimizer is not of its own kind."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"state is a {type(state).__name__}, not the {kind.__name__} of {name}: it belongs to "
+            "another optimizer. Pass what init or the last update of this one returned."
+        )
+
+
+def check_state(init: Callable[..., Any], state: Any, params: Any, argument: str) -> None:
+    """Raises a ValueError if ``init(params)`` would make a state of other arrays than ``state``."""
+
+    def arrays(tree):
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {f"{path_of(keys)} {list(jnp.shape(leaf))}" for keys, leaf in leaves}
+
+    wanted, found = arrays(jax.eval_shape(init, params)), arrays(state)
+    if wanted == found:
+        return
+    listed = lambda names: ", ".join(sorted(names)[:3]) or "nothing else"  # noqa: E731
+    raise ValueError(
+        f"{argument} belongs to another optimizer, or to other parameters: it lacks "
+        f"{listed(wanted - found)}, and holds {listed(found - wanted)}. Pass what init of this "
+        "optimizer made of these parameters, or restore a checkpoint that was written with it."
+    )
+
+
+@contextlib.contextmanager
+def _for_state(check: Callable[[], None]) -> Iterator[None]:
+    """Where an optimizer fails, says so if the reason is a state of another one."""
+    try:
+        yield
+    except Exception:
+        check()
+        raise
+
+
 def as_optimizer(
     optimizer: optax.GradientTransformation, argument: str
 ) -> optax.GradientTransformationExtraArgs:
@@ -276,8 +342,8 @@ def as_optimizer(
         hasattr(optimizer, "init") and hasattr(optimizer, "update")
     ):
         raise TypeError(
-            f"{argument}={optimizer!r} must be an optax optimizer with init and update, such as "
-            "optax.adamw(1e-3)."
+            f"{argument}={brief(optimizer)} must be an optax optimizer with init and update, such "
+            "as optax.adamw(1e-3)."
         )
     return optax.with_extra_args_support(optimizer)
 

@@ -18,22 +18,23 @@ import optax
 
 from mpjax._src.autocast.transform import autocast
 from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.errors import DivergenceError
+from mpjax._src.errors import DivergenceError, brief, did_you_mean
 from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.patterns import name_of, paths
 from mpjax._src.policy import Policy, get_policy
 from mpjax._src.training.gradients import observed_value_and_grad
-from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale, whole_number
+from mpjax._src.training.loss_scale import LossScale, check_count, resolve_loss_scale, whole_number
 from mpjax._src.training.optimizers import (
     apply_updates,
     as_optimizer,
+    check_state,
     in_full_precision,
     with_master_weights,
 )
 from mpjax._src.training.placement import commit_like, vary_like
 from mpjax._src.training.transaction import gated
 from mpjax._src.training.watch import first_overflow, observer, underflow
-from mpjax._src.trees import cast, cast_like, is_array, select, widen
+from mpjax._src.trees import cast, cast_like, is_array, select, stays_finite, widen
 
 # What a step changes or leaves as it is, all of it.
 CHANGED = ("step", "params", "opt_state", "model_state")
@@ -104,8 +105,9 @@ def build_train_step(
 
     The step always goes in this order: forward in the policy's precision, scale in float32,
     backward, unscale in float32 by the same scale, average over micro-batches and replicas, judge
-    whether the loss and the norm of the gradients are finite, optimizer, gate, adjust the scale.
-    Clipping in the optimizer's chain therefore sees true gradients, and shares their norm.
+    whether the loss, the norm of the gradients and the new model state are finite, optimizer, gate,
+    adjust the scale. Clipping in the optimizer's chain therefore sees true gradients, and shares
+    their norm.
 
     The forward pass: a policy of ``casting="op"`` (O1, which is mixed_float16 and mixed_bfloat16,
     and O2) puts ``loss_fn`` under `autocast`, which chooses a dtype for every operation of it; any
@@ -115,9 +117,15 @@ def build_train_step(
 
     The gate is a transaction. On a skipped step ``params``, ``opt_state``, ``model_state`` and
     ``step`` are bit-identical to before; only the loss scale, the rng and the skip counters move.
-    If the loss itself is not finite the scale stays, because no scale can cure the forward pass.
-    Gradients whose squares overflow float32 are skipped like infinite ones: clipping would turn
-    them into zeros, and Adam's second moment would stay infinite.
+    If the loss itself is not finite the scale stays, because no scale can cure the forward pass;
+    so it does if the new model state alone is not. Leaves of the model state that were not finite
+    before (a running maximum that starts at -Inf) are not held against it, nor are integers and
+    keys. Gradients whose squares overflow float32 are skipped like infinite ones: clipping would
+    turn them into zeros, and Adam's second moment would stay infinite.
+
+    Updated parameters are not judged: that would read and write the whole state once more. Where an
+    update overflows them (a wild learning rate, a float16 weight beyond 65504) the step is applied,
+    and all steps after it are skipped, which `raise_if_diverged` tells.
 
     Args:
         loss_fn: ``loss_fn(params, batch)``, with the keywords ``model_state=`` and ``rng=`` when
@@ -144,13 +152,14 @@ def build_train_step(
         A `TrainStep` of ``init`` and ``step``. ``init(params, model_state=None, rng=None)`` copies
         what it is given. ``step(state, batch)`` is made to be jitted:
         ``jax.jit(step, donate_argnums=0)``. Its metrics are device scalars: ``loss`` and
-        ``grad_norm`` (float32, true values), ``grads_finite``, ``loss_finite``, ``loss_scale``
-        (for the next step), ``skipped_steps``, ``consecutive_skips``, and ``aux`` if there is one;
-        with the reports that were asked for.
+        ``grad_norm`` (float32, true values), ``grads_finite``, ``loss_finite``, ``state_finite``,
+        ``loss_scale`` (for the next step), ``skipped_steps``, ``consecutive_skips``, and ``aux`` if
+        there is one; with the reports that were asked for.
 
     Raises:
         TypeError: If ``loss_fn`` or ``optimizer`` is not what it should be.
-        ValueError: If an argument is not legal.
+        ValueError: If an argument is not legal; from ``step``, if no axis ``axis_name`` is mapped
+            where it is called, or the state holds that of another optimizer.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax
@@ -179,6 +188,7 @@ def build_train_step(
         "report_underflow": report_underflow,
     }
     _check_arguments(loss_fn, flags, accumulate_steps)
+    axes = _axes(axis_name)
     first_scale = resolve_loss_scale(loss_scale, policy.needs_loss_scaling)
     takes_value = _takes_value(as_optimizer(optimizer, "optimizer"))
     keep_masters = with_master_weights if policy.master_weights else in_full_precision
@@ -214,6 +224,9 @@ def build_train_step(
                 f"state is a {type(state).__name__}, not a TrainState. The order is "
                 "step(state, batch), with the state that init(params) returned."
             )
+        check_state(optimizer.init, state.opt_state, state.params, "state.opt_state")
+        for name in axes:
+            _check_axis(name, axis_name)
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         params, model_state = state.params, state.model_state
         if axis_name is not None:
@@ -243,7 +256,8 @@ def build_train_step(
         if report_underflow:
             sizes = [leaf.size for leaf in jax.tree.leaves(grads)]
             reports["underflow"] = underflow(seen, sizes, policy.compute_dtype)
-        finite = jnp.logical_and(grads_finite, loss_finite)
+        state_finite = stays_finite(model_state, state.model_state)
+        finite = grads_finite & loss_finite & state_finite
         extra_args = {"value": loss} if takes_value else {}
 
         def applied(before, grads, model_state, extra_args):
@@ -259,9 +273,12 @@ def build_train_step(
         before = {name: getattr(state, name) for name in CHANGED}
         skipped = jnp.logical_not(finite).astype(jnp.int32)
 
+        # No scale cures the forward pass: gradients alone lower it, where the loss is good.
+        speaks = finite | (loss_finite & ~grads_finite)
+        adjusted = state.loss_scale.adjust(grads_finite)
         new = TrainState(
             **gated(finite, applied, before, grads, model_state, extra_args),
-            loss_scale=select(loss_finite, state.loss_scale.adjust(grads_finite), state.loss_scale),
+            loss_scale=select(speaks, adjusted, state.loss_scale),
             rng=rng,
             skipped_steps=state.skipped_steps + skipped,
             consecutive_skips=(state.consecutive_skips + 1) * skipped,
@@ -271,6 +288,7 @@ def build_train_step(
             "grad_norm": grad_norm,
             "grads_finite": grads_finite,
             "loss_finite": loss_finite,
+            "state_finite": state_finite,
             "loss_scale": jnp.asarray(new.loss_scale.loss_scale, jnp.float32),
             "skipped_steps": new.skipped_steps,
             "consecutive_skips": new.consecutive_skips,
@@ -302,9 +320,11 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
     """
     most = whole_number(limit)
     if most is None or most < 1:
-        raise ValueError(f"limit={limit!r} must be a whole number of steps, 1 or more.")
+        raise ValueError(f"limit={brief(limit)} must be a whole number of steps, 1 or more.")
     if not (isinstance(metrics, dict) and "consecutive_skips" in metrics):
-        raise TypeError(f"metrics={metrics!r} must be the metrics that a training step returned.")
+        raise TypeError(
+            f"metrics={brief(metrics)} must be the metrics that a training step returned."
+        )
     if jnp.ndim(metrics["consecutive_skips"]):
         raise ValueError(
             "metrics holds those of several steps or members, of shape "
@@ -315,7 +335,16 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
     if skips < most:
         return
     scale = float(metrics["loss_scale"])
-    if bool(metrics["loss_finite"]):
+    # Metrics that were kept from before there was a verdict on the state have none.
+    state_finite = bool(metrics.get("state_finite", True))
+    if bool(metrics["loss_finite"]) and not state_finite:
+        cause = (
+            "The loss was finite, the new model_state was not, which no loss scale can cure. Usual "
+            "causes: an outlier in the data (the square of 2e19 overflows the variance of "
+            "BatchNorm), an overflow in the half forward pass, or a statistic that is divided by "
+            "0: check the batch, or compute the statistics in float32."
+        )
+    elif bool(metrics["loss_finite"]):
         cause = (
             "The loss was finite, its gradients were not. Usual causes: the learning rate is too "
             "high, an operation has an infinite derivative (sqrt or norm at 0, log near 0), or "
@@ -326,8 +355,8 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
         cause = (
             "The loss itself was not finite, which no loss scale can cure. Usual causes: NaN or "
             "infinity in the data, an overflow in the float16 forward pass (attention scores, "
-            "large activations), or weights that have diverged: check the batch, lower the "
-            "learning rate, or try 'mixed_bfloat16'."
+            "large activations), or weights that have diverged (float16 ones end at 65504): check "
+            "the batch, lower the learning rate, or try 'mixed_bfloat16'."
         )
     raise DivergenceError(f"{skips} steps in a row were skipped, at loss scale {scale:g}. {cause}")
 
@@ -406,7 +435,7 @@ def _accumulate(
         (loss, (model_state, aux)), grads, seen = grad_fn(params, batch, model_state, rng)
         return widen(loss), model_state, aux, grads, seen
 
-    split = _split_batch(batch, steps)
+    split = _split_batch(batch, steps)  # which refuses more steps than there are examples
 
     def micro_step(carry, index):
         grad_sum, model_state = carry
@@ -483,7 +512,7 @@ def _owned(tree: Any, argument: str) -> Any:
     def own(keys, leaf):
         if not (is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
             raise TypeError(
-                f"{name_of(argument, keys)} is {leaf!r}, not an array. Keep functions "
+                f"{name_of(argument, keys)} is {brief(leaf)}, not an array. Keep functions "
                 "and settings out of the state: for Equinox, eqx.partition(model, eqx.is_array) "
                 "and eqx.combine inside loss_fn; for Flax NNX, nnx.split(model). For the shapes "
                 "of a state, jax.eval_shape(init, ...)."
@@ -503,14 +532,40 @@ def _takes_value(optimizer: optax.GradientTransformationExtraArgs) -> bool:
 
 def _check_arguments(loss_fn: Any, flags: dict[str, Any], accumulate_steps: Any) -> None:
     if not callable(loss_fn):
-        raise TypeError(f"loss_fn={loss_fn!r} must be a function loss_fn(params, batch) -> loss.")
+        raise TypeError(
+            f"loss_fn={brief(loss_fn)} must be a function loss_fn(params, batch) -> loss."
+        )
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            raise ValueError(f"{name}={flag!r} must be True or False.")
-    if (whole_number(accumulate_steps) or 0) < 1:
+            raise ValueError(f"{name}={brief(flag)} must be True or False.")
+    check_count("accumulate_steps", accumulate_steps)
+
+
+def _axes(axis_name: Any) -> tuple[str, ...]:
+    """Returns the names of the mapped axes that a user's argument stands for."""
+    names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    if axis_name is None:
+        return ()
+    legal = all(isinstance(name, str) and name for name in names)
+    if not (names and legal and len({*names}) == len(names)):
         raise ValueError(
-            f"accumulate_steps={accumulate_steps!r} must be a whole number, 1 or more."
+            f"axis_name={brief(axis_name)} must be the name of a mapped axis, such as 'data', a "
+            "tuple of several, or None under plain jit."
         )
+    return tuple(names)
+
+
+def _check_axis(name: str, axis_name: Any) -> None:
+    try:
+        jax.lax.axis_size(name)
+    except NameError:
+        mapped = jax.sharding.get_abstract_mesh().manual_axes
+        raise ValueError(
+            f"axis_name={axis_name!r}: no axis {name!r} is mapped where the step is called; mapped "
+            f"are {', '.join(map(repr, mapped)) or 'none'}.{did_you_mean(name, mapped)} Call it "
+            "within jax.shard_map or jax.pmap over an axis of that name; under plain jit with "
+            "sharded arrays leave axis_name out."
+        ) from None
 
 
 def _check_params(params: Any) -> None:
@@ -532,7 +587,7 @@ def _check_rng(rng: Any) -> Any:
         typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
         if (typed and rng.ndim == 0) or (rng.dtype == jnp.uint32 and rng.ndim == 1):
             return rng
-    raise TypeError(f"rng={rng!r} must be one PRNG key, such as jax.random.key(0).")
+    raise TypeError(f"rng={brief(rng)} must be one PRNG key, such as jax.random.key(0).")
 
 
 def _check_signature(loss_fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:

@@ -32,7 +32,8 @@ class Overflow:
     A pytree of device scalars; `path` and ``print`` wait for the device. Of several gradients that
     are not finite the first is the one nearest to the loss, because in the backward pass an
     infinity spreads away from it. Where the loss itself is not finite (``loss_finite``) the forward
-    pass overflowed, and this names no more than the parameter nearest to the loss.
+    pass overflowed, and this names no more than the parameter nearest to the loss; it says nothing
+    of a model state that is not finite (``state_finite``).
 
     Attributes:
         index: Of the parameter in `paths`, an int32 scalar; -1 if every gradient is finite.
