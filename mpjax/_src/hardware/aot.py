@@ -96,7 +96,8 @@ def check_timeout(timeout: float) -> None:
     legal = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if not legal or not 0 < timeout <= LONGEST:
         raise ValueError(
-            f"timeout={brief(timeout)} must be a number of seconds, more than 0 and at most {LONGEST:g}."
+            f"timeout={brief(timeout)} must be a number of seconds, more than 0 and at most "
+            f"{LONGEST:g}."
         )
 
 

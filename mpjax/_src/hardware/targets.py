@@ -131,11 +131,12 @@ def find_target(name: str) -> Target:
         like = [k for k in GPUS if key in CARDS and CARDS[k] == CARDS[key]]
         instead = f" {' and '.join(like)} have the same cores, in another number." if like else ""
         raise ValueError(
-            f"target={brief(name)} is a device that mpjax knows, but not in the detail that compiling "
-            f"takes.{instead} Legal are {', '.join(known)}."
+            f"target={brief(name)} is a device that mpjax knows, but not in the detail that "
+            f"compiling takes.{instead} Legal are {', '.join(known)}."
         )
     raise ValueError(
-        f"target={brief(name)} is not known.{did_you_mean(key, known)} Legal are {', '.join(known)}."
+        f"target={brief(name)} is not known.{did_you_mean(key, known)} "
+        f"Legal are {', '.join(known)}."
     )
 
 
