@@ -1,9 +1,13 @@
 """The process that compiles: what it needs, what it is asked, how it fails."""
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
+import psutil
 import pytest
 from absent import shape
 
@@ -131,3 +135,31 @@ def test_refusals_are_worded(text, error, match):
         compiler._refuse(find_target("v100"), text)
     assert caught.type is error
     assert "Suspected" not in str(caught.value) and "target='v100'" in str(caught.value)
+
+
+def test_a_compiler_ends_with_whoever_asked():
+    """A killed process leaves no compiler that computes for nobody.
+
+    What keeps the connection open stands for a compiler that is busy, and does not listen.
+    """
+    code = (
+        "import subprocess, time\n"
+        "from mpjax._src.hardware import compiler, targets\n"
+        "compiler.require = lambda target: None\n"
+        "with compiler.compilers(targets.find_target('h100')) as child:\n"
+        "    fds = [child.connection.fileno()]\n"
+        "    other = subprocess.Popen(['sleep', '100'], stdout=subprocess.DEVNULL, pass_fds=fds)\n"
+        "    print(child.process.pid, other.pid, flush=True)\n"
+        "    time.sleep(100)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(mpjax.__file__).parent.parent)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
+    ) as asking:
+        child, other = (psutil.Process(int(pid)) for pid in asking.stdout.readline().split())
+        while child.cpu_times().user < 0.5:  # it has not begun to watch
+            time.sleep(0.1)
+        asking.kill()
+    ended, _ = psutil.wait_procs([child], timeout=20)
+    other.kill()
+    assert ended

@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ def main() -> None:
     """Answers requests on the file descriptor that the last argument of the command names."""
     os.dup2(2, 1)  # nobody reads what a compiler prints
     connection = Connection(int(sys.argv[-1]))
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
     def ask(question: dict[str, Any]) -> dict[str, Any]:
         connection.send_bytes(json.dumps({"question": question}).encode())
@@ -30,10 +33,17 @@ def main() -> None:
             request = json.loads(connection.recv_bytes())
         except EOFError:
             return
-        # Whoever asked may be gone, and a compiler that hangs listens to nothing but this.
+        # A compiler that hangs listens to nothing but this.
         signal.alarm(int(request["timeout"]) + 10)
         connection.send_bytes(json.dumps(_answer(request)).encode())
         signal.alarm(0)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when the one that asks is gone, killed perhaps: nobody wants the answer."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
