@@ -1,5 +1,6 @@
 """mpjax: functional mixed precision for JAX. See docs/architecture.md for the map."""
 
+from mpjax import checkpoint as checkpoint
 from mpjax._src.autocast.attention import dot_product_attention
 from mpjax._src.autocast.explain import CastReport, explain
 from mpjax._src.autocast.kernels import half_inputs

@@ -19,6 +19,10 @@ class OutOfMemoryError(CompileError):
     """The compiler of a target says that a program does not fit its memory."""
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged, or is none of mpjax's."""
+
+
 def nearest(word: str, choices: Iterable[str], count: int = 5, cutoff: float = 0.6) -> list[str]:
     """Returns the ``choices`` that look most like ``word`` (case-insensitive), best first."""
     folded: dict[str, str] = {}
