@@ -71,7 +71,7 @@ def save(
         >>> mpjax.checkpoint.describe(directory).data
         {'batch': 7}
     """
-    if "://" not in str(directory) and Path(directory).exists():
+    if store.exists(directory):
         raise FileExistsError(
             f"directory={str(directory)!r} exists. A checkpoint is never overwritten: choose "
             "another name, or let a Manager number them and remove old ones."

@@ -67,6 +67,18 @@ def _checked(data: Any) -> Any:
     return data
 
 
+def _path(directory: str | Path) -> Any:
+    from etils import epath  # orbax's, which reads buckets too
+
+    return epath.Path(absolute(directory))
+
+
+def exists(directory: str | Path) -> bool:
+    """Tells whether there is something of this name."""
+    orbax()
+    return _path(directory).exists()
+
+
 def write(directory: str | Path, args: Any) -> None:
     """Writes a checkpoint: whole under its name, or not at all."""
     ocp = orbax()
@@ -82,7 +94,7 @@ def read_about(directory: str | Path) -> dict[str, Any]:
         CheckpointError: If it is no checkpoint of mpjax's, or a damaged one.
     """
     ocp = orbax()
-    path = Path(absolute(directory))
+    path = _path(directory)
     if not path.is_dir():
         raise FileNotFoundError(f"directory={str(directory)!r}: there is no such checkpoint.")
     steps = [p.name for p in path.iterdir() if p.name.isdigit()]
@@ -103,7 +115,7 @@ def read_about(directory: str | Path) -> dict[str, Any]:
     return about
 
 
-def _check_about(about: Any, file: Path) -> None:
+def _check_about(about: Any, file: Any) -> None:
     if not isinstance(about, Mapping) or about.get("format") != FORMAT:
         raise CheckpointError(f"{file}: this file is none of mpjax's, or damaged.")
     if about.get("format_version") != FORMAT_VERSION:
@@ -136,7 +148,7 @@ def read_arrays(
         CheckpointError: If a file is damaged.
     """
     ocp = orbax()
-    path = Path(absolute(directory))
+    path = _path(directory)
     table = about["leaves"]
     stored = [name for name in shardings if 0 not in table[name]["shape"]]
     how = {
@@ -171,7 +183,7 @@ def _plain(dtype: str) -> Any:
     return np.uint32 if dtype.startswith("key<") else jnp.dtype(dtype)
 
 
-def _restore(path: Path, args: Any, file: Path) -> Any:
+def _restore(path: Any, args: Any, file: Any) -> Any:
     """Lets orbax read, and names the file where it cannot."""
     ocp = orbax()
     try:
