@@ -16,8 +16,6 @@ import numpy as np
 from mpjax._src.checkpoint.contents import FORMAT, FORMAT_VERSION, describe, is_key, leaves_of
 from mpjax._src.errors import CheckpointError
 
-# Of an entry of the table of leaves: the type that it must have.
-ENTRY = {"means": str, "dtype": str, "shape": list}
 TABLES = {"leaves": dict, "kinds": dict}
 
 
@@ -127,10 +125,22 @@ def _check_about(about: Any, file: Any) -> None:
         if not isinstance(about.get(name), kind):
             raise CheckpointError(f"{file}: its entry {name!r} is damaged.")
     for path, entry in about["leaves"].items():
-        if not isinstance(entry, dict) or any(
-            not isinstance(entry.get(name), kind) for name, kind in ENTRY.items()
-        ):
+        if not _is_whole(entry):
             raise CheckpointError(f"{file}: its entry of the leaf {path!r} is damaged.")
+
+
+def _is_whole(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("means"), str):
+        return False
+    shape = entry.get("shape")
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+        return False
+    try:
+        if "key" in entry:
+            return str(jax.random.key(0, impl=entry["key"]).dtype) == entry["dtype"]
+        return isinstance(entry["dtype"], str) and str(jnp.dtype(entry["dtype"])) == entry["dtype"]
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 def read_arrays(
