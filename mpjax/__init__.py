@@ -6,6 +6,7 @@ from mpjax._src.autocast.explain import CastReport, explain
 from mpjax._src.autocast.kernels import half_inputs
 from mpjax._src.autocast.regions import full_precision, precision
 from mpjax._src.autocast.transform import autocast
+from mpjax._src.checkpoint.export import export_params, load_safetensors, save_safetensors
 from mpjax._src.dtypes import half_dtype
 from mpjax._src.errors import CompileError, DivergenceError, OutOfMemoryError
 from mpjax._src.hardware.aot import compile_for
@@ -78,6 +79,7 @@ __all__ = [
     "device_report",
     "dot_product_attention",
     "explain",
+    "export_params",
     "find_nonfinite",
     "flush_metrics",
     "full_precision",
@@ -86,6 +88,7 @@ __all__ = [
     "half_dtype",
     "half_inputs",
     "largest_batch",
+    "load_safetensors",
     "log_metrics",
     "master_params",
     "plot_compare",
@@ -95,6 +98,7 @@ __all__ = [
     "recommend_loss_scale",
     "recommend_policy",
     "register_rule",
+    "save_safetensors",
     "scaled_value_and_grad",
     "select",
     "skip_nonfinite",

@@ -149,6 +149,13 @@ def test_float64_is_restored_as_float64_or_refused(tmp_path):
         checkpoint.restore(tmp_path / "c", {"w": jnp.zeros(3)})
     back = checkpoint.restore(tmp_path / "c", {"w": jnp.zeros(3)}, allow_narrowing=True)
     assert back["w"].dtype == jnp.float32 and back["w"][0] == np.float32(0.1)
+    placed = {"w": jax.device_put(jnp.zeros(3), jax.devices()[1])}
+    back = checkpoint.restore(tmp_path / "c", placed, allow_narrowing=True)
+    assert back["w"].devices() == {jax.devices()[1]} and back["w"][0] == np.float32(0.1)
+    with jax.enable_x64(True):
+        checkpoint.save(tmp_path / "huge", {"w": jnp.full(3, 1e300)})
+    with pytest.raises(ValueError, match="become infinite in w .float64 to float32"):
+        checkpoint.restore(tmp_path / "huge", placed, allow_narrowing=True)
 
 
 def test_what_is_said_beside_the_arrays(rng, tmp_path):

@@ -141,6 +141,11 @@ def is_key(value: Any) -> bool:
     return jax.dtypes.issubdtype(getattr(value, "dtype", np.dtype(object)), jax.dtypes.prng_key)
 
 
+def is_held(dtype: Any) -> bool:
+    """Tells whether JAX holds arrays of a dtype as they are; float64 only where it is enabled."""
+    return jax.dtypes.canonicalize_dtype(dtype) == dtype
+
+
 def shaped(value: Any) -> tuple[tuple[int, ...], str]:
     """Returns a leaf's shape, and its dtype by name."""
     if not hasattr(value, "dtype"):

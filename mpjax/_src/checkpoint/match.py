@@ -15,6 +15,7 @@ from mpjax._src.checkpoint.contents import (
     LOSS_SCALE,
     MASTER,
     Leaf,
+    is_held,
     kinds_of,
     leaves_of,
     part_of,
@@ -77,6 +78,7 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
     _check_shapes(saved, kept, where)
     if not allow_narrowing:
         _check_precision(saved, kept, where)
+    _check_width(kept)
     return sources
 
 
@@ -176,6 +178,17 @@ def _check_precision(saved: dict[str, Any], sources: list[Source], where: str) -
             "that are rounded for good. If that is what you mean, pass allow_narrowing=True; if "
             "not, restore under a policy that keeps float32 parameters or masters."
         )
+
+
+def _check_width(sources: list[Source]) -> None:
+    """Refuses leaves that JAX would narrow by itself."""
+    for target, _ in sources:
+        dtype = shaped(target.value)[1]
+        if "key<" not in dtype and not is_held(dtype):
+            raise ValueError(
+                f"like: {target.path} is {dtype}, which JAX holds only under "
+                "jax.config.update('jax_enable_x64', True)."
+            )
 
 
 def can_hold(wide: str, narrow: str) -> bool:

@@ -3,14 +3,11 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import jmp
-import numpy as np
 
 from mpjax._src.checkpoint import store
-from mpjax._src.checkpoint.contents import shaped
-from mpjax._src.checkpoint.match import NAMED, Source, match
+from mpjax._src.checkpoint.convert import converted, place_of
+from mpjax._src.checkpoint.match import match
 from mpjax._src.policy import get_policy
 
 
@@ -161,73 +158,9 @@ def restore(directory: str | Path, like: Any, *, allow_narrowing: bool = False) 
     """
     about = store.read_about(directory)
     sources = match(about, like, allow_narrowing, str(directory))
-    _check_width(sources)
     places: dict[str, Any] = {}
     for target, path in sources:
         if path is not None:
-            places.setdefault(path, _place(target.value))
+            places.setdefault(path, place_of(target.value))
     arrays = store.read_arrays(directory, about, places)
-    leaves: list[Any] = []
-    overflown, used = [], set()
-    for target, path in sources:
-        if path is None:
-            leaves.append(_own(target, directory))
-            continue
-        dtype = shaped(target.value)[1]
-        leaf, overflows = _converted(arrays[path], dtype)
-        if overflows:
-            overflown.append(f"{target.path} ({arrays[path].dtype} to {dtype})")
-        if leaf is arrays[path] and path in used:  # a buffer cannot be donated twice
-            leaf = jnp.copy(leaf)
-        used.add(path)
-        place = _place(target.value)
-        leaves.append(leaf if place is None else jax.device_put(leaf, place))
-    if overflown:
-        raise ValueError(
-            f"like: the checkpoint {directory} holds finite values that would become infinite in "
-            + ", ".join(overflown[:NAMED])
-            + ". Restore these leaves in bfloat16 or float32: by the policy, or an override."
-        )
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def _check_width(sources: list[Source]) -> None:
-    """Refuses leaves that JAX would narrow by itself."""
-    for target, _ in sources:
-        dtype = shaped(target.value)[1]
-        if not dtype.startswith("key<") and jax.dtypes.canonicalize_dtype(dtype) != dtype:
-            raise ValueError(
-                f"like: {target.path} is {dtype}, which JAX holds only under "
-                "jax.config.update('jax_enable_x64', True)."
-            )
-
-
-def _place(value: Any) -> Any:
-    """Returns where a leaf of ``like`` is committed to, or None."""
-    if isinstance(value, jax.ShapeDtypeStruct) or getattr(value, "committed", False):
-        return value.sharding
-    return None
-
-
-def _own(target: Any, directory: str | Path) -> Any:
-    """Copies a leaf of ``like`` that nothing saved stands for: of a fresh loss scale."""
-    if isinstance(target.value, jax.ShapeDtypeStruct):
-        raise ValueError(
-            f"like[{target.path!r}] is only a shape, but the checkpoint {directory} was saved with "
-            "another loss scale, so that this one starts as it is in like. Pass the values: "
-            "like=init(params), or an eval_shape of it whose loss_scale is that of init(params)."
-        )
-    return jnp.array(target.value)
-
-
-@jax.jit
-def _overflows(wide: jax.Array, narrow: jax.Array) -> jax.Array:
-    return jnp.any(jnp.isfinite(wide) & ~jnp.isfinite(narrow))
-
-
-def _converted(value: jax.Array, dtype: str) -> tuple[jax.Array, bool]:
-    """Returns an array in a dtype, and whether finite values became infinite."""
-    if str(value.dtype) == dtype:
-        return value, False
-    cast = value.astype(np.dtype(dtype))
-    return cast, jnp.issubdtype(cast.dtype, jnp.inexact) and bool(_overflows(value, cast))
+    return converted(sources, arrays, like, str(directory))

@@ -13,7 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.checkpoint.contents import FORMAT, FORMAT_VERSION, describe, is_key, leaves_of
+from mpjax._src.checkpoint.contents import (
+    FORMAT,
+    FORMAT_VERSION,
+    describe,
+    is_held,
+    is_key,
+    leaves_of,
+)
+from mpjax._src.checkpoint.convert import held
 from mpjax._src.errors import CheckpointError
 
 TABLES = {"leaves": dict, "kinds": dict}
@@ -145,7 +153,7 @@ def _is_whole(entry: Any) -> bool:
 
 def read_arrays(
     directory: str | Path, about: dict[str, Any], shardings: Mapping[str, Any]
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """Reads leaves by their paths, in the dtypes they were saved in.
 
     Args:
@@ -153,6 +161,9 @@ def read_arrays(
         about: What was written beside its arrays.
         shardings: From path to where the leaf shall live; None for an array that is committed
             nowhere, as new arrays are.
+
+    Returns:
+        From path to array: JAX's, or NumPy's of a dtype that JAX does not hold.
 
     Raises:
         CheckpointError: If a file is damaged.
@@ -163,7 +174,7 @@ def read_arrays(
     stored = [name for name in shardings if 0 not in table[name]["shape"]]
     how = {
         name: ocp.RestoreArgs(restore_type=np.ndarray)
-        if shardings[name] is None
+        if shardings[name] is None or not is_held(_plain(table[name]["dtype"]))
         else ocp.ArrayRestoreArgs(sharding=shardings[name])
         for name in stored
     }
@@ -173,7 +184,7 @@ def read_arrays(
         args = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
         arrays = dict(_restore(path, ocp.args.Composite(state=args), path / "state").state)
     read = {}
-    for name, sharding in shardings.items():
+    for name in shardings:
         entry = table[name]
         value = arrays[name] if name in arrays else np.zeros(entry["shape"], _plain(entry["dtype"]))
         if "key" in entry:
@@ -183,9 +194,7 @@ def read_arrays(
                 f"{path}: the array {name!r} is {value.dtype}{value.shape}, but should be "
                 f"{entry['dtype']}{tuple(entry['shape'])}. Its files are damaged, or another's."
             )
-        read[name] = value if isinstance(value, jax.Array) else jnp.array(value)
-        if sharding is not None:
-            read[name] = jax.device_put(read[name], sharding)
+        read[name] = held(value)
     return read
 
 
