@@ -12,6 +12,7 @@ from problems import bits
 
 import mpjax
 from mpjax import checkpoint
+from mpjax._src.checkpoint.match import can_hold
 
 POLICIES = [
     *("float32", "mixed_float16", "mixed_bfloat16"),
@@ -185,6 +186,24 @@ def test_another_kind_of_number_is_refused(tmp_path):
     for narrow in (jnp.int8, jnp.uint32):
         with pytest.raises(ValueError, match="narrow n from int16"):
             checkpoint.restore(tmp_path / "c", {"n": jnp.ones(2, narrow)})
+
+
+FLOATS = ["float8_e4m3b11fnuz", "float8_e4m3fn", "float16", "bfloat16", "float32", "float64"]
+
+
+@pytest.mark.parametrize("narrow", FLOATS)
+@pytest.mark.parametrize("wide", FLOATS)
+def test_a_dtype_holds_another_if_no_value_of_it_is_lost(wide, narrow):
+    """Mantissa, largest and smallest value: each is too small in one pair of these."""
+    tables = {name: jnp.finfo(name) for name in (wide, narrow)}
+    # The least, the greatest, and the one after 1 are where a dtype ends.
+    ends = [
+        np.float64(float(value))
+        for value in (tables[narrow].smallest_subnormal, tables[narrow].max)
+    ] + [1 + np.float64(float(tables[narrow].eps))]
+    with np.errstate(over="ignore", under="ignore"):
+        kept = [np.asarray(x).astype(jnp.dtype(wide)).astype(np.float64) == x for x in ends]
+    assert can_hold(wide, narrow) == all(kept)
 
 
 SETTINGS = mpjax.DynamicLossScale(growth_interval=7)

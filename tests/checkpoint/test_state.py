@@ -1,5 +1,6 @@
 """A state that is saved and restored: bit for bit, whatever it holds, wherever it lives."""
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from problems import bits, linear_loss, linear_problem, net_loss, net_problem
 
@@ -21,12 +23,13 @@ def described(tree):
     return [(x.shape, x.dtype, weak(x), x.committed) for x in jax.tree.leaves(tree)]
 
 
-def train(policy, rng, key, steps=3, **kwargs):
+def train(policy, rng, key):
     params, model_state, batch = net_problem(rng)
-    options = {"has_aux": True, "accumulate_steps": 2, **kwargs}
-    init, step = mpjax.build_train_step(net_loss, optax.adamw(1e-2), policy, **options)
+    optimizer = mpjax.skip_nonfinite(optax.MultiSteps(optax.adamw(1e-2), 2))
+    options = {"has_aux": True, "accumulate_steps": 2}
+    init, step = mpjax.build_train_step(net_loss, optimizer, policy, **options)
     state, step = init(params, model_state, key), jax.jit(step)
-    for _ in range(steps):
+    for _ in range(3):  # the fourth is the second half of an accumulated one
         state, _ = step(state, batch)
     return state, lambda s: step(s, batch)[0], init(params, model_state, key)
 
@@ -77,12 +80,11 @@ def test_shapes_alone_are_enough_to_restore(rng, tmp_path):
 
 def test_a_restored_state_can_be_donated(rng, tmp_path):
     params, batch = linear_problem(rng)
-    init, step = mpjax.build_train_step(linear_loss, optax.adam(1e-2), "O2:bf16")
-    checkpoint.save(tmp_path / "c", init(params))
-    step = jax.jit(step, donate_argnums=0)
-    like = init(params)
-    back = checkpoint.restore(tmp_path / "c", like)
-    step(back, batch)
+    build = functools.partial(mpjax.build_train_step, linear_loss, optax.adam(1e-2))
+    checkpoint.save(tmp_path / "c", build("float32")[0](params))
+    init, step = build("O2:float16")  # with masters and a loss scale, which were not saved
+    like, step = init(params), jax.jit(step, donate_argnums=0)
+    step(checkpoint.restore(tmp_path / "c", like), batch)
     step(like, batch)  # nothing of like was taken
 
 
@@ -105,6 +107,22 @@ def test_a_restore_onto_another_number_of_devices(to, rng, tmp_path):
     assert bits(back) == bits(state)
     for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(like), strict=True):
         assert got.sharding == want.sharding and got.committed
+
+
+def test_the_state_of_an_nnx_module_goes_from_policy_to_policy(tmp_path):
+    graph, params, rest = nnx.split(nnx.BatchNorm(4, rngs=nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss_fn(params, batch, model_state):
+        module = nnx.merge(graph, params, model_state)
+        return jnp.mean(module(batch) ** 2), nnx.split(module, nnx.Param, ...)[2]
+
+    build = functools.partial(mpjax.build_train_step, loss_fn, optax.adam(1e-3))
+    was, to = (build(policy)[0](params, rest) for policy in ("p=bf16,c=bf16,o=f32", "float32"))
+    checkpoint.save(tmp_path / "c", was)
+    assert bits(checkpoint.restore(tmp_path / "c", was)) == bits(was)
+    back = checkpoint.restore(tmp_path / "c", to)
+    assert jax.tree.structure(back) == jax.tree.structure(to)
+    assert bits(back.params) == bits(was.opt_state.masters)
 
 
 def test_keys_are_restored_as_keys_of_their_implementation(tmp_path):

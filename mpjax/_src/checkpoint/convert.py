@@ -23,7 +23,7 @@ def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any,
     Raises:
         ValueError: If a finite value would become infinite, or a leaf would be narrowed by JAX.
     """
-    leaves, overflown, used = [], [], set()
+    leaves, overflown = [], []
     for target, path in sources:
         if path is None:
             leaves.append(_own(target, where))
@@ -34,9 +34,6 @@ def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any,
                 leaf = jnp.asarray(leaf.astype(np.dtype(dtype)))
             if overflows(arrays[path], leaf):
                 overflown.append(f"{target.path} ({arrays[path].dtype} to {dtype})")
-        elif path in used:  # a buffer cannot be donated twice
-            leaf = jnp.copy(leaf)
-        used.add(path)
         place = place_of(target.value)
         leaves.append(leaf if place is None else jax.device_put(leaf, place))
     if overflown:
@@ -56,7 +53,10 @@ def place_of(value: Any) -> Any:
 
 
 def _own(target: Leaf, where: str) -> jax.Array:
-    """Copies a leaf of ``like`` that nothing saved stands for: of a fresh loss scale."""
+    """Copies a leaf of ``like`` that nothing saved stands for: of a fresh loss scale.
+
+    A copy, so that donation never eats what the caller still has.
+    """
     if isinstance(target.value, jax.ShapeDtypeStruct):
         raise ValueError(
             f"like[{target.path!r}] is only a shape, but the checkpoint {where} was saved with "
