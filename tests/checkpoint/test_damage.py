@@ -156,7 +156,7 @@ def test_a_checkpoint_that_was_half_removed_does_not_stand_in_the_way(tmp_path):
             manager.save(number, STATE, metrics={"loss": number})
     shutil.rmtree(tmp_path / "1" / "state")
     shutil.rmtree(tmp_path / "1" / "metrics")
-    shutil.copytree(tmp_path / "2", tmp_path / "3.orbax-checkpoint-tmp")
+    shutil.copytree(tmp_path / "2", tmp_path / "9.orbax-checkpoint-tmp")
     with checkpoint.Manager(tmp_path, **options) as manager:
         assert manager.latest() == manager.best() == 2
         assert bits(manager.restore(STATE)) == bits(STATE)

@@ -191,7 +191,9 @@ def test_what_is_said_beside_the_arrays(rng, tmp_path):
     assert about["leaves"]["opt_state/masters/w"]["means"] == "master of params/w"
 
 
-@pytest.mark.parametrize("data", [{1: 2}, (1, 2), float("nan"), {"x": {1, 2}}, np.int64(3), [b"x"]])
+@pytest.mark.parametrize(
+    "data", [{1: 2}, (1, 2), float("nan"), float("inf"), {"x": {1, 2}}, np.int64(3), [b"x"]]
+)
 def test_data_that_json_does_not_give_back_is_refused(data, tmp_path):
     with pytest.raises(ValueError, match="data=.*JSON"):
         checkpoint.save(tmp_path / "c", {"w": jnp.ones(2)}, data=data)
