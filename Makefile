@@ -6,6 +6,7 @@
 #   make gate         does autocast take no more than is recorded? (minutes; the same compilers)
 #   make bench        the cpu suite of the benchmarks    make page     docs/performance.md anew
 #   make bench-aot    the aot suite (an hour; resumes)   make quality  the cpu suite's long case
+#   make soak         a run is killed 200 times at random moments, and resumed (half an hour)
 #   make mutants      mutation tests of the planner, on the lines that differ from BASE
 #   make mutants-all  on all lines (hours); goes on where it was interrupted
 
@@ -25,7 +26,7 @@ RECORDED = $(shell $(PYTHON) -c "import json; print(json.load(open('benchmarks/r
 PIP := pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest -n 2
 
-.PHONY: demo test test-all test-newest newest-python test-aot lint gate bench bench-aot page quality mutants mutants-all clean
+.PHONY: demo test test-all test-newest newest-python test-aot lint gate bench bench-aot page quality soak mutants mutants-all clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -66,6 +67,9 @@ page: $(VENV)/ready
 
 quality: $(VENV)/bench
 	$(VENV)/bin/python -m benchmarks --suite cpu quality
+
+soak: $(VENV)/ready
+	KILLS=200 $(VENV)/bin/python -m pytest -s -m slow tests/checkpoint/test_kills.py
 
 mutants: $(VENV)/mutants
 	$(VENV)/bin/python tests/mutants.py --base "$(BASE)" --workers $(WORKERS)

@@ -1,10 +1,12 @@
 """mpjax: functional mixed precision for JAX. See docs/architecture.md for the map."""
 
+from mpjax import checkpoint as checkpoint
 from mpjax._src.autocast.attention import dot_product_attention
 from mpjax._src.autocast.explain import CastReport, explain
 from mpjax._src.autocast.kernels import half_inputs
 from mpjax._src.autocast.regions import full_precision, precision
 from mpjax._src.autocast.transform import autocast
+from mpjax._src.checkpoint.export import export_params, load_safetensors, save_safetensors
 from mpjax._src.errors import CompileError, DivergenceError, OutOfMemoryError
 from mpjax._src.hardware.aot import compile_for
 from mpjax._src.hardware.batch_size import BatchTry, LargestBatch, largest_batch
@@ -83,6 +85,7 @@ __all__ = [
     "device_report",
     "dot_product_attention",
     "explain",
+    "export_params",
     "find_nonfinite",
     "flush_metrics",
     "full_precision",
@@ -91,6 +94,7 @@ __all__ = [
     "half_dtype",
     "half_inputs",
     "largest_batch",
+    "load_safetensors",
     "log_metrics",
     "master_params",
     "plot_compare",
@@ -100,6 +104,7 @@ __all__ = [
     "recommend_loss_scale",
     "recommend_policy",
     "register_rule",
+    "save_safetensors",
     "scaled_value_and_grad",
     "select",
     "skip_nonfinite",

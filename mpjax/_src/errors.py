@@ -23,6 +23,10 @@ class OutOfMemoryError(CompileError):
     """The compiler of a target says that a program does not fit its memory."""
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged, or is none of mpjax's."""
+
+
 def brief(value: Any) -> str:
     """Returns ``repr(value)``, cut where it is long, or the type where there is no such thing.
 

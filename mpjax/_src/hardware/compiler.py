@@ -157,7 +157,7 @@ def compilers(target: Target) -> Iterator[Compilers]:
         with ours, (folder / "stderr").open("wb") as stderr:
             with theirs:
                 process = subprocess.Popen(
-                    [*command, str(theirs.fileno())],
+                    [*command, str(os.getpid()), str(theirs.fileno())],
                     env=_environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

@@ -16,10 +16,10 @@ from typing import Any
 
 
 def main() -> None:
-    """Answers requests on the file descriptor that the last argument of the command names."""
+    """Answers requests on a file descriptor. The last two arguments: who asks, and where."""
     os.dup2(2, 1)  # nobody reads what a compiler prints
     connection = Connection(int(sys.argv[-1]))
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(int(sys.argv[-2]),), daemon=True).start()
 
     def ask(question: dict[str, Any]) -> dict[str, Any]:
         connection.send_bytes(json.dumps({"question": question}).encode())

@@ -281,6 +281,9 @@ class DynamicLossScale:
         return jax.tree.unflatten(jax.tree.structure(self), leaves)
 
 
+SCALES = (NoOpLossScale, StaticLossScale, DynamicLossScale)
+
+
 def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale:
     """Returns the loss scale that a user's argument stands for.
 

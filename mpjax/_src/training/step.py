@@ -23,7 +23,13 @@ from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.patterns import name_of, paths
 from mpjax._src.policy import Policy, get_policy
 from mpjax._src.training.gradients import observed_value_and_grad
-from mpjax._src.training.loss_scale import LossScale, check_count, resolve_loss_scale, whole_number
+from mpjax._src.training.loss_scale import (
+    SCALES,
+    LossScale,
+    check_count,
+    resolve_loss_scale,
+    whole_number,
+)
 from mpjax._src.training.optimizers import (
     apply_updates,
     as_optimizer,
@@ -32,6 +38,7 @@ from mpjax._src.training.optimizers import (
     with_master_weights,
 )
 from mpjax._src.training.placement import commit_like, vary_like
+from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.training.transaction import gated
 from mpjax._src.training.watch import first_overflow, observer, underflow
 from mpjax._src.trees import cast, cast_like, is_array, select, stays_finite, widen
@@ -199,6 +206,7 @@ def build_train_step(
         observe = observer(policy.compute_dtype, ordered=report_overflow)
 
     def init(params: Any, model_state: Any = None, rng: Any = None) -> TrainState:
+        known_to_flax(TrainState, *SCALES)
         params = _owned(params, "params")
         _check_params(params)
         if not by_op:  # else a pattern may mean a scope, which only the plan knows

@@ -1,0 +1,224 @@
+"""Which saved leaf becomes which leaf of the state that is restored, and what is refused.
+
+Nothing is read here: a plan is made from what was written beside the arrays, so that a refusal
+costs nothing.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src.checkpoint.contents import (
+    LOSS_SCALE,
+    MASTER,
+    Leaf,
+    is_held,
+    kinds_of,
+    leaves_of,
+    part_of,
+    settings_of,
+    shaped,
+)
+from mpjax._src.training.loss_scale import has_protocol
+
+# How many leaves a message names.
+NAMED = 5
+
+
+class Source(NamedTuple):
+    """Where a leaf of the restored state comes from.
+
+    Attributes:
+        target: The leaf of ``like``.
+        path: The path of the saved leaf, or None: the leaf is taken from ``like``.
+    """
+
+    target: Leaf
+    path: str | None
+
+
+def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -> list[Source]:
+    """Returns the source of every leaf of ``like``, in the order of its leaves.
+
+    A leaf that is saved with the same path, meaning and dtype is taken as it is, bit for bit. Any
+    other comes from the most precise copy there is: from the master of a parameter if it has one.
+
+    Args:
+        about: What was written beside the arrays.
+        like: The state to restore, or a dict of some of its parts.
+        allow_narrowing: Whether leaves may lose precision.
+        where: The name of the checkpoint, for messages.
+
+    Raises:
+        ValueError: If the checkpoint is that of another model or optimizer, or precision would be
+            lost.
+    """
+    saved: dict[str, dict[str, Any]] = about["leaves"]
+    by_meaning = {entry["means"]: path for path, entry in saved.items()}
+    targets = leaves_of(like)
+    fresh = _starts_fresh(about, like)
+    parts = set(like) if isinstance(like, Mapping) else {path.split("/")[0] for path in saved}
+
+    def source(target: Leaf) -> str | None:
+        if fresh and target.part == LOSS_SCALE:
+            return None
+        same = saved.get(target.path)
+        if same and (same["means"], same["dtype"]) == (target.means, shaped(target.value)[1]):
+            return target.path
+        parameter = target.means.removeprefix(MASTER)
+        return by_meaning.get(MASTER + parameter) or by_meaning.get(parameter)
+
+    sources = [Source(target, source(target)) for target in targets]
+    kept = [s for s in sources if not (fresh and s.target.part == LOSS_SCALE)]
+    _check_same_leaves(saved, kept, parts - ({LOSS_SCALE} if fresh else set()), where)
+    _check_kinds(about["kinds"], kinds_of(like), where)
+    _check_shapes(saved, kept, where)
+    if not allow_narrowing:
+        _check_precision(saved, kept, where)
+    _check_width(kept)
+    return sources
+
+
+def _starts_fresh(about: dict[str, Any], like: Any) -> bool:
+    """Tells whether the loss scale is ``like``'s: it is another one, or a setting.
+
+    One that no gradient changes is a setting of the program, so that what the program says holds.
+    """
+    scale = part_of(like, LOSS_SCALE)
+    if settings_of(scale) != about["loss_scale"]:
+        return True
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(scale)):
+        return False
+    return has_protocol(scale) and scale.adjust(False) is scale
+
+
+def _check_same_leaves(
+    saved: dict[str, Any], sources: list[Source], parts: set[str], where: str
+) -> None:
+    missing = [s.target.path for s in sources if s.path is None]
+    wanted = {s.target.means.removeprefix(MASTER) for s in sources}
+    # A master whose parameter is restored is not left over: it is what the parameter comes from, or
+    # is what _check_precision asks about.
+    extra = [
+        path
+        for path, entry in saved.items()
+        if path.split("/")[0] in parts and entry["means"].removeprefix(MASTER) not in wanted
+    ]
+    if not (missing or extra):
+        return
+    raise ValueError(
+        f"like: the checkpoint {where} is of another model or another optimizer. "
+        + _listed("It lacks ", missing, ". ")
+        + _listed("It holds, and like does not, ", extra, ". ")
+        + "Restore it with the model and the optimizer that it was saved with; to take the "
+        "parameters alone, pass like={'params': params}."
+    )
+
+
+def _check_kinds(saved: dict[str, str], like: dict[str, str], where: str) -> None:
+    other = [
+        f"{path} is a {saved[path]}, in like a {kind}"
+        for path, kind in like.items()
+        if path in saved and saved[path] != kind
+    ]
+    if other:
+        raise ValueError(
+            f"like: the checkpoint {where} is of another optimizer: "
+            + "; ".join(other[:NAMED])
+            + ". The same names and shapes mean something else there."
+        )
+
+
+def _check_shapes(saved: dict[str, Any], sources: list[Source], where: str) -> None:
+    other = [
+        f"{s.target.path} has shape {tuple(saved[s.path]['shape'])}, in like "
+        f"{shaped(s.target.value)[0]}"
+        for s in sources
+        if s.path and tuple(saved[s.path]["shape"]) != shaped(s.target.value)[0]
+    ]
+    if other:
+        raise ValueError(
+            f"like: the checkpoint {where} is of another model: " + "; ".join(other[:NAMED]) + "."
+        )
+    unlike = [
+        f"{s.target.path} is {saved[s.path]['dtype']}, in like {shaped(s.target.value)[1]}"
+        for s in sources
+        if s.path and not _one_kind(saved[s.path]["dtype"], shaped(s.target.value)[1])
+    ]
+    if unlike:
+        raise ValueError(
+            f"like: leaves of the checkpoint {where} are of another kind: "
+            + "; ".join(unlike[:NAMED])
+            + ". No cast is meant by that: floating leaves become floating leaves, integers "
+            "integers, and keys keys of the same implementation."
+        )
+
+
+def _check_precision(saved: dict[str, Any], sources: list[Source], where: str) -> None:
+    held = {s.target.means: shaped(s.target.value)[1] for s in sources}
+    best = {entry["means"]: entry["dtype"] for entry in saved.values()}
+    lost = []
+    for s in sources:
+        if s.target.means.startswith(MASTER):
+            continue  # judged where its parameter is
+        was = best.get(MASTER + s.target.means) or best[s.target.means]
+        now = held.get(MASTER + s.target.means) or held[s.target.means]
+        if not can_hold(now, was):
+            lost.append(f"{s.target.path} from {was} to {now}")
+    if lost:
+        more = f" and {len(lost) - NAMED} more" if len(lost) > NAMED else ""
+        raise ValueError(
+            f"like: restoring the checkpoint {where} would narrow "
+            + ", ".join(lost[:NAMED])
+            + more
+            + ". What is lost does not come back: float32 masters that are dropped are weights "
+            "that are rounded for good. If that is what you mean, pass allow_narrowing=True; if "
+            "not, restore under a policy that keeps float32 parameters or masters."
+        )
+
+
+def _check_width(sources: list[Source]) -> None:
+    """Refuses leaves that JAX would narrow by itself."""
+    for target, _ in sources:
+        dtype = shaped(target.value)[1]
+        if "key<" not in dtype and not is_held(dtype):
+            raise ValueError(
+                f"like: {target.path} is {dtype}, which JAX holds only under "
+                "jax.config.update('jax_enable_x64', True)."
+            )
+
+
+def can_hold(wide: str, narrow: str) -> bool:
+    """Tells whether a dtype holds every value of another one of its kind."""
+    if wide == narrow:
+        return True
+    a, b = np.dtype(wide), np.dtype(narrow)
+    if jnp.issubdtype(a, jnp.integer):
+        ranges = jnp.iinfo(a), jnp.iinfo(b)
+        return ranges[0].min <= ranges[1].min and ranges[0].max >= ranges[1].max
+    wider, other = jnp.finfo(a), jnp.finfo(b)
+    return (
+        wider.nmant >= other.nmant
+        and wider.maxexp >= other.maxexp
+        and wider.minexp - wider.nmant <= other.minexp - other.nmant
+    )
+
+
+def _one_kind(a: str, b: str) -> bool:
+    if a == b:
+        return True
+    if "key<" in a + b:
+        return False
+    kinds = jnp.floating, jnp.integer, jnp.complexfloating
+    return any(jnp.issubdtype(a, kind) and jnp.issubdtype(b, kind) for kind in kinds)
+
+
+def _listed(before: str, names: Iterable[str], after: str) -> str:
+    names = list(names)
+    if not names:
+        return ""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return before + ", ".join(map(repr, names[:NAMED])) + more + after

@@ -1,0 +1,81 @@
+"""States of training for flax.serialization: to_bytes, to_state_dict and their inverses."""
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._src.patterns import name_of
+from mpjax._src.trees import is_array
+
+
+def known_to_flax(*classes: type) -> None:
+    """Teaches flax.serialization pytree classes of ours, if flax is imported.
+
+    Importing flax takes a second, which is only for whoever uses it. A class may be taught twice.
+
+    Args:
+        classes: Registered pytree classes whose children have names.
+    """
+    flax = sys.modules.get("flax.serialization")
+    for cls in classes if flax else ():
+        flax.register_serialization_state(cls, _to_dict, _from_dict, override=True)  # type: ignore[union-attr]
+
+
+def _children(node: Any) -> tuple[list[str], list[Any], Any]:
+    """Returns the names and values of what a node holds, and the node without them."""
+    below = lambda child: child is not node  # noqa: E731
+    named, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=below)
+    return [keys[0].name for keys, _ in named], [child for _, child in named], structure
+
+
+def _is_key(leaf: Any) -> bool:
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _plain(tree: Any) -> Any:
+    """Replaces typed keys, which msgpack does not know, by their data."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
+
+
+def _to_dict(node: Any) -> dict[str, Any]:
+    from flax import serialization
+
+    names, children, _ = _children(node)
+    pairs = zip(names, children, strict=True)
+    return {name: serialization.to_state_dict(_plain(child)) for name, child in pairs}
+
+
+def _from_dict(node: Any, state: dict[str, Any]) -> Any:
+    from flax import serialization
+
+    names, children, structure = _children(node)
+    if set(names) != set(state):
+        raise ValueError(
+            f"The bytes or dict of a {type(node).__name__} hold {sorted(state)}, but it has "
+            f"{sorted(names)}. They are of another program."
+        )
+    restored = []
+    for name, child in zip(names, children, strict=True):
+        try:
+            restored.append(serialization.from_state_dict(_plain(child), state[name], name=name))
+        except KeyError as error:  # flax's own, where a tuple finds a dict
+            raise ValueError(
+                f"The bytes or dict of a {type(node).__name__} lack {error} in {name!r}. They are "
+                "of another policy or optimizer."
+            ) from error
+    return jax.tree_util.tree_map_with_path(_like, node, jax.tree.unflatten(structure, restored))
+
+
+def _like(keys: Any, target: Any, leaf: Any) -> Any:
+    """Returns a restored leaf as the array that the target has there, or refuses it."""
+    if _is_key(target) and not _is_key(leaf):
+        leaf = jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(target))
+    if (jnp.shape(leaf), leaf.dtype) != (jnp.shape(target), target.dtype):
+        raise ValueError(
+            f"{name_of('target', keys)} is {target.dtype}{jnp.shape(target)}, but the bytes or "
+            f"dict hold {leaf.dtype}{jnp.shape(leaf)} there. They are of another policy or model; "
+            "mpjax.checkpoint.save and restore go from one policy to another."
+        )
+    return leaf if _is_key(leaf) else jnp.asarray(leaf)

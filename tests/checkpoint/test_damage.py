@@ -1,0 +1,181 @@
+"""Files that are truncated, foreign or hostile: an error that names them, and no code of theirs."""
+
+import contextlib
+import gc
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from problems import bits
+
+from mpjax import checkpoint
+from mpjax._src.checkpoint import store
+
+STATE = {"params": {"w": jnp.arange(5000.0), "b": jnp.ones(3, jnp.bfloat16)}, "step": jnp.int32(4)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole") / "c"
+    checkpoint.save(directory, STATE)
+    return directory
+
+
+@pytest.fixture
+def collected():
+    yield
+    gc.collect()
+
+
+def drops_errors(test):
+    """Of several arrays that cannot be read orbax raises one error, and drops the others."""
+    dropped = "ignore::pytest.PytestUnraisableExceptionWarning"
+    return pytest.mark.usefixtures("collected")(pytest.mark.filterwarnings(dropped)(test))
+
+
+def files(directory):
+    return sorted(p.relative_to(directory) for p in directory.rglob("*") if p.is_file())
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    return Path(shutil.copytree(whole, tmp_path / "copy"))
+
+
+def edit(directory, change):
+    file = directory / "about" / "metadata"
+    about = json.loads(file.read_text())
+    change(about)
+    file.write_text(json.dumps(about))
+
+
+DAMAGES = {
+    "gone": lambda path, data: path.unlink(),
+    "empty": lambda path, data: path.write_bytes(b""),
+    "half": lambda path, data: path.write_bytes(data[: len(data) // 2]),
+    "noise": lambda path, data: path.write_bytes(bytes(len(data))),
+}
+
+
+@drops_errors
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_or_does_no_harm(damage, whole, tmp_path):
+    refused = set()
+    for file in files(whole):
+        directory = Path(shutil.copytree(whole, tmp_path / file.name / "c"))
+        DAMAGES[damage](directory / file, (directory / file).read_bytes())
+        try:
+            assert bits(checkpoint.restore(directory, STATE)) == bits(STATE), file
+        except checkpoint.CheckpointError as error:
+            assert str(directory) in str(error)
+            refused.add(file.parts[0] + "/" + file.parts[1] if file.parts[1:] else file.name)
+        shutil.rmtree(tmp_path / file.name)
+    assert {"about/metadata", "state/manifest.ocdbt", "state/d"} <= refused
+
+
+def test_other_directories_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere'.*no such checkpoint"):
+        checkpoint.restore(tmp_path / "nowhere", STATE)
+    with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint of mpjax's.*holds \[\]"):
+        checkpoint.restore(tmp_path, STATE)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", STATE)
+    with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint of mpjax's.*manifest"):
+        checkpoint.describe(tmp_path / "orbax")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda about: about.clear(), "none of mpjax's"),
+        (lambda about: about.update(format="other"), "none of mpjax's"),
+        (lambda about: about.update(format_version=9), "version 9 of the format, by mpjax '0"),
+        (lambda about: about.update(leaves=[1]), "entry 'leaves' is damaged"),
+        (lambda about: about.pop("kinds"), "entry 'kinds' is damaged"),
+        (lambda about: about["leaves"].update(step=3), "leaf 'step' is damaged"),
+        (lambda about: about["leaves"]["step"].pop("means"), "leaf 'step' is damaged"),
+        (lambda about: about["leaves"]["step"].update(shape=["x"]), "leaf 'step' is damaged"),
+        (lambda about: about["leaves"]["step"].update(shape=[-1]), "leaf 'step' is damaged"),
+        (lambda about: about["leaves"]["step"].update(dtype="no"), "leaf 'step' is damaged"),
+        (lambda about: about["leaves"]["step"].update(key="no"), "leaf 'step' is damaged"),
+    ],
+)
+def test_tables_that_are_wrong_are_named(change, message, copy):
+    edit(copy, change)
+    with pytest.raises(checkpoint.CheckpointError, match=f"about/metadata: .*{message}"):
+        checkpoint.restore(copy, STATE)
+
+
+@drops_errors
+def test_arrays_that_are_others_than_the_table_says_are_refused(copy):
+    """orbax pads and truncates where it is let, and casts in silence."""
+    edit(copy, lambda about: about["leaves"]["params/w"].update(shape=[4999]))
+    with pytest.raises(checkpoint.CheckpointError, match=r"'params/w' is float32\(5000,\), but"):
+        checkpoint.restore(copy, {**STATE, "params": {**STATE["params"], "w": jnp.ones(4999)}})
+    edit(copy, lambda about: about["leaves"]["params/w"].update(shape=[5000], dtype="float16"))
+    like = {**STATE, "params": {**STATE["params"], "w": jnp.ones(5000, jnp.float16)}}
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"float32\(5000,\), but should be float16"
+    ):
+        checkpoint.restore(copy, like)
+
+
+class Bomb:
+    def __reduce__(self):
+        return print, ("the bomb went off",)
+
+
+@drops_errors
+def test_no_code_is_run_by_reading(copy, capfd):
+    """A pickle in the place of any file, and a NumPy array of objects: errors, not calls."""
+    np.save(copy / "object.npy", np.array([Bomb()]), allow_pickle=True)
+    for file in files(copy):
+        kept = (copy / file).read_bytes()
+        (copy / file).write_bytes(pickle.dumps(Bomb()))
+        with contextlib.suppress(checkpoint.CheckpointError):
+            assert bits(checkpoint.restore(copy, STATE)) == bits(STATE)
+        (copy / file).write_bytes(kept)
+    assert "bomb" not in "".join(capfd.readouterr())
+    for module in (checkpoint.restore, store.read_about):
+        assert "pickle" not in Path(sys.modules[module.__module__].__file__).read_text()
+
+
+@drops_errors
+def test_a_checkpoint_that_was_half_removed_does_not_stand_in_the_way(tmp_path):
+    """What a process leaves that is killed while it removes an old one, or writes a new one."""
+    options = {"keep": 2, "best": "loss"}
+    with checkpoint.Manager(tmp_path, **options) as manager:
+        for number in (1, 2):
+            manager.save(number, STATE, metrics={"loss": number})
+    shutil.rmtree(tmp_path / "1" / "state")
+    shutil.rmtree(tmp_path / "1" / "metrics")
+    shutil.copytree(tmp_path / "2", tmp_path / "9.orbax-checkpoint-tmp")
+    with checkpoint.Manager(tmp_path, **options) as manager:
+        assert manager.latest() == manager.best() == 2
+        assert bits(manager.restore(STATE)) == bits(STATE)
+        with pytest.raises(checkpoint.CheckpointError, match="/1/state"):
+            manager.restore(STATE, 1)
+        for number in (3, 4):
+            manager.save(number, STATE, metrics={"loss": number})
+        assert manager.steps() == [2, 3, 4]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3", "4"]
+
+
+def test_without_orbax_the_extra_is_named(tmp_path):
+    code = (
+        "import sys; sys.modules['orbax'] = None\n"
+        "import mpjax\n"
+        "try: mpjax.checkpoint.save('x', {})\n"
+        "except ImportError as error: print(error)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert "pip install 'mpjax[checkpoint]'" in run.stdout

@@ -1,0 +1,92 @@
+"""A run that is killed at random moments, also inside a save, loses nothing that was saved.
+
+KILLS says how often it is killed; `make soak` kills it 200 times.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+import resumed
+from problems import bits
+
+from mpjax import checkpoint
+
+pytestmark = pytest.mark.slow
+KILLS = int(os.environ.get("KILLS", 5))
+SCRIPT = Path(resumed.__file__)
+# Of what orbax, JAX and absl say on the way nothing is of interest.
+RUN = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+
+
+def started(directory, steps):
+    """Starts the run in a process of its own, and returns it when its first step is done."""
+    path = os.pathsep.join((str(SCRIPT.parent.parent), os.environ.get("PYTHONPATH", "")))
+    env = {**os.environ, "PYTHONPATH": path}
+    process = subprocess.Popen([sys.executable, SCRIPT, directory, str(steps)], env=env, **RUN)
+    assert process.stdout.readline() == "training\n"
+    return process
+
+
+class Expected:
+    """The run that is never stopped, as far as it was asked for."""
+
+    def __init__(self):
+        start, self.step, self.batch = resumed.program()
+        self.state, self.number = start(), 0
+
+    def at(self, number):
+        while self.number < number:
+            self.state, _ = self.step(self.state, self.batch(self.number))
+            self.number += 1
+        assert self.number == number, "numbers only grow"
+        return bits(self.state)
+
+
+def test_no_kill_damages_the_last_good_checkpoint(tmp_path):
+    seed = random.SystemRandom().randrange(2**32)
+    print("seed", seed)
+    draw, expected, last, refused = random.Random(seed), Expected(), 0, 0
+    start, _, _ = resumed.program()
+    for _ in range(KILLS):
+        process = started(tmp_path / "run", 10**6)
+        time.sleep(draw.uniform(0, 1.0))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        # As another process sees it, which removes nothing.
+        numbers = sorted(int(p.name) for p in (tmp_path / "run").iterdir() if p.name.isdigit())
+        assert max(numbers, default=0) >= last, (numbers, last)
+        for number in numbers:
+            where = tmp_path / "run" / str(number)
+            try:
+                back = checkpoint.restore(where, like=start())
+            except checkpoint.CheckpointError as error:
+                assert number < numbers[-1] and str(number) in str(error)  # being removed
+                refused += 1
+                continue
+            if number >= expected.number:
+                assert bits(back) == expected.at(number)
+        last = max([last, *numbers])
+        print(f"killed after {last}, with {numbers}; {refused} half removed")
+    end = bits(resumed.run(tmp_path / "run", last + 3))
+    assert end == expected.at(last + 3)
+    assert not [p for p in (tmp_path / "run").iterdir() if "tmp" in p.name]
+
+
+def test_sigterm_ends_a_run_with_its_last_step_saved(tmp_path):
+    process = started(tmp_path / "run", 10**6)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    last = max(int(p.name) for p in (tmp_path / "run").iterdir() if p.name.isdigit())
+    start, _, _ = resumed.program()
+    back = checkpoint.restore(tmp_path / "run" / str(last), like=start())
+    assert bits(back) == Expected().at(last)
+    assert int(jax.device_get(back.step)) + int(back.skipped_steps) == last

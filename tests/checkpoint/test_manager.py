@@ -1,0 +1,189 @@
+"""Checkpoints of a run: what is kept, what goes on, and what a signal makes of it."""
+
+import functools
+import os
+import signal
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import resumed
+from problems import bits
+
+import mpjax
+from mpjax import checkpoint
+
+STATE = {"params": {"w": jnp.arange(3.0)}}
+
+
+def fill(directory, numbers, losses=None, **options):
+    """Saves a small state at each number; returns what is kept."""
+    with checkpoint.Manager(directory, **options) as manager:
+        for i, number in enumerate(numbers):
+            metrics = None if losses is None else {"loss": losses[i], "aux": jnp.ones(3)}
+            manager.save(number, STATE, metrics=metrics)
+        return manager.steps()
+
+
+@pytest.mark.parametrize(
+    "options, kept",
+    [
+        ({}, [7, 8, 9]),
+        ({"keep": 1}, [9]),
+        ({"keep": None}, list(range(10))),
+        ({"every": 4}, [0, 4, 8]),
+        ({"keep": 2, "keep_period": 3}, [0, 3, 6, 8, 9]),
+        ({"keep": 2, "every": 2, "keep_period": 4}, [0, 4, 6, 8]),
+    ],
+)
+def test_what_is_kept(options, kept, tmp_path):
+    assert fill(tmp_path, range(10), **options) == kept
+
+
+LOSSES = [5.0, 1.0, float("nan"), 3.0, float("-inf"), 2.0, 9.0]
+
+
+@pytest.mark.parametrize(
+    "mode, keep_best, kept, best",
+    [("min", 1, [1, 6], 1), ("min", 2, [1, 5, 6], 1), ("max", 1, [6], 6), ("max", 2, [0, 6], 6)],
+)
+def test_the_best_is_kept_beside_the_last(mode, keep_best, kept, best, tmp_path):
+    """A loss that is not finite is worst of all, whichever way one looks for the best."""
+    options = {"best": "loss", "best_mode": mode, "keep_best": keep_best, "keep": 1}
+    assert fill(tmp_path, range(7), LOSSES, **options) == kept
+    with checkpoint.Manager(tmp_path, **options) as manager:  # read from the files
+        assert manager.best() == best and manager.latest() == 6
+        manager.save(7, STATE, metrics={"loss": jnp.float32(jnp.nan)})
+        assert manager.best() == best
+        assert manager.steps() == sorted(
+            {*kept, 7} - ({6} if best != 6 and mode == "min" else set())
+        )
+
+
+def test_a_metric_that_is_missing_is_named(tmp_path):
+    with checkpoint.Manager(tmp_path, best="loss") as manager:
+        for metrics in (None, {"lss": 1.0}):
+            with pytest.raises(ValueError, match="lacks 'loss', which best= names"):
+                manager.save(0, STATE, metrics=metrics)
+        assert manager.latest() is None and manager.best() is None
+
+
+def test_saves_in_the_background_do_not_see_the_steps_after_them(tmp_path):
+    """The state is donated right after, and the arrays of a CPU are memory of the host."""
+    start, step, batch = resumed.program()
+    state, seen = start(), {}
+    with checkpoint.Manager(tmp_path, keep=None) as manager:
+        for number in range(8):
+            seen[number] = bits(jax.tree.map(lambda x: x.copy(), state))
+            assert manager.save(number, state, data=number)
+            state, _ = step(state, batch(number))
+    end = bits(state)
+    with checkpoint.Manager(tmp_path, keep=None) as manager:
+        for number in range(8):
+            assert bits(manager.restore(start(), number)) == seen[number]
+            assert manager.describe(number).data == number
+        for stopped in (0, 3):
+            state = manager.restore(start(), stopped)
+            for number in range(stopped, 8):
+                state, _ = step(state, batch(number))
+            assert bits(state) == end
+
+
+def test_what_a_number_may_be(tmp_path):
+    with checkpoint.Manager(tmp_path, every=5, keep=None) as manager:
+        assert [manager.save(n, STATE) for n in (0, 1, 5, 5)] == [True, False, True, False]
+        assert manager.save(7, STATE, force=True) and not manager.save(7, STATE, force=True)
+        with pytest.raises(ValueError, match="number=6 is less than 7.*directory of its own"):
+            manager.save(6, STATE)
+        for wrong in (-1, 1.5, None, True):
+            with pytest.raises(ValueError, match="number=.* must be a whole number, 0 or more"):
+                manager.save(wrong, STATE)
+        assert manager.steps() == [0, 5, 7]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every": 0},
+        {"keep": 0},
+        {"keep": True},
+        {"keep_period": 0.5},
+        {"keep_best": None},
+        {"best_mode": "mni"},
+        {"policy": "O9"},
+    ],
+    ids=str,
+)
+def test_wrong_options_are_named(options, tmp_path):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name}="):
+        checkpoint.Manager(tmp_path / "c", **options)
+    assert not (tmp_path / "c").exists()
+
+
+def test_what_is_not_there_is_said(tmp_path):
+    with checkpoint.Manager(tmp_path) as manager:
+        for ask in (manager.describe, functools.partial(manager.restore, STATE)):
+            with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+                ask()
+        manager.save(3, STATE)
+        with pytest.raises(FileNotFoundError, match=r"number=4: .* holds the checkpoints \[3\]"):
+            manager.describe(4)
+
+
+def test_the_policy_is_told(tmp_path):
+    with checkpoint.Manager(tmp_path, policy="O2:float16") as manager:
+        manager.save(0, STATE)
+        assert mpjax.get_policy(manager.describe().policy) == mpjax.get_policy("O2:float16")
+
+
+def test_one_checkpoint_of_a_run_is_one_like_any_other(tmp_path):
+    fill(tmp_path, [4, 12])
+    assert bits(checkpoint.restore(tmp_path / "12", STATE)) == bits(STATE)
+    with pytest.raises(checkpoint.CheckpointError, match="directory of a Manager.*4, 12.*12'"):
+        checkpoint.restore(tmp_path, STATE)
+
+
+def test_sigterm_saves_whatever_the_number_and_the_second_one_ends(tmp_path):
+    caught = []
+    before = signal.signal(signal.SIGTERM, lambda *_: caught.append(1))
+    try:
+        with checkpoint.Manager(tmp_path, every=100, catch_sigterm=True) as manager:
+            assert not manager.save(1, STATE) and not manager.stopping
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not manager.stopping and not caught  # nothing is saved yet
+            assert manager.save(2, STATE) and manager.stopping
+            assert (tmp_path / "2" / "about").exists()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert caught == [1]
+        with checkpoint.Manager(tmp_path, catch_sigterm=True):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert caught == [1, 1]  # given back at the end
+        with checkpoint.Manager(tmp_path):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert caught == [1, 1, 1]  # not taken unless asked for
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_signals_are_caught_in_the_main_thread_alone(tmp_path):
+    raised = []
+
+    def make():
+        try:
+            checkpoint.Manager(tmp_path, catch_sigterm=True)
+        except ValueError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert "main thread alone" in raised[0]
+
+
+def test_numpy_numbers_are_numbers(tmp_path):
+    with checkpoint.Manager(tmp_path, every=np.int64(2)) as manager:
+        assert manager.save(np.int32(4), STATE) and manager.steps() == [4]

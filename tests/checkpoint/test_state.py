@@ -1,0 +1,228 @@
+"""A state that is saved and restored: bit for bit, whatever it holds, wherever it lives."""
+
+import functools
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from problems import bits, linear_loss, linear_problem, net_loss, net_problem
+
+import mpjax
+from mpjax import checkpoint
+
+
+def described(tree):
+    weak = lambda x: getattr(x, "weak_type", False)  # noqa: E731
+    return [(x.shape, x.dtype, weak(x), x.committed) for x in jax.tree.leaves(tree)]
+
+
+def train(policy, rng, key):
+    params, model_state, batch = net_problem(rng)
+    optimizer = mpjax.skip_nonfinite(optax.MultiSteps(optax.adamw(1e-2), 2))
+    options = {"has_aux": True, "accumulate_steps": 2}
+    init, step = mpjax.build_train_step(net_loss, optimizer, policy, **options)
+    state, step = init(params, model_state, key), jax.jit(step)
+    for _ in range(3):  # the fourth is the second half of an accumulated one
+        state, _ = step(state, batch)
+    return state, lambda s: step(s, batch)[0], init(params, model_state, key)
+
+
+@pytest.mark.parametrize(
+    "policy, key",
+    [
+        ("float32", jax.random.PRNGKey),
+        ("mixed_float16", jax.random.key),
+        ("O2:float16", jax.random.key),
+        ("O3:bf16", jax.random.PRNGKey),
+    ],
+)
+def test_a_resumed_run_is_bit_for_bit_the_run_that_went_on(policy, key, rng, tmp_path):
+    state, step, like = train(policy, rng, key(3))
+    checkpoint.save(tmp_path / "c", state)
+    back = checkpoint.restore(tmp_path / "c", like)
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    assert described(back) == described(like)
+    assert bits(back) == bits(state)
+    assert bits(step(step(back))) == bits(step(step(state)))
+
+
+def test_skips_and_trackers_go_on(rng, tmp_path):
+    params, batch = linear_problem(rng)
+    bad = (batch[0].at[0, 0].set(jnp.inf), batch[1])
+    scale = mpjax.DynamicLossScale(2.0**8, growth_interval=3, hysteresis=2)
+    init, step = mpjax.build_train_step(
+        linear_loss, optax.adam(1e-2), "mixed_float16", loss_scale=scale
+    )
+    state = init(params)
+    for b in (batch, batch, bad, bad):
+        state, _ = step(state, b)
+    checkpoint.save(tmp_path / "c", state)
+    back = checkpoint.restore(tmp_path / "c", init(params))
+    assert int(back.skipped_steps) == int(back.consecutive_skips) == 2 and int(back.step) == 2
+    for b in (bad, batch, batch):
+        (state, _), (back, _) = step(state, b), step(back, b)
+        assert bits(back) == bits(state)
+
+
+def test_shapes_alone_are_enough_to_restore(rng, tmp_path):
+    state, _, _ = train("O2:float16", rng, jax.random.key(0))
+    checkpoint.save(tmp_path / "c", state)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    assert bits(checkpoint.restore(tmp_path / "c", shapes)) == bits(state)
+
+
+def test_a_restored_state_can_be_donated(rng, tmp_path):
+    params, batch = linear_problem(rng)
+    build = functools.partial(mpjax.build_train_step, linear_loss, optax.adam(1e-2))
+    checkpoint.save(tmp_path / "c", build("float32")[0](params))
+    init, step = build("O2:float16")  # with masters and a loss scale, which were not saved
+    like, step = init(params), jax.jit(step, donate_argnums=0)
+    step(checkpoint.restore(tmp_path / "c", like), batch)
+    step(like, batch)  # nothing of like was taken
+
+
+@pytest.mark.parametrize("to", [1, 2, 4, 8])
+def test_a_restore_onto_another_number_of_devices(to, rng, tmp_path):
+    params = {"w": jnp.asarray(rng.normal(size=(8, 16)), jnp.float32), "b": jnp.zeros(16)}
+    init, _ = mpjax.build_train_step(linear_loss, optax.adam(1e-2), "O2:float16")
+
+    def place(devices):
+        mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,))
+        spread = NamedSharding(mesh, PartitionSpec("x"))
+        whole = NamedSharding(mesh, PartitionSpec())
+        sharding = lambda x: spread if x.shape and x.shape[0] % devices == 0 else whole  # noqa: E731
+        return jax.tree.map(lambda x: jax.device_put(x, sharding(x)), init(params))
+
+    state = place(4)
+    checkpoint.save(tmp_path / "c", state)
+    like = place(to)
+    back = checkpoint.restore(tmp_path / "c", like)
+    assert bits(back) == bits(state)
+    for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(like), strict=True):
+        assert got.sharding == want.sharding and got.committed
+
+
+def test_the_state_of_an_nnx_module_goes_from_policy_to_policy(tmp_path):
+    graph, params, rest = nnx.split(nnx.BatchNorm(4, rngs=nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss_fn(params, batch, model_state):
+        module = nnx.merge(graph, params, model_state)
+        return jnp.mean(module(batch) ** 2), nnx.split(module, nnx.Param, ...)[2]
+
+    build = functools.partial(mpjax.build_train_step, loss_fn, optax.adam(1e-3))
+    was, to = (build(policy)[0](params, rest) for policy in ("p=bf16,c=bf16,o=f32", "float32"))
+    checkpoint.save(tmp_path / "c", was)
+    assert bits(checkpoint.restore(tmp_path / "c", was)) == bits(was)
+    back = checkpoint.restore(tmp_path / "c", to)
+    assert jax.tree.structure(back) == jax.tree.structure(to)
+    assert bits(back.params) == bits(was.opt_state.masters)
+
+
+def test_keys_are_restored_as_keys_of_their_implementation(tmp_path):
+    state = {"a": jax.random.key(1), "b": jax.random.split(jax.random.key(2, impl="rbg"), 3)}
+    checkpoint.save(tmp_path / "c", state)
+    assert bits(checkpoint.restore(tmp_path / "c", state)) == bits(state)
+    for other in (jax.random.key(0, impl="rbg"), jax.random.PRNGKey(0)):
+        with pytest.raises(ValueError, match="a is key<fry>|a has shape"):
+            checkpoint.restore(tmp_path / "c", {**state, "a": other})
+
+
+def test_any_tree_of_arrays_is_saved(tmp_path):
+    state = {
+        "empty": jnp.zeros((0, 3), jnp.bfloat16),
+        "a.b": {"c/d": jnp.arange(3)},
+        "mlp/~/linear": {"w": jnp.ones(2, jnp.float16)},
+        "flag": jnp.array(True),
+        "wave": jnp.ones(2, jnp.complex64),
+        "numpy": np.ones(2, np.float32),
+        "eighths": jnp.ones(2, jnp.float8_e4m3fn),
+        "list": [jnp.int32(3), (jnp.float32(np.nan), None)],
+    }
+    checkpoint.save(tmp_path / "c", state)
+    back = checkpoint.restore(tmp_path / "c", state)
+    assert jax.tree.structure(back) == jax.tree.structure(state) and bits(back) == bits(state)
+    assert [x.dtype for x in jax.tree.leaves(back)] == [x.dtype for x in jax.tree.leaves(state)]
+
+
+def test_a_tree_that_is_empty_is_saved(tmp_path):
+    checkpoint.save(tmp_path / "c", {"empty": jnp.zeros(0)}, data=1)
+    assert checkpoint.restore(tmp_path / "c", {"empty": jnp.zeros(0)})["empty"].shape == (0,)
+
+
+def test_float64_is_restored_as_float64_or_refused(tmp_path):
+    with jax.enable_x64(True):
+        state = {"w": jnp.full(3, 0.1)}
+        checkpoint.save(tmp_path / "c", state)
+        assert bits(checkpoint.restore(tmp_path / "c", state)) == bits(state)
+    with pytest.raises(ValueError, match="params/w|w is float64.*jax_enable_x64"):
+        checkpoint.restore(tmp_path / "c", {"w": np.zeros(3)})
+    with pytest.raises(ValueError, match="w from float64 to float32.*allow_narrowing=True"):
+        checkpoint.restore(tmp_path / "c", {"w": jnp.zeros(3)})
+    back = checkpoint.restore(tmp_path / "c", {"w": jnp.zeros(3)}, allow_narrowing=True)
+    assert back["w"].dtype == jnp.float32 and back["w"][0] == np.float32(0.1)
+    placed = {"w": jax.device_put(jnp.zeros(3), jax.devices()[1])}
+    back = checkpoint.restore(tmp_path / "c", placed, allow_narrowing=True)
+    assert back["w"].devices() == {jax.devices()[1]} and back["w"][0] == np.float32(0.1)
+    with jax.enable_x64(True):
+        checkpoint.save(tmp_path / "huge", {"w": jnp.full(3, 1e300)})
+    with pytest.raises(ValueError, match="become infinite in w .float64 to float32"):
+        checkpoint.restore(tmp_path / "huge", placed, allow_narrowing=True)
+
+
+def test_what_is_said_beside_the_arrays(rng, tmp_path):
+    params, _ = linear_problem(rng)
+    init, _ = mpjax.build_train_step(linear_loss, optax.adam(1e-2), "O2:float16")
+    data = {"epoch": 3, "position": [1, 2.5, None, "x"]}
+    checkpoint.save(tmp_path / "c", init(params), policy="o2:f16", data=data)
+    found = checkpoint.describe(tmp_path / "c")
+    assert mpjax.get_policy(found.policy) == mpjax.get_policy("O2:float16")
+    assert found.data == data
+    assert found.mpjax == mpjax.__version__ and found.jax == jax.__version__
+    assert found.dtypes["params/w"] == "float16" and found.shapes["params/w"] == (4, 3)
+    assert found.dtypes["opt_state/masters/w"] == "float32"
+    about = json.loads((tmp_path / "c" / "about" / "metadata").read_text())
+    assert about["leaves"]["opt_state/masters/w"]["means"] == "master of params/w"
+
+
+@pytest.mark.parametrize(
+    "data", [{1: 2}, (1, 2), float("nan"), float("inf"), {"x": {1, 2}}, np.int64(3), [b"x"]]
+)
+def test_data_that_json_does_not_give_back_is_refused(data, tmp_path):
+    with pytest.raises(ValueError, match="data=.*JSON"):
+        checkpoint.save(tmp_path / "c", {"w": jnp.ones(2)}, data=data)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_checkpoint_is_never_overwritten(tmp_path):
+    checkpoint.save(tmp_path / "c", {"w": jnp.ones(2)})
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        checkpoint.save(tmp_path / "c", {"w": jnp.zeros(2)})
+    assert checkpoint.restore(tmp_path / "c", {"w": jnp.zeros(2)})["w"].sum() == 2
+
+
+def test_a_name_is_taken_from_where_the_program_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint.save("here", {"w": jnp.ones(2)})
+    assert (tmp_path / "here" / "about").exists()
+    assert checkpoint.describe(Path("here")).shapes == {"w": (2,)}
+
+
+@pytest.mark.parametrize(
+    "state, message",
+    [
+        ({"f": jnp.sin}, r"state\['f'\] is .*not an array"),
+        ({"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(1)}, "two leaves are named 'a/b'"),
+        ({"s": "text"}, r"state\['s'\] is 'text', not an array"),
+    ],
+)
+def test_a_state_that_cannot_be_told_apart_is_refused(state, message, tmp_path):
+    with pytest.raises((TypeError, ValueError), match=message):
+        checkpoint.save(tmp_path / "c", state)
+    assert os.listdir(tmp_path) == []
