@@ -373,8 +373,9 @@ def test_replicas_agree(kind, accumulate_steps, rng):
     assert metrics["overflow"].path.startswith("second/")
     _, metrics = mapped(init(params), batch)
     assert metrics["overflow"].path is None
-    x = batch["x"].reshape(2 * accumulate_steps, -1, 4)
-    parts = [whole(init(params), {"x": part, "trap": batch["trap"]})[1] for part in x]
+    halves = batch["x"].reshape(2, -1, accumulate_steps, 4)  # of which every k-th row is a part
+    xs = [half[:, index] for half in halves for index in range(accumulate_steps)]
+    parts = [whole(init(params), {"x": x, "trap": batch["trap"]})[1] for x in xs]
     largest = max(float(part["overflow"].largest) for part in parts)
     np.testing.assert_allclose(metrics["overflow"].largest, largest, rtol=1e-2)
     subnormal = np.mean([float(part["underflow"].subnormal) for part in parts])
