@@ -36,6 +36,11 @@ def is_half(leaf: Any) -> bool:
     return is_floating(leaf) and leaf.dtype.itemsize < FLOAT32.itemsize
 
 
+def is_key(leaf: Any) -> bool:
+    """Tells whether a leaf, or the shape of one, is an array of typed PRNG keys."""
+    return jax.dtypes.issubdtype(getattr(leaf, "dtype", np.dtype(object)), jax.dtypes.prng_key)
+
+
 def is_one_bool(verdict: Any) -> bool:
     """Tells whether a verdict is one bool: Python's, NumPy's, or a traced scalar."""
     if isinstance(verdict, bool):

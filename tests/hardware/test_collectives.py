@@ -33,7 +33,7 @@ SENT = [
 ]
 
 
-def module(line, **attributes):
+def module(line):
     return (
         "HloModule m, num_partitions=8\n\nENTRY %main (p: bf16[64]) -> bf16[64] {\n"
         "  %p = bf16[64]{0} parameter(0)\n" + f"  ROOT %r = {line}\n" + "}\n"
@@ -63,6 +63,15 @@ def test_what_one_device_does_alone_is_no_exchange():
 def test_a_tpu_s_kernel_of_a_sum_and_a_slice_is_a_reduce_scatter():
     text = """HloModule m, num_partitions=4
 
+FileNames
+1 "train.py"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
 %all-reduce-scatter.1 (i: f32[64]) -> f32[16] {
   %i = f32[64]{0} parameter(0)
   %sum = f32[64]{0} all-reduce(%i), replica_groups={{0,1,2,3}}, to_apply=%add
@@ -71,11 +80,20 @@ def test_a_tpu_s_kernel_of_a_sum_and_a_slice_is_a_reduce_scatter():
 
 ENTRY %main (p: f32[64]) -> f32[16] {
   %p = f32[64]{0} parameter(0)
-  ROOT %r = f32[16]{0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1
+  ROOT %r = f32[16]{0} fusion(%p), calls=%all-reduce-scatter.1, metadata={stack_frame_id=1}
 }
 """
     (row,) = collectives(text, text)
     assert (row.kind, row.wire_bytes) == ("reduce-scatter", 0.75 * 64 * 4)
+    assert row.source == "train.py:7"  # of the kernel: what is inside has no line
+
+
+def test_parts_of_one_exchange_count_once():
+    """A TPU's gather begins in one kernel and goes on in others, under one channel."""
+    text = module("bf16[512]{0} all-gather(%p), channel_id=7, replica_groups={}")
+    text = text.replace("  ROOT", "  %q = bf16[512]{0} all-gather(%p), channel_id=7\n  ROOT")
+    assert len(collectives(text, text)) == 1
+    assert len(collectives(text.replace("=7\n", "=8\n"), text)) == 2
 
 
 # ---- of programs that XLA partitions -------------------------------------------------------------
@@ -232,6 +250,6 @@ def test_a_gathered_batch_is_data(mesh):
     assert carries(rows) == {("data", "all-gather")}
 
 
-def test_every_line_is_read_once():
+def test_a_program_without_exchanges_has_no_rows():
     text = module("bf16[64]{0} negate(%p)")
     assert collectives(text, text) == () and parse(text)[1] == "main"

@@ -96,3 +96,31 @@ def test_what_becomes_of_values(source, target, kind):
 def test_arguments_and_results():
     assert [leaf[1] for leaf in FLOW.arguments] == list("abcde")
     assert FLOW.results == tuple(("main", "r", index) for index in range(3))
+
+
+SCATTERED = """HloModule m
+
+ENTRY %main (a: f32[8], u: f32[2], i: s32[2], b: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %u = f32[2]{0} parameter(1)
+  %i = s32[2]{0} parameter(2)
+  %b = f32[8]{0} parameter(3)
+  %placed = f32[16]{0} custom-call(%a, %b), custom_call_target="ConcatBitcast"
+  %unknown = f32[8]{0} custom-call(%b), custom_call_target="somebody_s_kernel"
+  ROOT %added = f32[8]{0} scatter(%a, %i, %u), to_apply=%add
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "kind"),
+    [
+        ("a", "added", MAPPED),  # entry by entry, what is added to
+        ("u", "added", MIXED),  # rows of a batch
+        ("b", "placed", MOVED),
+        ("b", "unknown", MIXED),
+    ],
+)
+def test_what_is_added_to_and_what_is_only_placed(source, target, kind):
+    flow = flow_of(*parse(SCATTERED))
+    assert reached(flow.after, [("main", source, 0)], MIXED)["main", target, 0] == kind

@@ -18,7 +18,7 @@ from jax.tree_util import GetAttrKey
 
 from mpjax._src.patterns import path_of
 from mpjax._src.training.optimizers import MasterWeightsState
-from mpjax._src.trees import is_array
+from mpjax._src.trees import is_array, is_key
 
 FORMAT, FORMAT_VERSION = "mpjax.checkpoint", 1
 PARAMS, LOSS_SCALE = "params", "loss_scale"
@@ -134,11 +134,6 @@ def settings_of(tree: Any) -> Any:
         return [node[0].__name__, settings, *map(describe, structure.children())]
 
     return describe(jax.tree.structure(tree))
-
-
-def is_key(value: Any) -> bool:
-    """Tells whether a leaf is an array of typed PRNG keys."""
-    return jax.dtypes.issubdtype(getattr(value, "dtype", np.dtype(object)), jax.dtypes.prng_key)
 
 
 def is_held(dtype: Any) -> bool:

@@ -18,11 +18,11 @@ from mpjax._src.checkpoint.contents import (
     FORMAT_VERSION,
     describe,
     is_held,
-    is_key,
     leaves_of,
 )
 from mpjax._src.checkpoint.convert import held
 from mpjax._src.errors import CheckpointError
+from mpjax._src.trees import is_key
 
 TABLES = {"leaves": dict, "kinds": dict}
 

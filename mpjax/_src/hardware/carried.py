@@ -3,23 +3,15 @@
 from collections.abc import Callable
 
 from mpjax._src.hardware.flow import MAPPED, MIXED, SPREAD, SUMMED, Leaf, flow_of, reached
-from mpjax._src.hardware.hlo import Computation, Op, Shape, parse
+from mpjax._src.hardware.hlo import Computation, Op, Shape, parameters, parse
 
-CARRIED = {
-    "parameters": "an argument that is trained, or its new value, entry by entry",
-    "gradients": "sums that become results of a trained argument's shape, entry by entry",
-    "activations": "what matmuls and the like make and read, and its cotangents",
-    "statistics": "sums over entries, such as those of BatchNorm and the loss",
-    "verdict": "a number that all of a trained argument's results hang on: a norm, a check",
-    "data": "any other argument",
-}
 SUMS = ("all-reduce", "reduce-scatter")
 
 
 def carried_by(
     module: dict[str, Computation], entry: str, asked: str
 ) -> Callable[[Computation, Op, int], str]:
-    """Returns what tells, of an operand of a collective, which of `CARRIED` it is.
+    """Returns what tells what an operand of a collective is, as `CollectiveRow.carries` has it.
 
     A trained argument is one for which there is a result of its shape: its new value, or the
     gradient by it. Numbers count as none, since a loss is one too. Second-order optimizers may
@@ -81,10 +73,9 @@ def carried_by(
 def _signature(asked: str) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
     """Returns the shapes of a module's arguments and results."""
     module, entry = parse(asked)
-    ops = module[entry].ops
-    parameters = [op for op in ops.values() if op.opcode == "parameter"]
-    parameters.sort(key=lambda op: int(op.inside))
-    return tuple(s for op in parameters for s in op.shapes), ops[module[entry].root].shapes
+    first = module[entry]
+    given = tuple(shape for op in parameters(first) for shape in op.shapes)
+    return given, first.ops[first.root].shapes
 
 
 def _trainable(shape: Shape) -> bool:

@@ -43,7 +43,6 @@ PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 # A TPU's compiler writes a reduce-scatter as a kernel of an all-reduce and a slice.
 SCATTERS = "all-reduce-scatter"
 
-
 COLUMNS = (*("carries", "collective", "dtype", "over", "arrays", "runs", "sent", "share", "line"),)
 
 
@@ -52,8 +51,11 @@ class CollectiveRow:
     """One array that devices exchange.
 
     Attributes:
-        carries: What it is, by where it comes from and what becomes of it: a key of
-            `carried.CARRIED`.
+        carries: What it is, by where it comes from and what becomes of it: "parameters" (an
+            argument that is trained, or its new value), "gradients" (sums that become results of a
+            trained argument's shape), "activations" (what matmuls make and read, and cotangents of
+            it), "statistics" (sums over a batch, such as BatchNorm's and the loss), "verdict" (a
+            number that all results hang on: a norm, a check) or "data" (any other argument).
         kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute" ...
         dtype: Of the array, in HLO's spelling: "bf16", "f16", "f32".
         shape: What one device gives of it.
@@ -131,17 +133,18 @@ def grouped(rows: Sequence[CollectiveRow]) -> list[tuple[str, ...]]:
     for row in rows:
         key = row.carries, row.kind, row.dtype, row.devices, row.source
         groups.setdefault(key, []).append(row)
-    total = _sent(rows)
+    total = sent_by(rows)
     cells: list[tuple[str, ...]] = []
     for (carries, kind, dtype, devices, source), group in groups.items():
-        sent = _sent(group)
+        sent = sent_by(group)
         numbers = f"{devices}", f"{len(group)}", f"{sum(row.runs for row in group)}", size(sent)
         share = f"{sent / total if total else 1:.1%}"
         cells.append((carries, kind, dtype, *numbers, share, Path(source).name))
     return cells
 
 
-def _sent(rows: Sequence[CollectiveRow]) -> float:
+def sent_by(rows: Sequence[CollectiveRow]) -> float:
+    """Returns the bytes that a device sends for some rows in one run of the program."""
     return sum(row.wire_bytes * row.runs for row in rows)
 
 

@@ -8,7 +8,14 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from mpjax._src.hardware.hlo import Computation, Op, attribute, called_by, custom_target
+from mpjax._src.hardware.hlo import (
+    Computation,
+    Op,
+    attribute,
+    called_by,
+    custom_target,
+    parameters,
+)
 from mpjax._src.hardware.hlo_costs import PLACES
 
 Leaf = tuple[str, str, int]
@@ -64,13 +71,12 @@ def flow_of(module: dict[str, Computation], entry: str) -> Flow:
             for source, target, kind in _edges(module, name, op):
                 after[source].append((target, kind))
                 before[target].append((source, kind))
-    ops = module[entry].ops
-    parameters = sorted((op for op in ops.values() if op.opcode == "parameter"), key=_number)
+    first = module[entry]
     return Flow(
         dict(after),
         dict(before),
-        tuple(leaf for op in parameters for leaf in leaves(entry, op)),
-        tuple(leaves(entry, ops[module[entry].root])),
+        tuple(leaf for op in parameters(first) for leaf in leaves(entry, op)),
+        tuple(leaves(entry, first.ops[first.root])),
     )
 
 
@@ -117,19 +123,20 @@ def _edges(module: dict[str, Computation], name: str, op: Op) -> Iterator[tuple[
         (carried,) = operands
         body = attribute(op, "body")
         root = module[body].ops[module[body].root]
-        entering = list(_parameter(module, body, 0))
+        entering = list(leaves(body, *parameters(module[body])))
         yield from _paired(leaves(name, carried), entering)
         yield from _paired(leaves(body, root), entering)
         yield from _paired(leaves(body, root), leaves(name, op))
     elif code in ("fusion", "call", "async-start"):
         (inner,) = called_by(op)
-        for index, operand in enumerate(operands):
-            yield from _paired(leaves(name, operand), _parameter(module, inner, index))
+        for operand, parameter in zip(operands, parameters(module[inner]), strict=True):
+            yield from _paired(leaves(name, operand), leaves(inner, parameter))
         root = module[inner].ops[module[inner].root]
         yield from _paired(leaves(inner, root), _numbered(name, op.name, len(root.shapes)))
     elif code == "conditional":
         for index, inner in enumerate(called_by(op), 1):
-            yield from _paired(leaves(name, operands[index]), _parameter(module, inner, 0))
+            into = leaves(inner, *parameters(module[inner]))
+            yield from _paired(leaves(name, operands[index]), into)
             root = module[inner].ops[module[inner].root]
             yield from _paired(leaves(inner, root), leaves(name, op))
         yield from (((name, op.operands[0], 0), leaf, SPREAD) for leaf in leaves(name, op))
@@ -159,13 +166,3 @@ def _numbered(computation: str, name: str, count: int) -> Iterator[Leaf]:
 
 def _paired(sources: Iterable[Leaf], targets: Iterable[Leaf]) -> Iterator[tuple[Leaf, Leaf, int]]:
     return ((source, target, MOVED) for source, target in zip(sources, targets, strict=False))
-
-
-def _parameter(module: dict[str, Computation], name: str, index: int) -> Iterator[Leaf]:
-    for op in module[name].ops.values():
-        if op.opcode == "parameter" and _number(op) == index:
-            yield from leaves(name, op)
-
-
-def _number(op: Op) -> int:
-    return int(op.inside)

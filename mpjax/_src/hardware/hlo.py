@@ -150,6 +150,12 @@ def source_lines(text: str) -> Callable[[Op], str]:
     return line_of
 
 
+def parameters(computation: Computation) -> list[Op]:
+    """Returns the parameters of a computation, in their order."""
+    found = (op for op in computation.ops.values() if op.opcode == "parameter")
+    return sorted(found, key=lambda op: int(op.inside))
+
+
 def custom_target(op: Op) -> str:
     found = CUSTOM.search(op.attributes)
     return found[1] if found else ""

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from mpjax._src.hardware import hlo_costs
-from mpjax._src.hardware.collectives import COLUMNS, CollectiveRow, collectives, grouped
+from mpjax._src.hardware.collectives import COLUMNS, CollectiveRow, collectives, grouped, sent_by
 from mpjax._src.hardware.hlo import bits
 from mpjax._src.hardware.targets import GPU_PREALLOCATED, Target, size
 
@@ -127,7 +127,7 @@ class CompileReport:
     @property
     def wire_bytes(self) -> float:
         """What a device sends to others in one run."""
-        return sum(row.wire_bytes * row.runs for row in self.collectives)
+        return sent_by(self.collectives)
 
     @property
     def disguised(self) -> tuple[MatmulRow, ...]:
@@ -216,7 +216,7 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
         matmul_flops=total,
         bytes_accessed=costs.bytes,
         matmuls=tuple(rows),
-        collectives=collectives(answer["hlo"], answer["asked"]),
+        collectives=collectives(answer["hlo"], answer["asked"]) if target.devices > 1 else (),
         compute_ms=_compute_seconds(target, costs) * 1e3,
         memory_ms=costs.bytes / target.bandwidth * 1e3,
         notes=tuple(_notes(target, costs, rows, answer.get("left_out"))),

@@ -31,7 +31,7 @@ def commit_like(tree: T, like: Any) -> T:
         return tree
     place = leaves[0].sharding
     if isinstance(place, NamedSharding):
-        place = NamedSharding(place.mesh, PartitionSpec(), memory_kind=place.memory_kind)
+        place = place.update(spec=PartitionSpec())
     return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, place), tree)
 
 
@@ -77,9 +77,7 @@ def state_shardings(state: T, param_shardings: Any) -> T:
         )
     known = _of_params(state.params, param_shardings)
     first = next(iter(known.values()), (None, PartitionSpec()))[1]
-    everywhere: Any = PartitionSpec()
-    if isinstance(first, NamedSharding):
-        everywhere = NamedSharding(first.mesh, PartitionSpec(), memory_kind=first.memory_kind)
+    everywhere = _with_spec(first, PartitionSpec())
 
     def place(keys: Any, leaf: Any) -> Any:
         for start in range(len(keys) + 1):  # the longest end of the path that is a parameter's
@@ -135,9 +133,12 @@ def _part(whole: tuple[int, ...], sharding: Any, shape: tuple[int, ...]) -> Any:
         return sharding
     for axis in range(len(whole)):
         if shape == whole[:axis] + whole[axis + 1 :]:
-            rest = PartitionSpec(*spec[:axis], *spec[axis + 1 :])
-            return sharding.update(spec=rest) if isinstance(sharding, NamedSharding) else rest
+            return _with_spec(sharding, PartitionSpec(*spec[:axis], *spec[axis + 1 :]))
     return None
+
+
+def _with_spec(sharding: Any, spec: PartitionSpec) -> Any:
+    return sharding.update(spec=spec) if isinstance(sharding, NamedSharding) else spec
 
 
 def _spec(sharding: Any) -> PartitionSpec:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._src.patterns import name_of
-from mpjax._src.trees import is_array
+from mpjax._src.trees import is_key
 
 
 def known_to_flax(*classes: type) -> None:
@@ -30,13 +30,9 @@ def _children(node: Any) -> tuple[list[str], list[Any], Any]:
     return [keys[0].name for keys, _ in named], [child for _, child in named], structure
 
 
-def _is_key(leaf: Any) -> bool:
-    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _plain(tree: Any) -> Any:
     """Replaces typed keys, which msgpack does not know, by their data."""
-    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
 def _to_dict(node: Any) -> dict[str, Any]:
@@ -70,7 +66,7 @@ def _from_dict(node: Any, state: dict[str, Any]) -> Any:
 
 def _like(keys: Any, target: Any, leaf: Any) -> Any:
     """Returns a restored leaf as the array that the target has there, or refuses it."""
-    if _is_key(target) and not _is_key(leaf):
+    if is_key(target) and not is_key(leaf):
         leaf = jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(target))
     if (jnp.shape(leaf), leaf.dtype) != (jnp.shape(target), target.dtype):
         raise ValueError(
@@ -78,4 +74,4 @@ def _like(keys: Any, target: Any, leaf: Any) -> Any:
             f"dict hold {leaf.dtype}{jnp.shape(leaf)} there. They are of another policy or model; "
             "mpjax.checkpoint.save and restore go from one policy to another."
         )
-    return leaf if _is_key(leaf) else jnp.asarray(leaf)
+    return leaf if is_key(leaf) else jnp.asarray(leaf)

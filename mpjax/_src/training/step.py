@@ -41,7 +41,7 @@ from mpjax._src.training.placement import commit_like, vary_like
 from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.training.transaction import gated
 from mpjax._src.training.watch import first_overflow, observer, underflow
-from mpjax._src.trees import cast, cast_like, is_array, select, stays_finite, widen
+from mpjax._src.trees import cast, cast_like, is_array, is_key, select, stays_finite, widen
 
 # What a step changes or leaves as it is, all of it.
 CHANGED = ("step", "params", "opt_state", "model_state")
@@ -482,7 +482,7 @@ def _average(tree: Any, axis_name: Any) -> Any:
     def average(leaf):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             return jax.lax.pmean(leaf, axis_name)
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_key(leaf):
             key = from_first(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(key, impl=jax.random.key_impl(leaf))
         return from_first(leaf.astype(jnp.int32) if leaf.dtype == bool else leaf).astype(leaf.dtype)
@@ -525,7 +525,7 @@ def _owned(tree: Any, argument: str) -> Any:
                 "and eqx.combine inside loss_fn; for Flax NNX, nnx.split(model). For the shapes "
                 "of a state, jax.eval_shape(init, ...)."
             )
-        if is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_key(leaf):
             return jnp.copy(leaf)
         return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
 
@@ -589,12 +589,10 @@ def _check_params(params: Any) -> None:
 
 
 def _check_rng(rng: Any) -> Any:
-    if rng is None:
+    if rng is None or (is_array(rng) and rng.ndim == 0 and is_key(rng)):
         return rng
-    if is_array(rng):
-        typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-        if (typed and rng.ndim == 0) or (rng.dtype == jnp.uint32 and rng.ndim == 1):
-            return rng
+    if is_array(rng) and rng.ndim == 1 and rng.dtype == jnp.uint32:
+        return rng
     raise TypeError(f"rng={brief(rng)} must be one PRNG key, such as jax.random.key(0).")
 
 
