@@ -385,7 +385,7 @@ def elementwise(run: Run, arrays: Sequence[Any], barrier: bool) -> list[Any]:
         ones = jnp.ones_like(primals[0])
         out, slope = jax.jvp(lambda x: run([x])[0][0], primals, (ones,))
         if barrier:
-            slope = jax.lax.optimization_barrier(slope)
+            out, slope = jax.lax.optimization_barrier((out, slope))
         return out, slope * tangents[0]
 
     return [with_tangent(call, jvp)(*arrays)]
