@@ -265,6 +265,34 @@ def test_scan_over_layers_carries_half():
     assert scan.outvars[0].aval.dtype == jnp.bfloat16
 
 
+def grouped_before(h, moved):
+    """A group norm over channels in groups of two, the normalized array in groups as well."""
+    groups = h.reshape(-1, 4, 2)
+    mean = jnp.mean(groups, 2, keepdims=True)
+    normed = (groups - mean) * jax.lax.rsqrt(jnp.var(groups, 2, keepdims=True) + 1e-5)
+    return jax.nn.silu(normed.reshape(h.shape) + moved)
+
+
+def grouped_in_between(h, moved):
+    """As flax has it: the sums are taken in groups, the rest as it was."""
+    groups = h.reshape(-1, 4, 2)
+    mean, var = jnp.mean(groups, 2), jnp.mean(groups**2, 2) - jnp.mean(groups, 2) ** 2
+    mean, var = (jnp.repeat(v, 2, axis=1) for v in (mean, var))
+    return jax.nn.silu((h - mean) * jax.lax.rsqrt(var + 1e-5) + moved)
+
+
+@pytest.mark.parametrize("norm", [grouped_before, grouped_in_between])
+def test_what_is_normalized_is_kept_once_and_not_as_a_view(norm):
+    def fun(w, x):
+        h = x @ w
+        return jnp.sum((h + norm(h, 0.5) @ w) @ w)
+
+    assert not [shape for shape, _ in kept(cast(fun), W, X) if len(shape) == 3 and shape[-1] == 2]
+    halves = [shape for shape, dtype in kept(cast(fun), W, X) if dtype == "bfloat16"]
+    assert halves.count(X.shape) == 4  # x, h, the activation, the result
+    assert_near(BOTH(cast(fun))(W, X), BOTH(fun)(W, X), 0.03)
+
+
 def test_few_casts():
     def fun(w, x):
         h = x @ w

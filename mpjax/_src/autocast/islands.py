@@ -58,6 +58,7 @@ class Island:
 
     ops: list[Op] = dataclasses.field(default_factory=list)
     free: list[Op] = dataclasses.field(default_factory=list)  # run before, at no cost
+    views: list[Op] = dataclasses.field(default_factory=list)  # of inputs, taken where they are read
     inputs: list[Value] = dataclasses.field(default_factory=list)
     rounded: set[Value] = dataclasses.field(default_factory=set)  # inputs kept in half
     sums: list[Value] = dataclasses.field(default_factory=list)  # results of reductions, kept
@@ -88,8 +89,9 @@ def bound(group: Island, flow: Flow) -> None:
     group.ops.sort(key=lambda op: op.index)
     members = set(group.ops)
     group.free = _free_producers(group.ops, flow)
-    inside = {v for op in (*group.free, *group.ops) for v in op.outs}
-    read = (v for op in (*group.free, *group.ops) for v in op.ins)
+    run = (*group.free, *group.views, *group.ops)
+    inside = {v for op in run for v in op.outs}
+    read = (v for op in run for v in op.ins)
     group.inputs = [*dict.fromkeys(v for v in read if v not in inside and not v.literal)]
     group.half = next((op.half for op in group.ops if op.half is not None), None)
     group.sums = [
@@ -106,6 +108,30 @@ def bound(group: Island, flow: Flow) -> None:
         for v in group.results
         if v.is_f32 and all(op is not None and op.compute in HALVES for op in outside[v])
     }
+
+
+def look_behind_views(group: Island, flow: Flow) -> None:
+    """Lets an island take views of its inputs itself, so that it keeps what they are views of.
+
+    A view in the same order and dtype costs nothing. But what is kept is held as it is laid out,
+    and beside its views: a TPU pads the last axis of ``(batch, height, width, groups, 4)``, as a
+    group norm has it, to 128 entries.
+    """
+    values = [*group.inputs]
+    for value in values:  # grows
+        op = flow.producer.get(value)
+        if op is not None and op.ins and _is_free_view(op):
+            group.views.append(op)
+            group.rounded |= {*op.ins} if value in group.rounded else set()
+            values += op.ins
+    group.views = sorted({*group.views}, key=lambda op: op.index)
+    bound(group, flow)
+
+
+def _is_free_view(op: Op) -> bool:
+    old, new = op.ins[0], op.outs[0]
+    moves = op.name not in ("reshape", "squeeze", "broadcast_in_dim") or op.params.get("dimensions")
+    return not moves and old.size == new.size and old.dtype == new.dtype
 
 
 def make_again(island: Island, makers: dict[Op, Island], flow: Flow) -> None:

@@ -380,7 +380,7 @@ def _run_island(island: Island, env: Env) -> None:
         inner = env.inside(depth, dict(zip(island.sums, sums, strict=False)))
         for value, array in given:
             inner.write(value, array)
-        for op in (*island.free, *members):
+        for op in (*island.free, *island.views, *members):
             if op not in island.tail:
                 _run_step(op, inner)
             elif op is island.tail[-1]:

@@ -8,7 +8,7 @@ from mpjax._src.autocast import peepholes
 from mpjax._src.autocast.decide import may_be_rounded
 from mpjax._src.autocast.facts import EXPONENTIALS
 from mpjax._src.autocast.graph import Block, Op, Value, is_beyond, is_steady
-from mpjax._src.autocast.islands import Flow, Island, bound, flow_of, is_free, make_again
+from mpjax._src.autocast.islands import Flow, Island, bound, flow_of, is_free, look_behind_views, make_again
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.steps import connected, in_order
 from mpjax._src.dtypes import FLOAT32, HALVES
@@ -65,8 +65,12 @@ def _islands(flow: Flow) -> "dict[Op, Island]":
         group.barrier = any(_is_dear(op) for op in group.ops)
         # Outside of loops, XLA fuses arithmetic into its readers without being told to.
         worthwhile = group.barrier or flow.block.in_loop
-        if worthwhile and _from_half(group, flow) and _saves_memory(group):
-            group.sloped = group.barrier and _is_sloped(group, flow)
+        if not (worthwhile and _from_half(group, flow)):
+            continue
+        group.sloped = group.barrier and _is_sloped(group, flow)
+        if not group.sloped:
+            look_behind_views(group, flow)
+        if _saves_memory(group):
             group.tail = _tail(group, flow)
             found |= dict.fromkeys(group.ops, group)
     for group in dict.fromkeys(found.values()):
