@@ -58,7 +58,7 @@ class Island:
 
     ops: list[Op] = dataclasses.field(default_factory=list)
     free: list[Op] = dataclasses.field(default_factory=list)  # run before, at no cost
-    views: list[Op] = dataclasses.field(default_factory=list)  # of inputs, taken where they are read
+    views: list[Op] = dataclasses.field(default_factory=list)  # of inputs, made inside
     inputs: list[Value] = dataclasses.field(default_factory=list)
     rounded: set[Value] = dataclasses.field(default_factory=set)  # inputs kept in half
     sums: list[Value] = dataclasses.field(default_factory=list)  # results of reductions, kept

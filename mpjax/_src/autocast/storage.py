@@ -8,7 +8,15 @@ from mpjax._src.autocast import peepholes
 from mpjax._src.autocast.decide import may_be_rounded
 from mpjax._src.autocast.facts import EXPONENTIALS
 from mpjax._src.autocast.graph import Block, Op, Value, is_beyond, is_steady
-from mpjax._src.autocast.islands import Flow, Island, bound, flow_of, is_free, look_behind_views, make_again
+from mpjax._src.autocast.islands import (
+    Flow,
+    Island,
+    bound,
+    flow_of,
+    is_free,
+    look_behind_views,
+    make_again,
+)
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.steps import connected, in_order
 from mpjax._src.dtypes import FLOAT32, HALVES
