@@ -39,12 +39,12 @@ def test_group_norms_are_not_kept_in_groups():
     assert ours.bytes_accessed <= 1.05 * hand.bytes_accessed
 
 
-def test_what_an_activation_gives_is_written_in_half():
+def test_no_barrier_keeps_what_a_tpu_computes_again_by_itself():
     def compiled(rival):
         found = program("convnext", rival, "bfloat16", blocks=(1, 1), widths=(96, 192))
         step = jax.jit(found.step, donate_argnums=0)
         return mpjax.compile_for("v5e", step, found.state, found.batch)
 
-    ours, hand = compiled("autocast"), compiled("by hand")
-    assert ours.temp_bytes <= hand.temp_bytes
-    assert ours.bytes_accessed <= 0.95 * hand.bytes_accessed
+    ours, hand = compiled("autocast"), compiled("by hand")  # 0.81 and 0.77 of it
+    assert ours.temp_bytes <= 0.9 * hand.temp_bytes
+    assert ours.bytes_accessed <= 0.85 * hand.bytes_accessed

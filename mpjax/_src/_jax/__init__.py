@@ -7,7 +7,7 @@ in tests/_jax.
 from jax.extend.core import Literal
 
 from mpjax._src._jax.aot import as_if_on_gpu, compile_only
-from mpjax._src._jax.barriers import BARRIERS, GPUS, cpu_barrier, gpu_barrier
+from mpjax._src._jax.barriers import BARRIERS, GPUS, again_barrier, cpu_barrier, gpu_barrier
 from mpjax._src._jax.calls import linearized_once
 from mpjax._src._jax.partitioning import answer_partitioning, ask_elsewhere
 from mpjax._src._jax.programs import (
@@ -58,6 +58,7 @@ __all__ = (
     "GPUS",
     "Literal",
     "abstract",
+    "again_barrier",
     "answer_partitioning",
     "as_if_on_gpu",
     "ask_elsewhere",

@@ -25,7 +25,8 @@ GPUS = ("cuda", "rocm")
 
 _cpu_barrier_p = _barrier("cpu_barrier", "cpu")
 _gpu_barrier_p = _barrier("gpu_barrier", *GPUS)
-BARRIERS = frozenset({"cpu_barrier", "gpu_barrier"})
+_again_barrier_p = _barrier("again_barrier", "cpu", *GPUS)
+BARRIERS = frozenset({"cpu_barrier", "gpu_barrier", "again_barrier"})
 
 
 def cpu_barrier(x: jax.Array) -> jax.Array:
@@ -45,3 +46,12 @@ def gpu_barrier(x: jax.Array) -> jax.Array:
     the backward pass. On a TPU the barrier costs memory.
     """
     return _gpu_barrier_p.bind(x)
+
+
+def again_barrier(x: jax.Array) -> jax.Array:
+    """Returns ``x``, on CPUs and GPUs behind an optimization barrier.
+
+    Their compilers would save what follows from ``x`` rather than compute it again. A TPU's does
+    elementwise work again by itself, in the matmuls that read it: a barrier has it save more.
+    """
+    return _again_barrier_p.bind(x)

@@ -334,7 +334,7 @@ def recomputed(
     @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
     def tangent(arrays, sums, moving, tangents):
         if prevent_cse:  # of what is kept alone: a barrier before cotangents has them written
-            arrays, sums = jax.tree.map(jax.lax.optimization_barrier, (arrays, sums))
+            arrays, sums = jax.tree.map(_jax.again_barrier, (arrays, sums))
         arrays = [cast(a, FLOAT32) if r else a for a, r in zip(arrays, rounded, strict=True)]
         return _tangent(lambda full: run(full, sums), arrays, moving, tangents)
 
@@ -385,7 +385,7 @@ def elementwise(run: Run, arrays: Sequence[Any], barrier: bool) -> list[Any]:
         ones = jnp.ones_like(primals[0])
         out, slope = jax.jvp(lambda x: run([x])[0][0], primals, (ones,))
         if barrier:
-            out, slope = jax.lax.optimization_barrier((out, slope))
+            slope = _jax.again_barrier(slope)
         return out, slope * tangents[0]
 
     return [with_tangent(call, jvp)(*arrays)]

@@ -394,7 +394,7 @@ def _run_island(island: Island, env: Env) -> None:
         inner, found = env.inside(depth), dict(zip(island.inputs, arrays, strict=True))
         for value in island.given:
             # The barrier: XLA would see that what follows was made before, and keep that.
-            inner.write(value, jax.lax.optimization_barrier(found[value]))
+            inner.write(value, _jax.again_barrier(found[value]))
         for op in island.again:
             _run_step(op, inner)
         made = {v: inner.read(v) for v in found.keys() - {*island.given}}
