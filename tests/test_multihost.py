@@ -25,7 +25,6 @@ import multihost  # noqa: E402
 DEADLINE = 120
 # What the runs that are stopped and resumed have in common with the one that is not.
 RUN = {"steps": 100, "every": 5, "policy": "O2:float16", "log-every": 1}
-ABORTED = re.compile(r"heartbeat|coordination service|Connection (closed|reset)|Gloo", re.I)
 
 
 class Job:
@@ -151,10 +150,10 @@ def test_a_killed_process_costs_no_more_than_the_steps_since_the_checkpoint(
     job = start(tmp_path / "killed", directory=directory, **RUN)
     job.wait_for("step 23:")
     job.processes[victim].send_signal(signal.SIGKILL)
-    codes = job.codes()  # the survivor ends by itself
+    codes = job.codes()
     assert codes[victim] == -signal.SIGKILL
-    assert codes[1 - victim] not in (0, multihost.STOPPED)
-    assert "step 100:" not in job.said() and ABORTED.search(job.said(1 - victim))
+    assert codes[1 - victim] == -signal.SIGABRT  # by JAX: no Python cleans up
+    assert "step 100:" not in job.said()
     again = start(tmp_path / "again", directory=directory, **RUN)
     ends = again.ends()
     assert 15 <= again.first < 100 and again.first % RUN["every"] == 0
