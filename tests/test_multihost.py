@@ -22,9 +22,9 @@ sys.path.insert(0, str(ROOT / "examples"))
 import multihost  # noqa: E402
 
 # Far more than anything takes: a test that waits this long has failed.
-DEADLINE = 120
+DEADLINE = 300
 # What the runs that are stopped and resumed have in common with the one that is not.
-RUN = {"steps": 100, "every": 5, "policy": "O2:float16", "log-every": 1}
+RUN = {"steps": 40, "every": 5, "policy": "O2:float16", "log-every": 1}
 
 
 class Job:
@@ -153,10 +153,10 @@ def test_a_killed_process_costs_no_more_than_the_steps_since_the_checkpoint(
     codes = job.codes()
     assert codes[victim] == -signal.SIGKILL
     assert codes[1 - victim] == -signal.SIGABRT  # by JAX: no Python cleans up
-    assert "step 100:" not in job.said()
+    assert "step 40:" not in job.said()
     again = start(tmp_path / "again", directory=directory, **RUN)
     ends = again.ends()
-    assert 15 <= again.first < 100 and again.first % RUN["every"] == 0
+    assert 15 <= again.first < 40 and again.first % RUN["every"] == 0
     assert ends == [whole[1]] * 2
 
 
@@ -178,14 +178,14 @@ def test_sigterm_to_one_process_stops_all_at_one_step_which_is_saved(start, tmp_
 def test_goes_on_on_other_devices(start, tmp_path, whole, devices):
     directory = tmp_path / "run"
     shutil.copytree(whole[0], directory)
-    for number in (95, 100):
+    for number in (35, 40):
         shutil.rmtree(directory / str(number))
     job = start(tmp_path / "other", processes=1, devices=devices, directory=directory, **RUN)
     [end] = job.ends()
-    assert job.first == 90
+    assert job.first == 30
     # Sums in another order: half matmuls differ in their last bits.
     assert end["loss"] == pytest.approx(whole[1]["loss"], rel=2e-3)
-    assert (end["steps"], end["skipped_steps"]) == (100, 0)
+    assert (end["steps"], end["skipped_steps"]) == (40, 0)
 
 
 def options_of(words):
