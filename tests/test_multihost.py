@@ -152,7 +152,7 @@ def test_a_killed_process_costs_no_more_than_the_steps_since_the_checkpoint(
     job.processes[victim].send_signal(signal.SIGKILL)
     codes = job.codes()
     assert codes[victim] == -signal.SIGKILL
-    assert codes[1 - victim] == -signal.SIGABRT  # by JAX: no Python cleans up
+    assert codes[1 - victim] == -signal.SIGABRT  # by JAX
     assert "step 40:" not in job.said()
     again = start(tmp_path / "again", directory=directory, **RUN)
     ends = again.ends()
