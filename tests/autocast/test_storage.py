@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_golden
 from programs import PROGRAMS, W, X, layer_norm
 from support import BOTH, HALVES, assert_near, cast, equations, found, full_matmuls, normal
 
 import mpjax
+from mpjax._src.autocast.islands import Island
+from mpjax._src.autocast.plan import make_plan
 
 
 def kept(fun, *args):
@@ -291,6 +294,28 @@ def test_what_is_normalized_is_kept_once_and_not_as_a_view(norm):
     halves = [shape for shape, dtype in kept(cast(fun), W, X) if dtype == "bfloat16"]
     assert halves.count(X.shape) == 4  # x, h, the activation, the result
     assert_near(BOTH(cast(fun))(W, X), BOTH(fun)(W, X), 0.03)
+
+
+def test_what_is_normalized_is_kept_before_it_is_broadcast():
+    def fun(w, x):
+        h = jax.nn.softmax(x @ w)
+        spread = jnp.broadcast_to(jnp.sum(x @ w, 0), h.shape) * h
+        return jnp.sum(jax.nn.silu(layer_norm(spread)) @ w)
+
+    assert (X.shape, "float32") not in kept(cast(fun), W, X)
+    assert (X.shape[1:], "float32") in kept(cast(fun), W, X)
+    assert_near(BOTH(cast(fun))(W, X), BOTH(fun)(W, X), 0.03)
+
+
+@pytest.mark.parametrize("name", ["random 20", "random 26"])
+def test_what_an_island_rounds_is_among_its_inputs(name):
+    """Else a rounded value is counted twice, as it is and as a view, when memory is compared."""
+    fun, args = {name: (fun, args) for name, fun, args in test_golden.programs()}[name]
+    closed = jax.make_jaxpr(fun)(*args)
+    dtypes = [v.dtype for v in closed.in_avals]
+    plan = make_plan(closed.jaxpr, closed.consts, mpjax.get_policy("O1:bfloat16"), dtypes)
+    islands = [step for step in plan.block.steps if isinstance(step, Island) and step.rounded]
+    assert islands and all(island.rounded <= {*island.inputs} for island in islands)
 
 
 def test_few_casts():

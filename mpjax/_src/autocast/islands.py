@@ -110,30 +110,6 @@ def bound(group: Island, flow: Flow) -> None:
     }
 
 
-def look_behind_views(group: Island, flow: Flow) -> None:
-    """Lets an island take views of its inputs itself, so that it keeps what they are views of.
-
-    A view in the same order and dtype costs nothing. But what is kept is held as it is laid out,
-    and beside its views: a TPU pads the last axis of ``(batch, height, width, groups, 4)``, as a
-    group norm has it, to 128 entries.
-    """
-    values = [*group.inputs]
-    for value in values:  # grows
-        op = flow.producer.get(value)
-        if op is not None and op.ins and _is_free_view(op):
-            group.views.append(op)
-            group.rounded |= {*op.ins} if value in group.rounded else set()
-            values += op.ins
-    group.views = sorted({*group.views}, key=lambda op: op.index)
-    bound(group, flow)
-
-
-def _is_free_view(op: Op) -> bool:
-    old, new = op.ins[0], op.outs[0]
-    moves = op.name not in ("reshape", "squeeze", "broadcast_in_dim") or op.params.get("dimensions")
-    return not moves and old.size == new.size and old.dtype == new.dtype
-
-
 def make_again(island: Island, makers: dict[Op, Island], flow: Flow) -> None:
     """Lets an island make again what elementwise operations of another made for it.
 

@@ -7,16 +7,9 @@ from mpjax._src import rules
 from mpjax._src.autocast import peepholes
 from mpjax._src.autocast.decide import may_be_rounded
 from mpjax._src.autocast.facts import EXPONENTIALS
+from mpjax._src.autocast.forms import is_view
 from mpjax._src.autocast.graph import Block, Op, Value, is_beyond, is_steady
-from mpjax._src.autocast.islands import (
-    Flow,
-    Island,
-    bound,
-    flow_of,
-    is_free,
-    look_behind_views,
-    make_again,
-)
+from mpjax._src.autocast.islands import Flow, Island, bound, flow_of, is_free, make_again
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.steps import connected, in_order
 from mpjax._src.dtypes import FLOAT32, HALVES
@@ -77,7 +70,7 @@ def _islands(flow: Flow) -> "dict[Op, Island]":
             continue
         group.sloped = group.barrier and _is_sloped(group, flow)
         if not group.sloped:
-            look_behind_views(group, flow)
+            _look_behind_views(group, flow)
         if _saves_memory(group):
             group.tail = _tail(group, flow)
             found |= dict.fromkeys(group.ops, group)
@@ -182,6 +175,25 @@ def _from_half(group: Island, flow: Flow) -> bool:
     bound(group, flow)
     group.rounded = _large_float32(group)
     return group.half is not None and _stand_rounding(group)
+
+
+def _look_behind_views(group: Island, flow: Flow) -> None:
+    """Lets an island take views of its inputs itself, so that it keeps what they are views of.
+
+    A view costs nothing to take again. But what is kept is held as it is laid out, and beside
+    its views: a TPU pads the last axis of ``(batch, height, width, groups, 4)``, as a
+    group norm has it, to 128 entries.
+    """
+    values = [*group.inputs]
+    for value in values:  # grows
+        op = flow.producer.get(value)
+        if op is not None and is_view(op):
+            group.views.append(op)
+            values += op.ins
+            if value in group.rounded:
+                group.rounded = {*group.rounded, *op.ins} - {value}
+    group.views = sorted({*group.views}, key=lambda op: op.index)
+    bound(group, flow)
 
 
 def _stand_rounding(group: Island) -> bool:
