@@ -40,6 +40,7 @@ NORM_PATTERNS = (
 
 CASTINGS = ("boundary", "op")
 STORAGES = ("fast", "lean")
+COMMUNICATION = {"gather": "half", "reduce": "float32"}
 OP_LISTS = ("half_ops", "full_ops", "follow_ops")
 
 
@@ -67,10 +68,13 @@ class Policy(jmp.Policy):
             `with_storage`.
         fused_attention: Whether attention that is written by hand becomes the fused kernel of the
             device, for op-level casting. See `with_fused_attention`.
+        gather: What devices gather parameters in, "half" or "float32", for op-level casting. See
+            `with_communication`.
+        reduce: What devices sum gradients of parameters in, "float32" or "half".
 
     Raises:
-        ValueError: If a dtype, pattern, primitive name, ``casting``, ``storage`` or
-            ``fused_attention`` is not legal.
+        ValueError: If a dtype, pattern, primitive name, ``casting``, ``storage``,
+            ``fused_attention``, ``gather`` or ``reduce`` is not legal.
 
     Example:
         >>> import mpjax
@@ -91,6 +95,8 @@ class Policy(jmp.Policy):
     follow_ops: tuple[str, ...] = ()
     storage: str = "fast"
     fused_attention: bool = False
+    gather: str = "half"
+    reduce: str = "float32"
 
     def __post_init__(self):
         for name, value in _canonical_fields(self).items():
@@ -207,6 +213,36 @@ class Policy(jmp.Policy):
         """
         return dataclasses.replace(self, fused_attention=fused_attention)
 
+    def with_communication(self, gather: str = "half", reduce: str = "float32") -> "Policy":
+        """Returns this policy with other dtypes in which devices exchange parameters and gradients.
+
+        For op-level casting, and for programs that are sharded over several devices; nothing
+        changes on one. `compile_for` lists what a program exchanges, and in which dtype.
+
+        Args:
+            gather: What a parameter that is used in half is gathered in. "half", the default, casts
+                it first, before a `jax.sharding.reshard` too. "float32" leaves a `reshard` as it is
+                written. Where axes are automatic XLA gathers what a matmul reads, which is half.
+            reduce: What the gradient of a parameter is summed in, over devices. "float32", the
+                default: a matmul's gradient is the float32 accumulator. "half" sends half the
+                bytes, and rounds each device's part. A convolution's gradient is half where axes
+                are automatic: XLA sums it where it is made, and cuDNN makes it in half.
+
+        Returns:
+            A new policy.
+
+        Raises:
+            ValueError: If ``gather`` or ``reduce`` is neither "half" nor "float32".
+
+        Example:
+            >>> import mpjax
+            >>> str(mpjax.get_policy("mixed_bfloat16").with_communication(reduce="half"))
+            'mixed_bfloat16,reduce=half'
+
+        Zhao et al., PyTorch FSDP, 2023: ``MixedPrecisionPolicy(param_dtype, reduce_dtype)``.
+        """
+        return dataclasses.replace(self, gather=gather, reduce=reduce)
+
     def cast_to_param(self, tree: T) -> T:
         """Casts a tree of parameters to the dtypes they are stored in.
 
@@ -290,6 +326,7 @@ class Policy(jmp.Policy):
             "overrides": (),
             "storage": STORAGES[0],
             "fused_attention": False,
+            **COMMUNICATION,
             **dict.fromkeys(OP_LISTS, ()),
         }
         base = dataclasses.replace(self, **extras)
@@ -303,6 +340,8 @@ class Policy(jmp.Policy):
         ]
         parts += [f"storage={self.storage}"] if self.storage != STORAGES[0] else []
         parts += ["fused_attention=true"] if self.fused_attention else []
+        chosen = {name: getattr(self, name) for name in COMMUNICATION}
+        parts += [f"{k}={value}" for k, value in chosen.items() if value != COMMUNICATION[k]]
         return ",".join(parts)
 
     def __repr__(self) -> str:
@@ -346,7 +385,7 @@ KEYS = {
         name: name
         for name in (
             *("casting", "master_weights", "keep_full", "overrides"),
-            *(*OP_LISTS, "storage", "fused_attention"),
+            *(*OP_LISTS, "storage", "fused_attention", *COMMUNICATION),
         )
     },
 }
@@ -365,8 +404,8 @@ def get_policy(x: "str | jmp.Policy", half: DTypeLike | None = None) -> Policy:
       op-level casting), "O2" (half parameters but for norm layers, float32 masters and outputs),
       "O3" (everything half, no masters), with the half dtype as a suffix: "O2:float16".
     - After any of these, refinements: ``master_weights=false``, ``casting=op``,
-      ``storage=lean``, ``fused_attention=true``, ``overrides={"*norm*": "f32"}``,
-      ``half_ops=["exp"]`` (JSON after the equals sign).
+      ``storage=lean``, ``fused_attention=true``, ``reduce=half``,
+      ``overrides={"*norm*": "f32"}``, ``half_ops=["exp"]`` (JSON after the equals sign).
 
     Args:
         x: The string, a `Policy` or a `jmp.Policy`.
@@ -565,6 +604,13 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
             f"storage={brief(policy.storage)} must be 'fast' (few bytes moved) or 'lean' (few "
             f"bytes kept for the backward pass).{did_you_mean(policy.storage, STORAGES)}"
         )
+    for name, what in (("gather", "gather parameters"), ("reduce", "sum gradients")):
+        dtype = getattr(policy, name)
+        if not isinstance(dtype, str) or dtype not in COMMUNICATION.values():
+            raise ValueError(
+                f"{name}={brief(dtype)} must be 'half' or 'float32', what devices {what} in. Which "
+                "half is the policy's compute dtype."
+            )
     listed: dict[str, str] = {}
     for names in OP_LISTS:
         fields[names] = tuple(dict.fromkeys(_strings(getattr(policy, names), names)))

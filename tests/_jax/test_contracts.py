@@ -355,6 +355,71 @@ def test_a_barrier_stands_on_its_platforms_alone(barrier, platforms, lowered):
     np.testing.assert_array_equal(jax.vmap(jax.grad(barrier))(X), X)
 
 
+@pytest.mark.parametrize("batched", [(0, None), (None, 1), (1, 0)])
+@pytest.mark.parametrize(
+    "numbers", [(((1,), (0,)), ((), ())), (((0,), (2,)), ((), ())), (((2,), (1,)), ((0,), (2,)))]
+)
+def test_a_half_matmul_is_a_matmul_to_jax(numbers, batched):
+    """Batched, differentiated twice and transposed as JAX does a matmul of its own."""
+    shapes = {1: ((3, 4), (4, 2, 5)), 2: ((4, 3), (2, 5, 4)), 3: ((5, 3, 4), (2, 4, 5))}
+    left, right = shapes[1 + [0, 2, 1].index(numbers[0][1][0])]
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.integers(-2, 3, shape), jnp.float32) for shape in (left, right))
+
+    def ours(x, y):
+        more = {"dimension_numbers": numbers, "precision": None, "out_sharding": None}
+        return _jax.half_dot(x, y, jnp.bfloat16, **more)
+
+    def theirs(x, y):
+        return lax.dot_general(x, y, numbers)
+
+    def derivatives(dot):
+        def total(x, y):
+            return jnp.sum(jnp.astype(dot(x, y), jnp.float32) ** 2)
+
+        grad = jax.grad(total, (0, 1))
+        return dot(x, y), grad(x, y), jax.jvp(grad, (x, y), (y.sum() * x, y))[1]
+
+    for got, want in zip(*map(jax.tree.leaves, map(derivatives, (ours, theirs))), strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=0.02)
+    pairs = zip((x, y), batched, strict=True)
+    wide = [v if axis is None else jnp.stack([v, 2 * v], axis) for v, axis in pairs]
+
+    def total(dot, *args):
+        return jnp.sum(jnp.astype(dot(*args), jnp.float32) ** 2)
+
+    for way in (
+        lambda dot: jax.vmap(dot, batched)(*wide),
+        lambda dot: jax.grad(functools.partial(total, jax.vmap(dot, batched)), (0, 1))(*wide),
+        lambda dot: jax.vmap(jax.grad(functools.partial(total, dot), (0, 1)), batched)(*wide),
+    ):
+        for got, want in zip(*map(jax.tree.leaves, map(way, (ours, theirs))), strict=True):
+            np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=0.02)
+
+
+def test_a_lookup_in_half_is_a_gather_to_jax():
+    table, indices = jnp.arange(12.0).reshape(4, 3) / 7, jnp.asarray([[2], [0], [2]])
+    params = {
+        "dimension_numbers": lax.GatherDimensionNumbers((1,), (0,), (0,)),
+        "slice_sizes": (1, 3),
+        "unique_indices": False,
+        "indices_are_sorted": False,
+        "mode": lax.GatherScatterMode.CLIP,
+        "fill_value": None,
+    }
+
+    def rows(table, indices=indices):
+        return _jax.half_gather(table, indices, jnp.bfloat16, **params)
+
+    want = table[indices[:, 0]]
+    np.testing.assert_array_equal(jax.jit(rows)(table), want)  # one device: nothing is rounded
+    np.testing.assert_array_equal(rows(table), want.astype(jnp.bfloat16).astype(jnp.float32))
+    got = jax.grad(lambda t: jnp.sum(rows(t) * want))(table)
+    np.testing.assert_allclose(got, jax.grad(lambda t: jnp.sum(t[indices[:, 0]] * want))(table))
+    both = jax.vmap(rows)(jnp.stack([table, 2 * table]), jnp.stack([indices, indices + 1]))
+    np.testing.assert_array_equal(both[1], 2 * table[indices[:, 0] + 1])
+
+
 def test_jaxlib_compiles_and_counts():
     assert aot.jaxlib_module.mlir.mlir_module_to_xla_computation
     assert aot.jaxlib_module.hlo_module_cost_analysis

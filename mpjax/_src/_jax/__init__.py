@@ -52,6 +52,7 @@ from mpjax._src._jax.sources import (
     source_line,
     transforms,
 )
+from mpjax._src._jax.wire import contracted_last, half_dot, half_gather, placed_freely
 
 __all__ = (
     "BARRIERS",
@@ -68,12 +69,15 @@ __all__ = (
     "cleared_with_jax",
     "common_stack",
     "compile_only",
+    "contracted_last",
     "cpu_barrier",
     "custom_jvp_rule",
     "custom_vjp_rules",
     "equation_key",
     "eval_closed",
     "gpu_barrier",
+    "half_dot",
+    "half_gather",
     "hoisted",
     "in_avals",
     "in_taylor_mode",
@@ -87,6 +91,7 @@ __all__ = (
     "linearized_once",
     "location",
     "open_jaxpr",
+    "placed_freely",
     "primitive_names",
     "programs_in",
     "retyped",

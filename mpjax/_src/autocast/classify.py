@@ -25,6 +25,7 @@ def classify(block: Block, policy: Policy) -> frozenset[str]:
         **dict.fromkeys(policy.follow_ops, "follow"),
     }
     for value in block.invars:
+        value.given = bool(value.paths)
         used |= {p for p, _ in policy.overrides for path in value.paths if matches(p, path)}
     _classify(block, policy, listed, used)
     return frozenset(used)
@@ -41,9 +42,14 @@ def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[st
                 out.raw = op.ins[0].raw and rules.FRESH not in op.spec.traits
                 out.entries = op.ins[0].entries if out.is_f32 else None
             op.outs[0].const = known_value(op)
+        if op.spec.need == rules.MOVE and rules.LOOKS_UP not in op.spec.traits:
+            given = all(v.given for v in op.ins if is_float(v))
+            for out in op.outs:
+                out.given, out.moved = given, given and len(op.outs) == 1 and _is_moved(op)
         for sub in op.subs:
             for value, index in zip(sub.program.invars, sub.ins, strict=True):
                 value.paths, value.raw = op.ins[index].paths, op.ins[index].raw
+                value.given = op.ins[index].given
                 value.small = op.ins[index].small
                 if op.inside.knows:
                     const, value.entries = op.ins[index].const, op.ins[index].entries
@@ -52,6 +58,7 @@ def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[st
             for _, argument in sub.carry:
                 value = sub.program.invars[argument]
                 value.paths, value.raw, value.const, value.entries = (), False, None, None
+                value.given = False
             _classify(sub.program, policy, listed, used)
         op.rule, op.why = _rule(op)
         _apply_lists(op, listed)
@@ -65,6 +72,14 @@ def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[st
             small = reduces or (bool(big) and all(v.small for v in big))
             for out in op.outs:
                 out.small = small
+
+
+EXCHANGES = frozenset(["reshard", "sharding_constraint", "all_gather", "all_gather_invariant"])
+
+
+def _is_moved(op: Op) -> bool:
+    """Tells what says where a parameter is to lie, and views of that."""
+    return op.name in EXCHANGES or any(v.moved for v in op.ins)
 
 
 def _rule(op: Op) -> tuple[str, Why]:

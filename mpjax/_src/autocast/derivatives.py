@@ -5,7 +5,8 @@ none knows of a plan. Taylor mode takes no custom_jvp: there each is derived as 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -227,7 +228,13 @@ def wide_cotangent(fun: Callable[..., Any], args: Sequence[Any]) -> Any:
 # ---- matmuls ------------------------------------------------------------------------------------
 
 
-def matmul(eqn: Any, args: Sequence[Any], dtype: Any, centred: Place | None = None) -> Any:
+def matmul(
+    eqn: Any,
+    args: Sequence[Any],
+    dtype: Any,
+    centred: Place | None = None,
+    wide: Mapping[int, Any] = MappingProxyType({}),
+) -> Any:
     """Runs a matmul whose tangents are computed in the dtype of its operands.
 
     Args:
@@ -237,35 +244,45 @@ def matmul(eqn: Any, args: Sequence[Any], dtype: Any, centred: Place | None = No
         centred: The operand by which the other one's tangent is multiplied less its mean, along
             which dimensions. That is for results whose reader takes no notice of what is added to
             all entries of a row, as a softmax does not.
+        wide: Operands of a ``dot_general``, by place, whose cotangents are not to be rounded before
+            devices sum their parts of them. Each as a float32 array that is differentiated in its
+            stead, or None.
     """
     primitive, params = eqn.primitive, dict(eqn.params)
     del params["preferred_element_type"]
-    key = (primitive, tuple(sorted(params.items())), np.dtype(dtype), centred)
+    twins = {i: array for i, array in wide.items() if array is not None}
+    places = tuple(wide), tuple(twins)
+    key = (primitive, tuple(sorted(params.items())), np.dtype(dtype), centred, places)
     try:
         call = _cached_matmul(*key)
     except TypeError:  # a parameter that cannot be hashed
         call = _cached_matmul.__wrapped__(*key)
-    return call(*args)
+    return call(*args, *twins.values())
 
 
 @functools.lru_cache(maxsize=4096)
 def _cached_matmul(
-    primitive: Any, items: tuple[tuple[str, Any], ...], dtype: Any, centred: Place | None
+    primitive: Any,
+    items: tuple[tuple[str, Any], ...],
+    dtype: Any,
+    centred: Place | None,
+    places: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Any:
     params = dict(items)
+    wide, twins = places
 
     def product(operands, dtype):
         return primitive.bind(*operands, **params, preferred_element_type=np.dtype(dtype))
 
     def run(*operands):
-        if dtype == operands[0].dtype:
-            return product(operands, dtype)
-        left, right, *more = operands
-        wide = {**params, "preferred_element_type": dtype}
+        left, right, *more = operands[: len(operands) - len(twins)]
+        if dtype == left.dtype:
+            return product((left, right, *more), dtype)
+        accumulated = {**params, "preferred_element_type": dtype}
         if "dimension_numbers" in params:
-            left, wide["dimension_numbers"] = _contracted_last(left, right, **params)
+            left, accumulated["dimension_numbers"] = _jax.contracted_last(left, right, **params)
         held = map(_jax.cpu_barrier, (left, right, *more))
-        return _jax.cpu_barrier(primitive.bind(*held, **wide))
+        return _jax.cpu_barrier(primitive.bind(*held, **accumulated))
 
     def along(moving, primals, tangents):
         """Returns the tangent, given those of the operands that move."""
@@ -274,39 +291,31 @@ def _cached_matmul(
             others = [*primals[:i], *primals[i + 1 :]]
             if centred is not None and centred[0] != i:
                 others = [_less_mean(x, centred[1]) for x in others]
-            terms.append(product([*others[:i], tangent, *others[i:]], tangent.dtype))
+            others.insert(i, tangent)
+            half = primals[i].dtype
+            if i in wide:
+                terms.append(_jax.half_dot(others[0], others[1], half, **params))
+            else:
+                terms.append(product(others, half))
         return functools.reduce(jax.lax.add, terms)
 
     if centred is not None:  # or what is less its mean would be kept
         along = jax.checkpoint(along, prevent_cse=False, static_argnums=0)
 
     def jvp(primals, tangents):
-        out = call(*primals)
-        moving = [i for i, t in enumerate(tangents[:2]) if not isinstance(t, SymbolicZero)]
-        if not moving:
+        # Where nothing hinders, as it is written: policies of checkpoints know a matmul by name.
+        out = (run if dtype == primals[0].dtype and centred is None else call)(*primals)
+        operands = primals[: len(primals) - len(twins)]
+        moves = dict(enumerate(tangents[:2])) | dict(
+            zip(twins, tangents[len(operands) :], strict=True)
+        )
+        moves = {i: t for i, t in moves.items() if not isinstance(t, SymbolicZero)}
+        if not moves:
             return out, _jax.zero_tangent(out)
-        return out, cast(along((*moving,), primals, [tangents[i] for i in moving]), out.dtype)
+        return out, cast(along((*moves,), operands, [*moves.values()]), out.dtype)
 
     call = with_tangent(run, jvp, symbolic_zeros=True)
     return call
-
-
-def _contracted_last(left: Any, right: Any, dimension_numbers: Any, **_: Any) -> tuple[Any, Any]:
-    """Transposes the left operand of a matmul that XLA:CPU has no half form of.
-
-    There, what is summed stands before the one free dimension, and the right operand has several.
-
-    Returns:
-        The left operand, and the dimension numbers that go with it.
-    """
-    (summed, others), (batch, shared) = dimension_numbers
-    free = [d for d in range(left.ndim) if d not in (*summed, *batch)]
-    several = right.ndim - len(others) - len(shared) > 1
-    if not several or len(free) != 1 or free[0] < max(summed, default=-1):
-        return left, dimension_numbers
-    order = (*batch, *free, *summed)
-    places = tuple(range(len(batch))), tuple(range(len(batch) + 1, left.ndim))
-    return jnp.transpose(left, order), ((places[1], others), (places[0], shared))
 
 
 def _less_mean(x: Any, dims: Sequence[int]) -> Any:

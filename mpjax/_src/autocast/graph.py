@@ -41,6 +41,8 @@ class Value:
     const: Any = None  # the known value: a scalar that fills it, or a small array
     entries: Any = None  # the known values that it is made of, in any order and number
     paths: tuple[str, ...] = ()  # of the parameter that it is, after layout operations at most
+    given: bool = False  # an argument, or moved from such alone: parts of some, or joined
+    moved: bool = False  # and the program says where it is to lie: devices send it
     raw: bool = False  # an argument or constant, perhaps after layout operations
     literal: bool = False  # written in the program
     small: bool = False  # a reduction's result, or made from such alone

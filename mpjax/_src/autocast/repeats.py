@@ -83,7 +83,7 @@ def fold(
 # What the rewrite reads of a value and of an op, apart from the equation and from how they hang
 # together. A test holds it.
 READ = {
-    Value: "raw literal want.returned dtype kept",
+    Value: "raw literal given moved want.returned dtype kept",
     Op: "rule half forced compute steady centred online repeats",
 }
 

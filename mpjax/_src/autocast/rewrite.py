@@ -17,6 +17,8 @@ import numpy as np
 
 from mpjax._src import _jax, rules
 from mpjax._src.autocast import fused
+from mpjax._src.autocast.classify import override_of
+from mpjax._src.autocast.decide import may_be_rounded
 from mpjax._src.autocast.derivatives import (
     Softmax,
     Weighing,
@@ -128,12 +130,17 @@ def _run_as_planned(op: Op, env: Env) -> None:
     if op.inside.as_one and op.compute != FLOAT32:  # elementwise, with a rule of its own
         return _run_program(op, env)
     if op.name == "broadcast_in_dim" and op.outs[0].is_f32 and op.outs[0].const is not None:
-        return env.make(op.outs[0], functools.partial(_broadcast, op, env))
+        return env.make(op.outs[0], functools.partial(_bind_in, op, env))
+    if op.rule == "layout" and op.outs[0].is_f32 and op.outs[0].moved:
+        return env.make(op.outs[0], functools.partial(_send, op, env))
     if op.repeats is not None:
         again = functools.partial(repeat, axis=op.repeats[0], times=op.repeats[1])
         return env.store(op.outs[0], wide_cotangent(again, [env.read(op.ins[0], op.compute)]))
-    if op.name == "gather" and op.outs[0].is_f32 and picks_one_per_row(op.eqn):
-        return env.store(op.outs[0], pick(op.eqn, [env.read(v, op.compute) for v in op.ins]))
+    if op.name == "gather" and op.outs[0].is_f32:
+        if picks_one_per_row(op.eqn):
+            return env.store(op.outs[0], pick(op.eqn, [env.read(v, op.compute) for v in op.ins]))
+        if op.compute == FLOAT32 and _is_sent_in_half(op, env):
+            return env.store(op.outs[0], _look_up(op, env))
     if op.online:
         return _run_online(op, env)
     if op.name in ("reduce_max", "reduce_min") and op.outs[0].is_f32 and not op.steady:
@@ -166,7 +173,10 @@ def _read_expanded(op: Op, value: Value, env: Env, dtype: Any) -> Any:
         return env.read(value, dtype)
     if value.dtype == dtype:
         return wide_cotangent(lambda x: _expand(x, op.outs[0].aval), [env.read(value)])
-    return cast(_expand(env.read(value, FLOAT32), op.outs[0].aval), dtype)
+    wide = cast(_expand(env.read(value, FLOAT32), op.outs[0].aval), dtype)
+    if value.moved:
+        return known(wide, _expand(env.read(value, dtype), op.outs[0].aval))
+    return wide
 
 
 def _expand(x: Any, aval: Any) -> Any:
@@ -190,9 +200,39 @@ def _enlarges(eqn: Any) -> bool:
     return _jax.size_of(eqn.outvars[0].aval.shape) > _jax.size_of(eqn.invars[0].aval.shape)
 
 
-def _broadcast(op: Op, env: Env, dtype: Any) -> Any:
+def _bind_in(op: Op, env: Env, dtype: Any) -> Any:
     with _location(op, op.stack, env):
         return _jax.bind(op.eqn, [env.read(v, dtype) for v in op.ins])[0]
+
+
+def _send(op: Op, env: Env, dtype: Any) -> Any:
+    sent = dtype if env.settings.policy.gather == "half" else FLOAT32
+    with _location(op, op.stack, env):
+        args = [env.read(v, sent) for v in op.ins]
+        if op.name == "sharding_constraint" and sent in HALVES:
+            args = [_jax.placed_freely(args[0], op.params["sharding"])]
+        found = _jax.bind(op.eqn, args)[0]
+        # The barrier: XLA would cast before it sends.
+        return found if sent == dtype else cast(jax.lax.optimization_barrier(found), dtype)
+
+
+def _look_up(op: Op, env: Env) -> Any:
+    """Looks entries of a parameter up, of which devices send each other half."""
+    table, indices = op.ins
+    if not table.moved:
+        return _jax.half_gather(env.read(table), env.read(indices), op.half, **op.params)
+    full, half = (_bind_in(op, env, dtype) for dtype in (FLOAT32, op.half))
+    return known(full, cast(half, FLOAT32))
+
+
+def _is_sent_in_half(op: Op, env: Env) -> bool:
+    """Tells a lookup in a parameter whose result may be rounded: so may what it is looked up in."""
+    chosen = override_of(op, env.settings.policy)
+    told = op.forced == "full" or (chosen is not None and chosen[1] not in HALVES)
+    table, out = op.ins[0], op.outs[0]
+    wanted = env.settings.policy.gather == "half" and op.half is not None and not told
+    looks_up = rules.LOOKS_UP in op.spec.traits and table.is_f32 and table.given
+    return wanted and looks_up and not out.want.full and may_be_rounded(out)
 
 
 def _run_half(op: Op, env: Env) -> None:
@@ -200,13 +240,21 @@ def _run_half(op: Op, env: Env) -> None:
         return _run_as_planned(op, env)
     args = [env.read(v, op.half) for v in op.ins]
     args = [cast(a, op.half) if a.dtype in HALVES and a.dtype != op.half else a for a in args]
-    out = op.outs[0]
-    if op.centred or (out.is_f32 and out.dtype == FLOAT32):
-        array = matmul(op.eqn, args, out.dtype, op.centred)
+    out, wide = op.outs[0], _reduced_wide(op, env)
+    if op.centred or wide or (out.is_f32 and out.dtype == FLOAT32):
+        array = matmul(op.eqn, args, out.dtype or out.aval.dtype, op.centred, wide)
     else:
         wanted = op.half if out.is_f32 else out.aval.dtype
         array = _jax.bind(op.eqn, args, preferred_element_type=wanted)[0]
     env.store(out, array)
+
+
+def _reduced_wide(op: Op, env: Env) -> dict[int, Any]:
+    """Returns the parameters, by place, whose gradients devices sum in float32."""
+    if env.settings.policy.reduce != FLOAT32.name or op.name != "dot_general":
+        return {}
+    given = {i: v for i, v in enumerate(op.ins) if v.is_f32 and v.given}
+    return {i: env.read(v, FLOAT32) if v.dtype == FLOAT32 else None for i, v in given.items()}
 
 
 def _run_cast(op: Op, env: Env) -> None:

@@ -72,7 +72,9 @@ def made_where_read(step: Step) -> bool:
     if not isinstance(step, Op):
         return False
     widened = step.rule == "cast" and step.ins[0].is_f32 and step.outs[0].is_f32
-    return widened or is_free(step)
+    # What devices send each other of a parameter is what is read of it.
+    sent = step.rule == "layout" and step.outs[0].is_f32 and step.outs[0].moved
+    return widened or is_free(step) or sent
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,0 +1,221 @@
+"""Operations whose dtype depends on whether several devices take part: half is what they send.
+
+A compiler partitions a program after it was differentiated, and puts an exchange right before what
+reads a sharded array, or right after what sums over one. So what an operation reads and gives is
+what devices exchange. On one device nothing is, and the form is taken that moves the fewest bytes.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.lax import lax as lax_s
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mpjax._src._jax.barriers import cpu_barrier
+from mpjax._src._jax.programs import retyped
+
+dot_general_p, gather_p = jax.lax.dot_general_p, jax.lax.gather_p
+
+
+def half_dot(x: Any, y: Any, half: Any, **params: Any) -> Any:
+    """Multiplies two arrays in half, one of which may be float32; linear in each.
+
+    The cotangent of an operand is the matmul's float32 accumulator where several devices are about
+    to sum their parts of it; on one device it is a half result, which moves fewer bytes.
+
+    Args:
+        x: The left operand.
+        y: The right operand.
+        half: What both are multiplied in, and the dtype of the result.
+        **params: Of ``dot_general``, its ``preferred_element_type`` left out.
+    """
+    return _half_dot(x, y, half, half, None, False, **params)
+
+
+def _half_dot(x, y, half, dtype, order, sums, **params):
+    dtypes = {"half": np.dtype(half), "preferred_element_type": np.dtype(dtype)}
+    return _half_dot_p.bind(x, y, order=order, sums=sums, **dtypes, **params)
+
+
+def half_gather(x: Any, indices: Any, half: Any, **params: Any) -> Any:
+    """Looks entries of a float32 array up; devices send each other no float32 parts of it.
+
+    Where several take part the array is rounded to half before it is looked into. The derivative is
+    that of the float32 gather: entries of the cotangent are summed in float32.
+
+    Args:
+        x: The array.
+        indices: Where to look.
+        half: What it is rounded to.
+        **params: Of ``gather``.
+    """
+    return _half_gather_p.bind(x, indices, half=np.dtype(half), **params)
+
+
+def _by_devices(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the lowering of a function that is told whether several devices run it."""
+
+    def lowering(ctx, *args, **params):
+        axes = ctx.module_context.axis_context
+        count = getattr(axes, "num_devices", None) or axes.mesh.size
+        given = functools.partial(run, several=count > 1)
+        return mlir.lower_fun(given, multiple_results=False)(ctx, *args, **params)
+
+    return lowering
+
+
+def placed_freely(x: Any, sharding: Any) -> Any:
+    """Returns a cast array before a constraint on where it is to lie, held apart from that.
+
+    XLA's partitioner takes a constraint for one on the cast itself, and sends what is cast instead:
+    float32. A constraint that leaves every dimension to it stands between.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return x
+    anywhere = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, anywhere))
+
+
+# ---- matmuls ------------------------------------------------------------------------------------
+
+
+def _multiply(
+    x, y, *, half, preferred_element_type, order, sums, dimension_numbers, several=True, **params
+):
+    """Multiplies in half; puts the dimensions of the result in order, and casts it."""
+    x, y = (jax.lax.convert_element_type(v, half) for v in (x, y))
+    if sums and several:
+        x, dimension_numbers = contracted_last(x, y, dimension_numbers)
+        x, y, params["preferred_element_type"] = cpu_barrier(x), cpu_barrier(y), np.float32
+        out = cpu_barrier(dot_general_p.bind(x, y, dimension_numbers=dimension_numbers, **params))
+    else:
+        params["preferred_element_type"] = half
+        out = dot_general_p.bind(x, y, dimension_numbers=dimension_numbers, **params)
+    return jax.lax.convert_element_type(_in_order(out, order), preferred_element_type)
+
+
+def _in_order(x: Any, order: tuple[int, ...] | None) -> Any:
+    return x if order is None else jax.lax.transpose(x, order)
+
+
+def _abstract_eval(x, y, *, half, order, sums, **params):
+    del sums
+    out = dot_general_p.abstract_eval(retyped(x, half), retyped(y, half), **params)[0]
+    if order is None:
+        return out
+    return jax.lax.transpose_p.abstract_eval(out, permutation=order)[0]
+
+
+def _transpose(place, ct, x, y, *, half, order, dimension_numbers, precision, **_):
+    """As JAX transposes a matmul, but that the cotangent comes in the dtype of the operand."""
+    moving, other = (x, y) if place == 0 else (y, x)
+    summed, shared = ((dims[place], dims[1 - place]) for dims in dimension_numbers)
+    free = [_rest(v, a, b) for v, a, b in zip((moving.aval, other), summed, shared, strict=True)]
+    count, (mine, others) = len(shared[0]), map(len, free)
+    start = count + (mine if place == 0 else 0)
+    numbers = (range(start, start + others), free[1]), (range(count), shared[1])
+    axes = [*shared[0], *free[0], *(summed[0][i] for i in np.argsort(summed[1]))]
+    return _half_dot(
+        _in_order(ct, None if order is None else tuple(np.argsort(order))),
+        other,
+        half,
+        moving.aval.dtype,
+        None if axes == sorted(axes) else tuple(np.argsort(axes).tolist()),
+        True,
+        dimension_numbers=tuple((tuple(a), tuple(b)) for a, b in numbers),
+        precision=precision,
+        out_sharding=_permuted(moving.aval.sharding, axes),
+    )
+
+
+def _rest(x: Any, *taken: Any) -> list[int]:
+    return [d for d in range(np.ndim(x)) if not any(d in dims for dims in taken)]
+
+
+def _permuted(sharding: Any, axes: list[int]) -> Any:
+    """Returns a sharding with its dimensions in another order; None where XLA chooses."""
+    if sharding.mesh.empty or sharding.mesh.are_all_axes_auto:
+        return None
+    spec = sharding.spec
+    return sharding.update(spec=spec.update(partitions=tuple(spec[d] for d in axes)))
+
+
+def _batch(axis_data, args, dims, *, half, order, sums, preferred_element_type, **params):
+    def multiply(x, y, dimension_numbers, preferred_element_type, **params):
+        more = {"dimension_numbers": dimension_numbers, **params}
+        return _half_dot(x, y, half, preferred_element_type, None, sums, **more)
+
+    def pair(values):
+        return values
+
+    params["preferred_element_type"] = preferred_element_type
+    out, dim = lax_s._dot_batch_rule(pair, pair, multiply, axis_data, args, dims, **params)
+    if order is None or dim is None:
+        return _in_order(out, order), dim
+    return jax.lax.transpose(out, (dim, *(d + (d >= dim) for d in order))), 0
+
+
+def contracted_last(left: Any, right: Any, dimension_numbers: Any, **_: Any) -> tuple[Any, Any]:
+    """Transposes the left operand of a matmul that XLA:CPU has no half form of.
+
+    There, what is summed stands before the one free dimension, and the right operand has several.
+
+    Returns:
+        The left operand, and the dimension numbers that go with it.
+    """
+    (summed, others), (batch, shared) = dimension_numbers
+    free = [d for d in range(left.ndim) if d not in (*summed, *batch)]
+    several = right.ndim - len(others) - len(shared) > 1
+    if not several or len(free) != 1 or free[0] < max(summed, default=-1):
+        return left, dimension_numbers
+    order = (*batch, *free, *summed)
+    places = tuple(range(len(batch))), tuple(range(len(batch) + 1, left.ndim))
+    return jnp.transpose(left, order), ((places[1], others), (places[0], shared))
+
+
+# Under the name of the matmul that it is, for those who go by names.
+_half_dot_p = Primitive("dot_general")
+_half_dot_p.def_impl(_multiply)
+_half_dot_p.def_abstract_eval(_abstract_eval)
+ad.defbilinear(_half_dot_p, *(functools.partial(_transpose, place) for place in (0, 1)))
+batching.fancy_primitive_batchers[_half_dot_p] = _batch
+mlir.register_lowering(_half_dot_p, _by_devices(_multiply))
+
+
+# ---- lookups ------------------------------------------------------------------------------------
+
+
+def _look_up(x, indices, *, half, several=True, **params):
+    if not several:
+        return gather_p.bind(x, indices, **params)
+    found = gather_p.bind(jax.lax.convert_element_type(x, half), indices, **params)
+    return jax.lax.convert_element_type(found, x.dtype)
+
+
+def _gathered(x, indices, *, half, **params):
+    del half
+    return gather_p.abstract_eval(x, indices, **params)[0]
+
+
+def _gather_tangent(tangent, x, indices, *, half, **params):
+    del x, half
+    return gather_p.bind(tangent, indices, **params)
+
+
+def _gather_batch(args, dims, *, half, **params):
+    del half
+    return jax.vmap(functools.partial(gather_p.bind, **params), dims)(*args), 0
+
+
+_half_gather_p = Primitive("gather")
+_half_gather_p.def_impl(_look_up)
+_half_gather_p.def_abstract_eval(_gathered)
+ad.defjvp(_half_gather_p, _gather_tangent, None)
+batching.primitive_batchers[_half_gather_p] = _gather_batch
+mlir.register_lowering(_half_gather_p, _by_devices(_look_up))
