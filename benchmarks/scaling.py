@@ -1,11 +1,12 @@
 """Suite "scaling": what grows with layers, batches, devices and steps, and what must not.
 
-    python -m benchmarks --suite scaling [layers programs batch devices steps] [--budget 470]
+    python -m benchmarks --suite scaling [layers programs batch devices wire steps] [--budget 470]
 
     layers    tracing and compiling the gradient of a Llama whose layers Python writes out
     programs  tracing the gradient of GPT-2 and of neural ODEs whose steps are written out
     batch     the memory of a training step on an H100, compiled without having one
     devices   what each H100 sends and takes in a data-parallel step on 1 to 256 of them
+    wire      what eight H100s send each other, by how the state is spread over them, and in what
     steps     arrays, memory and compilations after thousands of steps: none may grow
 
 Seconds are of CPU, the best of several, the ways measured in turns with JAX's caches cleared;
@@ -33,6 +34,8 @@ from jax.sharding import PartitionSpec as P
 import mpjax
 from benchmarks import Options
 from benchmarks.models import MODELS, SMALL, training_step
+from benchmarks.wire import PROGRAMS as SPREAD
+from benchmarks.wire import measured
 
 LLAMA = functools.partial(MODELS["llama_unrolled"], **{**SMALL["llama"], "heads": 4, "groups": 2})
 LAYERS = (6, 12, 24, 48, 96)
@@ -193,11 +196,11 @@ def devices(smoke: bool):
         taken = {**sizes, "batch": count * sizes["batch"]}
         yield (
             f"{count} devices",
-            functools.partial(wire, functools.partial(MODELS["gpt2"], **taken), count),
+            functools.partial(data_parallel, functools.partial(MODELS["gpt2"], **taken), count),
         )
 
 
-def wire(model: Callable, count: int) -> dict[str, Any]:
+def data_parallel(model: Callable, count: int) -> dict[str, Any]:
     """Returns what each of some H100s sends and takes in a data-parallel step."""
     loss, params, rest, batch, optimizer = model()
     mesh = AbstractMesh((count,), ("data",), axis_types=(AxisType.Auto,))
@@ -225,6 +228,11 @@ def wire(model: Callable, count: int) -> dict[str, Any]:
             if (value := found["float32"][key])
         },
     }
+
+
+def wire(smoke: bool):
+    for name, program in [*SPREAD.items()][: 1 if smoke else None]:
+        yield name, functools.partial(measured, program)
 
 
 # ---- steps ---------------------------------------------------------------------------------------
@@ -278,5 +286,6 @@ CASES = {
     "programs": programs,
     "batch": batches,
     "devices": devices,
+    "wire": wire,
     "steps": steps,
 }

@@ -15,6 +15,10 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
         if names:
             cells = [(size, *map(written, ratios(row, names))) for size, row in rows.items()]
             parts.append(table((case, *names), cells))
+            sent = {size: row["sent_mib"] for size, row in rows.items() if "sent_mib" in row}
+            if sent:
+                cells = [(size, *map(amounts, found.values())) for size, found in sent.items()]
+                parts.append(table(("MiB sent by each device", *next(iter(sent.values()))), cells))
         else:
             parts.append(table((case, "figures"), [(k, words(row)) for k, row in rows.items()]))
         for name in names:
@@ -30,6 +34,16 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
 
 def ratios(row: dict[str, Any], names: list[str]) -> list[float | None]:
     return [row.get("ratios", {}).get(name) for name in names]
+
+
+def amounts(sent: dict[str, dict[str, float]]) -> str:
+    """Returns what is sent, in which dtype."""
+    kinds = {
+        what: ", ".join(f"{dtype} {mib:.3g}" for dtype, mib in found.items())
+        for what, found in sent.items()
+        if found
+    }
+    return "; ".join(f"{what} {mib}" for what, mib in kinds.items())
 
 
 def words(row: dict[str, Any]) -> str:

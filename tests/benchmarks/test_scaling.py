@@ -1,10 +1,13 @@
 """The scaling suite: what it counts, and that it runs on small programs."""
 
+import collections
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import Options, scaling
+from benchmarks import Options, scaling, wire
 from benchmarks.page.scaling import section
 from benchmarks.results import Results
 
@@ -39,7 +42,7 @@ def test_what_grows_is_a_problem(results):
 
 def test_what_cannot_be_compiled_says_why(results):
     model = scaling.functools.partial(scaling.MODELS["ode"], steps=1, width=8)
-    for row in (scaling.memory(model), scaling.wire(model, 1)):
+    for row in (scaling.memory(model), scaling.data_parallel(model, 1)):
         assert "not installed" in row.get("skipped", "") or row["ratios"]
 
 
@@ -66,3 +69,23 @@ def test_the_page_has_a_row_for_each_size():
     assert "| 6 layers | **1.20x** |" in text and "| 12 layers | 0.90x |" in text
     assert "| float32 | after 30 steps, more arrays: 0 |" in text and "| 2 | skipped: x |" in text
     assert "| layers | a / b | **1.20x** | why |" in text
+
+
+def test_the_page_says_what_is_sent_in_which_dtype():
+    sent = {
+        "float32": {"parameters": {}, "gradients": {"f32": 50.0}},
+        "bfloat16": {"parameters": {"bf16": 12.25, "f32": 0.5}, "gradients": {"f32": 25.0}},
+    }
+    row = {"sent_mib": sent, "ratios": {"bfloat16 / float32, bytes sent": 0.75}}
+    text, _ = section({"cases": {"wire": {"FSDP": row, "HSDP": {"skipped": "x"}}}}, {})
+    assert "| FSDP | 0.75x |" in text
+    assert "| MiB sent by each device | float32 | bfloat16 |" in text
+    assert "| FSDP | gradients f32 50 | parameters bf16 12.2, f32 0.5; gradients f32 25 |" in text
+
+
+def test_what_is_sent_is_counted_by_dtype():
+    row = collections.namedtuple("row", "carries dtype wire_bytes runs")
+    rows = [row("gradients", "f32", 3, 2), row("gradients", "bf16", 5, 1), row("data", "s32", 7, 1)]
+    report = types.SimpleNamespace(collectives=rows)
+    assert wire.counted(report, "gradients") == {"f32": 6, "bf16": 5}
+    assert wire.counted(report, "parameters") == {}

@@ -1,11 +1,13 @@
 """compile_for: programs that are spread over devices that are not there."""
 
+import dataclasses
 import re
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from absent import both, compiles, shape, spread
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -194,3 +196,36 @@ def test_cudnn_s_attention_is_not_gathered():
     assert {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"} <= set(
         re.findall(r"__cudnn\$\w+", report.hlo)
     )
+
+
+@pytest.mark.slow
+@compiles("h100")
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "O2:bfloat16"])
+def test_an_optimizer_state_on_the_host(policy):
+    _, params, x = fully_sharded(ABSTRACT)
+    init, step = mpjax.build_train_step(loss, optax.adamw(1e-3), policy)
+    shapes = jax.eval_shape(init, params)
+    places = mpjax.state_shardings(shapes, jax.tree.map(lambda p: p.sharding, params))
+
+    def in_memory(kind):
+        return jax.tree.map(lambda place: place.with_memory_kind(kind), places.opt_state)
+
+    near, away = in_memory("device"), in_memory("pinned_host")
+
+    def offloaded(state, batch):
+        state = dataclasses.replace(state, opt_state=jax.device_put(state.opt_state, near))
+        state, metrics = step(state, batch)
+        return dataclasses.replace(state, opt_state=jax.device_put(state.opt_state, away)), metrics
+
+    reports = []
+    for fun, opt_state in ((step, near), (offloaded, away)):
+        places = dataclasses.replace(places, opt_state=opt_state)
+        state = jax.tree.map(lambda x, place: x.update(sharding=place), shapes, places)
+        jitted = jax.jit(fun, donate_argnums=0, out_shardings=(places, None))
+        reports.append(mpjax.compile_for("h100 x 8", jitted, state, x))
+    on_device, on_host = reports
+    moments = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes.opt_state)) / 8
+    assert on_device.argument_bytes - on_host.argument_bytes >= 0.99 * moments
+    assert on_host.total_bytes < on_device.total_bytes
+    sent = [[(r.carries, r.dtype, r.wire_bytes) for r in report.collectives] for report in reports]
+    assert sorted(sent[0]) == sorted(sent[1])

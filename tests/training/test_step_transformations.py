@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from problems import METRICS, bits, linear_loss, linear_problem, mesh, net_loss, net_problem
+from support import equations
 
 import mpjax
 
@@ -87,6 +88,32 @@ def test_replicas_average_once_and_decide_together(kind, accumulate_steps, polic
     state, metrics = replicas(kind, local)(init(params), (x.at[0].set(jnp.nan), y))
     assert int(state.step) == 0 and int(state.skipped_steps) == 1 and not metrics["loss_finite"]
     assert bits(state.params) == bits(init(params).params)
+
+
+@pytest.mark.parametrize("kind", ["checked", "unchecked", "pmap"])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "O2:float16", "O1:float16"])
+def test_replicas_average_in_half_where_asked_for(kind, policy, rng):
+    """Scaled, as the backward pass made them: in float16 nothing of them is flushed."""
+    params, (x, y) = linear_problem(rng)
+
+    def small_loss(params, batch):
+        return linear_loss(params, batch) * 1e-6
+
+    build = partial(mpjax.build_train_step, small_loss, optax.sgd(0.1), axis_name="data")
+    (init, wide), (_, half) = build(policy), build(f"{policy},reduce=half")
+    jaxpr = jax.make_jaxpr(replicas(kind, half))(init(params), (x, y))
+    sent = [
+        v.aval
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name.startswith("psum")
+        for v in eqn.invars
+    ]
+    short = mpjax.get_policy(policy).compute_dtype
+    assert [aval.dtype for aval in sent if aval.ndim == 2] == [short]
+    (_, want), (state, got) = (replicas(kind, f)(init(params), (x, y)) for f in (wide, half))
+    np.testing.assert_allclose(got["grad_norm"], want["grad_norm"], rtol=0.01)
+    state, metrics = replicas(kind, half)(init(params), (x.at[0].set(jnp.nan), y))
+    assert int(state.step) == 0 and not metrics["grads_finite"]
 
 
 def test_replicas_average_model_state_and_draw_their_own_randomness(rng):

@@ -248,7 +248,8 @@ def build_train_step(
             grad_fn, accumulate_steps, params, batch, model_state, step_rng
         )
         if axis_name is not None:
-            loss, model_state, grads = _average((loss, model_state, grads), axis_name)
+            loss, model_state = _average((loss, model_state), axis_name)
+            grads = _average_gradients(grads, axis_name, policy, state.loss_scale)
             model_state = cast_like(model_state, state.model_state)
             if seen is not None:
                 reduce = (jax.lax.pmax, jax.lax.pmean)
@@ -488,6 +489,18 @@ def _average(tree: Any, axis_name: Any) -> Any:
         return from_first(leaf.astype(jnp.int32) if leaf.dtype == bool else leaf).astype(leaf.dtype)
 
     return jax.tree.map(average, widen(tree))
+
+
+def _average_gradients(grads: Any, axis_name: Any, policy: Policy, loss_scale: Any) -> Any:
+    """Averages gradients over replicas in float32, or in half if the policy says so."""
+    half = policy.compute_dtype if policy.reduce == "half" else None
+    if half not in HALVES:
+        return _average(grads, axis_name)
+    # As large as the backward pass made them: float16 flushes what is smaller.
+    scale = jnp.asarray(loss_scale.loss_scale, jnp.float32)
+    sent = jax.tree.map(lambda g: (g.astype(jnp.float32) * scale).astype(half), grads)
+    sums = jax.lax.pmean(sent, axis_name)
+    return jax.tree.map(lambda g: g.astype(jnp.float32) / scale, sums)
 
 
 def _split_batch(batch: Any, steps: int) -> Any:

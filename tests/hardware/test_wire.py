@@ -1,0 +1,69 @@
+"""What devices send each other, as their compilers have it: parameters in half, sums in float32."""
+
+import math
+
+import pytest
+from absent import compiles
+
+from benchmarks import wire
+
+pytestmark = [pytest.mark.slow, compiles("h100")]
+
+# Biases aside, these read their parameters in float32: norms, and what is added before the first
+# of them.
+EXACT = {(wire.WIDTH,), (wire.LENGTH, wire.WIDTH), (64,)}
+DECODERS = [name for name in wire.PROGRAMS if not name.startswith("ResNet")]
+
+
+def whole(row):
+    """Returns the number of entries of a parameter that is gathered."""
+    return math.prod(row.shape) * row.devices
+
+
+@pytest.mark.parametrize("half", wire.HALVES)
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder(name, half):
+    report = wire.compiled(wire.PROGRAMS[name], f"mixed_{half}")
+    rows = report.collectives
+    sums = [r for r in rows if r.carries == "gradients"]
+    assert sums and {r.dtype for r in sums} == {"f32"}
+    parts = [r for r in rows if r.carries == "parameters"]
+    assert bool(parts) == (name != "data parallel")
+    exact = {math.prod(shape) for shape in EXACT}
+    assert {whole(r) for r in parts if r.dtype == "f32"} <= exact
+    assert {r.dtype for r in parts if whole(r) not in exact} <= {wire.SHORT[half]}
+    # Partial sums of activations are what their matmul gives.
+    bytes_of = wire.counted(report, "activations")
+    assert bytes_of["f32"] <= 0.01 * sum(bytes_of.values())
+    # Norm and verdict take one exchange for each set of axes over which gradients are spread.
+    assert len([r for r in rows if r.carries == "verdict"]) <= len(wire.PROGRAMS[name].axes)
+    assert report.matmul_dtypes.keys() == {wire.SHORT[half]}
+
+
+@pytest.mark.parametrize("half", wire.HALVES)
+@pytest.mark.parametrize("name", ["FSDP", "FSDP, explicit axes", "data parallel"])
+def test_sums_in_half_where_asked_for(name, half):
+    rows = wire.compiled(wire.PROGRAMS[name], f"mixed_{half},reduce=half").collectives
+    matrices = [r for r in rows if r.carries == "gradients" and r.dtype == wire.SHORT[half]]
+    layers = 6 * wire.LAYERS * wire.WIDTH**2
+    assert sum(math.prod(r.shape) for r in matrices) >= layers
+
+
+@pytest.mark.parametrize("half", wire.HALVES)
+def test_gathers_in_float32_where_asked_for(half):
+    program = wire.PROGRAMS["FSDP, explicit axes"]
+    rows = wire.compiled(program, f"mixed_{half},gather=float32").collectives
+    assert {r.dtype for r in rows if r.carries == "parameters"} == {"f32"}
+
+
+@pytest.mark.parametrize("half", wire.HALVES)
+def test_a_resnet(half):
+    """Convolutions stay half, and so do the sums of their gradients, where axes are automatic."""
+    report = wire.compiled(wire.PROGRAMS["ResNet, FSDP"], f"mixed_{half}")
+    kernels = [r for r in report.collectives if len(r.shape) == 4]
+    assert {(r.carries, r.dtype) for r in kernels} == {
+        ("parameters", wire.SHORT[half]),
+        ("gradients", wire.SHORT[half]),
+    }
+    vectors = [r for r in report.collectives if len(r.shape) == 1 and r.carries == "gradients"]
+    assert {r.dtype for r in vectors} == {"f32"}
