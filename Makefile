@@ -6,7 +6,7 @@
 #   make gate         does autocast take no more than is recorded? (minutes; the same compilers)
 #   make bench        the cpu suite of the benchmarks    make page     docs/performance.md anew
 #   make bench-aot    the aot suite (an hour; resumes)   make quality  the cpu suite's long case
-#   make soak         a run is killed 200 times at random moments, and resumed (half an hour)
+#   make soak         10,000 steps with faults; a run is killed 200 times, and resumed (an hour)
 #   make mutants      mutation tests of the planner, on the lines that differ from BASE
 #   make mutants-all  on all lines (hours); goes on where it was interrupted
 
@@ -69,6 +69,7 @@ quality: $(VENV)/bench
 	$(VENV)/bin/python -m benchmarks --suite cpu quality
 
 soak: $(VENV)/ready
+	STEPS=10000 $(VENV)/bin/python -m pytest tests/training/test_soak.py
 	KILLS=200 $(VENV)/bin/python -m pytest -s -m slow tests/checkpoint/test_kills.py
 
 mutants: $(VENV)/mutants
