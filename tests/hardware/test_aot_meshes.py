@@ -229,3 +229,38 @@ def test_an_optimizer_state_on_the_host(policy):
     assert on_host.total_bytes < on_device.total_bytes
     sent = [[(r.carries, r.dtype, r.wire_bytes) for r in report.collectives] for report in reports]
     assert sorted(sent[0]) == sorted(sent[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", both("h100", "v5e"))
+@pytest.mark.parametrize("spec", [P(), P("data")])
+def test_micro_batches_stay_where_they_lie(target, spec):
+    """And data-parallel gradients are summed once a step, sharded ones once a micro-batch."""
+    params = {
+        "up": spread(ABSTRACT, spec, WIDTH, 4 * WIDTH),
+        "down": spread(ABSTRACT, spec, 4 * WIDTH, WIDTH),
+    }
+    x = spread(ABSTRACT, P("data"), 1024 * 8, WIDTH)
+
+    def kept(params, x):
+        rows = NamedSharding(ABSTRACT, P("data"))
+        h = jax.nn.relu(jax.lax.with_sharding_constraint(x @ params["up"], rows))
+        return jnp.mean(jax.lax.with_sharding_constraint(h @ params["down"], rows) ** 2)
+
+    def compiled(steps):
+        init, step = mpjax.build_train_step(
+            kept, optax.adamw(1e-3), "mixed_bfloat16", accumulate_steps=steps
+        )
+        shapes = jax.eval_shape(init, params)
+        places = mpjax.state_shardings(shapes, jax.tree.map(lambda p: p.sharding, params))
+        state = jax.tree.map(lambda x, place: x.update(sharding=place), shapes, places)
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
+        return mpjax.compile_for(f"{target} x 8", jitted, state, x)
+
+    whole, parts = compiled(1), compiled(4)
+    assert parts.matmul_flops <= 1.01 * whole.matmul_flops
+    rows = parts.collectives
+    assert not [r for r in rows if r.carries == "data" or r.carries == "activations"]
+    turns = 1 if spec == P() else 4
+    assert {r.runs for r in rows if r.carries == "gradients"} == {turns}
+    assert {r.dtype for r in rows if r.carries == "gradients"} == {"f32"}
