@@ -14,6 +14,7 @@ FUNCTIONS = {
     "gelu": lambda x: jax.nn.gelu(x @ W) @ W,
     "norm": lambda x: layer_norm(x @ W) @ W,
     "loss": lambda x: jnp.mean(jax.nn.logsumexp(x @ W, -1)),
+    "rows": lambda x: jnp.tanh(x[jnp.asarray([2, 0, 1])] @ W) @ W,
     "pick": lambda x: jnp.take_along_axis(x @ W, jnp.arange(4)[:, None], 1),
 }
 
