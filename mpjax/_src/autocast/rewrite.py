@@ -218,11 +218,11 @@ def _send(op: Op, env: Env, dtype: Any) -> Any:
 
 def _look_up(op: Op, env: Env) -> Any:
     """Looks entries of a parameter up, of which devices send each other half."""
-    args = [env.read(v) for v in op.ins]
-    if _jax.in_taylor_mode(args):
-        return _jax.bind(op.eqn, args)[0]
+    table, indices = (env.read(v) for v in op.ins)
+    if _jax.in_taylor_mode([table]):
+        return _jax.bind(op.eqn, [table, indices])[0]
     if not op.ins[0].moved:
-        return _jax.half_gather(*args, op.half, **op.params)
+        return _jax.half_gather(table, indices, op.half, **op.params)
     full, half = (_bind_in(op, env, dtype) for dtype in (FLOAT32, op.half))
     return known(full, cast(half, FLOAT32))
 
