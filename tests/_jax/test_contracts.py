@@ -413,7 +413,12 @@ def test_a_lookup_in_half_is_a_gather_to_jax():
 
     want = table[indices[:, 0]]
     np.testing.assert_array_equal(jax.jit(rows)(table), want)  # one device: nothing is rounded
-    np.testing.assert_array_equal(rows(table), want.astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_array_equal(rows(table), want)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    spread = jax.device_put(table, jax.sharding.NamedSharding(mesh, PartitionSpec("data")))
+    rounded = want.astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_array_equal(rows(spread), rounded)
+    np.testing.assert_array_equal(jax.jit(rows)(spread), rounded)
     got = jax.grad(lambda t: jnp.sum(rows(t) * want))(table)
     np.testing.assert_allclose(got, jax.grad(lambda t: jnp.sum(t[indices[:, 0]] * want))(table))
     both = jax.vmap(rows)(jnp.stack([table, 2 * table]), jnp.stack([indices, indices + 1]))

@@ -70,6 +70,16 @@ def _by_devices(run: Callable[..., Any]) -> Callable[..., Any]:
     return lowering
 
 
+def _eager(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what runs such a function outside of jit, as it would run inside."""
+
+    def on(*args, **params):
+        several = any(isinstance(x, jax.Array) and x.sharding.num_devices > 1 for x in args)
+        return run(*args, several=several, **params)
+
+    return on
+
+
 def placed_freely(x: Any, sharding: Any) -> Any:
     """Returns a cast array before a constraint on where it is to lie, held apart from that.
 
@@ -86,7 +96,7 @@ def placed_freely(x: Any, sharding: Any) -> Any:
 
 
 def _multiply(
-    x, y, *, half, preferred_element_type, order, sums, dimension_numbers, several=True, **params
+    x, y, *, half, preferred_element_type, order, sums, dimension_numbers, several, **params
 ):
     """Multiplies in half; puts the dimensions of the result in order, and casts it."""
     x, y = (jax.lax.convert_element_type(v, half) for v in (x, y))
@@ -181,7 +191,7 @@ def contracted_last(left: Any, right: Any, dimension_numbers: Any, **_: Any) -> 
 
 # Under the name of the matmul that it is, for those who go by names.
 _half_dot_p = Primitive("dot_general")
-_half_dot_p.def_impl(_multiply)
+_half_dot_p.def_impl(_eager(_multiply))
 _half_dot_p.def_abstract_eval(_abstract_eval)
 ad.defbilinear(_half_dot_p, *(functools.partial(_transpose, place) for place in (0, 1)))
 batching.fancy_primitive_batchers[_half_dot_p] = _batch
@@ -191,7 +201,7 @@ mlir.register_lowering(_half_dot_p, _by_devices(_multiply))
 # ---- lookups ------------------------------------------------------------------------------------
 
 
-def _look_up(x, indices, *, half, several=True, **params):
+def _look_up(x, indices, *, half, several, **params):
     if not several:
         return gather_p.bind(x, indices, **params)
     found = gather_p.bind(jax.lax.convert_element_type(x, half), indices, **params)
@@ -214,7 +224,7 @@ def _gather_batch(args, dims, *, half, **params):
 
 
 _half_gather_p = Primitive("gather")
-_half_gather_p.def_impl(_look_up)
+_half_gather_p.def_impl(_eager(_look_up))
 _half_gather_p.def_abstract_eval(_gathered)
 ad.defjvp(_half_gather_p, _gather_tangent, None)
 batching.primitive_batchers[_half_gather_p] = _gather_batch

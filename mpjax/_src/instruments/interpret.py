@@ -205,7 +205,7 @@ def take(array: jax.Array, index: int) -> jax.Array:
 
 
 # Parameters that name the dtype of an operation's result.
-DTYPES = ("preferred_element_type", "new_dtype", "dtype")
+DTYPES = ("preferred_element_type", "new_dtype", "dtype", "half")
 
 
 def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
