@@ -22,9 +22,18 @@ def decide(block: Block) -> None:
             if not value.kind:
                 _set(value, "flexible", FLOAT32)
         DECIDE[op.forced or op.rule](op)
+        op.sent_half = _may_be_sent_in_half(op)
     for value in block.outvars:
         if not value.kind:
             _set(value, "flexible", FLOAT32)
+
+
+def _may_be_sent_in_half(op: Op) -> bool:
+    """Tells a lookup in a parameter whose result may be rounded: so may what it is looked up in."""
+    if rules.LOOKS_UP not in op.spec.traits or op.half is None or op.forced == "full":
+        return False
+    table, out = op.ins[0], op.outs[0]
+    return table.is_f32 and table.given and not out.want.full and may_be_rounded(out)
 
 
 def _set(value: Value, kind: str, dtype: Any) -> None:

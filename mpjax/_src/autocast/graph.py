@@ -94,6 +94,7 @@ class Op:
     # Of a maximum, the exponential whose sums it hands out besides; and of the sum that reads them.
     online: str = ""
     repeats: tuple[int, int] | None = None  # of a gather: along which axis, each entry how often
+    sent_half: bool = False  # of a lookup in a parameter: devices may send each other half of it
     attention: str = ""  # of a matmul that reads a softmax: the fused kernel of both, or why none
 
     @property

@@ -84,7 +84,7 @@ def fold(
 # together. A test holds it.
 READ = {
     Value: "raw literal given moved want.returned dtype kept",
-    Op: "rule half forced compute steady centred online repeats",
+    Op: "rule half forced compute steady centred online repeats sent_half",
 }
 
 # Programs inside are grouped into islands when they are rewritten, which reads nearly all.

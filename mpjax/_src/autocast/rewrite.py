@@ -18,7 +18,6 @@ import numpy as np
 from mpjax._src import _jax, rules
 from mpjax._src.autocast import fused
 from mpjax._src.autocast.classify import override_of
-from mpjax._src.autocast.decide import may_be_rounded
 from mpjax._src.autocast.derivatives import (
     Softmax,
     Weighing,
@@ -228,13 +227,12 @@ def _look_up(op: Op, env: Env) -> Any:
 
 
 def _is_sent_in_half(op: Op, env: Env) -> bool:
-    """Tells a lookup in a parameter whose result may be rounded: so may what it is looked up in."""
-    chosen = override_of(op, env.settings.policy)
-    told = op.forced == "full" or (chosen is not None and chosen[1] not in HALVES)
-    table, out = op.ins[0], op.outs[0]
-    wanted = env.settings.policy.gather == "half" and op.half is not None and not told
-    looks_up = rules.LOOKS_UP in op.spec.traits and table.is_f32 and table.given
-    return wanted and looks_up and not out.want.full and may_be_rounded(out)
+    """Tells a lookup that may be sent in half, where neither the policy nor an override forbids."""
+    policy = env.settings.policy
+    if not op.sent_half or policy.gather != "half":
+        return False
+    chosen = override_of(op, policy)
+    return chosen is None or chosen[1] in HALVES
 
 
 def _run_half(op: Op, env: Env) -> None:
