@@ -57,13 +57,17 @@ def test_gathers_in_float32_where_asked_for(half):
 
 
 @pytest.mark.parametrize("half", wire.HALVES)
-def test_a_resnet(half):
-    """Convolutions stay half, and so do the sums of their gradients, where axes are automatic."""
-    report = wire.compiled(wire.PROGRAMS["ResNet, FSDP"], f"mixed_{half}")
-    kernels = [r for r in report.collectives if len(r.shape) == 4]
-    assert {(r.carries, r.dtype) for r in kernels} == {
-        ("parameters", wire.SHORT[half]),
-        ("gradients", wire.SHORT[half]),
-    }
-    vectors = [r for r in report.collectives if len(r.shape) == 1 and r.carries == "gradients"]
-    assert {r.dtype for r in vectors} == {"f32"}
+@pytest.mark.parametrize("name", ["ResNet, data parallel", "ResNet, FSDP"])
+def test_a_resnet(name, half):
+    """Convolutions stay half; kernels are sent in half, their gradients in float32."""
+    report = wire.compiled(wire.PROGRAMS[name], f"mixed_{half}")
+    assert report.matmul_dtypes.keys() == {wire.SHORT[half]}
+    sums = [r for r in report.collectives if r.carries == "gradients"]
+    assert sums and {r.dtype for r in sums} == {"f32"}
+    parts = [r for r in report.collectives if r.carries == "parameters"]
+    if name == "ResNet, FSDP":
+        assert {r.dtype for r in parts if len(r.shape) == 4} == {wire.SHORT[half]}
+        assert {r.kind for r in sums} == {"reduce-scatter"}
+    else:
+        assert not parts
+    assert sum(math.prod(r.shape) for r in sums) >= 4 * 9 * 64**2

@@ -9,6 +9,7 @@ from jax.extend.core import Literal
 from mpjax._src._jax.aot import as_if_on_gpu, compile_only
 from mpjax._src._jax.barriers import BARRIERS, GPUS, again_barrier, cpu_barrier, gpu_barrier
 from mpjax._src._jax.calls import linearized_once
+from mpjax._src._jax.convolutions import half_conv
 from mpjax._src._jax.partitioning import answer_partitioning, ask_elsewhere
 from mpjax._src._jax.programs import (
     abstract,
@@ -76,6 +77,7 @@ __all__ = (
     "equation_key",
     "eval_closed",
     "gpu_barrier",
+    "half_conv",
     "half_dot",
     "half_gather",
     "hoisted",

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import dispatch
 from jax._src.lax import lax as lax_s
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -58,26 +59,16 @@ def half_gather(x: Any, indices: Any, half: Any, **params: Any) -> Any:
     return _half_gather_p.bind(x, indices, half=np.dtype(half), **params)
 
 
-def _by_devices(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the lowering of a function that is told whether several devices run it."""
+def by_devices(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the lowering of a function that is told how many devices run it."""
 
     def lowering(ctx, *args, **params):
         axes = ctx.module_context.axis_context
         count = getattr(axes, "num_devices", None) or axes.mesh.size
-        given = functools.partial(run, several=count > 1)
+        given = functools.partial(run, devices=count)
         return mlir.lower_fun(given, multiple_results=False)(ctx, *args, **params)
 
     return lowering
-
-
-def _eager(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what runs such a function outside of jit, as it would run inside."""
-
-    def on(*args, **params):
-        several = any(isinstance(x, jax.Array) and x.sharding.num_devices > 1 for x in args)
-        return run(*args, several=several, **params)
-
-    return on
 
 
 def placed_freely(x: Any, sharding: Any) -> Any:
@@ -96,11 +87,11 @@ def placed_freely(x: Any, sharding: Any) -> Any:
 
 
 def _multiply(
-    x, y, *, half, preferred_element_type, order, sums, dimension_numbers, several, **params
+    x, y, *, half, preferred_element_type, order, sums, dimension_numbers, devices, **params
 ):
     """Multiplies in half; puts the dimensions of the result in order, and casts it."""
     x, y = (jax.lax.convert_element_type(v, half) for v in (x, y))
-    if sums and several:
+    if sums and devices > 1:
         x, dimension_numbers = contracted_last(x, y, dimension_numbers)
         x, y, params["preferred_element_type"] = cpu_barrier(x), cpu_barrier(y), np.float32
         out = cpu_barrier(dot_general_p.bind(x, y, dimension_numbers=dimension_numbers, **params))
@@ -191,18 +182,18 @@ def contracted_last(left: Any, right: Any, dimension_numbers: Any, **_: Any) -> 
 
 # Under the name of the matmul that it is, for those who go by names.
 _half_dot_p = Primitive("dot_general")
-_half_dot_p.def_impl(_eager(_multiply))
+_half_dot_p.def_impl(functools.partial(dispatch.apply_primitive, _half_dot_p))
 _half_dot_p.def_abstract_eval(_abstract_eval)
 ad.defbilinear(_half_dot_p, *(functools.partial(_transpose, place) for place in (0, 1)))
 batching.fancy_primitive_batchers[_half_dot_p] = _batch
-mlir.register_lowering(_half_dot_p, _by_devices(_multiply))
+mlir.register_lowering(_half_dot_p, by_devices(_multiply))
 
 
 # ---- lookups ------------------------------------------------------------------------------------
 
 
-def _look_up(x, indices, *, half, several, **params):
-    if not several:
+def _look_up(x, indices, *, half, devices, **params):
+    if devices == 1:
         return gather_p.bind(x, indices, **params)
     found = gather_p.bind(jax.lax.convert_element_type(x, half), indices, **params)
     return jax.lax.convert_element_type(found, x.dtype)
@@ -224,8 +215,8 @@ def _gather_batch(args, dims, *, half, **params):
 
 
 _half_gather_p = Primitive("gather")
-_half_gather_p.def_impl(_eager(_look_up))
+_half_gather_p.def_impl(functools.partial(dispatch.apply_primitive, _half_gather_p))
 _half_gather_p.def_abstract_eval(_gathered)
 ad.defjvp(_half_gather_p, _gather_tangent, None)
 batching.primitive_batchers[_half_gather_p] = _gather_batch
-mlir.register_lowering(_half_gather_p, _by_devices(_look_up))
+mlir.register_lowering(_half_gather_p, by_devices(_look_up))

@@ -244,9 +244,8 @@ def matmul(
         centred: The operand by which the other one's tangent is multiplied less its mean, along
             which dimensions. That is for results whose reader takes no notice of what is added to
             all entries of a row, as a softmax does not.
-        wide: Operands of a ``dot_general``, by place, whose cotangents are not to be rounded before
-            devices sum their parts of them. Each as a float32 array that is differentiated in its
-            stead, or None.
+        wide: Operands, by place, whose cotangents are not to be rounded before devices sum their
+            parts of them. Each as a float32 array that is differentiated in its stead, or None.
     """
     primitive, params = eqn.primitive, dict(eqn.params)
     del params["preferred_element_type"]
@@ -270,6 +269,7 @@ def _cached_matmul(
 ) -> Any:
     params = dict(items)
     wide, twins = places
+    summed_wide = _jax.half_dot if primitive.name == "dot_general" else _jax.half_conv
 
     def product(operands, dtype):
         return primitive.bind(*operands, **params, preferred_element_type=np.dtype(dtype))
@@ -294,7 +294,7 @@ def _cached_matmul(
             others.insert(i, tangent)
             half = primals[i].dtype
             if i in wide:
-                terms.append(_jax.half_dot(others[0], others[1], half, **params))
+                terms.append(summed_wide(others[0], others[1], half, **params))
             else:
                 terms.append(product(others, half))
         return functools.reduce(jax.lax.add, terms)

@@ -249,11 +249,16 @@ def _run_half(op: Op, env: Env) -> None:
     env.store(out, array)
 
 
+# The operands, by place, by whose gradient devices sum over what each has of the other one.
+SUMMED_WIDE = {"dot_general": (0, 1), "conv_general_dilated": (1,)}
+
+
 def _reduced_wide(op: Op, env: Env) -> dict[int, Any]:
     """Returns the parameters, by place, whose gradients devices sum in float32."""
-    if env.settings.policy.reduce != FLOAT32.name or op.name != "dot_general":
+    places = SUMMED_WIDE.get(op.name, ())
+    if env.settings.policy.reduce != FLOAT32.name:
         return {}
-    given = {i: v for i, v in enumerate(op.ins) if v.is_f32 and v.given}
+    given = {i: op.ins[i] for i in places if op.ins[i].is_f32 and op.ins[i].given}
     return {i: env.read(v, FLOAT32) if v.dtype == FLOAT32 else None for i, v in given.items()}
 
 
