@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpjax._src.hardware.bundles import unbundled
 from mpjax._src.hardware.carried import carried_by
 from mpjax._src.hardware.hlo import (
     Computation,
@@ -85,6 +86,7 @@ def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
         asked: The module before it was partitioned.
     """
     module, entry = parse(text)
+    module = unbundled(module)
     line_of = source_lines(text)
     header = PARTITIONS.search(text[: text.find("\n")])
     everyone = int(header[1]) if header else 1

@@ -1,0 +1,99 @@
+"""Arrays that XLA joins end to end to sum them over devices at once: taken apart again.
+
+A GPU's compiler concatenates small arrays before an all-reduce, and slices the sum. What one of
+them carries is seen when each is an operand of its own, as TPUs' compilers have it.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from mpjax._src.hardware.hlo import Computation, Op, Shape, called_by, parameters
+
+Module = dict[str, Computation]
+RANGE = re.compile(r"slice=\{\[(\d+):(\d+)\]\}")
+
+
+def unbundled(module: Module) -> Module:
+    """Returns a module whose all-reduces of concatenated arrays are all-reduces of several arrays.
+
+    Those are left as they are whose sum is used as a whole, or sliced across two of the arrays.
+    """
+    changed = dict(module)
+    for name, computation in module.items():
+        for op in computation.ops.values():
+            if op.opcode in ("all-reduce", "all-reduce-start") and len(op.operands) == 1:
+                for edited in _edited(changed, changed[name], op):
+                    changed[edited.name] = edited
+    return changed
+
+
+def _edited(module: Module, computation: Computation, op: Op) -> Sequence[Computation]:
+    """Returns the computations that change when an all-reduce is taken apart; none if it cannot."""
+    joined = computation.ops[op.operands[0]]
+    inner = _kernel(module, joined)
+    root = inner.ops[inner.root] if inner else joined
+    if root.opcode != "concatenate" or len(root.shapes[0].dims) != 1:
+        return ()
+    place = inner or computation
+    shapes = tuple(place.ops[operand].shapes[0] for operand in root.operands)
+    sums = [op, *_users(computation, op.name)] if op.opcode.endswith("-start") else [op]
+    if len([*_users(computation, joined.name)]) > 1:
+        return ()
+    ops, kernels = dict(computation.ops), []
+    for reader in _users(computation, sums[-1].name):
+        kernel = _kernel(module, reader)
+        if kernel:
+            given = parameters(kernel)[reader.operands.index(sums[-1].name)]
+            read = _read_apart(_users(kernel, given.name), shapes)
+            changes = {given.name: replace(given, shapes=shapes), **read}
+            kernels.append(replace(kernel, ops={**kernel.ops, **changes}))
+        else:
+            read = _read_apart([reader], shapes)
+            ops |= read
+        if not read:
+            return ()
+    parts = root.operands
+    if inner:
+        made = replace(root, opcode="tuple", shapes=shapes)
+        kernels.append(replace(inner, ops={**inner.ops, root.name: made}))
+        ops[joined.name] = replace(joined, shapes=shapes)
+        picked = [_pick(f"{joined.name}.{i}", joined.name, i, s) for i, s in enumerate(shapes)]
+        parts = tuple(pick.name for pick in picked)
+        ops |= {pick.name: pick for pick in picked}
+    ops |= {each.name: replace(each, shapes=shapes) for each in sums}
+    ops[op.name] = replace(ops[op.name], operands=parts)
+    return [replace(computation, ops=ops), *kernels]
+
+
+def _kernel(module: Module, op: Op) -> Computation | None:
+    return module[called_by(op)[0]] if op.opcode == "fusion" else None
+
+
+def _users(computation: Computation, name: str) -> Iterator[Op]:
+    return (op for op in computation.ops.values() if name in op.operands)
+
+
+def _read_apart(readers: Iterable[Op], shapes: Sequence[Shape]) -> dict[str, Op]:
+    """Returns what picks arrays in place of slices of all of them; nothing if one cannot be."""
+    picks = {op.name: _apart(op, shapes) for op in readers}
+    found = {name: pick for name, pick in picks.items() if pick}
+    return found if len(found) == len(picks) else {}
+
+
+def _apart(op: Op, shapes: Sequence[Shape]) -> Op | None:
+    """Returns what picks an array in place of a slice of all of them; None if it is none of one."""
+    found = RANGE.search(op.attributes)
+    if op.opcode != "slice" or not found:
+        return None
+    start, end = map(int, found.groups())
+    ends = list(itertools.accumulate(shape.size for shape in shapes))
+    for index, (shape, last) in enumerate(zip(shapes, ends, strict=True)):
+        if last - shape.size <= start and end <= last:
+            return _pick(op.name, op.operands[0], index, op.shapes[0])
+    return None
+
+
+def _pick(name: str, source: str, index: int, shape: Shape) -> Op:
+    return Op(name, "get-tuple-element", (shape,), (source,), f"%{source}", f"index={index}")
