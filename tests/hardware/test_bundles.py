@@ -35,12 +35,13 @@ ENTRY %main (a: f32[4], b: f32[2,2], c: f32[], w: f32[2]) -> (f32[4], f32[2], f3
   %b = f32[2,2]{1,0} parameter(1)
   %c = f32[] parameter(2)
   %w = f32[2]{0} parameter(3)
+  %bundle.1 = f32[2]{0} bitcast(%w)
   %flat = f32[4]{0} bitcast(%b)
   %one = f32[1]{0} bitcast(%c)
   %bundle = BUNDLE
   SUM
   %first = f32[4]{0} slice(%sum), slice={[FIRST]}
-  %second = f32[2]{0} fusion(%sum, %w), kind=kLoop, calls=%cutting
+  %second = f32[2]{0} fusion(%sum, %bundle.1), kind=kLoop, calls=%cutting
   %third = f32[1]{0} slice(%sum), slice={[8:9]}
   OTHER
   ROOT %all = (f32[4]{0}, f32[2]{0}, f32[1]{0}) tuple(%first, %second, %third)
@@ -67,6 +68,9 @@ def test_each_array_is_an_operand_and_goes_where_its_slices_go(bundle, way):
     start, done = sums(found)[0], sums(found)[-1]
     assert len(start.operands) == 3
     assert [shape.dims for shape in done.shapes] == [(4,), (4,), (1,)]
+    given = module(bundle, way)
+    assert all(name in found["main"].ops for name in given["main"].ops)
+    assert found["main"].ops["bundle.1"] == given["main"].ops["bundle.1"]
     flow = flow_of(found, "main")
     for index, name in enumerate("abc"):
         reaches = reached(flow.after, [("main", name, 0)], MOVED)

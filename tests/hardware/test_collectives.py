@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import mpjax
-from mpjax._src.hardware.collectives import collectives
+from mpjax._src.hardware.collectives import collectives, grouped
 from mpjax._src.hardware.hlo import parse
 
 GROUPS = {
@@ -97,6 +97,25 @@ def test_parts_of_one_exchange_count_once():
 
 
 # ---- of programs that XLA partitions -------------------------------------------------------------
+
+
+def test_arrays_that_are_sent_together_are_rows_of_one_exchange():
+    text = """HloModule m, num_partitions=8
+
+ENTRY %main (a: f32[4], b: f32[2]) -> (f32[4], f32[2]) {
+  %a = f32[4]{0} parameter(0)
+  %b = f32[2]{0} parameter(1)
+  %both = f32[6]{0} concatenate(%a, %b), dimensions={0}
+  %sum = f32[6]{0} all-reduce(%both), replica_groups={}, to_apply=%add
+  %first = f32[4]{0} slice(%sum), slice={[0:4]}
+  %second = f32[2]{0} slice(%sum), slice={[4:6]}
+  ROOT %out = (f32[4]{0}, f32[2]{0}) tuple(%first, %second)
+}
+"""
+    rows = collectives(text, text)
+    assert {row.shape for row in rows} == {(4,), (2,)} and len({row.exchange for row in rows}) == 1
+    ((*_, arrays, times, sent, _, _),) = grouped(rows)
+    assert (arrays, times, sent) == ("2", "1", "42 B")
 
 
 def compiled(mesh, fun, *args, **options):

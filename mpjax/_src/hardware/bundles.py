@@ -59,7 +59,8 @@ def _edited(module: Module, computation: Computation, op: Op) -> Sequence[Comput
         made = replace(root, opcode="tuple", shapes=shapes)
         kernels.append(replace(inner, ops={**inner.ops, root.name: made}))
         ops[joined.name] = replace(joined, shapes=shapes)
-        picked = [_pick(f"{joined.name}.{i}", joined.name, i, s) for i, s in enumerate(shapes)]
+        # No name of HLO's own has a #.
+        picked = [_pick(f"{joined.name}#{i}", joined.name, i, s) for i, s in enumerate(shapes)]
         parts = tuple(pick.name for pick in picked)
         ops |= {pick.name: pick for pick in picked}
     ops |= {each.name: replace(each, shapes=shapes) for each in sums}

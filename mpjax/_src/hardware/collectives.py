@@ -65,6 +65,7 @@ class CollectiveRow:
         runs: How often it runs, in loops as often as the loop turns.
         name: The JAX operation that it comes from.
         source: The user's line, as "file:line", or "".
+        exchange: The instruction that sends it, with all other arrays that have the same.
     """
 
     carries: str
@@ -76,6 +77,7 @@ class CollectiveRow:
     runs: int
     name: str
     source: str
+    exchange: str
 
 
 def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
@@ -124,6 +126,7 @@ def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
                     times,
                     jax_name(made, scope),
                     line_of(made),
+                    op.name,
                 )
             )
     return tuple(sorted(rows, key=lambda row: -row.wire_bytes * row.runs))
@@ -139,7 +142,12 @@ def grouped(rows: Sequence[CollectiveRow]) -> list[tuple[str, ...]]:
     cells: list[tuple[str, ...]] = []
     for (carries, kind, dtype, devices, source), group in groups.items():
         sent = sent_by(group)
-        numbers = f"{devices}", f"{len(group)}", f"{sum(row.runs for row in group)}", size(sent)
+        numbers = (
+            f"{devices}",
+            f"{len(group)}",
+            f"{sum({row.exchange: row.runs for row in group}.values())}",
+            size(sent),
+        )
         share = f"{sent / total if total else 1:.1%}"
         cells.append((carries, kind, dtype, *numbers, share, Path(source).name))
     return cells
