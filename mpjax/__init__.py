@@ -1,5 +1,8 @@
 """mpjax: functional mixed precision for JAX. See docs/architecture.md for the map."""
 
+import importlib
+from typing import Any
+
 from mpjax import checkpoint as checkpoint
 from mpjax._src.autocast.attention import dot_product_attention
 from mpjax._src.autocast.explain import CastReport, explain
@@ -47,6 +50,13 @@ from mpjax._src.training.watch import Overflow, Underflow
 from mpjax._src.trees import all_finite, cast, select
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "nnx":  # not before it is asked for: it imports Flax
+        return importlib.import_module("mpjax.nnx")
+    raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
+
 
 __all__ = [
     "BatchTry",

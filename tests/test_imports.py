@@ -17,7 +17,7 @@ INSIDE = PACKAGE / "_src"
 # From the bottom up: a package, or a module beside the packages, imports only what stands before.
 ORDER = (
     *("errors", "_jax", "dtypes", "patterns", "trees", "rules", "higher_order", "policy"),
-    *("hardware", "autocast", "training", "checkpoint", "instruments", "cli"),
+    *("hardware", "autocast", "training", "checkpoint", "instruments", "frameworks", "cli"),
 )
 
 RETURN_NOTHING = {"raise_if_diverged", "save", "save_safetensors"}
@@ -47,6 +47,7 @@ def test_every_package_has_its_place():
         "__main__",
         "_src",
         "checkpoint",
+        "nnx",
     }
 
 

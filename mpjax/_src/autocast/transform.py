@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from mpjax._src import _jax
 from mpjax._src.autocast.graph import PLANNED, Block
 from mpjax._src.autocast.kernels import Numbers, overridden, tracing
+from mpjax._src.autocast.modules import call_on_arrays, modules_in, on_arrays
 from mpjax._src.autocast.plan import Plan, make_plan
 from mpjax._src.autocast.rewrite import run_plan
 from mpjax._src.autocast.signature import KEPT_CALLS, signature
@@ -62,6 +63,7 @@ def autocast(fun: Any = None, policy: Any = None) -> Any:
     Args:
         fun: Any function that `jax.jit` can trace; if None, a decorator is returned.
             Array arguments are traced; Python values and other objects are passed on as they are.
+            What it changes of Flax NNX modules among them is kept, as under ``nnx.jit``.
             It sees arguments in the half dtype that the policy stores parameters in (O2, O3, an
             override of theirs) as float32, which the program was written for.
             It may use, and be used under, any of JAX's transformations. Called outside of them, it
@@ -102,8 +104,7 @@ def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
     kept: Callable[[Any], list[Any]] = functools.lru_cache(KEPT_CALLS)(lambda key: [])
     _jax.cleared_with_jax(kept)
 
-    @functools.wraps(fun)
-    def wrapped(*args, **kwargs):
+    def run_planned(fun, args, kwargs):
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
         arrays = [x for x in leaves if is_array(x)]
         if any(isinstance(x, jax.core.Tracer) for x in arrays):
@@ -121,6 +122,13 @@ def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
             run = run if _donates(block) else jax.jit(run)
             entry.append((traced, run))
         return traced.rebuild(run(arrays))
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        if not modules_in((args, kwargs)):
+            return run_planned(fun, args, kwargs)
+        pure = on_arrays(fun)
+        return call_on_arrays(lambda *args, **kwargs: run_planned(pure, args, kwargs), args, kwargs)
 
     return wrapped  # type: ignore[return-value]
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import jmp
 
 from mpjax._src import _jax
+from mpjax._src.autocast.modules import modules_in
 from mpjax._src.dtypes import FLOAT16
 from mpjax._src.errors import brief, check_callable
 from mpjax._src.training.loss_scale import LossScale, NoOpLossScale, has_protocol
@@ -61,9 +62,16 @@ def scaled_value_and_grad(
             "mpjax.DynamicLossScale() or mpjax.StaticLossScale(128.0): an instance, which the "
             "caller keeps and adjusts."
         )
-    differentiated = jax.value_and_grad(_scaled(fun, loss_scale, has_aux), argnums, has_aux=True)
+    differentiated = jax.value_and_grad(
+        with_scaled_loss(fun, loss_scale, has_aux), argnums, has_aux=True
+    )
 
     def value_and_grad(*args, **kwargs):
+        if modules_in((args, kwargs)):
+            raise TypeError(
+                "scaled_value_and_grad takes trees of arrays, not modules of Flax NNX, which the "
+                "function may change: use mpjax.nnx.value_and_grad with an mpjax.nnx.Optimizer."
+            )
         (_, (loss, aux)), grads = differentiated(*args, **kwargs)
         grads = loss_scale.unscale(widen(grads))
         return ((loss, aux) if has_aux else loss), grads, all_finite(grads)
@@ -80,7 +88,7 @@ def observed_value_and_grad(
     they leave the backward pass, scaled, and a function that returns that pass as a jaxpr.
     """
 
-    scaled = _scaled(fun, loss_scale, has_aux=True)
+    scaled = with_scaled_loss(fun, loss_scale, has_aux=True)
 
     def value_and_grad(params, *args):
         run = lambda params: scaled(params, *args)  # noqa: E731
@@ -97,7 +105,9 @@ def observed_value_and_grad(
     return value_and_grad
 
 
-def _scaled(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -> Callable[..., Any]:
+def with_scaled_loss(
+    fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool
+) -> Callable[..., Any]:
     """Returns ``fun`` with its loss scaled: ``(scaled_loss, (loss, aux))``."""
 
     def scaled(*args, **kwargs):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import jmp
 import optax
 
+from mpjax._src.autocast.modules import modules_in
 from mpjax._src.autocast.transform import autocast
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.errors import DivergenceError, brief, did_you_mean
@@ -207,6 +208,7 @@ def build_train_step(
 
     def init(params: Any, model_state: Any = None, rng: Any = None) -> TrainState:
         known_to_flax(TrainState, *SCALES)
+        _refuse_modules(params)
         params = _owned(params, "params")
         _check_params(params)
         if not by_op:  # else a pattern may mean a scope, which only the plan knows
@@ -587,6 +589,17 @@ def _check_axis(name: str, axis_name: Any) -> None:
             "within jax.shard_map or jax.pmap over an axis of that name; under plain jit with "
             "sharded arrays leave axis_name out."
         ) from None
+
+
+def _refuse_modules(params: Any) -> None:
+    if found := modules_in(params):
+        raise TypeError(
+            f"params holds a whole {type(found[0]).__name__}: its statistics and random keys would "
+            "be trained too. Pass the state of its parameters: graph, params, rest = "
+            "nnx.split(model, nnx.Param, ...), init(params, model_state=rest), and in loss_fn "
+            "nnx.merge(graph, params, model_state). Or keep your loop with mpjax.nnx.Optimizer and "
+            "mpjax.nnx.value_and_grad."
+        )
 
 
 def _check_params(params: Any) -> None:

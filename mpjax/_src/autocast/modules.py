@@ -1,0 +1,66 @@
+"""Flax NNX modules as arguments: what a function changes of them is kept.
+
+A module is an object that a function may change: the statistics of a BatchNorm, the counts of its
+random keys, a cache. A trace sees copies. So the function is run as one of their arrays, which
+returns the new ones, and the caller's objects get these, as `nnx.jit` has it.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+TAG = "mpjax"
+
+
+def modules_in(tree: Any) -> list[Any]:
+    """Returns the modules and variables of Flax NNX in a tree, but for those of a state."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:  # nobody has made one
+        return []
+    kinds = nnx.Pytree, nnx.Variable
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (*kinds, nnx.State)))
+    return [leaf for leaf in leaves if isinstance(leaf, kinds)]
+
+
+def on_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of what `call_on_arrays` makes of arguments, which changes nothing."""
+    from flax import nnx
+
+    @functools.wraps(fun)
+    def run(graph, *args, **kwargs):
+        state = nnx.State({0: dict(enumerate(args)), 1: kwargs})
+        with nnx.merge_context(TAG, inner=True) as context:
+            args, kwargs = context.merge(graph, state)
+        out = fun(*args, **kwargs)
+        changed = modules_in((args, kwargs)), (out if modules_in(out) else None)
+        with nnx.split_context(TAG) as context:
+            graph, state = context.split(changed)
+        return graph, state, None if changed[1] is not None else out
+
+    return run
+
+
+def call_on_arrays(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls what `on_arrays` returned; modules among the arguments get their new arrays.
+
+    Args:
+        run: The function, transformed at will.
+        args: The arguments of the function that ``run`` was made of.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        What the function returns.
+    """
+    from flax import nnx
+
+    with nnx.update_context(TAG):
+        with nnx.split_context(TAG) as context:
+            graph, state = context.split((args, kwargs))
+        given = [state.get(0, {}).get(i, {}) for i in range(len(args))]
+        graph, state, out = run(graph, *given, **state.get(1, {}))
+        with nnx.merge_context(TAG, inner=False) as context:
+            _, made = context.merge(graph, state)
+    return out if made is None else made

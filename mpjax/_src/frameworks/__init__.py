@@ -1,0 +1,1 @@
+"""The training loops of other libraries, in mixed precision."""

@@ -1,0 +1,233 @@
+"""Flax NNX: an optimizer that holds the loss scale and the masters, and gradients by its policy."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+from flax import nnx
+
+from mpjax._src.autocast.modules import modules_in
+from mpjax._src.autocast.transform import autocast
+from mpjax._src.dtypes import FLOAT32
+from mpjax._src.errors import brief, check_callable
+from mpjax._src.hardware.devices import warn_if_unfit
+from mpjax._src.policy import get_policy
+from mpjax._src.training.gradients import with_scaled_loss
+from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
+from mpjax._src.training.optimizers import (
+    apply_updates,
+    as_optimizer,
+    in_full_precision,
+    with_master_weights,
+)
+from mpjax._src.training.transaction import gated
+from mpjax._src.trees import all_finite, cast_like, select, stays_finite, widen
+
+GOOD = {"loss": True, "state": True}
+
+
+class Optimizer(nnx.Optimizer):
+    """`nnx.Optimizer` for mixed precision: masters, a loss scale, and steps that are skipped.
+
+    Args:
+        model: An NNX module. What the policy stores in half is cast in place.
+        tx: Any optax optimizer. It works in float32, on float32 masters of half parameters.
+        policy: As for `build_train_step`.
+        wrt: Which variables are trained, as for ``nnx.Optimizer``.
+        loss_scale: As for `build_train_step`.
+
+    Attributes:
+        policy: The `Policy` that `value_and_grad` runs functions under.
+        loss_scale: A variable that holds the loss scale.
+        skipped_steps: How many updates were skipped in all, an int32 variable.
+        consecutive_skips: How many were skipped in a row up to now, an int32 variable.
+
+    Raises:
+        TypeError: If ``model`` is no module, or ``tx`` no optimizer.
+        ValueError: If an argument is not legal, or an override matches no parameter.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax.nnx, optax
+        >>> from flax import nnx
+        >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        >>> optimizer = mpjax.nnx.Optimizer(model, optax.sgd(0.1), "mixed_float16", wrt=nnx.Param)
+        >>> @nnx.jit
+        ... def train_step(model, optimizer, x):
+        ...     loss_fn = lambda model: jnp.mean(model(x) ** 2)
+        ...     loss, grads = mpjax.nnx.value_and_grad(loss_fn, optimizer)(model)
+        ...     optimizer.update(model, grads)
+        ...     return loss
+        >>> loss = train_step(model, optimizer, jnp.ones((2, 3)))
+        >>> int(optimizer.step[...]), float(optimizer.metrics()["loss_scale"])
+        (1, 65536.0)
+
+    The step of `build_train_step`, in the form of Flax NNX.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tx: optax.GradientTransformation,
+        policy: str | jmp.Policy = "mixed_bfloat16",
+        *,
+        wrt: Any = nnx.Param,
+        loss_scale: LossScale | str | float | None = "auto",
+    ):
+        if not modules_in(model):
+            raise TypeError(
+                f"model={brief(model)} must be an NNX module. For trees of parameters there is "
+                "mpjax.build_train_step."
+            )
+        policy = get_policy(policy)
+        warn_if_unfit(policy, stacklevel=2)
+        scale = resolve_loss_scale(loss_scale, policy.needs_loss_scaling)
+        params = nnx.as_pure(nnx.state(model, wrt))
+        if not jax.tree.leaves(params):
+            raise ValueError(f"wrt={wrt!r}: model has no such variables, so nothing is trained.")
+        nnx.update(model, policy.cast_to_param(params))
+        keep_masters = with_master_weights if policy.master_weights else in_full_precision
+        super().__init__(model, keep_masters(as_optimizer(tx, "tx")), wrt=wrt)
+        self.policy = policy
+        self.loss_scale = nnx.OptState(scale)
+        self.skipped_steps = nnx.OptState(jnp.zeros((), jnp.int32))
+        self.consecutive_skips = nnx.OptState(jnp.zeros((), jnp.int32))
+        # What value_and_grad found since the last update, and the verdicts on that update.
+        self.forward = nnx.OptState(jax.tree.map(jnp.asarray, GOOD))
+        self.verdicts = nnx.OptState(jax.tree.map(jnp.asarray, {**GOOD, "grads": True}))
+
+    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
+        """Updates the model; where something is not finite, all stays as it was.
+
+        Args:
+            model: The module that the optimizer was made with.
+            grads: From `value_and_grad`, averaged over replicas or clipped as you like.
+            **kwargs: For the optimizer.
+
+        Returns:
+            The optimizer's updates of the parameters, whether they are applied or not.
+        """
+        params, grads = (nnx.as_pure(nnx.state(x, self.wrt)) for x in (model, grads))
+        opt_state, extra_args = nnx.as_pure(self.opt_state), nnx.as_pure(kwargs)
+        good = self.forward.get_value()
+        grads_finite = jnp.isfinite(optax.tree.norm(widen(grads)))
+        finite = grads_finite & good["loss"] & good["state"]
+
+        def applied(before, grads, extra_args):
+            params, opt_state = before["params"], before["opt_state"]
+            updates, new = self.tx.update(grads, opt_state, params, **extra_args)
+            return {
+                "params": apply_updates(params, updates, new),
+                "opt_state": cast_like(new, opt_state),
+                "updates": cast_like(updates, before["updates"]),
+                "step": before["step"] + 1,
+            }
+
+        before = {
+            "params": params,
+            "opt_state": opt_state,
+            "updates": jax.tree.map(jnp.zeros_like, widen(params)),
+            "step": self.step.get_value(),
+        }
+        new = gated(finite, applied, before, grads, extra_args)
+        nnx.update(model, new["params"])
+        nnx.update(self.opt_state, nnx.state(new["opt_state"]))
+        self.step.set_value(new["step"])
+        skipped = jnp.logical_not(finite).astype(jnp.int32)
+        self.skipped_steps[...] += skipped
+        self.consecutive_skips[...] = (self.consecutive_skips[...] + 1) * skipped
+        # No scale cures the forward pass: gradients alone lower it, where the loss is good.
+        scale = self.loss_scale.get_value()
+        speaks = finite | (good["loss"] & ~grads_finite)
+        self.loss_scale.set_value(select(speaks, scale.adjust(grads_finite), scale))
+        self.verdicts.set_value({**good, "grads": grads_finite})
+        self.forward.set_value(jax.tree.map(jnp.asarray, GOOD))
+        return new["updates"]
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """Returns what the last update found, under the names of `build_train_step`'s metrics."""
+        verdicts = self.verdicts.get_value()
+        return {
+            **{f"{name}_finite": verdict for name, verdict in verdicts.items()},
+            "loss_scale": jnp.asarray(self.loss_scale.get_value().loss_scale, FLOAT32),
+            "skipped_steps": self.skipped_steps[...],
+            "consecutive_skips": self.consecutive_skips[...],
+        }
+
+
+def value_and_grad(
+    f: Callable[..., Any],
+    optimizer: Optimizer,
+    *,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """`nnx.value_and_grad` under an optimizer's policy and loss scale.
+
+    The function runs under autocast; its loss is scaled, the gradients are not. What it changes of
+    modules (statistics, counts of random keys, caches) is kept; where the loss, a gradient or a
+    new state is not finite it is as before the call, and the optimizer's next update is skipped.
+
+    Args:
+        f: A function of modules whose result is a real scalar loss, or ``(loss, aux)``.
+        optimizer: The `Optimizer` of the model.
+        argnums: As for ``nnx.value_and_grad``; a plain number stands for the variables that the
+            optimizer trains.
+        has_aux: Whether ``f`` returns ``(loss, aux)``.
+
+    Returns:
+        A function of the same arguments that returns ``(value, grads)``: ``value`` as ``f``
+        returned it, gradients in float32.
+
+    Raises:
+        TypeError: If ``f`` is no function or ``optimizer`` no `Optimizer`; while tracing, if ``f``
+            returns something other than a real scalar loss.
+
+    Example:
+        See `Optimizer`.
+
+    torch.amp's ``autocast`` and ``GradScaler`` in one.
+    """
+    check_callable(f, "f")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer={brief(optimizer)} must be an mpjax.nnx.Optimizer: it holds the policy and "
+            "the loss scale."
+        )
+    # The loss stays float32, whatever the policy hands out.
+    run = autocast(f, dataclasses.replace(optimizer.policy, output_dtype=FLOAT32))
+
+    def trained(argnum):
+        return nnx.DiffState(argnum, optimizer.wrt) if isinstance(argnum, int) else argnum
+
+    wanted: Any = (
+        tuple(map(trained, argnums)) if isinstance(argnums, Sequence) else trained(argnums)
+    )
+
+    @functools.wraps(f)
+    def wrapped(*args, **kwargs):
+        scale = optimizer.loss_scale.get_value()
+        state = [v for _, v in nnx.iter_graph((args, kwargs)) if isinstance(v, nnx.Variable)]
+        old = [variable.get_value() for variable in state]
+        gradient = nnx.value_and_grad(
+            with_scaled_loss(run, scale, has_aux),
+            argnums=wanted,
+            has_aux=True,
+        )
+        (_, (loss, aux)), grads = gradient(*args, **kwargs)
+        grads = scale.unscale(widen(grads))
+        new = [variable.get_value() for variable in state]
+        found = {"loss": jnp.isfinite(loss), "state": stays_finite(new, old)}
+        finite = found["loss"] & found["state"] & all_finite(grads)
+        for variable, value in zip(state, select(finite, new, old), strict=True):
+            variable.set_value(value)
+        before = optimizer.forward.get_value()
+        optimizer.forward.set_value(jax.tree.map(operator.and_, before, found))
+        return ((loss, aux) if has_aux else loss), grads
+
+    return wrapped
