@@ -110,7 +110,7 @@ class Optimizer(nnx.Optimizer):
             **kwargs: For the optimizer.
 
         Returns:
-            The optimizer's updates of the parameters, whether they are applied or not.
+            What was added to the parameters, in float32: zeros if the step was skipped.
         """
         params, grads = (nnx.as_pure(nnx.state(x, self.wrt)) for x in (model, grads))
         opt_state, extra_args = nnx.as_pure(self.opt_state), nnx.as_pure(kwargs)
@@ -124,14 +124,12 @@ class Optimizer(nnx.Optimizer):
             return {
                 "params": apply_updates(params, updates, new),
                 "opt_state": cast_like(new, opt_state),
-                "updates": cast_like(updates, before["updates"]),
                 "step": before["step"] + 1,
             }
 
         before = {
             "params": params,
             "opt_state": opt_state,
-            "updates": jax.tree.map(jnp.zeros_like, widen(params)),
             "step": self.step.get_value(),
         }
         new = gated(finite, applied, before, grads, extra_args)
@@ -147,7 +145,7 @@ class Optimizer(nnx.Optimizer):
         self.loss_scale.set_value(select(speaks, scale.adjust(grads_finite), scale))
         self.verdicts.set_value({**good, "grads": grads_finite})
         self.forward.set_value(jax.tree.map(jnp.asarray, GOOD))
-        return new["updates"]
+        return jax.tree.map(jnp.subtract, widen(new["params"]), widen(params))
 
     def metrics(self) -> dict[str, jax.Array]:
         """Returns what the last update found, under the names of `build_train_step`'s metrics."""
