@@ -15,7 +15,7 @@ from support import equations
 import mpjax
 from mpjax._src._jax import primitive_names
 from mpjax._src.patterns import paths
-from mpjax._src.policy import KERAS, LEVELS, NAMES, NORM_PATTERNS
+from mpjax._src.policy import ALIASES, LEVELS, NAMES, NORM_PATTERNS
 from mpjax._src.trees import is_floating
 
 HALVES = ("float16", "bfloat16")
@@ -98,10 +98,15 @@ def test_it_agrees_with_jmp_where_jmp_has_an_answer(text):
     assert jmp.get_policy("p=f16,c=f32,o=f16").param_dtype == jnp.float16
 
 
-def test_levels_and_keras_names_are_the_same_policies():
+def test_levels_and_names_of_other_libraries_are_the_same_policies():
     assert mpjax.get_policy("O0") == mpjax.get_policy("float32") == mpjax.get_policy("full")
-    for keras, level in KERAS.items():
-        assert mpjax.get_policy(keras) == mpjax.get_policy(level)
+    for alias, level in ALIASES.items():
+        assert mpjax.get_policy(alias) == mpjax.get_policy(level)
+    assert str(mpjax.get_policy("BF16-mixed, reduce=half")) == "mixed_bfloat16,reduce=half"
+    assert str(mpjax.get_policy("16-true")) == "O3:float16"
+    assert mpjax.get_policy("32-true").compute_dtype == mpjax.get_policy("no").compute_dtype == "f4"
+    with pytest.raises(ValueError, match="Did you mean 'bf16-mixed'"):
+        mpjax.get_policy("bf16-mix")
     o1, o2, o3 = (mpjax.get_policy(f"{level}:float16") for level in ("O1", "O2", "O3"))
     assert (o1.casting, o2.casting, o3.casting) == ("op", "op", "boundary")
     assert (o2.master_weights, o3.master_weights) == (True, False)

@@ -370,6 +370,13 @@ LEVELS: dict[str, dict[str, Any]] = {
 }
 # Keras's names for two of them.
 KERAS = {"mixed_float16": "O1:float16", "mixed_bfloat16": "O1:bfloat16"}
+# Those of Lightning's Trainer(precision=...), and Accelerate's mixed_precision="no".
+LIGHTNING = {
+    **{"16-mixed": "O1:float16", "bf16-mixed": "O1:bfloat16"},
+    **{"16-true": "O3:float16", "bf16-true": "O3:bfloat16"},
+    **dict.fromkeys(("32-true", "32", "no"), "O0"),
+}
+ALIASES = {**KERAS, **LIGHTNING}
 # What str(policy) calls a policy that has a name; the first name that fits is taken.
 NAMES = ("float32", *KERAS, *(f"{level}:{half}" for level in ("O2", "O3") for half in HALVES))
 
@@ -400,6 +407,7 @@ def get_policy(x: "str | jmp.Policy", half: DTypeLike | None = None) -> Policy:
       float32, compute follows parameters, output follows compute. A dtype alone ("bf16", "half")
       stands for all three.
     - Keras's names: "float32", "mixed_float16", "mixed_bfloat16".
+    - Lightning's: "16-mixed" and "bf16-mixed" (O1), "16-true" and "bf16-true" (O3), "32-true".
     - The levels of Apex, Paddle and MindSpore: "O0" (all float32), "O1" (float32 parameters,
       op-level casting), "O2" (half parameters but for norm layers, float32 masters and outputs),
       "O3" (everything half, no masters), with the half dtype as a suffix: "O2:float16".
@@ -459,14 +467,14 @@ def get_policy(x: "str | jmp.Policy", half: DTypeLike | None = None) -> Policy:
 
 def _named(name: str, text: str, half: np.dtype | None) -> Policy:
     """Returns the policy of a level, Keras name or dtype name."""
-    by_fold = {key.lower(): key for key in (*LEVELS, *KERAS)}
-    level, colon, suffix = (KERAS.get(name.lower()) or name).partition(":")
+    by_fold = {key.lower(): key for key in (*LEVELS, *ALIASES)}
+    level, colon, suffix = (ALIASES.get(name.lower()) or name).partition(":")
     row = LEVELS.get(by_fold.get(level.strip().lower(), ""))
     if row is None:
         if not colon and (name.lower() in BY_NAME or name.lower() == "half"):
             dtype = canonical(name, "policy", half)
             return Policy(dtype, dtype, dtype)
-        choices = [*NAMES, *LEVELS, *BY_NAME, "half"]
+        choices = [*NAMES, *LEVELS, *LIGHTNING, *BY_NAME, "half"]
         raise ValueError(
             f"policy={brief(text)} is not known: {brief(name)} is no policy name. Legal are "
             "'float32', 'mixed_float16', 'mixed_bfloat16', the levels 'O0' to 'O3' (with a suffix "
