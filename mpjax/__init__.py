@@ -6,7 +6,7 @@ from typing import Any
 from mpjax import checkpoint as checkpoint
 from mpjax._src.autocast.attention import dot_product_attention
 from mpjax._src.autocast.explain import CastReport, explain
-from mpjax._src.autocast.kernels import half_inputs
+from mpjax._src.autocast.kernels import current_policy, half_inputs
 from mpjax._src.autocast.regions import full_precision, precision
 from mpjax._src.autocast.transform import autocast
 from mpjax._src.checkpoint.export import export_params, load_safetensors, save_safetensors
@@ -92,6 +92,7 @@ __all__ = [
     "cast",
     "compare",
     "compile_for",
+    "current_policy",
     "device_report",
     "dot_product_attention",
     "explain",

@@ -372,8 +372,10 @@ LEVELS: dict[str, dict[str, Any]] = {
 KERAS = {"mixed_float16": "O1:float16", "mixed_bfloat16": "O1:bfloat16"}
 # Those of Lightning's Trainer(precision=...), and Accelerate's mixed_precision="no".
 LIGHTNING = {
-    **{"16-mixed": "O1:float16", "bf16-mixed": "O1:bfloat16"},
-    **{"16-true": "O3:float16", "bf16-true": "O3:bfloat16"},
+    "16-mixed": "O1:float16",
+    "bf16-mixed": "O1:bfloat16",
+    "16-true": "O3:float16",
+    "bf16-true": "O3:bfloat16",
     **dict.fromkeys(("32-true", "32", "no"), "O0"),
 }
 ALIASES = {**KERAS, **LIGHTNING}

@@ -312,3 +312,32 @@ def test_a_bound_method_and_a_partial_are_kernels(seen):
     wrapped = mpjax.half_inputs(functools.partial(plain, w=W))
     assert cast(lambda x: wrapped(x))(X).dtype == jnp.float32
     assert seen == [("bfloat16", "float32")]  # what is bound is no argument
+
+
+# ---- the policy that holds -----------------------------------------------------------------------
+
+
+def test_the_policy_around_is_known_while_it_is_traced():
+    asked = []
+
+    @jax.jit
+    def inner(x):
+        policy = mpjax.current_policy()
+        asked.append(policy and policy.compute_dtype.name)
+        return x @ x
+
+    def fun(x):
+        with mpjax.precision("float32"):
+            x = inner(x)
+        return jax.grad(lambda x: jnp.sum(inner(x)))(x)
+
+    x = normal(0, 4, 4)
+    inner(x)
+    assert mpjax.current_policy() is None and asked == [None]
+    for half in HALVES:
+        mpjax.autocast(fun, f"mixed_{half}")(x)
+    first, second = HALVES
+    assert asked == [None, "float32", first, second]  # in the region both are one policy
+    policies = []
+    mpjax.autocast(lambda x: policies.append(mpjax.current_policy()), "mixed_bfloat16")(x)
+    assert policies == [mpjax.get_policy("mixed_bfloat16")]

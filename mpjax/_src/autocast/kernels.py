@@ -6,6 +6,7 @@ know of, so that a jit traced outside of autocast is not taken for one inside.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -29,9 +30,11 @@ class Tracing(NamedTuple):
         half: The half dtype that a kernel is given, by name; "" if float32.
         numbers: Numbers the calls of kernels, where a policy may speak of single ones.
         others: What calls of these numbers are given in its place.
+        policy: The policy, with the dtype of the region around.
     """
 
     half: str
+    policy: Policy
     numbers: "Numbers | None" = None
     others: tuple[tuple[int, str], ...] = ()
 
@@ -67,7 +70,7 @@ _CURRENT = jax.make_user_context(default_value=None)
 
 def tracing(policy: Policy, **options: Any) -> contextlib.AbstractContextManager[Any]:
     """Tells kernels that what is traced inside will be planned under a policy."""
-    return _CURRENT(Tracing(_name(policy.compute_dtype), **options))
+    return _CURRENT(Tracing(_name(policy.compute_dtype), policy, **options))
 
 
 @contextlib.contextmanager
@@ -77,8 +80,34 @@ def region(dtype: Any) -> Iterator[None]:
     if current is None:
         yield
     else:
-        with _CURRENT(Tracing(_name(dtype))):
+        policy = dataclasses.replace(current.policy, compute_dtype=dtype)
+        with _CURRENT(Tracing(_name(dtype), policy)):
             yield
+
+
+def current_policy() -> Policy | None:
+    """Returns the policy under which the code that asks is being traced.
+
+    For code that chooses by precision: a kernel of its own, a smaller epsilon, a check.
+
+    Returns:
+        The `Policy` of the innermost `autocast` (or training step that casts operation by
+        operation) around the call, with the ``compute_dtype`` of the region around it; None
+        outside of autocast. The code itself still sees float32 arrays.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> def normalized(x):
+        ...     policy = mpjax.current_policy()
+        ...     half = policy is not None and policy.compute_dtype == jnp.float16
+        ...     return x / jnp.sqrt(jnp.sum(x**2) + (1e-4 if half else 1e-8))
+        >>> mpjax.current_policy() is None
+        True
+
+    ``torch.is_autocast_enabled`` and ``torch.get_autocast_dtype`` in one.
+    """
+    current = _CURRENT.value
+    return None if current is None else current.policy
 
 
 def _name(dtype: Any) -> str:
