@@ -7,7 +7,7 @@
 #   make bench        the cpu suite of the benchmarks    make page     docs/performance.md anew
 #   make bench-aot    the aot suite (an hour; resumes)   make quality  the cpu suite's long case
 #   make soak         10,000 steps with faults; a run is killed 200 times, and resumed (an hour)
-#   make mutants      mutation tests of the planner, on the lines that differ from BASE
+#   make mutants      mutation tests of planner and training, on the lines that differ from BASE
 #   make mutants-all  on all lines (hours); goes on where it was interrupted
 
 PYTHON ?= python3

@@ -1,8 +1,9 @@
-"""Mutation tests: does a test fail when a line of the planner says something else?
+"""Mutation tests: does a test fail when a line of the library says something else?
 
-cosmic-ray makes the mutants and runs the tests (`mutants.toml`), here in several copies of the
-working tree at once. A mutant that changes nothing is listed in `mutants.json` with the reason, and
-not run. Exits with 1 if a mutant survives that is not listed.
+cosmic-ray makes the mutants and runs the tests, here in several copies of the working tree at once:
+one part of the library after the other, each with tests of its own (`mutants.toml`). A mutant that
+changes nothing is listed in `mutants.json` with the reason, and not run. Exits with 1 if a mutant
+survives that is not listed.
 """
 
 import argparse
@@ -38,11 +39,20 @@ def git(*args):
     return done.stdout if done.returncode == 0 else ""
 
 
-def start(folder, base):
+def read_parts():
+    """Returns the configuration of each part of the library, by name."""
+    config = load_config(CONFIG)
+    parts = config.pop("parts")
+    for part in parts.values():
+        command = " ".join([config["test-command"].strip(), *part["tests"]])
+        part.update({**config, "test-command": command})
+    return parts
+
+
+def start(folder, config, base):
     """Makes a session of all mutants; with a base, of those on the lines that differ from it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    config = load_config(CONFIG)
     # Where the branch left its base: what the base got since is no change of ours.
     config["filters"]["git-filter"]["branch"] = git("merge-base", base, "HEAD").strip() or base
     toml, session = folder / "config.toml", folder / "session.sqlite"
@@ -54,12 +64,16 @@ def start(folder, base):
         subprocess.run([BIN / name, *args], cwd=ROOT, check=True)
 
 
-def sources():
-    """Returns a digest of what mutants are made of: a session is of no use with another."""
-    config = load_config(CONFIG)
+def files_of(config):
+    """Returns the files that a part is made of, those included that are not mutated."""
     paths = [ROOT / path for path in config["module-path"]]
-    files = sorted({f for p in paths for f in (p.rglob("*.py") if p.is_dir() else [p])})
-    return hashlib.sha256(b"".join(f.read_bytes() for f in [CONFIG, *files])).hexdigest()
+    return sorted({f for p in paths for f in (p.rglob("*.py") if p.is_dir() else [p])})
+
+
+def digest(config):
+    """Returns a digest of what mutants are made of: a session is of no use with another."""
+    parts = [serialize_config(config).encode(), *(f.read_bytes() for f in files_of(config))]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def change(mutation):
@@ -147,9 +161,9 @@ def environment(folder):
     }
 
 
-def execute(folder, workers):
+def execute(folder, tests, workers):
     """Runs what is pending, in copies of the working tree; keeps what is found if interrupted."""
-    session, environ = folder / "session.sqlite", environment(folder)
+    session, environ = folder / "session.sqlite", environment(folder.parent)
     with use_db(session) as db:
         pending = [item.job_id for item in db.pending_work_items]
     running = []
@@ -158,7 +172,7 @@ def execute(folder, workers):
         shutil.rmtree(tree, ignore_errors=True)
         copy_tree(tree)
         # The tests of mutants write no bytecode: this does, of all that stays as it is.
-        collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/autocast"]
+        collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", *tests]
         subprocess.run(collect, cwd=tree, env=environ, stdout=subprocess.DEVNULL, check=True)
         shutil.copy2(session, part)
         with use_db(part) as db:
@@ -178,24 +192,25 @@ def execute(folder, workers):
                         db.set_result(job, result)
 
 
-def results(session):
-    """Yields (mutation, result) for the mutants of a session; result is None where it did not run.
+def results(sessions):
+    """Yields (mutation, result) for the mutants of sessions; result is None where it did not run.
 
-    Those that cosmic-ray's filters took out are no mutants of the session.
+    Those that cosmic-ray's filters took out are no mutants of a session.
     """
-    with use_db(session) as db:
-        found = dict(db.results)
-        for item in db.work_items:
-            (mutation,) = item.mutations
-            result = found.get(item.job_id)
-            if result is None or not (result.output or "").startswith("Filtered"):
-                yield mutation, result
+    for session in sessions:
+        with use_db(session) as db:
+            found = dict(db.results)
+            for item in db.work_items:
+                (mutation,) = item.mutations
+                result = found.get(item.job_id)
+                if result is None or not (result.output or "").startswith("Filtered"):
+                    yield mutation, result
 
 
-def count(session):
+def count(sessions):
     """Returns how many mutants there are, were run, killed and survived: in all, and by file."""
     files: dict = collections.defaultdict(collections.Counter)
-    for mutation, result in results(session):
+    for mutation, result in results(sessions):
         kinds = ["mutants"]
         if result is not None and result.worker_outcome != WorkerOutcome.SKIPPED:
             survived = result.test_outcome == TestOutcome.SURVIVED
@@ -207,10 +222,10 @@ def count(session):
     return {**total, "files": {name: dict(files[name]) for name in sorted(files)}}
 
 
-def print_survivors(session):
+def print_survivors(sessions):
     """Prints each survivor: its diff, and the row that lists it but for the reason."""
     survivors = 0
-    for mutation, result in results(session):
+    for mutation, result in results(sessions):
         if result is not None and result.test_outcome == TestOutcome.SURVIVED:
             survivors += 1
             line, mutant = change(mutation)
@@ -224,20 +239,26 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", default="", help="only lines that differ from this commit")
     parser.add_argument("--modules", nargs="*", default=["*"], help="only these; patterns of paths")
-    parser.add_argument("--sample", type=int, help="only so many, drawn at random")
+    parser.add_argument("--sample", type=int, help="only so many of each part, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--json", type=Path, help="where to write the counts")
     parser.add_argument("--resume", action="store_true", help="go on where the last run ended")
     args = parser.parse_args()
-    folder = FOLDER / ("changed" if args.base else "all")
-    session, stamp = folder / "session.sqlite", folder / "sources"
-    if not (args.resume and stamp.exists() and stamp.read_text() == sources()):
-        start(folder, args.base)
-        choose(session, args.modules, args.sample, args.seed)
-        stamp.write_text(sources())
-    execute(folder, args.workers)
-    survivors, counts = print_survivors(session), count(session)
+    sessions = []
+    for name, config in read_parts().items():
+        names = [str(path.relative_to(ROOT)) for path in files_of(config)]
+        if not any(fnmatch.filter(names, pattern) for pattern in args.modules):
+            continue
+        folder = FOLDER / ("changed" if args.base else "all") / name
+        session, stamp = folder / "session.sqlite", folder / "sources"
+        if not (args.resume and stamp.exists() and stamp.read_text() == digest(config)):
+            start(folder, config, args.base)
+            choose(session, args.modules, args.sample, args.seed)
+            stamp.write_text(digest(config))
+        execute(folder, config["tests"], args.workers)
+        sessions.append(session)
+    survivors, counts = print_survivors(sessions), count(sessions)
     old = list(outdated(json.loads(LIST.read_text())))
     for row in old:
         print(f"listed, but no longer there: {row}")
