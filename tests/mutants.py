@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -44,8 +45,8 @@ def read_parts():
     config = load_config(CONFIG)
     parts = config.pop("parts")
     for part in parts.values():
-        command = " ".join([config["test-command"].strip(), *part["tests"]])
-        part.update({**config, "test-command": command})
+        command = [*shlex.split(config["test-command"]), *part["tests"]]
+        part.update({**config, "test-command": shlex.join(command)})
     return parts
 
 

@@ -1,3 +1,5 @@
+import functools
+import operator
 import warnings
 
 import jax
@@ -133,7 +135,9 @@ def test_a_float16_loss_draws_one_warning_while_tracing():
         warnings.simplefilter("always")
         value, _, _ = fun(w)
         fun(w)
-    assert [str(c.message)[:19] for c in caught] == ["The loss is float16"]
+        built_in = functools.partial(operator.mul, w)  # is defined nowhere
+        mpjax.scaled_value_and_grad(built_in, mpjax.DynamicLossScale())(w)
+    assert [str(c.message)[:19] for c in caught] == ["The loss is float16"] * 2
     assert caught[0].filename == __file__
     assert value == 4 and value.dtype == jnp.float16
 
@@ -172,7 +176,8 @@ def test_what_is_no_loss_scale_is_named(wrong):
         (lambda w: (w, w), False, "it is a tuple of 2.*For .loss, aux. pass has_aux=True"),
         (lambda w: w, True, r"must return \(loss, aux\), but it returned float32\[\]"),
         (lambda w: (w, w, w), True, "it returned a tuple of 3"),
-        (lambda w: w[None], False, r"it is float32\[1\].*jnp.mean"),
+        (lambda w: ((w, w), w), True, r"it is a tuple of 2.*jnp.mean\(losses\)\.(?!.)"),
+        (lambda w: w[None], False, r"it is float32\[1\].*jnp.mean\(losses\)\.(?!.)"),
         (lambda w: jnp.int32(1), False, r"it is int32\[\]"),
         (lambda w: w * 1j, False, r"it is complex64\[\]"),
         (lambda w: None, False, "it is None"),

@@ -1,4 +1,5 @@
 import dataclasses
+import inspect
 import pickle
 from functools import partial
 
@@ -252,6 +253,14 @@ def test_a_static_scale_may_be_traced():
 # ---------------------------------------------------------------- settings
 
 
+def test_settings_and_their_defaults():
+    parameters = inspect.signature(mpjax.DynamicLossScale).parameters.values()
+    settings = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
+    expected = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5}
+    expected |= {"growth_interval": 2000, "hysteresis": 1, "min_scale": 1.0, "max_scale": 2.0**24}
+    assert settings == expected
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -301,6 +310,7 @@ def test_the_extremes_work():
     for extreme in (2.0**-126, 2.0**126):
         scale = mpjax.StaticLossScale(extreme)
         assert scale.unscale(scale.scale(jnp.float32(1.0))) == 1.0
+    assert mpjax.DynamicLossScale(4.0, min_scale=4.0, max_scale=4.0).adjust(False).loss_scale == 4
 
 
 # ---------------------------------------------------------------- resolving an argument
@@ -324,6 +334,7 @@ def test_auto_follows_need():
         (jmp.NoOpLossScale(), mpjax.NoOpLossScale, 1),
         (jmp.StaticLossScale(jnp.float32(64)), mpjax.StaticLossScale, 64),
         (jmp.DynamicLossScale(jnp.float32(32)), mpjax.DynamicLossScale, 32),
+        (jmp.DynamicLossScale(jnp.float32(2.0**126)), mpjax.DynamicLossScale, 2.0**126),
     ],
 )
 def test_what_an_argument_stands_for(given, kind, value):

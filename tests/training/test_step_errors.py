@@ -68,7 +68,7 @@ def test_op_lists_that_have_no_effect_are_warned_about():
         ({"loss_fn": 3}, TypeError, "loss_fn=3 must be a function"),
         ({"optimizer": "adam"}, TypeError, "optimizer='adam' must be an optax optimizer"),
         ({"policy": "mixed_f16"}, ValueError, "Did you mean 'mixed_float16'"),
-        ({"loss_scale": "automatic"}, ValueError, "loss_scale='automatic' is not known"),
+        ({"loss_scale": "dynamik"}, ValueError, "'dynamik' is not known.*mean 'dynamic'"),
         ({"accumulate_steps": 0}, ValueError, "accumulate_steps=0 must be a whole number"),
         ({"accumulate_steps": 2.0}, ValueError, "accumulate_steps=2.0 must be a whole number"),
         ({"has_aux": "yes"}, ValueError, "has_aux='yes' must be True or False"),

@@ -129,12 +129,9 @@ def with_scaled_loss(
 
 
 def _warn_at(fun: Callable[..., Any], message: str) -> None:
-    """Warns at the definition of the user's function: the call stack is JAX's."""
-    code = getattr(inspect.unwrap(fun), "__code__", None)
-    if code is None:
-        warnings.warn(message, stacklevel=2)
-    else:
-        warnings.warn_explicit(message, UserWarning, code.co_filename, code.co_firstlineno)
+    """Warns at the definition of the user's function, if it has one: the call stack is JAX's."""
+    code = getattr(inspect.unwrap(fun), "__code__", _warn_at.__code__)
+    warnings.warn_explicit(message, UserWarning, code.co_filename, code.co_firstlineno)
 
 
 def _split_aux(out: Any) -> tuple[Any, Any]:

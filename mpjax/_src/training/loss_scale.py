@@ -334,12 +334,7 @@ def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale
     raise ValueError(
         f"loss_scale={brief(loss_scale)} is not known. Legal are 'auto' (dynamic for float16 "
         "compute, none otherwise), 'dynamic', 'none', a number such as 128.0, or an object such "
-        "as mpjax.DynamicLossScale()."
-        + (
-            did_you_mean(loss_scale, ["auto", "dynamic", "none"])
-            if isinstance(loss_scale, str)
-            else ""
-        )
+        f"as mpjax.DynamicLossScale().{did_you_mean(loss_scale, ['auto', 'dynamic', 'none'])}"
     )
 
 
