@@ -367,6 +367,7 @@ def test_a_subclass_is_not_mistaken_for_its_base():
 
 def test_integers_of_any_kind_are_whole_numbers():
     assert mpjax.DynamicLossScale(growth_interval=np.int64(5)).growth_interval == 5
+    assert mpjax.DynamicLossScale(growth_interval=2**31 - 1).growth_interval == 2**31 - 1
 
 
 @pytest.mark.parametrize(

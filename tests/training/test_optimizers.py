@@ -1,3 +1,4 @@
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -176,11 +177,14 @@ def test_a_deviation_is_corrected_by_the_next_step():
 
 def test_apply_updates_is_exact_where_addition_is_not():
     optimizer = mpjax.with_master_weights(optax.sgd(1.0))
-    params = jnp.array([3.0, 1.0], jnp.bfloat16)
+    half = jnp.array([3.0, 1.0], jnp.bfloat16)
+    params = {"half": half, "full": jnp.ones(2), "frozen": jnp.ones(2)}
     state = optimizer.init(params)
-    grads = jnp.array([3.0 - 2.0**-20, 1.0 + 2.0**-24])
+    grads = {"half": jnp.array([3.0 - 2.0**-20, 1.0 + 2.0**-24]), "full": 0.5, "frozen": None}
     updates, state = optimizer.update(grads, state, params)
-    assert_rounded(apply_updates(params, updates, state), mpjax.master_params(state, params))
+    new = apply_updates(params, jax.tree.map(jnp.asarray, updates), state)
+    assert_rounded(new["half"], mpjax.master_params(state, params)["half"])
+    assert (new["full"] == 0.5).all() and new["frozen"] is params["frozen"]
 
 
 def test_update_without_params_is_an_error(rng):
@@ -190,7 +194,7 @@ def test_update_without_params_is_an_error(rng):
         optimizer.update(params, optimizer.init(params))
 
 
-def test_other_dtypes_than_init_saw_are_an_error(rng):
+def test_other_parameters_than_init_saw_are_an_error(rng):
     half, optimizer = mixed_params(rng), mpjax.with_master_weights(optax.sgd(1.0))
     full = jax.tree.map(lambda p: p.astype(jnp.float32), half)
     for first, then, message in [
@@ -199,6 +203,8 @@ def test_other_dtypes_than_init_saw_are_an_error(rng):
     ]:
         with pytest.raises(ValueError, match=message):
             optimizer.update(first, optimizer.init(first), then)
+    with pytest.raises(ValueError, match=r"its masters are in .*'b'.*, the parameters in .*'c'"):
+        optimizer.update(half, optimizer.init(half), {"c": half["b"]})
 
 
 def test_paths_that_read_alike_are_different_parameters():
@@ -208,9 +214,9 @@ def test_paths_that_read_alike_are_different_parameters():
 
 
 @pytest.mark.parametrize("wrap", [mpjax.with_master_weights, mpjax.skip_nonfinite])
-@pytest.mark.parametrize("wrong", [None, optax.sgd, optax.GradientTransformation])
+@pytest.mark.parametrize("wrong", [None, optax.sgd, optax.GradientTransformation, nn.Dense(1), {}])
 def test_what_is_no_optimizer_is_named(wrap, wrong):
-    with pytest.raises(TypeError, match="inner=.*must be an optax optimizer"):
+    with pytest.raises(TypeError, match="(?s)inner=.*must be an optax optimizer"):
         wrap(wrong)
 
 
@@ -229,6 +235,9 @@ def test_master_params_of_another_model_is_an_error(rng):
         mpjax.master_params(state, {"other": jnp.ones(2)})
     with pytest.raises(ValueError, match=r"master of 'w' has shape \(4, 3\)"):
         mpjax.master_params(state, {**mixed_params(rng), "w": jnp.ones((5, 3), jnp.bfloat16)})
+    many = mpjax.with_master_weights(optax.sgd(0.1)).init(dict.fromkeys("abcdefg", jnp.bfloat16(1)))
+    with pytest.raises(ValueError, match=r"for \['a', 'b', 'c', 'd', 'e'\], which are not"):
+        mpjax.master_params(many, {})
 
 
 def test_it_works_in_cond_and_under_donation(rng):
@@ -305,7 +314,7 @@ def test_it_takes_the_callers_verdict_too(verdict):
     params = jnp.ones(2)
     optimizer = mpjax.skip_nonfinite(optax.sgd(1.0))
     state = optimizer.init(params)
-    updates, state = optimizer.update(params, state, params, finite=verdict)
+    updates, state = optimizer.update(params, state, params=params, finite=verdict)
     assert (updates == 0).all() and int(state.skipped_steps) == 1
     updates, state = optimizer.update(params * jnp.nan, state, params, finite=True)
     assert (updates == 0).all() and int(state.skipped_steps) == 2
@@ -379,9 +388,17 @@ def test_an_optimizer_that_fails_by_itself_says_so():
     def update(updates, state, params=None):
         raise KeyError("its own")
 
-    for wrap in (mpjax.with_master_weights, mpjax.skip_nonfinite):
-        optimizer = wrap(optax.GradientTransformation(optax.sgd(0.1).init, update))
+    grads = {"w": jnp.ones(2)}
+    skip = mpjax.skip_nonfinite
+    for wrap, params in ((mpjax.with_master_weights, grads), (skip, grads), (skip, None)):
+        optimizer = wrap(optax.GradientTransformation(optax.adam(0.1).init, update))
         with pytest.raises(KeyError, match="its own"):
-            optimizer.update(
-                {"w": jnp.ones(2)}, optimizer.init({"w": jnp.ones(2)}), {"w": jnp.ones(2)}
-            )
+            optimizer.update(grads, optimizer.init(grads), params)
+
+
+def test_what_a_state_lacks_is_told_in_short():
+    params = {"v": jnp.ones(2), "w": jnp.ones(2)}
+    state = mpjax.skip_nonfinite(optax.sgd(0.1)).init(params)
+    lacking = r"lacks 0/count \[\], 0/mu/v \[2\], 0/mu/w \[2\], and holds nothing else\."
+    with pytest.raises(ValueError, match=lacking):
+        mpjax.skip_nonfinite(optax.adam(0.1)).update(params, state, params)

@@ -350,11 +350,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _as_float(value: Any) -> float:
-    """Returns a number as a float: an integer beyond the largest is infinite, as 1e400 is."""
+    """Returns a number as a float: an integer beyond the largest is no finite one, like 1e400."""
     try:
         return float(value)
     except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        return math.inf
 
 
 def _check_number(name: str, value: Any) -> float:

@@ -133,10 +133,11 @@ def _with_masters(params: Any, masters: Any) -> Any:
         masters = jax.tree.map(lambda _: optax.MaskedNode(), params)
     is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
     trees: list[Any] = [jax.tree.structure(tree, is_leaf=is_masked) for tree in (params, masters)]
-    if trees[0] != trees[1]:
+    wanted, found = trees
+    if wanted != found:
         raise ValueError(
             "with_master_weights: the state belongs to other parameters: its masters are in "
-            f"{brief(trees[1])}, the parameters in {brief(trees[0])}."
+            f"{brief(found)}, the parameters in {brief(wanted)}."
         )
 
     def choose(keys, param, master):
