@@ -1,5 +1,6 @@
 """What the training step warns of and refuses, and divergence."""
 
+import collections
 import dataclasses
 import warnings
 
@@ -20,6 +21,7 @@ from mpjax._src.training.step import TrainState
 def test_raise_if_diverged_says_how_many_at_what_scale_and_why():
     metrics = {"consecutive_skips": 3, "loss_scale": jnp.float32(512), "loss_finite": True}
     mpjax.raise_if_diverged(metrics, 4)
+    mpjax.raise_if_diverged({**metrics, "consecutive_skips": 0}, 1)
     with pytest.raises(mpjax.DivergenceError, match="3 steps in a row .*scale 512.*learning rate"):
         mpjax.raise_if_diverged(metrics, 3)
     with pytest.raises(mpjax.DivergenceError, match="loss itself was not finite.*the data"):
@@ -50,13 +52,15 @@ def test_a_float16_loss_is_warned_about_once():
             for _ in range(2):
                 state, _ = step(state, jnp.ones((2, 2)))
         assert [c for c in caught if "The loss is float16" in str(c.message)] == caught
-        assert len(caught) == 1
+        assert len(caught) == 1 and caught[0].filename == __file__
 
 
-def test_op_lists_that_have_no_effect_are_warned_about():
-    policy = mpjax.get_policy("p=f32,c=bf16").with_ops(half=("exp",))
-    with pytest.warns(UserWarning, match="its op lists have no effect.*casting=op"):
+@pytest.mark.parametrize("ops", ["half", "full", "follow"])
+def test_op_lists_that_have_no_effect_are_warned_about(ops):
+    policy = mpjax.get_policy("p=f32,c=bf16").with_ops(**{ops: "exp"})
+    with pytest.warns(UserWarning, match="its op lists have no effect.*casting=op") as caught:
         mpjax.build_train_step(linear_loss, optax.sgd(0.1), policy)
+    assert caught[0].filename == __file__
 
 
 # ---- bad input -----------------------------------------------------------------------------------
@@ -107,12 +111,12 @@ def test_bad_states(params, rng, message):
         (lambda p: 0.0, {}, {}, r"loss_fn is called as loss_fn\(params, batch\)"),
         (lambda p, b: 0.0, {}, {"rng": jax.random.key(0)}, r"loss_fn\(params, batch, rng=...\)"),
         (lambda p, b: (p["w"], 1), {}, {}, "must return loss, but it returned a tuple of 2"),
-        (lambda p, b: p["w"], {"has_aux": True}, {}, r"must return \(loss, aux\)"),
+        (lambda p, b: p["w"], {"has_aux": True}, {}, r"must return \(loss, aux\), .*no model"),
         (
             lambda p, b, model_state: p["w"],
             {},
             {"model_state": {"n": 1}},
-            r"must return \(loss, new_model_state\)",
+            r"must return \(loss, new_model_state\), .* carries a model_state",
         ),
         (
             lambda p, b, model_state: (p["w"], 1),
@@ -133,6 +137,13 @@ def test_a_loss_function_of_the_wrong_form_is_named(loss_fn, options, state, mes
     init, step = mpjax.build_train_step(loss_fn, optax.sgd(0.1), "float32", **options)
     with pytest.raises(TypeError, match=message):
         jax.eval_shape(step, init({"w": jnp.float32(1)}, **state), None)
+
+
+def test_a_loss_function_without_a_signature_is_just_called():
+    weight = collections.namedtuple("Params", "weight")
+    init, step = mpjax.build_train_step(getattr, optax.sgd(0.1), "float32")
+    _, metrics = jax.eval_shape(lambda state: step(state, "weight"), init(weight(2.0)))
+    assert metrics["loss"].shape == ()
 
 
 def test_a_swapped_call_is_named(rng):

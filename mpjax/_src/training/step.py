@@ -488,7 +488,7 @@ def _average(tree: Any, axis_name: Any) -> Any:
         if is_key(leaf):
             key = from_first(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(key, impl=jax.random.key_impl(leaf))
-        return from_first(leaf.astype(jnp.int32) if leaf.dtype == bool else leaf).astype(leaf.dtype)
+        return from_first(leaf).astype(leaf.dtype)  # bools are summed as integers
 
     return jax.tree.map(average, widen(tree))
 
@@ -625,7 +625,7 @@ def _check_rng(rng: Any) -> Any:
 def _check_signature(loss_fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
     try:
         signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # some built-in and wrapped callables have none
+    except ValueError:  # some built-in and wrapped callables have none
         return
     try:
         signature.bind(*args, **kwargs)
