@@ -104,7 +104,7 @@ def build(policy):
 def test_an_unfit_policy_is_warned_about_once(monkeypatch, device, policy, instead):
     monkeypatch.setattr(devices, "default_device", lambda: device)
     with pytest.warns(UserWarning, match=f"runs no faster than float32.*{instead}") as caught:
-        build(policy)
+        mpjax.build_train_step(lambda p, b: jnp.sum(p * b), optax.sgd(0.1), policy)
     assert len(caught) == 1 and caught[0].filename == __file__
     assert device.device_kind in str(caught[0].message)
 

@@ -107,12 +107,15 @@ def test_an_overflow_by_too_large_a_scale_is_named_and_its_scale_told():
     assert metrics["loss_finite"] and not int(state.step)
 
 
-def test_the_largest_magnitude_is_that_of_the_scaled_gradient():
-    init, step = build("float32", lambda p, b: jnp.sum(p["w"] * b), loss_scale=2.0**10)
-    state = init({"w": jnp.zeros(4)})
-    state, metrics = step(state, jnp.array([1.0, -3.0, 2.0, 0.0]))
-    assert float(metrics["overflow"].largest) == 3 * 2**10
-    _, metrics = step(state, jnp.array([1.0, jnp.nan, -jnp.inf, -7.0]))
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_the_largest_magnitude_is_that_of_the_scaled_gradient(accumulate_steps):
+    options = {"loss_scale": 2.0**10, "accumulate_steps": accumulate_steps}
+    loss = lambda p, b: 9 * jnp.sum(p["v"]) + jnp.sum(p["w"] * jnp.mean(b, 0))  # noqa: E731
+    init, step = build("float32", loss, **options)
+    state = init({"v": jnp.zeros(2), "w": jnp.zeros(4)})
+    state, metrics = step(state, jnp.array([[1.0, -30.0, 2.0, 0.0]] * 2))
+    assert float(metrics["overflow"].largest) == 30 * 2**10
+    _, metrics = step(state, jnp.array([[1.0, jnp.nan, -jnp.inf, -7.0]] * 2))
     overflow = metrics["overflow"]
     assert float(overflow.largest) == 7 * 2**10 and float(overflow.nonfinite) == 0.5
     assert str(overflow) == (
