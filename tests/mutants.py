@@ -55,9 +55,10 @@ def start(folder, config, base):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     # Where the branch left its base: what the base got since is no change of ours.
-    config["filters"]["git-filter"]["branch"] = git("merge-base", base, "HEAD").strip() or base
+    branch = git("merge-base", base, "HEAD").strip() or base
+    filters = {**config["filters"], "git-filter": {"branch": branch}}
     toml, session = folder / "config.toml", folder / "session.sqlite"
-    toml.write_text(serialize_config(config))
+    toml.write_text(serialize_config({**config, "filters": filters}))
     commands = [["cosmic-ray", "init", toml, session], ["cr-filter-operators", session, toml]]
     if base:
         commands.append(["cr-filter-git", session, "--config", toml])
