@@ -100,3 +100,26 @@ def test_words():
     policy = mpjax.get_policy("mixed_bfloat16").override({"first/*": "float32"})
     text = str(mpjax.explain(loss, policy)(PARAMS, X))
     assert 'override "first/*"' in text
+
+
+def test_what_is_read_in_float32_is_named_with_its_reason():
+    def loss(params, indices):
+        x = params["table"][indices] + params["places"]
+        x = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * params["norm"]
+        x = jax.nn.gelu(x @ params["up"] + params["bias"]) @ params["down"].T
+        x = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w * params["norm"]), None), x, params["more"])
+        return jnp.mean(x[0] ** 2)
+
+    shapes = {"table": (99, 8), "places": (4, 8), "norm": (8,), "up": (8, 6), "bias": (6,)}
+    shapes |= {"down": (8, 6), "more": (2, 8, 8)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    args = params, jnp.zeros((5, 4), jnp.int32)
+    report = mpjax.explain(loss, "mixed_bfloat16", argnums=0)(*args)
+    named = {path: report.rows[index] for path, index in report.wide}
+    assert {path: row.primitive for path, row in named.items()} == {"places": "add", "norm": "mul"}
+    (line,) = [line for line in str(report).splitlines() if line.startswith("  norm: ")]
+    assert named["norm"].reason in line
+    assert not mpjax.explain(loss, "mixed_bfloat16")(*args).wide
+    policy = mpjax.get_policy("mixed_bfloat16").override({"up": "float32"})
+    wide = dict(mpjax.explain(loss, policy, argnums=0)(*args).wide)
+    assert wide.keys() == {"places", "norm", "up", "bias"}

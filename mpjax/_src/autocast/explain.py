@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from mpjax._src import _jax
-from mpjax._src.autocast.graph import ATTENTION, ROW, Op, Value, numbered
+from mpjax._src.autocast.graph import ATTENTION, ROW, Block, Op, Value, numbered
 from mpjax._src.autocast.loss import check_loss, differentiated, pull_back
 from mpjax._src.autocast.residuals import Kept, kept_by, storage_of
 from mpjax._src.autocast.transform import Traced, call, trace
@@ -80,6 +80,8 @@ class CastReport:
         stored_before: Bytes kept from the forward to the backward pass by the program as written.
         stored_after: The same under the plan. Both are None without gradients.
         kept: The arrays that make up the latter, the largest first.
+        wide: What is differentiated and read in float32, by path, with the first row that does: of
+            this, devices that hold parts send each other float32. Empty without gradients.
     """
 
     rows: tuple[Row, ...]
@@ -89,6 +91,7 @@ class CastReport:
     stored_before: int | None = None
     stored_after: int | None = None
     kept: tuple[Kept, ...] = ()
+    wide: tuple[tuple[str, int], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data, ready for JSON."""
@@ -127,6 +130,10 @@ class CastReport:
                 f"{_size(self.stored_after)} under the plan"
             )
             lines += [f"  {self._where(kept)}" for kept in self.kept[:LARGEST]]
+        if self.wide:
+            lines.append("read, and sent between devices, in float32:")
+            rows = [(path, self.rows[index], index) for path, index in self.wide]
+            lines += [f"  {p}: {row.primitive}, {row.reason} (row {i})" for p, row, i in rows]
         return lines
 
     def _where(self, kept: Kept) -> str:
@@ -247,7 +254,23 @@ def _with_gradients(traced: Traced, forward, active, has_aux) -> CastReport:
         sum(array.bytes for array in as_written),
         sum(array.bytes for array in kept),
         tuple(kept),
+        tuple(_read_wide(traced.plan.block, active).items()),
     )
+
+
+def _read_wide(block: Block, active: Sequence[bool]) -> dict[str, int]:
+    """Returns the paths that some operation reads in float32, each with the number of the first."""
+    arguments = zip(block.invars, active, strict=True)
+    trained = {path for value, yes in arguments if yes for path in value.paths if path}
+    found: dict[str, int] = {}
+    for index, (op, _) in enumerate(numbered(block)):
+        # Views move it, and programs are looked into; a lookup sends what the plan rounds.
+        if op.rule in ("layout", "program", "cast") or op.sent_half or op.compute in HALVES:
+            continue
+        given = [value for value in op.ins if value.is_f32 and value.given]
+        for path in trained.intersection(path for value in given for path in value.paths):
+            found.setdefault(path, index)
+    return found
 
 
 # ---- rows ---------------------------------------------------------------------------------------

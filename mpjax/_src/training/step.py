@@ -592,10 +592,10 @@ def _check_axis(name: str, axis_name: Any) -> None:
 
 
 def _refuse_modules(params: Any) -> None:
-    if found := modules_in(params):
+    if modules_in(params):
         raise TypeError(
-            f"params holds a whole {type(found[0]).__name__}: its statistics and random keys would "
-            "be trained too. Pass the state of its parameters: graph, params, rest = "
+            "params holds a module of Flax NNX: its statistics and random keys would be trained "
+            "too. Pass the state of its parameters: graph, params, rest = "
             "nnx.split(model, nnx.Param, ...), init(params, model_state=rest), and in loss_fn "
             "nnx.merge(graph, params, model_state). Or keep your loop with mpjax.nnx.Optimizer and "
             "mpjax.nnx.value_and_grad."
