@@ -14,7 +14,7 @@ from mpjax._src.autocast.modules import modules_in
 from mpjax._src.dtypes import FLOAT16
 from mpjax._src.errors import brief, check_callable
 from mpjax._src.training.loss_scale import LossScale, NoOpLossScale, has_protocol
-from mpjax._src.trees import all_finite, widen
+from mpjax._src.trees import all_finite, is_array, widen
 
 
 def scaled_value_and_grad(
@@ -32,7 +32,9 @@ def scaled_value_and_grad(
     Args:
         fun: A function whose result is a real scalar loss, or ``(loss, aux)``.
         loss_scale: An mpjax or jmp loss scale.
-        argnums: Which positional arguments to differentiate by, as for ``jax.grad``.
+        argnums: Which positional arguments to differentiate by, as for ``jax.grad``. Of one with
+            leaves that are no arrays (a module of Equinox) the floating arrays are trained, and
+            gradients are None elsewhere, as ``eqx.filter_grad`` has it.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
 
     Returns:
@@ -62,9 +64,8 @@ def scaled_value_and_grad(
             "mpjax.DynamicLossScale() or mpjax.StaticLossScale(128.0): an instance, which the "
             "caller keeps and adjusts."
         )
-    differentiated = jax.value_and_grad(
-        with_scaled_loss(fun, loss_scale, has_aux), argnums, has_aux=True
-    )
+    scaled = with_scaled_loss(fun, loss_scale, has_aux)
+    positions = argnums if isinstance(argnums, Sequence) else (argnums,)
 
     def value_and_grad(*args, **kwargs):
         if modules_in((args, kwargs)):
@@ -72,11 +73,44 @@ def scaled_value_and_grad(
                 "scaled_value_and_grad takes trees of arrays, not modules of Flax NNX, which the "
                 "function may change: use mpjax.nnx.value_and_grad with an mpjax.nnx.Optimizer."
             )
-        (_, (loss, aux)), grads = differentiated(*args, **kwargs)
+        trained: list[Any] = list(args)
+        rest: dict[int, Any] = {}
+        for position in positions:
+            i = position % max(len(args), 1)
+            if i < len(args):
+                trained[i], rest[i] = _trained(args[i])
+
+        def run(*args, **kwargs):
+            whole = (_joined(arg, rest.get(i)) for i, arg in enumerate(args))
+            return scaled(*whole, **kwargs)
+
+        gradient = jax.value_and_grad(run, argnums, has_aux=True)
+        (_, (loss, aux)), grads = gradient(*trained, **kwargs)
         grads = loss_scale.unscale(widen(grads))
         return ((loss, aux) if has_aux else loss), grads, all_finite(grads)
 
     return value_and_grad
+
+
+def _trained(tree: Any) -> tuple[Any, Any]:
+    """Returns the floating arrays of a tree, and what else it holds; None if it is all arrays."""
+    leaves = jax.tree.leaves(tree)
+    if all(is_array(x) or isinstance(x, (bool, int, float, complex)) for x in leaves):
+        return tree, None
+    trained = [is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+    parts = (
+        [x if yes == wanted else None for x, yes in zip(leaves, trained, strict=True)]
+        for wanted in (True, False)
+    )
+    arrays, rest = (jax.tree.unflatten(jax.tree.structure(tree), part) for part in parts)
+    return arrays, rest
+
+
+def _joined(arrays: Any, rest: Any) -> Any:
+    if rest is None:
+        return arrays
+    is_none = lambda x: x is None  # noqa: E731
+    return jax.tree.map(lambda a, b: b if a is None else a, arrays, rest, is_leaf=is_none)
 
 
 def observed_value_and_grad(

@@ -1,0 +1,120 @@
+"""Loops of Equinox: modules with leaves that are no arrays, and states."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import normal
+
+import mpjax
+
+X, Y = normal(1, 32, 4), normal(2, 32, 8)
+
+
+class Model(eqx.Module):
+    first: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    last: eqx.nn.Linear
+    activation: object
+    name: str
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.first = eqx.nn.Linear(4, 16, key=keys[0])
+        self.norm = eqx.nn.BatchNorm(16, axis_name="batch", mode="batch")
+        self.last = eqx.nn.Linear(16, 8, use_bias=False, key=keys[1])
+        self.activation, self.name = jax.nn.relu, "model"
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.first(x), state)
+        return self.last(self.activation(x)), state
+
+
+def loss_fn(model, state, x, y):
+    run = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    out, state = run(x, state)
+    return jnp.mean((out - y) ** 2), state
+
+
+def arrays(*trees):
+    return [np.asarray(x) for x in jax.tree.leaves(eqx.filter(trees, eqx.is_array))]
+
+
+def loop(policy):
+    """Returns a step and its first state: plain, or in mixed precision by four lines more."""
+    model, state = eqx.nn.make_with_state(Model)(jax.random.key(0))
+    optimizer = optax.adamw(1e-2)
+    if policy:
+        optimizer = mpjax.skip_nonfinite(optimizer)
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def plain(model, state, opt_state, x, y):
+        (loss, state), grads = eqx.filter_value_and_grad(loss_fn, has_aux=True)(model, state, x, y)
+        updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), state, opt_state, loss
+
+    @eqx.filter_jit
+    def mixed(model, old, opt_state, scale, x, y):
+        grad_fn = mpjax.scaled_value_and_grad(mpjax.autocast(loss_fn, policy), scale, has_aux=True)
+        (loss, state), grads, finite = grad_fn(model, old, x, y)
+        params = eqx.filter(model, eqx.is_array)
+        updates, opt_state = optimizer.update(grads, opt_state, params, finite=finite)
+        state, scale = mpjax.select(finite, state, old), scale.adjust(finite)
+        return eqx.apply_updates(model, updates), state, opt_state, scale, loss
+
+    if not policy:
+        return plain, (model, state, opt_state)
+    return mixed, (model, state, opt_state, mpjax.DynamicLossScale())
+
+
+def train(policy, steps=40):
+    step, kept = loop(policy)
+    losses = []
+    for _ in range(steps):
+        *kept, loss = step(*kept, X, Y)
+        losses.append(float(loss))
+    return kept, losses
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+def test_the_curve_of_float32(policy):
+    (model, state, *_), losses = train(policy)
+    (want, want_state, _), plain = train(None)
+    tolerance = 1e-6 if policy == "float32" else 0.03
+    np.testing.assert_allclose(losses, plain, rtol=tolerance)
+    assert isinstance(model, Model) and model.name == "model" and model.last.bias is None
+    for got, expected in zip(arrays(model, state), arrays(want, want_state), strict=True):
+        np.testing.assert_allclose(got, expected, atol=10 * tolerance)
+        assert got.dtype == expected.dtype
+
+
+def test_a_skipped_step_leaves_no_trace():
+    step, kept = loop("mixed_float16")
+    *kept, _ = step(*kept, X, Y)
+    *after, _ = step(*kept, X.at[2, 0].set(jnp.inf), Y)
+    for new, old in zip(after[:2], kept[:2], strict=True):
+        assert all(map(np.array_equal, arrays(new), arrays(old)))
+    assert float(after[3].loss_scale) == float(kept[3].loss_scale) / 2
+    assert int(after[2].skipped_steps) == 1
+
+
+def test_gradients_have_the_structure_of_filter_grad():
+    model, state = eqx.nn.make_with_state(Model)(jax.random.key(0))
+    scale = mpjax.StaticLossScale(1024.0)
+
+    def loss(state, model):
+        return loss_fn(model, state, X, Y)[0]
+
+    for argnums in (1, -1):
+        _, grads, finite = mpjax.scaled_value_and_grad(loss, scale, argnums)(state, model)
+        want = eqx.filter_grad(lambda model: loss(state, model))(model)
+        assert jax.tree.structure(grads) == jax.tree.structure(want) and finite
+        for got, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
+    (first, second), *_ = mpjax.scaled_value_and_grad(
+        lambda a, b: loss(state, eqx.combine(a, b)), scale, (0, 1)
+    )(*eqx.partition(model, lambda x: eqx.is_array(x) and x.ndim == 2))[1:]
+    assert first.first.bias is None and second.first.bias.shape == (16,)
