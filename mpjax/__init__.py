@@ -53,8 +53,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "nnx":  # not before it is asked for: it imports Flax
-        return importlib.import_module("mpjax.nnx")
+    if name in ("linen", "nnx"):  # not before they are asked for: they import Flax
+        return importlib.import_module(f"mpjax.{name}")
     raise AttributeError(f"module 'mpjax' has no attribute {name!r}")
 
 

@@ -187,7 +187,14 @@ def value_and_grad(
             returns something other than a real scalar loss.
 
     Example:
-        See `Optimizer`.
+        >>> import jax.numpy as jnp, mpjax.nnx, optax
+        >>> from flax import nnx
+        >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        >>> optimizer = mpjax.nnx.Optimizer(model, optax.sgd(0.1), "mixed_bfloat16")
+        >>> gradient = mpjax.nnx.value_and_grad(lambda model: jnp.sum(model.bias[...]), optimizer)
+        >>> loss, grads = gradient(model)
+        >>> grads["bias"][...].tolist()
+        [1.0]
 
     torch.amp's ``autocast`` and ``GradScaler`` in one.
     """

@@ -1,0 +1,156 @@
+"""Loops of Flax linen with `mpjax.linen.TrainState`."""
+
+from typing import Any
+
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.training import train_state
+from support import normal
+
+import mpjax.linen
+
+X, Y = normal(1, 32, 4), normal(2, 32, 8)
+POLICIES = ["float32", "mixed_bfloat16", "mixed_float16", "O2:bfloat16", "O2:float16"]
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(16, use_bias=False)(x))
+        return nn.Dense(8)(nn.Dropout(0.1, deterministic=not train)(nn.relu(x)))
+
+
+class Plain(train_state.TrainState):
+    batch_stats: Any
+
+
+class Mixed(mpjax.linen.TrainState):
+    batch_stats: Any
+
+
+def loop(policy=None, tx=None, **options):
+    """A loop of Flax's; in mixed precision two of its lines differ."""
+    model, tx = Model(), tx or optax.adamw(1e-2)
+    variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+    given = {"apply_fn": model.apply, "tx": tx, **variables}
+    state = Mixed.create(policy=policy, **given, **options) if policy else Plain.create(**given)
+    traced = []
+
+    @jax.jit
+    def step(state, x, y, number):
+        traced.append(number)
+
+        def loss_fn(params):
+            out, new = state.apply_fn(
+                {"params": params, "batch_stats": state.batch_stats},
+                x,
+                mutable=["batch_stats"],
+                rngs={"dropout": jax.random.fold_in(jax.random.key(2), number)},
+            )
+            return jnp.mean((out - y) ** 2), new
+
+        differentiate = state.value_and_grad if policy else jax.value_and_grad
+        (loss, new), grads = differentiate(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, batch_stats=new["batch_stats"]), loss
+
+    return state, step, traced
+
+
+def arrays(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_curve_of_float32_in_one_compilation(policy):
+    state, step, traced = loop(policy)
+    want, plain, _ = loop()
+    losses, wanted = [], []
+    for number in range(40):
+        state, loss = step(state, X, Y, number)
+        want, plain_loss = plain(want, X, Y, number)
+        losses.append(float(loss))
+        wanted.append(float(plain_loss))
+    tolerance = 1e-5 if policy == "float32" else 0.03
+    np.testing.assert_allclose(losses, wanted, rtol=tolerance)
+    for got, expected in zip(arrays(state.batch_stats), arrays(want.batch_stats), strict=True):
+        np.testing.assert_allclose(got, expected, atol=tolerance)
+    assert len(traced) == 1 and int(state.step) == 40
+    assert state.params["Dense_0"]["kernel"].dtype == mpjax.get_policy(policy).param_dtype
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_that_is_skipped_leaves_no_trace(policy):
+    state, step, _ = loop(policy)
+    state, _ = step(state, X, Y, 0)
+    after, _ = step(state, X.at[1, 1].set(jnp.nan), Y, 1)
+    fields = ("step", "params", "opt_state", "batch_stats")
+    for name in fields:
+        pair = (arrays(getattr(after, name)), arrays(getattr(state, name)))
+        assert all(map(np.array_equal, *pair)), name
+    assert (int(after.skipped_steps), int(after.consecutive_skips)) == (1, 1)
+    scales = [float(s.loss_scale.loss_scale) for s in (after, state)]
+    assert scales[0] == scales[1] / (2 if "float16" in policy and "b" not in policy else 1)
+    again, _ = step(after, X, Y, 1)
+    assert (int(again.step), int(again.skipped_steps), int(again.consecutive_skips)) == (2, 1, 0)
+
+
+def test_statistics_that_are_not_finite_are_not_kept():
+    state, _, _ = loop("mixed_float16")
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), state.batch_stats)
+    after = jax.jit(lambda s, g, b: s.apply_gradients(grads=g, batch_stats=b))(state, grads, broken)
+    assert all(map(np.array_equal, arrays(after.batch_stats), arrays(state.batch_stats)))
+    assert int(after.step) == 0 and int(after.skipped_steps) == 1
+    assert float(after.loss_scale.loss_scale) == float(state.loss_scale.loss_scale)
+
+
+@jax.custom_vjp
+def noted(x, note):
+    return x
+
+
+noted.defvjp(lambda x, note: (x, note), lambda note, ct: (ct, note + 1))  # as float8's scales are
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2:float16"])
+def test_what_is_overwritten_with_its_gradient_is_not_scaled(policy):
+    params = {"params": {"w": jnp.ones(4)}, OVERWRITE_WITH_GRADIENT: {"note": jnp.float32(3)}}
+    state = mpjax.linen.TrainState.create(
+        apply_fn=noted, params=params, tx=optax.sgd(0.5), policy=policy
+    )
+
+    def loss_fn(params):
+        w = noted(params["params"]["w"], params[OVERWRITE_WITH_GRADIENT]["note"])
+        return jnp.mean(w.astype(jnp.float32) ** 2)
+
+    _, grads = state.value_and_grad(loss_fn)(state.params)
+    state = state.apply_gradients(grads=grads)
+    assert float(state.params[OVERWRITE_WITH_GRADIENT]["note"]) == 4.0
+    np.testing.assert_array_equal(state.params["params"]["w"], 0.75)
+
+
+def test_it_is_saved_as_flax_saves_it():
+    state, step, _ = loop("O2:float16")
+    trained, _ = step(state, X, Y, 0)
+    restored = flax.serialization.from_bytes(state, flax.serialization.to_bytes(trained))
+    assert all(map(np.array_equal, arrays(restored), arrays(trained)))
+
+
+def test_errors():
+    with pytest.raises(TypeError, match=r"tx=.* must be an optax optimizer"):
+        loop("mixed_float16", tx=0.1)
+    with pytest.raises(ValueError, match="policy"):
+        loop("mixed_float17")
+    with pytest.raises(ValueError, match="loss_scale"):
+        loop("mixed_float16", loss_scale="automatic")
+    state, *_ = loop("mixed_float16")
+    with pytest.raises(TypeError, match="loss_fn=3 must be"):
+        state.value_and_grad(3)
+    with pytest.raises(TypeError, match="has_aux=True"):
+        state.value_and_grad(lambda params: (jnp.float32(1), params))(state.params)
