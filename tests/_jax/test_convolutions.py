@@ -215,3 +215,42 @@ def test_a_checkpoint_that_keeps_convolutions_keeps_them():
     jaxpr = jax.make_jaxpr(jax.grad(fun))(kernel)
     convolved = [e for e in equations(jaxpr) if e.primitive.name == "conv_general_dilated"]
     assert len(convolved) == 2  # three, were the first one computed again
+
+
+def by_pmap(gradient, kernel, x):
+    mapped = jax.pmap(lambda w, x: jax.lax.pmean(gradient(w, x), "i"), "i", in_axes=(None, 0))
+    return mapped(kernel, x.reshape(8, 2, *x.shape[1:]))[0]
+
+
+def placed(gradient, kernel, x, mesh, spec):
+    with jax.set_mesh(mesh):
+        places = NamedSharding(mesh, P()), NamedSharding(mesh, spec)
+        return jax.jit(gradient)(jax.device_put(kernel, places[0]), jax.device_put(x, places[1]))
+
+
+def on_devices(devices, kinds=(AxisType.Auto, AxisType.Auto), over=("data",)):
+    def way(gradient, kernel, x):
+        mesh = jax.make_mesh((2, 2), ("data", "other"), axis_types=kinds, devices=devices)
+        return placed(gradient, kernel, x, mesh, P(*over))
+
+    return way
+
+
+OTHER_WAYS = {
+    "pmap": by_pmap,
+    "some devices": on_devices(jax.devices()[:4]),
+    "in another order": on_devices(jax.devices()[:4][::-1]),
+    "axes of two kinds": on_devices(jax.devices()[4:], (AxisType.Explicit, AxisType.Auto)),
+    "parts of images": on_devices(jax.devices()[:4], over=(None, None, "other")),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_WAYS)
+def test_other_meshes(name):
+    kernel, x = inputs(6)
+
+    def fun(kernel, x):
+        return jnp.mean(jnp.sin(convolve(x, kernel)))
+
+    got = OTHER_WAYS[name](jax.grad(cast(fun, "float16")), kernel, x)
+    assert_near(jax.device_get(got), jax.device_get(jax.grad(fun)(kernel, x)), 0.005)
