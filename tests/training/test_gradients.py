@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 import pytest
+from support import HALVES, assert_near, normal
 
 import mpjax
 
@@ -187,3 +188,46 @@ def test_a_loss_that_is_none_is_named(fun, has_aux, message):
     wrapped = mpjax.scaled_value_and_grad(fun, mpjax.NoOpLossScale(), has_aux=has_aux)
     with jax.numpy_dtype_promotion("standard"), pytest.raises(TypeError, match=message):
         wrapped(jnp.float32(1))
+
+
+# ---- replicas ------------------------------------------------------------------------------------
+
+
+def replicas(way, fun, w, x):
+    """Runs ``fun(w, rows)`` on each of eight devices, with an eighth of the rows."""
+    if way == "pmap":
+        out = jax.pmap(fun, "data", in_axes=(None, 0))(w, x.reshape(8, -1, *x.shape[1:]))
+        return jax.tree.map(lambda leaf: leaf[0], out)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    mapped = jax.shard_map(fun, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())
+    return jax.jit(mapped)(w, x)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("way", ["shard_map", "pmap"])
+def test_replicas_average_in_float32_and_agree(way, half):
+    def loss_fn(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    def gradient(w, x):
+        run = mpjax.autocast(loss_fn, f"mixed_{half}")
+        scale = mpjax.StaticLossScale(256.0)
+        return mpjax.scaled_value_and_grad(run, scale, axis_name="data")(w, x)
+
+    w, x = normal(0, 4, 3), normal(1, 64, 4)
+    loss, grads, finite = replicas(way, gradient, w, x)
+    want_loss, want = jax.value_and_grad(loss_fn)(w, x)
+    np.testing.assert_allclose(loss, want_loss, rtol=0.02)
+    assert_near(grads, want, 0.02)
+    assert finite and grads.dtype == jnp.float32
+    *_, finite = replicas(way, gradient, w, x.at[3].set(jnp.inf))  # on one of them
+    assert not finite
+
+
+def test_axes_that_are_not_mapped_are_refused():
+    with pytest.raises(ValueError, match="axis_name=3 must be the name of a mapped axis"):
+        mpjax.scaled_value_and_grad(jnp.sum, mpjax.NoOpLossScale(), axis_name=3)
+    gradient = mpjax.scaled_value_and_grad(jnp.sum, mpjax.NoOpLossScale(), axis_name="rows")
+    with pytest.raises(ValueError, match="no axis 'rows' is mapped where this is called"):
+        gradient(jnp.ones(3))

@@ -14,6 +14,7 @@ from mpjax._src.autocast.modules import modules_in
 from mpjax._src.dtypes import FLOAT16
 from mpjax._src.errors import brief, check_callable
 from mpjax._src.training.loss_scale import LossScale, NoOpLossScale, has_protocol
+from mpjax._src.training.replicas import averaged, axes_of, check_axis, localized
 from mpjax._src.trees import all_finite, is_array, widen
 
 
@@ -22,6 +23,7 @@ def scaled_value_and_grad(
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    axis_name: str | tuple[str, ...] | None = None,
 ) -> Callable[..., tuple[Any, Any, jax.Array]]:
     """Returns a function like ``jax.value_and_grad(fun)`` that scales the backward pass.
 
@@ -36,6 +38,9 @@ def scaled_value_and_grad(
             leaves that are no arrays (a module of Equinox) the floating arrays are trained, and
             gradients are None elsewhere, as ``eqx.filter_grad`` has it.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
+        axis_name: The mapped axis or axes of replicas, within ``jax.shard_map`` or ``jax.pmap``:
+            loss and gradients are those of their mean, averaged in float32, and the verdict is one
+            for all. An aux stays each replica's own.
 
     Returns:
         A function of the same arguments, keyword arguments too, with the result
@@ -46,6 +51,8 @@ def scaled_value_and_grad(
     Raises:
         TypeError: If ``fun`` is not a function or ``loss_scale`` not a loss scale; while tracing,
             if ``fun`` returns something other than a real scalar loss.
+        ValueError: If ``axis_name`` is not legal, or no axis of that name is mapped where the
+            function is called.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -65,9 +72,12 @@ def scaled_value_and_grad(
             "caller keeps and adjusts."
         )
     scaled = with_scaled_loss(fun, loss_scale, has_aux)
+    axes = axes_of(axis_name)
     positions = argnums if isinstance(argnums, Sequence) else (argnums,)
 
     def value_and_grad(*args, **kwargs):
+        for name in axes:
+            check_axis(name, axis_name)
         if modules_in((args, kwargs)):
             raise TypeError(
                 "scaled_value_and_grad takes trees of arrays, not modules of Flax NNX, which the "
@@ -79,6 +89,8 @@ def scaled_value_and_grad(
             i = position % max(len(args), 1)
             if i < len(args):
                 trained[i], rest[i] = _trained(args[i])
+                if axes:  # makes gradients local, so that they are averaged here, and once
+                    trained[i] = localized(trained[i], axis_name)
 
         def run(*args, **kwargs):
             whole = (_joined(arg, rest.get(i)) for i, arg in enumerate(args))
@@ -87,6 +99,8 @@ def scaled_value_and_grad(
         gradient = jax.value_and_grad(run, argnums, has_aux=True)
         (_, (loss, aux)), grads = gradient(*trained, **kwargs)
         grads = loss_scale.unscale(widen(grads))
+        if axes:
+            loss, grads = averaged((loss, grads), axis_name)
         return ((loss, aux) if has_aux else loss), grads, all_finite(grads)
 
     return value_and_grad

@@ -19,7 +19,7 @@ import optax
 from mpjax._src.autocast.modules import modules_in
 from mpjax._src.autocast.transform import autocast
 from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.errors import DivergenceError, brief, did_you_mean
+from mpjax._src.errors import DivergenceError, brief
 from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.patterns import name_of, paths
 from mpjax._src.policy import Policy, get_policy
@@ -39,6 +39,13 @@ from mpjax._src.training.optimizers import (
     with_master_weights,
 )
 from mpjax._src.training.placement import commit_like, vary_like
+from mpjax._src.training.replicas import (
+    average_gradients,
+    averaged,
+    axes_of,
+    check_axis,
+    localized,
+)
 from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.training.transaction import gated
 from mpjax._src.training.watch import first_overflow, observer, underflow
@@ -196,7 +203,7 @@ def build_train_step(
         "report_underflow": report_underflow,
     }
     _check_arguments(loss_fn, flags, accumulate_steps)
-    axes = _axes(axis_name)
+    axes = axes_of(axis_name)
     first_scale = resolve_loss_scale(loss_scale, policy.needs_loss_scaling)
     takes_value = _takes_value(as_optimizer(optimizer, "optimizer"))
     keep_masters = with_master_weights if policy.master_weights else in_full_precision
@@ -236,12 +243,12 @@ def build_train_step(
             )
         check_state(optimizer.init, state.opt_state, state.params, "state.opt_state")
         for name in axes:
-            _check_axis(name, axis_name)
+            check_axis(name, axis_name)
         rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
         params, model_state = state.params, state.model_state
         if axis_name is not None:
             # Makes gradients local, so that they are averaged here: in float32, and once.
-            params, model_state = _localize((params, model_state), axis_name)
+            params, model_state = localized((params, model_state), axis_name)
             if step_rng is not None:
                 step_rng = jax.random.fold_in(step_rng, jax.lax.axis_index(axis_name))
 
@@ -250,8 +257,8 @@ def build_train_step(
             grad_fn, accumulate_steps, params, batch, model_state, step_rng
         )
         if axis_name is not None:
-            loss, model_state = _average((loss, model_state), axis_name)
-            grads = _average_gradients(grads, axis_name, policy, state.loss_scale)
+            loss, model_state = averaged((loss, model_state), axis_name)
+            grads = average_gradients(grads, axis_name, policy, state.loss_scale)
             model_state = cast_like(model_state, state.model_state)
             if seen is not None:
                 reduce = (jax.lax.pmax, jax.lax.pmean)
@@ -470,41 +477,6 @@ def _accumulate(
     return jnp.mean(losses), model_state, aux, grads, seen
 
 
-def _localize(tree: Any, axis_name: Any) -> Any:
-    """Marks replicated arrays as each replica's own."""
-    return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, axis_name, to="varying"), tree)
-
-
-def _average(tree: Any, axis_name: Any) -> Any:
-    """Averages floating leaves over replicas in float32 or wider; takes others from the first."""
-
-    def from_first(leaf):
-        first = jax.lax.axis_index(axis_name) == 0
-        return jax.lax.psum(jnp.where(first, leaf, jnp.zeros_like(leaf)), axis_name)
-
-    def average(leaf):
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return jax.lax.pmean(leaf, axis_name)
-        if is_key(leaf):
-            key = from_first(jax.random.key_data(leaf))
-            return jax.random.wrap_key_data(key, impl=jax.random.key_impl(leaf))
-        return from_first(leaf).astype(leaf.dtype)  # bools are summed as integers
-
-    return jax.tree.map(average, widen(tree))
-
-
-def _average_gradients(grads: Any, axis_name: Any, policy: Policy, loss_scale: Any) -> Any:
-    """Averages gradients over replicas in float32, or in half if the policy says so."""
-    half = policy.compute_dtype if policy.reduce == "half" else None
-    if half not in HALVES:
-        return _average(grads, axis_name)
-    # As large as the backward pass made them: float16 flushes what is smaller.
-    scale = jnp.asarray(loss_scale.loss_scale, jnp.float32)
-    sent = jax.tree.map(lambda g: (g.astype(jnp.float32) * scale).astype(half), grads)
-    sums = jax.lax.pmean(sent, axis_name)
-    return jax.tree.map(lambda g: g.astype(jnp.float32) / scale, sums)
-
-
 def _split_batch(batch: Any, steps: int) -> Any:
     """Reshapes leading axes from ``n`` to ``(n // steps, steps)``.
 
@@ -562,33 +534,6 @@ def _check_arguments(loss_fn: Any, flags: dict[str, Any], accumulate_steps: Any)
         if not isinstance(flag, bool):
             raise ValueError(f"{name}={brief(flag)} must be True or False.")
     check_count("accumulate_steps", accumulate_steps)
-
-
-def _axes(axis_name: Any) -> tuple[str, ...]:
-    """Returns the names of the mapped axes that a user's argument stands for."""
-    names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    if axis_name is None:
-        return ()
-    legal = all(isinstance(name, str) and name for name in names)
-    if not (names and legal and len({*names}) == len(names)):
-        raise ValueError(
-            f"axis_name={brief(axis_name)} must be the name of a mapped axis, such as 'data', a "
-            "tuple of several, or None under plain jit."
-        )
-    return tuple(names)
-
-
-def _check_axis(name: str, axis_name: Any) -> None:
-    try:
-        jax.lax.axis_size(name)
-    except NameError:
-        mapped = jax.sharding.get_abstract_mesh().manual_axes
-        raise ValueError(
-            f"axis_name={axis_name!r}: no axis {name!r} is mapped where the step is called; mapped "
-            f"are {', '.join(map(repr, mapped)) or 'none'}.{did_you_mean(name, mapped)} Call it "
-            "within jax.shard_map or jax.pmap over an axis of that name; under plain jit with "
-            "sharded arrays leave axis_name out."
-        ) from None
 
 
 def _refuse_modules(params: Any) -> None:

@@ -1,0 +1,74 @@
+"""Replicas: arrays that are each one's own, and averages over all, in shard_map and pmap."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._src.dtypes import HALVES
+from mpjax._src.errors import brief, did_you_mean
+from mpjax._src.policy import Policy
+from mpjax._src.trees import is_key, widen
+
+
+def axes_of(axis_name: Any) -> tuple[str, ...]:
+    """Returns the names of the mapped axes that a user's argument stands for."""
+    names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    if axis_name is None:
+        return ()
+    legal = all(isinstance(name, str) and name for name in names)
+    if not (names and legal and len({*names}) == len(names)):
+        raise ValueError(
+            f"axis_name={brief(axis_name)} must be the name of a mapped axis, such as 'data', a "
+            "tuple of several, or None under plain jit."
+        )
+    return tuple(names)
+
+
+def check_axis(name: str, axis_name: Any) -> None:
+    """Raises a ValueError if no axis of a name is mapped here."""
+    try:
+        jax.lax.axis_size(name)
+    except NameError:
+        mapped = jax.sharding.get_abstract_mesh().manual_axes
+        raise ValueError(
+            f"axis_name={axis_name!r}: no axis {name!r} is mapped where this is called; mapped "
+            f"are {', '.join(map(repr, mapped)) or 'none'}.{did_you_mean(name, mapped)} Call it "
+            "within jax.shard_map or jax.pmap over an axis of that name; under plain jit with "
+            "sharded arrays leave axis_name out."
+        ) from None
+
+
+def localized(tree: Any, axis_name: Any) -> Any:
+    """Marks replicated arrays as each replica's own."""
+    return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, axis_name, to="varying"), tree)
+
+
+def averaged(tree: Any, axis_name: Any) -> Any:
+    """Averages floating leaves over replicas in float32 or wider; takes others from the first."""
+
+    def from_first(leaf):
+        first = jax.lax.axis_index(axis_name) == 0
+        return jax.lax.psum(jnp.where(first, leaf, jnp.zeros_like(leaf)), axis_name)
+
+    def average(leaf):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return jax.lax.pmean(leaf, axis_name)
+        if is_key(leaf):
+            key = from_first(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(key, impl=jax.random.key_impl(leaf))
+        return from_first(leaf).astype(leaf.dtype)  # bools are summed as integers
+
+    return jax.tree.map(average, widen(tree))
+
+
+def average_gradients(grads: Any, axis_name: Any, policy: Policy, loss_scale: Any) -> Any:
+    """Averages gradients over replicas in float32, or in half if the policy says so."""
+    half = policy.compute_dtype if policy.reduce == "half" else None
+    if half not in HALVES:
+        return averaged(grads, axis_name)
+    # As large as the backward pass made them: float16 flushes what is smaller.
+    scale = jnp.asarray(loss_scale.loss_scale, jnp.float32)
+    sent = jax.tree.map(lambda g: (g.astype(jnp.float32) * scale).astype(half), grads)
+    sums = jax.lax.pmean(sent, axis_name)
+    return jax.tree.map(lambda g: g.astype(jnp.float32) / scale, sums)
