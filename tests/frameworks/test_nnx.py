@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.errors import TraceContextError
 from support import HALVES, full_matmuls, normal
 
 import mpjax
@@ -111,6 +112,25 @@ def test_modules_that_grow_that_are_returned_and_that_are_named():
     assert int(rngs.default.count[...]) == 1
     want = X @ model.layer.kernel[...]
     np.testing.assert_allclose(out - out.mean(0), want - want.mean(0), atol=0.05)
+
+
+def test_modules_around_a_jit_are_read_and_other_arguments_passed_on():
+    model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+
+    @mpjax.autocast(policy="mixed_bfloat16")
+    def fun(model, x, *rest, train, then):
+        assert (rest, train) == (("s", 2, None), True)
+        return then["f"](model(x))
+
+    def call(x):
+        return fun(model, x, "s", 2, None, train=True, then={"f": jnp.sin})
+
+    for run in (call, jax.jit(call)):
+        np.testing.assert_allclose(run(np.asarray(X)), jnp.sin(model(X)), atol=0.05)
+    assert jax.eval_shape(call, X).dtype == jnp.float32
+    counting = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    with pytest.raises(TraceContextError):  # as Flax has it
+        jax.jit(mpjax.autocast(lambda x: counting(x), "mixed_bfloat16"))(X)
 
 
 def test_patterns_match_paths_of_modules():

@@ -34,13 +34,30 @@ def on_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:
         state = nnx.State({0: dict(enumerate(args)), 1: kwargs})
         with nnx.merge_context(TAG, inner=True) as context:
             args, kwargs = context.merge(graph, state)
+        before = _contents((args, kwargs))
         out = fun(*args, **kwargs)
-        changed = modules_in((args, kwargs)), (out if modules_in(out) else None)
+        returned = out if modules_in(out) else None
+        if returned is None and _are_same(before, _contents((args, kwargs))):
+            return None, None, out
         with nnx.split_context(TAG) as context:
-            graph, state = context.split(changed)
-        return graph, state, None if changed[1] is not None else out
+            graph, state = context.split((modules_in((args, kwargs)), returned))
+        return graph, state, None if returned is not None else out
 
     return run
+
+
+def _contents(tree: Any) -> tuple[Any, list[Any]]:
+    """Returns the structure of modules, and the arrays that they hold."""
+    from flax import nnx
+
+    graph, state = nnx.split(tree)
+    return graph, jax.tree.leaves(state)
+
+
+def _are_same(contents: Any, others: Any) -> bool:
+    (graph, arrays), (other_graph, other_arrays) = contents, others
+    same = graph == other_graph and len(arrays) == len(other_arrays)
+    return same and all(a is b for a, b in zip(arrays, other_arrays, strict=True))
 
 
 def call_on_arrays(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -61,6 +78,8 @@ def call_on_arrays(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             graph, state = context.split((args, kwargs))
         given = [state.get(0, {}).get(i, {}) for i in range(len(args))]
         graph, state, out = run(graph, *given, **state.get(1, {}))
+        if graph is None:  # nothing was changed: modules of an outer trace may be read
+            return out
         with nnx.merge_context(TAG, inner=False) as context:
             _, made = context.merge(graph, state)
     return out if made is None else made

@@ -89,7 +89,7 @@ class TrainState(train_state.TrainState):
 
         Raises:
             TypeError: If ``tx`` is no optimizer.
-            ValueError: If an argument is not legal, or an override matches no parameter.
+            ValueError: If an argument is not legal.
         """
         known_to_flax(*SCALES)
         policy = get_policy(policy)

@@ -50,7 +50,7 @@ class Optimizer(nnx.Optimizer):
 
     Raises:
         TypeError: If ``model`` is no module, or ``tx`` no optimizer.
-        ValueError: If an argument is not legal, or an override matches no parameter.
+        ValueError: If an argument is not legal.
 
     Example:
         >>> import jax.numpy as jnp, mpjax.nnx, optax
