@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import dispatch
-from jax._src.core import dilate_dim, is_constant_dim
+from jax._src.core import dilate_dim
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -89,7 +89,7 @@ def _split(x, y, devices, *, dimension_numbers, feature_group_count, **_):
     automatic = tuple(name for name, kind in kinds if kind == AxisType.Auto)
     axes = _names(x, dim) or _names(y, other) or automatic
     rows, count = x.shape[dim], math.prod(mesh.shape[name] for name in axes)
-    shared = count > 1 and is_constant_dim(rows) and rows % count == 0
+    shared = count > 1 and rows % count == 0
     return mesh, axes if shared and feature_group_count == 1 else ()
 
 
