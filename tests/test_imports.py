@@ -100,7 +100,7 @@ def test_internals_of_jax_are_reached_from_one_package():
 def test_importing_loads_no_optional_package():
     code = (
         "import sys, mpjax; heavy = {'flax', 'matplotlib', 'sklearn', 'orbax', 'equinox'};"
-        "heavy |= {'click', 'rich', 'safetensors'};"
+        "heavy |= {'click', 'rich', 'safetensors', 'scipy.sparse.csgraph'};"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

@@ -1,10 +1,9 @@
 """The cheapest set of values from which all that is needed can be computed."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
-from scipy.sparse import coo_array, csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 # SciPy counts flow in 32 bits.
 MOST = 2**31 - 1
@@ -32,6 +31,8 @@ def cheapest_cut(
     Returns:
         The set.
     """
+    from scipy.sparse import csgraph  # slow to import: for who plans a program
+
     count = len(weights)
     source, sink = 2 * count, 2 * count + 1
     # Rounded up, so that nothing is free that is not; the sum of all stands for no bound.
@@ -45,14 +46,18 @@ def cheapest_cut(
     if not arcs:
         return set()
     graph = _matrix(arcs, sink + 1)
-    left = graph - maximum_flow(graph, source, sink, method="dinic").flow
+    left = graph - csgraph.maximum_flow(graph, source, sink, method="dinic").flow
     left.eliminate_zeros()
     # What can still reach the sink lies behind the cut.
-    behind = {*breadth_first_order(left.T.tocsr(), sink, return_predecessors=False).tolist()}
+    behind = {
+        *csgraph.breadth_first_order(left.T.tocsr(), sink, return_predecessors=False).tolist()
+    }
     return {i for i in range(count) if 2 * i + 1 in behind and 2 * i not in behind}
 
 
-def _matrix(arcs: dict[tuple[int, int], int], size: int) -> csr_array:
+def _matrix(arcs: dict[tuple[int, int], int], size: int) -> Any:
+    from scipy.sparse import coo_array
+
     rows, columns = zip(*arcs, strict=True)
     data = np.fromiter(arcs.values(), np.int32, len(arcs))
     return coo_array((data, (rows, columns)), shape=(size, size)).tocsr()

@@ -10,8 +10,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from mpjax._src import _jax
 from mpjax._src.autocast.graph import Op, Value
@@ -45,10 +43,12 @@ Step = Op | Island | Checkpoint
 
 def connected(pairs: Iterable[tuple[int, int]]) -> Iterable[list[int]]:
     """Returns the numbers that pairs connect, a list for each group, in order."""
+    from scipy.sparse import coo_array, csgraph  # slow to import: for who plans a program
+
     edges = np.asarray([*pairs]).reshape(-1, 2)
     size = int(edges.max(initial=-1)) + 1
     graph = coo_array((np.ones(len(edges)), tuple(edges.T)), shape=(size, size))
-    labels = connected_components(graph, directed=False)[1].tolist() if size else []
+    labels = csgraph.connected_components(graph, directed=False)[1].tolist() if size else []
     found: dict[int, list[int]] = {}
     for i in np.unique(edges).tolist():
         found.setdefault(labels[i], []).append(i)
