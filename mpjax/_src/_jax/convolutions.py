@@ -11,14 +11,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import dispatch
 from jax._src.core import dilate_dim
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from mpjax._src._jax.programs import retyped
-from mpjax._src._jax.wire import by_devices, placed_freely
+from mpjax._src._jax.wire import placed_freely, primitive_of
 
 conv_p = jax.lax.conv_general_dilated_p
 Dims = jax.lax.ConvDimensionNumbers
@@ -161,10 +159,6 @@ def _batch(axis_data, args, dims, *, batch_group_count, dimension_numbers, sums,
     return out.reshape(*out.shape[:result], count, rows, *out.shape[result + 1 :]), result
 
 
-# Under the name of the convolution that it is, for those who go by names.
-_half_conv_p = Primitive("conv_general_dilated")
-_half_conv_p.def_impl(functools.partial(dispatch.apply_primitive, _half_conv_p))
-_half_conv_p.def_abstract_eval(_abstract_eval)
+_half_conv_p = primitive_of("conv_general_dilated", _convolve, _abstract_eval)
 ad.defbilinear(_half_conv_p, _transpose_x, _transpose_kernel)
 batching.fancy_primitive_batchers[_half_conv_p] = _batch
-mlir.register_lowering(_half_conv_p, by_devices(_convolve))

@@ -59,8 +59,14 @@ def half_gather(x: Any, indices: Any, half: Any, **params: Any) -> Any:
     return _half_gather_p.bind(x, indices, half=np.dtype(half), **params)
 
 
-def by_devices(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the lowering of a function that is told how many devices run it."""
+def primitive_of(name: str, run: Callable[..., Any], abstract_eval: Callable[..., Any]) -> Any:
+    """Returns a primitive that is lowered as a function that is told how many devices run it.
+
+    Args:
+        name: That of JAX's operation that it is, for those who go by names.
+        run: The function, with a keyword ``devices``.
+        abstract_eval: What it gives.
+    """
 
     def lowering(ctx, *args, **params):
         axes = ctx.module_context.axis_context
@@ -68,7 +74,11 @@ def by_devices(run: Callable[..., Any]) -> Callable[..., Any]:
         given = functools.partial(run, devices=count)
         return mlir.lower_fun(given, multiple_results=False)(ctx, *args, **params)
 
-    return lowering
+    made = Primitive(name)
+    made.def_impl(functools.partial(dispatch.apply_primitive, made))
+    made.def_abstract_eval(abstract_eval)
+    mlir.register_lowering(made, lowering)
+    return made
 
 
 def placed_freely(x: Any, sharding: Any) -> Any:
@@ -180,13 +190,9 @@ def contracted_last(left: Any, right: Any, dimension_numbers: Any, **_: Any) -> 
     return jnp.transpose(left, order), ((places[1], others), (places[0], shared))
 
 
-# Under the name of the matmul that it is, for those who go by names.
-_half_dot_p = Primitive("dot_general")
-_half_dot_p.def_impl(functools.partial(dispatch.apply_primitive, _half_dot_p))
-_half_dot_p.def_abstract_eval(_abstract_eval)
+_half_dot_p = primitive_of("dot_general", _multiply, _abstract_eval)
 ad.defbilinear(_half_dot_p, *(functools.partial(_transpose, place) for place in (0, 1)))
 batching.fancy_primitive_batchers[_half_dot_p] = _batch
-mlir.register_lowering(_half_dot_p, by_devices(_multiply))
 
 
 # ---- lookups ------------------------------------------------------------------------------------
@@ -214,9 +220,6 @@ def _gather_batch(args, dims, *, half, **params):
     return jax.vmap(functools.partial(gather_p.bind, **params), dims)(*args), 0
 
 
-_half_gather_p = Primitive("gather")
-_half_gather_p.def_impl(functools.partial(dispatch.apply_primitive, _half_gather_p))
-_half_gather_p.def_abstract_eval(_gathered)
+_half_gather_p = primitive_of("gather", _look_up, _gathered)
 ad.defjvp(_half_gather_p, _gather_tangent, None)
 batching.primitive_batchers[_half_gather_p] = _gather_batch
-mlir.register_lowering(_half_gather_p, by_devices(_look_up))

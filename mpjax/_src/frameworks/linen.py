@@ -1,6 +1,5 @@
 """Flax linen: its `TrainState`, with a loss scale, masters, and steps that are skipped."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +12,12 @@ from flax import struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
-from mpjax._src.autocast.transform import autocast
-from mpjax._src.dtypes import FLOAT32
 from mpjax._src.errors import check_callable
 from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.policy import Policy, get_policy
-from mpjax._src.training.gradients import with_scaled_loss
+from mpjax._src.training.gradients import with_float32_loss, with_scaled_loss
 from mpjax._src.training.loss_scale import SCALES, LossScale, resolve_loss_scale
-from mpjax._src.training.optimizers import as_optimizer, in_full_precision, with_master_weights
+from mpjax._src.training.optimizers import under_policy
 from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.training.transaction import gated
 from mpjax._src.trees import cast_like, select, stays_finite, widen
@@ -94,12 +91,11 @@ class TrainState(train_state.TrainState):
         known_to_flax(*SCALES)
         policy = get_policy(policy)
         warn_if_unfit(policy, stacklevel=2)
-        keep_masters = with_master_weights if policy.master_weights else in_full_precision
         trained, overwritten = _split(params)
         state: TrainState = super().create(
             apply_fn=apply_fn,
             params=_join(policy.cast_to_param(trained), overwritten),
-            tx=keep_masters(as_optimizer(tx, "tx")),
+            tx=under_policy(policy, tx, "tx"),
             policy=policy,
             loss_scale=resolve_loss_scale(loss_scale, policy.needs_loss_scaling),
             skipped_steps=jnp.zeros((), jnp.int32),
@@ -126,8 +122,7 @@ class TrainState(train_state.TrainState):
                 than a real scalar loss.
         """
         check_callable(loss_fn, "loss_fn")
-        # The loss stays float32, whatever the policy hands out.
-        run = autocast(loss_fn, dataclasses.replace(self.policy, output_dtype=FLOAT32))
+        run = with_float32_loss(loss_fn, self.policy)
         scaled = with_scaled_loss(run, self.loss_scale, has_aux)
         gradient = jax.value_and_grad(scaled, has_aux=True)
 

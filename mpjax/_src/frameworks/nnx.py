@@ -1,6 +1,5 @@
 """Flax NNX: an optimizer that holds the loss scale and the masters, and gradients by its policy."""
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -13,18 +12,15 @@ import optax
 from flax import nnx
 
 from mpjax._src.autocast.modules import modules_in
-from mpjax._src.autocast.transform import autocast
 from mpjax._src.dtypes import FLOAT32
 from mpjax._src.errors import brief, check_callable
 from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.policy import get_policy
-from mpjax._src.training.gradients import with_scaled_loss
+from mpjax._src.training.gradients import with_float32_loss, with_scaled_loss
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 from mpjax._src.training.optimizers import (
     apply_updates,
-    as_optimizer,
-    in_full_precision,
-    with_master_weights,
+    under_policy,
 )
 from mpjax._src.training.transaction import gated
 from mpjax._src.trees import all_finite, cast_like, select, stays_finite, widen
@@ -91,8 +87,7 @@ class Optimizer(nnx.Optimizer):
         if not jax.tree.leaves(params):
             raise ValueError(f"wrt={wrt!r}: model has no such variables, so nothing is trained.")
         nnx.update(model, policy.cast_to_param(params))
-        keep_masters = with_master_weights if policy.master_weights else in_full_precision
-        super().__init__(model, keep_masters(as_optimizer(tx, "tx")), wrt=wrt)
+        super().__init__(model, under_policy(policy, tx, "tx"), wrt=wrt)
         self.policy = policy
         self.loss_scale = nnx.OptState(scale)
         self.skipped_steps = nnx.OptState(jnp.zeros((), jnp.int32))
@@ -204,8 +199,7 @@ def value_and_grad(
             f"optimizer={brief(optimizer)} must be an mpjax.nnx.Optimizer: it holds the policy and "
             "the loss scale."
         )
-    # The loss stays float32, whatever the policy hands out.
-    run = autocast(f, dataclasses.replace(optimizer.policy, output_dtype=FLOAT32))
+    run = with_float32_loss(f, optimizer.policy)
 
     def trained(argnum):
         return nnx.DiffState(argnum, optimizer.wrt) if isinstance(argnum, int) else argnum

@@ -1,5 +1,6 @@
 """Gradients of a scaled loss: `scaled_value_and_grad`."""
 
+import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -11,8 +12,10 @@ import jmp
 
 from mpjax._src import _jax
 from mpjax._src.autocast.modules import modules_in
-from mpjax._src.dtypes import FLOAT16
+from mpjax._src.autocast.transform import autocast
+from mpjax._src.dtypes import FLOAT16, FLOAT32
 from mpjax._src.errors import brief, check_callable
+from mpjax._src.policy import Policy
 from mpjax._src.training.loss_scale import LossScale, NoOpLossScale, has_protocol
 from mpjax._src.training.replicas import averaged, axes_of, check_axis, localized
 from mpjax._src.trees import all_finite, is_array, widen
@@ -151,6 +154,11 @@ def observed_value_and_grad(
         return (loss, aux), loss_scale.unscale(widen(grads)), observe(grads, program)
 
     return value_and_grad
+
+
+def with_float32_loss(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """Autocasts a loss function; the loss is float32, whatever the policy hands out."""
+    return autocast(fun, dataclasses.replace(policy, output_dtype=FLOAT32))
 
 
 def with_scaled_loss(

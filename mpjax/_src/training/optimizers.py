@@ -11,6 +11,7 @@ import optax
 from mpjax._src.dtypes import FLOAT32
 from mpjax._src.errors import brief
 from mpjax._src.patterns import name_of, path_of
+from mpjax._src.policy import Policy
 from mpjax._src.trees import all_finite, cast_like, is_half, is_one_bool, select, widen
 
 
@@ -233,6 +234,14 @@ def in_full_precision(
         return inner.update(widen(updates), state, widen(params), **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def under_policy(
+    policy: Policy, optimizer: optax.GradientTransformation, argument: str
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that works in float32, on masters if the policy keeps them."""
+    keep_masters = with_master_weights if policy.master_weights else in_full_precision
+    return keep_masters(as_optimizer(optimizer, argument))
 
 
 def skip_nonfinite(

@@ -17,13 +17,12 @@ import jmp
 import optax
 
 from mpjax._src.autocast.modules import modules_in
-from mpjax._src.autocast.transform import autocast
-from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.dtypes import HALVES
 from mpjax._src.errors import DivergenceError, brief
 from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.patterns import name_of, paths
 from mpjax._src.policy import Policy, get_policy
-from mpjax._src.training.gradients import observed_value_and_grad
+from mpjax._src.training.gradients import observed_value_and_grad, with_float32_loss
 from mpjax._src.training.loss_scale import (
     SCALES,
     LossScale,
@@ -35,8 +34,7 @@ from mpjax._src.training.optimizers import (
     apply_updates,
     as_optimizer,
     check_state,
-    in_full_precision,
-    with_master_weights,
+    under_policy,
 )
 from mpjax._src.training.placement import commit_like, vary_like
 from mpjax._src.training.replicas import (
@@ -206,8 +204,7 @@ def build_train_step(
     axes = axes_of(axis_name)
     first_scale = resolve_loss_scale(loss_scale, policy.needs_loss_scaling)
     takes_value = _takes_value(as_optimizer(optimizer, "optimizer"))
-    keep_masters = with_master_weights if policy.master_weights else in_full_precision
-    optimizer = keep_masters(optimizer)
+    optimizer = under_policy(policy, optimizer, "optimizer")
     forward = _forward(loss_fn, policy, has_aux)
     observe: Callable[..., Any] = _unobserved
     if report_overflow or report_underflow:
@@ -404,7 +401,7 @@ def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Call
 
 
 def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    by_op = _cast_by_op(loss_fn, policy)
+    by_op = with_float32_loss(loss_fn, policy)
 
     def run(params, batch, **kwargs):
         half = policy.cast_to_compute(params), cast(batch, policy.compute_dtype)
@@ -428,12 +425,7 @@ def _new_containers(tree: T) -> T:
     return jax.tree.map(lambda x: x, tree)
 
 
-def _cast_by_op(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    # Loss and statistics stay float32, whatever the policy hands out.
-    return autocast(loss_fn, dataclasses.replace(policy, output_dtype=FLOAT32))
-
-
-_IN_PRECISION = {"boundary": _cast_at_boundary, "op": _cast_by_op}
+_IN_PRECISION = {"boundary": _cast_at_boundary, "op": with_float32_loss}
 
 
 def _unobserved(grads: Any, program: Callable[[], Any]) -> None:
