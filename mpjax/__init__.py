@@ -36,7 +36,17 @@ from mpjax._src.instruments.tune import Tuning, tune
 from mpjax._src.policy import Policy, get_policy
 from mpjax._src.rules import register_rule
 from mpjax._src.training.gradients import scaled_value_and_grad
-from mpjax._src.training.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from mpjax._src.training.loss_scale import (
+    DynamicLossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    get_loss_scale,
+)
+from mpjax._src.training.mixed_precision import (
+    MixedPrecision,
+    MixedPrecisionState,
+    mixed_precision,
+)
 from mpjax._src.training.optimizers import (
     MasterWeightsState,
     SkipNonfiniteState,
@@ -75,6 +85,8 @@ __all__ = [
     "LossScaleAdvice",
     "MasterWeightsState",
     "MatmulRow",
+    "MixedPrecision",
+    "MixedPrecisionState",
     "NoOpLossScale",
     "NonfiniteReport",
     "OutOfMemoryError",
@@ -100,6 +112,7 @@ __all__ = [
     "find_nonfinite",
     "flush_metrics",
     "full_precision",
+    "get_loss_scale",
     "get_policy",
     "gradient_histogram",
     "half_dtype",
@@ -108,6 +121,7 @@ __all__ = [
     "load_safetensors",
     "log_metrics",
     "master_params",
+    "mixed_precision",
     "plot_compare",
     "plot_gradient_histogram",
     "precision",

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import jmp
 import optax
-from flax import struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
@@ -16,10 +15,10 @@ from mpjax._src.errors import check_callable
 from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.policy import Policy, get_policy
 from mpjax._src.training.gradients import with_float32_loss, with_scaled_loss
-from mpjax._src.training.loss_scale import SCALES, LossScale, resolve_loss_scale
-from mpjax._src.training.optimizers import under_policy
+from mpjax._src.training.loss_scale import SCALES, LossScale
+from mpjax._src.training.mixed_precision import in_mixed_precision
+from mpjax._src.training.optimizers import apply_updates
 from mpjax._src.training.serialization import known_to_flax
-from mpjax._src.training.transaction import gated
 from mpjax._src.trees import cast_like, select, stays_finite, widen
 
 
@@ -29,6 +28,7 @@ class TrainState(train_state.TrainState):
     Subclass it as you would that one, for batch statistics and other collections.
 
     Attributes:
+        tx: A `MixedPrecision`; its state holds the loss scale, the masters and the counters.
         policy: The `Policy` that `value_and_grad` runs functions under.
         loss_scale: The loss scale.
         skipped_steps: How many steps were skipped in all, an int32 scalar.
@@ -55,10 +55,21 @@ class TrainState(train_state.TrainState):
     ``flax.training.dynamic_scale`` without its three more lines in every loop.
     """
 
-    policy: Policy = struct.field(pytree_node=False)
-    loss_scale: Any
-    skipped_steps: jax.Array
-    consecutive_skips: jax.Array
+    @property
+    def policy(self) -> Policy:
+        return self.tx.policy  # type: ignore[attr-defined]
+
+    @property
+    def loss_scale(self) -> Any:
+        return self.opt_state.loss_scale  # type: ignore[attr-defined]
+
+    @property
+    def skipped_steps(self) -> jax.Array:
+        return self.opt_state.skipped_steps  # type: ignore[attr-defined]
+
+    @property
+    def consecutive_skips(self) -> jax.Array:
+        return self.opt_state.consecutive_skips  # type: ignore[attr-defined]
 
     @classmethod
     def create(  # type: ignore[override]
@@ -91,15 +102,12 @@ class TrainState(train_state.TrainState):
         known_to_flax(*SCALES)
         policy = get_policy(policy)
         warn_if_unfit(policy, stacklevel=2)
+        optimizer = in_mixed_precision(tx, policy, loss_scale, "tx")
         trained, overwritten = _split(params)
         state: TrainState = super().create(
             apply_fn=apply_fn,
             params=_join(policy.cast_to_param(trained), overwritten),
-            tx=under_policy(policy, tx, "tx"),
-            policy=policy,
-            loss_scale=resolve_loss_scale(loss_scale, policy.needs_loss_scaling),
-            skipped_steps=jnp.zeros((), jnp.int32),
-            consecutive_skips=jnp.zeros((), jnp.int32),
+            tx=optimizer,
             **kwargs,
         )
         return state.replace(step=jnp.zeros((), jnp.int32))
@@ -148,21 +156,13 @@ class TrainState(train_state.TrainState):
         old = {name: getattr(self, name) for name in kwargs}
         leaves = jax.tree.leaves(kwargs)  # in the containers that the state has: a dict may come
         new = cast_like(jax.tree.unflatten(jax.tree.structure(old), leaves), old)
-        grads_finite = jnp.isfinite(optax.tree.norm(widen(_split(grads)[0])))
-        finite = grads_finite & stays_finite(new, old)
-
-        def applied(before, grads, new):
-            after = train_state.TrainState.apply_gradients(before, grads=grads, **new)
-            return cast_like(after, before)
-
-        skipped = jnp.logical_not(finite).astype(jnp.int32)
-        adjusted = self.loss_scale.adjust(grads_finite)
-        speaks = finite | ~grads_finite
-        return gated(finite, applied, self, grads, new).replace(
-            loss_scale=select(speaks, adjusted, self.loss_scale),
-            skipped_steps=self.skipped_steps + skipped,
-            consecutive_skips=(self.consecutive_skips + 1) * skipped,
-        )
+        (trained, written), (params, _) = _split(grads), _split(self.params)
+        finite = stays_finite(new, old)
+        updates, opt_state = self.tx.update(trained, self.opt_state, params, finite=finite)
+        params = _join(apply_updates(params, updates, opt_state), written)
+        after = {"params": params, "step": self.step + 1, **new}
+        before = {"params": self.params, "step": self.step, **old}
+        return self.replace(opt_state=opt_state, **select(opt_state.finite, after, before))
 
 
 def _split(params: Any) -> tuple[Any, Any]:

@@ -12,18 +12,14 @@ import optax
 from flax import nnx
 
 from mpjax._src.autocast.modules import modules_in
-from mpjax._src.dtypes import FLOAT32
 from mpjax._src.errors import brief, check_callable
 from mpjax._src.hardware.devices import warn_if_unfit
-from mpjax._src.policy import get_policy
+from mpjax._src.policy import Policy, get_policy
 from mpjax._src.training.gradients import with_float32_loss, with_scaled_loss
-from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
-from mpjax._src.training.optimizers import (
-    apply_updates,
-    under_policy,
-)
-from mpjax._src.training.transaction import gated
-from mpjax._src.trees import all_finite, cast_like, select, stays_finite, widen
+from mpjax._src.training.loss_scale import LossScale
+from mpjax._src.training.mixed_precision import in_mixed_precision
+from mpjax._src.training.optimizers import apply_updates
+from mpjax._src.trees import all_finite, select, stays_finite, widen
 
 GOOD = {"loss": True, "state": True}
 
@@ -40,9 +36,7 @@ class Optimizer(nnx.Optimizer):
 
     Attributes:
         policy: The `Policy` that `value_and_grad` runs functions under.
-        loss_scale: A variable that holds the loss scale.
-        skipped_steps: How many updates were skipped in all, an int32 variable.
-        consecutive_skips: How many were skipped in a row up to now, an int32 variable.
+        loss_scale: The loss scale.
 
     Raises:
         TypeError: If ``model`` is no module, or ``tx`` no optimizer.
@@ -82,19 +76,23 @@ class Optimizer(nnx.Optimizer):
             )
         policy = get_policy(policy)
         warn_if_unfit(policy, stacklevel=2)
-        scale = resolve_loss_scale(loss_scale, policy.needs_loss_scaling)
+        optimizer = in_mixed_precision(tx, policy, loss_scale, "tx")
         params = nnx.as_pure(nnx.state(model, wrt))
         if not jax.tree.leaves(params):
             raise ValueError(f"wrt={wrt!r}: model has no such variables, so nothing is trained.")
         nnx.update(model, policy.cast_to_param(params))
-        super().__init__(model, under_policy(policy, tx, "tx"), wrt=wrt)
-        self.policy = policy
-        self.loss_scale = nnx.OptState(scale)
-        self.skipped_steps = nnx.OptState(jnp.zeros((), jnp.int32))
-        self.consecutive_skips = nnx.OptState(jnp.zeros((), jnp.int32))
+        super().__init__(model, optimizer, wrt=wrt)
         # What value_and_grad found since the last update, and the verdicts on that update.
         self.forward = nnx.OptState(jax.tree.map(jnp.asarray, GOOD))
         self.verdicts = nnx.OptState(jax.tree.map(jnp.asarray, {**GOOD, "grads": True}))
+
+    @property
+    def policy(self) -> Policy:
+        return self.tx.policy
+
+    @property
+    def loss_scale(self) -> Any:
+        return nnx.as_pure(self.opt_state.loss_scale)
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
         """Updates the model; where something is not finite, all stays as it was.
@@ -108,48 +106,24 @@ class Optimizer(nnx.Optimizer):
             What was added to the parameters, in float32: zeros if the step was skipped.
         """
         params, grads = (nnx.as_pure(nnx.state(x, self.wrt)) for x in (model, grads))
-        opt_state, extra_args = nnx.as_pure(self.opt_state), nnx.as_pure(kwargs)
-        good = self.forward.get_value()
-        grads_finite = jnp.isfinite(optax.tree.norm(widen(grads)))
-        finite = grads_finite & good["loss"] & good["state"]
-
-        def applied(before, grads, extra_args):
-            params, opt_state = before["params"], before["opt_state"]
-            updates, new = self.tx.update(grads, opt_state, params, **extra_args)
-            return {
-                "params": apply_updates(params, updates, new),
-                "opt_state": cast_like(new, opt_state),
-                "step": before["step"] + 1,
-            }
-
-        before = {
-            "params": params,
-            "opt_state": opt_state,
-            "step": self.step.get_value(),
-        }
-        new = gated(finite, applied, before, grads, extra_args)
-        nnx.update(model, new["params"])
-        nnx.update(self.opt_state, nnx.state(new["opt_state"]))
-        self.step.set_value(new["step"])
-        skipped = jnp.logical_not(finite).astype(jnp.int32)
-        self.skipped_steps[...] += skipped
-        self.consecutive_skips[...] = (self.consecutive_skips[...] + 1) * skipped
-        # No scale cures the forward pass: gradients alone lower it, where the loss is good.
-        scale = self.loss_scale.get_value()
-        speaks = finite | (good["loss"] & ~grads_finite)
-        self.loss_scale.set_value(select(speaks, scale.adjust(grads_finite), scale))
-        self.verdicts.set_value({**good, "grads": grads_finite})
+        good, before = self.forward.get_value(), nnx.as_pure(self.opt_state)
+        updates, opt_state = self.tx.update(
+            grads, before, params, finite=good["loss"] & good["state"], **nnx.as_pure(kwargs)
+        )
+        new = apply_updates(params, updates, opt_state)
+        nnx.update(model, select(opt_state.finite, new, params))
+        nnx.update(self.opt_state, nnx.state(opt_state))
+        self.step.set_value(self.step.get_value() + opt_state.finite)
+        self.verdicts.set_value({**good, "grads": opt_state.grads_finite})
         self.forward.set_value(jax.tree.map(jnp.asarray, GOOD))
-        return jax.tree.map(jnp.subtract, widen(new["params"]), widen(params))
+        return jax.tree.map(jnp.subtract, widen(new), widen(params))
 
     def metrics(self) -> dict[str, jax.Array]:
         """Returns what the last update found, under the names of `build_train_step`'s metrics."""
         verdicts = self.verdicts.get_value()
         return {
+            **nnx.as_pure(self.opt_state).metrics(),
             **{f"{name}_finite": verdict for name, verdict in verdicts.items()},
-            "loss_scale": jnp.asarray(self.loss_scale.get_value().loss_scale, FLOAT32),
-            "skipped_steps": self.skipped_steps[...],
-            "consecutive_skips": self.consecutive_skips[...],
         }
 
 
@@ -210,7 +184,7 @@ def value_and_grad(
 
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
-        scale = optimizer.loss_scale.get_value()
+        scale = optimizer.loss_scale
         state = [v for _, v in nnx.iter_graph((args, kwargs)) if isinstance(v, nnx.Variable)]
         old = [variable.get_value() for variable in state]
         gradient = nnx.value_and_grad(

@@ -17,6 +17,7 @@ import jmp
 import numpy as np
 
 from mpjax._src.errors import brief, did_you_mean
+from mpjax._src.policy import get_policy
 from mpjax._src.trees import is_array, is_one_bool, widen
 
 T = TypeVar("T")
@@ -282,6 +283,32 @@ class DynamicLossScale:
 
 
 SCALES = (NoOpLossScale, StaticLossScale, DynamicLossScale)
+
+
+def get_loss_scale(
+    policy: str | jmp.Policy, loss_scale: LossScale | str | float | None = "auto"
+) -> LossScale:
+    """Returns the loss scale that a policy asks for, or that an argument ``loss_scale`` stands for.
+
+    Args:
+        policy: A policy or its name.
+        loss_scale: "auto" (dynamic where the policy computes in float16, whose range is narrow, and
+            none otherwise), "dynamic", "none" or None, a number (a static scale), or a loss scale.
+
+    Returns:
+        An instance, such as a `DynamicLossScale`.
+
+    Raises:
+        ValueError: If an argument is not legal.
+
+    Example:
+        >>> import mpjax
+        >>> mpjax.get_loss_scale("mixed_bfloat16")
+        NoOpLossScale()
+        >>> float(mpjax.get_loss_scale("mixed_float16").loss_scale)
+        65536.0
+    """
+    return resolve_loss_scale(loss_scale, get_policy(policy).needs_loss_scaling)
 
 
 def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale:

@@ -12,7 +12,8 @@ from mpjax._src.dtypes import FLOAT32
 from mpjax._src.errors import brief
 from mpjax._src.patterns import name_of, path_of
 from mpjax._src.policy import Policy
-from mpjax._src.trees import all_finite, cast_like, is_half, is_one_bool, select, widen
+from mpjax._src.training.transaction import counted, gated_update
+from mpjax._src.trees import all_finite, cast_like, is_half, is_one_bool, widen
 
 
 class MasterWeightsState(NamedTuple):
@@ -289,22 +290,34 @@ def skip_nonfinite(
             )
         check_kind(state, SkipNonfiniteState, "skip_nonfinite")
         finite = jnp.logical_and(all_finite(updates), finite)
-        grads, inner_state = updates, state.inner_state
-        trained = grads if params is None else params
-        with _for_state(lambda: check_state(inner.init, inner_state, trained, "state.inner_state")):
-            updates, inner_state = inner.update(grads, inner_state, params, **extra_args)
-        skipped = jnp.logical_not(finite).astype(jnp.int32)
-        return (
-            # -0.0, because 0.0 would turn a parameter of -0.0 into 0.0.
-            select(finite, updates, jax.tree.map(lambda u: jnp.full_like(u, -0.0), updates)),
-            SkipNonfiniteState(
-                select(finite, cast_like(inner_state, state.inner_state), state.inner_state),
-                state.skipped_steps + skipped,
-                (state.consecutive_skips + 1) * skipped,
-            ),
+        updates, inner_state = updated_if(
+            finite, inner, updates, state.inner_state, params, extra_args
         )
+        return updates, SkipNonfiniteState(inner_state, **counted(state, finite))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def updated_if(
+    finite: jax.Array,
+    inner: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    state: optax.OptState,
+    params: Any,
+    extra_args: dict[str, Any],
+) -> tuple[Any, optax.OptState]:
+    """Returns what an optimizer returns if ``finite``, else zeros and its state as it was.
+
+    Raises:
+        ValueError: If the state is that of another optimizer.
+    """
+
+    def update(state, grads, params):
+        return inner.update(grads, state, params, **extra_args)
+
+    trained = grads if params is None else params
+    with _for_state(lambda: check_state(inner.init, state, trained, "state.inner_state")):
+        return gated_update(finite, update, state, grads, params)
 
 
 def check_kind(state: Any, kind: type, name: str) -> None:

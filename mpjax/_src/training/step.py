@@ -45,9 +45,9 @@ from mpjax._src.training.replicas import (
     localized,
 )
 from mpjax._src.training.serialization import known_to_flax
-from mpjax._src.training.transaction import gated
+from mpjax._src.training.transaction import adjusted, counted, gated
 from mpjax._src.training.watch import first_overflow, observer, underflow
-from mpjax._src.trees import cast, cast_like, is_array, is_key, select, stays_finite, widen
+from mpjax._src.trees import cast, cast_like, is_array, is_key, stays_finite, widen
 
 # What a step changes or leaves as it is, all of it.
 CHANGED = ("step", "params", "opt_state", "model_state")
@@ -272,7 +272,8 @@ def build_train_step(
             sizes = [leaf.size for leaf in jax.tree.leaves(grads)]
             reports["underflow"] = underflow(seen, sizes, policy.compute_dtype)
         state_finite = stays_finite(model_state, state.model_state)
-        finite = grads_finite & loss_finite & state_finite
+        forward_finite = loss_finite & state_finite
+        finite = grads_finite & forward_finite
         extra_args = {"value": loss} if takes_value else {}
 
         def applied(before, grads, model_state, extra_args):
@@ -286,17 +287,11 @@ def build_train_step(
             }
 
         before = {name: getattr(state, name) for name in CHANGED}
-        skipped = jnp.logical_not(finite).astype(jnp.int32)
-
-        # No scale cures the forward pass: gradients alone lower it, where the loss is good.
-        speaks = finite | (loss_finite & ~grads_finite)
-        adjusted = state.loss_scale.adjust(grads_finite)
         new = TrainState(
             **gated(finite, applied, before, grads, model_state, extra_args),
-            loss_scale=select(speaks, adjusted, state.loss_scale),
+            loss_scale=adjusted(state.loss_scale, grads_finite, forward_finite),
             rng=rng,
-            skipped_steps=state.skipped_steps + skipped,
-            consecutive_skips=(state.consecutive_skips + 1) * skipped,
+            **counted(state, finite),
         )
         metrics = {
             "loss": loss,

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
-from mpjax._src.trees import select
+from mpjax._src.trees import cast_like, select
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ def gated(finite: jax.Array, new: Callable[..., T], before: T, *args: Any) -> T:
     Raises:
         ValueError: If the two differ in structure, or two leaves in shape or dtype.
     """
-    if jax.sharding.get_abstract_mesh().manual_axes:
+    if _is_chosen(finite):
         return by_select(finite, new, before, *args)
     new = jax.jit(new, inline=True)  # traced once for both
     return jax.lax.platform_dependent(
@@ -53,3 +54,45 @@ def gated(finite: jax.Array, new: Callable[..., T], before: T, *args: Any) -> T:
         cpu=lambda finite, *args: by_cond(finite, new, *args),
         default=lambda finite, *args: by_select(finite, new, *args),
     )
+
+
+def gated_update(finite: jax.Array, update: Callable[..., Any], state: T, *args: Any) -> Any:
+    """Returns ``update(state, *args)``, updates and a new state: zeros and ``state`` if skipped."""
+
+    def zeros(updates):
+        # -0.0, because 0.0 would turn a parameter of -0.0 into 0.0.
+        return jax.tree.map(lambda u: jnp.full(u.shape, -0.0, u.dtype), updates)
+
+    def run(before, *args):
+        updates, new = update(before[1], *args)
+        return updates, cast_like(new, before[1])
+
+    if _is_chosen(finite):
+        updates, new = run((None, state), *args)
+        return select(finite, updates, zeros(updates)), select(finite, new, state)
+    run = jax.jit(run, inline=True)
+    shapes, _ = jax.eval_shape(run, (None, state), *args)
+    return gated(finite, run, (zeros(shapes), state), *args)
+
+
+def _is_chosen(finite: jax.Array) -> bool:
+    """Tells whether a `select` it is, on every platform: in a replica, and outside of jit."""
+    traced = isinstance(finite, jax.core.Tracer)
+    return not traced or bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def counted(before: Any, finite: Any) -> dict[str, jax.Array]:
+    """Returns the counters of skipped steps after one more step, taken or skipped."""
+    skipped = jnp.logical_not(finite).astype(jnp.int32)
+    return {
+        "skipped_steps": before.skipped_steps + skipped,
+        "consecutive_skips": (before.consecutive_skips + 1) * skipped,
+    }
+
+
+def adjusted(loss_scale: T, grads_finite: Any, forward_finite: Any) -> T:
+    """Returns the next loss scale.
+
+    No scale cures the forward pass: gradients alone lower it, where loss and state are finite.
+    """
+    return select(forward_finite, loss_scale.adjust(grads_finite), loss_scale)  # type: ignore

@@ -1,0 +1,230 @@
+"""`mixed_precision`: an optimizer that holds the loss scale and the masters."""
+
+import functools
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from support import normal
+
+import mpjax
+
+X, Y = normal(1, 16, 4), normal(2, 16, 3)
+POLICIES = ["float32", "mixed_bfloat16", "mixed_float16", "O2:float16", "O3:bfloat16,casting=op"]
+
+
+def loss_fn(params, x, y):
+    return jnp.mean((jax.nn.relu(x @ params["w"]) @ params["v"] - y) ** 2)
+
+
+def begin(optimizer):
+    params = {"w": normal(3, 4, 8) / 2, "v": normal(4, 8, 3) / 3}
+    params = optimizer.policy.cast_to_param(params)
+    return params, optimizer.init(params)
+
+
+def step_of(optimizer, apply=None):
+    apply = apply or optimizer  # what the optimizer is a part of
+
+    def step(params, opt_state, x, y):
+        loss, grads = optimizer.value_and_grad(loss_fn, opt_state)(params, x, y)
+        updates, opt_state = apply.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
+
+
+def same(a, b):
+    return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_it_is_the_step_of_build_train_step(policy):
+    optimizer = mpjax.mixed_precision(optax.adamw(1e-2), policy)
+    params, opt_state = begin(optimizer)
+    step = jax.jit(step_of(optimizer))
+    init, whole = mpjax.build_train_step(
+        lambda params, batch: loss_fn(params, *batch), optax.adamw(1e-2), policy
+    )
+    state, whole = init({"w": normal(3, 4, 8) / 2, "v": normal(4, 8, 3) / 3}), jax.jit(whole)
+    for number in range(12):
+        x = X.at[0, 0].set(jnp.nan) if number == 5 else X
+        params, opt_state, _ = step(params, opt_state, x, Y)
+        state, metrics = whole(state, (x, Y))
+    for got, want in zip(jax.tree.leaves(params), jax.tree.leaves(state.params), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_allclose(
+            *(np.asarray(a, np.float32) for a in (got, want)), rtol=2e-3, atol=1e-4
+        )
+    found = opt_state.metrics()
+    assert int(found["skipped_steps"]) == int(metrics["skipped_steps"]) == 1
+    assert found.keys() <= metrics.keys() and not int(found["consecutive_skips"])
+    mpjax.raise_if_diverged(found, limit=1)
+
+
+@pytest.mark.parametrize("transform", ["eager", "jit", "scan", "vmap", "shard_map", "pmap"])
+def test_a_skip_leaves_no_trace_under(transform):
+    optimizer = mpjax.mixed_precision(optax.adamw(1e-2), "O2:float16")
+    start, step = begin(optimizer), step_of(optimizer)
+    bad = X.at[0, 0].set(jnp.nan)
+
+    def two(carry, x):
+        return step(*carry, x, Y)[:2], None
+
+    if transform == "scan":
+        (before, _), _ = (two(start, X), None)
+        after, _ = jax.jit(lambda c, xs: jax.lax.scan(two, c, xs))(start, jnp.stack([X, bad]))
+        before = jax.jit(two)(start, X)[0]
+    elif transform == "vmap":
+        before = start
+        run = jax.jit(jax.vmap(step, in_axes=(None, None, 0, None)))
+        out = run(*start, jnp.stack([bad, X]), Y)
+        after = jax.tree.map(lambda x: x[0], out[:2])
+        assert int(jax.tree.map(lambda x: x[1], out[1]).skipped_steps) == 0
+    elif transform in ("shard_map", "pmap"):
+        before = start
+
+        def replica(params, opt_state, x, y):
+            gradient = optimizer.value_and_grad(loss_fn, opt_state, axis_name="data")
+            _, grads = gradient(params, x, y)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        if transform == "pmap":
+            split = bad.reshape(4, 4, 4), Y.reshape(4, 4, 3)
+            run = jax.pmap(replica, axis_name="data", in_axes=(None, None, 0, 0))
+            after = jax.tree.map(lambda x: x[3], run(*start, *split))
+        else:
+            mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+            specs = (P(), P(), P("data"), P("data"))
+            run = jax.jit(jax.shard_map(replica, mesh=mesh, in_specs=specs, out_specs=P()))
+            after = run(*start, bad, Y)
+    else:
+        run = jax.jit(step) if transform == "jit" else step
+        *before, _ = run(*start, X, Y)
+        *after, _ = run(*before, bad, Y)
+    (params, opt_state), (old_params, old) = after, before
+    assert same((params, opt_state.inner_state), (old_params, old.inner_state))
+    assert int(opt_state.skipped_steps) == 1 and not bool(opt_state.finite)
+    assert float(opt_state.loss_scale.loss_scale) == float(old.loss_scale.loss_scale) / 2
+
+
+def test_no_scale_cures_what_the_caller_finds():
+    optimizer = mpjax.mixed_precision(optax.sgd(0.1), "mixed_float16")
+    params, first = begin(optimizer)
+    good = jax.tree.map(jnp.ones_like, params)
+    bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), params)
+    update = jax.jit(lambda grads, verdict: optimizer.update(grads, first, params, **verdict))
+    for grads, verdict in (
+        (good, {"finite": False}),
+        (bad, {"finite": False}),
+        (good, {"value": jnp.float32(jnp.nan)}),
+    ):
+        updates, state = update(grads, verdict)
+        assert not any(map(np.any, jax.tree.leaves(updates))) and int(state.skipped_steps) == 1
+        assert float(state.loss_scale.loss_scale) == 2.0**16 and not state.metrics()["loss_finite"]
+    _, state = update(bad, {"finite": True, "value": jnp.float32(1)})
+    assert float(state.loss_scale.loss_scale) == 2.0**15 and state.metrics()["loss_finite"]
+    updates, state = update(good, {"finite": True, "value": jnp.float32(1)})
+    assert bool(state.finite) and float(updates["w"][0, 0]) == np.float32(-0.1)
+
+
+def test_what_an_optimizer_is_told_reaches_it():
+    inner = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
+    optimizer = mpjax.mixed_precision(inner, "mixed_bfloat16")
+    params, state = begin(optimizer)
+    grads = jax.tree.map(jnp.ones_like, params)
+    update = jax.jit(lambda state, value: optimizer.update(grads, state, params, value=value))
+    for _ in range(6):
+        updates, state = update(state, jnp.float32(1))
+    assert abs(float(updates["w"][0, 0])) < 0.05
+
+
+@pytest.mark.parametrize(
+    "outside",
+    [
+        lambda inner: optax.chain(optax.clip_by_global_norm(1.0), inner),
+        lambda inner: optax.MultiSteps(inner, 2),
+        lambda inner: optax.masked(inner, {"w": True, "v": True}),
+    ],
+    ids=["chain", "MultiSteps", "masked"],
+)
+def test_a_part_of_another_optimizer(outside):
+    optimizer = mpjax.mixed_precision(optax.adam(1e-2), "mixed_float16")
+    whole = outside(optimizer)
+    params, _ = begin(optimizer)
+    state, step = whole.init(params), jax.jit(step_of(optimizer, whole))
+    losses = []
+    for _ in range(20):
+        params, state, loss = step(params, state, X, Y)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+
+
+def test_donated_and_compiled_once():
+    optimizer = mpjax.mixed_precision(optax.adam(1e-2), "O2:bfloat16", "dynamic")
+    params, state = begin(optimizer)
+    step = jax.jit(step_of(optimizer), donate_argnums=(0, 1))
+    for _ in range(3):
+        params, state, _ = step(params, state, X, Y)
+    assert step._cache_size() == 1
+    other = optimizer.init(params)  # the first scale is still there
+    assert float(other.loss_scale.loss_scale) == 2.0**16
+
+
+def test_it_is_saved(tmp_path):
+    optimizer = mpjax.mixed_precision(optax.adam(1e-2), "O2:float16")
+    params, state = begin(optimizer)
+    params, trained, _ = jax.jit(step_of(optimizer))(params, state, X, Y)
+    mpjax.checkpoint.save(tmp_path / "a", {"params": params, "opt_state": trained})
+    restored = mpjax.checkpoint.restore(tmp_path / "a", {"params": params, "opt_state": state})
+    assert same(restored["opt_state"], trained)
+    again = flax.serialization.from_bytes(state, flax.serialization.to_bytes(trained))
+    assert same(again, trained)
+
+
+def test_masters_are_found():
+    optimizer = mpjax.mixed_precision(optax.adam(1e-2), "O2:float16")
+    params, state = begin(optimizer)
+    masters = mpjax.master_params(state, params)
+    assert {x.dtype.name for x in jax.tree.leaves(masters)} == {"float32"}
+    half = {x.dtype.name for x in jax.tree.leaves(params)}
+    assert half == {"float16"}
+
+
+def test_what_auto_means():
+    of = functools.partial(mpjax.get_loss_scale, "mixed_float16")
+    assert isinstance(of(), mpjax.DynamicLossScale) and float(of(8.0).loss_scale) == 8
+    for policy in ("mixed_bfloat16", "float32", "O3:bfloat16"):
+        assert isinstance(mpjax.get_loss_scale(policy), mpjax.NoOpLossScale)
+        assert isinstance(mpjax.get_loss_scale(policy, "dynamic"), mpjax.DynamicLossScale)
+
+
+def test_errors():
+    with pytest.raises(TypeError, match=r"optimizer=0\.1 must be an optax optimizer"):
+        mpjax.mixed_precision(0.1)
+    with pytest.raises(ValueError, match="policy"):
+        mpjax.mixed_precision(optax.sgd(0.1), "mixed_float17")
+    with pytest.raises(ValueError, match="loss_scale='automatic'"):
+        mpjax.mixed_precision(optax.sgd(0.1), loss_scale="automatic")
+    optimizer = mpjax.mixed_precision(optax.sgd(0.1), "O2:float16")
+    with pytest.raises(ValueError, match=r"params\['w'\] is float32, .*cast_to_param\(params\)"):
+        optimizer.init({"w": jnp.ones(3)})
+    params, state = begin(optimizer)
+    with pytest.raises(ValueError, match="must hold one state of mpjax"):
+        optimizer.value_and_grad(loss_fn, state.inner_state)
+    with pytest.raises(ValueError, match="holds 2"):
+        optimizer.value_and_grad(loss_fn, (state, state))
+    with pytest.raises(TypeError, match="must be a function"):
+        optimizer.value_and_grad(3, state)
+    with pytest.raises(ValueError, match="must be one bool"):
+        optimizer.update(params, state, params, finite=jnp.ones(2, bool))
+    with pytest.raises(ValueError, match="not the MixedPrecisionState of mixed_precision"):
+        optimizer.update(params, state.inner_state, params)
+    adam = mpjax.mixed_precision(optax.adam(0.1), "O2:float16")
+    with pytest.raises(ValueError, match="belongs to another optimizer"):
+        jax.jit(adam.update)(params, state, params)
