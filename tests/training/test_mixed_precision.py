@@ -119,14 +119,16 @@ def test_no_scale_cures_what_the_caller_finds():
     good = jax.tree.map(jnp.ones_like, params)
     bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), params)
     update = jax.jit(lambda grads, verdict: optimizer.update(grads, first, params, **verdict))
-    for grads, verdict in (
-        (good, {"finite": False}),
-        (bad, {"finite": False}),
-        (good, {"value": jnp.float32(jnp.nan)}),
+    for grads, name, verdict in (
+        (good, "state_finite", {"finite": False}),
+        (good, "loss_finite", {"value": jnp.float32(jnp.nan)}),
+        (bad, "loss_finite", {"value": jnp.float32(jnp.nan)}),
+        (bad, "loss_finite", {"loss_finite": False}),
     ):
         updates, state = update(grads, verdict)
         assert not any(map(np.any, jax.tree.leaves(updates))) and int(state.skipped_steps) == 1
-        assert float(state.loss_scale.loss_scale) == 2.0**16 and not state.metrics()["loss_finite"]
+        assert float(state.loss_scale.loss_scale) == 2.0**16 and not state.metrics()[name]
+        assert int(first.loss_scale.growth_tracker) == int(state.loss_scale.growth_tracker)
     _, state = update(bad, {"finite": True, "value": jnp.float32(1)})
     assert float(state.loss_scale.loss_scale) == 2.0**15 and state.metrics()["loss_finite"]
     updates, state = update(good, {"finite": True, "value": jnp.float32(1)})

@@ -82,9 +82,8 @@ class Optimizer(nnx.Optimizer):
             raise ValueError(f"wrt={wrt!r}: model has no such variables, so nothing is trained.")
         nnx.update(model, policy.cast_to_param(params))
         super().__init__(model, optimizer, wrt=wrt)
-        # What value_and_grad found since the last update, and the verdicts on that update.
+        # What value_and_grad found since the last update.
         self.forward = nnx.OptState(jax.tree.map(jnp.asarray, GOOD))
-        self.verdicts = nnx.OptState(jax.tree.map(jnp.asarray, {**GOOD, "grads": True}))
 
     @property
     def policy(self) -> Policy:
@@ -107,24 +106,20 @@ class Optimizer(nnx.Optimizer):
         """
         params, grads = (nnx.as_pure(nnx.state(x, self.wrt)) for x in (model, grads))
         good, before = self.forward.get_value(), nnx.as_pure(self.opt_state)
+        verdicts = {"loss_finite": good["loss"], "finite": good["state"]}
         updates, opt_state = self.tx.update(
-            grads, before, params, finite=good["loss"] & good["state"], **nnx.as_pure(kwargs)
+            grads, before, params, **verdicts, **nnx.as_pure(kwargs)
         )
         new = apply_updates(params, updates, opt_state)
         nnx.update(model, select(opt_state.finite, new, params))
         nnx.update(self.opt_state, nnx.state(opt_state))
         self.step.set_value(self.step.get_value() + opt_state.finite)
-        self.verdicts.set_value({**good, "grads": opt_state.grads_finite})
         self.forward.set_value(jax.tree.map(jnp.asarray, GOOD))
         return jax.tree.map(jnp.subtract, widen(new), widen(params))
 
     def metrics(self) -> dict[str, jax.Array]:
         """Returns what the last update found, under the names of `build_train_step`'s metrics."""
-        verdicts = self.verdicts.get_value()
-        return {
-            **nnx.as_pure(self.opt_state).metrics(),
-            **{f"{name}_finite": verdict for name, verdict in verdicts.items()},
-        }
+        return nnx.as_pure(self.opt_state).metrics()
 
 
 def value_and_grad(

@@ -1,5 +1,6 @@
 """Mixed precision for a loop of one's own: an optimizer that holds the loss scale and masters."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +29,8 @@ class MixedPrecisionState(NamedTuple):
         skipped_steps: How many updates were skipped in all, an int32 scalar.
         consecutive_skips: How many were skipped in a row up to now, an int32 scalar.
         grads_finite: Whether the last gradients were finite, a bool scalar.
-        forward_finite: Whether the caller's verdicts on the last step were good, a bool scalar.
+        loss_finite: Whether the last loss was, as far as `update` was told, a bool scalar.
+        state_finite: The caller's verdict on what else the last step made, a bool scalar.
     """
 
     inner_state: optax.OptState
@@ -36,18 +38,20 @@ class MixedPrecisionState(NamedTuple):
     skipped_steps: jax.Array
     consecutive_skips: jax.Array
     grads_finite: jax.Array
-    forward_finite: jax.Array
+    loss_finite: jax.Array
+    state_finite: jax.Array
 
     @property
     def finite(self) -> jax.Array:
         """Whether the last update was applied, a bool scalar."""
-        return self.grads_finite & self.forward_finite
+        return self.grads_finite & self.loss_finite & self.state_finite
 
     def metrics(self) -> dict[str, jax.Array]:
         """Returns what the last update found, under the names of `build_train_step`'s metrics."""
         return {
             "grads_finite": self.grads_finite,
-            "loss_finite": self.forward_finite,
+            "loss_finite": self.loss_finite,
+            "state_finite": self.state_finite,
             "loss_scale": jnp.asarray(self.loss_scale.loss_scale, jnp.float32),
             "skipped_steps": self.skipped_steps,
             "consecutive_skips": self.consecutive_skips,
@@ -59,8 +63,9 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
 
     Attributes:
         init: As every optax optimizer has it.
-        update: As every optax optimizer has it. ``update(..., finite=verdict)`` adds a verdict of
-            the caller's (on a new model state, say); ``update(..., value=loss)`` one on the loss.
+        update: As every optax optimizer has it. ``update(..., value=loss)`` has the loss judged
+            too (or ``loss_finite=verdict``), ``update(..., finite=verdict)`` adds the caller's
+            verdict on what else the step made: a new model state.
         policy: The `Policy` that functions run under.
     """
 
@@ -157,28 +162,27 @@ def in_mixed_precision(
     def init(params):
         _check_stored(policy, params)
         counters = (jnp.zeros((), jnp.int32) for _ in range(2))
-        verdicts = (jnp.ones((), bool) for _ in range(2))
+        verdicts = (jnp.ones((), bool) for _ in range(3))
         first = jax.tree.map(jnp.array, scale)  # its own: a buffer cannot be donated twice
         return MixedPrecisionState(inner.init(params), first, *counters, *verdicts)
 
-    def update(updates, state, params=None, *, finite=True, **extra_args):
-        if not is_one_bool(finite):
-            raise ValueError(
-                f"finite={brief(finite)} must be one bool: a verdict on the whole step."
-            )
+    def update(updates, state, params=None, *, finite=True, loss_finite=True, **extra_args):
+        for name, verdict in (("finite", finite), ("loss_finite", loss_finite)):
+            if not is_one_bool(verdict):
+                raise ValueError(f"{name}={brief(verdict)} must be one bool.")
         check_kind(state, MixedPrecisionState, "mixed_precision")
-        grads_finite = all_finite(updates)
-        forward_finite = jnp.logical_and(finite, all_finite(extra_args.get("value")))
-        finite = grads_finite & forward_finite
+        verdicts = {
+            "grads_finite": all_finite(updates),
+            "loss_finite": jnp.logical_and(loss_finite, all_finite(extra_args.get("value"))),
+            "state_finite": jnp.asarray(finite),
+        }
+        finite = functools.reduce(jnp.logical_and, verdicts.values())
         updates, inner_state = updated_if(
             finite, inner, updates, state.inner_state, params, extra_args
         )
+        scale = adjusted(state.loss_scale, **verdicts)
         return updates, MixedPrecisionState(
-            inner_state,
-            adjusted(state.loss_scale, grads_finite, forward_finite),
-            **counted(state, finite),
-            grads_finite=grads_finite,
-            forward_finite=forward_finite,
+            inner_state, scale, **counted(state, finite), **verdicts
         )
 
     made = MixedPrecision(init, update)

@@ -272,8 +272,7 @@ def build_train_step(
             sizes = [leaf.size for leaf in jax.tree.leaves(grads)]
             reports["underflow"] = underflow(seen, sizes, policy.compute_dtype)
         state_finite = stays_finite(model_state, state.model_state)
-        forward_finite = loss_finite & state_finite
-        finite = grads_finite & forward_finite
+        finite = grads_finite & loss_finite & state_finite
         extra_args = {"value": loss} if takes_value else {}
 
         def applied(before, grads, model_state, extra_args):
@@ -289,7 +288,7 @@ def build_train_step(
         before = {name: getattr(state, name) for name in CHANGED}
         new = TrainState(
             **gated(finite, applied, before, grads, model_state, extra_args),
-            loss_scale=adjusted(state.loss_scale, grads_finite, forward_finite),
+            loss_scale=adjusted(state.loss_scale, grads_finite, loss_finite, state_finite),
             rng=rng,
             **counted(state, finite),
         )

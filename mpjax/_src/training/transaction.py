@@ -90,9 +90,11 @@ def counted(before: Any, finite: Any) -> dict[str, jax.Array]:
     }
 
 
-def adjusted(loss_scale: T, grads_finite: Any, forward_finite: Any) -> T:
+def adjusted(loss_scale: T, grads_finite: Any, loss_finite: Any, state_finite: Any) -> T:
     """Returns the next loss scale.
 
-    No scale cures the forward pass: gradients alone lower it, where loss and state are finite.
+    No scale cures the forward pass: gradients alone lower it, where the loss is good. Whether a
+    state or the gradients failed first cannot be told, and a scale too high must come down.
     """
-    return select(forward_finite, loss_scale.adjust(grads_finite), loss_scale)  # type: ignore
+    speaks = loss_finite & (state_finite | ~grads_finite)
+    return select(speaks, loss_scale.adjust(grads_finite), loss_scale)  # type: ignore[attr-defined]
