@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
 import numpy as np
@@ -21,6 +21,8 @@ from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.errors import brief
 from mpjax._src.policy import Policy
 from mpjax._src.trees import is_array
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Tracing(NamedTuple):
@@ -120,6 +122,12 @@ def given_dtype(dtype: Any) -> Any:
     return np.dtype(half if half and dtype == FLOAT32 else dtype)
 
 
+@overload
+def half_inputs(kernel: F, *, float32: int | str | Sequence[int | str] = ...) -> F: ...
+@overload
+def half_inputs(
+    kernel: None = None, *, float32: int | str | Sequence[int | str] = ...
+) -> Callable[[F], F]: ...
 def half_inputs(
     kernel: Callable[..., Any] | None = None, *, float32: int | str | Sequence[int | str] = ()
 ) -> Any:

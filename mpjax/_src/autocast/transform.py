@@ -8,10 +8,11 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import jmp
 
 from mpjax._src import _jax
 from mpjax._src.autocast.graph import PLANNED, Block
@@ -26,6 +27,8 @@ from mpjax._src.errors import check_callable
 from mpjax._src.patterns import nearest_paths, path_of
 from mpjax._src.policy import Policy, get_policy
 from mpjax._src.trees import is_array
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,10 @@ class Traced:
         return self.rebuild([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in results])
 
 
+@overload
+def autocast(fun: F, policy: str | jmp.Policy) -> F: ...
+@overload
+def autocast(fun: None = None, *, policy: str | jmp.Policy) -> Callable[[F], F]: ...
 def autocast(fun: Any = None, policy: Any = None) -> Any:
     """Gives a function mixed precision, chosen operation by operation over the whole program.
 

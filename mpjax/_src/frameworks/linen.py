@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from mpjax._src.training.mixed_precision import in_mixed_precision
 from mpjax._src.training.optimizers import apply_updates
 from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.trees import cast_like, select, stays_finite, widen
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class TrainState(train_state.TrainState):
@@ -112,7 +115,9 @@ class TrainState(train_state.TrainState):
         )
         return state.replace(step=jnp.zeros((), jnp.int32))
 
-    def value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Any:
+    def value_and_grad(
+        self, loss_fn: Callable[P, R], has_aux: bool = False
+    ) -> Callable[P, tuple[R, Any]]:
         """Returns ``jax.value_and_grad(loss_fn)`` under the policy and the loss scale.
 
         Args:

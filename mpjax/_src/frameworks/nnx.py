@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from mpjax._src.training.loss_scale import LossScale
 from mpjax._src.training.mixed_precision import in_mixed_precision
 from mpjax._src.training.optimizers import apply_updates
 from mpjax._src.trees import all_finite, select, stays_finite, widen
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 GOOD = {"loss": True, "state": True}
 
@@ -123,12 +126,12 @@ class Optimizer(nnx.Optimizer):
 
 
 def value_and_grad(
-    f: Callable[..., Any],
+    f: Callable[P, R],
     optimizer: Optimizer,
     *,
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[P, tuple[R, Any]]:
     """`nnx.value_and_grad` under an optimizer's policy and loss scale.
 
     The function runs under autocast; its loss is scaled, the gradients are not. What it changes of

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,17 @@ from mpjax._src.training.loss_scale import LossScale, NoOpLossScale, has_protoco
 from mpjax._src.training.replicas import averaged, axes_of, check_axis, localized
 from mpjax._src.trees import all_finite, is_array, widen
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def scaled_value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     axis_name: str | tuple[str, ...] | None = None,
-) -> Callable[..., tuple[Any, Any, jax.Array]]:
+) -> Callable[P, tuple[R, Any, jax.Array]]:
     """Returns a function like ``jax.value_and_grad(fun)`` that scales the backward pass.
 
     The loss is multiplied by the scale in float32 before the backward pass, so that small

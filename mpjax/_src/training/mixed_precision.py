@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from mpjax._src.training.loss_scale import LossScale, get_loss_scale
 from mpjax._src.training.optimizers import check_kind, under_policy, updated_if
 from mpjax._src.training.transaction import adjusted, counted
 from mpjax._src.trees import all_finite, is_array, is_one_bool
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class MixedPrecisionState(NamedTuple):
@@ -73,12 +76,12 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
 
     def value_and_grad(
         self,
-        fun: Callable[..., Any],
+        fun: Callable[P, R],
         opt_state: optax.OptState,
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
         axis_name: str | tuple[str, ...] | None = None,
-    ) -> Callable[..., tuple[Any, Any]]:
+    ) -> Callable[P, tuple[R, Any]]:
         """Returns ``jax.value_and_grad(fun)`` under the policy and the loss scale.
 
         Args:

@@ -1,0 +1,131 @@
+"""What is public, and where it lies: read by type checkers, and by `mpjax` itself when asked."""
+
+from . import checkpoint as checkpoint
+from . import linen as linen
+from . import nnx as nnx
+from ._src.autocast.attention import dot_product_attention
+from ._src.autocast.explain import CastReport, explain
+from ._src.autocast.kernels import current_policy, half_inputs
+from ._src.autocast.regions import full_precision, precision
+from ._src.autocast.transform import autocast
+from ._src.checkpoint.export import export_params, load_safetensors, save_safetensors
+from ._src.errors import CompileError, DivergenceError, OutOfMemoryError
+from ._src.hardware.aot import compile_for
+from ._src.hardware.batch_size import BatchTry, LargestBatch, largest_batch
+from ._src.hardware.collectives import CollectiveRow
+from ._src.hardware.devices import (
+    DeviceFacts,
+    DeviceReport,
+    device_report,
+    half_dtype,
+    recommend_policy,
+)
+from ._src.hardware.report import CompileReport, MatmulRow
+from ._src.instruments.compare import Comparison, compare
+from ._src.instruments.histogram import (
+    GradientHistogram,
+    LossScaleAdvice,
+    gradient_histogram,
+    recommend_loss_scale,
+)
+from ._src.instruments.logs import JsonLines, flush_metrics, log_metrics
+from ._src.instruments.nonfinite import NonfiniteReport, find_nonfinite
+from ._src.instruments.plots import plot_compare, plot_gradient_histogram
+from ._src.instruments.tune import Tuning, tune
+from ._src.policy import Policy, get_policy
+from ._src.rules import register_rule
+from ._src.training.gradients import scaled_value_and_grad
+from ._src.training.loss_scale import (
+    DynamicLossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    get_loss_scale,
+)
+from ._src.training.mixed_precision import (
+    MixedPrecision,
+    MixedPrecisionState,
+    mixed_precision,
+)
+from ._src.training.optimizers import (
+    MasterWeightsState,
+    SkipNonfiniteState,
+    master_params,
+    skip_nonfinite,
+    with_master_weights,
+)
+from ._src.training.placement import state_shardings
+from ._src.training.step import TrainState, TrainStep, build_train_step, raise_if_diverged
+from ._src.training.watch import Overflow, Underflow
+from ._src.trees import all_finite, cast, select
+
+__version__: str
+
+__all__ = [
+    "BatchTry",
+    "CastReport",
+    "CollectiveRow",
+    "Comparison",
+    "CompileError",
+    "CompileReport",
+    "DeviceFacts",
+    "DeviceReport",
+    "DivergenceError",
+    "DynamicLossScale",
+    "GradientHistogram",
+    "JsonLines",
+    "LargestBatch",
+    "LossScaleAdvice",
+    "MasterWeightsState",
+    "MatmulRow",
+    "MixedPrecision",
+    "MixedPrecisionState",
+    "NoOpLossScale",
+    "NonfiniteReport",
+    "OutOfMemoryError",
+    "Overflow",
+    "Policy",
+    "SkipNonfiniteState",
+    "StaticLossScale",
+    "TrainState",
+    "TrainStep",
+    "Tuning",
+    "Underflow",
+    "all_finite",
+    "autocast",
+    "build_train_step",
+    "cast",
+    "compare",
+    "compile_for",
+    "current_policy",
+    "device_report",
+    "dot_product_attention",
+    "explain",
+    "export_params",
+    "find_nonfinite",
+    "flush_metrics",
+    "full_precision",
+    "get_loss_scale",
+    "get_policy",
+    "gradient_histogram",
+    "half_dtype",
+    "half_inputs",
+    "largest_batch",
+    "load_safetensors",
+    "log_metrics",
+    "master_params",
+    "mixed_precision",
+    "plot_compare",
+    "plot_gradient_histogram",
+    "precision",
+    "raise_if_diverged",
+    "recommend_loss_scale",
+    "recommend_policy",
+    "register_rule",
+    "save_safetensors",
+    "scaled_value_and_grad",
+    "select",
+    "skip_nonfinite",
+    "state_shardings",
+    "tune",
+    "with_master_weights",
+]
