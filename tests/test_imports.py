@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import mpjax
+import mpjax.keras
 
 PACKAGE = Path(mpjax.__file__).parent
 INSIDE = PACKAGE / "_src"
@@ -48,6 +48,7 @@ def test_every_package_has_its_place():
         "_src",
         "py",
         "checkpoint",
+        "keras",
         "linen",
         "nnx",
     }
@@ -125,7 +126,7 @@ def test_every_public_name_is_there():
 
 def test_everything_public_is_documented_with_an_example():
     public = [(mpjax, name) for name in mpjax.__all__]
-    for module in (mpjax.checkpoint, mpjax.linen, mpjax.nnx):
+    for module in (mpjax.checkpoint, mpjax.keras, mpjax.linen, mpjax.nnx):
         public += [(module, name) for name in module.__all__]
     for module, name in public:
         thing = getattr(module, name)

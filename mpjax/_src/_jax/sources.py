@@ -39,6 +39,14 @@ def source_line(*eqns: Any) -> str:
     return ""
 
 
+def passed_through(eqn: Any, files: Sequence[str]) -> bool:
+    """Tells whether an equation was made below one of some files, given by how their paths end."""
+    traceback = eqn.source_info.traceback
+    frames = () if traceback is None else traceback.frames
+    names = (frame.file_name.replace("\\", "/") for frame in frames)
+    return any(name.endswith(tuple(files)) for name in names)
+
+
 def line_key(eqn: Any) -> Any:
     """Returns what an equation shares with those that differentiating it makes."""
     return eqn.source_info.traceback

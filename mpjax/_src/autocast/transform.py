@@ -18,6 +18,7 @@ from mpjax._src import _jax
 from mpjax._src.autocast.graph import PLANNED, Block
 from mpjax._src.autocast.kernels import Numbers, overridden, tracing
 from mpjax._src.autocast.modules import call_on_arrays, modules_in, on_arrays
+from mpjax._src.autocast.others import check_no_other_policy
 from mpjax._src.autocast.plan import Plan, make_plan
 from mpjax._src.autocast.rewrite import run_plan
 from mpjax._src.autocast.signature import KEPT_CALLS, signature
@@ -179,6 +180,8 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
 
     jaxpr = _jax.open_jaxpr(closed)[0]
     _check_patterns(plan, paths)
+    if policy.compute_dtype in HALVES:
+        check_no_other_policy(plan.block)
     known = states(tree, _spread(written, traced), _spread(in_dtypes, traced))
     is_made = [other is None for other in others]
     results = _spread([v.aval for v in jaxpr.outvars], is_made)
