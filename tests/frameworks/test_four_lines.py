@@ -1,7 +1,11 @@
 """Loops of optax run in float16 after four lines: an import, the optimizer, gradient and state."""
 
 import difflib
+import os
+import platform
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -110,3 +114,31 @@ def test_the_curve_of_float32_and_a_skip_that_leaves_no_trace(name, tmp_path):
     assert int(opt_state.skipped_steps[...]) == 1
     for old, now in zip(before[:-1], after[:-1], strict=True):
         assert all(map(np.array_equal, old, now))
+
+
+BITS = """
+import pathlib, sys, tempfile
+sys.path[:0] = sys.argv[1:]
+import numpy as np
+from test_four_lines import CHANGES, arrays, run
+folder = pathlib.Path(tempfile.mkdtemp())
+for name in CHANGES:
+    _, plain, wanted = run(name, folder, steps=50)
+    _, kept, losses = run(name, folder, "float32", steps=50)
+    assert losses == wanted, name
+    for old, new in zip(plain[:-1], kept[:-1], strict=True):  # the optimizer's state holds more
+        assert all(map(np.array_equal, arrays(old), arrays(new))), name
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="no instructions without fused ones")
+def test_under_float32_it_is_the_plain_loop_bit_for_bit():
+    """Where XLA fuses no multiplication and addition: which ones it does depends on what is near.
+
+    Fifty steps in a process of their own, whose compiler knows no such instruction.
+    """
+    folders = [str(LOOPS.parent), str(LOOPS.parent.parent)]
+    environment = {**os.environ, "XLA_FLAGS": "--xla_cpu_max_isa=AVX", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", BITS, *folders]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
