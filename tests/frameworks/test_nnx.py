@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from flax.errors import TraceContextError
-from support import HALVES, full_matmuls, normal
+from support import HALVES, full_matmuls, matmul_dtypes, normal
 
 import mpjax
 import mpjax.nnx
@@ -325,6 +325,39 @@ def test_low_rank_adapters_alone_are_trained():
     losses = [float(step(model, optimizer, X, Y)) for _ in range(5)]
     assert losses[-1] < losses[0] and same(arrays(model.base), before[0])
     assert not same(arrays(nnx.state(model, nnx.LoRAParam)), before[1])
+
+
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.BatchNorm(use_running_average=False)(linen.Dense(16)(x))
+        return linen.Dense(8)(linen.Dropout(0.1, deterministic=False)(linen.relu(x)))
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "O2:float16"])
+def test_modules_of_linen_over_the_bridge(policy):
+    """What linen calls collections are variables, which are kept and rolled back as such."""
+    wrapped = nnx.bridge.ToNNX(Linen(), rngs=nnx.Rngs(0, dropout=1))
+    nnx.bridge.lazy_init(wrapped, X)
+
+    def loss(model, x, y):
+        return jnp.mean((model(x, mutable=["batch_stats"]) - y) ** 2)
+
+    model, optimizer, step, traced = loop(policy, wrapped, loss, has_aux=False, loss_scale=64.0)
+    before = arrays(nnx.state(model, nnx.BatchStat))
+    losses = [float(step(model, optimizer, X, Y)) for _ in range(30)]
+    assert losses[-1] < 0.9 * losses[0] and len(traced) == 1
+    assert not same(arrays(nnx.state(model, nnx.BatchStat)), before)
+    before = arrays(model)
+    step(model, optimizer, X.at[0].set(jnp.nan), Y)
+    assert same(arrays(model), before) and int(optimizer.metrics()["skipped_steps"]) == 1
+
+
+def test_a_module_within_one_of_linen():
+    model = nnx.bridge.to_linen(nnx.Linear, 4, 8)
+    variables = model.init(jax.random.key(0), X)
+    run = mpjax.autocast(lambda v, x: jnp.mean((model.apply(v, x) - Y) ** 2), "mixed_bfloat16")
+    assert set(matmul_dtypes(jax.grad(run, allow_int=True), variables, X)) == {("bfloat16",) * 2}
 
 
 def test_several_arguments_are_differentiated():

@@ -183,8 +183,7 @@ def value_and_grad(
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
         scale = optimizer.loss_scale
-        state = [v for _, v in nnx.iter_graph((args, kwargs)) if isinstance(v, nnx.Variable)]
-        old = [variable.get_value() for variable in state]
+        old = {path: v.get_value() for path, v in _variables((args, kwargs))}
         gradient = nnx.value_and_grad(
             with_scaled_loss(run, scale, has_aux),
             argnums=wanted,
@@ -192,13 +191,19 @@ def value_and_grad(
         )
         (_, (loss, aux)), grads = gradient(*args, **kwargs)
         grads = scale.unscale(widen(grads))
-        new = [variable.get_value() for variable in state]
-        found = {"loss": jnp.isfinite(loss), "state": stays_finite(new, old)}
+        # Not the variables of before: a function may have put others in their places.
+        state = [(v, old[path]) for path, v in _variables((args, kwargs)) if path in old]
+        new, before = [v.get_value() for v, _ in state], [value for _, value in state]
+        found = {"loss": jnp.isfinite(loss), "state": stays_finite(new, before)}
         finite = found["loss"] & found["state"] & all_finite(grads)
-        for variable, value in zip(state, select(finite, new, old), strict=True):
+        for (variable, _), value in zip(state, select(finite, new, before), strict=True):
             variable.set_value(value)
-        before = optimizer.forward.get_value()
-        optimizer.forward.set_value(jax.tree.map(operator.and_, before, found))
+        so_far = optimizer.forward.get_value()
+        optimizer.forward.set_value(jax.tree.map(operator.and_, so_far, found))
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
+
+
+def _variables(tree: Any) -> list[tuple[Any, nnx.Variable]]:
+    return [(path, v) for path, v in nnx.iter_graph(tree) if isinstance(v, nnx.Variable)]
