@@ -146,6 +146,19 @@ def test_what_an_optimizer_is_told_reaches_it():
     assert abs(float(updates["w"][0, 0])) < 0.05
 
 
+def test_an_optimizer_that_is_not_shown_parameters():
+    """As many loops have it: without half parameters there are no masters to keep up with."""
+    optimizer = mpjax.mixed_precision(optax.adam(1e-2), "mixed_float16")
+    params, state = begin(optimizer)
+    grads = jax.tree.map(jnp.ones_like, params)
+    got, want = (jax.jit(optimizer.update)(grads, state, *given)[0] for given in ((), (params,)))
+    assert same(got, want) and np.any(got["w"])
+    optimizer = mpjax.mixed_precision(optax.adam(1e-2), "O2:float16")
+    params, state = begin(optimizer)
+    with pytest.raises(ValueError, match="update was called without params"):
+        jax.jit(optimizer.update)(grads, state)
+
+
 @pytest.mark.parametrize(
     "outside",
     [

@@ -41,8 +41,8 @@ def scaled_value_and_grad(
         fun: A function whose result is a real scalar loss, or ``(loss, aux)``.
         loss_scale: An mpjax or jmp loss scale.
         argnums: Which positional arguments to differentiate by, as for ``jax.grad``. Of one with
-            leaves that are no arrays (a module of Equinox) the floating arrays are trained, and
-            gradients are None elsewhere, as ``eqx.filter_grad`` has it.
+            other leaves than floating numbers (a module of Equinox) the floating arrays are
+            trained, and gradients are None elsewhere, as ``eqx.filter_grad`` has it.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
         axis_name: The mapped axis or axes of replicas, within ``jax.shard_map`` or ``jax.pmap``:
             loss and gradients are those of their mean, averaged in float32, and the verdict is one
@@ -113,13 +113,19 @@ def scaled_value_and_grad(
 
 
 def _trained(tree: Any) -> tuple[Any, Any]:
-    """Returns the floating arrays of a tree, and what else it holds; None if it is all arrays."""
+    """Returns the floating arrays of a tree, and what else it holds.
+
+    None stands for the rest where JAX differentiates the tree as it is, or refuses it as a whole.
+    """
     leaves = jax.tree.leaves(tree)
-    if all(is_array(x) or isinstance(x, (bool, int, float, complex)) for x in leaves):
+    floating = [is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+    known = [
+        yes or isinstance(x, (float, complex)) for x, yes in zip(leaves, floating, strict=True)
+    ]
+    if all(known) or not any(floating):
         return tree, None
-    trained = [is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
     parts = (
-        [x if yes == wanted else None for x, yes in zip(leaves, trained, strict=True)]
+        [x if yes == wanted else None for x, yes in zip(leaves, floating, strict=True)]
         for wanted in (True, False)
     )
     arrays, rest = (jax.tree.unflatten(jax.tree.structure(tree), part) for part in parts)

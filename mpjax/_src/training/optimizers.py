@@ -95,16 +95,17 @@ def with_master_weights(
         return MasterWeightsState(masters, inner.init(_with_masters(params, masters)))
 
     def update(updates, state, params=None, **extra_args):
-        if params is None:
+        check_kind(state, MasterWeightsState, "with_master_weights")
+        if params is None and not _are_none(state.masters):
             raise ValueError(
                 "with_master_weights: update was called without params. Call "
                 "optimizer.update(grads, state, params): updates of half parameters are "
                 "differences to their masters."
             )
-        check_kind(state, MasterWeightsState, "with_master_weights")
-        full = _with_masters(params, state.masters)
+        full = None if params is None else _with_masters(params, state.masters)
         grads, inner_state = widen(updates), state.inner_state
-        with _for_state(lambda: check_state(inner.init, inner_state, full, "state.inner_state")):
+        trained = grads if full is None else full
+        with _for_state(lambda: check_state(inner.init, inner_state, trained, "state.inner_state")):
             updates, inner_state = inner.update(grads, inner_state, full, **extra_args)
         if _are_none(state.masters):
             return updates, MasterWeightsState(NO_MASTERS, inner_state)
@@ -315,8 +316,11 @@ def updated_if(
     def update(state, grads, params):
         return inner.update(grads, state, params, **extra_args)
 
-    trained = grads if params is None else params
-    with _for_state(lambda: check_state(inner.init, state, trained, "state.inner_state")):
+    def check():
+        if params is not None:
+            check_state(inner.init, state, params, "state.inner_state")
+
+    with _for_state(check):
         return gated_update(finite, update, state, grads, params)
 
 
