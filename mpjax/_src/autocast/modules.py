@@ -25,6 +25,31 @@ def modules_in(tree: Any) -> list[Any]:
     return [leaf for leaf in leaves if isinstance(leaf, kinds)]
 
 
+def are_there(leaves: list[Any], structure: Any) -> bool:
+    """Tells whether `modules_in` would find something in a tree that has been flattened.
+
+    Of a structure this is known after the first call: to look at each node takes as long as the
+    rest of a call.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return False
+    kinds = nnx.Module, nnx.Pytree, nnx.Variable  # one that is no pytree is a leaf
+    return _have_nodes(structure) or any(issubclass(kind, kinds) for kind in {*map(type, leaves)})
+
+
+@functools.lru_cache(1024)
+def _have_nodes(structure: Any) -> bool:
+    from flax import nnx
+
+    node = structure.node_data()
+    if node is None or issubclass(node[0], nnx.State):
+        return False
+    return issubclass(node[0], (nnx.Pytree, nnx.Variable)) or any(
+        map(_have_nodes, structure.children())
+    )
+
+
 def on_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function of what `call_on_arrays` makes of arguments, which changes nothing."""
     from flax import nnx

@@ -17,7 +17,7 @@ import jmp
 from mpjax._src import _jax
 from mpjax._src.autocast.graph import PLANNED, Block
 from mpjax._src.autocast.kernels import Numbers, overridden, tracing
-from mpjax._src.autocast.modules import call_on_arrays, modules_in, on_arrays
+from mpjax._src.autocast.modules import are_there, call_on_arrays, on_arrays
 from mpjax._src.autocast.others import check_no_other_policy
 from mpjax._src.autocast.plan import Plan, make_plan
 from mpjax._src.autocast.rewrite import run_plan
@@ -112,8 +112,7 @@ def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
     kept: Callable[[Any], list[Any]] = functools.lru_cache(KEPT_CALLS)(lambda key: [])
     _jax.cleared_with_jax(kept)
 
-    def run_planned(fun, args, kwargs):
-        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+    def run_planned(fun, args, kwargs, leaves, tree):
         arrays = [x for x in leaves if is_array(x)]
         if any(isinstance(x, jax.core.Tracer) for x in arrays):
             traced = trace(fun, policy, args, kwargs)
@@ -133,10 +132,15 @@ def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        if not modules_in((args, kwargs)):
-            return run_planned(fun, args, kwargs)
+        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+        if not are_there(leaves, tree):
+            return run_planned(fun, args, kwargs, leaves, tree)
         pure = on_arrays(fun)
-        return call_on_arrays(lambda *args, **kwargs: run_planned(pure, args, kwargs), args, kwargs)
+
+        def run(*args, **kwargs):
+            return run_planned(pure, args, kwargs, *jax.tree_util.tree_flatten((args, kwargs)))
+
+        return call_on_arrays(run, args, kwargs)
 
     return wrapped  # type: ignore[return-value]
 
