@@ -150,3 +150,18 @@ def test_the_architecture_page_draws_every_module_and_the_true_order():
             for name in imports(path):
                 if name.startswith("mpjax._src."):
                     assert places[name.split(".")[2]] <= places[room], f"{path} imports {name}"
+
+
+@pytest.mark.parametrize(
+    ("missing", "code", "extra"),
+    [
+        ("keras", "import mpjax.keras", "keras"),
+        ("matplotlib", "mpjax.plot_compare(mpjax.compare(lambda w: w @ w, 'O2')(A))", "plot"),
+    ],
+)
+def test_a_missing_extra_is_named(missing, code, extra):
+    block = f"sys.modules[{missing!r}] = None; A = jax.numpy.ones((2, 2))"
+    program = f"import jax, sys; {block}; import mpjax; {code}"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert f"pip install 'mpjax[{extra}]'" in done.stderr.splitlines()[-1], done.stderr
