@@ -2,6 +2,8 @@
 #   make demo         train two real models under six precisions: a table and a picture
 #   make test         the test suite        make test-all     with the slow tests
 #   make lint         ruff and mypy         make test-newest  the suite on the newest JAX
+#   make test-torch   docs/coming_from: PyTorch's code and ours give the same losses; so do
+#                     test-paddle, test-mindspore and test-tensorflow for theirs
 #   make test-aot     the tests that compile for absent GPUs and TPUs (1.4 GB of compilers)
 #   make gate         does autocast take no more than is recorded? (minutes; the same compilers)
 #   make bench        the cpu suite of the benchmarks    make page     docs/performance.md anew
@@ -18,6 +20,7 @@ NEWEST_PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c "print('$
 VENV := .venv
 NEWEST := .venv-newest
 AOT := .venv-aot
+RIVALS := torch paddle mindspore tensorflow
 # What `mutants` compares with: where a branch left origin/main, else the commit before the last.
 BASE ?= $(firstword $(foreach r,origin/main HEAD~1 HEAD,$(shell git rev-parse --verify --quiet $(r))))
 WORKERS ?= 2
@@ -26,7 +29,7 @@ RECORDED = $(shell $(PYTHON) -c "import json; print(json.load(open('benchmarks/r
 PIP := pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest -n 2
 
-.PHONY: demo test test-all test-newest newest-python test-aot lint gate bench bench-aot page quality soak mutants mutants-all clean
+.PHONY: demo test test-all test-newest newest-python $(RIVALS:%=test-%) test-aot lint gate bench bench-aot page quality soak mutants mutants-all clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -43,6 +46,10 @@ test-newest: $(NEWEST)/ready
 # Prints the Python that test-newest would take, if there is one.
 newest-python:
 	@echo $(NEWEST_PYTHON)
+
+# Each of them lives in a virtual environment of its own, without JAX.
+$(RIVALS:%=test-%): test-%: $(VENV)/ready $(VENV)-%/ready
+	$(VENV)/bin/python -m pytest -m "slow or not slow" tests/test_coming_from.py -k $*
 
 # The plugins look for a GPU and a TPU at start; on the CPU alone they say less about it.
 test-aot: $(AOT)/ready
@@ -92,6 +99,18 @@ $(VENV)/ready: pyproject.toml
 	$(VENV)/bin/$(PIP) --editable ".[dev]"
 	touch $@
 
+torch = numpy torch==2.13.0
+paddle = setuptools "numpy<2.4" paddlepaddle==3.3.1
+mindspore = setuptools "numpy<2" mindspore==2.10.0
+tensorflow = tensorflow-cpu==2.21.0 keras==3.15.1
+# PyTorch without CUDA, where its own index can be reached.
+indexes_torch = --retries 0 --index-url https://download.pytorch.org/whl/cpu
+
+$(RIVALS:%=$(VENV)-%/ready): $(VENV)-%/ready:
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/$(PIP) $(indexes_$*) $($*) || $(VENV)-$*/bin/$(PIP) $($*)
+	touch $@
+
 $(NEWEST)/ready: pyproject.toml
 	$(NEWEST_PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/$(PIP) --upgrade pip
@@ -105,4 +124,4 @@ $(AOT)/ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(AOT) .mutants
+	rm -rf $(VENV) $(NEWEST) $(AOT) $(RIVALS:%=$(VENV)-%) .mutants

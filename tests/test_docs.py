@@ -4,16 +4,14 @@ import doctest
 import importlib
 import pkgutil
 import re
-from pathlib import Path
 
+import pages
 import pytest
 
 import mpjax
 
-ROOT = Path(mpjax.__file__).parent.parent
 MODULES = [module.name for module in pkgutil.walk_packages(mpjax.__path__, "mpjax.")]
-PAGES = sorted(path.relative_to(ROOT) for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+each_page = pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.stem)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -21,17 +19,27 @@ def test_docstring_examples(name, table):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@each_page
 def test_blocks_of_a_page_run_one_after_the_other(page, table):
-    namespace = {"__name__": "__main__"}
-    text = (ROOT / page).read_text()
-    for match in BLOCK.finditer(text):
-        # Padded so that a traceback names the line of the page.
-        padding = "\n" * text[: match.start(1)].count("\n")
-        exec(compile(padding + match[1], str(page), "exec"), namespace)
+    pages.run(page)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@each_page
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / page).read_text()):
-        assert (ROOT / page.parent / link).exists(), link
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in headings(target), link
+
+
+def headings(page):
+    """Returns the anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_what_a_page_shows_is_what_was_printed():
+    assert pages.printed_as("a\n...\nd\n", "a  \nb\nc\nd\n")
+    assert not pages.printed_as("a\nd\n", "a\nb\nd\n")
+    assert not pages.printed_as("d\n...\na\n", "a\nd\n")

@@ -1,0 +1,125 @@
+"""docs/coming_from: their code and ours, from the same weights, give the same losses.
+
+Theirs runs in an interpreter that has their framework: in .venv-torch and so on, which `make
+test-torch` makes, or in this one. Without it these tests are skipped.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pages
+import pytest
+
+import mpjax
+
+FOLDER = pages.ROOT / "docs" / "coming_from"
+OVERFLOWS = np.random.default_rng(0).random(300) < 0.1
+
+# Their scales from 2^10 on, growing after four good steps, when gradients overflow now and then.
+SCALES = {
+    "torch": """
+import torch
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([weight], lr=0.0)
+for overflows in OVERFLOWS:
+    scaler.scale(weight.sum()).backward()
+    weight.grad = torch.full((1,), float("inf") if overflows else 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    scales.append(scaler.get_scale())
+""",
+    # On a CPU it switches itself off: what it does there otherwise is switched on.
+    "paddle": """
+from unittest import mock
+import paddle
+with mock.patch.object(paddle.base.core.Place, "is_gpu_place", lambda self: True):
+    scaler = paddle.amp.GradScaler(init_loss_scaling=2.0**10, incr_every_n_steps=4)
+for overflows in OVERFLOWS:
+    scaler._cache_found_inf = overflows
+    scaler._update()
+    scales.append(scaler._scale.item())
+""",
+    "mindspore": """
+import mindspore
+scaler = mindspore.amp.DynamicLossScaler(2**10, 2, 4)
+for overflows in OVERFLOWS:
+    scaler.adjust(mindspore.Tensor(not overflows))
+    scales.append(float(scaler.scale_value))
+""",
+}
+
+
+def interpreter(framework: str) -> str:
+    """Returns a Python that has a framework, or skips the test."""
+    own = pages.ROOT / f".venv-{framework}" / "bin" / "python"
+    if own.exists():
+        return str(own)
+    if importlib.util.find_spec(framework):
+        return sys.executable
+    pytest.skip(f"{framework} is not installed: make test-{framework}")
+
+
+def theirs(framework: str, page, changes=None) -> dict:
+    """Returns what a framework's blocks of a page leave behind, run in a process of their own."""
+    request = {
+        "page": str(page),
+        "wanted": ["numpy", framework],
+        "changes": changes or {},
+        "names": ["losses", "scales"],
+    }
+    done = subprocess.run(
+        [interpreter(framework), pages.__file__],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_framework_has_blocks_of_its_own():
+    found = {page.stem: pages.kinds(page) for page in FOLDER.glob("*.md")}
+    assert "torch" in found["pytorch"]
+    assert all("" in kinds for name, kinds in found.items() if name != "README")
+
+
+OURS = {'"mixed_float16")\nstate = init': '"float32")\nstate = init'}
+
+# Whose code a page has beside ours, and what to replace of it for two loops in float32.
+FLOAT32 = {
+    "pytorch": ("torch", {"dtype=torch.float16)": "enabled=False)", **OURS}),
+    "paddle": ("paddle", {'optimizer, "O2:float16")': 'optimizer, "float32")'}),
+    "mindspore": ("mindspore", {'"O2", ms.float16': '"O0", ms.float16', **OURS}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FLOAT32)
+def test_theirs_and_ours_learn_the_same(name):
+    framework, changes = FLOAT32[name]
+    page = FOLDER / f"{name}.md"
+    np.testing.assert_allclose(
+        theirs(framework, page)["losses"], pages.run(page)["losses"], rtol=0.05
+    )
+    found = theirs(framework, page, changes)["losses"]
+    np.testing.assert_allclose(found, pages.run(page, changes=changes)["losses"], rtol=1e-3)
+    assert found[-1] < found[0] / 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", SCALES)
+def test_scales_are_the_same_under_overflows(framework, tmp_path):
+    page = tmp_path / "page.md"
+    code = f"OVERFLOWS, scales = {OVERFLOWS.tolist()}, []\n{SCALES[framework]}"
+    page.write_text(f"```python {framework}\n{code}```\n")
+    scale, scales = mpjax.DynamicLossScale(2.0**10, growth_interval=4, max_scale=2.0**126), []
+    for overflows in OVERFLOWS:
+        scale = scale.adjust(not overflows)
+        scales.append(float(scale.loss_scale))
+    assert theirs(framework, page)["scales"] == scales
+    assert len({*scales}) > 5
