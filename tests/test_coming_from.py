@@ -43,6 +43,17 @@ for overflows in OVERFLOWS:
     scaler._update()
     scales.append(scaler._scale.item())
 """,
+    "tensorflow": """
+import keras
+import numpy
+optimizer = keras.optimizers.LossScaleOptimizer(
+    keras.optimizers.SGD(0.0), initial_scale=2.0**10, dynamic_growth_steps=4
+)
+weight = keras.Variable(numpy.ones(1, "float32"))
+for overflows in OVERFLOWS:
+    optimizer.apply([numpy.float32([numpy.inf if overflows else 1.0])], [weight])
+    scales.append(float(optimizer.dynamic_scale))
+""",
     "mindspore": """
 import mindspore
 scaler = mindspore.amp.DynamicLossScaler(2**10, 2, 4)
@@ -95,6 +106,7 @@ FLOAT32 = {
     "pytorch": ("torch", {"dtype=torch.float16)": "enabled=False)", **OURS}),
     "paddle": ("paddle", {'optimizer, "O2:float16")': 'optimizer, "float32")'}),
     "mindspore": ("mindspore", {'"O2", ms.float16': '"O0", ms.float16', **OURS}),
+    "tensorflow_keras": ("tensorflow", {'policy("mixed_float16")': 'policy("float32")', **OURS}),
 }
 
 
@@ -109,6 +121,13 @@ def test_theirs_and_ours_learn_the_same(name):
     found = theirs(framework, page, changes)["losses"]
     np.testing.assert_allclose(found, pages.run(page, changes=changes)["losses"], rtol=1e-3)
     assert found[-1] < found[0] / 10
+
+
+@pytest.mark.slow
+def test_mixed_precision_for_jax_and_ours_learn_the_same():
+    page = FOLDER / "jax.md"
+    found = theirs("mpx", page)["losses"]
+    np.testing.assert_allclose(found, pages.run(page)["module_losses"], rtol=0.05)
 
 
 @pytest.mark.slow

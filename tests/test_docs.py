@@ -11,7 +11,9 @@ import pytest
 import mpjax
 
 MODULES = [module.name for module in pkgutil.walk_packages(mpjax.__path__, "mpjax.")]
-each_page = pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.stem)
+each_page = pytest.mark.parametrize(
+    "page", pages.PAGES, ids=lambda page: str(page.relative_to(pages.ROOT))
+)
 
 
 @pytest.mark.parametrize("name", MODULES)
