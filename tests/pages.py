@@ -41,12 +41,21 @@ def run(page: Path, wanted=OURS, changes: dict[str, str] | None = None) -> dict:
         elif kind not in wanted:
             printed = None
         else:
-            # Padded so that a traceback names the line of the page.
-            padding = "\n" * text[: match.start(3)].count("\n")
-            with contextlib.redirect_stdout(io.StringIO()) as out:
-                exec(compile(padding + code, str(page), "exec"), namespace)
+            line = text[: match.start(3)].count("\n")
+            with contextlib.redirect_stdout(io.StringIO()) as out, noted(f"{page}:{line}"):
+                exec(compile(code, "model.py", "exec"), namespace)  # as reports name it there
             printed = out.getvalue()
     return namespace
+
+
+@contextlib.contextmanager
+def noted(where: str):
+    """Adds to an error after which line of a page its block begins."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in the block after {where}")
+        raise
 
 
 def printed_as(shown: str, printed: str) -> bool:

@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 import re
 
+import numpy as np
 import pages
 import pytest
 
@@ -45,3 +46,27 @@ def test_what_a_page_shows_is_what_was_printed():
     assert pages.printed_as("a\n...\nd\n", "a  \nb\nc\nd\n")
     assert not pages.printed_as("a\nd\n", "a\nb\nd\n")
     assert not pages.printed_as("d\n...\na\n", "a\nd\n")
+
+
+def test_the_three_lines_of_the_readme_train_in_half():
+    """The README's diff applies to a float32 loop: both run, and learn the same."""
+    readme = pages.ROOT / "README.md"
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", readme.read_text(), re.MULTILINE | re.DOTALL)
+    lines = diff.splitlines()
+    assert [line[0] for line in lines if line and line[0] in "+-"].count("+") == 3
+    losses, programs = [], []
+    for left_out in "+-":
+        code = "\n".join(line[1:] for line in lines if not line.startswith(left_out))
+        names = pages.run(readme)  # its loss, parameters and batch
+        exec(code, names)
+        step, batch, params = names["step"], names["batch"], names["params"]
+        opt_state = names["optimizer"].init(params)
+        programs.append(str(step.trace(params, opt_state, batch).jaxpr))
+        losses.append([])
+        for _ in range(40):
+            params, opt_state, loss = step(params, opt_state, batch)
+            losses[-1].append(float(loss))
+    assert "f16" not in programs[0] and "f16" in programs[1]
+    skipped = int(opt_state.metrics()["skipped_steps"])  # the first ones, until the scale fits
+    np.testing.assert_allclose(losses[0][: 40 - skipped], losses[1][skipped:], rtol=0.01)
+    assert skipped < 5 and losses[0][-1] < 0.5 * losses[0][0]

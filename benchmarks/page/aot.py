@@ -1,5 +1,6 @@
 """The section of the aot suite: memory and bytes beside casts by hand and float32."""
 
+import dataclasses
 from typing import Any
 
 from benchmarks.aot import ATTENTIVE, BATCHES, CASES, FIRST, HARDWARE
@@ -13,6 +14,8 @@ ROOFLINE = {"roofline_ms": "roofline"}
 HAND, FLOAT32 = "by hand", "float32"
 OURS = ("autocast", "autocast, lean")
 FUSED = "autocast, fused attention"
+# A model of each kind, for the picture on the README.
+FAMILIES = ("gpt2", "llama", "bert", "vit", "moe_ragged", "resnet50", "ddpm", "lstm", "mamba")
 
 # What is asked of autocast on an H100: of the geometric mean over models, and of single models.
 MEANS = {"temp_mib": 0.75, "bytes_gb": 0.85}
@@ -43,7 +46,11 @@ softmax* is of casts by hand.
 def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
     """Returns the section's text, and its charts by name."""
     cases: Rows = stored["cases"]
-    charts = {"aot_by_hand": beside_hand(cases), "aot_float32": beside_float32(cases)}
+    charts = {
+        "aot_by_hand": beside_hand(cases),
+        "aot_float32": beside_float32(cases),
+        "overview": overview(cases),
+    }
     elsewhere = tuple(t for t in HARDWARE if t != "h100" and f"{t}/{CASES[0]}" in cases)
     text = [
         HOW,
@@ -251,8 +258,48 @@ def beside_float32(cases: Rows) -> Chart:
     )
 
 
-def _chart(cases, theirs, shown, title, alt) -> Chart:
-    known = [m for m in CASES if ratio(cases, f"h100/{m}", shown[0], theirs, "temp_mib")]
+def overview(cases: Rows) -> Chart:
+    """The README's: a model of each kind, and the mean of all."""
+    title = "A training step on an H100, of what float32 takes (less is better)"
+    alt = "Memory and bytes moved of training steps under autocast, of what float32 takes"
+    shown, figures = (HAND, "autocast"), ("temp_mib", "looped_gb")
+    chart = _chart(cases, FLOAT32, shown, title, alt, FAMILIES, figures)
+    panels = {
+        FIGURES[figure]: {
+            rival: (*chart.panels[FIGURES[figure]][rival], _mean_of_all(cases, rival, figure))
+            for rival in shown
+        }
+        for figure in figures
+    }
+    return dataclasses.replace(
+        chart, rows=(*chart.rows, f"mean of {len(CASES)} models"), panels=panels
+    )
+
+
+def headline(cases: Rows) -> str:
+    """The README's line: the means over all models, beside float32 and beside casts by hand."""
+    float32, hand = (
+        [
+            mean(over_models(cases, "h100", "autocast", theirs, figure))
+            for figure in ("temp_mib", "looped_gb")
+        ]
+        for theirs in (FLOAT32, HAND)
+    )
+    return (
+        f"{float32[0]:.2f}x the memory and {float32[1]:.2f}x the bytes of float32's, "
+        f"{hand[0]:.2f}x and {hand[1]:.2f}x of casts placed by hand"
+    )
+
+
+def _mean_of_all(cases: Rows, ours: str, figure: str) -> float | None:
+    found = over_models(cases, "h100", ours, FLOAT32, figure)
+    return _rounded(mean(found) if any(found) else None)
+
+
+def _chart(
+    cases, theirs, shown, title, alt, names=CASES, figures=("temp_mib", "bytes_gb", "looped_gb")
+) -> Chart:
+    known = [m for m in names if ratio(cases, f"h100/{m}", shown[0], theirs, "temp_mib")]
     panels = {
         FIGURES[figure]: {
             rival: tuple(
@@ -260,7 +307,7 @@ def _chart(cases, theirs, shown, title, alt) -> Chart:
             )
             for rival in shown
         }
-        for figure in ("temp_mib", "bytes_gb", "looped_gb")
+        for figure in figures
     }
     return Chart(title, tuple(TITLES[model] for model in known), panels, alt)
 

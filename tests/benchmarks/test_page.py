@@ -5,8 +5,9 @@ import json
 import pytest
 
 from benchmarks import RESULTS, SUITES
+from benchmarks.aot import CASES
 from benchmarks.page import PAGE, PICTURES, TITLES, plain, render
-from benchmarks.page.aot import section
+from benchmarks.page.aot import headline, overview, section
 from benchmarks.page.charts import Chart, draw, is_drawn
 from benchmarks.page.tables import above, mean, table, written
 
@@ -97,3 +98,12 @@ def test_results_that_are_shown_are_those_of_the_repository():
         path = RESULTS / f"{suite}.json"
         if path.exists():
             assert {"command", "device", "versions", "date"} <= set(json.loads(path.read_text()))
+
+
+def test_the_readme_shows_the_picture_and_the_means_of_the_page():
+    """What the README says of all models is what the results give."""
+    cases = json.loads((RESULTS / "aot.json").read_text())["cases"]
+    readme = " ".join((PAGE.parent.parent / "README.md").read_text().split())
+    assert headline(cases) in readme, headline(cases)
+    assert f"![{overview(cases).alt}](docs/pictures/overview.svg)" in readme
+    assert f"Over {len(CASES)} models" in readme
