@@ -3,7 +3,7 @@
 #   make test         the test suite        make test-all     with the slow tests
 #   make lint         ruff and mypy         make test-newest  the suite on the newest JAX
 #   make test-torch   docs/coming_from: PyTorch's code and ours give the same losses; so do
-#                     test-paddle, test-mindspore and test-tensorflow for theirs
+#                     test-paddle, test-mindspore, test-tensorflow and test-mpx for theirs
 #   make test-aot     the tests that compile for absent GPUs and TPUs (1.4 GB of compilers)
 #   make gate         does autocast take no more than is recorded? (minutes; the same compilers)
 #   make bench        the cpu suite of the benchmarks    make page     docs/performance.md anew
@@ -20,7 +20,7 @@ NEWEST_PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c "print('$
 VENV := .venv
 NEWEST := .venv-newest
 AOT := .venv-aot
-RIVALS := torch paddle mindspore tensorflow
+RIVALS := torch paddle mindspore tensorflow mpx
 # What `mutants` compares with: where a branch left origin/main, else the commit before the last.
 BASE ?= $(firstword $(foreach r,origin/main HEAD~1 HEAD,$(shell git rev-parse --verify --quiet $(r))))
 WORKERS ?= 2
@@ -47,7 +47,7 @@ test-newest: $(NEWEST)/ready
 newest-python:
 	@echo $(NEWEST_PYTHON)
 
-# Each of them lives in a virtual environment of its own, without JAX.
+# Each of them lives in a virtual environment of its own.
 $(RIVALS:%=test-%): test-%: $(VENV)/ready $(VENV)-%/ready
 	$(VENV)/bin/python -m pytest -m "slow or not slow" tests/test_coming_from.py -k $*
 
@@ -103,6 +103,7 @@ torch = numpy torch==2.13.0
 paddle = setuptools "numpy<2.4" paddlepaddle==3.3.1
 mindspore = setuptools "numpy<2" mindspore==2.10.0
 tensorflow = tensorflow-cpu==2.21.0 keras==3.15.1
+mpx = mixed-precision-for-JAX==0.1.8 optax
 # PyTorch without CUDA, where its own index can be reached.
 indexes_torch = --retries 0 --index-url https://download.pytorch.org/whl/cpu
 

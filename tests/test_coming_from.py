@@ -124,7 +124,7 @@ def test_theirs_and_ours_learn_the_same(name):
 
 
 @pytest.mark.slow
-def test_mixed_precision_for_jax_and_ours_learn_the_same():
+def test_mpx_and_ours_learn_the_same():
     page = FOLDER / "jax.md"
     found = theirs("mpx", page)["losses"]
     np.testing.assert_allclose(found, pages.run(page)["module_losses"], rtol=0.05)
