@@ -6,6 +6,7 @@ test-torch` makes, or in this one. Without it these tests are skipped.
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 
@@ -88,6 +89,7 @@ def theirs(framework: str, page, changes=None) -> dict:
         capture_output=True,
         text=True,
         timeout=600,
+        env={**os.environ, "KERAS_BACKEND": "tensorflow"},  # mpjax.keras asks for JAX here
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
