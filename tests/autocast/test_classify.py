@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from planned import VECTOR, H, V, W, op, said
+from support import cast, equations
 
 import mpjax
 from mpjax._src.autocast.plan import analyse
@@ -360,3 +361,29 @@ def test_a_policy_of_float32_forces_all():
 
     first, second = planned(fun, H, policy=half).block.ops
     assert (first.forced, second.forced) == ("", "full")
+
+
+@pytest.mark.parametrize("default", ["highest", "tensorfloat32", "BF16_BF16_F32_X3"])
+def test_jaxs_default_precision_speaks_of_matmuls_that_stay_float32(default):
+    """JAX writes it into each of them; half ones, in derivatives too, must not carry it on."""
+
+    def fun(h, k):
+        image = jax.lax.conv(jnp.tanh(h @ W)[None, None], k, (1, 1), "SAME")
+        with mpjax.precision("float32"):
+            image = image @ W.T
+        return jnp.sum(jnp.matmul(image[0, 0], W, precision="high" + "est" * (default[0] != "h")))
+
+    args = H, jnp.ones((1, 1, 3, 3))
+    with jax.default_matmul_precision(default):
+        eqns = [
+            eqn
+            for eqn in equations(jax.make_jaxpr(jax.grad(cast(fun), (0, 1)))(*args))
+            if eqn.primitive.name in ("dot_general", "conv_general_dilated")
+        ]
+        default = jax.make_jaxpr(jnp.matmul)(W, W).eqns[0].params["precision"]
+    precisions = {"bfloat16": set(), "float32": set()}
+    for eqn in eqns:
+        precisions[eqn.invars[0].aval.dtype.name].add(str(eqn.params["precision"]))
+    plain = jax.lax.Precision.DEFAULT
+    assert precisions["bfloat16"] == {str((plain, plain))}
+    assert str(default) in precisions["float32"] and len(precisions["float32"]) == 2

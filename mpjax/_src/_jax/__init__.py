@@ -13,9 +13,11 @@ from mpjax._src._jax.convolutions import half_conv
 from mpjax._src._jax.partitioning import answer_partitioning, ask_elsewhere
 from mpjax._src._jax.programs import (
     abstract,
+    at_default_precision,
     aval_of,
     bind,
     cleared_with_jax,
+    default_precision,
     equation_key,
     eval_closed,
     hoisted,
@@ -65,6 +67,7 @@ __all__ = (
     "answer_partitioning",
     "as_if_on_gpu",
     "ask_elsewhere",
+    "at_default_precision",
     "aval_of",
     "below",
     "bind",
@@ -75,6 +78,7 @@ __all__ = (
     "cpu_barrier",
     "custom_jvp_rule",
     "custom_vjp_rules",
+    "default_precision",
     "equation_key",
     "eval_closed",
     "gpu_barrier",

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import config, util
 from jax._src.interpreters import partial_eval
+from jax._src.lax.lax import canonicalize_precision
 from jax._src.named_sharding import UnspecifiedValue
 from jax.api_util import debug_info, shaped_abstractify
 from jax.extend import linear_util as lu
@@ -142,6 +143,22 @@ def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
     params = eqn.primitive.get_bind_params(params)
     outs = eqn.primitive.bind(*args, **params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def at_default_precision(eqn: Any) -> Any:
+    """Returns a matmul without a precision for float32, that a default of JAX's gave it.
+
+    Not None: in a derivative that stands for the default once more.
+    """
+    if eqn.params.get("precision") is None:
+        return eqn
+    plain = (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT)
+    return eqn.replace(params={**eqn.params, "precision": plain})
+
+
+def default_precision() -> Any:
+    """Returns what JAX writes into matmuls without a precision here; None if nothing."""
+    return canonicalize_precision(None)
 
 
 def trace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any], name: str) -> Any:

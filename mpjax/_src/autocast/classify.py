@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src import rules
+from mpjax._src import _jax, rules
 from mpjax._src.autocast.graph import KERNEL, PLANNED, REGION, Block, Op, is_float, known_value
 from mpjax._src.autocast.why import Reason, Why, why
 from mpjax._src.dtypes import FLOAT32, HALVES
@@ -110,7 +110,9 @@ NEEDS = {
 def _matmul_rule(op: Op) -> tuple[str, Why]:
     precision = op.params.get("precision")
     asked = precision if isinstance(precision, tuple) else (precision,)
-    if any(p is not None and str(p) not in ("DEFAULT", "Precision.DEFAULT") for p in asked):
+    explicit = any(p is not None and str(p) not in ("DEFAULT", "Precision.DEFAULT") for p in asked)
+    # JAX writes its default into each matmul: that is how those run which stay in float32.
+    if explicit and precision != _jax.default_precision():
         return "written", why(Reason.PRECISION, precision)
     floats = [v for v in op.ins if is_float(v)]
     wanted = op.params.get("preferred_element_type")

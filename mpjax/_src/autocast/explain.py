@@ -288,7 +288,7 @@ WORDS = {
     Reason.UNKNOWN: "unknown operation, left alone",
     Reason.FLOAT32_KERNEL: "a kernel left in float32: half_inputs would let it run in half",
     Reason.CAST: "the program's own cast",
-    Reason.PRECISION: "explicit precision {} (or jax_default_matmul_precision), left as written",
+    Reason.PRECISION: "explicit precision {}, left as written",
     Reason.WRITTEN: "left as written",
     Reason.LISTED: "{} list of the policy",
     Reason.OVERRIDE: 'override "{}"',

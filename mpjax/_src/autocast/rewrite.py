@@ -241,11 +241,12 @@ def _run_half(op: Op, env: Env) -> None:
     args = [env.read(v, op.half) for v in op.ins]
     args = [cast(a, op.half) if a.dtype in HALVES and a.dtype != op.half else a for a in args]
     out, wide = op.outs[0], _reduced_wide(op, env)
+    eqn = _jax.at_default_precision(op.eqn)
     if op.centred or wide or (out.is_f32 and out.dtype == FLOAT32):
-        array = matmul(op.eqn, args, out.dtype or out.aval.dtype, op.centred, wide)
+        array = matmul(eqn, args, out.dtype or out.aval.dtype, op.centred, wide)
     else:
         wanted = op.half if out.is_f32 else out.aval.dtype
-        array = _jax.bind(op.eqn, args, preferred_element_type=wanted)[0]
+        array = _jax.bind(eqn, args, preferred_element_type=wanted)[0]
     env.store(out, array)
 
 
