@@ -1,6 +1,6 @@
 # Every target works alone on a fresh clone: it makes the virtual environment that it needs.
 #   make demo         train two real models under six precisions: a table and a picture
-#   make test         the test suite        make test-all     with the slow tests
+#   make test         the test suite        make test-all     with the slow tests, examples' curves
 #   make lint         ruff and mypy         make test-newest  the suite on the newest JAX
 #   make test-torch   docs/coming_from: PyTorch's code and ours give the same losses; so do
 #                     test-paddle, test-mindspore, test-tensorflow and test-mpx for theirs
@@ -38,7 +38,7 @@ test: $(VENV)/ready
 	$(VENV)/bin/python $(PYTEST)
 
 test-all: $(VENV)/ready
-	$(VENV)/bin/python $(PYTEST) -m "slow or not slow"
+	EXAMPLES_OUT=examples_out $(VENV)/bin/python $(PYTEST) -m "slow or not slow"
 
 test-newest: $(NEWEST)/ready
 	$(NEWEST)/bin/python $(PYTEST)

@@ -1,6 +1,7 @@
 """What tests share: autocast in short, looking into jaxprs, and comparing trees."""
 
 import functools
+import struct
 
 import jax
 import jax.numpy as jnp
@@ -64,3 +65,15 @@ def assert_near(got, want, rtol=0.03):
         assert g.shape == w.shape and g.dtype == w.dtype, (g.shape, w.shape, g.dtype, w.dtype)
         g, w = np.asarray(g, np.float64), np.asarray(w, np.float64)
         assert np.linalg.norm(g - w) <= rtol * np.linalg.norm(w) + 1e-5, (g, w)
+
+
+def events_of(folder):
+    """Yields what TensorBoard's files hold: records of a length, a checksum, data, a checksum."""
+    from tensorboardX.proto import event_pb2
+
+    for path in folder.glob("events*"):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            yield event_pb2.Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from support import matmul_dtypes
-from tensorboardX.proto import event_pb2
+from support import events_of, matmul_dtypes
 
 import mpjax
 
@@ -178,16 +176,10 @@ def test_demo_as_a_script(tmp_path):
 
 
 def scalars_of(folder):
-    """Reads TensorBoard's event files: records of a length, a checksum, data, a checksum."""
     found = {}
-    for path in folder.glob("events*"):
-        data = path.read_bytes()
-        while data:
-            (length,) = struct.unpack("<Q", data[:8])
-            event = event_pb2.Event.FromString(data[12 : 12 + length])
-            for value in event.summary.value:
-                found.setdefault(value.tag, []).append((event.step, value.simple_value))
-            data = data[16 + length :]
+    for event in events_of(folder):
+        for value in event.summary.value:
+            found.setdefault(value.tag, []).append((event.step, value.simple_value))
     return found
 
 

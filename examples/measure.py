@@ -1,0 +1,67 @@
+"""Runs the rows of examples' tables, and writes the tables anew, with all curves as JSON.
+
+    python examples/measure.py resnet18 gpt2
+
+Each row is run with the first seed, float32 with three: its range is the table's last row.
+"""
+
+import argparse
+import importlib
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import common
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "examples"
+SEEDS = 3
+TABLE = re.compile(r"^    policy .*?\n(?=\n|\"\"\")", re.MULTILINE | re.DOTALL)
+
+
+def run(name: str, row: str, size: str = "small", seed: int = 0, out: Any = None) -> Any:
+    """Runs one row of an example's table: a policy, and more of the command line behind it."""
+    argv = [*f"--size {size} --seed {seed} --policy".split(), *shlex.split(row)]
+    argv += ["--out", str(out)] if out else []
+    return importlib.import_module(name).main(argv)
+
+
+def rows(name: str) -> dict[str, dict[str, float]]:
+    """Returns the table on top of an example, without its spread."""
+    table = common.expected(importlib.import_module(name).__doc__)
+    return {row: figures for row, figures in table.items() if row != common.SPREAD}
+
+
+def table(runs: dict[str, list[Any]]) -> str:
+    """Returns a table in the form in which it stands on top of an example."""
+    figures = {row: [run["figures"] for run in of_seeds] for row, of_seeds in runs.items()}
+    rows = {row: of_seeds[0] for row, of_seeds in figures.items()}
+    first = next(iter(figures.values()))
+    seeds = {name: [run[name] for run in first] for name in first[0]}
+    rows[common.SPREAD] = {name: max(values) - min(values) for name, values in seeds.items()}
+    lines = [["policy", *seeds]]
+    lines += [[row, *(f"{value:.4g}" for value in cells.values())] for row, cells in rows.items()]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return "\n".join(f"    {line}" for line in padded)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="+", help="of examples with a table")
+    for name in parser.parse_args().names:
+        names = list(rows(name))
+        runs = {
+            row: [run(name, row, seed=seed) for seed in range(SEEDS if row == names[0] else 1)]
+            for row in names
+        }
+        module = Path(importlib.import_module(name).__file__ or "")
+        before, after = TABLE.split(module.read_text(), maxsplit=1)
+        module.write_text(before + table(runs) + "\n" + after)
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        (RESULTS / f"{name}.json").write_text(json.dumps(runs) + "\n")
+
+
+if __name__ == "__main__":
+    main()
