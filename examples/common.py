@@ -167,6 +167,15 @@ def read_images(folder: Path | None, side: int) -> tuple[Any, list[np.ndarray]]:
     return images, [np.stack(arrays) for arrays in zip(*last, strict=True)]
 
 
+def frechet(first, second):
+    """Returns Frechet's distance between two sets of arrays, taken to be normally distributed."""
+    first, second = (np.asarray(x, np.float64).reshape(len(x), -1) for x in (first, second))
+    means = np.sum((first.mean(0) - second.mean(0)) ** 2)
+    one, other = np.cov(first.T), np.cov(second.T)
+    between = np.sqrt(np.linalg.eigvals(one @ other).real.clip(0)).sum()  # the root's trace
+    return means + np.trace(one) + np.trace(other) - 2 * between
+
+
 def optional(name: str) -> Any:
     """Imports a library that not every example needs."""
     try:
