@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero, linear_call
 from jax.experimental.jet import jet
 from jax.sharding import AxisType, PartitionSpec
 
+import mpjax
 from mpjax._src import _jax
 from mpjax._src._jax import aot
 
@@ -468,3 +469,9 @@ def test_a_context_of_a_user_is_known_to_the_caches_of_jit():
         with context(value):
             jax.make_jaxpr(lambda x: fun(x))(X)
     assert seen == [None, 1]
+
+
+def test_a_literal_beyond_float16_is_infinite_without_a_warning():
+    masked = lambda x: jnp.where(x > 0, x, -1e30)  # noqa: E731
+    x = jnp.array([1.0, -1.0], jnp.float16)
+    assert mpjax.autocast(masked, "mixed_float16")(x).tolist() == [1.0, -np.inf]
