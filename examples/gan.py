@@ -2,11 +2,10 @@
 
     python examples/gan.py --size small --policy mixed_float16
 
-Handwritten digits, scikit-learn's, are drawn from noise. The distance is Frechet's between the
-pixels of drawn digits and of those held out (their means and covariances); those of
-the two halves of writers differ by 0.30. Each optimizer judges its own gradients: where the generator's
-overflow, the discriminator's step still counts. Expected of the small size, on a CPU; spread is
-float32's over three seeds:
+Handwritten digits are drawn from noise. The distance is Frechet's between the pixels of these and
+of those held out (their means and covariances); those of the two halves of writers differ by
+0.30. Each optimizer judges its own gradients: where the generator's overflow, the discriminator's
+step still counts. Expected of the small size, on a CPU; spread is float32's over three seeds:
 
     policy          distance
     float32         1.909

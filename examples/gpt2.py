@@ -3,9 +3,9 @@
     python examples/gpt2.py --size small --policy mixed_bfloat16
     python examples/gpt2.py --size full --policy mixed_bfloat16 --data FOLDER
 
-The small size reads bytes of Python's help topics. The full one has 124 million parameters and reads
-the .txt files of a folder, as tokens of tiktoken's "gpt2"; `--layers 48 --width 1600 --heads 25` has
-1.5 billion. The last tenth is held out. Expected of the small size, on a CPU, in bits per byte;
+The small size reads bytes of Python's help topics, the full one (124 million parameters) reads the
+.txt files of a folder as tokens of tiktoken's "gpt2"; `--layers 48 --width 1600 --heads 25`
+has 1.5 billion. The last tenth is held out. Expected of the small size, on a CPU, in bits per byte;
 spread is float32's over three seeds:
 
     policy          held out  training

@@ -2,8 +2,8 @@
 
     python examples/lora.py --size small --policy mixed_bfloat16
 
-A language model of bytes first learns Python's help topics, all of its weights in float32. Then they
-are frozen, and stored in the policy's half dtype; adapters, which stay float32 and have a few
+A language model of bytes first learns Python's help topics, all weights in float32. Then they are
+frozen, and stored in the policy's half dtype; adapters, which stay float32 and have a few
 hundredths of the numbers, learn to continue Python's own source code instead (`--data FOLDER`: .txt
 files). The optimizer's state is as small as the adapters. Expected of the small size, on a CPU, in
 bits per byte of held-out source code; spread is float32's over three seeds:
@@ -57,7 +57,7 @@ def initial(key, o):
 
 
 def adapters_of(key, params, rank):
-    """Returns matrices a and b for each matrix of a layer; b is zero, so nothing changes at first."""
+    """Returns matrices a and b for each one of a layer; b is zero: nothing changes at first."""
 
     matrices, structure = jax.tree.flatten(params["layers"])
     keys = jax.random.split(key, len(matrices))
