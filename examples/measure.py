@@ -47,6 +47,14 @@ def table(runs: dict[str, list[Any]]) -> str:
     return "\n".join(f"    {line}" for line in padded)
 
 
+def summary(name: str) -> str:
+    """Returns what docs/examples.md says was measured: the first figure of all rows."""
+    cells = common.expected(importlib.import_module(name).__doc__)
+    figure = next(iter(cells[common.SPREAD]))
+    listed = ", ".join(f"{row} {values[figure]:g}" for row, values in cells.items())
+    return f"{figure.strip('~')}: {listed}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="+", help="of examples with a table")

@@ -67,6 +67,24 @@ def test_what_is_on_top_was_measured(name):
     assert measure.table(runs) in (EXAMPLES / f"{name}.py").read_text()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precisions_lie_within_the_spread_of_float32(name):
+    table = common.expected(importlib.import_module(name).__doc__)
+    spread, base = table.pop(common.SPREAD), next(iter(table.values()))
+    for row, figures in table.items():
+        for figure in figures.keys() - {"weights KiB", "program KiB"}:
+            if "loss-scale none" not in row and not figure.startswith("~"):
+                least = 0.005 * abs(base[figure])
+                assert abs(figures[figure] - base[figure]) <= max(least, 2 * spread[figure]), row
+
+
+def test_the_page_says_what_was_measured():
+    page = (ROOT / "docs" / "examples.md").read_text()
+    for name in NAMES:
+        assert f"[`{name}.py`](../examples/{name}.py)" in page
+        assert measure.summary(name) in page
+
+
 def test_float16_keeps_rollout_and_training_together():
     """As published: at most a sixth of bfloat16's difference per token."""
     table = measure.rows("grpo")
