@@ -30,7 +30,7 @@ import mpjax
 import mpjax.linen
 
 SIZES = {
-    "smoke": {"steps": 3, "batch": 4, "words": 40, "letters": 5, "width": 4, "rate": 3e-3},
+    "smoke": {"steps": 8, "batch": 4, "words": 40, "letters": 5, "width": 4, "rate": 3e-3},
     "small": {"steps": 400, "batch": 32, "words": 3000, "letters": 8, "width": 24, "rate": 3e-3},
     "full": {
         "steps": 20000,

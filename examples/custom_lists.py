@@ -126,7 +126,7 @@ def train(options):
     correct = mpjax.autocast(predict, policy)(model, held_out) == labels
     return {
         "figures": {"accuracy %": 100 * correct.mean(), "train loss": np.mean(losses[-50:])},
-        "skipped": optimizer.skipped_steps[...],
+        "skipped": optimizer.metrics()["skipped_steps"],
         "curves": {"loss": losses, "loss_scale": scales},
     }
 

@@ -99,7 +99,7 @@ def train(options):
             "accuracy %": 100 * (predict(model, held_out) == labels).mean(),
             "train loss": np.mean(losses[-50:]),
         },
-        "skipped": optimizer.skipped_steps[...],
+        "skipped": optimizer.metrics()["skipped_steps"],
         "curves": {"loss": losses, "loss_scale": scales},
     }
 
