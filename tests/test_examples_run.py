@@ -20,6 +20,7 @@ sys.path.insert(0, str(EXAMPLES))
 import common  # noqa: E402
 import measure  # noqa: E402
 
+SPREADS = 3  # the range over three seeds is a low guess: two of many differ by more than it
 NAMES = sorted(p.stem for p in EXAMPLES.glob("*.py") if "functools.partial(common" in p.read_text())
 
 
@@ -58,7 +59,9 @@ def test_gives_the_figures_of_its_table(name, row, tmp_path):
         # A seed differs from another by its spread, and on another machine it is another. What has
         # no spread (a size) may differ by half a percent, an order of magnitude by half of itself.
         least = abs(wanted) * (0.5 if figure.startswith("~") else 0.005)
-        assert abs(found[figure] - wanted) <= max(least, 2 * table[common.SPREAD][figure]), figure
+        assert abs(found[figure] - wanted) <= max(least, SPREADS * table[common.SPREAD][figure]), (
+            figure
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,7 +78,9 @@ def test_half_precisions_lie_within_the_spread_of_float32(name):
         for figure in figures.keys() - {"weights KiB", "program KiB"}:
             if "loss-scale none" not in row and not figure.startswith("~"):
                 least = 0.005 * abs(base[figure])
-                assert abs(figures[figure] - base[figure]) <= max(least, 2 * spread[figure]), row
+                assert abs(figures[figure] - base[figure]) <= max(
+                    least, SPREADS * spread[figure]
+                ), row
 
 
 def test_the_page_says_what_was_measured():
