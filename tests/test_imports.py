@@ -16,8 +16,9 @@ PACKAGE = Path(mpjax.__file__).parent
 INSIDE = PACKAGE / "_src"
 # From the bottom up: a package, or a module beside the packages, imports only what stands before.
 ORDER = (
-    *("errors", "_jax", "dtypes", "patterns", "trees", "rules", "higher_order", "policy"),
-    *("hardware", "autocast", "training", "checkpoint", "instruments", "frameworks", "cli"),
+    *("errors", "reports", "_jax", "dtypes", "patterns", "trees", "rules", "higher_order"),
+    *("policy", "hardware", "autocast", "training", "checkpoint", "instruments", "frameworks"),
+    "cli",
 )
 
 RETURN_NOTHING = {"raise_if_diverged", "save", "save_safetensors"}

@@ -54,6 +54,7 @@ from mpjax._src._jax.sources import (
     passed_through,
     scope_names,
     source_line,
+    source_lines,
     transforms,
 )
 from mpjax._src._jax.wire import contracted_last, half_dot, half_gather, placed_freely
@@ -109,6 +110,7 @@ __all__ = (
     "shard_shape",
     "size_of",
     "source_line",
+    "source_lines",
     "trace",
     "tracing_key",
     "transforms",

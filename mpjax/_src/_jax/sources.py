@@ -16,6 +16,8 @@ from jax.extend.source_info_util import (
     user_context,
 )
 
+from mpjax._src.reports import is_library
+
 # A line of ours is never the user's.
 register_exclusion(str(Path(__file__).parents[2]))
 
@@ -30,13 +32,31 @@ def transforms(stack: Any) -> tuple[str, ...]:
     return tuple(s.name for s in stack.stack if isinstance(s, source_info_util.Transform))
 
 
+def source_lines(*eqns: Any) -> tuple[str, str]:
+    """Returns "file:line" of the user's code, and of the library that it calls there, or "".
+
+    Of the first equation that has one. Where all of the code is a library's, that is the user's.
+    """
+    for eqn in eqns:
+        frames = source_info_util.user_frames(eqn.source_info.traceback)
+        innermost = own = next(frames, None)
+        if innermost is None:
+            continue
+        while own and is_library(own.file_name):
+            own = next(frames, None)
+        if own in (None, innermost):
+            return _line(innermost), ""
+        return _line(own), _line(innermost)
+    return "", ""
+
+
 def source_line(*eqns: Any) -> str:
     """Returns "file:line" of the user's code of the first equation that has one, or ""."""
-    for eqn in eqns:
-        frame = source_info_util.user_frame(eqn.source_info.traceback)
-        if frame:
-            return f"{frame.file_name}:{frame.start_line}"
-    return ""
+    return source_lines(*eqns)[0]
+
+
+def _line(frame: Any) -> str:
+    return f"{frame.file_name}:{frame.start_line}"
 
 
 def passed_through(eqn: Any, files: Sequence[str]) -> bool:

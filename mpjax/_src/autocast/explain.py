@@ -19,11 +19,14 @@ from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.errors import check_callable
 from mpjax._src.higher_order import turns_of
 from mpjax._src.policy import get_policy
+from mpjax._src.reports import Report, table, where, wrapped
 from mpjax._src.rules import HALF, rule_of
 from mpjax._src.trees import is_array
 
 # How many of the arrays that are kept a report's summary names.
 LARGEST = 8
+
+COMPUTES = ("f16", "bf16", "f32", "other")
 
 CASTS = frozenset({"convert_element_type"})
 
@@ -36,7 +39,7 @@ class Row:
         primitive: Its name.
         scope: The named scopes around it, joined with "/".
         path: The paths of the parameters that feed it, joined with ", ".
-        source: "file:line" of the code it comes from.
+        source: "file:line" of the user's code it comes from.
         before: The dtypes of its operands and results as the program was written; of a row of the
             backward pass, as they would be without autocast, and "" of a cast that would not be.
         after: The same under the plan: what it computes in, and what its results are stored in.
@@ -49,6 +52,7 @@ class Row:
             such as "computed again from bf16 (rows 3)"; "" where that is kept as it is.
         attention: Of a matmul that sums values by a softmax, under ``with_fused_attention``: the
             fused kernel that runs the attention, or "xla" and why none does.
+        library: "file:line" of the library that ``source`` calls for it, or "".
     """
 
     primitive: str
@@ -64,10 +68,16 @@ class Row:
     left_alone: bool = False
     storage: str = ""
     attention: str = ""
+    library: str = ""
+
+    @property
+    def where(self) -> str:
+        """Where it stands, for people: its scope, or else its line."""
+        return self.scope or where(self.source, self.library)
 
 
 @dataclasses.dataclass(frozen=True)
-class CastReport:
+class CastReport(Report):
     """What autocast does to a function. ``print`` it, or read `rows`.
 
     Attributes:
@@ -99,11 +109,19 @@ class CastReport:
 
     def calls(self) -> dict[str, dict[str, int]]:
         """Returns how many equations of each primitive compute in each dtype."""
-        table: dict[str, dict[str, int]] = {}
+        found: dict[str, dict[str, int]] = {}
         for row in self.rows:
-            counts = table.setdefault(row.primitive, {"f16": 0, "bf16": 0, "f32": 0, "other": 0})
+            counts = found.setdefault(row.primitive, dict.fromkeys(COMPUTES, 0))
             counts[_computes_in(row)] += 1
-        return table
+        return found
+
+    def counts(self) -> list[tuple[str, ...]]:
+        """Returns `calls` as text, without what computes in no floating dtype."""
+        return [
+            (name, *(str(cells[dtype] or "") for dtype in COMPUTES))
+            for name, cells in sorted(self.calls().items())
+            if sum(cells.values()) > cells["other"]
+        ]
 
     def shortfalls(self) -> list[Row]:
         """Returns the rows of matmuls left in float32, and of operations left alone."""
@@ -139,24 +157,21 @@ class CastReport:
     def _where(self, kept: Kept) -> str:
         row = None if kept.row is None else self.rows[kept.row]
         shape = ",".join(map(str, kept.shape))
-        where = f" {row.primitive} {row.scope or row.source} (row {kept.row})" if row else ""
-        return f"{_size(kept.bytes)}: {kept.dtype}[{shape}]{where}"
+        place = f" {row.primitive} {row.where} (row {kept.row})" if row else ""
+        return f"{_size(kept.bytes)}: {kept.dtype}[{shape}]{place}"
 
     def __str__(self) -> str:
-        lines = self.summary()
-        table = self.calls()
-        lines += ["", f"{'op':<28}{'f16':>7}{'bf16':>7}{'f32':>7}{'other':>7}"]
-        for name in sorted(table):
-            counts = table[name]
-            if set(counts) and sum(counts.values()) > counts["other"]:
-                cells = "".join(f"{counts[k]:>7}" for k in ("f16", "bf16", "f32", "other"))
-                lines.append(f"{name:<28}{cells}")
+        lines = [wrapped(line, 4) for line in self.summary()]
+        counts = self.counts()
+        if counts:
+            lines += ["", *table(("op", *COMPUTES), counts, words=("op",))]
         short = self.shortfalls()
         if short:
             lines += ["", "fell short:"]
             lines += [
-                f"  {row.primitive} ({row.before} -> {row.after}) {row.scope or row.source}: "
-                f"{row.reason}"
+                wrapped(
+                    f"  {row.primitive} ({row.before} -> {row.after}) {row.where}: {row.reason}", 4
+                )
                 for row in short
             ]
         return "\n".join(lines)
@@ -323,12 +338,13 @@ def words(why: Why) -> str:
 
 def _row(op: Op, times: int, storage: str) -> Row:
     paths = dict.fromkeys(path for v in op.ins for path in v.paths if path)
+    source, library = op.lines
     computes = [_after(v, op.compute if op.rule != "program" else v.dtype) for v in op.ins]
     return Row(
         op.name,
         "/".join(op.scopes),
         ", ".join(paths),
-        op.source,
+        source,
         _signature([_name(v.aval) for v in op.ins], [_name(v.aval) for v in op.outs]),
         _signature(computes, [_after(v, v.dtype) for v in op.outs]),
         words(op.why),
@@ -337,6 +353,7 @@ def _row(op: Op, times: int, storage: str) -> Row:
         left_alone=op.left_alone,
         storage=storage,
         attention=op.attention,
+        library=library,
     )
 
 
@@ -378,17 +395,19 @@ def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
             [_name(v.aval) for v in eqn.invars], [_name(v.aval) for v in eqn.outvars]
         )
         where = f"of row {index}, {origin.primitive}" if origin else "of no row"
+        lines = (origin.source, origin.library) if origin else _jax.source_lines(eqn)
         yield Row(
             eqn.primitive.name,
             origin.scope if origin else "",
             origin.path if origin else "",
-            origin.source if origin else _jax.source_line(eqn),
+            lines[0],
             _as_written(eqn.primitive.name, dtypes, origin),
             dtypes,
             f"backward {where}",
             flops_of(eqn),
             times,
             index,
+            library=lines[1],
         )
 
 

@@ -118,7 +118,12 @@ class Op:
     @property
     def source(self) -> str:
         """The "file:line" of it, or of the innermost call around it that is the user's."""
-        return _jax.source_line(self.eqn, *reversed(self.callers))
+        return self.lines[0]
+
+    @property
+    def lines(self) -> tuple[str, str]:
+        """The user's line, as `source`, and that of the library that it calls there, or ""."""
+        return _jax.source_lines(self.eqn, *reversed(self.callers))
 
     @property
     def kernel(self) -> str:

@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from mpjax._src.errors import did_you_mean
+from mpjax._src.reports import is_library
 
 FORM = (
     "FUNCTION takes no arguments and returns (fun, args): a function, and the tuple of arguments "
@@ -172,9 +172,8 @@ def _kind(thing: Any) -> str:
 
 def _is_users(filename: str) -> bool:
     """Tells the user's own files from libraries', Python's and mpjax's."""
-    ours = (str(Path(__file__).parents[2]), "<frozen", "<string>")
-    libraries = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
-    return not filename.startswith((*ours, *libraries)) and "site-packages" not in filename
+    ours = (str(Path(__file__).parents[2]), "<string>")
+    return not filename.startswith(ours) and not is_library(filename)
 
 
 def _output_to_stderr() -> contextlib.AbstractContextManager[Any]:

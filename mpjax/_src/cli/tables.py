@@ -1,18 +1,17 @@
 """What each command prints: which columns, which rows."""
 
 import collections
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 
-from mpjax._src.autocast.explain import CastReport, Row
+from mpjax._src.autocast.explain import COMPUTES, CastReport, Row
 from mpjax._src.cli.show import size, table
 from mpjax._src.hardware.collectives import COLUMNS as WIRE
-from mpjax._src.hardware.collectives import CollectiveRow, grouped
+from mpjax._src.hardware.collectives import WORDS, CollectiveRow, grouped
 from mpjax._src.instruments.compare import COLUMNS, Comparison, percent
+from mpjax._src.reports import where
 
 LEFT, RIGHT = "left", "right"
 Data = Mapping[str, Any]
@@ -36,9 +35,6 @@ COMPILED: dict[str, Callable[[Data], str]] = {
     "matmuls": lambda d: ", ".join(f"{n} {dtype}" for dtype, n in d["matmul_dtypes"].items()),
     "  wider than asked": lambda d: f"{sum(row['share'] for row in d['disguised']):.1%}",
 }
-
-# The columns of collectives that are words.
-WORDS = {"carries", "collective", "dtype", "line"}
 
 # So many results of `compare` are listed.
 SHOWN = 8
@@ -66,14 +62,9 @@ def doctor(found: Data) -> None:
 def explain(report: CastReport, rows: int) -> None:
     """Prints a report of autocast, and so many of its rows."""
     click.echo("\n".join(report.summary()))
-    dtypes = ("f16", "bf16", "f32", "other")
-    counts = [
-        (name, *(cells[dtype] or "" for dtype in dtypes))
-        for name, cells in sorted(report.calls().items())
-        if sum(cells.values()) > cells["other"]
-    ]
+    counts = report.counts()
     if counts:
-        table({"operation": LEFT, **dict.fromkeys(dtypes, RIGHT)}, counts)
+        table({"operation": LEFT, **dict.fromkeys(COMPUTES, RIGHT)}, counts)
     short = [(r.primitive, r.after, _where(r), r.reason) for r in report.shortfalls()]
     if short:
         named = dict.fromkeys(("operation", "dtypes", "where", "why"), LEFT)
@@ -141,13 +132,4 @@ def _why(row: Row) -> str:
 
 
 def _where(row: Row) -> str:
-    return row.scope or row.path or _relative(row.source)
-
-
-def _relative(source: str) -> str:
-    file, _, line = source.rpartition(":")
-    if not file:
-        return source
-    path = Path(file)
-    inside = path.is_relative_to(os.getcwd())
-    return f"{path.relative_to(os.getcwd()) if inside else path.name}:{line}"
+    return row.scope or row.path or where(row.source, row.library)

@@ -17,6 +17,7 @@ from mpjax._src.hardware.aot import (
 from mpjax._src.hardware.compiler import compilers
 from mpjax._src.hardware.report import CompileReport
 from mpjax._src.hardware.targets import GPU_PREALLOCATED, Target, find_target, size
+from mpjax._src.reports import Report, table, wrapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class BatchTry:
 
 
 @dataclasses.dataclass(frozen=True)
-class LargestBatch:
+class LargestBatch(Report):
     """What `largest_batch` found. ``print`` it.
 
     Attributes:
@@ -70,19 +71,24 @@ class LargestBatch:
         }
 
     def __str__(self) -> str:
-        lines = [
+        found = (
             f"{self.target}: the largest batch is {self.batch}, with "
             f"{size(self.report.total_bytes)} of {size(self.available_bytes)} "
-            f"({self.reserve:.0%} of {size(self.report.device_bytes)} kept free)",
-            f"{'batch':>9}{'memory':>13}  {'':<14}{'seconds':>8}",
+            f"({self.reserve:.0%} of {size(self.report.device_bytes)} kept free)"
+        )
+        rows = [
+            (
+                f"{t.batch}",
+                "refused" if t.total_bytes is None else size(t.total_bytes),
+                "fits" if t.fits else "does not fit",
+                f"{t.seconds:.1f}",
+            )
+            for t in self.tries
         ]
-        for t in self.tries:
-            memory = "refused" if t.total_bytes is None else size(t.total_bytes)
-            fits = "fits" if t.fits else "does not fit"
-            lines.append(f"{t.batch:>9}{memory:>13}  {fits:<14}{t.seconds:>8.1f}")
+        lines = [found, *table(("batch", "memory", "", "seconds"), rows, words=("",))]
         if self.limited:
             lines.append(f"The search ended at limit={self.batch}: larger batches would fit too.")
-        return "\n".join(lines)
+        return "\n".join(map(wrapped, lines))
 
 
 def largest_batch(

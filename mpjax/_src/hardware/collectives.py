@@ -5,7 +5,6 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from mpjax._src.hardware.bundles import unbundled
@@ -22,6 +21,7 @@ from mpjax._src.hardware.hlo import (
     source_lines,
 )
 from mpjax._src.hardware.targets import size
+from mpjax._src.reports import short
 
 # What one device of n sends, as a multiple of what it gives, if they form a ring: the convention
 # in which NCCL's tests state bandwidths.
@@ -44,7 +44,9 @@ PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 # A TPU's compiler writes a reduce-scatter as a kernel of an all-reduce and a slice.
 SCATTERS = "all-reduce-scatter"
 
+# Of the table, and which of its columns are words.
 COLUMNS = (*("carries", "collective", "dtype", "over", "arrays", "runs", "sent", "share", "line"),)
+WORDS = ("carries", "collective", "dtype", "line")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +151,7 @@ def grouped(rows: Sequence[CollectiveRow]) -> list[tuple[str, ...]]:
             size(sent),
         )
         share = f"{sent / total if total else 1:.1%}"
-        cells.append((carries, kind, dtype, *numbers, share, Path(source).name))
+        cells.append((carries, kind, dtype, *numbers, share, short(source)))
     return cells
 
 

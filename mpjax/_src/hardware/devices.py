@@ -12,6 +12,7 @@ import numpy as np
 from mpjax._src.dtypes import BFLOAT16, FLOAT16, HALVES, capability_of, default_device, half_of
 from mpjax._src.errors import brief, did_you_mean
 from mpjax._src.policy import Policy, get_policy
+from mpjax._src.reports import Report, table
 
 # NVIDIA: the least compute capability whose tensor cores know a dtype.
 TENSOR_CORES = {FLOAT16: (7, 0), BFLOAT16: (8, 0)}
@@ -77,7 +78,7 @@ class DeviceFacts:
 
 
 @dataclasses.dataclass(frozen=True)
-class DeviceReport:
+class DeviceReport(Report):
     """The devices of this process. ``print`` it, or read `devices`."""
 
     devices: tuple[DeviceFacts, ...]
@@ -88,12 +89,17 @@ class DeviceReport:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"jax {self.jax_version}", f"{'device':<28}{'fast':<20}{'policy':<17}why"]
-        for facts, count in _counted(self.devices):
-            name = f"{count} x {facts.name}" if count > 1 else facts.name
-            fast = ", ".join(facts.fast) or "float32 alone"
-            lines.append(f"{name:<28}{fast:<20}{facts.policy:<17}{facts.reason}")
-        return "\n".join(lines)
+        rows = [
+            (
+                f"{count} x {facts.name}" if count > 1 else facts.name,
+                ", ".join(facts.fast) or "float32 alone",
+                facts.policy,
+                facts.reason,
+            )
+            for facts, count in _counted(self.devices)
+        ]
+        titles = ("device", "fast", "policy", "why")
+        return "\n".join([f"jax {self.jax_version}", *table(titles, rows, words=titles)])
 
 
 def device_report() -> DeviceReport:

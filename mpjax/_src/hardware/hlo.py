@@ -7,6 +7,8 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
+from mpjax._src.reports import is_library
+
 # "f32[8,128]{1,0:T(8,128)S(1)}": a dtype, dimensions, a layout that may name a memory space.
 SHAPE = re.compile(r"(\w+)\[([\d,<=]*)\](\{[^}]*\})?")
 SPACE = re.compile(r"S\((\d+)\)")
@@ -141,11 +143,20 @@ def source_lines(text: str) -> Callable[[Op], str]:
         found = re.search(rf"\b{key}=(\d+)", row)
         return found[1] if found else ""
 
-    def line_of(op: Op) -> str:
-        frame = tables["StackFrames"].get(field(op.attributes, "stack_frame_id"), "")
-        location = tables["FileLocations"].get(field(frame, "file_location_id"), "")
+    def lines_of(frame: str) -> Iterator[str]:
+        """Yields the line of a frame, and of those that called it, as long as the file is known."""
+        row = tables["StackFrames"].get(frame, "")
+        location = tables["FileLocations"].get(field(row, "file_location_id"), "")
         file = tables["FileNames"].get(field(location, "file_name_id"), "").strip('"')
-        return f"{file}:{field(location, 'line')}" if file else ""
+        if file:
+            yield f"{file}:{field(location, 'line')}"
+            caller = field(row, "parent_frame_id")
+            yield from lines_of(caller) if caller != frame else ()
+
+    def line_of(op: Op) -> str:
+        lines = list(lines_of(field(op.attributes, "stack_frame_id")))
+        own = (line for line in lines if not is_library(line))
+        return next(own, lines[0] if lines else "")
 
     return line_of
 

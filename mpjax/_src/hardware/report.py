@@ -2,16 +2,23 @@
 
 import collections
 import dataclasses
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from mpjax._src.hardware import hlo_costs
-from mpjax._src.hardware.collectives import COLUMNS, CollectiveRow, collectives, grouped, sent_by
+from mpjax._src.hardware.collectives import (
+    COLUMNS,
+    WORDS,
+    CollectiveRow,
+    collectives,
+    grouped,
+    sent_by,
+)
 from mpjax._src.hardware.hlo import bits
 from mpjax._src.hardware.targets import GPU_PREALLOCATED, Target, size
+from mpjax._src.reports import Report, table, wrapped
 
 BOUND = (
     "The roofline is a bound and not a forecast: datasheet peaks, compute and memory perfectly "
@@ -44,7 +51,7 @@ class MatmulRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class CompileReport:
+class CompileReport(Report):
     """What one run of a program takes on a device that need not be there. ``print`` it.
 
     Of several devices it says what each of them takes: all figures but `devices` are of one.
@@ -162,6 +169,7 @@ class CompileReport:
             f"roofline  {self.roofline_ms:,.3f} ms, bound by {self.bound} "
             f"(compute {self.compute_ms:,.3f} ms, memory {self.memory_ms:,.3f} ms)",
         ]
+        lines = [wrapped(line, 10) for line in lines]
         if self.matmuls:
             lines.append(
                 f"{'matmuls':<10}{'asked':<8}{'operands':<10}{'run as':<9}{'number':>7}"
@@ -173,15 +181,14 @@ class CompileReport:
                 f"{row.runs:>9}{row.flops / 1e9:>12,.1f}{row.share:>8.1%}"
             )
         for row in self.disguised:
-            lines.append(
+            disguised = (
                 f"in disguise: {row.share:.1%} of the matmul FLOPs were asked for in {row.asked} "
                 f"and run in {row.operands}."
             )
+            lines.append(wrapped(disguised))
         if self.collectives:
-            lines += _wire(self.collectives)
-        notes = (
-            textwrap.fill(f"note: {note}", 100, subsequent_indent="      ") for note in self.notes
-        )
+            lines += table(COLUMNS, grouped(self.collectives), words=WORDS)
+        notes = (wrapped(f"note: {note}", 6) for note in self.notes)
         return "\n".join((*lines, *notes))
 
 
@@ -296,16 +303,6 @@ def _asked(asked: dict[str, collections.Counter[str]], matmul: hlo_costs.Matmul)
     if matmul.name in asked:
         dtypes[dtype] -= 1
     return dtype
-
-
-def _wire(rows: tuple[CollectiveRow, ...]) -> Iterator[str]:
-    """Yields a table of collectives."""
-    for index, cells in enumerate((COLUMNS, *grouped(rows))):
-        carries, kind, dtype, over, arrays, runs, sent, share, line = cells
-        yield (
-            f"{'' if index else 'wire':<10}{carries:<13}{kind:<19}{dtype:<6}{over:>5}{arrays:>8}"
-            f"{runs:>7}{sent:>12}{share:>8}  {line}".rstrip()
-        )
 
 
 def _row(key: tuple[str, str, str], group: list[hlo_costs.Matmul], total: float) -> MatmulRow:

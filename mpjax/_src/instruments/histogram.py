@@ -17,6 +17,7 @@ import numpy as np
 from mpjax._src.dtypes import FLOAT16, HALVES, DTypeLike, canonical
 from mpjax._src.errors import brief
 from mpjax._src.patterns import path_of
+from mpjax._src.reports import Report, table, wrapped
 from mpjax._src.training.loss_scale import finite_number
 from mpjax._src.trees import is_floating
 
@@ -25,6 +26,9 @@ SMALLEST, LARGEST = -149, 127
 EXPONENTS = np.arange(SMALLEST, LARGEST + 1)
 BINS = len(EXPONENTS) + 2
 
+COLUMNS = ("parameter", "min", "median", "max", "zero", "Inf, NaN", "flushed", "overflow")
+LEGEND = "min, median, max: of log2|g|. flushed to zero, overflow: by float16, at scale 1."
+
 EMPTY = "histogram holds no gradient that is finite and not zero"
 
 
@@ -32,7 +36,7 @@ EMPTY = "histogram holds no gradient that is finite and not zero"
     jax.tree_util.register_dataclass, data_fields=["counts"], meta_fields=["paths", "sizes"]
 )
 @dataclasses.dataclass(frozen=True)
-class GradientHistogram:
+class GradientHistogram(Report):
     """How many entries of each gradient lie between powers of two. ``print`` it.
 
     A pytree of one array, so it can be a carry of `scan` and part of a jitted step's state.
@@ -85,19 +89,15 @@ class GradientHistogram:
     def __str__(self) -> str:
         if isinstance(self.counts, jax.core.Tracer):
             return repr(self)
-        rows = self.rows()
-        width = max(9, *(len(row.path) for row in rows))
-        lines = [
-            f"{'parameter':<{width}} {'log2|g|: min':>12}{'median':>8}{'max':>6}{'zero':>9}"
-            f"{'Inf, NaN':>10}  {'float16 flushes':>15}{'overflows':>11}"
-        ]
-        for r in rows:
-            places = ["-" if e is None else str(e) for e in (r.smallest, r.median, r.largest)]
-            lines.append(
-                f"{r.path:<{width}} {places[0]:>12}{places[1]:>8}{places[2]:>6}{r.zeros:>9.2%}"
-                f"{r.nonfinite:>10.2%}  {r.flushed:>15.2%}{r.overflowed:>11.2%}"
+        rows = [
+            (
+                r.path,
+                *("-" if e is None else str(e) for e in (r.smallest, r.median, r.largest)),
+                *(f"{x:.2%}" for x in (r.zeros, r.nonfinite, r.flushed, r.overflowed)),
             )
-        return "\n".join(lines)
+            for r in self.rows()
+        ]
+        return "\n".join([*table(COLUMNS, rows, words=COLUMNS[:1], folded=0), LEGEND])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ class HistogramRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class LossScaleAdvice:
+class LossScaleAdvice(Report):
     """What `recommend_loss_scale` found. ``print`` it.
 
     Attributes:
@@ -147,7 +147,8 @@ class LossScaleAdvice:
 
     def __str__(self) -> str:
         power = int(math.log2(self.loss_scale))
-        return "\n".join((f"loss scale 2^{power} = {self.loss_scale:g}", *self.reasons))
+        lines = (f"loss scale 2^{power} = {self.loss_scale:g}", *self.reasons)
+        return "\n".join(map(wrapped, lines))
 
 
 def gradient_histogram(grads: Any, histogram: GradientHistogram | None = None) -> GradientHistogram:

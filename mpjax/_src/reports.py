@@ -1,0 +1,110 @@
+"""How reports are shown: in 80 columns, as text in a notebook too, with files by short names."""
+
+import os
+import re
+import sysconfig
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+WIDTH = 80
+
+# A last column narrower than this is put on lines of its own, indented.
+NARROWEST, INDENT = 24, 4
+
+PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
+LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
+
+
+class Report:
+    """What shows itself as its text in a notebook; elsewhere, ``print`` it."""
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text("..." if cycle else str(self))
+
+
+def is_library(file: str) -> bool:
+    """Tells a file of a package or of Python from the user's own."""
+    return file.startswith(("<frozen", *LIBRARIES)) or bool(PACKAGES.match(file))
+
+
+def short(source: str) -> str:
+    """Returns "file:line" with the file's path from the current directory or its package on."""
+    file, colon, line = source.rpartition(":")
+    if PACKAGES.match(file):
+        return PACKAGES.sub("", file) + colon + line
+    return (_relative(file) or Path(file).name) + colon + line
+
+
+def where(source: str, library: str = "") -> str:
+    """Returns how a report names the user's line, and the library's that it called."""
+    return f"{short(source)} ({short(library)})" if library else short(source)
+
+
+def wrapped(text: str, indent: int = 0) -> str:
+    """Returns a sentence in lines that fit; all but the first are indented."""
+    if len(text) <= WIDTH:
+        return text
+    return textwrap.fill(
+        text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
+    )
+
+
+def table(
+    titles: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[str], folded: int = -1
+) -> list[str]:
+    """Returns a table as lines that fit.
+
+    Args:
+        titles: Of the columns. One without a single cell is left out.
+        rows: The cells.
+        words: The titles of the columns that are set to the left; others are to the right.
+        folded: The column whose cells are folded where they do not fit: of words, the first or the
+            last one. Where there is no room for the last one, it is put on lines of its own.
+    """
+    cells = [list(titles), *map(list, rows)]
+    used = [i for i in range(len(titles)) if any(row[i] for row in cells[1:])]
+    cells = [[row[i] for i in used] for row in cells]
+    wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    room = WIDTH - sum(wide) - 2 * (len(wide) - 1) + wide[folded]
+    below = folded == -1 and room < min(NARROWEST, wide[-1])
+    wide[folded] = WIDTH - INDENT if below else min(wide[folded], max(room, NARROWEST))
+
+    def line(row):
+        sides = zip(row, cells[0], wide, strict=True)
+        padded = [c.ljust(n) if title in words else c.rjust(n) for c, title, n in sides]
+        return "  ".join(padded).rstrip()
+
+    lines: list[str] = []
+    for row in cells:
+        parts = folds(row[folded], wide[folded])
+        blank = [""] * len(row)
+        if below:
+            lines += [line([*row[:-1], ""]), *(" " * INDENT + part for part in parts)]
+            continue
+        for whole, part in zip([row, *[blank] * len(parts)], parts, strict=False):
+            lines.append(line([part if i == folded % len(row) else c for i, c in enumerate(whole)]))
+    return lines
+
+
+def folds(text: str, width: int) -> list[str]:
+    """Returns a text in parts of a width: broken at spaces, a long path after "/", or anywhere."""
+    words: list[str] = []
+    for word in re.findall(r"\S+|\s+", text):
+        parts = re.findall(r"[^/,]*[/,]?", word) if len(word) > width else [word]
+        words += [part[i : i + width] for part in parts for i in range(0, len(part), width)]
+    lines = [""]
+    for word in words:
+        if lines[-1] and len(lines[-1] + word.rstrip()) > width:
+            lines.append("")
+        lines[-1] += word if lines[-1] else word.lstrip()
+    return [line.rstrip() for line in lines]
+
+
+def _relative(file: str) -> str:
+    """Returns a path from the current directory on, or "" where it lies elsewhere."""
+    try:
+        return str(Path(file).relative_to(os.getcwd()))
+    except (ValueError, OSError):  # elsewhere; the directory is gone
+        return ""
