@@ -107,10 +107,15 @@ def test_an_overflow_by_too_large_a_scale_is_named_and_its_scale_told():
     assert metrics["loss_finite"] and not int(state.step)
 
 
+def masked(x):
+    """Of what is not finite, the value is masked out; its derivative is not."""
+    return jnp.sum(jnp.where(jnp.isfinite(x), x, 0))
+
+
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_the_largest_magnitude_is_that_of_the_scaled_gradient(accumulate_steps):
     options = {"loss_scale": 2.0**10, "accumulate_steps": accumulate_steps}
-    loss = lambda p, b: 9 * jnp.sum(p["v"]) + jnp.sum(p["w"] * jnp.mean(b, 0))  # noqa: E731
+    loss = lambda p, b: 9 * jnp.sum(p["v"]) + masked(p["w"] * jnp.mean(b, 0))  # noqa: E731
     init, step = build("float32", loss, **options)
     state = init({"v": jnp.zeros(2), "w": jnp.zeros(4)})
     state, metrics = step(state, jnp.array([[1.0, -30.0, 2.0, 0.0]] * 2))
@@ -118,7 +123,7 @@ def test_the_largest_magnitude_is_that_of_the_scaled_gradient(accumulate_steps):
     _, metrics = step(state, jnp.array([[1.0, jnp.nan, -jnp.inf, -7.0]] * 2))
     overflow = metrics["overflow"]
     assert float(overflow.largest) == 7 * 2**10 and float(overflow.nonfinite) == 0.5
-    assert str(overflow) == (
+    assert " ".join(str(overflow).split()) == (
         "w overflowed first, at loss scale 2^10: 50.00% of its gradient is Inf or NaN, the largest "
         "other entry, scaled, is 7168."
     )
@@ -218,17 +223,20 @@ def test_the_order_is_that_of_the_backward_pass():
 
 
 def test_a_parameter_that_the_loss_does_not_use_is_no_overflow(rng):
-    init, step = build(loss_fn=lambda p, b: jnp.sum(p["w"] * b))
+    init, step = build(loss_fn=lambda p, b: masked(p["w"] * b))
     _, metrics = step(init({"w": jnp.ones(2), "unused": jnp.ones(3)}), jnp.array([jnp.inf, 1.0]))
     assert metrics["overflow"].path == "w"
 
 
-def test_an_infinite_loss_names_the_parameter_nearest_to_it(rng):
+def test_of_an_infinite_loss_no_parameter_is_to_blame(rng):
     params, batch = problem(rng)
     bad = {**batch, "x": batch["x"].at[0].set(jnp.nan)}
     init, step = build()
     _, metrics = step(init(params), bad)
-    assert not metrics["loss_finite"] and metrics["overflow"].path.startswith("head/")
+    overflow = metrics["overflow"]
+    assert not metrics["loss_finite"] and not overflow.loss_finite
+    assert overflow.path is None and int(overflow.index) == -1
+    assert "forward pass overflowed" in str(overflow) and "find_nonfinite" in str(overflow)
 
 
 # ---------------------------------------------------------------- underflow
@@ -257,7 +265,7 @@ def test_underflow_shares(policy, accumulate_steps):
     assert float(found.zeros) + float(found.flushed) == 0.5  # lost on the way, or would be
     assert float(found.zeros) >= 0.25 and float(found.subnormal) == 0.25
     if policy == "float32":
-        assert str(found) == (
+        assert " ".join(str(found).split()) == (
             "25.00% of the gradient is zero, float16 flushes 25.00% more and holds 25.00% with "
             "fewer bits."
         )
@@ -318,7 +326,7 @@ def test_reports_never_talk_to_the_host(rng):
     with jax.transfer_guard("disallow"):
         _, metrics = step(state, batch)
     arrays = jax.tree.leaves([metrics["overflow"], metrics["underflow"]])
-    assert len(arrays) == 8 and all(isinstance(x, jax.Array) and not x.ndim for x in arrays)
+    assert len(arrays) == 9 and all(isinstance(x, jax.Array) and not x.ndim for x in arrays)
 
 
 def test_steps_in_a_scan_report_one_each(rng):
@@ -406,7 +414,8 @@ def test_under_strict_promotion_and_x64(policy, rng, strict_promotion, x64):
     init, step = build(policy, simple, optax.sgd, report_underflow=True)
     _, metrics = step(init(params), batch)
     assert metrics["overflow"].path is None
-    assert {x.dtype.name for x in jax.tree.leaves(metrics["overflow"])} == {"int32", "float32"}
+    dtypes = {x.dtype.name for x in jax.tree.leaves(metrics["overflow"])}
+    assert dtypes == {"int32", "float32", "bool"}
     assert {x.dtype.name for x in jax.tree.leaves(metrics["underflow"])} == {"float32"}
 
 

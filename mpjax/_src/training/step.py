@@ -266,8 +266,8 @@ def build_train_step(
         grads_finite, loss_finite = jnp.isfinite(grad_norm), jnp.isfinite(loss)
         reports: Metrics = {}
         if report_overflow:
-            scale = state.loss_scale.loss_scale
-            reports["overflow"] = first_overflow(grads, seen, scale, paths(state.params))
+            scale, names = state.loss_scale.loss_scale, paths(state.params)
+            reports["overflow"] = first_overflow(grads, seen, scale, loss_finite, names)
         if report_underflow:
             sizes = [leaf.size for leaf in jax.tree.leaves(grads)]
             reports["underflow"] = underflow(seen, sizes, policy.compute_dtype)
@@ -365,7 +365,8 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
             "The loss itself was not finite, which no loss scale can cure. Usual causes: NaN or "
             "infinity in the data, an overflow in the float16 forward pass (attention scores, "
             "large activations), or weights that have diverged (float16 ones end at 65504): check "
-            "the batch, lower the learning rate, or try 'mixed_bfloat16'."
+            "the batch, lower the learning rate, or try 'mixed_bfloat16'. mpjax.find_nonfinite "
+            "names the operation."
         )
     raise DivergenceError(f"{skips} steps in a row were skipped, at loss scale {scale:g}. {cause}")
 

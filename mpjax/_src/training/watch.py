@@ -14,7 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.dtypes import HALVES
+from mpjax._src.reports import Report, wrapped
 from mpjax._src.training.order import Place, backward_order
+
+FORWARD = (
+    "The loss itself is NaN or Inf: the forward pass overflowed (or was given NaN), and no loss "
+    "scale cures that. mpjax.find_nonfinite(loss_fn, policy)(params, batch) names the operation."
+)
 
 LOST = ("zeros", "flushed", "subnormal")
 NEVER = np.int32(np.iinfo(np.int32).max)  # the place of a gradient that is finite
@@ -22,27 +28,29 @@ NEVER = np.int32(np.iinfo(np.int32).max)  # the place of a gradient that is fini
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["index", "layer", "nonfinite", "largest", "loss_scale"],
+    data_fields=["index", "layer", "nonfinite", "largest", "loss_scale", "loss_finite"],
     meta_fields=["paths"],
 )
 @dataclasses.dataclass(frozen=True)
-class Overflow:
+class Overflow(Report):
     """Which parameter's gradient overflowed first, in one step. ``print`` it.
 
     A pytree of device scalars; `path` and ``print`` wait for the device. Of several gradients that
     are not finite the first is the one nearest to the loss, because in the backward pass an
-    infinity spreads away from it. Where the loss itself is not finite (``loss_finite``) the forward
-    pass overflowed, and this names no more than the parameter nearest to the loss; it says nothing
-    of a model state that is not finite (``state_finite``).
+    infinity spreads away from it. Where the loss itself is not finite the forward pass overflowed,
+    and no parameter is named: `find_nonfinite` tells the operation. It says nothing of a model
+    state that is not finite (``state_finite``).
 
     Attributes:
-        index: Of the parameter in `paths`, an int32 scalar; -1 if every gradient is finite.
+        index: Of the parameter in `paths`, an int32 scalar; -1 if every gradient is finite, or the
+            loss is not.
         layer: For parameters stacked along their first axis and scanned over, the layer; else -1.
         nonfinite: The share of that parameter's gradient that is Inf or NaN.
         largest: Its largest finite magnitude as the backward pass saw it, scaled, which is to be
-            compared with float16's 65504; of all parameters, if every gradient is finite.
+            compared with float16's 65504; of all parameters, if none is named.
         loss_scale: The scale that this step's loss was multiplied by.
         paths: The paths of all parameters.
+        loss_finite: Whether the loss was finite.
     """
 
     index: jax.Array
@@ -51,6 +59,7 @@ class Overflow:
     largest: jax.Array
     loss_scale: jax.Array
     paths: tuple[str, ...]
+    loss_finite: jax.Array | bool = True
 
     @property
     def path(self) -> str | None:
@@ -71,6 +80,7 @@ class Overflow:
             "nonfinite": float(self.nonfinite),
             "largest": float(self.largest),
             "loss_scale": float(self.loss_scale),
+            "loss_finite": bool(self.loss_finite),
         }
 
     def __str__(self) -> str:
@@ -78,13 +88,15 @@ class Overflow:
             return repr(self)
         found = self.to_dict()
         scale = f"loss scale {_power(found['loss_scale'])}"
+        if not found["loss_finite"]:
+            return wrapped(FORWARD)
         if found["path"] is None:
-            return (
+            return wrapped(
                 f"No gradient overflowed at {scale}: the largest, scaled, is {found['largest']:g}."
             )
         layer = "" if found["layer"] is None else f", layer {found['layer']},"
         rest = f", the largest other entry, scaled, is {found['largest']:g}"
-        return (
+        return wrapped(
             f"{found['path']}{layer} overflowed first, at {scale}: {found['nonfinite']:.2%} of its "
             f"gradient is Inf or NaN{rest if found['nonfinite'] < 1 else ''}."
         )
@@ -96,7 +108,7 @@ class Overflow:
     meta_fields=["dtype"],
 )
 @dataclasses.dataclass(frozen=True)
-class Underflow:
+class Underflow(Report):
     """How much of one step's gradients is too small for a half dtype. ``print`` it.
 
     Shares of all entries of the scaled gradients as they leave the backward pass; float32 device
@@ -127,7 +139,7 @@ class Underflow:
         if isinstance(self.zeros, jax.core.Tracer) or np.ndim(self.zeros):
             return repr(self)
         found = self.to_dict()
-        return (
+        return wrapped(
             f"{found['zeros']:.2%} of the gradient is zero, {self.dtype} flushes "
             f"{found['flushed']:.2%} more and holds {found['subnormal']:.2%} with fewer bits."
         )
@@ -181,7 +193,9 @@ def observer(dtype: Any, ordered: bool) -> Callable[[Any, Any], Seen]:
     return observe
 
 
-def first_overflow(grads: Any, seen: Seen, loss_scale: Any, paths: Sequence[str]) -> Overflow:
+def first_overflow(
+    grads: Any, seen: Seen, loss_scale: Any, loss_finite: jax.Array, paths: Sequence[str]
+) -> Overflow:
     """Returns which of the final gradients overflowed first."""
     shares, keys, layers = [], [], []
     for leaf, place in zip(jax.tree.leaves(grads), seen.places, strict=True):
@@ -197,14 +211,15 @@ def first_overflow(grads: Any, seen: Seen, loss_scale: Any, paths: Sequence[str]
         layers.append(layer)
     places, nonfinite = jnp.stack(keys), jnp.stack(shares)
     index = jnp.argmin(places).astype(jnp.int32)
-    finite = places[index] == NEVER
+    named = loss_finite & (places[index] != NEVER)
     return Overflow(
-        index=jnp.where(finite, -1, index),
-        layer=jnp.where(finite, -1, jnp.stack(layers)[index]),
-        nonfinite=nonfinite[index],
-        largest=jnp.where(finite, jnp.max(seen.largest), seen.largest[index]),
+        index=jnp.where(named, index, -1),
+        layer=jnp.where(named, jnp.stack(layers)[index], -1),
+        nonfinite=jnp.where(named, nonfinite[index], 0),
+        largest=jnp.where(named, seen.largest[index], jnp.max(seen.largest)),
         loss_scale=jnp.asarray(loss_scale, jnp.float32),
         paths=tuple(paths),
+        loss_finite=loss_finite,
     )
 
 
