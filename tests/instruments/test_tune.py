@@ -74,7 +74,7 @@ class TestSearch:
         tuned = tune(layers, "mixed_float16", 1.0)(*model)
         assert tuned.met and tuned.steps == () and tuned.least
         assert tuned.policy == mpjax.get_policy("mixed_float16")
-        assert tuned.runs == 1
+        assert tuned.runs >= 3  # float32, at least one for the loss scale, and the policy
 
     def test_one_unsafe_op_of_an_op_list(self, rng):
         def loss(w, x):
@@ -148,8 +148,9 @@ class TestReport:
         assert {s.pattern for s in tuned.steps} == set(dict(tuned.policy.overrides))
         data = json.loads(json.dumps(tuned.to_dict()))
         assert mpjax.get_policy(data["policy"]) == tuned.policy
+        text = " ".join(str(tuned).split())
         for part in ("meets the tolerance of 0.02", str(tuned.policy), "left out"):
-            assert part in str(tuned)
+            assert part in text
 
 
 class TestBadInput:

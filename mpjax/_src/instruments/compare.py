@@ -21,16 +21,20 @@ from mpjax._src.dtypes import short_name
 from mpjax._src.errors import check_callable
 from mpjax._src.instruments.interpret import (
     Place,
+    Wide,
     interpret,
     is_half,
     run,
     run_in_float32,
+    shown,
     take,
     widen,
 )
-from mpjax._src.instruments.nonfinite import check_concrete, shown
+from mpjax._src.instruments.noise import SUSPICIOUS, moved, size_of_terms
+from mpjax._src.instruments.nonfinite import check_concrete
 from mpjax._src.instruments.programs import Program, make_program, training_scale
 from mpjax._src.policy import get_policy
+from mpjax._src.reports import Report, short, table, where, wrapped
 from mpjax._src.rules import rule_of
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
@@ -52,6 +56,10 @@ OVERFLOW = 16.0
 
 # Of the table.
 COLUMNS = ("added", "error", "inherited", "underflow", "operation", "dtypes", "where")
+WORDS = COLUMNS[4:]
+
+# Of a result that is rounding error in float32 too.
+ZERO = "zero but for rounding: judged by the terms that cancel"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +70,7 @@ class CompareRow:
 
     Attributes:
         primitive: Its name.
-        source: "file:line" of the code that it comes from.
+        source: "file:line" of the user's code that it comes from.
         scope: The named scopes around it, joined with "/".
         path: The paths of the parameters that are its operands, joined with ", ".
         backward: Whether it belongs to the backward pass.
@@ -83,6 +91,7 @@ class CompareRow:
         op: The number of the operation of the plan that this is, or is the backward pass of.
         compared: Whether there is a float32 form to compare with. If not (kernels and callbacks
             that are written for half), its errors are 0 for want of better.
+        library: "file:line" of the library that ``source`` calls for it, or "".
     """
 
     primitive: str
@@ -104,6 +113,7 @@ class CompareRow:
     noise: bool = False
     op: int | None = None
     compared: bool = True
+    library: str = ""
 
     @property
     def added(self) -> float:
@@ -123,17 +133,20 @@ class CompareRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(Report):
     """A program under a policy beside float32. ``print`` it, or read `rows`.
 
     Attributes:
         rows: One `CompareRow` per operation that rounds or inherits, worst first: by what it is to
             blame for, and in the order of the program where that is equal.
-        results: The error of each result of the program, by name.
+        results: The error of each result of the program, by name: relative to its size, or if
+            float32 gives rounding error alone, to that of its terms.
         loss_scale: That the gradients were scaled by, in both runs.
         diverged: Where the float32 run would have taken another branch, or left a loop elsewhere:
             it was made to follow.
         order: For each row, its position in the program.
+        noise: The results that are rounding error alone in float32, such as the gradient of a bias
+            before BatchNorm, which is zero in exact arithmetic.
     """
 
     rows: tuple[CompareRow, ...]
@@ -141,6 +154,7 @@ class Comparison:
     loss_scale: float = 1.0
     diverged: tuple[str, ...] = ()
     order: tuple[int, ...] = ()
+    noise: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the comparison as plain data, ready for JSON."""
@@ -159,31 +173,29 @@ class Comparison:
 
     def table(self, count: int | None = 12) -> str:
         """Returns the worst rows as one text."""
-        lines = [COLUMNS, *self.cells(count)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        numbers = 4  # the first columns, set to the right
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if i < numbers else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
+        return "\n".join(table(COLUMNS, self.cells(count), WORDS))
+
+    def named(self, count: int | None = 5) -> list[tuple[str, str]]:
+        """Returns the worst results as text: the error, and whose it is."""
+        return [
+            (percent(error), f"{name} ({ZERO})" if name in self.noise else name)
+            for name, error in self.worst_results()[:count]
+        ]
 
     def __str__(self) -> str:
-        worst = self.worst_results()
         scaled = "" if self.loss_scale == 1 else f" (loss scale {self.loss_scale:g})"
         lines = [f"error of the results, against float32{scaled}:"]
-        lines += [f"{percent(error):>8}  {name}" for name, error in worst[:5]]
-        if len(worst) > 5:
-            lines.append(f"{'':>8}  and {len(worst) - 5} more")
+        lines += [f"{error:>8}  {name}" for error, name in self.named()]
+        if len(self.results) > 5:
+            lines.append(f"{'':>8}  and {len(self.results) - 5} more")
         if self.diverged:
             lines += ["float32 would have gone another way at", *(f"  {d}" for d in self.diverged)]
         lines += [
-            f"no float32 form, compared from its result on: {row.primitive}  {row.source}".rstrip()
+            f"no float32 form, compared from its result on: {row.primitive}  {short(row.source)}"
             for row in self.rows
             if not row.compared
         ]
+        lines = [wrapped(line.rstrip(), 10) for line in lines]
         return "\n".join([*lines, "", self.table()])
 
 
@@ -238,22 +250,28 @@ def compare(
         with constants_as_casts():
             program = make_program("compare", fun, policy, args, kwargs, argnums, has_aux)
         arrays = check_concrete("compare", program.arrays)
-        return _compare(program, arrays, training_scale(program, arrays, policy, loss_scale))
+        scale = training_scale(program, arrays, policy, loss_scale)
+        return compare_program(program, arrays, scale)
 
     return wrapped
 
 
 def _cells(row: CompareRow) -> tuple[str, ...]:
-    place = [row.source, row.scope, row.path, *(f"{loop} {i}" for loop, i in row.iteration)]
-    note = ["zero in exact arithmetic"] if row.noise else []
+    place = [
+        where(row.source, row.library),
+        *("backward" for _ in range(row.backward)),
+        row.scope,
+        row.path,
+        *(f"{loop} {i}" for loop, i in row.iteration),
+        *("zero in exact arithmetic" for _ in range(row.noise)),
+    ]
+    errors = (row.added, row.error, row.inherited)
     return (
-        percent(row.added),
-        percent(row.error),
-        percent(row.inherited),
+        *("noise" if row.noise else percent(error) for error in errors),
         percent(row.underflow) if row.underflow else "",
-        f"{row.primitive}{' (backward)' if row.backward else ''}",
+        row.primitive,
         row.dtypes,
-        "  ".join(filter(None, [*place, *note])),
+        "  ".join(filter(None, place)),
     )
 
 
@@ -268,6 +286,7 @@ class Shadowed:
     shadow: Any  # the array itself where it is exact
     error: float = 0.0
     path: str = ""
+    noise: bool = False  # whether the shadow is float32's own rounding error
     makers: frozenset[Any] = frozenset()  # in a loop: the operations that it is accumulated by
     given: float = 0.0  # the error that those began with
 
@@ -320,11 +339,14 @@ class _Comparer:
                 results.append(Shadowed(out, shadow, path=path))
                 continue
             stats = dict(zip(_STATS, np.asarray(_stats(out, own, shadow)), strict=True))
-            if not self._is_ours(eqn, place):
-                stats |= {"operands": found, "compared": compared}
-                self._record(key, eqn, ins, out, own, shadow, stats, place)
             error = capped(float(stats["error"]))
-            results.append(Shadowed(out, shadow, error, path, **accumulated))
+            noise = error > SUSPICIOUS and (
+                any(v.noise for v in ins) or _is_noise(eqn, ins, shadow)
+            )
+            if not self._is_ours(eqn, place):
+                stats |= {"operands": found, "compared": compared, "noise": noise}
+                self._record(key, eqn, ins, out, stats, place)
+            results.append(Shadowed(out, shadow, error, path, noise, **accumulated))
         return results
 
     def _is_ours(self, eqn: Any, place: Place) -> bool:
@@ -332,8 +354,8 @@ class _Comparer:
         unnamed = place.op is None and not _jax.source_line(eqn)
         return unnamed or eqn.primitive.name in _jax.BARRIERS
 
-    def _record(self, key, eqn, ins, out, own, shadow, stats, place) -> None:
-        compared = stats.pop("compared")
+    def _record(self, key, eqn, ins, out, stats, place) -> None:
+        verdicts = {name: stats.pop(name) for name in ("compared", "noise")}
         stats = {name: float(value) for name, value in stats.items()}
         before = self.rows.get(key)
         row = CompareRow(
@@ -346,20 +368,20 @@ class _Comparer:
             times=1 + (before.times if before else 0),
             dtypes=f"{','.join(dict.fromkeys(_name(v.array) for v in ins))}->{_name(out)}",
             op=place.op,
-            compared=compared,
+            **verdicts,
             **stats,
         )
-        if row.blame > NOISE:
-            row = dataclasses.replace(row, noise=_is_noise(eqn, ins, shadow))
         self.order.setdefault(key, len(self.order))
         if before and _badness(row) <= _badness(before):
             row = dataclasses.replace(before, times=row.times)
         else:
             key_of_line = _jax.line_key(eqn)
+            source, library = self.program.lines(eqn, place.op)
             paths = ", ".join(dict.fromkeys(v.path for v in ins if v.path))
             row = dataclasses.replace(
                 row,
-                source=self.program.source(eqn, place.op),
+                source=source,
+                library=library,
                 path=paths or self._paths.get(key_of_line, ""),
             )
         self.rows[key] = row
@@ -369,11 +391,9 @@ class _Comparer:
 
     def decide(self, value: Shadowed, eqn: Any, place: Place) -> int:
         if int(value.array) != int(value.shadow):
-            where = ", ".join(f"{loop} {i}" for loop, i in place.loops)
-            line = "  ".join(
-                filter(None, [eqn.primitive.name, self.program.source(eqn, place.op), where])
-            )
-            self.diverged.setdefault(line)
+            turns = ", ".join(f"{loop} {i}" for loop, i in place.loops)
+            line = where(*self.program.lines(eqn, place.op))
+            self.diverged.setdefault("  ".join(filter(None, [eqn.primitive.name, line, turns])))
         return int(value.array)
 
     def slice(self, value: Shadowed, index: int) -> Shadowed:
@@ -388,7 +408,9 @@ class _Comparer:
         return Shadowed(array, shadow, max(v.error for v in values), values[0].path)
 
 
-def _compare(program: Program, arrays: list[jax.Array], scale: float) -> Comparison:
+def compare_program(program: Program, arrays: list[jax.Array], scale: float) -> Comparison:
+    """Compares a program, as `compare` does."""
+    program.ran()
     comparer = _Comparer(program)
     paths = [*program.names, ""]
     args = [
@@ -398,10 +420,16 @@ def _compare(program: Program, arrays: list[jax.Array], scale: float) -> Compari
     results = interpret(program.jaxpr, args, comparer)
     first = comparer.order
     keys = sorted(first, key=lambda key: (*_badness(comparer.rows[key]), -first[key]), reverse=True)
-    errors = {
-        name: float(_stats(v.array, v.shadow, v.shadow)[0])
+    named = {
+        name: v
         for name, v in zip(program.results, results, strict=True)
         if _is_float(v.array) and np.size(v.array)
+    }
+    errors = {name: float(_stats(v.array, v.shadow, v.shadow)[0]) for name, v in named.items()}
+    terms = _terms_of_noise(program, arrays, scale, named, errors)
+    errors |= {
+        name: float(jnp.linalg.norm(jnp.ravel(named[name].array - named[name].shadow))) / size
+        for name, size in terms.items()
     }
     return Comparison(
         tuple(comparer.rows[key] for key in keys),
@@ -409,7 +437,33 @@ def _compare(program: Program, arrays: list[jax.Array], scale: float) -> Compari
         scale,
         tuple(comparer.diverged),
         tuple(comparer.order[key] for key in keys),
+        tuple(terms),
     )
+
+
+def _terms_of_noise(
+    program: Program,
+    arrays: Sequence[jax.Array],
+    scale: float,
+    named: dict[str, Shadowed],
+    errors: dict[str, float],
+) -> dict[str, float]:
+    """Returns the size of the terms of the results that are float32's own rounding error."""
+    suspects = [
+        name
+        for name, error in errors.items()
+        if error > SUSPICIOUS and math.isfinite(float(_norm(named[name].array)))
+    ]
+    if not suspects:
+        return {}
+    program.ran()
+    given = [*moved([widen(x) for x in arrays]), jnp.float32(scale)]
+    try:
+        again = dict(zip(program.results, interpret(program.jaxpr, given, Wide()), strict=True))
+    except NotImplementedError:  # something in it has no float32 form
+        return {}
+    sizes = {name: size_of_terms(named[name].shadow, again[name]) for name in suspects}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _badness(row: CompareRow) -> tuple[bool, float]:
@@ -422,7 +476,8 @@ def capped(error: float) -> float:
 
 def _is_noise(eqn: Any, ins: Sequence[Shadowed], shadow: Any) -> bool:
     """Tells a sum whose terms cancel down to float32's own rounding error."""
-    if eqn.primitive.name not in ("add", "add_any", "sub", "reduce_sum", "dot_general"):
+    sums = rules.CANCELS in rule_of(eqn.primitive.name).traits
+    if not (sums or eqn.primitive.name in ("add", "sub")):
         return False
     magnitudes = [jnp.abs(v.shadow) for v in ins]
     if eqn.primitive.name == "sub":

@@ -54,6 +54,11 @@ class Place:
         return dataclasses.replace(self, loops=(*self.loops, (loop, iteration)))
 
 
+def shown(scopes: Sequence[str]) -> list[str]:
+    """Returns the names of scopes without those that mpjax itself adds."""
+    return [name for name in scopes if not name.startswith("mpjax.")]
+
+
 class Watcher(Protocol):
     """What an instrument does with the operations of a program."""
 
@@ -233,7 +238,7 @@ NARROW = frozenset({"bitcast_convert_type", "ffi_call", "pallas_call", "pure_cal
 MISFITS = (TypeError, ValueError, NotImplementedError)
 
 
-class _Wide(Plain):
+class Wide(Plain):
     """The watcher that runs a program in float32."""
 
     @staticmethod
@@ -251,7 +256,7 @@ def _widened(program: Any) -> Any:
     if not _is_program(program):
         return program
     avals = [_jax.retyped(a, FLOAT32) if is_half(a) else a for a in _jax.in_avals(program)]
-    wide = _jax.trace(lambda *args: interpret(program, list(args), _Wide()), avals, "float32")
+    wide = _jax.trace(lambda *args: interpret(program, list(args), Wide()), avals, "float32")
     if hasattr(program, "jaxpr"):
         return wide
     inner, consts = _jax.open_jaxpr(wide)

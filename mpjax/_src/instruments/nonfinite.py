@@ -13,20 +13,33 @@ import numpy as np
 from mpjax._src import _jax, rules
 from mpjax._src.dtypes import short_name
 from mpjax._src.errors import check_callable
-from mpjax._src.instruments.interpret import Place, interpret, is_half, run, run_in_float32, take
+from mpjax._src.instruments.interpret import (
+    Place,
+    interpret,
+    is_half,
+    run,
+    run_in_float32,
+    shown,
+    take,
+)
+from mpjax._src.instruments.places import Places
 from mpjax._src.instruments.programs import (
     LEAST_EXPONENT,
     Program,
     largest_finite_scale,
     make_program,
 )
-from mpjax._src.policy import get_policy
+from mpjax._src.policy import Policy, get_policy
+from mpjax._src.reports import Report, where, wrapped
 from mpjax._src.rules import rule_of
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
+# In how many places an override is tried.
+ROUNDS = 4
+
 
 @dataclasses.dataclass(frozen=True)
-class Range:
+class Range(Report):
     """What an array holds: the least and greatest of its finite values, and how many are not.
 
     Attributes:
@@ -57,7 +70,7 @@ class Range:
 
 
 @dataclasses.dataclass(frozen=True)
-class NonfiniteReport:
+class NonfiniteReport(Report):
     """What `find_nonfinite` found. ``print`` it; it is true where something was found.
 
     Attributes:
@@ -68,7 +81,7 @@ class NonfiniteReport:
         made: "NaN" or "Inf".
         backward: Whether the operation belongs to the backward pass.
         primitive: The name of the operation.
-        source: "file:line" of the code that it comes from.
+        source: "file:line" of the user's code that it comes from.
         scope: The named scopes around it, joined with "/".
         path: The paths of the parameters that are its operands, or those of the forward operation
             that it is the backward pass of, joined with ", "; of an argument, its own.
@@ -83,6 +96,10 @@ class NonfiniteReport:
         advice: What to do.
         op: The number of the operation of the plan that this is, or is the backward pass of.
         given: The arguments that were infinite when they were passed, and are so in its operands.
+        library: "file:line" of the library that ``source`` calls for it, or "".
+        overrides: The patterns with which ``policy.override`` moves as little to float32 as cures
+            it: the program was run so, and is finite. Empty where none are known.
+        float32_flops: The share of the matmul FLOPs that these move.
     """
 
     found: bool
@@ -104,6 +121,9 @@ class NonfiniteReport:
     advice: str = ""
     op: int | None = None
     given: tuple[str, ...] = ()
+    library: str = ""
+    overrides: tuple[str, ...] = ()
+    float32_flops: float | None = None
 
     def __bool__(self) -> bool:
         return self.found
@@ -121,9 +141,10 @@ class NonfiniteReport:
         elif self.kind == "compiled":
             lines = [f"{self.made} in the compiled program alone"]
         else:
-            lines = [f"{self.primitive} made {self.made} in the {which} pass, {self.source}"]
-        where = ", ".join(f"{loop} {i}" for loop, i in self.loops)
-        for name, text in (("scope", self.scope), ("path", self.path), ("iteration", where)):
+            place = where(self.source, self.library)
+            lines = [f"{self.primitive} made {self.made} in the {which} pass, {place}"]
+        turns = ", ".join(f"{loop} {i}" for loop, i in self.loops)
+        for name, text in (("scope", self.scope), ("path", self.path), ("iteration", turns)):
             if text:
                 lines.append(f"  {name:<10}{text}")
         for i, operand in enumerate(self.inputs):
@@ -137,7 +158,8 @@ class NonfiniteReport:
             lines.append(f"  {'float32':<10}its largest magnitude would be {largest}")
         more = f" and {len(self.reaches) - 3} more" if len(self.reaches) > 3 else ""
         lines.append(f"  {'reaches':<10}{', '.join(self.reaches[:3])}{more}")
-        return "\n".join([*lines, self.advice])
+        lines = [wrapped(line, 12) for line in lines]
+        return "\n".join([*lines, *map(wrapped, self.advice.splitlines())])
 
 
 def find_nonfinite(
@@ -187,9 +209,14 @@ def find_nonfinite(
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        program = make_program("find_nonfinite", fun, policy, args, kwargs, argnums, has_aux)
+        name = "find_nonfinite"
+        make = functools.partial(
+            make_program, name, fun, args=args, kwargs=kwargs, argnums=argnums, has_aux=has_aux
+        )
+        program = make(policy=policy)
         arrays = check_concrete("find_nonfinite", program.arrays)
-        return _search(program, arrays, float(scale.loss_scale))
+        report = _search(program, arrays, float(scale.loss_scale))
+        return _advised(report, program, arrays, policy, make)
 
     return wrapped
 
@@ -256,6 +283,7 @@ class _Finder:
         nans, _ = _count(out)
         paths = [v.path for v in ins if v.path in self.parameters]
         paths = paths or self._read.get(_jax.line_key(eqn), []) or [v.path for v in ins if v.path]
+        source, library = self.program.lines(eqn, place.op)
         self.events.append(
             NonfiniteReport(
                 found=True,
@@ -263,7 +291,8 @@ class _Finder:
                 made="NaN" if nans else "Inf",
                 backward=place.backward,
                 primitive=eqn.primitive.name,
-                source=self.program.source(eqn, place.op),
+                source=source,
+                library=library,
                 scope="/".join(shown(place.scopes)),
                 path=", ".join(dict.fromkeys(paths)),
                 loops=place.loops,
@@ -303,6 +332,7 @@ class _Finder:
 
 
 def _search(program: Program, arrays: list[jax.Array], scale: float) -> NonfiniteReport:
+    """Returns the first event that reaches a result, or what is said where there is none."""
     finder = _Finder(program)
     paths = [*program.names, ""]
     args = [
@@ -329,7 +359,7 @@ def _search(program: Program, arrays: list[jax.Array], scale: float) -> Nonfinit
     else:
         # A pole, such as log(0), is often masked out again; an overflow or a NaN never is.
         event = finder.events[min(guilty, key=lambda i: (_is_pole(finder.events[i]), i))]
-    return _judge(event, program, arrays, scale, reaches)
+    return dataclasses.replace(event, reaches=reaches, loss_scale=scale)
 
 
 def _is_pole(event: NonfiniteReport) -> bool:
@@ -355,7 +385,6 @@ def _in_compiled_alone(
         "NaN or Inf",
         reaches=reaches,
         loss_scale=scale,
-        curable=False,
         advice="Operation by operation every result is finite, but not in the compiled program: "
         "a fusion of XLA's makes it. Look for expressions whose order of evaluation matters.",
     )
@@ -364,25 +393,77 @@ def _in_compiled_alone(
 # ---- the verdict --------------------------------------------------------------------------------
 
 
-def _judge(
-    event: NonfiniteReport, program: Program, arrays: list[jax.Array], scale: float, reaches
+def _advised(
+    event: NonfiniteReport,
+    program: Program,
+    arrays: list[jax.Array],
+    policy: Policy,
+    make: Callable[..., Program],
 ) -> NonfiniteReport:
-    """Completes an event: can a lower scale cure it, and what is to be done."""
+    """Completes an event: can a lower scale cure it, or float32 somewhere; what is to be done."""
+    if not event.found:
+        return event
     gradients = {
         n for n, is_grad in zip(program.results, program.gradients, strict=True) if is_grad
     }
     safe = None
-    if event.kind != "argument" and set(reaches) <= gradients:
-        safe = largest_finite_scale(program, arrays, math.ceil(math.log2(scale)))
+    if event.kind not in ("argument", "compiled") and set(event.reaches) <= gradients:
+        safe = largest_finite_scale(program, arrays, math.ceil(math.log2(event.loss_scale)))
+    event = dataclasses.replace(event, curable=safe is not None, safe_loss_scale=safe)
+    if event.kind == "compiled":
+        return event
     op = None if event.op is None else program.ops[event.op]
     own = op is not None and any(is_half(v.aval) for v in (*op.ins, *op.outs))
-    event = dataclasses.replace(
-        event, reaches=reaches, loss_scale=scale, curable=safe is not None, safe_loss_scale=safe
-    )
-    return dataclasses.replace(event, advice="\n".join(_advice(event, gradients, own)))
+    tried: list[str] = []
+    if not event.curable and not own and _in_half(event):
+        tried, cured = _moved_to_float32(event, arrays, policy, make)
+        if cured:
+            places = Places(program.plan.block)
+            moved = frozenset().union(*(places.place(pattern).ops for pattern in tried))
+            event = dataclasses.replace(
+                event, overrides=tuple(tried), float32_flops=places.flops(moved)
+            )
+    return dataclasses.replace(event, advice="\n".join(_advice(event, gradients, own, tried)))
 
 
-def _advice(event: NonfiniteReport, gradients: set[str], own: bool):
+def _in_half(event: NonfiniteReport) -> bool:
+    return any(r.dtype in ("f16", "bf16") for r in (*event.inputs, event.result) if r)
+
+
+def _moved_to_float32(
+    event: NonfiniteReport, arrays: list[jax.Array], policy: Policy, make: Callable[..., Program]
+) -> tuple[list[str], bool]:
+    """Moves the operation to float32, and what overflows then, as long as it is the policy's.
+
+    Returns:
+        The patterns, and whether the compiled program is finite with them.
+    """
+    patterns: list[str] = []
+    for _ in range(ROUNDS):
+        program = make(policy=_with(policy, patterns))
+        if event.op is None:
+            break
+        around = Places(program.plan.block).around(program.ops[event.op])
+        fresh = [place.pattern for place in around if place.ops and place.pattern not in patterns]
+        if not fresh:
+            break
+        patterns.append(fresh[0])
+        program = make(policy=_with(policy, patterns))
+        outs = program.compiled(*arrays, jnp.float32(event.loss_scale))
+        pairs = zip(program.results, outs, strict=True)
+        if not any(name in event.reaches and any(_count(out)) for name, out in pairs):
+            return patterns, True
+        event = _search(program, arrays, event.loss_scale)
+        if not (event.found and _in_half(event)):
+            break
+    return patterns, False
+
+
+def _with(policy: Policy, patterns: Sequence[str]) -> Policy:
+    return policy.override(dict.fromkeys(patterns, "float32")) if patterns else policy
+
+
+def _advice(event: NonfiniteReport, gradients: set[str], own: bool, tried: Sequence[str]):
     if event.kind == "argument":
         yield "The loss scale cannot cure that."
         yield (
@@ -413,7 +494,7 @@ def _advice(event: NonfiniteReport, gradients: set[str], own: bool):
             "check the data."
         )
     if event.kind == "overflow":
-        yield from _against_overflow(event, own)
+        yield from _against_overflow(event, own, tried)
     else:
         yield UNDEFINED.get(event.primitive, "float32 gives no finite result here either.")
         if any(r.dtype in ("f16", "bf16") for r in event.inputs):
@@ -421,9 +502,10 @@ def _advice(event: NonfiniteReport, gradients: set[str], own: bool):
                 "A zero may be a number that half flushes, such as an epsilon: keep it at 1e-4 or "
                 "above in float16, or the operation in float32."
             )
+            yield from _override(event, tried)
 
 
-def _against_overflow(event: NonfiniteReport, own: bool):
+def _against_overflow(event: NonfiniteReport, own: bool, tried: Sequence[str]):
     if own:
         yield (
             "The function itself casts to half here, which no policy undoes: leave the cast out, "
@@ -432,12 +514,22 @@ def _against_overflow(event: NonfiniteReport, own: bool):
         return
     if event.result is not None and event.result.dtype == "f16":
         yield "bfloat16 has float32's range: try 'mixed_bfloat16'."
-    place = event.scope or event.path.split(", ")[0]
-    if place:
-        yield f"Or keep the place in float32: policy.override({{{place + '*'!r}: 'float32'}})."
+    yield from _override(event, tried)
+    yield "Or make its operands smaller: normalize them, or scale before the product, not after."
+
+
+def _override(event: NonfiniteReport, tried: Sequence[str]):
+    """Says which override cures it, as far as that is known."""
+    call = f"policy.override({dict.fromkeys(tried, 'float32')!r})"
+    if event.overrides:
+        yield (
+            f"Float32 for {'this place' if len(tried) == 1 else 'these places'} cures it, which "
+            f"was tried, and costs {event.float32_flops:.1%} of the matmul FLOPs: {call}."
+        )
+    elif tried:
+        yield f"Float32 for this place alone does not cure it, which was tried: {call}."
     else:
         yield "Or keep the place in float32, inside `with mpjax.precision('float32'):`."
-    yield "Or make its operands smaller: normalize them, or scale before the product, not after."
 
 
 UNDEFINED = {
@@ -458,11 +550,6 @@ UNDEFINED = {
 
 
 # ---- looking at arrays --------------------------------------------------------------------------
-
-
-def shown(scopes: Sequence[str]) -> list[str]:
-    """Returns the names of scopes without those that mpjax itself adds."""
-    return [name for name in scopes if not name.startswith("mpjax.")]
 
 
 def _is_number(x: Any) -> bool:

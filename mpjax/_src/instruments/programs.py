@@ -41,6 +41,7 @@ class Program:
         parameters: The names of the arguments that gradients are taken of; all without gradients.
         plan: The plan of the function. Its ops are numbered, and the equations that an op became
             stand in a scope of its number.
+        ran: Is called before every run of the program.
     """
 
     jaxpr: Any
@@ -50,15 +51,18 @@ class Program:
     gradients: tuple[bool, ...]
     parameters: tuple[str, ...]
     plan: Plan
+    ran: Callable[[], None] = lambda: None
 
     @functools.cached_property
     def ops(self) -> list[Op]:
         """The ops of the plan, by their numbers."""
         return [op for op, _ in numbered(self.plan.block)]
 
-    def source(self, eqn: Any, op: int | None) -> str:
-        """Returns "file:line" of an equation, or of the op that it comes from."""
-        return _jax.source_line(eqn) or ("" if op is None else self.ops[op].source)
+    def lines(self, eqn: Any, op: int | None) -> tuple[str, str]:
+        """Returns "file:line" of an equation, or of the op that it comes from: the user's line,
+        and that of the library that it calls there, or ""."""
+        found = _jax.source_lines(eqn)
+        return found if found[0] or op is None else self.ops[op].lines
 
     @property
     def follows_gradient(self) -> bool:
@@ -68,7 +72,13 @@ class Program:
     @functools.cached_property
     def compiled(self) -> Callable[..., list[jax.Array]]:
         """The program compiled as a whole: a function of the arrays and the loss scale."""
-        return jax.jit(functools.partial(_jax.eval_closed, self.jaxpr))
+        jitted = jax.jit(functools.partial(_jax.eval_closed, self.jaxpr))
+
+        def run(*arrays):
+            self.ran()
+            return jitted(*arrays)
+
+        return run
 
     def has_finite_gradients(self, arrays: Sequence[Any], scale: float) -> bool:
         """Tells whether every gradient of the compiled program is finite at a loss scale."""
@@ -85,12 +95,13 @@ def make_program(
     kwargs: dict[str, Any],
     argnums: int | Sequence[int] | None,
     has_aux: bool,
+    ran: Callable[[], None] = lambda: None,
 ) -> Program:
     """Traces a function, or its value and gradients, to one program.
 
     Gradients are followed where ``argnums`` is given and the function returns a scalar loss; they
     are those of the scaled loss, unscaled again. The arguments are as the instruments document
-    them; ``tool`` is the one that asks.
+    them; ``tool`` is the one that asks. ``ran`` is called before every run.
     """
     pairs = jax.tree_util.tree_leaves_with_path((args, kwargs))
     pairs = [(keys, x) for keys, x in pairs if is_array(x)]
@@ -123,7 +134,8 @@ def make_program(
     gradients = (False,) * (count - grads) + (True,) * grads
     parameters = tuple(n for n, moves in zip(names, active, strict=True) if moves) or names
     return Program(
-        jaxpr, tuple(x for _, x in pairs), names, tuple(results), gradients, parameters, traced.plan
+        *(jaxpr, tuple(x for _, x in pairs), names, tuple(results), gradients, parameters),
+        *(traced.plan, ran),
     )
 
 

@@ -6,24 +6,23 @@ compiled program: a set of places is enough or it is not.
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from mpjax._src.autocast.classify import CHANGEABLE
-from mpjax._src.autocast.explain import flops_of
-from mpjax._src.autocast.graph import Block, Op, numbered
 from mpjax._src.dtypes import FLOAT32
 from mpjax._src.errors import brief, check_callable
-from mpjax._src.instruments.compare import compare
-from mpjax._src.instruments.nonfinite import check_concrete, shown
+from mpjax._src.instruments.compare import compare_program
+from mpjax._src.instruments.noise import SUSPICIOUS, moved, size_of_terms
+from mpjax._src.instruments.nonfinite import check_concrete
+from mpjax._src.instruments.places import Place, Places
 from mpjax._src.instruments.programs import Program, make_program, training_scale
-from mpjax._src.patterns import matches
+from mpjax._src.instruments.search import Search
 from mpjax._src.policy import Policy, get_policy
+from mpjax._src.reports import WIDTH, Report, folds, table, wrapped
 from mpjax._src.training.loss_scale import (
     LossScale,
     finite_number,
@@ -34,8 +33,9 @@ from mpjax._src.training.loss_scale import (
 # A gradient this much smaller than all together is held to its share of that, not to its own size.
 SMALL = 1e-3
 
-# Cheaper sets of places are looked for among this many at most.
-SEARCHED = 12
+LEAST_RUNS = 2  # without them there is no error
+
+COLUMNS = ("operations", "FLOPs", "error before", "after", "left out", "in float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,8 @@ class TuneStep:
         pattern: Of the override.
         operations: How many operations of the program it moves.
         flops: The share of the program's matmul FLOPs that it moves.
-        error_before: The largest relative error of a result without it, with the steps before.
+        error_before: The largest relative error of a result without it, with the steps before; None
+            where no run was left to measure that.
         error: The same with it.
         alone: The same where all other places of the tuned policy are float32 and it is not: what
             it would cost to leave it out.
@@ -55,13 +56,13 @@ class TuneStep:
     pattern: str
     operations: int
     flops: float
-    error_before: float
-    error: float
-    alone: float
+    error_before: float | None
+    error: float | None
+    alone: float | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Tuning:
+class Tuning(Report):
     """What `tune` found. ``print`` it, and train with `policy`.
 
     Attributes:
@@ -71,9 +72,10 @@ class Tuning:
         tolerance: That was asked for.
         results: The error of each result under it.
         steps: What each override bought, the most valuable first.
-        runs: How many programs were compiled and run to find it.
-        least: Whether no cheaper set of places can do, if more float32 never makes it worse; False
-            where the search ended at ``max_runs``.
+        runs: How many times a program was run to find it, in float32 and in half.
+        least: Whether none of its places can be left out, if less float32 never makes it better:
+            what was measured says so of each.
+        cut_short: Whether the search ended at ``max_runs``: this is the best of what was tried.
     """
 
     policy: Policy
@@ -84,6 +86,7 @@ class Tuning:
     steps: tuple[TuneStep, ...]
     runs: int
     least: bool
+    cut_short: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the tuning as plain data, ready for JSON; the policy as its string."""
@@ -95,22 +98,25 @@ class Tuning:
         verdict = "meets" if self.met else "does not meet"
         lines = [
             f"error {self.error:.3g} {verdict} the tolerance of {self.tolerance:.3g}, after "
-            f"{self.runs} runs",
-            f"policy  {self.policy}",
+            f"{self.runs} runs"
         ]
-        if self.steps:
-            lines += [
-                "",
-                f"{'in float32':<44}{'operations':>11}{'FLOPs':>8}{'error before':>14}"
-                f"{'after':>10}{'left out':>10}",
-            ]
-        for s in self.steps:
+        if self.cut_short:
             lines.append(
-                f"{s.pattern:<44}{s.operations:>11}{s.flops:>8.1%}{s.error_before:>14.3g}"
-                f"{s.error:>10.3g}{s.alone:>10.3g}"
+                "The search was cut short at max_runs: this is the best that was tried, and "
+                + ("less float32 may do." if self.met else "more float32, or other places, may do.")
             )
-        if self.steps and self.met and not self.least:
-            lines.append("The search ended at max_runs: less float32 may do.")
+        lines = [*map(wrapped, lines), *folds(f"policy  {self.policy}", WIDTH)]
+        rows = [
+            (
+                f"{s.operations}",
+                f"{s.flops:.1%}",
+                *("-" if e is None else f"{e:.3g}" for e in (s.error_before, s.error, s.alone)),
+                s.pattern,
+            )
+            for s in self.steps
+        ]
+        if rows:
+            lines += ["", *table(COLUMNS, rows, words=COLUMNS[-1:])]
         return "\n".join(lines)
 
 
@@ -134,13 +140,14 @@ def tune(
             together are held to that share.
         argnums: Of which arguments gradients are taken; None for the forward pass alone.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
-        max_runs: How many programs may be compiled and run.
-        loss_scale: As for `compare`; "auto" chooses it for every program that is tried.
+        max_runs: How many times a program may be run: 2 or more, for the float32 reference and the
+            policy as it is count. float16 takes one or more to find its loss scale.
+        loss_scale: As for `compare`.
 
     Returns:
         A function of the same arguments, which must be concrete arrays. It returns a `Tuning`: its
-        ``policy`` is the one given, with the fewest overrides that move the least work to float32,
-        in matmul FLOPs first.
+        ``policy`` is the one given, with as few places in float32 as were found to be enough, those
+        of less work where there is a choice.
 
     Raises:
         TypeError: If ``fun`` is not a function, or an array is abstract or being traced.
@@ -164,284 +171,180 @@ def tune(
     policy = get_policy(policy)
     if (finite_number(tolerance) or 0.0) <= 0:
         raise ValueError(f"tolerance={brief(tolerance)} must be a positive number such as 1e-2.")
-    if (whole_number(max_runs) or 0) < 1:
-        raise ValueError(f"max_runs={brief(max_runs)} must be a whole number, 1 or more.")
+    if (whole_number(max_runs) or 0) < LEAST_RUNS:
+        raise ValueError(
+            f"max_runs={brief(max_runs)} must be a whole number, {LEAST_RUNS} or more: float32 and "
+            "the policy as it is take a run each."
+        )
 
     resolve_loss_scale(loss_scale, False)
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        program = functools.partial(
+        make = functools.partial(
             make_program, "tune", fun, args=args, kwargs=kwargs, argnums=argnums, has_aux=has_aux
         )
-        arrays = check_concrete("tune", program(policy=policy).arrays)
-        trial = _Trial(program, policy, arrays, tolerance, max_runs, loss_scale)
-        if trial.errors(())[0] <= tolerance:
-            return trial.report((), [], True)
-        compared = compare(fun, policy, argnums, has_aux, loss_scale=loss_scale)(*args, **kwargs)
-        suspicion: dict[int, float] = {}
-        for row in compared.rows:
-            if row.op is not None and not row.noise:
-                suspicion[row.op] = suspicion.get(row.op, 0.0) + min(row.added, 1.0) ** 2
-        places = _places(trial.plan.block, suspicion)
-        return _search(trial, places)
+        trial = _Trial(make, policy, max_runs, loss_scale)
+        places = trial.places.finest()
+        search = Search(
+            lambda chosen: [*trial.errors([places[i] for i in sorted(chosen)]).values()],
+            lambda: _suspicions(trial, places),
+            [trial.places.cost(place.ops) for place in places],
+            tolerance,
+        )
+        try:
+            search.run()
+            cut_short = False
+        except _OutOfRuns:
+            cut_short = True
+        return trial.report(search, places, cut_short)
 
     return wrapped
-
-
-# ---- places -------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """What one override pattern moves to float32."""
-
-    pattern: str
-    ops: frozenset[int]
-    suspicion: float
-
-
-def _places(block: Block, suspicion: dict[int, float]) -> list[Place]:
-    """Returns the smallest places that patterns can name, the most suspect first."""
-    movable = [op for op, _ in numbered(block) if _is_movable(op)]
-    named: dict[str, set[int]] = {}
-    for op in movable:
-        for pattern in _patterns(op):
-            named.setdefault(pattern, set())
-    for pattern, covered in named.items():
-        covered |= {op.row for op in movable if any(matches(pattern, p) for p in _spots(op))}
-    finest: dict[frozenset[int], str] = {}
-    for op in movable:
-        scoped = "/".join(shown(op.scopes))
-        best = min(_patterns(op), key=lambda p: (len(named[p]), not p.startswith(scoped), len(p)))
-        finest.setdefault(frozenset(named[best]), best)
-    places = [
-        Place(pattern, covered, sum(suspicion.get(i, 0.0) for i in covered))
-        for covered, pattern in finest.items()
-    ]
-    return sorted(places, key=lambda place: -place.suspicion)
-
-
-def _is_movable(op: Op) -> bool:
-    by_rule = op.rule in CHANGEABLE and op.rule not in ("layout", "neutral", "full")
-    return (by_rule or op.forced == "half") and op.forced != "full" and op.has_float32
-
-
-def _spots(op: Op) -> list[str]:
-    """Returns what the pattern of an override may match of an op."""
-    return ["/".join(op.scopes), "/".join((*op.scopes, op.name)), *_paths(op)]
-
-
-def _paths(op: Op) -> list[str]:
-    return [path for v in op.ins for path in v.paths if path]
-
-
-def _patterns(op: Op) -> list[str]:
-    """Returns patterns that move an op, exact ones first."""
-    scopes = shown(op.scopes)
-    exact = [_escape(path) for path in _paths(op)]
-    exact.append(_escape("/".join((*scopes, op.name))))
-    return [*exact, *(_escape("/".join(scopes[:i])) + "/*" for i in range(len(scopes), 0, -1))]
-
-
-def _escape(path: str) -> str:
-    return path.replace("[", "[[]").replace("*", "[*]").replace("?", "[?]")
 
 
 # ---- trials -------------------------------------------------------------------------------------
 
 
 class _OutOfRuns(Exception):
-    """The search has used up its runs."""
+    """All runs are used up."""
 
 
 class _Trial:
     """Runs the program with some places in float32, and remembers what came out."""
 
-    def __init__(self, program, policy: Policy, arrays, tolerance, max_runs, loss_scale):
-        self.program, self.policy, self.arrays = program, policy, arrays
-        self.tolerance, self.max_runs, self.loss_scale = tolerance, max_runs, loss_scale
+    def __init__(self, make: Callable[..., Program], policy: Policy, max_runs: int, loss_scale):
+        self.policy, self.max_runs, self.loss_scale = policy, max_runs, loss_scale
         self.runs = 0
-        self._known: dict[frozenset[str], tuple[float, dict[str, float]]] = {}
+        self._make = functools.partial(make, ran=self._count)
+        self.program = self._make(policy=policy)
+        self.arrays = check_concrete("tune", self.program.arrays)
+        self.places = Places(self.program.plan.block)
+        self._scale: float | None = None  # that the gradients are finite with
+        self._known: dict[frozenset[int], dict[str, float]] = {}
         full = dataclasses.replace(
             policy, overrides=(), half_ops=(), compute_dtype=FLOAT32, output_dtype=FLOAT32
         )
-        self.wanted = self._run(full)[0]
-        self.plan = program(policy=policy).plan
-        self.work = {
-            op.row: (flops_of(op.eqn) * times, _elements(op) * times)
-            for op, times in numbered(self.plan.block)
+        self._full = self._make(policy=full)
+        self.wanted = self._results(self._full, 1.0, self.arrays)
+        self._terms: dict[str, float] = {}  # of the results that are rounding error, and of others
+
+    def _count(self) -> None:
+        if self.runs >= self.max_runs:
+            raise _OutOfRuns
+        self.runs += 1
+
+    def _results(self, program: Program, scale: float, arrays) -> dict[str, jax.Array]:
+        outs = program.compiled(*arrays, jnp.float32(scale))
+        return {
+            name: x
+            for name, x in zip(program.results, outs, strict=True)
+            if jnp.issubdtype(x.dtype, jnp.floating)
+            and not (name.startswith("aux") and program.follows_gradient)
         }
 
-    def _run(self, policy: Policy) -> tuple[list[jax.Array | None], Program]:
-        program = self.program(policy=policy)
-        scale = training_scale(program, self.arrays, policy, self.loss_scale)
-        outs = program.compiled(*self.arrays, jnp.float32(scale))
-        return [x if jnp.issubdtype(x.dtype, jnp.floating) else None for x in outs], program
+    def with_places(self, places: Iterable[Place]) -> Policy:
+        patterns = dict.fromkeys((p.pattern for p in places), "float32")
+        return self.policy.override(patterns) if patterns else self.policy
 
-    def with_places(self, patterns: Sequence[str]) -> Policy:
-        return self.policy.override(dict.fromkeys(patterns, "float32")) if patterns else self.policy
-
-    def errors(self, patterns: Sequence[str]) -> tuple[float, dict[str, float]]:
-        """Returns the largest error with these places in float32, and each result's."""
-        key = frozenset(patterns)
+    def errors(self, places: Sequence[Place]) -> dict[str, float]:
+        """Returns the error of each result with these places in float32."""
+        key = frozenset().union(*(p.ops for p in places))
         if key not in self._known:
-            if self.runs >= self.max_runs:
-                raise _OutOfRuns
-            self.runs += 1
-            outs, program = self._run(self.with_places(patterns))
-            self._known[key] = _errors(outs, self.wanted, program)
+            program = self._make(policy=self.with_places(places)) if places else self.program
+            got = self._results(program, self.scale(program), self.arrays)
+            self._known[key] = self._errors(got, program)
         return self._known[key]
 
-    def enough(self, places: Sequence[Place]) -> bool:
-        """Tells whether these places in float32 meet the tolerance."""
-        return self.errors([p.pattern for p in places])[0] <= self.tolerance
+    def scale(self, program: Program) -> float:
+        """Returns the loss scale of all runs, once there is one with finite gradients."""
+        if self._scale is not None:
+            return self._scale
+        scale = training_scale(program, self.arrays, self.policy, self.loss_scale)
+        if scale != 1 or not self.policy.needs_loss_scaling:
+            self._scale = scale
+        return scale
 
-    def cost(self, places: Sequence[Place]) -> tuple[int, int, int]:
-        """Returns the work that these places move: matmul FLOPs, entries computed, patterns."""
-        moved = frozenset().union(*(p.ops for p in places))
-        flops, entries = (sum(self.work[i][k] for i in moved) for k in (0, 1))
-        return flops, entries, len(places)
+    def _errors(self, got: dict[str, jax.Array], program: Program) -> dict[str, float]:
+        is_gradient = dict(zip(program.results, program.gradients, strict=True))
+        norms = {name: float(jnp.linalg.norm(x)) for name, x in self.wanted.items()}
+        everything = math.hypot(*(norm for name, norm in norms.items() if is_gradient[name]))
+        distances = {
+            name: float(jnp.linalg.norm(jnp.where(got[name] == x, 0, got[name] - x)))
+            for name, x in self.wanted.items()
+        }
+        for name, norm in norms.items():
+            norms[name] = max(norm, SMALL * everything) if is_gradient[name] else norm
+        odd = (n for n, d in distances.items() if norms[n] * SUSPICIOUS < d < math.inf)
+        if any(name not in self._terms for name in odd):
+            again = self._results(self._full, 1.0, moved(self.arrays))
+            self._terms = {n: size_of_terms(x, again[n]) for n, x in self.wanted.items()}
+        return {
+            name: _ratio(distance, max(norms[name], self._terms.get(name, 0.0)))
+            for name, distance in distances.items()
+        }
 
-    def report(self, places: Sequence[Place], merged: Sequence[Place], least: bool) -> Tuning:
-        """Measures what each place of a solution buys."""
-        self.max_runs = self.runs + 3 + 2 * len(merged)  # the table is not part of the search
-        error, results = self.errors([p.pattern for p in merged])
-        total = sum(flops for flops, _ in self.work.values()) or 1
-        left_out = {p: self.errors([q.pattern for q in merged if q is not p])[0] for p in merged}
-        steps, done = [], []
-        before = self.errors(())[0]
-        for place in sorted(merged, key=lambda p: -left_out[p]):
-            done.append(place)
-            after = self.errors([p.pattern for p in done])[0]
-            flops = sum(self.work[i][0] for i in place.ops) / total
-            steps.append(
-                TuneStep(place.pattern, len(place.ops), flops, before, after, left_out[place])
+    # ---- what came of it ----
+
+    def report(self, search: Search, places: Sequence[Place], cut_short: bool) -> "Tuning":
+        """Returns the best set that was found, and what each place of it buys."""
+        best = search.best
+        if best is None or (cut_short and len(best) == len(places)):
+            # All of it in float32 is no answer of a search that was cut short.
+            tried = [s for s in search.tried if not cut_short or len(s) < len(places)]
+            best = min(tried, key=lambda s: search.tried[s], default=None)
+        if best is None:  # no run was left for the policy as it is
+            return Tuning(
+                self.policy, False, math.nan, search.tolerance, {}, (), self.runs, False, True
             )
-            before = after
+        chosen = [places[i] for i in sorted(best)]
+        merged = self.places.merged(frozenset().union(*(p.ops for p in chosen)), chosen)
+        results = self.errors(chosen)
+        worst = max(results.values(), default=0.0)
         return Tuning(
-            self.with_places([p.pattern for p in merged]),
-            error <= self.tolerance,
-            error,
-            self.tolerance,
-            results,
-            tuple(steps),
-            self.runs,
-            least,
+            policy=self.with_places(merged),
+            met=worst <= search.tolerance,
+            error=worst,
+            tolerance=search.tolerance,
+            results=results,
+            steps=tuple(self._steps(merged)),
+            runs=self.runs,
+            least=search.least and not cut_short,
+            cut_short=cut_short,
         )
 
+    def _steps(self, merged: Sequence[Place]) -> list["TuneStep"]:
+        alone = {p: self._worst([q for q in merged if q is not p]) for p in merged}
+        steps: list[TuneStep] = []
+        done: list[Place] = []
+        before = self._worst([])
+        for place in sorted(merged, key=lambda p: -(alone[p] or 0.0)):
+            done.append(place)
+            after = self._worst(done)
+            flops = self.places.flops(place.ops)
+            steps.append(
+                TuneStep(place.pattern, len(place.ops), flops, before, after, alone[place])
+            )
+            before = after
+        return steps
 
-def _elements(op: Op) -> int:
-    return sum(v.size for v in op.outs if v.is_f32)
-
-
-def _errors(got, wanted, program: Program) -> tuple[float, dict[str, float]]:
-    norms = [0.0 if w is None else float(jnp.linalg.norm(w)) for w in wanted]
-    pairs = zip(norms, program.gradients, strict=True)
-    everything = math.sqrt(sum(n**2 for n, is_gradient in pairs if is_gradient))
-    errors = {}
-    for name, a, w, norm, gradient in zip(
-        program.results, got, wanted, norms, program.gradients, strict=True
-    ):
-        if w is None or (name.startswith("aux") and program.follows_gradient):
-            continue
-        distance = float(jnp.linalg.norm(jnp.where(a == w, 0, a - w)))
-        size = max(norm, SMALL * everything) if gradient else norm
-        error = distance / size if size else (0.0 if distance == 0 else math.inf)
-        errors[name] = math.inf if math.isnan(error) else error
-    return max(errors.values(), default=0.0), errors
-
-
-# ---- the search ---------------------------------------------------------------------------------
+    def _worst(self, places: Sequence[Place]) -> float | None:
+        """Returns the largest error of a result, or None where there is no run left for it."""
+        try:
+            return max(self.errors(places).values(), default=0.0)
+        except _OutOfRuns:
+            return None
 
 
-def _search(trial: _Trial, places: list[Place]) -> Tuning:
-    """Returns the cheapest set of places found that is enough."""
-    solution, least = None, False
-    try:
-        if not trial.enough(places):
-            return trial.report(places, _merged(trial, places, places), False)
-        solution = places
-        solution = _first_enough(trial, places)
-        solution = _thinned(trial, solution)
-        solution, least = _cheapest(trial, places, solution)
-    except _OutOfRuns:
-        pass
-    solution = places if solution is None else solution
-    return trial.report(solution, _merged(trial, places, solution), least)
+def _ratio(distance: float, size: float) -> float:
+    error = distance / size if size else (0.0 if distance == 0 else math.inf)
+    return math.inf if math.isnan(error) else error
 
 
-def _first_enough(trial: _Trial, places: list[Place]) -> list[Place]:
-    """Returns the most suspect places, as few as are enough, up to a factor of two."""
-    count = 1
-    while count < len(places) and not trial.enough(places[:count]):
-        count *= 2
-    return places[:count]
-
-
-def _thinned(trial: _Trial, solution: list[Place]) -> list[Place]:
-    """Leaves out what can be left out: halves first, then single places, expensive ones first."""
-    solution = sorted(solution, key=lambda p: (trial.cost([p]), -p.suspicion), reverse=True)
-    size = len(solution) // 2
-    while size:
-        start = 0
-        while start < len(solution):
-            rest = solution[:start] + solution[start + size :]
-            if trial.enough(rest):
-                solution = rest
-            else:
-                start += size
-        size //= 2
-    return solution
-
-
-def _cheapest(
-    trial: _Trial, places: list[Place], solution: list[Place]
-) -> tuple[list[Place], bool]:
-    """Looks for cheaper sets. A place is needed if all others together are not enough."""
-    needed = [p for p in solution if not trial.enough([q for q in places if q is not p])]
-    if len(needed) == len(solution):
-        return solution, True
-    others = [p for p in places if p not in needed]
-    kept = sorted(others, key=lambda p: (p not in solution, -p.suspicion))[:SEARCHED]
-    sets = itertools.chain.from_iterable(
-        itertools.combinations(kept, n) for n in range(len(kept) + 1)
-    )
-    candidates = sorted(([*needed, *some] for some in sets), key=trial.cost)
-    failed: list[frozenset[int]] = []
-    try:
-        for candidate in candidates:
-            if trial.cost(candidate) >= trial.cost(solution):
-                break
-            moved = frozenset().union(*(p.ops for p in candidate))
-            if any(moved <= ops for ops in failed):
-                continue
-            if trial.enough(candidate):
-                return candidate, len(kept) == len(others)
-            failed.append(moved)
-    except _OutOfRuns:
-        return solution, False
-    return solution, len(kept) == len(others)
-
-
-def _merged(trial: _Trial, places: list[Place], solution: list[Place]) -> list[Place]:
-    """Returns the fewest places that move the same operations, scopes for their parts."""
-    moved = frozenset().union(*(p.ops for p in solution))
-    ops = [op for op, _ in numbered(trial.plan.block) if _is_movable(op)]
-    wider: dict[frozenset[int], str] = {p.ops: p.pattern for p in solution}
-    if all(op.row in moved for op in ops):
-        return [Place("*", moved, 0.0)]
-    for op in ops:
-        if op.row not in moved:
-            continue
-        for pattern in _patterns(op):
-            covered = frozenset(o.row for o in ops if any(matches(pattern, s) for s in _spots(o)))
-            if covered <= moved:
-                wider.setdefault(covered, pattern)
-    chosen: list[Place] = []
-    left = set(moved)
-    while left:
-        covered = max(wider, key=lambda c: (len(c & left), -len(c)))
-        chosen.append(Place(wider[covered], covered, 0.0))
-        left -= covered
-    return chosen
+def _suspicions(trial: _Trial, places: Sequence[Place]) -> list[float]:
+    """Returns how much of the squared error is expected of each place, by what its ops add."""
+    found: dict[int, float] = {}
+    compared = compare_program(trial.program, trial.arrays, trial.scale(trial.program))
+    for row in compared.rows:
+        if row.op is not None and not row.noise:
+            found[row.op] = found.get(row.op, 0.0) + min(row.added, 1.0) ** 2
+    return [sum(found.get(op, 0.0) for op in place.ops) for place in places]

@@ -1,0 +1,113 @@
+"""Places: what the pattern of an override moves to float32, and what that costs."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from mpjax._src.autocast.classify import CHANGEABLE
+from mpjax._src.autocast.explain import flops_of
+from mpjax._src.autocast.graph import Block, Op, numbered
+from mpjax._src.instruments.interpret import shown
+from mpjax._src.patterns import matches
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What one override pattern moves to float32: ops by their numbers."""
+
+    pattern: str
+    ops: frozenset[int]
+
+
+class Places:
+    """The ops of a plan that an override can move, and the patterns that move them."""
+
+    def __init__(self, block: Block):
+        pairs = list(numbered(block))
+        self.movable = [op for op, _ in pairs if is_movable(op)]
+        self._flops = {op.row: flops_of(op.eqn) * times for op, times in pairs}
+        self._entries = {op.row: _entries(op) * times for op, times in pairs}
+        self._spots = {op.row: spots(op) for op in self.movable}
+
+    def place(self, pattern: str) -> Place:
+        """Returns what a pattern moves."""
+        hit = (n for n, each in self._spots.items() if any(matches(pattern, s) for s in each))
+        return Place(pattern, frozenset(hit))
+
+    def around(self, op: Op) -> list[Place]:
+        """Returns the places that an op is in, the smallest first."""
+        found = [self.place(pattern) for pattern in patterns(op)]
+        return sorted(found, key=lambda place: (self.flops(place.ops), len(place.ops)))
+
+    def finest(self) -> list[Place]:
+        """Returns the smallest places that patterns can name; together they move everything."""
+        known: dict[str, Place] = {}
+        finest: dict[frozenset[int], Place] = {}
+        for op in self.movable:
+            scoped = "/".join(shown(op.scopes))
+            for pattern in patterns(op):
+                if pattern not in known:
+                    known[pattern] = self.place(pattern)
+            best = min(
+                (known[pattern] for pattern in patterns(op)),
+                key=lambda p: (len(p.ops), not p.pattern.startswith(scoped), len(p.pattern)),
+            )
+            finest.setdefault(best.ops, best)
+        return list(finest.values())
+
+    def flops(self, ops: Iterable[int]) -> float:
+        """Returns the share of the matmul FLOPs that some ops are."""
+        return sum(self._flops[i] for i in ops) / (sum(self._flops.values()) or 1)
+
+    def cost(self, ops: Iterable[int]) -> tuple[int, int]:
+        """Returns the work of some ops: matmul FLOPs, and entries computed."""
+        ops = tuple(ops)
+        return sum(self._flops[i] for i in ops), sum(self._entries[i] for i in ops)
+
+    def merged(self, moved: frozenset[int], given: Iterable[Place]) -> list[Place]:
+        """Returns the fewest places that move just these ops, scopes for their parts."""
+        if all(op.row in moved for op in self.movable):
+            return [Place("*", moved)]
+        wider = {p.ops: p for p in given}
+        for op in self.movable:
+            if op.row in moved:
+                for pattern in patterns(op):
+                    place = self.place(pattern)
+                    if place.ops <= moved:
+                        wider.setdefault(place.ops, place)
+        chosen: list[Place] = []
+        left = set(moved)
+        while left:
+            ops = max(wider, key=lambda c: (len(c & left), -len(c)))
+            chosen.append(wider[ops])
+            left -= ops
+        return chosen
+
+
+def is_movable(op: Op) -> bool:
+    by_rule = op.rule in CHANGEABLE and op.rule not in ("layout", "neutral", "full")
+    return (by_rule or op.forced == "half") and op.forced != "full" and op.has_float32
+
+
+def spots(op: Op) -> list[str]:
+    """Returns what the pattern of an override may match of an op."""
+    return ["/".join(op.scopes), "/".join((*op.scopes, op.name)), *_paths(op)]
+
+
+def _paths(op: Op) -> list[str]:
+    return [path for v in op.ins for path in v.paths if path]
+
+
+def patterns(op: Op) -> list[str]:
+    """Returns patterns that move an op, exact ones first."""
+    scopes = shown(op.scopes)
+    exact = [_escape(path) for path in _paths(op)]
+    exact.append(_escape("/".join((*scopes, op.name))))
+    return [*exact, *(_escape("/".join(scopes[:i])) + "/*" for i in range(len(scopes), 0, -1))]
+
+
+def _escape(path: str) -> str:
+    return path.replace("[", "[[]").replace("*", "[*]").replace("?", "[?]")
+
+
+def _entries(op: Op) -> int:
+    return sum(v.size for v in op.outs if v.is_f32)
