@@ -7,6 +7,7 @@ reconstruction (Gordon, Bender and Herman, 1970). The fewest places that are eno
 tried next, and what comes out is one more measurement.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,13 +22,10 @@ SWEEPS, LEAST = 10, 1e-30
 UNSUSPECTED, NOBODY = 1e-3, 1e-6
 
 # So many failures in a row end the search.
-THOROUGH = 16
+THOROUGH = 8
 
 # What is left of the allowed squared error, by the fit, after each failure that ends in no set.
 CAUTION = 0.7
-
-# A set may be enough that the fit gives so much more than the allowed squared error.
-NARROW = 2.0
 
 # After so many failures all places together are tried: what remains then is nobody's.
 PATIENCE = 4
@@ -48,6 +46,7 @@ class Search:
         suspicion: Callable[[], Sequence[float]],
         costs: Sequence[Any],
         tolerance: float,
+        inside: Sequence[Sequence[int]] | None = None,
     ):
         """
         Args:
@@ -58,6 +57,7 @@ class Search:
             costs: What moving each place costs, numbers or tuples: of as many places, the cheaper
                 ones are taken.
             tolerance: What no error may exceed.
+            inside: Of each place, the others that lie within it: they are in float32 with it.
         """
         self._measure, self.tolerance = measure, tolerance
         self.count = len(costs)
@@ -68,6 +68,9 @@ class Search:
         self.least = False
         self.streak = 0  # of sets that were tried since the best one, and are none
         self._seen: list[tuple[np.ndarray, np.ndarray]] = []  # what was in half, squared errors
+        self._inside = np.eye(self.count, dtype=bool)
+        for place, others in enumerate(inside or ()):
+            self._inside[place, list(others)] = True
         self._suspicion = suspicion
         self._shares: Any = None
 
@@ -113,18 +116,37 @@ class Search:
         if len(found) < len(self.best):
             return found
         # Is each of its places needed? Those first that are least so by the fit.
-        parts = filter(self._may_do, self._parts())
-        part = next(parts, None)
-        if part is not None:
-            return part
-        # The fit is not exact: a much smaller set that it rules out narrowly is worth a look.
-        found = self._fewest(NARROW)
-        return found if len(found) < len(self.best) - 1 else None
+        part = next(filter(self._may_do, self._parts()), None)
+        return part or next((s for s in self._probes() if s not in self.tried), None)
 
     def _parts(self) -> list[frozenset[int]]:
         """Returns the best set without one of its places, the least needed one first."""
         best = self.best or frozenset()
-        return [best - {i} for i in sorted(best, key=lambda i: self._shares[i].max())]
+        order = sorted(best, key=lambda i: self._shares[i].max())
+        return [best - self._around(i) for i in order]
+
+    def _around(self, place: int) -> frozenset[int]:
+        """Returns the places that a place lies within, itself too."""
+        return frozenset(np.flatnonzero(self._inside[:, place]).tolist())
+
+    def _probes(self) -> Iterator[frozenset[int]]:
+        """Yields sets that tell how large the shares of the places outside the best set are.
+
+        Each takes those in whose number a bit is set. Nothing that they tell can make the set much
+        smaller, unless three of its places could be exchanged for one outside.
+        """
+        best = self.best or frozenset()
+        least = sorted(best, key=lambda i: self._shares[i].max())[:THOROUGH]
+        threes = itertools.combinations(least, 3)
+        if any((self._shares[list(three)].sum(0) <= 1).all() for three in threes):
+            outside = [i for i in range(self.count) if i not in best]
+            for bit in range(len(outside).bit_length()):
+                some = (i for n, i in enumerate(outside, 1) if n >> bit & 1)
+                yield self._closed(best.union(some))
+
+    def _closed(self, places: frozenset[int]) -> frozenset[int]:
+        """Returns places with all that lie within them."""
+        return frozenset(np.flatnonzero(self._inside[list(places)].any(0)).tolist())
 
     def _may_do(self, places: frozenset[int]) -> bool:
         """Tells whether a set is no part of one that failed: less float32 does not do better."""
@@ -138,27 +160,29 @@ class Search:
         shares = self._shares / allowed
         need, rest = shares.max(1), shares[:-1]
         failed = list(self._failed())
-        places: list[int] = []
         left = shares.sum(0)
+        places: frozenset[int] = frozenset()
         while len(places) < self.count:
-            gain = np.minimum(rest, np.maximum(left - 1, 0)).sum(1)
-            outside = np.ones(self.count, bool)
-            outside[places] = False
+            fresh = self._inside.copy()
+            fresh[:, list(places)] = False
+            gain = np.minimum(fresh @ rest, np.maximum(left - 1, 0)).sum(1)
             if (left <= 1).all():
-                same = next((f for f in failed if f.issuperset(places)), None)
+                same = next((f for f in failed if places <= f), None)
                 if same is None:
                     break
-                outside[list(same)] = False  # enough by the fit, and yet it failed
-                gain = rest.sum(1)
-            order = np.lexsort((self._cost, -gain, ~outside))
-            places.append(int(order[0]))
-            left = left - rest[order[0]]
+                gain = fresh @ rest.sum(1)  # enough by the fit, and yet it failed
+                gain[~np.delete(fresh, list(same), 1).any(1)] = -1
+            count = fresh.sum(1)
+            worth = np.where(count, gain / np.maximum(count, 1), -1)
+            chosen = np.lexsort((self._cost, -worth, count == 0))[0]
+            places |= frozenset(np.flatnonzero(fresh[chosen]).tolist())
+            left = left - fresh[chosen] @ rest
         for place in sorted(places, key=lambda i: (need[i], -self._cost[i])):
-            without = [i for i in places if i != place]
-            enough = (left + rest[place] <= 1).all()
-            if enough and not any(f.issuperset(without) for f in failed):
-                places, left = without, left + rest[place]
-        return frozenset(places)
+            gone = self._around(place) & places
+            again = left + rest[list(gone)].sum(0)
+            if gone and (again <= 1).all() and not any(places - gone <= f for f in failed):
+                places, left = places - gone, again
+        return places
 
     def _fit(self) -> None:
         """Fits the share of each place in each squared error, of which 1 is allowed."""

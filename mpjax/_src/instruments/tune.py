@@ -191,6 +191,7 @@ def tune(
             lambda: _suspicions(trial, places),
             [trial.places.cost(place.ops) for place in places],
             tolerance,
+            [[i for i, q in enumerate(places) if q.ops <= p.ops] for p in places],
         )
         try:
             search.run()
@@ -347,4 +348,8 @@ def _suspicions(trial: _Trial, places: Sequence[Place]) -> list[float]:
     for row in compared.rows:
         if row.op is not None and not row.noise:
             found[row.op] = found.get(row.op, 0.0) + min(row.added, 1.0) ** 2
-    return [sum(found.get(op, 0.0) for op in place.ops) for place in places]
+    inner = [frozenset().union(*(q.ops for q in places if q.ops < p.ops)) for p in places]
+    return [
+        sum(found.get(op, 0.0) for op in place.ops - inside)
+        for place, inside in zip(places, inner, strict=True)
+    ]

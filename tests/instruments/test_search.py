@@ -1,0 +1,119 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from mpjax._src.instruments.search import Search
+
+
+class Model:
+    """Places whose errors of several results add up, and what is suspected of them."""
+
+    def __init__(self, seed, count=12, results=4):
+        rng = np.random.default_rng(seed)
+        own = np.exp(1.5 * rng.normal(size=(count, 1)) + 0.7 * rng.normal(size=(count, results)))
+        self.squares = own * (rng.random((count, results)) < 0.7)
+        self.suspicion = own.mean(1) * np.exp(2 * rng.normal(size=count))
+        self.costs = rng.random(count)
+        self.tolerance = max(self.errors(frozenset())) * rng.choice([0.8, 0.5, 0.25, 0.1])
+        self.measured = []
+
+    def errors(self, places):
+        left = [i for i in range(len(self.squares)) if i not in places]
+        return np.sqrt(self.squares[left].sum(0))
+
+    def measure(self, places):
+        self.measured.append(places)
+        return self.errors(places)
+
+    def search(self, inside=None):
+        return Search(
+            self.measure, lambda: self.suspicion, self.costs, self.tolerance, inside=inside
+        )
+
+    def fewest(self):
+        """Returns how many places are needed, by trying all sets."""
+        for count in range(len(self.squares) + 1):
+            for some in itertools.combinations(range(len(self.squares)), count):
+                if max(self.errors(some)) <= self.tolerance:
+                    return count
+        raise AssertionError
+
+
+@pytest.mark.parametrize("results", [1, 4])
+@pytest.mark.parametrize("count", [3, 7, 12])
+def test_at_most_one_place_more_than_exhaustive_search(count, results):
+    for seed in range(12):
+        model = Model(seed, count, results)
+        found = model.search()
+        found.run()
+        assert max(model.errors(found.best)) <= model.tolerance
+        assert len(found.best) <= model.fewest() + 1
+        assert len(model.measured) == len(set(model.measured)) <= 2 * count + 3
+
+
+def test_many_places_take_few_measurements():
+    for seed in range(4):
+        model = Model(seed, 60, 20)
+        found = model.search()
+        found.run()
+        assert max(model.errors(found.best)) <= model.tolerance
+        assert len(model.measured) < len(model.squares)
+
+
+def test_none_of_its_places_can_be_left_out():
+    model = Model(5)
+    found = model.search()
+    found.run()
+    assert found.least and found.best
+    for place in found.best:
+        assert max(model.errors(found.best - {place})) > model.tolerance
+
+
+def test_what_all_places_together_do_not_reach():
+    model = Model(0)
+    found = Search(
+        lambda places: model.errors(places) + 1, lambda: model.suspicion, model.costs, 0.5
+    )
+    found.run()
+    assert found.best is None and not found.least
+    assert frozenset(range(12)) in found.tried and len(found.tried) <= 6
+
+
+def test_places_within_a_place_come_with_it():
+    """The last one holds all others: it counts as many, and is not taken to save a few."""
+    model = Model(3)
+    found = model.search(inside=[()] * 11 + [range(11)])
+    found.run()
+    assert all(11 not in places or len(places) == 12 for places in model.measured)
+    assert len(found.best) < 12
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4, 7])
+def test_what_a_measurement_raises_ends_the_search(limit):
+    class Out(Exception):
+        pass
+
+    def measure(places):
+        if len(model.measured) == limit:
+            raise Out
+        return model.measure(places)
+
+    model = Model(1)
+    found = Search(measure, lambda: model.suspicion, model.costs, model.tolerance)
+    with pytest.raises(Out):
+        found.run()
+    assert len(found.tried) == limit
+    enough = [s for s, error in found.tried.items() if error <= model.tolerance]
+    assert found.best == min(enough, key=len, default=None)
+
+
+def test_errors_that_are_not_finite_are_too_much():
+    model = Model(2)
+
+    def measure(places):
+        return [np.nan] * 2 + [np.inf] * 2 if 0 not in places else model.errors(places)
+
+    found = Search(measure, lambda: model.suspicion, model.costs, model.tolerance)
+    found.run()
+    assert 0 in found.best
