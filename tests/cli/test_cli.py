@@ -298,6 +298,7 @@ def test_a_target_that_fails_does_not_lose_the_others(
     else:
         assert all(target in result.stdout for target in targets.split(","))
         assert ("p100: Refused: the compiler says no" in result.stdout) == ("p100" in targets)
+        assert ("memory" in result.stdout) == ("v100" in targets)
 
 
 def test_a_function_that_cannot_be_traced_is_no_finding(folder, compilers):

@@ -69,7 +69,8 @@ def check_loss(tool: str, outs: Any, has_aux: bool) -> None:
         return
     loss = outs[0] if has_aux else outs
     found = f"{loss.dtype}{list(loss.shape)}" if is_array(loss) else f"a {type(loss).__name__}"
-    hint = "" if has_aux or not isinstance(loss, tuple) else " For (loss, aux) pass has_aux=True."
+    pair = isinstance(loss, tuple | list) and len(loss) == 2
+    hint = " For (loss, aux) pass has_aux=True." if pair and not has_aux else ""
     raise TypeError(
         f"{tool}: gradients are those of one real floating number of shape (), but the function "
         f"returned {found}.{hint} For the forward pass alone, pass argnums=None."

@@ -163,12 +163,12 @@ def compile_(
     result = {"target": target, "policy": policy and str(policy), "results": found}
     if as_json:
         show.json_to_stdout(result)
-    else:
+    elif any(each["status"] != "error" for each in found):
         click.echo(f"{target} {f'under {policy}' if policy else 'as it is written'}")
         tables.compiled(found)
     wrong = [each for each in found if each.get("status") == "error"]
     if wrong:
-        raise TargetError("; ".join(f"{each['target']}: {each['error']}" for each in wrong))
+        raise TargetError("\n".join(_grouped(wrong)))
     bad = [each["target"] for each in found if not each.get("fits", False)]
     if bad:
         _finding(f"refused, or does not fit: {', '.join(bad)}")
@@ -303,6 +303,17 @@ def _compiled(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> dict
         refused = refused and not isinstance(cause, RecursionError | NotImplementedError)
         text = describe(cause) if cause else str(error)
         return {"target": name, "status": "refused" if refused else "error", "error": text}
+
+
+def _grouped(wrong: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns errors as lines: targets that differ in their name alone share one."""
+    same: dict[str, list[dict[str, Any]]] = {}
+    for each in wrong:
+        same.setdefault(each["error"].replace(repr(each["target"]), "NAME"), []).append(each)
+    return [
+        f"{', '.join(each['target'] for each in group)}: {group[0]['error']}"
+        for group in same.values()
+    ]
 
 
 def _check_argnums(argnums: Any, args: tuple[Any, ...]) -> None:

@@ -24,6 +24,13 @@ FORM = (
     "to call it with."
 )
 
+# What the library's messages advise, and how it is said to a command.
+OPTIONS = {
+    "pass has_aux=True": "pass --has-aux",
+    "has_aux=True": "--has-aux",
+    "pass argnums=None": "pass --argnums none",
+}
+
 GONE = "a directory that no longer exists"
 
 
@@ -61,7 +68,7 @@ def running(what: str) -> Iterator[None]:
             "if __name__ == '__main__'."
         ) from error
     except Exception as error:
-        raise TargetError(f"{what} failed: {describe(error)}") from error
+        raise TargetError(f"{what} failed: {_as_options(describe(error))}") from error
 
 
 def describe(error: BaseException) -> str:
@@ -168,6 +175,13 @@ def _kind(thing: Any) -> str:
     if hasattr(thing, "dtype"):
         return "an array"
     return f"{'an' if type(thing).__name__[0] in 'aeiou' else 'a'} {type(thing).__name__}"
+
+
+def _as_options(message: str) -> str:
+    """Returns a message of the library's with its arguments as options of the command line."""
+    for argument, option in OPTIONS.items():
+        message = message.replace(argument, option)
+    return message
 
 
 def _is_users(filename: str) -> bool:

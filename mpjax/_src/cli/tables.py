@@ -79,10 +79,12 @@ def explain(report: CastReport, rows: int) -> None:
 
 
 def compiled(found: Sequence[Data]) -> None:
-    """Prints the reports of all targets side by side; then what has no place in a column."""
-    columns = {"": LEFT, **{each["target"]: RIGHT for each in found}}
-    rows = [(name, *(_cell(figure, each) for each in found)) for name, figure in COMPILED.items()]
-    table(columns, [("compiler", *(each["status"] for each in found)), *rows])
+    """Prints the reports of what compiled side by side; then what has no place in a column."""
+    reports = [each for each in found if each["status"] == "compiled"]
+    columns = {"": LEFT, **{each["target"]: RIGHT for each in reports}}
+    rows = [(name, *(_cell(figure, d) for d in reports)) for name, figure in COMPILED.items()]
+    if reports:
+        table(columns, rows)
     for each in found:
         sent = [CollectiveRow(**row) for row in each.get("collectives", ())]
         if sent:

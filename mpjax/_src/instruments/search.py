@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-# An error that counts as this is beyond measure.
+# So many times the tolerance, an error is beyond measure.
 BEYOND = 1e9
 
 SWEEPS, LEAST = 10, 1e-30
@@ -93,7 +93,7 @@ class Search:
         """Tells whether a set of places meets the tolerance, measuring it if need be."""
         if places not in self.tried:
             errors = np.asarray(self._measure(places), float)
-            errors = np.where(errors < BEYOND, errors, BEYOND)
+            errors = np.where(errors < BEYOND * self.tolerance, errors, BEYOND * self.tolerance)
             self.tried[places] = float(errors.max(initial=0))
             left = np.array([i not in places for i in range(self.count)] + [True])
             self._seen.append((left, (errors / self.tolerance) ** 2))
