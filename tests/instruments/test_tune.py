@@ -116,10 +116,63 @@ class TestSearch:
         assert not tuned.met or tuned.error <= 1e-12
         assert tune(loss, "mixed_bfloat16", 1e-6)(jnp.eye(4), normal(1, 4, 4)).met
 
-    def test_the_number_of_runs_is_kept(self, model):
-        tuned = tune(layers, "mixed_bfloat16", 0.01, max_runs=4)(*model)
-        assert not tuned.least
-        assert tuned.met == (error(layers, tuned.policy, *model) <= 0.01)
+    @pytest.mark.parametrize(
+        ("policy", "limits"), [("mixed_bfloat16", (2, 6, 100)), ("mixed_float16", (2, 9))]
+    )
+    def test_every_run_counts_and_no_more_are_made(self, model, policy, limits):
+        def loss(params, x):
+            jax.debug.callback(lambda: count.append(1))
+            return layers(params, x)
+
+        for max_runs in limits:
+            count = []
+            tuned = tune(loss, policy, 0.004, max_runs=max_runs)(*model)
+            jax.effects_barrier()
+            assert len(count) == tuned.runs <= max_runs
+            assert tuned.cut_short == (max_runs < 100)
+            assert ("cut short at max_runs" in str(tuned)) == tuned.cut_short
+            assert "*" not in dict(tuned.policy.overrides) or not tuned.cut_short
+            if tuned.results:
+                assert tuned.met == (error(layers, tuned.policy, *model) <= 0.004)
+            assert tuned.cut_short or (tuned.met and tuned.least)
+
+    def test_results_that_are_rounding_error_are_held_to_their_terms(self, rng):
+        def loss(params, x):
+            with jax.named_scope("norm"):
+                h = x @ params["w"] + params["b"]
+                h = (h - h.mean(0)) * jax.lax.rsqrt(h.var(0) + 1e-5)
+            return jnp.mean(jnp.tanh(h) @ params["out"]) ** 2
+
+        params = {"w": normal(0, 8, 8), "b": normal(1, 8), "out": normal(2, 8, 4)}
+        tuned = tune(loss, "mixed_bfloat16", 0.5)(params, normal(3, 32, 8))
+        assert tuned.met and not tuned.steps
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("seed", range(4))
+    def test_at_most_one_place_more_than_exhaustive_search(self, seed):
+        keys = jax.random.split(jax.random.key(seed), 8)
+        params = [jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5 for k in keys[:6]]
+        gains = jnp.exp(2 * jax.random.normal(keys[6], (6,)))
+
+        def loss(params, x):
+            for i, w in enumerate(params):
+                with jax.named_scope(f"layer{i}"):
+                    x = jnp.sin(x @ w * gains[i])
+            return jnp.mean(x**2) + jnp.mean(x)
+
+        args = params, jax.random.normal(keys[7], (8, WIDTH))
+        policy = mpjax.get_policy("mixed_bfloat16")
+        tolerance = error(loss, policy, *args) / 4
+        tuned = tune(loss, policy, tolerance)(*args)
+        assert tuned.met and error(loss, tuned.policy, *args) <= tolerance
+        names = [f"layer{i}/dot_general" for i in range(6)]
+        fewest = next(
+            count
+            for count in range(7)
+            for some in itertools.combinations(names, count)
+            if error(loss, policy.override(dict.fromkeys(some, "float32")), *args) <= tolerance
+        )
+        assert sum(step.operations for step in tuned.steps) <= fewest + 1
 
     def test_scans_aux_and_forward_alone(self, rng):
         def loss(params, x):
@@ -162,6 +215,8 @@ class TestBadInput:
     def test_others(self, model):
         with pytest.raises(ValueError, match="max_runs=0"):
             tune(layers, "mixed_bfloat16", 0.1, max_runs=0)
+        with pytest.raises(ValueError, match="max_runs=1 .* 2 or more"):
+            tune(layers, "mixed_bfloat16", 0.1, max_runs=1)
         with pytest.raises(TypeError, match="tune: fun=3"):
             tune(3, "mixed_bfloat16", 0.1)(jnp.ones(2))
         with pytest.raises(ValueError, match="no arrays"):

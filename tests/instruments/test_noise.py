@@ -1,0 +1,70 @@
+"""Noise is no finding: what is zero in exact arithmetic is judged by the terms that cancel."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support import normal
+
+import mpjax
+
+
+def batch_norm(params, x):
+    h = x @ params["w"] + params["bias"]
+    h = (h - h.mean(0)) * jax.lax.rsqrt(h.var(0) + 1e-5)
+    return jnp.mean(jax.nn.relu(h) @ params["out"])
+
+
+def attention(params, x):
+    q, k = x @ params["w"], x @ params["out"].T + params["bias"]
+    return jnp.mean((jax.nn.softmax(q @ k.T) @ x) ** 2)
+
+
+def scores(params, x):
+    return (jnp.tanh(x @ params["w"] + params["bias"]) @ params["out"])[:, :4]
+
+
+PARAMS, X = {"w": normal(0, 8, 8), "bias": normal(1, 8), "out": normal(2, 8, 8)}, normal(3, 32, 8)
+OLD = scores(PARAMS, X)
+
+
+def advantages(params, x):
+    """The loss itself is zero, as that of a policy gradient before its first step."""
+    advantage = X[:, :4] - X[:, :4].mean()
+    return -jnp.mean(jnp.exp(scores(params, x) - OLD) * advantage)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize(
+    ("fun", "noise"),
+    [
+        (batch_norm, "gradient of bias"),
+        (attention, "gradient of bias"),
+        (advantages, "loss"),
+    ],
+)
+def test_what_cancels_is_judged_by_its_terms(fun, noise, policy):
+    compared = mpjax.compare(fun, policy)(PARAMS, X)
+    assert compared.noise == (noise,)
+    assert 0 < compared.results[noise] < 0.05
+    assert all(error < 1 for error in compared.results.values())
+    assert noise in compared.to_dict()["noise"]
+    assert f"{noise} (zero but for rounding" in " ".join(map(" ".join, compared.named(None)))
+
+
+def test_what_half_alone_loses_is_a_finding():
+    """The terms cancel, and float32 has digits left: half has none."""
+
+    def fun(params, x):
+        big = (x @ params["w"]).astype(jnp.bfloat16) + jnp.bfloat16(4000)
+        return jnp.mean((big - jnp.bfloat16(4000)).astype(jnp.float32) * params["bias"])
+
+    compared = mpjax.compare(fun, "mixed_bfloat16")(PARAMS, X)
+    assert not compared.noise and max(compared.results.values()) > 0.2
+
+
+def test_a_gradient_that_overflowed_is_no_noise():
+    def fun(params, x):
+        return jnp.mean(((x @ params["w"]) * 1e4).astype(jnp.float16).astype(jnp.float32) ** 2)
+
+    compared = mpjax.compare(fun, "mixed_float16", loss_scale=1.0)(PARAMS, X * 1e3)
+    assert not compared.noise and compared.results["loss"] == float("inf")

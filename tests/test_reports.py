@@ -1,0 +1,127 @@
+"""Reports as people see them: in a notebook, in 80 columns, with short names of files."""
+
+import sysconfig
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import mpjax
+from mpjax._src import reports
+
+PACKAGES = sysconfig.get_paths()["purelib"]
+
+
+class Wide(nn.Module):
+    """A module whose scopes have long names, and whose attention overflows in float16."""
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            x = nn.Dense(8, name=f"a_projection_with_a_name_that_is_rather_long_{i}")(x)
+        return x + jax.nn.softmax((x * 3e3) @ x.T) @ x
+
+
+MODEL = Wide()
+X = jax.random.normal(jax.random.key(0), (8, 8))
+PARAMS = MODEL.init(jax.random.key(1), X)
+
+
+def loss(params, x):
+    return jnp.mean(MODEL.apply(params, x) ** 2)
+
+
+def overflow():
+    init, step = mpjax.build_train_step(
+        lambda p, b: jnp.sum(p["w"] * b),
+        optax.sgd(0.1),
+        "mixed_float16",
+        report_overflow=True,
+        report_underflow=True,
+    )
+    return step(init({"w": jnp.ones(3)}), jnp.array([1.0, jnp.inf, 0.0]))[1]
+
+
+REPORTS = {
+    "explain": lambda: mpjax.explain(loss, "mixed_bfloat16", 0)(PARAMS, X),
+    "compare": lambda: mpjax.compare(loss, "mixed_bfloat16")(PARAMS, X),
+    "find_nonfinite": lambda: mpjax.find_nonfinite(loss, "mixed_float16")(PARAMS, X * 20),
+    "tune": lambda: mpjax.tune(loss, "mixed_bfloat16", 1e-3, max_runs=9)(PARAMS, X),
+    "histogram": lambda: mpjax.gradient_histogram(PARAMS),
+    "loss_scale": lambda: mpjax.recommend_loss_scale(mpjax.gradient_histogram(PARAMS)),
+    "devices": mpjax.device_report,
+    "overflow": lambda: overflow()["overflow"],
+    "underflow": lambda: overflow()["underflow"],
+}
+
+
+class Printer:
+    """What IPython hands to `_repr_pretty_`."""
+
+    def __init__(self):
+        self.shown = ""
+
+    def text(self, text):
+        self.shown += text
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_report_shows_itself_in_a_notebook_and_fits(name):
+    report, printer = REPORTS[name](), Printer()
+    report._repr_pretty_(printer, cycle=False)
+    assert printer.shown == str(report)
+    assert max(map(len, str(report).splitlines())) <= reports.WIDTH
+    assert PACKAGES not in str(report) and "site-packages" not in str(report)
+
+
+def test_every_public_report_does():
+    words = ("Report", "Comparison", "Tuning", "Histogram", "Advice", "Overflow", "Underflow")
+    public = [getattr(mpjax, name) for name in mpjax.__all__]
+    found = [x for x in public if isinstance(x, type) and x.__name__.endswith(words)]
+    assert {mpjax.LargestBatch, *found} == {
+        mpjax.LargestBatch,
+        *reports.Report.__subclasses__(),
+    } - {mpjax._src.instruments.nonfinite.Range}
+
+
+def test_the_users_line_comes_before_the_librarys():
+    here = f"{__file__}:{line_of('nn.Dense(8, name')}"
+    rows = [row for row in REPORTS["compare"]().rows if row.primitive == "dot_general" and row.path]
+    assert rows and all(row.source == here for row in rows)
+    assert all(row.library.startswith(f"{PACKAGES}/flax/linen/linear.py:") for row in rows)
+    explained = [row for row in REPORTS["explain"]().rows if row.path and row.flops]
+    assert {row.source for row in explained} == {here}
+    assert reports.where(rows[0].source, rows[0].library).endswith(
+        f"({rows[0].library.removeprefix(PACKAGES + '/')})"
+    )
+
+
+def line_of(text):
+    lines = Path(__file__).read_text().splitlines()
+    return next(i for i, line in enumerate(lines, 1) if text in line)
+
+
+def test_short_names_of_files(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert reports.short(f"{tmp_path}/models/net.py:3") == "models/net.py:3"
+    assert reports.short("/elsewhere/net.py:3") == "net.py:3"
+    assert reports.short("/x/lib/python3/dist-packages/flax/core.py:1") == "flax/core.py:1"
+    assert reports.short("") == ""
+    assert reports.is_library(np.__file__) and not reports.is_library(str(tmp_path / "net.py"))
+
+
+@pytest.mark.parametrize("long", ["word " * 40, "a/path/" * 40, "x" * 200])
+def test_tables_fold_what_is_long(long):
+    lines = reports.table(
+        ("n", "word", "empty", "where"), [("1", "a", "", long)], ("word", "where")
+    )
+    assert max(map(len, lines)) <= reports.WIDTH and "empty" not in lines[0]
+    assert "".join("".join(lines[1:]).split()) == "1a" + "".join(long.split())
+    lines = reports.table(("n", "where"), [("1" * 70, long)], ("where",))
+    assert max(map(len, lines)) <= reports.WIDTH and lines[-1].startswith("    ")
+    lines = reports.table(("where", "n"), [(long, "1")], ("where",), folded=0)
+    assert max(map(len, lines)) <= reports.WIDTH and lines[1].endswith("  1")
