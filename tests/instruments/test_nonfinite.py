@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import normal
 
 import mpjax
 from mpjax import find_nonfinite
@@ -355,6 +356,60 @@ class TestReport:
         monkeypatch.setattr(Program, "compiled", lambda *_: [jnp.float32(np.nan)])
         report = find_nonfinite(lambda x: x * 1.0, argnums=None)(jnp.float32(1))
         assert report.kind == "compiled" and "compiled program alone" in str(report)
+
+
+class TestCure:
+    def test_at_the_root_module_the_narrowest_place_is_named(self):
+        """Its scope is that of the whole model: a pattern for it would switch half off."""
+
+        def model(params, x):
+            with jax.named_scope("Model"):
+                for i in range(3):
+                    with jax.named_scope(f"Dense_{i}"):
+                        x = jnp.tanh(x @ params[f"Dense_{i}"])
+                scores = jax.nn.softmax((x @ params["scores"] * 1e5) @ x.T)
+                return jnp.mean(scores @ x)
+
+        params = {f"Dense_{i}": normal(i, 8, 8) for i in range(3)} | {"scores": normal(3, 8, 8)}
+        x = normal(4, 16, 8)
+        policy = mpjax.get_policy("mixed_float16")
+        report = find_nonfinite(model, policy)(params, x)
+        assert report.kind == "overflow" and report.scope == "Model"
+        assert report.overrides and 0 < report.float32_flops < 0.7
+        assert not any("Dense" in p or p in ("*", "Model*", "Model/*") for p in report.overrides)
+        cured = policy.override(dict.fromkeys(report.overrides, "float32"))
+        assert not find_nonfinite(model, cured)(params, x)
+        half = mpjax.explain(model, cured)(params, x).half_flops
+        assert half == pytest.approx(1 - report.float32_flops)
+        text = " ".join(str(report).split())
+        assert f"costs {report.float32_flops:.1%} of the matmul FLOPs" in text
+        assert all(repr(pattern) in text for pattern in report.overrides)
+
+    def test_what_one_place_does_not_cure_takes_several(self):
+        def loss(w, x):
+            with jax.named_scope("first"):
+                y = x @ w * 1e4
+            with jax.named_scope("second"):
+                z = y @ w
+            with jax.named_scope("third"):
+                return jnp.mean(jnp.tanh(z @ w))
+
+        report = find_nonfinite(loss, "mixed_float16")(normal(0, 8, 8), normal(1, 4, 8) * 10)
+        assert report.overrides
+        policy = mpjax.get_policy("mixed_float16")
+        cured = policy.override(dict.fromkeys(report.overrides, "float32"))
+        assert not find_nonfinite(loss, cured)(normal(0, 8, 8), normal(1, 4, 8) * 10)
+
+    def test_an_override_that_was_given_stays(self):
+        def loss(w, x):
+            with jax.named_scope("kept"):
+                x = x @ w
+            with jax.named_scope("large"):
+                return jnp.mean(jnp.tanh((x * 1e5) @ w))
+
+        policy = mpjax.get_policy("mixed_float16").override({"kept*": "float32"})
+        report = find_nonfinite(loss, policy)(normal(0, 8, 8), normal(1, 4, 8))
+        assert report.overrides and "kept*" not in report.overrides
 
 
 class TestBadInput:
