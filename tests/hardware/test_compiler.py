@@ -157,7 +157,7 @@ def test_a_compiler_ends_with_whoever_asked():
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
     ) as asking:
         child, other = (psutil.Process(int(pid)) for pid in asking.stdout.readline().split())
-        while child.cpu_times().user < 0.5:  # it has not begun to watch
+        while child.num_threads() < 2:  # it has not begun to watch
             time.sleep(0.1)
         asking.kill()
     ended, _ = psutil.wait_procs([child], timeout=20)
