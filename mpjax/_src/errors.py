@@ -4,7 +4,9 @@ Every message names the argument, its value, what is legal and what was probably
 """
 
 import difflib
-from collections.abc import Iterable
+import inspect
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 # Of what a message shows of a value at most: it is read by people.
@@ -59,3 +61,13 @@ def did_you_mean(word: Any, choices: Iterable[str]) -> str:
     """Returns `` Did you mean 'x'?``, or nothing where no choice is near."""
     found = nearest(word if isinstance(word, str) else brief(word), choices, count=1)
     return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def warn_at(fun: Callable[..., Any], message: str) -> None:
+    """Warns at the definition of the user's function, if it has one: the call stack is JAX's."""
+    fun = inspect.unwrap(fun)
+    code = getattr(fun, "__code__", warn_at.__code__)
+    seen = getattr(fun, "__globals__", {}).setdefault("__warningregistry__", {})
+    warnings.warn_explicit(
+        message, UserWarning, code.co_filename, code.co_firstlineno, registry=seen
+    )

@@ -96,3 +96,18 @@ def test_what_falls_short_is_told():
     policy = mpjax.get_policy("mixed_bfloat16").override({"*pure_callback": "float32"})
     short = mpjax.explain(fun, policy)(W, X).shortfalls()
     assert "pure_callback" not in [row.primitive for row in short]
+
+
+@pytest.mark.parametrize("tool", [mpjax.compare, mpjax.find_nonfinite])
+def test_a_loss_with_an_aux_is_asked_about(tool):
+    """Silence would pass the forward pass off as the whole."""
+
+    def fun(w, x):
+        return jnp.mean((x @ w) ** 2), {"out": x @ w}
+
+    args = jnp.ones((3, 3)), jnp.ones((2, 3))
+    with pytest.warns(UserWarning, match=r"has_aux=True; argnums=None") as caught:
+        tool(fun, "mixed_float16")(*args)
+    assert caught[0].filename == __file__
+    tool(fun, "mixed_float16", has_aux=True)(*args)
+    tool(fun, "mixed_float16", argnums=None)(*args)

@@ -63,6 +63,11 @@ def is_loss(tool: str, outs: Any, has_aux: bool) -> bool:
     return is_array(loss) and loss.shape == () and bool(jnp.issubdtype(loss.dtype, jnp.floating))
 
 
+def is_pair_of_loss(outs: Any) -> bool:
+    """Tells whether what a function returns may be ``(loss, aux)``."""
+    return isinstance(outs, tuple) and len(outs) == 2 and is_loss("", outs, True)
+
+
 def check_loss(tool: str, outs: Any, has_aux: bool) -> None:
     """Checks that a function whose gradients are asked for returns a loss."""
     if is_loss(tool, outs, has_aux):

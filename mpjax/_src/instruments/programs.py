@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 from mpjax._src import _jax
 from mpjax._src.autocast.graph import Op, numbered
-from mpjax._src.autocast.loss import differentiated, is_array, is_loss, pull_back
+from mpjax._src.autocast.loss import differentiated, is_array, is_loss, is_pair_of_loss, pull_back
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.transform import call, trace
+from mpjax._src.errors import warn_at
 from mpjax._src.patterns import path_of
 from mpjax._src.policy import Policy
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
@@ -119,6 +120,13 @@ def make_program(
         return traced.rebuild(call(traced, list(arrays), rows=True))
 
     follows = argnums is not None and is_loss(tool, outs, has_aux)
+    if argnums is not None and not has_aux and is_pair_of_loss(outs):
+        warn_at(
+            fun,
+            f"{tool}: the function returned a pair whose first is one number, (loss, aux) perhaps, "
+            "so its forward pass alone is looked at. For its gradients too pass has_aux=True; "
+            "argnums=None says that the forward pass is what you want.",
+        )
     if follows:
         active = differentiated(tool, args, kwargs, argnums)
         flat, results = _gradients(run, active, names, has_aux)

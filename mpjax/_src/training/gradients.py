@@ -1,8 +1,6 @@
 """Gradients of a scaled loss: `scaled_value_and_grad`."""
 
 import dataclasses
-import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,7 +12,7 @@ from mpjax._src import _jax
 from mpjax._src.autocast.modules import modules_in
 from mpjax._src.autocast.transform import autocast
 from mpjax._src.dtypes import FLOAT16, FLOAT32
-from mpjax._src.errors import brief, check_callable
+from mpjax._src.errors import brief, check_callable, warn_at
 from mpjax._src.policy import Policy
 from mpjax._src.training.loss_scale import LossScale, NoOpLossScale, has_protocol
 from mpjax._src.training.replicas import averaged, axes_of, check_axis, localized
@@ -181,7 +179,7 @@ def with_scaled_loss(
         _check_loss(loss, has_aux)
         no_op = isinstance(loss_scale, (NoOpLossScale, jmp.NoOpLossScale))
         if jnp.result_type(loss) == FLOAT16 and not no_op:
-            _warn_at(
+            warn_at(
                 fun,
                 "The loss is float16, so its first cotangent is the loss scale itself rounded to "
                 "float16: infinity from 2**16 on, and every step is skipped. Return the loss in "
@@ -191,12 +189,6 @@ def with_scaled_loss(
         return loss_scale.scale(widen(jnp.asarray(loss))), (loss, aux)
 
     return scaled
-
-
-def _warn_at(fun: Callable[..., Any], message: str) -> None:
-    """Warns at the definition of the user's function, if it has one: the call stack is JAX's."""
-    code = getattr(inspect.unwrap(fun), "__code__", _warn_at.__code__)
-    warnings.warn_explicit(message, UserWarning, code.co_filename, code.co_firstlineno)
 
 
 def _split_aux(out: Any) -> tuple[Any, Any]:
