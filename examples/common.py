@@ -5,7 +5,7 @@ that trains. `main` makes a program of the three:
 
     python examples/resnet18.py --size small --policy mixed_float16 --seed 0 --out result.json
 
-Every setting of a size is an option too (`--steps 1000`). `measure.py` runs all rows of the tables.
+Every setting of a size is an option too (`--steps 1000`). `expected.py` runs all rows of a table.
 """
 
 import argparse

@@ -18,7 +18,7 @@ EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import common  # noqa: E402
-import measure  # noqa: E402
+import expected  # noqa: E402
 
 SPREADS = 3  # the range over three seeds is a low guess: two of many differ by more than it
 NAMES = sorted(p.stem for p in EXAMPLES.glob("*.py") if "functools.partial(common" in p.read_text())
@@ -26,11 +26,11 @@ NAMES = sorted(p.stem for p in EXAMPLES.glob("*.py") if "functools.partial(commo
 
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_in_a_tiny_size(name, tmp_path, capsys):
-    row = list(measure.rows(name))[-1]
+    row = list(expected.rows(name))[-1]
     out = tmp_path / "result.json"
-    result = measure.run(name, row, "smoke", 3, out)
+    result = expected.run(name, row, "smoke", 3, out)
     assert json.loads(out.read_text()) == result
-    assert result["figures"].keys() == measure.rows(name)[row].keys()
+    assert result["figures"].keys() == expected.rows(name)[row].keys()
     assert np.isfinite([*result["figures"].values()]).all()
     assert result["skipped"] < result["steps"]
     for name, curve in result["curves"].items():
@@ -39,7 +39,7 @@ def test_runs_in_a_tiny_size(name, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "row"), [(n, row) for n in NAMES for row in measure.rows(n)])
+@pytest.mark.parametrize(("name", "row"), [(n, row) for n in NAMES for row in expected.rows(n)])
 def test_gives_the_figures_of_its_table(name, row, tmp_path):
     """As a script, warnings being errors; curves are written to the folder EXAMPLES_OUT."""
     folder = Path(os.environ.get("EXAMPLES_OUT", tmp_path))
@@ -66,8 +66,8 @@ def test_gives_the_figures_of_its_table(name, row, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_on_top_was_measured(name):
-    runs = json.loads((measure.RESULTS / f"{name}.json").read_text())
-    assert measure.table(runs) in (EXAMPLES / f"{name}.py").read_text()
+    runs = json.loads((expected.RESULTS / f"{name}.json").read_text())
+    assert expected.table(runs) in (EXAMPLES / f"{name}.py").read_text()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -87,18 +87,18 @@ def test_the_page_says_what_was_measured():
     page = (ROOT / "docs" / "examples.md").read_text()
     for name in NAMES:
         assert f"[`{name}.py`](../examples/{name}.py)" in page
-        assert measure.summary(name) in page
+        assert expected.summary(name) in page
 
 
 def test_float16_keeps_rollout_and_training_together():
     """As published: at most a sixth of bfloat16's difference per token."""
-    table = measure.rows("grpo")
+    table = expected.rows("grpo")
     found = {row: figures["~|log ratio|"] for row, figures in table.items()}
     assert 0 < found["float32"] < found["mixed_float16"] <= found["mixed_bfloat16"] / 6
 
 
 def test_an_lstm_in_float16_leaves_the_curve_unless_its_loss_is_scaled():
-    table = measure.rows("lstm")
+    table = expected.rows("lstm")
     losses = {row: figures["training"] for row, figures in table.items()}
     assert abs(losses["mixed_float16"] - losses["float32"]) < 0.05
     assert losses["mixed_float16 --loss-scale none"] > losses["float32"] + 3

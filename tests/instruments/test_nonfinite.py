@@ -187,8 +187,8 @@ class TestForward:
         def loss(w, y):
             return jnp.mean((w - y) ** 2)  # beyond float32
 
-        for run in (loss, lambda w, y: jax.value_and_grad(loss)(w, y)):
-            report = find_nonfinite(run, "mixed_float16", loss_scale=1024.0)(
+        for run, argnums in ((loss, 0), (lambda w, y: jax.value_and_grad(loss)(w, y), None)):
+            report = find_nonfinite(run, "mixed_float16", argnums, loss_scale=1024.0)(
                 jnp.ones(3), jnp.full(3, 1e25)
             )
             assert (report.source, report.backward) == (line_of("beyond float32"), False)

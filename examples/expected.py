@@ -1,6 +1,6 @@
 """Runs the rows of examples' tables, and writes the tables anew, with all curves as JSON.
 
-    python examples/measure.py resnet18 gpt2
+    python examples/expected.py resnet18 gpt2
 
 Each row is run with the first seed, float32 with three: its range is the table's last row.
 """
