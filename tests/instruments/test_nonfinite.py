@@ -188,7 +188,7 @@ class TestForward:
             return jnp.mean((w - y) ** 2)  # beyond float32
 
         for run, argnums in ((loss, 0), (lambda w, y: jax.value_and_grad(loss)(w, y), None)):
-            report = find_nonfinite(run, "mixed_float16", argnums, loss_scale=1024.0)(
+            report = find_nonfinite(run, "mixed_float16", loss_scale=1024.0, argnums=argnums)(
                 jnp.ones(3), jnp.full(3, 1e25)
             )
             assert (report.source, report.backward) == (line_of("beyond float32"), False)
