@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from programs import W, X
-from support import HALVES, assert_near, cast, full_matmuls
+from support import HALVES, assert_near, cast, full_matmuls, normal
 
 import mpjax
 
@@ -98,3 +99,31 @@ def test_a_backward_rule_that_decides_again_decides_as_the_loop_before_it_did():
         assert_near(jax.value_and_grad(cast(loss, half), (0, 1))(W, X), want, 1e-5)
     short = mpjax.explain(loss, "mixed_bfloat16")(W, X).shortfalls()
     assert "custom_vjp_call" in {row.primitive for row in short}
+
+
+def test_a_rule_may_refuse_a_cotangent_that_it_is_never_given():
+    @jax.custom_vjp
+    def f(x, w):
+        return jnp.tanh(x @ w), jnp.sum(x)
+
+    def fwd(x, w):
+        return f(x.value, w.value), (x.value, w.value)
+
+    def bwd(saved, cts):
+        x, w = saved
+        assert isinstance(cts[1], SymbolicZero), "nobody differentiates the sum"
+        ct = cts[0] * (1 - jnp.tanh(x @ w) ** 2)
+        return ct @ w.T, x.T @ ct
+
+    f.defvjp(fwd, bwd, symbolic_zeros=True)
+    x, w = normal(1, 4, 8), normal(2, 8, 8)
+    auto = mpjax.autocast(lambda x, w: jnp.sum(f(x, w)[0] ** 2), "mixed_bfloat16")
+    for got, want in zip(
+        jax.grad(auto, (0, 1))(x, w),
+        jax.grad(lambda x, w: jnp.sum(jnp.tanh(x @ w) ** 2), (0, 1))(x, w),
+        strict=True,
+    ):
+        assert float(jnp.linalg.norm(got - want)) < 0.03 * float(jnp.linalg.norm(want))
+    assert not full_matmuls(jax.grad(auto, (0, 1)), x, w)
+    with pytest.raises(AssertionError, match="nobody differentiates"):
+        jax.grad(mpjax.autocast(lambda x, w: f(x, w)[1], "mixed_bfloat16"))(x, w)

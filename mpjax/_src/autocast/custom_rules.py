@@ -103,14 +103,15 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
         avals = [v.aval for v in op.ins]
         with tracing(policy):
             rules = _jax.custom_vjp_rules(op.params, avals, perturbed[consts:], known)
-            backward, _ = rules.trace_bwd((False,) * len(outs))
+            backward = _with_all_cotangents(rules.trace_bwd, len(outs))
         inner, inner_consts = _jax.open_jaxpr(rules.fwd)
         computed = rules.num_computed
-        wanted = _residual_dtypes(backward, len(rules.residuals), outs, policy, behind)
         res_dtypes = [getattr(v.aval, "dtype", None) for v in inner.outvars[:computed]]
-        for (given, index), dtype in zip(rules.residuals, wanted, strict=True):
-            if not given:
-                res_dtypes[index] = dtype
+        if backward is not None:
+            wanted = _residual_dtypes(backward, len(rules.residuals), outs, policy, behind)
+            for (given, index), dtype in zip(rules.residuals, wanted, strict=True):
+                if not given:
+                    res_dtypes[index] = dtype
         plan = make_plan(
             inner, inner_consts, policy, in_dtypes[consts:], [*res_dtypes, *outs], scopes=op.scopes
         )
@@ -180,6 +181,18 @@ class _ById:
 
     def __hash__(self):
         return id(self.value)
+
+
+def _with_all_cotangents(trace_bwd: Callable[..., Any], count: int) -> Any:
+    """Returns the program of a backward rule that is given every cotangent, or None.
+
+    A rule may refuse one that it will never be given: that of a result which is a counter, or
+    which vmap's batch shares.
+    """
+    try:
+        return trace_bwd((False,) * count)[0]
+    except Exception:  # what the rule refuses in earnest it will refuse again
+        return None
 
 
 def _residual_dtypes(bwd, count, ct_dtypes, policy, scopes) -> list[Any]:
