@@ -6,36 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from loops.optax_equinox import Model, loss_fn
 from support import normal
 
 import mpjax
 
 X, Y = normal(1, 32, 4), normal(2, 32, 8)
-
-
-class Model(eqx.Module):
-    first: eqx.nn.Linear
-    norm: eqx.nn.BatchNorm
-    last: eqx.nn.Linear
-    activation: object
-    name: str
-
-    def __init__(self, key):
-        keys = jax.random.split(key)
-        self.first = eqx.nn.Linear(4, 16, key=keys[0])
-        self.norm = eqx.nn.BatchNorm(16, axis_name="batch", mode="batch")
-        self.last = eqx.nn.Linear(16, 8, use_bias=False, key=keys[1])
-        self.activation, self.name = jax.nn.relu, "model"
-
-    def __call__(self, x, state):
-        x, state = self.norm(self.first(x), state)
-        return self.last(self.activation(x)), state
-
-
-def loss_fn(model, state, x, y):
-    run = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-    out, state = run(x, state)
-    return jnp.mean((out - y) ** 2), state
 
 
 def arrays(*trees):

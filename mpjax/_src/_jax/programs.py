@@ -141,9 +141,8 @@ def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
     if eqn.primitive.name.startswith("custom_"):
         params |= {k: own_lines(f) for k, f in params.items() if isinstance(f, lu.WrappedFun)}
     params = eqn.primitive.get_bind_params(params)
-    with np.errstate(
-        over="ignore"
-    ):  # JAX casts a literal by NumPy; XLA makes -1e30 -Inf in silence
+    # JAX casts a literal by NumPy; XLA makes -1e30 -Inf in silence.
+    with np.errstate(over="ignore"):
         outs = eqn.primitive.bind(*args, **params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
 

@@ -25,8 +25,13 @@ def modules_in(tree: Any) -> list[Any]:
     return [leaf for leaf in leaves if isinstance(leaf, kinds)]
 
 
+def has_modules(tree: Any) -> bool:
+    """Tells whether `modules_in` would find something in a tree."""
+    return are_there(*jax.tree_util.tree_flatten(tree))
+
+
 def are_there(leaves: list[Any], structure: Any) -> bool:
-    """Tells whether `modules_in` would find something in a tree that has been flattened.
+    """As `has_modules`, of a tree that has been flattened.
 
     Of a structure this is known after the first call: to look at each node takes as long as the
     rest of a call.
@@ -34,7 +39,7 @@ def are_there(leaves: list[Any], structure: Any) -> bool:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False
-    kinds = nnx.Module, nnx.Pytree, nnx.Variable  # one that is no pytree is a leaf
+    kinds = nnx.Pytree, nnx.Variable  # one that is no pytree is a leaf
     return _have_nodes(structure) or any(issubclass(kind, kinds) for kind in {*map(type, leaves)})
 
 
@@ -61,7 +66,7 @@ def on_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:
             args, kwargs = context.merge(graph, state)
         before = _contents((args, kwargs))
         out = fun(*args, **kwargs)
-        returned = out if modules_in(out) else None
+        returned = out if has_modules(out) else None
         if returned is None and _are_same(before, _contents((args, kwargs))):
             return None, None, out
         with nnx.split_context(TAG) as context:

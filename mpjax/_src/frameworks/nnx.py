@@ -11,7 +11,7 @@ import jmp
 import optax
 from flax import nnx
 
-from mpjax._src.autocast.modules import modules_in
+from mpjax._src.autocast.modules import has_modules
 from mpjax._src.errors import brief, check_callable
 from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.policy import Policy, get_policy
@@ -72,7 +72,7 @@ class Optimizer(nnx.Optimizer):
         wrt: Any = nnx.Param,
         loss_scale: LossScale | str | float | None = "auto",
     ):
-        if not modules_in(model):
+        if not has_modules(model):
             raise TypeError(
                 f"model={brief(model)} must be an NNX module. For trees of parameters there is "
                 "mpjax.build_train_step."

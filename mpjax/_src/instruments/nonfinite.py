@@ -416,7 +416,7 @@ def _advised(
     own = op is not None and any(is_half(v.aval) for v in (*op.ins, *op.outs))
     tried: list[str] = []
     if not event.curable and not own and _in_half(event):
-        tried, cured = _moved_to_float32(event, arrays, policy, make)
+        tried, cured = _moved_to_float32(event, program, arrays, policy, make)
         if cured:
             places = Places(program.plan.block)
             moved = frozenset().union(*(places.place(pattern).ops for pattern in tried))
@@ -431,7 +431,11 @@ def _in_half(event: NonfiniteReport) -> bool:
 
 
 def _moved_to_float32(
-    event: NonfiniteReport, arrays: list[jax.Array], policy: Policy, make: Callable[..., Program]
+    event: NonfiniteReport,
+    program: Program,
+    arrays: list[jax.Array],
+    policy: Policy,
+    make: Callable[..., Program],
 ) -> tuple[list[str], bool]:
     """Moves the operation to float32, and what overflows then, as long as it is the policy's.
 
@@ -440,7 +444,6 @@ def _moved_to_float32(
     """
     patterns: list[str] = []
     for _ in range(ROUNDS):
-        program = make(policy=_with(policy, patterns))
         if event.op is None:
             break
         around = Places(program.plan.block).around(program.ops[event.op])
@@ -448,7 +451,7 @@ def _moved_to_float32(
         if not fresh:
             break
         patterns.append(fresh[0])
-        program = make(policy=_with(policy, patterns))
+        program = make(policy=policy.override(dict.fromkeys(patterns, "float32")))
         outs = program.compiled(*arrays, jnp.float32(event.loss_scale))
         pairs = zip(program.results, outs, strict=True)
         if not any(name in event.reaches and any(_count(out)) for name, out in pairs):
@@ -457,10 +460,6 @@ def _moved_to_float32(
         if not (event.found and _in_half(event)):
             break
     return patterns, False
-
-
-def _with(policy: Policy, patterns: Sequence[str]) -> Policy:
-    return policy.override(dict.fromkeys(patterns, "float32")) if patterns else policy
 
 
 def _advice(event: NonfiniteReport, gradients: set[str], own: bool, tried: Sequence[str]):

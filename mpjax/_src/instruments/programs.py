@@ -19,7 +19,7 @@ from mpjax._src.autocast.transform import call, trace
 from mpjax._src.errors import warn_at
 from mpjax._src.patterns import path_of
 from mpjax._src.policy import Policy
-from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
+from mpjax._src.training.loss_scale import LossScale, get_loss_scale
 from mpjax._src.trees import all_finite
 
 # The powers of two that are tried as loss scales: down to the least that float16 holds.
@@ -173,7 +173,7 @@ def training_scale(
     scale, lowered until the gradients are finite. They have some room then, for operation by
     operation a program holds in half what the compiled one keeps in float32.
     """
-    scale = float(resolve_loss_scale(loss_scale, policy.needs_loss_scaling).loss_scale)
+    scale = float(get_loss_scale(policy, loss_scale).loss_scale)
     chosen = not (isinstance(loss_scale, str) and loss_scale.lower() == "auto")
     if chosen or scale == 1 or not program.follows_gradient:
         return scale

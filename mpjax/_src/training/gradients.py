@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jmp
 
 from mpjax._src import _jax
-from mpjax._src.autocast.modules import modules_in
+from mpjax._src.autocast.modules import has_modules
 from mpjax._src.autocast.transform import autocast
 from mpjax._src.dtypes import FLOAT16, FLOAT32
 from mpjax._src.errors import brief, check_callable, warn_at
@@ -82,7 +82,7 @@ def scaled_value_and_grad(
     def value_and_grad(*args, **kwargs):
         for name in axes:
             check_axis(name, axis_name)
-        if modules_in((args, kwargs)):
+        if has_modules((args, kwargs)):
             raise TypeError(
                 "scaled_value_and_grad takes trees of arrays, not modules of Flax NNX, which the "
                 "function may change: use mpjax.nnx.value_and_grad with an mpjax.nnx.Optimizer."

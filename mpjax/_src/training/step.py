@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import jmp
 import optax
 
-from mpjax._src.autocast.modules import modules_in
+from mpjax._src.autocast.modules import has_modules
 from mpjax._src.dtypes import HALVES
 from mpjax._src.errors import DivergenceError, brief
 from mpjax._src.hardware.devices import warn_if_unfit
@@ -27,7 +27,7 @@ from mpjax._src.training.loss_scale import (
     SCALES,
     LossScale,
     check_count,
-    resolve_loss_scale,
+    get_loss_scale,
     whole_number,
 )
 from mpjax._src.training.optimizers import (
@@ -202,7 +202,7 @@ def build_train_step(
     }
     _check_arguments(loss_fn, flags, accumulate_steps)
     axes = axes_of(axis_name)
-    first_scale = resolve_loss_scale(loss_scale, policy.needs_loss_scaling)
+    first_scale = get_loss_scale(policy, loss_scale)
     takes_value = _takes_value(as_optimizer(optimizer, "optimizer"))
     optimizer = under_policy(policy, optimizer, "optimizer")
     forward = _forward(loss_fn, policy, has_aux)
@@ -524,7 +524,7 @@ def _check_arguments(loss_fn: Any, flags: dict[str, Any], accumulate_steps: Any)
 
 
 def _refuse_modules(params: Any) -> None:
-    if modules_in(params):
+    if has_modules(params):
         raise TypeError(
             "params holds a module of Flax NNX: its statistics and random keys would be trained "
             "too. Pass the state of its parameters: graph, params, rest = "
