@@ -41,19 +41,25 @@ from ._src.training.loss_scale import (
     StaticLossScale,
     get_loss_scale,
 )
+from ._src.training.masters import (
+    MasterWeightsState,
+    master_params,
+    with_kahan_summation,
+    with_master_weights,
+)
 from ._src.training.mixed_precision import (
     MixedPrecision,
     MixedPrecisionState,
     mixed_precision,
 )
-from ._src.training.optimizers import (
-    MasterWeightsState,
-    SkipNonfiniteState,
-    master_params,
-    skip_nonfinite,
-    with_master_weights,
-)
+from ._src.training.optimizers import SkipNonfiniteState, skip_nonfinite
 from ._src.training.placement import state_shardings
+from ._src.training.rounding import (
+    StochasticRoundingState,
+    stochastic_round,
+    with_stochastic_rounding,
+)
+from ._src.training.stalled import Stalled, warn_if_stalled
 from ._src.training.step import TrainState, TrainStep, build_train_step, raise_if_diverged
 from ._src.training.watch import Overflow, Underflow
 from ._src.trees import all_finite, cast, select
@@ -85,7 +91,9 @@ __all__ = [
     "Overflow",
     "Policy",
     "SkipNonfiniteState",
+    "Stalled",
     "StaticLossScale",
+    "StochasticRoundingState",
     "TrainState",
     "TrainStep",
     "Tuning",
@@ -126,6 +134,10 @@ __all__ = [
     "select",
     "skip_nonfinite",
     "state_shardings",
+    "stochastic_round",
     "tune",
+    "warn_if_stalled",
+    "with_kahan_summation",
     "with_master_weights",
+    "with_stochastic_rounding",
 ]

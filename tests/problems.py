@@ -71,3 +71,16 @@ def dtypes(tree):
 
 def mesh():
     return jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def run_updates(optimizer, params, all_grads):
+    """Applies updates in one jitted scan, which refuses state that changes its dtypes."""
+
+    def body(carry, grads):
+        params, state = carry
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    stacked = jax.tree.map(lambda *g: jnp.stack(g), *all_grads)
+    carry = (params, optimizer.init(params))
+    return jax.jit(lambda c, g: jax.lax.scan(body, c, g)[0])(carry, stacked)

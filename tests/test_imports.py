@@ -21,7 +21,7 @@ ORDER = (
     "cli",
 )
 
-RETURN_NOTHING = {"raise_if_diverged", "save", "save_safetensors"}
+RETURN_NOTHING = {"raise_if_diverged", "warn_if_stalled", "save", "save_safetensors"}
 
 
 def imports(path):

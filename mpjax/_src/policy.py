@@ -8,7 +8,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jmp
@@ -38,10 +38,48 @@ NORM_PATTERNS = (
     *("*/bn[0-9_]*", "*/ln[0-9_]*", "*/gn[0-9_]*", "*_bn/*", "*_ln/*", "*_gn/*"),
 )
 
-CASTINGS = ("boundary", "op")
-STORAGES = ("fast", "lean")
-COMMUNICATION = {"gather": "half", "reduce": "float32"}
 OP_LISTS = ("half_ops", "full_ops", "follow_ops")
+
+
+class Choice(NamedTuple):
+    """A setting with few legal values; the first is the default."""
+
+    values: tuple[str, ...]
+    legal: str
+
+
+_HALF_IS = "Which half is the policy's compute dtype."
+CHOICES = {
+    "casting": Choice(
+        ("boundary", "op"),
+        "'boundary' (cast parameters and inputs once) or 'op' (operation by operation).",
+    ),
+    "storage": Choice(
+        ("fast", "lean"),
+        "'fast' (few bytes moved) or 'lean' (few bytes kept for the backward pass).",
+    ),
+    "gather": Choice(
+        ("half", "float32"),
+        "'half' or 'float32', what devices gather parameters in. " + _HALF_IS,
+    ),
+    "reduce": Choice(
+        ("float32", "half"),
+        "'half' or 'float32', what devices sum gradients in. " + _HALF_IS,
+    ),
+    "masters": Choice(
+        ("float32", "split", "split8"),
+        "'float32' (a master of each half parameter), 'split' (the 16 bits that a bfloat16 "
+        "parameter lacks) or 'split8' (8 of them).",
+    ),
+    "rounding": Choice(
+        ("nearest", "stochastic", "kahan"),
+        "'nearest' (small updates are lost), 'stochastic' or 'kahan' (compensated summation).",
+    ),
+    "moments": Choice(
+        ("float32", "8bit"),
+        "'float32' or '8bit' (codes, with a scale for each block).",
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -71,10 +109,14 @@ class Policy(jmp.Policy):
         gather: What devices gather parameters in, "half" or "float32", for op-level casting. See
             `with_communication`.
         reduce: What devices sum gradients of parameters in, "float32" or "half".
+        masters: How masters are kept, "float32", "split" or "split8". See `with_optimizer_state`.
+        rounding: How half parameters without masters are rounded: "nearest", "stochastic" or
+            "kahan".
+        moments: What the optimizer's moments are kept in, "float32" or "8bit".
 
     Raises:
-        ValueError: If a dtype, pattern, primitive name, ``casting``, ``storage``,
-            ``fused_attention``, ``gather`` or ``reduce`` is not legal.
+        ValueError: If a dtype, a pattern, the name of a primitive or a setting is not legal, or two
+            of them contradict each other.
 
     Example:
         >>> import mpjax
@@ -97,6 +139,9 @@ class Policy(jmp.Policy):
     fused_attention: bool = False
     gather: str = "half"
     reduce: str = "float32"
+    masters: str = "float32"
+    rounding: str = "nearest"
+    moments: str = "float32"
 
     def __post_init__(self):
         for name, value in _canonical_fields(self).items():
@@ -243,6 +288,38 @@ class Policy(jmp.Policy):
         """
         return dataclasses.replace(self, gather=gather, reduce=reduce)
 
+    def with_optimizer_state(
+        self, masters: str = "float32", rounding: str = "nearest", moments: str = "float32"
+    ) -> "Policy":
+        """Returns this policy with another choice of what the optimizer keeps for each weight.
+
+        For `build_train_step`, `mixed_precision` and what is made of them. Float32 parameters have
+        neither masters nor anything that rounding could take: for them the first two do nothing.
+
+        Args:
+            masters: Of policies with master weights: "float32" (6 bytes a weight, with the half
+                parameter), "split" (4 bytes, the same masters bit for bit; bfloat16 alone) or
+                "split8" (3 bytes). See `with_master_weights`.
+            rounding: Of policies without: "nearest" (2 bytes a weight, small updates are lost),
+                "stochastic" (2 bytes) or "kahan" (4 bytes). See `with_stochastic_rounding` and
+                `with_kahan_summation`.
+            moments: "float32" (4 bytes a moment) or "8bit" (1 byte). See `with_8bit_moments`.
+
+        Returns:
+            A new policy.
+
+        Raises:
+            ValueError: If an argument is not legal; if masters are split and parameters float16; if
+                a policy with half parameters and masters is to round otherwise than to the nearest,
+                or one without masters to split them.
+
+        Example:
+            >>> import mpjax
+            >>> str(mpjax.get_policy("O2:bfloat16").with_optimizer_state(masters="split"))
+            'O2:bfloat16,masters=split'
+        """
+        return dataclasses.replace(self, masters=masters, rounding=rounding, moments=moments)
+
     def cast_to_param(self, tree: T) -> T:
         """Casts a tree of parameters to the dtypes they are stored in.
 
@@ -322,11 +399,12 @@ class Policy(jmp.Policy):
         return jax.tree_util.tree_map_with_path(convert, tree)
 
     def __str__(self) -> str:
+        # What is spelled out after the name.
+        chosen = {k: row.values[0] for k, row in CHOICES.items() if k != "casting"}
         extras: dict[str, Any] = {
             "overrides": (),
-            "storage": STORAGES[0],
             "fused_attention": False,
-            **COMMUNICATION,
+            **chosen,
             **dict.fromkeys(OP_LISTS, ()),
         }
         base = dataclasses.replace(self, **extras)
@@ -338,10 +416,8 @@ class Policy(jmp.Policy):
         parts += [
             f"{ops}={json.dumps(getattr(self, ops))}" for ops in OP_LISTS if getattr(self, ops)
         ]
-        parts += [f"storage={self.storage}"] if self.storage != STORAGES[0] else []
         parts += ["fused_attention=true"] if self.fused_attention else []
-        chosen = {name: getattr(self, name) for name in COMMUNICATION}
-        parts += [f"{k}={value}" for k, value in chosen.items() if value != COMMUNICATION[k]]
+        parts += [f"{k}={getattr(self, k)}" for k in chosen if getattr(self, k) != chosen[k]]
         return ",".join(parts)
 
     def __repr__(self) -> str:
@@ -394,7 +470,7 @@ KEYS = {
         name: name
         for name in (
             *("casting", "master_weights", "keep_full", "overrides"),
-            *(*OP_LISTS, "storage", "fused_attention", *COMMUNICATION),
+            *(*OP_LISTS, "fused_attention", *CHOICES),
         )
     },
 }
@@ -414,7 +490,8 @@ def get_policy(x: "str | jmp.Policy", half: DTypeLike | None = None) -> Policy:
       op-level casting), "O2" (half parameters but for norm layers, float32 masters and outputs),
       "O3" (everything half, no masters), with the half dtype as a suffix: "O2:float16".
     - After any of these, refinements: ``master_weights=false``, ``casting=op``,
-      ``storage=lean``, ``fused_attention=true``, ``reduce=half``,
+      ``storage=lean``, ``fused_attention=true``, ``reduce=half``, ``masters=split``,
+      ``rounding=stochastic``, ``moments=8bit``,
       ``overrides={"*norm*": "f32"}``, ``half_ops=["exp"]`` (JSON after the equals sign).
 
     Args:
@@ -604,23 +681,11 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
     for name in ("master_weights", "fused_attention"):
         if not isinstance(getattr(policy, name), bool):
             raise ValueError(f"{name}={brief(getattr(policy, name))} must be True or False.")
-    if policy.casting not in CASTINGS:
-        raise ValueError(
-            f"casting={brief(policy.casting)} must be 'boundary' (cast parameters and inputs "
-            f"once) or 'op' (operation by operation).{did_you_mean(policy.casting, CASTINGS)}"
-        )
-    if policy.storage not in STORAGES:
-        raise ValueError(
-            f"storage={brief(policy.storage)} must be 'fast' (few bytes moved) or 'lean' (few "
-            f"bytes kept for the backward pass).{did_you_mean(policy.storage, STORAGES)}"
-        )
-    for name, what in (("gather", "gather parameters"), ("reduce", "sum gradients")):
-        dtype = getattr(policy, name)
-        if not isinstance(dtype, str) or dtype not in COMMUNICATION.values():
-            raise ValueError(
-                f"{name}={brief(dtype)} must be 'half' or 'float32', what devices {what} in. Which "
-                "half is the policy's compute dtype."
-            )
+    for name, (values, legal) in CHOICES.items():
+        value = getattr(policy, name)
+        if not isinstance(value, str) or value not in values:
+            raise ValueError(f"{name}={brief(value)} must be {legal}{did_you_mean(value, values)}")
+    _check_kept(policy, fields)
     listed: dict[str, str] = {}
     for names in OP_LISTS:
         fields[names] = tuple(dict.fromkeys(_strings(getattr(policy, names), names)))
@@ -649,6 +714,31 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
             f"half_ops: JAX has no half-precision form of {brief(name)}. Leave it out."
         )
     return fields
+
+
+def _check_kept(policy: Policy, fields: dict[str, Any]) -> None:
+    """Refuses what the optimizer cannot keep for weights, or need not."""
+    stored = fields["param_dtype"]
+    if stored not in HALVES:
+        return
+    if policy.masters != CHOICES["masters"].values[0]:
+        if not policy.master_weights:
+            raise ValueError(
+                f"masters={policy.masters!r}: the policy keeps no masters. Add "
+                "master_weights=true, or take an O2 policy; for weights without masters, "
+                "rounding=stochastic."
+            )
+        if stored == FLOAT16:
+            raise ValueError(
+                f"masters={policy.masters!r}: parameters are stored in float16, and a master is "
+                "split into a bfloat16 parameter, which is the first 16 bits of a float32 number, "
+                "and the rest. Store them in bfloat16, or leave masters=float32."
+            )
+    if policy.rounding != CHOICES["rounding"].values[0] and policy.master_weights:
+        raise ValueError(
+            f"rounding={policy.rounding!r}: half parameters have masters, to which no update is "
+            "lost. Add master_weights=false, or take an O3 policy."
+        )
 
 
 def _strings(value: str | Iterable[str], argument: str) -> tuple[str, ...]:

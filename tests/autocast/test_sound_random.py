@@ -16,7 +16,7 @@ from random_programs import arguments, build, fault, generate, names_in, report,
 from support import equations
 
 from mpjax._src import rules
-from mpjax._src.policy import STORAGES
+from mpjax._src.policy import CHOICES
 
 PROGRAMS, CHUNK = 255, 15
 LEAN = range(1000, 1060)  # the programs of the default run that are stored by fewest bytes kept
@@ -60,7 +60,7 @@ def test_random_programs_under_lean(first):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", CHOICES["storage"].values)
 def test_many_random_programs(storage):
     first = 10**6 if os.environ.get("CI") else secrets.randbelow(10**9)
     judge(range(first, first + MANY // 2), storage, SHOWN)

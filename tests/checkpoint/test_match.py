@@ -13,10 +13,16 @@ from problems import bits
 import mpjax
 from mpjax import checkpoint
 from mpjax._src.checkpoint.match import can_hold
+from mpjax._src.training import residuals
 
 POLICIES = [
     *("float32", "mixed_float16", "mixed_bfloat16"),
     *("O2:float16", "O2:bfloat16", "O3:float16", "O3:bfloat16"),
+]
+# Those that keep something else than masters beside half weights, or draw by lot.
+BESIDE = [
+    *("O2:bfloat16,masters=split", "O2:bfloat16,masters=split8"),
+    *("O3:bfloat16,rounding=kahan", "O3:float16,rounding=kahan", "O3:bfloat16,rounding=stochastic"),
 ]
 PARAMS = {"dense": {"w": jnp.full((3, 3), 0.1)}, "norm": {"scale": jnp.full(3, 1.1)}}
 
@@ -45,7 +51,7 @@ def trained(policy):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp("policies")
-    for policy in POLICIES:
+    for policy in POLICIES + BESIDE:
         checkpoint.save(root / policy, trained(policy), policy=policy)
     return root
 
@@ -88,6 +94,38 @@ def test_every_policy_restores_every_other_exactly_or_says_why_not(was, to, save
     want = expected(trained(was), to)
     assert jax.tree.structure(back) == jax.tree.structure(like) == jax.tree.structure(want)
     assert bits(back) == bits(want)
+
+
+def best(policy):
+    """The significant bits of the most precise weights of a policy, and their largest exponent."""
+    by_key = {"split8": (16, 128), "bfloat16,rounding=kahan": (16, 128)}
+    by_key |= {"float16,rounding=kahan": (22, 16), "bfloat16,rounding=stochastic": (8, 128)}
+    by_key |= {"O3:bfloat16": (8, 128), "O3:float16": (11, 16)}
+    return next((reach for key, reach in by_key.items() if policy.endswith(key)), (24, 128))
+
+
+@pytest.mark.parametrize("to", BESIDE + POLICIES[:1] + POLICIES[3:])
+@pytest.mark.parametrize("was", BESIDE + POLICIES[:1] + POLICIES[3:])
+def test_split_masters_are_restored_whole_and_whole_ones_split(was, to, saved):
+    if not {was, to} & set(BESIDE):
+        return  # above
+    state, like = trained(was), program(to)[0](PARAMS)
+    if any(a < b for a, b in zip(best(to), best(was), strict=True)):
+        with pytest.raises(ValueError, match="would narrow params/dense/w from"):
+            checkpoint.restore(saved / was, like)
+    back = checkpoint.restore(saved / was, like, allow_narrowing=True)
+    assert jax.tree.structure(back) == jax.tree.structure(like)
+    assert [x.dtype for x in jax.tree.leaves(back)] == [x.dtype for x in jax.tree.leaves(like)]
+    if was == to:
+        assert bits(back) == bits(state)
+        return
+    full = mpjax.master_params(state.opt_state, state.params)["dense"]["w"]
+    weight = back.params["dense"]["w"]
+    if not getattr(back.opt_state, "masters", None):
+        assert bits(weight) == bits(full.astype(weight.dtype))
+        return
+    beside = back.opt_state.masters["dense"]["w"]
+    assert bits((weight, beside)) == bits(residuals.split(full, weight.dtype, beside.dtype))
 
 
 def test_under_the_same_policy_half_weights_come_back_as_they_were(saved, tmp_path):

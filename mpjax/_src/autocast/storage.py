@@ -14,11 +14,11 @@ from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.steps import connected, in_order
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.higher_order import NONE, THEIRS
-from mpjax._src.policy import STORAGES
+from mpjax._src.policy import CHOICES
 
 # What is chosen by: few bytes moved; few bytes kept; the peepholes alone, where the user computes
 # the rest again; nothing, where there is no backward pass.
-FAST, LEAN, PEEPHOLES, WRITTEN = *STORAGES, "peepholes", "written"
+FAST, LEAN, PEEPHOLES, WRITTEN = *CHOICES["storage"].values, "peepholes", "written"
 
 # What programs inside of a primitive are stored by, where that differs from what is around it.
 INSIDE = {THEIRS: PEEPHOLES, NONE: WRITTEN}

@@ -1,9 +1,9 @@
 """What a state holds, leaf by leaf: where it lies in the tree, and what it is whatever the policy.
 
-A policy changes the tree of a state: half parameters bring masters, masters bring a node around the
-optimizer's state. So each leaf has a path, which says where it lies, and a meaning, which is the
-path without what the policy put there. Two states of one program under two policies have the same
-meanings, except that one of them may hold masters.
+A policy changes the tree of a state: half parameters bring masters or residuals, and a node around
+the optimizer's state. So each leaf has a path, which says where it lies, and a meaning, which is
+the path without what the policy put there. Two states of one program under two policies have the
+same meanings, except for what they hold beside parameters, and for the count of random draws.
 """
 
 import re
@@ -16,13 +16,17 @@ import jax
 import numpy as np
 from jax.tree_util import GetAttrKey
 
+from mpjax._src.dtypes import FLOAT32
 from mpjax._src.patterns import path_of
-from mpjax._src.training.optimizers import MasterWeightsState
+from mpjax._src.training.masters import MasterWeightsState
+from mpjax._src.training.rounding import StochasticRoundingState
 from mpjax._src.trees import is_array, is_key
 
 FORMAT, FORMAT_VERSION = "mpjax.checkpoint", 1
 PARAMS, LOSS_SCALE = "params", "loss_scale"
-MASTER = "master of "
+# What lies beside a parameter: a float32 master, or what the parameter lacks of one.
+MASTER, RESIDUAL = "master of ", "residual of "
+DRAWS = "random draws"
 
 
 class Leaf(NamedTuple):
@@ -30,8 +34,8 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: Where it lies in the tree, joined with "/".
-        means: The same without what only the policy put there; of a master, "master of" the path
-            of its parameter.
+        means: The same without what only the policy put there; of what lies beside a parameter,
+            "master of" or "residual of" its path.
         value: The array, or its shape.
     """
 
@@ -76,20 +80,41 @@ def leaves_of(tree: Any) -> list[Leaf]:
 
 
 def _leaves(tree: Any, path: tuple, means: tuple) -> Iterator[Leaf]:
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_has_masters)
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_of_policy)
     for keys, node in nodes:
-        if not _has_masters(node):
+        if not _is_of_policy(node):
             yield Leaf(path_of(path + keys), path_of(means + keys), node)
             continue
         here = path + keys
-        for of, master in jax.tree_util.tree_leaves_with_path(node.masters):
-            of_parameter = path_of((GetAttrKey(PARAMS), *of))
-            yield Leaf(path_of((*here, GetAttrKey("masters"), *of)), MASTER + of_parameter, master)
+        if isinstance(node, StochasticRoundingState):
+            draws = path_of((*means, *keys, GetAttrKey(DRAWS)))
+            yield Leaf(path_of((*here, GetAttrKey("draws"))), draws, node.draws)
+        else:
+            for of, beside in jax.tree_util.tree_leaves_with_path(node.masters):
+                is_master = getattr(beside, "dtype", FLOAT32) == FLOAT32
+                meaning = (MASTER if is_master else RESIDUAL) + path_of((GetAttrKey(PARAMS), *of))
+                yield Leaf(path_of((*here, GetAttrKey("masters"), *of)), meaning, beside)
         yield from _leaves(node.inner_state, (*here, GetAttrKey("inner_state")), means + keys)
 
 
-def _has_masters(node: Any) -> bool:
-    return isinstance(node, MasterWeightsState)
+def parameter_of(means: str) -> str:
+    """Returns the meaning of the parameter that a leaf lies beside, or its own."""
+    return means.removeprefix(MASTER).removeprefix(RESIDUAL)
+
+
+def is_beside(means: str) -> bool:
+    """Tells whether a leaf lies beside a parameter."""
+    return means.startswith((MASTER, RESIDUAL))
+
+
+def is_draws(means: str) -> bool:
+    """Tells whether a leaf counts random draws, which only some policies do."""
+    return means.endswith("/" + DRAWS)
+
+
+def _is_of_policy(node: Any) -> bool:
+    """Tells whether a node is one that a policy puts around the optimizer's state."""
+    return isinstance(node, (MasterWeightsState, StochasticRoundingState))
 
 
 def kinds_of(tree: Any) -> dict[str, str]:
@@ -106,7 +131,7 @@ def _kinds(tree: Any, means: tuple) -> Iterator[tuple[str, str]]:
         here = means + keys
         if not _is_named_tuple(node) or not jax.tree.leaves(node):
             continue
-        if _has_masters(node):
+        if _is_of_policy(node):
             yield from _kinds(node.inner_state, here)
             continue
         yield path_of(here), type(node).__name__

@@ -7,8 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.checkpoint.contents import Leaf, is_held, shaped
+from mpjax._src.checkpoint.contents import (
+    Leaf,
+    is_beside,
+    is_draws,
+    is_held,
+    shaped,
+)
 from mpjax._src.checkpoint.match import NAMED, Source
+from mpjax._src.dtypes import BFLOAT16, FLOAT32
+from mpjax._src.training import residuals
 
 
 def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any, where: str) -> Any:
@@ -24,16 +32,22 @@ def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any,
         ValueError: If a finite value would become infinite, or a leaf would be narrowed by JAX.
     """
     leaves, overflown = [], []
-    for target, path in sources:
+    for source in sources:
+        target, path = source.target, source.path
         if path is None:
             leaves.append(_own(target, where))
             continue
-        leaf, dtype = arrays[path], shaped(target.value)[1]
-        if str(leaf.dtype) != dtype:
+        read, dtype = arrays[path], shaped(target.value)[1]
+        if source.beside is not None:
+            read = residuals.full(jnp.asarray(read), jnp.asarray(arrays[source.beside]))
+        leaf = read
+        if source.kind is not None:
+            leaf = _split(source, read)
+        elif str(leaf.dtype) != dtype:
             with np.errstate(over="ignore"):
                 leaf = jnp.asarray(leaf.astype(np.dtype(dtype)))
-            if overflows(arrays[path], leaf):
-                overflown.append(f"{target.path} ({arrays[path].dtype} to {dtype})")
+        if not is_beside(target.means) and leaf is not read and overflows(read, leaf):
+            overflown.append(f"{target.path} ({read.dtype} to {dtype})")
         place = place_of(target.value)
         leaves.append(leaf if place is None else jax.device_put(leaf, place))
     if overflown:
@@ -43,6 +57,14 @@ def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any,
             + ". Restore these leaves in bfloat16 or float32: by the policy, or an override."
         )
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _split(source: Source, value: Any) -> jax.Array:
+    """Returns a half parameter that holds a value with its residual, or the residual."""
+    kind = np.dtype(source.kind)
+    dtype = BFLOAT16 if kind.kind == "u" else kind
+    param, residual = residuals.split(jnp.asarray(value, FLOAT32), dtype, kind)
+    return residual if is_beside(source.target.means) else param
 
 
 def place_of(value: Any) -> Any:
@@ -58,6 +80,8 @@ def _own(target: Leaf, where: str) -> jax.Array:
     A copy, so that donation never eats what the caller still has.
     """
     if isinstance(target.value, jax.ShapeDtypeStruct):
+        if is_draws(target.means):
+            return jnp.zeros(target.value.shape, target.value.dtype)
         raise ValueError(
             f"like[{target.path!r}] is only a shape, but the checkpoint {where} was saved with "
             "another loss scale, so that this one starts as it is in like. Pass the values: "

@@ -14,7 +14,7 @@ from mpjax._src.checkpoint.match import NAMED, match
 from mpjax._src.dtypes import BFLOAT16, DTypeLike, canonical
 from mpjax._src.errors import CheckpointError
 from mpjax._src.patterns import path_of
-from mpjax._src.training.optimizers import master_params
+from mpjax._src.training.masters import master_params
 from mpjax._src.trees import cast_leaf, is_array
 
 

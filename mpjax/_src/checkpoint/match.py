@@ -14,14 +14,19 @@ import numpy as np
 from mpjax._src.checkpoint.contents import (
     LOSS_SCALE,
     MASTER,
+    RESIDUAL,
     Leaf,
+    is_beside,
+    is_draws,
     is_held,
     kinds_of,
     leaves_of,
+    parameter_of,
     part_of,
     settings_of,
     shaped,
 )
+from mpjax._src.training import residuals
 from mpjax._src.training.loss_scale import has_protocol
 
 # How many leaves a message names.
@@ -34,10 +39,15 @@ class Source(NamedTuple):
     Attributes:
         target: The leaf of ``like``.
         path: The path of the saved leaf, or None: the leaf is taken from ``like``.
+        beside: The path of the residual that makes the saved leaf, a half parameter, whole; or
+            None.
+        kind: Where the parameter has a residual in ``like``, the dtype of it; or None.
     """
 
     target: Leaf
     path: str | None
+    beside: str | None = None
+    kind: str | None = None
 
 
 def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -> list[Source]:
@@ -61,18 +71,29 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
     targets = leaves_of(like)
     fresh = _starts_fresh(about, like)
     parts = set(like) if isinstance(like, Mapping) else {path.split("/")[0] for path in saved}
+    held = {t.means: shaped(t.value)[1] for t in targets if is_beside(t.means)}
 
-    def source(target: Leaf) -> str | None:
+    def source(target: Leaf) -> Source:
         if fresh and target.part == LOSS_SCALE:
-            return None
+            return Source(target, None)
+        of = parameter_of(target.means)
+        residual, kind = by_meaning.get(RESIDUAL + of), held.get(RESIDUAL + of)
+        was = saved[residual]["dtype"] if residual else None
         same = saved.get(target.path)
         if same and (same["means"], same["dtype"]) == (target.means, shaped(target.value)[1]):
-            return target.path
-        parameter = target.means.removeprefix(MASTER)
-        return by_meaning.get(MASTER + parameter) or by_meaning.get(parameter)
+            # Rounded with another remainder, a parameter may be another one.
+            rounded_anew = kind != was and (kind or MASTER + of in held)
+            if is_beside(target.means) or not rounded_anew:
+                return Source(target, target.path)
+        master = by_meaning.get(MASTER + of)
+        if master or not residual:
+            return Source(target, master or by_meaning.get(of), None, kind)
+        return Source(target, by_meaning[of], residual, kind)
 
-    sources = [Source(target, source(target)) for target in targets]
-    kept = [s for s in sources if not (fresh and s.target.part == LOSS_SCALE)]
+    sources = [source(target) for target in targets]
+    # Draws may begin anew: all that is asked of them is that they differ from step to step.
+    begin = [s for s in sources if s.path is None and is_draws(s.target.means)]
+    kept = [s for s in sources if not (fresh and s.target.part == LOSS_SCALE) and s not in begin]
     _check_same_leaves(saved, kept, parts - ({LOSS_SCALE} if fresh else set()), where)
     _check_kinds(about["kinds"], kinds_of(like), where)
     _check_shapes(saved, kept, where)
@@ -99,13 +120,15 @@ def _check_same_leaves(
     saved: dict[str, Any], sources: list[Source], parts: set[str], where: str
 ) -> None:
     missing = [s.target.path for s in sources if s.path is None]
-    wanted = {s.target.means.removeprefix(MASTER) for s in sources}
+    wanted = {parameter_of(s.target.means) for s in sources}
     # A master whose parameter is restored is not left over: it is what the parameter comes from, or
     # is what _check_precision asks about.
     extra = [
         path
         for path, entry in saved.items()
-        if path.split("/")[0] in parts and entry["means"].removeprefix(MASTER) not in wanted
+        if path.split("/")[0] in parts
+        and parameter_of(entry["means"]) not in wanted
+        and not is_draws(entry["means"])
     ]
     if not (missing or extra):
         return
@@ -146,7 +169,9 @@ def _check_shapes(saved: dict[str, Any], sources: list[Source], where: str) -> N
     unlike = [
         f"{s.target.path} is {saved[s.path]['dtype']}, in like {shaped(s.target.value)[1]}"
         for s in sources
-        if s.path and not _one_kind(saved[s.path]["dtype"], shaped(s.target.value)[1])
+        if s.path
+        and not _one_kind(saved[s.path]["dtype"], shaped(s.target.value)[1])
+        and not is_beside(s.target.means)
     ]
     if unlike:
         raise ValueError(
@@ -160,14 +185,17 @@ def _check_shapes(saved: dict[str, Any], sources: list[Source], where: str) -> N
 def _check_precision(saved: dict[str, Any], sources: list[Source], where: str) -> None:
     held = {s.target.means: shaped(s.target.value)[1] for s in sources}
     best = {entry["means"]: entry["dtype"] for entry in saved.values()}
+
+    def of(dtypes: dict[str, str], means: str) -> tuple[str, str | None]:
+        return dtypes.get(MASTER + means) or dtypes[means], dtypes.get(RESIDUAL + means)
+
     lost = []
     for s in sources:
-        if s.target.means.startswith(MASTER):
+        if is_beside(s.target.means):
             continue  # judged where its parameter is
-        was = best.get(MASTER + s.target.means) or best[s.target.means]
-        now = held.get(MASTER + s.target.means) or held[s.target.means]
-        if not can_hold(now, was):
-            lost.append(f"{s.target.path} from {was} to {now}")
+        was, now = of(best, s.target.means), of(held, s.target.means)
+        if not can_hold(now[0], was[0], now[1], was[1]):
+            lost.append(f"{s.target.path} from {_spelled(*was)} to {_spelled(*now)}")
     if lost:
         more = f" and {len(lost) - NAMED} more" if len(lost) > NAMED else ""
         raise ValueError(
@@ -182,7 +210,7 @@ def _check_precision(saved: dict[str, Any], sources: list[Source], where: str) -
 
 def _check_width(sources: list[Source]) -> None:
     """Refuses leaves that JAX would narrow by itself."""
-    for target, _ in sources:
+    for target, *_ in sources:
         dtype = shaped(target.value)[1]
         if "key<" not in dtype and not is_held(dtype):
             raise ValueError(
@@ -191,20 +219,33 @@ def _check_width(sources: list[Source]) -> None:
             )
 
 
-def can_hold(wide: str, narrow: str) -> bool:
-    """Tells whether a dtype holds every value of another one of its kind."""
-    if wide == narrow:
+def can_hold(wide: str, narrow: str, *beside: str | None) -> bool:
+    """Tells whether a dtype holds every value of another one of its kind.
+
+    Args:
+        wide: The name of a dtype.
+        narrow: That of another one.
+        *beside: The dtypes of what lies beside arrays of the two, where there is something.
+    """
+    if wide == narrow and len({*beside}) < 2:
         return True
     a, b = np.dtype(wide), np.dtype(narrow)
     if jnp.issubdtype(a, jnp.integer):
         ranges = jnp.iinfo(a), jnp.iinfo(b)
         return ranges[0].min <= ranges[1].min and ranges[0].max >= ranges[1].max
-    wider, other = jnp.finfo(a), jnp.finfo(b)
-    return (
-        wider.nmant >= other.nmant
-        and wider.maxexp >= other.maxexp
-        and wider.minexp - wider.nmant <= other.minexp - other.nmant
-    )
+    pairs = zip(_reach(wide, *beside[:1]), _reach(narrow, *beside[1:]), strict=True)
+    return all(x >= y for x, y in pairs)
+
+
+def _reach(dtype: str, residual: str | None = None) -> tuple[int, int, int]:
+    """Returns how many bits a significand has, and how far exponents go up, and down."""
+    info = jnp.finfo(np.dtype(dtype))
+    bits = residuals.KINDS[np.dtype(residual)].bits if residual else info.nmant + 1
+    return bits, info.maxexp, bits - info.minexp
+
+
+def _spelled(dtype: str, residual: str | None) -> str:
+    return f"{dtype} with a residual of {residual}" if residual else dtype
 
 
 def _one_kind(a: str, b: str) -> bool:

@@ -118,9 +118,10 @@ def restore(directory: str | Path, like: Any, *, allow_narrowing: bool = False) 
     """Restores a state: bit for bit, or in the dtypes of another policy, or not at all.
 
     Under the policy it was saved with, every leaf comes back as it was. Under another one float32
-    parameters become masters and masters parameters; half parameters are rounded from the most
-    precise copy there is. Widening is silent. What would lose precision is refused: masters that
-    the new policy does not keep, float32 that becomes half, one half that becomes the other.
+    parameters become masters, whole or split, and masters parameters; half parameters are rounded
+    from the most precise copy there is. Widening is silent. What would lose precision is refused:
+    masters that the new policy does not keep, or not whole, float32 that becomes half, one half
+    that becomes the other.
 
     The loss scale goes on from where it was if it has the same class and settings; else it starts
     as in ``like``. So does one that never changes, such as a `StaticLossScale`: it is a setting.
@@ -159,8 +160,8 @@ def restore(directory: str | Path, like: Any, *, allow_narrowing: bool = False) 
     about = store.read_about(directory)
     sources = match(about, like, allow_narrowing, str(directory))
     places: dict[str, Any] = {}
-    for target, path in sources:
-        if path is not None:
-            places.setdefault(path, place_of(target.value))
+    for source in sources:
+        for path in filter(None, (source.path, source.beside)):
+            places.setdefault(path, place_of(source.target.value))
     arrays = store.read_arrays(directory, about, places)
     return converted(sources, arrays, like, str(directory))

@@ -17,8 +17,8 @@ from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.policy import Policy, get_policy
 from mpjax._src.training.gradients import with_float32_loss, with_scaled_loss
 from mpjax._src.training.loss_scale import LossScale
+from mpjax._src.training.masters import apply_updates
 from mpjax._src.training.mixed_precision import in_mixed_precision
-from mpjax._src.training.optimizers import apply_updates
 from mpjax._src.trees import all_finite, select, stays_finite, widen
 
 P = ParamSpec("P")

@@ -22,13 +22,14 @@ from mpjax._src.errors import brief
 from mpjax._src.instruments.histogram import GradientHistogram
 from mpjax._src.patterns import path_of
 from mpjax._src.training.loss_scale import whole_number
+from mpjax._src.training.stalled import Stalled
 from mpjax._src.training.watch import Overflow, Underflow
 
 # What each writer has been given and has not been handed yet, because the device still computes it.
 _WAITING: "weakref.WeakKeyDictionary[Any, collections.deque]" = weakref.WeakKeyDictionary()
 
 SCALARS = (bool, int, float, np.generic, np.ndarray, jax.Array)
-REPORTS = (GradientHistogram, Overflow, Underflow)
+REPORTS = (GradientHistogram, Overflow, Stalled, Underflow)
 
 # What TensorBoard's writers call the method for numbers, and the one for text.
 METHODS = {"add_scalar": "add_text", "scalar": "text"}
@@ -99,9 +100,9 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
             ``flax.metrics.tensorboard.SummaryWriter`` (anything with ``scalar``).
         step: The number of the step, on the host: ``int(state.step)`` would wait.
         metrics: What a training step returned, or any pytree; scalars are logged under their
-            paths ("aux/accuracy"), an `Overflow` and an `Underflow` by their fields, a
-            `GradientHistogram` by the shares of all entries that each half dtype would lose at
-            ``metrics["loss_scale"]``; other leaves are left out.
+            paths ("aux/accuracy"), an `Overflow` and an `Underflow` by their fields, a `Stalled` by
+            its parameters, a `GradientHistogram` by the shares of all entries that each half dtype
+            would lose at ``metrics["loss_scale"]``; other leaves are left out.
 
     Returns:
         None.
@@ -229,6 +230,11 @@ def _(leaf: Underflow, scale: float) -> Iterator[tuple[str, float | str]]:
 
 
 @_parts.register
+def _(leaf: Stalled, scale: float) -> Iterator[tuple[str, float | str]]:
+    yield from leaf.to_dict().items()
+
+
+@_parts.register
 def _(leaf: GradientHistogram, scale: float) -> Iterator[tuple[str, float | str]]:
     for dtype in HALVES:
         row = dataclasses.asdict(leaf.total(dtype, scale))
@@ -251,6 +257,8 @@ def _is_histogram(leaf: Any) -> bool:
 def _is_loggable(leaf: Any) -> bool:
     if _is_histogram(leaf):
         return np.ndim(leaf.counts) == 3
+    if isinstance(leaf, Stalled):
+        return np.ndim(leaf.shares) == 1
     if isinstance(leaf, REPORTS):
         return all(np.ndim(array) == 0 for array in jax.tree.leaves(leaf))
     if not (isinstance(leaf, SCALARS) and np.ndim(leaf) == 0):

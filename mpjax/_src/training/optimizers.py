@@ -1,4 +1,4 @@
-"""Optax transformations: float32 masters of half weights, and updates skipped when not finite."""
+"""Optax transformations: updates skipped when not finite; whose state it is that one is given."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,29 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._src.dtypes import FLOAT32
 from mpjax._src.errors import brief
-from mpjax._src.patterns import name_of, path_of
-from mpjax._src.policy import Policy
+from mpjax._src.patterns import path_of
 from mpjax._src.training.transaction import counted, gated_update
-from mpjax._src.trees import all_finite, cast_like, is_half, is_one_bool, widen
-
-
-class MasterWeightsState(NamedTuple):
-    """State of `with_master_weights`.
-
-    Attributes:
-        masters: The parameters' tree with float32 masters for half leaves; ``optax.MaskedNode()``
-            stands for every other leaf. An empty tuple if no parameter is half.
-        inner_state: The state of the inner optimizer, built on float32.
-    """
-
-    masters: Any
-    inner_state: optax.OptState
-
-
-# In place of a tree of nodes without masters: flattening and rebuilding it costs every step time.
-NO_MASTERS: tuple[()] = ()
+from mpjax._src.trees import all_finite, is_one_bool
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -45,205 +26,6 @@ class SkipNonfiniteState(NamedTuple):
     inner_state: optax.OptState
     skipped_steps: jax.Array
     consecutive_skips: jax.Array
-
-
-def with_master_weights(
-    inner: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-    """Lets an optimizer work in float32 on parameters that are stored in half.
-
-    The state keeps a float32 master of every half parameter; ``inner`` sees float32 gradients and
-    float32 parameters, so that weight decay and trust ratios are right and small updates are not
-    rounded away. The updates of half parameters are float32 differences to the *rounded* masters:
-    after ``optax.apply_updates`` parameters equal their masters rounded to half, bit for bit,
-    except where float32 addition cannot get there (a value that shrinks by more than about 2**12
-    in one step, -0.0), which the next step corrects, and a float16 parameter that has overflowed to
-    infinity, which no addition brings back. `build_train_step` has neither exception.
-
-    Args:
-        inner: Any optax optimizer.
-
-    Returns:
-        An optax transformation; extra arguments of ``update`` are handed to ``inner``.
-
-    Raises:
-        TypeError: If ``inner`` is no optimizer.
-        ValueError: From ``update``, if it is called without ``params``, with parameters of other
-            dtypes than ``init`` saw, or with the state of another optimizer.
-
-    Example:
-        >>> import jax.numpy as jnp, mpjax, optax
-        >>> optimizer = mpjax.with_master_weights(optax.sgd(1e-3))
-        >>> params = jnp.ones(1, jnp.bfloat16)
-        >>> state = optimizer.init(params)
-        >>> for _ in range(8):  # in bfloat16 alone, 1 - 0.001 is 1 again
-        ...     updates, state = optimizer.update(jnp.ones(1, jnp.bfloat16), state, params)
-        ...     params = optax.apply_updates(params, updates)
-        >>> float(params[0])
-        0.9921875
-
-    Micikevicius et al. 2017, section 3.1; Apex O2, paddle.amp.decorate(master_weight=True).
-    """
-    inner = as_optimizer(inner, "inner")
-
-    def init(params):
-        masters = jax.tree.map(
-            lambda p: p.astype(FLOAT32) if is_half(p) else optax.MaskedNode(), params
-        )
-        if not jax.tree.leaves(masters):
-            masters = NO_MASTERS
-        return MasterWeightsState(masters, inner.init(_with_masters(params, masters)))
-
-    def update(updates, state, params=None, **extra_args):
-        check_kind(state, MasterWeightsState, "with_master_weights")
-        if params is None and not _are_none(state.masters):
-            raise ValueError(
-                "with_master_weights: update was called without params. Call "
-                "optimizer.update(grads, state, params): updates of half parameters are "
-                "differences to their masters."
-            )
-        full = None if params is None else _with_masters(params, state.masters)
-        grads, inner_state = widen(updates), state.inner_state
-        trained = grads if full is None else full
-        with _for_state(lambda: check_state(inner.init, inner_state, trained, "state.inner_state")):
-            updates, inner_state = inner.update(grads, inner_state, full, **extra_args)
-        if _are_none(state.masters):
-            return updates, MasterWeightsState(NO_MASTERS, inner_state)
-
-        def advance(param, master, update):
-            return master if not is_half(param) or update is None else master + widen(update)
-
-        def difference(param, master, update):
-            if not is_half(param) or update is None:
-                return update
-            return master.astype(param.dtype).astype(FLOAT32) - param.astype(FLOAT32)
-
-        masters = jax.tree.map(advance, params, state.masters, updates)
-        updates = jax.tree.map(difference, params, masters, updates)
-        return updates, MasterWeightsState(masters, inner_state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _are_none(masters: Any) -> bool:
-    return isinstance(masters, tuple) and masters == NO_MASTERS
-
-
-def _with_masters(params: Any, masters: Any) -> Any:
-    """Returns the parameters with masters in the place of half ones."""
-
-    if _are_none(masters):  # whatever the tree of parameters: a node for each costs time
-        masters = jax.tree.map(lambda _: optax.MaskedNode(), params)
-    is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
-    trees: list[Any] = [jax.tree.structure(tree, is_leaf=is_masked) for tree in (params, masters)]
-    wanted, found = trees
-    if wanted != found:
-        raise ValueError(
-            "with_master_weights: the state belongs to other parameters: its masters are in "
-            f"{brief(found)}, the parameters in {brief(wanted)}."
-        )
-
-    def choose(keys, param, master):
-        if is_half(param) == isinstance(master, optax.MaskedNode):
-            seen, now = ("float32", "half") if is_half(param) else ("half", "float32")
-            raise ValueError(
-                f"with_master_weights: {name_of('params', keys)} was {seen} when init saw it, and "
-                f"is {now} now. Cast parameters before init, and keep their dtypes."
-            )
-        if is_half(param) and jnp.shape(master) != jnp.shape(param):
-            raise ValueError(
-                f"with_master_weights: {name_of('params', keys)} has shape {jnp.shape(param)}, but "
-                f"its master {jnp.shape(master)}. The state belongs to other parameters."
-            )
-        return master if is_half(param) else param
-
-    return jax.tree_util.tree_map_with_path(choose, params, masters)
-
-
-def master_params(opt_state: optax.OptState, params: Any) -> Any:
-    """Returns the float32 parameters: the masters, wherever the optimizer state keeps them.
-
-    Args:
-        opt_state: The state of an optimizer, with `with_master_weights` anywhere inside it (chain,
-            masked, multi_transform, inject_hyperparams, MultiSteps), or without it.
-        params: The parameters that the optimizer trains.
-
-    Returns:
-        A tree like ``params``. Half parameters that have a master are replaced by it; half ones
-        without one are widened, being the only copy there is; all others are handed through.
-
-    Raises:
-        ValueError: If the state holds masters for other parameters than these.
-
-    Example:
-        >>> import jax.numpy as jnp, mpjax, optax
-        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
-        >>> state = mpjax.with_master_weights(optax.adam(1e-3)).init(params)
-        >>> str(mpjax.master_params(state, params)["w"].dtype)
-        'float32'
-
-    Apex's amp.master_params.
-    """
-
-    def is_state(node):
-        return isinstance(node, MasterWeightsState)
-
-    found = {}
-    for state in filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)):
-        for keys, master in jax.tree_util.tree_leaves_with_path(state.masters):
-            found[keys] = master
-
-    def full(keys, param):
-        master = found.pop(keys, None)
-        if master is None:
-            return widen(param)
-        if jnp.shape(master) != jnp.shape(param):
-            raise ValueError(
-                f"opt_state: the master of {path_of(keys)!r} has shape {jnp.shape(master)}, but "
-                f"the parameter has {jnp.shape(param)}. They belong to different models."
-            )
-        return master
-
-    tree = jax.tree_util.tree_map_with_path(full, params)
-    if found:
-        raise ValueError(
-            f"opt_state holds masters for {sorted(map(path_of, found))[:5]}, which are not in "
-            "params. Pass the tree of parameters that the optimizer was initialized with."
-        )
-    return tree
-
-
-def in_full_precision(
-    inner: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-    """Shows an optimizer half gradients and parameters in float32, without keeping masters.
-
-    The state of ``inner`` and its updates are float32, so no dtype drifts; only the sum that
-    ``optax.apply_updates`` makes is rounded to half.
-
-    Args:
-        inner: Any optax optimizer.
-
-    Returns:
-        An optax transformation; extra arguments of ``update`` are handed to ``inner``.
-    """
-    inner = as_optimizer(inner, "inner")
-
-    def init(params):
-        return inner.init(widen(params))
-
-    def update(updates, state, params=None, **extra_args):
-        return inner.update(widen(updates), state, widen(params), **extra_args)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def under_policy(
-    policy: Policy, optimizer: optax.GradientTransformation, argument: str
-) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that works in float32, on masters if the policy keeps them."""
-    keep_masters = with_master_weights if policy.master_weights else in_full_precision
-    return keep_masters(as_optimizer(optimizer, argument))
 
 
 def skip_nonfinite(
@@ -320,7 +102,7 @@ def updated_if(
         if params is not None:
             check_state(inner.init, state, params, "state.inner_state")
 
-    with _for_state(check):
+    with for_state(check):
         return gated_update(finite, update, state, grads, params)
 
 
@@ -352,7 +134,7 @@ def check_state(init: Callable[..., Any], state: Any, params: Any, argument: str
 
 
 @contextlib.contextmanager
-def _for_state(check: Callable[[], None]) -> Iterator[None]:
+def for_state(check: Callable[[], None]) -> Iterator[None]:
     """Where an optimizer fails, says so if the reason is a state of another one."""
     try:
         yield
@@ -373,17 +155,3 @@ def as_optimizer(
             "as optax.adamw(1e-3)."
         )
     return optax.with_extra_args_support(optimizer)
-
-
-def apply_updates(params: Any, updates: Any, opt_state: optax.OptState) -> Any:
-    """Returns the updated parameters, exactly equal to their rounded masters where there are any.
-
-    Args:
-        params: Parameters in the dtypes that they are stored in.
-        updates: What the optimizer returned.
-        opt_state: The state that the optimizer returned with them.
-    """
-    added = jax.tree.map(
-        lambda p, u: p if u is None else p + u.astype(p.dtype), widen(params), updates
-    )
-    return cast_like(master_params(opt_state, added), params)

@@ -23,6 +23,7 @@ from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.patterns import name_of, paths
 from mpjax._src.policy import Policy, get_policy
 from mpjax._src.training.gradients import observed_value_and_grad, with_float32_loss
+from mpjax._src.training.levels import under_policy
 from mpjax._src.training.loss_scale import (
     SCALES,
     LossScale,
@@ -30,12 +31,8 @@ from mpjax._src.training.loss_scale import (
     get_loss_scale,
     whole_number,
 )
-from mpjax._src.training.optimizers import (
-    apply_updates,
-    as_optimizer,
-    check_state,
-    under_policy,
-)
+from mpjax._src.training.masters import stored
+from mpjax._src.training.optimizers import as_optimizer, check_state
 from mpjax._src.training.placement import commit_like, vary_like
 from mpjax._src.training.replicas import (
     average_gradients,
@@ -45,6 +42,7 @@ from mpjax._src.training.replicas import (
     localized,
 )
 from mpjax._src.training.serialization import known_to_flax
+from mpjax._src.training.stalled import Stalled, stalled
 from mpjax._src.training.transaction import adjusted, counted, gated
 from mpjax._src.training.watch import first_overflow, observer, underflow
 from mpjax._src.trees import cast, cast_like, is_array, is_key, stays_finite, widen
@@ -113,6 +111,7 @@ def build_train_step(
     axis_name: str | tuple[str, ...] | None = None,
     report_overflow: bool = False,
     report_underflow: bool = False,
+    report_stalled: bool = False,
 ) -> TrainStep:
     """Builds a training step in mixed precision from a loss, an optimizer and a policy.
 
@@ -160,6 +159,8 @@ def build_train_step(
             ``metrics["overflow"]``, an `Overflow`.
         report_underflow: Whether they tell which share of the gradients is too small for the
             policy's half dtype (float16, if it has none): ``metrics["underflow"]``, an `Underflow`.
+        report_stalled: Whether they tell which share of each parameter's updates was rounded away:
+            ``metrics["stalled"]``, a `Stalled`. See `warn_if_stalled`.
 
     Returns:
         A `TrainStep` of ``init`` and ``step``. ``init(params, model_state=None, rng=None)`` copies
@@ -199,6 +200,7 @@ def build_train_step(
         "has_aux": has_aux,
         "report_overflow": report_overflow,
         "report_underflow": report_underflow,
+        "report_stalled": report_stalled,
     }
     _check_arguments(loss_fn, flags, accumulate_steps)
     axes = axes_of(axis_name)
@@ -277,17 +279,27 @@ def build_train_step(
 
         def applied(before, grads, model_state, extra_args):
             params, opt_state = before["params"], before["opt_state"]
-            updates, new_opt_state = optimizer.update(grads, opt_state, params, **extra_args)
-            return {
+            new = optimizer.step(grads, opt_state, params, **extra_args)
+            after = {
                 "step": before["step"] + 1,
-                "params": apply_updates(params, updates, new_opt_state),
-                "opt_state": cast_like(new_opt_state, opt_state),
+                "params": new.params,
+                "opt_state": cast_like(new.state, opt_state),
                 "model_state": model_state,
             }
+            if report_stalled:
+                held = stored(opt_state, params), stored(new.state, new.params)
+                after["stalled"] = stalled(new.updates, *held)
+            return after
 
         before = {name: getattr(state, name) for name in CHANGED}
+        if report_stalled:
+            before["stalled"] = jnp.zeros(len(jax.tree.leaves(params)), jnp.float32)
+        after = gated(finite, applied, before, grads, model_state, extra_args)
+        if report_stalled:
+            by_lot = policy.rounding == "stochastic"
+            reports["stalled"] = Stalled(after.pop("stalled"), tuple(paths(params)), by_lot)
         new = TrainState(
-            **gated(finite, applied, before, grads, model_state, extra_args),
+            **after,
             loss_scale=adjusted(state.loss_scale, grads_finite, loss_finite, state_finite),
             rng=rng,
             **counted(state, finite),

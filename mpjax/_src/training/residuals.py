@@ -1,0 +1,109 @@
+"""What a half weight lacks of a float32 value, and where that is kept beside it.
+
+A bfloat16 number is the first 16 bits of a float32 one. Kept beside it, the other 16 bits make it
+exact at 4 bytes a weight, where a master of its own takes 6. What is beside a weight is known by
+its dtype: a row of `KINDS`.
+
+Bits are split as integers. XLA may drop a round trip of floats through bfloat16 under jit, and what
+a rounding took with it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src.dtypes import BFLOAT16, FLOAT16, FLOAT32
+
+UINT8, UINT16, UINT32 = (np.dtype(name) for name in ("uint8", "uint16", "uint32"))
+
+MAGNITUDE, INFINITY, QUIET_NAN, SIGN = np.array(
+    [0x7FFFFFFF, 0x7F800000, 0x7FC00000, 0x80000000], UINT32
+)
+
+
+class Kind(NamedTuple):
+    """What is beside a half weight.
+
+    Attributes:
+        full: From a weight and what is beside it to the float32 value that both hold.
+        split: From a float32 value and the dtype of a weight to the weight and what is beside it.
+        bits: How many bits of a significand both hold, of float32's 24.
+    """
+
+    full: Callable[[jax.Array, jax.Array], jax.Array]
+    split: Callable[[jax.Array, np.dtype], tuple[jax.Array, jax.Array]]
+    bits: int
+
+
+def full(param: Any, beside: Any) -> jax.Array:
+    """Returns the float32 value that a half weight and what is beside it hold."""
+    return KINDS[np.dtype(beside.dtype)].full(param, beside)
+
+
+def split(value: jax.Array, dtype: np.dtype, kind: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the weight of a dtype that holds a float32 value, and what is beside it."""
+    return KINDS[np.dtype(kind)].split(value, np.dtype(dtype))
+
+
+def rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Rounds a float32 value to half; what it is widened to again is the rounded value."""
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(value, info.nexp, info.nmant).astype(dtype)
+
+
+# ---- integers: the bits that a bfloat16 weight lacks --------------------------------------------
+
+
+def _joined(width: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def joined(param: jax.Array, beside: jax.Array) -> jax.Array:
+        top = jax.lax.bitcast_convert_type(param, UINT16)
+        # A residual in the upper half of its range: the weight was rounded up.
+        top = top - (beside >> (width - 1)).astype(UINT16)
+        bits = top.astype(UINT32) << 16 | beside.astype(UINT32) << (16 - width)
+        return jax.lax.bitcast_convert_type(bits, FLOAT32)
+
+    return joined
+
+
+def _cut(width: int) -> Callable[[jax.Array, np.dtype], tuple[jax.Array, jax.Array]]:
+    unused = 16 - width
+
+    def cut(value: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+        bits = jax.lax.bitcast_convert_type(value, UINT32)
+        # The bits of a NaN may be such that rounding makes them those of infinity, or of zero.
+        is_nan = bits & MAGNITUDE > INFINITY
+        bits = jnp.where(is_nan, bits & SIGN | QUIET_NAN, bits)
+        if unused:
+            bits = bits + (1 << (unused - 1)) >> unused
+        # Halves are rounded up, not to even: else a weight at a tie would not say which way it
+        # went, and a weight has as many ties as values.
+        top = (bits + (1 << (width - 1)) >> width).astype(UINT16)
+        rest = (bits & (1 << width) - 1).astype(UINT8 if width == 8 else UINT16)
+        return jax.lax.bitcast_convert_type(top, dtype), rest
+
+    return cut
+
+
+# ---- floats: a master, or what rounding took ----------------------------------------------------
+
+
+def _summed(param: jax.Array, beside: jax.Array) -> jax.Array:
+    return param.astype(FLOAT32) + beside.astype(FLOAT32)
+
+
+def _compensated(value: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+    param = rounded(value, dtype)
+    rest = value - param.astype(FLOAT32)
+    return param, jnp.where(jnp.isfinite(rest), rest, 0).astype(dtype)  # of an infinite weight
+
+
+KINDS: dict[np.dtype, Kind] = {
+    FLOAT32: Kind(lambda param, master: master, lambda v, dtype: (v.astype(dtype), v), 24),
+    UINT16: Kind(_joined(16), _cut(16), 24),
+    UINT8: Kind(_joined(8), _cut(8), 16),
+    BFLOAT16: Kind(_summed, _compensated, 16),
+    FLOAT16: Kind(_summed, _compensated, 22),
+}

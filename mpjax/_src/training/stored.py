@@ -1,0 +1,131 @@
+"""What optimizers of half weights have in common: float32 inside, new parameters given exactly."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from mpjax._src.dtypes import FLOAT32
+from mpjax._src.training.optimizers import as_optimizer, check_state, for_state
+from mpjax._src.trees import widen
+
+
+class Stepped(NamedTuple):
+    """What one update makes.
+
+    Attributes:
+        params: The new parameters, in the dtypes that they are stored in.
+        state: The new state.
+        updates: What the inner optimizer added to the full values, in float32.
+    """
+
+    params: Any
+    state: Any
+    updates: Any
+
+
+class Optimizer(optax.GradientTransformationExtraArgs):
+    """An optax optimizer that also gives the new parameters themselves.
+
+    ``update`` gives differences, which ``optax.apply_updates`` adds in float32, almost always
+    without an error; ``step`` makes none.
+
+    Attributes:
+        init: As every optax optimizer has it.
+        update: As every optax optimizer has it.
+        step: ``step(grads, state, params, **extra_args)`` returns `Stepped`.
+    """
+
+    step: Callable[..., Stepped]
+
+
+def in_full_precision(inner: optax.GradientTransformation) -> Optimizer:
+    """Shows an optimizer half gradients and parameters in float32, without keeping masters.
+
+    The state of ``inner`` and its updates are float32, so no dtype drifts; only the sum that
+    ``optax.apply_updates`` makes is rounded to half.
+
+    Args:
+        inner: Any optax optimizer.
+
+    Returns:
+        An optax transformation; extra arguments of ``update`` are handed to ``inner``.
+    """
+    inner = as_optimizer(inner, "inner")
+
+    def init(params):
+        return inner.init(widen(params))
+
+    def core(grads, state, params, extra_args):
+        updates, state = inner.update(widen(grads), state, widen(params), **extra_args)
+        return updates, None, state
+
+    return made(init, core)
+
+
+def made(init: Callable[..., Any], core: Callable[..., Any]) -> Optimizer:
+    """Returns an optimizer.
+
+    Args:
+        init: Its ``init``.
+        core: ``core(grads, state, params, extra_args)`` returns the updates of the inner optimizer;
+            for each leaf of the parameters the new one, or None where that is the sum with its
+            update (None for all of them alike); and the new state.
+    """
+
+    def update(grads, state, params=None, **extra_args):
+        updates, stored, state = core(grads, state, params, extra_args)
+        if stored is None:
+            return updates, state
+        differences = [
+            update if new is None else new.astype(FLOAT32) - param.astype(FLOAT32)
+            for new, (param, update) in zip(stored, by_leaf(params, updates), strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(params), differences), state
+
+    def step(grads, state, params, **extra_args):
+        updates, stored, state = core(grads, state, params, extra_args)
+        rows = list(by_leaf(params, updates))
+        pairs = zip(stored or [None] * len(rows), rows, strict=True)
+        new = [added(*row) if new is None else new for new, row in pairs]
+        return Stepped(jax.tree.unflatten(jax.tree.structure(params), new), state, updates)
+
+    optimizer = Optimizer(init, update)
+    optimizer.step = step
+    return optimizer
+
+
+def by_leaf(params: Any, *trees: Any) -> Iterator[tuple[Any, ...]]:
+    """Returns each leaf of the parameters with what other trees have in its place."""
+    structure: Any = jax.tree.structure(params)
+    return zip(jax.tree.leaves(params), *map(structure.flatten_up_to, trees), strict=True)
+
+
+def added(param: Any, update: Any) -> Any:
+    """Adds an update as ``optax.apply_updates`` does: in float32, rounded once."""
+    if update is None:
+        return param
+    wide = widen(param)
+    return (wide + update.astype(wide.dtype)).astype(param.dtype)
+
+
+def inner_update(
+    inner: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    state: Any,
+    full: Any,
+    extra_args: dict[str, Any],
+) -> tuple[Any, Any]:
+    grads = widen(grads)
+    trained = grads if full is None else full
+    with for_state(lambda: check_state(inner.init, state, trained, "state.inner_state")):
+        return inner.update(grads, state, full, **extra_args)
+
+
+def need_params(params: Any, name: str) -> None:
+    if params is None:
+        raise ValueError(
+            f"{name}: update was called without params. Call optimizer.update(grads, state, "
+            "params): updates of half parameters are differences to what they were."
+        )

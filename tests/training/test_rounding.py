@@ -1,0 +1,156 @@
+"""Stochastic rounding: the mean is exact, what is held stays, and bits depend on the key alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import mpjax
+from mpjax._src.training.rounding import stochastically
+
+HALVES = ["bfloat16", "float16"]
+DRAWS = 1_000_000
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_value_that_is_held_is_never_moved(half):
+    """All 65,536, NaN, Inf and subnormals too, by the least and the largest random number."""
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    x = jax.lax.bitcast_convert_type(jnp.asarray(bits), half)
+    nan = np.isnan(np.asarray(x, np.float32))
+    for random in (0, 0xFFFFFFFF):
+        # In NumPy, which flushes no subnormals.
+        wide = jnp.asarray(np.asarray(x).astype(np.float32))
+        y = stochastically(wide, jnp.dtype(half), jnp.full(x.shape, random, jnp.uint32))
+        found = np.asarray(jax.lax.bitcast_convert_type(y, jnp.uint16))
+        np.testing.assert_array_equal(found[~nan], bits[~nan])
+        assert np.isnan(np.asarray(y, np.float32))[nan].all()
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("value", [1.001, -7.7e-6, 123.456, 3.3e-5, 2.1e-8, 60000.5])
+def test_the_mean_is_the_value(half, value):
+    x = jnp.full(DRAWS, value, jnp.float32)
+    y = mpjax.stochastic_round(x, half, jax.random.key(7))
+    assert y.dtype == half
+    y = np.asarray(y, np.float64)
+    low, high = np.unique(y)
+    assert low < float(np.float32(value)) < high
+    # Neighbours: nothing of the half dtype lies between them.
+    assert float(jnp.asarray((low + high) / 2, half)) in (low, high)
+    spread = y.std() / np.sqrt(DRAWS)
+    assert abs(y.mean() - float(np.float32(value))) < 4 * spread
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_the_chance_is_the_distance_bit_by_bit(half, rng):
+    """Against exact arithmetic: the next value is taken if, and only if, the lot is below it."""
+    exponents = rng.integers(-40, 15, 4000)
+    x = np.float32(rng.choice([-1, 1], 4000) * np.exp2(exponents) * rng.uniform(1, 2, 4000))
+    lots = rng.integers(0, 1 << 32, 4000, np.uint32)
+    y = np.asarray(stochastically(jnp.asarray(x), jnp.dtype(half), jnp.asarray(lots)), np.float64)
+    info = jnp.finfo(half)
+    exact = np.abs(x.astype(np.float64))
+    unit = np.exp2(np.maximum(np.frexp(exact)[1] - 1, info.minexp) - info.nmant)
+    down, chance = np.floor(exact / unit), exact / unit % 1
+    wanted = (down + (lots < np.floor(chance * 2**32))) * unit * np.sign(x)
+    np.testing.assert_array_equal(y, wanted)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_beyond_the_largest_value_it_is_a_cast(half):
+    largest = float(jnp.finfo(half).max)
+    more = min(largest * 1.003, float(jnp.finfo(jnp.float32).max))
+    x = jnp.float32([largest, largest * (1 + 2.0**-14), more, jnp.inf, -jnp.inf, jnp.nan])
+    y = mpjax.stochastic_round(x, half, jax.random.key(0))
+    np.testing.assert_array_equal(np.float32(y), np.float32(x.astype(half)))
+    assert y[1] == largest
+
+
+def test_bits_do_not_depend_on_devices():
+    mesh = jax.make_mesh((8,), ("data",))
+    key, x = jax.random.key(3), jnp.linspace(-1, 1, 64 * 8, dtype=jnp.float32).reshape(64, 8)
+    optimizer = mpjax.with_stochastic_rounding(optax.adam(1e-3), seed=5)
+
+    @jax.jit
+    def both(x, key):
+        params = x.astype(jnp.bfloat16)
+        updates, _ = optimizer.update(x, optimizer.init(params), params)
+        return mpjax.stochastic_round(x, "bfloat16", key), optax.apply_updates(params, updates)
+
+    alone = both(x, key)
+    for spec in (PartitionSpec("data"), PartitionSpec(None, "data")):
+        spread = both(jax.device_put(x, NamedSharding(mesh, spec)), key)
+        for a, b in zip(alone, spread, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_updates_below_half_a_unit_move_the_mean(half):
+    """Where rounding to the nearest stands still."""
+    rate, steps = 1e-4, 50
+    params = jnp.ones(20_000, half)
+    for optimizer, wanted in (
+        (mpjax.with_stochastic_rounding(optax.sgd(rate)), 1 - rate * steps),
+        (mpjax.with_kahan_summation(optax.sgd(rate)), 1 - rate * steps),
+        (optax.sgd(rate), 1.0),
+    ):
+
+        @jax.jit
+        def run(params, state, optimizer=optimizer):
+            def body(carry, _):
+                params, state = carry
+                updates, state = optimizer.update(jnp.ones(params.shape), state, params)
+                return (optax.apply_updates(params, updates), state), None
+
+            return jax.lax.scan(body, (params, state), length=steps)[0]
+
+        new, state = run(params, optimizer.init(params))
+        assert new.dtype == half
+        assert float(mpjax.master_params(state, new).mean()) == pytest.approx(wanted, abs=3e-4)
+
+
+def test_every_step_every_leaf_and_every_seed_draws_anew():
+    params = {name: jnp.ones(4096, jnp.bfloat16) for name in "ab"}
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-9), params)
+    seen = []
+    for seed in (0, 1):
+        optimizer = mpjax.with_stochastic_rounding(optax.sgd(1.0), seed=seed)
+        state = optimizer.init(params)
+        for _ in range(2):
+            updates, state = optimizer.update(grads, state, params)
+            seen += [np.asarray(x).tobytes() for x in jax.tree.leaves(updates)]
+        assert int(state.draws) == 2
+    assert len(set(seen)) == 8
+
+
+def test_float32_leaves_frozen_ones_and_extra_arguments(rng):
+    params = {"half": jnp.ones(3, jnp.bfloat16), "full": jnp.ones(3), "none": jnp.ones(3)}
+    grads = {"half": jnp.ones(3), "full": jnp.ones(3), "none": None}
+    inner = optax.GradientTransformationExtraArgs(
+        lambda params: (), lambda u, s, p, *, rate: (jax.tree.map(lambda x: -rate * x, u), s)
+    )
+    optimizer = mpjax.with_stochastic_rounding(inner)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params, rate=0.25)
+    assert updates["full"].tolist() == updates["half"].tolist() == [-0.25] * 3
+    assert updates["none"] is None
+
+
+def test_what_is_refused():
+    x, key = jnp.ones(2), jax.random.key(0)
+    with pytest.raises(ValueError, match="dtype='float32' must be a half dtype"):
+        mpjax.stochastic_round(x, "float32", key)
+    with pytest.raises(TypeError, match="x=.* must be an array of float32"):
+        mpjax.stochastic_round(jnp.arange(3), "bfloat16", key)
+    with pytest.raises(TypeError, match="key=0 must be one PRNG key"):
+        mpjax.stochastic_round(x, "bfloat16", 0)
+    with pytest.raises(ValueError, match="seed=1.5 must be a whole number"):
+        mpjax.with_stochastic_rounding(optax.sgd(0.1), seed=1.5)
+    half = x.astype(jnp.bfloat16)
+    optimizer = mpjax.with_stochastic_rounding(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="with_stochastic_rounding: update was called without"):
+        optimizer.update(x, optimizer.init(half))
+    with pytest.raises(ValueError, match="not the StochasticRoundingState of"):
+        optimizer.update(x, mpjax.with_kahan_summation(optax.sgd(0.1)).init(half), half)
