@@ -22,6 +22,7 @@ SUITES = {
     "cpu": "steps timed in pairs on this machine's CPU, dispatch, tracing, reports and instruments",
     "aot": "memory, bytes and matmuls of training steps compiled for absent GPUs and TPUs",
     "gpu": "steps timed in pairs on a GPU",
+    "weights": "what is kept for each weight: bytes, bytes moved, and held-out quality",
     "scaling": "loss scaling, memory and time as models and devices grow",
     "gate": "models of few layers, compiled for an H100: no worse than what is recorded",
 }

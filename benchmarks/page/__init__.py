@@ -40,6 +40,10 @@ TITLES = {
 }
 
 
+# Suites whose table stands on a page of their own name.
+TABLES = ("weights",)
+
+
 def render(results: Path = RESULTS) -> tuple[str, dict[str, Chart]]:
     """Returns the page's text, and its charts by name."""
     causes = tomllib.loads(CAUSES.read_text())
@@ -57,13 +61,28 @@ def render(results: Path = RESULTS) -> tuple[str, dict[str, Chart]]:
 
 
 def write() -> None:
-    """Writes the page, and the charts whose figures changed."""
+    """Writes the page, the tables of other pages, and the charts whose figures changed."""
     text, charts = render()
     PAGE.write_text(text)
+    for page, filled in tables().items():
+        page.write_text(filled)
     PICTURES.mkdir(exist_ok=True)
     for name, chart in charts.items():
         draw(chart, PICTURES / f"{name}.svg")
     print(f"{PAGE}, {len(charts)} charts")
+
+
+def tables(results: Path = RESULTS) -> dict[Path, str]:
+    """Returns the pages that show a suite's table between two marks, with the table of now."""
+    filled = {}
+    for name in TABLES:
+        page, path = DOCS / f"{name}.md", results / f"{name}.json"
+        stored = json.loads(path.read_text()) if path.exists() else None
+        text = f"{_section(name)(stored, {})[0]}\n{origin(stored)}" if stored else "Not measured."
+        before, mark, rest = page.read_text().partition(f"<!-- table: {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        filled[page] = f"{before}{mark}{text.strip()}\n{end}{after}"
+    return filled
 
 
 def origin(stored: dict[str, Any]) -> str:

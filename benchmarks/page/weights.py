@@ -1,0 +1,42 @@
+"""The table of docs/weights.md: what is kept for each weight, what it moves, and how it trains."""
+
+from typing import Any
+
+from benchmarks import weights
+from benchmarks.page.charts import Chart
+from benchmarks.page.tables import table
+
+NOTE = """`kept`: parameters and optimizer state, bytes a weight of GPT-2 355M under AdamW. `moved`:
+by the optimizer's part of a step on an H100, over optax.adamw's on float32. `temp`: temporary
+memory of the whole step over that of float32. Then the mean over three seeds of each model's
+held-out figure, less is better, below its name the range of float32's; **bold** is above it.
+"""
+
+
+def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
+    """Returns the table, and no charts."""
+    cases = stored["cases"]
+    update, step = cases.get("update", {}), cases.get("step", {})
+    base, whole = update.get(weights.REFERENCE), step.get(weights.REFERENCE)
+    found: dict[str, dict[str, Any]] = {}
+    spreads = {}
+    for model, name, row in weights.verdicts(cases.get("quality", {})):
+        found.setdefault(name, {})[model] = row
+        spreads[model] = "{:.3f} to {:.3f}".format(*row["float32"])
+    header = ["what is kept", "policy", "kept", "moved", "temp"]
+    header += [f"{model} ({spread})" for model, spread in spreads.items()]
+
+    def cells(name):
+        row, run = update.get(name), step.get(name)
+        yield f"{row['kept_per_weight']:.2f}" if row else None
+        yield f"{row['moved_per_weight'] / base['moved_per_weight']:.2f}x" if row and base else None
+        yield f"{run['temp_mib'] / whole['temp_mib']:.2f}x" if run and whole else None
+        for model in spreads:
+            row = found.get(name, {}).get(model)
+            if row is None:
+                yield None
+            else:
+                yield f"{row['mean']:.3f}" if row["no_worse"] else f"**{row['mean']:.3f}**"
+
+    rows = [(name, f"`{policy}`", *cells(name)) for name, policy in weights.KEPT.items()]
+    return f"{table(header, rows)}\n{NOTE}", {}
