@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mpjax
-from mpjax._src.training.rounding import stochastically
+from mpjax._src.training.rounding import drawn, stochastically
 
 HALVES = ["bfloat16", "float16"]
 DRAWS = 1_000_000
@@ -116,7 +116,7 @@ def test_every_step_every_leaf_and_every_seed_draws_anew():
     params = {name: jnp.ones(4096, jnp.bfloat16) for name in "ab"}
     grads = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-9), params)
     seen = []
-    for seed in (0, 1):
+    for seed in (-1, 2**32 - 2):
         optimizer = mpjax.with_stochastic_rounding(optax.sgd(1.0), seed=seed)
         state = optimizer.init(params)
         for _ in range(2):
@@ -124,6 +124,20 @@ def test_every_step_every_leaf_and_every_seed_draws_anew():
             seen += [np.asarray(x).tobytes() for x in jax.tree.leaves(updates)]
         assert int(state.draws) == 2
     assert len(set(seen)) == 8
+
+
+def test_what_optimizers_draw_is_even_and_depends_on_nothing_near(rng):
+    """By place, step, leaf and seed: means and correlations as those of independent draws."""
+    count, seed = 1 << 16, int(rng.integers(1 << 31))
+    numbers = [(seed + s, step, leaf) for s in (0, 1) for step in (7, 8) for leaf in (0, 1)]
+    draws = np.stack([drawn((256, 256), *n).ravel() / 2.0**32 for n in numbers])
+    spread = 1 / np.sqrt(count)
+    np.testing.assert_allclose(draws.mean(1), 0.5, atol=5 * spread / np.sqrt(12))
+    np.testing.assert_allclose(draws.var(1), 1 / 12, atol=5 * spread / np.sqrt(180))
+    between = np.corrcoef(np.concatenate([draws, np.roll(draws, 1, 1), np.roll(draws, 256, 1)]))
+    assert abs(between - np.eye(len(between))).max() < 6 * spread
+    bits = drawn((count,), seed, 0, 0)[:, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    np.testing.assert_allclose(bits.mean(0), 0.5, atol=3 * spread)
 
 
 def test_float32_leaves_frozen_ones_and_extra_arguments(rng):

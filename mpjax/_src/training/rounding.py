@@ -1,6 +1,6 @@
 """Stochastic rounding: to one of the two nearest half values, such that the mean is exact."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,29 @@ from mpjax._src.trees import is_array, is_half, is_key, widen
 UINT32 = np.dtype(np.uint32)
 MANTISSA = jnp.finfo(FLOAT32).nmant
 LEAST = jnp.finfo(FLOAT32).minexp  # the exponent of the least normal value, and of all below it
+
+
+def mixed(bits: jax.Array) -> jax.Array:
+    """Returns 32 bits each of which depends on all of those given: the finalizer of MurmurHash3."""
+    bits = (bits ^ bits >> 16) * np.uint32(0x85EBCA6B)
+    bits = (bits ^ bits >> 13) * np.uint32(0xC2B2AE35)
+    return bits ^ bits >> 16
+
+
+def drawn(shape: tuple[int, ...], *numbers: Any) -> jax.Array:
+    """Returns 32 random bits for each entry of an array, by its place and by whole numbers.
+
+    A hash, and not `jax.random.bits`: XLA takes half a second for the rounds of that on a GPU, for
+    each array of a model. Rounding asks for no more than this.
+    """
+    keys = jnp.array([0x9E3779B9, 0x7F4A7C15], UINT32)
+    for number in numbers:
+        known = isinstance(number, int)
+        keys = mixed(keys + (np.uint32(number % 2**32) if known else number.astype(UINT32)))
+    place = jnp.zeros(shape, UINT32)
+    for axis, length in enumerate(shape):
+        place = place * np.uint32(length) + jax.lax.broadcasted_iota(UINT32, shape, axis)
+    return mixed(mixed(place ^ keys[0]) + keys[1])
 
 
 class StochasticRoundingState(NamedTuple):
@@ -144,12 +167,11 @@ def with_stochastic_rounding(
         need_params(params, "with_stochastic_rounding")
         full = widen(params)
         updates, inner_state = inner_update(inner, grads, state.inner_state, full, extra_args)
-        key = jax.random.fold_in(jax.random.key(number), state.draws)
 
         def rounded(n, param, value, update):
             if update is None or not is_half(param):
                 return None
-            random = jax.random.bits(jax.random.fold_in(key, n), param.shape, UINT32)
+            random = drawn(param.shape, number, state.draws, n)
             return stochastically(value + widen(update), param.dtype, random)
 
         stored = [rounded(n, *row) for n, row in enumerate(by_leaf(params, full, updates))]
