@@ -1,0 +1,41 @@
+"""What an optimizer keeps and moves for each weight, compiled for an H100, beside optax.adamw."""
+
+import functools
+
+import pytest
+from absent import compiles
+
+from benchmarks import weights
+
+pytestmark = [pytest.mark.slow, compiles("h100")]
+
+LAYERS = {"layers": 2}  # of GPT-2 355M
+
+
+@functools.cache
+def figures(name):
+    return weights.update(name, LAYERS)
+
+
+@pytest.mark.parametrize("name", [name for name in weights.KEPT if name != "masters"])
+def test_it_moves_no_more_than_adamw_does(name):
+    assert (
+        figures(name)["moved_per_weight"] <= 1.02 * figures(weights.REFERENCE)["moved_per_weight"]
+    )
+    assert figures(name)["temp_mib"] <= figures(weights.REFERENCE)["temp_mib"] + 1
+
+
+def test_split_masters_take_no_more_bytes_than_float32_weights():
+    assert figures("split masters")["kept_per_weight"] == pytest.approx(12, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "name, most",
+    [
+        ("split masters, 8-bit moments", 6.1),
+        ("split masters of 24 bits, 8-bit moments", 5.1),
+    ],
+)
+def test_with_8_bit_moments_it_is_less_than_half_of_masters(name, most):
+    assert figures(name)["kept_per_weight"] <= most
+    assert figures(name)["kept_per_weight"] <= 0.44 * figures("masters")["kept_per_weight"]
