@@ -6,6 +6,8 @@ costs nothing over importing JAX. See docs/architecture.md for the map.
 
 import lazy_loader
 
+from ._src import contexts as _contexts  # noqa: F401
+
 __version__ = "0.1.0"
 __getattr__, __dir__, _names = lazy_loader.attach_stub(__name__, __file__)
 # Modules are not for `from mpjax import *`: each imports a framework.

@@ -16,7 +16,17 @@ PACKAGE = Path(mpjax.__file__).parent
 INSIDE = PACKAGE / "_src"
 # From the bottom up: a package, or a module beside the packages, imports only what stands before.
 ORDER = (
-    *("errors", "reports", "_jax", "dtypes", "patterns", "trees", "rules", "higher_order"),
+    *(
+        "errors",
+        "contexts",
+        "reports",
+        "_jax",
+        "dtypes",
+        "patterns",
+        "trees",
+        "rules",
+        "higher_order",
+    ),
     *("policy", "hardware", "autocast", "training", "checkpoint", "instruments", "frameworks"),
     "cli",
 )
@@ -114,7 +124,18 @@ def test_importing_loads_nothing_of_ours_or_others():
     command = [sys.executable, "-W", "error", "-c", code]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     new, ours, heavy = out.split("\n")[:3]
-    assert set(new.split()) <= {"mpjax", "lazy_loader"} and ours == "mpjax" and heavy == ""
+    assert set(new.split()) <= {"mpjax", "lazy_loader"} and heavy == ""
+    assert ours == "mpjax mpjax._src mpjax._src.contexts"
+
+
+def test_what_is_imported_later_compiles_nothing_again():
+    """A context of JAX's that is made while a step is traced would change the key of the step."""
+    code = (
+        "import jax, mpjax; f = jax.jit(lambda x: x + 1); f(1.0);"
+        "[getattr(mpjax, name) for name in mpjax.__all__];"
+        "f(1.0); assert f._cache_size() == 1, 'compiled again'"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
 def test_every_public_name_is_there():

@@ -17,6 +17,7 @@ import numpy as np
 
 from mpjax._src.autocast.classify import override_of
 from mpjax._src.autocast.graph import KERNEL, PLANNED, REGION, Block
+from mpjax._src.contexts import PLANNED_FOR
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.errors import brief
 from mpjax._src.policy import Policy
@@ -67,23 +68,20 @@ class Numbers:
         self.given = 0
 
 
-_CURRENT = jax.make_user_context(default_value=None)
-
-
 def tracing(policy: Policy, **options: Any) -> contextlib.AbstractContextManager[Any]:
     """Tells kernels that what is traced inside will be planned under a policy."""
-    return _CURRENT(Tracing(_name(policy.compute_dtype), policy, **options))
+    return PLANNED_FOR(Tracing(_name(policy.compute_dtype), policy, **options))
 
 
 @contextlib.contextmanager
 def region(dtype: Any) -> Iterator[None]:
     """Tells kernels of the region around them. Outside of autocast it changes nothing."""
-    current = _CURRENT.value
+    current = PLANNED_FOR.value
     if current is None:
         yield
     else:
         policy = dataclasses.replace(current.policy, compute_dtype=dtype)
-        with _CURRENT(Tracing(_name(dtype), policy)):
+        with PLANNED_FOR(Tracing(_name(dtype), policy)):
             yield
 
 
@@ -108,7 +106,7 @@ def current_policy() -> Policy | None:
 
     ``torch.is_autocast_enabled`` and ``torch.get_autocast_dtype`` in one.
     """
-    current = _CURRENT.value
+    current = PLANNED_FOR.value
     return None if current is None else current.policy
 
 
@@ -118,7 +116,7 @@ def _name(dtype: Any) -> str:
 
 def given_dtype(dtype: Any) -> Any:
     """Returns what a kernel is given, here and now, of an array of some dtype."""
-    half = _CURRENT.value.next_half() if _CURRENT.value is not None else ""
+    half = PLANNED_FOR.value.next_half() if PLANNED_FOR.value is not None else ""
     return np.dtype(half if half and dtype == FLOAT32 else dtype)
 
 
@@ -178,7 +176,7 @@ def _half_inputs(kernel: Callable[..., Any], float32: Any) -> Callable[..., Any]
 
     @functools.wraps(kernel, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        current = _CURRENT.value
+        current = PLANNED_FOR.value
         if current is None:
             return kernel(*args, **kwargs)
         half, mark = current.next_half(), f"{KERNEL}{name}"
@@ -192,7 +190,7 @@ def _half_inputs(kernel: Callable[..., Any], float32: Any) -> Callable[..., Any]
             args = tuple(x if i in kept else _cast(x, FLOAT32, half) for i, x in enumerate(args))
             kwargs = {k: x if k in kept else _cast(x, FLOAT32, half) for k, x in kwargs.items()}
             # What is inside runs as it is written.
-            with jax.named_scope(PLANNED), _CURRENT(None):
+            with jax.named_scope(PLANNED), PLANNED_FOR(None):
                 results = kernel(*args, **kwargs)
             return _cast(results, np.dtype(half), FLOAT32)
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mpjax._src.contexts import COMPILED_FOR
 from mpjax._src.dtypes import BFLOAT16, FLOAT16, HALVES, capability_of, default_device, half_of
 from mpjax._src.errors import brief, did_you_mean
 from mpjax._src.policy import Policy, get_policy
@@ -168,18 +169,14 @@ def half_dtype(device: jax.Device | str | None = None) -> np.dtype:
     return half_of(device_facts(device).capability)
 
 
-# The name of what is compiled for, while a function is traced for that; JAX's caches know of it.
-_TARGET = jax.make_user_context(default_value="")
-
-
 def traced_for(name: str) -> contextlib.AbstractContextManager[Any]:
     """Tells what is traced inside that it will run on a device that need not be there."""
-    return _TARGET(name)
+    return COMPILED_FOR(name)
 
 
 def target_facts() -> DeviceFacts | None:
     """Returns the facts of the device that is compiled for, if it is another than is there."""
-    return _named(_TARGET.value) if _TARGET.value else None
+    return _named(COMPILED_FOR.value) if COMPILED_FOR.value else None
 
 
 def device_facts(device: Any) -> DeviceFacts:

@@ -1,0 +1,13 @@
+"""What is told to functions while JAX traces them; its caches know of it.
+
+Imported with mpjax, before anything is traced: a context that is made later, within a first call,
+changes the key of every program, and each would be compiled again.
+"""
+
+import jax
+
+# What a function is traced for that will be planned: an `autocast.kernels.Tracing`, or None.
+PLANNED_FOR = jax.make_user_context(default_value=None)
+
+# The name of what a function is compiled for, if that is not the device at hand.
+COMPILED_FOR = jax.make_user_context(default_value="")
