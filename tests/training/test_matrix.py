@@ -17,6 +17,13 @@ POLICIES = [
     *("float32", "mixed_bfloat16", "mixed_float16"),
     *("O2:bfloat16", "O2:float16", "O3:bfloat16", "O3:float16"),
 ]
+# What is kept for each weight does not touch the loss scale: one of them will do.
+KEPT = [
+    *("O2:bfloat16,masters=split", "O2:bfloat16,masters=split8"),
+    *("O3:bfloat16,rounding=stochastic", "O3:float16,rounding=kahan"),
+]
+COMBINED = [(scale, policy) for policy in POLICIES for scale in SCALES]
+COMBINED += [("dynamic", policy) for policy in KEPT]
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1, momentum=0.9),
     "adamw": lambda: optax.adamw(1e-2),
@@ -39,8 +46,7 @@ def loss_fn(params, batch):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale, policy", COMBINED)
 def test_it_trains_and_skips_the_bad_batch(scale, policy, optimizer, rng):
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), jnp.float32)  # noqa: E731
     params = {

@@ -135,7 +135,7 @@ class Watch:
         assert now - arrays <= 50 < STEPS / 2 and grown - memory <= 32, self.seen
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "O2:float16"])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "O2:float16", "O2:bfloat16,masters=split"])
 def test_a_run_with_faults(policy):
     stages = drawn(STEPS)
     assert {*stages} == {*STAGES}
