@@ -52,6 +52,7 @@ from ._src.training.mixed_precision import (
     MixedPrecisionState,
     mixed_precision,
 )
+from ._src.training.moments import EightBitMomentsState, with_8bit_moments
 from ._src.training.optimizers import SkipNonfiniteState, skip_nonfinite
 from ._src.training.placement import state_shardings
 from ._src.training.rounding import (
@@ -77,6 +78,7 @@ __all__ = [
     "DeviceReport",
     "DivergenceError",
     "DynamicLossScale",
+    "EightBitMomentsState",
     "GradientHistogram",
     "JsonLines",
     "LargestBatch",
@@ -137,6 +139,7 @@ __all__ = [
     "stochastic_round",
     "tune",
     "warn_if_stalled",
+    "with_8bit_moments",
     "with_kahan_summation",
     "with_master_weights",
     "with_stochastic_rounding",

@@ -1,0 +1,221 @@
+"""An optax transformation: the moments of an optimizer in 8 bits an entry."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mpjax._src.dtypes import FLOAT32
+from mpjax._src.errors import brief
+from mpjax._src.patterns import path_of
+from mpjax._src.training.codes import SIGNED, UNSIGNED, Code, decode, encode, scales_of
+from mpjax._src.training.optimizers import as_optimizer, check_kind, check_state
+from mpjax._src.trees import is_floating
+
+# Leaves of fewer entries stay as they are: all of them together are small.
+SMALLEST = 4096
+
+Table = Mapping[str, Mapping[str, str]]
+CODES = {"signed": SIGNED, "unsigned": UNSIGNED}
+# What is held in 8 bits: averages of gradients that decay ("signed"), and of their squares or sizes
+# ("unsigned"), by the class and the field that hold them. Nothing else is: not what decides bits of
+# weights (masters, averages of weights), not sums that never decay, not running maxima, which keep
+# what rounding adds (AMSGrad's), nor moments that are subtracted from each other (centered RMSProp).
+MOMENTS: Table = {
+    "TraceState": {"trace": "signed"},
+    "ScaleByAdamState": {"mu": "signed", "nu": "unsigned"},
+    "ScaleByAmsgradState": {"mu": "signed"},
+    "ScaleByBeliefState": {"mu": "signed", "nu": "unsigned"},
+    "ScaleByLionState": {"mu": "signed"},
+    "ScaleByNovogradState": {"mu": "signed"},
+    "ScaleByRmsState": {"nu": "unsigned"},
+    "ScaleByRmsWithCountState": {"nu": "unsigned"},
+    "MuonState": {"mu": "signed"},
+}
+
+
+class EightBitMomentsState(NamedTuple):
+    """State of `with_8bit_moments`.
+
+    Attributes:
+        inner_state: The state of the inner optimizer, with int8 or uint8 codes of the same shape in
+            place of moments.
+        scales: By the path of each tree of moments, a like tree of uint8 exponents, one for every
+            32 entries along the last axis; ``optax.MaskedNode()`` for a leaf that is no code.
+        rounded: How many updates were rounded, an int32 scalar.
+    """
+
+    inner_state: optax.OptState
+    scales: dict[str, Any]
+    rounded: jax.Array
+
+
+def with_8bit_moments(
+    inner: optax.GradientTransformation,
+    moments: Table | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Holds the moments of an optimizer in 8 bits an entry, between its updates.
+
+    ``inner`` sees float32 moments, and computes as it always does; what is kept is a byte for each
+    entry and a byte for every 32, 1.03 in place of 4. Moments are those of Adam and its kin (adamw,
+    nadam, adamax, lamb, AdaBelief, Yogi), of momentum, Lion, RMSProp, NovoGrad and Muon. All else
+    stays as it is: masters, averages of weights, sums that never decay, running maxima, factored
+    moments, and leaves of fewer than 4,096 entries.
+
+    Rounding is drawn, so that its mean is exact and slow averages do not stand still; the draw
+    depends on the entry and on how many updates there were, so a run is repeated bit for bit, on
+    any number of devices. A second moment that is not zero never becomes zero, and so never makes a
+    step without bound. Infinities and NaN stay visible: they are NaN in the next update.
+
+    Args:
+        inner: Any optax optimizer.
+        moments: What else is a moment, as {class of a state: {field: "signed" or "unsigned"}}, for
+            an optimizer of one's own; these rows stand before the known ones. "unsigned" is for
+            what is never negative and divides.
+
+    Returns:
+        An optax transformation; extra arguments of ``update`` are handed to ``inner``.
+
+    Raises:
+        TypeError: If ``inner`` is no optimizer.
+        ValueError: If ``moments`` names another kind of code; from ``update``, if the state is that
+            of another optimizer.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax, optax
+        >>> optimizer = mpjax.with_8bit_moments(optax.adamw(1e-3))
+        >>> state = optimizer.init(jnp.ones((64, 64)))
+        >>> adam = state.inner_state[0]
+        >>> adam.mu.dtype, adam.nu.dtype, state.scales["0/mu"].shape
+        (dtype('int8'), dtype('uint8'), (64, 2))
+
+    Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization"; FlashOptim, 2026.
+    """
+    inner = as_optimizer(inner, "inner")
+    table = {**MOMENTS, **_checked(moments or {})}
+
+    def init(params):
+        state, number = inner.init(params), jnp.zeros((), jnp.int32)
+        scales = _each(lambda x, code: _first_scales(x, code, number), table, state)
+        return EightBitMomentsState(_coded(state, scales, table, number), scales, number)
+
+    def update(updates, state, params=None, **extra_args):
+        check_kind(state, EightBitMomentsState, "with_8bit_moments")
+        _check_scales(state, table)
+
+        def advance(codes, scales, updates):
+            before = _replaced(state.inner_state, codes, table)
+            before = _plain(before, scales, table)
+            try:
+                return inner.update(updates, before, params, **extra_args)
+            except Exception:
+                if params is not None:  # else what it would be is not known
+                    check_state(inner.init, before, params, "state.inner_state")
+                raise
+
+        number = state.rounded + 1
+        codes = {path: tree for path, (tree, _) in _moments(state.inner_state, table).items()}
+        _, once = advance(codes, state.scales, updates)
+        new = _each(
+            lambda x, code, old: old if _is_masked(old) else scales_of(x, code, number),
+            table,
+            once,
+            state.scales,
+        )
+        codes, scales, new, one = jax.lax.optimization_barrier(
+            (codes, state.scales, new, jnp.ones(()))
+        )
+        again = jax.tree.map(lambda u: u * one.astype(u.dtype) if is_floating(u) else u, updates)
+        updates, after = advance(codes, scales, again)
+        return updates, EightBitMomentsState(_coded(after, new, table, number), new, number)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _moments(state: Any, table: Table) -> dict[str, tuple[Any, Code]]:
+    """Returns the trees of moments in a state with their codes, by their paths."""
+    found, known = {}, _holds_moments(table)
+    for keys, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=known):
+        for field, kind in table[type(node).__name__].items() if known(node) else ():
+            path = path_of((*keys, jax.tree_util.GetAttrKey(field)))
+            found[path] = getattr(node, field), CODES[kind]
+    return found
+
+
+def _each(fun: Callable[..., Any], table: Table, state: Any, *rest: dict[str, Any]) -> dict[str, Any]:
+    """Maps ``fun(leaf, code, *others)`` over moments; ``rest`` are trees by the moments' paths."""
+    return {
+        path: jax.tree.map(lambda x, *xs, code=code: fun(x, code, *xs), tree, *(r[path] for r in rest))
+        for path, (tree, code) in _moments(state, table).items()
+    }
+
+
+def _replaced(state: Any, new: Mapping[str, Any], table: Table) -> Any:
+    """Returns a state with other trees in place of its moments, in the order of `_moments`."""
+    known, trees = _holds_moments(table), iter(new.values())
+
+    def replace(node):
+        if not known(node):
+            return node
+        return node._replace(**{field: next(trees) for field in table[type(node).__name__]})
+
+    return jax.tree.map(replace, state, is_leaf=known)
+
+
+def _first_scales(x: Any, code: Code, number: jax.Array) -> Any:
+    return scales_of(x, code, number) if _is_kept(x) else optax.MaskedNode()
+
+
+def _coded(state: Any, scales: dict[str, Any], table: Table, number: jax.Array) -> Any:
+    """Returns a state with codes where there are scales."""
+
+    def code_of(x, code, scale):
+        return x if _is_masked(scale) else encode(x, scale, code, number)
+
+    return _replaced(state, _each(code_of, table, state, scales), table)
+
+
+def _plain(inner: Any, scales: dict[str, Any], table: Table) -> Any:
+    """Returns the state of the inner optimizer, in float32."""
+
+    def plain(x, code, scale):
+        return x if _is_masked(scale) else decode(x, scale, code)
+
+    return _replaced(inner, _each(plain, table, inner, scales), table)
+
+
+def _holds_moments(table: Table) -> Callable[[Any], bool]:
+    return lambda node: type(node).__name__ in table and isinstance(node, tuple)
+
+
+def _is_kept(leaf: Any) -> bool:
+    """Tells whether a moment is held as codes."""
+    narrow = is_floating(leaf) and leaf.dtype.itemsize <= FLOAT32.itemsize
+    return narrow and leaf.size >= SMALLEST
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _checked(moments: Table) -> Table:
+    wrong = {kind for fields in moments.values() for kind in fields.values()} - set(CODES)
+    if wrong:
+        raise ValueError(
+            f"moments={brief(moments)} must give a class's fields as one of {list(CODES)}, not "
+            f"{sorted(wrong)}. Use 'unsigned' for what is never negative, such as averages of "
+            "squares."
+        )
+    return moments
+
+
+def _check_scales(state: EightBitMomentsState, table: Table) -> None:
+    found = _moments(state.inner_state, table)
+    if set(found) != set(state.scales):
+        raise ValueError(
+            f"state belongs to another optimizer: it has moments at {sorted(found)[:5]}, but "
+            f"scales for {sorted(state.scales)[:5]}. Pass what init or the last update of this one "
+            "returned."
+        )
