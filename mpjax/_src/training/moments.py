@@ -124,11 +124,8 @@ def with_8bit_moments(
             once,
             state.scales,
         )
-        codes, scales, new, one = jax.lax.optimization_barrier(
-            (codes, state.scales, new, jnp.ones(()))
-        )
-        again = jax.tree.map(lambda u: u * one.astype(u.dtype) if is_floating(u) else u, updates)
-        updates, after = advance(codes, scales, again)
+        codes, scales, new = jax.lax.optimization_barrier((codes, state.scales, new))
+        updates, after = advance(codes, scales, updates)
         return updates, EightBitMomentsState(_coded(after, new, table, number), new, number)
 
     return optax.GradientTransformationExtraArgs(init, update)
