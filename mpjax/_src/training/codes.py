@@ -103,7 +103,8 @@ def scales_of(x: jax.Array, code: Code, number: jax.Array) -> jax.Array:
     scale = jnp.clip(scale, 1, code.largest_scale)
     first = np.float32((1 + int(code.levels / 2 ** (1 / code.power))) ** code.power)
     over = size * _inverse(scale - 1) - code.top
-    scale -= _draw(size, number) * (2 * first - code.top) >= over
+    falls = _draw(size, number) * (2 * first - code.top) >= over
+    scale = scale - falls.astype(jnp.int32)
     scale = jnp.where(bits >= INFINITY << MANTISSA, INFINITY, jnp.maximum(scale, 1))
     return scale.astype(jnp.uint8)
 
@@ -118,24 +119,27 @@ def encode(x: jax.Array, scales: jax.Array, code: Code, number: jax.Array) -> ja
         number: That of the scales.
     """
     # Read once: XLA:GPU writes down what is read often, rather than compute it again.
-    bits = _bits(_blocks(x.astype(jnp.float32)))
+    bits = _bits(x.astype(jnp.float32))
     sign, size = bits >> 31, _float(bits & 0x7FFFFFFF)
-    units = size * _inverse(scales[..., None].astype(jnp.int32))
+    units = size * _inverse(_spread(scales, x.shape))
     level = code.level(units)
     below = code.units(level)
     # Where a root was rounded to a neighbour, the draw is certain, and right.
-    level += _draw(size, number) * (code.units(level + 1) - below) < units - below
-    level = jnp.minimum(level, code.levels)
-    level = (level ^ sign) - sign if code.signed else jnp.maximum(level, size > 0)
-    return _joined(level.astype(code.dtype), x.shape)
+    rises = _draw(size, number) * (code.units(level + 1) - below) < units - below
+    level = jnp.minimum(level + rises.astype(jnp.int32), code.levels)
+    if code.signed:
+        level = (level ^ sign) - sign
+    else:
+        level = jnp.maximum(level, (size > 0).astype(jnp.int32))
+    return level.astype(code.dtype)
 
 
 def decode(codes: jax.Array, scales: jax.Array, code: Code) -> jax.Array:
     """Returns the float32 array that codes and scales stand for."""
-    units = _blocks(codes).astype(jnp.float32)
+    units = codes.astype(jnp.float32)
     for _ in range(code.squarings):  # rounded as the integers of `Code.units` are
         units = units * jnp.abs(units)
-    return _joined(units * _float(scales[..., None].astype(jnp.int32) << MANTISSA), codes.shape)
+    return units * _float(_spread(scales, codes.shape) << MANTISSA)
 
 
 def _inverse(scale: jax.Array) -> jax.Array:
@@ -169,6 +173,7 @@ def _blocks(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-1], -1, block)
 
 
-def _joined(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns blocks as one axis again."""
-    return x.reshape(*shape[:-1], -1)[..., : shape[-1]]
+def _spread(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the scale of each entry of an array of this shape, as int32."""
+    each = jnp.repeat(scales, min(BLOCK, shape[-1]), axis=-1)
+    return each[..., : shape[-1]].astype(jnp.int32)

@@ -21,8 +21,9 @@ Table = Mapping[str, Mapping[str, str]]
 CODES = {"signed": SIGNED, "unsigned": UNSIGNED}
 # What is held in 8 bits: averages of gradients that decay ("signed"), and of their squares or sizes
 # ("unsigned"), by the class and the field that hold them. Nothing else is: not what decides bits of
-# weights (masters, averages of weights), not sums that never decay, not running maxima, which keep
-# what rounding adds (AMSGrad's), nor moments that are subtracted from each other (centered RMSProp).
+# weights (masters, averages of weights), not sums that never decay, not what a running maximum is
+# taken of, which would keep what rounding adds (AMSGrad), nor moments that are subtracted from each
+# other (centered RMSProp).
 MOMENTS: Table = {
     "TraceState": {"trace": "signed"},
     "ScaleByAdamState": {"mu": "signed", "nu": "unsigned"},
@@ -67,7 +68,9 @@ def with_8bit_moments(
     Rounding is drawn, so that its mean is exact and slow averages do not stand still; the draw
     depends on the entry and on how many updates there were, so a run is repeated bit for bit, on
     any number of devices. A second moment that is not zero never becomes zero, and so never makes a
-    step without bound. Infinities and NaN stay visible: they are NaN in the next update.
+    step without bound. Infinities and NaN stay visible: in the next update, all of a block of 32
+    that holds one is Inf or NaN. ``inner.update`` is traced twice, and all that it does beside
+    computing (printing, calls of the host) is done twice.
 
     Args:
         inner: Any optax optimizer.
@@ -105,9 +108,8 @@ def with_8bit_moments(
         check_kind(state, EightBitMomentsState, "with_8bit_moments")
         _check_scales(state, table)
 
-        def advance(codes, scales, updates):
-            before = _replaced(state.inner_state, codes, table)
-            before = _plain(before, scales, table)
+        def advance(codes, scales):
+            before = _plain(_replaced(state.inner_state, codes, table), scales, table)
             try:
                 return inner.update(updates, before, params, **extra_args)
             except Exception:
@@ -117,7 +119,7 @@ def with_8bit_moments(
 
         number = state.rounded + 1
         codes = {path: tree for path, (tree, _) in _moments(state.inner_state, table).items()}
-        _, once = advance(codes, state.scales, updates)
+        _, once = advance(codes, state.scales)
         new = _each(
             lambda x, code, old: old if _is_masked(old) else scales_of(x, code, number),
             table,
@@ -125,7 +127,7 @@ def with_8bit_moments(
             state.scales,
         )
         codes, scales, new = jax.lax.optimization_barrier((codes, state.scales, new))
-        updates, after = advance(codes, scales, updates)
+        updates, after = advance(codes, scales)
         return updates, EightBitMomentsState(_coded(after, new, table, number), new, number)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -141,10 +143,14 @@ def _moments(state: Any, table: Table) -> dict[str, tuple[Any, Code]]:
     return found
 
 
-def _each(fun: Callable[..., Any], table: Table, state: Any, *rest: dict[str, Any]) -> dict[str, Any]:
+def _each(
+    fun: Callable[..., Any], table: Table, state: Any, *rest: dict[str, Any]
+) -> dict[str, Any]:
     """Maps ``fun(leaf, code, *others)`` over moments; ``rest`` are trees by the moments' paths."""
     return {
-        path: jax.tree.map(lambda x, *xs, code=code: fun(x, code, *xs), tree, *(r[path] for r in rest))
+        path: jax.tree.map(
+            lambda x, *xs, code=code: fun(x, code, *xs), tree, *(r[path] for r in rest)
+        )
         for path, (tree, code) in _moments(state, table).items()
     }
 

@@ -1,5 +1,6 @@
 """Where arrays live: their devices, and the mesh axes that they vary over."""
 
+import math
 from typing import Any, TypeVar
 
 import jax
@@ -39,8 +40,9 @@ def state_shardings(state: T, param_shardings: Any) -> T:
     """Returns the shardings of a training state, from those of its parameters.
 
     What an optimizer keeps for a parameter (masters, moments, averages) lies as the parameter does;
-    what it keeps for all but one axis of it (Adafactor) lies as those axes do. All else, such as
-    counters, the loss scale, the rng and the model's state, is replicated.
+    what it keeps for all but one axis of it (Adafactor) lies as those axes do; so do the scales of
+    8-bit moments, if they can be divided so. All else, such as counters, the loss scale, the rng
+    and the model's state, is replicated.
 
     Args:
         state: A `TrainState`, flax's, or the shapes of one (`jax.eval_shape(init, params)`).
@@ -127,14 +129,27 @@ def _of_params(params: Any, shardings: Any) -> dict[Any, tuple[tuple[int, ...], 
 
 
 def _part(whole: tuple[int, ...], sharding: Any, shape: tuple[int, ...]) -> Any:
-    """Returns the sharding of an array of a parameter's shape, or of all but one axis of it."""
+    """Returns the sharding of an array of a parameter's shape, or of all but one axis of it.
+
+    One that is shorter along the last axis alone holds something of each block there (scales).
+    """
     spec = [*_spec(sharding), *[None] * (len(whole) - len(_spec(sharding)))]
     if shape == whole:
         return sharding
     for axis in range(len(whole)):
         if shape == whole[:axis] + whole[axis + 1 :]:
             return _with_spec(sharding, PartitionSpec(*spec[:axis], *spec[axis + 1 :]))
+    if whole and shape[:-1] == whole[:-1] and len(shape) == len(whole):
+        divides = _divides(sharding, spec[-1], shape[-1])
+        return sharding if divides else _with_spec(sharding, PartitionSpec(*spec[:-1]))
     return None
+
+
+def _divides(sharding: Any, names: Any, length: int) -> bool:
+    """Tells whether mesh axes divide a length, which XLA wants of what is sharded over them."""
+    mesh = getattr(sharding, "mesh", None) or jax.sharding.get_abstract_mesh()
+    names = () if names is None else names if isinstance(names, tuple) else (names,)
+    return length % math.prod(mesh.shape[name] for name in names) == 0
 
 
 def _with_spec(sharding: Any, spec: PartitionSpec) -> Any:
