@@ -48,4 +48,7 @@ def steps_are_typed(params: dict[str, jax.Array], x: jax.Array) -> None:
     assert_type(state, mpjax.TrainState)
     state, _ = jax.jit(step)(state, x)
     assert_type(mpjax.get_policy("O2"), mpjax.Policy)
+    eight = mpjax.with_8bit_moments(optax.adam(1e-3), {"OwnState": {"average": "signed"}})
+    assert_type(eight, optax.GradientTransformationExtraArgs)
+    mpjax.with_8bit_moments(optax.adam(1e-3), "signed")  # type: ignore[arg-type]
     assert_type(mpjax.cast(params, "bfloat16"), dict[str, jax.Array])

@@ -72,3 +72,36 @@ def test_the_verdict_on_the_model_state_costs_nothing(policy, monkeypatch):
     judged = bytes_moved()
     monkeypatch.setattr(steps, "stays_finite", lambda new, old: jnp.array(True))
     assert judged <= bytes_moved() + 0.01
+
+
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(3e-4),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4)),
+    "momentum": lambda: optax.sgd(3e-4, 0.9),
+    "lion": lambda: optax.lion(3e-4),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_8bit_moments_are_never_written_down_in_float32(name):
+    """Computed twice: no more is moved than with float32 moments."""
+    large = {"embedding": shape(50257, WIDTH), **PARAMS}
+
+    def report(optimizer):
+        def update(params, state, grads):
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = jax.eval_shape(optimizer.init, large)
+        return mpjax.compile_for(
+            "h100", jax.jit(update, donate_argnums=(0, 1)), large, state, large
+        )
+
+    full, eight = (
+        report(wrap(OPTIMIZERS[name]())) for wrap in (lambda x: x, mpjax.with_8bit_moments)
+    )
+    weights = sum(p.size for p in large.values())
+    assert eight.bytes_accessed <= full.bytes_accessed
+    assert eight.temp_bytes <= 0.4 * weights
+    moments = 1 if name in ("momentum", "lion") else 2
+    assert full.argument_bytes - eight.argument_bytes >= 2.96 * moments * weights
