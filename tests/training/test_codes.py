@@ -104,9 +104,9 @@ def test_the_mean_over_draws_is_exact(code, rng):
     draws = np.asarray(draws, np.float64)
     spread = draws.std(0)
     off = (draws.mean(0) - np.asarray(x, np.float64)) / (spread + 1e-30) * np.sqrt(len(draws))
-    common = (spread > 1e-3 * np.abs(x)) & (np.abs(x) > 1e-4 * np.abs(x).max(-1, keepdims=True))
-    assert common.sum() > 300 and np.abs(off[common]).max() < 7
-    assert (np.abs(draws.mean(0) - x)[common] < 0.01 * np.abs(x)[common]).all()
+    # Where both neighbours are drawn often enough for a mean of draws to be normal.
+    common = (spread > 0.15 * np.ptp(draws, 0)) & (np.abs(draws).min(0) > 0)
+    assert common.sum() > 300 and np.abs(off[common]).max() < 6.5
 
 
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
