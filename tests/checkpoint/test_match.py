@@ -128,6 +128,37 @@ def test_split_masters_are_restored_whole_and_whole_ones_split(was, to, saved):
     assert bits((weight, beside)) == bits(residuals.split(full, weight.dtype, beside.dtype))
 
 
+def test_moments_become_codes_and_codes_moments(tmp_path, rng):
+    params = {"w": jnp.asarray(rng.normal(size=(64, 96)), jnp.float32), "b": jnp.ones(96)}
+    loss = lambda p, x: jnp.mean(jnp.tanh(x @ p["w"] + p["b"]) ** 2)  # noqa: E731
+    states, inits = {}, {}
+    for policy in ("O2:bfloat16", "O2:bfloat16,masters=split,moments=8bit"):
+        inits[policy], step = mpjax.build_train_step(loss, optax.adamw(1e-2), policy)
+        states[policy], _ = jax.jit(step)(inits[policy](params), jnp.ones((4, 64)))
+        checkpoint.save(tmp_path / policy, states[policy])
+    full, eight = states
+    with pytest.raises(ValueError, match="mu/w from float32 to int8 with scales of uint8"):
+        checkpoint.restore(tmp_path / full, inits[eight](params))
+    back = checkpoint.restore(tmp_path / full, inits[eight](params), allow_narrowing=True)
+    like = inits[eight](params)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), (back, like)) == (
+        jax.tree.map(lambda x: (x.shape, x.dtype), (like, like))
+    )
+    checkpoint.save(tmp_path / "back", back)
+    for where in (tmp_path / "back", tmp_path / eight):
+        wide = checkpoint.restore(where, inits[full](params))
+        for name, most in (("mu", 0.02), ("nu", 0.04)):
+            found, wanted = (
+                getattr(s.opt_state.inner_state[0], name)["w"] for s in (wide, states[full])
+            )
+            assert found.dtype == jnp.float32
+            assert jnp.linalg.norm(found - wanted) < most * jnp.linalg.norm(wanted)
+    assert bits(checkpoint.restore(tmp_path / eight, like)) == bits(states[eight])
+    with pytest.raises(ValueError, match=r"w has shape \(64, 96\), in like \(64, 128\)"):
+        other = {**params, "w": jnp.ones((64, 128)), "b": jnp.ones(128)}
+        checkpoint.restore(tmp_path / eight, inits[eight](other))
+
+
 def test_under_the_same_policy_half_weights_come_back_as_they_were(saved, tmp_path):
     """Even where they are not their rounded masters: infinities, and a loop of one's own."""
     state = program("O2:float16")[0](PARAMS)

@@ -1,9 +1,10 @@
 """What a state holds, leaf by leaf: where it lies in the tree, and what it is whatever the policy.
 
-A policy changes the tree of a state: half parameters bring masters or residuals, and a node around
-the optimizer's state. So each leaf has a path, which says where it lies, and a meaning, which is
-the path without what the policy put there. Two states of one program under two policies have the
-same meanings, except for what they hold beside parameters, and for the count of random draws.
+A policy changes the tree of a state: half parameters bring masters or residuals, moments of 8 bits
+bring scales, and each a node around the optimizer's state. So each leaf has a path, which says where it
+lies, and a meaning, which is the path without what the policy put there. Two states of one program
+under two policies have the same meanings, except for what they hold beside leaves, and for counts
+of random draws.
 """
 
 import re
@@ -19,12 +20,14 @@ from jax.tree_util import GetAttrKey
 from mpjax._src.dtypes import FLOAT32
 from mpjax._src.patterns import path_of
 from mpjax._src.training.masters import MasterWeightsState
+from mpjax._src.training.moments import EightBitMomentsState
 from mpjax._src.training.rounding import StochasticRoundingState
 from mpjax._src.trees import is_array, is_key
 
 FORMAT, FORMAT_VERSION = "mpjax.checkpoint", 1
 PARAMS, LOSS_SCALE = "params", "loss_scale"
-# What lies beside a parameter: a float32 master, or what the parameter lacks of one.
+# What lies beside a leaf: a float32 master of a parameter, or what the leaf lacks of its value (the
+# rest of a split master, the scales of codes).
 MASTER, RESIDUAL = "master of ", "residual of "
 DRAWS = "random draws"
 
@@ -34,8 +37,8 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: Where it lies in the tree, joined with "/".
-        means: The same without what only the policy put there; of what lies beside a parameter,
-            "master of" or "residual of" its path.
+        means: The same without what only the policy put there; of what lies beside another leaf,
+            "master of" or "residual of" what that one means.
         value: The array, or its shape.
     """
 
@@ -85,25 +88,33 @@ def _leaves(tree: Any, path: tuple, means: tuple) -> Iterator[Leaf]:
         if not _is_of_policy(node):
             yield Leaf(path_of(path + keys), path_of(means + keys), node)
             continue
-        here = path + keys
+        here, inside = path + keys, (*path, *keys, GetAttrKey("inner_state"))
+        draws = path_of((*means, *keys, GetAttrKey(DRAWS)))
+        if isinstance(node, EightBitMomentsState):
+            yield from _leaves(node.inner_state, inside, means + keys)
+            for of, scale in jax.tree_util.tree_leaves_with_path(node.scales):
+                meaning = RESIDUAL + path_of((*means, *keys, *of))
+                yield Leaf(path_of((*here, GetAttrKey("scales"), *of)), meaning, scale)
+            rounded = path_of((*means, *keys, GetAttrKey("moments"), GetAttrKey(DRAWS)))
+            yield Leaf(path_of((*here, GetAttrKey("rounded"))), rounded, node.rounded)
+            continue
         if isinstance(node, StochasticRoundingState):
-            draws = path_of((*means, *keys, GetAttrKey(DRAWS)))
             yield Leaf(path_of((*here, GetAttrKey("draws"))), draws, node.draws)
         else:
             for of, beside in jax.tree_util.tree_leaves_with_path(node.masters):
                 is_master = getattr(beside, "dtype", FLOAT32) == FLOAT32
                 meaning = (MASTER if is_master else RESIDUAL) + path_of((GetAttrKey(PARAMS), *of))
                 yield Leaf(path_of((*here, GetAttrKey("masters"), *of)), meaning, beside)
-        yield from _leaves(node.inner_state, (*here, GetAttrKey("inner_state")), means + keys)
+        yield from _leaves(node.inner_state, inside, means + keys)
 
 
-def parameter_of(means: str) -> str:
-    """Returns the meaning of the parameter that a leaf lies beside, or its own."""
+def beside_what(means: str) -> str:
+    """Returns the meaning of the leaf that a leaf lies beside, or its own."""
     return means.removeprefix(MASTER).removeprefix(RESIDUAL)
 
 
 def is_beside(means: str) -> bool:
-    """Tells whether a leaf lies beside a parameter."""
+    """Tells whether a leaf lies beside another."""
     return means.startswith((MASTER, RESIDUAL))
 
 
@@ -114,7 +125,7 @@ def is_draws(means: str) -> bool:
 
 def _is_of_policy(node: Any) -> bool:
     """Tells whether a node is one that a policy puts around the optimizer's state."""
-    return isinstance(node, (MasterWeightsState, StochasticRoundingState))
+    return isinstance(node, (MasterWeightsState, StochasticRoundingState, EightBitMomentsState))
 
 
 def kinds_of(tree: Any) -> dict[str, str]:

@@ -15,8 +15,8 @@ from mpjax._src.checkpoint.contents import (
     shaped,
 )
 from mpjax._src.checkpoint.match import NAMED, Source
-from mpjax._src.dtypes import BFLOAT16, FLOAT32
-from mpjax._src.training import residuals
+from mpjax._src.dtypes import FLOAT32
+from mpjax._src.training import codes, residuals
 
 
 def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any, where: str) -> Any:
@@ -39,10 +39,10 @@ def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any,
             continue
         read, dtype = arrays[path], shaped(target.value)[1]
         if source.beside is not None:
-            read = residuals.full(jnp.asarray(read), jnp.asarray(arrays[source.beside]))
+            read = _whole(jnp.asarray(read), jnp.asarray(arrays[source.beside]))
         leaf = read
         if source.kind is not None:
-            leaf = _split(source, read)
+            leaf = _part(source, jnp.asarray(read, FLOAT32))
         elif str(leaf.dtype) != dtype:
             with np.errstate(over="ignore"):
                 leaf = jnp.asarray(leaf.astype(np.dtype(dtype)))
@@ -59,12 +59,23 @@ def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any,
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _split(source: Source, value: Any) -> jax.Array:
-    """Returns a half parameter that holds a value with its residual, or the residual."""
-    kind = np.dtype(source.kind)
-    dtype = BFLOAT16 if kind.kind == "u" else kind
-    param, residual = residuals.split(jnp.asarray(value, FLOAT32), dtype, kind)
-    return residual if is_beside(source.target.means) else param
+def _whole(leaf: jax.Array, beside: jax.Array) -> jax.Array:
+    """Returns the float32 value of a half parameter and its residual, or of codes and scales."""
+    code = codes.by_dtype(leaf.dtype)
+    return codes.decode(leaf, beside, code) if code else residuals.full(leaf, beside)
+
+
+def _part(source: Source, value: jax.Array) -> jax.Array:
+    """Returns what holds a value with what lies beside it, or that."""
+    assert source.kind is not None
+    dtype, kind = map(np.dtype, source.kind)
+    if code := codes.by_dtype(dtype):
+        first = jnp.int32(0)  # of the draws
+        scales = codes.scales_of(value, code, first)
+        parts = codes.encode(value, scales, code, first), scales
+    else:
+        parts = residuals.split(value, dtype, kind)
+    return parts[is_beside(source.target.means)]
 
 
 def place_of(value: Any) -> Any:

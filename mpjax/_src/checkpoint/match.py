@@ -16,12 +16,12 @@ from mpjax._src.checkpoint.contents import (
     MASTER,
     RESIDUAL,
     Leaf,
+    beside_what,
     is_beside,
     is_draws,
     is_held,
     kinds_of,
     leaves_of,
-    parameter_of,
     part_of,
     settings_of,
     shaped,
@@ -39,15 +39,15 @@ class Source(NamedTuple):
     Attributes:
         target: The leaf of ``like``.
         path: The path of the saved leaf, or None: the leaf is taken from ``like``.
-        beside: The path of the residual that makes the saved leaf, a half parameter, whole; or
-            None.
-        kind: Where the parameter has a residual in ``like``, the dtype of it; or None.
+        beside: The path of what makes the saved leaf whole: the residual of a half parameter, or
+            the scales of codes; or None.
+        kind: Where there is such a thing in ``like``, the dtypes of the leaf and of it; or None.
     """
 
     target: Leaf
     path: str | None
     beside: str | None = None
-    kind: str | None = None
+    kind: tuple[str, str] | None = None
 
 
 def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -> list[Source]:
@@ -71,18 +71,21 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
     targets = leaves_of(like)
     fresh = _starts_fresh(about, like)
     parts = set(like) if isinstance(like, Mapping) else {path.split("/")[0] for path in saved}
-    held = {t.means: shaped(t.value)[1] for t in targets if is_beside(t.means)}
+    held = {t.means: shaped(t.value)[1] for t in targets}
 
     def source(target: Leaf) -> Source:
         if fresh and target.part == LOSS_SCALE:
             return Source(target, None)
-        of = parameter_of(target.means)
-        residual, kind = by_meaning.get(RESIDUAL + of), held.get(RESIDUAL + of)
+        of = beside_what(target.means)
+        residual, now = by_meaning.get(RESIDUAL + of), held.get(RESIDUAL + of)
         was = saved[residual]["dtype"] if residual else None
+        # Of parameters that are not restored: a residual of floats is of their dtype.
+        half = "bfloat16" if str(now).startswith("uint") else str(now)
+        kind = (held.get(of, half), now) if now else None
         same = saved.get(target.path)
         if same and (same["means"], same["dtype"]) == (target.means, shaped(target.value)[1]):
             # Rounded with another remainder, a parameter may be another one.
-            rounded_anew = kind != was and (kind or MASTER + of in held)
+            rounded_anew = now != was and (now or MASTER + of in held)
             if is_beside(target.means) or not rounded_anew:
                 return Source(target, target.path)
         master = by_meaning.get(MASTER + of)
@@ -120,14 +123,14 @@ def _check_same_leaves(
     saved: dict[str, Any], sources: list[Source], parts: set[str], where: str
 ) -> None:
     missing = [s.target.path for s in sources if s.path is None]
-    wanted = {parameter_of(s.target.means) for s in sources}
+    wanted = {beside_what(s.target.means) for s in sources}
     # A master whose parameter is restored is not left over: it is what the parameter comes from, or
     # is what _check_precision asks about.
     extra = [
         path
         for path, entry in saved.items()
         if path.split("/")[0] in parts
-        and parameter_of(entry["means"]) not in wanted
+        and beside_what(entry["means"]) not in wanted
         and not is_draws(entry["means"])
     ]
     if not (missing or extra):
@@ -160,7 +163,9 @@ def _check_shapes(saved: dict[str, Any], sources: list[Source], where: str) -> N
         f"{s.target.path} has shape {tuple(saved[s.path]['shape'])}, in like "
         f"{shaped(s.target.value)[0]}"
         for s in sources
-        if s.path and tuple(saved[s.path]["shape"]) != shaped(s.target.value)[0]
+        if s.path
+        and tuple(saved[s.path]["shape"]) != shaped(s.target.value)[0]
+        and not (s.kind and is_beside(s.target.means))  # scales, where codes are judged
     ]
     if other:
         raise ValueError(
@@ -171,7 +176,7 @@ def _check_shapes(saved: dict[str, Any], sources: list[Source], where: str) -> N
         for s in sources
         if s.path
         and not _one_kind(saved[s.path]["dtype"], shaped(s.target.value)[1])
-        and not is_beside(s.target.means)
+        and not (s.kind or s.beside)
     ]
     if unlike:
         raise ValueError(
@@ -230,7 +235,7 @@ def can_hold(wide: str, narrow: str, *beside: str | None) -> bool:
     if wide == narrow and len({*beside}) < 2:
         return True
     a, b = np.dtype(wide), np.dtype(narrow)
-    if jnp.issubdtype(a, jnp.integer):
+    if jnp.issubdtype(a, jnp.integer) and not any(beside):
         ranges = jnp.iinfo(a), jnp.iinfo(b)
         return ranges[0].min <= ranges[1].min and ranges[0].max >= ranges[1].max
     pairs = zip(_reach(wide, *beside[:1]), _reach(narrow, *beside[1:]), strict=True)
@@ -239,13 +244,16 @@ def can_hold(wide: str, narrow: str, *beside: str | None) -> bool:
 
 def _reach(dtype: str, residual: str | None = None) -> tuple[int, int, int]:
     """Returns how many bits a significand has, and how far exponents go up, and down."""
+    if residual and jnp.issubdtype(dtype, jnp.integer):
+        return 1, 0, 0  # codes: less than any float
     info = jnp.finfo(np.dtype(dtype))
     bits = residuals.KINDS[np.dtype(residual)].bits if residual else info.nmant + 1
     return bits, info.maxexp, bits - info.minexp
 
 
 def _spelled(dtype: str, residual: str | None) -> str:
-    return f"{dtype} with a residual of {residual}" if residual else dtype
+    what = "scales" if jnp.issubdtype(dtype, jnp.integer) else "a residual"
+    return f"{dtype} with {what} of {residual}" if residual else dtype
 
 
 def _one_kind(a: str, b: str) -> bool:

@@ -79,6 +79,11 @@ SIGNED = Code(np.int8, 1)
 UNSIGNED = Code(np.uint8, 2)
 
 
+def by_dtype(dtype: np.dtype) -> Code | None:
+    """Returns the code that arrays of a dtype are of, or None."""
+    return next((code for code in (SIGNED, UNSIGNED) if dtype == code.dtype), None)
+
+
 def scales_of(x: jax.Array, code: Code, number: jax.Array) -> jax.Array:
     """Returns the scales of an array's blocks: uint8, of shape ``x.shape[:-1] + (blocks,)``.
 

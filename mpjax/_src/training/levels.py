@@ -1,4 +1,4 @@
-"""What an optimizer keeps for half weights under a policy."""
+"""What an optimizer keeps for each weight under a policy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,7 @@ import optax
 
 from mpjax._src.policy import Policy
 from mpjax._src.training.masters import with_kahan_summation, with_master_weights
+from mpjax._src.training.moments import with_8bit_moments
 from mpjax._src.training.optimizers import as_optimizer
 from mpjax._src.training.rounding import with_stochastic_rounding
 from mpjax._src.training.stored import Optimizer, in_full_precision
@@ -22,7 +23,7 @@ ROUNDINGS: dict[str, Callable[[optax.GradientTransformation], Any]] = {
 def under_policy(
     policy: Policy, optimizer: optax.GradientTransformation, argument: str
 ) -> Optimizer:
-    """Returns an optimizer that works in float32, and keeps of half parameters what a policy says.
+    """Returns an optimizer that works in float32, and keeps of each weight what a policy says.
 
     Args:
         policy: The policy.
@@ -30,6 +31,8 @@ def under_policy(
         argument: What errors call it.
     """
     inner = as_optimizer(optimizer, argument)
+    if policy.moments == "8bit":
+        inner = with_8bit_moments(inner)
     if policy.master_weights:
         return with_master_weights(inner, policy.masters)  # type: ignore[return-value]
     return ROUNDINGS[policy.rounding](inner)
