@@ -1,10 +1,10 @@
 """What a state holds, leaf by leaf: where it lies in the tree, and what it is whatever the policy.
 
 A policy changes the tree of a state: half parameters bring masters or residuals, moments of 8 bits
-bring scales, and each a node around the optimizer's state. So each leaf has a path, which says where it
-lies, and a meaning, which is the path without what the policy put there. Two states of one program
-under two policies have the same meanings, except for what they hold beside leaves, and for counts
-of random draws.
+bring scales, and each of them a node around the optimizer's state. So each leaf has a path, which
+says where it lies, and a meaning, which is the path without what the policy put there. Two states
+of one program under two policies have the same meanings, except for what they hold beside leaves,
+and for counts of random draws.
 """
 
 import re
