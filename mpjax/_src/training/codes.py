@@ -12,8 +12,7 @@ key and no position, so it is the same however arrays are sharded. What a code h
 becomes the same code again.
 
 Steps after powers and blocks: Dettmers et al. 2021 (arXiv 2110.02861), FlashOptim 2026
-(arXiv 2602.23349); scales of powers of two for every 32: OCP Microscaling Formats 1.0; the hash:
-the finalizer of Appleby's MurmurHash3.
+(arXiv 2602.23349); scales of powers of two for every 32: OCP Microscaling Formats 1.0.
 """
 
 import dataclasses
@@ -21,6 +20,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from mpjax._src.training.rounding import mixed
 
 BLOCK = 32
 BIAS, MANTISSA = 127, 23  # of float32's exponents, and how many bits lie below them
@@ -154,10 +155,7 @@ def _inverse(scale: jax.Array) -> jax.Array:
 
 def _draw(size: jax.Array, number: jax.Array) -> jax.Array:
     """Returns floats in [0, 1), of 23 bits, that depend on the bits of floats and on ``number``."""
-    bits = _bits(size).astype(jnp.uint32) ^ (number.astype(jnp.uint32) * np.uint32(0x9E3779B9))
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        bits = (bits ^ (bits >> shift)) * np.uint32(factor)
-    bits ^= bits >> 16
+    bits = mixed(_bits(size).astype(jnp.uint32) ^ number.astype(jnp.uint32) * np.uint32(0x9E3779B9))
     return _float((bits >> 9).astype(jnp.int32) | (BIAS << MANTISSA)) - 1
 
 

@@ -11,7 +11,7 @@ from mpjax._src.dtypes import FLOAT32
 from mpjax._src.errors import brief
 from mpjax._src.patterns import path_of
 from mpjax._src.training.codes import SIGNED, UNSIGNED, Code, decode, encode, scales_of
-from mpjax._src.training.optimizers import as_optimizer, check_kind, check_state
+from mpjax._src.training.optimizers import as_optimizer, check_kind, check_state, for_state
 from mpjax._src.trees import is_floating
 
 # Leaves of fewer entries stay as they are: all of them together are small.
@@ -108,14 +108,14 @@ def with_8bit_moments(
         check_kind(state, EightBitMomentsState, "with_8bit_moments")
         _check_scales(state, table)
 
+        def check_inner(before):
+            if params is not None:  # else what it would be is not known
+                check_state(inner.init, before, params, "state.inner_state")
+
         def advance(codes, scales):
             before = _plain(_replaced(state.inner_state, codes, table), scales, table)
-            try:
+            with for_state(lambda: check_inner(before)):
                 return inner.update(updates, before, params, **extra_args)
-            except Exception:
-                if params is not None:  # else what it would be is not known
-                    check_state(inner.init, before, params, "state.inner_state")
-                raise
 
         number = state.rounded + 1
         codes = {path: tree for path, (tree, _) in _moments(state.inner_state, table).items()}
