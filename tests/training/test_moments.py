@@ -147,6 +147,8 @@ def test_an_optimizer_of_ones_own_names_its_moments(rng):
 NO_BIAS = optax.masked(optax.set_to_zero(), {"up": False, "bias": True, "down": False})
 AROUND = {
     "master weights": lambda inner: mpjax.with_master_weights(EIGHT(inner)),
+    "split masters": lambda inner: mpjax.with_master_weights(EIGHT(inner), storage="split"),
+    "stochastic rounding": lambda inner: mpjax.with_stochastic_rounding(EIGHT(inner)),
     "inside": lambda inner: EIGHT(mpjax.with_master_weights(inner)),
     "skip_nonfinite": lambda inner: mpjax.skip_nonfinite(EIGHT(inner)),
     "mixed_precision": lambda inner: mpjax.mixed_precision(EIGHT(inner), "mixed_float16"),
@@ -180,7 +182,7 @@ AROUND = {
 def test_it_composes(name, rng):
     """In a loop of optax; the same without codes trains alike."""
     params, batch = problem(rng)
-    if name in ("master weights", "inside"):
+    if name in ("master weights", "split masters", "stochastic rounding", "inside"):
         params = mpjax.cast(params, "bfloat16")
     losses, _, state = train(AROUND[name](optax.adamw(1e-3)), params, batch)
     assert {"int8", "uint8"} <= dtypes(state)
