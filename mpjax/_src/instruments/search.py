@@ -1,34 +1,38 @@
 """Which places must be float32: as few as are enough, found in few measurements.
 
-The roundings of different places are independent of each other, so their squared errors add up:
-what a run measures is a sum over the places that were left in half. How much of it is each place's
-is fitted to all that was measured, beginning with what is suspected, by multiplicative algebraic
-reconstruction (Gordon, Bender and Herman, 1970). The fewest places that are enough by the fit are
-tried next, and what comes out is one more measurement.
+What a set of places gives is estimated from all that was measured (`estimate`). While none is known
+to be enough, the fewest that probably are come next; then smaller ones, as long as the chance that
+one of them is enough is worth a run. What comes out is one more measurement.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-# So many times the tolerance, an error is beyond measure.
-BEYOND = 1e9
+from mpjax._src.instruments.estimate import Estimate, chances, excess
 
-SWEEPS, LEAST = 10, 1e-30
+# So many times the tolerance, an error is beyond measure.
+BEYOND = 1e5
 
 # What is expected of all places that are not suspected, and what no place takes away.
 UNSUSPECTED, NOBODY = 1e-3, 1e-6
 
-# So many failures in a row end the search.
-THOROUGH = 8
-
-# What is left of the allowed squared error, by the fit, after each failure that ends in no set.
-CAUTION = 0.7
-
 # After so many failures all places together are tried: what remains then is nobody's.
-PATIENCE = 4
+PATIENCE = 3
+
+# Worth a run: a set that has this chance, while none is known; then one that saves this many places
+# on average, and, at last, the likeliest where this many sets of two places fewer may be enough.
+LIKELY, GAIN, DOUBT = 0.5, 0.25, 0.25
+
+# So many guesses at smaller sets that are not enough end the search.
+GUESSES = 20
+
+# Chances as near as that are the same: the cheaper set is taken.
+AS_GOOD = 0.98
+
+# How many sets of a size are looked at, times the cube of the number of places: up to 12, all.
+WIDTH, NARROWEST = 924 * 12**3, 8
 
 
 class Search:
@@ -42,7 +46,7 @@ class Search:
 
     def __init__(
         self,
-        measure: Callable[[frozenset[int]], Sequence[float]],
+        measure: Callable[[frozenset[int]], Sequence[Any]],
         suspicion: Callable[[], Sequence[float]],
         costs: Sequence[Any],
         tolerance: float,
@@ -50,13 +54,13 @@ class Search:
     ):
         """
         Args:
-            measure: Returns the error of each result with a set of places in float32. What it
-                raises ends the search.
+            measure: Returns the error of each result with a set of places in float32: a vector, or
+                a projection of it, of the error's norm. What it raises ends the search.
             suspicion: Returns how much of the squared error is expected of each place, in any unit;
                 not called before it is needed.
             costs: What moving each place costs, numbers or tuples: of as many places, the cheaper
                 ones are taken.
-            tolerance: What no error may exceed.
+            tolerance: What the norm of no error may exceed.
             inside: Of each place, the others that lie within it: they are in float32 with it.
         """
         self._measure, self.tolerance = measure, tolerance
@@ -66,134 +70,170 @@ class Search:
         self.tried: dict[frozenset[int], float] = {}
         self.best: frozenset[int] | None = None
         self.least = False
-        self.streak = 0  # of sets that were tried since the best one, and are none
-        self._seen: list[tuple[np.ndarray, np.ndarray]] = []  # what was in half, squared errors
+        self._guessed: list[frozenset[int]] = []  # smaller sets than the best one was
+        self._runs: list[tuple[np.ndarray, list[np.ndarray]]] = []  # what was in half, errors
         self._inside = np.eye(self.count, dtype=bool)
         for place, others in enumerate(inside or ()):
             self._inside[place, list(others)] = True
         self._suspicion = suspicion
-        self._shares: Any = None
+        self._suspected: np.ndarray | None = None
 
     def run(self) -> None:
         """Searches until no smaller set is in sight, or a measurement is refused."""
         everything = frozenset(range(self.count))
-        candidate: frozenset[int] | None = frozenset()
-        while candidate is not None and self.streak < THOROUGH:
-            before = self.best
-            if self.is_enough(candidate) and not candidate:
-                self.least = True
+        if self.is_enough(frozenset()):
+            self.least = True
+            return
+        while (candidate := self._candidate()) is not None:
+            self.is_enough(candidate)
+            if self.best is None and len(self.tried) > PATIENCE and not self.is_enough(everything):
                 return
-            if self.best is None and len(self.tried) == PATIENCE and not self.is_enough(everything):
-                return
-            self.streak = self.streak + 1 if self.best == before else 0
-            candidate = self._candidate()
-        self.least = self.best is not None and not any(map(self._may_do, self._parts()))
+        self.least = self.best is not None and not self._open_parts()
 
     def is_enough(self, places: frozenset[int]) -> bool:
         """Tells whether a set of places meets the tolerance, measuring it if need be."""
         if places not in self.tried:
-            errors = np.asarray(self._measure(places), float)
-            errors = np.where(errors < BEYOND * self.tolerance, errors, BEYOND * self.tolerance)
-            self.tried[places] = float(errors.max(initial=0))
-            left = np.array([i not in places for i in range(self.count)] + [True])
-            self._seen.append((left, (errors / self.tolerance) ** 2))
+            errors = [_bounded(np.asarray(e) / self.tolerance) for e in self._measure(places)]
+            self.tried[places] = max(map(_norm, errors), default=0.0) * self.tolerance
+            self._runs.append((self._left([places])[0], errors))
         enough = self.tried[places] <= self.tolerance
         if enough and (self.best is None or self._rank(places) < self._rank(self.best)):
             self.best = places
         return enough
 
+    def needed(self) -> int:
+        """Returns how many places are needed at least, if less float32 never makes it better.
+
+        Every set that is enough has a place outside of each one that failed: the smallest that has
+        is no larger (minimum hitting set; Reiter, 1987).
+        """
+        from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import: for who tunes
+
+        failed = [s for s, error in self.tried.items() if error > self.tolerance]
+        if not failed or self.best is None:
+            return 0
+        outside, one = self._left(failed)[:, :-1], np.ones(self.count)
+        found = milp(
+            one, constraints=LinearConstraint(outside, 1), integrality=one, bounds=Bounds(0, 1)
+        )
+        return round(found.fun)
+
     # ---- what to try next -----------------------------------------------------------------------
 
     def _candidate(self) -> frozenset[int] | None:
         """Returns the next set to try, or None where none is worth it."""
-        self._fit()
-        if self.best is None or len(self.best) == self.count:
-            # What failed tells that the fit expects too little: leave it more and more room.
-            found = self._fewest(CAUTION**self.streak)
-            if self.best is None or found not in self.tried:
-                return None if found in self.tried else found
-        found = self._fewest(1.0)
-        if len(found) < len(self.best):
-            return found
-        # Is each of its places needed? Those first that are least so by the fit.
-        part = next(filter(self._may_do, self._parts()), None)
-        return part or next((s for s in self._probes() if s not in self.tried), None)
+        estimates = self._estimates()
+        if self.best is None:
+            return self._first(estimates)
+        parts = self._open_parts()
+        wrong = sum(self.tried[places] > self.tolerance for places in self._guessed)
+        guess = self._guess(estimates, bool(parts)) if wrong < GUESSES else None
+        if guess is not None:
+            self._guessed.append(guess)
+            return guess
+        # Is each of its places needed? Those first that are least so by the estimate.
+        odds = chances(estimates, self._left(parts))
+        return parts[int(np.argmax(odds))] if parts else None
 
-    def _parts(self) -> list[frozenset[int]]:
-        """Returns the best set without one of its places, the least needed one first."""
-        best = self.best or frozenset()
-        order = sorted(best, key=lambda i: self._shares[i].max())
-        return [best - self._around(i) for i in order]
+    def _first(self, estimates: Sequence[Estimate]) -> frozenset[int] | None:
+        """Returns the fewest places that are likely to be enough, or else what is likeliest."""
+        best: tuple[float, frozenset[int]] | None = None
+        for sets, odds in self._by_size(estimates, self.count):
+            if best is None or odds.max() > best[0]:
+                best = odds.max(), self._likeliest(sets, odds)
+            if best[0] >= LIKELY:
+                break
+        return best and best[1]
+
+    def _guess(self, estimates: Sequence[Estimate], has_parts: bool) -> frozenset[int] | None:
+        """Returns a smaller set than the best one, if one is worth a run."""
+        size, doubt = len(self.best or ()), 0.0
+        guesses: list[
+            tuple[float, float, frozenset[int]]
+        ] = []  # what it saves, its chance, the set
+        for sets, odds in self._by_size(estimates, size - 1):
+            fewer = size - int(sets[0].sum())
+            doubt += odds.sum() * (fewer > 1)
+            guesses.append((fewer * odds.max(), odds.max(), self._likeliest(sets, odds)))
+        worth = max(guesses, key=lambda guess: guess[0], default=None)
+        if worth is not None and worth[0] >= GAIN:
+            return worth[2]
+        two = [guess for guess in guesses if len(guess[2]) < size - 1]
+        if has_parts or doubt < DOUBT:
+            return None
+        return max(two, key=lambda guess: guess[1])[2]
+
+    def _by_size(
+        self, estimates: Sequence[Estimate], largest: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields sets of each size that were not tried, the best ones, and their chances."""
+        tried = {np.packbits(~self._left([s])[0, :-1].astype(bool)).tobytes() for s in self.tried}
+        width = max(WIDTH // self.count**3, NARROWEST)
+        sizes = {0: np.zeros((1, self.count), bool)}
+        for size in range(largest + 1):
+            sets = sizes.pop(size, None)
+            if sets is None:
+                continue
+            if len(sets) > width:
+                sets = sets[np.argsort(excess(estimates, _terms(sets)))[:width]]
+            more = (sets[:, None] | self._inside)[~sets]  # each with each place that it lacks
+            counts = more.sum(1)
+            for count in np.unique(counts[counts <= largest]):
+                found = [more[counts == count], *(sizes[count] for _ in range(count in sizes))]
+                sizes[count] = np.unique(np.concatenate(found), axis=0)
+            sets = sets[[np.packbits(s).tobytes() not in tried for s in sets]]
+            if len(sets):
+                yield sets, chances(estimates, _terms(sets))
+
+    def _likeliest(self, sets: np.ndarray, odds: np.ndarray) -> frozenset[int]:
+        """Returns the set of the best chance, the cheapest of those as good."""
+        good = sets[odds >= AS_GOOD * odds.max()]
+        return frozenset(np.flatnonzero(good[np.argmin(good @ self._cost)]).tolist())
+
+    def _open_parts(self) -> list[frozenset[int]]:
+        """Returns the best set without one of its places, unless less float32 than that failed."""
+        failed = [s for s, error in self.tried.items() if error > self.tolerance]
+        parts = [(self.best or frozenset()) - self._around(i) for i in self.best or ()]
+        return [part for part in parts if not any(part <= other for other in failed)]
 
     def _around(self, place: int) -> frozenset[int]:
         """Returns the places that a place lies within, itself too."""
         return frozenset(np.flatnonzero(self._inside[:, place]).tolist())
 
-    def _probes(self) -> Iterator[frozenset[int]]:
-        """Yields sets that tell how large the shares of the places outside the best set are.
-
-        Each takes those in whose number a bit is set. Nothing that they tell can make the set much
-        smaller, unless three of its places could be exchanged for one outside.
-        """
-        best = self.best or frozenset()
-        least = sorted(best, key=lambda i: self._shares[i].max())[:THOROUGH]
-        threes = itertools.combinations(least, 3)
-        if any((self._shares[list(three)].sum(0) <= 1).all() for three in threes):
-            outside = [i for i in range(self.count) if i not in best]
-            for bit in range(len(outside).bit_length()):
-                some = (i for n, i in enumerate(outside, 1) if n >> bit & 1)
-                yield self._closed(best.union(some))
-
-    def _closed(self, places: frozenset[int]) -> frozenset[int]:
-        """Returns places with all that lie within them."""
-        return frozenset(np.flatnonzero(self._inside[list(places)].any(0)).tolist())
-
-    def _may_do(self, places: frozenset[int]) -> bool:
-        """Tells whether a set is no part of one that failed: less float32 does not do better."""
-        return not any(places <= other for other in self._failed())
-
-    def _failed(self) -> Iterator[frozenset[int]]:
-        return (places for places, error in self.tried.items() if error > self.tolerance)
-
-    def _fewest(self, allowed: float) -> frozenset[int]:
-        """Returns as few places as are enough by the fit, the cheaper ones of as many."""
-        shares = self._shares / allowed
-        need, rest = shares.max(1), shares[:-1]
-        failed = list(self._failed())
-        left = shares.sum(0)
-        places: frozenset[int] = frozenset()
-        while len(places) < self.count:
-            fresh = self._inside.copy()
-            fresh[:, list(places)] = False
-            gain = np.minimum(fresh @ rest, np.maximum(left - 1, 0)).sum(1)
-            if (left <= 1).all():
-                same = next((f for f in failed if places <= f), None)
-                if same is None:
-                    break
-                gain = fresh @ rest.sum(1)  # enough by the fit, and yet it failed
-                gain[~np.delete(fresh, list(same), 1).any(1)] = -1
-            count = fresh.sum(1)
-            worth = np.where(count, gain / np.maximum(count, 1), -1)
-            chosen = np.lexsort((self._cost, -worth, count == 0))[0]
-            places |= frozenset(np.flatnonzero(fresh[chosen]).tolist())
-            left = left - fresh[chosen] @ rest
-        for place in sorted(places, key=lambda i: (need[i], -self._cost[i])):
-            gone = self._around(place) & places
-            again = left + rest[list(gone)].sum(0)
-            if gone and (again <= 1).all() and not any(places - gone <= f for f in failed):
-                places, left = places - gone, again
-        return places
-
-    def _fit(self) -> None:
-        """Fits the share of each place in each squared error, of which 1 is allowed."""
-        if self._shares is None:
+    def _estimates(self) -> list[Estimate]:
+        """Returns what is expected of each result, by all that was measured."""
+        if self._suspected is None:
             prior = np.maximum(np.asarray(self._suspicion(), float), 0)
             prior = prior / (prior.sum() or 1) + UNSUSPECTED / self.count
-            self._shares = np.outer([*prior, NOBODY], self._seen[0][1])
-        for _ in range(SWEEPS):
-            for left, squares in self._seen:
-                sums = np.maximum(self._shares[left].sum(0), LEAST)
-                self._shares[left] *= squares / sums
+            self._suspected = np.array([*prior, NOBODY])
+        left = np.array([left for left, _ in self._runs])
+        results = zip(*(errors for _, errors in self._runs), strict=True)
+        return [Estimate(left, np.array(errors), self._suspected) for errors in results]
+
+    def _left(self, sets: Sequence[frozenset[int]]) -> np.ndarray:
+        """Returns which terms sets of places leave in half; the last one always is."""
+        chosen = np.zeros((len(sets), self.count), bool)
+        for row, places in zip(chosen, sets, strict=True):
+            row[list(places)] = True
+        return _terms(chosen)
 
     def _rank(self, places: frozenset[int]) -> tuple[int, float]:
         return len(places), float(self._cost[list(places)].sum())
+
+
+def _terms(chosen: np.ndarray) -> np.ndarray:
+    return np.column_stack([~chosen, np.ones(len(chosen), bool)]).astype(float)
+
+
+def _norm(error: np.ndarray) -> float:
+    return float(np.linalg.norm(error))
+
+
+def _bounded(error: np.ndarray) -> np.ndarray:
+    """Returns an error as a vector that is no longer than can be measured."""
+    error = np.asarray(error, float).ravel()
+    size = _norm(error)
+    if size < BEYOND:
+        return error
+    whole = np.isfinite(size)
+    return error * (BEYOND / size) if whole else np.full_like(error, BEYOND / len(error) ** 0.5)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax._src.dtypes import FLOAT32
 from mpjax._src.errors import brief, check_callable
@@ -32,6 +33,10 @@ from mpjax._src.training.loss_scale import (
 
 # A gradient this much smaller than all together is held to its share of that, not to its own size.
 SMALL = 1e-3
+
+# An error of more entries is projected to this many: its products with others stay about the same
+# (random projections; Johnson and Lindenstrauss, 1984).
+ENTRIES = 64
 
 LEAST_RUNS = 2  # without them there is no error
 
@@ -187,7 +192,7 @@ def tune(
         trial = _Trial(make, policy, max_runs, loss_scale)
         places = trial.places.finest()
         search = Search(
-            lambda chosen: [*trial.errors([places[i] for i in sorted(chosen)]).values()],
+            lambda chosen: trial.vectors([places[i] for i in sorted(chosen)]),
             lambda: _suspicions(trial, places),
             [trial.places.cost(place.ops) for place in places],
             tolerance,
@@ -221,12 +226,15 @@ class _Trial:
         self.arrays = check_concrete("tune", self.program.arrays)
         self.places = Places(self.program.plan.block)
         self._scale: float | None = None  # that the gradients are finite with
-        self._known: dict[frozenset[int], dict[str, float]] = {}
+        self._known: dict[frozenset[int], tuple[dict[str, float], list[Any]]] = {}
         full = dataclasses.replace(
             policy, overrides=(), half_ops=(), compute_dtype=FLOAT32, output_dtype=FLOAT32
         )
         self._full = self._make(policy=full)
         self.wanted = self._results(self._full, 1.0, self.arrays)
+        self._norms = {name: float(norm) for name, norm in _norms(self.wanted).items()}
+        longest = max((x.size for x in self.wanted.values()), default=0)
+        self._signs = np.random.default_rng(0).choice([-1.0, 1.0], longest).astype(np.float32)
         self._terms: dict[str, float] = {}  # of the results that are rounding error, and of others
 
     def _count(self) -> None:
@@ -249,11 +257,26 @@ class _Trial:
 
     def errors(self, places: Sequence[Place]) -> dict[str, float]:
         """Returns the error of each result with these places in float32."""
-        key = frozenset().union(*(p.ops for p in places))
+        return self._measured(places)[0]
+
+    def vectors(self, places: Sequence[Place]) -> list[Any]:
+        """Returns the same as vectors of that length: projections of the errors of all entries."""
+        return self._measured(places)[1]
+
+    def worst(self, places: Sequence[Place]) -> float | None:
+        """Returns the largest error of a result, or None if that was not measured."""
+        known = self._known.get(_ops(places))
+        return known and max(known[0].values(), default=0.0)
+
+    def _measured(self, places: Sequence[Place]) -> tuple[dict[str, float], list[Any]]:
+        key = _ops(places)
         if key not in self._known:
             program = self._make(policy=self.with_places(places)) if places else self.program
             got = self._results(program, self.scale(program), self.arrays)
-            self._known[key] = self._errors(got, program)
+            found = jax.device_get(_distances(got, self.wanted, self._signs))
+            errors = self._errors({name: float(d) for name, (d, _) in found.items()}, program)
+            vectors = [_of_length(v, errors[name]) for name, (_, v) in found.items()]
+            self._known[key] = errors, vectors
         return self._known[key]
 
     def scale(self, program: Program) -> float:
@@ -265,16 +288,13 @@ class _Trial:
             self._scale = scale
         return scale
 
-    def _errors(self, got: dict[str, jax.Array], program: Program) -> dict[str, float]:
+    def _errors(self, distances: dict[str, float], program: Program) -> dict[str, float]:
         is_gradient = dict(zip(program.results, program.gradients, strict=True))
-        norms = {name: float(jnp.linalg.norm(x)) for name, x in self.wanted.items()}
-        everything = math.hypot(*(norm for name, norm in norms.items() if is_gradient[name]))
-        distances = {
-            name: float(jnp.linalg.norm(jnp.where(got[name] == x, 0, got[name] - x)))
-            for name, x in self.wanted.items()
+        everything = math.hypot(*(norm for name, norm in self._norms.items() if is_gradient[name]))
+        norms = {
+            name: max(norm, SMALL * everything) if is_gradient[name] else norm
+            for name, norm in self._norms.items()
         }
-        for name, norm in norms.items():
-            norms[name] = max(norm, SMALL * everything) if is_gradient[name] else norm
         odd = (n for n, d in distances.items() if norms[n] * SUSPICIOUS < d < math.inf)
         if any(name not in self._terms for name in odd):
             again = self._results(self._full, 1.0, moved(self.arrays))
@@ -314,31 +334,64 @@ class _Trial:
         )
 
     def _steps(self, merged: Sequence[Place]) -> list["TuneStep"]:
-        alone = {p: self._worst([q for q in merged if q is not p]) for p in merged}
+        alone = {place: self._without(place, merged) for place in merged}
         steps: list[TuneStep] = []
         done: list[Place] = []
-        before = self._worst([])
         for place in sorted(merged, key=lambda p: -(alone[p] or 0.0)):
+            before = self.worst(done)
             done.append(place)
-            after = self._worst(done)
-            flops = self.places.flops(place.ops)
+            flops, after = self.places.flops(place.ops), self.worst(done)
             steps.append(
                 TuneStep(place.pattern, len(place.ops), flops, before, after, alone[place])
             )
-            before = after
         return steps
 
-    def _worst(self, places: Sequence[Place]) -> float | None:
-        """Returns the largest error of a result, or None where there is no run left for it."""
+    def _without(self, place: Place, merged: Sequence[Place]) -> float | None:
+        """Returns the error without one place, or None where there is no run left for it."""
+        others = [other for other in merged if other is not place]
         try:
-            return max(self.errors(places).values(), default=0.0)
+            self.errors(others)
         except _OutOfRuns:
             return None
+        return self.worst(others)
+
+
+def _ops(places: Iterable[Place]) -> frozenset[int]:
+    return frozenset().union(*(p.ops for p in places))
 
 
 def _ratio(distance: float, size: float) -> float:
     error = distance / size if size else (0.0 if distance == 0 else math.inf)
     return math.inf if math.isnan(error) else error
+
+
+@jax.jit
+def _norms(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return jax.tree.map(lambda x: jnp.linalg.norm(jnp.ravel(x)), arrays)
+
+
+@jax.jit
+def _distances(
+    got: dict[str, jax.Array], wanted: dict[str, jax.Array], signs: jax.Array
+) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Returns of each result the norm of its error, and `ENTRIES` sums of it with random signs."""
+
+    def distance(got, wanted):
+        error = jnp.ravel(jnp.where(got == wanted, 0, got - wanted))
+        columns = min(error.size, ENTRIES)
+        rows = -(-error.size // max(columns, 1))
+        signed = jnp.pad(error * signs[: error.size], (0, rows * columns - error.size))
+        return jnp.linalg.norm(error), signed.reshape(rows, columns).sum(0)
+
+    return {name: distance(got[name], x) for name, x in wanted.items()}
+
+
+def _of_length(vector: np.ndarray, length: float) -> np.ndarray:
+    """Returns a vector with this norm, in the direction that it has, if it has one."""
+    size = float(np.linalg.norm(vector))
+    if 0 < size < math.inf and length < math.inf:
+        return vector * (length / size)
+    return np.full(max(len(vector), 1), length / max(len(vector), 1) ** 0.5)
 
 
 def _suspicions(trial: _Trial, places: Sequence[Place]) -> list[float]:
