@@ -137,6 +137,8 @@ class TestSearch:
                 found = error(layers, tuned.policy, *model)
                 assert found <= 0.006 if tuned.met else found > 0.0025
             assert tuned.cut_short or (tuned.met and tuned.least)
+            assert tuned.needed <= tuned.places
+            assert ("none can be left out" in str(tuned)) <= tuned.least
 
     def test_results_that_are_rounding_error_are_held_to_their_terms(self, rng):
         def loss(params, x):
@@ -203,8 +205,9 @@ class TestReport:
         assert {s.pattern for s in tuned.steps} == set(dict(tuned.policy.overrides))
         data = json.loads(json.dumps(tuned.to_dict()))
         assert mpjax.get_policy(data["policy"]) == tuned.policy
+        assert 1 <= tuned.needed <= tuned.places == len(tuned.steps)
         text = " ".join(str(tuned).split())
-        for part in ("meets the tolerance of 0.02", str(tuned.policy), "left out"):
+        for part in ("meets the tolerance of 0.02", str(tuned.policy), "left out", "places in float32: "):
             assert part in text
 
 

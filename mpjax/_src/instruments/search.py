@@ -26,7 +26,7 @@ PATIENCE = 3
 LIKELY, GAIN, DOUBT = 0.5, 0.25, 0.25
 
 # So many guesses at smaller sets that are not enough end the search.
-GUESSES = 20
+GUESSES = 16
 
 # Chances as near as that are the same: the cheaper set is taken.
 AS_GOOD = 0.98
@@ -84,8 +84,8 @@ class Search:
         if self.is_enough(frozenset()):
             self.least = True
             return
-        while (candidate := self._candidate()) is not None:
-            self.is_enough(candidate)
+        while candidates := self._candidates():
+            any(map(self.is_enough, candidates))  # up to the first that is
             if self.best is None and len(self.tried) > PATIENCE and not self.is_enough(everything):
                 return
         self.least = self.best is not None and not self._open_parts()
@@ -120,8 +120,8 @@ class Search:
 
     # ---- what to try next -----------------------------------------------------------------------
 
-    def _candidate(self) -> frozenset[int] | None:
-        """Returns the next set to try, or None where none is worth it."""
+    def _candidates(self) -> list[frozenset[int]]:
+        """Returns the sets to try next, one after the other until one is enough."""
         estimates = self._estimates()
         if self.best is None:
             return self._first(estimates)
@@ -130,20 +130,19 @@ class Search:
         guess = self._guess(estimates, bool(parts)) if wrong < GUESSES else None
         if guess is not None:
             self._guessed.append(guess)
-            return guess
+            return [guess]
         # Is each of its places needed? Those first that are least so by the estimate.
         odds = chances(estimates, self._left(parts))
-        return parts[int(np.argmax(odds))] if parts else None
+        return [parts[i] for i in np.argsort(-odds)]
 
-    def _first(self, estimates: Sequence[Estimate]) -> frozenset[int] | None:
+    def _first(self, estimates: Sequence[Estimate]) -> list[frozenset[int]]:
         """Returns the fewest places that are likely to be enough, or else what is likeliest."""
-        best: tuple[float, frozenset[int]] | None = None
+        found: list[tuple[float, frozenset[int]]] = []
         for sets, odds in self._by_size(estimates, self.count):
-            if best is None or odds.max() > best[0]:
-                best = odds.max(), self._likeliest(sets, odds)
-            if best[0] >= LIKELY:
+            found.append((odds.max(), self._likeliest(sets, odds)))
+            if odds.max() >= LIKELY:
                 break
-        return best and best[1]
+        return [max(found, key=lambda each: each[0])[1]] if found else []
 
     def _guess(self, estimates: Sequence[Estimate], has_parts: bool) -> frozenset[int] | None:
         """Returns a smaller set than the best one, if one is worth a run."""
