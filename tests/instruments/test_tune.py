@@ -207,7 +207,12 @@ class TestReport:
         assert mpjax.get_policy(data["policy"]) == tuned.policy
         assert 1 <= tuned.needed <= tuned.places == len(tuned.steps)
         text = " ".join(str(tuned).split())
-        for part in ("meets the tolerance of 0.02", str(tuned.policy), "left out", "places in float32: "):
+        for part in (
+            "meets the tolerance of 0.02",
+            str(tuned.policy),
+            "left out",
+            "smallest places in float32: ",
+        ):
             assert part in text
 
 
