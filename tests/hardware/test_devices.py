@@ -92,6 +92,14 @@ def build(policy):
     return mpjax.build_train_step(lambda p, b: jnp.sum(p * b), optax.sgd(0.1), policy)
 
 
+def test_8_bit_moments_are_warned_about_on_a_tpu(monkeypatch, recwarn):
+    for device in (gpu("8.0"), TPU):
+        monkeypatch.setattr(devices, "default_device", lambda device=device: device)
+        devices.warn_if_unfit(mpjax.get_policy("O2:bfloat16,moments=8bit"), 1)
+    (caught,) = recwarn.list
+    assert "on a TPU moments=8bit" in str(caught.message) and caught.filename == __file__
+
+
 @pytest.mark.parametrize(
     ("device", "policy", "instead"),
     [

@@ -199,10 +199,18 @@ def device_facts(device: Any) -> DeviceFacts:
 
 
 def warn_if_unfit(policy: Policy, stacklevel: int) -> None:
-    """Warns of a half dtype that the default device, an accelerator, has no fast units for."""
+    """Warns of what the default device, an accelerator, is slow at: a half dtype, 8-bit moments."""
     device = default_device()
-    if getattr(device, "platform", "cpu") == "cpu":
+    platform = getattr(device, "platform", "cpu")
+    if platform == "cpu":
         return  # where people test
+    if platform == "tpu" and policy.moments == "8bit":
+        warnings.warn(
+            f"policy={str(policy)!r}: on a TPU moments=8bit saves memory between steps and takes "
+            "more within them. Blocks of 32 entries fit no tile there, so that XLA writes large "
+            "moments down in another layout. Use moments=float32.",
+            stacklevel=stacklevel + 1,
+        )
     facts = device_facts(device)
     dtypes = (policy.compute_dtype, *(dtype for _, dtype in policy.overrides))
     for dtype in dict.fromkeys(dtypes):
