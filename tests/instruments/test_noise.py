@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from support import normal
 
 import mpjax
@@ -12,6 +13,12 @@ def batch_norm(params, x):
     h = x @ params["w"] + params["bias"]
     h = (h - h.mean(0)) * jax.lax.rsqrt(h.var(0) + 1e-5)
     return jnp.mean(jax.nn.relu(h) @ params["out"])
+
+
+def dropped(params, x):
+    """Random bits become floats by their bits, an operation that has no other form."""
+    keep = jax.random.bernoulli(jax.random.key(0), 0.8, x.shape)
+    return batch_norm(params, jnp.where(keep, x, 0))
 
 
 def attention(params, x):
@@ -38,6 +45,7 @@ def advantages(params, x):
     ("fun", "noise"),
     [
         (batch_norm, "gradient of bias"),
+        (dropped, "gradient of bias"),
         (attention, "gradient of bias"),
         (advantages, "loss"),
     ],
@@ -68,3 +76,24 @@ def test_a_gradient_that_overflowed_is_no_noise():
 
     compared = mpjax.compare(fun, "mixed_float16", loss_scale=1.0)(PARAMS, X * 1e3)
     assert not compared.noise and compared.results["loss"] == float("inf")
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(jax.nn.relu(self.norm(self.dense(x))))
+
+
+def test_a_module_of_nnx_is_an_argument_as_others_are_and_stays_as_it_was():
+    model = Model(nnx.Rngs(0))
+    before = [jnp.copy(x) for x in jax.tree.leaves(nnx.state(model, nnx.Not(nnx.RngKey)))]
+    compared = mpjax.compare(lambda m, x: jnp.mean(m(x) ** 2), "mixed_bfloat16")(model, X)
+    assert compared.noise == ("gradient of dense/bias/value",)
+    assert "gradient of dense/kernel/value" in compared.results
+    assert not any("mean" in name for name in compared.results if name.startswith("gradient"))
+    after = jax.tree.leaves(nnx.state(model, nnx.Not(nnx.RngKey)))
+    assert all((a == b).all() for a, b in zip(before, after, strict=True))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src import trees
+from mpjax._src.autocast.modules import leaves_trained
 from mpjax._src.errors import brief
 from mpjax._src.patterns import path_of
 
@@ -35,9 +36,10 @@ def differentiated(tool: str, args: Any, kwargs: Any, argnums: Any) -> list[bool
         )
     chosen = {int(i) % len(args) for i in positions}
     active = [
-        i in chosen and bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+        i in chosen and trained and bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
         for i, arg in enumerate(args)
-        for leaf in filter(is_array, jax.tree.leaves(arg))
+        for leaf, trained in leaves_trained(arg)
+        if is_array(leaf)
     ]
     if not any(active):
         raise ValueError(

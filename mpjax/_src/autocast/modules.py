@@ -25,6 +25,22 @@ def modules_in(tree: Any) -> list[Any]:
     return [leaf for leaf in leaves if isinstance(leaf, kinds)]
 
 
+def leaves_trained(tree: Any) -> list[tuple[Any, bool]]:
+    """Returns the leaves of a tree, and whether ``nnx.value_and_grad`` would differentiate by them.
+
+    It does by all, but of variables of Flax NNX by parameters alone: not by statistics or caches.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return [(leaf, True) for leaf in jax.tree.leaves(tree)]
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return [
+        (leaf, isinstance(node, nnx.Param) or not isinstance(node, nnx.Variable))
+        for node in nodes
+        for leaf in jax.tree.leaves(node)
+    ]
+
+
 def has_modules(tree: Any) -> bool:
     """Tells whether `modules_in` would find something in a tree."""
     return are_there(*jax.tree_util.tree_flatten(tree))

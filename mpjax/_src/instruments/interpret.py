@@ -215,8 +215,8 @@ DTYPES = ("preferred_element_type", "new_dtype", "dtype", "half")
 
 def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
     """Runs an equation on arrays whose half ones were widened; None where it has no such form."""
-    if eqn.primitive.name in NARROW or eqn.effects:  # what has effects happens once
-        return None
+    if eqn.effects or (eqn.primitive.name in NARROW and touches_half(eqn)):
+        return None  # what has effects happens once
     wide = {name: FLOAT32 for name in DTYPES if name in eqn.params and eqn.params[name] in HALVES}
     arrays = [widen(x) for x in arrays]
     if eqn.primitive.name == "convert_element_type" and wide and _dtype(arrays[0]) == FLOAT32:
@@ -229,6 +229,11 @@ def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
         return run(eqn, arrays, **wide, **jax.tree.map(_widened, programs, is_leaf=_is_program))
     except MISFITS:
         return None
+
+
+def touches_half(eqn: Any) -> bool:
+    """Tells whether an equation reads or gives half."""
+    return any(is_half(v.aval) for v in (*eqn.invars, *eqn.outvars))
 
 
 # Not ours to widen: kernels and code of the user's, and what gives the bits of its operands.

@@ -21,6 +21,7 @@ from mpjax._src.instruments.interpret import (
     run_in_float32,
     shown,
     take,
+    touches_half,
 )
 from mpjax._src.instruments.places import Places
 from mpjax._src.instruments.programs import (
@@ -277,7 +278,7 @@ class _Finder:
         return results
 
     def _event(self, eqn, ins, arrays, index, out, given, place) -> int:
-        wide = run_in_float32(eqn, arrays) if _touches_half(eqn) else None
+        wide = run_in_float32(eqn, arrays) if touches_half(eqn) else None
         in_float32 = None if wide is None else wide[index]
         finite = in_float32 is not None and sum(_count(in_float32)) < sum(_count(out))
         nans, _ = _count(out)
@@ -617,7 +618,3 @@ def _is_new(eqn: Any, arrays: Sequence[Any], out: Any) -> bool:
     for x in same:
         fresh &= jnp.isfinite(x)
     return bool(same) and bool(jnp.any(fresh))
-
-
-def _touches_half(eqn: Any) -> bool:
-    return any(is_half(v.aval) for v in (*eqn.invars, *eqn.outvars))
