@@ -64,7 +64,7 @@ def write() -> None:
     """Writes the page, the tables of other pages, and the charts whose figures changed."""
     text, charts = render()
     PAGE.write_text(text)
-    for page, filled in tables().items():
+    for page, filled in filled_pages().items():
         page.write_text(filled)
     PICTURES.mkdir(exist_ok=True)
     for name, chart in charts.items():
@@ -72,7 +72,7 @@ def write() -> None:
     print(f"{PAGE}, {len(charts)} charts")
 
 
-def tables(results: Path = RESULTS) -> dict[Path, str]:
+def filled_pages(results: Path = RESULTS) -> dict[Path, str]:
     """Returns the pages that show a suite's table between two marks, with the table of now."""
     filled = {}
     for name in TABLES:
