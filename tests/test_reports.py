@@ -79,7 +79,7 @@ def test_a_report_shows_itself_in_a_notebook_and_fits(name):
 
 
 def test_every_public_report_does():
-    words = ("Report", "Comparison", "Tuning", "Histogram", "Advice", "Overflow", "Underflow")
+    words = ("Report", "Comparison", "Tuning", "Histogram", "Advice", "flow", "Stalled")
     public = [getattr(mpjax, name) for name in mpjax.__all__]
     found = [x for x in public if isinstance(x, type) and x.__name__.endswith(words)]
     assert {mpjax.LargestBatch, *found} == {
