@@ -56,6 +56,7 @@ REPORTS = {
     "devices": mpjax.device_report,
     "overflow": lambda: overflow()["overflow"],
     "underflow": lambda: overflow()["underflow"],
+    "stalled": lambda: mpjax.Stalled(jnp.ones(30), tuple(f"{n}/layer" * 15 for n in range(30))),
 }
 
 
