@@ -89,7 +89,6 @@ def _leaves(tree: Any, path: tuple, means: tuple) -> Iterator[Leaf]:
             yield Leaf(path_of(path + keys), path_of(means + keys), node)
             continue
         here, inside = path + keys, (*path, *keys, GetAttrKey("inner_state"))
-        draws = path_of((*means, *keys, GetAttrKey(DRAWS)))
         if isinstance(node, EightBitMomentsState):
             yield from _leaves(node.inner_state, inside, means + keys)
             for of, scale in jax.tree_util.tree_leaves_with_path(node.scales):
@@ -99,6 +98,7 @@ def _leaves(tree: Any, path: tuple, means: tuple) -> Iterator[Leaf]:
             yield Leaf(path_of((*here, GetAttrKey("rounded"))), rounded, node.rounded)
             continue
         if isinstance(node, StochasticRoundingState):
+            draws = path_of((*means, *keys, GetAttrKey(DRAWS)))
             yield Leaf(path_of((*here, GetAttrKey("draws"))), draws, node.draws)
         else:
             for of, beside in jax.tree_util.tree_leaves_with_path(node.masters):

@@ -147,9 +147,8 @@ class Search:
     def _guess(self, estimates: Sequence[Estimate], has_parts: bool) -> frozenset[int] | None:
         """Returns a smaller set than the best one, if one is worth a run."""
         size, doubt = len(self.best or ()), 0.0
-        guesses: list[
-            tuple[float, float, frozenset[int]]
-        ] = []  # what it saves, its chance, the set
+        # What it saves, its chance, the set.
+        guesses: list[tuple[float, float, frozenset[int]]] = []
         for sets, odds in self._by_size(estimates, size - 1):
             fewer = size - int(sets[0].sum())
             doubt += odds.sum() * (fewer > 1)

@@ -167,10 +167,10 @@ def tune(
     Returns:
         A function of the same arguments, which must be concrete arrays. It returns a `Tuning`: its
         ``policy`` is the one given, with as few places in float32 as were found to be enough, those
-        of less work where there is a choice. Where errors add up, as vectors
-        or as squares, that was at most one place more than trying all sets of up to 12 finds. An
-        error of one number far below what most places add is met where they happen to cancel: few
-        runs do not find each set that does.
+        of less work where there is a choice. Where errors add up, as vectors or as squares, that
+        was at most one place more than trying all sets of up to 12 finds. An error of one number
+        far below what most places add is met where they happen to cancel: few runs do not find each
+        set that does.
 
     Raises:
         TypeError: If ``fun`` is not a function, or an array is abstract or being traced.

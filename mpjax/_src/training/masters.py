@@ -15,13 +15,23 @@ import optax
 from mpjax._src.dtypes import BFLOAT16, FLOAT32
 from mpjax._src.errors import brief, did_you_mean
 from mpjax._src.patterns import name_of, path_of
+from mpjax._src.policy import CHOICES
 from mpjax._src.training import residuals
 from mpjax._src.training.optimizers import as_optimizer, check_kind
-from mpjax._src.training.stored import Optimizer, added, by_leaf, inner_update, made, need_params
+from mpjax._src.training.stored import (
+    Optimizer,
+    added,
+    by_leaf,
+    inner_update,
+    is_masked,
+    made,
+    need_params,
+)
 from mpjax._src.trees import is_half, widen
 
-# What stands beside a half parameter, by the name of the storage; see `residuals`.
-STORAGES = {"float32": FLOAT32, "split": residuals.UINT16, "split8": residuals.UINT8}
+# What stands beside a half parameter, by the policy's name for it; see `residuals`.
+KINDS = FLOAT32, residuals.UINT16, residuals.UINT8
+STORAGES = dict(zip(CHOICES["masters"].values, KINDS, strict=True))
 COMPENSATED = "compensation"  # in the parameter's own dtype
 
 
@@ -196,7 +206,6 @@ def _full(params: Any, masters: Any, kind: Callable[[Any], np.dtype], name: str)
 
     if _are_none(masters):  # whatever the tree of parameters: a node for each costs time
         masters = jax.tree.map(lambda _: optax.MaskedNode(), params)
-    is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
     trees: list[Any] = [jax.tree.structure(tree, is_leaf=is_masked) for tree in (params, masters)]
     wanted, found = trees
     if wanted != found:
@@ -206,7 +215,7 @@ def _full(params: Any, masters: Any, kind: Callable[[Any], np.dtype], name: str)
         )
 
     def choose(keys, param, beside):
-        if is_half(param) == isinstance(beside, optax.MaskedNode):
+        if is_half(param) == is_masked(beside):
             seen, now = ("float32", "half") if is_half(param) else ("half", "float32")
             raise ValueError(
                 f"{name}: {name_of('params', keys)} was {seen} when init saw it, and is {now} now. "
@@ -269,15 +278,12 @@ def apply_updates(params: Any, updates: Any, opt_state: optax.OptState) -> Any:
         updates: What the optimizer returned.
         opt_state: The state that the optimizer returned with them.
     """
-    summed = jax.tree.unflatten(
-        jax.tree.structure(params), [added(*row) for row in by_leaf(params, updates)]
-    )
 
     def exact(param, beside):
         is_master = beside is not None and beside.dtype == FLOAT32
         return beside.astype(param.dtype) if is_master else param
 
-    return _with_kept(summed, opt_state, exact)
+    return _with_kept(jax.tree.map(added, params, updates), opt_state, exact)
 
 
 def full_value(param: Any, beside: Any) -> Any:

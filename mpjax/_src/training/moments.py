@@ -11,7 +11,8 @@ from mpjax._src.dtypes import FLOAT32
 from mpjax._src.errors import brief
 from mpjax._src.patterns import path_of
 from mpjax._src.training.codes import SIGNED, UNSIGNED, Code, decode, encode, scales_of
-from mpjax._src.training.optimizers import as_optimizer, check_kind, check_state, for_state
+from mpjax._src.training.optimizers import as_optimizer, check_kind, for_state
+from mpjax._src.training.stored import is_masked
 from mpjax._src.trees import is_floating
 
 # Leaves of fewer entries stay as they are: all of them together are small.
@@ -108,20 +109,16 @@ def with_8bit_moments(
         check_kind(state, EightBitMomentsState, "with_8bit_moments")
         _check_scales(state, table)
 
-        def check_inner(before):
-            if params is not None:  # else what it would be is not known
-                check_state(inner.init, before, params, "state.inner_state")
-
         def advance(codes, scales):
             before = _plain(_replaced(state.inner_state, codes, table), scales, table)
-            with for_state(lambda: check_inner(before)):
+            with for_state(inner, before, params):
                 return inner.update(updates, before, params, **extra_args)
 
         number = state.rounded + 1
         codes = {path: tree for path, (tree, _) in _moments(state.inner_state, table).items()}
         _, once = advance(codes, state.scales)
         new = _each(
-            lambda x, code, old: old if _is_masked(old) else scales_of(x, code, number),
+            lambda x, code, old: old if is_masked(old) else scales_of(x, code, number),
             table,
             once,
             state.scales,
@@ -175,7 +172,7 @@ def _coded(state: Any, scales: dict[str, Any], table: Table, number: jax.Array) 
     """Returns a state with codes where there are scales."""
 
     def code_of(x, code, scale):
-        return x if _is_masked(scale) else encode(x, scale, code, number)
+        return x if is_masked(scale) else encode(x, scale, code, number)
 
     return _replaced(state, _each(code_of, table, state, scales), table)
 
@@ -184,7 +181,7 @@ def _plain(inner: Any, scales: dict[str, Any], table: Table) -> Any:
     """Returns the state of the inner optimizer, in float32."""
 
     def plain(x, code, scale):
-        return x if _is_masked(scale) else decode(x, scale, code)
+        return x if is_masked(scale) else decode(x, scale, code)
 
     return _replaced(inner, _each(plain, table, inner, scales), table)
 
@@ -197,10 +194,6 @@ def _is_kept(leaf: Any) -> bool:
     """Tells whether a moment is held as codes."""
     narrow = is_floating(leaf) and leaf.dtype.itemsize <= FLOAT32.itemsize
     return narrow and leaf.size >= SMALLEST
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
 
 
 def _checked(moments: Table) -> Table:

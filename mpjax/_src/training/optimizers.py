@@ -98,11 +98,7 @@ def updated_if(
     def update(state, grads, params):
         return inner.update(grads, state, params, **extra_args)
 
-    def check():
-        if params is not None:
-            check_state(inner.init, state, params, "state.inner_state")
-
-    with for_state(check):
+    with for_state(inner, state, params):
         return gated_update(finite, update, state, grads, params)
 
 
@@ -134,12 +130,18 @@ def check_state(init: Callable[..., Any], state: Any, params: Any, argument: str
 
 
 @contextlib.contextmanager
-def for_state(check: Callable[[], None]) -> Iterator[None]:
-    """Where an optimizer fails, says so if the reason is a state of another one."""
+def for_state(
+    inner: optax.GradientTransformationExtraArgs, state: Any, params: Any
+) -> Iterator[None]:
+    """Where an optimizer fails, says so if the reason is a state of another one.
+
+    Without ``params`` it is not known what its own would be.
+    """
     try:
         yield
     except Exception:
-        check()
+        if params is not None:
+            check_state(inner.init, state, params, "state.inner_state")
         raise
 
 

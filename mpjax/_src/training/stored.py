@@ -7,7 +7,7 @@ import jax
 import optax
 
 from mpjax._src.dtypes import FLOAT32
-from mpjax._src.training.optimizers import as_optimizer, check_state, for_state
+from mpjax._src.training.optimizers import as_optimizer, for_state
 from mpjax._src.trees import widen
 
 
@@ -96,6 +96,11 @@ def made(init: Callable[..., Any], core: Callable[..., Any]) -> Optimizer:
     return optimizer
 
 
+def is_masked(node: Any) -> bool:
+    """Tells whether a node stands for a leaf beside which nothing is kept."""
+    return isinstance(node, optax.MaskedNode)
+
+
 def by_leaf(params: Any, *trees: Any) -> Iterator[tuple[Any, ...]]:
     """Returns each leaf of the parameters with what other trees have in its place."""
     structure: Any = jax.tree.structure(params)
@@ -118,8 +123,7 @@ def inner_update(
     extra_args: dict[str, Any],
 ) -> tuple[Any, Any]:
     grads = widen(grads)
-    trained = grads if full is None else full
-    with for_state(lambda: check_state(inner.init, state, trained, "state.inner_state")):
+    with for_state(inner, state, grads if full is None else full):
         return inner.update(grads, state, full, **extra_args)
 
 
