@@ -1,7 +1,7 @@
 """mpjax: functional mixed precision for JAX and Flax.
 
 What is public is listed in `__init__.pyi`, and imported when it is first asked for: importing mpjax
-costs nothing over importing JAX. See docs/architecture.md for the map.
+takes little more than importing JAX. See docs/architecture.md for the map.
 """
 
 import lazy_loader

@@ -5,6 +5,7 @@ changes the key of every program, and each would be compiled again.
 """
 
 import jax
+import jax.extend.core  # on JAX 0.12 it makes contexts too, and all of mpjax imports it
 
 # What a function is traced for that will be planned: an `autocast.kernels.Tracing`, or None.
 PLANNED_FOR = jax.make_user_context(default_value=None)
