@@ -11,16 +11,16 @@ from programs import NOT_REVERSED, SHAPE, STEP, build
 
 import mpjax
 from mpjax._src import _jax
-from mpjax._src.instruments.compare import _Comparer
 from mpjax._src.instruments.interpret import interpret
 from mpjax._src.instruments.programs import make_program
+from mpjax._src.instruments.shadows import Comparer
 from mpjax._src.policy import get_policy
 
 
 def run_both(program):
     """Returns what a program gives when it is interpreted, in each precision, and compiled."""
     arrays = [jnp.asarray(x) for x in (*program.arrays, np.float32(1))]
-    comparer = _Comparer(program)
+    comparer = Comparer(program)
     values = interpret(program.jaxpr, [comparer.constant(x) for x in arrays], comparer)
     compiled = jax.jit(lambda *xs: _jax.eval_closed(program.jaxpr, *xs))(*arrays)
     return values, compiled

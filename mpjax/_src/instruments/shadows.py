@@ -1,0 +1,333 @@
+"""A program run one operation after the other, with a shadow: the same values in float32."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src import _jax, rules
+from mpjax._src.dtypes import short_name
+from mpjax._src.instruments.interpret import (
+    Place,
+    is_half,
+    run,
+    run_in_float32,
+    shown,
+    take,
+    widen,
+)
+from mpjax._src.instruments.noise import SUSPICIOUS
+from mpjax._src.instruments.programs import Program
+from mpjax._src.reports import where
+from mpjax._src.rules import rule_of
+
+# A float32 result this much smaller than what it is the sum of is float32's own rounding error.
+NOISE = 2.0**-17
+
+# An operand with this relative error, four roundings of bfloat16, is wrong already: what an
+# operation makes of it is no fault of its own.
+WRONG = 2.0**-6
+
+# Of an array that is not finite where float32 is.
+BROKEN = 1e9
+
+# Where the terms of a sum cancel, errors grow. In a gradient that is no fault of the sum's.
+NATURAL = 2.0**-5
+
+# An overflow is worse than any finite error, unless its operands were wrong already.
+OVERFLOW = 16.0
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareRow:
+    """One operation, in its worst iteration.
+
+    Errors are relative, of the whole array: ``norm(got - wanted) / norm(wanted)``.
+
+    Attributes:
+        primitive: Its name.
+        source: "file:line" of the user's code that it comes from.
+        scope: The named scopes around it, joined with "/".
+        path: The paths of the parameters that are its operands, joined with ", ".
+        backward: Whether it belongs to the backward pass.
+        iteration: The loops around it and their iterations where it was worst.
+        times: How often it ran.
+        dtypes: Of its operands and its result, such as "f16,f16->f32".
+        error: Of its result, against the float32 run.
+        new: What it adds itself: its result against float32 on the same operands.
+        inherited: What float32 on the same operands differs from the float32 run by.
+        operands: The largest error of an operand. What an operation did to its own last result in a
+            loop does not count, so an accumulator's drift is its own.
+        underflow: The share of entries that became zero here, and would not be in float32.
+        overflow: The share that became infinite or NaN here, and would not in float32.
+        low: The smallest magnitude of the float32 result that is not zero.
+        high: The largest.
+        noise: Whether the float32 result is itself rounding error, such as a gradient that is zero
+            in exact arithmetic: relative errors then mean nothing.
+        op: The number of the operation of the plan that this is, or is the backward pass of.
+        compared: Whether there is a float32 form to compare with. If not (kernels and callbacks
+            that are written for half), its errors are 0 for want of better.
+        library: "file:line" of the library that ``source`` calls for it, or "".
+    """
+
+    primitive: str
+    source: str
+    scope: str
+    path: str
+    backward: bool
+    iteration: tuple[tuple[str, int], ...]
+    times: int
+    dtypes: str
+    error: float
+    new: float
+    inherited: float
+    operands: float
+    underflow: float
+    overflow: float
+    low: float
+    high: float
+    noise: bool = False
+    op: int | None = None
+    compared: bool = True
+    library: str = ""
+
+    @property
+    def added(self) -> float:
+        """What the result's error has more than the operands': made here, or amplified here."""
+        if self.overflow:
+            return math.inf
+        return capped(self.new) + max(0.0, capped(self.inherited) - capped(self.operands))
+
+    @property
+    def blame(self) -> float:
+        """As `added`, less where the operands were wrong already, or a gradient's terms cancel."""
+        made = OVERFLOW if self.overflow else min(capped(self.new), 1.0)
+        amplified = max(0.0, min(capped(self.inherited), 1.0) - capped(self.operands))
+        if self.backward and rules.CANCELS in rule_of(self.primitive).traits:
+            amplified *= NATURAL
+        return (made + amplified) / (1 + (self.operands / WRONG) ** 2)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shadowed:
+    """An array, the same in float32, and the relative distance of the two."""
+
+    array: Any
+    shadow: Any  # the array itself where it is exact
+    error: float = 0.0
+    path: str = ""
+    noise: bool = False  # whether the shadow is float32's own rounding error
+    makers: frozenset[Any] = frozenset()  # in a loop: the operations that it is accumulated by
+    given: float = 0.0  # the error that those began with
+
+    def error_for(self, key: Any) -> float:
+        """Returns the error that an operation found in it, rather than made itself before."""
+        return self.given if key in self.makers else self.error
+
+    @property
+    def exact(self) -> bool:
+        return self.shadow is self.array
+
+
+class Comparer:
+    """The watcher: runs every operation under the policy, and beside it in float32."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.rows: dict[Any, CompareRow] = {}
+        self.order: dict[Any, int] = {}
+        self.diverged: dict[str, None] = {}
+        self._paths: dict[Any, str] = {}
+
+    def operation(self, eqn: Any, ins: list[Shadowed], place: Place) -> list[Shadowed]:
+        arrays = [v.array for v in ins]
+        outs = run(eqn, arrays)
+        traits = rule_of(eqn.primitive.name).traits
+        path = ins[0].path if ins and rules.SAME_PARAMETER in traits else ""
+        key = (id(eqn), place.scopes, tuple(loop for loop, _ in place.loops))
+        found = max((v.error_for(key) for v in ins), default=0.0)
+        accumulated: dict[str, Any] = {}
+        if place.loops and {rules.SAME_PARAMETER, rules.STATE} & traits:
+            makers = frozenset({key}).union(*(v.makers for v in ins))
+            accumulated = {"makers": makers, "given": found}
+        half = any(is_half(x) for x in (*arrays, *outs))
+        if not half and all(v.exact for v in ins):
+            return [Shadowed(out, out, path=path) for out in outs]
+        local = run_in_float32(eqn, arrays) if half else outs
+        shadows = [v.shadow for v in ins]
+        wanted = local if all(v.exact for v in ins) else run_in_float32(eqn, shadows)
+        compared = True
+        if local is None or wanted is None:
+            compared, local = False, [widen(out) for out in outs]
+            wanted = local
+        paths = ", ".join(dict.fromkeys(v.path for v in ins if v.path))
+        if paths:
+            self._paths.setdefault(_jax.line_key(eqn), paths)
+        results = []
+        for out, own, shadow in zip(outs, local, wanted, strict=True):
+            if not (is_float(out) and np.size(out)):
+                results.append(Shadowed(out, shadow, path=path))
+                continue
+            stats = dict(zip(STATS, np.asarray(stats_of(out, own, shadow)), strict=True))
+            error = capped(float(stats["error"]))
+            noise = error > SUSPICIOUS and (
+                any(v.noise for v in ins) or _is_noise(eqn, ins, shadow)
+            )
+            if not self._is_ours(eqn, place):
+                stats |= {"operands": found, "compared": compared, "noise": noise}
+                self._record(key, eqn, ins, out, stats, place)
+            results.append(Shadowed(out, shadow, error, path, noise, **accumulated))
+        return results
+
+    def _is_ours(self, eqn: Any, place: Place) -> bool:
+        """Tells what mpjax adds itself: barriers, and the scaling of the loss."""
+        unnamed = place.op is None and not _jax.source_line(eqn)
+        return unnamed or eqn.primitive.name in _jax.BARRIERS
+
+    def _record(self, key, eqn, ins, out, stats, place) -> None:
+        verdicts = {name: stats.pop(name) for name in ("compared", "noise")}
+        stats = {name: float(value) for name, value in stats.items()}
+        before = self.rows.get(key)
+        row = CompareRow(
+            primitive=eqn.primitive.name,
+            source="",
+            scope="/".join(shown(place.scopes)),
+            path="",
+            backward=place.backward,
+            iteration=place.loops,
+            times=1 + (before.times if before else 0),
+            dtypes=f"{','.join(dict.fromkeys(_name(v.array) for v in ins))}->{_name(out)}",
+            op=place.op,
+            **verdicts,
+            **stats,
+        )
+        self.order.setdefault(key, len(self.order))
+        if before and badness(row) <= badness(before):
+            row = dataclasses.replace(before, times=row.times)
+        else:
+            key_of_line = _jax.line_key(eqn)
+            source, library = self.program.lines(eqn, place.op)
+            paths = ", ".join(dict.fromkeys(v.path for v in ins if v.path))
+            row = dataclasses.replace(
+                row,
+                source=source,
+                library=library,
+                path=paths or self._paths.get(key_of_line, ""),
+            )
+        self.rows[key] = row
+
+    def constant(self, array: Any) -> Shadowed:
+        return Shadowed(array, widen(array) if is_half(array) else array)
+
+    def decide(self, value: Shadowed, eqn: Any, place: Place) -> int:
+        if int(value.array) != int(value.shadow):
+            turns = ", ".join(f"{loop} {i}" for loop, i in place.loops)
+            line = where(*self.program.lines(eqn, place.op))
+            self.diverged.setdefault("  ".join(filter(None, [eqn.primitive.name, line, turns])))
+        return int(value.array)
+
+    def slice(self, value: Shadowed, index: int) -> Shadowed:
+        array = take(value.array, index)
+        shadow = array if value.exact else take(value.shadow, index)
+        return dataclasses.replace(value, array=array, shadow=shadow)
+
+    def stack(self, values: Sequence[Shadowed]) -> Shadowed:
+        array = jnp.stack([v.array for v in values])
+        exact = all(v.exact for v in values)
+        shadow = array if exact else jnp.stack([v.shadow for v in values])
+        return Shadowed(array, shadow, max(v.error for v in values), values[0].path)
+
+
+def badness(row: CompareRow) -> tuple[bool, float]:
+    """Returns what rows are ordered by."""
+    return not row.noise, row.blame
+
+
+def capped(error: float) -> float:
+    return error if error < BROKEN else BROKEN
+
+
+def _is_noise(eqn: Any, ins: Sequence[Shadowed], shadow: Any) -> bool:
+    """Tells a sum whose terms cancel down to float32's own rounding error."""
+    sums = rules.CANCELS in rule_of(eqn.primitive.name).traits
+    if not (sums or eqn.primitive.name in ("add", "sub")):
+        return False
+    magnitudes = [jnp.abs(v.shadow) for v in ins]
+    if eqn.primitive.name == "sub":
+        magnitudes[1] = -magnitudes[1]
+    terms = run_in_float32(eqn, magnitudes)
+    return terms is not None and bool(norm(shadow) < NOISE * norm(terms[0]))
+
+
+STATS = ("error", "new", "inherited", "underflow", "overflow", "low", "high")
+
+
+@jax.jit
+def stats_of(got, own, shadow):
+    """Returns `STATS` of a result, of float32 on its operands, and of its shadow, in one pass."""
+    wide = jnp.promote_types(shadow.dtype, jnp.float32)
+    rows = (-1, shadow.shape[-1] if shadow.ndim else 1)  # sums of sums lose less
+    got, own, shadow = (x.astype(wide).reshape(rows) for x in (got, own, shadow))
+    sizes = jnp.abs(shadow)
+    largest = jnp.max(jnp.where(jnp.isfinite(shadow), sizes, 0))
+    unit = jnp.maximum(largest, jnp.finfo(wide).tiny)  # squares neither overflow nor vanish
+
+    def squares(x):
+        return jnp.square(x / unit)
+
+    def distance(x, y):
+        # Where both are the same infinity, as in a mask, there is no error.
+        return squares(jnp.where(x == y, 0, x - y))
+
+    sums = (
+        distance(got, shadow),
+        distance(got, own),
+        distance(own, shadow),
+        squares(jnp.where(jnp.isfinite(shadow), shadow, 0)),
+        squares(jnp.where(jnp.isfinite(own), own, 0)),
+        ((got == 0) & (own != 0)).astype(wide),
+        (~jnp.isfinite(got) & jnp.isfinite(own)).astype(wide),
+    )
+    low = jnp.where((sizes > 0) & jnp.isfinite(sizes), sizes, jnp.inf)
+    zero, infinite = jnp.zeros((), wide), jnp.full((), jnp.inf, wide)
+    *sums, low = jax.lax.reduce(
+        (*sums, low),
+        (*[zero] * len(sums), infinite),
+        lambda a, b: (*map(jax.lax.add, a[:-1], b[:-1]), jax.lax.min(a[-1], b[-1])),
+        (1,),
+    )
+    total, new, inherited, wanted, of_own, lost, broken = map(jnp.sum, sums)
+    low = jnp.min(low)
+    return jnp.stack(
+        [
+            _ratio(total, wanted),
+            _ratio(new, of_own),
+            _ratio(inherited, wanted),
+            lost / got.size,
+            broken / got.size,
+            jnp.where(jnp.isinf(low), 0, low),
+            jnp.max(sizes),
+        ]
+    )
+
+
+def _ratio(error, size):
+    relative = jnp.where(jnp.isfinite(error), jnp.sqrt(error / size), jnp.inf)
+    return jnp.where(error == 0, 0, relative)
+
+
+@jax.jit
+def norm(x):
+    return jnp.linalg.norm(x)
+
+
+def is_float(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray) and bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def _name(x: Any) -> str:
+    return short_name(getattr(x, "dtype", None))
