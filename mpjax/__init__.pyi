@@ -32,6 +32,8 @@ from ._src.instruments.logs import JsonLines, flush_metrics, log_metrics
 from ._src.instruments.nonfinite import NonfiniteReport, find_nonfinite
 from ._src.instruments.plots import plot_compare, plot_gradient_histogram
 from ._src.instruments.tune import Tuning, tune
+from ._src.lint.linter import lint
+from ._src.lint.report import Finding, LintReport
 from ._src.policy import Policy, get_policy
 from ._src.rules import register_rule
 from ._src.training.gradients import scaled_value_and_grad
@@ -79,9 +81,11 @@ __all__ = [
     "DivergenceError",
     "DynamicLossScale",
     "EightBitMomentsState",
+    "Finding",
     "GradientHistogram",
     "JsonLines",
     "LargestBatch",
+    "LintReport",
     "LossScaleAdvice",
     "MasterWeightsState",
     "MatmulRow",
@@ -120,6 +124,7 @@ __all__ = [
     "half_dtype",
     "half_inputs",
     "largest_batch",
+    "lint",
     "load_safetensors",
     "log_metrics",
     "master_params",

@@ -27,7 +27,8 @@ ORDER = (
         "rules",
         "higher_order",
     ),
-    *("policy", "hardware", "autocast", "training", "checkpoint", "instruments", "frameworks"),
+    *("policy", "hardware", "autocast", "training", "checkpoint"),
+    *("instruments", "lint", "frameworks"),
     "cli",
 )
 

@@ -46,6 +46,10 @@ def overflow():
     return step(init({"w": jnp.ones(3)}), jnp.array([1.0, jnp.inf, 0.0]))[1]
 
 
+def drifting(params):
+    return {"w": params["w"] + jnp.ones(3)}
+
+
 REPORTS = {
     "explain": lambda: mpjax.explain(loss, "mixed_bfloat16", 0)(PARAMS, X),
     "compare": lambda: mpjax.compare(loss, "mixed_bfloat16")(PARAMS, X),
@@ -56,6 +60,7 @@ REPORTS = {
     "devices": mpjax.device_report,
     "overflow": lambda: overflow()["overflow"],
     "underflow": lambda: overflow()["underflow"],
+    "lint": lambda: mpjax.lint(drifting)({"w": jnp.ones(3, jnp.bfloat16)}),
     "stalled": lambda: mpjax.Stalled(jnp.ones(30), tuple(f"{n}/layer" * 15 for n in range(30))),
 }
 

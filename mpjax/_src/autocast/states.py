@@ -12,7 +12,7 @@ import jax
 from mpjax._src.dtypes import FLOAT32
 
 
-def _children(tree: Any, start: int = 0) -> Iterator[tuple[Any, int]]:
+def children(tree: Any, start: int = 0) -> Iterator[tuple[Any, int]]:
     """Yields the parts of a tree structure, each with the number of its first leaf."""
     child: Any
     for child in jax.tree_util.treedef_children(tree):
@@ -20,12 +20,12 @@ def _children(tree: Any, start: int = 0) -> Iterator[tuple[Any, int]]:
         start += child.num_leaves
 
 
-def _nodes(tree: Any, start: int = 0) -> Iterator[tuple[Any, slice]]:
+def nodes(tree: Any, start: int = 0) -> Iterator[tuple[Any, slice]]:
     """Yields every subtree of a tree structure that is no leaf, and which leaves it holds."""
     if not jax.tree_util.treedef_is_leaf(tree):
         yield tree, slice(start, start + tree.num_leaves)
-        for child, first in _children(tree, start):
-            yield from _nodes(child, first)
+        for child, first in children(tree, start):
+            yield from nodes(child, first)
 
 
 def _kinds(avals: Sequence[Any]) -> Any:
@@ -41,9 +41,9 @@ def states(tree: Any, seen: Sequence[Any], dtypes: Sequence[Any]) -> dict[Any, l
         dtypes: What each leaf arrives in.
     """
     found: dict[Any, list[Any]] = {}
-    for arguments, start in _children(tree):
-        for argument, first in _children(arguments, start):
-            for node, where in _nodes(argument, first):
+    for arguments, start in children(tree):
+        for argument, first in children(arguments, start):
+            for node, where in nodes(argument, first):
                 found.setdefault(_kinds(seen[where]), []).append((node, dtypes[where]))
     return found
 
@@ -55,7 +55,7 @@ def handed_out(tree: Any, results: Sequence[Any], known: Any, dtype: Any) -> lis
     """
     chosen: list[Any] = [dtype] * len(results)
     done = 0
-    for node, where in _nodes(tree):
+    for node, where in nodes(tree):
         if where.start >= done:
             for argument, dtypes in known.get(_kinds(results[where]), ()):
                 if argument == node:

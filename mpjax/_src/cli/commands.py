@@ -1,4 +1,4 @@
-"""The command line: ``mpjax doctor``, ``explain``, ``compile`` and ``compare``.
+"""The command line: ``mpjax doctor``, ``explain``, ``compile``, ``compare`` and ``lint``.
 
 Exit codes: 0 if all is well; 1 for a finding that a script should stop at; 2 for a wrong command
 line, for an error in the user's module or function, and for a result that cannot be written.
@@ -60,6 +60,7 @@ def cli() -> None:
       mpjax explain train.py:loss --argnums 0
       mpjax compile train:step --target v100,h100 --policy mixed_float16
       mpjax compare train:loss --argnums 0 --tolerance 0.05 --json
+      mpjax lint train:step --sarif
     """
 
 
@@ -266,6 +267,83 @@ def compare(
         _finding(f"the error of the {name} is {error:.3g}, over {tolerance:g}")
 
 
+@cli.command()
+@click.argument("target", metavar="[TARGET]", required=False)
+@options.argnums(None)
+@options.has_aux
+@click.option(
+    "--select",
+    type=options.RULES,
+    default=(),
+    metavar="RULES",
+    help="Look for these alone: names or globs, such as half-sum,half-*.",
+)
+@click.option("--ignore", type=options.RULES, default=(), metavar="RULES", help="Leave these out.")
+@click.option(
+    "--no-run", is_flag=True, help="Run nothing: rules that look at values are listed as not run."
+)
+@click.option(
+    "--target",
+    "device",
+    metavar="NAME",
+    help="Compile for 'cpu' or an accelerator, such as h100, which need not be there: for rules "
+    "that look at HLO.",
+)
+@options.as_json
+@click.option("--sarif", is_flag=True, help="Print SARIF, for code scanning, and nothing else.")
+@click.option("--rules", "list_rules", is_flag=True, help="List the rules, and what they need.")
+@options.show_traceback
+def lint(
+    target: str | None,
+    argnums: Any,
+    has_aux: bool,
+    select: tuple[str, ...],
+    ignore: tuple[str, ...],
+    no_run: bool,
+    device: str | None,
+    as_json: bool,
+    sarif: bool,
+    list_rules: bool,
+    show_traceback: bool,
+) -> None:
+    """Look for silent faults of precision in a training step, or any function.
+
+    A line that says "# mpjax: ignore[RULE]" is silent. Exits with 1 if something was found.
+
+    \b
+    Examples:
+      mpjax lint train:step
+      mpjax lint train:loss --argnums 0 --ignore half-collective
+      mpjax lint train:step --target h100 --sarif > lint.sarif
+      mpjax lint --rules
+    """
+    from mpjax._src.lint.table import as_data, chosen
+
+    if as_json and sarif:
+        raise click.UsageError("--json and --sarif: one of them.")
+    if list_rules:
+        rules = _legal(lambda: chosen(select, ignore))
+        show.json_to_stdout(as_data(rules)) if as_json else tables.rules(rules)
+        return
+    if target is None:
+        raise click.UsageError("Missing argument 'TARGET'.")
+    fun, args = load(target)
+    _check_argnums(argnums, args)
+    look = _legal(
+        lambda: api.lint(
+            fun, argnums, has_aux, select=select, ignore=ignore, run=not no_run, target=device
+        )
+    )
+    with running(f"linting {target}"):
+        report = look(*args)
+    if as_json or sarif:
+        show.json_to_stdout(report.to_sarif() if sarif else report.to_dict())
+    else:
+        click.echo(str(report))
+    if report:
+        click.get_current_context().exit(FINDING)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line, and exits."""
     if sys.stderr is None:  # closed by the caller
@@ -323,6 +401,14 @@ def _check_argnums(argnums: Any, args: tuple[Any, ...]) -> None:
                 f"{number} is no argument: there are {len(args)}, counted from 0.",
                 param_hint="'--argnums'",
             )
+
+
+def _legal(ask: Callable[[], Any]) -> Any:
+    """Returns what a function gives; a value that it refuses is a wrong command line."""
+    try:
+        return ask()
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _unwritable(why: str) -> NoReturn:

@@ -12,8 +12,8 @@ from mpjax._src.training.loss_scale import resolve_loss_scale
 
 EXIT_CODES = (
     "Exit codes: 0 if all is well; 1 for a finding (a failed test, a limit that was passed, a "
-    "program that does not fit); 2 for a wrong command line, an error in your own code, or a "
-    "result that cannot be written."
+    "program that does not fit, a fault that lint names); 2 for a wrong command line, an error in "
+    "your own code, or a result that cannot be written."
 )
 
 
@@ -59,6 +59,10 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
+def _rules(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (part.strip() for part in text.split(","))))
+
+
 def _loss_scale(text: str) -> float | str:
     scale: float | str = text
     with contextlib.suppress(ValueError):
@@ -69,6 +73,7 @@ def _loss_scale(text: str) -> float | str:
 
 LOSS_SCALE = _Parsed("loss scale", _loss_scale)
 NAMES = _Parsed("names", _names)
+RULES = _Parsed("rules", _rules)
 
 target = click.argument("target", metavar="TARGET")
 has_aux = click.option("--has-aux", is_flag=True, help="That fun returns (loss, aux).")

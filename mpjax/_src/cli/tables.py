@@ -11,6 +11,7 @@ from mpjax._src.cli.show import size, table
 from mpjax._src.hardware.collectives import COLUMNS as WIRE
 from mpjax._src.hardware.collectives import WORDS, CollectiveRow, grouped
 from mpjax._src.instruments.compare import COLUMNS, Comparison, percent
+from mpjax._src.lint.rule import Rule
 from mpjax._src.reports import where
 
 LEFT, RIGHT = "left", "right"
@@ -112,6 +113,12 @@ def compared(comparison: Comparison, top: int) -> None:
     if len(comparison.rows) > top:
         more = len(comparison.rows)
         click.echo(f"\n{more - top} more rows: --top {more} shows them.")
+
+
+def rules(listed: Sequence[Rule]) -> None:
+    """Prints rules of the linter: what they need, and what they find."""
+    columns = {"rule": LEFT, "needs": LEFT, "finds": LEFT}
+    table(columns, [(rule.name, rule.needs, rule.summary) for rule in listed])
 
 
 # ---- cells ---------------------------------------------------------------------------------------

@@ -21,6 +21,9 @@ from mpjax._src.hardware.report import CompileReport, report_of
 from mpjax._src.hardware.targets import Target, find_target
 from mpjax._src.patterns import path_of
 
+# What stands for this machine where a target may.
+CPU = "cpu"
+
 LONGEST = 1e6  # seconds; what the operating system can wait for has an end too
 
 
@@ -141,15 +144,44 @@ def compile_program(
     child: Compilers, target: Target, program: Program, timeout: float, options: Options
 ) -> CompileReport:
     """Returns the report of a program that a child compiles."""
+    answer = child.compile(target, program.stablehlo, timeout, options, _partition(target))
+    return report_of(target, answer)
+
+
+def compiled_texts(
+    target: str, fun: Callable[..., Any], args: Sequence[Any], timeout: float = 600.0
+) -> tuple[str, str, CompileReport | None]:
+    """Returns a program's HLO, as a compiler was given it and as it left it, and the report.
+
+    Args:
+        target: As for `compile_for`, which has the report; or "cpu", which has none: this machine.
+        fun: As for `compile_for`.
+        args: Its arguments.
+        timeout: Seconds that the compiler of an accelerator may take.
+    """
+    if target == CPU:
+        lowered = jax.jit(fun).lower(*args)
+        before, after = lowered.as_text("hlo", debug_info=True), lowered.compile().as_text()
+        return before, after or "", None
+    found = find_target(target)
+    require(found)
+    program = lower(found, fun, args)
+    with compilers(found) as child:
+        answer = child.compile(found, program.stablehlo, timeout, {}, _partition(found))
+    return answer["asked"], answer["hlo"], report_of(found, answer)
+
+
+# ---- inside --------------------------------------------------------------------------------------
+
+
+def _partition(target: Target) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Returns what answers a compiler that asks how a function of Python's is partitioned."""
 
     def partition(question: dict[str, Any]) -> dict[str, Any]:
         with traced_for(target.chip), _jax.as_if_on_gpu(target.capability):
             return _jax.answer_partitioning(question)
 
-    return report_of(target, child.compile(target, program.stablehlo, timeout, options, partition))
-
-
-# ---- inside --------------------------------------------------------------------------------------
+    return partition
 
 
 def _is_jitted(fun: Any) -> bool:

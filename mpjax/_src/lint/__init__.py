@@ -1,0 +1,1 @@
+"""`lint`: silent faults of precision in any program, found without autocast or with it."""

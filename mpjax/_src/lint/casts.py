@@ -1,0 +1,47 @@
+"""Rules of casts: values that are rounded twice, and integers that half cannot hold."""
+
+from collections.abc import Iterator
+
+from mpjax._src.dtypes import short_name
+from mpjax._src.lint.halves import digits, dtype_of, is_float, shown
+from mpjax._src.lint.program import MOVES, Program
+from mpjax._src.lint.rule import JAXPR, Hit, Rule
+
+
+def double_rounding(program: Program) -> Iterator[Hit]:
+    """A value of float32 or more that is cast to one half dtype, and then to the other.
+
+    It has the digits of bfloat16 and the range of float16: less than either. One dtype there and
+    back is no second rounding, so casts between one half and float32 never count.
+    """
+    for op in program.named("convert_element_type"):
+        target, source = dtype_of(op.outs[0]), op.ins[0]
+        if not (is_float(op.outs[0]) and is_float(source) and digits(target) < 24):
+            continue
+        for value in program.back(source, MOVES | {"convert_element_type"}):
+            before = program.maker(value)
+            if before is None or before.name != "convert_element_type":
+                continue
+            middle, wide = dtype_of(before.outs[0]), before.ins[0]
+            halves = is_float(wide) and digits(dtype_of(wide)) > max(digits(middle), digits(target))
+            if halves and digits(middle) < 24 and middle != target:
+                yield Hit(
+                    f"{shown(wide)} is cast to {short_name(middle)} and then to "
+                    f"{short_name(target)}: it is rounded twice, and has the digits of one and the "
+                    "range of the other.",
+                    op,
+                )
+                break
+
+
+RULES = (
+    Rule(
+        "double-rounding",
+        JAXPR,
+        "a value cast to one half dtype and then to the other",
+        "float16 has 11 binary digits and ends at 65504, bfloat16 has 8 and the range of "
+        "float32: what goes through both has the worse of each.",
+        "Cast once, from float32 to the dtype that is wanted, and keep to one half dtype.",
+        double_rounding,
+    ),
+)

@@ -1,0 +1,48 @@
+"""What the rules know of the half dtypes, and how they name values."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src import _jax
+from mpjax._src.dtypes import HALVES, short_name
+
+
+def dtype_of(x: Any) -> Any:
+    """Returns the dtype of a value of the program, or None of what is no array."""
+    return getattr(getattr(x, "aval", x), "dtype", None)
+
+
+def is_half(x: Any) -> bool:
+    """Tells a value of the program, or an array, that is float16 or bfloat16."""
+    return dtype_of(x) in HALVES
+
+
+def is_float(x: Any) -> bool:
+    """Tells a value of the program, or an array, of a real floating dtype."""
+    dtype = dtype_of(x)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def digits(dtype: Any) -> int:
+    """Returns the binary digits of a dtype: 8 of bfloat16, 11 of float16, 24 of float32."""
+    return int(jnp.finfo(dtype).nmant) + 1
+
+
+def stalls_at(dtype: Any) -> int:
+    """Returns after how many equal terms a running sum in a dtype stands still: 256 or 2048.
+
+    Half an ulp of the sum is then as large as a term, which is rounded away.
+    """
+    return int(2 ** digits(dtype))
+
+
+def shown(x: Any) -> str:
+    """Returns a value of the program as "bf16[8,128]"."""
+    aval = getattr(x, "aval", x)
+    return f"{short_name(np.dtype(aval.dtype))}[{','.join(map(str, aval.shape))}]"
+
+
+def size(x: Any) -> int:
+    return _jax.size_of(getattr(x, "aval", x).shape)

@@ -1,0 +1,175 @@
+"""`lint`: runs the rules on a program, and makes the report."""
+
+import collections
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from mpjax._src import _jax
+from mpjax._src.autocast.graph import Op
+from mpjax._src.errors import brief, check_callable
+from mpjax._src.hardware.aot import CPU, compiled_texts
+from mpjax._src.hardware.targets import find_target
+from mpjax._src.instruments.interpret import Plain, interpret, shown
+from mpjax._src.lint.comments import is_silenced
+from mpjax._src.lint.program import Program, make_program
+from mpjax._src.lint.report import Finding, LintReport
+from mpjax._src.lint.rule import HLO, JAXPR, VALUES, Compiled, Hit, Rule
+from mpjax._src.lint.table import chosen
+
+ABSTRACT = "it needs one real step, and some arguments are jax.ShapeDtypeStruct: give arrays"
+NOT_RUN = "it needs one real step, and run=False"
+NO_TARGET = "it needs a compiled program: give target='cpu' or an accelerator such as 'h100'"
+
+
+def lint(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    *,
+    select: str | Iterable[str] = (),
+    ignore: str | Iterable[str] = (),
+    run: bool = True,
+    target: str | None = None,
+) -> Callable[..., LintReport]:
+    """Looks for silent faults of precision in a program.
+
+    Each rule is a row of a table, `docs/lint.md` lists them. Most look at the program that JAX
+    traces, and need shapes alone. Some look at what one real step computes, and some at what a
+    compiler makes of the program; one that could not do so is listed as not run.
+
+    A line that says ``# mpjax: ignore[rule]``, or ``# mpjax: ignore`` for all rules, is silent.
+
+    Args:
+        fun: A training step, a loss, any function that `jax.jit` can trace, jitted or not, under
+            `autocast` or not.
+        argnums: The positions of the arguments by which ``fun``, a loss, is differentiated, where
+            the backward pass is to be looked at too; None takes ``fun`` as it is.
+        has_aux: Whether ``fun`` returns ``(loss, aux)``. Counts with ``argnums`` alone.
+        select: Names of rules, or globs such as "half-*"; only they are looked at. All if empty.
+        ignore: Names of rules, or globs, that are left out.
+        run: Whether one step may be run, operation by operation, for the rules that look at values.
+            Nothing is run where an argument is a `jax.ShapeDtypeStruct`.
+        target: What the program is compiled for, for the rules that look at HLO: "cpu", or an
+            accelerator as for `compile_for`, which need not be there. None compiles nothing.
+
+    Returns:
+        A function of the arguments of ``fun`` that returns a `LintReport`. They may be
+        `jax.ShapeDtypeStruct`, pytrees and modules of Flax NNX, which stay as they are.
+
+    Raises:
+        TypeError: If ``fun`` is not a function, or with ``argnums`` returns no loss.
+        ValueError: If ``select`` or ``ignore`` matches no rule, or ``target`` is not known.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> def mean(x):
+        ...     return jax.lax.reduce(x, x.dtype.type(0), jax.lax.add, (0,)) / len(x)
+        >>> report = mpjax.lint(mean)(jax.ShapeDtypeStruct((4096,), jnp.bfloat16))
+        >>> [finding.rule for finding in report.findings]
+        ['half-sum']
+    """
+    check_callable(fun, "fun")
+    rules = chosen(select, ignore)
+    if not isinstance(run, bool):
+        raise TypeError(f"run={brief(run)} must be True or False.")
+    if target not in (None, CPU):
+        find_target(target)
+
+    @functools.wraps(fun)
+    def look(*args: Any, **kwargs: Any) -> LintReport:
+        program = make_program(fun, args, kwargs, argnums, has_aux)
+        not_run: dict[str, str] = {}
+        found: list[tuple[Rule, Hit]] = []
+        kinds = {need: [r for r in rules if r.needs == need] for need in (JAXPR, VALUES, HLO)}
+        for rule in kinds[JAXPR]:
+            found += [(rule, hit) for hit in rule.check(program)]
+        if kinds[VALUES]:
+            reason = "" if run and not program.is_abstract else ABSTRACT if run else NOT_RUN
+            reason = reason or _run(program, kinds[VALUES], found)
+            not_run |= {r.name: reason for r in kinds[VALUES] if reason}
+        if kinds[HLO]:
+            reason = NO_TARGET if target is None else _compile(program, target, kinds[HLO], found)
+            not_run |= {r.name: reason for r in kinds[HLO] if reason}
+        findings, suppressed = _findings(program, found)
+        ran = tuple(rule.name for rule in rules if rule.name not in not_run)
+        return LintReport(program.name, findings, ran, not_run, suppressed, rules)
+
+    return look
+
+
+def _run(program: Program, rules: Sequence[Rule], found: list[tuple[Rule, Hit]]) -> str:
+    """Runs one step under the rules that look at values; returns why that was not possible."""
+    watcher = _Watcher(program, rules, found)
+    arrays = [jnp.asarray(x) for x in program.arrays]
+    try:
+        interpret(program.jaxpr, arrays, watcher)
+    except Exception as error:  # the user's own, or no memory for a step in pieces
+        return f"running one step failed: {type(error).__name__}: {_first_line(error)}"
+    return ""
+
+
+class _Watcher(Plain):
+    """Shows each operation that runs to the rules, until one has found something there."""
+
+    def __init__(self, program: Program, rules: Sequence[Rule], found: list[tuple[Rule, Hit]]):
+        self.program, self.rules, self.found = program, rules, found
+        self.ops: dict[int, Op] = {id(op.eqn): op for op in program.ops}
+        self.done: set[tuple[int, str]] = set()
+
+    def operation(self, eqn, ins, place):
+        outs = Plain.operation(eqn, ins, place)
+        op = self.ops.get(id(eqn))
+        for rule in self.rules if op else ():
+            if (id(eqn), rule.name) not in self.done:
+                hits = [(rule, hit) for hit in rule.check(self.program, op, ins, outs)]
+                self.found += hits
+                self.done |= {(id(eqn), rule.name)} if hits else set()
+        return outs
+
+
+def _compile(
+    program: Program, target: str, rules: Sequence[Rule], found: list[tuple[Rule, Hit]]
+) -> str:
+    """Compiles the program for the rules that look at HLO; returns why that was not possible."""
+    flat = functools.partial(_jax.eval_closed, program.jaxpr)
+    try:
+        compiled = Compiled(target, *compiled_texts(target, flat, program.arrays))
+    except (RuntimeError, TimeoutError, MemoryError, ImportError) as error:
+        return f"compiling for {target} failed: {type(error).__name__}: {_first_line(error)}"
+    for rule in rules:
+        found += [(rule, hit) for hit in rule.check(program, compiled)]
+    return ""
+
+
+def _findings(
+    program: Program, found: Sequence[tuple[Rule, Hit]]
+) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+    """Returns what was found, one finding for each line and rule, and what comments silence."""
+    groups: dict[tuple[str, str], list[tuple[Rule, Hit]]] = collections.defaultdict(list)
+    for rule, hit in found:
+        source = hit.source or (hit.op.source if hit.op else "") or program.place
+        groups[source, rule.name].append((rule, hit))
+    findings = []
+    for (source, name), group in groups.items():
+        rule, hit = group[0]
+        scope = "/".join(shown(hit.op.scopes)) if hit.op else hit.scope
+        count = len({id(hit.op) for _, hit in group if hit.op}) or 1
+        findings.append(Finding(name, source, scope, hit.message, rule.why, rule.instead, count))
+    findings.sort(key=_line)
+    silent = [is_silenced(each.source, each.rule) for each in findings]
+    return (
+        tuple(each for each, quiet in zip(findings, silent, strict=True) if not quiet),
+        tuple(each for each, quiet in zip(findings, silent, strict=True) if quiet),
+    )
+
+
+def _line(finding: Finding) -> tuple[str, int, str]:
+    file, _, line = finding.source.rpartition(":")
+    return file, int(line or 0), finding.rule
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")

@@ -1,0 +1,282 @@
+"""The program that the linter's rules look at: operations, and where their values come from.
+
+It is the graph that `autocast` plans on, made of the program as it is written: inner jits inlined,
+loops, branches and other calls as blocks of their own. What is added here are the ways between the
+blocks, so that a rule follows a value into a loop and out of it as it does within one.
+"""
+
+import collections
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax._src import _jax, rules
+from mpjax._src.autocast.graph import Block, Op, Value, build
+from mpjax._src.autocast.loss import check_loss, differentiated, is_array, pull_back
+from mpjax._src.autocast.modules import call_on_arrays, has_modules, on_arrays
+from mpjax._src.contexts import LINTED
+from mpjax._src.higher_order import turns_of
+
+# What hands its first operand on, entry by entry or a part of it, in its own dtype.
+MOVES = rules.having(rules.SAME_PARAMETER) - {"convert_element_type"} | {"pcast", "pad", "name"}
+CASTS = frozenset({"convert_element_type"})
+
+Ways = collections.defaultdict[Value, list[Value]]
+Readers = collections.defaultdict[Value, list[Op]]
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """A function as a program.
+
+    Attributes:
+        fun: The function.
+        args: Its positional arguments, as given.
+        kwargs: Its keyword arguments, as given.
+        jaxpr: The closed jaxpr of its flat array arguments.
+        arrays: These: arrays, or `jax.ShapeDtypeStruct`.
+        names: What each of them is called: "state.params['w']".
+        results: What each result is called: "result[0].params['w']".
+        in_tree: The structure of ``(args, kwargs)``, and which of its leaves are arrays.
+        out_tree: The structure of what is returned, and which of its leaves are arrays.
+        block: The graph.
+        ops: Every operation, those of programs inside included, in the order in which they stand.
+        around: The operations around each one, from the outermost on: loops, branches, calls.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    jaxpr: Any
+    arrays: tuple[Any, ...]
+    names: tuple[str, ...]
+    results: tuple[str, ...]
+    in_tree: tuple[Any, tuple[bool, ...]]
+    out_tree: tuple[Any, tuple[bool, ...]]
+    block: Block
+    ops: tuple[Op, ...] = ()
+    around: dict[Op, tuple[Op, ...]] = dataclasses.field(default_factory=dict)
+    _made: dict[Value, Op] = dataclasses.field(default_factory=dict)
+    _from: Ways = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+    _to: Ways = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+    _read: Readers = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+    _backward: set[Op] = dataclasses.field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._enter(self.block, (), False)
+        self.ops = tuple(self.around)
+
+    def _enter(self, block: Block, around: tuple[Op, ...], backward: bool) -> None:
+        for op in block.ops:
+            self.around[op] = around
+            behind = backward or "transpose" in _jax.transforms(op.stack)
+            if behind:
+                self._backward.add(op)
+            for value in op.ins:
+                self._read[value].append(op)
+            for value in op.outs:
+                self._made[value] = op
+            for sub in op.subs:
+                inner = sub.program
+                for value, place in zip(inner.invars, sub.ins, strict=True):
+                    self._same(op.ins[place], value)
+                for value, out in zip(inner.outvars, sub.outs, strict=True):
+                    if out is not None:
+                        self._same(value, op.outs[out])
+                for result, argument in sub.carry:
+                    self._same(inner.outvars[result], inner.invars[argument])
+                self._enter(inner, (*around, op), behind)
+
+    def _same(self, source: Value, target: Value) -> None:
+        self._from[target].append(source)
+        self._to[source].append(target)
+
+    # ---- what rules ask ----
+
+    @functools.cached_property
+    def place(self) -> str:
+        """The "file:line" where the function is defined, or "" of one that has none."""
+        code = getattr(inspect.unwrap(self.fun), "__code__", None)
+        return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+
+    @functools.cached_property
+    def name(self) -> str:
+        fun = inspect.unwrap(self.fun)
+        return getattr(fun, "__qualname__", type(fun).__name__).replace("<locals>.", "")
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether some argument is a shape alone, so that nothing can be run."""
+        return any(
+            isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((self.args, self.kwargs))
+        )
+
+    def named(self, *names: str) -> Iterator[Op]:
+        """Yields the operations of some primitives."""
+        return (op for op in self.ops if op.name in names)
+
+    def is_backward(self, op: Op) -> bool:
+        """Tells what JAX derived for the backward pass."""
+        return op in self._backward
+
+    def turns(self, op: Op) -> int:
+        """Returns how often an operation runs, as far as that is known."""
+        return int(np.prod([turns_of(each.eqn) for each in self.around[op]], dtype=np.int64))
+
+    def maker(self, value: Value) -> Op | None:
+        """Returns the operation that makes a value; of a loop, a branch or a call none."""
+        op = self._made.get(value)
+        return None if op is None or op.subs else op
+
+    def readers(self, value: Value) -> list[Op]:
+        """Returns the operations that read a value, or what it is called within other programs."""
+        same = self.forward(value, ())
+        return [op for v in same for op in self._read[v] if not op.subs]
+
+    def back(self, value: Value, through: Collection[str] | Callable[[Op], bool] = MOVES):
+        """Returns a value and all that it comes from, the nearest first.
+
+        Args:
+            value: The value.
+            through: The primitives that are gone through, from their results to their operands; or
+                a function that tells it of an operation. Ways in and out of loops, branches and
+                calls are always gone: what a loop carries is what it was given, or made by a turn.
+        """
+        goes = through if callable(through) else lambda op: op.name in through
+        return _reached(value, lambda v: (*self._from[v], *self._operands(v, goes)))
+
+    def forward(self, value: Value, through: Collection[str] | Callable[[Op], bool] = MOVES):
+        """Returns a value and all that is made of it, as `back` the other way."""
+        goes = through if callable(through) else lambda op: op.name in through
+
+        def ahead(v: Value) -> Iterator[Value]:
+            yield from self._to[v]
+            for op in self._read[v]:
+                if not op.subs and goes(op):
+                    yield from op.outs
+
+        return _reached(value, ahead)
+
+    def _operands(self, value: Value, goes: Callable[[Op], bool]) -> Sequence[Value]:
+        op = self.maker(value)
+        if op is None or not goes(op):
+            return ()
+        return op.ins[1:] if op.name == "select_n" else op.ins
+
+    def argument(self, value: Value) -> str:
+        """Returns the name of the argument that a value is, moved or cast at most, or ""."""
+        names = dict(zip(self.block.invars, self.names, strict=True))
+        found = (names.get(v) for v in self.back(value, MOVES | CASTS))
+        return next((name for name in found if name), "")
+
+
+def _reached(start: Value, following: Callable[[Value], Any]) -> list[Value]:
+    found = {start: None}
+    waiting = collections.deque([start])
+    while waiting:
+        for value in following(waiting.popleft()):
+            if value not in found:
+                found[value] = None
+                waiting.append(value)
+    return [*found]
+
+
+# ---- tracing ------------------------------------------------------------------------------------
+
+
+def make_program(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+) -> Program:
+    """Traces a function, with its gradients where ``argnums`` is given."""
+    with LINTED(True):  # a trace that was made before does not say what was rounded in it
+        if not has_modules((args, kwargs)) or argnums is not None:
+            return _traced(fun, fun, args, kwargs, (args, kwargs), argnums, has_aux)
+        found: list[Program] = []
+
+        def run(*states, **more):
+            found.append(_traced(fun, on_arrays(fun), states, more, (args, kwargs), None, False))
+            return None, None, None
+
+        call_on_arrays(run, *jax.tree.map(_stands_for, (args, kwargs)))
+        return found[0]
+
+
+def _stands_for(x: Any) -> Any:
+    """Returns what Flax takes for an array in the place of a shape: one that has no memory."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return np.broadcast_to(np.zeros((), x.dtype), x.shape)
+    return x
+
+
+def _traced(fun, run, args, kwargs, given_as, argnums, has_aux) -> Program:
+    pairs, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    given = tuple(is_array(x) for _, x in pairs)
+    arrays = [x for (_, x), yes in zip(pairs, given, strict=True) if yes]
+    outs: list[Any] = []
+
+    def call(*values):
+        made = iter(values)
+        leaves = [next(made) if yes else x for (_, x), yes in zip(pairs, given, strict=True)]
+        args, kwargs = jax.tree_util.tree_unflatten(tree, leaves)
+        return run(*args, **kwargs)
+
+    def derived(*values):
+        if argnums is None:
+            return call(*values)
+        check_loss("lint", jax.eval_shape(call, *values), has_aux)
+        active = differentiated("lint", args, kwargs, argnums)
+        pulled = pull_back(call, active, values, has_aux)
+        return {"loss": pulled.loss, "aux": pulled.aux, "gradients": pulled.gradients()}
+
+    def flat(*values):
+        leaves, out = jax.tree_util.tree_flatten_with_path(derived(*values))
+        outs[:] = [leaves, out]
+        return [x for _, x in leaves if is_array(x)]
+
+    jaxpr = _jax.trace(flat, [_jax.aval_of(x) for x in arrays], getattr(fun, "__name__", "lint"))
+    leaves, out = outs
+    returned = tuple(is_array(x) for _, x in leaves)
+    keys = [keys for (keys, _), yes in zip(pairs, given, strict=True) if yes]
+    return Program(
+        *(fun, given_as[0], given_as[1], jaxpr, tuple(arrays)),
+        tuple(_names(fun, given_as[0], keys, len(args) - len(given_as[0]))),
+        tuple(
+            f"result{jax.tree_util.keystr(keys)}"
+            for (keys, _), yes in zip(leaves, returned, strict=True)
+            if yes
+        ),
+        *((tree, given), (out, returned)),
+        build(*_jax.open_jaxpr(jaxpr)),
+    )
+
+
+def _names(
+    fun: Callable[..., Any], args: tuple[Any, ...], keys: list[Any], before: int
+) -> list[str]:
+    """Returns what arguments are called: by their parameters, and their paths in them.
+
+    ``before`` is how many arguments, of no name, a module's structure takes in front of them.
+    """
+    try:
+        parameters = list(inspect.signature(fun).bind_partial(*args).arguments)
+    except (TypeError, ValueError):  # some callables have none
+        parameters = []
+
+    def name(path):
+        (kind, which), inside = path[:2], jax.tree_util.keystr(path[2:])
+        if kind.idx == 1:
+            return f"{which.key}{inside}"
+        index = which.idx - before
+        known = 0 <= index < len(parameters)
+        return f"{parameters[index] if known else f'argument {index}'}{inside}"
+
+    return [name(path) for path in keys]

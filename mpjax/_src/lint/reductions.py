@@ -1,0 +1,191 @@
+"""Rules of sums: over an array, over the turns of a loop, over devices, in half."""
+
+from collections.abc import Iterator
+
+from mpjax._src.autocast.graph import Op, Value
+from mpjax._src.dtypes import short_name
+from mpjax._src.lint.halves import digits, is_half, shown, size, stalls_at
+from mpjax._src.lint.program import CASTS, MOVES, Program
+from mpjax._src.lint.rule import JAXPR, Hit, Rule
+
+SUMS = ("reduce_sum", "cumsum", "cumlogsumexp", "reduce_window_sum", "reduce", "reduce_window")
+
+
+def half_sums(program: Program) -> Iterator[Hit]:
+    """Sums of more terms than half can count.
+
+    A running sum of n equal terms stands still at n = 2**digits: 256 in bfloat16, 2048 in float16.
+    What JAX derives sums over what was broadcast (the gradient of a bias): nobody wrote that, and
+    compilers take it in two levels at least, which hold to the square of that.
+    """
+    for op in program.named(*SUMS):
+        value = op.ins[0]
+        if not (is_half(value) and is_half(op.outs[0]) and _adds(op)):
+            continue
+        terms = _terms(op)
+        limit = stalls_at(value.aval.dtype)
+        if terms > (limit**2 if program.is_backward(op) else limit):
+            yield Hit(
+                f"{op.name} adds {terms} terms of {shown(value)} in "
+                f"{short_name(value.aval.dtype)}, where a running sum of equal terms stands still "
+                f"after {limit}.",
+                op,
+            )
+
+
+def _adds(op: Op) -> bool:
+    """Tells whether an operation adds: one that takes a program may do anything."""
+    program = op.params.get("jaxpr")
+    if op.name not in ("reduce", "reduce_window") or program is None:
+        return True
+    eqns = getattr(program, "jaxpr", program).eqns
+    return {eqn.primitive.name for eqn in eqns} <= {"add", "add_any"} and len(eqns) == 1
+
+
+def _terms(op: Op) -> int:
+    """Returns how many entries become one."""
+    if op.name.startswith("cum"):
+        return int(op.ins[0].aval.shape[op.params["axis"]])
+    if "window_dimensions" in op.params:
+        terms = 1
+        for length in op.params["window_dimensions"]:
+            terms *= int(length)
+        return terms
+    return size(op.ins[0]) // max(1, size(op.outs[0]))
+
+
+def half_accumulators(program: Program) -> Iterator[Hit]:
+    """Sums that a loop carries in half.
+
+    Where what is added does not depend on the sum (gradients over micro-batches, a metric), it is
+    an accumulator: n turns lose log2(n) of its digits, and more than half of them are too many: 16
+    turns in bfloat16, 46 in float16. Where it does (residual blocks, which are of the size of what
+    they are added to), and in what JAX derives, that no author sees, 2**digits is the limit, after
+    which such a sum stands still.
+    """
+    for loop in program.named("scan"):
+        (inside,) = loop.subs
+        for result, argument in inside.carry:
+            carried = inside.program.invars[argument]
+            if not is_half(carried):
+                continue
+            chain = _sum_of(program, inside.program.outvars[result], carried)
+            if chain is None:
+                continue
+            op, others = chain
+            stands = any(carried in program.back(v, lambda op: True) for v in others)
+            dtype = carried.aval.dtype
+            derived = program.is_backward(op)
+            limit = stalls_at(dtype) if stands or derived else 2 ** (digits(dtype) / 2)
+            turns = int(loop.params["length"])
+            if turns > limit:
+                yield Hit(
+                    f"A loop of {turns} turns carries a sum in {shown(carried)}: each turn rounds "
+                    f"it to {digits(dtype)} binary digits, so late terms are lost.",
+                    op,
+                )
+
+
+def _sum_of(program: Program, out: Value, carried: Value) -> tuple[Op, list[Value]] | None:
+    """Returns the addition that makes a carry of itself, and what else is added; None if none."""
+    others: list[Value] = []
+    first: Op | None = None
+    value = out
+    while value is not carried:
+        op = program.maker(value)
+        if op is None:
+            return None
+        if op.name in CASTS | MOVES and len(op.ins) == 1:
+            value = op.ins[0]
+            continue
+        if op.name not in ("add", "add_any", "sub"):
+            return None
+        first = first or op
+        ways = [v for v in op.ins if v is carried or _leads_to(program, v, carried)]
+        if len(ways) != 1 or (op.name == "sub" and ways[0] is not op.ins[0]):
+            return None
+        others += [v for v in op.ins if v is not ways[0]]
+        value = ways[0]
+    return (first, others) if first else None
+
+
+def _leads_to(program: Program, value: Value, carried: Value) -> bool:
+    """Tells whether a value is the carry, with something added at most."""
+    while value is not carried:
+        op = program.maker(value)
+        if op is None or not op.ins:
+            return False
+        if op.name in CASTS | MOVES and len(op.ins) == 1:
+            value = op.ins[0]
+        elif op.name in ("add", "add_any"):
+            return any(_leads_to(program, v, carried) for v in op.ins)
+        elif op.name == "sub":
+            value = op.ins[0]
+        else:
+            return False
+    return True
+
+
+COLLECTIVES = {
+    "psum": "adds",
+    "psum_invariant": "adds",
+    "psum2": "adds",
+    "unreduced_psum": "adds",
+    "reduce_scatter": "adds",
+    "psum_scatter": "adds",
+}
+
+
+def half_collectives(program: Program) -> Iterator[Hit]:
+    """Sums over devices, each of which rounds what it hands on.
+
+    Those of gradients are the usual case: what is averaged over replicas is small beside its terms
+    where they cancel. Of one device there is nothing to add.
+    """
+    for op in program.named(*COLLECTIVES):
+        value = op.ins[0]
+        if is_half(value):
+            yield Hit(
+                f"{op.name} over {_axes(op)} adds {shown(value)} of the devices in "
+                f"{short_name(value.aval.dtype)}.",
+                op,
+            )
+
+
+def _axes(op: Op) -> str:
+    axes = op.params.get("axes", op.params.get("axis_name", ()))
+    return ", ".join(map(repr, axes if isinstance(axes, tuple) else (axes,)))
+
+
+RULES = (
+    Rule(
+        "half-sum",
+        JAXPR,
+        "a sum of many terms in half",
+        "Each addition rounds to half: beyond 256 terms in bfloat16, or 2048 in float16, a term "
+        "of average size no longer changes the sum, and in float16 the sum may overflow. Which "
+        "of this happens differs between devices.",
+        "Sum in float32: jnp.sum and jnp.mean do so by themselves; for lax.reduce_sum, jnp.cumsum "
+        "and the like write x.astype(jnp.float32), and cast the result.",
+        half_sums,
+    ),
+    Rule(
+        "half-accumulator",
+        JAXPR,
+        "a loop that carries a sum in half",
+        "What a loop adds up is rounded in every turn: late terms are lost where they are smaller "
+        "than half an ulp of the sum, and gradients or metrics come out too small.",
+        "Carry the sum in float32, start it with jnp.zeros(shape, jnp.float32), and cast it after "
+        "the loop.",
+        half_accumulators,
+    ),
+    Rule(
+        "half-collective",
+        JAXPR,
+        "a sum over devices in half",
+        "Replicas' terms cancel, and devices add them in an order of their own: what half rounds "
+        "away of each does not come back, and in float16 a sum over many overflows.",
+        "Cast to float32 before jax.lax.psum, pmean or psum_scatter, and back after it.",
+        half_collectives,
+    ),
+)

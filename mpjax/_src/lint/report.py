@@ -1,0 +1,187 @@
+"""What the linter found, as text, JSON and SARIF."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from mpjax._src.lint.rule import Rule
+from mpjax._src.reports import INDENT, WIDTH, Report, folds, short, wrapped
+
+SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One fault, at one line.
+
+    Attributes:
+        rule: The name of the rule.
+        source: "file:line" of the user's code, or "" where the program does not say.
+        scope: The named scopes around the operation, joined with "/".
+        message: What is wrong here.
+        why: Why it matters.
+        instead: What to write instead.
+        count: At how many operations of that line.
+    """
+
+    rule: str
+    source: str
+    scope: str
+    message: str
+    why: str
+    instead: str
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class LintReport(Report):
+    """What `lint` found. ``print`` it, or read `findings`; it is true where there are some.
+
+    Attributes:
+        target: The name of the function.
+        findings: The faults, in the order of their lines.
+        ran: The names of the rules that looked at the program.
+        not_run: The names of the rules that could not, each with the reason.
+        suppressed: Faults at lines that say ``# mpjax: ignore``.
+        rules: The rules that were asked for.
+    """
+
+    target: str
+    findings: tuple[Finding, ...]
+    ran: tuple[str, ...]
+    not_run: dict[str, str]
+    suppressed: tuple[Finding, ...]
+    rules: tuple[Rule, ...] = dataclasses.field(repr=False, default=())
+
+    def __bool__(self) -> bool:
+        return bool(self.findings)
+
+    def __str__(self) -> str:
+        return "\n".join([*self._shown(), *self._totals()])
+
+    def _shown(self) -> list[str]:
+        lines: list[str] = []
+        for each in self.findings:
+            head = f"{short(each.source) or self.target}: {each.rule}"
+            times = f" ({each.count} operations)" if each.count > 1 else ""
+            lines += [_fit(head + times)]
+            inside = [f"in {each.scope}"] if each.scope else []
+            texts = (*inside, each.message, each.why, each.instead)
+            lines += [_fit(text, INDENT) for text in texts]
+            lines.append("")
+        return lines
+
+    def _totals(self) -> list[str]:
+        count = len(self.findings)
+        found = f"{count or 'no'} finding{'s' * (count != 1)}"
+        lines = [f"{self.target}: {found}; {_rules(len(self.ran))} ran"]
+        if self.suppressed:
+            ignored = ", ".join(f"{short(f.source)} {f.rule}" for f in self.suppressed)
+            lines.append(wrapped(f"suppressed: {ignored}", 4))
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.not_run.items():
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            lines.append(wrapped(f"not run: {', '.join(names)}: {reason}", 4))
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain data, ready for JSON."""
+        return {
+            "target": self.target,
+            "findings": [dataclasses.asdict(each) for each in self.findings],
+            "suppressed": [dataclasses.asdict(each) for each in self.suppressed],
+            "ran": list(self.ran),
+            "not_run": dict(self.not_run),
+        }
+
+    def to_sarif(self) -> dict[str, Any]:
+        """Returns the report as a SARIF 2.1.0 log, which code scanning reads, ready for JSON.
+
+        Files below the current directory are named from there, others by where they lie. Rules that
+        were not run are notifications.
+        """
+        index = {rule.name: i for i, rule in enumerate(self.rules)}
+        found = [(each, False) for each in self.findings]
+        found += [(each, True) for each in self.suppressed]
+        driver = {
+            "name": "mpjax lint",
+            "version": sys.modules[__name__.split(".")[0]].__version__,
+            "rules": [_rule_of_sarif(rule) for rule in self.rules],
+        }
+        notes = [
+            {
+                "level": "note",
+                "message": {"text": f"{name} was not run: {reason}"},
+                "associatedRule": {"id": name, "index": index[name]},
+            }
+            for name, reason in self.not_run.items()
+        ]
+        run = {
+            "tool": {"driver": driver},
+            "columnKind": "unicodeCodePoints",
+            "invocations": [{"executionSuccessful": True, "toolExecutionNotifications": notes}],
+            "results": [_result_of_sarif(each, index[each.rule], quiet) for each, quiet in found],
+        }
+        return {"$schema": SARIF, "version": "2.1.0", "runs": [run]}
+
+
+def _rule_of_sarif(rule: Rule) -> dict[str, Any]:
+    return {
+        "id": rule.name,
+        "shortDescription": {"text": _sentence(rule.summary)},
+        "fullDescription": {"text": rule.why},
+        "help": {"text": rule.instead},
+        "defaultConfiguration": {"level": "warning"},
+        "properties": {"needs": rule.needs},
+    }
+
+
+def _result_of_sarif(each: Finding, index: int, suppressed: bool) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "ruleId": each.rule,
+        "ruleIndex": index,
+        "level": "warning",
+        "message": {"text": f"{each.message} {each.why} {each.instead}"},
+        "occurrenceCount": each.count,
+    }
+    location: dict[str, Any] = {}
+    file, _, line = each.source.rpartition(":")
+    if file:
+        region = {"startLine": max(1, int(line))}
+        location["physicalLocation"] = {"artifactLocation": {"uri": _uri(file)}, "region": region}
+    if each.scope:
+        location["logicalLocations"] = [{"fullyQualifiedName": each.scope}]
+    if location:
+        result["locations"] = [location]
+    if suppressed:
+        result["suppressions"] = [{"kind": "inSource"}]
+    return result
+
+
+def _uri(file: str) -> str:
+    """Returns a file as a URI: relative below the current directory, absolute elsewhere."""
+    from urllib.parse import quote
+
+    path = Path(file)
+    if not path.is_absolute():
+        return quote(path.as_posix())
+    try:
+        return quote(path.relative_to(Path.cwd()).as_posix())
+    except (ValueError, OSError):  # elsewhere; the directory is gone
+        return path.as_uri()
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _rules(count: int) -> str:
+    return f"{count} rule{'s' * (count != 1)}"
+
+
+def _fit(text: str, indent: int = 0) -> str:
+    """Returns a text in lines that fit, indented; the further ones of a heading are too."""
+    first, *others = folds(text, WIDTH - INDENT)
+    return "\n".join([" " * indent + first, *(" " * INDENT + line for line in others)])

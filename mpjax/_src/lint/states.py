@@ -1,0 +1,108 @@
+"""Rules of what a step hands on to the next one."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mpjax._src import rules
+from mpjax._src.autocast.graph import Value
+from mpjax._src.autocast.states import children, nodes
+from mpjax._src.dtypes import short_name
+from mpjax._src.lint.program import CASTS, MOVES, Program
+from mpjax._src.lint.rule import JAXPR, Hit, Rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """An array that a step takes and gives: the name and the value of both."""
+
+    name: str
+    before: Value
+    after: Value
+
+
+def carried(program: Program) -> list[Carried]:
+    """Returns what a step hands on: the trees of its result that are like one among its arguments.
+
+    They have the same structure and the same shapes; of several that are alike, the first.
+    """
+    tree, given = program.in_tree
+    out, returned = program.out_tree
+    ins = _spread(list(zip(program.names, program.block.invars, strict=True)), given)
+    outs = _spread(list(zip(program.results, program.block.outvars, strict=True)), returned)
+    known: dict[Any, list[slice]] = {}
+    for node, where in _in_arguments(tree):
+        known.setdefault((node, _shapes(ins[where])), []).append(where)
+    found: list[Carried] = []
+    done = 0
+    for node, where in nodes(out):
+        key = node, _shapes(outs[where])
+        if where.start < done or key not in known or not any(outs[where]):
+            continue
+        place = known[key].pop(0) if len(known[key]) > 1 else known[key][0]
+        pairs = zip(ins[place], outs[where], strict=True)
+        found += [Carried(a[0], a[1], b[1]) for a, b in pairs if a and b]
+        done = where.stop
+    return found
+
+
+def _in_arguments(tree: Any) -> Iterator[tuple[Any, slice]]:
+    """Yields the trees among the arguments, of the structure of ``(args, kwargs)``."""
+    for arguments, start in children(tree):
+        for argument, first in children(arguments, start):
+            yield from nodes(argument, first)
+
+
+def _spread(values: list[Any], places: Sequence[bool]) -> list[Any]:
+    made = iter(values)
+    return [next(made) if yes else None for yes in places]
+
+
+def _shapes(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(leaf and leaf[1].aval.shape for leaf in leaves)
+
+
+# What makes a new state of an old one, and what writes to it.
+KEEPS = rules.having(rules.STATE) | MOVES | CASTS
+WRITES = frozenset({"add", "add_any", "sub", "select_n", "dynamic_update_slice"})
+
+
+def is_updated(program: Program, each: Carried) -> bool:
+    """Tells a state from a tree that merely looks like one: a gradient, parameters that are cast.
+
+    A state's new value is its old one, with something added to it or put in its place.
+    """
+    through = program.back(each.after, KEEPS)
+    makers = {op.name for v in through if (op := program.maker(v))}
+    return each.before in through and not makers.isdisjoint(WRITES)
+
+
+def drifting(program: Program) -> Iterator[Hit]:
+    """A state that comes back in another dtype. Weak types do not count."""
+    drifts = [
+        (each, each.before.aval.dtype, each.after.aval.dtype)
+        for each in carried(program)
+        if each.before.aval.dtype != each.after.aval.dtype and is_updated(program, each)
+    ]
+    if drifts:
+        first, before, after = drifts[0]
+        more = f", and {len(drifts) - 1} more" if len(drifts) > 1 else ""
+        yield Hit(
+            f"{first.name} goes in as {short_name(before)} and comes out as {short_name(after)}"
+            f"{more}.",
+            program.maker(first.after),
+        )
+
+
+RULES = (
+    Rule(
+        "state-dtype-drift",
+        JAXPR,
+        "a state that comes back in another dtype than it went in",
+        "The next step is another program: JAX compiles it again, scan refuses it, memory "
+        "doubles or precision is lost, and what is restored trains in other dtypes.",
+        "Keep the state's dtypes: give the optimizer its dtype (mu_dtype in optax), cast updates "
+        "to the parameters' dtype, and cast what is new to the dtype of what it replaces.",
+        drifting,
+    ),
+)

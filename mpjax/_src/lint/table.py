@@ -1,0 +1,52 @@
+"""The rules of the linter: one table, collected from the modules of each subject."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from mpjax._src.errors import brief, did_you_mean
+from mpjax._src.lint import casts, reductions, states
+from mpjax._src.lint.rule import Rule
+from mpjax._src.patterns import matches
+
+RULES: tuple[Rule, ...] = tuple(
+    sorted((*reductions.RULES, *casts.RULES, *states.RULES), key=lambda rule: rule.name)
+)
+
+TEXTS = [field for field in dataclasses.fields(Rule) if field.type == "str" or field.type is str]
+
+
+def chosen(select: Any = (), ignore: Any = ()) -> tuple[Rule, ...]:
+    """Returns the rules that are selected, all if nothing is, without those that are ignored.
+
+    Args:
+        select: A name or glob, or several: "half-sum", "half-*".
+        ignore: Likewise.
+
+    Raises:
+        ValueError: If one of them matches no rule.
+    """
+    wanted = _matching("select", select) if select else {rule.name for rule in RULES}
+    left_out = _matching("ignore", ignore)
+    return tuple(rule for rule in RULES if rule.name in wanted - left_out)
+
+
+def as_data(rules: Iterable[Rule]) -> list[dict[str, str]]:
+    """Returns what rules say, as plain data."""
+    return [{field.name: getattr(rule, field.name) for field in TEXTS} for rule in rules]
+
+
+def _matching(argument: str, patterns: str | Iterable[str]) -> set[str]:
+    patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    names = [rule.name for rule in RULES]
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = {name for name in names if isinstance(pattern, str) and matches(pattern, name)}
+        if not matched:
+            raise ValueError(
+                f"{argument}={brief(pattern)} matches no rule.{did_you_mean(pattern, names)} "
+                "The rules are listed by `mpjax lint --rules`; a glob such as 'half-*' takes "
+                "several."
+            )
+        found |= matched
+    return found

@@ -1,0 +1,78 @@
+"""`mpjax lint`: what it prints and its exit codes."""
+
+import json
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from mpjax._src.cli import commands
+from mpjax._src.lint.table import RULES
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+
+def summed(x):
+    return jax.lax.reduce_sum(x, (0,)).astype(jnp.float32)
+
+def step():
+    return summed, (jax.ShapeDtypeStruct((300,), jnp.bfloat16),)
+
+def clean():
+    return jnp.sum, (jnp.ones(300, jnp.bfloat16),)
+
+def breaks():
+    return (lambda x: x @ jnp.ones((3, 3))), (jnp.ones((4, 4)),)
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    (tmp_path / "linted.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield lambda *arguments: CliRunner().invoke(commands.cli, ["lint", *arguments])
+    sys.modules.pop("linted", None)
+
+
+def test_a_finding_is_shown_and_is_exit_code_1(run):
+    result = run("linted:step")
+    assert result.exit_code == 1
+    assert result.stdout.startswith("linted.py:5: half-sum\n    reduce_sum adds 300 terms")
+    assert run("linted:step", "--argnums", "0", "--select", "half-sum").exit_code == 1
+
+
+def test_nothing_found_is_exit_code_0(run):
+    result = run("linted:clean")
+    assert result.exit_code == 0 and "no findings" in result.stdout
+    assert run("linted:step", "--ignore", "half-*,double-rounding").exit_code == 0
+
+
+def test_what_is_wrong_is_exit_code_2(run):
+    for arguments, message in (
+        ((), "Missing argument 'TARGET'"),
+        (("linted:nothing",), "has no 'nothing'"),
+        (("linted:breaks",), "linted.py:14"),
+        (("linted:step", "--select", "half_sum"), "Did you mean 'half-sum'?"),
+        (("linted:step", "--json", "--sarif"), "one of them"),
+        (("linted:step", "--target", "h10000"), "h10000"),
+        (("linted:step", "--argnums", "3"), "3 is no argument"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2 and message in " ".join(result.stderr.split()), result.stderr
+
+
+def test_json_and_sarif(run):
+    found = json.loads(run("linted:step", "--json").stdout)
+    assert [each["rule"] for each in found["findings"]] == ["half-sum"]
+    log = json.loads(run("linted:step", "--sarif").stdout)
+    (result,) = log["runs"][0]["results"]
+    place = result["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == "linted.py" and place["region"]["startLine"] == 5
+
+
+def test_rules_are_listed(run):
+    shown = run("--rules")
+    assert shown.exit_code == 0 and all(rule.name in shown.stdout for rule in RULES)
+    listed = json.loads(run("--rules", "--json", "--select", "half-sum").stdout)
+    assert [row["name"] for row in listed] == ["half-sum"] and "check" not in listed[0]

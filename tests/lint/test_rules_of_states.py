@@ -1,0 +1,58 @@
+"""What a step hands on to the next one."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pairs
+import pytest
+from pairs import Pair, f32
+
+import mpjax
+
+OPTIMIZER = optax.adam(1e-3)
+PARAMS = {"w": f32(4, 4), "b": f32(4)}
+STATE = jax.eval_shape(OPTIMIZER.init, PARAMS)
+
+
+def loss(params, x):
+    return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
+
+
+def stepped(params, opt_state, x):
+    grads = jax.grad(loss)(params, x)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+@jax.jit
+def drifting(params, opt_state, x):
+    params, opt_state = stepped(params, opt_state, x)
+    moments = opt_state[0]
+    mu = jax.tree.map(lambda m: m.astype(jnp.bfloat16), moments.mu)  # fault
+    return params, (moments._replace(mu=mu), *opt_state[1:])
+
+
+CASES = {"moments": Pair("state-dtype-drift", drifting, stepped, (PARAMS, STATE, f32(2, 4)))}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pairs(name):
+    pairs.check(CASES[name])
+
+
+def test_the_drift_names_the_leaf():
+    (finding,) = mpjax.lint(drifting)(PARAMS, STATE, f32(2, 4)).findings
+    assert (
+        "opt_state[0].mu['b'] goes in as f32 and comes out as bf16, and 1 more" in finding.message
+    )
+
+
+def test_a_tree_that_only_looks_like_a_state_does_not_drift():
+    def cast(params):
+        return mpjax.cast(params, "bfloat16")
+
+    def gradients(params, x):
+        return mpjax.cast(jax.grad(loss)(params, x), "bfloat16")
+
+    assert not mpjax.lint(cast)(PARAMS).findings
+    assert not mpjax.lint(gradients)(PARAMS, f32(2, 4)).findings
