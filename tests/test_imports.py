@@ -19,6 +19,7 @@ ORDER = (
     *(
         "errors",
         "contexts",
+        "pages",
         "reports",
         "_jax",
         "dtypes",

@@ -1,5 +1,6 @@
 """Reports as people see them: in a notebook, in 80 columns, with short names of files."""
 
+import html
 import sysconfig
 from pathlib import Path
 
@@ -82,6 +83,9 @@ def test_a_report_shows_itself_in_a_notebook_and_fits(name):
     assert printer.shown == str(report)
     assert max(map(len, str(report).splitlines())) <= reports.WIDTH
     assert PACKAGES not in str(report) and "site-packages" not in str(report)
+    page = report.to_html()
+    assert html.escape(str(report)).replace("&#x27;", "&#39;").replace("&quot;", "&#34;") in page
+    assert PACKAGES not in page and report._repr_html_().startswith("<iframe")
 
 
 def test_every_public_report_does():

@@ -1,12 +1,16 @@
-"""How reports are shown: in 80 columns, as text in a notebook too, with files by short names."""
+"""How reports are shown: in 80 columns, in a notebook, as pages; with files by short names."""
 
+import dataclasses
+import importlib
 import os
 import re
 import sysconfig
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from mpjax._src.pages.data import Page
 
 WIDTH = 80
 
@@ -18,7 +22,39 @@ LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "p
 
 
 class Report:
-    """What shows itself as its text in a notebook; elsewhere, ``print`` it."""
+    """What shows itself in a notebook, as text or as a page; elsewhere, ``print`` it."""
+
+    # The module whose ``page_of`` turns a report of the class into what a page shows.
+    _drawn_by: ClassVar[str] = ""
+
+    def to_html(self, title: str = "") -> str:
+        """Returns the report as one page of HTML, which loads nothing: write it to a file.
+
+        Args:
+            title: Of the page; what kind of report it is, if not given.
+
+        Raises:
+            ImportError: Without jinja2, the extra ``html``.
+        """
+        from mpjax._src.pages.render import render
+
+        return render(self._page(title))
+
+    def _page(self, title: str = "") -> Page:
+        if self._drawn_by:
+            page = importlib.import_module(self._drawn_by).page_of(self)
+        else:
+            page = Page(type(self).__name__, "")
+        return dataclasses.replace(page, title=title or page.title, text=str(self))
+
+    def _repr_html_(self) -> str | None:
+        """Returns the page in a frame; None, which leaves the text, where it cannot be made."""
+        from mpjax._src.pages.render import framed
+
+        try:
+            return framed(self._page())
+        except ImportError:
+            return None
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text("..." if cycle else str(self))

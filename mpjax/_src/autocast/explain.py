@@ -18,6 +18,7 @@ from mpjax._src.autocast.why import Reason, Why
 from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.errors import check_callable
 from mpjax._src.higher_order import turns_of
+from mpjax._src.pages.data import size
 from mpjax._src.policy import get_policy
 from mpjax._src.reports import Report, table, where, wrapped
 from mpjax._src.rules import HALF, rule_of
@@ -27,6 +28,9 @@ from mpjax._src.trees import is_array
 LARGEST = 8
 
 COMPUTES = ("f16", "bf16", "f32", "other")
+
+# How the reason of a row of the backward pass begins.
+BACKWARD = "backward "
 
 CASTS = frozenset({"convert_element_type"})
 
@@ -53,6 +57,8 @@ class Row:
         attention: Of a matmul that sums values by a softmax, under ``with_fused_attention``: the
             fused kernel that runs the attention, or "xla" and why none does.
         library: "file:line" of the library that ``source`` calls for it, or "".
+        bytes: Of its operands and results under the plan, of one run; 0 of a program with equations
+            of its own.
     """
 
     primitive: str
@@ -69,6 +75,17 @@ class Row:
     storage: str = ""
     attention: str = ""
     library: str = ""
+    bytes: int = 0
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is an equation of the backward pass."""
+        return self.reason.startswith(BACKWARD)
+
+    @property
+    def computes_in(self) -> str:
+        """What it computes in, one of `COMPUTES`."""
+        return computed_in(self.after)
 
     @property
     def where(self) -> str:
@@ -103,6 +120,8 @@ class CastReport(Report):
     kept: tuple[Kept, ...] = ()
     wide: tuple[tuple[str, int], ...] = ()
 
+    _drawn_by = "mpjax._src.autocast.explain_page"
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data, ready for JSON."""
         return dataclasses.asdict(self)
@@ -112,7 +131,7 @@ class CastReport(Report):
         found: dict[str, dict[str, int]] = {}
         for row in self.rows:
             counts = found.setdefault(row.primitive, dict.fromkeys(COMPUTES, 0))
-            counts[_computes_in(row)] += 1
+            counts[row.computes_in] += 1
         return found
 
     def counts(self) -> list[tuple[str, ...]]:
@@ -128,15 +147,14 @@ class CastReport(Report):
         return [
             row
             for row in self.rows
-            if (rule_of(row.primitive).need == HALF and _computes_in(row) == "f32")
-            or row.left_alone
+            if (rule_of(row.primitive).need == HALF and row.computes_in == "f32") or row.left_alone
         ]
 
     def summary(self) -> list[str]:
         """Returns the report's totals as lines of text."""
         lines = [
             f"{self.half_flops:.1%} of matmul FLOPs in half; "
-            f"{self.casts} casts inserted, moving {_size(self.cast_bytes)}"
+            f"{self.casts} casts inserted, moving {size(self.cast_bytes)}"
         ]
         scopes = (scope for row in self.rows for scope in row.scope.split("/"))
         taken = [s.removeprefix(ATTENTION) for s in scopes if s.startswith(ATTENTION)]
@@ -144,8 +162,8 @@ class CastReport(Report):
         lines += [f"attention: {kernel}" for kernel in dict.fromkeys(taken)]
         if self.stored_before is not None and self.stored_after is not None:
             lines.append(
-                f"stored for the backward pass: {_size(self.stored_before)} as written, "
-                f"{_size(self.stored_after)} under the plan"
+                f"stored for the backward pass: {size(self.stored_before)} as written, "
+                f"{size(self.stored_after)} under the plan"
             )
             lines += [f"  {self._where(kept)}" for kept in self.kept[:LARGEST]]
         if self.wide:
@@ -158,7 +176,7 @@ class CastReport(Report):
         row = None if kept.row is None else self.rows[kept.row]
         shape = ",".join(map(str, kept.shape))
         place = f" {row.primitive} {row.where} (row {kept.row})" if row else ""
-        return f"{_size(kept.bytes)}: {kept.dtype}[{shape}]{place}"
+        return f"{size(kept.bytes)}: {kept.dtype}[{shape}]{place}"
 
     def __str__(self) -> str:
         lines = [wrapped(line, 4) for line in self.summary()]
@@ -354,6 +372,25 @@ def _row(op: Op, times: int, storage: str) -> Row:
         storage=storage,
         attention=op.attention,
         library=library,
+        bytes=0 if op.rule == "program" else sum(map(_held, (*op.ins, *op.outs))),
+    )
+
+
+def computed_in(signature: str) -> str:
+    """Returns which of `COMPUTES` an operation computes in, by dtypes such as "bf16,f32->f32"."""
+    operands, _, results = signature.partition("->")
+    found = set(COMPUTES) & set((operands or results).split(","))
+    found = found or set(COMPUTES) & set(results.split(","))
+    return next((name for name in ("f32", "bf16", "f16") if name in found), "other")
+
+
+def _held(value: Value) -> int:
+    """Returns the bytes of a value in the dtype that the plan stores it in."""
+    narrow = value.is_f32 and value.dtype is not None
+    return (
+        _jax.size_of(value.aval.shape) * np.dtype(value.dtype).itemsize
+        if narrow
+        else _bytes(value.aval)
     )
 
 
@@ -374,16 +411,6 @@ def _signature(ins: Sequence[str], outs: Sequence[str]) -> str:
     return f"{','.join(dict.fromkeys(ins))}->{','.join(dict.fromkeys(outs))}"
 
 
-def _computes_in(row: Row) -> str:
-    operands, _, results = row.after.partition("->")
-    found = {"f16", "bf16", "f32"} & set((operands or results).split(","))
-    found = found or {"f16", "bf16", "f32"} & set(results.split(","))
-    for name in ("f32", "bf16", "f16"):
-        if name in found:
-            return name
-    return "other"
-
-
 def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
     for eqn, stack, times in _walk(jaxpr):
         numbers = [s for s in stack.scopes if s.startswith(ROW)]
@@ -394,6 +421,7 @@ def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
         dtypes = _signature(
             [_name(v.aval) for v in eqn.invars], [_name(v.aval) for v in eqn.outvars]
         )
+        values = () if _jax.inner_jaxprs(eqn) else (*eqn.invars, *eqn.outvars)
         where = f"of row {index}, {origin.primitive}" if origin else "of no row"
         lines = (origin.source, origin.library) if origin else _jax.source_lines(eqn)
         yield Row(
@@ -403,11 +431,12 @@ def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
             lines[0],
             _as_written(eqn.primitive.name, dtypes, origin),
             dtypes,
-            f"backward {where}",
+            BACKWARD + where,
             flops_of(eqn),
             times,
             index,
             library=lines[1],
+            bytes=sum(_bytes(v.aval) for v in values),
         )
 
 
@@ -495,11 +524,3 @@ def _bytes(aval: Any) -> int:
     dtype = getattr(aval, "dtype", None)
     size = getattr(dtype, "itemsize", 0)
     return _jax.size_of(getattr(aval, "shape", (0,))) * size
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"

@@ -68,6 +68,8 @@ class Comparison(Report):
     order: tuple[int, ...] = ()
     noise: tuple[str, ...] = ()
 
+    _drawn_by = "mpjax._src.instruments.pages"
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the comparison as plain data, ready for JSON."""
         data = dataclasses.asdict(self)

@@ -52,6 +52,8 @@ class GradientHistogram(Report):
     paths: tuple[str, ...]
     sizes: tuple[int, ...]
 
+    _drawn_by = "mpjax._src.instruments.pages"
+
     def numbers(self) -> np.ndarray:
         """Returns the counts as ``int64[parameters, 279]``; waits for the device."""
         low, high = np.asarray(self.counts).astype(np.int64)

@@ -126,6 +126,8 @@ class NonfiniteReport(Report):
     overrides: tuple[str, ...] = ()
     float32_flops: float | None = None
 
+    _drawn_by = "mpjax._src.instruments.pages"
+
     def __bool__(self) -> bool:
         return self.found
 

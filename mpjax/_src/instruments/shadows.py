@@ -72,6 +72,7 @@ class CompareRow:
         compared: Whether there is a float32 form to compare with. If not (kernels and callbacks
             that are written for half), its errors are 0 for want of better.
         library: "file:line" of the library that ``source`` calls for it, or "".
+        bytes: Of its operands and its result, of one run.
     """
 
     primitive: str
@@ -94,6 +95,7 @@ class CompareRow:
     op: int | None = None
     compared: bool = True
     library: str = ""
+    bytes: int = 0
 
     @property
     def added(self) -> float:
@@ -202,6 +204,7 @@ class Comparer:
             times=1 + (before.times if before else 0),
             dtypes=f"{','.join(dict.fromkeys(_name(v.array) for v in ins))}->{_name(out)}",
             op=place.op,
+            bytes=sum(getattr(x, "nbytes", 0) for x in (*(v.array for v in ins), out)),
             **verdicts,
             **stats,
         )

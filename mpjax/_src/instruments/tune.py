@@ -99,6 +99,8 @@ class Tuning(Report):
     places: int = 0
     needed: int = 0
 
+    _drawn_by = "mpjax._src.instruments.pages"
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the tuning as plain data, ready for JSON; the policy as its string."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

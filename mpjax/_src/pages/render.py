@@ -1,0 +1,123 @@
+"""A page as HTML: one text, with its style, its script and its data in it; it loads nothing."""
+
+import base64
+import functools
+import hashlib
+import html
+import json
+from importlib import resources
+from typing import Any
+
+from mpjax._src.pages.data import UNITS, Page
+from mpjax._src.pages.scales import Scale, scale_of
+
+# In a notebook a page has a window of its own, where its script can touch nothing else.
+FRAME = (
+    '<iframe title="{title}" sandbox="allow-scripts" srcdoc="{page}" '
+    'style="width:100%;height:640px;border:1px solid #8886;border-radius:6px"></iframe>'
+)
+
+
+def render(page: Page) -> str:
+    """Returns a page as HTML.
+
+    Raises:
+        ImportError: Without jinja2, the extra ``html``.
+    """
+    scales = [scale_of(colour, page.operations) for colour in page.colours]
+    count = len(page.operations)
+    counted = f"{count} {page.things if count != 1 else page.things.removesuffix('s')}"
+    style, script = _part("page.css"), _part("map.js")
+    return (
+        _templates()
+        .get_template("page.html.jinja")
+        .render(
+            page=page,
+            scales=scales,
+            counted=counted,
+            large=any(operation.large for operation in page.operations),
+            data=_json(_data(page, scales)) if page.operations else "",
+            style=style,
+            script=script,
+            allowed=f"'sha256-{_hash(script)}'",
+        )
+    )
+
+
+def framed(page: Page) -> str:
+    """Returns a page for a notebook: in a frame, apart from the notebook's own page."""
+    return FRAME.format(title=html.escape(page.title), page=html.escape(render(page)))
+
+
+@functools.cache
+def _templates() -> Any:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ImportError("pages need jinja2: pip install 'mpjax[html]'.") from error
+    loader = jinja2.FunctionLoader(_part)
+    environment = jinja2.Environment(
+        loader=loader,
+        autoescape=True,  # what a page shows may be anybody's text
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["written"] = lambda amount, unit: UNITS[unit](amount)
+    return environment
+
+
+def _part(name: str) -> str:
+    return (resources.files("mpjax._src.pages") / "templates" / name).read_text("utf-8")
+
+
+def _hash(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _data(page: Page, scales: list[Scale]) -> dict[str, Any]:
+    """Returns the operations in few bytes: texts once, and each operation as a list of numbers."""
+    texts: dict[str, int] = {}
+
+    def text(words: str) -> int:
+        return texts.setdefault(words, len(texts))
+
+    rows = [
+        [
+            text(operation.label),
+            text(operation.scope),
+            operation.number,
+            int(operation.backward) + 2 * int(operation.large),
+            [scale.places[i] for scale in scales],
+            [_number(operation.colours.get(s.colour.name)) for s in scales if s.amounts],
+            [text(words) for fact in operation.facts for words in fact],
+        ]
+        for i, operation in enumerate(page.operations)
+    ]
+    return {
+        "texts": list(texts),
+        "rows": rows,
+        "scales": [
+            {
+                "name": scale.colour.name,
+                "amount": scale.amounts,
+                "most": scale.colour.of_box is max,
+                "unit": scale.colour.unit,
+                "keys": [[key.label, key.style] for key in scale.legend],
+            }
+            for scale in scales
+        ],
+    }
+
+
+def _number(value: Any) -> float | None:
+    number = value if isinstance(value, int | float) else None
+    return number if number is None or abs(number) < 1e300 else None  # JSON has no infinity
+
+
+def _json(data: Any) -> str:
+    """Returns JSON that can stand in a script element: no text in it can end that."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text

@@ -1,0 +1,83 @@
+"""Which colour an operation has: classes by their names, amounts in steps."""
+
+import bisect
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+from mpjax._src.pages.data import NONE, UNITS, Colour, Operation
+
+# How many steps an amount is told in, and how many colours there are for classes.
+STEPS, SLOTS = 6, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One entry of a legend: its words, its style in the page, how many operations have it."""
+
+    label: str
+    style: str
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """A colour over the operations of a page: its legend, and each operation's place in it."""
+
+    colour: Colour
+    legend: tuple[Key, ...]
+    places: tuple[int, ...]
+
+    @property
+    def amounts(self) -> bool:
+        return bool(self.colour.unit)
+
+
+def scale_of(colour: Colour, operations: Sequence[Operation]) -> Scale:
+    """Returns the scale of a colour over operations."""
+    values = [operation.colours.get(colour.name) for operation in operations]
+    return (_of_amounts if colour.unit else _of_classes)(colour, values)
+
+
+def _of_classes(colour: Colour, values: Sequence) -> Scale:
+    named = [NONE if value is None else str(value) for value in values]
+    order = [*dict.fromkeys((*colour.classes, *sorted({*named} - {NONE}), NONE))]
+    styles = {name: f"c{min(i, SLOTS - 1)}" for i, name in enumerate(order)} | {NONE: "a0"}
+    return _scale(colour, named, [name for name in order if name in named], styles)
+
+
+def _of_amounts(colour: Colour, values: Sequence) -> Scale:
+    written = UNITS[colour.unit]
+    finite = [v for v in values if v is not None and 0 < v < math.inf]
+    edges = colour.edges or _edges(max(finite, default=1.0))
+    between = [f"{written(a)} to {written(b)}" for a, b in itertools.pairwise(edges)]
+    labels = [f"under {written(edges[0])}", *between, f"{written(edges[-1])} or more"]
+    zero, infinite = f"{written(0)}, or nothing to tell", "not finite"
+
+    def label(value):
+        if value is None or not value > 0:
+            return zero
+        return labels[bisect.bisect(edges, value)] if value < math.inf else infinite
+
+    styles = {text: f"a{STEPS - len(edges) + i}" for i, text in enumerate(labels)}
+    named = [label(value) for value in values]
+    order = [text for text in (zero, *labels, infinite) if text in named]
+    return _scale(colour, named, order, {zero: "a0", **styles, infinite: f"a{STEPS}"})
+
+
+def _edges(most: float) -> tuple[float, ...]:
+    """Returns the ends of steps by a factor of 4, the last of them holding the largest amount."""
+    top = 2.0 ** math.ceil(math.log2(most))
+    return tuple(top / 4**i for i in range(STEPS - 1, 0, -1))
+
+
+def _scale(
+    colour: Colour, named: Sequence[str], order: Sequence[str], styles: dict[str, str]
+) -> Scale:
+    places = {name: i for i, name in enumerate(order)}
+    counts = [0] * len(order)
+    for name in named:
+        counts[places[name]] += 1
+    legend = (Key(name, styles[name], n) for name, n in zip(order, counts, strict=True))
+    return Scale(colour, tuple(legend), tuple(places[name] for name in named))

@@ -1,0 +1,49 @@
+"""A real browser, without a window, for tests of pages."""
+
+import os
+import shutil
+
+import pytest
+
+ARGUMENTS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+)
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """Chromium, as Debian installs it. Without it a test is skipped, and under CI it fails."""
+    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("no chromium: apt install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(chromium, tmp_path):
+    """Opens a page of HTML; the test fails if the page fetches something, or its script fails."""
+    wrong, contexts = [], []
+
+    def open_page(text, **options):
+        file = tmp_path / f"page{len(contexts)}.html"
+        file.write_text(text, "utf-8")
+        contexts.append(chromium.new_context(**options))
+        page = contexts[-1].new_page()
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda message: wrong.append(message.text))
+        page.on("request", lambda asked: wrong.append(asked.url))
+        page.on("dialog", lambda dialog: (wrong.append(dialog.message), dialog.dismiss()))
+        page.goto(file.as_uri())
+        assert wrong.pop(0) == file.as_uri()
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert not wrong
