@@ -336,6 +336,14 @@ def test_compare(folder):
     assert (folder / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.parametrize("command", ["explain", "compare"])
+def test_pages_are_written(folder, command):
+    found = as_json(run(command, "program:real", "--html", "map.html", "--json"))
+    page = (folder / "map.html").read_text()
+    assert f"{len(found['rows'])} operations" in page and "program:real" in page
+    assert "The page is in map.html" in run(command, "program:real", "--html", "map.html").stdout
+
+
 def test_compare_scales_the_loss(folder):
     names = ("compare", "program:real", "--policy", "mixed_float16")
     assert ", loss scale 65536" in run(*names).stdout

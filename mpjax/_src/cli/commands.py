@@ -96,6 +96,7 @@ def doctor(platform: tuple[str, ...], as_json: bool) -> None:
     metavar="SHARE",
     help="Exit with 1 if a smaller share of the matmul FLOPs is in half: 0.9, say.",
 )
+@options.html
 @options.as_json
 @options.show_traceback
 def explain(
@@ -106,6 +107,7 @@ def explain(
     rows: int,
     all_rows: bool,
     fail_under: float | None,
+    html: Path | None,
     as_json: bool,
     show_traceback: bool,
 ) -> None:
@@ -116,16 +118,19 @@ def explain(
       mpjax explain train:loss                      the forward pass
       mpjax explain train:loss --argnums 0 --all    with gradients, op by op
       mpjax explain train:loss --fail-under 0.9     for a script
+      mpjax explain train:loss --html map.html      a map of the program
     """
     fun, args = load(target)
     _check_argnums(argnums, args)
     with running(f"explaining {target}"):
         report = mpjax.explain(fun, policy, argnums, has_aux)(*args)
+        page = report.to_html(f"{target} under {policy}") if html else None
     if as_json:
         show.json_to_stdout({"target": target, "policy": str(policy), **report.to_dict()})
     else:
         click.echo(f"{target} under {policy}")
         tables.explain(report, len(report.rows) if all_rows else rows)
+    _write(html, page, as_json)
     if fail_under is not None and report.half_flops < fail_under:
         _finding(f"{report.half_flops:.2%} of the matmul FLOPs are in half, under {fail_under:.2%}")
 
@@ -206,6 +211,7 @@ def compile_(
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture there."
 )
+@options.html
 @options.as_json
 @options.show_traceback
 def compare(
@@ -217,6 +223,7 @@ def compare(
     tolerance: float | None,
     loss_scale: float | str,
     plot: Path | None,
+    html: Path | None,
     as_json: bool,
     show_traceback: bool,
 ) -> None:
@@ -246,6 +253,8 @@ def compare(
         drawn = plot is not None and bool(comparison.rows)
         if drawn:
             mpjax.plot_compare(comparison, plot)
+        title = f"{target}: {policy} against float32"
+        page = comparison.to_html(title) if html else None
     if as_json:
         show.json_to_stdout({"target": target, "policy": str(policy), **comparison.to_dict()})
     else:
@@ -255,6 +264,7 @@ def compare(
         tables.compared(comparison, top)
         if drawn:
             click.echo(f"\nWritten to {plot}")
+    _write(html, page, as_json)
     if tolerance is None:
         return
     results = comparison.worst_results()
@@ -367,6 +377,14 @@ def _use_cpu() -> None:
     """
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
+
+
+def _write(file: Path | None, page: str | None, quiet: bool) -> None:
+    """Writes a page where ``--html`` says."""
+    if file is not None and page is not None:
+        file.write_text(page, "utf-8")
+        if not quiet:
+            click.echo(f"\nThe page is in {file}")
 
 
 def _compiled(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from pathlib import Path
 from typing import Any
 
 import click
@@ -83,6 +84,12 @@ platform = click.option(
     multiple=True,
     type=click.Choice(PLATFORMS),
     help="Advise for a platform that is not there, too.",
+)
+html = click.option(
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the report there as one page of HTML: a map of the program.",
 )
 show_traceback = click.option(
     "--traceback", "show_traceback", is_flag=True, help="Show errors in your code whole."
