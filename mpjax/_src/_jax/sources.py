@@ -1,10 +1,12 @@
 """Where a program's equations come from: the scopes around them, and the user's lines."""
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax._src import source_info_util
 from jax.extend.linear_util import transformation2
 from jax.extend.source_info_util import (
@@ -18,8 +20,11 @@ from jax.extend.source_info_util import (
 
 from mpjax._src.reports import is_library
 
+JAX = f"{Path(jax.__file__).parent}{os.sep}"
+
 # A line of ours is never the user's.
 register_exclusion(str(Path(__file__).parents[2]))
+OURS = f"{Path(__file__).parents[2]}{os.sep}"
 
 
 def scope_names(stack: Any) -> tuple[str, ...]:
@@ -65,6 +70,52 @@ def passed_through(eqn: Any, files: Sequence[str]) -> bool:
     frames = () if traceback is None else traceback.frames
     names = (frame.file_name.replace("\\", "/") for frame in frames)
     return any(name.endswith(tuple(files)) for name in names)
+
+
+# What a program calls to have a cast; what casts for itself inside, such as a mean, calls none.
+WRITTEN = frozenset({"astype", "asarray", "array", "convert_element_type"})
+
+
+def is_written_cast(eqn: Any) -> bool:
+    """Tells a cast that the user asked for, or its derivative, from one that others made.
+
+    They ask by a function of JAX that casts, or one of a library that has "cast" in its name.
+    """
+    inside, callers = _callers(eqn)
+    if not callers or WRITTEN.isdisjoint(frame.function_name for frame in inside):
+        return False
+    return not is_library(callers[0].file_name) or "cast" in callers[0].function_name
+
+
+def is_called_directly(eqn: Any) -> bool:
+    """Tells whether the user's own line calls for an equation, by jax.numpy or jax.lax.
+
+    What a library writes is not, nor what a function of jax.nn does inside.
+    """
+    inside, callers = _callers(eqn)
+    within_nn = any(f"{os.sep}nn{os.sep}" in frame.file_name.removeprefix(JAX) for frame in inside)
+    return bool(callers) and not within_nn and not is_library(callers[0].file_name)
+
+
+def in_one_call(first: Any, second: Any) -> bool:
+    """Tells whether two equations come from one call of one function, which is not JAX's."""
+    (one, *around), (other, *others) = (_callers(eqn)[1] or [None] for eqn in (first, second))
+    if one is None or other is None or len(around) != len(others):
+        return False
+    same = (one.file_name, one.function_name) == (other.file_name, other.function_name)
+    return same and all(
+        (a.file_name, a.line_num) == (b.file_name, b.line_num)
+        for a, b in zip(around, others, strict=True)
+    )
+
+
+def _callers(eqn: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the frames of JAX and of ours that an equation was made in, and those around them."""
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else list(traceback.frames)
+    own = (i for i, f in enumerate(frames) if not f.file_name.startswith((JAX, OURS)))
+    start = next(own, len(frames))
+    return frames[:start], frames[start:]
 
 
 def line_key(eqn: Any) -> Any:

@@ -161,8 +161,9 @@ def compiled_texts(
     """
     if target == CPU:
         lowered = jax.jit(fun).lower(*args)
-        before, after = lowered.as_text("hlo", debug_info=True), lowered.compile().as_text()
-        return before, after or "", None
+        module: Any = lowered.compiler_ir("hlo")
+        before = module.as_hlo_module().to_string()  # with signatures, which `as_text` leaves out
+        return before, lowered.compile().as_text() or "", None
     found = find_target(target)
     require(found)
     program = lower(found, fun, args)

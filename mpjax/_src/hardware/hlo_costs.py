@@ -104,7 +104,7 @@ def costs(text: str) -> Costs:
     flops = traffic = constants = 0.0
     loops, calls = 0, dict[str, None]()
     for computation, op, times, fused, scope in runs(module, entry):
-        found = _matmul(computation, op, times, scope)
+        found = matmul(computation, op, times, scope)
         if found:
             matmuls.append(found)
         elif op.opcode == "custom-call" and not custom_target(op).startswith(NO_FLOPS):
@@ -127,7 +127,7 @@ def asked(text: str) -> dict[str, collections.Counter[str]]:
     module, entry = parse(text)
     dtypes: dict[str, collections.Counter[str]] = {}
     for computation, op, times, _, scope in runs(module, entry):
-        found = _matmul(computation, op, times, scope)
+        found = matmul(computation, op, times, scope)
         if found:
             dtypes.setdefault(found.name, collections.Counter())[found.operands] += 1
     return dtypes
@@ -136,7 +136,7 @@ def asked(text: str) -> dict[str, collections.Counter[str]]:
 # ---- matmuls ------------------------------------------------------------------------------------
 
 
-def _matmul(computation: Computation, op: Op, times: int, scope: str) -> Matmul | None:
+def matmul(computation: Computation, op: Op, times: int, scope: str) -> Matmul | None:
     library = op.opcode == "custom-call" and custom_target(op).startswith(LIBRARIES)
     if op.opcode not in ("dot", "convolution") and not library:
         return None

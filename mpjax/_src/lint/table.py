@@ -5,12 +5,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from mpjax._src.errors import brief, did_you_mean
-from mpjax._src.lint import casts, reductions, states
+from mpjax._src.lint import casts, exchanges, guards, operands, reductions, states, undone
 from mpjax._src.lint.rule import Rule
 from mpjax._src.patterns import matches
 
+SUBJECTS = (casts, exchanges, guards, operands, reductions, states, undone)
 RULES: tuple[Rule, ...] = tuple(
-    sorted((*reductions.RULES, *casts.RULES, *states.RULES), key=lambda rule: rule.name)
+    sorted((rule for subject in SUBJECTS for rule in subject.RULES), key=lambda rule: rule.name)
 )
 
 TEXTS = [field for field in dataclasses.fields(Rule) if field.type == "str" or field.type is str]

@@ -1,0 +1,209 @@
+"""Rules of what devices send each other, and of what they compute in, as compilers have it."""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mpjax._src.autocast.graph import Op
+from mpjax._src.dtypes import FLOAT32
+from mpjax._src.hardware import hlo
+from mpjax._src.hardware.collectives import collectives
+from mpjax._src.hardware.flow import MOVED, Flow, Leaf, flow_of, reached
+from mpjax._src.hardware.hlo import Computation, attribute, parse, runs, source_lines
+from mpjax._src.hardware.hlo_costs import asked, matmul
+from mpjax._src.lint.halves import dtype_of, shown
+from mpjax._src.lint.program import MOVES, Program
+from mpjax._src.lint.rule import HLO, JAXPR, Compiled, Hit, Rule
+from mpjax._src.lint.undone import narrows
+
+GATHERS = ("all_gather", "all_gather_invariant", "all_to_all", "sharding_constraint", "reshard")
+HALVES = ("bf16", "f16")
+# What a compiler that has no such sum of half calls the float32 one in its place.
+PROMOTED = "_promoted"
+SUMS = ("all-reduce", "reduce-scatter")
+
+
+def gathers_before_casts(program: Program) -> Iterator[Hit]:
+    """float32 that is gathered, and of which every reader takes half."""
+    for op in program.named(*GATHERS):
+        value = op.outs[0]
+        if dtype_of(value) != FLOAT32 or program.is_backward(op) or not _gathers(program, op):
+            continue
+        moved = program.forward(value, MOVES)
+        readers = [r for v in moved for r in program.readers(v) if r.name not in MOVES]
+        if (
+            readers
+            and all(map(narrows, readers))
+            and not set(program.block.outvars).intersection(moved)
+        ):
+            yield Hit(
+                f"{op.name} gathers {shown(op.ins[0])}, and all that reads the result casts it to "
+                "half.",
+                op,
+            )
+
+
+def _gathers(program: Program, op: Op) -> bool:
+    """Tells what gives each device more of an array than it had."""
+    sharding = op.params.get("sharding", op.params.get("dst_sharding"))
+    if sharding is None:
+        return True  # a collective
+    shape = op.outs[0].aval.shape
+    if sharding.is_fully_replicated:
+        return sharding.mesh.size > 1
+    given = dict(zip(program.block.invars, program.arrays, strict=True))
+    before = (getattr(given.get(v), "sharding", None) for v in program.back(op.ins[0], ()))
+    return any(
+        b is not None and math.prod(b.shard_shape(shape)) < math.prod(sharding.shard_shape(shape))
+        for b in before
+    )
+
+
+# ---- in HLO --------------------------------------------------------------------------------------
+
+
+def half_sums_of_devices(program: Program, compiled: Compiled) -> Iterator[Hit]:
+    """Sums over devices that the partitioner wrote, of gradients and of statistics, in half."""
+    module, _ = parse(compiled.after)
+    sums = {
+        op.name: attribute(op, "to_apply")
+        for computation in module.values()
+        for op in computation.ops.values()
+    }
+    for row in collectives(compiled.after, compiled.before):
+        if row.kind not in SUMS or row.carries not in ("gradients", "statistics"):
+            continue
+        promoted = sums.get(row.exchange, "").endswith(PROMOTED)
+        if row.dtype in HALVES or promoted:
+            shape = ",".join(map(str, row.shape))
+            yield Hit(
+                f"{row.devices} devices add up {row.carries} of shape [{shape}] in half: the "
+                f"{row.kind} is the compiler's.",
+                None,
+                row.source,
+            )
+
+
+def wide_gathers(program: Program, compiled: Compiled) -> Iterator[Hit]:
+    """float32 that devices gather though all of it becomes half after, and was not half before."""
+    module, entry = parse(compiled.after)
+    line_of = source_lines(compiled.after)
+    flow = flow_of(module, entry)
+    for computation, op, *_ in runs(module, entry):
+        if op.opcode.removesuffix("-start") != "all-gather":
+            continue
+        for index, operand in enumerate(op.operands):
+            shape = computation.ops[operand].shapes[0]
+            if shape.dtype != "f32" or _was_half(module, flow, (computation.name, operand, 0)):
+                continue
+            into = [*_casts(module, flow, (computation.name, op.name, index))]
+            if into and all(cast.shapes[0].dtype in HALVES for cast in into):
+                dims = ",".join(map(str, shape.dims))
+                yield Hit(
+                    f"The program for {compiled.target} gathers f32[{dims}] of each device, and "
+                    "casts all of it to half after.",
+                    None,
+                    next(filter(None, map(line_of, (*into, op))), ""),
+                )
+
+
+def _op(module: dict[str, Computation], leaf: Leaf) -> hlo.Op:
+    return module[leaf[0]].ops[leaf[1]]
+
+
+def _was_half(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> bool:
+    """Tells what was half before a compiler without such collectives of half cast it up."""
+    found = reached(flow.before, [leaf], MOVED)
+    return any(_op(module, each).shapes[0].dtype in HALVES for each in found)
+
+
+def _casts(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> Iterable[hlo.Op]:
+    """Returns what first makes something else of an array: casts, or whatever computes with it."""
+    waiting, seen = [leaf], {leaf}
+    while waiting:
+        for following, _ in flow.after.get(waiting.pop(), ()):
+            op = _op(module, following)
+            moved = op.opcode in ("parameter", "get-tuple-element", "tuple", "fusion", "copy")
+            moved |= op.opcode in ("bitcast", "reshape", "transpose", "all-gather-done", "call")
+            if not moved:
+                yield op
+            elif following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit]:
+    """Matmuls of half that the program that runs computes in float32."""
+    wanted = asked(compiled.before)
+    lines = _lines(compiled.before)
+    module, entry = parse(compiled.after)
+    line_of = source_lines(compiled.after)
+    for computation, op, times, _, scope in runs(module, entry):
+        found = matmul(computation, op, times, scope)
+        before = wanted.get(found.name) if found else None
+        if found is None or found.operands != "f32" or not before:
+            continue
+        half = next((dtype for dtype in before if dtype in HALVES), "")
+        if half and before.get("f32", 0) == 0:
+            yield Hit(
+                f"A matmul of {half} operands runs in float32 on {compiled.target}.",
+                None,
+                line_of(op) or lines.get(found.name, ""),
+            )
+
+
+def _lines(text: str) -> dict[str, str]:
+    """Returns the user's line of each JAX operation of an HLO module."""
+    module, entry = parse(text)
+    line_of = source_lines(text)
+    found: dict[str, Any] = {}
+    for computation, op, times, _, scope in runs(module, entry):
+        named = matmul(computation, op, times, scope)
+        if named:
+            found.setdefault(named.name, line_of(op))
+    return found
+
+
+RULES = (
+    Rule(
+        "gather-before-cast",
+        JAXPR,
+        "float32 that devices gather, and that is cast to half after",
+        "Each device sends and receives twice the bytes, and holds a float32 copy of all that is "
+        "gathered, though no more than half is read.",
+        "Cast each device's part first: gather w.astype(jnp.bfloat16).",
+        gathers_before_casts,
+    ),
+    Rule(
+        "wide-all-gather",
+        HLO,
+        "an all-gather of float32 whose result is cast to half",
+        "XLA may move a cast behind a gather: devices then send twice the bytes that the program "
+        "asked for, and hold a float32 copy.",
+        "Put jax.lax.optimization_barrier around the half array before it is gathered, or gather "
+        "it in jax.shard_map.",
+        wide_gathers,
+    ),
+    Rule(
+        "half-all-reduce",
+        HLO,
+        "gradients or statistics that the compiler adds up over devices in half",
+        "The partitioner puts the sum where a sharded matmul's result is made: in half, before the "
+        "program casts to float32. Each device's term is rounded, and so is each partial sum; more "
+        "devices, less of the gradient.",
+        "Ask the matmul for float32 (preferred_element_type with precision="
+        "jax.lax.DotAlgorithmPreset.BF16_BF16_F32), or average gradients in jax.shard_map after "
+        "they are cast; mpjax.autocast does so by itself.",
+        half_sums_of_devices,
+    ),
+    Rule(
+        "widened-matmul",
+        HLO,
+        "a matmul of half operands that runs in float32",
+        "The device has no unit for that half dtype: its operands are cast up, and the matmul is "
+        "as slow as in float32, or slower, with the digits of half.",
+        "Use the half dtype that the device has (mpjax.half_dtype: float16 on V100 and T4), or "
+        "float32.",
+        widened_matmuls,
+    ),
+)

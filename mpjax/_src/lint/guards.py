@@ -1,0 +1,148 @@
+"""Rules of loss scales and guards: overflow that is hidden, and scales that nothing stops."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mpjax._src import rules
+from mpjax._src.autocast.graph import Op, Value
+from mpjax._src.lint.halves import is_float, shown
+from mpjax._src.lint.program import CASTS, MOVES, Program
+from mpjax._src.lint.rule import JAXPR, Hit, Rule
+
+LOGIC = frozenset({"and", "or", "not", "xor"}) | MOVES | CASTS
+COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite"})
+LIMITS = frozenset({"min", "clamp"})
+
+
+def constant(program: Program, value: Value) -> Any:
+    """Returns the number that fills a value, or None."""
+    for v in program.back(value, MOVES | CASTS):
+        if v.const is not None and np.size(v.const) == 1:
+            return float(np.asarray(v.const).reshape(()))
+    return None
+
+
+def hidden_nonfinite(program: Program) -> Iterator[Hit]:
+    """Entries of gradients that are replaced by a number where they are not finite."""
+    for op in program.named("select_n"):
+        which, *cases = op.ins
+        numbers = [constant(program, case) for case in cases]
+        if len(cases) != 2 or sum(n is not None for n in numbers) != 1:
+            continue
+        value = cases[numbers.index(None)]
+        number = next(n for n in numbers if n is not None)
+        if not is_float(value) or not np.isfinite(number):
+            continue
+        same = set(program.back(value, MOVES | CASTS))
+        tests = (program.maker(v) for v in program.back(which, LOGIC))
+        asked = any(_asks_finite(program, test, same) for test in tests)
+        if asked and is_gradient(program, value):
+            message = f"Entries of a gradient, {shown(value)}, become {number:g} if not finite."
+            yield Hit(message, op)
+
+
+def _asks_finite(program: Program, test: Op | None, same: set[Value]) -> bool:
+    """Tells a test of each entry: is it finite, is it NaN, is it inf."""
+    if test is None or test.name not in ("is_finite", "ne", "eq"):
+        return False
+    first = set(program.back(test.ins[0], MOVES | CASTS | {"abs"}))
+    if first.isdisjoint(same):
+        return False
+    if test.name == "is_finite":
+        return True
+    number = constant(program, test.ins[1])
+    if number is not None:
+        return not np.isfinite(number)
+    return not same.isdisjoint(program.back(test.ins[1], MOVES | CASTS))
+
+
+def is_gradient(program: Program, value: Value) -> bool:
+    """Tells whether JAX derived a value, entry by entry arithmetic after it at most."""
+    makers = (program.maker(v) for v in program.back(value, _entry_by_entry))
+    return any(made is not None and program.is_backward(made) for made in makers)
+
+
+def _entry_by_entry(op: Op) -> bool:
+    return op.spec.need in (rules.FOLLOW, rules.MOVE) or op.name.startswith("psum")
+
+
+def endless_scales(program: Program) -> Iterator[Hit]:
+    """A number that grows by a factor, on a condition, and that nothing keeps below a limit."""
+    arguments = {v for v in program.block.invars if is_float(v) and v.is_one}
+    results = {v for v in program.block.outvars if is_float(v) and v.is_one}
+    for op in program.named("mul", "div"):
+        factor = _factor(program, op)
+        if factor is None or not op.outs[0].is_one:
+            continue
+        number, grown = factor
+        source = set(program.back(grown, MOVES | CASTS | {"select_n", "max"}))
+        if source.isdisjoint(arguments):
+            continue
+        passes = functools.partial(_passes_on, program, {*op.outs, *op.ins})
+        kept = set(program.forward(op.outs[0], passes))
+        chosen = any(
+            reader.name == "select_n" for value in kept for reader in program.readers(value)
+        ) or any(around.name == "cond" for around in program.around[op])
+        if chosen and not kept.isdisjoint(results):
+            names = [program.argument(v) for v in source & arguments]
+            yield Hit(
+                f"{next(filter(None, names), 'A number')} is multiplied by {number:g} each time "
+                "its condition holds, and nothing limits it.",
+                op,
+            )
+
+
+def _factor(program: Program, op: Op) -> tuple[float, Value] | None:
+    """Returns by which number above 1 an operation multiplies, and what."""
+    left, right = op.ins
+    number = constant(program, right)
+    if number:
+        number = number if op.name == "mul" else 1 / number
+        return (number, left) if number > 1 else None
+    number = constant(program, left) if op.name == "mul" else None
+    return (number, right) if number and number > 1 else None
+
+
+def _passes_on(program: Program, about: set[Value], op: Op) -> bool:
+    """Tells what hands a grown scale on without a limit: a choice by how large it is has one."""
+    if op.name in MOVES | CASTS | {"max"}:
+        return True
+    if op.name != "select_n":
+        return False
+    for value in program.back(op.ins[0], LOGIC):
+        test = program.maker(value)
+        if (
+            test is not None
+            and test.name in COMPARISONS
+            and any(not about.isdisjoint(program.back(v, MOVES | CASTS)) for v in test.ins)
+        ):
+            return False
+    return True
+
+
+RULES = (
+    Rule(
+        "hidden-nonfinite",
+        JAXPR,
+        "gradients whose entries are replaced where they are not finite",
+        "An overflow is the loss scale's, or a bug's, to see: replaced by a number, the step is "
+        "taken with a wrong gradient, no counter moves, and the run diverges later or learns less.",
+        "Skip the step: update parameters, optimizer and loss scale only where all gradients are "
+        "finite (mpjax.build_train_step, optax.apply_if_finite), and look for the operation with "
+        "mpjax.find_nonfinite.",
+        hidden_nonfinite,
+    ),
+    Rule(
+        "endless-scale",
+        JAXPR,
+        "a loss scale that grows without limit",
+        "While gradients stay finite it doubles until it is inf; inf / 2 is inf, so it never comes "
+        "back, every later step is skipped or divides by inf, and training stands still.",
+        "Keep a limit: jnp.minimum(scale * factor, 2.0**24), or mpjax.DynamicLossScale, which has "
+        "one.",
+        endless_scales,
+    ),
+)

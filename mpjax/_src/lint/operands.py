@@ -1,0 +1,119 @@
+"""Rules of what matmuls and kernels read: operands of two dtypes."""
+
+from collections.abc import Iterator
+
+import jax
+
+from mpjax._src import _jax
+from mpjax._src.autocast.graph import Op
+from mpjax._src.dtypes import FLOAT32, short_name
+from mpjax._src.lint.halves import dtype_of, is_half, shown
+from mpjax._src.lint.program import MOVES, Program
+from mpjax._src.lint.rule import JAXPR, Hit, Rule
+
+KERNELS = ("pallas_call", "ffi_call", "triton_kernel_call", "custom_call", "tpu_custom_call")
+CHOSEN = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
+
+
+def mixed_matmuls(program: Program) -> Iterator[Hit]:
+    """Matmuls of a half operand and a float32 one.
+
+    What JAX derives has one where a half matmul was asked for a float32 result: the cotangent is
+    float32 then. That counts where the user wrote the matmul: what a library's function does inside
+    is not theirs to mend. An algorithm that is asked for says what both operands are rounded to.
+    """
+    for op in program.named("dot_general"):
+        left, right = op.ins
+        if {is_half(left), is_half(right)} != {True, False} or not _is_matmul(op):
+            continue
+        if FLOAT32 not in (dtype_of(left), dtype_of(right)):
+            continue
+        if isinstance(op.params["precision"], CHOSEN):
+            continue
+        derived = program.is_backward(op)
+        if derived and not _jax.is_called_directly(op.eqn):
+            continue
+        yield Hit(f"{_what(op, derived)}{_result(op)}", op)
+
+
+def _is_matmul(op: Op) -> bool:
+    """Tells a matmul that sums: an outer product is none."""
+    (contracted, _), _ = op.params["dimension_numbers"]
+    return any(op.ins[0].aval.shape[axis] > 1 for axis in contracted)
+
+
+def _what(op: Op, derived: bool) -> str:
+    left, right = map(shown, op.ins)
+    half = short_name(dtype_of(next(v for v in op.ins if is_half(v))))
+    if derived:
+        return (
+            f"This {half} matmul gives float32, so one of its backward pass multiplies {left} by "
+            f"{right}: both are read as float32."
+        )
+    return f"A matmul multiplies {left} by {right}: both are read as float32."
+
+
+def _result(op: Op) -> str:
+    if not is_half(op.outs[0]):
+        return ""
+    half = short_name(dtype_of(op.outs[0]))
+    return f" Its result is {half}, and so is what its backward pass sums for the float32 operand."
+
+
+def mixed_kernels(program: Program) -> Iterator[Hit]:
+    """Kernels that are given the same kind of operand in two dtypes, or one that was half before.
+
+    Operands are of a kind where they are matrices of the same last axis: query, key and value.
+    What is summed beside them in float32 (maxima, logarithms of sums, scales) has others.
+    """
+    for op in program.named(*KERNELS):
+        if program.is_backward(op):
+            continue
+        wide = [v for v in op.ins if dtype_of(v) == FLOAT32 and len(v.aval.shape) > 1]
+        half = [v for v in op.ins if is_half(v) and len(v.aval.shape) > 1]
+        for value in wide:
+            last = value.aval.shape[-1]
+            other = next((v for v in half if last > 1 and v.aval.shape[-1] == last), None)
+            if other is not None:
+                yield Hit(f"{op.name} is given {shown(value)} beside {shown(other)}.", op)
+                break
+            widened = _widened(program, value)
+            if widened:
+                yield Hit(f"{op.name} is given {shown(value)}, which is {widened} cast up.", op)
+                break
+
+
+def _widened(program: Program, value) -> str:
+    """Returns the half array that a float32 one was before it was cast, or ""."""
+    for v in program.back(value, MOVES):
+        op = program.maker(v)
+        if op is not None and op.name == "convert_element_type" and is_half(op.ins[0]):
+            return shown(op.ins[0])
+    return ""
+
+
+RULES = (
+    Rule(
+        "mixed-matmul",
+        JAXPR,
+        "a matmul of a half operand and a float32 one",
+        "XLA widens the half operand: the matmul runs in float32, or TF32 on a GPU, at an eighth "
+        "to a half of the speed of half, and a TPU rounds both to bfloat16. The same program has "
+        "another precision on each device, and another forward than backward.",
+        "Cast both operands to one dtype. Where a float32 result of half operands is wanted, ask "
+        "for precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32 (or F16_F16_F32) besides "
+        "preferred_element_type: the backward pass then reads half as well.",
+        mixed_matmuls,
+    ),
+    Rule(
+        "kernel-dtypes",
+        JAXPR,
+        "a fused kernel given float32 beside half, or half that was cast up",
+        "Fused kernels are written for half operands: of two dtypes one is widened in every tile, "
+        "float32 takes twice the memory traffic and runs at a fraction of the speed, and some "
+        "kernels do not compile for it or give NaN.",
+        "Cast all operands of the kernel to the same half dtype before the call, and the result "
+        "after it.",
+        mixed_kernels,
+    ),
+)

@@ -1,0 +1,207 @@
+"""Rules of casts that are undone: digits lost for nothing, or not lost where they should be."""
+
+from collections.abc import Iterator
+
+from mpjax._src import _jax, rules
+from mpjax._src.autocast.graph import Op, Value
+from mpjax._src.dtypes import short_name
+from mpjax._src.hardware.hlo import parse, source_lines
+from mpjax._src.lint.guards import is_gradient
+from mpjax._src.lint.halves import digits, dtype_of, is_float, is_half, shown
+from mpjax._src.lint.program import CASTS, MOVES, Program
+from mpjax._src.lint.rule import HLO, JAXPR, Compiled, Hit, Rule
+
+# What changes the shape of an array, and neither looks into it nor keeps it.
+SHAPES = frozenset({"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"})
+# What a compiler may not look through: a value is rounded there, whatever it would rather do.
+FIXED = frozenset({"reduce_precision", "optimization_barrier"})
+SUMS = ("add", "sub")
+
+
+def rounds(program: Program, op: Op | None) -> bool:
+    """Tells a cast to half that changes numbers: of what was rounded so before it changes none."""
+    if op is None or not narrows(op):
+        return False
+    mantissa = digits(dtype_of(op.outs[0])) - 1
+    makers = (program.maker(v) for v in program.back(op.ins[0], SHAPES))
+    return not any(
+        made and made.name == "reduce_precision" and made.params["mantissa_bits"] <= mantissa
+        for made in makers
+    )
+
+
+def narrows(op: Op | None) -> bool:
+    """Tells a cast of a wider float to half."""
+    return bool(
+        op
+        and op.name in CASTS
+        and is_half(op.outs[0])
+        and is_float(op.ins[0])
+        and digits(dtype_of(op.ins[0])) > digits(dtype_of(op.outs[0]))
+    )
+
+
+def widens(op: Op) -> bool:
+    """Tells a cast of half to a wider float."""
+    inside, outside = op.ins[0], op.outs[0]
+    casts = op.name in CASTS and is_half(inside) and is_float(outside)
+    return casts and digits(dtype_of(outside)) > digits(dtype_of(inside))
+
+
+def undone(program: Program) -> Iterator[Op]:
+    """Yields casts to half that a program asks for and that every reader undoes, on the spot.
+
+    Nothing is stored in half, no matmul reads it, no device is sent it. What is handed to a loop,
+    to another program or to the caller is stored; what JAX or a layer of a library casts for itself
+    is not asked for. What one function gives in half another may read in float32, as its signature
+    has it (a norm its scale, cast with all other parameters): apart from gradients, which no layer
+    passes on, both casts stand in one call of one function.
+    """
+    results = set(program.block.outvars)
+    for op in program.named(*CASTS):
+        if not (rounds(program, op) and _jax.is_written_cast(op.eqn)):
+            continue
+        moved = program.forward(op.outs[0], SHAPES)
+        makers = [program.maker(value) for value in moved]
+        here = program.around[op]
+        if not results.isdisjoint(moved) or any(
+            made is None or program.around[made] != here for made in makers
+        ):
+            continue
+        readers = [r for v in moved for r in program.readers(v) if r.name not in SHAPES]
+        # What the backward pass reads of the forward one is stored until then; and of two casts
+        # that it derives, the forward pass has those that they are derived from.
+        if not readers or not all(widens(r) and not program.is_backward(r) for r in readers):
+            continue
+        if is_gradient(program, op.ins[0]) or all(_jax.in_one_call(op.eqn, r.eqn) for r in readers):
+            yield op
+
+
+def casts_undone(program: Program) -> Iterator[Hit]:
+    """Casts to half whose every reader casts back."""
+    for op in undone(program):
+        half = short_name(dtype_of(op.outs[0]))
+        if program.is_backward(op):
+            yield Hit(
+                f"A {half} array is cast up here, so its gradient, {shown(op.ins[0])}, is rounded "
+                f"to {half}; all that reads the gradient casts it up again.",
+                op,
+            )
+        else:
+            yield Hit(
+                f"{shown(op.ins[0])} is rounded to {half}, and all that reads it casts it up "
+                f"again: {digits(dtype_of(op.outs[0]))} binary digits are left, and nothing saved.",
+                op,
+            )
+
+
+def casts_deleted(program: Program, compiled: Compiled) -> Iterator[Hit]:
+    """Casts to half and back that the compiled program does not have."""
+    line_of = source_lines(compiled.after)
+    module, _ = parse(compiled.after)
+    kept = {
+        (line_of(op), op.shapes[0].dtype)
+        for computation in module.values()
+        for op in computation.ops.values()
+        if op.opcode in ("convert", "reduce-precision")
+    }
+    for op in undone(program):
+        half = short_name(dtype_of(op.outs[0]))
+        if (op.source, half) not in kept:
+            yield Hit(
+                f"The program for {compiled.target} has no cast to {half} here: what the line "
+                "rounds stays as it was.",
+                op,
+            )
+
+
+def rounding_errors(program: Program) -> Iterator[Hit]:
+    """Differences of a rounded value and of what it was before, or what was made of that."""
+    for op in program.named("sub"):
+        hit = _of_half_sum(program, op) or _of_rounded(program, op)
+        if hit:
+            yield Hit(hit, op)
+
+
+def _of_half_sum(program: Program, op: Op) -> str:
+    """Tells ``(x + y) - x`` in half: the part of y that the sum took."""
+    total, term = op.ins
+    terms = set(program.back(term, SHAPES)) if is_half(total) else set()
+    for value in program.back(total, SHAPES):
+        made = program.maker(value)
+        added = made.ins[: 2 if made.name == "add" else 1] if made and made.name in SUMS else []
+        if any(not terms.isdisjoint(program.back(v, SHAPES)) for v in added):
+            return (
+                f"A {short_name(dtype_of(total))} sum has one of its terms taken off again, to see "
+                "what rounding left of the other; compilers may compute both in float32, where "
+                "nothing was rounded."
+            )
+    return ""
+
+
+def _of_rounded(program: Program, op: Op) -> str:
+    """Tells ``half(z) - f(z)``: one side rounded, the other of what it was before."""
+    for rounded, other in (op.ins, op.ins[::-1]):
+        narrow = _narrowed(program, rounded)
+        if narrow is None:
+            continue
+        before = set(program.back(narrow.ins[0], SHAPES))
+        if not before.isdisjoint(program.back(other, _elementwise_unrounded)):
+            half = short_name(dtype_of(narrow.outs[0]))
+            return (
+                f"{shown(narrow.ins[0])} is read here as it was rounded to {half}, beside what was "
+                "made of it before it was rounded."
+            )
+    return ""
+
+
+def _narrowed(program: Program, value: Value) -> Op | None:
+    """Returns the cast to half that a wider value is the result of, cast up and moved at most."""
+    if is_half(value):
+        return None
+    for v in program.back(value, (MOVES | CASTS) - FIXED):
+        made = program.maker(v)
+        if rounds(program, made):
+            return made
+    return None
+
+
+def _elementwise_unrounded(op: Op) -> bool:
+    """Tells arithmetic and sums, which show a rounding, from matmuls and from roundings."""
+    return op.spec.need in (rules.FOLLOW, rules.FULL, rules.MOVE) and not narrows(op)
+
+
+RULES = (
+    Rule(
+        "cast-undone",
+        JAXPR,
+        "a cast to half that every reader undoes",
+        "Digits are lost, and neither memory nor time is saved. XLA may delete such casts, or "
+        "not: the program then rounds on one device and not on another.",
+        "Leave the cast out. Where gradients are rounded, differentiate by the float32 copy of the "
+        "weights; where rounding itself is wanted, write jax.lax.reduce_precision, which stays.",
+        casts_undone,
+    ),
+    Rule(
+        "cast-deleted",
+        HLO,
+        "a cast to half and back that the compiled program does not have",
+        "XLA keeps float32 where a program rounds and casts back (xla_allow_excess_precision, on "
+        "by default): simulated rounding does nothing, and results differ between jit and no jit.",
+        "Write jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) for bfloat16, or 5 "
+        "and 10 for float16: no compiler removes it.",
+        casts_deleted,
+    ),
+    Rule(
+        "rounding-error",
+        JAXPR,
+        "a difference of a rounded value and of what it was before",
+        "Compilers may leave a rounding out where its result is cast up again "
+        "(xla_allow_excess_precision): an error that is measured so is 0 under jit, compensated "
+        "sums and residuals of weights compensate nothing, and a backward pass that reads the "
+        "saved half value beside a float32 one is wrong by an amount that depends on the device.",
+        "Round with jax.lax.reduce_precision, which no compiler removes, and compute all that "
+        "belongs together of the rounded value.",
+        rounding_errors,
+    ),
+)

@@ -1,0 +1,94 @@
+"""Matmuls and kernels that are given operands of two dtypes."""
+
+import jax
+import jax.numpy as jnp
+import pairs
+import pytest
+from jax.experimental import pallas as pl
+from pairs import Pair, bf16, f16, f32
+
+import mpjax
+
+PRESET = jax.lax.DotAlgorithmPreset.F16_F16_F32
+
+
+def mixed(x, w):
+    return jnp.tanh(x @ w)  # fault
+
+
+def of_one_dtype(x, w):
+    return jnp.tanh(x @ w.astype(x.dtype))
+
+
+def wide_result(x, w):
+    def loss(w):
+        return jnp.mean(jnp.dot(x, w, preferred_element_type=jnp.float32) ** 2)  # fault
+
+    return jax.grad(loss)(w)
+
+
+def wide_result_of_one_algorithm(x, w):
+    def loss(w):
+        out = jnp.dot(x, w, precision=PRESET, preferred_element_type=jnp.float32)
+        return jnp.mean(out**2)
+
+    return jax.grad(loss)(w)
+
+
+def kernel(*refs):
+    *read, out = refs
+    out[...] = jnp.dot(read[0][...], read[1][...].T, preferred_element_type=jnp.float32)
+
+
+call = pl.pallas_call(kernel, f32(4, 4), interpret=True)
+
+
+def given_two(q, k):
+    return call(q.astype(jnp.float32) * 2, k)  # fault
+
+
+def given_what_was_half(q, k):
+    return call(q.astype(jnp.float32), k.astype(jnp.float32))  # fault
+
+
+def given_half(q, k):
+    return call(q * 2, k)
+
+
+CASES = {
+    "forward": Pair("mixed-matmul", mixed, of_one_dtype, (bf16(4, 8), f32(8, 4))),
+    "in a loop": Pair(
+        "mixed-matmul",
+        lambda xs, w: jax.lax.map(lambda x: x @ w, xs),  # fault
+        lambda xs, w: jax.lax.map(lambda x: x @ w.astype(x.dtype), xs),
+        (f16(3, 4, 8), f32(8, 4)),
+    ),
+    "backward": Pair(
+        "mixed-matmul", wide_result, wide_result_of_one_algorithm, (f16(4, 8), f16(8, 4))
+    ),
+    "a kernel": Pair("kernel-dtypes", given_two, given_half, (bf16(4, 8), bf16(4, 8))),
+    "a kernel of what was half": Pair(
+        "kernel-dtypes", given_what_was_half, given_half, (bf16(4, 8), bf16(4, 8))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pairs(name):
+    pairs.check(CASES[name])
+
+
+def test_what_a_library_multiplies_inside_is_its_own():
+    def loss(x):
+        return jnp.sum(jax.nn.dot_product_attention(x, x, x).astype(jnp.float32))
+
+    assert not mpjax.lint(loss, argnums=0)(bf16(2, 8, 2, 4)).findings
+
+
+def test_an_outer_product_sums_nothing():
+    assert not mpjax.lint(lambda x, y: jnp.einsum("i,j->ij", x, y))(bf16(4), f32(8)).findings
+
+
+def test_numbers_beside_a_kernel_may_be_float32():
+    fun = lambda q, k, scale, shift: call(q, k, scale, shift)  # noqa: E731
+    assert not mpjax.lint(fun)(bf16(4, 8), bf16(4, 8), f32(8), f32(4, 1)).findings
