@@ -21,6 +21,7 @@ from ._src.hardware.devices import (
     recommend_policy,
 )
 from ._src.hardware.report import CompileReport, MatmulRow
+from ._src.instruments.agreement import Agreement, Parting
 from ._src.instruments.compare import Comparison, compare
 from ._src.instruments.histogram import (
     GradientHistogram,
@@ -70,6 +71,7 @@ from ._src.trees import all_finite, cast, select
 __version__: str
 
 __all__ = [
+    "Agreement",
     "BatchTry",
     "CastReport",
     "CollectiveRow",
@@ -95,6 +97,7 @@ __all__ = [
     "NonfiniteReport",
     "OutOfMemoryError",
     "Overflow",
+    "Parting",
     "Policy",
     "SkipNonfiniteState",
     "Stalled",

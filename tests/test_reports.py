@@ -36,6 +36,10 @@ def loss(params, x):
     return jnp.mean(MODEL.apply(params, x) ** 2)
 
 
+def forward(params, x):
+    return MODEL.apply(params, x)
+
+
 def overflow():
     init, step = mpjax.build_train_step(
         lambda p, b: jnp.sum(p["w"] * b),
@@ -54,6 +58,7 @@ def drifting(params):
 REPORTS = {
     "explain": lambda: mpjax.explain(loss, "mixed_bfloat16", 0)(PARAMS, X),
     "compare": lambda: mpjax.compare(loss, "mixed_bfloat16")(PARAMS, X),
+    "agreement": lambda: mpjax.compare(forward, mpjax.autocast(forward, "O3"))(PARAMS, X),
     "find_nonfinite": lambda: mpjax.find_nonfinite(loss, "mixed_float16")(PARAMS, X * 20),
     "tune": lambda: mpjax.tune(loss, "mixed_bfloat16", 1e-3, max_runs=9)(PARAMS, X),
     "histogram": lambda: mpjax.gradient_histogram(PARAMS),
@@ -89,7 +94,7 @@ def test_a_report_shows_itself_in_a_notebook_and_fits(name):
 
 
 def test_every_public_report_does():
-    words = ("Report", "Comparison", "Tuning", "Histogram", "Advice", "flow", "Stalled")
+    words = ("Report", "Comparison", "Tuning", "Histogram", "Advice", "flow", "Stalled", "ment")
     public = [getattr(mpjax, name) for name in mpjax.__all__]
     found = [x for x in public if isinstance(x, type) and x.__name__.endswith(words)]
     assert {mpjax.LargestBatch, *found} == {

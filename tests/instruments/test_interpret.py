@@ -20,7 +20,7 @@ from mpjax._src.policy import get_policy
 def run_both(program):
     """Returns what a program gives when it is interpreted, in each precision, and compiled."""
     arrays = [jnp.asarray(x) for x in (*program.arrays, np.float32(1))]
-    comparer = Comparer(program)
+    comparer = Comparer(program.lines)
     values = interpret(program.jaxpr, [comparer.constant(x) for x in arrays], comparer)
     compiled = jax.jit(lambda *xs: _jax.eval_closed(program.jaxpr, *xs))(*arrays)
     return values, compiled

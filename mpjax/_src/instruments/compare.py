@@ -7,16 +7,19 @@ its error it inherits.
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 
 from mpjax._src.autocast.environment import constants_as_casts
-from mpjax._src.errors import check_callable
+from mpjax._src.errors import check_callable, did_you_mean
+from mpjax._src.instruments.agreement import MEANINGS, Agreement, agreement
 from mpjax._src.instruments.interpret import Wide, interpret, widen
 from mpjax._src.instruments.noise import SUSPICIOUS, moved, size_of_terms
 from mpjax._src.instruments.nonfinite import check_concrete
@@ -113,6 +116,19 @@ class Comparison(Report):
         return "\n".join([*lines, "", self.table()])
 
 
+@overload
+def compare(
+    fun: Callable[..., Any],
+    policy: str | jmp.Policy,
+    argnums: int | Sequence[int] | None = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: LossScale | str | float | None = "auto",
+) -> Callable[..., Comparison]: ...
+@overload
+def compare(
+    fun: Callable[..., Any], policy: Callable[..., Any], *, results: str = "auto"
+) -> Callable[..., Agreement]: ...
 def compare(
     fun: Callable[..., Any],
     policy: Any,
@@ -120,42 +136,77 @@ def compare(
     has_aux: bool = False,
     *,
     loss_scale: LossScale | str | float | None = "auto",
-) -> Callable[..., Comparison]:
-    """Compares a function under a policy with float32, operation by operation.
+    results: str = "auto",
+) -> Any:
+    """Compares a function under a policy with float32, or with another function.
 
-    The program that trains runs once, one operation after the other; each is also run in float32 on
-    the same operands, and on those of a float32 run that goes along. Values are freed after their
-    last use. Where half decides otherwise than float32 would (a branch, the end of a loop), the
-    float32 run follows, and the comparison says so.
+    With a policy, the program that trains runs once, one operation after the other; each is also
+    run in float32 on the same operands, and on those of a float32 run that goes along. Values are
+    freed after their last use. Where half decides otherwise than float32 would (a branch, the end
+    of a loop), the float32 run follows, and the comparison says so.
+
+    With a function, the two are programs that should agree: training and rollout, a model and its
+    port, two versions of one. Both run as they are, each with a float32 run beside it. If only
+    rounding parts them, lines of code are given float32 results in turn: the cause is the line
+    without whose rounding the difference is least. If they differ in float32 too, the report names
+    the first operations whose results the other program never has. Every value is kept: a small
+    batch will do.
 
     Args:
         fun: A function, as for `autocast`. If it returns a scalar loss, its gradient is followed.
-        policy: A policy or its name.
+        policy: A policy or its name; or a function of the same arguments as ``fun``. Of two
+            functions, each returns one floating array, of the same shape.
         argnums: Of which arguments gradients are taken; None for the forward pass alone.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
         loss_scale: What the loss is multiplied by before the backward pass, as for
             `build_train_step`. "auto" gives float16 the scale that a dynamic one comes to: the
             initial one, or a lower one at which the gradients are finite.
+        results: What two functions return: "log_probs" of the tokens at hand, "logits" of all
+            tokens along the last axis, or "values" of any meaning. "auto": "logits" where they are
+            normalized, "log_probs" where none is positive, else "values".
 
     Returns:
-        A function of the same arguments, which must be concrete arrays. It returns a `Comparison`.
+        A function of the same arguments, which must be concrete arrays. It returns a `Comparison`;
+        of two functions an `Agreement`.
 
     Raises:
-        TypeError: If ``fun`` is not a function, or an array is abstract or being traced.
-        ValueError: If there are no arrays, or nothing to differentiate by.
+        TypeError: If ``fun`` is not a function, an array is abstract or being traced, or an option
+            is not for what is compared.
+        ValueError: If there are no arrays, or nothing to differentiate by; if two functions return
+            different shapes, or more than one floating array.
 
     Example:
-        >>> import jax.numpy as jnp, mpjax
+        >>> import jax, jax.numpy as jnp, mpjax
         >>> policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("exp",))
         >>> def loss(w, x):
         ...     return jnp.sum(jnp.exp(x * w) * 0.125)
         >>> compared = mpjax.compare(loss, policy)(jnp.full(3, 5.1), jnp.ones(3))
         >>> compared.rows[0].primitive
         'exp'
+        >>> def train(w, x):
+        ...     return jax.nn.log_softmax(x @ w)
+        >>> def rollout(w, x):
+        ...     return jax.nn.log_softmax((x @ w).astype("bfloat16")).astype("float32")
+        >>> w, x = jax.random.normal(jax.random.key(0), (2, 8, 8))
+        >>> report = mpjax.compare(train, rollout)(w, x)
+        >>> report.by_formula, report.partings[0].left < 0.5
+        (False, True)
 
     Shadow values are those of NSan (Courbet, 2021); Paddle's compare_accuracy compares two dumps.
+    That training and rollout part by rounding: Qi et al., 2025, "Defeating the Training-Inference
+    Mismatch via FP16".
     """
     check_callable(fun, "compare: fun")
+    if inspect.isroutine(policy) or (callable(policy) and not isinstance(policy, jmp.Policy)):
+        _check_agreement(results, argnums, has_aux, loss_scale)
+
+        @functools.wraps(fun)
+        def both(*args, **kwargs):
+            return agreement((fun, policy), results, args, kwargs)
+
+        return both
+    if results != "auto":
+        raise TypeError(f"compare: results={results!r} is of two functions; policy is {policy!r}.")
     policy = get_policy(policy)
     resolve_loss_scale(loss_scale, False)
 
@@ -168,6 +219,22 @@ def compare(
         return compare_program(program, arrays, scale)
 
     return wrapped
+
+
+def _check_agreement(results: Any, argnums: Any, has_aux: Any, loss_scale: Any) -> None:
+    """Raises where an option is not for two functions."""
+    if results not in ("auto", *MEANINGS):
+        legal = ", ".join(map(repr, ("auto", *MEANINGS)))
+        raise ValueError(
+            f"compare: results={results!r} is none of {legal}.{did_you_mean(results, MEANINGS)}"
+        )
+    given = {"argnums": argnums != 0, "has_aux": has_aux, "loss_scale": loss_scale != "auto"}
+    wrong = [name for name, is_given in given.items() if is_given]
+    if wrong:
+        raise TypeError(
+            f"compare: {', '.join(wrong)} is for a function and a policy. Two functions are "
+            "compared by what they return: let them return gradients to compare these."
+        )
 
 
 def _cells(row: CompareRow) -> tuple[str, ...]:
@@ -192,7 +259,7 @@ def _cells(row: CompareRow) -> tuple[str, ...]:
 def compare_program(program: Program, arrays: list[jax.Array], scale: float) -> Comparison:
     """Compares a program, as `compare` does."""
     program.ran()
-    comparer = Comparer(program)
+    comparer = Comparer(program.lines)
     paths = [*program.names, ""]
     args = [
         dataclasses.replace(comparer.constant(x), path=path)

@@ -28,11 +28,13 @@ class Place:
         scopes: The names of the scopes around it.
         backward: Whether it belongs to the backward pass.
         loops: The loops around it from the outermost on, each with its iteration.
+        callers: The equations whose programs it is inside of, from the outermost on.
     """
 
     scopes: tuple[str, ...] = ()
     backward: bool = False
     loops: tuple[tuple[str, int], ...] = ()
+    callers: tuple[Any, ...] = ()
 
     @property
     def op(self) -> int | None:
@@ -47,7 +49,17 @@ class Place:
             self.scopes + _jax.scope_names(stack),
             self.backward or "transpose" in _jax.transforms(stack),
             self.loops,
+            self.callers,
         )
+
+    def inside(self, eqn: Any) -> "Place":
+        """Returns the place of the programs of an equation that stands here."""
+        return dataclasses.replace(self, callers=(*self.callers, eqn))
+
+    def lines(self, eqn: Any) -> tuple[str, str]:
+        """Returns "file:line" of an equation that stands here, or of the nearest caller that has
+        one: the user's line, and that of the library that it calls there, or ""."""
+        return _jax.source_lines(eqn, *reversed(self.callers))
 
     def turn(self, loop: str, iteration: int) -> "Place":
         """Returns the place of the program inside an iteration of a loop that stands here."""
@@ -85,7 +97,7 @@ class Plain:
     constant = staticmethod(lambda array: array)
     decide = staticmethod(lambda value, eqn, place: int(value))
     slice = staticmethod(lambda value, index: take(value, index))
-    stack = staticmethod(jnp.stack)
+    stack = staticmethod(lambda values: jnp.stack(values))
 
 
 def interpret(jaxpr: Any, args: list[Any], watcher: Watcher, place: Place = Place()) -> list[Any]:
@@ -127,7 +139,10 @@ def interpret(jaxpr: Any, args: list[Any], watcher: Watcher, place: Place = Plac
                 del env[v]
         rule = ENTER.get(higher_order(eqn.primitive.name).kind)
         here = place.at(eqn)
-        outs = rule(eqn, ins, watcher, here) if rule else watcher.operation(eqn, ins, here)
+        if rule:
+            outs = rule(eqn, ins, watcher, here.inside(eqn))
+        else:
+            outs = watcher.operation(eqn, ins, here)
         for v, value in zip(eqn.outvars, outs, strict=True):
             if v in last_use or v in handed_out:
                 env[v] = value

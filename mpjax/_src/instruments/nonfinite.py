@@ -286,7 +286,7 @@ class _Finder:
         nans, _ = _count(out)
         paths = [v.path for v in ins if v.path in self.parameters]
         paths = paths or self._read.get(_jax.line_key(eqn), []) or [v.path for v in ins if v.path]
-        source, library = self.program.lines(eqn, place.op)
+        source, library = self.program.lines(eqn, place)
         self.events.append(
             NonfiniteReport(
                 found=True,

@@ -17,6 +17,7 @@ from mpjax._src.autocast.loss import differentiated, is_array, is_loss, is_pair_
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.transform import call, trace
 from mpjax._src.errors import warn_at
+from mpjax._src.instruments.interpret import Place
 from mpjax._src.patterns import path_of
 from mpjax._src.policy import Policy
 from mpjax._src.training.loss_scale import LossScale, get_loss_scale
@@ -59,11 +60,13 @@ class Program:
         """The ops of the plan, by their numbers."""
         return [op for op, _ in numbered(self.plan.block)]
 
-    def lines(self, eqn: Any, op: int | None) -> tuple[str, str]:
+    def lines(self, eqn: Any, place: Place) -> tuple[str, str]:
         """Returns "file:line" of an equation, or of the op that it comes from: the user's line,
         and that of the library that it calls there, or ""."""
         found = _jax.source_lines(eqn)
-        return found if found[0] or op is None else self.ops[op].lines
+        if not found[0] and place.op is not None:
+            found = self.ops[place.op].lines
+        return found if found[0] else place.lines(eqn)
 
     @property
     def follows_gradient(self) -> bool:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,6 @@ from mpjax._src.instruments.interpret import (
     widen,
 )
 from mpjax._src.instruments.noise import SUSPICIOUS
-from mpjax._src.instruments.programs import Program
 from mpjax._src.reports import where
 from mpjax._src.rules import rule_of
 
@@ -138,8 +137,9 @@ class Shadowed:
 class Comparer:
     """The watcher: runs every operation under the policy, and beside it in float32."""
 
-    def __init__(self, program: Program):
-        self.program = program
+    def __init__(self, lines: Callable[[Any, Place], tuple[str, str]]):
+        self._find = lines  # as those of a `Program`
+        self._found: dict[Any, tuple[str, str]] = {}
         self.rows: dict[Any, CompareRow] = {}
         self.order: dict[Any, int] = {}
         self.diverged: dict[str, None] = {}
@@ -150,7 +150,8 @@ class Comparer:
         outs = run(eqn, arrays)
         traits = rule_of(eqn.primitive.name).traits
         path = ins[0].path if ins and rules.SAME_PARAMETER in traits else ""
-        key = (id(eqn), place.scopes, tuple(loop for loop, _ in place.loops))
+        loops = tuple(loop for loop, _ in place.loops)
+        key = (id(eqn), place.scopes, loops, self._lines(eqn, place))  # JAX shares what it traced
         found = max((v.error_for(key) for v in ins), default=0.0)
         accumulated: dict[str, Any] = {}
         if place.loops and {rules.SAME_PARAMETER, rules.STATE} & traits:
@@ -185,9 +186,15 @@ class Comparer:
             results.append(Shadowed(out, shadow, error, path, noise, **accumulated))
         return results
 
+    def _lines(self, eqn: Any, place: Place) -> tuple[str, str]:
+        key = (id(eqn), place.op, *map(id, place.callers))
+        if key not in self._found:
+            self._found[key] = self._find(eqn, place)
+        return self._found[key]
+
     def _is_ours(self, eqn: Any, place: Place) -> bool:
         """Tells what mpjax adds itself: barriers, and the scaling of the loss."""
-        unnamed = place.op is None and not _jax.source_line(eqn)
+        unnamed = place.op is None and not self._lines(eqn, place)[0]
         return unnamed or eqn.primitive.name in _jax.BARRIERS
 
     def _record(self, key, eqn, ins, out, stats, place) -> None:
@@ -213,7 +220,7 @@ class Comparer:
             row = dataclasses.replace(before, times=row.times)
         else:
             key_of_line = _jax.line_key(eqn)
-            source, library = self.program.lines(eqn, place.op)
+            source, library = self._lines(eqn, place)
             paths = ", ".join(dict.fromkeys(v.path for v in ins if v.path))
             row = dataclasses.replace(
                 row,
@@ -229,7 +236,7 @@ class Comparer:
     def decide(self, value: Shadowed, eqn: Any, place: Place) -> int:
         if int(value.array) != int(value.shadow):
             turns = ", ".join(f"{loop} {i}" for loop, i in place.loops)
-            line = where(*self.program.lines(eqn, place.op))
+            line = where(*self._lines(eqn, place))
             self.diverged.setdefault("  ".join(filter(None, [eqn.primitive.name, line, turns])))
         return int(value.array)
 

@@ -1,0 +1,228 @@
+"""compare of two functions: where training and rollout, a port, or two versions part."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax._src.instruments.healed import run_healed
+from mpjax._src.instruments.likeness import alike, pool_of
+
+WIDTH, HEADS, LENGTH, VOCABULARY = 16, 2, 6, 11
+
+
+def initial(key):
+    keys = iter(jax.random.split(key, 6))
+    normal = lambda n, m: jax.random.normal(next(keys), (n, m)) / math.sqrt(n)  # noqa: E731
+    return {
+        "tokens": normal(VOCABULARY, WIDTH) * 3,
+        "places": normal(LENGTH, WIDTH) * 3,
+        "qkv": normal(WIDTH, 3 * WIDTH),
+        "out": normal(WIDTH, WIDTH),
+        "up": normal(WIDTH, WIDTH),
+        "head": normal(WIDTH, VOCABULARY),
+    }
+
+
+def norm(x, epsilon=1e-6):
+    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + epsilon)
+
+
+def heads(x, w):
+    return [y.reshape(*x.shape[:-1], HEADS, -1) for y in jnp.split(norm(x) @ w, 3, -1)]
+
+
+def attend(q, k, v, mask):
+    scores = jnp.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
+    weights = jax.nn.softmax(jnp.where(mask, scores, -1e30))
+    return jnp.einsum("bhij,bjhd->bihd", weights, v).reshape(*q.shape[:2], -1)
+
+
+def chosen(logits, tokens):
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]
+
+
+def train(p, tokens):
+    """All tokens at once."""
+    x = p["tokens"][tokens[:, :-1]] + p["places"][: LENGTH - 1]
+    mask = jnp.tril(jnp.ones((LENGTH - 1, LENGTH - 1), bool))
+    x = x + attend(*heads(x, p["qkv"]), mask) @ p["out"]
+    x = x + jax.nn.gelu(norm(x) @ p["up"])
+    return chosen(norm(x) @ p["head"], tokens[:, 1:])
+
+
+def rollout_with(cache=jnp.float32, logits=jnp.float32, epsilon=1e-6, shift=0):
+    """One token after the other, with a cache; parts from `train` as it is asked to."""
+
+    def rollout(p, tokens):
+        empty = jnp.zeros((len(tokens), LENGTH - 1, HEADS, WIDTH // HEADS), cache)
+
+        def write(caches, now):
+            place, token, target = now
+            x = p["tokens"][token][:, None] + p["places"][(place + shift) % LENGTH]  # places
+            q, k, v = heads(x, p["qkv"])
+            k, v = (y.astype(cache) for y in (k, v))  # cache
+            update = jax.lax.dynamic_update_slice_in_dim
+            caches = [update(c, y, place, 1) for c, y in zip(caches, (k, v), strict=True)]
+            x = x + attend(q, *caches, jnp.arange(LENGTH - 1) <= place) @ p["out"]
+            x = x + jax.nn.gelu(norm(x) @ p["up"])
+            out = norm(x, epsilon)[:, 0] @ p["head"]  # epsilon
+            out = out.astype(logits).astype(jnp.float32)  # logits
+            return caches, chosen(out, target)
+
+        places = jnp.arange(LENGTH - 1)
+        _, out = jax.lax.scan(write, [empty] * 2, (places, tokens[:, :-1].T, tokens[:, 1:].T))
+        return out.T
+
+    return rollout
+
+
+def line_of(mark):
+    lines = Path(__file__).read_text().split("\n")
+    return f"test_agreement.py:{next(i for i, line in enumerate(lines, 1) if line.endswith(mark))}"
+
+
+@pytest.fixture(scope="module")
+def args():
+    return initial(jax.random.key(0)), jax.random.randint(jax.random.key(1), (3, LENGTH), 0, 10)
+
+
+def test_the_same_formula_agrees_though_told_token_by_token(args):
+    report = mpjax.compare(train, rollout_with())(*args)
+    assert report.agrees and not report.by_formula and not report.partings
+    assert report.meaning == "log_probs" and report.names == ("train", "rollout")
+    want = np.mean(np.abs(train(*args) - rollout_with()(*args)))
+    np.testing.assert_allclose(report.difference, want, rtol=0.5, atol=3e-7)
+    assert "They agree, up to float32's own rounding" in str(report)
+
+
+@pytest.mark.parametrize("half", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("what", ["cache", "logits"])
+def test_the_line_whose_rounding_parts_them_is_named_first(args, what, half):
+    rollout = rollout_with(**{what: half})
+    report = mpjax.compare(train, rollout)(*args)
+    ratio = np.asarray(train(*args) - rollout(*args), np.float64)
+    np.testing.assert_allclose(report.difference, np.mean(np.abs(ratio)), rtol=1e-2)
+    np.testing.assert_allclose(report.worst, np.max(np.abs(ratio)), rtol=1e-2)
+    assert ratio[report.worst_at] == pytest.approx(
+        report.worst * np.sign(ratio[report.worst_at]), 0.01
+    )
+    np.testing.assert_allclose(report.kl, np.mean(np.expm1(ratio) - ratio), rtol=0.05)
+    assert not report.agrees and not report.by_formula
+    first = report.partings[0]
+    assert first.source.endswith(line_of(f"# {what}")) and first.primitive == "convert_element_type"
+    assert first.left < 0.05 and first.dtypes[0] == "" and first.dtypes[1].startswith("f32->")
+
+
+def test_many_lines_are_not_one_cause(args):
+    policy = mpjax.get_policy("mixed_bfloat16")
+    report = mpjax.compare(mpjax.autocast(train, policy), rollout_with())(*args)
+    assert len(report.partings) > 3 and not report.by_formula
+    lefts = [parting.left for parting in report.partings]
+    assert lefts == sorted(lefts) and lefts[0] > 0.1
+    assert all(parting.dtypes[0] for parting in report.partings)
+
+
+@pytest.mark.parametrize(("what", "given"), [("epsilon", 1e-2), ("places", 1)])
+def test_a_formula_that_differs_is_named_in_both_programs(args, what, given):
+    rollout = rollout_with(**{"shift" if what == "places" else what: given})
+    report = mpjax.compare(train, rollout)(*args)
+    assert report.by_formula and not report.agrees
+    np.testing.assert_allclose(report.in_float32, report.difference, rtol=1e-3)
+    theirs = [p for p in report.partings if p.dtypes[1]]
+    mark = "return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + epsilon)"
+    assert theirs[0].source.endswith(line_of(mark if what == "epsilon" else "# places"))
+    assert all(p.left is None for p in report.partings)
+    assert "They compute different things" in str(report)
+
+
+def test_a_difference_below_the_first_tolerance_is_found_too():
+    def mine(x):
+        return jnp.sin(x) * (1 + 3e-6)
+
+    def theirs(x):
+        return jnp.sin(x)
+
+    report = mpjax.compare(mine, theirs)(jax.random.normal(jax.random.key(0), (4, 8)))
+    assert report.meaning == "values" and report.by_formula and report.kl is None
+    assert [p.primitive for p in report.partings if p.dtypes[0]] == ["mul"]
+
+
+def test_logits_are_compared_as_distributions(args):
+    x = jax.random.normal(jax.random.key(0), (5, 7))
+
+    def first(x):
+        return x
+
+    def second(x):
+        return x.astype(jnp.bfloat16).astype(jnp.float32) + 3  # a constant says nothing
+
+    report = mpjax.compare(first, second, results="logits")(x)
+    p, q = (np.asarray(jax.nn.log_softmax(f(x)), np.float64) for f in (second, first))
+    np.testing.assert_allclose(report.kl, np.mean(np.sum(np.exp(p) * (p - q), -1)), rtol=0.05)
+    assert report.meaning == "logits" and not report.by_formula
+    assert report.partings[0].primitive == "convert_element_type"
+    assert mpjax.compare(jax.nn.log_softmax, jax.nn.log_softmax)(x).meaning == "logits"
+
+
+def test_reads_plainly_and_as_json(args):
+    report = mpjax.compare(train, rollout_with(cache=jnp.bfloat16))(*args)
+    text = str(report)
+    assert "train and rollout: |log ratio| per token" in text and "KL" in text
+    assert max(map(len, text.split("\n"))) <= 80
+    assert json.loads(json.dumps(report.to_dict()))["partings"][0]["left"] < 0.05
+
+
+def test_errors_name_what_is_wrong(args):
+    with pytest.raises(ValueError, match=r"train returned the shape \(3, 5\), and second \(3,\)"):
+        mpjax.compare(train, lambda *args: train(*args)[:, 0], results="values")(*args)
+    with pytest.raises(ValueError, match="results='logit'.*Did you mean 'logits'"):
+        mpjax.compare(train, train, results="logit")
+    with pytest.raises(TypeError, match="argnums, has_aux is for a function and a policy"):
+        mpjax.compare(train, train, argnums=1, has_aux=True)
+    with pytest.raises(TypeError, match="results='logits' is of two functions"):
+        mpjax.compare(train, "mixed_bfloat16", results="logits")
+    with pytest.raises(
+        ValueError, match="one floating array.*returned 0: float32.3., 1: float32.3."
+    ):
+        mpjax.compare(lambda x: (x, x), lambda x: (x, x))(jnp.ones(3))
+    with pytest.raises(TypeError, match="concrete|needs arrays"):
+        jax.jit(mpjax.compare(train, train))(*args)
+
+
+def test_a_healed_line_alone_keeps_float32():
+    def fun(x):
+        a = jnp.exp(x)  # healed
+        b = a[::-1]
+        return b, b * b
+
+    x = jnp.linspace(0, 1, 8, dtype=jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(fun)(x)
+    plain, (moved, square) = (
+        run_healed(jaxpr, [x]),
+        run_healed(jaxpr, [x], lambda eqn, _: eqn.primitive.name == "exp"),
+    )
+    exact = jnp.exp(x.astype(jnp.float32))[::-1]
+    assert [y.dtype for y in plain] == [jnp.bfloat16] * 2
+    np.testing.assert_array_equal(plain[0], fun(x)[0])
+    assert moved.dtype == jnp.float32 and square.dtype == jnp.bfloat16
+    np.testing.assert_allclose(moved, exact, rtol=1e-6)
+    np.testing.assert_array_equal(square, (exact * exact).astype(jnp.bfloat16))
+
+
+def test_values_are_known_again_in_any_layout():
+    rng = np.random.default_rng(0)
+    whole = rng.normal(size=(4, 6, 8)).astype(np.float32)
+    near = pool_of([whole])
+    assert alike(near, pool_of([whole.reshape(4, 6, 2, 4).swapaxes(1, 2) * (1 + 1e-6)]), 2e-5)
+    assert alike(near, pool_of([whole[:, i] for i in range(6)]), 2e-5)
+    assert alike(pool_of([whole[:, 2]]), near, 2e-5) and alike(near, pool_of([whole[1]]), 2e-5)
+    padded = np.concatenate([whole, np.zeros((4, 2, 8)), np.full((4, 1, 8), -1e30)], 1)
+    assert alike(near, pool_of([padded]), 2e-5)
+    for other in (whole * (1 + 1e-3), whole + 1e-3, rng.normal(size=(4, 6, 8)), whole[:, 2] ** 2):
+        assert not alike(near, pool_of([other]), 2e-5)
