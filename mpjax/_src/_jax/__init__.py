@@ -10,6 +10,7 @@ from mpjax._src._jax.aot import as_if_on_gpu, compile_only
 from mpjax._src._jax.barriers import BARRIERS, GPUS, again_barrier, cpu_barrier, gpu_barrier
 from mpjax._src._jax.calls import linearized_once
 from mpjax._src._jax.convolutions import half_conv
+from mpjax._src._jax.literals import Rounded, numbers_rounded
 from mpjax._src._jax.partitioning import answer_partitioning, ask_elsewhere
 from mpjax._src._jax.programs import (
     abstract,
@@ -51,6 +52,7 @@ from mpjax._src._jax.sources import (
     in_one_call,
     inside,
     is_called_directly,
+    is_promotion,
     is_written_cast,
     line_key,
     location,
@@ -66,6 +68,7 @@ __all__ = (
     "BARRIERS",
     "GPUS",
     "Literal",
+    "Rounded",
     "abstract",
     "again_barrier",
     "answer_partitioning",
@@ -99,11 +102,13 @@ __all__ = (
     "is_array",
     "is_called_directly",
     "is_explicit",
+    "is_promotion",
     "is_sharded_along",
     "is_written_cast",
     "line_key",
     "linearized_once",
     "location",
+    "numbers_rounded",
     "open_jaxpr",
     "passed_through",
     "placed_freely",

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,11 @@ def transforms(stack: Any) -> tuple[str, ...]:
 def source_lines(*eqns: Any) -> tuple[str, str]:
     """Returns "file:line" of the user's code, and of the library that it calls there, or "".
 
-    Of the first equation that has one. Where all of the code is a library's, that is the user's.
+    Of the first equation that has one: after an equation come the calls around it, for what a
+    library jits says nothing of who calls it. Where all of the code is a library's, that is the
+    user's.
     """
+    library = ""
     for eqn in eqns:
         frames = source_info_util.user_frames(eqn.source_info.traceback)
         innermost = own = next(frames, None)
@@ -49,15 +53,20 @@ def source_lines(*eqns: Any) -> tuple[str, str]:
             continue
         while own and is_library(own.file_name):
             own = next(frames, None)
-        if own in (None, innermost):
-            return _line(innermost), ""
-        return _line(own), _line(innermost)
-    return "", ""
+        if own:
+            return _line(own), library or ("" if own is innermost else _line(innermost))
+        library = library or _line(innermost)
+    return library, ""
 
 
 def source_line(*eqns: Any) -> str:
     """Returns "file:line" of the user's code of the first equation that has one, or ""."""
     return source_lines(*eqns)[0]
+
+
+def line_here() -> str:
+    """Returns "file:line" of the user's code that is running, or that JAX differentiates."""
+    return source_line(types.SimpleNamespace(source_info=source_info_util.current()))
 
 
 def _line(frame: Any) -> str:
@@ -85,6 +94,12 @@ def is_written_cast(eqn: Any) -> bool:
     if not callers or WRITTEN.isdisjoint(frame.function_name for frame in inside):
         return False
     return not is_library(callers[0].file_name) or "cast" in callers[0].function_name
+
+
+def is_promotion(eqn: Any) -> bool:
+    """Tells a cast by which JAX promotes operands to one dtype from one that anybody calls for."""
+    inside, _ = _callers(eqn)
+    return WRITTEN.isdisjoint(frame.function_name for frame in inside)
 
 
 def is_called_directly(eqn: Any) -> bool:

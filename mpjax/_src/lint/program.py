@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -16,15 +17,17 @@ import jax
 import numpy as np
 
 from mpjax._src import _jax, rules
-from mpjax._src.autocast.graph import Block, Op, Value, build
+from mpjax._src.autocast.graph import CONSTANT_LIMIT, Block, Op, Value, build
 from mpjax._src.autocast.loss import check_loss, differentiated, is_array, pull_back
 from mpjax._src.autocast.modules import call_on_arrays, has_modules, on_arrays
 from mpjax._src.contexts import LINTED
-from mpjax._src.higher_order import turns_of
+from mpjax._src.higher_order import SCAN, turns_of
 
 # What hands its first operand on, entry by entry or a part of it, in its own dtype.
 MOVES = rules.having(rules.SAME_PARAMETER) - {"convert_element_type"} | {"pcast", "pad", "name"}
 CASTS = frozenset({"convert_element_type"})
+
+COUNT = itertools.count(1)
 
 Ways = collections.defaultdict[Value, list[Value]]
 Readers = collections.defaultdict[Value, list[Op]]
@@ -46,7 +49,9 @@ class Program:
         out_tree: The structure of what is returned, and which of its leaves are arrays.
         block: The graph.
         ops: Every operation, those of programs inside included, in the order in which they stand.
+        rounded: The numbers that JAX rounded to half while it traced.
         around: The operations around each one, from the outermost on: loops, branches, calls.
+        notes: What rules keep of what they computed.
     """
 
     fun: Callable[..., Any]
@@ -59,12 +64,16 @@ class Program:
     in_tree: tuple[Any, tuple[bool, ...]]
     out_tree: tuple[Any, tuple[bool, ...]]
     block: Block
+    rounded: tuple[_jax.Rounded, ...] = ()
     ops: tuple[Op, ...] = ()
     around: dict[Op, tuple[Op, ...]] = dataclasses.field(default_factory=dict)
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    _constants: dict[Value, Any] = dataclasses.field(default_factory=dict)
     _made: dict[Value, Op] = dataclasses.field(default_factory=dict)
     _from: Ways = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
     _to: Ways = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
     _read: Readers = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+    _counters: dict[Value, Any] = dataclasses.field(default_factory=dict)
     _backward: set[Op] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -72,6 +81,7 @@ class Program:
         self.ops = tuple(self.around)
 
     def _enter(self, block: Block, around: tuple[Op, ...], backward: bool) -> None:
+        self._constants |= dict(block.consts)
         for op in block.ops:
             self.around[op] = around
             behind = backward or "transpose" in _jax.transforms(op.stack)
@@ -89,6 +99,8 @@ class Program:
                     if out is not None:
                         self._same(value, op.outs[out])
                 for result, argument in sub.carry:
+                    if op.inside.kind == SCAN:
+                        self._counters[inner.invars[argument]] = op, sub, result
                     self._same(inner.outvars[result], inner.invars[argument])
                 self._enter(inner, (*around, op), behind)
 
@@ -132,6 +144,34 @@ class Program:
         """Returns the operation that makes a value; of a loop, a branch or a call none."""
         op = self._made.get(value)
         return None if op is None or op.subs else op
+
+    def sources(self, value: Value) -> Sequence[Value]:
+        """Returns what a value is outside of its program, or within another: see `Inside`."""
+        return tuple(self._from.get(value, ()))
+
+    def constant(self, value: Value) -> Any:
+        """Returns the array that is written in the program, or closed over, or None."""
+        if value.literal:
+            return np.asarray(value.const)
+        array = self._constants.get(value)
+        small = array is not None and not isinstance(array, jax.core.Tracer)
+        return np.asarray(array) if small and value.size <= CONSTANT_LIMIT else None
+
+    def counts(self, value: Value) -> tuple[float, float] | None:
+        """Returns from where to where a value counts, that a scan carries and adds one to."""
+        around = self._counters.get(value)
+        if around is None:
+            return None
+        loop, inside, result = around
+        op = self.maker(inside.program.outvars[result])
+        start = self.constant(loop.ins[inside.ins[inside.program.invars.index(value)]])
+        if op is None or op.name != "add" or value not in op.ins or start is None:
+            return None
+        (step,) = [self.constant(v) for v in op.ins if v is not value] or [None]
+        if step is None or np.size(step) != 1 or np.size(start) != 1:
+            return None
+        ends = float(start), float(start) + float(step) * (turns_of(loop.eqn) - 1)
+        return min(ends), max(ends)
 
     def readers(self, value: Value) -> list[Op]:
         """Returns the operations that read a value, or what it is called within other programs."""
@@ -197,7 +237,7 @@ def make_program(
     has_aux: bool = False,
 ) -> Program:
     """Traces a function, with its gradients where ``argnums`` is given."""
-    with LINTED(True):  # a trace that was made before does not say what was rounded in it
+    with LINTED(next(COUNT)):  # a trace that was made before does not say what was rounded in it
         if not has_modules((args, kwargs)) or argnums is not None:
             return _traced(fun, fun, args, kwargs, (args, kwargs), argnums, has_aux)
         found: list[Program] = []
@@ -242,7 +282,11 @@ def _traced(fun, run, args, kwargs, given_as, argnums, has_aux) -> Program:
         outs[:] = [leaves, out]
         return [x for _, x in leaves if is_array(x)]
 
-    jaxpr = _jax.trace(flat, [_jax.aval_of(x) for x in arrays], getattr(fun, "__name__", "lint"))
+    rounded: list[_jax.Rounded] = []
+    with _jax.numbers_rounded(rounded):
+        jaxpr = _jax.trace(
+            flat, [_jax.aval_of(x) for x in arrays], getattr(fun, "__name__", "lint")
+        )
     leaves, out = outs
     returned = tuple(is_array(x) for _, x in leaves)
     keys = [keys for (keys, _), yes in zip(pairs, given, strict=True) if yes]
@@ -256,6 +300,7 @@ def _traced(fun, run, args, kwargs, given_as, argnums, has_aux) -> Program:
         ),
         *((tree, given), (out, returned)),
         build(*_jax.open_jaxpr(jaxpr)),
+        tuple(rounded),
     )
 
 

@@ -5,13 +5,31 @@ from collections.abc import Iterable
 from typing import Any
 
 from mpjax._src.errors import brief, did_you_mean
-from mpjax._src.lint import casts, exchanges, guards, operands, reductions, states, undone
+from mpjax._src.lint import (
+    averages,
+    casts,
+    constants,
+    exchanges,
+    gates,
+    guards,
+    losses,
+    matmuls,
+    operands,
+    reductions,
+    scatters,
+    states,
+    undone,
+    updates,
+)
 from mpjax._src.lint.rule import Rule
 from mpjax._src.patterns import matches
 
-SUBJECTS = (casts, exchanges, guards, operands, reductions, states, undone)
+SUBJECTS = (
+    *(reductions, scatters, averages, constants, casts, undone, losses),
+    *(matmuls, operands, exchanges, states, gates, guards, updates),
+)
 RULES: tuple[Rule, ...] = tuple(
-    sorted((rule for subject in SUBJECTS for rule in subject.RULES), key=lambda rule: rule.name)
+    sorted((rule for module in SUBJECTS for rule in module.RULES), key=lambda rule: rule.name)
 )
 
 TEXTS = [field for field in dataclasses.fields(Rule) if field.type == "str" or field.type is str]

@@ -1,0 +1,130 @@
+"""The rule of running averages: those that half makes stand still."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from mpjax._src.autocast.graph import Op, Value
+from mpjax._src.dtypes import short_name
+from mpjax._src.higher_order import SCAN
+from mpjax._src.lint.halves import digits, dtype_of, is_half, shown
+from mpjax._src.lint.program import CASTS, MOVES, Program
+from mpjax._src.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.lint.states import carried
+
+# How far from what it averages an average may stand still.
+STUCK = 1 / 8
+
+
+class Share(NamedTuple):
+    """What of a state is in its next value: ``factor * state``, and whether something is added.
+
+    Attributes:
+        factor: The factor.
+        adds: Whether something is added.
+    """
+
+    factor: float
+    adds: bool = False
+
+
+def half_averages(program: Program) -> Iterator[Hit]:
+    """Averages that are kept in half, whose steps are less than half an ulp.
+
+    A step of ``m = d * m + (1 - d) * x`` is rounded away where ``|x - m| < 2**-digits / (1 - d)``
+    of m at the worst. An average that may be that wrong by more than 1/8 is a fault: d above 0.97
+    in bfloat16, above 0.996 in float16. A first moment of 0.9 may be kept in bfloat16.
+    """
+    pairs = [(each.before, each.after) for each in carried(program)]
+    for op in program.ops:
+        if op.inside.kind == SCAN:
+            (inside,) = op.subs
+            body = inside.program
+            pairs += [(body.invars[a], body.outvars[r]) for r, a in inside.carry]
+    for before, after in pairs:
+        if not is_half(before):
+            continue
+        moved = {*program.forward(before, lambda op: True)}
+        share = _share(program, after, before, moved) if after in moved else None
+        if share is None or not share.adds:
+            continue
+        step = 1 - share.factor
+        if 0 < step <= 2.0 ** -digits(dtype_of(before)) / STUCK:
+            yield Hit(
+                f"An average in {shown(before)} moves by {step:.3g} of the difference to what it "
+                f"averages: in {short_name(dtype_of(before))} it stands still where that is less "
+                f"than {2.0 ** -digits(dtype_of(before)) / step:.0%} of it.",
+                _sum(program, after),
+            )
+
+
+def _sum(program: Program, after: Value) -> Op | None:
+    """Returns the last addition that makes a value."""
+    for value in program.back(after, MOVES | CASTS | {"select_n"}):
+        op = program.maker(value)
+        if op and op.name in ("add", "sub"):
+            return op
+    return program.maker(after)
+
+
+def _share(program: Program, value: Value, state: Value, moved: set[Value]) -> Share | None:
+    """Returns what of a state is in a value; None where that is not linear, or not known."""
+    if value is state:
+        return Share(1.0)
+    if value not in moved:
+        return Share(0.0, True)
+    op = program.maker(value)
+    if op is None:
+        sources = program.sources(value)
+        return _share(program, sources[0], state, moved) if len(sources) == 1 else None
+    if op.name in CASTS | MOVES and len(op.ins) == 1:
+        return _share(program, op.ins[0], state, moved)
+    if op.name in ("add", "sub", "add_any"):
+        a, b = (_share(program, v, state, moved) for v in op.ins)
+        if a is None or b is None:
+            return None
+        sign = -1 if op.name == "sub" else 1
+        return Share(a.factor + sign * b.factor, a.adds or b.adds)
+    if op.name in ("mul", "div"):
+        return _product(program, op, state, moved)
+    if op.name == "select_n":
+        found = [_share(program, v, state, moved) for v in op.ins[1:]]
+        return next((each for each in found if each is None or each.adds), None)
+    return None
+
+
+def _product(program: Program, op: Op, state: Value, moved: set[Value]) -> Share | None:
+    number = [_number(program, v) for v in op.ins]
+    place = 1 if number[1] is not None else 0
+    by = number[place]
+    if by is None or (op.name == "div" and place == 0):
+        return None
+    inner = _share(program, op.ins[1 - place], state, moved)
+    if inner is None or not by:
+        return None
+    return Share(inner.factor / by if op.name == "div" else inner.factor * by, inner.adds)
+
+
+def _number(program: Program, value: Value) -> float | None:
+    """Returns the one number that a value is known to be, or None."""
+    for v in program.back(value, MOVES | CASTS):
+        constant = program.constant(v)
+        if constant is not None and np.size(constant) == 1:
+            return float(np.reshape(constant, ()))
+    return None
+
+
+RULES = (
+    Rule(
+        "half-average",
+        JAXPR,
+        "a running average that half makes stand still",
+        "Each step adds a small share of what is averaged. In half it is less than half an ulp of "
+        "the average, and rounded away: the average keeps its first value, or stops far from the "
+        "true one.",
+        "Keep averages whose decay is near 1 in float32: second moments, averages of weights, "
+        "statistics. A first moment of 0.9 may be half.",
+        half_averages,
+    ),
+)

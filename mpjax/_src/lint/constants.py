@@ -1,0 +1,185 @@
+"""Rules of numbers that half cannot hold: constants, counts, angles, masks."""
+
+import math
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src import _jax
+from mpjax._src.dtypes import short_name
+from mpjax._src.lint.bounds import bounds_of
+from mpjax._src.lint.halves import digits, dtype_of, is_float, is_half, shown
+from mpjax._src.lint.program import Program
+from mpjax._src.lint.rule import JAXPR, VALUES, Hit, Rule
+
+
+def lost_constants(program: Program) -> Iterator[Hit]:
+    """Numbers that become 0, 1, -1 or Inf, and were none of these: all digits of them are lost.
+
+    Other roundings are those that the dtype was chosen for.
+    """
+    for rounded in program.rounded:
+        if found := _becomes(rounded):
+            yield Hit(found, source=rounded.source)
+    for op in program.named("convert_element_type"):
+        value = program.constant(op.ins[0])
+        if value is None or np.size(value) != 1 or not is_half(op.outs[0]):
+            continue
+        number = float(np.reshape(value, ()))
+        if found := _becomes(_jax.Rounded(number, dtype_of(op.outs[0]), "")):
+            yield Hit(found, op)
+
+
+def _becomes(number: _jax.Rounded) -> str:
+    value, result = number.value, number.result
+    lost = result in (0, 1, -1) or (math.isinf(result) and math.isfinite(value))
+    if result == value or not lost or math.isnan(value):
+        return ""
+    return f"The constant {value:.6g} is {result:g} in {short_name(number.dtype)}."
+
+
+def half_counts(program: Program) -> Iterator[Hit]:
+    """Whole numbers, beyond what half tells apart: 256 in bfloat16, 2048 in float16.
+
+    Positions, indices and counters that are known to go further: what an iota or the turns of a
+    loop count. Single constants are the choice of who wrote them.
+    """
+    for op in program.ops:
+        if op.name not in ("convert_element_type", "iota") or not is_half(op.outs[0]):
+            continue
+        known = bounds_of(program, op.outs[0] if op.name == "iota" else op.ins[0])
+        limit = 2 ** digits(dtype_of(op.outs[0]))
+        if known and known.whole and known.low < known.high and known.largest > limit:
+            yield Hit(
+                f"Whole numbers from {known.low:g} to {known.high:g} are held in "
+                f"{shown(op.outs[0])}, which cannot tell neighbours apart beyond {limit}.",
+                op,
+            )
+
+
+def rounded_integers(program, op, ins, outs) -> Iterator[Hit]:
+    """Integers that a step casts to half, and that come out as others.
+
+    A cast that changes no integer of this step is none of its business.
+    """
+    if op.name != "convert_element_type" or not is_half(outs[0]):
+        return
+    if not jnp.issubdtype(ins[0].dtype, jnp.integer) or not ins[0].size:
+        return
+    before = np.asarray(ins[0]).astype(np.int64)
+    after = np.asarray(outs[0]).astype(np.float64)
+    changed = before != after
+    if changed.any():
+        first = int(np.argmax(changed))
+        yield Hit(
+            f"{changed.mean():.0%} of the integers in {shown(op.ins[0])} change when they are cast "
+            f"to {short_name(dtype_of(op.outs[0]))}: {before.flat[first]} becomes "
+            f"{after.flat[first]:g}.",
+            op,
+        )
+
+
+# A phase that may be wrong by more than this, in radians, is no phase of the number any more.
+PHASE = 1 / 8
+
+
+def half_phases(program: Program) -> Iterator[Hit]:
+    """Sines of half angles that are known to go so far that rounding turns them by 1/8 radian.
+
+    Half an ulp of x is 2**(e - digits): that is beyond 32 in bfloat16, and 256 in float16.
+    """
+    for op in program.named("sin", "cos", "tan"):
+        value = op.ins[0]
+        known = bounds_of(program, value) if is_half(value) else None
+        if (
+            known
+            and known.low < known.high
+            and known.largest >= PHASE * 2 ** digits(dtype_of(value))
+        ):
+            yield Hit(
+                f"{op.name} reads angles up to {known.largest:.4g} in {shown(value)}, which "
+                f"rounding turns by up to {_half_ulp(known.largest, dtype_of(value)):.2g} radian.",
+                op,
+            )
+
+
+def _half_ulp(x: float, dtype) -> float:
+    return 2.0 ** (math.floor(math.log2(x)) - digits(dtype))
+
+
+def overflowing_masks(program: Program) -> Iterator[Hit]:
+    """Sums of two masks whose least numbers add up to less than the dtype has.
+
+    Of logits nothing is known, so a mask is none until two of them meet. What is added to -Inf
+    stays there by intention.
+    """
+    for op in program.named("add", "sub"):
+        if not is_float(op.outs[0]) or program.is_backward(op):
+            continue
+        a, b = (bounds_of(program, value) for value in op.ins)
+        if not (a and b) or a.low == a.high or b.low == b.high:
+            continue
+        most = float(jnp.finfo(dtype_of(op.outs[0])).max)
+        low, high = (a.low + b.low, a.high + b.high)
+        if op.name == "sub":
+            low, high = a.low - b.high, a.high - b.low
+        if max(-low, high) > most and max(a.largest, b.largest) <= most:
+            yield Hit(
+                f"Two masks are added in {shown(op.outs[0])}: {a.low:.3g} and {b.low:.3g} make "
+                f"{low:.3g}, and the dtype ends at {most:.3g}.",
+                op,
+            )
+
+
+RULES = (
+    Rule(
+        "lost-constant",
+        JAXPR,
+        "a constant that half makes 0, 1 or Inf",
+        "A decay of 0.999 is 1 in bfloat16, so that an average forgets nothing; an epsilon of 1e-8 "
+        "is 0 in float16, so that a division has none; a mask of -1e9 is -Inf there, and a row "
+        "that is masked whole is NaN.",
+        "Compute in float32 what reads the constant, or take one that the dtype has: "
+        "jnp.finfo(x.dtype).min for masks, jnp.finfo(x.dtype).tiny for epsilons.",
+        lost_constants,
+    ),
+    Rule(
+        "half-count",
+        JAXPR,
+        "positions, indices or counters that half cannot tell apart",
+        "Half holds whole numbers up to 256 (bfloat16) or 2048 (float16). Beyond that neighbours "
+        "become equal: positions collide, and a counter stands still.",
+        "Keep positions and counters in int32, compute what depends on them (angles, masks, "
+        "encodings) in float32, and cast the result.",
+        half_counts,
+    ),
+    Rule(
+        "rounded-integer",
+        VALUES,
+        "integers of a real step that a cast to half changes",
+        "Ids, positions and counts must be exact: another integer is another row, another place, "
+        "another divisor.",
+        "Keep integers as they are, or cast them to float32, which holds all up to 16777216.",
+        rounded_integers,
+    ),
+    Rule(
+        "half-phase",
+        JAXPR,
+        "a sine or cosine of large angles in half",
+        "Rounding an angle of 1000 in bfloat16 turns it by up to 2 radians: positional encodings "
+        "of far tokens become noise that only shows in long contexts.",
+        "Compute angles, and their sine and cosine, in float32, and cast the result to half.",
+        half_phases,
+    ),
+    Rule(
+        "mask-overflow",
+        JAXPR,
+        "masks whose sum leaves the dtype",
+        "The least finite number, added to itself, is -Inf: a row that both masks cover is -Inf "
+        "throughout, and its softmax is NaN.",
+        "Combine masks as booleans (jnp.logical_and) and apply one with jnp.where, or take the "
+        "maximum of their sum and jnp.finfo(x.dtype).min.",
+        overflowing_masks,
+    ),
+)

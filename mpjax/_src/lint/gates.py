@@ -1,0 +1,95 @@
+"""The rule of gates: steps that are undone where something is not finite, but not whole."""
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from mpjax._src.autocast.graph import Op, Value
+from mpjax._src.lint.program import CASTS, MOVES, Program
+from mpjax._src.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.lint.states import Carried, carried, is_updated
+
+# Between the test of a number and the verdict on a step.
+VERDICTS = frozenset(
+    {"and", "or", "not", "reduce_and", "reduce_or", "reduce_min", "reduce_max", "eq", "ne"}
+) | {"psum", "pmin", "pmax", "concatenate", "select_n", "stack"}
+
+
+def ungated_states(program: Program) -> Iterator[Hit]:
+    """States that a gate leaves out, though what they are made of is what it judges.
+
+    A gate is a choice, by whether something is finite, between a state's new value and its old one.
+    Every other floating state that is updated from what was judged must depend on the verdict too:
+    by a gate, by what was gated (an average of the weights), or by itself (a loss scale).
+    """
+    states = [
+        each for each in carried(program) if jnp.issubdtype(each.before.aval.dtype, jnp.floating)
+    ]
+    gates = [gate for each in states if (gate := _gate(program, each))]
+    if not gates:
+        return
+    verdicts = {value for gate in gates for value in _verdict(program, gate)}
+    tests = [op for v in verdicts if (op := program.maker(v)) and op.name == "is_finite"]
+    judged = {v for op in tests for v in program.back(op.ins[0], lambda op: True)}
+    gated = {v for op in tests for v in program.forward(op.outs[0], lambda op: True)}
+    arguments = {*program.block.invars}
+    made = {v for v in judged if v not in arguments and program.maker(v) is not None}
+    missed = [
+        each
+        for each in states
+        if each.after not in gated
+        and each.before is not each.after
+        and is_updated(program, each)
+        and any(v in made for v in program.back(each.after, lambda op: True))
+    ]
+    if missed:
+        names = ", ".join(each.name for each in missed[:3])
+        more = f", and {len(missed) - 3} more" if len(missed) > 3 else ""
+        yield Hit(
+            f"A step whose numbers are not finite is undone for {states_of(gates, len(states))}, "
+            f"but not for {names}{more}.",
+            _writes(program, missed[0]),
+        )
+
+
+def states_of(gates: list[Op], count: int) -> str:
+    return f"{len(gates)} of {count} states"
+
+
+def _gate(program: Program, each: Carried) -> Op | None:
+    """Returns the choice between a state's new value and its old one, by a finite test."""
+    for value in program.back(each.after, MOVES | CASTS):
+        op = program.maker(value)
+        if op is None or op.name != "select_n":
+            continue
+        old = any(each.before in program.back(v, MOVES | CASTS) for v in op.ins[1:])
+        if old and any(
+            (made := program.maker(v)) and made.name == "is_finite" for v in _verdict(program, op)
+        ):
+            return op
+    return None
+
+
+def _verdict(program: Program, gate: Op) -> list[Value]:
+    return program.back(gate.ins[0], VERDICTS | MOVES | CASTS)
+
+
+def _writes(program: Program, each: Carried) -> Op | None:
+    for value in program.back(each.after, MOVES | CASTS):
+        if op := program.maker(value):
+            return op
+    return None
+
+
+RULES = (
+    Rule(
+        "ungated-state",
+        JAXPR,
+        "a gate on non-finite steps that leaves out a state",
+        "The step that overflowed is skipped, and its NaN stays in what the gate left out (a "
+        "moment, batch statistics): every later step reads it.",
+        "Choose all that a step changes by the same verdict: "
+        "mpjax.select(ok, new_state, old_state) over the whole state.",
+        ungated_states,
+    ),
+)

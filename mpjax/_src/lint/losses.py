@@ -1,0 +1,97 @@
+"""Rules of losses and norms that are computed in half."""
+
+from collections.abc import Iterator
+
+from mpjax._src.autocast.graph import Op
+from mpjax._src.dtypes import FLOAT16
+from mpjax._src.lint.halves import dtype_of, is_half, shown
+from mpjax._src.lint.program import CASTS, MOVES, Program
+from mpjax._src.lint.rule import JAXPR, Hit, Rule
+
+EXPONENTIALS = ("exp", "exp2", "expm1")
+# Between the exponentials of a softmax and the logarithm of their sum.
+SUMMED = MOVES | CASTS | {"reduce_sum", "abs", "add", "psum"}
+# Between a loss of each example and the loss: nothing that mixes features.
+AVERAGED = MOVES | CASTS | {"reduce_sum", "add", "sub", "neg", "mul", "div", "select_n", "max"}
+
+
+def half_log_sums(program: Program) -> Iterator[Hit]:
+    """Logarithms of sums of exponentials in half: log_softmax, logsumexp, cross entropies.
+
+    A softmax alone has no logarithm, and is bounded. log(1 + exp(x)) is an activation too: it
+    counts where it is averaged to one number, without a matmul on the way.
+    """
+    for op in program.named("log", "log1p"):
+        value = op.ins[0]
+        if not (is_half(value) and is_half(op.outs[0])):
+            continue
+        before = [program.maker(v) for v in program.back(value, SUMMED)]
+        names = [each.name for each in before if each and is_half(each.outs[0])]
+        if not {*names} & {*EXPONENTIALS}:
+            continue
+        summed = any(each and each.name in ("reduce_sum", "psum") for each in before)
+        if summed or _is_loss(program, op):
+            yield Hit(
+                f"The {op.name} of a sum of exponentials is taken in {shown(op.outs[0])}: a loss "
+                "of half logits.",
+                op,
+            )
+    for op in program.named("cumlogsumexp"):
+        if is_half(op.ins[0]):
+            yield Hit(f"cumlogsumexp of {shown(op.ins[0])} is taken in half.", op)
+
+
+def _is_loss(program: Program, op: Op) -> bool:
+    """Tells whether the results of an operation are averaged to one number."""
+    ahead = program.forward(op.outs[0], AVERAGED)
+    return any(v.is_one and op.outs[0].size > 1 for v in ahead)
+
+
+SQUARES = ("square", "integer_pow", "mul")
+# Between a square and the root of the mean of squares.
+ROOTED = MOVES | CASTS | {"reduce_sum", "add", "mul", "div"}
+
+
+def half_norms(program: Program) -> Iterator[Hit]:
+    """Norms whose squares are taken in float16: those of 256 and more are Inf.
+
+    jnp.mean and jnp.sum add in float32, but what they are given is squared before. bfloat16 has the
+    range, and its rounding of squares averages out.
+    """
+    for op in program.named(*SQUARES):
+        if dtype_of(op.outs[0]) != FLOAT16 or program.is_backward(op) or not _squares(op):
+            continue
+        ahead = program.forward(op.outs[0], ROOTED)
+        readers = [each for v in ahead for each in program.readers(v)]
+        sums = any(each.name == "reduce_sum" for each in readers)
+        if sums and any(each.name in ("rsqrt", "sqrt") for each in readers):
+            yield Hit(f"The squares of a norm are taken in {shown(op.outs[0])}.", op)
+
+
+def _squares(op: Op) -> bool:
+    if op.name == "mul":
+        return op.ins[0] is op.ins[1]
+    return op.name == "square" or op.params["y"] == 2
+
+
+RULES = (
+    Rule(
+        "half-loss",
+        JAXPR,
+        "a log-softmax or cross entropy of half logits",
+        "The logarithm of a sum of exponentials has 2 to 3 decimal digits in half: the loss moves "
+        "in steps, probabilities near 1 have a loss of exactly 0, and gradients of rare classes "
+        "are lost.",
+        "Cast logits to float32 before the loss: loss(logits.astype(jnp.float32), labels).",
+        half_log_sums,
+    ),
+    Rule(
+        "half-norm",
+        JAXPR,
+        "a norm that squares in float16",
+        "Squares of 256 and more are Inf in float16, and those of less than 2.4e-4 are 0: one "
+        "large activation makes the norm Inf, and all that it divides 0.",
+        "Cast to float32 before squaring: jnp.mean(jnp.square(x.astype(jnp.float32))).",
+        half_norms,
+    ),
+)

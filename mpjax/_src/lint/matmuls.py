@@ -1,0 +1,132 @@
+"""Rules of matmuls: those that a promotion makes float32, and backward passes that are narrower."""
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from mpjax._src import _jax, rules
+from mpjax._src.autocast.graph import Op, Value
+from mpjax._src.dtypes import FLOAT32, short_name
+from mpjax._src.lint.halves import dtype_of, is_half, shown
+from mpjax._src.lint.program import CASTS, MOVES, Program
+from mpjax._src.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.reports import short
+
+MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+DEFAULT = (None, jax.lax.Precision.DEFAULT)
+
+# What keeps the dtype of its operands, so that a promotion goes through it.
+ELEMENTWISE = frozenset(
+    {*rules.names_where(lambda rule: rule.need in (rules.FOLLOW, rules.MOVE)), *MOVES}
+)
+
+
+def promoted_matmuls(program: Program) -> Iterator[Hit]:
+    """Float32 matmuls of what was half, widened by a promotion that no author asked for.
+
+    Both operands were half further up, elementwise operations in between at most, and of one of
+    them something strong of float32 (a NumPy constant, a table) met it on the way. A matmul that is
+    given float32, whose author cast an operand to it, or asks for a precision, is none.
+    """
+    for op in program.named(*MATMULS):
+        operands = op.ins[:2]
+        if program.is_backward(op) or FLOAT32 not in map(dtype_of, operands):
+            continue
+        precision = op.params.get("precision")
+        if any(p not in DEFAULT for p in np.atleast_1d(np.array(precision, object))):
+            continue
+        causes = [_cause(program, v) for v in operands]
+        was_half = [
+            is_half(v) or bool(cause) or bool(_widening(program, v))
+            for v, cause in zip(operands, causes, strict=True)
+        ]
+        if any(causes) and all(was_half):
+            yield Hit(
+                f"{op.name} of {' and '.join(map(shown, operands))} runs in float32, and both were "
+                f"half: {next(filter(None, causes))}.",
+                op,
+            )
+
+
+def _widening(program: Program, value: Value) -> Op | None:
+    """Returns the cast from half that made an operand float32, if no author wrote it there."""
+    for v in program.back(value, MOVES):
+        op = program.maker(v)
+        if op and op.name in CASTS and is_half(op.ins[0]) and dtype_of(v) == FLOAT32:
+            return None if _jax.is_written_cast(op.eqn) else op
+    return None
+
+
+def _cause(program: Program, value: Value) -> str:
+    """Returns what promoted a float32 value that was half before, in words, or ""."""
+    for v in program.back(value, ELEMENTWISE) if dtype_of(value) == FLOAT32 else ():
+        op = program.maker(v)
+        if op is None or op.name not in ELEMENTWISE or len(op.ins) < 2:
+            continue
+        strong = [each for each in op.ins if not _is_promoted(program, each)]
+        if strong and len(strong) < len(op.ins):
+            names = [program.argument(each) or f"a constant {shown(each)}" for each in strong]
+            where = short(_jax.source_line(op.eqn, *reversed(op.callers)))
+            return f"{op.name} with {' and '.join(names)} at {where} promoted one of them"
+    return ""
+
+
+def _is_promoted(program: Program, value: Value) -> bool:
+    cast = _widening(program, value)
+    return cast is not None and _jax.is_promotion(cast.eqn)
+
+
+def narrow_backward(program: Program) -> Iterator[Hit]:
+    """Backward matmuls in half, of what the forward pass multiplied in float32.
+
+    JAX derives a matmul in the dtypes that it was written in, so a rule of an author's (custom_vjp)
+    casts there.
+    """
+    forward = [op for op in program.named(*MATMULS) if not program.is_backward(op)]
+    wide = {
+        value: op
+        for op in forward
+        if dtype_of(op.outs[0]) == FLOAT32 and not any(is_half(v) for v in op.ins[:2])
+        for operand in op.ins[:2]
+        for value in program.back(operand, MOVES)
+    }
+    for op in program.named(*MATMULS):
+        if not program.is_backward(op):
+            continue
+        for operand in op.ins[:2]:
+            if not is_half(operand):
+                continue
+            found = next((wide[v] for v in program.back(operand, MOVES | CASTS) if v in wide), None)
+            if found is not None:
+                yield Hit(
+                    f"{op.name} of the backward pass reads {shown(operand)}, and the forward pass "
+                    f"multiplied the same in {short_name(dtype_of(found.ins[0]))}.",
+                    op,
+                )
+                break
+
+
+RULES = (
+    Rule(
+        "promoted-matmul",
+        JAXPR,
+        "a float32 matmul of what was half, promoted on the way",
+        "JAX promotes half and float32 to float32, and NumPy constants are float32: one of them "
+        "makes all matmuls behind it float32, at a fraction of the speed and twice the memory.",
+        "Give the constant the dtype of what it meets: jnp.asarray(c, x.dtype), or a Python "
+        "number, which promotes nothing. jax.numpy_dtype_promotion('strict') finds the others.",
+        promoted_matmuls,
+    ),
+    Rule(
+        "narrow-backward",
+        JAXPR,
+        "a backward pass that is narrower than its forward pass",
+        "Gradients have less precision than the function that they are of: a check in float32 does "
+        "not see it, for the loss is right, and training stalls late.",
+        "Have the rule of custom_vjp compute in the dtypes of the forward pass, and return "
+        "cotangents in the dtypes of its arguments.",
+        narrow_backward,
+    ),
+)

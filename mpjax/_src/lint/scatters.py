@@ -1,0 +1,53 @@
+"""The rule of sums into rows: scatters in half, where many rows are the same."""
+
+import math
+from collections.abc import Iterator
+
+from mpjax._src.autocast.graph import Op
+from mpjax._src.lint.halves import digits, dtype_of, is_half, shown, stalls_at
+from mpjax._src.lint.program import Program
+from mpjax._src.lint.rule import JAXPR, Hit, Rule
+
+
+def half_scatters(program: Program) -> Iterator[Hit]:
+    """Scatters that add to a row of half more often than half can count.
+
+    Where n updates go to m rows, some row gets at least n / m of them, whatever the indices are.
+    Written by an author, half of the digits is the limit, as for accumulators (16 in bfloat16, 46
+    in float16); of the gradient of a lookup, which JAX derives, 2**digits: then a row stands still.
+    """
+    for op in program.named("scatter-add", "scatter_add", "scatter-sub"):
+        value = op.ins[0]
+        if not is_half(value):
+            continue
+        terms = _updates(op) / max(1, _rows(op))
+        dtype = dtype_of(value)
+        limit = stalls_at(dtype) if program.is_backward(op) else 2 ** (digits(dtype) / 2)
+        if terms > limit:
+            yield Hit(
+                f"{op.name} adds {_updates(op)} updates to {_rows(op)} places of {shown(value)}: "
+                f"{terms:.0f} and more to one of them, in half.",
+                op,
+            )
+
+
+def _updates(op: Op) -> int:
+    return math.prod(op.ins[1].aval.shape[:-1])
+
+
+def _rows(op: Op) -> int:
+    numbers = op.params["dimension_numbers"]
+    return math.prod(op.ins[0].aval.shape[d] for d in numbers.scatter_dims_to_operand_dims)
+
+
+RULES = (
+    Rule(
+        "half-scatter",
+        JAXPR,
+        "a scatter that adds many updates to one row of half",
+        "Updates of a row are added one after the other, each rounded to half: late ones are lost, "
+        "and the order differs from run to run on GPUs, where half scatters are slow besides.",
+        "Scatter into float32 zeros and cast the sum; keep tables with few rows in float32.",
+        half_scatters,
+    ),
+)

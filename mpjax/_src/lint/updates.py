@@ -1,0 +1,141 @@
+"""Rules of one real step: updates that rounding takes, and loss scales that overflow."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src.autocast.graph import Op, Value
+from mpjax._src.lint.halves import is_half, shown
+from mpjax._src.lint.program import CASTS, MOVES, Program
+from mpjax._src.lint.rule import VALUES, Hit, Rule
+from mpjax._src.lint.states import carried
+
+# Which share of the entries may stand still. What moves weights by one ulp now and then moves them.
+SHARE = 0.5
+
+
+def stalled_updates(program, op, ins, outs) -> Iterator[Hit]:
+    """Half weights of which most stand still though their update is not zero.
+
+    Such an update is less than half an ulp: 1/512 of the weight in bfloat16, 1/4096 in float16.
+    Entries whose update is zero do not count. A sum whose rounding is kept (Kahan) is none.
+    """
+    if op.name not in ("add", "sub") or not is_half(outs[0]):
+        return
+    state = _weights(program).get(op)
+    if state is None or ins[0].shape != ins[1].shape:
+        return
+    place, name = state
+    old, update = np.asarray(ins[place], np.float32), np.asarray(ins[1 - place], np.float32)
+    moves = update != 0
+    still = moves & (old == np.asarray(outs[0], np.float32))
+    if moves.any() and still.sum() > SHARE * moves.sum():
+        yield Hit(
+            f"{name} is {shown(op.ins[place])}, and {still.sum() / moves.sum():.0%} of its entries "
+            "do not move in this step, for their update is less than half an ulp.",
+            op,
+        )
+
+
+def _weights(program: Program) -> dict[Op, tuple[int, str]]:
+    """Returns the additions that update half states: which operand is the state, and its name."""
+    if "weights" not in program.notes:
+        found: dict[Op, tuple[int, str]] = {}
+        for each in carried(program):
+            if not is_half(each.before):
+                continue
+            for value in program.back(each.after, MOVES | {"select_n"}):
+                op = program.maker(value)
+                if op is None or op.name not in ("add", "sub"):
+                    continue
+                ways = [each.before in program.back(v, MOVES) for v in op.ins]
+                if sum(ways) == 1 and not _is_compensated(program, op, each.before):
+                    found[op] = ways.index(True), each.name
+        program.notes["weights"] = found
+    return program.notes["weights"]
+
+
+def _is_compensated(program: Program, op: Op, before: Value) -> bool:
+    """Tells a sum from which the old value is taken again: what it lost is kept."""
+    reads = [each for each in program.readers(op.outs[0]) if each.name == "sub"]
+    casts = [v for each in program.readers(op.outs[0]) if each.name in CASTS for v in each.outs]
+    reads += [each for v in casts for each in program.readers(v) if each.name == "sub"]
+    return any(before in program.back(v, MOVES | CASTS) for each in reads for v in each.ins)
+
+
+# A scale below this protects nothing, and is none.
+LEAST = 2.0
+
+
+def overflowing_scales(program, op, ins, outs) -> Iterator[Hit]:
+    """The first half number of the backward pass that is Inf, under a loss scale that stays.
+
+    A dynamic scale is lowered by the step that overflows, and is an argument that changes.
+    """
+    if program.notes.get("overflowed") or not program.is_backward(op):
+        return
+    half = [x for x in outs if is_half(x)]
+    if not half or all(bool(jnp.isfinite(x).all()) for x in half):
+        return
+    if not all(bool(jnp.isfinite(x).all()) for x in ins if _is_number(x)):
+        return
+    scale = _static_scale(program)
+    if scale:
+        program.notes["overflowed"] = True
+        yield Hit(
+            f"{op.name} of the backward pass makes Inf in {shown(op.outs[0])} under a loss scale "
+            f"of {scale}, which nothing lowers.",
+            op,
+        )
+
+
+def _static_scale(program: Program) -> str:
+    """Returns the constant that the cotangent of a scalar is multiplied by, or ""."""
+    if "scale" not in program.notes:
+        program.notes["scale"] = next(
+            (found for op in program.named("mul") if (found := _scale(program, op))), ""
+        )
+    return program.notes["scale"]
+
+
+def _scale(program: Program, op: Op) -> str:
+    if not op.outs[0].is_one or not program.is_backward(op):
+        return ""
+    kept = {each.before: each.name for each in carried(program) if each.before is each.after}
+    for value in op.ins:
+        for v in program.back(value, MOVES | CASTS):
+            constant = program.constant(v)
+            if constant is not None and np.size(constant) == 1 and float(constant) >= LEAST:
+                return f"{float(constant):g}"
+            if v in kept:
+                return kept[v]
+    return ""
+
+
+def _is_number(x: Any) -> bool:
+    return bool(jnp.issubdtype(getattr(x, "dtype", np.bool_), jnp.inexact))
+
+
+RULES = (
+    Rule(
+        "stalled-update",
+        VALUES,
+        "updates of half weights that rounding takes",
+        "An update of less than half an ulp is rounded away, step after step: the loss falls for a "
+        "while and then stands, as the learning rate falls.",
+        "Keep float32 masters (mpjax.with_master_weights, policy O2), a compensated sum, or "
+        "stochastic rounding (mpjax.with_stochastic_rounding).",
+        stalled_updates,
+    ),
+    Rule(
+        "overflowing-loss-scale",
+        VALUES,
+        "a loss scale that overflows the gradients and is never lowered",
+        "The gradients are Inf, and all steps like this one are skipped or make the weights NaN.",
+        "Take a smaller scale, a dynamic one (mpjax.DynamicLossScale), or bfloat16, which needs "
+        "none.",
+        overflowing_scales,
+    ),
+)

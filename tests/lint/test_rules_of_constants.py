@@ -1,0 +1,200 @@
+"""Numbers that half cannot hold: constants, counts, angles, masks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pairs
+import pytest
+from pairs import Pair, bf16, f16, f32
+
+import mpjax
+
+
+def wide(x):
+    return x.astype(jnp.float32)
+
+
+def decayed(m, x):
+    return 0.999 * m + x  # fault
+
+
+def decayed_wide(m, x):
+    return (0.999 * wide(m) + wide(x)).astype(m.dtype)
+
+
+def divided(x):
+    return x / (jnp.sqrt(x) + 1e-8)  # fault
+
+
+def divided_safely(x):
+    return x / (jnp.sqrt(x) + jnp.finfo(x.dtype).tiny)
+
+
+def masked(x):
+    return jax.nn.softmax(jnp.where(x > 0, x, -1e9))  # fault
+
+
+def masked_by_the_least(x):
+    return jax.nn.softmax(jnp.where(x > 0, x, jnp.finfo(x.dtype).min))
+
+
+def masked_by_float32(x):
+    least = jnp.asarray(jnp.finfo(jnp.float32).min, x.dtype)  # fault
+    return x + least
+
+
+def masked_by_its_own(x):
+    return jnp.where(x > 0, x, jnp.finfo(x.dtype).min)
+
+
+def filled(x):
+    return x + jnp.full(x.shape, 1e6, x.dtype)  # fault
+
+
+def filled_less(x):
+    return x + jnp.full(x.shape, 1e4, x.dtype)
+
+
+def positions(x):
+    return x + jnp.arange(x.shape[0]).astype(x.dtype)  # fault
+
+
+def positions_wide(x):
+    return wide(x) + jnp.arange(x.shape[0])
+
+
+def counted(x):
+    return x * jnp.arange(x.shape[0], dtype=x.dtype)  # fault
+
+
+def counted_wide(x):
+    return wide(x) * jnp.arange(x.shape[0], dtype=jnp.float32)
+
+
+def turns(x):
+    def turn(i, x):
+        return x + jnp.sin(i.astype(x.dtype))  # fault
+
+    return jax.lax.fori_loop(0, 300, turn, x)
+
+
+def turns_wide(x):
+    return jax.lax.fori_loop(0, 300, lambda i, x: x * jnp.sin(wide(i)).astype(x.dtype), x)
+
+
+FREQUENCIES = 1.0 / 10000 ** (np.arange(0, 8, 2) / 8)
+
+
+def angles(length):
+    return jnp.arange(length, dtype=jnp.float32)[:, None] * FREQUENCIES.astype(np.float32)
+
+
+def rotated(x):
+    return x * jnp.sin(angles(x.shape[0]).astype(x.dtype))  # fault
+
+
+def rotated_wide(x):
+    return x * jnp.sin(angles(x.shape[0])).astype(x.dtype)
+
+
+def mask(seen):
+    return jnp.where(seen, 0.0, jnp.finfo(jnp.float32).min)
+
+
+def masked_twice(x, seen, own):
+    return jax.nn.softmax(x + (mask(seen) + mask(own)))  # fault
+
+
+def masked_once(x, seen, own):
+    return jax.nn.softmax(x + mask(seen & own))
+
+
+def looked_up(ids, x):
+    return ids.astype(x.dtype) * x  # fault
+
+
+def looked_up_wide(ids, x):
+    return ids.astype(jnp.float32) * x
+
+
+BOOLS = (jax.ShapeDtypeStruct((4,), bool),) * 2
+IDS = jnp.array([3, 300, 511])
+
+CASES = {
+    "decay": Pair("lost-constant", decayed, decayed_wide, (bf16(4), bf16(4))),
+    "epsilon": Pair("lost-constant", divided, divided_safely, (f16(4),)),
+    "mask": Pair("lost-constant", masked, masked_by_the_least, (f16(4),)),
+    "least": Pair("lost-constant", masked_by_float32, masked_by_its_own, (bf16(4),)),
+    "fill": Pair("lost-constant", filled, filled_less, (f16(4),)),
+    "positions": Pair("half-count", positions, positions_wide, (bf16(512),)),
+    "arange": Pair("half-count", counted, counted_wide, (f16(4096),)),
+    "turns": Pair("half-count", turns, turns_wide, (bf16(4),)),
+    "rope": Pair("half-phase", rotated, rotated_wide, (f16(2000, 4),)),
+    "two masks": Pair("mask-overflow", masked_twice, masked_once, (f32(4), *BOOLS)),
+    "ids": Pair("rounded-integer", looked_up, looked_up_wide, (IDS, jnp.ones(3, jnp.bfloat16))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pairs(name):
+    pairs.check(CASES[name])
+
+
+def clean(fun, *args):
+    return not mpjax.lint(fun)(*args).findings
+
+
+def test_constants_that_half_has_or_only_rounds_are_no_fault():
+    assert clean(lambda x: x * 0.9 + 0.1 * x + 1e-6 + 1 + 0, bf16(4))
+    assert clean(lambda x: jnp.where(x > 0, x, -jnp.inf) + x * 1e-4, f16(4))
+    assert clean(lambda x: jnp.where(x > 0, x, -1e9), bf16(4)), "bfloat16 has the range"
+    assert clean(decayed, f16(4), f16(4)), "0.999 is 0.99902 in float16"
+    assert clean(decayed, f32(4), f32(4)) and clean(divided, f32(4)) and clean(masked, f32(4))
+
+
+def test_a_function_that_was_traced_before_is_looked_at_whole():
+    jitted = jax.jit(decayed)
+    jitted(jnp.ones(4, jnp.bfloat16), jnp.ones(4, jnp.bfloat16))
+    for _ in range(2):
+        (finding,) = mpjax.lint(jitted)(bf16(4), bf16(4)).findings
+        assert finding.message == "The constant 0.999 is 1 in bf16."
+
+
+def test_tracing_leaves_jax_as_it_was():
+    from jax._src.lax import lax
+
+    before = lax._convert_element_type, jnp.array
+    with pytest.raises(ZeroDivisionError):
+        mpjax.lint(lambda x: 1 / 0)(bf16(4))
+    assert (lax._convert_element_type, jnp.array) == before
+
+
+def test_counts_that_half_tells_apart_are_no_fault():
+    assert clean(positions, bf16(257)) and clean(counted, f16(2049)) and clean(positions, f32(9999))
+    assert clean(lambda x: x + jnp.linspace(0, 1, 999).astype(x.dtype), bf16(999))
+    assert clean(
+        lambda ids, x: ids.astype(x.dtype) * x, jax.ShapeDtypeStruct((3,), "int32"), bf16(3)
+    )
+    assert clean(
+        lambda image: image.astype(jnp.bfloat16) / 255, jax.ShapeDtypeStruct((9,), "uint8")
+    )
+
+
+def test_integers_that_stay_are_no_fault():
+    assert clean(looked_up, jnp.array([3, 256, 512]), jnp.ones(3, jnp.bfloat16))
+
+
+def test_small_angles_are_no_fault():
+    assert (
+        clean(rotated, f16(200, 4))
+        and clean(rotated, bf16(31, 4))
+        and not clean(rotated, bf16(40, 4))
+    )
+
+
+def test_one_mask_is_no_overflow():
+    def one(x, seen, own):
+        return jax.nn.softmax(x + mask(seen)) + jax.nn.softmax(x + mask(own))
+
+    assert clean(one, f32(4), *BOOLS)
+    assert clean(lambda x: x + jnp.where(x > 0, 0, -1e9) + jnp.where(x > 1, 0, -1e9), f32(4))

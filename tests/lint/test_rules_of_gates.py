@@ -1,0 +1,98 @@
+"""Gates on steps that are not finite."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pairs
+import pytest
+from pairs import Pair, f32
+
+import mpjax
+
+OPTIMIZER = optax.adam(1e-3)
+PARAMS = {"w": f32(4, 4), "b": f32(4)}
+STATE = jax.eval_shape(OPTIMIZER.init, PARAMS)
+
+
+def loss(params, x):
+    return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
+
+
+def updated(params, opt_state, x):
+    grads = jax.grad(loss)(params, x)
+    updates, new_state = OPTIMIZER.update(grads, opt_state, params)  # fault
+    ok = jnp.all(jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]))
+    return optax.apply_updates(params, updates), new_state, ok
+
+
+def choose(ok, new, old):
+    return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+
+
+def partly(params, opt_state, x):
+    grads = jax.grad(loss)(params, x)
+    updates, new_state = OPTIMIZER.update(grads, opt_state, params)  # fault
+    ok = jnp.all(jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]))
+    return choose(ok, optax.apply_updates(params, updates), params), new_state
+
+
+def whole(params, opt_state, x):
+    new, new_state, ok = updated(params, opt_state, x)
+    return choose(ok, new, params), choose(ok, new_state, opt_state)
+
+
+CASES = {"moments": Pair("ungated-state", partly, whole, (PARAMS, STATE, f32(2, 4)))}
+
+
+def test_a_gate_that_leaves_out_the_moments():
+    report = mpjax.lint(partly)(PARAMS, STATE, f32(2, 4))
+    (finding,) = report.findings
+    assert finding.rule == "ungated-state" and "opt_state[0].mu['b']" in finding.message
+    assert finding.source in pairs.marked_lines(partly)
+
+
+def test_a_gate_over_everything():
+    assert not mpjax.lint(whole)(PARAMS, STATE, f32(2, 4)).findings
+    assert not mpjax.lint(jax.jit(whole, donate_argnums=(0, 1)))(PARAMS, STATE, f32(2, 4)).findings
+
+
+def test_a_step_without_a_gate_misses_nothing():
+    def step(params, opt_state, x):
+        return updated(params, opt_state, x)[:2]
+
+    assert not mpjax.lint(step)(PARAMS, STATE, f32(2, 4)).findings
+
+
+def test_what_is_made_of_gated_weights_needs_no_gate():
+    def step(state, x):
+        params, opt_state, average, scale = state
+        new, new_state, ok = updated(params, opt_state, x)
+        params = choose(ok, new, params)
+        average = optax.incremental_update(params, average, 0.01)
+        return params, choose(ok, new_state, opt_state), average, jnp.where(ok, scale, scale / 2)
+
+    assert not mpjax.lint(step)((PARAMS, STATE, PARAMS, f32()), f32(2, 4)).findings
+
+
+def test_steps_of_ours_gate_everything():
+    init, step = mpjax.build_train_step(loss, OPTIMIZER, "mixed_float16")
+    state = jax.eval_shape(init, PARAMS)
+    report = mpjax.lint(step)(state, f32(2, 4))
+    assert not report.findings, str(report)
+
+
+def test_optax_skips_all_of_a_step():
+    optimizer = optax.apply_if_finite(OPTIMIZER, 3)
+
+    def step(params, opt_state, x):
+        updates, opt_state = optimizer.update(jax.grad(loss)(params, x), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    state = jax.eval_shape(optimizer.init, PARAMS)
+    assert not mpjax.lint(step)(PARAMS, state, f32(2, 4)).findings
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_whole_gate_is_the_mended_one(name):
+    pair = CASES[name]
+    assert not mpjax.lint(pair.mended)(*pair.args).findings

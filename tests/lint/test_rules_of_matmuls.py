@@ -1,0 +1,118 @@
+"""Matmuls that a promotion makes float32, and backward passes in half."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pairs
+import pytest
+from pairs import Pair, bf16, f32
+
+import mpjax
+
+TABLE = np.ones((8,), np.float32)
+
+
+def wide(x):
+    return x.astype(jnp.float32)
+
+
+def promoted(x, w):
+    h = jax.nn.relu(x @ w) * TABLE
+    return h @ w  # fault
+
+
+def kept(x, w):
+    h = jax.nn.relu(x @ w) * jnp.asarray(TABLE, x.dtype)
+    return h @ w
+
+
+def by_a_scalar(x, w):
+    h = (x @ w) / np.sqrt(np.float32(8.0))
+    return jnp.einsum("ij,jk->ik", h, w)  # fault
+
+
+def by_a_number(x, w):
+    return jnp.einsum("ij,jk->ik", (x @ w) / np.sqrt(8.0).item(), w)
+
+
+def matmul(narrow):
+    @jax.custom_vjp
+    def multiply(x, w):
+        return x @ w
+
+    def backward(kept, g):
+        x, w = (each.astype(narrow) for each in kept)
+        g = g.astype(narrow)
+        return wide(g @ w.T), wide(x.T @ g)
+
+    multiply.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+    return multiply
+
+
+def narrowed(x, w):
+    @jax.custom_vjp
+    def multiply(x, w):
+        return x @ w
+
+    def backward(kept, g):
+        x, w = kept
+        return wide(g.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16).T), x.T @ g
+
+    multiply.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+    return multiply(x, w).sum()  # fault
+
+
+CASES = {
+    "array": Pair("promoted-matmul", promoted, kept, (bf16(4, 8), bf16(8, 8))),
+    "scalar": Pair("promoted-matmul", by_a_scalar, by_a_number, (bf16(4, 8), bf16(8, 8))),
+    "custom_vjp": Pair(
+        "narrow-backward",
+        narrowed,
+        lambda x, w: matmul("float32")(x, w).sum(),
+        (f32(4, 8), f32(8, 8)),
+        {"argnums": (0, 1)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pairs(name):
+    pairs.check(CASES[name])
+
+
+def test_the_cause_is_named():
+    (finding,) = mpjax.lint(promoted, select="promoted-*")(bf16(4, 8), bf16(8, 8)).findings
+    assert "mul with a constant f32[1,8] at " in finding.message
+
+
+def clean(fun, *args, **options):
+    """Of two dtypes in one matmul another rule speaks."""
+    return not mpjax.lint(fun, ignore="mixed-matmul", **options)(*args).findings
+
+
+def test_float32_that_was_asked_for_is_no_fault():
+    def cast(x, w):
+        return (wide(x) * TABLE) @ wide(w)
+
+    def result(x, w):
+        return jnp.matmul(x, w, preferred_element_type=jnp.float32) @ wide(w)
+
+    def multiplied(x, w):
+        return wide(x) * TABLE @ w  # half, read by a float32 matmul that its author asked for
+
+    def head(x, w):
+        return jnp.tanh(x) @ w  # a float32 weight, which is an argument
+
+    assert clean(multiplied, bf16(4, 8), bf16(8, 8))
+    assert clean(cast, bf16(4, 8), bf16(8, 8)) and clean(result, bf16(4, 8), bf16(8, 8))
+    assert clean(head, bf16(4, 8), f32(8, 8)) and clean(promoted, f32(4, 8), f32(8, 8))
+
+
+def test_what_jax_derives_is_as_wide_as_the_forward_pass():
+    def loss(x, w):
+        return wide(jnp.tanh(x @ w) @ w).sum() + (wide(x) @ wide(w)).sum()
+
+    assert clean(loss, bf16(4, 8), bf16(8, 8), argnums=(0, 1))
+    assert clean(loss, f32(4, 8), f32(8, 8), argnums=(0, 1))
+    cast = mpjax.autocast(loss, "mixed_bfloat16")
+    assert clean(cast, f32(4, 8), f32(8, 8), argnums=(0, 1))

@@ -1,0 +1,84 @@
+"""One real step: updates that rounding takes, loss scales that overflow."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pairs
+import pytest
+from pairs import Pair
+
+import mpjax
+
+
+def wide(x):
+    return x.astype(jnp.float32)
+
+
+X = jnp.full((4, 8), 0.5)
+HALF = {"w": jnp.linspace(1, 2, 64).reshape(8, 8).astype(jnp.bfloat16)}
+WIDE = mpjax.cast(HALF, "float32")
+
+
+def loss(params, x):
+    return jnp.mean(wide(x.astype(params["w"].dtype) @ params["w"]) ** 2)
+
+
+def descended(params, x):
+    grads = jax.grad(loss)(params, x)
+    return {"w": params["w"] - 1e-5 * grads["w"]}  # fault
+
+
+def descended_fast(params, x):
+    grads = jax.grad(loss)(params, x)
+    return {"w": params["w"] - 0.5 * grads["w"]}
+
+
+def scaled(scale):
+    def step(params, x):
+        def scaled_loss(params):
+            h = x.astype(jnp.float16) @ params["w"].astype(jnp.float16)  # fault
+            return scale * jnp.sum(wide(h) ** 2)
+
+        grads = jax.grad(scaled_loss)(params)
+        return {"w": params["w"] - 1e-3 * grads["w"] / scale}
+
+    return step
+
+
+CASES = {
+    "small steps": Pair("stalled-update", descended, descended_fast, (HALF, X)),
+    "static scale": Pair(
+        "overflowing-loss-scale", scaled(2.0**15), scaled(2.0**4), (WIDE, X.at[0].set(9))
+    ),
+}
+
+
+def test_small_steps():
+    pairs.check(CASES["small steps"])
+
+
+def test_a_static_scale_that_overflows():
+    pair = CASES["static scale"]
+    (finding,) = mpjax.lint(pair.faulty)(*pair.args).findings
+    assert (finding.rule, "32768" in finding.message) == ("overflowing-loss-scale", True)
+    assert finding.source.startswith(__file__)
+    assert not mpjax.lint(pair.mended)(*pair.args).findings
+
+
+@pytest.mark.parametrize("policy", ["O2:bfloat16", "O2:bfloat16,masters=split", "mixed_float16"])
+def test_steps_of_ours_lose_no_updates_and_lower_their_scale(policy):
+    init, step = mpjax.build_train_step(loss, optax.adamw(1e-5), policy)
+    state = init(WIDE)
+    report = mpjax.lint(step)(state, X * 1e3)
+    assert not report.findings, str(report)
+
+
+def test_float32_weights_and_compensated_sums_are_no_fault():
+    assert not mpjax.lint(descended)(WIDE, X).findings
+    optimizer = mpjax.with_kahan_summation(optax.sgd(1e-5))
+
+    def step(params, state, x):
+        updates, state = optimizer.update(jax.grad(loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    assert not mpjax.lint(step)(HALF, optimizer.init(HALF), X).findings
