@@ -55,6 +55,41 @@ def given_half(q, k):
     return call(q * 2, k)
 
 
+def streamed(logits_of):
+    """Returns a sum of logarithms of sums, whose backward pass computes the logits again."""
+
+    @jax.custom_vjp
+    def shift(x, w):
+        return forward(x, w)[0]
+
+    def forward(x, w):
+        total = jax.nn.logsumexp(logits_of(x, w).astype(jnp.float32), -1)
+        return jnp.sum(total), (x, w, total)
+
+    def backward(kept, g):
+        x, w, total = kept
+        logits = jnp.einsum("dv,nd->vn", w, x, preferred_element_type=jnp.float32)
+        shares = (g * jnp.exp(logits.T - total[:, None])).astype(x.dtype)
+        return shares @ w.T, x.T @ shares
+
+    shift.defvjp(forward, backward)
+    return shift
+
+
+def streamed_in_half(x, w):
+    def logits(x, w):
+        return x @ w  # fault
+
+    return jax.grad(streamed(logits))(x, w)
+
+
+def streamed_in_float32(x, w):
+    def logits(x, w):
+        return jnp.dot(x, w, preferred_element_type=jnp.float32)
+
+    return jax.grad(streamed(logits))(x, w)
+
+
 CASES = {
     "forward": Pair("mixed-matmul", mixed, of_one_dtype, (bf16(4, 8), f32(8, 4))),
     "in a loop": Pair(
@@ -66,6 +101,9 @@ CASES = {
     "backward": Pair(
         "mixed-matmul", wide_result, wide_result_of_one_algorithm, (f16(4, 8), f16(8, 4))
     ),
+    "computed again": Pair(
+        "recomputed-dtype", streamed_in_half, streamed_in_float32, (bf16(4, 8), bf16(8, 16))
+    ),
     "a kernel": Pair("kernel-dtypes", given_two, given_half, (bf16(4, 8), bf16(4, 8))),
     "a kernel of what was half": Pair(
         "kernel-dtypes", given_what_was_half, given_half, (bf16(4, 8), bf16(4, 8))
@@ -76,6 +114,14 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_pairs(name):
     pairs.check(CASES[name])
+
+
+def test_what_jax_computes_again_is_the_same():
+    def loss(w, x):
+        layer = jax.checkpoint(lambda w: jnp.sin(x @ w.astype(x.dtype)))
+        return jnp.sum(layer(w).astype(jnp.float32))
+
+    assert not mpjax.lint(loss, argnums=0)(f32(8, 4), bf16(4, 8)).findings
 
 
 def test_what_a_library_multiplies_inside_is_its_own():

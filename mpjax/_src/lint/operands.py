@@ -1,16 +1,18 @@
 """Rules of what matmuls and kernels read: operands of two dtypes."""
 
+import collections
 from collections.abc import Iterator
 
 import jax
 
 from mpjax._src import _jax
-from mpjax._src.autocast.graph import Op
+from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.dtypes import FLOAT32, short_name
 from mpjax._src.lint.halves import dtype_of, is_half, shown
-from mpjax._src.lint.program import MOVES, Program
+from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 
+MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 KERNELS = ("pallas_call", "ffi_call", "triton_kernel_call", "custom_call", "tpu_custom_call")
 CHOSEN = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
 
@@ -60,6 +62,42 @@ def _result(op: Op) -> str:
     return f" Its result is {half}, and so is what its backward pass sums for the float32 operand."
 
 
+def recomputed_matmuls(program: Program) -> Iterator[Hit]:
+    """Matmuls that the backward pass computes again, of the same arrays, with another result dtype.
+
+    JAX computes again what it computed, in the same dtypes; a rule of an author's may not. They are
+    the same where both operands are, cast and moved at most, and the results are of one size.
+    """
+    forward: dict[Value, list[Op]] = collections.defaultdict(list)
+    for op in program.named(*MATMULS):
+        if not program.is_backward(op):
+            for value in program.back(op.ins[0], MOVES | CASTS):
+                forward[value].append(op)
+    for again in program.named(*MATMULS):
+        if not program.is_backward(again):
+            continue
+        sources = [set(program.back(v, MOVES | CASTS)) for v in again.ins[:2]]
+        near = {op: None for each in sources for value in each for op in forward.get(value, ())}
+        for op in near:
+            if _same_matmul(program, op, again, sources):
+                yield Hit(
+                    f"The forward pass gives {shown(op.outs[0])} here, and the backward pass "
+                    f"computes the same again as {shown(again.outs[0])}.",
+                    op,
+                )
+
+
+def _same_matmul(program: Program, op: Op, again: Op, sources: list[set[Value]]) -> bool:
+    first, second = op.outs[0], again.outs[0]
+    if dtype_of(first) == dtype_of(second) or first.size != second.size:
+        return False
+    own = [set(program.back(v, MOVES | CASTS)) for v in op.ins[:2]]
+    return any(
+        not (own[0].isdisjoint(one) or own[1].isdisjoint(other))
+        for one, other in (sources, sources[::-1])
+    )
+
+
 def mixed_kernels(program: Program) -> Iterator[Hit]:
     """Kernels that are given the same kind of operand in two dtypes, or one that was half before.
 
@@ -83,7 +121,7 @@ def mixed_kernels(program: Program) -> Iterator[Hit]:
                 break
 
 
-def _widened(program: Program, value) -> str:
+def _widened(program: Program, value: Value) -> str:
     """Returns the half array that a float32 one was before it was cast, or ""."""
     for v in program.back(value, MOVES):
         op = program.maker(v)
@@ -104,6 +142,16 @@ RULES = (
         "for precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32 (or F16_F16_F32) besides "
         "preferred_element_type: the backward pass then reads half as well.",
         mixed_matmuls,
+    ),
+    Rule(
+        "recomputed-dtype",
+        JAXPR,
+        "a matmul that the backward pass computes again in another dtype",
+        "What the forward pass made of the rounded result (a maximum, a logarithm of a sum) does "
+        "not belong to the result that the backward pass has: a softmax made of both does not sum "
+        "to 1, by an error that grows with the logits.",
+        "Give both matmuls the same operands' dtypes and the same preferred_element_type.",
+        recomputed_matmuls,
     ),
     Rule(
         "kernel-dtypes",
