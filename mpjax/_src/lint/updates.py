@@ -10,7 +10,7 @@ from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.lint.halves import is_half, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import VALUES, Hit, Rule
-from mpjax._src.lint.states import carried
+from mpjax._src.lint.states import Carried, carried
 
 # Which share of the entries may stand still. What moves weights by one ulp now and then moves them.
 SHARE = 0.5
@@ -19,40 +19,40 @@ SHARE = 0.5
 def stalled_updates(program, op, ins, outs) -> Iterator[Hit]:
     """Half weights of which most stand still though their update is not zero.
 
-    Such an update is less than half an ulp: 1/512 of the weight in bfloat16, 1/4096 in float16.
-    Entries whose update is zero do not count. A sum whose rounding is kept (Kahan) is none.
+    Such an update is less than half an ulp: 1/512 of the weight in bfloat16, 1/4096 in float16; a
+    sum in float32 that is rounded to the weights' dtype loses it as well. Entries whose update is
+    zero do not count. A sum whose rounding is kept (Kahan) is none.
     """
-    if op.name not in ("add", "sub") or not is_half(outs[0]):
+    weights = _weights(program).get(op)
+    if weights is None or ins[0].shape != ins[1].shape:
         return
-    state = _weights(program).get(op)
-    if state is None or ins[0].shape != ins[1].shape:
-        return
-    place, name = state
+    place, each = weights
     old, update = np.asarray(ins[place], np.float32), np.asarray(ins[1 - place], np.float32)
+    new = jnp.asarray(outs[0]).astype(each.before.aval.dtype)
     moves = update != 0
-    still = moves & (old == np.asarray(outs[0], np.float32))
+    still = moves & (old == np.asarray(new, np.float32))
     if moves.any() and still.sum() > SHARE * moves.sum():
         yield Hit(
-            f"{name} is {shown(op.ins[place])}, and {still.sum() / moves.sum():.0%} of its entries "
-            "do not move in this step, for their update is less than half an ulp.",
+            f"{each.name} is {shown(each.before)}, and {still.sum() / moves.sum():.0%} of its "
+            "entries do not move in this step, for their update is less than half an ulp.",
             op,
         )
 
 
-def _weights(program: Program) -> dict[Op, tuple[int, str]]:
-    """Returns the additions that update half states: which operand is the state, and its name."""
+def _weights(program: Program) -> dict[Op, tuple[int, Carried]]:
+    """Returns the additions that update half states: which operand is the state, and the state."""
     if "weights" not in program.notes:
-        found: dict[Op, tuple[int, str]] = {}
+        found: dict[Op, tuple[int, Carried]] = {}
         for each in carried(program):
-            if not is_half(each.before):
+            if not (is_half(each.before) and is_half(each.after)):
                 continue
-            for value in program.back(each.after, MOVES | {"select_n"}):
+            for value in program.back(each.after, MOVES | CASTS | {"select_n"}):
                 op = program.maker(value)
                 if op is None or op.name not in ("add", "sub"):
                     continue
-                ways = [each.before in program.back(v, MOVES) for v in op.ins]
+                ways = [each.before in program.back(v, MOVES | CASTS) for v in op.ins]
                 if sum(ways) == 1 and not _is_compensated(program, op, each.before):
-                    found[op] = ways.index(True), each.name
+                    found[op] = ways.index(True), each
         program.notes["weights"] = found
     return program.notes["weights"]
 
