@@ -121,7 +121,7 @@ $(NEWEST)/ready: pyproject.toml
 $(AOT)/ready: pyproject.toml
 	$(PYTHON) -m venv $(AOT)
 	$(AOT)/bin/$(PIP) --upgrade pip
-	$(AOT)/bin/$(PIP) --editable ".[aot,bench]" "jax==$(RECORDED)" pytest pytest-xdist hypothesis
+	$(AOT)/bin/$(PIP) --editable ".[aot,bench,html]" "jax==$(RECORDED)" pytest pytest-xdist hypothesis
 	touch $@
 
 clean:

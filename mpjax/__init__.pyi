@@ -20,6 +20,7 @@ from ._src.hardware.devices import (
     half_dtype,
     recommend_policy,
 )
+from ._src.hardware.memory import MemoryRow
 from ._src.hardware.report import CompileReport, MatmulRow
 from ._src.instruments.agreement import Agreement, Parting
 from ._src.instruments.compare import Comparison, compare
@@ -91,6 +92,7 @@ __all__ = [
     "LossScaleAdvice",
     "MasterWeightsState",
     "MatmulRow",
+    "MemoryRow",
     "MixedPrecision",
     "MixedPrecisionState",
     "NoOpLossScale",

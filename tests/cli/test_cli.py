@@ -224,6 +224,9 @@ class FakeReport:
     def to_dict(self):
         return self.data
 
+    def to_html(self):
+        return f"<title>{self.data['target']}"
+
 
 class Refused(RuntimeError):
     pass
@@ -254,8 +257,9 @@ def compilers(monkeypatch):
 
 
 def test_compile_shows_targets_side_by_side(folder, compilers):
-    result = run("compile", "program:loss", "--target", "v100, h100")
+    result = run("compile", "program:loss", "--target", "v100, h100", "--html", "a.html")
     assert result.exit_code == 0, result.stderr
+    assert (folder / "a-h100.html").read_text() == "<title>h100" and "a-v100.html" in result.stdout
     rows = {line[:16].strip(): line[16:].split() for line in result.stdout.splitlines()}
     assert rows["program:loss as"] and "v100  " in result.stdout
     assert rows["fits"] == ["yes", "yes"]

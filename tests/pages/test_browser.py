@@ -2,11 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from flax import linen as nn
 
 import mpjax
+from mpjax._src.hardware.memory import by_kind
+from mpjax._src.hardware.report import report_of
+from mpjax._src.hardware.targets import find_target
 
 HOSTILE = "<script>alert(1)</script>"
 SEARCH = """texts => texts.map(text => {
@@ -152,6 +156,39 @@ def test_colours_switch_and_tell_amounts(opened, compared):
         assert page.locator(".legend:visible").count() == 1
     page.get_by_label("bytes", exact=True).check()
     assert "iB" in page.locator(".sum").first.inner_text()
+
+
+def test_memory_is_told_by_kind_as_a_bar_and_on_the_map(opened):
+    init, step = mpjax.build_train_step(loss, optax.adam(1e-3), "mixed_bfloat16")
+    compiled = jax.jit(step).lower(init(PARAMS), X).compile()
+    stats = compiled.memory_analysis()
+    found = report_of(
+        find_target("h100"),
+        {
+            "memory": {
+                "arguments": stats.argument_size_in_bytes,
+                "outputs": stats.output_size_in_bytes,
+                "aliased": stats.alias_size_in_bytes,
+                "temporary": stats.temp_size_in_bytes,
+                "code": 0,
+            },
+            "asked": compiled.as_text(),
+            "hlo": compiled.as_text(),
+            "xla_costs": {},
+        },
+    )
+    page = opened(found.to_html())
+    kinds = page.locator("section", has=page.locator("#bar1")).locator("li").all_inner_texts()
+    told = [
+        kind for kind in by_kind(found.memory()) if any(text.startswith(kind) for text in kinds)
+    ]
+    assert len(told) == len(kinds) >= 4 and {"parameters", "moments"} <= {*told}
+    page.get_by_label("kind", exact=True).check()
+    tiles = page.locator("#legend2 li", has_text="moments").locator(".count").inner_text()
+    assert int(tiles) == 2 * len(jax.tree.leaves(PARAMS))
+    assert hits(page, "opt_state mu kernel")[0] == 3
+    page.press("#search", "Enter")
+    assert "moments" in page.locator("#detail").inner_text()
 
 
 def test_text_of_user_code_is_text(opened, explained, compared):

@@ -146,10 +146,16 @@ def explain(
     help="Accelerators, such as v100,h100 or 'h100 x 8'; none of them need be there.",
 )
 @options.policy(None, "Autocast the function first; as it is, if not given.")
+@options.html
 @options.as_json
 @options.show_traceback
 def compile_(
-    target: str, devices: Sequence[str], policy: Any, as_json: bool, show_traceback: bool
+    target: str,
+    devices: Sequence[str],
+    policy: Any,
+    html: Path | None,
+    as_json: bool,
+    show_traceback: bool,
 ) -> None:
     """Compile a function for accelerators that are not here.
 
@@ -165,13 +171,16 @@ def compile_(
     _use_cpu()
     fun, args = load(target)
     fun = fun if policy is None else mpjax.autocast(fun, policy)
-    found = [_compiled(name, fun, args) for name in devices]
+    pages: dict[str, str] = {}
+    found = [_compiled(name, fun, args, pages if html else None) for name in devices]
     result = {"target": target, "policy": policy and str(policy), "results": found}
     if as_json:
         show.json_to_stdout(result)
     elif any(each["status"] != "error" for each in found):
         click.echo(f"{target} {f'under {policy}' if policy else 'as it is written'}")
         tables.compiled(found)
+    for name, page in pages.items():
+        _write(html and _of_one(html, name, devices), page, as_json)
     wrong = [each for each in found if each.get("status") == "error"]
     if wrong:
         raise TargetError("\n".join(_grouped(wrong)))
@@ -387,11 +396,21 @@ def _write(file: Path | None, page: str | None, quiet: bool) -> None:
             click.echo(f"\nThe page is in {file}")
 
 
-def _compiled(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns the report of one target as plain data, or why there is none."""
+def _of_one(file: Path, name: str, names: Sequence[str]) -> Path:
+    """Returns where the page of one target goes: several have files of their own."""
+    return file.with_stem(f"{file.stem}-{name.replace(' ', '')}") if len(names) > 1 else file
+
+
+def _compiled(
+    name: str, fun: Callable[..., Any], args: tuple[Any, ...], pages: dict[str, str] | None
+) -> dict[str, Any]:
+    """Returns the report of one target as plain data, or why there is none; its page if asked."""
     try:
         with running(f"compiling for {name}"), show.waiting(f"compiling for {name}"):
-            return {"status": "compiled", **api.compile_for(name, fun, *args).to_dict()}
+            report = api.compile_for(name, fun, *args)
+            if pages is not None:
+                pages[name] = report.to_html()
+            return {"status": "compiled", **report.to_dict()}
     except TargetError as error:
         cause = error.__cause__
         # A compiler's refusal is a finding; a name it does not know, or a broken function, is not.

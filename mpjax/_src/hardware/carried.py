@@ -25,17 +25,17 @@ def carried_by(
     """
     flow = flow_of(module, entry)
     arguments, results = _signature(asked)
-    shapes = {shape.dims for shape in arguments if _trainable(shape)}
+    shapes = {shape.dims for shape in arguments if trainable(shape)}
     kept = [
         leaf
         for leaf, shape in zip(flow.results, results, strict=True)
-        if _trainable(shape) and shape.dims in shapes
+        if trainable(shape) and shape.dims in shapes
     ]
-    trained = {s.dims for s in results if _trainable(s)}
+    trained = {s.dims for s in results if trainable(s)}
     given = [
         leaf
         for leaf, shape in zip(flow.arguments, arguments, strict=True)
-        if _trainable(shape) and shape.dims in trained
+        if trainable(shape) and shape.dims in trained
     ]
     made: dict[int, set[Leaf]] = {SUMMED: set(), MIXED: set()}
     mixed = set()
@@ -78,5 +78,6 @@ def _signature(asked: str) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
     return given, first.ops[first.root].shapes
 
 
-def _trainable(shape: Shape) -> bool:
+def trainable(shape: Shape) -> bool:
+    """Tells an array of floating numbers, which may be a parameter, from numbers and others."""
     return shape.size > 1 and "f" in shape.dtype

@@ -118,7 +118,7 @@ def costs(text: str) -> Costs:
         elif op.opcode == "constant" and not fused:
             constants += op.bytes
         if not fused:
-            traffic += times * _traffic(module, computation, op)
+            traffic += times * bytes_moved(module, computation, op)
     return Costs(tuple(matmuls), flops, traffic, constants, loops, tuple(calls))
 
 
@@ -223,7 +223,7 @@ def _meetings(
 # ---- bytes --------------------------------------------------------------------------------------
 
 
-def _traffic(module: dict[str, Computation], computation: Computation, op: Op) -> float:
+def bytes_moved(module: dict[str, Computation], computation: Computation, op: Op) -> float:
     """Returns the bytes of main memory that one instruction reads and writes."""
     code = op.opcode
     if code in FREE or code in ("while", "call", "conditional", "async-start"):

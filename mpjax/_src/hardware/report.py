@@ -17,6 +17,7 @@ from mpjax._src.hardware.collectives import (
     sent_by,
 )
 from mpjax._src.hardware.hlo import bits
+from mpjax._src.hardware.memory import MemoryRow, Sizes, memory_rows
 from mpjax._src.hardware.targets import GPU_PREALLOCATED, Target, size
 from mpjax._src.reports import Report, table, wrapped
 
@@ -101,6 +102,14 @@ class CompileReport(Report):
     notes: tuple[str, ...]
     xla_costs: dict[str, float] = dataclasses.field(repr=False)
     hlo: str = dataclasses.field(repr=False)
+
+    _drawn_by = "mpjax._src.hardware.page"
+
+    def memory(self) -> tuple[MemoryRow, ...]:
+        """Returns what the memory holds, by kind: the rows sum up to `total_bytes`."""
+        results = self.output_bytes - self.alias_bytes
+        sizes = Sizes(self.argument_bytes, results, self.temp_bytes, self.code_bytes)
+        return memory_rows(self.hlo, sizes)
 
     @property
     def total_bytes(self) -> int:

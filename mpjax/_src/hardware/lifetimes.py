@@ -1,0 +1,144 @@
+"""Which arrays of a compiled program live at once: read off the order that XLA scheduled.
+
+Memory that arguments and results have for themselves is left out, and so is what a fused kernel
+keeps in registers: what is left lies in the memory that the compiler calls temporary.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from mpjax._src.hardware.flow import DONE, START, UPDATE, Leaf
+from mpjax._src.hardware.hlo import Computation, Op, attribute, called_by, parameters
+
+Module = dict[str, Computation]
+
+# What gives its operand on, in the same place.
+SAME_PLACE = ("bitcast", "opt-barrier", "domain", "add-dependency", "while")
+NO_PLACE = ("parameter", "constant", "after-all", "partition-id", "replica-id")
+ALIASED = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}")
+
+
+@dataclasses.dataclass
+class Buffer:
+    """A place in temporary memory: what lies there, its bytes, from when until when it is held."""
+
+    leaves: list[Leaf]
+    bytes: float
+    first: int
+    last: int
+
+
+def is_scheduled(text: str) -> bool:
+    """Tells whether an HLO module says in which order its instructions run."""
+    return "is_scheduled=true" in text.split("\n", 1)[0]
+
+
+def most_at_once(module: Module, name: str) -> list[Buffer]:
+    """Returns the arrays in temporary memory at the moment when they take most.
+
+    Args:
+        module: The computations of a scheduled module.
+        name: Of the computation that runs: the entry. Those that it calls are followed.
+    """
+    buffers, inside = _lives(module, module[name])
+    count = len(module[name].ops)
+    change = [0.0] * (count + 1)
+    for buffer in buffers:
+        change[buffer.first] += buffer.bytes
+        change[buffer.last + 1] -= buffer.bytes
+    most, at, now = -1.0, 0, 0.0
+    for place in range(count):
+        now += change[place]
+        more = sum(b.bytes for b in inside.get(place, ()))
+        if now + more > most:
+            most, at = now + more, place
+    return [b for b in buffers if b.first <= at <= b.last] + inside.get(at, [])
+
+
+def _lives(
+    module: Module, computation: Computation
+) -> tuple[list[Buffer], dict[int, list[Buffer]]]:
+    """Returns the buffers of a computation, and by place those inside of what it calls there."""
+    buffers: list[Buffer] = []
+    inside: dict[int, list[Buffer]] = {}
+    held: dict[str, list[Buffer | None]] = {}
+    for place, op in enumerate(computation.ops.values()):
+        given = [held[operand] for operand in op.operands]
+        if op.opcode not in ("tuple", "get-tuple-element", "bitcast"):
+            for read in (b for each in given for b in each if b is not None):
+                read.last = max(read.last, place)
+        held[op.name] = list(_places(module, computation, op, given, place, buffers))
+        for index, buffer in enumerate(held[op.name]):
+            if buffer is not None:
+                buffer.leaves.append((computation.name, op.name, index))
+        called = [attribute(op, "body")] if op.opcode == "while" else called_by(op)
+        if op.opcode in ("while", "call", "conditional"):
+            peaks = (most_at_once(module, name) for name in called if name in module)
+            inside[place] = max(peaks, key=lambda found: sum(b.bytes for b in found), default=[])
+    escaped = {id(b) for b in held[computation.root] if b is not None}
+    return [b for b in buffers if id(b) not in escaped], inside
+
+
+def _places(
+    module: Module,
+    computation: Computation,
+    op: Op,
+    given: list[list[Buffer | None]],
+    place: int,
+    buffers: list[Buffer],
+) -> Iterator[Buffer | None]:
+    """Yields where the results of an instruction lie; None is memory that is not temporary."""
+    code = op.opcode
+    if code == "tuple":
+        yield from (buffer for each in given for buffer in each)
+        return
+    if code == "get-tuple-element":
+        index = int(attribute(op, "index"))
+        yield given[0][index] if index < len(given[0]) else None
+        return
+    if code in SAME_PLACE:
+        yield from given[0]
+        return
+    if code in NO_PLACE:
+        yield from (None for _ in op.shapes)
+        return
+    if code.endswith((START, UPDATE)):  # what it gives exists when it is done
+        yield from (buffer for each in given for buffer in each)
+        return
+    onto = _in_place(module, op)
+    for index, shape in enumerate(op.shapes):
+        source = onto.get(index)
+        if source is not None and source < len(given) and len(given[source]) == 1:
+            yield given[source][0]
+        elif shape.bytes:
+            buffers.append(Buffer([], shape.bytes, place, place))
+            yield buffers[-1]
+        else:
+            yield None
+
+
+def _in_place(module: Module, op: Op) -> dict[int, int]:
+    """Returns for each result that is written over an operand the number of that operand."""
+    if op.opcode in ("dynamic-update-slice", "scatter"):
+        return {0: 0}
+    if op.opcode == "custom-call" or op.opcode.endswith(DONE):
+        found = ALIASED.findall(op.attributes)
+        return {int(result or 0): int(operand) for result, operand, _ in found}
+    if op.opcode != "fusion":
+        return {}
+    kernel = module[called_by(op)[0]]
+    root = kernel.ops[kernel.root]
+    results = [kernel.ops[n] for n in root.operands] if root.opcode == "tuple" else [root]
+    numbers = {parameter.name: i for i, parameter in enumerate(parameters(kernel))}
+    onto = {}
+    for index, result in enumerate(results):
+        while result.opcode == "bitcast":
+            result = kernel.ops[result.operands[0]]
+        if result.opcode in ("dynamic-update-slice", "scatter"):
+            target = kernel.ops[result.operands[0]]
+            while target.opcode == "bitcast":
+                target = kernel.ops[target.operands[0]]
+            if target.name in numbers:
+                onto[index] = numbers[target.name]
+    return onto

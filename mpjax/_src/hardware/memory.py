@@ -1,0 +1,288 @@
+"""What the memory of a compiled program holds, by kind: parameters, moments, what is kept.
+
+Arguments are told by their names in the program, which JAX takes from the function's arguments and
+from the fields of its pytrees; what lies between them, by where it comes from and goes to.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from mpjax._src.hardware.carried import trainable
+from mpjax._src.hardware.flow import MAPPED, MOVED, Flow, Leaf, flow_of, leaves, reached
+from mpjax._src.hardware.hlo import OP_NAME, Computation, Op, parameters, parse
+from mpjax._src.hardware.lifetimes import ALIASED, is_scheduled, most_at_once
+
+PARAMETERS, MASTERS, MOMENTS = "parameters", "masters", "moments"
+GRADIENTS, ARGUMENTS = "gradients", "other arguments"
+COPIES, KEPT, WORKSPACE = "copies of parameters", "kept activations", "workspace"
+RESULTS, PADDING, CODE = "results", "padding of arguments", "program and constants"
+UNKNOWN = "temporary, not known"
+
+# In the order of the bar.
+KINDS = (
+    *(PARAMETERS, MASTERS, MOMENTS, GRADIENTS, ARGUMENTS, PADDING),
+    *(COPIES, KEPT, WORKSPACE, UNKNOWN, RESULTS, CODE),
+)
+
+# Fields of the states of optimizers (optax's, and ours) that hold an array for each parameter.
+MOMENT_FIELDS = {
+    *("mu", "nu", "nu_max", "trace", "momentum", "velocity", "sum_of_squares", "v", "v_row"),
+    *("v_col", "m", "ema", "e_g", "e_x", "z", "y", "diag_preconditioners", "scales", "codes"),
+}
+# What says what an argument is: a key of its path, and whether it must be a field of a class, for
+# the keys of a dictionary are the user's own.
+NAMES = (
+    (("masters", "master_params", "master_weights"), False, MASTERS),
+    (tuple(sorted(MOMENT_FIELDS)), True, MOMENTS),
+    (("opt_state", "optimizer_state"), False, MOMENTS),
+    (("grads", "gradients"), False, GRADIENTS),
+    (("params",), False, PARAMETERS),
+)
+# Instructions that make nothing, whatever their names say.
+PASSES_ON = {
+    *("while", "call", "conditional", "tuple", "get-tuple-element", "bitcast", "parameter"),
+    *("opt-barrier", "copy"),
+}
+KEY = re.compile(r"\.(?P<field>\w+)|\['(?P<name>[^']*)'\]|\[(?P<index>\d+)\]|^(?P<arg>\w+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryRow:
+    """Memory of one kind that one array, or one scope, takes.
+
+    Attributes:
+        kind: One of ``parameters``, ``masters``, ``moments``, ``gradients``, ``other arguments``,
+            ``padding of arguments``, ``copies of parameters``, ``kept activations``, ``workspace``,
+            ``temporary, not known``, ``results``, ``program and constants``.
+        bytes: How many.
+        name: The path of the argument, or the scope that made what is kept; "" of the rest.
+        leaf: What made it, in the HLO: computation, instruction, which result; None of the rest.
+    """
+
+    kind: str
+    bytes: float
+    name: str = ""
+    leaf: Leaf | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What the compiler says of memory, in bytes."""
+
+    arguments: float
+    results: float
+    temporary: float
+    code: float
+
+
+def memory_rows(text: str, sizes: Sizes) -> tuple[MemoryRow, ...]:
+    """Returns what the memory of an optimized HLO module holds. The rows sum up to all of it.
+
+    Args:
+        text: The HLO.
+        sizes: The compiler's figures; of results, those that no argument's memory holds.
+    """
+    module, entry = parse(text)
+    flow = flow_of(module, entry)
+    given = _with_trained(list(_arguments(module[entry])), module, entry, flow)
+    spare = sizes.arguments - sum(row.bytes for row in given)
+    if spare < 0:  # arguments that the compiler put elsewhere, such as in a host's memory
+        given, spare = [MemoryRow(ARGUMENTS, sizes.arguments)], 0.0
+    results = _results(text, module[entry], flow, sizes.results)
+    ordered = is_scheduled(text)
+    between = _temporary(module, entry, flow, given) if ordered else []
+    rest = sizes.temporary - sum(row.bytes for row in between)
+    kind = WORKSPACE if ordered else UNKNOWN
+    if rest < 0 <= results[-1].bytes + rest:
+        # Memory of results that are not there yet is as good: at that moment it holds the same.
+        results[-1] = dataclasses.replace(results[-1], bytes=results[-1].bytes + rest)
+        rest = 0.0
+    elif rest < 0:
+        between, rest, kind = [], sizes.temporary, UNKNOWN
+    tail = [MemoryRow(kind, rest)]
+    padding, code = MemoryRow(PADDING, spare), MemoryRow(CODE, sizes.code)
+    rows = (*given, padding, *between, *tail, *results, code)
+    return tuple(sorted((r for r in rows if r.bytes), key=lambda row: KINDS.index(row.kind)))
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+def _arguments(entry: Computation) -> Iterator[MemoryRow]:
+    found = []
+    for op in parameters(entry):
+        path = op_name(op).replace("\\'", "'")
+        pairs = zip(leaves(entry.name, op), op.shapes, strict=True)
+        found += [(path, leaf, shape) for leaf, shape in pairs]
+    kinds = {leaf: _kind(path, trainable(shape)) for path, leaf, shape in found}
+    named = {leaf: kind for leaf, (kind, _) in kinds.items()}
+    # What moments, masters and gradients are of are parameters, whatever their name: the only
+    # argument of that shape whose path ends as theirs does.
+    for _, leaf, shape in found:
+        kind, tail = kinds[leaf]
+        if kind in (MASTERS, MOMENTS, GRADIENTS):
+            like = [
+                other
+                for known, other, its in found
+                if its.dims == shape.dims and _keys(known)[-len(tail) or len(known) :] == tail
+                if kinds[other][0] in (ARGUMENTS, PARAMETERS)
+            ]
+            if len(like) == 1:
+                named[like[0]] = PARAMETERS
+    for path, leaf, shape in found:
+        yield MemoryRow(named[leaf], shape.bytes, path, leaf)
+
+
+def _with_trained(
+    rows: list[MemoryRow], module: dict[str, Computation], entry: str, flow: Flow
+) -> list[MemoryRow]:
+    """Returns the arguments with those as parameters that a gradient is added to."""
+    ops = module[entry].ops
+    open_rows = {row.leaf: i for i, row in enumerate(rows) if row.kind == ARGUMENTS and row.leaf}
+    shapes = {leaf: ops[leaf[1]].shapes[leaf[2]] for leaf in open_rows}
+    wanted = {shape.dims for shape in shapes.values() if trainable(shape)}
+    for result, new in zip(flow.results, ops[module[entry].root].shapes, strict=True):
+        if not trainable(new) or new.dims not in wanted:
+            continue
+        made_of = reached(flow.before, [result], MAPPED)
+        if any(is_backward(op_name(module[room].ops[name])) for room, name, _ in made_of):
+            old = [x for x in open_rows if x in made_of and shapes[x].dims == new.dims]
+            if len(old) == 1:
+                place = open_rows[old[0]]
+                rows[place] = dataclasses.replace(rows[place], kind=PARAMETERS)
+    return rows
+
+
+def _kind(path: str, is_trainable: bool) -> tuple[str, tuple[str, ...]]:
+    """Returns what an argument is by its path, and what of the path comes after what says so."""
+    for names, must_be_field, kind in NAMES:
+        for key in KEY.finditer(path):
+            name = key["field"] or ("" if must_be_field else key["name"] or key["arg"])
+            if name in names and (is_trainable or kind == PARAMETERS):
+                return kind, _keys(path[key.end() :])
+    return ARGUMENTS, ()
+
+
+def _keys(path: str) -> tuple[str, ...]:
+    return tuple(key[key.lastgroup or 0] for key in KEY.finditer(path))
+
+
+# ---- between -------------------------------------------------------------------------------------
+
+
+def _temporary(
+    module: dict[str, Computation],
+    entry: str,
+    flow: Flow,
+    given: Sequence[MemoryRow],
+) -> list[MemoryRow]:
+    """Returns what is known of what lives when memory is fullest; workspace is the rest."""
+    tell = _teller(module, entry, flow, given)
+    rows = []
+    for buffer in most_at_once(module, entry):
+        kind, scope = tell(buffer.leaves)
+        if kind != WORKSPACE:
+            rows.append(MemoryRow(kind, buffer.bytes, scope, buffer.leaves[0]))
+    return rows
+
+
+def _teller(
+    module: dict[str, Computation], entry: str, flow: Flow, given: Sequence[MemoryRow]
+) -> Callable[[Sequence[Leaf]], tuple[str, str]]:
+    """Returns what tells the kind of what lies in a place, and the scope that made it."""
+    shapes = {
+        module[c].ops[name].shapes[i].dims
+        for row in given
+        if row.leaf and row.kind in (PARAMETERS, MASTERS, MOMENTS, ARGUMENTS)
+        for c, name, i in [row.leaf]
+        if trainable(module[c].ops[name].shapes[i])
+    }
+    results = zip(flow.results, module[entry].ops[module[entry].root].shapes, strict=True)
+    new = [leaf for leaf, shape in results if trainable(shape) and shape.dims in shapes]
+    updates = reached(flow.before, new, MAPPED)
+    held = (PARAMETERS, MASTERS)
+    copies = reached(flow.after, (r.leaf for r in given if r.leaf and r.kind in held), MOVED)
+    names = {
+        (name, op.name): "" if op.opcode in PASSES_ON else op_name(op)
+        for name, computation in module.items()
+        for op in computation.ops.values()
+    }
+    read_backward = {
+        source
+        for source, steps in flow.after.items()
+        if not is_backward(names[source[:2]])
+        and any(is_backward(names[target[:2]]) for target, _ in steps)
+    }
+    kept = reached(flow.before, read_backward, MOVED)
+
+    def tell(held: Sequence[Leaf]) -> tuple[str, str]:
+        makers = [names[x[:2]] for x in reached(flow.before, held, MOVED)]
+        scope = scope_of(names[held[0][:2]]) or max(map(scope_of, makers), key=len)
+        if any(map(is_backward, makers)):
+            return (GRADIENTS if any(x in updates for x in held) else WORKSPACE), scope
+        if held[0] in copies:
+            return COPIES, scope
+        return (KEPT if any(x in kept for x in held) else WORKSPACE), scope
+
+    return tell
+
+
+def op_name(op: Op) -> str:
+    """Returns the name that JAX gave an instruction; of several, the first."""
+    found = OP_NAME.search(op.attributes)
+    return found[1].split(";")[0] if found else ""
+
+
+def is_backward(name: str) -> bool:
+    """Tells whether an instruction belongs to a backward pass, by its name in the program."""
+    return "transpose(" in name
+
+
+# Parts of a name that JAX adds: transformations around scopes, and programs inside of programs.
+WRAPPED = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint|custom_\w+)\((.*)\)$")
+ADDED = re.compile(
+    r"^(?:p?jit\(.*\)|jit|while|body|cond|body_jaxpr|cond_jaxpr|branch_\d+_fun|closed_call|"
+    r"rematted_computation|checkpoint|remat2?|custom_\w+_call\w*|core_call|shmap_body|"
+    r"mpjax\.autocast|)$"
+)
+
+
+def scope_of(name: str) -> str:
+    """Returns the scopes of an instruction's name, "jit(f)/jvp(Net)/Dense_0/dot_general"."""
+    parts = []
+    for part in name.split("/")[:-1]:
+        while wrapped := WRAPPED.match(part):
+            part = wrapped[1]
+        if not ADDED.match(part):
+            parts.append(part)
+    return "/".join(parts)
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+def _results(text: str, entry: Computation, flow: Flow, total: float) -> list[MemoryRow]:
+    """Returns the results that lie in memory of their own: gradients, and others."""
+    header = text.split("\n", 1)[0].partition("input_output_alias=")[2]
+    shared = {int(result or 0) for result, *_ in ALIASED.findall(header.split("layout")[0])}
+    given = {s.dims for op in parameters(entry) for s in op.shapes if trainable(s)}
+    outs = zip(flow.results, entry.ops[entry.root].shapes, strict=True)
+    rows = []
+    for index, (leaf, shape) in enumerate(outs):
+        if index not in shared and shape.dims in given and trainable(shape):
+            made_by = reached(flow.before, [leaf], MOVED)
+            names = (op_name(entry.ops[name]) for room, name, _ in made_by if room == entry.name)
+            if any(map(is_backward, names)):
+                rows.append(MemoryRow(GRADIENTS, shape.bytes, leaf=leaf))
+    rest = total - sum(row.bytes for row in rows)
+    return [*rows, MemoryRow(RESULTS, rest)] if rest >= 0 else [MemoryRow(RESULTS, total)]
+
+
+def by_kind(rows: Sequence[MemoryRow]) -> dict[str, float]:
+    """Returns the bytes of each kind."""
+    found: dict[str, float] = collections.defaultdict(float)
+    for row in rows:
+        found[row.kind] += row.bytes
+    return dict(found)

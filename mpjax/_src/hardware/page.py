@@ -1,0 +1,209 @@
+"""A `CompileReport` as a page: its memory by kind, and the map of what the compiler made."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from mpjax._src.hardware.collectives import COLUMNS, WORDS, grouped
+from mpjax._src.hardware.hlo import (
+    Computation,
+    Op,
+    called_by,
+    custom_target,
+    parse,
+    runs,
+    source_lines,
+)
+from mpjax._src.hardware.hlo_costs import FREE, LIBRARIES, bytes_moved
+from mpjax._src.hardware.memory import (
+    KEPT,
+    MemoryRow,
+    by_kind,
+    is_backward,
+    op_name,
+    scope_of,
+)
+from mpjax._src.hardware.report import CompileReport
+from mpjax._src.hardware.targets import size
+from mpjax._src.pages.data import (
+    DTYPES,
+    Bar,
+    Colour,
+    Operation,
+    Page,
+    Table,
+    box_of,
+    code_at,
+    facts,
+    shares,
+)
+from mpjax._src.pages.data import size as written
+from mpjax._src.reports import short
+
+MEMORY = Colour(
+    "memory",
+    "What each item holds of the device's memory when that is fullest: arguments all of the time, "
+    "instructions by the results that are alive then.",
+    unit="bytes",
+)
+KIND = Colour("kind", "What that memory is, by where it comes from and goes to.")
+DTYPE = Colour(
+    "dtype",
+    "The dtype of each item: of a matmul the wider one of its operands, else that of its result.",
+    tuple(DTYPES.values()),
+)
+BYTES = Colour(
+    "bytes",
+    "What each instruction reads from the device's memory and writes to it in one run, loops "
+    "counted, if no cache held any.",
+    unit="bytes",
+)
+# What runs no kernel of its own.
+STRUCTURE = {*FREE, "while", "call", "conditional", "async-start"}
+
+MEMORY_WORDS = (
+    "Arguments are told by their names in the program. What is temporary is told at the moment "
+    "when it is fullest, in the order that the compiler chose: kept activations are what the "
+    "forward pass made and the backward pass reads, and workspace is all the rest of it. The parts "
+    "sum up to the compiler's own total."
+)
+
+
+def page_of(report: CompileReport) -> Page:
+    """Returns what a page shows of a compiled program."""
+    fits = "fits" if report.fits else "does not fit"
+    rows = report.memory()
+    kept: dict[str, float] = collections.defaultdict(float)
+    module, entry = parse(report.hlo)
+    line_of = source_lines(report.hlo)
+    for row in rows:
+        if row.kind == KEPT and row.leaf:
+            line = line_of(module[row.leaf[0]].ops[row.leaf[1]])
+            kept[box_of(row.name, short(line))] += row.bytes
+    bars = [Bar("Memory by kind", tuple(by_kind(rows).items()), words=MEMORY_WORDS)]
+    if kept:
+        words = "By the scope that made them, where that is known; else by the line."
+        bars.append(Bar("Kept activations", shares(kept), words=words))
+    return Page(
+        title=f"Compiled for {report.target}",
+        sentence=f"On {report.device} a run takes {size(report.total_bytes)} of "
+        f"{size(report.device_bytes)}, which {fits}, and at least {report.roofline_ms:,.3f} ms, "
+        f"bound by {report.bound}.",
+        lines=(
+            f"{report.flops / 1e9:,.1f} GFLOP, {report.matmul_flops / 1e9:,.1f} of them in matmuls",
+            f"{report.bytes_accessed / 1e9:,.2f} GB moved",
+            *report.notes,
+        ),
+        bars=tuple(bars),
+        tables=tuple(_tables(report, rows)),
+        operations=(
+            *_instructions(module, entry, line_of, rows),
+            *(_argument(row, module) for row in rows if _is_argument(row, module)),
+        ),
+        colours=(DTYPE, MEMORY, dataclasses.replace(KIND, classes=tuple(by_kind(rows))), BYTES),
+        things="items",
+    )
+
+
+def _is_argument(row: MemoryRow, module: Mapping[str, Computation]) -> bool:
+    return row.leaf is not None and module[row.leaf[0]].ops[row.leaf[1]].opcode == "parameter"
+
+
+def _argument(row: MemoryRow, module: Mapping[str, Computation]) -> Operation:
+    assert row.leaf is not None
+    shape = module[row.leaf[0]].ops[row.leaf[1]].shapes[row.leaf[2]]
+    path = row.name.replace("['", "/").replace("']", "").replace(".", "/").replace("[", "/")
+    scope, _, label = path.replace("]", "").rpartition("/")
+    return Operation(
+        label=label or "argument",
+        scope="/".join(part for part in ("arguments", *scope.split("/")) if part),
+        facts=facts(
+            kind=row.kind,
+            argument=row.name,
+            memory=written(row.bytes),
+            array=f"{shape.dtype}[{','.join(map(str, shape.dims))}]",
+        ),
+        colours={"dtype": _dtype(shape.dtype), "memory": row.bytes, "kind": row.kind},
+    )
+
+
+def _instructions(
+    module: dict[str, Computation],
+    entry: str,
+    line_of: Callable[[Op], str],
+    rows: Sequence[MemoryRow],
+) -> Iterator[Operation]:
+    """Yields the instructions that run as kernels, in their order."""
+    held: dict[tuple[str, str], list[MemoryRow]] = collections.defaultdict(list)
+    for row in rows:
+        if row.leaf:
+            held[row.leaf[:2]].append(row)
+    for computation, op, times, fused, _ in runs(module, entry):
+        if fused or op.opcode in STRUCTURE or op.opcode.endswith(("-done", "-update")):
+            continue
+        name, line = op_name(op), line_of(op)
+        alive = held[computation.name, op.name]
+        memory = sum(row.bytes for row in alive)
+        moved = times * bytes_moved(module, computation, op)
+        matmul = _matmul(module, op)
+        shape = op.shapes[0] if op.shapes else None
+        yield Operation(
+            label=name.rpartition("/")[2] or op.opcode,
+            scope=box_of(scope_of(name), short(line)),
+            facts=facts(
+                kind=", ".join(dict.fromkeys(row.kind for row in alive)),
+                memory_when_it_is_fullest=written(memory) if memory else "",
+                bytes_moved=written(moved),
+                runs=f"{times} times" if times > 1 else "",
+                result=f"{shape.dtype}[{','.join(map(str, shape.dims))}]" if shape else "",
+                line=short(line),
+                code=code_at(line),
+                instruction=f"{op.opcode} {op.name}",
+                name_in_the_program=name,
+            ),
+            colours={
+                "dtype": _dtype(matmul or (shape.dtype if shape else "")),
+                "memory": memory,
+                "kind": alive[0].kind if alive else None,
+                "bytes": moved,
+            },
+            backward=is_backward(name),
+            large=bool(matmul),
+        )
+
+
+def _matmul(module: Mapping[str, Computation], op: Op) -> str:
+    """Returns the dtype that an instruction multiplies matrices in, or "" if it does not."""
+    if op.opcode == "custom-call":
+        return op.shapes[0].dtype if custom_target(op).startswith(LIBRARIES) else ""
+    inside = module[called_by(op)[0]] if op.opcode == "fusion" else None
+    ops = inside.ops.values() if inside else (op,)
+    found = [o for o in ops if o.opcode in ("dot", "convolution")]
+    if not found or inside is None:
+        return found[0].shapes[0].dtype if found else ""
+    return inside.ops[found[0].operands[0]].shapes[0].dtype
+
+
+def _dtype(name: str) -> str:
+    return DTYPES.get(name, name if name.startswith("f8") else DTYPES["other"])
+
+
+def _tables(report: CompileReport, memory: Sequence[MemoryRow]) -> Iterator[Table]:
+    columns: tuple[str, ...] = ("kind", "bytes", "share")
+    total = report.total_bytes or 1
+    kinds = by_kind(memory).items()
+    cells = tuple((kind, written(n), f"{n / total:.1%}") for kind, n in kinds)
+    yield Table("Memory by kind", columns, cells, columns[:1])
+    if report.matmuls:
+        columns = ("asked", "operands", "run as", "number", "runs", "GFLOP", "share")
+        rows = (
+            (
+                *(row.asked, row.operands, row.runs_as, str(row.instructions), str(row.runs)),
+                *(f"{row.flops / 1e9:,.1f}", f"{row.share:.1%}"),
+            )
+            for row in report.matmuls
+        )
+        yield Table("Matmuls", columns, tuple(rows), columns[:3])
+    if report.collectives:
+        sent = tuple(tuple(map(str, row)) for row in grouped(report.collectives))
+        yield Table("What devices send each other", tuple(COLUMNS), sent, tuple(WORDS))
