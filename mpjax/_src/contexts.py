@@ -13,6 +13,5 @@ PLANNED_FOR = jax.make_user_context(default_value=None)
 # The name of what a function is compiled for, if that is not the device at hand.
 COMPILED_FOR = jax.make_user_context(default_value="")
 
-# The number of the linter's run that a function is traced for, if it is: a trace that another run
-# made, or nobody, does not say what JAX rounded while it was made.
-LINTED = jax.make_user_context(default_value=0)
+# Whether a function is traced for the linter: the casts of numbers are in what is traced then.
+LINTED = jax.make_user_context(default_value=False)

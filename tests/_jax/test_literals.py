@@ -3,33 +3,41 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 from mpjax._src import _jax
 
 
-def rounded(fun, *args):
-    found = []
-    with _jax.numbers_rounded(found):
-        program = jax.make_jaxpr(fun)(*args)
-    return program, [(number.value, str(number.dtype), number.result) for number in found]
+def traced(fun, *args):
+    with _jax.casts_of_numbers():
+        return jax.make_jaxpr(fun)(*args)
 
 
-def test_numbers_are_written_down_before_they_are_rounded():
+def numbers(fun, *args):
+    """Returns the numbers that a program casts."""
+    eqns = traced(fun, *args).eqns
+    return [float(e.invars[0].val) for e in eqns if e.primitive.name == "convert_element_type"]
+
+
+def test_numbers_that_are_rounded_stay_as_they_are_written():
     x = jnp.ones(3, jnp.bfloat16)
-    assert rounded(lambda x: lax.mul(x, jnp.asarray(0.999, x.dtype)), x)[1] == [
-        (0.999, "bfloat16", 1)
-    ]
-    assert rounded(lambda x: x + jnp.full(3, 1e9, "float16"), x)[1] == [(1e9, "float16", np.inf)]
-    assert rounded(lambda x: x * jnp.asarray(0.999), x)[1] == []
+    decay = pytest.approx([0.999])
+    assert numbers(lambda x: lax.mul(x, jnp.full(3, 0.999, x.dtype)), x) == decay
+    assert numbers(lambda x: x * jnp.asarray(0.999, x.dtype), x) == decay
+    assert numbers(lambda x: x * jnp.bfloat16(0.999), x) == decay
+    assert numbers(lambda x: x * 0.999 + 1, x) == pytest.approx([0.999, 1])
+    assert numbers(lambda: jnp.full(3, 1e9, "float16")) == [1e9]
+    assert not numbers(lambda x: x * 0.999 + jnp.asarray(0.999), jnp.ones(3))
 
 
-def test_a_cast_of_a_constant_to_half_stays_in_the_program():
-    def names(half):
-        program, _ = rounded(lambda x: x * 0.999, jnp.ones(3, half))
-        return [eqn.primitive.name for eqn in program.eqns]
+def test_the_program_computes_the_same():
+    x = jnp.linspace(0, 1, 5, dtype=jnp.bfloat16)
 
-    assert names("bfloat16") == ["convert_element_type", "mul"] and names("float32") == ["mul"]
+    def fun(x):
+        return jnp.full(5, 0.1, x.dtype) * x + 0.3 - jnp.asarray(0.7, x.dtype)
+
+    assert (_jax.eval_closed(traced(fun, x), x)[0] == jax.jit(fun)(x)).all()
 
 
 def test_a_cast_that_is_written_is_told_from_a_promotion():

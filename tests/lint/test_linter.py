@@ -138,15 +138,16 @@ def test_programs_inside_are_entered(wrap):
     def body(x):
         return jax.lax.reduce_sum(x, (0,))
 
+    def wide(x):
+        return x.astype(jnp.float32)
+
     custom = jax.custom_vjp(body)
     custom.defvjp(lambda x: (body(x), None), lambda kept, g: (g,))
     jvp = jax.custom_jvp(body)
     jvp.defjvp(lambda primals, tangents: (body(*primals), body(*tangents)))
     fun = {
         "jit": jax.jit(body, donate_argnums=0),
-        "remat": lambda x: jax.grad(lambda x: jax.checkpoint(body)(jnp.sin(x)).astype("float32"))(
-            x
-        ),
+        "remat": jax.value_and_grad(lambda x: wide(jax.checkpoint(body)(jnp.sin(x)))),
         "vmap": lambda x: jax.vmap(body)(x[None]),
         "cond": lambda x: jax.lax.cond(x[0] > 0, body, lambda x: x[0], x),
         "while": lambda x: jax.lax.while_loop(lambda c: c < 3, lambda c: c + body(x), x[0]),

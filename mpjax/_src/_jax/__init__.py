@@ -10,7 +10,7 @@ from mpjax._src._jax.aot import as_if_on_gpu, compile_only
 from mpjax._src._jax.barriers import BARRIERS, GPUS, again_barrier, cpu_barrier, gpu_barrier
 from mpjax._src._jax.calls import linearized_once
 from mpjax._src._jax.convolutions import half_conv
-from mpjax._src._jax.literals import Rounded, numbers_rounded
+from mpjax._src._jax.literals import casts_of_numbers
 from mpjax._src._jax.partitioning import answer_partitioning, ask_elsewhere
 from mpjax._src._jax.programs import (
     abstract,
@@ -68,7 +68,6 @@ __all__ = (
     "BARRIERS",
     "GPUS",
     "Literal",
-    "Rounded",
     "abstract",
     "again_barrier",
     "answer_partitioning",
@@ -78,6 +77,7 @@ __all__ = (
     "aval_of",
     "below",
     "bind",
+    "casts_of_numbers",
     "cleared_with_jax",
     "common_stack",
     "compile_only",
@@ -108,7 +108,6 @@ __all__ = (
     "line_key",
     "linearized_once",
     "location",
-    "numbers_rounded",
     "open_jaxpr",
     "passed_through",
     "placed_freely",

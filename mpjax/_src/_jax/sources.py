@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,11 +61,6 @@ def source_lines(*eqns: Any) -> tuple[str, str]:
 def source_line(*eqns: Any) -> str:
     """Returns "file:line" of the user's code of the first equation that has one, or ""."""
     return source_lines(*eqns)[0]
-
-
-def line_here() -> str:
-    """Returns "file:line" of the user's code that is running, or that JAX differentiates."""
-    return source_line(types.SimpleNamespace(source_info=source_info_util.current()))
 
 
 def _line(frame: Any) -> str:

@@ -6,37 +6,39 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import _jax
+from mpjax._src.autocast.graph import Op
 from mpjax._src.dtypes import short_name
 from mpjax._src.lint.bounds import bounds_of
 from mpjax._src.lint.halves import digits, dtype_of, is_float, is_half, shown
-from mpjax._src.lint.program import Program
+from mpjax._src.lint.program import MOVES, Program
 from mpjax._src.lint.rule import JAXPR, VALUES, Hit, Rule
 
 
 def lost_constants(program: Program) -> Iterator[Hit]:
     """Numbers that become 0, 1, -1 or Inf, and were none of these: all digits of them are lost.
 
-    Other roundings are those that the dtype was chosen for.
+    Other roundings are those that the dtype was chosen for. Inf in a mask that a library puts in
+    place of entries masks as well: only where arithmetic reads it, NaN may come of it.
     """
-    for rounded in program.rounded:
-        if found := _becomes(rounded):
-            yield Hit(found, source=rounded.source)
     for op in program.named("convert_element_type"):
-        value = program.constant(op.ins[0])
-        if value is None or np.size(value) != 1 or not is_half(op.outs[0]):
+        value = program.constant(op.ins[0]) if is_half(op.outs[0]) else None
+        if value is None or np.size(value) != 1:
             continue
         number = float(np.reshape(value, ()))
-        if found := _becomes(_jax.Rounded(number, dtype_of(op.outs[0]), "")):
-            yield Hit(found, op)
+        dtype = dtype_of(op.outs[0])
+        with np.errstate(over="ignore", under="ignore"):
+            result = float(np.asarray(number).astype(dtype))
+        infinite = math.isinf(result) and math.isfinite(number)
+        if result == number or not (result in (0, 1, -1) or infinite):
+            continue
+        if not (infinite and _is_librarys_mask(program, op)):
+            yield Hit(f"The constant {number:.6g} is {result:g} in {short_name(dtype)}.", op)
 
 
-def _becomes(number: _jax.Rounded) -> str:
-    value, result = number.value, number.result
-    lost = result in (0, 1, -1) or (math.isinf(result) and math.isfinite(value))
-    if result == value or not lost or math.isnan(value):
-        return ""
-    return f"The constant {value:.6g} is {result:g} in {short_name(number.dtype)}."
+def _is_librarys_mask(program: Program, op: Op) -> bool:
+    readers = [r for v in program.forward(op.outs[0], MOVES) for r in program.readers(v)]
+    masks = all(r.name in MOVES or r.name == "select_n" for r in readers)
+    return masks and bool(op.lines[1])
 
 
 def half_counts(program: Program) -> Iterator[Hit]:

@@ -85,7 +85,7 @@ def lint(
         found: list[tuple[Rule, Hit]] = []
         kinds = {need: [r for r in rules if r.needs == need] for need in (JAXPR, VALUES, HLO)}
         for rule in kinds[JAXPR]:
-            found += [(rule, hit) for hit in rule.check(program)]
+            found += [(rule, hit) for hit in rule.check(program) if _is_live(program, hit)]
         if kinds[VALUES]:
             reason = "" if run and not program.is_abstract else ABSTRACT if run else NOT_RUN
             reason = reason or _run(program, kinds[VALUES], found)
@@ -98,6 +98,11 @@ def lint(
         return LintReport(program.name, findings, ran, not_run, suppressed, rules)
 
     return look
+
+
+def _is_live(program: Program, hit: Hit) -> bool:
+    """Tells what makes a difference: nothing that no result depends on."""
+    return hit.op is None or hit.op in program.live
 
 
 def _run(program: Program, rules: Sequence[Rule], found: list[tuple[Rule, Hit]]) -> str:

@@ -9,7 +9,6 @@ import collections
 import dataclasses
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -26,8 +25,6 @@ from mpjax._src.higher_order import SCAN, turns_of
 # What hands its first operand on, entry by entry or a part of it, in its own dtype.
 MOVES = rules.having(rules.SAME_PARAMETER) - {"convert_element_type"} | {"pcast", "pad", "name"}
 CASTS = frozenset({"convert_element_type"})
-
-COUNT = itertools.count(1)
 
 Ways = collections.defaultdict[Value, list[Value]]
 Readers = collections.defaultdict[Value, list[Op]]
@@ -49,7 +46,6 @@ class Program:
         out_tree: The structure of what is returned, and which of its leaves are arrays.
         block: The graph.
         ops: Every operation, those of programs inside included, in the order in which they stand.
-        rounded: The numbers that JAX rounded to half while it traced.
         around: The operations around each one, from the outermost on: loops, branches, calls.
         notes: What rules keep of what they computed.
     """
@@ -64,7 +60,6 @@ class Program:
     in_tree: tuple[Any, tuple[bool, ...]]
     out_tree: tuple[Any, tuple[bool, ...]]
     block: Block
-    rounded: tuple[_jax.Rounded, ...] = ()
     ops: tuple[Op, ...] = ()
     around: dict[Op, tuple[Op, ...]] = dataclasses.field(default_factory=dict)
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -144,6 +139,33 @@ class Program:
         """Returns the operation that makes a value; of a loop, a branch or a call none."""
         op = self._made.get(value)
         return None if op is None or op.subs else op
+
+    @functools.cached_property
+    def live(self) -> set[Op]:
+        """The operations that a result depends on, or that have effects."""
+        ends = [*self.block.outvars, *(v for op in self.ops if op.eqn.effects for v in op.ins)]
+        ends += [  # what decides whether a loop goes on
+            value
+            for op in self.ops
+            for sub in op.subs
+            for value, out in zip(sub.program.outvars, sub.outs, strict=True)
+            if out is None
+        ]
+        values: set[Value] = set()
+        for end in ends:
+            values |= {*self._reached_back(end, values)}
+        made = {op for value in values if (op := self._made.get(value))}
+        return made | {op for op in self.ops if op.eqn.effects}
+
+    def _reached_back(self, end: Value, known: set[Value]) -> list[Value]:
+        def before(value: Value) -> Iterator[Value]:
+            op = self._made.get(value)
+            sources = self._from[value] if op is None or op.subs else op.ins
+            # What decides a branch or a loop, and what is read in it and handed to nobody.
+            decides = op.ins if op is not None and op.subs else ()
+            return (v for v in (*sources, *decides) if v not in known)
+
+        return [] if end in known else _reached(end, before)
 
     def sources(self, value: Value) -> Sequence[Value]:
         """Returns what a value is outside of its program, or within another: see `Inside`."""
@@ -237,7 +259,7 @@ def make_program(
     has_aux: bool = False,
 ) -> Program:
     """Traces a function, with its gradients where ``argnums`` is given."""
-    with LINTED(next(COUNT)):  # a trace that was made before does not say what was rounded in it
+    with LINTED(True):  # a trace that was made before has rounded numbers
         if not has_modules((args, kwargs)) or argnums is not None:
             return _traced(fun, fun, args, kwargs, (args, kwargs), argnums, has_aux)
         found: list[Program] = []
@@ -282,8 +304,7 @@ def _traced(fun, run, args, kwargs, given_as, argnums, has_aux) -> Program:
         outs[:] = [leaves, out]
         return [x for _, x in leaves if is_array(x)]
 
-    rounded: list[_jax.Rounded] = []
-    with _jax.numbers_rounded(rounded):
+    with _jax.casts_of_numbers():
         jaxpr = _jax.trace(
             flat, [_jax.aval_of(x) for x in arrays], getattr(fun, "__name__", "lint")
         )
@@ -300,7 +321,6 @@ def _traced(fun, run, args, kwargs, given_as, argnums, has_aux) -> Program:
         ),
         *((tree, given), (out, returned)),
         build(*_jax.open_jaxpr(jaxpr)),
-        tuple(rounded),
     )
 
 
