@@ -47,11 +47,19 @@ def in_a_loop_wide(xs):
     return jax.lax.scan(turn, jnp.zeros(4), xs)[1]
 
 
+def alone(decay):
+    def step(m, x):
+        return (decay * wide(m) + (1 - decay) * x).astype(m.dtype)  # fault
+
+    return step
+
+
 HALF, WIDE = {"m": bf16(4)}, {"m": f32(4)}
 
 CASES = {
     "in float32, kept in half": Pair("half-average", average(0.99), average(0.9), (HALF, f32(4))),
     "by the difference": Pair("half-average", moved, moved_wide, (HALF, bf16(4))),
+    "a single array": Pair("half-average", alone(0.9999), alone(0.9), (bf16(8), f32(8))),
     "in a loop": Pair("half-average", in_a_loop, in_a_loop_wide, (bf16(8, 4),)),
 }
 

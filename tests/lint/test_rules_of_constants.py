@@ -109,6 +109,11 @@ def masked_once(x, seen, own):
     return jax.nn.softmax(x + mask(seen & own))
 
 
+def masked_in_turn(x, seen, own):
+    x = x + mask(seen)
+    return jax.nn.softmax(x + mask(own))  # fault
+
+
 def looked_up(ids, x):
     return ids.astype(x.dtype) * x  # fault
 
@@ -131,6 +136,7 @@ CASES = {
     "turns": Pair("half-count", turns, turns_wide, (bf16(4),)),
     "rope": Pair("half-phase", rotated, rotated_wide, (f16(2000, 4),)),
     "two masks": Pair("mask-overflow", masked_twice, masked_once, (f32(4), *BOOLS)),
+    "in turn": Pair("mask-overflow", masked_in_turn, masked_once, (f32(4), *BOOLS)),
     "ids": Pair("rounded-integer", looked_up, looked_up_wide, (IDS, jnp.ones(3, jnp.bfloat16))),
 }
 

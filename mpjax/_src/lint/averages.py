@@ -11,22 +11,22 @@ from mpjax._src.higher_order import SCAN
 from mpjax._src.lint.halves import digits, dtype_of, is_half, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
-from mpjax._src.lint.states import carried
+from mpjax._src.lint.states import alone, carried
 
 # How far from what it averages an average may stand still.
 STUCK = 1 / 8
 
 
 class Share(NamedTuple):
-    """What of a state is in its next value: ``factor * state``, and whether something is added.
+    """What of a state is in its next value: ``factor * state + rest * something``.
 
     Attributes:
         factor: The factor.
-        adds: Whether something is added.
+        rest: That of what is added; 0 if nothing is.
     """
 
     factor: float
-    adds: bool = False
+    rest: float = 0.0
 
 
 def half_averages(program: Program) -> Iterator[Hit]:
@@ -37,19 +37,22 @@ def half_averages(program: Program) -> Iterator[Hit]:
     in bfloat16, above 0.996 in float16. A first moment of 0.9 may be kept in bfloat16.
     """
     pairs = [(each.before, each.after) for each in carried(program)]
+    perhaps = [(each.before, each.after) for each in alone(program)]
     for op in program.ops:
         if op.inside.kind == SCAN:
             (inside,) = op.subs
             body = inside.program
             pairs += [(body.invars[a], body.outvars[r]) for r, a in inside.carry]
-    for before, after in pairs:
+    for before, after in pairs + perhaps:
         if not is_half(before):
             continue
         moved = {*program.forward(before, lambda op: True)}
         share = _share(program, after, before, moved) if after in moved else None
-        if share is None or not share.adds:
+        if share is None or not share.rest:
             continue
         step = 1 - share.factor
+        if (before, after) in perhaps and abs(share.rest - step) > step / 2:
+            continue  # no average: its weights are not 1 together
         if 0 < step <= 2.0 ** -digits(dtype_of(before)) / STUCK:
             yield Hit(
                 f"An average in {shown(before)} moves by {step:.3g} of the difference to what it "
@@ -72,9 +75,12 @@ def _share(program: Program, value: Value, state: Value, moved: set[Value]) -> S
     """Returns what of a state is in a value; None where that is not linear, or not known."""
     if value is state:
         return Share(1.0)
-    if value not in moved:
-        return Share(0.0, True)
     op = program.maker(value)
+    if value not in moved:
+        scaled = (
+            op is not None and op.name in ("mul", "div") and _product(program, op, state, moved)
+        )
+        return scaled or Share(0.0, 1.0)
     if op is None:
         sources = program.sources(value)
         return _share(program, sources[0], state, moved) if len(sources) == 1 else None
@@ -85,12 +91,12 @@ def _share(program: Program, value: Value, state: Value, moved: set[Value]) -> S
         if a is None or b is None:
             return None
         sign = -1 if op.name == "sub" else 1
-        return Share(a.factor + sign * b.factor, a.adds or b.adds)
+        return Share(a.factor + sign * b.factor, a.rest + sign * b.rest)
     if op.name in ("mul", "div"):
         return _product(program, op, state, moved)
     if op.name == "select_n":
         found = [_share(program, v, state, moved) for v in op.ins[1:]]
-        return next((each for each in found if each is None or each.adds), None)
+        return next((each for each in found if each is None or each.rest), None)
     return None
 
 
@@ -103,7 +109,8 @@ def _product(program: Program, op: Op, state: Value, moved: set[Value]) -> Share
     inner = _share(program, op.ins[1 - place], state, moved)
     if inner is None or not by:
         return None
-    return Share(inner.factor / by if op.name == "div" else inner.factor * by, inner.adds)
+    times = 1 / by if op.name == "div" else by
+    return Share(inner.factor * times, inner.rest * times)
 
 
 def _number(program: Program, value: Value) -> float | None:

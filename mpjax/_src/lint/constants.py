@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.autocast.graph import Op
+from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.dtypes import short_name
 from mpjax._src.lint.bounds import bounds_of
 from mpjax._src.lint.halves import digits, dtype_of, is_float, is_half, shown
-from mpjax._src.lint.program import MOVES, Program
+from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, VALUES, Hit, Rule
 
 
@@ -111,27 +111,37 @@ def _half_ulp(x: float, dtype) -> float:
 
 
 def overflowing_masks(program: Program) -> Iterator[Hit]:
-    """Sums of two masks whose least numbers add up to less than the dtype has.
+    """Sums in which masks meet whose least numbers add up to less than the dtype has.
 
-    Of logits nothing is known, so a mask is none until two of them meet. What is added to -Inf
-    stays there by intention.
+    They may meet one after the other, with logits between them, of which nothing is known but that
+    they are small beside a mask. What is added to -Inf stays there by intention.
     """
     for op in program.named("add", "sub"):
         if not is_float(op.outs[0]) or program.is_backward(op):
             continue
-        a, b = (bounds_of(program, value) for value in op.ins)
-        if not (a and b) or a.low == a.high or b.low == b.high:
-            continue
         most = float(jnp.finfo(dtype_of(op.outs[0])).max)
-        low, high = (a.low + b.low, a.high + b.high)
+        parts = [_least_of_masks(program, value) for value in op.ins]
         if op.name == "sub":
-            low, high = a.low - b.high, a.high - b.low
-        if max(-low, high) > most and max(a.largest, b.largest) <= most:
+            parts[1] = [-high for high in _least_of_masks(program, op.ins[1], max)]
+        least = [number for part in parts for number in part]
+        if -sum(least) > most and all(-sum(part) <= most for part in parts):
+            numbers = " and ".join(f"{number:.3g}" for number in least)
             yield Hit(
-                f"Two masks are added in {shown(op.outs[0])}: {a.low:.3g} and {b.low:.3g} make "
-                f"{low:.3g}, and the dtype ends at {most:.3g}.",
+                f"Masks are added in {shown(op.outs[0])}: {numbers} make {sum(least):.3g}, and the "
+                f"dtype ends at {most:.3g}.",
                 op,
             )
+
+
+def _least_of_masks(program: Program, value: Value, end=min) -> list[float]:
+    """Returns the ends of the masks that a sum is made of: of what is known, and varies."""
+
+    def is_unknown(op):
+        sums = op.name in MOVES or op.name in CASTS or op.name == "add"
+        return sums and bounds_of(program, op.outs[0]) is None
+
+    known = [bounds_of(program, each) for each in program.back(value, is_unknown)]
+    return [end(each.low, each.high) for each in known if each and each.low != each.high]
 
 
 RULES = (

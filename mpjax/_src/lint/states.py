@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+
 from mpjax._src import rules
 from mpjax._src.autocast.graph import Value
 from mpjax._src.autocast.states import children, nodes
@@ -44,6 +46,29 @@ def carried(program: Program) -> list[Carried]:
         found += [Carried(a[0], a[1], b[1]) for a, b in pairs if a and b]
         done = where.stop
     return found
+
+
+def alone(program: Program) -> Iterator[Carried]:
+    """Yields single arrays that may be handed on: argument and result of the same shape.
+
+    Unlike trees they are alike by chance, too, so that a rule needs evidence of its own.
+    """
+    tree, given = program.in_tree
+    out, returned = program.out_tree
+    ins = _spread(list(zip(program.names, program.block.invars, strict=True)), given)
+    outs = _spread(list(zip(program.results, program.block.outvars, strict=True)), returned)
+    arguments = [leaf for part, start in children(tree) for leaf in _leaves(part, ins, start)]
+    for _, after in _leaves(out, outs):
+        for name, before in arguments:
+            if before.aval.shape == after.aval.shape:
+                yield Carried(name, before, after)
+
+
+def _leaves(tree: Any, values: list[Any], start: int = 0) -> list[Any]:
+    """Returns the values that are a tree, or are parts of it, by themselves."""
+    leaf = jax.tree_util.treedef_is_leaf
+    parts = [(tree, start)] if leaf(tree) else children(tree, start)
+    return [values[n] for part, n in parts if leaf(part) and part.num_leaves and values[n]]
 
 
 def _in_arguments(tree: Any) -> Iterator[tuple[Any, slice]]:
