@@ -78,11 +78,11 @@ def test_a_page_names_nothing_to_load():
 
 
 def test_amounts_that_are_no_numbers_have_a_place():
-    colour = Colour("error", "", unit="share", edges=(0.01, 0.1))
+    colour = Colour("error", "", unit="share", most=1.0)
     values = (None, 0.0, 0.001, 0.05, 3.0, float("inf"), float("nan"))
     scale = scale_of(colour, operations(*values, name="error"))
     labels = [scale.legend[place].label for place in scale.places]
-    assert labels[0] == labels[1] and labels[2:5] == ["under 1%", "1% to 10%", "10% or more"]
+    assert labels[0] == labels[1] and labels[2:5] == ["under 0.3%", "3% to 10%", "30% or more"]
     assert labels[5] == "not finite" and sum(key.count for key in scale.legend) == len(values)
     data_of(render(Page("", "", operations=tuple(operations(*values)), colours=(colour,))))
 

@@ -92,7 +92,7 @@ def memory_rows(text: str, sizes: Sizes) -> tuple[MemoryRow, ...]:
         given, spare = [MemoryRow(ARGUMENTS, sizes.arguments)], 0.0
     results = _results(text, module[entry], flow, sizes.results)
     ordered = is_scheduled(text)
-    between = _temporary(module, entry, flow, given) if ordered else []
+    between = _temporary(module, entry, flow, given, sizes.temporary) if ordered else []
     rest = sizes.temporary - sum(row.bytes for row in between)
     kind = WORKSPACE if ordered else UNKNOWN
     if rest < 0 <= results[-1].bytes + rest:
@@ -177,15 +177,18 @@ def _temporary(
     entry: str,
     flow: Flow,
     given: Sequence[MemoryRow],
+    whole: float,
 ) -> list[MemoryRow]:
-    """Returns what is known of what lives when memory is fullest; workspace is the rest."""
+    """Returns what lives when memory is fullest; the rest of the whole is workspace too."""
     tell = _teller(module, entry, flow, given)
     rows = []
     for buffer in most_at_once(module, entry):
         kind, scope = tell(buffer.leaves)
-        if kind != WORKSPACE:
-            rows.append(MemoryRow(kind, buffer.bytes, scope, buffer.leaves[0]))
-    return rows
+        rows.append(MemoryRow(kind, buffer.bytes, scope, buffer.leaves[0]))
+    if sum(row.bytes for row in rows) <= whole:
+        return rows
+    # The compiler finds room for some of what is workspace that the schedule does not show.
+    return [row for row in rows if row.kind != WORKSPACE]
 
 
 def _teller(

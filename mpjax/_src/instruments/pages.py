@@ -16,7 +16,6 @@ from mpjax._src.instruments.shadows import BROKEN, CompareRow
 from mpjax._src.instruments.tune import TuneStep, Tuning
 from mpjax._src.pages.data import (
     DTYPES,
-    ERRORS,
     Colour,
     Histogram,
     Operation,
@@ -30,18 +29,21 @@ from mpjax._src.pages.data import (
 from mpjax._src.reports import short
 from mpjax._src.rules import HALF, rule_of
 
+# An error of all of a result: more is as bad.
+WRONG = 3.0
+
 ADDED = Colour(
     "added error",
     "What each operation adds to the relative error against float32: made here, or amplified here.",
     unit="share",
-    edges=ERRORS,
+    most=WRONG,
     of_box=max,
 )
 ERROR = Colour(
     "error",
     "The relative error of each operation's result against float32, with what it inherited.",
     unit="share",
-    edges=ERRORS,
+    most=WRONG,
     of_box=max,
 )
 BYTES = Colour("bytes", "What the operands and the result of each operation take.", unit="bytes")
@@ -194,14 +196,14 @@ FLUSHED = Colour(
     "flushed",
     "The share of a parameter's gradients that float16 turns into zero at scale 1.",
     unit="share",
-    edges=ERRORS,
+    most=WRONG,
     of_box=max,
 )
 OVERFLOWED = Colour(
     "overflow",
     "The share of a parameter's gradients that float16 turns into infinity at scale 1.",
     unit="share",
-    edges=ERRORS,
+    most=WRONG,
     of_box=max,
 )
 ZEROS = Colour(
@@ -264,7 +266,7 @@ ALONE = Colour(
     "error without it",
     "The largest error of a result if this place alone were left in half.",
     unit="share",
-    edges=ERRORS,
+    most=WRONG,
     of_box=max,
 )
 WORK = Colour("work", "The share of the matmul FLOPs that a place moves to float32.", unit="share")

@@ -4,6 +4,7 @@ A report turns itself into a `Page`; what becomes of it is the same for every re
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 # Of an operation that a colour says nothing of.
@@ -23,9 +24,6 @@ def share(part: float) -> str:
     """Returns a share, or a relative error, for people."""
     return f"{100 * part:.3g}%" if part < 10 else f"{part:.3g} times"
 
-
-# Where steps of a relative error end.
-ERRORS = (1e-4, 1e-3, 1e-2, 0.1, 1.0)
 
 # Dtypes by their short names, as every page writes them, in the order of their colours.
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "other": "no float, or another"}
@@ -48,7 +46,7 @@ class Colour:
         classes: The values that it takes, in the order of the legend; a value that is not among
             them comes after. Empty where it is an amount.
         unit: How an amount is written, one of `UNITS`; "" where it is none.
-        edges: Where steps of an amount end; powers of 4 below the largest, if not given.
+        most: Amounts from there on are one step: that the worst hides no other.
         of_box: What a box shows of the amounts in it, such as `sum` or `max`.
     """
 
@@ -56,7 +54,7 @@ class Colour:
     words: str
     classes: tuple[str, ...] = ()
     unit: str = ""
-    edges: tuple[float, ...] = ()
+    most: float = math.inf
     of_box: Callable[[Sequence[float]], float] = sum
 
 

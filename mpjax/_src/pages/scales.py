@@ -50,7 +50,7 @@ def _of_classes(colour: Colour, values: Sequence) -> Scale:
 def _of_amounts(colour: Colour, values: Sequence) -> Scale:
     written = UNITS[colour.unit]
     finite = [v for v in values if v is not None and 0 < v < math.inf]
-    edges = colour.edges or _edges(max(finite, default=1.0))
+    edges = _edges(colour.unit, min(max(finite, default=1.0), colour.most))
     between = [f"{written(a)} to {written(b)}" for a, b in itertools.pairwise(edges)]
     labels = [f"under {written(edges[0])}", *between, f"{written(edges[-1])} or more"]
     zero, infinite = f"{written(0)}, or nothing to tell", "not finite"
@@ -66,10 +66,14 @@ def _of_amounts(colour: Colour, values: Sequence) -> Scale:
     return _scale(colour, named, order, {zero: "a0", **styles, infinite: f"a{STEPS}"})
 
 
-def _edges(most: float) -> tuple[float, ...]:
-    """Returns the ends of steps by a factor of 4, the last of them holding the largest amount."""
-    top = 2.0 ** math.ceil(math.log2(most))
-    return tuple(top / 4**i for i in range(STEPS - 1, 0, -1))
+def _edges(unit: str, most: float) -> tuple[float, ...]:
+    """Returns the ends of steps, the largest amount in the last one: by 4, or 1, 3, 10, 30, 100."""
+    if unit == "bytes":
+        top = 2.0 ** math.ceil(math.log2(most))
+        return tuple(top / 4**i for i in range(STEPS - 1, 0, -1))
+    round_numbers = [float(f"{digit}e{power}") for power in range(-30, 31) for digit in (1, 3)]
+    top = bisect.bisect_left(round_numbers, most)
+    return tuple(round_numbers[max(0, top - STEPS + 1) : top] or round_numbers[:1])
 
 
 def _scale(
