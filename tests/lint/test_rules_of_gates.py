@@ -56,6 +56,33 @@ def test_a_gate_over_everything():
     assert not mpjax.lint(jax.jit(whole, donate_argnums=(0, 1)))(PARAMS, STATE, f32(2, 4)).findings
 
 
+def branched(params, state, x):
+    """A branch decides over parameters and moments; what else is a state is not in it."""
+    grads = jax.grad(loss)(params, x)
+    ok = jnp.isfinite(sum(jnp.sum(g) for g in jax.tree.leaves(grads)))
+
+    def apply():
+        updates, new_state = OPTIMIZER.update(grads, state["adam"], params)
+        return optax.apply_updates(params, updates), new_state
+
+    new, new_state = jax.lax.cond(ok, apply, lambda: (params, state["adam"]))
+    mean = 0.9 * state["mean"] + 0.1 * grads["b"]  # fault
+    return new, {"adam": new_state, "mean": mean}, ok
+
+
+def branched_whole(params, opt_state, x):
+    new, new_state, ok = branched(params, opt_state, x)
+    return new, jax.lax.cond(ok, lambda: new_state, lambda: opt_state)
+
+
+def test_a_gate_that_is_a_branch():
+    state = {"adam": STATE, "mean": f32(4)}
+    (finding,) = mpjax.lint(branched)(PARAMS, state, f32(2, 4)).findings
+    assert finding.rule == "ungated-state" and "opt_state['mean']" in finding.message
+    assert "mu" not in finding.message and finding.source in pairs.marked_lines(branched)
+    assert not mpjax.lint(branched_whole)(PARAMS, state, f32(2, 4)).findings
+
+
 def test_a_step_without_a_gate_misses_nothing():
     def step(params, opt_state, x):
         return updated(params, opt_state, x)[:2]

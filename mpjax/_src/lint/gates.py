@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from mpjax._src.autocast.graph import Op, Value
+from mpjax._src.higher_order import BRANCH
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 from mpjax._src.lint.states import Carried, carried, is_updated
@@ -31,7 +32,7 @@ def ungated_states(program: Program) -> Iterator[Hit]:
     verdicts = {value for gate in gates for value in _verdict(program, gate)}
     tests = [op for v in verdicts if (op := program.maker(v)) and op.name == "is_finite"]
     judged = {v for op in tests for v in program.back(op.ins[0], lambda op: True)}
-    gated = {v for op in tests for v in program.forward(op.outs[0], lambda op: True)}
+    gated = _depends(program, [op.outs[0] for op in tests])
     arguments = {*program.block.invars}
     made = {v for v in judged if v not in arguments and program.maker(v) is not None}
     missed = [
@@ -59,15 +60,27 @@ def states_of(gates: list[Op], count: int) -> str:
 def _gate(program: Program, each: Carried) -> Op | None:
     """Returns the choice between a state's new value and its old one, by a finite test."""
     for value in program.back(each.after, MOVES | CASTS):
-        op = program.maker(value)
-        if op is None or op.name != "select_n":
+        op = program.branch(value) or program.maker(value)
+        if op is None or not (op.name == "select_n" or op.inside.kind == BRANCH):
             continue
-        old = any(each.before in program.back(v, MOVES | CASTS) for v in op.ins[1:])
+        ways = op.ins[1:] if op.name == "select_n" else [value]
+        old = any(each.before in program.back(v, MOVES | CASTS) for v in ways)
         if old and any(
             (made := program.maker(v)) and made.name == "is_finite" for v in _verdict(program, op)
         ):
             return op
     return None
+
+
+def _depends(program: Program, tests: list[Value]) -> set[Value]:
+    """Returns all that is made of some values, or chosen by them."""
+    found: set[Value] = set()
+    while tests:
+        new = {v for test in tests for v in program.forward(test, lambda op: True)} - found
+        found |= new
+        chosen = {op for v in new for op in program.chooses(v)}
+        tests = [v for op in chosen for v in op.outs if v not in found]
+    return found
 
 
 def _verdict(program: Program, gate: Op) -> list[Value]:

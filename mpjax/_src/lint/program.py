@@ -20,7 +20,7 @@ from mpjax._src.autocast.graph import CONSTANT_LIMIT, Block, Op, Value, build
 from mpjax._src.autocast.loss import check_loss, differentiated, is_array, pull_back
 from mpjax._src.autocast.modules import call_on_arrays, has_modules, on_arrays
 from mpjax._src.contexts import LINTED
-from mpjax._src.higher_order import SCAN, turns_of
+from mpjax._src.higher_order import BRANCH, SCAN, turns_of
 
 # What hands its first operand on, entry by entry or a part of it, in its own dtype.
 MOVES = rules.having(rules.SAME_PARAMETER) - {"convert_element_type"} | {"pcast", "pad", "name"}
@@ -139,6 +139,15 @@ class Program:
         """Returns the operation that makes a value; of a loop, a branch or a call none."""
         op = self._made.get(value)
         return None if op is None or op.subs else op
+
+    def branch(self, value: Value) -> Op | None:
+        """Returns the operation that takes a value from one of its branches, or None."""
+        op = self._made.get(value)
+        return op if op is not None and op.inside.kind == BRANCH else None
+
+    def chooses(self, value: Value) -> Iterator[Op]:
+        """Yields the operations that choose one of their branches by a value."""
+        return (op for op in self._read[value] if op.inside.kind == BRANCH and op.ins[0] is value)
 
     @functools.cached_property
     def live(self) -> set[Op]:
