@@ -330,7 +330,7 @@ FAULTS = (
         "jax-ml/jax/issues/30337",
         "The gradient by a bfloat16 weight is rounded to bfloat16, though it was computed and is "
         "used in float32.",
-        "cast-undone",
+        "rounded-gradient",
         narrow_gradients,
         wide_gradients,
         lambda: (normal(WIDTH, WORDS, dtype=BF16), normal(TOKENS, WIDTH)),

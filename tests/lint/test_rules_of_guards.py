@@ -64,11 +64,19 @@ def chosen_below_a_limit(state, finite):
     return {"scale": jnp.where(finite, grown, state["scale"] * 0.5)}
 
 
+def chosen_factor(state, finite):
+    factor = jnp.where(finite, 2.0, 0.5)
+    return {"scale": state["scale"] * factor}  # fault
+
+
 FINITE = jax.ShapeDtypeStruct((), jnp.bool_)
 CASES = {
     "where": Pair("hidden-nonfinite", replaced, skipped, (f32(4, 4), f32(2, 4))),
     "optax": Pair("hidden-nonfinite", replaced_by_optax, skipped, (f32(4, 4), f32(2, 4))),
     "branches": Pair("endless-scale", branched, branched_with_a_limit, (f32(), FINITE)),
+    "a choice of factors": Pair(
+        "endless-scale", chosen_factor, chosen_below_a_limit, ({"scale": f32()}, FINITE)
+    ),
     "choice": Pair("endless-scale", chosen, chosen_below_a_limit, ({"scale": f32()}, FINITE)),
 }
 

@@ -33,12 +33,29 @@ def averaged_as_they_are(params, xs):
 
 
 def by_half_weights(w, x):
-    grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x * w.astype(WIDE))))(w)  # fault
+    grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w.astype(WIDE))))(w)  # fault
     return grads.astype(WIDE) * 0.5
 
 
+def by_half_layers(ws, x):
+    def loss(ws):
+        def layer(x, w):
+            return jnp.tanh(x @ w.astype(WIDE)), None  # fault
+
+        return jnp.mean(jax.lax.scan(layer, x, ws)[0])
+
+    return jax.grad(loss)(ws).astype(WIDE)
+
+
+def by_wide_layers(ws, x):
+    def loss(ws):
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0])
+
+    return jax.grad(loss)(ws.astype(WIDE))
+
+
 def by_wide_weights(w, x):
-    return jax.grad(lambda w: jnp.mean(jnp.tanh(x * w)))(w.astype(WIDE)) * 0.5
+    return jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(w.astype(WIDE)) * 0.5
 
 
 def residual(x):
@@ -70,6 +87,12 @@ def kahan(total, lost, x):
     return new, (new - total) - term  # fault
 
 
+def kahan_negated(total, lost, x):
+    term = x - lost
+    new = total + term
+    return new, (total - new) + term  # fault
+
+
 def kahan_in_float32(total, lost, x):
     term = x.astype(WIDE) - lost.astype(WIDE)
     new = jax.lax.reduce_precision(total.astype(WIDE) + term, 8, 7)
@@ -81,9 +104,17 @@ CASES = {
     "gradients": Pair(
         "cast-undone", averaged, averaged_as_they_are, (PARAMS, [bf16(2, 8), bf16(2, 8)])
     ),
-    "half weights": Pair("cast-undone", by_half_weights, by_wide_weights, (bf16(8), f32(4, 8))),
+    "half weights": Pair(
+        "rounded-gradient", by_half_weights, by_wide_weights, (bf16(8, 4), f32(4, 8))
+    ),
+    "half layers": Pair(
+        "rounded-gradient", by_half_layers, by_wide_layers, (bf16(3, 8, 8), f32(4, 8))
+    ),
     "residual": Pair("rounding-error", residual, residual_that_stays, (f32(8),)),
     "mean": Pair("rounding-error", centred, centred_by_its_own, (f32(8),)),
+    "kahan, negated": Pair(
+        "rounding-error", kahan_negated, kahan_in_float32, (bf16(8), bf16(8), bf16(8))
+    ),
     "kahan": Pair("rounding-error", kahan, kahan_in_float32, (bf16(8), bf16(8), bf16(8))),
 }
 

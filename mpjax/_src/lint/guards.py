@@ -83,10 +83,7 @@ def endless_scales(program: Program) -> Iterator[Hit]:
             continue
         passes = functools.partial(_passes_on, program, {*op.outs, *op.ins})
         kept = set(program.forward(op.outs[0], passes))
-        chosen = any(
-            reader.name == "select_n" for value in kept for reader in program.readers(value)
-        ) or any(around.name == "cond" for around in program.around[op])
-        if chosen and not kept.isdisjoint(results):
+        if _is_chosen(program, op, kept) and not kept.isdisjoint(results):
             names = [program.argument(v) for v in source & arguments]
             yield Hit(
                 f"{next(filter(None, names), 'A number')} is multiplied by {number:g} each time "
@@ -98,12 +95,30 @@ def endless_scales(program: Program) -> Iterator[Hit]:
 def _factor(program: Program, op: Op) -> tuple[float, Value] | None:
     """Returns by which number above 1 an operation multiplies, and what."""
     left, right = op.ins
-    number = constant(program, right)
+    number = _largest(program, right)
     if number:
         number = number if op.name == "mul" else 1 / number
         return (number, left) if number > 1 else None
-    number = constant(program, left) if op.name == "mul" else None
+    number = _largest(program, left) if op.name == "mul" else None
     return (number, right) if number and number > 1 else None
+
+
+def _largest(program: Program, value: Value) -> float | None:
+    """Returns the number that fills a value, or the largest of those that it is chosen from."""
+    for v in program.back(value, MOVES | CASTS):
+        made = program.maker(v)
+        if made is not None and made.name == "select_n":
+            numbers = [_largest(program, case) for case in made.ins[1:]]
+            return None if None in numbers else max(n for n in numbers if n is not None)
+    return constant(program, value)
+
+
+def _is_chosen(program: Program, op: Op, kept: set[Value]) -> bool:
+    """Tells whether a number grows on a condition: by a choice after, before, or around."""
+    makers = [program.maker(v) for each in op.ins for v in program.back(each, MOVES | CASTS)]
+    readers = [reader for value in kept for reader in program.readers(value)]
+    near = {near.name for near in (*makers, *readers) if near}
+    return "select_n" in near or any(each.name == "cond" for each in program.around[op])
 
 
 def _passes_on(program: Program, about: set[Value], op: Op) -> bool:

@@ -59,7 +59,7 @@ def undone(program: Program) -> Iterator[Op]:
     """
     results = set(program.block.outvars)
     for op in program.named(*CASTS):
-        if not (rounds(program, op) and _jax.is_written_cast(op.eqn)):
+        if program.is_backward(op) or not (rounds(program, op) and _jax.is_written_cast(op.eqn)):
             continue
         moved = program.forward(op.outs[0], SHAPES)
         makers = [program.maker(value) for value in moved]
@@ -69,8 +69,7 @@ def undone(program: Program) -> Iterator[Op]:
         ):
             continue
         readers = [r for v in moved for r in program.readers(v) if r.name not in SHAPES]
-        # What the backward pass reads of the forward one is stored until then; and of two casts
-        # that it derives, the forward pass has those that they are derived from.
+        # What the backward pass reads of the forward one is stored until then.
         if not readers or not all(widens(r) and not program.is_backward(r) for r in readers):
             continue
         if is_gradient(program, op.ins[0]) or all(_jax.in_one_call(op.eqn, r.eqn) for r in readers):
@@ -81,16 +80,31 @@ def casts_undone(program: Program) -> Iterator[Hit]:
     """Casts to half whose every reader casts back."""
     for op in undone(program):
         half = short_name(dtype_of(op.outs[0]))
-        if program.is_backward(op):
+        yield Hit(
+            f"{shown(op.ins[0])} is rounded to {half}, and all that reads it casts it up again: "
+            f"{digits(dtype_of(op.outs[0]))} binary digits are left, and nothing saved.",
+            op,
+        )
+
+
+def rounded_gradients(program: Program) -> Iterator[Hit]:
+    """Gradients that are float32, rounded because the weights are half, and cast up by who asked.
+
+    Of matrices alone: the gradient by a norm's scale is then as half as those by all other weights.
+    What the backward pass reads on is no gradient yet, but the cotangent of an activation. Who
+    leaves a gradient in half may want no more.
+    """
+    for op in program.named(*CASTS):
+        if not (program.is_backward(op) and narrows(op) and _jax.is_written_cast(op.eqn)):
+            continue
+        moved = program.forward(op.outs[0], SHAPES)
+        readers = [r for v in moved for r in program.readers(v) if r.name not in SHAPES]
+        wanted = bool(readers) and all(widens(r) and not program.is_backward(r) for r in readers)
+        if wanted and len(op.outs[0].aval.shape) > 1:
+            half = short_name(dtype_of(op.outs[0]))
             yield Hit(
-                f"A {half} array is cast up here, so its gradient, {shown(op.ins[0])}, is rounded "
-                f"to {half}; all that reads the gradient casts it up again.",
-                op,
-            )
-        else:
-            yield Hit(
-                f"{shown(op.ins[0])} is rounded to {half}, and all that reads it casts it up "
-                f"again: {digits(dtype_of(op.outs[0]))} binary digits are left, and nothing saved.",
+                f"{half} weights are cast up here; the gradient by them, {shown(op.ins[0])}, is "
+                f"rounded to {half}, and cast up again by what reads it.",
                 op,
             )
 
@@ -124,18 +138,18 @@ def rounding_errors(program: Program) -> Iterator[Hit]:
 
 
 def _of_half_sum(program: Program, op: Op) -> str:
-    """Tells ``(x + y) - x`` in half: the part of y that the sum took."""
-    total, term = op.ins
-    terms = set(program.back(term, SHAPES)) if is_half(total) else set()
-    for value in program.back(total, SHAPES):
-        made = program.maker(value)
-        added = made.ins[: 2 if made.name == "add" else 1] if made and made.name in SUMS else []
-        if any(not terms.isdisjoint(program.back(v, SHAPES)) for v in added):
-            return (
-                f"A {short_name(dtype_of(total))} sum has one of its terms taken off again, to see "
-                "what rounding left of the other; compilers may compute both in float32, where "
-                "nothing was rounded."
-            )
+    """Tells ``(x + y) - x`` in half, or its negative: the part of y that the sum took."""
+    for total, term in (op.ins, op.ins[::-1]) if is_half(op.outs[0]) else ():
+        terms = set(program.back(term, SHAPES))
+        for value in program.back(total, SHAPES):
+            made = program.maker(value)
+            added = made.ins[: 2 if made.name == "add" else 1] if made and made.name in SUMS else []
+            if any(not terms.isdisjoint(program.back(v, SHAPES)) for v in added):
+                return (
+                    f"A {short_name(dtype_of(total))} sum has one of its terms taken off again, to "
+                    "see what rounding left of the other; compilers may compute both in float32, "
+                    "where nothing was rounded."
+                )
     return ""
 
 
@@ -178,9 +192,19 @@ RULES = (
         "a cast to half that every reader undoes",
         "Digits are lost, and neither memory nor time is saved. XLA may delete such casts, or "
         "not: the program then rounds on one device and not on another.",
-        "Leave the cast out. Where gradients are rounded, differentiate by the float32 copy of the "
-        "weights; where rounding itself is wanted, write jax.lax.reduce_precision, which stays.",
+        "Leave the cast out; where rounding itself is wanted, write jax.lax.reduce_precision, "
+        "which stays.",
         casts_undone,
+    ),
+    Rule(
+        "rounded-gradient",
+        JAXPR,
+        "a float32 gradient rounded because the weights are half, and cast up again",
+        "Gradients have the dtype of what jax.grad differentiates by: what was computed in float32 "
+        "has the digits of half before it is summed, averaged or clipped.",
+        "Cast the weights up first and differentiate by that: "
+        "jax.grad(loss)(mpjax.cast(params, 'float32'), batch).",
+        rounded_gradients,
     ),
     Rule(
         "cast-deleted",
