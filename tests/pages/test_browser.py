@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from absent import report as compile_report
 from axe_playwright_python.sync_playwright import Axe
 from flax import linen as nn
 
@@ -220,6 +221,41 @@ def test_axe_finds_nothing_serious(opened, explained, compared, scheme, width):
         assert page.evaluate(overflow) <= 0
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (dark == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+def small(w, x):
+    with jax.named_scope("product"):
+        return jnp.sum((x @ w) ** 2)
+
+
+W = PARAMS["params"]["dense_0"]["kernel"]
+
+OTHERS = {
+    "find_nonfinite": lambda: mpjax.find_nonfinite(small, "mixed_float16")(W, X * 1e4),
+    "nothing found": lambda: mpjax.find_nonfinite(small)(W, X),
+    "gradient_histogram": lambda: mpjax.gradient_histogram(PARAMS),
+    "no gradients": lambda: mpjax.gradient_histogram(jax.tree.map(jnp.zeros_like, PARAMS)),
+    "tune": lambda: mpjax.tune(small, "mixed_bfloat16", 1e-4, max_runs=9)(W, X),
+    "device_report": mpjax.device_report,
+    "compile_for": lambda: compile_report("h100", "stack"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_report_opens_as_a_page(opened, name):
+    report = OTHERS[name]()
+    page = opened(report.to_html(), color_scheme="dark", viewport={"width": 700, "height": 700})
+    assert str(report).splitlines()[0].strip() in page.locator("pre").inner_text()
+    if page.locator(".tile").count():
+        page.get_by_role("button", name="Open all").click()
+        page.locator(".tile").last.click()
+        assert page.locator("#detail dt").count() >= 2
+    found = Axe().run(page).response["violations"]
+    serious = [v for v in found if v["impact"] in ("serious", "critical")]
+    assert not serious, [(v["id"], v["nodes"][0]["html"][:300]) for v in serious]
+    drawn = {"find_nonfinite": 1, "gradient_histogram": len(jax.tree.leaves(PARAMS))}
+    assert page.locator(".tile").count() == drawn.get(name, page.locator(".tile").count())
+    assert page.locator(".histogram").count() == (name == "gradient_histogram")
 
 
 def test_a_notebook_gets_a_frame_of_its_own(opened, explained):

@@ -281,7 +281,7 @@ def _(report: Tuning) -> Page:
     named = tuple((f"{error:.3g}", name) for name, error in results)
     return Page(
         title="The least float32 that meets a tolerance",
-        sentence=f"{first}.",
+        sentence=f"{first.capitalize()}.",
         lines=(*([" ".join(others)] if others else []), f"policy: {report.policy}"),
         tables=(
             *([Table("What each override bought", columns, bought, columns[:1])] if bought else []),
@@ -300,11 +300,12 @@ def _bought(step: TuneStep) -> tuple[str, ...]:
 
 
 def _step(step: TuneStep) -> Operation:
-    scope, _, label = step.pattern.rpartition("/")
+    scope, _, label = step.pattern.removesuffix("/*").rpartition("/")
+    label += "/*" * step.pattern.endswith("/*")
     names = "override", "operations", "FLOPs", "error before", "error after", "error if left out"
     return Operation(
         label=label,
-        scope=scope or "float32",
+        scope=scope or "anywhere",
         facts=tuple(zip(names, _bought(step), strict=True)),
         colours={"error without it": step.alone, "work": step.flops},
     )
