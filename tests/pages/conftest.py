@@ -1,22 +1,13 @@
 """A real browser, without a window, for tests of pages."""
 
-import os
-import shutil
-
 import pytest
-
-ARGUMENTS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
-)
+from browsers import ARGUMENTS, find_browser
 
 
 @pytest.fixture(scope="session")
 def chromium():
-    """Chromium, as Debian installs it. Without it a test is skipped, and under CI it fails."""
-    path = shutil.which("chromium") or shutil.which("chromium-browser")
-    if path is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("no chromium: apt install chromium")
+    """Chromium, as Debian installs it."""
+    path = find_browser()
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:

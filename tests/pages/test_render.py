@@ -2,12 +2,15 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from importlib import resources
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from browsers import find_browser
 
 import mpjax
 from mpjax._src.pages.data import Bar, Colour, Operation, Page, share, shares, size
@@ -151,6 +154,18 @@ def test_without_jinja2_a_notebook_shows_the_text():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "pip install 'mpjax[html]'" in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_a_browser_that_is_missing_fails_under_ci_and_nowhere_else(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="no chromium"):
+        find_browser()
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception, match="no chromium"):
+        find_browser()
+    path = Path(__file__).parents[2] / ".ci" / "run"
+    assert "install -y -qq chromium" in path.read_text() and "CI=true make" in path.read_text()
 
 
 def test_templates_are_part_of_the_package():

@@ -1,0 +1,20 @@
+"""Which browser pages are tested in, and how it is started."""
+
+import os
+import shutil
+
+import pytest
+
+NAMES = "chromium", "chromium-browser"
+ARGUMENTS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+)
+
+
+def find_browser():
+    """Returns the path of Chromium. Without it a test is skipped, and under CI it fails."""
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("no chromium: apt install chromium")
+    return path
