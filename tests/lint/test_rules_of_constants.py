@@ -47,6 +47,14 @@ def masked_by_its_own(x):
     return jnp.where(x > 0, x, jnp.finfo(x.dtype).min)
 
 
+def mask_cast(x, seen, own):
+    return x + jnp.where(seen & own, 0, jnp.finfo(jnp.float32).min).astype(x.dtype)  # fault
+
+
+def mask_of_its_own(x, seen, own):
+    return x + jnp.where(seen & own, 0, jnp.finfo(x.dtype).min).astype(x.dtype)
+
+
 def filled(x):
     return x + jnp.full(x.shape, 1e6, x.dtype)  # fault
 
@@ -130,6 +138,7 @@ CASES = {
     "epsilon": Pair("lost-constant", divided, divided_safely, (f16(4),)),
     "mask": Pair("lost-constant", masked, masked_by_the_least, (f16(4),)),
     "least": Pair("lost-constant", masked_by_float32, masked_by_its_own, (bf16(4),)),
+    "mask that is cast": Pair("lost-constant", mask_cast, mask_of_its_own, (bf16(4), *BOOLS)),
     "fill": Pair("lost-constant", filled, filled_less, (f16(4),)),
     "positions": Pair("half-count", positions, positions_wide, (bf16(512),)),
     "arange": Pair("half-count", counted, counted_wide, (f16(4096),)),

@@ -38,6 +38,22 @@ def binary_wide(logits, labels):
     return optax.sigmoid_binary_cross_entropy(wide(logits), labels[:, None] > 0).mean()
 
 
+def of_probabilities(logits, labels):
+    return -jnp.mean(jnp.log(jax.nn.softmax(logits))[:, 0])  # fault
+
+
+def binary_by_hand(logits, labels):
+    return -jnp.mean(jnp.log(jax.nn.sigmoid(logits)))  # fault
+
+
+def variance(x):
+    return jnp.mean(x * x, -1) - jnp.mean(x, -1) ** 2  # fault
+
+
+def variance_wide(x):
+    return jnp.var(x, -1)
+
+
 def scaled(x):
     return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5).astype(x.dtype)  # fault
 
@@ -53,6 +69,9 @@ CASES = {
     ),
     "by hand": Pair("half-loss", by_hand, entropy_wide, (bf16(8, 32), LABELS)),
     "binary": Pair("half-loss", binary, binary_wide, (bf16(8, 1), LABELS)),
+    "of probabilities": Pair("half-loss", of_probabilities, entropy_wide, (bf16(8, 32), LABELS)),
+    "sigmoid": Pair("half-loss", binary_by_hand, binary_wide, (f16(8, 1), LABELS)),
+    "variance": Pair("half-variance", variance, variance_wide, (bf16(8, 32),)),
     "rms norm": Pair("half-norm", scaled, scaled_wide, (f16(8, 32),)),
 }
 
@@ -78,6 +97,11 @@ def test_activations_of_logarithms_are_no_losses():
         return wide(jax.nn.softplus(x @ w) @ w.T).mean()
 
     assert clean(model, bf16(8, 4), bf16(4, 8), argnums=1)
+
+
+def test_variances_of_float32_are_no_fault():
+    assert clean(variance, f32(8, 32)) and clean(lambda x: variance(wide(x)), bf16(8, 32))
+    assert clean(lambda x: x - jnp.mean(x) ** 2, bf16(8, 32))
 
 
 def test_squares_that_are_no_norm_or_have_the_range_are_no_fault():

@@ -21,18 +21,22 @@ def lost_constants(program: Program) -> Iterator[Hit]:
     place of entries masks as well: only where arithmetic reads it, NaN may come of it.
     """
     for op in program.named("convert_element_type"):
-        value = program.constant(op.ins[0]) if is_half(op.outs[0]) else None
-        if value is None or np.size(value) != 1:
+        if not (is_half(op.outs[0]) and is_float(op.ins[0])):
             continue
-        number = float(np.reshape(value, ()))
         dtype = dtype_of(op.outs[0])
-        with np.errstate(over="ignore", under="ignore"):
-            result = float(np.asarray(number).astype(dtype))
-        infinite = math.isinf(result) and math.isfinite(number)
-        if result == number or not (result in (0, 1, -1) or infinite):
-            continue
-        if not (infinite and _is_librarys_mask(program, op)):
-            yield Hit(f"The constant {number:.6g} is {result:g} in {short_name(dtype)}.", op)
+        for v in program.back(op.ins[0], MOVES | {"select_n"}):
+            value = program.constant(v)
+            if value is None or np.size(value) != 1:
+                continue
+            number = float(np.reshape(value, ()))
+            with np.errstate(over="ignore", under="ignore"):
+                result = float(np.asarray(number).astype(dtype))
+            infinite = math.isinf(result) and math.isfinite(number)
+            if result == number or not (result in (0, 1, -1) or infinite):
+                continue
+            if not (infinite and _is_librarys_mask(program, op)):
+                yield Hit(f"The constant {number:.6g} is {result:g} in {short_name(dtype)}.", op)
+                break
 
 
 def _is_librarys_mask(program: Program, op: Op) -> bool:
@@ -50,7 +54,8 @@ def half_counts(program: Program) -> Iterator[Hit]:
     for op in program.ops:
         if op.name not in ("convert_element_type", "iota") or not is_half(op.outs[0]):
             continue
-        known = bounds_of(program, op.outs[0] if op.name == "iota" else op.ins[0])
+        value = op.outs[0] if op.name == "iota" else op.ins[0]
+        known = bounds_of(program, value) if _is_count(program, value) else None
         limit = 2 ** digits(dtype_of(op.outs[0]))
         if known and known.whole and known.low < known.high and known.largest > limit:
             yield Hit(
@@ -58,6 +63,17 @@ def half_counts(program: Program) -> Iterator[Hit]:
                 f"{shown(op.outs[0])}, which cannot tell neighbours apart beyond {limit}.",
                 op,
             )
+
+
+# What makes counts of counts.
+COUNTED = MOVES | CASTS | {"add", "sub", "mul", "max", "min", "neg", "concatenate", "cumsum"}
+
+
+def _is_count(program: Program, value: Value) -> bool:
+    """Tells what counts, or sums, from constants that a choice puts somewhere."""
+    before = program.back(value, COUNTED)
+    makers = {op.name for v in before if (op := program.maker(v))}
+    return "iota" in makers or "cumsum" in makers or any(program.counts(v) for v in before)
 
 
 def rounded_integers(program, op, ins, outs) -> Iterator[Hit]:

@@ -7,13 +7,14 @@ from typing import Any
 from mpjax._src.autocast.graph import Op
 from mpjax._src.dtypes import FLOAT32
 from mpjax._src.hardware import hlo
+from mpjax._src.hardware.aot import CPU
 from mpjax._src.hardware.collectives import collectives
 from mpjax._src.hardware.flow import MOVED, Flow, Leaf, flow_of, reached
 from mpjax._src.hardware.hlo import Computation, attribute, parse, runs, source_lines
 from mpjax._src.hardware.hlo_costs import asked, matmul
 from mpjax._src.lint.halves import dtype_of, shown
 from mpjax._src.lint.program import MOVES, Program
-from mpjax._src.lint.rule import HLO, JAXPR, Compiled, Hit, Rule
+from mpjax._src.lint.rule import HLO, JAXPR, Compiled, Hit, NotRun, Rule
 from mpjax._src.lint.undone import narrows
 
 GATHERS = ("all_gather", "all_gather_invariant", "all_to_all", "sharding_constraint", "reshard")
@@ -132,8 +133,14 @@ def _casts(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> Iterable[h
                 waiting.append(following)
 
 
-def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit]:
-    """Matmuls of half that the program that runs computes in float32."""
+def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit | NotRun]:
+    """Matmuls of half that the program that runs computes in float32.
+
+    A CPU computes all of them so: what is compiled for it says nothing of accelerators.
+    """
+    if compiled.target == CPU:
+        yield NotRun("a CPU computes all half matmuls in float32: give an accelerator as target")
+        return
     wanted = asked(compiled.before)
     lines = _lines(compiled.before)
     module, entry = parse(compiled.after)

@@ -16,7 +16,7 @@ from mpjax._src.instruments.interpret import Plain, interpret, shown
 from mpjax._src.lint.comments import is_silenced
 from mpjax._src.lint.program import Program, make_program
 from mpjax._src.lint.report import Finding, LintReport
-from mpjax._src.lint.rule import HLO, JAXPR, VALUES, Compiled, Hit, Rule
+from mpjax._src.lint.rule import HLO, JAXPR, VALUES, Compiled, Hit, NotRun, Rule
 from mpjax._src.lint.table import chosen
 
 ABSTRACT = "it needs one real step, and some arguments are jax.ShapeDtypeStruct: give arrays"
@@ -91,8 +91,10 @@ def lint(
             reason = reason or _run(program, kinds[VALUES], found)
             not_run |= {r.name: reason for r in kinds[VALUES] if reason}
         if kinds[HLO]:
-            reason = NO_TARGET if target is None else _compile(program, target, kinds[HLO], found)
-            not_run |= {r.name: reason for r in kinds[HLO] if reason}
+            if target is None:
+                not_run |= {r.name: NO_TARGET for r in kinds[HLO]}
+            else:
+                not_run |= _compile(program, target, kinds[HLO], found)
         findings, suppressed = _findings(program, found)
         ran = tuple(rule.name for rule in rules if rule.name not in not_run)
         return LintReport(program.name, findings, ran, not_run, suppressed, rules)
@@ -137,16 +139,22 @@ class _Watcher(Plain):
 
 def _compile(
     program: Program, target: str, rules: Sequence[Rule], found: list[tuple[Rule, Hit]]
-) -> str:
-    """Compiles the program for the rules that look at HLO; returns why that was not possible."""
+) -> dict[str, str]:
+    """Compiles the program for the rules that look at HLO; returns which could not, and why."""
     flat = functools.partial(_jax.eval_closed, program.jaxpr)
     try:
         compiled = Compiled(target, *compiled_texts(target, flat, program.arrays))
     except (RuntimeError, TimeoutError, MemoryError, ImportError) as error:
-        return f"compiling for {target} failed: {type(error).__name__}: {_first_line(error)}"
+        reason = f"compiling for {target} failed: {type(error).__name__}: {_first_line(error)}"
+        return {rule.name: reason for rule in rules}
+    not_run: dict[str, str] = {}
     for rule in rules:
-        found += [(rule, hit) for hit in rule.check(program, compiled)]
-    return ""
+        for hit in rule.check(program, compiled):
+            if isinstance(hit, NotRun):
+                not_run[rule.name] = hit.reason
+            else:
+                found.append((rule, hit))
+    return not_run
 
 
 def _findings(

@@ -8,9 +8,9 @@ from mpjax._src.lint.halves import dtype_of, is_half, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 
-EXPONENTIALS = ("exp", "exp2", "expm1")
+EXPONENTIALS = ("exp", "exp2", "expm1", "logistic")
 # Between the exponentials of a softmax and the logarithm of their sum.
-SUMMED = MOVES | CASTS | {"reduce_sum", "abs", "add", "psum"}
+SUMMED = MOVES | CASTS | {"reduce_sum", "abs", "add", "sub", "div", "psum"}
 # Between a loss of each example and the loss: nothing that mixes features.
 AVERAGED = MOVES | CASTS | {"reduce_sum", "add", "sub", "neg", "mul", "div", "select_n", "max"}
 
@@ -18,8 +18,9 @@ AVERAGED = MOVES | CASTS | {"reduce_sum", "add", "sub", "neg", "mul", "div", "se
 def half_log_sums(program: Program) -> Iterator[Hit]:
     """Logarithms of sums of exponentials in half: log_softmax, logsumexp, cross entropies.
 
-    A softmax alone has no logarithm, and is bounded. log(1 + exp(x)) is an activation too: it
-    counts where it is averaged to one number, without a matmul on the way.
+    A softmax alone has no logarithm, and is bounded. log(1 + exp(x)) is an activation too: it, and
+    the logarithm of a probability, count where they are averaged to one number, without a matmul on
+    the way.
     """
     for op in program.named("log", "log1p"):
         value = op.ins[0]
@@ -29,7 +30,9 @@ def half_log_sums(program: Program) -> Iterator[Hit]:
         names = [each.name for each in before if each and is_half(each.outs[0])]
         if not {*names} & {*EXPONENTIALS}:
             continue
+        divided = any(each and each.name in ("div", "logistic") for each in before)
         summed = any(each and each.name in ("reduce_sum", "psum") for each in before)
+        summed = summed and not divided
         if summed or _is_loss(program, op):
             yield Hit(
                 f"The {op.name} of a sum of exponentials is taken in {shown(op.outs[0])}: a loss "
@@ -45,6 +48,38 @@ def _is_loss(program: Program, op: Op) -> bool:
     """Tells whether the results of an operation are averaged to one number."""
     ahead = program.forward(op.outs[0], AVERAGED)
     return any(v.is_one and op.outs[0].size > 1 for v in ahead)
+
+
+# Between a variance's terms and what they are of: means.
+MEANS = MOVES | CASTS | {"reduce_sum", "div", "mul"}
+
+
+def half_variances(program: Program) -> Iterator[Hit]:
+    """Variances as a difference in half: the mean of squares, less the square of the mean.
+
+    Both are of the size of the squared mean, so the difference is lost where a mean is more than 11
+    standard deviations in bfloat16 (2**(8 / 2 - 1/2)), 32 in float16. Of float32 it is common, and
+    inside of a library's norm it is not the user's to mend.
+    """
+    for op in program.named("sub"):
+        if not is_half(op.outs[0]) or program.is_backward(op) or op.lines[1]:
+            continue
+        mean = next(
+            (
+                each.ins[0]
+                for v in program.back(op.ins[1], MOVES | CASTS)
+                if (each := program.maker(v)) and each.name in SQUARES and _squares(each)
+            ),
+            None,
+        )
+        if mean is None:
+            continue
+        of = {*program.back(mean, MEANS)}
+        squared = [program.maker(v) for v in program.back(op.ins[0], MEANS)]
+        sums = any(each and each.name == "reduce_sum" for each in squared)
+        squares = [each for each in squared if each and each.name in SQUARES and _squares(each)]
+        if sums and any(v in of for each in squares for v in each.ins):
+            yield Hit(f"A variance is taken as a difference of means in {shown(op.outs[0])}.", op)
 
 
 SQUARES = ("square", "integer_pow", "mul")
@@ -84,6 +119,15 @@ RULES = (
         "are lost.",
         "Cast logits to float32 before the loss: loss(logits.astype(jnp.float32), labels).",
         half_log_sums,
+    ),
+    Rule(
+        "half-variance",
+        JAXPR,
+        "a variance that is a difference of half means",
+        "The mean of squares and the square of the mean are nearly equal: half leaves their "
+        "difference no digits, and it may be negative, whose root is NaN.",
+        "Use jnp.var, or jnp.mean(jnp.square(x - jnp.mean(x))), on x.astype(jnp.float32).",
+        half_variances,
     ),
     Rule(
         "half-norm",

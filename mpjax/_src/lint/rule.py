@@ -29,6 +29,12 @@ class Hit(NamedTuple):
     scope: str = ""
 
 
+class NotRun(NamedTuple):
+    """What a rule yields where it can say nothing of this program, with the reason."""
+
+    reason: str
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
     """The row of a rule.
@@ -42,7 +48,7 @@ class Rule:
         check: Yields a `Hit` for each place that is wrong. Of a JAXPR rule it is called with the
             `Program`; of a VALUES rule with the program, an operation of it that just ran, what it
             read and what it made (lists of arrays); of an HLO rule with the program and what became
-            of it, a `Compiled`.
+            of it, a `Compiled`. An HLO rule may yield a `NotRun`.
     """
 
     name: str
@@ -50,7 +56,7 @@ class Rule:
     summary: str
     why: str
     instead: str
-    check: Callable[..., Iterable[Hit]]
+    check: Callable[..., Iterable[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
