@@ -68,6 +68,9 @@ from ._src.training.stalled import Stalled, warn_if_stalled
 from ._src.training.step import TrainState, TrainStep, build_train_step, raise_if_diverged
 from ._src.training.watch import Overflow, Underflow
 from ._src.trees import all_finite, cast, select
+from ._src.watching.report import PrecisionReport, PrecisionRow, WatchedTensor
+from ._src.watching.risk import Risk
+from ._src.watching.watch import WatchedStep, measure_precision, watch_precision
 
 __version__: str
 
@@ -101,6 +104,9 @@ __all__ = [
     "Overflow",
     "Parting",
     "Policy",
+    "PrecisionReport",
+    "PrecisionRow",
+    "Risk",
     "SkipNonfiniteState",
     "Stalled",
     "StaticLossScale",
@@ -109,6 +115,8 @@ __all__ = [
     "TrainStep",
     "Tuning",
     "Underflow",
+    "WatchedStep",
+    "WatchedTensor",
     "all_finite",
     "autocast",
     "build_train_step",
@@ -133,6 +141,7 @@ __all__ = [
     "load_safetensors",
     "log_metrics",
     "master_params",
+    "measure_precision",
     "mixed_precision",
     "plot_compare",
     "plot_gradient_histogram",
@@ -149,6 +158,7 @@ __all__ = [
     "stochastic_round",
     "tune",
     "warn_if_stalled",
+    "watch_precision",
     "with_8bit_moments",
     "with_kahan_summation",
     "with_master_weights",

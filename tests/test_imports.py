@@ -28,7 +28,7 @@ ORDER = (
         "rules",
         "higher_order",
     ),
-    *("policy", "hardware", "autocast", "training", "checkpoint"),
+    *("policy", "hardware", "autocast", "training", "watching", "checkpoint"),
     *("instruments", "lint", "frameworks"),
     "cli",
 )

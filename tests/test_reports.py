@@ -30,6 +30,7 @@ class Wide(nn.Module):
 MODEL = Wide()
 X = jax.random.normal(jax.random.key(0), (8, 8))
 PARAMS = MODEL.init(jax.random.key(1), X)
+HALF_PARAMS = jax.tree.map(lambda x: x.astype(jnp.float16), PARAMS)
 
 
 def loss(params, x):
@@ -67,6 +68,7 @@ REPORTS = {
     "overflow": lambda: overflow()["overflow"],
     "underflow": lambda: overflow()["underflow"],
     "lint": lambda: mpjax.lint(drifting)({"w": jnp.ones(3, jnp.bfloat16)}),
+    "precision": lambda: mpjax.measure_precision(jax.grad(loss))(HALF_PARAMS, X * 20)[1],
     "stalled": lambda: mpjax.Stalled(jnp.ones(30), tuple(f"{n}/layer" * 15 for n in range(30))),
 }
 

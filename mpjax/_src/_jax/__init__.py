@@ -10,7 +10,8 @@ from mpjax._src._jax.aot import as_if_on_gpu, compile_only
 from mpjax._src._jax.barriers import BARRIERS, GPUS, again_barrier, cpu_barrier, gpu_barrier
 from mpjax._src._jax.calls import linearized_once
 from mpjax._src._jax.convolutions import half_conv
-from mpjax._src._jax.literals import casts_of_numbers
+from mpjax._src._jax.jits import jit_call, jit_of
+from mpjax._src._jax.literals import Rounded, casts_of_numbers, numbers_rounded
 from mpjax._src._jax.partitioning import answer_partitioning, ask_elsewhere
 from mpjax._src._jax.programs import (
     abstract,
@@ -105,6 +106,8 @@ __all__ = (
     "is_promotion",
     "is_sharded_along",
     "is_written_cast",
+    "jit_call",
+    "jit_of",
     "line_key",
     "linearized_once",
     "location",

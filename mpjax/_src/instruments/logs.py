@@ -24,12 +24,16 @@ from mpjax._src.patterns import path_of
 from mpjax._src.training.loss_scale import whole_number
 from mpjax._src.training.stalled import Stalled
 from mpjax._src.training.watch import Overflow, Underflow
+from mpjax._src.watching.report import PrecisionReport
 
 # What each writer has been given and has not been handed yet, because the device still computes it.
 _WAITING: "weakref.WeakKeyDictionary[Any, collections.deque]" = weakref.WeakKeyDictionary()
 
 SCALARS = (bool, int, float, np.generic, np.ndarray, jax.Array)
-REPORTS = (GradientHistogram, Overflow, Stalled, Underflow)
+REPORTS = (GradientHistogram, Overflow, PrecisionReport, Stalled, Underflow)
+
+# What is logged of a watched tensor, of those of its figures that are known.
+FIGURES = ("largest", "headroom", "flushed", "subnormal", "near", "overflowed", "nan", "noise")
 
 # What TensorBoard's writers call the method for numbers, and the one for text.
 METHODS = {"add_scalar": "add_text", "scalar": "text"}
@@ -101,7 +105,8 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
         step: The number of the step, on the host: ``int(state.step)`` would wait.
         metrics: What a training step returned, or any pytree; scalars are logged under their
             paths ("aux/accuracy"), an `Overflow` and an `Underflow` by their fields, a `Stalled` by
-            its parameters, a `GradientHistogram` by the shares of all entries that each half dtype
+            its parameters, a `PrecisionReport` by its tensors, with what is at risk as text, a
+            `GradientHistogram` by the shares of all entries that each half dtype
             would lose at ``metrics["loss_scale"]``; other leaves are left out.
 
     Returns:
@@ -235,6 +240,17 @@ def _(leaf: Stalled, scale: float) -> Iterator[tuple[str, float | str]]:
 
 
 @_parts.register
+def _(leaf: PrecisionReport, scale: float) -> Iterator[tuple[str, float | str]]:
+    risks = leaf.risks
+    yield "at_risk", len(risks)
+    if risks:
+        yield "risks", "\n".join(risks)
+    for row in leaf.rows:
+        found = ((name, getattr(row, name)) for name in FIGURES)
+        yield from ((f"{row.name}/{name}", value) for name, value in found if value is not None)
+
+
+@_parts.register
 def _(leaf: GradientHistogram, scale: float) -> Iterator[tuple[str, float | str]]:
     for dtype in HALVES:
         row = dataclasses.asdict(leaf.total(dtype, scale))
@@ -259,6 +275,8 @@ def _is_loggable(leaf: Any) -> bool:
         return np.ndim(leaf.counts) == 3
     if isinstance(leaf, Stalled):
         return np.ndim(leaf.shares) == 1
+    if isinstance(leaf, PrecisionReport):
+        return np.ndim(leaf.figures.largest) == 1
     if isinstance(leaf, REPORTS):
         return all(np.ndim(array) == 0 for array in jax.tree.leaves(leaf))
     if not (isinstance(leaf, SCALARS) and np.ndim(leaf) == 0):

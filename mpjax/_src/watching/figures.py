@@ -1,0 +1,202 @@
+"""What is measured of one array: how large it is, what half loses of it, how it is rounded.
+
+One reduction over the array, and over its bits: a device that flushes subnormal numbers counts them
+all the same. Figures are combined by maxima and sums: over turns of a loop, devices and branches.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src import _jax
+from mpjax._src.dtypes import FLOAT16, FLOAT32
+
+# An entry counts as near overflow from this many powers of two below the largest number on.
+NEAR = 4
+
+# Squares are summed by bands of magnitude, so that neither 1e-30 nor 1e30 leaves float32: an entry
+# in [2**low, 2**high) is multiplied by 2**shift before it is squared.
+BANDS = ((-127, -40, 84), (-40, 40, 0), (40, 128, -84))
+COUNTS = ("zeros", "flushed", "subnormal", "near", "overflowed", "nan")
+COLUMNS = 1 + len(COUNTS) + 2 * len(BANDS)
+
+# An array is reduced along so many entries first, then over the rest: long float32 sums drift.
+FIRST = 1024
+
+SIGN, INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["largest", "turn", "sums"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Figures of n arrays.
+
+    Attributes:
+        largest: The largest finite magnitude of each, before it was rounded to half; float32.
+        turn: In which turn of the innermost loop around it that was, int32; -1 outside of loops.
+        sums: Float32, of shape (n, `COLUMNS`): how many entries there are, and how many by
+            `COUNTS`; then by `BANDS` the sums of squares of the entries, and of rounding's errors.
+    """
+
+    largest: jax.Array
+    turn: jax.Array
+    sums: jax.Array
+
+
+def nothing(count: int) -> Figures:
+    """Returns the figures of arrays of which nothing was seen."""
+    turns = jnp.full(count, -1, jnp.int32)
+    return Figures(jnp.zeros(count, FLOAT32), turns, jnp.zeros((count, COLUMNS), FLOAT32))
+
+
+def joined(parts: Sequence[Figures]) -> Figures:
+    """Returns figures one after another."""
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts) if parts else nothing(0)
+
+
+def combined(one: Figures, other: Figures) -> Figures:
+    """Returns the figures of what was seen twice."""
+    turn = jnp.where((other.largest > one.largest) | (one.turn < 0), other.turn, one.turn)
+    return Figures(jnp.maximum(one.largest, other.largest), turn, one.sums + other.sums)
+
+
+def over_devices(figures: Figures, axes: tuple[str, ...]) -> Figures:
+    """Returns the figures of what the devices along mapped axes saw together."""
+    largest = jax.lax.pmax(figures.largest, axes)
+    turn = jax.lax.pmax(jnp.where(figures.largest == largest, figures.turn, -1), axes)
+    return Figures(largest, turn, jax.lax.psum(figures.sums, axes))
+
+
+def in_turn(figures: Figures, turn: jax.Array) -> Figures:
+    """Returns figures as seen in a turn of a loop; those of a loop inside keep its turns."""
+    return dataclasses.replace(figures, turn=jnp.where(figures.turn < 0, turn, figures.turn))
+
+
+def measure(x: jax.Array, half: Any, rounded: bool) -> Figures:
+    """Measures an array that is in half, or is about to be.
+
+    Args:
+        x: The array, floating.
+        half: The half dtype.
+        rounded: Whether it has been rounded already: then what rounding did to it is not known, and
+            is put at what it does on average, a twelfth of a squared unit in the last place.
+
+    Returns:
+        `Figures` of one array.
+    """
+    x = jax.lax.stop_gradient(x)
+    entries = _jax.size_of(x.shape)
+    columns = _columns(_magnitude_bits(x if x.ndim else x[None]), Limits.of(half), rounded)
+    found = _reduced(columns, x.shape or (1,))
+    largest = jax.lax.bitcast_convert_type(found[0], FLOAT32)
+    sums = jnp.stack([jnp.float32(entries), *found[1:]])
+    return Figures(largest[None], jnp.full(1, -1, jnp.int32), sums[None])
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Where a half dtype ends, in the bits of float32 magnitudes.
+
+    Attributes:
+        mantissa: How many bits of a float32 mantissa it drops.
+        lowest: The exponent, as float32 writes it, of its least normal number.
+        flush: The largest magnitude that is rounded to zero.
+        normal: The least normal magnitude.
+        near: Where near overflow begins.
+        overflow: The least magnitude that is rounded to infinity.
+    """
+
+    mantissa: int
+    lowest: int
+    flush: int
+    normal: int
+    near: int
+    overflow: int
+
+    @classmethod
+    @functools.cache
+    def of(cls, dtype: Any) -> "Limits":
+        info = jnp.finfo(dtype)
+        high, least = float(info.max), float(info.smallest_subnormal)
+        # From half a unit beyond the largest number on; that tie goes to the even number, infinity.
+        unit = 2.0 ** (info.maxexp - 1 - info.nmant)
+        bits = [int(np.float32(x).view(np.uint32)) for x in (least / 2, high / 2**NEAR)]
+        overflow = int(np.float64(high + unit / 2).astype(np.float32).view(np.uint32))
+        lowest = 127 + info.minexp
+        return cls(23 - info.nmant, lowest, bits[0], lowest << 23, bits[1], overflow)
+
+
+def _magnitude_bits(x: jax.Array) -> jax.Array:
+    """Returns an array's magnitudes as the bits of float32."""
+    if x.dtype.itemsize == 2 and x.dtype != FLOAT16:  # bfloat16 is the upper half of a float32
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
+    else:
+        bits = jax.lax.bitcast_convert_type(x.astype(FLOAT32), jnp.uint32)
+    return bits & SIGN
+
+
+def _columns(bits: jax.Array, limits: Limits, rounded: bool) -> list[jax.Array]:
+    """Returns what is reduced: by a maximum the first, by sums the others."""
+    fits, zero = bits < limits.overflow, bits == 0
+    flushed, small = (bits <= limits.flush) & ~zero, (bits < limits.normal) & ~zero
+    near = (bits >= limits.near) & fits
+    error = _unit(bits, limits) / np.sqrt(12) if rounded else _error(bits, limits)
+    size = jax.lax.bitcast_convert_type(bits, FLOAT32)
+    signal: list[jax.Array] = []
+    noise: list[jax.Array] = []
+    exponent = (bits >> 23).astype(jnp.int32) - 127
+    for low, high, shift in BANDS:
+        here = fits & ~zero & (exponent >= low) & (exponent < high)
+        for sums, value in ((signal, size), (noise, error)):
+            scaled = value * np.float32(2.0**shift)
+            sums.append(jnp.where(here, scaled * scaled, 0))
+    nan = bits > INFINITE
+    counts = (zero, flushed, small & ~flushed, near, ~fits & ~nan, nan)
+    finite = jnp.where(bits < INFINITE, bits, 0)
+    return [finite, *(n.astype(jnp.uint32) for n in counts), *signal, *noise]
+
+
+def _error(bits: jax.Array, limits: Limits) -> jax.Array:
+    """Returns by how much rounding to half moves magnitudes; computed, for XLA may drop casts."""
+    size = jax.lax.bitcast_convert_type(bits, FLOAT32)
+    drop = limits.mantissa
+    up = np.uint32((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)
+    kept = (bits + up) & np.uint32(0xFFFFFFFF << drop & 0xFFFFFFFF)
+    half = jax.lax.bitcast_convert_type(kept, FLOAT32)
+    if limits.lowest > 1:  # subnormal numbers of float16, evenly spaced
+        unit = np.float32(2.0 ** (limits.lowest - 127 - (23 - drop)))
+        half = jnp.where(bits < limits.normal, jnp.round(size / unit) * unit, half)
+    return size - half
+
+
+def _unit(bits: jax.Array, limits: Limits) -> jax.Array:
+    """Returns the half dtype's unit in the last place at magnitudes."""
+    kept = 23 - limits.mantissa
+    exponent = jnp.maximum(bits >> 23, max(limits.lowest, kept + 1)) - kept
+    return jax.lax.bitcast_convert_type(exponent << 23, FLOAT32)
+
+
+def _reduced(columns: Sequence[jax.Array], shape: Sequence[int]) -> list[jax.Array]:
+    """Reduces columns of one shape to scalars, in one pass over what they are computed from."""
+    rank = len(shape)
+    split = max((k for k in range(rank) if _jax.size_of(shape[k:]) >= FIRST), default=0)
+    partial = _pass(columns, range(split, rank))
+    partial = [partial[0], *(n.astype(FLOAT32) for n in partial[1:])]
+    return _pass(partial, range(split)) if split else partial
+
+
+def _pass(columns: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
+    def add(one, other):
+        return jnp.maximum(one[0], other[0]), *(
+            a + b for a, b in zip(one[1:], other[1:], strict=True)
+        )
+
+    starts = tuple(np.zeros((), column.dtype) for column in columns)
+    return list(jax.lax.reduce(tuple(columns), starts, add, tuple(axes)))

@@ -1,0 +1,319 @@
+"""Which values of a program are watched: found once, before anything is computed.
+
+Watched is what is stored in half: what matmuls read and give; casts to half, whose operand tells
+exactly what is lost; and other half values that are handed on, to a reduction, a kernel, a loop or
+two readers. What is left out lives in the registers of one fused kernel.
+
+A value is watched where it is made; who reads it, moved or not, is listed with it. What remat
+computes a second time is not watched again.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from mpjax._src import _jax
+from mpjax._src.dtypes import HALVES
+from mpjax._src.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, Inside, higher_order
+from mpjax._src.rules import HALF, MOVE, NEVER, PROGRAM, REDUCES, UNKNOWN, rule_of
+
+AGAIN = "rematted_computation"  # as JAX calls what it computes a second time
+CAST = "convert_element_type"
+
+
+@dataclasses.dataclass(eq=False)
+class Tensor:
+    """A value that is watched.
+
+    Attributes:
+        op: The primitive that reads or makes it.
+        part: What it is to that: "lhs", "rhs", "operand", "result" or "cast".
+        scopes: The names of the scopes that it stands in.
+        backward: Whether it belongs to the backward pass.
+        again: Whether remat computes it a second time.
+        half: The half dtype.
+        rounded: Whether it is rounded already where it is measured.
+        shape: Its shape: in a loop that of one turn, within shard_map that of one device.
+        lines: "file:line" of the user's code, and of the library called there, or "".
+        made: What JAX made it from: the same for what remat computes again.
+        readers: The matmuls that read it: the primitive, the part, the user's line, and whether
+            they belong to the backward pass.
+    """
+
+    op: str
+    part: str
+    scopes: tuple[str, ...]
+    backward: bool
+    again: bool
+    half: Any
+    rounded: bool
+    shape: tuple[int, ...]
+    lines: tuple[str, str]
+    made: Any
+    readers: list[tuple[str, str, str, bool]] = dataclasses.field(default_factory=list)
+
+    @property
+    def key(self) -> Any:
+        """What a tensor has in common with the same one, computed again."""
+        return self.made, self.scopes, self.op, self.part, self.half, self.shape
+
+
+# The tensors that a value is known as, by their half dtype: a float32 one may be cast to two.
+Known = dict[Any, Tensor]
+Places = dict[int, list[tuple[Any, Tensor]]]
+
+
+@dataclasses.dataclass(eq=False)
+class Watch:
+    """Which values of one program are watched.
+
+    Attributes:
+        before: By equation, operands to measure: pairs of a variable and its `Tensor`.
+        after: By equation, results to measure.
+        inside: By equation, the watches of the programs inside, in the order of `Inside`.
+    """
+
+    before: Places
+    after: Places
+    inside: dict[int, list["Watch"]]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is measured, in the order in which `evaluate` gives its figures."""
+        found = []
+        for i in sorted({*self.before, *self.after, *self.inside}):
+            found += [t for _, t in self.before.get(i, [])]
+            found += [t for watch in self.inside.get(i, []) for t in watch.tensors]
+            found += [t for _, t in self.after.get(i, [])]
+        return found
+
+    def without(self, dropped: set[Tensor]) -> "Watch":
+        """Returns a watch without some of the tensors."""
+
+        def kept(places: Places) -> Places:
+            return {i: [(v, t) for v, t in p if t not in dropped] for i, p in places.items()}
+
+        inside = {i: [w.without(dropped) for w in watches] for i, watches in self.inside.items()}
+        return Watch(kept(self.before), kept(self.after), inside)
+
+
+def watch(jaxpr: Any) -> Watch:
+    """Returns what is watched of a program."""
+    inner, _ = _jax.open_jaxpr(jaxpr)
+    everything = [True] * len(inner.outvars)
+    found, _ = _Walk().walk(inner, [{} for _ in inner.invars], everything)
+    first = {t.key: t for t in reversed(found.tensors) if not t.again}
+    twice = {t for t in found.tensors if t.again and t.key in first}
+    for tensor in twice:
+        first[tensor.key].readers += tensor.readers
+    return found.without(twice)
+
+
+def is_entered(eqn: Any) -> bool:
+    """Tells whether the programs inside an equation are looked into."""
+    row = higher_order(eqn.primitive.name)
+    return row.kind in (CALL, MAP, SCAN, WHILE, BRANCH) and not row.pinned
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """A walk through a program that stands at some place."""
+
+    scopes: tuple[str, ...] = ()
+    backward: bool = False
+    again: bool = False
+
+    def walk(
+        self, jaxpr: Any, given: Sequence[Known], wanted: Sequence[bool]
+    ) -> tuple[Watch, list[Known]]:
+        """Returns what is watched of an open jaxpr, and the tensors that its results are.
+
+        Args:
+            jaxpr: The program.
+            given: The tensors that its arguments are.
+            wanted: Which of its results are handed on.
+        """
+        known: dict[Any, Known] = collections.defaultdict(dict)
+        known.update(zip(jaxpr.invars, given, strict=True))
+        live, stored, makers = _uses(jaxpr, wanted)
+        found = Watch({}, {}, {})
+        for i, eqn in enumerate(jaxpr.eqns):
+            if i not in live:
+                continue
+            here = self._at(eqn)
+            if is_entered(eqn):
+                found.inside[i] = here._enter(eqn, known, stored)
+                continue
+            for v, part, half in _read(eqn, makers):
+                if half not in known[v]:
+                    tensor = known[v][half] = here._tensor(eqn, v, part, half, v.aval.dtype == half)
+                    found.before.setdefault(i, []).append((v, tensor))
+                if part != "cast":
+                    line, way = _jax.source_lines(eqn)[0], here.backward
+                    known[v][half].readers.append((eqn.primitive.name, part, line, way))
+            if eqn.primitive.name == CAST and _is_half(eqn.outvars[0]):
+                known[eqn.outvars[0]] = known[eqn.invars[0]] if _is_var(eqn.invars[0]) else {}
+            if _moves(eqn):
+                for operand, v in zip(_moved(eqn), eqn.outvars, strict=True):
+                    known[v] = known[operand] if _is_var(operand) else {}
+            for v, maker, half in _made(eqn, stored, makers):
+                tensor = self._at(maker)._tensor(maker, v, "result", half, True)
+                known[v] = {half: tensor}
+                found.after.setdefault(i, []).append((v, tensor))
+        return found, [known[v] if _is_var(v) else {} for v in jaxpr.outvars]
+
+    def _at(self, eqn: Any) -> "_Walk":
+        stack = eqn.source_info.name_stack
+        names, transforms = _jax.scope_names(stack), _jax.transforms(stack)
+        scopes = tuple(name for name in names if name != AGAIN)
+        inside = scopes[: len(self.scopes)] == self.scopes  # a transposed jit repeats where it is
+        return _Walk(
+            scopes if inside else self.scopes + scopes,
+            self.backward or "transpose" in transforms,
+            self.again or AGAIN in (*names, *transforms),
+        )
+
+    def _enter(self, eqn: Any, known: dict[Any, Known], stored: set[Any]) -> list[Watch]:
+        """Looks into the programs of an equation."""
+        row = higher_order(eqn.primitive.name)
+        once = row.kind in (CALL, MAP)
+        watches = []
+        for inside in row.wire(eqn):
+            program, _ = _jax.open_jaxpr(inside.program)
+            if inside.outs == [None]:  # the condition of a loop
+                watches.append(Watch({}, {}, {}))
+                continue
+            wanted = [not once or eqn.outvars[n] in stored for n in inside.outs]
+            watch, results = self.walk(program, _given(eqn, inside, known, once), wanted)
+            watches.append(watch)
+            carried = {result for result, _ in inside.carry}
+            for n, result in zip(inside.outs, results, strict=True):
+                if row.kind != BRANCH and n not in carried:
+                    known[eqn.outvars[n]] = result
+        return watches
+
+    def _tensor(self, eqn: Any, v: Any, part: str, half: Any, rounded: bool) -> Tensor:
+        return Tensor(
+            *(eqn.primitive.name, part, self.scopes, self.backward, self.again, half, rounded),
+            *(v.aval.shape, _jax.source_lines(eqn), _jax.line_key(eqn)),
+        )
+
+
+def _given(eqn: Any, inside: Inside, known: dict[Any, Known], once: bool) -> list[Known]:
+    """Returns the tensors that the arguments of a program inside are."""
+    carried = {argument for _, argument in inside.carry}
+    found: list[Known] = []
+    for n, i in enumerate(inside.ins):
+        atom = eqn.invars[i]
+        if n in carried or not _is_var(atom):
+            found.append({})
+        else:  # what is measured in some turn or branch is not known outside of it
+            found.append(known[atom] if once else dict(known[atom]))
+    return found
+
+
+def _read(eqn: Any, makers: dict[Any, Any]) -> Iterator[tuple[Any, str, Any]]:
+    """Yields what an equation reads in half: a variable, its part, and the half dtype."""
+    name, asked = eqn.primitive.name, eqn.params.get("half")
+    need = rule_of(name).need
+    if name == CAST:
+        (v,), new = eqn.invars, eqn.params["new_dtype"]
+        if new in HALVES and _is_float(v) and v.aval.dtype != new and v not in makers:
+            yield v, "cast", new
+    elif need in (HALF, PROGRAM, UNKNOWN.need):
+        parts = ("lhs", "rhs") if need == HALF else ()
+        for i, v in enumerate(eqn.invars):
+            part = parts[i] if i < len(parts) else "operand"
+            if _is_half(v):
+                yield v, part, v.aval.dtype
+            elif asked in HALVES and part != "operand" and _is_float(v):
+                yield v, part, asked
+
+
+def _made(eqn: Any, stored: set[Any], makers: dict[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """Yields what an equation makes in half: a variable, what made it, and the half dtype."""
+    name, asked = eqn.primitive.name, eqn.params.get("half")
+    if name == CAST:
+        (v,), (out,) = eqn.invars, eqn.outvars
+        if _is_half(out) and _is_var(v) and v in makers:
+            yield out, makers[v], out.aval.dtype
+    elif not _moves(eqn):
+        is_matmul = rule_of(name).need == HALF
+        for v in eqn.outvars:
+            if _is_half(v) and (is_matmul or v in stored):
+                yield v, eqn, v.aval.dtype
+            elif is_matmul and asked in HALVES and _is_float(v):
+                yield v, eqn, asked  # on one device it is a half result, cast
+
+
+def _uses(jaxpr: Any, wanted: Sequence[bool]) -> tuple[set[int], set[Any], dict[Any, Any]]:
+    """Looks through a program backwards.
+
+    Returns:
+        The numbers of the equations that something reads; the variables that are handed on; and
+        the matmuls of half whose accumulators, float32, are read by a cast to half alone: a device
+        gives the half result at once.
+    """
+    outs = [(v, want) for v, want in zip(jaxpr.outvars, wanted, strict=True) if _is_var(v)]
+    readers: dict[Any, list[Any]] = {v: [] for v, _ in outs}
+    stored, live = {v for v, want in outs if want}, set()
+    for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
+        if not (eqn.effects or any(v in readers for v in eqn.outvars)):
+            continue
+        live.add(i)
+        hands_on = not is_elementwise(eqn) or (
+            _moves(eqn) and any(v in stored for v in eqn.outvars)
+        )
+        for v in filter(_is_var, eqn.invars):
+            readers.setdefault(v, []).append(eqn)
+            if hands_on or len(readers[v]) > 1:
+                stored.add(v)
+    makers = {}
+    results = {v for v, _ in outs}
+    for eqn in jaxpr.eqns:
+        v = eqn.outvars[0] if eqn.outvars else None
+        if rule_of(eqn.primitive.name).need == HALF and all(map(_is_half, eqn.invars[:2])):
+            casts = [e for e in readers.get(v, ()) if e.primitive.name == CAST]
+            alone = casts and len(casts) == len(readers[v]) and v not in results
+            if alone and not _is_half(v) and all(_is_half(e.outvars[0]) for e in casts):
+                makers[v] = eqn
+    return live, stored, makers
+
+
+def is_elementwise(eqn: Any) -> bool:
+    """Tells what compilers fuse with what it reads."""
+    if is_entered(eqn):
+        row = higher_order(eqn.primitive.name)
+        programs = [_jax.open_jaxpr(inside.program)[0] for inside in row.wire(eqn)]
+        return row.kind == CALL and all(is_elementwise(e) for p in programs for e in p.eqns)
+    rule = rule_of(eqn.primitive.name)
+    return rule.cost != NEVER and REDUCES not in rule.traits
+
+
+def _moves(eqn: Any) -> bool:
+    """Tells what gives entries of its operands, as they are."""
+    rule = rule_of(eqn.primitive.name)
+    return rule.need == MOVE and REDUCES not in rule.traits
+
+
+def _moved(eqn: Any) -> list[Any]:
+    """Returns the operand that each result of a move is of: the first where it joins some."""
+    if len(eqn.outvars) == len(eqn.invars):
+        return list(eqn.invars)
+    return [eqn.invars[0]] * len(eqn.outvars)
+
+
+def _is_var(atom: Any) -> bool:
+    return not isinstance(atom, _jax.Literal)
+
+
+def _is_float(atom: Any) -> bool:
+    dtype = getattr(atom.aval, "dtype", None)
+    return _is_var(atom) and dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def _is_half(atom: Any) -> bool:
+    return _is_var(atom) and getattr(atom.aval, "dtype", None) in HALVES

@@ -1,0 +1,139 @@
+"""What is at risk, and why: rules over what was seen of a tensor, now and in earlier samples.
+
+1. Gone: it holds NaN, or Inf beside values near the dtype's end, or nothing finite. (An Inf far
+   from there is a mask's.)
+2. At the edge: it has less room than it took between two samples at most, and never more than one
+   power of two, by which a loss scale grows: the next sample may be beyond.
+3. Growing: the line through the logarithms of its largest magnitudes meets the dtype's end. It is
+   believed as far ahead as it looks back.
+4. Fading: rounding's noise is eight times what it is in the dtype's normal range: three of its bits
+   are gone, because the values are subnormal or flushed.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src.dtypes import FLOAT16, canonical
+from mpjax._src.reports import short
+from mpjax._src.watching.figures import NEAR
+
+LEAST_MARGIN = 1.0  # powers of two: of rule 2
+ENOUGH = 3  # samples: of rule 3, for two points are always on a line
+BITS_LOST = 3  # of rule 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Risk:
+    """What is at risk.
+
+    Attributes:
+        kind: "gone", "edge", "growing" or "fading".
+        urgency: The less, the more urgent.
+        text: A sentence of what was seen, and one of what to do.
+        steps_left: Of "growing", in how many steps it overflows if it goes on; else None.
+    """
+
+    kind: str
+    urgency: float
+    text: str
+    steps_left: float | None = None
+
+
+def growth_of(steps: Sequence[int], past: Sequence[float]) -> float | None:
+    """Returns by how many powers of two a magnitude grows per step; None where too little is known.
+
+    Args:
+        steps: The numbers of the steps that were sampled.
+        past: The largest magnitudes then.
+    """
+    seen = [(s, math.log2(x)) for s, x in zip(steps, past, strict=False) if x > 0]
+    if len(seen) < ENOUGH:
+        return None
+    at, logs = np.asarray(seen, np.float64).T
+    at = at - at.mean()
+    return float(at @ (logs - logs.mean()) / (at @ at))
+
+
+def usual_noise(dtype: Any) -> float:
+    """Returns rounding's noise against values in a dtype's normal range, at most."""
+    return float(jnp.finfo(dtype).eps) / math.sqrt(12)
+
+
+def risk_of(row: Any, steps: Sequence[int], past: Sequence[float]) -> Risk | None:
+    """Returns what is at risk of a `PrecisionRow`, by the first rule that holds; or None."""
+    dtype = canonical(row.dtype, "dtype")
+    high = float(jnp.finfo(dtype).max)
+    end = f"{row.dtype}'s {high:g}" if dtype == FLOAT16 else f"{row.dtype}'s {high:.1e}"
+    name = _name(row)
+    room = math.inf if row.headroom is None else row.headroom
+    if row.nan or (row.overflowed and (room < NEAR or row.overflowed + row.nan >= 1)):
+        found = f"{row.overflowed:.2%} Inf" if not row.nan else f"{row.nan:.2%} NaN"
+        return Risk("gone", -1, f"{name} holds {found}. {_smaller(row)}")
+    if row.headroom is None:
+        return None
+    largest = f"2^{math.log2(row.largest):.1f}"
+    rises = [math.log2(b / a) for a, b in itertools.pairwise(past) if a > 0 and b > 0]
+    margin = max([LEAST_MARGIN, *rises])
+    if room < margin:
+        why = (
+            f"it rose by {margin:.1f} between two samples"
+            if margin > LEAST_MARGIN
+            else (
+                "a loss scale grows by one"
+                if row.direction == "backward"
+                else "one is left at most"
+            )
+        )
+        seen = f"{name} reaches {largest}, {max(room, 0):.1f} powers of two below {end}, and {why}"
+        return Risk("edge", room, f"{seen}. {_smaller(row)}", 0.0)
+    span = steps[-1] - steps[0] if len(steps) > 1 else 0
+    if row.growth and row.growth > 0 and room / row.growth <= span:
+        left = room / row.growth
+        return Risk(
+            "growing",
+            100 + left / span,
+            f"{name} reaches {largest} and grows by 2^{row.growth * span:.1f} in {span} steps: it "
+            f"passes {end} in about {max(1, round(left))} more. {_smaller(row)}",
+            left,
+        )
+    if row.noise is not None and row.noise > 2**BITS_LOST * usual_noise(dtype):
+        bits = math.log2(row.noise / usual_noise(dtype))
+        seen = f"{name} lies so low that rounding takes {bits:.0f} bits more of it than usual"
+        lost = [
+            f"{x:.1%} {w}" for x, w in ((row.flushed, "flushed"), (row.subnormal, "small")) if x
+        ]
+        counts = f" ({', '.join(lost)})" if lost else ""
+        return Risk("fading", 200 - bits, f"{seen}{counts}. {_larger(row)}")
+    return None
+
+
+def _name(row: Any) -> str:
+    at = f" ({short(row.source)})" if row.source and row.scope else ""
+    turn = "" if row.turn is None else f", turn {row.turn},"
+    return f"{row.name}{at}{turn}"
+
+
+def _smaller(row: Any) -> str:
+    if row.direction == "backward" and row.dtype == "float16":
+        return f"A lower loss scale holds it (a dynamic one falls by itself), or {_wider(row)}."
+    other = " or bfloat16" if row.dtype == "float16" else ""
+    return f"Keep it in float32{other}: {_wider(row)}."
+
+
+def _larger(row: Any) -> str:
+    if row.direction == "backward":
+        return f"Raise the loss scale, see mpjax.recommend_loss_scale, or {_wider(row)}."
+    return f"Keep it in float32: {_wider(row)}."
+
+
+def _wider(row: Any) -> str:
+    if not row.scope:
+        return "mpjax.full_precision around that line"
+    pattern = "*" + "/".join(row.scope.split("/")[-2:]) + "*"
+    return f'policy.override({{"{pattern}": "float32"}})'

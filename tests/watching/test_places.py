@@ -1,0 +1,155 @@
+"""Which tensors of a program are watched, and what they are called."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from mpjax._src import _jax
+
+X, W, V = jnp.ones((4, 8)), jnp.full((8, 16), 0.1), jnp.full((16, 2), 0.1)
+
+
+def loss(params, x):
+    with jax.named_scope("first"):
+        h = jnp.tanh(x @ params["w"])
+    with jax.named_scope("second"):
+        return jnp.mean((h @ params["v"]) ** 2)
+
+
+PARAMS = {"w": W, "v": V}
+
+
+def watched(fun, *args):
+    return jax.eval_shape(mpjax.measure_precision(fun), *args)[1].tensors
+
+
+def kinds(tensors):
+    return sorted((t.op, t.part, t.scope, t.direction) for t in tensors)
+
+
+def halved(fun):
+    return lambda params, x: fun(*jax.tree.map(lambda v: v.astype(jnp.float16), (params, x)))
+
+
+def test_each_matmul_of_forward_and_backward_is_watched():
+    tensors = watched(jax.grad(mpjax.autocast(loss, "mixed_float16")), PARAMS, X)
+    results = [
+        (t.scope, t.direction) for t in tensors if (t.op, t.part) == ("dot_general", "result")
+    ]
+    assert sorted(results) == [
+        *(("first", "backward"), ("first", "forward")),
+        *(("second", "backward"), ("second", "backward")),
+    ]  # the last one of the forward pass hands out its float32 accumulator
+    reads = [r.split(",")[0].split(" at")[0] for t in tensors for r in t.readers]
+    assert sorted(reads) == ["lhs of dot_general"] * 5 + ["rhs of dot_general"] * 5
+    assert all(t.source.startswith(__file__) for t in tensors)
+
+
+def test_what_several_read_is_measured_once():
+    def fun(x):
+        half = x.astype(jnp.bfloat16)
+        return half.T @ half, jnp.transpose(half) @ half.reshape(4, 8), x.astype(jnp.bfloat16)
+
+    tensors = watched(fun, X)
+    assert kinds(tensors) == [
+        ("convert_element_type", "cast", "", "forward"),
+        *[("dot_general", "result", "", "forward")] * 2,
+    ]
+    (cast,) = (t for t in tensors if t.part == "cast")
+    reads = [r.split(" at ")[0] for r in cast.readers]
+    assert reads == ["lhs of dot_general", "rhs of dot_general"] * 2
+
+
+def test_a_float32_program_and_dead_code_have_nothing_to_watch():
+    assert watched(jax.grad(loss), PARAMS, X) == ()
+
+    def fun(x):
+        _ = x.astype(jnp.float16) @ W.astype(jnp.float16)
+        return x
+
+    assert watched(fun, X) == ()
+
+
+def test_half_values_that_are_handed_on_are_watched_and_others_are_not():
+    def residual(x):
+        h = x.astype(jnp.float16)
+        h = h + jnp.tanh(h * 2) * 3  # read twice below; what it is made of is read once
+        return h.astype(jnp.float32) + jax.nn.relu(h).sum()
+
+    tensors = watched(residual, X)
+    assert [(t.op, t.part) for t in tensors if t.op == "add"] == [("add", "result")]
+    assert not [t for t in tensors if t.op in ("tanh", "mul")]
+
+
+def test_remat_does_not_double_rows():
+    plain = halved(loss)
+    again = jax.checkpoint(plain)
+    first = watched(jax.value_and_grad(plain), PARAMS, X)
+    second = watched(jax.value_and_grad(again), PARAMS, X)
+    matmuls = [[t for t in found if t.op == "dot_general"] for found in (first, second)]
+    assert kinds(matmuls[0]) == kinds(matmuls[1])
+    assert len(watched(jax.value_and_grad(jax.checkpoint(loss)), PARAMS, X)) == 0
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_convolutions_and_their_gradients(half):
+    kernel = jnp.ones((3, 3, 2, 4))
+
+    def fun(kernel, x):
+        out = jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", None, None, ("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.sum(out**2)
+
+    step = jax.grad(mpjax.autocast(fun, f"mixed_{half}"), (0, 1))
+    tensors = watched(step, kernel, jnp.ones((2, 8, 8, 2)))
+    results = [t.direction for t in tensors if (t.op, t.part) == ("conv_general_dilated", "result")]
+    assert sorted(results) == ["backward", "backward", "forward"]
+    assert {t.dtype for t in tensors} == {half}
+
+
+def test_an_accumulator_that_is_cast_at_once_is_not_written_down():
+    def fun(x, w):
+        return jax.lax.dot(x, w, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
+
+    tensors = watched(fun, X.astype(jnp.bfloat16), W.astype(jnp.bfloat16))
+    result = [t for t in tensors if t.part == "result"]
+    assert [(t.op, t.rounded) for t in result] == [("dot_general", True)]
+    assert not [t for t in tensors if t.part == "cast"]
+
+
+def test_a_whole_step_and_its_names():
+    init, step = mpjax.build_train_step(loss, optax.adamw(1e-2), "mixed_float16")
+    (_, metrics), precision = jax.jit(mpjax.measure_precision(step))(init(PARAMS), X)
+    names = [t.name for t in precision.tensors]
+    assert len({*names}) == len(names) and "first/dot_general/result" in names
+    assert metrics["loss"] > 0
+
+
+def test_nothing_calls_the_host():
+    init, step = mpjax.build_train_step(loss, optax.adamw(1e-2), "mixed_float16")
+    jaxpr = jax.make_jaxpr(mpjax.measure_precision(step))(init(PARAMS), X)
+
+    def primitives(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield eqn.primitive.name
+            for inner in _jax.inner_jaxprs(eqn):
+                yield from primitives(inner)
+
+    assert not jaxpr.effects
+    assert not [name for name in primitives(jaxpr.jaxpr) if "callback" in name or "print" in name]
+
+
+def test_static_arguments_and_keywords_reach_the_function():
+    def fun(x, *, power, name):
+        assert name == "n"
+        return x.astype(jnp.float16) ** power
+
+    out, precision = mpjax.measure_precision(fun)(X, power=2, name="n")
+    np.testing.assert_array_equal(out, X.astype(jnp.float16) ** 2)
+    assert precision.rows[-1].entries == X.size
+    with pytest.raises(TypeError, match="fun="):
+        mpjax.measure_precision("mixed_float16")
