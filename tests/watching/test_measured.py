@@ -26,7 +26,7 @@ def expected(x, half):
         kept = x.astype(half).astype(np.float64)
     size, info = np.abs(x.astype(np.float64)), jnp.finfo(half)
     fits, there = np.isfinite(kept), size != 0
-    signal = np.sum(size[fits] ** 2)
+    told = fits & (size >= 2.0**-70) & (size < 2.0**30)
     return {
         "entries": x.size,
         "largest": size[np.isfinite(size)].max(),
@@ -36,7 +36,7 @@ def expected(x, half):
         "near": np.mean(fits & (size >= float(info.max) / 16)),
         "overflowed": np.mean(~fits & ~np.isnan(x)),
         "nan": np.mean(np.isnan(x)),
-        "noise": math.sqrt(np.sum(error[fits] ** 2) / signal),
+        "noise": math.sqrt(np.sum(error[told] ** 2) / np.sum(size[told] ** 2)),
     }
 
 

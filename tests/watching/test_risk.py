@@ -91,6 +91,7 @@ def kinds(report):
         (jnp.array([1e-4, 1.0]), []),
         (jnp.full(9, 1.05e-6), ["fading"]),
         (jnp.full(9, 1e-9), ["fading"]),
+        (jnp.full(9, 1e-30), ["fading"]),
         (jnp.zeros(9), []),
     ],
 )

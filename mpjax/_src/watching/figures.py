@@ -19,11 +19,11 @@ from mpjax._src.dtypes import FLOAT16, FLOAT32
 # An entry counts as near overflow from this many powers of two below the largest number on.
 NEAR = 4
 
-# Squares are summed by bands of magnitude, so that neither 1e-30 nor 1e30 leaves float32: an entry
-# in [2**low, 2**high) is multiplied by 2**shift before it is squared.
-BANDS = ((-127, -40, 84), (-40, 40, 0), (40, 128, -84))
+# Rounding's noise is told of entries between these powers of two, multiplied by the third before
+# they are squared: squares of others leave float32. (Beyond the second lie masks of attention.)
+LEAST, MOST, SHIFT = -70, 30, 20
 COUNTS = ("zeros", "flushed", "subnormal", "near", "overflowed", "nan")
-COLUMNS = 1 + len(COUNTS) + 2 * len(BANDS)
+COLUMNS = 1 + len(COUNTS) + 2
 
 # An array is reduced along so many entries first, then over the rest: long float32 sums drift.
 FIRST = 1024
@@ -42,7 +42,7 @@ class Figures:
         largest: The largest finite magnitude of each, before it was rounded to half; float32.
         turn: In which turn of the innermost loop around it that was, int32; -1 outside of loops.
         sums: Float32, of shape (n, `COLUMNS`): how many entries there are, and how many by
-            `COUNTS`; then by `BANDS` the sums of squares of the entries, and of rounding's errors.
+            `COUNTS`; then the sums of squares, of the entries and of rounding's errors.
     """
 
     largest: jax.Array
@@ -92,12 +92,14 @@ def measure(x: jax.Array, half: Any, rounded: bool) -> Figures:
         `Figures` of one array.
     """
     x = jax.lax.stop_gradient(x)
-    entries = _jax.size_of(x.shape)
-    columns = _columns(_magnitude_bits(x if x.ndim else x[None]), Limits.of(half), rounded)
-    found = _reduced(columns, x.shape or (1,))
-    largest = jax.lax.bitcast_convert_type(found[0], FLOAT32)
-    sums = jnp.stack([jnp.float32(entries), *found[1:]])
-    return Figures(largest[None], jnp.full(1, -1, jnp.int32), sums[None])
+    entries, shape = _jax.size_of(x.shape), x.shape or (1,)
+    bits, limits = _magnitude_bits(x.reshape(shape)), Limits.of(half)
+    finite = jnp.where(bits < INFINITE, bits, 0)
+    columns = [finite, *_counts(bits, limits), *_squares(bits, limits, rounded)]
+    found, *sums = _reduced(columns, shape)
+    largest = jax.lax.bitcast_convert_type(found, FLOAT32)
+    every = jnp.stack([jnp.float32(entries), *sums])
+    return Figures(largest[None], jnp.full(1, -1, jnp.int32), every[None])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,25 +144,23 @@ def _magnitude_bits(x: jax.Array) -> jax.Array:
     return bits & SIGN
 
 
-def _columns(bits: jax.Array, limits: Limits, rounded: bool) -> list[jax.Array]:
-    """Returns what is reduced: by a maximum the first, by sums the others."""
-    fits, zero = bits < limits.overflow, bits == 0
+def _counts(bits: jax.Array, limits: Limits) -> list[jax.Array]:
+    """Returns which entries count, by `COUNTS`."""
+    fits, zero, nan = bits < limits.overflow, bits == 0, bits > INFINITE
     flushed, small = (bits <= limits.flush) & ~zero, (bits < limits.normal) & ~zero
     near = (bits >= limits.near) & fits
-    error = _unit(bits, limits) / np.sqrt(12) if rounded else _error(bits, limits)
+    found = zero, flushed, small & ~flushed, near, ~fits & ~nan, nan
+    return [which.astype(jnp.uint32) for which in found]
+
+
+def _squares(bits: jax.Array, limits: Limits, rounded: bool) -> list[jax.Array]:
+    """Returns the squares of entries, and of what rounding does to them."""
     size = jax.lax.bitcast_convert_type(bits, FLOAT32)
-    signal: list[jax.Array] = []
-    noise: list[jax.Array] = []
-    exponent = (bits >> 23).astype(jnp.int32) - 127
-    for low, high, shift in BANDS:
-        here = fits & ~zero & (exponent >= low) & (exponent < high)
-        for sums, value in ((signal, size), (noise, error)):
-            scaled = value * np.float32(2.0**shift)
-            sums.append(jnp.where(here, scaled * scaled, 0))
-    nan = bits > INFINITE
-    counts = (zero, flushed, small & ~flushed, near, ~fits & ~nan, nan)
-    finite = jnp.where(bits < INFINITE, bits, 0)
-    return [finite, *(n.astype(jnp.uint32) for n in counts), *signal, *noise]
+    error = _unit(bits, limits) / np.sqrt(12) if rounded else _error(bits, limits)
+    low, high = ((127 + power) << 23 for power in (LEAST, MOST))
+    here = (bits >= low) & (bits < min(high, limits.overflow))
+    scaled = [jnp.where(here, value * np.float32(2.0**SHIFT), 0) for value in (size, error)]
+    return [value * value for value in scaled]
 
 
 def _error(bits: jax.Array, limits: Limits) -> jax.Array:
@@ -184,19 +184,18 @@ def _unit(bits: jax.Array, limits: Limits) -> jax.Array:
 
 
 def _reduced(columns: Sequence[jax.Array], shape: Sequence[int]) -> list[jax.Array]:
-    """Reduces columns of one shape to scalars, in one pass over what they are computed from."""
+    """Reduces columns to scalars in one pass: the first by a maximum, the others by sums."""
     rank = len(shape)
     split = max((k for k in range(rank) if _jax.size_of(shape[k:]) >= FIRST), default=0)
-    partial = _pass(columns, range(split, rank))
-    partial = [partial[0], *(n.astype(FLOAT32) for n in partial[1:])]
-    return _pass(partial, range(split)) if split else partial
 
-
-def _pass(columns: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
     def add(one, other):
-        return jnp.maximum(one[0], other[0]), *(
-            a + b for a, b in zip(one[1:], other[1:], strict=True)
-        )
+        pairs = zip(one[1:], other[1:], strict=True)
+        return jnp.maximum(one[0], other[0]), *(a + b for a, b in pairs)
 
-    starts = tuple(np.zeros((), column.dtype) for column in columns)
-    return list(jax.lax.reduce(tuple(columns), starts, add, tuple(axes)))
+    def reduce(columns, axes):
+        starts = tuple(np.zeros((), column.dtype) for column in columns)
+        return jax.lax.reduce(tuple(columns), starts, add, tuple(axes))
+
+    head, *rest = reduce(columns, range(split, rank))
+    found = [head, *(column.astype(FLOAT32) for column in rest)]
+    return list(reduce(found, range(split))) if split else found

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpjax._src.dtypes import canonical, short_name
 from mpjax._src.reports import Report, short, table, where, wrapped
-from mpjax._src.watching.figures import BANDS, COUNTS, NEAR, Figures
+from mpjax._src.watching.figures import COUNTS, NEAR, Figures
 from mpjax._src.watching.places import Tensor
 from mpjax._src.watching.risk import Risk, growth_of, risk_of
 
@@ -76,8 +76,9 @@ class PrecisionRow(WatchedTensor):
         near: The share within 2**4 of the dtype's largest number.
         overflowed: The share that is infinite in half.
         nan: The share that is NaN.
-        noise: The error of rounding over the values, both as root mean squares of the finite
-            entries; measured, or if `rounded` what it is on average. None where all are zero.
+        noise: The error of rounding over the values, both as root mean squares of the
+            entries between 2**-70 and 2**30; measured, or if `rounded` what it is on average. None
+            where there are none.
         growth: By how many powers of two the largest grew per step over the samples so far; None
             before there are three.
         risk: What is at risk, a `Risk`, or None.
@@ -215,9 +216,9 @@ def _row(
     shares: dict[str, Any] = {name: float(n / max(entries, 1)) for name, n in counts.items()}
     if tensor.rounded:
         shares["flushed"] = None
-    scales = np.asarray([2.0 ** (-2 * shift) for *_, shift in BANDS])
-    bands = sums[1 + len(COUNTS) :].reshape(2, len(BANDS))
-    signal, noise = (float(np.sum(band * scales)) for band in bands)
+    signal, noise = map(float, sums[-2:])
+    if not signal and shares["flushed"]:  # all so small that its squares are nothing: all is lost
+        signal = noise = 1.0
     high = float(jnp.finfo(canonical(tensor.dtype, "dtype")).max)
     growth = growth_of(steps, past)
     row = PrecisionRow(
