@@ -33,7 +33,7 @@ SCALARS = (bool, int, float, np.generic, np.ndarray, jax.Array)
 REPORTS = (GradientHistogram, Overflow, PrecisionReport, Stalled, Underflow)
 
 # What is logged of a watched tensor, of those of its figures that are known.
-FIGURES = ("largest", "headroom", "flushed", "subnormal", "near", "overflowed", "nan", "noise")
+FIGURES = ("largest", "headroom", "flushed", "subnormal", "near", "overflowed", "noise")
 
 # What TensorBoard's writers call the method for numbers, and the one for text.
 METHODS = {"add_scalar": "add_text", "scalar": "text"}

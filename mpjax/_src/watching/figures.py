@@ -22,7 +22,7 @@ NEAR = 4
 # Rounding's noise is told of entries between these powers of two, multiplied by the third before
 # they are squared: squares of others leave float32. (Beyond the second lie masks of attention.)
 LEAST, MOST, SHIFT = -70, 30, 20
-COUNTS = ("zeros", "flushed", "subnormal", "near", "overflowed", "nan")
+COUNTS = ("zeros", "flushed", "subnormal", "near", "overflowed")
 COLUMNS = 1 + len(COUNTS) + 2
 
 # An array is reduced along so many entries first, then over the rest: long float32 sums drift.
@@ -42,7 +42,8 @@ class Figures:
         largest: The largest finite magnitude of each, before it was rounded to half; float32.
         turn: In which turn of the innermost loop around it that was, int32; -1 outside of loops.
         sums: Float32, of shape (n, `COLUMNS`): how many entries there are, and how many by
-            `COUNTS`; then the sums of squares, of the entries and of rounding's errors.
+            `COUNTS`; then the sums of squares, of the entries (NaN where there is
+            one) and of rounding's errors.
     """
 
     largest: jax.Array
@@ -146,21 +147,21 @@ def _magnitude_bits(x: jax.Array) -> jax.Array:
 
 def _counts(bits: jax.Array, limits: Limits) -> list[jax.Array]:
     """Returns which entries count, by `COUNTS`."""
-    fits, zero, nan = bits < limits.overflow, bits == 0, bits > INFINITE
+    fits, zero = bits < limits.overflow, bits == 0
     flushed, small = (bits <= limits.flush) & ~zero, (bits < limits.normal) & ~zero
     near = (bits >= limits.near) & fits
-    found = zero, flushed, small & ~flushed, near, ~fits & ~nan, nan
+    found = zero, flushed, small & ~flushed, near, ~fits
     return [which.astype(jnp.uint32) for which in found]
 
 
 def _squares(bits: jax.Array, limits: Limits, rounded: bool) -> list[jax.Array]:
-    """Returns the squares of entries, and of what rounding does to them."""
+    """Returns the squares of entries, a NaN among them, and of what rounding does to them."""
     size = jax.lax.bitcast_convert_type(bits, FLOAT32)
     error = _unit(bits, limits) / np.sqrt(12) if rounded else _error(bits, limits)
     low, high = ((127 + power) << 23 for power in (LEAST, MOST))
     here = (bits >= low) & (bits < min(high, limits.overflow))
-    scaled = [jnp.where(here, value * np.float32(2.0**SHIFT), 0) for value in (size, error)]
-    return [value * value for value in scaled]
+    signal, noise = (jnp.where(here, x * np.float32(2.0**SHIFT), 0) for x in (size, error))
+    return [jnp.where(bits > INFINITE, size, signal * signal), noise * noise]
 
 
 def _error(bits: jax.Array, limits: Limits) -> jax.Array:
@@ -184,18 +185,18 @@ def _unit(bits: jax.Array, limits: Limits) -> jax.Array:
 
 
 def _reduced(columns: Sequence[jax.Array], shape: Sequence[int]) -> list[jax.Array]:
-    """Reduces columns to scalars in one pass: the first by a maximum, the others by sums."""
+    """Reduces columns to scalars: the first by a maximum, the others by sums.
+
+    XLA fuses up to eight of them to one pass. (One reduction of many operands may take more shared
+    memory than a GPU has, which XLA does not count.)
+    """
     rank = len(shape)
     split = max((k for k in range(rank) if _jax.size_of(shape[k:]) >= FIRST), default=0)
 
-    def add(one, other):
-        pairs = zip(one[1:], other[1:], strict=True)
-        return jnp.maximum(one[0], other[0]), *(a + b for a, b in pairs)
-
     def reduce(columns, axes):
-        starts = tuple(np.zeros((), column.dtype) for column in columns)
-        return jax.lax.reduce(tuple(columns), starts, add, tuple(axes))
+        first, *rest = columns
+        return [jnp.max(first, axes, initial=0), *(jnp.sum(x, axes, x.dtype) for x in rest)]
 
-    head, *rest = reduce(columns, range(split, rank))
+    head, *rest = reduce(columns, tuple(range(split, rank)))
     found = [head, *(column.astype(FLOAT32) for column in rest)]
-    return list(reduce(found, range(split))) if split else found
+    return reduce(found, tuple(range(split))) if split else found

@@ -74,11 +74,11 @@ class PrecisionRow(WatchedTensor):
             because the tensor was half already.
         subnormal: The share that is stored with fewer bits than usual.
         near: The share within 2**4 of the dtype's largest number.
-        overflowed: The share that is infinite in half.
-        nan: The share that is NaN.
+        overflowed: The share that is Inf or NaN in half.
+        nan: Whether there is a NaN among them.
         noise: The error of rounding over the values, both as root mean squares of the
             entries between 2**-70 and 2**30; measured, or if `rounded` what it is on average. None
-            where there are none.
+            where there are none, or a NaN.
         growth: By how many powers of two the largest grew per step over the samples so far; None
             before there are three.
         risk: What is at risk, a `Risk`, or None.
@@ -93,7 +93,7 @@ class PrecisionRow(WatchedTensor):
     subnormal: float
     near: float
     overflowed: float
-    nan: float
+    nan: bool
     noise: float | None
     growth: float | None
     risk: Risk | None
@@ -228,7 +228,8 @@ def _row(
         turn=turn if turn >= 0 else None,
         headroom=math.log2(high) - math.log2(largest) if largest > 0 else None,
         **shares,
-        noise=math.sqrt(noise / signal) if signal else None,
+        nan=math.isnan(signal),
+        noise=math.sqrt(noise / signal) if signal > 0 else None,
         growth=growth,
         risk=None,
     )

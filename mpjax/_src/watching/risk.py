@@ -72,8 +72,8 @@ def risk_of(row: Any, steps: Sequence[int], past: Sequence[float]) -> Risk | Non
     end = f"{row.dtype}'s {high:g}" if dtype == FLOAT16 else f"{row.dtype}'s {high:.1e}"
     name = _name(row)
     room = math.inf if row.headroom is None else row.headroom
-    if row.nan or (row.overflowed and (room < NEAR or row.overflowed + row.nan >= 1)):
-        found = f"{row.overflowed:.2%} Inf" if not row.nan else f"{row.nan:.2%} NaN"
+    if row.nan or (row.overflowed and (room < NEAR or row.overflowed == 1)):
+        found = f"{row.overflowed:.2%} Inf{' and NaN' * row.nan}"
         return Risk("gone", -1, f"{name} holds {found}. {_smaller(row)}")
     if row.headroom is None:
         return None
