@@ -24,6 +24,7 @@ SUITES = {
     "gpu": "steps timed in pairs on a GPU",
     "weights": "what is kept for each weight: bytes, bytes moved, and held-out quality",
     "scaling": "loss scaling, memory and time as models and devices grow",
+    "watching": "steps whose precision is watched, compiled for an absent GPU: memory and bytes",
     "gate": "models of few layers, compiled for an H100: no worse than what is recorded",
 }
 

@@ -32,7 +32,7 @@ from ._src.instruments.histogram import (
 )
 from ._src.instruments.logs import JsonLines, flush_metrics, log_metrics
 from ._src.instruments.nonfinite import NonfiniteReport, find_nonfinite
-from ._src.instruments.plots import plot_compare, plot_gradient_histogram
+from ._src.instruments.plots import plot_compare, plot_gradient_histogram, plot_precision
 from ._src.instruments.tune import Tuning, tune
 from ._src.lint.linter import lint
 from ._src.lint.report import Finding, LintReport
@@ -145,6 +145,7 @@ __all__ = [
     "mixed_precision",
     "plot_compare",
     "plot_gradient_histogram",
+    "plot_precision",
     "precision",
     "raise_if_diverged",
     "recommend_loss_scale",

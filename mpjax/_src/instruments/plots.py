@@ -1,5 +1,6 @@
 """Pictures of what the instruments found. The only module that draws, with the extra `plot`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,14 @@ from mpjax._src.instruments.histogram import (
     exponent_of,
     limits_of,
 )
+from mpjax._src.watching.report import PrecisionReport
 
 # How many operations a picture names, and where it draws an infinite error.
 OPERATIONS = 5
 INFINITE = 8.0
+
+# How many tensors at risk a picture names.
+NAMED = 6
 
 # How many parameters a picture has room to name.
 PARAMETERS = 80
@@ -105,6 +110,69 @@ def plot_compare(comparison: Comparison, path: str | Path | None = None) -> Any:
     axes.set_xlabel("operations, in the order of the program")
     axes.set_ylabel("relative error against float32")
     figure.legend(fontsize="small", ncols=3, loc="outside upper center")
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+def plot_precision(reports: Sequence[PrecisionReport], path: str | Path | None = None) -> Any:
+    """Draws how much room watched tensors have left, step by step, and where each is named at risk.
+
+    Args:
+        reports: Those of one run, in order: what `watch_precision` put into the metrics.
+        path: Of a PNG to write, or None.
+
+    Returns:
+        A ``matplotlib.figure.Figure``.
+
+    Raises:
+        ImportError: Without matplotlib, the extra ``plot``.
+        TypeError: If ``reports`` are none.
+        ValueError: If there are none, or their steps have no numbers.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> step = mpjax.watch_precision(jax.jit(lambda x: x.astype(jnp.float16)), every=1)
+        >>> reports = [(step(jnp.ones(3) * 2**i), step.latest)[1] for i in range(4)]
+        >>> figure = mpjax.plot_precision(reports)
+    """
+    reports = list(reports)
+    if not all(isinstance(report, PrecisionReport) for report in reports):
+        raise TypeError(
+            f"reports={brief(reports)} must be a list of PrecisionReports: what "
+            'mpjax.watch_precision put into metrics["precision"].'
+        )
+    if not reports or not all(report.steps for report in reports):
+        raise ValueError("reports must be at least one of a step that watch_precision sampled.")
+    room: dict[str, list[tuple[int, float]]] = {}
+    named: dict[tuple[str, str], tuple[int, float]] = {}
+    for report in reports:
+        for row in report.rows:
+            if row.headroom is None:
+                continue
+            place = report.steps[-1], max(row.headroom, 0.0)
+            room.setdefault(row.name, []).append(place)
+            if row.risk:
+                named.setdefault((row.direction, row.name), place)
+    figure = _figure_class()(figsize=(11, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    first = sorted(named.items(), key=lambda item: item[1])
+    # The forward pass first: what overflows there no loss scale cures.
+    shown = sorted(first, key=lambda item: item[0][0] == "backward")[:NAMED]
+    colors = {name: f"C{i}" for i, ((_, name), _) in enumerate(shown)}
+    for name, places in room.items():
+        drawn = {"color": colors.get(name, "silver"), "lw": 1.8 if name in colors else 0.7}
+        axes.plot(*zip(*places, strict=True), **drawn, zorder=3 if name in colors else 2)
+    for (_, name), place in shown:
+        label = f"step {place[0]}: {name}"
+        axes.scatter(*place, s=70, color=colors[name], edgecolors="black", label=label, zorder=4)
+    axes.axhline(0, color="black", lw=1.2)
+    axes.set_ylim(bottom=-0.5)
+    axes.set_xlabel("step")
+    axes.set_ylabel("powers of two below the largest number of its dtype")
+    if shown:
+        title = "named at risk at"
+        figure.legend(title=title, fontsize="small", ncols=2, loc="outside upper center")
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure

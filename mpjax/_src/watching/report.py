@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.dtypes import canonical, short_name
-from mpjax._src.reports import Report, short, table, where, wrapped
+from mpjax._src.reports import Report, short, table, wrapped
 from mpjax._src.watching.figures import COUNTS, NEAR, Figures
 from mpjax._src.watching.places import Tensor
 from mpjax._src.watching.risk import Risk, growth_of, risk_of
@@ -248,7 +248,7 @@ def _cells(row: PrecisionRow) -> tuple[str, ...]:
     noise = "-" if row.noise is None else f"{'~' * row.rounded}{row.noise:.0e}"
     largest = f"2^{math.log2(row.largest):.1f}" if row.largest else "0"
     turn = "" if row.turn is None else f", turn {row.turn}"
-    at = f" {where(row.source, row.library)}" if row.source else ""
+    at = f" {short(row.source)}" if row.source and row.scope else ""
     return (
         *("-" if row.headroom is None else f"{row.headroom:.1f}", largest),
         *(share(row.near), share(row.flushed), share(row.subnormal), noise),
