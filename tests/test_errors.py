@@ -173,6 +173,7 @@ TAKE_VALUES = {
     "recommend_loss_scale": mpjax.recommend_loss_scale,
     "plot_gradient_histogram": mpjax.plot_gradient_histogram,
     "plot_compare": mpjax.plot_compare,
+    "plot_precision": lambda v: mpjax.plot_precision([v]),
     "writer": mpjax.flush_metrics,
     "JsonLines": mpjax.JsonLines,
     "loss scale": lambda v: mpjax.scaled_value_and_grad(loss, v),

@@ -167,6 +167,7 @@ def plot_precision(reports: Sequence[PrecisionReport], path: str | Path | None =
         label = f"step {place[0]}: {name}"
         axes.scatter(*place, s=70, color=colors[name], edgecolors="black", label=label, zorder=4)
     axes.axhline(0, color="black", lw=1.2)
+    axes.text(1, 0, "overflow ", ha="right", va="bottom", transform=axes.get_yaxis_transform())
     axes.set_ylim(bottom=-0.5)
     axes.set_xlabel("step")
     axes.set_ylabel("powers of two below the largest number of its dtype")

@@ -17,7 +17,7 @@ from mpjax._src.watching.figures import COUNTS, NEAR, Figures
 from mpjax._src.watching.places import Tensor
 from mpjax._src.watching.risk import Risk, growth_of, risk_of
 
-MOST_ROWS, MOST_RISKS = 20, 8
+MOST_ROWS, MOST_RISKS = 12, 6
 COLUMNS = ("room", "largest", "near", "flushed", "small", "noise", "dtype", "tensor")
 LEGEND = (
     f"room: powers of two up to the dtype's largest number. near: within 2^{NEAR} of it. flushed: "
@@ -125,6 +125,8 @@ class PrecisionReport(Report):
     tensors: tuple[WatchedTensor, ...]
     earlier: tuple[jax.Array, ...] = ()
     steps: tuple[int, ...] = ()
+
+    _drawn_by = "mpjax._src.watching.page"
 
     @functools.cached_property
     def rows(self) -> list[PrecisionRow]:

@@ -1,0 +1,57 @@
+"""Watched tensors as a picture and as a map."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpjax
+from mpjax._src.watching.page import page_of
+
+
+def model(x):
+    with jax.named_scope("<script>alert(1)</script>"):
+        y = x.astype(jnp.float16)
+    with jax.named_scope("second"):
+        return (y * 1e3 @ y.T).sum(), (x * 1e-9).astype(jnp.float16), jnp.zeros(3).astype("f2")
+
+
+@pytest.fixture(scope="module")
+def reports():
+    step = mpjax.watch_precision(jax.jit(model), every=1)
+    return [(step(jnp.full((4, 8), 1.5**i)), step.latest)[1] for i in range(6)]
+
+
+def test_each_tensor_is_on_the_map_by_its_colours(reports):
+    report = reports[-1]
+    page = page_of(report)
+    assert {dict(op.facts)["name"] for op in page.operations} == {row.name for row in report.rows}
+    assert page.things == "tensors"
+    for op, tensor in zip(page.operations, report.tensors, strict=True):
+        assert op.scope == tensor.scope
+        assert {colour.name for colour in page.colours} == {*op.colours}
+    kinds = {op.colours["risk"] for op in page.operations}
+    assert {"none", "too small for its dtype"} <= kinds
+    assert str(len(report.risks)) in page.sentence and len(page.tables[0].rows) == len(report.risks)
+
+
+def test_the_page_is_whole_and_escapes_what_is_the_users(reports):
+    text = reports[-1].to_html()
+    assert "<script>alert(1)" not in text and "half tensors" in text.lower()
+    assert re.search(r"second", text)
+    json.dumps(reports[-1].to_dict())
+
+
+def test_the_picture_marks_what_is_named(reports, tmp_path):
+    pytest.importorskip("matplotlib")
+    figure = mpjax.plot_precision(reports, tmp_path / "room.png")
+    assert (tmp_path / "room.png").read_bytes()[:4] == b"\x89PNG"
+    (axes,) = figure.axes
+    assert len(axes.lines) == 1 + sum(row.headroom is not None for row in reports[0].rows)
+    assert len(axes.collections) == len({row.name for r in reports for row in r.rows if row.risk})
+    with pytest.raises(ValueError, match="at least one"):
+        mpjax.plot_precision([])
+    with pytest.raises(TypeError, match="reports="):
+        mpjax.plot_precision([3])
