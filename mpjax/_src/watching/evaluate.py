@@ -49,24 +49,26 @@ def evaluate(jaxpr: Any, watch: Watch, args: Sequence[Any], axes: tuple[str, ...
         return atom.val if isinstance(atom, _jax.Literal) else env[atom]
 
     for i, eqn in enumerate(inner.eqns):
-        seen = [measured(read(v), t, axes) for v, t in watch.before.get(i, ())]
+        seen: list[Figures] = []
         ins = [read(atom) for atom in eqn.invars]
         if any(w.tensors for w in watch.inside.get(i, ())):
             with _jax.location(eqn, eqn.source_info.name_stack):
                 kind = higher_order(eqn.primitive.name).kind
                 outs, figures = ENTER[kind](eqn, watch.inside[i], ins, axes)
-            seen.append(figures)
+            seen = [figures]
         else:
             with _jax.location(eqn, eqn.source_info.name_stack):
                 outs = _jax.bind(eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
+        for v, t in watch.before.get(i, ()):
+            parts.append(measured(read(v), t, axes, outs[0] if t.part == "cast" else None))
         parts += seen + [measured(env[v], t, axes) for v, t in watch.after.get(i, ())]
     return [read(atom) for atom in inner.outvars], joined(parts)
 
 
-def measured(x: Any, tensor: Tensor, axes: tuple[str, ...]) -> Figures:
+def measured(x: Any, tensor: Tensor, axes: tuple[str, ...], stored: Any = None) -> Figures:
     """Measures one array; what devices of a mesh see differs from device to device."""
-    return _varying(measure(x, tensor.half, tensor.rounded), axes)
+    return _varying(measure(x, tensor.half, tensor.rounded, stored), axes)
 
 
 def traced(program: Any, watch: Watch, axes: tuple[str, ...] = ()) -> Any:

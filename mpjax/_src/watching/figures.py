@@ -22,8 +22,13 @@ NEAR = 4
 # Rounding's noise is told of entries between these powers of two, multiplied by the third before
 # they are squared: squares of others leave float32. (Beyond the second lie masks of attention.)
 LEAST, MOST, SHIFT = -70, 30, 20
-COUNTS = ("zeros", "flushed", "subnormal", "near", "overflowed")
-COLUMNS = 1 + len(COUNTS) + 2
+COUNTS = ("entries", "looked_at", "zeros", "flushed", "subnormal", "near", "overflowed", "nan")
+COLUMNS = len(COUNTS) + 2
+
+# Of a large array only the largest magnitude is looked for everywhere, and the rest in every so
+# many rows, at most this many, as long as the second number of entries are left: shares are known
+# to one part in 2**18 then. More would move as many bytes as the step itself.
+ROWS, ENOUGH = 16, 1 << 18
 
 # An array is reduced along so many entries first, then over the rest: long float32 sums drift.
 FIRST = 1024
@@ -41,9 +46,8 @@ class Figures:
     Attributes:
         largest: The largest finite magnitude of each, before it was rounded to half; float32.
         turn: In which turn of the innermost loop around it that was, int32; -1 outside of loops.
-        sums: Float32, of shape (n, `COLUMNS`): how many entries there are, and how many by
-            `COUNTS`; then the sums of squares, of the entries (NaN where there is
-            one) and of rounding's errors.
+        sums: Float32, of shape (n, `COLUMNS`): numbers of entries, by `COUNTS`; then the
+            sums of squares, of the entries that were looked at and of rounding's errors.
     """
 
     largest: jax.Array
@@ -80,7 +84,7 @@ def in_turn(figures: Figures, turn: jax.Array) -> Figures:
     return dataclasses.replace(figures, turn=jnp.where(figures.turn < 0, turn, figures.turn))
 
 
-def measure(x: jax.Array, half: Any, rounded: bool) -> Figures:
+def measure(x: jax.Array, half: Any, rounded: bool, stored: jax.Array | None = None) -> Figures:
     """Measures an array that is in half, or is about to be.
 
     Args:
@@ -89,17 +93,28 @@ def measure(x: jax.Array, half: Any, rounded: bool) -> Figures:
         rounded: Whether it has been rounded already: then what rounding did to it is not known, and
             is put at what it does on average, a twelfth of a squared unit in the last place.
 
+        stored: What it becomes in half, where the program has that.
+
     Returns:
         `Figures` of one array.
     """
     x = jax.lax.stop_gradient(x)
-    entries, shape = _jax.size_of(x.shape), x.shape or (1,)
-    bits, limits = _magnitude_bits(x.reshape(shape)), Limits.of(half)
-    finite = jnp.where(bits < INFINITE, bits, 0)
-    columns = [finite, *_counts(bits, limits), *_squares(bits, limits, rounded)]
-    found, *sums = _reduced(columns, shape)
+    x, limits = x.reshape(x.shape or (1,)), Limits.of(half)
+    part = _rows(x)
+    found, *sums = _reduced(_columns(_magnitude_bits(part), limits, rounded), part.shape)
+    if part is not x:
+        # What is stored is read: the float32 that is cast may never have been written down.
+        if stored is None:
+            stored = x if rounded else x.astype(half)
+        stored = jax.lax.optimization_barrier(jax.lax.stop_gradient(stored))
+        top = jnp.max(_magnitude_bits(stored))
+        found = jnp.where(top < INFINITE, top, found)
+        off = COUNTS.index("overflowed") - 2
+        sums[off] = jnp.maximum(sums[off], top >= INFINITE)  # one, if it is in no row looked at
+        sums[off + 1] = jnp.maximum(sums[off + 1], top > INFINITE)
+    sizes = [jnp.float32(_jax.size_of(v.shape)) for v in (x, part)]
     largest = jax.lax.bitcast_convert_type(found, FLOAT32)
-    every = jnp.stack([jnp.float32(entries), *sums])
+    every = jnp.stack([*sizes, *sums])
     return Figures(largest[None], jnp.full(1, -1, jnp.int32), every[None])
 
 
@@ -145,23 +160,31 @@ def _magnitude_bits(x: jax.Array) -> jax.Array:
     return bits & SIGN
 
 
-def _counts(bits: jax.Array, limits: Limits) -> list[jax.Array]:
-    """Returns which entries count, by `COUNTS`."""
-    fits, zero = bits < limits.overflow, bits == 0
+def _rows(x: jax.Array) -> jax.Array:
+    """Returns what of an array is looked at closer."""
+    size = _jax.size_of(x.shape)
+    axis = max(range(max(x.ndim - 1, 1)), key=lambda i: _jax.size_of(x.shape[i : i + 1]))
+    steps = [n for n in range(1, ROWS + 1) if size // n >= ENOUGH]
+    return x if len(steps) < 2 else jax.lax.slice_in_dim(x, 0, x.shape[axis], steps[-1], axis)
+
+
+def _number(which: jax.Array) -> jax.Array:
+    return which.astype(jnp.uint32)
+
+
+def _columns(bits: jax.Array, limits: Limits, rounded: bool) -> list[jax.Array]:
+    """Returns what is reduced: the finite magnitudes, the counts, the squares and the errors'."""
+    zero, fits = bits == 0, bits < limits.overflow
     flushed, small = (bits <= limits.flush) & ~zero, (bits < limits.normal) & ~zero
     near = (bits >= limits.near) & fits
-    found = zero, flushed, small & ~flushed, near, ~fits
-    return [which.astype(jnp.uint32) for which in found]
-
-
-def _squares(bits: jax.Array, limits: Limits, rounded: bool) -> list[jax.Array]:
-    """Returns the squares of entries, a NaN among them, and of what rounding does to them."""
     size = jax.lax.bitcast_convert_type(bits, FLOAT32)
     error = _unit(bits, limits) / np.sqrt(12) if rounded else _error(bits, limits)
     low, high = ((127 + power) << 23 for power in (LEAST, MOST))
-    here = (bits >= low) & (bits < min(high, limits.overflow))
-    signal, noise = (jnp.where(here, x * np.float32(2.0**SHIFT), 0) for x in (size, error))
-    return [jnp.where(bits > INFINITE, size, signal * signal), noise * noise]
+    here = fits & (bits >= low) & (bits < high)
+    scaled = [jnp.where(here, value * np.float32(2.0**SHIFT), 0) for value in (size, error)]
+    counts = zero, flushed, small & ~flushed, near, ~fits, bits > INFINITE
+    finite = jnp.where(bits < INFINITE, bits, 0)
+    return [finite, *map(_number, counts), *(value * value for value in scaled)]
 
 
 def _error(bits: jax.Array, limits: Limits) -> jax.Array:
@@ -184,19 +207,19 @@ def _unit(bits: jax.Array, limits: Limits) -> jax.Array:
     return jax.lax.bitcast_convert_type(exponent << 23, FLOAT32)
 
 
+def _largest(columns: Sequence[jax.Array], axes: tuple[int, ...]) -> list[jax.Array]:
+    first, *rest = columns
+    return [jnp.max(first, axes, initial=0), *(jnp.sum(x, axes, x.dtype) for x in rest)]
+
+
 def _reduced(columns: Sequence[jax.Array], shape: Sequence[int]) -> list[jax.Array]:
     """Reduces columns to scalars: the first by a maximum, the others by sums.
 
-    XLA fuses up to eight of them to one pass. (One reduction of many operands may take more shared
+    XLA fuses several of them to one pass. (One reduction of many operands may take more shared
     memory than a GPU has, which XLA does not count.)
     """
     rank = len(shape)
     split = max((k for k in range(rank) if _jax.size_of(shape[k:]) >= FIRST), default=0)
-
-    def reduce(columns, axes):
-        first, *rest = columns
-        return [jnp.max(first, axes, initial=0), *(jnp.sum(x, axes, x.dtype) for x in rest)]
-
-    head, *rest = reduce(columns, tuple(range(split, rank)))
+    head, *rest = _largest(columns, tuple(range(split, rank)))
     found = [head, *(column.astype(FLOAT32) for column in rest)]
-    return reduce(found, tuple(range(split))) if split else found
+    return _largest(found, tuple(range(split))) if split else found

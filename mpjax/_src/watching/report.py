@@ -61,7 +61,11 @@ class WatchedTensor:
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionRow(WatchedTensor):
-    """A watched tensor, and what was seen of it. Shares are of all of its entries.
+    """A watched tensor, and what was seen of it.
+
+    Of a tensor of 2**19 entries or more shares and noise are those of every so many rows, at most
+    every 16th. Its largest, as it was rounded, is looked for in all of it; so are Inf and NaN, of
+    which at least one is counted.
 
     Attributes:
         entries: How many there were: over all turns and devices; 0 if the program did not come by.
@@ -75,10 +79,10 @@ class PrecisionRow(WatchedTensor):
         subnormal: The share that is stored with fewer bits than usual.
         near: The share within 2**4 of the dtype's largest number.
         overflowed: The share that is Inf or NaN in half.
-        nan: Whether there is a NaN among them.
+        nan: The share that is NaN.
         noise: The error of rounding over the values, both as root mean squares of the
             entries between 2**-70 and 2**30; measured, or if `rounded` what it is on average. None
-            where there are none, or a NaN.
+            where there are none.
         growth: By how many powers of two the largest grew per step over the samples so far; None
             before there are three.
         risk: What is at risk, a `Risk`, or None.
@@ -93,7 +97,7 @@ class PrecisionRow(WatchedTensor):
     subnormal: float
     near: float
     overflowed: float
-    nan: bool
+    nan: float
     noise: float | None
     growth: float | None
     risk: Risk | None
@@ -214,8 +218,9 @@ def _row(
     steps: Sequence[int],
     past: Sequence[float],
 ) -> PrecisionRow:
-    entries, counts = float(sums[0]), dict(zip(COUNTS, sums[1:], strict=False))
-    shares: dict[str, Any] = {name: float(n / max(entries, 1)) for name, n in counts.items()}
+    numbers = dict(zip(COUNTS, map(float, sums), strict=False))
+    entries, part = (numbers.pop(name) for name in ("entries", "looked_at"))
+    shares: dict[str, Any] = {name: n / max(part, 1) for name, n in numbers.items()}
     if tensor.rounded:
         shares["flushed"] = None
     signal, noise = map(float, sums[-2:])
@@ -230,7 +235,6 @@ def _row(
         turn=turn if turn >= 0 else None,
         headroom=math.log2(high) - math.log2(largest) if largest > 0 else None,
         **shares,
-        nan=math.isnan(signal),
         noise=math.sqrt(noise / signal) if signal > 0 else None,
         growth=growth,
         risk=None,

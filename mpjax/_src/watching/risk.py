@@ -73,7 +73,7 @@ def risk_of(row: Any, steps: Sequence[int], past: Sequence[float]) -> Risk | Non
     name = _name(row)
     room = math.inf if row.headroom is None else row.headroom
     if row.nan or (row.overflowed and (room < NEAR or row.overflowed == 1)):
-        found = f"{row.overflowed:.2%} Inf{' and NaN' * row.nan}"
+        found = f"{row.overflowed:.2%} Inf{' and NaN' if row.nan else ''}"
         return Risk("gone", -1, f"{name} holds {found}. {_smaller(row)}")
     if row.headroom is None:
         return None
