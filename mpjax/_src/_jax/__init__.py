@@ -11,7 +11,7 @@ from mpjax._src._jax.barriers import BARRIERS, GPUS, again_barrier, cpu_barrier,
 from mpjax._src._jax.calls import linearized_once
 from mpjax._src._jax.convolutions import half_conv
 from mpjax._src._jax.jits import jit_call, jit_of
-from mpjax._src._jax.literals import Rounded, casts_of_numbers, numbers_rounded
+from mpjax._src._jax.literals import casts_of_numbers
 from mpjax._src._jax.partitioning import answer_partitioning, ask_elsewhere
 from mpjax._src._jax.programs import (
     abstract,

@@ -7,7 +7,6 @@ from mpjax._src.autocast.explain_page import PASS
 from mpjax._src.dtypes import canonical, short_name
 from mpjax._src.pages.data import (
     DTYPES,
-    ERRORS,
     Colour,
     Operation,
     Page,
@@ -40,21 +39,18 @@ NOISE = Colour(
     "noise",
     "What rounding does to the values, against the values: root mean squares.",
     unit="share",
-    edges=ERRORS,
     of_box=max,
 )
 LOST = Colour(
     "too small",
     "The share that is rounded to zero, or held with fewer bits than usual.",
     unit="share",
-    edges=ERRORS,
     of_box=max,
 )
 NEARLY = Colour(
     "near overflow",
     f"The share within 2^{NEAR} of the largest number of the dtype.",
     unit="share",
-    edges=ERRORS,
     of_box=max,
 )
 DTYPE = Colour("dtype", "What each tensor is stored in.", tuple(DTYPES.values()))
