@@ -32,7 +32,12 @@ from ._src.instruments.histogram import (
 )
 from ._src.instruments.logs import JsonLines, flush_metrics, log_metrics
 from ._src.instruments.nonfinite import NonfiniteReport, find_nonfinite
-from ._src.instruments.plots import plot_compare, plot_gradient_histogram, plot_precision
+from ._src.instruments.plots import (
+    plot_agreement,
+    plot_compare,
+    plot_gradient_histogram,
+    plot_precision,
+)
 from ._src.instruments.tune import Tuning, tune
 from ._src.lint.linter import lint
 from ._src.lint.report import Finding, LintReport
@@ -143,6 +148,7 @@ __all__ = [
     "master_params",
     "measure_precision",
     "mixed_precision",
+    "plot_agreement",
     "plot_compare",
     "plot_gradient_histogram",
     "plot_precision",

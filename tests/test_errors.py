@@ -172,6 +172,7 @@ TAKE_VALUES = {
     "histogram": lambda v: mpjax.gradient_histogram(PARAMS, v),
     "recommend_loss_scale": mpjax.recommend_loss_scale,
     "plot_gradient_histogram": mpjax.plot_gradient_histogram,
+    "plot_agreement": mpjax.plot_agreement,
     "plot_compare": mpjax.plot_compare,
     "plot_precision": lambda v: mpjax.plot_precision([v]),
     "writer": mpjax.flush_metrics,

@@ -175,7 +175,21 @@ def test_reads_plainly_and_as_json(args):
     text = str(report)
     assert "train and rollout: |log ratio| per token" in text and "KL" in text
     assert max(map(len, text.split("\n"))) <= 80
-    assert json.loads(json.dumps(report.to_dict()))["partings"][0]["left"] < 0.05
+    plain = json.loads(json.dumps(report.to_dict()))
+    assert plain["partings"][0]["left"] < 0.05
+    np.testing.assert_allclose(np.mean(np.abs(plain["differences"])), report.difference)
+
+
+def test_picture(args, tmp_path):
+    pytest.importorskip("matplotlib")
+    report = mpjax.compare(train, rollout_with(cache=jnp.bfloat16))(*args)
+    figure = mpjax.plot_agreement(report, tmp_path / "agreement.png")
+    assert (tmp_path / "agreement.png").read_bytes()[:4] == b"\x89PNG"
+    image, bars = figure.axes[:2]
+    assert image.images[0].get_array().shape == (3, LENGTH - 1)
+    assert bars.patches[0].get_width() == pytest.approx(100 * report.partings[0].left)
+    logits = mpjax.compare(jax.nn.log_softmax, jax.nn.log_softmax)(jnp.ones((4, 6)))
+    assert mpjax.plot_agreement(logits).axes[0].images[0].get_array().shape == (1, 4)
 
 
 def test_errors_name_what_is_wrong(args):

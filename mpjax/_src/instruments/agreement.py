@@ -101,6 +101,8 @@ class Agreement(Report):
         by_formula: Whether they part in float32 too.
         partings: The cause first. Of rounding: lines by what is left without theirs. Of formulas:
             the first operations without a likeness, of both programs.
+        differences: The first program's results less the second's, float64, of their shape: the
+            log-ratio of each token, where they are log-probabilities.
     """
 
     names: tuple[str, str]
@@ -113,10 +115,11 @@ class Agreement(Report):
     agrees: bool
     by_formula: bool
     partings: tuple[Parting, ...]
+    differences: np.ndarray = dataclasses.field(compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data, ready for JSON."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"differences": self.differences.tolist()}
 
     def titles(self) -> tuple[str, ...]:
         """Returns the titles of the columns of `cells`."""
@@ -180,7 +183,7 @@ def agreement(
         partings = _of_rounding(runs, meaning, own.mean)
     return Agreement(
         *(names, meaning, own.mean, own.worst, own.worst_at, own.kl, wide.mean, agrees, by_formula),
-        tuple(partings),
+        *(tuple(partings), own.entries),
     )
 
 
@@ -192,7 +195,8 @@ class _Difference:
     mean: float
     worst: float
     worst_at: tuple[int, ...]
-    kl: float | None = None
+    kl: float | None
+    entries: np.ndarray
 
 
 def _parting_of(meaning: str, first: Any, second: Any) -> _Difference:
@@ -212,7 +216,7 @@ def _parting_of(meaning: str, first: Any, second: Any) -> _Difference:
     at = np.unravel_index(np.argmax(np.nan_to_num(sizes, nan=np.inf)), sizes.shape)
     weights = np.exp(b) if meaning == "logits" else None  # unlikely tokens are not met
     mean = float(np.average(np.where(weights == 0, 0, sizes), weights=weights))
-    return _Difference(mean, float(sizes[at]), tuple(map(int, at)), kl)
+    return _Difference(mean, float(sizes[at]), tuple(map(int, at)), kl, ratio)
 
 
 def _log_sum(x: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ import numpy as np
 
 from mpjax._src.dtypes import DTypeLike, canonical
 from mpjax._src.errors import brief
+from mpjax._src.instruments.agreement import Agreement
 from mpjax._src.instruments.compare import Comparison, capped
 from mpjax._src.instruments.histogram import (
     EXPONENTS,
@@ -110,6 +111,55 @@ def plot_compare(comparison: Comparison, path: str | Path | None = None) -> Any:
     axes.set_xlabel("operations, in the order of the program")
     axes.set_ylabel("relative error against float32")
     figure.legend(fontsize="small", ncols=3, loc="outside upper center")
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+def plot_agreement(report: Agreement, path: str | Path | None = None) -> Any:
+    """Draws by how much two programs part at each token, and what is left of it without each line.
+
+    Args:
+        report: What `compare` of two functions gave.
+        path: Of a PNG to write, or None.
+
+    Returns:
+        A ``matplotlib.figure.Figure``.
+
+    Raises:
+        ImportError: Without matplotlib, the extra ``plot``.
+        TypeError: If ``report`` is none.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> half = lambda x: jnp.sin(x).astype(jnp.bfloat16).astype(jnp.float32)
+        >>> report = mpjax.compare(jnp.sin, half)(jnp.linspace(0, 1, 12).reshape(3, 4))
+        >>> figure = mpjax.plot_agreement(report)
+    """
+    if not isinstance(report, Agreement):
+        raise TypeError(
+            f"report={brief(report)} must be an Agreement: what mpjax.compare(fun, other)(*args) "
+            "returned."
+        )
+    figure = _figure_class()(figsize=(11, 4), layout="constrained")
+    tokens, lines = figure.subplots(1, 2, width_ratios=(3, 2))
+    sizes = np.abs(report.differences)
+    if report.meaning == "logits":
+        sizes = sizes.max(-1)  # over the vocabulary
+    picture = tokens.imshow(sizes.reshape(-1, sizes.shape[-1] if sizes.ndim else 1), aspect="auto")
+    what = "difference" if report.meaning == "values" else "|log ratio|"
+    figure.colorbar(picture, ax=tokens, label=what)
+    tokens.set_xlabel("token")
+    tokens.set_ylabel("sequence")
+    tokens.set_title(f"{report.names[0]} and {report.names[1]}", fontsize="medium")
+    shown = [] if report.by_formula else report.partings[:OPERATIONS]
+    names = [f"{row.source.rpartition('/')[2]} {row.primitive}" for row in shown]
+    places = np.arange(len(shown))
+    lines.barh(places, [100 * (row.left or 0) for row in shown])
+    lines.set_yticks(places, names, fontsize="small")
+    lines.invert_yaxis()
+    lines.axvline(100, color="black", lw=0.8)
+    lines.set_xlabel("% left where the line gives float32")
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
