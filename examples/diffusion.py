@@ -27,9 +27,9 @@ import optax
 import mpjax
 
 SIZES = {
-    "smoke": {"steps": 3, "batch": 4, "width": 4, "rate": 2e-3},
-    "small": {"steps": 600, "batch": 64, "width": 16, "rate": 3e-3},
-    "full": {"steps": 100000, "batch": 512, "width": 256, "rate": 3e-4},
+    "smoke": {"steps": 3, "batch": 4, "width": 4, "levels": 1, "rate": 2e-3},
+    "small": {"steps": 600, "batch": 64, "width": 16, "levels": 2, "rate": 3e-3},
+    "full": {"steps": 100000, "batch": 512, "width": 256, "levels": 2, "rate": 3e-4},
 }
 DRAWING = 32  # steps
 
@@ -50,6 +50,7 @@ class UNet(nn.Module):
     """From noisy images and times between 0 and 1 to noise."""
 
     width: int
+    levels: int
 
     @nn.compact
     def __call__(self, images, times):
@@ -57,13 +58,17 @@ class UNet(nn.Module):
         time = nn.silu(
             nn.Dense(4 * self.width)(jnp.concatenate([jnp.sin(waves), jnp.cos(waves)], 1))
         )
-        one = Residual(self.width)(nn.Conv(self.width, (3, 3))(images), time)
-        two = Residual(2 * self.width)(nn.avg_pool(one, (2, 2), (2, 2)), time)
-        low = Residual(2 * self.width)(nn.avg_pool(two, (2, 2), (2, 2)), time)
-        up = lambda x: jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)  # noqa: E731
-        two = Residual(2 * self.width)(jnp.concatenate([up(low), two], -1), time)
-        one = Residual(self.width)(jnp.concatenate([up(two), one], -1), time)
-        return nn.Conv(1, (3, 3))(nn.silu(nn.GroupNorm(4)(one)))
+        x, kept = nn.Conv(self.width, (3, 3))(images), []
+        features = [self.width * 2**level for level in range(self.levels)]
+        for wide in features:
+            x = Residual(wide)(x, time)
+            kept.append(x)
+            x = nn.avg_pool(x, (2, 2), (2, 2))
+        x = Residual(features[-1])(x, time)
+        for wide in reversed(features):
+            x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)
+            x = Residual(wide)(jnp.concatenate([x, kept.pop()], -1), time)
+        return nn.Conv(1, (3, 3))(nn.silu(nn.GroupNorm(4)(x)))
 
 
 def mix(times):
@@ -73,7 +78,7 @@ def mix(times):
 
 
 def train(options):
-    model = UNet(options.width)
+    model = UNet(options.width, options.levels)
 
     def loss_fn(params, images, rng):
         keys = jax.random.split(rng)
