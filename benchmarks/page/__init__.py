@@ -41,7 +41,7 @@ TITLES = {
 
 
 # Suites whose table stands on a page of their own name.
-TABLES = ("weights",)
+TABLES = ("watching", "weights")
 
 
 def render(results: Path = RESULTS) -> tuple[str, dict[str, Chart]]:
