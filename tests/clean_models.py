@@ -164,7 +164,8 @@ class Encoder(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(50, 8)(tokens)
         for _ in range(2):
-            x = x + nn.SelfAttention(2)(nn.LayerNorm()(x), mask=nn.make_causal_mask(tokens))
+            attention = nn.MultiHeadDotProductAttention(2)
+            x = x + attention(nn.LayerNorm()(x), mask=nn.make_causal_mask(tokens))
             x = x + nn.Dense(8)(nn.gelu(nn.Dense(16)(nn.RMSNorm()(x))))
         return nn.Dense(4)(x).mean(1)
 

@@ -117,3 +117,27 @@ def test_what_grows_anyway_is_no_loss_scale():
     step = jax.ShapeDtypeStruct((), jnp.int32)
     assert not mpjax.lint(schedule)(f32(), step).findings
     assert not mpjax.lint(lambda count: count * 2.0)(f32()).findings
+
+
+def test_a_number_that_a_loop_chooses_from_itself():
+    def steps(x, count):
+        def turn(_, carry):
+            y, rate = carry
+            rate = jnp.where(y.sum() > 3.0, rate, 0.5)
+            return y / rate, jnp.where(rate > 0.1, rate, 0.25)
+
+        return jax.lax.fori_loop(0, count, turn, (x, jnp.float32(1.0)))
+
+    assert not mpjax.lint(steps)(jax.ShapeDtypeStruct((4,), jnp.float32), 5).findings
+
+
+def test_long_chains_of_sums_are_followed_so_far():
+    def deep(x):
+        y = x
+        for _ in range(400):
+            y = y + x * 0.5
+        return y
+
+    half = jax.ShapeDtypeStruct((4,), jnp.bfloat16)
+    mpjax.lint(deep, select="half-average")(half)
+    mpjax.lint(deep, select="mask-overflow")(half)

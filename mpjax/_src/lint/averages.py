@@ -16,6 +16,9 @@ from mpjax._src.lint.states import alone, carried
 # How far from what it averages an average may stand still.
 STUCK = 1 / 8
 
+# How many values are followed from a state to its next value: averages are near.
+FURTHEST = 100
+
 
 class Share(NamedTuple):
     """What of a state is in its next value: ``factor * state + rest * something``.
@@ -47,7 +50,7 @@ def half_averages(program: Program) -> Iterator[Hit]:
         if not is_half(before):
             continue
         moved = {*program.forward(before, lambda op: True)}
-        share = _share(program, after, before, moved) if after in moved else None
+        share = _share(program, after, before, moved, {}) if after in moved else None
         if share is None or not share.rest:
             continue
         step = 1 - share.factor
@@ -71,42 +74,61 @@ def _sum(program: Program, after: Value) -> Op | None:
     return program.maker(after)
 
 
-def _share(program: Program, value: Value, state: Value, moved: set[Value]) -> Share | None:
+Known = dict[Value, Share | None]
+
+
+def _share(
+    program: Program, value: Value, state: Value, moved: set[Value], known: Known
+) -> Share | None:
     """Returns what of a state is in a value; None where that is not linear, or not known."""
+    if value not in known:
+        known[value] = None  # what is made of itself
+        if len(known) < FURTHEST:
+            known[value] = _sum_of_shares(program, value, state, moved, known)
+    return known[value]
+
+
+def _sum_of_shares(
+    program: Program, value: Value, state: Value, moved: set[Value], known: Known
+) -> Share | None:
     if value is state:
         return Share(1.0)
     op = program.maker(value)
     if value not in moved:
         scaled = (
-            op is not None and op.name in ("mul", "div") and _product(program, op, state, moved)
+            op is not None
+            and op.name in ("mul", "div")
+            and _product(program, op, state, moved, known)
         )
         return scaled or Share(0.0, 1.0)
     if op is None:
         sources = program.sources(value)
-        return _share(program, sources[0], state, moved) if len(sources) == 1 else None
+        return _share(program, sources[0], state, moved, known) if len(sources) == 1 else None
     if op.name in CASTS | MOVES and len(op.ins) == 1:
-        return _share(program, op.ins[0], state, moved)
+        return _share(program, op.ins[0], state, moved, known)
     if op.name in ("add", "sub", "add_any"):
-        a, b = (_share(program, v, state, moved) for v in op.ins)
+        a, b = (_share(program, v, state, moved, known) for v in op.ins)
         if a is None or b is None:
             return None
         sign = -1 if op.name == "sub" else 1
         return Share(a.factor + sign * b.factor, a.rest + sign * b.rest)
     if op.name in ("mul", "div"):
-        return _product(program, op, state, moved)
+        return _product(program, op, state, moved, known)
     if op.name == "select_n":
-        found = [_share(program, v, state, moved) for v in op.ins[1:]]
+        found = [_share(program, v, state, moved, known) for v in op.ins[1:]]
         return next((each for each in found if each is None or each.rest), None)
     return None
 
 
-def _product(program: Program, op: Op, state: Value, moved: set[Value]) -> Share | None:
+def _product(
+    program: Program, op: Op, state: Value, moved: set[Value], known: Known
+) -> Share | None:
     number = [_number(program, v) for v in op.ins]
     place = 1 if number[1] is not None else 0
     by = number[place]
     if by is None or (op.name == "div" and place == 0):
         return None
-    inner = _share(program, op.ins[1 - place], state, moved)
+    inner = _share(program, op.ins[1 - place], state, moved, known)
     if inner is None or not by:
         return None
     times = 1 / by if op.name == "div" else by

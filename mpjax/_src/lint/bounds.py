@@ -29,7 +29,7 @@ class Bounds(NamedTuple):
 
 
 # How deep a chain of operations is followed.
-DEPTH = 200
+DEPTH = 100
 
 
 def bounds_of(program: Program, value: Value, depth: int = DEPTH) -> Bounds | None:

@@ -69,6 +69,9 @@ def _entry_by_entry(op: Op) -> bool:
     return op.spec.need in (rules.FOLLOW, rules.MOVE) or op.name.startswith("psum")
 
 
+NONE: frozenset[Value] = frozenset()
+
+
 def endless_scales(program: Program) -> Iterator[Hit]:
     """A number that grows by a factor, on a condition, and that nothing keeps below a limit."""
     arguments = {v for v in program.block.invars if is_float(v) and v.is_one}
@@ -103,12 +106,14 @@ def _factor(program: Program, op: Op) -> tuple[float, Value] | None:
     return (number, right) if number and number > 1 else None
 
 
-def _largest(program: Program, value: Value) -> float | None:
+def _largest(program: Program, value: Value, before: frozenset[Value] = NONE) -> float | None:
     """Returns the number that fills a value, or the largest of those that it is chosen from."""
+    if value in before:  # a loop's, chosen from itself
+        return None
     for v in program.back(value, MOVES | CASTS):
         made = program.maker(v)
         if made is not None and made.name == "select_n":
-            numbers = [_largest(program, case) for case in made.ins[1:]]
+            numbers = [_largest(program, case, before | {value}) for case in made.ins[1:]]
             return None if None in numbers else max(n for n in numbers if n is not None)
     return constant(program, value)
 
