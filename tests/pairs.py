@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import mpjax
 
@@ -49,3 +50,13 @@ def check(pair):
     assert [f.source for f in found.findings if f.rule == pair.rule] == lines, str(found)
     mended = mpjax.lint(pair.mended, **pair.options)(*pair.args)
     assert pair.rule in mended.ran and not mended.findings, str(mended)
+
+
+# A step to make faults in: its optimizer, the shapes of its states, its loss.
+OPTIMIZER = optax.adam(1e-3)
+PARAMS = {"w": f32(4, 4), "b": f32(4)}
+STATE = jax.eval_shape(OPTIMIZER.init, PARAMS)
+
+
+def loss(params, x):
+    return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)

@@ -5,17 +5,9 @@ import jax.numpy as jnp
 import optax
 import pairs
 import pytest
-from pairs import Pair, f32
+from pairs import OPTIMIZER, PARAMS, STATE, Pair, f32, loss
 
 import mpjax
-
-OPTIMIZER = optax.adam(1e-3)
-PARAMS = {"w": f32(4, 4), "b": f32(4)}
-STATE = jax.eval_shape(OPTIMIZER.init, PARAMS)
-
-
-def loss(params, x):
-    return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
 
 
 def stepped(params, opt_state, x):

@@ -8,6 +8,7 @@ whose operands all have one.
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -330,6 +331,11 @@ class _Step:
     given: frozenset[int]  # the steps that its operands come from
     shadow: np.ndarray
 
+    @functools.cached_property
+    def pool(self) -> Pool:
+        """Its entries, which are looked for at every tolerance."""
+        return pool_of([self.shadow])
+
 
 class _Watcher:
     """A `Comparer` that keeps what each operation gave in float32, and what it was given."""
@@ -420,9 +426,9 @@ def _pools(run: _Run) -> list[Pool]:
     for step in run.watcher.steps:
         key = id(step.eqn), step.place.scopes, len(step.place.loops), step.shadow.shape
         turns.setdefault(key, []).append(step.shadow)
-    alone = [np.asarray(x) for x in run.arrays if is_float(x)]
-    alone += [step.shadow for step in run.watcher.steps if step.place.loops]
-    return [pool_of(arrays) for arrays in [*([x] for x in alone), *turns.values()]]
+    arguments = [[np.asarray(x)] for x in run.arrays if is_float(x)]
+    alone = [step.pool for step in run.watcher.steps if step.place.loops]
+    return [*alone, *map(pool_of, [*arguments, *turns.values()])]
 
 
 def _unmatched(run: _Run, others: Sequence[Pool], tolerance: float) -> set[int]:
@@ -434,8 +440,7 @@ def _unmatched(run: _Run, others: Sequence[Pool], tolerance: float) -> set[int]:
         if number not in seen:
             seen.add(number)
             step = run.watcher.steps[number]
-            pool = pool_of([step.shadow])
-            if not any(alike(pool, other, tolerance) for other in others):
+            if not any(alike(step.pool, other, tolerance) for other in others):
                 lost.add(number)
                 ahead += step.given
     return lost

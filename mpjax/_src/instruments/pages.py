@@ -32,19 +32,15 @@ from mpjax._src.rules import HALF, rule_of
 # An error of all of a result: more is as bad.
 WRONG = 3.0
 
-ADDED = Colour(
+worst_share = functools.partial(Colour, unit="share", most=WRONG, of_box=max)
+
+ADDED = worst_share(
     "added error",
     "What each operation adds to the relative error against float32: made here, or amplified here.",
-    unit="share",
-    most=WRONG,
-    of_box=max,
 )
-ERROR = Colour(
+ERROR = worst_share(
     "error",
     "The relative error of each operation's result against float32, with what it inherited.",
-    unit="share",
-    most=WRONG,
-    of_box=max,
 )
 BYTES = Colour("bytes", "What the operands and the result of each operation take.", unit="bytes")
 
@@ -192,19 +188,13 @@ def _held(x: Range) -> tuple[str, ...]:
 
 # ---- gradient_histogram --------------------------------------------------------------------------
 
-FLUSHED = Colour(
+FLUSHED = worst_share(
     "flushed",
     "The share of a parameter's gradients that float16 turns into zero at scale 1.",
-    unit="share",
-    most=WRONG,
-    of_box=max,
 )
-OVERFLOWED = Colour(
+OVERFLOWED = worst_share(
     "overflow",
     "The share of a parameter's gradients that float16 turns into infinity at scale 1.",
-    unit="share",
-    most=WRONG,
-    of_box=max,
 )
 ZEROS = Colour(
     "zero", "The share of a parameter's gradients that is zero.", unit="share", of_box=max
@@ -262,12 +252,9 @@ def _of_parameter(row: HistogramRow) -> Operation:
 
 # ---- tune ----------------------------------------------------------------------------------------
 
-ALONE = Colour(
+ALONE = worst_share(
     "error without it",
     "The largest error of a result if this place alone were left in half.",
-    unit="share",
-    most=WRONG,
-    of_box=max,
 )
 WORK = Colour("work", "The share of the matmul FLOPs that a place moves to float32.", unit="share")
 

@@ -111,9 +111,7 @@ def plot_compare(comparison: Comparison, path: str | Path | None = None) -> Any:
     axes.set_xlabel("operations, in the order of the program")
     axes.set_ylabel("relative error against float32")
     figure.legend(fontsize="small", ncols=3, loc="outside upper center")
-    if path is not None:
-        figure.savefig(path, dpi=120)
-    return figure
+    return _saved(figure, path)
 
 
 def plot_agreement(report: Agreement, path: str | Path | None = None) -> Any:
@@ -160,9 +158,7 @@ def plot_agreement(report: Agreement, path: str | Path | None = None) -> Any:
     lines.invert_yaxis()
     lines.axvline(100, color="black", lw=0.8)
     lines.set_xlabel("% left where the line gives float32")
-    if path is not None:
-        figure.savefig(path, dpi=120)
-    return figure
+    return _saved(figure, path)
 
 
 def plot_precision(reports: Sequence[PrecisionReport], path: str | Path | None = None) -> Any:
@@ -224,9 +220,7 @@ def plot_precision(reports: Sequence[PrecisionReport], path: str | Path | None =
     if shown:
         title = "named at risk at"
         figure.legend(title=title, fontsize="small", ncols=2, loc="outside upper center")
-    if path is not None:
-        figure.savefig(path, dpi=120)
-    return figure
+    return _saved(figure, path)
 
 
 def plot_gradient_histogram(
@@ -317,6 +311,11 @@ def plot_gradient_histogram(
         if end - start >= 2:
             top.text((start + end) / 2, top.get_ylim()[1] * 0.94, label, ha="center", va="top")
     top.set_xlim(first, last)
+    return _saved(figure, path)
+
+
+def _saved(figure: Any, path: str | Path | None) -> Any:
+    """Returns a figure, written to a PNG where there is a path."""
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure

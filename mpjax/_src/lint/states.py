@@ -28,10 +28,7 @@ def carried(program: Program) -> list[Carried]:
 
     They have the same structure and the same shapes; of several that are alike, the first.
     """
-    tree, given = program.in_tree
-    out, returned = program.out_tree
-    ins = _spread(list(zip(program.names, program.block.invars, strict=True)), given)
-    outs = _spread(list(zip(program.results, program.block.outvars, strict=True)), returned)
+    (tree, ins), (out, outs) = _ends(program)
     known: dict[Any, list[slice]] = {}
     for node, where in _in_arguments(tree):
         known.setdefault((node, _shapes(ins[where])), []).append(where)
@@ -53,10 +50,7 @@ def alone(program: Program) -> Iterator[Carried]:
 
     Unlike trees they are alike by chance, too, so that a rule needs evidence of its own.
     """
-    tree, given = program.in_tree
-    out, returned = program.out_tree
-    ins = _spread(list(zip(program.names, program.block.invars, strict=True)), given)
-    outs = _spread(list(zip(program.results, program.block.outvars, strict=True)), returned)
+    (tree, ins), (out, outs) = _ends(program)
     arguments = [leaf for part, start in children(tree) for leaf in _leaves(part, ins, start)]
     for _, after in _leaves(out, outs):
         for name, before in arguments:
@@ -76,6 +70,16 @@ def _in_arguments(tree: Any) -> Iterator[tuple[Any, slice]]:
     for arguments, start in children(tree):
         for argument, first in children(arguments, start):
             yield from nodes(argument, first)
+
+
+def _ends(program: Program) -> tuple[tuple[Any, list[Any]], tuple[Any, list[Any]]]:
+    """Returns the structure of the arguments, with the name and the value of each leaf that is an
+    array, and the same of the results."""
+    tree, given = program.in_tree
+    out, returned = program.out_tree
+    ins = _spread(list(zip(program.names, program.block.invars, strict=True)), given)
+    outs = _spread(list(zip(program.results, program.block.outvars, strict=True)), returned)
+    return (tree, ins), (out, outs)
 
 
 def _spread(values: list[Any], places: Sequence[bool]) -> list[Any]:
