@@ -260,8 +260,8 @@ def beside_float32(cases: Rows) -> Chart:
 
 def overview(cases: Rows) -> Chart:
     """The README's: a model of each kind, and the mean of all."""
-    title = "A training step on an H100, of what float32 takes (less is better)"
-    alt = "Memory and bytes moved of training steps under autocast, of what float32 takes"
+    title = "A training step on an H100, relative to float32 (less is better)"
+    alt = "Memory and bytes moved by training steps under autocast, relative to float32"
     shown, figures = (HAND, "autocast"), ("temp_mib", "looped_gb")
     chart = _chart(cases, FLOAT32, shown, title, alt, FAMILIES, figures)
     panels = {
@@ -286,8 +286,8 @@ def headline(cases: Rows) -> str:
         for theirs in (FLOAT32, HAND)
     )
     return (
-        f"{float32[0]:.2f}x the memory and {float32[1]:.2f}x the bytes of float32's, "
-        f"{hand[0]:.2f}x and {hand[1]:.2f}x of casts placed by hand"
+        f"{float32[0]:.2f}x the temporary memory of float32 and moves {float32[1]:.2f}x the bytes "
+        f"({hand[0]:.2f}x and {hand[1]:.2f}x compared with casts placed by hand)"
     )
 
 
