@@ -71,8 +71,8 @@ FAULTS = (
     Fault(
         "jax#27496",
         "jax-ml/jax/issues/27496",
-        "Gradients of a data-parallel step are added up over devices in bfloat16, and cast to "
-        "float32 after.",
+        "Gradients of a data-parallel step are summed over devices in bfloat16, and only then cast"
+        " to float32.",
         "half-all-reduce",
         data_parallel,
         data_parallel_wide,
@@ -82,8 +82,8 @@ FAULTS = (
     Fault(
         "jax#23543",
         "jax-ml/jax/issues/23543",
-        "A program casts to bfloat16 before it gathers; XLA moves the cast behind, and gathers "
-        "float32.",
+        "A program casts to bfloat16 before a gather. XLA moves the cast behind the gather, which "
+        "then sends float32.",
         "wide-all-gather",
         rotated,
         rotated_behind_barrier,
@@ -93,8 +93,8 @@ FAULTS = (
     Fault(
         "maxtext#1350",
         "AI-Hypercomputer/maxtext/pull/1350",
-        "Weights are gathered in float32 and cast to bfloat16 after: twice the bytes, and a "
-        "float32 copy of all of them.",
+        "Weights are gathered in float32 and then cast to bfloat16: twice the bytes, and a float32"
+        " copy of every weight.",
         "gather-before-cast",
         gathered_then_cast,
         cast_then_gathered,

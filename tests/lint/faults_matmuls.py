@@ -255,8 +255,8 @@ FAULTS = (
     Fault(
         "marin#8217",
         "marin-community/marin/pull/8217",
-        "A streamed cross entropy rounds its logits to bfloat16 in the forward pass, and computes "
-        "them in float32 again in the backward pass: what it calls a softmax does not sum to one.",
+        "A streamed cross entropy rounds its logits to bfloat16 in the forward pass and recomputes"
+        " them in float32 in the backward pass, so its softmax does not sum to one.",
         "recomputed-dtype",
         trained_by(narrow_cross_entropy),
         trained_by(wide_cross_entropy),
@@ -269,7 +269,7 @@ FAULTS = (
     Fault(
         "jax#24047",
         "jax-ml/jax/issues/24047",
-        "Attention asks for float32 scores of bfloat16 operands; the matmuls of its backward pass "
+        "Attention asks for float32 scores of bfloat16 operands. The matmuls of its backward pass "
         "then read float32 cotangents, and run in TF32 or float32.",
         "mixed-matmul",
         wide_scores,
@@ -280,7 +280,7 @@ FAULTS = (
         "jax#34330",
         "jax-ml/jax/issues/34330",
         "A matmul of bfloat16 activations with float32 weights rounds the weights' gradient to "
-        "bfloat16 before it is float32.",
+        "bfloat16 before it is cast to float32.",
         "mixed-matmul",
         mixed_layer,
         half_layer,
@@ -298,7 +298,7 @@ FAULTS = (
     Fault(
         "jax#23007",
         "jax-ml/jax/issues/23007",
-        "The error of a bfloat16 sum, by which compensated sums work, is always 0 under jit.",
+        "Compensated sums need the rounding error of a bfloat16 sum. Under jit it is always 0.",
         "rounding-error",
         lost_by_half_sum,
         lost_by_sum,
@@ -307,8 +307,8 @@ FAULTS = (
     Fault(
         "jax#22244",
         "jax-ml/jax/pull/22244",
-        "The backward pass reads a value as it was saved, in bfloat16, beside one that the forward "
-        "pass made of it in float32.",
+        "The backward pass combines a value that was saved in bfloat16 with a result that the "
+        "forward pass computed from the same value in float32.",
         "rounding-error",
         half_kept_gradients,
         rounded_first_gradients,
@@ -319,7 +319,7 @@ FAULTS = (
     Fault(
         "jax#7368",
         "jax-ml/jax/issues/7368",
-        "A float32 constant promotes a bfloat16 model from there on, in silence.",
+        "A float32 constant silently promotes everything after it in a bfloat16 model.",
         "promoted-matmul",
         promoted,
         not_promoted,
@@ -328,8 +328,8 @@ FAULTS = (
     Fault(
         "jax#30337",
         "jax-ml/jax/issues/30337",
-        "The gradient by a bfloat16 weight is rounded to bfloat16, though it was computed and is "
-        "used in float32.",
+        "The gradient of a bfloat16 weight is rounded to bfloat16, although it was computed in "
+        "float32 and is used in float32.",
         "rounded-gradient",
         narrow_gradients,
         wide_gradients,
@@ -338,7 +338,7 @@ FAULTS = (
     Fault(
         "axlearn#1214",
         "apple/axlearn/pull/1214",
-        "A fused kernel of attention is given a float32 query and a bfloat16 cache.",
+        "A fused attention kernel is given a float32 query and a bfloat16 cache.",
         "kernel-dtypes",
         decoded,
         decoded_in_half,

@@ -235,8 +235,8 @@ FAULTS = (
     Fault(
         "speculators#765",
         "vllm-project/speculators/pull/765",
-        "Weights of norms are bfloat16 and 1.0: updates of Adam are below half an ulp there, and "
-        "none of them ever moves.",
+        "The weights of norms are bfloat16 and equal to 1.0. Adam's updates are below half an ulp "
+        "there, so these weights never move.",
         "stalled-update",
         half_weights,
         wide_weights,
@@ -246,8 +246,8 @@ FAULTS = (
     Fault(
         "Model-Optimizer#2322",
         "NVIDIA/Model-Optimizer/pull/2322",
-        "float32 masters are dropped by a resume and made again of the bfloat16 weights: what "
-        "rounding takes of an update is gone for good.",
+        "A resume drops the float32 master weights and makes new ones from the bfloat16 weights. "
+        "The part of each update that rounding removed is lost for good.",
         "stalled-update",
         made_again,
         kept,
@@ -267,7 +267,7 @@ FAULTS = (
     Fault(
         "Optimisers.jl#215",
         "FluxML/Optimisers.jl/issues/215",
-        "beta2 = 0.999 is 1.0 in bfloat16: the second moment never forgets.",
+        "In bfloat16, beta2 = 0.999 is 1.0: the second moment never forgets.",
         "lost-constant",
         half_moment,
         wide_moment,
@@ -277,7 +277,7 @@ FAULTS = (
     Fault(
         "optax#1552",
         "google-deepmind/optax/issues/1552",
-        "The moments of Adam take the dtype of the parameters, and average in bfloat16.",
+        "Adam's moments take the dtype of the parameters, and so are averaged in bfloat16.",
         "half-average",
         half_moments,
         wide_weights,
@@ -287,8 +287,8 @@ FAULTS = (
     Fault(
         "optax#1405",
         "google-deepmind/optax/issues/1405",
-        "A NumPy number as learning rate makes float32 updates of a bfloat16 model, and the "
-        "momentum that they are added to is another dtype after the step.",
+        "A NumPy learning rate turns the updates of a bfloat16 model into float32, and the "
+        "momentum that they are added to changes its dtype.",
         "state-dtype-drift",
         drifting,
         staying,
@@ -308,7 +308,7 @@ FAULTS = (
     Fault(
         "maxtext#3721",
         "AI-Hypercomputer/maxtext/pull/3721",
-        "nan_to_num over all gradients hides that the backward pass overflowed.",
+        "nan_to_num over all gradients hides an overflow in the backward pass.",
         "hidden-nonfinite",
         hidden,
         skipped,
@@ -317,8 +317,8 @@ FAULTS = (
     Fault(
         "maxtext#5039",
         "AI-Hypercomputer/maxtext/pull/5039",
-        "Gradients are rounded to bfloat16, but what they are accumulated in is float32: digits "
-        "are lost, and no memory is saved.",
+        "Gradients are rounded to bfloat16 and then accumulated in float32: digits are lost, and "
+        "no memory is saved.",
         "cast-undone",
         rounded_then_added,
         added,
@@ -327,8 +327,8 @@ FAULTS = (
     Fault(
         "xla#26371",
         "openxla/xla/issues/26371",
-        "The gradient of an embedding is a scatter-add in bfloat16: rows that are read often lose "
-        "digits with each addition, and GPUs add them one by one.",
+        "The gradient of an embedding is a scatter-add in bfloat16. Rows that are read often lose "
+        "digits with each addition, and GPUs add the updates one by one.",
         "half-scatter",
         half_rows,
         wide_rows,

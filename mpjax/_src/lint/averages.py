@@ -58,9 +58,9 @@ def half_averages(program: Program) -> Iterator[Hit]:
             continue  # no average: its weights are not 1 together
         if 0 < step <= 2.0 ** -digits(dtype_of(before)) / STUCK:
             yield Hit(
-                f"An average in {shown(before)} moves by {step:.3g} of the difference to what it "
-                f"averages: in {short_name(dtype_of(before))} it stands still where that is less "
-                f"than {2.0 ** -digits(dtype_of(before)) / step:.0%} of it.",
+                f"An average in {shown(before)} moves by {step:.3g} of its distance to the new "
+                f"value. In {short_name(dtype_of(before))} it does not move where that distance is "
+                f"less than {2.0 ** -digits(dtype_of(before)) / step:.0%} of the average.",
                 _sum(program, after),
             )
 
@@ -148,12 +148,12 @@ RULES = (
     Rule(
         "half-average",
         JAXPR,
-        "a running average that half makes stand still",
-        "Each step adds a small share of what is averaged. In half it is less than half an ulp of "
-        "the average, and rounded away: the average keeps its first value, or stops far from the "
-        "true one.",
+        "a running average that stalls because it is kept in half",
+        "Each step moves the average by a small share of its distance to the new value. In half, "
+        "that change is less than half an ulp of the average and is rounded away: the average "
+        "keeps its first value, or stops far from the true one.",
         "Keep averages whose decay is near 1 in float32: second moments, averages of weights, "
-        "statistics. A first moment of 0.9 may be half.",
+        "batch statistics. A first moment with a decay of 0.9 may be half.",
         half_averages,
     ),
 )

@@ -27,8 +27,8 @@ def double_rounding(program: Program) -> Iterator[Hit]:
             if halves and digits(middle) < 24 and middle != target:
                 yield Hit(
                     f"{shown(wide)} is cast to {short_name(middle)} and then to "
-                    f"{short_name(target)}: it is rounded twice, and has the digits of one and the "
-                    "range of the other.",
+                    f"{short_name(target)}. It is rounded twice, and has the precision of one and "
+                    "the range of the other.",
                     op,
                 )
                 break
@@ -39,9 +39,9 @@ RULES = (
         "double-rounding",
         JAXPR,
         "a value cast to one half dtype and then to the other",
-        "float16 has 11 binary digits and ends at 65504, bfloat16 has 8 and the range of "
-        "float32: what goes through both has the worse of each.",
-        "Cast once, from float32 to the dtype that is wanted, and keep to one half dtype.",
+        "float16 has 11 binary digits and overflows above 65504; bfloat16 has 8 digits and the "
+        "range of float32. A value that passes through both has the worse of each.",
+        "Cast once, from float32 to the final dtype, and use one half dtype throughout.",
         double_rounding,
     ),
 )

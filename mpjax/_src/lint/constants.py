@@ -59,7 +59,7 @@ def half_counts(program: Program) -> Iterator[Hit]:
         limit = 2 ** digits(dtype_of(op.outs[0]))
         if known and known.whole and known.low < known.high and known.largest > limit:
             yield Hit(
-                f"Whole numbers from {known.low:g} to {known.high:g} are held in "
+                f"Whole numbers from {known.low:g} to {known.high:g} are stored in "
                 f"{shown(op.outs[0])}, which cannot tell neighbours apart beyond {limit}.",
                 op,
             )
@@ -116,8 +116,8 @@ def half_phases(program: Program) -> Iterator[Hit]:
             and known.largest >= PHASE * 2 ** digits(dtype_of(value))
         ):
             yield Hit(
-                f"{op.name} reads angles up to {known.largest:.4g} in {shown(value)}, which "
-                f"rounding turns by up to {_half_ulp(known.largest, dtype_of(value)):.2g} radian.",
+                f"{op.name} reads angles up to {known.largest:.4g} in {shown(value)}. Rounding "
+                f"changes them by up to {_half_ulp(known.largest, dtype_of(value)):.2g} radians.",
                 op,
             )
 
@@ -143,8 +143,8 @@ def overflowing_masks(program: Program) -> Iterator[Hit]:
         if -sum(least) > most and all(-sum(part) <= most for part in parts):
             numbers = " and ".join(f"{number:.3g}" for number in least)
             yield Hit(
-                f"Masks are added in {shown(op.outs[0])}: {numbers} make {sum(least):.3g}, and the "
-                f"dtype ends at {most:.3g}.",
+                f"Masks are added in {shown(op.outs[0])}: {numbers} add up to {sum(least):.3g}, "
+                f"and the lowest number of the dtype is {-most:.3g}.",
                 op,
             )
 
@@ -164,20 +164,20 @@ RULES = (
     Rule(
         "lost-constant",
         JAXPR,
-        "a constant that half makes 0, 1 or Inf",
-        "A decay of 0.999 is 1 in bfloat16, so that an average forgets nothing; an epsilon of 1e-8 "
-        "is 0 in float16, so that a division has none; a mask of -1e9 is -Inf there, and a row "
-        "that is masked whole is NaN.",
-        "Compute in float32 what reads the constant, or take one that the dtype has: "
+        "a constant that becomes 0, 1, -1 or Inf in half",
+        "In bfloat16, a decay of 0.999 is 1, so an average never forgets. In float16, an epsilon "
+        "of 1e-8 is 0, so it no longer protects a division, and a mask of -1e9 is -Inf, so the "
+        "softmax of a fully masked row is NaN.",
+        "Compute in float32 what reads the constant, or use a constant that the dtype can hold: "
         "jnp.finfo(x.dtype).min for masks, jnp.finfo(x.dtype).tiny for epsilons.",
         lost_constants,
     ),
     Rule(
         "half-count",
         JAXPR,
-        "positions, indices or counters that half cannot tell apart",
-        "Half holds whole numbers up to 256 (bfloat16) or 2048 (float16). Beyond that neighbours "
-        "become equal: positions collide, and a counter stands still.",
+        "positions, indices or counters that are too large for half to tell apart",
+        "bfloat16 holds every whole number up to 256, float16 up to 2048. Beyond that, neighbours "
+        "become equal: positions collide, and a counter stops counting.",
         "Keep positions and counters in int32, compute what depends on them (angles, masks, "
         "encodings) in float32, and cast the result.",
         half_counts,
@@ -186,28 +186,29 @@ RULES = (
         "rounded-integer",
         VALUES,
         "integers of a real step that a cast to half changes",
-        "Ids, positions and counts must be exact: another integer is another row, another place, "
-        "another divisor.",
-        "Keep integers as they are, or cast them to float32, which holds all up to 16777216.",
+        "Ids, positions and counts must be exact: a changed integer is another row, another "
+        "position, another divisor.",
+        "Keep integers as they are, or cast them to float32, which holds every integer up to "
+        "16777216.",
         rounded_integers,
     ),
     Rule(
         "half-phase",
         JAXPR,
         "a sine or cosine of large angles in half",
-        "Rounding an angle of 1000 in bfloat16 turns it by up to 2 radians: positional encodings "
-        "of far tokens become noise that only shows in long contexts.",
-        "Compute angles, and their sine and cosine, in float32, and cast the result to half.",
+        "Rounding an angle of 1000 to bfloat16 changes it by up to 2 radians. Positional encodings"
+        " of distant tokens become noise, which shows only in long contexts.",
+        "Compute the angles, and their sine and cosine, in float32, and cast the result to half.",
         half_phases,
     ),
     Rule(
         "mask-overflow",
         JAXPR,
-        "masks whose sum leaves the dtype",
-        "The least finite number, added to itself, is -Inf: a row that both masks cover is -Inf "
-        "throughout, and its softmax is NaN.",
-        "Combine masks as booleans (jnp.logical_and) and apply one with jnp.where, or take the "
-        "maximum of their sum and jnp.finfo(x.dtype).min.",
+        "masks whose sum overflows",
+        "The lowest finite number, added to itself, is -Inf. A row that both masks cover is then "
+        "-Inf throughout, and its softmax is NaN.",
+        "Combine the masks as booleans (jnp.logical_and) and apply the result with jnp.where, or "
+        "limit their sum: jnp.maximum(mask + other, jnp.finfo(x.dtype).min).",
         overflowing_masks,
     ),
 )

@@ -38,8 +38,7 @@ def gathers_before_casts(program: Program) -> Iterator[Hit]:
             and not set(program.block.outvars).intersection(moved)
         ):
             yield Hit(
-                f"{op.name} gathers {shown(op.ins[0])}, and all that reads the result casts it to "
-                "half.",
+                f"{op.name} gathers {shown(op.ins[0])}, and every reader casts the result to half.",
                 op,
             )
 
@@ -78,8 +77,8 @@ def half_sums_of_devices(program: Program, compiled: Compiled) -> Iterator[Hit]:
         if row.dtype in HALVES or promoted:
             shape = ",".join(map(str, row.shape))
             yield Hit(
-                f"{row.devices} devices add up {row.carries} of shape [{shape}] in half: the "
-                f"{row.kind} is the compiler's.",
+                f"{row.devices} devices sum {row.carries} of shape [{shape}] in half, in an "
+                f"operation that the compiler inserted ({row.kind}).",
                 None,
                 row.source,
             )
@@ -101,8 +100,8 @@ def wide_gathers(program: Program, compiled: Compiled) -> Iterator[Hit]:
             if into and all(cast.shapes[0].dtype in HALVES for cast in into):
                 dims = ",".join(map(str, shape.dims))
                 yield Hit(
-                    f"The program for {compiled.target} gathers f32[{dims}] of each device, and "
-                    "casts all of it to half after.",
+                    f"The program compiled for {compiled.target} gathers f32[{dims}] from each "
+                    "device, and then casts all of it to half.",
                     None,
                     next(filter(None, map(line_of, (*into, op))), ""),
                 )
@@ -139,7 +138,7 @@ def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit | NotR
     A CPU computes all of them so: what is compiled for it says nothing of accelerators.
     """
     if compiled.target == CPU:
-        yield NotRun("a CPU computes all half matmuls in float32: give an accelerator as target")
+        yield NotRun("a CPU runs every half matmul in float32: give an accelerator as target")
         return
     wanted = asked(compiled.before)
     lines = _lines(compiled.before)
@@ -175,18 +174,18 @@ RULES = (
     Rule(
         "gather-before-cast",
         JAXPR,
-        "float32 that devices gather, and that is cast to half after",
-        "Each device sends and receives twice the bytes, and holds a float32 copy of all that is "
-        "gathered, though no more than half is read.",
-        "Cast each device's part first: gather w.astype(jnp.bfloat16).",
+        "a float32 array that devices gather and then cast to half",
+        "Each device sends and receives twice the bytes, and holds a float32 copy of the gathered "
+        "array, although every reader takes half.",
+        "Cast each device's shard before the gather: gather w.astype(jnp.bfloat16).",
         gathers_before_casts,
     ),
     Rule(
         "wide-all-gather",
         HLO,
-        "an all-gather of float32 whose result is cast to half",
-        "XLA may move a cast behind a gather: devices then send twice the bytes that the program "
-        "asked for, and hold a float32 copy.",
+        "a float32 all-gather whose result is cast to half",
+        "XLA may move a cast from before a gather to after it. Devices then send twice the bytes "
+        "that the program asked for, and hold a float32 copy.",
         "Put jax.lax.optimization_barrier around the half array before it is gathered, or gather "
         "it in jax.shard_map.",
         wide_gathers,
@@ -194,22 +193,22 @@ RULES = (
     Rule(
         "half-all-reduce",
         HLO,
-        "gradients or statistics that the compiler adds up over devices in half",
-        "The partitioner puts the sum where a sharded matmul's result is made: in half, before the "
-        "program casts to float32. Each device's term is rounded, and so is each partial sum; more "
-        "devices, less of the gradient.",
-        "Ask the matmul for float32 (preferred_element_type with precision="
-        "jax.lax.DotAlgorithmPreset.BF16_BF16_F32), or average gradients in jax.shard_map after "
-        "they are cast; mpjax.autocast does so by itself.",
+        "gradients or statistics that the compiler sums over devices in half",
+        "The partitioner places the sum directly after a sharded matmul: in half, before the "
+        "program casts the result to float32. Each device's term and each partial sum is rounded, "
+        "and the error grows with the number of devices.",
+        "Ask the matmul for a float32 result (preferred_element_type with "
+        "precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32), or cast gradients first and average "
+        "them in jax.shard_map. mpjax.autocast does this for you.",
         half_sums_of_devices,
     ),
     Rule(
         "widened-matmul",
         HLO,
         "a matmul of half operands that runs in float32",
-        "The device has no unit for that half dtype: its operands are cast up, and the matmul is "
-        "as slow as in float32, or slower, with the digits of half.",
-        "Use the half dtype that the device has (mpjax.half_dtype: float16 on V100 and T4), or "
+        "The device has no unit for this half dtype. The operands are cast up, and the matmul is "
+        "as slow as in float32 or slower, with the precision of half.",
+        "Use the half dtype that the device has (mpjax.half_dtype; float16 on V100 and T4), or "
         "float32.",
         widened_matmuls,
     ),

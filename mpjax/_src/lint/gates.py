@@ -47,8 +47,8 @@ def ungated_states(program: Program) -> Iterator[Hit]:
         names = ", ".join(each.name for each in missed[:3])
         more = f", and {len(missed) - 3} more" if len(missed) > 3 else ""
         yield Hit(
-            f"A step whose numbers are not finite is undone for {states_of(gates, len(states))}, "
-            f"but not for {names}{more}.",
+            f"A step that is not finite is skipped for {states_of(gates, len(states))}, but not "
+            f"for {names}{more}.",
             _writes(program, missed[0]),
         )
 
@@ -98,11 +98,11 @@ RULES = (
     Rule(
         "ungated-state",
         JAXPR,
-        "a gate on non-finite steps that leaves out a state",
-        "The step that overflowed is skipped, and its NaN stays in what the gate left out (a "
-        "moment, batch statistics): every later step reads it.",
-        "Choose all that a step changes by the same verdict: "
-        "mpjax.select(ok, new_state, old_state) over the whole state.",
+        "a state that is updated although the step is skipped",
+        "The step that overflowed is skipped, but its NaN stays in a state that was left out (a "
+        "moment, batch statistics), and every later step reads it.",
+        "Choose everything that a step changes by the same test: mpjax.select(ok, new_state, "
+        "old_state) over the whole state.",
         ungated_states,
     ),
 )

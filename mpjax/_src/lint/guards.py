@@ -40,7 +40,7 @@ def hidden_nonfinite(program: Program) -> Iterator[Hit]:
         tests = (program.maker(v) for v in program.back(which, LOGIC))
         asked = any(_asks_finite(program, test, same) for test in tests)
         if asked and is_gradient(program, value):
-            message = f"Entries of a gradient, {shown(value)}, become {number:g} if not finite."
+            message = f"Non-finite entries of a gradient, {shown(value)}, become {number:g}."
             yield Hit(message, op)
 
 
@@ -147,22 +147,24 @@ RULES = (
     Rule(
         "hidden-nonfinite",
         JAXPR,
-        "gradients whose entries are replaced where they are not finite",
-        "An overflow is the loss scale's, or a bug's, to see: replaced by a number, the step is "
-        "taken with a wrong gradient, no counter moves, and the run diverges later or learns less.",
-        "Skip the step: update parameters, optimizer and loss scale only where all gradients are "
-        "finite (mpjax.build_train_step, optax.apply_if_finite), and look for the operation with "
-        "mpjax.find_nonfinite.",
+        "gradients whose non-finite entries are replaced",
+        "A non-finite gradient says that the loss scale is too large, or that the program has a "
+        "bug. If its entries are replaced by a number, the step is taken with a wrong gradient, no"
+        " counter moves, and the run diverges later or learns less.",
+        "Skip the step instead: update parameters and optimizer state only if all gradients are "
+        "finite, and lower the loss scale otherwise. mpjax.build_train_step does both, "
+        "optax.apply_if_finite the first. mpjax.find_nonfinite names the operation.",
         hidden_nonfinite,
     ),
     Rule(
         "endless-scale",
         JAXPR,
         "a loss scale that grows without limit",
-        "While gradients stay finite it doubles until it is inf; inf / 2 is inf, so it never comes "
-        "back, every later step is skipped or divides by inf, and training stands still.",
-        "Keep a limit: jnp.minimum(scale * factor, 2.0**24), or mpjax.DynamicLossScale, which has "
-        "one.",
+        "While gradients stay finite, the scale doubles until it is inf. Half of inf is inf, so "
+        "the scale never recovers: every later step is skipped or divides by inf, and training "
+        "stops.",
+        "Set a limit: jnp.minimum(scale * factor, 2.0**24), or use mpjax.DynamicLossScale, which "
+        "has one.",
         endless_scales,
     ),
 )

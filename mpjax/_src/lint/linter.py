@@ -19,9 +19,9 @@ from mpjax._src.lint.report import Finding, LintReport
 from mpjax._src.lint.rule import HLO, JAXPR, VALUES, Compiled, Hit, NotRun, Rule
 from mpjax._src.lint.table import chosen
 
-ABSTRACT = "it needs one real step, and some arguments are jax.ShapeDtypeStruct: give arrays"
-NOT_RUN = "it needs one real step, and run=False"
-NO_TARGET = "it needs a compiled program: give target='cpu' or an accelerator such as 'h100'"
+ABSTRACT = "no step was run, because some arguments are jax.ShapeDtypeStruct: give arrays"
+NOT_RUN = "no step was run, because of run=False"
+NO_TARGET = "nothing was compiled: give target='cpu' or an accelerator such as 'h100'"
 
 
 def lint(

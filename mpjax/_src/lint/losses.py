@@ -35,13 +35,13 @@ def half_log_sums(program: Program) -> Iterator[Hit]:
         summed = summed and not divided
         if summed or _is_loss(program, op):
             yield Hit(
-                f"The {op.name} of a sum of exponentials is taken in {shown(op.outs[0])}: a loss "
-                "of half logits.",
+                f"The {op.name} of a sum of exponentials is computed in {shown(op.outs[0])}: the "
+                "loss reads half logits.",
                 op,
             )
     for op in program.named("cumlogsumexp"):
         if is_half(op.ins[0]):
-            yield Hit(f"cumlogsumexp of {shown(op.ins[0])} is taken in half.", op)
+            yield Hit(f"cumlogsumexp of {shown(op.ins[0])} is computed in half.", op)
 
 
 def _is_loss(program: Program, op: Op) -> bool:
@@ -79,7 +79,8 @@ def half_variances(program: Program) -> Iterator[Hit]:
         sums = any(each and each.name == "reduce_sum" for each in squared)
         squares = [each for each in squared if each and each.name in SQUARES and _squares(each)]
         if sums and any(v in of for each in squares for v in each.ins):
-            yield Hit(f"A variance is taken as a difference of means in {shown(op.outs[0])}.", op)
+            message = f"A variance is computed as a difference of means in {shown(op.outs[0])}."
+            yield Hit(message, op)
 
 
 SQUARES = ("square", "integer_pow", "mul")
@@ -100,7 +101,7 @@ def half_norms(program: Program) -> Iterator[Hit]:
         readers = [each for v in ahead for each in program.readers(v)]
         sums = any(each.name == "reduce_sum" for each in readers)
         if sums and any(each.name in ("rsqrt", "sqrt") for each in readers):
-            yield Hit(f"The squares of a norm are taken in {shown(op.outs[0])}.", op)
+            yield Hit(f"The squares of a norm are computed in {shown(op.outs[0])}.", op)
 
 
 def _squares(op: Op) -> bool:
@@ -114,8 +115,8 @@ RULES = (
         "half-loss",
         JAXPR,
         "a log-softmax or cross entropy of half logits",
-        "The logarithm of a sum of exponentials has 2 to 3 decimal digits in half: the loss moves "
-        "in steps, probabilities near 1 have a loss of exactly 0, and gradients of rare classes "
+        "In half, the logarithm of a sum of exponentials has 2 to 3 decimal digits. The loss moves"
+        " in steps, a probability near 1 gives a loss of exactly 0, and gradients of rare classes "
         "are lost.",
         "Cast logits to float32 before the loss: loss(logits.astype(jnp.float32), labels).",
         half_log_sums,
@@ -123,9 +124,9 @@ RULES = (
     Rule(
         "half-variance",
         JAXPR,
-        "a variance that is a difference of half means",
-        "The mean of squares and the square of the mean are nearly equal: half leaves their "
-        "difference no digits, and it may be negative, whose root is NaN.",
+        "a variance computed as a difference of half means",
+        "The mean of squares and the square of the mean are nearly equal, so in half their "
+        "difference has no correct digits. It may even be negative, and its square root NaN.",
         "Use jnp.var, or jnp.mean(jnp.square(x - jnp.mean(x))), on x.astype(jnp.float32).",
         half_variances,
     ),
@@ -133,8 +134,9 @@ RULES = (
         "half-norm",
         JAXPR,
         "a norm that squares in float16",
-        "Squares of 256 and more are Inf in float16, and those of less than 2.4e-4 are 0: one "
-        "large activation makes the norm Inf, and all that it divides 0.",
+        "In float16, the square of a number of 256 or more is Inf, and the square of a number "
+        "below 1.7e-4 is 0. One large activation makes the norm Inf, and everything that is "
+        "divided by it 0.",
         "Cast to float32 before squaring: jnp.mean(jnp.square(x.astype(jnp.float32))).",
         half_norms,
     ),

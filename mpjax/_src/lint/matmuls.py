@@ -44,8 +44,8 @@ def promoted_matmuls(program: Program) -> Iterator[Hit]:
         ]
         if any(causes) and all(was_half):
             yield Hit(
-                f"{op.name} of {' and '.join(map(shown, operands))} runs in float32, and both were "
-                f"half: {next(filter(None, causes))}.",
+                f"{op.name} of {' and '.join(map(shown, operands))} runs in float32, although both "
+                f"were half: {next(filter(None, causes))}.",
                 op,
             )
 
@@ -101,8 +101,8 @@ def narrow_backward(program: Program) -> Iterator[Hit]:
             found = next((wide[v] for v in program.back(operand, MOVES | CASTS) if v in wide), None)
             if found is not None:
                 yield Hit(
-                    f"{op.name} of the backward pass reads {shown(operand)}, and the forward pass "
-                    f"multiplied the same in {short_name(dtype_of(found.ins[0]))}.",
+                    f"{op.name} in the backward pass reads {shown(operand)}, but the forward pass "
+                    f"multiplied the same values in {short_name(dtype_of(found.ins[0]))}.",
                     op,
                 )
                 break
@@ -112,21 +112,23 @@ RULES = (
     Rule(
         "promoted-matmul",
         JAXPR,
-        "a float32 matmul of what was half, promoted on the way",
-        "JAX promotes half and float32 to float32, and NumPy constants are float32: one of them "
-        "makes all matmuls behind it float32, at a fraction of the speed and twice the memory.",
-        "Give the constant the dtype of what it meets: jnp.asarray(c, x.dtype), or a Python "
-        "number, which promotes nothing. jax.numpy_dtype_promotion('strict') finds the others.",
+        "a matmul of half values that type promotion made float32",
+        "JAX promotes half and float32 to float32, and NumPy constants are float32. One such "
+        "constant makes every matmul after it run in float32, at a fraction of the speed and with "
+        "twice the memory.",
+        "Give the constant the dtype of the other operand: jnp.asarray(c, x.dtype), or use a "
+        "Python number, which promotes nothing. jax.numpy_dtype_promotion('strict') finds other "
+        "promotions.",
         promoted_matmuls,
     ),
     Rule(
         "narrow-backward",
         JAXPR,
-        "a backward pass that is narrower than its forward pass",
-        "Gradients have less precision than the function that they are of: a check in float32 does "
-        "not see it, for the loss is right, and training stalls late.",
-        "Have the rule of custom_vjp compute in the dtypes of the forward pass, and return "
-        "cotangents in the dtypes of its arguments.",
+        "a backward pass with less precision than its forward pass",
+        "Gradients have less precision than the loss. A check of the loss does not notice it, "
+        "because the loss is right, and training stalls late.",
+        "In the rule of custom_vjp, compute in the dtypes of the forward pass, and return "
+        "cotangents in the dtypes of the arguments.",
         narrow_backward,
     ),
 )

@@ -49,8 +49,8 @@ def _what(op: Op, derived: bool) -> str:
     half = short_name(dtype_of(next(v for v in op.ins if is_half(v))))
     if derived:
         return (
-            f"This {half} matmul gives float32, so one of its backward pass multiplies {left} by "
-            f"{right}: both are read as float32."
+            f"This {half} matmul returns float32, so a matmul in its backward pass multiplies "
+            f"{left} by {right}: both are read as float32."
         )
     return f"A matmul multiplies {left} by {right}: both are read as float32."
 
@@ -59,7 +59,7 @@ def _result(op: Op) -> str:
     if not is_half(op.outs[0]):
         return ""
     half = short_name(dtype_of(op.outs[0]))
-    return f" Its result is {half}, and so is what its backward pass sums for the float32 operand."
+    return f" Its result is {half}, and so is the float32 operand's gradient before it is cast."
 
 
 def recomputed_matmuls(program: Program) -> Iterator[Hit]:
@@ -81,8 +81,8 @@ def recomputed_matmuls(program: Program) -> Iterator[Hit]:
         for op in near:
             if _same_matmul(program, op, again, sources):
                 yield Hit(
-                    f"The forward pass gives {shown(op.outs[0])} here, and the backward pass "
-                    f"computes the same again as {shown(again.outs[0])}.",
+                    f"The forward pass computes {shown(op.outs[0])} here, and the backward pass "
+                    f"recomputes the same matmul as {shown(again.outs[0])}.",
                     op,
                 )
 
@@ -135,33 +135,33 @@ RULES = (
         "mixed-matmul",
         JAXPR,
         "a matmul of a half operand and a float32 one",
-        "XLA widens the half operand: the matmul runs in float32, or TF32 on a GPU, at an eighth "
-        "to a half of the speed of half, and a TPU rounds both to bfloat16. The same program has "
-        "another precision on each device, and another forward than backward.",
-        "Cast both operands to one dtype. Where a float32 result of half operands is wanted, ask "
-        "for precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32 (or F16_F16_F32) besides "
+        "XLA widens the half operand. On a GPU the matmul then runs in float32 or TF32, at an "
+        "eighth to a half of the speed of half; a TPU rounds both operands to bfloat16. The "
+        "precision differs between devices, and between the forward and the backward pass.",
+        "Cast both operands to one dtype. If you want a float32 result of half operands, pass "
+        "precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32 (or F16_F16_F32) besides "
         "preferred_element_type: the backward pass then reads half as well.",
         mixed_matmuls,
     ),
     Rule(
         "recomputed-dtype",
         JAXPR,
-        "a matmul that the backward pass computes again in another dtype",
-        "What the forward pass made of the rounded result (a maximum, a logarithm of a sum) does "
-        "not belong to the result that the backward pass has: a softmax made of both does not sum "
-        "to 1, by an error that grows with the logits.",
-        "Give both matmuls the same operands' dtypes and the same preferred_element_type.",
+        "a matmul that the backward pass recomputes in another dtype",
+        "The forward pass derived values from the rounded result (a maximum, the logarithm of a "
+        "sum). They do not match the result that the backward pass recomputes: a softmax made of "
+        "both does not sum to 1, and the error grows with the logits.",
+        "Give both matmuls the same operand dtypes and the same preferred_element_type.",
         recomputed_matmuls,
     ),
     Rule(
         "kernel-dtypes",
         JAXPR,
-        "a fused kernel given float32 beside half, or half that was cast up",
-        "Fused kernels are written for half operands: of two dtypes one is widened in every tile, "
-        "float32 takes twice the memory traffic and runs at a fraction of the speed, and some "
-        "kernels do not compile for it or give NaN.",
-        "Cast all operands of the kernel to the same half dtype before the call, and the result "
-        "after it.",
+        "a fused kernel that is given float32 beside half, or half that was cast up",
+        "Fused kernels are written for half operands. With two dtypes, one operand is widened in "
+        "every tile. With float32, the memory traffic doubles and the kernel runs at a fraction of"
+        " the speed. Some kernels do not compile for such operands, or return NaN.",
+        "Cast all operands of the kernel to the same half dtype before the call, and cast the "
+        "result after it.",
         mixed_kernels,
     ),
 )

@@ -27,7 +27,7 @@ def half_sums(program: Program) -> Iterator[Hit]:
         if terms > (limit**2 if program.is_backward(op) else limit):
             yield Hit(
                 f"{op.name} adds {terms} terms of {shown(value)} in "
-                f"{short_name(value.aval.dtype)}, where a running sum of equal terms stands still "
+                f"{short_name(value.aval.dtype)}, where a running sum of equal terms stops growing "
                 f"after {limit}.",
                 op,
             )
@@ -80,8 +80,9 @@ def half_accumulators(program: Program) -> Iterator[Hit]:
             turns = int(loop.params["length"])
             if turns > limit:
                 yield Hit(
-                    f"A loop of {turns} turns carries a sum in {shown(carried)}: each turn rounds "
-                    f"it to {digits(dtype)} binary digits, so late terms are lost.",
+                    f"A loop of {turns} iterations carries a sum in {shown(carried)}. Each "
+                    f"iteration rounds it to {digits(dtype)} binary digits, and late terms are "
+                    "lost.",
                     op,
                 )
 
@@ -146,7 +147,7 @@ def half_collectives(program: Program) -> Iterator[Hit]:
         value = op.ins[0]
         if is_half(value):
             yield Hit(
-                f"{op.name} over {_axes(op)} adds {shown(value)} of the devices in "
+                f"{op.name} over {_axes(op)} sums {shown(value)} over devices in "
                 f"{short_name(value.aval.dtype)}.",
                 op,
             )
@@ -162,20 +163,20 @@ RULES = (
         "half-sum",
         JAXPR,
         "a sum of many terms in half",
-        "Each addition rounds to half: beyond 256 terms in bfloat16, or 2048 in float16, a term "
-        "of average size no longer changes the sum, and in float16 the sum may overflow. Which "
-        "of this happens differs between devices.",
-        "Sum in float32: jnp.sum and jnp.mean do so by themselves; for lax.reduce_sum, jnp.cumsum "
-        "and the like write x.astype(jnp.float32), and cast the result.",
+        "Each addition rounds to half. Beyond 256 terms in bfloat16, or 2048 in float16, a term of"
+        " average size no longer changes the sum, and in float16 the sum may overflow. The result "
+        "differs between devices.",
+        "Sum in float32. jnp.sum and jnp.mean do so by default; for lax.reduce_sum, jnp.cumsum and"
+        " the like, write x.astype(jnp.float32) and cast the result.",
         half_sums,
     ),
     Rule(
         "half-accumulator",
         JAXPR,
         "a loop that carries a sum in half",
-        "What a loop adds up is rounded in every turn: late terms are lost where they are smaller "
-        "than half an ulp of the sum, and gradients or metrics come out too small.",
-        "Carry the sum in float32, start it with jnp.zeros(shape, jnp.float32), and cast it after "
+        "Each iteration rounds the sum to half. Late terms that are smaller than half an ulp of "
+        "the sum are lost, and gradients or metrics come out too small.",
+        "Start the sum with jnp.zeros(shape, jnp.float32), carry it in float32, and cast it after "
         "the loop.",
         half_accumulators,
     ),
@@ -183,9 +184,10 @@ RULES = (
         "half-collective",
         JAXPR,
         "a sum over devices in half",
-        "Replicas' terms cancel, and devices add them in an order of their own: what half rounds "
-        "away of each does not come back, and in float16 a sum over many overflows.",
-        "Cast to float32 before jax.lax.psum, pmean or psum_scatter, and back after it.",
+        "The terms of replicas partly cancel, and devices add them in an order of their own. "
+        "Digits that half rounds away from a term do not come back, and in float16 a sum over many"
+        " devices overflows.",
+        "Cast to float32 before jax.lax.psum, pmean or psum_scatter, and cast back after it.",
         half_collectives,
     ),
 )

@@ -25,8 +25,8 @@ def half_scatters(program: Program) -> Iterator[Hit]:
         limit = stalls_at(dtype) if program.is_backward(op) else 2 ** (digits(dtype) / 2)
         if terms > limit:
             yield Hit(
-                f"{op.name} adds {_updates(op)} updates to {_rows(op)} places of {shown(value)}: "
-                f"{terms:.0f} and more to one of them, in half.",
+                f"{op.name} adds {_updates(op)} updates to {_rows(op)} rows of {shown(value)}: at "
+                f"least {terms:.0f} of them to one row, in half.",
                 op,
             )
 
@@ -44,10 +44,11 @@ RULES = (
     Rule(
         "half-scatter",
         JAXPR,
-        "a scatter that adds many updates to one row of half",
-        "Updates of a row are added one after the other, each rounded to half: late ones are lost, "
-        "and the order differs from run to run on GPUs, where half scatters are slow besides.",
-        "Scatter into float32 zeros and cast the sum; keep tables with few rows in float32.",
+        "a scatter that adds many updates to one row in half",
+        "Updates of a row are added one after the other, and each sum is rounded to half, so late "
+        "updates are lost. On GPUs the order also differs from run to run, and half scatters are "
+        "slow.",
+        "Scatter into float32 zeros and cast the result. Keep tables with few rows in float32.",
         half_scatters,
     ),
 )

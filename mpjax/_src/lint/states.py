@@ -127,11 +127,12 @@ RULES = (
     Rule(
         "state-dtype-drift",
         JAXPR,
-        "a state that comes back in another dtype than it went in",
-        "The next step is another program: JAX compiles it again, scan refuses it, memory "
-        "doubles or precision is lost, and what is restored trains in other dtypes.",
+        "a state that a step returns in another dtype",
+        "The next step is another program: JAX compiles it again, and scan refuses it. Memory "
+        "doubles or precision is lost, and a restored run trains in other dtypes.",
         "Keep the state's dtypes: give the optimizer its dtype (mu_dtype in optax), cast updates "
-        "to the parameters' dtype, and cast what is new to the dtype of what it replaces.",
+        "to the parameters' dtype, and cast each new value to the dtype of the value that it "
+        "replaces.",
         drifting,
     ),
 )

@@ -64,8 +64,7 @@ def _matching(argument: str, patterns: str | Iterable[str]) -> set[str]:
         if not matched:
             raise ValueError(
                 f"{argument}={brief(pattern)} matches no rule.{did_you_mean(pattern, names)} "
-                "The rules are listed by `mpjax lint --rules`; a glob such as 'half-*' takes "
-                "several."
+                "`mpjax lint --rules` lists the rules; a glob such as 'half-*' matches several."
             )
         found |= matched
     return found

@@ -81,8 +81,8 @@ def casts_undone(program: Program) -> Iterator[Hit]:
     for op in undone(program):
         half = short_name(dtype_of(op.outs[0]))
         yield Hit(
-            f"{shown(op.ins[0])} is rounded to {half}, and all that reads it casts it up again: "
-            f"{digits(dtype_of(op.outs[0]))} binary digits are left, and nothing saved.",
+            f"{shown(op.ins[0])} is rounded to {half}, and every reader casts it back up: "
+            f"{digits(dtype_of(op.outs[0]))} binary digits are left, and nothing is saved.",
             op,
         )
 
@@ -103,8 +103,8 @@ def rounded_gradients(program: Program) -> Iterator[Hit]:
         if wanted and len(op.outs[0].aval.shape) > 1:
             half = short_name(dtype_of(op.outs[0]))
             yield Hit(
-                f"{half} weights are cast up here; the gradient by them, {shown(op.ins[0])}, is "
-                f"rounded to {half}, and cast up again by what reads it.",
+                f"{half} weights are cast up here. Their gradient, {shown(op.ins[0])}, is rounded "
+                f"to {half}, and its readers cast it back up.",
                 op,
             )
 
@@ -123,8 +123,8 @@ def casts_deleted(program: Program, compiled: Compiled) -> Iterator[Hit]:
         half = short_name(dtype_of(op.outs[0]))
         if (op.source, half) not in kept:
             yield Hit(
-                f"The program for {compiled.target} has no cast to {half} here: what the line "
-                "rounds stays as it was.",
+                f"The program compiled for {compiled.target} has no cast to {half} here: the value "
+                "is not rounded.",
                 op,
             )
 
@@ -146,9 +146,9 @@ def _of_half_sum(program: Program, op: Op) -> str:
             added = made.ins[: 2 if made.name == "add" else 1] if made and made.name in SUMS else []
             if any(not terms.isdisjoint(program.back(v, SHAPES)) for v in added):
                 return (
-                    f"A {short_name(dtype_of(total))} sum has one of its terms taken off again, to "
-                    "see what rounding left of the other; compilers may compute both in float32, "
-                    "where nothing was rounded."
+                    f"One term of a {short_name(dtype_of(total))} sum is subtracted again, to see "
+                    "what rounding left of the other. Compilers may compute both in float32, where "
+                    "nothing is rounded."
                 )
     return ""
 
@@ -163,8 +163,8 @@ def _of_rounded(program: Program, op: Op) -> str:
         if not before.isdisjoint(program.back(other, _elementwise_unrounded)):
             half = short_name(dtype_of(narrow.outs[0]))
             return (
-                f"{shown(narrow.ins[0])} is read here as it was rounded to {half}, beside what was "
-                "made of it before it was rounded."
+                f"{shown(narrow.ins[0])} is read here after rounding to {half}, together with a "
+                "value that was computed from it before rounding."
             )
     return ""
 
@@ -189,43 +189,44 @@ RULES = (
     Rule(
         "cast-undone",
         JAXPR,
-        "a cast to half that every reader undoes",
-        "Digits are lost, and neither memory nor time is saved. XLA may delete such casts, or "
-        "not: the program then rounds on one device and not on another.",
-        "Leave the cast out; where rounding itself is wanted, write jax.lax.reduce_precision, "
-        "which stays.",
+        "a cast to half that every reader casts back up",
+        "The cast loses digits, and saves neither memory nor time. XLA may or may not delete such "
+        "casts, so the program rounds on one device and not on another.",
+        "Remove the cast. If you want the rounding itself, write jax.lax.reduce_precision, which "
+        "no compiler removes.",
         casts_undone,
     ),
     Rule(
         "rounded-gradient",
         JAXPR,
-        "a float32 gradient rounded because the weights are half, and cast up again",
-        "Gradients have the dtype of what jax.grad differentiates by: what was computed in float32 "
-        "has the digits of half before it is summed, averaged or clipped.",
-        "Cast the weights up first and differentiate by that: "
+        "a float32 gradient that is rounded because the weights are half, and then cast back up",
+        "Gradients from jax.grad have the dtype of the weights. A gradient that was computed in "
+        "float32 is rounded to half before it is summed, averaged or clipped.",
+        "Cast the weights to float32 first, and differentiate with respect to the result: "
         "jax.grad(loss)(mpjax.cast(params, 'float32'), batch).",
         rounded_gradients,
     ),
     Rule(
         "cast-deleted",
         HLO,
-        "a cast to half and back that the compiled program does not have",
-        "XLA keeps float32 where a program rounds and casts back (xla_allow_excess_precision, on "
-        "by default): simulated rounding does nothing, and results differ between jit and no jit.",
+        "a cast to half and back that the compiler deletes",
+        "Where a program rounds to half and casts back, XLA may keep the float32 value "
+        "(xla_allow_excess_precision, on by default). Simulated rounding then does nothing, and "
+        "results differ with and without jit.",
         "Write jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) for bfloat16, or 5 "
-        "and 10 for float16: no compiler removes it.",
+        "and 10 for float16. No compiler removes it.",
         casts_deleted,
     ),
     Rule(
         "rounding-error",
         JAXPR,
-        "a difference of a rounded value and of what it was before",
-        "Compilers may leave a rounding out where its result is cast up again "
-        "(xla_allow_excess_precision): an error that is measured so is 0 under jit, compensated "
-        "sums and residuals of weights compensate nothing, and a backward pass that reads the "
-        "saved half value beside a float32 one is wrong by an amount that depends on the device.",
-        "Round with jax.lax.reduce_precision, which no compiler removes, and compute all that "
-        "belongs together of the rounded value.",
+        "a difference between a rounded value and the value before rounding",
+        "Compilers may skip a rounding whose result is cast back up (xla_allow_excess_precision). "
+        "An error measured this way is then 0 under jit, and compensated sums and residuals of "
+        "weights compensate nothing. A backward pass that combines the saved half value with a "
+        "float32 one is wrong by an amount that depends on the device.",
+        "Round with jax.lax.reduce_precision, which no compiler removes, and compute everything "
+        "that belongs together from the rounded value.",
         rounding_errors,
     ),
 )

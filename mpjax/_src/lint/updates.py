@@ -33,8 +33,8 @@ def stalled_updates(program, op, ins, outs) -> Iterator[Hit]:
     still = moves & (old == np.asarray(new, np.float32))
     if moves.any() and still.sum() > SHARE * moves.sum():
         yield Hit(
-            f"{each.name} is {shown(each.before)}, and {still.sum() / moves.sum():.0%} of its "
-            "entries do not move in this step, for their update is less than half an ulp.",
+            f"{still.sum() / moves.sum():.0%} of the updates of {each.name}, "
+            f"{shown(each.before)}, are rounded away in this step: they are less than half an ulp.",
             op,
         )
 
@@ -85,8 +85,8 @@ def overflowing_scales(program, op, ins, outs) -> Iterator[Hit]:
     if scale:
         program.notes["overflowed"] = True
         yield Hit(
-            f"{op.name} of the backward pass makes Inf in {shown(op.outs[0])} under a loss scale "
-            f"of {scale}, which nothing lowers.",
+            f"{op.name} in the backward pass makes Inf in {shown(op.outs[0])} at a loss scale of "
+            f"{scale}, which nothing lowers.",
             op,
         )
 
@@ -122,19 +122,20 @@ RULES = (
     Rule(
         "stalled-update",
         VALUES,
-        "updates of half weights that rounding takes",
-        "An update of less than half an ulp is rounded away, step after step: the loss falls for a "
-        "while and then stands, as the learning rate falls.",
-        "Keep float32 masters (mpjax.with_master_weights, policy O2), a compensated sum, or "
-        "stochastic rounding (mpjax.with_stochastic_rounding).",
+        "updates of half weights that are rounded away",
+        "An update of less than half an ulp is rounded away, step after step. The loss falls at "
+        "first, and then stops falling as the learning rate decays.",
+        "Keep float32 master weights (mpjax.with_master_weights, policy O2), or use a compensated "
+        "sum or stochastic rounding (mpjax.with_stochastic_rounding).",
         stalled_updates,
     ),
     Rule(
         "overflowing-loss-scale",
         VALUES,
         "a loss scale that overflows the gradients and is never lowered",
-        "The gradients are Inf, and all steps like this one are skipped or make the weights NaN.",
-        "Take a smaller scale, a dynamic one (mpjax.DynamicLossScale), or bfloat16, which needs "
+        "The gradients are Inf. This step and all steps like it are skipped, or make the weights "
+        "NaN.",
+        "Use a smaller scale, a dynamic one (mpjax.DynamicLossScale), or bfloat16, which needs "
         "none.",
         overflowing_scales,
     ),
