@@ -6,11 +6,12 @@ from benchmarks import weights
 from benchmarks.page.charts import Chart
 from benchmarks.page.tables import table
 
-NOTE = """`kept`: parameters and optimizer state, bytes a weight of GPT-2 355M under AdamW. `moved`:
-by the optimizer's part of a step on an H100, over optax.adamw's on float32. `temp`: temporary
-memory of the whole step over that of float32. Then the mean over three seeds of each model's
-held-out figure, less is better, in brackets the range of float32's; **bold** is above it. Under O3
-losses come out in bfloat16: in steps of 1/64 around 3, of 1/32 around 6.
+NOTE = """Bytes kept: parameters and optimizer state, in bytes per weight of GPT-2 355M under AdamW.
+Bytes moved: by the optimizer's part of a step on an H100, relative to optax.adamw on float32
+weights. Temporary memory: of the whole step, relative to float32. The other columns are a model's
+held-out figure, the mean over three seeds; less is better. The range of float32 is in parentheses,
+and figures above it are **bold**. Under O3, losses come out in bfloat16: in steps of 1/64 around 3
+and of 1/32 around 6.
 """
 
 
@@ -24,7 +25,7 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
     for model, name, row in weights.verdicts(cases.get("quality", {})):
         found.setdefault(name, {})[model] = row
         spreads[model] = "{:.3f} to {:.3f}".format(*row["float32"])
-    header = ["what is kept", "policy", "kept", "moved", "temp"]
+    header = ["what is kept", "policy", "bytes kept", "bytes moved", "temporary memory"]
     header += [f"{model} ({spread})" for model, spread in spreads.items()]
 
     def cells(name):
