@@ -9,6 +9,7 @@
 #   make bench        the cpu suite of the benchmarks    make page     docs/performance.md anew
 #   make bench-aot    the aot suite (an hour; resumes)   make quality  the cpu suite's long case
 #   make soak         10,000 steps with faults; a run is killed 200 times, and resumed (an hour)
+#   make docs         the site, in docs_out/html: pages are executed, links checked, and looked at
 #   make mutants      mutation tests of planner and training, on the lines that differ from BASE
 #   make mutants-all  on all lines (hours); goes on where it was interrupted
 
@@ -20,6 +21,7 @@ NEWEST_PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c "print('$
 VENV := .venv
 NEWEST := .venv-newest
 AOT := .venv-aot
+DOCS := .venv-docs
 RIVALS := torch paddle mindspore tensorflow mpx
 # What `mutants` compares with: where a branch left origin/main, else the commit before the last.
 BASE ?= $(firstword $(foreach r,origin/main HEAD~1 HEAD,$(shell git rev-parse --verify --quiet $(r))))
@@ -29,7 +31,7 @@ RECORDED = $(shell $(PYTHON) -c "import json; print(json.load(open('benchmarks/r
 PIP := pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest -n 2
 
-.PHONY: demo test test-all test-newest newest-python $(RIVALS:%=test-%) test-aot lint gate bench bench-aot page quality soak mutants mutants-all clean
+.PHONY: demo test test-all test-newest newest-python $(RIVALS:%=test-%) test-aot lint gate docs bench bench-aot page quality soak mutants mutants-all clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -62,6 +64,10 @@ lint: $(VENV)/ready
 
 gate: $(AOT)/ready
 	$(AOT)/bin/python -m benchmarks --suite gate
+
+# A warning fails it: a page that is in no table of contents, a name or link that leads nowhere.
+docs: $(DOCS)/ready
+	$(DOCS)/bin/sphinx-build -W -n -j 2 -b html docs docs_out/html
 
 bench: $(VENV)/bench
 	$(VENV)/bin/python -m benchmarks --suite cpu
@@ -124,5 +130,11 @@ $(AOT)/ready: pyproject.toml
 	$(AOT)/bin/$(PIP) --editable ".[aot,bench,html]" "jax==$(RECORDED)" pytest pytest-xdist hypothesis
 	touch $@
 
+$(DOCS)/ready: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/$(PIP) --upgrade pip
+	$(DOCS)/bin/$(PIP) --editable ".[docs]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(NEWEST) $(AOT) $(RIVALS:%=$(VENV)-%) .mutants
+	rm -rf $(VENV) $(NEWEST) $(AOT) $(DOCS) $(RIVALS:%=$(VENV)-%) .mutants docs_out

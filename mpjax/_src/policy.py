@@ -151,7 +151,7 @@ class Policy(jmp.Policy):
         """Returns this policy with dtypes of its own for the parameters that patterns match.
 
         Paths are joined with "/" from the root of the parameter tree ("Dense_0/kernel"). Patterns
-        are globs, case-insensitive; "*" crosses "/", and a leading "*/" also matches at the root.
+        are globs, case-insensitive; ``*`` crosses ``/``, and a leading ``*/`` also matches at the root.
         The first match wins, and a later call goes before earlier ones.
 
         Args:

@@ -106,9 +106,6 @@ class DeviceReport(Report):
 def device_report() -> DeviceReport:
     """Returns what the devices of this process run fast, and a policy for each.
 
-    Args:
-        There are none.
-
     Returns:
         A `DeviceReport`.
 

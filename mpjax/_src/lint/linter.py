@@ -48,7 +48,7 @@ def lint(
         argnums: The positions of the arguments by which ``fun``, a loss, is differentiated, where
             the backward pass is to be looked at too; None takes ``fun`` as it is.
         has_aux: Whether ``fun`` returns ``(loss, aux)``. Counts with ``argnums`` alone.
-        select: Names of rules, or globs such as "half-*"; only they are looked at. All if empty.
+        select: Names of rules, or globs such as ``half-*``; only they are looked at. All if empty.
         ignore: Names of rules, or globs, that are left out.
         run: Whether one step may be run, operation by operation, for the rules that look at values.
             Nothing is run where an argument is a `jax.ShapeDtypeStruct`.

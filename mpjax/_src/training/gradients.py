@@ -65,7 +65,7 @@ def scaled_value_and_grad(
         >>> float(value), float(grad), bool(finite)
         (9.0, 6.0, True)
 
-    Micikevicius et al. 2017, section 3.2; torch.amp.GradScaler's scale and unscale_ in one.
+    Micikevicius et al. 2017, section 3.2; torch.amp.GradScaler's scale and ``unscale_`` in one.
     """
 
     check_callable(fun, "fun")

@@ -1,0 +1,31 @@
+"""Links of pages to files outside of docs: an example's to its page in the gallery, others to files.
+
+A folder has no page: its name stays, without a link.
+"""
+
+import re
+from pathlib import Path
+
+LINK = re.compile(r"(?<!!)\[([^\]\[]*)\]\(((?:\.\./)+[^)#\s]+)\)")
+
+
+def lead_here(app, docname, source):
+    """Changes links that leave docs/ before a page is parsed."""
+    folder = Path(app.srcdir, docname).parent
+
+    def target(match):
+        text, path = match.groups()
+        file = (folder / path).resolve()
+        if file.is_relative_to(app.srcdir):
+            return match[0]
+        if file.parent.name == "examples" and Path(app.srcdir, f"gallery/{file.stem}.md").exists():
+            up = "../" * docname.count("/")
+            return f"[{text}]({up}gallery/{file.stem}.md)"
+        return text if file.is_dir() else match[0]
+
+    source[0] = LINK.sub(target, source[0])
+
+
+def setup(app):
+    app.connect("source-read", lead_here)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

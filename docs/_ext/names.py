@@ -1,0 +1,138 @@
+"""Names in docstrings become links: `autocast`, `jax.jit`. What is no name is code.
+
+Annotations name objects by where they are defined, and write aliases of types out: here they get the
+names by which users reach them. Rows of reports have no public name, and are shown without the
+module that they lie in.
+"""
+
+import contextlib
+import re
+import sys
+import typing
+
+import chex
+import jax
+import optax
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.ext.autosummary import (
+    ImportExceptionGroup,
+    get_import_prefixes_from_env,
+    import_by_name,
+)
+from sphinx.util.docutils import SphinxRole
+from sphinx.util.typing import stringify_annotation
+
+import mpjax
+import mpjax.checkpoint
+import mpjax.keras
+import mpjax.linen
+import mpjax.nnx
+
+MODULES = mpjax, mpjax.checkpoint, mpjax.keras, mpjax.linen, mpjax.nnx
+PUBLIC = {
+    id(getattr(module, name)): f"{module.__name__}.{name}"
+    for module in MODULES
+    for name in module.__all__
+}
+UNIONS = {
+    optax.Params: "chex.ArrayTree",
+    chex.ArrayTree: "chex.ArrayTree",
+    jax.typing.ArrayLike: "jax.typing.ArrayLike",
+}
+ALIASES = {
+    **{
+        stringify_annotation(union, mode): name
+        for mode in ("fully-qualified", "fully-qualified-except-typing")
+        for union, name in UNIONS.items()
+    },
+    "jax.jaxlib._jax.Array": "jax.Array",
+    "jaxlib._jax.Device": "jax.Device",
+    "jmp._src.policy.": "jmp.",
+    "optax._src.base.": "optax.",
+    "flax.nnx.transforms.autodiff.": "flax.nnx.",
+    "~P": "...",
+}
+COLON = "\ue000"  # of no meaning
+INSIDE = re.compile(r"mpjax\._src\.([\w.]+)\.(\w+)")
+
+
+class Name(SphinxRole):
+    """A link to what is public, else code."""
+
+    def run(self):
+        prefixes = get_import_prefixes_from_env(self.env)
+        prefixes = [prefix for prefix in prefixes if not self.text.startswith(f"{prefix}.")]
+        with contextlib.suppress(ImportExceptionGroup):
+            _, _, _, module = import_by_name(self.text, prefixes)
+            if not module.startswith("mpjax._src."):
+                link = self.env.get_domain("py").role("obj")
+                return link("obj", self.rawtext, self.text, self.lineno, self.inliner)
+        return [nodes.literal(self.rawtext, self.text)], []
+
+
+def public(text):
+    """Returns the text of an annotation with the names by which users reach things."""
+
+    def replacement(match):
+        value = getattr(sys.modules[f"mpjax._src.{match[1]}"], match[2])
+        if isinstance(value, typing.TypeVar):
+            return match[2]
+        return PUBLIC.get(id(value), match[0])
+
+    for long, short in ALIASES.items():
+        text = text.replace(long, short)
+    return re.sub(r"~([A-Z])\b", r"\1", INSIDE.sub(replacement, text))
+
+
+def find_public(app, env, node, content):
+    """Leads a reference of a signature to the public name; type variables and jmp have no page."""
+    target = node.get("reftarget", "")
+    node["reftarget"] = name = public(target)
+    if re.fullmatch("[A-Z]", name) or name.startswith("jmp."):
+        return content
+    if name.startswith("mpjax.") and name != target:
+        to, page = env.get_domain("py"), node["refdoc"]
+        return to.resolve_xref(env, page, app.builder, "obj", name, node, content)
+    return None  # the inventories of other projects are asked next
+
+
+def name_parameters(app, domain, kind, content):
+    for annotations in app.env.current_document.autodoc_annotations.values():
+        annotations.update({name: public(text) for name, text in annotations.items()})
+
+
+def hide_colons(app, what, name, value, options, lines):
+    """Keeps napoleon from reading "The model: its steps" as a type and a description."""
+    above = "Returns:" if what in ("attribute", "property") else ""
+    for i, line in enumerate(lines):
+        if above == "Returns:":
+            lines[i] = line.replace(":", COLON)
+        above = line.strip()
+
+
+def name_attributes(app, what, name, value, options, lines):
+    lines[:] = [public(line) if ":type:" in line else line.replace(COLON, ":") for line in lines]
+
+
+def skip_fields(app, what, name, value, skip, options):
+    """Skips fields of named tuples, which are documented as attributes of the class."""
+    return True if type(value).__name__ == "_tuplegetter" else None
+
+
+def hide_modules(app, doctree):
+    """Shows ``Row`` in place of ``mpjax._src.autocast.explain.Row``."""
+    for name in list(doctree.findall(addnodes.desc_addname)):
+        if name.astext().startswith("mpjax._src."):
+            name.parent.remove(name)
+
+
+def setup(app):
+    app.add_role("name", Name())
+    app.connect("autodoc-process-docstring", hide_colons, priority=100)
+    app.connect("autodoc-process-docstring", name_attributes, priority=900)
+    app.connect("autodoc-skip-member", skip_fields)
+    app.connect("missing-reference", find_public, priority=100)
+    app.connect("object-description-transform", name_parameters, priority=100)
+    app.connect("doctree-read", hide_modules)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,92 @@
+"""How the pages become a site: `make docs`."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # pages are executed where the site is built
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # a warning of the kernel's debugger
+
+import mpjax
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS / "_ext"))
+
+project = "mpjax"
+author = "The mpjax authors"
+copyright = author
+version = release = mpjax.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx_click",
+    "sphinx_design",
+    # of docs/_ext
+    "click_text",
+    "gallery",
+    "fences",
+    "links",
+    "names",
+]
+
+# Pages that are executed: an error, or anything on stderr, fails the build.
+nb_execution_mode = "cache"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 240
+nb_output_stderr = "error"
+nb_merge_streams = True
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence", "attrs_block"]
+
+default_role = "name"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
+autodoc_member_order = "bysource"
+autodoc_default_options = {
+    "members": True,
+    # Of classes of ours, not of these.
+    "inherited-members": "tuple,Exception,GradientTransformationExtraArgs,Optimizer,LossScaleOptimizer,TrainState",
+}
+autosummary_generate = False
+napoleon_numpy_docstring = False
+napoleon_attr_annotations = True
+python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"
+
+# The inventories of other projects are committed, and hold the names that our pages use: a build
+# gives the same site with and without a network, and a moved page elsewhere cannot fail it.
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3/", "inventories/python.inv"),
+    "jax": ("https://docs.jax.dev/en/latest/", "inventories/jax.inv"),
+    "flax": ("https://flax.readthedocs.io/en/latest/", "inventories/flax.inv"),
+    "numpy": ("https://numpy.org/doc/stable/", "inventories/numpy.inv"),
+    "optax": ("https://optax.readthedocs.io/en/latest/", "inventories/optax.inv"),
+}
+nitpick_ignore = [
+    # Their projects have no page for them.
+    *(("py:class", name) for name in ("chex.ArrayTree", "flax.nnx.DiffState")),
+    *(("py:class", f"optax.Transform{name}Fn") for name in ("Init", "UpdateExtraArgs")),
+    *(("py:obj", f"jax.sharding.{name}") for name in ("AbstractMesh", "reshard")),
+]
+
+html_theme = "pydata_sphinx_theme"
+html_title = "mpjax"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
+html_show_sourcelink = False
+html_copy_source = False
+html_theme_options = {
+    "logo": {"text": "mpjax"},
+    "navigation_with_keys": False,
+    "secondary_sidebar_items": ["page-toc"],
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+}
+exclude_patterns = ["_ext", "_build"]
