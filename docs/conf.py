@@ -50,7 +50,9 @@ autodoc_member_order = "bysource"
 autodoc_default_options = {
     "members": True,
     # Of classes of ours, not of these.
-    "inherited-members": "tuple,Exception,GradientTransformationExtraArgs,Optimizer,LossScaleOptimizer,TrainState",
+    "inherited-members": ",".join(
+        ("tuple", "Exception", "GradientTransformationExtraArgs", "Optimizer", "TrainState")
+    ),
 }
 autosummary_generate = False
 napoleon_numpy_docstring = False

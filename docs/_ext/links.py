@@ -1,4 +1,4 @@
-"""Links of pages to files outside of docs: an example's to its page in the gallery, others to files.
+"""Links of pages to files outside of docs: to an example's page in the gallery, or to the file.
 
 A folder has no page: its name stays, without a link.
 """

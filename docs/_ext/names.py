@@ -1,7 +1,7 @@
 """Names in docstrings become links: `autocast`, `jax.jit`. What is no name is code.
 
-Annotations name objects by where they are defined, and write aliases of types out: here they get the
-names by which users reach them. Rows of reports have no public name, and are shown without the
+Annotations name objects by where they are defined, and write aliases of types out: here they get
+the names by which users reach them. Rows of reports have no public name, and are shown without the
 module that they lie in.
 """
 
@@ -35,6 +35,7 @@ PUBLIC = {
     for module in MODULES
     for name in module.__all__
 }
+# The long ones first: they begin with what the short ones are.
 UNIONS = {
     optax.Params: "chex.ArrayTree",
     chex.ArrayTree: "chex.ArrayTree",
@@ -43,8 +44,8 @@ UNIONS = {
 ALIASES = {
     **{
         stringify_annotation(union, mode): name
-        for mode in ("fully-qualified", "fully-qualified-except-typing")
         for union, name in UNIONS.items()
+        for mode in ("smart", "fully-qualified", "fully-qualified-except-typing")
     },
     "jax.jaxlib._jax.Array": "jax.Array",
     "jaxlib._jax.Device": "jax.Device",

@@ -151,8 +151,8 @@ class Policy(jmp.Policy):
         """Returns this policy with dtypes of its own for the parameters that patterns match.
 
         Paths are joined with "/" from the root of the parameter tree ("Dense_0/kernel"). Patterns
-        are globs, case-insensitive; ``*`` crosses ``/``, and a leading ``*/`` also matches at the root.
-        The first match wins, and a later call goes before earlier ones.
+        are globs, case-insensitive; ``*`` crosses "/", and a leading ``*/`` also matches at the
+        root. The first match wins, and a later call goes before earlier ones.
 
         Args:
             patterns: From pattern to dtype.
