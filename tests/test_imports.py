@@ -19,6 +19,7 @@ ORDER = (
     *(
         "errors",
         "contexts",
+        "deprecations",
         "pages",
         "reports",
         "_jax",
@@ -127,7 +128,7 @@ def test_importing_loads_nothing_of_ours_or_others():
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     new, ours, heavy = out.split("\n")[:3]
     assert set(new.split()) <= {"mpjax", "lazy_loader", "jax"} and heavy == ""
-    assert ours == "mpjax mpjax._src mpjax._src.contexts"
+    assert ours == "mpjax mpjax._src mpjax._src.contexts mpjax._src.deprecations"
 
 
 def test_what_is_imported_later_compiles_nothing_again():

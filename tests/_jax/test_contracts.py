@@ -83,7 +83,7 @@ PARAMS = {
     "linear_call": {"callee", "transpose_thunk"},
     "remat2": {"jaxpr", "prevent_cse"},
     "scan": {"jaxpr", "length"},
-    "shard_map": {"jaxpr", "mesh", "in_specs", "out_specs", "newly_manual_axes", "check_vma"},
+    "shard_map": {"jaxpr", "mesh", "in_specs", "out_specs", "check_vma"},
     "while": {"cond_jaxpr", "cond_nconsts", "body_jaxpr", "body_nconsts"},
 }
 
@@ -99,6 +99,8 @@ def test_params_of(name):
     eqn = equation(PROGRAMS[name], name=name)
     assert eqn.primitive.name == name
     assert set(eqn.params) >= PARAMS[name]
+    # 0.10.0 has the second name, later versions have the first.
+    assert name != "shard_map" or {"newly_manual_axes", "manual_axes"} & set(eqn.params)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
