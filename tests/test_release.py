@@ -1,0 +1,43 @@
+"""One version everywhere; the page of versions says what pyproject.toml says."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import mpjax
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PAGE = (ROOT / "docs" / "release.md").read_text()
+
+
+def test_the_changelog_opens_with_this_version():
+    entries = re.findall(r"^## \[(.*)\] - (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert entries[0][0] == mpjax.__version__
+    dated = [when for _, when in entries if when != "unreleased"]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", when) for when in dated)
+    assert dated == sorted(dated, reverse=True) and len(entries) - len(dated) <= 1
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == mpjax.__version__
+    assert citation["license"] == PROJECT["license"]
+    assert citation["authors"] == PROJECT["authors"]
+
+
+@pytest.mark.parametrize(("row", "name"), [("JAX", "jax"), ("Flax", "flax"), ("optax", "optax")])
+def test_the_page_has_the_oldest_versions(row, name):
+    (floor,) = [d.partition(">=")[2] for d in PROJECT["dependencies"] if d.startswith(f"{name}>=")]
+    (oldest,) = re.findall(rf"^\| {row} \| (\S+) \|", PAGE, re.MULTILINE)
+    assert oldest.split(".")[: floor.count(".") + 1] == floor.split(".")
+
+
+def test_the_page_has_the_versions_of_python():
+    prefix = "Programming Language :: Python :: 3."
+    named = [int(c.removeprefix(prefix)) for c in PROJECT["classifiers"] if c.startswith(prefix)]
+    assert PROJECT["requires-python"] == f">=3.{min(named)}"
+    assert f"| Python | 3.{min(named)} | 3.{max(named)} |" in PAGE
