@@ -5,6 +5,7 @@
 #   make test-torch   docs/coming_from: PyTorch's code and ours give the same losses; so do
 #                     test-paddle, test-mindspore, test-tensorflow and test-mpx for theirs
 #   make test-aot     the tests that compile for absent GPUs and TPUs (1.4 GB of compilers)
+#   make canary       does the installed JAX have the internals that mpjax needs? names what is broken
 #   make gate         does autocast take no more than is recorded? (minutes; the same compilers)
 #   make bench        the cpu suite of the benchmarks    make page     docs/performance.md anew
 #   make bench-aot    the aot suite (an hour; resumes)   make quality  the cpu suite's long case
@@ -31,7 +32,7 @@ RECORDED = $(shell $(PYTHON) -c "import json; print(json.load(open('benchmarks/r
 PIP := pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest -n 2
 
-.PHONY: demo test test-all test-newest newest-python $(RIVALS:%=test-%) test-aot lint gate docs bench bench-aot page quality soak mutants mutants-all clean
+.PHONY: demo test test-all test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality soak mutants mutants-all clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -61,6 +62,9 @@ lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+canary: $(VENV)/ready
+	$(VENV)/bin/python tests/canary.py
 
 gate: $(AOT)/ready
 	$(AOT)/bin/python -m benchmarks --suite gate

@@ -1,0 +1,302 @@
+"""Says whether the installed JAX has the internals that mpjax needs, and names what is broken.
+
+    python tests/canary.py                  # names first, then the tests of tests/_jax
+    python tests/canary.py -k tracing_key   # what follows goes to pytest
+
+First each name of JAX in `mpjax/_src/_jax` is looked up, without importing mpjax, so that one
+missing name does not hide the others. Then the contract tests run, which hold what the names do.
+The exit status is 1 if anything is broken.
+"""
+
+import ast
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+INSIDE = ROOT / "mpjax" / "_src" / "_jax"
+
+
+class Contract(NamedTuple):
+    """What users lose if some private names of JAX change.
+
+    Attributes:
+        module: The module of `mpjax/_src/_jax` that uses the names.
+        names: Private names; each covers what lies in it.
+        breaks: What no longer works.
+    """
+
+    module: str
+    names: tuple[str, ...]
+    breaks: str
+
+
+CONTRACTS = (
+    Contract(
+        "aot",
+        ("jax._src.lib._jax", "jax._src.lib.xla_client.DeviceList"),
+        "compile_for, largest_batch, `mpjax compile`: nothing compiles for absent devices",
+    ),
+    Contract(
+        "aot",
+        ("jax._src.cudnn.fused_attention_stablehlo",),
+        "compile_for of programs that call dot_product_attention: cuDNN's is not traced",
+    ),
+    Contract(
+        "calls",
+        ("jax._src.core.set_current_trace", "jax._src.interpreters"),
+        "gradients of autocast: what is called several times is differentiated as a whole",
+    ),
+    Contract(
+        "convolutions",
+        ("jax._src.core.dilate_dim",),
+        "autocast over several devices: gradients of convolutions",
+    ),
+    Contract(
+        "jits",
+        ("jax._src.named_sharding.UNSPECIFIED", "Traced._params", "Traced._consts"),
+        "watch_precision: a jitted step cannot be taken apart",
+    ),
+    Contract(
+        "literals",
+        (
+            "jax._src.interpreters.partial_eval.const_fold_rules",
+            "jax._src.lax.lax",
+            "jax._src.numpy.array_constructors",
+        ),
+        "lint: constants that half precision rounds away are not seen",
+    ),
+    Contract(
+        "partitioning",
+        (
+            "jax._src.custom_partitioning",
+            "jax._src.xla_bridge._plugin_callbacks",
+            "jax._src.lib.xla_client",
+        ),
+        "compile_for on several devices, of functions with custom_partitioning",
+    ),
+    Contract(
+        "programs",
+        ("jax._src.config.trace_context",),
+        "autocast: a plan is reused although a setting of JAX changed",
+    ),
+    Contract(
+        "programs",
+        ("jax._src.util.register_cache",),
+        "jax.clear_caches() does not clear the plans of autocast",
+    ),
+    Contract(
+        "programs",
+        (
+            "jax._src.interpreters.partial_eval.convert_constvars_jaxpr",
+            "jax._src.named_sharding.UnspecifiedValue",
+        ),
+        "autocast: programs with constants, and calls of jitted functions, cannot be read",
+    ),
+    Contract(
+        "programs",
+        ("jax._src.lax.lax.canonicalize_precision",),
+        "autocast: matmuls under jax.default_matmul_precision are misread",
+    ),
+    Contract(
+        "programs",
+        ("jax.interpreters.mlir._lowerings", "jax.interpreters.mlir._platform_specific_lowerings"),
+        "policies: the names of operations in lists and overrides cannot be checked",
+    ),
+    Contract(
+        "programs",
+        ("_DimExpr._evaluate", "_DimExpr._get_vars"),
+        "autocast of programs that are exported with symbolic shapes",
+    ),
+    Contract(
+        "sources",
+        ("jax._src.source_info_util",),
+        "explain, find_nonfinite, compare and lint: lines, scopes and names of layers are lost",
+    ),
+    Contract(
+        "wire",
+        ("jax._src.dispatch.apply_primitive", "jax._src.lax.lax._dot_batch_rule"),
+        "autocast over several devices: matmuls that send half precision, and vmap of them",
+    ),
+)
+# What tests of public extension points hold, where no private name is involved.
+PUBLIC = {
+    "barriers": "autocast on CPUs and GPUs: barriers that keep half-precision matmuls correct",
+    "rules": "autocast of functions with custom_jvp, custom_vjp or shard_map",
+}
+
+
+class Use(NamedTuple):
+    """A name of JAX, and the line that uses it.
+
+    Attributes:
+        name: With its module, such as "jax._src.core.set_current_trace".
+        place: "module.py:line" in `mpjax/_src/_jax`.
+        stops_import: Whether mpjax cannot be imported without it.
+    """
+
+    name: str
+    place: str
+    stops_import: bool
+
+
+def uses(path: Path) -> Iterator[Use]:
+    """Yields each name of JAX that a module uses, at its first line."""
+    tree = ast.parse(path.read_text())
+    bound: dict[str, str] = {}
+    found: dict[str, tuple[int, bool]] = {}
+    top = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                whole = alias.name if alias.asname else alias.name.split(".")[0]
+                bound[alias.asname or whole] = whole
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                whole = bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                found.setdefault(whole, (node.lineno, id(node) in top))
+
+    def whole_name(node):
+        if isinstance(node, ast.Name):
+            return bound.get(node.id)
+        outer = whole_name(node.value) if isinstance(node, ast.Attribute) else None
+        return outer and f"{outer}.{node.attr}"
+
+    inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or id(node) in inner:
+            continue
+        if name := whole_name(node):
+            found.setdefault(name, (node.lineno, False))
+    for name, (line, stops) in sorted(found.items()):
+        if name.split(".")[0] == "jax":
+            yield Use(name, f"{path.name}:{line}", stops)
+
+
+def private_attributes(path: Path) -> set[str]:
+    """Returns the private attributes that a module takes from objects of JAX."""
+    tree = ast.parse(path.read_text())
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr)
+    }
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and part[:2] != "__" for part in name.split("."))
+
+
+def contract_of(module: str, name: str) -> Contract | None:
+    """Returns the contract that covers a private name in a module of `mpjax/_src/_jax`."""
+    for contract in CONTRACTS:
+        covers = any(f"{name}.".startswith(f"{prefix}.") for prefix in contract.names)
+        modules = any(f"{prefix}.".startswith(f"{name}.") for prefix in contract.names)
+        if contract.module == module and (covers or modules):
+            return contract
+    return None
+
+
+def is_there(name: str) -> bool:
+    """Tells whether JAX has a name, by importing as much of it as is a module."""
+    parts = name.split(".")
+    thing = None
+    for i, part in enumerate(parts):
+        if thing is not None and hasattr(thing, part):
+            thing = getattr(thing, part)
+            continue
+        try:
+            thing = importlib.import_module(".".join(parts[: i + 1]))
+        except (ImportError, AttributeError):
+            return False
+    return True
+
+
+def missing_names() -> list[str]:
+    """Returns a paragraph for each name that the installed JAX lacks."""
+    told = []
+    for path in sorted(INSIDE.glob("*.py")):
+        for use in uses(path):
+            if is_there(use.name):
+                continue
+            contract = contract_of(path.stem, use.name)
+            breaks = contract.breaks if contract else PUBLIC.get(path.stem, "")
+            if use.stops_import:
+                breaks = f"mpjax.autocast cannot be imported. It serves {breaks}" if breaks else ""
+            told.append(
+                f"{use.name} is missing\n"
+                f"  used in        mpjax/_src/_jax/{use.place}\n"
+                f"  what breaks    {breaks or 'mpjax.autocast cannot be imported'}"
+            )
+    return told
+
+
+class Broken:
+    """A plugin of pytest that keeps what failed, in words."""
+
+    def __init__(self):
+        self.told = []
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.keep(report)
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.keep(report)
+
+    def keep(self, report):
+        path, _, test = report.nodeid.partition("::")
+        crash = getattr(report.longrepr, "reprcrash", None)
+        said = (crash.message if crash else str(report.longrepr)).strip().splitlines()
+        modules = sorted(modules_of(ROOT / path, test.partition("[")[0]))
+        rows = [c.breaks for c in CONTRACTS if c.module in modules]
+        rows += [PUBLIC[m] for m in modules if m in PUBLIC]
+        used = ", ".join(f"mpjax/_src/_jax/{m}.py" for m in modules)
+        self.told.append(
+            f"{test.removeprefix('test_').replace('_', ' ') or path} does not hold\n"
+            f"  test           {report.nodeid}\n"
+            f"  error          {said[0] if crash else said[-1]}\n"
+            f"  used in        {used or 'see the test'}\n"
+            f"  what breaks    {'; '.join(rows) or 'see the test'}"
+        )
+
+
+def modules_of(path: Path, test: str) -> set[str]:
+    """Returns the modules of `mpjax/_src/_jax` whose functions a test, or a whole file, calls."""
+    homes = {}
+    for node in ast.walk(ast.parse((INSIDE / "__init__.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mpjax."):
+            homes |= {alias.name: node.module.split(".")[-1] for alias in node.names}
+    tree = ast.parse(path.read_text())
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == test]
+    named = {
+        n.attr for f in functions or [tree] for n in ast.walk(f) if isinstance(n, ast.Attribute)
+    }
+    return {homes[name] for name in named & set(homes)}
+
+
+def main(arguments: list[str]) -> int:
+    import jax
+    import jaxlib
+
+    print(f"JAX {jax.__version__}, jaxlib {jaxlib.__version__}")
+    told = missing_names()
+    plugin = Broken()
+    options = ["-q", "--no-header", "--no-summary", "--tb=no", "-p", "no:cacheprovider"]
+    status = pytest.main([*options, str(ROOT / "tests" / "_jax"), *arguments], plugins=[plugin])
+    told += plugin.told
+    if status and not plugin.told:
+        told.append(f"the contract tests did not run: pytest ended with status {int(status)}")
+    print("", *told, sep="\n\n")
+    print(f"\nBroken contracts: {len(told)}" if told else "Every contract holds.")
+    return bool(told)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
