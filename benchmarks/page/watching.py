@@ -1,12 +1,12 @@
-"""The table of docs/watching.md: what a watched step takes, over one that nobody watches."""
+"""The table of docs/watching.md: what a watched step takes, relative to one without watching."""
 
 from typing import Any
 
 from benchmarks.page.charts import Chart
 from benchmarks.page.tables import table
 
-NOTE = """Bytes that a step moves, its temporary memory, and the time that it took to compile, over
-those of the step that nobody watches.
+NOTE = """Bytes that a step moves, its temporary memory and the time that it takes to compile, relative to
+the same step without watching.
 """
 
 

@@ -54,9 +54,9 @@ def test_what_is_wrong_is_exit_code_2(run):
         (("linted:nothing",), "has no 'nothing'"),
         (("linted:breaks",), "linted.py:14"),
         (("linted:step", "--select", "half_sum"), "Did you mean 'half-sum'?"),
-        (("linted:step", "--json", "--sarif"), "one of them"),
+        (("linted:step", "--json", "--sarif"), "not both"),
         (("linted:step", "--target", "h10000"), "h10000"),
-        (("linted:step", "--argnums", "3"), "3 is no argument"),
+        (("linted:step", "--argnums", "3"), "no argument 3"),
     ):
         result = run(*arguments)
         assert result.exit_code == 2 and message in " ".join(result.stderr.split()), result.stderr

@@ -83,7 +83,7 @@ def test_nan_is_no_limit(folder, command, option):
 def test_a_tolerance_needs_something_to_hold_to_it(folder):
     assert run("compare", "odd_program:integers").exit_code == 0
     result = run("compare", "odd_program:integers", "--tolerance", "0.1")
-    refused(result, "has nothing to hold to --tolerance")
+    refused(result, "has nothing to compare with --tolerance")
 
 
 def test_without_a_current_directory_modules_are_still_found(tmp_path, monkeypatch):

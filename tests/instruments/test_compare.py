@@ -235,7 +235,7 @@ class TestErrors:
 
         compared = compare(fun, "float32")(jnp.float32(1.0))
         assert len(compared.diverged) == 1 and compared.diverged[0].startswith("cond")
-        assert "another way" in str(compared)
+        assert "another path" in str(compared)
 
 
 class TestPrograms:

@@ -63,38 +63,38 @@ class Problem:
 
 
 FLAGS = (
-    Flag(GPU, "xla_gpu_triton_gemm_any", "true", False, "Triton's matmuls are tried too", JAX_GPU),
+    Flag(GPU, "xla_gpu_triton_gemm_any", "true", False, "tries Triton's matmuls too", JAX_GPU),
     Flag(
         *(GPU, "xla_gpu_enable_latency_hiding_scheduler", "true", True),
-        *("communication runs beside computation", JAX_GPU),
+        *("overlaps communication with computation", JAX_GPU),
     ),
     Flag(
         *(GPU, "xla_gpu_enable_pipelined_all_reduce", "true", True),
-        *("in loops, gradients are summed beside the next turn", JAX_FLAGS),
+        *("in loops, sums gradients during the next iteration", JAX_FLAGS),
     ),
     Flag(
         *(GPU, "xla_gpu_enable_pipelined_all_gather", "true", True),
-        *("in loops, sharded weights are gathered a turn ahead", NVIDIA),
+        *("in loops, gathers sharded weights one iteration ahead", NVIDIA),
     ),
     Flag(
         *(GPU, "xla_gpu_enable_pipelined_reduce_scatter", "true", True),
-        *("in loops, sharded gradients are summed beside the next turn", NVIDIA),
+        *("in loops, sums sharded gradients during the next iteration", NVIDIA),
     ),
     Flag(
         *(GPU, "xla_gpu_enable_while_loop_double_buffering", "true", True),
-        *("loops are unrolled by two, so that these cross their turns", NVIDIA),
+        *("unrolls loops by two, so that collectives overlap across iterations", NVIDIA),
     ),
     Flag(
         *(TPU, "xla_tpu_enable_async_collective_fusion", "true", True),
-        *("communication runs within kernels that compute", JAX_FLAGS),
+        *("fuses communication into compute kernels", JAX_FLAGS),
     ),
     Flag(
         *(TPU, "xla_tpu_overlap_compute_collective_tc", "true", True),
-        *("communication runs beside computation on one core", JAX_FLAGS),
+        *("overlaps communication with computation on one core", JAX_FLAGS),
     ),
     Flag(
         *(TPU, "xla_tpu_enable_data_parallel_all_reduce_opt", "true", True),
-        *("gradients are summed between slices beside computation", JAX_FLAGS),
+        *("sums gradients between slices during computation", JAX_FLAGS),
     ),
 )
 
@@ -102,14 +102,14 @@ PROBLEMS = (
     Problem(
         *(GPU, "jaxlib", "0.10.2", "0.11.1"),
         "a float32 scatter-add, the gradient of an embedding lookup, is hundreds of times slower "
-        "where many indices are equal",
+        "if many indices are equal",
         "install jaxlib 0.11.1 or later, or 0.10.1",
         "https://github.com/openxla/xla/issues/46225",
     ),
     Problem(
         *(GPU, "jaxlib", "0.6.0", ""),
-        "a half scatter-add is up to 20 times slower than float32's where many indices are equal",
-        "store embedding tables in float32, as O1 does: their gradients are then added in float32",
+        "a half scatter-add is up to 20 times slower than in float32 if many indices are equal",
+        "store embedding tables in float32, as O1 does: their gradients are then summed in float32",
         "https://github.com/openxla/xla/issues/26371",
     ),
 )

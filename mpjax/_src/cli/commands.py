@@ -48,11 +48,11 @@ class Group(click.Group):
 @click.group(cls=Group, epilog=options.EXIT_CODES, context_settings={"max_content_width": 100})
 @click.version_option(mpjax.__version__, prog_name="mpjax", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Mixed precision for JAX: what a machine can do, and what a program would do in half.
+    """Mixed precision for JAX: test what a machine can do, and inspect what a program does.
 
     TARGET is MODULE:FUNCTION or path/to/file.py:FUNCTION. FUNCTION takes no arguments and returns
-    (fun, args): a function, and the tuple of arguments to call it with. The arguments may be
-    jax.ShapeDtypeStruct wherever nothing is run.
+    (fun, args): a function, and the tuple of arguments to call it with. Commands that do not run
+    the function also accept jax.ShapeDtypeStruct as arguments.
 
     \b
     Examples:
@@ -68,9 +68,10 @@ def cli() -> None:
 @options.platform
 @options.as_json
 def doctor(platform: tuple[str, ...], as_json: bool) -> None:
-    """Show versions and devices; test each half dtype; name flags of XLA and known problems.
+    """Show versions and devices, and test half precision.
 
-    Takes about two seconds for each half dtype. Exits with 1 if a test failed.
+    Also lists XLA flags that are worth trying, and known problems of the installed jaxlib. Takes
+    about two seconds for each half dtype. Exits with 1 if a test failed.
     """
     from mpjax._src.cli.doctor import examine
 
@@ -78,7 +79,7 @@ def doctor(platform: tuple[str, ...], as_json: bool) -> None:
         found = examine(platform)
     show.json_to_stdout(found) if as_json else tables.doctor(found)
     if not found["ok"]:
-        _finding("a self-test failed: half precision does not work here as it should.")
+        _finding("a self-test failed: half precision does not work correctly here.")
 
 
 @cli.command()
@@ -89,12 +90,12 @@ def doctor(platform: tuple[str, ...], as_json: bool) -> None:
 @click.option(
     "--rows", type=click.IntRange(0), default=0, metavar="N", help="List the first N operations."
 )
-@click.option("--all", "all_rows", is_flag=True, help="List all of them.")
+@click.option("--all", "all_rows", is_flag=True, help="List all operations.")
 @click.option(
     "--fail-under",
     type=options.Number(0, 1),
     metavar="SHARE",
-    help="Exit with 1 if a smaller share of the matmul FLOPs is in half: 0.9, say.",
+    help="Exit with 1 if less than this share of the matmul FLOPs is in half, for example 0.9.",
 )
 @options.html
 @options.as_json
@@ -111,7 +112,7 @@ def explain(
     as_json: bool,
     show_traceback: bool,
 ) -> None:
-    """Show what autocast would do to a function, running nothing.
+    """Show what autocast would do to a function, without running it.
 
     \b
     Examples:
@@ -132,7 +133,7 @@ def explain(
         tables.explain(report, len(report.rows) if all_rows else rows)
     _write(html, page, as_json)
     if fail_under is not None and report.half_flops < fail_under:
-        _finding(f"{report.half_flops:.2%} of the matmul FLOPs are in half, under {fail_under:.2%}")
+        _finding(f"{report.half_flops:.2%} of the matmul FLOPs are in half, below {fail_under:.2%}")
 
 
 @cli.command("compile")
@@ -143,9 +144,11 @@ def explain(
     type=options.NAMES,
     required=True,
     metavar="NAMES",
-    help="Accelerators, such as v100,h100 or 'h100 x 8'; none of them need be there.",
+    help="Accelerators, such as v100,h100 or 'h100 x 8'. This machine need not have them.",
 )
-@options.policy(None, "Autocast the function first; as it is, if not given.")
+@options.policy(
+    None, "Autocast the function first. Without it, the function is compiled as written."
+)
 @options.html
 @options.as_json
 @options.show_traceback
@@ -157,11 +160,11 @@ def compile_(
     as_json: bool,
     show_traceback: bool,
 ) -> None:
-    """Compile a function for accelerators that are not here.
+    """Compile a function for accelerators that you do not have.
 
-    Shows the memory, the matmuls' dtypes and the least time that a run would take, side by side; of
-    several devices what one of them takes, and what it sends to the others.
-    Exits with 1 if the program does not fit a device or its compiler refuses it.
+    Shows memory, the dtypes of matmuls and a lower bound on the run time, side by side. For several
+    devices, shows what one of them uses and what it sends to the others. Exits with 1 if the
+    program does not fit on a device, or if its compiler refuses it.
 
     \b
     Examples:
@@ -177,7 +180,7 @@ def compile_(
     if as_json:
         show.json_to_stdout(result)
     elif any(each["status"] != "error" for each in found):
-        click.echo(f"{target} {f'under {policy}' if policy else 'as it is written'}")
+        click.echo(f"{target} {f'under {policy}' if policy else 'as written'}")
         tables.compiled(found)
     for name, page in pages.items():
         _write(html and _of_one(html, name, devices), page, as_json)
@@ -186,7 +189,7 @@ def compile_(
         raise TargetError("\n".join(_grouped(wrong)))
     bad = [each["target"] for each in found if not each.get("fits", False)]
     if bad:
-        _finding(f"refused, or does not fit: {', '.join(bad)}")
+        _finding(f"does not fit, or was refused: {', '.join(bad)}")
 
 
 @cli.command()
@@ -200,13 +203,13 @@ def compile_(
     default=20,
     show_default=True,
     metavar="N",
-    help="Rows to list, the worst first.",
+    help="Number of rows to list, worst first.",
 )
 @click.option(
     "--tolerance",
     type=options.Number(0, min_open=True),
     metavar="ERROR",
-    help="Exit with 1 if the error of the value or a gradient is greater, or not a number.",
+    help="Exit with 1 if the error of the value or of a gradient is above this, or is NaN.",
 )
 @click.option(
     "--loss-scale",
@@ -214,11 +217,10 @@ def compile_(
     default="auto",
     show_default=True,
     metavar="SCALE",
-    help="What gradients are scaled by: a number, none, or auto, which is 1 unless something "
-    "computes in float16.",
+    help="The loss scale: a number, none, or auto (1, unless something computes in float16).",
 )
 @click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture there."
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the errors to this file."
 )
 @options.html
 @options.as_json
@@ -236,12 +238,12 @@ def compare(
     as_json: bool,
     show_traceback: bool,
 ) -> None:
-    """Run a function in half, beside float32.
+    """Compare a function in half precision with float32.
 
-    Shows what each operation adds to the error, and what it inherits. If the function returns a
-    scalar loss, its gradient is followed.
+    Shows the error that each operation adds, and the error that it inherits. If the function
+    returns a scalar loss, its gradient is compared too.
 
-    FUNCTION's args must be arrays: this runs the function.
+    This runs the function: the args that FUNCTION returns must be arrays.
 
     \b
     Examples:
@@ -272,18 +274,19 @@ def compare(
         click.echo(f"{target}: {policy} against float32{scaled}")
         tables.compared(comparison, top)
         if drawn:
-            click.echo(f"\nWritten to {plot}")
+            click.echo(f"\nPicture written to {plot}")
     _write(html, page, as_json)
     if tolerance is None:
         return
     results = comparison.worst_results()
     if not results:
         raise TargetError(
-            f"{target} has nothing to hold to --tolerance: the function returns no floating array."
+            f"{target} has nothing to compare with --tolerance: the function returns no "
+            "floating-point array."
         )
     name, error = results[0]
     if not error <= tolerance:
-        _finding(f"the error of the {name} is {error:.3g}, over {tolerance:g}")
+        _finding(f"the error of the {name} is {error:.3g}, above {tolerance:g}")
 
 
 @cli.command()
@@ -295,22 +298,24 @@ def compare(
     type=options.RULES,
     default=(),
     metavar="RULES",
-    help="Look for these alone: names or globs, such as half-sum,half-*.",
+    help="Run only these rules: names or globs, such as half-sum,half-*.",
 )
-@click.option("--ignore", type=options.RULES, default=(), metavar="RULES", help="Leave these out.")
+@click.option("--ignore", type=options.RULES, default=(), metavar="RULES", help="Skip these rules.")
 @click.option(
-    "--no-run", is_flag=True, help="Run nothing: rules that look at values are listed as not run."
+    "--no-run",
+    is_flag=True,
+    help="Do not run the function. Rules that need its values are skipped.",
 )
 @click.option(
     "--target",
     "device",
     metavar="NAME",
-    help="Compile for 'cpu' or an accelerator, such as h100, which need not be there: for rules "
-    "that look at HLO.",
+    help="Compile for 'cpu', or for an accelerator such as h100, which this machine need not have. "
+    "Rules that read HLO need it.",
 )
 @options.as_json
 @click.option("--sarif", is_flag=True, help="Print SARIF, for code scanning, and nothing else.")
-@click.option("--rules", "list_rules", is_flag=True, help="List the rules, and what they need.")
+@click.option("--rules", "list_rules", is_flag=True, help="List the rules and what each one needs.")
 @options.show_traceback
 def lint(
     target: str | None,
@@ -325,9 +330,10 @@ def lint(
     list_rules: bool,
     show_traceback: bool,
 ) -> None:
-    """Look for silent faults of precision in a training step, or any function.
+    """Find silent precision faults in a training step or a loss.
 
-    A line that says "# mpjax: ignore[RULE]" is silent. Exits with 1 if something was found.
+    The comment "# mpjax: ignore[RULE]" silences a rule at its line. Exits with 1 if something was
+    found.
 
     \b
     Examples:
@@ -339,7 +345,7 @@ def lint(
     from mpjax._src.lint.table import as_data, chosen
 
     if as_json and sarif:
-        raise click.UsageError("--json and --sarif: one of them.")
+        raise click.UsageError("give --json or --sarif, not both.")
     if list_rules:
         rules = _legal(lambda: chosen(select, ignore))
         show.json_to_stdout(as_data(rules)) if as_json else tables.rules(rules)
@@ -393,7 +399,7 @@ def _write(file: Path | None, page: str | None, quiet: bool) -> None:
     if file is not None and page is not None:
         file.write_text(page, "utf-8")
         if not quiet:
-            click.echo(f"\nThe page is in {file}")
+            click.echo(f"\nPage written to {file}")
 
 
 def _of_one(file: Path, name: str, names: Sequence[str]) -> Path:
@@ -435,7 +441,7 @@ def _check_argnums(argnums: Any, args: tuple[Any, ...]) -> None:
     for number in argnums if isinstance(argnums, tuple) else (argnums,):
         if number is not None and not -len(args) <= number < len(args):
             raise click.BadParameter(
-                f"{number} is no argument: there are {len(args)}, counted from 0.",
+                f"there is no argument {number}: fun takes {len(args)}, counted from 0.",
                 param_hint="'--argnums'",
             )
 

@@ -111,7 +111,7 @@ def matmul(dtype: np.dtype) -> Check:
     bound = unit * np.abs(want) + size * 2.0**-23 * (np.abs(a64) @ np.abs(b64))
     ratio = float(np.max(np.abs(got - want) / bound))
     status = PASS if ratio <= 1 else FAIL
-    found = f"error {ratio:.2f} of the bound: float32 sums, rounded once"
+    found = f"error is {ratio:.2f} of the bound for float32 sums that are rounded once"
     return Check(dtype.name, f"matmul, {size} x {size}", status, found, ratio)
 
 
@@ -173,7 +173,7 @@ def speed(dtype: np.dtype) -> Check:
             jax.block_until_ready(run(operand, operand))
             seconds.append(time.perf_counter() - start)
     ratio = statistics.median(b / a for a, b in zip(times[FLOAT32], times[dtype], strict=True))
-    found = f"{ratio:.2f} times that of float32, timed side by side"
+    found = f"{ratio:.2f} times as long as float32, timed side by side"
     return Check(dtype.name, f"matmul time, {size} x {size}", NOTE, found, ratio)
 
 

@@ -64,7 +64,7 @@ def running(what: str) -> Iterator[None]:
         raise
     except SystemExit as error:
         raise TargetError(
-            f"{what} ended the program ({describe(error)}). What runs as a script belongs under "
+            f"{what} ended the program ({describe(error)}). Put code that runs as a script under "
             "if __name__ == '__main__'."
         ) from error
     except Exception as error:
@@ -107,8 +107,8 @@ def _module(place: str) -> ModuleType:
             and f"{place}.".startswith(f"{missing}.")
         ):
             raise TargetError(
-                f"there is no module {missing!r}, neither in {here or GONE} nor among what is "
-                "installed. A file is named by its path: path/to/file.py:FUNCTION."
+                f"there is no module {missing!r} in {here or GONE} or among the installed "
+                "packages. To name a file, give its path: path/to/file.py:FUNCTION."
             ) from cause
         raise
 
@@ -153,8 +153,8 @@ def _call(thing: Any, target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]
             inspect.signature(thing).bind()
         except TypeError as error:
             raise TargetError(
-                f"{target} cannot be called without arguments: {error}. {FORM} Write one that "
-                "returns your function and its arguments."
+                f"{target} cannot be called without arguments: {error}. {FORM} Write a function "
+                "that returns yours and its arguments."
             ) from None
     with running(f"{target}()"):
         result = thing()
@@ -163,8 +163,8 @@ def _call(thing: Any, target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]
     fun, args = result
     if not isinstance(args, tuple | list):
         raise TargetError(
-            f"{target}() returned {_kind(args)} for args, which must be a tuple: for a single "
-            "argument write (fun, (argument,))."
+            f"{target}() returned {_kind(args)} for args, which must be a tuple. For a single "
+            "argument, write (fun, (argument,))."
         )
     return fun, tuple(args)
 

@@ -12,9 +12,9 @@ from mpjax._src.policy import get_policy
 from mpjax._src.training.loss_scale import resolve_loss_scale
 
 EXIT_CODES = (
-    "Exit codes: 0 if all is well; 1 for a finding (a failed test, a limit that was passed, a "
-    "program that does not fit, a fault that lint names); 2 for a wrong command line, an error in "
-    "your own code, or a result that cannot be written."
+    "Exit codes: 0 if all is well; 1 for a finding (a failed test, a limit that was exceeded, a "
+    "program that does not fit, a fault that lint reports); 2 for a wrong command line, an error "
+    "in your own code, or a result that cannot be written."
 )
 
 
@@ -77,22 +77,25 @@ NAMES = _Parsed("names", _names)
 RULES = _Parsed("rules", _rules)
 
 target = click.argument("target", metavar="TARGET")
-has_aux = click.option("--has-aux", is_flag=True, help="That fun returns (loss, aux).")
+has_aux = click.option("--has-aux", is_flag=True, help="fun returns (loss, aux).")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else.")
 platform = click.option(
     "--platform",
     multiple=True,
     type=click.Choice(PLATFORMS),
-    help="Advise for a platform that is not there, too.",
+    help="Also give advice for this platform, which this machine need not have.",
 )
 html = click.option(
     "--html",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write the report there as one page of HTML: a map of the program.",
+    help="Also write the report to this file, as an HTML page with a map of the program.",
 )
 show_traceback = click.option(
-    "--traceback", "show_traceback", is_flag=True, help="Show errors in your code whole."
+    "--traceback",
+    "show_traceback",
+    is_flag=True,
+    help="Show the full traceback of an error in your code.",
 )
 
 
@@ -104,7 +107,7 @@ def argnums(default: int | None) -> Any:
         default="none" if default is None else str(default),
         show_default=True,
         metavar="0[,1]",
-        help="With the gradients by these arguments, or none, of fun's scalar loss.",
+        help="Include the gradient of fun, a scalar loss, by these arguments; none leaves it out.",
     )
 
 

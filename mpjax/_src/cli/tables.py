@@ -24,17 +24,17 @@ COMPILED: dict[str, Callable[[Data], str]] = {
     "  of": lambda d: size(d["device_bytes"]),
     "  arguments": lambda d: size(d["argument_bytes"]),
     "  results": lambda d: size(d["output_bytes"]),
-    "  shared by both": lambda d: size(d["alias_bytes"]),
+    "  aliased": lambda d: size(d["alias_bytes"]),
     "  temporary": lambda d: size(d["temp_bytes"]),
     "  code": lambda d: size(d["code_bytes"]),
     "GFLOP": lambda d: _figure(d["flops"] / 1e9),
     "  in matmuls": lambda d: _figure(d["matmul_flops"] / 1e9),
     "GB moved": lambda d: _figure(d["bytes_accessed"] / 1e9),
     "sent to others": lambda d: size(d["wire_bytes"]) if d["devices"] > 1 else "-",
-    "least time, ms": lambda d: _figure(d["roofline_ms"]),
+    "roofline, ms": lambda d: _figure(d["roofline_ms"]),
     "  bound by": lambda d: d["bound"],
     "matmuls": lambda d: ", ".join(f"{n} {dtype}" for dtype, n in d["matmul_dtypes"].items()),
-    "  wider than asked": lambda d: f"{sum(row['share'] for row in d['disguised']):.1%}",
+    "  widened": lambda d: f"{sum(row['share'] for row in d['disguised']):.1%}",
 }
 
 # So many results of `compare` are listed.
@@ -69,7 +69,7 @@ def explain(report: CastReport, rows: int) -> None:
     short = [(r.primitive, r.after, _where(r), r.reason) for r in report.shortfalls()]
     if short:
         named = dict.fromkeys(("operation", "dtypes", "where", "why"), LEFT)
-        table(named, short, "Not in half, or left alone:")
+        table(named, short, "Not in half, or left as written:")
     listed = [
         (i, r.primitive, r.before, r.after, _where(r), _why(r))
         for i, r in enumerate(report.rows[:rows])
@@ -107,9 +107,9 @@ def compared(comparison: Comparison, top: int) -> None:
     if len(results) > SHOWN:
         click.echo(f"and {len(results) - SHOWN} more")
     for line in comparison.diverged:
-        click.echo(f"float32 would have gone another way at {line}")
+        click.echo(f"float32 would have taken another path at {line}")
     columns = {name: RIGHT if i < 4 else LEFT for i, name in enumerate(COLUMNS)}
-    table(columns, comparison.cells(top), "Operations, the worst first:")
+    table(columns, comparison.cells(top), "Operations, worst first:")
     if len(comparison.rows) > top:
         more = len(comparison.rows)
         click.echo(f"\n{more - top} more rows: --top {more} shows them.")

@@ -106,7 +106,10 @@ class Comparison(Report):
         if len(self.results) > 5:
             lines.append(f"{'':>8}  and {len(self.results) - 5} more")
         if self.diverged:
-            lines += ["float32 would have gone another way at", *(f"  {d}" for d in self.diverged)]
+            lines += [
+                "float32 would have taken another path at",
+                *(f"  {d}" for d in self.diverged),
+            ]
         lines += [
             f"no float32 form, compared from its result on: {row.primitive}  {short(row.source)}"
             for row in self.rows

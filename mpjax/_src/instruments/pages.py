@@ -67,7 +67,7 @@ def _(report: Comparison) -> Page:
     tables = [Table("Error of the results", ("error", "result"), tuple(named), ("result",))]
     if report.diverged:
         lines = tuple((line,) for line in report.diverged)
-        tables.append(Table("Where float32 would have gone another way", ("at",), lines, ("at",)))
+        tables.append(Table("Where float32 would have taken another path", ("at",), lines, ("at",)))
     return Page(
         title="What each operation adds to the error",
         sentence=told + (adds or "No operation adds to an error."),
