@@ -1,11 +1,13 @@
-"""A masked language model, as BERT: 15% of a text's bytes are hidden, and told from both sides.
+"""A masked language model like BERT: it predicts 15% of a text's bytes from the bytes around them.
 
     python examples/bert.py --size small --policy mixed_float16
 
-Flax linen. Masks of attention and the loss over hidden places alone are written in plain float32; a
-mean over few places makes large cotangents, which the loss scale has to leave room for. Python's
-help topics, or the .txt files of `--data FOLDER`. Expected of the small size, on a CPU, in bits per
-hidden byte; spread is float32's over three seeds:
+The model is in Flax linen. The attention masks and the loss over hidden bytes are plain float32
+code. A mean over few bytes has large cotangents, so the loss scale must leave room for them.
+
+Data: Python's help topics, or the .txt files of `--data FOLDER`. These are the expected figures of
+the small size on a CPU, in bits per hidden byte. The last row, spread, is the range of float32 over
+three seeds:
 
     policy          held out  training
     float32         3.303     3.59
@@ -63,7 +65,7 @@ def train(options):
         """Returns the mean cross entropy over hidden places."""
         chance = jax.random.uniform(rng, batch.shape)
         hidden = chance < HIDDEN
-        # Of those, BERT shows one in ten as it is, and one in ten as any other.
+        # As in BERT, one in ten of these stays visible, and one in ten becomes a random byte.
         other = jax.random.randint(jax.random.fold_in(rng, 1), batch.shape, 0, 256)
         shown = jnp.where(
             chance < 0.8 * HIDDEN, MASK, jnp.where(chance < 0.9 * HIDDEN, other, batch)

@@ -1,16 +1,16 @@
-"""A small byte-level GPT on the English text inside CPython, in the precision that you name.
+"""A small byte-level GPT, trained on the English text inside CPython in any precision.
 
     python examples/byte_gpt.py --policy mixed_float16 --seed 0
 
 The last tenth of the text is held out. Bits per byte, measured on a CPU with Python 3.11 (the text
-differs between versions) and jax 0.10.2:
+differs between Python versions) and jax 0.10.2. The last row predicts from counts of byte pairs:
 
     float32           2.495
     mixed_bfloat16    2.497
     mixed_float16     2.491
     pairs of bytes    3.342
 
-Three seeds of float32 lie between 2.495 and 2.507.
+Three seeds of float32 give 2.495 to 2.507.
 """
 
 import argparse
@@ -34,12 +34,12 @@ import mpjax
 
 STEPS, BATCH, CONTEXT, LEARNING_RATE = 300, 32, 32, 1e-2
 WIDTH, HEADS, LAYERS = 64, 2, 2
-# The host waits for the device once in so many steps, for progress and timing, never in between.
+# The host waits for the device only once per this many steps, for progress and timing.
 INTERVAL = 20
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron; both start as the identity, which trains far faster."""
+    """Attention and a two-layer perceptron; both start as the identity, to train faster."""
 
     @nn.compact
     def __call__(self, x, mask):
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Logits of the next byte. No dtype is named: the parameters bring theirs along."""
+    """Logits of the next byte. It names no dtype: the parameters have theirs."""
 
     @nn.compact
     def __call__(self, tokens):
@@ -82,7 +82,7 @@ def sample(data: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def windows(data: np.ndarray) -> np.ndarray:
-    """Returns the text as batches of adjoining windows, to predict (almost) every byte once."""
+    """Returns the text as batches of adjacent windows, which predict (almost) every byte once."""
     batches = (len(data) - 1) // (BATCH * CONTEXT)
     starts = CONTEXT * np.arange(batches * BATCH).reshape(batches, BATCH, 1)
     return data[starts + np.arange(CONTEXT + 1)]
@@ -90,7 +90,7 @@ def windows(data: np.ndarray) -> np.ndarray:
 
 def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
     logits = model.apply({"params": params}, batch[:, :-1])
-    # In float32 whatever the logits are.
+    # The loss is float32, whatever the dtype of the logits.
     losses = optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), batch[:, 1:]
     )
@@ -117,7 +117,7 @@ def evaluate(params: Any, batches: jax.Array) -> dict[str, jax.Array]:
 
 
 def bigram_bits_per_byte() -> float:
-    """Returns what counting pairs of bytes achieves on the held-out text: the mark to beat."""
+    """Returns the held-out figure of a model that counts pairs of bytes: the baseline."""
     train_set, held_out = load()
     counts = np.full((256, 256), 0.1)
     np.add.at(counts, (train_set[:-1], train_set[1:]), 1)
@@ -146,7 +146,7 @@ def train(
         report_underflow=log is not None,
     )
     state = init(initial(seed))
-    # Compiled ahead, so that the step times hold no compilation.
+    # Compiled ahead, so that step times contain no compilation.
     compiled = jax.jit(step, donate_argnums=0).lower(state, sample(train_set, rng)).compile()
 
     curves, seconds = [], []

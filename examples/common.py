@@ -1,11 +1,11 @@
-"""What the examples share: command line, data, results. Mixed precision is in each of them.
+"""What the examples share: command line, data and results. Mixed precision is in the examples.
 
 An example has a docstring with a table of expected figures, a dictionary of sizes, and a function
-that trains. `main` makes a program of the three:
+that trains. `main` makes a program from these three:
 
     python examples/resnet18.py --size small --policy mixed_float16 --seed 0 --out result.json
 
-Every setting of a size is an option too (`--steps 1000`). `expected.py` runs all rows of a table.
+Every setting of a size is also an option (`--steps 1000`). `expected.py` runs all rows of a table.
 """
 
 import argparse
@@ -85,19 +85,19 @@ def name_or_number(text: str) -> str | float:
 
 
 def steps(count: int) -> Iterator[int]:
-    """Counts steps, with a bar on a terminal."""
+    """Counts steps, with a progress bar on a terminal."""
     return iter(tqdm(range(count), unit="step", disable=None))
 
 
 def thinned(curve: Any) -> list[float | str]:
-    """Returns a curve in at most so many points, each the mean of a stretch."""
+    """Returns a curve of at most `POINTS` points, each the mean of a stretch."""
     curve = np.asarray(curve, np.float64).reshape(len(curve))
     means = [float(part.mean()) for part in np.array_split(curve, min(len(curve), POINTS))]
     return [float(f"{mean:.4g}") if math.isfinite(mean) else str(mean) for mean in means]
 
 
 def batches(data: Any, batch: int, seed: int) -> Iterator[Any]:
-    """Yields random batches for ever: of a list of arrays, or of a source, by grain."""
+    """Yields random batches forever, from a list of arrays or, through grain, from a source."""
     if isinstance(data, list):
         rng = np.random.default_rng(seed)
         while True:
@@ -113,7 +113,7 @@ def windows(text: np.ndarray, length: int) -> Any:
 
 
 def read_text(folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a text's bytes, and its held-out last tenth: Python's help topics, or files."""
+    """Returns a text's bytes and its held-out last tenth, from Python's help topics or files."""
     if folder:
         text = b"\n\n".join(path.read_bytes() for path in sorted(folder.rglob("*.txt")))
     else:
@@ -125,7 +125,7 @@ def read_text(folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_digits() -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns the digits, [images, labels]: of the first half of writers, and of the second."""
+    """Returns the digits, [images, labels], of the first half of the writers and of the second."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -135,7 +135,7 @@ def read_digits() -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 class Images:
-    """The images of a folder, each class in a folder of its own; decoded when they are read."""
+    """The images of a folder with one folder per class; decoded when they are read."""
 
     def __init__(self, paths: list[Path], side: int):
         self.paths, self.side = paths, side
@@ -155,7 +155,7 @@ class Images:
 
 
 def read_images(folder: Path | None, side: int) -> tuple[Any, list[np.ndarray]]:
-    """Returns images that train, and held-out [images, labels]: digits, or those of a folder."""
+    """Returns training and held-out [images, labels]: digits, or the images of a folder."""
     if not folder:
         return read_digits()
     found = sorted(p for p in folder.rglob("*") if p.suffix.lower() in (".png", ".jpg", ".jpeg"))
@@ -168,7 +168,7 @@ def read_images(folder: Path | None, side: int) -> tuple[Any, list[np.ndarray]]:
 
 
 def frechet(first, second):
-    """Returns Frechet's distance between two sets of arrays, taken to be normally distributed."""
+    """Returns Frechet's distance of two sets of arrays, taken as normally distributed."""
     first, second = (np.asarray(x, np.float64).reshape(len(x), -1) for x in (first, second))
     means = np.sum((first.mean(0) - second.mean(0)) ** 2)
     one, other = np.cov(first.T), np.cov(second.T)
@@ -177,7 +177,7 @@ def frechet(first, second):
 
 
 def optional(name: str) -> Any:
-    """Imports a library that not every example needs."""
+    """Imports a library that only some examples need."""
     try:
         return __import__(name)
     except ImportError as error:

@@ -1,11 +1,13 @@
-"""Lists of one's own, clipping, accumulation, a region switched off, and TensorBoard: as in Paddle.
+"""Custom op lists, clipping, accumulation, a float32 region and TensorBoard, as in Paddle.
 
     python examples/custom_lists.py --size small --policy mixed_float16 --logdir runs
     tensorboard --logdir runs
 
-A convolutional network with attention over its pixels. Loss, scale, back-offs and the distribution
-of gradients go to TensorBoard. scikit-learn's digits, half of the writers held out. Expected of the
-small size, on a CPU; spread is float32's over three seeds:
+A convolutional network with attention over its pixels. It writes loss, scale, back-offs and the
+distribution of gradients to TensorBoard.
+
+Data: scikit-learn's digits, with half of the writers held out. These are the expected figures of
+the small size on a CPU. The last row, spread, is the range of float32 over three seeds:
 
     policy          accuracy %  train loss
     float32         90.66       0.005585
@@ -66,8 +68,8 @@ def tensorboard(folder):
 
 
 def write_distribution(writer, histogram, step):
-    """Writes how many gradients lie between powers of two, as TensorBoard draws distributions."""
-    counts = histogram.numbers()[:, 1:-1].sum(0)  # without zeros, and without Inf and NaN
+    """Writes how many gradients lie between powers of two, as a TensorBoard distribution."""
+    counts = histogram.numbers()[:, 1:-1].sum(0)  # without zeros, Inf and NaN
     exponents = np.arange(-149, 128)
     used = np.flatnonzero(counts)
     bins = slice(used[0], used[-1] + 1) if len(used) else slice(0, 1)
@@ -102,7 +104,7 @@ def train(options):
         grad_fn = mpjax.nnx.value_and_grad(loss_fn, optimizer)
         parts = zip(jnp.split(images, options.micro), jnp.split(labels, options.micro), strict=True)
         losses, grads = zip(*(grad_fn(model, *part) for part in parts), strict=True)
-        grads = jax.tree.map(lambda *parts: sum(parts) / len(parts), *grads)  # true gradients
+        grads = jax.tree.map(lambda *parts: sum(parts) / len(parts), *grads)  # unscaled gradients
         optimizer.update(model, grads)
         metrics = {"loss": jnp.stack(losses).mean(), **optimizer.metrics()}
         return metrics, mpjax.gradient_histogram(nnx.to_pure_dict(grads))
@@ -119,7 +121,7 @@ def train(options):
                 # A skipped step is one at which the scale backed off.
                 metrics["back-offs"] = metrics.pop("skipped_steps")
                 mpjax.log_metrics(writer, index, {**metrics, "gradients": histogram})
-                if index % 20 == 0:  # which waits for the device
+                if index % 20 == 0:  # this waits for the device
                     write_distribution(writer, histogram, index)
 
     predict = lambda model, x: model(x).argmax(-1)  # noqa: E731

@@ -1,12 +1,12 @@
-"""Both examples in six precisions, and once where float16 fails: tables, and a picture.
+"""Two examples in six precisions, and one run in which float16 fails: tables and a picture.
 
     python examples/demo.py --out demo_out
 
-Same seed and budget for every run. The loss scale may grow every 20 clean steps (mpjax's default is
-2000), so that a run this short shows it at work: it climbs until gradients overflow, the step is
-skipped, the scale halves.
+The examples are digits_cnn.py and byte_gpt.py, with the same seed and number of steps for every
+run. The loss scale may grow every 20 finite steps (mpjax's default is 2000), so that a short run
+shows how it works: it grows until gradients overflow; then the step is skipped and it halves.
 
-Took 1 min 19 s on two CPU cores with jax 0.10.2, about half of it compilation.
+It took 1 min 19 s on two CPU cores with jax 0.10.2, about half of it compilation.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tqdm import tqdm
 import mpjax
 
 DYNAMIC = mpjax.DynamicLossScale(growth_interval=20)
-# What a run is called, its policy, its loss scale.
+# The name of a run, its policy, its loss scale.
 RUNS = {
     "float32": ("float32", "auto"),
     "mixed_bfloat16": ("mixed_bfloat16", "auto"),
@@ -80,7 +80,7 @@ def train_all(
 def writer(
     logdir: Path | None, example: str, run: str
 ) -> Iterator[Callable[[int, Any], None] | None]:
-    """Yields what logs a run's metrics to TensorBoard as it goes, or None."""
+    """Yields a function that logs a run's metrics to TensorBoard, or None."""
     if logdir is None:
         yield None
         return
@@ -127,7 +127,7 @@ def picture(results: dict[Any, dict[str, dict[str, Any]]]) -> Figure:
     axes = figure.subplots(2, len(results), sharex="col", height_ratios=(3, 2))
     for column, (example, runs) in enumerate(results.items()):
         for order, (name, result) in enumerate(runs.items()):
-            # The curves lie on top of each other, if all is well: each is thinner than the last.
+            # The curves should coincide, so each is thinner than the one before.
             style = {"color": f"C{order}", "linewidth": 5 - 0.7 * order, "label": name}
             loss = result["curves"]["loss"]
             window = min(10, len(loss))

@@ -1,11 +1,14 @@
-"""Diffusion: a U-Net learns which noise was added to digits, and draws digits out of noise.
+"""Diffusion: a U-Net learns which noise was added to digits, and draws digits from noise.
 
     python examples/diffusion.py --size small --policy mixed_bfloat16
 
-Ho et al., 2020, with the cosine schedule; drawn by DDIM in 32 steps, a scan in which the network is
-half and the picture, to which small steps are added, stays float32. The error is the mean squared
-error of the noise in digits held out; the distance is that of gan.py. Expected of the small size,
-on a CPU; spread is float32's over three seeds:
+Ho et al., 2020, with the cosine schedule. DDIM draws in 32 steps, which are a scan. In it the
+network computes in half, and the picture, which changes in small steps, stays float32. The error is
+the mean squared error of the predicted noise on held-out digits. The distance is explained in
+gan.py.
+
+These are the expected figures of the small size on a CPU. The last row, spread, is the range of
+float32 over three seeds:
 
     policy          error     distance
     float32         0.1978    0.443

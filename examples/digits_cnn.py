@@ -1,15 +1,15 @@
-"""A convolutional network with BatchNorm on scikit-learn's digits, in the precision that you name.
+"""A convolutional network with BatchNorm on scikit-learn's digits, in any precision.
 
     python examples/digits_cnn.py --policy mixed_float16 --seed 0
 
-Half the digits are held out. Measured on a CPU with jax 0.10.2:
+Half of the digits are held out. Measured on a CPU with jax 0.10.2:
 
     policy            held-out accuracy   held-out loss
     float32           97.55%              0.0757
     mixed_bfloat16    97.66%              0.0724
     mixed_float16     97.44%              0.0716
 
-Three seeds of float32 lie between 97.3% and 97.8%.
+Three seeds of float32 give 97.3% to 97.8%.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from tqdm import tqdm
 import mpjax
 
 STEPS, BATCH, LEARNING_RATE = 300, 128, 1e-2
-# The host waits for the device once in so many steps, for progress and timing, never in between.
+# The host waits for the device only once per this many steps, for progress and timing.
 INTERVAL = 20
 
 
 class CNN(nn.Module):
-    """Logits of the ten digits. No dtype is named: the parameters and inputs bring theirs along."""
+    """Logits of the ten digits. It names no dtype: the parameters and inputs have theirs."""
 
     @nn.compact
     def __call__(self, images, train: bool):
@@ -71,7 +71,7 @@ def sample(data: list[np.ndarray], rng: np.random.Generator) -> list[np.ndarray]
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Returns the mean loss, in float32 whatever the logits are."""
+    """Returns the mean loss in float32, whatever the dtype of the logits."""
     logits = logits.astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
@@ -128,7 +128,7 @@ def train(
     )
     params, batch_stats = initial(seed)
     state = init(params, model_state=batch_stats, rng=jax.random.key(seed))
-    # Compiled ahead, so that the step times hold no compilation.
+    # Compiled ahead, so that step times contain no compilation.
     compiled = jax.jit(step, donate_argnums=0).lower(state, sample(train_set, rng)).compile()
 
     curves, seconds = [], []

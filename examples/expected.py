@@ -1,8 +1,8 @@
-"""Runs the rows of examples' tables, and writes the tables anew, with all curves as JSON.
+"""Runs all rows of the tables in examples, rewrites the tables, and writes all curves as JSON.
 
     python examples/expected.py resnet18 gpt2
 
-Each row is run with the first seed, float32 with three: its range is the table's last row.
+Each row runs with the first seed. float32 runs with three seeds, whose range is the last row.
 """
 
 import argparse
@@ -21,20 +21,20 @@ TABLE = re.compile(r"^    policy .*?\n(?=\n|\"\"\")", re.MULTILINE | re.DOTALL)
 
 
 def run(name: str, row: str, size: str = "small", seed: int = 0, out: Any = None) -> Any:
-    """Runs one row of an example's table: a policy, and more of the command line behind it."""
+    """Runs one row of an example's table: a policy, and further options after it."""
     argv = [*f"--size {size} --seed {seed} --policy".split(), *shlex.split(row)]
     argv += ["--out", str(out)] if out else []
     return importlib.import_module(name).main(argv)
 
 
 def rows(name: str) -> dict[str, dict[str, float]]:
-    """Returns the table on top of an example, without its spread."""
+    """Returns the table at the top of an example, without its spread."""
     table = common.expected(importlib.import_module(name).__doc__)
     return {row: figures for row, figures in table.items() if row != common.SPREAD}
 
 
 def table(runs: dict[str, list[Any]]) -> str:
-    """Returns a table in the form in which it stands on top of an example."""
+    """Returns a table as it is written at the top of an example."""
     figures = {row: [run["figures"] for run in of_seeds] for row, of_seeds in runs.items()}
     rows = {row: of_seeds[0] for row, of_seeds in figures.items()}
     first = next(iter(figures.values()))
@@ -48,7 +48,7 @@ def table(runs: dict[str, list[Any]]) -> str:
 
 
 def summary(name: str) -> str:
-    """Returns what docs/examples.md says was measured: the first figure of all rows."""
+    """Returns the figures shown in docs/examples.md: the first figure of every row."""
     cells = common.expected(importlib.import_module(name).__doc__)
     figure = next(iter(cells[common.SPREAD]))
     listed = ", ".join(f"{row} {values[figure]:g}" for row, values in cells.items())

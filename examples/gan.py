@@ -2,10 +2,13 @@
 
     python examples/gan.py --size small --policy mixed_float16
 
-Handwritten digits are drawn from noise. The distance is Frechet's between the pixels of these and
-of those held out (their means and covariances); those of the two halves of writers differ by
-0.30. Each optimizer judges its own gradients: where the generator's overflow, the discriminator's
-step still counts. Expected of the small size, on a CPU; spread is float32's over three seeds:
+The generator draws handwritten digits from noise. The distance is Frechet's distance between the
+pixels of drawn and of held-out digits (their means and covariances). Between the two halves of
+writers it is 0.30. Each optimizer checks its own gradients: if the generator's overflow, the
+discriminator's step is still applied.
+
+These are the expected figures of the small size on a CPU. The last row, spread, is the range of
+float32 over three seeds:
 
     policy          distance
     float32         1.909
@@ -54,14 +57,14 @@ def train(options):
     policy = mpjax.get_policy(options.policy)
     keys = jax.random.split(jax.random.key(options.seed))
     generator, discriminator = make_networks(options, keys[0])
-    average = generator  # of its weights over time, which draws better
+    average = generator  # the mean of its weights over time, which draws better
     scale = mpjax.DynamicLossScale(growth_interval=min(2000, options.steps // 20 + 1))
     scale = scale if policy.needs_loss_scaling else mpjax.NoOpLossScale()
     optimizer = mpjax.skip_nonfinite(optax.adam(options.rate, b1=0.5))
     states = [optimizer.init(eqx.filter(m, eqx.is_array)) for m in (generator, discriminator)]
 
     def improve(network, opt_state, scale, loss_fn, *args):
-        """Returns a network after a step of its own, its optimizer's state, its scale, its loss."""
+        """Returns a network after one step, with its optimizer state, loss scale and loss."""
         grad_fn = mpjax.scaled_value_and_grad(mpjax.autocast(loss_fn, policy), scale)
         loss, grads, finite = grad_fn(network, *args)
         params = eqx.filter(network, eqx.is_array)

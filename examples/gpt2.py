@@ -1,12 +1,14 @@
-"""GPT-2: a scan over layers that are computed again in the backward pass, and fused attention.
+"""GPT-2: a scan over layers, which the backward pass computes again, and fused attention.
 
     python examples/gpt2.py --size small --policy mixed_bfloat16
     python examples/gpt2.py --size full --policy mixed_bfloat16 --data FOLDER
 
-The small size reads bytes of Python's help topics, the full one (124 million parameters) reads the
-.txt files of a folder as tokens of tiktoken's "gpt2"; `--layers 48 --width 1600 --heads 25`
-has 1.5 billion. The last tenth is held out. Expected of the small size, on a CPU, in bits per byte;
-spread is float32's over three seeds:
+The small size reads the bytes of Python's help topics. The full size (124 million parameters) reads
+the .txt files of a folder as tokens of tiktoken's "gpt2" encoding. `--layers 48 --width 1600
+--heads 25` has 1.5 billion parameters. The last tenth of the text is held out.
+
+These are the expected figures of the small size on a CPU, in bits per byte. The last row, spread,
+is the range of float32 over three seeds:
 
     policy          held out  training
     float32         2.433     2.579
@@ -35,9 +37,9 @@ SIZES = {
 
 
 def initial(key, o):
-    """Returns the parameters; those of the layers are stacked, for a scan."""
+    """Returns the parameters; those of the layers are stacked for a scan."""
     keys = iter(jax.random.split(key, 6))
-    base = 0.02 * math.sqrt(768 / o.width)  # GPT-2's own at its own width
+    base = 0.02 * math.sqrt(768 / o.width)  # GPT-2's value at its width
     normal = lambda *shape, std=base: std * jax.random.normal(next(keys), shape)  # noqa: E731
     residual = base / math.sqrt(2 * o.layers)
     return {
@@ -70,7 +72,7 @@ def layer(x, p, heads):
 
 
 def loss_fn(params, batch, heads):
-    """Returns the mean cross entropy of the next token, in plain float32 as it is written."""
+    """Returns the mean cross entropy of the next token, written in plain float32."""
     tokens, targets = batch[:, :-1], batch[:, 1:]
     x = params["tokens"][tokens] + params["positions"][: tokens.shape[1]]
     body = jax.checkpoint(lambda x, p: (layer(x, p, heads), None))
@@ -118,7 +120,7 @@ def train(options):
     evaluate = mpjax.autocast(functools.partial(loss_fn, heads=options.heads), options.policy)
     some = common.windows(held_out, options.context + 1)[:: options.context]
     parts = np.array_split(some, max(1, min(50, len(some) // options.batch)))
-    parts = [part[: len(parts[-1])] for part in parts]  # of one shape: one compilation
+    parts = [part[: len(parts[-1])] for part in parts]  # all of one shape, for a single compilation
     bits = np.mean([evaluate(state.params, part) for part in parts]) / math.log(2)
     return {
         "figures": {"held out": bits, "training": np.mean(losses[-50:]) / math.log(2)},

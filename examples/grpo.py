@@ -1,15 +1,17 @@
-"""GRPO: reinforcement learning of a language model, whose rollouts are a program of their own.
+"""GRPO: reinforcement learning of a language model, with the rollout as a separate program.
 
     python examples/grpo.py --size small --policy mixed_float16
 
-The rollout writes one token at a time, with a cache of keys and values and weights in half, as
-engines for inference do; training reads whole sequences, from float32 weights. Both compute the
-same probabilities, and differ by rounding: |log ratio| is that difference per token (the mean over
-all steps, before any update between the two), KL its estimate from the same ratios. float16 has
-three bits more than bfloat16, and is back in reinforcement learning for it (Qi et al., 2025,
-"Defeating the Training-Inference Mismatch via FP16"). The task is to sort digits; the reward is the
-share of places that are right (a guess has 0.1). Expected of the small size, on a CPU; spread is
-float32's over three seeds; columns with a ~ are orders of magnitude:
+The rollout writes one token at a time, with a cache of keys and values and half weights, like an
+inference engine. Training reads whole sequences, with float32 weights. Both compute the same
+probabilities up to rounding. |log ratio| is that difference per token (the mean over all steps,
+before an update comes between the two), and KL is estimated from the same ratios. float16 has three
+more bits than bfloat16, so its difference is smaller (Qi et al., 2025, "Defeating the
+Training-Inference Mismatch via FP16").
+
+The task is to sort digits. The reward is the share of correct places; a guess has 0.1. These are
+the expected figures of the small size on a CPU. The last row, spread, is the range of float32 over
+three seeds. Columns with a ~ are orders of magnitude:
 
     policy          reward   ~|log ratio|  ~KL
     float32         0.5515   1.068e-07     2.316e-14
@@ -75,7 +77,7 @@ def feed_forward(x, p):
 
 
 def log_probabilities(params, tokens):
-    """Returns those of each token after the first, all of them at once."""
+    """Returns the log probabilities of all tokens after the first, all at once."""
     x = params["tokens"][tokens[:, :-1]] + params["positions"][: tokens.shape[1] - 1]
     mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
     for p in params["layers"]:
@@ -86,8 +88,8 @@ def log_probabilities(params, tokens):
 
 
 def rollout(params, prompts, key, half):
-    """Returns prompts with sampled answers, and the log probabilities, one token after another."""
-    length = 2 * (prompts.shape[1] - 1)  # an answer is as long as what follows no START
+    """Samples answers token by token; returns prompts with answers, and the log probabilities."""
+    length = 2 * (prompts.shape[1] - 1)  # a prompt without START, and an answer of the same length
     width = params["head"].shape[0] // HEADS
     empty = jnp.zeros((len(prompts), length, HEADS, width), half)
     caches = [(empty, empty) for _ in params["layers"]]
@@ -122,7 +124,7 @@ def train(options):
 
     @jax.jit
     def experience(params, key):
-        """Returns sequences, what the rollout thought of them, and their advantages."""
+        """Returns sequences, the rollout's log probabilities of them, and their advantages."""
         keys = jax.random.split(key)
         prompts = jax.random.randint(keys[0], (options.prompts, digits), 0, 10)
         start = jnp.full((options.prompts, 1), START)

@@ -1,13 +1,15 @@
-"""Inference in half: weights in safetensors, the program by jax.export, run without our code.
+"""Inference in half: weights in safetensors, the program by jax.export, run without mpjax.
 
     python examples/inference.py --size small --policy mixed_bfloat16 --folder exported
 
-A convolutional network is trained in float32, on half of scikit-learn's digits. Its weights are
-written in the policy's half dtype, its forward pass is exported under autocast for any batch, and
-another Python, which knows neither mpjax nor the model, loads both and classifies the digits held
-out. Agreement is with the float32 network in this process. Expected of the small size, on a CPU;
-spread is float32's over three seeds, and the program's size, marked ~, an order of magnitude: the
-names of the files that it was traced from are a part of it:
+The script trains a convolutional network in float32 on half of scikit-learn's digits. It writes the
+weights in the policy's half dtype and exports the forward pass under autocast, for any batch size.
+Another Python process, which imports neither mpjax nor the model, loads both and classifies the
+held-out digits. The agreement is with the float32 network of the first process.
+
+The size of the program, marked ~, is an order of magnitude, because it includes the file names of
+the traced code. These are the expected figures of the small size on a CPU. The last row, spread, is
+the range of float32 over three seeds:
 
     policy          accuracy %  agreement %  weights KiB  ~program KiB
     float32         95.22       100          122.2        7.25
@@ -39,7 +41,7 @@ SIZES = {
     "full": {"steps": 5000, "batch": 256, "width": 256, "rate": 1e-3, "folder": ""},
 }
 
-# All that the other Python runs.
+# The code that the other Python process runs.
 SERVER = """
 import sys, jax, numpy as np
 from jax import export

@@ -1,12 +1,14 @@
-"""LoRA: adapters of two narrow matrices are trained beside frozen weights that are stored in half.
+"""LoRA: trains narrow float32 adapters next to frozen weights that are stored in half.
 
     python examples/lora.py --size small --policy mixed_bfloat16
 
-A language model of bytes first learns Python's help topics, all weights in float32. Then they are
-frozen, and stored in the policy's half dtype; adapters, which stay float32 and have a few
-hundredths of the numbers, learn to continue Python's own source code instead (`--data FOLDER`: .txt
-files). The optimizer's state is as small as the adapters. Expected of the small size, on a CPU, in
-bits per byte of held-out source code; spread is float32's over three seeds:
+A byte-level language model first learns Python's help topics, with all weights in float32. Then its
+weights are frozen and stored in the policy's half dtype. The adapters stay float32 and have a few
+percent as many parameters. They learn to continue Python's own source code (or the .txt files of
+`--data FOLDER`). The optimizer state is as small as the adapters.
+
+These are the expected figures of the small size on a CPU, in bits per byte of held-out source code.
+The last row, spread, is the range of float32 over three seeds:
 
     policy          before   after
     float32         3.249    2.873
@@ -57,7 +59,7 @@ def initial(key, o):
 
 
 def adapters_of(key, params, rank):
-    """Returns matrices a and b for each one of a layer; b is zero: nothing changes at first."""
+    """Returns matrices a and b for each matrix of a layer; b starts at zero: no change at first."""
 
     matrices, structure = jax.tree.flatten(params["layers"])
     keys = jax.random.split(key, len(matrices))
@@ -108,7 +110,7 @@ def fit(loss_fn, params, text, options, steps, policy, frozen=None):
 
 
 def source_code(folder):
-    """Returns the bytes of Python's own modules, and of other ones, held out; or of files."""
+    """Returns the bytes of Python's modules, some of them held out; or of files."""
     if folder:
         return common.read_text(folder)
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*.py"))
@@ -130,7 +132,7 @@ def train(options):
     count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731
     print(f"{count(frozen):,} frozen in {half}, {count(adapters):,} trained in float32")
 
-    # Frozen weights come with the batch: an argument that nobody differentiates, and no constant
+    # Frozen weights are part of the batch: an argument without a gradient, and not a constant
     # of the compiled program.
     def loss_fn(adapters, batch):
         frozen, tokens = batch

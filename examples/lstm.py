@@ -1,15 +1,17 @@
-"""An LSTM language model draws the classic figure: float16 without a loss scale leaves the curve.
+"""An LSTM language model that needs a loss scale: float16 without one fails to converge.
 
     python examples/lstm.py --size small --policy mixed_float16 --loss-scale none
     python examples/lstm.py --size small --figure lstm.png
 
-Words of Python's help topics, or of the .txt files of `--data FOLDER`. A batch is one of `--parts`
-parts of a larger one, whose mean the loss belongs to, as where micro-batches are accumulated or
-spread over devices: with 256, the mean is over 2^18 words. So the cotangents are 256 times smaller,
-and float16 flushes them to zero unless they are scaled (Micikevicius et al., 2018, figure 4, has an
-LSTM with 2048 words to a batch and a vocabulary of 793,000). `--figure` trains once for each row of
-the table, and draws. Expected of the small size, on a CPU, in nats per word; spread is float32's
-over three seeds:
+A batch is one of `--parts` parts of a larger batch, and the loss is divided by the size of the
+larger one, as with accumulation or several devices. With 256 parts, the mean is over 2^18 words.
+The cotangents are then 256 times smaller, and float16 flushes them to zero without a loss scale.
+(Micikevicius et al., 2018, figure 4, shows an LSTM with 2048 words per batch and a vocabulary of
+793,000.)
+
+`--figure` trains once for each row of the table and draws the curves. Data: words of Python's help
+topics, or of the .txt files of `--data FOLDER`. These are the expected figures of the small size on
+a CPU, in nats per word. The last row, spread, is the range of float32 over three seeds:
 
     policy                           held out  training
     float32                          2.917     3.535
@@ -55,7 +57,7 @@ class LSTM(nn.Module):
 
 
 def read(options):
-    """Returns the numbers of training and held-out words; 0 is every word that is rare."""
+    """Returns training and held-out words as numbers; 0 stands for every rare word."""
     split = lambda text: re.findall(r"\w+|[^\w\s]", bytes(text).decode(errors="replace"))  # noqa: E731
     texts = [split(text) for text in common.read_text(options.data)]
     frequent = collections.Counter(texts[0]).most_common(options.vocabulary - 1)
@@ -75,7 +77,7 @@ def train(options):
 
     windows = common.windows(text, options.context + 1)
     params = jax.jit(model.init)(jax.random.key(options.seed), windows[:1])["params"]
-    # Adam sees no scale: it divides by the gradients' size. Its epsilon must not be seen either.
+    # Adam divides by the size of the gradients, so their scale cancels, if epsilon is small.
     adam = optax.adam(optax.cosine_decay_schedule(options.rate, options.steps), eps=1e-16)
     scale = mpjax.DynamicLossScale(growth_interval=20)  # a short run has no time for 2000
     float16 = mpjax.get_policy(options.policy).needs_loss_scaling

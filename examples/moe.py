@@ -2,12 +2,13 @@
 
     python examples/moe.py --size small --policy mixed_float16
 
-Each byte of a text is predicted from those before it, by the two experts that a router chooses (of
-eight, in the small size). Which two is a jump: a router that rounds chooses others, so it is a
-float32 region. Tokens are sorted by their expert, and all experts run as one grouped matmul
-(`jax.lax.ragged_dot`); an auxiliary loss keeps them equally busy. Python's help topics, or the
-.txt files of `--data FOLDER`. Expected of the small size, on a CPU; spread is float32's over three
-seeds:
+Each byte of a text is predicted from the bytes before it, by two experts that a router chooses (out
+of eight in the small size). A rounded router would choose other experts, so the router is a float32
+region. Tokens are sorted by expert, and all experts run as one grouped matmul
+(`jax.lax.ragged_dot`). An auxiliary loss keeps the experts equally busy.
+
+Data: Python's help topics, or the .txt files of `--data FOLDER`. These are the expected figures of
+the small size on a CPU. The last row, spread, is the range of float32 over three seeds:
 
     policy          bits per byte  busiest %
     float32         2.603          20.61
@@ -56,7 +57,7 @@ def norm(x):
 
 @mpjax.full_precision
 def route(x, router):
-    """Returns the experts of each token, their weights, and how unequally busy they are."""
+    """Returns the experts of each token, their weights, and the imbalance of their load."""
     chances = jax.nn.softmax(x @ router)
     weights, experts = jax.lax.top_k(chances, CHOSEN)
     busy = jnp.mean(jax.nn.one_hot(experts, router.shape[1]).sum(1), 0) / CHOSEN
@@ -67,7 +68,7 @@ def route(x, router):
 def mixture(x, params):
     experts, weights, unequal, busiest = route(x, params["router"])
     order = jnp.argsort(experts.reshape(-1))
-    rows = order // CHOSEN  # the token of each place in the order
+    rows = order // CHOSEN  # the token at each position of the order
     sizes = jnp.bincount(experts.reshape(-1), length=params["router"].shape[1])
     hidden = jax.nn.gelu(jax.lax.ragged_dot(x[rows], params["up"], sizes))
     y = jax.lax.ragged_dot(hidden, params["down"], sizes)

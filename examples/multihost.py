@@ -1,12 +1,13 @@
-"""Fully sharded training of the byte-level GPT on many hosts, which goes on after a process dies.
+"""Fully sharded training of the byte-level GPT on many hosts, with restarts after a process dies.
 
-By hand, the first host being the coordinator:
+To start it by hand, with the first host as the coordinator:
 
     python examples/multihost.py --coordinator host0:1234 --processes 2 --process 0
     python examples/multihost.py --coordinator host0:1234 --processes 2 --process 1
 
-With `--processes 1` it trains on the devices of one host. examples/launch starts it under SLURM and
-Kubernetes, and docs/scaling.md explains it. All hosts must see the directory of the checkpoints.
+With `--processes 1` it trains on the devices of one host. The files in examples/launch start it
+under SLURM and Kubernetes, and docs/scaling.md explains it. All hosts need access to the directory
+of the checkpoints.
 """
 
 import sys
@@ -24,11 +25,11 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 
-STOPPED = 75  # the exit status of a run that was told to stop before its end: start it again
+STOPPED = 75  # exit status of a run that was stopped before its end: start it again
 
 
 def place(param: Any, mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Returns where a parameter lies: in equal parts of its longest axis, or whole if small."""
+    """Returns a parameter's sharding: split along its longest axis, or replicated if small."""
     axis = int(np.argmax(param.shape))
     if param.size < 1024 or param.shape[axis] % mesh.size:
         return NamedSharding(mesh, P())
@@ -36,10 +37,10 @@ def place(param: Any, mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def make_loss_fn(rows: NamedSharding) -> Any:
-    """Returns the loss of a batch, each row of which stays on one device from layer to layer."""
+    """Returns a loss function that keeps each row of the batch on one device in all layers."""
 
     def keep_rows(layer: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        # Else XLA may leave the weights where they are, and send the activations around.
+        # Otherwise XLA may leave the weights where they are and send the activations.
         x = layer(*args, **kwargs)
         return jax.lax.with_sharding_constraint(x, rows) if getattr(x, "ndim", 0) > 2 else x
 
@@ -58,7 +59,7 @@ def make_loss_fn(rows: NamedSharding) -> Any:
 def local_rows(text: np.ndarray, number: int, batch: int) -> dict[str, np.ndarray]:
     """Returns this process's rows of a step's batch.
 
-    They follow from the step's number alone: a resumed run sees what it would have seen, on any
+    They depend only on the number of the step, so a resumed run sees the same batches on any
     number of processes.
     """
     starts = np.random.default_rng(number).integers(len(text) - byte_gpt.CONTEXT, size=(batch, 1))
@@ -94,7 +95,7 @@ def train(
     step = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
 
     metrics = None
-    # Several processes are stopped at the same step by JAX's own notice of SIGTERM.
+    # With several processes, JAX's own SIGTERM notice stops all of them at the same step.
     options = {"every": every, "policy": policy, "catch_sigterm": jax.process_count() == 1}
     with mpjax.checkpoint.Manager(directory, **options) as manager:
         first = manager.latest() or 0
@@ -102,7 +103,7 @@ def train(
         if first:
             like = jax.tree.map(lambda x, at: x.update(sharding=at), shapes, places)
             state = manager.restore(like)
-        else:  # in parts from the start: no device ever holds the whole state
+        else:  # sharded from the start: no device ever holds the whole state
             state = jax.jit(lambda: init(byte_gpt.initial(0)), out_shardings=places)()
         for number in range(first + 1, steps + 1):
             data = local_rows(text, number, batch)
@@ -114,7 +115,7 @@ def train(
                 loss, scale = metrics["loss"], metrics["loss_scale"]
                 skipped = metrics["skipped_steps"]
                 say(f"step {number}: loss {loss:.4f}, scale {scale:g}, skipped {skipped}")
-            # By every process and at every step: each writes its parts, and all stop together.
+            # Called by every process at every step: each writes its shards, and all stop together.
             manager.save(number, state, force=number == steps)
             if manager.stopping and number < steps:
                 say(f"stopped at step {number}")
@@ -123,27 +124,27 @@ def train(
 
 
 @click.command()
-@click.option("--coordinator", help="HOST:PORT of process 0. Unset: what SLURM, MPI or a TPU says.")
-@click.option("--processes", type=int, help="How many there are; 1 needs no coordinator.")
+@click.option("--coordinator", help="HOST:PORT of process 0. Default: from SLURM, MPI or the TPU.")
+@click.option("--processes", type=int, help="Number of processes; 1 needs no coordinator.")
 # Kubernetes sets the variable in an Indexed Job.
-@click.option("--process", type=int, envvar="JOB_COMPLETION_INDEX", help="Which of them this is.")
-@click.option("--heartbeat-timeout", default=10, help="Seconds of silence, then a process is dead.")
+@click.option("--process", type=int, envvar="JOB_COMPLETION_INDEX", help="Index of this process.")
+@click.option("--heartbeat-timeout", default=10, help="Seconds until a silent process is dead.")
 @click.option("--steps", default=300, help="The step to train up to.")
 @click.option("--every", default=50, help="Steps between checkpoints.")
-@click.option("--directory", default="multihost_run", help="Of the checkpoints; all hosts see it.")
+@click.option("--directory", default="multihost_run", help="Of checkpoints, on all hosts.")
 @click.option("--policy", default="mixed_bfloat16", help="As for mpjax.get_policy.")
 @click.option("--batch", default=32, help="Rows of a batch, over all devices.")
 @click.option("--log-every", default=10, help="Steps between lines.")
-@click.option("--nan-at", type=int, help="A drill: the step whose data hold a NaN ...")
-@click.option("--nan-on", default=0, help="... on this process alone.")
+@click.option("--nan-at", type=int, help="For tests: the step whose data contain a NaN ...")
+@click.option("--nan-on", default=0, help="... on this process only.")
 def main(coordinator: Any, processes: Any, process: Any, heartbeat_timeout: int, **options: Any):
     """Trains the byte-level GPT, fully sharded over the devices of all processes."""
     if processes != 1:
-        how = "deactivate" if coordinator else None  # nothing is left to detect
+        how = "deactivate" if coordinator else None  # no cluster to detect
         jax.distributed.initialize(
             *(coordinator, processes, process),
             cluster_detection_method=how,
-            heartbeat_timeout_seconds=heartbeat_timeout,  # JAX's own is 100, with all devices idle
+            heartbeat_timeout_seconds=heartbeat_timeout,  # JAX's default, 100, leaves devices idle
         )
     return train(**options)
 

@@ -1,11 +1,14 @@
-"""A neural ODE: diffrax in float32, the network inside of it in half.
+"""A neural ODE: the diffrax solver in float32, the network inside it in half.
 
     python examples/neural_ode.py --size small --policy mixed_float16
 
-A spiral that turns inwards is learnt from its course (Chen et al., 2018). The solver's small steps
-are added to a state, which autocast keeps in float32; the vector field, a perceptron, is half. `pip
-install diffrax`. Expected of the small size, on a CPU: the root of the mean squared distance to
-courses from other starting points; spread is float32's over three seeds:
+The model learns an inward spiral from its trajectory (Chen et al., 2018). The solver adds small
+steps to a state, which autocast keeps in float32. The vector field, a perceptron, computes in half.
+Needs `pip install diffrax`. The distance is the root mean squared distance to trajectories from
+other starting points.
+
+These are the expected figures of the small size on a CPU. The last row, spread, is the range of
+float32 over three seeds:
 
     policy          distance
     float32         0.04231
@@ -38,7 +41,7 @@ def spiral(t, y, _):
 
 
 def course(field, start, times):
-    """Solves an ODE from a starting point; returns where it is at some times."""
+    """Solves an ODE from a starting point; returns its state at some times."""
     diffrax = common.optional("diffrax")
     return diffrax.diffeqsolve(
         diffrax.ODETerm(field),

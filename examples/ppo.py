@@ -2,12 +2,14 @@
 
     python examples/ppo.py --size small --policy mixed_float16
 
-CartPole (Barto et al., 1983) is written in JAX. It stays float32: its steps are small beside its
-state. Policy and value networks compute in half, in the rollout and in the updates, which are a
-scan of `build_train_step` over minibatches; a value is as large as a return, up to 100, and its
-loss as its square. An episode ends after 500 steps. Expected of the small size, on a CPU: the mean
-length of episodes under the greedy policy, and in training, from its begin; spread is float32's
-over three seeds:
+CartPole (Barto et al., 1983) is written in JAX. It stays float32, because its steps are small
+relative to its state. Policy and value networks compute in half, in the rollout and in the updates,
+which are a scan of `build_train_step` over minibatches. A value is as large as a return, up to 100,
+and its loss as large as the square. An episode ends after 500 steps.
+
+Length is the mean length of episodes under the greedy policy; training is the mean over all of
+training. These are the expected figures of the small size on a CPU. The last row, spread, is the
+range of float32 over three seeds:
 
     policy          length  training
     float32         500     376.9
@@ -36,7 +38,7 @@ EPOCHS, DISCOUNT, TRACE, LIMIT = 4, 0.99, 0.95, 500
 
 
 def cart_pole(state, action):
-    """Returns the state a fiftieth of a second later, and whether the episode is lost."""
+    """Returns the state 0.02 seconds later, and whether the episode is lost."""
     _, speed, angle, turning = state
     force = jnp.where(action == 1, 10.0, -10.0)
     sine, cosine = jnp.sin(angle), jnp.cos(angle)
@@ -110,7 +112,7 @@ def train(options):
     init, step = mpjax.build_train_step(loss_fn, optimizer, options.policy)
 
     def play(params, carry, key):
-        """Plays one step of all games; lost ones, and those at their limit, begin anew."""
+        """Plays one step of all games; games that are lost or at their limit start again."""
         states, ages = carry
         keys = jax.random.split(key)
         logits, values = run(params, states)

@@ -1,14 +1,16 @@
-"""A recommender: large embeddings that are stored in half, and a softmax over a long tail of items.
+"""A recommender: large embeddings stored in half, and a softmax over a long tail of items.
 
     python examples/recommender.py --size small --policy O2:bfloat16
 
-Functions of Python's own library are the users, the names that they use are the items: which other
-names would suit a function that uses these? A few names are used everywhere, most of them hardly
-ever, as with what people buy. Under O2 the embeddings, nearly all of the parameters, are stored in
-half, and the optimizer keeps float32 masters; a rare row's small updates would be rounded away
-without them. Recall is the share of held-out names among the first 20 proposed, over all, and over
-names used fewer than 20 times. Expected of the small size, on a CPU; spread is float32's over three
-seeds:
+The users are functions of Python's standard library, and the items are the names that they use:
+which other names would suit a function that uses these? As in shops, a few items are very common
+and most are rare. Under O2 the embeddings, nearly all of the parameters, are stored in half, and
+the optimizer keeps float32 masters. Without masters, the small updates of rare rows would be
+rounded away.
+
+Recall is the share of held-out names among the first 20 proposals, for all names and for names used
+fewer than 20 times. These are the expected figures of the small size on a CPU. The last row,
+spread, is the range of float32 over three seeds:
 
     policy          recall %  rare %
     float32         43.37     24.35
@@ -41,7 +43,7 @@ SEEN, PROPOSED, RARE = 16, 20, 20
 
 
 def read(options):
-    """Returns [functions, names], 0 where there is no more, and how often each name is used."""
+    """Returns [functions, names], padded with 0, and how often each name is used."""
     folder = options.data or Path(sysconfig.get_paths()["stdlib"])
     files = sorted(folder.glob("*.py"))[: 20 if options.size == "smoke" else None]
     sources = [path.read_text(errors="replace") for path in files]
@@ -71,14 +73,14 @@ def initial(key, o):
 
 
 def scores(params, seen):
-    """Returns the logits of all items, of functions that use those seen."""
+    """Returns the logits of all items for functions, given the items that they use."""
     there = (seen > 0)[..., None]
     mean = jnp.sum(params["seen"][seen] * there, 1) / jnp.sqrt(there.sum(1) + 1.0)
     return mean @ params["proposed"].T + params["often"]
 
 
 def loss_fn(params, rows):
-    logits = scores(params, rows[:, 1:])  # the first is asked for: its rest may be empty
+    logits = scores(params, rows[:, 1:])  # the first name is the target: the rest may be empty
     return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 0]).mean()
 
 
@@ -97,7 +99,7 @@ def train(options):
     rng = np.random.default_rng(options.seed)
     batches = common.batches([rows], options.batch, options.seed)
     for _, (batch,) in zip(common.steps(options.steps), batches, strict=False):
-        asked = rng.integers((batch > 0).sum(1))  # any of a function's names
+        asked = rng.integers((batch > 0).sum(1))  # one of a function's names
         everyone = np.arange(len(batch))
         batch[everyone, 0], batch[everyone, asked] = batch[everyone, asked], batch[:, 0].copy()
         state, metrics = step(state, batch)

@@ -2,8 +2,9 @@
 
     python examples/resnet18.py --size small --policy mixed_float16
 
-scikit-learn's digits, half of the writers held out; `--data FOLDER` takes images of your own, a
-folder for each class. Expected of the small size, on a CPU; spread is float32's over three seeds:
+Data: scikit-learn's digits, with half of the writers held out. `--data FOLDER` reads your own
+images, one folder per class. These are the expected figures of the small size on a CPU. The last
+row, spread, is the range of float32 over three seeds:
 
     policy          accuracy %  train loss
     float32         94.33       0.002128
@@ -49,7 +50,7 @@ class Block(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """Four stages of two blocks. No dtype is named: autocast chooses them."""
+    """Four stages of two blocks. It names no dtype: autocast chooses them."""
 
     classes: int
     width: int
@@ -57,7 +58,7 @@ class ResNet18(nn.Module):
 
     @nn.compact
     def __call__(self, x, train):
-        large = x.shape[1] > 64  # small images keep their few pixels
+        large = x.shape[1] > 64  # small images are not reduced
         x = nn.Conv(self.width, (7, 7) if large else (3, 3), 2 if large else 1, use_bias=False)(x)
         x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
         if large:
@@ -96,7 +97,7 @@ def train(options):
     )
     params, batch_stats = variables["params"], variables["batch_stats"]
     opt_state = optimizer.init(params)
-    # Grown every 50 steps, so that a short run shows it at work; torch's interval is 2000.
+    # It grows every 50 steps, so that a short run shows it; torch's interval is 2000.
     dynamic = mpjax.DynamicLossScale(growth_interval=min(2000, options.steps // 5 + 1))
     scaler = dynamic if policy.needs_loss_scaling else mpjax.NoOpLossScale()
 

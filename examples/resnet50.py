@@ -1,13 +1,15 @@
-"""ResNet-50 as it is trained on ImageNet: SGD, smoothed labels, micro-batches, few bytes kept.
+"""ResNet-50 with its ImageNet recipe: SGD, label smoothing, micro-batches, lean storage.
 
     python examples/resnet50.py --size small --policy mixed_bfloat16,storage=lean
     python examples/resnet50.py --size full --policy mixed_bfloat16 --data FOLDER
 
-BatchNorm's statistics are the model state of `build_train_step`: float32 under every policy, and as
-they were before where a step is skipped. `storage=lean` keeps the results of convolutions for the
-backward pass, and makes all else again. scikit-learn's digits, half of the writers held out;
-`--data FOLDER` takes images of your own, a folder for each class. Expected of the small size, on a
-CPU; spread is float32's over three seeds:
+BatchNorm's statistics are the model state of `build_train_step`. They are float32 under every
+policy, and a skipped step leaves them unchanged. `storage=lean` keeps the results of convolutions
+for the backward pass and computes everything else again.
+
+Data: scikit-learn's digits, with half of the writers held out. `--data FOLDER` reads your own
+images, one folder per class. These are the expected figures of the small size on a CPU. The last
+row, spread, is the range of float32 over three seeds:
 
     policy                       accuracy %  train loss
     float32                      92.88       0.5583
@@ -59,7 +61,7 @@ class ResNet50(nn.Module):
 
     @nn.compact
     def __call__(self, x, train):
-        large = x.shape[1] > 64  # small images keep their few pixels
+        large = x.shape[1] > 64  # small images are not reduced
         x = nn.Conv(self.width, (7, 7) if large else (3, 3), 2 if large else 1, use_bias=False)(x)
         x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
         if large:

@@ -1,13 +1,15 @@
-"""A translator: a sequence becomes another, by a GRU that reads and one that writes with attention.
+"""A sequence-to-sequence translator in NNX: one GRU reads, another writes with attention.
 
     python examples/translate.py --size small --policy mixed_float16
 
-Korean syllables are written in Latin letters: unicodedata says how each is called ("HANGUL SYLLABLE
-GAG"), and what letters it is made of. Words of four random syllables are read letter by letter, and
-one in ten syllables never occurs in training (Sutskever et al., 2014; Bahdanau et al., 2015). The
-states of both GRUs are made anew in every step, so autocast keeps them in half. Expected of the
-small size, on a CPU: the share of letters that are wrong, in syllables held out; spread is
-float32's over three seeds:
+It writes Korean syllables in Latin letters. Python's unicodedata gives the name of each syllable
+("HANGUL SYLLABLE GAG") and its letters. Words of four random syllables are read letter by letter,
+and one syllable in ten never occurs in training (Sutskever et al., 2014; Bahdanau et al., 2015).
+Both GRUs compute their state anew in every step, so autocast keeps it in half. The error is the
+share of wrong letters in held-out syllables.
+
+These are the expected figures of the small size on a CPU. The last row, spread, is the range of
+float32 over three seeds:
 
     policy          errors %  training
     float32         1.605     0.01704
@@ -41,11 +43,11 @@ SIZES = {
     },
 }
 SYLLABLES = [chr(code) for code in range(0xAC00, 0xD7A4)]
-START, LETTERS = 27, 28  # Latin letters are 1 to 26, 0 is the end and what is behind it
+START, LETTERS = 27, 28  # Latin letters are 1 to 26; 0 is the end and the padding
 
 
 def read(options):
-    """Returns training and held-out [Korean letters, Latin letters]; 0 where there is no more."""
+    """Returns training and held-out [Korean letters, Latin letters], padded with 0."""
     rng = np.random.default_rng(0)
     syllables = rng.permutation(SYLLABLES)
     rare = len(syllables) // 10
@@ -75,7 +77,7 @@ class Translator(nnx.Module):
         """Returns logits of the letters that follow those written."""
         blank = jnp.zeros((len(source), self.query.in_features))
         states = self.reader(self.sources(source), initial_carry=blank)
-        # The first state of the writer is the last of the reader.
+        # The writer starts with the reader's last state.
         wrote = self.writer(self.targets(written), initial_carry=states[:, -1])
         scores = jnp.einsum("bid,bjd->bij", self.query(wrote), states) / states.shape[-1] ** 0.5
         scores = jnp.where(source[:, None] > 0, scores, -1e30)
@@ -90,7 +92,7 @@ def loss_fn(model, source, target):
 
 
 def translate(follow, source, length):
-    """Returns the likeliest letter after each other; the writer begins anew for each."""
+    """Returns the most likely letters, one after another; the writer runs again for each."""
     written = np.zeros((len(source), length + 1), np.int32)
     written[:, 0] = START
     for place in range(length):

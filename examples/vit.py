@@ -1,11 +1,14 @@
-"""A vision transformer in Flax NNX; its attention, written as flax has it, by the fused kernel.
+"""A vision transformer in Flax NNX, whose attention runs in the device's fused kernel.
 
     python examples/vit.py --size small --policy mixed_bfloat16
 
-The loop keeps NNX's form: the optimizer is told the policy. `fused_attention=true` in the policy
-replaces the attention of `nnx.MultiHeadAttention` by cuDNN's or the TPU's kernel where there is
-one. scikit-learn's digits, half of the writers held out; `--data FOLDER` takes images of your own,
-a folder for each class. Expected of the small size, on a CPU; spread is float32's over three seeds:
+The loop keeps NNX's form; only the optimizer takes the policy. `fused_attention=true` in the policy
+replaces the attention of `nnx.MultiHeadAttention` by the kernel of cuDNN or of the TPU, where there
+is one.
+
+Data: scikit-learn's digits, with half of the writers held out. `--data FOLDER` reads your own
+images, one folder per class. These are the expected figures of the small size on a CPU. The last
+row, spread, is the range of float32 over three seeds:
 
     policy                               accuracy %  train loss
     float32                              86.1        0.02155

@@ -1,12 +1,14 @@
-"""WGAN-GP: the gradient of a scaled gradient.
+"""WGAN-GP: its loss contains a gradient, which needs a loss scale of its own.
 
     python examples/wgan_gp.py --size small --policy mixed_float16
 
-The critic's loss has a gradient in it, by its input. In float16 that gradient needs a scale of its
-own, is divided by it again, and is then differentiated under the loss scale of the whole (Gulrajani
-et al., 2017; "Gradient penalty" in PyTorch's examples of amp). Digits are drawn as in gan.py, which
-has the distance explained. Expected of the small size, on a CPU; spread is float32's over three
-seeds:
+The critic's loss contains the gradient by its input. In float16 that gradient needs its own scale,
+is divided by it, and is then differentiated under the loss scale of the whole loss (Gulrajani et
+al., 2017; "Gradient penalty" in PyTorch's amp examples). gan.py explains the digits and the
+distance.
+
+These are the expected figures of the small size on a CPU. The last row, spread, is the range of
+float32 over three seeds:
 
     policy          distance  penalty
     float32         2.556     0.005244
@@ -51,7 +53,7 @@ def generate(generator, noise):
 def critic_loss(critic, generator, images, noise, mix, scale):
     drawn = generate(generator, noise)
     between = mix * images + (1 - mix) * drawn
-    # Examples do not meet in the critic, so the gradient of the sum holds that of each.
+    # The critic does not mix examples, so the gradient of the sum contains each one's.
     scaled_sum = lambda x: scale.scale(apply(critic, x).sum())  # noqa: E731
     slopes = scale.unscale(jax.grad(scaled_sum)(between))
     penalty = jnp.mean((jnp.sqrt(jnp.sum(slopes**2, -1) + 1e-12) - 1) ** 2)
@@ -76,7 +78,7 @@ def train(options):
     optimizer = mpjax.skip_nonfinite(optax.adam(schedule, b1=0.5, b2=0.9))
 
     def improve(side, loss_fn, *args):
-        """Returns a side after a step: its parameters, its optimizer's state, its scale."""
+        """Returns one network after a step: parameters, optimizer state and loss scale."""
         params, opt_state, scale = side
         run = mpjax.autocast(loss_fn, policy)
         grad_fn = mpjax.scaled_value_and_grad(run, scale, has_aux=True)
@@ -86,13 +88,13 @@ def train(options):
 
     @jax.jit
     def step(generator, critic, images, key):
-        """Improves the critic a few times, on a batch each, then the generator once."""
+        """Updates the critic a few times, on a batch each, then the generator once."""
 
         def once(critic, given):
             images, key = given
             noise = jax.random.normal(key, (len(images), options.noise))
             mix = jax.random.uniform(jax.random.fold_in(key, 1), (len(images), 1))
-            # The inner scale is the side's own, as in PyTorch; any power of two would do.
+            # The inner scale is the network's loss scale, as in PyTorch; any power of two works.
             args = generator[0], images, noise, mix, critic[2]
             critic, loss, penalty = improve(critic, critic_loss, *args)
             return critic, (loss, penalty)
