@@ -1,7 +1,9 @@
 """Reports as people see them: in a notebook, in 80 columns, with short names of files."""
 
 import html
+import sys
 import sysconfig
+import types
 from pathlib import Path
 
 import jax
@@ -129,6 +131,19 @@ def test_short_names_of_files(monkeypatch, tmp_path):
     assert reports.short("/x/lib/python3/dist-packages/flax/core.py:1") == "flax/core.py:1"
     assert reports.short("") == ""
     assert reports.is_library(np.__file__) and not reports.is_library(str(tmp_path / "net.py"))
+
+
+def test_a_cell_of_a_notebook_has_the_name_that_ipython_gives_it(monkeypatch, tmp_path):
+    cells = {f"{tmp_path}/ipykernel_7/123.py": ("Cell", "In[3]")}  # else None, as IPython has it
+    compiler = types.SimpleNamespace(format_code_name=cells.get)
+    shell = types.SimpleNamespace(compile=compiler)
+    ipython = types.SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.chdir(tmp_path)
+    assert reports.short(f"{tmp_path}/ipykernel_7/123.py:9") == "In[3]:9"
+    assert reports.short(f"{tmp_path}/net.py:9") == "net.py:9"
+    ipython.get_ipython = lambda: None  # imported, but not running
+    assert reports.short(f"{tmp_path}/net.py:9") == "net.py:9"
 
 
 @pytest.mark.parametrize("long", ["word " * 40, "a/path/" * 40, "x" * 200])

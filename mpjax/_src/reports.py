@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import os
 import re
+import sys
 import sysconfig
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -66,11 +67,14 @@ def is_library(file: str) -> bool:
 
 
 def short(source: str) -> str:
-    """Returns "file:line" with the file's path from the current directory or its package on."""
+    """Returns "file:line" with the file's path from the current directory or its package on.
+
+    A cell of a notebook is "In[3]:line", as in IPython's own tracebacks.
+    """
     file, colon, line = source.rpartition(":")
     if PACKAGES.match(file):
         return PACKAGES.sub("", file) + colon + line
-    return (_relative(file) or Path(file).name) + colon + line
+    return (_cell(file) or _relative(file) or Path(file).name) + colon + line
 
 
 def where(source: str, library: str = "") -> str:
@@ -136,6 +140,13 @@ def folds(text: str, width: int) -> list[str]:
             lines.append("")
         lines[-1] += word if lines[-1] else word.lstrip()
     return [line.rstrip() for line in lines]
+
+
+def _cell(file: str) -> str:
+    """Returns the cell of a notebook that IPython compiled under the name of a file, or ""."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    named = shell and shell.compile.format_code_name(file)
+    return named[1] if named else ""
 
 
 def _relative(file: str) -> str:
