@@ -377,7 +377,7 @@ class TestCure:
         assert report.kind == "overflow" and report.scope == "Model"
         assert report.overrides and 0 < report.float32_flops < 0.7
         assert not any("Dense" in p or p in ("*", "Model*", "Model/*") for p in report.overrides)
-        cured = policy.override(dict.fromkeys(report.overrides, "float32"))
+        cured = policy.override(report.overrides)
         assert not find_nonfinite(model, cured)(params, x)
         half = mpjax.explain(model, cured)(params, x).half_flops
         assert half == pytest.approx(1 - report.float32_flops)
@@ -397,7 +397,7 @@ class TestCure:
         report = find_nonfinite(loss, "mixed_float16")(normal(0, 8, 8), normal(1, 4, 8) * 10)
         assert report.overrides
         policy = mpjax.get_policy("mixed_float16")
-        cured = policy.override(dict.fromkeys(report.overrides, "float32"))
+        cured = policy.override(report.overrides)
         assert not find_nonfinite(loss, cured)(normal(0, 8, 8), normal(1, 4, 8) * 10)
 
     def test_an_override_that_was_given_stays(self):

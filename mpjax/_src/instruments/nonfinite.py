@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src import _jax, rules
-from mpjax._src.dtypes import short_name
+from mpjax._src.dtypes import FLOAT32, short_name
 from mpjax._src.errors import check_callable
 from mpjax._src.instruments.interpret import (
     Place,
@@ -98,8 +98,8 @@ class NonfiniteReport(Report):
         op: The number of the operation of the plan that this is, or is the backward pass of.
         given: The arguments that were infinite when they were passed, and are so in its operands.
         library: "file:line" of the library that ``source`` calls for it, or "".
-        overrides: The patterns with which ``policy.override`` moves as little to float32 as cures
-            it: the program was run so, and is finite. Empty where none are known.
+        overrides: What ``policy.override`` takes to move as little to float32 as cures it, from
+            pattern to dtype: the program was run so, and is finite. Empty where none are known.
         float32_flops: The share of the matmul FLOPs that these move.
     """
 
@@ -123,7 +123,7 @@ class NonfiniteReport(Report):
     op: int | None = None
     given: tuple[str, ...] = ()
     library: str = ""
-    overrides: tuple[str, ...] = ()
+    overrides: dict[str, str] = dataclasses.field(default_factory=dict)
     float32_flops: float | None = None
 
     _drawn_by = "mpjax._src.instruments.pages"
@@ -423,8 +423,9 @@ def _advised(
         if cured:
             places = Places(program.plan.block)
             moved = frozenset().union(*(places.place(pattern).ops for pattern in tried))
+            overrides = dict.fromkeys(tried, FLOAT32.name)
             event = dataclasses.replace(
-                event, overrides=tuple(tried), float32_flops=places.flops(moved)
+                event, overrides=overrides, float32_flops=places.flops(moved)
             )
     return dataclasses.replace(event, advice="\n".join(_advice(event, gradients, own, tried)))
 
