@@ -147,7 +147,7 @@ def picture(results: dict[Any, dict[str, dict[str, Any]]]) -> Figure:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, help="for both examples; default: as each one has it")
+    parser.add_argument("--steps", type=int, help="for both examples; default: its own steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for the results")
     parser.add_argument("--logdir", type=Path, help="folder for TensorBoard's event files")

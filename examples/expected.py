@@ -57,7 +57,7 @@ def summary(name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="+", help="of examples with a table")
+    parser.add_argument("names", nargs="+", help="names of examples with a table")
     for name in parser.parse_args().names:
         names = list(rows(name))
         runs = {

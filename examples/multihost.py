@@ -131,10 +131,10 @@ def train(
 @click.option("--heartbeat-timeout", default=10, help="Seconds until a silent process is dead.")
 @click.option("--steps", default=300, help="The step to train up to.")
 @click.option("--every", default=50, help="Steps between checkpoints.")
-@click.option("--directory", default="multihost_run", help="Of checkpoints, on all hosts.")
-@click.option("--policy", default="mixed_bfloat16", help="As for mpjax.get_policy.")
+@click.option("--directory", default="multihost_run", help="For checkpoints, shared by all hosts.")
+@click.option("--policy", default="mixed_bfloat16", help="A policy of mpjax.get_policy.")
 @click.option("--batch", default=32, help="Rows of a batch, over all devices.")
-@click.option("--log-every", default=10, help="Steps between lines.")
+@click.option("--log-every", default=10, help="Steps between log lines.")
 @click.option("--nan-at", type=int, help="For tests: the step whose data contain a NaN ...")
 @click.option("--nan-on", default=0, help="... on this process only.")
 def main(coordinator: Any, processes: Any, process: Any, heartbeat_timeout: int, **options: Any):
