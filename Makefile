@@ -9,6 +9,7 @@
 #   make gate         does autocast take no more than is recorded? (minutes; the same compilers)
 #   make bench        the cpu suite of the benchmarks    make page     docs/performance.md anew
 #   make bench-aot    the aot suite (an hour; resumes)   make quality  the cpu suite's long case
+#   make build        the wheel and the sdist in dist/, checked
 #   make soak         10,000 steps with faults; a run is killed 200 times, and resumed (an hour)
 #   make docs         the site, in docs_out/html: pages are executed, links checked, and looked at
 #   make mutants      mutation tests of planner and training, on the lines that differ from BASE
@@ -32,7 +33,7 @@ RECORDED = $(shell $(PYTHON) -c "import json; print(json.load(open('benchmarks/r
 PIP := pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest -n 2
 
-.PHONY: demo test test-all test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality soak mutants mutants-all clean
+.PHONY: demo test test-all test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality build soak mutants mutants-all clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -84,6 +85,16 @@ page: $(VENV)/ready
 
 quality: $(VENV)/bench
 	$(VENV)/bin/python -m benchmarks --suite cpu quality
+
+build: $(VENV)-build/ready
+	rm -rf dist
+	$(VENV)-build/bin/python -m build
+	$(VENV)-build/bin/twine check --strict dist/*
+
+$(VENV)-build/ready:
+	$(PYTHON) -m venv $(VENV)-build
+	$(VENV)-build/bin/$(PIP) build twine
+	touch $@
 
 soak: $(VENV)/ready
 	STEPS=10000 $(VENV)/bin/python -m pytest tests/training/test_soak.py
@@ -141,4 +152,4 @@ $(DOCS)/ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(AOT) $(DOCS) $(RIVALS:%=$(VENV)-%) .mutants docs_out
+	rm -rf $(VENV) $(VENV)-build $(NEWEST) $(AOT) $(DOCS) $(RIVALS:%=$(VENV)-%) .mutants docs_out
