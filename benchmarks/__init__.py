@@ -20,7 +20,7 @@ RESULTS = HERE / "results"
 # What can be measured; a suite is offered where its module exists.
 SUITES = {
     "cpu": "steps timed in pairs on this machine's CPU, dispatch, tracing, reports and instruments",
-    "aot": "memory, bytes and matmuls of training steps compiled for absent GPUs and TPUs",
+    "aot": "memory, bytes and matmuls of training steps, for GPUs and TPUs that are not present",
     "gpu": "steps timed in pairs on a GPU",
     "weights": "what is kept for each weight: bytes, bytes moved, and held-out quality",
     "scaling": "loss scaling, memory and time as models and devices grow",

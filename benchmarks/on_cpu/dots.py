@@ -84,5 +84,5 @@ def reading(counted: dict[str, int]) -> str:
     how = "all" if wide == total else f"{wide} of"
     return (
         f"{how} {total} matmuls of the optimized program take float32 operands: XLA converts them "
-        "first, which leaves the CPU's own instructions for half nothing to multiply there"
+        "first, so the CPU's own half instructions are not used for them"
     )

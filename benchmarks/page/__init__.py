@@ -22,18 +22,19 @@ CAUSES = HERE / "causes.toml"
 
 INTRO = """# Performance
 
-What training costs under mpjax, beside float32, casts placed by hand and other libraries: the same
-model, data and optimizer, measured in one run. `python -m benchmarks --page` writes this page from
-the results in [benchmarks/results](../benchmarks/results), which the suites write; no figure is
-typed by hand. The models are in [benchmarks/models](../benchmarks/models), who trains them in
-[benchmarks/rivals.py](../benchmarks/rivals.py).
+This page compares the cost of training under mpjax with float32, with casts placed by hand and
+with other libraries: the same model, data and optimizer, measured in one run. Figures are ratios,
+and less is better: 0.75x relative to casts by hand means a quarter less than they take. **A ratio
+of mpjax above 1.00x is bold**, and a table gives its cause.
 
-Figures are ratios, less is better: 0.75x of casts by hand means a quarter less than they take.
-**What is above 1.00x stands out**, with its cause below the table.
+`python -m benchmarks --page` writes this page from the files in
+[benchmarks/results](../benchmarks/results), which the benchmark suites write; no figure is typed
+by hand. The models are in [benchmarks/models](../benchmarks/models), and the other libraries in
+[benchmarks/rivals.py](../benchmarks/rivals.py).
 """
 
 TITLES = {
-    "aot": "Compiled for hardware that is not there",
+    "aot": "Compiled for GPUs and TPUs",
     "gpu": "On a GPU",
     "cpu": "On a CPU",
     "scaling": "As models and devices grow",

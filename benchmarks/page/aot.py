@@ -28,18 +28,24 @@ LARGEST = {
 
 Rows = dict[str, dict[str, dict[str, Any]]]
 
-HOW = """A training step, its state donated, is compiled by XLA's own compiler for the target
-([`compile_for`](instruments.md#what-a-program-takes-on-hardware-that-is-not-there)); nothing runs,
-and figures do not change from run to run. *Memory* is what the step takes besides arguments and
-results. *Bytes* are those that XLA counts: a loop's body once, cuDNN's convolutions not at all;
-*bytes moved* counts loops by their turns, and calls. The *roofline* is the least time that bytes
-moved and FLOPs take. Compilers choose kernels without a device to tune them on.
+HOW = """XLA's own compiler for the device compiles a training step, with its state donated
+([`compile_for`](instruments.md#what-a-program-takes-on-hardware-that-is-not-there)). Nothing
+runs, so the figures do not change from run to run. Without a device there is no autotuning: a
+real run may use other kernels.
+
+- *memory*: what the step takes in addition to its arguments and results; *size* is the same in
+  MiB.
+- *bytes*: the bytes that XLA counts. It counts the body of a loop once, and cuDNN's convolutions
+  not at all.
+- *bytes moved*: the same with every iteration of a loop and every library call counted.
+- *roofline*: the least time in which the device can move these bytes and compute these FLOPs.
 """
 
 OTHERS = """flax's DynamicScale and mpjax's `build_train_step` train in float16, with a loss scale
-and a gate; without one, and with the gate as a select (which it is on a GPU) or a branch, that step
-is compiled in bfloat16. *Half scores* is `autocast` with `with_ops(half="dot_general")`; *half
-softmax* is of casts by hand.
+and a gate that skips a step that is not finite. In the last three rows, that step is compiled in
+bfloat16: without a gate, with the gate as a select (as on a GPU), and with the gate as a branch.
+*Half scores* is `autocast` with `with_ops(half="dot_general")`; *half softmax* is casts by hand
+with a half softmax.
 """
 
 
@@ -56,29 +62,29 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
         HOW,
         "### Goals\n",
         goals(cases),
-        "### H100, beside casts by hand\n",
+        "### H100, relative to casts by hand\n",
         image("aot_by_hand", charts["aot_by_hand"]),
         f"`autocast`:\n\n{models('h100', 'autocast', HAND, cases)}",
         shortfalls(short(cases, causes, ("h100",))),
         f"`autocast` with `storage=lean`, which {causes.get('lean', {}).get('all', '')}:\n",
         models("h100", "autocast, lean", HAND, cases),
-        "`autocast` with fused attention (`policy.with_fused_attention()`, off by default), where "
-        "models have attention:\n",
+        "`autocast` with fused attention (`policy.with_fused_attention()`, off by default), for "
+        "models with attention:\n",
         models("h100", FUSED, HAND, cases, ATTENTIVE),
-        "### H100, beside float32\n",
+        "### H100, relative to float32\n",
         image("aot_float32", charts["aot_float32"]),
         f"`autocast`:\n\n{models('h100', 'autocast', FLOAT32, cases)}",
-        "### Beside others\n",
+        "### Other libraries\n",
         OTHERS,
         libraries(cases),
         "### Other hardware\n",
-        "`autocast` beside casts by hand, memory and bytes moved; float16 on V100:\n",
+        "`autocast` relative to casts by hand: memory, bytes moved (float16 on the V100):\n",
         targets(HAND, cases),
         shortfalls(short(cases, causes, elsewhere)) if elsewhere else "",
-        "Beside float32:\n",
+        "Relative to float32:\n",
         targets(FLOAT32, cases),
         "### Largest batch\n",
-        "The largest batch whose step fits, a quarter of the device's memory kept free:\n",
+        "The largest batch whose step fits into three quarters of the device's memory:\n",
         batches(cases, causes),
         failures(cases),
     ]
@@ -104,23 +110,25 @@ def goals(cases: Rows) -> str:
     for figure, most in MEANS.items():
         found = [r for r in over_models(cases, "h100", "autocast", HAND, figure) if r is not None]
         over = sum(map(above, found))
-        name = f"{FIGURES[figure]} of casts by hand, H100"
+        name = f"{FIGURES[figure]} relative to casts by hand, H100"
         rows.append(
             (f"{name}: geometric mean of {len(found)} models", f"<= {most:.2f}x", mean(found))
         )
         rows.append((f"{name}: models above 1.00x", "0", str(over) if found else None))
     for model, most in MEMORY.items():
         found = ratio(cases, f"h100/{model}", "autocast", FLOAT32, "temp_mib")
-        rows.append((f"memory of float32's, {TITLES[model]}, H100", f"<= {most:.2f}x", found))
+        rows.append(
+            (f"memory relative to float32, {TITLES[model]}, H100", f"<= {most:.2f}x", found)
+        )
     for case, least in LARGEST.items():
         found = ratio(cases, case, "autocast", FLOAT32, "batch")
-        name = f"largest batch of float32's, {_batched(case.split('/')[0])}"
+        name = f"largest batch relative to float32, {_batched(case.split('/')[0])}"
         rows.append((name, f">= {least:.2f}x", found))
     cells = [
         (what, asked, f"{found:.2f}x" if isinstance(found, float) else found)
         for what, asked, found in rows
     ]
-    return table(("goal", "asked", "found"), cells)
+    return table(("goal", "bound", "found"), cells)
 
 
 def models(target: str, ours: str, theirs: str, cases: Rows, names=CASES) -> str:
@@ -137,7 +145,7 @@ def models(target: str, ours: str, theirs: str, cases: Rows, names=CASES) -> str
         rows.append((TITLES[model], memory, *map(written, ratios), matmuls))
     means = (mean(over_models(cases, target, ours, theirs, figure)) for figure in figures)
     rows.append(("geometric mean", None, *map(written, means), None))
-    header = ("model", "takes", *figures.values(), f"float32 matmuls (of {theirs})")
+    header = ("model", "size", *figures.values(), f"float32 matmuls ({theirs})")
     return table(header, rows)
 
 
@@ -167,8 +175,8 @@ def libraries(cases: Rows) -> str:
             found = (ratio(cases, f"h100/{model}", rival, FLOAT32, figure) for figure in FIGURES)
             cells = (row["dtype"], f"{row['temp_mib']:,.0f} MiB", *map(written, found))
             rows.append((rival, *cells, str(row["f32_matmuls"])))
-        header = ("", "dtype", "takes", *FIGURES.values(), "float32 matmuls")
-        text.append(f"{TITLES[model]}, of what float32 takes:\n\n{table(header, rows)}")
+        header = ("", "dtype", "size", *FIGURES.values(), "float32 matmuls")
+        text.append(f"{TITLES[model]}, relative to float32:\n\n{table(header, rows)}")
     return "\n".join(text) or "Not measured.\n"
 
 
@@ -215,13 +223,13 @@ def batches(cases: Rows, causes: dict[str, Any]) -> str:
             )
         if known := causes.get(part):
             notes.append(f"\n{_batched(part)}: {known['all']}.\n")
-    header = ("model", "trained by", "largest batch", "a multiple of", "of float32's")
+    header = ("model", "trained with", "largest batch", "multiple of", "relative to float32")
     return table(header, rows) + "".join(notes)
 
 
 def _batched(part: str) -> str:
     target, model, *_, flags = BATCHES[part]
-    return f"{TITLES[model]}, {HARDWARE[target]}" + (", nothing computed again" if flags else "")
+    return f"{TITLES[model]}, {HARDWARE[target]}" + (", XLA's recomputation off" if flags else "")
 
 
 def failures(cases: Rows) -> str:
@@ -243,8 +251,8 @@ def beside_hand(cases: Rows) -> Chart:
         cases,
         HAND,
         OURS,
-        "A training step on an H100, of what casts by hand take (less is better)",
-        "Memory and bytes of training steps under autocast, by model, of what casts by hand take",
+        "A training step on an H100, relative to casts by hand (less is better)",
+        "Memory and bytes of training steps under autocast, by model, relative to casts by hand",
     )
 
 
@@ -253,8 +261,8 @@ def beside_float32(cases: Rows) -> Chart:
         cases,
         FLOAT32,
         (HAND, *OURS),
-        "A training step on an H100, of what float32 takes (less is better)",
-        "Memory and bytes of training steps by hand and under autocast, of what float32 takes",
+        "A training step on an H100, relative to float32 (less is better)",
+        "Memory and bytes of training steps by hand and under autocast, relative to float32",
     )
 
 

@@ -10,17 +10,17 @@ from benchmarks.page.tables import above, shortfalls, table, written
 
 # What each case is of, above its table.
 SAYS = {
-    "steps": "Small models trained in bfloat16 by each rival, timed in pairs",
-    "overhead": "A whole step of mpjax over one of plain optax with the same casts, timed in pairs",
+    "steps": "Small models trained in bfloat16 with each library, timed in pairs",
+    "overhead": "A complete mpjax step relative to plain optax with the same casts, timed in pairs",
     "gates": "mpjax's step with its gate as a select and as a branch, timed in pairs",
-    "dispatch": "The host's time for handing over an almost empty step",
-    "tracing": "Tracing and compiling a gradient, before its first step",
-    "reports": "A step in float16 with reports over one without, timed in pairs",
-    "histogram": "A step that counts its gradients over one that does not, timed in pairs",
-    "instruments": "Instruments that run a program operation by operation, in time and peak memory",
-    "underflow": "One gradient of the byte-level GPT in float16, beside float32's",
-    "bf16_dots": "Training of wide layers, where the CPU multiplies bfloat16",
-    "quality": "Means over three seeds of held-out figures, beside the spread of float32's",
+    "dispatch": "Host time to dispatch an almost empty step",
+    "tracing": "Tracing and compiling a gradient, before the first step",
+    "reports": "A float16 step with reports relative to one without, timed in pairs",
+    "histogram": "A step with a gradient histogram relative to one without, timed in pairs",
+    "instruments": "Time and peak memory of instruments that run a program operation by operation",
+    "underflow": "One gradient of the byte-level GPT in float16, compared with float32",
+    "bf16_dots": "Training of wide layers, on a CPU that multiplies bfloat16",
+    "quality": "Held-out figures as means over three seeds, compared with the range of float32",
 }
 OURS = ("autocast", "mpjax")
 
@@ -33,9 +33,9 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
         for name, row in goals.found(rows)
     ]
     parts = [
-        "Medians of ratios of rounds, their 95% bootstrap intervals in brackets; other programs "
-        f"kept {busy(rows)} of the machine's cores busy meanwhile.\n",
-        table(("goal", "at most", "found", ""), judged),
+        "A ratio is the median over rounds, with its 95% bootstrap interval in brackets. Other "
+        f"programs kept {busy(rows)} of the machine's cores busy during the measurement.\n",
+        table(("goal", "bound", "found", ""), judged),
     ]
     for case, says in SAYS.items():
         if case in rows:
@@ -115,7 +115,7 @@ def means(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
     dates = sorted({row["date"] for row in rows.values() if "date" in row})
     yield f"Measured on {', '.join(dates)}.\n"
     yield table(
-        ("example, figure, run", "mean", "float32's seeds", "in their spread", "no worse"),
+        ("example, figure, run", "mean", "range of float32", "inside it", "no worse"),
         [
             (
                 f"{module}, {figure}, {name}",

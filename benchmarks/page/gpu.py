@@ -21,7 +21,7 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
         for name, row in goals.found(rows)
     ]
     parts = [
-        "Times are medians of ratios of rounds, their 95% bootstrap intervals in brackets.\n",
+        "A time is the median ratio over rounds, with its 95% bootstrap interval in brackets.\n",
         table(("goal", "bound", "found", ""), judged),
     ]
     short = []
@@ -30,7 +30,12 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
         if part != "speed":
             continue
         parts.append(f"### {TITLES[model]}\n")
-        parts.append(table(("beside", *OURS, "why not"), [_beside(*row) for row in rivals.items()]))
+        parts.append(
+            table(
+                ("relative to", *OURS, "not measured because"),
+                [_beside(*row) for row in rivals.items()],
+            )
+        )
         for name, ratio in _ratios(rivals):
             if above(ratio["median"]):
                 cause = causes.get(model, {}).get(name, "not known")

@@ -48,6 +48,6 @@ def amounts(sent: dict[str, dict[str, float]]) -> str:
 
 def words(row: dict[str, Any]) -> str:
     grown = {k.removesuffix("_grown_by"): v for k, v in row.items() if k.endswith("_grown_by")}
-    return reason(row) or f"after {row['steps']} steps, more " + ", ".join(
-        f"{name}: {value:.3g}" for name, value in grown.items()
+    return reason(row) or f"growth in {row['steps']} steps: " + ", ".join(
+        f"{name} {value:.3g}" for name, value in grown.items()
     )

@@ -5,8 +5,8 @@ from typing import Any
 from benchmarks.page.charts import Chart
 from benchmarks.page.tables import table
 
-NOTE = """Bytes that a step moves, its temporary memory and the time that it takes to compile, relative
-to the same step without watching.
+NOTE = """Bytes that a step moves, its temporary memory and the time that it takes to compile, all
+relative to the same step without watching.
 """
 
 

@@ -67,7 +67,7 @@ def test_the_page_has_a_row_for_each_size():
     }
     text, _ = section(stored, {"layers": {"a / b": "why"}})
     assert "| 6 layers | **1.20x** |" in text and "| 12 layers | 0.90x |" in text
-    assert "| float32 | after 30 steps, more arrays: 0 |" in text and "| 2 | skipped: x |" in text
+    assert "| float32 | growth in 30 steps: arrays 0 |" in text and "| 2 | skipped: x |" in text
     assert "| layers | a / b | **1.20x** | why |" in text
 
 
