@@ -10,6 +10,8 @@
 #   make bench        the cpu suite of the benchmarks    make page     docs/performance.md anew
 #   make bench-aot    the aot suite (an hour; resumes)   make quality  the cpu suite's long case
 #   make build        the wheel and the sdist in dist/, checked
+#   make docker       the images mpjax:cpu and mpjax:cuda (needs a Docker daemon)
+#   make docker-locks docker/requirements-*.txt anew, from pyproject.toml
 #   make soak         10,000 steps with faults; a run is killed 200 times, and resumed (an hour)
 #   make docs         the site, in docs_out/html: pages are executed, links checked, and looked at
 #   make mutants      mutation tests of planner and training, on the lines that differ from BASE
@@ -33,7 +35,7 @@ RECORDED = $(shell $(PYTHON) -c "import json; print(json.load(open('benchmarks/r
 PIP := pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest -n 2
 
-.PHONY: demo test test-all test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality build soak mutants mutants-all clean
+.PHONY: demo test test-all test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality build docker docker-locks soak mutants mutants-all clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -93,8 +95,23 @@ build: $(VENV)-build/ready
 
 $(VENV)-build/ready:
 	$(PYTHON) -m venv $(VENV)-build
-	$(VENV)-build/bin/$(PIP) build twine
+	$(VENV)-build/bin/$(PIP) build twine uv==0.13.9
 	touch $@
+
+docker:
+	@docker info > /dev/null 2>&1 || { echo "make docker: no Docker daemon runs here" >&2; exit 1; }
+	for target in cpu cuda; do \
+	    docker build --file docker/Dockerfile --target $$target --tag mpjax:$$target . || exit 1; \
+	done
+
+LOCK := $(VENV)-build/bin/uv pip compile --quiet --upgrade --python-version 3.13 \
+	--python-platform x86_64-manylinux_2_28 --no-header --no-annotate --no-emit-index-url
+EXTRAS := --extra html --extra checkpoint --extra safetensors
+
+docker-locks: $(VENV)-build/ready
+	$(LOCK) $(EXTRAS) pyproject.toml --output-file docker/requirements-cpu.txt
+	$(LOCK) $(EXTRAS) --extra cuda12 pyproject.toml --output-file docker/requirements-cuda.txt
+	echo hatchling | $(LOCK) - --output-file docker/requirements-build.txt
 
 soak: $(VENV)/ready
 	STEPS=10000 $(VENV)/bin/python -m pytest tests/training/test_soak.py
