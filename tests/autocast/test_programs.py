@@ -66,6 +66,24 @@ def test_while_counts_in_half_and_solves_in_float32():
     np.testing.assert_allclose(cast(solved)(W, X), solved(W, X), rtol=1e-5)
 
 
+def test_while_whose_condition_computes_the_residual_ends():
+    """Else a matmul in half keeps it from its tolerance: without the cap it would run for ever."""
+    matrix, b = jnp.eye(8) + W[:8, :8] @ W[:8, :8].T / 8, X[0, :8]
+
+    def solve(matrix, b):
+        def unfinished(c):
+            return (jnp.linalg.norm(b - matrix @ c[0]) > 1e-4) & (c[1] < 500)
+
+        def turn(c):
+            return c[0] + 0.2 * (b - matrix @ c[0]), c[1] + 1
+
+        return lax.while_loop(unfinished, turn, (jnp.zeros_like(b), 0))
+
+    (x, turns), (want, wanted) = cast(solve)(matrix, b), solve(matrix, b)
+    assert turns == wanted < 500
+    np.testing.assert_allclose(x, want, rtol=1e-5)
+
+
 def test_a_scaled_transpose_before_a_matmul_that_accumulates_in_float32():
     """XLA:CPU moves both behind the matmul, and then finds no kernel for it."""
     scale, x = jnp.float32(0.3), normal(0, 16, 5)

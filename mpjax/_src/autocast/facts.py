@@ -146,7 +146,8 @@ class Sweep:
         for value, index in zip(sub.program.invars, sub.ins, strict=True):
             value.fact = inside[index].fact if index in inside else self.read(op.ins[index])
         self.block(sub.program)
-        matmuls = [o.outs[0] for o in body.program.walk() if o.spec.need == rules.HALF]
+        both = (*body.program.walk(), *sub.program.walk())
+        matmuls = [o.outs[0] for o in both if o.spec.need == rules.HALF]
         if not matmuls:
             return
         made = union(self.bit(v) for v in matmuls)
