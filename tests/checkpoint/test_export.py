@@ -80,9 +80,9 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path):
     mpjax.save_safetensors(tmp_path / "p", {"a": {"w": jnp.ones(2)}, "b": jnp.ones(3)})
     load = lambda like, **kw: mpjax.load_safetensors(tmp_path / "p", like, **kw)  # noqa: E731
     good = {"a": {"w": jnp.ones(2)}, "b": jnp.ones(3)}
-    with pytest.raises(ValueError, match="holds, and like does not, 'params/b'"):
+    with pytest.raises(ValueError, match="holds, and like does not, 'b'"):
         load({"a": good["a"]})
-    with pytest.raises(ValueError, match="lacks 'params/c'"):
+    with pytest.raises(ValueError, match="lacks 'c'.*Names are paths joined"):
         load({**good, "c": jnp.ones(1)})
     with pytest.raises(ValueError, match=r"params/b has shape \(3,\), in like \(4,\)"):
         load({**good, "b": jnp.ones(4)})

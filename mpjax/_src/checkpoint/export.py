@@ -10,7 +10,7 @@ import numpy as np
 
 from mpjax._src.checkpoint.contents import FORMAT, PARAMS, part_of
 from mpjax._src.checkpoint.convert import converted, held, overflows
-from mpjax._src.checkpoint.match import NAMED, match
+from mpjax._src.checkpoint.match import NAMED, differences, match
 from mpjax._src.dtypes import BFLOAT16, DTypeLike, canonical
 from mpjax._src.errors import CheckpointError
 from mpjax._src.patterns import path_of
@@ -145,7 +145,13 @@ def load_safetensors(file: str | Path, like: Any = None, *, allow_narrowing: boo
     if like is None:
         return {name: held(value) for name, value in read.items()}
     paths = {name: path for (name, _), path in zip(_named(like), _paths(like), strict=True)}
-    paths |= {name: f"{PARAMS}/{name}" for name in read if name not in paths}
+    if paths.keys() != read.keys():
+        missing = (name for name in paths if name not in read)
+        extra = (name for name in read if name not in paths)
+        raise ValueError(
+            f"like: the file {file} holds other parameters. {differences(missing, extra)}Names are "
+            "paths joined with '.'; without like, arrays by name are returned."
+        )
     about = {
         "format": FORMAT,
         "leaves": {

@@ -137,8 +137,7 @@ def _check_same_leaves(
         return
     raise ValueError(
         f"like: the checkpoint {where} is of another model or another optimizer. "
-        + _listed("It lacks ", missing, ". ")
-        + _listed("It holds, and like does not, ", extra, ". ")
+        + differences(missing, extra)
         + "Restore it with the model and the optimizer that it was saved with; to take the "
         "parameters alone, pass like={'params': params}."
     )
@@ -263,6 +262,12 @@ def _one_kind(a: str, b: str) -> bool:
         return False
     kinds = jnp.floating, jnp.integer, jnp.complexfloating
     return any(jnp.issubdtype(a, kind) and jnp.issubdtype(b, kind) for kind in kinds)
+
+
+def differences(missing: Iterable[str], extra: Iterable[str]) -> str:
+    """Says what a checkpoint lacks, and what it has beside what is wanted."""
+    lacks = _listed("It lacks ", missing, ". ")
+    return lacks + _listed("It holds, and like does not, ", extra, ". ")
 
 
 def _listed(before: str, names: Iterable[str], after: str) -> str:
