@@ -1,0 +1,101 @@
+"""Draws recorded curves as SVG that is legible on light and on dark pages.
+
+Axes and text have the colour of the text around them, so a figure is part of its page. Small
+pictures are files, which cannot know the page's colours: they have lines only.
+"""
+
+import html
+import io
+import re
+from collections.abc import Iterator
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+# Told apart in grey too, at least 3:1 on white and on black.
+STYLES = (
+    *(("#808080", "-"), ("#2f7fd6", "-"), ("#d2691e", "--")),
+    *(("#1f9a63", "-."), ("#b04fc4", ":")),
+)
+INK = "#010203"  # becomes the colour of the text
+NOTHING = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # else a clock and a version
+SCALES = re.compile(r"(loss_)?scale\b")
+
+
+def names(runs: dict) -> list[str]:
+    """Returns which curves are drawn: a loss scale that nobody has says nothing."""
+    first = [seeds[0]["curves"] for seeds in runs.values()]
+    return [
+        name
+        for name in first[0]
+        if not SCALES.match(name) or any(set(curve[name]) != {1.0} for curve in first)
+    ]
+
+
+def alt(runs: dict) -> str:
+    return f"Curves of {names(runs)[0]} under {', '.join(runs)}"
+
+
+def lines(runs: dict, name: str) -> Iterator[tuple]:
+    """Yields the steps and values of a curve, and how the line looks."""
+    for (color, style), seeds in zip(STYLES, runs.values(), strict=False):
+        for run in seeds:
+            values = np.array(run["curves"][name], float)
+            steps = (np.arange(len(values)) + 0.5) * run["steps"] / len(values)
+            width = 1.5 if run is seeds[0] else 0.5
+            yield steps, values, {"color": color, "linestyle": style, "linewidth": width}
+
+
+def svg(figure: Figure, salt: str) -> str:
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
+        figure.savefig(file, format="svg", transparent=True, metadata=NOTHING)
+    text = file.getvalue()
+    return text[text.index("<svg") :]
+
+
+def figures(name: str, runs: dict) -> str:
+    """Returns a legend and a figure for each curve, as HTML."""
+    labels = "".join(
+        f'<li><svg width="32" height="8" aria-hidden="true"><line x1="0" x2="32" y1="4" y2="4" '
+        f'stroke="{color}" stroke-width="3" stroke-dasharray="{dashes(style)}"/></svg> '
+        f"<code>{html.escape(row)}</code></li>"
+        for (color, style), row in zip(STYLES, runs, strict=False)
+    )
+    drawn = "".join(panel(f"{name} {curve}", runs, curve) for curve in names(runs))
+    return f'<ul class="legend">{labels}</ul>\n<div class="curves">{drawn}</div>'
+
+
+def dashes(style: str) -> str:
+    return {"-": "none", "--": "8 4", "-.": "8 3 2 3", ":": "2 3"}[style]
+
+
+def panel(salt: str, runs: dict, name: str) -> str:
+    figure = Figure((4.2, 2.7), layout="constrained")
+    axes = figure.add_subplot()
+    for steps, values, style in lines(runs, name):
+        axes.plot(steps, values, **style)
+    if SCALES.match(name):
+        axes.set_yscale("log", base=2)
+    axes.set_xlabel("step", color=INK)
+    axes.set_title(name.replace("_", " "), color=INK, fontsize="medium")
+    axes.tick_params(colors=INK, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(INK)
+    text = svg(figure, salt).replace(INK, "currentColor")
+    used = set(re.findall(r"#(\w+)", text))
+    text = re.sub(r' id="(\w+)"', lambda match: match[0] if match[1] in used else "", text)
+    size = re.compile(r'<svg ([^>]*?)width="[^"]*" ?|height="[^"]*pt" ?')
+    text = size.sub(lambda match: f"<svg {match[1]}" if match[1] is not None else "", text, 2)
+    label = html.escape(f"{name} by step, under {', '.join(runs)}")
+    return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+
+
+def thumbnail(name: str, runs: dict) -> str:
+    figure = Figure((3.2, 1.5))
+    axes = figure.add_axes((0.02, 0.04, 0.96, 0.92))
+    axes.set_axis_off()
+    for steps, values, style in lines(runs, names(runs)[0]):
+        axes.plot(steps, values, **style)
+    return svg(figure, name)
