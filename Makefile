@@ -75,6 +75,7 @@ gate: $(AOT)/ready
 # A warning fails it: a page that is in no table of contents, a name or link that leads nowhere.
 docs: $(DOCS)/ready
 	$(DOCS)/bin/sphinx-build -W -n -j 2 -b html docs docs_out/html
+	SITE=docs_out/html $(DOCS)/bin/python -m pytest -q --confcutdir tests/site tests/site/test_browse.py
 
 bench: $(VENV)/bench
 	$(VENV)/bin/python -m benchmarks --suite cpu

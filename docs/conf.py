@@ -76,16 +76,22 @@ nitpick_ignore = [
     *(("py:obj", f"jax.sharding.{name}") for name in ("AbstractMesh", "reshard")),
 ]
 
+smartquotes = False  # "--policy" keeps its dashes
+
 html_theme = "pydata_sphinx_theme"
 html_title = "mpjax"
+html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 html_show_sourcelink = False
 html_copy_source = False
+html_context = {"default_mode": "auto"}
 html_theme_options = {
     "logo": {"text": "mpjax"},
     "navigation_with_keys": False,
     "secondary_sidebar_items": ["page-toc"],
+    "header_links_before_dropdown": 7,
+    "show_toc_level": 2,
     "footer_start": ["copyright"],
     "footer_end": [],
     "pygments_light_style": "a11y-high-contrast-light",

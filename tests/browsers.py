@@ -18,3 +18,15 @@ def find_browser():
     if path is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("no chromium: apt install chromium")
     return path
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """Chromium, as Debian installs it."""
+    path = find_browser()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=ARGUMENTS)
+        yield browser
+        browser.close()

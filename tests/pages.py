@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+MADE = ROOT / "docs" / "gallery"  # when the site is built
+PAGES = [ROOT / "README.md", *sorted({*ROOT.glob("docs/**/*.md")} - {*MADE.glob("*.md")})]
 BLOCK = re.compile(r"^```(python|output) *(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 OURS = ("", "numpy")

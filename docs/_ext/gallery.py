@@ -17,6 +17,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "examples"
 SECTION = re.compile(r"^## (.*)", re.MULTILINE)
 ROW = re.compile(r"^\| \[`(\w+)\.py`\]\([^)]*\) \| (.*?) \|", re.MULTILINE)
 NAMED = re.compile(r"`(\w+)\.py`")
+HALF = ("mixed_", "O", "float32")
 LIBRARY = {"common", "expected"}  # what examples share, and what measures their tables
 
 INDEX = """# Gallery
@@ -29,6 +30,8 @@ and how the figures are checked](../examples.md).
 :hidden:
 
 {toctree}
+../demo
+../examples
 ```
 {sections}"""
 
@@ -98,6 +101,7 @@ def block(text: str) -> str:
     if not lines[0].startswith("policy "):
         return f"```text\n{text}\n```"
     rows = [re.split(r"\s{2,}", line.replace("|", r"\|")) for line in lines]
+    rows = [[f"`{row}`" if row.startswith(HALF) else row, *cells] for row, *cells in rows]
     rows.insert(1, ["---"] + ["--:"] * (len(rows[0]) - 1))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

@@ -1,6 +1,7 @@
 """Links of pages to files outside of docs: to an example's page in the gallery, or to the file.
 
-A folder has no page: its name stays, without a link.
+README is the first page; CHANGELOG and the like have pages of their names. A folder has no page: it
+is named, without a link.
 """
 
 import re
@@ -18,9 +19,12 @@ def lead_here(app, docname, source):
         file = (folder / path).resolve()
         if file.is_relative_to(app.srcdir):
             return match[0]
+        up = "../" * docname.count("/")
         if file.parent.name == "examples" and Path(app.srcdir, f"gallery/{file.stem}.md").exists():
-            up = "../" * docname.count("/")
             return f"[{text}]({up}gallery/{file.stem}.md)"
+        if file.parent == Path(app.srcdir).parent and file.suffix == ".md":
+            name = "index" if file.stem == "README" else file.stem.lower()
+            return f"[{text}]({up}{name}.md)"
         return text if file.is_dir() else match[0]
 
     source[0] = LINK.sub(target, source[0])

@@ -1,19 +1,9 @@
 """A real browser, without a window, for tests of pages."""
 
+import browsers
 import pytest
-from browsers import ARGUMENTS, find_browser
 
-
-@pytest.fixture(scope="session")
-def chromium():
-    """Chromium, as Debian installs it."""
-    path = find_browser()
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=ARGUMENTS)
-        yield browser
-        browser.close()
+chromium = browsers.chromium
 
 
 @pytest.fixture

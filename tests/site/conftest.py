@@ -1,0 +1,5 @@
+"""The browser that the site is read in."""
+
+import browsers
+
+chromium = browsers.chromium

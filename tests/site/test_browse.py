@@ -1,0 +1,112 @@
+"""The built site in a browser: `make docs` runs this, and says by SITE where the site lies."""
+
+import functools
+import os
+import re
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+SITE = Path(os.environ.get("SITE", ""))
+pytestmark = pytest.mark.skipif("SITE" not in os.environ, reason="SITE does not say where it lies")
+FOUND = (path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
+PAGES = sorted(page for page in FOUND if not page.startswith("_static/"))
+SAMPLE = (
+    *("index", "quickstart", "lint", "gallery/index", "gallery/lstm"),
+    *("api/index", "api/loss_scales", "api/command_line"),
+)
+WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
+OVERFLOW = """() => {
+  const page = document.documentElement;
+  return page.scrollWidth > page.clientWidth;
+}"""
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address():
+    """Serves the site as a host does: search fetches the pages that it found."""
+    with ThreadingHTTPServer(("localhost", 0), functools.partial(Quiet, directory=SITE)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://localhost:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.fixture
+def opened(chromium, address):
+    """Opens pages in one tab; the test fails for an error, or for a request to elsewhere."""
+    wrong, contexts = [], []
+
+    def is_here(url):
+        return url.startswith((address, "data:"))
+
+    def open_tab(**options):
+        contexts.append(chromium.new_context(**options))
+        tab = contexts[-1].new_page()
+        tab.on("pageerror", lambda error: wrong.append(f"{tab.url}: {error}"))
+        tab.on(
+            "console", lambda told: told.type == "error" and wrong.append(f"{tab.url}: {told.text}")
+        )
+        tab.on(
+            "request",
+            lambda asked: asked.url.startswith((address, "data:")) or wrong.append(asked.url),
+        )
+        return tab
+
+    yield open_tab
+    for context in contexts:
+        context.close()
+    assert not wrong
+
+
+@pytest.mark.parametrize("viewport", [NARROW, WIDE], ids=["narrow", "wide"])
+def test_no_page_is_wider_than_the_screen(opened, address, viewport):
+    tab = opened(viewport=viewport)
+    wide = []
+    for page in PAGES if viewport is NARROW else [f"{page}.html" for page in SAMPLE]:
+        tab.goto(f"{address}/{page}", wait_until="load")
+        if tab.evaluate(OVERFLOW):
+            wide.append(page)
+    assert not wide
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_can_be_read_by_everyone(opened, address, scheme):
+    from axe_playwright_python.sync_playwright import Axe
+
+    tab = opened(viewport=WIDE, color_scheme=scheme, reduced_motion="reduce")
+    found = []
+    for page in SAMPLE:
+        tab.goto(f"{address}/{page}.html")
+        assert tab.evaluate("document.documentElement.dataset.theme") == scheme
+        for violation in Axe().run(tab, options={"resultTypes": ["violations"]}).response["violations"]:
+            if violation["impact"] in ("serious", "critical"):
+                where = [node["target"] for node in violation["nodes"][:3]]
+                found.append(f"{page}: {violation['id']} {where}")
+    assert not found, "\n".join(found)
+
+
+def test_search_finds_a_function_and_a_guide(opened, address):
+    tab = opened(viewport=WIDE)
+    tab.goto(f"{address}/search.html?q=find_nonfinite")
+    tab.wait_for_selector("#search-results ul.search li")
+    found = tab.evaluate(
+        "[...document.querySelectorAll('#search-results li a')].map(a => a.pathname)"
+    )
+    assert {"/api/instruments.html", "/instruments.html"} <= {*found}
+
+
+def test_pictures_of_executed_pages_are_described_in_words():
+    bare = [
+        (page, tag)
+        for page in PAGES
+        for tag in re.findall(r"<img [^>]*>", (SITE / page).read_text())
+        if not re.search(r'alt="[^"]*[a-z] [a-z]', tag)
+    ]
+    assert not bare
