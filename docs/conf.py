@@ -41,7 +41,7 @@ nb_execution_timeout = 240
 nb_output_stderr = "error"
 nb_merge_streams = True
 myst_heading_anchors = 4
-myst_enable_extensions = ["colon_fence", "attrs_block"]
+myst_enable_extensions = ["colon_fence", "html_image"]
 
 default_role = "name"
 autodoc_typehints = "description"

@@ -18,6 +18,7 @@ SAMPLE = (
     *("api/index", "api/loss_scales", "api/command_line"),
 )
 WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
+AXE = {"resultTypes": ["violations"], "preload": False}  # which asks for files that are not there
 OVERFLOW = """() => {
   const page = document.documentElement;
   return page.scrollWidth > page.clientWidth;
@@ -43,21 +44,20 @@ def opened(chromium, address):
     """Opens pages in one tab; the test fails for an error, or for a request to elsewhere."""
     wrong, contexts = [], []
 
-    def is_here(url):
-        return url.startswith((address, "data:"))
+    def saw(message, url):
+        if message.type == "error":
+            wrong.append(f"{url}: {message.text} {message.location['url']}")
 
     def open_tab(**options):
         contexts.append(chromium.new_context(**options))
         tab = contexts[-1].new_page()
         tab.on("pageerror", lambda error: wrong.append(f"{tab.url}: {error}"))
-        tab.on(
-            "console", lambda told: told.type == "error" and wrong.append(f"{tab.url}: {told.text}")
-        )
-        tab.on(
-            "request",
-            lambda asked: asked.url.startswith((address, "data:")) or wrong.append(asked.url),
-        )
+        tab.on("console", lambda message: saw(message, tab.url))
+        tab.on("request", lambda asked: is_here(asked.url) or wrong.append(asked.url))
         return tab
+
+    def is_here(url):
+        return url.startswith((address, "data:"))
 
     yield open_tab
     for context in contexts:
@@ -85,7 +85,7 @@ def test_pages_can_be_read_by_everyone(opened, address, scheme):
     for page in SAMPLE:
         tab.goto(f"{address}/{page}.html")
         assert tab.evaluate("document.documentElement.dataset.theme") == scheme
-        for violation in Axe().run(tab, options={"resultTypes": ["violations"]}).response["violations"]:
+        for violation in Axe().run(tab, options=AXE).response["violations"]:
             if violation["impact"] in ("serious", "critical"):
                 where = [node["target"] for node in violation["nodes"][:3]]
                 found.append(f"{page}: {violation['id']} {where}")
