@@ -93,7 +93,9 @@ def _rule(op: Op) -> tuple[str, Why]:
         return _matmul_rule(op)
     if op.name == "convert_element_type":
         return "cast", why(Reason.CAST)
-    if op.spec.need == rules.PROGRAM or op.spec is rules.UNKNOWN:  # nobody looks into it
+    if op.spec is rules.UNKNOWN:
+        return "leave", why(Reason.NO_ROW)
+    if op.spec.need == rules.PROGRAM:  # nobody looks into it
         return "leave", why(Reason.FLOAT32_KERNEL)
     return NEEDS.get(op.spec.need, ("leave", why(Reason.UNKNOWN)))
 

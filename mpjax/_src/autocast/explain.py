@@ -320,6 +320,8 @@ WORDS = {
     Reason.OWN_RULE: "a program with a rule of its own",
     Reason.UNKNOWN: "unknown operation, left alone",
     Reason.FLOAT32_KERNEL: "a kernel left in float32: half_inputs would let it run in half",
+    Reason.NO_ROW: "not known, left in float32: register_rule makes a primitive known, and "
+    "half_inputs lets a kernel run in half",
     Reason.CAST: "the program's own cast",
     Reason.PRECISION: "explicit precision {}, left as written",
     Reason.WRITTEN: "left as written",

@@ -18,6 +18,7 @@ class Reason(enum.Enum):
     OWN_RULE = enum.auto()
     UNKNOWN = enum.auto()
     FLOAT32_KERNEL = enum.auto()
+    NO_ROW = enum.auto()
     # The program, or the user.
     CAST = enum.auto()
     PRECISION = enum.auto()  # (the precision)
