@@ -205,6 +205,8 @@ def test_errors_name_what_is_wrong(args):
         ValueError, match="one floating array.*returned 0: float32.3., 1: float32.3."
     ):
         mpjax.compare(lambda x: (x, x), lambda x: (x, x))(jnp.ones(3))
+    with pytest.raises(TypeError, match="needs arrays, but was given ShapeDtypeStruct"):
+        mpjax.compare(train, train)(*jax.eval_shape(lambda: args))
     with pytest.raises(TypeError, match="concrete|needs arrays"):
         jax.jit(mpjax.compare(train, train))(*args)
 

@@ -260,7 +260,7 @@ class _Run:
 
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any):
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-        here = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
+        here = [isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct) for x in leaves]
         arrays = [x for x, is_array in zip(leaves, here, strict=True) if is_array]
         self.arrays = check_concrete("compare", arrays)
         self.paths: list[str] = []
