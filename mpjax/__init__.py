@@ -1,7 +1,7 @@
 """mpjax: functional mixed precision for JAX and Flax.
 
-What is public is listed in `__init__.pyi`, and imported when it is first asked for: importing mpjax
-takes little more than importing JAX. See docs/architecture.md for the map.
+The public names are listed in `__init__.pyi`. Each is imported at its first use, so importing mpjax
+takes little longer than importing JAX. The modules are described in docs/architecture.md.
 """
 
 import lazy_loader
@@ -11,7 +11,7 @@ from ._src import deprecations as _deprecations
 
 __version__ = "0.1.0"
 _find, __dir__, _names = lazy_loader.attach_stub(__name__, __file__)
-# Modules are not for `from mpjax import *`: each imports a framework.
+# `from mpjax import *` leaves out these modules, because each imports another package.
 __all__ = sorted({*_names} - {"checkpoint", "linen", "nnx"})
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot change precision by stealth. See docs/checkpoints.md."""
+"""Checkpoints that never lose precision without an error. See docs/checkpoints.md."""
 
 from mpjax._src.checkpoint.manager import Manager
 from mpjax._src.checkpoint.state import Description, describe, restore, save

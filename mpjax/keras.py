@@ -1,4 +1,4 @@
-"""Mixed precision for Keras 3 on JAX: `mixed_precision(model)`, and an optimizer for own loops."""
+"""Mixed precision for Keras 3 on JAX: `mixed_precision` for `fit`, and a `LossScaleOptimizer`."""
 
 from mpjax._src.frameworks.keras import LossScaleOptimizer, mixed_precision
 

@@ -1,4 +1,4 @@
-"""Mixed precision for Flax linen: `TrainState` in place of ``flax.training.train_state``'s."""
+"""Mixed precision for Flax linen: `TrainState` replaces ``flax.training``'s."""
 
 from mpjax._src.frameworks.linen import TrainState
 

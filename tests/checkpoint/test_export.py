@@ -80,11 +80,11 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path):
     mpjax.save_safetensors(tmp_path / "p", {"a": {"w": jnp.ones(2)}, "b": jnp.ones(3)})
     load = lambda like, **kw: mpjax.load_safetensors(tmp_path / "p", like, **kw)  # noqa: E731
     good = {"a": {"w": jnp.ones(2)}, "b": jnp.ones(3)}
-    with pytest.raises(ValueError, match="holds, and like does not, 'b'"):
+    with pytest.raises(ValueError, match="like lacks 'b'"):
         load({"a": good["a"]})
     with pytest.raises(ValueError, match="lacks 'c'.*Names are paths joined"):
         load({**good, "c": jnp.ones(1)})
-    with pytest.raises(ValueError, match=r"params/b has shape \(3,\), in like \(4,\)"):
+    with pytest.raises(ValueError, match=r"params/b has shape \(3,\).*but \(4,\) in like"):
         load({**good, "b": jnp.ones(4)})
     half = mpjax.cast(good, "bfloat16")
     with pytest.raises(ValueError, match="narrow params/a/w from float32 to bfloat16"):
@@ -107,7 +107,7 @@ def test_float64_is_not_narrowed_in_silence(tmp_path):
 @pytest.mark.parametrize(
     "params, message",
     [
-        ({"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, "two leaves are named 'a.b'"),
+        ({"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, "two leaves would have the name 'a.b'"),
         ({"a": jnp.ones(1, jnp.float8_e4m3fn)}, "'a' is float8_e4m3fn"),
     ],
 )
@@ -122,9 +122,9 @@ def test_damaged_files_are_named(tmp_path):
     data = (tmp_path / "p").read_bytes()
     for wrong in (b"", data[:5], data[: len(data) // 2], data[:-1], b"\xff" * 40):
         (tmp_path / "p").write_bytes(wrong)
-        with pytest.raises(mpjax.checkpoint.CheckpointError, match="/p: this is no whole"):
+        with pytest.raises(mpjax.checkpoint.CheckpointError, match="/p' is not a complete"):
             mpjax.load_safetensors(tmp_path / "p")
-    with pytest.raises(FileNotFoundError, match="no such file"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         mpjax.load_safetensors(tmp_path / "q")
 
 

@@ -154,7 +154,7 @@ def test_moments_become_codes_and_codes_moments(tmp_path, rng):
             assert found.dtype == jnp.float32
             assert jnp.linalg.norm(found - wanted) < most * jnp.linalg.norm(wanted)
     assert bits(checkpoint.restore(tmp_path / eight, like)) == bits(states[eight])
-    with pytest.raises(ValueError, match=r"w has shape \(64, 96\), in like \(64, 128\)"):
+    with pytest.raises(ValueError, match=r"w has shape \(64, 96\).*but \(64, 128\) in like"):
         other = {**params, "w": jnp.ones((64, 128)), "b": jnp.ones(128)}
         checkpoint.restore(tmp_path / eight, inits[eight](other))
 
@@ -211,9 +211,12 @@ def test_parts_alone_are_restored_into_another_program(saved):
 @pytest.mark.parametrize(
     "optimizer, message",
     [
-        (optax.sgd(0.1), "holds, and like does not, 'opt_state/inner_state/0/count'"),
-        (optax.adafactor(0.1), "another optimizer. It lacks 'opt_state"),
-        (optax.adabelief(1e-3), "0 is a ScaleByAdamState, in like a ScaleByBeliefState"),
+        (optax.sgd(0.1), "like lacks 'opt_state/inner_state/0/count'"),
+        (optax.adafactor(0.1), "another model or optimizer. It lacks 'opt_state"),
+        (
+            optax.adabelief(1e-3),
+            "0 is a ScaleByAdamState in the checkpoint, but a ScaleByBeliefState",
+        ),
         (optax.chain(optax.clip(1.0), optax.adamw(1e-3)), "lacks 'opt_state/inner_state/1/0/count"),
         (optax.adamw(optax.constant_schedule(1e-3)), "lacks 'opt_state/inner_state/2/count'"),
         (optax.adamw(1e-3, mu_dtype=jnp.bfloat16), "narrow opt_state/inner_state/0/mu/dense/w"),
@@ -229,9 +232,9 @@ def test_a_state_of_another_optimizer_is_refused(optimizer, message, saved):
 @pytest.mark.parametrize(
     "params, message",
     [
-        ({"dense": PARAMS["dense"]}, "holds, and like does not, 'params/norm/scale'"),
+        ({"dense": PARAMS["dense"]}, "like lacks 'params/norm/scale'"),
         ({**PARAMS, "more": jnp.ones(2)}, "lacks .*'params/more'"),
-        ({**PARAMS, "norm": {"scale": jnp.ones(4)}}, r"scale has shape \(3,\), in like \(4,\)"),
+        ({**PARAMS, "norm": {"scale": jnp.ones(4)}}, r"scale has shape \(3,\).*but \(4,\) in like"),
     ],
 )
 def test_a_state_of_another_model_is_refused(params, message, saved):
@@ -249,7 +252,7 @@ def test_an_rng_that_is_new_or_gone_is_named(saved):
 def test_another_kind_of_number_is_refused(tmp_path):
     checkpoint.save(tmp_path / "c", {"n": jnp.ones(2, jnp.int16)})
     for other in (jnp.ones(2), jnp.ones(2, bool), jnp.ones(2, jnp.complex64)):
-        with pytest.raises(ValueError, match="n is int16, in like"):
+        with pytest.raises(ValueError, match="n is int16 in the checkpoint, but"):
             checkpoint.restore(tmp_path / "c", {"n": other}, allow_narrowing=True)
     assert checkpoint.restore(tmp_path / "c", {"n": jnp.ones(2, jnp.int32)})["n"].dtype == jnp.int32
     for narrow in (jnp.int8, jnp.uint32):
@@ -302,7 +305,7 @@ def test_a_loss_scale_goes_on_or_starts_fresh(was, to, scale, tmp_path):
 
 def test_a_fresh_loss_scale_needs_values(saved):
     shapes = jax.eval_shape(program("mixed_float16")[0], PARAMS)
-    with pytest.raises(ValueError, match="only a shape.*starts as it is in like"):
+    with pytest.raises(ValueError, match="only a shape.*must come from like"):
         checkpoint.restore(saved / "float32", shapes)
     assert bits(checkpoint.restore(saved / "mixed_float16", shapes)) == bits(
         trained("mixed_float16")

@@ -218,7 +218,7 @@ def test_a_name_is_taken_from_where_the_program_runs(tmp_path, monkeypatch):
     "state, message",
     [
         ({"f": jnp.sin}, r"state\['f'\] is .*not an array"),
-        ({"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(1)}, "two leaves are named 'a/b'"),
+        ({"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(1)}, "two leaves have the name 'a/b'"),
         ({"s": "text"}, r"state\['s'\] is 'text', not an array"),
     ],
 )

@@ -387,7 +387,7 @@ def test_errors():
         mpjax.nnx.Optimizer({"w": jnp.ones(3)}, optax.sgd(0.1))
     with pytest.raises(TypeError, match=r"tx=.* must be an optax optimizer"):
         mpjax.nnx.Optimizer(model, 0.1)
-    with pytest.raises(ValueError, match="nothing is trained"):
+    with pytest.raises(ValueError, match="nothing would be trained"):
         mpjax.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam)
     with pytest.raises(TypeError, match=r"must be an mpjax\.nnx\.Optimizer"):
         mpjax.nnx.value_and_grad(loss_fn, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))

@@ -98,7 +98,7 @@ def test_the_same_formula_agrees_though_told_token_by_token(args):
     assert report.meaning == "log_probs" and report.names == ("train", "rollout")
     want = np.mean(np.abs(train(*args) - rollout_with()(*args)))
     np.testing.assert_allclose(report.difference, want, rtol=0.5, atol=3e-7)
-    assert "They agree, up to float32's own rounding" in str(report)
+    assert "They agree up to float32 rounding" in str(report)
 
 
 @pytest.mark.parametrize("half", [jnp.bfloat16, jnp.float16])
@@ -205,9 +205,9 @@ def test_errors_name_what_is_wrong(args):
         ValueError, match="one floating array.*returned 0: float32.3., 1: float32.3."
     ):
         mpjax.compare(lambda x: (x, x), lambda x: (x, x))(jnp.ones(3))
-    with pytest.raises(TypeError, match="needs arrays, but was given ShapeDtypeStruct"):
+    with pytest.raises(TypeError, match="needs concrete arrays, but was given ShapeDtypeStruct"):
         mpjax.compare(train, train)(*jax.eval_shape(lambda: args))
-    with pytest.raises(TypeError, match="concrete|needs arrays"):
+    with pytest.raises(TypeError, match="concrete"):
         jax.jit(mpjax.compare(train, train))(*args)
 
 

@@ -340,7 +340,7 @@ class TestBadInput:
             (
                 lambda: compare(jnp.sum, "float16")(jax.ShapeDtypeStruct((3,), jnp.float32)),
                 TypeError,
-                "needs arrays",
+                "needs concrete arrays",
             ),
             (
                 lambda: compare(jnp.sum, "mixed_float16", argnums=5)(jnp.ones(2)),

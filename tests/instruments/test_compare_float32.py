@@ -70,7 +70,7 @@ def test_what_has_no_float32_form_is_told(fun, name):
     (row,) = [row for row in found.rows if row.primitive == name]
     assert not row.compared and row.error == row.added == 0
     assert all(other.compared for other in found.rows if other is not row)
-    line = f"no float32 form, compared from its result on: {name} {short(row.source)}"
+    line = f"no float32 form, so its own error is unknown: {name} {short(row.source)}"
     assert line in " ".join(str(found).split()) and "test_compare_float32.py:" in row.source
     assert "no float32 form" not in str(compared(lambda w, x: x @ w, W, X))
 

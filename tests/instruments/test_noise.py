@@ -56,7 +56,9 @@ def test_what_cancels_is_judged_by_its_terms(fun, noise, policy):
     assert 0 < compared.results[noise] < 0.05
     assert all(error < 1 for error in compared.results.values())
     assert noise in compared.to_dict()["noise"]
-    assert f"{noise} (zero but for rounding" in " ".join(map(" ".join, compared.named(None)))
+    assert f"{noise} (only rounding error in float32" in " ".join(
+        map(" ".join, compared.named(None))
+    )
 
 
 def test_what_half_alone_loses_is_a_finding():

@@ -108,7 +108,7 @@ def test_a_click_tells_line_code_and_reason(opened, explained):
     detail.get_by_role("button", name=f"row {index}").click()
     assert f"(row {index})" in detail.inner_text()
     page.keyboard.press("Escape")
-    assert "Nothing is chosen" in detail.inner_text()
+    assert "Click a tile to see" in detail.inner_text()
 
 
 def test_the_keyboard_reaches_everything(opened, explained):
@@ -270,4 +270,4 @@ def test_a_notebook_gets_a_frame_of_its_own(opened, explained):
 def test_without_a_script_the_page_still_tells(opened, explained):
     page = opened(explained.to_html(), java_script_enabled=False)
     text = page.locator("body").inner_text()
-    assert "switched off" in text and "dot_general" in text and "run in half" in text
+    assert "turned off" in text and "dot_general" in text and "run in half" in text

@@ -128,7 +128,7 @@ def test_without_half_leaves_the_state_has_no_tree_of_them():
     assert jax.tree.structure(state.masters).num_nodes == 1
     assert all((x == -0.1 * jnp.ones(2)).all() for x in jax.tree.leaves(updates))
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    with pytest.raises(ValueError, match="'layer_0'.* was float32 when init saw it, and is half"):
+    with pytest.raises(ValueError, match="'layer_0'.* was float32 in init, but is half"):
         optimizer.update(params, state, half)
 
 
@@ -187,12 +187,14 @@ def test_other_parameters_than_init_saw_are_an_error(rng):
     half, optimizer = mixed_params(rng), mpjax.with_master_weights(optax.sgd(1.0))
     full = jax.tree.map(lambda p: p.astype(jnp.float32), half)
     for first, then, message in [
-        (half, full, r"params\['b'\] was half when init saw it, and is float32"),
-        (full, half, r"params\['b'\] was float32 when init saw it, and is half"),
+        (half, full, r"params\['b'\] was half in init, but is float32"),
+        (full, half, r"params\['b'\] was float32 in init, but is half"),
     ]:
         with pytest.raises(ValueError, match=message):
             optimizer.update(first, optimizer.init(first), then)
-    with pytest.raises(ValueError, match=r"its masters are in .*'b'.*, the parameters in .*'c'"):
+    with pytest.raises(
+        ValueError, match=r"tree of its masters is .*'b'.*, the tree of the parameters .*'c'"
+    ):
         optimizer.update(half, optimizer.init(half), {"c": half["b"]})
 
 
@@ -220,12 +222,12 @@ def test_master_params_without_masters_widens(rng):
 
 def test_master_params_of_another_model_is_an_error(rng):
     state = mpjax.with_master_weights(optax.sgd(0.1)).init(mixed_params(rng))
-    with pytest.raises(ValueError, match=r"masters for \['b', 'w'\], which are not in params"):
+    with pytest.raises(ValueError, match=r"masters of \['b', 'w'\], which are not in params"):
         mpjax.master_params(state, {"other": jnp.ones(2)})
     with pytest.raises(ValueError, match=r"master of 'w' has shape \(4, 3\)"):
         mpjax.master_params(state, {**mixed_params(rng), "w": jnp.ones((5, 3), jnp.bfloat16)})
     many = mpjax.with_master_weights(optax.sgd(0.1)).init(dict.fromkeys("abcdefg", jnp.bfloat16(1)))
-    with pytest.raises(ValueError, match=r"for \['a', 'b', 'c', 'd', 'e'\], which are not"):
+    with pytest.raises(ValueError, match=r"of \['a', 'b', 'c', 'd', 'e'\], which are not"):
         mpjax.master_params(many, {})
 
 

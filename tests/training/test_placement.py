@@ -129,7 +129,7 @@ def test_memory_is_kept(mesh):
         ({"w": 1}, P(), TypeError, "state is a dict, which has no params.*eval_shape"),
         (shapes(optax.sgd(1.0)), {"dense": P()}, ValueError, "must have the structure"),
         (shapes(optax.sgd(1.0)), "data", TypeError, "dense/bias'.='data' must be"),
-        (shapes(optax.sgd(1.0)), P("data"), ValueError, r"'scale'. is P\('data',\), of more"),
+        (shapes(optax.sgd(1.0)), P("data"), ValueError, r"'scale'.=P\('data',\) has more"),
     ],
 )
 def test_bad_input(state, shardings, error, match):

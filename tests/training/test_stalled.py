@@ -89,7 +89,7 @@ def test_norm_weights_that_stand_still_are_warned_of():
     """The case that no tool tells: weights of exactly 1.0 after thousands of steps."""
     params = {"w": jnp.full(8, 2.0**-6), "norm": jnp.ones(8)}
     found = stalled("O3:bfloat16", params, jnp.ones(8), 2.0**-12, steps=3)
-    with pytest.warns(UserWarning, match=r"takes the updates of norm \(100%\): .*masters=split"):
+    with pytest.warns(UserWarning, match=r"removes the updates of norm \(100%\): .*masters=split"):
         mpjax.warn_if_stalled({"stalled": found})
     assert "100.00%  norm" in str(found)
     # Kept in float32, it moves.
@@ -132,7 +132,7 @@ def test_what_is_refused():
     for metrics in ({}, None, {"stalled": 1.0}):
         with pytest.raises(TypeError, match="report_stalled=True"):
             mpjax.warn_if_stalled(metrics)
-    with pytest.raises(ValueError, match=r"several steps or members, of shape \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"several steps or ensemble members, of shape \(2, 1\)"):
         mpjax.Stalled(jnp.zeros((2, 1)), ("w",)).to_dict()
     with pytest.raises(ValueError, match="report_stalled='yes' must be True or False"):
         mpjax.build_train_step(loss_fn, optax.sgd(0.1), report_stalled="yes")

@@ -33,7 +33,7 @@ def test_raise_if_diverged_says_how_many_at_what_scale_and_why():
     for wrong in ({}, None):
         with pytest.raises(TypeError, match="metrics=.*must be the metrics"):
             mpjax.raise_if_diverged(wrong, 2)
-    with pytest.raises(ValueError, match="those of several steps"):
+    with pytest.raises(ValueError, match="metrics of several steps"):
         mpjax.raise_if_diverged({"consecutive_skips": np.zeros(3)}, np.int64(2))
     for limit in (0, 1.5, True):
         with pytest.raises(ValueError, match="limit=.*must be a whole number"):
@@ -128,7 +128,7 @@ def test_bad_states(params, rng, message):
             lambda p, b, model_state: (p["w"], {"m": 1}),
             {},
             {"model_state": {"n": 1}},
-            "new model_state of another structure",
+            "new model_state of the same structure",
         ),
         (lambda p, b: jnp.ones(2) * p["w"], {}, {}, r"loss must be one real floating number"),
     ],
@@ -197,12 +197,12 @@ def test_what_is_no_name_of_an_axis_is_refused_at_once(axis):
 def test_an_axis_that_is_not_mapped_is_named(axis, rng):
     params, batch = linear_problem(rng)
     init, step = built(optax.sgd(0.1), axis_name=axis)
-    with pytest.raises(ValueError, match=r"axis_name=.*: no axis .* is mapped.*mapped are none"):
+    with pytest.raises(ValueError, match=r"axis_name=.*: no axis .* is mapped.*Mapped axes: none"):
         jax.jit(step)(init(params), batch)
     spec = PartitionSpec
     specs = {"in_specs": (spec(), spec("data")), "out_specs": spec()}
     mapped = jax.jit(jax.shard_map(step, mesh=mesh(), **specs))
-    with pytest.raises(ValueError, match=r"no axis 'nowhere' is mapped.*mapped are 'data'\."):
+    with pytest.raises(ValueError, match=r"no axis 'nowhere' is mapped.*Mapped axes: 'data'\."):
         mapped(init(params), batch)
 
 

@@ -155,6 +155,6 @@ def test_a_model_state_that_changes_its_shape_is_named(accumulate_steps):
         loss_fn, optax.sgd(0.1), "float32", accumulate_steps=accumulate_steps
     )
     with pytest.raises(
-        TypeError, match=r"model_state\['m'\] of shape \(3,\), but was given .*\(2,\)"
+        TypeError, match=r"model_state\['m'\] with shape \(3,\), but was given .*\(2,\)"
     ):
         jax.eval_shape(step, init({"w": 1.0}, {"m": jnp.ones(2)}), jnp.ones(2))

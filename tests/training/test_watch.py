@@ -78,7 +78,7 @@ def test_a_planted_overflow_is_named(policy, accumulate_steps, rng):
         if place == -1:
             assert overflow.path is None and int(overflow.index) == -1
             assert float(overflow.nonfinite) == 0 and float(overflow.largest) > 0
-            assert str(overflow).startswith("No gradient overflowed at loss scale 2^3: the largest")
+            assert str(overflow).startswith("No gradient overflowed at loss scale 2^3. The largest")
         else:
             assert overflow.path.split("/")[0] == NAMES[place]
             assert float(overflow.nonfinite) == 1
@@ -124,8 +124,8 @@ def test_the_largest_magnitude_is_that_of_the_scaled_gradient(accumulate_steps):
     overflow = metrics["overflow"]
     assert float(overflow.largest) == 7 * 2**10 and float(overflow.nonfinite) == 0.5
     assert " ".join(str(overflow).split()) == (
-        "w overflowed first, at loss scale 2^10: 50.00% of its gradient is Inf or NaN, the largest "
-        "other entry, scaled, is 7168."
+        "w overflowed first, at loss scale 2^10: 50.00% of its gradient is Inf or NaN, and its "
+        "largest finite entry, scaled, is 7168."
     )
 
 
@@ -266,8 +266,8 @@ def test_underflow_shares(policy, accumulate_steps):
     assert float(found.zeros) >= 0.25 and float(found.subnormal) == 0.25
     if policy == "float32":
         assert " ".join(str(found).split()) == (
-            "25.00% of the gradient is zero, float16 flushes 25.00% more and holds 25.00% with "
-            "fewer bits."
+            "25.00% of the gradient is zero. float16 flushes another 25.00% to zero, and "
+            "25.00% is subnormal in it."
         )
 
 
@@ -342,7 +342,7 @@ def test_steps_in_a_scan_report_one_each(rng):
     each = [jax.tree.map(lambda x, i=i: x[i], overflow).path for i in range(4)]
     assert [path and path.split("/")[0] for path in each] == [None, "third", None, "first"]
     assert metrics["underflow"].zeros.shape == (4,)
-    with pytest.raises(ValueError, match=r"several steps or members, of shape \(4,\)"):
+    with pytest.raises(ValueError, match=r"several steps or ensemble members, of shape \(4,\)"):
         overflow.path  # noqa: B018
     assert "Overflow(" in str(overflow) and "Underflow(" in str(metrics["underflow"])
 

@@ -55,7 +55,7 @@ def test_what_grows_is_named_before_the_first_overflow(rate, every):
     left = named[warned][0].risk.steps_left
     assert warned + left == pytest.approx(first, abs=2 + 0.1 * left)
     text = named[warned][0].risk.text
-    assert "float16's 65504" in text and "override" in text and "grows" in text
+    assert "float16's 65504" in text and "override" in text and "grew" in text
     last = max(named)
     assert "gone" in {row.risk.kind for row in named[last]}
 

@@ -1,10 +1,10 @@
-"""What a state holds, leaf by leaf: where it lies in the tree, and what it is whatever the policy.
+"""The contents of a state: the path of each leaf, and its meaning, which no policy changes.
 
-A policy changes the tree of a state: half parameters bring masters or residuals, moments of 8 bits
-bring scales, and each of them a node around the optimizer's state. So each leaf has a path, which
-says where it lies, and a meaning, which is the path without what the policy put there. Two states
-of one program under two policies have the same meanings, except for what they hold beside leaves,
-and for counts of random draws.
+A policy changes the tree of a state: half parameters have masters or residuals, 8-bit moments have
+scales, and each of them adds a node around the optimizer's state. So each leaf has a path, its
+position in the tree, and a meaning, the path without the nodes that the policy added. Two states of
+one program under two policies have leaves of the same meanings, except for masters, residuals,
+scales and counts of random draws.
 """
 
 import re
@@ -26,8 +26,8 @@ from mpjax._src.trees import is_array, is_key
 
 FORMAT, FORMAT_VERSION = "mpjax.checkpoint", 1
 PARAMS, LOSS_SCALE = "params", "loss_scale"
-# What lies beside a leaf: a float32 master of a parameter, or what the leaf lacks of its value (the
-# rest of a split master, the scales of codes).
+# Prefixes of meanings: the float32 master of a parameter; the residual of a leaf (the rest of a
+# split master, or the scales of codes).
 MASTER, RESIDUAL = "master of ", "residual of "
 DRAWS = "random draws"
 
@@ -36,9 +36,9 @@ class Leaf(NamedTuple):
     """One leaf of a state.
 
     Attributes:
-        path: Where it lies in the tree, joined with "/".
-        means: The same without what only the policy put there; of what lies beside another leaf,
-            "master of" or "residual of" what that one means.
+        path: Its position in the tree, joined with "/".
+        means: The path without the nodes that the policy added. For a master or residual, "master
+            of" or "residual of" and the meaning of its leaf.
         value: The array, or its shape.
     """
 
@@ -56,12 +56,12 @@ def leaves_of(tree: Any) -> list[Leaf]:
     """Returns the leaves of a state, in the order of `jax.tree.leaves`.
 
     Args:
-        tree: A `TrainState`, or any pytree of arrays or of their shapes. Parameters are what lies
-            under "params".
+        tree: A `TrainState`, or any pytree of arrays or of their shapes. Its parameters are under
+            "params".
 
     Raises:
-        TypeError: If a leaf is no array.
-        ValueError: If two leaves have one path.
+        TypeError: If a leaf is not an array.
+        ValueError: If two leaves have the same path.
     """
     found = list(_leaves(tree, (), ()))
     for leaf in found:
@@ -69,15 +69,15 @@ def leaves_of(tree: Any) -> list[Leaf]:
         if not (is_array(value) or isinstance(value, (jax.ShapeDtypeStruct, int, float, complex))):
             raise TypeError(
                 f"state[{leaf.path!r}] is {value!r}, not an array. Keep functions and settings out "
-                "of the state; a checkpoint holds arrays, and beside them what is passed as data=."
+                "of the state. A checkpoint holds arrays, and plain data that is passed as data=."
             )
     for kind in ("path", "means"):
         twice = [name for name, n in Counter(getattr(x, kind) for x in found).items() if n > 1]
         if twice:
             raise ValueError(
-                f"state: two leaves are named {twice[0]!r}, and a checkpoint could not tell them "
-                "apart. Usual causes: a key that contains '/', the keys 1 and '1' in one dict, or "
-                "with_master_weights twice around the same parameters."
+                f"state: two leaves have the name {twice[0]!r}, so they cannot be told apart in a "
+                "checkpoint. Usual causes: a key that contains '/', the keys 1 and '1' in one "
+                "dict, or with_master_weights twice around the same parameters."
             )
     return found
 
@@ -109,29 +109,29 @@ def _leaves(tree: Any, path: tuple, means: tuple) -> Iterator[Leaf]:
 
 
 def beside_what(means: str) -> str:
-    """Returns the meaning of the leaf that a leaf lies beside, or its own."""
+    """Returns the meaning of the leaf that a master or residual belongs to, or its own meaning."""
     return means.removeprefix(MASTER).removeprefix(RESIDUAL)
 
 
 def is_beside(means: str) -> bool:
-    """Tells whether a leaf lies beside another."""
+    """Returns whether a leaf is a master or residual."""
     return means.startswith((MASTER, RESIDUAL))
 
 
 def is_draws(means: str) -> bool:
-    """Tells whether a leaf counts random draws, which only some policies do."""
+    """Returns whether a leaf counts random draws, which exists under some policies only."""
     return means.endswith("/" + DRAWS)
 
 
 def _is_of_policy(node: Any) -> bool:
-    """Tells whether a node is one that a policy puts around the optimizer's state."""
+    """Returns whether a node is one that a policy adds around the optimizer's state."""
     return isinstance(node, (MasterWeightsState, StochasticRoundingState, EightBitMomentsState))
 
 
 def kinds_of(tree: Any) -> dict[str, str]:
-    """Returns the class of each named tuple that holds leaves, by its meaning.
+    """Returns the class of each named tuple that has leaves, by its meaning.
 
-    Two optimizers may keep leaves of the same names and shapes that mean something else: the second
+    Leaves of two optimizers may have the same names and shapes but different meanings: the second
     moments of Adam and of AdaBelief are both "nu".
     """
     return dict(_kinds(tree, ()))
@@ -155,37 +155,37 @@ def _is_named_tuple(node: Any) -> bool:
 
 
 def part_of(tree: Any, name: str) -> Any:
-    """Returns a part of a state, such as its loss scale; None where it has none."""
+    """Returns a part of a state, such as its loss scale, or None if it has no such part."""
     return tree.get(name) if isinstance(tree, Mapping) else getattr(tree, name, None)
 
 
 def settings_of(tree: Any) -> Any:
-    """Describes what of a pytree is no leaf: classes and their static settings, as plain data."""
+    """Returns the classes of a pytree and their static settings, as plain data."""
 
     def describe(structure):
         node = structure.node_data()
         if node is None:
             return "*"
-        settings = re.sub(r" at 0x[0-9a-f]+", "", repr(node[1]))  # of a function, in one process
+        settings = re.sub(r" at 0x[0-9a-f]+", "", repr(node[1]))  # a function's address varies
         return [node[0].__name__, settings, *map(describe, structure.children())]
 
     return describe(jax.tree.structure(tree))
 
 
 def is_held(dtype: Any) -> bool:
-    """Tells whether JAX holds arrays of a dtype as they are; float64 only where it is enabled."""
+    """Returns whether JAX supports a dtype here; it supports float64 only if x64 is enabled."""
     return jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
 def shaped(value: Any) -> tuple[tuple[int, ...], str]:
-    """Returns a leaf's shape, and its dtype by name."""
+    """Returns a leaf's shape and the name of its dtype."""
     if not hasattr(value, "dtype"):
         value = np.asarray(value, jax.dtypes.canonicalize_dtype(type(value)))
     return tuple(value.shape), str(value.dtype)
 
 
 def describe(tree: Any, policy: str | None, data: Any) -> dict[str, Any]:
-    """Returns what is written beside the arrays of a state, as plain data."""
+    """Returns the description of a state that is written beside its arrays, as plain data."""
     table = {}
     for leaf in leaves_of(tree):
         shape, dtype = shaped(leaf.value)

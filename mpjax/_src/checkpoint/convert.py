@@ -1,4 +1,4 @@
-"""Arrays in the dtypes and on the devices that are wanted, never a finite value made infinite."""
+"""Converts restored arrays to the dtypes and devices of ``like``; refuses overflow to infinity."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,12 +20,12 @@ from mpjax._src.training import codes, residuals
 
 
 def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any, where: str) -> Any:
-    """Returns a tree like ``like``, of what was read.
+    """Returns a tree like ``like``, made of the arrays that were read.
 
     Args:
-        sources: Where each leaf comes from, in the order of the leaves of ``like``.
-        arrays: What was read, by path.
-        like: The state that is wanted.
+        sources: The source of each leaf, in the order of the leaves of ``like``.
+        arrays: The arrays that were read, by path.
+        like: A tree with the structure, shapes and dtypes to restore.
         where: The name of the checkpoint, for messages.
 
     Raises:
@@ -54,7 +54,7 @@ def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any,
         raise ValueError(
             f"like: the checkpoint {where} holds finite values that would become infinite in "
             + ", ".join(overflown[:NAMED])
-            + ". Restore these leaves in bfloat16 or float32: by the policy, or an override."
+            + ". Restore these leaves in bfloat16 or float32, by another policy or an override."
         )
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -66,11 +66,11 @@ def _whole(leaf: jax.Array, beside: jax.Array) -> jax.Array:
 
 
 def _part(source: Source, value: jax.Array) -> jax.Array:
-    """Returns what holds a value with what lies beside it, or that."""
+    """Returns one of the two arrays that represent a value: the leaf, or its residual or scales."""
     assert source.kind is not None
     dtype, kind = map(np.dtype, source.kind)
     if code := codes.by_dtype(dtype):
-        first = jnp.int32(0)  # of the draws
+        first = jnp.int32(0)  # the count of draws
         scales = codes.scales_of(value, code, first)
         parts = codes.encode(value, scales, code, first), scales
     else:
@@ -79,37 +79,37 @@ def _part(source: Source, value: jax.Array) -> jax.Array:
 
 
 def place_of(value: Any) -> Any:
-    """Returns where a leaf of ``like`` is committed to, or None."""
+    """Returns the sharding that a leaf of ``like`` is committed to, or None."""
     if isinstance(value, jax.ShapeDtypeStruct) or getattr(value, "committed", False):
         return value.sharding
     return None
 
 
 def _own(target: Leaf, where: str) -> jax.Array:
-    """Copies a leaf of ``like`` that nothing saved stands for: of a fresh loss scale.
+    """Copies a leaf of ``like`` that is not in the checkpoint, such as that of a new loss scale.
 
-    A copy, so that donation never eats what the caller still has.
+    The copy protects the caller's array from donation.
     """
     if isinstance(target.value, jax.ShapeDtypeStruct):
         if is_draws(target.means):
             return jnp.zeros(target.value.shape, target.value.dtype)
         raise ValueError(
             f"like[{target.path!r}] is only a shape, but the checkpoint {where} was saved with "
-            "another loss scale, so that this one starts as it is in like. Pass the values: "
-            "like=init(params), or an eval_shape of it whose loss_scale is that of init(params)."
+            "another loss scale, so the values of this one must come from like. Pass "
+            "like=init(params), or an eval_shape of it with the loss_scale of init(params)."
         )
     return jnp.array(target.value)
 
 
 def held(value: Any) -> Any:
-    """Returns an array as one of JAX's; what JAX would narrow stays NumPy's."""
+    """Returns a JAX array, or the NumPy array if JAX would narrow it."""
     if isinstance(value, jax.Array):
         return value
     return jnp.array(value) if is_held(value.dtype) else value
 
 
 def overflows(wide: Any, narrow: jax.Array) -> bool:
-    """Tells whether a finite value of an array is infinite in another one, which was cast of it."""
+    """Returns whether a cast from ``wide`` to ``narrow`` made a finite value infinite."""
     if not jnp.issubdtype(narrow.dtype, jnp.inexact):
         return False
     if isinstance(wide, np.ndarray):

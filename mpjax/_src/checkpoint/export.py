@@ -1,4 +1,4 @@
-"""Weights for inference, and files of them that other frameworks read."""
+"""Weights for inference, and safetensors files that other frameworks can read."""
 
 import os
 from collections import Counter
@@ -19,20 +19,20 @@ from mpjax._src.trees import cast_leaf, is_array
 
 
 def export_params(state: Any, dtype: DTypeLike = "float32") -> Any:
-    """Returns the parameters for inference: from float32 masters where there are any.
+    """Returns the parameters for inference in one dtype, computed from master weights if present.
 
     Args:
         state: A `TrainState`, or a dict of "params" and "opt_state".
-        dtype: What floating parameters become; float64 ones stay. Half ones are rounded once, from
-            the masters.
+        dtype: The dtype of floating parameters: "float32", "bfloat16" or "float16". Float64
+            parameters keep theirs. Half parameters with a master are rounded once, from the master.
 
     Returns:
-        The tree of parameters. What else inference needs, such as BatchNorm's statistics, is in
+        The tree of parameters. Other data for inference, such as the statistics of BatchNorm, is in
         ``state.model_state``.
 
     Raises:
         TypeError: If ``state`` has no parameters.
-        ValueError: If a finite weight would become infinite, naming the leaves.
+        ValueError: If a finite weight would become infinite. The message names the leaves.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
@@ -62,25 +62,26 @@ def export_params(state: Any, dtype: DTypeLike = "float32") -> Any:
         raise ValueError(
             f"dtype={to.name!r}: finite weights would become infinite in {lost[:NAMED]}"
             + (f" and {len(lost) - NAMED} more" if len(lost) > NAMED else "")
-            + ". Export in 'bfloat16', which has the range of float32, or in 'float32'."
+            + ". Export to 'bfloat16', which has the range of float32, or to 'float32'."
         )
     return half
 
 
 def save_safetensors(file: str | Path, params: Any, metadata: dict[str, str] | None = None) -> None:
-    """Writes parameters to a safetensors file, which PyTorch and others read.
+    """Writes parameters to a safetensors file, which PyTorch and other frameworks can read.
 
-    Names are paths joined with ".": "Dense_0.kernel". The file appears when it is whole, in the
-    place of one that was there.
+    The name of an array is its path joined with ".", such as "Dense_0.kernel". An existing file is
+    replaced when the new one is complete.
 
     Args:
-        file: The name of the file.
+        file: The path of the file.
         params: A tree of arrays, such as `export_params` returns.
-        metadata: Strings by name, for the header of the file.
+        metadata: Strings by name, written to the header of the file.
 
     Raises:
         ImportError: If safetensors is not installed.
-        ValueError: If two leaves have one name, or a leaf has a dtype that others do not read.
+        ValueError: If two leaves have the same name, or a leaf has a dtype that not all readers of
+            safetensors support.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, tempfile
@@ -92,13 +93,13 @@ def save_safetensors(file: str | Path, params: Any, metadata: dict[str, str] | N
     safetensors = _safetensors()
     arrays = {}
     for name, leaf in _named(params):
-        # In C order: safetensors writes the memory of an array, whatever its strides.
+        # In C order, because safetensors writes the memory of an array and ignores its strides.
         arrays[name] = np.array(leaf, order="C")
         dtype = arrays[name].dtype
         if dtype != BFLOAT16 and dtype.isbuiltin != 1:
             raise ValueError(
-                f"params: {name!r} is {dtype}, which not every reader of safetensors knows. "
-                "export_params(state, 'float16') or another dtype of policies is safe."
+                f"params: {name!r} is {dtype}, which not every reader of safetensors supports. "
+                "Export it as 'float32', 'bfloat16' or 'float16', by export_params(state, dtype)."
             )
     temporary = f"{file}.tmp"
     try:
@@ -112,19 +113,21 @@ def load_safetensors(file: str | Path, like: Any = None, *, allow_narrowing: boo
     """Reads the parameters of a safetensors file.
 
     Args:
-        file: The name of the file.
-        like: The tree of parameters that is wanted, or of their shapes; names must be those of
-            `save_safetensors`. If None, arrays by name are returned.
-        allow_narrowing: Whether leaves may be narrowed to the dtypes of ``like``.
+        file: The path of the file.
+        like: A tree with the structure, shapes and dtypes to read, of arrays or shapes. The names
+            in the file must be those that `save_safetensors` writes for it. If None, a dict is
+            returned.
+        allow_narrowing: Whether leaves may lose precision when they are cast to the dtypes of
+            ``like``.
 
     Returns:
-        A tree of the structure and dtypes of ``like``; without it, a dict from name to array.
+        A tree of the structure and dtypes of ``like``, or a dict from name to array.
 
     Raises:
-        CheckpointError: If the file is damaged or of another format.
-        FileNotFoundError: If there is no such file.
+        CheckpointError: If the file is damaged or has another format.
+        FileNotFoundError: If the file does not exist.
         ImportError: If safetensors is not installed.
-        ValueError: If the file does not fit ``like``: in names, shapes or dtypes.
+        ValueError: If the names, shapes or dtypes in the file do not match ``like``.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, tempfile
@@ -135,12 +138,13 @@ def load_safetensors(file: str | Path, like: Any = None, *, allow_narrowing: boo
     """
     safetensors = _safetensors()
     if not Path(file).is_file():
-        raise FileNotFoundError(f"file={str(file)!r}: there is no such file.")
+        raise FileNotFoundError(f"file={str(file)!r} does not exist.")
     try:
         read = safetensors.numpy.load_file(file)
-    except Exception as error:  # its own class, and what its header makes of NumPy
+    except Exception as error:  # a SafetensorError, or an error of NumPy on a damaged header
         raise CheckpointError(
-            f"{file}: this is no whole safetensors file. {type(error).__name__}: {error}"
+            f"file={str(file)!r} is not a complete safetensors file. {type(error).__name__}: "
+            f"{error}"
         ) from error
     if like is None:
         return {name: held(value) for name, value in read.items()}
@@ -150,7 +154,7 @@ def load_safetensors(file: str | Path, like: Any = None, *, allow_narrowing: boo
         extra = (name for name in read if name not in paths)
         raise ValueError(
             f"like: the file {file} holds other parameters. {differences(missing, extra)}Names are "
-            "paths joined with '.'; without like, arrays by name are returned."
+            "paths joined with '.'; without like, load_safetensors returns the arrays by name."
         )
     about = {
         "format": FORMAT,
@@ -179,8 +183,8 @@ def _named(params: Any) -> list[tuple[str, Any]]:
     for name, count in Counter(name for name, _ in named).items():
         if count > 1:
             raise ValueError(
-                f"params: two leaves are named {name!r} in the file. A key that contains '.' is "
-                "the usual cause."
+                f"params: two leaves would have the name {name!r} in the file. The usual cause is "
+                "a key that contains '.': rename it."
             )
     return named
 

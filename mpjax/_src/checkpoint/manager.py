@@ -1,4 +1,4 @@
-"""The checkpoints of a run: numbered, written in the background, old ones removed."""
+"""The checkpoints of a run: numbered, written in the background; old ones are removed."""
 
 import math
 import signal
@@ -15,37 +15,38 @@ from mpjax._src.checkpoint.state import Description, describe, policy_name, rest
 from mpjax._src.errors import did_you_mean
 from mpjax._src.training.loss_scale import whole_number
 
-# What a metric that is not finite counts as: the worst there is. A NaN would defy any order.
+# A metric that is not finite counts as the worst value, because NaN has no order.
 WORST = {"min": math.inf, "max": -math.inf}
 
 
 class Manager:
-    """The checkpoints of a run in one directory: saved in the background, old ones removed.
+    """Manages the checkpoints of a run in one directory: saves, numbers and removes them.
 
-    `save` copies the arrays to the host and returns; files are written while the next steps run,
-    and a checkpoint appears under its number when it is whole. Of a process that is killed, every
-    checkpoint that was there stays as it was, and the half-written one is removed by the next
-    Manager. Use it as a context manager: leaving it waits for what is being written. One process
-    at a time may have a Manager on a directory (or all processes of one distributed program);
-    others read with `restore` and `describe`.
+    `save` copies the arrays to the host and returns. The files are written in the background, and a
+    checkpoint appears under its number when it is complete. If the process is killed, all complete
+    checkpoints remain, and the next Manager removes the incomplete one. Use a Manager as a context
+    manager: on exit it waits until everything is written. Only one process at a time may have a
+    Manager on a directory (or all processes of one distributed program); other processes can call
+    ``mpjax.checkpoint.restore`` and ``mpjax.checkpoint.describe``.
 
     Args:
-        directory: Where the checkpoints lie; made if need be. Each is named by its number.
-        every: Which numbers are saved: the multiples of it.
-        keep: How many of the newest are kept; all if None.
-        keep_period: Those whose numbers are multiples of it are kept for ever.
-        best: The name of a metric; the best by it are kept as well.
-        best_mode: Whether the least ("min") or the greatest ("max") is best. What is not finite is
-            worst of all.
-        keep_best: How many of the best are kept.
-        policy: The policy that the state is trained under, for whoever asks `describe`.
-        catch_sigterm: Whether SIGTERM, by which schedulers announce the end, makes the next `save`
-            save whatever its number and set ``stopping``. A second one ends the program. Under
-            jax.distributed it is not needed: JAX's own notice is heeded, on all processes at the
-            same step.
+        directory: The directory of the checkpoints; created if it does not exist. Each checkpoint
+            is a subdirectory named by its number.
+        every: Only numbers that are a multiple of ``every`` are saved.
+        keep: The number of newest checkpoints to keep; None keeps all.
+        keep_period: Checkpoints whose number is a multiple of it are never removed.
+        best: The name of a metric. The checkpoints that are best by it are kept too.
+        best_mode: "min" if the least value is best, "max" if the greatest is. A value that is not
+            finite counts as the worst.
+        keep_best: The number of best checkpoints to keep.
+        policy: The policy that the state is trained under, or None. `describe` returns it.
+        catch_sigterm: Whether SIGTERM, which schedulers send before they stop a job, makes the next
+            `save` save any number and set ``stopping``. A second SIGTERM ends the program. Not
+            needed under jax.distributed: the preemption notice of JAX is used there, on all
+            processes at the same step.
 
     Attributes:
-        stopping: Whether the last `save` saved because the program is about to be ended.
+        stopping: Whether the last `save` saved because the program is about to be stopped.
 
     Raises:
         ImportError: If orbax-checkpoint is not installed.
@@ -86,7 +87,7 @@ class Manager:
             _check_count(name, value, optional=name in ("keep", "keep_period"))
         if best_mode not in WORST:
             raise ValueError(
-                f"best_mode={best_mode!r} must be 'min' (of losses) or 'max' (of accuracies)."
+                f"best_mode={best_mode!r} must be 'min' (for a loss) or 'max' (for an accuracy)."
                 f"{did_you_mean(str(best_mode), WORST)}"
             )
         self.directory = store.absolute(directory)
@@ -104,7 +105,7 @@ class Manager:
                     get_metric_fn=self._value_of_best(best, best_mode),
                     reverse=best_mode == "min",
                     n=keep_best,
-                    # Else what a killed process left of a removed one would be kept for ever.
+                    # Otherwise the rest of a checkpoint that a killed process was removing stays.
                     keep_checkpoints_without_metrics=False,
                 )
             )
@@ -113,7 +114,7 @@ class Manager:
             options=ocp.CheckpointManagerOptions(
                 save_decision_policy=policies.FixedIntervalPolicy(every),
                 preservation_policy=policies.AnyPreservationPolicy(kept),
-                # Asked for metrics to be written, and for best(); what is kept is said above.
+                # Needed to write metrics, and for best(); preservation_policy says what is kept.
                 best_fn=None if best is None else self._value_of_best(best, best_mode),
                 best_mode=best_mode,
                 cleanup_tmp_directories=True,
@@ -141,23 +142,23 @@ class Manager:
         metrics: Mapping[str, Any] | None = None,
         force: bool = False,
     ) -> bool:
-        """Saves a state if its number is due, or the program is about to be ended.
+        """Saves a state if its number is due, or if the program is about to be stopped.
 
         Args:
-            number: The number of the step, by your own count: ``state.step`` does not count
-                skipped steps, and reading it waits for the device.
-            state: The state, which may be donated as soon as this returns.
-            data: Anything that JSON can hold, such as the position of the data iterator.
-            metrics: Numbers by name; the one that ``best`` names must be among them. A step's own
-                metrics may be passed as they are: only that one is read.
-            force: Whether to save whatever the number.
+            number: The number of the step, counted by you: ``state.step`` does not count skipped
+                steps, and reading it waits for the device.
+            state: The state. It may be donated as soon as this method returns.
+            data: Any data that JSON can represent, such as the position of the data iterator.
+            metrics: Numbers by name. They must include the metric that ``best`` names. You can pass
+                all metrics of a step: only the value of ``best`` is read.
+            force: Whether to save even if the number is not due.
 
         Returns:
-            Whether it is saved; False too if this number was saved before.
+            Whether the state is being saved; False if this number is saved already.
 
         Raises:
             ValueError: If a later number is saved already, or ``data`` or ``metrics`` is not legal.
-            Exception: Whatever went wrong while the checkpoint before this one was written.
+            Exception: An error that occurred while the previous checkpoint was written.
         """
         _check_count("number", number, least=0)
         self.stopping = self._signalled or self._manager.reached_preemption(number)
@@ -165,8 +166,8 @@ class Manager:
         if latest is not None and latest > number:
             raise ValueError(
                 f"number={number!r} is less than {latest}, the last checkpoint in "
-                f"{self.directory!r}. A run that goes back needs a directory of its own; or "
-                "remove what is later."
+                f"{self.directory!r}. Continue from an earlier checkpoint in a new directory, or "
+                "remove the later checkpoints."
             )
         if latest == number:
             return False
@@ -188,7 +189,7 @@ class Manager:
             return None
         if not metrics or self._best not in metrics:
             raise ValueError(
-                f"metrics={metrics!r} lacks {self._best!r}, which best= names."
+                f"metrics={metrics!r} lacks {self._best!r}, the metric that best= names."
                 f"{did_you_mean(self._best, metrics or ())}"
             )
         return {self._best: float(metrics[self._best])}
@@ -196,27 +197,50 @@ class Manager:
     def restore(
         self, like: Any, number: int | None = None, *, allow_narrowing: bool = False
     ) -> Any:
-        """Restores a checkpoint, as `mpjax.checkpoint.restore` does.
+        """Restores a checkpoint, as ``mpjax.checkpoint.restore`` does.
 
         Args:
-            like: The state that the program wants.
-            number: Which checkpoint; the last one if None.
+            like: A tree with the structure, shapes and dtypes to restore.
+            number: The number of the checkpoint; None for the last one.
             allow_narrowing: Whether leaves may lose precision.
 
         Returns:
             A tree of the structure and dtypes of ``like``.
 
         Raises:
+            CheckpointError: If the checkpoint is damaged.
             FileNotFoundError: If there is no such checkpoint.
+            ValueError: If the checkpoint belongs to another model or optimizer, or would lose
+                precision.
         """
         return restore(self.path(number), like, allow_narrowing=allow_narrowing)
 
     def describe(self, number: int | None = None) -> Description:
-        """Tells what a checkpoint holds: the last one, if no number is given."""
+        """Describes a checkpoint, by default the last one, as ``mpjax.checkpoint.describe`` does.
+
+        Args:
+            number: The number of the checkpoint; None for the last one.
+
+        Returns:
+            A `Description`.
+
+        Raises:
+            FileNotFoundError: If there is no such checkpoint.
+        """
         return describe(self.path(number))
 
     def path(self, number: int | None = None) -> str:
-        """Returns the directory of one checkpoint: of the last one, if no number is given."""
+        """Returns the directory of a checkpoint, by default the last one.
+
+        Args:
+            number: The number of the checkpoint; None for the last one.
+
+        Returns:
+            The path as a string.
+
+        Raises:
+            FileNotFoundError: If there is no such checkpoint.
+        """
         steps = self.steps()
         if number is None and steps:
             number = steps[-1]
@@ -228,7 +252,7 @@ class Manager:
         return f"{self.directory}/{number}"
 
     def steps(self) -> list[int]:
-        """Returns the numbers of all checkpoints, once those being written are whole."""
+        """Waits until everything is written, and returns the numbers of all checkpoints, sorted."""
         self.wait()
         return sorted(self._manager.all_steps())
 
@@ -237,16 +261,16 @@ class Manager:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """Returns the number of the best checkpoint by the metric that ``best`` named, or None."""
+        """Returns the number of the best checkpoint by the metric ``best``, or None."""
         self.wait()
         return None if self._best is None else self._manager.best_step()
 
     def wait(self) -> None:
-        """Waits until everything is written, and raises what went wrong."""
+        """Waits until everything is written. Raises an error that occurred while writing."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits until everything is written; the Manager is of no use afterwards."""
+        """Waits until everything is written, and closes the Manager; it cannot be used again."""
         self._release()
         self._manager.close()
 
@@ -259,7 +283,8 @@ class Manager:
     def _catch(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
-                "catch_sigterm=True works in the main thread alone, where Python handles signals."
+                "catch_sigterm=True works only in the main thread, because Python handles signals "
+                "there. Create the Manager in the main thread, or leave catch_sigterm out."
             )
         self._previous = signal.signal(signal.SIGTERM, self._note)
 

@@ -1,7 +1,6 @@
-"""Which saved leaf becomes which leaf of the state that is restored, and what is refused.
+"""The plan of a restore: which saved leaf becomes which leaf of the state, and what is refused.
 
-Nothing is read here: a plan is made from what was written beside the arrays, so that a refusal
-costs nothing.
+The plan is made from the checkpoint's description, before any array is read.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,14 +33,14 @@ NAMED = 5
 
 
 class Source(NamedTuple):
-    """Where a leaf of the restored state comes from.
+    """The source of a leaf of the restored state.
 
     Attributes:
         target: The leaf of ``like``.
-        path: The path of the saved leaf, or None: the leaf is taken from ``like``.
-        beside: The path of what makes the saved leaf whole: the residual of a half parameter, or
-            the scales of codes; or None.
-        kind: Where there is such a thing in ``like``, the dtypes of the leaf and of it; or None.
+        path: The path of the saved leaf, or None if the leaf is taken from ``like``.
+        beside: The path of the saved leaf's residual or scales, or None.
+        kind: The dtypes of the leaf and of its residual or scales in ``like``, or None if it has
+            none there.
     """
 
     target: Leaf
@@ -53,17 +52,17 @@ class Source(NamedTuple):
 def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -> list[Source]:
     """Returns the source of every leaf of ``like``, in the order of its leaves.
 
-    A leaf that is saved with the same path, meaning and dtype is taken as it is, bit for bit. Any
-    other comes from the most precise copy there is: from the master of a parameter if it has one.
+    A leaf that was saved with the same path, meaning and dtype is restored bit for bit. Any other
+    leaf comes from the most precise saved copy: the master of a parameter, if it has one.
 
     Args:
-        about: What was written beside the arrays.
+        about: The description of the checkpoint.
         like: The state to restore, or a dict of some of its parts.
         allow_narrowing: Whether leaves may lose precision.
         where: The name of the checkpoint, for messages.
 
     Raises:
-        ValueError: If the checkpoint is that of another model or optimizer, or precision would be
+        ValueError: If the checkpoint belongs to another model or optimizer, or precision would be
             lost.
     """
     saved: dict[str, dict[str, Any]] = about["leaves"]
@@ -79,12 +78,12 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
         of = beside_what(target.means)
         residual, now = by_meaning.get(RESIDUAL + of), held.get(RESIDUAL + of)
         was = saved[residual]["dtype"] if residual else None
-        # Of parameters that are not restored: a residual of floats is of their dtype.
+        # If the parameter is not restored: a floating residual has the parameter's dtype.
         half = "bfloat16" if str(now).startswith("uint") else str(now)
         kind = (held.get(of, half), now) if now else None
         same = saved.get(target.path)
         if same and (same["means"], same["dtype"]) == (target.means, shaped(target.value)[1]):
-            # Rounded with another remainder, a parameter may be another one.
+            # With another kind of residual, the parameter may be rounded differently.
             rounded_anew = now != was and (now or MASTER + of in held)
             if is_beside(target.means) or not rounded_anew:
                 return Source(target, target.path)
@@ -94,7 +93,7 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
         return Source(target, by_meaning[of], residual, kind)
 
     sources = [source(target) for target in targets]
-    # Draws may begin anew: all that is asked of them is that they differ from step to step.
+    # Counts of draws may start at 0 again: they only have to differ from step to step.
     begin = [s for s in sources if s.path is None and is_draws(s.target.means)]
     kept = [s for s in sources if not (fresh and s.target.part == LOSS_SCALE) and s not in begin]
     _check_same_leaves(saved, kept, parts - ({LOSS_SCALE} if fresh else set()), where)
@@ -107,9 +106,9 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
 
 
 def _starts_fresh(about: dict[str, Any], like: Any) -> bool:
-    """Tells whether the loss scale is ``like``'s: it is another one, or a setting.
+    """Returns whether the loss scale is taken from ``like``, not from the checkpoint.
 
-    One that no gradient changes is a setting of the program, so that what the program says holds.
+    It is if its class or settings differ, or if it never changes: then it is a setting.
     """
     scale = part_of(like, LOSS_SCALE)
     if settings_of(scale) != about["loss_scale"]:
@@ -124,8 +123,8 @@ def _check_same_leaves(
 ) -> None:
     missing = [s.target.path for s in sources if s.path is None]
     wanted = {beside_what(s.target.means) for s in sources}
-    # A master whose parameter is restored is not left over: it is what the parameter comes from, or
-    # is what _check_precision asks about.
+    # A saved master whose parameter is restored is not left over: the parameter comes from it, or
+    # _check_precision refuses to drop it.
     extra = [
         path
         for path, entry in saved.items()
@@ -136,42 +135,46 @@ def _check_same_leaves(
     if not (missing or extra):
         return
     raise ValueError(
-        f"like: the checkpoint {where} is of another model or another optimizer. "
+        f"like: the checkpoint {where} belongs to another model or optimizer. "
         + differences(missing, extra)
-        + "Restore it with the model and the optimizer that it was saved with; to take the "
-        "parameters alone, pass like={'params': params}."
+        + "Restore it with the model and the optimizer that it was saved with. To restore only "
+        "the parameters, pass like={'params': params}."
     )
 
 
 def _check_kinds(saved: dict[str, str], like: dict[str, str], where: str) -> None:
     other = [
-        f"{path} is a {saved[path]}, in like a {kind}"
+        f"{path} is a {saved[path]} in the checkpoint, but a {kind} in like"
         for path, kind in like.items()
         if path in saved and saved[path] != kind
     ]
     if other:
         raise ValueError(
-            f"like: the checkpoint {where} is of another optimizer: "
+            f"like: the checkpoint {where} belongs to another optimizer: "
             + "; ".join(other[:NAMED])
-            + ". The same names and shapes mean something else there."
+            + ". The leaves have the same names and shapes, but another meaning. Restore it with "
+            "the optimizer that it was saved with."
         )
 
 
 def _check_shapes(saved: dict[str, Any], sources: list[Source], where: str) -> None:
     other = [
-        f"{s.target.path} has shape {tuple(saved[s.path]['shape'])}, in like "
-        f"{shaped(s.target.value)[0]}"
+        f"{s.target.path} has shape {tuple(saved[s.path]['shape'])} in the checkpoint, but "
+        f"{shaped(s.target.value)[0]} in like"
         for s in sources
         if s.path
         and tuple(saved[s.path]["shape"]) != shaped(s.target.value)[0]
-        and not (s.kind and is_beside(s.target.means))  # scales, where codes are judged
+        and not (s.kind and is_beside(s.target.means))  # scales are checked with their codes
     ]
     if other:
         raise ValueError(
-            f"like: the checkpoint {where} is of another model: " + "; ".join(other[:NAMED]) + "."
+            f"like: the checkpoint {where} belongs to another model: "
+            + "; ".join(other[:NAMED])
+            + "."
         )
     unlike = [
-        f"{s.target.path} is {saved[s.path]['dtype']}, in like {shaped(s.target.value)[1]}"
+        f"{s.target.path} is {saved[s.path]['dtype']} in the checkpoint, but "
+        f"{shaped(s.target.value)[1]} in like"
         for s in sources
         if s.path
         and not _one_kind(saved[s.path]["dtype"], shaped(s.target.value)[1])
@@ -181,8 +184,8 @@ def _check_shapes(saved: dict[str, Any], sources: list[Source], where: str) -> N
         raise ValueError(
             f"like: leaves of the checkpoint {where} are of another kind: "
             + "; ".join(unlike[:NAMED])
-            + ". No cast is meant by that: floating leaves become floating leaves, integers "
-            "integers, and keys keys of the same implementation."
+            + ". A leaf is only cast within its kind: floating to floating, integer to integer, "
+            "complex to complex; a key must have the same implementation."
         )
 
 
@@ -196,7 +199,7 @@ def _check_precision(saved: dict[str, Any], sources: list[Source], where: str) -
     lost = []
     for s in sources:
         if is_beside(s.target.means):
-            continue  # judged where its parameter is
+            continue  # checked together with its parameter
         was, now = of(best, s.target.means), of(held, s.target.means)
         if not can_hold(now[0], was[0], now[1], was[1]):
             lost.append(f"{s.target.path} from {_spelled(*was)} to {_spelled(*now)}")
@@ -206,30 +209,30 @@ def _check_precision(saved: dict[str, Any], sources: list[Source], where: str) -
             f"like: restoring the checkpoint {where} would narrow "
             + ", ".join(lost[:NAMED])
             + more
-            + ". What is lost does not come back: float32 masters that are dropped are weights "
-            "that are rounded for good. If that is what you mean, pass allow_narrowing=True; if "
-            "not, restore under a policy that keeps float32 parameters or masters."
+            + ". The lost bits cannot be recovered: without their float32 masters, weights stay "
+            "rounded. If you want that, pass allow_narrowing=True. If not, restore under a policy "
+            "that keeps float32 parameters or masters."
         )
 
 
 def _check_width(sources: list[Source]) -> None:
-    """Refuses leaves that JAX would narrow by itself."""
+    """Refuses 64-bit leaves if JAX would narrow them."""
     for target, *_ in sources:
         dtype = shaped(target.value)[1]
         if "key<" not in dtype and not is_held(dtype):
             raise ValueError(
-                f"like: {target.path} is {dtype}, which JAX holds only under "
+                f"like: {target.path} is {dtype}, which JAX supports only after "
                 "jax.config.update('jax_enable_x64', True)."
             )
 
 
 def can_hold(wide: str, narrow: str, *beside: str | None) -> bool:
-    """Tells whether a dtype holds every value of another one of its kind.
+    """Returns whether one dtype can represent every value of another dtype of its kind.
 
     Args:
-        wide: The name of a dtype.
-        narrow: That of another one.
-        *beside: The dtypes of what lies beside arrays of the two, where there is something.
+        wide: The name of the dtype that has to represent the values.
+        narrow: The name of the dtype of the values.
+        *beside: The dtypes of residuals or scales that belong to the two, or None.
     """
     if wide == narrow and len({*beside}) < 2:
         return True
@@ -242,7 +245,7 @@ def can_hold(wide: str, narrow: str, *beside: str | None) -> bool:
 
 
 def _reach(dtype: str, residual: str | None = None) -> tuple[int, int, int]:
-    """Returns how many bits a significand has, and how far exponents go up, and down."""
+    """Returns the bits of the significand, the largest exponent, and the reach below 1 in bits."""
     if residual and jnp.issubdtype(dtype, jnp.integer):
         return 1, 0, 0  # codes: less than any float
     info = jnp.finfo(np.dtype(dtype))
@@ -265,9 +268,9 @@ def _one_kind(a: str, b: str) -> bool:
 
 
 def differences(missing: Iterable[str], extra: Iterable[str]) -> str:
-    """Says what a checkpoint lacks, and what it has beside what is wanted."""
+    """Returns in words the names that the checkpoint lacks, and those that ``like`` lacks."""
     lacks = _listed("It lacks ", missing, ". ")
-    return lacks + _listed("It holds, and like does not, ", extra, ". ")
+    return lacks + _listed("like lacks ", extra, ". ")
 
 
 def _listed(before: str, names: Iterable[str], after: str) -> str:

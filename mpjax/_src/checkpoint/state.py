@@ -1,4 +1,4 @@
-"""Saving a state and restoring it: `save`, `restore`, `describe`."""
+"""Checkpoints of a training state: `save`, `restore`, `describe`."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,15 +12,15 @@ from mpjax._src.policy import get_policy
 
 
 class Description(NamedTuple):
-    """What a checkpoint says of itself.
+    """The description of a checkpoint, as `describe` returns it.
 
     Attributes:
-        policy: The policy that it was saved with, as a string; None if none was told.
-        data: What was saved beside the state.
-        dtypes: From the path of each leaf to its dtype.
-        shapes: From the path of each leaf to its shape.
-        mpjax: The version of mpjax that wrote it.
-        jax: The version of JAX that wrote it.
+        policy: The ``policy`` argument of `save`, as a string, or None.
+        data: The ``data`` argument of `save`.
+        dtypes: The name of each leaf's dtype, by the leaf's path.
+        shapes: The shape of each leaf, by the leaf's path.
+        mpjax: The version of mpjax that wrote the checkpoint.
+        jax: The version of JAX that wrote the checkpoint.
     """
 
     policy: str | None
@@ -38,25 +38,25 @@ def save(
     policy: str | jmp.Policy | None = None,
     data: Any = None,
 ) -> None:
-    """Saves a state into a new directory: whole, or not at all.
+    """Saves a state into a new directory. The directory appears only when it is complete.
 
-    The arrays are written by orbax, in the dtypes they have. Beside them lie every leaf's path,
-    shape and dtype, which leaves are float32 masters, the classes of the optimizer's state, the
-    settings of the loss scale, the versions of mpjax and JAX, the policy and ``data``.
+    orbax writes the arrays in the dtypes that they have. The checkpoint also records the path,
+    shape and dtype of every leaf, which leaves are float32 masters, the classes of the optimizer's
+    state, the settings of the loss scale, the versions of mpjax and JAX, ``policy`` and ``data``.
 
     Args:
-        directory: Where to; it must not exist yet.
-        state: A `TrainState`, or any pytree of arrays: a dict of "params", "opt_state" and
-            "loss_scale" from a loop of your own is restored under other policies too.
-        policy: The policy that the state is trained under, for whoever asks `describe`.
-        data: Anything that JSON can hold, such as the position of the data iterator.
+        directory: The new directory. It must not exist.
+        state: A `TrainState`, or any pytree of arrays. A dict of "params", "opt_state" and
+            "loss_scale" from your own training loop can be restored under other policies too.
+        policy: The policy that the state is trained under, or None. `describe` returns it.
+        data: Any data that JSON can represent, such as the position of the data iterator.
 
     Raises:
-        FileExistsError: If ``directory`` exists. A checkpoint is never overwritten, because a
-            process that is killed in between would leave neither.
+        FileExistsError: If ``directory`` exists. A checkpoint is never overwritten: if the process
+            were killed while overwriting, both the old and the new state would be lost.
         ImportError: If orbax-checkpoint is not installed.
-        TypeError: If a leaf of ``state`` is no array.
-        ValueError: If ``data`` does not come back from JSON as it was.
+        TypeError: If a leaf of ``state`` is not an array.
+        ValueError: If JSON cannot represent ``data`` exactly.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax, tempfile
@@ -70,29 +70,29 @@ def save(
     """
     if store.exists(directory):
         raise FileExistsError(
-            f"directory={str(directory)!r} exists. A checkpoint is never overwritten: choose "
-            "another name, or let a Manager number them and remove old ones."
+            f"directory={str(directory)!r} exists, and a checkpoint is never overwritten. Choose "
+            "another name, or use a Manager, which numbers checkpoints and removes old ones."
         )
     store.write(directory, store.saved_form(state, policy_name(policy), data))
 
 
 def policy_name(policy: str | jmp.Policy | None) -> str | None:
-    """Returns the string that is written for a policy."""
+    """Returns a policy as the string that is written, or None."""
     return None if policy is None else str(get_policy(policy))
 
 
 def describe(directory: str | Path) -> Description:
-    """Tells what a checkpoint holds, without reading its arrays.
+    """Describes a checkpoint without reading its arrays.
 
     Args:
-        directory: The checkpoint.
+        directory: The directory of the checkpoint.
 
     Returns:
-        A `Description`: policy, data, dtypes and shapes by path, versions.
+        A `Description`: policy, data, dtypes and shapes by path, and versions.
 
     Raises:
-        CheckpointError: If it is no checkpoint of mpjax's, or a damaged one.
-        FileNotFoundError: If there is no such directory.
+        CheckpointError: If ``directory`` is not a checkpoint of mpjax, or is damaged.
+        FileNotFoundError: If ``directory`` does not exist.
         ImportError: If orbax-checkpoint is not installed.
 
     Example:
@@ -115,35 +115,38 @@ def describe(directory: str | Path) -> Description:
 
 
 def restore(directory: str | Path, like: Any, *, allow_narrowing: bool = False) -> Any:
-    """Restores a state: bit for bit, or in the dtypes of another policy, or not at all.
+    """Restores a state, bit for bit under the same policy, or converted to another policy.
 
-    Under the policy it was saved with, every leaf comes back as it was. Under another one float32
-    parameters become masters, whole or split, and masters parameters; half parameters are rounded
-    from the most precise copy there is. Widening is silent. What would lose precision is refused:
-    masters that the new policy does not keep, or not whole, float32 that becomes half, one half
-    that becomes the other.
+    Under the policy that the state was saved with, every leaf is restored bit for bit. Under
+    another policy, float32 parameters become masters, whole or split, and masters become
+    parameters. Half parameters are rounded from the most precise saved copy. Leaves are widened
+    without a warning. A conversion that loses precision is refused: masters that the new policy
+    does not keep, or keeps with fewer bits; float32 to half; one half dtype to the other.
 
-    The loss scale goes on from where it was if it has the same class and settings; else it starts
-    as in ``like``. So does one that never changes, such as a `StaticLossScale`: it is a setting.
+    The loss scale is restored if its class and settings are those of ``like``, and otherwise starts
+    as in ``like``. A loss scale that never changes, such as a `StaticLossScale`, is taken from
+    ``like``.
 
     Args:
-        directory: The checkpoint.
-        like: What to restore: ``init(params)``, or ``jax.eval_shape(init, params)``, whose leaves
-            may carry shardings. Structure, shapes and dtypes must be those that the program wants;
-            arrays are put where those of ``like`` are committed, on any number of devices. A dict
-            of some parts, such as ``{"params": params}``, restores those alone.
-        allow_narrowing: Whether leaves may lose precision. A finite value that would become
-            infinite is refused all the same.
+        directory: The directory of the checkpoint.
+        like: A tree with the structure, shapes and dtypes to restore: ``init(params)``, or
+            ``jax.eval_shape(init, params)``, whose leaves may have shardings. Arrays are put on the
+            devices that the leaves of ``like`` are committed to, which may be other devices than
+            before, or another number of them. A dict of some parts, such as
+            ``{"params": params}``, restores only those parts.
+        allow_narrowing: Whether leaves may lose precision. A conversion that would make a finite
+            value infinite is refused in any case.
 
     Returns:
         A tree of the structure and dtypes of ``like``.
 
     Raises:
-        CheckpointError: If it is no checkpoint of mpjax's, or a damaged one, naming the file.
-        FileNotFoundError: If there is no such directory.
+        CheckpointError: If ``directory`` is not a checkpoint of mpjax, or is damaged. The message
+            names the file.
+        FileNotFoundError: If ``directory`` does not exist.
         ImportError: If orbax-checkpoint is not installed.
-        ValueError: If the checkpoint is that of another model or optimizer, or would lose
-            precision, naming the first leaves that differ.
+        ValueError: If the checkpoint belongs to another model or optimizer, or would lose
+            precision. The message names the first leaves that differ.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax, tempfile

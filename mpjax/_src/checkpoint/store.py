@@ -1,7 +1,7 @@
-"""Arrays and plain data in a directory, written and read by orbax; the one module that imports it.
+"""Files of a checkpoint, written and read by orbax. Only this module imports orbax.
 
 A checkpoint is a directory of two items: ``state``, a flat dict from path to array, and ``about``,
-a JSON file. Nothing in it is code, and nothing of it is run.
+a JSON file. It contains no code, and nothing in it is executed.
 """
 
 import json
@@ -33,18 +33,18 @@ def orbax() -> Any:
         import orbax.checkpoint
     except ImportError as error:
         raise ImportError(
-            "mpjax.checkpoint is built on orbax-checkpoint, which is not installed: "
+            "mpjax.checkpoint needs the package orbax-checkpoint, which is not installed: "
             "pip install 'mpjax[checkpoint]'."
         ) from error
     return orbax.checkpoint
 
 
 def saved_form(state: Any, policy: str | None, data: Any) -> Any:
-    """Returns what orbax is told to write: arrays by path, and what is said of them."""
+    """Returns the arguments for orbax: the arrays by path, and their description."""
     ocp = orbax()
     about = describe(state, policy, _checked(data))
-    # orbax writes no empty arrays, nor an item without any; their shape says everything. Keys are
-    # written as their data.
+    # orbax cannot write empty arrays, nor an item without arrays; the shape of an empty array in
+    # the description is enough. Keys are written as their data.
     arrays = {
         leaf.path: jax.random.key_data(leaf.value) if is_key(leaf.value) else _array(leaf.value)
         for leaf in leaves_of(state)
@@ -60,60 +60,61 @@ def _array(value: Any) -> Any:
 
 
 def _checked(data: Any) -> Any:
-    """Returns data that JSON gives back as it was."""
+    """Returns ``data`` if JSON can represent it exactly."""
     try:
         same = json.loads(json.dumps(data, allow_nan=False)) == data
     except (TypeError, ValueError) as error:
         raise ValueError(f"data={data!r} cannot be written as JSON: {error}.") from None
     if not same:
         raise ValueError(
-            f"data={data!r} does not come back from JSON as it was. Legal are dicts with string "
-            "keys, lists (no tuples), strings, numbers, True, False and None."
+            f"data={data!r} is changed by a round trip through JSON. Legal are dicts with string "
+            "keys, lists (no tuples), strings, finite numbers, True, False and None."
         )
     return data
 
 
 def _path(directory: str | Path) -> Any:
-    from etils import epath  # orbax's, which reads buckets too
+    from etils import epath  # used by orbax; it reads storage buckets too
 
     return epath.Path(absolute(directory))
 
 
 def exists(directory: str | Path) -> bool:
-    """Tells whether there is something of this name."""
+    """Returns whether a file or directory of this name exists."""
     orbax()
     return _path(directory).exists()
 
 
 def write(directory: str | Path, args: Any) -> None:
-    """Writes a checkpoint: whole under its name, or not at all."""
+    """Writes a checkpoint, which appears under its name only when it is complete."""
     ocp = orbax()
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         checkpointer.save(absolute(directory), args=args)
 
 
 def read_about(directory: str | Path) -> dict[str, Any]:
-    """Reads and checks what was written beside the arrays.
+    """Reads and checks the description of a checkpoint.
 
     Raises:
-        FileNotFoundError: If there is no such directory.
-        CheckpointError: If it is no checkpoint of mpjax's, or a damaged one.
+        FileNotFoundError: If the directory does not exist.
+        CheckpointError: If it is not a checkpoint of mpjax, or is damaged.
     """
     ocp = orbax()
     path = _path(directory)
     if not path.is_dir():
-        raise FileNotFoundError(f"directory={str(directory)!r}: there is no such checkpoint.")
+        raise FileNotFoundError(f"directory={str(directory)!r} does not exist.")
     steps = [p.name for p in path.iterdir() if p.name.isdigit()]
     if steps and not (path / "about").exists():
         raise CheckpointError(
-            f"{directory}: this is the directory of a Manager, with the checkpoints of the steps "
-            f"{', '.join(sorted(steps, key=int)[:10])}. Name one of them: "
+            f"directory={str(directory)!r} is the directory of a Manager, with the checkpoints "
+            f"{', '.join(sorted(steps, key=int)[:10])}. Pass one of them, such as "
             f"{str(path / max(steps, key=int))!r}."
         )
     if not (path / "about").exists():
         raise CheckpointError(
-            f"{directory}: this is no checkpoint of mpjax's, or its file about/metadata is gone. "
-            f"It holds {sorted(p.name for p in path.iterdir())[:10]}."
+            f"directory={str(directory)!r} is not a checkpoint of mpjax, or its file "
+            "about/metadata is missing. It contains "
+            f"{sorted(p.name for p in path.iterdir())[:10]}."
         )
     args = ocp.args.Composite(about=ocp.args.JsonRestore())
     about = _restore(path, args, path / "about" / "metadata").about
@@ -123,18 +124,19 @@ def read_about(directory: str | Path) -> dict[str, Any]:
 
 def _check_about(about: Any, file: Any) -> None:
     if not isinstance(about, Mapping) or about.get("format") != FORMAT:
-        raise CheckpointError(f"{file}: this file is none of mpjax's, or damaged.")
+        raise CheckpointError(f"{file}: this file was not written by mpjax, or is damaged.")
     if about.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{file}: written in version {about.get('format_version')!r} of the format, by mpjax "
-            f"{about.get('mpjax')!r}; this mpjax reads version {FORMAT_VERSION}."
+            f"{file}: the checkpoint has version {about.get('format_version')!r} of the format, "
+            f"written by mpjax {about.get('mpjax')!r}, but this mpjax reads version "
+            f"{FORMAT_VERSION}."
         )
     for name, kind in TABLES.items():
         if not isinstance(about.get(name), kind):
             raise CheckpointError(f"{file}: its entry {name!r} is damaged.")
     for path, entry in about["leaves"].items():
         if not _is_whole(entry):
-            raise CheckpointError(f"{file}: its entry of the leaf {path!r} is damaged.")
+            raise CheckpointError(f"{file}: its entry for the leaf {path!r} is damaged.")
 
 
 def _is_whole(entry: Any) -> bool:
@@ -157,13 +159,13 @@ def read_arrays(
     """Reads leaves by their paths, in the dtypes they were saved in.
 
     Args:
-        directory: The checkpoint.
-        about: What was written beside its arrays.
-        shardings: From path to where the leaf shall live; None for an array that is committed
-            nowhere, as new arrays are.
+        directory: The directory of the checkpoint.
+        about: The description of the checkpoint.
+        shardings: The sharding of each leaf, by path; None for an array that is not committed to a
+            device.
 
     Returns:
-        From path to array: JAX's, or NumPy's of a dtype that JAX does not hold.
+        The arrays by path: of JAX, or of NumPy if JAX does not support the dtype.
 
     Raises:
         CheckpointError: If a file is damaged.
@@ -192,7 +194,8 @@ def read_arrays(
         if (list(value.shape), str(value.dtype)) != (entry["shape"], entry["dtype"]):
             raise CheckpointError(
                 f"{path}: the array {name!r} is {value.dtype}{value.shape}, but should be "
-                f"{entry['dtype']}{tuple(entry['shape'])}. Its files are damaged, or another's."
+                f"{entry['dtype']}{tuple(entry['shape'])}. Its files are damaged, or belong to "
+                "another checkpoint."
             )
         read[name] = held(value)
     return read
@@ -203,20 +206,20 @@ def _plain(dtype: str) -> Any:
 
 
 def _restore(path: Any, args: Any, file: Any) -> Any:
-    """Lets orbax read, and names the file where it cannot."""
+    """Reads with orbax, and names the file in the error if that fails."""
     ocp = orbax()
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             return checkpointer.restore(path, args=args)
-    except Exception as error:  # whatever damaged files make of orbax, JSON and tensorstore
+    except Exception as error:  # orbax, JSON and tensorstore raise many classes on damaged files
         reason = str(error).strip().splitlines() or [""]
         raise CheckpointError(
-            f"{file}: this cannot be read; it is damaged, incomplete or of another format. "
+            f"{file} cannot be read: it is damaged, incomplete or has another format. "
             f"{type(error).__name__}: {reason[0][:300]}"
         ) from error
 
 
 def absolute(directory: str | Path) -> str:
-    """Returns an absolute path, which orbax asks for; addresses such as gs:// are left alone."""
+    """Returns an absolute path, which orbax needs; addresses such as gs:// are not changed."""
     text = str(directory)
     return text if "://" in text else str(Path(text).absolute())

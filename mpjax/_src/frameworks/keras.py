@@ -1,4 +1,4 @@
-"""Keras 3 on JAX: `fit`, `evaluate` and `predict` in mixed precision, and a loss scale of ours."""
+"""Keras 3 on JAX: `fit`, `evaluate` and `predict` in mixed precision, with mpjax's loss scales."""
 
 import dataclasses
 import os
@@ -12,7 +12,7 @@ import jmp
 import numpy as np
 
 if "keras" not in sys.modules:
-    os.environ.setdefault("KERAS_BACKEND", "jax")  # it reads this once, when it is imported
+    os.environ.setdefault("KERAS_BACKEND", "jax")  # Keras reads this once, when it is imported
 try:
     import keras
 except ImportError as error:
@@ -32,12 +32,18 @@ COUNTERS = ("skipped_steps", "consecutive_skips")
 
 @keras.saving.register_keras_serializable("mpjax")
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
-    """Keras's optimizer of that name, with a loss scale of ours.
+    """Keras's ``LossScaleOptimizer`` with a loss scale of mpjax.
+
+    A step whose gradients are not finite changes only the loss scale and the counters
+    ``skipped_steps`` and ``consecutive_skips``, which are Keras variables.
 
     Args:
         inner_optimizer: Any Keras optimizer.
-        loss_scale: A loss scale, a number, "dynamic" or "none": then steps are skipped alone.
-        name: Of the optimizer, or None.
+        loss_scale: A loss scale object, a number, "dynamic", or "none", which only skips steps.
+        name: The name of the optimizer, or None.
+
+    Raises:
+        ValueError: If ``loss_scale`` is not legal.
 
     Example:
         >>> import mpjax.keras, keras
@@ -46,9 +52,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         >>> optimizer.build(model.trainable_variables)
         >>> float(optimizer.scale_loss(2.0))
         2048.0
-
-    A step whose gradients are not finite changes nothing but the scale and the counters,
-    ``skipped_steps`` and ``consecutive_skips``, which are Keras variables.
     """
 
     def __init__(
@@ -84,13 +87,23 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return jax.tree.unflatten(self._structure, leaves)
 
     def scale_loss(self, loss: Any) -> Any:
-        """Returns the loss times the scale, in float32."""
+        """Returns the loss multiplied by the scale, in float32."""
         return self.loss_scale.scale(jnp.asarray(loss, FLOAT32))
 
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> Any:
-        """As Keras has it: new trainable variables, and new variables of the optimizer."""
+        """Returns new trainable variables and new optimizer variables, as in Keras.
+
+        Args:
+            optimizer_variables: The values of the optimizer's variables.
+            grads: The scaled gradients, one for each trainable variable.
+            trainable_variables: The values of the trainable variables.
+
+        Returns:
+            A pair of lists: the new values of both. Both are unchanged in a skipped step, except
+            for the loss scale and the skip counters.
+        """
         with self._reading(optimizer_variables):
             scale, own = self.loss_scale, self._variables
             grads = [
@@ -116,7 +129,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return trained, [scope.get_current_value(v) for v in own] + inner
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Updates the variables themselves, outside of jit."""
+        """Updates the variables in place, outside of jit.
+
+        Args:
+            grads: The scaled gradients, one for each trainable variable.
+            trainable_variables: The trainable variables; by default those of ``build``.
+        """
         trained = list(trainable_variables or self._trainable_variables)
         if not self.built:
             self.build(trained)
@@ -126,16 +144,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             v.assign(value)
 
     def finite(self, optimizer_variables: Any) -> jax.Array:
-        """Tells whether the step that made these variables of the optimizer was applied."""
+        """Returns whether the step that returned these optimizer variables was applied."""
         place = [v is self.consecutive_skips for v in self.variables].index(True)
         return optimizer_variables[place] == 0
 
     def get_config(self) -> dict[str, Any]:
-        """Returns what Keras saves: the name, the inner optimizer, and the first loss scale."""
+        """Returns the config that Keras saves: name, inner optimizer and initial loss scale."""
         first = jax.tree.unflatten(self._structure, self._first)
         if not isinstance(first, SCALES):
             raise ValueError(
-                f"loss_scale={brief(first)} cannot be saved by Keras: it is none of mpjax's."
+                f"loss_scale={brief(first)} cannot be saved by Keras, because its class is not one "
+                f"of mpjax's. Use one of {', '.join(scale.__name__ for scale in SCALES)}."
             )
         settings = {f.name: getattr(first, f.name) for f in dataclasses.fields(first)}
         settings = {name: np.asarray(value).item() for name, value in settings.items()}
@@ -145,7 +164,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Returns the optimizer that `get_config` describes."""
+        """Returns the optimizer for a config of ``get_config``."""
         inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects)
         name, settings = config["loss_scale"]
         kind = {scale.__name__: scale for scale in SCALES}[name]
@@ -154,7 +173,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return cls(inner, kind(**settings), config["name"])
 
     def _reading(self, optimizer_variables: Any) -> Any:
-        """Lets variables have the values of a step."""
+        """Returns a scope in which the optimizer's variables have the given values."""
         mapping = list(zip(self.variables, optimizer_variables, strict=True))
         return keras.StatelessScope(state_mapping=mapping)
 
@@ -164,25 +183,27 @@ def mixed_precision(
     policy: str | jmp.Policy = "mixed_bfloat16",
     loss_scale: LossScale | str | float | None = "auto",
 ) -> Any:
-    """Lets ``fit``, ``evaluate`` and ``predict`` of a Keras model run in mixed precision.
+    """Makes ``fit``, ``evaluate`` and ``predict`` of a Keras model run in mixed precision.
 
-    Each step runs under `autocast`, which plans the whole of it; variables stay float32. A step
-    whose gradients are not finite is skipped, and what the forward pass changed (statistics, seeds)
-    is as before.
+    Each step runs under `autocast`, which plans the whole step; variables stay float32. A step
+    whose gradients are not finite is skipped, and non-trained variables (statistics, seeds) keep
+    their values too.
 
     Args:
-        model: A compiled Keras model, on JAX, whose own dtype policy is float32.
-        policy: As for `autocast`: one that stores parameters in float32, such as "mixed_float16".
-        loss_scale: As for `build_train_step`.
+        model: A compiled Keras model on the JAX backend. The dtype policy of its layers must be
+            float32.
+        policy: A policy or its name that stores parameters in float32, such as "mixed_float16".
+        loss_scale: The loss scale, as for `build_train_step`.
 
     Returns:
-        The model, changed in place: its steps, and its optimizer, a `LossScaleOptimizer`. Keras
-        saves the optimizer with the model, not the steps: call this again on one that is loaded.
+        The model. Its steps are changed in place, and its optimizer is replaced by a
+        `LossScaleOptimizer`. Keras saves the optimizer with the model but not the steps, so call
+        this function again after loading a model.
 
     Raises:
-        TypeError: If ``model`` is no Keras model.
-        ValueError: If it is not compiled, has a dtype policy of its own, or does not run on JAX, or
-            an argument is not legal.
+        TypeError: If ``model`` is not a Keras model.
+        ValueError: If ``model`` is not compiled, has another dtype policy than float32, or does not
+            run on JAX, or if another argument is not legal.
 
     Example:
         >>> import mpjax.keras, keras, numpy as np
@@ -193,7 +214,7 @@ def mixed_precision(
         >>> float(model.optimizer.loss_scale.loss_scale)
         128.0
 
-    ``keras.config.set_dtype_policy("mixed_float16")``, which decides layer by layer, without it.
+    It replaces ``keras.config.set_dtype_policy("mixed_float16")``, which casts layer by layer.
     """
     policy = get_policy(policy)
     warn_if_unfit(policy, stacklevel=2)
@@ -201,7 +222,7 @@ def mixed_precision(
     scale = get_loss_scale(policy, loss_scale)
     if not isinstance(model.optimizer, LossScaleOptimizer):
         model.optimizer = LossScaleOptimizer(model.optimizer, scale)
-    # What Keras differentiates, evaluates and predicts by.
+    # The functions that Keras differentiates, and uses to evaluate and predict.
     model.compute_loss_and_updates = autocast(model.compute_loss_and_updates, policy)
     model.predict_step = autocast(model.predict_step, policy)
     train_step = model.train_step
@@ -215,7 +236,7 @@ def mixed_precision(
 
     compile_config = model.get_compile_config
 
-    def config():  # else Keras saves the optimizer that the model was compiled with
+    def config():  # otherwise Keras saves the optimizer that the model was compiled with
         return {
             **compile_config(),
             "optimizer": keras.saving.serialize_keras_object(model.optimizer),
@@ -229,36 +250,38 @@ def mixed_precision(
 def _check(model: Any, policy: Policy) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
-            f"model={brief(model)} must be a Keras model. For trees of parameters there is "
+            f"model={brief(model)} must be a Keras model. For a tree of parameters use "
             "mpjax.build_train_step."
         )
     if keras.config.backend() != "jax":
         raise ValueError(
-            f"Keras runs on {keras.config.backend()!r}: set KERAS_BACKEND=jax before its import."
+            f"Keras runs on {keras.config.backend()!r}, but mpjax needs JAX. Set the environment "
+            "variable KERAS_BACKEND=jax before keras is imported."
         )
     if not getattr(model, "compiled", False) or model.optimizer is None:
         raise ValueError(
-            "model is not compiled: model.compile(optimizer, loss) comes before "
+            "model is not compiled. Call model.compile(optimizer, loss) before "
             "mpjax.keras.mixed_precision(model, ...)."
         )
     if policy.param_dtype != FLOAT32:
         raise ValueError(
-            f"policy={str(policy)!r} stores parameters in {policy.param_dtype}, but Keras makes "
-            "its own variables. Use one that stores float32, such as 'mixed_float16'."
+            f"policy={str(policy)!r} stores parameters in {policy.param_dtype}, but the variables "
+            "of a Keras model stay float32. Use a policy that stores float32, such as "
+            "'mixed_float16'."
         )
     for layer in model._flatten_layers():
         own = layer.dtype_policy
         if own.compute_dtype != "float32" or own.variable_dtype != "float32":
             raise ValueError(
-                f"layer {layer.name!r} has the dtype policy {own.name!r}, and autocast is to "
-                "decide what runs in half, operation by operation: with both, what the layer hands "
-                "on is half before anything is decided. Use one of them. For autocast: "
-                "keras.config.set_dtype_policy('float32') before the model is made."
+                f"layer {layer.name!r} has the dtype policy {own.name!r}, which casts the whole "
+                "layer to half before autocast can choose a dtype for each operation. For "
+                "autocast, call keras.config.set_dtype_policy('float32') before the model is "
+                "built."
             )
     if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer) and not isinstance(
         model.optimizer, LossScaleOptimizer
     ):
         raise ValueError(
             "model.optimizer is Keras's LossScaleOptimizer, so the loss would be scaled twice. "
-            "Compile the model with the optimizer inside of it."
+            "Compile the model with its inner optimizer."
         )

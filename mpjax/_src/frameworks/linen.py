@@ -1,4 +1,4 @@
-"""Flax linen: its `TrainState`, with a loss scale, masters, and steps that are skipped."""
+"""Flax linen: its `TrainState`, with a loss scale, master weights and skipped steps."""
 
 import functools
 from collections.abc import Callable
@@ -26,16 +26,17 @@ R = TypeVar("R")
 
 
 class TrainState(train_state.TrainState):
-    """``flax.training.train_state.TrainState`` in mixed precision.
+    """``flax.training.train_state.TrainState`` for mixed precision.
 
-    Subclass it as you would that one, for batch statistics and other collections.
+    Subclass it like Flax's class to add batch statistics and other collections.
 
     Attributes:
-        tx: A `MixedPrecision`; its state holds the loss scale, the masters and the counters.
+        tx: The optimizer, a `MixedPrecision`. Its state holds the loss scale, the master weights
+            and the skip counters.
         policy: The `Policy` that `value_and_grad` runs functions under.
         loss_scale: The loss scale.
-        skipped_steps: How many steps were skipped in all, an int32 scalar.
-        consecutive_skips: How many were skipped in a row up to now, an int32 scalar.
+        skipped_steps: The total number of skipped steps, an int32 scalar.
+        consecutive_skips: The number of steps skipped in a row up to now, an int32 scalar.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax.linen, optax
@@ -55,7 +56,7 @@ class TrainState(train_state.TrainState):
         >>> int(state.step), float(state.loss_scale.loss_scale)
         (1, 65536.0)
 
-    ``flax.training.dynamic_scale`` without its three more lines in every loop.
+    It replaces ``flax.training.dynamic_scale``, which takes three more lines in every loop.
     """
 
     @property
@@ -85,22 +86,23 @@ class TrainState(train_state.TrainState):
         loss_scale: LossScale | str | float | None = "auto",
         **kwargs: Any,
     ) -> "TrainState":
-        """Returns the state before the first step.
+        """Returns the initial state.
 
         Args:
-            apply_fn: As for Flax's.
-            params: As for Flax's; what the policy stores in half is cast.
-            tx: Any optax optimizer. It works in float32, on float32 masters of half parameters.
-            policy: As for `build_train_step`.
-            loss_scale: As for `build_train_step`.
+            apply_fn: The model's ``apply``, as for Flax's class.
+            params: The parameters, as for Flax's class. They are cast to the dtypes that the policy
+                stores.
+            tx: Any optax optimizer. It works in float32, on the master weights of half parameters.
+            policy: A policy or its name, as for `build_train_step`.
+            loss_scale: The loss scale, as for `build_train_step`.
             **kwargs: The fields of a subclass.
 
         Returns:
-            The state; its ``tx`` is the optimizer in mixed precision.
+            The state. Its ``tx`` is ``mixed_precision(tx, policy, loss_scale)``.
 
         Raises:
-            TypeError: If ``tx`` is no optimizer.
-            ValueError: If an argument is not legal.
+            TypeError: If ``tx`` is not an optax optimizer.
+            ValueError: If another argument is not legal.
         """
         known_to_flax(*SCALES)
         policy = get_policy(policy)
@@ -121,18 +123,19 @@ class TrainState(train_state.TrainState):
         """Returns ``jax.value_and_grad(loss_fn)`` under the policy and the loss scale.
 
         Args:
-            loss_fn: A function of parameters, and of more if you like, whose result is a real
+            loss_fn: A function whose first argument is the parameters, and which returns a real
                 scalar loss, or ``(loss, aux)``.
-            has_aux: Whether it returns ``(loss, aux)``.
+            has_aux: Whether ``loss_fn`` returns ``(loss, aux)``.
 
         Returns:
-            A function that returns ``(value, grads)``: ``value`` as ``loss_fn`` returned it,
-            gradients unscaled and in float32. What Flax overwrites with its gradient (the scales
-            of float8) is the new value as it is.
+            A function of the same arguments that returns ``(value, grads)``: ``value`` as
+            ``loss_fn`` returned it, and the unscaled gradients of the parameters in float32.
+            Variables that Flax overwrites with their gradient (the scales of float8) are not
+            unscaled: their gradient is their new value.
 
         Raises:
-            TypeError: If ``loss_fn`` is no function; while tracing, if it returns something other
-                than a real scalar loss.
+            TypeError: If ``loss_fn`` is not a function; while tracing, if it does not return a real
+                scalar loss.
         """
         check_callable(loss_fn, "loss_fn")
         run = with_float32_loss(loss_fn, self.policy)
@@ -149,17 +152,23 @@ class TrainState(train_state.TrainState):
         return wrapped
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
-        """Returns the state after a step; where something is not finite, all stays as it was.
+        """Returns the state after a step. The step is skipped if anything is not finite.
+
+        A skipped step changes only the loss scale and the skip counters.
 
         Args:
-            grads: From `value_and_grad`, averaged over replicas or clipped as you like.
-            **kwargs: New values of fields (batch statistics), which are judged and skipped too.
+            grads: Gradients from `value_and_grad`. You may average them over replicas or clip them.
+            **kwargs: New values of other fields, such as batch statistics. They must be finite too,
+                and keep their old values if the step is skipped.
 
         Returns:
             The new state. A skipped step counts in ``skipped_steps``, not in ``step``.
+
+        Raises:
+            ValueError: If the state belongs to another optimizer.
         """
         old = {name: getattr(self, name) for name in kwargs}
-        leaves = jax.tree.leaves(kwargs)  # in the containers that the state has: a dict may come
+        leaves = jax.tree.leaves(kwargs)  # put into the state's containers: these may be dicts
         new = cast_like(jax.tree.unflatten(jax.tree.structure(old), leaves), old)
         (trained, written), (params, _) = _split(grads), _split(self.params)
         finite = stays_finite(new, old)
@@ -171,7 +180,7 @@ class TrainState(train_state.TrainState):
 
 
 def _split(params: Any) -> tuple[Any, Any]:
-    """Returns the trained part of parameters, and what Flax overwrites with its gradient."""
+    """Returns the trained parameters, and the variables that Flax overwrites with gradients."""
     if isinstance(params, jax.Array) or OVERWRITE_WITH_GRADIENT not in params:
         return params, None
     return params["params"], params[OVERWRITE_WITH_GRADIENT]

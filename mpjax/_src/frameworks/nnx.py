@@ -1,4 +1,4 @@
-"""Flax NNX: an optimizer that holds the loss scale and the masters, and gradients by its policy."""
+"""Flax NNX: an optimizer with loss scale and master weights, and gradients under its policy."""
 
 import functools
 import operator
@@ -28,22 +28,24 @@ GOOD = {"loss": True, "state": True}
 
 
 class Optimizer(nnx.Optimizer):
-    """`nnx.Optimizer` for mixed precision: masters, a loss scale, and steps that are skipped.
+    """``nnx.Optimizer`` for mixed precision: with master weights, loss scale and skipped steps.
 
     Args:
-        model: An NNX module. What the policy stores in half is cast in place.
-        tx: Any optax optimizer. It works in float32, on float32 masters of half parameters.
-        policy: As for `build_train_step`.
-        wrt: Which variables are trained, as for ``nnx.Optimizer``.
-        loss_scale: As for `build_train_step`.
+        model: An NNX module. Its trained variables are cast in place to the dtypes that the policy
+            stores.
+        tx: Any optax optimizer. It works in float32, on the master weights of half parameters.
+        policy: A policy or its name, as for `build_train_step`.
+        wrt: A filter of the variables to train, as for ``nnx.Optimizer``.
+        loss_scale: The loss scale, as for `build_train_step`.
 
     Attributes:
         policy: The `Policy` that `value_and_grad` runs functions under.
         loss_scale: The loss scale.
 
     Raises:
-        TypeError: If ``model`` is no module, or ``tx`` no optimizer.
-        ValueError: If an argument is not legal.
+        TypeError: If ``model`` is not an NNX module, or ``tx`` is not an optax optimizer.
+        ValueError: If another argument is not legal, or ``model`` has no variables that ``wrt``
+            selects.
 
     Example:
         >>> import jax.numpy as jnp, mpjax.nnx, optax
@@ -60,7 +62,7 @@ class Optimizer(nnx.Optimizer):
         >>> int(optimizer.step[...]), float(optimizer.metrics()["loss_scale"])
         (1, 65536.0)
 
-    The step of `build_train_step`, in the form of Flax NNX.
+    A step does the same as that of `build_train_step`, with the interface of Flax NNX.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Optimizer(nnx.Optimizer):
     ):
         if not has_modules(model):
             raise TypeError(
-                f"model={brief(model)} must be an NNX module. For trees of parameters there is "
+                f"model={brief(model)} must be an NNX module. For a tree of parameters use "
                 "mpjax.build_train_step."
             )
         policy = get_policy(policy)
@@ -82,10 +84,13 @@ class Optimizer(nnx.Optimizer):
         optimizer = in_mixed_precision(tx, policy, loss_scale, "tx")
         params = nnx.as_pure(nnx.state(model, wrt))
         if not jax.tree.leaves(params):
-            raise ValueError(f"wrt={wrt!r}: model has no such variables, so nothing is trained.")
+            raise ValueError(
+                f"wrt={wrt!r} selects no variables of model, so nothing would be trained. It is "
+                "usually nnx.Param."
+            )
         nnx.update(model, policy.cast_to_param(params))
         super().__init__(model, optimizer, wrt=wrt)
-        # What value_and_grad found since the last update.
+        # Whether the losses and states in value_and_grad were finite since the last update.
         self.forward = nnx.OptState(jax.tree.map(jnp.asarray, GOOD))
 
     @property
@@ -97,15 +102,18 @@ class Optimizer(nnx.Optimizer):
         return nnx.as_pure(self.opt_state.loss_scale)
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
-        """Updates the model; where something is not finite, all stays as it was.
+        """Updates the model in place. The update is skipped if anything is not finite.
 
         Args:
-            model: The module that the optimizer was made with.
-            grads: From `value_and_grad`, averaged over replicas or clipped as you like.
-            **kwargs: For the optimizer.
+            model: The module that the optimizer was created with.
+            grads: Gradients from `value_and_grad`. You may average them over replicas or clip them.
+            **kwargs: Extra arguments of the optax optimizer's ``update``.
 
         Returns:
-            What was added to the parameters, in float32: zeros if the step was skipped.
+            The difference of new and old parameters, in float32: zeros if the step was skipped.
+
+        Raises:
+            ValueError: If the model does not belong to this optimizer.
         """
         params, grads = (nnx.as_pure(nnx.state(x, self.wrt)) for x in (model, grads))
         good, before = self.forward.get_value(), nnx.as_pure(self.opt_state)
@@ -121,7 +129,7 @@ class Optimizer(nnx.Optimizer):
         return jax.tree.map(jnp.subtract, widen(new), widen(params))
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Returns what the last update found, under the names of `build_train_step`'s metrics."""
+        """Returns the metrics of the last update, named as those of `build_train_step`."""
         return nnx.as_pure(self.opt_state).metrics()
 
 
@@ -132,26 +140,27 @@ def value_and_grad(
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
 ) -> Callable[P, tuple[R, Any]]:
-    """`nnx.value_and_grad` under an optimizer's policy and loss scale.
+    """Returns ``nnx.value_and_grad(f)`` under an optimizer's policy and loss scale.
 
-    The function runs under autocast; its loss is scaled, the gradients are not. What it changes of
-    modules (statistics, counts of random keys, caches) is kept; where the loss, a gradient or a
-    new state is not finite it is as before the call, and the optimizer's next update is skipped.
+    The function runs under autocast. Its loss is scaled for the backward pass, and the returned
+    gradients are unscaled. Changes that it makes to modules (statistics, counts of random keys,
+    caches) are kept if the loss, the gradients and the changed state are finite. Otherwise they are
+    undone, and the optimizer's next update is skipped.
 
     Args:
-        f: A function of modules whose result is a real scalar loss, or ``(loss, aux)``.
+        f: A function of modules that returns a real scalar loss, or ``(loss, aux)``.
         optimizer: The `Optimizer` of the model.
-        argnums: As for ``nnx.value_and_grad``; a plain number stands for the variables that the
-            optimizer trains.
+        argnums: The arguments to differentiate, as for ``nnx.value_and_grad``. A plain number
+            selects the variables that the optimizer trains.
         has_aux: Whether ``f`` returns ``(loss, aux)``.
 
     Returns:
         A function of the same arguments that returns ``(value, grads)``: ``value`` as ``f``
-        returned it, gradients in float32.
+        returned it, and the unscaled gradients in float32.
 
     Raises:
-        TypeError: If ``f`` is no function or ``optimizer`` no `Optimizer`; while tracing, if ``f``
-            returns something other than a real scalar loss.
+        TypeError: If ``f`` is not a function or ``optimizer`` is not an `Optimizer`; while tracing,
+            if ``f`` does not return a real scalar loss.
 
     Example:
         >>> import jax.numpy as jnp, mpjax.nnx, optax
@@ -163,7 +172,7 @@ def value_and_grad(
         >>> grads["bias"][...].tolist()
         [1.0]
 
-    torch.amp's ``autocast`` and ``GradScaler`` in one.
+    It does the work of torch.amp's ``autocast`` and ``GradScaler``.
     """
     check_callable(f, "f")
     if not isinstance(optimizer, Optimizer):
@@ -191,7 +200,7 @@ def value_and_grad(
         )
         (_, (loss, aux)), grads = gradient(*args, **kwargs)
         grads = scale.unscale(widen(grads))
-        # Not the variables of before: a function may have put others in their places.
+        # Looked up again, because the function may have replaced variables by others.
         state = [(v, old[path]) for path, v in _variables((args, kwargs)) if path in old]
         new, before = [v.get_value() for v, _ in state], [value for _, value in state]
         found = {"loss": jnp.isfinite(loss), "state": stays_finite(new, before)}

@@ -1,10 +1,10 @@
-"""Where two programs that should agree part: training and rollout, a port, two versions.
+"""Finds where two programs that should agree diverge: training and rollout, a port, two versions.
 
-Both run one operation after the other, each with its shadow in float32. Where the shadows agree,
-rounding parts the two: lines of code are given float32 results in turn, and what a line is to blame
-for is what the difference loses by that. Where they do not, the formulas differ: values are known
-again by their entries (`likeness`), and the programs part at the first values without a likeness
-whose operands all have one.
+Both programs run one operation at a time, each with a shadow run in float32. If the shadows agree,
+the difference is rounding. Then one line of code after another is given float32 results, and the
+line whose float32 results reduce the difference most is the cause. If the shadows differ, so do the
+formulas. Then equal values of the two programs are matched by their entries (`likeness`), and the
+programs diverge at the first values without a match whose operands all have one.
 """
 
 import dataclasses
@@ -28,33 +28,33 @@ from mpjax._src.instruments.shadows import Comparer, CompareRow, Shadowed, is_fl
 from mpjax._src.patterns import path_of
 from mpjax._src.reports import Report, table, where, wrapped
 
-# What results mean, and what is said of them.
+# The meanings that results can have.
 MEANINGS = ("log_probs", "logits", "values")
 
-# Lines that are tried; those that add the most error come first.
+# How many lines are tried, beginning with those that add the most error.
 TRIED = 12
 
-# Rounding in float32: this many times what moving the arguments by a last bit does to the results;
-# a larger difference than the second number is never that.
+# A difference is float32 rounding if it is at most NOISE times the change of the results when the
+# last bits of the arguments change, and below NEVER.
 NOISE, NEVER = 16.0, 1e-3
 
-# Above this share of the difference, what float32 leaves of it is no rounding.
+# If float32 leaves more than this share of the difference, the formulas differ.
 LEFT = 0.5
 
-# Rows that are printed.
+# How many rows are printed.
 SHOWN = 6
 
-# A longer name of a function is not the title of a column.
+# Longer names of functions are not used as titles of columns.
 LONGEST = 16
 
 # How many lines of each program are named where formulas differ.
 ROOTS = 3
 
-# What float32 runs of one formula may differ by, relative to the usual size of entries: the largest
-# at which the results are not the same.
+# Tolerances for matching values of float32 runs, relative to the root mean square of the entries:
+# the largest one at which the results do not match is used.
 TOLERANCES = (2e-5, 4e-6, 8e-7, 1.6e-7)
 
-# A line that takes less of the difference than this is not its cause.
+# A line that reduces the difference by less than this share is not its cause.
 CAUSE = 0.25
 
 HALF = tuple(short_name(dtype) for dtype in HALVES)
@@ -62,17 +62,17 @@ HALF = tuple(short_name(dtype) for dtype in HALVES)
 
 @dataclasses.dataclass(frozen=True)
 class Parting:
-    """An operation at which two programs part.
+    """An operation at which two programs diverge.
 
     Attributes:
         source: "file:line" of the user's code.
-        library: "file:line" of the library that it calls there, or "".
-        primitive: The operation of that line that adds the most error, or differs.
+        library: "file:line" of the library code that this line calls, or "".
+        primitive: The operation of the line that adds the most error, or that differs.
         scope: The named scopes around it, joined with "/".
-        dtypes: Its operands' and its result's, in the first program and the second, such as
-            ("f32->f32", "bf16->bf16"); "" in a program that has no such line.
-        left: What the difference comes to, as a share of what it is, where the results of this line
-            are kept in float32; None where the formulas differ.
+        dtypes: The dtypes of its operands and result, in the first and the second program, such as
+            ("f32->f32", "bf16->bf16"); "" for a program without this line.
+        left: The share of the difference that remains if the results of this line are float32; None
+            if the formulas differ.
     """
 
     source: str
@@ -85,25 +85,26 @@ class Parting:
 
 @dataclasses.dataclass(frozen=True)
 class Agreement(Report):
-    """Where two programs part. ``print`` it, or read `partings`.
+    """A report on where two programs diverge. ``print`` it, or read ``partings``.
 
     Attributes:
-        names: Of the two programs.
-        meaning: What the results are: "log_probs", "logits" or "values".
-        difference: The mean magnitude of the difference of the results: of the log-ratio of a token
-            where they are log-probabilities; else relative to the results' size.
-        worst: The largest magnitude of it.
-        worst_at: The index of that in the results.
-        kl: The mean over tokens of the KL divergence of the first program from the second, in nats:
-            exact for logits; of log-probabilities of tokens that the second program sampled, the
+        names: The names of the two programs.
+        meaning: The meaning of the results: "log_probs", "logits" or "values".
+        difference: The mean magnitude of the difference of the results: for log-probabilities and
+            logits the log-ratio of a token, for values relative to their root mean square.
+        worst: The largest magnitude of the difference.
+        worst_at: The index of the largest difference in the results.
+        kl: The mean over tokens of the KL divergence of the first program from the second, in nats.
+            Exact for logits. For log-probabilities of tokens that the second program sampled, the
             estimate ``exp(r) - 1 - r`` of the log-ratio r (Schulman, 2020). None for values.
-        in_float32: What ``difference`` is where both programs compute in float32.
-        agrees: Whether the difference is float32's own rounding.
-        by_formula: Whether they part in float32 too.
-        partings: The cause first. Of rounding: lines by what is left without theirs. Of formulas:
-            the first operations without a likeness, of both programs.
-        differences: The first program's results less the second's, float64, of their shape: the
-            log-ratio of each token, where they are log-probabilities.
+        in_float32: The value of ``difference`` if both programs compute in float32.
+        agrees: Whether the difference is no larger than float32 rounding.
+        by_formula: Whether the programs differ in float32 too.
+        partings: The operations where they diverge, the cause first. If the cause is rounding, the
+            lines sorted by the difference that remains if they return float32. If the formulas
+            differ, the first operations of each program whose results the other does not have.
+        differences: The results of the first program minus those of the second, a float64 array of
+            their shape: for log-probabilities the log-ratio of each token.
     """
 
     names: tuple[str, str]
@@ -123,11 +124,11 @@ class Agreement(Report):
         return dataclasses.asdict(self) | {"differences": self.differences.tolist()}
 
     def titles(self) -> tuple[str, ...]:
-        """Returns the titles of the columns of `cells`."""
+        """Returns the titles of the columns of ``cells``."""
         return "left", "operation", *self.names, "where"
 
     def cells(self) -> list[tuple[str, ...]]:
-        """Returns the partings as text: what is left, the operation, its dtypes in both, where."""
+        """Returns the partings as text: remaining share, operation, dtypes in both, place."""
         return [
             (
                 "" if p.left is None else f"{p.left:.0%}",
@@ -153,21 +154,21 @@ class Agreement(Report):
 
     def _verdict(self) -> str:
         if self.agrees:
-            return "They agree, up to float32's own rounding."
+            return "They agree up to float32 rounding."
         if self.by_formula:
-            where = " It begins here:" if self.partings else ""
-            return f"They compute different things; rounding is not what parts them.{where}"
+            where = " They diverge here:" if self.partings else ""
+            return f"They compute different things; rounding is not the cause.{where}"
         best = self.partings[0].left if self.partings else None
         if best is None:
-            return "Rounding parts them, in operations that have no line or no float32 form."
-        cause = "Many lines part them, by rounding" if best > 1 - CAUSE else "Rounding parts them"
-        return f"{cause}. What is left of it where a line gives float32:"
+            return "Rounding is the cause, in operations without a source line or a float32 form."
+        cause = "Rounding in many lines is" if best > 1 - CAUSE else "Rounding is"
+        return f"{cause} the cause. Share of the difference left if a line returns float32:"
 
 
 def agreement(
     functions: tuple[Callable[..., Any], Callable[..., Any]], meaning: str, args: Any, kwargs: Any
 ) -> Agreement:
-    """Compares two functions, as `compare` does."""
+    """Compares two functions for `compare`."""
     runs = [_Run(fun, args, kwargs) for fun in functions]
     names = _names(functions)
     first, second = (run.results() for run in runs)
@@ -188,7 +189,7 @@ def agreement(
     )
 
 
-# ---- what the results differ by -----------------------------------------------------------------
+# ---- the difference of the results --------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,13 +202,13 @@ class _Difference:
 
 
 def _parting_of(meaning: str, first: Any, second: Any) -> _Difference:
-    """Returns what results differ by, in float64."""
+    """Returns the difference of two results, in float64."""
     a, b = (np.asarray(x, np.float64) for x in (first, second))
     kl = None
     if meaning == "logits":
         a, b = (x - _log_sum(x) for x in (a, b))
         kl = float(np.mean(np.sum(np.exp(b) * np.where(a == b, 0, b - a), -1)))
-    ratio = np.where(a == b, 0, a - b)  # of infinities too
+    ratio = np.where(a == b, 0, a - b)  # 0 for equal infinities too
     sizes = np.abs(ratio)
     if meaning == "log_probs":
         kl = float(np.mean(np.expm1(ratio) - ratio))
@@ -215,7 +216,7 @@ def _parting_of(meaning: str, first: Any, second: Any) -> _Difference:
         finite = b[np.isfinite(b)]
         sizes = sizes / (np.sqrt(np.mean(finite**2)) if np.any(finite) else 1.0)
     at = np.unravel_index(np.argmax(np.nan_to_num(sizes, nan=np.inf)), sizes.shape)
-    weights = np.exp(b) if meaning == "logits" else None  # unlikely tokens are not met
+    weights = np.exp(b) if meaning == "logits" else None  # unlikely tokens count less
     mean = float(np.average(np.where(weights == 0, 0, sizes), weights=weights))
     return _Difference(mean, float(sizes[at]), tuple(map(int, at)), kl, ratio)
 
@@ -226,18 +227,19 @@ def _log_sum(x: np.ndarray) -> np.ndarray:
 
 
 def _checked(meaning: str, names: tuple[str, str], first: Shadowed, second: Shadowed) -> str:
-    """Returns what results mean; raises where they cannot be compared."""
+    """Returns the meaning of the results. Raises if they cannot be compared."""
     shapes = [np.shape(x.array) for x in (first, second)]
     if shapes[0] != shapes[1]:
         raise ValueError(
-            f"compare: {names[0]} returned the shape {shapes[0]}, and {names[1]} {shapes[1]}. Both "
-            "have to return the same: for the same tokens, in the same order."
+            f"compare: {names[0]} returned the shape {shapes[0]}, but {names[1]} the shape "
+            f"{shapes[1]}. Both must return arrays of the same shape, for the same tokens in the "
+            "same order."
         )
     if meaning != "auto":
         return meaning
     arrays = [np.asarray(x.shadow, np.float64) for x in (first, second)]
     if all(x.ndim > 1 and x.shape[-1] > 1 and np.all(np.abs(_log_sum(x)) < 1e-3) for x in arrays):
-        return "logits"  # log-probabilities of all tokens are logits, too
+        return "logits"  # log-probabilities of all tokens are logits too
     return "log_probs" if all(np.all(x <= 0) for x in arrays) else "values"
 
 
@@ -256,7 +258,7 @@ def _names(functions: Sequence[Callable[..., Any]]) -> tuple[str, str]:
 
 
 class _Run:
-    """A function as a program that was run once, beside float32."""
+    """A function as a program that was run once, with its float32 shadow."""
 
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any):
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
@@ -283,24 +285,24 @@ class _Run:
 
     @property
     def which(self) -> int:
-        """The index of the one result that is compared."""
+        """The index of the result that is compared."""
         floats = [i for i, out in enumerate(self.outs) if is_float(out.value.array)]
         if len(floats) != 1:
             arrays = [f"{aval.dtype}{list(aval.shape)}" for aval in self.jaxpr.out_avals]
             found = ", ".join(map(": ".join, zip(self.paths, arrays, strict=True))) or "nothing"
             raise ValueError(
-                f"compare: {brief(self.fun)} has to return one floating array, such as the "
-                f"log-probabilities of tokens, and returned {found}. Wrap it in a function that "
-                "returns what should agree."
+                f"compare: {brief(self.fun)} must return one floating array, such as the "
+                f"log-probabilities of tokens, but returned {found}. Wrap it in a function that "
+                "returns only the array to compare."
             )
         return floats[0]
 
     def results(self) -> Shadowed:
-        """Returns the result that is compared, beside float32."""
+        """Returns the result that is compared, with its float32 shadow."""
         return self.outs[self.which].value
 
     def noise(self, meaning: str) -> float:
-        """Returns what the float32 result differs by where the arguments move by a last bit."""
+        """Returns the change of the float32 result when the arguments change in the last bit."""
         given = moved([widen(x) for x in self.arrays])
         try:
             again = interpret(self.jaxpr, list(given), Wide())[self.which]
@@ -309,14 +311,14 @@ class _Run:
         return _parting_of(meaning, again, self.results().shadow).mean
 
     def without(self, line: tuple[str, str]) -> Any:
-        """Returns the result with those of a line in float32."""
+        """Returns the result of the program if the results of one line are float32."""
         heals = lambda eqn, place: place.lines(eqn) == line  # noqa: E731
         return run_healed(self.jaxpr, self.arrays, heals)[self.which]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Seen:
-    """A value beside float32, and the numbers of the `_Step` that it comes from."""
+    """A value with its float32 shadow, and the numbers of the `_Step`s that made it."""
 
     value: Shadowed
     makers: frozenset[int] = frozenset()
@@ -324,7 +326,7 @@ class _Seen:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """An operation that gave a float, in one turn of the loops around it."""
+    """An operation with a floating result, in one iteration of the loops around it."""
 
     eqn: Any
     place: Place
@@ -333,12 +335,12 @@ class _Step:
 
     @functools.cached_property
     def pool(self) -> Pool:
-        """Its entries, which are looked for at every tolerance."""
+        """The entries of the result, for matching."""
         return pool_of([self.shadow])
 
 
 class _Watcher:
-    """A `Comparer` that keeps what each operation gave in float32, and what it was given."""
+    """A `Comparer` that records the float32 result of each operation and its predecessors."""
 
     def __init__(self) -> None:
         self.comparer = Comparer(lambda eqn, place: place.lines(eqn))
@@ -373,11 +375,11 @@ class _Watcher:
 
 
 def _of_rounding(runs: Sequence[_Run], meaning: str, difference: float) -> list[Parting]:
-    """Returns lines by what is left of the difference where their results are float32."""
+    """Returns lines, sorted by the difference that remains if their results are float32."""
     lines: dict[tuple[str, str], tuple[list[CompareRow], list[CompareRow]]] = {}
     for i, run in enumerate(runs):
         for row in run.watcher.comparer.rows.values():
-            if row.source and row.new and row.dtypes.endswith(HALF):  # else it rounds nothing
+            if row.source and row.new and row.dtypes.endswith(HALF):  # only these round to half
                 lines.setdefault((row.source, row.library), ([], []))[i].append(row)
     added = {line: sum(row.blame for rows in both for row in rows) for line, both in lines.items()}
     own = [run.results().array for run in runs]
@@ -396,7 +398,7 @@ def _of_rounding(runs: Sequence[_Run], meaning: str, difference: float) -> list[
 
 
 def _of_formulas(first: _Run, second: _Run) -> list[Parting]:
-    """Returns the first lines of each program that give what the other never has."""
+    """Returns the first lines of each program whose results the other program does not have."""
     pools = [_pools(run) for run in (first, second)]
     for tolerance in TOLERANCES:
         sides = zip((first, second), reversed(pools), strict=True)
@@ -407,7 +409,7 @@ def _of_formulas(first: _Run, second: _Run) -> list[Parting]:
 
 
 def _roots(run: _Run, lost: set[int], side: int) -> Iterator[Parting]:
-    """Yields the first lines of steps without a likeness whose operands have one."""
+    """Yields the lines of the unmatched steps whose operands are all matched."""
     roots: dict[tuple[str, str], _Step] = {}
     for step in (run.watcher.steps[number] for number in sorted(lost)):
         if not step.given & lost:
@@ -421,7 +423,7 @@ def _roots(run: _Run, lost: set[int], side: int) -> Iterator[Parting]:
 
 
 def _pools(run: _Run) -> list[Pool]:
-    """Returns the values of a program: arguments, each turn of loops, and all turns together."""
+    """Returns the values of a program: arguments, loop iterations, and all iterations joined."""
     turns: dict[Any, list[np.ndarray]] = {}
     for step in run.watcher.steps:
         key = id(step.eqn), step.place.scopes, len(step.place.loops), step.shadow.shape
@@ -432,7 +434,7 @@ def _pools(run: _Run) -> list[Pool]:
 
 
 def _unmatched(run: _Run, others: Sequence[Pool], tolerance: float) -> set[int]:
-    """Returns the steps without a likeness from which such ones alone lead to the result."""
+    """Returns the unmatched steps that reach the result through unmatched steps only."""
     lost: set[int] = set()
     ahead, seen = [*run.outs[run.which].makers], set[int]()
     while ahead:

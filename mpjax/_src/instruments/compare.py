@@ -1,8 +1,8 @@
-"""`compare`: what each operation adds to the error of a program, against float32.
+"""`compare`: the error that each operation adds to a program, relative to float32.
 
-Every value of the program under the policy has a shadow: what the same operations give in float32.
-An operation's own error is what it differs by from float32 on the very same operands; the rest of
-its error it inherits.
+Every value of the program under the policy has a shadow: the result of the same operations in
+float32. An operation's own error is its difference from float32 on the same operands; the rest of
+its error is inherited from its operands.
 """
 
 import dataclasses
@@ -39,28 +39,28 @@ from mpjax._src.policy import get_policy
 from mpjax._src.reports import Report, short, table, where, wrapped
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
-# Of the table.
+# The columns of the table, and those that hold words.
 COLUMNS = ("added", "error", "inherited", "underflow", "operation", "dtypes", "where")
 WORDS = COLUMNS[4:]
 
-# Of a result that is rounding error in float32 too.
-ZERO = "zero but for rounding: judged by the terms that cancel"
+# The note on a result that is only rounding error in float32 too.
+ZERO = "only rounding error in float32; relative to the terms that cancel"
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison(Report):
-    """A program under a policy beside float32. ``print`` it, or read `rows`.
+    """A report on the errors of a program under a policy. ``print`` it, or read ``rows``.
 
     Attributes:
-        rows: One `CompareRow` per operation that rounds or inherits, worst first: by what it is to
-            blame for, and in the order of the program where that is equal.
-        results: The error of each result of the program, by name: relative to its size, or if
-            float32 gives rounding error alone, to that of its terms.
-        loss_scale: That the gradients were scaled by, in both runs.
-        diverged: Where the float32 run would have taken another branch, or left a loop elsewhere:
-            it was made to follow.
-        order: For each row, its position in the program.
-        noise: The results that are rounding error alone in float32, such as the gradient of a bias
+        rows: One `CompareRow` per operation that adds or inherits an error, the worst first. Rows
+            of equal error are in the order of the program.
+        results: The relative error of each result of the program, by name. If a result is only
+            rounding error in float32, its error is relative to the terms that cancel.
+        loss_scale: The scale that the loss was multiplied by, in both runs.
+        diverged: The places where the float32 run would have taken another branch, or left a loop
+            after another number of iterations. It was made to follow the run under the policy.
+        order: The position in the program of each row.
+        noise: The results that are only rounding error in float32, such as the gradient of a bias
             before BatchNorm, which is zero in exact arithmetic.
     """
 
@@ -85,15 +85,15 @@ class Comparison(Report):
         return sorted(self.results.items(), key=lambda item: -capped(item[1]))
 
     def cells(self, count: int | None = 12) -> list[tuple[str, ...]]:
-        """Returns the worst rows as text, in the columns `COLUMNS`."""
+        """Returns the worst rows as text, one cell per column of the table."""
         return [_cells(row) for row in self.rows[:count]]
 
     def table(self, count: int | None = 12) -> str:
-        """Returns the worst rows as one text."""
+        """Returns the worst rows as a table of text."""
         return "\n".join(table(COLUMNS, self.cells(count), WORDS))
 
     def named(self, count: int | None = 5) -> list[tuple[str, str]]:
-        """Returns the worst results as text: the error, and whose it is."""
+        """Returns the worst results as text: the error, and the name of the result."""
         return [
             (percent(error), f"{name} ({ZERO})" if name in self.noise else name)
             for name, error in self.worst_results()[:count]
@@ -101,7 +101,7 @@ class Comparison(Report):
 
     def __str__(self) -> str:
         scaled = "" if self.loss_scale == 1 else f" (loss scale {self.loss_scale:g})"
-        lines = [f"error of the results, against float32{scaled}:"]
+        lines = [f"error of the results, relative to float32{scaled}:"]
         lines += [f"{error:>8}  {name}" for error, name in self.named()]
         if len(self.results) > 5:
             lines.append(f"{'':>8}  and {len(self.results) - 5} more")
@@ -111,7 +111,7 @@ class Comparison(Report):
                 *(f"  {d}" for d in self.diverged),
             ]
         lines += [
-            f"no float32 form, compared from its result on: {row.primitive}  {short(row.source)}"
+            f"no float32 form, so its own error is unknown: {row.primitive}  {short(row.source)}"
             for row in self.rows
             if not row.compared
         ]
@@ -143,39 +143,41 @@ def compare(
 ) -> Any:
     """Compares a function under a policy with float32, or with another function.
 
-    With a policy, the program that trains runs once, one operation after the other; each is also
-    run in float32 on the same operands, and on those of a float32 run that goes along. Values are
-    freed after their last use. Where half decides otherwise than float32 would (a branch, the end
-    of a loop), the float32 run follows, and the comparison says so.
+    Given a policy, the program that trains (the loss and its gradient) runs once under it, one
+    operation at a time. Each operation also runs in float32, on the same operands and on those of a
+    parallel float32 run. Values are freed after their last use. If the half run takes another
+    branch or leaves a loop at another iteration than float32 would, the float32 run follows it, and
+    the report says so.
 
-    With a function, the two are programs that should agree: training and rollout, a model and its
-    port, two versions of one. Both run as they are, each with a float32 run beside it. If only
-    rounding parts them, lines of code are given float32 results in turn: the cause is the line
-    without whose rounding the difference is least. If they differ in float32 too, the report names
-    the first operations whose results the other program never has. Every value is kept: a small
-    batch will do.
+    Given a function, the two functions should agree: training and rollout, a model and its port,
+    two versions of a model. Both run as they are, each with a parallel float32 run. If only
+    rounding makes them differ, one line of code after another is given float32 results; the cause
+    is the line that leaves the least difference. If they differ in float32 too, the report names
+    the first operations whose results the other program does not have. All values are kept in
+    memory, so use a small batch.
 
     Args:
-        fun: A function, as for `autocast`. If it returns a scalar loss, its gradient is followed.
-        policy: A policy or its name; or a function of the same arguments as ``fun``. Of two
-            functions, each returns one floating array, of the same shape.
-        argnums: Of which arguments gradients are taken; None for the forward pass alone.
+        fun: A function, as for `autocast`. If it returns a scalar loss, its gradient is compared
+            too.
+        policy: A policy or its name; or a function of the same arguments as ``fun``. Two functions
+            must each return one floating array, of the same shape.
+        argnums: The arguments to differentiate; None for the forward pass only.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
-        loss_scale: What the loss is multiplied by before the backward pass, as for
-            `build_train_step`. "auto" gives float16 the scale that a dynamic one comes to: the
-            initial one, or a lower one at which the gradients are finite.
-        results: What two functions return: "log_probs" of the tokens at hand, "logits" of all
-            tokens along the last axis, or "values" of any meaning. "auto": "logits" where they are
-            normalized, "log_probs" where none is positive, else "values".
+        loss_scale: The loss scale, as for `build_train_step`. With "auto", float16 uses the scale
+            that a dynamic loss scale would reach: its initial one, or the next lower one at which
+            the gradients are finite.
+        results: The meaning of the results of two functions: "log_probs" of given tokens, "logits"
+            of all tokens along the last axis, or "values" of any other meaning. "auto" means
+            "logits" if they are normalized, "log_probs" if none is positive, and else "values".
 
     Returns:
-        A function of the same arguments, which must be concrete arrays. It returns a `Comparison`;
-        of two functions an `Agreement`.
+        A function of the same arguments, which must be concrete arrays. It returns a `Comparison`,
+        or for two functions an `Agreement`.
 
     Raises:
         TypeError: If ``fun`` is not a function, an array is abstract or being traced, or an option
-            is not for what is compared.
-        ValueError: If there are no arrays, or nothing to differentiate by; if two functions return
+            does not apply to the kind of comparison.
+        ValueError: If there are no arrays, or nothing to differentiate; if two functions return
             different shapes, or more than one floating array.
 
     Example:
@@ -195,9 +197,9 @@ def compare(
         >>> report.by_formula, report.partings[0].left < 0.5
         (False, True)
 
-    Shadow values are those of NSan (Courbet, 2021); Paddle's compare_accuracy compares two dumps.
-    That training and rollout part by rounding: Qi et al., 2025, "Defeating the Training-Inference
-    Mismatch via FP16".
+    Shadow values come from NSan (Courbet, 2021). Paddle's compare_accuracy compares two dumps. The
+    rounding mismatch of training and rollout is studied by Qi et al. 2025, "Defeating the
+    Training-Inference Mismatch via FP16".
     """
     check_callable(fun, "compare: fun")
     if inspect.isroutine(policy) or (callable(policy) and not isinstance(policy, jmp.Policy)):
@@ -209,7 +211,10 @@ def compare(
 
         return both
     if results != "auto":
-        raise TypeError(f"compare: results={results!r} is of two functions; policy is {policy!r}.")
+        raise TypeError(
+            f"compare: results={results!r} applies only to two functions, but policy={policy!r} is "
+            "a policy. Leave results out."
+        )
     policy = get_policy(policy)
     resolve_loss_scale(loss_scale, False)
 
@@ -225,18 +230,18 @@ def compare(
 
 
 def _check_agreement(results: Any, argnums: Any, has_aux: Any, loss_scale: Any) -> None:
-    """Raises where an option is not for two functions."""
+    """Raises if an option does not apply to two functions."""
     if results not in ("auto", *MEANINGS):
         legal = ", ".join(map(repr, ("auto", *MEANINGS)))
         raise ValueError(
-            f"compare: results={results!r} is none of {legal}.{did_you_mean(results, MEANINGS)}"
+            f"compare: results={results!r} must be one of {legal}.{did_you_mean(results, MEANINGS)}"
         )
     given = {"argnums": argnums != 0, "has_aux": has_aux, "loss_scale": loss_scale != "auto"}
     wrong = [name for name, is_given in given.items() if is_given]
     if wrong:
         raise TypeError(
-            f"compare: {', '.join(wrong)} is for a function and a policy. Two functions are "
-            "compared by what they return: let them return gradients to compare these."
+            f"compare: {', '.join(wrong)} applies only to a function and a policy. Two functions "
+            "are compared by their results; to compare gradients, let both functions return them."
         )
 
 
@@ -260,7 +265,7 @@ def _cells(row: CompareRow) -> tuple[str, ...]:
 
 
 def compare_program(program: Program, arrays: list[jax.Array], scale: float) -> Comparison:
-    """Compares a program, as `compare` does."""
+    """Compares a program with float32, for `compare`."""
     program.ran()
     comparer = Comparer(program.lines)
     paths = [*program.names, ""]
@@ -299,7 +304,7 @@ def _terms_of_noise(
     named: dict[str, Shadowed],
     errors: dict[str, float],
 ) -> dict[str, float]:
-    """Returns the size of the terms of the results that are float32's own rounding error."""
+    """Returns the size of the cancelled terms of each result that is only float32 rounding."""
     suspects = [
         name
         for name, error in errors.items()

@@ -1,8 +1,7 @@
-"""A program of which some lines give float32: what would be without their rounding.
+"""Runs a program with the results of some lines in float32, to see the effect of their rounding.
 
-Everything else runs as it is written, and rounds as it does. A result that is kept in float32 stays
-so where it is only moved (a cache is written, heads are split), and is rounded again with the next
-arithmetic of another line.
+All other lines run as they are written. A float32 result stays float32 while it is only moved (a
+cache is written, heads are split), and is rounded by the next arithmetic operation of another line.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +12,12 @@ import jax.numpy as jnp
 from mpjax._src.instruments.interpret import Place, Plain, interpret, is_half, run, run_in_float32
 from mpjax._src.rules import MOVE, rule_of
 
-# What gives entries of its operands, besides what its rule says moves them.
+# Operations that return entries of their operands, besides those whose rule is MOVE.
 CHOOSES = frozenset({"select_n"})
 
 
 class Healed(Plain):
-    """The watcher that gives some results in float32: those of equations that `heals` names."""
+    """The watcher that returns the results of some equations in float32, as `heals` selects."""
 
     def __init__(self, heals: Callable[[Any, Place], bool]):
         self.heals = heals
@@ -30,7 +29,7 @@ class Healed(Plain):
             is_half(atom.aval) and not is_half(x) for atom, x in zip(eqn.invars, ins, strict=True)
         )
         outs = run_in_float32(eqn, ins) if heals or wide else None
-        if outs is None:  # as it is written; or it has no float32 form, and is given what it knows
+        if outs is None:  # as it is written; also if it has no float32 form
             outs = run(eqn, [_rounded(x, a.aval) for x, a in zip(ins, eqn.invars, strict=True)])
         name = eqn.primitive.name
         if heals or rule_of(name).need == MOVE or name in CHOOSES:
@@ -46,12 +45,12 @@ class Healed(Plain):
 def run_healed(
     jaxpr: Any, arrays: Sequence[Any], heals: Callable[[Any, Place], bool] = lambda *_: False
 ) -> list[Any]:
-    """Returns the results of a program of which some lines give float32."""
+    """Returns the results of a program in which some lines return float32."""
     return interpret(jaxpr, list(arrays), Healed(heals))
 
 
 def _rounded(x: Any, aval: Any) -> Any:
-    """Returns an array in the dtype that the program has there."""
+    """Returns an array in the dtype of the program."""
     if is_half(aval) and getattr(x, "dtype", aval.dtype) != aval.dtype:
         return x.astype(aval.dtype)
     return x

@@ -1,7 +1,7 @@
-"""Where gradients lie: the distribution of log2|g| per parameter, and what half would make of it.
+"""Gradient histograms: the distribution of log2|g| per parameter, and its losses in half.
 
-The instrument of Micikevicius et al., Mixed Precision Training (2018), figure 3: it tells whether
-float16 needs a loss scale, and which.
+They show whether float16 needs a loss scale, and which, as in figure 3 of Micikevicius et al.,
+Mixed Precision Training (2018).
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from mpjax._src.reports import Report, table, wrapped
 from mpjax._src.training.loss_scale import finite_number
 from mpjax._src.trees import is_floating
 
-# Exponents of float32, subnormal ones included. Bin 0 holds zeros, the last one Inf and NaN.
+# The exponents of float32, subnormals included. Bin 0 counts zeros, the last bin Inf and NaN.
 SMALLEST, LARGEST = -149, 127
 EXPONENTS = np.arange(SMALLEST, LARGEST + 1)
 BINS = len(EXPONENTS) + 2
 
 COLUMNS = ("parameter", "min", "median", "max", "zero", "Inf, NaN", "flushed", "overflow")
-LEGEND = "min, median, max: of log2|g|. flushed to zero, overflow: by float16, at scale 1."
+LEGEND = "min, median, max: of log2|g|. flushed (to zero), overflow: in float16, at scale 1."
 
 EMPTY = "histogram holds no gradient that is finite and not zero"
 
@@ -37,15 +37,16 @@ EMPTY = "histogram holds no gradient that is finite and not zero"
 )
 @dataclasses.dataclass(frozen=True)
 class GradientHistogram(Report):
-    """How many entries of each gradient lie between powers of two. ``print`` it.
+    """Counts of the entries of each gradient between powers of two. ``print`` it.
 
-    A pytree of one array, so it can be a carry of `scan` and part of a jitted step's state.
+    It is a pytree of one array, so it can be carried by `jax.lax.scan` and be part of the state of
+    a jitted step.
 
     Attributes:
-        counts: ``uint32[2, parameters, 279]``, low and high words of 64-bit counts: zeros; then
-            ``2**e <= |g| < 2**(e + 1)`` for e from -149 to 127; then Inf and NaN.
+        counts: ``uint32[2, parameters, 279]``, the low and high words of 64-bit counts. Along the
+            last axis: zeros; ``2**e <= |g| < 2**(e + 1)`` for e from -149 to 127; Inf and NaN.
         paths: The paths of the parameters.
-        sizes: How many entries each has.
+        sizes: The number of entries of each parameter.
     """
 
     counts: jax.Array
@@ -55,20 +56,20 @@ class GradientHistogram(Report):
     _drawn_by = "mpjax._src.instruments.pages"
 
     def numbers(self) -> np.ndarray:
-        """Returns the counts as ``int64[parameters, 279]``; waits for the device."""
+        """Returns the counts as ``int64[parameters, 279]``. Waits for the device."""
         low, high = np.asarray(self.counts).astype(np.int64)
         return (high << 32) + low
 
     def rows(self, dtype: DTypeLike = "float16", scale: float = 1.0) -> "list[HistogramRow]":
-        """Returns one `HistogramRow` per parameter, then one for all of them.
+        """Returns one `HistogramRow` per parameter, and a last one for all parameters together.
 
         Args:
-            dtype: float16 or bfloat16: what the gradients would be stored in.
-            scale: The loss scale that they would be multiplied by: a power of two, because the
-                bins are.
+            dtype: "float16" or "bfloat16", the dtype that would store the gradients.
+            scale: The loss scale that would multiply them. It must be a power of two, because the
+                bins are powers of two.
 
         Raises:
-            ValueError: If an argument is not legal.
+            ValueError: If ``dtype`` or ``scale`` is not legal.
         """
         limits, shift = limits_of(dtype), exponent_of(scale)
         named = zip(self.paths, self.numbers(), strict=True)
@@ -76,11 +77,11 @@ class GradientHistogram(Report):
         return [*rows, self.total(dtype, scale)]
 
     def total(self, dtype: DTypeLike = "float16", scale: float = 1.0) -> "HistogramRow":
-        """Returns the `HistogramRow` of all parameters together, the last one of `rows`."""
+        """Returns the `HistogramRow` of all parameters together, the last one of ``rows``."""
         return _row("all", self.numbers().sum(0), limits_of(dtype), exponent_of(scale))
 
     def to_dict(self, dtype: DTypeLike = "float16", scale: float = 1.0) -> dict[str, Any]:
-        """Returns the rows as plain data, ready for JSON, and the counts of the bins in use."""
+        """Returns the rows and the counts of nonempty bins as plain data, ready for JSON."""
         numbers = self.numbers()
         bins = {
             path: {str(e): int(n) for e, n in zip(EXPONENTS, each[1:-1], strict=True) if n}
@@ -104,19 +105,20 @@ class GradientHistogram(Report):
 
 @dataclasses.dataclass(frozen=True)
 class HistogramRow:
-    """One parameter's gradients, in shares of all of its entries.
+    """The gradients of one parameter. Shares are of all counted entries, from 0 to 1.
 
     Attributes:
-        path: Of the parameter.
-        entries: How many were counted, over all steps.
+        path: The path of the parameter.
+        entries: The number of counted entries, over all steps.
         zeros: The share that is exactly zero.
         nonfinite: The share that is Inf or NaN.
-        smallest: The least exponent e, ``2**e <= |g|``; None where all are zero or not finite.
-        median: The median exponent of those that are neither.
-        largest: The greatest exponent.
-        flushed: The share that the half dtype turns into zero at the given scale.
-        subnormal: The share that it stores with fewer bits than usual.
-        overflowed: The share that it turns into infinity.
+        smallest: The least exponent e with ``2**e <= |g| < 2**(e + 1)``, of finite nonzero entries;
+            None if there are none.
+        median: The median exponent of these entries, or None.
+        largest: The greatest exponent of these entries, or None.
+        flushed: The share that the half dtype flushes to zero at the given scale.
+        subnormal: The share that is subnormal in the half dtype, with fewer bits.
+        overflowed: The share that overflows to infinity in the half dtype.
     """
 
     path: str
@@ -133,13 +135,13 @@ class HistogramRow:
 
 @dataclasses.dataclass(frozen=True)
 class LossScaleAdvice(Report):
-    """What `recommend_loss_scale` found. ``print`` it.
+    """The result of `recommend_loss_scale`. ``print`` it.
 
     Attributes:
-        loss_scale: The scale, a power of two.
-        flushed_without: The share of entries that are zero in the half dtype without it.
-        flushed_with: The same with it.
-        reasons: Why, in sentences.
+        loss_scale: The recommended scale, a power of two.
+        flushed_without: The share of entries that the half dtype flushes to zero without a scale.
+        flushed_with: The share that it flushes to zero with this scale.
+        reasons: The reasons, as sentences.
     """
 
     loss_scale: float
@@ -154,19 +156,20 @@ class LossScaleAdvice(Report):
 
 
 def gradient_histogram(grads: Any, histogram: GradientHistogram | None = None) -> GradientHistogram:
-    """Counts gradients by the power of two that they lie at; works inside jit.
+    """Counts the entries of gradients by powers of two. Works inside jit.
 
     Args:
-        grads: A pytree of gradients, unscaled; its floating leaves are counted.
-        histogram: What earlier steps gave, to add to; None for the first. An empty one to begin a
-            jitted loop with is ``jax.tree.map(jnp.zeros_like, gradient_histogram(params))``.
+        grads: A pytree of unscaled gradients. Its floating leaves are counted.
+        histogram: The histogram of earlier steps, to add to; None for the first step. To start a
+            jitted loop with an empty histogram, use
+            ``jax.tree.map(jnp.zeros_like, gradient_histogram(params))``.
 
     Returns:
         A `GradientHistogram`.
 
     Raises:
-        TypeError: If ``histogram`` is no histogram.
-        ValueError: If there is no floating leaf, or ``histogram`` is of other parameters.
+        TypeError: If ``histogram`` is not a `GradientHistogram`.
+        ValueError: If ``grads`` has no floating leaf, or ``histogram`` belongs to other parameters.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -192,7 +195,7 @@ def gradient_histogram(grads: Any, histogram: GradientHistogram | None = None) -
         check_histogram(histogram)
         if (histogram.paths, histogram.sizes) != (paths, sizes):
             raise ValueError(
-                f"histogram is of other parameters than grads: {histogram.paths} with "
+                f"histogram belongs to other parameters than grads: {histogram.paths} with "
                 f"{histogram.sizes} entries, not {paths} with {sizes}. Start a new one."
             )
         total = histogram.counts[0] + low
@@ -207,17 +210,17 @@ def recommend_loss_scale(
     """Returns the largest power of two by which gradients can safely be multiplied.
 
     Args:
-        histogram: Of unscaled gradients, best over many steps.
-        dtype: float16 or bfloat16.
-        headroom: How many times larger than the largest gradient seen a later one, or a cotangent
-            inside the backward pass, may be: 1 or more.
+        histogram: The histogram of unscaled gradients, preferably over many steps.
+        dtype: "float16" or "bfloat16".
+        headroom: A factor, 1 or more, by which later gradients and cotangents inside the backward
+            pass may exceed the largest gradient in the histogram.
 
     Returns:
         A `LossScaleAdvice`.
 
     Raises:
-        TypeError: If ``histogram`` is no histogram.
-        ValueError: If an argument is not legal, or no gradient is finite and not zero.
+        TypeError: If ``histogram`` is not a `GradientHistogram`.
+        ValueError: If an argument is not legal, or no gradient is finite and nonzero.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -231,7 +234,7 @@ def recommend_loss_scale(
     limits = limits_of(dtype)
     whole = histogram.total(dtype)
     if whole.largest is None:
-        raise ValueError(f"{EMPTY}: nothing to scale.")
+        raise ValueError(f"{EMPTY}, so there is nothing to scale.")
     name = canonical(dtype, "dtype").name
     reserve = math.ceil(math.log2(headroom))
     power = limits.overflow - 1 - reserve - whole.largest
@@ -240,27 +243,27 @@ def recommend_loss_scale(
         f"and a factor of {headroom:g} is kept free."
     ]
     if whole.smallest is not None and whole.smallest >= limits.flush and power >= 0:
-        reasons.append(f"No gradient is lost in {name} even without a scale: 1 would do.")
+        reasons.append(f"No gradient is lost in {name} without a scale: 1 would be enough.")
     scale = 2.0 ** max(-126, min(power, 126))
     scaled = histogram.total(dtype, scale)
     reasons.append(
-        f"{name} turns {whole.flushed:.2%} of the entries into zero without a scale, "
+        f"{name} flushes {whole.flushed:.2%} of the entries to zero without a scale, "
         f"{scaled.flushed:.2%} with this one."
     )
     if whole.nonfinite:
         reasons.append(
-            f"{whole.nonfinite:.2%} of the entries are Inf or NaN: they were left out, and no "
-            "scale cures what is not finite in float32."
+            f"{whole.nonfinite:.2%} of the entries are Inf or NaN. They were left out: no loss "
+            "scale cures a gradient that is not finite in float32."
         )
     return LossScaleAdvice(scale, whole.flushed, scaled.flushed, tuple(reasons))
 
 
 def check_histogram(histogram: Any) -> None:
-    """Raises a TypeError if an argument is no histogram."""
+    """Raises a TypeError if an argument is not a `GradientHistogram`."""
     if not isinstance(histogram, GradientHistogram):
         raise TypeError(
-            f"histogram={brief(histogram)} must be a GradientHistogram: what "
-            "mpjax.gradient_histogram(grads) returned."
+            f"histogram={brief(histogram)} must be a GradientHistogram, which "
+            "mpjax.gradient_histogram(grads) returns."
         )
 
 
@@ -271,14 +274,14 @@ def _count(leaf: jax.Array) -> jax.Array:
     """Counts the entries of an array by their exponents, from their bits."""
     bits = jax.lax.bitcast_convert_type(jnp.abs(leaf.astype(jnp.float32)), jnp.uint32).ravel()
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    subnormal = 32 - jax.lax.clz(mantissa)  # 0 where the value is zero
+    subnormal = 32 - jax.lax.clz(mantissa)  # 0 if the value is zero
     place = jnp.where(exponent > 0, exponent + 23, subnormal).astype(jnp.int32)
     return jnp.zeros(BINS, jnp.uint32).at[place].add(jnp.uint32(1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Exponents of a half dtype: below the first is zero, below the second subnormal."""
+    """Limits of a half dtype, as exponents: below ``flush`` zero, below ``normal`` subnormal."""
 
     flush: int
     normal: int
@@ -289,7 +292,7 @@ def limits_of(dtype: DTypeLike) -> Limits:
     found = canonical(dtype, "dtype")
     if found not in HALVES:
         raise ValueError(f"dtype={brief(dtype)} must be 'float16' or 'bfloat16'.")
-    # Half of the smallest subnormal still rounds up to it, but for a tie.
+    # More than half of the smallest subnormal is rounded up to it.
     if found == FLOAT16:
         return Limits(-25, -14, 16)
     return Limits(-134, -126, 128)

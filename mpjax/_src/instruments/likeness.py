@@ -1,35 +1,35 @@
-"""Which values of two programs are the same numbers, however each program lays them out.
+"""Finds values of two programs that are the same numbers, in whatever layout.
 
-A value is known by its entries, in any order and shape: heads may be split or not, tokens come all
-at once or one after the other, layers from a loop. What is compared are float32 runs, in which two
-programs of the same formula differ by float32's rounding alone.
+Values are compared by their entries, in any order and shape: heads may be split or not, tokens may
+come all at once or one by one, layers may come from a loop. The values are those of float32 runs,
+in which two programs of the same formula differ only by float32 rounding.
 """
 
 import dataclasses
 
 import numpy as np
 
-# Entries that are looked for: the largest ones, which are far from each other.
+# How many entries are searched for: the largest ones, which are far apart.
 SOUGHT = 64
 
-# The share of these that has to be there; the rest may be of places that one program has alone.
+# The share of these that must be found; the rest may be positions that only one program has.
 FOUND = 0.95
 
-# The same of values of as many entries, of which there are no such places.
+# The same for values with equal numbers of entries, which have no such positions.
 EQUAL = 0.995
 
-# Entries of masks, which say nothing.
+# Larger entries belong to masks, and are ignored.
 MASK = 1e29
 
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """The entries of a value, of all turns of the loops that it is in.
+    """The entries of a value, from all iterations of the loops around it.
 
     Attributes:
-        entries: Those that are neither zero nor of a mask, sorted, float32.
-        largest: The `SOUGHT` of them that are largest.
-        size: The root of their mean square.
+        entries: The entries that are neither zero nor part of a mask, sorted, float32.
+        largest: The `SOUGHT` largest of them.
+        size: The root mean square of the entries.
     """
 
     entries: np.ndarray
@@ -41,7 +41,7 @@ class Pool:
 
 
 def pool_of(arrays: list[np.ndarray]) -> Pool:
-    """Returns the pool of the arrays that a value was."""
+    """Returns the pool of all arrays of a value."""
     entries = np.concatenate([np.ravel(x) for x in arrays]).astype(np.float32)
     entries = np.sort(entries[(entries != 0) & (np.abs(entries) < MASK)])  # NaN is left out too
     order = np.argsort(np.abs(entries), kind="stable")
@@ -50,12 +50,12 @@ def pool_of(arrays: list[np.ndarray]) -> Pool:
 
 
 def alike(first: Pool, second: Pool, tolerance: float) -> bool:
-    """Tells whether two values are the same numbers, or one is a part of the other.
+    """Returns whether two values are the same numbers, or one is a part of the other.
 
     Args:
         first: A value.
-        second: Another one.
-        tolerance: What entries may differ by, relative to the root of their mean square.
+        second: Another value.
+        tolerance: The largest difference of entries, relative to their root mean square.
     """
     if not first or not second:
         return first.size == second.size

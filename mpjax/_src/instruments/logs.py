@@ -1,4 +1,4 @@
-"""Metrics to TensorBoard and JSON lines, without ever making a step wait."""
+"""Logs metrics to TensorBoard and JSON lines without waiting for the device."""
 
 import collections
 import contextlib
@@ -26,33 +26,34 @@ from mpjax._src.training.stalled import Stalled
 from mpjax._src.training.watch import Overflow, Underflow
 from mpjax._src.watching.report import PrecisionReport
 
-# What each writer has been given and has not been handed yet, because the device still computes it.
+# Records that are not yet written, by writer, because the device is still computing them.
 _WAITING: "weakref.WeakKeyDictionary[Any, collections.deque]" = weakref.WeakKeyDictionary()
 
 SCALARS = (bool, int, float, np.generic, np.ndarray, jax.Array)
 REPORTS = (GradientHistogram, Overflow, PrecisionReport, Stalled, Underflow)
 
-# What is logged of a watched tensor, of those of its figures that are known.
+# The figures of a watched tensor that are logged if they are known.
 FIGURES = ("largest", "headroom", "flushed", "subnormal", "near", "overflowed", "noise")
 
-# What TensorBoard's writers call the method for numbers, and the one for text.
+# The methods of TensorBoard's writers: for numbers, and for text.
 METHODS = {"add_scalar": "add_text", "scalar": "text"}
 
 
 class JsonLines:
-    """A file of one JSON object per step, for `log_metrics`.
+    """A file with one JSON object per step, as a writer for `log_metrics`.
 
-    As a context it flushes at its end; outside of one call `flush_metrics`. A line is written whole
-    or not at all: where the disk is full, `log_metrics` and `flush_metrics` raise an OSError that
-    names the step that was lost, and go on with the next one when they are called again.
+    Used as a context manager, it flushes on exit; otherwise call `flush_metrics` at the end. A line
+    is written completely or not at all. If the disk is full, `log_metrics` and `flush_metrics`
+    raise an OSError that names the lost step, and continue with the next step when they are called
+    again.
 
     Args:
-        path: Of the file; what it holds is kept, and lines are added.
+        path: The path of the file. Lines are appended to an existing file.
 
     Raises:
-        TypeError: If ``path`` is no path.
-        OSError: If the file cannot be written: a directory, an empty path, a folder that is
-            missing.
+        TypeError: If ``path`` is not a path.
+        OSError: If the file cannot be written: the path is empty or a directory, or its folder does
+            not exist.
 
     Example:
         >>> import mpjax, pathlib, tempfile
@@ -70,13 +71,21 @@ class JsonLines:
         if self.path.is_dir():  # as Path("") is
             raise IsADirectoryError(
                 errno.EISDIR,
-                f"path={brief(path)} is a directory, and must be a file, such as 'run.jsonl'",
+                f"path={brief(path)} is a directory, but must be a file, such as 'run.jsonl'",
                 str(path),
             )
-        self.path.open("ab").close()  # a path that cannot be written is told now
+        self.path.open("ab").close()  # raises now if the path cannot be written
 
     def add(self, step: int, values: dict[str, float | str]) -> None:
-        """Adds a line. JSON has no NaN and Infinity: they are written as strings."""
+        """Appends a line. NaN and Infinity are written as strings, because JSON lacks them.
+
+        Args:
+            step: The number of the step.
+            values: Numbers and texts by name.
+
+        Raises:
+            OSError: If the line could not be written. The message names the step.
+        """
         values = {
             k: v if isinstance(v, str) or math.isfinite(v) else str(v) for k, v in values.items()
         }
@@ -95,26 +104,28 @@ class JsonLines:
 
 
 def log_metrics(writer: Any, step: int, metrics: Any) -> None:
-    """Logs a step's metrics, once the device has computed them; never waits for it.
+    """Logs the metrics of a step without waiting for the device.
 
-    What is ready is written, in order; the rest waits for a later call, or for `flush_metrics`.
+    Metrics that the device has computed are written, in the order of the steps. The others are
+    written by a later call, or by `flush_metrics`.
 
     Args:
-        writer: A `JsonLines`, a ``tensorboardX.SummaryWriter`` (anything with ``add_scalar``), or a
-            ``flax.metrics.tensorboard.SummaryWriter`` (anything with ``scalar``).
-        step: The number of the step, on the host: ``int(state.step)`` would wait.
-        metrics: What a training step returned, or any pytree; scalars are logged under their
-            paths ("aux/accuracy"), an `Overflow` and an `Underflow` by their fields, a `Stalled` by
-            its parameters, a `PrecisionReport` by its tensors, with what is at risk as text, a
-            `GradientHistogram` by the shares of all entries that each half dtype
-            would lose at ``metrics["loss_scale"]``; other leaves are left out.
+        writer: A `JsonLines`, a ``tensorboardX.SummaryWriter`` (any object with ``add_scalar``), or
+            a ``flax.metrics.tensorboard.SummaryWriter`` (any object with ``scalar``).
+        step: The number of the step, a Python integer. Count it on the host, because
+            ``int(state.step)`` waits for the device.
+        metrics: The metrics of a training step, or any pytree. Scalars are logged under their paths
+            ("aux/accuracy"); an `Overflow` and an `Underflow` under their fields; a `Stalled` under
+            its parameters; a `PrecisionReport` under its tensors, with its risks as text; and a
+            `GradientHistogram` as the shares of entries that each half dtype would lose at
+            ``metrics["loss_scale"]``. Other leaves are ignored.
 
     Returns:
         None.
 
     Raises:
-        TypeError: If an argument is not what it should be, or this is called inside jit.
-        OSError: If a record could not be written; it names the step.
+        TypeError: If ``writer`` or ``step`` is not legal, or the call is inside jit.
+        OSError: If a record could not be written. The message names the step.
 
     Example:
         >>> import mpjax, pathlib, tempfile
@@ -125,8 +136,8 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
     whole = None if isinstance(step, jax.Array) else whole_number(step)
     if whole is None or not -(2**63) <= whole < 2**63:
         raise TypeError(
-            f"step={brief(step)} must be a Python integer of 64 bits: the loop's own counter. "
-            "Reading it from the state would wait for the device."
+            f"step={brief(step)} must be a Python integer of 64 bits: the loop's own counter, "
+            "because reading it from the state would wait for the device."
         )
     values = {}
     is_report = lambda leaf: isinstance(leaf, REPORTS)  # noqa: E731
@@ -134,11 +145,11 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
         if any(isinstance(array, jax.core.Tracer) for array in jax.tree.leaves(leaf)):
             raise TypeError(
                 f"metrics[{path_of(keys)!r}] is being traced. Call log_metrics outside of jit, "
-                "with what the jitted step returned."
+                "with the metrics that the jitted step returned."
             )
         if _is_loggable(leaf):
             values[path_of(keys)] = leaf
-    # Histograms are carried from step to step, so the next one may donate their counts.
+    # Histograms are carried from step to step, so the next step may donate their counts.
     copy = lambda leaf: jax.tree.map(jnp.copy, leaf) if _is_histogram(leaf) else leaf  # noqa: E731
     values = {name: copy(leaf) for name, leaf in values.items()}
     waiting = _WAITING.setdefault(writer, collections.deque())
@@ -148,17 +159,17 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
 
 
 def flush_metrics(writer: Any) -> None:
-    """Writes everything that `log_metrics` was given; waits for the device.
+    """Writes all metrics that `log_metrics` has not written yet. Waits for the device.
 
     Args:
-        writer: The writer.
+        writer: The writer that `log_metrics` was called with.
 
     Returns:
         None.
 
     Raises:
-        TypeError: If ``writer`` is not one.
-        OSError: If a record could not be written; it names the step.
+        TypeError: If ``writer`` is not a writer.
+        OSError: If a record could not be written. The message names the step.
 
     Example:
         >>> import mpjax, pathlib, tempfile
@@ -176,16 +187,16 @@ def flush_metrics(writer: Any) -> None:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Adds a line to a file, whole or not at all, and on a line of its own."""
+    """Appends a line to a file, completely or not at all."""
     with path.open("a+b", buffering=0) as file:
-        if not _ends_whole(file):  # whoever wrote it was stopped in the middle of a line
+        if not _ends_whole(file):  # an earlier process was stopped in the middle of a line
             line = b"\n" + line
         written = 0
         try:
             while written < len(line):
                 written += file.write(line[written:]) or 0
         except OSError:
-            with contextlib.suppress(OSError):  # a pipe or a device keeps what it was given
+            with contextlib.suppress(OSError):  # a pipe or a device cannot be truncated
                 file.truncate(file.tell() - written)
             raise
 
@@ -193,7 +204,7 @@ def _append(path: Path, line: bytes) -> None:
 def _ends_whole(file: Any) -> bool:
     try:
         file.seek(-1, os.SEEK_END)
-    except OSError:  # it is empty, or no file that could be read
+    except OSError:  # the file is empty, or cannot be read
         return True
     return file.read(1) in (b"\n", b"")
 
@@ -217,7 +228,7 @@ def _write(writer: Any, step: int, metrics: dict[str, Any]) -> None:
 
 @functools.singledispatch
 def _parts(leaf: Any, scale: float) -> Iterator[tuple[str, float | str]]:
-    """Yields what is logged of a leaf: names below its own, and plain values."""
+    """Yields the plain values of a leaf, with names below its own."""
     value = np.asarray(leaf)
     yield "", int(value) if value.dtype.kind in "biu" else float(value)
 
@@ -260,7 +271,7 @@ def _(leaf: GradientHistogram, scale: float) -> Iterator[tuple[str, float | str]
 
 
 def _power_of_two(scale: Any) -> float:
-    """Returns the power of two at or below a scale, for the bins of a histogram."""
+    """Returns the power of two at or below a scale, as the histogram needs one."""
     value = float(scale)
     usable = math.isfinite(value) and value > 0
     return 2.0 ** (math.frexp(value)[1] - 1) if usable else 1.0

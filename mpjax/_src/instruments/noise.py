@@ -1,10 +1,10 @@
-"""What the error of a value is judged against: its size, or that of its terms where these cancel.
+"""Results that are only rounding error in float32, and the scale to measure their errors by.
 
-A gradient may be zero in exact arithmetic: that of a bias before BatchNorm, of a key's bias in
-attention, of a loss whose advantages sum to zero. What float32 gives is its own rounding error, and
-no error is small beside that. Which values are of that kind shows when the arguments move by a last
-bit: such a value changes altogether (stochastic arithmetic; Vignes, 1993). Its rounding error tells
-how large the terms are that cancelled.
+Some gradients are zero in exact arithmetic: those of a bias before BatchNorm, of the key bias in
+attention, of a loss whose advantages sum to zero. In float32 they are only rounding error, so an
+error relative to their size means nothing. Such a value changes completely if the last bits of the
+arguments change (stochastic arithmetic; Vignes, 1993), and the change tells how large the cancelled
+terms are. Its error is measured relative to the size of these terms.
 """
 
 from collections.abc import Sequence
@@ -14,27 +14,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# What float32 rounds, relative to the terms of a sum.
+# The relative rounding error of float32.
 ROUNDING = 2.0**-23
 
-# A value that this share of changes with the last bits of the arguments has no digit to lose.
+# A value that changes by more than this share with the last bits of the arguments is noise.
 CHANGES = 2.0**-6
 
-# Half does that to what is noise in float32, and to little else: who errs less needs no test.
+# Only results with a larger relative error are tested for noise.
 SUSPICIOUS = 1.0
 
 
 def moved(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns arrays whose floating entries are moved by a last bit, up or down at random."""
+    """Returns arrays whose floating entries are changed in the last bit, up or down at random."""
     return [_moved(x, i) for i, x in enumerate(arrays)]
 
 
 def size_of_terms(wanted: Any, again: Any) -> float:
-    """Returns the size of the terms of a value that is rounding error alone, and 0 of any other.
+    """Returns the size of the terms of a value that is only rounding error, and 0 for any other.
 
     Args:
         wanted: The value in float32.
-        again: The same of `moved` arguments.
+        again: The value for `moved` arguments.
     """
     noise, size = (float(jnp.linalg.norm(jnp.ravel(x))) for x in (again - wanted, wanted))
     return noise / ROUNDING if noise > CHANGES * size else 0.0
@@ -43,7 +43,7 @@ def size_of_terms(wanted: Any, again: Any) -> float:
 def _moved(x: jax.Array, seed: int) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
-    # By NumPy: nothing is compiled for each shape.
+    # In NumPy, because JAX would compile for each shape.
     up = np.random.default_rng(seed).integers(0, 2, x.shape, bool)
     factor = np.where(up, 1 + 2 * ROUNDING, 1 - 2 * ROUNDING)
     return jnp.asarray((np.asarray(x, np.float64) * factor).astype(x.dtype))

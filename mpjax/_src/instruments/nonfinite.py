@@ -1,4 +1,4 @@
-"""`find_nonfinite`: which operation made the first NaN or Inf, and what can be done about it."""
+"""`find_nonfinite`: finds the operation that made the first NaN or Inf, and says what to do."""
 
 import dataclasses
 import functools
@@ -35,22 +35,22 @@ from mpjax._src.reports import Report, where, wrapped
 from mpjax._src.rules import rule_of
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
-# In how many places an override is tried.
+# The most places that are moved to float32 by a tried override.
 ROUNDS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Range(Report):
-    """What an array holds: the least and greatest of its finite values, and how many are not.
+    """The range of an array: its least and greatest finite values, and its counts of NaN and Inf.
 
     Attributes:
-        dtype: A short name, such as "f16".
-        shape: Of the array.
-        low: The least finite value; NaN where there is none.
-        high: The greatest.
-        nans: How many entries are NaN.
-        infs: How many are Inf or -Inf.
-        path: The path of the parameter or argument that it is, or "".
+        dtype: The short name of the dtype, such as "f16".
+        shape: The shape of the array.
+        low: The least finite value, or NaN if there is none.
+        high: The greatest finite value, or NaN if there is none.
+        nans: The number of NaN entries.
+        infs: The number of Inf and -Inf entries.
+        path: The path of the parameter or argument, or "" for any other array.
     """
 
     dtype: str
@@ -72,35 +72,38 @@ class Range(Report):
 
 @dataclasses.dataclass(frozen=True)
 class NonfiniteReport(Report):
-    """What `find_nonfinite` found. ``print`` it; it is true where something was found.
+    """The report of `find_nonfinite`. ``print`` it; it is true if a NaN or Inf was found.
 
     Attributes:
         found: Whether a result of the program is NaN or Inf.
-        kind: "overflow" (a half dtype is too narrow for the result), "undefined" (float32 gives no
-            finite result either), "argument" (an argument was not finite), "compiled" (only the
-            compiled program gives it), or "" where nothing was found.
+        kind: "overflow" (the result is finite in float32, but not in half), "undefined" (it is not
+            finite in float32 either), "argument" (an argument was not finite), "compiled" (only the
+            compiled program is not finite), or "" if nothing was found.
         made: "NaN" or "Inf".
         backward: Whether the operation belongs to the backward pass.
         primitive: The name of the operation.
-        source: "file:line" of the user's code that it comes from.
-        scope: The named scopes around it, joined with "/".
-        path: The paths of the parameters that are its operands, or those of the forward operation
-            that it is the backward pass of, joined with ", "; of an argument, its own.
-        loops: The loops around it, the outermost first, each with its iteration, from 0 on.
-        inputs: What its operands hold.
-        result: What its result holds.
-        largest: The largest magnitude of the result in float32, if it is finite there, else None.
+        source: "file:line" of the user's code.
+        scope: The named scopes around the operation, joined with "/".
+        path: The paths of the parameters among its operands, or among those of the corresponding
+            forward operation, joined with ", "; for an argument, its own path.
+        loops: The loops around the operation with their iterations, counted from 0, the outermost
+            loop first.
+        inputs: The ranges of its operands.
+        result: The range of its result.
+        largest: The largest magnitude of the result in float32 if it is finite there, else None.
         reaches: The results of the program that are not finite.
-        loss_scale: That the gradients were scaled by.
-        curable: Whether a lower loss scale cures it; None where nothing was found.
-        safe_loss_scale: The largest power of two at which the compiled program is finite, if so.
+        loss_scale: The scale that the loss was multiplied by.
+        curable: Whether a lower loss scale cures it; None if nothing was found.
+        safe_loss_scale: The largest power of two at which the compiled program is finite, or None.
         advice: What to do.
-        op: The number of the operation of the plan that this is, or is the backward pass of.
-        given: The arguments that were infinite when they were passed, and are so in its operands.
-        library: "file:line" of the library that ``source`` calls for it, or "".
-        overrides: What ``policy.override`` takes to move as little to float32 as cures it, from
-            pattern to dtype: the program was run so, and is finite. Empty where none are known.
-        float32_flops: The share of the matmul FLOPs that these move.
+        op: The number of this operation in the plan, or of the forward operation that it is the
+            derivative of.
+        given: The paths of arguments that are infinite and reach its operands.
+        library: "file:line" of the library code that ``source`` calls, or "".
+        overrides: A dict for ``policy.override``, from pattern to dtype, that cures it by moving
+            few operations to float32. The program was run with it and is finite. Empty if none is
+            known.
+        float32_flops: The share of the matmul FLOPs that these overrides move, from 0 to 1.
     """
 
     found: bool
@@ -142,7 +145,7 @@ class NonfiniteReport(Report):
         if self.kind == "argument":
             lines = [f"The argument {self.path} holds {self.made} before anything is computed"]
         elif self.kind == "compiled":
-            lines = [f"{self.made} in the compiled program alone"]
+            lines = [f"{self.made} in the compiled program only"]
         else:
             place = where(self.source, self.library)
             lines = [f"{self.primitive} made {self.made} in the {which} pass, {place}"]
@@ -156,7 +159,7 @@ class NonfiniteReport(Report):
             lines.append(f"  {'result':<10}{self.result}")
         if self.largest is not None:
             largest = f"{self.largest:.4g}" + (
-                "; float16 ends at 65504" if self.result and self.result.dtype == "f16" else ""
+                "; float16's is 65504" if self.result and self.result.dtype == "f16" else ""
             )
             lines.append(f"  {'float32':<10}its largest magnitude would be {largest}")
         more = f" and {len(self.reaches) - 3} more" if len(self.reaches) > 3 else ""
@@ -175,16 +178,17 @@ def find_nonfinite(
 ) -> Callable[..., NonfiniteReport]:
     """Finds the operation that made the first NaN or Inf that reaches a result.
 
-    The function under the policy, and the gradient of its scaled loss, run one operation after the
-    other, without compiling the whole. jit, scan, while, cond, remat and custom rules are entered.
-    Infinities that the program masks out again, as in an attention mask, are not held against it.
+    The function under the policy, and the gradient of its scaled loss, run one operation at a time
+    and uncompiled, including the operations inside jit, scan, while, cond, remat and custom rules.
+    Infinities that the program masks out later, as in an attention mask, are ignored.
 
     Args:
-        fun: A function, as for `autocast`. If it returns a scalar loss, its gradient is followed.
-        policy: A policy or its name: the function is run under `autocast`. None runs it as it is.
-        loss_scale: What the loss is multiplied by before the backward pass: a number, a loss scale
-            such as ``state.loss_scale``, "dynamic", or None for no scaling.
-        argnums: Of which arguments gradients are taken; None for the forward pass alone.
+        fun: A function, as for `autocast`. If it returns a scalar loss, its gradient is checked
+            too.
+        policy: A policy or its name: the function runs under `autocast`. None runs it as it is.
+        loss_scale: The loss scale: a number, a loss scale object such as ``state.loss_scale``,
+            "dynamic", or None for no scaling.
+        argnums: The arguments to differentiate; None for the forward pass only.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
 
     Returns:
@@ -194,7 +198,7 @@ def find_nonfinite(
 
     Raises:
         TypeError: If ``fun`` is not a function, or an array is abstract or being traced.
-        ValueError: If there are no arrays, or nothing to differentiate by.
+        ValueError: If there are no arrays, or nothing to differentiate.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -204,7 +208,8 @@ def find_nonfinite(
         >>> report.primitive, report.made, report.backward, report.curable
         ('exp', 'Inf', False, False)
 
-    jax.debug_nans stops at a compiled function; checkify must be built into the program.
+    In comparison, jax.debug_nans stops at a compiled function, and jax.experimental.checkify must
+    be built into the program.
     """
     check_callable(fun, "find_nonfinite: fun")
     policy = get_policy("float32" if policy is None else policy)
@@ -225,12 +230,12 @@ def find_nonfinite(
 
 
 def check_concrete(tool: str, arrays: Sequence[Any]) -> list[jax.Array]:
-    """Returns arrays as JAX's own; raises where one cannot be looked into."""
+    """Returns JAX arrays. Raises if one has no concrete values."""
     for x in arrays:
         if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
             raise TypeError(
-                f"{tool} runs the function and looks at its numbers, so it needs arrays, but was "
-                f"given {x}. Call it outside of jit, with concrete arguments."
+                f"{tool} runs the function and inspects its values, so it needs concrete arrays, "
+                f"but was given {x}. Call it outside of jit, with concrete arguments."
             )
     return [jnp.asarray(x) for x in arrays]
 
@@ -240,13 +245,13 @@ def check_concrete(tool: str, arrays: Sequence[Any]) -> list[jax.Array]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Watched:
-    """An array, and which events what is not finite in it comes from."""
+    """An array, and the events that its NaN and Inf come from."""
 
     array: Any
     bad: bool = False  # holds NaN or Inf
-    origins: frozenset[int] = frozenset()  # the events; none of a given infinity
+    origins: frozenset[int] = frozenset()  # the events; empty for an infinite argument
     given: frozenset[str] = frozenset()  # the arguments whose infinities it holds
-    path: str = ""  # of the parameter or argument that it is
+    path: str = ""  # its path, if it is a parameter or argument
 
 
 class _Finder:
@@ -335,7 +340,7 @@ class _Finder:
 
 
 def _search(program: Program, arrays: list[jax.Array], scale: float) -> NonfiniteReport:
-    """Returns the first event that reaches a result, or what is said where there is none."""
+    """Returns the first event that reaches a result, or a report that there is none."""
     finder = _Finder(program)
     paths = [*program.names, ""]
     args = [
@@ -343,7 +348,7 @@ def _search(program: Program, arrays: list[jax.Array], scale: float) -> Nonfinit
         for x, path in zip([*arrays, jnp.float32(scale)], paths, strict=True)
     ]
     results = interpret(program.jaxpr, args, finder)
-    # An infinity that the program itself writes, and returns, is meant.
+    # An infinite constant that the program returns is intended.
     bad = [
         (name, v)
         for name, v in zip(program.results, results, strict=True)
@@ -353,14 +358,14 @@ def _search(program: Program, arrays: list[jax.Array], scale: float) -> Nonfinit
     if not bad:
         meant = {name for name, v in zip(program.results, results, strict=True) if v.bad}
         return _in_compiled_alone(program, arrays, scale, meant)
-    # Where the loss is not finite, its gradients cannot be.
+    # If the loss is not finite, its gradients cannot be, so only the loss is followed.
     blamed = bad[:1] if program.follows_gradient and bad[0][0] == "loss" else bad
     guilty = frozenset().union(*(v.origins for _, v in blamed))
-    if not guilty:  # an infinity that was given, and handed through
+    if not guilty:  # an infinite argument that reaches the result
         paths = sorted(frozenset().union(*(v.given for _, v in bad)))
         event = NonfiniteReport(True, "argument", "Inf", path=", ".join(paths))
     else:
-        # A pole, such as log(0), is often masked out again; an overflow or a NaN never is.
+        # A pole, such as log(0), is often masked out later; an overflow or a NaN never is.
         event = finder.events[min(guilty, key=lambda i: (_is_pole(finder.events[i]), i))]
     return dataclasses.replace(event, reaches=reaches, loss_scale=scale)
 
@@ -388,8 +393,9 @@ def _in_compiled_alone(
         "NaN or Inf",
         reaches=reaches,
         loss_scale=scale,
-        advice="Operation by operation every result is finite, but not in the compiled program: "
-        "a fusion of XLA's makes it. Look for expressions whose order of evaluation matters.",
+        advice="If operations run one by one, every result is finite. In the compiled program it "
+        "is not, because XLA fuses operations. Look for expressions whose order of evaluation "
+        "matters.",
     )
 
 
@@ -403,7 +409,7 @@ def _advised(
     policy: Policy,
     make: Callable[..., Program],
 ) -> NonfiniteReport:
-    """Completes an event: can a lower scale cure it, or float32 somewhere; what is to be done."""
+    """Completes a report: whether a lower loss scale or an override cures it, and the advice."""
     if not event.found:
         return event
     gradients = {
@@ -441,7 +447,7 @@ def _moved_to_float32(
     policy: Policy,
     make: Callable[..., Program],
 ) -> tuple[list[str], bool]:
-    """Moves the operation to float32, and what overflows then, as long as it is the policy's.
+    """Moves the operation to float32, and then the next one that overflows in half, and so on.
 
     Returns:
         The patterns, and whether the compiled program is finite with them.
@@ -470,15 +476,16 @@ def _advice(event: NonfiniteReport, gradients: set[str], own: bool, tried: Seque
     if event.kind == "argument":
         yield "The loss scale cannot cure that."
         yield (
-            "If it is a parameter, training has diverged before this step: go back to a checkpoint "
-            "and lower the learning rate. If it is data, check what reads and normalizes it."
+            "If it is a parameter, training diverged before this step: go back to a checkpoint "
+            "and lower the learning rate. If it is data, check the code that loads and normalizes "
+            "it."
         )
         return
     if event.curable:
         assert event.safe_loss_scale is not None
         yield (
-            f"A lower loss scale cures it: the compiled program is finite from "
-            f"2^{int(math.log2(event.safe_loss_scale))} down (it was "
+            f"A lower loss scale cures it: the compiled program is finite at "
+            f"2^{int(math.log2(event.safe_loss_scale))} and below (it was "
             f"2^{math.log2(event.loss_scale):.3g}). DynamicLossScale gets there by itself: it "
             "skips a step for each halving."
         )
@@ -488,22 +495,22 @@ def _advice(event: NonfiniteReport, gradients: set[str], own: bool, tried: Seque
     if set(event.reaches) <= gradients:
         yield f"No loss scale cures it: gradients are not finite at 2^{LEAST_EXPONENT} either."
     elif gradients:
-        yield "The loss scale cannot cure it: it is made before the backward pass begins."
+        yield "The loss scale cannot cure it, because it is made before the backward pass begins."
     if any(r.infs for r in event.inputs):
         names = ", ".join(event.given) or "an operand"
         yield (
-            f"{names} was infinite by then, as given, which is right in a mask alone: a row that "
-            "is masked whole gives inf - inf = NaN. Use a large finite number such as -1e9, or "
-            "check the data."
+            f"{names} was already infinite, which is right only in a mask: a row that is fully "
+            "masked gives inf - inf = NaN. Use a large finite number such as -1e9, or check the "
+            "data."
         )
     if event.kind == "overflow":
         yield from _against_overflow(event, own, tried)
     else:
-        yield UNDEFINED.get(event.primitive, "float32 gives no finite result here either.")
+        yield UNDEFINED.get(event.primitive, "The result is not finite in float32 either.")
         if any(r.dtype in ("f16", "bf16") for r in event.inputs):
             yield (
-                "A zero may be a number that half flushes, such as an epsilon: keep it at 1e-4 or "
-                "above in float16, or the operation in float32."
+                "A zero may be a small number that half flushed, such as an epsilon: in float16 "
+                "keep it at 1e-4 or above, or keep the operation in float32."
             )
             yield from _override(event, tried)
 
@@ -511,8 +518,8 @@ def _advice(event: NonfiniteReport, gradients: set[str], own: bool, tried: Seque
 def _against_overflow(event: NonfiniteReport, own: bool, tried: Sequence[str]):
     if own:
         yield (
-            "The function itself casts to half here, which no policy undoes: leave the cast out, "
-            "and the policy decides; or cast to bfloat16, which has float32's range."
+            "The function itself casts to half here, and a policy cannot undo that. Remove the "
+            "cast, so that the policy decides, or cast to bfloat16, which has float32's range."
         )
         return
     if event.result is not None and event.result.dtype == "f16":
@@ -522,17 +529,17 @@ def _against_overflow(event: NonfiniteReport, own: bool, tried: Sequence[str]):
 
 
 def _override(event: NonfiniteReport, tried: Sequence[str]):
-    """Says which override cures it, as far as that is known."""
+    """Yields the override that cures it, as far as that is known."""
     call = f"policy.override({dict.fromkeys(tried, 'float32')!r})"
     if event.overrides:
         yield (
-            f"Float32 for {'this place' if len(tried) == 1 else 'these places'} cures it, which "
-            f"was tried, and costs {event.float32_flops:.1%} of the matmul FLOPs: {call}."
+            f"Float32 for {'this place' if len(tried) == 1 else 'these places'} cures it (it was "
+            f"tried) and moves {event.float32_flops:.1%} of the matmul FLOPs: {call}."
         )
     elif tried:
-        yield f"Float32 for this place alone does not cure it, which was tried: {call}."
+        yield f"Float32 for this place alone does not cure it (it was tried): {call}."
     else:
-        yield "Or keep the place in float32, inside `with mpjax.precision('float32'):`."
+        yield "Or keep this place in float32, inside `with mpjax.precision('float32'):`."
 
 
 UNDEFINED = {
@@ -541,12 +548,12 @@ UNDEFINED = {
     "log": "The logarithm of a number that is not above 0: add an epsilon, or use log_softmax, "
     "log1p or logaddexp.",
     "log1p": "The operand is -1 or less.",
-    "sqrt": "The root of a negative number: cancellation made it so? Clamp it at 0.",
-    "rsqrt": "The operand is zero or negative: a variance needs its epsilon.",
-    "pow": "A negative base with a fractional power, or 0 to a negative one.",
+    "sqrt": "The root of a negative number, perhaps from cancellation: clamp it at 0.",
+    "rsqrt": "The operand is zero or negative: add an epsilon to a variance.",
+    "pow": "A negative base with a fractional power, or 0 with a negative power.",
     "integer_pow": "Zero to a negative power, or a result beyond float32.",
-    "exp": "The operand is beyond 88, where exp leaves float32: subtract the maximum first.",
-    "sub": "inf - inf: a row that is masked whole, or a sum that overflowed.",
+    "exp": "The operand is above 88, where exp overflows float32: subtract the maximum first.",
+    "sub": "inf - inf: a row that is fully masked, or a sum that overflowed.",
     "mul": "0 * inf: an infinite derivative under a mask. Guard the operand with jnp.where before "
     "the operation, not after it.",
 }
@@ -561,7 +568,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _count(x: Any) -> tuple[int, int]:
-    """Returns how many entries are NaN, and how many Inf."""
+    """Returns the numbers of NaN and of Inf entries."""
     if not isinstance(x, jax.Array | np.ndarray | np.generic) or not np.size(x):
         return 0, 0
     dtype = x.dtype
@@ -610,7 +617,7 @@ def _largest(x: Any) -> float:
 
 
 def _is_new(eqn: Any, arrays: Sequence[Any], out: Any) -> bool:
-    """Tells whether an elementwise operation made infinities where its operands have none."""
+    """Returns whether an elementwise operation made infinities where its operands have none."""
     name = eqn.primitive.name
     if rule_of(name).need not in (rules.FOLLOW, rules.FULL) and name != "convert_element_type":
         return False

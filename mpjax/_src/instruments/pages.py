@@ -1,4 +1,4 @@
-"""What instruments found, as pages: errors, a NaN, gradients, a tuned policy."""
+"""The pages of the instruments' reports: errors, a NaN, gradients, a tuned policy."""
 
 import functools
 import math
@@ -36,13 +36,13 @@ worst_share = functools.partial(Colour, unit="share", most=WRONG, of_box=max)
 
 ADDED = worst_share(
     "added error",
-    "What each operation adds to the relative error against float32: made here, or amplified here.",
+    "The relative error that each operation adds, by rounding or by amplifying operands' errors.",
 )
 ERROR = worst_share(
     "error",
-    "The relative error of each operation's result against float32, with what it inherited.",
+    "The relative error of each operation's result, including the error of its operands.",
 )
-BYTES = Colour("bytes", "What the operands and the result of each operation take.", unit="bytes")
+BYTES = Colour("bytes", "The bytes of each operation's operands and result.", unit="bytes")
 
 
 @functools.singledispatch
@@ -57,7 +57,7 @@ def page_of(report: Any) -> Page:
 @page_of.register
 def _(report: Comparison) -> Page:
     worst = report.worst_results()
-    told = f"The worst result is {worst[0][0]}, off by {percent(worst[0][1])}. " if worst else ""
+    told = f"The worst result is {worst[0][0]}: error {percent(worst[0][1])}. " if worst else ""
     blamed = report.rows[0] if report.rows and not report.rows[0].noise else None
     adds = f"{blamed.primitive} at {_line(blamed)} adds the most to it." if blamed else ""
     order = report.order or range(len(report.rows))
@@ -69,8 +69,8 @@ def _(report: Comparison) -> Page:
         lines = tuple((line,) for line in report.diverged)
         tables.append(Table("Where float32 would have taken another path", ("at",), lines, ("at",)))
     return Page(
-        title="What each operation adds to the error",
-        sentence=told + (adds or "No operation adds to an error."),
+        title="The error that each operation adds",
+        sentence=told + (adds or "No operation adds an error."),
         lines=(scaled,) if scaled else (),
         tables=tuple(tables),
         operations=tuple(_compared(row, n) for n, (_, row) in enumerate(rows)),
@@ -91,7 +91,7 @@ def _compared(row: CompareRow, number: int) -> Operation:
             inherited=percent(row.inherited) if known else "",
             error_of_the_operands=percent(row.operands) if known else "",
             underflow=f"{percent(row.underflow)} of the entries became zero" * bool(row.underflow),
-            overflow=f"{percent(row.overflow)} of the entries left the range" * bool(row.overflow),
+            overflow=f"{percent(row.overflow)} of the entries overflowed" * bool(row.overflow),
             magnitudes=f"{row.low:.3g} to {row.high:.3g}",
             computed_in=ran,
             dtypes=row.dtypes,
@@ -120,14 +120,14 @@ def _compared(row: CompareRow, number: int) -> Operation:
 
 def _why(row: CompareRow) -> str:
     if not row.compared:
-        return "It has no float32 form to compare with: errors are counted from its result on."
+        return "It has no float32 form, so its own error is unknown."
     if row.noise:
         return f"{ZERO}."
     if row.overflow:
-        return "Its result leaves the range of its dtype where float32 would not."
+        return "Its result overflows its dtype, but would not overflow float32."
     if row.new > row.inherited:
-        return "It rounds: most of its error is made here."
-    return "Most of its error comes with its operands."
+        return "Most of its error is its own rounding."
+    return "Most of its error comes from its operands."
 
 
 # ---- find_nonfinite ------------------------------------------------------------------------------
@@ -166,10 +166,10 @@ def _(report: NonfiniteReport) -> Page:
         sentence=f"{first}.",
         lines=(
             *([most] if report.largest is not None else []),
-            f"Not finite then: {', '.join(report.reaches)}.",
+            f"Results that are not finite: {', '.join(report.reaches)}.",
             *report.advice.splitlines(),
         ),
-        tables=(Table("What it was given, and gave", columns, rows, columns[:3]),) if rows else (),
+        tables=(Table("Its operands and its result", columns, rows, columns[:3]),) if rows else (),
         operations=(made,) if made else (),
         colours=(DTYPE, PASS) if made else (),
     )
@@ -177,7 +177,7 @@ def _(report: NonfiniteReport) -> Page:
 
 KINDS = {
     "overflow": "its dtype is too narrow for the result",
-    "undefined": "float32 gives no finite result either",
+    "undefined": "the result is not finite in float32 either",
 }
 
 
@@ -190,11 +190,11 @@ def _held(x: Range) -> tuple[str, ...]:
 
 FLUSHED = worst_share(
     "flushed",
-    "The share of a parameter's gradients that float16 turns into zero at scale 1.",
+    "The share of a parameter's gradients that float16 flushes to zero at scale 1.",
 )
 OVERFLOWED = worst_share(
     "overflow",
-    "The share of a parameter's gradients that float16 turns into infinity at scale 1.",
+    "The share of a parameter's gradients that overflows to infinity in float16 at scale 1.",
 )
 ZEROS = Colour(
     "zero", "The share of a parameter's gradients that is zero.", unit="share", of_box=max
@@ -204,7 +204,9 @@ ZEROS = Colour(
 @page_of.register
 def _(report: GradientHistogram) -> Page:
     if isinstance(report.counts, jax.core.Tracer):
-        raise TypeError("a histogram that is being traced holds no numbers: take its page outside.")
+        raise TypeError(
+            "A histogram that is being traced has no values. Make its page outside of jit."
+        )
     *rows, whole = report.rows("float16")
     counts = report.numbers().sum(0)[1:-1]
     used = [i for i, n in enumerate(counts) if n]
@@ -217,8 +219,8 @@ def _(report: GradientHistogram) -> Page:
     )
     columns = ("parameter", "entries", "least", "median", "greatest", "zero", "Inf, NaN", "flushed")
     return Page(
-        title="Where gradients lie",
-        sentence=f"float16 turns {whole.flushed:.2%} of the gradients into zero without a loss "
+        title="Gradient magnitudes",
+        sentence=f"float16 flushes {whole.flushed:.2%} of the gradients to zero without a loss "
         f"scale; {whole.zeros:.2%} are zero already, {whole.nonfinite:.2%} are Inf or NaN.",
         lines=("least, median, greatest: of log2|g|.",),
         histograms=(Histogram("All gradients, by magnitude", bins, "log2|g|", marks),)
@@ -254,7 +256,7 @@ def _of_parameter(row: HistogramRow) -> Operation:
 
 ALONE = worst_share(
     "error without it",
-    "The largest error of a result if this place alone were left in half.",
+    "The largest error of a result if only this place is left in half.",
 )
 WORK = Colour("work", "The share of the matmul FLOPs that a place moves to float32.", unit="share")
 
@@ -267,11 +269,15 @@ def _(report: Tuning) -> Page:
     bought = tuple(map(_bought, report.steps))
     named = tuple((f"{error:.3g}", name) for name, error in results)
     return Page(
-        title="The least float32 that meets a tolerance",
+        title="The fewest float32 places that meet a tolerance",
         sentence=f"{first.capitalize()}.",
         lines=(*([" ".join(others)] if others else []), f"policy: {report.policy}"),
         tables=(
-            *([Table("What each override bought", columns, bought, columns[:1])] if bought else []),
+            *(
+                [Table("The effect of each override", columns, bought, columns[:1])]
+                if bought
+                else []
+            ),
             Table("Error of the results", ("error", "result"), named, ("result",)),
         ),
         operations=tuple(map(_step, report.steps)),

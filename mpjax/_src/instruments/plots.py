@@ -1,4 +1,4 @@
-"""Pictures of what the instruments found. The only module that draws, with the extra `plot`."""
+"""Plots of reports. The only module that draws; it needs matplotlib, of the extra `plot`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,31 +21,31 @@ from mpjax._src.instruments.histogram import (
 )
 from mpjax._src.watching.report import PrecisionReport
 
-# How many operations a picture names, and where it draws an infinite error.
+# How many operations a plot names, and where it draws an infinite error.
 OPERATIONS = 5
 INFINITE = 8.0
 
-# How many tensors at risk a picture names.
+# How many tensors at risk a plot names.
 NAMED = 6
 
-# How many parameters a picture has room to name.
+# How many parameters a plot has room to name.
 PARAMETERS = 80
 
 
 def plot_compare(comparison: Comparison, path: str | Path | None = None) -> Any:
-    """Draws the error of every operation in the order of the program, and what it adds itself.
+    """Plots the error of every operation in program order, and the part that it adds itself.
 
     Args:
-        comparison: What `compare` gave.
-        path: Of a PNG to write, or None.
+        comparison: A `Comparison`, as `compare` returns it.
+        path: The path of a PNG file to write, or None.
 
     Returns:
         A ``matplotlib.figure.Figure``.
 
     Raises:
-        ImportError: Without matplotlib, the extra ``plot``.
-        TypeError: If ``comparison`` is none.
-        ValueError: If no operation rounds: there is nothing to draw.
+        ImportError: If matplotlib is not installed (the extra ``plot``).
+        TypeError: If ``comparison`` is not a `Comparison`.
+        ValueError: If no operation rounds, so that there is nothing to plot.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -54,8 +54,8 @@ def plot_compare(comparison: Comparison, path: str | Path | None = None) -> Any:
     """
     if not isinstance(comparison, Comparison):
         raise TypeError(
-            f"comparison={brief(comparison)} must be a Comparison: what "
-            "mpjax.compare(fun, policy)(*args) returned."
+            f"comparison={brief(comparison)} must be a Comparison, which "
+            "mpjax.compare(fun, policy)(*args) returns."
         )
     figure_class = _figure_class()
     rows = [
@@ -65,7 +65,10 @@ def plot_compare(comparison: Comparison, path: str | Path | None = None) -> Any:
         )
     ]
     if not rows:
-        raise ValueError("comparison has no rows: no operation of the program rounds.")
+        raise ValueError(
+            "comparison has no rows, because no operation of the program rounds. There is nothing "
+            "to plot."
+        )
     figure = figure_class(figsize=(11, 5.5), layout="constrained")
     axes = figure.add_subplot()
     floor = 2.0**-26
@@ -115,18 +118,18 @@ def plot_compare(comparison: Comparison, path: str | Path | None = None) -> Any:
 
 
 def plot_agreement(report: Agreement, path: str | Path | None = None) -> Any:
-    """Draws by how much two programs part at each token, and what is left of it without each line.
+    """Plots the difference of two programs at each token, and the share left for each line.
 
     Args:
-        report: What `compare` of two functions gave.
-        path: Of a PNG to write, or None.
+        report: An `Agreement`, as `compare` returns it for two functions.
+        path: The path of a PNG file to write, or None.
 
     Returns:
         A ``matplotlib.figure.Figure``.
 
     Raises:
-        ImportError: Without matplotlib, the extra ``plot``.
-        TypeError: If ``report`` is none.
+        ImportError: If matplotlib is not installed (the extra ``plot``).
+        TypeError: If ``report`` is not an `Agreement`.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -136,8 +139,8 @@ def plot_agreement(report: Agreement, path: str | Path | None = None) -> Any:
     """
     if not isinstance(report, Agreement):
         raise TypeError(
-            f"report={brief(report)} must be an Agreement: what mpjax.compare(fun, other)(*args) "
-            "returned."
+            f"report={brief(report)} must be an Agreement, which mpjax.compare(fun, other)(*args) "
+            "returns."
         )
     figure = _figure_class()(figsize=(11, 4), layout="constrained")
     tokens, lines = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -162,19 +165,20 @@ def plot_agreement(report: Agreement, path: str | Path | None = None) -> Any:
 
 
 def plot_precision(reports: Sequence[PrecisionReport], path: str | Path | None = None) -> Any:
-    """Draws how much room watched tensors have left, step by step, and where each is named at risk.
+    """Plots the headroom of watched tensors step by step, and where each is first at risk.
 
     Args:
-        reports: Those of one run, in order: what `watch_precision` put into the metrics.
-        path: Of a PNG to write, or None.
+        reports: The `PrecisionReport` of each sampled step of a run, in order, as
+            `watch_precision` puts them into the metrics.
+        path: The path of a PNG file to write, or None.
 
     Returns:
         A ``matplotlib.figure.Figure``.
 
     Raises:
-        ImportError: Without matplotlib, the extra ``plot``.
-        TypeError: If ``reports`` are none.
-        ValueError: If there are none, or their steps have no numbers.
+        ImportError: If matplotlib is not installed (the extra ``plot``).
+        TypeError: If ``reports`` are not all `PrecisionReport`.
+        ValueError: If ``reports`` is empty, or a report has no step number.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -185,11 +189,14 @@ def plot_precision(reports: Sequence[PrecisionReport], path: str | Path | None =
     reports = list(reports)
     if not all(isinstance(report, PrecisionReport) for report in reports):
         raise TypeError(
-            f"reports={brief(reports)} must be a list of PrecisionReports: what "
-            'mpjax.watch_precision put into metrics["precision"].'
+            f"reports={brief(reports)} must be a list of PrecisionReports, which "
+            'mpjax.watch_precision puts into metrics["precision"].'
         )
     if not reports or not all(report.steps for report in reports):
-        raise ValueError("reports must be at least one of a step that watch_precision sampled.")
+        raise ValueError(
+            "reports must hold at least one report, and each must come from a step that "
+            "watch_precision sampled."
+        )
     room: dict[str, list[tuple[int, float]]] = {}
     named: dict[tuple[str, str], tuple[int, float]] = {}
     for report in reports:
@@ -203,7 +210,7 @@ def plot_precision(reports: Sequence[PrecisionReport], path: str | Path | None =
     figure = _figure_class()(figsize=(11, 5.5), layout="constrained")
     axes = figure.add_subplot()
     first = sorted(named.items(), key=lambda item: item[1])
-    # The forward pass first: what overflows there no loss scale cures.
+    # The forward pass first, because no loss scale cures an overflow there.
     shown = sorted(first, key=lambda item: item[0][0] == "backward")[:NAMED]
     colors = {name: f"C{i}" for i, ((_, name), _) in enumerate(shown)}
     for name, places in room.items():
@@ -229,21 +236,21 @@ def plot_gradient_histogram(
     dtype: DTypeLike = "float16",
     scale: float = 1.0,
 ) -> Any:
-    """Draws the distribution of all gradients, and of each parameter's below it.
+    """Plots the distribution of all gradients, and below it that of each parameter's gradient.
 
     Args:
-        histogram: The histogram.
-        path: Where to write a PNG; None to write none.
-        dtype: Whose range is marked: float16 or bfloat16.
-        scale: A loss scale, a power of two: the marks move by it.
+        histogram: A `GradientHistogram`, as `gradient_histogram` returns it.
+        path: The path of a PNG file to write, or None.
+        dtype: The dtype whose range is marked: "float16" or "bfloat16".
+        scale: The loss scale at which the range is marked, a power of two.
 
     Returns:
         A ``matplotlib.figure.Figure``.
 
     Raises:
-        ImportError: If matplotlib is not installed.
-        TypeError: If ``histogram`` is none.
-        ValueError: If an argument is not legal, or there is nothing to draw.
+        ImportError: If matplotlib is not installed (the extra ``plot``).
+        TypeError: If ``histogram`` is not a `GradientHistogram`.
+        ValueError: If ``dtype`` or ``scale`` is not legal, or there is nothing to plot.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -258,7 +265,7 @@ def plot_gradient_histogram(
     used = np.flatnonzero(finite.sum(0))
     if not used.size:
         raise ValueError(
-            "histogram holds no gradient that is finite and not zero: nothing to draw."
+            "histogram holds no gradient that is finite and not zero, so there is nothing to plot."
         )
     marks = {"flushed to zero": limits.flush - shift, "overflow": limits.overflow - shift}
     marks["subnormal"] = limits.normal - shift
@@ -315,7 +322,7 @@ def plot_gradient_histogram(
 
 
 def _saved(figure: Any, path: str | Path | None) -> Any:
-    """Returns a figure, written to a PNG where there is a path."""
+    """Returns a figure, after writing it to a PNG file if a path is given."""
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure

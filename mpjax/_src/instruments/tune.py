@@ -1,7 +1,7 @@
-"""`tune`: the least float32 with which a program under a policy meets a tolerance.
+"""`tune`: finds the fewest float32 operations with which a program meets an error tolerance.
 
-`compare` tells which operations are suspect. Which of them must be float32 is then measured, on the
-compiled program: a set of places is enough or it is not.
+`compare` estimates which operations matter. Which of them must be float32 is then measured on the
+compiled program, one set of places at a time.
 """
 
 import dataclasses
@@ -31,31 +31,32 @@ from mpjax._src.training.loss_scale import (
     whole_number,
 )
 
-# A gradient this much smaller than all together is held to its share of that, not to its own size.
+# The error of a gradient is relative to at least this share of the norm of all gradients together.
 SMALL = 1e-3
 
-# An error of more entries is projected to this many: its products with others stay about the same
+# Longer error vectors are projected to this many entries, which about keeps their inner products
 # (random projections; Johnson and Lindenstrauss, 1984).
 ENTRIES = 64
 
-LEAST_RUNS = 2  # without them there is no error
+LEAST_RUNS = 2  # the float32 reference, and the policy without overrides
 
 COLUMNS = ("operations", "FLOPs", "error before", "after", "left out", "in float32")
 
 
 @dataclasses.dataclass(frozen=True)
 class TuneStep:
-    """One place that was moved to float32.
+    """An override of the tuned policy, which moves one place to float32.
 
     Attributes:
-        pattern: Of the override.
-        operations: How many operations of the program it moves.
-        flops: The share of the program's matmul FLOPs that it moves.
-        error_before: The largest relative error of a result without it, with the steps before; None
-            where the search did not try that.
-        error: The same with it.
-        alone: The same where all other places of the tuned policy are float32 and it is not: what
-            it would cost to leave it out; None where no run was left to measure that.
+        pattern: The pattern of the override.
+        operations: The number of operations of the program that it moves.
+        flops: The share of the program's matmul FLOPs that it moves, from 0 to 1.
+        error_before: The largest relative error of a result with the previous steps only; None if
+            the search did not measure it.
+        error: The largest relative error with the previous steps and this one; None if the search
+            did not measure it.
+        alone: The largest relative error if only this override is left out of the tuned policy;
+            None if no run was left to measure it.
     """
 
     pattern: str
@@ -68,23 +69,24 @@ class TuneStep:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning(Report):
-    """What `tune` found. ``print`` it, and train with `policy`.
+    """The result of `tune`. ``print`` it, and train with ``policy``.
 
     Attributes:
-        policy: The policy with overrides.
+        policy: The tuned policy: the given one with overrides.
         met: Whether it meets the tolerance.
         error: The largest relative error of a result under it.
-        tolerance: That was asked for.
-        results: The error of each result under it.
-        steps: What each override bought, the most valuable first.
-        runs: How many times a program was run to find it, in float32 and in half.
-        least: Whether none of its places can be left out, if less float32 never makes it better:
-            what was measured says so of each.
-        cut_short: Whether the search ended at ``max_runs``: this is the best of what was tried.
-        places: How many of the smallest places that patterns can name are float32: a step may hold
-            more than one.
-        needed: How many of those it takes at least, if less float32 never makes it better: each set
-            that was tried and was too little says so.
+        tolerance: The tolerance.
+        results: The relative error of each result under it, by name.
+        steps: The effect of each override, the most valuable first.
+        runs: The number of times a program was run, in float32 and in half.
+        least: Whether no single place can be left out. This follows from the measurements, assuming
+            that less float32 never reduces the error.
+        cut_short: Whether the search stopped at ``max_runs``. Then this is the best set that was
+            tried.
+        places: The number of places in float32, counted in the smallest places that patterns can
+            name. A step may contain more than one.
+        needed: A lower bound of ``places``. It follows from the sets that were tried and failed,
+            assuming that less float32 never reduces the error.
     """
 
     policy: Policy
@@ -102,17 +104,18 @@ class Tuning(Report):
     _drawn_by = "mpjax._src.instruments.pages"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the tuning as plain data, ready for JSON; the policy as its string."""
+        """Returns the result as plain data, ready for JSON. The policy becomes a string."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         steps = [dataclasses.asdict(step) for step in self.steps]
         return {**plain, "policy": str(self.policy), "steps": steps}
 
     def _proved(self) -> str:
-        """Returns what was measured of how few places may do, in words."""
+        """Returns in words how few places may be enough."""
+        assuming = "assuming that less float32 never reduces the error"
         if self.needed == self.places:
-            return "fewer cannot do, if less float32 never makes it better"
-        alone = "none can be left out alone" if self.least else "some may not be needed"
-        return f"{alone}; {self.needed} at least, if less float32 never makes it better"
+            return f"fewer are not enough, {assuming}"
+        alone = "no single one can be left out" if self.least else "some may not be needed"
+        return f"{alone}; at least {self.needed} are needed, {assuming}"
 
     def __str__(self) -> str:
         verdict = "meets" if self.met else "does not meet"
@@ -122,8 +125,12 @@ class Tuning(Report):
         ]
         if self.cut_short:
             lines.append(
-                "The search was cut short at max_runs: this is the best that was tried, and "
-                + ("less float32 may do." if self.met else "more float32, or other places, may do.")
+                "The search stopped at max_runs. This is the best policy that was tried; "
+                + (
+                    "less float32 may be enough."
+                    if self.met
+                    else "more float32, or other places, may meet the tolerance."
+                )
             )
         elif self.met and self.places:
             lines.append(f"smallest places in float32: {self.places}; {self._proved()}")
@@ -152,32 +159,33 @@ def tune(
     *,
     loss_scale: LossScale | str | float | None = "auto",
 ) -> Callable[..., Tuning]:
-    """Finds the least float32 with which the value and the gradients meet a tolerance.
+    """Finds the fewest float32 places with which the value and its gradients meet a tolerance.
 
     Args:
         fun: A function, as for `autocast`. If it returns a scalar loss, its gradient counts too.
         policy: The policy to start from, or its name.
         tolerance: The largest relative error allowed, ``norm(got - wanted) / norm(wanted)`` for
-            each result and each gradient, against float32. Gradients smaller than 1e-3 of all
-            together are held to that share.
-        argnums: Of which arguments gradients are taken; None for the forward pass alone.
+            each result and each gradient, where ``wanted`` is that of float32. For a gradient whose
+            norm is below 1e-3 of that of all gradients together, ``norm(wanted)`` is replaced by
+            that share.
+        argnums: The arguments to differentiate; None for the forward pass only.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
-        max_runs: How many times a program may be run: 2 or more, for the float32 reference and the
-            policy as it is count. float16 takes one or more to find its loss scale.
-        loss_scale: As for `compare`.
+        max_runs: The largest number of runs of a program: 2 or more, because the float32 reference
+            and the given policy take one each. For float16, finding the loss scale takes one or
+            more.
+        loss_scale: The loss scale, as for `compare`.
 
     Returns:
-        A function of the same arguments, which must be concrete arrays. It returns a `Tuning`: its
-        ``policy`` is the one given, with as few places in float32 as were found to be enough, those
-        of less work where there is a choice. Where errors add up, as vectors or as squares, that
-        was at most one place more than trying all sets of up to 12 finds. An error of one number
-        far below what most places add is met where they happen to cancel: few runs do not find each
-        set that does.
+        A function of the same arguments, which must be concrete arrays. It returns a `Tuning`,
+        whose ``policy`` is the given one with as few places in float32 as were found to be enough;
+        of sets of equal size, the one with less work. In tests on sums of up to 12 errors, as
+        vectors or as squares, it had at most one place more than an exhaustive search. If the
+        result is a single number and the tolerance is far below the errors of most places, only
+        sets whose errors happen to cancel meet it, and few runs do not find all of them.
 
     Raises:
         TypeError: If ``fun`` is not a function, or an array is abstract or being traced.
-        ValueError: If an argument is not legal, there are no arrays, or nothing to differentiate
-            by.
+        ValueError: If an argument is not legal, there are no arrays, or nothing to differentiate.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -199,7 +207,7 @@ def tune(
     if (whole_number(max_runs) or 0) < LEAST_RUNS:
         raise ValueError(
             f"max_runs={brief(max_runs)} must be a whole number, {LEAST_RUNS} or more: float32 and "
-            "the policy as it is take a run each."
+            "the given policy take one run each."
         )
 
     resolve_loss_scale(loss_scale, False)
@@ -236,7 +244,7 @@ class _OutOfRuns(Exception):
 
 
 class _Trial:
-    """Runs the program with some places in float32, and remembers what came out."""
+    """Runs the program with some places in float32, and keeps the results."""
 
     def __init__(self, make: Callable[..., Program], policy: Policy, max_runs: int, loss_scale):
         self.policy, self.max_runs, self.loss_scale = policy, max_runs, loss_scale
@@ -245,7 +253,7 @@ class _Trial:
         self.program = self._make(policy=policy)
         self.arrays = check_concrete("tune", self.program.arrays)
         self.places = Places(self.program.plan.block)
-        self._scale: float | None = None  # that the gradients are finite with
+        self._scale: float | None = None  # a loss scale at which the gradients are finite
         self._known: dict[frozenset[int], tuple[dict[str, float], list[Any]]] = {}
         full = dataclasses.replace(
             policy, overrides=(), half_ops=(), compute_dtype=FLOAT32, output_dtype=FLOAT32
@@ -255,7 +263,7 @@ class _Trial:
         self._norms = {name: float(norm) for name, norm in _norms(self.wanted).items()}
         longest = max((x.size for x in self.wanted.values()), default=0)
         self._signs = np.random.default_rng(0).choice([-1.0, 1.0], longest).astype(np.float32)
-        self._terms: dict[str, float] = {}  # of the results that are rounding error, and of others
+        self._terms: dict[str, float] = {}  # the sizes of cancelled terms, by result
 
     def _count(self) -> None:
         if self.runs >= self.max_runs:
@@ -280,7 +288,7 @@ class _Trial:
         return self._measured(places)[0]
 
     def vectors(self, places: Sequence[Place]) -> list[Any]:
-        """Returns the same as vectors of that length: projections of the errors of all entries."""
+        """Returns the errors as vectors: projections of the errors of all entries."""
         return self._measured(places)[1]
 
     def worst(self, places: Sequence[Place]) -> float | None:
@@ -300,7 +308,7 @@ class _Trial:
         return self._known[key]
 
     def scale(self, program: Program) -> float:
-        """Returns the loss scale of all runs, once there is one with finite gradients."""
+        """Returns the loss scale of all runs, which is fixed once gradients are finite."""
         if self._scale is not None:
             return self._scale
         scale = training_scale(program, self.arrays, self.policy, self.loss_scale)
@@ -324,16 +332,16 @@ class _Trial:
             for name, distance in distances.items()
         }
 
-    # ---- what came of it ----
+    # ---- the report ----
 
     def report(self, search: Search, places: Sequence[Place], cut_short: bool) -> "Tuning":
-        """Returns the best set that was found, and what each place of it buys."""
+        """Returns the best set that was found, and the effect of each of its places."""
         best = search.best
         if best is None or (cut_short and len(best) == len(places)):
-            # All of it in float32 is no answer of a search that was cut short.
+            # A search that was cut short does not report all of the program in float32.
             tried = [s for s in search.tried if not cut_short or len(s) < len(places)]
             best = min(tried, key=lambda s: search.tried[s], default=None)
-        if best is None:  # no run was left for the policy as it is
+        if best is None:  # no run was left for the given policy
             return Tuning(
                 self.policy, False, math.nan, search.tolerance, {}, (), self.runs, False, True
             )
@@ -369,7 +377,7 @@ class _Trial:
         return steps
 
     def _without(self, place: Place, merged: Sequence[Place]) -> float | None:
-        """Returns the error without one place, or None where there is no run left for it."""
+        """Returns the error without one place, or None if no run is left."""
         others = [other for other in merged if other is not place]
         try:
             self.errors(others)
@@ -396,7 +404,7 @@ def _norms(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 def _distances(
     got: dict[str, jax.Array], wanted: dict[str, jax.Array], signs: jax.Array
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Returns of each result the norm of its error, and `ENTRIES` sums of it with random signs."""
+    """Returns for each result the norm of its error, and `ENTRIES` sums of it with random signs."""
 
     def distance(got, wanted):
         error = jnp.ravel(jnp.where(got == wanted, 0, got - wanted))
@@ -409,7 +417,7 @@ def _distances(
 
 
 def _of_length(vector: np.ndarray, length: float) -> np.ndarray:
-    """Returns a vector with this norm, in the direction that it has, if it has one."""
+    """Returns a vector of this norm and of the given direction, or of any if there is none."""
     size = float(np.linalg.norm(vector))
     if 0 < size < math.inf and length < math.inf:
         return vector * (length / size)
@@ -417,7 +425,7 @@ def _of_length(vector: np.ndarray, length: float) -> np.ndarray:
 
 
 def _suspicions(trial: _Trial, places: Sequence[Place]) -> list[float]:
-    """Returns how much of the squared error is expected of each place, by what its ops add."""
+    """Returns the expected share of the squared error of each place, from its ops' own errors."""
     found: dict[int, float] = {}
     compared = compare_program(trial.program, trial.arrays, trial.scale(trial.program))
     for row in compared.rows:

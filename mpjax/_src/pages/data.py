@@ -1,13 +1,13 @@
-"""What a page shows, as plain data: figures, tables, bars, and operations in nested scopes.
+"""The contents of a page as plain data: figures, tables, bars, and operations in nested scopes.
 
-A report turns itself into a `Page`; what becomes of it is the same for every report.
+Every report converts itself to a `Page`, and all pages are rendered in the same way.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-# Of an operation that a colour says nothing of.
+# The class of an operation that has no value for a colour.
 NONE = "none"
 
 
@@ -26,7 +26,7 @@ def share(part: float) -> str:
 
 
 # Dtypes by their short names, as every page writes them, in the order of their colours.
-DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "other": "no float, or another"}
+DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "other": "any other dtype"}
 
 # How amounts are written.
 UNITS: dict[str, Callable[[float], str]] = {
@@ -153,13 +153,13 @@ class Page:
 
 
 def facts(**pairs: object) -> tuple[tuple[str, str], ...]:
-    """Returns what is told of an operation: without what is empty, "_" in titles as spaces."""
+    """Returns the facts about an operation without empty ones, "_" in titles as spaces."""
     told = ((title.replace("_", " "), value) for title, value in pairs.items())
     return tuple((title, str(value)) for title, value in told if value not in (None, "", False))
 
 
 def code_at(source: str) -> str:
-    """Returns the line of code that "file:line" names, if it can be read."""
+    """Returns the line of code at "file:line", or "" if it cannot be read."""
     import linecache
 
     file, _, line = source.rpartition(":")
@@ -167,7 +167,7 @@ def code_at(source: str) -> str:
 
 
 def box_of(scope: str, source: str) -> str:
-    """Returns the box of an operation: its scope, or the line of the user's that it stands in."""
+    """Returns the box of an operation: its scope, or else its source line."""
     return scope or source.rpartition("/")[2] or "no scope, no line"
 
 

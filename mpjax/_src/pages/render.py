@@ -1,4 +1,4 @@
-"""A page as HTML: one text, with its style, its script and its data in it; it loads nothing."""
+"""Renders a page as one HTML text with style, script and data inside; it loads nothing."""
 
 import base64
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 from mpjax._src.pages.data import UNITS, Page
 from mpjax._src.pages.scales import Scale, scale_of
 
-# In a notebook a page has a window of its own, where its script can touch nothing else.
+# In a notebook a page is shown in a sandboxed frame, so its script cannot touch anything else.
 FRAME = (
     '<iframe title="{title}" sandbox="allow-scripts" srcdoc="{page}" '
     'style="width:100%;height:640px;border:1px solid #8886;border-radius:6px"></iframe>'
@@ -45,7 +45,7 @@ def render(page: Page) -> str:
 
 
 def framed(page: Page) -> str:
-    """Returns a page for a notebook: in a frame, apart from the notebook's own page."""
+    """Returns a page for a notebook, in a frame of its own."""
     return FRAME.format(title=html.escape(page.title), page=html.escape(render(page)))
 
 
@@ -58,7 +58,7 @@ def _templates() -> Any:
     loader = jinja2.FunctionLoader(_part)
     environment = jinja2.Environment(
         loader=loader,
-        autoescape=True,  # what a page shows may be anybody's text
+        autoescape=True,  # the texts of a page come from the user's program
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -76,7 +76,7 @@ def _hash(script: str) -> str:
 
 
 def _data(page: Page, scales: list[Scale]) -> dict[str, Any]:
-    """Returns the operations in few bytes: texts once, and each operation as a list of numbers."""
+    """Returns the operations compactly: each text once, and each operation as a list of numbers."""
     texts: dict[str, int] = {}
 
     def text(words: str) -> int:
@@ -116,7 +116,7 @@ def _number(value: Any) -> float | None:
 
 
 def _json(data: Any) -> str:
-    """Returns JSON that can stand in a script element: no text in it can end that."""
+    """Returns JSON for a script element, escaped so that no text in it can end the element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -1,4 +1,4 @@
-"""Which colour an operation has: classes by their names, amounts in steps."""
+"""The colours of operations: of classes by name, of amounts in steps."""
 
 import bisect
 import dataclasses
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from mpjax._src.pages.data import NONE, UNITS, Colour, Operation
 
-# How many steps an amount is told in, and how many colours there are for classes.
+# The number of steps for amounts, and the number of colours for classes.
 STEPS, SLOTS = 6, 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One entry of a legend: its words, its style in the page, how many operations have it."""
+    """One entry of a legend: its label, its style, and the number of operations that have it."""
 
     label: str
     style: str
@@ -23,7 +23,7 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """A colour over the operations of a page: its legend, and each operation's place in it."""
+    """A colour over the operations of a page: its legend, and each operation's entry in it."""
 
     colour: Colour
     legend: tuple[Key, ...]

@@ -1,18 +1,18 @@
-"""Arrays in 8 bits an entry: companded codes, and a power of two for every 32 along the last axis.
+"""Arrays in 8 bits: companded codes, and a power-of-two scale for every 32 entries.
 
-The last axis is cut into blocks. What a block holds is divided by a power of two, its scale, and
-the power of it that the code keeps (a half, a quarter) is what is rounded to 8 bits: steps are fine
-near zero and relative to an entry's size. Codes have the shape of the array, scales a byte for
-every block.
+The last axis is cut into blocks of 32 entries. Each entry is divided by the scale of its block, a
+power of two. The square root or fourth root of the result is rounded to 8 bits, so that small
+entries have smaller rounding errors. Codes have the shape of the array; scales take one byte per
+block.
 
-Which of its two neighbours an entry becomes is drawn, so that the mean is exact. Averages that move
-by less than half a step, as the second moments of Adam do, would otherwise stay where they are for
-good. The draw is a hash of the entry's own bits and of a number that the caller counts: it needs no
-key and no position, so it is the same however arrays are sharded. What a code holds exactly
-becomes the same code again.
+Rounding is stochastic, so that its mean is exact. With rounding to nearest, averages that change by
+less than half a step, such as the second moments of Adam, would never change. The random bits are a
+hash of the entry's own bits and of a number that the caller counts. They need no key and no
+position, so they do not depend on how arrays are sharded. Encoding a decoded array gives the same
+codes.
 
-Steps after powers and blocks: Dettmers et al. 2021 (arXiv 2110.02861), FlashOptim 2026
-(arXiv 2602.23349); scales of powers of two for every 32: OCP Microscaling Formats 1.0.
+Companding and blocks: Dettmers et al. 2021 (arXiv 2110.02861), FlashOptim 2026 (arXiv 2602.23349).
+Power-of-two scales for every 32 entries: OCP Microscaling Formats 1.0.
 """
 
 import dataclasses
@@ -24,13 +24,15 @@ import numpy as np
 from mpjax._src.training.rounding import mixed
 
 BLOCK = 32
-BIAS, MANTISSA = 127, 23  # of float32's exponents, and how many bits lie below them
-INFINITY = 255  # as an exponent
+BIAS, MANTISSA = 127, 23  # the bias of float32's exponent, and the bits of its mantissa
+INFINITY = 255  # the exponent field of infinity and NaN
 
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """What 8 bits mean: a level, of which a power counts units of the block.
+    """A code of 8 bits. Its integer is a level; a power of the level is a number of units.
+
+    A unit is the value of the block's scale.
 
     Attributes:
         dtype: int8 with a sign, uint8 without one.
@@ -54,56 +56,56 @@ class Code:
 
     @property
     def top(self) -> np.float32:
-        """The largest count of units."""
+        """The largest number of units."""
         return np.float32(self.levels**self.power)
 
     @property
     def largest_scale(self) -> int:
-        """The scale whose largest count float32 still holds."""
+        """The largest scale at which the largest number of units is finite in float32."""
         return INFINITY - (self.levels**self.power).bit_length()
 
     def units(self, level: jax.Array) -> jax.Array:
-        """Returns the units that a level counts, by integers, which no compiler contracts."""
+        """Returns the units of a level, in integers, which no compiler fuses to multiply-adds."""
         for _ in range(self.squarings):
             level = level * level
         return level.astype(jnp.uint32).astype(jnp.float32)
 
     def level(self, units: jax.Array) -> jax.Array:
-        """Returns the level at or below a count of units; next to it where a root is rounded."""
+        """Returns the level at or below a number of units, off by one if a root is rounded up."""
         for _ in range(self.squarings):
             units = jnp.sqrt(units)
         return units.astype(jnp.int32)
 
 
 SIGNED = Code(np.int8, 1)
-# What divides: an entry that is not zero is never zero again, but the least level at least.
+# For divisors: an entry that is not zero becomes at least level 1.
 UNSIGNED = Code(np.uint8, 2)
 
 
 def by_dtype(dtype: np.dtype) -> Code | None:
-    """Returns the code that arrays of a dtype are of, or None."""
+    """Returns the code with this dtype, or None."""
     return next((code for code in (SIGNED, UNSIGNED) if dtype == code.dtype), None)
 
 
 def scales_of(x: jax.Array, code: Code, number: jax.Array) -> jax.Array:
     """Returns the scales of an array's blocks: uint8, of shape ``x.shape[:-1] + (blocks,)``.
 
-    A scale is the exponent of a block's unit, as float32 has it: the least whose levels reach the
-    largest entry. Just above what the scale before it reaches, an entry lies between the last level
-    there and the first one here: the scale is drawn, by the draw that rounds the entry itself.
+    A scale is the float32 exponent field of a block's unit: the least whose levels reach the
+    block's largest entry. If that entry is slightly above the top level of the next lower scale, it
+    lies between that level and a level of this scale. Then the scale is chosen at random, with the
+    random bits that round the entry itself.
 
-    A block with an entry that the code does not hold (Inf, NaN, negative without a sign) has the
-    unit infinity: nothing in it is finite.
+    A block with an entry that the code cannot represent (Inf, NaN, a negative entry of an unsigned
+    code) has the unit infinity, so that all of it decodes to Inf or NaN.
 
     Args:
         x: A floating array of at least one axis.
-        code: Which code.
-        number: What the draws are drawn by beside the entries, an int32 scalar: another one each
-            time.
+        code: The code.
+        number: An int32 scalar that seeds the random bits; different for each update.
     """
     x = _blocks(x.astype(jnp.float32))
     bits = _bits(jnp.abs(x if code.signed else jnp.where(x < 0, jnp.inf, x)))
-    bits = jnp.max(bits, axis=-1)  # ordered as the floats are, NaN above all
+    bits = jnp.max(bits, axis=-1)  # in the order of the floats, with NaN above all
     size = _float(bits)
     scale = BIAS - ((int(code.top.view(np.int32)) - bits) >> MANTISSA)
     scale = jnp.clip(scale, 1, code.largest_scale)
@@ -120,17 +122,17 @@ def encode(x: jax.Array, scales: jax.Array, code: Code, number: jax.Array) -> ja
 
     Args:
         x: A floating array of at least one axis.
-        scales: Those of its blocks.
-        code: Which code.
-        number: That of the scales.
+        scales: The scales of its blocks.
+        code: The code.
+        number: The number that the scales were computed with.
     """
-    # Read once: XLA:GPU writes down what is read often, rather than compute it again.
+    # Read once, because XLA:GPU stores a value that is read often instead of recomputing it.
     bits = _bits(x.astype(jnp.float32))
     sign, size = bits >> 31, _float(bits & 0x7FFFFFFF)
     units = size * _inverse(_spread(scales, x.shape))
     level = code.level(units)
     below = code.units(level)
-    # Where a root was rounded to a neighbour, the draw is certain, and right.
+    # If a root was rounded to the next level, this comparison is certain and corrects it.
     rises = _draw(size, number) * (code.units(level + 1) - below) < units - below
     level = jnp.minimum(level + rises.astype(jnp.int32), code.levels)
     if code.signed:
@@ -141,20 +143,20 @@ def encode(x: jax.Array, scales: jax.Array, code: Code, number: jax.Array) -> ja
 
 
 def decode(codes: jax.Array, scales: jax.Array, code: Code) -> jax.Array:
-    """Returns the float32 array that codes and scales stand for."""
+    """Returns the float32 array that codes and scales represent."""
     units = codes.astype(jnp.float32)
-    for _ in range(code.squarings):  # rounded as the integers of `Code.units` are
+    for _ in range(code.squarings):  # gives the same rounding as the integers of `Code.units`
         units = units * jnp.abs(units)
     return units * _float(_spread(scales, codes.shape) << MANTISSA)
 
 
 def _inverse(scale: jax.Array) -> jax.Array:
-    """Returns how many units are one, exactly."""
+    """Returns the exact reciprocal of a scale's unit."""
     return _float((2 * BIAS - scale) << MANTISSA)
 
 
 def _draw(size: jax.Array, number: jax.Array) -> jax.Array:
-    """Returns floats in [0, 1), of 23 bits, that depend on the bits of floats and on ``number``."""
+    """Returns random floats in [0, 1), of 23 bits: a hash of the bits of floats and ``number``."""
     bits = mixed(_bits(size).astype(jnp.uint32) ^ number.astype(jnp.uint32) * np.uint32(0x9E3779B9))
     return _float((bits >> 9).astype(jnp.int32) | (BIAS << MANTISSA)) - 1
 
@@ -168,7 +170,7 @@ def _float(bits: jax.Array) -> jax.Array:
 
 
 def _blocks(x: jax.Array) -> jax.Array:
-    """Returns the last axis in blocks, (..., blocks, block), the last of them filled with zeros."""
+    """Splits the last axis into blocks, (..., blocks, block), and pads the last with zeros."""
     length = x.shape[-1]
     block = min(BLOCK, length)
     if rest := -length % block:

@@ -29,28 +29,28 @@ def scaled_value_and_grad(
     has_aux: bool = False,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Callable[P, tuple[R, Any, jax.Array]]:
-    """Returns a function like ``jax.value_and_grad(fun)`` that scales the backward pass.
+    """Returns a function like ``jax.value_and_grad(fun)`` that uses a loss scale.
 
-    The loss is multiplied by the scale in float32 before the backward pass, so that small
-    cotangents survive float16, and the gradients are divided by the same scale in float32 after
-    it.
+    The loss is multiplied by the scale in float32 before the backward pass, so that float16 does
+    not flush small cotangents to zero. After it, the gradients are divided by the same scale in
+    float32.
 
     Args:
-        fun: A function whose result is a real scalar loss, or ``(loss, aux)``.
-        loss_scale: An mpjax or jmp loss scale.
-        argnums: Which positional arguments to differentiate by, as for ``jax.grad``. Of one with
-            other leaves than floating numbers (a module of Equinox) the floating arrays are
-            trained, and gradients are None elsewhere, as ``eqx.filter_grad`` has it.
+        fun: A function that returns a real scalar loss, or ``(loss, aux)``.
+        loss_scale: A loss scale object of mpjax or jmp.
+        argnums: The positional arguments to differentiate, as for ``jax.grad``. If an argument has
+            leaves that are not floating (an Equinox module), only its floating arrays are
+            differentiated; the other gradients are None, as in ``eqx.filter_grad``.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
-        axis_name: The mapped axis or axes of replicas, within ``jax.shard_map`` or ``jax.pmap``:
-            loss and gradients are those of their mean, averaged in float32, and the verdict is one
-            for all. An aux stays each replica's own.
+        axis_name: The mapped axis or axes of replicas, within ``jax.shard_map`` or ``jax.pmap``.
+            Loss and gradients are averaged over them in float32, so ``finite`` is the same on all
+            replicas. Each replica keeps its own ``aux``.
 
     Returns:
-        A function of the same arguments, keyword arguments too, with the result
-        ``(value, grads, finite)``: ``value`` is the loss (or ``(loss, aux)``) exactly as ``fun``
-        returned it; ``grads`` are unscaled, half ones in float32, others in their own dtype;
-        ``finite`` is a scalar bool array, whether all gradients are finite.
+        A function of the same arguments that returns ``(value, grads, finite)``: ``value`` is the
+        loss (or ``(loss, aux)``) as ``fun`` returned it; ``grads`` are the unscaled gradients, half
+        ones as float32, others in their own dtype; ``finite`` is a bool scalar, whether all
+        gradients are finite.
 
     Raises:
         TypeError: If ``fun`` is not a function or ``loss_scale`` not a loss scale; while tracing,
@@ -65,15 +65,16 @@ def scaled_value_and_grad(
         >>> float(value), float(grad), bool(finite)
         (9.0, 6.0, True)
 
-    Micikevicius et al. 2017, section 3.2; torch.amp.GradScaler's scale and ``unscale_`` in one.
+    Loss scaling is described by Micikevicius et al. 2017, "Mixed Precision Training", section 3.2.
+    The function does the work of ``scale`` and ``unscale_`` of torch.amp.GradScaler.
     """
 
     check_callable(fun, "fun")
     if not has_protocol(loss_scale):
         raise TypeError(
-            f"loss_scale={brief(loss_scale)} must be a loss scale, such as "
-            "mpjax.DynamicLossScale() or mpjax.StaticLossScale(128.0): an instance, which the "
-            "caller keeps and adjusts."
+            f"loss_scale={brief(loss_scale)} must be an instance of a loss scale, such as "
+            "mpjax.DynamicLossScale() or mpjax.StaticLossScale(128.0). The caller keeps it and "
+            "adjusts it after each step."
         )
     scaled = with_scaled_loss(fun, loss_scale, has_aux)
     axes = axes_of(axis_name)
@@ -84,8 +85,9 @@ def scaled_value_and_grad(
             check_axis(name, axis_name)
         if has_modules((args, kwargs)):
             raise TypeError(
-                "scaled_value_and_grad takes trees of arrays, not modules of Flax NNX, which the "
-                "function may change: use mpjax.nnx.value_and_grad with an mpjax.nnx.Optimizer."
+                "scaled_value_and_grad takes trees of arrays, not Flax NNX modules, because the "
+                "function may change a module. Use mpjax.nnx.value_and_grad with an "
+                "mpjax.nnx.Optimizer."
             )
         trained: list[Any] = list(args)
         rest: dict[int, Any] = {}
@@ -93,7 +95,7 @@ def scaled_value_and_grad(
             i = position % max(len(args), 1)
             if i < len(args):
                 trained[i], rest[i] = _trained(args[i])
-                if axes:  # makes gradients local, so that they are averaged here, and once
+                if axes:  # makes gradients local, so that they are averaged once, and here
                     trained[i] = localized(trained[i], axis_name)
 
         def run(*args, **kwargs):
@@ -111,9 +113,9 @@ def scaled_value_and_grad(
 
 
 def _trained(tree: Any) -> tuple[Any, Any]:
-    """Returns the floating arrays of a tree, and what else it holds.
+    """Returns the floating arrays of a tree, and the rest of it.
 
-    None stands for the rest where JAX differentiates the tree as it is, or refuses it as a whole.
+    The rest is None if JAX can differentiate the tree as it is, or refuses it as a whole.
     """
     leaves = jax.tree.leaves(tree)
     floating = [is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
@@ -140,10 +142,10 @@ def _joined(arrays: Any, rest: Any) -> Any:
 def observed_value_and_grad(
     fun: Callable[..., Any], loss_scale: LossScale, observe: Callable[[Any, Any], Any]
 ) -> Callable[..., tuple[Any, Any, Any]]:
-    """As `scaled_value_and_grad` with an aux, but the third result is what ``observe`` returns.
+    """Is `scaled_value_and_grad` with an aux, but its third result is what ``observe`` returns.
 
-    ``observe(grads, program)`` is called while tracing, with the gradients by the first argument as
-    they leave the backward pass, scaled, and a function that returns that pass as a jaxpr.
+    ``observe(grads, program)`` is called while tracing. ``grads`` are the gradients of the first
+    argument, still scaled; ``program()`` returns the backward pass as a jaxpr.
     """
 
     scaled = with_scaled_loss(fun, loss_scale, has_aux=True)
@@ -164,7 +166,7 @@ def observed_value_and_grad(
 
 
 def with_float32_loss(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """Autocasts a loss function; the loss is float32, whatever the policy hands out."""
+    """Autocasts a loss function; the loss is float32, whatever the policy's output dtype."""
     return autocast(fun, dataclasses.replace(policy, output_dtype=FLOAT32))
 
 
@@ -181,11 +183,11 @@ def with_scaled_loss(
         if jnp.result_type(loss) == FLOAT16 and not no_op:
             warn_at(
                 fun,
-                "The loss is float16, so its first cotangent is the loss scale itself rounded to "
-                "float16: infinity from 2**16 on, and every step is skipped. Return the loss in "
-                "float32, e.g. compute it from logits.astype(jnp.float32).",
+                "The loss is float16, so the backward pass starts with the loss scale rounded to "
+                "float16. A loss scale of 2**16 or more is infinity there, and every step is "
+                "skipped. Return the loss in float32: compute it from logits.astype(jnp.float32).",
             )
-        # Widened here too: jmp's scales multiply in the dtype of the loss.
+        # Widened here too, because jmp's scales multiply in the dtype of the loss.
         return loss_scale.scale(widen(jnp.asarray(loss))), (loss, aux)
 
     return scaled

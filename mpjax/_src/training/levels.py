@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each weight under a policy."""
+"""The optimizer that a policy asks for: master weights, rounding and 8-bit moments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from mpjax._src.training.optimizers import as_optimizer
 from mpjax._src.training.rounding import with_stochastic_rounding
 from mpjax._src.training.stored import Optimizer, in_full_precision
 
-# What becomes of small updates of half parameters without masters, by the policy's `rounding`.
+# How half parameters without masters are rounded, by the policy's `rounding`.
 ROUNDINGS: dict[str, Callable[[optax.GradientTransformation], Any]] = {
     "nearest": in_full_precision,
     "stochastic": with_stochastic_rounding,
@@ -23,12 +23,12 @@ ROUNDINGS: dict[str, Callable[[optax.GradientTransformation], Any]] = {
 def under_policy(
     policy: Policy, optimizer: optax.GradientTransformation, argument: str
 ) -> Optimizer:
-    """Returns an optimizer that works in float32, and keeps of each weight what a policy says.
+    """Returns an optimizer that works in float32, with the masters and moments of a policy.
 
     Args:
         policy: The policy.
         optimizer: Any optax optimizer.
-        argument: What errors call it.
+        argument: The name of ``optimizer`` in errors.
     """
     inner = as_optimizer(optimizer, argument)
     if policy.moments == "8bit":

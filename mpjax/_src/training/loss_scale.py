@@ -1,8 +1,8 @@
 """Loss scaling: multiply the loss so that float16 gradients neither vanish nor overflow.
 
-Three scales with one protocol, jmp's: ``scale``, ``unscale``, ``adjust`` and ``loss_scale``. What
-uses them never asks which one it holds. All are pytrees: arrays are leaves, settings are static.
-Micikevicius et al. 2017, "Mixed Precision Training", https://arxiv.org/abs/1710.03740.
+Three classes share the protocol of jmp: ``scale``, ``unscale``, ``adjust`` and ``loss_scale``. Code
+that uses them need not know which one it has. All are pytrees: arrays are leaves, settings are
+static. Micikevicius et al. 2017, "Mixed Precision Training", https://arxiv.org/abs/1710.03740.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from mpjax._src.policy import get_policy
 from mpjax._src.trees import is_array, is_one_bool, widen
 
 T = TypeVar("T")
-LossScale = Any  # one of the three classes below, one of jmp's, or anything with their protocol
+LossScale = Any  # one of the three classes below, one of jmp's, or any object with their protocol
 
 _TINY = float(np.finfo(np.float32).tiny)
 
@@ -33,8 +33,8 @@ def _leaf(default: Any = dataclasses.MISSING, **kwargs: Any) -> Any:
 def _register(cls: type[T]) -> type[T]:
     """Registers a dataclass as a pytree that is unflattened without running ``__init__``.
 
-    jax.tree_util.register_dataclass calls ``__init__`` with whatever a tree.map, a sharding spec
-    or a checkpoint puts in the place of the arrays; validation has no business there.
+    jax.tree_util.register_dataclass calls ``__init__`` with the objects that a tree.map, a sharding
+    spec or a checkpoint puts in place of the arrays. They would fail the validation.
     """
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     leaves = [field.name for field in fields if field.metadata.get("leaf")]
@@ -49,7 +49,7 @@ def _register(cls: type[T]) -> type[T]:
         keys = map(jax.tree_util.GetAttrKey, leaves)
         return list(zip(keys, values, strict=True)), settings
 
-    def unflatten(settings, values):  # which each call of a jitted step pays for
+    def unflatten(settings, values):  # fast, because each call of a jitted step runs it
         self = object.__new__(cls)
         self.__dict__.update(zip(names, (*values, *settings), strict=True))
         return self
@@ -75,7 +75,9 @@ def _times(tree: T, scale: jax.Array, divide: bool = False) -> T:
 @_register
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale:
-    """A loss scale that scales nothing, so that callers never branch.
+    """A loss scale of 1 that never changes, for policies that need no loss scaling.
+
+    It has the methods of the other loss scales, so callers need no branch.
 
     Example:
         >>> import mpjax
@@ -89,28 +91,28 @@ class NoOpLossScale:
         return jnp.ones((), jnp.float32)
 
     def scale(self, tree: T) -> T:
-        """Returns the tree with halves widened to float32, as the other scales do."""
+        """Returns the tree with half leaves widened to float32, as the other scales do."""
         return widen(tree)
 
     def unscale(self, tree: T) -> T:
-        """Returns the tree with halves widened to float32, as the other scales do."""
+        """Returns the tree with half leaves widened to float32, as the other scales do."""
         return widen(tree)
 
     def adjust(self, grads_finite: Any) -> "NoOpLossScale":
-        """Returns itself."""
+        """Returns this loss scale unchanged."""
         return self
 
 
 @_register
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale:
-    """A loss scale that never changes.
+    """A fixed loss scale.
 
     Args:
-        loss_scale: The scale, such as 128.0.
+        loss_scale: The scale, such as 128.0. It is stored as a float32 scalar.
 
     Raises:
-        ValueError: If the scale is not a positive number whose reciprocal is a normal float32.
+        ValueError: If ``loss_scale`` is not between 2**-126 and 2**126.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -126,25 +128,25 @@ class StaticLossScale:
         object.__setattr__(self, "loss_scale", jnp.asarray(self.loss_scale, jnp.float32))
 
     def scale(self, tree: T) -> T:
-        """Multiplies floating and complex leaves by the scale, halves in float32."""
+        """Multiplies floating and complex leaves by the scale; half leaves become float32 first."""
         return _times(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
-        """Divides floating and complex leaves by the scale, halves widened to float32 first."""
+        """Divides floating and complex leaves by the scale; half leaves become float32 first."""
         return _times(tree, self.loss_scale, divide=True)
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
-        """Returns itself."""
+        """Returns this loss scale unchanged."""
         return self
 
 
 @_register
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that looks for the largest value that keeps gradients finite.
+    """A loss scale that grows while gradients are finite, and backs off when they overflow.
 
-    With ``hysteresis=1`` this is torch.amp.GradScaler's algorithm; hysteresis is DeepSpeed's and
-    Megatron's::
+    With ``hysteresis=1`` this is the algorithm of torch.amp.GradScaler; hysteresis works as in
+    DeepSpeed and Megatron::
 
         finite:      growth_tracker += 1
                      if growth_tracker == growth_interval:
@@ -156,19 +158,20 @@ class DynamicLossScale:
                          loss_scale = max(loss_scale * backoff_factor, min_scale)
 
     Args:
-        init_scale: The first scale.
-        growth_factor: What the scale is multiplied by on growth; more than 1.
-        backoff_factor: What the scale is multiplied by on overflow; between 0 and 1.
-        growth_interval: How many finite steps in a row make the scale grow.
-        hysteresis: How many overflows since the last growth make the scale back off.
-        min_scale: The scale never backs off below this; may be less than 1.
-        max_scale: The scale never grows past this.
-        loss_scale: The scale now, a float32 scalar; ``init_scale`` if None.
-        growth_tracker: Finite steps in a row so far, an int32 scalar.
-        hysteresis_tracker: Overflows left until the scale backs off, an int32 scalar.
+        init_scale: The initial scale.
+        growth_factor: The factor by which the scale grows; more than 1.
+        backoff_factor: The factor by which the scale backs off after an overflow; between 0 and 1.
+        growth_interval: The number of finite steps in a row after which the scale grows.
+        hysteresis: The number of overflows since the last growth after which the scale backs off.
+        min_scale: The least scale; may be less than 1.
+        max_scale: The largest scale.
+        loss_scale: The current scale, a float32 scalar; ``init_scale`` if None.
+        growth_tracker: The number of finite steps in a row so far, an int32 scalar; 0 if None.
+        hysteresis_tracker: The number of overflows left until the scale backs off, an int32 scalar;
+            ``hysteresis`` if None.
 
     Raises:
-        ValueError: If a setting makes no sense; the message says why.
+        ValueError: If a setting is not legal; the message says why.
 
     Example:
         >>> import mpjax
@@ -226,25 +229,27 @@ class DynamicLossScale:
             object.__setattr__(self, name, jnp.asarray(value if given is None else given, dtype))
 
     def scale(self, tree: T) -> T:
-        """Multiplies floating and complex leaves by the scale, halves in float32.
+        """Multiplies floating and complex leaves by the scale; half leaves become float32 first.
 
         Args:
             tree: A loss, or any pytree.
 
         Returns:
-            The scaled tree; a float16 or bfloat16 leaf has become float32.
+            The scaled tree. Float16 and bfloat16 leaves have become float32.
         """
         return _times(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
-        """Divides floating and complex leaves by the scale, halves widened to float32 first.
+        """Divides floating and complex leaves by the scale; half leaves become float32 first.
+
+        Call it before ``adjust``, so that gradients are divided by the scale that the loss was
+        multiplied by.
 
         Args:
-            tree: Gradients of the scaled loss. Unscale with the scale that was in force during
-                the pass, before `adjust`.
+            tree: Gradients of the scaled loss.
 
         Returns:
-            The unscaled tree; a float16 or bfloat16 leaf has become float32.
+            The unscaled tree. Float16 and bfloat16 leaves have become float32.
         """
         return _times(tree, self.loss_scale, divide=True)
 
@@ -252,7 +257,7 @@ class DynamicLossScale:
         """Returns the loss scale for the next step.
 
         Args:
-            grads_finite: Whether this step's gradients were all finite; a scalar bool.
+            grads_finite: Whether all gradients of this step were finite, a bool scalar.
 
         Returns:
             A `DynamicLossScale` with the same settings.
@@ -263,7 +268,7 @@ class DynamicLossScale:
         if not is_one_bool(grads_finite):
             raise ValueError(
                 f"grads_finite={brief(grads_finite)} must be one bool for all gradients, such as "
-                "mpjax.all_finite(grads) gives."
+                "mpjax.all_finite(grads)."
             )
         counted = self.growth_tracker + 1
         grow = jnp.logical_and(grads_finite, counted >= self.growth_interval)
@@ -288,18 +293,19 @@ SCALES = (NoOpLossScale, StaticLossScale, DynamicLossScale)
 def get_loss_scale(
     policy: str | jmp.Policy, loss_scale: LossScale | str | float | None = "auto"
 ) -> LossScale:
-    """Returns the loss scale that a policy asks for, or that an argument ``loss_scale`` stands for.
+    """Returns the loss scale object for a policy and a ``loss_scale`` argument.
 
     Args:
         policy: A policy or its name.
-        loss_scale: "auto" (dynamic where the policy computes in float16, whose range is narrow, and
-            none otherwise), "dynamic", "none" or None, a number (a static scale), or a loss scale.
+        loss_scale: "auto" (dynamic if the policy computes in float16, whose range is narrow, and
+            none otherwise), "dynamic", "none" or None, a number (a static scale), or a loss scale
+            object.
 
     Returns:
-        An instance, such as a `DynamicLossScale`.
+        A `NoOpLossScale`, `StaticLossScale` or `DynamicLossScale`, or the given object.
 
     Raises:
-        ValueError: If an argument is not legal.
+        ValueError: If ``policy`` or ``loss_scale`` is not legal.
 
     Example:
         >>> import mpjax
@@ -312,16 +318,17 @@ def get_loss_scale(
 
 
 def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale:
-    """Returns the loss scale that a user's argument stands for.
+    """Returns the loss scale object for a user's ``loss_scale`` argument.
 
     Args:
-        loss_scale: "auto", "dynamic", None or "none", a number (a static scale), one of the
-            classes above, one of jmp's (translated: jmp's static one cannot be a leaf of a jitted
-            state, its dynamic one forgets its floor there), or a pytree with their protocol.
-        scaling_needed: What "auto" decides by.
+        loss_scale: "auto", "dynamic", None or "none", a number (a static scale), an instance of one
+            of the classes above or of jmp's, or a pytree with their protocol. Those of jmp are
+            translated: its static scale cannot be a leaf of a jitted state, and its dynamic scale
+            loses its minimum there.
+        scaling_needed: Whether "auto" means a dynamic scale.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If ``loss_scale`` is none of these.
     """
     if isinstance(loss_scale, str) or loss_scale is None:
         name = str(loss_scale).lower()
@@ -352,10 +359,10 @@ def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale
     elif has_protocol(loss_scale):
         if jax.tree.leaves(loss_scale) == [loss_scale]:
             raise ValueError(
-                f"loss_scale={brief(loss_scale)} is not registered as a pytree, so it cannot "
-                "travel in the state of a jitted step. Decorate its class with "
-                "jax.tree_util.register_dataclass or register_pytree_node_class; a subclass is "
-                "not registered by its base."
+                f"loss_scale={brief(loss_scale)} is not registered as a pytree, so it cannot be "
+                "part of the state of a jitted step. Decorate its class with "
+                "jax.tree_util.register_dataclass or register_pytree_node_class; a subclass of a "
+                "registered class must be registered too."
             )
         return loss_scale
     raise ValueError(
@@ -366,7 +373,7 @@ def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale
 
 
 def has_protocol(loss_scale: Any) -> bool:
-    """Tells whether an object, not a class, has the methods of a loss scale."""
+    """Returns whether an object, not a class, has the methods of a loss scale."""
     protocol = ("scale", "unscale", "adjust", "loss_scale")
     return not isinstance(loss_scale, type) and all(hasattr(loss_scale, n) for n in protocol)
 
@@ -377,7 +384,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _as_float(value: Any) -> float:
-    """Returns a number as a float: an integer beyond the largest is no finite one, like 1e400."""
+    """Returns a number as a float, and an integer above the float range as infinity."""
     try:
         return float(value)
     except OverflowError:
@@ -390,12 +397,12 @@ def _check_number(name: str, value: Any) -> float:
         raise ValueError(f"{name}={brief(value)} must be one number.")
     number = _as_float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{name}={brief(value)} must be finite, as a float.")
+        raise ValueError(f"{name}={brief(value)} must be finite when converted to a float.")
     return number
 
 
 def finite_number(value: Any) -> float | None:
-    """Returns a finite number of any kind as a float, or None if it is none."""
+    """Returns a finite number of any type as a float, or None for anything else."""
     number = _as_float(value) if _is_number(value) else math.nan
     return number if math.isfinite(number) else None
 
@@ -405,20 +412,20 @@ def _check_scale(name: str, value: Any) -> float:
     number = _check_number(name, value)
     if number <= 0:
         raise ValueError(
-            f"{name}={brief(value)} must be positive: a scale of 0 wipes out every gradient, and a "
-            "negative one turns training around."
+            f"{name}={brief(value)} must be positive: a scale of 0 makes every gradient 0, and a "
+            "negative scale reverses every gradient."
         )
     if min(number, 1 / number) < _TINY:
         raise ValueError(
-            f"{name}={brief(value)} and its reciprocal must both be normal float32 numbers: legal "
-            "are 2**-126 to 2**126. Past that, unscaling flushes every gradient to 0 or to "
-            "infinity."
+            f"{name}={brief(value)} must lie between 2**-126 and 2**126, so that it and its "
+            "reciprocal are normal float32 numbers. Outside of that range unscaling turns every "
+            "gradient into 0 or infinity."
         )
     return number
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Returns a whole number that an int32 holds as an int."""
+    """Returns a whole number that fits an int32, as an int."""
     number = whole_number(value)
     if number is None or not least <= number < 2**31:
         raise ValueError(f"{name}={brief(value)} must be a whole number from {least} to 2**31 - 1.")
@@ -426,7 +433,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def whole_number(value: Any) -> int | None:
-    """Returns an integer of any kind as an int, or None if it is none."""
+    """Returns an integer of any type as an int, or None for anything else."""
     try:
         return None if isinstance(value, (bool, np.bool_)) else operator.index(value)
     except TypeError:

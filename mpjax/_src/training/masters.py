@@ -1,7 +1,7 @@
-"""Optax transformations that keep what small updates add to half weights.
+"""Optax transformations that keep small updates of half weights: masters and Kahan summation.
 
-An optimizer works in float32, on full values of half parameters. What a half parameter lacks of its
-full value is kept in the optimizer's state (a master, or a residual), drawn by lot, or lost.
+The inner optimizer works in float32, on the full values of half parameters. The optimizer's state
+keeps the bits that a half parameter lacks: a float32 master, or a residual.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from mpjax._src.training.stored import (
 )
 from mpjax._src.trees import is_half, widen
 
-# What stands beside a half parameter, by the policy's name for it; see `residuals`.
+# The dtype that is kept beside a half parameter, by the policy's `masters`; see `residuals`.
 KINDS = FLOAT32, residuals.UINT16, residuals.UINT8
 STORAGES = dict(zip(CHOICES["masters"].values, KINDS, strict=True))
 COMPENSATED = "compensation"  # in the parameter's own dtype
@@ -39,57 +39,58 @@ class MasterWeightsState(NamedTuple):
     """State of `with_master_weights` and `with_kahan_summation`.
 
     Attributes:
-        masters: The parameters' tree with what is kept beside half leaves: float32 masters; uint16
-            or uint8 residuals, where masters are split; in the parameter's own dtype, what its
-            rounding took (Kahan). ``optax.MaskedNode()`` stands for every other leaf. An empty
-            tuple if no parameter is half.
-        inner_state: The state of the inner optimizer, built on float32.
+        masters: A tree like the parameters. For each half leaf it holds a float32 master, a uint16
+            or uint8 residual (split masters), or a compensation in the parameter's own dtype
+            (Kahan); for every other leaf ``optax.MaskedNode()``. An empty tuple if no parameter is
+            half.
+        inner_state: The state of the inner optimizer, initialized with float32 parameters.
     """
 
     masters: Any
     inner_state: optax.OptState
 
 
-# In place of a tree of nodes without masters: flattening and rebuilding it costs every step time.
+# Replaces a tree of MaskedNodes, whose flattening and rebuilding would cost time in each step.
 NO_MASTERS: tuple[()] = ()
 
 
 def with_master_weights(
     inner: optax.GradientTransformation, storage: str = "float32"
 ) -> optax.GradientTransformationExtraArgs:
-    """Lets an optimizer work in float32 on parameters that are stored in half.
+    """Keeps master weights of half parameters, so that the inner optimizer works in float32.
 
-    ``inner`` sees float32 gradients and float32 parameters, so that weight decay and trust ratios
-    are right and small updates are not rounded away. The state keeps what half parameters lack:
+    ``inner`` sees float32 gradients and float32 parameters. Weight decay and trust ratios are
+    therefore computed on full values, and small updates are not rounded away. ``storage`` says how
+    the master of a half parameter is stored in the optimizer's state:
 
-    - "float32": a float32 master of each, 6 bytes a weight with the parameter. Parameters are their
-      masters rounded to the nearest, ties to even.
-    - "split": the 16 bits that a bfloat16 parameter lacks, 4 bytes a weight. Masters are the same
-      float32 numbers, bit for bit; parameters are rounded to the nearest, ties away from zero.
-    - "split8": 8 of these bits, 3 bytes a weight. Masters have 16 significant bits: an update of
-      less than 2**-17 of a weight is lost.
+    - "float32": as a float32 array; 6 bytes a weight, parameter included. The parameter is its
+      master rounded to nearest, ties to even.
+    - "split": as the 16 bits that a bfloat16 parameter lacks; 4 bytes a weight. The masters are the
+      same float32 numbers, bit for bit; the parameter is rounded to nearest, ties away from zero.
+    - "split8": as 8 of these bits; 3 bytes a weight. Masters have 16 significant bits, so an update
+      of less than 2**-17 of a weight is lost.
 
-    The updates of half parameters are float32 differences to the *rounded* masters: after
-    ``optax.apply_updates`` parameters equal their masters rounded to half, bit for bit, except
-    where float32 addition cannot get there: a value that shrinks by more than about 2**12 in one
-    step (bfloat16: 2**16), -0.0, subnormals where the device flushes them, and a parameter that has
-    overflowed to infinity, which no addition brings back. With float32 masters the next step
-    corrects that; a split master is then off by as much as the addition was, about one rounding of
-    float32 at the weight's former size. `build_train_step` has no such exception.
+    The updates of half parameters are float32 differences to the *rounded* masters. After
+    ``optax.apply_updates`` the parameters equal their masters rounded to half, bit for bit, except
+    where a float32 addition cannot give that value: a value that shrinks by more than about 2**12
+    in one step (bfloat16: 2**16), -0.0, subnormals if the device flushes them, and a parameter that
+    has overflowed to infinity. Float32 masters correct such an error in the next step; a split
+    master keeps it, about one float32 rounding error at the former size of the weight.
+    `build_train_step` has no such exceptions.
 
     Args:
         inner: Any optax optimizer.
         storage: "float32", "split" or "split8".
 
     Returns:
-        An optax transformation; extra arguments of ``update`` are handed to ``inner``.
+        An optax transformation. Extra arguments of ``update`` are passed to ``inner``.
 
     Raises:
-        TypeError: If ``inner`` is no optimizer.
-        ValueError: If ``storage`` is not known; from ``init``, if it is split and a parameter is
-            float16, which is no part of a float32 number; from ``update``, if it is called without
-            ``params``, with parameters of other dtypes than ``init`` saw, or with the state of
-            another optimizer.
+        TypeError: If ``inner`` is not an optax optimizer.
+        ValueError: If ``storage`` is not known; from ``init``, if ``storage`` is split and a
+            parameter is float16, whose bits are not a part of a float32 number; from ``update``, if
+            it is called without ``params``, with parameters of other dtypes than in ``init``, or
+            with the state of another optimizer.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
@@ -102,13 +103,14 @@ def with_master_weights(
         >>> float(params[0]), str(state.masters.dtype)
         (0.9921875, 'uint16')
 
-    Micikevicius et al. 2017, section 3.1; Apex O2, paddle.amp.decorate(master_weight=True). Split:
-    DeepSpeed's and FlashOptim's (2026) bfloat16 optimizers.
+    Master weights are described by Micikevicius et al. 2017, "Mixed Precision Training", section
+    3.1, and used by Apex O2 and paddle.amp.decorate(master_weight=True); split masters by the
+    bfloat16 optimizers of DeepSpeed and FlashOptim (2026).
     """
     if storage not in STORAGES:
         raise ValueError(
-            f"storage={brief(storage)} must be one of {', '.join(map(repr, STORAGES))}: what is "
-            f"kept of a master beside a half parameter.{did_you_mean(storage, STORAGES)}"
+            f"storage={brief(storage)} must be one of {', '.join(map(repr, STORAGES))}. It says "
+            f"how master weights are stored.{did_you_mean(storage, STORAGES)}"
         )
     return _beside(inner, storage, "with_master_weights")
 
@@ -116,23 +118,23 @@ def with_master_weights(
 def with_kahan_summation(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adds the updates of half parameters with a compensation for what rounding takes.
+    """Updates half parameters by Kahan summation, which compensates for rounding errors.
 
-    The state keeps, in each half parameter's own dtype, what its last rounding took; the next
-    update adds it again. 4 bytes a weight, and 16 significant bits for bfloat16 (22 for float16).
-    ``with_master_weights(inner, storage="split")`` takes as much and holds all 24 bits, but knows
-    bfloat16 alone.
+    The state keeps the last rounding error of each half parameter, in the parameter's own dtype,
+    and the next update adds it. This takes 4 bytes a weight, and gives 16 significant bits for
+    bfloat16 and 22 for float16. ``with_master_weights(inner, storage="split")`` takes the same
+    memory and keeps all 24 bits, but only for bfloat16.
 
     Args:
         inner: Any optax optimizer. It sees float32 gradients, and the float32 sum of each half
             parameter and its compensation.
 
     Returns:
-        An optax transformation; extra arguments of ``update`` are handed to ``inner``.
+        An optax transformation. Extra arguments of ``update`` are passed to ``inner``.
 
     Raises:
-        TypeError: If ``inner`` is no optimizer.
-        ValueError: From ``update``, as `with_master_weights`.
+        TypeError: If ``inner`` is not an optax optimizer.
+        ValueError: From ``update``, as for `with_master_weights`.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
@@ -145,13 +147,14 @@ def with_kahan_summation(
         >>> float(params[0])  # in float16 alone it stays 1
         0.9990234375
 
-    Kahan 1965; Zamirai et al., "Revisiting BFloat16 Training", 2020.
+    Kahan 1965, "Further remarks on reducing truncation errors"; Zamirai et al. 2020, "Revisiting
+    BFloat16 Training".
     """
     return _beside(inner, COMPENSATED, "with_kahan_summation")
 
 
 def _beside(inner: optax.GradientTransformation, storage: str, name: str) -> Optimizer:
-    """Keeps something beside each half parameter."""
+    """Returns an optimizer that keeps a master or residual beside each half parameter."""
     inner = as_optimizer(inner, "inner")
 
     def kind(dtype):
@@ -163,10 +166,10 @@ def _beside(inner: optax.GradientTransformation, storage: str, name: str) -> Opt
                 return optax.MaskedNode()
             if kind(param.dtype).kind == "u" and param.dtype != BFLOAT16:
                 raise ValueError(
-                    f"{name_of('params', keys)} is {param.dtype}, and {name} has "
-                    f"storage={storage!r}: a master is split into a bfloat16 parameter, which is "
-                    "the first 16 bits of a float32 number, and the rest. Store parameters in "
-                    "bfloat16, or take storage='float32'."
+                    f"{name_of('params', keys)} is {param.dtype}, but storage={storage!r} of "
+                    f"{name} needs bfloat16 parameters: it splits a float32 master into a bfloat16 "
+                    "parameter, which is its first 16 bits, and the remaining bits. Store the "
+                    "parameters in bfloat16, or use storage='float32'."
                 )
             return residuals.split(param.astype(FLOAT32), param.dtype, kind(param.dtype))[1]
 
@@ -202,37 +205,37 @@ def _are_none(masters: Any) -> bool:
 
 
 def _full(params: Any, masters: Any, kind: Callable[[Any], np.dtype], name: str) -> Any:
-    """Returns the parameters with the full values of half ones in their places."""
+    """Returns the parameters, with half ones replaced by their full float32 values."""
 
-    if _are_none(masters):  # whatever the tree of parameters: a node for each costs time
+    if _are_none(masters):
         masters = jax.tree.map(lambda _: optax.MaskedNode(), params)
     trees: list[Any] = [jax.tree.structure(tree, is_leaf=is_masked) for tree in (params, masters)]
     wanted, found = trees
     if wanted != found:
         raise ValueError(
-            f"{name}: the state belongs to other parameters: its masters are in {brief(found)}, "
-            f"the parameters in {brief(wanted)}."
+            f"{name}: the state belongs to other parameters: the tree of its masters is "
+            f"{brief(found)}, the tree of the parameters {brief(wanted)}."
         )
 
     def choose(keys, param, beside):
         if is_half(param) == is_masked(beside):
             seen, now = ("float32", "half") if is_half(param) else ("half", "float32")
             raise ValueError(
-                f"{name}: {name_of('params', keys)} was {seen} when init saw it, and is {now} now. "
-                "Cast parameters before init, and keep their dtypes."
+                f"{name}: {name_of('params', keys)} was {seen} in init, but is {now} now. Cast "
+                "parameters before init, and keep their dtypes."
             )
         if not is_half(param):
             return param
         if jnp.shape(beside) != jnp.shape(param):
             raise ValueError(
                 f"{name}: {name_of('params', keys)} has shape {jnp.shape(param)}, but its master "
-                f"{jnp.shape(beside)}. The state belongs to other parameters."
+                f"has shape {jnp.shape(beside)}. The state belongs to other parameters."
             )
         if beside.dtype != kind(param.dtype):
             raise ValueError(
-                f"{name}: the state keeps {beside.dtype} beside {name_of('params', keys)}, of "
-                f"{param.dtype}, and this optimizer {kind(param.dtype)}. The state is that of "
-                "another storage of masters, or parameters were cast after init."
+                f"{name}: the state keeps {beside.dtype} for {name_of('params', keys)}, which is "
+                f"{param.dtype}, but this optimizer keeps {kind(param.dtype)}. Either the state "
+                "has another storage of masters, or the parameters were cast after init."
             )
         return residuals.full(param, beside)
 
@@ -240,21 +243,19 @@ def _full(params: Any, masters: Any, kind: Callable[[Any], np.dtype], name: str)
 
 
 def master_params(opt_state: optax.OptState, params: Any) -> Any:
-    """Returns the float32 parameters: the masters, wherever the optimizer state keeps them.
+    """Returns the parameters in float32: their master weights, if the optimizer's state has them.
 
     Args:
-        opt_state: The state of an optimizer, with `with_master_weights` or `with_kahan_summation`
-            anywhere inside it (chain, masked, multi_transform, inject_hyperparams, MultiSteps), or
-            without them.
+        opt_state: The state of any optimizer. `with_master_weights` and `with_kahan_summation` may
+            be anywhere inside it (chain, masked, multi_transform, inject_hyperparams, MultiSteps).
         params: The parameters that the optimizer trains.
 
     Returns:
-        A tree like ``params``. Half parameters that have a master, whole or split, are replaced by
-        it; half ones without one are widened, being the only copy there is; all others are handed
-        through.
+        A tree like ``params``. Half parameters are replaced by their float32 masters, whole or
+        split; those without a master are widened to float32. All others are returned as they are.
 
     Raises:
-        ValueError: If the state holds masters for other parameters than these.
+        ValueError: If the state holds masters of other parameters.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
@@ -263,19 +264,19 @@ def master_params(opt_state: optax.OptState, params: Any) -> Any:
         >>> str(mpjax.master_params(state, params)["w"].dtype)
         'float32'
 
-    Apex's amp.master_params.
+    Apex has the same function as amp.master_params.
     """
     return _with_kept(params, opt_state, full_value)
 
 
 def apply_updates(params: Any, updates: Any, opt_state: optax.OptState) -> Any:
-    """Returns the updated parameters, exactly equal to their float32 masters, rounded.
+    """Returns the updated parameters, exactly equal to their rounded float32 masters.
 
-    Where masters are split, or there are none, what ``optax.apply_updates`` returns.
+    Without float32 masters it returns what ``optax.apply_updates`` returns.
 
     Args:
         params: Parameters in the dtypes that they are stored in.
-        updates: What the optimizer returned.
+        updates: The updates that the optimizer returned.
         opt_state: The state that the optimizer returned with them.
     """
 
@@ -287,12 +288,12 @@ def apply_updates(params: Any, updates: Any, opt_state: optax.OptState) -> Any:
 
 
 def full_value(param: Any, beside: Any) -> Any:
-    """Returns the float32 value of a parameter: what lies beside it may be None."""
+    """Returns the float32 value of a parameter and its master or residual, which may be None."""
     return widen(param) if beside is None else residuals.full(param, beside)
 
 
 def stored(opt_state: Any, params: Any) -> list[tuple[jax.Array, ...]]:
-    """Returns of each parameter the arrays that hold it: itself, and what lies beside it."""
+    """Returns for each parameter the arrays that hold it: itself, and its master or residual."""
 
     def arrays(param, beside):
         return (param,) if beside is None else (param, beside)
@@ -302,7 +303,7 @@ def stored(opt_state: Any, params: Any) -> list[tuple[jax.Array, ...]]:
 
 
 def _with_kept(params: Any, opt_state: Any, make: Callable[[Any, Any], Any]) -> Any:
-    """Returns what is made of each parameter and of what the state keeps beside it, or None."""
+    """Returns ``make(param, beside)`` for each parameter; ``beside`` is its master or None."""
 
     def is_state(node):
         return isinstance(node, MasterWeightsState)
@@ -317,14 +318,14 @@ def _with_kept(params: Any, opt_state: Any, make: Callable[[Any, Any], Any]) -> 
         if beside is not None and jnp.shape(beside) != jnp.shape(param):
             raise ValueError(
                 f"opt_state: the master of {path_of(keys)!r} has shape {jnp.shape(beside)}, but "
-                f"the parameter has {jnp.shape(param)}. They belong to different models."
+                f"the parameter has shape {jnp.shape(param)}. They belong to different models."
             )
         return make(param, beside)
 
     tree = jax.tree_util.tree_map_with_path(full, params)
     if found:
         raise ValueError(
-            f"opt_state holds masters for {sorted(map(path_of, found))[:5]}, which are not in "
+            f"opt_state holds masters of {sorted(map(path_of, found))[:5]}, which are not in "
             "params. Pass the tree of parameters that the optimizer was initialized with."
         )
     return tree

@@ -1,4 +1,4 @@
-"""Mixed precision for a loop of one's own: an optimizer that holds the loss scale and masters."""
+"""Mixed precision for your own training loop: an optimizer that holds loss scale and masters."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -28,13 +28,16 @@ class MixedPrecisionState(NamedTuple):
     """State of `mixed_precision`.
 
     Attributes:
-        inner_state: The state of the inner optimizer in float32, with masters of half parameters.
+        inner_state: The state of the inner optimizer in float32, with the master weights of half
+            parameters.
         loss_scale: The loss scale.
-        skipped_steps: How many updates were skipped in all, an int32 scalar.
-        consecutive_skips: How many were skipped in a row up to now, an int32 scalar.
+        skipped_steps: The total number of skipped updates, an int32 scalar.
+        consecutive_skips: The number of updates skipped in a row up to now, an int32 scalar.
         grads_finite: Whether the last gradients were finite, a bool scalar.
-        loss_finite: Whether the last loss was, as far as `update` was told, a bool scalar.
-        state_finite: The caller's verdict on what else the last step made, a bool scalar.
+        loss_finite: Whether the last loss was finite, a bool scalar; true if ``update`` was not
+            given the loss.
+        state_finite: The last ``finite`` argument of ``update``, a bool scalar; true if it was not
+            given.
     """
 
     inner_state: optax.OptState
@@ -51,7 +54,7 @@ class MixedPrecisionState(NamedTuple):
         return self.grads_finite & self.loss_finite & self.state_finite
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Returns what the last update found, under the names of `build_train_step`'s metrics."""
+        """Returns the metrics of the last update, named as those of `build_train_step`."""
         return {
             "grads_finite": self.grads_finite,
             "loss_finite": self.loss_finite,
@@ -63,13 +66,14 @@ class MixedPrecisionState(NamedTuple):
 
 
 class MixedPrecision(optax.GradientTransformationExtraArgs):
-    """What `mixed_precision` returns: an optax optimizer that also differentiates.
+    """An optax optimizer that also computes gradients; `mixed_precision` returns it.
 
     Attributes:
-        init: As every optax optimizer has it.
-        update: As every optax optimizer has it. ``update(..., value=loss)`` has the loss judged
-            too (or ``loss_finite=verdict``), ``update(..., finite=verdict)`` adds the caller's
-            verdict on what else the step made: a new model state.
+        init: ``init(params)``, as in every optax optimizer.
+        update: ``update(grads, state, params)``, as in every optax optimizer. With ``value=loss``
+            or ``loss_finite=bool`` the update is skipped too if the loss is not finite; with
+            ``finite=bool`` it is skipped if the caller's own check failed, for example of a new
+            model state.
         policy: The `Policy` that functions run under.
     """
 
@@ -86,20 +90,21 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
         """Returns ``jax.value_and_grad(fun)`` under the policy and the loss scale.
 
         Args:
-            fun: A function whose result is a real scalar loss, or ``(loss, aux)``.
-            opt_state: The state of this optimizer, or of one that it is a part of.
-            argnums: As for `scaled_value_and_grad`, Equinox's modules included.
+            fun: A function that returns a real scalar loss, or ``(loss, aux)``.
+            opt_state: The state of this optimizer, or of an optimizer that contains it.
+            argnums: The arguments to differentiate, as for `scaled_value_and_grad`. They may be
+                Equinox modules.
             has_aux: Whether ``fun`` returns ``(loss, aux)``.
-            axis_name: As for `scaled_value_and_grad`.
+            axis_name: The mapped axis or axes of replicas, as for `scaled_value_and_grad`.
 
         Returns:
             A function of the same arguments that returns ``(value, grads)``: ``value`` as ``fun``
-            returned it, gradients unscaled, in float32. Where they are not finite, so they come:
-            ``update`` skips them.
+            returned it, and the unscaled gradients in float32. Gradients that are not finite are
+            returned as they are; ``update`` skips them.
 
         Raises:
-            TypeError: As `scaled_value_and_grad`.
-            ValueError: If ``opt_state`` holds no state of `mixed_precision`, or two.
+            TypeError: As for `scaled_value_and_grad`.
+            ValueError: If ``opt_state`` does not hold exactly one state of `mixed_precision`.
         """
         run = with_float32_loss(fun, self.policy)
         scale = _state_in(opt_state).loss_scale
@@ -112,27 +117,30 @@ def mixed_precision(
     policy: str | jmp.Policy = "mixed_bfloat16",
     loss_scale: LossScale | str | float | None = "auto",
 ) -> MixedPrecision:
-    """Lets a training loop of one's own run in mixed precision: it is the loop's optimizer.
+    """Wraps an optax optimizer so that your own training loop runs in mixed precision.
 
-    Its state holds the loss scale, float32 masters of half parameters and the counters, so that the
-    loop carries nothing new. Where a gradient is not finite the update is zeros, the inner state is
-    as before, bit for bit, and the loss scale sinks.
+    The optimizer's state holds the loss scale, the float32 master weights of half parameters and
+    the skip counters, so the loop carries no additional state. If a gradient is not finite, the
+    update is zero, the inner state keeps its value, bit for bit, and the loss scale is lowered.
 
     Args:
-        optimizer: Any optax optimizer. It works in float32, on float32 masters of half parameters.
-        policy: As for `build_train_step`, but functions always run under `autocast`: which of
-            their arguments casts at the boundary would mean is not known. Parameters that it stores
-            in half are made so by ``optimizer.policy.cast_to_param(params)``.
-        loss_scale: As for `build_train_step`.
+        optimizer: Any optax optimizer. It works in float32, on the master weights of half
+            parameters.
+        policy: A policy or its name, as for `build_train_step`. Functions always run under
+            `autocast`, even if the policy casts at the boundary, because the library cannot tell
+            which arguments it would have to cast. If the policy stores parameters in half, cast
+            them with ``optimizer.policy.cast_to_param(params)`` before ``init``.
+        loss_scale: The loss scale, as for `build_train_step`.
 
     Returns:
-        An optax optimizer with `MixedPrecision.value_and_grad`, which takes the place of
+        An optax optimizer whose method `MixedPrecision.value_and_grad` replaces
         ``jax.value_and_grad``.
 
     Raises:
-        TypeError: If ``optimizer`` is no optimizer.
-        ValueError: If an argument is not legal; from ``init``, if the policy stores parameters in
-            half and these are not.
+        TypeError: If ``optimizer`` is not an optax optimizer.
+        ValueError: If another argument is not legal; from ``init``, if the policy stores parameters
+            in half and ``params`` are not half; from ``update``, if ``finite`` or ``loss_finite``
+            is not one bool, or the state belongs to another optimizer.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax
@@ -150,7 +158,8 @@ def mixed_precision(
         >>> float(params[0, 0]), int(metrics["skipped_steps"]), float(metrics["loss_scale"])
         (1.0, 1, 32768.0)
 
-    Apex's ``amp.initialize`` and TensorFlow's ``LossScaleOptimizer`` have this form.
+    Apex's ``amp.initialize`` and TensorFlow's ``LossScaleOptimizer`` wrap an optimizer in the same
+    way. The algorithm is that of Micikevicius et al. 2017, "Mixed Precision Training".
     """
     policy = get_policy(policy)
     warn_if_unfit(policy, stacklevel=2)
@@ -160,14 +169,14 @@ def mixed_precision(
 def in_mixed_precision(
     optimizer: optax.GradientTransformation, policy: Policy, loss_scale: Any, argument: str
 ) -> MixedPrecision:
-    """As `mixed_precision`, of an optimizer that errors call ``argument``."""
+    """Does what `mixed_precision` does; errors call the optimizer ``argument``."""
     inner, scale = under_policy(policy, optimizer, argument), get_loss_scale(policy, loss_scale)
 
     def init(params):
         _check_stored(policy, params)
         counters = (jnp.zeros((), jnp.int32) for _ in range(2))
         verdicts = (jnp.ones((), bool) for _ in range(3))
-        first = jax.tree.map(jnp.array, scale)  # its own: a buffer cannot be donated twice
+        first = jax.tree.map(jnp.array, scale)  # a copy, as a buffer cannot be donated twice
         return MixedPrecisionState(inner.init(params), first, *counters, *verdicts)
 
     def update(updates, state, params=None, *, finite=True, loss_finite=True, **extra_args):
@@ -200,8 +209,8 @@ def _state_in(opt_state: Any) -> MixedPrecisionState:
     if len(found) != 1:
         raise ValueError(
             f"opt_state={brief(opt_state)} must hold one state of mpjax.mixed_precision, for its "
-            f"loss scale, but holds {len(found) or 'none'}. Pass what optimizer.init(params) or "
-            "the last optimizer.update returned."
+            f"loss scale, but holds {len(found) or 'none'}. Pass the state that "
+            "optimizer.init(params) or the last optimizer.update returned."
         )
     return found[0]
 
@@ -214,6 +223,6 @@ def _check_stored(policy: Policy, params: Any) -> None:
         if is_array(leaf) and leaf.dtype != wanted.dtype:
             raise ValueError(
                 f"{name_of('params', keys)} is {leaf.dtype}, but policy={str(policy)!r} stores it "
-                f"in {wanted.dtype}. Make parameters so before the first step: params = "
+                f"in {wanted.dtype}. Cast the parameters before init: params = "
                 "optimizer.policy.cast_to_param(params)."
             )

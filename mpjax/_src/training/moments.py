@@ -1,4 +1,4 @@
-"""An optax transformation: the moments of an optimizer in 8 bits an entry."""
+"""An optax transformation that stores the moments of an optimizer in 8 bits."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,16 +15,16 @@ from mpjax._src.training.optimizers import as_optimizer, check_kind, for_state
 from mpjax._src.training.stored import is_masked
 from mpjax._src.trees import is_floating
 
-# Leaves of fewer entries stay as they are: all of them together are small.
+# Leaves with fewer entries are not coded, because they take little memory in all.
 SMALLEST = 4096
 
 Table = Mapping[str, Mapping[str, str]]
 CODES = {"signed": SIGNED, "unsigned": UNSIGNED}
-# What is held in 8 bits: averages of gradients that decay ("signed"), and of their squares or sizes
-# ("unsigned"), by the class and the field that hold them. Nothing else is: not what decides bits of
-# weights (masters, averages of weights), not sums that never decay, not what a running maximum is
-# taken of, which would keep what rounding adds (AMSGrad), nor moments that are subtracted from each
-# other (centered RMSProp).
+# The moments that are stored in 8 bits, by class and field: decaying averages of gradients
+# ("signed"), and of their squares or magnitudes ("unsigned"). Not stored in 8 bits are: masters and
+# averages of weights, because all their bits matter; sums that never decay; the input of a running
+# maximum, which would keep rounding errors (AMSGrad); moments that are subtracted from each other
+# (centered RMSProp).
 MOMENTS: Table = {
     "TraceState": {"trace": "signed"},
     "ScaleByAdamState": {"mu": "signed", "nu": "unsigned"},
@@ -42,11 +42,12 @@ class EightBitMomentsState(NamedTuple):
     """State of `with_8bit_moments`.
 
     Attributes:
-        inner_state: The state of the inner optimizer, with int8 or uint8 codes of the same shape in
-            place of moments.
-        scales: By the path of each tree of moments, a like tree of uint8 exponents, one for every
-            32 entries along the last axis; ``optax.MaskedNode()`` for a leaf that is no code.
-        rounded: How many updates were rounded, an int32 scalar.
+        inner_state: The state of the inner optimizer, with its moments replaced by int8 or uint8
+            codes of the same shape.
+        scales: The scales of the codes, by the path of each tree of moments: a tree of uint8
+            exponents, one for every 32 entries along the last axis, with ``optax.MaskedNode()`` for
+            a leaf that is not coded.
+        rounded: The number of updates so far, an int32 scalar.
     """
 
     inner_state: optax.OptState
@@ -58,34 +59,34 @@ def with_8bit_moments(
     inner: optax.GradientTransformation,
     moments: Table | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Holds the moments of an optimizer in 8 bits an entry, between its updates.
+    """Stores the moments of an optimizer in 8 bits between its updates.
 
-    ``inner`` sees float32 moments, and computes as it always does; what is kept is a byte for each
-    entry and a byte for every 32, 1.03 in place of 4. Moments are those of Adam and its kin (adamw,
-    nadam, adamax, lamb, AdaBelief, Yogi), of momentum, Lion, RMSProp, NovoGrad and Muon. All else
-    stays as it is: masters, averages of weights, sums that never decay, running maxima, factored
-    moments, and leaves of fewer than 4,096 entries.
+    ``inner`` sees float32 moments and computes as usual. Between updates each entry takes one byte,
+    plus one byte for every 32 entries: 1.03 bytes in place of 4. The moments of Adam and its
+    relatives (adamw, nadam, adamax, lamb, AdaBelief, Yogi), of momentum, Lion, RMSProp, NovoGrad
+    and Muon are coded. Everything else keeps its dtype: masters, averages of weights, sums that
+    never decay, running maxima, factored moments, and leaves of fewer than 4,096 entries.
 
-    Rounding is drawn, so that its mean is exact and slow averages do not stand still; the draw
-    depends on the entry and on how many updates there were, so a run is repeated bit for bit, on
-    any number of devices. A second moment that is not zero never becomes zero, and so never makes a
-    step without bound. Infinities and NaN stay visible: in the next update, all of a block of 32
-    that holds one is Inf or NaN. ``inner.update`` is traced twice, and all that it does beside
-    computing (printing, calls of the host) is done twice.
+    Rounding is stochastic, so its mean is exact, and averages that change slowly are not stuck. The
+    random bits depend on the entry and on the number of updates, so a run is reproducible bit for
+    bit on any number of devices. A nonzero second moment is never rounded to zero, because dividing
+    by its root would make the step infinite. Inf and NaN are kept: in the next update the whole
+    block of 32 entries is Inf or NaN. ``inner.update`` is traced twice, and its side effects
+    (printing, host callbacks) happen twice.
 
     Args:
         inner: Any optax optimizer.
-        moments: What else is a moment, as {class of a state: {field: "signed" or "unsigned"}}, for
-            an optimizer of one's own; these rows stand before the known ones. "unsigned" is for
-            what is never negative and divides.
+        moments: Additional moments, for an optimizer of your own, as {name of a state class:
+            {field: "signed" or "unsigned"}}. They take precedence over the built-in ones. Use
+            "unsigned" for values that are never negative and that the update divides by.
 
     Returns:
-        An optax transformation; extra arguments of ``update`` are handed to ``inner``.
+        An optax transformation. Extra arguments of ``update`` are passed to ``inner``.
 
     Raises:
-        TypeError: If ``inner`` is no optimizer.
-        ValueError: If ``moments`` names another kind of code; from ``update``, if the state is that
-            of another optimizer.
+        TypeError: If ``inner`` is not an optax optimizer.
+        ValueError: If ``moments`` has a value other than "signed" and "unsigned"; from ``update``,
+            if the state belongs to another optimizer.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
@@ -95,7 +96,8 @@ def with_8bit_moments(
         >>> adam.mu.dtype, adam.nu.dtype, state.scales["0/mu"].shape
         (dtype('int8'), dtype('uint8'), (64, 2))
 
-    Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization"; FlashOptim, 2026.
+    Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization",
+    https://arxiv.org/abs/2110.02861; FlashOptim 2026, https://arxiv.org/abs/2602.23349.
     """
     inner = as_optimizer(inner, "inner")
     table = {**MOMENTS, **_checked(moments or {})}
@@ -131,7 +133,7 @@ def with_8bit_moments(
 
 
 def _moments(state: Any, table: Table) -> dict[str, tuple[Any, Code]]:
-    """Returns the trees of moments in a state with their codes, by their paths."""
+    """Returns the trees of moments in a state and the code of each, by path."""
     found, known = {}, _holds_moments(table)
     for keys, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=known):
         for field, kind in table[type(node).__name__].items() if known(node) else ():
@@ -143,7 +145,7 @@ def _moments(state: Any, table: Table) -> dict[str, tuple[Any, Code]]:
 def _each(
     fun: Callable[..., Any], table: Table, state: Any, *rest: dict[str, Any]
 ) -> dict[str, Any]:
-    """Maps ``fun(leaf, code, *others)`` over moments; ``rest`` are trees by the moments' paths."""
+    """Maps ``fun(leaf, code, *others)`` over moments; ``rest`` holds trees by the same paths."""
     return {
         path: jax.tree.map(
             lambda x, *xs, code=code: fun(x, code, *xs), tree, *(r[path] for r in rest)
@@ -153,7 +155,7 @@ def _each(
 
 
 def _replaced(state: Any, new: Mapping[str, Any], table: Table) -> Any:
-    """Returns a state with other trees in place of its moments, in the order of `_moments`."""
+    """Returns a state whose moments are replaced by trees in the order of `_moments`."""
     known, trees = _holds_moments(table), iter(new.values())
 
     def replace(node):
@@ -169,7 +171,7 @@ def _first_scales(x: Any, code: Code, number: jax.Array) -> Any:
 
 
 def _coded(state: Any, scales: dict[str, Any], table: Table, number: jax.Array) -> Any:
-    """Returns a state with codes where there are scales."""
+    """Returns a state whose moments are encoded wherever they have scales."""
 
     def code_of(x, code, scale):
         return x if is_masked(scale) else encode(x, scale, code, number)
@@ -178,7 +180,7 @@ def _coded(state: Any, scales: dict[str, Any], table: Table, number: jax.Array) 
 
 
 def _plain(inner: Any, scales: dict[str, Any], table: Table) -> Any:
-    """Returns the state of the inner optimizer, in float32."""
+    """Returns the state of the inner optimizer, decoded to float32."""
 
     def plain(x, code, scale):
         return x if is_masked(scale) else decode(x, scale, code)
@@ -191,7 +193,7 @@ def _holds_moments(table: Table) -> Callable[[Any], bool]:
 
 
 def _is_kept(leaf: Any) -> bool:
-    """Tells whether a moment is held as codes."""
+    """Returns whether a moment is stored as codes."""
     narrow = is_floating(leaf) and leaf.dtype.itemsize <= FLOAT32.itemsize
     return narrow and leaf.size >= SMALLEST
 
@@ -200,9 +202,9 @@ def _checked(moments: Table) -> Table:
     wrong = {kind for fields in moments.values() for kind in fields.values()} - set(CODES)
     if wrong:
         raise ValueError(
-            f"moments={brief(moments)} must give a class's fields as one of {list(CODES)}, not "
-            f"{sorted(wrong)}. Use 'unsigned' for what is never negative, such as averages of "
-            "squares."
+            f"moments={brief(moments)} must map the fields of a state class to one of "
+            f"{list(CODES)}, not {sorted(wrong)}. Use 'unsigned' for values that are never "
+            "negative, such as averages of squares."
         )
     return moments
 
@@ -212,6 +214,6 @@ def _check_scales(state: EightBitMomentsState, table: Table) -> None:
     if set(found) != set(state.scales):
         raise ValueError(
             f"state belongs to another optimizer: it has moments at {sorted(found)[:5]}, but "
-            f"scales for {sorted(state.scales)[:5]}. Pass what init or the last update of this one "
-            "returned."
+            f"scales for {sorted(state.scales)[:5]}. Pass the state that init or the last update "
+            "of this optimizer returned."
         )

@@ -1,4 +1,4 @@
-"""Optax transformations: updates skipped when not finite; whose state it is that one is given."""
+"""Optax transformations: `skip_nonfinite`, and checks that a state belongs to its optimizer."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -19,8 +19,8 @@ class SkipNonfiniteState(NamedTuple):
 
     Attributes:
         inner_state: The state of the inner optimizer.
-        skipped_steps: How many updates were skipped in all, an int32 scalar.
-        consecutive_skips: How many were skipped in a row up to now, an int32 scalar.
+        skipped_steps: The total number of skipped updates, an int32 scalar.
+        consecutive_skips: The number of updates skipped in a row up to now, an int32 scalar.
     """
 
     inner_state: optax.OptState
@@ -33,21 +33,21 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Skips the updates of an optimizer when its gradients are not finite.
 
-    A skipped update leaves the inner state untouched, bit for bit, and emits zeros. Skips are
-    counted and never given up on: a bad gradient is never applied (`optax.apply_if_finite` applies
-    it after a number of failures; see `raise_if_diverged` to stop instead). Of several optimizers,
-    each judges the gradients that it is given.
+    A skipped update is zero and leaves the inner state unchanged, bit for bit. Skips are counted. A
+    gradient that is not finite is never applied, whereas ``optax.apply_if_finite`` applies it after
+    a number of failures; use `raise_if_diverged` to stop instead. If several optimizers are wrapped
+    (as in ``optax.multi_transform``), each checks only the gradients that it receives.
 
     Args:
         inner: Any optax optimizer.
 
     Returns:
-        An optax transformation. ``update(..., finite=verdict)`` adds a verdict of the caller's:
-        where it is False the update is skipped too. Other extra arguments are handed to ``inner``.
+        An optax transformation. ``update(..., finite=False)`` skips the update too, for a check of
+        your own. Other extra arguments are passed to ``inner``.
 
     Raises:
-        TypeError: If ``inner`` is no optimizer.
-        ValueError: From ``update``, if ``finite`` is not one bool, or the state is that of another
+        TypeError: If ``inner`` is not an optax optimizer.
+        ValueError: From ``update``, if ``finite`` is not one bool, or the state belongs to another
             optimizer.
 
     Example:
@@ -62,15 +62,13 @@ def skip_nonfinite(
     inner = as_optimizer(inner, "inner")
 
     def init(params):
-        # Two arrays, not one twice: a buffer cannot be donated twice.
+        # Two arrays, because one buffer cannot be donated twice.
         zeros = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return SkipNonfiniteState(inner.init(params), *zeros)
 
     def update(updates, state, params=None, *, finite=True, **extra_args):
         if not is_one_bool(finite):
-            raise ValueError(
-                f"finite={brief(finite)} must be one bool: a verdict on all gradients."
-            )
+            raise ValueError(f"finite={brief(finite)} must be one bool for all gradients.")
         check_kind(state, SkipNonfiniteState, "skip_nonfinite")
         finite = jnp.logical_and(all_finite(updates), finite)
         updates, inner_state = updated_if(
@@ -89,10 +87,10 @@ def updated_if(
     params: Any,
     extra_args: dict[str, Any],
 ) -> tuple[Any, optax.OptState]:
-    """Returns what an optimizer returns if ``finite``, else zeros and its state as it was.
+    """Returns an optimizer's updates and new state if ``finite``, else zeros and the old state.
 
     Raises:
-        ValueError: If the state is that of another optimizer.
+        ValueError: If the state belongs to another optimizer.
     """
 
     def update(state, grads, params):
@@ -103,16 +101,16 @@ def updated_if(
 
 
 def check_kind(state: Any, kind: type, name: str) -> None:
-    """Raises a ValueError if the state of an optimizer is not of its own kind."""
+    """Raises a ValueError if an optimizer's state is not an instance of ``kind``."""
     if not isinstance(state, kind):
         raise ValueError(
             f"state is a {type(state).__name__}, not the {kind.__name__} of {name}: it belongs to "
-            "another optimizer. Pass what init or the last update of this one returned."
+            "another optimizer. Pass the state that init or the last update of this one returned."
         )
 
 
 def check_state(init: Callable[..., Any], state: Any, params: Any, argument: str) -> None:
-    """Raises a ValueError if ``init(params)`` would make a state of other arrays than ``state``."""
+    """Raises a ValueError if ``init(params)`` would return other arrays than ``state`` holds."""
 
     def arrays(tree):
         leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -124,8 +122,9 @@ def check_state(init: Callable[..., Any], state: Any, params: Any, argument: str
     listed = lambda names: ", ".join(sorted(names)[:3]) or "nothing else"  # noqa: E731
     raise ValueError(
         f"{argument} belongs to another optimizer, or to other parameters: it lacks "
-        f"{listed(wanted - found)}, and holds {listed(found - wanted)}. Pass what init of this "
-        "optimizer made of these parameters, or restore a checkpoint that was written with it."
+        f"{listed(wanted - found)}, and holds {listed(found - wanted)}. Pass the state that init "
+        "of this optimizer returned for these parameters, or restore a checkpoint that was "
+        "written with it."
     )
 
 
@@ -133,9 +132,9 @@ def check_state(init: Callable[..., Any], state: Any, params: Any, argument: str
 def for_state(
     inner: optax.GradientTransformationExtraArgs, state: Any, params: Any
 ) -> Iterator[None]:
-    """Where an optimizer fails, says so if the reason is a state of another one.
+    """Replaces the error of a failing optimizer, if its state belongs to another optimizer.
 
-    Without ``params`` it is not known what its own would be.
+    Without ``params`` the right state is unknown, and the error is raised as it is.
     """
     try:
         yield
@@ -148,7 +147,7 @@ def for_state(
 def as_optimizer(
     optimizer: optax.GradientTransformation, argument: str
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer whose ``update`` ignores extra arguments that it does not know."""
+    """Returns an optimizer whose ``update`` ignores unknown extra arguments."""
     if isinstance(optimizer, type) or not (
         hasattr(optimizer, "init") and hasattr(optimizer, "update")
     ):

@@ -1,7 +1,7 @@
-"""In which order a backward pass finishes the gradients, read off its program.
+"""The order in which a backward pass finishes the gradients, read from its jaxpr.
 
-An infinity in the backward pass spreads towards the input and never towards the loss, so of several
-gradients that are not finite the one finished first is the nearest to where it arose.
+An infinity in the backward pass spreads towards the input and never towards the loss. So if several
+gradients are not finite, the one that is finished first is the nearest to the cause.
 """
 
 import dataclasses
@@ -12,21 +12,21 @@ from typing import Any
 from mpjax._src import _jax, rules
 from mpjax._src.higher_order import BRANCH, SCAN, higher_order
 
-# What costs no depth: a gradient is as deep as the arithmetic that made it.
+# Operations that add no depth: the depth of a gradient counts arithmetic only.
 FREE = {*rules.names_where(lambda rule: rule.need == rules.MOVE)}
 FREE |= {"convert_element_type", "reduce_precision", "pcast"}
 
-# Through these an array of one gradient per layer keeps its rows.
+# Operations that keep the rows of an array with one row per layer.
 ROWWISE = _jax.BARRIERS | {"convert_element_type", "copy", "mul", "div", "neg", "add_any"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a gradient stands in the order, as a formula of the layer.
+    """The position of a gradient in the order, as a linear function of the layer.
 
     Attributes:
-        first: Its number, or that of the layer which the backward pass comes to first.
-        stride: What each layer after that adds; 0 if the gradient is not one of a scan over layers.
+        first: The position, or the position of the first layer that the backward pass reaches.
+        stride: The difference between successive layers; 0 without a scan over layers.
         descending: Whether the backward pass goes from the last layer to the first.
     """
 
@@ -52,15 +52,16 @@ class _Node:
     depth: int
     parents: list["_Node"]
     rows: _Rows | None = None
-    feeds: int = 0  # the gradients that depend on it, one bit for each
+    feeds: int = 0  # a bit mask of the gradients that depend on it
 
 
 def backward_order(jaxpr: Any) -> tuple[Place, ...]:
     """Returns the place of every result of a backward pass.
 
-    Deeper is later, where depth is the longest chain of arithmetic from the loss. What only one
-    gradient needs (its matmul, its sum over the batch) does not count at first: where it branches
-    off does. A parameter that is used twice is finished where the forward pass uses it first.
+    Results are sorted by depth, which is the longest chain of arithmetic from the loss. They are
+    first sorted by the depth at which a gradient branches off: operations that only this gradient
+    needs (its matmul, its sum over the batch) do not count there. A parameter that is used twice is
+    finished at its first use in the forward pass.
 
     Args:
         jaxpr: An open jaxpr; its last argument is the cotangent of the loss.
@@ -99,7 +100,7 @@ def backward_order(jaxpr: Any) -> tuple[Place, ...]:
 
 
 def _branches_off(out: _Node) -> int:
-    """Returns the depth of the last equation before a gradient that others depend on too."""
+    """Returns the depth of the last equation that a gradient shares with other gradients."""
     found, seen, stack = 0, {out.number}, [out]
     while stack:
         node = stack.pop()
@@ -122,8 +123,8 @@ def _add(nodes: list[_Node], parents: list[_Node], cost: int, rows: _Rows | None
 def _walk(jaxpr: Any, ins: Sequence[_Node | None], nodes: list[_Node]) -> list[_Node | None]:
     """Adds the equations of a program that depend on its live arguments, calls and loops inlined.
 
-    The body of a scan counts once: what matters is the order inside of it, and that it is before
-    what follows.
+    The body of a scan is added once, which is enough to order the gradients within it, and to place
+    them before all later ones.
     """
     env: dict[Any, _Node | None] = dict(zip(jaxpr.invars, ins, strict=True))
 
@@ -160,7 +161,7 @@ def _same_form(jaxpr: Any, eqn: Any) -> bool:
 
 
 def _stacked(eqn: Any, outs: list[_Node | None], nodes: list[_Node]) -> list[_Node | None]:
-    """Marks the results of a scan that hold one row for each of its rounds."""
+    """Marks the results of a scan that hold one row for each iteration."""
     (inside,) = higher_order(eqn.primitive.name).wire(eqn)
     carries = len(inside.carry)
     rows = _Rows(len(nodes), eqn.params["length"], eqn.params["reverse"])
@@ -171,7 +172,7 @@ def _stacked(eqn: Any, outs: list[_Node | None], nodes: list[_Node]) -> list[_No
 
 
 def _rows(eqn: Any, live: Sequence[_Node]) -> _Rows | None:
-    """Returns the rows that an equation's result has because one of its operands does."""
+    """Returns the rows that an equation's result inherits from an operand, or None."""
     shapes = map(operator.attrgetter("aval.shape"), (*eqn.invars, *eqn.outvars))
     if eqn.primitive.name not in ROWWISE or len({s for s in shapes if s}) > 1:
         return None

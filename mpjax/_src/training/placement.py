@@ -1,4 +1,4 @@
-"""Where arrays live: their devices, and the mesh axes that they vary over."""
+"""Placement of arrays: their devices, and the mesh axes that they vary over."""
 
 import math
 from typing import Any, TypeVar
@@ -22,8 +22,8 @@ def vary_like(leaf: jax.Array, like: Any) -> jax.Array:
 def commit_like(tree: T, like: Any) -> T:
     """Commits uncommitted arrays to the devices of another tree's arrays, replicated.
 
-    A step returns committed arrays as soon as one of its inputs is; an uncommitted input would make
-    it compile once more. Under a trace nothing is committed, and nothing is done.
+    A step with one committed input returns only committed arrays, so an uncommitted array in the
+    first state would make the step compile a second time. Traced arrays are returned as they are.
     """
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tree, like))):
         return tree
@@ -37,26 +37,29 @@ def commit_like(tree: T, like: Any) -> T:
 
 
 def state_shardings(state: T, param_shardings: Any) -> T:
-    """Returns the shardings of a training state, from those of its parameters.
+    """Returns the shardings of a whole training state, given those of its parameters.
 
-    What an optimizer keeps for a parameter (masters, moments, averages) lies as the parameter does;
-    what it keeps for all but one axis of it (Adafactor) lies as those axes do; so do the scales of
-    8-bit moments, if they can be divided so. All else, such as counters, the loss scale, the rng
-    and the model's state, is replicated.
+    Optimizer state of a parameter's shape (master weights, moments, averages) is sharded like the
+    parameter. State without one of its axes (Adafactor) is sharded like the remaining axes, and so
+    are the scales of 8-bit moments if their last axis can be divided. Everything else, such as
+    counters, the loss scale, the rng and the model state, is replicated.
 
     Args:
-        state: A `TrainState`, flax's, or the shapes of one (`jax.eval_shape(init, params)`).
+        state: A `TrainState`, flax's ``TrainState``, or the shapes of one
+            (``jax.eval_shape(init, params)``).
         param_shardings: A sharding for each parameter, as a tree of the same structure or a prefix
-            of it: `jax.sharding.NamedSharding`, or `jax.sharding.PartitionSpec` where a mesh is
+            of it: ``jax.sharding.NamedSharding``, or ``jax.sharding.PartitionSpec`` if a mesh is
             set.
 
     Returns:
         The state with a sharding in place of each array, for ``jax.jit(init, out_shardings=...)``,
-        ``jax.jit(step, out_shardings=(shardings, None))``, `jax.device_put` and restoring.
+        ``jax.jit(step, out_shardings=(shardings, None))``, ``jax.device_put`` and
+        ``mpjax.checkpoint.restore``.
 
     Raises:
-        TypeError: If ``state`` has no parameters, or a sharding is none.
-        ValueError: If ``param_shardings`` is no prefix of the parameters, or a sharding has more
+        TypeError: If ``state`` has no ``params``, or a leaf of ``param_shardings`` is not a
+            sharding.
+        ValueError: If ``param_shardings`` is not a prefix of the parameters, or a sharding has more
             axes than its parameter.
 
     Example:
@@ -70,7 +73,8 @@ def state_shardings(state: T, param_shardings: Any) -> T:
         (P('data',), P())
         >>> state = jax.jit(init, out_shardings=where)(w)
 
-    As FSDP does it: Zhao et al. 2023; Rajbhandari et al. 2020 (ZeRO).
+    Sharding optimizer state like the parameters is the method of ZeRO (Rajbhandari et al. 2020) and
+    FSDP (Zhao et al. 2023).
     """
     if not hasattr(state, "params"):
         raise TypeError(
@@ -82,7 +86,7 @@ def state_shardings(state: T, param_shardings: Any) -> T:
     everywhere = _with_spec(first, PartitionSpec())
 
     def place(keys: Any, leaf: Any) -> Any:
-        for start in range(len(keys) + 1):  # the longest end of the path that is a parameter's
+        for start in range(len(keys) + 1):  # the longest suffix of the path that is a parameter
             if found := known.get(keys[start:]):
                 part = _part(*found, jnp.shape(leaf))
                 return everywhere if part is None else part
@@ -106,7 +110,7 @@ def _of_params(params: Any, shardings: Any) -> dict[Any, tuple[tuple[int, ...], 
         )
     except ValueError as error:
         raise ValueError(
-            f"param_shardings must have the structure of state.params, or be its prefix: {error}"
+            f"param_shardings must have the structure of state.params, or a prefix of it: {error}"
         ) from None
     found = {}
     leaves = jax.tree.leaves(spread, is_leaf=is_sharding)
@@ -121,17 +125,17 @@ def _of_params(params: Any, shardings: Any) -> dict[Any, tuple[tuple[int, ...], 
         shape = jnp.shape(leaf)
         if len(_spec(sharding)) > len(shape):
             raise ValueError(
-                f"{name_of('param_shardings', keys)} is {_spec(sharding)}, of more axes than the "
-                f"parameter, of shape {shape}, has."
+                f"{name_of('param_shardings', keys)}={_spec(sharding)} has more axes than its "
+                f"parameter, which has shape {shape}."
             )
         found[keys] = shape, sharding
     return found
 
 
 def _part(whole: tuple[int, ...], sharding: Any, shape: tuple[int, ...]) -> Any:
-    """Returns the sharding of an array of a parameter's shape, or of all but one axis of it.
+    """Returns the sharding of an array that has a parameter's shape, or lacks one of its axes.
 
-    One that is shorter along the last axis alone holds something of each block there (scales).
+    An array that is shorter along the last axis only holds one entry per block (scales).
     """
     spec = [*_spec(sharding), *[None] * (len(whole) - len(_spec(sharding)))]
     if shape == whole:
@@ -146,7 +150,7 @@ def _part(whole: tuple[int, ...], sharding: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _divides(sharding: Any, names: Any, length: int) -> bool:
-    """Tells whether mesh axes divide a length, which XLA wants of what is sharded over them."""
+    """Returns whether the mesh axes divide a length, as XLA requires of a sharded axis."""
     mesh = getattr(sharding, "mesh", None) or jax.sharding.get_abstract_mesh()
     names = () if names is None else names if isinstance(names, tuple) else (names,)
     return length % math.prod(mesh.shape[name] for name in names) == 0

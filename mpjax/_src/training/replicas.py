@@ -1,4 +1,4 @@
-"""Replicas: arrays that are each one's own, and averages over all, in shard_map and pmap."""
+"""Replicas in shard_map and pmap: arrays local to each replica, and averages over all replicas."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from mpjax._src.trees import is_key, widen
 
 
 def axes_of(axis_name: Any) -> tuple[str, ...]:
-    """Returns the names of the mapped axes that a user's argument stands for."""
+    """Returns the names of the mapped axes of a user's ``axis_name`` argument."""
     names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if axis_name is None:
         return ()
@@ -26,26 +26,26 @@ def axes_of(axis_name: Any) -> tuple[str, ...]:
 
 
 def check_axis(name: str, axis_name: Any) -> None:
-    """Raises a ValueError if no axis of a name is mapped here."""
+    """Raises a ValueError if no axis of this name is mapped here."""
     try:
         jax.lax.axis_size(name)
     except NameError:
         mapped = jax.sharding.get_abstract_mesh().manual_axes
         raise ValueError(
-            f"axis_name={axis_name!r}: no axis {name!r} is mapped where this is called; mapped "
-            f"are {', '.join(map(repr, mapped)) or 'none'}.{did_you_mean(name, mapped)} Call it "
-            "within jax.shard_map or jax.pmap over an axis of that name; under plain jit with "
-            "sharded arrays leave axis_name out."
+            f"axis_name={axis_name!r}: no axis {name!r} is mapped here. Mapped axes: "
+            f"{', '.join(map(repr, mapped)) or 'none'}.{did_you_mean(name, mapped)} Make the call "
+            "within jax.shard_map or jax.pmap over an axis of that name. Under plain jit with "
+            "sharded arrays, leave axis_name out."
         ) from None
 
 
 def localized(tree: Any, axis_name: Any) -> Any:
-    """Marks replicated arrays as each replica's own."""
+    """Marks replicated arrays as local to each replica."""
     return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, axis_name, to="varying"), tree)
 
 
 def averaged(tree: Any, axis_name: Any) -> Any:
-    """Averages floating leaves over replicas in float32 or wider; takes others from the first."""
+    """Averages floating leaves over replicas in float32 or wider; copies others from the first."""
 
     def from_first(leaf):
         first = jax.lax.axis_index(axis_name) == 0
@@ -63,11 +63,11 @@ def averaged(tree: Any, axis_name: Any) -> Any:
 
 
 def average_gradients(grads: Any, axis_name: Any, policy: Policy, loss_scale: Any) -> Any:
-    """Averages gradients over replicas in float32, or in half if the policy says so."""
+    """Averages gradients over replicas in float32, or in half if the policy has reduce=half."""
     half = policy.compute_dtype if policy.reduce == "half" else None
     if half not in HALVES:
         return averaged(grads, axis_name)
-    # As large as the backward pass made them: float16 flushes what is smaller.
+    # Scaled again, because float16 would flush unscaled gradients to zero.
     scale = jnp.asarray(loss_scale.loss_scale, jnp.float32)
     sent = jax.tree.map(lambda g: (g.astype(jnp.float32) * scale).astype(half), grads)
     sums = jax.lax.pmean(sent, axis_name)

@@ -1,11 +1,11 @@
-"""What a half weight lacks of a float32 value, and where that is kept beside it.
+"""Masters and residuals: the part of a float32 value that a half weight lacks.
 
-A bfloat16 number is the first 16 bits of a float32 one. Kept beside it, the other 16 bits make it
-exact at 4 bytes a weight, where a master of its own takes 6. What is beside a weight is known by
-its dtype: a row of `KINDS`.
+A bfloat16 number is the first 16 bits of a float32 number. With the other 16 bits as a residual, a
+weight takes 4 bytes; with a float32 master it takes 6. The dtype of the array beside a weight says
+which kind it is: a row of `KINDS`.
 
-Bits are split as integers. XLA may drop a round trip of floats through bfloat16 under jit, and what
-a rounding took with it.
+Bits are split as integers, because XLA may remove a round trip of floats through bfloat16 under
+jit, and the residual would be zero.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,12 @@ MAGNITUDE, INFINITY, QUIET_NAN, SIGN = np.array(
 
 
 class Kind(NamedTuple):
-    """What is beside a half weight.
+    """A kind of master or residual beside a half weight.
 
     Attributes:
-        full: From a weight and what is beside it to the float32 value that both hold.
-        split: From a float32 value and the dtype of a weight to the weight and what is beside it.
-        bits: How many bits of a significand both hold, of float32's 24.
+        full: ``full(weight, beside)`` returns the float32 value.
+        split: ``split(value, dtype)`` returns the weight and the array beside it.
+        bits: The bits of the significand that both hold together, of float32's 24.
     """
 
     full: Callable[[jax.Array, jax.Array], jax.Array]
@@ -39,17 +39,17 @@ class Kind(NamedTuple):
 
 
 def full(param: Any, beside: Any) -> jax.Array:
-    """Returns the float32 value that a half weight and what is beside it hold."""
+    """Returns the float32 value of a half weight and its master or residual."""
     return KINDS[np.dtype(beside.dtype)].full(param, beside)
 
 
 def split(value: jax.Array, dtype: np.dtype, kind: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the weight of a dtype that holds a float32 value, and what is beside it."""
+    """Splits a float32 value into a weight of a dtype and its master or residual."""
     return KINDS[np.dtype(kind)].split(value, np.dtype(dtype))
 
 
 def rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Rounds a float32 value to half; what it is widened to again is the rounded value."""
+    """Rounds a float32 value to half, even if the result is widened again under jit."""
     info = jnp.finfo(dtype)
     return jax.lax.reduce_precision(value, info.nexp, info.nmant).astype(dtype)
 
@@ -60,7 +60,7 @@ def rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:
 def _joined(width: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
     def joined(param: jax.Array, beside: jax.Array) -> jax.Array:
         top = jax.lax.bitcast_convert_type(param, UINT16)
-        # A residual in the upper half of its range: the weight was rounded up.
+        # If the residual is in the upper half of its range, the weight was rounded up.
         top = top - (beside >> (width - 1)).astype(UINT16)
         bits = top.astype(UINT32) << 16 | beside.astype(UINT32) << (16 - width)
         return jax.lax.bitcast_convert_type(bits, FLOAT32)
@@ -73,13 +73,13 @@ def _cut(width: int) -> Callable[[jax.Array, np.dtype], tuple[jax.Array, jax.Arr
 
     def cut(value: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
         bits = jax.lax.bitcast_convert_type(value, UINT32)
-        # The bits of a NaN may be such that rounding makes them those of infinity, or of zero.
+        # Rounding the bits of a NaN could give those of infinity or zero.
         is_nan = bits & MAGNITUDE > INFINITY
         bits = jnp.where(is_nan, bits & SIGN | QUIET_NAN, bits)
         if unused:
             bits = bits + (1 << (unused - 1)) >> unused
-        # Halves are rounded up, not to even: else a weight at a tie would not say which way it
-        # went, and a weight has as many ties as values.
+        # Ties are rounded up, not to even: otherwise the residual at a tie would not tell whether
+        # the weight was rounded up or down.
         top = (bits + (1 << (width - 1)) >> width).astype(UINT16)
         rest = (bits & (1 << width) - 1).astype(UINT8 if width == 8 else UINT16)
         return jax.lax.bitcast_convert_type(top, dtype), rest
@@ -87,7 +87,7 @@ def _cut(width: int) -> Callable[[jax.Array, np.dtype], tuple[jax.Array, jax.Arr
     return cut
 
 
-# ---- floats: a master, or what rounding took ----------------------------------------------------
+# ---- floats: a master, or the rounding error ----------------------------------------------------
 
 
 def _summed(param: jax.Array, beside: jax.Array) -> jax.Array:
@@ -97,7 +97,7 @@ def _summed(param: jax.Array, beside: jax.Array) -> jax.Array:
 def _compensated(value: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
     param = rounded(value, dtype)
     rest = value - param.astype(FLOAT32)
-    return param, jnp.where(jnp.isfinite(rest), rest, 0).astype(dtype)  # of an infinite weight
+    return param, jnp.where(jnp.isfinite(rest), rest, 0).astype(dtype)  # 0 for an infinite weight
 
 
 KINDS: dict[np.dtype, Kind] = {

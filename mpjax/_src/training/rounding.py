@@ -1,4 +1,4 @@
-"""Stochastic rounding: to one of the two nearest half values, such that the mean is exact."""
+"""Stochastic rounding: to one of the two nearest half values, so that the mean is exact."""
 
 from typing import Any, NamedTuple
 
@@ -16,21 +16,21 @@ from mpjax._src.training.stored import by_leaf, inner_update, made, need_params
 from mpjax._src.trees import is_array, is_half, is_key, widen
 
 MANTISSA = jnp.finfo(FLOAT32).nmant
-LEAST = jnp.finfo(FLOAT32).minexp  # the exponent of the least normal value, and of all below it
+LEAST = jnp.finfo(FLOAT32).minexp  # the exponent of the least normal value and of subnormals
 
 
 def mixed(bits: jax.Array) -> jax.Array:
-    """Returns 32 bits each of which depends on all of those given: the finalizer of MurmurHash3."""
+    """Returns 32 hashed bits, each depending on all given bits: the finalizer of MurmurHash3."""
     bits = (bits ^ bits >> 16) * np.uint32(0x85EBCA6B)
     bits = (bits ^ bits >> 13) * np.uint32(0xC2B2AE35)
     return bits ^ bits >> 16
 
 
 def drawn(shape: tuple[int, ...], *numbers: Any) -> jax.Array:
-    """Returns 32 random bits for each entry of an array, by its place and by whole numbers.
+    """Returns 32 random bits for each entry of an array, from its index and the given integers.
 
-    A hash, and not `jax.random.bits`: XLA takes half a second for the rounds of that on a GPU, for
-    each array of a model. Rounding asks for no more than this.
+    It is a hash, which is good enough for rounding. With `jax.random.bits`, XLA takes half a second
+    longer to compile on a GPU for each array of a model.
     """
     keys = jnp.array([0x9E3779B9, 0x7F4A7C15], UINT32)
     for number in numbers:
@@ -46,8 +46,9 @@ class StochasticRoundingState(NamedTuple):
     """State of `with_stochastic_rounding`.
 
     Attributes:
-        draws: How many updates were rounded, an int32 scalar: each draws other bits.
-        inner_state: The state of the inner optimizer, built on float32.
+        draws: The number of updates so far, an int32 scalar. It selects the random bits of the next
+            update.
+        inner_state: The state of the inner optimizer, initialized with float32 parameters.
     """
 
     draws: jax.Array
@@ -55,24 +56,25 @@ class StochasticRoundingState(NamedTuple):
 
 
 def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
-    """Rounds to one of the two nearest half values, at random, such that the mean is ``x``.
+    """Rounds to one of the two nearest half values at random, so that the mean is ``x``.
 
-    The nearer one is the likelier one. A value that the half dtype holds is never moved. Values
-    beyond the largest finite one are cast, as are NaN and Inf. The same key gives the same bits
-    however ``x`` is sharded under jit.
+    The closer an entry is to a half value, the likelier it is rounded to it. A value that the half
+    dtype holds exactly is not changed. NaN, Inf and values beyond the largest finite half value are
+    cast as usual. The same key gives the same result however ``x`` is sharded under jit.
 
     Args:
-        x: A float32 array of any shape; a half one is widened first.
+        x: A float32 array of any shape. A half array is widened first.
         dtype: "bfloat16" or "float16".
-        key: One PRNG key, typed or of `jax.random.PRNGKey`. 32 random bits are drawn for each
-            entry: what is less than 2**-32 of the distance between two half values is rounded down.
+        key: One PRNG key, of ``jax.random.key`` or ``jax.random.PRNGKey``. 32 random bits are drawn
+            for each entry, so a distance of less than 2**-32 of the spacing of half values counts
+            as 0.
 
     Returns:
-        An array of ``x``'s shape and of ``dtype``.
+        An array of the shape of ``x`` and of ``dtype``.
 
     Raises:
         TypeError: If ``x`` is not a float32 or half array, or ``key`` is not a key.
-        ValueError: If ``dtype`` is no half dtype.
+        ValueError: If ``dtype`` is not a half dtype.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -81,35 +83,36 @@ def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Arra
         >>> sorted(set(y.tolist())), 0.2 < (y == 1).mean() < 0.8
         ([1.0, 1.0078125], Array(True, dtype=bool))
 
-    Gupta et al. 2015; Zamirai et al., "Revisiting BFloat16 Training", 2020.
+    Gupta et al. 2015, "Deep Learning with Limited Numerical Precision"; Zamirai et al. 2020,
+    "Revisiting BFloat16 Training".
     """
     to = canonical(dtype, "dtype")
     if to not in HALVES:
         raise ValueError(f"dtype={brief(dtype)} must be a half dtype: 'bfloat16' or 'float16'.")
     if not (is_array(x) and (x.dtype == FLOAT32 or is_half(x))):
-        raise TypeError(f"x={brief(x)} must be an array of float32, or of half.")
+        raise TypeError(f"x={brief(x)} must be an array of float32, bfloat16 or float16.")
     if not (is_array(key) and (is_key(key) or key.dtype == UINT32)):
         raise TypeError(f"key={brief(key)} must be one PRNG key, such as jax.random.key(0).")
     return stochastically(jnp.asarray(x, FLOAT32), to, jax.random.bits(key, jnp.shape(x), UINT32))
 
 
 def stochastically(x: jax.Array, dtype: np.dtype, random: jax.Array) -> jax.Array:
-    """Rounds float32 to half by 32 random bits for each entry.
+    """Rounds float32 to half with 32 random bits for each entry.
 
-    In integers, because floats would flush subnormals where a device does. Of a significand, of
-    which the half dtype drops so many bits, these bits say how likely the next value is.
+    It computes with integers, because float operations flush subnormals on some devices. The bits
+    of the significand that the half dtype drops are the probability of rounding up.
     """
     info = jnp.finfo(dtype)
     bits = jax.lax.bitcast_convert_type(x, UINT32)
     size = bits & 0x7FFFFFFF
-    stored = (size >> MANTISSA).astype(jnp.int32)  # the exponent's field; 0 of a subnormal
+    stored = (size >> MANTISSA).astype(jnp.int32)  # the exponent field; 0 for a subnormal
     significand = size & 0x7FFFFF | jnp.where(stored > 0, 1 << MANTISSA, 0).astype(UINT32)
     exponent = jnp.maximum(stored, 1) - 1 + LEAST
-    below = jnp.maximum(info.minexp - exponent, 0)  # in the half dtype's subnormals
-    drop = (MANTISSA - info.nmant + below).astype(UINT32)  # from 13 or 16 bits up
+    below = jnp.maximum(info.minexp - exponent, 0)  # bits lost to the half dtype's subnormals
+    drop = (MANTISSA - info.nmant + below).astype(UINT32)  # at least 13 or 16 bits
     shift = lambda x, by: jnp.where(by < 32, x >> jnp.minimum(by, 31), 0)  # noqa: E731
     down = shift(significand, drop)
-    # The bits that are dropped, as the first of 32.
+    # The dropped bits, shifted to the top of 32.
     left = significand << jnp.where(drop < 32, 32 - jnp.minimum(drop, 32), 0)
     chance = jnp.where(drop <= 32, left, shift(significand, drop - 32))
     up = (random < chance).astype(UINT32)
@@ -123,24 +126,26 @@ def stochastically(x: jax.Array, dtype: np.dtype, random: jax.Array) -> jax.Arra
 def with_stochastic_rounding(
     inner: optax.GradientTransformation, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """Rounds updated half parameters at random, such that on average no update is lost.
+    """Rounds updated half parameters stochastically, so that on average no update is lost.
 
-    2 bytes a weight: nothing is kept but a counter. ``inner`` sees float32 gradients and widened
-    parameters; their sum with the update is rounded by `stochastic_round`.
+    ``inner`` sees float32 gradients and parameters widened to float32. The sum of a parameter and
+    its update is rounded as in `stochastic_round`. A half weight takes 2 bytes: the state keeps
+    only a counter.
 
     Args:
         inner: Any optax optimizer.
-        seed: Of the random bits, with the count of updates: a run that is repeated, or resumed
-            from a checkpoint, draws the same. The bits do not depend on how arrays are sharded
-            under jit; within shard_map each device draws those of an array of the local shape.
+        seed: A whole number of 32 bits. Together with the count of updates it determines the random
+            bits, so a run that is repeated or resumed from a checkpoint draws the same bits. They
+            do not depend on how arrays are sharded under jit; within shard_map each device draws
+            the bits of an array of the local shape.
 
     Returns:
-        An optax transformation; extra arguments of ``update`` are handed to ``inner``.
+        An optax transformation. Extra arguments of ``update`` are passed to ``inner``.
 
     Raises:
-        TypeError: If ``inner`` is no optimizer.
-        ValueError: If ``seed`` is not a whole number; from ``update``, if it is called without
-            ``params``, or with the state of another optimizer.
+        TypeError: If ``inner`` is not an optax optimizer.
+        ValueError: If ``seed`` is not a whole number of 32 bits; from ``update``, if it is called
+            without ``params`` or with the state of another optimizer.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
@@ -152,12 +157,13 @@ def with_stochastic_rounding(
         >>> 0.9985 < params.astype(jnp.float32).mean() < 0.9995  # the mean of 1 and 1 - 2**-8
         Array(True, dtype=bool)
 
-    Zamirai et al., "Revisiting BFloat16 Training", 2020; torchao's ``bf16_stochastic_round``.
+    Zamirai et al. 2020, "Revisiting BFloat16 Training". torchao has the same method as
+    ``bf16_stochastic_round``.
     """
     inner = as_optimizer(inner, "inner")
     number = whole_number(seed)
     if number is None or not -(2**31) <= number < 2**32:
-        raise ValueError(f"seed={brief(seed)} must be a whole number of 32 bits.")
+        raise ValueError(f"seed={brief(seed)} must be a whole number from -2**31 to 2**32 - 1.")
 
     def init(params):
         return StochasticRoundingState(jnp.zeros((), jnp.int32), inner.init(widen(params)))

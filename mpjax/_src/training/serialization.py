@@ -1,4 +1,4 @@
-"""States of training for flax.serialization: to_bytes, to_state_dict and their inverses."""
+"""Support of flax.serialization for training states: to_bytes, to_state_dict, and the inverses."""
 
 import sys
 from typing import Any
@@ -11,9 +11,9 @@ from mpjax._src.trees import is_key
 
 
 def known_to_flax(*classes: type) -> None:
-    """Teaches flax.serialization pytree classes of ours, if flax is imported.
+    """Registers pytree classes with flax.serialization, if flax is imported.
 
-    Importing flax takes a second, which is only for whoever uses it. A class may be taught twice.
+    flax is not imported here, because that takes a second. A class may be registered twice.
 
     Args:
         classes: Registered pytree classes whose children have names.
@@ -24,14 +24,14 @@ def known_to_flax(*classes: type) -> None:
 
 
 def _children(node: Any) -> tuple[list[str], list[Any], Any]:
-    """Returns the names and values of what a node holds, and the node without them."""
+    """Returns the names and values of a node's children, and its structure."""
     below = lambda child: child is not node  # noqa: E731
     named, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=below)
     return [keys[0].name for keys, _ in named], [child for _, child in named], structure
 
 
 def _plain(tree: Any) -> Any:
-    """Replaces typed keys, which msgpack does not know, by their data."""
+    """Replaces typed keys by their data, because msgpack cannot store them."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
@@ -49,29 +49,29 @@ def _from_dict(node: Any, state: dict[str, Any]) -> Any:
     names, children, structure = _children(node)
     if set(names) != set(state):
         raise ValueError(
-            f"The bytes or dict of a {type(node).__name__} hold {sorted(state)}, but it has "
-            f"{sorted(names)}. They are of another program."
+            f"The bytes or dict of a {type(node).__name__} hold the fields {sorted(state)}, but it "
+            f"has {sorted(names)}. They were written by another program."
         )
     restored = []
     for name, child in zip(names, children, strict=True):
         try:
             restored.append(serialization.from_state_dict(_plain(child), state[name], name=name))
-        except KeyError as error:  # flax's own, where a tuple finds a dict
+        except KeyError as error:  # flax raises it where it expects a tuple and finds a dict
             raise ValueError(
-                f"The bytes or dict of a {type(node).__name__} lack {error} in {name!r}. They are "
-                "of another policy or optimizer."
+                f"The bytes or dict of a {type(node).__name__} lack {error} in {name!r}. They were "
+                "written under another policy or optimizer."
             ) from error
     return jax.tree_util.tree_map_with_path(_like, node, jax.tree.unflatten(structure, restored))
 
 
 def _like(keys: Any, target: Any, leaf: Any) -> Any:
-    """Returns a restored leaf as the array that the target has there, or refuses it."""
+    """Returns a restored leaf as an array like the target's leaf, or refuses it."""
     if is_key(target) and not is_key(leaf):
         leaf = jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(target))
     if (jnp.shape(leaf), leaf.dtype) != (jnp.shape(target), target.dtype):
         raise ValueError(
             f"{name_of('target', keys)} is {target.dtype}{jnp.shape(target)}, but the bytes or "
-            f"dict hold {leaf.dtype}{jnp.shape(leaf)} there. They are of another policy or model; "
-            "mpjax.checkpoint.save and restore go from one policy to another."
+            f"dict hold {leaf.dtype}{jnp.shape(leaf)} there. They were written under another "
+            "policy or model; mpjax.checkpoint.save and restore convert between policies."
         )
     return leaf if is_key(leaf) else jnp.asarray(leaf)

@@ -1,6 +1,6 @@
-"""Which weights stand still because rounding takes their updates.
+"""A report on weights that do not change because their updates are rounded away.
 
-Computed on the device, within the step. Reading it waits; the step never does.
+It is computed on the device, within the step. Only reading it waits for the device.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from mpjax._src.reports import Report, table
 from mpjax._src.training.loss_scale import finite_number
 from mpjax._src.trees import is_half
 
-MOST_ROWS, NAMED = 20, 5  # of parameters, in a report and in a warning
+MOST_ROWS, NAMED = 20, 5  # the most parameters in a report, and in a warning
 
 
 @functools.partial(
@@ -26,18 +26,18 @@ MOST_ROWS, NAMED = 20, 5  # of parameters, in a report and in a warning
 )
 @dataclasses.dataclass(frozen=True)
 class Stalled(Report):
-    """Which parameters' updates were rounded away, in one step. ``print`` it.
+    """A report on which parameters' updates were rounded away in a step. ``print`` it.
 
-    Of each parameter, the share of its non-zero updates that left it, and what the optimizer keeps
-    beside it, as they were: the update was less than half a unit in the last place. A bfloat16
-    weight of 1 does not move by less than 1/512 (downwards); a float32 one by less than 3e-8. Zero
-    for a parameter without non-zero updates, and of a step that was skipped.
+    For each parameter it gives the share of non-zero updates that changed neither the stored weight
+    nor its master or residual, because they were less than half a unit in the last place. A
+    bfloat16 weight of 1 ignores a decrease of less than 1/512, a float32 weight one of less than
+    3e-8. The share is 0 for a parameter without non-zero updates, and in a skipped step.
 
     Attributes:
-        shares: A float32 array of one entry for each parameter.
+        shares: The shares, a float32 array of one entry per parameter, from 0 to 1.
         paths: The paths of all parameters.
-        by_lot: Whether half parameters are rounded at random: then most small updates leave them
-            as they are, and on average none is lost.
+        by_lot: Whether half parameters are rounded stochastically. Then most small updates change
+            nothing in a single step, but none is lost on average.
     """
 
     shares: jax.Array
@@ -45,11 +45,11 @@ class Stalled(Report):
     by_lot: bool = False
 
     def to_dict(self) -> dict[str, float]:
-        """Returns the share by path, the largest first; waits for the device."""
+        """Returns the share of each path, the largest first. Waits for the device."""
         if np.ndim(self.shares) != 1:
             raise ValueError(
-                f"stalled holds those of several steps or members, of shape "
-                f"{np.shape(self.shares)}. Pass one, such as jax.tree.map(lambda x: x[-1], stalled)"
+                f"stalled holds the reports of several steps or ensemble members, of shape "
+                f"{np.shape(self.shares)}. Take one, such as jax.tree.map(lambda x: x[-1], stalled)"
             )
         pairs = zip(self.paths, np.asarray(self.shares).tolist(), strict=True)
         return dict(sorted(pairs, key=lambda pair: -pair[1]))
@@ -66,15 +66,15 @@ class Stalled(Report):
 
 
 def warn_if_stalled(metrics: Any, limit: float = 0.5) -> None:
-    """Warns of parameters that stand still because rounding takes their updates.
+    """Warns about parameters that do not change because their updates are rounded away.
 
-    Under stochastic rounding it never does. Reading the shares waits for the device: ask every few
-    hundred steps.
+    It never warns under stochastic rounding. Reading the shares waits for the device, so call this
+    every few hundred steps.
 
     Args:
-        metrics: What a step returned that was built with ``report_stalled=True``.
-        limit: Of a parameter's non-zero updates, the share from which on to warn: above 0, at
-            most 1.
+        metrics: The metrics of a step that was built with ``report_stalled=True``.
+        limit: The share of a parameter's non-zero updates, rounded away, at which to warn: above 0
+            and at most 1.
 
     Raises:
         TypeError: If ``metrics`` holds no `Stalled`.
@@ -91,7 +91,7 @@ def warn_if_stalled(metrics: Any, limit: float = 0.5) -> None:
     stalled = metrics.get("stalled") if isinstance(metrics, dict) else None
     if not isinstance(stalled, Stalled):
         raise TypeError(
-            f"metrics={brief(metrics)} must be those of a training step that was built with "
+            f"metrics={brief(metrics)} must be the metrics of a training step that was built with "
             "report_stalled=True."
         )
     found = [f"{path} ({part:.0%})" for path, part in stalled.to_dict().items() if part >= share]
@@ -99,10 +99,10 @@ def warn_if_stalled(metrics: Any, limit: float = 0.5) -> None:
         return
     more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
     warnings.warn(
-        f"Rounding takes the updates of {', '.join(found[:NAMED])}{more}: they are less than half "
-        "a unit in the last place of the stored weights, which stand still. Keep what is lost: "
-        "masters (a policy of O2, with masters=split for 4 bytes a weight), rounding=stochastic or "
-        "rounding=kahan; or store these weights in float32, by an override.",
+        f"Rounding removes the updates of {', '.join(found[:NAMED])}{more}: they are less than "
+        "half a unit in the last place of the stored weights, so these weights do not change. Use "
+        "master weights (a policy of O2, with masters=split for 4 bytes a weight), "
+        "rounding=stochastic or rounding=kahan; or store these weights in float32 by an override.",
         stacklevel=2,
     )
 
@@ -112,12 +112,12 @@ def stalled(
     before: Sequence[tuple[jax.Array, ...]],
     after: Sequence[tuple[jax.Array, ...]],
 ) -> jax.Array:
-    """Returns the share of each parameter's non-zero updates that changed nothing that is stored.
+    """Returns for each parameter the share of non-zero updates that changed no stored array.
 
     Args:
-        updates: Those of the optimizer, in float32.
-        before: Of each parameter, the arrays that hold it.
-        after: The same after the update.
+        updates: The optimizer's updates, in float32.
+        before: For each parameter, the arrays that hold it before the update.
+        after: The same arrays after the update.
     """
 
     def share(update, old, new):
@@ -133,6 +133,6 @@ def stalled(
 
 
 def _unchanged(old: jax.Array, new: jax.Array) -> jax.Array:
-    # Half ones as bits: XLA may compare what they were before they were rounded.
+    # Half arrays are compared as bits, because XLA may compare their values before rounding.
     as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16) if is_half(x) else x  # noqa: E731
     return as_bits(old) == as_bits(new)

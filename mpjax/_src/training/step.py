@@ -1,7 +1,7 @@
-"""One training step in mixed precision, as two pure functions: `build_train_step`.
+"""A training step in mixed precision, as two pure functions: `build_train_step`.
 
-This is where everything else meets, in one order: cast, forward, scale, backward, unscale, average,
-verdict, optimizer, gate, adjust.
+The order of a step is: cast, forward pass, scale, backward pass, unscale, average, check that
+everything is finite, optimizer, gate, adjust the loss scale.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ from mpjax._src.training.transaction import adjusted, counted, gated
 from mpjax._src.training.watch import first_overflow, observer, underflow
 from mpjax._src.trees import cast, cast_like, is_array, is_key, stays_finite, widen
 
-# What a step changes or leaves as it is, all of it.
+# The fields that a step changes together, or not at all.
 CHANGED = ("step", "params", "opt_state", "model_state")
 
 Metrics = dict[str, Any]
@@ -64,18 +64,17 @@ T = TypeVar("T")
 )
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a training step changes; a pytree of arrays only.
+    """The complete state of training: everything that a step may change. All leaves are arrays.
 
     Attributes:
-        step: How many steps were applied, an int32 scalar; skipped ones do not count.
-        params: The parameters, in the dtypes they are stored in.
-        opt_state: The optimizer's state, float32 masters included.
+        step: The number of applied steps, an int32 scalar. Skipped steps do not count.
+        params: The parameters, in the dtypes that they are stored in.
+        opt_state: The optimizer's state, float32 master weights included.
         loss_scale: The loss scale.
-        model_state: What the model carries along besides parameters (BatchNorm statistics), or
-            None.
+        model_state: The model's non-trained state, such as BatchNorm statistics, or None.
         rng: A PRNG key, or None.
-        skipped_steps: How many steps were skipped in all, an int32 scalar.
-        consecutive_skips: How many were skipped in a row up to now, an int32 scalar.
+        skipped_steps: The total number of skipped steps, an int32 scalar.
+        consecutive_skips: The number of steps skipped in a row up to now, an int32 scalar.
     """
 
     step: jax.Array
@@ -92,8 +91,8 @@ class TrainStep(NamedTuple):
     """The two pure functions that `build_train_step` returns.
 
     Attributes:
-        init: ``init(params, model_state=None, rng=None)`` gives a `TrainState`.
-        step: ``step(state, batch)`` gives ``(state, metrics)``.
+        init: ``init(params, model_state=None, rng=None)`` returns a `TrainState`.
+        step: ``step(state, batch)`` returns ``(state, metrics)``.
     """
 
     init: Callable[..., TrainState]
@@ -115,65 +114,69 @@ def build_train_step(
 ) -> TrainStep:
     """Builds a training step in mixed precision from a loss, an optimizer and a policy.
 
-    The step always goes in this order: forward in the policy's precision, scale in float32,
-    backward, unscale in float32 by the same scale, average over micro-batches and replicas, judge
-    whether the loss, the norm of the gradients and the new model state are finite, optimizer, gate,
-    adjust the scale. Clipping in the optimizer's chain therefore sees true gradients, and shares
-    their norm.
+    A step runs in this order: forward pass in the policy's precision; scale the loss in float32;
+    backward pass; unscale the gradients in float32 by the same scale; average over micro-batches
+    and replicas; check that the loss, the norm of the gradients and the new model state are finite;
+    optimizer; gate; adjust the loss scale. Gradient clipping in the optimizer's chain therefore
+    sees unscaled gradients.
 
-    The forward pass: a policy of ``casting="op"`` (O1, which is mixed_float16 and mixed_bfloat16,
-    and O2) puts ``loss_fn`` under `autocast`, which chooses a dtype for every operation of it; any
-    other casts the parameters and the batch's floating leaves to the compute dtype beforehand; a
-    ``loss_fn`` that does not take them so (a convolution of float32 with half, a carry that starts
-    in float32) is cast operation by operation too.
+    In the forward pass, a policy with ``casting="op"`` (O1, which is mixed_float16 and
+    mixed_bfloat16, and O2) runs ``loss_fn`` under `autocast`, which chooses a dtype for every
+    operation. Any other policy casts the parameters and the floating leaves of the batch to the
+    compute dtype before the call. If ``loss_fn`` refuses such arguments (a convolution of float32
+    with half, a carry that starts in float32), it runs under `autocast` too.
 
-    The gate is a transaction. On a skipped step ``params``, ``opt_state``, ``model_state`` and
-    ``step`` are bit-identical to before; only the loss scale, the rng and the skip counters move.
-    If the loss itself is not finite the scale stays, because no scale can cure the forward pass;
-    so it does if the new model state alone is not. Leaves of the model state that were not finite
-    before (a running maximum that starts at -Inf) are not held against it, nor are integers and
-    keys. Gradients whose squares overflow float32 are skipped like infinite ones: clipping would
-    turn them into zeros, and Adam's second moment would stay infinite.
+    The gate applies all of a step or none of it. On a skipped step ``params``, ``opt_state``,
+    ``model_state`` and ``step`` keep their values, bit for bit; only the loss scale, the rng and
+    the skip counters change. If the loss itself or only the new model state is not finite, the loss
+    scale keeps its value too, because no loss scale can cure the forward pass. Leaves of the model
+    state that were not finite before the step (a running maximum that starts at -Inf) are not
+    checked; neither are integers and keys. Gradients whose sum of squares overflows float32 are
+    skipped like infinite ones: clipping would turn them into zeros, and Adam's second moment would
+    stay infinite.
 
-    Updated parameters are not judged: that would read and write the whole state once more. Where an
-    update overflows them (a wild learning rate, a float16 weight beyond 65504) the step is applied,
-    and all steps after it are skipped, which `raise_if_diverged` tells.
+    Updated parameters are not checked, because that would read and write the whole state once more.
+    If an update overflows them (a learning rate that is far too high, a float16 weight beyond
+    65504), the step is applied, and all later steps are skipped; `raise_if_diverged` reports that.
 
     Args:
-        loss_fn: ``loss_fn(params, batch)``, with the keywords ``model_state=`` and ``rng=`` when
-            the state carries them. Returns ``loss``; ``(loss, new_model_state)`` with a model
+        loss_fn: ``loss_fn(params, batch)``, called with the keywords ``model_state=`` and ``rng=``
+            if the state carries them. It returns ``loss``; ``(loss, new_model_state)`` with a model
             state; ``(loss, aux)`` with ``has_aux``; ``(loss, (new_model_state, aux))`` with both.
-            ``loss`` is a real floating scalar, best float32 (under `autocast` it is, by itself).
-        optimizer: Any optax optimizer; it sees float32 gradients and parameters.
+            ``loss`` is a real floating scalar, preferably float32 (under `autocast` it always is).
+        optimizer: Any optax optimizer. It sees float32 gradients and parameters.
         policy: A policy or its name, see `get_policy`.
         loss_scale: "auto" (dynamic for float16 compute, none otherwise), "dynamic", "none", a
-            number, or a loss scale of mpjax's or jmp's.
-        has_aux: Whether ``loss_fn`` returns ``aux``, found under ``metrics["aux"]``.
-        accumulate_steps: How many micro-batches, k, the leading axis of the batch is split into:
-            rows i, i + k, i + 2 k ... are micro-batch i, so that a sharded batch stays where it
-            lies. Gradients are accumulated in float32 and judged once; ``aux`` is stacked.
-        axis_name: The mapped axis or axes (shard_map, pmap) to average gradients, loss and model
-            state over. ``loss_fn`` then returns the mean over its own part of the batch; ``aux``
-            stays each replica's own. Not needed under plain jit with sharded arrays.
-        report_overflow: Whether the metrics tell which parameter's gradient overflowed first:
+            number, or a loss scale object of mpjax or jmp.
+        has_aux: Whether ``loss_fn`` returns ``aux``. The step returns it as ``metrics["aux"]``.
+        accumulate_steps: The number k of micro-batches that the leading axis of the batch is split
+            into. Micro-batch i consists of the rows i, i + k, i + 2 k and so on, so that a sharded
+            batch is not moved between devices. Gradients are accumulated in float32 and checked
+            once; ``aux`` is stacked along a new first axis.
+        axis_name: The mapped axis or axes (of shard_map or pmap) over which gradients, loss and
+            model state are averaged. ``loss_fn`` then returns the mean over its own part of the
+            batch, and each replica keeps its own ``aux``. Not needed under plain jit with sharded
+            arrays.
+        report_overflow: Whether the metrics report which parameter's gradient overflowed first, as
             ``metrics["overflow"]``, an `Overflow`.
-        report_underflow: Whether they tell which share of the gradients is too small for the
-            policy's half dtype (float16, if it has none): ``metrics["underflow"]``, an `Underflow`.
-        report_stalled: Whether they tell which share of each parameter's updates was rounded away:
-            ``metrics["stalled"]``, a `Stalled`. See `warn_if_stalled`.
+        report_underflow: Whether the metrics report how much of the gradients is too small for the
+            policy's half dtype (float16 if it has none), as ``metrics["underflow"]``, an
+            `Underflow`.
+        report_stalled: Whether the metrics report how many of each parameter's updates were rounded
+            away, as ``metrics["stalled"]``, a `Stalled`. See `warn_if_stalled`.
 
     Returns:
         A `TrainStep` of ``init`` and ``step``. ``init(params, model_state=None, rng=None)`` copies
-        what it is given. ``step(state, batch)`` is made to be jitted:
+        its arguments. ``step(state, batch)`` is meant to be jitted:
         ``jax.jit(step, donate_argnums=0)``. Its metrics are device scalars: ``loss`` and
-        ``grad_norm`` (float32, true values), ``grads_finite``, ``loss_finite``, ``state_finite``,
-        ``loss_scale`` (for the next step), ``skipped_steps``, ``consecutive_skips``, and ``aux`` if
-        there is one; with the reports that were asked for.
+        ``grad_norm`` (float32, unscaled), ``grads_finite``, ``loss_finite`` and ``state_finite``
+        (bool), ``loss_scale`` (float32, for the next step), ``skipped_steps`` and
+        ``consecutive_skips`` (int32), and ``aux`` and the reports if they were requested.
 
     Raises:
-        TypeError: If ``loss_fn`` or ``optimizer`` is not what it should be.
-        ValueError: If an argument is not legal; from ``step``, if no axis ``axis_name`` is mapped
-            where it is called, or the state holds that of another optimizer.
+        TypeError: If ``loss_fn`` is not a function or ``optimizer`` is not an optax optimizer.
+        ValueError: If another argument is not legal; from ``step``, if no axis ``axis_name`` is
+            mapped where it is called, or if the state belongs to another optimizer.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax
@@ -186,6 +189,9 @@ def build_train_step(
         >>> state, metrics = step(state, (jnp.eye(3), jnp.ones(3)))
         >>> float(metrics["loss"]), float(metrics["loss_scale"]), int(state.step)
         (1.0, 65536.0, 1)
+
+    The algorithm is that of Micikevicius et al. 2017, "Mixed Precision Training",
+    https://arxiv.org/abs/1710.03740.
     """
     policy = get_policy(policy)
     warn_if_unfit(policy, stacklevel=2)
@@ -193,7 +199,7 @@ def build_train_step(
     if not by_op and (policy.half_ops or policy.full_ops or policy.follow_ops):
         warnings.warn(
             f"policy={str(policy)!r}: its op lists have no effect, because it casts at the "
-            "boundary. Add casting=op for casts operation by operation.",
+            "boundary. Add casting=op to cast each operation by its own rule.",
             stacklevel=2,
         )
     flags = {
@@ -321,23 +327,26 @@ def build_train_step(
 
 
 def raise_if_diverged(metrics: Metrics, limit: int) -> None:
-    """Raises if too many steps in a row were skipped. Reading the counter waits for the device.
+    """Raises a `DivergenceError` if too many steps in a row were skipped.
+
+    Reading the counter waits for the device, so call this every few hundred steps.
 
     Args:
-        metrics: What a step returned.
-        limit: How many skipped steps in a row are too many.
+        metrics: The metrics of one step, as the step returned them.
+        limit: The number of skipped steps in a row at which to raise.
 
     Raises:
-        DivergenceError: If ``limit`` or more steps in a row were skipped, saying how many, at what
-            scale, and what usually causes it.
-        ValueError: If ``limit`` is not a positive whole number.
+        DivergenceError: If ``limit`` or more steps in a row were skipped. The message gives their
+            number, the loss scale and the usual causes.
+        TypeError: If ``metrics`` does not come from a training step.
+        ValueError: If ``limit`` is not a positive whole number, or ``metrics`` holds several steps.
 
     Example:
         >>> import mpjax
         >>> metrics = {"consecutive_skips": 3, "loss_scale": 1.0, "loss_finite": True}
         >>> mpjax.raise_if_diverged(metrics, limit=10)
 
-    DeepSpeed and MindSpore end a run in the same way.
+    DeepSpeed and MindSpore stop a run in the same way.
     """
     most = whole_number(limit)
     if most is None or most < 1:
@@ -348,45 +357,47 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
         )
     if jnp.ndim(metrics["consecutive_skips"]):
         raise ValueError(
-            "metrics holds those of several steps or members, of shape "
-            f"{jnp.shape(metrics['consecutive_skips'])}. Pass one, such as "
+            "metrics holds the metrics of several steps or ensemble members, of shape "
+            f"{jnp.shape(metrics['consecutive_skips'])}. Pass those of one, such as "
             "jax.tree.map(lambda m: m[-1], metrics)."
         )
     skips = int(metrics["consecutive_skips"])
     if skips < most:
         return
     scale = float(metrics["loss_scale"])
-    # Metrics that were kept from before there was a verdict on the state have none.
+    # Metrics saved by an older version have no state_finite.
     state_finite = bool(metrics.get("state_finite", True))
     if bool(metrics["loss_finite"]) and not state_finite:
         cause = (
-            "The loss was finite, the new model_state was not, which no loss scale can cure. Usual "
-            "causes: an outlier in the data (the square of 2e19 overflows the variance of "
+            "The loss was finite, but the new model_state was not. No loss scale can cure that. "
+            "Usual causes: an outlier in the data (the square of 2e19 overflows the variance of "
             "BatchNorm), an overflow in the half forward pass, or a statistic that is divided by "
-            "0: check the batch, or compute the statistics in float32."
+            "0. Check the batch, or compute the statistics in float32."
         )
     elif bool(metrics["loss_finite"]):
         cause = (
-            "The loss was finite, its gradients were not. Usual causes: the learning rate is too "
-            "high, an operation has an infinite derivative (sqrt or norm at 0, log near 0), or "
-            "float16 is too narrow for this backward pass: try 'mixed_bfloat16', or a float32 "
-            "override for the part that overflows."
+            "The loss was finite, but its gradients were not. Usual causes: the learning rate is "
+            "too high, an operation has an infinite derivative (sqrt or norm at 0, log near 0), or "
+            "float16 is too narrow for this backward pass. Lower the learning rate, try "
+            "'mixed_bfloat16', or add a float32 override for the part that overflows. "
+            "mpjax.find_nonfinite names the operation."
         )
     else:
         cause = (
-            "The loss itself was not finite, which no loss scale can cure. Usual causes: NaN or "
+            "The loss itself was not finite. No loss scale can cure that. Usual causes: NaN or "
             "infinity in the data, an overflow in the float16 forward pass (attention scores, "
-            "large activations), or weights that have diverged (float16 ones end at 65504): check "
-            "the batch, lower the learning rate, or try 'mixed_bfloat16'. mpjax.find_nonfinite "
-            "names the operation."
+            "large activations), or weights that have diverged (float16 overflows above 65504). "
+            "Check the batch, lower the learning rate, or try 'mixed_bfloat16'. "
+            "mpjax.find_nonfinite names the operation."
         )
     raise DivergenceError(f"{skips} steps in a row were skipped, at loss scale {scale:g}. {cause}")
 
 
 def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Callable[..., Any]:
-    """Returns ``loss_fn`` on stored parameters: ``(loss, (new_model_state, aux))``, always.
+    """Returns ``loss_fn`` under the policy, as a function of the stored parameters.
 
-    The one place where a policy meets the user's function.
+    It always returns ``(loss, (new_model_state, aux))``. Only here is a policy applied to the
+    user's function.
     """
     run = _IN_PRECISION[policy.casting](loss_fn, policy)
 
@@ -395,7 +406,7 @@ def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Call
         carried = {"model_state": model_state, "rng": rng}
         kwargs = {name: value for name, value in carried.items() if value is not None}
         _check_signature(loss_fn, (params, batch), kwargs)
-        # As jit would see it: NumPy's default float64 is float32 unless x64 is enabled.
+        # jit would convert the batch too: NumPy's float64 becomes float32 unless x64 is enabled.
         batch = jax.tree.map(lambda x: jnp.asarray(x) if is_array(x) else x, batch)
         loss, new_state, aux = _unpack(
             run(params, batch, **kwargs), model_state is not None, has_aux
@@ -418,7 +429,7 @@ def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[.
             if policy.compute_dtype not in HALVES:
                 raise
             refused = error
-        # A float32 program that does not promote where half meets float32: a convolution, a carry.
+        # Some operations do not promote half with float32, such as a convolution or a loop's carry.
         try:
             return by_op(params, batch, **kwargs)
         except Exception:
@@ -428,7 +439,7 @@ def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[.
 
 
 def _new_containers(tree: T) -> T:
-    """Copies what holds arrays: an nnx.Variable may only be changed by the trace that made it."""
+    """Copies the containers of a tree: an nnx.Variable may be changed only in its own trace."""
     return jax.tree.map(lambda x: x, tree)
 
 
@@ -436,7 +447,7 @@ _IN_PRECISION = {"boundary": _cast_at_boundary, "op": with_float32_loss}
 
 
 def _unobserved(grads: Any, program: Callable[[], Any]) -> None:
-    """What sees nothing in the gradients."""
+    """Observes nothing, for a step without reports."""
 
 
 def _accumulate(
@@ -447,16 +458,16 @@ def _accumulate(
     model_state: Any,
     rng: jax.Array | None,
 ) -> tuple[jax.Array, Any, Any, Any, Any]:
-    """Returns mean loss, last model state, aux, mean gradients (float32) and what was seen."""
+    """Returns mean loss, last model state, aux, mean float32 gradients and what was observed."""
     if steps == 1:
         (loss, (model_state, aux)), grads, seen = grad_fn(params, batch, model_state, rng)
         return widen(loss), model_state, aux, grads, seen
 
-    split = _split_batch(batch, steps)  # which refuses more steps than there are examples
+    split = _split_batch(batch, steps)  # refuses more steps than there are examples
 
     def micro_step(carry, index):
         grad_sum, model_state = carry
-        # Indexed here: a batch whose micro-batches came first would be copied as a whole.
+        # Indexed here, because moving the micro-batch axis to the front would copy the batch.
         micro_batch = jax.tree.map(
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False), split
         )
@@ -479,8 +490,8 @@ def _accumulate(
 def _split_batch(batch: Any, steps: int) -> Any:
     """Reshapes leading axes from ``n`` to ``(n // steps, steps)``.
 
-    Each micro-batch takes every ``steps``-th row: where devices have blocks of rows, a part of each
-    block. Blocks of rows as micro-batches would make devices wait for others' rows, or gather them.
+    Each micro-batch takes every ``steps``-th row. In a sharded batch, where each device holds a
+    block of rows, it takes a part of each block, so no rows move between devices.
     """
 
     def split(keys, leaf):
@@ -497,10 +508,10 @@ def _split_batch(batch: Any, steps: int) -> Any:
 
 
 def _owned(tree: Any, argument: str) -> Any:
-    """Copies every leaf to an array of its own, without weak types.
+    """Copies every leaf to a new array without a weak type.
 
-    Copies, so that donation never eats the caller's arrays; no weak types, because the step
-    returns none and would compile twice.
+    The copy protects the caller's arrays from donation. A weak type would make the step compile
+    twice, because the step returns none.
     """
 
     def own(keys, leaf):
@@ -519,7 +530,7 @@ def _owned(tree: Any, argument: str) -> Any:
 
 
 def _takes_value(optimizer: optax.GradientTransformationExtraArgs) -> bool:
-    """Tells whether ``update`` takes the loss as ``value=``, as reduce_on_plateau and others do."""
+    """Returns whether ``update`` takes the loss as ``value=``, as reduce_on_plateau does."""
     parameters = inspect.signature(optimizer.update).parameters.values()
     return any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
 
@@ -538,9 +549,9 @@ def _check_arguments(loss_fn: Any, flags: dict[str, Any], accumulate_steps: Any)
 def _refuse_modules(params: Any) -> None:
     if has_modules(params):
         raise TypeError(
-            "params holds a module of Flax NNX: its statistics and random keys would be trained "
+            "params holds a Flax NNX module, so its statistics and random keys would be trained "
             "too. Pass the state of its parameters: graph, params, rest = "
-            "nnx.split(model, nnx.Param, ...), init(params, model_state=rest), and in loss_fn "
+            "nnx.split(model, nnx.Param, ...), then init(params, model_state=rest), and in loss_fn "
             "nnx.merge(graph, params, model_state). Or keep your loop with mpjax.nnx.Optimizer and "
             "mpjax.nnx.value_and_grad."
         )
@@ -576,9 +587,9 @@ def _check_signature(loss_fn: Callable[..., Any], args: tuple, kwargs: dict[str,
     except TypeError as error:
         call = ", ".join(["params", "batch", *(f"{name}=..." for name in kwargs)])
         raise TypeError(
-            f"loss_fn is called as loss_fn({call}), with a keyword for each of model_state and rng "
-            f"that init was given, but {getattr(loss_fn, '__name__', loss_fn)}{signature} does not "
-            f"take that: {error}."
+            f"loss_fn is called as loss_fn({call}), with keywords for the model_state and rng that "
+            f"init was given, but {getattr(loss_fn, '__name__', loss_fn)}{signature} does not "
+            f"accept that call: {error}."
         ) from None
 
 
@@ -616,20 +627,20 @@ def _unpack(out: Any, has_state: bool, has_aux: bool) -> tuple[Any, Any, Any]:
 def _check_model_state(new: Any, old: Any) -> Any:
     """Returns the new model state in the structure and dtypes of the old one.
 
-    Statistics stay float32, and a dict may come back for a FrozenDict.
+    Statistics stay float32. A dict may replace a FrozenDict.
     """
     if paths(new) != paths(old):
         raise TypeError(
-            "loss_fn returned a new model_state of another structure than the one it was given: "
-            f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}."
+            "loss_fn must return a new model_state of the same structure as the one it was given, "
+            f"but returned {jax.tree.structure(new)} instead of {jax.tree.structure(old)}."
         )
 
     def like(keys, new, old):
         new = vary_like(jnp.asarray(new), old)
         if new.shape != old.shape:
             raise TypeError(
-                f"loss_fn returned {name_of('model_state', keys)} of shape {new.shape}, but was "
-                f"given shape {old.shape}. A state keeps its shapes."
+                f"loss_fn returned {name_of('model_state', keys)} with shape {new.shape}, but was "
+                f"given shape {old.shape}. Shapes in a state must not change."
             )
         return new
 

@@ -1,4 +1,4 @@
-"""What optimizers of half weights have in common: float32 inside, new parameters given exactly."""
+"""The common part of optimizers of half weights: float32 inside, exact new parameters."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -12,12 +12,12 @@ from mpjax._src.trees import widen
 
 
 class Stepped(NamedTuple):
-    """What one update makes.
+    """The result of one update.
 
     Attributes:
         params: The new parameters, in the dtypes that they are stored in.
         state: The new state.
-        updates: What the inner optimizer added to the full values, in float32.
+        updates: The float32 updates of the inner optimizer, before rounding.
     """
 
     params: Any
@@ -26,14 +26,14 @@ class Stepped(NamedTuple):
 
 
 class Optimizer(optax.GradientTransformationExtraArgs):
-    """An optax optimizer that also gives the new parameters themselves.
+    """An optax optimizer that can also return the new parameters themselves.
 
-    ``update`` gives differences, which ``optax.apply_updates`` adds in float32, almost always
-    without an error; ``step`` makes none.
+    ``update`` returns differences. ``optax.apply_updates`` adds them in float32, almost always
+    exactly. ``step`` is always exact.
 
     Attributes:
-        init: As every optax optimizer has it.
-        update: As every optax optimizer has it.
+        init: As in every optax optimizer.
+        update: As in every optax optimizer.
         step: ``step(grads, state, params, **extra_args)`` returns `Stepped`.
     """
 
@@ -41,16 +41,16 @@ class Optimizer(optax.GradientTransformationExtraArgs):
 
 
 def in_full_precision(inner: optax.GradientTransformation) -> Optimizer:
-    """Shows an optimizer half gradients and parameters in float32, without keeping masters.
+    """Widens half gradients and parameters for an optimizer, without keeping masters.
 
-    The state of ``inner`` and its updates are float32, so no dtype drifts; only the sum that
-    ``optax.apply_updates`` makes is rounded to half.
+    The state of ``inner`` and its updates are float32, so their dtypes do not change during
+    training. Only the sum in ``optax.apply_updates`` is rounded to half.
 
     Args:
         inner: Any optax optimizer.
 
     Returns:
-        An optax transformation; extra arguments of ``update`` are handed to ``inner``.
+        An optax transformation. Extra arguments of ``update`` are passed to ``inner``.
     """
     inner = as_optimizer(inner, "inner")
 
@@ -65,13 +65,13 @@ def in_full_precision(inner: optax.GradientTransformation) -> Optimizer:
 
 
 def made(init: Callable[..., Any], core: Callable[..., Any]) -> Optimizer:
-    """Returns an optimizer.
+    """Returns an `Optimizer`.
 
     Args:
         init: Its ``init``.
-        core: ``core(grads, state, params, extra_args)`` returns the updates of the inner optimizer;
-            for each leaf of the parameters the new one, or None where that is the sum with its
-            update (None for all of them alike); and the new state.
+        core: ``core(grads, state, params, extra_args)`` returns a triple: the updates of the inner
+            optimizer; a list of the new parameters, with None for a parameter that is the sum with
+            its update, or None if all are such sums; and the new state.
     """
 
     def update(grads, state, params=None, **extra_args):
@@ -97,12 +97,12 @@ def made(init: Callable[..., Any], core: Callable[..., Any]) -> Optimizer:
 
 
 def is_masked(node: Any) -> bool:
-    """Tells whether a node stands for a leaf beside which nothing is kept."""
+    """Returns whether a node stands for a leaf that has no master or scale."""
     return isinstance(node, optax.MaskedNode)
 
 
 def by_leaf(params: Any, *trees: Any) -> Iterator[tuple[Any, ...]]:
-    """Returns each leaf of the parameters with what other trees have in its place."""
+    """Returns each leaf of the parameters with the subtrees at its place in other trees."""
     structure: Any = jax.tree.structure(params)
     return zip(jax.tree.leaves(params), *map(structure.flatten_up_to, trees), strict=True)
 
@@ -131,5 +131,5 @@ def need_params(params: Any, name: str) -> None:
     if params is None:
         raise ValueError(
             f"{name}: update was called without params. Call optimizer.update(grads, state, "
-            "params): updates of half parameters are differences to what they were."
+            "params), because the new value of a half parameter depends on the old one."
         )

@@ -1,13 +1,13 @@
-"""The gate of a step: all that it may change is new, or all is as before.
+"""The gate of a step: either all of the state is updated, or none of it.
 
-How it is spelled depends on what it is lowered for. On a GPU and a TPU a `select` is free: XLA puts
-it into the pass that updates parameters and moments together, whereas what goes into a conditional
-and what comes out are kept apart, and the state is copied. On a CPU a pass writes one array: under
-a `select` new moments are computed once to be kept and again for the parameters, whereas a
-conditional computes them once or not at all.
+The gate is a `select` or a conditional, depending on the platform. On a GPU and a TPU a `select`
+costs nothing: XLA fuses it into the pass that updates parameters and moments together. A
+conditional keeps its operands and results in separate buffers there, so the state is copied. On a
+CPU each pass writes one array: with a `select` the new moments are computed once to be stored and
+again for the parameters; a conditional computes them once or not at all.
 
-Within shard_map and pmap each replica judges for itself, and a collective in a branch that only
-some of them take would wait for the others forever: there it is a `select` everywhere.
+Within shard_map and pmap each replica decides for itself. A collective in a branch that only some
+replicas take would wait forever, so the gate is a `select` there on every platform.
 """
 
 from collections.abc import Callable
@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 
 def by_select(finite: jax.Array, new: Callable[..., T], before: T, *args: Any) -> T:
-    """Computes the new state always, and chooses."""
+    """Always computes the new state, and selects one of the two."""
     return select(finite, new(before, *args), before)
 
 
 def by_cond(finite: jax.Array, new: Callable[..., T], before: T, *args: Any) -> T:
-    """Computes the new state only where it is taken."""
+    """Computes the new state only if it is used."""
 
     def applied(before, *args):
         return select(True, new(before, *args), before)  # refuses what `select` refuses
@@ -57,10 +57,10 @@ def gated(finite: jax.Array, new: Callable[..., T], before: T, *args: Any) -> T:
 
 
 def gated_update(finite: jax.Array, update: Callable[..., Any], state: T, *args: Any) -> Any:
-    """Returns ``update(state, *args)``, updates and a new state: zeros and ``state`` if skipped."""
+    """Returns ``update(state, *args)``, a pair (updates, new state), or (zeros, ``state``)."""
 
     def zeros(updates):
-        # -0.0, because 0.0 would turn a parameter of -0.0 into 0.0.
+        # -0.0, because adding 0.0 would turn a parameter of -0.0 into 0.0.
         return jax.tree.map(lambda u: jnp.full(u.shape, -0.0, u.dtype), updates)
 
     def run(before, *args):
@@ -76,13 +76,13 @@ def gated_update(finite: jax.Array, update: Callable[..., Any], state: T, *args:
 
 
 def _is_chosen(finite: jax.Array) -> bool:
-    """Tells whether a `select` it is, on every platform: in a replica, and outside of jit."""
+    """Returns whether every platform uses a `select`: in a replica, and outside of jit."""
     traced = isinstance(finite, jax.core.Tracer)
     return not traced or bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def counted(before: Any, finite: Any) -> dict[str, jax.Array]:
-    """Returns the counters of skipped steps after one more step, taken or skipped."""
+    """Returns the skip counters after one more step, applied or skipped."""
     skipped = jnp.logical_not(finite).astype(jnp.int32)
     return {
         "skipped_steps": before.skipped_steps + skipped,
@@ -93,8 +93,9 @@ def counted(before: Any, finite: Any) -> dict[str, jax.Array]:
 def adjusted(loss_scale: T, grads_finite: Any, loss_finite: Any, state_finite: Any) -> T:
     """Returns the next loss scale.
 
-    No scale cures the forward pass: gradients alone lower it, where the loss is good. Whether a
-    state or the gradients failed first cannot be told, and a scale too high must come down.
+    No loss scale can cure the forward pass, so the scale is adjusted only if the loss is finite. If
+    gradients and model state both failed, it is unknown which failed first; the scale is lowered
+    then, because it may be too high.
     """
     speaks = loss_finite & (state_finite | ~grads_finite)
     return select(speaks, loss_scale.adjust(grads_finite), loss_scale)  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""What a training step tells of its gradients: which overflowed first, and how much underflows.
+"""Reports of a training step on its gradients: which overflowed first, and how much underflows.
 
-Everything here is computed on the device, within the step. Reading it waits; the step never does.
+They are computed on the device, within the step. Only reading them waits for the device.
 """
 
 import dataclasses
@@ -18,8 +18,9 @@ from mpjax._src.reports import Report, wrapped
 from mpjax._src.training.order import Place, backward_order
 
 FORWARD = (
-    "The loss itself is NaN or Inf: the forward pass overflowed (or was given NaN), and no loss "
-    "scale cures that. mpjax.find_nonfinite(loss_fn, policy)(params, batch) names the operation."
+    "The loss itself is NaN or Inf: the forward pass overflowed, or its input held NaN or Inf. No "
+    "loss scale cures that. mpjax.find_nonfinite(loss_fn, policy)(params, batch) names the "
+    "operation."
 )
 
 LOST = ("zeros", "flushed", "subnormal")
@@ -33,24 +34,27 @@ NEVER = np.int32(np.iinfo(np.int32).max)  # the place of a gradient that is fini
 )
 @dataclasses.dataclass(frozen=True)
 class Overflow(Report):
-    """Which parameter's gradient overflowed first, in one step. ``print`` it.
+    """A report on which parameter's gradient overflowed first in a step. ``print`` it.
 
-    A pytree of device scalars; `path` and ``print`` wait for the device. Of several gradients that
-    are not finite the first is the one nearest to the loss, because in the backward pass an
-    infinity spreads away from it. Where the loss itself is not finite the forward pass overflowed,
-    and no parameter is named: `find_nonfinite` tells the operation. It says nothing of a model
-    state that is not finite (``state_finite``).
+    It is a pytree of device scalars; ``path`` and ``print`` wait for the device. If several
+    gradients are not finite, the one nearest to the loss is named, because an infinity in the
+    backward pass spreads away from the loss. If the loss itself is not finite, the forward pass
+    overflowed and no parameter is named; `find_nonfinite` names the operation. A model state that
+    is not finite is not covered; see ``metrics["state_finite"]``.
 
     Attributes:
-        index: Of the parameter in `paths`, an int32 scalar; -1 if every gradient is finite, or the
-            loss is not.
-        layer: For parameters stacked along their first axis and scanned over, the layer; else -1.
-        nonfinite: The share of that parameter's gradient that is Inf or NaN.
-        largest: Its largest finite magnitude as the backward pass saw it, scaled, which is to be
-            compared with float16's 65504; of all parameters, if none is named.
-        loss_scale: The scale that this step's loss was multiplied by.
+        index: The index of the parameter in ``paths``, an int32 scalar; -1 if every gradient is
+            finite, or the loss is not.
+        layer: The layer, an int32 scalar, if the parameters of layers are stacked along their first
+            axis and scanned over; else -1.
+        nonfinite: The share of that parameter's gradient that is Inf or NaN, a float32 scalar from
+            0 to 1.
+        largest: The largest finite magnitude in that parameter's scaled gradient, a float32 scalar.
+            Compare it with 65504, float16's maximum. If no parameter is named, the largest of all
+            gradients.
+        loss_scale: The scale that this step's loss was multiplied by, a float32 scalar.
         paths: The paths of all parameters.
-        loss_finite: Whether the loss was finite.
+        loss_finite: Whether the loss was finite, a bool scalar.
     """
 
     index: jax.Array
@@ -63,17 +67,17 @@ class Overflow(Report):
 
     @property
     def path(self) -> str | None:
-        """The path of the parameter, or None; waits for the device."""
+        """The path of the named parameter, or None. Waits for the device."""
         if np.ndim(self.index):
             raise ValueError(
-                f"overflow holds those of several steps or members, of shape "
-                f"{np.shape(self.index)}. Pass one, such as jax.tree.map(lambda x: x[-1], overflow)"
+                f"overflow holds the reports of several steps or ensemble members, of shape "
+                f"{np.shape(self.index)}. Take one, such as jax.tree.map(lambda x: x[-1], overflow)"
             )
         index = int(self.index)
         return self.paths[index] if index >= 0 else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as plain data, ready for JSON; waits for the device."""
+        """Returns the report as plain data, ready for JSON. Waits for the device."""
         return {
             "path": self.path,
             "layer": int(self.layer) if int(self.layer) >= 0 else None,
@@ -92,10 +96,11 @@ class Overflow(Report):
             return wrapped(FORWARD)
         if found["path"] is None:
             return wrapped(
-                f"No gradient overflowed at {scale}: the largest, scaled, is {found['largest']:g}."
+                f"No gradient overflowed at {scale}. The largest scaled entry is "
+                f"{found['largest']:g}."
             )
         layer = "" if found["layer"] is None else f", layer {found['layer']},"
-        rest = f", the largest other entry, scaled, is {found['largest']:g}"
+        rest = f", and its largest finite entry, scaled, is {found['largest']:g}"
         return wrapped(
             f"{found['path']}{layer} overflowed first, at {scale}: {found['nonfinite']:.2%} of its "
             f"gradient is Inf or NaN{rest if found['nonfinite'] < 1 else ''}."
@@ -109,18 +114,17 @@ class Overflow(Report):
 )
 @dataclasses.dataclass(frozen=True)
 class Underflow(Report):
-    """How much of one step's gradients is too small for a half dtype. ``print`` it.
+    """A report on how much of a step's gradients is too small for a half dtype. ``print`` it.
 
-    Shares of all entries of the scaled gradients as they leave the backward pass; float32 device
-    scalars.
+    The figures are shares of all entries of the scaled gradients as they leave the backward pass:
+    float32 device scalars from 0 to 1.
 
     Attributes:
-        zeros: Exactly zero: those that half arithmetic lost, and those that are zero in float32
-            too (a token that did not occur, a unit that is off). The share of a float32 run is what
-            to compare with.
-        flushed: Not zero, because kept in float32, but the half dtype would make it zero.
-        subnormal: Held by the half dtype with fewer bits than usual.
-        dtype: The half dtype.
+        zeros: The share that is exactly zero. It includes entries that are zero in float32 too (a
+            token that did not occur, an inactive unit), so compare it with that of a float32 run.
+        flushed: The share that is not zero in float32, but would be zero in the half dtype.
+        subnormal: The share that is subnormal in the half dtype, so that it has fewer bits.
+        dtype: The name of the half dtype.
     """
 
     zeros: jax.Array
@@ -129,7 +133,7 @@ class Underflow(Report):
     dtype: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as plain data, ready for JSON; waits for the device."""
+        """Returns the report as plain data, ready for JSON. Waits for the device."""
         return {
             name: getattr(self, name) if name == "dtype" else float(getattr(self, name))
             for name in (field.name for field in dataclasses.fields(self))
@@ -140,8 +144,8 @@ class Underflow(Report):
             return repr(self)
         found = self.to_dict()
         return wrapped(
-            f"{found['zeros']:.2%} of the gradient is zero, {self.dtype} flushes "
-            f"{found['flushed']:.2%} more and holds {found['subnormal']:.2%} with fewer bits."
+            f"{found['zeros']:.2%} of the gradient is zero. {self.dtype} flushes another "
+            f"{found['flushed']:.2%} to zero, and {found['subnormal']:.2%} is subnormal in it."
         )
 
 
@@ -155,7 +159,7 @@ class Underflow(Report):
 )
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What was seen of each scaled gradient: float32 arrays of one entry per parameter."""
+    """Figures of the scaled gradients: float32 arrays with one entry per parameter."""
 
     largest: jax.Array
     zeros: jax.Array
@@ -164,13 +168,13 @@ class Seen:
     places: tuple[Place, ...]
 
     def over(self, highest: Callable[[jax.Array], jax.Array], mean: Callable[..., Any]) -> "Seen":
-        """Returns what was seen over several micro-batches or replicas."""
+        """Returns the figures over several micro-batches or replicas."""
         shares = {name: mean(getattr(self, name)) for name in LOST}
         return Seen(highest(self.largest), **shares, places=self.places)
 
 
 def observer(dtype: Any, ordered: bool) -> Callable[[Any, Any], Seen]:
-    """Returns what looks at scaled gradients as `observed_value_and_grad` hands them out."""
+    """Returns the ``observe`` function for `observed_value_and_grad`."""
     least, normal = _limits(dtype)
 
     def observe(grads: Any, program: Callable[[], Any]) -> Seen:
@@ -196,7 +200,7 @@ def observer(dtype: Any, ordered: bool) -> Callable[[Any, Any], Seen]:
 def first_overflow(
     grads: Any, seen: Seen, loss_scale: Any, loss_finite: jax.Array, paths: Sequence[str]
 ) -> Overflow:
-    """Returns which of the final gradients overflowed first."""
+    """Returns the report on which of the final gradients overflowed first."""
     shares, keys, layers = [], [], []
     for leaf, place in zip(jax.tree.leaves(grads), seen.places, strict=True):
         bad = ~jnp.isfinite(leaf)
@@ -224,7 +228,7 @@ def first_overflow(
 
 
 def underflow(seen: Seen, sizes: Sequence[int], dtype: Any) -> Underflow:
-    """Returns the shares of all parameters together."""
+    """Returns the report on all parameters together."""
     weights = np.asarray(sizes, np.float32) / max(sum(sizes), 1)
     shares = {name: jnp.sum(getattr(seen, name) * weights) for name in LOST}
     return Underflow(**shares, dtype=_half(dtype).name)
@@ -236,7 +240,7 @@ def _power(scale: float) -> str:
 
 
 def _share(which: jax.Array) -> jax.Array:
-    # Counted in integers: float32 stops counting at 2**24.
+    # Counted in integers, because adding 1 to a float32 count has no effect from 2**24 on.
     return jnp.sum(which, dtype=jnp.uint32).astype(jnp.float32) / np.float32(max(which.size, 1))
 
 

@@ -1,4 +1,4 @@
-"""What was seen of half tensors as what a page shows: a map of them, coloured by risk and room."""
+"""The page of a `PrecisionReport`: a map of its tensors, coloured by risk and headroom."""
 
 import math
 from typing import Any
@@ -29,7 +29,9 @@ KINDS = {
     "": "none",
 }
 ROOMS = ((1.0, "less than 1"), (4.0, "1 to 4"), (8.0, "4 to 8"), (math.inf, "8 or more"))
-RISK = Colour("risk", "What is at risk, and by which rule.", tuple(KINDS.values()))
+RISK = Colour(
+    "risk", "The risk of each tensor, by the first rule that applies.", tuple(KINDS.values())
+)
 ROOM = Colour(
     "room",
     "Powers of two between the largest magnitude and the largest number of the dtype.",
@@ -37,13 +39,13 @@ ROOM = Colour(
 )
 NOISE = Colour(
     "noise",
-    "What rounding does to the values, against the values: root mean squares.",
+    "The rounding error relative to the values (root mean squares).",
     unit="share",
     of_box=max,
 )
 LOST = Colour(
     "too small",
-    "The share that is rounded to zero, or held with fewer bits than usual.",
+    "The share that is rounded to zero, or subnormal with fewer bits.",
     unit="share",
     of_box=max,
 )
@@ -53,7 +55,7 @@ NEARLY = Colour(
     unit="share",
     of_box=max,
 )
-DTYPE = Colour("dtype", "What each tensor is stored in.", tuple(DTYPES.values()))
+DTYPE = Colour("dtype", "The dtype that each tensor is stored in.", tuple(DTYPES.values()))
 
 
 def page_of(report: PrecisionReport) -> Page:
@@ -61,7 +63,7 @@ def page_of(report: PrecisionReport) -> Page:
     rows = report.rows
     risks = [row.risk for row in rows if row.risk]
     at = f"in step {report.steps[-1]}" if report.steps else "in one step"
-    columns = ("kind", "what was seen, and what to do")
+    columns = ("kind", "what was measured, and what to do")
     told = tuple((KINDS[risk.kind], risk.text) for risk in risks)
     order = {tensor.name: i for i, tensor in enumerate(report.tensors)}
     ordered = sorted(rows, key=lambda row: order[row.name])

@@ -1,4 +1,4 @@
-"""What was seen of the half tensors of one step, as a report."""
+"""The report on the half tensors of one step."""
 
 import collections
 import dataclasses
@@ -20,28 +20,27 @@ from mpjax._src.watching.risk import Risk, growth_of, risk_of
 MOST_ROWS, MOST_RISKS = 12, 6
 COLUMNS = ("room", "largest", "near", "flushed", "small", "noise", "dtype", "tensor")
 LEGEND = (
-    f"room: powers of two up to the dtype's largest number. near: within 2^{NEAR} of it. flushed: "
-    "not zero, and rounded to zero; not known of what was half when it was seen. small: held with "
-    "fewer bits. noise: of rounding, against the values (root mean squares); ~ where it is what "
-    "rounding does on average."
+    f"room: powers of two below the dtype's largest number. near: within 2^{NEAR} of it. flushed: "
+    "rounded to zero; unknown for tensors that were already half. small: subnormal, with fewer "
+    "bits. noise: rounding error relative to the values (root mean squares); ~ marks an estimate."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class WatchedTensor:
-    """One tensor of a program that is watched.
+    """A watched tensor of a program.
 
     Attributes:
-        name: A name of its own among them: its scope, or line, its operation and its part.
+        name: A unique name: its scope or source line, its operation and its part.
         op: The primitive that reads or makes it.
-        part: What it is to that: "lhs", "rhs", "operand", "result" or "cast".
-        scope: The named scopes it stands in, joined by "/".
+        part: Its part in that operation: "lhs", "rhs", "operand", "result" or "cast".
+        scope: The named scopes around it, joined with "/".
         direction: "forward" or "backward".
-        dtype: The half dtype.
-        shape: Its shape: in a loop that of one turn, within shard_map that of one device.
+        dtype: The name of the half dtype.
+        shape: Its shape: in a loop, of one iteration; within shard_map, of one device.
         source: "file:line" of the user's code, or "".
-        library: The same of the library called there, or "".
-        rounded: Whether it was half already when it was measured.
+        library: "file:line" of the library code that this line calls, or "".
+        rounded: Whether it was already half when it was measured.
         readers: The matmuls that read it, such as "lhs of dot_general, backward at
             model.py:12".
     """
@@ -61,31 +60,33 @@ class WatchedTensor:
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionRow(WatchedTensor):
-    """A watched tensor, and what was seen of it.
+    """A watched tensor and its figures. Shares are from 0 to 1.
 
-    Of a tensor of 2**19 entries or more shares and noise are those of every so many rows, at most
-    every 16th. Its largest, as it was rounded, is looked for in all of it; so are Inf and NaN, of
-    which at least one is counted.
+    For a tensor of 2**19 entries or more, shares and noise are measured on a part of the rows, at
+    least every 16th. The largest magnitude is taken over all entries of the rounded tensor. Inf and
+    NaN are searched for in all entries too, and at least one is counted if there are any.
 
     Attributes:
-        entries: How many there were: over all turns and devices; 0 if the program did not come by.
-        largest: The largest finite magnitude, before it was rounded.
-        turn: Of the innermost loop around it, the turn of the largest; None outside of loops.
-        headroom: How many powers of two that is below the dtype's largest number; None if all are
-            zero or not finite.
+        entries: The number of entries, over all iterations and devices; 0 if the tensor was not
+            computed.
+        largest: The largest finite magnitude, before rounding.
+        turn: The iteration of the innermost loop in which the largest magnitude occurred; None
+            outside of loops.
+        headroom: The powers of two between the largest magnitude and the dtype's largest number;
+            None if all entries are zero or not finite.
         zeros: The share that is exactly zero.
-        flushed: The share that is not zero, and rounded to zero; None where that is not known,
-            because the tensor was half already.
-        subnormal: The share that is stored with fewer bits than usual.
+        flushed: The share that is not zero, but is rounded to zero; None if that is unknown,
+            because the tensor was already half.
+        subnormal: The share that is subnormal in the half dtype, with fewer bits.
         near: The share within 2**4 of the dtype's largest number.
         overflowed: The share that is Inf or NaN in half.
         nan: The share that is NaN.
-        noise: The error of rounding over the values, both as root mean squares of the
-            entries between 2**-70 and 2**30; measured, or if `rounded` what it is on average. None
-            where there are none.
-        growth: By how many powers of two the largest grew per step over the samples so far; None
-            before there are three.
-        risk: What is at risk, a `Risk`, or None.
+        noise: The rounding error relative to the values, both as root mean squares of the entries
+            between 2**-70 and 2**30. Measured, or if ``rounded`` the expected one. None if there
+            are no such entries.
+        growth: The powers of two by which the largest magnitude grew per step over the samples so
+            far; None before the third sample.
+        risk: The `Risk` of the tensor, or None.
     """
 
     entries: float
@@ -114,15 +115,16 @@ class PrecisionRow(WatchedTensor):
 )
 @dataclasses.dataclass(frozen=True)
 class PrecisionReport(Report):
-    """What one step's half tensors held: of each matmul and each cast. ``print`` it.
+    """A report on the half tensors of one step: of every matmul and every cast. ``print`` it.
 
-    A pytree of device arrays; `rows`, `risks` and ``print`` wait for the device.
+    It is a pytree of device arrays; ``rows``, ``risks`` and ``print`` wait for the device.
 
     Attributes:
-        figures: What was measured, a row for each of `tensors`.
-        tensors: What was watched, a `WatchedTensor` each.
+        figures: The measured figures, one row for each of ``tensors``.
+        tensors: The watched tensors, a `WatchedTensor` each.
         earlier: The largest magnitudes of earlier samples, the oldest first.
-        steps: The numbers of those steps, and of this one; () if steps are not numbered.
+        steps: The numbers of the earlier sampled steps and of this one; () if steps are not
+            numbered.
     """
 
     figures: Figures
@@ -134,11 +136,11 @@ class PrecisionReport(Report):
 
     @functools.cached_property
     def rows(self) -> list[PrecisionRow]:
-        """The tensors and what was seen of them: those at risk first, then by headroom."""
+        """The tensors with their figures: those at risk first, then by headroom."""
         if np.ndim(self.figures.largest) != 1:
             raise ValueError(
-                f"precision holds what several steps or members saw, of shape "
-                f"{np.shape(self.figures.largest)}. Pass one, such as "
+                f"precision holds the reports of several steps or ensemble members, of shape "
+                f"{np.shape(self.figures.largest)}. Take one, such as "
                 "jax.tree.map(lambda x: x[-1], precision)"
             )
         largest, turn, sums = map(
@@ -160,11 +162,11 @@ class PrecisionReport(Report):
 
     @property
     def risks(self) -> list[str]:
-        """What is at risk, a sentence each, the most urgent first."""
+        """The texts of all risks, the most urgent first."""
         return [row.risk.text for row in self.rows if row.risk]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as plain data, ready for JSON."""
+        """Returns the report as plain data, ready for JSON. Waits for the device."""
         step = self.steps[-1] if self.steps else None
         return {"step": step, "risks": self.risks, "rows": [row.to_dict() for row in self.rows]}
 
@@ -186,7 +188,7 @@ class PrecisionReport(Report):
 
 
 def described(tensors: Sequence[Tensor]) -> tuple[WatchedTensor, ...]:
-    """Returns what a report says of tensors, each under a name of its own."""
+    """Returns the descriptions of tensors, each with a unique name."""
     names: collections.Counter[str] = collections.Counter()
     found = []
     for t in tensors:
@@ -224,7 +226,7 @@ def _row(
     if tensor.rounded:
         shares["flushed"] = None
     signal, noise = map(float, sums[-2:])
-    if not signal and shares["flushed"]:  # all so small that its squares are nothing: all is lost
+    if not signal and shares["flushed"]:  # the squares underflow too, so all of it is lost
         signal = noise = 1.0
     high = float(jnp.finfo(canonical(tensor.dtype, "dtype")).max)
     growth = growth_of(steps, past)

@@ -1,13 +1,13 @@
-"""What is at risk, and why: rules over what was seen of a tensor, now and in earlier samples.
+"""The rules that decide whether a tensor is at risk, from its figures now and in earlier samples.
 
-1. Gone: it holds NaN, or Inf beside values near the dtype's end, or nothing finite. (An Inf far
-   from there is a mask's.)
-2. At the edge: it has less room than it took between two samples at most, and never more than one
-   power of two, by which a loss scale grows: the next sample may be beyond.
-3. Growing: the line through the logarithms of its largest magnitudes meets the dtype's end. It is
-   believed as far ahead as it looks back.
-4. Fading: rounding's noise is eight times what it is in the dtype's normal range: three of its bits
-   are gone, because the values are subnormal or flushed.
+1. Gone: it holds NaN, or Inf together with values near the dtype's largest number, or nothing
+   finite. (An Inf without large values belongs to a mask.)
+2. Edge: its headroom is less than its largest rise between two samples, or less than one power of
+   two, by which a loss scale grows. The next sample may overflow.
+3. Growing: the regression line of the logarithms of its largest magnitudes reaches the dtype's
+   largest number. It is extrapolated no further ahead than the samples reach back.
+4. Fading: the rounding noise is more than eight times that of the dtype's normal range. Three bits
+   are lost, because the values are subnormal or flushed.
 """
 
 import dataclasses
@@ -23,20 +23,22 @@ from mpjax._src.dtypes import FLOAT16, canonical
 from mpjax._src.reports import short
 from mpjax._src.watching.figures import NEAR
 
-LEAST_MARGIN = 1.0  # powers of two: of rule 2
-ENOUGH = 3  # samples: of rule 3, for two points are always on a line
-BITS_LOST = 3  # of rule 4
+LEAST_MARGIN = 1.0  # rule 2, in powers of two
+ENOUGH = 3  # rule 3, in samples, because two points are always on a line
+BITS_LOST = 3  # rule 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Risk:
-    """What is at risk.
+    """A risk of a watched tensor.
 
     Attributes:
-        kind: "gone", "edge", "growing" or "fading".
-        urgency: The less, the more urgent.
-        text: A sentence of what was seen, and one of what to do.
-        steps_left: Of "growing", in how many steps it overflows if it goes on; else None.
+        kind: "gone" (NaN or Inf), "edge" (may overflow by the next sample), "growing" (grows
+            towards overflow) or "fading" (too small for its dtype).
+        urgency: A number to sort by; the least is the most urgent.
+        text: One sentence on what was measured, and one on what to do.
+        steps_left: For "growing", the number of steps until it overflows at the present rate; for
+            "edge" 0; else None.
     """
 
     kind: str
@@ -46,11 +48,11 @@ class Risk:
 
 
 def growth_of(steps: Sequence[int], past: Sequence[float]) -> float | None:
-    """Returns by how many powers of two a magnitude grows per step; None where too little is known.
+    """Returns the growth of a magnitude in powers of two per step, or None for too few samples.
 
     Args:
-        steps: The numbers of the steps that were sampled.
-        past: The largest magnitudes then.
+        steps: The numbers of the sampled steps.
+        past: The largest magnitudes in these steps.
     """
     seen = [(s, math.log2(x)) for s, x in zip(steps, past, strict=False) if x > 0]
     if len(seen) < ENOUGH:
@@ -61,12 +63,12 @@ def growth_of(steps: Sequence[int], past: Sequence[float]) -> float | None:
 
 
 def usual_noise(dtype: Any) -> float:
-    """Returns rounding's noise against values in a dtype's normal range, at most."""
+    """Returns the largest relative rounding noise in a dtype's normal range."""
     return float(jnp.finfo(dtype).eps) / math.sqrt(12)
 
 
 def risk_of(row: Any, steps: Sequence[int], past: Sequence[float]) -> Risk | None:
-    """Returns what is at risk of a `PrecisionRow`, by the first rule that holds; or None."""
+    """Returns the risk of a `PrecisionRow` by the first rule that applies, or None."""
     dtype = canonical(row.dtype, "dtype")
     high = float(jnp.finfo(dtype).max)
     end = f"{row.dtype}'s {high:g}" if dtype == FLOAT16 else f"{row.dtype}'s {high:.1e}"
@@ -87,7 +89,7 @@ def risk_of(row: Any, steps: Sequence[int], past: Sequence[float]) -> Risk | Non
             else (
                 "a loss scale grows by one"
                 if row.direction == "backward"
-                else "one is left at most"
+                else "less than one is a risk"
             )
         )
         seen = f"{name} reaches {largest}, {max(room, 0):.1f} powers of two below {end}, and {why}"
@@ -98,13 +100,13 @@ def risk_of(row: Any, steps: Sequence[int], past: Sequence[float]) -> Risk | Non
         return Risk(
             "growing",
             100 + left / span,
-            f"{name} reaches {largest} and grows by 2^{row.growth * span:.1f} in {span} steps: it "
-            f"passes {end} in about {max(1, round(left))} more. {_smaller(row)}",
+            f"{name} reaches {largest} and grew by 2^{row.growth * span:.1f} in {span} steps. At "
+            f"this rate it passes {end} in about {max(1, round(left))} steps. {_smaller(row)}",
             left,
         )
     if row.noise is not None and row.noise > 2**BITS_LOST * usual_noise(dtype):
         bits = math.log2(row.noise / usual_noise(dtype))
-        seen = f"{name} lies so low that rounding takes {bits:.0f} bits more of it than usual"
+        seen = f"{name} is so small that rounding takes {bits:.0f} more bits than usual"
         lost = [
             f"{x:.1%} {w}" for x, w in ((row.flushed, "flushed"), (row.subnormal, "small")) if x
         ]
@@ -121,7 +123,7 @@ def _name(row: Any) -> str:
 
 def _smaller(row: Any) -> str:
     if row.direction == "backward" and row.dtype == "float16":
-        return f"A lower loss scale holds it (a dynamic one falls by itself), or {_wider(row)}."
+        return f"Use a lower loss scale (a dynamic one falls by itself), or {_wider(row)}."
     other = " or bfloat16" if row.dtype == "float16" else ""
     return f"Keep it in float32{other}: {_wider(row)}."
 

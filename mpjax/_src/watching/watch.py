@@ -1,4 +1,4 @@
-"""Steps that are watched: `measure_precision` in a program, `watch_precision` around a step."""
+"""Watches half tensors: `measure_precision` in a program, `watch_precision` around a step."""
 
 import collections
 import functools
@@ -16,30 +16,31 @@ from mpjax._src.watching.figures import Figures
 from mpjax._src.watching.places import watch
 from mpjax._src.watching.report import PrecisionReport, described
 
-MEMORY = 8  # samples that growth is judged by
+MEMORY = 8  # the number of samples that growth is computed from
 
 METRIC = "precision"
 
 
 def measure_precision(fun: Callable[..., Any]) -> Callable[..., tuple[Any, PrecisionReport]]:
-    """Returns a function that also measures what its half tensors hold.
+    """Returns a function that also measures its half tensors.
 
-    Measured is all that the function computes, gradients that it takes inside included: what each
-    matmul and convolution reads and gives in half, each cast to half, and other half values that
-    are stored. It works on any program, with `autocast` or casts by hand, in loops, branches,
-    remat, shard_map and under jit, vmap and scan. The statistics are computed on the device by
-    reductions beside the program; nothing waits for the host. The gradient of the result is that
-    of ``fun``; what is computed in taking it is not measured: measure the function that takes it.
+    It measures everything that the function computes, including gradients that are taken inside it:
+    the half operands and results of each matmul and convolution, each cast to half, and other half
+    values that are stored. It works on any program, under `autocast` or with casts by hand, in
+    loops, branches, remat and shard_map, and under jit, vmap and scan. The statistics are
+    reductions on the device; nothing waits for the host. The returned function has the same
+    gradient as ``fun``, but a gradient that is taken outside is not measured; wrap the function
+    that takes it instead.
 
     Args:
-        fun: Any function that `jax.jit` can trace, such as a training step.
+        fun: Any function that ``jax.jit`` can trace, such as a training step.
 
     Returns:
-        A function of the same arguments that returns ``(out, precision)``: what ``fun`` returns,
+        A function of the same arguments that returns ``(out, precision)``: the result of ``fun``,
         and a `PrecisionReport`.
 
     Raises:
-        TypeError: If ``fun`` is no function.
+        TypeError: If ``fun`` is not a function.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -50,7 +51,7 @@ def measure_precision(fun: Callable[..., Any]) -> Callable[..., tuple[Any, Preci
         >>> [(row.part, row.headroom < 1) for row in precision.rows if row.direction == "forward"]
         [('result', True), ('cast', False), ('cast', False)]
 
-    NVIDIA's Transformer Engine logs such statistics of its own layers for PyTorch.
+    NVIDIA's Transformer Engine logs similar statistics of its own layers in PyTorch.
     """
     check_callable(fun, "fun")
 
@@ -80,7 +81,7 @@ def measure_precision(fun: Callable[..., Any]) -> Callable[..., tuple[Any, Preci
 
 
 def _differentiable(jaxpr: Any, found: Any) -> Callable[..., tuple[list[Any], Figures]]:
-    """Returns a program that is measured; its derivative is that of the program as it was."""
+    """Returns the measured program, with the derivative of the original program."""
     inner, consts = _jax.hoisted(jaxpr)
 
     def run(*args):
@@ -101,27 +102,27 @@ def _differentiable(jaxpr: Any, found: Any) -> Callable[..., tuple[list[Any], Fi
 
 
 def watch_precision(step: Callable[..., Any], every: int = 100, start: int = 0) -> "WatchedStep":
-    """Watches what the half tensors of a jitted training step hold, in every so many steps.
+    """Measures the half tensors of a jitted training step, in one of every ``every`` calls.
 
-    A step that is not sampled is ``step`` itself, to the byte. A sampled one is a second program,
-    compiled at the first call (the one exception to one compilation): the same step, with the
-    statistics of `measure_precision` beside it. Which one runs is decided by a counter on the host;
-    nothing waits for the device.
+    A call that is not sampled runs ``step`` itself, unchanged. A sampled call runs a second
+    program, compiled at the first call: the same step with the statistics of `measure_precision`. A
+    counter on the host decides which one runs; nothing waits for the device.
 
     Args:
-        step: The training step, best jitted and with its state donated, as the loop calls it:
-            ``jax.jit(step, donate_argnums=0)``; one that is not is jitted, without donation.
-        every: Every how many calls to sample: 1 or more. The first call is sampled.
-        start: The number of the first call, where a run goes on.
+        step: The training step, preferably jitted and with its state donated, as your loop calls
+            it: ``jax.jit(step, donate_argnums=0)``. A function that is not jitted is jitted,
+            without donation.
+        every: The sampling interval in calls, 1 or more. The first call is sampled.
+        start: The number of the first call, for a run that is resumed.
 
     Returns:
-        A `WatchedStep`, to be called as ``step`` is. It returns what ``step`` returns; where that
-        is a pair whose second is a dictionary (of metrics), a sampled step's has an entry
-        "precision", a `PrecisionReport`, which `log_metrics` writes. The last one is also its
-        ``latest``.
+        A `WatchedStep`, called like ``step``. It returns the result of ``step``. If that is a pair
+        whose second element is a dictionary (of metrics), a sampled call adds the entry
+        "precision", a `PrecisionReport`, which `log_metrics` can write. The last report is also
+        its attribute ``latest``.
 
     Raises:
-        TypeError: If ``step`` is no function that jit takes.
+        TypeError: If ``step`` is not a function that jit accepts.
         ValueError: If ``every`` or ``start`` is not legal.
 
     Example:
@@ -140,26 +141,26 @@ def watch_precision(step: Callable[..., Any], every: int = 100, start: int = 0) 
     if not (hasattr(step, "trace") and hasattr(step, "lower")):
         if hasattr(step, "lower"):
             raise TypeError(
-                f"step={brief(step)} is compiled by something else than jax.jit. Pass a function "
-                "of arrays that jax.jit compiles: nnx.split and eqx.partition make one of a module."
+                f"step={brief(step)} is not compiled by jax.jit. Pass a function of arrays that "
+                "jax.jit compiles; for a module, split it with nnx.split or eqx.partition."
             )
         step = jax.jit(step)
     interval, first = whole_number(every), whole_number(start)
     if interval is None or interval < 1:
         raise ValueError(f"every={brief(every)} must be a whole number of steps, 1 or more.")
     if first is None or first < 0:
-        raise ValueError(f"start={brief(start)} must be the number of a step, 0 or more.")
+        raise ValueError(f"start={brief(start)} must be a whole number of calls, 0 or more.")
     return WatchedStep(step, interval, first)
 
 
 class WatchedStep:
-    """A step that is sampled every so many calls; `watch_precision` makes it.
+    """A step that is measured in some calls; `watch_precision` returns it.
 
     Attributes:
-        step: The step, jitted.
-        every: Every how many calls it is sampled.
+        step: The jitted step.
+        every: The sampling interval in calls.
         calls: The number of the next call.
-        latest: The `PrecisionReport` of the last sampled one, or None.
+        latest: The `PrecisionReport` of the last sampled call, or None.
     """
 
     def __init__(self, step: Callable[..., Any], every: int, start: int):
@@ -176,7 +177,7 @@ class WatchedStep:
         self._started = True
         out, figures, tensors = self._sample(args, kwargs)
         if self.latest is not None and self.latest.tensors != tensors:
-            self._past.clear()  # of another program: a batch of another size
+            self._past.clear()  # another program, for example for another batch size
         steps, earlier = [s for s, _ in self._past], [x for _, x in self._past]
         self.latest = PrecisionReport(figures, tensors, tuple(earlier), (*steps, number))
         self._past.append((number, figures.largest))
@@ -188,8 +189,8 @@ class WatchedStep:
         call = _jax.jit_call(self.step, args, kwargs)
         if call is None:
             raise ValueError(
-                "step has static arguments. Bind them before it is jitted: "
-                "jax.jit(functools.partial(step, flag=True))."
+                "step has static arguments, which watch_precision does not support. Bind them "
+                "before jit: jax.jit(functools.partial(step, flag=True))."
             )
         if call.jaxpr not in self._programs:
             found = watch(call.jaxpr)
