@@ -209,7 +209,7 @@ class TestForward:
         mask = jnp.array([[True, True], [False, False]])
         report = find_nonfinite(loss)(jnp.ones((2, 2)), mask)
         assert (report.made, report.curable) == ("NaN", False)
-        assert "masked whole" in report.advice
+        assert "fully masked" in report.advice
 
     def test_bad_data_and_diverged_parameters_are_named(self):
         def loss(params, batch):
