@@ -88,7 +88,7 @@ def test_a_pipe_takes_lines(tmp_path):
 def test_a_directory_is_refused_at_once(tmp_path, monkeypatch, name):
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OSError, match=f"path='{name}' is a directory, and must be a file"):
+    with pytest.raises(OSError, match=f"path='{name}' is a directory, but must be a file"):
         mpjax.JsonLines(name)
 
 

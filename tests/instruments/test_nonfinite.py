@@ -382,7 +382,7 @@ class TestCure:
         half = mpjax.explain(model, cured)(params, x).half_flops
         assert half == pytest.approx(1 - report.float32_flops)
         text = " ".join(str(report).split())
-        assert f"costs {report.float32_flops:.1%} of the matmul FLOPs" in text
+        assert f"moves {report.float32_flops:.1%} of the matmul FLOPs" in text
         assert all(repr(pattern) in text for pattern in report.overrides)
 
     def test_what_one_place_does_not_cure_takes_several(self):

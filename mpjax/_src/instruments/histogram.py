@@ -27,7 +27,7 @@ EXPONENTS = np.arange(SMALLEST, LARGEST + 1)
 BINS = len(EXPONENTS) + 2
 
 COLUMNS = ("parameter", "min", "median", "max", "zero", "Inf, NaN", "flushed", "overflow")
-LEGEND = "min, median, max: of log2|g|. flushed (to zero), overflow: in float16, at scale 1."
+LEGEND = "min, median, max: of log2|g|. flushed to zero, overflow: in float16, at scale 1."
 
 EMPTY = "histogram holds no gradient that is finite and not zero"
 

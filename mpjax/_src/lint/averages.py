@@ -1,4 +1,4 @@
-"""The rule of running averages: those that half makes stand still."""
+"""The rule of running averages that stop changing in half."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,19 +13,19 @@ from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 from mpjax._src.lint.states import alone, carried
 
-# How far from what it averages an average may stand still.
+# The largest relative distance from its input at which an average may stop changing.
 STUCK = 1 / 8
 
-# How many values are followed from a state to its next value: averages are near.
+# How many values are followed from a state to its next value; few are enough for averages.
 FURTHEST = 100
 
 
 class Share(NamedTuple):
-    """What of a state is in its next value: ``factor * state + rest * something``.
+    """The next value of a state as ``factor * state + rest * something``.
 
     Attributes:
-        factor: The factor.
-        rest: That of what is added; 0 if nothing is.
+        factor: The factor of the state.
+        rest: The factor of the added term; 0 if there is none.
     """
 
     factor: float
@@ -33,11 +33,11 @@ class Share(NamedTuple):
 
 
 def half_averages(program: Program) -> Iterator[Hit]:
-    """Averages that are kept in half, whose steps are less than half an ulp.
+    """Finds averages in half whose steps may be less than half an ulp.
 
-    A step of ``m = d * m + (1 - d) * x`` is rounded away where ``|x - m| < 2**-digits / (1 - d)``
-    of m at the worst. An average that may be that wrong by more than 1/8 is a fault: d above 0.97
-    in bfloat16, above 0.996 in float16. A first moment of 0.9 may be kept in bfloat16.
+    In the worst case, a step of ``m = d * m + (1 - d) * x`` is rounded away if
+    ``|x - m| < 2**-digits / (1 - d)``, relative to m. It is a fault if this exceeds 1/8: d above
+    0.97 in bfloat16, above 0.996 in float16. A first moment with d = 0.9 may be bfloat16.
     """
     pairs = [(each.before, each.after) for each in carried(program)]
     perhaps = [(each.before, each.after) for each in alone(program)]
@@ -55,7 +55,7 @@ def half_averages(program: Program) -> Iterator[Hit]:
             continue
         step = 1 - share.factor
         if (before, after) in perhaps and abs(share.rest - step) > step / 2:
-            continue  # no average: its weights are not 1 together
+            continue  # not an average: its weights do not sum to 1
         if 0 < step <= 2.0 ** -digits(dtype_of(before)) / STUCK:
             yield Hit(
                 f"An average in {shown(before)} moves by {step:.3g} of its distance to the new "
@@ -66,7 +66,7 @@ def half_averages(program: Program) -> Iterator[Hit]:
 
 
 def _sum(program: Program, after: Value) -> Op | None:
-    """Returns the last addition that makes a value."""
+    """Returns the addition that makes a value, or None."""
     for value in program.back(after, MOVES | CASTS | {"select_n"}):
         op = program.maker(value)
         if op and op.name in ("add", "sub"):
@@ -80,9 +80,9 @@ Known = dict[Value, Share | None]
 def _share(
     program: Program, value: Value, state: Value, moved: set[Value], known: Known
 ) -> Share | None:
-    """Returns what of a state is in a value; None where that is not linear, or not known."""
+    """Returns the `Share` of a state in a value, or None if it is not linear or unknown."""
     if value not in known:
-        known[value] = None  # what is made of itself
+        known[value] = None  # computed from itself
         if len(known) < FURTHEST:
             known[value] = _sum_of_shares(program, value, state, moved, known)
     return known[value]
@@ -136,7 +136,7 @@ def _product(
 
 
 def _number(program: Program, value: Value) -> float | None:
-    """Returns the one number that a value is known to be, or None."""
+    """Returns the number that a constant value equals, or None."""
     for v in program.back(value, MOVES | CASTS):
         constant = program.constant(v)
         if constant is not None and np.size(constant) == 1:

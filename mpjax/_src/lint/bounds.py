@@ -1,7 +1,7 @@
-"""Between which numbers a value is known to lie, and whether it is whole: interval arithmetic.
+"""Interval arithmetic: bounds of a value, and whether it is a whole number.
 
-What is known comes from constants, counts (iota, the turns of a loop), and narrow integer dtypes.
-Of what is computed from arguments nothing is known, and then no rule may say anything.
+Bounds come from constants, counts (iota, the iterations of a loop), and narrow integer dtypes. The
+bounds of values that are computed from floating arguments are unknown, and no rule uses them.
 """
 
 import math
@@ -17,7 +17,7 @@ from mpjax._src.lint.program import CASTS, MOVES, Program
 
 
 class Bounds(NamedTuple):
-    """An interval, and whether all numbers in it are whole that the value takes."""
+    """An interval, and whether the value takes only whole numbers."""
 
     low: float
     high: float
@@ -33,10 +33,10 @@ DEPTH = 100
 
 
 def bounds_of(program: Program, value: Value, depth: int = DEPTH) -> Bounds | None:
-    """Returns between which numbers a value lies, its infinities left out; None if unknown."""
+    """Returns the bounds of a value without its infinities, or None if they are unknown."""
     known: dict[Value, Bounds | None] = program.notes.setdefault("bounds", {})
     if value not in known:
-        known[value] = None  # what is computed from itself is unknown
+        known[value] = None  # unknown if it is computed from itself
         known[value] = _bounds(program, value, depth) if depth else None
     return known[value]
 
@@ -88,7 +88,7 @@ Rule = Callable[[Op, list[Bounds | None]], Bounds | None]
 
 
 def _known(rule: Callable[..., Bounds | None]) -> Rule:
-    """Of an operation that is known where each of its operands is."""
+    """Returns the bounds of an operation's result if those of all its operands are known."""
 
     def apply(op: Op, ins: list[Bounds | None]) -> Bounds | None:
         return None if not ins or None in ins else rule(op, *ins)
@@ -97,7 +97,7 @@ def _known(rule: Callable[..., Bounds | None]) -> Rule:
 
 
 def _corners(combine: Callable[[float, float], float], whole: bool = True) -> Rule:
-    """Of two operands: one of the four pairs of ends is the least, one the greatest."""
+    """Returns the bounds of a function of two operands, from the four pairs of their ends."""
 
     def rule(op: Op, a: Bounds, b: Bounds) -> Bounds:
         ends = [combine(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]

@@ -1,4 +1,4 @@
-"""Rules of casts: values that are rounded twice, and integers that half cannot hold."""
+"""Rules of casts: values that are rounded to both half dtypes."""
 
 from collections.abc import Iterator
 
@@ -9,10 +9,10 @@ from mpjax._src.lint.rule import JAXPR, Hit, Rule
 
 
 def double_rounding(program: Program) -> Iterator[Hit]:
-    """A value of float32 or more that is cast to one half dtype, and then to the other.
+    """Finds values that are cast from float32 or wider to one half dtype, and then to the other.
 
-    It has the digits of bfloat16 and the range of float16: less than either. One dtype there and
-    back is no second rounding, so casts between one half and float32 never count.
+    The result has the precision of bfloat16 and the range of float16. Casts between float32 and
+    only one half dtype are not found, because the second cast rounds nothing.
     """
     for op in program.named("convert_element_type"):
         target, source = dtype_of(op.outs[0]), op.ins[0]

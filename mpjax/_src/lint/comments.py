@@ -11,7 +11,7 @@ COMMENT = re.compile(r"#\s*mpjax:\s*ignore\b(?:\s*\[([^\]]*)\])?")
 
 
 def is_silenced(source: str, rule: str) -> bool:
-    """Tells whether a line, or the statement that it is a part of, silences a rule.
+    """Returns whether a comment on a line, or on its statement, silences a rule.
 
     Args:
         source: "file:line".
@@ -30,7 +30,7 @@ def is_silenced(source: str, rule: str) -> bool:
 
 
 def _statement(file: str, number: int) -> tuple[int, int]:
-    """Returns the first and last line of the statement around a line that holds no others."""
+    """Returns the first and last line of the innermost statement around a line."""
     text = "".join(linecache.getlines(file))
     spans = [(a, b) for a, b in _statements(text) if a <= number <= b]
     return min(spans, key=lambda span: span[1] - span[0], default=(number, number))
@@ -40,7 +40,7 @@ def _statement(file: str, number: int) -> tuple[int, int]:
 def _statements(text: str) -> tuple[tuple[int, int], ...]:
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError):  # no Python
+    except (SyntaxError, ValueError):  # not Python
         return ()
     simple = (n for n in ast.walk(tree) if isinstance(n, ast.stmt) and not hasattr(n, "body"))
     return tuple((node.lineno, node.end_lineno or node.lineno) for node in simple)

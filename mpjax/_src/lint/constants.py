@@ -15,10 +15,11 @@ from mpjax._src.lint.rule import JAXPR, VALUES, Hit, Rule
 
 
 def lost_constants(program: Program) -> Iterator[Hit]:
-    """Numbers that become 0, 1, -1 or Inf, and were none of these: all digits of them are lost.
+    """Finds constants that become 0, 1, -1 or Inf in half, so that all their digits are lost.
 
-    Other roundings are those that the dtype was chosen for. Inf in a mask that a library puts in
-    place of entries masks as well: only where arithmetic reads it, NaN may come of it.
+    Other roundings are accepted, because the dtype was chosen for them. An infinite mask that a
+    library selects in place of entries works as well as a finite one; it is found only if
+    arithmetic reads it, which may give NaN.
     """
     for op in program.named("convert_element_type"):
         if not (is_half(op.outs[0]) and is_float(op.ins[0])):
@@ -46,10 +47,10 @@ def _is_librarys_mask(program: Program, op: Op) -> bool:
 
 
 def half_counts(program: Program) -> Iterator[Hit]:
-    """Whole numbers, beyond what half tells apart: 256 in bfloat16, 2048 in float16.
+    """Finds whole numbers in half that may exceed 256 in bfloat16, or 2048 in float16.
 
-    Positions, indices and counters that are known to go further: what an iota or the turns of a
-    loop count. Single constants are the choice of who wrote them.
+    These are positions, indices and counters, from an iota or a loop. Single constants are the
+    choice of the user, and are not found.
     """
     for op in program.ops:
         if op.name not in ("convert_element_type", "iota") or not is_half(op.outs[0]):
@@ -65,21 +66,21 @@ def half_counts(program: Program) -> Iterator[Hit]:
             )
 
 
-# What makes counts of counts.
+# Operations that make counts from counts.
 COUNTED = MOVES | CASTS | {"add", "sub", "mul", "max", "min", "neg", "concatenate", "cumsum"}
 
 
 def _is_count(program: Program, value: Value) -> bool:
-    """Tells what counts, or sums, from constants that a choice puts somewhere."""
+    """Returns whether a value is a count or a sum of one, and not a selected constant."""
     before = program.back(value, COUNTED)
     makers = {op.name for v in before if (op := program.maker(v))}
     return "iota" in makers or "cumsum" in makers or any(program.counts(v) for v in before)
 
 
 def rounded_integers(program, op, ins, outs) -> Iterator[Hit]:
-    """Integers that a step casts to half, and that come out as others.
+    """Finds integers that a step casts to half, and that the cast changes.
 
-    A cast that changes no integer of this step is none of its business.
+    A cast that changes no integer of this step is not found.
     """
     if op.name != "convert_element_type" or not is_half(outs[0]):
         return
@@ -98,14 +99,14 @@ def rounded_integers(program, op, ins, outs) -> Iterator[Hit]:
         )
 
 
-# A phase that may be wrong by more than this, in radians, is no phase of the number any more.
+# The largest acceptable error of a phase, in radians.
 PHASE = 1 / 8
 
 
 def half_phases(program: Program) -> Iterator[Hit]:
-    """Sines of half angles that are known to go so far that rounding turns them by 1/8 radian.
+    """Finds sines of half angles so large that rounding may change them by 1/8 radian or more.
 
-    Half an ulp of x is 2**(e - digits): that is beyond 32 in bfloat16, and 256 in float16.
+    Half an ulp of x is 2**(e - digits), so this begins at 32 in bfloat16 and 256 in float16.
     """
     for op in program.named("sin", "cos", "tan"):
         value = op.ins[0]
@@ -127,10 +128,10 @@ def _half_ulp(x: float, dtype) -> float:
 
 
 def overflowing_masks(program: Program) -> Iterator[Hit]:
-    """Sums in which masks meet whose least numbers add up to less than the dtype has.
+    """Finds sums of masks whose least numbers add up to less than the dtype's lowest number.
 
-    They may meet one after the other, with logits between them, of which nothing is known but that
-    they are small beside a mask. What is added to -Inf stays there by intention.
+    The masks may be added one after the other, with logits in between, which are assumed to be
+    small relative to a mask. Sums with a mask of -Inf are intended, and are not found.
     """
     for op in program.named("add", "sub"):
         if not is_float(op.outs[0]) or program.is_backward(op):
@@ -150,7 +151,7 @@ def overflowing_masks(program: Program) -> Iterator[Hit]:
 
 
 def _least_of_masks(program: Program, value: Value, end=min) -> list[float]:
-    """Returns the ends of the masks that a sum is made of: of what is known, and varies."""
+    """Returns the least numbers of the masks in a sum: terms with known, varying bounds."""
 
     def is_unknown(op):
         sums = op.name in MOVES or op.name in CASTS or op.name == "add"

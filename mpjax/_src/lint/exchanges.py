@@ -1,4 +1,4 @@
-"""Rules of what devices send each other, and of what they compute in, as compilers have it."""
+"""Rules of the compiled program: the dtypes that devices send each other, and compute in."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -19,13 +19,13 @@ from mpjax._src.lint.undone import narrows
 
 GATHERS = ("all_gather", "all_gather_invariant", "all_to_all", "sharding_constraint", "reshard")
 HALVES = ("bf16", "f16")
-# What a compiler that has no such sum of half calls the float32 one in its place.
+# The compiler's name for the float32 sum that replaces an unsupported half sum.
 PROMOTED = "_promoted"
 SUMS = ("all-reduce", "reduce-scatter")
 
 
 def gathers_before_casts(program: Program) -> Iterator[Hit]:
-    """float32 that is gathered, and of which every reader takes half."""
+    """Finds float32 arrays that are gathered, and that every reader casts to half."""
     for op in program.named(*GATHERS):
         value = op.outs[0]
         if dtype_of(value) != FLOAT32 or program.is_backward(op) or not _gathers(program, op):
@@ -44,7 +44,7 @@ def gathers_before_casts(program: Program) -> Iterator[Hit]:
 
 
 def _gathers(program: Program, op: Op) -> bool:
-    """Tells what gives each device more of an array than it had."""
+    """Returns whether an operation gives each device more of an array than it had."""
     sharding = op.params.get("sharding", op.params.get("dst_sharding"))
     if sharding is None:
         return True  # a collective
@@ -63,7 +63,7 @@ def _gathers(program: Program, op: Op) -> bool:
 
 
 def half_sums_of_devices(program: Program, compiled: Compiled) -> Iterator[Hit]:
-    """Sums over devices that the partitioner wrote, of gradients and of statistics, in half."""
+    """Finds sums over devices in half that the partitioner added, of gradients and statistics."""
     module, _ = parse(compiled.after)
     sums = {
         op.name: attribute(op, "to_apply")
@@ -85,7 +85,7 @@ def half_sums_of_devices(program: Program, compiled: Compiled) -> Iterator[Hit]:
 
 
 def wide_gathers(program: Program, compiled: Compiled) -> Iterator[Hit]:
-    """float32 that devices gather though all of it becomes half after, and was not half before."""
+    """Finds float32 arrays that devices gather, although all of it is cast to half afterwards."""
     module, entry = parse(compiled.after)
     line_of = source_lines(compiled.after)
     flow = flow_of(module, entry)
@@ -112,13 +112,13 @@ def _op(module: dict[str, Computation], leaf: Leaf) -> hlo.Op:
 
 
 def _was_half(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> bool:
-    """Tells what was half before a compiler without such collectives of half cast it up."""
+    """Returns whether an array was half until a compiler without half collectives widened it."""
     found = reached(flow.before, [leaf], MOVED)
     return any(_op(module, each).shapes[0].dtype in HALVES for each in found)
 
 
 def _casts(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> Iterable[hlo.Op]:
-    """Returns what first makes something else of an array: casts, or whatever computes with it."""
+    """Returns the first operations that cast an array or compute with it."""
     waiting, seen = [leaf], {leaf}
     while waiting:
         for following, _ in flow.after.get(waiting.pop(), ()):
@@ -133,9 +133,9 @@ def _casts(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> Iterable[h
 
 
 def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit | NotRun]:
-    """Matmuls of half that the program that runs computes in float32.
+    """Finds half matmuls that the compiled program computes in float32.
 
-    A CPU computes all of them so: what is compiled for it says nothing of accelerators.
+    A CPU computes all half matmuls in float32, which says nothing about accelerators.
     """
     if compiled.target == CPU:
         yield NotRun("a CPU runs every half matmul in float32: give an accelerator as target")

@@ -1,4 +1,4 @@
-"""The rule of gates: steps that are undone where something is not finite, but not whole."""
+"""The rule of gates: steps of which only a part is skipped when something is not finite."""
 
 from collections.abc import Iterator
 
@@ -10,18 +10,18 @@ from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 from mpjax._src.lint.states import Carried, carried, is_updated
 
-# Between the test of a number and the verdict on a step.
+# Operations between the finite test of a number and the predicate of a gate.
 VERDICTS = frozenset(
     {"and", "or", "not", "reduce_and", "reduce_or", "reduce_min", "reduce_max", "eq", "ne"}
 ) | {"psum", "pmin", "pmax", "concatenate", "select_n", "stack"}
 
 
 def ungated_states(program: Program) -> Iterator[Hit]:
-    """States that a gate leaves out, though what they are made of is what it judges.
+    """Finds states without a gate, although they are computed from values that a gate checks.
 
-    A gate is a choice, by whether something is finite, between a state's new value and its old one.
-    Every other floating state that is updated from what was judged must depend on the verdict too:
-    by a gate, by what was gated (an average of the weights), or by itself (a loss scale).
+    A gate selects the new or the old value of a state by whether something is finite. Every other
+    floating state that is updated from the checked values must depend on the check too: by a gate,
+    through a gated value (an average of the weights), or directly (a loss scale).
     """
     states = [
         each for each in carried(program) if jnp.issubdtype(each.before.aval.dtype, jnp.floating)
@@ -58,7 +58,7 @@ def states_of(gates: list[Op], count: int) -> str:
 
 
 def _gate(program: Program, each: Carried) -> Op | None:
-    """Returns the choice between a state's new value and its old one, by a finite test."""
+    """Returns the operation that selects the new or old value of a state by a finite test."""
     for value in program.back(each.after, MOVES | CASTS):
         op = program.branch(value) or program.maker(value)
         if op is None or not (op.name == "select_n" or op.inside.kind == BRANCH):
@@ -73,7 +73,7 @@ def _gate(program: Program, each: Carried) -> Op | None:
 
 
 def _depends(program: Program, tests: list[Value]) -> set[Value]:
-    """Returns all that is made of some values, or chosen by them."""
+    """Returns all values that are computed from some values, or selected by them."""
     found: set[Value] = set()
     while tests:
         new = {v for test in tests for v in program.forward(test, lambda op: True)} - found

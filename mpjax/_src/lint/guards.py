@@ -1,4 +1,4 @@
-"""Rules of loss scales and guards: overflow that is hidden, and scales that nothing stops."""
+"""Rules of loss scales and guards: hidden overflow, and loss scales without a limit."""
 
 import functools
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ LIMITS = frozenset({"min", "clamp"})
 
 
 def constant(program: Program, value: Value) -> Any:
-    """Returns the number that fills a value, or None."""
+    """Returns the number of a constant value, or None."""
     for v in program.back(value, MOVES | CASTS):
         if v.const is not None and np.size(v.const) == 1:
             return float(np.asarray(v.const).reshape(()))
@@ -26,7 +26,7 @@ def constant(program: Program, value: Value) -> Any:
 
 
 def hidden_nonfinite(program: Program) -> Iterator[Hit]:
-    """Entries of gradients that are replaced by a number where they are not finite."""
+    """Finds gradients whose entries are replaced by a number if they are not finite."""
     for op in program.named("select_n"):
         which, *cases = op.ins
         numbers = [constant(program, case) for case in cases]
@@ -45,7 +45,7 @@ def hidden_nonfinite(program: Program) -> Iterator[Hit]:
 
 
 def _asks_finite(program: Program, test: Op | None, same: set[Value]) -> bool:
-    """Tells a test of each entry: is it finite, is it NaN, is it inf."""
+    """Returns whether an operation tests each entry for being finite, NaN or infinite."""
     if test is None or test.name not in ("is_finite", "ne", "eq"):
         return False
     first = set(program.back(test.ins[0], MOVES | CASTS | {"abs"}))
@@ -60,7 +60,7 @@ def _asks_finite(program: Program, test: Op | None, same: set[Value]) -> bool:
 
 
 def is_gradient(program: Program, value: Value) -> bool:
-    """Tells whether JAX derived a value, entry by entry arithmetic after it at most."""
+    """Returns whether a value is a gradient, followed by elementwise arithmetic at most."""
     makers = (program.maker(v) for v in program.back(value, _entry_by_entry))
     return any(made is not None and program.is_backward(made) for made in makers)
 
@@ -73,7 +73,7 @@ NONE: frozenset[Value] = frozenset()
 
 
 def endless_scales(program: Program) -> Iterator[Hit]:
-    """A number that grows by a factor, on a condition, and that nothing keeps below a limit."""
+    """Finds numbers that grow by a factor on a condition, without an upper limit."""
     arguments = {v for v in program.block.invars if is_float(v) and v.is_one}
     results = {v for v in program.block.outvars if is_float(v) and v.is_one}
     for op in program.named("mul", "div"):
@@ -96,7 +96,7 @@ def endless_scales(program: Program) -> Iterator[Hit]:
 
 
 def _factor(program: Program, op: Op) -> tuple[float, Value] | None:
-    """Returns by which number above 1 an operation multiplies, and what."""
+    """Returns the factor above 1 that an operation multiplies by, and the other operand."""
     left, right = op.ins
     number = _largest(program, right)
     if number:
@@ -107,8 +107,8 @@ def _factor(program: Program, op: Op) -> tuple[float, Value] | None:
 
 
 def _largest(program: Program, value: Value, before: frozenset[Value] = NONE) -> float | None:
-    """Returns the number that fills a value, or the largest of those that it is chosen from."""
-    if value in before:  # a loop's, chosen from itself
+    """Returns the number of a constant value, or the largest of those that it is selected from."""
+    if value in before:  # carried by a loop, and selected from itself
         return None
     for v in program.back(value, MOVES | CASTS):
         made = program.maker(v)
@@ -119,7 +119,7 @@ def _largest(program: Program, value: Value, before: frozenset[Value] = NONE) ->
 
 
 def _is_chosen(program: Program, op: Op, kept: set[Value]) -> bool:
-    """Tells whether a number grows on a condition: by a choice after, before, or around."""
+    """Returns whether a number grows on a condition: a select after or before it, or a branch."""
     makers = [program.maker(v) for each in op.ins for v in program.back(each, MOVES | CASTS)]
     readers = [reader for value in kept for reader in program.readers(value)]
     near = {near.name for near in (*makers, *readers) if near}
@@ -127,7 +127,7 @@ def _is_chosen(program: Program, op: Op, kept: set[Value]) -> bool:
 
 
 def _passes_on(program: Program, about: set[Value], op: Op) -> bool:
-    """Tells what hands a grown scale on without a limit: a choice by how large it is has one."""
+    """Returns whether an operation passes a grown scale on without a limit."""
     if op.name in MOVES | CASTS | {"max"}:
         return True
     if op.name != "select_n":

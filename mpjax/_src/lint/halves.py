@@ -1,4 +1,4 @@
-"""What the rules know of the half dtypes, and how they name values."""
+"""Facts about the half dtypes, and the names of values in messages."""
 
 from typing import Any
 
@@ -10,30 +10,30 @@ from mpjax._src.dtypes import HALVES, short_name
 
 
 def dtype_of(x: Any) -> Any:
-    """Returns the dtype of a value of the program, or None of what is no array."""
+    """Returns the dtype of a value of the program, or None if it is not an array."""
     return getattr(getattr(x, "aval", x), "dtype", None)
 
 
 def is_half(x: Any) -> bool:
-    """Tells a value of the program, or an array, that is float16 or bfloat16."""
+    """Returns whether a value of the program, or an array, is float16 or bfloat16."""
     return dtype_of(x) in HALVES
 
 
 def is_float(x: Any) -> bool:
-    """Tells a value of the program, or an array, of a real floating dtype."""
+    """Returns whether a value of the program, or an array, has a real floating dtype."""
     dtype = dtype_of(x)
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def digits(dtype: Any) -> int:
-    """Returns the binary digits of a dtype: 8 of bfloat16, 11 of float16, 24 of float32."""
+    """Returns the significant bits of a dtype: bfloat16 has 8, float16 11, float32 24."""
     return int(jnp.finfo(dtype).nmant) + 1
 
 
 def stalls_at(dtype: Any) -> int:
-    """Returns after how many equal terms a running sum in a dtype stands still: 256 or 2048.
+    """Returns the number of equal terms after which a running sum stops growing: 256 or 2048.
 
-    Half an ulp of the sum is then as large as a term, which is rounded away.
+    Half an ulp of the sum is then as large as a term, so the term is rounded away.
     """
     return int(2 ** digits(dtype))
 

@@ -34,33 +34,34 @@ def lint(
     run: bool = True,
     target: str | None = None,
 ) -> Callable[..., LintReport]:
-    """Looks for silent faults of precision in a program.
+    """Looks for silent precision faults in a program.
 
-    Each rule is a row of a table, `docs/lint.md` lists them. Most look at the program that JAX
-    traces, and need shapes alone. Some look at what one real step computes, and some at what a
-    compiler makes of the program; one that could not do so is listed as not run.
+    The rules are listed in ``docs/lint.md``. Most of them check the traced program, and need only
+    shapes. Some check the values of one real step, and some the compiled program. A rule that could
+    not run is listed in the report.
 
-    A line that says ``# mpjax: ignore[rule]``, or ``# mpjax: ignore`` for all rules, is silent.
+    A comment ``# mpjax: ignore[rule]`` silences a rule on its line, ``# mpjax: ignore`` all rules.
 
     Args:
-        fun: A training step, a loss, any function that `jax.jit` can trace, jitted or not, under
+        fun: A training step, a loss, or any function that `jax.jit` can trace, jitted or not, under
             `autocast` or not.
-        argnums: The positions of the arguments by which ``fun``, a loss, is differentiated, where
-            the backward pass is to be looked at too; None takes ``fun`` as it is.
-        has_aux: Whether ``fun`` returns ``(loss, aux)``. Counts with ``argnums`` alone.
-        select: Names of rules, or globs such as ``half-*``; only they are looked at. All if empty.
-        ignore: Names of rules, or globs, that are left out.
-        run: Whether one step may be run, operation by operation, for the rules that look at values.
-            Nothing is run where an argument is a `jax.ShapeDtypeStruct`.
-        target: What the program is compiled for, for the rules that look at HLO: "cpu", or an
-            accelerator as for `compile_for`, which need not be there. None compiles nothing.
+        argnums: The arguments to differentiate, if ``fun`` is a loss and its backward pass is to be
+            checked too; None checks ``fun`` as it is.
+        has_aux: Whether ``fun`` returns ``(loss, aux)``. Used only with ``argnums``.
+        select: The names of the rules to run, or globs such as ``half-*``. All rules if empty.
+        ignore: The names of rules not to run, or globs.
+        run: Whether to run one step, one operation at a time, for the rules that check values.
+            Nothing is run if an argument is a `jax.ShapeDtypeStruct`.
+        target: The target to compile the program for, for the rules that check HLO: "cpu", or an
+            accelerator as for `compile_for`, which need not be present. None compiles nothing.
 
     Returns:
-        A function of the arguments of ``fun`` that returns a `LintReport`. They may be
-        `jax.ShapeDtypeStruct`, pytrees and modules of Flax NNX, which stay as they are.
+        A function of the arguments of ``fun`` that returns a `LintReport`. The arguments may be
+        pytrees of arrays or `jax.ShapeDtypeStruct`, and Flax NNX modules, which are not changed.
 
     Raises:
-        TypeError: If ``fun`` is not a function, or with ``argnums`` returns no loss.
+        TypeError: If ``fun`` is not a function, or does not return a loss although ``argnums`` is
+            given.
         ValueError: If ``select`` or ``ignore`` matches no rule, or ``target`` is not known.
 
     Example:
@@ -103,23 +104,23 @@ def lint(
 
 
 def _is_live(program: Program, hit: Hit) -> bool:
-    """Tells what makes a difference: nothing that no result depends on."""
+    """Returns whether a result of the program depends on the operation of a hit."""
     return hit.op is None or hit.op in program.live
 
 
 def _run(program: Program, rules: Sequence[Rule], found: list[tuple[Rule, Hit]]) -> str:
-    """Runs one step under the rules that look at values; returns why that was not possible."""
+    """Runs one step with the rules that check values; returns why that failed, or ""."""
     watcher = _Watcher(program, rules, found)
     arrays = [jnp.asarray(x) for x in program.arrays]
     try:
         interpret(program.jaxpr, arrays, watcher)
-    except Exception as error:  # the user's own, or no memory for a step in pieces
+    except Exception as error:  # an error of the user's code, or out of memory
         return f"running one step failed: {type(error).__name__}: {_first_line(error)}"
     return ""
 
 
 class _Watcher(Plain):
-    """Shows each operation that runs to the rules, until one has found something there."""
+    """The watcher that passes each operation to the rules, until a rule has a hit there."""
 
     def __init__(self, program: Program, rules: Sequence[Rule], found: list[tuple[Rule, Hit]]):
         self.program, self.rules, self.found = program, rules, found
@@ -140,7 +141,7 @@ class _Watcher(Plain):
 def _compile(
     program: Program, target: str, rules: Sequence[Rule], found: list[tuple[Rule, Hit]]
 ) -> dict[str, str]:
-    """Compiles the program for the rules that look at HLO; returns which could not, and why."""
+    """Compiles the program for the rules that check HLO; returns the rules not run, and why."""
     flat = functools.partial(_jax.eval_closed, program.jaxpr)
     try:
         compiled = Compiled(target, *compiled_texts(target, flat, program.arrays))
@@ -160,7 +161,7 @@ def _compile(
 def _findings(
     program: Program, found: Sequence[tuple[Rule, Hit]]
 ) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
-    """Returns what was found, one finding for each line and rule, and what comments silence."""
+    """Returns the findings, one for each line and rule, and those that comments silence."""
     groups: dict[tuple[str, str], list[tuple[Rule, Hit]]] = collections.defaultdict(list)
     for rule, hit in found:
         source = hit.source or (hit.op.source if hit.op else "") or program.place

@@ -9,18 +9,18 @@ from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 
 EXPONENTIALS = ("exp", "exp2", "expm1", "logistic")
-# Between the exponentials of a softmax and the logarithm of their sum.
+# Operations between the exponentials of a softmax and the logarithm of their sum.
 SUMMED = MOVES | CASTS | {"reduce_sum", "abs", "add", "sub", "div", "psum"}
-# Between a loss of each example and the loss: nothing that mixes features.
+# Operations between the loss of each example and the mean loss; none mixes features.
 AVERAGED = MOVES | CASTS | {"reduce_sum", "add", "sub", "neg", "mul", "div", "select_n", "max"}
 
 
 def half_log_sums(program: Program) -> Iterator[Hit]:
-    """Logarithms of sums of exponentials in half: log_softmax, logsumexp, cross entropies.
+    """Finds logarithms of sums of exponentials in half: log_softmax, logsumexp, cross entropies.
 
-    A softmax alone has no logarithm, and is bounded. log(1 + exp(x)) is an activation too: it, and
-    the logarithm of a probability, count where they are averaged to one number, without a matmul on
-    the way.
+    A softmax without a logarithm is bounded, and is not found. log(1 + exp(x)), which is also an
+    activation, and the logarithm of a probability are found only if they are averaged to one number
+    without a matmul in between.
     """
     for op in program.named("log", "log1p"):
         value = op.ins[0]
@@ -45,21 +45,22 @@ def half_log_sums(program: Program) -> Iterator[Hit]:
 
 
 def _is_loss(program: Program, op: Op) -> bool:
-    """Tells whether the results of an operation are averaged to one number."""
+    """Returns whether the results of an operation are averaged to one number."""
     ahead = program.forward(op.outs[0], AVERAGED)
     return any(v.is_one and op.outs[0].size > 1 for v in ahead)
 
 
-# Between a variance's terms and what they are of: means.
+# Operations between the terms of a variance and its input: means.
 MEANS = MOVES | CASTS | {"reduce_sum", "div", "mul"}
 
 
 def half_variances(program: Program) -> Iterator[Hit]:
-    """Variances as a difference in half: the mean of squares, less the square of the mean.
+    """Finds variances in half as the mean of squares minus the square of the mean.
 
-    Both are of the size of the squared mean, so the difference is lost where a mean is more than 11
-    standard deviations in bfloat16 (2**(8 / 2 - 1/2)), 32 in float16. Of float32 it is common, and
-    inside of a library's norm it is not the user's to mend.
+    Both terms are as large as the squared mean, so the difference is lost if the mean exceeds 11
+    standard deviations in bfloat16 (2**(8 / 2 - 1/2)), or 32 in float16. In float32 this form is
+    common, and is not found; neither is it inside of a library's norm, which the user cannot
+    change.
     """
     for op in program.named("sub"):
         if not is_half(op.outs[0]) or program.is_backward(op) or op.lines[1]:
@@ -84,15 +85,15 @@ def half_variances(program: Program) -> Iterator[Hit]:
 
 
 SQUARES = ("square", "integer_pow", "mul")
-# Between a square and the root of the mean of squares.
+# Operations between a square and the root of the mean of squares.
 ROOTED = MOVES | CASTS | {"reduce_sum", "add", "mul", "div"}
 
 
 def half_norms(program: Program) -> Iterator[Hit]:
-    """Norms whose squares are taken in float16: those of 256 and more are Inf.
+    """Finds norms that square in float16, where the squares of 256 and more are Inf.
 
-    jnp.mean and jnp.sum add in float32, but what they are given is squared before. bfloat16 has the
-    range, and its rounding of squares averages out.
+    jnp.mean and jnp.sum add in float32, but their operand is squared in float16 before. bfloat16
+    has enough range, and its rounding errors of the squares average out.
     """
     for op in program.named(*SQUARES):
         if dtype_of(op.outs[0]) != FLOAT16 or program.is_backward(op) or not _squares(op):

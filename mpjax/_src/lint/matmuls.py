@@ -1,4 +1,4 @@
-"""Rules of matmuls: those that a promotion makes float32, and backward passes that are narrower."""
+"""Rules of matmuls: float32 by type promotion, and backward passes narrower than the forward."""
 
 from collections.abc import Iterator
 
@@ -17,18 +17,18 @@ MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 DEFAULT = (None, jax.lax.Precision.DEFAULT)
 
-# What keeps the dtype of its operands, so that a promotion goes through it.
+# Operations that keep the dtype of their operands, so that a promotion passes through them.
 ELEMENTWISE = frozenset(
     {*rules.names_where(lambda rule: rule.need in (rules.FOLLOW, rules.MOVE)), *MOVES}
 )
 
 
 def promoted_matmuls(program: Program) -> Iterator[Hit]:
-    """Float32 matmuls of what was half, widened by a promotion that no author asked for.
+    """Finds float32 matmuls whose operands were half until a type promotion widened one.
 
-    Both operands were half further up, elementwise operations in between at most, and of one of
-    them something strong of float32 (a NumPy constant, a table) met it on the way. A matmul that is
-    given float32, whose author cast an operand to it, or asks for a precision, is none.
+    Both operands come from half values through elementwise operations only, and one of them was
+    combined with a strongly typed float32 value (a NumPy constant, a table). Not found are matmuls
+    of float32 operands, of operands that the author cast, or with an explicit precision.
     """
     for op in program.named(*MATMULS):
         operands = op.ins[:2]
@@ -51,7 +51,7 @@ def promoted_matmuls(program: Program) -> Iterator[Hit]:
 
 
 def _widening(program: Program, value: Value) -> Op | None:
-    """Returns the cast from half that made an operand float32, if no author wrote it there."""
+    """Returns the cast from half that made an operand float32, if it is implicit."""
     for v in program.back(value, MOVES):
         op = program.maker(v)
         if op and op.name in CASTS and is_half(op.ins[0]) and dtype_of(v) == FLOAT32:
@@ -60,7 +60,7 @@ def _widening(program: Program, value: Value) -> Op | None:
 
 
 def _cause(program: Program, value: Value) -> str:
-    """Returns what promoted a float32 value that was half before, in words, or ""."""
+    """Returns in words the value that caused the promotion, or ""."""
     for v in program.back(value, ELEMENTWISE) if dtype_of(value) == FLOAT32 else ():
         op = program.maker(v)
         if op is None or op.name not in ELEMENTWISE or len(op.ins) < 2:
@@ -79,10 +79,9 @@ def _is_promoted(program: Program, value: Value) -> bool:
 
 
 def narrow_backward(program: Program) -> Iterator[Hit]:
-    """Backward matmuls in half, of what the forward pass multiplied in float32.
+    """Finds backward matmuls in half whose forward matmul is float32.
 
-    JAX derives a matmul in the dtypes that it was written in, so a rule of an author's (custom_vjp)
-    casts there.
+    JAX differentiates a matmul in its own dtypes, so a custom_vjp of the user casts there.
     """
     forward = [op for op in program.named(*MATMULS) if not program.is_backward(op)]
     wide = {

@@ -1,4 +1,4 @@
-"""Rules of what matmuls and kernels read: operands of two dtypes."""
+"""Rules of the operands of matmuls and kernels: operands of two dtypes."""
 
 import collections
 from collections.abc import Iterator
@@ -18,11 +18,12 @@ CHOSEN = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
 
 
 def mixed_matmuls(program: Program) -> Iterator[Hit]:
-    """Matmuls of a half operand and a float32 one.
+    """Finds matmuls of a half operand and a float32 operand.
 
-    What JAX derives has one where a half matmul was asked for a float32 result: the cotangent is
-    float32 then. That counts where the user wrote the matmul: what a library's function does inside
-    is not theirs to mend. An algorithm that is asked for says what both operands are rounded to.
+    A half matmul with a float32 result has such a matmul in its derivative, because the cotangent
+    is float32. It is found only if the user wrote the matmul, because the user cannot change the
+    inside of a library's function. A matmul with an explicit algorithm is not found: the algorithm
+    says how both operands are rounded.
     """
     for op in program.named("dot_general"):
         left, right = op.ins
@@ -39,7 +40,7 @@ def mixed_matmuls(program: Program) -> Iterator[Hit]:
 
 
 def _is_matmul(op: Op) -> bool:
-    """Tells a matmul that sums: an outer product is none."""
+    """Returns whether an operation is a matmul that sums; an outer product does not."""
     (contracted, _), _ = op.params["dimension_numbers"]
     return any(op.ins[0].aval.shape[axis] > 1 for axis in contracted)
 
@@ -63,10 +64,10 @@ def _result(op: Op) -> str:
 
 
 def recomputed_matmuls(program: Program) -> Iterator[Hit]:
-    """Matmuls that the backward pass computes again, of the same arrays, with another result dtype.
+    """Finds matmuls that the backward pass recomputes with another result dtype.
 
-    JAX computes again what it computed, in the same dtypes; a rule of an author's may not. They are
-    the same where both operands are, cast and moved at most, and the results are of one size.
+    JAX recomputes in the same dtypes; a custom rule of the user may not. Two matmuls are the same
+    if their operands are, apart from casts and moves, and their results have the same size.
     """
     forward: dict[Value, list[Op]] = collections.defaultdict(list)
     for op in program.named(*MATMULS):
@@ -99,10 +100,10 @@ def _same_matmul(program: Program, op: Op, again: Op, sources: list[set[Value]])
 
 
 def mixed_kernels(program: Program) -> Iterator[Hit]:
-    """Kernels that are given the same kind of operand in two dtypes, or one that was half before.
+    """Finds kernels with operands of one kind in two dtypes, or with one that was half before.
 
-    Operands are of a kind where they are matrices of the same last axis: query, key and value.
-    What is summed beside them in float32 (maxima, logarithms of sums, scales) has others.
+    Operands are of one kind if they are matrices with the same last axis: query, key and value.
+    Float32 operands such as maxima, logarithms of sums and scales have other shapes.
     """
     for op in program.named(*KERNELS):
         if program.is_backward(op):
@@ -122,7 +123,7 @@ def mixed_kernels(program: Program) -> Iterator[Hit]:
 
 
 def _widened(program: Program, value: Value) -> str:
-    """Returns the half array that a float32 one was before it was cast, or ""."""
+    """Returns as text the half array that a float32 value was cast from, or ""."""
     for v in program.back(value, MOVES):
         op = program.maker(v)
         if op is not None and op.name == "convert_element_type" and is_half(op.ins[0]):

@@ -1,8 +1,8 @@
-"""The program that the linter's rules look at: operations, and where their values come from.
+"""The program that the linter's rules check: its operations, and the flow of its values.
 
-It is the graph that `autocast` plans on, made of the program as it is written: inner jits inlined,
-loops, branches and other calls as blocks of their own. What is added here are the ways between the
-blocks, so that a rule follows a value into a loop and out of it as it does within one.
+It is the graph that `autocast` plans on, of the program as it is written: inner jits are inlined;
+loops, branches and other calls are separate blocks. This module adds the connections between the
+blocks, so that a rule can follow a value into a loop and out of it.
 """
 
 import collections
@@ -22,7 +22,7 @@ from mpjax._src.autocast.modules import call_on_arrays, has_modules, on_arrays
 from mpjax._src.contexts import LINTED
 from mpjax._src.higher_order import BRANCH, SCAN, turns_of
 
-# What hands its first operand on, entry by entry or a part of it, in its own dtype.
+# Operations that return the entries of their first operand, or a part of them, in its dtype.
 MOVES = rules.having(rules.SAME_PARAMETER) - {"convert_element_type"} | {"pcast", "pad", "name"}
 CASTS = frozenset({"convert_element_type"})
 
@@ -39,15 +39,15 @@ class Program:
         args: Its positional arguments, as given.
         kwargs: Its keyword arguments, as given.
         jaxpr: The closed jaxpr of its flat array arguments.
-        arrays: These: arrays, or `jax.ShapeDtypeStruct`.
-        names: What each of them is called: "state.params['w']".
-        results: What each result is called: "result[0].params['w']".
+        arrays: These arguments: arrays, or `jax.ShapeDtypeStruct`.
+        names: The name of each of them: "state.params['w']".
+        results: The name of each result: "result[0].params['w']".
         in_tree: The structure of ``(args, kwargs)``, and which of its leaves are arrays.
-        out_tree: The structure of what is returned, and which of its leaves are arrays.
+        out_tree: The structure of the result, and which of its leaves are arrays.
         block: The graph.
-        ops: Every operation, those of programs inside included, in the order in which they stand.
-        around: The operations around each one, from the outermost on: loops, branches, calls.
-        notes: What rules keep of what they computed.
+        ops: All operations in program order, including those of inner programs.
+        around: The loops, branches and calls around each operation, the outermost first.
+        notes: A cache for rules.
     """
 
     fun: Callable[..., Any]
@@ -103,7 +103,7 @@ class Program:
         self._from[target].append(source)
         self._to[source].append(target)
 
-    # ---- what rules ask ----
+    # ---- queries of rules ----
 
     @functools.cached_property
     def place(self) -> str:
@@ -128,32 +128,32 @@ class Program:
         return (op for op in self.ops if op.name in names)
 
     def is_backward(self, op: Op) -> bool:
-        """Tells what JAX derived for the backward pass."""
+        """Returns whether an operation belongs to the backward pass that JAX derived."""
         return op in self._backward
 
     def turns(self, op: Op) -> int:
-        """Returns how often an operation runs, as far as that is known."""
+        """Returns the number of times that an operation runs, as far as it is known."""
         return int(np.prod([turns_of(each.eqn) for each in self.around[op]], dtype=np.int64))
 
     def maker(self, value: Value) -> Op | None:
-        """Returns the operation that makes a value; of a loop, a branch or a call none."""
+        """Returns the operation that makes a value, or None for a loop, branch or call."""
         op = self._made.get(value)
         return None if op is None or op.subs else op
 
     def branch(self, value: Value) -> Op | None:
-        """Returns the operation that takes a value from one of its branches, or None."""
+        """Returns the conditional whose result a value is, or None."""
         op = self._made.get(value)
         return op if op is not None and op.inside.kind == BRANCH else None
 
     def chooses(self, value: Value) -> Iterator[Op]:
-        """Yields the operations that choose one of their branches by a value."""
+        """Yields the conditionals that a value is the predicate of."""
         return (op for op in self._read[value] if op.inside.kind == BRANCH and op.ins[0] is value)
 
     @functools.cached_property
     def live(self) -> set[Op]:
         """The operations that a result depends on, or that have effects."""
         ends = [*self.block.outvars, *(v for op in self.ops if op.eqn.effects for v in op.ins)]
-        ends += [  # what decides whether a loop goes on
+        ends += [  # the predicates of loops
             value
             for op in self.ops
             for sub in op.subs
@@ -170,18 +170,18 @@ class Program:
         def before(value: Value) -> Iterator[Value]:
             op = self._made.get(value)
             sources = self._from[value] if op is None or op.subs else op.ins
-            # What decides a branch or a loop, and what is read in it and handed to nobody.
+            # Predicates, and values that are only read inside of a branch or loop.
             decides = op.ins if op is not None and op.subs else ()
             return (v for v in (*sources, *decides) if v not in known)
 
         return [] if end in known else _reached(end, before)
 
     def sources(self, value: Value) -> Sequence[Value]:
-        """Returns what a value is outside of its program, or within another: see `Inside`."""
+        """Returns the values outside or inside of a program that a value stands for (`Inside`)."""
         return tuple(self._from.get(value, ()))
 
     def constant(self, value: Value) -> Any:
-        """Returns the array that is written in the program, or closed over, or None."""
+        """Returns the array of a literal or a captured constant, or None."""
         if value.literal:
             return np.asarray(value.const)
         array = self._constants.get(value)
@@ -189,7 +189,7 @@ class Program:
         return np.asarray(array) if small and value.size <= CONSTANT_LIMIT else None
 
     def counts(self, value: Value) -> tuple[float, float] | None:
-        """Returns from where to where a value counts, that a scan carries and adds one to."""
+        """Returns the first and last number of a counter that a scan carries, or None."""
         around = self._counters.get(value)
         if around is None:
             return None
@@ -205,24 +205,24 @@ class Program:
         return min(ends), max(ends)
 
     def readers(self, value: Value) -> list[Op]:
-        """Returns the operations that read a value, or what it is called within other programs."""
+        """Returns the operations that read a value, directly or inside of inner programs."""
         same = self.forward(value, ())
         return [op for v in same for op in self._read[v] if not op.subs]
 
     def back(self, value: Value, through: Collection[str] | Callable[[Op], bool] = MOVES):
-        """Returns a value and all that it comes from, the nearest first.
+        """Returns a value and all values that it comes from, the nearest first.
 
         Args:
             value: The value.
-            through: The primitives that are gone through, from their results to their operands; or
-                a function that tells it of an operation. Ways in and out of loops, branches and
-                calls are always gone: what a loop carries is what it was given, or made by a turn.
+            through: The primitives that are followed from their results to their operands, or a
+                predicate of operations. The boundaries of loops, branches and calls are always
+                followed; a loop's carry comes from its initial value and from the iteration.
         """
         goes = through if callable(through) else lambda op: op.name in through
         return _reached(value, lambda v: (*self._from[v], *self._operands(v, goes)))
 
     def forward(self, value: Value, through: Collection[str] | Callable[[Op], bool] = MOVES):
-        """Returns a value and all that is made of it, as `back` the other way."""
+        """Returns a value and all values that are made from it; the reverse of `back`."""
         goes = through if callable(through) else lambda op: op.name in through
 
         def ahead(v: Value) -> Iterator[Value]:
@@ -240,7 +240,7 @@ class Program:
         return op.ins[1:] if op.name == "select_n" else op.ins
 
     def argument(self, value: Value) -> str:
-        """Returns the name of the argument that a value is, moved or cast at most, or ""."""
+        """Returns the name of the argument that a value was moved or cast from, or ""."""
         names = dict(zip(self.block.invars, self.names, strict=True))
         found = (names.get(v) for v in self.back(value, MOVES | CASTS))
         return next((name for name in found if name), "")
@@ -268,7 +268,7 @@ def make_program(
     has_aux: bool = False,
 ) -> Program:
     """Traces a function, with its gradients where ``argnums`` is given."""
-    with LINTED(True):  # a trace that was made before has rounded numbers
+    with LINTED(True):  # a cached trace would hold rounded numbers
         if not has_modules((args, kwargs)) or argnums is not None:
             return _traced(fun, fun, args, kwargs, (args, kwargs), argnums, has_aux)
         found: list[Program] = []
@@ -282,7 +282,7 @@ def make_program(
 
 
 def _stands_for(x: Any) -> Any:
-    """Returns what Flax takes for an array in the place of a shape: one that has no memory."""
+    """Returns an array without memory in place of a shape, because Flax needs arrays."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return np.broadcast_to(np.zeros((), x.dtype), x.shape)
     return x
@@ -336,13 +336,13 @@ def _traced(fun, run, args, kwargs, given_as, argnums, has_aux) -> Program:
 def _names(
     fun: Callable[..., Any], args: tuple[Any, ...], keys: list[Any], before: int
 ) -> list[str]:
-    """Returns what arguments are called: by their parameters, and their paths in them.
+    """Returns the names of arguments: the parameter, and the path in it.
 
-    ``before`` is how many arguments, of no name, a module's structure takes in front of them.
+    ``before`` is the number of unnamed arguments in front of them, for a module's structure.
     """
     try:
         parameters = list(inspect.signature(fun).bind_partial(*args).arguments)
-    except (TypeError, ValueError):  # some callables have none
+    except (TypeError, ValueError):  # some callables have no signature
         parameters = []
 
     def name(path):

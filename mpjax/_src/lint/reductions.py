@@ -1,4 +1,4 @@
-"""Rules of sums: over an array, over the turns of a loop, over devices, in half."""
+"""Rules of sums in half: over an array, over the iterations of a loop, over devices."""
 
 from collections.abc import Iterator
 
@@ -12,11 +12,11 @@ SUMS = ("reduce_sum", "cumsum", "cumlogsumexp", "reduce_window_sum", "reduce", "
 
 
 def half_sums(program: Program) -> Iterator[Hit]:
-    """Sums of more terms than half can count.
+    """Finds sums of more terms than half can count.
 
-    A running sum of n equal terms stands still at n = 2**digits: 256 in bfloat16, 2048 in float16.
-    What JAX derives sums over what was broadcast (the gradient of a bias): nobody wrote that, and
-    compilers take it in two levels at least, which hold to the square of that.
+    A running sum of n equal terms stops growing at n = 2**digits: 256 in bfloat16, 2048 in float16.
+    Sums that JAX derives for a broadcast (the gradient of a bias) are not written by the user, and
+    compilers compute them in at least two levels, so their limit is the square of that.
     """
     for op in program.named(*SUMS):
         value = op.ins[0]
@@ -34,7 +34,7 @@ def half_sums(program: Program) -> Iterator[Hit]:
 
 
 def _adds(op: Op) -> bool:
-    """Tells whether an operation adds: one that takes a program may do anything."""
+    """Returns whether a reduction adds; one with a program of its own may compute anything."""
     program = op.params.get("jaxpr")
     if op.name not in ("reduce", "reduce_window") or program is None:
         return True
@@ -43,7 +43,7 @@ def _adds(op: Op) -> bool:
 
 
 def _terms(op: Op) -> int:
-    """Returns how many entries become one."""
+    """Returns the number of entries that are summed to one."""
     if op.name.startswith("cum"):
         return int(op.ins[0].aval.shape[op.params["axis"]])
     if "window_dimensions" in op.params:
@@ -55,13 +55,13 @@ def _terms(op: Op) -> int:
 
 
 def half_accumulators(program: Program) -> Iterator[Hit]:
-    """Sums that a loop carries in half.
+    """Finds sums that a loop carries in half.
 
-    Where what is added does not depend on the sum (gradients over micro-batches, a metric), it is
-    an accumulator: n turns lose log2(n) of its digits, and more than half of them are too many: 16
-    turns in bfloat16, 46 in float16. Where it does (residual blocks, which are of the size of what
-    they are added to), and in what JAX derives, that no author sees, 2**digits is the limit, after
-    which such a sum stands still.
+    If the added term does not depend on the sum (gradients over micro-batches, a metric), the sum
+    is an accumulator. n iterations lose log2(n) of its significant bits, and the limit is half of
+    them: 16 iterations in bfloat16, 46 in float16. If it depends on the sum (residual blocks, whose
+    terms are as large as the sum), or JAX derived the sum, the limit is 2**digits, where such a sum
+    stops growing.
     """
     for loop in program.named("scan"):
         (inside,) = loop.subs
@@ -88,7 +88,7 @@ def half_accumulators(program: Program) -> Iterator[Hit]:
 
 
 def _sum_of(program: Program, out: Value, carried: Value) -> tuple[Op, list[Value]] | None:
-    """Returns the addition that makes a carry of itself, and what else is added; None if none."""
+    """Returns the addition that updates a carry, and the added term, or None."""
     others: list[Value] = []
     first: Op | None = None
     value = out
@@ -111,7 +111,7 @@ def _sum_of(program: Program, out: Value, carried: Value) -> tuple[Op, list[Valu
 
 
 def _leads_to(program: Program, value: Value, carried: Value) -> bool:
-    """Tells whether a value is the carry, with something added at most."""
+    """Returns whether a value is the carry, with terms added at most."""
     while value is not carried:
         op = program.maker(value)
         if op is None or not op.ins:
@@ -138,10 +138,10 @@ COLLECTIVES = {
 
 
 def half_collectives(program: Program) -> Iterator[Hit]:
-    """Sums over devices, each of which rounds what it hands on.
+    """Finds sums over devices in half, where each device rounds its partial sum.
 
-    Those of gradients are the usual case: what is averaged over replicas is small beside its terms
-    where they cancel. Of one device there is nothing to add.
+    The usual case is gradients: an average over replicas is small relative to its terms if they
+    cancel. A sum over a single device is ignored.
     """
     for op in program.named(*COLLECTIVES):
         value = op.ins[0]

@@ -1,4 +1,4 @@
-"""What the linter found, as text, JSON and SARIF."""
+"""The linter's report, as text, JSON and SARIF."""
 
 import dataclasses
 import sys
@@ -13,16 +13,16 @@ SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One fault, at one line.
+    """A fault at one line.
 
     Attributes:
         rule: The name of the rule.
-        source: "file:line" of the user's code, or "" where the program does not say.
+        source: "file:line" of the user's code, or "" if it is unknown.
         scope: The named scopes around the operation, joined with "/".
-        message: What is wrong here.
+        message: What is wrong at this line.
         why: Why it matters.
         instead: What to write instead.
-        count: At how many operations of that line.
+        count: The number of operations of the line that have the fault.
     """
 
     rule: str
@@ -36,15 +36,15 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class LintReport(Report):
-    """What `lint` found. ``print`` it, or read `findings`; it is true where there are some.
+    """The report of `lint`. ``print`` it, or read ``findings``; it is true if there are any.
 
     Attributes:
         target: The name of the function.
         findings: The faults, in the order of their lines.
-        ran: The names of the rules that looked at the program.
-        not_run: The names of the rules that could not, each with the reason.
-        suppressed: Faults at lines that say ``# mpjax: ignore``.
-        rules: The rules that were asked for.
+        ran: The names of the rules that ran.
+        not_run: The reason for each rule that could not run, by its name.
+        suppressed: The faults that comments ``# mpjax: ignore`` silence.
+        rules: The selected rules.
     """
 
     target: str
@@ -97,10 +97,10 @@ class LintReport(Report):
         }
 
     def to_sarif(self) -> dict[str, Any]:
-        """Returns the report as a SARIF 2.1.0 log, which code scanning reads, ready for JSON.
+        """Returns the report as a SARIF 2.1.0 log for code scanning, ready for JSON.
 
-        Files below the current directory are named from there, others by where they lie. Rules that
-        were not run are notifications.
+        Files below the current directory have relative paths, other files absolute ones. Rules that
+        did not run become notifications.
         """
         index = {rule.name: i for i, rule in enumerate(self.rules)}
         found = [(each, False) for each in self.findings]
@@ -169,7 +169,7 @@ def _uri(file: str) -> str:
         return quote(path.as_posix())
     try:
         return quote(path.relative_to(Path.cwd()).as_posix())
-    except (ValueError, OSError):  # elsewhere; the directory is gone
+    except (ValueError, OSError):  # the file is elsewhere, or the directory was removed
         return path.as_uri()
 
 
@@ -182,6 +182,6 @@ def _rules(count: int) -> str:
 
 
 def _fit(text: str, indent: int = 0) -> str:
-    """Returns a text in lines that fit, indented; the further ones of a heading are too."""
+    """Returns a text in indented lines that fit; continuation lines are always indented."""
     first, *others = folds(text, WIDTH - INDENT)
     return "\n".join([" " * indent + first, *(" " * INDENT + line for line in others)])

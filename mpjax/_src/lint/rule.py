@@ -1,4 +1,4 @@
-"""What a rule of the linter is: a row of data, with a function that looks at a program."""
+"""A rule of the linter: a row of data with a function that checks a program."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -6,21 +6,21 @@ from typing import Any, NamedTuple
 
 from mpjax._src.autocast.graph import Op
 
-# needs: what a rule looks at.
-JAXPR = "jaxpr"  # the program: shapes suffice
-VALUES = "values"  # what one real step computes
-HLO = "hlo"  # what a compiler made of the program
+# What a rule checks, as `Rule.needs`.
+JAXPR = "jaxpr"  # the traced program; shapes are enough
+VALUES = "values"  # the values of one real step
+HLO = "hlo"  # the compiled program
 NEEDS = (JAXPR, VALUES, HLO)
 
 
 class Hit(NamedTuple):
-    """What a rule found.
+    """A fault that a rule found.
 
     Attributes:
-        message: What is wrong here, in a sentence with the dtypes, shapes and numbers of the place.
-        op: The operation at which it is wrong; its line is the finding's.
-        source: "file:line", where there is no operation. Without either it is the function's own.
-        scope: The scopes around the place, where there is no operation.
+        message: What is wrong, in a sentence with the dtypes, shapes and numbers of the place.
+        op: The operation; its line is that of the finding.
+        source: "file:line" if there is no operation. Without either, the line of the function.
+        scope: The scopes around the place if there is no operation.
     """
 
     message: str
@@ -30,7 +30,7 @@ class Hit(NamedTuple):
 
 
 class NotRun(NamedTuple):
-    """What a rule yields where it can say nothing of this program, with the reason."""
+    """Yielded by a rule that cannot check this program, with the reason."""
 
     reason: str
 
@@ -40,15 +40,15 @@ class Rule:
     """The row of a rule.
 
     Attributes:
-        name: In kebab case, of the field's terms.
-        needs: What it looks at: JAXPR, VALUES or HLO.
-        summary: What it finds, in half a sentence that begins with a small letter.
-        why: Why that matters: what goes wrong in silence.
+        name: The name in kebab case, of standard terms.
+        needs: What it checks: JAXPR, VALUES or HLO.
+        summary: What it finds, a phrase that begins with a lower-case letter.
+        why: Why that matters: what goes wrong silently.
         instead: What to write instead.
-        check: Yields a `Hit` for each place that is wrong. Of a JAXPR rule it is called with the
-            `Program`; of a VALUES rule with the program, an operation of it that just ran, what it
-            read and what it made (lists of arrays); of an HLO rule with the program and what became
-            of it, a `Compiled`. An HLO rule may yield a `NotRun`.
+        check: Yields a `Hit` for each fault. A JAXPR rule is called with the `Program`; a VALUES
+            rule with the program, an operation that has just run, its operands and its results
+            (lists of arrays); an HLO rule with the program and a `Compiled`. An HLO rule may yield
+            a `NotRun`.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A program as a compiler was given it, and as it left it.
+    """A program before and after compilation.
 
     Attributes:
-        target: What it was compiled for: "cpu", or the name of an accelerator.
-        before: The HLO that the compiler was given.
-        after: The HLO that runs. `hardware.hlo` reads both.
+        target: The target: "cpu", or the name of an accelerator.
+        before: The HLO that the compiler received.
+        after: The optimized HLO that runs. `hardware.hlo` reads both.
         report: The `CompileReport` of an accelerator; None for "cpu".
     """
 

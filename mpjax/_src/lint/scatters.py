@@ -1,4 +1,4 @@
-"""The rule of sums into rows: scatters in half, where many rows are the same."""
+"""The rule of scatter-adds in half that add many updates to the same row."""
 
 import math
 from collections.abc import Iterator
@@ -10,11 +10,12 @@ from mpjax._src.lint.rule import JAXPR, Hit, Rule
 
 
 def half_scatters(program: Program) -> Iterator[Hit]:
-    """Scatters that add to a row of half more often than half can count.
+    """Finds scatter-adds that add to a half row more often than half can count.
 
-    Where n updates go to m rows, some row gets at least n / m of them, whatever the indices are.
-    Written by an author, half of the digits is the limit, as for accumulators (16 in bfloat16, 46
-    in float16); of the gradient of a lookup, which JAX derives, 2**digits: then a row stands still.
+    If n updates go to m rows, some row gets at least n / m of them, whatever the indices are. In a
+    scatter that the user wrote, half of the significant bits may be lost, as for accumulators (16
+    updates in bfloat16, 46 in float16). In the gradient of a lookup, which JAX derives, the limit
+    is 2**digits, where a row stops growing.
     """
     for op in program.named("scatter-add", "scatter_add", "scatter-sub"):
         value = op.ins[0]

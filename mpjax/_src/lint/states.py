@@ -1,4 +1,4 @@
-"""Rules of what a step hands on to the next one."""
+"""Rules of the state that a step passes to the next step."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from mpjax._src.lint.rule import JAXPR, Hit, Rule
 
 @dataclasses.dataclass(frozen=True)
 class Carried:
-    """An array that a step takes and gives: the name and the value of both."""
+    """An array that is an argument and a result of a step: the names and values of both."""
 
     name: str
     before: Value
@@ -24,9 +24,9 @@ class Carried:
 
 
 def carried(program: Program) -> list[Carried]:
-    """Returns what a step hands on: the trees of its result that are like one among its arguments.
+    """Returns the state of a step: the trees among its results that match one of its arguments.
 
-    They have the same structure and the same shapes; of several that are alike, the first.
+    They have the same structure and shapes. If several match, the first is taken.
     """
     (tree, ins), (out, outs) = _ends(program)
     known: dict[Any, list[slice]] = {}
@@ -46,9 +46,9 @@ def carried(program: Program) -> list[Carried]:
 
 
 def alone(program: Program) -> Iterator[Carried]:
-    """Yields single arrays that may be handed on: argument and result of the same shape.
+    """Yields single arrays that may be state: an argument and a result of the same shape.
 
-    Unlike trees they are alike by chance, too, so that a rule needs evidence of its own.
+    Unlike trees, they may match by chance, so a rule needs further evidence.
     """
     (tree, ins), (out, outs) = _ends(program)
     arguments = [leaf for part, start in children(tree) for leaf in _leaves(part, ins, start)]
@@ -59,7 +59,7 @@ def alone(program: Program) -> Iterator[Carried]:
 
 
 def _leaves(tree: Any, values: list[Any], start: int = 0) -> list[Any]:
-    """Returns the values that are a tree, or are parts of it, by themselves."""
+    """Returns the values that are the leaves of a tree, or of its parts."""
     leaf = jax.tree_util.treedef_is_leaf
     parts = [(tree, start)] if leaf(tree) else children(tree, start)
     return [values[n] for part, n in parts if leaf(part) and part.num_leaves and values[n]]
@@ -73,8 +73,8 @@ def _in_arguments(tree: Any) -> Iterator[tuple[Any, slice]]:
 
 
 def _ends(program: Program) -> tuple[tuple[Any, list[Any]], tuple[Any, list[Any]]]:
-    """Returns the structure of the arguments, with the name and the value of each leaf that is an
-    array, and the same of the results."""
+    """Returns the structure of the arguments with the name and value of each array leaf, and the
+    same for the results."""
     tree, given = program.in_tree
     out, returned = program.out_tree
     ins = _spread(list(zip(program.names, program.block.invars, strict=True)), given)
@@ -91,15 +91,15 @@ def _shapes(leaves: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(leaf and leaf[1].aval.shape for leaf in leaves)
 
 
-# What makes a new state of an old one, and what writes to it.
+# Operations that make new state from old state, and those that write into it.
 KEEPS = rules.having(rules.STATE) | MOVES | CASTS
 WRITES = frozenset({"add", "add_any", "sub", "select_n", "dynamic_update_slice"})
 
 
 def is_updated(program: Program, each: Carried) -> bool:
-    """Tells a state from a tree that merely looks like one: a gradient, parameters that are cast.
+    """Returns whether a tree is state, and not only shaped like it (a gradient, cast parameters).
 
-    A state's new value is its old one, with something added to it or put in its place.
+    The new value of state is its old value with something added or written into it.
     """
     through = program.back(each.after, KEEPS)
     makers = {op.name for v in through if (op := program.maker(v))}
@@ -107,7 +107,7 @@ def is_updated(program: Program, each: Carried) -> bool:
 
 
 def drifting(program: Program) -> Iterator[Hit]:
-    """A state that comes back in another dtype. Weak types do not count."""
+    """Finds state whose dtype changes. Weak types are ignored."""
     drifts = [
         (each, each.before.aval.dtype, each.after.aval.dtype)
         for each in carried(program)

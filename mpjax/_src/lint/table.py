@@ -1,4 +1,4 @@
-"""The rules of the linter: one table, collected from the modules of each subject."""
+"""The table of all rules of the linter, collected from the modules."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -36,14 +36,14 @@ TEXTS = [field for field in dataclasses.fields(Rule) if field.type == "str" or f
 
 
 def chosen(select: Any = (), ignore: Any = ()) -> tuple[Rule, ...]:
-    """Returns the rules that are selected, all if nothing is, without those that are ignored.
+    """Returns the selected rules (all if ``select`` is empty) without the ignored ones.
 
     Args:
         select: A name or glob, or several: "half-sum", "half-*".
-        ignore: Likewise.
+        ignore: A name or glob, or several.
 
     Raises:
-        ValueError: If one of them matches no rule.
+        ValueError: If a name or glob matches no rule.
     """
     wanted = _matching("select", select) if select else {rule.name for rule in RULES}
     left_out = _matching("ignore", ignore)
@@ -51,7 +51,7 @@ def chosen(select: Any = (), ignore: Any = ()) -> tuple[Rule, ...]:
 
 
 def as_data(rules: Iterable[Rule]) -> list[dict[str, str]]:
-    """Returns what rules say, as plain data."""
+    """Returns the texts of rules as plain data."""
     return [{field.name: getattr(rule, field.name) for field in TEXTS} for rule in rules]
 
 

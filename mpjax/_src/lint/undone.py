@@ -1,4 +1,4 @@
-"""Rules of casts that are undone: digits lost for nothing, or not lost where they should be."""
+"""Rules of casts that are undone: precision is lost without need, or rounding is removed."""
 
 from collections.abc import Iterator
 
@@ -11,15 +11,15 @@ from mpjax._src.lint.halves import digits, dtype_of, is_float, is_half, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import HLO, JAXPR, Compiled, Hit, Rule
 
-# What changes the shape of an array, and neither looks into it nor keeps it.
+# Operations that only change the shape of an array.
 SHAPES = frozenset({"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"})
-# What a compiler may not look through: a value is rounded there, whatever it would rather do.
+# Operations that force a rounding, because compilers do not optimize across them.
 FIXED = frozenset({"reduce_precision", "optimization_barrier"})
 SUMS = ("add", "sub")
 
 
 def rounds(program: Program, op: Op | None) -> bool:
-    """Tells a cast to half that changes numbers: of what was rounded so before it changes none."""
+    """Returns whether a cast to half rounds; a value that was rounded to it before is unchanged."""
     if op is None or not narrows(op):
         return False
     mantissa = digits(dtype_of(op.outs[0])) - 1
@@ -31,7 +31,7 @@ def rounds(program: Program, op: Op | None) -> bool:
 
 
 def narrows(op: Op | None) -> bool:
-    """Tells a cast of a wider float to half."""
+    """Returns whether an operation casts a wider float to half."""
     return bool(
         op
         and op.name in CASTS
@@ -42,20 +42,20 @@ def narrows(op: Op | None) -> bool:
 
 
 def widens(op: Op) -> bool:
-    """Tells a cast of half to a wider float."""
+    """Returns whether an operation casts half to a wider float."""
     inside, outside = op.ins[0], op.outs[0]
     casts = op.name in CASTS and is_half(inside) and is_float(outside)
     return casts and digits(dtype_of(outside)) > digits(dtype_of(inside))
 
 
 def undone(program: Program) -> Iterator[Op]:
-    """Yields casts to half that a program asks for and that every reader undoes, on the spot.
+    """Yields casts to half that the user wrote and that every reader undoes at once.
 
-    Nothing is stored in half, no matmul reads it, no device is sent it. What is handed to a loop,
-    to another program or to the caller is stored; what JAX or a layer of a library casts for itself
-    is not asked for. What one function gives in half another may read in float32, as its signature
-    has it (a norm its scale, cast with all other parameters): apart from gradients, which no layer
-    passes on, both casts stand in one call of one function.
+    Nothing is stored in half, read by a matmul in half or sent to a device in half. A value that is
+    passed to a loop, another program or the caller counts as stored. Casts inside of JAX or a
+    library's layer are not the user's. One function may return half and another read float32 by
+    design (a norm its scale, cast with all other parameters). So both casts must be in one call of
+    one function, except for gradients, which no layer passes on.
     """
     results = set(program.block.outvars)
     for op in program.named(*CASTS):
@@ -69,7 +69,7 @@ def undone(program: Program) -> Iterator[Op]:
         ):
             continue
         readers = [r for v in moved for r in program.readers(v) if r.name not in SHAPES]
-        # What the backward pass reads of the forward one is stored until then.
+        # Values of the forward pass that the backward pass reads are stored.
         if not readers or not all(widens(r) and not program.is_backward(r) for r in readers):
             continue
         if is_gradient(program, op.ins[0]) or all(_jax.in_one_call(op.eqn, r.eqn) for r in readers):
@@ -77,7 +77,7 @@ def undone(program: Program) -> Iterator[Op]:
 
 
 def casts_undone(program: Program) -> Iterator[Hit]:
-    """Casts to half whose every reader casts back."""
+    """Finds casts to half that every reader casts back."""
     for op in undone(program):
         half = short_name(dtype_of(op.outs[0]))
         yield Hit(
@@ -88,11 +88,11 @@ def casts_undone(program: Program) -> Iterator[Hit]:
 
 
 def rounded_gradients(program: Program) -> Iterator[Hit]:
-    """Gradients that are float32, rounded because the weights are half, and cast up by who asked.
+    """Finds float32 gradients that are rounded because the weights are half, and widened again.
 
-    Of matrices alone: the gradient by a norm's scale is then as half as those by all other weights.
-    What the backward pass reads on is no gradient yet, but the cotangent of an activation. Who
-    leaves a gradient in half may want no more.
+    Only gradients of matrices are found. A value that the backward pass reads again is the
+    cotangent of an activation, not a gradient. A gradient that is left in half is not found,
+    because that may be intended.
     """
     for op in program.named(*CASTS):
         if not (program.is_backward(op) and narrows(op) and _jax.is_written_cast(op.eqn)):
@@ -110,7 +110,7 @@ def rounded_gradients(program: Program) -> Iterator[Hit]:
 
 
 def casts_deleted(program: Program, compiled: Compiled) -> Iterator[Hit]:
-    """Casts to half and back that the compiled program does not have."""
+    """Finds casts to half and back that the compiler removed."""
     line_of = source_lines(compiled.after)
     module, _ = parse(compiled.after)
     kept = {
@@ -130,7 +130,7 @@ def casts_deleted(program: Program, compiled: Compiled) -> Iterator[Hit]:
 
 
 def rounding_errors(program: Program) -> Iterator[Hit]:
-    """Differences of a rounded value and of what it was before, or what was made of that."""
+    """Finds differences between a rounded value and the value before rounding."""
     for op in program.named("sub"):
         hit = _of_half_sum(program, op) or _of_rounded(program, op)
         if hit:
@@ -138,7 +138,7 @@ def rounding_errors(program: Program) -> Iterator[Hit]:
 
 
 def _of_half_sum(program: Program, op: Op) -> str:
-    """Tells ``(x + y) - x`` in half, or its negative: the part of y that the sum took."""
+    """Returns whether a value is ``(x + y) - x`` in half, or its negative, as in Kahan sums."""
     for total, term in (op.ins, op.ins[::-1]) if is_half(op.outs[0]) else ():
         terms = set(program.back(term, SHAPES))
         for value in program.back(total, SHAPES):
@@ -154,7 +154,7 @@ def _of_half_sum(program: Program, op: Op) -> str:
 
 
 def _of_rounded(program: Program, op: Op) -> str:
-    """Tells ``half(z) - f(z)``: one side rounded, the other of what it was before."""
+    """Returns whether a value is ``half(z) - f(z)``: one side rounded, the other not."""
     for rounded, other in (op.ins, op.ins[::-1]):
         narrow = _narrowed(program, rounded)
         if narrow is None:
@@ -170,7 +170,7 @@ def _of_rounded(program: Program, op: Op) -> str:
 
 
 def _narrowed(program: Program, value: Value) -> Op | None:
-    """Returns the cast to half that a wider value is the result of, cast up and moved at most."""
+    """Returns the cast to half of a value that was only widened and moved since, or None."""
     if is_half(value):
         return None
     for v in program.back(value, (MOVES | CASTS) - FIXED):
@@ -181,7 +181,7 @@ def _narrowed(program: Program, value: Value) -> Op | None:
 
 
 def _elementwise_unrounded(op: Op) -> bool:
-    """Tells arithmetic and sums, which show a rounding, from matmuls and from roundings."""
+    """Returns whether an operation is arithmetic or a sum, not a matmul or a rounding."""
     return op.spec.need in (rules.FOLLOW, rules.FULL, rules.MOVE) and not narrows(op)
 
 

@@ -1,4 +1,4 @@
-"""Rules of one real step: updates that rounding takes, and loss scales that overflow."""
+"""Rules of one real step: updates that are rounded away, and loss scales that overflow."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,16 +12,16 @@ from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import VALUES, Hit, Rule
 from mpjax._src.lint.states import Carried, carried
 
-# Which share of the entries may stand still. What moves weights by one ulp now and then moves them.
+# The share of entries that may stay unchanged. Updates of one ulp now and then still move weights.
 SHARE = 0.5
 
 
 def stalled_updates(program, op, ins, outs) -> Iterator[Hit]:
-    """Half weights of which most stand still though their update is not zero.
+    """Finds half weights of which most entries do not change although their update is not zero.
 
-    Such an update is less than half an ulp: 1/512 of the weight in bfloat16, 1/4096 in float16; a
-    sum in float32 that is rounded to the weights' dtype loses it as well. Entries whose update is
-    zero do not count. A sum whose rounding is kept (Kahan) is none.
+    Such an update is less than half an ulp: 1/512 of the weight in bfloat16, 1/4096 in float16. A
+    float32 sum that is rounded to the weight's dtype loses it too. Entries whose update is zero are
+    not counted. Sums with compensation (Kahan) are not found.
     """
     weights = _weights(program).get(op)
     if weights is None or ins[0].shape != ins[1].shape:
@@ -40,7 +40,7 @@ def stalled_updates(program, op, ins, outs) -> Iterator[Hit]:
 
 
 def _weights(program: Program) -> dict[Op, tuple[int, Carried]]:
-    """Returns the additions that update half states: which operand is the state, and the state."""
+    """Returns the additions that update half states, each with its operand index and the state."""
     if "weights" not in program.notes:
         found: dict[Op, tuple[int, Carried]] = {}
         for each in carried(program):
@@ -58,21 +58,21 @@ def _weights(program: Program) -> dict[Op, tuple[int, Carried]]:
 
 
 def _is_compensated(program: Program, op: Op, before: Value) -> bool:
-    """Tells a sum from which the old value is taken again: what it lost is kept."""
+    """Returns whether the old value is subtracted from a sum again, which keeps its error."""
     reads = [each for each in program.readers(op.outs[0]) if each.name == "sub"]
     casts = [v for each in program.readers(op.outs[0]) if each.name in CASTS for v in each.outs]
     reads += [each for v in casts for each in program.readers(v) if each.name == "sub"]
     return any(before in program.back(v, MOVES | CASTS) for each in reads for v in each.ins)
 
 
-# A scale below this protects nothing, and is none.
+# Smaller constants are not loss scales.
 LEAST = 2.0
 
 
 def overflowing_scales(program, op, ins, outs) -> Iterator[Hit]:
-    """The first half number of the backward pass that is Inf, under a loss scale that stays.
+    """Finds the first Inf in half in the backward pass, under a static loss scale.
 
-    A dynamic scale is lowered by the step that overflows, and is an argument that changes.
+    A dynamic loss scale is a changing argument, and is lowered by the step that overflows.
     """
     if program.notes.get("overflowed") or not program.is_backward(op):
         return
@@ -92,7 +92,7 @@ def overflowing_scales(program, op, ins, outs) -> Iterator[Hit]:
 
 
 def _static_scale(program: Program) -> str:
-    """Returns the constant that the cotangent of a scalar is multiplied by, or ""."""
+    """Returns as text the constant that multiplies the cotangent of a scalar, or ""."""
     if "scale" not in program.notes:
         program.notes["scale"] = next(
             (found for op in program.named("mul") if (found := _scale(program, op))), ""
