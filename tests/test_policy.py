@@ -134,10 +134,10 @@ def test_half_alone_means_what_the_device_is_best_at():
     [
         ("mixed_bf16", "Did you mean 'mixed_bfloat16'?"),
         ("mixed-float16", "Did you mean 'mixed_float16'?"),
-        ("O4", "'O4' is no policy name. Legal are 'float32', 'mixed_float16'"),
+        ("O4", "'O4' is not the name of a policy. Legal are 'float32', 'mixed_float16'"),
         ("O2:float32", "the suffix='float32' is not a half dtype. Legal are 'float16' and"),
         ("O2:", "policy='O2:': the suffix='' is not a floating dtype"),
-        ("bf16:float16", "'bf16:float16' is no policy name"),
+        ("bf16:float16", "'bf16:float16' is not the name of a policy"),
         ("", "policy='' is empty. Legal are names such as float32, mixed_float16"),
         ("  ", "is empty"),
         ('O1,half_ops=[["exp"]]', "half_ops=[['exp']] must be a sequence of strings"),
@@ -370,11 +370,11 @@ def test_op_lists():
 @pytest.mark.parametrize(
     ("lists", "message"),
     [
-        ({"half": ("exp",), "full": ("exp",)}, "'exp' is in half_ops already"),
+        ({"half": ("exp",), "full": ("exp",)}, "'exp' is also in half_ops"),
         ({"full": ("expp",)}, r"full_ops: JAX has no primitive named 'expp'. Did you mean 'exp'\?"),
         ({"half": "matmul"}, "JAX has no primitive named 'matmul'"),
         ({"half": None}, "half=None must be a sequence of strings"),
-        ({"half": "cholesky"}, "JAX has no half-precision form of 'cholesky'"),
+        ({"half": "cholesky"}, "JAX cannot compute 'cholesky' in half precision"),
         ({"full": "scan"}, "full_ops: 'scan' is not an operation with a dtype of its own"),
     ],
 )

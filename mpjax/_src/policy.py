@@ -1,7 +1,7 @@
-"""Policies: which dtype parameters are stored in, computed in, and handed out in.
+"""Policies: the dtypes that a program stores, computes and returns its values in.
 
-A policy is data. The named ones are the rows of `LEVELS` and `NAMES`; `get_policy` reads the string
-grammar, `str(policy)` writes it. What the casts do to a tree is in `trees`.
+A policy is data. `LEVELS` and `NAMES` list the named policies. `get_policy` parses the string
+grammar and `str(policy)` writes it. The casts themselves are in `trees`.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from mpjax._src.trees import cast, cast_leaf
 
 T = TypeVar("T")
 
-# The parameters of normalization layers, as Flax, Equinox, Haiku and Torch users name them.
+# Names of normalization layers in Flax, Equinox, Haiku and PyTorch models.
 NORM_PATTERNS = (
     *("*norm*", "*/bn/*", "*/ln/*", "*/gn/*"),
     *("*/bn[0-9_]*", "*/ln[0-9_]*", "*/gn[0-9_]*", "*_bn/*", "*_ln/*", "*_gn/*"),
@@ -42,34 +42,40 @@ OP_LISTS = ("half_ops", "full_ops", "follow_ops")
 
 
 class Choice(NamedTuple):
-    """A setting with few legal values; the first is the default."""
+    """A setting with a few legal values. The first value is the default.
+
+    Attributes:
+        values: The legal values.
+        legal: The end of the error message: the legal values and what each one means.
+    """
 
     values: tuple[str, ...]
     legal: str
 
 
-_HALF_IS = "Which half is the policy's compute dtype."
+_HALF_IS = "'half' means the policy's compute dtype."
 CHOICES = {
     "casting": Choice(
         ("boundary", "op"),
-        "'boundary' (cast parameters and inputs once) or 'op' (operation by operation).",
+        "'boundary' (cast parameters and inputs once) or 'op' (choose the dtype of each "
+        "operation).",
     ),
     "storage": Choice(
         ("fast", "lean"),
-        "'fast' (few bytes moved) or 'lean' (few bytes kept for the backward pass).",
+        "'fast' (move few bytes) or 'lean' (keep few bytes for the backward pass).",
     ),
     "gather": Choice(
         ("half", "float32"),
-        "'half' or 'float32', what devices gather parameters in. " + _HALF_IS,
+        "'half' or 'float32', the dtype in which devices gather parameters. " + _HALF_IS,
     ),
     "reduce": Choice(
         ("float32", "half"),
-        "'half' or 'float32', what devices sum gradients in. " + _HALF_IS,
+        "'half' or 'float32', the dtype in which devices sum gradients. " + _HALF_IS,
     ),
     "masters": Choice(
         ("float32", "split", "split8"),
-        "'float32' (a master of each half parameter), 'split' (the 16 bits that a bfloat16 "
-        "parameter lacks) or 'split8' (8 of them).",
+        "'float32' (a float32 master of each half parameter), 'split' (the 16 bits that a "
+        "bfloat16 parameter lacks) or 'split8' (8 of these bits).",
     ),
     "rounding": Choice(
         ("nearest", "stochastic", "kahan"),
@@ -77,46 +83,53 @@ CHOICES = {
     ),
     "moments": Choice(
         ("float32", "8bit"),
-        "'float32' or '8bit' (codes, with a scale for each block).",
+        "'float32' or '8bit' (8-bit codes, with a scale for each block).",
     ),
 }
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy(jmp.Policy):
-    """How a program uses precision; frozen, hashable, and a `jmp.Policy`.
+    """The dtypes that a program stores, computes and returns its floating values in.
+
+    A policy is frozen and hashable, and it is a `jmp.Policy`. `get_policy` makes one from a string
+    such as ``"mixed_bfloat16"``.
 
     Attributes:
-        param_dtype: What floating parameters are stored in.
-        compute_dtype: What the forward and backward passes compute in.
-        output_dtype: What floating results are handed out in.
-        overrides: ``(pattern, dtype)`` pairs that decide storage and compute dtype of the
-            parameters whose path matches; the first match wins. See `override`.
-        keep_full: Patterns of parameters *stored* in float32 whatever ``param_dtype`` says, such
-            as O2's normalization layers. Unlike overrides they may match nothing, and leave the
-            compute dtype alone.
+        param_dtype: The dtype in which floating parameters are stored.
+        compute_dtype: The dtype of the forward and backward passes.
+        output_dtype: The dtype of floating results.
+        overrides: ``(pattern, dtype)`` pairs. A parameter whose path matches a pattern is stored
+            and computed in that dtype; the first match wins. See `override`.
+        keep_full: Patterns of parameters that are *stored* in float32 whatever ``param_dtype``
+            says, such as the normalization layers of O2. Their compute dtype does not change.
+            Unlike an override, a pattern may match nothing.
         master_weights: Whether training keeps a float32 copy of half parameters in the optimizer
             state.
-        casting: "op" where the dtype is chosen operation by operation (O1, O2), "boundary" where
-            parameters and inputs are cast once, as jmp does.
-        half_ops: Names of JAX primitives that compute in half, for op-level casting.
-        full_ops: Names of JAX primitives that compute in float32.
-        follow_ops: Names of JAX primitives that follow their inputs.
-        storage: What the backward pass is given, for op-level casting: "fast" or "lean". See
-            `with_storage`.
-        fused_attention: Whether attention that is written by hand becomes the fused kernel of the
-            device, for op-level casting. See `with_fused_attention`.
-        gather: What devices gather parameters in, "half" or "float32", for op-level casting. See
-            `with_communication`.
-        reduce: What devices sum gradients of parameters in, "float32" or "half".
-        masters: How masters are kept, "float32", "split" or "split8". See `with_optimizer_state`.
-        rounding: How half parameters without masters are rounded: "nearest", "stochastic" or
-            "kahan".
-        moments: What the optimizer's moments are kept in, "float32" or "8bit".
+        casting: "op" if the dtype is chosen operation by operation (O1, O2), "boundary" if
+            parameters and inputs are cast once, as in jmp.
+        half_ops: Names of JAX primitives that compute in half. For op-level casting.
+        full_ops: Names of JAX primitives that compute in float32. For op-level casting.
+        follow_ops: Names of JAX primitives that compute in the dtype of their inputs. For op-level
+            casting.
+        storage: "fast" to move few bytes, "lean" to keep few bytes for the backward pass. For
+            op-level casting; see `with_storage`.
+        fused_attention: Whether hand-written attention runs in the device's fused kernel. For
+            op-level casting; see `with_fused_attention`.
+        gather: The dtype in which devices gather parameters, "half" or "float32". For op-level
+            casting; see `with_communication`.
+        reduce: The dtype in which devices sum the gradients of parameters, "float32" or "half".
+            For op-level casting; see `with_communication`.
+        masters: The form of the master weights: "float32", "split" or "split8". See
+            `with_optimizer_state`.
+        rounding: How half parameters without master weights are rounded: "nearest", "stochastic"
+            or "kahan". See `with_optimizer_state`.
+        moments: The form of the optimizer's moments, "float32" or "8bit". See
+            `with_optimizer_state`.
 
     Raises:
-        ValueError: If a dtype, a pattern, the name of a primitive or a setting is not legal, or two
-            of them contradict each other.
+        ValueError: If a dtype, a pattern, the name of a primitive or a setting is not legal, or if
+            two settings contradict each other.
 
     Example:
         >>> import mpjax
@@ -148,21 +161,21 @@ class Policy(jmp.Policy):
             object.__setattr__(self, name, value)
 
     def override(self, patterns: Mapping[str, DTypeLike]) -> "Policy":
-        """Returns this policy with dtypes of its own for the parameters that patterns match.
+        """Returns a copy of this policy that gives some parameters a dtype of their own.
 
-        Paths are joined with "/" from the root of the parameter tree ("Dense_0/kernel"). Patterns
-        are globs, case-insensitive; ``*`` crosses "/", and a leading ``*/`` also matches at the
-        root. The first match wins, and a later call goes before earlier ones.
+        A path joins the keys from the root of the parameter tree with "/" ("Dense_0/kernel").
+        Patterns are case-insensitive globs: ``*`` also matches "/", and a leading ``*/`` also matches
+        at the root. The first match wins. The patterns of a later call come before earlier ones.
 
         Args:
-            patterns: From pattern to dtype.
+            patterns: A mapping from pattern to dtype.
 
         Returns:
             A new policy.
 
         Raises:
             ValueError: If a dtype is not legal. A pattern that matches no parameter is an error
-                once the parameters are seen: in ``init`` or `check_overrides`.
+                too, raised where the parameters are known: in ``init`` or `check_overrides`.
 
         Example:
             >>> import mpjax
@@ -179,7 +192,10 @@ class Policy(jmp.Policy):
         full: str | Iterable[str] = (),
         follow: str | Iterable[str] = (),
     ) -> "Policy":
-        """Returns this policy with primitives added to its op lists, for op-level casting.
+        """Returns a copy of this policy with primitives added to its op lists.
+
+        The lists apply to op-level casting (`autocast`). They take precedence over mpjax's own
+        table of primitives.
 
         Args:
             half: Names of JAX primitives to compute in the half dtype.
@@ -190,7 +206,7 @@ class Policy(jmp.Policy):
             A new policy.
 
         Raises:
-            ValueError: If JAX has no primitive of a name, or a name is in two lists.
+            ValueError: If JAX has no primitive with such a name, or if a name is in two lists.
 
         Example:
             >>> import mpjax
@@ -206,21 +222,21 @@ class Policy(jmp.Policy):
         )
 
     def with_storage(self, storage: str) -> "Policy":
-        """Returns this policy with another choice of what is kept for the backward pass.
+        """Returns a copy of this policy that stores less for the backward pass, or moves less.
 
-        For op-level casting. It changes memory and time, and no result but by rounding.
+        Applies to op-level casting. It changes memory and time; results differ by rounding alone.
 
         Args:
-            storage: "fast", the default: as few bytes as possible are moved. "lean": as few as
-                possible are kept from the forward to the backward pass, which then computes
-                elementwise work again, across norms and activations; no matmul, convolution or
-                reduction runs twice. What you wrap in `jax.checkpoint` yourself stays as it is.
+            storage: "fast", the default, moves as few bytes as possible. "lean" keeps as few bytes
+                as possible from the forward to the backward pass. The backward pass then repeats
+                elementwise operations, across norms and activations; no matmul, convolution or
+                reduction runs twice. Functions that you wrap in `jax.checkpoint` stay as they are.
 
         Returns:
             A new policy.
 
         Raises:
-            ValueError: If ``storage`` is neither.
+            ValueError: If ``storage`` is neither "fast" nor "lean".
 
         Example:
             >>> import mpjax
@@ -230,18 +246,20 @@ class Policy(jmp.Policy):
         return dataclasses.replace(self, storage=storage)
 
     def with_fused_attention(self, fused_attention: bool = True) -> "Policy":
-        """Returns this policy with attention that is written by hand run by the fused kernel.
+        """Returns a copy of this policy that runs hand-written attention in a fused kernel.
 
-        For op-level casting. ``softmax(scale * q @ k.T + bias) @ v``, masked or causal, however it
-        is spelled, becomes cuDNN's kernel on NVIDIA GPUs from Ampere on, and flash attention on
-        TPUs: the scores are never written out, so that memory grows linearly with the sequence.
-        What the kernel does not take (a dropout, probabilities that are read elsewhere, a device
-        without one) stays as it was planned, and `explain` says why. It changes memory and time,
-        and results by the kernel's rounding alone; a row of which every entry is masked by -Inf
-        gives finite numbers, not NaN.
+        Applies to op-level casting. mpjax recognises ``softmax(scale * q @ k.T + bias) @ v``,
+        masked or causal, in any spelling. It runs cuDNN's kernel on NVIDIA GPUs from Ampere on and
+        flash attention on TPUs. The kernel does not write out the scores, so memory grows linearly
+        with the sequence length.
+
+        Attention that the kernel cannot run stays as planned without this setting: with dropout,
+        with probabilities that are read elsewhere, or on a device without a kernel. `explain` says
+        why. Results change by the kernel's rounding alone, with one exception: a row in which
+        -Inf masks every entry gives finite numbers instead of NaN.
 
         Args:
-            fused_attention: Whether to do so.
+            fused_attention: True to use the fused kernel, False to leave attention as written.
 
         Returns:
             A new policy.
@@ -254,24 +272,27 @@ class Policy(jmp.Policy):
             >>> str(mpjax.get_policy("mixed_bfloat16").with_fused_attention())
             'mixed_bfloat16,fused_attention=true'
 
-        Dao et al., FlashAttention, 2022.
+        References:
+            Dao et al., FlashAttention, 2022.
         """
         return dataclasses.replace(self, fused_attention=fused_attention)
 
     def with_communication(self, gather: str = "half", reduce: str = "float32") -> "Policy":
-        """Returns this policy with other dtypes in which devices exchange parameters and gradients.
+        """Returns a copy of this policy with other dtypes for the traffic between devices.
 
-        For op-level casting, and for programs that are sharded over several devices; nothing
-        changes on one. `compile_for` lists what a program exchanges, and in which dtype.
+        Applies to op-level casting of programs that are sharded over several devices. On one
+        device nothing changes. `compile_for` lists the arrays that a program exchanges and their
+        dtypes.
 
         Args:
-            gather: What a parameter that is used in half is gathered in. "half", the default, casts
-                it first, before a `jax.sharding.reshard` too. "float32" leaves a `reshard` as it is
-                written. Where axes are automatic XLA gathers what a matmul reads, which is half.
-            reduce: What the gradient of a parameter is summed in, over devices. "float32", the
-                default: a matmul's gradient is the float32 accumulator. "half" sends half the
-                bytes, and rounds each device's part. A convolution's gradient is half where axes
-                are automatic: XLA sums it where it is made, and cuDNN makes it in half.
+            gather: The dtype in which devices gather a parameter that is used in half. "half", the
+                default, casts the parameter before it is gathered, also before a
+                `jax.sharding.reshard`. "float32" leaves a `reshard` as it is written. With
+                automatic mesh axes XLA gathers the operand of the matmul, which is half.
+            reduce: The dtype in which devices sum the gradient of a parameter. With "float32", the
+                default, a matmul's gradient is sent as its float32 accumulator. "half" sends half
+                the bytes and rounds the part of each device. With automatic mesh axes the gradient
+                of a convolution is half in any case: XLA sums it where cuDNN computes it, in half.
 
         Returns:
             A new policy.
@@ -284,34 +305,36 @@ class Policy(jmp.Policy):
             >>> str(mpjax.get_policy("mixed_bfloat16").with_communication(reduce="half"))
             'mixed_bfloat16,reduce=half'
 
-        Zhao et al., PyTorch FSDP, 2023: ``MixedPrecisionPolicy(param_dtype, reduce_dtype)``.
+        References:
+            Zhao et al., PyTorch FSDP, 2023: ``MixedPrecisionPolicy(param_dtype, reduce_dtype)``.
         """
         return dataclasses.replace(self, gather=gather, reduce=reduce)
 
     def with_optimizer_state(
         self, masters: str = "float32", rounding: str = "nearest", moments: str = "float32"
     ) -> "Policy":
-        """Returns this policy with another choice of what the optimizer keeps for each weight.
+        """Returns a copy of this policy that keeps other optimizer state for each weight.
 
-        For `build_train_step`, `mixed_precision` and what is made of them. Float32 parameters have
-        neither masters nor anything that rounding could take: for them the first two do nothing.
+        Applies to `build_train_step`, `mixed_precision` and the framework adapters built on them.
+        ``masters`` and ``rounding`` have no effect on float32 parameters, which need neither.
 
         Args:
-            masters: Of policies with master weights: "float32" (6 bytes a weight, with the half
-                parameter), "split" (4 bytes, the same masters bit for bit; bfloat16 alone) or
-                "split8" (3 bytes). See `with_master_weights`.
-            rounding: Of policies without: "nearest" (2 bytes a weight, small updates are lost),
-                "stochastic" (2 bytes) or "kahan" (4 bytes). See `with_stochastic_rounding` and
-                `with_kahan_summation`.
+            masters: The form of the master weights, for policies that have them: "float32" (6
+                bytes a weight, including the half parameter), "split" (4 bytes, the same masters
+                bit for bit, bfloat16 parameters only) or "split8" (3 bytes). See
+                `with_master_weights`.
+            rounding: How updates are rounded, for policies without master weights: "nearest" (2
+                bytes a weight, small updates are lost), "stochastic" (2 bytes) or "kahan" (4
+                bytes). See `with_stochastic_rounding` and `with_kahan_summation`.
             moments: "float32" (4 bytes a moment) or "8bit" (1 byte). See `with_8bit_moments`.
 
         Returns:
             A new policy.
 
         Raises:
-            ValueError: If an argument is not legal; if masters are split and parameters float16; if
-                a policy with half parameters and masters is to round otherwise than to the nearest,
-                or one without masters to split them.
+            ValueError: If an argument is not legal; if ``masters`` is split and the parameters are
+                float16; if half parameters have masters and ``rounding`` is not "nearest"; or if
+                half parameters have no masters and ``masters`` is not "float32".
 
         Example:
             >>> import mpjax
@@ -324,11 +347,19 @@ class Policy(jmp.Policy):
         """Casts a tree of parameters to the dtypes they are stored in.
 
         Args:
-            tree: A pytree whose paths the overrides speak of. Leaves that are not real floating
-                arrays pass through; float64 ones too, unless an override names them.
+            tree: A pytree. The patterns of `overrides` and `keep_full` are matched against its
+                paths. Leaves that are not real floating arrays pass through unchanged; so do
+                float64 leaves, unless an override matches them.
 
         Returns:
-            A pytree of the same structure.
+            A pytree of the same structure and shapes.
+
+        Example:
+            >>> import mpjax
+            >>> policy = mpjax.get_policy("O2:bfloat16")
+            >>> params = {"kernel": np.ones(2, np.float32), "norm": np.ones(2, np.float32)}
+            >>> {name: str(x.dtype) for name, x in policy.cast_to_param(params).items()}
+            {'kernel': 'bfloat16', 'norm': 'float32'}
         """
 
         def stored(path):
@@ -338,13 +369,19 @@ class Policy(jmp.Policy):
         return self._cast_by_path(tree, stored, uniform=not self.keep_full)
 
     def cast_to_compute(self, tree: T) -> T:
-        """Casts a tree of parameters, or of inputs, to the dtypes they are computed in.
+        """Casts a tree of parameters or inputs to the dtypes that the program computes in.
 
         Args:
-            tree: As for `cast_to_param`.
+            tree: A pytree, as for `cast_to_param`. `keep_full` does not apply.
 
         Returns:
-            A pytree of the same structure.
+            A pytree of the same structure and shapes.
+
+        Example:
+            >>> import mpjax
+            >>> policy = mpjax.get_policy("mixed_bfloat16")
+            >>> policy.cast_to_compute({"x": np.ones(2, np.float32)})["x"].dtype
+            dtype(bfloat16)
         """
         return self._cast_by_path(tree, lambda path: self.compute_dtype, uniform=True)
 
@@ -352,25 +389,32 @@ class Policy(jmp.Policy):
         """Casts the real floating leaves of a tree of results to the output dtype.
 
         Args:
-            tree: Any pytree. Overrides do not speak of results.
+            tree: Any pytree. Overrides do not apply to results.
 
         Returns:
-            A pytree of the same structure.
+            A pytree of the same structure and shapes.
         """
         return cast(tree, self.output_dtype)
 
     def override_for(self, path: str) -> np.dtype | None:
-        """Returns the dtype that the first matching override gives to a path, or None."""
+        """Returns the dtype that the first matching override gives to a path.
+
+        Args:
+            path: The path of a parameter, such as "Dense_0/kernel".
+
+        Returns:
+            The dtype, or None if no override matches.
+        """
         return next((dtype for pattern, dtype in self.overrides if matches(pattern, path)), None)
 
     def check_overrides(self, params: Any) -> None:
         """Checks that every pattern of `overrides` matches a parameter.
 
         Args:
-            params: The tree of parameters, concrete or abstract.
+            params: The tree of parameters: arrays or `jax.ShapeDtypeStruct`.
 
         Raises:
-            ValueError: If a pattern matches none, naming the nearest paths.
+            ValueError: If a pattern matches no parameter. The message names the nearest paths.
         """
         known = paths(params)
         for pattern, _ in self.overrides:
@@ -378,13 +422,13 @@ class Policy(jmp.Policy):
                 near = ", ".join(map(repr, nearest_paths(pattern, known))) or "none at all"
                 raise ValueError(
                     f"overrides: the pattern {brief(pattern)} matches no parameter path. The "
-                    f"nearest are {near}. Paths start at the root of the parameter tree; '*' "
-                    "crosses '/', and a leading '*/' matches at any depth."
+                    f"nearest are {near}. Paths start at the root of the parameter tree; '*' also "
+                    "matches '/', and a leading '*/' matches at any depth."
                 )
 
     @property
     def needs_loss_scaling(self) -> bool:
-        """Whether something computes in float16, where small gradients vanish."""
+        """Whether a part of the program computes in float16, where small gradients underflow."""
         return FLOAT16 in (self.compute_dtype, *(dtype for _, dtype in self.overrides))
 
     def _cast_by_path(self, tree: T, default: Callable[[str], np.dtype], uniform: bool) -> T:
@@ -399,7 +443,7 @@ class Policy(jmp.Policy):
         return jax.tree_util.tree_map_with_path(convert, tree)
 
     def __str__(self) -> str:
-        # What is spelled out after the name.
+        # These settings are written after the name of the policy.
         chosen = {k: row.values[0] for k, row in CHOICES.items() if k != "casting"}
         extras: dict[str, Any] = {
             "overrides": (),
@@ -434,7 +478,7 @@ class Policy(jmp.Policy):
         return f"Policy({', '.join(shown)})"
 
 
-# The levels of Apex, Paddle and MindSpore; "half" stands for the half dtype that is asked for.
+# The levels of Apex, Paddle and MindSpore; "half" stands for the half dtype that the user chooses.
 LEVELS: dict[str, dict[str, Any]] = {
     name: dict(zip(("param_dtype", "compute_dtype", "output_dtype"), dtypes, strict=True), **more)
     for name, dtypes, more in (
@@ -444,9 +488,9 @@ LEVELS: dict[str, dict[str, Any]] = {
         ("O3", ("half", "half", "half"), {"master_weights": False}),
     )
 }
-# Keras's names for two of them.
+# Keras's names for O1.
 KERAS = {"mixed_float16": "O1:float16", "mixed_bfloat16": "O1:bfloat16"}
-# Those of Lightning's Trainer(precision=...), and Accelerate's mixed_precision="no".
+# The names in Lightning's Trainer(precision=...), and Accelerate's mixed_precision="no".
 LIGHTNING = {
     "16-mixed": "O1:float16",
     "bf16-mixed": "O1:bfloat16",
@@ -455,7 +499,7 @@ LIGHTNING = {
     **dict.fromkeys(("32-true", "32", "no"), "O0"),
 }
 ALIASES = {**KERAS, **LIGHTNING}
-# What str(policy) calls a policy that has a name; the first name that fits is taken.
+# The names that str(policy) writes; the first name that fits is taken.
 NAMES = ("float32", *KERAS, *(f"{level}:{half}" for level in ("O2", "O3") for half in HALVES))
 
 # The keys of the grammar, with jmp's first.
@@ -477,36 +521,38 @@ KEYS = {
 
 
 def get_policy(x: "str | jmp.Policy", half: DTypeLike | None = None) -> Policy:
-    """Returns the policy that a string names, or that a policy is.
+    """Returns the policy that a string describes.
 
-    The grammar, in which spaces and letter case do not matter:
+    Spaces and letter case do not matter. A string is one of these:
 
-    - jmp's: "p=f32,c=bf16,o=f32" or "params=float32, compute=bf16"; parameters default to
-      float32, compute follows parameters, output follows compute. A dtype alone ("bf16", "half")
-      stands for all three.
-    - Keras's names: "float32", "mixed_float16", "mixed_bfloat16".
-    - Lightning's: "16-mixed" and "bf16-mixed" (O1), "16-true" and "bf16-true" (O3), "32-true".
-    - The levels of Apex, Paddle and MindSpore: "O0" (all float32), "O1" (float32 parameters,
-      op-level casting), "O2" (half parameters but for norm layers, float32 masters and outputs),
-      "O3" (everything half, no masters), with the half dtype as a suffix: "O2:float16".
-    - After any of these, refinements: ``master_weights=false``, ``casting=op``,
-      ``storage=lean``, ``fused_attention=true``, ``reduce=half``, ``masters=split``,
-      ``rounding=stochastic``, ``moments=8bit``,
-      ``overrides={"*norm*": "f32"}``, ``half_ops=["exp"]`` (JSON after the equals sign).
+    - The form of jmp: "p=f32,c=bf16,o=f32" or "params=float32, compute=bf16". Parameters default
+      to float32, the compute dtype to that of the parameters, and the output dtype to the compute
+      dtype. A single dtype ("bf16", "half") stands for all three.
+    - A name of Keras: "float32", "mixed_float16", "mixed_bfloat16".
+    - A name of Lightning: "16-mixed" and "bf16-mixed" (O1), "16-true" and "bf16-true" (O3),
+      "32-true" (O0).
+    - A level of Apex, Paddle and MindSpore: "O0" (all float32), "O1" (float32 parameters, op-level
+      casting), "O2" (half parameters except in norm layers, float32 master weights and outputs),
+      "O3" (everything half, no master weights). A suffix names the half dtype: "O2:float16".
+
+    Settings may follow, separated by commas: ``master_weights=false``, ``casting=op``,
+    ``storage=lean``, ``fused_attention=true``, ``gather=float32``, ``reduce=half``,
+    ``masters=split``, ``rounding=stochastic``, ``moments=8bit``, ``overrides={"*norm*": "f32"}``,
+    ``half_ops=["exp"]``. Mappings and lists are written in JSON.
 
     Args:
-        x: The string, a `Policy` or a `jmp.Policy`.
-        half: What "half", and a level without a suffix, mean: float16 or bfloat16. If None, what
-            the default device is best at (`half_dtype`): bfloat16 on TPU, CPU and NVIDIA GPUs of
-            compute capability 8.0 or more, float16 on older ones. jmp differs here: its "half" is
-            float16 off TPU.
+        x: The string. A `Policy` is returned as it is; a `jmp.Policy` is converted.
+        half: The dtype that "half" and a level without a suffix mean: float16 or bfloat16. If
+            None, the half dtype that suits the default device (`half_dtype`): bfloat16 on TPUs,
+            CPUs and NVIDIA GPUs of compute capability 8.0 or more, float16 on older NVIDIA GPUs.
+            In jmp, by contrast, "half" is float16 everywhere except on TPUs.
 
     Returns:
         A `Policy`. ``get_policy(str(p)) == p`` for every policy ``p``.
 
     Raises:
         TypeError: If ``x`` is neither a string nor a policy.
-        ValueError: If the string does not follow the grammar; the message says where.
+        ValueError: If the string does not follow the grammar. The message says where.
 
     Example:
         >>> import mpjax
@@ -523,7 +569,8 @@ def get_policy(x: "str | jmp.Policy", half: DTypeLike | None = None) -> Policy:
     if not isinstance(x, str):
         raise TypeError(
             f"policy={brief(x)} must be a string such as 'mixed_bfloat16', an mpjax.Policy or a "
-            f"jmp.Policy, not a {type(x).__name__}. A dtype for everything is its name: 'bfloat16'."
+            f"jmp.Policy, not a {type(x).__name__}. To use one dtype everywhere, give its name: "
+            "'bfloat16'."
         )
     name, refinements = _split(x)
     base = _named(name, x, half) if name else None
@@ -555,17 +602,17 @@ def _named(name: str, text: str, half: np.dtype | None) -> Policy:
             return Policy(dtype, dtype, dtype)
         choices = [*NAMES, *LEVELS, *LIGHTNING, *BY_NAME, "half"]
         raise ValueError(
-            f"policy={brief(text)} is not known: {brief(name)} is no policy name. Legal are "
-            "'float32', 'mixed_float16', 'mixed_bfloat16', the levels 'O0' to 'O3' (with a suffix "
-            "as in 'O2:float16'), a dtype such as 'bf16', and jmp's form 'p=f32,c=bf16,o=f32'."
-            + did_you_mean(name, choices)
+            f"policy={brief(text)} is not known: {brief(name)} is not the name of a policy. Legal "
+            "are 'float32', 'mixed_float16', 'mixed_bfloat16', the levels 'O0' to 'O3' (with a "
+            "suffix as in 'O2:float16'), a dtype such as 'bf16', and jmp's form "
+            "'p=f32,c=bf16,o=f32'." + did_you_mean(name, choices)
         )
     if colon:
         asked = _as_half(suffix.strip(), f"policy={brief(text)}: the suffix")
         if half not in (None, asked):
             raise ValueError(
-                f"policy={brief(text)} asks for {asked}, but half={half.name!r}. Give one of the "
-                "two."
+                f"policy={brief(text)} asks for {asked}, but half={half.name!r}. Remove the suffix "
+                "or the argument half."
             )
         half = asked
 
@@ -589,7 +636,7 @@ _COMMA = re.compile(r"\s*(,|$)")
 
 
 def _split(text: str) -> tuple[str, dict[str, Any]]:
-    """Splits "name, key=value, ..." into the name ("" if none) and the values by field."""
+    """Splits "name, key=value, ..." into the name ("" if there is none) and the values by field."""
     name, position = "", 0
     values: dict[str, Any] = {}
     while position < len(text) or not (name or values):
@@ -627,7 +674,7 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _value(text: str, position: int) -> tuple[Any, int]:
-    """Reads one value: JSON where it opens with a bracket, else the text up to a comma."""
+    """Reads one value: JSON if it begins with a bracket, else the text up to a comma."""
     if text[position : position + 1] in ("{", "["):
         try:
             # Pairs, not a dict: their order matters.
@@ -642,7 +689,7 @@ def _value(text: str, position: int) -> tuple[Any, int]:
 
 
 def _word(text: str, position: int) -> tuple[str, int]:
-    """Returns the text up to the next comma, and where it ends."""
+    """Returns the text up to the next comma, and the position of the comma."""
     end = text.find(",", position)
     end = len(text) if end < 0 else end
     return text[position:end].strip(), end
@@ -666,7 +713,7 @@ def _spell_out(policy: Policy) -> str:
 
 
 def _canonical_fields(policy: Policy) -> dict[str, Any]:
-    """Returns every field in its one canonical form, or raises what is wrong with it."""
+    """Returns the fields in canonical form. Raises a ValueError for a field that is not legal."""
     fields: dict[str, Any] = {
         name: canonical(getattr(policy, name), name)
         for name in ("param_dtype", "compute_dtype", "output_dtype")
@@ -692,52 +739,53 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
         for name in fields[names]:
             if name in listed:
                 raise ValueError(
-                    f"{names}: {brief(name)} is in {listed[name]} already. An op belongs to one "
-                    "list."
+                    f"{names}: {brief(name)} is also in {listed[name]}. Name a primitive in one "
+                    "list only."
                 )
             listed[name] = names
     unknown = set(listed) - _jax.primitive_names() if listed else set()
     for name in sorted(unknown, key=str):
         raise ValueError(
             f"{listed[name]}: JAX has no primitive named {brief(name)}."
-            f"{did_you_mean(name, _jax.primitive_names())} Names are those that "
-            "jax.make_jaxpr prints, such as 'dot_general', 'exp' or 'reduce_sum'."
+            f"{did_you_mean(name, _jax.primitive_names())} Use the names that jax.make_jaxpr "
+            "prints, such as 'dot_general', 'exp' or 'reduce_sum'."
         )
     for name in sorted(name for name in listed if rule_of(name).need == PROGRAM):
         raise ValueError(
-            f"{listed[name]}: {brief(name)} is not an operation with a dtype of its own, but a "
-            "program, a kernel or the function's own cast. Name the operations inside it, or use "
-            "an override or mpjax.precision for a part of the function."
+            f"{listed[name]}: {brief(name)} has no compute dtype of its own: it is a call, a loop, "
+            "a branch, a kernel or a cast that the function writes itself. Name the operations "
+            "inside it, or use an override or mpjax.precision for a part of the function."
         )
     for name in sorted(name for name in fields["half_ops"] if NO_HALF_FORM in rule_of(name).traits):
         raise ValueError(
-            f"half_ops: JAX has no half-precision form of {brief(name)}. Leave it out."
+            f"half_ops: JAX cannot compute {brief(name)} in half precision. Remove it."
         )
     return fields
 
 
 def _check_kept(policy: Policy, fields: dict[str, Any]) -> None:
-    """Refuses what the optimizer cannot keep for weights, or need not."""
+    """Refuses settings of masters and rounding that contradict the rest of the policy."""
     stored = fields["param_dtype"]
     if stored not in HALVES:
         return
     if policy.masters != CHOICES["masters"].values[0]:
         if not policy.master_weights:
             raise ValueError(
-                f"masters={policy.masters!r}: the policy keeps no masters. Add "
-                "master_weights=true, or take an O2 policy; for weights without masters, "
-                "rounding=stochastic."
+                f"masters={policy.masters!r}: the policy keeps no master weights. Add "
+                "master_weights=true or use an O2 policy. To train without master weights, use "
+                "rounding=stochastic instead."
             )
         if stored == FLOAT16:
             raise ValueError(
-                f"masters={policy.masters!r}: parameters are stored in float16, and a master is "
-                "split into a bfloat16 parameter, which is the first 16 bits of a float32 number, "
-                "and the rest. Store them in bfloat16, or leave masters=float32."
+                f"masters={policy.masters!r} needs bfloat16 parameters, but they are stored in "
+                "float16. A master is split into its first 16 bits, which are a bfloat16 number, "
+                "and the remaining bits. Store parameters in bfloat16, or use masters=float32."
             )
     if policy.rounding != CHOICES["rounding"].values[0] and policy.master_weights:
         raise ValueError(
-            f"rounding={policy.rounding!r}: half parameters have masters, to which no update is "
-            "lost. Add master_weights=false, or take an O3 policy."
+            f"rounding={policy.rounding!r} is for half parameters without master weights, but the "
+            "policy keeps master weights, which lose no update. Add master_weights=false, use an "
+            "O3 policy, or leave rounding=nearest."
         )
 
 

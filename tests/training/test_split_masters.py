@@ -206,7 +206,7 @@ def test_what_is_refused():
     "policy, message",
     [
         ("O2:float16,masters=split", "stored in float16"),
-        ("O3:bfloat16,masters=split", "keeps no masters"),
+        ("O3:bfloat16,masters=split", "keeps no master weights"),
         ("O2:bfloat16,rounding=kahan", "half parameters have masters"),
         ("O2:bfloat16,masters=whole", "masters='whole' must be 'float32'"),
         ("O3:bfloat16,rounding=up", "rounding='up' must be 'nearest'"),
