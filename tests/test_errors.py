@@ -74,7 +74,7 @@ def test_what_is_no_function_is_named_at_once(take, wrong):
 
 
 def test_a_policy_in_the_place_of_the_function_is_recognised():
-    with pytest.raises(TypeError, match="A policy is the second argument, or policy="):
+    with pytest.raises(TypeError, match="Pass a policy as the second argument or policy="):
         mpjax.autocast("mixed_bfloat16")
 
 

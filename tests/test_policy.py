@@ -375,7 +375,7 @@ def test_op_lists():
         ({"half": "matmul"}, "JAX has no primitive named 'matmul'"),
         ({"half": None}, "half=None must be a sequence of strings"),
         ({"half": "cholesky"}, "JAX cannot compute 'cholesky' in half precision"),
-        ({"full": "scan"}, "full_ops: 'scan' is not an operation with a dtype of its own"),
+        ({"full": "scan"}, "full_ops: 'scan' has no compute dtype of its own"),
     ],
 )
 def test_bad_op_lists_are_refused(lists, message):

@@ -130,11 +130,16 @@ def test_arrays_of_strings_are_leaves_that_are_no_arrays():
 @pytest.mark.parametrize(
     ("pred", "a", "b", "message"),
     [
-        (jnp.array([True]), 1.0, 1.0, r"pred=.*must be one bool"),
-        (jnp.float32(1), 1.0, 1.0, r"pred=.*must be one bool"),
-        (True, {"f": "relu"}, {"f": "gelu"}, r"leaf 'f' is no array and differs: 'relu'"),
+        (jnp.array([True]), 1.0, 1.0, r"pred=.*must be a single bool"),
+        (jnp.float32(1), 1.0, 1.0, r"pred=.*must be a single bool"),
+        (
+            True,
+            {"f": "relu"},
+            {"f": "gelu"},
+            r"leaf 'f' is not an array, and it is .relu. in on_true",
+        ),
         (True, {"w": jnp.ones(2)}, {"w": jnp.ones(3)}, r"leaf 'w' is float32\(2,\) in on_true"),
-        (True, {"w": jnp.ones(2)}, {"w": jnp.ones(2, jnp.float16)}, "a dtype that drifts"),
+        (True, {"w": jnp.ones(2)}, {"w": jnp.ones(2, jnp.float16)}, "a dtype that changes"),
     ],
 )
 def test_select_refuses_what_it_cannot_choose_between(pred, a, b, message):

@@ -1,17 +1,17 @@
-"""What is told to functions while JAX traces them; its caches know of it.
+"""Context variables that functions can read while JAX traces them. JAX's caches depend on them.
 
-Imported with mpjax, before anything is traced: a context that is made later, within a first call,
-changes the key of every program, and each would be compiled again.
+They are created when mpjax is imported, before anything is traced. A context variable that is
+created later changes the cache key of every program, so JAX would compile each of them again.
 """
 
 import jax
-import jax.extend.core  # on JAX 0.12 it makes contexts too, and all of mpjax imports it
+import jax.extend.core  # creates context variables too on JAX 0.12; all of mpjax imports it
 
-# What a function is traced for that will be planned: an `autocast.kernels.Tracing`, or None.
+# The autocast around the traced function, as an `autocast.kernels.Tracing`, or None.
 PLANNED_FOR = jax.make_user_context(default_value=None)
 
-# The name of what a function is compiled for, if that is not the device at hand.
+# The name of the target that a function is compiled for, or "" for the default device.
 COMPILED_FOR = jax.make_user_context(default_value="")
 
-# Whether a function is traced for the linter: the casts of numbers are in what is traced then.
+# Whether a function is traced for the linter. The trace then includes the casts of Python numbers.
 LINTED = jax.make_user_context(default_value=False)

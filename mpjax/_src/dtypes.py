@@ -1,4 +1,4 @@
-"""The floating dtypes that policies speak of: their names, and which half suits a device."""
+"""The floating dtypes of policies: their names, and the half dtype that suits a device."""
 
 import contextlib
 from typing import Any
@@ -11,7 +11,7 @@ from mpjax._src.errors import brief, did_you_mean
 
 DTypeLike = Any
 
-# Short name (jmp's) first, then every other spelling that is understood.
+# The short name, as in jmp, comes first; the other legal spellings follow.
 SPELLINGS = {
     np.dtype(jnp.float16): ("f16", "float16", "fp16"),
     np.dtype(jnp.bfloat16): ("bf16", "bfloat16"),
@@ -24,12 +24,12 @@ HALVES = (FLOAT16, BFLOAT16)
 
 
 def default_half() -> np.dtype:
-    """Returns the half-precision dtype that the default device is best at."""
+    """Returns the half dtype that the default device computes fastest in."""
     return half_of(capability_of(default_device()))
 
 
 def half_of(capability: str) -> np.dtype:
-    """Returns the half that suits a GPU's compute capability, or a device without one: ""."""
+    """Returns the half dtype for a GPU's compute capability, or for "", a device without one."""
     major = capability.split(".")[0]
     return FLOAT16 if major.isdigit() and int(major) < 8 else BFLOAT16
 
@@ -41,11 +41,12 @@ def default_device() -> jax.Device:
 
 
 def capability_of(device: jax.Device) -> str:
-    """Returns a GPU's compute capability, "7.0" on CUDA and "gfx90a" on ROCm; "" for others."""
+    """Returns a GPU's compute capability, such as "7.0" (CUDA) or "gfx90a" (ROCm), else ""."""
     return str(getattr(device, "compute_capability", ""))
 
 
 def short_name(dtype: Any) -> str:
+    """Returns the short name of a dtype, such as "bf16"."""
     return SPELLINGS[dtype][0] if dtype in SPELLINGS else str(dtype)
 
 
@@ -53,9 +54,9 @@ def canonical(dtype: DTypeLike, argument: str, half: np.dtype | None = None) -> 
     """Returns the ``np.dtype`` that a name, scalar type or dtype stands for.
 
     Args:
-        dtype: A spelling in `BY_NAME`, "half", or anything ``np.dtype`` takes.
+        dtype: A spelling in `BY_NAME`, "half", or anything that ``np.dtype`` accepts.
         argument: The name of the user's argument, for the error message.
-        half: What "half" means; that of the default device if None.
+        half: The dtype that "half" stands for. If None, the one that suits the default device.
 
     Raises:
         ValueError: If it is not float16, bfloat16, float32 or float64.
@@ -64,8 +65,8 @@ def canonical(dtype: DTypeLike, argument: str, half: np.dtype | None = None) -> 
     if isinstance(dtype, str):
         name = dtype.strip().lower()
         found = (half or default_half()) if name == "half" else BY_NAME.get(name)
-    elif dtype is not None:  # np.dtype(None) is float64, which nobody who passes None means
-        with contextlib.suppress(Exception):  # whatever NumPy makes of what is no dtype
+    elif dtype is not None:  # np.dtype(None) is float64, which is not what the user meant
+        with contextlib.suppress(Exception):  # NumPy raises errors of many classes
             found = np.dtype(dtype)
     if found is None or found not in SPELLINGS:
         hint = did_you_mean(dtype, [*BY_NAME, "half"])

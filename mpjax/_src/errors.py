@@ -1,6 +1,7 @@
-"""How mpjax words its errors, and the exception classes of its own.
+"""Exception classes, and helpers that word error messages and warnings.
 
-Every message names the argument, its value, what is legal and what was probably meant.
+Every message names the argument, its value, the legal values and, if possible, the one that the
+user probably meant.
 """
 
 import difflib
@@ -9,30 +10,30 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-# Of what a message shows of a value at most: it is read by people.
+# A message shows at most LONGEST characters of a value; TAIL of them are from its end.
 LONGEST, TAIL = 400, 40
 
 
 class DivergenceError(RuntimeError):
-    """Training cannot go on: too many steps in a row were skipped as non-finite."""
+    """Training has diverged: too many steps in a row were skipped as non-finite."""
 
 
 class CompileError(RuntimeError):
-    """The compiler of a target refused a program, or broke on it."""
+    """The compiler of a target rejected a program, or crashed while compiling it."""
 
 
 class OutOfMemoryError(CompileError):
-    """The compiler of a target says that a program does not fit its memory."""
+    """The compiler of a target reported that a program does not fit the target's memory."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is damaged, or is none of mpjax's."""
+    """A checkpoint is damaged, or mpjax did not write it."""
 
 
 def brief(value: Any) -> str:
-    """Returns ``repr(value)``, cut where it is long, or the type where there is no such thing.
+    """Returns ``repr(value)``, shortened if it is long; if ``repr`` fails, the name of the type.
 
-    A message must not fail itself: over a list nested too deep, or an integer of too many digits.
+    ``repr`` fails for lists that are nested too deeply and for integers with too many digits.
     """
     try:
         text = repr(value)
@@ -43,14 +44,14 @@ def brief(value: Any) -> str:
 
 
 def check_callable(fun: Any, argument: str) -> None:
-    """Raises a TypeError if an argument that must be a function is none."""
+    """Raises a TypeError if an argument that must be a function is not callable."""
     if not callable(fun):
-        policy = " A policy is the second argument, or policy=." if isinstance(fun, str) else ""
-        raise TypeError(f"{argument}={brief(fun)} must be a function.{policy}")
+        hint = " Pass a policy as the second argument or policy=." if isinstance(fun, str) else ""
+        raise TypeError(f"{argument}={brief(fun)} must be a function.{hint}")
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 5, cutoff: float = 0.6) -> list[str]:
-    """Returns the ``choices`` that look most like ``word`` (case-insensitive), best first."""
+    """Returns the ``choices`` most similar to ``word`` (case-insensitive), best first."""
     folded: dict[str, str] = {}
     for choice in choices:
         folded.setdefault(choice.lower(), choice)
@@ -58,13 +59,13 @@ def nearest(word: str, choices: Iterable[str], count: int = 5, cutoff: float = 0
 
 
 def did_you_mean(word: Any, choices: Iterable[str]) -> str:
-    """Returns `` Did you mean 'x'?``, or nothing where no choice is near."""
+    """Returns `` Did you mean 'x'?``, or "" if no choice is similar."""
     found = nearest(word if isinstance(word, str) else brief(word), choices, count=1)
     return f" Did you mean {found[0]!r}?" if found else ""
 
 
 def warn_at(fun: Callable[..., Any], message: str) -> None:
-    """Warns at the definition of the user's function, if it has one: the call stack is JAX's."""
+    """Warns at the definition of the user's function, because the call stack is inside JAX."""
     fun = inspect.unwrap(fun)
     code = getattr(fun, "__code__", warn_at.__code__)
     seen = getattr(fun, "__globals__", {}).setdefault("__warningregistry__", {})

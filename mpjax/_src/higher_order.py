@@ -1,7 +1,7 @@
-"""What is known of each primitive with programs inside: one row of one table.
+"""The table of JAX primitives that hold programs (loops, branches, calls): one row per primitive.
 
 The planner, the rewrite, reports, `find_nonfinite`, `compare` and the order of gradients read it.
-How the rewrite evaluates one of them under a plan is registered beside it, by `evaluates` in
+The functions that evaluate these primitives under a plan are registered by `evaluates` in
 `autocast.rewrite`.
 """
 
@@ -12,27 +12,27 @@ from typing import Any, NamedTuple
 from mpjax._src import _jax
 
 # kind: how its programs run.
-CALL = "call"  # one, once, on all operands
-MAP = "map"  # one, once, on a part of each operand for each device
-SCAN = "scan"  # one, in turns over slices
-WHILE = "while"  # a condition and a body, in turns
-BRANCH = "branch"  # one of several, which the first operand chooses
+CALL = "call"  # one program, once, on all operands
+MAP = "map"  # one program, once per device, on that device's part of each operand
+SCAN = "scan"  # one program, repeatedly, over slices
+WHILE = "while"  # a condition and a body, repeatedly
+BRANCH = "branch"  # one of several programs; the first operand selects it
 
-# storage: what the plan decides of what is kept for a backward pass inside of it.
-AROUND = "around"  # the same as around it
-THEIRS = "theirs"  # nothing but how a pattern is derived: the author chose what is kept
+# storage: what the plan may change about the values kept for a backward pass inside.
+AROUND = "around"  # as much as in the program around it
+THEIRS = "theirs"  # only the derivatives of patterns: the author chose which values to keep
 NONE = "none"  # nothing: it has no backward pass
 
 
 class Inside(NamedTuple):
-    """A program inside of an equation, and how it is wired to the equation.
+    """A program inside an equation, and its connections to the equation.
 
     Attributes:
-        program: A jaxpr; in a plan, its block.
-        ins: For each of its arguments, the operand that feeds it.
-        outs: For each of its results, the equation's result that it becomes, or None.
-        carry: Pairs (result, argument) that feed one turn's results to the next.
-        consts: How many leading arguments are the same in every turn.
+        program: The jaxpr. In a plan, its block.
+        ins: For each argument of the program, the index of the operand that it receives.
+        outs: For each result of the program, the index of the equation's result, or None.
+        carry: Pairs (result, argument): the result of one iteration is the argument of the next.
+        consts: The number of leading arguments that are the same in every iteration.
     """
 
     program: Any
@@ -47,13 +47,14 @@ class HigherOrder:
     """The row of a primitive.
 
     Attributes:
-        wire: Gives the programs inside of an equation.
-        kind: How they run: CALL, MAP, SCAN, WHILE or BRANCH.
-        storage: What is decided of storage inside: AROUND, THEIRS or NONE.
-        knows: Whether a constant that enters it is known inside.
-        pinned: Whether rules of its author's, traced elsewhere, expect the dtypes as written.
-        as_one: Whether it is one operation where all inside is elementwise.
-        backward: Whether its backward pass is its author's.
+        wire: A function from an equation to the programs inside it.
+        kind: How the programs run: CALL, MAP, SCAN, WHILE or BRANCH.
+        storage: What the plan may change about stored values inside: AROUND, THEIRS or NONE.
+        knows: Whether constants that enter it are still known as constants inside.
+        pinned: Whether its dtypes must stay as written, because rules that its author traced
+            elsewhere expect them.
+        as_one: Whether it counts as one operation if everything inside is elementwise.
+        backward: Whether its author wrote its backward pass.
     """
 
     wire: Callable[[Any], Iterable[Inside]]
@@ -66,21 +67,22 @@ class HigherOrder:
 
     @property
     def loops(self) -> bool:
+        """Whether it is a loop."""
         return self.kind in (SCAN, WHILE)
 
 
 def higher_order(name: str) -> HigherOrder:
-    """Returns the row of a primitive; `FIRST_ORDER` where no program of it is known."""
+    """Returns the row of a primitive, or `FIRST_ORDER` if it holds no program that is known."""
     return HIGHER_ORDER.get(name, FIRST_ORDER)
 
 
 def turns_of(eqn: Any) -> int:
-    """Returns how often the programs inside of an equation run, as far as that is known."""
+    """Returns how often the programs inside an equation run; 1 if that is not known."""
     return eqn.params["length"] if higher_order(eqn.primitive.name).kind == SCAN else 1
 
 
 def _whole(param: str) -> Callable[[Any], Iterable[Inside]]:
-    """A primitive that calls one program on all of its operands."""
+    """Returns ``wire`` for a primitive that calls one program on all of its operands."""
     return lambda eqn: [Inside(eqn.params[param], range(len(eqn.invars)), range(len(eqn.outvars)))]
 
 

@@ -9,12 +9,12 @@ import jax
 
 
 def path_of(keys: Any) -> str:
-    """Joins a key path of JAX's with "/": ``(DictKey("a"), SequenceKey(0))`` gives "a/0"."""
+    """Joins a JAX key path with "/": ``(DictKey("a"), SequenceKey(0))`` gives "a/0"."""
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def name_of(argument: str, keys: Any) -> str:
-    """Returns how a message names a leaf: ``params['Dense_0/kernel']``, or ``params`` itself."""
+    """Returns the name of a leaf in messages: ``params['Dense_0/kernel']``, or just ``params``."""
     return f"{argument}[{path_of(keys)!r}]" if keys else argument
 
 
@@ -24,10 +24,11 @@ def paths(tree: Any) -> list[str]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Tells whether a glob matches a path: case-insensitive, and "*" crosses "/".
+    """Tells whether a glob matches a path.
 
-    A leading "*/" also matches at the root, and the "/value" that boxes such as ``nnx.Param`` and
-    ``nn.Partitioned`` put at the end of a path may be left out of the pattern.
+    Letter case does not matter, "*" also matches "/", and a leading "*/" also matches at the root.
+    Boxes such as ``nnx.Param`` and ``nn.Partitioned`` put "/value" at the end of a path; a pattern
+    may leave it out.
 
     Example:
         >>> matches("*/head/*", "head/kernel")
@@ -41,7 +42,7 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def nearest_paths(pattern: str, candidates: Iterable[str], count: int = 5) -> list[str]:
-    """Returns the paths most like a pattern that matched none of them, best first."""
+    """Returns the paths that are most similar to a pattern, best first, for error messages."""
     wanted = pattern.lower().strip("*/")
 
     def likeness(path: str) -> float:

@@ -164,8 +164,9 @@ class Policy(jmp.Policy):
         """Returns a copy of this policy that gives some parameters a dtype of their own.
 
         A path joins the keys from the root of the parameter tree with "/" ("Dense_0/kernel").
-        Patterns are case-insensitive globs: ``*`` also matches "/", and a leading ``*/`` also matches
-        at the root. The first match wins. The patterns of a later call come before earlier ones.
+        Patterns are case-insensitive globs: ``*`` also matches "/", and a leading ``*/`` also
+        matches at the root. The first match wins. The patterns of a later call come before earlier
+        ones.
 
         Args:
             patterns: A mapping from pattern to dtype.
@@ -747,8 +748,8 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
     for name in sorted(unknown, key=str):
         raise ValueError(
             f"{listed[name]}: JAX has no primitive named {brief(name)}."
-            f"{did_you_mean(name, _jax.primitive_names())} Use the names that jax.make_jaxpr "
-            "prints, such as 'dot_general', 'exp' or 'reduce_sum'."
+            f"{did_you_mean(name, _jax.primitive_names())} Legal are the names that "
+            "jax.make_jaxpr prints, such as 'dot_general', 'exp' or 'reduce_sum'."
         )
     for name in sorted(name for name in listed if rule_of(name).need == PROGRAM):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How reports are shown: in 80 columns, in a notebook, as pages; with files by short names."""
+"""How reports are displayed: as text of 80 columns, in notebooks and as HTML pages."""
 
 import dataclasses
 import importlib
@@ -15,7 +15,7 @@ from mpjax._src.pages.data import Page
 
 WIDTH = 80
 
-# A last column narrower than this is put on lines of its own, indented.
+# If less room than NARROWEST is left for the last column, it goes on lines of its own, indented.
 NARROWEST, INDENT = 24, 4
 
 PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
@@ -23,19 +23,22 @@ LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "p
 
 
 class Report:
-    """What shows itself in a notebook, as text or as a page; elsewhere, ``print`` it."""
+    """The base class of all reports, which can be printed, shown in a notebook or saved as HTML."""
 
-    # The module whose ``page_of`` turns a report of the class into what a page shows.
+    # The module whose ``page_of`` turns a report of the class into a `Page`.
     _drawn_by: ClassVar[str] = ""
 
     def to_html(self, title: str = "") -> str:
-        """Returns the report as one page of HTML, which loads nothing: write it to a file.
+        """Returns the report as a self-contained HTML page.
 
         Args:
-            title: Of the page; what kind of report it is, if not given.
+            title: The title of the page. By default, the kind of the report.
+
+        Returns:
+            The text of the HTML file. It loads nothing from elsewhere.
 
         Raises:
-            ImportError: Without jinja2, the extra ``html``.
+            ImportError: If jinja2, which the extra ``html`` installs, is missing.
         """
         from mpjax._src.pages.render import render
 
@@ -49,7 +52,7 @@ class Report:
         return dataclasses.replace(page, title=title or page.title, text=str(self))
 
     def _repr_html_(self) -> str | None:
-        """Returns the page in a frame; None, which leaves the text, where it cannot be made."""
+        """Returns the page in a frame, or None if jinja2 is missing: notebooks then show text."""
         from mpjax._src.pages.render import framed
 
         try:
@@ -62,12 +65,12 @@ class Report:
 
 
 def is_library(file: str) -> bool:
-    """Tells a file of a package or of Python from the user's own."""
+    """Tells whether a file belongs to an installed package or to Python, not to the user."""
     return file.startswith(("<frozen", *LIBRARIES)) or bool(PACKAGES.match(file))
 
 
 def short(source: str) -> str:
-    """Returns "file:line" with the file's path from the current directory or its package on.
+    """Returns "file:line" with a path relative to the current directory or to site-packages.
 
     A cell of a notebook is "In[3]:line", as in IPython's own tracebacks.
     """
@@ -78,12 +81,12 @@ def short(source: str) -> str:
 
 
 def where(source: str, library: str = "") -> str:
-    """Returns how a report names the user's line, and the library's that it called."""
+    """Returns the user's line, and in brackets the library's line that it called."""
     return f"{short(source)} ({short(library)})" if library else short(source)
 
 
 def wrapped(text: str, indent: int = 0) -> str:
-    """Returns a sentence in lines that fit; all but the first are indented."""
+    """Returns a sentence wrapped to the page width; all lines but the first are indented."""
     if len(text) <= WIDTH:
         return text
     return textwrap.fill(
@@ -94,14 +97,15 @@ def wrapped(text: str, indent: int = 0) -> str:
 def table(
     titles: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[str], folded: int = -1
 ) -> list[str]:
-    """Returns a table as lines that fit.
+    """Returns the lines of a table, wrapped to the page width.
 
     Args:
-        titles: Of the columns. One without a single cell is left out.
+        titles: The titles of the columns. A column whose cells are all empty is left out.
         rows: The cells.
-        words: The titles of the columns that are set to the left; others are to the right.
-        folded: The column whose cells are folded where they do not fit: of words, the first or the
-            last one. Where there is no room for the last one, it is put on lines of its own.
+        words: The titles of the columns that are aligned to the left; the others are aligned to
+            the right.
+        folded: The index of the column whose cells are wrapped if they do not fit: the first or
+            the last one. If there is no room for the last one, it goes on lines of its own.
     """
     cells = [list(titles), *map(list, rows)]
     used = [i for i in range(len(titles)) if any(row[i] for row in cells[1:])]
@@ -129,7 +133,7 @@ def table(
 
 
 def folds(text: str, width: int) -> list[str]:
-    """Returns a text in parts of a width: broken at spaces, a long path after "/", or anywhere."""
+    """Wraps a text to a width: at spaces, else after "/" or ",", else anywhere."""
     words: list[str] = []
     for word in re.findall(r"\S+|\s+", text):
         parts = re.findall(r"[^/,]*[/,]?", word) if len(word) > width else [word]
@@ -150,8 +154,8 @@ def _cell(file: str) -> str:
 
 
 def _relative(file: str) -> str:
-    """Returns a path from the current directory on, or "" where it lies elsewhere."""
+    """Returns a path relative to the current directory, or "" if it lies elsewhere."""
     try:
         return str(Path(file).relative_to(os.getcwd()))
-    except (ValueError, OSError):  # elsewhere; the directory is gone
+    except (ValueError, OSError):  # it lies elsewhere; the current directory was deleted
         return ""

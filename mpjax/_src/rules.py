@@ -1,13 +1,15 @@
-"""What is known of each primitive: one row of one table, in the names of JAX's primitives.
+"""The table of JAX primitives: their numerical properties, one row per primitive.
 
-A row states properties of the primitive alone, each of which a test can refute; what they mean to a
-program is decided in `autocast`. Which primitives need float32 merges the lists of torch, Apex,
-Paddle, MindSpore and TensorFlow's graph pass. A primitive without a row is left alone.
+A row states properties of the primitive alone, and a test checks each of them. `autocast` decides
+what they mean for a program. The choice of primitives that need float32 merges the lists of
+PyTorch, Apex, Paddle, MindSpore and TensorFlow's graph pass. Autocast leaves a primitive without a
+row alone.
 
-How an error is judged. ``gain`` is the largest ``|x f'(x)|`` over the larger of ``|f(x)|`` and, for
-a bounded function, its bound: by how much a relative error of an operand grows. An array's entries
-err apart, so theirs add up. A sum has no such number, for its terms may cancel: by convention its
-error counts against its terms' magnitudes. Floats are those of half, and results those of float32.
+The column ``gain`` says by how much a relative error of an operand grows. It is the largest value
+of ``|x f'(x)|`` divided by ``|f(x)|``, or by the bound of a bounded function if that is larger. The
+errors of an array's entries are independent, so their contributions are added. A sum has no such
+number because its terms may cancel; by convention its error is measured against the magnitudes of
+its terms. Operands range over the values of the half dtype, and results are computed in float32.
 """
 
 import dataclasses
@@ -19,57 +21,57 @@ from mpjax._src.errors import brief
 
 # ---- the columns --------------------------------------------------------------------------------
 
-# need: what it computes in.
-HALF = "half"  # half operands on the matrix units, float32 accumulation inside
-FULL = "full"  # float32 from operands to result
-FOLLOW = "follow"  # elementwise arithmetic: the dtype of its operands
-MOVE = "move"  # no arithmetic: the dtype that needs the fewest casts
-COMPARE = "compare"  # gives no float: takes whatever its operands are stored in
-PROGRAM = "program"  # a program inside, or a kernel: a matter of its own
+# need: the dtype it computes in.
+HALF = "half"  # half operands on the matrix units, with float32 accumulation
+FULL = "full"  # float32 operands and result
+FOLLOW = "follow"  # elementwise arithmetic, in the dtype of its operands
+MOVE = "move"  # no arithmetic; uses the dtype that needs the fewest casts
+COMPARE = "compare"  # returns no floats; reads its operands in the dtype they are stored in
+PROGRAM = "program"  # a nested program or a kernel, which is planned separately
 
 # gain: by how much it amplifies a relative error of its operands.
-NONE = "none"  # its derivative is zero
-ONE = "one"  # at most about once (a small power: a few times)
-SUM = "sum"  # at most once, against the magnitudes of its terms
-RANGE = "range"  # more, though no more than the exponents of float32 allow (exp: 88)
-UNBOUNDED = "unbounded"  # a phase, a pole, a condition number
+NONE = "none"  # not at all: its derivative is zero
+ONE = "one"  # by a factor of about 1 at most (a few for small powers)
+SUM = "sum"  # by a factor of 1 at most, relative to the magnitudes of its terms
+RANGE = "range"  # by more, up to what the exponents of float32 allow (exp: 88)
+UNBOUNDED = "unbounded"  # without limit: a phase, a pole, a condition number
 AMPLIFIES = (RANGE, UNBOUNDED)
 
-# span: how large its result is where its operands are in the range of float16.
-KEEPS = "keeps"  # in it as well, or as much larger as a sum of two
-BOUNDED = "bounded"  # at most a small number, whatever the operand
-GROWS = "grows"  # may leave it
+# span: the size of its result, for operands in the range of float16.
+KEEPS = "keeps"  # in the same range, or larger by as much as a sum of two is
+BOUNDED = "bounded"  # at most a small number, for any operand
+GROWS = "grows"  # may leave the range of float16
 
-# saves: what its derivative reads.
-NOTHING = "nothing"  # or masks
-OTHERS = "others"  # of a product: the other operands; of a quotient the divisor too
-OPERANDS = "operands"  # perhaps its result too
-RESULT = "result"
+# saves: the values that its derivative reads.
+NOTHING = "nothing"  # none, or only masks
+OTHERS = "others"  # the other operands of a product; also the divisor of a quotient
+OPERANDS = "operands"  # its operands, and perhaps its result
+RESULT = "result"  # its result
 
-# cost: what computing it again takes.
-FUSED = "fused"  # nothing: compilers repeat it in every reader without being told to
-DEAR = "dear"  # a special function: repeated where that saves memory
-NEVER = "never"  # memory traffic or many operations
+# cost: the cost of computing it a second time.
+FUSED = "fused"  # none: compilers repeat it in every reader by themselves
+DEAR = "dear"  # that of a special function: worth it where it saves memory
+NEVER = "never"  # too high: memory traffic or many operations
 
-# traits: what else is true of some.
-REDUCES = "reduces"  # a small result of large operands
-NO_HALF_FORM = "no half form"  # compilers have none, whatever a list or a region asks for
-HAS_WIDE_FORM = "has wide form"  # can hand out its float32 accumulator, on any hardware
-SUMS_BACK = "sums back"  # a linear move whose transpose sums
-FROM_BITS = "from bits"  # floats made of bits or integers: half has too few bits for them
-SAME_PARAMETER = "same parameter"  # its result is still the parameter to a path pattern
-SAME_CONSTANT = "same constant"  # of a known constant it makes a known constant
+# traits: further properties, which only some primitives have.
+REDUCES = "reduces"  # makes a small result from large operands
+NO_HALF_FORM = "no half form"  # compilers cannot run it in half, even if a list or region asks
+HAS_WIDE_FORM = "has wide form"  # can return its float32 accumulator, on any hardware
+SUMS_BACK = "sums back"  # a linear move whose transpose is a sum
+FROM_BITS = "from bits"  # makes floats from bits or integers, which half cannot represent
+SAME_PARAMETER = "same parameter"  # path patterns of its operand apply to its result too
+SAME_CONSTANT = "same constant"  # turns a known constant into a known constant
 FRESH = "fresh"  # a move whose result is a new array, not a view of its operand
-KINKED = "kinked"  # piecewise linear: its derivative asks on which side of a kink it was
-PART = "part"  # takes one of a stack, or a part of an array
-LOOKS_UP = "looks up"  # takes rows of a table, as a matmul by one-hot rows does
-STATE = "state"  # running sums and averages go through it from one turn of a loop to the next
-CANCELS = "cancels"  # a sum that differentiation writes: its terms cancel by nature
+KINKED = "kinked"  # piecewise linear: its derivative depends on the side of a kink
+PART = "part"  # takes one entry of a stack, or a part of an array
+LOOKS_UP = "looks up"  # takes rows of a table, like a matmul with one-hot rows
+STATE = "state"  # used to update running sums and averages from one loop iteration to the next
+CANCELS = "cancels"  # differentiation writes such sums, and their terms tend to cancel
 POLE = "pole"  # infinite at some finite operand
-SUBTRACTS = "subtracts"  # of equal operands it makes zero
-JUMPS = "jumps"  # its result changes at once at some operands other than zero
-RANKS = "ranks"  # puts entries in an order, or tells which is first
-FLATTENS = "flattens"  # its derivative is a difference, and lost where its parts are rounded
+SUBTRACTS = "subtracts"  # returns zero for equal operands
+JUMPS = "jumps"  # discontinuous at some operands other than zero
+RANKS = "ranks"  # sorts entries, or finds the first one in an order
+FLATTENS = "flattens"  # its derivative is a difference, which rounding of its parts destroys
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,15 +79,16 @@ class Rule:
     """The row of a primitive.
 
     Attributes:
-        need: What it computes in: one of HALF, FULL, FOLLOW, MOVE, COMPARE, PROGRAM.
-        gain: By how much it amplifies a relative error of an operand: one of NONE, ONE, SUM, RANGE,
+        need: The dtype it computes in: HALF, FULL, FOLLOW, MOVE, COMPARE or PROGRAM.
+        gain: By how much it amplifies a relative error of an operand: NONE, ONE, SUM, RANGE or
             UNBOUNDED, or a function from the equation's parameters to one of these.
-        span: How large its result may be: KEEPS, BOUNDED or GROWS.
-        saves: What its derivative reads: NOTHING, OTHERS, OPERANDS or RESULT.
-        steady: Whether its derivative stands a rounding of its operands: it is then bounded, or of
-            the size of the result or of an operand. A bool, or a function as for ``gain``.
-        cost: What computing it again takes: FUSED, DEAR or NEVER.
-        traits: Any of the names above.
+        span: The size of its result: KEEPS, BOUNDED or GROWS.
+        saves: The values that its derivative reads: NOTHING, OTHERS, OPERANDS or RESULT.
+        steady: Whether its derivative stays accurate when its operands are rounded. Such a
+            derivative is bounded, or of the size of the result or of an operand. A bool, or a
+            function as for ``gain``.
+        cost: The cost of computing it a second time: FUSED, DEAR or NEVER.
+        traits: Any of the traits above.
     """
 
     need: str = PROGRAM
@@ -102,19 +105,22 @@ class Rule:
 
     @property
     def runs_again(self) -> bool:
-        """Whether a backward pass may run it a second time to save memory: no matmul, reduction,
-        collective or kernel; slices and concatenations are read where they are used."""
+        """Whether a backward pass may run it a second time to save memory.
+
+        This excludes matmuls, reductions, collectives and kernels. Slices and concatenations are
+        included: they are computed where they are read.
+        """
         sliced = not self.traits.isdisjoint((PART, FRESH)) and LOOKS_UP not in self.traits
         return (self.cost != NEVER or sliced) and REDUCES not in self.traits
 
     @property
     def linear(self) -> bool:
-        """Whether its derivative reads no operand: it is linear in each, or in pieces of each."""
+        """Whether its derivative reads no operand: it is linear, or piecewise linear, in each."""
         return self.saves == NOTHING
 
     @property
     def multiplies(self) -> bool:
-        """Whether it is a product or a quotient, entry by entry."""
+        """Whether it is an elementwise product or quotient."""
         return self.need == FOLLOW and self.saves == OTHERS
 
     def gain_of(self, params: dict[str, Any]) -> str:
@@ -131,7 +137,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule_of(name: str) -> Rule:
-    """Returns the row of a primitive; `UNKNOWN` where there is none."""
+    """Returns the row of a primitive, or `UNKNOWN` if there is none."""
     return RULES.get(name, UNKNOWN)
 
 
@@ -146,7 +152,7 @@ def having(trait: str) -> frozenset[str]:
 
 
 def row(names: str, need: str, gain: Any = SUM, span: str = KEEPS, **columns: Any) -> None:
-    """Adds the same row for each of some names."""
+    """Adds the same row for each name in a string of names."""
     traits = frozenset(columns.pop("traits", ()))
     RULES.update(dict.fromkeys(names.split(), Rule(need, gain, span, traits=traits, **columns)))
 
@@ -264,12 +270,12 @@ row("cummax cummin pmax pmin", MOVE, ONE, **HELD, traits=(KINKED,))
 row("sort top_k", MOVE, ONE, **HELD, traits=(KINKED, RANKS))
 row("reduce_window_max reduce_window_min", MOVE, ONE, traits=(KINKED,))
 
-# ---- no floats out, or none in ------------------------------------------------------------------
+# ---- no float results, or no float operands -----------------------------------------------------
 
 row("eq ge gt is_finite le lt ne", COMPARE, NONE, **LINEAR)
 row("argmax argmin", COMPARE, NONE, **LINEAR, traits=(REDUCES, RANKS))
 
-# ---- rows of which only a trait counts: they have no dtype of their own, or are left alone -------
+# ---- only the traits of these rows count: no dtype of their own, or left alone -------------------
 
 row("convert_element_type", PROGRAM, ONE, **LINEAR, traits=(*VIEW, SAME_CONSTANT))
 row("custom_jvp_call", FOLLOW, ONE, cost=DEAR, traits=(KINKED,))
@@ -286,22 +292,35 @@ row("scatter-max scatter-min", LEFT, ONE, traits=(NO_HALF_FORM,))
 
 
 def register_rule(primitive: Any, need: str, **columns: Any) -> None:
-    """Adds what autocast is to know of a primitive, or replaces it.
+    """Tells `autocast` how to treat a primitive of your own, or changes mpjax's rule for one.
 
-    Register before the functions that use the primitive are traced: traces are kept.
+    Register the rule before JAX traces a function that uses the primitive, because `autocast`
+    caches its traces. Rules of primitives play the part of the op lists of PyTorch, Apex, Paddle
+    and MindSpore.
 
     Args:
         primitive: The primitive, or its name.
-        need: What it computes in: "half" (half operands, as a matmul), "full" (float32), "follow"
-            (the dtype of its operands) or "move" (no arithmetic).
-        **columns: The other columns of `Rule`; unless given, the worst is assumed: an operation
-            that amplifies errors, may leave float16's range, and is never computed again.
+        need: The dtype it computes in: "half" (half operands and float32 accumulation, as in a
+            matmul), "full" (float32), "follow" (the dtype of its operands) or "move" (no
+            arithmetic).
+        **columns: Further properties. The defaults assume the worst: an operation that amplifies
+            errors, may leave the range of float16, and is never computed a second time.
 
-    Returns:
-        Nothing.
+            - ``gain``: by how much it amplifies a relative error of an operand: "none", "one",
+              "sum", "range" or "unbounded" (the default), or a function from the equation's
+              parameters to one of these.
+            - ``span``: the size of its result for operands in the range of float16: "keeps" (in
+              that range), "bounded" (a small number) or "grows" (the default).
+            - ``saves``: the values that its derivative reads: "nothing", "others" (the other
+              operands of a product), "operands" (the default) or "result".
+            - ``steady``: whether its derivative stays accurate when its operands are rounded;
+              False by default. A bool, or a function as for ``gain``.
+            - ``cost``: the cost of computing it a second time: "fused" (none), "dear" (that of a
+              special function) or "never" (the default).
+            - ``traits``: a sequence of further properties; the error message lists the legal ones.
 
     Raises:
-        ValueError: If ``need`` or a column is not legal.
+        ValueError: If ``need``, the name of a column or its value is not legal.
 
     Example:
         >>> import mpjax
@@ -313,16 +332,17 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
     name = getattr(primitive, "name", primitive)
     if not isinstance(name, str):
         raise ValueError(
-            f"primitive={brief(primitive)} must be a JAX primitive, or the name of one."
+            f"primitive={brief(primitive)} must be a JAX primitive, such as jax.lax.exp_p, or its "
+            "name, such as 'exp'."
         )
     columns = {"need": need, "gain": UNBOUNDED, "span": GROWS, **columns}
     for column, value in columns.items():
         if not _is_legal(column, value):
             known = ", ".join(map(repr, CHOICES.get(column, CHOICES)))
-            what = "is not legal" if column in CHOICES else "is not a column"
+            what = "is not legal" if column in CHOICES else "is not a column of a rule"
             raise ValueError(
-                f"register_rule: {column}={brief(value)} {what} (primitive {brief(name)}). Legal: "
-                f"{known}."
+                f"register_rule: {column}={brief(value)} {what} (primitive {brief(name)}). Legal "
+                f"are {known}."
             )
     RULES[name] = Rule(**{**columns, "traits": frozenset(columns.get("traits", ()))})
 
@@ -347,6 +367,6 @@ CHOICES: dict[str, Any] = {
     ),
 }
 
-# What the rewrite adds itself.
+# The barriers that the rewrite inserts.
 for _name in _jax.BARRIERS:
     row(_name, MOVE, ONE, **HELD)

@@ -1,7 +1,7 @@
-"""What is done to whole pytrees: cast their floating leaves, test them, choose between two.
+"""Operations on whole pytrees: cast the floating leaves, test for NaN and Inf, select one of two.
 
-Only real floating array leaves are ever cast. Integers, booleans, complex numbers, PRNG keys, None
-and leaves that are no arrays (functions and strings, as in Equinox modules) pass through untouched.
+Only real floating array leaves are cast. Integers, booleans, complex numbers, PRNG keys, None and
+leaves that are not arrays (functions and strings, as in Equinox modules) pass through unchanged.
 """
 
 import functools
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def is_array(leaf: Any) -> bool:
-    """Tells whether a leaf is an array that JAX can hold: no NumPy array of strings or objects."""
+    """Tells whether a leaf is an array that JAX supports (not a NumPy array of strings, say)."""
     if isinstance(leaf, (np.ndarray, np.generic)):
         own = leaf.dtype.isbuiltin == 2 or leaf.dtype == jax.dtypes.float0  # ml_dtypes', JAX's
         return leaf.dtype.kind in "biufc" or own
@@ -42,33 +42,35 @@ def is_key(leaf: Any) -> bool:
 
 
 def is_one_bool(verdict: Any) -> bool:
-    """Tells whether a verdict is one bool: Python's, NumPy's, or a traced scalar."""
+    """Tells whether a value is a single bool: of Python, of NumPy, or a traced scalar."""
     if isinstance(verdict, bool):
         return True
     return getattr(verdict, "dtype", None) == np.bool_ and np.shape(verdict) == ()
 
 
 def cast_leaf(leaf: Any, dtype: np.dtype, float64: bool = False) -> Any:
-    """Casts one leaf if it is floating; a float64 one only to float64, or if told to."""
+    """Casts a leaf if it is a floating array. A float64 leaf is cast only if ``float64`` is set."""
     if not is_floating(leaf) or leaf.dtype == dtype or (leaf.dtype == FLOAT64 and not float64):
         return leaf
     return leaf.astype(dtype)
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:
-    """Casts the real floating leaves of a pytree, NumPy arrays included, to a dtype.
+    """Casts the real floating leaves of a pytree, including NumPy arrays, to a dtype.
 
-    float64 leaves are left alone: who has them asked for them. Casting *to* float64 is done.
+    Leaves of dtype float64 stay as they are, because JAX makes them only on request. Casting *to*
+    float64 works.
 
     Args:
-        tree: Any pytree. Leaves that are not real floating arrays pass through untouched.
-        dtype: "float16", "bfloat16", "float32", "float64", "half", a short name or a dtype.
+        tree: Any pytree. Leaves that are not real floating arrays pass through unchanged.
+        dtype: "float16", "bfloat16", "float32", "float64", a short name ("bf16"), "half" (the half
+            dtype that suits the default device, see `half_dtype`) or a dtype.
 
     Returns:
-        A pytree of the same structure.
+        A pytree of the same structure and shapes.
 
     Raises:
-        ValueError: If ``dtype`` is not a floating dtype.
+        ValueError: If ``dtype`` is not one of these floating dtypes.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -81,12 +83,12 @@ def cast(tree: T, dtype: DTypeLike) -> T:
 
 
 def widen(tree: T) -> T:
-    """Casts the leaves narrower than float32 to float32, and no others."""
+    """Casts the half leaves to float32, and leaves the others unchanged."""
     return jax.tree.map(lambda leaf: leaf.astype(FLOAT32) if is_half(leaf) else leaf, tree)
 
 
 def cast_like(tree: T, like: Any) -> T:
-    """Casts every floating leaf to the dtype of its counterpart in ``like``."""
+    """Casts every floating leaf to the dtype of the corresponding leaf in ``like``."""
 
     def convert(leaf, model):
         return cast_leaf(leaf, model.dtype, float64=True) if is_floating(model) else leaf
@@ -95,13 +97,14 @@ def cast_like(tree: T, like: Any) -> T:
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Tells whether no floating or complex leaf of a pytree holds a NaN or an infinity.
+    """Tells whether all numbers in a pytree are finite: no NaN and no infinity.
 
     Args:
-        tree: Any pytree. Leaves that are neither floating nor complex numbers are ignored.
+        tree: Any pytree of arrays and Python numbers. Leaves that are neither floating nor complex
+            are ignored.
 
     Returns:
-        A scalar bool array; True for an empty tree.
+        A bool array of shape (); True for an empty tree. It may be traced.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -118,16 +121,17 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def stays_finite(new: Any, old: Any) -> jax.Array:
-    """Tells whether each leaf of ``new`` is finite, but for those that were not in ``old``.
+    """Tells whether every leaf of ``new`` is finite whose counterpart in ``old`` is finite.
 
-    A leaf is judged whole: a mask of -Inf in it, or a maximum that starts there, exempts it.
+    One -Inf anywhere in a leaf of ``old``, such as a mask or the start of a running maximum,
+    exempts the whole leaf.
 
     Args:
-        new: A pytree of arrays, judged as by `all_finite`.
-        old: What it was before, of the same structure.
+        new: A pytree of arrays, tested as by `all_finite`.
+        old: The previous values, a pytree of the same structure.
 
     Returns:
-        A scalar bool array; True for an empty tree.
+        A bool array of shape (); True for an empty tree.
     """
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
     verdicts = [all_finite(a) | ~all_finite(b) for a, b in pairs]
@@ -135,20 +139,21 @@ def stays_finite(new: Any, old: Any) -> jax.Array:
 
 
 def select(pred: Any, on_true: T, on_false: T) -> T:
-    """Returns one of two pytrees, bit for bit, by a boolean that may be traced.
+    """Selects one of two pytrees by a bool that may be traced; the values are kept bit for bit.
 
     Args:
-        pred: A scalar bool. By a Python bool the leaves are chosen as they are.
-        on_true: Any pytree: arrays, PRNG keys, Python scalars, and leaves that are no arrays.
-        on_false: A pytree of the same structure, shapes and dtypes. Leaves that are neither
-            arrays nor numbers cannot be chosen on a device: they must be equal in both.
+        pred: A bool array of shape (), or a Python bool. For a Python bool the leaves are returned
+            as they are.
+        on_true: Any pytree: arrays, PRNG keys, Python scalars, and leaves that are not arrays.
+        on_false: A pytree of the same structure, shapes and dtypes. Leaves that are neither arrays
+            nor numbers cannot be selected on a device, so they must be equal in both trees.
 
     Returns:
-        A pytree of that structure.
+        A pytree of the same structure: ``on_true`` if ``pred`` is true, else ``on_false``.
 
     Raises:
-        ValueError: If ``pred`` is no scalar, or the trees differ in structure, or two leaves in
-            shape or dtype, or two leaves that are no arrays in value.
+        ValueError: If ``pred`` is not a single bool; if the trees differ in structure; if two
+            leaves differ in shape or dtype; or if two leaves that are not arrays differ in value.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -157,29 +162,30 @@ def select(pred: Any, on_true: T, on_false: T) -> T:
     """
     if not is_one_bool(pred):
         raise ValueError(
-            f"pred={brief(pred)} must be one bool: a Python bool or a boolean array of shape (). "
-            "For a verdict on many values use jnp.all(...) or mpjax.all_finite(...)."
+            f"pred={brief(pred)} must be a single bool: a Python bool or a bool array of shape (). "
+            "To reduce many values to one, use jnp.all(...) or mpjax.all_finite(...)."
         )
 
     def choose(keys, a, b):
         where = f"leaf {path_of(keys)!r}"
-        if getattr(a, "dtype", None) == jax.dtypes.float0:  # the gradient of an integer: no value
+        if getattr(a, "dtype", None) == jax.dtypes.float0:  # the gradient of an integer is empty
             return a
         number = (bool, int, float, complex)
         if not (is_array(a) or isinstance(a, number)):
             if a is b or np.array_equal(a, b):
                 return a
             raise ValueError(
-                f"select: {where} is no array and differs: {brief(a)} against {brief(b)}. Such "
-                "leaves must be equal in on_true and on_false; keep what changes in arrays."
+                f"select: {where} is not an array, and it is {brief(a)} in on_true but {brief(b)} "
+                "in on_false. Such leaves must be equal in both; store values that change in "
+                "arrays."
             )
         kinds = [(jnp.shape(x), getattr(x, "dtype", type(x).__name__)) for x in (a, b)]
         if kinds[0] != kinds[1]:
             (shape, dtype), (other_shape, other_dtype) = kinds
             raise ValueError(
                 f"select: {where} is {dtype}{shape} in on_true but {other_dtype}{other_shape} in "
-                "on_false. Both must agree; a dtype that drifts from step to step is the usual "
-                "cause."
+                "on_false. Shapes and dtypes must be the same in both. The usual cause is a dtype "
+                "that changes from step to step."
             )
         if isinstance(pred, (bool, np.bool_)):
             return a if pred else b

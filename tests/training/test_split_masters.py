@@ -207,7 +207,7 @@ def test_what_is_refused():
     [
         ("O2:float16,masters=split", "stored in float16"),
         ("O3:bfloat16,masters=split", "keeps no master weights"),
-        ("O2:bfloat16,rounding=kahan", "half parameters have masters"),
+        ("O2:bfloat16,rounding=kahan", "the policy keeps master weights"),
         ("O2:bfloat16,masters=whole", "masters='whole' must be 'float32'"),
         ("O3:bfloat16,rounding=up", "rounding='up' must be 'nearest'"),
         ("O2:bfloat16,moments=4bit", "moments='4bit' must be 'float32' or '8bit'"),
