@@ -63,8 +63,8 @@ def planned(fun, name):
         (
             None,
             "f32->f32",
-            "not known, left in float32: register_rule makes a primitive known, and half_inputs "
-            "lets a kernel run in half",
+            "a primitive without a rule, left in float32; mpjax.register_rule adds a rule, and "
+            "mpjax.half_inputs runs a kernel in half",
         ),
         ("follow", "bf16->bf16", "follows a half operand"),
         ("full", "f32->f32", "full list"),

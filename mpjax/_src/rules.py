@@ -319,6 +319,9 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
               special function) or "never" (the default).
             - ``traits``: a sequence of further properties; the error message lists the legal ones.
 
+    Returns:
+        None. The rule applies to all functions that are traced afterwards.
+
     Raises:
         ValueError: If ``need``, the name of a column or its value is not legal.
 

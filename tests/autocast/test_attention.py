@@ -126,15 +126,18 @@ def test_what_is_tied_together_is_what_it_was():
 
 REFUSED = {
     "v100": (lambda: (Q, K, V, {}), "cuDNN's fused kernel needs compute capability 8.0"),
-    "a100": (lambda: (*[jnp.ones((1, 8, 1, 512))] * 3, {}), "cudnn refuses: The head dim must be"),
+    "a100": (
+        lambda: (*[jnp.ones((1, 8, 1, 512))] * 3, {}),
+        "cudnn rejects it: The head dim must be",
+    ),
     "h100": (
         lambda: (*[jnp.ones((1, 7, 2, 8))] * 3, {"bias": jnp.ones((1, 2, 7, 7))}),
-        "with a bias or a mask, cuDNN's takes even lengths, not (7, 7)",
+        "with a bias or a mask, cuDNN's kernel needs even lengths, not (7, 7)",
     ),
-    "h200": (lambda: (Q, K, V, {"local_window_size": (3, 3)}), "cudnn refuses: cuDNN doesn't"),
-    "v5e": (lambda: (Q, K, V, {"mask": MASK}), "flash attention takes no mask here"),
-    "v5p": (lambda: (Q[:, :100], K, V, {}), "flash attention takes lengths that are multiples of"),
-    "v6e": (lambda: (Q, K[:, :, :2], V[:, :, :2], {}), "flash attention takes as many heads"),
+    "h200": (lambda: (Q, K, V, {"local_window_size": (3, 3)}), "cudnn rejects it: cuDNN doesn't"),
+    "v5e": (lambda: (Q, K, V, {"mask": MASK}), "on TPUs, flash attention does not support mask"),
+    "v5p": (lambda: (Q[:, :100], K, V, {}), "flash attention needs lengths that are multiples of"),
+    "v6e": (lambda: (Q, K[:, :, :2], V[:, :, :2], {}), "flash attention needs as many heads"),
 }
 
 
@@ -147,7 +150,7 @@ def test_it_says_why_not(device):
 
 
 def test_float32_operands_are_not_taken():
-    assert taken(attend, Q, K, V, policy="float32")[1].endswith("of one dtype, not float32")
+    assert taken(attend, Q, K, V, policy="float32")[1].endswith("of one half dtype, not float32")
     policy = mpjax.get_policy("mixed_bfloat16").override({"*core*": "float32"})
 
     def fun(q, k, v):
@@ -209,7 +212,10 @@ def test_with_dropout_it_is_flaxs_own(name):
     assert np.array_equal(ours(X), theirs(X))
     if name == "nnx":  # its random state must not be traced
         return
-    assert taken(ours, X) == ("xla", "dropout, a precision or sown weights are flax's own")
+    assert taken(ours, X) == (
+        "xla",
+        "with dropout, a precision or sown weights flax's own function runs",
+    )
 
 
 def test_what_flaxs_own_has_no_argument_for_is_refused_beside_dropout():
@@ -222,7 +228,7 @@ def test_what_flaxs_own_has_no_argument_for_is_refused_beside_dropout():
 
 def test_what_is_asked_for_is_taken():
     fun = lambda q, k, v: attend(q, k, v, implementation="xla")  # noqa: E731
-    assert taken(fun, Q, K, V) == ("xla", "it was asked for")
+    assert taken(fun, Q, K, V) == ("xla", "chosen by implementation=")
     fun = lambda q, k, v: attend(q, k, v, implementation="cudnn")  # noqa: E731
     assert taken(fun, Q, K, V)[0] == "cudnn"
     with pytest.raises(RuntimeError, match="cuDNN"):

@@ -143,7 +143,11 @@ def test_what_a_list_leaves_a_matmul_is():
 def test_a_list_does_not_speak_of_integers():
     fun = lambda h: (jnp.arange(16) + 1, h)  # noqa: E731
     found = op(planned(fun, H, policy=POLICY.with_ops(half="add")).block, "add")
-    assert (found.rule, found.forced, said(found)) == ("leave", "", "no float32")
+    assert (found.rule, found.forced, said(found)) == (
+        "leave",
+        "",
+        "no float32 operands or results",
+    )
 
 
 def overridden(fun, *args, paths, patterns, name="dot_general"):
@@ -283,7 +287,7 @@ def test_no_region_speaks_of_an_explicit_precision_or_of_integers():
 
     block = planned(fun, H).block
     assert op(block, "dot_general").rule == "written"
-    assert said(op(block, "add")) == "no float32"
+    assert said(op(block, "add")) == "no float32 operands or results"
 
 
 def test_what_an_inner_autocast_planned_is_left_alone():

@@ -16,15 +16,17 @@ def loss(w, x):
 @pytest.mark.parametrize("argnums", [5, -3, True, (0, False), 1.0, "0", (0, 2), ()])
 def test_positions_that_are_none(tool, argnums):
     name = tool.__name__
-    with pytest.raises(ValueError, match=rf"{name}: argnums=.* must be positions.*0 to 1: 2 were"):
+    with pytest.raises(
+        ValueError, match=rf"{name}: argnums=.* must be positions.*from 0 to 1, .* called with 2"
+    ):
         tool(loss, "mixed_bfloat16", argnums)(W, X)
 
 
 @pytest.mark.parametrize("tool", [mpjax.explain, mpjax.compare])
 def test_positions_without_arguments_or_floats(tool):
-    with pytest.raises(ValueError, match=r"argnums=0 .*positional arguments, but none was given"):
+    with pytest.raises(ValueError, match=r"argnums=0 .*positional arguments, but there are none"):
         tool(loss, "mixed_bfloat16", 0)(w=W, x=X)
-    with pytest.raises(ValueError, match="argnums=1: these arguments hold no floating arrays"):
+    with pytest.raises(ValueError, match="argnums=1: these arguments contain no floating arrays"):
         tool(lambda w, n: jnp.sum(w) * n[1], "mixed_bfloat16", 1)(W, jnp.arange(3))
 
 

@@ -282,44 +282,44 @@ def sharded(q):
 NEAR_MISSES = {
     "a mask of -1": (
         lambda q: attend(q, K, V, lambda s: jnp.where(CAUSAL, s, -1.0)),
-        "-1 in place of scores does not mask them",
+        "-1 in place of a score does not mask it",
     ),
     "a division by zero": (
         lambda q: attend(q, K, V, lambda s: jnp.where(CAUSAL, s / 0.0, 0.0)),
-        "0 in place of scores does not mask them",
+        "0 in place of a score does not mask it",
     ),
     "scores over zero": (
         lambda q: attend(q, K, V, lambda s: s / 0.0 + BIAS),
-        "div is taken of its scores",
+        "div is applied to its scores",
     ),
     "a mask of +Inf": (
         lambda q: attend(q, K, V, lambda s: -jnp.where(CAUSAL, s, -1e9)),
-        "-1e+09 in place of scores does not mask them",
+        "-1e+09 in place of a score does not mask it",
     ),
     "another order of them": (
         lambda q: attend(q, K, V, lambda s: s[..., ::-1]),
-        "rev is taken of its scores",
+        "rev is applied to its scores",
     ),
     "a mask of no number": (
         lambda q: attend(q, K, V, lambda s: jnp.where(CAUSAL, s, BIAS)),
-        "select_n is taken of its scores",
+        "select_n is applied to its scores",
     ),
     "a scale after it": (
         lambda q: attend(q, K, V, weights=lambda p: 2.0 * p),
-        "its weights go through mul, as in a dropout or a scale",
+        "mul is applied to its weights, as in dropout or scaling",
     ),
     "a mask after it": (
         lambda q: attend(q, K, V, weights=lambda p: jnp.where(CAUSAL, p, 0.0)),
-        "its weights go through select_n, as in a dropout or a scale",
+        "select_n is applied to its weights, as in dropout or scaling",
     ),
-    "returned": (returned, "its weights are read elsewhere, too"),
+    "returned": (returned, "its weights are also read elsewhere"),
     "soft caps": (
         lambda q: attend(q, K, V, lambda s: 5 * jnp.tanh(s / 5)),
-        "tanh is taken of its scores",
+        "tanh is applied to its scores",
     ),
     "a product of scores": (
         lambda q: attend(q, K, V, lambda s: s * BIAS),
-        "mul is taken of its scores",
+        "mul is applied to its scores",
     ),
     "over queries": (
         lambda q: jnp.einsum(
@@ -337,15 +337,15 @@ NEAR_MISSES = {
         lambda q: jnp.einsum(
             "bnts,snh->btnh", jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, K)), V[0]
         ),
-        "values are not shared as keys are",
+        "values and keys are shared across different axes",
     ),
-    "masked within": (masked_within, "it is masked within the softmax, whose rows may be empty"),
+    "masked within": (masked_within, "the mask is inside the softmax, whose rows may be empty"),
     "guarded": (guarded, "its rows do not sum to one"),
     "no scores": (
         lambda q: jnp.einsum(
             "bnts,bsnh->btnh", jax.nn.softmax(jnp.swapaxes(q, 1, 2)[..., :1] + BIAS), V
         ),
-        "slice is taken of its scores",
+        "slice is applied to its scores",
     ),
 }
 
@@ -367,19 +367,21 @@ def test_a_float32_region_stays_and_needs_no_reason():
 
 def test_dropout_stays_and_says_so():
     call, params = of_linen(dropout_rate=0.5, deterministic=False)
-    why = "xla: its weights go through mul, as in a dropout or a scale"
+    why = "xla: mul is applied to its weights, as in dropout or scaling"
     assert said(lambda p: call(p, None), params) == [why]
 
 
 def test_a_sharded_sequence_stays_and_says_so():
     with jax.set_mesh(jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))):
-        assert said(sharded, Q) == ["xla: its sequence is sharded: a fused kernel takes whole ones"]
+        assert said(sharded, Q) == [
+            "xla: its sequence is sharded, and a fused kernel needs whole sequences"
+        ]
 
 
 DEVICES = {
     "cpu": "a CPU has no fused kernel",
     "v100": "cuDNN's fused kernel needs compute capability 8.0",
-    "v5e": "flash attention takes lengths that are multiples of 128, not (16, 16)",
+    "v5e": "flash attention needs lengths that are multiples of 128, not (16, 16)",
 }
 
 
@@ -492,6 +494,6 @@ def test_alike_layers_are_still_rewritten_once():
 def test_explain_names_the_kernel_in_every_row_that_it_takes_the_place_of():
     with on("h100"):
         report = mpjax.explain(lambda q: jnp.sum(nanogpt(q)), FUSED, argnums=0)(Q)
-    inside = [row for row in report.rows if "cudnn's fused attention" in row.storage]
+    inside = [row for row in report.rows if "the fused attention of cudnn" in row.storage]
     assert {"dot_general", "exp", "select_n"} <= {row.primitive for row in inside}
     assert [row.attention for row in report.rows if row.attention] == ["cudnn, causal"]

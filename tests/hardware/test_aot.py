@@ -34,19 +34,23 @@ from mpjax._src.hardware import aot
         (lambda f: f("h100", jnp.sin, 1.0, timeout="1"), ValueError, "timeout='1' must be"),
         (lambda f: f("h100", jnp.sin, 1.0, timeout=float("inf")), ValueError, "timeout=inf must"),
         (lambda f: f("h100", jnp.sin, 1.0, timeout=True), ValueError, "timeout=True must be"),
-        (lambda f: f("h100", jnp.sin, 1.0, compiler_options={"a": 1}), ValueError, "'a': 1.*XLA's"),
+        (
+            lambda f: f("h100", jnp.sin, 1.0, compiler_options={"a": 1}),
+            ValueError,
+            "'a': 1.*XLA flags",
+        ),
         (lambda f: f("h100", jnp.sin, 1.0, compiler_options="xla_"), ValueError, "options='xla_'"),
         (
             lambda f: f("h100", jnp.sin, 1.0, compiler_options={"xla_a": [1]}),
             ValueError,
             "without dashes",
         ),
-        (lambda f: f("h100", lambda x: x), TypeError, r"0 were given.*fun\(x\) cannot be called"),
-        (lambda f: f("h100", lambda x: x, "x"), TypeError, r"args\[0\]='x' is neither an array"),
+        (lambda f: f("h100", lambda x: x), TypeError, r"fun\(x\) cannot be called with the 0 arg"),
+        (lambda f: f("h100", lambda x: x, "x"), TypeError, r"args\[0\]='x' must be an array"),
         (
             lambda f: f("h100", lambda x: x["a"], {"a": object}),
             TypeError,
-            r"args\[0/a\]=.*neither an array.*closure",
+            r"args\[0/a\]=.*must be an array.*closure",
         ),
     ],
 )

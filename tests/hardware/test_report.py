@@ -20,8 +20,11 @@ def test_bfloat16_on_a_v100_is_float32_in_disguise():
     assert row.share == 1 and found.matmul_dtypes == {"f32": 1}
     assert row.flops == found.matmul_flops == 7 * 2 * 64 * 128 * 128
     text = " ".join(str(found).split())
-    assert "100.0% of the matmul FLOPs were asked for in bf16 and run in f32" in text
-    assert "no bfloat16 units. Use float16" in text and "a bound and not a forecast" in text
+    assert "100.0% of the matmul FLOPs run in f32, but the program asked for bf16" in text
+    assert (
+        "no matrix units for bfloat16. Use float16" in text
+        and "a lower bound, not a forecast" in text
+    )
     assert not report("h100").disguised and report("h100").matmul_dtypes == {"bf16": 1}
 
 
@@ -76,7 +79,7 @@ def test_what_does_not_fit_is_told():
     assert "MEM_FRACTION" not in str(found)
     memory["temporary"] = 13 * 2**30
     found = aot_report.report_of(find_target("v100"), {**answer("v100"), "memory": memory})
-    assert found.fits and "75% of a GPU by default, which is less" in " ".join(str(found).split())
+    assert found.fits and "75% of a GPU's memory, which is less" in " ".join(str(found).split())
 
 
 @pytest.mark.parametrize(

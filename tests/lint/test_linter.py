@@ -71,7 +71,7 @@ def test_wrong_arguments_are_named():
         mpjax.lint(summed, run="no")
     with pytest.raises(ValueError, match="h10000"):
         mpjax.lint(summed, target="h10000")
-    with pytest.raises(TypeError, match="gradients are those of one real floating number"):
+    with pytest.raises(TypeError, match="must return one real floating number"):
         mpjax.lint(summed, argnums=0)(bf16(300, 2))
 
 

@@ -1,4 +1,4 @@
-"""`dot_product_attention`: by the fused kernel of the platform, where there is one."""
+"""`dot_product_attention`: attention in the fused kernel of the platform, if it has one."""
 
 import functools
 from typing import Any
@@ -35,41 +35,52 @@ def dot_product_attention(
     precision: Any = None,
     module: Any = None,
 ) -> Any:
-    """Attention as `jax.nn.dot_product_attention`, by the fused kernel where there is one.
+    """Computes attention like `jax.nn.dot_product_attention`, in a fused kernel if there is one.
 
-    That is cuDNN's on NVIDIA GPUs from Ampere on and Pallas' flash attention on TPUs; both want
-    half operands, which they are given under `autocast`. Everywhere else it is XLA's, planned by
-    `autocast` like the rest of the program. `explain` says which was taken and, if it is XLA's,
-    why: the device, a dtype, a shape, an argument. A fused kernel never writes the scores out, so
-    that memory grows linearly with the sequence. It serves as ``attention_fn=`` of flax's modules,
-    linen's and NNX's.
+    The fused kernels are cuDNN's on NVIDIA GPUs from Ampere on and Pallas' flash attention on
+    TPUs. They need half operands, which they get under `autocast`. Elsewhere XLA runs attention,
+    and `autocast` plans it like the rest of the program. `explain` names the implementation and,
+    if it is XLA's, the reason: the device, a dtype, a shape or an argument. A fused kernel does
+    not write out the scores, so memory grows linearly with the sequence length.
+
+    The function can be passed as ``attention_fn=`` to the modules of Flax linen and NNX.
 
     Args:
-        query: An array of shape [batch, length, heads, size], or without the batch.
-        key: [batch, source length, key heads, size]; ``heads`` is a multiple of ``key heads``.
-        value: As ``key``.
-        bias: Added to the scores: an array that broadcasts to [batch, heads, length, source
-            length]. A fused kernel takes it in half.
-        mask: Of that shape: where false, or zero, a score does not count.
-        scale: What scores are multiplied by; one over the root of ``size`` if None.
-        is_causal: Whether each position sees those before it alone.
-        query_seq_lengths: int32 [batch]: how many positions count.
-        key_value_seq_lengths: Likewise, of keys and values.
-        local_window_size: How far each position sees, to the left and to the right.
-        implementation: "cudnn" or "xla" to choose it; None to have it chosen.
-        return_residual: Whether to return the logarithm of each row's sum, too.
-        dropout_rng, dropout_rate, broadcast_dropout, deterministic, dtype, precision, module: What
-            flax's modules hand on, as in `flax.linen.dot_product_attention`. Where dropout is on,
-            a precision is asked for or weights are to be sown, flax's own function runs.
+        query: An array of shape [batch, length, heads, size]; the batch axis may be missing.
+        key: An array of shape [batch, source length, key heads, size]. ``heads`` must be a multiple
+            of ``key heads``.
+        value: An array of the shape of ``key``.
+        bias: An array that broadcasts to [batch, heads, length, source length] and is added to the
+            scores. A fused kernel reads it in half.
+        mask: An array that broadcasts to the same shape. Scores are ignored where it is False or 0.
+        scale: The factor of the scores. If None, ``1 / sqrt(size)``.
+        is_causal: Whether each position attends only to itself and to earlier positions.
+        query_seq_lengths: int32 [batch], the number of valid queries of each sequence.
+        key_value_seq_lengths: int32 [batch], the number of valid keys and values.
+        local_window_size: The number of positions that each position sees, as one number or as
+            (left, right).
+        implementation: "cudnn" or "xla". If None, the fused kernel of the device, or else "xla".
+        return_residual: Whether to return the logsumexp of each row of scores too.
+        dropout_rng: The PRNG key of the dropout, as in `flax.linen.dot_product_attention`. Flax's
+            modules pass this argument and the following ones. With dropout, a precision or sown
+            weights, Flax's own function runs.
+        dropout_rate: The probability of dropping a weight.
+        broadcast_dropout: Whether the dropout mask is the same for all batch dimensions.
+        deterministic: Whether dropout is off.
+        dtype: The dtype that queries, keys and values are cast to; None to leave them as they are.
+        precision: The `jax.lax.Precision` of the matmuls.
+        module: The Flax module that sows the attention weights.
 
     Returns:
-        An array of ``query``'s shape, float32 where ``query`` is, to the function around it; with
-        ``return_residual`` a pair of it and [batch, length, heads].
+        An array of the shape of ``query``, in the dtype of ``query`` as the surrounding function
+        sees it. With ``return_residual``, a pair of it and the logsumexp, an array of shape
+        [batch, length, heads].
 
     Raises:
-        ValueError, NotImplementedError: As `jax.nn.dot_product_attention`, where shapes do not fit
-            or the kernel that was asked for does not take them; if dropout and the like come
-            with arguments that flax's function does not have.
+        ValueError: If shapes do not match, if the requested implementation cannot run them, or if
+            dropout, a precision or a module comes with arguments that Flax's function does not
+            have.
+        NotImplementedError: As in `jax.nn.dot_product_attention`.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -80,11 +91,12 @@ def dot_product_attention(
         >>> "attention: " in str(mpjax.explain(step, "mixed_bfloat16")(x))
         True
 
-    Dao et al., FlashAttention, 2022.
+    References:
+        Dao et al., FlashAttention, 2022.
     """
     if dtype is not None:
         query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
-    if mask is not None and mask.dtype != bool:  # flax makes them of floats
+    if mask is not None and mask.dtype != bool:  # flax makes masks of floats
         mask = mask != 0
     options = {
         "scale": scale,
@@ -112,22 +124,22 @@ def dot_product_attention(
         chosen = functools.partial(plain, implementation=implementation)
         if implementation == "cudnn":
             chosen = half_inputs(functools.partial(fused_kernels.cudnn, options=options))
-        with _named(implementation, "it was asked for"):
+        with _named(implementation, "chosen by implementation="):
             return chosen(*arrays)
     given = jax.tree.map(lambda x: _jax.abstract(jax.typeof(x), given_dtype(x.dtype)), arrays)
     kernel, why_not = fused_kernels.choose(given, options)
     if kernel:
-        try:  # under vmap, a kernel may refuse what it takes otherwise
+        try:  # under vmap, a kernel may reject operands that it accepts otherwise
             with _named(kernel):
                 return half_inputs(fused_kernels.kernel_of(kernel, options))(*arrays)
         except fused_kernels.REFUSALS as error:
-            why_not = f"{kernel} refuses: {error}"
+            why_not = f"{kernel} rejects it: {error}"
     with _named("xla", why_not):
         return plain(*arrays, implementation="xla")
 
 
 def _flax(query, key, value, bias, mask, options: dict[str, Any], **flax: Any) -> Any:
-    """Runs flax's function, which drops weights out and sows them."""
+    """Runs flax's own function, which has dropout and sows weights."""
     if options["is_causal"]:
         seen = jnp.tril(jnp.ones((query.shape[-3], key.shape[-3]), bool))
         mask = seen if mask is None else seen & mask
@@ -137,16 +149,16 @@ def _flax(query, key, value, bias, mask, options: dict[str, Any], **flax: Any) -
         ((name, x), *_) = given.items()
         raise ValueError(
             f"{name}={brief(x)} cannot be combined with dropout, a precision or a module that sows "
-            "weights: flax's own attention runs for those and has no such argument. Legal are "
-            "bias, mask and is_causal."
+            "weights: flax.linen.dot_product_attention runs in these cases and has no such "
+            "argument. Legal are bias, mask and is_causal."
         )
     from flax import linen
 
-    with _named("xla", "dropout, a precision or sown weights are flax's own"):
+    with _named("xla", "with dropout, a precision or sown weights flax's own function runs"):
         return linen.dot_product_attention(query, key, value, bias, mask, **flax)
 
 
 def _named(kernel: str, why: str = "") -> Any:
-    """Returns the scope by which `explain` knows which kernel was taken."""
+    """Returns the scope that tells `explain` which kernel runs, and why."""
     text = " ".join(why.replace("/", "|").split()).rstrip(".")
     return jax.named_scope(f"{ATTENTION}{kernel}{': ' if text else ''}{text}")

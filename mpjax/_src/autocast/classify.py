@@ -1,7 +1,7 @@
-"""Which rule an operation falls under, and why: the first sweep of a plan.
+"""The first sweep of a plan: the rule of each operation, and the reason for it.
 
-A row of the op sets, unless the policy's lists, an override, a region or the program itself says
-otherwise.
+The rule comes from the table in `rules`, unless the policy's op lists, an override, a region or the
+program itself says otherwise.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from mpjax._src.policy import Policy
 
 
 def classify(block: Block, policy: Policy) -> frozenset[str]:
-    """Gives every op its rule; returns the override patterns that matched something."""
+    """Sets the rule of every op, and returns the override patterns that matched."""
     used: set[str] = set()
     listed = {
         **dict.fromkeys(policy.half_ops, "half"),
@@ -78,12 +78,12 @@ EXCHANGES = frozenset(["reshard", "sharding_constraint", "all_gather", "all_gath
 
 
 def _is_moved(op: Op) -> bool:
-    """Tells what says where a parameter is to lie, and views of that."""
+    """Tells whether an op sets the sharding of a parameter, or views such a result."""
     return op.name in EXCHANGES or any(v.moved for v in op.ins)
 
 
 def _rule(op: Op) -> tuple[str, Why]:
-    """Returns the rule of an op by what it is, and why."""
+    """Returns the rule of an op, by its primitive, and the reason."""
     wide_form = rules.HAS_WIDE_FORM in op.spec.traits
     if not any(v.is_f32 for v in (*op.ins, *op.outs)) and not op.subs and not wide_form:
         return "leave", why(Reason.NO_FLOAT32)
@@ -95,12 +95,12 @@ def _rule(op: Op) -> tuple[str, Why]:
         return "cast", why(Reason.CAST)
     if op.spec is rules.UNKNOWN:
         return "leave", why(Reason.NO_ROW)
-    if op.spec.need == rules.PROGRAM:  # nobody looks into it
+    if op.spec.need == rules.PROGRAM:  # a kernel
         return "leave", why(Reason.FLOAT32_KERNEL)
     return NEEDS.get(op.spec.need, ("leave", why(Reason.UNKNOWN)))
 
 
-# The rule of an op by what its primitive needs, and why.
+# The rule of an op, by the column `need` of its primitive, and the reason.
 NEEDS = {
     rules.FULL: ("full", why(Reason.FULL_ROW)),
     rules.COMPARE: ("neutral", why(Reason.GIVES_NO_FLOAT)),
@@ -113,7 +113,7 @@ def _matmul_rule(op: Op) -> tuple[str, Why]:
     precision = op.params.get("precision")
     asked = precision if isinstance(precision, tuple) else (precision,)
     explicit = any(p is not None and str(p) not in ("DEFAULT", "Precision.DEFAULT") for p in asked)
-    # JAX writes its default into each matmul: that is how those run which stay in float32.
+    # JAX writes its default precision into each matmul. Only another precision is the user's own.
     if explicit and precision != _jax.default_precision():
         return "written", why(Reason.PRECISION, precision)
     floats = [v for v in op.ins if is_float(v)]
@@ -131,7 +131,7 @@ def _matmul_rule(op: Op) -> tuple[str, Why]:
 
 
 def _custom_jvp_rule(op: Op) -> tuple[str, Why]:
-    """An elementwise function with a rule is one op; one with matmuls inside is a program."""
+    """An elementwise custom_jvp function is one op; with matmuls inside it is a program."""
     floats = [o for o in op.subs[0].program.walk() if o.rule != "leave" or not _has_none(o)]
     rules = {o.rule for o in floats}
     if rules & {"half", "written", "leave"} or any(o.subs and o.rule == "program" for o in floats):
@@ -142,7 +142,7 @@ def _custom_jvp_rule(op: Op) -> tuple[str, Why]:
 
 
 def _has_none(op: Op) -> bool:
-    """Tells an op with no float32 in it."""
+    """Tells whether an op has no float32 operand or result."""
     return op.why == why(Reason.NO_FLOAT32)
 
 
@@ -174,7 +174,7 @@ def _apply_overrides(op: Op, policy: Policy, used: set[str]) -> None:
 
 
 def override_of(op: Op, policy: Policy, used: set[str] | None = None) -> tuple[str, Any] | None:
-    """Returns the first override that matches an op, and adds those that do to ``used``."""
+    """Returns the first override that matches an op, and adds all that match to ``used``."""
     if not policy.overrides:
         return None
     places = ["/".join(op.scopes), "/".join((*op.scopes, op.name))]

@@ -1,4 +1,4 @@
-"""How programs inside of control flow, jit, remat and shard_map are evaluated under their plan."""
+"""Evaluates the programs inside control flow, jit, remat and shard_map under their plan."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from mpjax._src.autocast.rewrite import (
 @evaluates("scan")
 @evaluates("jit")
 def _run_in_place(op: Op, env: Env) -> None:
-    """Replaces the one program of a primitive that calls it on all of its operands."""
+    """Evaluates an equation with one program, which it replaces by the rewritten one."""
     (sub,) = op.subs
     new = {"jaxpr": trace_sub(op, sub, env)}
     finish(op, env, _jax.bind(op.eqn, operands(op, sub, env), **new))

@@ -1,6 +1,6 @@
-"""How functions with derivative, transposition or batching rules of their own are evaluated.
+"""Evaluates functions with custom derivative, transposition or batching rules.
 
-A rule stays in force: it is planned and rewritten as a program of its own.
+The rule is kept. It is planned and rewritten as a program of its own.
 """
 
 import functools
@@ -30,7 +30,7 @@ from mpjax._src.policy import Policy
 
 @evaluates("custom_jvp_call")
 def _run_custom_jvp(op: Op, env: Env) -> None:
-    """Keeps the custom rule in force, on primals and tangents of the planned dtypes."""
+    """Evaluates a custom_jvp with its own rule, on primals and tangents of the planned dtypes."""
     (sub,) = op.subs
     policy, params = env.settings.policy, op.params
     if op.rule == "program":
@@ -74,7 +74,7 @@ def _run_custom_jvp(op: Op, env: Env) -> None:
 def _run_whole(
     jaxpr, in_dtypes, policy, scopes, *, args, out_dtypes, linear: Sequence[int] = ()
 ) -> list[Any]:
-    """Plans and runs a program on its own, such as a custom rule."""
+    """Plans and runs a separate program, such as a custom rule."""
     inner, consts = _jax.open_jaxpr(jaxpr)
     plan = make_plan(inner, consts, policy, in_dtypes, out_dtypes, scopes=scopes, linear=linear)
     return run_plan(plan, args, out_dtypes)
@@ -82,13 +82,13 @@ def _run_whole(
 
 @evaluates("custom_vjp_call")
 def _run_custom_vjp(op: Op, env: Env) -> None:
-    """Keeps the custom rules in force: forward and backward are both planned and rewritten."""
+    """Evaluates a custom_vjp: its forward and backward rules are both planned and rewritten."""
     (sub,) = op.subs
     policy = env.settings.policy
     in_dtypes = [v.dtype for v in sub.program.invars]
     outs = result_dtypes(op, sub)
     consts = op.params["num_consts"]
-    # The backward rule is code of its own: a region around the call does not reach it.
+    # The backward rule is separate code, so a region around the call does not apply to it.
     symbolic = bool(op.params["symbolic_zeros"])
     behind = tuple(name for name in op.scopes if not name.startswith(REGION))
 
@@ -115,7 +115,7 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
         plan = make_plan(
             inner, inner_consts, policy, in_dtypes[consts:], [*res_dtypes, *outs], scopes=op.scopes
         )
-        # A residual that is stored in half anyway is handed over as it is.
+        # A residual that is stored in half is passed on in half.
         kept = [
             v.dtype if v.is_f32 and v.kind == "half" else d
             for v, d in zip(plan.block.outvars[:computed], res_dtypes, strict=True)
@@ -146,7 +146,7 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
 
     call.defvjp(fwd, bwd, symbolic_zeros=symbolic)
     args = operands(op, sub, env)
-    # The backward rule is given these as they are, to branch on.
+    # The backward rule gets these Python values unchanged, because it may branch on them.
     known = {
         i: a
         for i, (v, a) in enumerate(zip(op.ins, args, strict=True))
@@ -157,7 +157,7 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
 
 @jax.tree_util.register_pytree_node_class
 class _Residuals:
-    """Residuals of a custom_vjp, with what traces the backward program that takes them."""
+    """The residuals of a custom_vjp, with the function that traces its backward program."""
 
     def __init__(self, arrays, trace_bwd):
         self.arrays, self.trace_bwd = arrays, trace_bwd
@@ -171,7 +171,7 @@ class _Residuals:
 
 
 class _ById:
-    """Compares by identity, whatever it holds."""
+    """A static value that is compared by identity."""
 
     def __init__(self, value):
         self.value = value
@@ -184,19 +184,19 @@ class _ById:
 
 
 def _with_all_cotangents(trace_bwd: Callable[..., Any], count: int) -> Any:
-    """Returns the program of a backward rule that is given every cotangent, or None.
+    """Returns the program of a backward rule for all cotangents, or None if the rule raises.
 
-    A rule may refuse one that it will never be given: that of a result which is a counter, or
-    which vmap's batch shares.
+    A rule may reject a cotangent that it never gets, such as that of a counter or of a result that
+    is not batched under vmap.
     """
     try:
         return trace_bwd((False,) * count)[0]
-    except Exception:  # what the rule refuses in earnest it will refuse again
+    except Exception:  # a real error will be raised again when the rule runs
         return None
 
 
 def _residual_dtypes(bwd, count, ct_dtypes, policy, scopes) -> list[Any]:
-    """Returns what each residual is stored in: half where only half operations read it."""
+    """Returns the storage dtype of each residual: half if only half operations read it."""
     inner, consts = _jax.open_jaxpr(bwd)
     dtypes = [v.aval.dtype if hasattr(v.aval, "dtype") else None for v in inner.invars]
     dtypes[count:] = [d or t for d, t in zip(ct_dtypes, dtypes[count:], strict=True)]
@@ -223,7 +223,7 @@ def _run_custom_vmap(op: Op, env: Env) -> None:
 
 
 def _wrap_vmap_rule(rule: Any, rerun: Callable[..., Any]) -> Any:
-    """Returns a custom_vmap's rule whose program is run by ``rerun(fun, *flat_args)``."""
+    """Returns the rule of a custom_vmap whose program ``rerun(fun, *flat_args)`` runs."""
 
     def wrapped(axis_size, in_batched, *args):
         leaves, tree = jax.tree_util.tree_flatten(args)
@@ -260,7 +260,7 @@ def _run_linear_call(op: Op, env: Env) -> None:
 
 
 def _rerun(policy: Policy, op: Op, fun: Callable[..., Sequence[Any]], *args: Any) -> list[Any]:
-    """Traces, plans and runs a function of flat arguments, at its own interface dtypes."""
+    """Traces, plans and runs a function of flat arguments, with the dtypes of its own interface."""
     avals = [jax.typeof(a) for a in args]
     with tracing(policy):
         jaxpr, consts = _jax.open_jaxpr(_jax.trace(fun, avals, op.name))

@@ -1,4 +1,4 @@
-"""What every operation computes in and every value is stored in: the last sweep of a plan."""
+"""The last sweep of a plan: compute dtypes of operations and storage dtypes of values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +29,10 @@ def decide(block: Block) -> None:
 
 
 def _may_be_sent_in_half(op: Op) -> bool:
-    """Tells a lookup in a parameter whose result may be rounded: so may what it is looked up in."""
+    """Tells whether an op looks up a parameter and its result may be rounded.
+
+    Then the parameter may be rounded as well.
+    """
     if rules.LOOKS_UP not in op.spec.traits or op.half is None or op.forced == "full":
         return False
     table, out = op.ins[0], op.outs[0]
@@ -42,7 +45,7 @@ def _set(value: Value, kind: str, dtype: Any) -> None:
 
 
 def _give(op: Op, kind: str, dtype: Any, wide: bool = False) -> None:
-    """Sets an op's results, and rounds for storage what is to be rounded."""
+    """Sets the kind and dtype of an op's results, and rounds them for storage if they may be."""
     for out in op.outs:
         if not out.is_f32:
             continue
@@ -57,40 +60,41 @@ def _give(op: Op, kind: str, dtype: Any, wide: bool = False) -> None:
 def _is_rounded(value: Value) -> bool:
     """Tells whether a float32 result is stored in half.
 
-    It is where several read it, one of them outside of its island; and before a relu and the like,
-    which saves its operand for its derivative. Not so what is computed from arguments alone: as of
-    an argument, each reader rounds it for itself, and its cotangents are summed in float32.
+    It is if it has several readers, one of them outside of its island, or if a relu or a similar
+    function reads it, which saves its operand for the derivative. Values computed from arguments
+    alone are treated like arguments: each reader rounds them, and the cotangents are summed in
+    float32.
     """
     several = len(value.want.readers) > 1 and value.want.outside and not value.want.full
     return (several or value.want.kink) and not value.fact.given and may_be_rounded(value)
 
 
 def may_be_rounded(value: Value) -> bool:
-    """Tells a value that a rounding to half does no harm to."""
+    """Tells whether a value may be rounded to half without harm."""
     return not (value.wide or value.lost or _is_held(value) or value.small or value.is_one)
 
 
 def _is_held(value: Value) -> bool:
-    """Tells whether a reader would amplify what a rounding takes from a value, or see it."""
+    """Tells whether a reader would amplify or notice a rounding error of a value."""
     return value.want.amplified or value.want.unrounded or value.want.whole
 
 
 def _is_lost(op: Op, out: Value) -> bool:
-    """Tells whether half would lose what matters of an op's result."""
+    """Tells whether half would lose information of an op's result, or its range."""
     return out.fact.exact or is_beyond(out, op.half)
 
 
 def _decide_half(op: Op) -> None:
     op.compute = op.half
     out = op.outs[0]
-    if op.spec.need != rules.HALF:  # told to by the user
+    if op.spec.need != rules.HALF:  # the user's choice
         _give(op, "half", op.half)
     elif not out.is_f32:
         return
     elif any(v.fact.linear for v in op.ins):
         _give(op, "half", op.half)  # its transpose, a matmul too, must get a half cotangent
     elif op.forced == "half":
-        _give(op, "half", op.half)  # a list or a region asks for half, its result included
+        _give(op, "half", op.half)  # a list or region sets half, also for the result
     elif rules.HAS_WIDE_FORM in op.spec.traits and (
         out.want.amplified or out.want.unrounded or (out.want.full and out.want.needed)
     ):
@@ -108,9 +112,9 @@ def _decide_full(op: Op) -> None:
 
 
 def _is_of_wide(op: Op) -> bool:
-    """Tells what is made with a constant that half would lose, but for what is normalized.
+    """Tells whether an op's operands contain a constant that half cannot hold.
 
-    That is of ordinary size, whatever a mean was divided by and however small an epsilon is.
+    Normalized results are excepted: they are of ordinary size, whatever the divisor and epsilon.
     """
     normalized = any(v.fact.norm == "unit" for v in op.outs)
     made_here = normalized and all(v.fact.norm != "unit" for v in op.ins)
@@ -120,7 +124,7 @@ def _is_of_wide(op: Op) -> bool:
 def _decide_follow(op: Op) -> None:
     kinds = {v.kind for v in op.ins if v.is_f32}
     wide = _is_of_wide(op)
-    if not kinds:  # made from integers or booleans: not an operand's dtype to follow
+    if not kinds:  # made from integers or booleans: it has no float operand to follow
         return _decide_leave(op)
     flexible = kinds <= {"flexible"}
     critical = _critical_constant(op, flexible) if op.half is not None else None
@@ -152,7 +156,7 @@ def _decide_follow(op: Op) -> None:
 
 
 def _critical_constant(op: Op, may_be_one: bool = False) -> float | None:
-    """Returns a constant operand that half would turn into zero, infinity or one."""
+    """Returns a constant operand that rounding to half turns into 0, infinity or 1."""
     for value in op.ins:
         if value.entries is None or not value.is_f32:
             continue
@@ -161,7 +165,7 @@ def _critical_constant(op: Op, may_be_one: bool = False) -> float | None:
             half = exact.astype(op.half).astype(np.float32)
         lost = np.isinf(half) & np.isfinite(exact)
         vanished = (half == 0) & (exact != 0)
-        if exact.size > 1:  # single entries of an array may vanish; all of them may not
+        if exact.size > 1:  # some entries of an array may underflow, but not all of them
             vanished &= not np.any(half)
         near_one = (half == 1) & (exact != 1) & (exact.size == 1) & (not may_be_one)
         found = exact[lost | vanished | near_one]
@@ -202,9 +206,9 @@ def _only_for_half(out: Value) -> bool:
 
 
 def _keeps_float32(op: Op) -> bool:
-    """Tells whether a half operand joins float32 ones rather than the other way round.
+    """Tells whether half operands are cast to float32, and not float32 operands to half.
 
-    So where the result is returned: a buffer that is updated in part keeps the rest of its values.
+    This is so if the result is returned: a buffer that is partly updated keeps its other values.
     """
     out = op.outs[0]
     return out.want.returned or out.want.full or _critical_constant(op) is not None
@@ -236,9 +240,9 @@ def _decide_cast(op: Op) -> None:
         out.wide = value.wide
         _set(out, value.kind, value.dtype)
     elif value.aval.dtype in HALVES and op.half == value.aval.dtype:
-        _set(out, "half", op.half)  # half already: nothing to do until a float32 reader comes
+        _set(out, "half", op.half)  # it is half; it is cast where a float32 operation reads it
     elif value.aval.dtype == np.bool_ or value.aval.dtype in HALVES or out.entries is not None:
-        _set(out, "flexible", FLOAT32)  # exact in half, or a constant like any other
+        _set(out, "flexible", FLOAT32)  # exact in half, or an ordinary constant
     elif np.issubdtype(value.aval.dtype, np.integer):
         op.why = why(Reason.INTEGERS)
         out.wide = True
@@ -275,7 +279,7 @@ def _decide_program(op: Op) -> None:
                 half = block.carries[position]
                 _set(value, "half" if half else "flexible", half_of(block) if half else FLOAT32)
             elif pinned or (scans and position < sub.consts) or _donated(op, index):
-                # A loop's constants stay float32: their cotangents are summed over iterations.
+                # Constants of a loop stay float32: their cotangents are summed over iterations.
                 _set(value, "flexible" if source.kind != "full" else "full", FLOAT32)
                 value.wide = source.wide
             else:
@@ -294,7 +298,7 @@ def _donated(op: Op, index: int) -> bool:
 
 
 def _decide_result(op: Op, out: Value, index: int, inner: Sequence[Value]) -> None:
-    """Picks what a result of a sub-program is stored in: one dtype for all branches."""
+    """Picks the storage dtype of a sub-program's result, the same for all branches."""
     if not out.is_f32:
         return
     kinds = {v.kind for v in inner}
@@ -317,7 +321,7 @@ def _decide_result(op: Op, out: Value, index: int, inner: Sequence[Value]) -> No
         _set(out, "half" if rounded else "full", half if rounded else FLOAT32)
     elif "half" not in kinds:
         _set(out, "flexible", FLOAT32)
-    elif "flexible" in kinds and out.want.full:  # nothing is rounded where that branch is taken
+    elif "flexible" in kinds and out.want.full:  # one branch does not round
         _set(out, "full", FLOAT32)
     else:
         _set(out, "half", halves.pop() if len(halves) == 1 else half)

@@ -1,7 +1,7 @@
-"""What the readers of every value want of it: the third sweep of a plan, backwards.
+"""The third sweep of a plan, backwards: the demands that the readers of each value make on it.
 
-Each want is an element of a small lattice, joined over all readers; loops, nested ones too, run to
-a fixpoint. Who only changes the layout passes on what its own readers want.
+A demand (`Want`) is an element of a small lattice, joined over all readers. Loops, also nested
+ones, are iterated to a fixpoint. Layout operations pass on the demands of their own readers.
 """
 
 import functools
@@ -16,18 +16,18 @@ from mpjax._src.autocast.why import Reason, Why, why
 from mpjax._src.dtypes import HALVES
 from mpjax._src.higher_order import Inside
 
-# Of a reader that computes in float32, in half, or in float32 to the last bit.
+# The demand of a reader that computes in float32, in half, or exactly in float32.
 FULL = Want(half=False)
 HALF = Want(full=False, outside=True)
 EXACT = FULL._replace(needed=True)
-# Of the end of a turn, by whether the next one takes it in half.
+# The demand at the end of an iteration, by whether the next iteration reads the carry in half.
 CARRIED = {True: HALF._replace(half=False), False: EXACT._replace(returned=True)}
-# Of what takes a value into a loop, likewise.
+# The demand of a loop on the initial value of a carry, likewise.
 TAKEN = {True: HALF._replace(half=False), False: FULL}
 
 
 def demand(block: Block) -> None:
-    """Collects what the readers of every value want, from the results back."""
+    """Collects the demands on every value, from the results backwards."""
     for op in reversed(block.ops):
         if op.rule == "program" and not op.forced:
             for sub in reversed(op.subs):
@@ -38,7 +38,7 @@ def demand(block: Block) -> None:
         rule, want = op.forced or op.rule, _of_readers(op)
         passed_on = rule == "layout" or (rule == "cast" and op.outs[0].is_f32)
         want = want if passed_on else WANTS[rule](op, want)
-        if rules.RANKS in op.spec.traits:  # what a rounding makes equal has no order
+        if rules.RANKS in op.spec.traits:  # rounding could make entries equal
             want = want._replace(whole=True)
         for place, value in enumerate(op.ins):
             if value.is_f32 and passed_on:
@@ -49,12 +49,12 @@ def demand(block: Block) -> None:
 
 
 def read_by(value: Value, reader: object, want: Want) -> None:
-    """Adds what one reader wants."""
+    """Adds the demand of one reader."""
     value.want = both(value.want, want._replace(readers=frozenset([reader])))
 
 
 def all_in_full(op: Op) -> bool:
-    """Tells whether all that read an op's results compute in float32, or one is handed out."""
+    """Tells whether all readers of an op's results use float32, or one result is returned."""
     want = _of_readers(op)
     return want.full or want.returned
 
@@ -74,7 +74,7 @@ def _full(op: Op, readers: Want) -> Want:
     want = FULL._replace(needed=needed, amplified=amplified, phase=phase)
     if op.subs or op.spec.cost == rules.NEVER or rules.REDUCES in op.spec.traits:
         return want
-    # Elementwise, it hands on an error that it does not amplify itself: log(1 - a**2).
+    # An elementwise op passes an error on to its readers: log(1 - a**2).
     return want._replace(
         whole=readers.whole or readers.amplified,
         steep=readers.steep or not op.spec.steady_of(op.params),
@@ -82,18 +82,18 @@ def _full(op: Op, readers: Want) -> Want:
 
 
 def _is_phase(op: Op) -> bool:
-    """Tells what amplifies by much: a phase, a pole, an exponential that may be large."""
+    """Tells whether an op amplifies errors by much: a phase, a pole, a large exponential."""
     gain = op.spec.gain_of(op.params)
     growing = gain == rules.RANGE and not any(v.fact.negative for v in op.ins)
     return op.spec.need == rules.FULL and (gain == rules.UNBOUNDED or growing)
 
 
 def _float32_for_free(op: Op) -> Why | None:
-    """Returns why a matmul had better be float32, if half would gain nothing and lose much.
+    """Returns the reason to compute a matmul in float32, or None.
 
-    A matmul of integers, as rotary embeddings spell their angles, would merge them. A contraction
-    shorter than what a matrix unit multiplies at once is no faster in half; where an operation
-    amplifies its result, and its operands are not half yet, nothing speaks for it.
+    Half merges large integers, such as the positions in the angles of rotary embeddings. A
+    contraction shorter than the depth of a matrix unit is no faster in half, so it stays in float32
+    if an operation amplifies its result and its operands are not half yet.
     """
     matmul = op.rule == "half" and op.name == "dot_general" and not op.forced
     if not matmul or any(v.fact.linear for v in op.ins):
@@ -130,28 +130,28 @@ def _follow(op: Op, readers: Want) -> Want:
 
 
 def _sees_rounding(op: Op, readers: Want) -> bool:
-    """Tells what must read the float32 values that follow from a matmul's half result.
+    """Tells whether an op must read unrounded float32 values computed from a half matmul.
 
-    A difference before a pole (``sqrt(1 - sigmoid(x))``): rounded, its terms may become equal, and
-    then the slope is infinite. One of parts of the same array (``x[1:] - x[:-1]``), which may be
-    much alike. A function that jumps (``x - floor(x)``), wherever half is coarse.
+    There are three cases. A difference before a pole (``sqrt(1 - sigmoid(x))``): rounding may make
+    its terms equal, and the slope is then infinite. A difference of parts of one array
+    (``x[1:] - x[:-1]``), which may be similar. A function that jumps (``x - floor(x)``).
     """
     difference = rules.SUBTRACTS in op.spec.traits and (readers.steep or _is_of_parts(op))
     return difference or rules.JUMPS in op.spec.traits
 
 
 def _is_of_parts(op: Op) -> bool:
-    """Tells whether the operands are as large, and made by the same matmuls."""
+    """Tells whether the operands are of the same size and come from the same matmuls."""
     parts = {(v.size, v.fact.made, v.fact.chain) for v in op.ins}
     return len(parts) == 1 and bool(op.ins[0].fact.made)
 
 
 def wide_inside(op: Op) -> Why | None:
-    """Returns why an elementwise operation computes in float32, half operands or not.
+    """Returns the reason to compute an elementwise op in float32 even for half operands, or None.
 
-    Of a special function's rounded result its derivative would know less than of its operand. A
-    derivative that is a difference of parts that may be almost equal, as that of ``x / (1 + |x|)``,
-    is gone where these are rounded; of half operands it has their error alone.
+    The derivative of some special functions is computed from the result, which rounding would
+    damage. Other derivatives, such as that of ``x / (1 + |x|)``, are differences of nearly equal
+    terms, which rounding of the terms would destroy.
     """
     if op.spec.need != rules.FOLLOW or op.subs:
         return None
@@ -159,13 +159,13 @@ def wide_inside(op: Op) -> Why | None:
         return why(Reason.SPECIAL)
     if rules.FLATTENS not in op.spec.traits:
         return None
-    # What comes from the same matmul moves together.
+    # Values from the same matmul vary together.
     same = functools.reduce(operator.and_, (v.fact.made for v in op.ins))
     return why(Reason.FLATTENS) if same else None
 
 
 def _of_operand(op: Op, value: Value, want: Want) -> Want:
-    """Adds to what an elementwise operation wants what hangs on its other operands."""
+    """Adds the demands of an elementwise op on one operand that depend on its other operands."""
     return want._replace(
         outside=not want.full and any(v.fact.half for v in op.ins if v is not value),
         steep=want.steep or _is_steep(op, value),
@@ -175,7 +175,7 @@ def _of_operand(op: Op, value: Value, want: Want) -> Want:
 
 
 def _is_steep(op: Op, value: Value) -> bool:
-    """Tells whether the slope of an operation grows without bound towards some operand."""
+    """Tells whether the slope of an op is unbounded near some operand."""
     inside = [(o, v) for sub in op.subs for o in sub.program.walk() for v in o.ins]
     return not all(is_steady(o, v) for o, v in inside or [(op, value)])
 
@@ -183,8 +183,8 @@ def _is_steep(op: Op, value: Value) -> bool:
 def _multiplies_a_state(op: Op, value: Value) -> bool:
     """Tells whether a value decays a float32 state: h = a * h + b keeps 1 / (1 - a) steps.
 
-    Rounded to half, an ``a`` close to one would be another one. What half operations alone read
-    decays no further.
+    Rounding an ``a`` close to 1 to half would change the decay. States that only half operations
+    read are excepted.
     """
     product = op.spec.multiplies
     states = [v for v in op.ins if v.fact.exact and v.fact.writes > WRITES]
@@ -194,9 +194,9 @@ def _multiplies_a_state(op: Op, value: Value) -> bool:
 
 
 def _is_beside(op: Op, value: Value) -> bool:
-    """Tells whether a value is added to what a loop that was left alone gave.
+    """Tells whether a value is added to the result of a loop that runs as written.
 
-    Such a loop solves for something that cancels: in float32, so the same must be what it meets.
+    Such a loop solves an equation in float32. The sum may cancel, so the value must be as accurate.
     """
     linear = op.spec.linear or sum(v.entries is None for v in op.ins) == 1
     adds = op.spec.gain_of(op.params) == rules.SUM
@@ -205,11 +205,11 @@ def _is_beside(op: Op, value: Value) -> bool:
 
 
 def _cast(op: Op, readers: Want) -> Want:
-    # To an integer or a float64: every bit counts.
+    # A cast to an integer or float64 reads every bit.
     return HALF if op.outs[0].aval.dtype in HALVES else EXACT._replace(whole=True)
 
 
-# What an operation wants of its operands, given what its own readers want.
+# The demands of an op on its operands, by its rule and the demands of its own readers.
 WANTS: dict[str, Callable[[Op, Want], Want]] = {
     "half": lambda op, readers: HALF,
     "full": _full,
@@ -225,7 +225,7 @@ WANTS: dict[str, Callable[[Op, Want], Want]] = {
 
 
 def _program(op: Op, sub: Inside) -> None:
-    """Passes wants into a sub-program, and out of it again; a loop's until nothing changes."""
+    """Passes demands into a sub-program and out of it, for loops until they do not change."""
     block, carried = sub.program, dict(sub.carry)
     while True:
         for position, (value, index) in enumerate(zip(block.outvars, sub.outs, strict=True)):
@@ -239,7 +239,7 @@ def _program(op: Op, sub: Inside) -> None:
             else:
                 read_by(value, reader, FULL)
         wanted = [v.want for v in block.outvars]
-        if block.wanted == wanted:  # by this turn, or when a loop around was here before
+        if block.wanted == wanted:  # they did not change
             break
         block.wanted = wanted
         demand(block)
@@ -251,8 +251,8 @@ def _program(op: Op, sub: Inside) -> None:
 
 
 def _through_turns(want: Want) -> Want:
-    """Returns what the readers of the next turn want of what a turn hands on.
+    """Returns the demands of the next iteration on a loop carry.
 
-    Not its phase: a factor of every turn would make it grow without end.
+    The phase is left out: it would grow without bound by the factor of each iteration.
     """
     return Want(amplified=want.amplified, unrounded=want.unrounded)

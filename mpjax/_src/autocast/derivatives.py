@@ -1,7 +1,8 @@
-"""Functions whose derivative mixed precision wants otherwise than JAX would derive it.
+"""Functions with cheaper or more accurate derivatives than those that JAX derives.
 
-All are custom_jvps with linear tangents, so that forward mode, vmap and transposition keep working;
-none knows of a plan. Taylor mode takes no custom_jvp: there each is derived as it is written.
+All of them are custom_jvps with linear tangents, so that forward mode, vmap and transposition work.
+They do not depend on a plan. Taylor mode does not support custom_jvp; there JAX differentiates the
+functions as written.
 """
 
 import functools
@@ -28,19 +29,19 @@ def cast(array: Any, dtype: Any) -> Any:
     return jax.lax.convert_element_type(array, dtype)
 
 
-# The name of what the backward pass is given rather than computes again.
+# The name of values that are kept for the backward pass.
 KEPT = "mpjax.kept"
 
 
 def keep(array: Any) -> Any:
-    """Returns an array that a checkpoint of ours keeps for the backward pass."""
+    """Marks an array that mpjax's checkpoints keep for the backward pass."""
     return array if _jax.in_taylor_mode([array]) else checkpoint_name(array, KEPT)
 
 
 def kept_alone(run: Callable[[Any], Any], arrays: Any, prevent_cse: bool) -> Any:
-    """Runs a function; the backward pass computes it again from what is kept of it.
+    """Runs a function under a checkpoint: the backward pass repeats it from the marked values.
 
-    What may not be computed twice is kept as well, where the backward pass needs it.
+    Values that may not be computed twice are kept as well, if the backward pass needs them.
     """
     if _jax.in_taylor_mode(jax.tree.leaves(arrays)):
         return run(arrays)
@@ -49,16 +50,16 @@ def kept_alone(run: Callable[[Any], Any], arrays: Any, prevent_cse: bool) -> Any
 
 
 def _ended_together(arrays: Any) -> Any:
-    """Returns arrays of which the backward pass has all cotangents before it goes on.
+    """Returns the arrays behind a barrier: the backward pass waits for all of their cotangents.
 
-    XLA would put off the gradients of weights, and hold what was computed again for them.
+    Without it, XLA would delay the gradients of weights and hold the recomputed values for them.
     """
     leaves, tree = jax.tree.flatten(arrays)
 
     def jvp(primals, tangents):
         moving = [t for t in tangents if not isinstance(t, SymbolicZero)]
         given = iter(jax.lax.optimization_barrier(moving) if len(moving) > 1 else moving)
-        # A zero stays one that JAX knows: what does not move is not differentiated.
+        # Symbolic zeros are kept: JAX does not differentiate constant operands.
         return primals, tuple(t if isinstance(t, SymbolicZero) else next(given) for t in tangents)
 
     return jax.tree.unflatten(tree, with_tangent(lambda *xs: xs, jvp, symbolic_zeros=True)(*leaves))
@@ -76,14 +77,14 @@ def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
 def with_tangent(
     fun: Callable[..., Any], jvp: Callable[..., Any], symbolic_zeros: bool = False
 ) -> Callable[..., Any]:
-    """Returns a function with a derivative of its own, except in Taylor mode."""
+    """Returns a function with a custom derivative, except in Taylor mode."""
     ruled = jax.custom_jvp(fun)
     ruled.defjvp(jvp, symbolic_zeros=symbolic_zeros)
     return lambda *args: (fun if _jax.in_taylor_mode(args) else ruled)(*args)
 
 
 def known(computed: Any, given: Any) -> Any:
-    """Returns ``given``, with the tangent of what was computed."""
+    """Returns ``given``, with the tangent of the computed value."""
     return _known(computed, given)
 
 
@@ -91,9 +92,10 @@ _known = with_tangent(lambda computed, given: given, lambda primals, ts: (primal
 
 
 def pick(eqn: Any, args: Sequence[Any]) -> Any:
-    """Gathers one entry per row; the transpose is a select, not a scatter into a tensor of zeros.
+    """Gathers one entry per row. The transpose is a select instead of a scatter into zeros.
 
-    A cross entropy picks its labels' logits so. XLA fuses the select into what it is added to.
+    A cross entropy picks the logits of its labels in this way. XLA fuses the select into the sum
+    that reads it.
     """
 
     def gather(x, indices):
@@ -110,9 +112,9 @@ def pick(eqn: Any, args: Sequence[Any]) -> Any:
 
 
 def maximum(eqn: Any, x: Any) -> Any:
-    """Takes the largest (or least) entries; where they stand is kept as booleans, not as floats.
+    """Computes the largest (or smallest) entries. Their positions are kept as booleans.
 
-    As JAX has it, entries that are equally large share the derivative.
+    As in JAX, equal entries share the derivative.
     """
     axes = eqn.params["axes"]
 
@@ -129,7 +131,7 @@ def maximum(eqn: Any, x: Any) -> Any:
 
 
 def _of_largest(x: Any, out: Any, tangent: Any, axes: Sequence[int]) -> Any:
-    """Returns the tangent of the largest entries, given that of all of them."""
+    """Returns the tangent of the largest entries, given the tangent of all entries."""
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def slope(reached, tangent):
@@ -141,9 +143,9 @@ def _of_largest(x: Any, out: Any, tangent: Any, axes: Sequence[int]) -> Any:
 
 
 def maximum_and_sum(eqn: Any, x: Any, exponential: str) -> tuple[Any, Any]:
-    """As `maximum`, and beside it the sums of the exponentials of what entries are below it.
+    """Computes `maximum` and the sum of ``exp(x - maximum)``.
 
-    On a GPU that is one pass over ``x`` (`shifts.sum_at_once`).
+    On a GPU this takes one pass over ``x`` (`shifts.sum_at_once`).
     """
     axes, exp = eqn.params["axes"], getattr(jnp, exponential)
 
@@ -156,7 +158,7 @@ def maximum_and_sum(eqn: Any, x: Any, exponential: str) -> tuple[Any, Any]:
 
     def in_one_pass(x):
         start = np.float32(-np.inf), np.float32(0)
-        # Not mere ones: JAX derives reductions whose operands all have tangents.
+        # Not constant ones: JAX differentiates such reductions only if all operands have tangents.
         ones = jnp.where(x == x, jnp.float32(1), x)
         return tuple(jax.lax.reduce((x, ones), start, _joining(exp), axes))
 
@@ -176,7 +178,7 @@ def maximum_and_sum(eqn: Any, x: Any, exponential: str) -> tuple[Any, Any]:
 
 @functools.cache
 def _joining(exp: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-    """Returns what makes the largest entry and the sum of two parts of a row those of both."""
+    """Returns a function that combines the maximum and sum of two parts of a row."""
 
     def joined(a, b):
         (first, some), (second, more) = a, b
@@ -188,12 +190,12 @@ def _joining(exp: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def sum_of_exponentials(eqn: Any, args: Sequence[Any], exponential: str) -> Any:
-    """Returns a sum whose value is known from what `maximum_and_sum` gave.
+    """Returns a sum of exponentials whose value follows from the result of `maximum_and_sum`.
 
     Args:
-        eqn: The sum.
-        args: Its operand: exponentials of ``x - shift``; what that function gave of ``x``; the
-            shift.
+        eqn: The equation of the sum.
+        args: Its operand, the exponentials of ``x - shift``; the results of `maximum_and_sum` for
+            ``x``; the shift.
         exponential: "exp" or "exp2".
     """
 
@@ -213,7 +215,7 @@ def sum_of_exponentials(eqn: Any, args: Sequence[Any], exponential: str) -> Any:
 
 
 def wide_cotangent(fun: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Runs a linear function whose transpose sums, so that it sums in float32."""
+    """Runs a linear function whose transpose is a sum, which is computed in float32."""
 
     def jvp(primals, tangents):
         out = call(*primals)
@@ -238,14 +240,14 @@ def matmul(
     """Runs a matmul whose tangents are computed in the dtype of its operands.
 
     Args:
-        eqn: The matmul.
+        eqn: The equation of the matmul.
         args: Its operands.
-        dtype: What it gives; of half operands, float32 is its accumulator.
-        centred: The operand by which the other one's tangent is multiplied less its mean, along
-            which dimensions. That is for results whose reader takes no notice of what is added to
-            all entries of a row, as a softmax does not.
-        wide: Operands, by place, whose cotangents are not to be rounded before devices sum their
-            parts of them. Each as a float32 array that is differentiated in its stead, or None.
+        dtype: The dtype of the result. For half operands, float32 is the accumulator.
+        centred: An operand and some of its dimensions. The mean over these is subtracted from the
+            operand where the tangent of the other one is multiplied by it. This is correct if the
+            reader of the result ignores a constant added to all entries of a row, like a softmax.
+        wide: Operands, by position, whose cotangents are not rounded before devices sum them. The
+            value is a float32 array that is differentiated instead of the operand, or None.
     """
     primitive, params = eqn.primitive, dict(eqn.params)
     del params["preferred_element_type"]
@@ -254,7 +256,7 @@ def matmul(
     key = (primitive, tuple(sorted(params.items())), np.dtype(dtype), centred, places)
     try:
         call = _cached_matmul(*key)
-    except TypeError:  # a parameter that cannot be hashed
+    except TypeError:  # a parameter is not hashable
         call = _cached_matmul.__wrapped__(*key)
     return call(*args, *twins.values())
 
@@ -285,7 +287,7 @@ def _cached_matmul(
         return _jax.cpu_barrier(primitive.bind(*held, **accumulated))
 
     def along(moving, primals, tangents):
-        """Returns the tangent, given those of the operands that move."""
+        """Returns the tangent, given those of the operands that are not constant."""
         terms = []
         for i, tangent in zip(moving, tangents, strict=True):
             others = [*primals[:i], *primals[i + 1 :]]
@@ -299,11 +301,11 @@ def _cached_matmul(
                 terms.append(product(others, half))
         return functools.reduce(jax.lax.add, terms)
 
-    if centred is not None:  # or what is less its mean would be kept
+    if centred is not None:  # else the centred operand would be kept
         along = jax.checkpoint(along, prevent_cse=False, static_argnums=0)
 
     def jvp(primals, tangents):
-        # Where nothing hinders, as it is written: policies of checkpoints know a matmul by name.
+        # As written if possible, because checkpoint policies recognise matmuls by name.
         out = (run if dtype == primals[0].dtype and centred is None else call)(*primals)
         operands = primals[: len(primals) - len(twins)]
         moves = dict(enumerate(tangents[:2])) | dict(
@@ -319,7 +321,7 @@ def _cached_matmul(
 
 
 def _less_mean(x: Any, dims: Sequence[int]) -> Any:
-    # The barrier: in the forward pass XLA would hold it beside the array itself.
+    # Without the barrier, XLA would hold it beside the array itself in the forward pass.
     full = cast(_jax.gpu_barrier(x), FLOAT32)
     return cast(full - jnp.mean(full, dims, keepdims=True), x.dtype)
 
@@ -330,19 +332,19 @@ def _less_mean(x: Any, dims: Sequence[int]) -> Any:
 def recomputed(
     run: Run, arrays: Sequence[Any], rounded: Sequence[bool], half: Any, prevent_cse: bool
 ) -> list[Any]:
-    """Runs an island in float32; its derivative is computed again from its inputs and its sums.
+    """Runs an island in float32. The backward pass recomputes it from its inputs and sums.
 
     Args:
-        run: ``run(arrays, sums=None)`` gives results and sums, taking the latter where given.
+        run: ``run(arrays, sums=None)`` returns results and sums; given sums are not recomputed.
         arrays: The inputs.
-        rounded: Which of them are kept in half.
-        half: The half dtype, where any is.
-        prevent_cse: Whether XLA would rather save the insides than compute them again.
+        rounded: Which of the inputs are kept in half.
+        half: The half dtype, if some are.
+        prevent_cse: Whether a barrier must keep XLA from saving the values inside.
     """
 
     @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
     def tangent(arrays, sums, moving, tangents):
-        if prevent_cse:  # of what is kept alone: a barrier before cotangents has them written
+        if prevent_cse:  # on kept values alone; a barrier on cotangents would write them out
             arrays, sums = jax.tree.map(_jax.again_barrier, (arrays, sums))
         arrays = [cast(a, FLOAT32) if r else a for a, r in zip(arrays, rounded, strict=True)]
         return _tangent(lambda full: run(full, sums), arrays, moving, tangents)
@@ -366,7 +368,7 @@ def _tangent(
     moving: Sequence[bool],
     tangents: Sequence[Any],
 ) -> Any:
-    """Returns the tangent of a function of arrays of which some alone have one."""
+    """Returns the tangent of a function of arrays, of which only some have tangents."""
 
     def of_moving(*varying):
         given = iter(varying)
@@ -377,14 +379,14 @@ def _tangent(
 
 
 def elementwise(run: Run, arrays: Sequence[Any], barrier: bool) -> list[Any]:
-    """Runs an elementwise island of one half operand; its slope is what is kept for the derivative.
+    """Runs an elementwise island with one half operand, and keeps its slope for the derivative.
 
-    That takes the room of the operand, which is then not needed, and nothing is computed twice.
+    The slope takes the memory of the operand, which is not kept, and nothing is computed twice.
 
     Args:
-        run: ``run(arrays)`` gives ``[result], []``, the result in the operand's dtype.
+        run: ``run(arrays)`` returns ``[result], []``, with the result in the operand's dtype.
         arrays: The operand.
-        barrier: Whether to keep XLA from computing the slope again in the backward pass.
+        barrier: Whether a barrier must keep XLA from recomputing the slope in the backward pass.
     """
 
     def call(x):
@@ -401,10 +403,10 @@ def elementwise(run: Run, arrays: Sequence[Any], barrier: bool) -> list[Any]:
 
 
 def activation(fun: Callable[[Any], Any], x: Any, half: Any) -> Any:
-    """Runs an elementwise function of a float32 array; its derivative is multiplied in half.
+    """Runs an elementwise function of a float32 array, and multiplies its derivative in half.
 
-    So the cotangent of ``x`` is a half product: where it is written, that takes two bytes an entry.
-    (XLA removes a mere cast to half and back, and would write float32.)
+    The cotangent of ``x`` is then a half product, which takes two bytes per entry in memory. A cast
+    to half and back would not do: XLA removes it and writes float32.
     """
 
     def jvp(primals, tangents):
@@ -415,15 +417,15 @@ def activation(fun: Callable[[Any], Any], x: Any, half: Any) -> Any:
 
 
 class Softmax(NamedTuple):
-    """What is known of a softmax.
+    """The properties of a softmax.
 
     Attributes:
-        axes: What is summed over.
+        axes: The axes of its sum.
         rate: The logarithm of the base of its exponential.
-        whole: Whether its rows sum to one.
-        half: What it is kept in.
-        moving: How many of its operands it is differentiated in: the first is what the exponential
-            is taken of.
+        whole: Whether its rows sum to 1.
+        half: The dtype in which it is kept.
+        moving: The number of operands with respect to which it is differentiated; these come first,
+            and the first of all is the exponent.
     """
 
     axes: tuple[int, ...]
@@ -434,14 +436,14 @@ class Softmax(NamedTuple):
 
 
 class Weighing(NamedTuple):
-    """What becomes of a softmax ``p`` that values are summed by.
+    """The matmul of a softmax ``p`` with values, and the operations in between.
 
     Attributes:
-        eqn: The matmul.
-        place: Which of its operands is the softmax.
-        views: How the layout of ``p`` changes before the matmul.
-        weigh: All that happens to ``p`` before the matmul, such as a dropout, if anything: linear
-            in its first argument, entry by entry.
+        eqn: The equation of the matmul.
+        place: The position of the softmax among its operands.
+        views: The changes of the layout of ``p`` before the matmul.
+        weigh: A function with everything that is applied to ``p`` before the matmul, such as a
+            dropout, or None. It is elementwise and linear in its first argument.
     """
 
     eqn: Any
@@ -451,13 +453,13 @@ class Weighing(NamedTuple):
 
 
 def softmax(run: Run, arrays: Sequence[Any], known: Softmax, prevent_cse: bool) -> list[Any]:
-    """Runs a softmax in float32; its derivative is computed from its result, kept in half.
+    """Runs a softmax in float32. Its derivative is computed from its result, kept in half.
 
     Args:
-        run: ``run(arrays)`` gives ``[result], [result]``.
-        arrays: What the exponential is taken of, and what is constant for the derivative.
-        known: What is known of it.
-        prevent_cse: Whether XLA would rather save the insides than compute them again.
+        run: ``run(arrays)`` returns ``[result], [result]``.
+        arrays: The exponent, and operands that are constant for the derivative.
+        known: The properties of the softmax.
+        prevent_cse: Whether a barrier must keep XLA from saving the values inside.
     """
 
     def call(*arrays):
@@ -478,10 +480,10 @@ def softmax(run: Run, arrays: Sequence[Any], known: Softmax, prevent_cse: bool) 
 def _softmax_slope(
     known: tuple[tuple[int, ...], float, bool], dtype: Any, prevent_cse: bool
 ) -> Callable[..., Any]:
-    """Returns the derivative of a softmax; the same function each time, to be traced once.
+    """Returns the derivative of a softmax; the same function each time, so that it is traced once.
 
-    A rounded row does not sum to one, and where one entry is almost all of it, what that lacks of
-    one is all of the derivative. So the mean of the row is taken with weights that do.
+    A rounded row does not sum to exactly 1. If one entry is close to 1, its distance from 1
+    dominates the derivative. The mean over the row therefore uses weights that do sum to 1.
     """
     axes, rate, whole = known
 
@@ -489,7 +491,7 @@ def _softmax_slope(
     def slope(result, tangent):
         full, tangent = cast(result, FLOAT32), _at_rate(tangent, rate)
         mean = jnp.sum(full * tangent, axes, keepdims=True)
-        if whole:  # or nothing, where all of a row is masked
+        if whole:  # or zero, if the whole row is masked
             mean = mean / jnp.maximum(jnp.sum(full, axes, keepdims=True), 0.5)
         return cast(full * (tangent - mean), dtype)
 
@@ -497,24 +499,24 @@ def _softmax_slope(
 
 
 def _at_rate(tangent: Any, rate: float) -> Any:
-    """Returns the tangent of an exponent to base e."""
+    """Returns the tangent of an exponent, converted to base e."""
     tangent = cast(tangent, FLOAT32)
     return tangent if rate == 1 else rate * tangent
 
 
 def attention(run: Run, arrays: Sequence[Any], known: Softmax, by: Weighing) -> list[Any]:
-    """Runs a softmax and the matmul that sums values by it.
+    """Runs a softmax and its matmul with values.
 
-    The derivative of a softmax ``p`` takes ``sum(p * dp)``. With ``out = p @ v`` that is
-    ``sum(dout * out)``, over far smaller arrays, and it is known before ``dp`` is: so nothing but
-    ``p`` and the final product is ever written out. (Dao et al., FlashAttention, 2022.)
+    The derivative of a softmax ``p`` needs ``sum(p * dp)``. With ``out = p @ v`` this equals
+    ``sum(dout * out)``, a sum over far smaller arrays, which is known before ``dp``. Therefore only
+    ``p`` and the final product are written to memory. (Dao et al., FlashAttention, 2022.)
 
     Args:
-        run: ``run(arrays)`` gives ``[out], [p]``.
-        arrays: What the exponential is taken of, the values, what ``by.weigh`` takes, and what is
-            constant for the derivative.
-        known: What is known of the softmax; its axes are those of the matmul's operand.
-        by: What becomes of it.
+        run: ``run(arrays)`` returns ``[out], [p]``.
+        arrays: The exponent, the values, the further arguments of ``by.weigh``, and operands that
+            are constant for the derivative.
+        known: The properties of the softmax; its axes are those of the matmul's operand.
+        by: The matmul, and the operations before it.
     """
     eqn, place, half, weigh = by.eqn, by.place, known.half, by.weigh
 
@@ -526,7 +528,7 @@ def attention(run: Run, arrays: Sequence[Any], known: Softmax, by: Weighing) -> 
         return p if weigh is None else weigh(cast(p, FLOAT32), others)
 
     def sums(p):
-        """Sums over the rows of a softmax, laid out as the result is."""
+        """Sums over the rows of a softmax. The sums have the layout of the softmax's result."""
         for view in by.views:
             (p,) = _jax.bind(view, [p])
         return jnp.expand_dims(jnp.transpose(jnp.sum(p, known.axes), order), others)
@@ -534,7 +536,7 @@ def attention(run: Run, arrays: Sequence[Any], known: Softmax, by: Weighing) -> 
     _, batch = eqn.params["dimension_numbers"]
     kept = [d for d in range(len(eqn.invars[place].aval.shape)) if d not in known.axes]
     free = [d for d in kept if d not in batch[place]]
-    # Where the rows of the softmax stand in the result: batch first, then those of its operands.
+    # The axes of the result that are rows of the softmax: batch axes first, then its own free axes.
     order = [kept.index(d) for d in (*batch[place], *free)]
     rank = len(eqn.outvars[0].aval.shape)
     first = len(order) if place == 0 else len(batch[0])
@@ -549,7 +551,7 @@ def attention(run: Run, arrays: Sequence[Any], known: Softmax, by: Weighing) -> 
     def through_values(p, more, tangent):
         return cast(product(weighed(p, more), cast(tangent, half)), FLOAT32)
 
-    if weigh is not None:  # else there is nothing to compute again
+    if weigh is not None:  # else nothing is recomputed
         through_values = jax.checkpoint(through_values, prevent_cse=False)
 
     @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)

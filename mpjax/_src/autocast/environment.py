@@ -1,4 +1,4 @@
-"""The arrays of a block as a rewrite evaluates it, in each dtype that they were read in."""
+"""The environment of the rewrite: the arrays of a block, in each dtype in which they were read."""
 
 import contextlib
 import contextvars
@@ -19,7 +19,7 @@ _FOLDS = contextvars.ContextVar("mpjax folds constants", default=True)
 
 @contextlib.contextmanager
 def constants_as_casts() -> Iterator[None]:
-    """Traces the rounding of constants as casts, for those who want to see what it costs."""
+    """Traces the rounding of constants as casts, so that reports can measure its error."""
     token = _FOLDS.set(False)
     try:
         yield
@@ -28,11 +28,11 @@ def constants_as_casts() -> Iterator[None]:
 
 
 class Settings(NamedTuple):
-    """What holds for all blocks of a program that is evaluated.
+    """Settings for all blocks of a program that is evaluated.
 
     Attributes:
         policy: The policy.
-        rows: Whether what an op becomes is named by its number, for a report.
+        rows: Whether ops get scopes with their row numbers, for a report.
     """
 
     policy: Policy
@@ -40,20 +40,20 @@ class Settings(NamedTuple):
 
 
 class Env:
-    """The arrays of a block as it is evaluated, in each dtype that they were read in."""
+    """The arrays of a block while it is evaluated, in each dtype in which they were read."""
 
     def __init__(self, settings: Settings, in_loop: bool, depth: int = 0):
         self.settings = settings
         self.in_loop = in_loop
-        self.depth = depth  # how many names of an op's stack are entered already
-        self.shared: dict[Any, Any] = {}  # stretches that were rewritten, by what they compute
+        self.depth = depth  # the number of names of an op's stack that were entered
+        self.shared: dict[Any, Any] = {}  # rewritten stretches, by their keys
         self._arrays: dict[Value, dict[Any, Any]] = {}
         self._makers: dict[Value, Callable[[Any], Any]] = {}
         self._exact: dict[Value, Any] = {}
         self._known: dict[Value, Any] = {}
 
     def write(self, value: Value, array: Any) -> None:
-        """Records an array in the dtype that it has."""
+        """Records an array in its own dtype."""
         if value.kept:
             array = keep(array)
         self._arrays[value] = {array.dtype if value.is_f32 else None: array}
@@ -64,19 +64,19 @@ class Env:
         return [*self._arrays[value].values()], exact
 
     def stored(self, value: Value) -> tuple[list[Any], list[Any]]:
-        """As `held`, in the dtype alone that the value is stored in."""
+        """Returns the array of a value in its storage dtype alone, for `hold`."""
         arrays, exact = self.held(value)
         return [x for x in arrays if x.dtype == value.dtype] or arrays[:1], exact
 
     def hold(self, value: Value, held: tuple[list[Any], list[Any]]) -> None:
-        """Records what another environment held of a value."""
+        """Records the arrays that another environment held for a value."""
         arrays, exact = held
         self._arrays[value] = {array.dtype if value.is_f32 else None: array for array in arrays}
         if exact:
             (self._exact[value],) = exact
 
     def store(self, value: Value, array: Any) -> None:
-        """Records a result in the dtype that the plan stores it in."""
+        """Records a result in the dtype in which the plan stores it."""
         if value in self._known:
             array = known(array, self._known[value])
         if value.is_f32 and array.dtype != value.dtype:
@@ -86,20 +86,20 @@ class Env:
         self.write(value, array)
 
     def inside(self, depth: int, known: dict[Value, Any] | None = None) -> "Env":
-        """Returns the environment of steps that are traced on their own, below so many names.
+        """Returns an environment for steps that are traced separately, below ``depth`` names.
 
-        Values of ``known`` are not computed again.
+        Values in ``known`` are not computed again.
         """
         env = Env(self.settings, self.in_loop, depth)
         env._known = known or {}
         return env
 
     def make(self, value: Value, maker: Callable[[Any], Any]) -> None:
-        """Records how to make a value in the dtype that somebody asks for."""
+        """Records a function that computes a value in a requested dtype."""
         self._makers[value] = maker
 
     def read(self, value: Value, dtype: Any = None) -> Any:
-        """Returns the array of a value; a float32 one in ``dtype`` if given."""
+        """Returns the array of a value. A float32 value is returned in ``dtype`` if given."""
         if not value.is_f32:
             return self._arrays[value][None] if value in self._arrays else value.const
         arrays = self._arrays.setdefault(value, {})
@@ -110,7 +110,7 @@ class Env:
             made = self._makers[value](dtype)
         elif not arrays:  # a literal
             if dtype in HALVES and not _FOLDS.get():
-                # The barrier keeps JAX from folding it.
+                # The barrier prevents JAX from folding the cast.
                 return cast(_jax.cpu_barrier(jnp.asarray(value.const, FLOAT32)), dtype)
             return np.asarray(value.const, dtype)
         elif value.const is not None and dtype in HALVES and _FOLDS.get():
@@ -123,11 +123,11 @@ class Env:
         return made
 
     def best(self, value: Value) -> Any:
-        """Returns the array of a value as it is held, or as computed where it is handed out so."""
+        """Returns the array of a value as it is held, unrounded if that array exists."""
         return self._exact[value] if value in self._exact else self.read(value)
 
     def result(self, value: Value, dtype: Any) -> Any:
-        """Returns what a program hands out: the float32 array itself where one was returned."""
+        """Returns a result of the program: the unrounded float32 array if there is one."""
         if value in self._exact and dtype == FLOAT32:
             return self._exact[value]
         if not value.is_f32:
@@ -138,6 +138,6 @@ class Env:
 
 
 def _round_constant(array: Any, const: Any, dtype: Any) -> Any:
-    """Folds the cast of a constant."""
+    """Casts a constant while tracing, without a cast in the program."""
     with np.errstate(over="ignore"):
         return np.broadcast_to(np.asarray(const).astype(dtype), np.shape(array))

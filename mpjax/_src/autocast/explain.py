@@ -1,4 +1,4 @@
-"""`explain`: what autocast would do to a function, operation by operation, running nothing."""
+"""`explain`: reports what autocast does to each operation of a function, without running it."""
 
 import collections
 import dataclasses
@@ -24,12 +24,12 @@ from mpjax._src.reports import Report, table, where, wrapped
 from mpjax._src.rules import HALF, rule_of
 from mpjax._src.trees import is_array
 
-# How many of the arrays that are kept a report's summary names.
+# The summary of a report names this many of the arrays kept for the backward pass.
 LARGEST = 8
 
 COMPUTES = ("f16", "bf16", "f32", "other")
 
-# How the reason of a row of the backward pass begins.
+# The reason of a row of the backward pass begins with this word.
 BACKWARD = "backward "
 
 CASTS = frozenset({"convert_element_type"})
@@ -40,25 +40,28 @@ class Row:
     """One equation of the program.
 
     Attributes:
-        primitive: Its name.
+        primitive: The name of its primitive.
         scope: The named scopes around it, joined with "/".
-        path: The paths of the parameters that feed it, joined with ", ".
-        source: "file:line" of the user's code it comes from.
-        before: The dtypes of its operands and results as the program was written; of a row of the
-            backward pass, as they would be without autocast, and "" of a cast that would not be.
-        after: The same under the plan: what it computes in, and what its results are stored in.
-        reason: Why.
-        flops: Of a matmul or convolution, once; 0 otherwise.
+        path: The paths of the parameters that it reads, joined with ", ".
+        source: The user's line that it comes from, as "file:line".
+        before: The dtypes of its operands and results without autocast, such as "f32,f32->f32". ""
+            for a cast of the backward pass that would not exist without autocast.
+        after: The dtypes under the plan: the dtype it computes in, and the dtypes in which its
+            results are stored.
+        reason: The reason for the dtype.
+        flops: The FLOPs of one run of a matmul or convolution; 0 for other operations.
         times: How often the loops around it run it, as far as that is known.
-        forward: For a row of the backward pass, the index of the forward row it comes from.
-        left_alone: Whether it runs as written, for autocast does not know it or it asks for that.
-        storage: What the backward pass is given in place of what the operation's derivative reads,
-            such as "computed again from bf16 (rows 3)"; "" where that is kept as it is.
-        attention: Of a matmul that sums values by a softmax, under ``with_fused_attention``: the
-            fused kernel that runs the attention, or "xla" and why none does.
-        library: "file:line" of the library that ``source`` calls for it, or "".
-        bytes: Of its operands and results under the plan, of one run; 0 of a program with equations
-            of its own.
+        forward: The index of the forward row it comes from, for a row of the backward pass.
+        left_alone: Whether it runs as written, because autocast does not know it or because the
+            program asks for it.
+        storage: The form in which the backward pass gets the values that the derivative reads, such
+            as "computed again from bf16 (rows 3)"; "" if they are stored unchanged.
+        attention: For a matmul that applies softmax weights to values, under
+            ``with_fused_attention``: the fused kernel that runs the attention, or "xla" and the
+            reason why no fused kernel does.
+        library: The library's line that ``source`` calls, as "file:line", or "".
+        bytes: The bytes of its operands and results under the plan, for one run; 0 for an equation
+            that holds a program, whose equations have rows of their own.
     """
 
     primitive: str
@@ -84,31 +87,34 @@ class Row:
 
     @property
     def computes_in(self) -> str:
-        """What it computes in, one of `COMPUTES`."""
+        """The dtype it computes in: "f16", "bf16", "f32" or "other"."""
         return computed_in(self.after)
 
     @property
     def where(self) -> str:
-        """Where it stands, for people: its scope, or else its line."""
+        """Its place in the program, for display: its scope or, without one, its line."""
         return self.scope or where(self.source, self.library)
 
 
 @dataclasses.dataclass(frozen=True)
 class CastReport(Report):
-    """What autocast does to a function. ``print`` it, or read `rows`.
+    """The report of `explain`: what autocast does to a function. ``print`` it, or read ``rows``.
 
     Attributes:
-        rows: One `Row` per equation, those of nested programs included; then, where gradients were
-            asked for, one per equation of the backward pass. `compare` and `find_nonfinite` number
-            operations by their position here.
-        half_flops: The share of matmul and convolution FLOPs that run on half operands.
-        casts: How many casts the rewrite inserts.
+        rows: One row per equation, including the equations of nested programs, followed by one row
+            per equation of the backward pass if ``argnums`` was given. `compare` and
+            `find_nonfinite` number operations by their position in this tuple.
+        half_flops: The share of matmul and convolution FLOPs that run on half operands, from 0 to
+            1.
+        casts: The number of casts that autocast inserts.
         cast_bytes: The bytes that these casts read and write.
-        stored_before: Bytes kept from the forward to the backward pass by the program as written.
-        stored_after: The same under the plan. Both are None without gradients.
-        kept: The arrays that make up the latter, the largest first.
-        wide: What is differentiated and read in float32, by path, with the first row that does: of
-            this, devices that hold parts send each other float32. Empty without gradients.
+        stored_before: The bytes that the program as written keeps from the forward to the backward
+            pass. None without gradients.
+        stored_after: The same under the plan. None without gradients.
+        kept: The arrays that make up ``stored_after``, the largest first.
+        wide: Pairs (path, row) of the differentiated arguments that an operation reads in float32,
+            with the index of the first row that does. Devices that each hold a part of such an
+            argument exchange it in float32. Empty without gradients.
     """
 
     rows: tuple[Row, ...]
@@ -123,11 +129,15 @@ class CastReport(Report):
     _drawn_by = "mpjax._src.autocast.explain_page"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data, ready for JSON."""
+        """Returns the report as dictionaries, lists, numbers and strings, ready for JSON."""
         return dataclasses.asdict(self)
 
     def calls(self) -> dict[str, dict[str, int]]:
-        """Returns how many equations of each primitive compute in each dtype."""
+        """Returns the number of equations by primitive and compute dtype.
+
+        Returns:
+            ``{"dot_general": {"f16": 0, "bf16": 4, "f32": 1, "other": 0}, ...}``
+        """
         found: dict[str, dict[str, int]] = {}
         for row in self.rows:
             counts = found.setdefault(row.primitive, dict.fromkeys(COMPUTES, 0))
@@ -135,7 +145,7 @@ class CastReport(Report):
         return found
 
     def counts(self) -> list[tuple[str, ...]]:
-        """Returns `calls` as text, without what computes in no floating dtype."""
+        """Returns `calls` as rows of text, without primitives that never compute in a float."""
         return [
             (name, *(str(cells[dtype] or "") for dtype in COMPUTES))
             for name, cells in sorted(self.calls().items())
@@ -143,7 +153,7 @@ class CastReport(Report):
         ]
 
     def shortfalls(self) -> list[Row]:
-        """Returns the rows of matmuls left in float32, and of operations left alone."""
+        """Returns the rows of matmuls that run in float32 and of operations left as written."""
         return [
             row
             for row in self.rows
@@ -167,7 +177,7 @@ class CastReport(Report):
             )
             lines += [f"  {self._where(kept)}" for kept in self.kept[:LARGEST]]
         if self.wide:
-            lines.append("read, and sent between devices, in float32:")
+            lines.append("read in float32, and exchanged between devices in float32:")
             rows = [(path, self.rows[index], index) for path, index in self.wide]
             lines += [f"  {p}: {row.primitive}, {row.reason} (row {i})" for p, row, i in rows]
         return lines
@@ -185,7 +195,7 @@ class CastReport(Report):
             lines += ["", *table(("op", *COMPUTES), counts, words=("op",))]
         short = self.shortfalls()
         if short:
-            lines += ["", "fell short:"]
+            lines += ["", "not in half, or left as written:"]
             lines += [
                 wrapped(
                     f"  {row.primitive} ({row.before} -> {row.after}) {row.where}: {row.reason}", 4
@@ -201,22 +211,26 @@ def explain(
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
 ) -> Callable[..., CastReport]:
-    """Reports what `autocast` does to a function, running nothing.
+    """Reports what `autocast` does to each operation of a function, without running it.
 
     Args:
-        fun: As for `autocast`.
-        policy: As for `autocast`.
-        argnums: If given, the report is on ``jax.value_and_grad(autocast(fun), argnums)``, the
-            program that trains; rows of the backward pass name the forward row they come from.
-        has_aux: As for `jax.value_and_grad`.
+        fun: The function, as for `autocast`.
+        policy: The policy, as for `autocast`.
+        argnums: The positions of the arguments to differentiate, as for `jax.value_and_grad`. If
+            given, the report covers ``jax.value_and_grad(autocast(fun), argnums)``, and each row of
+            the backward pass names the forward row it comes from. If None, the report covers the
+            forward pass alone.
+        has_aux: Whether ``fun`` returns a pair ``(loss, aux)``, as for `jax.value_and_grad`.
 
     Returns:
-        A function of the same arguments, which may be abstract (`jax.ShapeDtypeStruct`), that
-        returns a `CastReport`.
+        A function that takes the arguments of ``fun`` and returns a `CastReport`. The arguments may
+        be `jax.ShapeDtypeStruct`, which need no memory.
 
     Raises:
-        TypeError: If ``fun`` is not a function; with ``argnums``, if it returns no scalar loss.
-        ValueError: As for `autocast`; if ``argnums`` are no positions of floating arguments.
+        TypeError: If ``fun`` is not a function; with ``argnums``, if it does not return a scalar
+            loss.
+        ValueError: If the policy is not legal, if a pattern of its overrides matches nothing, or
+            if ``argnums`` are not positions of floating arguments.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -227,7 +241,7 @@ def explain(
         >>> report.half_flops
         1.0
         >>> [row.reason for row in report.rows if row.primitive == "dot_general"][0]
-        'half list, float32 result for its float32 readers'
+        'half list, float32 result for the float32 operations that read it'
     """
     check_callable(fun, "explain: fun")
     policy = get_policy(policy)
@@ -254,7 +268,7 @@ def explain(
 
 
 def _with_gradients(traced: Traced, forward, active, has_aux) -> CastReport:
-    """Completes a report with the backward pass of ``value_and_grad``."""
+    """Returns the report with the backward pass of ``value_and_grad``."""
 
     def new(*arrays):
         return traced.rebuild(call(traced, list(arrays), rows=True))
@@ -292,12 +306,12 @@ def _with_gradients(traced: Traced, forward, active, has_aux) -> CastReport:
 
 
 def _read_wide(block: Block, active: Sequence[bool]) -> dict[str, int]:
-    """Returns the paths that some operation reads in float32, each with the number of the first."""
+    """Returns the paths of differentiated arguments that are read in float32, and the first row."""
     arguments = zip(block.invars, active, strict=True)
     trained = {path for value, yes in arguments if yes for path in value.paths if path}
     found: dict[str, int] = {}
     for index, (op, _) in enumerate(numbered(block)):
-        # Views move it, and programs are looked into; a lookup sends what the plan rounds.
+        # Views do not count, programs are searched inside, and lookups exchange rounded values.
         if op.rule in ("layout", "program", "cast") or op.sent_half or op.compute in HALVES:
             continue
         given = [value for value in op.ins if value.is_f32 and value.given]
@@ -314,40 +328,40 @@ WORDS = {
     Reason.FULL_ROW: "full list",
     Reason.FULL_INSIDE: "full list inside",
     Reason.OPERANDS: "follows its operands",
-    Reason.GIVES_NO_FLOAT: "gives no float",
-    Reason.NO_FLOAT32: "no float32",
-    Reason.PROGRAM: "program inside",
-    Reason.OWN_RULE: "a program with a rule of its own",
-    Reason.UNKNOWN: "unknown operation, left alone",
-    Reason.FLOAT32_KERNEL: "a kernel left in float32: half_inputs would let it run in half",
-    Reason.NO_ROW: "not known, left in float32: register_rule makes a primitive known, and "
-    "half_inputs lets a kernel run in half",
-    Reason.CAST: "the program's own cast",
+    Reason.GIVES_NO_FLOAT: "its results are not floats",
+    Reason.NO_FLOAT32: "no float32 operands or results",
+    Reason.PROGRAM: "a program, whose operations have rows of their own",
+    Reason.OWN_RULE: "a program with a derivative rule of its own",
+    Reason.UNKNOWN: "unknown operation, left as written",
+    Reason.FLOAT32_KERNEL: "a kernel left in float32; mpjax.half_inputs would run it in half",
+    Reason.NO_ROW: "a primitive without a rule, left in float32; mpjax.register_rule adds a rule, "
+    "and mpjax.half_inputs runs a kernel in half",
+    Reason.CAST: "a cast in the program itself",
     Reason.PRECISION: "explicit precision {}, left as written",
     Reason.WRITTEN: "left as written",
     Reason.LISTED: "{} list of the policy",
     Reason.OVERRIDE: 'override "{}"',
     Reason.REGION: "region {}",
     Reason.INNER_AUTOCAST: "planned by an inner autocast",
-    Reason.KERNEL: "half_inputs of {}, which runs as written",
+    Reason.KERNEL: "inside the kernel {} (half_inputs), left as written",
     Reason.FLOAT32_POLICY: "the policy computes in float32",
     Reason.HALF_OPERAND: "follows a half operand",
     Reason.FULL_OPERAND: "follows a float32 operand",
     Reason.CONSTANT: "constant {:g} does not survive {}",
-    Reason.OF_CONSTANTS: "an operand is made of constants that do not survive {}",
+    Reason.OF_CONSTANTS: "an operand is made from constants that do not survive {}",
     Reason.INTEGERS: "made from integers",
-    Reason.POSITIONS: "positions or the like, which {} would merge",
+    Reason.POSITIONS: "positions or counts, some of which are equal in {}",
     Reason.SPECIAL: "a special function of a half operand",
     Reason.FLATTENS: "its derivative is a difference, which half would lose",
     Reason.FULL_READERS: "read by float32 operations",
-    Reason.WIDE_RESULT: "half list, float32 result for its float32 readers",
-    Reason.AMPLIFIED: "a float32 operation would amplify its rounding",
-    Reason.SHORT_SUM: "a short sum whose error a float32 operation would amplify",
-    Reason.SOLUTION: "added to what a loop that was left alone solved for, and amplified",
-    Reason.LOST: "half would lose what it adds, or its range",
-    Reason.ENDS_LOOP: "a float32 comparison that depends on a matmul ends this loop, left alone",
-    Reason.REPEATS_LOOP: "its backward rule may repeat what a loop inside decides, left alone",
-    Reason.REPLAYS_LOOP: "it may decide again what a loop that was left alone did, left alone",
+    Reason.WIDE_RESULT: "half list, float32 result for the float32 operations that read it",
+    Reason.AMPLIFIED: "a float32 operation would amplify its rounding error",
+    Reason.SHORT_SUM: "a short sum whose rounding error a float32 operation would amplify",
+    Reason.SOLUTION: "added to the solution of a loop left as written, and amplified afterwards",
+    Reason.LOST: "half would lose small terms that it adds, or its range",
+    Reason.ENDS_LOOP: "left as written: a float32 comparison that depends on a matmul ends it",
+    Reason.REPEATS_LOOP: "left as written: its backward rule may repeat decisions of a loop",
+    Reason.REPLAYS_LOOP: "left as written: it may repeat the decisions of a loop left as written",
 }
 
 
@@ -379,7 +393,7 @@ def _row(op: Op, times: int, storage: str) -> Row:
 
 
 def computed_in(signature: str) -> str:
-    """Returns which of `COMPUTES` an operation computes in, by dtypes such as "bf16,f32->f32"."""
+    """Returns the compute dtype, one of `COMPUTES`, for dtypes such as "bf16,f32->f32"."""
     operands, _, results = signature.partition("->")
     found = set(COMPUTES) & set((operands or results).split(","))
     found = found or set(COMPUTES) & set(results.split(","))
@@ -387,7 +401,7 @@ def computed_in(signature: str) -> str:
 
 
 def _held(value: Value) -> int:
-    """Returns the bytes of a value in the dtype that the plan stores it in."""
+    """Returns the bytes of a value in the dtype in which the plan stores it."""
     narrow = value.is_f32 and value.dtype is not None
     return (
         _jax.size_of(value.aval.shape) * np.dtype(value.dtype).itemsize
@@ -443,7 +457,7 @@ def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
 
 
 def _as_written(primitive: str, dtypes: str, origin: Row | None) -> str:
-    """Returns the dtypes of a backward equation without the plan: half where the program is."""
+    """Returns the dtypes of a backward equation without autocast: half if the program says so."""
     own = origin.before if origin else ""
     for half in ("bf16", "f16"):
         dtypes = dtypes if half in own else dtypes.replace(half, "f32")
@@ -462,7 +476,7 @@ class _Stack:
 def _walk(
     jaxpr: Any, stack: _Stack = _Stack(), times: int = 1
 ) -> Iterator[tuple[Any, _Stack, int]]:
-    """Yields every equation with the scopes and transformations, and the loops, around it."""
+    """Yields every equation, with the scopes, transformations and loop iterations around it."""
     for eqn in jaxpr.eqns:
         names = eqn.source_info.name_stack
         here = _Stack(
@@ -477,7 +491,7 @@ def _walk(
 
 
 def flops_of(eqn: Any) -> int:
-    """Returns the floating-point operations of a matmul or convolution."""
+    """Returns the number of floating-point operations of a matmul or convolution."""
     if not eqn.outvars:
         return 0
     name, out = eqn.primitive.name, eqn.outvars[0].aval
@@ -507,7 +521,7 @@ def _half_share(jaxpr: Any) -> float:
 
 
 def _casts(jaxpr: Any) -> "collections.Counter[int]":
-    """Counts the casts between float32 and half of a program by the bytes they move."""
+    """Counts the casts between float32 and half in a program, by the bytes that each one moves."""
     found: collections.Counter[int] = collections.Counter()
     for eqn, _, times in _walk(jaxpr):
         if eqn.primitive.name in CASTS:

@@ -1,4 +1,4 @@
-"""A `CastReport` as a page: the map of the plan, and what is kept by scope."""
+"""The HTML page of a `CastReport`: a map of the plan, and the stored bytes by scope."""
 
 import collections
 from collections.abc import Iterator
@@ -22,27 +22,25 @@ from mpjax._src.reports import short
 
 DTYPE = Colour(
     "dtype",
-    "What each operation computes in: the widest floating dtype of its operands.",
+    "The dtype that each operation computes in: the widest floating dtype of its operands.",
     tuple(DTYPES.values()),
 )
 BYTES = Colour(
     "bytes",
-    "What the operands and results of each operation take under the plan: what it would move if it "
+    "The bytes of each operation's operands and results under the plan, which it would move if it "
     "ran alone. XLA fuses small operations, which then move less.",
     unit="bytes",
 )
 KEPT = Colour(
     "kept",
-    "What the forward pass keeps of each operation's results until the backward pass reads it.",
+    "The bytes of each operation's results that the forward pass keeps for the backward pass.",
     unit="bytes",
 )
-PASS = Colour(
-    "pass", "Whether it runs in the forward or the backward pass.", ("forward", "backward")
-)
+PASS = Colour("pass", "The pass that the operation runs in.", ("forward", "backward"))
 
 
 def page_of(report: CastReport) -> Page:
-    """Returns what a page shows of a report of autocast."""
+    """Returns the page of a report on autocast."""
     backward = sum(row.backward for row in report.rows)
     kept: collections.Counter[int | None] = collections.Counter()
     for array in report.kept:
@@ -107,7 +105,7 @@ def _kept_by_scope(report: CastReport, kept: "collections.Counter[int | None]") 
     return Bar(
         "Kept from the forward to the backward pass",
         shares(found),
-        words="By the scope whose operation made it.",
+        words="Grouped by the scope of the operation that computed it.",
     )
 
 
@@ -115,15 +113,15 @@ def _tables(report: CastReport) -> Iterator[Table]:
     columns: tuple[str, ...] = ("operation", *COMPUTES)
     calls = sorted(report.calls().items())
     rows = tuple((name, *(str(cells[d] or "") for d in COMPUTES)) for name, cells in calls)
-    yield Table("Operations by what they compute in", columns, rows, words=columns[:1])
+    yield Table("Operations by compute dtype", columns, rows, words=columns[:1])
     if wide := report.shortfalls():
         columns = "operation", "dtypes", "where", "why"
         rows = tuple((r.primitive, f"{r.before} to {r.after}", r.where, r.reason) for r in wide)
-        yield Table("Not in half, or left alone", columns, rows, words=columns)
+        yield Table("Not in half, or left as written", columns, rows, words=columns)
     if report.kept:
         columns = "size", "array", "row", "operation", "where"
         rows = tuple(_kept(report, array) for array in report.kept)
-        yield Table("Arrays that are kept, the largest first", columns, rows, words=columns[1:])
+        yield Table("Arrays kept for the backward pass", columns, rows, words=columns[1:])
 
 
 def _kept(report: CastReport, array: Kept) -> tuple[str, ...]:

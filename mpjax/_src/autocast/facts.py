@@ -1,18 +1,19 @@
-"""Facts: where every value comes from, and whether half would hold it. A plan's forward sweep.
+"""The second sweep of a plan, forwards: the origin of each value, and whether half can hold it.
 
-Each fact is an element of a small lattice, computed from those of the operands and joined where
-ways meet; loops, nested ones too, run to a fixpoint.
+A `Fact` is an element of a small lattice. It is computed from the facts of the operands and joined
+where branches meet. Loops, also nested ones, are iterated to a fixpoint.
 
-The rule of sums. Rounding a state to half after each of n writes costs about sqrt(n) roundings of
-the state, whatever the size of what is written. That is in order where
+The rule of sums. If a state is rounded to half after each of n additions, the error is about
+sqrt(n) rounding errors of the state, whatever the size of the terms. That is acceptable if
 
-- a write is a residual block: computed from the state itself, by a matmul with weights that no
-  earlier write to this state used. Its size is its weights' own, and casts by hand round there too.
-- there are few other writes: `WRITES`, which cost two roundings of half.
+- the term comes from a residual block: it is computed from the state itself, by a matmul with
+  weights that no earlier addition to this state used. The weights determine its size, and casts
+  placed by hand round there too.
+- there are at most `WRITES` other additions, which cost two roundings to half.
 
-It is not where a step may be small beside the state: scaled by less than `STEP` or by an argument,
-whose size is not known, or added to an argument, which nobody has rounded yet. Such a sum is
-*exact*: it is never rounded for storage.
+It is not acceptable if a term may be small compared with the state: a term scaled by less than
+`STEP` or by an argument of unknown size, or a term added to an argument, which has not been rounded
+yet. Such a sum is *exact*: it is never rounded for storage.
 """
 
 import functools
@@ -28,26 +29,26 @@ from mpjax._src.autocast.why import Reason, why
 from mpjax._src.dtypes import HALVES
 from mpjax._src.higher_order import SCAN, WHILE, Inside, turns_of
 
-# sqrt(4) = 2 roundings of half: the error that autocast may have beyond that of its matmuls.
+# sqrt(4) = 2 roundings to half: the error that autocast may add to that of the matmuls.
 WRITES = 4
 
-# Scaled by less than this, numbers of ordinary size come near float16's smallest ones.
+# Numbers of ordinary size, scaled by less than this, are close to float16's smallest numbers.
 LEAST = 2.0**-10
 
 EXPONENTIALS = ("exp", "exp2", "expm1")
 
-# Rounding a state may cost four times what rounding the matmul behind the step costs.
+# Rounding a state may cost four times as much as rounding the matmul behind the term.
 STEP = 0.25
 
 
 class Sweep:
-    """The sweep over a program. It numbers values, so that sets of them are bit masks."""
+    """The sweep over a program. It numbers values, so that bit masks can represent sets of them."""
 
     def __init__(self) -> None:
         self.numbers: dict[Hashable, int] = {}
 
     def bit(self, value: Hashable) -> int:
-        """Returns the bit of a value, the same in every round of a fixpoint."""
+        """Returns the bit of a value, which is the same in every iteration to a fixpoint."""
         return 1 << self.numbers.setdefault(value, len(self.numbers))
 
     def block(self, block: Block) -> None:
@@ -91,7 +92,7 @@ class Sweep:
         if op.inside.backward and why(Reason.ENDS_LOOP) in inside:
             op.rule, op.why = "leave", why(Reason.REPEATS_LOOP)
         for out, found in zip(op.outs, results, strict=True):
-            # Nobody knows which branch is taken: what one of them rounds, others may not.
+            # Any branch may run: the result is half only if all branches round it.
             out.fact = join(found)._replace(half=bool(found) and all(fact.half for fact in found))
             if "full" in (op.forced, op.rule):
                 out.fact = out.fact._replace(half=False)
@@ -99,14 +100,15 @@ class Sweep:
                 out.fact = out.fact._replace(solved=True)
 
     def loop(self, op: Op, sub: Inside) -> None:
-        """Runs a loop's body to a fixpoint, and decides which carries are half.
+        """Iterates the body of a loop to a fixpoint, and decides which carries are half.
 
-        A carry is half where a half operation makes it in every turn, and it is no exact sum.
+        A carry is half if a half operation computes it in every iteration and it is not an exact
+        sum.
         """
         body = sub.program
         turns = turns_of(op.eqn) if op.inside.kind == SCAN else WRITES + 1
         carried = [(body.outvars[r], body.invars[a]) for r, a in sub.carry]
-        anew = 0  # the weights that each turn has for itself: slices that it is given, or takes
+        anew = 0  # weights that differ in every iteration: slices that it gets or takes
         for position, value in enumerate(body.invars):
             bit = self.bit(value)
             value.fact = value.fact._replace(weights=value.fact.weights | bit)
@@ -126,7 +128,7 @@ class Sweep:
             for (out, value), bit in zip(carried, bits, strict=True):
                 new, old = self.read(out), value.fact
                 writes = old.writes
-                if states & bit and new.writes > writes:  # so many in every turn
+                if states & bit and new.writes > writes:  # as many in every iteration
                     writes = new.writes if new.writes * turns <= WRITES else WRITES + 1
                 exact = old.exact or new.exact or (writes > WRITES and bool(states & bit))
                 value.fact = join([old, new])._replace(
@@ -140,7 +142,7 @@ class Sweep:
         body.carries = tuple(v in carries and v.fact.half for v in body.invars)
 
     def condition(self, op: Op, sub: Inside) -> None:
-        """Leaves a loop alone that runs until matmuls meet a tolerance: half might never do."""
+        """Leaves a loop as written if it ends when matmuls meet a tolerance: half may never."""
         body = op.subs[1]
         inside = dict(zip(body.ins, body.program.invars, strict=True))
         for value, index in zip(sub.program.invars, sub.ins, strict=True):
@@ -158,19 +160,19 @@ class Sweep:
         for value, index in zip(sub.program.invars, sub.ins, strict=True):
             if value in read and index in inside:
                 seen |= verdicts.get(inside[index], 0)
-        for _ in body.carry:  # what it sees now was made in any of the turns before
+        for _ in body.carry:  # its values come from any earlier iteration
             for result, place in body.carry:
                 if seen & self.bit(body.program.invars[place]):
                     seen |= body.program.outvars[result].fact.made
         if seen & made:
             op.rule, op.why = "leave", why(Reason.ENDS_LOOP)
-        # As many turns as another loop took: it must decide in each what that one did.
+        # It repeats the iterations of another loop, so it must make the same decisions in each.
         if made & union(verdicts.values()) and any(v.fact.solved for v in sub.program.invars):
             op.rule, op.why = "leave", why(Reason.REPLAYS_LOOP)
 
 
 def _verdicts_of_turns(body: Inside) -> dict[Value, int]:
-    """Returns the verdicts of a loop's body; those of carries are of any turn before."""
+    """Returns the comparisons behind each value of a loop's body, over all earlier iterations."""
     block = body.program
     carried: dict[Value, int] = {}
     while True:
@@ -186,7 +188,7 @@ def _verdicts_of_turns(body: Inside) -> dict[Value, int]:
 
 
 def _verdicts(block: Block, known: dict[Value, int]) -> dict[Value, int]:
-    """Returns what was compared, as float32, to find each value that is no float."""
+    """Returns, for each value that is not a float, the float32 values compared to compute it."""
     found = dict(known)
     for op in block.ops:
         verdict = union(found.get(v, 0) for v in op.ins)
@@ -201,7 +203,7 @@ def _verdicts(block: Block, known: dict[Value, int]) -> dict[Value, int]:
 
 
 def _states(bits: Sequence[int], chains: Sequence[int]) -> int:
-    """Returns which carries are states: one that a chain of sums leads back to, over any turns."""
+    """Returns the carries that are states: a chain of sums, over any iterations, leads back."""
     direct = dict(zip(bits, chains, strict=True))
     while True:
         further = {b: m | union(direct[o] for o in bits if m & o) for b, m in direct.items()}
@@ -257,7 +259,7 @@ def _full(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
 
 
 def _power_of(op: Op) -> int:
-    """Returns to which power a float32 operation takes what made its operand small."""
+    """Returns the power to which a float32 op raises the factor that made its operand small."""
     if op.name == "integer_pow":
         return max(0, op.params["y"])
     return 2 if op.name == "square" else int(rules.REDUCES in op.spec.traits)
@@ -278,9 +280,9 @@ def _follow(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
 
 
 def _peak(op: Op) -> int:
-    """Returns the values whose largest entry the result is still, or is not below.
+    """Returns the values whose largest entry the result equals or exceeds.
 
-    Of a choice those that all choices are; a constant is taken for one that is never made
+    For a `select_n`, those that hold for all cases. A constant case is assumed never to be chosen
     (``where(isfinite(m), m, 0)``).
     """
     peaks = [v.fact.peak for v in op.ins if v.entries is None and is_float(v)]
@@ -306,7 +308,7 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         return joined._replace(norm=terms[0].norm if terms else "", scaled=scaled)
     a, b = terms
     bit = sweep.bit(out)
-    small = a.scaled != b.scaled  # of two scaled terms neither is the state
+    small = a.scaled != b.scaled  # if both terms are scaled, neither is the state
     block = not small and (_is_block(a, b) or _is_block(b, a))
     argument = (a.given and b.half) or (b.given and a.half)
     writes = max(a.writes, b.writes) if block else min(a.writes + b.writes + 1, WRITES + 1)
@@ -323,13 +325,13 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
 
 
 def _is_block(state: Fact, step: Fact) -> bool:
-    """Tells whether a step is a residual block of the state that it is added to."""
+    """Tells whether a term comes from a residual block of the state that it is added to."""
     depends = step.made & state.chain and not state.made & step.chain
     return bool(depends and step.weights & ~state.weights)
 
 
 def _is_filled(value: Value) -> bool:
-    """Tells a constant that is one number."""
+    """Tells whether a value is a constant with a single number."""
     return value.entries is not None and np.size(value.entries) == 1
 
 
@@ -345,7 +347,7 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
         negative = bool(terms and terms[0].fact.negative and all(signs))
         inverse = op.name == "div" and op.ins[1].entries is None
         norm = "scale" if inverse else terms[0].fact.norm if terms else ""
-        mean = terms and terms[0].small  # of many that were summed
+        mean = terms and terms[0].small  # a sum of many terms
         scaled = joined.scaled or (factor < STEP and not mean)
         return joined._replace(
             span=max(span, FITS), scaled=scaled, norm=norm, negative=negative, factor=smaller
@@ -375,12 +377,12 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
 
 
 def _is_unknown_scalar(value: Value) -> bool:
-    """Tells a scalar argument: a constant like an epsilon, but one that nobody knows."""
+    """Tells whether a value is a scalar argument, such as an epsilon whose size is unknown."""
     return value.entries is None and value.fact.given and not value.fact.mask and value.is_one
 
 
 def known_factor(op: Op) -> float:
-    """Returns the constant by which a product multiplies its one other operand, or 1."""
+    """Returns the constant factor of a product with one other operand, or 1."""
     known = [v.entries for v in op.ins if v.entries is not None and np.size(v.entries)]
     factor = float(np.max(np.abs(known[0]))) if len(known) == 1 else 1.0
     if op.name == "div" and op.ins[1].entries is not None:
@@ -395,7 +397,7 @@ def _move(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         part = str(sorted(op.params.items())), index, op.outs.index(out)
         return first.fact._replace(weights=sweep.bit((first.fact.weights, part)))
     if rules.LOOKS_UP in op.spec.traits and first.fact.given:
-        # As a matmul by rows of a single one would give it.
+        # As a matmul with one-hot rows would give it.
         bit = sweep.bit(out)
         return first.fact._replace(made=bit, chain=bit, spread=False)
     if op.name == "reduce_max":
@@ -405,7 +407,7 @@ def _move(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
 
 
 def _is_part(op: Op) -> bool:
-    """Tells whether an op takes one of a stack of weights, or a part of one."""
+    """Tells whether an op takes one of a stack of weights, or a part of a weight."""
     one_row = rules.LOOKS_UP in op.spec.traits and all(n == 1 for n in op.ins[1].aval.shape[:-1])
     return rules.PART in op.spec.traits or one_row
 

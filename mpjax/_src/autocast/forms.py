@@ -1,8 +1,8 @@
-"""A normal form: values as products of exponentials, sums and masks, however they are spelled.
+"""A normal form of values: products of exponentials, sums and masks, in any spelling.
 
 The logarithm of a value is read as a sum of terms: ``e / s``, ``e * (1 / s)``, ``e * s ** -1`` and
-``exp(z - log(s))`` with ``e = exp(z)`` are all ``z - log(s)``. What only changes the layout is seen
-through: a term says by which axes of the value that is read its own axes run.
+``exp(z - log(s))`` with ``e = exp(z)`` are all ``z - log(s)``. Changes of layout are skipped: each
+term records how its axes correspond to the axes of the value that is read.
 """
 
 import dataclasses
@@ -18,19 +18,19 @@ from mpjax._src.dtypes import FLOAT32
 
 # ---- axes ---------------------------------------------------------------------------------------
 
-# By what an axis runs: digits (axis, stride, size) of the axes of the value that is read, the most
-# significant first. None for an axis of size 1.
+# The correspondence of an axis: digits (axis, stride, size) of the axes of the value that is read,
+# the most significant first. None for an axis of size 1.
 Axis = tuple[tuple[int, Any, Any], ...]
 Axes = tuple[Axis, ...]
 
 
 def own_axes(shape: Any) -> Axes:
-    """Returns the axes of the value that is read itself."""
+    """Returns the axes of the value that is read, in terms of themselves."""
     return tuple(() if n == 1 else ((d, 1, n),) for d, n in enumerate(shape))
 
 
 def reshaped(axes: Axes, shape: Any) -> Axes | None:
-    """Returns the axes after a reshape; None where digits of several axes would mix."""
+    """Returns the axes after a reshape; None if it mixes digits of several axes."""
     digits = [digit for axis in axes for digit in axis]
     found: list[Axis] = []
     for size in shape:
@@ -68,7 +68,7 @@ def _merged(axis: "list[tuple[int, Any, Any]]") -> Axis:
 
 
 def before(op: Op, axes: Axes) -> Axes | None:
-    """Returns the axes of what a change of layout reads, given those of its result."""
+    """Returns the axes of the operand of a change of layout, given those of its result."""
     shape = op.ins[0].aval.shape
     if op.name in ("reshape", "squeeze"):
         return reshaped(axes, shape)
@@ -81,7 +81,7 @@ def before(op: Op, axes: Axes) -> Axes | None:
 
 
 def after(op: Op, axes: Axes) -> Axes | None:
-    """Returns the axes of the result of a change of layout; None where it copies."""
+    """Returns the axes of the result of a change of layout; None if it repeats entries."""
     shape = op.outs[0].aval.shape
     if op.name in ("reshape", "squeeze"):
         return reshaped(axes, shape)
@@ -101,7 +101,7 @@ VIEWS = frozenset(["broadcast_in_dim", "copy", "reshape", "squeeze", "transpose"
 
 
 def is_view(op: Op) -> bool:
-    """Tells a change of layout, or a cast that changes nothing."""
+    """Tells whether an op changes the layout alone, or is a cast without effect."""
     if op.name == "convert_element_type":
         return op.ins[0].is_f32 and op.outs[0].is_f32
     in_order = op.name != "reshape" or op.params.get("dimensions") is None
@@ -112,7 +112,7 @@ def is_view(op: Op) -> bool:
 
 
 def numbered_values(block: Block) -> dict[Value, int]:
-    """Returns a number for each value of a block: the same for what is computed twice."""
+    """Returns a number for each value of a block; equal computations get equal numbers."""
     numbers: dict[Any, int] = {}
     found: dict[Value, int] = {}
 
@@ -145,7 +145,7 @@ def numbered_values(block: Block) -> dict[Value, int]:
 
 EXPONENT, MASK, SUM, FACTOR, CONSTANT = "exponent", "mask", "sum", "factor", "constant"
 
-# What a term is, the number of its value, and its axes; and by what it is multiplied.
+# The kind of a term, the number of its value, its axes, and its factor.
 Term = tuple[str, Any, Axes]
 Form = dict[Term, float]
 
@@ -156,13 +156,13 @@ DEPTH = 64
 
 @dataclasses.dataclass(eq=False)
 class Reading:
-    """The reading of a value, and what was met on the way.
+    """Reads values into the normal form, and records the operations that it passes.
 
     Attributes:
-        flow: The block.
-        numbers: Which values are the same.
-        end: The exponent that is not looked into, by its number; None for none at all.
-        ops: What was seen through.
+        flow: The data flow of the block.
+        numbers: The number of each value; equal values have equal numbers.
+        end: The number of the exponent at which reading stops; None for no exponent.
+        ops: The operations that were passed.
         values: The values of the terms.
     """
 
@@ -202,7 +202,7 @@ class Reading:
             self.ops[op] = None
             power = POWERS.get(op.name) or op.params["y"]
             return _times(self.logarithm(op.ins[0], axes, depth), power)
-        if op.name == "abs" and self._is_sum(op.ins[0]):  # of a sum of exponentials
+        if op.name == "abs" and self._is_sum(op.ins[0]):  # abs of a sum of exponentials
             self.ops[op] = None
             return self.logarithm(op.ins[0], axes, depth)
         if is_view(op):
@@ -248,7 +248,7 @@ class Reading:
         return self._term(EXPONENT, value, axes)
 
     def _known(self, value: Value) -> float | None:
-        """Returns the number that fills a value, or of which a logarithm is taken for it."""
+        """Returns the number that fills a value, or whose logarithm does."""
         op = self.flow.producer.get(value)
         if op is not None and op.name == "log" and (_constant(op.ins[0]) or 0) > 0:
             return math.log(_constant(op.ins[0]) or 1)
@@ -256,13 +256,13 @@ class Reading:
 
     def _term(self, kind: str, value: Value, axes: Axes | None) -> Form:
         number = self.numbers.get(value, value)
-        # One that cannot be placed is like no other.
+        # A term without known axes equals no other term.
         term = (kind, number, axes) if axes is not None else (kind, value, (((-1, 1, 1),),))
         self.values.setdefault(term, []).append(value)
         return {term: 1.0}
 
     def _factor(self, value: Value, axes: Axes | None, depth: int) -> Form:
-        """Reads one of two factors; a float of a boolean masks."""
+        """Reads one of two factors; a boolean cast to float is a mask."""
         op = self.flow.producer.get(value)
         while op is not None and axes is not None and is_view(op):
             self.ops[op] = None
@@ -279,7 +279,7 @@ class Reading:
         return {(MASK, (self.numbers.get(which, which), kept), axes): 1.0}
 
     def _selected(self, op: Op, axes: Axes, depth: int) -> Form | None:
-        """Reads a select between a value and zero, which masks, or one if a sum is zero."""
+        """Reads a `select_n` between a value and 0, a mask, or one that replaces 0 by 1."""
         if len(op.ins) != 3 or op.ins[0].aval.shape not in ((), op.outs[0].aval.shape):
             return None
         which, *cases = op.ins
@@ -302,7 +302,7 @@ class Reading:
         return None
 
     def _is_zero_test(self, which: Value, value: Value, place: int) -> bool:
-        """Tells a comparison of a sum with zero that chooses it wherever it is not zero."""
+        """Tells whether a value compares a sum with 0 and so selects it where it is not 0."""
         op = self.flow.producer.get(which)
         tests = {"eq": 0, "ne": 1, "gt": 1, "le": 0}
         if op is None or tests.get(op.name) != place:
@@ -310,7 +310,7 @@ class Reading:
         return self.numbers.get(op.ins[0]) == self.numbers.get(value) and _constant(op.ins[1]) == 0
 
     def _guarded(self, op: Op, axes: Axes, depth: int) -> Form | None:
-        """Reads a sum with a constant that keeps it from zero."""
+        """Reads a sum with a constant that keeps it away from 0."""
         for value, other in (op.ins, op.ins[::-1]):
             known = _constant(other)
             if known is not None and known >= 0 and self._is_sum(value):
@@ -320,7 +320,7 @@ class Reading:
         return None
 
     def _is_sum(self, value: Value) -> bool:
-        """Tells a sum, after changes of layout and guards."""
+        """Tells whether a value is a sum, perhaps after changes of layout and guards."""
         while (op := self.flow.producer.get(value)) is not None:
             if op.name == "reduce_sum":
                 return True
@@ -337,7 +337,7 @@ def _behind_guard(name: str, constant: float, form: Form) -> Form:
 
 
 def guards_of(term: Term) -> "tuple[list[tuple[str, float]], Any]":
-    """Returns what keeps a sum from zero, and the number of the sum itself."""
+    """Returns the guard that keeps a sum away from 0, and the number of the sum itself."""
     guards, number = [], term[1]
     while isinstance(number, tuple):
         guards.append(number[:2])
@@ -346,13 +346,13 @@ def guards_of(term: Term) -> "tuple[list[tuple[str, float]], Any]":
 
 
 def is_plain(op: Op) -> bool:
-    """Tells an op that runs in float32 as the policy lets it."""
+    """Tells whether an op runs in float32 without being forced to."""
     plain = op.compute == FLOAT32 or (op.rule in ("cast", "layout") and op.compute is None)
     return plain and not op.forced and not op.eqn.effects and len(op.outs) == 1
 
 
 def _constant(value: Value) -> float | None:
-    """Returns the number that fills a value, if it is known."""
+    """Returns the number that fills a value, or None if it is not known."""
     if value.const is None or np.size(value.const) != 1:
         return None
     return float(np.asarray(value.const).reshape(()))
@@ -371,7 +371,7 @@ def _times(form: Form, factor: float) -> Form:
 
 
 def _sum(first: Form, second: Form) -> Form:
-    """Adds two forms; masking twice is masking once."""
+    """Adds two forms. Two equal masks are the same as one."""
     found = dict(first)
     for term, count in second.items():
         total = found.get(term, 0.0) + count
@@ -387,7 +387,7 @@ def same(first: Form, second: Form) -> bool:
 
 # ---- what scores are masked, shifted and weighed by ---------------------------------------------
 
-# Such entries of a row have no weight: the exponential of what lies so far below another is zero.
+# Entries this far below others have weight 0: their exponential underflows.
 MASKED = -(2.0**13)
 
 
@@ -400,13 +400,13 @@ def is_number(value: Value) -> bool:
 
 
 def is_same_along(value: Value, where: Axes, axes: tuple[int, ...], flow: Flow) -> bool:
-    """Tells a value that is the same for all entries of a row, given the axes it is read by."""
+    """Tells whether a value is the same for all entries of a row, given its axes."""
     _, along = behind_views(value, narrowed(value, where), flow)
     return along is not None and is_constant_along(along, axes)
 
 
 def behind_views(value: Value, axes: Axes | None, flow: Flow) -> "tuple[Value, Axes | None]":
-    """Returns what a value was before its layout changed, and the axes of that."""
+    """Returns the value before changes of layout, and its axes."""
     while (op := flow.producer.get(value)) is not None and is_view(op) and axes is not None:
         value, axes = op.ins[0], before(op, axes)
     return value, axes

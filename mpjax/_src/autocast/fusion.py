@@ -102,7 +102,7 @@ def _fuse(island: Island, flow: Flow) -> Fusion:
     if not island.whole:
         raise Unfit("its rows do not sum to one")
     if any(v.aval.dtype == np.bool_ for v in island.inputs):
-        raise Unfit("it is masked within the softmax, whose rows may be empty")
+        raise Unfit("the mask is inside the softmax, whose rows may be empty")
     own = own_axes(before_softmax.aval.shape)
     scores = _scores(before_softmax, own, island.rate, summed, flow)
     matmul, place, where, views = _weighed(weights, flow)
@@ -146,7 +146,7 @@ def _fuse(island: Island, flow: Flow) -> Fusion:
         raise Unfit(why_not)
     for value, labels, along in zip(inputs, operands, (sequence, *[groups[4]] * 2), strict=False):
         if _is_sharded(value, {d for d, axis in enumerate(labels) if {*axis} & {*along}}, flow):
-            raise Unfit("its sequence is sharded: a fused kernel takes whole ones")
+            raise Unfit("its sequence is sharded, and a fused kernel needs whole sequences")
     _absorb(island, inputs, [scores.matmul, *scores.ops, *views, matmul], flow)
     island.matmul = matmul
     return fusion._replace(kernel=kernel)
@@ -154,12 +154,12 @@ def _fuse(island: Island, flow: Flow) -> Fusion:
 
 def _check_matmuls(*matmuls: Op) -> None:
     if len({op.half for op in matmuls}) > 1:
-        raise Unfit("its matmuls are computed in different halves")
+        raise Unfit("its matmuls compute in different half dtypes")
     for op in matmuls:
         if (op.forced or op.rule) != "half" or not all(v.is_f32 for v in op.ins):
-            raise Unfit("one of its matmuls is not computed in half")
+            raise Unfit("one of its matmuls does not compute in half")
         if op.params.get("out_sharding") is not None:
-            raise Unfit("one of its matmuls asks for a sharding")
+            raise Unfit("one of its matmuls sets a sharding")
         if not all(isinstance(n, int) for v in op.ins for n in v.aval.shape):
             raise Unfit("its shapes are symbolic")
 
@@ -170,11 +170,11 @@ def _scores(
     """Returns the matmul that a value is affine in, given its axes and what it is multiplied by."""
     op = flow.producer.get(value)
     if op is None or axes is None or not value.is_f32:
-        raise Unfit("its scores are no matmul's")
+        raise Unfit("its scores do not come from a matmul")
     if op.name == "dot_general":
         return Scores(op, axes, factor)
     if op.forced or op.eqn.effects:
-        raise Unfit(f"{op.name} of its scores has a dtype of its own")
+        raise Unfit(f"{op.name} on its scores has a fixed dtype")
 
     def further(place: int, axes: Axes | None, factor: float, *leaves: Leaf) -> Scores:
         found = _scores(op.ins[place], axes, factor, summed, flow)
@@ -196,10 +196,10 @@ def _scores(
         for place, fill in ((2, op.ins[1]), (1, op.ins[2])):
             if (number := _number(fill)) is not None:
                 if not number * factor <= MASKED:
-                    raise Unfit(f"{number:g} in place of scores does not mask them")
+                    raise Unfit(f"{number:g} in place of a score does not mask it")
                 chosen = Leaf(op.ins[0], _known(narrowed(op.ins[0], axes)), None, place == 2)
                 return further(place, axes, factor, chosen)
-    raise Unfit(f"{op.name} is taken of its scores")
+    raise Unfit(f"{op.name} is applied to its scores")
 
 
 def _number(value: Value) -> float | None:
@@ -230,11 +230,11 @@ def _weighed(value: Value, flow: Flow) -> tuple[Op, int, Axes, list[Op]]:
         readers = flow.readers.get(value, [])
         op = readers[0] if len(readers) == 1 else None
         if op is None:
-            raise Unfit("its weights are read elsewhere, too")
+            raise Unfit("its weights are also read elsewhere")
         if op.name == "dot_general" and op.ins[0] is not op.ins[1]:
             return op, op.ins.index(value), _known(axes), views
         if not is_view(op) or op.ins[0].size != op.outs[0].size:
-            raise Unfit(f"its weights go through {op.name}, as in a dropout or a scale")
+            raise Unfit(f"{op.name} is applied to its weights, as in dropout or scaling")
         axes = after(op, _known(axes))
         views.append(op)
         value = op.outs[0]
@@ -245,7 +245,7 @@ def _weighed(value: Value, flow: Flow) -> tuple[Op, int, Axes, list[Op]]:
 
 def _known(axes: Axes | None) -> Axes:
     if axes is None:
-        raise Unfit("its axes are mixed by a reshape")
+        raise Unfit("a reshape mixes its axes")
     return axes
 
 
@@ -255,7 +255,7 @@ def _split(axis: Any, atoms: Sequence[Atom]) -> tuple[Atom, ...]:
     for place, stride, size in axis:
         inside = [a for a in atoms if a[0] == place and stride <= a[1] < stride * size]
         if math.prod(a[2] for a in inside) != size:
-            raise Unfit("its axes are mixed by a reshape")
+            raise Unfit("a reshape mixes its axes")
         found += sorted(inside, key=lambda a: -a[1])
     return tuple(found)
 
@@ -304,7 +304,7 @@ def _values(
     if {a for d in contracting[place] for a in weights[d]} != keys:
         raise Unfit("the matmul that reads it does not sum over keys")
     if {a for d in batch[place] for a in weights[d]} != shared:
-        raise Unfit("values are not shared as keys are")
+        raise Unfit("values and keys are shared across different axes")
     shape = matmul.ins[1 - place].aval.shape
     pairs = ((*contracting[1 - place], *batch[1 - place]), (*contracting[place], *batch[place]))
     known = {d: weights[p] for d, p in zip(*pairs, strict=True)}
@@ -485,7 +485,7 @@ def _absorb(island: Island, inputs: list[Value], members: Sequence[Op], flow: Fl
         if op is not result and not inside.issuperset(
             r for v in op.outs for r in flow.readers.get(v, ())
         ):
-            raise Unfit("its scores are read elsewhere, too")
+            raise Unfit("its scores are also read elsewhere")
     island.ops = [op for op in flow.block.ops if op in inside]
     bound(island, flow)
     island.inputs, island.free, island.sums = [*inputs], [], []

@@ -1,7 +1,7 @@
-"""Gathers that are something simpler, whose transpose is no scatter.
+"""Gathers that can be written as simpler operations, so that their transpose is not a scatter.
 
-One entry for each row, as a cross entropy picks its labels' logits; or all entries of an axis in
-order, each several times, as an image is enlarged to the nearest pixels.
+There are two kinds: gathers of one entry per row, such as the labels' logits in a cross entropy,
+and gathers that repeat all entries of an axis in order, such as nearest-neighbour upsampling.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ def picks_one_per_row(eqn: Any) -> bool:
 
 
 def select_one_per_row(eqn: Any, x: Any, indices: Any) -> Any:
-    """As the gather of an equation for which `picks_one_per_row`, written as a masked sum."""
+    """Runs the gather of an equation for which `picks_one_per_row` as a masked sum."""
     (axis,) = eqn.params["dimension_numbers"].start_index_map
     size = x.shape[axis]
     indices = indices.reshape([1 if d == axis else n for d, n in enumerate(x.shape)])
@@ -47,7 +47,7 @@ def select_one_per_row(eqn: Any, x: Any, indices: Any) -> Any:
 
 
 def repetition_of(op: Op, makers: Mapping[Value, Op], consts: Mapping[Value, Any]) -> Any:
-    """Returns the axis of which a gather repeats all entries in order, and how often; else None."""
+    """Returns (axis, count) if a gather repeats all entries of an axis in order, else None."""
     numbers, (operand, indices) = op.params["dimension_numbers"], (v.aval for v in op.ins)
     shape, result = operand.shape, op.outs[0].aval.shape
     axes = numbers.start_index_map
@@ -70,9 +70,9 @@ def repetition_of(op: Op, makers: Mapping[Value, Op], consts: Mapping[Value, Any
 
 
 def _known(value: Value, makers: Mapping[Value, Op], found: dict[Value, Any]) -> Any:
-    """Returns the array that a value is whatever the arguments are; None if it depends on them.
+    """Returns the array of a value that does not depend on arguments; None for other values.
 
-    What is found of it and of what it is made from is added to ``found``.
+    The result, and those of the values that it is made from, are added to ``found``.
     """
     if value not in found:
         op = makers.get(value)
@@ -87,7 +87,7 @@ def _known(value: Value, makers: Mapping[Value, Op], found: dict[Value, Any]) ->
 
 
 def repeat(x: Any, axis: int, times: int) -> Any:
-    """Repeats each entry along an axis; its transpose is a sum that reads and writes once."""
+    """Repeats each entry along an axis. The transpose is a sum that reads and writes once."""
     shape = (*x.shape[: axis + 1], times, *x.shape[axis + 1 :])
     spread = lax.broadcast_in_dim(x, shape, [d for d in range(len(shape)) if d != axis + 1])
     return lax.reshape(spread, (*x.shape[:axis], times * x.shape[axis], *x.shape[axis + 1 :]))

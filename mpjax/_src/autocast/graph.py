@@ -1,8 +1,8 @@
-"""A program as the planner sees it: one nested graph of values, with inner jits inlined.
+"""The planner's representation of a program: a nested graph of values, with inner jits inlined.
 
-`build` turns a jaxpr into a `Block` of `Op`s. Sub-programs (a scan's body, a cond's branches) are
-blocks of their own, wired to the outer values as `higher_order` says, so that an analysis needs no
-rule per control-flow primitive. Nothing is decided here; see `plan`.
+`build` turns a jaxpr into a `Block` of `Op`s. Sub-programs (the body of a scan, the branches of a
+cond) are blocks of their own. `higher_order` describes how they connect to the outer values, so an
+analysis needs no rule per control-flow primitive. This module makes no decisions; see `plan`.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
 from mpjax._src.higher_order import HigherOrder, Inside, higher_order, turns_of
 from mpjax._src.rules import Rule, rule_of
 
-# Larger constants than this are not looked into.
+# The planner does not read the entries of larger constants.
 CONSTANT_LIMIT = 1 << 16
 
-# The names of scopes that carry a mark of ours.
+# The names of scopes that mpjax uses as marks.
 REGION = "mpjax.precision="
 PLANNED = "mpjax.autocast"
 KERNEL = "mpjax.kernel="
@@ -35,26 +35,26 @@ Place = tuple[int, tuple[int, ...]]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Value:
-    """One array of the program: what produces and reads it, and what the plan says of it."""
+    """One array of the program, with the facts and decisions of the plan about it."""
 
     aval: Any
-    const: Any = None  # the known value: a scalar that fills it, or a small array
-    entries: Any = None  # the known values that it is made of, in any order and number
-    paths: tuple[str, ...] = ()  # of the parameter that it is, after layout operations at most
-    given: bool = False  # an argument, or moved from such alone: parts of some, or joined
-    moved: bool = False  # and the program says where it is to lie: devices send it
+    const: Any = None  # its known value: a scalar that fills it, or a small array
+    entries: Any = None  # the known values of its entries, in any order and number
+    paths: tuple[str, ...] = ()  # the paths of the parameter that it is or views
+    given: bool = False  # an argument, or made from arguments by moves alone
+    moved: bool = False  # the same, with a sharding set by the program: devices send it
     raw: bool = False  # an argument or constant, perhaps after layout operations
     literal: bool = False  # written in the program
-    small: bool = False  # a reduction's result, or made from such alone
-    want: Want = UNREAD  # what its readers want (`demand`)
-    fact: Fact = NOTHING  # where it comes from (`facts`)
+    small: bool = False  # the result of a reduction, or made from such results alone
+    want: Want = UNREAD  # the demands of its readers (`demand`)
+    fact: Fact = NOTHING  # its origin and properties (`facts`)
     # The decision (`decide`).
     kind: str = ""  # "half", "full", "flexible"; "" if not float32
-    dtype: Any = None  # what it is stored in
-    wide: bool = False  # made with a constant that half would lose: never rounded for storage
-    lost: bool = False  # half would lose what matters of it (`facts`): not rounded either
+    dtype: Any = None  # its storage dtype
+    wide: bool = False  # made with a constant that half cannot hold: never rounded for storage
+    lost: bool = False  # half would lose information of it (`facts`): not rounded either
     rounded: bool = False  # computed in float32, stored in half
-    kept: bool = False  # for the backward pass, which computes again what is around it (`storage`)
+    kept: bool = False  # for the backward pass, which recomputes the values around it (`storage`)
 
     @property
     def is_f32(self) -> bool:
@@ -62,7 +62,7 @@ class Value:
 
     @property
     def is_one(self) -> bool:
-        """Tells a scalar, or an array of one entry."""
+        """Whether it has a single entry."""
         return all(size == 1 for size in self.aval.shape)
 
     @property
@@ -82,20 +82,20 @@ class Op:
     callers: tuple[Any, ...] = ()  # the equations around it, jits that were inlined included
     subs: list[Inside] = dataclasses.field(default_factory=list)
     rule: str = ""
-    half: Any = None  # the half dtype that it would use
+    half: Any = None  # the half dtype that it uses if it computes in half
     forced: str = ""  # "half" or "full", whatever its operands are
-    compute: Any = None  # what its float32 operands are read in; None as they are stored
-    why: Why = NO_REASON  # why that
+    compute: Any = None  # the dtype in which it reads float32 operands; None: as stored
+    why: Why = NO_REASON  # the reason for that dtype
     index: int = -1
     row: int = -1  # its number in reports
-    steady: bool = False  # what it reads may count as constant in derivatives
-    # Of a matmul, an operand and its dimensions: derivatives take it less its mean along them.
+    steady: bool = False  # derivatives may hold its operands constant
+    # For a matmul, an operand and dimensions over which derivatives subtract its mean.
     centred: Place | None = None
-    # Of a maximum, the exponential whose sums it hands out besides; and of the sum that reads them.
+    # For a maximum, the exponential whose sums it also returns; for such a sum, the same.
     online: str = ""
-    repeats: tuple[int, int] | None = None  # of a gather: along which axis, each entry how often
-    sent_half: bool = False  # of a lookup in a parameter: devices may send each other half of it
-    attention: str = ""  # of a matmul that reads a softmax: the fused kernel of both, or why none
+    repeats: tuple[int, int] | None = None  # of a gather that repeats entries: axis, count
+    sent_half: bool = False  # for a lookup in a parameter: devices may exchange it in half
+    attention: str = ""  # for a matmul that reads a softmax: the fused kernel, or why there is none
 
     @property
     def name(self) -> str:
@@ -103,12 +103,12 @@ class Op:
 
     @property
     def spec(self) -> Rule:
-        """What is known of its primitive."""
+        """The row of its primitive in `rules`."""
         return rule_of(self.name)
 
     @property
     def inside(self) -> HigherOrder:
-        """What is known of the programs inside of its primitive."""
+        """The row of its primitive in `higher_order`."""
         return higher_order(self.name)
 
     @property
@@ -117,27 +117,27 @@ class Op:
 
     @property
     def source(self) -> str:
-        """The "file:line" of it, or of the innermost call around it that is the user's."""
+        """The user's line that it comes from, or that of the innermost user call around it."""
         return self.lines[0]
 
     @property
     def lines(self) -> tuple[str, str]:
-        """The user's line, as `source`, and that of the library that it calls there, or ""."""
+        """The user's line, as in `source`, and the library's line that it calls, or ""."""
         return _jax.source_lines(self.eqn, *reversed(self.callers))
 
     @property
     def kernel(self) -> str:
-        """The mark of the call of a kernel that it is a part of; "" if of none."""
+        """The mark of the kernel call that it is a part of, or ""."""
         return next((name for name in self.scopes if name.startswith(KERNEL)), "")
 
     @property
     def has_float32(self) -> bool:
-        """Whether a float32 value goes in or comes out."""
+        """Whether it has a float32 operand or result."""
         return any(v.is_f32 for v in (*self.ins, *self.outs))
 
     @property
     def left_alone(self) -> bool:
-        """Whether it runs as written though it is float32, and nobody asked for that."""
+        """Whether it is float32 and runs as written although no one asked for that."""
         unknown = self.rule == "leave" and not self.forced and PLANNED not in self.scopes
         return self.rule == "written" or (unknown and self.has_float32)
 
@@ -150,13 +150,13 @@ class Block:
     outvars: list[Value]
     consts: list[tuple[Value, Any]]
     ops: list[Op]
-    carries: tuple[bool, ...] = ()  # of a loop's body: which arguments are stored in half
+    carries: tuple[bool, ...] = ()  # for the body of a loop: which arguments are stored in half
     in_loop: bool = False
-    wanted: list[Want] | None = None  # of its results, when its values' wants were collected last
-    steps: tuple[Any, ...] = ()  # what runs it: ops, and islands of them (`storage`)
+    wanted: list[Want] | None = None  # the demands on its results in the last sweep
+    steps: tuple[Any, ...] = ()  # the ops and islands to run, in order (`storage`)
 
     def walk(self):
-        """Yields every op, those of sub-programs included."""
+        """Yields every op, including those of sub-programs."""
         for op in self.ops:
             yield op
             for sub in op.subs:
@@ -164,9 +164,9 @@ class Block:
 
 
 def numbered(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
-    """Yields the ops that reports speak of, in the order of their numbers, and how often each runs.
+    """Yields the ops that have rows in reports, in order, and how often each runs.
 
-    What is planned as one operation, such as an activation with a rule of its own, is one.
+    An op that is planned as one operation, such as an activation with its own rule, is one row.
     """
     for op in block.ops:
         yield op, times
@@ -245,7 +245,7 @@ def _constant(aval, value) -> Value:
 
 
 def known_value(op: Op) -> Any:
-    """Returns the constant that an op's first result is known to be, or None."""
+    """Returns the constant value of an op's first result, or None if it is not constant."""
     if not (op.ins and rules.SAME_CONSTANT in op.spec.traits and op.outs[0].is_f32):
         return None
     value = op.ins[0].const
@@ -262,21 +262,21 @@ def half_of(block: Block) -> Any:
 
 
 def is_steady(op: Op, value: Value) -> bool:
-    """Tells whether the derivative of an op by an operand is bounded, or stands its rounding."""
+    """Tells whether an op's derivative by an operand is bounded or tolerates its rounding."""
     dividend = op.name == "div" and value is not op.ins[1]
     return op.spec.linear or op.spec.steady_of(op.params) or dividend
 
 
 def is_beyond(value: Value, half: Any) -> bool:
-    """Tells a value that the range of a half dtype may not hold, or not that of its cotangents.
+    """Tells whether a value or its cotangents may leave the range of a half dtype.
 
-    Those of what a pole reads (``1 / (x + 1e-6)``) grow as it shrinks; and where float16's numbers
-    are smallest they have few digits left.
+    Cotangents of an operand near a pole (``1 / (x + 1e-6)``) grow as the operand shrinks, and the
+    smallest numbers of float16 have few digits.
     """
     return half == FLOAT16 and (value.fact.span == BEYOND or value.want.steep)
 
 
 def is_float(value: Value) -> bool:
-    """Tells a float that a plan knows: half, float32 or float64."""
+    """Tells whether a value is half, float32 or float64."""
     dtype = getattr(value.aval, "dtype", None)
     return dtype == FLOAT32 or dtype in HALVES or dtype == np.float64

@@ -1,8 +1,8 @@
-"""Islands: float32 operations that run together, and that the backward pass runs again.
+"""Islands: float32 operations that run together, and that the backward pass recomputes.
 
-The inside of a gelu or a layer norm is float32, and its derivative wants the insides. Saved, they
-take several times the room of the half input that they were computed from. An island keeps its
-inputs and the results of its reductions; the rest is computed again.
+The operations of a gelu or a layer norm are float32, and its derivative reads the values in
+between. Stored, they take several times the memory of the half input. An island keeps its inputs
+and the results of its reductions, and recomputes the rest.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from mpjax._src.dtypes import HALVES
 
 @dataclasses.dataclass(eq=False)
 class Flow:
-    """Who makes and who reads each value of a block.
+    """The data flow of a block.
 
     Attributes:
         block: The block.
-        producer: The op that makes a value.
-        readers: The ops that read a value; None stands for the block's results.
-        free: The ops that make constants, and floats of booleans, by what they make.
-        fuse: Whether attention becomes the fused kernel of the device.
+        producer: For each value, the op that computes it.
+        readers: For each value, the ops that read it; None stands for the block's results.
+        free: The ops that make constants or cast booleans to floats, by their results.
+        fuse: Whether attention runs in the fused kernel of the device.
     """
 
     block: Block
@@ -42,7 +42,7 @@ class Flow:
 
 
 def flow_of(block: Block, fuse: bool = False) -> Flow:
-    """Returns who makes and who reads each value of a block; ``fuse`` is handed on."""
+    """Returns the data flow of a block; ``fuse`` is the attribute of `Flow`."""
     readers: dict[Value, list[Op | None]] = {v: [None] for v in block.outvars}
     for op in block.ops:
         for v in dict.fromkeys(op.ins):
@@ -54,38 +54,38 @@ def flow_of(block: Block, fuse: bool = False) -> Flow:
 
 @dataclasses.dataclass(eq=False)
 class Island:
-    """Ops that run together, and that the backward pass runs again."""
+    """Ops that run together, and that the backward pass recomputes."""
 
     ops: list[Op] = dataclasses.field(default_factory=list)
-    free: list[Op] = dataclasses.field(default_factory=list)  # run before, at no cost
-    views: list[Op] = dataclasses.field(default_factory=list)  # of inputs, made inside
+    free: list[Op] = dataclasses.field(default_factory=list)  # run before the others, at no cost
+    views: list[Op] = dataclasses.field(default_factory=list)  # views of inputs, made inside
     inputs: list[Value] = dataclasses.field(default_factory=list)
     rounded: set[Value] = dataclasses.field(default_factory=set)  # inputs kept in half
     sums: list[Value] = dataclasses.field(default_factory=list)  # results of reductions, kept
     half: Any = None
-    again: list[Op] = dataclasses.field(default_factory=list)  # make inputs that are not kept
+    again: list[Op] = dataclasses.field(default_factory=list)  # compute inputs that are not kept
     tail: list[Op] = dataclasses.field(default_factory=list)  # the activation after a norm
-    sloped: bool = False  # elementwise: its slope is kept in place of its operand
-    barrier: bool = False  # XLA would rather save the insides than compute them again
-    axes: tuple[int, ...] = ()  # of a softmax: what it sums over, as the matmul sees it
+    sloped: bool = False  # elementwise, and its slope is kept instead of its operand
+    barrier: bool = False  # needed to keep XLA from saving the values inside
+    axes: tuple[int, ...] = ()  # of a softmax: the axes of its sum, as the matmul sees them
     rate: float = 1.0  # of a softmax: the logarithm of the base of its exponential
-    whole: bool = True  # of a softmax: its rows sum to one
-    moving: int = 0  # of a softmax: how many inputs it is differentiated in; those come first
-    matmul: Op | None = None  # of a softmax: the one that sums values by it
-    weights: list[Op] = dataclasses.field(default_factory=list)  # to that: dropouts, reshapes
-    fusion: Any = None  # of attention that a fused kernel runs (`fusion`): how
-    in_half: set[Value] = dataclasses.field(default_factory=set)  # results read in half alone
+    whole: bool = True  # of a softmax: its rows sum to 1
+    moving: int = 0  # of a softmax: the number of differentiated inputs, which come first
+    matmul: Op | None = None  # of a softmax: its matmul with values
+    weights: list[Op] = dataclasses.field(default_factory=list)  # dropouts and reshapes before it
+    fusion: Any = None  # of attention in a fused kernel: how it runs (`fusion`)
+    in_half: set[Value] = dataclasses.field(default_factory=set)  # results read only in half
     results: list[Value] = dataclasses.field(default_factory=list)
 
     @property
     def given(self) -> list[Value]:
-        """The inputs that it does not make again itself."""
+        """The inputs that it does not recompute itself."""
         made = {v for op in self.again for v in op.outs}
         return [v for v in self.inputs if v not in made]
 
 
 def bound(group: Island, flow: Flow) -> None:
-    """Finds what flows into an island and out of it."""
+    """Finds the values that flow into and out of an island."""
     group.ops.sort(key=lambda op: op.index)
     members = set(group.ops)
     group.free = _free_producers(group.ops, flow)
@@ -111,11 +111,11 @@ def bound(group: Island, flow: Flow) -> None:
 
 
 def make_again(island: Island, makers: dict[Op, Island], flow: Flow) -> None:
-    """Lets an island make again what elementwise operations of another made for it.
+    """Lets an island recompute inputs that elementwise operations of another island computed.
 
-    That is a value that a matmul leads back to, as in squeeze and excitation: an activation ``y``
-    in ``y * gate(mean(y))``. What it was computed from is kept anyway, and no larger: reading that
-    takes no more bytes, and the value itself is neither written nor kept.
+    An example is squeeze and excitation: the activation ``y`` in ``y * gate(mean(y))``, where a
+    matmul lies between the two uses. The operands of ``y`` are kept anyway and are not larger.
+    Reading them moves no more bytes, and ``y`` itself is neither written nor kept.
     """
     for value in [*island.inputs]:
         maker = makers.get(flow.producer[value]) if value in flow.producer else None
@@ -131,7 +131,7 @@ def make_again(island: Island, makers: dict[Op, Island], flow: Flow) -> None:
 
 
 def _cone(value: Value, island: Island, flow: Flow) -> "tuple[list[Op], list[Value]]":
-    """Returns the ops of an island, none of them on less, that make a value, and what they read."""
+    """Returns the ops of an island that compute a value from no smaller ones, and their inputs."""
     ops: set[Op] = set()
     read: dict[Value, None] = {}
     todo = [value]
@@ -149,7 +149,7 @@ def _cone(value: Value, island: Island, flow: Flow) -> "tuple[list[Op], list[Val
 
 
 def _free_producers(members: list[Op], flow: Flow) -> list[Op]:
-    """Returns the ops that make constants, and floats of booleans: an island makes its own."""
+    """Returns the ops that make constants or cast booleans to floats; islands repeat them."""
     found: dict[Op, None] = {}
     todo = [v for op in members for v in op.ins]
     while todo:
@@ -162,7 +162,7 @@ def _free_producers(members: list[Op], flow: Flow) -> list[Op]:
 
 
 def is_free(op: Op) -> bool:
-    """Tells whether an op makes a constant, or a float of a boolean: made where it is read."""
+    """Tells whether an op makes a constant or casts a boolean to a float, where it is read."""
     if not op.outs or not op.outs[0].is_f32:
         return False
     if op.name == "broadcast_in_dim":
@@ -171,7 +171,7 @@ def is_free(op: Op) -> bool:
 
 
 def tail_operand(island: Island) -> Value:
-    """Returns what the activation at the end of an island is a function of."""
+    """Returns the operand of the activation at the end of an island."""
     inside = {v for op in (*island.free, *island.tail) for v in op.outs}
     (operand,) = {v for op in island.tail for v in op.ins if not v.literal and v not in inside}
     return operand

@@ -1,8 +1,8 @@
-"""Kernels that want half: what they are given while a function is traced under `autocast`.
+"""Gives half inputs to kernels while a function is traced under `autocast`.
 
-A kernel looks at the dtypes of its operands when it is traced, so a plan made afterwards comes too
-late for it. What autocast would give it is known while it is traced: a context that JAX's caches
-know of, so that a jit traced outside of autocast is not taken for one inside.
+A kernel reads the dtypes of its operands when it is traced, before there is a plan. A context
+variable therefore tells it, during tracing, which dtype autocast would give it. JAX's caches depend
+on the variable, so a jit that was traced outside of autocast is not reused inside.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Tracing(NamedTuple):
-    """What holds while a function is traced under autocast.
+    """The state of autocast while it traces a function.
 
     Attributes:
-        half: The half dtype that a kernel is given, by name; "" if float32.
-        numbers: Numbers the calls of kernels, where a policy may speak of single ones.
-        others: What calls of these numbers are given in its place.
-        policy: The policy, with the dtype of the region around.
+        half: The name of the half dtype that kernels get; "" for float32.
+        policy: The policy, with the dtype of the region around the code that is traced.
+        numbers: The counter of kernel calls, if an override gives some calls another dtype.
+        others: Pairs (number of a call, name of the dtype) for these calls.
     """
 
     half: str
@@ -42,14 +42,15 @@ class Tracing(NamedTuple):
     others: tuple[tuple[int, str], ...] = ()
 
     def next_half(self) -> str:
-        """Returns what the next call of a kernel is given."""
+        """Returns the name of the half dtype that the next call of a kernel gets."""
         return dict(self.others).get(self.numbers.given, self.half) if self.numbers else self.half
 
 
 def overridden(block: Block, policy: Policy) -> dict[int, str]:
-    """Returns the calls of kernels that an override gives another dtype, by number, and which.
+    """Returns the dtypes that overrides give to calls of kernels, by the number of the call.
 
-    A call that several places of the program share, as a jit inside does, is float32 if one is.
+    Several places of the program may share one call, in a nested jit. It is float32 if an override
+    says so for one of them.
     """
     found: dict[int, str] = {}
     for op in block.walk():
@@ -62,20 +63,20 @@ def overridden(block: Block, policy: Policy) -> dict[int, str]:
 
 
 class Numbers:
-    """A count. Compared by identity, so that each is a context of its own to JAX's caches."""
+    """A counter. It is compared by identity, so JAX's caches treat each one as a new context."""
 
     def __init__(self) -> None:
         self.given = 0
 
 
 def tracing(policy: Policy, **options: Any) -> contextlib.AbstractContextManager[Any]:
-    """Tells kernels that what is traced inside will be planned under a policy."""
+    """Tells kernels traced inside the context which policy the program is planned under."""
     return PLANNED_FOR(Tracing(_name(policy.compute_dtype), policy, **options))
 
 
 @contextlib.contextmanager
 def region(dtype: Any) -> Iterator[None]:
-    """Tells kernels of the region around them. Outside of autocast it changes nothing."""
+    """Tells kernels the dtype of the region around them. It has no effect outside of autocast."""
     current = PLANNED_FOR.value
     if current is None:
         yield
@@ -86,14 +87,15 @@ def region(dtype: Any) -> Iterator[None]:
 
 
 def current_policy() -> Policy | None:
-    """Returns the policy under which the code that asks is being traced.
+    """Returns the policy of the `autocast` that the calling code is traced under.
 
-    For code that chooses by precision: a kernel of its own, a smaller epsilon, a check.
+    Use it in code that depends on the precision: to choose a kernel or an epsilon, or to check
+    something. It combines ``torch.is_autocast_enabled`` and ``torch.get_autocast_dtype``.
 
     Returns:
-        The `Policy` of the innermost `autocast` (or training step that casts operation by
-        operation) around the call, with the ``compute_dtype`` of the region around it; None
-        outside of autocast. The code itself still sees float32 arrays.
+        The `Policy` of the innermost `autocast`, or of the innermost training step with op-level
+        casting, around the call. Inside a region (`precision`), its ``compute_dtype`` is the dtype
+        of the region. None outside of autocast. Arrays in the code are still float32.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -103,8 +105,6 @@ def current_policy() -> Policy | None:
         ...     return x / jnp.sqrt(jnp.sum(x**2) + (1e-4 if half else 1e-8))
         >>> mpjax.current_policy() is None
         True
-
-    ``torch.is_autocast_enabled`` and ``torch.get_autocast_dtype`` in one.
     """
     current = PLANNED_FOR.value
     return None if current is None else current.policy
@@ -115,7 +115,7 @@ def _name(dtype: Any) -> str:
 
 
 def given_dtype(dtype: Any) -> Any:
-    """Returns what a kernel is given, here and now, of an array of some dtype."""
+    """Returns the dtype in which a kernel called here would get an array of some dtype."""
     half = PLANNED_FOR.value.next_half() if PLANNED_FOR.value is not None else ""
     return np.dtype(half if half and dtype == FLOAT32 else dtype)
 
@@ -129,27 +129,28 @@ def half_inputs(
 def half_inputs(
     kernel: Callable[..., Any] | None = None, *, float32: int | str | Sequence[int | str] = ()
 ) -> Any:
-    """Gives a kernel half inputs under `autocast`, as it would be given by casts by hand.
+    """Tells `autocast` that a kernel may run on half inputs.
 
     A fused kernel (cuDNN or Pallas attention, Triton, an FFI call, Transformer Engine) computes in
-    the dtype of its operands, which in a float32 model is float32, or refuses that. Autocast does
-    not look into kernels, so it leaves them as they are. This tells it that one may run in half.
+    the dtype of its operands. In a float32 model that is float32, which the kernel may be slow at
+    or reject. Autocast cannot look into kernels, so by default it leaves their inputs in float32.
+    ``torch.amp.custom_fwd(cast_inputs=...)`` does the same in PyTorch.
 
     Args:
-        kernel: Any function that JAX can trace; if None, a decorator is returned.
-        float32: Arguments that stay float32, by position or name: one of them or several.
+        kernel: Any function that JAX can trace. If None, a decorator is returned.
+        float32: The arguments that stay float32: a position, a name, or a sequence of these.
 
     Returns:
-        A function of the same signature. While it is traced under `autocast`, float32 arrays among
-        its arguments, pytrees of them too, arrive in the half dtype of the policy, or of the region
-        or override around the call; half arrays among its results are float32 to the function
-        around it, and half to the plan. The kernel runs as it is written, and so does its own
-        derivative, whose cotangents arrive in the dtypes of its results. Under a float32 policy,
-        in a float32 region, and outside of autocast, it is the kernel itself.
+        A function of the same signature. Under `autocast`, its float32 array arguments, also those
+        in pytrees, are cast to the half dtype of the policy, or of the region or override around
+        the call. The surrounding function sees half results as float32, but the plan treats them
+        as half. The kernel itself runs as written, and so does its own derivative, which gets
+        cotangents in the dtypes of the kernel's results. Under a float32 policy, in a float32
+        region and outside of autocast the kernel runs unchanged.
 
     Raises:
         TypeError: If ``kernel`` is not callable.
-        ValueError: If ``float32`` names no argument of the kernel.
+        ValueError: If ``float32`` does not name an argument of the kernel.
 
     Example:
         >>> import functools, jax, jax.numpy as jnp, mpjax
@@ -160,8 +161,6 @@ def half_inputs(
         >>> x = jnp.ones((1, 4, 2, 8))
         >>> mpjax.autocast(lambda x: attention(x, x, x), "mixed_bfloat16")(x).dtype
         dtype('float32')
-
-    As ``torch.amp.custom_fwd(cast_inputs=)`` does in PyTorch.
     """
     if kernel is None:
         return functools.partial(_half_inputs, float32=float32)
@@ -170,7 +169,7 @@ def half_inputs(
 
 def _half_inputs(kernel: Callable[..., Any], float32: Any) -> Callable[..., Any]:
     if not callable(kernel):
-        raise TypeError(f"kernel={brief(kernel)} is not callable. Legal is a function.")
+        raise TypeError(f"kernel={brief(kernel)} must be a function.")
     kept = _positions_and_names(kernel, float32)
     name = getattr(kernel, "__name__", type(kernel).__name__)
 
@@ -189,7 +188,7 @@ def _half_inputs(kernel: Callable[..., Any], float32: Any) -> Callable[..., Any]
         with jax.named_scope(mark):
             args = tuple(x if i in kept else _cast(x, FLOAT32, half) for i, x in enumerate(args))
             kwargs = {k: x if k in kept else _cast(x, FLOAT32, half) for k, x in kwargs.items()}
-            # What is inside runs as it is written.
+            # Autocast leaves everything inside as written.
             with jax.named_scope(PLANNED), PLANNED_FOR(None):
                 results = kernel(*args, **kwargs)
             return _cast(results, np.dtype(half), FLOAT32)
@@ -198,7 +197,7 @@ def _half_inputs(kernel: Callable[..., Any], float32: Any) -> Callable[..., Any]
 
 
 def _cast(tree: Any, old: Any, new: Any) -> Any:
-    """Casts the arrays of one dtype in a tree, and leaves the rest as it is."""
+    """Casts the arrays of dtype ``old`` in a tree to ``new``, and leaves other leaves unchanged."""
     return jax.tree.map(
         lambda x: jax.lax.convert_element_type(x, new) if is_array(x) and x.dtype == old else x,
         tree,
@@ -206,11 +205,11 @@ def _cast(tree: Any, old: Any, new: Any) -> Any:
 
 
 def _positions_and_names(kernel: Callable[..., Any], chosen: Any) -> Collection[int | str]:
-    """Returns both the positions and the names of some arguments, as far as they have both."""
+    """Returns the positions and names of the chosen arguments, as far as they have both."""
     chosen = (chosen,) if isinstance(chosen, int | str) else tuple(chosen)
     try:
         parameters = list(inspect.signature(kernel).parameters.values())
-    except (TypeError, ValueError):  # nobody knows them
+    except (TypeError, ValueError):  # the signature is not known
         return frozenset(chosen)
     kinds = {p.kind for p in parameters}
     found: set[int | str] = set()
@@ -221,14 +220,14 @@ def _positions_and_names(kernel: Callable[..., Any], chosen: Any) -> Collection[
         if one not in found and not _taken(one, kinds, len(parameters)):
             names = ", ".join(f"{i} {p.name!r}" for i, p in enumerate(parameters))
             raise ValueError(
-                f"float32={brief(one)} is no argument of the kernel. Legal are positions and "
-                f"names: {names or 'it has none'}."
+                f"float32={brief(one)} is not an argument of the kernel. Legal are these positions "
+                f"and names: {names or 'none, the kernel has no arguments'}."
             )
         found.add(one)
     return frozenset(found)
 
 
 def _taken(one: Any, kinds: Collection[Any], count: int) -> bool:
-    """Tells whether ``*args`` or ``**kwargs`` of a kernel take an argument."""
+    """Tells whether ``*args`` or ``**kwargs`` of a kernel accept an argument."""
     several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return several[isinstance(one, str)] in kinds and (isinstance(one, str) or one >= 0)

@@ -1,35 +1,36 @@
-"""What a plan knows of a value, as elements of small lattices: joined where ways meet."""
+"""The lattices of a plan: facts about each value, and demands of its readers."""
 
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-# span: no larger than about 1; of ordinary size; perhaps beyond the range of float16.
+# span: at most about 1; of ordinary size; perhaps beyond the range of float16.
 BOUNDED, FITS, BEYOND = range(3)
 
 
 class Fact(NamedTuple):
-    """What is known of a value.
+    """The facts about a value.
 
     Attributes:
-        half: It comes from a half operation, through elementwise ones at most.
-        exact: A rounding for storage would lose what matters of it.
-        span: How large it may be.
-        writes: How many roundings of a state it would hold, if each sum were stored in half.
-        scaled: It may be small beside what it is added to.
-        factor: The product of the known factors that made it smaller since the last matmul.
-        norm: "scale" if it is one over a size, "unit" if it was multiplied by such.
-        counts: Integers of more than 8 bits, made floats: half would merge them.
-        mask: Zeros and ones.
-        spread: An argument that was broadcast.
-        linear: It depends on a tangent of the program that is planned.
-        made: The matmuls, sums and loop carries that it is computed from, as a bit mask; an
-            argument, or computed from arguments alone, if there are none.
-        chain: Of those, the ones that it is the latest state of.
-        peak: The values that it is the largest entry of, as a bit mask.
-        negative: At most zero, for its largest entry was subtracted.
-        solved: A loop that was left alone gave it, up to sums and constant factors.
-        weights: The arguments that the matmuls behind it multiplied by, as a bit mask.
+        half: It comes from a half operation, perhaps through elementwise operations.
+        exact: Rounding it for storage would lose information.
+        span: Its size: BOUNDED, FITS or BEYOND.
+        writes: The number of roundings of a state that it would contain if each sum were stored in
+            half.
+        scaled: It may be small compared with the value that it is added to.
+        factor: The product of the known factors below 1 since the last matmul.
+        norm: "scale" if it is the reciprocal of a size, "unit" if it was multiplied by one.
+        counts: It holds integers of more than 8 bits as floats, which half would merge.
+        mask: It holds only zeros and ones.
+        spread: It is a broadcast argument.
+        linear: It depends on a tangent of the planned program.
+        made: The matmuls, sums and loop carries that it is computed from, as a bit mask. Empty for
+            arguments and values computed from arguments alone.
+        chain: The members of ``made`` of which it is the latest state.
+        peak: The values whose largest entry it is, as a bit mask.
+        negative: It is at most zero, because its largest entry was subtracted.
+        solved: It is the result of a loop left as written, up to sums and constant factors.
+        weights: The arguments that the matmuls before it multiplied by, as a bit mask.
     """
 
     half: bool = False
@@ -52,7 +53,7 @@ class Fact(NamedTuple):
 
     @property
     def given(self) -> bool:
-        """Whether it is an argument, or computed from arguments alone, that nobody has rounded."""
+        """Whether it is an argument, or computed from arguments alone, without rounding."""
         return not (self.made or self.half)
 
 
@@ -60,7 +61,7 @@ NOTHING = Fact()
 
 
 def join(facts: Sequence[Fact]) -> Fact:
-    """Returns what is known of a value that comes from several."""
+    """Returns the facts that hold for a value computed from several."""
     if len(facts) < 2:
         return facts[0] if facts else NOTHING
     columns: Any = Fact._make(zip(*facts, strict=True))
@@ -94,29 +95,29 @@ def union(masks: Iterable[int]) -> int:
 
 
 def argument(bit: int, half: bool = False, linear: bool = False) -> Fact:
-    """Returns what is known of an argument of the program, whose bit is given."""
+    """Returns the facts about an argument of the program with a given bit."""
     return Fact(half=half, span=FITS, linear=linear, weights=bit)
 
 
 class Want(NamedTuple):
-    """What the readers of a value want of it, layout operations looked through.
+    """The demands of a value's readers, where layout operations count as their own readers.
 
-    As it stands, of a value that nobody reads.
+    The defaults are those of a value without readers.
 
     Attributes:
-        readers: Who reads it.
+        readers: The operations that read it.
         full: Every reader computes in float32.
         half: Every reader certainly computes in half.
-        needed: Some reader would amplify a rounding error, or hands the value out.
-        amplified: Some reader would amplify a rounding error.
+        needed: A reader would amplify a rounding error, or the value is returned.
+        amplified: A reader would amplify a rounding error.
         phase: The largest factor by which an error enters a phase or a pole.
-        whole: Some reader would see a rounding between the last matmul and itself.
-        steep: The slope of some reader grows without bound towards zero.
-        unrounded: Some reader multiplies a state by it: what it lacks of one counts.
-        beside: It is added to what a loop that was left alone gave.
-        outside: Some reader computes in half.
-        kink: A relu or the like reads it, outside of float32 operations.
-        returned: It is handed out.
+        whole: A reader would notice a rounding between the last matmul and itself.
+        steep: The slope of a reader is unbounded near zero.
+        unrounded: A reader multiplies a state by it, so its distance from 1 matters.
+        beside: It is added to the result of a loop left as written.
+        outside: A reader computes in half.
+        kink: A relu or similar function reads it, outside of float32 operations.
+        returned: It is returned.
     """
 
     readers: frozenset[object] = frozenset()
@@ -138,7 +139,7 @@ UNREAD = Want()
 
 
 def both(first: Want, second: Want) -> Want:
-    """Returns what two readers want."""
+    """Returns the joint demands of two readers."""
     return Want(
         readers=first.readers | second.readers,
         full=first.full and second.full,
@@ -157,5 +158,5 @@ def both(first: Want, second: Want) -> Want:
 
 
 def joined(wants: Iterable[Want]) -> Want:
-    """Returns what several readers want."""
+    """Returns the joint demands of several readers."""
     return functools.reduce(both, wants, UNREAD)

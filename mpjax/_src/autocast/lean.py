@@ -1,10 +1,10 @@
-"""Storage by fewest bytes kept: elementwise work is done again, matmuls and reductions are not.
+"""Storage "lean": keeps the fewest bytes, and recomputes elementwise operations.
 
-What is kept is the lightest set of values from which all that derivatives read can be computed
-again; the rows of `rules` say what they read, and what may not be computed twice. What lies between
-kept values is gathered into groups, each under a checkpoint of its own, so that the backward pass
-computes a group again when it comes to it and not before. Where one group lies in the middle of
-another (a layer beside a residual stream that is not kept), the checkpoints are nested.
+The kept values are the smallest set, in bytes, from which all values that derivatives read can be
+recomputed. The rows of `rules` say which values derivatives read, and which operations may not run
+twice. The operations between kept values form groups, each under its own checkpoint, so that the
+backward pass recomputes a group when it reaches it, and not before. If one group lies in the middle
+of another (a layer beside a residual stream that is not kept), the checkpoints are nested.
 """
 
 import itertools
@@ -29,22 +29,22 @@ from mpjax._src.dtypes import FLOAT32, HALVES
 def checkpoints(
     steps: Sequence[Step], results: Sequence[Value], alive: Collection[Value]
 ) -> Sequence[Step]:
-    """Returns the steps of a block, those that are run again gathered into checkpoints.
+    """Returns the steps of a block, with recomputed steps gathered into checkpoints.
 
     Args:
         steps: The steps.
-        results: What the block hands out.
-        alive: The arguments that take no room, for they are there anyway.
+        results: The results of the block.
+        alive: The arguments that are in memory anyway.
     """
     again, copied = _choose(steps, alive), _copied(steps, alive)
     alone = sum(1 << i for i, step in enumerate(steps) if _stands_alone(step))
     closed = _nested([*_groups(steps, again, copied)], _Reach(steps))
     spans = [span for span in closed if not span & alone]
     depth = {span: sum(span | other == span for other in spans) for span in spans}
-    now = {step: step for step in steps}  # the checkpoint that a step is in by now
+    now = {step: step for step in steps}  # the current checkpoint of each step
     first = [*steps]
     for _, level in itertools.groupby(sorted(spans, key=depth.__getitem__), depth.__getitem__):
-        # As they run by now: what was gathered may run later than its first step did.
+        # In the current order: a gathered step may run later than before.
         when = {step: i for i, step in enumerate(steps)}
         groups = [
             sorted({now[first[i]] for i in _bits(span)}, key=when.__getitem__) for span in level
@@ -59,7 +59,7 @@ def checkpoints(
 
 
 def _choose(steps: Sequence[Step], alive: Collection[Value]) -> set[Value]:
-    """Marks what is kept of some steps; returns what is to be computed again."""
+    """Marks the kept values of some steps, and returns the steps to recompute."""
     producer = {v: step for step in steps for v in writes(step)}
     number = {v: i for i, v in enumerate(dict.fromkeys([*_read(steps), *producer]))}
     edges = [
@@ -93,9 +93,9 @@ def _read(steps: Sequence[Step]) -> Iterator[Value]:
 
 
 def _crosses(steps: Sequence[Step]) -> set[Value]:
-    """Returns the values that are made before a program and used after it.
+    """Returns the values that are computed before a nested program and used after it.
 
-    A program inside of a checkpoint would run twice; effects cannot stand in one.
+    A program inside a checkpoint would run twice, and effects are not possible there.
     """
     level: dict[Value, int] = {}
     found: set[Value] = set()
@@ -108,7 +108,7 @@ def _crosses(steps: Sequence[Step]) -> set[Value]:
 
 
 def _stands_alone(step: Step) -> bool:
-    """Tells a program, whose storage is decided inside of it, and what must happen once."""
+    """Tells whether a step must run once: a nested program, or one with effects."""
     return isinstance(step, Op) and (step.rule == "program" or bool(step.eqn.effects))
 
 
@@ -119,11 +119,11 @@ def _runs_again(step: Step) -> bool:
 
 
 def needs(step: Step) -> Iterator[Value]:
-    """Yields what the derivative of a step reads: its masks and indices, and what its row says."""
+    """Yields the values that a step's derivative reads: masks, indices, and those of its row."""
     if isinstance(step, Island) and step.fusion is not None:
         yield from (*step.inputs, *step.results)
         return
-    if isinstance(step, Island):  # its derivative keeps what it rounds
+    if isinstance(step, Island):  # its derivative keeps the rounded inputs
         yield from (v for v in step.inputs[1 if step.axes else 0 :] if v not in step.rounded)
         yield from step.results if step.axes else ()
         return
@@ -144,7 +144,7 @@ def needs(step: Step) -> Iterator[Value]:
 
 
 def _bytes(value: Value) -> int:
-    """Returns what it takes to keep a value: nothing for an argument or a constant."""
+    """Returns the bytes needed to keep a value; 0 for an argument or a constant."""
     if value.raw or value.const is not None or not _jax.is_array(value.aval):
         return 0
     dtype = value.dtype if value.is_f32 else value.aval.dtype
@@ -164,7 +164,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _copied(steps: Sequence[Step], alive: Collection[Value]) -> set[Op]:
-    """Returns the operations on constants and parameters alone: each group runs them itself."""
+    """Returns the operations on constants and parameters alone, which each group repeats."""
     made: set[Value] = set()
     found: set[Op] = set()
     for step in steps:
@@ -176,14 +176,15 @@ def _copied(steps: Sequence[Step], alive: Collection[Value]) -> set[Op]:
 
 
 def _groups(steps: Sequence[Step], again: set[Value], copied: set[Op]) -> Iterator[int]:
-    """Yields the steps that make what is computed again, each with those that need it.
+    """Yields groups of steps, as bit masks: recomputed steps and the steps that need them.
 
-    With them go the reductions of what they read or make: the cotangent of a reduction is a small
-    array spread out, which is best spread where it is used. And a matmul's float32 result, or what
-    is linear in it, is not where groups end: its cotangent is rounded to half where the matmul is.
+    The reductions of their operands and results belong to the group too: the cotangent of a
+    reduction is a broadcast small array, best broadcast where it is used. A group does not end at a
+    matmul's float32 result, or at a linear function of it, because its cotangent is rounded to half
+    at the matmul.
     """
     place = {v: i for i, step in enumerate(steps) for v in writes(step)}
-    first: dict[Value, int] = {}  # of those that share what is kept
+    first: dict[Value, int] = {}  # the first of the steps that share a kept value
     pairs: list[tuple[int, int]] = []
     worth: set[int] = set()
     wide: set[Value] = set()
@@ -195,7 +196,7 @@ def _groups(steps: Sequence[Step], again: set[Value], copied: set[Op]) -> Iterat
         wanted = {*reads(step)} if makes or reduces else set()
         if makes:
             worth.add(i)
-        held = step.rounded if isinstance(step, Island) else ()  # kept in half, by the island
+        held = step.rounded if isinstance(step, Island) else ()  # the island keeps them in half
         from_wide = [v for v in reads(step) if v in wide and v not in held]
         pairs += [(place[v], i) for v in from_wide]
         linear = isinstance(step, Op) and step.spec.linear and _runs_again(step)
@@ -208,19 +209,19 @@ def _groups(steps: Sequence[Step], again: set[Value], copied: set[Op]) -> Iterat
             elif isinstance(step, Op) and v.is_f32 and step.compute not in (None, v.dtype):
                 widened = v.dtype in HALVES and step.spec.cost != rules.NEVER
                 pairs.append((first.setdefault(v, i) if widened else i, i))
-                worth.add(i)  # or a copy in the other dtype would be kept
+                worth.add(i)  # else a copy in the other dtype would be kept
     for group in connected(pairs):
         if not worth.isdisjoint(group):
             yield sum(1 << i for i in group)
 
 
 def _is_wide(step: Step) -> bool:
-    """Tells a matmul that hands out its float32 accumulator."""
+    """Tells whether a step is a matmul that returns its float32 accumulator."""
     return isinstance(step, Op) and step.spec.need == rules.HALF and step.outs[0].dtype == FLOAT32
 
 
 class _Reach:
-    """Which steps lie before and after each step."""
+    """The steps before and after each step, as bit masks."""
 
     def __init__(self, steps: Sequence[Step]):
         place = {v: i for i, step in enumerate(steps) for v in writes(step)}
@@ -235,7 +236,7 @@ class _Reach:
                 self.after[j] |= self.after[i] | 1 << i
 
     def hull(self, group: int) -> int:
-        """Returns a group with all that lies between its members."""
+        """Returns a group with all steps that lie between its members."""
         before = after = 0
         for i in _bits(group):
             before |= self.before[i]
@@ -244,7 +245,7 @@ class _Reach:
 
 
 def _nested(groups: Sequence[int], reach: _Reach) -> list[int]:
-    """Returns the groups closed, any two of them apart or one inside of the other."""
+    """Returns the closed groups, merged until any two are disjoint or nested."""
     closed: list[int] = []
     todo = [reach.hull(group) for group in groups]
     while todo:

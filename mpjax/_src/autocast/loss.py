@@ -1,6 +1,6 @@
-"""A function as the loss that trains: by which arguments it is differentiated, and its gradients.
+"""Gradients of a traced function: checks its loss and its `argnums`, and runs forward and backward.
 
-What the reports share. They look at a traced function, which takes its arrays one by one.
+The reports share this module. They work on a traced function, which takes a flat list of arrays.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,22 +17,22 @@ from mpjax._src.patterns import path_of
 
 
 def is_array(x: Any) -> bool:
-    """Tells an array, or the shape of one, from Python values and other objects."""
+    """Tells whether a value is an array or a `jax.ShapeDtypeStruct`."""
     return trees.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
 def differentiated(tool: str, args: Any, kwargs: Any, argnums: Any) -> list[bool]:
-    """Returns for each array argument whether gradients are taken with respect to it."""
+    """Tells for each array argument whether the loss is differentiated with respect to it."""
     positions = tuple(argnums) if isinstance(argnums, Sequence | set | frozenset) else (argnums,)
     if not args:
         raise ValueError(
-            f"{tool}: argnums={brief(argnums)} counts positional arguments, but none was given. "
-            "Pass what is differentiated by position."
+            f"{tool}: argnums={brief(argnums)} counts positional arguments, but there are none. "
+            "Pass the arguments to differentiate by position, not by name."
         )
     if not (positions and all(_is_position(i, len(args)) for i in positions)):
         raise ValueError(
-            f"{tool}: argnums={brief(argnums)} must be positions of arguments, 0 to "
-            f"{len(args) - 1}: {len(args)} were given."
+            f"{tool}: argnums={brief(argnums)} must be positions of arguments, from 0 to "
+            f"{len(args) - 1}, because the function was called with {len(args)}."
         )
     chosen = {int(i) % len(args) for i in positions}
     active = [
@@ -43,8 +43,9 @@ def differentiated(tool: str, args: Any, kwargs: Any, argnums: Any) -> list[bool
     ]
     if not any(active):
         raise ValueError(
-            f"{tool}: argnums={brief(argnums)}: these arguments hold no floating arrays, so there "
-            "are no gradients. For the forward pass alone, pass argnums=None."
+            f"{tool}: argnums={brief(argnums)}: these arguments contain no floating arrays, so "
+            "there are no gradients. Choose others, or pass argnums=None for the forward pass "
+            "alone."
         )
     return active + [False for leaf in jax.tree.leaves(kwargs) if is_array(leaf)]
 
@@ -55,7 +56,7 @@ def _is_position(i: Any, count: int) -> bool:
 
 
 def is_loss(tool: str, outs: Any, has_aux: bool) -> bool:
-    """Tells whether what a function returns, as shapes, is a loss to differentiate."""
+    """Tells whether an abstract result is a loss: one real floating number of shape ()."""
     if has_aux and not (isinstance(outs, (tuple, list)) and len(outs) == 2):
         raise TypeError(
             f"{tool}: has_aux=True, so the function must return (loss, aux), but it returned a "
@@ -66,21 +67,21 @@ def is_loss(tool: str, outs: Any, has_aux: bool) -> bool:
 
 
 def is_pair_of_loss(outs: Any) -> bool:
-    """Tells whether what a function returns may be ``(loss, aux)``."""
+    """Tells whether an abstract result may be ``(loss, aux)``."""
     return isinstance(outs, tuple) and len(outs) == 2 and is_loss("", outs, True)
 
 
 def check_loss(tool: str, outs: Any, has_aux: bool) -> None:
-    """Checks that a function whose gradients are asked for returns a loss."""
+    """Raises a TypeError if a function that is to be differentiated does not return a loss."""
     if is_loss(tool, outs, has_aux):
         return
     loss = outs[0] if has_aux else outs
     found = f"{loss.dtype}{list(loss.shape)}" if is_array(loss) else f"a {type(loss).__name__}"
     pair = isinstance(loss, tuple | list) and len(loss) == 2
-    hint = " For (loss, aux) pass has_aux=True." if pair and not has_aux else ""
+    hint = " If it returns (loss, aux), pass has_aux=True." if pair and not has_aux else ""
     raise TypeError(
-        f"{tool}: gradients are those of one real floating number of shape (), but the function "
-        f"returned {found}.{hint} For the forward pass alone, pass argnums=None."
+        f"{tool}: to be differentiated, the function must return one real floating number of shape "
+        f"(), but it returned {found}.{hint} For the forward pass alone, pass argnums=None."
     )
 
 
@@ -89,9 +90,9 @@ class Pullback(NamedTuple):
 
     Attributes:
         loss: The loss.
-        aux: The arrays that the function returned besides, by their paths.
-        residuals: What the forward pass keeps for the backward pass, and its program.
-        gradients: ``gradients()`` runs the backward pass.
+        aux: The arrays of ``aux``, by their paths.
+        residuals: The values that the forward pass keeps for the backward pass, and its program.
+        gradients: A function that runs the backward pass and returns the gradients.
     """
 
     loss: Any
@@ -107,14 +108,14 @@ def pull_back(
     has_aux: bool,
     scaled: Callable[[Any], Any] = lambda loss: loss,
 ) -> Pullback:
-    """Runs a function of arrays forward, to differentiate it by those that are ``active``.
+    """Runs the forward pass of a function, and returns the loss with its backward pass.
 
     Args:
-        run: The function; it returns a loss, or ``(loss, aux)`` with ``has_aux``.
-        active: Which arrays gradients are taken of.
-        arrays: Its arguments.
-        has_aux: Whether there is an aux.
-        scaled: What becomes of the loss before the backward pass.
+        run: The function. It returns a loss, or ``(loss, aux)`` with ``has_aux``.
+        active: For each array, whether it is differentiated.
+        arrays: The arguments of the function.
+        has_aux: Whether the function returns ``(loss, aux)``.
+        scaled: A function applied to the loss before the backward pass, such as a loss scale.
     """
     paths: list[str] = []
 

@@ -1,11 +1,11 @@
-"""The cheapest set of values from which all that is needed can be computed."""
+"""The cheapest set of values from which all needed values can be computed."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-# SciPy counts flow in 32 bits.
+# SciPy computes flow in 32 bits.
 MOST = 2**31 - 1
 
 
@@ -15,27 +15,28 @@ def cheapest_cut(
     given: Iterable[int],
     needed: Iterable[int],
 ) -> set[int]:
-    """Returns the lightest set of nodes through which every path from given to needed nodes goes.
+    """Returns the lightest set of nodes that every path from given to needed nodes passes through.
 
-    A minimum vertex cut, by maximum flow (Ford and Fulkerson, 1956): each node is an edge of its
-    weight, all else is without bound. As a choice of what to keep for a backward pass it is that of
-    functorch's partitioner. Of several lightest sets it is the one nearest to what is needed,
-    so that least is computed again, and the same each time.
+    This is a minimum vertex cut, found by maximum flow (Ford and Fulkerson, 1956): each node is an
+    edge with its weight as capacity, and all other edges are unbounded. functorch's partitioner
+    chooses the values for a backward pass in the same way. If several sets are lightest, the one
+    nearest to the needed nodes is returned, so that the least is recomputed and the result is
+    deterministic.
 
     Args:
         weights: The weight of each node.
-        edges: Pairs of nodes: the first is read to compute the second.
-        given: The nodes that nothing can be computed again of.
+        edges: Pairs of nodes; the first is an operand of the second.
+        given: The nodes that cannot be recomputed.
         needed: The nodes that must be in the set, or be computed from it.
 
     Returns:
         The set.
     """
-    from scipy.sparse import csgraph  # slow to import: for who plans a program
+    from scipy.sparse import csgraph  # slow to import, and needed only to plan
 
     count = len(weights)
     source, sink = 2 * count, 2 * count + 1
-    # Rounded up, so that nothing is free that is not; the sum of all stands for no bound.
+    # Rounded up, so that only weight 0 is free; the sum of all weights stands for "unbounded".
     unit = max(1, -(-sum(weights) // (MOST // 2 - count)))
     capacity = [-(-weight // unit) for weight in weights]
     unbounded = sum(capacity) + 1
@@ -48,7 +49,7 @@ def cheapest_cut(
     graph = _matrix(arcs, sink + 1)
     left = graph - csgraph.maximum_flow(graph, source, sink, method="dinic").flow
     left.eliminate_zeros()
-    # What can still reach the sink lies behind the cut.
+    # Nodes that can still reach the sink lie behind the cut.
     behind = {
         *csgraph.breadth_first_order(left.T.tocsr(), sink, return_predecessors=False).tolist()
     }

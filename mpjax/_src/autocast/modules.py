@@ -1,8 +1,8 @@
-"""Flax NNX modules as arguments: what a function changes of them is kept.
+"""Flax NNX modules as arguments: changes that a function makes to them are kept.
 
-A module is an object that a function may change: the statistics of a BatchNorm, the counts of its
-random keys, a cache. A trace sees copies. So the function is run as one of their arrays, which
-returns the new ones, and the caller's objects get these, as `nnx.jit` has it.
+A module is an object that a function may change: the statistics of a BatchNorm, the counters of its
+random keys, a cache. A traced function changes copies. Therefore, as in `nnx.jit`, a pure function
+of the modules' arrays is traced; it returns the new arrays, and the caller's objects are updated.
 """
 
 import functools
@@ -16,9 +16,9 @@ TAG = "mpjax"
 
 
 def modules_in(tree: Any) -> list[Any]:
-    """Returns the modules and variables of Flax NNX in a tree, but for those of a state."""
+    """Returns the Flax NNX modules and variables in a tree, except those in an ``nnx.State``."""
     nnx = sys.modules.get("flax.nnx")
-    if nnx is None:  # nobody has made one
+    if nnx is None:  # flax.nnx is not imported, so there are none
         return []
     kinds = nnx.Pytree, nnx.Variable
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (*kinds, nnx.State)))
@@ -26,9 +26,10 @@ def modules_in(tree: Any) -> list[Any]:
 
 
 def leaves_trained(tree: Any) -> list[tuple[Any, bool]]:
-    """Returns the leaves of a tree, and whether ``nnx.value_and_grad`` would differentiate by them.
+    """Returns the leaves of a tree, and whether ``nnx.value_and_grad`` differentiates them.
 
-    It does by all, but of variables of Flax NNX by parameters alone: not by statistics or caches.
+    It differentiates all leaves, but of Flax NNX variables only parameters: no statistics, no
+    caches.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -42,20 +43,19 @@ def leaves_trained(tree: Any) -> list[tuple[Any, bool]]:
 
 
 def has_modules(tree: Any) -> bool:
-    """Tells whether `modules_in` would find something in a tree."""
+    """Tells whether a tree contains Flax NNX modules or variables."""
     return are_there(*jax.tree_util.tree_flatten(tree))
 
 
 def are_there(leaves: list[Any], structure: Any) -> bool:
-    """As `has_modules`, of a tree that has been flattened.
+    """Tells whether a flattened tree contains Flax NNX modules or variables.
 
-    Of a structure this is known after the first call: to look at each node takes as long as the
-    rest of a call.
+    The answer is cached by structure: a search of all nodes takes as long as the rest of a call.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False
-    kinds = nnx.Pytree, nnx.Variable  # one that is no pytree is a leaf
+    kinds = nnx.Pytree, nnx.Variable  # a module that is not a pytree is a leaf
     return _have_nodes(structure) or any(issubclass(kind, kinds) for kind in {*map(type, leaves)})
 
 
@@ -72,7 +72,7 @@ def _have_nodes(structure: Any) -> bool:
 
 
 def on_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of what `call_on_arrays` makes of arguments, which changes nothing."""
+    """Returns a pure function of the arguments that `call_on_arrays` passes."""
     from flax import nnx
 
     @functools.wraps(fun)
@@ -107,15 +107,15 @@ def _are_same(contents: Any, others: Any) -> bool:
 
 
 def call_on_arrays(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls what `on_arrays` returned; modules among the arguments get their new arrays.
+    """Calls a function that `on_arrays` returned, and updates the modules among the arguments.
 
     Args:
-        run: The function, transformed at will.
-        args: The arguments of the function that ``run`` was made of.
-        kwargs: Its keyword arguments.
+        run: The function, perhaps transformed.
+        args: The arguments of the original function.
+        kwargs: The keyword arguments of the original function.
 
     Returns:
-        What the function returns.
+        The result of the original function.
     """
     from flax import nnx
 
@@ -124,7 +124,7 @@ def call_on_arrays(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             graph, state = context.split((args, kwargs))
         given = [state.get(0, {}).get(i, {}) for i in range(len(args))]
         graph, state, out = run(graph, *given, **state.get(1, {}))
-        if graph is None:  # nothing was changed: modules of an outer trace may be read
+        if graph is None:  # nothing changed; modules of an outer trace may be read
             return out
         with nnx.merge_context(TAG, inner=False) as context:
             _, made = context.merge(graph, state)

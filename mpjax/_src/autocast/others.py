@@ -1,4 +1,4 @@
-"""Casts that another library makes for a policy of its own: two policies over one program."""
+"""Detects casts that another library's dtype policy makes in a function under autocast."""
 
 import sys
 
@@ -6,22 +6,21 @@ from mpjax._src import _jax
 from mpjax._src.autocast.graph import Block
 from mpjax._src.dtypes import FLOAT32, HALVES
 
-# The library, the files of it that cast for its policy, and how to have none.
+# The library, its files that cast for its dtype policy, and the way to avoid these casts.
 OTHERS = (
     (
         "keras",
         ("keras/src/dtype_policies/dtype_policy.py", "keras/src/backend/common/variables.py"),
-        "keras.config.set_dtype_policy('float32') before the model is made, and no dtype= of half "
-        "in its layers",
+        "call keras.config.set_dtype_policy('float32') before you create the model, and pass no "
+        "half dtype= to its layers",
     ),
 )
 
 
 def check_no_other_policy(block: Block) -> None:
-    """Raises a ValueError where a library's own dtype policy casts float32 to half.
+    """Raises a ValueError if a library's own dtype policy casts float32 to half.
 
-    Its layers would run in half as a whole, norms and softmax too, whatever the plan says: every
-    value that they hand on is half before anything is decided.
+    All operations of its layers would run in half, norms and softmax too, whatever the plan says.
     """
     for library, files, cure in OTHERS:
         if library not in sys.modules:
@@ -32,7 +31,7 @@ def check_no_other_policy(block: Block) -> None:
             if op.outs[0].aval.dtype in HALVES and _jax.passed_through(op.eqn, files):
                 raise ValueError(
                     f"{library}'s own dtype policy casts {FLOAT32.name} to "
-                    f"{op.outs[0].aval.dtype.name} in {op.source or 'a layer'}, and autocast is to "
-                    "decide that operation by operation: with both, what the layers hand on is "
-                    f"half before anything is decided. Use one of them. For autocast: {cure}."
+                    f"{op.outs[0].aval.dtype.name} in {op.source or 'a layer'}, but under autocast "
+                    "mpjax chooses the dtype of each operation. With both, the layers run norms "
+                    f"and softmax in half. Use one of them. To use autocast: {cure}."
                 )

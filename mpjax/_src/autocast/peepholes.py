@@ -1,8 +1,8 @@
-"""Peepholes: patterns whose derivative a derivation makes cheaper than what JAX would derive.
+"""Peepholes: patterns with a cheaper derivative than the one that JAX derives.
 
-Each is a function that adds islands to those found in a block, extends them, or marks operations;
-its docstring derives what `derivatives` then runs. `PEEPHOLES` lists them, in order. What they
-match is not a spelling but the normal form of `forms`.
+Each peephole is a function that adds islands to those of a block, extends them, or marks
+operations. Its docstring derives the formula that `derivatives` then runs. `PEEPHOLES` lists them,
+in order. They match the normal form of `forms`, so the spelling in the program does not matter.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,33 +58,33 @@ def softmaxes(flow: Flow, found: list[Island]) -> None:
     """Finds softmaxes.
 
     A softmax is ``p = e / s`` with ``e = m exp(r z)``, ``s = sum(e)``, a mask ``m`` and a rate
-    ``r`` (ln 2 of an exp2), so that ``log p = log e - log s``; that is what is looked for. Then
+    ``r`` (ln 2 for an exp2). The pattern to find is ``log p = log e - log s``. Then
 
         dp = p (r dz - ds / s)  and  ds / s = sum(r e dz) / s = r sum(p dz),
         dp = r p (dz - sum(p dz)),
 
-    of which all but ``dz`` is known from ``p``, and that is mostly stored in half for the matmul
-    that reads it. Masked entries have ``p = 0``, and no part in it.
+    which needs only ``dz`` and ``p``, and ``p`` is usually stored in half for the matmul that reads
+    it. Masked entries have ``p = 0`` and do not contribute.
 
-    *Rounding.* Where one entry of ``p`` is almost one, ``dz - sum(p dz)`` is almost zero, and a
-    rounded ``p`` does not sum to one. With ``sum(p dz) / sum(p)`` in its place, ``dp`` is made of
-    differences ``dz_i - dz_j``, each times a share of its own that is rounded once. Where rows of
-    ``p`` itself do not sum to one (a guard), it is kept as its readers see it.
+    *Rounding.* If one entry of ``p`` is close to 1, ``dz - sum(p dz)`` is close to 0, and a rounded
+    ``p`` does not sum to exactly 1. With ``sum(p dz) / sum(p)`` instead, ``dp`` consists of
+    differences ``dz_i - dz_j``, each with a weight that is rounded once. If rows of ``p`` do not
+    sum to 1 by definition (a guard), ``p`` is kept as its readers see it.
 
-    *Shifts.* With ``z = x - c``, ``c`` the same for a whole row, ``dc`` cancels, for
-    ``sum(p) = 1``: nothing is kept for the derivative of a maximum that is subtracted.
+    *Shifts.* With ``z = x - c``, where ``c`` is the same for a whole row, ``dc`` cancels because
+    ``sum(p) = 1``. Nothing is kept for the derivative of a maximum that is subtracted.
 
     *Guards.* With ``p = e / (s + t)`` and a constant ``t``, ``ds / (s + t)`` is still
-    ``r sum(p dz)``. But ``sum(p) = s / (s + t)``: what remains of ``dc`` is ``-p t / (s + t)``,
-    which is nothing where ``t`` is small and ``s`` at least 1, as it is after a maximum. There
-    ``max(s, t)`` is ``s`` itself, unless all is masked and ``p = 0``. Then one may stand for
-    ``s = 0``, too.
+    ``r sum(p dz)``. But ``sum(p) = s / (s + t)``, so ``-p t / (s + t)`` remains of ``dc``. This is
+    negligible if ``t`` is small and ``s`` is at least 1, as it is after subtracting the maximum. In
+    that case ``max(s, t)`` equals ``s``, unless everything is masked and ``p = 0``; a guard that
+    replaces ``s = 0`` by 1 is then correct too.
     """
     sums = [op for op in flow.block.ops if op.name == "reduce_sum" and _sums_exponentials(op, flow)]
     if not sums:
         return
     numbers = numbered_values(flow.block)
-    taken: set[Op] = set()  # one sum may serve two softmaxes
+    taken: set[Op] = set()  # two softmaxes may share one sum
     for total in sums:
         for quotient in _quotients(total, flow):
             island = _softmax(total, quotient, flow, numbers, taken)
@@ -95,30 +95,30 @@ def softmaxes(flow: Flow, found: list[Island]) -> None:
 
 
 def attentions(flow: Flow, found: list[Island]) -> None:
-    """Finds what sums values by a softmax: a matmul, perhaps after a dropout and reshapes.
+    """Finds the matmul of a softmax with values, perhaps after a dropout and reshapes.
 
     With ``o = (w p) v``, ``w`` a dropout, and cotangents ``g = w (do v')`` of ``p``, that of ``z``
     is ``r p (g - sum(p g))``, and
 
         sum(p g) = sum(w p (do v')) = sum(do ((w p) v)) = sum(do o),
 
-    over far smaller arrays. It is known before ``g`` is. Reshapes and transpositions in between
-    change nothing as long as each axis of the matmul's operand runs over summed axes or over rows.
+    a sum over far smaller arrays, which is known before ``g``. Reshapes and transpositions in
+    between change nothing if each axis of the matmul's operand runs over summed axes or over rows.
 
-    *Rounding.* What is known of ``o`` is rounded to half. So each row sum is off by some ``e``, and
-    the cotangent of ``z`` by ``-r e p``, along a whole row. With ``z = q k`` that of ``q`` is off
-    by ``r e p k``: by all that the keys have in common, which the true sum has no part of. Now
-    ``z`` may be shifted by any ``c`` that is the same for a row: ``dz (k - c) = dz k``, for the
-    entries of ``dz`` sum to zero. So the keys' mean is taken from them where ``dz`` is multiplied
-    by them, which is possible if nothing but shifts, scales of rows and masks is in between, and
-    no guard keeps rows from summing to one.
+    *Rounding.* ``o`` is known only rounded to half. Each row sum therefore has some error ``e``,
+    and the cotangent of ``z`` has the error ``-r e p`` along the row. With ``z = q k``, the
+    cotangent of ``q`` has the error ``r e p k``: a multiple of the mean of the keys, which does not
+    contribute to the exact sum. Subtracting a ``c`` that is the same for the whole row changes
+    nothing, ``dz (k - c) = dz k``, because the entries of ``dz`` sum to 0. So the mean of the keys
+    is subtracted where ``dz`` is multiplied by them. This is possible if only shifts, scales of
+    rows and masks lie in between, and no guard changes the sums of rows.
 
-    Where one entry of every row is almost one, ``g - sum(p g)`` is as small as ``e``. So are rows
-    that choose among values that are given (bins, atoms, a codebook): there ``g`` is waited for.
+    If one entry of every row is close to 1, ``g - sum(p g)`` is as small as ``e``. The same holds
+    for rows that select among given values (bins, atoms, a codebook). There ``g`` is used.
     """
     softmaxes = [i for i in found if i.axes and i.whole and i.fusion is None]
     moved = _moved(flow) if softmaxes else set()
-    taken: set[Op] = set()  # two softmaxes may weigh the same values
+    taken: set[Op] = set()  # two softmaxes may be multiplied with the same values
     for island in softmaxes:
         _weigh(island, flow, taken, moved)
 
@@ -126,8 +126,8 @@ def attentions(flow: Flow, found: list[Island]) -> None:
 def repetitions(flow: Flow, found: list[Island]) -> None:
     """Finds gathers that repeat the entries of an axis in order, each ``k`` times.
 
-    With ``y[k i + j] = x[i]``, ``dx[i] = sum_j dy[k i + j]``: a sum over an axis of a reshaped
-    ``dy`` in place of a scatter into zeros. It adds in float32, whatever it reads and writes.
+    With ``y[k i + j] = x[i]``, ``dx[i] = sum_j dy[k i + j]``. This is a sum over an axis of a
+    reshaped ``dy`` instead of a scatter into zeros. It adds in float32 for operands of any dtype.
     """
     for op in flow.block.ops:
         if op.name == "gather" and op.outs[0].is_f32:
@@ -155,16 +155,16 @@ def _sums_exponentials(op: Op, flow: Flow) -> bool:
     return False
 
 
-# How many operations there may be between a sum and the quotient.
+# The largest number of operations between a sum and the quotient.
 REACH = 64
 
-# What a softmax may be made of, and end in.
+# The operations of a softmax, and those that it may end in.
 FACTORS = frozenset(["div", "mul", "select_n", "square"])
 ENDS = FACTORS | {"exp", "exp2"}
 
 
 def _quotients(total: Op, flow: Flow) -> Iterator[Op]:
-    """Yields what may divide by a sum, in the order of the program."""
+    """Yields the operations that may divide by a sum, in the order of the program."""
     size = total.ins[0].size
     seen: dict[Op, None] = {}
     todo = [total.outs[0]]
@@ -185,7 +185,7 @@ def _quotients(total: Op, flow: Flow) -> Iterator[Op]:
 def _softmax(
     total: Op, quotient: Op, flow: Flow, numbers: dict[Value, int], taken: set[Op]
 ) -> Island | None:
-    """Returns the island of a softmax that ends in a quotient, if that is one."""
+    """Returns the island of a softmax that ends in a quotient, or None if it is not a softmax."""
     (result,) = quotient.outs
     own = own_axes(result.aval.shape)
     exponents = Reading(flow, numbers)
@@ -212,7 +212,7 @@ def _softmax(
 def _matches(
     reading: Reading, total: Op, result: Value, own: Axes
 ) -> "tuple[tuple[int, ...], Form, list[tuple[str, float]]] | None":
-    """Returns what a softmax sums over, the logarithm of that, and guards; if a result is one."""
+    """Returns the axes, the log of the sum and the guards of a softmax; None for other results."""
     whole = reading.logarithm(result, own)
     divisors = [(t, n) for t, n in whole.items() if t[0] == SUM]
     if len(divisors) != 1 or abs(divisors[0][1] + 1) > 1e-6:
@@ -262,7 +262,7 @@ def _island(
 ) -> Island | None:
     members = {*reading.ops}
     inside = members - {quotient}
-    # Some spellings leave operations that nobody reads.
+    # Some spellings leave operations without readers.
     members |= {r for op in inside for r in _readers(op, flow) if r and not _readers(r, flow)}
     if members & taken or not all(members.issuperset(_readers(op, flow)) for op in inside):
         return None
@@ -280,12 +280,12 @@ def _island(
 
 
 def _bound(island: Island, moving: list[Value], quotient: Op, flow: Flow) -> None:
-    """Finds what flows in and out of a softmax: first the inputs that it is differentiated in."""
+    """Finds the inputs and results of a softmax; the differentiated inputs come first."""
     bound(island, flow)
     island.sums, island.moving = quotient.outs, len(moving)
-    # What it is kept in: a share itself is at most one, but not its cotangents before a pole.
+    # Its storage dtype: weights are at most 1, but their cotangents are not, near a pole.
     steep = quotient.half == FLOAT16 and quotient.outs[0].want.steep
-    unknown = not (island.whole or island.in_half)  # what it lacks of one
+    unknown = not (island.whole or island.in_half)  # its distance from 1 matters
     island.half = FLOAT32 if steep or unknown else quotient.half
     island.inputs = [*moving, *(v for v in island.inputs if v not in moving)]
 
@@ -295,7 +295,7 @@ def _readers(op: Op, flow: Flow) -> "set[Op | None]":
 
 
 def _read_once(values: list[Value], members: set[Op], flow: Flow) -> Value:
-    """Lets an island read the first of some equal values in place of all of them."""
+    """Lets an island read only the first of several equal values."""
     made = {v: flow.producer[v].index if v in flow.producer else -1 for v in values}
     first = min(values, key=made.__getitem__)
     for op in members:
@@ -313,7 +313,7 @@ def _read_once(values: list[Value], members: set[Op], flow: Flow) -> Value:
 
 
 def _weigh(island: Island, flow: Flow, taken: set[Op], moved: "set[Op | None]") -> None:
-    """Adds the matmul that sums values by a softmax to its island, and what lies between."""
+    """Adds the matmul with values, and the operations before it, to the island of a softmax."""
     scores, quotient = island.inputs[0], flow.producer[island.sums[0]]
     weights, axes = _weights(quotient, flow, island.axes)
     weighed = (weights[-1] if weights else quotient).outs[0]
@@ -340,15 +340,15 @@ def _weigh(island: Island, flow: Flow, taken: set[Op], moved: "set[Op | None]") 
 
 
 def _chooses(scores: Value, values: Value) -> bool:
-    """Tells weights that choose among what is given, as no attention of three arguments does."""
-    computed = scores.fact.made & (scores.fact.made - 1)  # by more than one matmul
+    """Tells whether the weights select among given values, which attention does not."""
+    computed = scores.fact.made & (scores.fact.made - 1)  # computed by more than one matmul
     return values.fact.given and (values.entries is not None or bool(computed))
 
 
 def _weights(softmax: Op, flow: Flow, axes: tuple[int, ...]) -> "tuple[list[Op], tuple[int, ...]]":
-    """Returns what a softmax goes through before a matmul, and where its axes are then.
+    """Returns the operations between a softmax and a matmul, and the positions of its axes there.
 
-    That is what is linear in it, entry by entry, as a dropout, and what changes its layout alone.
+    They are elementwise and linear in it, such as a dropout, or change only its layout.
     """
     found: list[Op] = []
     value = softmax.outs[0]
@@ -371,7 +371,7 @@ def _weights(softmax: Op, flow: Flow, axes: tuple[int, ...]) -> "tuple[list[Op],
 
 
 def _summed(where: Axes, axes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns the axes that run over summed ones alone; None if some run over others too."""
+    """Returns the axes that run over summed axes alone; None if some run over others too."""
     over = [{place in axes for place, *_ in axis} for axis in where]
     if any(len(kinds) > 1 for kinds in over):
         return None
@@ -379,7 +379,7 @@ def _summed(where: Axes, axes: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def _sums_values(readers: "list[Op | None]", result: Value, axes: tuple[int, ...]) -> Op | None:
-    """Returns the matmul that alone reads a softmax, and contracts what it sums over."""
+    """Returns the only reader of a softmax if it is a matmul that contracts its summed axes."""
     matmul = readers[0] if len(readers) == 1 else None
     if matmul is None or matmul.name != "dot_general" or (matmul.forced or matmul.rule) != "half":
         return None
@@ -398,9 +398,9 @@ def _sums_values(readers: "list[Op | None]", result: Value, axes: tuple[int, ...
 
 
 def _sources(island: Island, flow: Flow, moved: "set[Op | None]") -> "dict[Op, Place] | None":
-    """Returns the matmuls that make scores: of which operand to take the mean away, along what.
+    """Returns the matmuls of scores, with the operand and axes whose mean to subtract.
 
-    None where one of them would see what is added to all entries of a row.
+    None if adding a constant to all entries of a row would change one of their results.
     """
     scores = island.inputs[0]
     found: dict[Op, Place] = {}
@@ -426,7 +426,7 @@ def _sources(island: Island, flow: Flow, moved: "set[Op | None]") -> "dict[Op, P
 
 
 def _moved(flow: Flow) -> "set[Op | None]":
-    """Returns the ops through which results are differentiated; some are read by nobody."""
+    """Returns the ops through which results are differentiated; some ops have no readers."""
     moved: set[Op | None] = {None}
     for op in reversed(flow.block.ops):
         if not op.steady and (op.eqn.effects or not moved.isdisjoint(_readers(op, flow))):
@@ -435,7 +435,7 @@ def _moved(flow: Flow) -> "set[Op | None]":
 
 
 def _where(op: Op, value: Value, where: Axes | None, axes: Any, flow: Flow) -> Axes | None:
-    """Returns the axes of an operand, seen from scores; None where a shift would not reach them."""
+    """Returns the axes of an operand, seen from the scores; None if a shift does not pass it."""
     if where is None or op.forced or value.const is not None:
         return None
     if is_view(op):
@@ -453,7 +453,7 @@ def _where(op: Op, value: Value, where: Axes | None, axes: Any, flow: Flow) -> A
 
 
 def _place_of(op: Op, where: Axes | None, axes: tuple[int, ...]) -> Place | None:
-    """Returns which operand of a matmul runs along the axes of a row, and where."""
+    """Returns the operand of a matmul that runs along the axes of a row, and its axes."""
     if op.name != "dot_general":
         return None
     (left, right), (batch, others) = op.params["dimension_numbers"]
@@ -462,7 +462,7 @@ def _place_of(op: Op, where: Axes | None, axes: tuple[int, ...]) -> Place | None
         [d for d in range(len(shape)) if d not in (*used, *shared)]
         for shape, used, shared in zip(shapes, (left, right), (batch, others), strict=True)
     ]
-    if any(v.fact.mask for v in op.ins):  # ones and zeros: what they have in common is not large
+    if any(v.fact.mask for v in op.ins):  # ones and zeros: their mean is not large
         return 0, ()
     if where is None or (op.forced or op.rule) not in ("half", "full"):
         return None

@@ -1,20 +1,21 @@
-"""The plan: what every operation computes in, and what every float32 value is stored in.
+"""The plan: the compute dtype of every operation, and the storage dtype of every float32 value.
 
-Pure analysis of a `graph.Block`, in five sweeps over the nested program:
+A pure analysis of a `graph.Block`, in five sweeps over the nested program:
 
-1. `classify` gives each op its rule: a row of the op sets, or what the user or the program said.
-2. `Sweep` (forward) infers where each value comes from and whether half would hold it, and decides
-   which loop carries may be half.
-3. `demand` (backward) collects what the readers of each value want.
+1. `classify` gives each op its rule: from the table of primitives, the user or the program itself.
+2. `Sweep` (forward) infers the origin of each value and whether half can hold it, and decides which
+   loop carries may be half.
+3. `demand` (backward) collects the demands of each value's readers.
 4. `decide` (forward) picks each op's compute dtype and each value's storage dtype.
-5. `store` picks what is kept for a backward pass, and what that computes again.
+5. `store` picks the values kept for a backward pass, and those that it recomputes.
 
-Nothing that runs or reports a plan changes it.
+Code that runs or reports a plan does not change it.
 
-A float32 value is of one of three kinds. *half*: computed in half, or rounded to it for storage.
-*full*: came out of a float32 operation. *flexible*: an argument or constant, or computed from such
-alone; it is float32, and does not drag others up to it. Elementwise operations take full where an
-operand is full, else half where one is half, else they stay flexible.
+A float32 value has one of three kinds. *half*: computed in half, or rounded to half for storage.
+*full*: the result of a float32 operation. *flexible*: an argument or constant, or computed from
+these alone. A flexible value is float32, but it does not force other operands to float32. An
+elementwise operation computes in float32 if an operand is full, else in half if one is half; else
+its result is flexible.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ from mpjax._src.policy import Policy
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A planned program: the graph, with every decision on its ops and values."""
+    """A planned program: the graph, with all decisions stored on its ops and values."""
 
     block: Block
     policy: Policy
@@ -42,9 +43,9 @@ class Plan:
 
 
 def make_plan(*args: Any, **kwargs: Any) -> Plan:
-    """Plans a program, for one who runs it: as `analyse`, and what is kept for a backward pass."""
+    """Plans a program that will run: `analyse`, and the values kept for a backward pass."""
     plan = analyse(*args, **kwargs)
-    # A rule that gives tangents is transposed as it stands: nothing in it is kept by name.
+    # A rule that computes tangents is transposed as it is, so no values are marked as kept.
     by = FAST if kwargs.get("linear") else plan.policy.storage
     fuse = plan.policy.fused_attention and not kwargs.get("linear")
     store(plan.block, by, {*plan.block.invars}, fuse)
@@ -62,20 +63,20 @@ def analyse(
     scopes: tuple[str, ...] = (),
     linear: Sequence[int] = (),
 ) -> Plan:
-    """Decides what a program computes in.
+    """Decides the dtypes of a program, without running it.
 
     Args:
-        jaxpr: The program, with ``consts`` the values of its constants.
-        consts: Arrays or tracers.
+        jaxpr: The program.
+        consts: The values of its constants: arrays or tracers.
         policy: The policy.
-        in_dtypes: What each float32 argument arrives in.
-        out_dtypes: What each float32 result is handed out in; None where float32.
+        in_dtypes: The dtype in which each float32 argument arrives.
+        out_dtypes: The dtype in which each float32 result is returned; None for float32.
         paths: The path of each argument, for the policy's overrides.
-        scopes: Names of the scopes around the program.
-        linear: Which arguments are tangents: the program will be transposed in them as it stands.
+        scopes: The names of the scopes around the program.
+        linear: Which arguments are tangents. The program will be transposed with respect to them.
 
     Returns:
-        The plan, without what is kept for a backward pass. Nothing has been run.
+        The plan, without decisions on the values kept for a backward pass.
     """
     block = build(jaxpr, consts, scopes)
     for value, path in zip(block.invars, paths, strict=False):

@@ -1,8 +1,8 @@
-"""Regions: parts of a function whose precision its author decides, whatever the policy says.
+"""Regions: parts of a function whose dtype the author fixes, whatever the policy says.
 
-A region is a named scope, so it is a property of the traced operations and not a global setting:
-it goes with them through grad, scan, cond, remat, vmap and custom_jvp. `autocast` reads it; without
-autocast it changes nothing.
+A region is a named scope. It belongs to the traced operations and is not a global setting, so it
+stays with them under grad, scan, cond, remat, vmap and custom_jvp. `autocast` reads it; without
+autocast it has no effect.
 """
 
 import contextlib
@@ -21,17 +21,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def precision(dtype: DTypeLike) -> Any:
-    """Marks a region that `autocast` computes in one dtype.
+    """Fixes the dtype of a part of a function under `autocast`.
 
-    The innermost region wins, over the policy's op lists and overrides too. The backward pass of
-    what is inside follows; the backward rule of a custom_vjp does not, it is code of its own.
+    The innermost region wins. It takes precedence over the policy's op lists and overrides. The
+    backward pass of the operations inside uses the same dtype, except for the backward rule of a
+    ``custom_vjp``, which is separate code. It corresponds to a nested ``torch.autocast`` with
+    another dtype or ``enabled=False``.
 
     Args:
-        dtype: "float32" keeps the operations inside as they are written; "bfloat16" and "float16"
-            force them to half, softmax and norms included.
+        dtype: "float32" runs the operations inside as written; "bfloat16" and "float16" run them
+            in half, including softmax and norms.
 
     Returns:
-        A context manager, which also serves as a decorator.
+        A context manager that also works as a decorator.
 
     Raises:
         ValueError: If ``dtype`` is not float32, bfloat16 or float16.
@@ -48,7 +50,7 @@ def precision(dtype: DTypeLike) -> Any:
     found = canonical(dtype, "dtype")
     if found not in (FLOAT32, *HALVES):
         raise ValueError(
-            f"dtype={brief(dtype)} is not one that a region can ask for. Legal are 'float32', "
+            f"dtype={brief(dtype)} cannot be the dtype of a region. Legal are 'float32', "
             "'bfloat16' and 'float16'."
         )
     return _region(found)
@@ -61,13 +63,15 @@ def _region(dtype: Any) -> Iterator[None]:
 
 
 def full_precision(fun: F) -> F:
-    """Makes a function a float32 region: under `autocast` it runs as it is written.
+    """Keeps a function in float32 under `autocast`: it runs as written.
+
+    It is a decorator for ``precision("float32")``.
 
     Args:
         fun: Any function.
 
     Returns:
-        The same function, inside ``precision("float32")``.
+        A function of the same signature that runs ``fun`` in a float32 region.
 
     Raises:
         TypeError: If ``fun`` is not a function.

@@ -1,9 +1,9 @@
-"""Stretches of a program that repeat, as the layers of a network do: rewritten once.
+"""Repeated parts of a program, such as the layers of a network, which are rewritten only once.
 
-A loop that Python unrolled leaves the same operations again and again. `fold` finds them in a
-planned block: stretches of steps that agree in all that the rewrite reads of them, down to the line
-of source they come from, and in how values flow between them. The rewrite makes one of them a
-function of what flows into it, and evaluates and differentiates the others as that.
+An unrolled Python loop leaves copies of the same operations. `fold` finds them in a planned block:
+stretches of steps that agree in everything that the rewrite reads, including the source lines, and
+in the flow of values between them. The rewrite turns one of them into a function of its inputs, and
+uses that function to evaluate and differentiate the others.
 """
 
 import collections
@@ -23,7 +23,7 @@ from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.steps import Step, StepFlow, flow_of, together
 from mpjax._src.higher_order import Inside
 
-# Below this many steps a stretch saves nothing.
+# Shorter stretches save no time.
 SHORTEST = 4
 
 Code = Callable[[Step], tuple[int, list[Value]]]
@@ -34,12 +34,12 @@ class Stretch:
     """Steps that run together.
 
     Attributes:
-        steps: The steps; before them, operations from elsewhere that make what they read where it
-            is read.
-        key: What they compute, and how: equal for stretches that are alike.
+        steps: The steps, after the operations from elsewhere that compute operands where they are
+            read.
+        key: A key of the computation, equal for equal stretches.
         inputs: The values that flow in.
-        outputs: The values that flow out, of this stretch or of one like it.
-        stack: The names around all of them.
+        outputs: The values that flow out of this stretch or of an equal one.
+        stack: The names around all of the steps.
     """
 
     steps: list[Step]
@@ -52,12 +52,12 @@ class Stretch:
 def fold(
     steps: Sequence[Step], results: Sequence[Value], overrides: bool
 ) -> "list[Step | Stretch]":
-    """Returns steps, those that repeat gathered into stretches.
+    """Returns steps in which repeated ones are gathered into stretches.
 
     Args:
         steps: The steps of a block.
-        results: The values that they are run for.
-        overrides: Whether the policy looks at the names of scopes.
+        results: The results of the block.
+        overrides: Whether the policy has overrides, which may match the names of scopes.
     """
     if len(steps) < 2 * SHORTEST:
         return [*steps]
@@ -80,14 +80,14 @@ def fold(
 
 # ---- what is alike ------------------------------------------------------------------------------
 
-# What the rewrite reads of a value and of an op, apart from the equation and from how they hang
-# together. A test holds it.
+# The fields of a value and of an op that the rewrite reads, apart from the equation and the
+# connections. A test checks that they are complete.
 READ = {
     Value: "raw literal given moved want.returned dtype kept",
     Op: "rule half forced compute steady centred online repeats sent_half",
 }
 
-# Programs inside are grouped into islands when they are rewritten, which reads nearly all.
+# Nested programs are grouped into islands during the rewrite, which reads nearly all fields.
 UNREAD = {
     Value: "aval const paths want",
     Op: "eqn ins outs subs stack scopes callers index why row attention",
@@ -106,7 +106,7 @@ _of = {
 
 
 def _coder(overrides: bool) -> Code:
-    """Returns what gives a step its number, the same for alike ones, and its values in order."""
+    """Returns a function from a step to its number, equal for equal steps, and its values."""
     numbers: dict[Any, int] = {}
 
     def number(key: Any) -> int:
@@ -141,20 +141,20 @@ def _coder(overrides: bool) -> Code:
                 return tuple([key(getattr(x, f), inside) for f in FIELDS[kind]])
             if kind in (list, tuple, range, Inside):
                 return tuple([key(y, inside) for y in x])
-            if kind in (set, frozenset):  # of values that stand elsewhere too
+            if kind in (set, frozenset):  # its values are recorded elsewhere too
                 return tuple(sorted(order.index(v) for v in x))
             return id(x) if isinstance(x, np.ndarray | jax.Array) else x
 
         try:
             return number(key(step)), order
-        except TypeError:  # something that cannot be compared
+        except TypeError:  # an object that cannot be hashed
             return number(step), order
 
     return code
 
 
 def _place(op: Op, overrides: bool) -> Any:
-    """Returns the equation of an op, and the names that the planning of a custom rule reads."""
+    """Returns a key of an op's equation, and of the names that planning a custom rule reads."""
     if op.eqn.effects:  # their order matters
         return op
     if not op.subs and not op.name.startswith("custom_"):
@@ -165,12 +165,12 @@ def _place(op: Op, overrides: bool) -> Any:
 
 # ---- where it repeats ---------------------------------------------------------------------------
 
-# Where copies start, how long one is, and where the last one may end.
+# The start of the copies, the length of one, and the possible end of the last one.
 Run = tuple[int, int, int]
 
 
 def _runs(keys: Sequence[int]) -> list[Run]:
-    """Returns where equal keys follow at equal distances; what saves most comes first."""
+    """Returns ranges in which equal keys repeat at equal distances, largest saving first."""
     found: list[tuple[int, Run]] = []
     for period in _periods(keys):
         start = 0
@@ -194,7 +194,7 @@ def _runs(keys: Sequence[int]) -> list[Run]:
 
 
 def _periods(keys: Sequence[int]) -> list[int]:
-    """Returns the distances at which most keys are found again, short ones first."""
+    """Returns the distances at which the most keys repeat, shortest first."""
     places: dict[int, list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
@@ -207,9 +207,9 @@ def _periods(keys: Sequence[int]) -> list[int]:
 
 
 def _cuts(run: Run, names: Sequence[Any]) -> list[int]:
-    """Returns where copies begin, and where the last one ends.
+    """Returns the starts of the copies, and the end of the last one.
 
-    They begin where the names change that tell them apart.
+    A copy starts where the scope names that differ between copies change.
     """
     start, period, end = run
     pairs = [(names[i], names[i + period]) for i in range(start, end - period)]
@@ -224,7 +224,7 @@ def _cuts(run: Run, names: Sequence[Any]) -> list[int]:
 
 
 def _stretch(flow: StepFlow, a: int, b: int, code: Code) -> tuple[Stretch, list[Value], set[int]]:
-    """Returns the steps from a to b, all values that they deal with, and which of them flow out."""
+    """Returns the steps from a to b, their values, and which of the values flow out."""
     steps, inputs, outputs = together(flow, a, b)
     places: dict[Value, int] = {}
     numbers = [places.setdefault(v, len(places)) for s in steps for v in code(s)[1]]
@@ -235,7 +235,7 @@ def _stretch(flow: StepFlow, a: int, b: int, code: Code) -> tuple[Stretch, list[
 
 
 def _alike(copies: list[tuple[Stretch, list[Value], set[int]]]) -> list[Stretch | None]:
-    """Returns the stretches, without those that are like no other; alike ones give the same."""
+    """Returns the stretches that have an equal one; equal stretches get the same outputs."""
     out: dict[Any, set[int]] = {}
     count: collections.Counter[Any] = collections.Counter()
     for stretch, _, outputs in copies:

@@ -1,4 +1,4 @@
-"""What the backward pass is given, and what it computes again: storage, as reports show it."""
+"""The values that the forward pass keeps for the backward pass, as reports show them."""
 
 import dataclasses
 import functools
@@ -17,10 +17,10 @@ class Kept:
     """An array that is kept from the forward to the backward pass.
 
     Attributes:
-        dtype: Its dtype, in short: "bf16".
-        shape: Its shape; inside of a loop, that of all turns.
-        bytes: What it takes.
-        row: The index of the row that made it; None where that is none.
+        dtype: The short name of its dtype, such as "bf16".
+        shape: Its shape. For a value of a loop, the shape for all iterations together.
+        bytes: Its size in bytes.
+        row: The index of the row that computed it, or None if no row did.
     """
 
     dtype: str
@@ -30,10 +30,11 @@ class Kept:
 
 
 def kept_by(jaxpr: Any) -> list[Kept]:
-    """Returns what a program that gives the residuals of a backward pass keeps, largest first.
+    """Returns the arrays that a program keeps for a backward pass, largest first.
 
     Args:
-        jaxpr: The program, open. What it was given, and what is a constant, takes no more room.
+        jaxpr: A program, open, whose results are the residuals of the backward pass. Residuals that
+            are its arguments or constants take no additional memory and are left out.
     """
     makers = functools.cache(_makers)
     known = {*jaxpr.invars, *jaxpr.constvars}
@@ -52,12 +53,12 @@ def _makers(jaxpr: Any) -> dict[Any, Any]:
 
 
 def _is_constant(eqn: Any) -> bool:
-    """Tells what is made of literals alone, such as an array of zeros: nobody keeps it."""
+    """Tells whether an equation reads literals alone. Its result, such as zeros, is not kept."""
     return eqn is not None and all(isinstance(v, _jax.Literal) for v in eqn.invars)
 
 
 def _origin(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> Any:
-    """Returns the number of the op that a variable comes from, or the argument that it is."""
+    """Returns the row number of the op that made a variable, or the argument that it is."""
     made = makers(jaxpr)
     while not isinstance(var, _jax.Literal) and var in made:
         eqn = made[var]
@@ -84,7 +85,7 @@ SIDES = "left operand", "right operand"
 
 
 def storage_of(block: Block) -> dict[Op, str]:
-    """Returns, for each op that the plan decides the storage of, what it decides."""
+    """Returns the plan's decision on storage, in words, for each op that has one."""
     made = {v: op for op in block.walk() for v in op.outs}
     found: dict[Op, str] = {}
     for step in _steps(block.steps):
@@ -93,9 +94,10 @@ def storage_of(block: Block) -> dict[Op, str]:
             found |= dict.fromkeys(step.ops, text)
         elif isinstance(step, Op):
             kept = [v for v in step.outs if v.kept]
-            parts = [f"kept, {_dtypes(kept)}"] if kept else []
+            parts = [f"kept in {_dtypes(kept)}"] if kept else []
             if step.centred:
-                parts.append(f"{SIDES[step.centred[0]]} less its mean in the gradient of the other")
+                side = SIDES[step.centred[0]]
+                parts.append(f"{side} less its mean in the gradient of the other operand")
             if parts:
                 found[step] = "; ".join(parts)
             for sub in step.subs:
@@ -118,16 +120,16 @@ def _steps(steps: Sequence[Step]) -> Iterator[Step]:
 def _of_island(island: Island, made: dict[Value, Op]) -> str:
     half = SPELLINGS[island.half][0] if island.half is not None else "f32"
     if island.fusion is not None:
-        return f"run by {island.fusion.kernel}'s fused attention, which keeps no weights"
+        return f"run by the fused attention of {island.fusion.kernel}, which keeps no weights"
     if island.matmul is not None:
-        return f"its weights are kept, {half}; row sums come from the attention's output"
+        return f"its weights are kept in {half}; row sums come from the attention's output"
     if island.axes:
-        return f"its result is kept, {half}"
+        return f"its result is kept in {half}"
     if island.sloped:
-        return f"its slope is kept, {half}"
+        return f"its slope is kept in {half}"
     sources = {made[v].row for v in island.given if v in made and made[v].row >= 0}
     rows = f" (rows {', '.join(map(str, sorted(sources)))})" if sources else ""
-    tail = f"; what its norm gives gets its cotangent in {half}" if island.tail else ""
+    tail = f"; the cotangent of its norm's result is {half}" if island.tail else ""
     return f"computed again from {_dtypes(island.given, island.rounded, half)}{rows}{tail}"
 
 

@@ -1,10 +1,10 @@
-"""The rewrite: evaluates a planned program, so that tracing it gives the mixed-precision one.
+"""The rewrite: evaluates a planned program, so that tracing it gives the mixed-precision program.
 
-One short loop over the ops of a block, one rule per kind of op; what evaluates a higher-order
-primitive is registered by `evaluates`, in `control_flow` and `custom_rules`. Casts are made where a
-value is read in a dtype that it is not held in, and kept: a value is cast at most once to each
-dtype in a block. Arguments are the exception: each use casts on its own, so that their cotangents
-are summed in float32.
+It is a short loop over the ops of a block, with one rule per kind of op. `evaluates` registers the
+functions for higher-order primitives, which are in `control_flow` and `custom_rules`. A value is
+cast when an op reads it in another dtype, and the result is kept: within a block, a value is cast
+at most once to each dtype. Arguments are an exception: each use casts them separately, so that
+their cotangents are summed in float32.
 """
 
 import contextlib
@@ -55,9 +55,9 @@ def run_plan(
 
     Args:
         plan: The plan.
-        args: One array for each argument, in the dtypes it was planned for.
-        out_dtypes: What each float32 result is handed out in.
-        rows: Whether to name what each op becomes by its number, for a report.
+        args: One array per argument, in the dtypes for which the program was planned.
+        out_dtypes: The dtype in which each float32 result is returned.
+        rows: Whether to add scopes with the row number of each op, for a report.
 
     Returns:
         The results.
@@ -106,7 +106,7 @@ def _location(op: Op, stack: Any, env: Env) -> Any:
 
 
 def _row(op: Op, env: Env) -> Any:
-    """Returns the scope by which a report finds what an op became; none where none was asked."""
+    """Returns the scope with the row number of an op, or an empty context if rows are not named."""
     asked = env.settings.rows and op.row >= 0
     return jax.named_scope(f"{ROW}{op.row}") if asked else contextlib.nullcontext()
 
@@ -126,7 +126,7 @@ def _run(op: Op, env: Env, dtype: Any, **params: Any) -> None:
 
 
 def _run_as_planned(op: Op, env: Env) -> None:
-    if op.inside.as_one and op.compute != FLOAT32:  # elementwise, with a rule of its own
+    if op.inside.as_one and op.compute != FLOAT32:  # elementwise, with its own derivative rule
         return _run_program(op, env)
     if op.name == "broadcast_in_dim" and op.outs[0].is_f32 and op.outs[0].const is not None:
         return env.make(op.outs[0], functools.partial(_bind_in, op, env))
@@ -155,7 +155,7 @@ def _run_as_planned(op: Op, env: Env) -> None:
 
 
 def _run_online(op: Op, env: Env) -> None:
-    """Runs a maximum and a sum of exponentials that take one pass together."""
+    """Runs a maximum together with a sum of exponentials, in one pass."""
     args = [env.read(v, FLOAT32) for v in op.ins]
     if op.steady:
         args = jax.lax.stop_gradient(args)
@@ -166,7 +166,7 @@ def _run_online(op: Op, env: Env) -> None:
 
 
 def _read_expanded(op: Op, value: Value, env: Env, dtype: Any) -> Any:
-    """Reads an operand; one that the op would broadcast is so beforehand, to sum wide."""
+    """Reads an operand, broadcast first if the op does so: its cotangents add up in float32."""
     shape = op.outs[0].aval.shape
     if not value.is_f32 or value.const is not None or value.aval.shape == shape:
         return env.read(value, dtype)
@@ -193,7 +193,7 @@ def _expand(x: Any, aval: Any) -> Any:
 
 
 def _enlarges(eqn: Any) -> bool:
-    """Tells whether a layout operation copies: its transpose then sums more than one term."""
+    """Tells whether a layout operation repeats entries, so that its transpose is a sum."""
     if eqn.primitive.name != "broadcast_in_dim":
         return True
     return _jax.size_of(eqn.outvars[0].aval.shape) > _jax.size_of(eqn.invars[0].aval.shape)
@@ -211,12 +211,12 @@ def _send(op: Op, env: Env, dtype: Any) -> Any:
         if op.name == "sharding_constraint" and sent in HALVES:
             args = [_jax.placed_freely(args[0], op.params["sharding"])]
         found = _jax.bind(op.eqn, args)[0]
-        # The barrier: XLA would cast before it sends.
+        # Without the barrier, XLA would cast before it sends.
         return found if sent == dtype else cast(jax.lax.optimization_barrier(found), dtype)
 
 
 def _look_up(op: Op, env: Env) -> Any:
-    """Looks entries of a parameter up, of which devices send each other half."""
+    """Looks up entries of a parameter, which devices exchange in half."""
     table, indices = (env.read(v) for v in op.ins)
     if _jax.in_taylor_mode([table]):
         return _jax.bind(op.eqn, [table, indices])[0]
@@ -227,7 +227,7 @@ def _look_up(op: Op, env: Env) -> Any:
 
 
 def _is_sent_in_half(op: Op, env: Env) -> bool:
-    """Tells a lookup that may be sent in half, where neither the policy nor an override forbids."""
+    """Tells whether devices may exchange a lookup in half, by the policy and its overrides."""
     policy = env.settings.policy
     if not op.sent_half or policy.gather != "half":
         return False
@@ -250,12 +250,12 @@ def _run_half(op: Op, env: Env) -> None:
     env.store(out, array)
 
 
-# The operands, by place, by whose gradient devices sum over what each has of the other one.
+# The positions of the operands whose gradients devices sum, over their parts of the other one.
 SUMMED_WIDE = {"dot_general": (0, 1), "conv_general_dilated": (1,)}
 
 
 def _reduced_wide(op: Op, env: Env) -> dict[int, Any]:
-    """Returns the parameters, by place, whose gradients devices sum in float32."""
+    """Returns the parameters whose gradients devices sum in float32, by position."""
     places = SUMMED_WIDE.get(op.name, ())
     if env.settings.policy.reduce != FLOAT32.name:
         return {}
@@ -291,7 +291,7 @@ PROGRAMS: dict[str, Callable[[Op, Env], None]] = {}
 
 
 def evaluates(name: str) -> Callable[[Callable[[Op, Env], None]], Callable[[Op, Env], None]]:
-    """Registers what evaluates a primitive with programs inside."""
+    """Registers the function that evaluates a primitive with programs inside."""
 
     def register(rule):
         PROGRAMS[name] = rule
@@ -305,7 +305,7 @@ def _run_program(op: Op, env: Env) -> None:
 
 
 def result_dtypes(op: Op, sub: Inside) -> list[Any]:
-    """Returns what the results of a sub-program are handed out in."""
+    """Returns the dtypes in which a sub-program returns its results."""
     carried = dict(sub.carry)
     dtypes = []
     for position, index in enumerate(sub.outs):
@@ -354,7 +354,7 @@ EVALUATE: dict[str, Callable[[Op, Env], None]] = {
 
 
 def _run_stretch(stretch: Stretch, env: Env) -> None:
-    """Runs steps that repeat: rewritten the first time, evaluated and differentiated as a whole."""
+    """Runs repeated steps, which are rewritten once, then evaluated and differentiated whole."""
     held, tree = jax.tree.flatten([env.held(value) for value in stretch.inputs])
     avals = tuple(map(jax.typeof, held))
     key = stretch.key, tree, avals
@@ -367,7 +367,7 @@ def _run_stretch(stretch: Stretch, env: Env) -> None:
 
 
 def _rewrite_stretch(stretch: Stretch, env: Env, avals: Sequence[Any], tree: Any) -> Any:
-    """Returns a function of flat arrays, and the tree of its results."""
+    """Returns repeated steps as a function of flat arrays, and the tree of its results."""
 
     def run_steps(env):
         for step in stretch.steps:
@@ -379,7 +379,7 @@ def _rewrite_stretch(stretch: Stretch, env: Env, avals: Sequence[Any], tree: Any
 
 
 def _run_checkpoint(checkpoint: Checkpoint, env: Env) -> None:
-    """Runs steps so that the backward pass runs them again, from what is kept of them."""
+    """Runs steps under a checkpoint: the backward pass repeats them from the kept values."""
     inputs, outputs = checkpoint.inputs, checkpoint.results
     held, tree = jax.tree.flatten([env.stored(value) for value in inputs])
     inner = functools.partial(env.inside, env.depth)
@@ -397,7 +397,7 @@ def _as_function(
     held: Callable[[Env, Value], Any],
     run_steps: Callable[[Env], None],
 ) -> tuple[Callable[..., list[Any]], list[Any]]:
-    """Returns steps as a function of flat arrays, and a list of the trees of its results."""
+    """Returns steps as a function of flat arrays, and a list for the trees of its results."""
     trees: list[Any] = []
 
     def run(*arrays):
@@ -415,7 +415,7 @@ def _as_function(
 def _hand_out(
     outputs: Sequence[Value], results: Sequence[Any], steps: Sequence[Step], env: Env
 ) -> None:
-    """Records what steps that ran together gave, and what is made where it is read."""
+    """Records the results of steps that ran together, and values computed where they are read."""
     for value, arrays in zip(outputs, results, strict=True):
         env.hold(value, arrays)
     for step in filter(made_where_read, steps):
@@ -424,7 +424,7 @@ def _hand_out(
 
 def _run_island(island: Island, env: Env) -> None:
     """Runs a float32 island so that the backward pass recomputes it from its inputs."""
-    operands = 3 if island.fusion else 0  # of matmuls
+    operands = 3 if island.fusion else 0  # the operands of its matmuls
     arrays = [env.read(v, island.half) for v in island.inputs[:operands]]
     arrays += [env.read(v) for v in island.inputs[operands:]]
     scopes = _jax.common_stack([op.stack for op in island.ops])
@@ -447,7 +447,7 @@ def _run_island(island: Island, env: Env) -> None:
     def make_again(arrays):
         inner, found = env.inside(depth), dict(zip(island.inputs, arrays, strict=True))
         for value in island.given:
-            # The barrier: XLA would see that what follows was made before, and keep that.
+            # Without the barrier, XLA would recognise recomputed values and keep the earlier ones.
             inner.write(value, _jax.again_barrier(found[value]))
         for op in island.again:
             _run_step(op, inner)

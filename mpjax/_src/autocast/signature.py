@@ -1,4 +1,4 @@
-"""What a call depends on: whether what was traced for another call serves it too."""
+"""Cache keys of calls: whether the trace of an earlier call can be used for another one."""
 
 import dataclasses
 import enum
@@ -12,10 +12,10 @@ import numpy as np
 from mpjax._src import _jax
 from mpjax._src.trees import is_array
 
-# How many calls of a function are kept, beside each other, outside of transformations.
+# The number of traces of a function that are cached for calls outside of transformations.
 KEPT_CALLS = 128
 
-# What stays as it is. What a function reads is read when it is traced, as under jit.
+# Types whose objects do not change. Values that a function reads are read when it is traced.
 LASTING = (
     *(enum.Enum, np.dtype, type(jnp.float32)),
     *(types.FunctionType, types.BuiltinFunctionType, type(jax.jit(abs))),
@@ -24,7 +24,7 @@ LASTING = (
 
 
 def signature(leaves: list[Any], tree: Any) -> Any:
-    """Returns what a trace depends on, or None if that cannot be told."""
+    """Returns the values that a trace depends on, or None if they are not known."""
     described = [_jax.aval_of(x) if is_array(x) else _value(x) for x in leaves]
     key = (*described, tree, _jax.tracing_key())
     try:
@@ -35,7 +35,7 @@ def signature(leaves: list[Any], tree: Any) -> Any:
 
 
 def _value(x: Any) -> Any:
-    """Returns what is equal for equal objects that do not change; None where they might."""
+    """Returns a key that is equal for equal objects, or None if the object may change."""
     if type(x) in (float, complex):
         return type(x), repr(x)  # tells -0.0 from 0.0, and nan is nan
     if type(x) in (bool, int, str, bytes) or isinstance(x, LASTING):

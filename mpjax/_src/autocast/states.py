@@ -1,7 +1,7 @@
-"""Trees of arrays that go into a function and come out of it again: states.
+"""States: trees of arrays that a function gets as an argument and returns with new values.
 
-Batch statistics, a cache, parameters that are updated: a tree with the structure and the shapes of
-one among the arguments is that one's next state, and keeps its dtypes.
+Examples are batch statistics, caches and updated parameters. A returned tree with the structure and
+shapes of an argument is taken as the next state of that argument, and keeps its dtypes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from mpjax._src.dtypes import FLOAT32
 
 
 def children(tree: Any, start: int = 0) -> Iterator[tuple[Any, int]]:
-    """Yields the parts of a tree structure, each with the number of its first leaf."""
+    """Yields the subtrees of a tree structure, each with the index of its first leaf."""
     child: Any
     for child in jax.tree_util.treedef_children(tree):
         yield child, start
@@ -21,7 +21,7 @@ def children(tree: Any, start: int = 0) -> Iterator[tuple[Any, int]]:
 
 
 def nodes(tree: Any, start: int = 0) -> Iterator[tuple[Any, slice]]:
-    """Yields every subtree of a tree structure that is no leaf, and which leaves it holds."""
+    """Yields every subtree of a tree structure that is not a leaf, with its range of leaves."""
     if not jax.tree_util.treedef_is_leaf(tree):
         yield tree, slice(start, start + tree.num_leaves)
         for child, first in children(tree, start):
@@ -33,12 +33,12 @@ def _kinds(avals: Sequence[Any]) -> Any:
 
 
 def states(tree: Any, seen: Sequence[Any], dtypes: Sequence[Any]) -> dict[Any, list[Any]]:
-    """Returns the trees among the arguments, and in them: structures and dtypes by their arrays.
+    """Returns all subtrees of the arguments, as a mapping from structure and shapes to dtypes.
 
     Args:
         tree: The structure of ``(args, kwargs)``.
-        seen: What the function sees of each leaf.
-        dtypes: What each leaf arrives in.
+        seen: The abstract value of each leaf as the function sees it.
+        dtypes: The dtype in which each leaf arrives.
     """
     found: dict[Any, list[Any]] = {}
     for arguments, start in children(tree):
@@ -49,9 +49,9 @@ def states(tree: Any, seen: Sequence[Any], dtypes: Sequence[Any]) -> dict[Any, l
 
 
 def handed_out(tree: Any, results: Sequence[Any], known: Any, dtype: Any) -> list[Any]:
-    """Returns what each float32 result is handed out in; None where it is no float32.
+    """Returns the dtype in which each float32 result is returned; None for other results.
 
-    A tree like one among the arguments is that one's next state, and keeps its dtypes.
+    A tree with the structure and shapes of an argument is its next state, and keeps its dtypes.
     """
     chosen: list[Any] = [dtype] * len(results)
     done = 0

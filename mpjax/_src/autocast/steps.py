@@ -1,6 +1,6 @@
-"""The steps that run a block, and how values flow between them.
+"""The steps that run a block, and the flow of values between them.
 
-A step is an operation, or several that run together: an island, or a checkpoint.
+A step is an operation, or several operations that run together: an island or a checkpoint.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from mpjax._src.autocast.islands import Island, is_free
 
 @dataclasses.dataclass(eq=False)
 class Checkpoint:
-    """Steps that the backward pass runs again, but for what is kept of them.
+    """Steps that the backward pass repeats, except for their kept values.
 
-    What is kept are the values marked so (`Value.kept`), and what may not be computed twice.
+    The kept values are those with `Value.kept`, and those that may not be computed twice.
 
     Attributes:
-        steps: The steps; before them, operations from elsewhere that make what they read where it
-            is read.
+        steps: The steps, after the operations from elsewhere that compute operands where they are
+            read.
         inputs: The values that flow in.
         results: The values that flow out.
     """
@@ -42,8 +42,8 @@ Step = Op | Island | Checkpoint
 
 
 def connected(pairs: Iterable[tuple[int, int]]) -> Iterable[list[int]]:
-    """Returns the numbers that pairs connect, a list for each group, in order."""
-    from scipy.sparse import coo_array, csgraph  # slow to import: for who plans a program
+    """Returns the groups of numbers that pairs connect, in order."""
+    from scipy.sparse import coo_array, csgraph  # slow to import, and needed only to plan
 
     edges = np.asarray([*pairs]).reshape(-1, 2)
     size = int(edges.max(initial=-1)) + 1
@@ -68,18 +68,18 @@ def writes(step: Step) -> list[Value]:
 
 
 def made_where_read(step: Step) -> bool:
-    """Tells whether an op makes its result anew in each dtype that somebody asks for."""
+    """Tells whether an op computes its result separately in each dtype that is read."""
     if not isinstance(step, Op):
         return False
     widened = step.rule == "cast" and step.ins[0].is_f32 and step.outs[0].is_f32
-    # What devices send each other of a parameter is what is read of it.
+    # Devices exchange a parameter in the dtype in which it is read.
     sent = step.rule == "layout" and step.outs[0].is_f32 and step.outs[0].moved
     return widened or is_free(step) or sent
 
 
 @dataclasses.dataclass(eq=False)
 class StepFlow:
-    """How values flow between the steps of a block. What is made where it is read does not."""
+    """The flow of values between steps, except values that are computed where they are read."""
 
     steps: Sequence[Step]
     names: list[Any]
@@ -91,9 +91,9 @@ class StepFlow:
 def flow_of(
     steps: Sequence[Step], results: Sequence[Value], copied: Collection[Op] = ()
 ) -> StepFlow:
-    """Returns how values flow between steps, the last of which give some results.
+    """Returns the flow of values between steps, for some results.
 
-    What is ``copied`` runs wherever its result is read, like what is made where it is read.
+    Ops in ``copied`` run wherever their results are read.
     """
     names = [_jax.common_stack([op.stack for op in ops_of(step)]) for step in steps]
     flow = StepFlow(steps, names, {}, {}, {})
@@ -109,7 +109,7 @@ def flow_of(
 
 
 def sources(flow: StepFlow, values: Iterable[Value]) -> Iterator[Value]:
-    """Yields the values, or what they are made from where they are read."""
+    """Yields values, or the operands of those that are computed where they are read."""
     for value in values:
         if value in flow.made:
             yield from sources(flow, flow.made[value].ins)
@@ -118,7 +118,7 @@ def sources(flow: StepFlow, values: Iterable[Value]) -> Iterator[Value]:
 
 
 def _makers(flow: StepFlow, values: Iterable[Value]) -> Iterator[Op]:
-    """Yields the ops that make values where they are read, in order."""
+    """Yields the ops that compute values where they are read, in order."""
     for value in values:
         if value in flow.made:
             yield from _makers(flow, flow.made[value].ins)
@@ -126,11 +126,11 @@ def _makers(flow: StepFlow, values: Iterable[Value]) -> Iterator[Op]:
 
 
 def together(flow: StepFlow, a: int, b: int) -> tuple[list[Step], list[Value], list[Value]]:
-    """Returns the steps from a to b as a program of their own.
+    """Returns the steps from a to b as a separate program.
 
     Returns:
-        The steps, after operations from elsewhere that make what they read where it is read; the
-        values that flow in; and those that flow out.
+        The steps, after the operations from elsewhere that compute operands where they are read;
+        the values that flow in; and the values that flow out.
     """
     inside = flow.steps[a:b]
     read = [v for step in inside for v in reads(step)]
@@ -147,7 +147,7 @@ def gathered(
     groups: Sequence[Sequence[Step]],
     copied: Collection[Op],
 ) -> Sequence[Step]:
-    """Returns steps in which each group is one checkpoint; a group that cannot be one is left."""
+    """Returns steps in which each group is a checkpoint, except groups that cannot be one."""
     units = in_order(steps, groups)
     if units is None:
         for group in groups if len(groups) > 1 else ():
@@ -166,10 +166,10 @@ def gathered(
 def in_order(
     steps: Sequence[Step], groups: Sequence[Sequence[Step]]
 ) -> "list[Sequence[Step]] | None":
-    """Sorts steps so that each runs after what it reads, each group at once, effects as they were.
+    """Sorts steps by their dependencies, with the steps of a group together and effects in order.
 
     Returns:
-        The groups, and each other step alone; None where groups wait for each other.
+        The groups, and each other step alone; None if groups depend on each other in a cycle.
     """
     unit_of: dict[Step, Sequence[Step]] = {step: [step] for step in steps}
     unit_of |= {step: group for group in groups for step in group}

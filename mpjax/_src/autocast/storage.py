@@ -1,4 +1,4 @@
-"""What is kept for the backward pass, and what it computes again: the last sweep of a plan."""
+"""The storage sweep of a plan: the values kept for the backward pass, and those it recomputes."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -16,22 +16,22 @@ from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.higher_order import NONE, THEIRS
 from mpjax._src.policy import CHOICES
 
-# What is chosen by: few bytes moved; few bytes kept; the peepholes alone, where the user computes
-# the rest again; nothing, where there is no backward pass.
+# The goals of the choice: few bytes moved; few bytes kept; the peepholes alone, inside a checkpoint
+# of the user's; nothing, if there is no backward pass.
 FAST, LEAN, PEEPHOLES, WRITTEN = *CHOICES["storage"].values, "peepholes", "written"
 
-# What programs inside of a primitive are stored by, where that differs from what is around it.
+# The goals inside primitives with programs, where they differ from those around them.
 INSIDE = {THEIRS: PEEPHOLES, NONE: WRITTEN}
 
 
 def store(block: Block, by: str, alive: Collection[Value], fuse: bool) -> None:
-    """Decides what every block keeps for the backward pass, and sets the steps that run it.
+    """Decides the values that every block keeps for the backward pass, and sets its steps.
 
     Args:
         block: The block.
-        by: What is chosen by.
-        alive: The arguments of the block that are there anyway.
-        fuse: Whether attention becomes the fused kernel of the device.
+        by: The goal.
+        alive: The arguments of the block that are in memory anyway.
+        fuse: Whether attention runs in the fused kernel of the device.
     """
     for op in block.ops:
         if op.rule == "program":
@@ -47,13 +47,13 @@ def store(block: Block, by: str, alive: Collection[Value], fuse: bool) -> None:
     steps: Any = block.ops
     if islands:
         units = in_order(block.ops, [island.ops for island in dict.fromkeys(islands.values())])
-        # Where islands wait for each other: better none than no program.
+        # If islands depend on each other in a cycle, none is used.
         steps = [islands.get(unit[0], unit[0]) for unit in units] if units else block.ops
     block.steps = tuple(checkpoints(steps, block.outvars, alive) if by == LEAN else steps)
 
 
 def _islands(flow: Flow) -> "dict[Op, Island]":
-    """Groups the ops of a block into islands, and drops the ones that save no memory."""
+    """Groups the ops of a block into islands, and drops islands that save no memory."""
     special = peepholes.find(flow)
     found = dict(special)
     for ops in _groups(flow, special):
@@ -64,7 +64,7 @@ def _islands(flow: Flow) -> "dict[Op, Island]":
             group.ops += halves
             bound(group, flow)
         group.barrier = any(_is_dear(op) for op in group.ops)
-        # Outside of loops, XLA fuses arithmetic into its readers without being told to.
+        # Outside of loops, XLA fuses arithmetic into its readers by itself.
         worthwhile = group.barrier or flow.block.in_loop
         if not (worthwhile and _from_half(group, flow)):
             continue
@@ -81,11 +81,11 @@ def _islands(flow: Flow) -> "dict[Op, Island]":
 
 
 def _groups(flow: Flow, special: Collection[Op]) -> Iterable[list[Op]]:
-    """Returns the connected ops that islands may hold, such that no two groups wait for each other.
+    """Returns groups of connected ops for islands, such that no two groups depend on each other.
 
-    An op's depth is how many ops that no group holds lie before it on the longest path; where its
-    readers all lie deeper, it runs as late as they do. Those of one depth are connected: a path
-    that leaves a group comes to an op that no group holds, and is deeper from there on.
+    The depth of an op is the number of ungrouped ops before it on the longest path. If all of its
+    readers are deeper, it gets their depth. Connected ops of the same depth form a group: a path
+    that leaves a group passes an ungrouped op, and everything after it is deeper.
     """
     sources = {
         op: [flow.producer[v] for v in op.ins if v in flow.producer] for op in flow.block.ops
@@ -113,7 +113,7 @@ def _groups(flow: Flow, special: Collection[Op]) -> Iterable[list[Op]]:
 
 
 def _rounded_islands(flow: Flow) -> "dict[Op, Island]":
-    """Returns the islands that keep less than the values themselves: in half what is float32."""
+    """Returns the islands that keep fewer bytes than derivatives would, by rounding to half."""
     return {op: island for op, island in _islands(flow).items() if island.axes or island.rounded}
 
 
@@ -135,12 +135,12 @@ def _recomputable(op: Op) -> bool:
 
 
 def _starts(op: Op) -> bool:
-    """Tells whether an island may begin here: not with constants or parameters alone."""
+    """Tells whether an island may begin here: not at constants or parameters alone."""
     return any(v.is_f32 and not v.raw and v.const is None for v in op.ins)
 
 
 def _halves_inside(group: Island, flow: Flow) -> list[Op]:
-    """Returns half ops that an island alone reads, of what it reads anyway: ``x / 2`` beside x."""
+    """Returns half ops on inputs of an island that it alone reads, such as ``x / 2`` beside x."""
     members = set(group.ops)
     found = []
     for value in group.inputs:
@@ -154,15 +154,15 @@ def _halves_inside(group: Island, flow: Flow) -> list[Op]:
 
 
 def _from_half(group: Island, flow: Flow) -> bool:
-    """Sees to it that the large inputs of an island can be kept in half.
+    """Changes an island so that its large inputs can be kept in half.
 
-    Where one is float32 (a matmul's float32 result, as attention scores are), linear operations
-    that lead from it are left out of the island: they save nothing, and what they lead to is better
-    rounded (``x - max(x)`` before an ``exp``: the entries that matter are close to 0).
+    If one is float32 (a matmul's float32 result, such as attention scores), the linear operations
+    that follow it are left out of the island. They save nothing, and their results are better
+    rounded than their operands (``x - max(x)`` before an ``exp``: large weights are close to 0).
     """
     if not _large_float32(group):
         return True
-    if any(op.forced == "full" for op in group.ops):  # the user wants no rounding here
+    if any(op.forced == "full" for op in group.ops):  # the user asked for float32
         return False
     inside: set[Value] = {v for op in group.ops for v in op.outs}
     kept = []
@@ -178,11 +178,10 @@ def _from_half(group: Island, flow: Flow) -> bool:
 
 
 def _look_behind_views(group: Island, flow: Flow) -> None:
-    """Lets an island take views of its inputs itself, so that it keeps what they are views of.
+    """Moves views of inputs into an island, so that it keeps the arrays that they are views of.
 
-    A view costs nothing to take again. But what is kept is held as it is laid out, and beside
-    its views: a TPU pads the last axis of ``(batch, height, width, groups, 4)``, as a
-    group norm has it, to 128 entries.
+    Repeating a view costs nothing, but keeping one takes memory in its own layout. A TPU pads the
+    last axis of ``(batch, height, width, groups, 4)``, from a group norm, to 128 entries.
     """
     values = [*group.inputs]
     for value in values:  # grows
@@ -200,7 +199,7 @@ def _stand_rounding(group: Island) -> bool:
     """Tells whether the derivatives of an island may be computed from its rounded inputs."""
     if any(v.want.unrounded or is_beyond(v, group.half) for v in group.rounded):
         return False
-    if any(v.fact.linear for v in group.inputs):  # tangents: results that lack one must not wait
+    if any(v.fact.linear for v in group.inputs):  # else other results would wait for tangents
         return False
     touched = set(group.rounded)
     for op in group.ops:
@@ -208,7 +207,7 @@ def _stand_rounding(group: Island) -> bool:
         if not all(_stands_rounding(op, v) for v in reads):
             return False
         if reads:
-            touched.update(v for v in op.outs if v not in group.sums)  # sums are kept as they are
+            touched.update(v for v in op.outs if v not in group.sums)  # sums are kept unrounded
     return True
 
 
@@ -243,11 +242,11 @@ def _is_sloped(group: Island, flow: Flow) -> bool:
 
 
 def _tail(group: Island, flow: Flow) -> list[Op]:
-    """Returns the activation of what a norm gives: elementwise operations on that alone.
+    """Returns the activation after a norm: elementwise operations on its result alone.
 
-    The cotangent of what a norm gives is dear to compute, for the activation's slope is in it, and
-    read twice: by sums over what the norm spreads out, and entry by entry. So it is written, and
-    best in half, as where casts are placed by hand.
+    The cotangent of the norm's result is expensive, because it contains the activation's slope, and
+    it is read twice: by the sums of the norm's gradient, and elementwise. XLA therefore writes it
+    to memory, best in half, as with casts placed by hand.
     """
     for op in reversed(group.ops):
         normed = op.outs[0]
@@ -260,7 +259,7 @@ def _tail(group: Island, flow: Flow) -> list[Op]:
 
 
 def _activation(operand: Value, group: Island, flow: Flow) -> list[Op]:
-    """Returns the elementwise operations of an island on one value, of which one result is read."""
+    """Returns the elementwise operations of an island on one value, if one result is read."""
     made, known = {operand}, {v for op in group.free for v in op.outs}
     tail: list[Op] = []
     for op in group.ops:
@@ -275,7 +274,7 @@ def _activation(operand: Value, group: Island, flow: Flow) -> list[Op]:
 
 
 def _spreads(operand: Value, value: Value, flow: Flow) -> bool:
-    """Tells an operand that varies and is smaller than a result, perhaps spread out before."""
+    """Tells whether an operand varies and was smaller than a result before it was broadcast."""
     op = flow.producer.get(operand)
     while op is not None and op.name == "broadcast_in_dim" and operand.const is None:
         operand = op.ins[0]
@@ -295,7 +294,7 @@ def _is_dear(op: Op) -> bool:
 
 
 def _saves_memory(group: Island) -> bool:
-    """Compares what derivatives would save with what the island keeps instead."""
+    """Compares the bytes that derivatives would save with those that the island keeps."""
     saved: set[Value] = set()
     for op in group.ops:
         varying = [v for v in op.ins if v.is_f32 and v.const is None]
@@ -307,7 +306,7 @@ def _saves_memory(group: Island) -> bool:
             saved.update((*varying, *op.outs))
     kept = _bytes(v for v in group.inputs if not v.raw) - _bytes(group.rounded) // 2
     halves = any(v.dtype in HALVES and not v.small for v in group.inputs if v.is_f32)
-    if group.rounded:  # a loss: its backward pass comes at once
+    if group.rounded:  # a loss: its backward pass follows at once
         halves = any(v.is_f32 and not v.small and v.size > 1 for v in group.results)
     return halves and kept < _bytes(saved)
 

@@ -1,7 +1,7 @@
 """`autocast`: op-level mixed precision for any JAX function.
 
-The transformation itself: tracing, caching and calling. What it decides is in `plan`, how the
-decisions are carried out in `rewrite`.
+This module traces, caches and calls the function. `plan` decides the dtypes, and `rewrite`
+evaluates the program with them.
 """
 
 import dataclasses
@@ -34,14 +34,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A function traced and planned for one signature.
+    """A function, traced and planned for one signature.
 
     Attributes:
         plan: The plan.
-        avals: What it takes: the arrays as they arrive.
-        out_dtypes: What each float32 result is handed out in.
-        rebuild: Makes of array results what the function returns.
-        jaxpr: The program as it is written.
+        avals: The abstract values of the array arguments, as the caller passes them.
+        out_dtypes: For each float32 result, the dtype in which it is returned.
+        rebuild: A function from the array results to the value that the function returns.
+        jaxpr: The program as written, without casts.
     """
 
     plan: Plan
@@ -51,7 +51,7 @@ class Traced:
     jaxpr: Any
 
     def returned(self) -> Any:
-        """Returns what the function returns, with shapes for arrays."""
+        """Returns the result of the function, with a `jax.ShapeDtypeStruct` for each array."""
         results = [v.aval for v in self.plan.block.outvars]
         return self.rebuild([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in results])
 
@@ -61,36 +61,42 @@ def autocast(fun: F, policy: str | jmp.Policy) -> F: ...
 @overload
 def autocast(fun: None = None, *, policy: str | jmp.Policy) -> Callable[[F], F]: ...
 def autocast(fun: Any = None, policy: Any = None) -> Any:
-    """Gives a function mixed precision, chosen operation by operation over the whole program.
+    """Runs a float32 function in mixed precision, choosing the dtype of each operation.
 
-    Matmuls and convolutions take half operands, in the backward pass too; softmax, norms, losses,
-    exp, log, sums and the like compute in float32; the rest follows its operands, and what is kept
-    for the backward pass is stored in half where that costs one rounding at most. What is not
-    float32 in the function stays as it is.
+    Matmuls and convolutions get half operands, in the forward and backward pass. Softmax, norms,
+    losses, exp, log, sums and similar operations compute in float32. Other operations compute in
+    the dtype of their operands. Values kept for the backward pass are stored in half if that adds
+    at most one rounding. Values of the function that are not float32 keep their dtypes.
+
+    The function may use any JAX transformation, and any of them may be applied to the result.
+    Outside of `jax.jit` the result is compiled and cached, as with `jax.jit`:
+
+    - Array arguments are traced; Python values and other objects are passed on unchanged.
+    - Values that the function does not get as arguments are read when it is traced.
+    - New numbers, strings, enums, dtypes or functions among the arguments cause a new trace.
+      Objects of other types cause a new trace at each call, because they may have changed.
+    - Changes to Flax NNX modules among the arguments are kept, as with ``nnx.jit``.
 
     Args:
-        fun: Any function that `jax.jit` can trace; if None, a decorator is returned.
-            Array arguments are traced; Python values and other objects are passed on as they are.
-            What it changes of Flax NNX modules among them is kept, as under ``nnx.jit``.
-            It sees arguments in the half dtype that the policy stores parameters in (O2, O3, an
-            override of theirs) as float32, which the program was written for.
-            It may use, and be used under, any of JAX's transformations. Called outside of them, it
-            is compiled and kept as under jit: what it reads besides its arguments is read when it
-            is traced. It is traced anew for other numbers, strings, enums, dtypes and functions,
-            and each time for arguments of other kinds, which might have changed.
-        policy: A `Policy` or what `get_policy` takes: its ``compute_dtype`` is the half dtype,
-            ``output_dtype`` that of float32 results. Its op lists and overrides apply; an override
-            matches the named scopes of an operation, and the paths of the parameters that feed it.
+        fun: Any function that `jax.jit` can trace. If None, a decorator is returned. Parameters
+            that the policy stores in half (O2, O3, or by an override) arrive in the function as
+            float32, because the function was written for float32.
+        policy: A `Policy`, or anything that `get_policy` accepts. ``compute_dtype`` is the half
+            dtype, and ``output_dtype`` is the dtype of float32 results. The op lists and overrides
+            apply. An override matches the named scopes of an operation and the paths of the
+            parameters that it reads.
 
     Returns:
-        A function of the same signature. float32 results come back in ``policy.output_dtype``,
-        others in their own dtype. A tree of arrays in the structure and shapes of one among the
-        arguments is its next state (batch statistics, a cache), and keeps that one's dtypes.
+        A function of the same signature. Its float32 results are cast to ``policy.output_dtype``;
+        other results keep their dtypes. A returned tree with the structure and shapes of an
+        argument counts as the next value of that argument (batch statistics, a cache) and has its
+        dtypes.
 
     Raises:
-        TypeError: If ``fun`` is not a function, or ``policy`` neither a policy nor a string.
-        ValueError: If the policy is not legal; when called, if a pattern of its overrides matches
-            neither a scope nor a parameter path.
+        TypeError: If ``fun`` is not a function, or if ``policy`` is neither a policy nor a string.
+        ValueError: If the policy is not legal. When the result is called: if a pattern of the
+            overrides matches neither a scope nor a parameter path, or if Keras's own dtype policy
+            casts in the function too.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -100,6 +106,10 @@ def autocast(fun: Any = None, policy: Any = None) -> Any:
         dtype('float32')
         >>> "bf16" in str(jax.make_jaxpr(layer)(w, x))
         True
+
+    References:
+        The lists of operations follow ``torch.amp`` and NVIDIA Apex; Micikevicius et al., Mixed
+        Precision Training, 2018.
     """
     if fun is None:
         return functools.partial(_autocast, policy=get_policy(policy))
@@ -146,11 +156,11 @@ def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
 
 
 def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Traced:
-    """Traces a function and plans it. ``args`` and ``kwargs`` may be abstract."""
+    """Traces and plans a function. ``args`` and ``kwargs`` may hold `jax.ShapeDtypeStruct`."""
     pairs, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     traced = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for _, x in pairs]
     avals = [_jax.aval_of(x) for (_, x), yes in zip(pairs, traced, strict=True) if yes]
-    # Paths start at the root of each argument: neither its position nor its name is part of them.
+    # A path starts at the root of an argument and does not contain its position or name.
     paths = [path_of(keys[2:]) for (keys, _), yes in zip(pairs, traced, strict=True) if yes]
 
     def flat(*arrays):
@@ -170,7 +180,7 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
         return closed, out, make_plan(jaxpr, consts, policy, in_dtypes, paths=paths)
 
     closed, (out_leaves, out_tree), plan = planned()
-    if overridden(plan.block, policy):  # some kernels want another dtype: which ones?
+    if overridden(plan.block, policy):  # an override gives some kernels another dtype: find them
         plan = planned(numbers=Numbers())[2]
         found = tuple(sorted(overridden(plan.block, policy).items()))
         closed, (out_leaves, out_tree), plan = planned(numbers=Numbers(), others=found)
@@ -195,10 +205,10 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
 
 
 def _as_written(aval: Any, path: str, policy: Policy) -> Any:
-    """Returns what the function sees of an argument.
+    """Returns the abstract value of an argument as the function sees it.
 
-    A parameter that the policy stores in half stands for the float32 one that the function was
-    written for. Half of another dtype is the user's own.
+    A parameter that the policy stores in half arrives as float32, because the function was written
+    for float32. An argument of another half dtype is the user's own choice and keeps it.
     """
     dtype = getattr(aval, "dtype", None)
     stored = dtype in (policy.param_dtype, policy.override_for(path))
@@ -206,9 +216,9 @@ def _as_written(aval: Any, path: str, policy: Policy) -> Any:
 
 
 def _flat_tracing(fun: Callable[..., Any], avals: Sequence[Any], name: str) -> tuple[Any, Any]:
-    """As `_jax.trace`, for a function that returns a pytree: the jaxpr, and what `fun` returned.
+    """Traces a function that returns a pytree: returns the jaxpr, and the leaves and structure.
 
-    The second result holds tracers that are dead; only its structure means anything.
+    The leaves are tracers that must not be used any more.
     """
     stored: list[Any] = []
 
@@ -221,7 +231,7 @@ def _flat_tracing(fun: Callable[..., Any], avals: Sequence[Any], name: str) -> t
 
 
 def _spread(values: Sequence[Any], places: Sequence[bool]) -> list[Any]:
-    """Puts values, in their order, where ``places`` is true, and None elsewhere."""
+    """Returns a list with the values, in order, where ``places`` is true, and None elsewhere."""
     given = iter(values)
     return [next(given) if yes else None for yes in places]
 
@@ -231,7 +241,7 @@ def call(traced: Traced, arrays: list[Any], rows: bool = False) -> list[Any]:
     arrays = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in arrays]
     with jax.named_scope(PLANNED):
         results = run_plan(traced.plan, arrays, traced.out_dtypes, rows)
-    # A constant may be a number.
+    # A result that is a constant may be a Python number.
     outs = zip(results, traced.plan.block.outvars, traced.out_dtypes, strict=True)
     return [x if hasattr(x, "dtype") else jnp.asarray(x, to or v.aval.dtype) for x, v, to in outs]
 
@@ -242,7 +252,7 @@ def _holds_tracers(block: Block) -> bool:
 
 
 def _donates(block: Block) -> bool:
-    """Tells whether a program holds a jit that donates its arguments."""
+    """Tells whether a program contains a jit that donates its arguments."""
     return any(op.name == "jit" and any(op.params["donated_invars"]) for op in block.ops)
 
 
@@ -254,5 +264,5 @@ def _check_patterns(plan: Plan, paths: list[str]) -> None:
             near = ", ".join(map(repr, nearest_paths(pattern, known))) or "none at all"
             raise ValueError(
                 f"overrides: the pattern {pattern!r} matches neither a named scope nor the path of "
-                f"a parameter. The nearest are {near}."
+                f"a parameter. The nearest are {near}. Correct the pattern, or remove the override."
             )

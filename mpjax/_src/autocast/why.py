@@ -1,17 +1,17 @@
-"""Why an operation computes in what it does, as data. `explain` has the words."""
+"""The reasons for the dtype of each operation, as data. `explain` puts them into words."""
 
 import enum
 from typing import Any, NamedTuple
 
 
 class Reason(enum.Enum):
-    """What decided. In brackets, what a `Why` says besides."""
+    """The reason for a dtype. Comments in brackets name the further data in its `Why`."""
 
-    # Its primitive, or what is inside of it.
+    # The primitive of the operation, or the program inside it.
     HALF_ROW = enum.auto()
     FULL_ROW = enum.auto()
     FULL_INSIDE = enum.auto()
-    OPERANDS = enum.auto()  # it follows them
+    OPERANDS = enum.auto()  # it computes in the dtype of its operands
     GIVES_NO_FLOAT = enum.auto()
     NO_FLOAT32 = enum.auto()
     PROGRAM = enum.auto()
@@ -29,7 +29,7 @@ class Reason(enum.Enum):
     INNER_AUTOCAST = enum.auto()
     KERNEL = enum.auto()  # (its name)
     FLOAT32_POLICY = enum.auto()
-    # What it reads.
+    # The values that it reads.
     HALF_OPERAND = enum.auto()
     FULL_OPERAND = enum.auto()
     CONSTANT = enum.auto()  # (the constant, the half dtype)
@@ -38,13 +38,13 @@ class Reason(enum.Enum):
     POSITIONS = enum.auto()  # (the half dtype)
     SPECIAL = enum.auto()
     FLATTENS = enum.auto()
-    # Who reads it.
+    # The operations that read it.
     FULL_READERS = enum.auto()
     WIDE_RESULT = enum.auto()
     AMPLIFIED = enum.auto()
     SHORT_SUM = enum.auto()
     SOLUTION = enum.auto()
-    # What half would lose.
+    # Information that half would lose.
     LOST = enum.auto()
     ENDS_LOOP = enum.auto()
     REPEATS_LOOP = enum.auto()
@@ -52,14 +52,14 @@ class Reason(enum.Enum):
 
 
 class Why(NamedTuple):
-    """A reason, and what it is about."""
+    """A reason, and the data that its wording needs."""
 
     reason: Reason
     about: tuple[Any, ...] = ()
 
 
 def why(reason: Reason, *about: Any) -> Why:
-    """Returns a reason with what it is about."""
+    """Returns a reason with its data."""
     return Why(reason, about)
 
 

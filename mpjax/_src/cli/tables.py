@@ -45,7 +45,7 @@ def doctor(found: Data) -> None:
     """Prints versions, devices and self-tests."""
     click.echo(", ".join(f"{name} {version}" for name, version in found["versions"].items()))
     devices = collections.Counter(
-        (d["name"], ", ".join(d["fast"]) or "float32 alone", d["policy"], d["reason"])
+        (d["name"], ", ".join(d["fast"]) or "float32 only", d["policy"], d["reason"])
         for d in found["devices"]
     )
     counted = [(f"{count} x {name}", *rest) for (name, *rest), count in devices.items()]

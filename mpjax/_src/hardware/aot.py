@@ -1,4 +1,4 @@
-"""Compiles functions for hardware that is not there."""
+"""`compile_for`: compiles functions for accelerators that this machine does not have."""
 
 import contextlib
 import dataclasses
@@ -21,10 +21,10 @@ from mpjax._src.hardware.report import CompileReport, report_of
 from mpjax._src.hardware.targets import Target, find_target
 from mpjax._src.patterns import path_of
 
-# What stands for this machine where a target may.
+# The name of this machine, where a target is expected.
 CPU = "cpu"
 
-LONGEST = 1e6  # seconds; what the operating system can wait for has an end too
+LONGEST = 1e6  # seconds; operating systems limit timeouts
 
 
 def compile_for(
@@ -34,37 +34,39 @@ def compile_for(
     timeout: float = 600.0,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> CompileReport:
-    """Compiles a function for an accelerator that need not be there, and reports what it takes.
+    """Compiles a function for an accelerator that this machine need not have, and reports its cost.
 
-    XLA's real compiler for the target runs, in a process of its own; nothing executes, and JAX in
-    this process is left as it is. Figures do not change from run to run, except with versions of
-    JAX. Without a device nothing is autotuned: a real run may choose other kernels, with other
-    scratch memory.
+    XLA's own compiler for the target runs in a separate process. Nothing is executed, and JAX in
+    this process is not affected. The figures are the same in every run; they change with the
+    version of JAX. Without a device, XLA cannot autotune, so a real run may choose other kernels
+    with other scratch memory.
 
     Args:
         target: "v100", "t4", "a100-40", "a100-80", "a6000", "h100", "h200", "b200", "v4", "v5e",
-            "v5p" or "v6e"; several of them as "h100 x 8" (GPUs in hosts of eight) or "v5e x 16"
-            (a slice). Figures are then those of one device, and the report lists collectives.
-        fun: A function, jitted or not. Jit it with ``donate_argnums`` as the real program does:
-            results that cannot take the place of arguments need memory of their own.
-        *args: Its arguments: arrays, numbers, `jax.ShapeDtypeStruct` (which need no memory), and
-            pytrees of them. For one device it does not matter where they lie. For several they
-            have a `jax.sharding.NamedSharding`; its mesh may be a `jax.sharding.AbstractMesh`,
-            which needs no devices, or one of as many CPU devices (JAX_NUM_CPU_DEVICES).
-        timeout: Seconds that the compiler may take.
-        compiler_options: XLA's flags, such as ``{"xla_gpu_enable_triton_gemm": False}``, as
-            `jax.jit` takes them; those of a jitted ``fun`` do not count here.
+            "v5p" or "v6e". For several devices, "h100 x 8" (GPUs in hosts of eight) or "v5e x 16"
+            (a slice): the figures are then those of one device, and the report lists collectives.
+        fun: A function, jitted or not. Jit it with ``donate_argnums`` like the real program:
+            results that do not replace donated arguments need memory of their own.
+        *args: The arguments of ``fun``: arrays, numbers, `jax.ShapeDtypeStruct` (which need no
+            memory), and pytrees of these. For one device, their placement does not matter. For
+            several devices, they carry a `jax.sharding.NamedSharding`. Its mesh may be a
+            `jax.sharding.AbstractMesh`, which needs no devices, or a mesh of as many CPU devices
+            (set ``JAX_NUM_CPU_DEVICES``).
+        timeout: The time limit of the compiler, in seconds.
+        compiler_options: XLA flags, as in `jax.jit`, such as
+            ``{"xla_gpu_enable_triton_gemm": False}``. Options of a jitted ``fun`` are not used.
 
     Returns:
         A `CompileReport`.
 
     Raises:
-        ImportError: If the target's compiler is not installed; it says what to install.
-        CompileError: If the compiler refuses the program.
-        OutOfMemoryError: If it refuses because the target's memory is too small. (TPU compilers do;
-            for a GPU read `CompileReport.fits`.)
-        TimeoutError: If it takes longer than ``timeout``.
-        TypeError, ValueError: If an argument is not legal.
+        ImportError: If the target's compiler is not installed. The message says what to install.
+        CompileError: If the compiler rejects the program.
+        OutOfMemoryError: If a TPU compiler rejects the program because it does not fit the memory.
+            GPU compilers do not; see `CompileReport.fits`.
+        TimeoutError: If the compiler takes longer than ``timeout``.
+        TypeError: If ``target``, ``fun`` or one of ``args`` has a wrong type.
+        ValueError: If an argument is not legal, or if the shardings do not match the target.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -73,7 +75,7 @@ def compile_for(
         >>> report.matmul_dtypes  # doctest: +SKIP
         {'f32': 1}
 
-        On eight devices, none of them here:
+        For eight devices:
 
         >>> from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
         >>> mesh = AbstractMesh((8,), ("data",))
@@ -96,16 +98,17 @@ def compile_for(
 
 
 def check_timeout(timeout: float) -> None:
+    """Raises a ValueError if a timeout is not legal."""
     legal = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if not legal or not 0 < timeout <= LONGEST:
         raise ValueError(
-            f"timeout={brief(timeout)} must be a number of seconds, more than 0 and at most "
+            f"timeout={brief(timeout)} must be a number of seconds greater than 0 and at most "
             f"{LONGEST:g}."
         )
 
 
 def checked_options(options: Any) -> Options:
-    """Returns XLA's flags as a dictionary of their own."""
+    """Returns a copy of XLA's flags as a dictionary, or raises a ValueError."""
     legal = options is None or (
         isinstance(options, Mapping)
         and all(isinstance(name, str) and name.startswith("xla_") for name in options)
@@ -113,23 +116,28 @@ def checked_options(options: Any) -> Options:
     )
     if not legal:
         raise ValueError(
-            f"compiler_options={brief(options)} must be a dictionary of XLA's flags, by name and "
-            "without dashes, such as {'xla_gpu_enable_triton_gemm': False}: values are bools, "
-            "numbers and strings."
+            f"compiler_options={brief(options)} must map names of XLA flags to bools, numbers or "
+            "strings, such as {'xla_gpu_enable_triton_gemm': False}. Names start with 'xla_', "
+            "without dashes."
         )
     return dict(options or {})
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program to be compiled: its StableHLO, and what must live until it is."""
+    """A program to compile.
+
+    Attributes:
+        stablehlo: Its StableHLO, as bytecode.
+        lowered: The lowered function, which must stay alive until the program is compiled.
+    """
 
     stablehlo: bytes
     lowered: Any
 
 
 def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> Program:
-    """Lowers a function for a target, its arguments taken from any device."""
+    """Lowers a function for a target. The arguments may lie on any device."""
     abstract = jax.tree.map(functools.partial(_abstract, target.devices > 1), tuple(args))
     if not _is_jitted(fun):
         _check_args(fun, abstract)
@@ -143,7 +151,7 @@ def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> Progr
 def compile_program(
     child: Compilers, target: Target, program: Program, timeout: float, options: Options
 ) -> CompileReport:
-    """Returns the report of a program that a child compiles."""
+    """Compiles a program in a child process and returns the report."""
     answer = child.compile(target, program.stablehlo, timeout, options, _partition(target))
     return report_of(target, answer)
 
@@ -151,18 +159,18 @@ def compile_program(
 def compiled_texts(
     target: str, fun: Callable[..., Any], args: Sequence[Any], timeout: float = 600.0
 ) -> tuple[str, str, CompileReport | None]:
-    """Returns a program's HLO, as a compiler was given it and as it left it, and the report.
+    """Returns the HLO of a program before and after optimization, and the report.
 
     Args:
-        target: As for `compile_for`, which has the report; or "cpu", which has none: this machine.
+        target: As for `compile_for`, or "cpu" for this machine, which has no report.
         fun: As for `compile_for`.
         args: Its arguments.
-        timeout: Seconds that the compiler of an accelerator may take.
+        timeout: The time limit of an accelerator's compiler, in seconds.
     """
     if target == CPU:
         lowered = jax.jit(fun).lower(*args)
         module: Any = lowered.compiler_ir("hlo")
-        before = module.as_hlo_module().to_string()  # with signatures, which `as_text` leaves out
+        before = module.as_hlo_module().to_string()  # `as_text` would leave out signatures
         return before, lowered.compile().as_text() or "", None
     found = find_target(target)
     require(found)
@@ -176,7 +184,7 @@ def compiled_texts(
 
 
 def _partition(target: Target) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Returns what answers a compiler that asks how a function of Python's is partitioned."""
+    """Returns the function that answers a compiler's questions on Python-defined partitioning."""
 
     def partition(question: dict[str, Any]) -> dict[str, Any]:
         with traced_for(target.chip), _jax.as_if_on_gpu(target.capability):
@@ -186,16 +194,16 @@ def _partition(target: Target) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def _is_jitted(fun: Any) -> bool:
-    """Tells what `jax.jit` returned, which can be traced and lowered, from other functions."""
+    """Tells whether `jax.jit` returned a function, so that it can be traced and lowered."""
     return hasattr(fun, "trace") and hasattr(fun, "lower")
 
 
 def _stablehlo_for(
     target: Target, fun: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[Program, int]:
-    """Returns a function's program for a target that need not be there, and its partitions.
+    """Returns the program of a function for a target, and its number of partitions.
 
-    A function that is jitted already keeps its donation and its static arguments.
+    A jitted function keeps its donated and static arguments.
     """
     jitted: Any = fun if _is_jitted(fun) else jax.jit(fun)
     with traced_for(target.chip), _jax.as_if_on_gpu(target.capability):
@@ -208,7 +216,7 @@ def _stablehlo_for(
 
 
 def _abstract(spread: bool, x: Any) -> Any:
-    """Returns an array as its shape, and how it is spread over a mesh, if that counts."""
+    """Returns the shape and dtype of an array, with its sharding if ``spread`` is set."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         weak = bool(getattr(x, "weak_type", False))
         sharding = x.sharding if spread and isinstance(x.sharding, NamedSharding) else None
@@ -217,9 +225,9 @@ def _abstract(spread: bool, x: Any) -> Any:
 
 
 def _mesh_of(args: Any) -> contextlib.AbstractContextManager[Any]:
-    """Returns the context of the arguments' mesh, which `reshard` and the like ask for.
+    """Returns a context that sets the mesh of the arguments, which `reshard` and others need.
 
-    A mesh that is set already counts: it is what the program will run under.
+    A mesh that the user has set is kept, because the program will run under it.
     """
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
     mesh = next((s.mesh.abstract_mesh for s in shardings if s is not None), None)
@@ -232,16 +240,16 @@ def _tell_of_partitions(target: Target, partitions: int) -> NoReturn:
     spread = f"fun is sharded over {partitions} devices" if partitions > 1 else "fun is not sharded"
     if target.devices == 1:
         several = f"{target.name} x {partitions}"
-        advice = f"Ask for target={several!r}, or leave out its shardings and constraints."
+        advice = f"Use target={several!r}, or remove the shardings and sharding constraints."
     elif partitions == 1:
         advice = (
-            "Give arguments a jax.sharding.NamedSharding: its mesh may be a "
+            "Give the arguments a jax.sharding.NamedSharding. Its mesh may be "
             f"jax.sharding.AbstractMesh(({target.devices},), ('data',)), which needs no devices."
         )
     else:
-        advice = "The mesh and the target must have as many devices."
-    count = "one" if target.devices == 1 else target.devices
-    raise ValueError(f"{spread}, and target={target.name!r} has {count}. {advice}")
+        advice = "The mesh and the target must have the same number of devices."
+    count = "one device" if target.devices == 1 else f"{target.devices} devices"
+    raise ValueError(f"{spread}, but target={target.name!r} has {count}. {advice}")
 
 
 def _check_args(fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -249,24 +257,24 @@ def _check_args(fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
         legal = isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray | np.generic | complex)
         if not legal and not isinstance(leaf, bool | int | float):
             raise TypeError(
-                f"args[{path_of(keys)}]={brief(leaf)} is neither an array, a number nor a "
-                "jax.ShapeDtypeStruct. What is not data belongs into the function "
-                "(functools.partial, a closure), or jit it with static_argnums."
+                f"args[{path_of(keys)}]={brief(leaf)} must be an array, a number or a "
+                "jax.ShapeDtypeStruct. Bind other values with functools.partial or a closure, or "
+                "jit the function with static_argnums."
             )
-    with contextlib.suppress(ValueError):  # of builtins nothing is known
+    with contextlib.suppress(ValueError):  # builtins have no signature
         signature = inspect.signature(fun)
         try:
             signature.bind(*args)
         except TypeError as error:
             raise TypeError(
-                f"args: {len(args)} were given, and fun{signature} cannot be called so: {error}. "
-                "compile_for(target, fun, *args) takes what fun is called with."
+                f"args: fun{signature} cannot be called with the {len(args)} arguments given: "
+                f"{error}. Pass the arguments of fun: compile_for(target, fun, *args)."
             ) from None
 
 
 @contextlib.contextmanager
 def _lowering_errors(target: Target) -> Iterator[None]:
-    """Words JAX's refusals to lower for a platform that is not there."""
+    """Explains JAX's errors on lowering for a platform that this machine does not have."""
     try:
         yield
     except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -275,13 +283,13 @@ def _lowering_errors(target: Target) -> Iterator[None]:
             raise CompileError(
                 f"fun cannot be lowered for target={target.name!r}: it calls back into Python "
                 "(jax.debug.print, pure_callback, io_callback), which needs a running device. "
-                "Leave the callbacks out."
+                "Remove the callbacks."
             ) from error
         if "require devices" in text:
             raise ValueError(
                 f"fun cannot be lowered for target={target.name!r} over an AbstractMesh: it calls "
-                "a function that Python partitions (custom_partitioning: cuDNN's attention, "
-                "Transformer Engine), which asks for a mesh of devices. CPU devices will do: "
-                f"JAX_NUM_CPU_DEVICES={target.devices} in the environment, and jax.make_mesh."
+                "a function with custom_partitioning (cuDNN's attention, Transformer Engine), "
+                "which needs a mesh of devices. Use CPU devices: set "
+                f"JAX_NUM_CPU_DEVICES={target.devices} in the environment, and call jax.make_mesh."
             ) from error
         raise

@@ -1,4 +1,4 @@
-"""The largest batch that fits a device that need not be there."""
+"""`largest_batch`: the largest batch that fits a device, which this machine need not have."""
 
 import dataclasses
 import time
@@ -22,13 +22,14 @@ from mpjax._src.reports import Report, table, wrapped
 
 @dataclasses.dataclass(frozen=True)
 class BatchTry:
-    """One batch that was compiled.
+    """One batch size that `largest_batch` compiled.
 
     Attributes:
-        batch: Its size.
-        total_bytes: The memory that it takes; None where the compiler refused it as too large.
-        fits: Whether that is available.
-        seconds: What tracing and compiling took.
+        batch: The batch size.
+        total_bytes: The memory of the program in bytes, or None if the compiler rejected it as too
+            large.
+        fits: Whether that much memory is available.
+        seconds: The time for tracing and compiling, in seconds.
     """
 
     batch: int
@@ -39,18 +40,18 @@ class BatchTry:
 
 @dataclasses.dataclass(frozen=True)
 class LargestBatch(Report):
-    """What `largest_batch` found. ``print`` it.
+    """The result of `largest_batch`. ``print`` it.
 
     Attributes:
         target: The name of the target.
-        batch: The largest size that fits: it was compiled, and so was the next one.
-        report: What it takes, as `compile_for` reports it.
-        next_bytes: What the next size would take; None where the compiler refused it as too large,
-            or the limit was reached.
-        available_bytes: The device's memory without the reserve.
-        reserve: The share of the memory that was kept free.
-        limited: Whether the search ended at its limit, and larger batches would fit.
-        tries: All that was compiled, in order.
+        batch: The largest batch size that fits. Both this size and the next one were compiled.
+        report: The report of `compile_for` for this size.
+        next_bytes: The memory of the next size in bytes. None if the compiler rejected it as too
+            large, or if the search reached its limit.
+        available_bytes: The memory of the device in bytes, without the reserve.
+        reserve: The share of the memory that is kept free, from 0 to 1.
+        limited: Whether the search ended at ``limit``, so that larger batches may fit.
+        tries: All sizes that were compiled, in order.
     """
 
     target: str
@@ -63,7 +64,7 @@ class LargestBatch(Report):
     tries: tuple[BatchTry, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all of it as plain data, ready for JSON."""
+        """Returns the result as dictionaries, lists, numbers and strings, ready for JSON."""
         return {
             **vars(self),
             "report": self.report.to_dict(),
@@ -79,7 +80,7 @@ class LargestBatch(Report):
         rows = [
             (
                 f"{t.batch}",
-                "refused" if t.total_bytes is None else size(t.total_bytes),
+                "rejected" if t.total_bytes is None else size(t.total_bytes),
                 "fits" if t.fits else "does not fit",
                 f"{t.seconds:.1f}",
             )
@@ -87,7 +88,7 @@ class LargestBatch(Report):
         ]
         lines = [found, *table(("batch", "memory", "", "seconds"), rows, words=("",))]
         if self.limited:
-            lines.append(f"The search ended at limit={self.batch}: larger batches would fit too.")
+            lines.append(f"The search ended at limit={self.batch}. Larger batches may fit.")
         return "\n".join(map(wrapped, lines))
 
 
@@ -102,36 +103,40 @@ def largest_batch(
     timeout: float = 600.0,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> LargestBatch:
-    """Finds, by doubling and bisection, the largest batch whose program fits a target.
+    """Finds the largest batch whose program fits a target, by doubling and bisection.
 
-    What a program takes is what its compiler says: arguments, results, all between, code. What
-    else lies on the device (a second model, the next batch, fragmentation) must fit the reserve.
+    The memory of a program is the compiler's figure: arguments, results, temporary arrays and code.
+    Everything else on the device (a second model, the next batch, fragmentation) must fit the
+    reserve.
 
     Args:
-        target: As for `compile_for`.
-        make_args: A function of the batch's size that returns the tuple of ``fun``'s arguments;
-            best of `jax.ShapeDtypeStruct`, which need no memory here.
-        fun: As for `compile_for`; donate its state.
-        multiple_of: Of which number the batch must be a multiple: that of micro-batches, say.
-        reserve: The share of the device's memory to keep free. By default 0.25 on GPUs, because
-            JAX gives programs 75% of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise,
-            and 0.05 on TPUs.
-        limit: Where to end the search.
-        timeout: Seconds that each compilation may take.
-        compiler_options: As for `compile_for`. Near the limit, XLA for GPUs computes parts of a
-            step again to save memory; ``{"xla_gpu_memory_limit_slop_factor": 1000}`` keeps it from
-            that.
+        target: The target, as for `compile_for`.
+        make_args: A function from the batch size to the tuple of the arguments of ``fun``.
+            `jax.ShapeDtypeStruct` arguments need no memory here.
+        fun: The function, as for `compile_for`. Jit it with its state donated.
+        multiple_of: The batch size must be a multiple of this number, such as the number of
+            micro-batches.
+        reserve: The share of the device's memory to keep free, from 0 to less than 1. The default
+            is 0.25 on GPUs, because JAX gives programs 75% of a GPU unless
+            ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise, and 0.05 on TPUs.
+        limit: The largest batch size to try.
+        timeout: The time limit of each compilation, in seconds.
+        compiler_options: XLA flags, as for `compile_for`. Near the limit, XLA for GPUs recomputes
+            parts of a step to save memory; ``{"xla_gpu_memory_limit_slop_factor": 1000}`` turns
+            this off.
 
     Returns:
         A `LargestBatch`.
 
     Raises:
-        ImportError: If the target's compiler is not installed; it says what to install.
-        OutOfMemoryError: If not even the smallest batch fits.
-        CompileError: If the compiler refuses the program for another reason.
+        ImportError: If the target's compiler is not installed. The message says what to install.
+        OutOfMemoryError: If the smallest batch does not fit.
+        CompileError: If the compiler rejects the program for another reason.
         TimeoutError: If one compilation takes longer than ``timeout``.
-        TypeError, ValueError: If an argument is not legal; if ``make_args`` does not depend on the
-            batch.
+        TypeError: If ``make_args`` or ``fun`` is not a function, or if ``make_args`` does not
+            return a tuple.
+        ValueError: If an argument is not legal, or if the shapes that ``make_args`` returns do not
+            depend on the batch size.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -166,7 +171,7 @@ def search(
     multiple_of: int,
     limit: int,
 ) -> LargestBatch:
-    """Doubles until a batch does not fit, then bisects."""
+    """Doubles the batch until it does not fit, then bisects."""
     tries: list[BatchTry] = []
     reports: dict[int, CompileReport | None] = {}
 
@@ -223,14 +228,15 @@ def _check(
             raise ValueError(f"{name}={brief(number)} must be a whole number, 1 or more.")
     if limit < multiple_of:
         raise ValueError(
-            f"limit={brief(limit)} must not be less than multiple_of={brief(multiple_of)}."
+            f"limit={brief(limit)} must be at least multiple_of={brief(multiple_of)}, the smallest "
+            "batch."
         )
     legal = isinstance(reserve, int | float) and not isinstance(reserve, bool)
     if not legal or not 0 <= reserve < 1:
         raise ValueError(
             f"reserve={brief(reserve)} must be a share of the device's memory, from 0 to less "
-            f"than 1, or None: {1 - GPU_PREALLOCATED:g} on GPUs, which JAX keeps free by default, "
-            "and 0.05 on TPUs."
+            f"than 1, or None for the default: {1 - GPU_PREALLOCATED:g} on GPUs, which JAX keeps "
+            "free, and 0.05 on TPUs."
         )
 
 
@@ -238,8 +244,8 @@ def _args(make_args: Callable[[int], Any], batch: int) -> tuple[Any, ...]:
     args = make_args(batch)
     if not isinstance(args, tuple | list):
         raise TypeError(
-            f"make_args({batch}) returned a {type(args).__name__}; it must return the tuple of "
-            "fun's arguments, such as (state, batch)."
+            f"make_args({batch}) returned a {type(args).__name__}, but it must return a tuple of "
+            "the arguments of fun, such as (state, batch)."
         )
     return tuple(args)
 
@@ -248,9 +254,9 @@ def _check_dependence(make_args: Callable[[int], Any], multiple_of: int) -> None
     small, large = (jax.tree.map(_shape, _args(make_args, units * multiple_of)) for units in (1, 2))
     if small == large:
         raise ValueError(
-            f"make_args gives the same shapes for a batch of {multiple_of} and of "
-            f"{2 * multiple_of}: {small!r}. It must make arguments of the size that it is called "
-            "with."
+            f"make_args returns the same shapes for batches of {multiple_of} and "
+            f"{2 * multiple_of}: {small!r}. The shapes must depend on the batch size, its "
+            "argument."
         )
 
 
@@ -261,7 +267,7 @@ def _shape(leaf: Any) -> Any:
 def _refuse_smallest(target: Target, first: BatchTry, available: int, reserve: float) -> None:
     needs = "more memory than it has" if first.total_bytes is None else size(first.total_bytes)
     raise OutOfMemoryError(
-        f"not even a batch of {first.batch} fits target={target.name!r}: it takes {needs}, and "
+        f"a batch of {first.batch} does not fit target={target.name!r}: it takes {needs}, and "
         f"{size(available)} are available (reserve={reserve:g}). Use a target with more memory, a "
         "smaller model, mixed precision, or rematerialisation (jax.checkpoint)."
     )

@@ -1,7 +1,7 @@
-"""Arrays that XLA joins end to end to sum them over devices at once: taken apart again.
+"""Separates arrays that XLA concatenates to reduce them over devices together.
 
-A GPU's compiler concatenates small arrays before an all-reduce, and slices the sum. What one of
-them carries is seen when each is an operand of its own, as TPUs' compilers have it.
+GPU compilers concatenate small arrays before an all-reduce and slice the sum. To find out what each
+array carries, it must be an operand of its own, as it is in the output of TPU compilers.
 """
 
 import itertools
@@ -16,9 +16,9 @@ RANGE = re.compile(r"slice=\{\[(\d+):(\d+)\]\}")
 
 
 def unbundled(module: Module) -> Module:
-    """Returns a module whose all-reduces of concatenated arrays are all-reduces of several arrays.
+    """Replaces all-reduces of concatenated arrays by all-reduces of several arrays.
 
-    Those are left as they are whose sum is used as a whole, or sliced across two of the arrays.
+    An all-reduce is left as it is if its sum is used as a whole, or sliced across two arrays.
     """
     changed = dict(module)
     for name, computation in module.items():
@@ -30,7 +30,7 @@ def unbundled(module: Module) -> Module:
 
 
 def _edited(module: Module, computation: Computation, op: Op) -> Sequence[Computation]:
-    """Returns the computations that change when an all-reduce is taken apart; none if it cannot."""
+    """Returns the changed computations for one all-reduce; none if it cannot be separated."""
     joined = computation.ops[op.operands[0]]
     inner = _kernel(module, joined)
     root = inner.ops[inner.root] if inner else joined
@@ -59,7 +59,7 @@ def _edited(module: Module, computation: Computation, op: Op) -> Sequence[Comput
         made = replace(root, opcode="tuple", shapes=shapes)
         kernels.append(replace(inner, ops={**inner.ops, root.name: made}))
         ops[joined.name] = replace(joined, shapes=shapes)
-        # No name of HLO's own has a #.
+        # HLO's own names do not contain "#".
         picked = [_pick(f"{joined.name}#{i}", joined.name, i, s) for i, s in enumerate(shapes)]
         parts = tuple(pick.name for pick in picked)
         ops |= {pick.name: pick for pick in picked}
@@ -77,14 +77,14 @@ def _users(computation: Computation, name: str) -> Iterator[Op]:
 
 
 def _read_apart(readers: Iterable[Op], shapes: Sequence[Shape]) -> dict[str, Op]:
-    """Returns what picks arrays in place of slices of all of them; nothing if one cannot be."""
+    """Returns instructions that pick one array instead of a slice, or {} if one cannot be made."""
     picks = {op.name: _apart(op, shapes) for op in readers}
     found = {name: pick for name, pick in picks.items() if pick}
     return found if len(found) == len(picks) else {}
 
 
 def _apart(op: Op, shapes: Sequence[Shape]) -> Op | None:
-    """Returns what picks an array in place of a slice of all of them; None if it is none of one."""
+    """Returns an instruction that picks the array of a slice, or None if it spans several."""
     found = RANGE.search(op.attributes)
     if op.opcode != "slice" or not found:
         return None

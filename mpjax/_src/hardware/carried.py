@@ -1,4 +1,4 @@
-"""What a collective carries: told by where that comes from, and what becomes of it."""
+"""Finds out what a collective carries, by the sources and the uses of its operands."""
 
 from collections.abc import Callable
 
@@ -11,12 +11,12 @@ SUMS = ("all-reduce", "reduce-scatter")
 def carried_by(
     module: dict[str, Computation], entry: str, asked: str
 ) -> Callable[[Computation, Op, int], str]:
-    """Returns what tells what an operand of a collective is, as `CollectiveRow.carries` has it.
+    """Returns a function that finds `CollectiveRow.carries` for an operand of a collective.
 
-    A trained argument is one for which there is a result of its shape: its new value, or the
-    gradient by it. Numbers count as none, since a loss is one too. Second-order optimizers may
-    multiply gradients as matrices, and a mean of BatchNorm becomes a result as well: what tells
-    them apart is that statistics reach matmuls by being repeated, and gradients do not.
+    An argument is trained if a result has its shape: its new value or its gradient. Single numbers
+    do not count, because a loss is one too. Second-order optimizers may multiply gradients as
+    matrices, and a mean of BatchNorm becomes a result as well. They differ in one respect:
+    statistics are repeated before they reach a matmul, and gradients are not.
 
     Args:
         module: The computations of the program of one device.
@@ -79,5 +79,5 @@ def _signature(asked: str) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
 
 
 def trainable(shape: Shape) -> bool:
-    """Tells an array of floating numbers, which may be a parameter, from numbers and others."""
+    """Tells whether a shape may be that of a parameter: a floating array, not a single number."""
     return shape.size > 1 and "f" in shape.dtype

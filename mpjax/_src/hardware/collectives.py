@@ -1,4 +1,4 @@
-"""What devices send each other, from the optimized HLO of one of them."""
+"""The arrays that devices exchange, read from the optimized HLO of one device."""
 
 import dataclasses
 import itertools
@@ -23,8 +23,8 @@ from mpjax._src.hardware.hlo import (
 from mpjax._src.hardware.targets import size
 from mpjax._src.reports import short
 
-# What one device of n sends, as a multiple of what it gives, if they form a ring: the convention
-# in which NCCL's tests state bandwidths.
+# The bytes that each of n devices in a ring sends, as a multiple of the bytes of its operand, which
+# is the convention of NCCL's tests for bandwidths.
 SENT: dict[str, Callable[[int], float]] = {
     "all-gather": lambda n: n - 1,
     "reduce-scatter": lambda n: (n - 1) / n,
@@ -34,17 +34,17 @@ SENT: dict[str, Callable[[int], float]] = {
     "collective-permute": lambda n: 1,
     "collective-broadcast": lambda n: 1,
 }
-# "[4,2]<=[8]" are four groups of two, "{{0,1},{2,3}}" two; "mesh['x'=4,'y'=2] {'x'}" has two of
-# four, and "{'x':(1)2}" takes two of a mesh's axis.
+# "[4,2]<=[8]" means four groups of two devices, "{{0,1},{2,3}}" two groups of two. On
+# "mesh['x'=4,'y'=2]", "{'x'}" means two groups of four, and "{'x':(1)2}" groups of two along x.
 IOTA = re.compile(r"\breplica_groups=\[\d+,(\d+)\]<=")
 LISTED = re.compile(r"\breplica_groups=\{\{([\d,]+)\}")
 MESH = re.compile(r"\breplica_groups=(?:@\w+ *)?mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 AXIS = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?")
 PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
-# A TPU's compiler writes a reduce-scatter as a kernel of an all-reduce and a slice.
+# TPU compilers write a reduce-scatter as a kernel with an all-reduce and a slice.
 SCATTERS = "all-reduce-scatter"
 
-# Of the table, and which of its columns are words.
+# The columns of the table; those in WORDS are aligned to the left.
 COLUMNS = (*("carries", "collective", "dtype", "over", "arrays", "runs", "sent", "share", "line"),)
 WORDS = ("carries", "collective", "dtype", "line")
 
@@ -54,20 +54,22 @@ class CollectiveRow:
     """One array that devices exchange.
 
     Attributes:
-        carries: What it is, by where it comes from and what becomes of it: "parameters" (an
-            argument that is trained, or its new value), "gradients" (sums that become results of a
-            trained argument's shape), "activations" (what matmuls make and read, and cotangents of
-            it), "statistics" (sums over a batch, such as BatchNorm's and the loss), "verdict" (a
-            number that all results hang on: a norm, a check) or "data" (any other argument).
-        kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute" ...
-        dtype: Of the array, in HLO's spelling: "bf16", "f16", "f32".
-        shape: What one device gives of it.
-        devices: How many devices exchange it with each other.
-        wire_bytes: What one device sends in one run, if the devices of a group form a ring.
-        runs: How often it runs, in loops as often as the loop turns.
-        name: The JAX operation that it comes from.
+        carries: The content of the array: "parameters" (a trained argument or its new value),
+            "gradients" (sums that become results of the shape of a trained argument),
+            "activations" (operands and results of matmuls, and their cotangents), "statistics"
+            (sums over a batch, such as those of BatchNorm and the loss), "verdict" (a number that
+            all results depend on: a norm, a check) or "data" (any other argument).
+        kind: The collective: "all-gather", "reduce-scatter", "all-reduce", "all-to-all",
+            "collective-permute" and so on.
+        dtype: The dtype of the array, spelled as in HLO: "bf16", "f16", "f32".
+        shape: The shape of one device's operand.
+        devices: The number of devices in a group that exchange it.
+        wire_bytes: The bytes that one device sends in one run, if the devices of a group form a
+            ring.
+        runs: The number of executions; a collective in a loop counts once per iteration.
+        name: The name of the JAX operation that it comes from.
         source: The user's line, as "file:line", or "".
-        exchange: The instruction that sends it, with all other arrays that have the same.
+        exchange: The HLO instruction that sends it. Arrays with the same one are sent together.
     """
 
     carries: str
@@ -83,11 +85,11 @@ class CollectiveRow:
 
 
 def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
-    """Returns what an optimized HLO module sends and receives, the most bytes first.
+    """Returns the arrays that an optimized HLO module exchanges, the most bytes first.
 
     Args:
-        text: The module of one device.
-        asked: The module before it was partitioned.
+        text: The HLO module of one device.
+        asked: The HLO module before partitioning.
     """
     module, entry = parse(text)
     module = unbundled(module)
@@ -108,7 +110,7 @@ def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
         channel = attribute(op, "channel_id")
         if kind not in SENT or devices == 1 or channel in channels:
             continue
-        channels |= {channel} - {""}  # a TPU's exchange may have parts in several kernels
+        channels |= {channel} - {""}  # on TPUs, several kernels may each hold a part of an exchange
         if kind == "all-reduce" and computation.name.startswith(SCATTERS):
             kind = "reduce-scatter"
         for index, operand in enumerate(op.operands):
@@ -135,7 +137,7 @@ def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
 
 
 def grouped(rows: Sequence[CollectiveRow]) -> list[tuple[str, ...]]:
-    """Returns rows as cells of a table, `COLUMNS`: those that differ in shape alone share one."""
+    """Returns the cells of a table with `COLUMNS`. Rows that differ only in shape are merged."""
     groups: dict[tuple[Any, ...], list[CollectiveRow]] = {}
     for row in rows:
         key = row.carries, row.kind, row.dtype, row.devices, row.source
@@ -156,7 +158,7 @@ def grouped(rows: Sequence[CollectiveRow]) -> list[tuple[str, ...]]:
 
 
 def sent_by(rows: Sequence[CollectiveRow]) -> float:
-    """Returns the bytes that a device sends for some rows in one run of the program."""
+    """Returns the bytes that one device sends for some rows in one run of the program."""
     return sum(row.wire_bytes * row.runs for row in rows)
 
 
@@ -173,7 +175,7 @@ def _group(op: Op, everyone: int) -> int:
 
 
 def _before(module: dict[str, Computation], computation: Computation, operand: str) -> Iterator[Op]:
-    """Yields what a value comes from, the nearest first: what is merged or moved has no line."""
+    """Yields the instructions that a value comes from, nearest first; some of them have no line."""
     seen, queue = {operand}, [operand]
     while queue:
         near = computation.ops[queue.pop(0)]

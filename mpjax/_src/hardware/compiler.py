@@ -1,4 +1,4 @@
-"""Starts the process that compiles for absent hardware, and words what its compilers refuse."""
+"""Starts the child process that runs the compilers of targets, and words their errors."""
 
 import contextlib
 import importlib.metadata
@@ -57,20 +57,20 @@ ADVICE = (
     (r"libdevice|ptxas", "Install the CUDA compiler: pip install nvidia-cuda-nvcc-cu12."),
     (
         r"Unsupported algorithm.*BF16|bf16.*not supported",
-        "The card has no bfloat16 units: compute in float16 (policy='mixed_float16').",
+        "The GPU has no bfloat16 units: compute in float16 (policy='mixed_float16').",
     ),
-    (r"Unsupported algorithm", "The card has no units for it: ask for another precision=."),
+    (r"Unsupported algorithm", "The GPU does not support this algorithm: use another precision=."),
     (
         r"CustomSPMDPartitioning",
-        "It cannot ask Python how to partition a function (custom_partitioning): call that within "
-        "jax.shard_map.",
+        "The compiler cannot partition a function with custom_partitioning here: call the function "
+        "within jax.shard_map.",
     ),
-    (r"[Hh]ost ?[Cc]allback|callback", "A callback needs a running device: leave it out."),
+    (r"[Hh]ost ?[Cc]allback|callback", "A callback needs a running device: remove it."),
 )
 
 
 class Compilers:
-    """A process that compiles, one request after the other. Not shared between threads."""
+    """A child process that compiles one program at a time. Threads cannot share it."""
 
     def __init__(self, process: subprocess.Popen, connection: Any, folder: Path):
         self.process, self.connection, self.folder = process, connection, folder
@@ -83,14 +83,14 @@ class Compilers:
         options: Options,
         answer_question: Answer = lambda question: {},
     ) -> dict[str, Any]:
-        """Returns what `_jax.compile_only` returns, from the child.
+        """Runs `_jax.compile_only` in the child process and returns its result.
 
-        What the child asks meanwhile is answered by ``answer_question``.
+        ``answer_question`` answers the questions that the child asks while it compiles.
 
         Raises:
-            OutOfMemoryError: If the compiler says that the program does not fit.
-            CompileError: If it refuses it for another reason, or dies.
-            TimeoutError: If it takes more than ``timeout`` seconds.
+            OutOfMemoryError: If the compiler reports that the program does not fit.
+            CompileError: If the compiler rejects the program for another reason, or crashes.
+            TimeoutError: If compiling takes more than ``timeout`` seconds.
         """
         request = {
             "platform": target.platform,
@@ -109,7 +109,8 @@ class Compilers:
                 if not self.connection.poll(max(0.0, end - time.monotonic())):
                     raise TimeoutError(
                         f"compiling for target={target.name!r} took more than timeout={timeout:g} "
-                        "seconds. Give it more, or a smaller program (lax.scan over equal layers)."
+                        "seconds. Use a larger timeout, or make the program smaller (lax.scan over "
+                        "equal layers)."
                     )
                 answer = json.loads(self.connection.recv_bytes())
                 if "question" not in answer:
@@ -130,18 +131,18 @@ class Compilers:
         if code is not None and code < 0:
             ending = signal.Signals(-code).name
             if code == -signal.SIGKILL:
-                ending += ", as when the machine runs out of memory"
+                ending += ", probably because this machine ran out of memory"
         log = (self.folder / "stderr").read_text(errors="replace")
         lines = [line for line in log.splitlines() if line.strip()]
         raise CompileError(
-            f"the compiler of target={target.name!r} died ({ending}). It last wrote:\n"
+            f"the compiler of target={target.name!r} crashed ({ending}). Its last messages:\n"
             + "\n".join(lines[-8:])
         )
 
 
 @contextlib.contextmanager
 def compilers(target: Target) -> Iterator[Compilers]:
-    """Starts a process that compiles, and ends it.
+    """Starts a child process that compiles, and ends it on exit.
 
     Raises:
         ImportError: If the compiler of the target is not installed.
@@ -150,7 +151,7 @@ def compilers(target: Target) -> Iterator[Compilers]:
     from multiprocessing import Pipe
 
     ours, theirs = Pipe()
-    # The file descriptor's number is the child's to know, and its path of modules is ours.
+    # The child gets the number of the file descriptor and this process's module path.
     command = [sys.executable, "-c", BOOT, json.dumps([p or os.getcwd() for p in _path()])]
     with tempfile.TemporaryDirectory(prefix="mpjax-") as name:
         folder = Path(name)
@@ -163,7 +164,7 @@ def compilers(target: Target) -> Iterator[Compilers]:
                     stdout=subprocess.DEVNULL,
                     stderr=stderr,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # its assembler dies with it, and Ctrl-C is ours
+                    start_new_session=True,  # ends ptxas too; Ctrl-C reaches this process alone
                 )
             try:
                 yield Compilers(process, ours, folder)
@@ -174,7 +175,7 @@ def compilers(target: Target) -> Iterator[Compilers]:
 
 
 def require(target: Target) -> None:
-    """Raises an ImportError that names what is missing to compile for a target, if anything is."""
+    """Raises an ImportError that names the missing packages, if the compiler is not installed."""
     missing = missing_for(target.platform)
     if missing:
         raise ImportError(
@@ -186,7 +187,7 @@ def require(target: Target) -> None:
 
 
 def missing_for(platform: str) -> list[str]:
-    """Returns the distributions that compiling for "cuda" or "tpu" lacks here."""
+    """Returns the packages that are missing to compile for "cuda" or "tpu"."""
     if platform == "tpu":
         return [] if _version("libtpu") else ["libtpu"]
     missing = []
@@ -203,7 +204,7 @@ def missing_for(platform: str) -> list[str]:
 
 
 def _toolkit() -> bool:
-    """Tells whether a CUDA toolkit is on this machine, which serves as well as NVIDIA's wheel."""
+    """Tells whether a CUDA toolkit is installed, which can replace NVIDIA's wheel."""
     return bool(shutil.which("ptxas")) or Path("/usr/local/cuda").exists()
 
 
@@ -215,7 +216,7 @@ def _version(distribution: str) -> str:
 
 
 def _path() -> list[str]:
-    """Returns our path of modules, and where mpjax lies if something else found it."""
+    """Returns the module path, with mpjax's own folder if it is not on the path."""
     package = importlib.util.find_spec("mpjax")
     root = str(Path(package.origin).parent.parent) if package and package.origin else ""
     return [*sys.path, *([root] if root and root not in sys.path else [])]
@@ -231,11 +232,11 @@ def _kind(target: Target) -> str:
 
 
 def _refuse(target: Target, error: str) -> NoReturn:
-    """Raises the error of a compiler, its essential line first."""
+    """Raises a compiler's error, with its essential line and advice."""
     line = essential(error)
     advice = next((text for pattern, text in ADVICE if re.search(pattern, error)), "")
     message = f"the compiler of target={target.name!r} refused: {line}"
-    if "RESOURCE_EXHAUSTED" in error and "hbm" in error.lower():  # not a kernel's scratch
+    if "RESOURCE_EXHAUSTED" in error and "hbm" in error.lower():  # not a kernel's scratch memory
         raise OutOfMemoryError(
             f"{message} Use a smaller batch (mpjax.largest_batch finds the largest), or a target "
             "with more memory."
@@ -244,7 +245,7 @@ def _refuse(target: Target, error: str) -> NoReturn:
 
 
 def essential(error: str) -> str:
-    """Returns a compiler's error without the traces that follow it, as one sentence."""
+    """Returns a compiler's error as one sentence, without the traces that follow it."""
     kept = re.split(r"Suspected Python Code Location|\[xla::|\n\n|\n\s*=+", error)[0]
     kept = re.sub(r"^(\w+Error: )", "", kept)
     kept = re.sub(r"\s+", " ", kept).strip()

@@ -1,7 +1,7 @@
-"""The process that compiles for hardware that is not there; `compiler` starts it.
+"""The child process that compiles for targets; `compiler` starts it.
 
-Reads JSON requests from a connection, writes JSON answers, ends when the other side does. While it
-compiles it may ask a question, which is answered before it goes on.
+It reads JSON requests from a connection, writes JSON answers, and ends when the parent does. While
+it compiles it may ask the parent a question and wait for the answer.
 """
 
 import json
@@ -16,8 +16,8 @@ from typing import Any
 
 
 def main() -> None:
-    """Answers requests on a file descriptor. The last two arguments: who asks, and where."""
-    os.dup2(2, 1)  # nobody reads what a compiler prints
+    """Answers requests. The last two arguments are the parent's id and a file descriptor."""
+    os.dup2(2, 1)  # the compiler's output goes to stderr
     connection = Connection(int(sys.argv[-1]))
     threading.Thread(target=_end_with, args=(int(sys.argv[-2]),), daemon=True).start()
 
@@ -33,14 +33,14 @@ def main() -> None:
             request = json.loads(connection.recv_bytes())
         except EOFError:
             return
-        # A compiler that hangs listens to nothing but this.
+        # Only a signal can end a compiler that hangs.
         signal.alarm(int(request["timeout"]) + 10)
         connection.send_bytes(json.dumps(_answer(request)).encode())
         signal.alarm(0)
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process when the one that asks is gone, killed perhaps: nobody wants the answer."""
+    """Ends this process when its parent is gone."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""What a device runs fast, and the policy that suits it."""
+"""The dtypes that each device computes fast in, and the policy that suits it."""
 
 import contextlib
 import dataclasses
@@ -15,10 +15,10 @@ from mpjax._src.errors import brief, did_you_mean
 from mpjax._src.policy import Policy, get_policy
 from mpjax._src.reports import Report, table
 
-# NVIDIA: the least compute capability whose tensor cores know a dtype.
+# NVIDIA: the lowest compute capability with tensor cores for a dtype.
 TENSOR_CORES = {FLOAT16: (7, 0), BFLOAT16: (8, 0)}
 
-# Cards that a user may name without having them.
+# GPUs that a user may name, with their compute capability.
 CARDS = {
     "k40": "3.5",
     "k80": "3.7",
@@ -50,7 +50,7 @@ CARDS = {
 }
 TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e")
 
-# What /proc/cpuinfo calls a CPU's units for half.
+# The flags in /proc/cpuinfo of CPUs with units for a half dtype.
 CPU_FLAGS = {
     BFLOAT16: {"amx_bf16", "avx512_bf16", "bf16", "svebf16"},
     FLOAT16: {"amx_fp16", "avx512_fp16"},
@@ -59,15 +59,15 @@ CPU_FLAGS = {
 
 @dataclasses.dataclass(frozen=True)
 class DeviceFacts:
-    """What one device runs fast.
+    """The half dtypes that one device computes fast in, and the policy that suits it.
 
     Attributes:
-        name: What the device calls itself, or what it was called by.
+        name: The name that the device reports, or the name that the user gave.
         platform: "gpu", "tpu" or "cpu".
-        capability: NVIDIA's compute capability or AMD's architecture; "" for others.
-        fast: The half dtypes that it has matrix units for, the better one first.
+        capability: The compute capability (NVIDIA) or the architecture (AMD); "" for others.
+        fast: The half dtypes for which it has matrix units, the preferred one first.
         policy: The name of the policy that suits it.
-        reason: Why.
+        reason: The reason for the choice of policy.
     """
 
     name: str
@@ -80,20 +80,25 @@ class DeviceFacts:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceReport(Report):
-    """The devices of this process. ``print`` it, or read `devices`."""
+    """The report of `device_report`. ``print`` it, or read ``devices``.
+
+    Attributes:
+        devices: One `DeviceFacts` per device of this process.
+        jax_version: The version of JAX.
+    """
 
     devices: tuple[DeviceFacts, ...]
     jax_version: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data, ready for JSON."""
+        """Returns the report as dictionaries, lists and strings, ready for JSON."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         rows = [
             (
                 f"{count} x {facts.name}" if count > 1 else facts.name,
-                ", ".join(facts.fast) or "float32 alone",
+                ", ".join(facts.fast) or "float32 only",
                 facts.policy,
                 facts.reason,
             )
@@ -104,10 +109,10 @@ class DeviceReport(Report):
 
 
 def device_report() -> DeviceReport:
-    """Returns what the devices of this process run fast, and a policy for each.
+    """Reports the half dtypes that the devices of this process compute fast in, and a policy each.
 
     Returns:
-        A `DeviceReport`.
+        A `DeviceReport` with one entry per local device.
 
     Example:
         >>> import mpjax
@@ -119,18 +124,18 @@ def device_report() -> DeviceReport:
 
 
 def recommend_policy(device: jax.Device | str | None = None) -> Policy:
-    """Returns the policy that a device is fastest with.
+    """Returns the policy that suits a device.
 
     Args:
-        device: A device, the name of one that need not be there ("v100", "h100", "v5e", "cpu"), or
-            None for the default device.
+        device: A `jax.Device`, a name such as "v100", "h100", "v5e" or "cpu" (this machine need not
+            have the device), or None for the default device.
 
     Returns:
-        mixed_bfloat16 where bfloat16 has matrix units, else mixed_float16 where float16 has, else
-        float32.
+        The policy mixed_bfloat16 if the device has matrix units for bfloat16, else mixed_float16 if
+        it has matrix units for float16, else float32.
 
     Raises:
-        TypeError: If ``device`` is neither a device nor a name.
+        TypeError: If ``device`` is neither a device nor a name nor None.
         ValueError: If the name is not known.
 
     Example:
@@ -142,20 +147,20 @@ def recommend_policy(device: jax.Device | str | None = None) -> Policy:
 
 
 def half_dtype(device: jax.Device | str | None = None) -> np.dtype:
-    """Returns the half-precision dtype that a device is best at.
+    """Returns the half dtype that suits a device.
 
-    bfloat16 on TPU, CPU, AMD GPUs and NVIDIA GPUs of compute capability 8.0 or more; float16 on
-    older NVIDIA GPUs, whose tensor cores know no bfloat16. (jmp takes float16 everywhere but on
-    TPU.)
+    That is bfloat16 on TPUs, CPUs, AMD GPUs and NVIDIA GPUs of compute capability 8.0 or more, and
+    float16 on older NVIDIA GPUs, whose tensor cores do not support bfloat16. ``jmp.half_dtype``,
+    by contrast, returns float16 everywhere except on TPUs.
 
     Args:
-        device: As for `recommend_policy`.
+        device: A device, a name or None, as for `recommend_policy`.
 
     Returns:
         ``np.dtype`` of bfloat16 or float16.
 
     Raises:
-        TypeError: If ``device`` is neither a device nor a name.
+        TypeError: If ``device`` is neither a device nor a name nor None.
         ValueError: If the name is not known.
 
     Example:
@@ -167,25 +172,25 @@ def half_dtype(device: jax.Device | str | None = None) -> np.dtype:
 
 
 def traced_for(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Tells what is traced inside that it will run on a device that need not be there."""
+    """Returns a context in which functions are traced for another device, given by its name."""
     return COMPILED_FOR(name)
 
 
 def target_facts() -> DeviceFacts | None:
-    """Returns the facts of the device that is compiled for, if it is another than is there."""
+    """Returns the facts of the target of `compile_for`, or None outside of it."""
     return _named(COMPILED_FOR.value) if COMPILED_FOR.value else None
 
 
 def device_facts(device: Any) -> DeviceFacts:
-    """Returns the facts of a device, of a name such as "h100", or of the default if None."""
+    """Returns the facts of a device, a name such as "h100", or for None the default device."""
     device = default_device() if device is None else device
     if isinstance(device, str):
         return _named(device)
     platform = getattr(device, "platform", None)
     if not isinstance(platform, str):
         raise TypeError(
-            f"device={brief(device)} must be a jax.Device, such as jax.devices()[0], the name of "
-            "one, such as 'h100', or None for the default device."
+            f"device={brief(device)} must be a jax.Device, such as jax.devices()[0], a name, such "
+            "as 'h100', or None for the default device."
         )
     name = str(getattr(device, "device_kind", platform))
     if platform == "tpu":
@@ -196,16 +201,16 @@ def device_facts(device: Any) -> DeviceFacts:
 
 
 def warn_if_unfit(policy: Policy, stacklevel: int) -> None:
-    """Warns of what the default device, an accelerator, is slow at: a half dtype, 8-bit moments."""
+    """Warns if a policy uses a half dtype or 8-bit moments that the default device is slow with."""
     device = default_device()
     platform = getattr(device, "platform", "cpu")
     if platform == "cpu":
-        return  # where people test
+        return  # CPUs are used for tests
     if platform == "tpu" and policy.moments == "8bit":
         warnings.warn(
-            f"policy={str(policy)!r}: on a TPU moments=8bit saves memory between steps and takes "
-            "more within them. Blocks of 32 entries fit no tile there, so that XLA writes large "
-            "moments down in another layout. Use moments=float32.",
+            f"policy={str(policy)!r}: on a TPU, moments=8bit saves memory between steps but takes "
+            "more memory within a step: blocks of 32 entries do not fit its tiles, so XLA copies "
+            "large moments to another layout. Use moments=float32.",
             stacklevel=stacklevel + 1,
         )
     facts = device_facts(device)
@@ -213,15 +218,15 @@ def warn_if_unfit(policy: Policy, stacklevel: int) -> None:
     for dtype in dict.fromkeys(dtypes):
         if dtype in HALVES and dtype.name not in facts.fast:
             warnings.warn(
-                f"policy={str(policy)!r} computes in {dtype.name}, which {facts.name} runs no "
-                f"faster than float32: {facts.reason}. Use {facts.policy!r}.",
+                f"policy={str(policy)!r} computes in {dtype.name}, which is no faster than float32 "
+                f"on {facts.name}: {facts.reason}. Use policy={facts.policy!r}.",
                 stacklevel=stacklevel + 1,
             )
             return
 
 
 def named(name: str) -> str:
-    """Returns how a device that a user named stands in `CARDS` and `TPUS`."""
+    """Returns a user's name of a device in the form of `CARDS` and `TPUS`."""
     key = name.strip().lower()
     for maker in ("nvidia ", "tesla ", "tpu "):
         key = key.removeprefix(maker)
@@ -255,17 +260,17 @@ def _gpu(name: str, capability: str) -> DeviceFacts:
     parts = capability.split(".")
     if not parts[0].isdigit():  # AMD's architectures: matrix units for both since gfx908
         fast = [BFLOAT16, FLOAT16]
-        return _facts(name, "gpu", capability, fast, "its matrix units know both halves")
+        return _facts(name, "gpu", capability, fast, "matrix units for bfloat16 and float16")
     version = tuple(int(part) for part in (*parts, "0")[:2])
     fast = [d for d in (BFLOAT16, FLOAT16) if version >= TENSOR_CORES[d]]
     reason = f"compute capability {capability}, tensor cores for " + (
-        " and ".join(d.name for d in fast) or "neither half"
+        " and ".join(d.name for d in fast) or "no half dtype"
     )
     return _facts(name, "gpu", capability, fast, reason)
 
 
 def _tpu(name: str) -> DeviceFacts:
-    return _facts(name, "tpu", "", [BFLOAT16], "a TPU's matrix units take bfloat16 alone")
+    return _facts(name, "tpu", "", [BFLOAT16], "a TPU's matrix units support only bfloat16")
 
 
 def _cpu(name: str) -> DeviceFacts:

@@ -1,7 +1,8 @@
-"""Where the values of an HLO module come from and go to, across its loops, kernels and branches.
+"""The data flow of an HLO module, across its loops, kernels and branches.
 
-A leaf is one array: the name of a computation, of an instruction in it, and which of its results.
-Computations that are called from several places are one: what flows is what may flow.
+A leaf is one array: (name of a computation, name of an instruction, index of the result). A
+computation that is called from several places is represented once, so the flow is that of all its
+callers together.
 """
 
 import collections
@@ -20,9 +21,9 @@ from mpjax._src.hardware.hlo_costs import PLACES
 
 Leaf = tuple[str, str, int]
 
-# What becomes of a value on its way, from the least to the most: it is the same entries, elsewhere
-# or in another dtype; each entry of it is computed with; it is repeated; it is summed up; it is
-# multiplied as a matrix, or whatever else makes something new of all of it.
+# How a value changes along an edge, from the least to the most: its entries are moved or cast; they
+# are used elementwise; they are repeated; they are summed; they are multiplied as a matrix, or used
+# together in another way.
 MOVED, MAPPED, SPREAD, SUMMED, MIXED = range(5)
 KINDS = {
     **dict.fromkeys(
@@ -40,18 +41,18 @@ KINDS = {
     **dict.fromkeys(("dot", "convolution", "custom-call", "scatter", "triangular-solve"), MIXED),
     **dict.fromkeys(("cholesky", "fft", "rng-bit-generator", "infeed", "send", "recv"), MIXED),
 }
-# The first of their operands are the values, the others say where.
+# The number of leading operands that are values; the other operands are indices.
 VALUES = {"dynamic-slice": 1, "dynamic-update-slice": 2, "gather": 1, "ragged-all-to-all": 1}
 START, DONE, UPDATE = "-start", "-done", "-update"
 
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """What every leaf is made into, and what arguments and results of the module are.
+    """The edges between leaves, and the leaves of the module's arguments and results.
 
     Attributes:
-        after: The leaves that each leaf goes into, and what becomes of it there.
-        before: The same, the other way round.
+        after: For each leaf, the leaves computed from it, and the kind of change.
+        before: For each leaf, the leaves that it is computed from, and the kind of change.
         arguments: The leaves of the entry's parameters.
         results: The leaves of the entry's results.
     """
@@ -83,9 +84,9 @@ def flow_of(module: dict[str, Computation], entry: str) -> Flow:
 def reached(
     edges: dict[Leaf, list[tuple[Leaf, int]]], start: Iterable[Leaf], most: int
 ) -> dict[Leaf, int]:
-    """Returns the leaves that some flow to by what is at most ``most``, and the most on the way.
+    """Returns the leaves reachable by changes of at most ``most``, with the largest on the path.
 
-    Of several ways, the one with the least counts.
+    If there are several paths to a leaf, the one with the smallest change counts.
     """
     found: dict[Leaf, int] = {}
     layers: list[list[Leaf]] = [list(start), *([] for _ in range(MIXED))]
@@ -103,7 +104,7 @@ def reached(
 
 
 def leaves(name: str, op: Op) -> Iterator[Leaf]:
-    """Returns the leaves of an instruction. What has only begun has those of its operands."""
+    """Returns the leaves of an instruction. Asynchronous starts have those of their operands."""
     count = len(op.operands) if op.opcode.endswith(START) else len(op.shapes)
     return _numbered(name, op.name, count)
 
@@ -119,7 +120,7 @@ def _edges(module: dict[str, Computation], name: str, op: Op) -> Iterator[tuple[
         yield from _paired(given, leaves(name, op))
     elif code == "get-tuple-element":
         yield (name, op.operands[0], int(attribute(op, "index"))), (name, op.name, 0), MOVED
-    elif code == "while":  # which turns at least once
+    elif code == "while":  # assumed to run at least one iteration
         (carried,) = operands
         body = attribute(op, "body")
         root = module[body].ops[module[body].root]
@@ -143,7 +144,7 @@ def _edges(module: dict[str, Computation], name: str, op: Op) -> Iterator[tuple[
     elif code.endswith((DONE, UPDATE)):
         yield from _paired(_numbered(name, op.operands[0], len(op.shapes)), leaves(name, op))
     elif len(operands) > 1 and len(operands) == sum(1 for _ in leaves(name, op)):
-        kind = _kind(op)  # of a collective or a sort of many
+        kind = _kind(op)  # a collective or a sort of several operands
         yield from (((name, o, 0), (name, op.name, i), kind) for i, o in enumerate(op.operands))
     else:
         kind = _kind(op)

@@ -1,4 +1,4 @@
-"""Reads optimized HLO: its instructions, and how often each of them runs."""
+"""Parses optimized HLO: its instructions, and how often each of them runs."""
 
 import collections
 import dataclasses
@@ -20,13 +20,13 @@ BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\
 OP_NAME = re.compile(r'op_name="([^"]*)"')
 CUSTOM = re.compile(r'custom_call_target="([^"]*)"')
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-# Copies of nothing: what they name lies where their operand lies.
+# Instructions whose result counts as the same value as their operand.
 VIEWS = {"bitcast", "copy", "convert", "reshape", "transpose"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One array: a dtype in HLO's spelling, dimensions, and 0 for the device's main memory."""
+    """The shape of an array: dtype (as HLO spells it), dimensions, memory space (0 for main)."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -38,7 +38,7 @@ class Shape:
 
     @property
     def bytes(self) -> float:
-        """Its bytes in main memory: none of what a TPU keeps in its vector memory."""
+        """Its bytes in main memory; 0 for an array in a TPU's vector memory."""
         return 0 if self.space else self.size * bits(self.dtype) / 8
 
 
@@ -66,7 +66,7 @@ class Computation:
 
 
 def bits(dtype: str) -> int:
-    """Returns how many bits a value of a dtype in HLO's spelling takes."""
+    """Returns the number of bits of a dtype, spelled as in HLO."""
     if dtype in ("token", "opaque"):
         return 0
     digits = re.search(r"\d+", dtype)
@@ -107,7 +107,7 @@ def _op(name: str, text: str) -> Op:
 
 
 def _closing(text: str, start: int) -> int:
-    """Returns the place after the parenthesis that closes the one at ``start``."""
+    """Returns the position after the parenthesis that closes the one at ``start``."""
     depth = 0
     for place in range(start, len(text)):
         depth += (text[place] == "(") - (text[place] == ")")
@@ -127,7 +127,7 @@ def _shapes(text: str) -> tuple[Shape, ...]:
 
 
 def source_lines(text: str) -> Callable[[Op], str]:
-    """Returns what tells the user's line of an instruction, as "file:line", or ""."""
+    """Returns a function from an instruction to the user's line, as "file:line", or ""."""
     tables: dict[str, dict[str, str]] = collections.defaultdict(dict)
     table = ""
     for line in text.splitlines():
@@ -144,7 +144,7 @@ def source_lines(text: str) -> Callable[[Op], str]:
         return found[1] if found else ""
 
     def lines_of(frame: str) -> Iterator[str]:
-        """Yields the line of a frame, and of those that called it, as long as the file is known."""
+        """Yields the lines of a frame and its callers, as long as the file is known."""
         row = tables["StackFrames"].get(frame, "")
         location = tables["FileLocations"].get(field(row, "file_location_id"), "")
         file = tables["FileNames"].get(field(location, "file_name_id"), "").strip('"')
@@ -162,7 +162,7 @@ def source_lines(text: str) -> Callable[[Op], str]:
 
 
 def parameters(computation: Computation) -> list[Op]:
-    """Returns the parameters of a computation, in their order."""
+    """Returns the parameters of a computation, in order."""
     found = (op for op in computation.ops.values() if op.opcode == "parameter")
     return sorted(found, key=lambda op: int(op.inside))
 
@@ -173,7 +173,7 @@ def custom_target(op: Op) -> str:
 
 
 def attribute(op: Op, name: str) -> str:
-    """Returns an attribute that is a name or a number, or ""."""
+    """Returns an attribute of an instruction that is a name or a number, or ""."""
     found = re.search(rf"\b{name}=%?([\w.\-]+)", op.attributes)
     return found[1] if found else ""
 
@@ -188,9 +188,9 @@ def runs(
     fused: bool = False,
     scope: str = "",
 ) -> Iterator[tuple[Computation, Op, int, bool, str]]:
-    """Yields all that runs: computation, instruction, how often, whether inside a kernel, scope.
+    """Yields (computation, instruction, number of runs, whether in a fused kernel, scope).
 
-    The scope is the name of the JAX operation that calls; names inside may be relative to it.
+    The scope is the name of the calling JAX operation. Names inside may be relative to it.
     """
     computation = module[name]
     for op in computation.ops.values():
@@ -225,7 +225,7 @@ def called_by(op: Op) -> list[str]:
 
 
 def trip_count(module: dict[str, Computation], outside: Computation, loop: Op) -> int | None:
-    """Returns how often a loop's body runs: as XLA wrote, or as its condition says; else None."""
+    """Returns how often a loop's body runs, by XLA's note or the condition; None if unknown."""
     if known := TRIPS.search(loop.attributes):
         return int(known[1])
     condition = module.get(attribute(loop, "condition"))
@@ -243,7 +243,7 @@ def trip_count(module: dict[str, Computation], outside: Computation, loop: Op) -
 
 
 def _number(inside: Computation, name: str, outside: Computation, carried: Op | None) -> int | None:
-    """Returns the integer that a value of a loop's condition starts as, if it can be read."""
+    """Returns the initial integer of a value in a loop's condition, or None if it is unknown."""
     op = origin(inside, name)
     if op.opcode == "get-tuple-element" and carried is not None and carried.opcode == "tuple":
         op = origin(outside, carried.operands[int(attribute(op, "index"))])
@@ -253,7 +253,7 @@ def _number(inside: Computation, name: str, outside: Computation, carried: Op | 
 
 
 def _step(module: dict[str, Computation], condition: Computation, loop: Op, test: Op) -> int | None:
-    """Returns what a loop adds to its counter in one turn, if it can be read."""
+    """Returns the number that a loop adds to its counter per iteration, or None if unknown."""
     counter = origin(condition, test.operands[0])
     body = module.get(attribute(loop, "body"))
     if counter.opcode != "get-tuple-element" or not body:
@@ -266,7 +266,7 @@ def _step(module: dict[str, Computation], condition: Computation, loop: Op, test
 
 
 def origin(computation: Computation, name: str) -> Op:
-    """Returns the instruction that a value comes from, past those that only pass it on."""
+    """Returns the instruction that computes a value, skipping views and copies."""
     op = computation.ops[name]
     while op.opcode in VIEWS:
         op = computation.ops[op.operands[0]]

@@ -1,7 +1,7 @@
-"""What a program costs, from its optimized HLO: matmuls and their dtypes, FLOPs, bytes.
+"""The cost of a program, from its optimized HLO: matmuls and their dtypes, FLOPs, bytes.
 
-XLA's own cost analysis counts the body of a loop once and a call of cuBLAS or cuDNN as -1; this
-counts a loop's body as often as it runs, and such calls as the matmuls that they are.
+XLA's own cost analysis counts the body of a loop once and a call of cuBLAS or cuDNN as -1 FLOP.
+This module counts every iteration of a loop, and counts library calls as matmuls.
 """
 
 import collections
@@ -34,7 +34,7 @@ FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota"),
     *("partition-id", "replica-id", "opt-barrier", "domain", "add-dependency"),
 }
-# One FLOP for every element of the result.
+# Instructions that count as one FLOP per element of the result.
 ARITHMETIC = {
     *("add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "abs", "power"),
     *("exponential", "exponential-minus-one", "log", "log-plus-one", "tanh", "logistic", "sqrt"),
@@ -42,7 +42,7 @@ ARITHMETIC = {
     *("ceil", "compare", "select", "clamp", "round-nearest-even", "round-nearest-afz"),
 }
 LIBRARIES = ("__cublas", "__cudnn$conv")
-# Custom calls that only place or rename; that do no more than sort.
+# Custom calls that only place or rename arrays; below also those that only sort.
 PLACES = (
     *("ConcatBitcast", "AllocateBuffer", "AssumeGather", "GatherScatter", "X64"),
     *("Sharding", "annotate_device_placement", "Pin", "Unpin", "AsyncCollective"),
@@ -56,12 +56,12 @@ class Matmul:
     """A matmul or convolution of an HLO module.
 
     Attributes:
-        name: Of the JAX operation that it comes from.
-        operands: The wider dtype of its two operands, in HLO's spelling.
+        name: The name of the JAX operation that it comes from.
+        operands: The wider dtype of its two operands, spelled as in HLO.
         precision: "default", "high" or "highest".
-        algorithm: The dtype that an explicit algorithm multiplies in, or "".
-        passes: How many such products an explicit algorithm makes one of.
-        library: Whether cuBLAS or cuDNN runs it, not a kernel that XLA wrote.
+        algorithm: The dtype in which an explicit algorithm multiplies, or "".
+        passes: The number of products in which an explicit algorithm computes one.
+        library: Whether cuBLAS or cuDNN runs it instead of a kernel that XLA wrote.
         times: How often it runs.
         flops: Of one run, of one pass.
     """
@@ -78,15 +78,16 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What one run of an HLO module costs.
+    """The cost of one run of an HLO module.
 
     Attributes:
         matmuls: Every matmul and convolution.
-        other_flops: FLOPs of everything else: one for every element of an arithmetic result.
-        bytes: Bytes to and from main memory, as if nothing stayed in a cache between two kernels.
-        constant_bytes: Bytes of the arrays that are part of the program.
-        unknown_loops: Loops whose number of turns the HLO does not tell; they count once.
-        unknown_calls: Custom calls whose FLOPs nobody knows, by name.
+        other_flops: The FLOPs of everything else: one per element of an arithmetic result.
+        bytes: The bytes read from and written to main memory, assuming that no cache keeps arrays
+            between two kernels.
+        constant_bytes: The bytes of the arrays that are part of the program.
+        unknown_loops: The number of loops with an unknown number of iterations; each counts once.
+        unknown_calls: The names of custom calls whose FLOPs are not known.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -98,7 +99,7 @@ class Costs:
 
 
 def costs(text: str) -> Costs:
-    """Returns what one run of an optimized HLO module costs."""
+    """Returns the cost of one run of an optimized HLO module."""
     module, entry = parse(text)
     matmuls: list[Matmul] = []
     flops = traffic = constants = 0.0
@@ -123,7 +124,7 @@ def costs(text: str) -> Costs:
 
 
 def asked(text: str) -> dict[str, collections.Counter[str]]:
-    """Returns the dtypes of a module's matmuls, counted, by the names of their JAX operations."""
+    """Counts the operand dtypes of a module's matmuls, by the names of their JAX operations."""
     module, entry = parse(text)
     dtypes: dict[str, collections.Counter[str]] = {}
     for computation, op, times, _, scope in runs(module, entry):
@@ -188,7 +189,7 @@ def _gemm_contraction(op: Op) -> list[int]:
 def _convolution_flops(
     attributes: str, inputs: tuple[int, ...], kernel: tuple[int, ...], outputs: tuple[int, ...]
 ) -> float:
-    """As XLA counts them: a multiply and an add wherever the window meets a true input."""
+    """Counts as XLA does: a multiply and an add wherever the window meets an input entry."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
     if not labels:
         return 0.0
@@ -215,7 +216,7 @@ def _convolution_flops(
 def _meetings(
     size: int, kernel: int, outputs: int, stride: int, spread: int, dilation: int, pad: int
 ) -> int:
-    """Counts the pairs of window and kernel positions along an axis that meet a true input."""
+    """Counts the pairs of window and kernel positions along an axis that meet an input entry."""
     at = np.arange(outputs)[:, None] * stride - pad + np.arange(kernel)[None, :] * dilation
     return int(((at >= 0) & (at < (size - 1) * spread + 1) & (at % spread == 0)).sum())
 
@@ -253,7 +254,7 @@ def bytes_moved(module: dict[str, Computation], computation: Computation, op: Op
 
 
 def _reads(module: dict[str, Computation], kernel: Computation, operands: list[Op]) -> float:
-    """Returns the bytes that a kernel reads: of an operand that it only slices, the slices."""
+    """Returns the bytes that a kernel reads; for an operand that it only slices, the slices'."""
     parameters = [op for op in kernel.ops.values() if op.opcode == "parameter"]
     users = _users(kernel)
     total = 0.0
@@ -296,7 +297,7 @@ def _users(computation: Computation) -> dict[str, list[Op]]:
 
 
 def _writes(kernel: Computation, name: str) -> float:
-    """Returns the bytes that a kernel writes: of an array that it updates in place, the update."""
+    """Returns the bytes that a kernel writes; for an in-place update, those of the update."""
     op = kernel.ops[name]
     if op.opcode == "tuple":
         return sum(_writes(kernel, element) for element in op.operands)

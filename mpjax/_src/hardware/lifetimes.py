@@ -1,7 +1,7 @@
-"""Which arrays of a compiled program live at once: read off the order that XLA scheduled.
+"""The arrays of a compiled program that are alive at the same time, by XLA's schedule.
 
-Memory that arguments and results have for themselves is left out, and so is what a fused kernel
-keeps in registers: what is left lies in the memory that the compiler calls temporary.
+The memory of arguments and results is left out, and so are values that a fused kernel keeps in
+registers. The rest is the memory that the compiler calls temporary.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ ALIASED = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}")
 
 @dataclasses.dataclass
 class Buffer:
-    """A place in temporary memory: what lies there, its bytes, from when until when it is held."""
+    """A place in temporary memory: its arrays, its bytes, and the first and last instruction."""
 
     leaves: list[Leaf]
     bytes: float
@@ -30,16 +30,16 @@ class Buffer:
 
 
 def is_scheduled(text: str) -> bool:
-    """Tells whether an HLO module says in which order its instructions run."""
+    """Tells whether an HLO module contains the order in which its instructions run."""
     return "is_scheduled=true" in text.split("\n", 1)[0]
 
 
 def most_at_once(module: Module, name: str) -> list[Buffer]:
-    """Returns the arrays in temporary memory at the moment when they take most.
+    """Returns the arrays in temporary memory at the moment of highest use.
 
     Args:
         module: The computations of a scheduled module.
-        name: Of the computation that runs: the entry. Those that it calls are followed.
+        name: The name of the entry computation. The computations that it calls are included.
     """
     buffers, inside = _lives(module, module[name])
     count = len(module[name].ops)
@@ -59,7 +59,7 @@ def most_at_once(module: Module, name: str) -> list[Buffer]:
 def _lives(
     module: Module, computation: Computation
 ) -> tuple[list[Buffer], dict[int, list[Buffer]]]:
-    """Returns the buffers of a computation, and by place those inside of what it calls there."""
+    """Returns the buffers of a computation, and those of the computations it calls, by place."""
     buffers: list[Buffer] = []
     inside: dict[int, list[Buffer]] = {}
     held: dict[str, list[Buffer | None]] = {}
@@ -88,7 +88,7 @@ def _places(
     place: int,
     buffers: list[Buffer],
 ) -> Iterator[Buffer | None]:
-    """Yields where the results of an instruction lie; None is memory that is not temporary."""
+    """Yields the buffers of an instruction's results; None for memory that is not temporary."""
     code = op.opcode
     if code == "tuple":
         yield from (buffer for each in given for buffer in each)
@@ -119,7 +119,7 @@ def _places(
 
 
 def _in_place(module: Module, op: Op) -> dict[int, int]:
-    """Returns for each result that is written over an operand the number of that operand."""
+    """Returns, for each result that overwrites an operand, the number of the operand."""
     if op.opcode in ("dynamic-update-slice", "scatter"):
         return {0: 0}
     if op.opcode == "custom-call" or op.opcode.endswith(DONE):

@@ -1,7 +1,8 @@
-"""What the memory of a compiled program holds, by kind: parameters, moments, what is kept.
+"""The contents of a compiled program's memory, by kind: parameters, moments, activations and so on.
 
-Arguments are told by their names in the program, which JAX takes from the function's arguments and
-from the fields of its pytrees; what lies between them, by where it comes from and goes to.
+Arguments are recognised by their names in the program, which JAX takes from the function's
+arguments and the fields of its pytrees. Temporary arrays are recognised by the values that they
+come from and lead to.
 """
 
 import collections
@@ -26,13 +27,13 @@ KINDS = (
     *(COPIES, KEPT, WORKSPACE, UNKNOWN, RESULTS, CODE),
 )
 
-# Fields of the states of optimizers (optax's, and ours) that hold an array for each parameter.
+# Fields of optimizer states (optax's and mpjax's) that hold an array for each parameter.
 MOMENT_FIELDS = {
     *("mu", "nu", "nu_max", "trace", "momentum", "velocity", "sum_of_squares", "v", "v_row"),
     *("v_col", "m", "ema", "e_g", "e_x", "z", "y", "diag_preconditioners", "scales", "codes"),
 }
-# What says what an argument is: a key of its path, and whether it must be a field of a class, for
-# the keys of a dictionary are the user's own.
+# Keys of an argument's path that tell its kind, and whether the key must be a field of a class,
+# because the keys of a dictionary are the user's own.
 NAMES = (
     (("masters", "master_params", "master_weights"), False, MASTERS),
     (tuple(sorted(MOMENT_FIELDS)), True, MOMENTS),
@@ -40,7 +41,7 @@ NAMES = (
     (("grads", "gradients"), False, GRADIENTS),
     (("params",), False, PARAMETERS),
 )
-# Instructions that make nothing, whatever their names say.
+# Instructions that compute nothing, whatever their names say.
 PASSES_ON = {
     *("while", "call", "conditional", "tuple", "get-tuple-element", "bitcast", "parameter"),
     *("opt-barrier", "copy"),
@@ -50,15 +51,15 @@ KEY = re.compile(r"\.(?P<field>\w+)|\['(?P<name>[^']*)'\]|\[(?P<index>\d+)\]|^(?
 
 @dataclasses.dataclass(frozen=True)
 class MemoryRow:
-    """Memory of one kind that one array, or one scope, takes.
+    """The memory of one kind that one array or one scope takes.
 
     Attributes:
         kind: One of ``parameters``, ``masters``, ``moments``, ``gradients``, ``other arguments``,
             ``padding of arguments``, ``copies of parameters``, ``kept activations``, ``workspace``,
             ``temporary, not known``, ``results``, ``program and constants``.
-        bytes: How many.
-        name: The path of the argument, or the scope that made what is kept; "" of the rest.
-        leaf: What made it, in the HLO: computation, instruction, which result; None of the rest.
+        bytes: Its size in bytes.
+        name: The path of an argument, or the scope that computed a temporary array; else "".
+        leaf: Its place in the HLO: (computation, instruction, index of the result), or None.
     """
 
     kind: str
@@ -69,7 +70,7 @@ class MemoryRow:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the compiler says of memory, in bytes."""
+    """The compiler's own figures of the memory, in bytes."""
 
     arguments: float
     results: float
@@ -78,17 +79,18 @@ class Sizes:
 
 
 def memory_rows(text: str, sizes: Sizes) -> tuple[MemoryRow, ...]:
-    """Returns what the memory of an optimized HLO module holds. The rows sum up to all of it.
+    """Returns the contents of the memory of an optimized HLO module, as rows that add up to all.
 
     Args:
         text: The HLO.
-        sizes: The compiler's figures; of results, those that no argument's memory holds.
+        sizes: The compiler's figures. ``results`` counts results that do not share the memory of an
+            argument.
     """
     module, entry = parse(text)
     flow = flow_of(module, entry)
     given = _with_trained(list(_arguments(module[entry])), module, entry, flow)
     spare = sizes.arguments - sum(row.bytes for row in given)
-    if spare < 0:  # arguments that the compiler put elsewhere, such as in a host's memory
+    if spare < 0:  # the compiler put some arguments elsewhere, such as in the host's memory
         given, spare = [MemoryRow(ARGUMENTS, sizes.arguments)], 0.0
     results = _results(text, module[entry], flow, sizes.results)
     ordered = is_scheduled(text)
@@ -96,7 +98,7 @@ def memory_rows(text: str, sizes: Sizes) -> tuple[MemoryRow, ...]:
     rest = sizes.temporary - sum(row.bytes for row in between)
     kind = WORKSPACE if ordered else UNKNOWN
     if rest < 0 <= results[-1].bytes + rest:
-        # Memory of results that are not there yet is as good: at that moment it holds the same.
+        # The memory of results that are not computed yet holds temporary arrays until then.
         results[-1] = dataclasses.replace(results[-1], bytes=results[-1].bytes + rest)
         rest = 0.0
     elif rest < 0:
@@ -118,8 +120,8 @@ def _arguments(entry: Computation) -> Iterator[MemoryRow]:
         found += [(path, leaf, shape) for leaf, shape in pairs]
     kinds = {leaf: _kind(path, trainable(shape)) for path, leaf, shape in found}
     named = {leaf: kind for leaf, (kind, _) in kinds.items()}
-    # What moments, masters and gradients are of are parameters, whatever their name: the only
-    # argument of that shape whose path ends as theirs does.
+    # An argument is a parameter, whatever its name, if a moment, master or gradient belongs to it:
+    # if it is the only argument of the same shape and the same end of the path.
     for _, leaf, shape in found:
         kind, tail = kinds[leaf]
         if kind in (MASTERS, MOMENTS, GRADIENTS):
@@ -138,7 +140,7 @@ def _arguments(entry: Computation) -> Iterator[MemoryRow]:
 def _with_trained(
     rows: list[MemoryRow], module: dict[str, Computation], entry: str, flow: Flow
 ) -> list[MemoryRow]:
-    """Returns the arguments with those as parameters that a gradient is added to."""
+    """Returns the arguments, with kind parameters for those to which a gradient is added."""
     ops = module[entry].ops
     open_rows = {row.leaf: i for i, row in enumerate(rows) if row.kind == ARGUMENTS and row.leaf}
     shapes = {leaf: ops[leaf[1]].shapes[leaf[2]] for leaf in open_rows}
@@ -156,7 +158,7 @@ def _with_trained(
 
 
 def _kind(path: str, is_trainable: bool) -> tuple[str, tuple[str, ...]]:
-    """Returns what an argument is by its path, and what of the path comes after what says so."""
+    """Returns the kind of an argument by its path, and the rest of the path after the key."""
     for names, must_be_field, kind in NAMES:
         for key in KEY.finditer(path):
             name = key["field"] or ("" if must_be_field else key["name"] or key["arg"])
@@ -169,7 +171,7 @@ def _keys(path: str) -> tuple[str, ...]:
     return tuple(key[key.lastgroup or 0] for key in KEY.finditer(path))
 
 
-# ---- between -------------------------------------------------------------------------------------
+# ---- temporary arrays ----------------------------------------------------------------------------
 
 
 def _temporary(
@@ -179,7 +181,7 @@ def _temporary(
     given: Sequence[MemoryRow],
     whole: float,
 ) -> list[MemoryRow]:
-    """Returns what lives when memory is fullest; the rest of the whole is workspace too."""
+    """Returns the arrays that are alive when memory use is highest."""
     tell = _teller(module, entry, flow, given)
     rows = []
     for buffer in most_at_once(module, entry):
@@ -187,14 +189,14 @@ def _temporary(
         rows.append(MemoryRow(kind, buffer.bytes, scope, buffer.leaves[0]))
     if sum(row.bytes for row in rows) <= whole:
         return rows
-    # The compiler finds room for some of what is workspace that the schedule does not show.
+    # The compiler finds room for some workspace in a way that the schedule does not show.
     return [row for row in rows if row.kind != WORKSPACE]
 
 
 def _teller(
     module: dict[str, Computation], entry: str, flow: Flow, given: Sequence[MemoryRow]
 ) -> Callable[[Sequence[Leaf]], tuple[str, str]]:
-    """Returns what tells the kind of what lies in a place, and the scope that made it."""
+    """Returns a function from a buffer's leaves to its kind and the scope that computed it."""
     shapes = {
         module[c].ops[name].shapes[i].dims
         for row in given
@@ -233,17 +235,17 @@ def _teller(
 
 
 def op_name(op: Op) -> str:
-    """Returns the name that JAX gave an instruction; of several, the first."""
+    """Returns the name that JAX gave an instruction, or the first of several."""
     found = OP_NAME.search(op.attributes)
     return found[1].split(";")[0] if found else ""
 
 
 def is_backward(name: str) -> bool:
-    """Tells whether an instruction belongs to a backward pass, by its name in the program."""
+    """Tells by its name whether an instruction belongs to a backward pass."""
     return "transpose(" in name
 
 
-# Parts of a name that JAX adds: transformations around scopes, and programs inside of programs.
+# Parts that JAX adds to names: transformations around scopes, and nested programs.
 WRAPPED = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint|custom_\w+)\((.*)\)$")
 ADDED = re.compile(
     r"^(?:p?jit\(.*\)|jit|while|body|cond|body_jaxpr|cond_jaxpr|branch_\d+_fun|closed_call|"
@@ -253,7 +255,7 @@ ADDED = re.compile(
 
 
 def scope_of(name: str) -> str:
-    """Returns the scopes of an instruction's name, "jit(f)/jvp(Net)/Dense_0/dot_general"."""
+    """Returns the scopes in the name of an instruction, "jit(f)/jvp(Net)/Dense_0/dot_general"."""
     parts = []
     for part in name.split("/")[:-1]:
         while wrapped := WRAPPED.match(part):
@@ -267,7 +269,7 @@ def scope_of(name: str) -> str:
 
 
 def _results(text: str, entry: Computation, flow: Flow, total: float) -> list[MemoryRow]:
-    """Returns the results that lie in memory of their own: gradients, and others."""
+    """Returns the results that have memory of their own: gradients and other results."""
     header = text.split("\n", 1)[0].partition("input_output_alias=")[2]
     shared = {int(result or 0) for result, *_ in ALIASED.findall(header.split("layout")[0])}
     given = {s.dims for op in parameters(entry) for s in op.shapes if trainable(s)}

@@ -1,4 +1,4 @@
-"""A `CompileReport` as a page: its memory by kind, and the map of what the compiler made."""
+"""The HTML page of a `CompileReport`: its memory by kind, and a map of its instructions."""
 
 import collections
 import dataclasses
@@ -42,35 +42,35 @@ from mpjax._src.reports import short
 
 MEMORY = Colour(
     "memory",
-    "What each item holds of the device's memory when that is fullest: arguments all of the time, "
-    "instructions by the results that are alive then.",
+    "The bytes that each item holds when memory use is highest: arguments hold them all the time, "
+    "instructions while their results are alive.",
     unit="bytes",
 )
-KIND = Colour("kind", "What that memory is, by where it comes from and goes to.")
+KIND = Colour("kind", "The kind of that memory, by the values that it comes from and leads to.")
 DTYPE = Colour(
     "dtype",
-    "The dtype of each item: of a matmul the wider one of its operands, else that of its result.",
+    "The dtype of each item: for a matmul the wider of its operands, else that of its result.",
     tuple(DTYPES.values()),
 )
 BYTES = Colour(
     "bytes",
-    "What each instruction reads from the device's memory and writes to it in one run, loops "
-    "counted, if no cache held any.",
+    "The bytes that each instruction reads from and writes to the device's memory in one run, "
+    "including all iterations of loops and assuming no cache.",
     unit="bytes",
 )
-# What runs no kernel of its own.
+# Instructions that do not run a kernel.
 STRUCTURE = {*FREE, "while", "call", "conditional", "async-start"}
 
 MEMORY_WORDS = (
-    "Arguments are told by their names in the program. What is temporary is told at the moment "
-    "when it is fullest, in the order that the compiler chose: kept activations are what the "
-    "forward pass made and the backward pass reads, and workspace is all the rest of it. The parts "
-    "sum up to the compiler's own total."
+    "Arguments are recognised by their names in the program. Temporary memory is shown at its "
+    "peak, in the order that the compiler chose: the forward pass computes kept activations for "
+    "the backward pass, and everything else is workspace. The parts add up to the compiler's own "
+    "total."
 )
 
 
 def page_of(report: CompileReport) -> Page:
-    """Returns what a page shows of a compiled program."""
+    """Returns the page of a compiled program."""
     fits = "fits" if report.fits else "does not fit"
     rows = report.memory()
     kept: dict[str, float] = collections.defaultdict(float)
@@ -82,13 +82,13 @@ def page_of(report: CompileReport) -> Page:
             kept[box_of(row.name, short(line))] += row.bytes
     bars = [Bar("Memory by kind", tuple(by_kind(rows).items()), words=MEMORY_WORDS)]
     if kept:
-        words = "By the scope that made them, where that is known; else by the line."
+        words = "Grouped by the scope that computed them, or by the line if there is no scope."
         bars.append(Bar("Kept activations", shares(kept), words=words))
     return Page(
         title=f"Compiled for {report.target}",
         sentence=f"On {report.device} a run takes {size(report.total_bytes)} of "
-        f"{size(report.device_bytes)}, which {fits}, and at least {report.roofline_ms:,.3f} ms, "
-        f"bound by {report.bound}.",
+        f"{size(report.device_bytes)} ({fits}), and at least {report.roofline_ms:,.3f} ms, bound "
+        f"by {report.bound}.",
         lines=(
             f"{report.flops / 1e9:,.1f} GFLOP, {report.matmul_flops / 1e9:,.1f} of them in matmuls",
             f"{report.bytes_accessed / 1e9:,.2f} GB moved",
@@ -133,7 +133,7 @@ def _instructions(
     line_of: Callable[[Op], str],
     rows: Sequence[MemoryRow],
 ) -> Iterator[Operation]:
-    """Yields the instructions that run as kernels, in their order."""
+    """Yields the instructions that run as kernels, in order."""
     held: dict[tuple[str, str], list[MemoryRow]] = collections.defaultdict(list)
     for row in rows:
         if row.leaf:
@@ -173,7 +173,7 @@ def _instructions(
 
 
 def _matmul(module: Mapping[str, Computation], op: Op) -> str:
-    """Returns the dtype that an instruction multiplies matrices in, or "" if it does not."""
+    """Returns the dtype in which an instruction multiplies matrices, or "" if it does not."""
     if op.opcode == "custom-call":
         return op.shapes[0].dtype if custom_target(op).startswith(LIBRARIES) else ""
     inside = module[called_by(op)[0]] if op.opcode == "fusion" else None
@@ -206,4 +206,4 @@ def _tables(report: CompileReport, memory: Sequence[MemoryRow]) -> Iterator[Tabl
         yield Table("Matmuls", columns, tuple(rows), columns[:3])
     if report.collectives:
         sent = tuple(tuple(map(str, row)) for row in grouped(report.collectives))
-        yield Table("What devices send each other", tuple(COLUMNS), sent, tuple(WORDS))
+        yield Table("Arrays exchanged between devices", tuple(COLUMNS), sent, tuple(WORDS))

@@ -1,4 +1,4 @@
-"""What a compiled program takes, as a report: memory, matmul dtypes, FLOPs, bytes, a roofline."""
+"""The report on a compiled program: memory, matmul dtypes, FLOPs, bytes moved, a roofline."""
 
 import collections
 import dataclasses
@@ -22,24 +22,27 @@ from mpjax._src.hardware.targets import GPU_PREALLOCATED, Target, size
 from mpjax._src.reports import Report, table, wrapped
 
 BOUND = (
-    "The roofline is a bound and not a forecast: datasheet peaks, compute and memory perfectly "
-    "overlapped. Only a cache that keeps arrays from one kernel to the next can beat it."
+    "The roofline is a lower bound, not a forecast: it assumes datasheet peaks, and compute and "
+    "memory traffic that overlap perfectly. Only a cache that keeps arrays from one kernel to the "
+    "next can beat it."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class MatmulRow:
-    """Matmuls and convolutions of one kind. Dtypes are in HLO's spelling: "bf16", "f16", "f32".
+    """The matmuls and convolutions of a program that have the same dtypes.
+
+    Dtypes are spelled as in HLO: "bf16", "f16", "f32".
 
     Attributes:
-        asked: The dtype of the operands in the program as JAX wrote it.
-        operands: The wider dtype of the operands in the program that runs.
-        runs_as: What the matrix units multiply: "tf32" where NVIDIA's may round float32 operands,
-            "bf16" where a TPU's do, "bf16 x3" where several products make one.
-        instructions: How many the program holds.
-        runs: How many run, those in loops as often as the loop turns.
-        flops: Of all runs, one pass counted.
-        share: Of the FLOPs of all matmuls.
+        asked: The dtype of the operands in the program that JAX wrote.
+        operands: The wider dtype of the operands in the optimized program.
+        runs_as: The dtype that the matrix units multiply: "tf32" if NVIDIA's may round float32
+            operands, "bf16" if a TPU's do, "bf16 x3" if one product is computed as three.
+        instructions: The number of instructions in the program.
+        runs: The number of executions; an instruction in a loop counts once per iteration.
+        flops: The FLOPs of all executions; a product of several passes counts once.
+        share: The share of the FLOPs of all matmuls, from 0 to 1.
     """
 
     asked: str
@@ -53,33 +56,33 @@ class MatmulRow:
 
 @dataclasses.dataclass(frozen=True)
 class CompileReport(Report):
-    """What one run of a program takes on a device that need not be there. ``print`` it.
+    """The report of `compile_for`: the memory and cost of one run of a program. ``print`` it.
 
-    Of several devices it says what each of them takes: all figures but `devices` are of one.
+    For a target of several devices, all figures are those of one device.
 
     Attributes:
         target: The name of the target.
-        device: What the device calls itself.
-        devices: How many there are.
-        jax_version: Whose compilers were asked.
-        argument_bytes: Memory of the arguments.
-        output_bytes: Memory of the results.
-        alias_bytes: What arguments and results share, because the arguments are donated.
-        temp_bytes: Memory of everything between.
-        code_bytes: Memory of the program itself and of arrays that it closes over.
-        device_bytes: The memory of the device.
-        flops: FLOPs of one run.
-        matmul_flops: Those of its matmuls and convolutions.
-        bytes_accessed: Bytes to and from the device's memory, if no cache held any between two
-            kernels.
-        matmuls: Its matmuls by dtype, the costliest first.
-        collectives: The arrays that devices exchange, those first that send most.
-        compute_ms: The time of the FLOPs at the datasheet's peaks.
-        memory_ms: The time of the bytes at the datasheet's bandwidth.
-        notes: What the figures leave out or assume.
-        xla_costs: XLA's own "flops" and "bytes accessed", which count a loop once and a library
-            call not at all.
-        hlo: The optimized program, as text.
+        device: The name that the device reports.
+        devices: The number of devices.
+        jax_version: The version of JAX whose compilers were used.
+        argument_bytes: The memory of the arguments, in bytes.
+        output_bytes: The memory of the results, in bytes.
+        alias_bytes: The memory that donated arguments share with results, in bytes.
+        temp_bytes: The memory of temporary arrays, in bytes.
+        code_bytes: The memory of the program and of the arrays that it closes over, in bytes.
+        device_bytes: The memory of the device, in bytes.
+        flops: The FLOPs of one run.
+        matmul_flops: The FLOPs of its matmuls and convolutions.
+        bytes_accessed: The bytes read from and written to the device's memory, assuming that no
+            cache keeps arrays between two kernels.
+        matmuls: Its matmuls by dtype, the most FLOPs first.
+        collectives: The arrays that devices exchange, the most bytes first.
+        compute_ms: The time of the FLOPs at the datasheet's peak rates, in milliseconds.
+        memory_ms: The time of the bytes at the datasheet's bandwidth, in milliseconds.
+        notes: Sentences on the assumptions behind the figures, and on costs that they leave out.
+        xla_costs: XLA's own "flops" and "bytes accessed". XLA counts the body of a loop once and
+            ignores library calls.
+        hlo: The text of the optimized program.
     """
 
     target: str
@@ -106,35 +109,38 @@ class CompileReport(Report):
     _drawn_by = "mpjax._src.hardware.page"
 
     def memory(self) -> tuple[MemoryRow, ...]:
-        """Returns what the memory holds, by kind: the rows sum up to `total_bytes`."""
+        """Returns the contents of the memory, as rows whose bytes add up to `total_bytes`."""
         results = self.output_bytes - self.alias_bytes
         sizes = Sizes(self.argument_bytes, results, self.temp_bytes, self.code_bytes)
         return memory_rows(self.hlo, sizes)
 
     @property
     def total_bytes(self) -> int:
-        """The memory that one run takes: arguments, results that share none, all between, code."""
+        """The memory of one run in bytes: arguments, results, temporary arrays and code.
+
+        Memory that results share with donated arguments counts once.
+        """
         kept = self.argument_bytes + self.output_bytes - self.alias_bytes
         return kept + self.temp_bytes + self.code_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether that is no more than the device has, nothing kept free."""
+        """Whether `total_bytes` is at most the whole memory of the device."""
         return self.total_bytes <= self.device_bytes
 
     @property
     def roofline_ms(self) -> float:
-        """The time of a run that keeps units or memory busy throughout: a bound, no forecast."""
+        """The larger of `compute_ms` and `memory_ms`: a lower bound of the time, not a forecast."""
         return max(self.compute_ms, self.memory_ms)
 
     @property
     def bound(self) -> str:
-        """What the roofline says limits it: "compute" or "memory"."""
+        """The larger part of the roofline: "compute" or "memory"."""
         return "compute" if self.compute_ms >= self.memory_ms else "memory"
 
     @property
     def matmul_dtypes(self) -> dict[str, int]:
-        """How many matmul instructions run in which dtype."""
+        """The number of matmul instructions by the dtype that they run in."""
         counts: dict[str, int] = {}
         for row in self.matmuls:
             counts[row.runs_as] = counts.get(row.runs_as, 0) + row.instructions
@@ -142,16 +148,16 @@ class CompileReport(Report):
 
     @property
     def wire_bytes(self) -> float:
-        """What a device sends to others in one run."""
+        """The bytes that one device sends to others in one run."""
         return sent_by(self.collectives)
 
     @property
     def disguised(self) -> tuple[MatmulRow, ...]:
-        """The matmuls that were asked for in a narrower dtype than they run in."""
+        """The matmuls that run in a wider dtype than the program asked for."""
         return tuple(row for row in self.matmuls if bits(row.asked) < bits(row.operands))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data, ready for JSON, without the HLO."""
+        """Returns the report without the HLO as dictionaries, lists, numbers and strings."""
         fields = {k: v for k, v in vars(self).items() if k not in ("hlo", "matmuls", "xla_costs")}
         derived = ("total_bytes", "fits", "roofline_ms", "bound", "matmul_dtypes", "wire_bytes")
         return {
@@ -167,7 +173,7 @@ class CompileReport(Report):
     def __str__(self) -> str:
         fits = "fits" if self.fits else "DOES NOT FIT"
         lines = [
-            f"{self.target}: {self.device}, compiled without one by jax {self.jax_version}",
+            f"{self.target}: {self.device}, compiled without the device by jax {self.jax_version}",
             f"memory    {size(self.total_bytes)} of {size(self.device_bytes)} "
             f"({self.total_bytes / self.device_bytes:.1%}): {fits}",
             f"          arguments {size(self.argument_bytes)} + results {size(self.output_bytes)} "
@@ -191,8 +197,8 @@ class CompileReport(Report):
             )
         for row in self.disguised:
             disguised = (
-                f"in disguise: {row.share:.1%} of the matmul FLOPs were asked for in {row.asked} "
-                f"and run in {row.operands}."
+                f"wider than asked for: {row.share:.1%} of the matmul FLOPs run in {row.operands}, "
+                f"but the program asked for {row.asked}."
             )
             lines.append(wrapped(disguised))
         if self.collectives:
@@ -205,7 +211,7 @@ class CompileReport(Report):
 
 
 def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
-    """Returns the report of what a child answered."""
+    """Returns the report for a child's answer."""
     memory, costs = answer["memory"], hlo_costs.costs(answer["hlo"])
     asked = hlo_costs.asked(answer["asked"])
     groups: dict[tuple[str, str, str], list[hlo_costs.Matmul]] = {}
@@ -242,15 +248,15 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
     given = GPU_PREALLOCATED if target.platform == "cuda" else 1.0
     if report.fits and report.total_bytes > given * target.memory:
         tight = (
-            f"JAX gives programs {given:.0%} of a GPU by default, which is less than this one "
-            "takes: set XLA_PYTHON_CLIENT_MEM_FRACTION."
+            f"By default JAX gives programs {given:.0%} of a GPU's memory, which is less than this "
+            "program takes. Set XLA_PYTHON_CLIENT_MEM_FRACTION to a larger share."
         )
         return dataclasses.replace(report, notes=(*report.notes, tight))
     return report
 
 
 def unit(target: Target, matmul: hlo_costs.Matmul) -> tuple[str, float]:
-    """Returns what a target's matrix units multiply for a matmul, and their FLOP/s."""
+    """Returns the dtype that a target's matrix units multiply for a matmul, and their FLOP/s."""
     dtype, passes = matmul.operands, matmul.passes
     if matmul.algorithm:
         dtype = matmul.algorithm
@@ -270,7 +276,7 @@ def unit(target: Target, matmul: hlo_costs.Matmul) -> tuple[str, float]:
 
 
 def _compute_seconds(target: Target, costs: hlo_costs.Costs) -> float:
-    """Returns the time of the FLOPs: of the matrix units, or of the others if they take longer."""
+    """Returns the time of the FLOPs in seconds, on the matrix or vector units, the longer one."""
     matrix = vector = 0.0
     for matmul in costs.matmuls:
         runs_as, peak = unit(target, matmul)
@@ -279,25 +285,25 @@ def _compute_seconds(target: Target, costs: hlo_costs.Costs) -> float:
             vector += seconds
         else:
             matrix += seconds
-    if target.platform == "cuda":  # what a TPU's vector units do is not published
+    if target.platform == "cuda":  # the peak rate of a TPU's vector units is not published
         vector += costs.other_flops / target.peaks["f32"]
     return max(matrix, vector)
 
 
 def _may_round(matmul: hlo_costs.Matmul) -> bool:
-    """Tells whether float32 operands may be rounded to TF32, as XLA reads their precision.
+    """Tells whether XLA may round float32 operands to TF32 at the matmul's precision.
 
-    Seen in the PTX that it writes for A100 and H100: at the default precision ``mma`` on tf32, at
-    "high" and "highest" ``fma`` on f32. cuBLAS and cuDNN get leave for TF32 at "high" too.
+    XLA's PTX for A100 and H100 uses ``mma`` on tf32 at the default precision, and ``fma`` on f32 at
+    "high" and "highest". It permits cuBLAS and cuDNN to use TF32 at "high" too.
     """
     return matmul.precision == "default" or (matmul.library and matmul.precision == "high")
 
 
 def _asked(asked: dict[str, collections.Counter[str]], matmul: hlo_costs.Matmul) -> str:
-    """Returns the dtype that the program asked a matmul's operands in, and takes it off the list.
+    """Returns the dtype of a matmul's operands in the program as written, and uses it up.
 
-    A compiler may name a matmul after a neighbour that it merged with it: then after those of the
-    same scope.
+    A compiler may name a matmul after a neighbour that it merged. Then the matmuls of the same
+    scope are searched.
     """
     dtypes = asked.get(matmul.name)
     scope = matmul.name
@@ -325,38 +331,41 @@ def _notes(
     yield BOUND
     if left_out:
         yield (
-            f"Compiled with {left_out}=False: XLA found no tiles for its Triton matmuls without a "
-            "device to tune them on. cuBLAS takes their place, as it may on a device."
+            f"Compiled with {left_out}=False, because XLA found no tiles for its Triton matmuls "
+            "without a device to tune them on. cuBLAS runs them instead, as it may on a device."
         )
     if target.devices > 1:
         yield (
-            f"All figures are of one of {target.devices} devices. Sent is what rings send, as if "
-            "none of it were wasted; how long it takes, and how much of it is hidden, depends on "
+            f"All figures are for one of {target.devices} devices. The bytes sent assume ring "
+            "algorithms without overhead. Their time, and the part hidden by compute, depend on "
             "the links."
         )
     if any(row.runs_as == "tf32" for row in rows):
         yield (
-            "tf32: float32 operands at JAX's default precision, which XLA lets the tensor cores "
-            "round to 10 bits of mantissa; jax.default_matmul_precision('highest') forbids it."
+            "tf32: at JAX's default precision, XLA lets the tensor cores round float32 operands "
+            "to 10 bits of mantissa; jax.default_matmul_precision('highest') forbids it."
         )
     if target.platform == "tpu" and any(row.operands == "f32" for row in rows):
         yield (
-            "float32 operands reach a TPU's matrix unit as bfloat16: once at JAX's default "
-            "precision, in 3 or 6 products at 'high' and 'highest'."
+            "A TPU's matrix unit multiplies float32 operands as bfloat16: in one product at JAX's "
+            "default precision, in 3 at 'high' and 6 at 'highest'."
         )
     if target.platform == "tpu" and any(row.operands == "f16" for row in rows):
         yield (
-            "The HLO says float16, for which a TPU's matrix unit has no products: bfloat16's peak "
-            "was assumed, and it may be slower. Use bfloat16."
+            "A TPU's matrix unit does not multiply float16, which this program uses. The figures "
+            "assume the peak rate of bfloat16, but it may be slower. Use bfloat16."
         )
     if any(row.asked == "bf16" and row.operands == "f32" for row in rows) and (
         "bf16" not in target.peaks
     ):
-        yield f"{target.device} has no bfloat16 units. Use float16 (policy='mixed_float16')."
+        yield (
+            f"{target.device} has no matrix units for bfloat16. Use float16 "
+            "(policy='mixed_float16')."
+        )
     if costs.unknown_loops:
         yield (
-            f"Loops whose number of turns the program does not tell: {costs.unknown_loops} "
-            "(while_loop, or fori_loop with a traced bound). Each was counted as one turn."
+            f"Loops with an unknown number of iterations: {costs.unknown_loops} (while_loop, or "
+            "fori_loop with a traced bound). Each was counted as one iteration."
         )
     if costs.unknown_calls:
-        yield f"FLOPs inside of {', '.join(costs.unknown_calls)} were not counted."
+        yield f"The FLOPs inside {', '.join(costs.unknown_calls)} are not counted."

@@ -1,11 +1,12 @@
-"""Accelerators that can be compiled for without having them, as data.
+"""The accelerators that `compile_for` can compile for, as data.
 
-What XLA's GPU compiler must know of a card is published in openxla/xla (xla/backends/gpu/
-target_config/specs, Apache-2.0); T4's row is from its datasheet, clock and L2 cache approximate.
-Peaks are the vendors' datasheets', dense (no sparsity), in TFLOP/s, at boost clock:
+The facts that XLA's GPU compiler needs are published in openxla/xla (xla/backends/gpu/
+target_config/specs, Apache-2.0). The row of the T4 is from its datasheet; its clock and L2 cache
+are approximate. Peak rates are from the vendors' datasheets: dense (no sparsity), in TFLOP/s, at
+boost clock:
 
 - NVIDIA: the datasheets of V100 SXM2, T4, A100 SXM, RTX A6000, H100 SXM, H200 SXM, HGX B200 / 8.
-- Google: cloud.google.com/tpu/docs, a page for each version. HBM sizes and bandwidths too.
+- Google: cloud.google.com/tpu/docs, one page per version, also for HBM sizes and bandwidths.
 """
 
 import dataclasses
@@ -85,21 +86,21 @@ GPUS_PER_HOST, MOST = 8, 4096
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One accelerator, or several that are the same, as the compiler and the roofline see them.
+    """One accelerator or several equal ones: the facts for the compiler and the roofline.
 
     Attributes:
-        name: The name in this table; of several, with their number: "h100 x 8".
+        name: The name in this table, with the number of devices if there are several: "h100 x 8".
         platform: "cuda" or "tpu".
-        device: What it calls itself.
-        capability: NVIDIA's compute capability, "" for TPUs.
-        memory: The memory of one, in bytes.
-        bandwidth: Of that memory, bytes per second.
-        peaks: FLOP/s by dtype, of its matrix units where they know it.
-        topology: Their name for XLA.
-        config: The text proto that XLA's GPU compiler asks for, "" for TPUs.
-        reserve: The share of the memory that is no program's, by default.
-        chip: The name of one.
-        devices: How many there are.
+        device: The name that the device reports.
+        capability: NVIDIA's compute capability; "" for TPUs.
+        memory: The memory of one device, in bytes.
+        bandwidth: The bandwidth of that memory, in bytes per second.
+        peaks: The peak FLOP/s by dtype, of the matrix units if they support the dtype.
+        topology: XLA's name of the topology.
+        config: The text proto that XLA's GPU compiler needs; "" for TPUs.
+        reserve: The default share of the memory that programs cannot use.
+        chip: The name of one device.
+        devices: The number of devices.
     """
 
     name: str
@@ -120,7 +121,7 @@ def find_target(name: str) -> Target:
     """Returns the target of a name such as "h100", "NVIDIA A100-80", "TPU v5e" or "h100 x 8"."""
     known = [*GPUS, *ALIASES, *TPU_CHIPS]
     if not isinstance(name, str):
-        raise TypeError(f"target={brief(name)} must be a name. Legal are {', '.join(known)}.")
+        raise TypeError(f"target={brief(name)} must be a string. Legal are {', '.join(known)}.")
     several = SEVERAL.fullmatch(name.strip())
     key = named(several[1] if several else name)
     key = ALIASES.get(key, key)
@@ -129,10 +130,11 @@ def find_target(name: str) -> Target:
         return _several(one, int(several[2]), name) if several else one
     if key in CARDS or key in TPUS:
         like = [k for k in GPUS if key in CARDS and CARDS[k] == CARDS[key]]
-        instead = f" {' and '.join(like)} have the same cores, in another number." if like else ""
+        kind = "has" if len(like) == 1 else "have"
+        instead = f" {' and '.join(like)} {kind} the same kind of cores." if like else ""
         raise ValueError(
-            f"target={brief(name)} is a device that mpjax knows, but not in the detail that "
-            f"compiling takes.{instead} Legal are {', '.join(known)}."
+            f"target={brief(name)} is known to recommend_policy, but mpjax lacks the details to "
+            f"compile for it.{instead} Legal are {', '.join(known)}."
         )
     raise ValueError(
         f"target={brief(name)} is not known.{did_you_mean(key, known)} "
@@ -141,7 +143,7 @@ def find_target(name: str) -> Target:
 
 
 def size(count: float) -> str:
-    """Returns a number of bytes in the unit that suits it."""
+    """Returns a number of bytes as text, in B, KiB, MiB or GiB."""
     for unit_name, unit_size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= unit_size:
             return f"{count / unit_size:,.2f} {unit_name}"
@@ -172,16 +174,16 @@ def _tpu(name: str) -> Target:
 
 
 def _several(one: Target, count: int, asked: str) -> Target:
-    """Returns several of a target: GPUs of hosts with eight each, a slice of TPUs."""
+    """Returns a target of several devices: GPUs in hosts of eight, or a slice of TPUs."""
     if one.platform == "cuda":
         hosts = math.ceil(count / GPUS_PER_HOST)
         legal = 1 <= count <= MOST and count % hosts == 0
         topology = f"1x{hosts}x{count // hosts}" if legal else ""
-        which = f"1 to {GPUS_PER_HOST} GPUs, and multiples of {GPUS_PER_HOST} up to {MOST}"
+        which = f"1 to {GPUS_PER_HOST} GPUs and multiples of {GPUS_PER_HOST} up to {MOST}"
     else:
         legal = 1 <= count <= MOST and not count & (count - 1)
         topology = f"{one.chip}:{_torus(count, TPU_CHIPS[one.chip][0])}" if legal else ""
-        which = f"powers of two up to {MOST}, which is what slices of TPUs are"
+        which = f"the sizes of TPU slices: powers of two up to {MOST}"
     if not legal:
         raise ValueError(
             f"target={brief(asked)} cannot be compiled for {count} devices. Legal are {which}."
@@ -192,9 +194,9 @@ def _several(one: Target, count: int, asked: str) -> Target:
 
 
 def _torus(count: int, axes: int) -> str:
-    """Returns a slice's dimensions as Google offers them: "2x2x1" of 4, "2x2x4" of 16."""
+    """Returns the dimensions of a slice as Google offers them: "2x2x1" for 4, "2x2x4" for 16."""
     sizes = [1] * axes
-    while math.prod(sizes) < count:  # the smallest: of ones the first, of others the last
+    while math.prod(sizes) < count:  # double the smallest: the first 1, else the last minimum
         least = min(range(axes), key=lambda a: (sizes[a], a if sizes[a] == 1 else -a))
         sizes[least] *= 2
     return "x".join(map(str, sizes))
