@@ -1,7 +1,6 @@
-"""The only package that reaches into JAX's internals, or knows how its versions differ.
+"""The only package that uses JAX's internals or depends on differences between its versions.
 
-It imports nothing of mpjax. What each function here takes for granted of JAX is a test of its own,
-in tests/_jax.
+It imports nothing from mpjax. tests/_jax has a test for each assumption about JAX made here.
 """
 
 from jax.extend.core import Literal

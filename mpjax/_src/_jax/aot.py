@@ -1,4 +1,4 @@
-"""Compiling for hardware that is not there."""
+"""Compiles programs for hardware that this machine does not have."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ def _absent_devices(platform: str, topology: str, config: str, count: int) -> tu
     options: dict[str, Any]
     if platform == "tpu":
         options = {"topology_name": topology}
-        if count < 4:  # less than a host, of which libtpu is to be told
+        if count < 4:  # less than one host, which libtpu must be told
             options["chips_per_host_bounds"] = (1, 1, 1)
     else:
         options = {"topology": topology, "target_config": config}
@@ -30,7 +30,7 @@ def _absent_devices(platform: str, topology: str, config: str, count: int) -> tu
     return tuple(d for d in devices if not getattr(d, "core_on_chip", 0))
 
 
-# What XLA says where its Triton matmuls need a device to be tuned on, and what leaves them out.
+# XLA's error if its Triton matmuls need a device for tuning, and the flag that turns them off.
 UNTUNED, TRITON = "output tile sizes", "xla_gpu_enable_triton_gemm"
 
 
@@ -42,17 +42,17 @@ def compile_only(
     program: bytes,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Compiles StableHLO for devices that are not there: its memory, and the HLO before and after.
+    """Compiles StableHLO for absent devices: returns its memory, and the HLO before and after.
 
-    To be called where the plugins may load: in a process of its own.
+    Call it in a separate process, because it loads the plugins of the platform.
 
     Args:
         platform: "cuda" or "tpu".
-        topology: What XLA calls the devices.
+        topology: XLA's name of the devices.
         config: XLA's description of a GPU.
-        count: How many devices there are, over which the program is partitioned.
+        count: The number of devices over which the program is partitioned.
         program: The StableHLO.
-        options: XLA's flags for this compilation.
+        options: XLA flags for this compilation.
     """
     devices = _absent_devices(platform, topology, config, count)
     before = jaxlib_module.mlir.mlir_module_to_xla_computation(program)
@@ -102,16 +102,16 @@ def compile_only(
     }
 
 
-CUDNN_VERSION = 91000  # of 9.10, which knows all that JAX asks of it
+CUDNN_VERSION = 91000  # version 9.10, which has all features that JAX checks
 _ANSWERING = threading.RLock()
 
 
 @contextlib.contextmanager
 def as_if_on_gpu(capability: str) -> Iterator[None]:
-    """Answers what JAX asks of the GPU and of cuDNN, for a program that is lowered for another one.
+    """Returns a context in which JAX's checks of the GPU and of cuDNN see another GPU.
 
-    JAX asks while `jax.nn.dot_product_attention` is traced for cuDNN. The answers are those of a
-    GPU of some compute capability; "" leaves JAX as it is. Nothing of it outlives the context.
+    JAX checks them while `jax.nn.dot_product_attention` is traced for cuDNN. Inside the context it
+    sees a GPU of the given compute capability; "" changes nothing.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 

@@ -1,4 +1,4 @@
-"""Barriers that keep the compiler of some platforms from a rewriting that goes wrong there."""
+"""Optimization barriers against harmful rewrites by the compilers of some platforms."""
 
 import jax
 from jax.experimental import jet
@@ -7,7 +7,7 @@ from jax.interpreters import ad, batching, mlir
 
 
 def _barrier(name: str, *platforms: str) -> Primitive:
-    """Returns a linear primitive: the identity, on these platforms an optimization barrier."""
+    """Returns a linear identity primitive, which is an optimization barrier on some platforms."""
     primitive = Primitive(name)
     primitive.def_impl(lambda x: x)
     primitive.def_abstract_eval(lambda x: x)
@@ -30,28 +30,29 @@ BARRIERS = frozenset({"cpu_barrier", "gpu_barrier", "again_barrier"})
 
 
 def cpu_barrier(x: jax.Array) -> jax.Array:
-    """Returns ``x``, on XLA:CPU behind an optimization barrier.
+    """Returns ``x``; on XLA:CPU behind an optimization barrier.
 
-    XLA:CPU fails at run time on a half matmul with a float32 result that it fuses with a transpose
-    of an operand or of the result ("BF16 x BF16 = F32"). Kept apart by barriers, they work. Other
-    platforms need none.
+    XLA:CPU fails at run time if it fuses a half matmul with float32 result and a transpose of an
+    operand or of the result ("BF16 x BF16 = F32"). The barrier prevents the fusion. Other platforms
+    do not need it.
     """
     return _cpu_barrier_p.bind(x)
 
 
 def gpu_barrier(x: jax.Array) -> jax.Array:
-    """Returns ``x``, on GPUs behind an optimization barrier.
+    """Returns ``x``; on GPUs behind an optimization barrier.
 
-    XLA:GPU would rather compute a softmax again from its float32 operand, which it then keeps for
-    the backward pass. On a TPU the barrier costs memory.
+    Without it, XLA:GPU recomputes a softmax from its float32 operand, and keeps that for the
+    backward pass. On TPUs the barrier costs memory.
     """
     return _gpu_barrier_p.bind(x)
 
 
 def again_barrier(x: jax.Array) -> jax.Array:
-    """Returns ``x``, on CPUs and GPUs behind an optimization barrier.
+    """Returns ``x``; on CPUs and GPUs behind an optimization barrier.
 
-    Their compilers would save what follows from ``x`` rather than compute it again. A TPU's does
-    elementwise work again by itself, in the matmuls that read it: a barrier has it save more.
+    Without it, their compilers save values computed from ``x`` instead of recomputing them. TPU
+    compilers recompute elementwise operations by themselves, in the matmuls that read them; there a
+    barrier would make them save more.
     """
     return _again_barrier_p.bind(x)

@@ -1,4 +1,4 @@
-"""Calls of programs that leave no trace of the call."""
+"""Calls of programs whose equations are inlined into the calling program."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ from mpjax._src._jax.programs import eval_closed, open_jaxpr
 
 
 class _Inlined(Primitive):
-    """Evaluates a program, which is linearized as a whole.
+    """Evaluates a program that is linearized as a whole.
 
-    No program holds it: what it is traced into holds its equations, each at its own line.
+    The traced program contains its equations, each with its own source line, instead of a call.
     """
 
     multiple_results = True
@@ -38,12 +38,12 @@ _inlined_p = _Inlined("inlined")
 
 
 def linearized_once(jaxpr: Any) -> Callable[..., list[Any]]:
-    """Returns the function that a closed jaxpr is; all calls of it share what differentiates it."""
+    """Returns a closed jaxpr as a function whose derivative is computed once for all calls."""
     return functools.partial(_inlined_p.bind, jaxpr=jaxpr)
 
 
 def _copy(trace: Any, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Copies the equations of a program into the one that is traced, as evaluating it would."""
+    """Copies the equations of a program into the traced one, as an evaluation would."""
     here = current()
     env = {
         var: trace.to_jaxpr_tracer(x, here)
@@ -80,7 +80,7 @@ def _linearize(is_vjp, nonzero, *primals, jaxpr):
 
     if isinstance(described, int):
         return results[: len(moving)], moving, residuals, linearized
-    # From 0.12 on some residuals come as a pytree, apart from the others.
+    # From JAX 0.12 on, some residuals are passed separately, as a pytree.
     structured = described.unpack()[2].update([*made]).unflatten()
     return results[: len(moving)], moving, residuals, structured, linearized
 

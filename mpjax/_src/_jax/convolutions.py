@@ -1,8 +1,8 @@
-"""Convolutions in half whose gradient by the kernel devices sum in float32.
+"""Half convolutions whose kernel gradients are summed over devices in float32.
 
-A matmul can hand out the float32 accumulator of that gradient (`wire.half_dot`); cuDNN has no such
-convolution. So each device convolves its own part of the batch in half, and what is summed is the
-float32 copy of what it gives.
+A matmul can return the float32 accumulator of that gradient (`wire.half_dot`), but cuDNN has no
+such convolution. So each device convolves its own part of the batch in half, and the results are
+cast to float32 before they are summed.
 """
 
 import functools
@@ -23,13 +23,13 @@ Dims = jax.lax.ConvDimensionNumbers
 
 
 def half_conv(x: Any, kernel: Any, half: Any, **params: Any) -> Any:
-    """Convolves in half with a kernel that may be float32; linear in each.
+    """Convolves in half with a kernel that may be float32. It is linear in both operands.
 
     Args:
-        x: What is convolved.
-        kernel: The kernel; its cotangent has its dtype, and is summed over devices in float32.
-        half: What both are convolved in, and the dtype of the result.
-        **params: Of ``conv_general_dilated``, its ``preferred_element_type`` left out.
+        x: The input.
+        kernel: The kernel. Its cotangent has its dtype, and is summed over devices in float32.
+        half: The dtype of the convolution and of the result.
+        **params: The parameters of ``conv_general_dilated`` without ``preferred_element_type``.
     """
     return _half_conv(x, kernel, half, half, False, **params)
 
@@ -46,13 +46,13 @@ def _plain(x, y, *, half, preferred_element_type, **params):
 
 
 def _convolve(x, y, *, devices, sums, **params):
-    """Convolves; if that sums over a batch, each device does over its part of it."""
+    """Convolves. If the convolution sums over a batch, each device sums over its own part."""
     mesh, axes = _split(x, y, devices, **params) if sums and devices > 1 else (None, ())
     if mesh is None or not axes:
         return _plain(x, y, **params)
 
     def run(x, y):
-        # What explicit axes beside those of the batch split stays split.
+        # Dimensions that other explicit axes split stay split.
         inside = NamedSharding(jax.sharding.get_abstract_mesh(), params["out_sharding"].spec)
         wide = {"preferred_element_type": np.float32, "out_sharding": inside}
         return jax.lax.psum(_plain(x, y, **{**params, **wide}), axes)
@@ -67,16 +67,16 @@ def _convolve(x, y, *, devices, sums, **params):
         axis_names={*axes},
         check_vma=False,
     )(x, y)
-    if all(kind == AxisType.Auto for kind in mesh.axis_types):  # or each device reads all of it
+    if all(kind == AxisType.Auto for kind in mesh.axis_types):  # else each reads it whole
         out = placed_freely(out, NamedSharding(mesh, PartitionSpec()))
     return jax.lax.convert_element_type(out, params["preferred_element_type"])
 
 
 def _split(x, y, devices, *, dimension_numbers, feature_group_count, **_):
-    """Returns a mesh, and its axes over which the batch is split that a convolution sums over.
+    """Returns the mesh and the mesh axes that split the batch over which a convolution sums.
 
-    Explicit axes say so. Of automatic ones nothing is known before XLA chooses: a batch is taken to
-    be split over all of them, as it is in data parallel training, whether state is sharded or not.
+    For explicit axes this is known. XLA chooses automatic axes later; the batch is assumed to be
+    split over all of them, as in data-parallel training with or without sharded state.
     """
     mesh = jax.typeof(x).sharding.mesh
     mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
@@ -103,7 +103,7 @@ def _abstract_eval(x, y, *, half, sums, **params):
 
 
 def _transpose_x(ct, x, kernel, *, half, sums, preferred_element_type, **params):
-    """As JAX transposes a convolution, in half."""
+    """Transposes a convolution as JAX does, in half."""
     del sums, preferred_element_type
     ct, kernel = (jax.lax.convert_element_type(v, half) for v in (ct, kernel))
     moving = ad.UndefinedPrimal(retyped(x.aval, half))
@@ -113,7 +113,7 @@ def _transpose_x(ct, x, kernel, *, half, sums, preferred_element_type, **params)
 
 
 def _transpose_kernel(ct, x, kernel, *, half, sums, preferred_element_type, **params):
-    """As JAX transposes a convolution: the batch is what is summed, the kernel what is given."""
+    """Transposes a convolution by its kernel as JAX does: the result sums over the batch."""
     del sums, preferred_element_type
     if np.size(ct) == 0:
         return ad.Zero(kernel.aval)
@@ -144,7 +144,7 @@ def _transpose_kernel(ct, x, kernel, *, half, sums, preferred_element_type, **pa
 
 
 def _batch(axis_data, args, dims, *, batch_group_count, dimension_numbers, sums, **params):
-    """Batches what is convolved into its batch; what needs more is convolved as JAX batches it."""
+    """Merges a batch axis of the input into its batch; other cases are batched as in JAX."""
     del axis_data
     (x, y), (dim, other) = args, dims
     numbers = {"dimension_numbers": dimension_numbers, "batch_group_count": batch_group_count}

@@ -1,4 +1,4 @@
-"""Jitted functions as JAX calls them: their programs, and others in the place of these."""
+"""Calls of jitted functions: reading their programs, and replacing them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,11 +16,11 @@ class JitCall:
     """A call of a jitted function.
 
     Attributes:
-        jaxpr: Its program; the same object each time that it is called alike.
-        params: All that jit knows of it: what is donated, where arguments and results lie.
-        leaves: The arrays that it is called with.
-        out_tree: The structure of what it returns.
-        traced: JAX's own record of it.
+        jaxpr: Its program, the same object for each equal call.
+        params: The parameters of the jit: donated arguments, shardings and layouts.
+        leaves: The array arguments.
+        out_tree: The structure of the results.
+        traced: JAX's own record of the call.
     """
 
     jaxpr: Any
@@ -30,10 +30,10 @@ class JitCall:
     traced: Any
 
     def with_places(self) -> dict[str, Any]:
-        """Returns `params` whose results lie where XLA lets those of the program lie.
+        """Returns `params` with the result shardings that XLA chose for the original program.
 
-        On several devices XLA chooses, perhaps another place for another program; what is fed back
-        to the first one would have it compiled again.
+        On several devices XLA might choose other shardings for another program. Results that are
+        fed back to the original one would then cause it to be compiled again.
         """
         arrays = [x for x in self.leaves if isinstance(x, jax.Array)]
         if all(len(x.sharding.device_set) == 1 for x in arrays):
@@ -47,7 +47,7 @@ class JitCall:
 
 
 def jit_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> JitCall | None:
-    """Returns what a call of a jitted function is; None where some arguments are static."""
+    """Returns the record of a call of a jitted function; None if some arguments are static."""
     traced = fun.trace(*args, **kwargs)  # type: ignore[attr-defined]
     leaves, tree = jax.tree.flatten((args, kwargs))
     if tree != traced.in_tree:
@@ -57,7 +57,7 @@ def jit_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> JitCall | None:
 
 
 def jit_of(jaxpr: Any, params: dict[str, Any]) -> dict[str, Any]:
-    """Returns the parameters of a jit whose program was replaced by one of more results."""
+    """Returns the parameters of a jit for a replaced program with more results."""
     more = len(open_jaxpr(jaxpr)[0].outvars) - len(params["out_shardings"])
     free = {"out_shardings": UNSPECIFIED, "out_layouts": None}
     longer = {name: (*params[name], *[value] * more) for name, value in free.items()}

@@ -1,7 +1,7 @@
-"""Numbers that a program is written with stay as they are written: a jaxpr has the rounded ones.
+"""Keeps the numbers of a program unrounded in its jaxpr.
 
-JAX rounds them where it makes arrays of them, and where it folds a cast of a constant. Here both
-leave a cast in the program, of the number as it is written.
+JAX rounds Python numbers when it makes arrays of them, and when it folds the cast of a constant.
+Here, both leave a cast of the unrounded number in the program instead.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from jax._src.interpreters import partial_eval
 from jax._src.lax import lax
 from jax._src.numpy import array_constructors
 
-# Where JAX makes arrays of numbers: `jnp.full` and operations of lax; `jnp.asarray(0.999, dtype)`.
+# The places where JAX makes arrays of numbers: `jnp.full` and lax operations; `jnp.asarray`.
 _PLACES = (
     (lax, "_convert_element_type"),
     (array_constructors, "array"),
@@ -26,9 +26,9 @@ _LOCK = threading.RLock()
 
 @contextlib.contextmanager
 def casts_of_numbers() -> Iterator[None]:
-    """Has what this thread traces show each cast of a number to half.
+    """Returns a context in which traces of this thread show each cast of a number to half.
 
-    What a jit traced before is not traced again, unless the context that it is traced in is new.
+    Cached traces of a jit are used again, unless the context of the trace is new.
     """
     thread = threading.get_ident()
 
@@ -54,7 +54,7 @@ def casts_of_numbers() -> Iterator[None]:
             partial_eval.const_fold_rules[lax.convert_element_type_p] = unfolded
             for (module, name), convert in zip(_PLACES, before, strict=True):
                 setattr(module, name, cast(convert))
-            with np.errstate(over="ignore"):  # of arrays: -1e9 in float16
+            with np.errstate(over="ignore"):  # an array may hold -1e9, which overflows in float16
                 yield
         finally:
             partial_eval.const_fold_rules[lax.convert_element_type_p] = fold
@@ -67,7 +67,7 @@ def _is_half(dtype: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    """Tells a number of Python's or NumPy's that is wider than half."""
+    """Tells whether a value is a Python or NumPy number that is wider than half."""
     if isinstance(x, bool):
         return False
     if isinstance(x, int | float):

@@ -1,7 +1,7 @@
-"""Functions that Python partitions (`custom_partitioning`), compiled in another process.
+"""Compiles functions with `custom_partitioning` in another process.
 
-XLA asks JAX how to partition such a function by the id of a Python object, which lives where the
-program was traced: the process that compiles passes the question on.
+XLA asks JAX how to partition such a function, by the id of a Python object. The object lives in the
+process that traced the program, so the process that compiles passes the question on to it.
 """
 
 import base64
@@ -16,7 +16,7 @@ Ask = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def ask_elsewhere(ask: Ask) -> None:
-    """Has compilers that are loaded after this ask another process how to partition."""
+    """Makes compilers that are loaded afterwards ask another process how to partition."""
     from jax._src import custom_partitioning as jax_s
     from jax._src import xla_bridge
 
@@ -51,7 +51,7 @@ def ask_elsewhere(ask: Ask) -> None:
 
 
 def answer_partitioning(question: dict[str, Any]) -> dict[str, Any]:
-    """Answers what `ask_elsewhere` asks, where the program was traced."""
+    """Answers the questions of `ask_elsewhere`, in the process that traced the program."""
     from jax._src import custom_partitioning as jax_s
 
     try:

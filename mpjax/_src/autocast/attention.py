@@ -68,7 +68,7 @@ def dot_product_attention(
         broadcast_dropout: Whether the dropout mask is the same for all batch dimensions.
         deterministic: Whether dropout is off.
         dtype: The dtype that queries, keys and values are cast to; None to leave them as they are.
-        precision: The `jax.lax.Precision` of the matmuls.
+        precision: The ``jax.lax.Precision`` of the matmuls.
         module: The Flax module that sows the attention weights.
 
     Returns:

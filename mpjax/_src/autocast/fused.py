@@ -1,4 +1,4 @@
-"""Attention as a fused kernel runs it: what its axes run over, and what it is changed by."""
+"""A plain description of an attention for a fused kernel: its axes, biases and masks."""
 
 import math
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ Labels = tuple[tuple[Atom, ...], ...]
 
 
 class Term(NamedTuple):
-    """What is added to scores, or which of them count.
+    """A bias that is added to scores, or a mask.
 
     Attributes:
         labels: What its axes run over.
-        factor: What it is added times; None of a mask.
-        kept: Of a mask, whether scores count where it is true, or where it is false.
+        factor: The factor of a bias; None for a mask.
+        kept: For a mask, whether scores count where it is True, or where it is False.
     """
 
     labels: Labels
@@ -34,16 +34,16 @@ class Term(NamedTuple):
 
 
 class Fusion(NamedTuple):
-    """How a fused kernel runs an attention. Plain data, the same for attentions that are alike.
+    """An attention as a fused kernel runs it. Plain data, equal for equal attentions.
 
     Attributes:
-        kernel: Its name.
-        half: What it takes its operands in.
+        kernel: The name of the kernel.
+        half: The dtype of its operands.
         operands: What the axes of queries, keys and values run over.
-        terms: What the scores are changed by; the arrays follow the operands.
+        terms: The biases and masks of the scores, whose arrays follow the operands.
         result: What the axes of the result run over.
         groups: What the axes of the kernel run over: batch, queries, heads of keys, heads that
-            share them, keys, what is summed over, what values are made of.
+            share keys, keys, the contracted axis of the scores, the features of the values.
         options: The kernel's other arguments.
     """
 
@@ -56,7 +56,7 @@ class Fusion(NamedTuple):
     options: tuple[tuple[str, Any], ...]
 
     def describe(self) -> str:
-        """Returns which kernel runs, and what it is told and given."""
+        """Returns the name of the kernel and its options, such as "cudnn, causal, a bias"."""
         options = dict(self.options)
         told = [
             "causal" if options["is_causal"] else "",
@@ -71,7 +71,7 @@ def run(fusion: Fusion, arrays: Sequence[Any]) -> list[Any]:
     """Runs an attention by its fused kernel.
 
     Args:
-        fusion: How.
+        fusion: The description.
         arrays: Queries, keys, values, and the arrays of its terms.
 
     Returns:
@@ -80,7 +80,7 @@ def run(fusion: Fusion, arrays: Sequence[Any]) -> list[Any]:
     given, options = arranged(fusion, arrays), dict(fusion.options)
     try:
         out = fused_kernels.kernel_of(fusion.kernel, options)(*given)
-    except fused_kernels.REFUSALS:  # under vmap, a kernel may refuse what it takes otherwise
+    except fused_kernels.REFUSALS:  # a kernel may reject operands under vmap alone
         out = jax.nn.dot_product_attention(*given, implementation="xla", **options)
     batch, sequence, heads, sharing, _, _, values = fusion.groups
     labels = batch, sequence, (*heads, *sharing), values
@@ -88,7 +88,7 @@ def run(fusion: Fusion, arrays: Sequence[Any]) -> list[Any]:
 
 
 def arranged(fusion: Fusion, arrays: Sequence[Any]) -> list[Any]:
-    """Returns queries, keys, values, bias and mask as `jax.nn.dot_product_attention` has them."""
+    """Returns queries, keys, values, bias, mask as in `jax.nn.dot_product_attention`."""
     batch, sequence, heads, sharing, keys, summed, values = fusion.groups
     layouts = (
         (batch, sequence, (*heads, *sharing), summed),
@@ -112,7 +112,7 @@ def arranged(fusion: Fusion, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _laid_out(x: Any, labels: Labels, wanted: Labels) -> Any:
-    """Returns an array whose axes run over ``labels`` in another layout."""
+    """Returns an array, whose axes run over ``labels``, in another layout."""
     flat = [a for axis in labels for a in axis]
     order = [flat.index(a) for axis in wanted for a in axis]
     x = _reshape(x, [a[2] for a in flat])
@@ -121,7 +121,7 @@ def _laid_out(x: Any, labels: Labels, wanted: Labels) -> Any:
 
 
 def _spread(x: Any, labels: Labels, wanted: Labels) -> Any:
-    """As `_laid_out`, of an array that runs over some of it; full along queries and keys."""
+    """Returns an array with some of the axes in another layout, full along queries and keys."""
     there = {a for axis in labels for a in axis}
     full = [{*axis} if not there.isdisjoint(axis) or d > 1 else () for d, axis in enumerate(wanted)]
     present = tuple(tuple(a for a in axis if a in there) for axis in wanted)

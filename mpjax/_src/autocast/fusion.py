@@ -1,15 +1,15 @@
-"""Attention that is written by hand, as the fused kernel of the device.
+"""Recognises hand-written attention and runs it in the fused kernel of the device.
 
     out = softmax(factor * q k' + biases, masked) v
 
-What is matched is not a spelling: a softmax as `peepholes` finds it, what is affine in a matmul's
-result before it, and the matmul that alone reads it. Axes are told apart by what they run over:
-what both operands of the first matmul share are batches and heads, what is summed over are the
-keys, and what is left are the queries, the heads that share their keys among them. What changes the
-layout in between is seen through.
+The pattern does not depend on the spelling: a softmax that `peepholes` found, an affine function of
+a matmul's result before it, and a matmul that is its only reader. Axes are identified by what they
+run over. Axes shared by both operands of the first matmul are batches and heads, the axes of the
+sum are keys, and the others are queries, including heads that share keys. Changes of layout in
+between are skipped.
 
-The kernel computes what the operations would: a shift that is the same for a whole row cancels, and
-an entry that is masked by a large negative number has no weight, whatever the number is.
+The kernel computes the same function: a shift that is the same for a whole row cancels, and an
+entry masked by a large negative number has weight 0, whatever the number is.
 """
 
 import math
@@ -38,16 +38,16 @@ from mpjax._src.autocast.fused import SUM, VALUE, Atom, Fusion, Labels, Term
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.islands import Flow, Island, bound
 
-# How many values of a program are looked at for what shards a sequence.
+# The number of values that are searched for shardings of a sequence.
 REACH = 256
 
 
 class Unfit(Exception):
-    """Why a fused kernel cannot run an attention."""
+    """Raised with the reason why a fused kernel cannot run an attention."""
 
 
 def fuse(flow: Flow, found: list[Island]) -> None:
-    """Gives softmaxes that weigh values to the fused kernel of the device, where it takes them."""
+    """Assigns attentions to the fused kernel of the device, if it supports them."""
     for island in found if flow.fuse else ():
         matmul = _attends(island, flow) if island.axes else None
         if matmul is None:
@@ -60,7 +60,7 @@ def fuse(flow: Flow, found: list[Island]) -> None:
 
 
 def _attends(island: Island, flow: Flow) -> Op | None:
-    """Returns the matmul that a softmax goes to, whatever it goes through."""
+    """Returns the matmul that a softmax leads to, through any operations."""
     todo = [*island.results]
     for value in todo:  # grows
         for op in flow.readers.get(value, ()):
@@ -75,7 +75,7 @@ def _attends(island: Island, flow: Flow) -> Op | None:
 
 
 class Leaf(NamedTuple):
-    """What scores are changed by: an array, by which axes it is read, and the rest of `Term`."""
+    """A bias or mask of scores: an array, the axes by which it is read, and the rest of `Term`."""
 
     value: Value
     axes: Axes
@@ -84,7 +84,7 @@ class Leaf(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """A matmul, its axes as a softmax sees them, what it is multiplied by, and what is between."""
+    """A matmul of scores, its axes as the softmax sees them, its factor and the ops in between."""
 
     matmul: Op
     axes: Axes
@@ -94,9 +94,9 @@ class Scores(NamedTuple):
 
 
 def _fuse(island: Island, flow: Flow) -> Fusion:
-    """Returns how a fused kernel runs a softmax with what is before and after it.
+    """Returns the fusion that runs a softmax with the operations before and after it.
 
-    The island then holds all of that.
+    The island then holds all of these operations.
     """
     before_softmax, weights, summed = island.inputs[0], island.results[0], island.axes
     if not island.whole:
@@ -167,7 +167,7 @@ def _check_matmuls(*matmuls: Op) -> None:
 def _scores(
     value: Value, axes: Axes | None, factor: float, summed: tuple[int, ...], flow: Flow
 ) -> Scores:
-    """Returns the matmul that a value is affine in, given its axes and what it is multiplied by."""
+    """Returns the matmul that a value is an affine function of, given its axes and factor."""
     op = flow.producer.get(value)
     if op is None or axes is None or not value.is_f32:
         raise Unfit("its scores do not come from a matmul")
@@ -203,12 +203,12 @@ def _scores(
 
 
 def _number(value: Value) -> float | None:
-    """Returns the number that fills a value, if it is known."""
+    """Returns the number that fills a value, or None if it is not known."""
     return float(np.asarray(value.const).reshape(())) if is_number(value) else None
 
 
 def _of_sum(op: Op, axes: Axes, factor: float, summed: Any, flow: Flow, further: Any) -> Scores:
-    """Reads a sum of scores and a bias; one that is the same for a whole row is a mere shift."""
+    """Reads a sum of scores and a bias; a bias that is the same for a whole row is a shift."""
     reasons = []
     for place in (0, 1):
         other = op.ins[1 - place]
@@ -223,7 +223,7 @@ def _of_sum(op: Op, axes: Axes, factor: float, summed: Any, flow: Flow, further:
 
 
 def _weighed(value: Value, flow: Flow) -> tuple[Op, int, Axes, list[Op]]:
-    """Returns the matmul that alone reads a softmax, as which operand, its axes, the way there."""
+    """Returns the matmul that is the only reader of a softmax: operand, axes, and ops between."""
     axes: Axes | None = own_axes(value.aval.shape)
     views: list[Op] = []
     while True:
@@ -282,7 +282,7 @@ def _operand_axes(matmul: Op, axes: Axes) -> list[Axes]:
 
 
 def _operands(matmul: Op, axes: Labels, keys: set[Atom]) -> tuple[int, Labels, Labels, set[Atom]]:
-    """Returns which operand queries are, what the axes of both run over, and what both share."""
+    """Returns which operand holds the queries, the axes of both operands, and the shared axes."""
     contracting, batch = matmul.params["dimension_numbers"]
     shared = {a for axis in axes[: len(batch[0])] for a in axis}
     labels = []
@@ -299,7 +299,7 @@ def _operands(matmul: Op, axes: Labels, keys: set[Atom]) -> tuple[int, Labels, L
 def _values(
     matmul: Op, place: int, weights: Labels, keys: set[Atom], shared: set[Atom]
 ) -> tuple[Labels, Labels]:
-    """Returns what the axes of the values, and those of the result, run over."""
+    """Returns what the axes of the values and of the result run over."""
     contracting, batch = matmul.params["dimension_numbers"]
     if {a for d in contracting[place] for a in weights[d]} != keys:
         raise Unfit("the matmul that reads it does not sum over keys")
@@ -318,7 +318,7 @@ def _values(
 
 
 def _is_sharded(value: Value, dims: set[int], flow: Flow) -> bool:
-    """Tells whether the program asks for a sharding of some axes of what a value is made from."""
+    """Tells whether the program shards some axes of a value, or of the values it is made from."""
     todo: list[tuple[Value, Axes | None]] = [(value, own_axes(value.aval.shape))]
     for made, axes in todo:  # grows
         op = flow.producer.get(made)
@@ -345,7 +345,7 @@ def _is_sharded(value: Value, dims: set[int], flow: Flow) -> bool:
 
 
 def _parts(leaf: Leaf, flow: Flow) -> Iterator[Leaf]:
-    """Yields masks of which each must let an entry count, in place of what combines them."""
+    """Splits a combined mask into masks that must all keep an entry."""
     seen = _seen_through(leaf, flow)
     op = flow.producer.get(seen.value)
     if op is None:
@@ -366,7 +366,7 @@ def _parts(leaf: Leaf, flow: Flow) -> Iterator[Leaf]:
 
 
 def _chosen(op: Op, leaf: Leaf) -> Leaf | None:
-    """Returns the mask that chooses between zero and a large negative number as a bias."""
+    """Returns the mask behind a bias that is either 0 or a large negative number."""
     if op.name != "select_n" or len(op.ins) != 3 or not all(map(is_number, op.ins[1:])):
         return None
     added = [(_number(v) or 0.0) * (leaf.factor or 0.0) for v in op.ins[1:]]
@@ -377,7 +377,7 @@ def _chosen(op: Op, leaf: Leaf) -> Leaf | None:
 
 
 def _truth(op: Op, leaf: Leaf, flow: Flow) -> Leaf | None:
-    """Returns the boolean whose zeros and ones are compared with zero."""
+    """Returns the boolean behind a comparison of zeros and ones with 0."""
     value, other = op.ins
     if not is_number(other) or np.any(other.const):
         return None
@@ -392,7 +392,7 @@ def _truth(op: Op, leaf: Leaf, flow: Flow) -> Leaf | None:
 
 
 def _seen_through(leaf: Leaf, flow: Flow) -> Leaf:
-    """Returns the smallest array that another layout makes a leaf of."""
+    """Returns the smallest array from which changes of layout make a leaf."""
     value, axes = leaf.value, leaf.axes
     while (op := flow.producer.get(value)) is not None and (op.name in VIEWS or is_view(op)):
         further = before(op, axes)
@@ -403,7 +403,7 @@ def _seen_through(leaf: Leaf, flow: Flow) -> Leaf:
 
 
 def _lines(leaf: Leaf, flow: Flow) -> "frozenset[positions.Line] | None":
-    """Returns the sums of positions that are at least zero where entries count, if that is all."""
+    """Returns the sums of positions that are >= 0 exactly where entries count; None otherwise."""
     known = positions.read(leaf.value, leaf.axes, flow)
     if isinstance(known, positions.Line) and not known.slopes and leaf.factor is None:
         return frozenset() if bool(known.constant) == leaf.kept else None
@@ -424,7 +424,7 @@ def _lines(leaf: Leaf, flow: Flow) -> "frozenset[positions.Line] | None":
 
 
 def _sequence(rows: list[Atom], keys: set[Atom], lines: Sequence[Any]) -> tuple[Atom, ...]:
-    """Returns what queries are a sequence along: what masks compare with keys, or the longest."""
+    """Returns the queries' sequence axis: the one that masks compare with keys, or the longest."""
     if len(keys) == 1:
         for line in (line for found in lines for line in found or ()):
             compared = [a for a, _ in line.slopes if a in rows]
@@ -436,7 +436,7 @@ def _sequence(rows: list[Atom], keys: set[Atom], lines: Sequence[Any]) -> tuple[
 def _causal(
     lines: Sequence[Any], sequence: tuple[Atom, ...], keys: set[Atom]
 ) -> tuple[list[bool], dict[str, Any]]:
-    """Returns which masks a kernel is told in words, and these words."""
+    """Returns the masks that a kernel has options for, such as "causal", and these options."""
     always = [found == frozenset() for found in lines]
     if len(keys) != 1 or len(sequence) != 1:
         return always, {"is_causal": False}
@@ -454,7 +454,7 @@ def _causal(
         for found in lines
     ]
     known = [line for found, yes in zip(lines, told, strict=True) if yes for line in found]
-    if not any(map(is_causal, known)):  # a window alone is no kernel's
+    if not any(map(is_causal, known)):  # no kernel has a window alone
         return always, {"is_causal": False}
     reaches = [line.constant for line in known if is_reach(line)]
     return told, {
@@ -467,7 +467,7 @@ def _causal(
 
 
 def _absorb(island: Island, inputs: list[Value], members: Sequence[Op], flow: Flow) -> None:
-    """Lets an island hold an attention, with all that serves nothing else."""
+    """Extends an island to a whole attention, with the operations that only it reads."""
     apart: set[Op] = set()
     todo = [flow.producer[v] for v in inputs if v in flow.producer]
     while todo:

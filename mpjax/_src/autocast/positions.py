@@ -1,8 +1,8 @@
-"""Masks that are made of positions alone: which of them are causal, or a window.
+"""Recognises masks that depend on positions alone, such as causal masks and windows.
 
-A mask of ``i >= j`` is as large as the scores, and a kernel that is told "causal" needs none. What
-is read is not a spelling: comparisons of sums of positions, what a select or a cast makes of them,
-and what conjunctions make of those.
+A mask of ``i >= j`` is as large as the scores, and a kernel with an option "causal" does not need
+it. Any spelling is recognised: comparisons of sums of positions, selects and casts of them, and
+conjunctions.
 """
 
 import math
@@ -21,14 +21,14 @@ Digit = tuple[int, Any, Any]
 
 
 class Line(NamedTuple):
-    """A sum of positions, each times a number, and a constant."""
+    """A constant plus a sum of positions, each multiplied by a number."""
 
     slopes: frozenset[tuple[Digit, int]]
     constant: Any
 
 
 class Choice(NamedTuple):
-    """``yes`` where all of some sums of positions are at least zero, else ``no``."""
+    """``yes`` where all of some sums of positions are >= 0, else ``no``."""
 
     lines: frozenset[Line]
     yes: Any
@@ -51,12 +51,12 @@ COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     **COMPARE,
 }
 DEPTH = 32
-# Larger constants than this are not looked into.
+# The entries of larger constants are not read.
 LARGEST = 1 << 26
 
 
 def read(value: Value, axes: Axes | None, flow: Flow, depth: int = DEPTH) -> Known | None:
-    """Returns what a value is, as a function of positions; None where that is not known."""
+    """Returns a value as a function of positions, or None if it is not known to be one."""
     op = flow.producer.get(value)
     const = flow.constants.get(value) if value.const is None else value.const
     if const is not None and np.size(const) == 1:
@@ -76,7 +76,7 @@ def read(value: Value, axes: Axes | None, flow: Flow, depth: int = DEPTH) -> Kno
     if op.name in VIEWS:
         return read(op.ins[0], before(op, axes), flow, depth - 1)
     if op.name == "slice" and not any(op.params["start_indices"]) and not op.params["strides"]:
-        return read(op.ins[0], axes, flow, depth - 1)  # where the first entries are the same
+        return read(op.ins[0], axes, flow, depth - 1)  # the first entries are the same
     if op.name == "convert_element_type":
         return _cast(operand(0), op.params["new_dtype"])
     if op.name == "neg":
@@ -107,7 +107,7 @@ def _number(known: Known | None) -> Any:
 
 
 def _constant(array: np.ndarray, axes: Axes) -> Known | None:
-    """Reads a constant: equal steps, or one number up to the diagonal and another one above it."""
+    """Reads a constant: equal steps, or one number up to the diagonal and another above it."""
     if array.size > LARGEST:
         return None
     array = array[tuple(slice(math.prod(size for *_, size in axis)) for axis in axes)]
@@ -136,7 +136,7 @@ def _constant(array: np.ndarray, axes: Axes) -> Known | None:
 
 
 def _mapped(known: Known | None, fun: Callable[[Any], Any]) -> Known | None:
-    """Applies a function to the numbers that a value may be."""
+    """Applies a function to the numbers that a value can have."""
     if isinstance(known, Choice):
         return known._replace(yes=fun(known.yes), no=fun(known.no))
     number = _number(known)
@@ -144,7 +144,7 @@ def _mapped(known: Known | None, fun: Callable[[Any], Any]) -> Known | None:
 
 
 def _cast(known: Known | None, dtype: Any) -> Known | None:
-    if isinstance(known, Line) and known.slopes:  # positions: all of them must be told apart
+    if isinstance(known, Line) and known.slopes:  # positions: the result must still tell them apart
         exact = np.issubdtype(dtype, np.number) and np.dtype(dtype).itemsize >= 4
         return known if exact else None
     with np.errstate(all="ignore"):
@@ -179,7 +179,7 @@ def _combined(name: str, a: Known | None, b: Known | None) -> Known | None:
     if isinstance(a, Choice) and isinstance(b, Choice):
         both = run(a.yes, b.yes)
         others = {run(a.yes, b.no), run(a.no, b.yes), run(a.no, b.no)}
-        if len(others) == 1:  # one answer wherever one of the two says no
+        if len(others) == 1:  # the same answer wherever one of the two says no
             return Choice(a.lines | b.lines, both, others.pop())
     return None
 
@@ -196,6 +196,6 @@ def _compared(name: str, a: Line, b: Line) -> Known | None:
 
 
 def negated(line: Line) -> Line:
-    """Returns what is at least zero where a sum of positions is not."""
+    """Returns the sum of positions that is >= 0 exactly where another one is not."""
     below = _scaled(line, -1)
     return below._replace(constant=below.constant - 1)

@@ -1,4 +1,4 @@
-"""What exponentials are shifted by before they are summed: mostly the largest of their row."""
+"""The shifts of exponentials before they are summed, usually the maximum of the row."""
 
 from mpjax._src.autocast.forms import (
     CONSTANT,
@@ -21,12 +21,12 @@ from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.islands import Flow, Island
 from mpjax._src.dtypes import FLOAT32
 
-# Next to a sum that is at least one, this changes nothing that half could tell.
+# Added to a sum that is at least 1, this changes nothing in half precision.
 SMALL = 2.0**-13
 
 
 def shifted_by(value: Value, flow: Flow) -> "tuple[Value, Value] | None":
-    """Returns what is shifted and by what, where a value is such a sum or difference."""
+    """Returns the operand and its shift if a value is such a sum or difference."""
     op = flow.producer.get(value)
     if op is None or op.name not in ("add", "sub") or op.compute != FLOAT32:
         return None
@@ -43,7 +43,7 @@ def unspread(value: Value, flow: Flow) -> Value:
 
 
 def steady_shift(scores: Value, members: set[Op], axes: tuple[int, ...], flow: Flow) -> None:
-    """Marks what scores are shifted by before the softmax, which alone reads them."""
+    """Marks the shifts of scores before a softmax that is their only reader."""
     op = flow.producer.get(scores)
     if op is None or not members.issuperset(flow.readers[scores]):
         return
@@ -59,7 +59,7 @@ def steady_shift(scores: Value, members: set[Op], axes: tuple[int, ...], flow: F
 
 
 def mark_steady(shifts: list[Value], members: set[Op], flow: Flow) -> None:
-    """Marks the ops that make what softmaxes are shifted by, and nothing else.
+    """Marks the ops that compute shifts of softmaxes and nothing else.
 
     Their derivative is zero, and that of a maximum would keep the scores.
     """
@@ -79,15 +79,15 @@ def mark_steady(shifts: list[Value], members: set[Op], flow: Flow) -> None:
 
 
 def reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
-    """Tells whether exponentials sum to one at least: they are shifted by their maximum.
+    """Tells whether exponentials are shifted by their maximum, so that they sum to at least 1.
 
-    (Or to zero, where all are masked.)
+    They sum to 0 if all are masked.
     """
     flow, numbers = reading.flow, reading.numbers
     (scores,) = (t for t in form if t[0] == EXPONENT)
     value = reading.values[scores][0]
     op = flow.producer.get(value)
-    if op is not None and op.name == "mul":  # whatever by: what is zero stays zero
+    if op is not None and op.name == "mul":  # the other factor does not matter: 0 stays 0
         value = next((v for v in op.ins if v.const is None), value)
     shifted = shifted_by(value, flow)
     scaled = any(t[0] == CONSTANT for t in form)
@@ -111,9 +111,10 @@ def reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
 def _largest(
     value: Value, where: Axes | None, flow: Flow, through: tuple[str, ...]
 ) -> "tuple[Op | None, Axes | None]":
-    """Returns the maximum that a value is made of, and the axes of that, given those of the value.
+    """Returns the maximum that a value is computed from, and its axes, given those of the value.
 
-    Changes of layout are seen through, and operations of these names on one value that varies.
+    Changes of layout are skipped, and so are operations of the given names with one operand that is
+    not constant.
     """
     while (op := flow.producer.get(value)) is not None and op.name != "reduce_max":
         varying = [v for v in op.ins if v.const is None and v.is_f32]
@@ -125,24 +126,25 @@ def _largest(
 
 # ---- sums of exponentials in one pass ------------------------------------------------------------
 
-# In shorter rows a pass costs less than the operations that save it.
+# In shorter rows a pass costs less than the additional operations that would save it.
 LONG = 1024
 
-# What a shift may go through: jax.nn.logsumexp guards it where a row has no finite entry.
+# Operations that may follow the maximum: jax.nn.logsumexp guards rows without finite entries.
 GUARDS = ("max", "min", "select_n", "stop_gradient")
 
 
 def sum_at_once(flow: Flow, found: list[Island]) -> None:
     """Finds sums of exponentials that are shifted by their row's maximum, as in a logsumexp.
 
-    The maximum is known after one pass over the row, and the sum after a second one. But a sum
-    relative to the largest entry so far can be told of any part of a row, ``(m, s)`` with
-    ``s = sum(exp(x - m))``, and of two parts together: ``m = max(m1, m2)`` and
-    ``s = s1 exp(m1 - m) + s2 exp(m2 - m)`` (Milakov and Gimelshein, 2018, arXiv:1805.02867). So
-    the maximum hands out both, and of whatever shift ``t`` the sum is ``s exp(m - t)``. On a GPU
-    that is one read of the logits less; elsewhere two passes are as fast.
+    As written, one pass over the row computes the maximum and a second one the sum. But any part of
+    a row has a maximum and a sum relative to it, ``(m, s)`` with ``s = sum(exp(x - m))``, and two
+    parts can be combined: ``m = max(m1, m2)`` and ``s = s1 exp(m1 - m) + s2 exp(m2 - m)`` (Milakov
+    and Gimelshein, 2018, arXiv:1805.02867). So the maximum returns both in one pass, and for any
+    shift ``t`` the sum is ``s exp(m - t)``. On a GPU this saves one read of the logits; elsewhere
+    two passes are as fast.
 
-    Exponentials that are read elsewhere too, as a softmax's, are left: they need the second pass.
+    Exponentials that are also read elsewhere, as in a softmax, are left as they are: they need the
+    second pass.
     """
     taken = {op for island in found for op in island.ops}
     sums = [op for op in flow.block.ops if op.name == "reduce_sum" and op not in taken]
@@ -169,7 +171,7 @@ def sum_at_once(flow: Flow, found: list[Island]) -> None:
 
 
 def _exponentials(total: Op, flow: Flow) -> "tuple[Op, Value, Value] | None":
-    """Returns the exponential of which alone a sum is, what it is taken of, and less what."""
+    """Returns the exponential that only a sum reads, its operand and its shift."""
     exponential = flow.producer.get(total.ins[0])
     if exponential is None or exponential.name not in ("exp", "exp2"):
         return None
@@ -190,9 +192,9 @@ def _exponentials(total: Op, flow: Flow) -> "tuple[Op, Value, Value] | None":
 def _maximum_of(
     total: Op, scores: Value, shift: Value, flow: Flow, numbers: dict[Value, int]
 ) -> "tuple[Op, Value] | None":
-    """Returns the maximum that exponentials are shifted by, and the shift before it is spread out.
+    """Returns the maximum that shifts exponentials, and the shift before it is broadcast.
 
-    That is one over the same axes as the sum.
+    The maximum must be over the same axes as the sum.
     """
     own = own_axes(scores.aval.shape)
     rows = [axis for d, axis in enumerate(own) if axis and d not in total.params["axes"]]
