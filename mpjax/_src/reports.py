@@ -157,5 +157,5 @@ def _relative(file: str) -> str:
     """Returns a path relative to the current directory, or "" if it lies elsewhere."""
     try:
         return str(Path(file).relative_to(os.getcwd()))
-    except (ValueError, OSError):  # it lies elsewhere; the current directory was deleted
+    except (ValueError, OSError):  # elsewhere, or the current directory was deleted
         return ""

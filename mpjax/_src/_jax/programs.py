@@ -1,4 +1,4 @@
-"""Programs as JAX holds them: reading, evaluating, tracing and rebuilding them."""
+"""Jaxprs: reading, evaluating, tracing and rebuilding them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def primitive_names() -> frozenset[str]:
 
 
 def is_array(aval: Any) -> bool:
-    """Tells an ordinary array from a Ref, a token or another kind of value."""
+    """Tells whether an aval is that of an array, and not of a Ref, a token or another value."""
     return isinstance(aval, jax.core.ShapedArray)
 
 
@@ -45,24 +45,24 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
 
 
 def programs_in(params: dict[str, Any]) -> list[Any]:
-    """Returns the open jaxprs among parameters."""
+    """Returns the open jaxprs among some parameters."""
     return list(jaxprs_in_params(params))
 
 
 def equation_key(eqn: Any) -> Any:
-    """Returns what an equation does and where it comes from, comparable by value where possible."""
+    """Returns a key of an equation's operation and source, comparable by value where possible."""
     params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
     return eqn.primitive, params, eqn.ctx, eqn.source_info.traceback
 
 
-# Calls that mean nothing but their insides.
+# Calls without any meaning beyond the program that they call.
 _CALLS = frozenset({"closed_call", "core_call", "call", "core_closed_call", "eval_jaxpr"})
 
 
 def inlined(eqn: Any) -> Any:
-    """Returns the program inside an equation that is only a call of it, or None.
+    """Returns the program of an equation that only calls it, or None.
 
-    A jit that asks for something of its own (shardings, layouts, donation) is more than that.
+    A jit with shardings, layouts or donated arguments is more than a call.
     """
     if eqn.primitive.name in _CALLS:
         return eqn.params["call_jaxpr"]
@@ -99,7 +99,7 @@ def aval_of(x: Any) -> Any:
     return jax.typeof(x) if isinstance(x, jax.Array) else shaped_abstractify(x)
 
 
-# What a symbol in a shape stands for where sizes are compared: nobody exports for small batches.
+# The value of a symbolic dimension where sizes are compared: exported batches are usually large.
 SYMBOL = 1 << 20
 
 
@@ -118,7 +118,7 @@ def retyped(aval: Any, dtype: Any) -> Any:
 
 
 def typed_as(aval: Any, x: Any) -> Any:
-    """Returns an array, or a literal, as an array whose dtype is as weak as that of an aval."""
+    """Returns an array or literal as an array with the dtype and weak type of an aval."""
     if not is_array(aval) or aval.dtype == jax.dtypes.float0:
         return x
     x = jnp.asarray(x, getattr(x, "dtype", aval.dtype))
@@ -141,16 +141,16 @@ def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
     if eqn.primitive.name.startswith("custom_"):
         params |= {k: own_lines(f) for k, f in params.items() if isinstance(f, lu.WrappedFun)}
     params = eqn.primitive.get_bind_params(params)
-    # JAX casts a literal by NumPy; XLA makes -1e30 -Inf in silence.
+    # JAX casts a literal with NumPy, which warns of overflow; XLA turns -1e30 into -Inf silently.
     with np.errstate(over="ignore"):
         outs = eqn.primitive.bind(*args, **params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
 def at_default_precision(eqn: Any) -> Any:
-    """Returns a matmul without a precision for float32, that a default of JAX's gave it.
+    """Returns a matmul without the float32 precision that JAX's default setting gave it.
 
-    Not None: in a derivative that stands for the default once more.
+    The precision is not set to None, which would mean the default again in a derivative.
     """
     if eqn.params.get("precision") is None:
         return eqn
@@ -159,7 +159,7 @@ def at_default_precision(eqn: Any) -> Any:
 
 
 def default_precision() -> Any:
-    """Returns what JAX writes into matmuls without a precision here; None if nothing."""
+    """Returns the precision that JAX writes into matmuls without one, or None."""
     return canonicalize_precision(None)
 
 
@@ -185,29 +185,29 @@ def hoisted(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 
 def cleared_with_jax(cache: Any) -> None:
-    """Has `jax.clear_caches` clear a cache too, one of `functools.lru_cache`."""
+    """Registers a `functools.lru_cache` to be cleared by `jax.clear_caches`."""
     util.register_cache(cache, "mpjax")
 
 
 def tracing_key() -> Any:
-    """Returns what, besides its arguments, the trace of a function depends on."""
+    """Returns the settings of JAX that a trace depends on, besides the arguments."""
     return config.trace_context()
 
 
 def abstract(aval: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
-    """Returns what stands for an array of a type, with the sharding that the type says."""
+    """Returns a `jax.ShapeDtypeStruct` for the type of an array, with its sharding."""
     sharding = aval.sharding if is_explicit(aval) else None
     return jax.ShapeDtypeStruct(aval.shape, dtype or aval.dtype, sharding=sharding)
 
 
 def is_explicit(x: Any) -> bool:
-    """Tells whether the type of an array, or of a shape, says how it is sharded."""
+    """Tells whether the type of an array or shape contains a sharding."""
     sharding = _sharding(x)
     return sharding is not None and bool(not sharding.mesh.empty and sharding.mesh.explicit_axes)
 
 
 def is_sharded_along(x: Any, dim: int) -> bool:
-    """Tells an array whose type says that a dimension of it is sharded."""
+    """Tells whether the type of an array says that a given dimension is sharded."""
     if not is_explicit(x):
         return False
     return (*_sharding(x).spec, *[None] * x.ndim)[: x.ndim][dim] is not None
@@ -219,5 +219,5 @@ def _sharding(x: Any) -> Any:
 
 
 def shard_shape(aval: Any) -> tuple[Any, ...]:
-    """Returns the shape of what one device holds of an array, as far as the program says."""
+    """Returns the shape of one device's part of an array, as far as the program says."""
     return aval.sharding.shard_shape(aval.shape) if is_explicit(aval) else aval.shape

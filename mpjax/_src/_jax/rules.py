@@ -1,4 +1,4 @@
-"""Derivative rules that a program's author wrote, read from the equations that hold them."""
+"""Custom derivative rules of a program's author, read from the equations that hold them."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +14,9 @@ from mpjax._src._jax.sources import own_lines
 
 
 def custom_jvp_rule(params: dict[str, Any]) -> tuple[Any, Sequence[bool]]:
-    """Returns the program of a custom_jvp's rule and which of its output tangents are zero.
+    """Returns the program of a custom_jvp's rule, and which output tangents are zero.
 
-    The program takes primals and tangents of the arguments that are not constants.
+    Its arguments are the primals and tangents of the arguments that are not constants.
     """
     count = len(open_jaxpr(params["call_jaxpr"])[0].invars) - params["num_consts"]
     jaxpr, consts, zeros = own_lines(params["jvp_jaxpr_fun"]).call_wrapped(*[False] * count)
@@ -27,15 +27,14 @@ class VjpRules(NamedTuple):
     """The rules of a custom_vjp.
 
     Attributes:
-        fwd: A program. It takes the operands that are not constants, and gives what the next two
-            fields say.
-        num_computed: How many of its results, the first, are residuals.
-        residuals: For each residual that the backward rule takes, whether it is an operand, and
-            which; otherwise which result of ``fwd`` it is. Those whose value is known (Python
-            values) are left out: the backward rule has them as they were, and may branch on them.
-        trace_bwd: ``trace_bwd(zero_cts)`` gives ``(bwd, zeros)``: the program ``bwd`` takes these
-            residuals and the cotangents that are not zero, and gives the cotangents that are not in
-            ``zeros``.
+        fwd: The forward program. Its arguments are the operands that are not constants.
+        num_computed: The number of leading results of ``fwd`` that are residuals.
+        residuals: For each residual of the backward rule, whether it is an operand, and the index
+            of the operand or of the result of ``fwd``. Residuals with known values (Python values)
+            are left out: the backward rule gets them unchanged, and may branch on them.
+        trace_bwd: ``trace_bwd(zero_cts)`` returns ``(bwd, zeros)``. The arguments of the program
+            ``bwd`` are these residuals and the cotangents that are not zero; its results are the
+            cotangents that are not in ``zeros``.
     """
 
     fwd: Any
@@ -53,9 +52,9 @@ def custom_vjp_rules(
     """Returns the programs of a custom_vjp's rules.
 
     Args:
-        params: Of the equation.
-        avals: Of its operands, constants included.
-        perturbed: Which operands that are not constants are differentiated.
+        params: The parameters of the equation.
+        avals: The abstract values of its operands, including constants.
+        perturbed: For each operand that is not a constant, whether it is differentiated.
         known: The operands whose values are known.
     """
     fwd_jaxpr, fwd_consts = own_lines(params["fwd_jaxpr_thunk"]).call_wrapped(*perturbed)
@@ -98,7 +97,7 @@ _UNKNOWN = object()
 
 
 def _known_values(atoms: Sequence[Any], program: Any) -> dict[int, Any]:
-    """Returns which of a program's atoms are literals, or constants that are no tracers."""
+    """Returns the atoms of a program that are literals, or constants that are not tracers."""
     jaxpr, consts = open_jaxpr(program)
     pairs = zip(jaxpr.constvars, consts, strict=True)
     known = {var: value for var, value in pairs if not isinstance(value, jax.core.Tracer)}
@@ -107,24 +106,24 @@ def _known_values(atoms: Sequence[Any], program: Any) -> dict[int, Any]:
 
 
 def in_taylor_mode(args: Sequence[Any]) -> bool:
-    """Tells whether `jax.experimental.jet`, which has no custom derivatives, traces some array."""
+    """Tells whether `jax.experimental.jet`, which ignores custom derivatives, traces an array."""
     return any(_is_taylor(x) for x in args if isinstance(x, jax.core.Tracer))
 
 
 def _is_taylor(x: Any) -> bool:
-    """Looks through the tracers of other transformations."""
+    """Searches the tracers of other transformations too."""
     while isinstance(x, jax.core.Tracer) and not isinstance(x, JetTracer):
         x = getattr(x, "val", getattr(x, "primal", None))
     return isinstance(x, JetTracer)
 
 
 def zero_tangent(x: Any) -> Any:
-    """Returns an array of zeros that is a tangent of ``x``."""
+    """Returns a zero tangent of ``x`` as an array."""
     return ad.instantiate_zeros(ad.Zero(jax.typeof(x).to_tangent_aval()))
 
 
 def shard_map(fun: Callable[..., Any], params: dict[str, Any]) -> Callable[..., Any]:
-    """Returns ``fun`` mapped as an equation of shard_map with these parameters maps."""
+    """Returns ``fun``, mapped like an equation of shard_map with these parameters."""
     return jax.shard_map(
         fun,
         mesh=params["mesh"],

@@ -1,4 +1,4 @@
-"""Where a program's equations come from: the scopes around them, and the user's lines."""
+"""The origin of a program's equations: the scopes around them, and the user's lines."""
 
 import contextlib
 import os
@@ -22,13 +22,13 @@ from mpjax._src.reports import is_library
 
 JAX = f"{Path(jax.__file__).parent}{os.sep}"
 
-# A line of ours is never the user's.
+# Lines of mpjax are never the user's.
 register_exclusion(str(Path(__file__).parents[2]))
 OURS = f"{Path(__file__).parents[2]}{os.sep}"
 
 
 def scope_names(stack: Any) -> tuple[str, ...]:
-    """Returns the names of a name stack's scopes, its transformations left out."""
+    """Returns the names of a name stack's scopes, without transformations."""
     return tuple(s.name for s in stack.stack if isinstance(s, source_info_util.Scope))
 
 
@@ -40,9 +40,9 @@ def transforms(stack: Any) -> tuple[str, ...]:
 def source_lines(*eqns: Any) -> tuple[str, str]:
     """Returns "file:line" of the user's code, and of the library that it calls there, or "".
 
-    Of the first equation that has one: after an equation come the calls around it, for what a
-    library jits says nothing of who calls it. Where all of the code is a library's, that is the
-    user's.
+    The equation is followed by the calls around it, because a function that a library jits does
+    not record its caller. The first one with a user's line counts. If all of the code belongs to
+    libraries, the library's line counts as the user's.
     """
     library = ""
     for eqn in eqns:
@@ -59,7 +59,7 @@ def source_lines(*eqns: Any) -> tuple[str, str]:
 
 
 def source_line(*eqns: Any) -> str:
-    """Returns "file:line" of the user's code of the first equation that has one, or ""."""
+    """Returns "file:line" of the user's code, for the first equation that has one, or ""."""
     return source_lines(*eqns)[0]
 
 
@@ -68,21 +68,21 @@ def _line(frame: Any) -> str:
 
 
 def passed_through(eqn: Any, files: Sequence[str]) -> bool:
-    """Tells whether an equation was made below one of some files, given by how their paths end."""
+    """Tells whether a call in one of some files led to an equation; files are path endings."""
     traceback = eqn.source_info.traceback
     frames = () if traceback is None else traceback.frames
     names = (frame.file_name.replace("\\", "/") for frame in frames)
     return any(name.endswith(tuple(files)) for name in names)
 
 
-# What a program calls to have a cast; what casts for itself inside, such as a mean, calls none.
+# Functions that cast on request. Functions that cast internally, such as a mean, are not listed.
 WRITTEN = frozenset({"astype", "asarray", "array", "convert_element_type"})
 
 
 def is_written_cast(eqn: Any) -> bool:
-    """Tells a cast that the user asked for, or its derivative, from one that others made.
+    """Tells whether the user asked for a cast, or for the cast that it is the derivative of.
 
-    They ask by a function of JAX that casts, or one of a library that has "cast" in its name.
+    Users ask by a JAX function that casts, or by a library function with "cast" in its name.
     """
     inside, callers = _callers(eqn)
     if not callers or WRITTEN.isdisjoint(frame.function_name for frame in inside):
@@ -91,15 +91,15 @@ def is_written_cast(eqn: Any) -> bool:
 
 
 def is_promotion(eqn: Any) -> bool:
-    """Tells a cast by which JAX promotes operands to one dtype from one that anybody calls for."""
+    """Tells whether JAX made a cast to promote operands to one dtype, unasked."""
     inside, _ = _callers(eqn)
     return WRITTEN.isdisjoint(frame.function_name for frame in inside)
 
 
 def is_called_directly(eqn: Any) -> bool:
-    """Tells whether the user's own line calls for an equation, by jax.numpy or jax.lax.
+    """Tells whether the user's own line made an equation, by a call of jax.numpy or jax.lax.
 
-    What a library writes is not, nor what a function of jax.nn does inside.
+    Equations that a library or a function of jax.nn makes do not count.
     """
     inside, callers = _callers(eqn)
     within_nn = any(f"{os.sep}nn{os.sep}" in frame.file_name.removeprefix(JAX) for frame in inside)
@@ -107,7 +107,7 @@ def is_called_directly(eqn: Any) -> bool:
 
 
 def in_one_call(first: Any, second: Any) -> bool:
-    """Tells whether two equations come from one call of one function, which is not JAX's."""
+    """Tells whether two equations come from one call of a function outside of JAX."""
     (one, *around), (other, *others) = (_callers(eqn)[1] or [None] for eqn in (first, second))
     if one is None or other is None or len(around) != len(others):
         return False
@@ -119,7 +119,7 @@ def in_one_call(first: Any, second: Any) -> bool:
 
 
 def _callers(eqn: Any) -> tuple[list[Any], list[Any]]:
-    """Returns the frames of JAX and of ours that an equation was made in, and those around them."""
+    """Returns the frames of JAX and mpjax that made an equation, and the frames around them."""
     traceback = eqn.source_info.traceback
     frames = [] if traceback is None else list(traceback.frames)
     own = (i for i, f in enumerate(frames) if not f.file_name.startswith((JAX, OURS)))
@@ -128,13 +128,13 @@ def _callers(eqn: Any) -> tuple[list[Any], list[Any]]:
 
 
 def line_key(eqn: Any) -> Any:
-    """Returns what an equation shares with those that differentiating it makes."""
+    """Returns a key that an equation shares with those of its derivative."""
     return eqn.source_info.traceback
 
 
 @contextlib.contextmanager
 def location(eqn: Any, stack: Any):
-    """Puts what is traced inside at the place, and in the context, of an equation."""
+    """Returns a context in which traced equations get the source and scopes of an equation."""
     stack = current_name_stack() + stack
     traceback = eqn.source_info.traceback
     with user_context(traceback, name_stack=stack), eqn.ctx.manager:
@@ -142,7 +142,7 @@ def location(eqn: Any, stack: Any):
 
 
 def inside(stack: Any) -> Any:
-    """Puts what is traced inside below the names of a stack."""
+    """Returns a context in which traced equations are below the names of a stack."""
     return set_name_stack(current_name_stack() + stack)
 
 
@@ -152,7 +152,7 @@ def below(stack: Any, depth: int) -> Any:
 
 
 def common_stack(stacks: Sequence[Any]) -> Any:
-    """Returns the names that name stacks begin with together."""
+    """Returns the common prefix of name stacks."""
     first, *rest = (stack.stack for stack in stacks)
     depth = 0
     while depth < len(first) and all(
@@ -164,7 +164,7 @@ def common_stack(stacks: Sequence[Any]) -> Any:
 
 @transformation2
 def own_lines(fun: Callable[..., Any], *args: Any) -> Any:
-    """Lets what a custom rule does stand at its own lines; JAX has it stand at that of the call."""
+    """Gives the equations of a custom rule their own source lines; in JAX they get the call's."""
     context = source_info_util._source_info_context
     before = context.context
     context.context = SourceInfo(None, before.name_stack)

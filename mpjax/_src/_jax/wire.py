@@ -1,8 +1,9 @@
-"""Operations whose dtype depends on whether several devices take part: half is what they send.
+"""Operations whose dtypes depend on the number of devices, so that devices exchange half.
 
-A compiler partitions a program after it was differentiated, and puts an exchange right before what
-reads a sharded array, or right after what sums over one. So what an operation reads and gives is
-what devices exchange. On one device nothing is, and the form is taken that moves the fewest bytes.
+A compiler partitions a program after differentiation. It puts an exchange right before an operation
+that reads a sharded array, or right after one that sums over it. So devices exchange arrays in the
+dtypes of operands and results. A single device exchanges nothing, and there the form that moves the
+fewest bytes is used.
 """
 
 import functools
@@ -25,16 +26,16 @@ dot_general_p, gather_p = jax.lax.dot_general_p, jax.lax.gather_p
 
 
 def half_dot(x: Any, y: Any, half: Any, **params: Any) -> Any:
-    """Multiplies two arrays in half, one of which may be float32; linear in each.
+    """Multiplies two arrays in half, one of which may be float32. It is linear in both.
 
-    The cotangent of an operand is the matmul's float32 accumulator where several devices are about
-    to sum their parts of it; on one device it is a half result, which moves fewer bytes.
+    If several devices sum their parts of an operand's cotangent, the cotangent is the matmul's
+    float32 accumulator. On one device it is a half result, which moves fewer bytes.
 
     Args:
         x: The left operand.
         y: The right operand.
-        half: What both are multiplied in, and the dtype of the result.
-        **params: Of ``dot_general``, its ``preferred_element_type`` left out.
+        half: The dtype of the product and of the result.
+        **params: The parameters of ``dot_general`` without ``preferred_element_type``.
     """
     return _half_dot(x, y, half, half, None, False, **params)
 
@@ -45,27 +46,27 @@ def _half_dot(x, y, half, dtype, order, sums, **params):
 
 
 def half_gather(x: Any, indices: Any, half: Any, **params: Any) -> Any:
-    """Looks entries of a float32 array up; devices send each other no float32 parts of it.
+    """Gathers entries of a float32 array, of which devices exchange only half parts.
 
-    Where several take part the array is rounded to half before it is looked into. The derivative is
-    that of the float32 gather: entries of the cotangent are summed in float32.
+    On several devices the array is rounded to half before the gather. The derivative is that of the
+    float32 gather: entries of the cotangent are summed in float32.
 
     Args:
         x: The array.
-        indices: Where to look.
-        half: What it is rounded to.
-        **params: Of ``gather``.
+        indices: The indices.
+        half: The half dtype.
+        **params: The parameters of ``gather``.
     """
     return _half_gather_p.bind(x, indices, half=np.dtype(half), **params)
 
 
 def primitive_of(name: str, run: Callable[..., Any], abstract_eval: Callable[..., Any]) -> Any:
-    """Returns a primitive that is lowered as a function that is told how many devices run it.
+    """Returns a primitive that is lowered as a function of the number of devices.
 
     Args:
-        name: That of JAX's operation that it is, for those who go by names.
-        run: The function, with a keyword ``devices``.
-        abstract_eval: What it gives.
+        name: The name of the corresponding JAX operation.
+        run: The function, with a keyword argument ``devices``.
+        abstract_eval: The abstract evaluation of the primitive.
     """
 
     def lowering(ctx, *args, **params):
@@ -82,10 +83,10 @@ def primitive_of(name: str, run: Callable[..., Any], abstract_eval: Callable[...
 
 
 def placed_freely(x: Any, sharding: Any) -> Any:
-    """Returns a cast array before a constraint on where it is to lie, held apart from that.
+    """Returns a cast array, separated from a following sharding constraint.
 
-    XLA's partitioner takes a constraint for one on the cast itself, and sends what is cast instead:
-    float32. A constraint that leaves every dimension to it stands between.
+    XLA's partitioner would apply the constraint to the operand of the cast too, and exchange
+    float32. A constraint that leaves every dimension open prevents this.
     """
     if not isinstance(sharding, NamedSharding):
         return x
@@ -99,7 +100,7 @@ def placed_freely(x: Any, sharding: Any) -> Any:
 def _multiply(
     x, y, *, half, preferred_element_type, order, sums, dimension_numbers, devices, **params
 ):
-    """Multiplies in half; puts the dimensions of the result in order, and casts it."""
+    """Multiplies in half, transposes the result and casts it."""
     x, y = (jax.lax.convert_element_type(v, half) for v in (x, y))
     if sums and devices > 1:
         x, dimension_numbers = contracted_last(x, y, dimension_numbers)
@@ -124,7 +125,7 @@ def _abstract_eval(x, y, *, half, order, sums, **params):
 
 
 def _transpose(place, ct, x, y, *, half, order, dimension_numbers, precision, **_):
-    """As JAX transposes a matmul, but that the cotangent comes in the dtype of the operand."""
+    """Transposes a matmul as JAX does, with the cotangent in the dtype of the operand."""
     moving, other = (x, y) if place == 0 else (y, x)
     summed, shared = ((dims[place], dims[1 - place]) for dims in dimension_numbers)
     free = [_rest(v, a, b) for v, a, b in zip((moving.aval, other), summed, shared, strict=True)]
@@ -150,7 +151,7 @@ def _rest(x: Any, *taken: Any) -> list[int]:
 
 
 def _permuted(sharding: Any, axes: list[int]) -> Any:
-    """Returns a sharding with its dimensions in another order; None where XLA chooses."""
+    """Returns a sharding with its dimensions in another order; None if XLA chooses it."""
     if sharding.mesh.empty or sharding.mesh.are_all_axes_auto:
         return None
     spec = sharding.spec
@@ -173,12 +174,13 @@ def _batch(axis_data, args, dims, *, half, order, sums, preferred_element_type, 
 
 
 def contracted_last(left: Any, right: Any, dimension_numbers: Any, **_: Any) -> tuple[Any, Any]:
-    """Transposes the left operand of a matmul that XLA:CPU has no half form of.
+    """Transposes the left operand of a matmul if XLA:CPU cannot compute it in half.
 
-    There, what is summed stands before the one free dimension, and the right operand has several.
+    In these matmuls the contracted dimension of the left operand precedes its only free one, and
+    the right operand has several free dimensions.
 
     Returns:
-        The left operand, and the dimension numbers that go with it.
+        The left operand, and the new dimension numbers.
     """
     (summed, others), (batch, shared) = dimension_numbers
     free = [d for d in range(left.ndim) if d not in (*summed, *batch)]
