@@ -1,10 +1,10 @@
-"""What error is to be expected of a set of places, by all that was measured.
+"""Estimates the error of a set of float32 places from all measurements.
 
-To first order the error of a result is a sum of vectors, one of each place that was left in half:
-two may cancel, and where they are independent their squares add up. Roundings change when another
-place does, so that a part of each is new in every run. So errors are taken for a Gaussian process
-over sets of places. What is suspected of each place is its variance at first, and is then fitted by
-expectation maximization (relevance vectors; Tipping, 2001).
+To first order, the error of a result is a sum of vectors, one for each place in half. Two vectors
+may cancel; if they are independent, their squares add up. Moving one place changes the rounding in
+others, so a part of each vector is new in every run. The errors are therefore modelled as a
+Gaussian process over sets of places. The variance of each place starts at its suspected share, and
+is fitted by expectation maximization (relevance vectors; Tipping, 2001).
 """
 
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 
-# What of the variance of a place may be new in each run. On small networks it was a third.
+# The shares of a place's variance that may be new in each run. On small networks it was a third.
 FRESH = (0.05, 0.4)
 
-# So many independent entries a vector counts for: those of a gradient go up and down together.
+# A vector counts as this many independent entries, because the entries of a gradient correlate.
 ENTRIES = 12
 
-# How many entries what is suspected counts for.
+# The weight of the suspected variance, in entries.
 TRUST = 3.0
 
 SWEEPS, ROUNDING, LEAST = 15, 1e-9, 1e-30
 
 
 class Estimate:
-    """The distribution of one result's error, of which 1 is allowed."""
+    """The distribution of one result's error, relative to the tolerance."""
 
     def __init__(self, left: np.ndarray, errors: np.ndarray, suspected: np.ndarray):
         """
@@ -49,7 +49,7 @@ class Estimate:
         return _forms(self._means + self._spread, left.astype(np.float32))
 
     def chance(self, left: np.ndarray) -> np.ndarray:
-        """Returns how probable it is of sets that the norm of the error is at most 1."""
+        """Returns the probability of sets that the norm of the error is at most 1."""
         mean = np.maximum(_forms(self._means, left), 0)
         spread = np.maximum(_forms(self._spread, left), 1e-12 * (1 + mean))
         return _chi_squared(self.entries / spread, self.entries, self.entries * mean / spread)
@@ -85,7 +85,7 @@ def _forms(form: np.ndarray, left: np.ndarray) -> np.ndarray:
 
 def _chi_squared(x: np.ndarray, degrees: int, offset: np.ndarray) -> np.ndarray:
     """Returns the distribution function of the noncentral chi-squared (Sankaran, 1959)."""
-    from scipy.special import ndtr  # slow to import: for who tunes
+    from scipy.special import ndtr  # here, because it imports slowly
 
     if degrees == 1:  # it is exact there
         near, far = np.sqrt(x) - np.sqrt(offset), np.sqrt(x) + np.sqrt(offset)
@@ -100,13 +100,13 @@ def _chi_squared(x: np.ndarray, degrees: int, offset: np.ndarray) -> np.ndarray:
 
 
 def chances(estimates: Sequence[Estimate], left: np.ndarray) -> np.ndarray:
-    """Returns how probable it is of sets that they are enough: the results rise and fall together,
-    so that the worst one of each counts."""
+    """Returns the probability that sets are enough: that of the worst result of each set, because
+    the errors of results correlate."""
     every = [estimate.chance(left) for estimate in estimates]
     return np.min(every, axis=0) if every else np.ones(len(left))
 
 
 def excess(estimates: Sequence[Estimate], left: np.ndarray) -> np.ndarray:
-    """Returns how far above what is allowed the results of sets are expected to be."""
+    """Returns by how much the results of sets are expected to exceed the tolerance."""
     every = [np.log(np.maximum(estimate.expected(left), 1)) for estimate in estimates]
     return np.sum(every, axis=0) if every else np.zeros(len(left))

@@ -1,9 +1,9 @@
 """Evaluates a program one operation at a time, for the instruments that watch it.
 
-The values that go from operation to operation are the watcher's own: what they hold besides an
-array (a second array, where it came from) and what an operation does to them is its affair. Entered
-are jit, scan, while, cond, remat and the programs of custom rules; what else holds a program
-(shard_map, kernels) runs as one operation. A value is dropped after its last use.
+The watcher defines the values that are passed between operations: they may hold more than an array
+(a second array, where it came from). The operations inside jit, scan, while, cond, remat and custom
+rules are run one by one; other equations with programs (shard_map, kernels) run as one operation. A
+value is freed after its last use.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from mpjax._src.higher_order import BRANCH, CALL, SCAN, WHILE, higher_order
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where in a program an operation stands.
+    """The place of an operation in a program.
 
     Attributes:
         scopes: The names of the scopes around it.
         backward: Whether it belongs to the backward pass.
-        loops: The loops around it from the outermost on, each with its iteration.
-        callers: The equations whose programs it is inside of, from the outermost on.
+        loops: The loops around it with their iterations, the outermost first.
+        callers: The equations whose programs it is inside of, the outermost first.
     """
 
     scopes: tuple[str, ...] = ()
@@ -38,12 +38,12 @@ class Place:
 
     @property
     def op(self) -> int | None:
-        """The number of the op of the plan that stands here, if ops are numbered."""
+        """The number of the plan's op at this place, if ops are numbered."""
         numbers = [name for name in self.scopes if name.startswith(ROW)]
         return int(numbers[-1].removeprefix(ROW)) if numbers else None
 
     def at(self, eqn: Any) -> "Place":
-        """Returns the place of an equation of the program that stands here."""
+        """Returns the place of an equation in the program at this place."""
         stack = eqn.source_info.name_stack
         return Place(
             self.scopes + _jax.scope_names(stack),
@@ -53,7 +53,7 @@ class Place:
         )
 
     def inside(self, eqn: Any) -> "Place":
-        """Returns the place of the programs of an equation that stands here."""
+        """Returns the place of the inner programs of an equation at this place."""
         return dataclasses.replace(self, callers=(*self.callers, eqn))
 
     def lines(self, eqn: Any) -> tuple[str, str]:
@@ -62,7 +62,7 @@ class Place:
         return _jax.source_lines(eqn, *reversed(self.callers))
 
     def turn(self, loop: str, iteration: int) -> "Place":
-        """Returns the place of the program inside an iteration of a loop that stands here."""
+        """Returns the place of an iteration of a loop at this place."""
         return dataclasses.replace(self, loops=(*self.loops, (loop, iteration)))
 
 
@@ -72,7 +72,7 @@ def shown(scopes: Sequence[str]) -> list[str]:
 
 
 class Watcher(Protocol):
-    """What an instrument does with the operations of a program."""
+    """The interface of an instrument that evaluates the operations of a program."""
 
     def operation(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
         """Runs one operation on values, and returns its results as values."""
@@ -81,7 +81,7 @@ class Watcher(Protocol):
         """Returns the value of an array that is part of the program."""
 
     def decide(self, value: Any, eqn: Any, place: Place) -> int:
-        """Returns the number or truth that decides where the program goes on."""
+        """Returns the predicate or index of a branch or loop, as an integer."""
 
     def slice(self, value: Any, index: int) -> Any:
         """Returns a slice along the first axis."""
@@ -105,10 +105,10 @@ def interpret(jaxpr: Any, args: list[Any], watcher: Watcher, place: Place = Plac
 
     Args:
         jaxpr: The program, closed, or open without constants.
-        args: A value for each of its arguments. The list is emptied, so that each value can go when
-            it is not needed any more.
+        args: A value for each argument. The list is emptied, so that each value can be freed after
+            its last use.
         watcher: The watcher.
-        place: Where the program stands.
+        place: The place of the program.
 
     Returns:
         A value for each result.
@@ -210,7 +210,7 @@ def _cond(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]
     return interpret(branches[min(max(index, 0), len(branches) - 1)], ins, watcher, place)
 
 
-# What is entered, and how; the programs of each device of a mesh are not.
+# The equations whose programs are entered; the programs of the devices of a mesh are not.
 ENTER: dict[str, Callable[..., list[Any]]] = {
     CALL: _call,
     SCAN: _scan,
@@ -229,9 +229,9 @@ DTYPES = ("preferred_element_type", "new_dtype", "dtype", "half")
 
 
 def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
-    """Runs an equation on arrays whose half ones were widened; None where it has no such form."""
+    """Runs an equation with half arrays widened to float32; returns None if that is impossible."""
     if eqn.effects or (eqn.primitive.name in NARROW and touches_half(eqn)):
-        return None  # what has effects happens once
+        return None  # effects must happen only once
     wide = {name: FLOAT32 for name in DTYPES if name in eqn.params and eqn.params[name] in HALVES}
     arrays = [widen(x) for x in arrays]
     if eqn.primitive.name == "convert_element_type" and wide and _dtype(arrays[0]) == FLOAT32:
@@ -247,14 +247,14 @@ def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
 
 
 def touches_half(eqn: Any) -> bool:
-    """Tells whether an equation reads or gives half."""
+    """Returns whether an equation has half operands or results."""
     return any(is_half(v.aval) for v in (*eqn.invars, *eqn.outvars))
 
 
-# Not ours to widen: kernels and code of the user's, and what gives the bits of its operands.
+# Equations that cannot be widened: kernels, the user's host code, and casts of bits.
 NARROW = frozenset({"bitcast_convert_type", "ffi_call", "pallas_call", "pure_callback"})
 
-# What JAX raises of dtypes that do not fit. Anything else (no memory) is a failure.
+# The errors of JAX for dtypes that do not match. Others (out of memory) are raised.
 MISFITS = (TypeError, ValueError, NotImplementedError)
 
 
@@ -272,7 +272,7 @@ class Wide(Plain):
 
 
 def _widened(program: Any) -> Any:
-    """Returns a program with float32 in the place of half."""
+    """Returns a program with float32 in place of half."""
     if not _is_program(program):
         return program
     avals = [_jax.retyped(a, FLOAT32) if is_half(a) else a for a in _jax.in_avals(program)]
@@ -294,12 +294,12 @@ def _holds_program(x: Any) -> bool:
 
 
 def widen(x: Any) -> Any:
-    """Returns a half array in float32, anything else as it is."""
+    """Returns a half array as float32, and anything else as it is."""
     return jax.lax.convert_element_type(x, FLOAT32) if is_half(x) else x
 
 
 def is_half(x: Any) -> bool:
-    """Tells whether a value is an array of float16 or bfloat16."""
+    """Returns whether a value is an array of float16 or bfloat16."""
     return _dtype(x) in HALVES
 
 

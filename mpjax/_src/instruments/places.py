@@ -1,4 +1,4 @@
-"""Places: what the pattern of an override moves to float32, and what that costs."""
+"""Places: the operations that the pattern of an override moves to float32, and their cost."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from mpjax._src.patterns import matches
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What one override pattern moves to float32: ops by their numbers."""
+    """The ops that one override pattern moves to float32, by their numbers."""
 
     pattern: str
     ops: frozenset[int]
@@ -29,12 +29,12 @@ class Places:
         self._spots = {op.row: spots(op) for op in self.movable}
 
     def place(self, pattern: str) -> Place:
-        """Returns what a pattern moves."""
+        """Returns the place of a pattern."""
         hit = (n for n, each in self._spots.items() if any(matches(pattern, s) for s in each))
         return Place(pattern, frozenset(hit))
 
     def around(self, op: Op) -> list[Place]:
-        """Returns the places that an op is in, the smallest first."""
+        """Returns the places that contain an op, the smallest first."""
         found = [self.place(pattern) for pattern in patterns(op)]
         return sorted(found, key=lambda place: (self.flops(place.ops), len(place.ops)))
 
@@ -55,7 +55,7 @@ class Places:
         return list(finest.values())
 
     def flops(self, ops: Iterable[int]) -> float:
-        """Returns the share of the matmul FLOPs that some ops are."""
+        """Returns the share of the matmul FLOPs of some ops."""
         return sum(self._flops[i] for i in ops) / (sum(self._flops.values()) or 1)
 
     def cost(self, ops: Iterable[int]) -> tuple[int, int]:
@@ -64,7 +64,7 @@ class Places:
         return sum(self._flops[i] for i in ops), sum(self._entries[i] for i in ops)
 
     def merged(self, moved: frozenset[int], given: Iterable[Place]) -> list[Place]:
-        """Returns the fewest places that move just these ops, scopes for their parts."""
+        """Returns the fewest places that move exactly these ops; scopes replace their parts."""
         if all(op.row in moved for op in self.movable):
             return [Place("*", moved)]
         wider = {p.ops: p for p in given}
@@ -89,7 +89,7 @@ def is_movable(op: Op) -> bool:
 
 
 def spots(op: Op) -> list[str]:
-    """Returns what the pattern of an override may match of an op."""
+    """Returns the names of an op that the pattern of an override may match."""
     return ["/".join(op.scopes), "/".join((*op.scopes, op.name)), *_paths(op)]
 
 

@@ -1,4 +1,4 @@
-"""The program that trains, as one flat jaxpr: what the instruments look at."""
+"""The program that trains (a function and its gradients) as one flat jaxpr, for the instruments."""
 
 import contextlib
 import dataclasses
@@ -23,10 +23,10 @@ from mpjax._src.policy import Policy
 from mpjax._src.training.loss_scale import LossScale, get_loss_scale
 from mpjax._src.trees import all_finite
 
-# The powers of two that are tried as loss scales: down to the least that float16 holds.
+# The least exponent that is tried as a loss scale: that of float16's smallest number.
 LEAST_EXPONENT = -24
 
-# How far below overflow the instruments choose a loss scale.
+# The factor that the instruments keep between a loss scale and overflow.
 ROOM = 4.0
 
 
@@ -37,12 +37,12 @@ class Program:
     Attributes:
         jaxpr: The closed jaxpr. Its last argument is the loss scale, a float32 scalar.
         arrays: The other arguments, as given.
-        names: What each of those is called: its path.
-        results: What each result is called: "loss", "gradient of w", "result".
+        names: The names of these arguments: their paths.
+        results: The names of the results: "loss", "gradient of w", "result".
         gradients: Which results are gradients.
-        parameters: The names of the arguments that gradients are taken of; all without gradients.
-        plan: The plan of the function. Its ops are numbered, and the equations that an op became
-            stand in a scope of its number.
+        parameters: The names of the differentiated arguments; of all arguments without gradients.
+        plan: The plan of the function. Its ops are numbered, and the equations of an op are in a
+            scope with its number.
         ran: Is called before every run of the program.
     """
 
@@ -85,7 +85,7 @@ class Program:
         return run
 
     def has_finite_gradients(self, arrays: Sequence[Any], scale: float) -> bool:
-        """Tells whether every gradient of the compiled program is finite at a loss scale."""
+        """Returns whether every gradient of the compiled program is finite at a loss scale."""
         outs = self.compiled(*arrays, jnp.float32(scale))
         grads = [out for out, is_gradient in zip(outs, self.gradients, strict=True) if is_gradient]
         return bool(all_finite(grads))
@@ -103,9 +103,10 @@ def make_program(
 ) -> Program:
     """Traces a function, or its value and gradients, to one program.
 
-    Gradients are followed where ``argnums`` is given and the function returns a scalar loss; they
-    are those of the scaled loss, unscaled again. The arguments are as the instruments document
-    them; ``tool`` is the one that asks. ``ran`` is called before every run.
+    The program includes gradients if ``argnums`` is given and the function returns a scalar loss.
+    They are gradients of the scaled loss, unscaled again. The arguments are those of the public
+    instruments; ``tool`` is the name of the instrument, for errors. ``ran`` is called before every
+    run.
     """
     pairs = jax.tree_util.tree_leaves_with_path((args, kwargs))
     pairs = [(keys, x) for keys, x in pairs if is_array(x)]
@@ -170,11 +171,11 @@ def largest_finite_scale(program: Program, arrays: Sequence[Any], high: int) -> 
 def training_scale(
     program: Program, arrays: Sequence[Any], policy: Policy, loss_scale: LossScale | str | float
 ) -> float:
-    """Returns the loss scale that a program is looked at with.
+    """Returns the loss scale that an instrument uses for a program.
 
-    "auto" is what a step would train with: none, or where something computes in float16 the dynamic
-    scale, lowered until the gradients are finite. They have some room then, for operation by
-    operation a program holds in half what the compiled one keeps in float32.
+    "auto" is the scale that a step would train with: none, or if something computes in float16, the
+    dynamic scale, lowered until the gradients are finite. Some headroom is added, because a program
+    that runs one operation at a time rounds values to half that the compiled one keeps in float32.
     """
     scale = float(get_loss_scale(policy, loss_scale).loss_scale)
     chosen = not (isinstance(loss_scale, str) and loss_scale.lower() == "auto")

@@ -1,8 +1,8 @@
-"""Which places must be float32: as few as are enough, found in few measurements.
+"""Searches for the fewest places that must be float32, in few measurements.
 
-What a set of places gives is estimated from all that was measured (`estimate`). While none is known
-to be enough, the fewest that probably are come next; then smaller ones, as long as the chance that
-one of them is enough is worth a run. What comes out is one more measurement.
+The error of a set of places is estimated from all measurements (`estimate`). While no set is known
+to be enough, the smallest set that probably is enough is measured next. Then smaller sets are
+measured, as long as the probability that one of them is enough is worth a run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,35 +12,38 @@ import numpy as np
 
 from mpjax._src.instruments.estimate import Estimate, chances, excess
 
-# So many times the tolerance, an error is beyond measure.
+# Larger errors, relative to the tolerance, are cut to this.
 BEYOND = 1e5
 
-# What is expected of all places that are not suspected, and what no place takes away.
+# The prior share of the squared error of all unsuspected places, and of the part that no place
+# removes.
 UNSUSPECTED, NOBODY = 1e-3, 1e-6
 
-# After so many failures all places together are tried: what remains then is nobody's.
+# After this many failures all places together are tried, to see the error that no place removes.
 PATIENCE = 3
 
-# Worth a run: a set that has this chance, while none is known; then one that saves this many places
-# on average, and, at last, the likeliest where this many sets of two places fewer may be enough.
+# A set is worth a run if its probability to be enough is LIKELY, while no set is known; later, if
+# it saves GAIN places on average; at last, the likeliest set, if DOUBT sets with at least two
+# places fewer are expected to be enough.
 LIKELY, GAIN, DOUBT = 0.5, 0.25, 0.25
 
-# So many guesses at smaller sets that are not enough end the search.
+# The search ends after this many guesses at smaller sets that are not enough.
 GUESSES = 16
 
-# Chances as near as that are the same: the cheaper set is taken.
+# Of sets whose probabilities are within this ratio, the cheapest is taken.
 AS_GOOD = 0.98
 
-# How many sets of a size are looked at, times the cube of the number of places: up to 12, all.
+# The number of sets considered per size is WIDTH over the cube of the number of places; all sets
+# for up to 12 places.
 WIDTH, NARROWEST = 924 * 12**3, 8
 
 
 class Search:
-    """Measures sets of places, and remembers what is enough.
+    """Measures sets of places, and records which are enough.
 
     Attributes:
         best: The smallest set known to be enough, or None.
-        least: Whether leaving out any one of its places was found to be too much.
+        least: Whether every set with one of its places left out was found not to be enough.
         tried: The largest error of each set that was measured.
     """
 
@@ -79,7 +82,7 @@ class Search:
         self._suspected: np.ndarray | None = None
 
     def run(self) -> None:
-        """Searches until no smaller set is in sight, or a measurement is refused."""
+        """Searches until no smaller set is worth a run, or a measurement raises."""
         everything = frozenset(range(self.count))
         if self.is_enough(frozenset()):
             self.least = True
@@ -91,7 +94,7 @@ class Search:
         self.least = self.best is not None and not self._open_parts()
 
     def is_enough(self, places: frozenset[int]) -> bool:
-        """Tells whether a set of places meets the tolerance, measuring it if need be."""
+        """Returns whether a set of places meets the tolerance; measures it if needed."""
         if places not in self.tried:
             errors = [_bounded(np.asarray(e) / self.tolerance) for e in self._measure(places)]
             self.tried[places] = max(map(_norm, errors), default=0.0) * self.tolerance
@@ -102,12 +105,12 @@ class Search:
         return enough
 
     def needed(self) -> int:
-        """Returns how many places are needed at least, if less float32 never makes it better.
+        """Returns a lower bound of the places, assuming less float32 never reduces the error.
 
-        Every set that is enough has a place outside of each one that failed: the smallest that has
-        is no larger (minimum hitting set; Reiter, 1987).
+        Every set that is enough has a place outside of each set that failed. The smallest set with
+        that property is a lower bound (minimum hitting set; Reiter, 1987).
         """
-        from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import: for who tunes
+        from scipy.optimize import Bounds, LinearConstraint, milp  # here, because it imports slowly
 
         failed = [s for s, error in self.tried.items() if error > self.tolerance]
         if not failed or self.best is None:
@@ -131,12 +134,12 @@ class Search:
         if guess is not None:
             self._guessed.append(guess)
             return [guess]
-        # Is each of its places needed? Those first that are least so by the estimate.
+        # Leaves out one place at a time, beginning with the one that is probably least needed.
         odds = chances(estimates, self._left(parts))
         return [parts[i] for i in np.argsort(-odds)]
 
     def _first(self, estimates: Sequence[Estimate]) -> list[frozenset[int]]:
-        """Returns the fewest places that are likely to be enough, or else what is likeliest."""
+        """Returns the fewest places that are likely to be enough, or else the likeliest set."""
         found: list[tuple[float, frozenset[int]]] = []
         for sets, odds in self._by_size(estimates, self.count):
             found.append((odds.max(), self._likeliest(sets, odds)))
@@ -147,7 +150,7 @@ class Search:
     def _guess(self, estimates: Sequence[Estimate], has_parts: bool) -> frozenset[int] | None:
         """Returns a smaller set than the best one, if one is worth a run."""
         size, doubt = len(self.best or ()), 0.0
-        # What it saves, its chance, the set.
+        # The expected saving, the probability, the set.
         guesses: list[tuple[float, float, frozenset[int]]] = []
         for sets, odds in self._by_size(estimates, size - 1):
             fewer = size - int(sets[0].sum())
@@ -164,7 +167,7 @@ class Search:
     def _by_size(
         self, estimates: Sequence[Estimate], largest: int
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields sets of each size that were not tried, the best ones, and their chances."""
+        """Yields the best untried sets of each size, and their probabilities to be enough."""
         tried = {np.packbits(~self._left([s])[0, :-1].astype(bool)).tobytes() for s in self.tried}
         width = max(WIDTH // self.count**3, NARROWEST)
         sizes = {0: np.zeros((1, self.count), bool)}
@@ -184,22 +187,22 @@ class Search:
                 yield sets, chances(estimates, _terms(sets))
 
     def _likeliest(self, sets: np.ndarray, odds: np.ndarray) -> frozenset[int]:
-        """Returns the set of the best chance, the cheapest of those as good."""
+        """Returns the likeliest set, or the cheapest of those that are about as likely."""
         good = sets[odds >= AS_GOOD * odds.max()]
         return frozenset(np.flatnonzero(good[np.argmin(good @ self._cost)]).tolist())
 
     def _open_parts(self) -> list[frozenset[int]]:
-        """Returns the best set without one of its places, unless less float32 than that failed."""
+        """Returns the best set without one of its places, for each place not known as needed."""
         failed = [s for s, error in self.tried.items() if error > self.tolerance]
         parts = [(self.best or frozenset()) - self._around(i) for i in self.best or ()]
         return [part for part in parts if not any(part <= other for other in failed)]
 
     def _around(self, place: int) -> frozenset[int]:
-        """Returns the places that a place lies within, itself too."""
+        """Returns the places that contain a place, itself included."""
         return frozenset(np.flatnonzero(self._inside[:, place]).tolist())
 
     def _estimates(self) -> list[Estimate]:
-        """Returns what is expected of each result, by all that was measured."""
+        """Returns the estimate of each result's error, from all measurements."""
         if self._suspected is None:
             prior = np.maximum(np.asarray(self._suspicion(), float), 0)
             prior = prior / (prior.sum() or 1) + UNSUSPECTED / self.count
@@ -209,7 +212,7 @@ class Search:
         return [Estimate(left, np.array(errors), self._suspected) for errors in results]
 
     def _left(self, sets: Sequence[frozenset[int]]) -> np.ndarray:
-        """Returns which terms sets of places leave in half; the last one always is."""
+        """Returns the terms that sets of places leave in half; the last term always stays."""
         chosen = np.zeros((len(sets), self.count), bool)
         for row, places in zip(chosen, sets, strict=True):
             row[list(places)] = True
@@ -228,7 +231,7 @@ def _norm(error: np.ndarray) -> float:
 
 
 def _bounded(error: np.ndarray) -> np.ndarray:
-    """Returns an error as a vector that is no longer than can be measured."""
+    """Returns an error vector whose norm is at most `BEYOND`."""
     error = np.asarray(error, float).ravel()
     size = _norm(error)
     if size < BEYOND:

@@ -1,4 +1,4 @@
-"""A program run one operation after the other, with a shadow: the same values in float32."""
+"""Runs a program one operation at a time with a shadow: the same values in float32."""
 
 import dataclasses
 import math
@@ -24,54 +24,55 @@ from mpjax._src.instruments.noise import SUSPICIOUS
 from mpjax._src.reports import where
 from mpjax._src.rules import rule_of
 
-# A float32 result this much smaller than what it is the sum of is float32's own rounding error.
+# A float32 sum that is smaller than its terms by this factor is only rounding error.
 NOISE = 2.0**-17
 
-# An operand with this relative error, four roundings of bfloat16, is wrong already: what an
-# operation makes of it is no fault of its own.
+# An operand with this relative error (four roundings of bfloat16) is already wrong, so the
+# operation is not blamed for the error of its result.
 WRONG = 2.0**-6
 
-# Of an array that is not finite where float32 is.
+# The error of an array that is not finite where float32 is.
 BROKEN = 1e9
 
-# Where the terms of a sum cancel, errors grow. In a gradient that is no fault of the sum's.
+# Errors grow if the terms of a sum cancel. In a gradient the sum is blamed for less of that.
 NATURAL = 2.0**-5
 
-# An overflow is worse than any finite error, unless its operands were wrong already.
+# An overflow counts more than any finite error, unless its operands were already wrong.
 OVERFLOW = 16.0
 
 
 @dataclasses.dataclass(frozen=True)
 class CompareRow:
-    """One operation, in its worst iteration.
+    """An operation in its worst iteration.
 
-    Errors are relative, of the whole array: ``norm(got - wanted) / norm(wanted)``.
+    Errors are relative errors of the whole array: ``norm(got - wanted) / norm(wanted)``.
 
     Attributes:
-        primitive: Its name.
-        source: "file:line" of the user's code that it comes from.
+        primitive: The name of the operation.
+        source: "file:line" of the user's code.
         scope: The named scopes around it, joined with "/".
-        path: The paths of the parameters that are its operands, joined with ", ".
+        path: The paths of the parameters among its operands, joined with ", ".
         backward: Whether it belongs to the backward pass.
-        iteration: The loops around it and their iterations where it was worst.
-        times: How often it ran.
-        dtypes: Of its operands and its result, such as "f16,f16->f32".
-        error: Of its result, against the float32 run.
-        new: What it adds itself: its result against float32 on the same operands.
-        inherited: What float32 on the same operands differs from the float32 run by.
-        operands: The largest error of an operand. What an operation did to its own last result in a
-            loop does not count, so an accumulator's drift is its own.
-        underflow: The share of entries that became zero here, and would not be in float32.
-        overflow: The share that became infinite or NaN here, and would not in float32.
-        low: The smallest magnitude of the float32 result that is not zero.
-        high: The largest.
-        noise: Whether the float32 result is itself rounding error, such as a gradient that is zero
-            in exact arithmetic: relative errors then mean nothing.
-        op: The number of the operation of the plan that this is, or is the backward pass of.
-        compared: Whether there is a float32 form to compare with. If not (kernels and callbacks
-            that are written for half), its errors are 0 for want of better.
-        library: "file:line" of the library that ``source`` calls for it, or "".
-        bytes: Of its operands and its result, of one run.
+        iteration: The loops around it, with the iterations in which it was worst.
+        times: The number of times that it ran.
+        dtypes: The dtypes of its operands and result, such as "f16,f16->f32".
+        error: The error of its result, relative to the float32 run.
+        new: Its own error: that of its result relative to float32 on the same operands.
+        inherited: The error of float32 on the same operands, relative to the float32 run.
+        operands: The largest error of an operand. Errors that the operation made itself in earlier
+            iterations of a loop are not counted, so the drift of an accumulator is its own error.
+        underflow: The share of entries that became zero here, and would not in float32.
+        overflow: The share of entries that became Inf or NaN here, and would not in float32.
+        low: The smallest nonzero magnitude of the float32 result.
+        high: The largest magnitude of the float32 result.
+        noise: Whether the float32 result is only rounding error, such as a gradient that is zero in
+            exact arithmetic. Its relative error means nothing.
+        op: The number of this operation in the plan, or of the forward operation that it is the
+            derivative of.
+        compared: Whether it has a float32 form. Kernels and callbacks that are written for half
+            have none, and their errors are given as 0.
+        library: "file:line" of the library code that ``source`` calls, or "".
+        bytes: The bytes of its operands and its result, in one run.
     """
 
     primitive: str
@@ -98,14 +99,14 @@ class CompareRow:
 
     @property
     def added(self) -> float:
-        """What the result's error has more than the operands': made here, or amplified here."""
+        """The error that the operation adds, by rounding or by amplifying its operands' error."""
         if self.overflow:
             return math.inf
         return capped(self.new) + max(0.0, capped(self.inherited) - capped(self.operands))
 
     @property
     def blame(self) -> float:
-        """As `added`, less where the operands were wrong already, or a gradient's terms cancel."""
+        """Like ``added``, but reduced if operands were wrong already or a gradient cancels."""
         made = OVERFLOW if self.overflow else min(capped(self.new), 1.0)
         amplified = max(0.0, min(capped(self.inherited), 1.0) - capped(self.operands))
         if self.backward and rules.CANCELS in rule_of(self.primitive).traits:
@@ -115,18 +116,18 @@ class CompareRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shadowed:
-    """An array, the same in float32, and the relative distance of the two."""
+    """An array, its float32 shadow, and the relative distance of the two."""
 
     array: Any
-    shadow: Any  # the array itself where it is exact
+    shadow: Any  # the array itself if it is exact
     error: float = 0.0
     path: str = ""
-    noise: bool = False  # whether the shadow is float32's own rounding error
-    makers: frozenset[Any] = frozenset()  # in a loop: the operations that it is accumulated by
-    given: float = 0.0  # the error that those began with
+    noise: bool = False  # whether the shadow is only rounding error
+    makers: frozenset[Any] = frozenset()  # in a loop, the operations that accumulate it
+    given: float = 0.0  # the error before they did
 
     def error_for(self, key: Any) -> float:
-        """Returns the error that an operation found in it, rather than made itself before."""
+        """Returns the error that was there before the operation, not made by it in a loop."""
         return self.given if key in self.makers else self.error
 
     @property
@@ -135,7 +136,7 @@ class Shadowed:
 
 
 class Comparer:
-    """The watcher: runs every operation under the policy, and beside it in float32."""
+    """The watcher that runs every operation under the policy and in float32."""
 
     def __init__(self, lines: Callable[[Any, Place], tuple[str, str]]):
         self._find = lines  # as those of a `Program`
@@ -193,7 +194,7 @@ class Comparer:
         return self._found[key]
 
     def _is_ours(self, eqn: Any, place: Place) -> bool:
-        """Tells what mpjax adds itself: barriers, and the scaling of the loss."""
+        """Returns whether mpjax added an equation: a barrier, or the scaling of the loss."""
         unnamed = place.op is None and not self._lines(eqn, place)[0]
         return unnamed or eqn.primitive.name in _jax.BARRIERS
 
@@ -253,7 +254,7 @@ class Comparer:
 
 
 def badness(row: CompareRow) -> tuple[bool, float]:
-    """Returns what rows are ordered by."""
+    """Returns the sort key of rows."""
     return not row.noise, row.blame
 
 
@@ -262,7 +263,7 @@ def capped(error: float) -> float:
 
 
 def _is_noise(eqn: Any, ins: Sequence[Shadowed], shadow: Any) -> bool:
-    """Tells a sum whose terms cancel down to float32's own rounding error."""
+    """Returns whether the terms of a sum cancel down to float32's rounding error."""
     sums = rules.CANCELS in rule_of(eqn.primitive.name).traits
     if not (sums or eqn.primitive.name in ("add", "sub")):
         return False
@@ -290,7 +291,7 @@ def stats_of(got, own, shadow):
         return jnp.square(x / unit)
 
     def distance(x, y):
-        # Where both are the same infinity, as in a mask, there is no error.
+        # Equal infinities, as in a mask, are no error.
         return squares(jnp.where(x == y, 0, x - y))
 
     sums = (

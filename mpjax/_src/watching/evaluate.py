@@ -1,8 +1,8 @@
-"""Evaluates a program, and measures what is watched of it on the way.
+"""Evaluates a program, and measures its watched values on the way.
 
-What the program computes is bound as it was: equations, their order, names and lines. Loops carry
-the figures of what is inside of them; branches that are not taken give figures of nothing; devices
-of a mesh put theirs together when shard_map ends.
+The program's own equations, their order, names and lines do not change. Loops carry the figures of
+their bodies; branches that are not taken return empty figures; the figures of the devices of a mesh
+are combined at the end of shard_map.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ def evaluate(jaxpr: Any, watch: Watch, args: Sequence[Any], axes: tuple[str, ...
 
     Args:
         jaxpr: The program, closed, or open without constants.
-        watch: What is watched of it.
+        watch: Its watched values.
         args: Its arguments.
         axes: The mesh axes that are mapped around it.
 
@@ -67,12 +67,12 @@ def evaluate(jaxpr: Any, watch: Watch, args: Sequence[Any], axes: tuple[str, ...
 
 
 def measured(x: Any, tensor: Tensor, axes: tuple[str, ...], stored: Any = None) -> Figures:
-    """Measures one array; what devices of a mesh see differs from device to device."""
+    """Measures one array; within a mesh, each device measures its own part."""
     return _varying(measure(x, tensor.half, tensor.rounded, stored), axes)
 
 
 def traced(program: Any, watch: Watch, axes: tuple[str, ...] = ()) -> Any:
-    """Returns the program that gives the results of another, and its figures after them."""
+    """Returns a program with the results of another one, followed by its figures."""
     inner, _ = _jax.open_jaxpr(program)
 
     def flat(*args):
@@ -192,7 +192,7 @@ def _fields() -> tuple[str, ...]:
 
 
 def split(outs: Sequence[Any]) -> Result:
-    """Returns a program's results, and the figures that stand behind them."""
+    """Splits a program's outputs into its results and the figures after them."""
     count = len(outs) - len(_fields())
     return list(outs[:count]), Figures(*outs[count:])
 
@@ -202,7 +202,7 @@ def _nothing(watches: Sequence[Watch], axes: tuple[str, ...]) -> Figures:
 
 
 def _typed(values: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
-    """Returns values whose types are as weak as those of a program."""
+    """Returns values with the weak types of a program."""
     return [
         _jax.typed_as(atom.aval, x) if _jax.is_array(atom.aval) else x
         for atom, x in zip(atoms, values, strict=True)

@@ -1,7 +1,7 @@
-"""What is measured of one array: how large it is, what half loses of it, how it is rounded.
+"""The figures of one array: its magnitude, its losses in half, and its rounding noise.
 
-One reduction over the array, and over its bits: a device that flushes subnormal numbers counts them
-all the same. Figures are combined by maxima and sums: over turns of a loop, devices and branches.
+They are one reduction over the array and its bits, so that devices that flush subnormal numbers
+count them too. Figures are combined by maxima and sums over loop iterations, devices and branches.
 """
 
 import dataclasses
@@ -16,21 +16,22 @@ import numpy as np
 from mpjax._src import _jax
 from mpjax._src.dtypes import FLOAT16, FLOAT32
 
-# An entry counts as near overflow from this many powers of two below the largest number on.
+# An entry counts as near overflow within this many powers of two of the largest number.
 NEAR = 4
 
-# Rounding's noise is told of entries between these powers of two, multiplied by the third before
-# they are squared: squares of others leave float32. (Beyond the second lie masks of attention.)
+# Rounding noise is computed from entries between the first two powers of two, scaled by the third
+# before they are squared. Squares of other entries leave the range of float32; larger entries are
+# attention masks.
 LEAST, MOST, SHIFT = -70, 30, 20
 COUNTS = ("entries", "looked_at", "zeros", "flushed", "subnormal", "near", "overflowed", "nan")
 COLUMNS = len(COUNTS) + 2
 
-# Of a large array only the largest magnitude is looked for everywhere, and the rest in every so
-# many rows, at most this many, as long as the second number of entries are left: shares are known
-# to one part in 2**18 then. More would move as many bytes as the step itself.
+# In a large array only the largest magnitude is taken over all entries. The other figures use every
+# ROWS-th row at least, and ENOUGH entries at least, so shares are known to one part in 2**18.
+# Measuring all entries would move as many bytes as the step itself.
 ROWS, ENOUGH = 16, 1 << 18
 
-# An array is reduced along so many entries first, then over the rest: long float32 sums drift.
+# An array is reduced in runs of this length first, because long float32 sums lose precision.
 FIRST = 1024
 
 SIGN, INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
@@ -44,8 +45,8 @@ class Figures:
     """Figures of n arrays.
 
     Attributes:
-        largest: The largest finite magnitude of each, before it was rounded to half; float32.
-        turn: In which turn of the innermost loop around it that was, int32; -1 outside of loops.
+        largest: The largest finite magnitude of each array, before rounding to half; float32.
+        turn: The iteration of the innermost loop where it occurred, int32; -1 outside of loops.
         sums: Float32, of shape (n, `COLUMNS`): numbers of entries, by `COUNTS`; then the
             sums of squares, of the entries that were looked at and of rounding's errors.
     """
@@ -56,7 +57,7 @@ class Figures:
 
 
 def nothing(count: int) -> Figures:
-    """Returns the figures of arrays of which nothing was seen."""
+    """Returns the figures of arrays that were not measured."""
     turns = jnp.full(count, -1, jnp.int32)
     return Figures(jnp.zeros(count, FLOAT32), turns, jnp.zeros((count, COLUMNS), FLOAT32))
 
@@ -67,20 +68,20 @@ def joined(parts: Sequence[Figures]) -> Figures:
 
 
 def combined(one: Figures, other: Figures) -> Figures:
-    """Returns the figures of what was seen twice."""
+    """Returns the combined figures of two measurements of the same arrays."""
     turn = jnp.where((other.largest > one.largest) | (one.turn < 0), other.turn, one.turn)
     return Figures(jnp.maximum(one.largest, other.largest), turn, one.sums + other.sums)
 
 
 def over_devices(figures: Figures, axes: tuple[str, ...]) -> Figures:
-    """Returns the figures of what the devices along mapped axes saw together."""
+    """Returns the combined figures of the devices along mapped axes."""
     largest = jax.lax.pmax(figures.largest, axes)
     turn = jax.lax.pmax(jnp.where(figures.largest == largest, figures.turn, -1), axes)
     return Figures(largest, turn, jax.lax.psum(figures.sums, axes))
 
 
 def in_turn(figures: Figures, turn: jax.Array) -> Figures:
-    """Returns figures as seen in a turn of a loop; those of a loop inside keep its turns."""
+    """Sets the loop iteration of figures; those of an inner loop keep its iterations."""
     return dataclasses.replace(figures, turn=jnp.where(figures.turn < 0, turn, figures.turn))
 
 

@@ -20,7 +20,7 @@ from mpjax._src.dtypes import HALVES
 from mpjax._src.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, Inside, higher_order
 from mpjax._src.rules import HALF, MOVE, NEVER, PROGRAM, REDUCES, UNKNOWN, rule_of
 
-AGAIN = "rematted_computation"  # as JAX calls what it computes a second time
+AGAIN = "rematted_computation"  # JAX's name for a recomputation
 CAST = "convert_element_type"
 
 
@@ -57,7 +57,7 @@ class Tensor:
 
     @property
     def key(self) -> Any:
-        """What a tensor has in common with the same one, computed again."""
+        """A key that is the same for a tensor and its recomputation."""
         return self.made, self.scopes, self.op, self.part, self.half, self.shape
 
 
@@ -68,12 +68,12 @@ Places = dict[int, list[tuple[Any, Tensor]]]
 
 @dataclasses.dataclass(eq=False)
 class Watch:
-    """Which values of one program are watched.
+    """The watched values of one program.
 
     Attributes:
-        before: By equation, operands to measure: pairs of a variable and its `Tensor`.
-        after: By equation, results to measure.
-        inside: By equation, the watches of the programs inside, in the order of `Inside`.
+        before: The operands to measure, by equation: pairs of a variable and its `Tensor`.
+        after: The results to measure, by equation.
+        inside: The watches of inner programs, by equation, in the order of `Inside`.
     """
 
     before: Places
@@ -82,7 +82,7 @@ class Watch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is measured, in the order in which `evaluate` gives its figures."""
+        """The measured tensors, in the order of the figures of `evaluate`."""
         found = []
         for i in sorted({*self.before, *self.after, *self.inside}):
             found += [t for _, t in self.before.get(i, [])]
@@ -101,7 +101,7 @@ class Watch:
 
 
 def watch(jaxpr: Any) -> Watch:
-    """Returns what is watched of a program."""
+    """Returns the watched values of a program."""
     inner, _ = _jax.open_jaxpr(jaxpr)
     everything = [True] * len(inner.outvars)
     found, _ = _Walk().walk(inner, [{} for _ in inner.invars], everything)
@@ -113,14 +113,14 @@ def watch(jaxpr: Any) -> Watch:
 
 
 def is_entered(eqn: Any) -> bool:
-    """Tells whether the programs inside an equation are looked into."""
+    """Returns whether values inside the programs of an equation are watched."""
     row = higher_order(eqn.primitive.name)
     return row.kind in (CALL, MAP, SCAN, WHILE, BRANCH) and not row.pinned
 
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """A walk through a program that stands at some place."""
+    """A walk through a program, with its place in the outer program."""
 
     scopes: tuple[str, ...] = ()
     backward: bool = False
@@ -129,12 +129,12 @@ class _Walk:
     def walk(
         self, jaxpr: Any, given: Sequence[Known], wanted: Sequence[bool]
     ) -> tuple[Watch, list[Known]]:
-        """Returns what is watched of an open jaxpr, and the tensors that its results are.
+        """Returns the watched values of an open jaxpr, and the tensors of its results.
 
         Args:
             jaxpr: The program.
-            given: The tensors that its arguments are.
-            wanted: Which of its results are handed on.
+            given: The tensors of its arguments.
+            wanted: Which of its results are used outside.
         """
         known: dict[Any, Known] = collections.defaultdict(dict)
         known.update(zip(jaxpr.invars, given, strict=True))
@@ -177,7 +177,7 @@ class _Walk:
         )
 
     def _enter(self, eqn: Any, known: dict[Any, Known], stored: set[Any]) -> list[Watch]:
-        """Looks into the programs of an equation."""
+        """Walks through the programs of an equation."""
         row = higher_order(eqn.primitive.name)
         once = row.kind in (CALL, MAP)
         watches = []
@@ -203,7 +203,7 @@ class _Walk:
 
 
 def _given(eqn: Any, inside: Inside, known: dict[Any, Known], once: bool) -> list[Known]:
-    """Returns the tensors that the arguments of a program inside are."""
+    """Returns the tensors of the arguments of an inner program."""
     carried = {argument for _, argument in inside.carry}
     found: list[Known] = []
     for n, i in enumerate(inside.ins):
@@ -216,7 +216,7 @@ def _given(eqn: Any, inside: Inside, known: dict[Any, Known], once: bool) -> lis
 
 
 def _read(eqn: Any, makers: dict[Any, Any]) -> Iterator[tuple[Any, str, Any]]:
-    """Yields what an equation reads in half: a variable, its part, and the half dtype."""
+    """Yields the half operands of an equation: a variable, its part, and the half dtype."""
     name, asked = eqn.primitive.name, eqn.params.get("half")
     need = rule_of(name).need
     if name == CAST:
@@ -234,7 +234,7 @@ def _read(eqn: Any, makers: dict[Any, Any]) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _made(eqn: Any, stored: set[Any], makers: dict[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields what an equation makes in half: a variable, what made it, and the half dtype."""
+    """Yields the half results of an equation: a variable, its maker, and the half dtype."""
     name, asked = eqn.primitive.name, eqn.params.get("half")
     if name == CAST:
         (v,), (out,) = eqn.invars, eqn.outvars
@@ -284,7 +284,7 @@ def _uses(jaxpr: Any, wanted: Sequence[bool]) -> tuple[set[int], set[Any], dict[
 
 
 def is_elementwise(eqn: Any) -> bool:
-    """Tells what compilers fuse with what it reads."""
+    """Returns whether compilers fuse an equation with its operands."""
     if is_entered(eqn):
         row = higher_order(eqn.primitive.name)
         programs = [_jax.open_jaxpr(inside.program)[0] for inside in row.wire(eqn)]
@@ -294,13 +294,13 @@ def is_elementwise(eqn: Any) -> bool:
 
 
 def _moves(eqn: Any) -> bool:
-    """Tells what gives entries of its operands, as they are."""
+    """Returns whether an equation only moves entries of its operands."""
     rule = rule_of(eqn.primitive.name)
     return rule.need == MOVE and REDUCES not in rule.traits
 
 
 def _moved(eqn: Any) -> list[Any]:
-    """Returns the operand that each result of a move is of: the first where it joins some."""
+    """Returns the operand of each result of a move; the first if it joins several."""
     if len(eqn.outvars) == len(eqn.invars):
         return list(eqn.invars)
     return [eqn.invars[0]] * len(eqn.outvars)
