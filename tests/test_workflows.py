@@ -120,7 +120,14 @@ def test_what_is_run_exists(name):
 
 def test_jobs_do_what_they_are_for():
     said = {name: " ".join(step.get("run", "") for step in steps(f)) for name, f in FLOWS.items()}
-    for command in ("make lint", "make docs", "make build", "pytest -n 2", "lowest-direct"):
+    for command in (
+        "make lint",
+        "make docs",
+        "make build",
+        "make docker",
+        "pytest -n 2",
+        "lowest-direct",
+    ):
         assert command in said["ci"]
     assert "--pre jax jaxlib" in said["nightly"] and "make canary" in said["nightly"]
     assert "schedule" in FLOWS["nightly"][True]  # YAML reads the key `on` as true
