@@ -570,8 +570,7 @@ def get_policy(x: "str | jmp.Policy", half: DTypeLike | None = None) -> Policy:
     if not isinstance(x, str):
         raise TypeError(
             f"policy={brief(x)} must be a string such as 'mixed_bfloat16', an mpjax.Policy or a "
-            f"jmp.Policy, not a {type(x).__name__}. To use one dtype everywhere, give its name: "
-            "'bfloat16'."
+            "jmp.Policy. To use one dtype everywhere, give its name: 'bfloat16'."
         )
     name, refinements = _split(x)
     base = _named(name, x, half) if name else None

@@ -144,3 +144,27 @@ def test_a_tree_with_nothing_to_train_is_refused():
     gradient = mpjax.scaled_value_and_grad(lambda tree: 1.0 * tree["n"], mpjax.NoOpLossScale())
     with pytest.raises(TypeError, match="real- or complex-valued"):
         gradient({"n": jnp.int32(3)})
+
+
+@pytest.mark.parametrize("policy", ["O2:float16", "O3:bfloat16"])
+def test_half_weights_stay_half(policy):
+    """`eqx.apply_updates` returns float32 weights; a cast makes them those of optax."""
+    optimizer = mpjax.mixed_precision(optax.adam(1e-2), policy)
+    model = optimizer.policy.cast_to_param(eqx.nn.MLP(4, 8, 16, 1, key=jax.random.key(0)))
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
+
+    def fun(model):
+        return jnp.mean((jax.vmap(model)(X) - Y) ** 2)
+
+    _, grads = optimizer.value_and_grad(fun, opt_state)(model)
+    params = eqx.filter(model, eqx.is_array)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    wide = eqx.apply_updates(model, updates)
+    with pytest.raises(
+        ValueError, match=r"layers.* is float32, .*Cast after eqx\.apply_updates"
+    ):
+        optimizer.update(grads, opt_state, eqx.filter(wide, eqx.is_array))
+    half = optimizer.policy.cast_to_param(wide)
+    for got, want in zip(arrays(half), arrays(optax.apply_updates(params, updates)), strict=True):
+        assert got.dtype == want.dtype and np.array_equal(got, want)
+    optimizer.update(grads, opt_state, eqx.filter(half, eqx.is_array))

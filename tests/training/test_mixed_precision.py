@@ -230,6 +230,8 @@ def test_errors():
     with pytest.raises(ValueError, match=r"params\['w'\] is float32, .*cast_to_param\(params\)"):
         optimizer.init({"w": jnp.ones(3)})
     params, state = begin(optimizer)
+    with pytest.raises(ValueError, match=r"is float32, .* stores it in float16\. optax\.apply"):
+        optimizer.update(params, state, mpjax.cast(params, "float32"))
     with pytest.raises(ValueError, match="must hold one state of mpjax"):
         optimizer.value_and_grad(loss_fn, state.inner_state)
     with pytest.raises(ValueError, match="holds 2"):

@@ -139,8 +139,9 @@ def mixed_precision(
     Raises:
         TypeError: If ``optimizer`` is not an optax optimizer.
         ValueError: If another argument is not legal; from ``init``, if the policy stores parameters
-            in half and ``params`` are not half; from ``update``, if ``finite`` or ``loss_finite``
-            is not one bool, or the state belongs to another optimizer.
+            in half and ``params`` are not half; from ``update``, if ``params`` no longer have the
+            policy's dtypes, ``finite`` or ``loss_finite`` is not one bool, or the state belongs to
+            another optimizer.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax
@@ -173,7 +174,11 @@ def in_mixed_precision(
     inner, scale = under_policy(policy, optimizer, argument), get_loss_scale(policy, loss_scale)
 
     def init(params):
-        _check_stored(policy, params)
+        _check_stored(
+            policy,
+            params,
+            "Cast the parameters before init: params = optimizer.policy.cast_to_param(params).",
+        )
         counters = (jnp.zeros((), jnp.int32) for _ in range(2))
         verdicts = (jnp.ones((), bool) for _ in range(3))
         first = jax.tree.map(jnp.array, scale)  # a copy, as a buffer cannot be donated twice
@@ -184,6 +189,13 @@ def in_mixed_precision(
             if not is_one_bool(verdict):
                 raise ValueError(f"{name}={brief(verdict)} must be one bool.")
         check_kind(state, MixedPrecisionState, "mixed_precision")
+        if params is not None:
+            _check_stored(
+                policy,
+                params,
+                "optax.apply_updates keeps dtypes. Cast after eqx.apply_updates, which does not: "
+                "model = optimizer.policy.cast_to_param(model).",
+            )
         verdicts = {
             "grads_finite": all_finite(updates),
             "loss_finite": jnp.logical_and(loss_finite, all_finite(extra_args.get("value"))),
@@ -215,7 +227,7 @@ def _state_in(opt_state: Any) -> MixedPrecisionState:
     return found[0]
 
 
-def _check_stored(policy: Policy, params: Any) -> None:
+def _check_stored(policy: Policy, params: Any, remedy: str) -> None:
     """Refuses parameters that the policy stores in another dtype."""
     stored = policy.cast_to_param(params)
     pairs = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(stored), strict=True)
@@ -223,6 +235,5 @@ def _check_stored(policy: Policy, params: Any) -> None:
         if is_array(leaf) and leaf.dtype != wanted.dtype:
             raise ValueError(
                 f"{name_of('params', keys)} is {leaf.dtype}, but policy={str(policy)!r} stores it "
-                f"in {wanted.dtype}. Cast the parameters before init: params = "
-                "optimizer.policy.cast_to_param(params)."
+                f"in {wanted.dtype}. {remedy}"
             )

@@ -119,12 +119,15 @@ def check_state(init: Callable[..., Any], state: Any, params: Any, argument: str
     wanted, found = arrays(jax.eval_shape(init, params)), arrays(state)
     if wanted == found:
         return
-    listed = lambda names: ", ".join(sorted(names)[:3]) or "nothing else"  # noqa: E731
+    differences = " and ".join(
+        f"{verb} {', '.join(sorted(names)[:3])}"
+        for verb, names in (("lacks", wanted - found), ("holds", found - wanted))
+        if names
+    )
     raise ValueError(
-        f"{argument} belongs to another optimizer, or to other parameters: it lacks "
-        f"{listed(wanted - found)}, and holds {listed(found - wanted)}. Pass the state that init "
-        "of this optimizer returned for these parameters, or restore a checkpoint that was "
-        "written with it."
+        f"{argument} belongs to another optimizer, or to parameters of other shapes or dtypes: it "
+        f"{differences}. Pass the state that init of this optimizer returned for these parameters, "
+        "or restore a checkpoint that was written with it."
     )
 
 
