@@ -160,9 +160,7 @@ def test_half_weights_stay_half(policy):
     params = eqx.filter(model, eqx.is_array)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     wide = eqx.apply_updates(model, updates)
-    with pytest.raises(
-        ValueError, match=r"layers.* is float32, .*Cast after eqx\.apply_updates"
-    ):
+    with pytest.raises(ValueError, match=r"layers.* is float32, .*Cast after eqx\.apply_updates"):
         optimizer.update(grads, opt_state, eqx.filter(wide, eqx.is_array))
     half = optimizer.policy.cast_to_param(wide)
     for got, want in zip(arrays(half), arrays(optax.apply_updates(params, updates)), strict=True):
