@@ -1,24 +1,26 @@
-# Every target works alone on a fresh clone: it makes the virtual environment that it needs.
-#   make demo         train two real models under six precisions: a table and a picture
-#   make test         the test suite        make test-all     with the slow tests, examples' curves
+# Every target works on a fresh clone: it creates the virtual environment that it needs.
+#   make demo         trains two real models under six precisions: a table and a picture
+#   make test         the test suite        make test-all     with slow tests and examples' curves
 #   make lint         ruff and mypy         make test-newest  the suite on the newest JAX
-#   make test-torch   docs/coming_from: PyTorch's code and ours give the same losses; so do
-#                     test-paddle, test-mindspore, test-tensorflow and test-mpx for theirs
+#   make test-torch   checks that PyTorch's code in docs/coming_from gives the same losses as ours;
+#                     test-paddle, test-mindspore, test-tensorflow and test-mpx check the others
 #   make test-aot     the tests that compile for absent GPUs and TPUs (1.4 GB of compilers)
-#   make canary       does the installed JAX have the internals that mpjax needs? names what is broken
-#   make gate         does autocast take no more than is recorded? (minutes; the same compilers)
-#   make bench        the cpu suite of the benchmarks    make page     docs/performance.md anew
+#   make canary       checks that the installed JAX has the internals that mpjax needs
+#   make gate         checks that autocast takes no more memory and bytes than recorded (minutes;
+#                     the same compilers)
+#   make bench        the benchmarks' cpu suite          make page     rewrites docs/performance.md
 #   make bench-aot    the aot suite (an hour; resumes)   make quality  the cpu suite's long case
-#   make build        the wheel and the sdist in dist/, checked
-#   make docker       the images mpjax:cpu and mpjax:cuda (needs a Docker daemon)
-#   make docker-locks docker/requirements-*.txt anew, from pyproject.toml
-#   make soak         10,000 steps with faults; a run is killed 200 times, and resumed (an hour)
-#   make docs         the site, in docs_out/html: pages are executed, links checked, and looked at
-#   make mutants      mutation tests of planner and training, on the lines that differ from BASE
-#   make mutants-all  on all lines (hours); goes on where it was interrupted
+#   make build        builds and checks the wheel and the sdist in dist/
+#   make docker       builds the images mpjax:cpu and mpjax:cuda (needs a Docker daemon)
+#   make docker-locks rewrites docker/requirements-*.txt from pyproject.toml
+#   make soak         10,000 steps with faults; a run that is killed and resumed 200 times (an hour)
+#   make docs         builds the site in docs_out/html: executes its pages, checks its links, and
+#                     tests it in a browser
+#   make mutants      mutation tests of the planner and of training, on lines that differ from BASE
+#   make mutants-all  mutation tests on all lines (hours); resumes after an interruption
 
 PYTHON ?= python3
-# The newest JAX needs Python 3.12 or later: the first of these that runs.
+# The newest JAX needs Python 3.12 or later. The first of these that runs is used.
 CANDIDATES := python3.14 python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python)
 NEWEST_PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c "print('$(p)')" 2>/dev/null)))
 
@@ -27,10 +29,10 @@ NEWEST := .venv-newest
 AOT := .venv-aot
 DOCS := .venv-docs
 RIVALS := torch paddle mindspore tensorflow mpx
-# What `mutants` compares with: where a branch left origin/main, else the commit before the last.
+# `mutants` compares with this commit: origin/main if there is one, else the commit before the last.
 BASE ?= $(firstword $(foreach r,origin/main HEAD~1 HEAD,$(shell git rev-parse --verify --quiet $(r))))
 WORKERS ?= 2
-# Compilers are compared under the JAX that the results were recorded with.
+# Results are compared under the JAX version that they were recorded with.
 RECORDED = $(shell $(PYTHON) -c "import json; print(json.load(open('benchmarks/results/gate_h100.json'))['versions']['jax'])")
 PIP := pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest -n 2
@@ -49,15 +51,15 @@ test-all: $(VENV)/ready
 test-newest: $(NEWEST)/ready
 	$(NEWEST)/bin/python $(PYTEST)
 
-# Prints the Python that test-newest would take, if there is one.
+# Prints the Python that test-newest uses, if there is one.
 newest-python:
 	@echo $(NEWEST_PYTHON)
 
-# Each of them lives in a virtual environment of its own.
+# Each rival has its own virtual environment.
 $(RIVALS:%=test-%): test-%: $(VENV)/ready $(VENV)-%/ready
 	$(VENV)/bin/python -m pytest -m "slow or not slow" tests/test_coming_from.py -k $*
 
-# The plugins look for a GPU and a TPU at start; on the CPU alone they say less about it.
+# The plugins look for a GPU and a TPU when they start, and print less on the CPU platform.
 test-aot: $(AOT)/ready
 	JAX_PLATFORMS=cpu $(AOT)/bin/python $(PYTEST) -m "slow or not slow" tests/hardware
 
@@ -72,7 +74,7 @@ canary: $(VENV)/ready
 gate: $(AOT)/ready
 	$(AOT)/bin/python -m benchmarks --suite gate
 
-# A warning fails it: a page that is in no table of contents, a name or link that leads nowhere.
+# A warning fails the build: a page in no table of contents, or a name or link without a target.
 docs: $(DOCS)/ready
 	$(DOCS)/bin/sphinx-build -W -n -j 2 -b html docs docs_out/html
 	SITE=docs_out/html $(DOCS)/bin/python -m pytest -q --confcutdir tests/site tests/site/test_browse.py
@@ -143,7 +145,7 @@ paddle = setuptools "numpy<2.4" paddlepaddle==3.3.1
 mindspore = setuptools "numpy<2" mindspore==2.10.0
 tensorflow = tensorflow-cpu==2.21.0 keras==3.15.1
 mpx = mixed-precision-for-JAX==0.1.8 optax
-# PyTorch without CUDA, where its own index can be reached.
+# PyTorch without CUDA, if PyTorch's own index can be reached.
 indexes_torch = --retries 0 --index-url https://download.pytorch.org/whl/cpu
 
 $(RIVALS:%=$(VENV)-%/ready): $(VENV)-%/ready:

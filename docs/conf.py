@@ -1,12 +1,12 @@
-"""How the pages become a site: `make docs`."""
+"""The Sphinx configuration of the site that `make docs` builds."""
 
 import os
 import sys
 from pathlib import Path
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # pages are executed where the site is built
+os.environ["JAX_PLATFORMS"] = "cpu"  # pages are executed on the machine that builds the site
 os.environ["KERAS_BACKEND"] = "jax"
-os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # a warning of the kernel's debugger
+os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # silences a warning of the kernel's debugger
 
 import mpjax
 
@@ -26,7 +26,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_click",
     "sphinx_design",
-    # of docs/_ext
+    # in docs/_ext
     "click_text",
     "gallery",
     "fences",
@@ -49,7 +49,7 @@ autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
 autodoc_default_options = {
     "members": True,
-    # Of classes of ours, not of these.
+    # Shows inherited members of our own base classes, but not of these.
     "inherited-members": ",".join(
         ("tuple", "Exception", "GradientTransformationExtraArgs", "Optimizer", "TrainState")
     ),
@@ -60,8 +60,8 @@ napoleon_attr_annotations = True
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
 
-# The inventories of other projects are committed, and hold the names that our pages use: a build
-# gives the same site with and without a network, and a moved page elsewhere cannot fail it.
+# The inventories of other projects are committed. They hold the names that our pages use, so a
+# build gives the same site with and without a network, and a page that moves cannot break it.
 intersphinx_mapping = {
     "python": ("https://docs.python.org/3/", "inventories/python.inv"),
     "jax": ("https://docs.jax.dev/en/latest/", "inventories/jax.inv"),
@@ -70,13 +70,13 @@ intersphinx_mapping = {
     "optax": ("https://optax.readthedocs.io/en/latest/", "inventories/optax.inv"),
 }
 nitpick_ignore = [
-    # Their projects have no page for them.
+    # These have no page in their project's documentation.
     *(("py:class", name) for name in ("chex.ArrayTree", "flax.nnx.DiffState")),
     *(("py:class", f"optax.Transform{name}Fn") for name in ("Init", "UpdateExtraArgs")),
     *(("py:obj", f"jax.sharding.{name}") for name in ("AbstractMesh", "reshard")),
 ]
 
-smartquotes = False  # "--policy" keeps its dashes
+smartquotes = False  # keeps the dashes of "--policy"
 
 html_theme = "pydata_sphinx_theme"
 html_title = "mpjax"

@@ -1,4 +1,4 @@
-"""The help of the command line is plain text: nothing in it is markup, and examples are code."""
+"""Prepares the command line's help for Sphinx: escapes its markup, and shows examples as code."""
 
 import re
 
@@ -8,7 +8,7 @@ def escape(app, ctx, lines):
 
 
 def show_examples(app, ctx, lines):
-    """Turns the lines under "Examples:", which click keeps as they are, into a block of code."""
+    """Turns the lines under "Examples:" into a code block."""
     text = "\n".join(lines)
     for block in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
         title, *examples = (line.removeprefix("|").strip() for line in block.strip().splitlines())

@@ -1,7 +1,7 @@
 """Draws recorded curves as SVG that is legible on light and on dark pages.
 
-Axes and text have the colour of the text around them, so a figure is part of its page. Small
-pictures are files, which cannot know the page's colours: they have lines only.
+A figure is inlined in its page, so its axes and text take the color of the page's text. The small
+pictures are separate files, which cannot know that color, so they show only lines.
 """
 
 import html
@@ -13,18 +13,19 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-# Told apart in grey too, at least 3:1 on white and on black.
+# Distinct in grayscale too, with a contrast of at least 3:1 on white and on black.
 STYLES = (
     *(("#808080", "-"), ("#2f7fd6", "-"), ("#d2691e", "--")),
     *(("#1f9a63", "-."), ("#b04fc4", ":")),
 )
-INK = "#010203"  # becomes the colour of the text
-NOTHING = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # else a clock and a version
+INK = "#010203"  # replaced by the color of the page's text
+# Without this metadata, which holds a date and a version, each build gives the same bytes.
+NOTHING = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 SCALES = re.compile(r"(loss_)?scale\b")
 
 
 def names(runs: dict) -> list[str]:
-    """Returns which curves are drawn: a loss scale that nobody has says nothing."""
+    """Returns the names of the curves to draw. A loss scale that is 1 in every run is left out."""
     first = [seeds[0]["curves"] for seeds in runs.values()]
     return [
         name
@@ -38,7 +39,7 @@ def alt(runs: dict) -> str:
 
 
 def lines(runs: dict, name: str) -> Iterator[tuple]:
-    """Yields the steps and values of a curve, and how the line looks."""
+    """Yields the steps, the values and the line style of each run of a curve."""
     for (color, style), seeds in zip(STYLES, runs.values(), strict=False):
         for run in seeds:
             values = np.array(run["curves"][name], float)

@@ -1,4 +1,4 @@
-"""Fences of our pages: ```output is what was printed by the block above it."""
+"""Adds a lexer for ```output blocks, which show what the block above them printed."""
 
 from pygments.lexers.special import TextLexer
 

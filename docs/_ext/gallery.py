@@ -1,7 +1,7 @@
 """Writes the gallery into docs/gallery: a page and a small picture for each example.
 
-Which examples there are, in which order, and what each shows is read from docs/examples.md; what a
-page says, from the example's docstring; its curves, from benchmarks/results/examples. Nothing is
+docs/examples.md says which examples there are, in which order, and what each shows. The text of a
+page is the example's docstring. Its curves come from benchmarks/results/examples. Nothing is
 trained.
 """
 
@@ -18,7 +18,7 @@ SECTION = re.compile(r"^## (.*)", re.MULTILINE)
 ROW = re.compile(r"^\| \[`(\w+)\.py`\]\([^)]*\) \| (.*?) \|", re.MULTILINE)
 NAMED = re.compile(r"`(\w+)\.py`")
 HALF = ("mixed_", "O", "float32")
-LIBRARY = {"common", "expected"}  # what examples share, and what measures their tables
+LIBRARY = {"common", "expected"}  # what the examples share, and what measures their tables
 
 INDEX = """# Gallery
 
@@ -73,7 +73,7 @@ CURVES = """
 
 
 def sections() -> dict[str, dict[str, str]]:
-    """Returns what each example of docs/examples.md shows, section by section."""
+    """Returns the examples of docs/examples.md by section, with what each of them shows."""
     _, *parts = SECTION.split((ROOT / "docs" / "examples.md").read_text())
     found = {}
     for title, text in zip(parts[::2], parts[1::2], strict=True):
@@ -88,7 +88,7 @@ def docstring(name: str) -> str:
 
 
 def markdown(text: str) -> str:
-    """Turns a docstring into Markdown: its commands, its table of figures, its paragraphs."""
+    """Turns a docstring into Markdown: commands, tables of figures and paragraphs."""
     return "\n\n".join(map(block, re.split(r"\n\s*\n", text)))
 
 
@@ -125,7 +125,7 @@ def card(name: str, shows: str, runs: dict) -> str:
 
 
 def write(folder: Path) -> None:
-    """Writes all pages; one that stays as it is keeps its time, so that it is not built again."""
+    """Writes the pages that changed. Sphinx does not rebuild the others."""
     folder.mkdir(exist_ok=True)
     files, shown = {}, ""
     for title, examples in sections().items():

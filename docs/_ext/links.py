@@ -1,7 +1,7 @@
-"""Links of pages to files outside of docs: to an example's page in the gallery, or to the file.
+"""Changes links from pages to files outside of docs/, so that they lead to pages of the site.
 
-README is the first page; CHANGELOG and the like have pages of their names. A folder has no page: it
-is named, without a link.
+A link to an example leads to its page in the gallery. README is the first page; CHANGELOG and other
+Markdown files have pages of the same name. A folder has no page, so its link becomes plain text.
 """
 
 import re
@@ -11,7 +11,7 @@ LINK = re.compile(r"(?<!!)\[([^\]\[]*)\]\(((?:\.\./)+[^)#\s]+)\)")
 
 
 def lead_here(app, docname, source):
-    """Changes links that leave docs/ before a page is parsed."""
+    """Changes links that leave docs/, before a page is parsed."""
     folder = Path(app.srcdir, docname).parent
 
     def target(match):

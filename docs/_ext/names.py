@@ -1,8 +1,8 @@
-"""Names in docstrings become links: `autocast`, `jax.jit`. What is no name is code.
+"""Links the names in docstrings, such as `autocast` or `jax.jit`. Other text in backquotes is code.
 
-Annotations name objects by where they are defined, and write aliases of types out: here they get
-the names by which users reach them. Rows of reports have no public name, and are shown without the
-module that they lie in.
+Sphinx writes annotations with the modules in which objects are defined, and expands type aliases.
+This extension puts the public names back. Rows of reports have no public name; they are shown
+without their module.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ PUBLIC = {
     for module in MODULES
     for name in module.__all__
 }
-# The long ones first: they begin with what the short ones are.
+# Longer unions first: they begin with the text of shorter ones.
 UNIONS = {
     optax.Params: "chex.ArrayTree",
     chex.ArrayTree: "chex.ArrayTree",
@@ -54,12 +54,12 @@ ALIASES = {
     "flax.nnx.transforms.autodiff.": "flax.nnx.",
     "~P": "...",
 }
-COLON = "\ue000"  # of no meaning
+COLON = "\ue000"  # a private-use character that stands for a colon
 INSIDE = re.compile(r"mpjax\._src\.([\w.]+)\.(\w+)")
 
 
 class Name(SphinxRole):
-    """A link to what is public, else code."""
+    """A link to a public object; any other name is shown as code."""
 
     def run(self):
         prefixes = get_import_prefixes_from_env(self.env)
@@ -73,7 +73,7 @@ class Name(SphinxRole):
 
 
 def public(text):
-    """Returns the text of an annotation with the names by which users reach things."""
+    """Returns the text of an annotation with public names."""
 
     def replacement(match):
         value = getattr(sys.modules[f"mpjax._src.{match[1]}"], match[2])
@@ -87,7 +87,7 @@ def public(text):
 
 
 def find_public(app, env, node, content):
-    """Leads a reference of a signature to the public name; type variables and jmp have no page."""
+    """Resolves a signature's reference to the public name. Type variables and jmp have no page."""
     target = node.get("reftarget", "")
     node["reftarget"] = name = public(target)
     if re.fullmatch("[A-Z]", name) or name.startswith("jmp."):
@@ -95,7 +95,7 @@ def find_public(app, env, node, content):
     if name.startswith("mpjax.") and name != target:
         to, page = env.get_domain("py"), node["refdoc"]
         return to.resolve_xref(env, page, app.builder, "obj", name, node, content)
-    return None  # the inventories of other projects are asked next
+    return None  # Sphinx asks the other projects' inventories next
 
 
 def name_parameters(app, domain, kind, content):

@@ -1,7 +1,7 @@
-"""What `mpjax doctor` advises for a platform: flags of XLA, and problems of the installed jaxlib.
+"""The advice of `mpjax doctor`: XLA flags, and known problems of the installed jaxlib.
 
-Two tables. A flag is one that JAX or NVIDIA documents; a test holds that the installed compilers
-take it, because XLA ends a process whose flags it does not know.
+Both are tables. JAX or NVIDIA documents every flag. XLA ends a process whose flags it does not
+know, so a test checks that the installed compilers accept them.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 GPU, TPU = "gpu", "tpu"
 PLATFORMS = (GPU, TPU)
-# Where the compiler of each reads its flags.
+# The environment variable from which each platform's compiler reads its flags.
 VARIABLES = {GPU: "XLA_FLAGS", TPU: "LIBTPU_INIT_ARGS"}
 
 JAX_FLAGS = "https://docs.jax.dev/en/latest/xla_flags.html"
@@ -23,12 +23,12 @@ class Flag:
     """A flag that is worth trying.
 
     Attributes:
-        platform: Whose compiler knows it.
-        name: Its name, without dashes.
-        value: What to set it to.
-        several: Whether it matters with several devices only.
-        why: What it does.
-        source: Who documents it.
+        platform: The platform whose compiler knows the flag.
+        name: The name of the flag, without dashes.
+        value: The value to try.
+        several: Whether it matters only with several devices.
+        why: What the flag does.
+        source: The documentation that describes it.
     """
 
     platform: str
@@ -44,13 +44,13 @@ class Problem:
     """A problem of some versions of a package.
 
     Attributes:
-        platform: Where it shows.
+        platform: The platform on which the problem occurs.
         package: The package.
-        first: The first version that has it.
-        fixed: The first that no longer has it, or "" if none is known.
+        first: The first version with the problem.
+        fixed: The first version without it, or "" if none is known.
         what: What happens, in words.
         advice: What to do about it.
-        source: Where it was reported.
+        source: Where the problem was reported.
     """
 
     platform: str
@@ -116,12 +116,11 @@ PROBLEMS = (
 
 
 def flags(devices: Mapping[str, int], environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Yields the flags worth trying, and what each is set to.
+    """Yields the flags that are worth trying, with their current values.
 
     Args:
-        devices: How many devices there are of each platform that is advised for; 0 for one that is
-            not there.
-        environment: Environment variables.
+        devices: The number of devices of each platform to advise for; 0 if a platform is absent.
+        environment: The environment variables.
     """
     for flag in FLAGS:
         if flag.platform in devices and not (flag.several and devices[flag.platform] == 1):
@@ -136,13 +135,13 @@ def flags(devices: Mapping[str, int], environment: Mapping[str, str]) -> Iterato
 
 
 def setting(name: str, flags: str) -> str:
-    """Returns what a flag is set to, the last time that it is; "" if it is not."""
+    """Returns the last value that a flag is set to, or "" if it is not set."""
     values = re.findall(rf"(?:^|\s)--?{name}(?:=(\S*))?(?=\s|$)", flags)
     return (values[-1] or "true") if values else ""
 
 
 def problems(platforms: Sequence[str], versions: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Yields the problems that the installed versions have on some platforms."""
+    """Yields the known problems of the installed versions on some platforms."""
     for problem in PROBLEMS:
         installed = _numbers(versions.get(problem.package, ""))
         fixed = bool(problem.fixed) and installed >= _numbers(problem.fixed)
@@ -156,6 +155,6 @@ def problems(platforms: Sequence[str], versions: Mapping[str, str]) -> Iterator[
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Returns a version's numbers; none for one that is not installed."""
+    """Returns the numbers of a version, or an empty tuple if it is not installed."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, release.group().split("."))) if release else ()

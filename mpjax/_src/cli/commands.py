@@ -377,8 +377,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _unwritable("stdout is closed")
     try:
         cli(argv, prog_name="mpjax")
-    except OSError as error:  # those of the user's own code are told by `running`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python writes when it exits
+    except OSError as error:  # `running` reports errors of the user's own code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python still flushes stdout when it exits
         _unwritable(error.strerror or str(error))
 
 
@@ -386,16 +386,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _use_cpu() -> None:
-    """Keeps JAX off accelerators, where nothing is run: off their memory, and off their plugins.
+    """Keeps JAX off accelerators for commands that run nothing: off their memory and their plugins.
 
-    A plugin for hardware that is not there makes a long complaint.
+    A plugin for hardware that is not there prints a long complaint.
     """
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
 
 
 def _write(file: Path | None, page: str | None, quiet: bool) -> None:
-    """Writes a page where ``--html`` says."""
+    """Writes the page to the file of ``--html``."""
     if file is not None and page is not None:
         file.write_text(page, "utf-8")
         if not quiet:
@@ -403,14 +403,14 @@ def _write(file: Path | None, page: str | None, quiet: bool) -> None:
 
 
 def _of_one(file: Path, name: str, names: Sequence[str]) -> Path:
-    """Returns where the page of one target goes: several have files of their own."""
+    """Returns the file for one target's page: each of several targets has its own."""
     return file.with_stem(f"{file.stem}-{name.replace(' ', '')}") if len(names) > 1 else file
 
 
 def _compiled(
     name: str, fun: Callable[..., Any], args: tuple[Any, ...], pages: dict[str, str] | None
 ) -> dict[str, Any]:
-    """Returns the report of one target as plain data, or why there is none; its page if asked."""
+    """Returns the report of one target as plain data, or its error; adds its page to ``pages``."""
     try:
         with running(f"compiling for {name}"), show.waiting(f"compiling for {name}"):
             report = api.compile_for(name, fun, *args)
@@ -419,7 +419,8 @@ def _compiled(
             return {"status": "compiled", **report.to_dict()}
     except TargetError as error:
         cause = error.__cause__
-        # A compiler's refusal is a finding; a name it does not know, or a broken function, is not.
+        # A program that the compiler refuses is a finding; an unknown target or a broken function
+        # is an error.
         refused = isinstance(cause, RuntimeError | MemoryError | TimeoutError)
         refused = refused and not isinstance(cause, RecursionError | NotImplementedError)
         text = describe(cause) if cause else str(error)
@@ -427,7 +428,7 @@ def _compiled(
 
 
 def _grouped(wrong: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns errors as lines: targets that differ in their name alone share one."""
+    """Returns errors as lines. Errors that differ only in the target's name share a line."""
     same: dict[str, list[dict[str, Any]]] = {}
     for each in wrong:
         same.setdefault(each["error"].replace(repr(each["target"]), "NAME"), []).append(each)
@@ -447,7 +448,7 @@ def _check_argnums(argnums: Any, args: tuple[Any, ...]) -> None:
 
 
 def _legal(ask: Callable[[], Any]) -> Any:
-    """Returns what a function gives; a value that it refuses is a wrong command line."""
+    """Returns the result of a function; its ValueError becomes a usage error."""
     try:
         return ask()
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""What `mpjax doctor` finds: versions, devices, and whether half precision works here.
+"""The checks of `mpjax doctor`: versions, devices, and whether half precision works here.
 
-Each check is a few small programs on the default device, and gives one row.
+Each check runs a few small programs on the default device, and returns one row.
 """
 
 import collections
@@ -28,7 +28,7 @@ from mpjax._src.training.step import TrainState, build_train_step
 from mpjax._src.trees import cast
 
 PACKAGES = ("mpjax", "jax", "jaxlib", "flax", "optax", "jmp")
-# Shown if they are there.
+# Shown if they are installed.
 PLUGINS = (
     *("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
     *("jax-rocm60-plugin", "jax-rocm7-plugin", "libtpu"),
@@ -42,10 +42,10 @@ class Check:
 
     Attributes:
         dtype: The half dtype.
-        name: What was tried.
-        status: "pass", "FAIL", or "note" for what is neither right nor wrong.
+        name: The name of the check.
+        status: "pass", "FAIL", or "note" for a finding that is neither right nor wrong.
         found: What was measured, in words.
-        value: The figure, or None.
+        value: The measured number, or None.
     """
 
     dtype: str
@@ -56,7 +56,7 @@ class Check:
 
 
 def examine(platforms: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns everything, as plain data; with advice for some platforms that need not be there."""
+    """Returns all findings as plain data, with advice for ``platforms`` even if they are absent."""
     checks = [run(check, dtype) for dtype in HALVES for check in CHECKS]
     devices = device_report().devices
     counts = {**dict.fromkeys(platforms, 0), **collections.Counter(d.platform for d in devices)}
@@ -72,7 +72,7 @@ def examine(platforms: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of what mpjax stands on, and of JAX's plugins."""
+    """Returns the versions of Python, mpjax, its dependencies and JAX's plugins."""
     found = {"python": platform.python_version()}
     for name in (*PACKAGES, *PLUGINS):
         try:
@@ -84,10 +84,10 @@ def versions() -> dict[str, str]:
 
 
 def run(check: Callable[[np.dtype], Check], dtype: np.dtype) -> Check:
-    """Runs a check; what it raises is its finding."""
+    """Runs a check. If it raises an exception, the result is a failed check with that error."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a half that is not fast here: that is told apart
+            warnings.simplefilter("ignore")  # a half dtype that is slow here is reported elsewhere
             return check(dtype)
     except Exception as error:
         name = (check.__doc__ or "").removesuffix(".")
@@ -105,7 +105,7 @@ def matmul(dtype: np.dtype) -> Check:
     got = np.asarray(jax.jit(jnp.matmul)(a, b), np.float64)
     a64, b64 = np.asarray(a, np.float64), np.asarray(b, np.float64)
     want = a64 @ b64
-    # Products are exact in float32: one rounding of the result, and one for every float32 sum,
+    # Products are exact in float32. The result is rounded once, and so is every float32 sum,
     # which matrix units may truncate.
     unit = float(jnp.finfo(dtype).eps) / 2
     bound = unit * np.abs(want) + size * 2.0**-23 * (np.abs(a64) @ np.abs(b64))

@@ -1,4 +1,4 @@
-"""Finds what the command line is pointed at, MODULE:FUNCTION, and says what is wrong with it.
+"""Loads the function that the command line names as MODULE:FUNCTION, and reports errors in it.
 
 FUNCTION is called without arguments and returns ``(fun, args)``: a function and the tuple of its
 arguments, which may be `jax.ShapeDtypeStruct`.
@@ -24,7 +24,7 @@ FORM = (
     "to call it with."
 )
 
-# What the library's messages advise, and how it is said to a command.
+# Advice in the library's messages, and the same advice for the command line.
 OPTIONS = {
     "pass has_aux=True": "pass --has-aux",
     "has_aux=True": "--has-aux",
@@ -35,14 +35,14 @@ GONE = "a directory that no longer exists"
 
 
 class TargetError(Exception):
-    """What MODULE:FUNCTION stands for cannot be used; the message is for the user."""
+    """MODULE:FUNCTION cannot be used; the message is for the user."""
 
 
 def load(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns the function and the arguments that MODULE:FUNCTION or FILE.py:FUNCTION gives.
+    """Returns the function and the arguments that MODULE:FUNCTION or FILE.py:FUNCTION names.
 
     Raises:
-        TargetError: If there is no such thing, or it is not of that form.
+        TargetError: If there is no such function, or it does not return this form.
     """
     place, _, name = target.rpartition(":")
     if not place or not name:
@@ -56,7 +56,7 @@ def load(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 @contextlib.contextmanager
 def running(what: str) -> Iterator[None]:
-    """Turns an exception into a `TargetError` of one line that names the user's file and line."""
+    """Turns an exception into a `TargetError`: one line with the user's file and line number."""
     try:
         with _output_to_stderr():
             yield
@@ -72,10 +72,10 @@ def running(what: str) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Returns an exception in one line: its type, its message, the user's file and line."""
+    """Returns an exception as one line: its type, its message, the user's file and line number."""
     try:
         lines = str(error).splitlines()
-    except Exception:  # the user's own exception, that cannot be printed
+    except Exception:  # a user's exception may fail to convert to a string
         lines = []
     message = next((line.strip() for line in lines if line.strip()), "")
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
@@ -124,7 +124,7 @@ def _here() -> str:
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise TargetError(f"there is no file {str(path)!r} (from {_here() or GONE}).")
-    sys.path.insert(0, str(path.parent.resolve()))  # as python does with a script
+    sys.path.insert(0, str(path.parent.resolve()))  # as Python does for a script
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     if spec is None or spec.loader is None:
         raise TargetError(f"{str(path)!r} must be a Python file: its name must end in .py.")
@@ -178,18 +178,18 @@ def _kind(thing: Any) -> str:
 
 
 def _as_options(message: str) -> str:
-    """Returns a message of the library's with its arguments as options of the command line."""
+    """Returns a message of the library with arguments replaced by command-line options."""
     for argument, option in OPTIONS.items():
         message = message.replace(argument, option)
     return message
 
 
 def _is_users(filename: str) -> bool:
-    """Tells the user's own files from libraries', Python's and mpjax's."""
+    """Returns whether a file is the user's, not mpjax's, Python's or a library's."""
     ours = (str(Path(__file__).parents[2]), "<string>")
     return not filename.startswith(ours) and not is_library(filename)
 
 
 def _output_to_stderr() -> contextlib.AbstractContextManager[Any]:
-    """What the user's code prints is no part of a command's result."""
+    """Redirects stdout to stderr, because the user's prints are not part of a command's result."""
     return contextlib.redirect_stdout(sys.stderr)

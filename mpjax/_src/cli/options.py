@@ -1,4 +1,4 @@
-"""The options that the commands share."""
+"""Options that several commands share."""
 
 import contextlib
 import math
@@ -19,7 +19,7 @@ EXIT_CODES = (
 
 
 class _Parsed(click.ParamType):
-    """An option whose text is parsed by a function; its ValueError is the message."""
+    """An option whose text a function parses; the message of its ValueError is shown."""
 
     def __init__(self, name: str, parse: Any):
         self.name, self.parse = name, parse
@@ -34,7 +34,7 @@ class _Parsed(click.ParamType):
 
 
 class Number(click.FloatRange):
-    """A number within limits. NaN is none: whatever is compared with it, no limit is passed."""
+    """A number within limits. NaN is refused: it compares as false with every limit."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         number = super().convert(value, param, ctx)

@@ -1,4 +1,4 @@
-"""How the command line prints: rich tables on a terminal, plain ones elsewhere, and JSON."""
+"""Prints results: rich tables on a terminal, plain tables elsewhere, and JSON."""
 
 import contextlib
 import json
@@ -10,22 +10,22 @@ from typing import Any
 import click
 import numpy as np
 
-# What a cell of this text is coloured.
+# The style of a cell, by its text.
 STYLES = {"pass": "green", "FAIL": "bold red", "yes": "green", "NO": "bold red"}
 
 
 def json_to_stdout(data: Any) -> None:
-    """Prints data as JSON; what JSON has no number for is a string: "nan", "inf"."""
+    """Prints data as JSON. Numbers that JSON does not have become strings: "nan", "inf"."""
     click.echo(json.dumps(plain(data), indent=1, allow_nan=False))
 
 
 def plain(data: Any) -> Any:
-    """Returns data in JSON's own types."""
+    """Returns data converted to JSON's types."""
     if isinstance(data, Mapping):
         return {str(key): plain(value) for key, value in data.items()}
     if isinstance(data, list | tuple | set | frozenset):
         return [plain(value) for value in data]
-    if hasattr(data, "ndim") and hasattr(data, "tolist"):  # NumPy's and JAX's
+    if hasattr(data, "ndim") and hasattr(data, "tolist"):  # NumPy and JAX values
         return plain(np.asarray(data).tolist())
     if isinstance(data, float) and not math.isfinite(data):
         return str(data)
@@ -33,7 +33,7 @@ def plain(data: Any) -> Any:
 
 
 def waiting(what: str) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context that says on a terminal, on stderr, what takes its time."""
+    """Returns a context that shows, on a terminal's stderr, what is running."""
     if not sys.stderr.isatty():
         return contextlib.nullcontext()
     from rich.console import Console
@@ -42,7 +42,7 @@ def waiting(what: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
-    """Prints a table. ``columns`` maps the name of each to "left" or "right"."""
+    """Prints a table. ``columns`` maps the name of each column to "left" or "right"."""
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
     click.echo()
     if sys.stdout.isatty():
@@ -82,7 +82,7 @@ def _plain(columns: Mapping[str, str], cells: list[list[str]], title: str) -> No
 
 
 def size(count: float) -> str:
-    """Returns bytes for people."""
+    """Returns a number of bytes as text with a unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

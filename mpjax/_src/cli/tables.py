@@ -1,4 +1,4 @@
-"""What each command prints: which columns, which rows."""
+"""The tables that each command prints: their columns and rows."""
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from mpjax._src.reports import where
 LEFT, RIGHT = "left", "right"
 Data = Mapping[str, Any]
 
-# A row of `compile`: its name, and its cell for a target.
+# The rows of `compile`: the name of each, and its cell for one target.
 COMPILED: dict[str, Callable[[Data], str]] = {
     "fits": lambda d: "yes" if d["fits"] else "NO",
     "memory": lambda d: size(d["total_bytes"]),
@@ -37,7 +37,7 @@ COMPILED: dict[str, Callable[[Data], str]] = {
     "  widened": lambda d: f"{sum(row['share'] for row in d['disguised']):.1%}",
 }
 
-# So many results of `compare` are listed.
+# The number of results that `compare` lists.
 SHOWN = 8
 
 
@@ -61,7 +61,7 @@ def doctor(found: Data) -> None:
 
 
 def explain(report: CastReport, rows: int) -> None:
-    """Prints a report of autocast, and so many of its rows."""
+    """Prints a report of autocast with at most ``rows`` of its rows."""
     click.echo("\n".join(report.summary()))
     counts = report.counts()
     if counts:
@@ -80,7 +80,7 @@ def explain(report: CastReport, rows: int) -> None:
 
 
 def compiled(found: Sequence[Data]) -> None:
-    """Prints the reports of what compiled side by side; then what has no place in a column."""
+    """Prints the reports of all compiled targets side by side, then errors and notes."""
     reports = [each for each in found if each["status"] == "compiled"]
     columns = {"": LEFT, **{each["target"]: RIGHT for each in reports}}
     rows = [(name, *(_cell(figure, d) for d in reports)) for name, figure in COMPILED.items()]
@@ -101,7 +101,7 @@ def compiled(found: Sequence[Data]) -> None:
 
 
 def compared(comparison: Comparison, top: int) -> None:
-    """Prints the errors of the results, and the worst rows of a comparison."""
+    """Prints the errors of the results and the worst rows of a comparison."""
     results = comparison.worst_results()
     table({"error": RIGHT, "result": LEFT}, [(percent(e), name) for name, e in results[:SHOWN]])
     if len(results) > SHOWN:
@@ -116,7 +116,7 @@ def compared(comparison: Comparison, top: int) -> None:
 
 
 def rules(listed: Sequence[Rule]) -> None:
-    """Prints rules of the linter: what they need, and what they find."""
+    """Prints the linter's rules: what each needs and what it finds."""
     columns = {"rule": LEFT, "needs": LEFT, "finds": LEFT}
     table(columns, [(rule.name, rule.needs, rule.summary) for rule in listed])
 
@@ -132,7 +132,7 @@ def _cell(figure: Callable[[Data], str], found: Data) -> str:
 
 
 def _figure(value: float) -> str:
-    """Returns a number with at least three digits that mean something."""
+    """Returns a number with at least three significant digits."""
     return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"
 
 
