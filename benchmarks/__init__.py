@@ -4,11 +4,12 @@
     python -m benchmarks --list
     python -m benchmarks --page
 
-A suite is a module of this package: ``CASES``, the names that can be selected; ``run(options,
-results)``, which measures what `Results.get` does not hold yet and puts each row as it comes, and
-may return what went wrong, a line each; and if it likes ``LONG``, cases that run only when they
-are named, ``PARTS``, names for ``--part``, ``FILE``, the name of its JSON, and ``SETTINGS``, what
-its rows have in common. Figures that the documentation quotes are ratios of rows of one suite.
+A suite is a module of this package. It defines ``CASES``, the names that can be selected, and
+``run(options, results)``. ``run`` measures the rows that `Results.get` does not have, puts each row
+when it is measured, and may return problems, one line each. A suite may also define ``LONG`` (cases
+that run only when they are named), ``PARTS`` (names for ``--part``), ``FILE`` (the name of its
+JSON) and ``SETTINGS`` (what its rows have in common). Figures that the documentation quotes are
+ratios of rows of one suite.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 
-# What can be measured; a suite is offered where its module exists.
+# The suites, and what each measures. The command line offers the suites whose modules exist.
 SUITES = {
     "cpu": "steps timed in pairs on this machine's CPU, dispatch, tracing, reports and instruments",
     "aot": "memory, bytes and matmuls of training steps, for GPUs and TPUs that are not present",
@@ -31,15 +32,15 @@ SUITES = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line asks of a suite.
+    """The command line's options for a suite.
 
     Attributes:
-        cases: Which of the suite's ``CASES`` to measure.
-        parts: Which of its ``PARTS``.
-        smoke: Small models and few rounds: does it run at all?
-        fresh: Measure anew what is recorded.
-        budget: Seconds after which a suite that heeds it starts nothing more.
-        cache: Where such a suite keeps compiled programs.
+        cases: The names in the suite's ``CASES`` to measure.
+        parts: The names in its ``PARTS``.
+        smoke: Whether to run small models and few rounds, to test that the suite runs.
+        fresh: Whether to measure recorded rows again.
+        budget: The seconds after which the suite starts nothing new, if it has a budget.
+        cache: The folder for compiled programs, if the suite keeps them.
     """
 
     cases: tuple[str, ...]

@@ -19,15 +19,15 @@ FOUND = [name for name in SUITES if importlib.util.find_spec(f"benchmarks.{name}
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("cases", nargs=-1)
-@click.option("--suite", type=click.Choice(FOUND), help="What to measure.")
+@click.option("--suite", type=click.Choice(FOUND), help="The suite to measure.")
 @click.option("--part", "parts", multiple=True, help="Only this part of the suite; repeatable.")
-@click.option("--smoke", is_flag=True, help="Small and few, to a temporary file: does it run?")
-@click.option("--fresh", is_flag=True, help="Measure anew what is recorded; else it is resumed.")
-@click.option("--out", type=click.Path(path_type=Path), help="JSON; default: benchmarks/results.")
-@click.option("--budget", default=470.0, help="Of each of the GPU's parts, in seconds.")
-@click.option("--cache", type=click.Path(path_type=Path), help="The GPU's compiled programs.")
-@click.option("--list", "listing", is_flag=True, help="What there is to measure.")
-@click.option("--page", is_flag=True, help="Write docs/performance.md from the JSON.")
+@click.option("--smoke", is_flag=True, help="Test that it runs: small models, a temporary file.")
+@click.option("--fresh", is_flag=True, help="Measure recorded rows again.")
+@click.option("--out", type=click.Path(path_type=Path), help="The JSON file to write.")
+@click.option("--budget", default=470.0, help="Seconds for each part, in suites with a budget.")
+@click.option("--cache", type=click.Path(path_type=Path), help="For the gpu suite's programs.")
+@click.option("--list", "listing", is_flag=True, help="List the suites, parts and cases.")
+@click.option("--page", is_flag=True, help="Write docs/performance.md from the JSON files.")
 def main(
     cases: tuple[str, ...],
     suite: str | None,
@@ -40,7 +40,7 @@ def main(
     listing: bool,
     page: bool,
 ) -> None:
-    """Measures mpjax beside its rivals: CASES of a suite, by default all but long ones."""
+    """Measure mpjax beside its rivals: CASES of a suite, by default all except long ones."""
     if not (suite or listing or page):
         raise click.UsageError(f"--suite must be given: {', '.join(FOUND)}. Or --list, or --page.")
     problems = []
@@ -69,7 +69,7 @@ def load(suite: str) -> ModuleType:
 
 
 def chosen(what: str, asked: tuple[str, ...], legal, long=()) -> tuple[str, ...]:
-    """Returns the names that were asked for, in the suite's order: by default all but long ones."""
+    """Returns the requested names in the suite's order: by default all except the long ones."""
     for name in asked:
         if name not in legal:
             raise click.BadParameter(f"{name!r} is none of {', '.join(legal)}.", param_hint=what)
@@ -78,7 +78,7 @@ def chosen(what: str, asked: tuple[str, ...], legal, long=()) -> tuple[str, ...]
 
 
 def measure(suite: str, module: ModuleType, options: Options, out: Path | None) -> list[str]:
-    """Runs a suite; returns what went wrong."""
+    """Runs a suite and returns its problems."""
     from benchmarks.results import Results  # after the suite, which may choose JAX's platform
 
     folder = Path(tempfile.gettempdir()) / "mpjax_smoke" if options.smoke else RESULTS
@@ -95,7 +95,7 @@ def measure(suite: str, module: ModuleType, options: Options, out: Path | None) 
 
 
 def overview(suites: list[str]) -> Table:
-    """Returns the suites, their parts and their cases as a table."""
+    """Returns a table of the suites with their parts and cases."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("suite", "measures", "parts", "cases"):
         table.add_column(column, overflow="fold")

@@ -2,11 +2,11 @@
 
     python -m benchmarks --suite aot [gpt2 resnet50 ...] [--part h100]
 
-A step (its state donated) is compiled by XLA's own compiler for the target, with
-`mpjax.compile_for`; nothing executes, so figures do not change from run to run. Per row: temp
-memory; bytes as XLA counts them, a loop's body once and library calls not at all; bytes as they are
-moved, loops by their turns and calls counted; the roofline's time of the latter; and the matmuls by
-the dtype of their operands. Needs mpjax[aot].
+`mpjax.compile_for` compiles a step, with its state donated, with XLA's own compiler for the target.
+Nothing is executed, so the figures do not change from run to run. A row contains: temporary memory;
+bytes as XLA counts them (a loop's body once, library calls not at all); bytes moved (a loop's body
+once for each iteration, and library calls); the roofline's time for the bytes moved; and the number
+of matmuls by the dtype of their operands. Needs mpjax[aot].
 """
 
 import collections
@@ -23,14 +23,12 @@ from benchmarks.models import MODELS, SMALL
 from benchmarks.results import FAILED, SKIPPED, Results, Row
 from benchmarks.rivals import lacks, program
 
-jax.config.update(
-    "jax_platforms", "cpu"
-)  # compilers of other devices run in a process of their own
+jax.config.update("jax_platforms", "cpu")  # other devices' compilers run in a separate process
 
 SETTINGS = {"device": "none: compiled for absent ones"}
 TIMEOUT = 3600
 
-CASES = tuple(name for name in MODELS if name != "ode")  # which is there to be traced
+CASES = tuple(name for name in MODELS if name != "ode")  # the neural ODE is only traced
 HARDWARE = {
     "h100": "H100",
     "v100": "V100",
@@ -48,7 +46,7 @@ ATTENTIVE = tuple(
     if name.startswith(("gpt2", "llama", "moe")) or name in ("bert", "vit", "t5")
 )
 
-# What is compiled, the most valuable first: target, models, rivals.
+# The programs to compile, the most valuable first: target, models, rivals.
 FIRST = ("float32", "by hand", "autocast", "autocast, lean")
 GATED = tuple(f"build_train_step, {gate}" for gate in GATES)
 COMPILED = {
@@ -64,12 +62,12 @@ COMPILED = {
     "gates": ("h100", ("gpt2", "resnet50"), GATED),
     **{target: (target, CASES, FIRST[:3]) for target in ("v100", "a100-80", "b200", "v5e")},
 }
-# With a loss scale, as float16 is trained.
+# These train in float16 with a loss scale.
 SCALED = ("flax DynamicScale", "build_train_step")
 BATCHED = ("float32", "autocast", "by hand", "autocast, lean")
-# Near the limit of memory XLA computes parts of a step again, unless it is told that there is more.
+# Near the memory limit, XLA rematerializes values unless it is told that there is more memory.
 ONCE = {"xla_gpu_memory_limit_slop_factor": 1000}
-# Where a batch is as large as memory lets it: target, model, its rivals, a step of the search, and
+# Searches for the largest batch that fits: target, model, its rivals, the step of the search and
 # XLA's flags.
 BATCHES: dict[str, tuple[str, str, tuple[str, ...], int, dict[str, Any]]] = {
     "batch-v100": ("v100", "resnet50", BATCHED, 8, {}),
@@ -80,7 +78,7 @@ PARTS = (*list(COMPILED)[:5], *BATCHES, *list(COMPILED)[5:])
 
 
 def run(options: Options, results: Results) -> None:
-    """Compiles what is not measured yet."""
+    """Compiles the programs that have no row yet."""
     on_the_cpu()
     for part in options.parts:
         if part in BATCHES:
@@ -100,12 +98,12 @@ def run(options: Options, results: Results) -> None:
 
 
 def on_the_cpu() -> None:
-    """Keeps JAX off the devices at hand: compilers of others run in a process of their own."""
+    """Keeps JAX off the devices at hand; the compilers of the targets run in a separate process."""
     jax.config.update("jax_platforms", "cpu")
 
 
 def figures(target: str, model: str, rival: str, sizes: dict[str, Any]) -> Row:
-    """Compiles one training step; returns its figures, or why there are none."""
+    """Compiles one training step; returns its figures, or the reason why there are none."""
     if reason := lacks(rival):
         return {SKIPPED: reason}
     half = "float16" if rival in SCALED else HALF[target]
@@ -136,7 +134,7 @@ def figures(target: str, model: str, rival: str, sizes: dict[str, Any]) -> Row:
 def largest(
     target: str, model: str, rival: str, multiple: int, smoke: bool, flags: dict[str, Any]
 ) -> Row:
-    """Searches the largest batch of a training step that fits a target."""
+    """Searches for the largest batch with which a training step fits a target."""
     sizes = {k: v for k, v in SMALL[model].items() if smoke and k != "batch"}
     step = jax.jit(program(model, rival, HALF[target], **sizes).step, donate_argnums=0)
 
@@ -169,7 +167,7 @@ def largest(
 
 
 def _failure(error: Exception) -> Row:
-    """Returns a row for one program that does not compile: it stops none of the others."""
-    if isinstance(error, ImportError):  # then none of them would
+    """Returns a row for a program that does not compile, so that the other programs still run."""
+    if isinstance(error, ImportError):  # without the compilers, no program would compile
         raise click.ClickException(str(error)) from error
     return {FAILED: f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}

@@ -3,19 +3,19 @@
     python -m benchmarks --suite cpu [steps overhead dispatch ...]
 
     steps        small models trained by each rival
-    overhead     gate, loss scale and masters over a step of plain optax with the same casts
-    gates        the step's gate as a select and as a branch, over none
-    dispatch     the host's time to hand over an almost empty step
+    overhead     gate, loss scale and masters, relative to plain optax with the same casts
+    gates        the step's gate as a select and as a branch, relative to no gate
+    dispatch     the host's time to dispatch an almost empty step
     tracing      tracing and compiling by hand and under autocast
-    reports      reports of overflow and underflow over a step without
-    histogram    counting gradients over a step that does not
-    instruments  find_nonfinite and compare over a gradient
-    underflow    what float16 does to gradients, by loss scale and batch
-    bf16_dots    half beside float32, where the CPU multiplies half
-    quality      half's held-out quality, three seeds: a long case, run when it is named
+    reports      reports of overflow and underflow, relative to a step without reports
+    histogram    histograms of gradients, relative to a step without histograms
+    instruments  find_nonfinite and compare, relative to a gradient
+    underflow    the error of float16 gradients, by loss scale and batch
+    bf16_dots    half beside float32, on CPUs that multiply half
+    quality      half's held-out quality, three seeds: a long case, which runs only when named
 
-Steps are timed in pairs, round after round (`benchmarks.on_cpu.paired`); each row says what else
-ran on the machine. `benchmarks.on_cpu.goals` holds what is to be reached.
+Steps are timed in pairs, round after round (`benchmarks.on_cpu.paired`). Each row records how busy
+other processes kept the machine. The goals are in `benchmarks.on_cpu.goals`.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ LONG = (quality.CASE,)
 
 
 def run(options: Options, results: Any) -> list[str]:
-    """Measures what is missing or failed, and holds it against the goals; returns what failed."""
+    """Measures missing and failed rows, and compares them with the goals; returns the failures."""
     todo = [
         (case, name, measure)
         for case in options.cases
@@ -71,7 +71,7 @@ def run(options: Options, results: Any) -> list[str]:
     for case, name, measure in tqdm(todo, unit="row", disable=None):
         try:
             row = watched(measure)
-        except Exception as error:  # one row stops none of the others
+        except Exception as error:  # a failed row does not stop the others
             row = {FAILED: f"{type(error).__name__}: {str(error)[:300]}"}
             problems.append(f"{case}, {name}: {row[FAILED]}")
         results.put(case, name, row)

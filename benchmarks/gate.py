@@ -1,12 +1,12 @@
-"""The gate: does autocast still take no more than it did? A few minutes, no GPU.
+"""The gate: checks that autocast takes no more memory and bytes than recorded. Minutes, no GPU.
 
     python -m benchmarks --suite gate [gpt2 resnet50 ...]
 
-Compiles a training step of models of many kinds for an H100 that need not be there: few layers of
-real sizes, so that what a change of the planner does to a layer shows at once. It fails where
-autocast takes more temp memory or bytes than is recorded in ``results/gate_h100.json``, and names
-casts by hand beside it. Figures do not change from run to run; those of another JAX are not
-compared. ``--fresh`` records anew.
+Compiles a training step of many kinds of models for an H100, which need not be there. The models
+have few layers of real sizes, so that a change of the planner shows at once. The gate fails where
+autocast takes more temporary memory or bytes than recorded in ``results/gate_h100.json``. It prints
+the ratios to casts by hand as well. Figures do not change from run to run. Figures that another JAX
+recorded are not compared. ``--fresh`` records them again.
 """
 
 import click
@@ -24,7 +24,7 @@ OURS = ("autocast", "autocast, lean")
 HAND = ("by hand",)
 SOFTMAX = ("by hand", "by hand, half softmax")
 
-# The sizes of each model, and the ways to write it by hand.
+# The sizes of each model, and its variants with casts by hand.
 CASES = {
     "gpt2": ({"layers": 2}, HAND),
     "resnet50": ({"blocks": (2, 1, 1, 1)}, HAND),
@@ -40,7 +40,7 @@ CASES = {
 
 
 def run(options: Options, results: Results) -> list[str]:
-    """Records what is not recorded; returns where autocast is worse than what is."""
+    """Records missing rows; returns the figures in which autocast is worse than the record."""
     on_the_cpu()
     if results.other and not options.fresh:
         click.echo(f"Not compared: recorded with {results.other.get('versions')}. --fresh records.")
@@ -63,7 +63,7 @@ def run(options: Options, results: Results) -> list[str]:
 
 
 def worse(name: str, found: Row, recorded: Row) -> list[str]:
-    """Returns in which figures a row is worse than the recorded one, or why it has none."""
+    """Returns the figures in which a row is worse than the recorded one, or why it has none."""
     if reason := found.get(FAILED) or found.get(SKIPPED):
         return [f"{name}: {reason}"]
     return [
@@ -74,7 +74,7 @@ def worse(name: str, found: Row, recorded: Row) -> list[str]:
 
 
 def show(name: str, found: Row, beside: dict[str, Row]) -> None:
-    """Prints a row, and its ratios to others."""
+    """Prints a row and its ratios to other rows."""
     if FAILED in found:
         return
     click.echo(f"{name:<34}" + "".join(f"{f'{key} {found[key]:g}':<21}" for key in JUDGED))

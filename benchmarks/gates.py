@@ -1,4 +1,4 @@
-"""mpjax's step with its gate in each spelling that it has, and with none."""
+"""mpjax's step with each implementation of its gate, and without a gate."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ GATES = {NONE: ungated, SELECT: transaction.by_select, BRANCH: transaction.by_co
 
 
 def spelled(train_step: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Returns a step of `mpjax.build_train_step` that has one of `GATES` where it is traced."""
+    """Returns a step of `mpjax.build_train_step` that is traced with one of `GATES`."""
 
     def run(state, batch):
         with mock.patch.object(step, "gated", GATES[name]):

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu.py --part speed|memory|quality|tests [CASE ...] [--budget 470] [--smoke]
 
-which is ``python -m benchmarks --suite gpu``. Each part stops cleanly when its budget of seconds is
-spent, and goes on where it was at the next call; compiled programs are kept in ``--cache``. What is
-missing (PyTorch, NVML, compilers for absent hardware) is a row that says so. The parts are in
-`benchmarks.on_gpu`. ``--smoke`` runs small models on whatever is there: does it run at all?
+This is ``python -m benchmarks --suite gpu``. Each part stops cleanly when its budget of seconds is
+spent, and resumes at the next call. Compiled programs are kept in ``--cache``. If something is
+missing (PyTorch, NVML, compilers for absent hardware), its row says so. The parts are in
+`benchmarks.on_gpu`. ``--smoke`` runs small models on any device, to test that the suite runs.
 """
 
 import os
@@ -16,14 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # the folder of this file would shadow packages
+if __name__ == "__main__":  # this file's folder would shadow packages
     sys.path[0] = str(Path(__file__).parent.parent)
 
 from benchmarks import Options
 from benchmarks.on_gpu import children, goals, memory, quality, repository_tests, speed, tables
 from benchmarks.on_gpu.cases import SIZES
 
-# The process that keeps the rows asks JAX for the device's name: it is not to take its memory.
+# This process only asks JAX for the device's name, so it must not reserve the GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 CASES = tuple(SIZES)
@@ -36,7 +36,7 @@ PARTS = {
 
 
 def run(options: Options, results: Any) -> list[str]:
-    """Measures the parts that were asked for, each within the budget; prints what is known."""
+    """Measures the requested parts, each within the budget, and prints all results."""
     variables = children.environment(options.cache or default_cache())
     for part in options.parts:
         PARTS[part](options, results, countdown(options.budget), variables)
@@ -46,7 +46,7 @@ def run(options: Options, results: Any) -> list[str]:
 
 
 def countdown(budget: float) -> Callable[[], float]:
-    """Returns what tells how many seconds of a budget are left."""
+    """Returns a function that returns how many seconds of a budget are left."""
     end = time.monotonic() + budget
     return lambda: end - time.monotonic()
 
@@ -56,7 +56,7 @@ def default_cache() -> Path:
 
 
 def summary(path: Path) -> list[dict[str, Any]]:
-    """Returns the goals, what was measured of each and whether it is met, from a suite's JSON."""
+    """Returns the goals of a suite's JSON, each with its measured value and whether it is met."""
     return goals.read(path)
 
 

@@ -1,4 +1,4 @@
-"""Rows of figures that are written as they come, one JSON file for a suite."""
+"""The rows of a suite, which are written to one JSON file as soon as they are measured."""
 
 import dataclasses
 import datetime
@@ -13,7 +13,7 @@ import click
 import jax
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "mpjax")
-# A row that says why there are no figures. What is skipped is tried again the next time.
+# Keys of rows without figures; the value is the reason. A skipped row is tried again next time.
 SKIPPED, FAILED = "skipped", "failed"
 
 Row = dict[str, Any]
@@ -25,10 +25,11 @@ class Results:
 
     Attributes:
         path: The JSON file.
-        head: What all rows have in common: versions, device, settings; the date of the last row.
+        head: The versions, the device and the settings that all rows have in common.
         cases: The rows.
-        other: What the file on disk was measured with instead, where its rows were left out.
-        fresh: Whether rows count that were there before.
+        other: The head of the file on disk, if it differs so that its rows were left out.
+        fresh: Whether rows of the file are measured again.
+        new: The case and rival of each row that was put since.
     """
 
     path: Path
@@ -44,8 +45,9 @@ class Results:
 
         Args:
             path: The file; it need not exist.
-            fresh: Treat the rows as not measured yet, though they stay until they are replaced.
-            **settings: Whatever else rows must have in common, "device" and "command" among them.
+            fresh: Whether to measure the rows again. Each stays until it is replaced.
+            **settings: Other settings of the head, such as "device" and "command". All except
+                "command" must be the same in the file.
         """
         settings = settings if "device" in settings else {"device": device(), **settings}
         head = {"versions": versions(), **settings}
@@ -57,7 +59,7 @@ class Results:
         return cls(path, head, cases, None, fresh)
 
     def get(self, case: str, rival: str) -> Row | None:
-        """Returns a row; None if it is still to be measured."""
+        """Returns a row, or None if it must still be measured."""
         row = self.cases.get(case, {}).get(rival)
         stale = self.fresh and (case, rival) not in self.new
         return None if row is None or stale or SKIPPED in row else row
@@ -71,7 +73,7 @@ class Results:
         self.write()
 
     def write(self) -> None:
-        """Writes the file whole, so that whoever reads it never sees half of one."""
+        """Writes the file atomically, so that no reader sees a part of it."""
         head = {**self.head, "date": datetime.date.today().isoformat()}
         text = json.dumps({**head, "cases": self.cases}, indent=1) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,24 +86,24 @@ class Results:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that figures depend on."""
+    """Returns the versions of the packages that affect the figures."""
     return {name: importlib.import_module(name).__version__ for name in PACKAGES}
 
 
 def device() -> str:
-    """Returns what the device at hand calls itself, and of a CPU how many cores there are."""
+    """Returns the name of JAX's first device; for a CPU, with its number of cores."""
     kind = jax.devices()[0].device_kind
     return f"{kind}, {os.cpu_count()} cores" if jax.default_backend() == "cpu" else kind
 
 
 def _comparable(head: Row) -> Row:
-    """Returns what rows must share to stand in one table: not flax's version, nor the date."""
+    """Returns the settings that rows must share to be compared."""
     compilers = {name: head.get("versions", {}).get(name) for name in ("jax", "jaxlib")}
     return {**head, "versions": compilers, "date": None, "command": None}
 
 
 def _plain(data: Any) -> Any:
-    """Returns data as JSON gives it back: tuples as lists, keys as strings."""
+    """Returns data as JSON gives it back: tuples become lists, and keys become strings."""
     return json.loads(json.dumps(data))
 
 

@@ -1,8 +1,8 @@
-"""Who trains: the same model, data and optimizer, in float32, by casts of others, and by mpjax.
+"""The rivals: ways to train the same model, with float32, casts by hand, other libraries or mpjax.
 
-``RIVALS[name](make, half)`` returns ``(init, step)``: ``init(params, rest)`` gives the state that
+``RIVALS[name](make, half)`` returns ``(init, step)``. ``init(params, rest)`` returns the state that
 ``step(state, batch)`` trains. ``make(dtype=None)`` is a model of `models.MODELS` with its sizes
-given, and ``half`` the name of the half dtype.
+given, and ``half`` is the name of the half dtype.
 """
 
 import functools
@@ -21,7 +21,7 @@ from benchmarks.models import MODELS, training_step
 
 
 class Program(NamedTuple):
-    """How a rival trains a model: its functions, and the model's abstract arrays."""
+    """The functions with which a rival trains a model, and the model's abstract arrays."""
 
     init: Any
     step: Any
@@ -36,19 +36,19 @@ class Program(NamedTuple):
 
 
 def program(model: str, rival: str, half: str, **sizes) -> Program:
-    """Returns how a rival trains a model."""
+    """Returns the `Program` of a rival for a model."""
     make = functools.partial(MODELS[model], **sizes)
     _, params, rest, batch, _ = make()
     return Program(*RIVALS[rival](make, half), params, rest, batch)
 
 
 def lacks(rival: str) -> str | None:
-    """Returns why a rival cannot run here, if it cannot."""
+    """Returns the reason why a rival cannot run here, or None if it can."""
     module = NEEDS.get(rival)
     return f"{module} is not installed" if module and not importlib.util.find_spec(module) else None
 
 
-# ---- how each of them trains ---------------------------------------------------------------------
+# ---- the rivals ----------------------------------------------------------------------------------
 
 
 def plainly(loss, optimizer):
@@ -68,7 +68,7 @@ def by_hand(make, half, **arguments):
 
 
 def with_jmp(make, half):
-    """Casts parameters and inputs once, at the boundary."""
+    """Casts parameters and inputs once, at the model's boundary."""
     loss, *_, optimizer = make()
     policy = jmp.get_policy(f"params=float32,compute={half},output=float32")
 
@@ -93,7 +93,7 @@ def with_mixed_precision_for_jax(make, half):
 
 
 def with_dynamic_scale(make, half):
-    """flax's loss scale around casts by hand, its steps gated as in flax's examples."""
+    """Casts by hand with flax's loss scale; steps are gated as in flax's examples."""
     loss, *_, optimizer = make(dtype=jnp.dtype(half))
 
     def init(params, rest):
@@ -114,13 +114,13 @@ def with_dynamic_scale(make, half):
 
 
 def autocast(make, half, suffix=""):
-    """mpjax, its policy that of the half dtype with a suffix of the policies' grammar."""
+    """mpjax's autocast. ``suffix`` is appended to the half dtype's policy."""
     loss, *_, optimizer = make()
     return plainly(mpjax.autocast(loss, f"mixed_{half}{suffix}"), optimizer)
 
 
 def whole_step(make, half):
-    """mpjax's training step, with its loss scale and gate."""
+    """mpjax's training step, with its loss scale and its gate."""
     loss, _, rest, _, optimizer = make()
     if jax.tree.leaves(rest):
         init, step = mpjax.build_train_step(
@@ -137,7 +137,7 @@ def whole_step(make, half):
 
 
 def gated_step(make, half, gate):
-    """mpjax's training step, its gate in one of its spellings, or without one."""
+    """mpjax's training step with one implementation of its gate, or without a gate."""
     init, step = whole_step(make, half)
     return init, gates.spelled(step, gate)
 

@@ -1,17 +1,17 @@
-"""Suite "scaling": what grows with layers, batches, devices and steps, and what must not.
+"""Suite "scaling": costs by the number of layers, batches, devices and steps.
 
     python -m benchmarks --suite scaling [layers programs batch devices wire steps] [--budget 470]
 
-    layers    tracing and compiling the gradient of a Llama whose layers Python writes out
-    programs  tracing the gradient of GPT-2 and of neural ODEs whose steps are written out
-    batch     the memory of a training step on an H100, compiled without having one
-    devices   what each H100 sends and takes in a data-parallel step on 1 to 256 of them
-    wire      what eight H100s send each other, by how the state is spread over them, and in what
-    steps     arrays, memory and compilations after thousands of steps: none may grow
+    layers    tracing and compiling the gradient of a Llama whose layers are unrolled in Python
+    programs  tracing the gradients of GPT-2 and of neural ODEs with unrolled steps
+    batch     the memory of a training step, compiled for an absent H100
+    devices   what each of 1 to 256 H100s sends and takes in a data-parallel step
+    wire      the bytes and dtypes that eight H100s send each other, by how the state is sharded
+    steps     arrays, memory and compilations after thousands of steps; none of them may grow
 
-Seconds are of CPU, the best of several, the ways measured in turns with JAX's caches cleared;
-"calls" are how often Python called a function of Python or C while it traced, which does not change
-from run to run, however busy the machine is.
+Seconds are CPU time, the best of several repetitions. The ways are measured in turns, with JAX's
+caches cleared. "calls" is the number of Python and C functions that Python called during tracing;
+it does not change from run to run, however busy the machine is.
 """
 
 import collections
@@ -51,7 +51,7 @@ POLICIES = {"autocast": POLICY, "autocast, lean": f"{POLICY},storage=lean"}
 
 
 def run(options: Options, results: Any) -> list[str]:
-    """Measures what is missing, until the budget is spent; returns what grew."""
+    """Measures missing rows until the budget is spent; returns the quantities that grew."""
     end = time.monotonic() + options.budget
     for case in options.cases:
         for rival, measure in CASES[case](options.smoke):
@@ -83,7 +83,7 @@ def programs(smoke: bool):
 
 
 def tracing(model: Callable, repeats: int, compiles: bool = False) -> dict[str, Any]:
-    """Returns what tracing a gradient takes in float32 and under autocast, and their ratios."""
+    """Returns the cost of tracing a gradient in float32 and under autocast, and their ratios."""
     loss, *arguments, _ = model()
     ways = {"float32": loss, "autocast": mpjax.autocast(loss, POLICY)}
     found = traced(ways, arguments, repeats, compiles)
@@ -93,7 +93,7 @@ def tracing(model: Callable, repeats: int, compiles: bool = False) -> dict[str, 
 def traced(
     ways: dict[str, Callable], arguments: list[Any], repeats: int, compiles: bool
 ) -> dict[str, dict[str, float]]:
-    """Returns what tracing the gradients of functions takes, in turns, and what compiling takes."""
+    """Returns the cost of tracing the gradients of functions in turns, and of compiling them."""
     found: dict[str, dict[str, float]] = {way: {"seconds": float("inf")} for way in ways}
     for _ in range(repeats):
         for way, loss in ways.items():
@@ -108,7 +108,7 @@ def traced(
 
 
 def tracing_row(found: dict[str, dict[str, float]], pairs: Any) -> dict[str, Any]:
-    """Returns figures, and the ratio of each pair (measured, measured against)."""
+    """Returns the figures with the ratio of each pair (measured, measured against)."""
     return {
         **{f"{way}_{key}": value for way, row in found.items() for key, value in row.items()},
         "ratios": {
@@ -132,7 +132,7 @@ def timed(fun: Callable, *args: Any) -> tuple[float, Any]:
 
 
 def calls(fun: Callable, *args: Any) -> int:
-    """Returns how many functions tracing calls."""
+    """Returns the number of functions that tracing calls."""
     counts: collections.Counter[str] = collections.Counter()
 
     def count(frame, event, arg):
@@ -156,7 +156,7 @@ def compiling(fun: Callable, *args: Any) -> float:
 
 
 def equations(jaxpr: Any) -> int:
-    """Counts the equations of a program, those of programs inside included."""
+    """Returns the number of equations in a program, including those of inner programs."""
     inner = (sub for eqn in jaxpr.eqns for sub in jax.extend.core.jaxprs_in_params(eqn.params))
     return len(jaxpr.eqns) + sum(map(equations, inner))
 
@@ -171,7 +171,7 @@ def batches(smoke: bool):
 
 
 def memory(model: Callable) -> dict[str, Any]:
-    """Returns the temp memory of a step on an H100, in float32 and under autocast."""
+    """Returns the temporary memory of a step on an H100, in float32 and under autocast."""
     loss, params, rest, batch, optimizer = model()
     state = params, rest, jax.eval_shape(optimizer.init, params)
     ways = {"float32": loss} | {k: mpjax.autocast(loss, v) for k, v in POLICIES.items()}
@@ -201,7 +201,7 @@ def devices(smoke: bool):
 
 
 def data_parallel(model: Callable, count: int) -> dict[str, Any]:
-    """Returns what each of some H100s sends and takes in a data-parallel step."""
+    """Returns the bytes that each of several H100s sends and takes in a data-parallel step."""
     loss, params, rest, batch, optimizer = model()
     mesh = AbstractMesh((count,), ("data",), axis_types=(AxisType.Auto,))
 
@@ -244,7 +244,7 @@ def steps(smoke: bool):
 
 
 def endurance(policy: str, count: int) -> dict[str, Any]:
-    """Takes many steps of a small model; returns what a process holds early on and at the end."""
+    """Takes many steps of a small model; returns what the process holds early and at the end."""
     width = 64
     params = {"up": jnp.ones((8, width)) / 8, "down": jnp.ones((width, 1)) / width}
     x = np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32)
@@ -261,7 +261,7 @@ def endurance(policy: str, count: int) -> dict[str, Any]:
     seen = []
     for index in range(count):
         state, metrics = step(state, x)
-        if index in (count // 10, count - 1):  # what is lazy was done by the first
+        if index in (count // 10, count - 1):  # lazy initialization is done by the first steps
             jax.block_until_ready((state, metrics))
             gc.collect()
             seen.append(

@@ -1,11 +1,11 @@
-"""Suite "watching": what a training step takes that is watched, compiled for an H100.
+"""Suite "watching": the cost of a watched training step, compiled for an H100.
 
     python -m benchmarks --suite watching [gpt2 resnet50]
 
-Of each model `build_train_step`'s step under mixed_bfloat16, its state donated: as it is ("not
-watched"); as `watch_precision` runs it between samples; and as it runs a sample. Per row temporary
-memory and bytes moved, loops by their turns and library calls counted; and both over those of the
-first row. Needs mpjax[aot].
+The steps are those of `build_train_step` under mixed_bfloat16, with the state donated. The rows of
+a model are: the step without watching ("not watched"), the step that `watch_precision` runs between
+samples, and the step that takes a sample. A row contains temporary memory, bytes moved (loop
+iterations and library calls are counted), and their ratios to the first row. Needs mpjax[aot].
 """
 
 import time
@@ -28,10 +28,10 @@ TARGET, HALF, TIMEOUT = "h100", "bfloat16", 3600
 
 
 def run(options: Options, results: Results) -> None:
-    """Compiles what is not measured yet."""
+    """Compiles the programs that have no row yet."""
     for model in options.cases:
         found = program(model, "build_train_step", HALF, **(SMALL[model] if options.smoke else {}))
-        compiled: dict[Any, Row] = {}  # the same program need not be compiled twice
+        compiled: dict[Any, Row] = {}  # identical programs are compiled once
         for name, step in steps(found.step).items():
             row = results.get(model, name) or compiled.get(step) or figures(step, found)
             over = next(iter(compiled.values()), row)
@@ -43,7 +43,7 @@ def run(options: Options, results: Results) -> None:
 
 
 def steps(step: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """Returns the programs that a loop runs, by what they are."""
+    """Returns the programs that a training loop runs, by name."""
     jitted = jax.jit(step, donate_argnums=0)
     return {
         "not watched": jitted,
@@ -53,7 +53,7 @@ def steps(step: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
 
 
 def figures(step: Callable[..., Any], found: Any) -> Row:
-    """Compiles a step; returns its figures."""
+    """Compiles a step and returns its figures."""
     start = time.monotonic()
     report = mpjax.compile_for(TARGET, step, found.state, found.batch, timeout=TIMEOUT)
     return {

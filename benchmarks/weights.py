@@ -1,14 +1,15 @@
-"""Suite "weights": what an optimizer keeps for each weight: bytes, quality, bytes moved by a step.
+"""Suite "weights": bytes per weight, quality and bytes moved, for ways to keep weights and moments.
 
     python -m benchmarks --suite weights [update step quality ...]
 
     update   the optimizer's part of a step, AdamW on GPT-2 355M, compiled for an H100: bytes kept
              for each weight, bytes moved for each weight, temporary memory
     step     the whole training step of the same model, compiled for an H100
-    quality  held-out figures of four models over three seeds, trained on the CPU: the two of the
-             demo and two that nothing was chosen by; and one whose updates are small. A long case
+    quality  held-out figures over three seeds, trained on the CPU: two models of the demo, two
+             models on which no choice was based, and one with small updates. A long case
 
-The first two need mpjax[aot]. Rows are ways to keep weights and moments, all of bfloat16 compute.
+The first two need mpjax[aot]. Each row is a way to keep weights and moments. All compute in
+bfloat16.
 """
 
 import datetime
@@ -33,7 +34,7 @@ from mpjax._src.training.levels import under_policy
 
 jax.config.update("jax_platforms", "cpu")
 
-# What is kept, by the policy that says so.
+# The ways to keep weights and moments, and their policies.
 KEPT = {
     "float32 weights": "mixed_bfloat16",
     "float32 weights, 8-bit moments": "mixed_bfloat16,moments=8bit",
@@ -54,14 +55,14 @@ WHOLE = (
     "float32 weights",
 )
 
-# Whose quality is measured: what they are made of trains as these do.
+# The rows whose quality is measured. The parts that they combine train in the same way.
 TRAINED = (
     *("split masters", "split masters, 8-bit moments", "split masters of 24 bits, 8-bit moments"),
     *("bfloat16 alone", "bfloat16, stochastic rounding", "bfloat16, Kahan summation"),
     "bfloat16, stochastic rounding, 8-bit moments",
 )
 SEEDS = range(3)
-# Models, and the held-out figure of each; what is larger for a better model is negated.
+# The held-out figure of each model. If larger is better, the figure is negated.
 FIGURES = {"byte_gpt": "bits_per_byte", "digits_cnn": "held_out_loss"}
 OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "bert": ("bert", {}, "held out"),
@@ -74,14 +75,14 @@ LONG = ("quality",)
 
 
 def run(options: Options, results: Results) -> list[str]:
-    """Measures what is missing; returns what failed."""
+    """Measures missing rows; returns the failures."""
     problems = []
     for case, name, measure in todo(options):
         if results.get(case, name):
             continue
         try:
             row = measure()
-        except Exception as error:  # one row stops none of the others
+        except Exception as error:  # a failed row does not stop the others
             problems.append(f"{case}, {name}: {type(error).__name__}: {str(error)[:300]}")
         else:
             results.put(case, name, {**row, "date": datetime.date.today().isoformat()})
@@ -90,7 +91,7 @@ def run(options: Options, results: Results) -> list[str]:
 
 
 def todo(options: Options) -> Iterator[tuple[str, str, Callable[[], Row]]]:
-    """Yields case, name and what measures it."""
+    """Yields each case and name with the function that measures it."""
     sizes = {"layers": SMOKE_LAYERS} if options.smoke else {}
     if "update" in options.cases:
         for name in (REFERENCE, *KEPT):
@@ -154,7 +155,7 @@ def update(name: str, sizes: dict[str, Any]) -> Row:
 def step(name: str, sizes: dict[str, Any]) -> Row:
     start = time.monotonic()
     loss, params, rest, batch, _ = model(sizes)()
-    if name == REFERENCE:  # of float32
+    if name == REFERENCE:  # relative to float32
         found = program(MODEL, "float32", "bfloat16", **sizes)
         state, train_step = found.state, found.step
     else:
@@ -180,7 +181,7 @@ def held(tree: Any) -> int:
 
 
 def train(name: str, policy: str, seed: int, smoke: bool) -> Row:
-    """Returns the held-out figure of one run; less is better."""
+    """Returns the held-out figure of one run. Less is better."""
     if name in EXAMPLES:
         module = example(name)
         found = module.train(policy, 3 if smoke else module.STEPS, seed, "auto")
@@ -195,7 +196,7 @@ def train(name: str, policy: str, seed: int, smoke: bool) -> Row:
 
 
 def verdicts(rows: dict[str, Row]) -> Iterator[tuple[str, str, Row]]:
-    """Yields model, what is kept, and the mean over all seeds beside the spread of float32's."""
+    """Yields the model, the row's name, and its mean over all seeds beside float32's spread."""
     for model in (*FIGURES, *OTHERS):
         values = {
             name: [rows.get(f"{model}, {name}, seed {s}", {}).get("held_out") for s in SEEDS]

@@ -1,7 +1,7 @@
-"""What eight H100s send each other in a training step, by how the state is spread over them.
+"""The bytes that eight H100s send each other in a training step, by how the state is sharded.
 
-A small decoder and a small ResNet, each under its mesh: compiled, not run. `measured` counts the
-arrays by what they are and by dtype.
+A small decoder and a small ResNet are compiled for each mesh, and not run. `measured` counts the
+arrays by kind and by dtype.
 """
 
 import functools
@@ -120,21 +120,21 @@ TOKENS = {k: spec(ROWS, LENGTH, dtype=jnp.int32) for k in "xy"}
 IMAGES = {"x": spec(ROWS, 64, 64, 3), "y": spec(ROWS, dtype=jnp.int32)}
 
 
-# ---- how they are spread -------------------------------------------------------------------------
+# ---- shardings -----------------------------------------------------------------------------------
 
 
 class Program(NamedTuple):
-    """A model, and how its state and its batch lie on eight devices.
+    """A model, and how its state and its batch are sharded over eight devices.
 
     Attributes:
-        axes: The axes of the mesh, and their sizes.
-        place: The spec of a parameter, given its path and shape.
-        rows: The axes over which the batch lies.
+        axes: The axes of the mesh with their sizes.
+        place: Returns the spec of a parameter, given its path and shape.
+        rows: The axes over which the batch is sharded.
         model: The loss.
         params: The shapes of its parameters.
         batch: The shapes of its batch.
-        kind: Whether types of arrays say how they lie.
-        states: Whether the program says itself what is gathered.
+        kind: The type of the axes: with explicit axes, the types of arrays contain the sharding.
+        states: Whether the program states its gathers by sharding constraints.
     """
 
     axes: dict[str, int]
@@ -152,7 +152,7 @@ def everywhere(path: str, shape: tuple[int, ...]) -> P:
 
 
 def longest(path: str, shape: tuple[int, ...], first: int = 0) -> P:
-    """Spreads the longest dimension, the first of layers that are stacked left out."""
+    """Shards the longest dimension. For stacked layers, the first dimension is left out."""
     dims: list[Any] = [None] * len(shape)
     place = max(range(first if "layers" in path else 0, len(shape)), key=lambda d: shape[d])
     dims[place] = "data"
@@ -160,7 +160,7 @@ def longest(path: str, shape: tuple[int, ...], first: int = 0) -> P:
 
 
 def megatron(path: str, shape: tuple[int, ...]) -> P:
-    """Heads, hidden units and words over "model", the rest over "data"."""
+    """Shards heads, hidden units and vocabulary over "model", the other parameters over "data"."""
     places = {
         **dict.fromkeys("qkv", P("data", "model", None)),
         "out": P("model", None, "data"),
@@ -238,7 +238,7 @@ def compiled(program: Program, policy: Any, target: str = "h100") -> Any:
 
 
 def counted(report: Any, what: str) -> Counter[str]:
-    """Returns how many bytes of something are sent, by dtype."""
+    """Returns the bytes of one kind that are sent, by dtype."""
     found: Counter[str] = Counter()
     for row in report.collectives:
         if row.carries == what:
@@ -247,7 +247,7 @@ def counted(report: Any, what: str) -> Counter[str]:
 
 
 def measured(program: Program) -> dict[str, Any]:
-    """Returns what is sent in each half dtype, and what in float32."""
+    """Returns the bytes that are sent in each half dtype and in float32."""
     try:
         wide = compiled(program, "float32")
         ways = {half: compiled(program, f"mixed_{half}") for half in HALVES}

@@ -1,6 +1,8 @@
-"""The cases of suite "cpu": what is timed (`steps`, `overhead`, `dispatch`, `tracing`, `reports`,
-`instruments`, `underflow`, `quality`, `dots`), on what (`tasks`), how (`paired`), beside what else
-ran (`others`), and what is to be reached (`goals`).
+"""The cases of suite "cpu", and the modules that they share.
 
-``CASE(smoke)`` yields names of rows, and functions that measure them.
+The cases are in `steps`, `overhead`, `gates`, `dispatch`, `tracing`, `reports`, `instruments`,
+`underflow`, `quality` and `dots`. `tasks` holds the training tasks, `paired` the timing in pairs,
+`others` the load of other processes, and `goals` the goals.
+
+``case(smoke)`` of a module yields the names of rows with the functions that measure them.
 """

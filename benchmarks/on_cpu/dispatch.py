@@ -1,8 +1,8 @@
-"""Case "dispatch": how long the host is busy with handing an almost empty step to the device.
+"""Case "dispatch": how long the host takes to dispatch an almost empty step to the device.
 
-mpjax's step, under jit, beside a jitted step of plain optax that takes and returns as many arrays,
-in dicts and tuples; and beside mpjax's own program with its state as a flat list, which tells what
-containers cost from what the program does.
+mpjax's jitted step is compared with a jitted step of plain optax that takes and returns the same
+number of arrays, in dicts and tuples. It is also compared with mpjax's own program with its state
+as a flat list, which separates the cost of containers from the cost of the program.
 """
 
 import functools
@@ -66,7 +66,7 @@ def flattened(step: Callable, treedef: Any) -> Callable:
 
 
 def bare(params: Any, optimizer: optax.GradientTransformation, arrays: int, metrics: int):
-    """Returns state and step of plain optax, with as many arrays in and out."""
+    """Returns the state and the step of plain optax, with the same number of arrays in and out."""
 
     def bare_step(state, batch):
         params, opt_state, others = state
@@ -82,7 +82,7 @@ def bare(params: Any, optimizer: optax.GradientTransformation, arrays: int, metr
 
 
 def host_timer(state: Any, step: Callable, batch: jax.Array) -> Timer:
-    """Returns what times how long calls take to return; what they began is waited for between."""
+    """Returns a timer of the calls alone. It waits for the computation between them, untimed."""
     state = jax.tree.map(jnp.copy, state)
     jitted = jax.jit(step, donate_argnums=0)
 

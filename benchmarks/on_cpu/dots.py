@@ -1,7 +1,7 @@
-"""Case "bf16_dots": is training in half faster than in float32, where the CPU multiplies half?
+"""Case "bf16_dots": half beside float32 training, on CPUs that multiply half.
 
-A wide network, nearly all of its time in matmuls. Whether the CPU's instructions are used is read
-off the optimized program: XLA may convert operands to float32 first.
+The network is wide and spends nearly all of its time in matmuls. The optimized program shows
+whether the CPU's half instructions are used, because XLA may convert operands to float32 first.
 """
 
 import functools
@@ -68,7 +68,7 @@ def mlp(dtype: Any = None) -> Any:
 
 
 def matmuls(step: Any, *args: Any) -> dict[str, int]:
-    """Returns how many matmuls of the optimized program have operands of each dtype."""
+    """Returns the number of matmuls in the optimized program by the dtype of their operands."""
     text = jax.jit(step).lower(*args).compile().as_text()
     counted: dict[str, int] = {}
     for matmul in costs(text).matmuls:
@@ -77,7 +77,7 @@ def matmuls(step: Any, *args: Any) -> dict[str, int]:
 
 
 def reading(counted: dict[str, int]) -> str:
-    """Says in words what the optimized program multiplies."""
+    """Describes the matmuls of the optimized program in words."""
     total, wide = sum(counted.values()), counted.get("f32", 0)
     if not wide:
         return f"all {total} matmuls of the optimized program take half operands"

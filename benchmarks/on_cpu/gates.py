@@ -1,4 +1,4 @@
-"""Case "gates": mpjax's step with its gate as a select and as a branch, over one without a gate."""
+"""Case "gates": mpjax's step with its gate as a select and as a branch, relative to no gate."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ def paired(make: Callable[[], Task], policy: str, smoke: bool) -> dict[str, Any]
 
 
 def wide() -> Task:
-    """A step that does next to nothing but update four million parameters."""
+    """A step that does little more than update four million parameters."""
     params = {f"w{i}": jnp.full((512, 512), 0.1) for i in range(16)}
 
     def loss(params, batch, model_state, rng):

@@ -1,4 +1,4 @@
-"""What is to be reached on a CPU, as data, and whether it is: a row each, of the case "goals"."""
+"""The goals on a CPU, as data. Case "goals" has a row for each, which says whether it is met."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks.on_cpu import dispatch, overhead, quality
 
 CASE = "goals"
-# By case: a ratio, and what its median may be at most.
+# By case: a ratio, and the largest median that meets the goal.
 RATIOS: dict[str, dict[str, float]] = {
     "steps": {"autocast / by hand": 1.00},
     "overhead": {f"mpjax {policy} / optax {policy}": 1.02 for policy in overhead.POLICIES},
@@ -19,13 +19,13 @@ Rows = dict[str, dict[str, dict[str, Any]]]
 
 
 def judge(results: Any) -> None:
-    """Puts a row for each goal: its bound, what was found, and whether it is met."""
+    """Writes a row for each goal: its bound, the measured value, and whether the goal is met."""
     results.cases[CASE] = dict(found(results.cases))
     results.write()
 
 
 def found(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields each goal and its row; ``met`` is None where nothing was measured.
+    """Yields each goal with its row; ``met`` is None if nothing was measured.
 
     ``sure`` tells whether the whole 95% interval lies on the side of the bound where the median is.
     """
@@ -61,7 +61,7 @@ def at_most(bound: float, ratio: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def words(row: dict[str, Any]) -> str:
-    """Says whether a goal is met, and how surely."""
+    """Says whether a goal is met, and whether the interval leaves a doubt."""
     if row["met"] is None:
         return "not measured"
     doubt = ", though the interval reaches the bound" if row.get("sure") is False else ""

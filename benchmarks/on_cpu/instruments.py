@@ -1,8 +1,8 @@
-"""Case "instruments": time and peak memory of `find_nonfinite` and `compare`.
+"""Case "instruments": time and peak memory of `find_nonfinite` and `compare` on GPT-2.
 
-On GPT-2, beside one compiled float32 gradient, and the same gradient run operation by operation,
-which keeps what XLA would fuse away. Every run is a process of its own, so that its peak of
-resident memory is its own.
+They are compared with one compiled float32 gradient, and with the same gradient run operation by
+operation, which keeps the values that XLA would fuse away. Every run has its own process, so that
+each peak of resident memory belongs to one run.
 """
 
 import functools
@@ -67,7 +67,7 @@ def child(name: str, model: str, sizes: dict[str, Any]) -> dict[str, float]:
 
 
 def one(name: str, model: str, sizes: dict[str, Any]) -> dict[str, float]:
-    """Runs once to compile, once for the clock; returns seconds and the peak of memory in MiB."""
+    """Runs once to compile and once timed; returns the seconds and the peak memory in MiB."""
     loss, params, rest, batch, _ = MODELS[model](**sizes)
     params, batch = concrete((params, batch), sizes.get("vocabulary", 50257))
     once = runner(name, lambda params, batch: loss(params, rest, batch)[0], params, batch)
@@ -84,7 +84,7 @@ def runner(name: str, scalar: Callable, *args: Any) -> Callable[[], Any]:
         return lambda: jax.block_until_ready(gradient(*args))
     if name == "operation by operation":
         program = make_program("run", scalar, get_policy("float32"), args, {}, 0, False)
-        # Its own list each time: what is not needed any more is taken from it.
+        # Each run has its own list: `interpret` removes arrays from it after their last use.
         return lambda: interpret(program.jaxpr, [*program.arrays, jnp.float32(1)], Plain())
     tool = getattr(mpjax, name)
     return lambda: tool(scalar, "mixed_bfloat16")(*args)

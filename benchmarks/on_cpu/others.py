@@ -1,4 +1,4 @@
-"""What else ran on the machine while something was measured."""
+"""Measures how busy other processes keep the machine during a measurement."""
 
 import os
 import time
@@ -9,10 +9,10 @@ import psutil
 
 
 def watched(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Returns a row, with the load meanwhile.
+    """Returns the row of a measurement, with the machine's load during it.
 
-    ``load`` holds the machine's load average at the end, this process included, and how many cores
-    others kept busy on average, this process and its children left out.
+    ``load`` holds the machine's load average at the end, this process included, and the average
+    number of cores that other processes kept busy. This process and its children are not others.
     """
     start, busy, own = time.monotonic(), _busy(), _own()
     row = measure()
@@ -23,9 +23,9 @@ def watched(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _busy() -> float:
-    """Returns the seconds of CPU that were spent on this machine, or taken from it."""
+    """Returns the CPU seconds that this machine spent, or that a hypervisor took from it."""
     times = psutil.cpu_times()._asdict()
-    # Linux counts guests as users already.
+    # Linux includes guests in user time.
     idle = ("idle", "iowait", "guest", "guest_nice")
     return sum(value for name, value in times.items() if name not in idle)
 

@@ -1,8 +1,8 @@
-"""Case "overhead": what gate, loss scale and masters cost a step, timed in pairs.
+"""Case "overhead": the cost of the gate, the loss scale and the masters of a step, timed in pairs.
 
-mpjax's step beside one written in plain optax around the same loss with the same casts, which
-neither scales nor looks whether gradients are finite; and beside jmp's float16 step, which does
-both.
+mpjax's step is compared with a step in plain optax around the same loss with the same casts, which
+has no loss scale and does not check whether gradients are finite. It is also compared with jmp's
+float16 step, which does both.
 """
 
 import functools
@@ -52,9 +52,9 @@ def mpjax_step(task: Task, policy: str, **options: Any) -> State:
 
 
 def optax_step(task: Task, policy: str) -> State:
-    """Returns state and step as one writes them by hand, the loss with the policy's casts.
+    """Returns the state and the step as written by hand, with the policy's casts around the loss.
 
-    Where the policy keeps half parameters, the optimizer's are their float32 masters.
+    If the policy keeps half parameters, the optimizer updates their float32 masters.
     """
     loss = mpjax.autocast(task.loss, policy)
     stored = jax.tree.map(lambda p: p.dtype, mpjax_step(task, policy)[0].params)
@@ -74,7 +74,7 @@ def optax_step(task: Task, policy: str) -> State:
 
 
 def jmp_step(task: Task) -> State:
-    """Returns state and step as jmp's README has them, in float16 with dynamic loss scaling."""
+    """Returns the state and the step of jmp's README: float16 with dynamic loss scaling."""
     policy = jmp.get_policy("params=float32,compute=float16,output=float32")
 
     def step(state, batch):

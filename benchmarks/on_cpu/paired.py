@@ -1,7 +1,7 @@
-"""Steps timed side by side: in turn, round after round, so that a busy machine slows all of them.
+"""Times steps in turns, round after round, so that a busy machine slows all of them alike.
 
-Ratios are taken within a round; their median is what is reported, with its 95% bootstrap interval
-and the quartiles of the rounds.
+Each ratio is taken within a round. The median of the rounds is reported, with its 95% bootstrap
+interval and the quartiles of the rounds.
 """
 
 import time
@@ -14,14 +14,14 @@ import jax.numpy as jnp
 
 from benchmarks.on_gpu.statistics import paired_ratio
 
-Timer = Callable[[int], float]  # does so many steps, and returns the seconds of one
+Timer = Callable[[int], float]  # runs this number of steps, and returns the seconds per step
 
-TURN = 0.08  # seconds of the slowest, at each turn
+TURN = 0.08  # seconds that the slowest step runs in each turn
 
 
 def timer(state: Any, step: Callable[..., Any], batch: Any) -> Timer:
-    """Returns what times a step, from the first to the end of the last."""
-    # Its own copy: the steps donate their state, and the parameters are shared at first.
+    """Returns a timer of a step, from the start of the first to the end of the last."""
+    # A copy of its own: all steps start from the same parameters, and donate their state.
     state = jax.tree.map(jnp.copy, state)
     jitted = jax.jit(step, donate_argnums=0)
 
@@ -41,7 +41,7 @@ def measure(
 ) -> dict[str, Any]:
     """Returns the times of all steps, and the ratio of each pair (measured, measured against)."""
     for run in timers.values():
-        run(2)  # compiles, once more where the first step returns other layouts or weak types
+        run(2)  # compiles, twice if the first step returns other layouts or weak types
     count = max(1, round(turn / max(run(1) for run in timers.values())))
     names = list(timers)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -57,7 +57,7 @@ def measure(
 
 
 def ratio(times: list[float], base: list[float]) -> dict[str, Any]:
-    """Returns the median of the rounds' ratios, its interval, and their quartiles."""
+    """Returns the median of the rounds' ratios, its interval and the rounds' quartiles."""
     each = [t / b for t, b in zip(times, base, strict=True)]
     low, _, high = quantiles(each, n=4)
     return {**paired_ratio(times, base), "quartiles": [low, high]}

@@ -1,9 +1,8 @@
-"""Case "quality": does half reach float32's held-out quality, over three seeds?
+"""Case "quality": the held-out quality of half training beside float32's, over three seeds.
 
-Both examples under every policy of the demo; and those that cast operation by operation once more
-with casts at the boundary. A policy's mean over the seeds is held against the spread of float32's.
-
-A row is one run.
+Both examples run under every policy of the demo. The policies that cast each operation also run
+with casts at the boundary. The mean of a policy over the seeds is compared with the spread of
+float32's. Each row is one run.
 """
 
 import datetime
@@ -16,7 +15,7 @@ from benchmarks.on_cpu.tasks import EXAMPLES, example
 
 CASE = "quality"
 SEEDS = range(3)
-# The held-out figures of each example, and whether a larger one is better.
+# The held-out figures of each example, and whether larger is better.
 FIGURES: dict[str, dict[str, bool]] = {
     "digits_cnn": {"accuracy": True, "held_out_loss": False},
     "byte_gpt": {"bits_per_byte": False},
@@ -36,7 +35,7 @@ def case(smoke: bool) -> Iterator[tuple[str, Any]]:
 
 
 def runs() -> dict[str, tuple[str, Any]]:
-    """Returns policy and loss scale of each run."""
+    """Returns the policy and the loss scale of each run."""
     named = example("demo").RUNS
     return named | {
         f"{name}, boundary": (f"{policy},casting=boundary", scale)
@@ -53,7 +52,7 @@ def train(module: str, policy: str, scale: Any, seed: int, steps: int | None) ->
 
 
 def verdicts(rows: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-    """Yields example, figure, run, and its mean where all seeds were run, beside float32's."""
+    """Yields example, figure, run and, if all seeds were run, the mean beside float32's."""
     for module, figures in FIGURES.items():
         names = dict.fromkeys(
             name.removeprefix(f"{module}, ").rpartition(", ")[0]

@@ -1,4 +1,4 @@
-"""Cases "reports" and "histogram": what looking at gradients costs a step, timed in pairs."""
+"""Cases "reports" and "histogram": the cost of reports on gradients for a step, timed in pairs."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -42,12 +42,12 @@ def paired(forms: Callable[[Task], dict[str, Any]], make: Callable[[], Task], sm
 
 
 def reporting(task: Task) -> dict[str, Any]:
-    """Returns the step that trains in float16, without reports and with each."""
+    """Returns float16 training steps: one without reports, and one with each report."""
     return {name: mpjax_step(task, POLICY, **options) for name, options in REPORTS.items()}
 
 
 def counting(task: Task) -> dict[str, Any]:
-    """Returns a float32 step that counts no gradients, all of them, and those of some steps."""
+    """Returns float32 steps that count no gradients, all of them, or those of some steps."""
     empty = mpjax.gradient_histogram(jax.tree.map(np.zeros_like, task.params))
 
     def step_with(count):

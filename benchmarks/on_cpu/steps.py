@@ -1,7 +1,7 @@
 """Case "steps": small models trained by each rival, timed in pairs.
 
-In bfloat16 alone: by hand, `jax.nn.dot_product_attention` asks for a float16 algorithm that XLA:CPU
-does not have. So flax's DynamicScale scales what would do without.
+They train in bfloat16 only, because `jax.nn.dot_product_attention` asks for a float16 algorithm
+that XLA:CPU does not have. So flax's DynamicScale scales a loss that needs no scaling.
 """
 
 import functools
@@ -37,7 +37,7 @@ def case(smoke: bool) -> Iterator[tuple[str, Any]]:
 
 
 def paired(model: str, sizes: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Returns the row of a model: the ratios of all rivals that there are."""
+    """Returns the row of a model: the ratios of all rivals that can run."""
     absent = {rival: why for rival in RIVALS if (why := lacks(rival))}
     timers = {rival: timed(model, rival, sizes) for rival in (OURS, *RIVALS) if rival not in absent}
     row = measure(timers, [pair for pair in PAIRS if not absent.keys() & pair], rounds)
@@ -45,7 +45,7 @@ def paired(model: str, sizes: dict[str, Any], rounds: int) -> dict[str, Any]:
 
 
 def timed(model: str, rival: str, sizes: dict[str, Any]):
-    """Returns the timer of a rival's step, from random parameters on random data."""
+    """Returns the timer of a rival's step, which starts from random parameters and data."""
     found = program(model, rival, "bfloat16", **sizes)
     params, batch = concrete((found.params, found.batch), sizes.get("vocabulary", 1000))
     rest = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), found.rest)
@@ -53,7 +53,7 @@ def timed(model: str, rival: str, sizes: dict[str, Any]):
 
 
 def concrete(tree: Any, below: int) -> Any:
-    """Returns random arrays for abstract ones, whole numbers below a bound; the same each time."""
+    """Returns random arrays for abstract ones, integers below a bound. They are always the same."""
     rng = np.random.default_rng(0)
 
     def array(leaf):

@@ -1,4 +1,4 @@
-"""What the steps train: the examples, or in a trial a network of two layers."""
+"""The training tasks: the examples, or for a smoke test a network of two layers."""
 
 import importlib
 import sys
@@ -16,7 +16,7 @@ EXAMPLES = ("byte_gpt", "digits_cnn")
 
 
 class Task(NamedTuple):
-    """What to train: ``loss(params, batch, model_state, rng)`` returns loss and model state."""
+    """A training task: ``loss(params, batch, model_state, rng)`` returns loss and model state."""
 
     loss: Callable[..., tuple[jax.Array, Any]]
     params: Any
@@ -26,7 +26,7 @@ class Task(NamedTuple):
 
 
 def tasks(smoke: bool) -> dict[str, Callable[[], Task]]:
-    """Returns what makes the tasks, by name."""
+    """Returns the functions that create the tasks, by name."""
     return {"tiny": tiny} if smoke else {"byte_gpt": byte_gpt, "digits_cnn": digits_cnn}
 
 

@@ -1,8 +1,8 @@
-"""Case "tracing": what tracing and compiling a gradient takes, before its first step.
+"""Case "tracing": the cost of tracing and compiling a gradient before its first step.
 
-Seconds are of CPU, the best of several, the ways in turn with JAX's caches cleared; calls of
-functions are counted, which does not change from run to run. How it grows with layers is suite
-"scaling".
+Seconds are CPU time, the best of several repetitions; the ways are measured in turns, with JAX's
+caches cleared. The number of function calls does not change from run to run. Suite "scaling"
+measures how the cost grows with the number of layers.
 """
 
 import functools

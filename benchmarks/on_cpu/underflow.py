@@ -1,9 +1,10 @@
-"""Case "underflow": what float16 does to gradients, by loss scale and batch: why losses are scaled.
+"""Case "underflow": the error of float16 gradients by loss scale and batch size.
 
-Trains the byte-level GPT in float32 for a while, then takes one gradient in float16 and compares it
-with float32's. A mean over n examples divides every cotangent by n, so larger batches underflow.
-A loss scale of 1/n on a small batch makes its cotangents as small; the gradient suffers more, for
-the sum over examples, which brings weights' gradients back up, is the small batch's.
+Trains the byte-level GPT in float32 for some steps. Then it takes one gradient in float16 and
+compares it with float32's. A mean over n examples divides every cotangent by n, so larger batches
+underflow. A loss scale of 1/n on a small batch makes its cotangents just as small. That gradient
+is less accurate, because the sum over examples, which makes weight gradients larger again, has
+only the examples of the small batch.
 """
 
 import functools
@@ -18,9 +19,9 @@ from jax.flatten_util import ravel_pytree
 import mpjax
 from benchmarks.on_cpu.tasks import example
 
-STEPS = 100  # of training beforehand
-TIMES = 256  # how much larger the large batch is
-# How many small batches, and the loss scale.
+STEPS = 100  # steps of training before the measurement
+TIMES = 256  # the ratio of the large batch to the small one
+# The number of small batches in a batch, and the loss scale.
 HOW = ((1, 1.0), (1, 1 / TIMES), (1, 2.0**16), (TIMES, 1.0), (TIMES, 2.0**16))
 
 
@@ -32,7 +33,7 @@ def case(smoke: bool) -> Iterator[tuple[str, Any]]:
 
 
 def row(prepared: Callable[[], Any], times: int, scale: float) -> dict[str, Any]:
-    """Returns how far float16's gradient is from float32's."""
+    """Returns the error of a float16 gradient relative to float32's."""
     params, sample, gradient = prepared()
     batch = sample(times)
     exact, half = gradient(params, batch, "float32", 1.0), gradient(params, batch, "float16", scale)
@@ -45,7 +46,7 @@ def row(prepared: Callable[[], Any], times: int, scale: float) -> dict[str, Any]
 
 
 def prepare(steps: int) -> tuple[Any, Callable, Callable]:
-    """Returns trained parameters, what draws batches, and what takes the gradient as one vector."""
+    """Returns trained parameters, a function that draws batches, and a function of the gradient."""
     module = example("byte_gpt")
     data, _ = module.load()
     rng = np.random.default_rng(0)
