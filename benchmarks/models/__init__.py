@@ -1,13 +1,12 @@
 """The models that the benchmarks train, each written once.
 
-``MODELS[name](dtype=None, **sizes)`` returns ``(loss, params, rest, batch, optimizer)``: a function
-of ``(params, rest, batch)`` that returns the loss and the next ``rest`` (batch statistics, or
-nothing), abstract arrays for its three arguments, and what trains it.
+``MODELS[name](dtype=None, **sizes)`` returns ``(loss, params, rest, batch, optimizer)``. ``loss``
+is a function of ``(params, rest, batch)`` that returns the loss and the next ``rest`` (batch
+statistics, or nothing). The three arguments are abstract arrays.
 
-``dtype=None`` is the plain float32 model that autocast takes. ``dtype=jnp.bfloat16`` is the same
-model with the casts of an expert: flax's ``dtype=``, or where a model is plain JAX,
-``w.astype(dtype)`` at each use; with the statistics of norms, softmax, routers, recurrences and
-losses in float32.
+``dtype=None`` is the plain float32 model, which autocast takes. ``dtype=jnp.bfloat16`` is the same
+model with the casts of an expert: flax's ``dtype=``, or ``w.astype(dtype)`` at each use in plain
+JAX. Statistics of norms, softmax, routers, recurrences and losses stay float32.
 """
 
 import functools
@@ -43,7 +42,7 @@ MODELS = {
     "ode": ode,
 }
 
-# What tables and charts call them.
+# The titles of the models in tables and charts.
 TITLES = {
     "gpt2": "GPT-2 124M",
     "gpt2_medium": "GPT-2 355M",
@@ -66,7 +65,7 @@ TITLES = {
     "ode": "Neural ODE",
 }
 
-# Sizes for tests, and to see whether something runs.
+# Sizes for tests and for smoke tests.
 _TEXT = {"batch": 2, "length": 16, "width": 32, "heads": 2, "vocabulary": 64}
 _IMAGES = {"batch": 2, "size": 32}
 SMALL = {
@@ -93,7 +92,7 @@ SMALL = {
 
 
 def training_step(loss, optimizer):
-    """Returns the step that trains a loss of ``(params, rest, batch)``."""
+    """Returns a training step for a loss of ``(params, rest, batch)``."""
 
     def step(state, batch):
         params, rest, opt = state

@@ -1,4 +1,4 @@
-"""A transformer with mixtures of experts, which tokens reach by one-hot einsums or sorted."""
+"""A transformer with mixtures of experts. One-hot einsums or a sort bring tokens to the experts."""
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,9 @@ CHOICES = 2
 
 
 def route(x, router):
-    """Returns each token's experts, their shares, and how unevenly the load is spread.
+    """Returns each token's experts, their weights, and the imbalance of the load.
 
-    A router is float32 in casts by hand too, as in Switch Transformers.
+    The router is float32 in casts by hand too, as in Switch Transformers.
     """
     shares = jax.nn.softmax(x.astype(jnp.float32) @ router)
     best, chosen = jax.lax.top_k(shares, CHOICES)
@@ -24,7 +24,7 @@ def route(x, router):
 
 
 def one_hot_experts(x, p, chosen, shares):
-    """Each expert takes a fixed number of tokens; dispatch and return are einsums."""
+    """Each expert takes a fixed number of tokens. Dispatch and combine are einsums."""
     batch, length, _ = x.shape
     experts = p["up"].shape[0]
     capacity = int(1.25 * CHOICES * length / experts)
@@ -42,7 +42,7 @@ def one_hot_experts(x, p, chosen, shares):
 
 
 def ragged_experts(x, p, chosen, shares):
-    """Tokens are sorted by expert; no token is dropped, and matmuls are of groups of rows."""
+    """Tokens are sorted by expert, and none is dropped. Matmuls are over groups of rows."""
     width, experts = x.shape[-1], p["up"].shape[0]
     chosen = chosen.reshape(-1)
     order = jnp.argsort(chosen)
@@ -68,7 +68,7 @@ def moe(
     vocabulary=32000,
     ragged=False,
 ):
-    """A language model whose MLPs are two of eight experts for each token."""
+    """A language model whose MLPs are mixtures of experts, with two experts for each token."""
     shared = width // heads * groups
     layer = {
         "norm": array(width),

@@ -1,11 +1,11 @@
-"""Layers in plain JAX. Casts by hand are in them; in a float32 model they do nothing."""
+"""Layers in plain JAX. They contain casts by hand, which do nothing in a float32 model."""
 
 import jax
 import jax.numpy as jnp
 
 
 def used(params, dtype):
-    """Returns what casts by hand use of parameters: a half copy of each."""
+    """Returns a half copy of the parameters for casts by hand; without a dtype, the parameters."""
     return params if dtype is None else jax.tree.map(lambda w: w.astype(dtype), params)
 
 
@@ -28,8 +28,8 @@ def rotate(x):
 def softmax_attention(q, k, v, *, bias=None, is_causal=False, scale=None, wide=True):
     """Attention spelled out, over ``[batch, length, heads, size]``.
 
-    Scores and probabilities are of the operands' dtype, and the softmax between them is float32;
-    without ``wide`` it is of their dtype too.
+    Scores and probabilities have the operands' dtype. The softmax between them is float32 if
+    ``wide``, else it has their dtype too.
     """
     q = q * (q.shape[-1] ** -0.5) if scale is None else q * scale
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
@@ -44,7 +44,7 @@ def softmax_attention(q, k, v, *, bias=None, is_causal=False, scale=None, wide=T
 
 
 def grouped_attention(x, p, heads, groups):
-    """Causal attention of queries in groups, with rotary embedding: Llama's."""
+    """Causal attention with grouped queries and rotary embedding, as in Llama."""
     batch, length, width = x.shape
     q = rotate((x @ p["q"]).reshape(batch, length, heads, -1))
     k = rotate((x @ p["k"]).reshape(batch, length, groups, -1))

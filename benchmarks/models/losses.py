@@ -1,4 +1,4 @@
-"""How a flax model becomes a loss with abstract arguments."""
+"""Turns a flax model into a loss with abstract arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def array(*shape, dtype=jnp.float32):
 
 
 def classifier(model, inputs, labels):
-    """Returns what `MODELS` returns, of a model whose only variables are parameters."""
+    """Returns the tuple of a `MODELS` entry for a model whose only variables are parameters."""
     variables = jax.eval_shape(model.init, jax.random.key(0), inputs)
 
     def loss(params, rest, batch):
@@ -25,13 +25,13 @@ def classifier(model, inputs, labels):
 
 
 def language_model(model, batch, length):
-    """Returns what `MODELS` returns, of a model that tells the next token."""
+    """Returns the tuple of a `MODELS` entry for a model that predicts the next token."""
     tokens = array(batch, length, dtype=jnp.int32)
     return classifier(model, tokens, tokens)
 
 
 def with_statistics(model, images, labels):
-    """Returns what `MODELS` returns, of a model with BatchNorm: its statistics are the rest."""
+    """Returns the tuple of a `MODELS` entry for a model with BatchNorm; ``rest`` has statistics."""
     labels = array(*labels, dtype=jnp.int32)
     images = array(*images)
     variables = jax.eval_shape(model.init, jax.random.key(0), images)

@@ -1,4 +1,4 @@
-"""Models that go through time: an LSTM, Mamba, a neural ODE."""
+"""Recurrent models: an LSTM, Mamba, a neural ODE."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def lstm(dtype=None, batch=64, length=256, width=1024, layers=2, vocabulary=1000
 
 
 def mamba_layer(x, params, dtype, state):
-    """A selective state space layer; its recurrence is float32, by an associative scan."""
+    """A selective state space layer. Its recurrence is a float32 associative scan."""
     p = used({k: w for k, w in params.items() if k != "decay"}, dtype)
     y, z = jnp.split(rms_norm(x, p["norm"]) @ p["in"], 2, axis=-1)
     padded = jnp.pad(y, ((0, 0), (3, 0), (0, 0)))
@@ -78,7 +78,7 @@ def mamba(dtype=None, batch=8, length=1024, layers=2, width=768, state=16, vocab
 
 
 def ode(dtype=None, steps=64, batch=32, width=64):
-    """A neural ODE, its Runge-Kutta steps written out."""
+    """A neural ODE with unrolled Runge-Kutta steps."""
     params = {"up": array(width, width), "bias": array(width), "down": array(width, width)}
 
     def loss(params, rest, batch):

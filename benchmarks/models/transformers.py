@@ -1,4 +1,4 @@
-"""Transformers: GPT-2, BERT and ViT by flax's modules, Llama and T5 in plain JAX."""
+"""Transformers: GPT-2, BERT and ViT as flax modules, Llama and T5 in plain JAX."""
 
 import functools
 from typing import Any
@@ -56,7 +56,7 @@ class GPT2(nn.Module):
 
 
 def gpt2(dtype=None, batch=8, length=1024, **sizes):
-    """GPT-2; its attention is `jax.nn.dot_product_attention`, spelled out, or a function given."""
+    """GPT-2. Its attention is `jax.nn.dot_product_attention`, spelled out, or a given function."""
     return language_model(GPT2(dtype=dtype, context=length, **sizes), batch, length)
 
 
@@ -64,7 +64,7 @@ def gpt2(dtype=None, batch=8, length=1024, **sizes):
 
 
 class Encoder(nn.Module):
-    """Layers of BERT, or with ``norm_first`` of ViT, as flax's own modules make them."""
+    """Layers of BERT, or of ViT with ``norm_first``, built from flax's own modules."""
 
     layers: int
     width: int = 768
@@ -108,14 +108,14 @@ class Encoder(nn.Module):
 
 
 def bert(dtype=None, batch=16, length=512, layers=12, vocabulary=30522, wide_softmax=True, **sizes):
-    """BERT's layers and a classifier. By hand, attention's softmax is float32 or half."""
+    """BERT's layers and a classifier. ``wide_softmax`` keeps a float32 softmax in casts by hand."""
     model = Encoder(layers, vocabulary=vocabulary, wide_softmax=wide_softmax, dtype=dtype, **sizes)
     tokens, labels = (array(*s, dtype=jnp.int32) for s in ((batch, length), (batch,)))
     return classifier(model, tokens, labels)
 
 
 def vit(dtype=None, batch=64, size=224, layers=12, wide_softmax=True, **sizes):
-    """ViT-B's layers on patches of 16 x 16, as `bert`."""
+    """ViT-B's layers on patches of 16 x 16; the softmax as in `bert`."""
     model = Encoder(layers, norm_first=True, wide_softmax=wide_softmax, dtype=dtype, **sizes)
     return classifier(model, array(batch, size, size, 3), array(batch, dtype=jnp.int32))
 
@@ -142,7 +142,7 @@ def llama(
     scanned=True,
     remat=False,
 ):
-    """Llama with grouped queries, its layers in a scan or written out, checkpointed or not."""
+    """Llama with grouped queries. Its layers are scanned or unrolled, checkpointed or not."""
     shared, hidden = width // heads * groups, 11 * width // 4
     shapes = {
         "norm": (width,),
@@ -183,7 +183,7 @@ def llama(
 
 
 def buckets(queries, keys, both_ways, count=32, farthest=128):
-    """T5's relative positions: near ones each in a bucket of its own, far ones together."""
+    """T5's buckets of relative positions: near distances have their own, far ones share them."""
     distance = jnp.arange(keys)[None, :] - jnp.arange(queries)[:, None]
     start = 0
     if both_ways:
@@ -199,7 +199,7 @@ def buckets(queries, keys, both_ways, count=32, farthest=128):
 
 
 def t5_attention(x, read, p, heads, bias=None, is_causal=False):
-    """Attention from x to what is read; T5 does not divide its scores by the root of the size."""
+    """Attention from x to ``read``. T5 does not divide scores by the square root of the size."""
     q, k, v = (
         (y @ p[name]).reshape(*y.shape[:2], heads, -1)
         for name, y in (("q", x), ("k", read), ("v", read))
@@ -219,7 +219,7 @@ def t5(
     hidden=2048,
     vocabulary=32128,
 ):
-    """T5 with an encoder and a decoder of as many layers."""
+    """T5 with an encoder and a decoder of the same number of layers."""
     attention = {name: array(width, width) for name in ("q", "k", "v", "out")}
     attention["norm"] = array(width)
     mlp = {"norm": array(width), "up": array(width, hidden), "down": array(hidden, width)}
@@ -239,7 +239,9 @@ def t5(
 
     def stack(x, params, read=None):
         where = buckets(x.shape[1], x.shape[1], both_ways=read is None)
-        bias = params["bias"][where].transpose(2, 0, 1)  # float32, as the softmax that it joins
+        bias = params["bias"][where].transpose(
+            2, 0, 1
+        )  # float32, like the softmax to which it is added
         for layer in params["layers"]:
             p = used(layer, dtype)
             y = rms_norm(x, p["self"]["norm"])

@@ -1,4 +1,4 @@
-"""U-Nets: one that segments images, one that takes noise off them."""
+"""U-Nets: one segments images, and one removes noise from them."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ class SpatialAttention(nn.Module):
 
 
 class Diffusion(nn.Module):
-    """The U-Net of DDPM: two blocks a level, attention at 16 x 16."""
+    """The U-Net of DDPM: two blocks at each level, and attention at 16 x 16."""
 
     widths: tuple[int, ...] = (128, 256, 256, 256)
     blocks: int = 2
@@ -118,7 +118,7 @@ class Diffusion(nn.Module):
 
 
 def ddpm(dtype=None, batch=32, size=64, **sizes):
-    """A U-Net that tells the noise in noisy images."""
+    """A U-Net that predicts the noise in noisy images."""
     model = Diffusion(dtype=dtype, **sizes)
     images, times = array(batch, size, size, 3), array(batch, dtype=jnp.int32)
     variables = jax.eval_shape(model.init, jax.random.key(0), images, times)

@@ -1,4 +1,4 @@
-"""The models that are trained, and their sizes: on a device, and where only running counts."""
+"""The models that are trained, with their sizes for measurements and for smoke tests."""
 
 import math
 from typing import Any
@@ -38,17 +38,17 @@ def sizes_of(case: str, smoke: bool) -> dict[str, Any]:
 
 
 def items(sizes: dict[str, Any]) -> int:
-    """Returns how many tokens or images a step takes."""
+    """Returns the number of tokens or images in a step."""
     return sizes["batch"] * sizes.get("length", 1)
 
 
 def labels(sizes: dict[str, Any], dimensions: int) -> int:
-    """Returns what whole numbers lie below: tokens in rows, classes in a column."""
+    """Returns the upper bound of a batch's integers: tokens in two dimensions, classes in one."""
     return sizes["vocabulary"] if dimensions == 2 else 1000
 
 
 def step_flops(case: str, sizes: dict[str, Any], parameters: int) -> float | None:
-    """Returns what a step of a transformer needs; None of other models."""
+    """Returns the FLOPs of a transformer's step; None for other models."""
     if case not in TRANSFORMERS:
         return None
     length = sizes.get("length") or math.prod((sizes["size"] // 16,) * 2)

@@ -1,8 +1,9 @@
-"""Processes of their own for what is measured.
+"""Runs measurements in separate processes.
 
-JAX and PyTorch each keep the GPU's memory that they once had, so both in one process, or one after
-the other, would measure what is left. A rival has a process that ends after it; JAX's are told not
-to take three quarters of the memory at their start, for two live at a time, taking turns.
+JAX and PyTorch each keep the GPU memory that they once reserved, so in one process the second would
+measure the memory that the first left over. Each rival therefore has a process that ends after it.
+JAX does not reserve three quarters of the memory at its start, because two processes live at a time
+and take turns.
 """
 
 import concurrent.futures
@@ -19,15 +20,15 @@ Call = Callable[..., Any]
 
 
 class Late(Exception):
-    """What was called took longer than the budget leaves."""
+    """A call took longer than the remaining budget."""
 
 
 class Died(Exception):
-    """The process ended, as when the memory of the machine runs out, or what ran in it failed."""
+    """The process ended, for example because memory ran out, or the called function failed."""
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """Returns what JAX, PyTorch and Triton read at their start: compiled programs are kept."""
+    """Returns environment variables for JAX, PyTorch and Triton, with caches of programs."""
     return {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "JAX_COMPILATION_CACHE_DIR": str(cache / "jax"),
@@ -40,16 +41,16 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 def prepare(variables: dict[str, str]) -> None:
-    """Runs first in a process: what JAX and PyTorch read, they read when they are imported."""
+    """Sets a new process's environment, before JAX and PyTorch are imported and read it."""
     os.environ.update(variables)
 
 
 @contextlib.contextmanager
 def child(variables: dict[str, str], left: Callable[[], float]) -> Iterator[Call]:
-    """Starts a process; yields what calls a function in it, within the budget, and ends it.
+    """Starts a process, yields a function that calls others in it within the budget, and ends it.
 
     Args:
-        variables: Set in its environment before anything is imported.
+        variables: The environment variables that are set before anything is imported.
         left: Returns the seconds that a call may take.
     """
     pool = concurrent.futures.ProcessPoolExecutor(

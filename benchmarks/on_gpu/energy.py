@@ -1,4 +1,4 @@
-"""Joules that a GPU took, by NVIDIA's management library."""
+"""The joules that a GPU used, from NVIDIA's management library."""
 
 import functools
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 @functools.cache
 def meter() -> tuple[Callable[[], float] | None, str]:
-    """Returns what reads the joules since the driver was loaded; or None, and why."""
+    """Returns a function that reads the joules since the driver's start, or None and the reason."""
     try:
         import pynvml
     except ImportError:

@@ -1,4 +1,4 @@
-"""What share of a device's peak a transformer's training step reaches."""
+"""The share of a device's peak that a transformer's training step reaches."""
 
 from typing import Any
 
@@ -7,25 +7,25 @@ def train_flops(parameters: int, layers: int, width: int, length: int, tokens: i
     """Returns the FLOPs that a training step needs: ``(6 N + 12 L S D) tokens``.
 
     Args:
-        parameters: N, those that multiply: a table that logits share counts once, one that is
-            only looked up does not.
-        layers: L, of attention.
-        width: D, of the residual stream.
-        length: S, of a sequence; attention counts in full, causal or not.
-        tokens: In a step.
+        parameters: N, the number of parameters that multiply. An embedding table that the logits
+            share counts once; a table that is only looked up does not count.
+        layers: L, the number of layers with attention.
+        width: D, the width of the residual stream.
+        length: S, the length of a sequence. Attention counts in full, causal or not.
+        tokens: The number of tokens in a step.
 
-    Chowdhery et al., PaLM, 2022, appendix B. What is computed again does not count.
+    Chowdhery et al., PaLM, 2022, appendix B. Rematerialization does not count.
     """
     return float(6 * parameters + 12 * layers * length * width) * tokens
 
 
 def mfu(flops: float, seconds: float, peak: float) -> float:
-    """Returns model FLOPs utilization: the share of a device's peak that is the model's own."""
+    """Returns the model FLOPs utilization: the model's FLOPs per second as a share of the peak."""
     return flops / seconds / peak
 
 
 def target_of(kind: str) -> Any:
-    """Returns the target that a device is, by what it calls itself; None if it is none of them."""
+    """Returns the target of a device by the device's name, or None if there is no such target."""
     from mpjax._src.hardware.targets import GPUS, find_target
 
     known = {name: fields[0] for name, fields in GPUS.items()}

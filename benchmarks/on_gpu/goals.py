@@ -1,4 +1,4 @@
-"""What is to be reached, as data, and whether it is: a row each, of the case "goals"."""
+"""The goals on a GPU, as data. Case "goals" has a row for each, which says whether it is met."""
 
 import json
 from collections.abc import Iterator
@@ -13,10 +13,11 @@ from benchmarks.on_gpu.statistics import faster, not_slower
 
 CASE = "goals"
 COMPILED = "torch autocast, compile"
-BY_HAND = {"by hand": "mpjax", "by hand, fused": "mpjax fused"}  # like beside like
+# Fused attention is compared with fused attention.
+BY_HAND = {"by hand": "mpjax", "by hand, fused": "mpjax fused"}
 
 Rows = dict[str, dict[str, dict[str, Any]]]
-# (model, rival, mpjax's way or None for the faster one, how many times faster, what is to be shown)
+# (model, rival, mpjax's way or None for the faster one, the factor, the test of the ratio)
 RATIOS = (
     *((case, COMPILED, None, 1.0, faster) for case in SIZES),
     *((case, hand, way, 1.0, not_slower) for case in SIZES for hand, way in BY_HAND.items()),
@@ -24,24 +25,24 @@ RATIOS = (
     ("bert", "float32", None, 2.3, faster),
 )
 MFU = (("gpt2_medium", 0.45),)
-MEMORY = 0.1  # how far a prediction may be off, as a share of the peak
+MEMORY = 0.1  # the largest error of a prediction, as a share of the peak
 
 
 def judge(results: Any) -> None:
-    """Puts a row for each goal: its bound, what was found, and whether it is met."""
+    """Writes a row for each goal: its bound, the measured value, and whether the goal is met."""
     for name, row in found(results.cases):
         results.cases.setdefault(CASE, {})[name] = row
     results.write()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the goals from a suite's JSON; all of them not measured where there is none."""
+    """Returns the goals from a suite's JSON. Without a file, none of them is measured."""
     rows = json.loads(path.read_text())["cases"] if path.exists() else {}
     return [{"goal": name, **row} for name, row in found(rows)]
 
 
 def found(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields each goal and its row; ``met`` is None where nothing was measured yet."""
+    """Yields each goal with its row; ``met`` is None if nothing was measured."""
     for case, rival, way, bound, shown in RATIOS:
         if not speed.applies(case, rival):
             continue
@@ -81,7 +82,7 @@ def found(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _tests(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns the row of all tests; that none fails is known when all files were run."""
+    """Returns the row of all tests; it is met only if all files were run and no test failed."""
     files = [row for row in rows.values() if "failures" in row]
     failures = sum(row["failures"] for row in files) if files else None
     done = len(files) == rows.get(ALL, {}).get("files")

@@ -1,4 +1,4 @@
-"""The rivals in JAX, mpjax among them: those of `benchmarks.rivals`, at a dtype and a setting."""
+"""The rivals in JAX, including mpjax: those of `benchmarks.rivals` with a dtype and settings."""
 
 import contextlib
 import time
@@ -15,14 +15,14 @@ from benchmarks.rivals import lacks, program
 
 
 class Skip(Exception):
-    """Says why a rival cannot run here."""
+    """A rival cannot run here; the message is the reason."""
 
 
 def cudnn(query, key, value, is_causal=False):
-    """cuDNN's attention, as one asks for it by hand."""
+    """cuDNN's attention, called by hand."""
     if jax.default_backend() != "gpu":
         raise Skip("cuDNN's attention needs a GPU")
-    # The float32 model is traced for the shapes of its parameters; cuDNN's kernel takes half alone.
+    # The float32 model is only traced for its parameters' shapes; cuDNN's kernel takes only half.
     kernel = None if query.dtype == jnp.float32 else "cudnn"
     return jax.nn.dot_product_attention(
         query, key, value, is_causal=is_causal, implementation=kernel
@@ -30,7 +30,7 @@ def cudnn(query, key, value, is_causal=False):
 
 
 class Way(NamedTuple):
-    """A name of `benchmarks.rivals.RIVALS`, the half dtype, the attention, and what float32 is."""
+    """A rival of `benchmarks.rivals`, its half dtype, its attention and its matmul precision."""
 
     rival: str
     half: str = "bfloat16"
@@ -39,7 +39,7 @@ class Way(NamedTuple):
 
 
 # JAX's default precision lets the tensor cores round float32 to TF32; "highest" does not.
-# A policy that fuses attention by itself will be one more line, beside "mpjax fused".
+# A policy that fuses attention by itself would be another row, beside "mpjax fused".
 RIVALS = {
     "mpjax": Way("autocast"),
     "mpjax fused": Way("autocast", attention=mpjax.dot_product_attention),
@@ -71,7 +71,7 @@ def program_of(case: str, sizes: dict[str, Any], rival: str) -> Any:
 
 
 def precisely(rival: str) -> Any:
-    """Returns the context that a rival's step is traced in."""
+    """Returns the context for tracing a rival's step."""
     precision = RIVALS[rival].precision
     return jax.default_matmul_precision(precision) if precision else contextlib.nullcontext()
 
@@ -81,7 +81,7 @@ def on_cpu() -> bool:
 
 
 def arrays(program: Any, sizes: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Returns parameters, the rest and a batch, the same for every rival."""
+    """Returns parameters, the rest and a batch. They are the same for every rival."""
     rng = np.random.default_rng(0)
 
     def draw(keys, leaf):
@@ -101,7 +101,7 @@ def arrays(program: Any, sizes: dict[str, Any]) -> tuple[Any, Any, Any]:
 def build(
     case: str, sizes: dict[str, Any], rival: str, smoke: bool
 ) -> tuple[Callable[[int], float], Callable[[], float], dict[str, Any]]:
-    """Returns what does so many steps and returns their seconds, the last loss, and facts."""
+    """Returns a function that times steps, a function that returns the last loss, and facts."""
     found = program_of(case, sizes, rival)
     params, rest, batch = arrays(found, sizes)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -1,15 +1,16 @@
-"""What `mpjax.compile_for` predicts of a training step's memory, beside what a device takes.
+"""The memory of a training step that `mpjax.compile_for` predicts, beside what a device uses.
 
-Four figures of one step, its state donated, each from a process of its own:
+Each row has four figures of one step with its state donated. All except "tuning" are measured in a
+process of their own:
 
     predicted   `compile_for` the device's own target, in a process that sees no device
-    compiled    the same by the executable that the device compiled: `memory_analysis()`
-    tuning      the most bytes in use while it was compiled: autotuning runs kernels on the device
-    peak        the most bytes in use while a fresh process runs it, its program from JAX's cache,
-                so that nothing was tuned, less what lay there before
+    compiled    `memory_analysis()` of the executable that the device compiled
+    tuning      the most bytes in use during that compilation: autotuning runs kernels on the device
+    peak        the most bytes in use while a fresh process runs the step, less those in use before;
+                the program comes from JAX's cache, so nothing is tuned
 
-Predicted and compiled differ by the kernels that were chosen, which autotuning does on a device
-alone; compiled and peak by what libraries and the allocator take beside the program.
+"predicted" and "compiled" differ by the choice of kernels, because autotuning needs a device.
+"compiled" and "peak" differ by the memory of libraries and of the allocator.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ WAYS = ("mpjax", "float32", "mpjax lean", "mpjax fused")
 
 
 def run(options: Any, results: Any, left: Callable[[], float], variables: dict[str, str]) -> None:
-    """Measures what is missing, until the budget is spent."""
+    """Measures missing rows until the budget is spent."""
     todo = [
         (case, way)
         for way in (WAYS[:1] if options.smoke else WAYS)
@@ -44,7 +45,7 @@ def run(options: Any, results: Any, left: Callable[[], float], variables: dict[s
 
 
 def measure(options, case, way, left, variables) -> dict[str, Any]:
-    """Returns a row: the four figures, and their differences."""
+    """Returns a row with the four figures and their differences."""
     row = {}
     with children.child(variables, left) as call:
         kind = call(worker.attempt_in, "memory_worker.kind")["kind"]
@@ -61,7 +62,7 @@ def measure(options, case, way, left, variables) -> dict[str, Any]:
 
 
 def with_differences(row: dict[str, Any]) -> dict[str, Any]:
-    """Adds to a row what can be said of its figures."""
+    """Adds the differences and ratios of a row's figures."""
     predicted, compiled, peak = (row.get(key) for key in ("predicted", "compiled", "peak"))
     if predicted:
         row["kernels"] = total(compiled) - total(predicted)
@@ -74,5 +75,5 @@ def with_differences(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def total(figures: dict[str, int]) -> int:
-    """Returns what a program takes: arguments, results that share none, and all between."""
+    """Returns the memory of a program. Results that alias arguments count once."""
     return sum(figures.values()) - 2 * figures["aliased"]

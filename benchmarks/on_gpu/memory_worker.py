@@ -1,4 +1,4 @@
-"""What the processes of `memory` do."""
+"""The functions that the processes of `memory` run."""
 
 import time
 from typing import Any
@@ -12,7 +12,7 @@ from benchmarks.on_gpu.jax_rivals import Skip, arrays, precisely, program_of
 
 
 def kind() -> dict[str, str]:
-    """Returns what the device at hand calls itself."""
+    """Returns the name of the device."""
     return {"kind": jax.local_devices()[0].device_kind}
 
 
@@ -21,9 +21,9 @@ def step_of(found: Any) -> Any:
 
 
 def compiled(case: str, way: str, smoke: bool) -> dict[str, Any]:
-    """Compiles for the device at hand; returns the memory of its executable, and of tuning.
+    """Compiles for the device; returns the memory of the executable and of autotuning.
 
-    Of tuning nothing is known where the program was in JAX's cache.
+    The memory of autotuning is None if the program was in JAX's cache.
     """
     hits: list[str] = []
     jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
@@ -42,7 +42,7 @@ def compiled(case: str, way: str, smoke: bool) -> dict[str, Any]:
 
 
 def peak(case: str, way: str, smoke: bool) -> dict[str, Any]:
-    """Runs some steps; returns the most bytes that were in use, less those from before."""
+    """Runs some steps; returns the most bytes in use, less the bytes in use before."""
     before = in_use("bytes_in_use")
     sizes = sizes_of(case, smoke)
     found = program_of(case, sizes, way)

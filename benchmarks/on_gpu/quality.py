@@ -1,8 +1,8 @@
 """Half's losses beside the spread of float32's seeds, on a real model and real text.
 
-`examples/byte_gpt.py` at a size that suits a GPU, on the source code of Python's standard library,
-which every machine has. A half run is as good as float32 if the mean of its seeds is no worse than
-float32's worst seed.
+Trains `examples/byte_gpt.py` at a size that suits a GPU, on the source code of Python's standard
+library, which every machine has. A half run is as good as float32 if the mean of its seeds is no
+worse than float32's worst seed.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from benchmarks.on_gpu import children, worker
 CASE = "quality byte_gpt"
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 SEEDS = range(3)
-# Constants of the example, and the steps.
+# The example's constants; then the number of steps.
 SIZES = {"WIDTH": 512, "HEADS": 8, "LAYERS": 8, "CONTEXT": 256, "BATCH": 64, "LEARNING_RATE": 1e-3}
 SMOKE = {"WIDTH": 16, "HEADS": 2, "LAYERS": 1, "CONTEXT": 16, "BATCH": 4}
 STEPS, SMOKE_STEPS = 1000, 3
@@ -26,7 +26,7 @@ FIGURES = ("bits_per_byte", "final_train_loss")  # less is better
 
 
 def run(options: Any, results: Any, left: Callable[[], float], variables: dict[str, str]) -> None:
-    """Trains what is missing, until the budget is spent."""
+    """Trains missing runs until the budget is spent."""
     seeds = SEEDS[:1] if options.smoke else SEEDS
     runs = [(p, s) for s in seeds for p in POLICIES if results.get(CASE, name(p, s)) is None]
     settings = (SMOKE, SMOKE_STEPS, SMOKE_TEXT) if options.smoke else (SIZES, STEPS, TEXT)
@@ -49,7 +49,7 @@ def name(policy: str, seed: int) -> str:
 
 
 def verdicts(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the means of each policy and figure whose seeds all ran, beside float32's spread."""
+    """Returns the mean of each policy and figure beside float32's spread, if all seeds ran."""
     found: dict[str, dict[str, Any]] = {}
     for figure in FIGURES:
         values = {

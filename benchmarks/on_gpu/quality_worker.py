@@ -1,4 +1,4 @@
-"""What the process of `quality` does: it trains the example `byte_gpt` at other sizes."""
+"""The function that the process of `quality` runs: it trains `byte_gpt` at other sizes."""
 
 import contextlib
 import sys
@@ -17,7 +17,7 @@ KEPT = ("bits_per_byte", "final_train_loss", "skipped_steps", "final_loss_scale"
 
 
 def source_code(most: int, held_out: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns so many bytes of Python's standard library, those at the end held out."""
+    """Returns this number of bytes of Python's standard library; the last ones are held out."""
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(p for p in library.rglob("*.py") if "site-packages" not in p.parts)
     taken, size = [], 0
@@ -31,12 +31,12 @@ def source_code(most: int, held_out: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def train(policy: str, seed: int, sizes: dict[str, Any], steps: int, text: int) -> dict[str, Any]:
-    """Returns the figures of one run, and its losses at every fiftieth step."""
+    """Returns the figures of one run, and its loss at every fiftieth step."""
     for key, value in sizes.items():
         setattr(byte_gpt, key, value)
     windows = 8 * byte_gpt.BATCH * byte_gpt.CONTEXT + 1
     byte_gpt.load = lambda: source_code(text, windows)
-    byte_gpt.initial.clear_cache()  # it is compiled for the sizes that were
+    byte_gpt.initial.clear_cache()  # it was compiled for the old sizes
     precise = jax.default_matmul_precision("highest")
     with precise if policy == "float32" else contextlib.nullcontext():
         result = byte_gpt.train(policy, steps, seed)

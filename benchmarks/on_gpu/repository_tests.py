@@ -1,4 +1,4 @@
-"""The repository's own tests on the device, a file at a time, several at once."""
+"""Runs the repository's own tests on the device, several files at a time."""
 
 import concurrent.futures
 import importlib.util
@@ -14,21 +14,21 @@ from typing import Any
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[2]
-CASE, ALL = "tests", "all"  # the row that says how many files there are
+CASE, ALL = "tests", "all"  # the row with the number of files
 SMOKE = ("tests/test_dtypes.py",)
 AT_ONCE = 8
 COUNTS = ("tests", "failures", "errors", "skipped")
 
 
 def run(options: Any, results: Any, left: Callable[[], float], variables: dict[str, str]) -> None:
-    """Runs the files that were not run yet, until the budget is spent."""
+    """Runs the files that have no row yet until the budget is spent."""
     if importlib.util.find_spec("pytest") is None:
         results.put(CASE, ALL, {"skipped": "pytest is not installed"})
         return
     every = SMOKE if options.smoke else found()
     results.put(CASE, ALL, {"files": len(every)})
     files = [file for file in every if results.get(CASE, file) is None]
-    # Tests set flags of their own, and are not to meet programs that others compiled.
+    # Tests set their own flags, so they must not use a cache of programs compiled with others.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     environment["JAX_PLATFORMS"] = "cpu" if options.smoke else "cuda"
     workers = min(AT_ONCE, os.cpu_count() or 1)
@@ -42,7 +42,7 @@ def run(options: Any, results: Any, left: Callable[[], float], variables: dict[s
 
 
 def found() -> list[str]:
-    """Returns the files of tests, the longest first: none of them is to start last."""
+    """Returns the test files, the longest first, so that no long file starts last."""
     paths = sorted(ROOT.glob("tests/**/test_*.py"), key=lambda path: -path.stat().st_size)
     return [str(path.relative_to(ROOT)) for path in paths]
 
@@ -50,7 +50,7 @@ def found() -> list[str]:
 def run_file(
     file: str, environment: dict[str, str], left: Callable[[], float]
 ) -> dict[str, Any] | None:
-    """Returns a file's counts and failures; None if the budget ends first."""
+    """Returns the counts and failures of a file; None if the budget ends first."""
     if left() <= 0:
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def run_file(
 
 
 def counted(report: str) -> dict[str, Any]:
-    """Returns what a JUnit report counts, and the first line of each failure."""
+    """Returns the counts of a JUnit report and the first line of each failure."""
     root = ElementTree.fromstring(report)
     suites = list(root.iter("testsuite"))
     counts = {key: sum(int(s.get(key, 0)) for s in suites) for key in COUNTS}

@@ -1,7 +1,7 @@
-"""Training steps timed in pairs: mpjax and one rival at a time, each in a process of its own.
+"""Times training steps in pairs: mpjax and one rival at a time, each in its own process.
 
-A round times each once, one after the other, and every ratio is taken within a round. The rivals
-that matter most come first, for all models, so that a budget that runs out leaves the rest.
+A round times each of them once, one after the other. Every ratio is taken within a round. The most
+important rivals come first for all models, so that a small budget leaves out the others.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from tqdm import tqdm
 from benchmarks.on_gpu import cases, children, flops, worker
 from benchmarks.on_gpu.statistics import paired_ratio
 
-# What every rival is held against, in the same rounds.
+# Every rival is compared with these in the same rounds.
 OURS = ("mpjax", "mpjax fused")
 TIERS = (
     ("torch autocast, compile", "by hand", "float32"),
@@ -23,12 +23,12 @@ TIERS = (
     ("torch autocast", "torch float32, TF32, compile", "Transformer Engine"),
     ("torch autocast, max-autotune", "mixed-precision-for-JAX"),
 )
-# How often, and for how many seconds and steps at most, each has its turn.
+# The number of rounds, and the largest number of seconds and steps of a turn.
 ROUNDS, SMOKE_ROUNDS, TURN, MOST = 13, 2, 0.3, 60
 
 
 class Bench(NamedTuple):
-    """What all measurements share: see `run`."""
+    """The arguments that all measurements share; see `run`."""
 
     options: Any
     results: Any
@@ -36,11 +36,12 @@ class Bench(NamedTuple):
     started: Callable[[str], Any]  # starts a process for a framework
 
 
-Live = dict[str, tuple[children.Call, dict[str, Any]]]  # by rival: its process, and its facts
+# By rival: the function that calls its process, and its facts.
+Live = dict[str, tuple[children.Call, dict[str, Any]]]
 
 
 def run(options: Any, results: Any, left: Callable[[], float], variables: dict[str, str]) -> None:
-    """Measures what is missing, until the budget is spent."""
+    """Measures missing rows until the budget is spent."""
     todo = [
         (case, [rival for rival in tier if applies(case, rival) and missing(results, case, rival)])
         for case, tier in order(options)
@@ -57,7 +58,7 @@ def run(options: Any, results: Any, left: Callable[[], float], variables: dict[s
 
 
 def order(options: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yields models and rivals; in a trial all rivals of the first model, and one of the others."""
+    """Yields models and rivals. A smoke test has all rivals of the first model, one of others."""
     for tier in TIERS:
         for case in options.cases:
             few = options.smoke and case != options.cases[0]
@@ -68,7 +69,7 @@ def order(options: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def applies(case: str, rival: str) -> bool:
-    """Tells whether a model has what sets a rival apart."""
+    """Returns whether a rival differs from others on this model."""
     if rival == "Transformer Engine":
         return case.startswith("gpt2")
     return "fused" not in rival or case in cases.TRANSFORMERS
@@ -80,7 +81,7 @@ def missing(results: Any, case: str, rival: str) -> bool:
 
 @contextlib.contextmanager
 def processes(smoke: bool, variables: dict[str, str], left: Callable[[], float]) -> Iterator[Any]:
-    """Yields what starts processes: one for each rival, or in a trial one for each framework."""
+    """Yields a function that starts a process for each rival; in smoke tests, one per framework."""
     if not smoke:
         yield lambda framework: children.child(variables, left)
         return
@@ -109,10 +110,10 @@ def measure(bench: Bench, case: str, rivals: list[str], bar: tqdm) -> None:
 
 
 def compare(bench: Bench, case: str, names: list[str], call: children.Call, base: Live) -> Live:
-    """Builds rivals in one process, times them beside what is there and puts their rows.
+    """Builds rivals in one process, times them beside those of ``base``, and puts their rows.
 
     Returns:
-        What is there now.
+        All rivals that can be timed now.
     """
     began = bench.left()
     smoke = bench.options.smoke
@@ -130,7 +131,7 @@ def compare(bench: Bench, case: str, names: list[str], call: children.Call, base
                 bench.results.put(f"speed {case}", name, row)
         return base | added
     except children.Late:
-        if began > 0.9 * bench.options.budget:  # it had all of it, and would take all again
+        if began > 0.9 * bench.options.budget:  # the next attempt would be late too
             why = f"takes longer than the budget of {bench.options.budget:g} s"
             bench.results.put(f"speed {case}", names[0], {"failed": why})
         raise
@@ -140,7 +141,7 @@ def compare(bench: Bench, case: str, names: list[str], call: children.Call, base
 
 
 def rounds(case: str, live: Live, smoke: bool) -> dict[str, dict[str, list[float]]]:
-    """Returns the seconds and the joules per step of all that is timed, round by round."""
+    """Returns the seconds and the joules per step of every rival that is timed, round by round."""
     names = list(live)
     steps = {
         name: 1 if smoke else max(1, min(MOST, round(TURN / facts["seconds"])))
@@ -157,7 +158,7 @@ def rounds(case: str, live: Live, smoke: bool) -> dict[str, dict[str, list[float
 
 
 def figures(case: str, smoke: bool, name: str, facts: dict, times: dict) -> dict[str, Any]:
-    """Returns a rival's row; its ratios are mpjax's times over its own: less is better."""
+    """Returns a rival's row. Its ratios are mpjax's times over the rival's; less is better."""
     sizes = cases.sizes_of(case, smoke)
     seconds, joules = times[name]["seconds"], times[name]["joules"]
     step = statistics.median(seconds)

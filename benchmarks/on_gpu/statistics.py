@@ -1,4 +1,4 @@
-"""Ratios of steps that were timed in turn, and how far they can be trusted."""
+"""Ratios of steps that were timed in turns, with their confidence intervals."""
 
 import warnings
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ def paired_ratio(times: Sequence[float], base: Sequence[float], seed: int = 0) -
     """Returns the median of ``times / base``, round by round, and its bootstrap interval.
 
     Args:
-        times: Seconds of one rival, a round each.
-        base: Seconds of the other in the same rounds.
-        seed: Of the bootstrap's draws.
+        times: The seconds of one rival in each round.
+        base: The seconds of the other rival in the same rounds.
+        seed: The seed of the bootstrap.
 
     Returns:
         ``{"median": ..., "low": ..., "high": ..., "rounds": ...}``.
@@ -24,7 +24,8 @@ def paired_ratio(times: Sequence[float], base: Sequence[float], seed: int = 0) -
     Raises:
         ValueError: If the rounds differ in number, or there are none.
 
-    Efron and Tibshirani, An Introduction to the Bootstrap, 1993: percentiles, of pairs.
+    The interval is the percentile interval of the paired ratios: Efron and Tibshirani, An
+    Introduction to the Bootstrap, 1993.
     """
     if len(times) != len(base) or not len(times):
         raise ValueError(
@@ -34,7 +35,7 @@ def paired_ratio(times: Sequence[float], base: Sequence[float], seed: int = 0) -
     low = high = float(np.median(ratios))
     if len(ratios) > 1:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of ratios that are all the same
+            warnings.simplefilter("ignore")  # all ratios may be equal
             found = stats.bootstrap(
                 (ratios,),
                 np.median,
@@ -48,15 +49,15 @@ def paired_ratio(times: Sequence[float], base: Sequence[float], seed: int = 0) -
 
 
 def faster(ratio: dict[str, Any], than: float = 1.0) -> bool:
-    """Tells whether a ratio's whole interval lies below a bound: less time than the other takes."""
+    """Returns whether the whole interval of a ratio lies below a bound: surely faster."""
     return ratio["high"] < than
 
 
 def not_slower(ratio: dict[str, Any], than: float = 1.0) -> bool:
-    """Tells whether a ratio's interval reaches a bound: that it lies above has not been shown."""
+    """Returns whether the interval of a ratio reaches a bound: not shown to be slower."""
     return ratio["low"] <= than
 
 
 def quotient(ratio: dict[str, Any]) -> str:
-    """Returns a ratio with its interval, as a table shows it."""
+    """Returns a ratio with its interval, as tables show it."""
     return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"

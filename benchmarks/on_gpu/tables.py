@@ -1,4 +1,4 @@
-"""What the suite prints at its end."""
+"""Prints the suite's tables."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from benchmarks.on_gpu.repository_tests import ALL
 from benchmarks.on_gpu.speed import OURS
 from benchmarks.on_gpu.statistics import quotient
 
-WIDTH = 120  # where nobody says how wide it is
+WIDTH = 120  # if the output is not a terminal
 
 Rows = dict[str, dict[str, dict[str, Any]]]
 
@@ -102,7 +102,7 @@ def text(value: Any) -> str:
 
 
 def reason(row: dict[str, Any]) -> str | None:
-    """Returns why a row has no figures, if it has none."""
+    """Returns the reason why a row has no figures, or None if it has some."""
     return next((f"{key}: {row[key]}" for key in ("skipped", "failed") if key in row), None)
 
 

@@ -1,8 +1,8 @@
-"""The models of `benchmarks.models` in PyTorch: the same layers, sizes and parameters.
+"""The models of `benchmarks.models` in PyTorch, with the same layers, sizes and parameters.
 
-Written as PyTorch's own examples write them: one matmul for queries, keys and values,
-`scaled_dot_product_attention`, images in channels-last memory. Only padding differs: where strides
-leave a pixel over, XLA's "SAME" puts it behind, PyTorch on both sides.
+They are written like PyTorch's own examples: one matmul for queries, keys and values,
+`scaled_dot_product_attention`, images in channels-last memory. Only padding differs: if strides
+leave one pixel over, XLA's "SAME" pads the end, and PyTorch pads both sides.
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ class Layer(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2; its logits share the table of its tokens."""
+    """GPT-2; the logits share the token embedding's table."""
 
     def __init__(self, layers=12, width=768, heads=12, vocabulary=50257, length=1024, **_: Any):
         super().__init__()
@@ -71,7 +71,7 @@ class GPT2(nn.Module):
 
 
 class TransformerEngineGPT2(GPT2):
-    """GPT-2 of NVIDIA's fused layers."""
+    """GPT-2 with NVIDIA's fused layers."""
 
     def layer(self, width: int, heads: int, index: int) -> nn.Module:
         import transformer_engine.pytorch as te
@@ -91,7 +91,7 @@ class TransformerEngineGPT2(GPT2):
 
 
 class Encoder(nn.Module):
-    """BERT's layers, or with ``norm_first`` ViT's, and a classifier of the mean token."""
+    """BERT's layers, or ViT's with ``norm_first``, and a classifier of the mean token."""
 
     def __init__(
         self, layers=12, width=768, heads=12, vocabulary=0, length=512, size=224, norm_first=False
@@ -145,7 +145,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet-50, strides in its 3 x 3 convolutions."""
+    """ResNet-50 with the strides in its 3 x 3 convolutions."""
 
     def __init__(self, blocks=(3, 4, 6, 3), **_: Any):
         super().__init__()
@@ -166,7 +166,7 @@ class ResNet(nn.Module):
         return self.head(self.body(self.stem(x)).mean((2, 3)))
 
 
-# By the names of `benchmarks.models.MODELS`.
+# Names as in `benchmarks.models.MODELS`.
 MODELS = {
     "gpt2": GPT2,
     "gpt2_medium": GPT2,
@@ -177,7 +177,7 @@ MODELS = {
 
 
 def build(name: str, sizes: dict[str, Any], engine: bool = False) -> nn.Module:
-    """Returns a model of ``benchmarks.models``, its sizes given as there."""
+    """Returns a model of ``benchmarks.models`` with the same size arguments."""
     sizes = {k: v for k, v in sizes.items() if k not in ("batch",)}
     if engine:
         return tables(TransformerEngineGPT2(**sizes))
@@ -185,7 +185,7 @@ def build(name: str, sizes: dict[str, Any], engine: bool = False) -> nn.Module:
 
 
 def tables(model: nn.Module) -> nn.Module:
-    """Draws tables of embeddings as GPT-2 does: PyTorch's own would make logits enormous."""
+    """Draws embedding tables as GPT-2 does, because PyTorch's default makes logits enormous."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)

@@ -1,8 +1,8 @@
-"""Training steps of the same models in PyTorch, at the settings that its documentation advises.
+"""Training steps of the same models in PyTorch, with the settings that its documentation advises.
 
-Its performance tuning guide and recipes: `torch.compile`, `torch.autocast`, `GradScaler`, fused
-optimizers, `cudnn.benchmark`, channels-last images, `set_float32_matmul_precision("high")`, and
-gradients set to None.
+The settings come from its performance tuning guide and recipes: `torch.compile`, `torch.autocast`,
+`GradScaler`, fused optimizers, `cudnn.benchmark`, channels-last images,
+`set_float32_matmul_precision("high")`, and gradients set to None.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from benchmarks.on_gpu import torch_models
 from benchmarks.on_gpu.cases import labels
 
 BF16, F16 = torch.bfloat16, torch.float16
-# name: the autocast dtype, TF32 in what stays float32, torch.compile's mode or None.
+# By name: the autocast dtype, whether float32 matmuls use TF32, torch.compile's mode or None.
 RIVALS: dict[str, dict[str, Any]] = {
     "torch autocast, compile": {"dtype": BF16, "tf32": True, "mode": "default"},
     "torch autocast": {"dtype": BF16, "tf32": True, "mode": None},
@@ -55,7 +55,7 @@ def arrays(case: str, sizes: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor
 
 
 def optimizer_of(case: str, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Returns the optimizer of `benchmarks.models`, optax's settings included."""
+    """Returns the optimizer of `benchmarks.models`, with optax's settings."""
     if case == "resnet50":
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     return torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=1e-4, fused=True)
@@ -70,7 +70,7 @@ def choose_precision(tf32: bool) -> None:
 def build(
     case: str, sizes: dict[str, Any], rival: str, smoke: bool
 ) -> tuple[Callable[[int], float], Callable[[], float], dict[str, Any]]:
-    """Returns what does so many steps and returns their seconds, the last loss, and facts."""
+    """Returns a function that times steps, a function that returns the last loss, and facts."""
     settings = RIVALS[rival]
     choose_precision(settings["tf32"])
     torch.manual_seed(0)
@@ -87,7 +87,7 @@ def build(
 
     forward = loss_of
     if settings["mode"]:
-        # The inductor takes long to build its code, which is not what a trial on a CPU is for.
+        # The inductor takes long to generate code, which a smoke test on a CPU does not need.
         how = {"backend": "aot_eager"} if smoke else {"mode": settings["mode"]}
         forward = torch.compile(loss_of, **how)
 

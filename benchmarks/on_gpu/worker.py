@@ -1,4 +1,4 @@
-"""What runs in a process of its own: rivals are built and timed. Answers are plain data."""
+"""Builds and times rivals in a separate process. It returns plain data."""
 
 import importlib
 import importlib.util
@@ -12,7 +12,7 @@ from benchmarks.on_gpu.flops import peak_of
 FRAMEWORKS = {"jax": "jax_rivals", "torch": "torch_rivals"}
 SKIPPED, FAILED = "skipped", "failed"
 
-# By model and rival: what runs so many steps, what tells the last loss, and what is known.
+# By model and rival: a function that times steps, one that returns the last loss, and facts.
 LIVE: dict[tuple[str, str], tuple[Callable[[int], float], Callable[[], float], dict]] = {}
 
 
@@ -21,7 +21,7 @@ def framework_of(rival: str) -> str:
 
 
 def attempt(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """Returns what a function returns, or a row that says what is missing or went wrong."""
+    """Returns the result of a function, or a row that says why it was skipped or failed."""
     try:
         return function(*args)
     except ImportError as error:
@@ -33,7 +33,7 @@ def attempt(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, An
 
 
 def attempt_in(name: str, *args: Any) -> dict[str, Any]:
-    """Attempts a function by its name, as "memory_worker.peak": its module imports JAX here."""
+    """Attempts a function by name, such as "memory_worker.peak"; its module is imported here."""
     module, _, function = name.partition(".")
     return attempt(lambda: found_in(module, function)(*args))
 
@@ -47,7 +47,7 @@ def first_line(error: BaseException) -> str:
 
 
 def build(case: str, rival: str, smoke: bool) -> dict[str, Any]:
-    """Compiles a rival and runs it until its time is steady; returns what is known of it."""
+    """Compiles a rival and runs it until its step time is steady; returns facts about it."""
     if (case, rival) in LIVE:
         return LIVE[case, rival][2]
     framework = framework_of(rival)
@@ -70,7 +70,7 @@ def _build(framework: str, case: str, rival: str, smoke: bool) -> dict[str, Any]
 
 
 def run(case: str, rival: str, steps: int) -> dict[str, float]:
-    """Returns the seconds of so many steps, and their joules where NVML tells them."""
+    """Returns the seconds of some steps, with their joules if NVML measures them."""
     read, _ = energy.meter()
     before = read() if read else 0.0
     seconds = LIVE[case, rival][0](steps)

@@ -1,8 +1,9 @@
-"""docs/performance.md: what the suites measured, as tables and charts made of their JSON.
+"""Writes docs/performance.md: tables and charts from the JSON files of the suites.
 
-A suite has a section here where it has results. `aot` is the section of the aot suite; one without
-a module of its own gets `plain`. A section is ``section(results, causes) -> (text, charts)``, of
-the JSON as it is and of the suite's part of ``causes.toml``: why a figure is no better, by case.
+Each suite with results has a section. `aot` writes the section of the aot suite; `plain` writes the
+sections of suites without a module here. A section is a function ``section(results, causes)`` that
+returns ``(text, charts)``. ``results`` is the suite's JSON. ``causes`` is the suite's part of
+``causes.toml``, which says by case why a figure is no better.
 """
 
 import importlib
@@ -41,12 +42,12 @@ TITLES = {
 }
 
 
-# Suites whose table stands on a page of their own name.
+# Suites whose tables are on the pages of the same names.
 TABLES = ("watching", "weights")
 
 
 def render(results: Path = RESULTS) -> tuple[str, dict[str, Chart]]:
-    """Returns the page's text, and its charts by name."""
+    """Returns the text of the page, and its charts by name."""
     causes = tomllib.loads(CAUSES.read_text())
     parts, charts = [INTRO], {}
     for suite, title in TITLES.items():
@@ -62,7 +63,7 @@ def render(results: Path = RESULTS) -> tuple[str, dict[str, Chart]]:
 
 
 def write() -> None:
-    """Writes the page, the tables of other pages, and the charts whose figures changed."""
+    """Writes the page, the tables of other pages, and the charts with changed figures."""
     text, charts = render()
     PAGE.write_text(text)
     for page, filled in filled_pages().items():
@@ -74,7 +75,7 @@ def write() -> None:
 
 
 def filled_pages(results: Path = RESULTS) -> dict[Path, str]:
-    """Returns the pages that show a suite's table between two marks, with the table of now."""
+    """Returns the pages that show a suite's table between two marks, with the current table."""
     filled = {}
     for name in TABLES:
         page, path = DOCS / f"{name}.md", results / f"{name}.json"
@@ -87,7 +88,7 @@ def filled_pages(results: Path = RESULTS) -> dict[Path, str]:
 
 
 def origin(stored: dict[str, Any]) -> str:
-    """Returns where results come from: the command, versions, the device."""
+    """Returns the origin of results: the command, versions, the device."""
     versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
     return f"`{stored['command']}`. Device: {stored['device']}; {versions}; {stored['date']}."
 

@@ -1,4 +1,4 @@
-"""The section of the aot suite: memory and bytes beside casts by hand and float32."""
+"""The section of the aot suite: memory and bytes relative to casts by hand and float32."""
 
 import dataclasses
 from typing import Any
@@ -14,10 +14,10 @@ ROOFLINE = {"roofline_ms": "roofline"}
 HAND, FLOAT32 = "by hand", "float32"
 OURS = ("autocast", "autocast, lean")
 FUSED = "autocast, fused attention"
-# A model of each kind, for the picture on the README.
+# A model of each kind, for the picture in the README.
 FAMILIES = ("gpt2", "llama", "bert", "vit", "moe_ragged", "resnet50", "ddpm", "lstm", "mamba")
 
-# What is asked of autocast on an H100: of the geometric mean over models, and of single models.
+# The goals of autocast on an H100: for the geometric mean over models, and for single models.
 MEANS = {"temp_mib": 0.75, "bytes_gb": 0.85}
 MEMORY = {"resnet50": 0.6, "bert": 0.6}
 LARGEST = {
@@ -50,7 +50,7 @@ with a half softmax.
 
 
 def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
-    """Returns the section's text, and its charts by name."""
+    """Returns the text of the section, and its charts by name."""
     cases: Rows = stored["cases"]
     charts = {
         "aot_by_hand": beside_hand(cases),
@@ -92,7 +92,7 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
 
 
 def ratio(cases: Rows, case: str, ours: str, theirs: str, figure: str) -> float | None:
-    """Returns a ratio of two rows of a case, where both have the figure."""
+    """Returns the ratio of two rows of a case, or None if a row lacks the figure."""
     mine, other = (cases.get(case, {}).get(rival, {}).get(figure) for rival in (ours, theirs))
     return mine / other if mine is not None and other else None
 
@@ -105,7 +105,7 @@ def over_models(cases: Rows, target: str, ours: str, theirs: str, figure: str):
 
 
 def goals(cases: Rows) -> str:
-    """What is asked, and what is found."""
+    """The goals and the measured values."""
     rows = []
     for figure, most in MEANS.items():
         found = [r for r in over_models(cases, "h100", "autocast", HAND, figure) if r is not None]
@@ -132,7 +132,7 @@ def goals(cases: Rows) -> str:
 
 
 def models(target: str, ours: str, theirs: str, cases: Rows, names=CASES) -> str:
-    """One line for each model, the geometric mean last."""
+    """One row for each model, and the geometric mean last."""
     rows = []
     figures = FIGURES | ROOFLINE if theirs == FLOAT32 else FIGURES
     for model in names:
@@ -150,7 +150,7 @@ def models(target: str, ours: str, theirs: str, cases: Rows, names=CASES) -> str
 
 
 def short(cases: Rows, causes: dict[str, Any], targets: tuple[str, ...]):
-    """Yields what of autocast is above casts by hand: model, figure, ratio, cause."""
+    """Yields the figures in which autocast is above casts by hand: model, figure, ratio, cause."""
     for target in targets:
         for model in CASES:
             for figure, name in FIGURES.items():
@@ -162,7 +162,7 @@ def short(cases: Rows, causes: dict[str, Any], targets: tuple[str, ...]):
 
 
 def libraries(cases: Rows) -> str:
-    """Every rival of the models that more than the first four train, of float32."""
+    """All rivals relative to float32, for the models that other libraries train too."""
     text = []
     for model in CASES:
         rivals = cases.get(f"h100/{model}", {})
@@ -206,7 +206,7 @@ def targets(theirs: str, cases: Rows) -> str:
 
 
 def batches(cases: Rows, causes: dict[str, Any]) -> str:
-    """The largest batches, and why one is no larger."""
+    """The largest batches, and the reason why a batch is no larger."""
     rows, notes = [], []
     for part, (_, model, rivals, multiple, _) in BATCHES.items():
         for rival in rivals:
@@ -233,7 +233,7 @@ def _batched(part: str) -> str:
 
 
 def failures(cases: Rows) -> str:
-    """What has no figures, and why."""
+    """The programs without figures, and the reasons."""
     rows = [
         (case, rival, row.get(FAILED) or f"skipped: {row[SKIPPED]}")
         for case, rivals in cases.items()
@@ -267,7 +267,7 @@ def beside_float32(cases: Rows) -> Chart:
 
 
 def overview(cases: Rows) -> Chart:
-    """The README's: a model of each kind, and the mean of all."""
+    """The picture of the README: a model of each kind, and the mean over all models."""
     title = "A training step on an H100, relative to float32 (less is better)"
     alt = "Memory and bytes moved by training steps under autocast, relative to float32"
     shown, figures = (HAND, "autocast"), ("temp_mib", "looped_gb")
@@ -285,7 +285,7 @@ def overview(cases: Rows) -> Chart:
 
 
 def headline(cases: Rows) -> str:
-    """The README's line: the means over all models, beside float32 and beside casts by hand."""
+    """The README's sentence with the means over all models."""
     float32, hand = (
         [
             mean(over_models(cases, "h100", "autocast", theirs, figure))

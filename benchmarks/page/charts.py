@@ -1,4 +1,4 @@
-"""Charts as SVG that are the same bytes each time they are drawn of the same figures."""
+"""Draws charts as SVG. The same figures always give the same bytes."""
 
 import dataclasses
 import hashlib
@@ -6,7 +6,7 @@ import itertools
 import json
 from pathlib import Path
 
-# Of a palette that is told apart without colour vision. A series looks the same in every chart.
+# Colors from a palette for the color-blind. A series looks the same in every chart.
 STYLES = {
     "autocast": ("#0072b2", "o"),
     "autocast, lean": ("#56b4e9", "D"),
@@ -21,10 +21,11 @@ class Chart:
     """Ratios as dots on lines, in panels side by side.
 
     Attributes:
-        title: Above all panels.
-        rows: What the lines stand for, from the top.
-        panels: By title, the series by label; a series has a ratio or None for each row.
-        alt: What it shows, for those who do not see it.
+        title: The title above all panels.
+        rows: The labels of the lines, from the top.
+        panels: The panels by title. A panel has series by label, and a series has a ratio or None
+            for each row.
+        alt: The alternative text of the picture.
     """
 
     title: str
@@ -34,22 +35,22 @@ class Chart:
 
     @property
     def digest(self) -> str:
-        """Names the figures that are drawn; the SVG holds it."""
+        """A hash of the figures, which the SVG contains."""
         return hashlib.sha256(json.dumps(dataclasses.asdict(self)).encode()).hexdigest()[:16]
 
 
 def image(name: str, chart: Chart) -> str:
-    """Returns what shows a chart on the page."""
+    """Returns the Markdown image of a chart."""
     return f"![{chart.alt}](pictures/{name}.svg)\n"
 
 
 def is_drawn(chart: Chart, path: Path) -> bool:
-    """Tells whether a file shows these figures."""
+    """Returns whether a file shows these figures."""
     return path.exists() and chart.digest in path.read_text()
 
 
 def draw(chart: Chart, path: Path) -> None:
-    """Draws a chart, unless the file shows it already."""
+    """Draws a chart, unless the file already shows it."""
     if is_drawn(chart, path):
         return
     import matplotlib

@@ -8,7 +8,7 @@ from benchmarks.on_gpu.tables import reason, text
 from benchmarks.page.charts import Chart
 from benchmarks.page.tables import above, shortfalls, table, written
 
-# What each case is of, above its table.
+# The sentence above the table of each case.
 SAYS = {
     "steps": "Small models trained in bfloat16 with each library, timed in pairs",
     "overhead": "A complete mpjax step relative to plain optax with the same casts, timed in pairs",
@@ -26,7 +26,7 @@ OURS = ("autocast", "mpjax")
 
 
 def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
-    """Returns the goals, a table for each case, and what of ours is above 1.00x."""
+    """Returns the goals, a table for each case, and our ratios above 1.00x."""
     rows = stored["cases"]
     judged = [
         (name, text(row["bound"]), text(row["found"]), verdict(row))
@@ -49,7 +49,7 @@ def verdict(row: dict[str, Any]) -> str:
 
 
 def busy(rows: goals.Rows) -> str:
-    """Returns how many cores other programs kept busy, from row to row."""
+    """Returns the smallest and the largest number of cores that other programs kept busy."""
     found = [
         row["load"]["cores_of_others"] for r in rows.values() for row in r.values() if "load" in row
     ]
@@ -60,7 +60,7 @@ def busy(rows: goals.Rows) -> str:
 
 
 def ratios(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yields a table with a row for each ratio, a column for each row of the case; and notes."""
+    """Yields a table, with ratios as rows and the case's rows as columns, and then notes."""
     measured = {name: row["ratios"] for name, row in rows.items() if "ratios" in row}
     if measured:
         names = dict.fromkeys(ratio for found in measured.values() for ratio in found)
@@ -82,7 +82,7 @@ def ratios(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def cell(name: str, ratio: Any) -> str | None:
-    """Returns a ratio and its interval; one of ours stands out above 1."""
+    """Returns a ratio with its interval. A ratio of ours above 1 is bold."""
     if ratio is None:
         return None
     value = middle(ratio)
@@ -133,7 +133,7 @@ OWN = {"underflow": underflow, quality.CASE: means}
 
 
 def short(rows: goals.Rows, causes: dict[str, Any]) -> list[tuple[str, str, float, str]]:
-    """Returns what of ours is above 1.00x, of each ratio and cause the row that is worst."""
+    """Returns our ratios above 1.00x: the worst row for each ratio and cause."""
     worst: dict[tuple[str, str, str], tuple[float, str]] = {}
     for case in SAYS:
         why = causes.get(case, {})

@@ -1,4 +1,4 @@
-"""The section of the gpu suite: its goals, and the steps of mpjax beside those of its rivals."""
+"""The section of the gpu suite: its goals, and mpjax's steps relative to its rivals'."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ MET = {None: "not measured", True: "met", False: "**not met**"}
 
 
 def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
-    """Returns the goals, a table of every model's steps, and what takes longer than a rival."""
+    """Returns the goals, a table of steps for each model, and the ratios above 1.00x."""
     rows = stored["cases"]
     judged = [
         (name, text(row["bound"]), text(row["found"]), MET[row["met"]])
@@ -53,7 +53,7 @@ def _beside(rival: str, row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _ratios(rivals: dict[str, dict[str, Any]]):
-    """Yields what is ours to explain: mpjax's time over another's."""
+    """Yields the ratios of mpjax's time to that of other rivals."""
     for rival, row in rivals.items():
         if not rival.startswith("mpjax"):
             yield from row.get("ratios", {}).items()

@@ -1,4 +1,4 @@
-"""The section of a suite that has none of its own: its ratios, or what else its rows hold."""
+"""The section of a suite without its own module: its ratios, or the other figures of its rows."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ OURS = ("autocast", "mpjax")
 
 
 def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
-    """Returns a table of every ratio, of the rows that have ``ratios``, and one of the others.
+    """Returns a table of all ratios, and one of the rows without ``ratios``.
 
     A ratio is a number, or has a ``median`` and ``quartiles``; its name is "ours / theirs".
     """
@@ -21,7 +21,7 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
                 value = found["median"] if isinstance(found, dict) else found
                 quartiles = found.get("quartiles") if isinstance(found, dict) else None
                 spread = "{:.2f} to {:.2f}".format(*quartiles) if quartiles else None
-                # Only what we are the first of is ours to explain.
+                # Only ratios of ours to others need a cause.
                 ours = name.startswith(OURS)
                 ratios.append((case, name, written(value) if ours else f"{value:.2f}x", spread))
                 if ours and above(value):

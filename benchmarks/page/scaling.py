@@ -1,4 +1,4 @@
-"""The section of the scaling suite: a row for each size, its ratios side by side."""
+"""The section of the scaling suite: a row for each size, with its ratios side by side."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from benchmarks.page.tables import above, shortfalls, table, written
 
 
 def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
-    """Returns a table for each case, and the largest of each ratio that is above 1."""
+    """Returns a table for each case, and the largest of each ratio above 1."""
     parts, worst = [], {}
     for case, rows in stored["cases"].items():
         names = list(dict.fromkeys(n for row in rows.values() for n in row.get("ratios", {})))
@@ -37,7 +37,7 @@ def ratios(row: dict[str, Any], names: list[str]) -> list[float | None]:
 
 
 def amounts(sent: dict[str, dict[str, float]]) -> str:
-    """Returns what is sent, in which dtype."""
+    """Returns the amounts that are sent in each dtype, as text."""
     kinds = {
         what: ", ".join(f"{dtype} {mib:.3g}" for dtype, mib in found.items())
         for what, found in sent.items()

@@ -1,4 +1,4 @@
-"""Tables in Markdown, and how a ratio is written."""
+"""Markdown tables and the text of ratios."""
 
 from collections.abc import Iterable
 from statistics import geometric_mean
@@ -7,7 +7,7 @@ Cell = str | None
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[Cell]]) -> str:
-    """Returns a table whose first column is text and whose others are figures."""
+    """Returns a table whose first column is text. The other columns are figures."""
     header = list(header)
     lines = [header, ["---", *["---:"] * (len(header) - 1)]]
     lines += [["-" if cell is None else cell for cell in row] for row in rows]
@@ -15,7 +15,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[Cell]]) -> str:
 
 
 def above(ratio: float | None) -> bool:
-    """Tells whether a ratio, as it is written, is more than 1."""
+    """Returns whether a ratio, rounded as it is printed, is above 1."""
     return ratio is not None and round(ratio, 2) > 1
 
 
@@ -26,13 +26,13 @@ def written(ratio: float | None) -> Cell:
 
 
 def mean(ratios: Iterable[float | None]) -> float | None:
-    """Returns the geometric mean of the ratios that there are."""
+    """Returns the geometric mean of the ratios that are not None."""
     known = [ratio for ratio in ratios if ratio is not None]
     return geometric_mean(known) if known else None
 
 
 def shortfalls(found: Iterable[tuple[str, str, float, str]]) -> str:
-    """Returns the table of what is above 1.00x: case, figure, ratio, cause."""
+    """Returns the table of ratios above 1.00x: case, figure, ratio, cause."""
     rows = [(case, figure, written(ratio), cause) for case, figure, ratio, cause in found]
     if not rows:
         return "Nothing is above 1.00x.\n"

@@ -1,4 +1,4 @@
-"""The table of docs/watching.md: what a watched step takes, relative to one without watching."""
+"""The table of docs/watching.md: the cost of a watched step relative to one without watching."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ relative to the same step without watching.
 
 
 def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
-    """Returns the table, and no charts."""
+    """Returns the table. There are no charts."""
     rows = []
     for model, found in stored["cases"].items():
         base = next(iter(found.values()))["seconds"]

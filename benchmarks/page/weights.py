@@ -1,4 +1,4 @@
-"""The table of docs/weights.md: what is kept for each weight, what it moves, and how it trains."""
+"""The table of docs/weights.md: the bytes kept and moved for each weight, and the quality."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ and of 1/32 around 6.
 
 
 def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
-    """Returns the table, and no charts."""
+    """Returns the table. There are no charts."""
     cases = stored["cases"]
     update, step = cases.get("update", {}), cases.get("step", {})
     base, whole = update.get(weights.REFERENCE), step.get(weights.REFERENCE)
