@@ -291,9 +291,10 @@ class Policy(jmp.Policy):
                 `jax.sharding.reshard`. "float32" leaves a `reshard` as it is written. With
                 automatic mesh axes XLA gathers the operand of the matmul, which is half.
             reduce: The dtype in which devices sum the gradient of a parameter. With "float32", the
-                default, a matmul's gradient is sent as its float32 accumulator. "half" sends half
-                the bytes and rounds the part of each device. With automatic mesh axes the gradient
-                of a convolution is half in any case: XLA sums it where cuDNN computes it, in half.
+                default, a matmul's gradient is sent as its float32 accumulator, and a
+                convolution's gradient, which each device computes in half for its part of the
+                batch, is cast to float32 before it is sent. "half" sends half the bytes and rounds
+                the part of each device.
 
         Returns:
             A new policy.

@@ -222,10 +222,11 @@ def layers(ws, x):
 
 
 def test_an_override_decides_by_scope(seen):
-    policy = mpjax.get_policy("mixed_bfloat16").override({"*layer_1*": "float32"})
-    mpjax.autocast(layers, policy)([W] * 3, X)
-    assert [x for x, _ in seen[-3:]] == ["bfloat16", "float32", "bfloat16"]
-    seen.clear()
+    for pattern in ("*layer_1*", "layer_1"):  # the kernel's own scope does not count
+        policy = mpjax.get_policy("mixed_bfloat16").override({pattern: "float32"})
+        mpjax.autocast(layers, policy)([W] * 3, X)
+        assert [x for x, _ in seen[-3:]] == ["bfloat16", "float32", "bfloat16"], pattern
+        seen.clear()
     policy = mpjax.get_policy("mixed_bfloat16").override({"*layer_1*": "float16"})
     mpjax.autocast(layers, policy)([W] * 3, X)
     assert [x for x, _ in seen[-3:]] == ["bfloat16", "float16", "bfloat16"]

@@ -177,7 +177,8 @@ def override_of(op: Op, policy: Policy, used: set[str] | None = None) -> tuple[s
     """Returns the first override that matches an op, and adds all that match to ``used``."""
     if not policy.overrides:
         return None
-    places = ["/".join(op.scopes), "/".join((*op.scopes, op.name))]
+    user_scopes = (name for name in op.scopes if not name.startswith(KERNEL))
+    places = ["/".join(op.scopes), "/".join((*op.scopes, op.name)), "/".join(user_scopes)]
     places += [path for v in op.ins for path in v.paths]
     found = [o for o in policy.overrides if any(matches(o[0], place) for place in places)]
     if used is not None:
