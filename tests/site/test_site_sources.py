@@ -73,6 +73,11 @@ def test_headings_are_an_outline(page):
 
 
 @each_page
+def test_no_conflict_of_a_merge_is_left(page):
+    assert not re.search("^(<{7}|={7}|>{7})( |$)", page.read_text(), re.MULTILINE)
+
+
+@each_page
 def test_pictures_are_described_in_words(page):
     text = page.read_text()
     described = re.findall(r"!\[([^\]]*)\]\(", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
