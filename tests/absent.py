@@ -1,4 +1,4 @@
-"""What tests of programs share that are compiled and not run."""
+"""Helpers for tests of programs that are compiled for devices and not run."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def shape(*dims, dtype=jnp.float32):
 
 
 def compiles(*targets):
-    """Skips where the compiler of a target is not installed."""
+    """Skips a test if the compiler of a target is not installed."""
     missing = {m for t in targets for m in compiler.missing_for(find_target(t).platform)}
     return pytest.mark.skipif(bool(missing), reason=f"needs {missing}: pip install 'mpjax[aot]'")
 
@@ -44,12 +44,12 @@ def report(target, *args, **kwargs):
 
 
 def spread(mesh, spec, *dims, dtype=jnp.float32):
-    """Returns the shape of an array that is spread over a mesh."""
+    """Returns the shape of an array that is sharded over a mesh."""
     return jax.ShapeDtypeStruct(dims, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
 
 
 def partitioned(mesh, fun, *args, **options):
-    """Compiles for the CPU's devices; returns one device's HLO and what that device sends."""
+    """Compiles for the CPU's devices; returns one device's HLO and the collectives in it."""
     lowered = jax.jit(fun, **options).lower(*args)
     with jax.set_mesh(mesh):
         text = lowered.compile().as_text()

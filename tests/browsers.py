@@ -1,4 +1,4 @@
-"""Which browser pages are tested in, and how it is started."""
+"""Finds and starts the browser in which pages are tested."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ ARGUMENTS = (
 
 
 def find_browser():
-    """Returns the path of Chromium. Without it a test is skipped, and under CI it fails."""
+    """Returns the path of Chromium. If it is missing, the test is skipped; under CI it fails."""
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("no chromium: apt install chromium")
@@ -22,7 +22,7 @@ def find_browser():
 
 @pytest.fixture(scope="session")
 def chromium():
-    """Chromium, as Debian installs it."""
+    """The installed Chromium, such as Debian's package."""
     path = find_browser()
     from playwright.sync_api import sync_playwright
 

@@ -1,10 +1,10 @@
-"""Says whether the installed JAX has the internals that mpjax needs, and names what is broken.
+"""Checks that the installed JAX has the internals that mpjax needs, and names what is broken.
 
     python tests/canary.py                  # names first, then the tests of tests/_jax
-    python tests/canary.py -k tracing_key   # what follows goes to pytest
+    python tests/canary.py -k tracing_key   # further arguments go to pytest
 
-First each name of JAX in `mpjax/_src/_jax` is looked up, without importing mpjax, so that one
-missing name does not hide the others. Then the contract tests run, which hold what the names do.
+First, each name of JAX in `mpjax/_src/_jax` is looked up, without importing mpjax, so that one
+missing name does not hide the others. Then the contract tests run, which check what the names do.
 The exit status is 1 if anything is broken.
 """
 
@@ -27,7 +27,7 @@ class Contract(NamedTuple):
 
     Attributes:
         module: The module of `mpjax/_src/_jax` that uses the names.
-        names: Private names; each covers what lies in it.
+        names: Private names. Each covers the names in it too.
         breaks: What no longer works.
     """
 
@@ -124,7 +124,7 @@ CONTRACTS = (
         "autocast over several devices: matmuls that send half precision, and vmap of them",
     ),
 )
-# What tests of public extension points hold, where no private name is involved.
+# The features that tests of public extension points protect, where no private name is used.
 PUBLIC = {
     "barriers": "autocast on CPUs and GPUs: barriers that keep half-precision matmuls correct",
     "rules": "autocast of functions with custom_jvp, custom_vjp or shard_map",
@@ -135,7 +135,7 @@ class Use(NamedTuple):
     """A name of JAX, and the line that uses it.
 
     Attributes:
-        name: With its module, such as "jax._src.core.set_current_trace".
+        name: The name with its module, such as "jax._src.core.set_current_trace".
         place: "module.py:line" in `mpjax/_src/_jax`.
         stops_import: Whether mpjax cannot be imported without it.
     """
@@ -179,7 +179,7 @@ def uses(path: Path) -> Iterator[Use]:
 
 
 def private_attributes(path: Path) -> set[str]:
-    """Returns the private attributes that a module takes from objects of JAX."""
+    """Returns the private attributes of JAX's objects that a module uses."""
     tree = ast.parse(path.read_text())
     return {
         node.attr
@@ -203,7 +203,7 @@ def contract_of(module: str, name: str) -> Contract | None:
 
 
 def is_there(name: str) -> bool:
-    """Tells whether JAX has a name, by importing as much of it as is a module."""
+    """Returns whether JAX has a name, and imports the modules on its path."""
     parts = name.split(".")
     thing = None
     for i, part in enumerate(parts):
@@ -237,7 +237,7 @@ def missing_names() -> list[str]:
 
 
 class Broken:
-    """A plugin of pytest that keeps what failed, in words."""
+    """A pytest plugin that keeps a description of each failure."""
 
     def __init__(self):
         self.told = []

@@ -1,7 +1,8 @@
-"""Models of other people's libraries, as training steps: in float32, cast by hand, under autocast.
+"""Models of other libraries as training steps: in float32, cast by hand, and under autocast.
 
-Each is (loss, params, batch): the loss takes parameters and a batch of any floating dtype, computes
-in that of the parameters, and is taken in float32. What is here is only the wiring.
+Each model is (loss, params, batch). The loss takes parameters and a batch of any floating dtype. It
+computes in the dtype of the parameters, and takes the loss in float32. This file only connects the
+libraries' layers.
 """
 
 import functools

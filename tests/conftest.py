@@ -1,9 +1,9 @@
-"""Fixtures for all tests, and the devices they run on."""
+"""Fixtures for all tests, and the devices on which tests run."""
 
 import os
 
-# Two CPU devices for shard_map and pmap; one thread each, or parallel workers fight for the cores;
-# and machine code compiled fast, for the tests compile far more than they run.
+# Several CPU devices for shard_map and pmap, each with one thread, so that parallel test workers do
+# not compete for the cores. Compilation is fast rather than its code, because tests compile more.
 FLAGS = (
     "--xla_force_host_platform_device_count=8",
     "--xla_cpu_multi_thread_eigen=false",
@@ -18,8 +18,8 @@ from hypothesis import settings
 
 from mpjax._src import rules
 
-# Tracing and compiling make the time of one example meaningless.
-# Under CI the same inputs every time: a red run there means that the change is at fault.
+# Tracing and compiling make the time of a single example meaningless.
+# Under CI, inputs are the same every time, so that a failure comes from the change.
 CI = bool(os.environ.get("CI"))
 settings.register_profile("mpjax", deadline=None, max_examples=50, derandomize=CI)
 settings.load_profile("mpjax")
@@ -27,7 +27,7 @@ settings.load_profile("mpjax")
 
 @pytest.fixture
 def strict_promotion():
-    """Strict dtype promotion: no operation of ours may mix dtypes by accident."""
+    """Strict dtype promotion: none of our operations may mix dtypes by accident."""
     with jax.numpy_dtype_promotion("strict"):
         yield
 
@@ -40,7 +40,7 @@ def x64():
 
 @pytest.fixture
 def rng():
-    """Random numbers that differ from run to run; the seed is printed when a test fails."""
+    """A generator whose numbers differ from run to run. The seed is printed if a test fails."""
     seed = int(np.random.SeedSequence(0 if CI else None).generate_state(1)[0])
     print(f"seed {seed}")
     return np.random.default_rng(seed)
@@ -48,7 +48,7 @@ def rng():
 
 @pytest.fixture
 def table():
-    """Restores the table after a test that adds to it."""
+    """The table of rules, which is restored after a test that adds to it."""
     before = dict(rules.RULES)
     yield rules.RULES
     rules.RULES.clear()

@@ -1,4 +1,4 @@
-"""Evaluates programs equation by equation, in ways of one's own: what the measure is made of."""
+"""Evaluates programs equation by equation, with custom operations. `measure` is built on it."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# What amplifies, written out here too: the yardstick must not move with what it measures.
+# Amplifying operations, repeated here: the yardstick must not change with the code it measures.
 AMPLIFIES = names(
     "acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cos cosh digamma erf_inv erfc "
     "exp exp2 expm1 igamma igamma_grad_a igammac lgamma log log1p polygamma pow random_gamma "
@@ -43,7 +43,7 @@ CALLS = {
 
 
 def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns a jaxpr without its constants, and these."""
+    """Returns a jaxpr without its constants, and the constants."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
@@ -97,7 +97,7 @@ def _each(fun):
     return lambda p, *ins: [fun(*ins)]
 
 
-# What is exact, or rounded once, is so in NumPy too, where nothing is to be compiled.
+# Operations that are exact or round once. NumPy gives the same results without compilation.
 NUMPY = {
     "add": _each(np.add),
     "add_any": _each(np.add),
@@ -139,10 +139,11 @@ NUMPY = {
 
 
 def subprograms(eqn: Any) -> list[tuple[Any, int, list[int | None], dict[int, int]]]:
-    """Returns the programs inside an equation that are entered.
+    """Returns the programs inside an equation that are evaluated with it.
 
-    Each as: jaxpr, the first operand that it takes (as many as it has arguments), the result of
-    the equation that each of its results is, and which argument each result is next time.
+    Each is a tuple: the jaxpr; the index of the first operand that it takes (it takes one for each
+    argument); for each of its results, the index of the equation's result; and a map from results
+    to the arguments that they become in the next iteration.
     """
     name, p = eqn.primitive.name, eqn.params
     if name in CALLS:
@@ -162,7 +163,7 @@ def subprograms(eqn: Any) -> list[tuple[Any, int, list[int | None], dict[int, in
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
-    """Returns the numbers of a scan's constants and carries: what has no axis of iterations."""
+    """Returns the numbers of a scan's constants and carries, which have no axis of iterations."""
     inner = opened(eqn.params["jaxpr"])[0]
     pairs = zip(eqn.invars, inner.invars, strict=True)
     same = sum(len(v.aval.shape) == len(w.aval.shape) for v, w in pairs)
@@ -172,7 +173,7 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
 
 def amplified(jaxpr: Any, outs: Sequence[bool]) -> dict[Any, bool]:
-    """Tells of each variable of a program whether an amplifying operation reads it."""
+    """Returns for each variable of a program whether an amplifying operation reads it."""
     inner = opened(jaxpr)[0]
     found = {v: True for v, yes in zip(inner.outvars, outs, strict=True) if yes and is_var(v)}
     for eqn in reversed(inner.eqns):
@@ -215,10 +216,10 @@ class Way:
 
     Attributes:
         operation: Runs an equation: ``(eqn, operands, is its result amplified) -> results``.
-        value: From a constant, or a result, to what stands for it.
-        derived: Whether custom rules have no derivative to be taken any more.
-        eager: Whether values are arrays, so that loops run turn by turn: nothing is compiled but
-            operations, and these once for all programs.
+        value: Converts a constant or a result to the value that represents it.
+        derived: Whether all derivatives were taken, so that custom rules need none.
+        eager: Whether values are arrays, so that loops run iteration by iteration. Only single
+            operations are compiled, once for all programs.
     """
 
     operation: Callable[[Any, list[Any], bool], list[Any]]
@@ -228,7 +229,7 @@ class Way:
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any], way: Way, outs: Sequence[bool] = ()) -> list[Any]:
-    """Evaluates a program equation by equation, those of the programs inside it too."""
+    """Evaluates a program equation by equation, including its inner programs."""
     inner, consts = opened(jaxpr)
     outs = outs or [False] * len(inner.outvars)
     reads = amplified(jaxpr, outs)
@@ -267,7 +268,7 @@ def split(values: list[Any], first: int, second: int) -> tuple[list[Any], list[A
 
 
 def _carried(eqn: Any, wanted: Sequence[bool]) -> list[bool]:
-    """Returns which results of a loop's body an amplifying operation reads, in any iteration."""
+    """Returns which results of a loop's body an amplifying operation reads in any iteration."""
     ((body, _, _, again),) = subprograms(eqn)
     args = opened(body)[0].invars
     for _ in wanted:
@@ -336,7 +337,7 @@ def _while_eagerly(eqn, ins, way, wanted):
     while np.any(going := np.asarray(evaluate(p["cond_jaxpr"], [*cond_consts, *carry], way)[0])):
         turned = evaluate(p["body_jaxpr"], [*body_consts, *carry], way, wanted)
         pairs = [(np.asarray(new), np.asarray(old)) for new, old in zip(turned, carry, strict=True)]
-        # Under vmap, some go on and others have done.
+        # Under vmap, some examples continue while others have finished.
         carry = [
             np.where(going.reshape(going.shape + (1,) * (new.ndim - going.ndim)), new, old)
             for new, old in pairs

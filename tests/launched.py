@@ -1,6 +1,6 @@
-"""One process of examples/multihost.py, which says at its end what it holds; started by tests.
+"""Runs one process of examples/multihost.py and prints what it holds at the end. Tests start it.
 
-python tests/launched.py OPTIONS, those of the example.
+python tests/launched.py OPTIONS, which are the options of the example.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import multihost
 
 
 def digest(state):
-    """Returns a hash of what this process sees of a state: its own copies, and others' parts."""
+    """Returns a hash of a state: this process's copies, and the parts of other processes."""
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(state):
         if leaf.is_fully_replicated:

@@ -1,12 +1,12 @@
-"""The measure of soundness: autocast's errors beside those of matmuls rounded by hand.
+"""Measures soundness: autocast's errors relative to those of matmuls rounded by hand.
 
-The yardstick is the float32 program in which every matmul and convolution has its operands and its
-result rounded to half, those of the gradient too. The truth is the same program in float64. Both
-evaluate the float32 program's equations one by one, so that nothing of the library is in them.
+The yardstick is the float32 program with the operands and the result of every matmul and
+convolution rounded to half, in the gradient too. The truth is the same program in float64. Both
+evaluate the equations of the float32 program one by one, without code of the library.
 
-Two kinds of matmuls are not rounded by the yardstick. One whose result an operation reads that
-amplifies relative errors (through elementwise operations and changes of layout) has a float32
-result; if it sums few products, so that half would gain nothing, its operands are float32 too.
+The yardstick does not round the result of a matmul if an operation that amplifies relative errors
+reads it, directly or through elementwise operations and changes of layout. If such a matmul sums
+few products, so that half would gain nothing, its operands are not rounded either.
 """
 
 import collections
@@ -24,21 +24,21 @@ import mpjax
 
 # Unit roundoff: the largest relative error of one rounding.
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-TIMES = 4  # autocast may be this many times as far off as the yardstick,
+TIMES = 4  # autocast's error may be this many times the yardstick's,
 ROUNDINGS = 2  # or this many roundings of half
 HALVES = [jnp.dtype(name) for name in UNIT]
 LOSS_SCALE = {"bfloat16": 1.0, "float16": 2.0**10}
-SHORT = 8  # a matmul that sums no more products than this gains nothing from half operands
-VANISHES = 1e-6  # a gradient leaf this small beside the whole gradient cancels
+SHORT = 8  # a matmul that sums at most this many products gains nothing from half operands
+VANISHES = 1e-6  # a gradient leaf this small relative to the whole gradient cancels
 
-# No compiler may leave out a rounding that the program asks for.
+# The compiler must not remove a rounding of the program.
 STRICT = {"xla_allow_excess_precision": False}
 QUICK = {"xla_cpu_parallel_codegen_split_count": 1, "xla_cpu_use_fusion_emitters": False}
 
 
 @functools.cache
 def options() -> dict[str, Any]:
-    """Returns how programs are compiled; not every XLA has the way that is quickest."""
+    """Returns the compiler options. Not every XLA version knows the fastest ones."""
     try:
         jax.jit(lambda x: x, compiler_options=STRICT | QUICK)(0.0)
     except jax.errors.JaxRuntimeError:
@@ -53,7 +53,7 @@ def is_f32(x: Any) -> bool:
     return getattr(x, "dtype", None) == jnp.float32
 
 
-# What stands in float64's program for numbers of a dtype.
+# The dtypes that replace others in the float64 program.
 WIDE = {jnp.dtype(k): jnp.dtype(v) for k, v in (("f4", "f8"), ("c8", "c16"))}
 
 
@@ -62,7 +62,7 @@ def _widen(x: Any, aval: Any) -> Any:
     return jnp.asarray(x, WIDE[dtype]) if dtype in WIDE and x.dtype == dtype else x
 
 
-# What these give depends on the bits of their operands.
+# The results of these operations depend on the bits of their operands.
 NARROW = names(
     "bitcast_convert_type nextafter rng_uniform random_gamma reduce reduce_window "
     "select_and_scatter select_and_gather_add"
@@ -98,7 +98,7 @@ FLOAT64 = Way(_in_float64, _widen, derived=True)
 
 
 def rounded(x: Any, half: Any) -> Any:
-    """Returns a float32 array rounded to half and widened again; so are its cotangents."""
+    """Returns a float32 array rounded to half and widened again. Its cotangents are rounded too."""
     if isinstance(x, np.ndarray):
         return x.astype(half).astype(x.dtype)
     return jax.lax.optimization_barrier(x.astype(half)).astype(x.dtype)
@@ -106,7 +106,7 @@ def rounded(x: Any, half: Any) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def rounded_backwards(x: Any, half: Any) -> Any:
-    """Returns an array as it is; its cotangents are rounded to half."""
+    """Returns an array unchanged. Its cotangents are rounded to half."""
     return x
 
 
@@ -116,7 +116,7 @@ def _rounded_backwards_jvp(half, primals, tangents):
 
 
 def _products(eqn: Any) -> int:
-    """Returns how many products a matmul sums for one number of its result."""
+    """Returns the number of products that a matmul sums for one entry of its result."""
     if eqn.primitive.name == "conv_general_dilated":
         kernel = eqn.invars[1].aval.shape
         return int(np.prod(kernel)) // kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
@@ -137,17 +137,17 @@ def _rounding(half: Any, eqn: Any, ins: list[Any], amplified: bool) -> list[Any]
 
 
 def traced(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
-    """Returns the program of a function, and the structure of what it returns."""
+    """Returns the jaxpr of a function, and the tree structure of its result."""
     jaxpr, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
     return jaxpr, jax.tree.structure(shape)
 
 
 def rounded_matmuls(fun: Callable[..., Any], half: Any) -> Callable[..., Any]:
-    """Returns a function whose matmuls and convolutions are rounded to half, all else as it is.
+    """Returns a function with its matmuls and convolutions rounded to half.
 
-    It is differentiable, and the matmuls of its gradient are rounded too. (A custom rule around
-    matmuls gives way to JAX's own derivative; that of a custom rule which was traced already, as in
-    ``rounded_matmuls(jax.grad(f), half)``, is kept.)
+    It is differentiable, and the matmuls of its gradient are rounded too. JAX's own derivative
+    replaces a custom rule around matmuls, except for a custom rule that was traced already, as in
+    ``rounded_matmuls(jax.grad(f), half)``.
     """
     return _evaluated(fun, Way(functools.partial(_rounding, jnp.dtype(half))))
 
@@ -165,14 +165,14 @@ def _evaluated(fun, way):
 
 @dataclasses.dataclass(frozen=True)
 class Error:
-    """How far one result, or one leaf of the gradient, is off: relative L2 norms.
+    """The relative L2 error of one result or one leaf of the gradient.
 
     Attributes:
         part: "result", "gradient" or "update".
-        leaf: Its path.
+        leaf: The path of the leaf.
         yardstick: The error of rounded matmuls.
         autocast: The error of autocast.
-        nonfinite: How many Infs and NaNs autocast has that the yardstick does not have.
+        nonfinite: The number of Infs and NaNs that only autocast has.
         half: The name of the half dtype.
     """
 
@@ -200,7 +200,7 @@ class Error:
 
 
 def _as_written(eqn: Any, ins: list[Any], amplified: bool) -> list[Any]:
-    """Runs an equation; a matmul of halves as hardware does, summing in float32."""
+    """Runs an equation. A matmul of halves sums in float32, as hardware does."""
     out = eqn.outvars[0].aval.dtype
     halves = [getattr(x, "dtype", None) in HALVES for x in ins]
     if eqn.primitive.name not in MATMULS or not any(halves):
@@ -217,11 +217,11 @@ def errors_of_runs(
     by_hand: Callable[..., Any] | None = None,
     storage: str = "fast",
 ) -> list[list[Error]]:
-    """Returns the `errors` for each of some arguments, alike in shapes.
+    """Returns the `errors` for each of several arguments of the same shapes.
 
-    What is run is traced once, and run operation by operation: quicker for many small programs.
-    ``by_hand`` is the program as the yardstick has it, if that is another one; ``storage`` is what
-    autocast stores by.
+    The programs are traced once and run operation by operation, which is faster for many small
+    programs. ``by_hand`` is the yardstick's program, if it differs from ``fun``. ``storage`` is the
+    storage option of autocast.
     """
     scale, rounding = LOSS_SCALE[half], functools.partial(_rounding, jnp.dtype(half))
 
@@ -260,17 +260,17 @@ def errors(
 
     Args:
         fun: The float32 program.
-        args: Its arguments; numbers and arrays among them are traced.
+        args: The arguments of the program. Numbers and arrays among them are traced.
         half: "bfloat16" or "float16".
-        argnums: What to differentiate in; None for no gradient. A function that does not return a
-            scalar is differentiated along fixed random cotangents.
-        loss_scale: By how much the cotangents are scaled, and the gradients divided, in float32.
-            `LOSS_SCALE` of this half dtype if None.
-        round_stream: The program as the yardstick has it, if that is another one: with `rounded`
-            after each block of a residual stream, as models by hand keep it in half.
-        update: ``(args, results) -> tree``, in float64: more results to judge, such as by how much
-            a step changed the state.
-        truth: `in_float64` of the same program, where it is known already.
+        argnums: The arguments to differentiate in; None for no gradient. A function that does not
+            return a scalar is differentiated along fixed random cotangents.
+        loss_scale: The factor of the cotangents, by which the gradients are divided in float32.
+            If None, the `LOSS_SCALE` of this half dtype.
+        round_stream: The yardstick's program, if it differs from ``fun``: with `rounded` after
+            each block of a residual stream, because models cast by hand keep the stream in half.
+        update: ``(args, results) -> tree``, in float64: further results to judge, such as the
+            update of a step's state.
+        truth: The result of `in_float64` for the same program, if it is known already.
     """
     args = jax.tree.map(jnp.asarray, tuple(args))
     scale = LOSS_SCALE[half] if loss_scale is None else loss_scale
@@ -291,7 +291,7 @@ def errors(
 
 
 def in_float64(fun: Callable[..., Any], args: Sequence[Any], argnums: Any = 0) -> Any:
-    """Returns the results of a float32 program, and its gradients, computed in float64."""
+    """Returns the results of a float32 program and its gradients, computed in float64."""
     args = jax.tree.map(jnp.asarray, tuple(args))
     jaxpr, tree = traced(_measured(fun, args, argnums, 1.0), args)
     with jax.enable_x64(True):  # where nothing of the program is traced: it would be another one
@@ -301,7 +301,7 @@ def in_float64(fun: Callable[..., Any], args: Sequence[Any], argnums: Any = 0) -
 
 
 def _measured(fun, args, argnums, scale):
-    """Returns a function of all arguments that gives results and, unscaled, gradients."""
+    """Returns a function of all arguments that returns results and unscaled gradients."""
     if argnums is None:
         return lambda *args: (fun(*args),)
     argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
@@ -358,7 +358,7 @@ def _rows(part, half, truth, by_hand, by_auto):
 
 
 def kept(fun: Callable[..., Any], args: Sequence[Any], half: str) -> collections.Counter:
-    """Returns how many arrays of each dtype and shape autocast keeps for the backward pass."""
+    """Counts the arrays that autocast keeps for the backward pass, by dtype and shape."""
     auto = mpjax.autocast(fun, f"mixed_{half}")
 
     def residuals(*args):
@@ -371,7 +371,7 @@ def kept(fun: Callable[..., Any], args: Sequence[Any], half: str) -> collections
 
 
 def _fills(eqn: Any) -> bool:
-    """Tells what is one number over and over, which no compiler keeps."""
+    """Returns whether an equation repeats one number; compilers do not keep such an array."""
     return eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.size == 1
 
 
@@ -381,13 +381,13 @@ def norm(x: np.ndarray) -> float:
 
 
 def check(*args: Any, parts: str = "result gradient update", **kwargs: Any) -> list[Error]:
-    """As `errors`; fails where autocast is less accurate than the measure allows."""
+    """Like `errors`, but fails where autocast is less accurate than its bound."""
     rows = errors(*args, **kwargs)
     return judge(rows, parts)
 
 
 def judge(rows: Sequence[Error], parts: str = "result gradient update") -> list[Error]:
-    """Fails where an error of these parts is above its bound."""
+    """Fails if an error of these parts is above its bound."""
     rows = [row for row in rows if row.part in parts.split()]
     wrong = [row for row in rows if not row.sound]
     assert not wrong, "\n".join(map(str, wrong))

@@ -1,8 +1,8 @@
-"""Classes of programs under the measure: each file of them is a registry of tiny programs.
+"""Classes of programs under the measure. Each file of a class is a registry of tiny programs.
 
-A member is a function without arguments that returns a `Case`. The errors that are known to be too
-large today are named where the member is registered, so that what a mended planner passes is seen
-at once (xfail is strict), and what it breaks as well.
+A member is a function without arguments that returns a `Case`. Members whose errors are known to be
+too large are marked where they are registered, by part. xfail is strict, so a change of the planner
+that mends a member is noticed at once, and so is a change that breaks one.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ HALVES = {"bf16": "bfloat16", "f16": "float16"}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program to be measured: what `measure.errors` takes."""
+    """A program to measure: the arguments of `measure.errors`."""
 
     fun: Callable[..., Any]
     args: tuple[Any, ...]
@@ -42,17 +42,18 @@ class Members(dict):
     """A registry of the members of one class, by name."""
 
     def __init__(self, reason: str):
-        """``reason`` says in one sentence what is wrong where a member fails."""
+        """``reason`` says in one sentence what is wrong with the members that fail."""
         self.reason = reason
 
     def __call__(self, fails="", parts="result gradient", reason="", slow=False):
         """Registers a member.
 
         Args:
-            fails: What is above its bound today, as in "bf16 update, f16 result"; or "all".
-            parts: What is measured.
-            reason: Why it fails, where that is not the reason of the class.
-            slow: Whether it is left out of the default run.
+            fails: The errors that are above their bounds today, such as "bf16 update, f16
+                result"; or "all".
+            parts: The parts to measure.
+            reason: Why the member fails, if not for the reason of the class.
+            slow: Whether the default run leaves the member out.
         """
 
         def register(make):
@@ -68,7 +69,7 @@ class Members(dict):
         return register
 
     def test(self):
-        """Returns the decorator of the test of all members, of ``(member, half, part)``."""
+        """Returns the decorator for the test of all members: ``test(member, half, part)``."""
         params = []
         for name, member in self.items():
             for half in HALVES:
@@ -110,5 +111,5 @@ def judge(member: Member, half: str, part: str) -> None:
 
 
 def moved(args: tuple[Any, ...], results: Any) -> Any:
-    """The update of a program that returns its first argument's next state."""
+    """Returns the update of a program whose result is the next state of its first argument."""
     return jax.tree.map(lambda new, old: new - old, results, args[0])

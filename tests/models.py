@@ -1,4 +1,4 @@
-"""Whole models that the suite knows, as their frameworks write them."""
+"""Whole models that several tests use, written as usual in their frameworks."""
 
 import flax.linen as nn
 import jax

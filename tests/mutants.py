@@ -1,9 +1,9 @@
-"""Mutation tests: does a test fail when a line of the library says something else?
+"""Mutation tests: checks that a test fails when a line of the library is changed.
 
-cosmic-ray makes the mutants and runs the tests, here in several copies of the working tree at once:
-one part of the library after the other, each with tests of its own (`mutants.toml`). A mutant that
-changes nothing is listed in `mutants.json` with the reason, and not run. Exits with 1 if a mutant
-survives that is not listed.
+cosmic-ray makes the mutants and runs the tests, here in several copies of the working tree at once.
+The parts of the library run one after the other, each with its own tests (`mutants.toml`). Mutants
+that change no behavior are listed in `mutants.json` with the reason, and not run. Exits with 1 if a
+mutant survives that is not listed.
 """
 
 import argparse
@@ -31,7 +31,7 @@ LIST = ROOT / "tests" / "mutants.json"
 FOLDER = ROOT / ".mutants"
 BIN = Path(sys.executable).parent
 
-# Why a mutant was skipped, besides cosmic-ray's filters ("Filtered ...").
+# The reasons why a mutant was skipped, besides cosmic-ray's filters ("Filtered ...").
 NOT_CHOSEN, LISTED, ELSEWHERE = "not chosen", "listed", "another worker's"
 
 
@@ -51,10 +51,10 @@ def read_parts():
 
 
 def start(folder, config, base):
-    """Makes a session of all mutants; with a base, of those on the lines that differ from it."""
+    """Makes a session of all mutants, or with a base of those on lines that differ from it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    # Where the branch left its base: what the base got since is no change of ours.
+    # The commit where the branch left its base: later commits of the base do not count.
     branch = git("merge-base", base, "HEAD").strip() or base
     filters = {**config["filters"], "git-filter": {"branch": branch}}
     toml, session = folder / "config.toml", folder / "session.sqlite"
@@ -67,31 +67,31 @@ def start(folder, config, base):
 
 
 def files_of(config):
-    """Returns the files that a part is made of, those included that are not mutated."""
+    """Returns the files of a part, including those that are not mutated."""
     paths = [ROOT / path for path in config["module-path"]]
     return sorted({f for p in paths for f in (p.rglob("*.py") if p.is_dir() else [p])})
 
 
 def digest(config):
-    """Returns a digest of what mutants are made of: a session is of no use with another."""
+    """Returns a digest of a part's files and settings. A session is valid for one digest."""
     parts = [serialize_config(config).encode(), *(f.read_bytes() for f in files_of(config))]
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def change(mutation):
-    """Returns the lines that a mutation changes, as they are and as they become."""
+    """Returns the lines that a mutation changes, before and after."""
     source = (ROOT / mutation.module_path).read_text()
     operator = get_operator(mutation.operator_name)(**mutation.operator_args)
     before = source.splitlines()
     after = (mutate_code(source, operator, mutation.occurrence) or source).splitlines()
-    if len(before) != len(after):  # a decorator less
+    if len(before) != len(after):  # the mutant removes a decorator
         return before[mutation.start_pos[0] - 1].strip(), ""
     pairs = [(a.strip(), b.strip()) for a, b in zip(before, after, strict=True) if a != b]
     return "\n".join(a for a, _ in pairs), "\n".join(b for _, b in pairs)
 
 
 def is_listed(rows, module, line, mutant):
-    """Tells whether a row lists a mutant, or, in any module ("*"), such a change of a line."""
+    """Returns whether a row lists a mutant. A row of module "*" lists a change of any line."""
     for row in rows:
         if row["module"] == module and (row["line"], row["mutant"]) == (line, mutant):
             return True
@@ -105,7 +105,7 @@ def is_listed(rows, module, line, mutant):
 
 
 def outdated(rows):
-    """Returns what is listed of lines that are no longer there."""
+    """Yields the rows whose lines no longer exist."""
     for row in rows:
         path = ROOT / row["module"]
         lines = {x.strip() for x in path.read_text().splitlines()} if path.exists() else set()
@@ -118,7 +118,7 @@ def skip(db, jobs, why):
 
 
 def choose(session, modules, sample, seed):
-    """Skips what is listed, and what the patterns of modules or a sample leave out."""
+    """Skips listed mutants, and those that the patterns of modules or the sample leave out."""
     rows = json.loads(LIST.read_text())
     parts = [part for row in rows for part in row["line"].splitlines()]
     with use_db(session) as db:
@@ -141,7 +141,7 @@ def choose(session, modules, sample, seed):
 
 
 def copy_tree(folder):
-    """Copies the working tree, what is not committed included."""
+    """Copies the working tree, including files that are not committed."""
     names = git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     for name in filter(None, names):
         if (ROOT / name).is_file():
@@ -150,13 +150,13 @@ def copy_tree(folder):
 
 
 def environment(folder):
-    """Returns the environment of the tests: without chance, and quick."""
+    """Returns the environment of the tests: reproducible and fast."""
     return {
         **os.environ,
-        "CI": "1",  # what is drawn at random is the same for every mutant
+        "CI": "1",  # every mutant gets the same random inputs
         "JAX_PLATFORMS": "cpu",
         "PATH": os.pathsep.join([str(BIN), os.environ["PATH"]]),
-        # Most mutants leave most programs as they are: compiled once for all.
+        # Most mutants leave most programs unchanged, so programs are compiled once for all.
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -164,7 +164,7 @@ def environment(folder):
 
 
 def execute(folder, tests, workers):
-    """Runs what is pending, in copies of the working tree; keeps what is found if interrupted."""
+    """Runs pending mutants in copies of the working tree; keeps the results if interrupted."""
     session, environ = folder / "session.sqlite", environment(folder.parent)
     with use_db(session) as db:
         pending = [item.job_id for item in db.pending_work_items]
@@ -173,7 +173,7 @@ def execute(folder, tests, workers):
         tree, part = folder / f"worker{number}", folder / f"worker{number}.sqlite"
         shutil.rmtree(tree, ignore_errors=True)
         copy_tree(tree)
-        # The tests of mutants write no bytecode: this does, of all that stays as it is.
+        # The tests of mutants write no bytecode. This command writes it for all unchanged files.
         collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", *tests]
         subprocess.run(collect, cwd=tree, env=environ, stdout=subprocess.DEVNULL, check=True)
         shutil.copy2(session, part)
@@ -195,9 +195,9 @@ def execute(folder, tests, workers):
 
 
 def results(sessions):
-    """Yields (mutation, result) for the mutants of sessions; result is None where it did not run.
+    """Yields (mutation, result) for the mutants of sessions; the result is None if it did not run.
 
-    Those that cosmic-ray's filters took out are no mutants of a session.
+    Mutants that cosmic-ray's filters removed are left out.
     """
     for session in sessions:
         with use_db(session) as db:
@@ -210,7 +210,7 @@ def results(sessions):
 
 
 def count(sessions):
-    """Returns how many mutants there are, were run, killed and survived: in all, and by file."""
+    """Returns the numbers of mutants: all, run, killed and survived, in total and by file."""
     files: dict = collections.defaultdict(collections.Counter)
     for mutation, result in results(sessions):
         kinds = ["mutants"]
@@ -225,7 +225,7 @@ def count(sessions):
 
 
 def print_survivors(sessions):
-    """Prints each survivor: its diff, and the row that lists it but for the reason."""
+    """Prints each survivor: its diff, and a row for the list with an empty reason."""
     survivors = 0
     for mutation, result in results(sessions):
         if result is not None and result.test_outcome == TestOutcome.SURVIVED:

@@ -1,9 +1,10 @@
-"""Blocks of Python on README and the pages of docs: found, and run one after the other.
+"""Finds the Python blocks of README and of the pages of docs, and runs them one after the other.
 
-A block opens with ```python, and may name whose it is: ```python torch runs where torch is, and
-```python numpy, which is for both sides, before each of them. What opens with ```output was printed
-by the block above it; a line "..." stands for lines that are left out. Also a program, for the
-interpreter of another framework, which knows neither JAX nor mpjax: what blocks leave, as JSON.
+A block opens with ```python. A kind may follow: ```python torch runs in an environment with torch,
+and ```python numpy runs on both sides, before the other blocks. ```output contains what the block
+above it printed. A line "..." in it stands for omitted lines. This module is also a program for the
+interpreters of other frameworks, which have neither JAX nor mpjax: it prints the variables that
+blocks define, as JSON.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MADE = ROOT / "docs" / "gallery"  # when the site is built
+MADE = ROOT / "docs" / "gallery"  # exists after the site is built
 PAGES = [ROOT / "README.md", *sorted({*ROOT.glob("docs/**/*.md")} - {*MADE.glob("*.md")})]
 BLOCK = re.compile(r"^```(python|output) *(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -22,7 +23,7 @@ OURS = ("", "numpy")
 
 
 def kinds(page: Path) -> set[str]:
-    """Returns whose blocks a page has."""
+    """Returns the kinds of blocks on a page."""
     return {kind for language, kind, _ in BLOCK.findall(page.read_text()) if language == "python"}
 
 
@@ -33,7 +34,7 @@ def run(page: Path, wanted=OURS, changes: dict[str, str] | None = None) -> dict:
         assert old in text, f"{page} has no {old!r}"
         text = text.replace(old, new)
     namespace = {"__name__": "__main__"}
-    printed = None  # by the block above, if it ran
+    printed = None  # the output of the block above, if it ran
     for match in BLOCK.finditer(text):
         language, kind, code = match.groups()
         if language == "output":
@@ -44,14 +45,14 @@ def run(page: Path, wanted=OURS, changes: dict[str, str] | None = None) -> dict:
         else:
             line = text[: match.start(3)].count("\n")
             with contextlib.redirect_stdout(io.StringIO()) as out, noted(f"{page}:{line}"):
-                exec(compile(code, "model.py", "exec"), namespace)  # as reports name it there
+                exec(compile(code, "model.py", "exec"), namespace)  # reports name this file there
             printed = out.getvalue()
     return namespace
 
 
 @contextlib.contextmanager
 def noted(where: str):
-    """Adds to an error after which line of a page its block begins."""
+    """Adds to an error the line of the page after which its block begins."""
     try:
         yield
     except Exception as error:
@@ -60,7 +61,7 @@ def noted(where: str):
 
 
 def printed_as(shown: str, printed: str) -> bool:
-    """Tells whether a page shows what was printed, trailing blanks and lines left out aside."""
+    """Returns whether a page shows what was printed. Trailing blanks may differ."""
     lines = [line.rstrip() for line in printed.splitlines()]
     for part in re.split(r"^\.\.\.\n", shown, flags=re.MULTILINE):
         wanted = part.splitlines()

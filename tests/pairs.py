@@ -1,4 +1,4 @@
-"""Pairs of programs for the linter: a faulty one, whose line a rule names, and a mended one."""
+"""Pairs of programs for the linter: one has a fault at a marked line, the other does not."""
 
 import inspect
 from collections.abc import Callable
@@ -36,14 +36,14 @@ def f16(*shape):
 
 
 def marked_lines(fun):
-    """Returns "file:line" of the lines of a function that are marked as a fault."""
+    """Returns "file:line" for each line of a function that is marked as a fault."""
     lines, first = inspect.getsourcelines(inspect.unwrap(fun))
     marked = [number for number, line in enumerate(lines, first) if FAULT in line]
     return [f"{inspect.getsourcefile(inspect.unwrap(fun))}:{number}" for number in marked]
 
 
 def check(pair):
-    """Checks that a rule names the lines of the faulty program, and no rule the mended one."""
+    """Checks that a rule finds the marked lines, and that no rule finds the mended program."""
     lines = marked_lines(pair.faulty)
     assert lines, "no line of the faulty program is marked"
     found = mpjax.lint(pair.faulty, **pair.options)(*pair.args)
@@ -52,7 +52,7 @@ def check(pair):
     assert pair.rule in mended.ran and not mended.findings, str(mended)
 
 
-# A step to make faults in: its optimizer, the shapes of its states, its loss.
+# The parts of a training step: its optimizer, the shapes of its states, its loss.
 OPTIMIZER = optax.adam(1e-3)
 PARAMS = {"w": f32(4, 4), "b": f32(4)}
 STATE = jax.eval_shape(OPTIMIZER.init, PARAMS)

@@ -1,4 +1,4 @@
-"""Programs planned and not run: what the plan says of their values and operations."""
+"""Plans programs without running them, and returns the plan's facts and decisions."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ SCALAR, VECTOR = jnp.float32(0.1), normal(3, 16)
 
 
 def analysed(fun, *args, policy="mixed_bfloat16", linear=()):
-    """Returns the block of a function, analysed: every op and value with what is decided of it."""
+    """Returns the analysed block of a function, with the decision for every operation and value."""
     closed = jax.make_jaxpr(fun)(*args)
     dtypes = [v.aval.dtype for v in closed.jaxpr.invars]
     policy = mpjax.get_policy(policy) if isinstance(policy, str) else policy
@@ -22,17 +22,17 @@ def analysed(fun, *args, policy="mixed_bfloat16", linear=()):
 
 
 def fact(fun, *args, **options):
-    """Returns what is known of a function's (first) result."""
+    """Returns the facts about a function's (first) result."""
     return analysed(fun, *args, **options).outvars[0].fact
 
 
 def op(block, name, place=-1):
-    """Returns the last op of that name, or the one at a place among them."""
+    """Returns the last operation of that name, or the one at an index among them."""
     return [op for op in block.walk() if op.name == name][place]
 
 
 def said(op):
-    """Returns why an op computes in what it does, in words."""
+    """Returns in words why an operation computes in its dtype."""
     return words(op.why)
 
 

@@ -1,6 +1,6 @@
-"""A way to bind each primitive of `mpjax._src.rules`, alone: what the tests of that table share.
+"""A program for each primitive of `mpjax._src.rules`, for the tests of that table.
 
-A key is the name of a primitive, or that and what tells two of its cases apart.
+A key is the name of a primitive; if a primitive has two cases, a second word tells them apart.
 """
 
 import functools
@@ -19,12 +19,12 @@ from support import equations
 from mpjax._src import _jax, rules
 
 BFLOAT16, FLOAT16 = jnp.dtype("bfloat16"), jnp.dtype("float16")
-LARGEST, SMALLEST = 65504.0, 2.0**-24  # of float16
+LARGEST, SMALLEST = 65504.0, 2.0**-24  # in float16
 NEWER = jax.__version_info__ >= (0, 12)
 
 
 def rule(key):
-    """Returns the row that a case is of."""
+    """Returns the row of a case's primitive."""
     return rules.rule_of(key.split()[0])
 
 
@@ -32,7 +32,7 @@ def rule(key):
 
 
 def _of_lax(names):
-    """Returns functions by their names, those that this version has."""
+    """Returns functions of `jax.lax` by name, leaving out names that this version lacks."""
     return {name: getattr(lax, name) for name in names.split() if hasattr(lax, name)}
 
 
@@ -51,7 +51,7 @@ UNARY |= {f"integer_pow {y}": _power(y) for y in (-4, -1, 3, 4, 5, 20, 1000)}
 
 
 def _of_tanh(x):
-    """Binds what newer versions write the derivative of a tanh with: ``1 - x * x``."""
+    """Binds the primitive with which newer versions differentiate tanh: ``1 - x * x``."""
     jaxpr = jax.make_jaxpr(lambda x, t: jax.jvp(jnp.tanh, (x,), (t,))[1])(x, x)
     (eqn,) = [e for e in equations(jaxpr) if e.primitive.name == "one_minus_square"]
     return eqn.primitive.bind(x, **eqn.params)
@@ -71,7 +71,7 @@ OPERANDS |= {"clamp": 3, "regularized_incomplete_beta": 3}
 
 
 def halves(*dtypes):
-    """Returns every finite value of some half dtypes, as float64."""
+    """Returns every finite value of the given half dtypes as float64."""
     bits = np.arange(1 << 16, dtype=np.uint16)
     with np.errstate(invalid="ignore"):  # signaling NaNs
         values = [bits.view(d).astype(np.float64) for d in dtypes or (BFLOAT16, FLOAT16)]
@@ -79,7 +79,7 @@ def halves(*dtypes):
 
 
 def some_halves(count):
-    """Returns points of every so many operands: extreme, around one, and all magnitudes between."""
+    """Returns points of ``count`` operands: extreme, near one, and of magnitudes between."""
     near = 2.0 ** -np.arange(1.0, 12)
     sizes = np.concatenate(
         [
@@ -100,7 +100,7 @@ def some_halves(count):
 
 
 def draw(*shape):
-    """Returns positive numbers, all different, the same ones every time."""
+    """Returns positive numbers, all different. They are always the same."""
     size = int(np.prod(shape))
     order = np.random.default_rng(size).permutation(size)
     return (0.5 + order / max(size, 1)).reshape(shape).astype(np.float32)
@@ -219,7 +219,7 @@ CASES = {
     "reduce_window_min": (window(primitives.reduce_window_min_p), draw(5)),
     "select_n": (lambda a, b: lax.select_n(np.arange(4) % 2 == 0, a, b), draw(4), draw(4)),
     "convert_element_type": (lambda x: lax.convert_element_type(x, BFLOAT16), draw(4)),
-    # no floats out, or none in; and those of which only a trait counts
+    # no floats out or in; and primitives with only a trait
     **{name: (fun, draw(4), draw(4)) for name, fun in _of_lax("eq ge gt le lt ne").items()},
     "is_finite": (lax.is_finite, draw(4)),
     "argmax": (lambda x: lax.argmax(x, 0, np.int32), draw(4)),
@@ -267,7 +267,7 @@ CASES["sharding_constraint"] = (
     draw(4),
 )
 
-# What is not run here, and why.
+# Primitives that are not run here, with the reasons.
 UNTRIED = {
     **dict.fromkeys(["and", "not", "or", "iota"], "no float operand"),
     **dict.fromkeys(_jax.BARRIERS, "ours"),
@@ -279,7 +279,7 @@ UNTRIED = {
 
 
 def case(key):
-    """Returns a function and its operands; the function binds the primitive and little else."""
+    """Returns a function that does little more than bind the primitive, and its operands."""
     if key in ELEMENTWISE:
         return ELEMENTWISE[key], *[draw(4) + 1.0 * (key == "acosh")] * OPERANDS[key]
     return CASES[key]
@@ -293,6 +293,6 @@ def equation(key):
 
 
 def bind(eqn, operands):
-    """Runs an equation's primitive on other operands; returns a list."""
+    """Binds an equation's primitive to other operands; returns a list."""
     outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(outs) if eqn.primitive.multiple_results else [outs]

@@ -1,4 +1,4 @@
-"""Problems to train on, and what the tests of the training step look at."""
+"""Training problems, and helpers for the tests of the training step."""
 
 import flax.linen as nn
 import jax
@@ -56,7 +56,7 @@ def net_problem(rng, examples=8):
 
 
 def bits(tree):
-    """Every leaf as raw bytes, so that NaN equals NaN and -0.0 does not equal 0.0."""
+    """Returns every leaf as raw bytes, so that NaN equals NaN and -0.0 does not equal 0.0."""
     data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
     return [np.asarray(data(leaf)).tobytes() for leaf in jax.tree.leaves(tree)]
 
@@ -74,7 +74,7 @@ def mesh():
 
 
 def run_updates(optimizer, params, all_grads):
-    """Applies updates in one jitted scan, which refuses state that changes its dtypes."""
+    """Applies updates in one jitted scan, which fails if the state changes its dtypes."""
 
     def body(carry, grads):
         params, state = carry

@@ -1,4 +1,4 @@
-"""Programs that the suite knows: small ones of every kind, and random ones."""
+"""Programs that several tests use: small ones of every kind, and random ones."""
 
 import jax
 import jax.experimental.custom_partitioning
@@ -18,7 +18,7 @@ def layer_norm(x):
     return (x - mean) * lax.rsqrt(var + 1e-6)
 
 
-# ---- programs that must run, half in every matmul, close to float32 -----------------------------
+# ---- programs that must run, with half in every matmul, close to float32 -------------------------
 
 PROGRAMS = {}
 
@@ -293,7 +293,7 @@ NOT_REVERSED = {"while"}
 
 
 def build(steps):
-    """Returns a function of two arrays, from steps that each add a value to a list."""
+    """Returns a function of two arrays, built from steps that each add a value to a list."""
 
     def fun(x, y):
         values, results = [x, y], []

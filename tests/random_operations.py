@@ -1,8 +1,8 @@
-"""Operations of which random programs are made: one or more for each rule of autocast.
+"""The operations of random programs: one or more for each rule of autocast.
 
-All are functions of square arrays. They are scaled so that values stay near one. Most are smooth;
-what jumps is marked, for a rounding may then change a result by much: such programs are judged by
-medians.
+All are functions of square arrays, scaled so that values stay near one. Most are smooth. Those that
+jump are marked, because a rounding may then change a result by much; programs with them are judged
+by medians.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ MASK = jnp.tri(SIDE) > 0
 EYE = jnp.eye(SIDE)
 ROWS = jnp.asarray(np.random.default_rng(0).integers(0, SIDE, SIDE))
 
-# Scalars that arrive as arguments of a program.
+# Scalar arguments of a program.
 SCALARS = {"tiny": 1e-12, "huge": 2e5, "near_one": 0.999, "step": 1e-3, "half": 0.5}
 
 
@@ -35,11 +35,11 @@ class Op:
         fun: ``(x)``, ``(x, y)``, ``(x, scalars)``, or ``(f, x, y, scalars)`` with a program's
             function ``f(x, y, scalars)``.
         kind: "unary", "binary", "scalar" or "program", in the same order.
-        jumps: Whether it or its derivative jumps.
-        derivatives: How often it can be differentiated.
-        turns: How often it runs the program that it holds.
-        stream: ``(f, x, y, scalars, rounded)`` of a residual stream: as ``fun``, with its state
-            rounded after each block, as models by hand keep it in half.
+        jumps: Whether the operation or its derivative is discontinuous.
+        derivatives: How often the operation can be differentiated.
+        turns: How often the operation runs its inner program.
+        stream: ``(f, x, y, scalars, rounded)`` of a residual stream: like ``fun``, with its state
+            rounded after each block, because models cast by hand keep it in half.
     """
 
     fun: Callable[..., Any]
@@ -70,7 +70,7 @@ def near_eye(x):
 
 
 def symmetric(x):
-    """A symmetric matrix whose eigenvalues are positive and lie apart."""
+    """A symmetric matrix with positive, well-separated eigenvalues."""
     return jnp.diag(1 + jnp.arange(SIDE) / 4) + small(x + x.T) / SIDE
 
 
@@ -409,13 +409,13 @@ def ruled_vjp(f, x, y, s):
     return g(x, y, s)
 
 
-# Sums that add up: steps of a size, of a length, written out or in a loop, with the same weights
-# in every turn or with weights of its own.
+# Running sums: sizes of the terms, and lengths. They are unrolled or in a loop, and have the same
+# weights in each iteration or different ones.
 SIZES = (1.0, 0.3, 0.1, 0.03, 1e-2, 3e-3, 1e-3, 1e-5)
 WRITTEN, LOOPED = (1, 2, 3, 5, 12), (2, 5, 12, 40)
 
 
-# Steps at least as large as this, with weights of their own, are the blocks of a residual stream.
+# Terms at least as large as this, with different weights, are blocks of a residual stream.
 BLOCK = 0.3
 
 

@@ -1,8 +1,8 @@
-"""Random programs: made from a seed, judged by the measure, and made small where they fail.
+"""Random programs: made from a seed, judged by the measure, and shrunk if they fail.
 
 A program is a tuple of steps ``(name, i, j, body)``: an operation, the values that it reads
-(counted from the latest one back), and the steps of the program that it holds, if it holds one. It
-is a function of two arrays and a dict of scalars, and returns its last two values.
+(counted back from the latest one), and the steps of its inner program, if it has one. A program is
+a function of two arrays and a dict of scalars, and returns its last two values.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ from measure import Error, errors_of_runs, rounded
 from random_operations import MATMULS, OPS, SCALARS, SHAPE, Op
 
 Program = tuple[tuple[str, int, int, Any], ...]
-LARGEST = 45  # operations that a program runs
-RUNS = 3, 9  # over which medians are taken, where less fails
+LARGEST = 45  # the number of operations that a program runs
+RUNS = 3, 9  # the number of runs whose median decides after a failure
 HALVES = ("bfloat16", "float16")
 
 
 def build(steps: Program, rounding: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Returns a program as a function; what jumps reads, and residual streams, are rounded."""
+    """Returns a program as a function that rounds operands of jumps, and residual streams."""
 
     def fun(x, y, scalars):
         return run(steps, x, y, scalars)[-2:]
@@ -67,14 +67,14 @@ def names_in(steps: Program) -> Iterator[str]:
 
 
 def size(steps: Program) -> int:
-    """Returns how many operations a program runs."""
+    """Returns the number of operations that a program runs."""
     return sum(OPS[name].turns * (size(body) or 1) for name, _, _, body in steps)
 
 
 def generate(seed: int, leave_out: Sequence[str] = ()) -> Program:
     """Returns the program of a seed.
 
-    Of three programs in a row two hold the next operation, the third a sum of steps.
+    Of three programs in a row, two contain the next operation, and the third a running sum.
     """
     names = [name for name in OPS if name not in leave_out]
     chains = [name for name in names if " steps of " in name]
@@ -95,7 +95,7 @@ def generate(seed: int, leave_out: Sequence[str] = ()) -> Program:
         return name, rng.randrange(4), rng.randrange(4), tuple(body)
 
     def sums():
-        """A state that a matmul makes, and steps computed from it; more often long ones."""
+        """A state that a matmul makes, and terms computed from it. Long sums are more frequent."""
         (name,) = rng.choices(chains, [OPS[name].turns for name in chains])
         matmul = (matmuls[0], 0, 1, ())
         body = [step(0), matmul] if rng.random() < 0.5 else [matmul]
@@ -114,7 +114,7 @@ def generate(seed: int, leave_out: Sequence[str] = ()) -> Program:
 
 
 def derivatives(steps: Program) -> int:
-    """Returns how often a program can be differentiated; below zero if it does so too often."""
+    """Returns how often a program can be differentiated; negative if it does so too often."""
     return min(
         min(OPS[name].derivatives, derivatives(body) - (name == "differentiated") if body else 9)
         for name, _, _, body in steps
@@ -127,10 +127,11 @@ def derivatives(steps: Program) -> int:
 def errors(
     steps: Program, half: str, seed: int = 0, runs: int = 1, storage: str = "fast"
 ) -> list[Error]:
-    """Returns the errors of a program: medians over some runs, of different arguments.
+    """Returns the errors of a program: medians over runs with different arguments.
 
-    The yardstick rounds what a program jumps on, as autocast may: two roundings are allowed, and
-    here they may make a difference of any size. It rounds residual streams, as models by hand do.
+    The yardstick rounds the operands of discontinuous operations, because autocast may round them
+    too, and the rounding can have an effect of any size. It also rounds residual streams, because
+    models cast by hand do.
     """
     argnums = (0, 1) if derivatives(steps) > 0 else None
     given = [arguments(seed + 1000 * run) for run in range(runs)]
@@ -153,10 +154,10 @@ NUMBERS = ("yardstick", "autocast", "nonfinite")
 
 
 def fault(steps: Program, half: str, seed: int = 0, storage: str = "fast") -> str:
-    """Returns what is wrong with a program under autocast; nothing if it is sound.
+    """Returns what is wrong with a program under autocast, or "" if it is sound.
 
-    The yardstick's error is a random number too, in a chaotic program one of any size: what fails
-    in one run is judged by the medians over several.
+    The yardstick's error is a random number too, and in a chaotic program it can have any size. So
+    if one run fails, the medians over several runs decide.
     """
     try:
         for runs in RUNS if jumps(steps) else (1, *RUNS):
@@ -169,7 +170,7 @@ def fault(steps: Program, half: str, seed: int = 0, storage: str = "fast") -> st
 
 
 def _is_refused(steps: Program) -> bool:
-    """Tells whether JAX has not all that a program needs, without autocast."""
+    """Returns whether JAX itself cannot run a program, without autocast."""
     fun, (x, y, scalars) = build(steps), arguments(0)
     try:
         run = jax.vjp if derivatives(steps) > 0 else jax.eval_shape
@@ -197,7 +198,7 @@ def smaller(steps: Program) -> Iterator[Program]:
 
 
 def shrink(steps: Program, fails: Callable[[Program], Any], tries: int = 100) -> Program:
-    """Returns a smallest program that still fails, among ``tries`` ones."""
+    """Returns a smallest program that still fails, among ``tries`` programs."""
     candidates = smaller(steps)
     while tries and (candidate := next(candidates, None)) is not None:
         tries -= 1
@@ -207,7 +208,7 @@ def shrink(steps: Program, fails: Callable[[Program], Any], tries: int = 100) ->
 
 
 def report(seed: int, storage: str = "fast") -> str:
-    """Judges the program of a seed; tells of a smallest one that fails, as code to be pasted."""
+    """Judges the program of a seed; describes a smallest failing program as code to paste."""
     steps, half = generate(seed), HALVES[seed % 2]
     if not fault(steps, half, seed, storage):
         return ""

@@ -1,4 +1,4 @@
-"""A run that is saved at every step and goes on from the last checkpoint; killed by tests.
+"""A run that saves every step and resumes from the last checkpoint. Tests kill it.
 
 python tests/resumed.py DIRECTORY STEPS runs it, and prints a line when the step is compiled.
 """
@@ -20,7 +20,7 @@ def loss_fn(params, batch, rng):
 
 @functools.cache
 def program():
-    """A run with dropout, accumulation and a float16 scale that moves: 2 MiB of state."""
+    """A run with dropout, accumulation and a float16 loss scale that changes: 2 MiB of state."""
     init, step = mpjax.build_train_step(
         loss_fn,
         optax.adamw(1e-2),
@@ -33,7 +33,7 @@ def program():
 
 
 def run(directory, steps, started=lambda: None, **options):
-    """Trains up to a number of steps from where the directory says; returns the state."""
+    """Trains up to a number of steps from the directory's last checkpoint; returns the state."""
     start, step, batch = program()
     state, position = start(), 0
     with mpjax.checkpoint.Manager(directory, **{"keep": 2, **options}) as manager:

@@ -1,4 +1,4 @@
-"""What tests share: autocast in short, looking into jaxprs, and comparing trees."""
+"""Helpers of many tests: short forms of autocast, queries of jaxprs, comparisons of trees."""
 
 import functools
 import struct
@@ -19,7 +19,7 @@ def cast(fun, half="bfloat16"):
 
 
 def equations(jaxpr):
-    """Yields every equation of a jaxpr, those of programs inside included."""
+    """Yields every equation of a jaxpr, including those of inner programs."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     for eqn in jaxpr.eqns:
         yield eqn
@@ -34,7 +34,7 @@ MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 def found(fun, *args, names=MATMULS):
-    """Returns (primitive, dtypes of its float operands, dtype of its result) for ops of a trace."""
+    """Returns (primitive, dtypes of float operands, dtype of the result) for some operations."""
     rows = []
     for eqn in equations(jax.make_jaxpr(fun)(*args)):
         if eqn.primitive.name in names:
@@ -68,7 +68,7 @@ def assert_near(got, want, rtol=0.03):
 
 
 def events_of(folder):
-    """Yields what TensorBoard's files hold: records of a length, a checksum, data, a checksum."""
+    """Yields the events in TensorBoard's files. A record is length, checksum, data, checksum."""
     from tensorboardX.proto import event_pb2
 
     for path in folder.glob("events*"):

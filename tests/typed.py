@@ -1,4 +1,4 @@
-"""What type checkers are told: `make lint` checks this file, nothing runs it."""
+"""Code whose types `make lint` checks; nothing runs it."""
 # mypy: warn-unused-ignores
 
 from collections.abc import Callable

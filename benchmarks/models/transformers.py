@@ -239,9 +239,7 @@ def t5(
 
     def stack(x, params, read=None):
         where = buckets(x.shape[1], x.shape[1], both_ways=read is None)
-        bias = params["bias"][where].transpose(
-            2, 0, 1
-        )  # float32, like the softmax to which it is added
+        bias = params["bias"][where].transpose(2, 0, 1)  # float32, like the softmax
         for layer in params["layers"]:
             p = used(layer, dtype)
             y = rms_norm(x, p["self"]["norm"])
