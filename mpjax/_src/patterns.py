@@ -24,7 +24,7 @@ def paths(tree: Any) -> list[str]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Tells whether a glob matches a path.
+    """Returns whether a glob matches a path.
 
     Letter case does not matter, "*" also matches "/", and a leading "*/" also matches at the root.
     Boxes such as ``nnx.Param`` and ``nn.Partitioned`` put "/value" at the end of a path; a pattern

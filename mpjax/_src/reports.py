@@ -1,4 +1,4 @@
-"""How reports are displayed: as text of 80 columns, in notebooks and as HTML pages."""
+"""Displays reports: as text of 80 columns, in notebooks, and as HTML pages."""
 
 import dataclasses
 import importlib
@@ -65,7 +65,7 @@ class Report:
 
 
 def is_library(file: str) -> bool:
-    """Tells whether a file belongs to an installed package or to Python, not to the user."""
+    """Returns whether a file belongs to an installed package or to Python, not to the user."""
     return file.startswith(("<frozen", *LIBRARIES)) or bool(PACKAGES.match(file))
 
 

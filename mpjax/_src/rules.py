@@ -100,7 +100,7 @@ class Rule:
     traits: frozenset[str] = frozenset()
 
     def amplifies(self, params: dict[str, Any]) -> bool:
-        """Tells whether an equation with these parameters amplifies an error of its operands."""
+        """Returns whether an equation with these parameters amplifies an error of its operands."""
         return self.gain_of(params) in AMPLIFIES
 
     @property
@@ -128,7 +128,7 @@ class Rule:
         return self.gain(params) if callable(self.gain) else self.gain
 
     def steady_of(self, params: dict[str, Any]) -> bool:
-        """Tells whether the derivative of an equation with these parameters is steady."""
+        """Returns whether the derivative of an equation with these parameters is steady."""
         return self.steady(params) if callable(self.steady) else self.steady
 
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def is_array(leaf: Any) -> bool:
-    """Tells whether a leaf is an array that JAX supports (not a NumPy array of strings, say)."""
+    """Returns whether a leaf is an array that JAX supports (not a NumPy array of strings, say)."""
     if isinstance(leaf, (np.ndarray, np.generic)):
         own = leaf.dtype.isbuiltin == 2 or leaf.dtype == jax.dtypes.float0  # ml_dtypes', JAX's
         return leaf.dtype.kind in "biufc" or own
@@ -27,22 +27,22 @@ def is_array(leaf: Any) -> bool:
 
 
 def is_floating(leaf: Any) -> bool:
-    """Tells whether a leaf is an array of a real floating dtype."""
+    """Returns whether a leaf is an array of a real floating dtype."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def is_half(leaf: Any) -> bool:
-    """Tells whether a leaf is a floating array narrower than float32."""
+    """Returns whether a leaf is a floating array narrower than float32."""
     return is_floating(leaf) and leaf.dtype.itemsize < FLOAT32.itemsize
 
 
 def is_key(leaf: Any) -> bool:
-    """Tells whether a leaf, or the shape of one, is an array of typed PRNG keys."""
+    """Returns whether a leaf, or the shape of one, is an array of typed PRNG keys."""
     return jax.dtypes.issubdtype(getattr(leaf, "dtype", np.dtype(object)), jax.dtypes.prng_key)
 
 
 def is_one_bool(verdict: Any) -> bool:
-    """Tells whether a value is a single bool: of Python, of NumPy, or a traced scalar."""
+    """Returns whether a value is a single bool: of Python, of NumPy, or a traced scalar."""
     if isinstance(verdict, bool):
         return True
     return getattr(verdict, "dtype", None) == np.bool_ and np.shape(verdict) == ()
@@ -97,7 +97,7 @@ def cast_like(tree: T, like: Any) -> T:
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Tells whether all numbers in a pytree are finite: no NaN and no infinity.
+    """Returns whether all numbers in a pytree are finite: no NaN and no infinity.
 
     Args:
         tree: Any pytree of arrays and Python numbers. Leaves that are neither floating nor complex
@@ -121,7 +121,7 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def stays_finite(new: Any, old: Any) -> jax.Array:
-    """Tells whether every leaf of ``new`` is finite whose counterpart in ``old`` is finite.
+    """Returns whether every leaf of ``new`` is finite whose counterpart in ``old`` is finite.
 
     One -Inf anywhere in a leaf of ``old``, such as a mask or the start of a running maximum,
     exempts the whole leaf.

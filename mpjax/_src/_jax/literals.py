@@ -67,7 +67,7 @@ def _is_half(dtype: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    """Tells whether a value is a Python or NumPy number that is wider than half."""
+    """Returns whether a value is a Python or NumPy number that is wider than half."""
     if isinstance(x, bool):
         return False
     if isinstance(x, int | float):

@@ -30,7 +30,7 @@ def primitive_names() -> frozenset[str]:
 
 
 def is_array(aval: Any) -> bool:
-    """Tells whether an aval is that of an array, and not of a Ref, a token or another value."""
+    """Returns whether an aval is that of an array, and not of a Ref, a token or another value."""
     return isinstance(aval, jax.core.ShapedArray)
 
 
@@ -201,13 +201,13 @@ def abstract(aval: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
 
 
 def is_explicit(x: Any) -> bool:
-    """Tells whether the type of an array or shape contains a sharding."""
+    """Returns whether the type of an array or shape contains a sharding."""
     sharding = _sharding(x)
     return sharding is not None and bool(not sharding.mesh.empty and sharding.mesh.explicit_axes)
 
 
 def is_sharded_along(x: Any, dim: int) -> bool:
-    """Tells whether the type of an array says that a given dimension is sharded."""
+    """Returns whether the type of an array says that a given dimension is sharded."""
     if not is_explicit(x):
         return False
     return (*_sharding(x).spec, *[None] * x.ndim)[: x.ndim][dim] is not None

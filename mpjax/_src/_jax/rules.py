@@ -106,7 +106,7 @@ def _known_values(atoms: Sequence[Any], program: Any) -> dict[int, Any]:
 
 
 def in_taylor_mode(args: Sequence[Any]) -> bool:
-    """Tells whether `jax.experimental.jet`, which ignores custom derivatives, traces an array."""
+    """Returns whether `jax.experimental.jet`, which ignores custom derivatives, traces an array."""
     return any(_is_taylor(x) for x in args if isinstance(x, jax.core.Tracer))
 
 

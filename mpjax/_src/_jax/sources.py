@@ -68,7 +68,7 @@ def _line(frame: Any) -> str:
 
 
 def passed_through(eqn: Any, files: Sequence[str]) -> bool:
-    """Tells whether a call in one of some files led to an equation; files are path endings."""
+    """Returns whether a call in one of some files led to an equation; files are path endings."""
     traceback = eqn.source_info.traceback
     frames = () if traceback is None else traceback.frames
     names = (frame.file_name.replace("\\", "/") for frame in frames)
@@ -80,7 +80,7 @@ WRITTEN = frozenset({"astype", "asarray", "array", "convert_element_type"})
 
 
 def is_written_cast(eqn: Any) -> bool:
-    """Tells whether the user asked for a cast, or for the cast that it is the derivative of.
+    """Returns whether the user asked for a cast, or for the cast that it is the derivative of.
 
     Users ask by a JAX function that casts, or by a library function with "cast" in its name.
     """
@@ -91,13 +91,13 @@ def is_written_cast(eqn: Any) -> bool:
 
 
 def is_promotion(eqn: Any) -> bool:
-    """Tells whether JAX made a cast to promote operands to one dtype, unasked."""
+    """Returns whether JAX made a cast to promote operands to one dtype, unasked."""
     inside, _ = _callers(eqn)
     return WRITTEN.isdisjoint(frame.function_name for frame in inside)
 
 
 def is_called_directly(eqn: Any) -> bool:
-    """Tells whether the user's own line made an equation, by a call of jax.numpy or jax.lax.
+    """Returns whether the user's own line made an equation, by a call of jax.numpy or jax.lax.
 
     Equations that a library or a function of jax.nn makes do not count.
     """
@@ -107,7 +107,7 @@ def is_called_directly(eqn: Any) -> bool:
 
 
 def in_one_call(first: Any, second: Any) -> bool:
-    """Tells whether two equations come from one call of a function outside of JAX."""
+    """Returns whether two equations come from one call of a function outside of JAX."""
     (one, *around), (other, *others) = (_callers(eqn)[1] or [None] for eqn in (first, second))
     if one is None or other is None or len(around) != len(others):
         return False

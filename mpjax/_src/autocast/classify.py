@@ -78,7 +78,7 @@ EXCHANGES = frozenset(["reshard", "sharding_constraint", "all_gather", "all_gath
 
 
 def _is_moved(op: Op) -> bool:
-    """Tells whether an op sets the sharding of a parameter, or views such a result."""
+    """Returns whether an op sets the sharding of a parameter, or views such a result."""
     return op.name in EXCHANGES or any(v.moved for v in op.ins)
 
 
@@ -142,7 +142,7 @@ def _custom_jvp_rule(op: Op) -> tuple[str, Why]:
 
 
 def _has_none(op: Op) -> bool:
-    """Tells whether an op has no float32 operand or result."""
+    """Returns whether an op has no float32 operand or result."""
     return op.why == why(Reason.NO_FLOAT32)
 
 

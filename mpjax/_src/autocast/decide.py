@@ -29,7 +29,7 @@ def decide(block: Block) -> None:
 
 
 def _may_be_sent_in_half(op: Op) -> bool:
-    """Tells whether an op looks up a parameter and its result may be rounded.
+    """Returns whether an op looks up a parameter and its result may be rounded.
 
     Then the parameter may be rounded as well.
     """
@@ -58,7 +58,7 @@ def _give(op: Op, kind: str, dtype: Any, wide: bool = False) -> None:
 
 
 def _is_rounded(value: Value) -> bool:
-    """Tells whether a float32 result is stored in half.
+    """Returns whether a float32 result is stored in half.
 
     It is if it has several readers, one of them outside of its island, or if a relu or a similar
     function reads it, which saves its operand for the derivative. Values computed from arguments
@@ -70,17 +70,17 @@ def _is_rounded(value: Value) -> bool:
 
 
 def may_be_rounded(value: Value) -> bool:
-    """Tells whether a value may be rounded to half without harm."""
+    """Returns whether a value may be rounded to half without harm."""
     return not (value.wide or value.lost or _is_held(value) or value.small or value.is_one)
 
 
 def _is_held(value: Value) -> bool:
-    """Tells whether a reader would amplify or notice a rounding error of a value."""
+    """Returns whether a reader would amplify or notice a rounding error of a value."""
     return value.want.amplified or value.want.unrounded or value.want.whole
 
 
 def _is_lost(op: Op, out: Value) -> bool:
-    """Tells whether half would lose information of an op's result, or its range."""
+    """Returns whether half would lose information of an op's result, or its range."""
     return out.fact.exact or is_beyond(out, op.half)
 
 
@@ -112,7 +112,7 @@ def _decide_full(op: Op) -> None:
 
 
 def _is_of_wide(op: Op) -> bool:
-    """Tells whether an op's operands contain a constant that half cannot hold.
+    """Returns whether an op's operands contain a constant that half cannot hold.
 
     Normalized results are excepted: they are of ordinary size, whatever the divisor and epsilon.
     """
@@ -206,7 +206,7 @@ def _only_for_half(out: Value) -> bool:
 
 
 def _keeps_float32(op: Op) -> bool:
-    """Tells whether half operands are cast to float32, and not float32 operands to half.
+    """Returns whether half operands are cast to float32, and not float32 operands to half.
 
     This is so if the result is returned: a buffer that is partly updated keeps its other values.
     """

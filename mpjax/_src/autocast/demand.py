@@ -54,7 +54,7 @@ def read_by(value: Value, reader: object, want: Want) -> None:
 
 
 def all_in_full(op: Op) -> bool:
-    """Tells whether all readers of an op's results use float32, or one result is returned."""
+    """Returns whether all readers of an op's results use float32, or one result is returned."""
     want = _of_readers(op)
     return want.full or want.returned
 
@@ -82,7 +82,7 @@ def _full(op: Op, readers: Want) -> Want:
 
 
 def _is_phase(op: Op) -> bool:
-    """Tells whether an op amplifies errors by much: a phase, a pole, a large exponential."""
+    """Returns whether an op amplifies errors by much: a phase, a pole, a large exponential."""
     gain = op.spec.gain_of(op.params)
     growing = gain == rules.RANGE and not any(v.fact.negative for v in op.ins)
     return op.spec.need == rules.FULL and (gain == rules.UNBOUNDED or growing)
@@ -130,7 +130,7 @@ def _follow(op: Op, readers: Want) -> Want:
 
 
 def _sees_rounding(op: Op, readers: Want) -> bool:
-    """Tells whether an op must read unrounded float32 values computed from a half matmul.
+    """Returns whether an op must read unrounded float32 values computed from a half matmul.
 
     There are three cases. A difference before a pole (``sqrt(1 - sigmoid(x))``): rounding may make
     its terms equal, and the slope is then infinite. A difference of parts of one array
@@ -141,7 +141,7 @@ def _sees_rounding(op: Op, readers: Want) -> bool:
 
 
 def _is_of_parts(op: Op) -> bool:
-    """Tells whether the operands are of the same size and come from the same matmuls."""
+    """Returns whether the operands are of the same size and come from the same matmuls."""
     parts = {(v.size, v.fact.made, v.fact.chain) for v in op.ins}
     return len(parts) == 1 and bool(op.ins[0].fact.made)
 
@@ -175,13 +175,13 @@ def _of_operand(op: Op, value: Value, want: Want) -> Want:
 
 
 def _is_steep(op: Op, value: Value) -> bool:
-    """Tells whether the slope of an op is unbounded near some operand."""
+    """Returns whether the slope of an op is unbounded near some operand."""
     inside = [(o, v) for sub in op.subs for o in sub.program.walk() for v in o.ins]
     return not all(is_steady(o, v) for o, v in inside or [(op, value)])
 
 
 def _multiplies_a_state(op: Op, value: Value) -> bool:
-    """Tells whether a value decays a float32 state: h = a * h + b keeps 1 / (1 - a) steps.
+    """Returns whether a value decays a float32 state: h = a * h + b keeps 1 / (1 - a) steps.
 
     Rounding an ``a`` close to 1 to half would change the decay. States that only half operations
     read are excepted.
@@ -194,7 +194,7 @@ def _multiplies_a_state(op: Op, value: Value) -> bool:
 
 
 def _is_beside(op: Op, value: Value) -> bool:
-    """Tells whether a value is added to the result of a loop that runs as written.
+    """Returns whether a value is added to the result of a loop that runs as written.
 
     Such a loop solves an equation in float32. The sum may cancel, so the value must be as accurate.
     """

@@ -325,13 +325,13 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
 
 
 def _is_block(state: Fact, step: Fact) -> bool:
-    """Tells whether a term comes from a residual block of the state that it is added to."""
+    """Returns whether a term comes from a residual block of the state that it is added to."""
     depends = step.made & state.chain and not state.made & step.chain
     return bool(depends and step.weights & ~state.weights)
 
 
 def _is_filled(value: Value) -> bool:
-    """Tells whether a value is a constant with a single number."""
+    """Returns whether a value is a constant with a single number."""
     return value.entries is not None and np.size(value.entries) == 1
 
 
@@ -377,7 +377,7 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
 
 
 def _is_unknown_scalar(value: Value) -> bool:
-    """Tells whether a value is a scalar argument, such as an epsilon whose size is unknown."""
+    """Returns whether a value is a scalar argument, such as an epsilon whose size is unknown."""
     return value.entries is None and value.fact.given and not value.fact.mask and value.is_one
 
 
@@ -407,7 +407,7 @@ def _move(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
 
 
 def _is_part(op: Op) -> bool:
-    """Tells whether an op takes one of a stack of weights, or a part of a weight."""
+    """Returns whether an op takes one of a stack of weights, or a part of a weight."""
     one_row = rules.LOOKS_UP in op.spec.traits and all(n == 1 for n in op.ins[1].aval.shape[:-1])
     return rules.PART in op.spec.traits or one_row
 

@@ -101,7 +101,7 @@ VIEWS = frozenset(["broadcast_in_dim", "copy", "reshape", "squeeze", "transpose"
 
 
 def is_view(op: Op) -> bool:
-    """Tells whether an op changes the layout alone, or is a cast without effect."""
+    """Returns whether an op changes the layout alone, or is a cast without effect."""
     if op.name == "convert_element_type":
         return op.ins[0].is_f32 and op.outs[0].is_f32
     in_order = op.name != "reshape" or op.params.get("dimensions") is None
@@ -302,7 +302,7 @@ class Reading:
         return None
 
     def _is_zero_test(self, which: Value, value: Value, place: int) -> bool:
-        """Tells whether a value compares a sum with 0 and so selects it where it is not 0."""
+        """Returns whether a value compares a sum with 0 and so selects it where it is not 0."""
         op = self.flow.producer.get(which)
         tests = {"eq": 0, "ne": 1, "gt": 1, "le": 0}
         if op is None or tests.get(op.name) != place:
@@ -320,7 +320,7 @@ class Reading:
         return None
 
     def _is_sum(self, value: Value) -> bool:
-        """Tells whether a value is a sum, perhaps after changes of layout and guards."""
+        """Returns whether a value is a sum, perhaps after changes of layout and guards."""
         while (op := self.flow.producer.get(value)) is not None:
             if op.name == "reduce_sum":
                 return True
@@ -346,7 +346,7 @@ def guards_of(term: Term) -> "tuple[list[tuple[str, float]], Any]":
 
 
 def is_plain(op: Op) -> bool:
-    """Tells whether an op runs in float32 without being forced to."""
+    """Returns whether an op runs in float32 without being forced to."""
     plain = op.compute == FLOAT32 or (op.rule in ("cast", "layout") and op.compute is None)
     return plain and not op.forced and not op.eqn.effects and len(op.outs) == 1
 
@@ -380,7 +380,7 @@ def _sum(first: Form, second: Form) -> Form:
 
 
 def same(first: Form, second: Form) -> bool:
-    """Tells whether two forms are equal."""
+    """Returns whether two forms are equal."""
     terms = first.keys() | second.keys()
     return all(abs(first.get(t, 0.0) - second.get(t, 0.0)) < 1e-6 for t in terms)
 
@@ -400,7 +400,7 @@ def is_number(value: Value) -> bool:
 
 
 def is_same_along(value: Value, where: Axes, axes: tuple[int, ...], flow: Flow) -> bool:
-    """Tells whether a value is the same for all entries of a row, given its axes."""
+    """Returns whether a value is the same for all entries of a row, given its axes."""
     _, along = behind_views(value, narrowed(value, where), flow)
     return along is not None and is_constant_along(along, axes)
 

@@ -318,7 +318,7 @@ def _values(
 
 
 def _is_sharded(value: Value, dims: set[int], flow: Flow) -> bool:
-    """Tells whether the program shards some axes of a value, or of the values it is made from."""
+    """Returns whether the program shards some axes of a value, or of the values it is made from."""
     todo: list[tuple[Value, Axes | None]] = [(value, own_axes(value.aval.shape))]
     for made, axes in todo:  # grows
         op = flow.producer.get(made)

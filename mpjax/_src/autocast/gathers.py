@@ -18,7 +18,7 @@ from mpjax._src.autocast.graph import CONSTANT_LIMIT, Op, Value
 
 
 def picks_one_per_row(eqn: Any) -> bool:
-    """Tells whether a gather takes one entry along one axis for every index of the other axes."""
+    """Returns whether a gather takes one entry along one axis for every index of the other axes."""
     numbers, operand = eqn.params["dimension_numbers"], eqn.invars[0].aval
     axes = tuple(numbers.start_index_map)
     return (

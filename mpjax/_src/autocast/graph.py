@@ -262,13 +262,13 @@ def half_of(block: Block) -> Any:
 
 
 def is_steady(op: Op, value: Value) -> bool:
-    """Tells whether an op's derivative by an operand is bounded or tolerates its rounding."""
+    """Returns whether an op's derivative by an operand is bounded or tolerates its rounding."""
     dividend = op.name == "div" and value is not op.ins[1]
     return op.spec.linear or op.spec.steady_of(op.params) or dividend
 
 
 def is_beyond(value: Value, half: Any) -> bool:
-    """Tells whether a value or its cotangents may leave the range of a half dtype.
+    """Returns whether a value or its cotangents may leave the range of a half dtype.
 
     Cotangents of an operand near a pole (``1 / (x + 1e-6)``) grow as the operand shrinks, and the
     smallest numbers of float16 have few digits.
@@ -277,6 +277,6 @@ def is_beyond(value: Value, half: Any) -> bool:
 
 
 def is_float(value: Value) -> bool:
-    """Tells whether a value is half, float32 or float64."""
+    """Returns whether a value is half, float32 or float64."""
     dtype = getattr(value.aval, "dtype", None)
     return dtype == FLOAT32 or dtype in HALVES or dtype == np.float64

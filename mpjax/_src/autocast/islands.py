@@ -162,7 +162,7 @@ def _free_producers(members: list[Op], flow: Flow) -> list[Op]:
 
 
 def is_free(op: Op) -> bool:
-    """Tells whether an op makes a constant or casts a boolean to a float, where it is read."""
+    """Returns whether an op makes a constant or casts a boolean to a float, where it is read."""
     if not op.outs or not op.outs[0].is_f32:
         return False
     if op.name == "broadcast_in_dim":

@@ -228,6 +228,6 @@ def _positions_and_names(kernel: Callable[..., Any], chosen: Any) -> Collection[
 
 
 def _taken(one: Any, kinds: Collection[Any], count: int) -> bool:
-    """Tells whether ``*args`` or ``**kwargs`` of a kernel accept an argument."""
+    """Returns whether ``*args`` or ``**kwargs`` of a kernel accept an argument."""
     several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return several[isinstance(one, str)] in kinds and (isinstance(one, str) or one >= 0)

@@ -108,7 +108,7 @@ def _crosses(steps: Sequence[Step]) -> set[Value]:
 
 
 def _stands_alone(step: Step) -> bool:
-    """Tells whether a step must run once: a nested program, or one with effects."""
+    """Returns whether a step must run once: a nested program, or one with effects."""
     return isinstance(step, Op) and (step.rule == "program" or bool(step.eqn.effects))
 
 
@@ -216,7 +216,7 @@ def _groups(steps: Sequence[Step], again: set[Value], copied: set[Op]) -> Iterat
 
 
 def _is_wide(step: Step) -> bool:
-    """Tells whether a step is a matmul that returns its float32 accumulator."""
+    """Returns whether a step is a matmul that returns its float32 accumulator."""
     return isinstance(step, Op) and step.spec.need == rules.HALF and step.outs[0].dtype == FLOAT32
 
 

@@ -17,12 +17,12 @@ from mpjax._src.patterns import path_of
 
 
 def is_array(x: Any) -> bool:
-    """Tells whether a value is an array or a `jax.ShapeDtypeStruct`."""
+    """Returns whether a value is an array or a `jax.ShapeDtypeStruct`."""
     return trees.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
 def differentiated(tool: str, args: Any, kwargs: Any, argnums: Any) -> list[bool]:
-    """Tells for each array argument whether the loss is differentiated with respect to it."""
+    """Returns for each array argument whether the loss is differentiated with respect to it."""
     positions = tuple(argnums) if isinstance(argnums, Sequence | set | frozenset) else (argnums,)
     if not args:
         raise ValueError(
@@ -56,7 +56,7 @@ def _is_position(i: Any, count: int) -> bool:
 
 
 def is_loss(tool: str, outs: Any, has_aux: bool) -> bool:
-    """Tells whether an abstract result is a loss: one real floating number of shape ()."""
+    """Returns whether an abstract result is a loss: one real floating number of shape ()."""
     if has_aux and not (isinstance(outs, (tuple, list)) and len(outs) == 2):
         raise TypeError(
             f"{tool}: has_aux=True, so the function must return (loss, aux), but it returned a "
@@ -67,7 +67,7 @@ def is_loss(tool: str, outs: Any, has_aux: bool) -> bool:
 
 
 def is_pair_of_loss(outs: Any) -> bool:
-    """Tells whether an abstract result may be ``(loss, aux)``."""
+    """Returns whether an abstract result may be ``(loss, aux)``."""
     return isinstance(outs, tuple) and len(outs) == 2 and is_loss("", outs, True)
 
 

@@ -43,12 +43,12 @@ def leaves_trained(tree: Any) -> list[tuple[Any, bool]]:
 
 
 def has_modules(tree: Any) -> bool:
-    """Tells whether a tree contains Flax NNX modules or variables."""
+    """Returns whether a tree contains Flax NNX modules or variables."""
     return are_there(*jax.tree_util.tree_flatten(tree))
 
 
 def are_there(leaves: list[Any], structure: Any) -> bool:
-    """Tells whether a flattened tree contains Flax NNX modules or variables.
+    """Returns whether a flattened tree contains Flax NNX modules or variables.
 
     The answer is cached by structure: a search of all nodes takes as long as the rest of a call.
     """

@@ -340,7 +340,7 @@ def _weigh(island: Island, flow: Flow, taken: set[Op], moved: "set[Op | None]") 
 
 
 def _chooses(scores: Value, values: Value) -> bool:
-    """Tells whether the weights select among given values, which attention does not."""
+    """Returns whether the weights select among given values, which attention does not."""
     computed = scores.fact.made & (scores.fact.made - 1)  # computed by more than one matmul
     return values.fact.given and (values.entries is not None or bool(computed))
 

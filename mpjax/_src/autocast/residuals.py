@@ -53,7 +53,7 @@ def _makers(jaxpr: Any) -> dict[Any, Any]:
 
 
 def _is_constant(eqn: Any) -> bool:
-    """Tells whether an equation reads literals alone. Its result, such as zeros, is not kept."""
+    """Returns whether an equation reads literals alone. Its result, such as zeros, is not kept."""
     return eqn is not None and all(isinstance(v, _jax.Literal) for v in eqn.invars)
 
 

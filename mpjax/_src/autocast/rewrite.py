@@ -193,7 +193,7 @@ def _expand(x: Any, aval: Any) -> Any:
 
 
 def _enlarges(eqn: Any) -> bool:
-    """Tells whether a layout operation repeats entries, so that its transpose is a sum."""
+    """Returns whether a layout operation repeats entries, so that its transpose is a sum."""
     if eqn.primitive.name != "broadcast_in_dim":
         return True
     return _jax.size_of(eqn.outvars[0].aval.shape) > _jax.size_of(eqn.invars[0].aval.shape)
@@ -227,7 +227,7 @@ def _look_up(op: Op, env: Env) -> Any:
 
 
 def _is_sent_in_half(op: Op, env: Env) -> bool:
-    """Tells whether devices may exchange a lookup in half, by the policy and its overrides."""
+    """Returns whether devices may exchange a lookup in half, by the policy and its overrides."""
     policy = env.settings.policy
     if not op.sent_half or policy.gather != "half":
         return False

@@ -79,7 +79,7 @@ def mark_steady(shifts: list[Value], members: set[Op], flow: Flow) -> None:
 
 
 def reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
-    """Tells whether exponentials are shifted by their maximum, so that they sum to at least 1.
+    """Returns whether exponentials are shifted by their maximum, so that they sum to at least 1.
 
     They sum to 0 if all are masked.
     """

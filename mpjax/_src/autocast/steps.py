@@ -68,7 +68,7 @@ def writes(step: Step) -> list[Value]:
 
 
 def made_where_read(step: Step) -> bool:
-    """Tells whether an op computes its result separately in each dtype that is read."""
+    """Returns whether an op computes its result separately in each dtype that is read."""
     if not isinstance(step, Op):
         return False
     widened = step.rule == "cast" and step.ins[0].is_f32 and step.outs[0].is_f32

@@ -135,7 +135,7 @@ def _recomputable(op: Op) -> bool:
 
 
 def _starts(op: Op) -> bool:
-    """Tells whether an island may begin here: not at constants or parameters alone."""
+    """Returns whether an island may begin here: not at constants or parameters alone."""
     return any(v.is_f32 and not v.raw and v.const is None for v in op.ins)
 
 
@@ -196,7 +196,7 @@ def _look_behind_views(group: Island, flow: Flow) -> None:
 
 
 def _stand_rounding(group: Island) -> bool:
-    """Tells whether the derivatives of an island may be computed from its rounded inputs."""
+    """Returns whether the derivatives of an island may be computed from its rounded inputs."""
     if any(v.want.unrounded or is_beyond(v, group.half) for v in group.rounded):
         return False
     if any(v.fact.linear for v in group.inputs):  # else other results would wait for tangents
@@ -212,7 +212,7 @@ def _stand_rounding(group: Island) -> bool:
 
 
 def _stands_rounding(op: Op, value: Value) -> bool:
-    """Tells whether the derivative of an op may be computed from a rounded operand."""
+    """Returns whether the derivative of an op may be computed from a rounded operand."""
     bounded = value.fact.negative and op.name in EXPONENTIALS
     return is_steady(op, value) or bounded
 
@@ -223,7 +223,7 @@ def _large_float32(group: Island) -> set[Value]:
 
 
 def _is_sloped(group: Island, flow: Flow) -> bool:
-    """Tells whether an island is one half array in, one out, and its slope fits into half."""
+    """Returns whether an island is one half array in, one out, and its slope fits into half."""
     if len(group.inputs) != 1 or len(group.results) != 1:
         return False
     (operand,), (result,) = group.inputs, group.results
@@ -274,7 +274,7 @@ def _activation(operand: Value, group: Island, flow: Flow) -> list[Op]:
 
 
 def _spreads(operand: Value, value: Value, flow: Flow) -> bool:
-    """Tells whether an operand varies and was smaller than a result before it was broadcast."""
+    """Returns whether an operand varies and was smaller than a result before it was broadcast."""
     op = flow.producer.get(operand)
     while op is not None and op.name == "broadcast_in_dim" and operand.const is None:
         operand = op.ins[0]

@@ -247,12 +247,12 @@ def call(traced: Traced, arrays: list[Any], rows: bool = False) -> list[Any]:
 
 
 def _holds_tracers(block: Block) -> bool:
-    """Tells whether a planned program closes over tracers of an enclosing transformation."""
+    """Returns whether a planned program closes over tracers of an enclosing transformation."""
     return any(isinstance(const, jax.core.Tracer) for _, const in block.consts)
 
 
 def _donates(block: Block) -> bool:
-    """Tells whether a program contains a jit that donates its arguments."""
+    """Returns whether a program contains a jit that donates its arguments."""
     return any(op.name == "jit" and any(op.params["donated_invars"]) for op in block.ops)
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints that say what they hold, and refuse to lose any of it in silence."""
+"""Checkpoints that record their contents, and that never lose any of them silently."""

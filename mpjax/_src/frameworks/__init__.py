@@ -1,1 +1,1 @@
-"""The training loops of other libraries, in mixed precision."""
+"""Adapters for the training loops of other libraries."""

@@ -1,1 +1,1 @@
-"""What devices can do, and compiling for ones that are not there."""
+"""The capabilities of devices, and compilation for devices that are not present."""

@@ -194,7 +194,7 @@ def _partition(target: Target) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def _is_jitted(fun: Any) -> bool:
-    """Tells whether `jax.jit` returned a function, so that it can be traced and lowered."""
+    """Returns whether `jax.jit` returned a function, so that it can be traced and lowered."""
     return hasattr(fun, "trace") and hasattr(fun, "lower")
 
 

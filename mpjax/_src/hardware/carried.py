@@ -79,5 +79,5 @@ def _signature(asked: str) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
 
 
 def trainable(shape: Shape) -> bool:
-    """Tells whether a shape may be that of a parameter: a floating array, not a single number."""
+    """Returns whether a shape may be that of a parameter: a floating array, not a single number."""
     return shape.size > 1 and "f" in shape.dtype

@@ -204,7 +204,7 @@ def missing_for(platform: str) -> list[str]:
 
 
 def _toolkit() -> bool:
-    """Tells whether a CUDA toolkit is installed, which can replace NVIDIA's wheel."""
+    """Returns whether a CUDA toolkit is installed, which can replace NVIDIA's wheel."""
     return bool(shutil.which("ptxas")) or Path("/usr/local/cuda").exists()
 
 

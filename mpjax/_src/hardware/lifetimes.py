@@ -30,7 +30,7 @@ class Buffer:
 
 
 def is_scheduled(text: str) -> bool:
-    """Tells whether an HLO module contains the order in which its instructions run."""
+    """Returns whether an HLO module contains the order in which its instructions run."""
     return "is_scheduled=true" in text.split("\n", 1)[0]
 
 

@@ -241,7 +241,7 @@ def op_name(op: Op) -> str:
 
 
 def is_backward(name: str) -> bool:
-    """Tells by its name whether an instruction belongs to a backward pass."""
+    """Returns whether an instruction's name says that it belongs to a backward pass."""
     return "transpose(" in name
 
 

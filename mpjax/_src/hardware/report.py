@@ -291,7 +291,7 @@ def _compute_seconds(target: Target, costs: hlo_costs.Costs) -> float:
 
 
 def _may_round(matmul: hlo_costs.Matmul) -> bool:
-    """Tells whether XLA may round float32 operands to TF32 at the matmul's precision.
+    """Returns whether XLA may round float32 operands to TF32 at the matmul's precision.
 
     XLA's PTX for A100 and H100 uses ``mma`` on tf32 at the default precision, and ``fma`` on f32 at
     "high" and "highest". It permits cuBLAS and cuDNN to use TF32 at "high" too.

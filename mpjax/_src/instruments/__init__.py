@@ -1,1 +1,1 @@
-"""What explains precision: reports, culprits, comparisons."""
+"""Reports and tools that explain what precision does to a program."""

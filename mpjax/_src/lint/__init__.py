@@ -1,1 +1,1 @@
-"""`lint`: silent faults of precision in any program, found without autocast or with it."""
+"""`lint`: finds silent precision faults in any program, under autocast or not."""

@@ -12,7 +12,7 @@ NONE = "none"
 
 
 def size(count: float) -> str:
-    """Returns bytes for people."""
+    """Returns a number of bytes as text with a unit."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.4g} {unit}"
@@ -21,14 +21,14 @@ def size(count: float) -> str:
 
 
 def share(part: float) -> str:
-    """Returns a share, or a relative error, for people."""
+    """Returns a share or a relative error as text: a percentage, or "10.2 times"."""
     return f"{100 * part:.3g}%" if part < 10 else f"{part:.3g} times"
 
 
-# Dtypes by their short names, as every page writes them, in the order of their colours.
+# Dtypes by the short names that all pages use, in the order of their colors.
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "other": "any other dtype"}
 
-# How amounts are written.
+# The functions that write amounts, by unit.
 UNITS: dict[str, Callable[[float], str]] = {
     "bytes": size,
     "share": share,
@@ -38,16 +38,16 @@ UNITS: dict[str, Callable[[float], str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Colour:
-    """What operations can be coloured by.
+    """A property by which operations are colored.
 
     Attributes:
-        name: What the switch calls it: "dtype".
-        words: What it means, a sentence for the legend.
-        classes: The values that it takes, in the order of the legend; a value that is not among
-            them comes after. Empty where it is an amount.
-        unit: How an amount is written, one of `UNITS`; "" where it is none.
-        most: Amounts from there on are one step: that the worst hides no other.
-        of_box: What a box shows of the amounts in it, such as `sum` or `max`.
+        name: The name in the page's switch, such as "dtype".
+        words: Its meaning, as a sentence for the legend.
+        classes: The values of the property, in the order of the legend. Other values come after
+            them. Empty if the property is an amount.
+        unit: The unit of an amount, one of `UNITS`; "" if the property is not an amount.
+        most: Amounts of at least this share one color, so that the largest do not hide the others.
+        of_box: The function that combines the amounts in a box, such as `sum` or `max`.
     """
 
     name: str
@@ -63,13 +63,13 @@ class Operation:
     """One operation of a program.
 
     Attributes:
-        label: Its name: "dot_general".
+        label: The name of the operation, such as "dot_general".
         scope: The boxes around it, joined with "/".
-        facts: What is told of it on a click: titles and texts, in order.
-        colours: Its class or its amount, by the name of the colour.
-        number: What the report calls it by; None where it has no number.
+        facts: The titles and texts that a click on it shows, in order.
+        colours: Its class or its amount, by the name of the color.
+        number: Its number in the report; None if it has no number.
         backward: Whether it belongs to the backward pass.
-        large: Whether its tile is drawn large: what most of the work is.
+        large: Whether its tile is drawn large, as for the operations that do most of the work.
     """
 
     label: str
@@ -83,13 +83,13 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A whole and its parts, in bytes or the like.
+    """A bar that shows a whole and its parts, for example in bytes.
 
     Attributes:
-        title: What it is.
-        parts: Names and sizes. Their sum is the whole.
-        unit: How a size is written, one of `UNITS`.
-        words: What is to be known of it, a sentence or two.
+        title: The title of the bar.
+        parts: The names and sizes of the parts. The sum of the sizes is the whole.
+        unit: The unit of the sizes, one of `UNITS`.
+        words: One or two sentences that explain the bar.
     """
 
     title: str
@@ -100,7 +100,7 @@ class Bar:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table. The columns named in ``words`` are set to the left, the others are figures."""
+    """A table. The columns in ``words`` are aligned to the left; the others are figures."""
 
     title: str
     columns: tuple[str, ...]
@@ -110,13 +110,13 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-    """How many lie where.
+    """Counts by bin.
 
     Attributes:
-        title: What is counted.
-        bins: Where each bin begins, and its count; whole numbers, each one more than the last.
-        axis: What the axis shows.
-        limits: Places on the axis that are marked, with their names.
+        title: The title, which says what is counted.
+        bins: The start of each bin and its count. The starts are consecutive integers.
+        axis: The label of the axis.
+        limits: The marked places on the axis, with their names.
     """
 
     title: str
@@ -127,17 +127,17 @@ class Histogram:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """All of a page.
+    """The contents of a page.
 
     Attributes:
-        title: What it is a report of.
-        sentence: What the report says, in one sentence.
-        lines: Its other figures, a line each.
-        bars, tables, histograms: As they follow each other.
-        operations: What the map is drawn of.
-        colours: What it can be coloured by, the first at the start.
-        things: What the operations are called, where they are something else.
-        text: The report as it prints itself, at the end.
+        title: The kind of the report.
+        sentence: The main result, in one sentence.
+        lines: Further figures, one on each line.
+        bars, tables, histograms: The contents below, in this order.
+        operations: The operations on the map.
+        colours: The properties that can color the map. The page opens with the first.
+        things: The word for the operations, if the map shows something else.
+        text: The printed report, which is at the end of the page.
     """
 
     title: str
@@ -174,11 +174,11 @@ def box_of(scope: str, source: str) -> str:
 def shares(amounts: Mapping[str, float], most: int = 16) -> tuple[tuple[str, float], ...]:
     """Returns amounts by scope as parts of a bar, in their order.
 
-    The largest part is taken apart into the boxes in it, as long as there are not too many.
+    The largest part is split into the boxes in it, as long as there are not too many parts.
 
     Args:
-        amounts: By scope.
-        most: How many parts there are at most; the least of more are one.
+        amounts: The amounts by scope.
+        most: The largest number of parts. If there are more, the smallest are joined.
     """
     whole = {(*name.split("/"), ""): amount for name, amount in amounts.items()}
 

@@ -1,1 +1,1 @@
-"""Precision watched while a program trains: what its half tensors hold, sampled on the device."""
+"""Watches precision during training: samples the contents of half tensors on the device."""

@@ -121,15 +121,15 @@ def measure(x: jax.Array, half: Any, rounded: bool, stored: jax.Array | None = N
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Where a half dtype ends, in the bits of float32 magnitudes.
+    """The limits of a half dtype, as bits of float32 magnitudes.
 
     Attributes:
-        mantissa: How many bits of a float32 mantissa it drops.
-        lowest: The exponent, as float32 writes it, of its least normal number.
+        mantissa: The number of float32 mantissa bits that the dtype drops.
+        lowest: The biased float32 exponent of its smallest normal number.
         flush: The largest magnitude that is rounded to zero.
-        normal: The least normal magnitude.
-        near: Where near overflow begins.
-        overflow: The least magnitude that is rounded to infinity.
+        normal: The smallest normal magnitude.
+        near: The smallest magnitude that counts as near overflow.
+        overflow: The smallest magnitude that is rounded to infinity.
     """
 
     mantissa: int

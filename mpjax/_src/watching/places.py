@@ -1,11 +1,11 @@
-"""Which values of a program are watched: found once, before anything is computed.
+"""Finds the values of a program to watch. This happens once, before anything is computed.
 
-Watched is what is stored in half: what matmuls read and give; casts to half, whose operand tells
-exactly what is lost; and other half values that are handed on, to a reduction, a kernel, a loop or
-two readers. What is left out lives in the registers of one fused kernel.
+Watched values are stored in half: operands and results of matmuls; casts to half, whose operands
+show what is lost; and half values that are passed to a reduction, a kernel, a loop or two readers.
+Other half values live only in the registers of one fused kernel.
 
-A value is watched where it is made; who reads it, moved or not, is listed with it. What remat
-computes a second time is not watched again.
+A value is measured where it is made. The matmuls that read it, perhaps after moves, are listed with
+it. Values that remat recomputes are not measured again.
 """
 
 import collections
@@ -26,19 +26,19 @@ CAST = "convert_element_type"
 
 @dataclasses.dataclass(eq=False)
 class Tensor:
-    """A value that is watched.
+    """A watched value.
 
     Attributes:
         op: The primitive that reads or makes it.
-        part: What it is to that: "lhs", "rhs", "operand", "result" or "cast".
-        scopes: The names of the scopes that it stands in.
+        part: Its role there: "lhs", "rhs", "operand", "result" or "cast".
+        scopes: The names of the scopes around it.
         backward: Whether it belongs to the backward pass.
-        again: Whether remat computes it a second time.
+        again: Whether remat recomputes it.
         half: The half dtype.
-        rounded: Whether it is rounded already where it is measured.
-        shape: Its shape: in a loop that of one turn, within shard_map that of one device.
-        lines: "file:line" of the user's code, and of the library called there, or "".
-        made: What JAX made it from: the same for what remat computes again.
+        rounded: Whether it is already rounded where it is measured.
+        shape: Its shape: of one iteration in a loop, and of one device in shard_map.
+        lines: "file:line" of the user's code, and of the library that it called, or "".
+        made: Its origin in the program, the same for a recomputation by remat.
         readers: The matmuls that read it: the primitive, the part, the user's line, and whether
             they belong to the backward pass.
     """
@@ -61,7 +61,7 @@ class Tensor:
         return self.made, self.scopes, self.op, self.part, self.half, self.shape
 
 
-# The tensors that a value is known as, by their half dtype: a float32 one may be cast to two.
+# The tensors of a value by half dtype: a float32 value may be cast to both half dtypes.
 Known = dict[Any, Tensor]
 Places = dict[int, list[tuple[Any, Tensor]]]
 
@@ -134,7 +134,7 @@ class _Walk:
         Args:
             jaxpr: The program.
             given: The tensors of its arguments.
-            wanted: Which of its results are used outside.
+            wanted: For each of its results, whether it is used outside.
         """
         known: dict[Any, Known] = collections.defaultdict(dict)
         known.update(zip(jaxpr.invars, given, strict=True))
@@ -169,7 +169,7 @@ class _Walk:
         stack = eqn.source_info.name_stack
         names, transforms = _jax.scope_names(stack), _jax.transforms(stack)
         scopes = tuple(name for name in names if name != AGAIN)
-        inside = scopes[: len(self.scopes)] == self.scopes  # a transposed jit repeats where it is
+        inside = scopes[: len(self.scopes)] == self.scopes  # a transposed jit repeats its scopes
         return _Walk(
             scopes if inside else self.scopes + scopes,
             self.backward or "transpose" in transforms,
@@ -210,7 +210,7 @@ def _given(eqn: Any, inside: Inside, known: dict[Any, Known], once: bool) -> lis
         atom = eqn.invars[i]
         if n in carried or not _is_var(atom):
             found.append({})
-        else:  # what is measured in some turn or branch is not known outside of it
+        else:  # values measured inside an iteration or a branch are not known outside of it
             found.append(known[atom] if once else dict(known[atom]))
     return found
 
@@ -246,16 +246,16 @@ def _made(eqn: Any, stored: set[Any], makers: dict[Any, Any]) -> Iterator[tuple[
             if _is_half(v) and (is_matmul or v in stored):
                 yield v, eqn, v.aval.dtype
             elif is_matmul and asked in HALVES and _is_float(v):
-                yield v, eqn, asked  # on one device it is a half result, cast
+                yield v, eqn, asked  # devices compute this half result at once, without the cast
 
 
 def _uses(jaxpr: Any, wanted: Sequence[bool]) -> tuple[set[int], set[Any], dict[Any, Any]]:
-    """Looks through a program backwards.
+    """Finds the uses of values, from the end of a program to its start.
 
     Returns:
-        The numbers of the equations that something reads; the variables that are handed on; and
-        the matmuls of half whose accumulators, float32, are read by a cast to half alone: a device
-        gives the half result at once.
+        The numbers of the equations with a result that is read; the variables that are passed on;
+        and the half matmuls whose float32 accumulators are read only by a cast to half, because a
+        device returns the half result at once.
     """
     outs = [(v, want) for v, want in zip(jaxpr.outvars, wanted, strict=True) if _is_var(v)]
     readers: dict[Any, list[Any]] = {v: [] for v, _ in outs}
