@@ -1,4 +1,4 @@
-"""What the examples share: command line, data and results. Mixed precision is in the examples.
+"""Code that the examples share: command line, data and results, but no mixed precision.
 
 An example has a docstring with a table of expected figures, a dictionary of sizes, and a function
 that trains. `main` makes a program from these three:

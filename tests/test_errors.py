@@ -1,4 +1,4 @@
-"""What is not legal is told at the call, by an error of the library's own, in readable words."""
+"""Illegal arguments raise the library's own errors, with readable messages."""
 
 import jax.numpy as jnp
 import numpy as np

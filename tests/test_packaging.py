@@ -1,4 +1,4 @@
-"""What the wheel and the sdist hold: all that they need, and nothing else."""
+"""The wheel and the sdist contain all files that they need, and no others."""
 
 import subprocess
 import tarfile

@@ -1,4 +1,4 @@
-"""What each row says of derivatives: what they read, whether they stand a rounding of it."""
+"""The derivative columns of each rule: what derivatives read, and which roundings they tolerate."""
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +128,7 @@ def slope(fun, operands, place):
 
 
 def is_steady(key, place, half):
-    """Tells whether a derivative stands a rounding of the operands.
+    """Returns whether a derivative tolerates a rounding of the operands.
 
     It may change by a few roundoffs of the largest of it, the result and one; and it is not larger
     than a few times the largest of the result, the operands that it reads and one.

@@ -39,7 +39,7 @@ def gain_of(key):
 
 
 def agrees(gain, number, once=1.0):
-    """Tells whether a number is what a row says of it."""
+    """Returns whether a number agrees with its row."""
     if gain == NONE:
         return number == 0
     if gain in (ONE, SUM):

@@ -204,7 +204,7 @@ def test_wide_form(key, half):
 
 
 def has_half_form(key, half):
-    """Tells whether the primitive of a case, as traced in float32, lowers with half operands."""
+    """Returns whether the primitive of a case, as traced in float32, lowers with half operands."""
     eqn = equation(key)
     avals = [v.aval for v in eqn.invars]
     dtypes = [half if a.dtype == np.float32 else a.dtype for a in avals]

@@ -1,4 +1,4 @@
-"""What `_jax.linearized_once` takes for granted of JAX."""
+"""Contract: what `_jax.linearized_once` assumes about JAX."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What mpjax takes for granted of JAX: a new one fails by the name of what it changed."""
+"""Contracts with JAX: each test checks an assumption and names what broke."""
 
 import functools
 import inspect

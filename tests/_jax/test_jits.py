@@ -1,4 +1,4 @@
-"""What `_jax.jit_call` and `jit_of` take for granted of JAX."""
+"""Contract: what `_jax.jit_call` and `jit_of` assume about JAX."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What is taken for granted of how JAX rounds constants, and of what casts."""
+"""Contract: how JAX rounds constants and casts."""
 
 import jax
 import jax.numpy as jnp

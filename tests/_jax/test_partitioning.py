@@ -1,4 +1,4 @@
-"""What asking another process how to partition takes for granted of JAX."""
+"""Contract: what partitioning in another process assumes about JAX."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What is taken for granted of tracebacks: who asked for a cast, who wrote a matmul."""
+"""Contract: tracebacks show who asked for a cast and who wrote a matmul."""
 
 import jax
 import jax.numpy as jnp

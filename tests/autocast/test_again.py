@@ -1,4 +1,4 @@
-"""What elementwise operations made is made again where a gate reads it, and not kept."""
+"""Results of elementwise operations are recomputed where a gate reads them, and not kept."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Which rule an operation falls under: by what it is, by a list, an override, a region."""
+"""The rule of each operation: by its row, by a list, by an override, by a region."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What devices exchange: parameters in half, gradients of parameters in float32.
+"""Devices exchange parameters in half, and gradients of parameters in float32.
 
 What a compiler sends is seen in tests/hardware/test_wire.py; here, what it is given.
 """

@@ -1,4 +1,4 @@
-"""What the user controls: op lists, and overrides by path and scope."""
+"""Users control autocast with op lists, and with overrides by path and scope."""
 
 import jax
 import jax.numpy as jnp

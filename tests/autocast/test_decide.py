@@ -1,4 +1,4 @@
-"""What operations compute in and what their results are stored in."""
+"""The dtypes in which operations compute, and in which their results are stored."""
 
 import jax
 import jax.numpy as jnp

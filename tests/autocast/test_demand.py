@@ -1,4 +1,4 @@
-"""What the readers of a value want of it."""
+"""The precision that the readers of a value need."""
 
 import jax
 import jax.numpy as jnp

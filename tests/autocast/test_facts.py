@@ -1,4 +1,4 @@
-"""What is known of values: where they come from, and whether half would hold them."""
+"""The facts about values: where they come from, and whether half can hold them."""
 
 import jax
 import jax.numpy as jnp

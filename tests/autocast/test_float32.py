@@ -1,4 +1,4 @@
-"""What autocast keeps in float32, and what the gradients then are."""
+"""The values that autocast keeps in float32, and the gradients that result."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What autocast hands through: arguments, results, dtypes, effects, shardings."""
+"""Autocast preserves arguments, results, dtypes, effects and shardings."""
 
 import jax
 import jax.experimental.custom_partitioning

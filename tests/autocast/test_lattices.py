@@ -1,4 +1,4 @@
-"""What is known of a value that comes from several."""
+"""The facts about a value that comes from several values."""
 
 import pytest
 

@@ -10,7 +10,7 @@ from mpjax._src.autocast.mincut import cheapest_cut
 
 
 def separates(kept, edges, given, needed):
-    """Tells whether every path from given to needed nodes goes through a kept one."""
+    """Returns whether every path from given to needed nodes goes through a kept one."""
     reached, todo = set(), [i for i in given if i not in kept]
     while todo:
         node = todo.pop()

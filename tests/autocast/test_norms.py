@@ -1,4 +1,4 @@
-"""What lies between a norm and an activation: its cotangent is a half product."""
+"""Operations between a norm and an activation, whose cotangent is a half product."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What is all but lost where a function saturates: differences, their poles, and fractions."""
+"""Values near the saturation of a function: differences, their poles, and fractions."""
 
 import jax
 import jax.numpy as jnp

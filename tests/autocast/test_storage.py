@@ -1,4 +1,4 @@
-"""What autocast stores in half: for the backward pass, in carries, between operations."""
+"""The values that autocast stores in half: residuals, carries, results between operations."""
 
 import functools
 import re

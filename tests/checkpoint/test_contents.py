@@ -1,4 +1,4 @@
-"""What the leaves of a state are called, and what is told of the rest of it."""
+"""The names of a state's leaves in a checkpoint, and the description of the rest."""
 
 import jax
 import jax.numpy as jnp

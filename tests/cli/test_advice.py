@@ -1,4 +1,4 @@
-"""What `mpjax doctor` advises: flags that the installed compilers know, and problems by version."""
+"""The advice of `mpjax doctor`: flags that the compilers accept, and problems by version."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a command says where it cannot answer: what to install, which option to pass."""
+"""Error messages of commands say what to install or which option to pass."""
 
 import pytest
 from click.testing import CliRunner

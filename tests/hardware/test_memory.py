@@ -1,4 +1,4 @@
-"""What a compiled program's memory holds, by kind: on real programs, compiled for the CPU."""
+"""The memory of a compiled program by kind, for real programs compiled for the CPU."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What a training step moves on an H100 that need not be there, beside one in plain optax."""
+"""The bytes that a training step moves on an absent H100, beside a step in plain optax."""
 
 import jax
 import jax.numpy as jnp

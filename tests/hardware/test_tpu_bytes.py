@@ -1,4 +1,4 @@
-"""What autocast takes on a TPU that need not be there, beside casts by hand."""
+"""Autocast's memory and bytes on an absent TPU, beside casts by hand."""
 
 import flax.linen as nn
 import jax

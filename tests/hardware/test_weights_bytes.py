@@ -1,4 +1,4 @@
-"""What an optimizer keeps and moves for each weight, compiled for an H100, beside optax.adamw."""
+"""The bytes that an optimizer keeps and moves for each weight, compiled for an H100."""
 
 import functools
 

@@ -1,6 +1,6 @@
-"""Which matmuls of half operands hand out their float32 accumulator, on hardware that is not there.
+"""The half matmuls that return their float32 accumulators, on absent hardware.
 
-Others widen their operands instead, which costs what half was to save.
+Other matmuls widen their operands instead, which costs the bytes that half would save.
 """
 
 import jax.numpy as jnp

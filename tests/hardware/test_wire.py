@@ -1,4 +1,4 @@
-"""What devices send each other, as their compilers have it: parameters in half, sums in float32."""
+"""Compiled programs send parameters in half and sums in float32 between devices."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What compare holds an operation against: its float32 form, or nothing, and then it says so."""
+"""Compare measures an operation against its float32 form, or says that there is none."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What devices send each other, and what they compute in, as compilers leave it."""
+"""Rules of the dtypes that devices send and compute in, after compilation."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a step hands on to the next one."""
+"""Rules of the state that a step passes to the next step."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What the site is made from: every name is in the reference, every page is found and in form."""
+"""The sources of the site: every name is in the reference, and every page is found."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""Which updates rounding took: the share of each parameter, under every way of keeping weights."""
+"""The share of updates that rounding removed, for every way to keep weights."""
 
 import json
 

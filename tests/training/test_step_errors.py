@@ -1,4 +1,4 @@
-"""What the training step warns of and refuses, and divergence."""
+"""The warnings and errors of the training step, and divergence."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""What of a step is judged besides loss and gradients: the model state; and what is not."""
+"""The verdict on a step covers the model state as well as the loss and gradients."""
 
 import jax
 import jax.numpy as jnp

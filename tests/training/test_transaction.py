@@ -1,4 +1,4 @@
-"""How the gate is spelled on each platform, and that it is the same gate."""
+"""The gate is implemented differently on each platform, with the same results."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a step reports of its gradients: which overflowed first, and how much underflows."""
+"""A step's reports on gradients: the first that overflowed, and the share that underflows."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Which tensors of a program are watched, and what they are called."""
+"""The watched tensors of a program, and their names."""
 
 import jax
 import jax.numpy as jnp

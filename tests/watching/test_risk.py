@@ -1,4 +1,4 @@
-"""What is named at risk, before the first overflow, and what is not."""
+"""The tensors that are reported at risk before the first overflow, and those that are not."""
 
 import dataclasses
 
