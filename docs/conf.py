@@ -51,7 +51,7 @@ autodoc_default_options = {
     "members": True,
     # Shows inherited members of our own base classes, but not of these.
     "inherited-members": ",".join(
-        ("tuple", "Exception", "GradientTransformationExtraArgs", "Optimizer", "TrainState")
+        ("tuple", "BaseException", "GradientTransformationExtraArgs", "Optimizer", "TrainState")
     ),
 }
 autosummary_generate = False
