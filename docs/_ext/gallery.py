@@ -22,9 +22,9 @@ LIBRARY = {"common", "expected"}  # what the examples share, and what measures t
 
 INDEX = """# Gallery
 
-Every example is one file. The curves are those of float32 and of the half policies with the same
-seed; they were recorded once, with the small size of each example on a CPU. [What the options mean,
-and how the figures are checked](../examples.md).
+Every example is one file. The curves compare float32 with half policies, from the same seed. They
+were recorded on a CPU, at the small size of each example. [Options, and how the figures are
+checked](../examples.md).
 
 ```{{toctree}}
 :hidden:
