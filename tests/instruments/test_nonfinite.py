@@ -427,7 +427,7 @@ class TestBadInput:
             (
                 lambda: find_nonfinite(jnp.sum, argnums=2)(jnp.ones(3)),
                 ValueError,
-                "argnums=2 must be positions of arguments, 0 to 0",
+                "argnums=2 must be positions of arguments, from 0 to 0",
             ),
             (
                 lambda: find_nonfinite(jnp.sum, has_aux=True)(jnp.ones(3)),

@@ -196,7 +196,7 @@ def test_what_is_refused():
         mpjax.with_master_weights(optax.sgd(0.1), storage="split"),
         mpjax.with_kahan_summation(optax.sgd(0.1)),
     ):
-        with pytest.raises(ValueError, match="the state keeps float32 beside .*another storage"):
+        with pytest.raises(ValueError, match="the state keeps float32 for .*another storage"):
             other.update(params, whole.init(params), params)
     with pytest.raises(ValueError, match="with_kahan_summation: update was called without params"):
         mpjax.with_kahan_summation(optax.sgd(0.1)).update(params, other.init(params))
