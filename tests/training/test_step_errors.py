@@ -165,7 +165,7 @@ def built(optimizer, policy="float32", **options):
 @pytest.mark.parametrize(
     ("first", "then", "message"),
     [
-        ("adam", "sgd", r"lacks nothing else, and holds inner_state/0/count \[\]"),  # ran silently
+        ("adam", "sgd", r"it holds inner_state/0/count \[\]"),  # ran silently
         ("sgd", "adam", r"lacks inner_state/0/count \[\], inner_state/0/mu/b \[3\]"),
         ("adam", "adafactor", "lacks inner_state/0/v/b"),
     ],
@@ -183,7 +183,9 @@ def test_the_optimizer_state_of_other_parameters_is_refused(rng):
     init, step = built(optax.adam(0.1))
     for others in ({**params, "w": jnp.ones(5)}, {"w": params["w"], "c": params["b"]}, None):
         opt_state = others and init(others).opt_state
-        with pytest.raises(ValueError, match="state.opt_state belongs to another .* other param"):
+        with pytest.raises(
+            ValueError, match="state.opt_state belongs to another .* parameters of other"
+        ):
             step(dataclasses.replace(init(params), opt_state=opt_state), batch)
 
 
