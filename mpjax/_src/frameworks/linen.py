@@ -15,10 +15,9 @@ from mpjax._src.errors import check_callable
 from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.policy import Policy, get_policy
 from mpjax._src.training.gradients import with_float32_loss, with_scaled_loss
-from mpjax._src.training.loss_scale import SCALES, LossScale
+from mpjax._src.training.loss_scale import LossScale
 from mpjax._src.training.masters import apply_updates
 from mpjax._src.training.mixed_precision import in_mixed_precision
-from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.trees import cast_like, select, stays_finite, widen
 
 P = ParamSpec("P")
@@ -104,7 +103,6 @@ class TrainState(train_state.TrainState):
             TypeError: If ``tx`` is not an optax optimizer.
             ValueError: If another argument is not legal.
         """
-        known_to_flax(*SCALES)
         policy = get_policy(policy)
         warn_if_unfit(policy, stacklevel=2)
         optimizer = in_mixed_precision(tx, policy, loss_scale, "tx")

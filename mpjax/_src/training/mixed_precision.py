@@ -15,8 +15,9 @@ from mpjax._src.patterns import name_of
 from mpjax._src.policy import Policy, get_policy
 from mpjax._src.training.gradients import scaled_value_and_grad, with_float32_loss
 from mpjax._src.training.levels import under_policy
-from mpjax._src.training.loss_scale import LossScale, get_loss_scale
+from mpjax._src.training.loss_scale import SCALES, LossScale, get_loss_scale
 from mpjax._src.training.optimizers import check_kind, updated_if
+from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.training.transaction import adjusted, counted
 from mpjax._src.trees import all_finite, is_array, is_one_bool
 
@@ -174,6 +175,7 @@ def in_mixed_precision(
     inner, scale = under_policy(policy, optimizer, argument), get_loss_scale(policy, loss_scale)
 
     def init(params):
+        known_to_flax(*SCALES)
         _check_stored(
             policy,
             params,
