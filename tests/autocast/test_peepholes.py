@@ -222,6 +222,9 @@ HEADS = {
         jnp.where(KEEP.reshape(2, 2, 2, 6, 6), p.reshape(2, 2, 2, 6, 6) / 0.8, 0),
         v,
     ),
+    "dropped by a factor": lambda p, v: jnp.einsum(
+        "bgnqk,bgkd->bgnqd", (p * KEEP / 0.8).reshape(2, 2, 2, 6, 6), v
+    ),
     "weighed after": lambda p, v: jnp.einsum(
         "bgnqk,bgkd->bgnqd",
         p.reshape(2, 2, 2, 6, 6) * jnp.cos(jnp.arange(6.0) * v.sum()),

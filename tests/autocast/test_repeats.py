@@ -222,6 +222,25 @@ def test_results_are_the_same(monkeypatch, function):
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-7)
 
 
+def test_what_a_layer_computes_and_widens_itself():
+    """A weak-typed scalar and a boolean of each layer, in a program that is float32 but for one
+    matmul: their casts run after what they read."""
+
+    def fun(params, x):
+        for p in params:
+            q, k, v = jnp.split(x @ p["qkv"], 3, axis=-1)
+            scores = q @ k.T / jnp.sqrt(WIDTH)
+            x = x + jax.nn.softmax(scores) * (scores > 0) @ v
+        with mpjax.precision("bfloat16"):
+            x = x @ x.T
+        return jnp.mean(x**2)
+
+    got = jax.value_and_grad(mpjax.autocast(fun, "float32"))(PARAMS, X)
+    want = jax.value_and_grad(fun)(PARAMS, X)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=0.02, atol=0.02 * np.max(np.abs(w)))
+
+
 def test_an_override_of_one_layer(monkeypatch):
     policy = mpjax.get_policy("mixed_bfloat16").override({"*layer_3*": "float32"})
     make = lambda: jax.grad(mpjax.autocast(named, policy))  # noqa: E731

@@ -21,7 +21,7 @@ def decide(block: Block) -> None:
         for value in op.ins:
             if not value.kind:
                 _set(value, "flexible", FLOAT32)
-        DECIDE[op.forced or op.rule](op)
+        DECIDE[op.in_force](op)
         op.sent_half = _may_be_sent_in_half(op)
     for value in block.outvars:
         if not value.kind:

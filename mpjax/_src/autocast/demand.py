@@ -35,7 +35,7 @@ def demand(block: Block) -> None:
             continue
         if (reason := _float32_for_free(op)) is not None:
             op.forced, op.why = "full", reason
-        rule, want = op.forced or op.rule, _of_readers(op)
+        rule, want = op.in_force, _of_readers(op)
         passed_on = rule == "layout" or (rule == "cast" and op.outs[0].is_f32)
         want = want if passed_on else WANTS[rule](op, want)
         if rules.RANKS in op.spec.traits:  # rounding could make entries equal

@@ -100,26 +100,26 @@ class Env:
 
     def read(self, value: Value, dtype: Any = None) -> Any:
         """Returns the array of a value. A float32 value is returned in ``dtype`` if given."""
+        arrays = self._arrays.get(value, {})
         if not value.is_f32:
-            return self._arrays[value][None] if value in self._arrays else value.const
-        arrays = self._arrays.setdefault(value, {})
+            return arrays[None] if arrays else _literal(value)
         dtype = np.dtype(dtype or value.dtype)
         if dtype in arrays:
             return arrays[dtype]
         if value in self._makers:
             made = self._makers[value](dtype)
-        elif not arrays:  # a literal
+        elif not arrays:
             if dtype in HALVES and not _FOLDS.get():
                 # The barrier prevents JAX from folding the cast.
-                return cast(_jax.cpu_barrier(jnp.asarray(value.const, FLOAT32)), dtype)
-            return np.asarray(value.const, dtype)
+                return cast(_jax.cpu_barrier(jnp.asarray(_literal(value), FLOAT32)), dtype)
+            return np.asarray(_literal(value), dtype)
         elif value.const is not None and dtype in HALVES and _FOLDS.get():
             made = _round_constant(next(iter(arrays.values())), value.const, dtype)
         else:
             made = cast(next(iter(arrays.values())), dtype)
             if value.raw and dtype in HALVES:
                 return made
-        arrays[dtype] = made
+        self._arrays.setdefault(value, {})[dtype] = made
         return made
 
     def best(self, value: Value) -> Any:
@@ -133,8 +133,18 @@ class Env:
         if not value.is_f32:
             return self.read(value)
         if value not in self._arrays and value not in self._makers:
-            return jnp.asarray(value.const, dtype)
+            return jnp.asarray(_literal(value), dtype)
         return self.read(value, dtype)
+
+
+def _literal(value: Value) -> Any:
+    """Returns the number of a literal, the only value that is read without having been written."""
+    if not value.literal:
+        raise AssertionError(
+            f"A fault in mpjax: a {value.aval} is read before it is computed. Please report this "
+            "program. As a workaround, put the lines of the traceback in mpjax.full_precision."
+        )
+    return value.const
 
 
 def _round_constant(array: Any, const: Any, dtype: Any) -> Any:

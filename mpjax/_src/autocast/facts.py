@@ -62,7 +62,7 @@ class Sweep:
             known = [v for v in op.ins if v.entries is None and (is_float(v) or v.fact.made)]
             constants = [v for v in op.ins if v.entries is not None]
             joined = join([v.fact for v in known or constants])
-            transfer = TRANSFER[op.forced or op.rule]
+            transfer = TRANSFER[op.in_force]
             for out in op.outs:
                 out.fact = transfer(self, op, joined, out) if is_float(out) else joined
 

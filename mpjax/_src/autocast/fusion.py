@@ -156,7 +156,7 @@ def _check_matmuls(*matmuls: Op) -> None:
     if len({op.half for op in matmuls}) > 1:
         raise Unfit("its matmuls compute in different half dtypes")
     for op in matmuls:
-        if (op.forced or op.rule) != "half" or not all(v.is_f32 for v in op.ins):
+        if op.in_force != "half" or not all(v.is_f32 for v in op.ins):
             raise Unfit("one of its matmuls does not compute in half")
         if op.params.get("out_sharding") is not None:
             raise Unfit("one of its matmuls sets a sharding")

@@ -102,6 +102,11 @@ class Op:
         return self.eqn.primitive.name
 
     @property
+    def in_force(self) -> str:
+        """The rule that decides and evaluates it: the one that was forced on it, or its own."""
+        return self.forced or self.rule
+
+    @property
     def spec(self) -> Rule:
         """The row of its primitive in `rules`."""
         return rule_of(self.name)

@@ -88,7 +88,7 @@ def bound(group: Island, flow: Flow) -> None:
     """Finds the values that flow into and out of an island."""
     group.ops.sort(key=lambda op: op.index)
     members = set(group.ops)
-    group.free = _free_producers(group.ops, flow)
+    group.free = free_producers(group.ops, flow)
     run = (*group.free, *group.views, *group.ops)
     inside = {v for op in run for v in op.outs}
     read = (v for op in run for v in op.ins)
@@ -148,7 +148,7 @@ def _cone(value: Value, island: Island, flow: Flow) -> "tuple[list[Op], list[Val
     return sorted(ops, key=lambda op: op.index), [*read]
 
 
-def _free_producers(members: list[Op], flow: Flow) -> list[Op]:
+def free_producers(members: list[Op], flow: Flow) -> list[Op]:
     """Returns the ops that make constants or cast booleans to floats; islands repeat them."""
     found: dict[Op, None] = {}
     todo = [v for op in members for v in op.ins]
@@ -167,7 +167,7 @@ def is_free(op: Op) -> bool:
         return False
     if op.name == "broadcast_in_dim":
         return op.outs[0].const is not None
-    return op.rule == "cast" and getattr(op.ins[0].aval, "dtype", None) == np.bool_
+    return op.in_force == "cast" and getattr(op.ins[0].aval, "dtype", None) == np.bool_
 
 
 def tail_operand(island: Island) -> Value:

@@ -34,7 +34,7 @@ from mpjax._src.autocast.forms import (
 from mpjax._src.autocast.fusion import fuse
 from mpjax._src.autocast.gathers import repetition_of
 from mpjax._src.autocast.graph import Op, Place, Value
-from mpjax._src.autocast.islands import Flow, Island, bound
+from mpjax._src.autocast.islands import Flow, Island, bound, free_producers
 from mpjax._src.autocast.shifts import (
     SMALL,
     mark_steady,
@@ -331,9 +331,10 @@ def _weigh(island: Island, flow: Flow, taken: set[Op], moved: "set[Op | None]") 
     for op, place in sources.items():
         op.centred = place
     taken.add(matmul)
-    made = {v for op in (quotient, *weights) for v in op.outs}
-    read = dict.fromkeys(v for op in weights for v in op.ins)
-    moving += [v for v in read if v not in made and not v.literal and v not in flow.free]
+    applied = [*free_producers(weights, flow), *weights]
+    made = {v for op in (quotient, *applied) for v in op.outs}
+    read = dict.fromkeys(v for op in applied for v in op.ins)
+    moving += [v for v in read if v not in made and not v.literal]
     island.matmul, island.weights, island.axes = matmul, weights, axes
     island.ops += [*weights, matmul]
     _bound(island, moving, quotient, flow)
@@ -381,7 +382,7 @@ def _summed(where: Axes, axes: tuple[int, ...]) -> tuple[int, ...] | None:
 def _sums_values(readers: "list[Op | None]", result: Value, axes: tuple[int, ...]) -> Op | None:
     """Returns the only reader of a softmax if it is a matmul that contracts its summed axes."""
     matmul = readers[0] if len(readers) == 1 else None
-    if matmul is None or matmul.name != "dot_general" or (matmul.forced or matmul.rule) != "half":
+    if matmul is None or matmul.name != "dot_general" or matmul.in_force != "half":
         return None
     place = matmul.ins.index(result)
     contracting, _ = matmul.params["dimension_numbers"]
@@ -464,7 +465,7 @@ def _place_of(op: Op, where: Axes | None, axes: tuple[int, ...]) -> Place | None
     ]
     if any(v.fact.mask for v in op.ins):  # ones and zeros: their mean is not large
         return 0, ()
-    if where is None or (op.forced or op.rule) not in ("half", "full"):
+    if where is None or op.in_force not in ("half", "full"):
         return None
     rows: list[tuple[int, int] | None] = [None] * len(batch)
     rows += [(i, d) for i in (0, 1) for d in free[i]]

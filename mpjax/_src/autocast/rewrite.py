@@ -98,7 +98,7 @@ def _run_step(step: Step | Stretch, env: Env) -> None:
     if isinstance(step, Stretch):
         return _run_stretch(step, env)
     with _location(step, step.stack, env), _row(step, env):
-        EVALUATE[step.forced or step.rule](step, env)
+        EVALUATE[step.in_force](step, env)
 
 
 def _location(op: Op, stack: Any, env: Env) -> Any:

@@ -71,7 +71,7 @@ def made_where_read(step: Step) -> bool:
     """Returns whether an op computes its result separately in each dtype that is read."""
     if not isinstance(step, Op):
         return False
-    widened = step.rule == "cast" and step.ins[0].is_f32 and step.outs[0].is_f32
+    widened = step.in_force == "cast" and step.ins[0].is_f32 and step.outs[0].is_f32
     # Devices exchange a parameter in the dtype in which it is read.
     sent = step.rule == "layout" and step.outs[0].is_f32 and step.outs[0].moved
     return widened or is_free(step) or sent
@@ -134,7 +134,9 @@ def together(flow: StepFlow, a: int, b: int) -> tuple[list[Step], list[Value], l
     """
     inside = flow.steps[a:b]
     read = [v for step in inside for v in reads(step)]
-    steps = [*dict.fromkeys([*_makers(flow, read), *inside])]
+    # An operation from inside runs at its own place: its operand may be computed inside too.
+    own = {*inside}
+    steps = [*(op for op in dict.fromkeys(_makers(flow, read)) if op not in own), *inside]
     local = [v for step in inside for v in writes(step) if a <= flow.producer.get(v, -1) < b]
     known = set(local)
     inputs = [v for v in dict.fromkeys(sources(flow, read)) if v not in known]

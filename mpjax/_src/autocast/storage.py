@@ -260,7 +260,7 @@ def _tail(group: Island, flow: Flow) -> list[Op]:
 
 def _activation(operand: Value, group: Island, flow: Flow) -> list[Op]:
     """Returns the elementwise operations of an island on one value, if one result is read."""
-    made, known = {operand}, {v for op in group.free for v in op.outs}
+    made, known = {operand}, {v for op in group.free for v in op.outs if v.const is not None}
     tail: list[Op] = []
     for op in group.ops:
         alone = all(v in made or v in known or v.literal for v in op.ins)
