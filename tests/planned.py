@@ -7,7 +7,7 @@ from support import normal
 
 import mpjax
 from mpjax._src.autocast.explain import words
-from mpjax._src.autocast.plan import analyse
+from mpjax._src.autocast.plan import analyse, outline
 
 H, W, V = normal(0, 8, 16), normal(1, 16, 16), normal(2, 16, 16)
 SCALAR, VECTOR = jnp.float32(0.1), normal(3, 16)
@@ -18,7 +18,8 @@ def analysed(fun, *args, policy="mixed_bfloat16", linear=()):
     closed = jax.make_jaxpr(fun)(*args)
     dtypes = [v.aval.dtype for v in closed.jaxpr.invars]
     policy = mpjax.get_policy(policy) if isinstance(policy, str) else policy
-    return analyse(closed.jaxpr, closed.consts, policy, dtypes, linear=linear).block
+    plan = outline(closed.jaxpr, closed.consts, policy)
+    return analyse(plan, dtypes, linear=linear).block
 
 
 def fact(fun, *args, **options):

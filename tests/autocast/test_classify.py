@@ -8,7 +8,7 @@ from planned import VECTOR, H, V, W, op, said
 from support import cast, equations
 
 import mpjax
-from mpjax._src.autocast.plan import analyse
+from mpjax._src.autocast.plan import analyse, outline
 
 POLICY = mpjax.get_policy("mixed_bfloat16")
 I8 = jnp.ones((16, 16), jnp.int8)
@@ -19,12 +19,12 @@ F16 = jnp.ones((16, 16), jnp.float16)
 def planned(fun, *args, policy=POLICY, paths=()):
     closed = jax.make_jaxpr(fun)(*args)
     dtypes = [v.aval.dtype for v in closed.jaxpr.invars]
-    return analyse(closed.jaxpr, closed.consts, policy, dtypes, paths=paths)
+    return analyse(outline(closed.jaxpr, closed.consts, policy, paths), dtypes)
 
 
 def rule(name, fun, *args, **options):
     found = op(planned(fun, *args, **options).block, name)
-    return found.forced or found.rule
+    return found.in_force
 
 
 def ruled(fun):

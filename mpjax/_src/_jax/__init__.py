@@ -9,7 +9,7 @@ from mpjax._src._jax.aot import as_if_on_gpu, compile_only
 from mpjax._src._jax.barriers import BARRIERS, GPUS, again_barrier, cpu_barrier, gpu_barrier
 from mpjax._src._jax.calls import linearized_once
 from mpjax._src._jax.convolutions import half_conv
-from mpjax._src._jax.jits import jit_call, jit_of
+from mpjax._src._jax.jits import call_as_jit, jit_call, jit_of
 from mpjax._src._jax.literals import casts_of_numbers
 from mpjax._src._jax.partitioning import answer_partitioning, ask_elsewhere
 from mpjax._src._jax.programs import (
@@ -77,6 +77,7 @@ __all__ = (
     "aval_of",
     "below",
     "bind",
+    "call_as_jit",
     "casts_of_numbers",
     "cleared_with_jax",
     "common_stack",

@@ -8,7 +8,7 @@ import jax
 from jax._src.named_sharding import UNSPECIFIED
 from jax.extend.core.primitives import jit_p
 
-from mpjax._src._jax.programs import open_jaxpr
+from mpjax._src._jax.programs import close, hoisted, open_jaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,3 +62,24 @@ def jit_of(jaxpr: Any, params: dict[str, Any]) -> dict[str, Any]:
     free = {"out_shardings": UNSPECIFIED, "out_layouts": None}
     longer = {name: (*params[name], *[value] * more) for name, value in free.items()}
     return {**params, "jaxpr": jaxpr, **longer}
+
+
+_nothing = jax.jit(lambda: ())
+
+
+def call_as_jit(jaxpr: Any, *args: Any) -> list[Any]:
+    """Calls a closed jaxpr as one jit, which JAX differentiates, batches and lowers as a whole."""
+    inner, consts = open_jaxpr(jaxpr)
+    if any(isinstance(c, jax.core.Tracer) for c in consts):
+        inner, consts = hoisted(jaxpr)
+        jaxpr, args = close(inner, ()), (*consts, *args)
+    params = _nothing.trace()._params  # in the context around
+    counts = {"in": len(args), "out": len(inner.outvars)}
+    each = {
+        f"{side}_{name}": (value,) * count
+        for side, count in counts.items()
+        for name, value in (("shardings", UNSPECIFIED), ("layouts", None))
+    }
+    donated = {"donated_invars": (False,) * len(args)}
+    name = inner.debug_info.func_name
+    return jit_p.bind(*args, **{**params, **each, **donated, "jaxpr": jaxpr, "name": name})

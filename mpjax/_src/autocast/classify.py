@@ -64,7 +64,7 @@ def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[st
         _apply_lists(op, listed)
         _apply_overrides(op, policy, used)
         _apply_region(op)
-        if op.half is None and op.forced != "full":
+        if op.half is None and op.forced != "full" and op.rule != "program":
             op.forced, op.why = "full", why(Reason.FLOAT32_POLICY)
         reduces = rules.REDUCES in op.spec.traits
         if reduces or (op.ins and op.rule in ("follow", "layout", "full")):

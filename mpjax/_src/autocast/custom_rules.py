@@ -14,7 +14,7 @@ from mpjax._src import _jax
 from mpjax._src.autocast.environment import Env
 from mpjax._src.autocast.graph import REGION, Op
 from mpjax._src.autocast.kernels import tracing
-from mpjax._src.autocast.plan import analyse, make_plan
+from mpjax._src.autocast.plan import analyse, make_plan, outline
 from mpjax._src.autocast.rewrite import (
     evaluates,
     finish,
@@ -200,7 +200,7 @@ def _residual_dtypes(bwd, count, ct_dtypes, policy, scopes) -> list[Any]:
     inner, consts = _jax.open_jaxpr(bwd)
     dtypes = [v.aval.dtype if hasattr(v.aval, "dtype") else None for v in inner.invars]
     dtypes[count:] = [d or t for d, t in zip(ct_dtypes, dtypes[count:], strict=True)]
-    plan = analyse(inner, consts, policy, dtypes, scopes=scopes)
+    plan = analyse(outline(inner, consts, policy, scopes=scopes), dtypes)
     half = policy.compute_dtype
     return [
         half

@@ -29,7 +29,7 @@ TAKEN = {True: HALF._replace(half=False), False: FULL}
 def demand(block: Block) -> None:
     """Collects the demands on every value, from the results backwards."""
     for op in reversed(block.ops):
-        if op.rule == "program" and not op.forced:
+        if op.rule == "program":
             for sub in reversed(op.subs):
                 _program(op, sub)
             continue

@@ -33,10 +33,12 @@ class Settings(NamedTuple):
     Attributes:
         policy: The policy.
         rows: Whether ops get scopes with their row numbers, for a report.
+        as_written: Whether every op runs as it was traced.
     """
 
     policy: Policy
     rows: bool = False
+    as_written: bool = False
 
 
 class Env:

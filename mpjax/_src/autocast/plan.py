@@ -26,62 +26,101 @@ from mpjax._src.autocast.classify import classify
 from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import demand, read_by
 from mpjax._src.autocast.facts import Sweep, argument
-from mpjax._src.autocast.graph import Block, build, number
+from mpjax._src.autocast.graph import Block, build, half_of, number
 from mpjax._src.autocast.lattices import Want
-from mpjax._src.autocast.storage import FAST, store
+from mpjax._src.autocast.storage import FAST, WRITTEN, store
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A planned program: the graph, with all decisions stored on its ops and values."""
+    """A planned program: the graph, with all decisions stored on its ops and values.
+
+    Attributes:
+        block: The graph.
+        policy: The policy.
+        used_patterns: The patterns of the policy's overrides that match something.
+        as_written: Whether the policy, its lists and overrides, regions and kernels ask for no half
+            dtype. Then the program runs as it was traced.
+    """
 
     block: Block
     policy: Policy
     used_patterns: frozenset[str]
+    as_written: bool
 
 
-def make_plan(*args: Any, **kwargs: Any) -> Plan:
-    """Plans a program that will run: `analyse`, and the values kept for a backward pass."""
-    plan = analyse(*args, **kwargs)
+def make_plan(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    policy: Policy,
+    in_dtypes: Sequence[Any],
+    out_dtypes: Sequence[Any] | None = None,
+    scopes: tuple[str, ...] = (),
+    linear: Sequence[int] = (),
+) -> Plan:
+    """Plans a program that will run. The arguments are those of `outline` and `analyse`."""
+    return complete(outline(jaxpr, consts, policy, scopes=scopes), in_dtypes, out_dtypes, linear)
+
+
+def outline(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    policy: Policy,
+    paths: Sequence[str] = (),
+    scopes: tuple[str, ...] = (),
+) -> Plan:
+    """Returns the plan of a program with the rules of its operations, and no other decision.
+
+    Args:
+        jaxpr: The program.
+        consts: The values of its constants: arrays or tracers.
+        policy: The policy.
+        paths: The path of each argument, for the policy's overrides.
+        scopes: The names of the scopes around the program.
+    """
+    block = build(jaxpr, consts, scopes)
+    for value, path in zip(block.invars, paths, strict=False):
+        value.paths = (path,)
+    used = classify(block, policy)
+    return Plan(block, policy, used, as_written=half_of(block) is None)
+
+
+def complete(
+    plan: Plan,
+    in_dtypes: Sequence[Any],
+    out_dtypes: Sequence[Any] | None = None,
+    linear: Sequence[int] = (),
+) -> Plan:
+    """Makes all other decisions: `analyse`, and the values kept for a backward pass."""
+    analyse(plan, in_dtypes, out_dtypes, linear)
     # A rule that computes tangents is transposed as it is, so no values are marked as kept.
-    by = FAST if kwargs.get("linear") else plan.policy.storage
-    fuse = plan.policy.fused_attention and not kwargs.get("linear")
+    by = WRITTEN if plan.as_written else FAST if linear else plan.policy.storage
+    fuse = plan.policy.fused_attention and not linear
     store(plan.block, by, {*plan.block.invars}, fuse)
     number(plan.block)
     return plan
 
 
 def analyse(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    policy: Policy,
+    plan: Plan,
     in_dtypes: Sequence[Any],
     out_dtypes: Sequence[Any] | None = None,
-    paths: Sequence[str] = (),
-    scopes: tuple[str, ...] = (),
     linear: Sequence[int] = (),
 ) -> Plan:
     """Decides the dtypes of a program, without running it.
 
     Args:
-        jaxpr: The program.
-        consts: The values of its constants: arrays or tracers.
-        policy: The policy.
+        plan: The outline of the program.
         in_dtypes: The dtype in which each float32 argument arrives.
         out_dtypes: The dtype in which each float32 result is returned; None for float32.
-        paths: The path of each argument, for the policy's overrides.
-        scopes: The names of the scopes around the program.
         linear: Which arguments are tangents. The program will be transposed with respect to them.
 
     Returns:
         The plan, without decisions on the values kept for a backward pass.
     """
-    block = build(jaxpr, consts, scopes)
-    for value, path in zip(block.invars, paths, strict=False):
-        value.paths = (path,)
-    used = classify(block, policy)
+    block = plan.block
     for value, dtype in zip(block.invars, in_dtypes, strict=True):
         if value.is_f32:
             half = dtype in HALVES
@@ -97,4 +136,4 @@ def analyse(
         read_by(value, place, want)
     demand(block)
     decide(block)
-    return Plan(block, policy, used)
+    return plan

@@ -62,7 +62,8 @@ def run_plan(
     Returns:
         The results.
     """
-    return run_block(plan.block, args, out_dtypes, Settings(plan.policy, rows))
+    settings = Settings(plan.policy, rows, plan.as_written)
+    return run_block(plan.block, args, out_dtypes, settings)
 
 
 def run_block(
@@ -85,8 +86,9 @@ def run_block(
 
 
 def _run_steps(steps: Sequence[Step], results: Sequence[Value], env: Env) -> None:
-    policy, rows = env.settings
-    for step in steps if rows else fold(steps, results, bool(policy.overrides)):
+    policy, rows, as_written = env.settings
+    whole = rows or as_written
+    for step in steps if whole else fold(steps, results, bool(policy.overrides)):
         _run_step(step, env)
 
 
@@ -98,7 +100,10 @@ def _run_step(step: Step | Stretch, env: Env) -> None:
     if isinstance(step, Stretch):
         return _run_stretch(step, env)
     with _location(step, step.stack, env), _row(step, env):
-        EVALUATE[step.in_force](step, env)
+        if env.settings.as_written and step.rule != "program":
+            _run(step, env, None)
+        else:
+            EVALUATE[step.in_force](step, env)
 
 
 def _location(op: Op, stack: Any, env: Env) -> Any:

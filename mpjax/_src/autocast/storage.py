@@ -17,7 +17,7 @@ from mpjax._src.higher_order import NONE, THEIRS
 from mpjax._src.policy import CHOICES
 
 # The goals of the choice: few bytes moved; few bytes kept; the peepholes alone, inside a checkpoint
-# of the user's; nothing, if there is no backward pass.
+# of the user's; nothing, if there is no backward pass or the program runs as it was traced.
 FAST, LEAN, PEEPHOLES, WRITTEN = *CHOICES["storage"].values, "peepholes", "written"
 
 # The goals inside primitives with programs, where they differ from those around them.
@@ -42,7 +42,8 @@ def store(block: Block, by: str, alive: Collection[Value], fuse: bool) -> None:
                     for i, (v, index) in enumerate(zip(sub.program.invars, sub.ins, strict=True))
                     if op.ins[index] in alive and i not in changing
                 ]
-                store(sub.program, INSIDE.get(op.inside.storage, by), {*inner}, fuse)
+                goal = by if by == WRITTEN else INSIDE.get(op.inside.storage, by)
+                store(sub.program, goal, {*inner}, fuse)
     islands: Any = CHOOSE[by](flow_of(block, fuse)) if by != WRITTEN else {}
     steps: Any = block.ops
     if islands:

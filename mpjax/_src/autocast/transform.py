@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import jmp
 
 from mpjax._src import _jax
-from mpjax._src.autocast.graph import PLANNED, Block
+from mpjax._src.autocast.graph import PLANNED, REGION
 from mpjax._src.autocast.kernels import Numbers, overridden, tracing
 from mpjax._src.autocast.modules import are_there, call_on_arrays, on_arrays
 from mpjax._src.autocast.others import check_no_other_policy
-from mpjax._src.autocast.plan import Plan, make_plan
+from mpjax._src.autocast.plan import Plan, complete, outline
 from mpjax._src.autocast.rewrite import run_plan
 from mpjax._src.autocast.signature import KEPT_CALLS, signature
 from mpjax._src.autocast.states import handed_out, states
@@ -34,25 +34,51 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A function, traced and planned for one signature.
+    """A function, traced for one signature, and its plan, which is made when it is needed.
 
     Attributes:
-        plan: The plan.
+        policy: The policy.
+        jaxpr: The program as written, without casts.
         avals: The abstract values of the array arguments, as the caller passes them.
+        paths: The path of each of them.
         out_dtypes: For each float32 result, the dtype in which it is returned.
         rebuild: A function from the array results to the value that the function returns.
-        jaxpr: The program as written, without casts.
     """
 
-    plan: Plan
+    policy: Policy
+    jaxpr: Any
     avals: tuple[Any, ...]
+    paths: tuple[str, ...]
     out_dtypes: tuple[Any, ...]
     rebuild: Callable[[list[Any]], Any]
-    jaxpr: Any
+
+    @functools.cached_property
+    def outline(self) -> Plan:
+        """The plan with the rules of the operations alone."""
+        return outline(*_jax.open_jaxpr(self.jaxpr), self.policy, self.paths)
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The whole plan."""
+        return complete(self.outline, [getattr(a, "dtype", None) for a in self.avals])
+
+    @functools.cached_property
+    def as_written(self) -> bool:
+        """Whether nothing asks for a half dtype (`Plan.as_written`)."""
+        if self.policy.compute_dtype in HALVES:
+            return False
+        if self.policy.overrides:
+            return self.outline.as_written
+        return not _has_half_regions(_jax.open_jaxpr(self.jaxpr)[0])
+
+    @functools.cached_property
+    def donates(self) -> bool:
+        """Whether the program contains a jit that donates its arguments."""
+        return _donates(_jax.open_jaxpr(self.jaxpr)[0])
 
     def returned(self) -> Any:
         """Returns the result of the function, with a `jax.ShapeDtypeStruct` for each array."""
-        results = [v.aval for v in self.plan.block.outvars]
+        results = [v.aval for v in _jax.open_jaxpr(self.jaxpr)[0].outvars]
         return self.rebuild([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in results])
 
 
@@ -134,9 +160,8 @@ def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
             return traced.rebuild(run(arrays))
         traced = trace(fun, policy, args, kwargs)
         run = functools.partial(call, traced)
-        block = traced.plan.block
-        if key is not None and not _holds_tracers(block):
-            run = run if _donates(block) else jax.jit(run)
+        if key is not None and not _holds_tracers(traced):
+            run = run if traced.donates else jax.jit(run)
             entry.append((traced, run))
         return traced.rebuild(run(arrays))
 
@@ -173,35 +198,35 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
     written = [_as_written(a, path, policy) for a, path in zip(avals, paths, strict=True)]
     in_dtypes = [getattr(a, "dtype", None) for a in avals]
 
-    def planned(**options):
+    def make(**options):
         with tracing(policy, **options):
-            closed, out = _flat_tracing(flat, written, name)
-        jaxpr, consts = _jax.open_jaxpr(closed)
-        return closed, out, make_plan(jaxpr, consts, policy, in_dtypes, paths=paths)
+            jaxpr, (out_leaves, out_tree) = _flat_tracing(flat, written, name)
+        others = [None if is_array(x) else (x,) for x in out_leaves]
 
-    closed, (out_leaves, out_tree), plan = planned()
-    if overridden(plan.block, policy):  # an override gives some kernels another dtype: find them
-        plan = planned(numbers=Numbers())[2]
-        found = tuple(sorted(overridden(plan.block, policy).items()))
-        closed, (out_leaves, out_tree), plan = planned(numbers=Numbers(), others=found)
-    others = [None if is_array(x) else (x,) for x in out_leaves]
+        def rebuild(arrays):
+            made = iter(arrays)
+            return jax.tree_util.tree_unflatten(
+                out_tree, [next(made) if other is None else other[0] for other in others]
+            )
 
-    def rebuild(arrays):
-        made = iter(arrays)
-        return jax.tree_util.tree_unflatten(
-            out_tree, [next(made) if other is None else other[0] for other in others]
-        )
+        known = states(tree, _spread(written, traced), _spread(in_dtypes, traced))
+        is_made = [other is None for other in others]
+        results = _spread([v.aval for v in _jax.open_jaxpr(jaxpr)[0].outvars], is_made)
+        to = handed_out(out_tree, results, known, policy.output_dtype)
+        out_dtypes = tuple(itertools.compress(to, is_made))
+        return Traced(policy, jaxpr, tuple(avals), tuple(paths), out_dtypes, rebuild)
 
-    jaxpr = _jax.open_jaxpr(closed)[0]
-    _check_patterns(plan, paths)
+    made = make()
+    if policy.overrides:
+        if overridden(
+            made.outline.block, policy
+        ):  # they give some kernels another dtype: find them
+            found = overridden(make(numbers=Numbers()).outline.block, policy)
+            made = make(numbers=Numbers(), others=tuple(sorted(found.items())))
+        _check_patterns(made.outline, paths)
     if policy.compute_dtype in HALVES:
-        check_no_other_policy(plan.block)
-    known = states(tree, _spread(written, traced), _spread(in_dtypes, traced))
-    is_made = [other is None for other in others]
-    results = _spread([v.aval for v in jaxpr.outvars], is_made)
-    to = handed_out(out_tree, results, known, policy.output_dtype)
-    out_dtypes = tuple(itertools.compress(to, is_made))
-    return Traced(plan, tuple(avals), out_dtypes, rebuild, closed)
+        check_no_other_policy(made.outline.block)
+    return made
 
 
 def _as_written(aval: Any, path: str, policy: Policy) -> Any:
@@ -227,6 +252,7 @@ def _flat_tracing(fun: Callable[..., Any], avals: Sequence[Any], name: str) -> t
         stored.append((leaves, tree))
         return [leaf for leaf in leaves if is_array(leaf)]
 
+    flat.__name__ = name
     return _jax.trace(flat, avals, name), stored[-1]
 
 
@@ -240,20 +266,53 @@ def call(traced: Traced, arrays: list[Any], rows: bool = False) -> list[Any]:
     """Evaluates a traced function on its array arguments; ``rows`` as for `run_plan`."""
     arrays = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in arrays]
     with jax.named_scope(PLANNED):
-        results = run_plan(traced.plan, arrays, traced.out_dtypes, rows)
+        if traced.as_written and not rows:
+            results = _run_as_written(traced, arrays)
+        else:
+            results = run_plan(traced.plan, arrays, traced.out_dtypes, rows)
     # A result that is a constant may be a Python number.
-    outs = zip(results, traced.plan.block.outvars, traced.out_dtypes, strict=True)
+    outs = zip(results, _jax.open_jaxpr(traced.jaxpr)[0].outvars, traced.out_dtypes, strict=True)
     return [x if hasattr(x, "dtype") else jnp.asarray(x, to or v.aval.dtype) for x, v, to in outs]
 
 
-def _holds_tracers(block: Block) -> bool:
-    """Returns whether a planned program closes over tracers of an enclosing transformation."""
-    return any(isinstance(const, jax.core.Tracer) for _, const in block.consts)
+def _run_as_written(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
+    """Runs a program that asks for no half dtype: only its arguments and results are cast."""
+    avals = _jax.in_avals(traced.jaxpr)
+    given = [_cast(x, getattr(a, "dtype", None)) for x, a in zip(arrays, avals, strict=True)]
+    run = _jax.eval_closed if traced.donates else _jax.call_as_jit
+    results = run(traced.jaxpr, *given)
+    return [_cast(x, dtype) for x, dtype in zip(results, traced.out_dtypes, strict=True)]
 
 
-def _donates(block: Block) -> bool:
-    """Returns whether a program contains a jit that donates its arguments."""
-    return any(op.name == "jit" and any(op.params["donated_invars"]) for op in block.ops)
+def _cast(x: Any, dtype: Any) -> Any:
+    same = dtype is None or getattr(x, "dtype", dtype) == dtype
+    return x if same else jax.lax.convert_element_type(x, dtype)
+
+
+def _has_half_regions(jaxpr: Any) -> bool:
+    """Returns whether a program has a region whose dtype is half."""
+    marks = tuple(f"{REGION}{half.name}" for half in HALVES)
+    return any(
+        any(name.startswith(marks) for name in _jax.scope_names(eqn.source_info.name_stack))
+        or any(map(_has_half_regions, _jax.inner_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _holds_tracers(traced: Traced) -> bool:
+    """Returns whether a program closes over tracers of an enclosing transformation."""
+    consts = _jax.open_jaxpr(traced.jaxpr)[1]
+    if not traced.as_written:
+        consts = [const for _, const in traced.outline.block.consts]
+    return any(isinstance(const, jax.core.Tracer) for const in consts)
+
+
+def _donates(jaxpr: Any) -> bool:
+    return any(
+        any(eqn.params["donated_invars"]) or _donates(_jax.open_jaxpr(eqn.params["jaxpr"])[0])
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "jit"
+    )
 
 
 def _check_patterns(plan: Plan, paths: list[str]) -> None:
