@@ -1,7 +1,11 @@
 # Every target works on a fresh clone: it creates the virtual environment that it needs.
 #   make demo         trains two real models under six precisions: a table and a picture
-#   make test         the test suite        make test-all     with slow tests and examples' curves
-#   make lint         ruff and mypy         make test-newest  the suite on the newest JAX
+#   make test         the quick tier: run it before every commit. Its kinds alone: make test-unit,
+#                     test-sound, test-docs and test-processes
+#   make test-all     all tests: also further inputs and the examples' curves (an hour)
+#   make test-newest  the quick tier on the newest JAX
+#   make test-xla     a part of the quick tier under XLA's own flags
+#   make lint         ruff and mypy
 #   make test-torch   checks that PyTorch's code in docs/coming_from gives the same losses as ours;
 #                     test-paddle, test-mindspore, test-tensorflow and test-mpx check the others
 #   make test-aot     the tests that compile for absent GPUs and TPUs (1.4 GB of compilers)
@@ -35,9 +39,11 @@ WORKERS ?= 2
 # Results are compared under the JAX version that they were recorded with.
 RECORDED = $(shell $(PYTHON) -c "import json; print(json.load(open('benchmarks/results/gate_h100.json'))['versions']['jax'])")
 PIP := pip install --quiet --disable-pip-version-check
-PYTEST := -m pytest -n 2
+PYTEST := -m pytest -n 2 --dist worksteal
+EVERYTHING := -m "thorough or not thorough"
+KINDS := unit sound docs processes
 
-.PHONY: demo test test-all test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality build docker docker-locks soak mutants mutants-all clean
+.PHONY: demo test test-all test-xla $(KINDS:%=test-%) test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality build docker docker-locks soak mutants mutants-all clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -45,8 +51,11 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	$(VENV)/bin/python $(PYTEST)
 
+$(KINDS:%=test-%): test-%: $(VENV)/ready
+	$(VENV)/bin/python $(PYTEST) -m "$* and not thorough"
+
 test-all: $(VENV)/ready
-	EXAMPLES_OUT=examples_out $(VENV)/bin/python $(PYTEST) -m "slow or not slow"
+	EXAMPLES_OUT=examples_out $(VENV)/bin/python $(PYTEST) $(EVERYTHING)
 
 test-newest: $(NEWEST)/ready
 	$(NEWEST)/bin/python $(PYTEST)
@@ -57,11 +66,11 @@ newest-python:
 
 # Each rival has its own virtual environment.
 $(RIVALS:%=test-%): test-%: $(VENV)/ready $(VENV)-%/ready
-	$(VENV)/bin/python -m pytest -m "slow or not slow" tests/test_coming_from.py -k $*
+	$(VENV)/bin/python -m pytest $(EVERYTHING) tests/test_coming_from.py -k $*
 
 # The plugins look for a GPU and a TPU when they start, and print less on the CPU platform.
 test-aot: $(AOT)/ready
-	JAX_PLATFORMS=cpu $(AOT)/bin/python $(PYTEST) -m "slow or not slow" tests/hardware
+	JAX_PLATFORMS=cpu $(AOT)/bin/python $(PYTEST) $(EVERYTHING) tests/hardware
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
@@ -118,7 +127,7 @@ docker-locks: $(VENV)-build/ready
 
 soak: $(VENV)/ready
 	STEPS=10000 $(VENV)/bin/python -m pytest tests/training/test_soak.py
-	KILLS=200 $(VENV)/bin/python -m pytest -s -m slow tests/checkpoint/test_kills.py
+	KILLS=200 $(VENV)/bin/python -m pytest -s -m thorough tests/checkpoint/test_kills.py
 
 mutants: $(VENV)/mutants
 	$(VENV)/bin/python tests/mutants.py --base "$(BASE)" --workers $(WORKERS)
@@ -172,4 +181,4 @@ $(DOCS)/ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-build $(NEWEST) $(AOT) $(DOCS) $(RIVALS:%=$(VENV)-%) .mutants docs_out
+	rm -rf $(VENV) $(VENV)-build $(NEWEST) $(AOT) $(DOCS) $(RIVALS:%=$(VENV)-%) .mutants .compiled docs_out

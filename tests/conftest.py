@@ -1,6 +1,16 @@
-"""Fixtures for all tests, and the devices on which tests run."""
+"""Fixtures for all tests, the tiers that they belong to, and the devices on which they run.
 
+A test without a mark is in the quick tier, which `make test` runs before every commit. Tests marked
+``thorough`` repeat a statement for further inputs, or need minutes; `make test-all` runs both. Each
+test also has a kind, by its file: ``unit``, ``sound``, ``docs`` or ``processes``.
+"""
+
+import gc
 import os
+import resource
+import sys
+import time
+from pathlib import Path
 
 # Several CPU devices for shard_map and pmap, each with one thread, so that parallel test workers do
 # not compete for the cores. Compilation is fast rather than its code, because tests compile more.
@@ -18,11 +28,136 @@ from hypothesis import settings
 
 from mpjax._src import rules
 
+TESTS = Path(__file__).parent
+
+# Programs that an earlier run compiled are read from here. The folder is ignored by git.
+COMPILED = TESTS.parent / ".compiled" / f"jax-{jax.__version__}-{sys.implementation.cache_tag}"
+if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    jax.config.update("jax_compilation_cache_dir", str(COMPILED))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
 # Tracing and compiling make the time of a single example meaningless.
 # Under CI, inputs are the same every time, so that a failure comes from the change.
 CI = bool(os.environ.get("CI"))
-settings.register_profile("mpjax", deadline=None, max_examples=50, derandomize=CI)
-settings.load_profile("mpjax")
+PROFILES = {"quick": 10, "thorough": 50}
+for name, examples in PROFILES.items():
+    settings.register_profile(name, deadline=None, max_examples=examples, derandomize=CI)
+
+# ---- tiers and kinds ----------------------------------------------------------------------------
+
+# The kinds besides ``unit``, by the beginnings of the paths of their files.
+KINDS = {
+    "sound": (
+        "autocast/test_sound_",
+        "autocast/test_autocast_random",
+        "test_rules_",
+    ),
+    "docs": (
+        "site/",
+        "test_docs",
+        "test_examples",
+        "test_coming_from",
+        "test_concept_pictures",
+    ),
+    "processes": (
+        "benchmarks/test_main",
+        "checkpoint/test_kills",
+        "pages/test_browser",
+        "test_canary",
+        "test_docker",
+        "test_multihost",
+        "test_packaging",
+    ),
+}
+
+
+def kind_of(path):
+    name = path.relative_to(TESTS).as_posix()
+    return next((kind for kind, starts in KINDS.items() if name.startswith(starts)), "unit")
+
+
+def pytest_configure(config):
+    quick = "not thorough" in config.option.markexpr
+    settings.load_profile("quick" if quick else "thorough")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker(kind_of(item.path))
+
+
+# ---- what a run costs ---------------------------------------------------------------------------
+
+SLOWEST = 10
+peaks: dict[str, int] = {}
+
+
+def cpu_seconds():
+    """Returns the processor time of this process and of its children, which no other load changes."""
+    return time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+
+
+def peak():
+    """Returns the largest resident memory of this process so far, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    item.stash[STARTED] = cpu_seconds()
+    return (yield)
+
+
+STARTED = pytest.StashKey[float]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.when == "teardown":
+        report.user_properties.append(("cpu", cpu_seconds() - item.stash[STARTED]))
+    return report
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["peak"] = peak()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    if hasattr(node, "workeroutput"):
+        peaks[node.gateway.id] = node.workeroutput["peak"]
+
+
+def pytest_terminal_summary(terminalreporter):
+    files: dict[str, float] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", "") == "teardown":
+                name = report.nodeid.partition("::")[0]
+                files[name] = files.get(name, 0) + dict(report.user_properties).get("cpu", 0)
+    slowest = sorted(files.items(), key=lambda row: -row[1])[:SLOWEST]
+    memory = ", ".join(f"{mb} MB" for mb in (peaks or {"": peak()}).values())
+    terminalreporter.section("cost")
+    terminalreporter.write_line(f"peak memory of each worker: {memory}")
+    terminalreporter.write_line(
+        f"processor time of all tests: {sum(files.values()):.0f} s. Most of it:"
+    )
+    for name, seconds in slowest:
+        terminalreporter.write_line(f"{seconds:7.1f} s  {name}")
+
+
+# ---- fixtures -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory():
+    """Frees the programs of a file after it: kept, they would be most of a worker's memory."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ class Member:
     parts: tuple[str, ...]
     fails: frozenset[tuple[str, str]]
     reason: str
-    slow: bool
+    thorough: bool
 
 
 class Members(dict):
@@ -45,7 +45,7 @@ class Members(dict):
         """``reason`` says in one sentence what is wrong with the members that fail."""
         self.reason = reason
 
-    def __call__(self, fails="", parts="result gradient", reason="", slow=False):
+    def __call__(self, fails="", parts="result gradient", reason="", thorough=False):
         """Registers a member.
 
         Args:
@@ -53,7 +53,7 @@ class Members(dict):
                 result"; or "all".
             parts: The parts to measure.
             reason: Why the member fails, if not for the reason of the class.
-            slow: Whether the default run leaves the member out.
+            thorough: Whether the quick tier leaves the member out.
         """
 
         def register(make):
@@ -63,7 +63,7 @@ class Members(dict):
             if make.__name__ in self or not wrong <= every:
                 raise ValueError(f"{make.__name__}: registered twice, or fails in {wrong - every}")
             why = reason or self.reason
-            self[make.__name__] = Member(make, tuple(parts.split()), wrong, why, slow)
+            self[make.__name__] = Member(make, tuple(parts.split()), wrong, why, thorough)
             return make
 
         return register
@@ -74,7 +74,7 @@ class Members(dict):
         for name, member in self.items():
             for half in HALVES:
                 for part in member.parts:
-                    marks = [pytest.mark.slow] if member.slow else []
+                    marks = [pytest.mark.thorough] if member.thorough else []
                     if (half, part) in member.fails:
                         marks += [pytest.mark.xfail(reason=member.reason, strict=True)]
                     values = (member, half, part)

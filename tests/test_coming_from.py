@@ -112,7 +112,7 @@ FLOAT32 = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FLOAT32)
 def test_theirs_and_ours_learn_the_same(name):
     framework, changes = FLOAT32[name]
@@ -125,14 +125,14 @@ def test_theirs_and_ours_learn_the_same(name):
     assert found[-1] < found[0] / 10
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_mpx_and_ours_learn_the_same():
     page = FOLDER / "jax.md"
     found = theirs("mpx", page)["losses"]
     np.testing.assert_allclose(found, pages.run(page)["module_losses"], rtol=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("framework", SCALES)
 def test_scales_are_the_same_under_overflows(framework, tmp_path):
     page = tmp_path / "page.md"

@@ -80,9 +80,9 @@ def test_norm_statistics_and_loss_stay_float32_in_half_precision(example):
     ("example", "policy"),
     [
         (digits_cnn, "mixed_float16"),
-        pytest.param(digits_cnn, "float32", marks=pytest.mark.slow),
-        pytest.param(byte_gpt, "mixed_float16", marks=pytest.mark.slow),
-        pytest.param(byte_gpt, "float32", marks=pytest.mark.slow),
+        pytest.param(digits_cnn, "float32", marks=pytest.mark.thorough),
+        pytest.param(byte_gpt, "mixed_float16", marks=pytest.mark.thorough),
+        pytest.param(byte_gpt, "float32", marks=pytest.mark.thorough),
     ],
 )
 def test_main_trains_and_writes_its_result(example, policy, tmp_path, capsys):
@@ -99,7 +99,7 @@ def test_main_trains_and_writes_its_result(example, policy, tmp_path, capsys):
     assert policy in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(("text", "scale"), [("none", 1.0), ("dynamic", 2.0**16), ("128", 128.0)])
 def test_loss_scale_option(text, scale, tmp_path):
     out = tmp_path / "result.json"
@@ -109,7 +109,7 @@ def test_loss_scale_option(text, scale, tmp_path):
     assert json.loads(out.read_text())["final_loss_scale"] == scale
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @examples
 def test_runs_as_a_script_without_warnings(example):
     done = run_script(f"examples/{example.__name__}.py", "--steps", 2, "--policy", "mixed_bfloat16")
@@ -117,7 +117,7 @@ def test_runs_as_a_script_without_warnings(example):
     assert done.stdout.startswith("mixed_bfloat16: ")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_wrong_policy_is_refused_with_the_nearest_name():
     done = run_script("examples/digits_cnn.py", "--steps", 2, "--policy", "mixed_float61")
     assert done.returncode != 0
@@ -159,7 +159,7 @@ def test_demo_runs_what_it_promises():
     assert ("mixed_float16", "none") in demo.RUNS.values()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_demo_as_a_script(tmp_path):
     out = tmp_path / "out"
     logs = tmp_path / "logs"

@@ -38,7 +38,7 @@ def test_runs_in_a_tiny_size(name, tmp_path, capsys):
     assert row.split()[0] in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "row"), [(n, row) for n in NAMES for row in expected.rows(n)])
 def test_gives_the_figures_of_its_table(name, row, tmp_path):
     """As a script, warnings being errors; curves are written to the folder EXAMPLES_OUT."""

@@ -132,7 +132,7 @@ def test_a_nan_on_one_process_is_skipped_on_all(start, tmp_path):
     assert losses[-1] < losses[3] < losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
 def test_processes_hold_the_same_in_the_end(start, tmp_path, policy):
     job = start(tmp_path, directory=tmp_path / "run", steps=30, policy=policy)
@@ -141,7 +141,7 @@ def test_processes_hold_the_same_in_the_end(start, tmp_path, policy):
     assert one["loss"] < 3.5 and one["skipped_steps"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("victim", [1, 0], ids=["worker", "coordinator"])
 def test_a_killed_process_costs_no_more_than_the_steps_since_the_checkpoint(
     start, tmp_path, whole, victim
@@ -160,7 +160,7 @@ def test_a_killed_process_costs_no_more_than_the_steps_since_the_checkpoint(
     assert ends == [whole[1]] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_sigterm_to_one_process_stops_all_at_one_step_which_is_saved(start, tmp_path, whole):
     directory = tmp_path / "run"
     job = start(tmp_path / "stopped", directory=directory, **RUN)
@@ -173,7 +173,7 @@ def test_sigterm_to_one_process_stops_all_at_one_step_which_is_saved(start, tmp_
     assert again.first == step
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", [2, 4])
 def test_goes_on_on_other_devices(start, tmp_path, whole, devices):
     directory = tmp_path / "run"

@@ -105,13 +105,13 @@ def test_random_programs_are_unchanged(seed):
     assert_random_program_is_unchanged(seed)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(6, 200))
 def test_more_random_programs_are_unchanged(seed):
     assert_random_program_is_unchanged(seed)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SOUND)
 def test_members_are_unchanged(name):
     registries = vars(importlib.import_module(f"test_sound_{name}")).values()
@@ -124,13 +124,13 @@ def test_members_are_unchanged(name):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", clean_models.MODELS)
 def test_models_of_libraries_are_unchanged(name):
     assert_is_identity(*clean_models.MODELS[name]())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", benchmarks.models.MODELS)
 def test_models_of_benchmarks_are_unchanged(name):
     sizes = benchmarks.models.SMALL[name]

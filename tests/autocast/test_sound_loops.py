@@ -51,7 +51,7 @@ def recurrence_with_the_gate_inside():
     return Case(fun, (GATE, SEQUENCE), (0, 1))
 
 
-@NEAR_ONE(slow=True)
+@NEAR_ONE(thorough=True)
 def recurrence_by_associative_scan():
     def fun(w, x):
         a = jnp.exp(-jax.nn.softplus(x @ w) * 0.001)

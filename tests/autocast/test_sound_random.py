@@ -59,7 +59,7 @@ def test_random_programs_under_lean(first):
     judge(range(first, first + CHUNK), "lean")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("storage", CHOICES["storage"].values)
 def test_many_random_programs(storage):
     first = 10**6 if os.environ.get("CI") else secrets.randbelow(10**9)

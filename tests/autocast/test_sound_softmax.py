@@ -152,7 +152,7 @@ def test_grouped_attention_keeps_what_attention_keeps():
     assert bytes_kept(grouped(jax.nn.softmax), "bfloat16") <= bytes_kept(plain, "bfloat16")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spellings_are_sound(name, half):

@@ -160,7 +160,7 @@ def test_the_stream_stays_half(name, half):
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
-    "name", [x if x in MEASURED else pytest.param(x, marks=pytest.mark.slow) for x in CASES]
+    "name", [x if x in MEASURED else pytest.param(x, marks=pytest.mark.thorough) for x in CASES]
 )
 def test_the_stream_is_sound(name, half):
     fun, args = model(*CASES[name])

@@ -18,7 +18,7 @@ from problems import bits
 
 from mpjax import checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 KILLS = int(os.environ.get("KILLS", 5))
 SCRIPT = Path(resumed.__file__)
 # Of what orbax, JAX and absl say on the way nothing is of interest.

@@ -34,7 +34,7 @@ def starts(platform, flags):
     return done.returncode == 0, done.stderr
 
 
-PLATFORMS = [advice.GPU, pytest.param(advice.TPU, marks=[pytest.mark.slow, compiles("v5e")])]
+PLATFORMS = [advice.GPU, pytest.param(advice.TPU, marks=[pytest.mark.thorough, compiles("v5e")])]
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)

@@ -325,7 +325,7 @@ def test_the_same_figures_every_time():
     assert first.to_dict() == second.to_dict()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @compiles("v100")
 def test_the_examples_of_the_page_on_instruments(capsys):
     page = (Path(mpjax.__file__).parent.parent / "docs" / "instruments.md").read_text()
@@ -357,7 +357,7 @@ FUSED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @compiles("h100")
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_attention_grows_with_the_length_and_not_with_its_square(name):
@@ -373,7 +373,7 @@ def test_fused_attention_grows_with_the_length_and_not_with_its_square(name):
     assert "cudnn" not in str(report)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @compiles("v5e")
 def test_a_tpu_compiles_flash_attention():
     step = jax.value_and_grad(mpjax.autocast(attend, "mixed_bfloat16"), (0, 1, 2))
@@ -381,7 +381,7 @@ def test_a_tpu_compiles_flash_attention():
     assert "tpu_custom_call" in str(report)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @compiles("h100")
 def test_matmuls_that_find_no_tiles_without_a_device_are_left_to_cublas():
     loss, params, rest, batch, _ = MODELS["vit"](batch=4, layers=1)

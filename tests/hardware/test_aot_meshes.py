@@ -156,7 +156,7 @@ def test_the_largest_batch_of_several_devices():
     assert found.batch == 8 * one.batch and found.target == "h100 x 8"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", both("h100 x 256", "v5e x 256", "v5p x 16", "v4 x 8"))
 def test_large_meshes(target):
     devices = int(target.split(" x ")[1])
@@ -199,7 +199,7 @@ def test_cudnn_s_attention_is_not_gathered():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @compiles("h100")
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "O2:bfloat16"])
 def test_an_optimizer_state_on_the_host(policy):
@@ -232,7 +232,7 @@ def test_an_optimizer_state_on_the_host(policy):
     assert sorted(sent[0]) == sorted(sent[1])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", both("h100", "v5e"))
 @pytest.mark.parametrize("spec", [P(), P("data")])
 def test_micro_batches_stay_where_they_lie(target, spec):

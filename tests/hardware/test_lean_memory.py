@@ -8,7 +8,7 @@ from absent import compiles, shape
 import mpjax
 from benchmarks.models import MODELS, training_step
 
-pytestmark = [pytest.mark.slow, compiles("h100")]
+pytestmark = [pytest.mark.thorough, compiles("h100")]
 
 LEAN = "mixed_bfloat16,storage=lean"
 

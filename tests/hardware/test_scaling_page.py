@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 
-pytestmark = [pytest.mark.slow, compiles("h100")]
+pytestmark = [pytest.mark.thorough, compiles("h100")]
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
 WORDS = " ".join(PAGE.split())

@@ -39,7 +39,7 @@ print(*sorted(set(re.findall(names, hlo))))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(bool(missing_for("cuda")), reason="needs mpjax[aot-cuda]")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("axes", [("data",), ("data", "-", "model")], ids=["batch", "heads"])

@@ -10,7 +10,7 @@ import mpjax
 from benchmarks.models import training_step
 from mpjax._src.training import step as steps
 
-pytestmark = [pytest.mark.slow, compiles("h100")]
+pytestmark = [pytest.mark.thorough, compiles("h100")]
 
 WIDTH = 1024
 PARAMS = {name: shape(WIDTH, WIDTH) for name in "abc"}

@@ -9,7 +9,7 @@ from absent import compiles, shape
 import mpjax
 from benchmarks.rivals import program
 
-pytestmark = [pytest.mark.slow, compiles("v5e")]
+pytestmark = [pytest.mark.thorough, compiles("v5e")]
 
 
 class Blocks(nn.Module):

@@ -7,7 +7,7 @@ from absent import compiles
 
 from benchmarks import weights
 
-pytestmark = [pytest.mark.slow, compiles("h100")]
+pytestmark = [pytest.mark.thorough, compiles("h100")]
 
 LAYERS = {"layers": 2}  # of GPT-2 355M
 

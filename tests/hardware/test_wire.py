@@ -7,7 +7,7 @@ from absent import compiles
 
 from benchmarks import wire
 
-pytestmark = [pytest.mark.slow, compiles("h100")]
+pytestmark = [pytest.mark.thorough, compiles("h100")]
 
 # Biases aside, these read their parameters in float32: norms, and what is added before the first
 # of them.

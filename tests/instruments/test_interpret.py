@@ -56,7 +56,7 @@ FAST = ("equinox", "mixture of experts")
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.thorough) for n in MODELS]
 )
 def test_models(name):
     loss, params = MODELS[name]()

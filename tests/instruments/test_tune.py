@@ -44,7 +44,7 @@ def model(rng):
 
 class TestSearch:
     @pytest.mark.parametrize(
-        "sharp", [(1,), *(pytest.param(s, marks=pytest.mark.slow) for s in ((0,), (0, 2), ()))]
+        "sharp", [(1,), *(pytest.param(s, marks=pytest.mark.thorough) for s in ((0,), (0, 2), ()))]
     )
     def test_no_more_float32_than_brute_force_over_layers_needs(self, model, sharp):
         def loss(params, x):
@@ -151,7 +151,7 @@ class TestSearch:
         tuned = tune(loss, "mixed_bfloat16", 0.5)(params, normal(3, 32, 8))
         assert tuned.met and not tuned.steps
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     @pytest.mark.parametrize("seed", range(4))
     def test_at_most_one_place_more_than_exhaustive_search(self, seed):
         keys = jax.random.split(jax.random.key(seed), 8)

@@ -11,7 +11,7 @@ QUICK = ("eqx_mlp", "hk_lstm", "linen_gru")
 
 
 def as_param(name):
-    return name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    return name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough)
 
 
 def lint(loss, params, batch, **options):
@@ -29,7 +29,7 @@ def test_a_training_step_of_others_is_clean(name):
         assert not report.findings and report.ran, f"{variant}\n{report}"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["eqx_mlp", "eqx_attention", "hk_lstm", "linen_encoder"])
 def test_a_real_step_and_its_compiled_form_are_clean(name):
     loss, params, batch = MODELS[name]()

@@ -32,7 +32,7 @@ def used(page):
     return page.locator("#detail h3").inner_text()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_page_of_gpt2_is_small_and_soon_usable(opened, explained):
     html = explained.to_html()
     seconds = []
@@ -47,7 +47,7 @@ def test_the_page_of_gpt2_is_small_and_soon_usable(opened, explained):
     assert len(html.encode()) <= MOST_BYTES and min(seconds) <= MOST_SECONDS, told
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_every_operation_of_gpt2_is_found(opened, explained):
     page = opened(explained.to_html())
     count = len(explained.rows)

@@ -46,7 +46,7 @@ def test_every_kind_of_float32_number_comes_back(rng):
     check_all((tops[:, None] | edges).ravel())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_all_float32_numbers_come_back():
     for start in range(0, 1 << 32, 1 << 24):
         check_all(np.arange(start, start + (1 << 24), dtype=np.int64).astype(np.uint32))

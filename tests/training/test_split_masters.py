@@ -68,7 +68,7 @@ def test_they_are_float32_masters_bit_for_bit(name, rng):
     assert split == whole
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_they_are_so_over_ten_thousand_steps(rng):
     masters, x = problem(rng)
     grad_fn = lambda p: jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss_fn)(p, x))  # noqa: E731
