@@ -94,7 +94,7 @@ peaks: dict[str, int] = {}
 
 
 def cpu_seconds():
-    """Returns the processor time of this process and of its children, which no other load changes."""
+    """Returns the processor time of this process and of its children: no other load changes it."""
     return time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
