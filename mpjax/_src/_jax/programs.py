@@ -137,9 +137,7 @@ def eval_closed(jaxpr: Any, *args: Any) -> list[Any]:
 
 def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
     """Runs an equation's primitive on other operands, with some parameters changed."""
-    params = {**eqn.params, **params}
-    if eqn.primitive.name.startswith("custom_"):
-        params |= {k: own_lines(f) for k, f in params.items() if isinstance(f, lu.WrappedFun)}
+    params = _with_own_lines(eqn.primitive.name, {**eqn.params, **params})
     params = eqn.primitive.get_bind_params(params)
     # JAX casts a literal with NumPy, which warns of overflow; XLA turns -1e30 into -Inf silently.
     with np.errstate(over="ignore"):
@@ -221,3 +219,58 @@ def _sharding(x: Any) -> Any:
 def shard_shape(aval: Any) -> tuple[Any, ...]:
     """Returns the shape of one device's part of an array, as far as the program says."""
     return aval.sharding.shard_shape(aval.shape) if is_explicit(aval) else aval.shape
+
+
+def numbered(jaxpr: Any, name: str, holds: Callable[[Any], bool]) -> tuple[Any, list[Any]]:
+    """Puts each equation of a closed jaxpr into a scope with a number, inner programs included.
+
+    JAX leaves an equation's scopes on the equations of its derivative, so the number says which
+    equation a derivative belongs to. Equations of a program that is called twice are numbered once.
+
+    Args:
+        jaxpr: The program.
+        name: The name of the scopes, before the number.
+        holds: Whether the programs in an equation's parameters are its inner programs.
+
+    Returns:
+        The program, and its equations by their numbers.
+    """
+    equations: list[Any] = []
+    done: dict[int, tuple[Any, Any]] = {}  # with the programs themselves, so that ids stay theirs
+
+    def program(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(program, x))
+        inner = open_jaxpr(x)[0]
+        if not hasattr(inner, "eqns"):
+            return x
+        if id(x) not in done:
+            new = inner.replace(eqns=[equation(eqn) for eqn in inner.eqns])
+            done[id(x)] = x, (new if inner is x else x.replace(jaxpr=new))
+        return done[id(x)][1]
+
+    def equation(eqn: Any) -> Any:
+        info = eqn.source_info
+        stack = info.name_stack.extend(f"{name}{len(equations)}")
+        equations.append(eqn)
+        params = eqn.params
+        if holds(eqn):
+            inner = {k: program(p) for k, p in params.items()}
+            params = _with_own_lines(eqn.primitive.name, inner)
+        return eqn.replace(params=params, source_info=info.replace(name_stack=stack))
+
+    return program(jaxpr), equations
+
+
+def _with_own_lines(name: str, params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of an equation; rules of its author get their own source lines."""
+    if not name.startswith("custom_"):
+        return params
+    return {k: own_lines(p) if isinstance(p, lu.WrappedFun) else p for k, p in params.items()}
+
+
+def called(eqn: Any) -> str:
+    """Returns the name of the function that an equation calls, or that of its primitive."""
+    program = eqn.params.get("call_jaxpr")
+    info = getattr(open_jaxpr(program)[0], "debug_info", None)
+    return getattr(info, "func_name", None) or eqn.primitive.name

@@ -20,7 +20,7 @@ from mpjax._src import _jax
 from mpjax._src.dtypes import HALVES, short_name
 from mpjax._src.errors import brief
 from mpjax._src.instruments.healed import run_healed
-from mpjax._src.instruments.interpret import Place, Wide, interpret, shown, widen
+from mpjax._src.instruments.interpret import Place, Watcher, Wide, interpret, shown, widen
 from mpjax._src.instruments.likeness import Pool, alike, pool_of
 from mpjax._src.instruments.noise import moved
 from mpjax._src.instruments.nonfinite import check_concrete
@@ -339,7 +339,7 @@ class _Step:
         return pool_of([self.shadow])
 
 
-class _Watcher:
+class _Watcher(Watcher):
     """A `Comparer` that records the float32 result of each operation and its predecessors."""
 
     def __init__(self) -> None:

@@ -19,6 +19,9 @@ from mpjax._src.autocast.graph import ROW
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.higher_order import BRANCH, CALL, SCAN, WHILE, higher_order
 
+# The name of the scopes that number the equations of a function, before the number.
+NUMBER = "mpjax.equation="
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
@@ -41,6 +44,13 @@ class Place:
         """The number of the plan's op at this place, if ops are numbered."""
         numbers = [name for name in self.scopes if name.startswith(ROW)]
         return int(numbers[-1].removeprefix(ROW)) if numbers else None
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The number of the function's equation at this place, after those of the equations around
+        it, if equations are numbered."""
+        names = dict.fromkeys(name for name in self.scopes if name.startswith(NUMBER))
+        return tuple(int(name.removeprefix(NUMBER)) for name in names)
 
     def at(self, eqn: Any) -> "Place":
         """Returns the place of an equation in the program at this place."""
@@ -77,6 +87,9 @@ class Watcher(Protocol):
     def operation(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
         """Runs one operation on values, and returns its results as values."""
 
+    def entered(self, eqn: Any, ins: list[Any], place: Place) -> None:
+        """Is called before the programs inside an equation run."""
+
     def constant(self, array: Any) -> Any:
         """Returns the value of an array that is part of the program."""
 
@@ -90,7 +103,7 @@ class Watcher(Protocol):
         """Returns values stacked along a new first axis."""
 
 
-class Plain:
+class Plain(Watcher):
     """The watcher that watches nothing: its values are arrays."""
 
     operation = staticmethod(lambda eqn, ins, place: run(eqn, ins))
@@ -140,6 +153,7 @@ def interpret(jaxpr: Any, args: list[Any], watcher: Watcher, place: Place = Plac
         rule = ENTER.get(higher_order(eqn.primitive.name).kind)
         here = place.at(eqn)
         if rule:
+            watcher.entered(eqn, ins, here)
             outs = rule(eqn, ins, watcher, here.inside(eqn))
         else:
             outs = watcher.operation(eqn, ins, here)
@@ -217,6 +231,11 @@ ENTER: dict[str, Callable[..., list[Any]]] = {
     WHILE: _while,
     BRANCH: _cond,
 }
+
+
+def enters(eqn: Any) -> bool:
+    """Returns whether `interpret` enters the programs of an equation."""
+    return higher_order(eqn.primitive.name).kind in ENTER
 
 
 def take(array: jax.Array, index: int) -> jax.Array:

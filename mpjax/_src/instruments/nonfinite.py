@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src import _jax, rules
-from mpjax._src.dtypes import FLOAT32, short_name
+from mpjax._src.dtypes import FLOAT32
 from mpjax._src.errors import check_callable
+from mpjax._src.instruments.derivative import Made, derivative_at
 from mpjax._src.instruments.interpret import (
     Place,
+    Watcher,
     interpret,
     is_half,
     run,
@@ -30,6 +32,7 @@ from mpjax._src.instruments.programs import (
     largest_finite_scale,
     make_program,
 )
+from mpjax._src.instruments.ranges import Range, counts, is_number, largest_finite, range_of
 from mpjax._src.policy import Policy, get_policy
 from mpjax._src.reports import Report, where, wrapped
 from mpjax._src.rules import rule_of
@@ -37,37 +40,6 @@ from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
 # The most places that are moved to float32 by a tried override.
 ROUNDS = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Range(Report):
-    """The range of an array: its least and greatest finite values, and its counts of NaN and Inf.
-
-    Attributes:
-        dtype: The short name of the dtype, such as "f16".
-        shape: The shape of the array.
-        low: The least finite value, or NaN if there is none.
-        high: The greatest finite value, or NaN if there is none.
-        nans: The number of NaN entries.
-        infs: The number of Inf and -Inf entries.
-        path: The path of the parameter or argument, or "" for any other array.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    low: float
-    high: float
-    nans: int
-    infs: int
-    path: str = ""
-
-    def __str__(self) -> str:
-        shape = ",".join(map(str, self.shape))
-        text = f"{self.dtype}[{shape}]  "
-        text += "no finite value" if math.isnan(self.low) else f"{self.low:.3g} to {self.high:.3g}"
-        for count, name in ((self.nans, "NaN"), (self.infs, "Inf")):
-            text += f", {count} x {name}" if count else ""
-        return f"{text}  {self.path}".rstrip()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +60,8 @@ class NonfiniteReport(Report):
             forward operation, joined with ", "; for an argument, its own path.
         loops: The loops around the operation with their iterations, counted from 0, the outermost
             loop first.
-        inputs: The ranges of its operands.
-        result: The range of its result.
+        inputs: The ranges of its operands; those of ``derivative_of`` if it is a derivative.
+        result: The range of its result; that of ``expression`` if it is a derivative.
         largest: The largest magnitude of the result in float32 if it is finite there, else None.
         reaches: The results of the program that are not finite.
         loss_scale: The scale that the loss was multiplied by.
@@ -104,6 +76,12 @@ class NonfiniteReport(Report):
             few operations to float32. The program was run with it and is finite. Empty if none is
             known.
         float32_flops: The share of the matmul FLOPs that these overrides move, from 0 to 1.
+        derivative_of: The name of the operation whose derivative is not finite, such as "sqrt", if
+            the operation found is part of this derivative. JAX writes a derivative with other
+            operations, and computes some of them in the forward pass. "" otherwise.
+        derivative: What this derivative is: "Inf", "-Inf" or "NaN", or "".
+        expression: How JAX computes it, with the numbers, such as "0.5 / sqrt(0)"; "" if there is
+            no derivative, or if it is not computed entry by entry.
     """
 
     found: bool
@@ -128,6 +106,9 @@ class NonfiniteReport(Report):
     library: str = ""
     overrides: dict[str, str] = dataclasses.field(default_factory=dict)
     float32_flops: float | None = None
+    derivative_of: str = ""
+    derivative: str = ""
+    expression: str = ""
 
     _drawn_by = "mpjax._src.instruments.pages"
 
@@ -141,14 +122,7 @@ class NonfiniteReport(Report):
     def __str__(self) -> str:
         if not self.found:
             return self.advice
-        which = "backward" if self.backward else "forward"
-        if self.kind == "argument":
-            lines = [f"The argument {self.path} holds {self.made} before anything is computed"]
-        elif self.kind == "compiled":
-            lines = [f"{self.made} in the compiled program only"]
-        else:
-            place = where(self.source, self.library)
-            lines = [f"{self.primitive} made {self.made} in the {which} pass, {place}"]
+        lines = []
         turns = ", ".join(f"{loop} {i}" for loop, i in self.loops)
         for name, text in (("scope", self.scope), ("path", self.path), ("iteration", turns)):
             if text:
@@ -156,7 +130,7 @@ class NonfiniteReport(Report):
         for i, operand in enumerate(self.inputs):
             lines.append(f"  {'' if i else 'inputs':<10}{operand}")
         if self.result is not None:
-            lines.append(f"  {'result':<10}{self.result}")
+            lines.append(f"  {'slope' if self.derivative_of else 'result':<10}{self.result}")
         if self.largest is not None:
             largest = f"{self.largest:.4g}" + (
                 "; float16's is 65504" if self.result and self.result.dtype == "f16" else ""
@@ -164,8 +138,25 @@ class NonfiniteReport(Report):
             lines.append(f"  {'float32':<10}its largest magnitude would be {largest}")
         more = f" and {len(self.reaches) - 3} more" if len(self.reaches) > 3 else ""
         lines.append(f"  {'reaches':<10}{', '.join(self.reaches[:3])}{more}")
-        lines = [wrapped(line, 12) for line in lines]
+        lines = [wrapped(self.headline), *(wrapped(line, 12) for line in lines)]
         return "\n".join([*lines, *map(wrapped, self.advice.splitlines())])
+
+    @property
+    def headline(self) -> str:
+        """The first sentence of the report: what is not finite, and where."""
+        place = where(self.source, self.library)
+        if not self.found:
+            return self.advice
+        if self.kind == "argument":
+            return f"The argument {self.path} holds {self.made} before anything is computed"
+        if self.kind == "compiled":
+            return f"{self.made} in the compiled program only"
+        if self.derivative_of:
+            computed = f" ({self.expression})" if self.expression else ""
+            what = f"The derivative of {self.derivative_of} is {self.derivative}"
+            return f"{what} at {place}{computed}; the loss itself is finite"
+        which = "backward" if self.backward else "forward"
+        return f"{self.primitive} made {self.made} in the {which} pass, {place}"
 
 
 def find_nonfinite(
@@ -219,7 +210,14 @@ def find_nonfinite(
     def wrapped(*args, **kwargs):
         name = "find_nonfinite"
         make = functools.partial(
-            make_program, name, fun, args=args, kwargs=kwargs, argnums=argnums, has_aux=has_aux
+            make_program,
+            name,
+            fun,
+            args=args,
+            kwargs=kwargs,
+            argnums=argnums,
+            has_aux=has_aux,
+            numbers=True,
         )
         program = make(policy=policy)
         arrays = check_concrete("find_nonfinite", program.arrays)
@@ -254,13 +252,14 @@ class Watched:
     path: str = ""  # its path, if it is a parameter or argument
 
 
-class _Finder:
+class _Finder(Watcher):
     """The watcher: an event is an operation that makes NaN or Inf of finite operands."""
 
     def __init__(self, program: Program):
         self.program = program
         self.parameters = frozenset(program.parameters)
         self.events: list[NonfiniteReport] = []
+        self.made: list[Made | None] = []  # the operations of the events; None for an argument
         self._read: dict[Any, list[str]] = {}  # the parameters that a line of the program reads
 
     def operation(self, eqn: Any, ins: list[Watched], place: Place) -> list[Watched]:
@@ -275,7 +274,7 @@ class _Finder:
             self._read.setdefault(_jax.line_key(eqn), []).extend(paths)
         results = []
         for index, out in enumerate(outs):
-            nans, infs = _count(out)
+            nans, infs = counts(out)
             blame = origins
             made = nans or (infs and (not infinite or _is_new(eqn, arrays, out)))
             if made and not origins:
@@ -287,11 +286,14 @@ class _Finder:
     def _event(self, eqn, ins, arrays, index, out, given, place) -> int:
         wide = run_in_float32(eqn, arrays) if touches_half(eqn) else None
         in_float32 = None if wide is None else wide[index]
-        finite = in_float32 is not None and sum(_count(in_float32)) < sum(_count(out))
-        nans, _ = _count(out)
+        finite = in_float32 is not None and sum(counts(in_float32)) < sum(counts(out))
+        nans, _ = counts(out)
         paths = [v.path for v in ins if v.path in self.parameters]
         paths = paths or self._read.get(_jax.line_key(eqn), []) or [v.path for v in ins if v.path]
         source, library = self.program.lines(eqn, place)
+        numbers = [v for v in ins if is_number(v.array)]
+        inputs = tuple(range_of(v.array) for v in numbers)
+        made = range_of(out)
         self.events.append(
             NonfiniteReport(
                 found=True,
@@ -306,31 +308,37 @@ class _Finder:
                 loops=place.loops,
                 op=place.op,
                 given=tuple(sorted(given)),
-                inputs=tuple(_range(v.array, v.path) for v in ins if _is_number(v.array)),
-                result=_range(out, ""),
-                largest=_largest(in_float32) if finite else None,
+                inputs=tuple(
+                    dataclasses.replace(held, path=v.path)
+                    for held, v in zip(inputs, numbers, strict=True)
+                ),
+                result=made,
+                largest=largest_finite(in_float32) if finite else None,
             )
         )
+        here = dataclasses.replace(place, callers=())
+        self.made.append(Made(eqn.primitive.name, inputs, made, here))
         return len(self.events) - 1
 
     def argument(self, array: Any, path: str) -> Watched:
-        nans, infs = _count(array)
+        nans, infs = counts(array)
         if not nans:
             given = frozenset({path} if infs else ())
             return Watched(array, bool(infs), given=given, path=path)
-        held = _range(array, "")
+        held = range_of(array)
         self.events.append(NonfiniteReport(True, "argument", "NaN", path=path, result=held))
+        self.made.append(None)
         return Watched(array, True, frozenset({len(self.events) - 1}), path=path)
 
     def constant(self, array: Any) -> Watched:
-        return Watched(array, any(_count(array)))
+        return Watched(array, any(counts(array)))
 
     def decide(self, value: Watched, eqn: Any, place: Place) -> int:
         return int(value.array)
 
     def slice(self, value: Watched, index: int) -> Watched:
         array = take(value.array, index)
-        return dataclasses.replace(value, array=array, bad=value.bad and any(_count(array)))
+        return dataclasses.replace(value, array=array, bad=value.bad and any(counts(array)))
 
     def stack(self, values: Sequence[Watched]) -> Watched:
         bad = any(v.bad for v in values)
@@ -366,8 +374,37 @@ def _search(program: Program, arrays: list[jax.Array], scale: float) -> Nonfinit
         event = NonfiniteReport(True, "argument", "Inf", path=", ".join(paths))
     else:
         # A pole, such as log(0), is often masked out later; an overflow or a NaN never is.
-        event = finder.events[min(guilty, key=lambda i: (_is_pole(finder.events[i]), i))]
+        first = min(guilty, key=lambda i: (_is_pole(finder.events[i]), i))
+        event = finder.events[first]
+        if program.follows_gradient and reaches[0] != "loss":
+            event = _as_derivative(event, finder.made[: first + 1], program, arrays)
     return dataclasses.replace(event, reaches=reaches, loss_scale=scale)
+
+
+def _as_derivative(
+    event: NonfiniteReport, made: Sequence[Made | None], program: Program, arrays: list[jax.Array]
+) -> NonfiniteReport:
+    """Returns an event as that of the operation whose derivative it belongs to, if it does.
+
+    Args:
+        event: The event.
+        made: The operations of the events up to this one.
+        program: The program.
+        arrays: Its arguments, without the loss scale.
+    """
+    *before, last = made
+    found = last and derivative_at(program, arrays, last, before)
+    if not found:
+        return event
+    return dataclasses.replace(
+        event,
+        derivative_of=found.of,
+        derivative=found.value,
+        expression=found.expression,
+        inputs=found.inputs,
+        result=found.result,
+        largest=found.largest,
+    )
 
 
 def _is_pole(event: NonfiniteReport) -> bool:
@@ -383,7 +420,7 @@ def _in_compiled_alone(
 ) -> NonfiniteReport:
     outs = program.compiled(*arrays, jnp.float32(scale))
     pairs = zip(program.results, outs, strict=True)
-    reaches = tuple(name for name, out in pairs if name not in meant and any(_count(out)))
+    reaches = tuple(name for name, out in pairs if name not in meant and any(counts(out)))
     what = "loss and gradients are" if program.follows_gradient else "every result is"
     if not reaches:
         return NonfiniteReport(False, loss_scale=scale, advice=f"Nothing found: {what} finite.")
@@ -464,7 +501,7 @@ def _moved_to_float32(
         program = make(policy=policy.override(dict.fromkeys(patterns, "float32")))
         outs = program.compiled(*arrays, jnp.float32(event.loss_scale))
         pairs = zip(program.results, outs, strict=True)
-        if not any(name in event.reaches and any(_count(out)) for name, out in pairs):
+        if not any(name in event.reaches and any(counts(out)) for name, out in pairs):
             return patterns, True
         event = _search(program, arrays, event.loss_scale)
         if not (event.found and _in_half(event)):
@@ -474,7 +511,7 @@ def _moved_to_float32(
 
 def _advice(event: NonfiniteReport, gradients: set[str], own: bool, tried: Sequence[str]):
     if event.kind == "argument":
-        yield "The loss scale cannot cure that."
+        yield "Lowering the loss scale does not help: the argument itself is not finite."
         yield (
             "If it is a parameter, training diverged before this step: go back to a checkpoint "
             "and lower the learning rate. If it is data, check the code that loads and normalizes "
@@ -493,9 +530,15 @@ def _advice(event: NonfiniteReport, gradients: set[str], own: bool, tried: Seque
             yield "A scale below 1 loses small gradients: bfloat16 suits this backward pass better."
         return
     if set(event.reaches) <= gradients:
-        yield f"No loss scale cures it: gradients are not finite at 2^{LEAST_EXPONENT} either."
+        yield (
+            "Lowering the loss scale does not help: the gradients are not finite at "
+            f"2^{LEAST_EXPONENT} either."
+        )
     elif gradients:
-        yield "The loss scale cannot cure it, because it is made before the backward pass begins."
+        yield (
+            "Lowering the loss scale does not help: the value is made before the backward pass "
+            "begins."
+        )
     if any(r.infs for r in event.inputs):
         names = ", ".join(event.given) or "an operand"
         yield (
@@ -506,7 +549,10 @@ def _advice(event: NonfiniteReport, gradients: set[str], own: bool, tried: Seque
     if event.kind == "overflow":
         yield from _against_overflow(event, own, tried)
     else:
-        yield UNDEFINED.get(event.primitive, "The result is not finite in float32 either.")
+        if event.derivative_of:
+            yield _guard(event)
+        else:
+            yield UNDEFINED.get(event.primitive, "The result is not finite in float32 either.")
         if any(r.dtype in ("f16", "bf16") for r in event.inputs):
             yield (
                 "A zero may be a small number that half flushed, such as an epsilon: in float16 "
@@ -525,7 +571,12 @@ def _against_overflow(event: NonfiniteReport, own: bool, tried: Sequence[str]):
     if event.result is not None and event.result.dtype == "f16":
         yield "bfloat16 has float32's range: try 'mixed_bfloat16'."
     yield from _override(event, tried)
-    yield "Or make its operands smaller: normalize them, or scale before the product, not after."
+    yield _guard(event) if event.derivative_of else SMALLER
+
+
+def _guard(event: NonfiniteReport) -> str:
+    """Returns how to avoid the point where a derivative is not finite."""
+    return INFINITE_DERIVATIVE.get(event.derivative_of, GUARD)
 
 
 def _override(event: NonfiniteReport, tried: Sequence[str]):
@@ -542,9 +593,23 @@ def _override(event: NonfiniteReport, tried: Sequence[str]):
         yield "Or keep this place in float32, inside `with mpjax.precision('float32'):`."
 
 
+SMALLER = "Or make its operands smaller: normalize them, or scale before the product, not after."
+GUARD = (
+    "Add an epsilon to the operand, or guard it with jnp.where before the operation, not after it."
+)
+REPEATED = "It exists only where these values differ: do not differentiate them where they repeat."
+SINGULAR = "It exists only for a matrix that is not singular: add an epsilon to its diagonal."
+RANGED = "Clip the operand to a slightly smaller range before the operation."
+INFINITE_DERIVATIVE = {
+    **dict.fromkeys(("asin", "acos", "acosh", "atanh", "erf_inv"), RANGED),
+    **dict.fromkeys(("eig", "eigh", "svd"), REPEATED),
+    **dict.fromkeys(("cholesky", "lu", "qr", "triangular_solve"), SINGULAR),
+}
+
 UNDEFINED = {
-    "div": "A division by zero, or an infinite derivative (sqrt or norm at 0, log at 0): add an "
-    "epsilon, or guard the operand with jnp.where before the operation, not after it.",
+    "div": "A division by zero, perhaps in a derivative that the function takes itself (sqrt or "
+    "norm at 0, log at 0): add an epsilon, or guard the operand with jnp.where before the "
+    "operation, not after it.",
     "log": "The logarithm of a number that is not above 0: add an epsilon, or use log_softmax, "
     "log1p or logaddexp.",
     "log1p": "The operand is -1 or less.",
@@ -559,69 +624,12 @@ UNDEFINED = {
 }
 
 
-# ---- looking at arrays --------------------------------------------------------------------------
-
-
-def _is_number(x: Any) -> bool:
-    array = isinstance(x, jax.Array | np.ndarray | np.generic)
-    return array and bool(jnp.issubdtype(x.dtype, jnp.number))
-
-
-def _count(x: Any) -> tuple[int, int]:
-    """Returns the numbers of NaN and of Inf entries."""
-    if not isinstance(x, jax.Array | np.ndarray | np.generic) or not np.size(x):
-        return 0, 0
-    dtype = x.dtype
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        return 0, 0
-    if isinstance(x, np.ndarray | np.generic):
-        x = np.asarray(x, np.float64 if jnp.issubdtype(dtype, jnp.floating) else dtype)
-        return int(np.isnan(x).sum()), int(np.isinf(x).sum())
-    if _all_finite(x):
-        return 0, 0
-    nans, infs = np.asarray(_counts(x))
-    return int(nans), int(infs)
-
-
-@jax.jit
-def _all_finite(x):
-    return jnp.all(jnp.isfinite(x))
-
-
-@jax.jit
-def _counts(x):
-    return jnp.stack([jnp.sum(jnp.isnan(x)), jnp.sum(jnp.isinf(x))])
-
-
-@jax.jit
-def _ends(x):
-    finite = jnp.isfinite(x)
-    low = jnp.min(jnp.where(finite, x, jnp.inf), initial=jnp.inf)
-    high = jnp.max(jnp.where(finite, x, -jnp.inf), initial=-jnp.inf)
-    return low, high
-
-
-def _range(x: Any, path: str) -> Range:
-    dtype, shape = jnp.result_type(x), tuple(np.shape(x))
-    name = short_name(dtype)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        x = jnp.abs(x)
-    low, high = (float(end) for end in _ends(jnp.asarray(x, jnp.promote_types(x.dtype, "float32"))))
-    if low > high:
-        low = high = math.nan
-    return Range(name, shape, low, high, *_count(x), path)
-
-
-def _largest(x: Any) -> float:
-    return float(jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0)))
-
-
 def _is_new(eqn: Any, arrays: Sequence[Any], out: Any) -> bool:
     """Returns whether an elementwise operation made infinities where its operands have none."""
     name = eqn.primitive.name
     if rule_of(name).need not in (rules.FOLLOW, rules.FULL) and name != "convert_element_type":
         return False
-    same = [x for x in arrays if np.shape(x) == out.shape and _is_number(x)]
+    same = [x for x in arrays if np.shape(x) == out.shape and is_number(x)]
     if len(same) + sum(np.ndim(x) == 0 for x in arrays) < len(arrays):
         return False
     fresh = jnp.isinf(out)

@@ -137,14 +137,19 @@ def _why(row: CompareRow) -> str:
 def _(report: NonfiniteReport) -> Page:
     if not report.found:
         return Page("The first NaN or Inf", report.advice)
-    held = [*((f"operand {i}", x) for i, x in enumerate(report.inputs)), ("result", report.result)]
+    last = "slope" if report.derivative_of else "result"
+    held = [*((f"operand {i}", x) for i, x in enumerate(report.inputs)), (last, report.result)]
+    verb = f"made {report.made}:"
+    if report.derivative_of:
+        verb = f"its derivative is {report.derivative}:"
     columns = ("", "dtype", "shape", "least", "greatest", "NaN", "Inf", "parameter")
     rows = tuple((name, *_held(x)) for name, x in held if x is not None)
     made = report.primitive and Operation(
-        label=report.primitive,
+        label=report.derivative_of or report.primitive,
         scope=box_of(report.scope, short(report.source)),
         facts=facts(
-            why=f"made {report.made}: {KINDS.get(report.kind, report.kind)}",
+            why=f"{verb} {KINDS.get(report.kind, report.kind)}",
+            derivative=report.expression,
             line=short(report.source),
             code=code_at(report.source),
             in_the_library=short(report.library),
@@ -159,11 +164,10 @@ def _(report: NonfiniteReport) -> Page:
         },
         backward=report.backward,
     )
-    first, *_ = str(report).splitlines()
     most = f"In float32 its largest magnitude would be {report.largest:.4g}."
     return Page(
         title="The first NaN or Inf",
-        sentence=f"{first}.",
+        sentence=f"{report.headline}.",
         lines=(
             *([most] if report.largest is not None else []),
             f"Results that are not finite: {', '.join(report.reaches)}.",

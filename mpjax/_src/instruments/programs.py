@@ -17,7 +17,7 @@ from mpjax._src.autocast.loss import differentiated, is_array, is_loss, is_pair_
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.transform import call, trace
 from mpjax._src.errors import warn_at
-from mpjax._src.instruments.interpret import Place
+from mpjax._src.instruments.interpret import NUMBER, Place, enters
 from mpjax._src.patterns import path_of
 from mpjax._src.policy import Policy
 from mpjax._src.training.loss_scale import LossScale, get_loss_scale
@@ -44,6 +44,9 @@ class Program:
         plan: The plan of the function. Its ops are numbered, and the equations of an op are in a
             scope with its number.
         ran: Is called before every run of the program.
+        alone: The function alone, without a backward pass, as a closed jaxpr of the arrays. Its
+            equations are numbered, and so are those of the program that come from them.
+        equations: The equations of ``alone`` by their numbers; empty if they are not numbered.
     """
 
     jaxpr: Any
@@ -54,6 +57,8 @@ class Program:
     parameters: tuple[str, ...]
     plan: Plan
     ran: Callable[[], None] = lambda: None
+    alone: Any = None
+    equations: Sequence[Any] = ()
 
     @functools.cached_property
     def ops(self) -> list[Op]:
@@ -100,13 +105,14 @@ def make_program(
     argnums: int | Sequence[int] | None,
     has_aux: bool,
     ran: Callable[[], None] = lambda: None,
+    numbers: bool = False,
 ) -> Program:
     """Traces a function, or its value and gradients, to one program.
 
     The program includes gradients if ``argnums`` is given and the function returns a scalar loss.
     They are gradients of the scaled loss, unscaled again. The arguments are those of the public
     instruments; ``tool`` is the name of the instrument, for errors. ``ran`` is called before every
-    run.
+    run. With ``numbers``, the program says which equation of the function a derivative belongs to.
     """
     pairs = jax.tree_util.tree_leaves_with_path((args, kwargs))
     pairs = [(keys, x) for keys, x in pairs if is_array(x)]
@@ -120,8 +126,17 @@ def make_program(
         traced = trace(fun, policy, args, kwargs)
     outs = traced.returned()
 
+    def evaluate(*arrays):
+        return call(traced, list(arrays), rows=True)
+
+    alone, equations = None, []
+    if numbers:
+        alone = _jax.trace(evaluate, traced.avals, tool)
+        alone, equations = _jax.numbered(alone, NUMBER, enters)
+        evaluate = functools.partial(_jax.eval_closed, alone)
+
     def run(*arrays):
-        return traced.rebuild(call(traced, list(arrays), rows=True))
+        return traced.rebuild(evaluate(*arrays))
 
     follows = argnums is not None and is_loss(tool, outs, has_aux)
     if argnums is not None and not has_aux and is_pair_of_loss(outs):
@@ -147,7 +162,7 @@ def make_program(
     parameters = tuple(n for n, moves in zip(names, active, strict=True) if moves) or names
     return Program(
         *(jaxpr, tuple(x for _, x in pairs), names, tuple(results), gradients, parameters),
-        *(traced.plan, ran),
+        *(traced.plan, ran, alone, equations),
     )
 
 

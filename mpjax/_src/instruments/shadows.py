@@ -13,6 +13,7 @@ from mpjax._src import _jax, rules
 from mpjax._src.dtypes import short_name
 from mpjax._src.instruments.interpret import (
     Place,
+    Watcher,
     is_half,
     run,
     run_in_float32,
@@ -135,7 +136,7 @@ class Shadowed:
         return self.shadow is self.array
 
 
-class Comparer:
+class Comparer(Watcher):
     """The watcher that runs every operation under the policy and in float32."""
 
     def __init__(self, lines: Callable[[Any, Place], tuple[str, str]]):
