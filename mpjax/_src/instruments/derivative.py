@@ -75,7 +75,7 @@ class Made:
 
 
 def derivative_at(
-    program: Program, arrays: Sequence[Any], made: Made, before: Sequence[Made]
+    program: Program, arrays: Sequence[Any], made: Made, before: Sequence[Made | None]
 ) -> Derivative | None:
     """Returns the derivative that an operation belongs to, if this derivative is not finite.
 
@@ -83,14 +83,14 @@ def derivative_at(
         program: A program whose equations are numbered.
         arrays: Its arguments, without the loss scale.
         made: An operation of the program that made NaN or Inf.
-        before: The operations that made NaN or Inf before it.
+        before: The operations that made NaN or Inf before it, and None for each bad argument.
 
     Returns:
         The derivative. None if the operation belongs to the function itself, or if the derivative
         is finite, and only its product with a cotangent overflowed.
     """
     place = made.place
-    eqn = program.equations[place.numbers[-1]] if place.numbers else None
+    eqn: Any = program.equations[place.numbers[-1]] if place.numbers else None
     if eqn is None or _runs_others(eqn):
         return None
     named = zip(arrays, program.names, strict=True)
@@ -114,7 +114,7 @@ def derivative_at(
 
 def _name(eqn: Any, program: Program, place: Place) -> str:
     """Returns the name of an operation as the user wrote it: the plan may replace one by a call."""
-    op = None if place.op is None else program.ops[place.op].eqn
+    op: Any = None if place.op is None else program.ops[place.op].eqn
     planned = op is not None and _is_custom(eqn) and not _runs_others(op)
     written = op if planned else eqn
     return _jax.called(written) if _is_custom(written) else written.primitive.name
@@ -248,8 +248,9 @@ class _Term:
         """Its largest magnitude in float32, if it is finite there and half is not enough."""
         half = self.array.dtype in HALVES
         wide = run_in_float32(self.eqn, [term.array for term in self.terms]) if half else None
-        finite = wide is not None and len(wide) == 1 and not any(counts(wide[0]))
-        return largest_finite(wide[0]) if finite else None
+        if wide is None or len(wide) > 1 or any(counts(wide[0])):
+            return None
+        return largest_finite(wide[0])
 
     @property
     def expression(self) -> str:

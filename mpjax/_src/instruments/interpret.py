@@ -89,6 +89,7 @@ class Watcher(Protocol):
 
     def entered(self, eqn: Any, ins: list[Any], place: Place) -> None:
         """Is called before the programs inside an equation run."""
+        return None
 
     def constant(self, array: Any) -> Any:
         """Returns the value of an array that is part of the program."""

@@ -260,7 +260,7 @@ class _Finder(Watcher):
         self.parameters = frozenset(program.parameters)
         self.events: list[NonfiniteReport] = []
         self.made: list[Made | None] = []  # the operations of the events; None for an argument
-        self._read: dict[Any, list[str]] = {}  # the parameters that a line of the program reads
+        self._read: dict[int, list[str]] = {}  # the parameters that an equation reads, by number
 
     def operation(self, eqn: Any, ins: list[Watched], place: Place) -> list[Watched]:
         arrays = [v.array for v in ins]
@@ -270,8 +270,8 @@ class _Finder(Watcher):
         given = frozenset().union(*(v.given for v in ins if v.bad))
         infinite = any(v.bad for v in ins)
         paths = [v.path for v in ins if v.path in self.parameters]
-        if paths:
-            self._read.setdefault(_jax.line_key(eqn), []).extend(paths)
+        for number in place.numbers[-1:]:
+            self._read.setdefault(number, []).extend(paths)
         results = []
         for index, out in enumerate(outs):
             nans, infs = counts(out)
@@ -289,7 +289,8 @@ class _Finder(Watcher):
         finite = in_float32 is not None and sum(counts(in_float32)) < sum(counts(out))
         nans, _ = counts(out)
         paths = [v.path for v in ins if v.path in self.parameters]
-        paths = paths or self._read.get(_jax.line_key(eqn), []) or [v.path for v in ins if v.path]
+        own = [path for number in place.numbers[-1:] for path in self._read.get(number, ())]
+        paths = paths or own or [v.path for v in ins if v.path]
         source, library = self.program.lines(eqn, place)
         numbers = [v for v in ins if is_number(v.array)]
         inputs = tuple(range_of(v.array) for v in numbers)

@@ -129,7 +129,8 @@ def make_program(
     def evaluate(*arrays):
         return call(traced, list(arrays), rows=True)
 
-    alone, equations = None, []
+    alone: Any = None
+    equations: Sequence[Any] = ()
     if numbers:
         alone = _jax.trace(evaluate, traced.avals, tool)
         alone, equations = _jax.numbered(alone, NUMBER, enters)
