@@ -239,6 +239,35 @@ class TestOtherFaults:
         assert "before the operation, not after it" in report.advice
 
 
+class TestDerivativesThatTheFunctionTakes:
+    """They are part of the function: no numbers tell them apart, but lines and transforms do."""
+
+    @pytest.mark.parametrize("policy", [None, "mixed_float16"])
+    def test_of_a_loss(self, policy):
+        def loss(w):
+            return jnp.sum(jnp.sqrt(w))  # differentiated inside
+
+        report = mpjax.find_nonfinite(jax.value_and_grad(loss), policy, argnums=None)(jnp.zeros(2))
+        assert (report.derivative_of, report.expression) == ("sqrt", "0.5 / sqrt(0)")
+        assert report.headline.endswith("(0.5 / sqrt(0))")
+        assert report.source == line_of("differentiated inside")
+
+    def test_in_a_penalty(self):
+        def masked(w):
+            return jnp.sum(jnp.where(w > 0, jnp.log(w), 0))
+
+        report = report_of(lambda w: jax.grad(jax.jit(masked))(w) ** 2, [4.0, 0.0])
+        assert (report.derivative_of, report.expression) == ("log", "1 / 0")
+        assert report.reaches[0] == "loss" and "loss" not in report.headline
+
+    def test_a_fault_of_the_function_on_the_same_line(self):
+        def loss(w):
+            return jnp.sum(jnp.sqrt(w) / w)
+
+        report = mpjax.find_nonfinite(jax.value_and_grad(loss), argnums=None)(jnp.zeros(2))
+        assert (report.primitive, report.made, report.derivative_of) == ("div", "NaN", "")
+
+
 def test_what_is_printed():
     def loss(w):
         return jnp.sum(jnp.sqrt(w))  # printed

@@ -66,12 +66,19 @@ class Made:
         inputs: The ranges of its operands.
         result: The range of its result.
         place: Its place.
+        lines: Its line, and that of the library that it calls there.
     """
 
     name: str
     inputs: tuple[Range, ...]
     result: Range
-    place: Place
+    place: Place = dataclasses.field(default_factory=Place)
+    lines: tuple[str, str] = ("", "")
+
+    @property
+    def alone(self) -> "Made":
+        """The same operation at any place."""
+        return Made(self.name, self.inputs, self.result)
 
 
 def derivative_at(
@@ -93,23 +100,47 @@ def derivative_at(
     eqn: Any = program.equations[place.numbers[-1]] if place.numbers else None
     if eqn is None or _runs_others(eqn):
         return None
-    named = zip(arrays, program.names, strict=True)
-    args = [_Moving(x, name in program.parameters) for x, name in named]
     search = _Search(place)
-    interpret(program.alone, args, search)
+    interpret(program.alone, _arguments(program, arrays), search)
     # A rule may compute for the derivative what the function itself computes too.
-    alike = dataclasses.replace(made, place=Place())
-    own = search.made.count(alike) > before.count(made)
-    if search.operands is None or own:
+    if search.made.count(made.alone) > before.count(made):
+        return _taken_inside(program, arrays, made)
+    term = search.operands and _unbounded(eqn, search.operands)
+    if not term:
         return None
-    term = _unbounded(eqn, search.operands)
-    if term is None:
+    return _derivative(_name(eqn, program, place), term, search.operands or ())
+
+
+def _taken_inside(program: Program, arrays: Sequence[Any], made: Made) -> Derivative | None:
+    """Returns the derivative that an operation of the function itself belongs to.
+
+    The function differentiates, as for a gradient penalty. The operation is on the same line, and
+    its derivative is computed by the same operation.
+    """
+    around = (program.equations[number].source_info.name_stack for number in made.place.numbers)
+    transforms = {name for stack in around for name in _jax.transforms(stack)}
+    if "jvp" not in transforms:
         return None
-    inputs = [range_of(v.array) for v in search.operands if is_number(v.array)]
-    return Derivative(
-        *(_name(eqn, program, place), term.value, term.expression, tuple(inputs)),
-        *(range_of(term.array), term.largest),
-    )
+    line = _Line(program, made)
+    interpret(program.alone, _arguments(program, arrays), line)
+    for eqn, operands, place in line.found:
+        term = _unbounded(eqn, operands)
+        if term and (
+            term.made == made.alone or ("transpose" in transforms and term.made.name == made.name)
+        ):
+            return _derivative(_name(eqn, program, place), term, operands)
+    return None
+
+
+def _derivative(name: str, term: "_Term", operands: Sequence["_Moving"]) -> Derivative:
+    inputs = tuple(range_of(v.array) for v in operands if is_number(v.array))
+    stated = term.value, term.expression
+    return Derivative(name, *stated, inputs, range_of(term.array), term.largest)
+
+
+def _arguments(program: Program, arrays: Sequence[Any]) -> list["_Moving"]:
+    named = zip(arrays, program.names, strict=True)
+    return [_Moving(x, name in program.parameters) for x, name in named]
 
 
 def _name(eqn: Any, program: Program, place: Place) -> str:
@@ -157,9 +188,7 @@ class _Search(Watcher):
         outs = run(eqn, [v.array for v in ins])
         if self._is_around(place):
             self.entered(eqn, ins, place)
-            held = tuple(range_of(v.array) for v in ins if is_number(v.array))
-            numbers = filter(is_number, outs)
-            self.made += [Made(eqn.primitive.name, held, range_of(x), Place()) for x in numbers]
+            self.made += _made(eqn, ins, outs)
         moves = any(v.moves for v in ins)
         return [_Moving(x, moves and jnp.issubdtype(x.dtype, jnp.inexact)) for x in outs]
 
@@ -183,6 +212,39 @@ class _Search(Watcher):
 
     def stack(self, values: Sequence[_Moving]) -> _Moving:
         return _Moving(jnp.stack([v.array for v in values]), any(v.moves for v in values))
+
+
+class _Line(_Search):
+    """The watcher that finds the operations of the function on the line of another one.
+
+    Attributes:
+        found: The operations in the order in which they run, with their operands and places.
+    """
+
+    def __init__(self, program: Program, made: Made):
+        super().__init__(made.place)
+        self._program, self._made = program, made
+        self.found: list[tuple[Any, list[_Moving], Place]] = []
+
+    def operation(self, eqn: Any, ins: list[_Moving], place: Place) -> list[_Moving]:
+        outs = super().operation(eqn, ins, place)
+        if self._made.alone not in _made(eqn, ins, [v.array for v in outs]):
+            self._note(eqn, ins, place)
+        return outs
+
+    def entered(self, eqn: Any, ins: list[_Moving], place: Place) -> None:
+        if _is_custom(eqn):
+            self._note(eqn, ins, place)
+
+    def _note(self, eqn: Any, ins: list[_Moving], place: Place) -> None:
+        here = place.loops == self._made.place.loops
+        if here and self._program.lines(eqn, place) == self._made.lines:
+            self.found.append((eqn, list(ins), place))
+
+
+def _made(eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> list[Made]:
+    held = tuple(range_of(v.array) for v in ins if is_number(v.array))
+    return [Made(eqn.primitive.name, held, range_of(x)) for x in outs if is_number(x)]
 
 
 # ---- the derivative of one operation ------------------------------------------------------------
@@ -236,6 +298,11 @@ class _Term:
             finite = np.isfinite(_wide(term.array))
             fresh = fresh & (finite if finite.shape == fresh.shape else finite.all())
         return tuple(map(int, np.argwhere(fresh)[0])) if fresh.any() else None
+
+    @property
+    def made(self) -> Made:
+        """The operation that made it."""
+        return _made(self.eqn, self.terms, [self.array])[0]
 
     @property
     def value(self) -> str:

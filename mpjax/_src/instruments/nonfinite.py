@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import _jax, rules
+from mpjax._src import rules
 from mpjax._src.dtypes import FLOAT32
 from mpjax._src.errors import check_callable
 from mpjax._src.instruments.derivative import Made, derivative_at
@@ -53,7 +53,8 @@ class NonfiniteReport(Report):
             compiled program is not finite), or "" if nothing was found.
         made: "NaN" or "Inf".
         backward: Whether the operation belongs to the backward pass.
-        primitive: The name of the operation.
+        primitive: The name of the operation. If it is part of a derivative, it is the operation
+            that JAX computes the derivative with, such as "div" for that of "sqrt".
         source: "file:line" of the user's code.
         scope: The named scopes around the operation, joined with "/".
         path: The paths of the parameters among its operands, or among those of the corresponding
@@ -77,8 +78,8 @@ class NonfiniteReport(Report):
             known.
         float32_flops: The share of the matmul FLOPs that these overrides move, from 0 to 1.
         derivative_of: The name of the operation whose derivative is not finite, such as "sqrt", if
-            the operation found is part of this derivative. JAX writes a derivative with other
-            operations, and computes some of them in the forward pass. "" otherwise.
+            the operation found is part of this derivative, and "" otherwise. JAX writes a derivative
+            with other operations, and computes some of them in the forward pass.
         derivative: What this derivative is: "Inf", "-Inf" or "NaN", or "".
         expression: How JAX computes it, with the numbers, such as "0.5 / sqrt(0)"; "" if there is
             no derivative, or if it is not computed entry by entry.
@@ -154,7 +155,8 @@ class NonfiniteReport(Report):
         if self.derivative_of:
             computed = f" ({self.expression})" if self.expression else ""
             what = f"The derivative of {self.derivative_of} is {self.derivative}"
-            return f"{what} at {place}{computed}; the loss itself is finite"
+            finite = all(name.startswith("gradient of ") for name in self.reaches)
+            return f"{what} at {place}{computed}" + "; the loss itself is finite" * finite
         which = "backward" if self.backward else "forward"
         return f"{self.primitive} made {self.made} in the {which} pass, {place}"
 
@@ -318,7 +320,8 @@ class _Finder(Watcher):
             )
         )
         here = dataclasses.replace(place, callers=())
-        self.made.append(Made(eqn.primitive.name, inputs, made, here))
+        lines = source, library
+        self.made.append(Made(eqn.primitive.name, inputs, made, here, lines))
         return len(self.events) - 1
 
     def argument(self, array: Any, path: str) -> Watched:
@@ -376,9 +379,7 @@ def _search(program: Program, arrays: list[jax.Array], scale: float) -> Nonfinit
     else:
         # A pole, such as log(0), is often masked out later; an overflow or a NaN never is.
         first = min(guilty, key=lambda i: (_is_pole(finder.events[i]), i))
-        event = finder.events[first]
-        if program.follows_gradient and reaches[0] != "loss":
-            event = _as_derivative(event, finder.made[: first + 1], program, arrays)
+        event = _as_derivative(finder.events[first], finder.made[: first + 1], program, arrays)
     return dataclasses.replace(event, reaches=reaches, loss_scale=scale)
 
 
@@ -608,8 +609,7 @@ INFINITE_DERIVATIVE = {
 }
 
 UNDEFINED = {
-    "div": "A division by zero, perhaps in a derivative that the function takes itself (sqrt or "
-    "norm at 0, log at 0): add an epsilon, or guard the operand with jnp.where before the "
+    "div": "A division by zero: add an epsilon, or guard the operand with jnp.where before the "
     "operation, not after it.",
     "log": "The logarithm of a number that is not above 0: add an epsilon, or use log_softmax, "
     "log1p or logaddexp.",
