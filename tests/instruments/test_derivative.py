@@ -14,6 +14,7 @@ from primitives import ELEMENTWISE
 
 import mpjax
 from mpjax._src.instruments import nonfinite
+from mpjax._src.instruments.pages import page_of
 
 HALF_PI = np.float32(np.pi / 2)
 
@@ -279,3 +280,13 @@ def test_what_is_printed():
     assert "inputs f32[2] 0 to 4 slope f32[2] 0.25 to 0.25, 1 x Inf" in text
     assert "Lowering the loss scale does not help: " in text
     assert report.primitive == "div" and not report.backward
+
+
+def test_the_page_says_the_same():
+    report = report_of(jnp.sqrt, [4.0, 0.0])
+    page = page_of(report)
+    (operation,) = page.operations
+    assert page.sentence == f"{report.headline}."
+    assert operation.label == "sqrt"
+    assert dict(operation.facts)["derivative"] == "0.5 / sqrt(0)"
+    assert [row[0] for row in page.tables[0].rows] == ["operand 0", "slope"]

@@ -78,8 +78,8 @@ class NonfiniteReport(Report):
             known.
         float32_flops: The share of the matmul FLOPs that these overrides move, from 0 to 1.
         derivative_of: The name of the operation whose derivative is not finite, such as "sqrt", if
-            the operation found is part of this derivative, and "" otherwise. JAX writes a derivative
-            with other operations, and computes some of them in the forward pass.
+            the operation found is part of this derivative, and "" otherwise. JAX writes a
+            derivative with other operations, and computes some of them in the forward pass.
         derivative: What this derivative is: "Inf", "-Inf" or "NaN", or "".
         expression: How JAX computes it, with the numbers, such as "0.5 / sqrt(0)"; "" if there is
             no derivative, or if it is not computed entry by entry.

@@ -164,12 +164,14 @@ def _(report: NonfiniteReport) -> Page:
         },
         backward=report.backward,
     )
-    most = f"In float32 its largest magnitude would be {report.largest:.4g}."
+    most = []
+    if report.largest is not None:
+        most.append(f"In float32 its largest magnitude would be {report.largest:.4g}.")
     return Page(
         title="The first NaN or Inf",
         sentence=f"{report.headline}.",
         lines=(
-            *([most] if report.largest is not None else []),
+            *most,
             f"Results that are not finite: {', '.join(report.reaches)}.",
             *report.advice.splitlines(),
         ),
