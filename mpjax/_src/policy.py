@@ -160,6 +160,36 @@ class Policy(jmp.Policy):
         for name, value in _canonical_fields(self).items():
             object.__setattr__(self, name, value)
 
+    def replace(self, **settings: Any) -> "Policy":
+        """Returns a copy of this policy with new values for the named settings.
+
+        All other settings stay as they are. This also holds for `override` and the ``with_*``
+        methods.
+
+        Args:
+            **settings: New values, by the names of the attributes listed above.
+
+        Returns:
+            A new policy.
+
+        Raises:
+            TypeError: If a policy has no setting of that name.
+            ValueError: If a value is not legal or contradicts another setting.
+
+        Example:
+            >>> import mpjax
+            >>> policy = mpjax.get_policy("O2:bfloat16,moments=8bit")
+            >>> str(policy.replace(masters="split", storage="lean"))
+            'O2:bfloat16,storage=lean,masters=split,moments=8bit'
+        """
+        legal = [field.name for field in dataclasses.fields(self)]
+        for name in settings.keys() - {*legal}:
+            raise TypeError(
+                f"{name}={brief(settings[name])} is not a setting of a policy. Legal are "
+                f"{', '.join(legal)}.{did_you_mean(name, legal)}"
+            )
+        return dataclasses.replace(self, **settings)
+
     def override(self, patterns: Mapping[str, DTypeLike]) -> "Policy":
         """Returns a copy of this policy that gives some parameters a dtype of their own.
 
@@ -185,7 +215,7 @@ class Policy(jmp.Policy):
             >>> policy.cast_to_compute(params)["LayerNorm_0"]["scale"].dtype
             dtype('float32')
         """
-        return dataclasses.replace(self, overrides=(*_pairs(patterns), *self.overrides))
+        return self.replace(overrides=(*_pairs(patterns), *self.overrides))
 
     def with_ops(
         self,
@@ -214,9 +244,7 @@ class Policy(jmp.Policy):
             >>> mpjax.get_policy("mixed_bfloat16").with_ops(full=("tanh",)).full_ops
             ('tanh',)
         """
-
-        return dataclasses.replace(
-            self,
+        return self.replace(
             half_ops=(*self.half_ops, *_strings(half, "half")),
             full_ops=(*self.full_ops, *_strings(full, "full")),
             follow_ops=(*self.follow_ops, *_strings(follow, "follow")),
@@ -244,7 +272,7 @@ class Policy(jmp.Policy):
             >>> str(mpjax.get_policy("mixed_bfloat16").with_storage("lean"))
             'mixed_bfloat16,storage=lean'
         """
-        return dataclasses.replace(self, storage=storage)
+        return self.replace(storage=storage)
 
     def with_fused_attention(self, fused_attention: bool = True) -> "Policy":
         """Returns a copy of this policy that runs hand-written attention in a fused kernel.
@@ -276,22 +304,22 @@ class Policy(jmp.Policy):
         References:
             Dao et al., FlashAttention, 2022.
         """
-        return dataclasses.replace(self, fused_attention=fused_attention)
+        return self.replace(fused_attention=fused_attention)
 
-    def with_communication(self, gather: str = "half", reduce: str = "float32") -> "Policy":
+    def with_communication(self, gather: str | None = None, reduce: str | None = None) -> "Policy":
         """Returns a copy of this policy with other dtypes for the traffic between devices.
 
         Applies to op-level casting of programs that are sharded over several devices. On one
         device nothing changes. `compile_for` lists the arrays that a program exchanges and their
-        dtypes.
+        dtypes. An argument that is None leaves its setting as it is.
 
         Args:
             gather: The dtype in which devices gather a parameter that is used in half. "half", the
-                default, casts the parameter before it is gathered, also before a
+                default of a policy, casts the parameter before it is gathered, also before a
                 `jax.sharding.reshard`. "float32" leaves a `reshard` as it is written. With
                 automatic mesh axes XLA gathers the operand of the matmul, which is half.
             reduce: The dtype in which devices sum the gradient of a parameter. With "float32", the
-                default, a matmul's gradient is sent as its float32 accumulator, and a
+                default of a policy, a matmul's gradient is sent as its float32 accumulator, and a
                 convolution's gradient, which each device computes in half for its part of the
                 batch, is cast to float32 before it is sent. "half" sends half the bytes and rounds
                 the part of each device.
@@ -310,15 +338,19 @@ class Policy(jmp.Policy):
         References:
             Zhao et al., PyTorch FSDP, 2023: ``MixedPrecisionPolicy(param_dtype, reduce_dtype)``.
         """
-        return dataclasses.replace(self, gather=gather, reduce=reduce)
+        return self.replace(**_given(gather=gather, reduce=reduce))
 
     def with_optimizer_state(
-        self, masters: str = "float32", rounding: str = "nearest", moments: str = "float32"
+        self,
+        masters: str | None = None,
+        rounding: str | None = None,
+        moments: str | None = None,
     ) -> "Policy":
         """Returns a copy of this policy that keeps other optimizer state for each weight.
 
         Applies to `build_train_step`, `mixed_precision` and the framework adapters built on them.
-        ``masters`` and ``rounding`` have no effect on float32 parameters, which need neither.
+        ``masters`` and ``rounding`` have no effect on float32 parameters, which need neither. An
+        argument that is None leaves its setting as it is.
 
         Args:
             masters: The form of the master weights, for policies that have them: "float32" (6
@@ -340,10 +372,11 @@ class Policy(jmp.Policy):
 
         Example:
             >>> import mpjax
-            >>> str(mpjax.get_policy("O2:bfloat16").with_optimizer_state(masters="split"))
-            'O2:bfloat16,masters=split'
+            >>> policy = mpjax.get_policy("O2:bfloat16,moments=8bit")
+            >>> str(policy.with_optimizer_state(masters="split"))
+            'O2:bfloat16,masters=split,moments=8bit'
         """
-        return dataclasses.replace(self, masters=masters, rounding=rounding, moments=moments)
+        return self.replace(**_given(masters=masters, rounding=rounding, moments=moments))
 
     def cast_to_param(self, tree: T) -> T:
         """Casts a tree of parameters to the dtypes they are stored in.
@@ -447,13 +480,8 @@ class Policy(jmp.Policy):
     def __str__(self) -> str:
         # These settings are written after the name of the policy.
         chosen = {k: row.values[0] for k, row in CHOICES.items() if k != "casting"}
-        extras: dict[str, Any] = {
-            "overrides": (),
-            "fused_attention": False,
-            **chosen,
-            **dict.fromkeys(OP_LISTS, ()),
-        }
-        base = dataclasses.replace(self, **extras)
+        lists = dict.fromkeys(("overrides", *OP_LISTS), ())
+        base = self.replace(fused_attention=False, **lists, **chosen)
         names = (name for name in NAMES if get_policy(name) == base)
         parts = [next(names, "") or _spell_out(base)]
         if self.overrides:
@@ -512,13 +540,7 @@ KEYS = {
     "compute": "compute_dtype",
     "o": "output_dtype",
     "output": "output_dtype",
-    **{
-        name: name
-        for name in (
-            *("casting", "master_weights", "keep_full", "overrides"),
-            *(*OP_LISTS, "fused_attention", *CHOICES),
-        )
-    },
+    **{field.name: field.name for field in dataclasses.fields(Policy)[3:]},
 }
 
 
@@ -788,6 +810,10 @@ def _check_kept(policy: Policy, fields: dict[str, Any]) -> None:
             "policy keeps master weights, which lose no update. Add master_weights=false, use an "
             "O3 policy, or leave rounding=nearest."
         )
+
+
+def _given(**settings: Any) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _strings(value: str | Iterable[str], argument: str) -> tuple[str, ...]:
