@@ -14,11 +14,11 @@ from pathlib import Path
 
 # Several CPU devices for shard_map and pmap, each with one thread, so that parallel test workers do
 # not compete for the cores. Compilation is fast rather than its code, because tests compile more.
-FLAGS = (
-    "--xla_force_host_platform_device_count=8",
-    "--xla_cpu_multi_thread_eigen=false",
-    "--xla_backend_optimization_level=0",
-)
+# Users have other flags, and with them XLA:CPU has other kernels: MPJAX_TEST_XLA_DEFAULTS=1 runs
+# tests with XLA's own.
+FLAGS = ("--xla_force_host_platform_device_count=8",)
+if not os.environ.get("MPJAX_TEST_XLA_DEFAULTS"):
+    FLAGS += ("--xla_cpu_multi_thread_eigen=false", "--xla_backend_optimization_level=0")
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS))
 
 import jax
