@@ -6,7 +6,14 @@ It imports nothing from mpjax. tests/_jax has a test for each assumption about J
 from jax.extend.core import Literal
 
 from mpjax._src._jax.aot import as_if_on_gpu, compile_only
-from mpjax._src._jax.barriers import BARRIERS, GPUS, again_barrier, cpu_barrier, gpu_barrier
+from mpjax._src._jax.barriers import (
+    BARRIERS,
+    GPUS,
+    again_barrier,
+    cpu_barrier,
+    gpu_barrier,
+    held_for_cpu,
+)
 from mpjax._src._jax.calls import linearized_once
 from mpjax._src._jax.convolutions import half_conv
 from mpjax._src._jax.jits import call_as_jit, jit_call, jit_of
@@ -64,7 +71,7 @@ from mpjax._src._jax.sources import (
     source_lines,
     transforms,
 )
-from mpjax._src._jax.wire import contracted_last, half_dot, half_gather, placed_freely
+from mpjax._src._jax.wire import half_dot, half_gather, placed_freely
 
 __all__ = (
     "BARRIERS",
@@ -85,7 +92,6 @@ __all__ = (
     "cleared_with_jax",
     "common_stack",
     "compile_only",
-    "contracted_last",
     "cpu_barrier",
     "custom_jvp_rule",
     "custom_vjp_rules",
@@ -96,6 +102,7 @@ __all__ = (
     "half_conv",
     "half_dot",
     "half_gather",
+    "held_for_cpu",
     "hoisted",
     "in_avals",
     "in_one_call",

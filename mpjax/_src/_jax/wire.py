@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax._src import dispatch
 from jax._src.lax import lax as lax_s
@@ -19,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpjax._src._jax.barriers import cpu_barrier
+from mpjax._src._jax.barriers import cpu_barrier, held_for_cpu
 from mpjax._src._jax.programs import retyped
 
 dot_general_p, gather_p = jax.lax.dot_general_p, jax.lax.gather_p
@@ -103,8 +102,8 @@ def _multiply(
     """Multiplies in half, transposes the result and casts it."""
     x, y = (jax.lax.convert_element_type(v, half) for v in (x, y))
     if sums and devices > 1:
-        x, dimension_numbers = contracted_last(x, y, dimension_numbers)
-        x, y, params["preferred_element_type"] = cpu_barrier(x), cpu_barrier(y), np.float32
+        x, y = held_for_cpu(x, y, dimension_numbers)
+        params["preferred_element_type"] = np.float32
         out = cpu_barrier(dot_general_p.bind(x, y, dimension_numbers=dimension_numbers, **params))
     else:
         params["preferred_element_type"] = half
@@ -171,25 +170,6 @@ def _batch(axis_data, args, dims, *, half, order, sums, preferred_element_type, 
     if order is None or dim is None:
         return _in_order(out, order), dim
     return jax.lax.transpose(out, (dim, *(d + (d >= dim) for d in order))), 0
-
-
-def contracted_last(left: Any, right: Any, dimension_numbers: Any, **_: Any) -> tuple[Any, Any]:
-    """Transposes the left operand of a matmul if XLA:CPU cannot compute it in half.
-
-    In these matmuls the contracted dimension of the left operand precedes its only free one, and
-    the right operand has several free dimensions.
-
-    Returns:
-        The left operand, and the new dimension numbers.
-    """
-    (summed, others), (batch, shared) = dimension_numbers
-    free = [d for d in range(left.ndim) if d not in (*summed, *batch)]
-    several = right.ndim - len(others) - len(shared) > 1
-    if not several or len(free) != 1 or free[0] < max(summed, default=-1):
-        return left, dimension_numbers
-    order = (*batch, *free, *summed)
-    places = tuple(range(len(batch))), tuple(range(len(batch) + 1, left.ndim))
-    return jnp.transpose(left, order), ((places[1], others), (places[0], shared))
 
 
 _half_dot_p = primitive_of("dot_general", _multiply, _abstract_eval)

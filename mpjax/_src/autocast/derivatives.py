@@ -280,11 +280,8 @@ def _cached_matmul(
         left, right, *more = operands[: len(operands) - len(twins)]
         if dtype == left.dtype:
             return product((left, right, *more), dtype)
-        accumulated = {**params, "preferred_element_type": dtype}
-        if "dimension_numbers" in params:
-            left, accumulated["dimension_numbers"] = _jax.contracted_last(left, right, **params)
-        held = map(_jax.cpu_barrier, (left, right, *more))
-        return _jax.cpu_barrier(primitive.bind(*held, **accumulated))
+        left, right = _jax.held_for_cpu(left, right, _summed_and_batch(params))
+        return _jax.cpu_barrier(product((left, right, *more), dtype))
 
     def along(moving, primals, tangents):
         """Returns the tangent, given those of the operands that are not constant."""
@@ -318,6 +315,12 @@ def _cached_matmul(
 
     call = with_tangent(run, jvp, symbolic_zeros=True)
     return call
+
+
+def _summed_and_batch(params: Mapping[str, Any]) -> Any:
+    """Returns the dimension numbers of a matmul, ragged or not."""
+    ragged = params.get("ragged_dot_dimension_numbers")
+    return ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
 
 
 def _less_mean(x: Any, dims: Sequence[int]) -> Any:
