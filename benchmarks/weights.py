@@ -40,9 +40,9 @@ KEPT = {
     "float32 weights, 8-bit moments": "mixed_bfloat16,moments=8bit",
     "masters": "O2:bfloat16",
     "split masters": "O2:bfloat16,masters=split",
-    "split masters of 24 bits": "O2:bfloat16,masters=split8",
+    "split8 masters": "O2:bfloat16,masters=split8",
     "split masters, 8-bit moments": "O2:bfloat16,masters=split,moments=8bit",
-    "split masters of 24 bits, 8-bit moments": "O2:bfloat16,masters=split8,moments=8bit",
+    "split8 masters, 8-bit moments": "O2:bfloat16,masters=split8,moments=8bit",
     "bfloat16 alone": "O3:bfloat16",
     "bfloat16, stochastic rounding": "O3:bfloat16,rounding=stochastic",
     "bfloat16, stochastic rounding, 8-bit moments": "O3:bfloat16,rounding=stochastic,moments=8bit",
@@ -51,13 +51,13 @@ KEPT = {
 REFERENCE, FLOAT32 = "optax.adamw", "float32"
 MODEL, TARGET, SMOKE_LAYERS = "gpt2_medium", "H100", 1
 WHOLE = (
-    *("masters", "split masters, 8-bit moments", "split masters of 24 bits, 8-bit moments"),
+    *("masters", "split masters, 8-bit moments", "split8 masters, 8-bit moments"),
     "float32 weights",
 )
 
 # The rows whose quality is measured. The parts that they combine train in the same way.
 TRAINED = (
-    *("split masters", "split masters, 8-bit moments", "split masters of 24 bits, 8-bit moments"),
+    *("split masters", "split masters, 8-bit moments", "split8 masters, 8-bit moments"),
     *("bfloat16 alone", "bfloat16, stochastic rounding", "bfloat16, Kahan summation"),
     "bfloat16, stochastic rounding, 8-bit moments",
 )

@@ -1,12 +1,13 @@
 """The section of the aot suite: memory and bytes relative to casts by hand and float32."""
 
 import dataclasses
+import operator
 from typing import Any
 
 from benchmarks.aot import ATTENTIVE, BATCHES, CASES, FIRST, HARDWARE
 from benchmarks.models import TITLES
 from benchmarks.page.charts import Chart, image
-from benchmarks.page.tables import above, mean, shortfalls, table, written
+from benchmarks.page.tables import MET, above, mean, shortfalls, table, written
 from benchmarks.results import FAILED, SKIPPED
 
 FIGURES = {"temp_mib": "memory", "bytes_gb": "bytes", "looped_gb": "bytes moved"}
@@ -25,6 +26,7 @@ LARGEST = {
     "batch-a100-40/bert": 2.25,
     "batch-a100-40-once/bert": 2.25,
 }
+COMPARE = {"<=": operator.le, ">=": operator.ge}
 
 Rows = dict[str, dict[str, dict[str, Any]]]
 
@@ -105,30 +107,36 @@ def over_models(cases: Rows, target: str, ours: str, theirs: str, figure: str):
 
 
 def goals(cases: Rows) -> str:
-    """The goals and the measured values."""
+    """The goals, the measured values, and whether each goal is met."""
     rows = []
     for figure, most in MEANS.items():
         found = [r for r in over_models(cases, "h100", "autocast", HAND, figure) if r is not None]
-        over = sum(map(above, found))
         name = f"{FIGURES[figure]} relative to casts by hand, H100"
+        over = sum(map(above, found)) if found else None
         rows.append(
-            (f"{name}: geometric mean of {len(found)} models", f"<= {most:.2f}x", mean(found))
+            _goal(f"{name}: geometric mean of {len(found)} models", "<=", most, mean(found))
         )
-        rows.append((f"{name}: models above 1.00x", "0", str(over) if found else None))
+        rows.append(_goal(f"{name}: models above 1.00x", "<=", 0, over))
     for model, most in MEMORY.items():
-        found = ratio(cases, f"h100/{model}", "autocast", FLOAT32, "temp_mib")
-        rows.append(
-            (f"memory relative to float32, {TITLES[model]}, H100", f"<= {most:.2f}x", found)
-        )
+        value = ratio(cases, f"h100/{model}", "autocast", FLOAT32, "temp_mib")
+        rows.append(_goal(f"memory relative to float32, {TITLES[model]}, H100", "<=", most, value))
     for case, least in LARGEST.items():
-        found = ratio(cases, case, "autocast", FLOAT32, "batch")
+        value = ratio(cases, case, "autocast", FLOAT32, "batch")
         name = f"largest batch relative to float32, {_batched(case.split('/')[0])}"
-        rows.append((name, f">= {least:.2f}x", found))
-    cells = [
-        (what, asked, f"{found:.2f}x" if isinstance(found, float) else found)
-        for what, asked, found in rows
-    ]
-    return table(("goal", "bound", "found"), cells)
+        rows.append(_goal(name, ">=", least, value))
+    return table(("goal", "bound", "found", ""), rows)
+
+
+def _goal(name: str, sense: str, bound: float, found: float | None) -> tuple[str | None, ...]:
+    """Returns a row of the goals. A value counts as it is printed, rounded."""
+
+    def shown(value: float) -> str:
+        return f"{value:.2f}x" if isinstance(value, float) else str(value)
+
+    if found is None:
+        return name, f"{sense} {shown(bound)}", None, MET[None]
+    met = COMPARE[sense](round(found, 2), bound)
+    return name, f"{sense} {shown(bound)}", shown(found), MET[met]
 
 
 def models(target: str, ours: str, theirs: str, cases: Rows, names=CASES) -> str:

@@ -8,9 +8,7 @@ from benchmarks.on_gpu.speed import OURS
 from benchmarks.on_gpu.statistics import quotient
 from benchmarks.on_gpu.tables import reason, text
 from benchmarks.page.charts import Chart
-from benchmarks.page.tables import above, shortfalls, table, written
-
-MET = {None: "not measured", True: "met", False: "**not met**"}
+from benchmarks.page.tables import MET, above, shortfalls, table, written
 
 
 def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from statistics import geometric_mean
 
 Cell = str | None
+# Whether a goal is met.
+MET = {None: "not measured", True: "met", False: "**not met**"}
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[Cell]]) -> str:

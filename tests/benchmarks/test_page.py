@@ -58,8 +58,10 @@ def test_what_is_above_one_stands_out_with_its_cause():
 def test_what_failed_stands_there_and_ratios_are_of_what_is_known():
     text, charts = section(STORED, {})
     assert "| h100/vit | by hand | CompileError: no tiles |" in text
-    assert "geometric mean of 2 models | <= 0.75x | 1.03x |" in text
-    assert "| largest batch relative to float32, ResNet-50, V100 | >= 1.56x | 2.00x |" in text
+    assert "geometric mean of 2 models | <= 0.75x | 1.03x | **not met** |" in text
+    assert "bytes relative to casts by hand, H100: models above 1.00x | <= 0 | 0 | met |" in text
+    assert "| largest batch relative to float32, ResNet-50, V100 | >= 1.56x | 2.00x | met |" in text
+    assert "| largest batch relative to float32, BERT-base, A100 40 GB | >= 2.25x | - | not" in text
     assert charts["aot_by_hand"].rows == ("GPT-2 124M", "Mamba")
     assert charts["aot_float32"].rows == ("GPT-2 124M",)
 

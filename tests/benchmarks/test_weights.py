@@ -30,7 +30,7 @@ def test_what_is_kept_is_what_the_page_says(name):
     state = jax.eval_shape(init, stored)
     count = sum(x.size for x in jax.tree.leaves(params))
     per_weight = 2 if "bfloat16" in name or "masters" in name else 4  # the parameter itself
-    per_weight += {"split masters of 24 bits": 1, "masters": 4}.get(name.split(",")[0], 0)
+    per_weight += {"split8 masters": 1, "masters": 4}.get(name.split(",")[0], 0)
     per_weight += 2 if "Kahan" in name or name.split(",")[0] == "split masters" else 0
     per_weight += 2 if "8-bit" in name else 8
     assert weights.held((stored, state)) / count == pytest.approx(per_weight, abs=0.1)

@@ -33,7 +33,7 @@ def test_split_masters_take_no_more_bytes_than_float32_weights():
     "name, most",
     [
         ("split masters, 8-bit moments", 6.1),
-        ("split masters of 24 bits, 8-bit moments", 5.1),
+        ("split8 masters, 8-bit moments", 5.1),
     ],
 )
 def test_with_8_bit_moments_it_is_less_than_half_of_masters(name, most):
