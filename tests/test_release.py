@@ -31,9 +31,16 @@ def test_the_citation_is_of_this_version():
 
 @pytest.mark.parametrize(("row", "name"), [("JAX", "jax"), ("Flax", "flax"), ("optax", "optax")])
 def test_the_page_has_the_oldest_versions(row, name):
-    (floor,) = [d.partition(">=")[2] for d in PROJECT["dependencies"] if d.startswith(f"{name}>=")]
+    (floor,) = re.findall(rf"^{name}>=([\d.]+)", "\n".join(PROJECT["dependencies"]), re.MULTILINE)
     (oldest,) = re.findall(rf"^\| {row} \| (\S+) \|", PAGE, re.MULTILINE)
     assert oldest.split(".")[: floor.count(".") + 1] == floor.split(".")
+
+
+def test_jax_has_a_ceiling_above_the_newest_one_tested():
+    """mpjax reads JAX's internals, so it is not installed with a JAX that it was not tested with."""
+    (bound,) = re.findall(r"^jax>=[\d.]+,<0\.(\d+)$", "\n".join(PROJECT["dependencies"]), re.M)
+    (newest,) = re.findall(r"^\| JAX \| \S+ \| 0\.(\d+)[\d.]* \|", PAGE, re.MULTILINE)
+    assert int(bound) == int(newest) + 1
 
 
 def test_the_page_has_the_versions_of_python():
