@@ -15,6 +15,7 @@ Three seeds of float32 give 2.495 to 2.507.
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import pydoc_data.topics
@@ -116,6 +117,21 @@ def evaluate(params: Any, batches: jax.Array) -> dict[str, jax.Array]:
     return {"bits_per_byte": losses.mean() / math.log(2)}
 
 
+@functools.cache
+def evaluator(policy: str) -> Callable[..., dict[str, jax.Array]]:
+    """Returns `evaluate` under a policy, with figures in float32. It is compiled once."""
+    return mpjax.autocast(
+        evaluate, dataclasses.replace(mpjax.get_policy(policy), output_dtype="float32")
+    )
+
+
+def explain(policy: str) -> mpjax.CastReport:
+    """Returns the plan of the gradient of a batch. Nothing is computed."""
+    params = jax.eval_shape(mpjax.get_policy(policy).cast_to_param, jax.eval_shape(initial, 0))
+    batch = sample(load()[0], np.random.default_rng(0))
+    return mpjax.explain(loss_fn, policy, argnums=0)(params, batch)
+
+
 def bigram_bits_per_byte() -> float:
     """Returns the held-out figure of a model that counts pairs of bytes: the baseline."""
     train_set, held_out = load()
@@ -162,8 +178,7 @@ def train(
         progress(len(chunk))
     losses, scales = np.transpose(jax.device_get(curves)).tolist()
 
-    rules = dataclasses.replace(mpjax.get_policy(policy), output_dtype="float32")
-    figures = mpjax.autocast(evaluate, rules)(state.params, windows(held_out))
+    figures = evaluator(policy)(state.params, windows(held_out))
     return {
         "example": "byte_gpt",
         "policy": str(policy),

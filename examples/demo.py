@@ -6,7 +6,7 @@ The examples are digits_cnn.py and byte_gpt.py, with the same seed and number of
 run. The loss scale may grow every 20 finite steps (mpjax's default is 2000), so that a short run
 shows how it works: it grows until gradients overflow; then the step is skipped and it halves.
 
-It took 1 min 19 s on two CPU cores with jax 0.10.2, about half of it compilation.
+`--page docs/demo.md` writes the tables into that page, and the picture beside it.
 """
 
 import argparse
@@ -14,6 +14,8 @@ import contextlib
 import functools
 import json
 import math
+import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,10 +55,15 @@ FIGURES = {
     byte_gpt: ("Bits per\nbyte", "bits_per_byte", "{:.3f}"),
 }
 NOTES = """\
-Accuracy and bits per byte are held-out figures. "unscaled" is without loss scaling; "x 2^-8" makes
-its cotangents as small as a batch 256 times as large would. Most CPUs have no half-precision
-arithmetic, XLA converts to float32 and back: these times say nothing about GPUs and TPUs. A busy
-machine blurs them, since runs follow one another; `make bench` times steps in pairs."""
+Accuracy and bits per byte are of held-out data. "unscaled" is without loss scaling; "x 2⁻⁸" makes
+its cotangents as small as a batch 256 times as large would. "Stored" is what the forward pass
+stores for the backward pass, by mpjax.explain. Times say nothing about GPUs and TPUs: before a
+16-bit matmul, XLA for CPUs converts the operands to float32, so a step may even take longer."""
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+# Curves coincide, so each has markers of its own, at steps of its own.
+MARKERS = "osD^vPX"
+APART = 42  # steps between two markers of a curve
+BLOCK = re.compile(r"```text\n.*?\n```", re.DOTALL)
 
 
 def train_all(
@@ -70,9 +77,8 @@ def train_all(
             for name, (policy, loss_scale) in RUNS.items():
                 bar.set_description(f"{example.__name__}, {name}")
                 with writer(logdir, example.__name__, name) as log:
-                    results[example][name] = example.train(
-                        policy, budget, seed, loss_scale, bar.update, log
-                    )
+                    result = example.train(policy, budget, seed, loss_scale, bar.update, log)
+                results[example][name] = {**result, "stored_mib": stored(example, policy)}
     return results
 
 
@@ -91,6 +97,24 @@ def writer(
         mpjax.flush_metrics(events)
 
 
+def typeset(text: str) -> str:
+    """Returns a text with its powers as superscripts: 2^-8 becomes 2⁻⁸."""
+    return re.sub(r"\^(-?\d+)", lambda power: power[1].translate(SUPERSCRIPTS), text)
+
+
+@functools.cache
+def plan(example: Any, policy: str) -> mpjax.CastReport:
+    """Returns the plan of an example's gradient."""
+    return example.explain(policy)
+
+
+def stored(example: Any, policy: str) -> float:
+    """Returns the MiB that the forward pass stores for the backward pass of a batch."""
+    if policy == "float32":  # the program as written, which every plan knows
+        return plan(example, "mixed_bfloat16").stored_before / 2**20
+    return plan(example, policy).stored_after / 2**20
+
+
 def table(example: Any, results: dict[str, dict[str, Any]]) -> Table:
     """Returns an example's runs as a table."""
     column, key, form = FIGURES[example]
@@ -102,19 +126,19 @@ def table(example: Any, results: dict[str, dict[str, Any]]) -> Table:
         column,
         "Skips",
         "Last\nscale",
+        "Stored\nMiB",
         "ms per\nstep",
-        "Times\nf32",
     ):
         out.add_column(name, justify="right", no_wrap=True)
     for name, result in results.items():
         out.add_row(
-            name,
+            typeset(name),
             f"{result['final_train_loss']:.4f}",
             form.format(result[key]),
             str(result["skipped_steps"]),
-            f"2^{math.log2(result['final_loss_scale']):g}",
+            typeset(f"2^{math.log2(result['final_loss_scale']):.0f}"),
+            f"{result['stored_mib']:.2f}",
             f"{result['step_ms']:.1f}",
-            f"{result['step_ms'] / base['step_ms']:.2f}",
         )
     if example is byte_gpt:
         out.caption = f"Counting pairs of bytes gives {base['bigram_bits_per_byte']:.3f} bits."
@@ -127,8 +151,15 @@ def picture(results: dict[Any, dict[str, dict[str, Any]]]) -> Figure:
     axes = figure.subplots(2, len(results), sharex="col", height_ratios=(3, 2))
     for column, (example, runs) in enumerate(results.items()):
         for order, (name, result) in enumerate(runs.items()):
-            # The curves should coincide, so each is thinner than the one before.
-            style = {"color": f"C{order}", "linewidth": 5 - 0.7 * order, "label": name}
+            style = {
+                "color": f"C{order}",
+                "linewidth": 5 if name == "float32" else 1.2,
+                "alpha": 0.35 if name == "float32" else 1,
+                "marker": MARKERS[order],
+                "markevery": (order * APART // len(runs), APART),
+                "markersize": 6,
+                "label": typeset(name),
+            }
             loss = result["curves"]["loss"]
             window = min(10, len(loss))
             smooth = np.convolve(loss, np.full(window, 1 / window), "valid")
@@ -145,25 +176,40 @@ def picture(results: dict[Any, dict[str, dict[str, Any]]]) -> Figure:
     return figure
 
 
+def fill(page: Path, shown: str) -> None:
+    """Writes the tables into the block of a page that shows them."""
+    text, tables = page.read_text(), "\n".join(line.rstrip() for line in shown.splitlines())
+    page.write_text(BLOCK.sub(lambda _: f"```text\n{tables}\n```", text, count=1))
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, help="for both examples; default: its own steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for the results")
     parser.add_argument("--logdir", type=Path, help="folder for TensorBoard's event files")
+    parser.add_argument("--page", type=Path, help="a page to write the tables into")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
 
+    begun = time.perf_counter(), time.process_time()
     results = train_all(args.steps, args.seed, args.logdir)
+    spent = time.perf_counter() - begun[0], time.process_time() - begun[1]
 
-    console = Console()
+    console = Console(record=True, width=80 if args.page else None)
     for example, runs in results.items():
         console.print(table(example, runs))
+    shown = console.export_text()
     console.print(NOTES, highlight=False, soft_wrap=True)
     plot, data = args.out / "demo.png", args.out / "demo.json"
     picture(results).savefig(plot, dpi=120)
     data.write_text(json.dumps({example.__name__: runs for example, runs in results.items()}))
+    if args.page:
+        fill(args.page, shown)
+        picture(results).savefig(args.page.parent / "pictures" / "demo.png", dpi=100)
     console.print(f"Curves: {plot}, figures: {data}", soft_wrap=True)
+    took = "It took {:.0f} s, and {:.0f} s of CPU time.".format(*spent)
+    console.print(took, highlight=False)
 
 
 if __name__ == "__main__":

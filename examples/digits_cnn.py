@@ -14,6 +14,7 @@ Three seeds of float32 give 97.3% to 97.8%.
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -106,6 +107,23 @@ def evaluate(params: Any, model_state: Any, batch: Any) -> dict[str, jax.Array]:
     return {"accuracy": correct.mean(), "held_out_loss": cross_entropy(logits, labels)}
 
 
+@functools.cache
+def evaluator(policy: str) -> Callable[..., dict[str, jax.Array]]:
+    """Returns `evaluate` under a policy, with figures in float32. It is compiled once."""
+    return mpjax.autocast(
+        evaluate, dataclasses.replace(mpjax.get_policy(policy), output_dtype="float32")
+    )
+
+
+def explain(policy: str) -> mpjax.CastReport:
+    """Returns the plan of the gradient of a batch. Nothing is computed."""
+    params, batch_stats = jax.eval_shape(initial, 0)
+    batch = sample(load()[0], np.random.default_rng(0))
+    params = jax.eval_shape(mpjax.get_policy(policy).cast_to_param, params)
+    report = mpjax.explain(loss_fn, policy, argnums=0, has_aux=True)
+    return report(params, batch, batch_stats, jax.eval_shape(jax.random.key, 0))
+
+
 def train(
     policy: str = "mixed_bfloat16",
     steps: int = STEPS,
@@ -144,8 +162,7 @@ def train(
         progress(len(chunk))
     losses, scales = np.transpose(jax.device_get(curves)).tolist()
 
-    rules = dataclasses.replace(mpjax.get_policy(policy), output_dtype="float32")
-    figures = mpjax.autocast(evaluate, rules)(state.params, state.model_state, held_out)
+    figures = evaluator(policy)(state.params, state.model_state, held_out)
     return {
         "example": "digits_cnn",
         "policy": str(policy),

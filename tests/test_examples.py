@@ -135,6 +135,7 @@ def fake_result(example):
         "skipped_steps": 1,
         "final_loss_scale": 2.0**15,
         "step_ms": 4.0,
+        "stored_mib": 1.5,
         "curves": {"loss": [2.0, 1.0, 0.5], "loss_scale": [2.0**16, 2.0**16, 2.0**15]},
     }
 
@@ -146,9 +147,9 @@ def test_demo_tables_and_picture(tmp_path, capsys):
         console.print(demo.table(example, runs))
     printed = capsys.readouterr().out
     for name in demo.RUNS:
-        assert printed.count(f"  {name}  ") == 2
+        assert printed.count(f"  {demo.typeset(name)}  ") == 2
     assert "…" not in printed, "the table does not fit a terminal of 80 columns"
-    assert "2^15" in printed
+    assert "2¹⁵" in printed and "x 2⁻⁸" in printed and "^" not in printed
     demo.picture(results).savefig(tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
