@@ -90,6 +90,13 @@ def test_the_page_says_what_was_measured():
         assert expected.summary(name) in page
 
 
+def test_the_readme_says_in_how_many_runs_mixed_precision_ends_as_well():
+    said = expected.count().partition(".")[0]
+    assert "gan, mixed_bfloat16" in expected.count()
+    for page in ("README.md", "docs/examples.md"):
+        assert said in " ".join((ROOT / page).read_text().replace("\n>", "\n").split()), page
+
+
 def test_float16_keeps_rollout_and_training_together():
     """As published: at most a sixth of bfloat16's difference per token."""
     table = expected.rows("grpo")
