@@ -12,6 +12,7 @@ import mpjax
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAGE = (ROOT / "docs" / "release.md").read_text()
+README = (ROOT / "README.md").read_text()
 
 
 def test_the_changelog_opens_with_this_version():
@@ -37,10 +38,28 @@ def test_the_page_has_the_oldest_versions(row, name):
 
 
 def test_jax_has_a_ceiling_above_the_newest_one_tested():
-    """mpjax reads JAX's internals, so it is not installed with a JAX that it was not tested with."""
+    """mpjax reads JAX's internals, so no untested JAX is installed with it."""
     (bound,) = re.findall(r"^jax>=[\d.]+,<0\.(\d+)$", "\n".join(PROJECT["dependencies"]), re.M)
     (newest,) = re.findall(r"^\| JAX \| \S+ \| 0\.(\d+)[\d.]* \|", PAGE, re.MULTILINE)
     assert int(bound) == int(newest) + 1
+
+
+def test_the_readme_names_the_versions_and_the_dependencies():
+    ((oldest, newest),) = re.findall(r"^\| JAX \| (\S+) \| (\S+) \|", PAGE, re.MULTILINE)
+    assert f"Tested with JAX {oldest} to {newest}." in README
+    minor = [version.rsplit(".", version.count(".") - 1)[0] for version in (oldest, newest)]
+    assert f"installs only with JAX {minor[0]} to {minor[1]}." in README
+    (listed,) = re.findall(r"^- It installs (.*), even", README, re.MULTILINE)
+    named = {re.match(r"[\w-]+", dependency)[0] for dependency in PROJECT["dependencies"]}
+    assert set(re.split(r", | and ", listed)) == named - {"jax"}
+
+
+def test_the_readme_says_how_large_mpjax_is():
+    ((lines, names),) = re.findall(r"It is large: ([\d,]+) lines and (\d+) public names", README)
+    files = [path for path in ROOT.glob("mpjax/**/*.py*") if path.suffix in (".py", ".pyi")]
+    found = sum(len(path.read_text().splitlines()) for path in files)
+    assert int(lines.replace(",", "")) == pytest.approx(found, rel=0.05)
+    assert int(names) == len(mpjax.__all__)
 
 
 def test_the_page_has_the_versions_of_python():

@@ -15,7 +15,7 @@ ROOFLINE = {"roofline_ms": "roofline"}
 HAND, FLOAT32 = "by hand", "float32"
 OURS = ("autocast", "autocast, lean")
 FUSED = "autocast, fused attention"
-# A model of each kind, for the picture in the README.
+# A model of each kind, for the first picture.
 FAMILIES = ("gpt2", "llama", "bert", "vit", "moe_ragged", "resnet50", "ddpm", "lstm", "mamba")
 
 # The goals of autocast on an H100: for the geometric mean over models, and for single models.
@@ -62,6 +62,8 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
     elsewhere = tuple(t for t in HARDWARE if t != "h100" and f"{t}/{CASES[0]}" in cases)
     text = [
         HOW,
+        image("overview", charts["overview"]),
+        f"Over {len(CASES)} models, a step on an H100 takes on average {headline(cases)}.\n",
         "### Goals\n",
         goals(cases),
         "### H100, relative to casts by hand\n",
@@ -275,7 +277,7 @@ def beside_float32(cases: Rows) -> Chart:
 
 
 def overview(cases: Rows) -> Chart:
-    """The picture of the README: a model of each kind, and the mean over all models."""
+    """The first picture: a model of each kind, and the mean over all models."""
     title = "A training step on an H100, relative to float32 (less is better)"
     alt = "Memory and bytes moved by training steps under autocast, relative to float32"
     shown, figures = (HAND, "autocast"), ("temp_mib", "looped_gb")
@@ -292,8 +294,29 @@ def overview(cases: Rows) -> Chart:
     )
 
 
+def readme(cases: Rows) -> list[str]:
+    """What the README says of these results: the rows of its table, and a part of a sentence."""
+    gpt2 = cases["h100/gpt2"]
+
+    def sizes(rival: str) -> tuple[str, str]:
+        row = gpt2[rival]
+        return f"{row['temp_mib'] / 1024:.1f} GiB", f"{row['looped_gb']:.0f} GB"
+
+    over = [
+        sum(map(above, over_models(cases, "h100", "autocast", HAND, figure)))
+        for figure in ("temp_mib", "looped_gb")
+    ]
+    return [
+        "| {} | {} | {} |".format(FLOAT32, *sizes(FLOAT32)),
+        "| casts by hand | {} | {} |".format(*sizes(HAND)),
+        '| mpjax, `"mixed_bfloat16"` | **{}** | **{}** |'.format(*sizes("autocast")),
+        f"Of {len(CASES)} models compiled for an H100, {over[0]} need more memory than with casts "
+        f"by hand, and {over[1]} move more bytes",
+    ]
+
+
 def headline(cases: Rows) -> str:
-    """The README's sentence with the means over all models."""
+    """The means over all models, as a part of a sentence."""
     float32, hand = (
         [
             mean(over_models(cases, "h100", "autocast", theirs, figure))

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks import RESULTS, SUITES
 from benchmarks.aot import CASES
-from benchmarks.page import PAGE, PICTURES, TABLES, TITLES, filled_pages, plain, render
-from benchmarks.page.aot import headline, overview, section
+from benchmarks.page import PAGE, PICTURES, TABLES, TITLES, aot, filled_pages, plain, render
+from benchmarks.page.aot import section
 from benchmarks.page.charts import Chart, draw, is_drawn
 from benchmarks.page.tables import above, mean, table, written
 
@@ -104,10 +104,24 @@ def test_results_that_are_shown_are_those_of_the_repository():
             assert {"command", "device", "versions", "date"} <= set(json.loads(path.read_text()))
 
 
-def test_the_readme_shows_the_picture_and_the_means_of_the_page():
-    """What the README says of all models is what the results give."""
+def test_what_the_readme_says_is_what_the_results_give():
     cases = json.loads((RESULTS / "aot.json").read_text())["cases"]
-    readme = " ".join((PAGE.parent.parent / "README.md").read_text().split())
-    assert headline(cases) in readme, headline(cases)
-    assert f"![{overview(cases).alt}](docs/pictures/overview.svg)" in readme
-    assert f"Over {len(CASES)} models" in readme
+    readme = " ".join((PAGE.parent.parent / "README.md").read_text().replace("\n>", "\n").split())
+    for said in aot.readme(cases):
+        assert said in readme, said
+    found = [
+        row["ratios"]["autocast / float32, seconds"]
+        for suite, parts in (("cpu", ["tracing"]), ("scaling", ["layers", "programs"]))
+        for part in parts
+        for row in json.loads((RESULTS / f"{suite}.json").read_text())["cases"][part].values()
+    ]
+    said = f"Tracing takes [{min(found):.1f}x to {max(found):.1f}x](docs/performance.md#tracing)"
+    assert said in readme, said
+
+
+def test_the_first_picture_and_the_means_are_on_the_page():
+    cases = json.loads((RESULTS / "aot.json").read_text())["cases"]
+    text, charts = aot.section({"cases": cases}, {})
+    assert f"Over {len(CASES)} models, a step on an H100 takes" in text
+    assert aot.headline(cases) in text
+    assert f"![{charts['overview'].alt}](pictures/overview.svg)" in text
