@@ -92,6 +92,7 @@ def test_the_page_says_what_was_measured():
 
 def test_the_readme_says_in_how_many_runs_mixed_precision_ends_as_well():
     said = expected.count().partition(".")[0]
+    assert f"In {len(NAMES)} [examples]" in (ROOT / "README.md").read_text()
     assert "gan, mixed_bfloat16" in expected.count()
     for page in ("README.md", "docs/examples.md"):
         assert said in " ".join((ROOT / page).read_text().replace("\n>", "\n").split()), page

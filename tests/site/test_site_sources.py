@@ -72,6 +72,13 @@ def test_headings_are_an_outline(page):
     assert all(below <= above + 1 for above, below in itertools.pairwise(levels))
 
 
+def test_the_front_page_shows_a_part_of_the_readme():
+    readme = (pages.ROOT / "README.md").read_text()
+    index = SITE["index"].read_text()
+    start, end = re.findall(r'^:(?:start-after|end-before): "(.*)"$', index, re.MULTILINE)
+    assert 0 <= readme.index(start) < readme.index("Status") < readme.index(f"\n{end}\n")
+
+
 @each_page
 def test_no_conflict_of_a_merge_is_left(page):
     assert not re.search("^(<{7}|={7}|>{7})( |$)", page.read_text(), re.MULTILINE)
