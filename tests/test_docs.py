@@ -58,10 +58,10 @@ def test_the_three_lines_of_the_readme_train_in_float16():
     (diff,) = re.findall(r"^```diff\n(.*?)^```", readme.read_text(), re.MULTILINE | re.DOTALL)
     lines = diff.splitlines()
     assert [line[0] for line in lines if line and line[0] in "+-"].count("+") == 3
-    losses, programs = [], []
+    shown, losses, programs = pages.run(readme), [], []  # its loss, parameters and batch
     for left_out in "+-":
         code = "\n".join(line[1:] for line in lines if not line.startswith(left_out))
-        names = pages.run(readme)  # its loss, parameters and batch
+        names = {**shown}
         exec(code, names)
         step, batch, params = names["step"], names["batch"], names["params"]
         opt_state = names["optimizer"].init(params)
