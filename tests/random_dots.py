@@ -91,7 +91,7 @@ def draw(rng):
     names = iter("abcdefghijkl")
     groups = {k: [next(names) for _ in range(rng.choice(len(p), p=p))] for k, p in COUNTS.items()}
     sizes = {d: int(rng.choice(SIZES, p=ODDS)) for group in groups.values() for d in group}
-    if math.prod(sizes.values()) > LARGEST:
+    if math.prod(max(size, 1) for size in sizes.values()) > LARGEST:
         return draw(rng)
 
     def ordered(free):
