@@ -4,7 +4,7 @@
 #                     test-sound, test-docs and test-processes
 #   make test-all     all tests: also further inputs and the examples' curves (an hour)
 #   make test-newest  the quick tier on the newest JAX
-#   make test-xla     a part of the quick tier under XLA's own flags
+#   make test-part    the part of the thorough tests that CI runs
 #   make lint         ruff and mypy
 #   make test-torch   checks that PyTorch's code in docs/coming_from gives the same losses as ours;
 #                     test-paddle, test-mindspore, test-tensorflow and test-mpx check the others
@@ -43,7 +43,7 @@ PYTEST := -m pytest -n 2 --dist worksteal
 EVERYTHING := -m "thorough or not thorough"
 KINDS := unit sound docs processes
 
-.PHONY: demo test test-all test-xla $(KINDS:%=test-%) test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality build docker docker-locks soak mutants mutants-all clean
+.PHONY: demo test test-all test-part $(KINDS:%=test-%) test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality build docker docker-locks soak mutants mutants-all clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -53,6 +53,12 @@ test: $(VENV)/ready
 
 $(KINDS:%=test-%): test-%: $(VENV)/ready
 	$(VENV)/bin/python $(PYTEST) -m "$* and not thorough"
+
+# What found most faults for its time. TODO
+PART := tests/autocast tests/training
+
+test-part: $(VENV)/ready
+	$(VENV)/bin/python $(PYTEST) -m thorough $(PART)
 
 test-all: $(VENV)/ready
 	EXAMPLES_OUT=examples_out $(VENV)/bin/python $(PYTEST) $(EVERYTHING)

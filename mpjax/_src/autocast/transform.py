@@ -92,8 +92,8 @@ def autocast(fun: Any = None, policy: Any = None) -> Any:
     Matmuls and convolutions get half operands, in the forward and backward pass. Softmax, norms,
     losses, exp, log, sums and similar operations compute in float32. Other operations compute in
     the dtype of their operands. Values kept for the backward pass are stored in half if that adds
-    at most one rounding. Values of the function that are not float32 keep their dtypes. If the policy
-    and the regions of the function ask for no 16-bit dtype, the function runs as traced.
+    at most one rounding. Values of the function that are not float32 keep their dtypes. If neither
+    the policy nor a region of the function asks for a 16-bit dtype, the function runs as traced.
 
     The function may use any JAX transformation, and any of them may be applied to the result.
     Outside of `jax.jit` the result is compiled and cached, as with `jax.jit`:
