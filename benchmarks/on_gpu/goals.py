@@ -49,7 +49,7 @@ def found(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
         ratios = rows.get(f"speed {case}", {}).get(rival, {}).get("ratios", {})
         taken = [f"{way} / {rival}"] if way else sorted(ratios, key=lambda w: ratios[w]["median"])
         ratio = ratios.get(taken[0]) if taken else None
-        rule = "faster than" if shown is faster else "not thorougher than"
+        rule = "faster than" if shown is faster else "not slower than"
         times = f"{bound:g} times " if bound != 1 else ""
         met = shown(ratio, 1 / bound) if ratio else None
         which = {"ratio": taken[0]} if ratio else {}

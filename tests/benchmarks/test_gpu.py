@@ -51,7 +51,7 @@ def test_speed_times_pairs_and_says_what_is_missing(results, cache, monkeypatch,
         assert theirs["parameters"] == rows["mpjax"]["parameters"]
     assert rows["mpjax"]["loss"] == pytest.approx(by_hand["loss"], abs=0.1)
     printed = capsys.readouterr().out
-    assert "gpt2: not thorougher than by hand" in printed and "mpjax / rival" in printed
+    assert "gpt2: not slower than by hand" in printed and "mpjax / rival" in printed
 
 
 def test_memory_says_what_cannot_be_compared(results, cache):
