@@ -4,6 +4,7 @@ import doctest
 import importlib
 import pkgutil
 import re
+import tempfile
 
 import numpy as np
 import pages
@@ -12,18 +13,46 @@ import pytest
 import mpjax
 
 MODULES = [module.name for module in pkgutil.walk_packages(mpjax.__path__, "mpjax.")]
-each_page = pytest.mark.parametrize(
-    "page", pages.PAGES, ids=lambda page: str(page.relative_to(pages.ROOT))
-)
+# What runs in the quick tier: the blocks of pages that cost little, and the examples of all modules
+# but these, each of which takes more than two seconds.
+QUICK_PAGES = ("README.md", *(f"docs/{name}.md" for name in ("autocast", "concepts", "policies")))
+COSTLY_MODULES = {
+    f"mpjax._src.{name}"
+    for name in (
+        *("instruments.compare", "instruments.plots", "instruments.tune"),
+        *("training.moments", "training.rounding"),
+    )
+}
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_docstring_examples(name, table):
+def name_of(page):
+    return page.relative_to(pages.ROOT).as_posix()
+
+
+def thorough_where(condition, cases):
+    return [pytest.param(x, marks=pytest.mark.thorough) if condition(x) else x for x in cases]
+
+
+def costs(page):
+    return pages.kinds(page) and name_of(page) not in QUICK_PAGES
+
+
+each_page = pytest.mark.parametrize("page", pages.PAGES, ids=name_of)
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """What pages and examples write into temporary folders is removed with those of the tests."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", thorough_where(COSTLY_MODULES.__contains__, MODULES))
+def test_docstring_examples(name, table, temporary):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-@each_page
-def test_blocks_of_a_page_run_one_after_the_other(page, table):
+@pytest.mark.parametrize("page", thorough_where(costs, pages.PAGES), ids=name_of)
+def test_blocks_of_a_page_run_one_after_the_other(page, table, temporary):
     pages.run(page)
 
 
@@ -40,6 +69,11 @@ def headings(page):
     """Returns the anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_what_is_named_above_exists():
+    assert {*QUICK_PAGES} <= {name_of(page) for page in pages.PAGES}
+    assert {*MODULES} >= COSTLY_MODULES
 
 
 def test_what_a_page_shows_is_what_was_printed():

@@ -22,9 +22,14 @@ import expected  # noqa: E402
 
 SPREADS = 3  # the range over three seeds is a low guess: two of many differ by more than it
 NAMES = sorted(p.stem for p in EXAMPLES.glob("*.py") if "functools.partial(common" in p.read_text())
+# Plain JAX and linen; the test of TensorBoard runs one in NNX. They cost least of their kind.
+QUICK = {"recommender", "lenet5"}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.thorough) for n in NAMES],
+)
 def test_runs_in_a_tiny_size(name, tmp_path, capsys):
     row = list(expected.rows(name))[-1]
     out = tmp_path / "result.json"
