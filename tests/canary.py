@@ -289,6 +289,7 @@ def main(arguments: list[str]) -> int:
     told = missing_names()
     plugin = Broken()
     options = ["-q", "--no-header", "--no-summary", "--tb=no", "-p", "no:cacheprovider"]
+    options += ["-m", "thorough or not thorough"]
     status = pytest.main([*options, str(ROOT / "tests" / "_jax"), *arguments], plugins=[plugin])
     told += plugin.told
     if status and not plugin.told:
