@@ -68,6 +68,7 @@ def test_names_that_are_gone_are_named():
     assert "explain, find_nonfinite, compare and lint" in out
 
 
+@pytest.mark.thorough
 def test_a_name_that_does_something_else_is_named():
     change = "import jax; from jax._src import config; config.trace_context = lambda: ()"
     status, out = canary_after(change, "-k", "tracing_key")
@@ -78,6 +79,7 @@ def test_a_name_that_does_something_else_is_named():
     assert "autocast: a plan is reused although a setting of JAX changed" in out
 
 
+@pytest.mark.thorough
 def test_a_jax_that_keeps_its_contracts_passes():
     status, out = canary_after("pass", "-k", "tracing_key")
     assert status == 0 and out.endswith("Every contract holds.\n")

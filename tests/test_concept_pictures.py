@@ -20,6 +20,7 @@ def drawn(monkeypatch):
     del sys.modules["concepts"], sys.modules["svg"]
 
 
+@pytest.mark.thorough
 def test_pictures_are_what_the_code_says(drawn):
     """Up to last digits: shares of a histogram hang on the order of a machine's sums."""
     number = re.compile(r"(?<![#\w])-?\d+\.?\d*")

@@ -50,15 +50,26 @@ def run_script(path, *arguments):
     )
 
 
-@examples
+DTYPES = {
+    "float32": "float32",
+    "mixed_bfloat16": "bfloat16",
+    "mixed_float16": "float16",
+    "O2:float16": "float16",
+    "O3:bfloat16": "bfloat16",
+}
+QUICK = (digits_cnn, "mixed_bfloat16"), (digits_cnn, "O2:float16")
+
+
 @pytest.mark.parametrize(
-    ("policy", "dtype"),
+    ("policy", "dtype", "example"),
     [
-        ("float32", "float32"),
-        ("mixed_bfloat16", "bfloat16"),
-        ("mixed_float16", "float16"),
-        ("O2:float16", "float16"),
-        ("O3:bfloat16", "bfloat16"),
+        pytest.param(
+            *(policy, dtype, example),
+            marks=[] if (example, policy) in QUICK else pytest.mark.thorough,
+            id=f"{policy}-{dtype}-{example.__name__}",
+        )
+        for policy, dtype in DTYPES.items()
+        for example in FIGURES
     ],
 )
 def test_policy_decides_the_dtype_of_every_matmul_and_convolution(example, policy, dtype):
@@ -68,7 +79,11 @@ def test_policy_decides_the_dtype_of_every_matmul_and_convolution(example, polic
     assert set(found) == {(dtype, dtype)}
 
 
-@examples
+@pytest.mark.parametrize(
+    "example",
+    [digits_cnn, pytest.param(byte_gpt, marks=pytest.mark.thorough)],
+    ids=lambda module: module.__name__,
+)
 def test_norm_statistics_and_loss_stay_float32_in_half_precision(example):
     step, state, batch = started(example, "O3:float16")
     state, metrics = jax.eval_shape(step, state, batch)
@@ -76,13 +91,14 @@ def test_norm_statistics_and_loss_stay_float32_in_half_precision(example):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.model_state)} <= {"float32"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("example", "policy"),
     [
         (digits_cnn, "mixed_float16"),
-        pytest.param(digits_cnn, "float32", marks=pytest.mark.thorough),
-        pytest.param(byte_gpt, "mixed_float16", marks=pytest.mark.thorough),
-        pytest.param(byte_gpt, "float32", marks=pytest.mark.thorough),
+        (digits_cnn, "float32"),
+        (byte_gpt, "mixed_float16"),
+        (byte_gpt, "float32"),
     ],
 )
 def test_main_trains_and_writes_its_result(example, policy, tmp_path, capsys):
@@ -184,6 +200,7 @@ def scalars_of(folder):
     return found
 
 
+@pytest.mark.thorough
 def test_the_demo_logs_scale_skips_and_what_underflows(tmp_path):
     with demo.writer(tmp_path, "digits_cnn", "a run") as log:
         digits_cnn.train("mixed_float16", steps=3, log=log)

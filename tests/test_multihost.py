@@ -120,6 +120,7 @@ def whole(tmp_path_factory):
     return folder / "run", one
 
 
+@pytest.mark.thorough
 def test_a_nan_on_one_process_is_skipped_on_all(start, tmp_path):
     options = {"steps": 8, "every": 4, "policy": "mixed_float16", "log-every": 1}
     nan = {"nan-at": 5, "nan-on": 1}

@@ -34,6 +34,7 @@ def cache(tmp_path_factory):
     return tmp_path_factory.getbasetemp() / "compiled"
 
 
+@pytest.mark.thorough
 def test_speed_times_pairs_and_says_what_is_missing(results, cache, monkeypatch, capsys):
     monkeypatch.setattr(speed, "TIERS", (("torch autocast, compile", "by hand"),))
     monkeypatch.setattr(speed, "OURS", ("mpjax",))
@@ -54,6 +55,7 @@ def test_speed_times_pairs_and_says_what_is_missing(results, cache, monkeypatch,
     assert "gpt2: not slower than by hand" in printed and "mpjax / rival" in printed
 
 
+@pytest.mark.thorough
 def test_memory_says_what_cannot_be_compared(results, cache):
     gpu.run(options("memory", cache=cache), results)
     row = results.cases["memory gpt2"]["mpjax"]
@@ -61,6 +63,7 @@ def test_memory_says_what_cannot_be_compared(results, cache):
     assert "cpu" in row["no_peak"] and "'cpu'" in row["no_prediction"]
 
 
+@pytest.mark.thorough
 def test_quality_trains_the_example(results, cache, monkeypatch):
     monkeypatch.setattr(quality, "POLICIES", ("float32", "mixed_float16"))
     gpu.run(options("quality", cache=cache), results)
@@ -69,6 +72,7 @@ def test_quality_trains_the_example(results, cache, monkeypatch):
     assert all(0 < row["bits_per_byte"] < 9 and row["losses"] for row in rows.values())
 
 
+@pytest.mark.thorough
 def test_tests_are_counted(results):
     gpu.run(options("tests"), results)
     rows = results.cases["tests"]

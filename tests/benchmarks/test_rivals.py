@@ -13,7 +13,7 @@ def described(tree):
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
 
 
-@pytest.mark.parametrize("model", ["bert", "resnet50"])
+@pytest.mark.parametrize("model", ["bert", pytest.param("resnet50", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("rival", RIVALS)
 def test_a_rival_s_step_keeps_its_state(rival, model):
     if reason := lacks(rival):

@@ -21,6 +21,7 @@ def run(results, *cases, **others):
     return scaling.run(Options(cases=cases, smoke=True, **others), results)
 
 
+@pytest.mark.thorough
 def test_layers_are_traced_and_compiled_both_ways(results):
     assert run(results, "layers") == []
     one, two = results.cases["layers"].values()
@@ -29,6 +30,7 @@ def test_layers_are_traced_and_compiled_both_ways(results):
     assert two["autocast_compile_s"] > 0 and two["ratios"]["autocast / float32, seconds"] > 0
 
 
+@pytest.mark.thorough
 def test_nothing_grows_with_steps(results):
     assert run(results, "steps") == []
     assert {row["arrays_grown_by"] for row in results.cases["steps"].values()} == {0}

@@ -8,6 +8,7 @@ from benchmarks.page.weights import section
 from benchmarks.results import Results
 
 
+@pytest.mark.thorough
 def test_it_measures_every_way_and_runs_on_a_small_model(tmp_path):
     names = [(case, name) for case, name, _ in weights.todo(Options(cases=weights.CASES))]
     assert len(set(names)) == len(names) and {case for case, _ in names} == {*weights.CASES}
