@@ -209,6 +209,16 @@ def _as_written(eqn: Any, ins: list[Any], amplified: bool) -> list[Any]:
     return [bind(eqn, wide, preferred_element_type=jnp.dtype(jnp.float32))[0].astype(out)]
 
 
+def run(fun: Callable[..., Any], *args: Any) -> Any:
+    """Runs a small program operation by operation, which is cheaper than to compile it for one run.
+
+    Only single operations are compiled, once for all programs of a process.
+    """
+    jaxpr, tree = traced(fun, args)
+    way = Way(_as_written, derived=True, eager=True)
+    return jax.tree.unflatten(tree, evaluate(jaxpr, jax.tree.leaves(args), way))
+
+
 def errors_of_runs(
     fun: Callable[..., Any],
     given: Sequence[Sequence[Any]],
@@ -255,6 +265,7 @@ def errors(
     round_stream: Callable[..., Any] | None = None,
     update: Callable[..., Any] | None = None,
     truth: Any = None,
+    sparing: bool = False,
 ) -> list[Error]:
     """Returns the errors of autocast and of rounded matmuls, for each result and gradient leaf.
 
@@ -271,17 +282,27 @@ def errors(
         update: ``(args, results) -> tree``, in float64: further results to judge, such as the
             update of a step's state.
         truth: The result of `in_float64` for the same program, if it is known already.
+        sparing: Whether to run the yardstick only if it can decide: if autocast is off by more than
+            `ROUNDINGS` roundings somewhere, or not finite. Its errors are 0 otherwise.
     """
     args = jax.tree.map(jnp.asarray, tuple(args))
     scale = LOSS_SCALE[half] if loss_scale is None else loss_scale
+    auto = _measured(mpjax.autocast(fun, f"mixed_{half}"), args, argnums, scale)
+    truth = in_float64(fun, args, argnums) if truth is None else truth
+    compare = functools.partial(_compared, args, half, update, truth)
+    by_auto = jax.jit(auto, compiler_options=options())(*args)
+    if sparing:
+        rows = compare(truth, by_auto)
+        if all(row.sound for row in rows):
+            return rows
     hand = _measured(round_stream or fun, args, argnums, scale)
     hand = _evaluated(hand, Way(functools.partial(_rounding, jnp.dtype(half)), derived=True))
-    auto = _measured(mpjax.autocast(fun, f"mixed_{half}"), args, argnums, scale)
-    by_hand, by_auto = (jax.jit(f, compiler_options=options())(*args) for f in (hand, auto))
-    truth = in_float64(fun, args, argnums) if truth is None else truth
-    runs = [
-        dict(zip(("result", "gradient"), run, strict=False)) for run in (truth, by_hand, by_auto)
-    ]
+    return compare(jax.jit(hand, compiler_options=options())(*args), by_auto)
+
+
+def _compared(args, half, update, *runs):
+    """Returns the errors of two runs, given the truth and both."""
+    runs = [dict(zip(("result", "gradient"), run, strict=False)) for run in runs]
     if update is not None:
         plain = jax.tree.map(lambda x: np.asarray(x, np.float64), args)
         for run in runs:

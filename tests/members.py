@@ -3,6 +3,9 @@
 A member is a function without arguments that returns a `Case`. Members whose errors are known to be
 too large are marked where they are registered, by part. xfail is strict, so a change of the planner
 that mends a member is noticed at once, and so is a change that breaks one.
+
+The quick tier measures each member in one 16-bit dtype: in the one that its class is about, if any;
+else in bfloat16 and float16 by turns.
 """
 
 import dataclasses
@@ -41,9 +44,14 @@ class Member:
 class Members(dict):
     """A registry of the members of one class, by name."""
 
-    def __init__(self, reason: str):
-        """``reason`` says in one sentence what is wrong with the members that fail."""
-        self.reason = reason
+    def __init__(self, reason: str, quick: str = ""):
+        """Makes an empty registry.
+
+        Args:
+            reason: One sentence: what is wrong with the members that fail.
+            quick: The 16-bit dtype of the quick tier, "bf16" or "f16"; or "", for both by turns.
+        """
+        self.reason, self.quick = reason, quick
 
     def __call__(self, fails="", parts="result gradient", reason="", thorough=False):
         """Registers a member.
@@ -71,10 +79,11 @@ class Members(dict):
     def test(self):
         """Returns the decorator for the test of all members: ``test(member, half, part)``."""
         params = []
-        for name, member in self.items():
+        for place, (name, member) in enumerate(self.items()):
+            quick = "" if member.thorough else self.quick or [*HALVES][place % 2]
             for half in HALVES:
                 for part in member.parts:
-                    marks = [pytest.mark.thorough] if member.thorough else []
+                    marks = [] if half == quick else [pytest.mark.thorough]
                     if (half, part) in member.fails:
                         marks += [pytest.mark.xfail(reason=member.reason, strict=True)]
                     values = (member, half, part)
@@ -103,6 +112,7 @@ def rows(member: Member, half: str) -> list[measure.Error]:
         by_hand,
         case.update,
         truth,
+        sparing=True,
     )
 
 

@@ -6,12 +6,31 @@ import struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.extend import core as jex
 
 import mpjax
 
 HALVES = ("bfloat16", "float16")
 BOTH = functools.partial(jax.grad, argnums=(0, 1))
+
+
+def thorough_but(cases, *quick):
+    """Returns the cases of a parametrization. All but the ``quick`` ones are thorough.
+
+    A quick case is named by itself, or by its position if it has no name: an int is a position. A
+    tuple holds the values of several parameters.
+    """
+    cases = [*cases]
+    places = {case if isinstance(case, int) else cases.index(case) for case in quick}
+    assert places <= {*range(len(cases))}, f"no such cases: {quick}"
+    return [x if i in places else _thorough(x) for i, x in enumerate(cases)]
+
+
+def _thorough(case):
+    if hasattr(case, "marks"):
+        return pytest.param(*case.values, marks=[*case.marks, pytest.mark.thorough], id=case.id)
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.thorough)
 
 
 def cast(fun, half="bfloat16"):

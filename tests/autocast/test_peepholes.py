@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from measure import kept
-from support import assert_near, cast, normal
+from measure import kept, run
+from support import assert_near, cast, normal, thorough_but
 
 import mpjax
 
@@ -149,8 +149,11 @@ TRANSFORMS = {
 }
 
 
-def agree(fun, args, tolerance=0.05):
-    """Holds results, derivatives and second derivatives against float32's, where it has them."""
+def agree(fun, args, tolerance=0.05, run=run):
+    """Holds results, derivatives and second derivatives against float32's, where it has them.
+
+    What is checked is the program as it was rewritten: no compiler is asked, unless by ``run``.
+    """
     argnums = tuple(range(len(args)))
     ts = tuple(normal(9 + i, *x.shape) for i, x in enumerate(args))
 
@@ -160,22 +163,34 @@ def agree(fun, args, tolerance=0.05):
                 lambda *xs: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*xs))), argnums
             )(*xs)
 
-        return {
-            "result": f(*args),
-            "gradient": gradient(*args),
-            "forward": jax.jvp(f, args, ts)[1],
-            "second": jax.jvp(gradient, args, ts)[1],
-        }
+        first, second = jax.jvp(gradient, args, ts)
+        forward = jax.jvp(f, args, ts)[1]
+        return {"result": f(*args), "gradient": first, "forward": forward, "second": second}
 
-    want, got = jax.jit(lambda: (everything(fun), everything(cast(fun))))()
+    want, got = run(lambda: (everything(fun), everything(cast(fun))))
     for part, exact in want.items():
-        if all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(exact)):
+        if all(np.all(np.isfinite(x)) for x in jax.tree.leaves(exact)):
             assert_near(got[part], exact, tolerance)
         else:
             assert part != "result"
 
 
-@pytest.mark.parametrize("name", SOFTMAXES)
+def compiled(fun):
+    return jax.jit(fun)()
+
+
+QUICK = [
+    "twice",
+    "shift that is not stopped, eps",
+    "rsqrt twice",
+    "online",
+    "base 2",
+    "one where empty",
+]
+QUICK += ["times a mask", "masked twice", "columns", "roots", "squeezed"]
+
+
+@pytest.mark.parametrize("name", thorough_but(SOFTMAXES, *QUICK))
 def test_derivatives(name):
     agree(attention(SOFTMAXES[name]), (Q, K, V))
 
@@ -185,8 +200,20 @@ def test_derivatives_of_what_looks_like_a_softmax(name):
     agree(attention(OTHERS[name], 8), (Q, K, V))
 
 
-@pytest.mark.parametrize("name", ["twice", "online", "where=", "reshaped", "off by one"])
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SOFTMAXES | OTHERS)
+def test_derivatives_as_compiled(name):
+    agree(attention((SOFTMAXES | OTHERS)[name], 8), (Q, K, V), run=compiled)
+
+
+SAMPLE = ["twice", "online", "where=", "reshaped", "off by one"]
+PAIRS = [(transform, name) for transform in TRANSFORMS for name in SAMPLE]
+
+
+@pytest.mark.parametrize(
+    ("transform", "name"),
+    thorough_but(PAIRS, ("scan", "twice"), ("vmap", "online"), ("remat", "off by one")),
+)
 def test_within_transformations(name, transform):
     agree(TRANSFORMS[transform](attention((SOFTMAXES | OTHERS)[name])), (Q, K, V))
 
@@ -252,16 +279,31 @@ CRASHES = pytest.mark.xfail(
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=CRASHES if n in ("and back", "transposed") else []) for n in HEADS],
-)
-def test_layouts_between_a_softmax_and_its_matmul(name):
+def of_heads(name):
     def fun(s, v):
         scores = jnp.einsum("bhqk,bhkj->bhqj", s, jnp.cos(s))
         return jnp.cos(HEADS[name](jax.nn.softmax(scores), v))
 
-    agree(fun, (S4, V4))
+    return fun
+
+
+LAYOUTS = ["transposed", "two summed", "dropped after", "weighed after", "summed over queries"]
+
+
+@pytest.mark.parametrize("name", thorough_but(HEADS, *LAYOUTS))
+def test_layouts_between_a_softmax_and_its_matmul(name):
+    agree(of_heads(name), (S4, V4))
+
+
+@pytest.mark.parametrize(
+    "name",
+    thorough_but(
+        [pytest.param(n, marks=CRASHES if n in ("and back", "transposed") else []) for n in HEADS],
+        [*HEADS].index("and back"),
+    ),
+)
+def test_layouts_as_compiled(name):
+    agree(of_heads(name), (S4, V4), run=compiled)
 
 
 @pytest.mark.parametrize("precision, found", [("default", True), ("highest", False)])
@@ -290,7 +332,7 @@ def test_equal_maxima_share_the_derivative():
         return jnp.sum(jnp.max(x * 1.0, 1) * jnp.asarray([1.0, 2.0])) + jnp.sum(jnp.min(x, 0) ** 2)
 
     for way in (jax.grad, jax.jacfwd):
-        assert_near(way(cast(fun))(x), way(fun)(x), 0.01)
+        assert_near(run(way(cast(fun)), x), run(way(fun), x), 0.01)
 
 
 # ---- what scores are made by --------------------------------------------------------------------
@@ -328,20 +370,33 @@ SOURCES = {
 }
 
 
+def of_scores(scores):
+    return lambda q, k, v: jnp.cos(jax.nn.softmax(scores(q, k) / 2) @ v)
+
+
 @pytest.mark.parametrize("name", SOURCES)
 def test_what_keys_have_in_common_is_taken_away_where_a_shift_changes_nothing(name):
     scores, side = SOURCES[name]
-
-    def fun(q, k, v):
-        return jnp.cos(jax.nn.softmax(scores(q, k) / 2) @ v)
-
-    total = lambda *args: jnp.sum(fun(*args))  # noqa: E731
+    total = lambda *args: jnp.sum(of_scores(scores)(*args))  # noqa: E731
     report = mpjax.explain(total, "mixed_bfloat16", argnums=(0, 1, 2))(Q, K, V)
     texts = [row.storage for row in report.rows if "less its mean" in row.storage]
     assert [text.split(" less")[0] for text in texts] == ([side] if side else [])
     weighed = any("row sums come from" in row.storage for row in report.rows)
     assert weighed == bool(side)
-    agree(fun, (Q, K, V))
+
+
+SEEN = [
+    "keys first",
+    "a temperature to each row, spread",
+    "in groups",
+    "masked by an array",
+    "clipped",
+]
+
+
+@pytest.mark.parametrize("name", thorough_but(SOURCES, *SEEN))
+def test_derivatives_where_keys_have_something_in_common(name):
+    agree(of_scores(SOURCES[name][0]), (Q, K, V))
 
 
 # name: exponentials of scores, and what is added to their sum: rows need not sum to one

@@ -7,8 +7,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import assert_near, cast, equations, normal
-from test_peepholes import TRANSFORMS
+from measure import run
+from support import assert_near, cast, equations, normal, thorough_but
+from test_peepholes import TRANSFORMS, compiled
 
 import mpjax
 from mpjax._src import _jax
@@ -97,16 +98,16 @@ def weighed(fun):
     return lambda *args: sum(map(total, jax.tree.leaves(fun(*args))))
 
 
-def agree(fun, args, tolerance, second=True):
+def agree(fun, args, tolerance, second=True, run=run):
     """Holds results, derivatives and second derivatives against float32's."""
     ts = tuple(normal(9 + i, *x.shape) for i, x in enumerate(args))
 
     def everything(f):
         gradient = jax.grad(weighed(f), tuple(range(len(args))))
-        first = f(*args), gradient(*args), jax.jvp(f, args, ts)[1]
-        return (*first, jax.jvp(gradient, args, ts)[1]) if second else first
+        found = jax.jvp(gradient, args, ts) if second else [gradient(*args)]
+        return f(*args), jax.jvp(f, args, ts)[1], *found
 
-    want, got = jax.jit(lambda: (everything(fun), everything(cast(fun))))()
+    want, got = run(lambda: (everything(fun), everything(cast(fun))))
     for parts in zip(got, want, strict=True):
         assert_near(*parts, tolerance)
 
@@ -129,18 +130,34 @@ def test_what_only_looks_alike_is_left(name):
     assert passes(of_matmul(OTHERS[name]), H, W) == 0
 
 
-@pytest.mark.parametrize("name", SUMS | OTHERS)
+QUICK = ["with its axis", "over columns", "log_softmax", "cross entropy", "by hand, not stopped"]
+QUICK += ["in base 2", "over two axes", "twice"]
+
+
+@pytest.mark.parametrize("name", thorough_but(SUMS | OTHERS, *QUICK, *OTHERS))
 def test_derivatives(name, one_pass):
     agree((SUMS | OTHERS)[name], (normal(2, ROWS, LONG, scale=3.0),), 5e-3)
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SUMS | OTHERS)
+def test_derivatives_as_compiled(name, one_pass):
+    args = (normal(2, ROWS, LONG, scale=3.0),)
+    agree((SUMS | OTHERS)[name], args, 5e-3, run=compiled)
+
+
+@pytest.mark.parametrize("name", thorough_but(SUMS, "cross entropy", "three axes", "at least zero"))
 def test_derivatives_of_a_matmul(name, one_pass):
     agree(of_matmul(SUMS[name]), (H, W), 0.05, second=False)
 
 
-@pytest.mark.parametrize("name", ["logsumexp", "by hand, not stopped", "log_softmax"])
-@pytest.mark.parametrize("transform", TRANSFORMS)
+SAMPLE = ["logsumexp", "by hand, not stopped", "log_softmax"]
+PAIRS = [(transform, name) for transform in TRANSFORMS for name in SAMPLE]
+
+
+@pytest.mark.parametrize(
+    ("transform", "name"), thorough_but(PAIRS, *zip(TRANSFORMS, SAMPLE, strict=True))
+)
 def test_within_transformations(name, transform, one_pass):
     def fun(s, t, c):
         return jnp.sum(SUMS[name](s + t)) * c
@@ -150,9 +167,9 @@ def test_within_transformations(name, transform, one_pass):
 
 
 def test_the_maximum_is_computed_once_forward_and_backward(one_pass):
-    jaxpr = jax.make_jaxpr(jax.grad(cast(weighed(of_matmul(SUMS["cross entropy"])))))(H, W)
-    text = jax.jit(jax.grad(cast(weighed(of_matmul(SUMS["cross entropy"]))))).lower(H, W).as_text()
-    assert sum(e.primitive.name == "reduce" for e in equations(jaxpr)) == 1
+    traced = jax.jit(jax.grad(cast(weighed(of_matmul(SUMS["cross entropy"]))))).trace(H, W)
+    text = traced.lower().as_text()
+    assert sum(e.primitive.name == "reduce" for e in equations(traced.jaxpr)) == 1
     assert text.count("stablehlo.reduce(") <= 3  # both at once, the mean, and the transposed bias
 
 
@@ -219,7 +236,7 @@ def test_taylor_mode_derives_what_is_written():
     def fun(x):
         return jax.nn.logsumexp(x * jnp.arange(1.0, LONG + 1) / LONG)
 
-    want = jet(fun, (0.5,), ((1.0, 0.0),))
-    got = jet(mpjax.autocast(fun, mpjax.get_policy("O1")), (0.5,), ((1.0, 0.0),))
+    auto = mpjax.autocast(fun, mpjax.get_policy("O1"))
+    want, got = (jax.jit(lambda f=f: jet(f, (0.5,), ((1.0, 0.0),)))() for f in (fun, auto))
     assert_near(got[1][0], want[1][0], 1e-5)
     assert_near(got[1][1], want[1][1], 1e-4)

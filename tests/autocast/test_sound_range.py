@@ -10,8 +10,10 @@ from jax import lax
 from members import Case, Members, judge
 from support import normal
 
-RANGE = Members("a float32 value is rounded for storage where half's range does not hold it")
-SCALARS = Members("a scalar that arrives as an argument is rounded to half, a literal would not be")
+RANGE = Members("a float32 value is rounded for storage where half's range does not hold it", "f16")
+SCALARS = Members(
+    "a scalar that arrives as an argument is rounded to half, a literal would not be", "f16"
+)
 READERS = Members("a value that several read is rounded though one of them amplifies its error")
 
 AGAIN = Members("what the backward pass computes again starts from a rounded operand")

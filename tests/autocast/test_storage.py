@@ -8,8 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_golden
+from measure import run
 from programs import PROGRAMS, W, X, layer_norm
-from support import BOTH, HALVES, assert_near, cast, equations, found, full_matmuls, normal
+from support import (
+    BOTH,
+    HALVES,
+    assert_near,
+    cast,
+    equations,
+    found,
+    full_matmuls,
+    normal,
+    thorough_but,
+)
 
 import mpjax
 from mpjax._src.autocast.islands import Island
@@ -21,6 +32,16 @@ def kept(fun, *args):
     jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(fun, *a)[1]))(*args).jaxpr
     fresh = set(jaxpr.outvars) - set(jaxpr.invars) - set(jaxpr.constvars)
     return [(v.aval.shape, str(v.aval.dtype)) for v in fresh]
+
+
+def near(fun, tolerance, derive=BOTH, half="bfloat16", args=(W, X), run=run):
+    """Checks that a function, or its derivative, is under autocast what it is in float32."""
+    both = lambda *args: (derive(cast(fun, half))(*args), derive(fun)(*args))  # noqa: E731
+    assert_near(*run(both, *args), tolerance)
+
+
+def compiled(fun, *args):
+    return jax.jit(fun)(*args)
 
 
 def test_exact_gelu_keeps_its_half_slope():
@@ -38,7 +59,7 @@ def test_exact_gelu_keeps_no_more_than_the_other_before_a_gate():
     exact, other = (functools.partial(fun, approximate) for approximate in (False, True))
     assert sorted(kept(cast(exact), W, X)) == sorted(kept(cast(other), W, X))
     assert "float32" not in [dtype for _, dtype in kept(cast(exact), W, X)]
-    assert_near(BOTH(cast(exact))(W, X), BOTH(exact)(W, X), 0.03)
+    near(exact, 0.03)
 
 
 def test_gelu_keeps_its_half_slope():
@@ -73,17 +94,21 @@ def test_no_slope_is_rounded_where_the_user_asks_for_float32():
     assert len(exps) == 2  # computed again
 
 
-@pytest.mark.parametrize("act", [jax.nn.silu, jnp.tanh, jax.nn.gelu, lambda x: jnp.sin(x) / 3])
-@pytest.mark.parametrize("half", HALVES)
+ACTIVATIONS = [jax.nn.silu, jnp.tanh, jax.nn.gelu, lambda x: jnp.sin(x) / 3]
+
+
+@pytest.mark.parametrize(
+    ("half", "act"),
+    thorough_but([(half, act) for half in HALVES for act in ACTIVATIONS], 0, 1, 6, 7),
+)
 def test_sloped_islands_in_value_and_derivatives(act, half):
     def fun(w, x):
         return jnp.sum(jnp.cos(act(x @ w) @ w))
 
     tolerance = 0.03 if half == "bfloat16" else 0.005
-    auto = cast(fun, half)
-    for derive in (BOTH, jax.jacfwd, lambda f: jax.hessian(f, 1), lambda f: jax.vmap(f, (None, 0))):
-        args = (W, X[:, None]) if derive(fun).__name__ == "vmap" else (W, X)
-        assert_near(derive(auto)(*args), derive(fun)(*args), tolerance)
+    for derive in (BOTH, jax.jacfwd, lambda f: jax.hessian(f, 1)):
+        near(fun, tolerance, derive, half)
+    near(fun, tolerance, lambda f: jax.vmap(f, (None, 0)), half, (W, X[:, None]))
 
 
 def twice(x):
@@ -114,28 +139,53 @@ ATTENTIONS = {
 KEEP = np.arange(36).reshape(6, 6) % 5 > 0
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
-@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.checkpoint])
-def test_softmaxes_that_matmuls_read(name, transform):
-    inner = ATTENTIONS[name]
-
+def read_by_matmuls(name):
     def fun(q, v):
         scores = jnp.einsum("bqd,bkd->bqk", q, v)
-        return sum(jnp.sum(jnp.cos(leaf)) for leaf in jax.tree.leaves(inner(scores, v)))
+        return sum(jnp.sum(jnp.cos(leaf)) for leaf in jax.tree.leaves(ATTENTIONS[name](scores, v)))
 
+    return fun
+
+
+def total(fun):
+    return lambda *args: jnp.sum(fun(*args))
+
+
+def check_derivatives(fun, transform, run=run):
     q, v = normal(5, 2, 6, 4), normal(6, 2, 6, 4)
     if transform is jax.vmap:
         q, v = jnp.stack([q, v]), jnp.stack([v, q])
+
+    def derived(fun):
+        forward = jax.jvp(total(fun), (q, v), (v, q))[1]
+        return fun(q, v), BOTH(total(fun))(q, v), forward
+
     auto, plain = transform(cast(fun)), transform(fun)
-    assert_near(auto(q, v), plain(q, v), 0.02)
-    total = lambda f: lambda *args: jnp.sum(f(*args))  # noqa: E731
-    assert_near(BOTH(total(auto))(q, v), BOTH(total(plain))(q, v), 0.03)
+    got, want = run(lambda: (derived(auto), derived(plain)))
+    for parts in zip(got, want, (0.02, 0.03, 0.05), strict=True):
+        assert_near(*parts)
     assert not full_matmuls(BOTH(total(auto)), q, v)
-    forward = lambda f: jax.jvp(total(f), (q, v), (v, q))[1]  # noqa: E731
-    assert_near(forward(auto), forward(plain), 0.05)
 
 
+FEW = ["softmax second", "dropped", "gated by scores"]
+AROUND = [jax.jit, jax.vmap, jax.checkpoint]
+PAIRS = [(around, name) for around in AROUND for name in ATTENTIONS]
+QUICK = [(around, name) for around, name in PAIRS if around is jax.jit or name in FEW]
+
+
+@pytest.mark.parametrize(("transform", "name"), thorough_but(PAIRS, *QUICK))
+def test_softmaxes_that_matmuls_read(name, transform):
+    check_derivatives(read_by_matmuls(name), transform)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("transform", AROUND)
+def test_softmaxes_that_matmuls_read_as_compiled(name, transform):
+    check_derivatives(read_by_matmuls(name), transform, compiled)
+
+
+@pytest.mark.parametrize("name", thorough_but(ATTENTIONS, "no batch", "returned too", "dropped"))
 def test_softmaxes_inside_of_remat(name):
     @jax.checkpoint
     def fun(q, v):
@@ -144,7 +194,7 @@ def test_softmaxes_inside_of_remat(name):
         return sum(jnp.sum(jnp.cos(leaf)) for leaf in jax.tree.leaves(outs))
 
     q, v = normal(7, 2, 6, 4), normal(8, 2, 6, 4)
-    assert_near(BOTH(cast(fun))(q, v), BOTH(fun)(q, v), 0.03)
+    near(fun, 0.03, args=(q, v))
     assert not full_matmuls(BOTH(cast(fun)), q, v)
 
 
@@ -171,7 +221,7 @@ def test_islands_that_wait_for_each_other_are_dropped(monkeypatch):
     def fun(x):
         return jnp.cos(jnp.sin(jnp.cos(jnp.sin(x))))
 
-    assert_near(cast(fun)(X), fun(X), 0.02)
+    near(fun, 0.02, lambda f: f, args=(X,))
 
 
 def test_a_softmax_takes_its_row_sums_from_the_matmul_that_reads_it():
@@ -225,25 +275,25 @@ def test_a_softmax_by_hand_keeps_no_more_than_that_of_jax(mask, axis):
     assert sorted(ours) == sorted(theirs)
 
 
+USES = [
+    lambda p, z, m, x: p @ x,
+    lambda p, z, m, x: p @ x + z @ x,
+    lambda p, z, m, x: p @ x + m,
+    lambda p, z, m, x: p @ x + jnp.mean(jnp.tanh(z), -1, keepdims=True),
+]
+SHIFTS = [lambda m: m, lambda m: m / 2, lambda m: m + 1]
+
+
 @pytest.mark.parametrize(
-    "use",
-    [
-        lambda p, z, m, x: p @ x,
-        lambda p, z, m, x: p @ x + z @ x,
-        lambda p, z, m, x: p @ x + m,
-        lambda p, z, m, x: p @ x + jnp.mean(jnp.tanh(z), -1, keepdims=True),
-    ],
+    ("shift", "use"),
+    thorough_but([(shift, use) for shift in SHIFTS for use in USES], 1, 2, 4, 7, 10),
 )
-@pytest.mark.parametrize("shift", [lambda m: m, lambda m: m / 2, lambda m: m + 1])
 def test_a_maximum_has_its_derivative_where_it_is_not_zero(use, shift, rng):
     def fun(w, x):
         return jnp.sum(jnp.sin(use(*by_hand((x @ w) @ x.T, shift), x)))
 
-    w, x = normal(rng, 8, 8) * 0.3, normal(rng, 4, 8) * 0.5
-    for got, wanted in zip(
-        jax.grad(cast(fun, "float16"), (0, 1))(w, x), jax.grad(fun, (0, 1))(w, x), strict=True
-    ):
-        assert_near(got, wanted, 0.03)
+    w, x = normal(rng, 8, 8, scale=0.3), normal(rng, 4, 8, scale=0.5)
+    near(fun, 0.03, half="float16", args=(w, x))
 
 
 def test_residual_stream_is_half():
@@ -293,7 +343,7 @@ def test_what_is_normalized_is_kept_once_and_not_as_a_view(norm):
     assert not [shape for shape, _ in kept(cast(fun), W, X) if len(shape) == 3 and shape[-1] == 2]
     halves = [shape for shape, dtype in kept(cast(fun), W, X) if dtype == "bfloat16"]
     assert halves.count(X.shape) == 4  # x, h, the activation, the result
-    assert_near(BOTH(cast(fun))(W, X), BOTH(fun)(W, X), 0.03)
+    near(fun, 0.03)
 
 
 def test_what_is_normalized_is_kept_before_it_is_broadcast():
@@ -304,13 +354,13 @@ def test_what_is_normalized_is_kept_before_it_is_broadcast():
 
     assert (X.shape, "float32") not in kept(cast(fun), W, X)
     assert (X.shape[1:], "float32") in kept(cast(fun), W, X)
-    assert_near(BOTH(cast(fun))(W, X), BOTH(fun)(W, X), 0.03)
+    near(fun, 0.03)
 
 
 @pytest.mark.parametrize("name", ["random 20", "random 26"])
 def test_what_an_island_rounds_is_among_its_inputs(name):
     """Else a rounded value is counted twice, as it is and as a view, when memory is compared."""
-    fun, args = {name: (fun, args) for name, fun, args in test_golden.programs()}[name]
+    fun, args = {name: (fun, args) for name, fun, args in test_golden.programs("random")}[name]
     closed = jax.make_jaxpr(fun)(*args)
     dtypes = [v.dtype for v in closed.in_avals]
     plan = make_plan(closed.jaxpr, closed.consts, mpjax.get_policy("O1:bfloat16"), dtypes)
