@@ -50,7 +50,7 @@ def cross_entropy(logits, labels):
 
 def linen_transformer(scanned=False):
     model = Transformer(scanned)
-    params = model.init(jax.random.key(0), TOKENS)
+    params = jax.jit(model.init)(jax.random.key(0), TOKENS)
     return lambda p: cross_entropy(model.apply(p, TOKENS), TOKENS), params
 
 
@@ -93,7 +93,7 @@ def equinox_mlp():
 def lstm():
     model = nn.RNN(nn.LSTMCell(16))
     x = normal(0, 3, 7, 8)
-    params = model.init(jax.random.key(0), x)
+    params = jax.jit(model.init)(jax.random.key(0), x)
     return lambda p: jnp.mean(model.apply(p, x) ** 2), params
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from measure import run
 from programs import W, X, layer_norm
 from support import (
     BOTH,
@@ -16,11 +17,12 @@ from support import (
     full_matmuls,
     matmul_dtypes,
     normal,
+    thorough_but,
 )
 
 
 def rounded(x, half):
-    return x.astype(half).astype(jnp.float32)
+    return np.asarray(x).astype(half).astype(np.float32)
 
 
 FULL = {
@@ -39,16 +41,22 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("name", FULL)
+PAIRS = [(name, half) for name in FULL for half in HALVES]
+QUICK = [(name, HALVES[i % 2]) for i, name in enumerate(FULL)]
+
+
+@pytest.mark.parametrize(("name", "half"), thorough_but(PAIRS, *QUICK))
 def test_float32_operations(name, half):
-    x = rounded(X, half)
-    got, want = cast(FULL[name], half)(x), jax.jit(FULL[name])(x)
-    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
-    # The same on a value that is half, as a matmul's result would be.
     identity = jnp.eye(8)
-    got = cast(lambda x: FULL[name](lax.stop_gradient(x @ identity)), half)(x)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+    def all_ways(x):
+        # The last one is of a value that is half, as a matmul's result would be.
+        of_half = cast(lambda x: FULL[name](lax.stop_gradient(x @ identity)), half)
+        return FULL[name](x), cast(FULL[name], half)(x), of_half(x)
+
+    want, got, of_half = run(all_ways, rounded(X, half))
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(of_half, want, rtol=1e-5, atol=1e-5)
 
 
 def test_large_values_in_float16():
@@ -94,8 +102,11 @@ def test_small_reductions_stay_float32():
     assert all(row[2] == "float32" for row in rows)
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("mask", [-1e9, float(jnp.finfo(jnp.float32).min), -jnp.inf])
+MASKS = [-1e9, float(jnp.finfo(jnp.float32).min), -jnp.inf]
+PAIRS = [(mask, half) for mask in MASKS for half in HALVES]
+
+
+@pytest.mark.parametrize(("mask", "half"), thorough_but(PAIRS, 1, 2, 5))
 def test_fully_masked_rows(mask, half):
     allowed = jnp.array([[True] * 4, [False] * 4, [True, False] * 2, [False] * 4])
 
@@ -103,14 +114,13 @@ def test_fully_masked_rows(mask, half):
         scores = jnp.where(allowed, (x @ w) @ x.T, mask)
         return jax.nn.softmax(scores, where=allowed if mask == -jnp.inf else None) @ x
 
-    got, want = cast(fun, half)(W, X), fun(W, X)
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-    np.testing.assert_allclose(got, want, atol=0.05)
-
     def added(w, x):
         return jax.nn.softmax((x @ w) @ x.T + jnp.where(allowed, 0.0, max(mask, -1e30))) @ x
 
-    np.testing.assert_allclose(cast(added, half)(W, X), added(W, X), atol=0.05)
+    for f in (fun, added):
+        got, want = run(lambda *args, f=f: (cast(f, half)(*args), f(*args)), W, X)
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+        np.testing.assert_allclose(got, want, atol=0.05)
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -119,8 +129,9 @@ def test_constants_that_half_would_lose(half):
         h = (x * 0) @ w
         return (h / (jnp.abs(h) + 1e-8)) @ w + 0.999 * (h + 1)
 
-    assert np.all(np.isfinite(cast(fun, half)(W, X)))
-    np.testing.assert_allclose(cast(fun, half)(W, X), fun(W, X), rtol=1e-6)
+    got, want = run(lambda *args: (cast(fun, half)(*args), fun(*args)), W, X)
+    assert np.all(np.isfinite(got))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -142,15 +153,17 @@ ANGLES = {
 }
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("name", ANGLES)
+@pytest.mark.parametrize(
+    ("name", "half"),
+    thorough_but([(name, half) for name in ANGLES for half in HALVES], 0, 3, 4, 7, 8),
+)
 def test_angles_of_rotary_embeddings(name, half):
     def fun(w, positions, q):
         angles = ANGLES[name](positions, 1 / 10000 ** (jnp.arange(0, 8, 2) / 8))
         return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], 1), q @ w
 
     q, positions = normal(3, 4096, 8), jnp.arange(4096)
-    got, want = cast(fun, half)(W, positions, q), jax.jit(fun)(W, positions, q)
+    got, want = run(lambda *args: (cast(fun, half)(*args), fun(*args)), W, positions, q)
     assert_near(got[0], want[0], 1e-5)
     assert matmul_dtypes(cast(fun, half), W, positions, q)[-1] == (half, half)
 
@@ -203,7 +216,8 @@ def test_training_inside_a_scan():
 
         return lax.scan(step, w, None, length=100)[0]
 
-    assert_near(cast(fun)(W, X) - W, fun(W, X) - W, 0.02)
+    got, want = jax.jit(lambda w, x: (cast(fun)(w, x) - w, fun(w, x) - w))(W, X)
+    assert_near(got, want, 0.02)
 
 
 def test_lstm_cell_stays_float32():
@@ -228,7 +242,8 @@ def test_gradient_of_a_weight_in_a_loop():
 
         return jnp.sum(lax.scan(step, x, None, length=1000)[1])
 
-    assert_near(jax.jit(jax.grad(cast(fun)))(W, X[0]), jax.grad(fun)(W, X[0]), 0.02)
+    got, want = jax.jit(lambda *args: [jax.grad(f)(*args) for f in (cast(fun), fun)])(W, X[0])
+    assert_near(got, want, 0.02)
 
 
 def test_explicit_precision_stays():
@@ -251,11 +266,13 @@ CONTRACTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("left", "right", "dims"), CONTRACTIONS)
+@pytest.mark.parametrize(("left", "right", "dims"), thorough_but(CONTRACTIONS, 2, 4, 5, 7))
 def test_matmuls_with_float32_results_run_whatever_they_sum(left, right, dims):
     fun = lambda a, b: jnp.exp(lax.dot_general(a, b, dims) / 20)  # noqa: E731
     a, b = normal(0, *left), normal(1, *right)
-    assert_near(jax.jit(cast(fun))(a, b), fun(a, b), 0.02)
     total = lambda f: lambda a, b: jnp.sum(f(a, b))  # noqa: E731
-    assert_near(jax.jit(BOTH(total(cast(fun))))(a, b), BOTH(total(fun))(a, b), 0.03)
+    ways = lambda f: lambda a, b: (f(a, b), BOTH(total(f))(a, b))  # noqa: E731
+    got, want = jax.jit(ways(cast(fun)))(a, b), run(ways(fun), a, b)
+    assert_near(got[0], want[0], 0.02)
+    assert_near(got[1], want[1], 0.03)
     assert left == (8, 4) or not full_matmuls(cast(fun), a, b)

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support import HALVES, equations, normal
+from measure import run
+from support import HALVES, equations, normal, thorough_but
 
 import mpjax
 from mpjax._src import _jax
@@ -59,10 +60,10 @@ def assert_alike(fun, x, tolerance):
         out = fun(x)
         return jnp.sum(jnp.sin(out)), out
 
-    flat = lambda tree: jnp.concatenate([x.ravel() for x in jax.tree.leaves(tree)])  # noqa: E731
-    true, result = jax.grad(loss, has_aux=True)(x)
+    flat = lambda tree: np.concatenate([x.ravel() for x in jax.tree.leaves(tree)])  # noqa: E731
+    true, result = run(jax.grad(loss, has_aux=True), x)
     with on("h100"):
-        ours = jax.jit(jax.grad(mpjax.autocast(loss, FUSED), has_aux=True))(x)
+        ours = run(jax.grad(mpjax.autocast(loss, FUSED), has_aux=True), x)
     for got, wanted in zip(ours, (true, result), strict=True):
         assert np.linalg.norm(flat(got) - flat(wanted)) <= tolerance * np.linalg.norm(flat(wanted))
 
@@ -204,7 +205,7 @@ def test_a_spelling_is_fused(name):
 
 def of_linen(**options):
     module = linen.MultiHeadDotProductAttention(N, **options)
-    params = module.init(jax.random.key(0), X)
+    params = jax.jit(module.init)(jax.random.key(0), X)
     rngs = {"dropout": jax.random.key(1)}
     return lambda p, mask: module.apply(p, X, mask=mask, rngs=rngs), params
 
@@ -221,7 +222,9 @@ def of_haiku():
         return hk.MultiHeadAttention(N, H, w_init=init)(x, x, x, mask=mask)
 
     module = hk.without_apply_rng(hk.transform(call))
-    return lambda p, mask: module.apply(p, X, mask), module.init(jax.random.key(0), X, None)
+    return lambda p, mask: module.apply(p, X, mask), jax.jit(
+        lambda: module.init(jax.random.key(0), X, None)
+    )()
 
 
 def of_equinox():
@@ -238,8 +241,10 @@ def of_equinox():
 PACKAGES = {"linen": of_linen, "nnx": of_nnx, "haiku": of_haiku, "equinox": of_equinox}
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize(
+    ("name", "masked"),
+    thorough_but([(name, masked) for masked in (False, True) for name in PACKAGES], 1, 2, 4, 7),
+)
 def test_a_package_is_fused(name, masked):
     call, params = PACKAGES[name]()
     mask = CAUSAL[None, None] if masked else None
@@ -356,8 +361,8 @@ def test_a_near_miss_is_not(name):
     assert said(fun, Q) == [f"xla: {why}"]
     loss = lambda q: jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, fun(q)))  # noqa: E731
     with on("h100"):
-        ours = jax.jit(jax.grad(mpjax.autocast(loss, FUSED)))(Q)
-    plain = jax.jit(jax.grad(mpjax.autocast(loss, "mixed_bfloat16")))(Q)
+        ours = run(jax.grad(mpjax.autocast(loss, FUSED)), Q)
+    plain = run(jax.grad(mpjax.autocast(loss, "mixed_bfloat16")), Q)
     assert np.array_equal(ours, plain, equal_nan=True)
 
 
@@ -402,7 +407,6 @@ def test_it_is_off_unless_asked_for():
 # ---- any layout ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=15)
 @given(st.data())
 def test_any_layout_is_fused(data):
     """Axes in any order, in all of queries, keys, values, scores and results."""
@@ -425,16 +429,18 @@ def test_any_layout_is_fused(data):
     assert said(fun, *arrays) == [", ".join(expected)]
     loss = lambda *xs: jnp.sum(jnp.sin(fun(*xs)))  # noqa: E731
     with on("h100"):
-        ours = jax.grad(mpjax.autocast(loss, FUSED), (0, 1, 2))(*arrays)
-    for ours_of, true in zip(ours, jax.grad(loss, (0, 1, 2))(*arrays), strict=True):
+        ours = run(jax.grad(mpjax.autocast(loss, FUSED), (0, 1, 2)), *arrays)
+    for ours_of, true in zip(ours, run(jax.grad(loss, (0, 1, 2)), *arrays), strict=True):
         assert np.linalg.norm(ours_of - true) <= 0.02 * np.linalg.norm(true) + 1e-3
 
 
 # ---- with everything else -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("storage", ["fast", "lean"])
+@pytest.mark.parametrize(
+    ("storage", "half"),
+    thorough_but([(storage, half) for half in HALVES for storage in ("fast", "lean")], 0, 3),
+)
 def test_no_scores_are_made_and_cudnns_own_backward_runs(half, storage):
     policy = f"mixed_{half},storage={storage},fused_attention=true"
     long = [normal(i, 2, 256, 4, 64) for i in range(3)]

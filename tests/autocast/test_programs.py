@@ -5,29 +5,48 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from measure import run
 from programs import PROGRAMS, W, X
-from support import BOTH, HALVES, assert_near, cast, found, full_matmuls, normal
+from support import BOTH, HALVES, assert_near, cast, found, full_matmuls, normal, thorough_but
+
+# Each program is tried in one 16-bit dtype here, in the other one in the thorough tier.
+PAIRS = [(name, half) for name in PROGRAMS for half in HALVES]
+QUICK = [(name, HALVES[i % 2]) for i, name in enumerate(PROGRAMS)]
+COMPILED = ("shard_mapped", "pmapped", "references")  # they cannot run operation by operation
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("name", PROGRAMS)
+def check_gradients(name, half, compiled):
+    auto, fun = BOTH(cast(PROGRAMS[name], half)), BOTH(PROGRAMS[name])
+    both = lambda *args: (auto(*args), fun(*args))  # noqa: E731
+    tolerance = 0.05 if half == "bfloat16" else 0.01
+    assert_near(*(jax.jit(both)(W, X) if compiled else run(both, W, X)), tolerance)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "half"), PAIRS)
+def test_compiled_programs(name, half):
+    check_gradients(name, half, True)
+
+
+@pytest.mark.parametrize(("name", "half"), thorough_but(PAIRS, *QUICK))
 def test_programs(name, half):
     fun = PROGRAMS[name]
     auto = cast(fun, half)
-    tolerance = 0.05 if half == "bfloat16" else 0.01
     assert not full_matmuls(auto, W, X)
     assert not full_matmuls(BOTH(auto), W, X)
     assert len(found(auto, W, X)) == len(found(fun, W, X))
     assert jax.eval_shape(auto, W, X) == jax.eval_shape(fun, W, X)
-    assert_near(jax.jit(BOTH(auto))(W, X), jax.jit(BOTH(fun))(W, X), tolerance)
+    check_gradients(name, half, name in COMPILED)
 
 
-@pytest.mark.parametrize("name", ["mlp", "attention", "custom_jvp", "rnn", "layers", "conditional"])
+TRANSFORMED = ["mlp", "attention", "custom_jvp", "rnn", "layers", "conditional"]
+
+
+@pytest.mark.parametrize("name", thorough_but(TRANSFORMED, "attention", "custom_jvp", "layers"))
 def test_transformations_around(name):
     fun = PROGRAMS[name]
 
-    @jax.jit
-    def run(w, x):
+    def both(w, x):
         def each(f):
             return (
                 f(w, x),
@@ -38,15 +57,15 @@ def test_transformations_around(name):
 
         return each(cast(fun)), each(fun)
 
-    assert_near(*run(W, X), 0.05)
+    assert_near(*run(both, W, X), 0.05)
 
 
 def test_hessian():
     def fun(x):
         return jnp.sum(jax.nn.logsumexp(jnp.tanh(x @ W) @ W, -1))
 
-    want = jax.jit(jax.hessian(fun))(X[:2])
-    assert_near(jax.jit(jax.hessian(cast(fun)))(X[:2]), want, 0.1)
+    got, want = run(lambda x: (jax.hessian(cast(fun))(x), jax.hessian(fun)(x)), X[:2])
+    assert_near(got, want, 0.1)
 
 
 def test_while_counts_in_half_and_solves_in_float32():
@@ -63,7 +82,8 @@ def test_while_counts_in_half_and_solves_in_float32():
 
         return lax.while_loop(unfinished, lambda c: (0.2 * c[0] @ w + x, c[0]), (x, x + 1))[0]
 
-    np.testing.assert_allclose(cast(solved)(W, X), solved(W, X), rtol=1e-5)
+    got, want = jax.jit(lambda w, x: (cast(solved)(w, x), solved(w, x)))(W, X)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def test_while_whose_condition_computes_the_residual_ends():
@@ -79,7 +99,8 @@ def test_while_whose_condition_computes_the_residual_ends():
 
         return lax.while_loop(unfinished, turn, (jnp.zeros_like(b), 0))
 
-    (x, turns), (want, wanted) = cast(solve)(matrix, b), solve(matrix, b)
+    both = jax.jit(lambda *args: (cast(solve)(*args), solve(*args)))
+    (x, turns), (want, wanted) = both(matrix, b)
     assert turns == wanted < 500
     np.testing.assert_allclose(x, want, rtol=1e-5)
 
@@ -91,4 +112,4 @@ def test_a_scaled_transpose_before_a_matmul_that_accumulates_in_float32():
         lambda s, x: jnp.exp((s * x.T) @ x),
         lambda s, x: jnp.exp((s * jnp.tanh(x @ x.T @ x).T) @ x),
     ):
-        assert_near(jax.jit(cast(fun))(scale, x), fun(scale, x))
+        assert_near(jax.jit(cast(fun))(scale, x), run(fun, scale, x))

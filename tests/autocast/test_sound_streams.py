@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from measure import check, rounded
-from support import equations, normal
+from support import equations, normal, thorough_but
 
 import mpjax
 
@@ -135,20 +135,23 @@ CASES = {
 }
 # A norm on the stream itself makes it float32 today, which costs memory and no accuracy.
 FLOAT32 = [name for name in CASES if name.startswith(("post", "sandwich"))]
-MEASURED = ["pre-norm, 2 blocks", "resnet, 2 blocks"]
+MEASURED = [("pre-norm, 2 blocks", "bfloat16"), ("resnet, 2 blocks", "float16")]
 HALVES = ("bfloat16", "float16")
+# Of each block, two of them or a scan, in one 16-bit dtype.
+SHORT = [(f"{name}, 2 blocks", HALVES[i % 2]) for i, name in enumerate(BLOCKS)]
+SHORT += [(f"{name}, 12 blocks scanned", HALVES[i % 2]) for i, name in enumerate(DEEP)]
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason="float32", strict=True))
-        if name in FLOAT32
-        else name
-        for name in CASES
-    ],
-)
+KNOWN = pytest.mark.xfail(reason="float32", strict=True)
+PAIRS = [
+    pytest.param(name, half, marks=[KNOWN] if name in FLOAT32 else [], id=f"{name}-{half}")
+    for half in HALVES
+    for name in CASES
+]
+QUICK = [i for i, pair in enumerate(PAIRS) if pair.values in SHORT]
+
+
+@pytest.mark.parametrize(("name", "half"), thorough_but(PAIRS, *QUICK))
 def test_the_stream_stays_half(name, half):
     _, depth, scanned = CASES[name]
     fun, args = model(*CASES[name], lambda x: checkpoint_name(x, "stream"))
@@ -158,9 +161,9 @@ def test_the_stream_stays_half(name, half):
     assert set(streams) == {jnp.dtype(half)}
 
 
-@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
-    "name", [x if x in MEASURED else pytest.param(x, marks=pytest.mark.thorough) for x in CASES]
+    ("name", "half"),
+    thorough_but([(name, half) for half in HALVES for name in CASES], *MEASURED),
 )
 def test_the_stream_is_sound(name, half):
     fun, args = model(*CASES[name])
