@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.interpreters.partial_eval import dce_jaxpr
+from measure import run
 from programs import layer_norm
-from support import BOTH, cast, equations, normal
+from support import BOTH, cast, equations, normal, thorough_but
 
 import mpjax
 from mpjax._src import _jax
@@ -197,13 +198,15 @@ def test_layers_of_different_lines_are_not_alike(monkeypatch):
     assert folded(monkeypatch, fun, PARAMS, X)[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("function", "use"),
-    [
-        *((function, "gradients of both") for function in FUNCTIONS),
-        *((function, use) for function in (masked, runge_kutta) for use in [*USES][1:]),
-    ],
-)
+CASES = [
+    *((function, "gradients of both") for function in FUNCTIONS),
+    *((function, use) for function in (masked, runge_kutta) for use in [*USES][1:]),
+]
+QUICK = [(f, "gradients of both") for f in (masked, skipping, scanned, runge_kutta, with_signs)]
+QUICK += [(masked, "tangent"), (masked, "vmap of gradients"), (runge_kutta, "curvature")]
+
+
+@pytest.mark.parametrize(("function", "use"), thorough_but(CASES, *QUICK))
 def test_programs_are_the_same(monkeypatch, function, use):
     x = jnp.stack([X, 2 * X]) if "vmap" in use else X
     make = lambda: USES[use](cast(function))  # noqa: E731
@@ -213,11 +216,13 @@ def test_programs_are_the_same(monkeypatch, function, use):
     assert got == want, (got - want, want - got)
 
 
-@pytest.mark.parametrize("function", [masked, skipping, scanned, with_signs])
+@pytest.mark.parametrize(
+    "function", thorough_but([masked, skipping, scanned, with_signs], masked, with_signs)
+)
 def test_results_are_the_same(monkeypatch, function):
-    got = jax.jit(jax.value_and_grad(cast(function)))(PARAMS, X)
+    got = run(jax.value_and_grad(cast(function)), PARAMS, X)
     unfolded(monkeypatch)
-    want = jax.jit(jax.value_and_grad(cast(function)))(PARAMS, X)
+    want = run(jax.value_and_grad(cast(function)), PARAMS, X)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-7)
 
@@ -235,8 +240,8 @@ def test_what_a_layer_computes_and_widens_itself():
             x = x @ x.T
         return jnp.mean(x**2)
 
-    got = jax.value_and_grad(mpjax.autocast(fun, "float32"))(PARAMS, X)
-    want = jax.value_and_grad(fun)(PARAMS, X)
+    got = run(jax.value_and_grad(mpjax.autocast(fun, "float32")), PARAMS, X)
+    want = run(jax.value_and_grad(fun), PARAMS, X)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(g, w, rtol=0.02, atol=0.02 * np.max(np.abs(w)))
 

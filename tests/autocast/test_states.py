@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from programs import W, X
+from support import thorough_but
 
 import mpjax
 
@@ -25,30 +26,37 @@ def layer(params, state, x):
     return (h - h.mean(0)) * 2, {"mean": mean, "count": state["count"] + 1}
 
 
-@pytest.mark.parametrize("policy", HALF_OUT)
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+WAYS = [lambda f: f, jax.jit]
+PAIRS = [(way, policy) for way in WAYS for policy in HALF_OUT]
+
+
+@pytest.mark.parametrize(("transform", "policy"), thorough_but(PAIRS, 0, 5, 6))
 def test_statistics_stay_float32(policy, transform):
     """An average with a momentum of 0.999 stands still in half."""
     policy = mpjax.get_policy(policy)
     auto = transform(mpjax.autocast(layer, policy))
     params = policy.cast_to_param({"w": W})
     state = exact = {"mean": jnp.ones(8), "count": jnp.int32(0)}
+    plain = jax.jit(layer)
     for _ in range(30):
         out, state = auto(params, state, X)
-        exact = layer({"w": W}, exact, X)[1]
+        exact = plain({"w": W}, exact, X)[1]
     assert out.dtype == policy.output_dtype and dtypes(state) == ["int32", "float32"]
     np.testing.assert_allclose(state["mean"], exact["mean"], rtol=1e-3)
     steps = lambda state, _: (auto(params, state, X)[1], None)  # noqa: E731
-    assert dtypes(lax.scan(steps, state, None, length=2)[0]) == ["int32", "float32"]
+    scanned = jax.eval_shape(lambda state: lax.scan(steps, state, None, length=2)[0], state)
+    assert dtypes(scanned) == ["int32", "float32"]
 
 
-@pytest.mark.parametrize("policy", HALF_OUT)
-@pytest.mark.parametrize("mode", ["ema", "batch"])
+MODES = [(mode, policy) for mode in ("ema", "batch") for policy in HALF_OUT]
+
+
+@pytest.mark.parametrize(("mode", "policy"), thorough_but(MODES, 1, 4))
 def test_an_equinox_batch_norm_can_be_called_again(policy, mode):
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "batch", mode=mode)
     before = dtypes(state)
     run = functools.partial(jax.vmap, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-    auto = mpjax.autocast(lambda w, x, state: run(norm)(x @ w, state), policy)
+    auto = jax.jit(mpjax.autocast(lambda w, x, state: run(norm)(x @ w, state), policy))
     for _ in range(2):
         out, state = auto(W, X, state)
     assert out.dtype == mpjax.get_policy(policy).output_dtype and dtypes(state) == before
@@ -68,10 +76,11 @@ def test_a_half_cache_stays_half(policy):
     params, token = {"w": W.astype(half)}, X[0]
     cache = {"at": 0, "keys": jnp.zeros((4, 8), half)}
     cache = jax.tree.map(jnp.asarray, cache)
-    out, (_, new) = auto(params, cache, token)
+    out, (_, new) = jax.jit(auto)(params, cache, token)
     assert out.dtype == policy.output_dtype and dtypes(new) == ["int32", half.name]
     steps = lambda cache, token: (auto(params, cache, token)[1][1], None)  # noqa: E731
-    assert dtypes(lax.scan(steps, cache, X)[0]) == ["int32", half.name]
+    scanned = jax.eval_shape(lambda cache: lax.scan(steps, cache, X)[0], cache)
+    assert dtypes(scanned) == ["int32", half.name]
 
 
 def test_what_counts_as_a_state():

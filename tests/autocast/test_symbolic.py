@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import export
+from measure import run
 from programs import W, layer_norm
-from support import assert_near, cast, full_matmuls, normal
+from support import assert_near, cast, full_matmuls, normal, thorough_but
 
 import mpjax
 
@@ -37,7 +38,7 @@ def sums(w, x):
 SYMBOLIC = {f.__name__: f for f in (norm, mixer, cross_entropy, loop, sums)}
 
 
-@pytest.mark.parametrize("name", SYMBOLIC)
+@pytest.mark.parametrize("name", thorough_but(SYMBOLIC, "mixer", "cross_entropy", "loop"))
 def test_gradients_and_reports_with_a_symbolic_batch(name):
     fun = SYMBOLIC[name]
     auto = jax.value_and_grad(cast(fun), (0, 1))
@@ -50,4 +51,4 @@ def test_gradients_and_reports_with_a_symbolic_batch(name):
     exported = export.export(jax.jit(auto))(*args)
     for rows in (1, 5):
         x = normal(rows, rows, 8)
-        assert_near(exported.call(W, x), jax.value_and_grad(fun, (0, 1))(W, x), 0.05)
+        assert_near(exported.call(W, x), run(jax.value_and_grad(fun, (0, 1)), W, x), 0.05)
