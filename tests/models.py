@@ -1,5 +1,7 @@
 """Whole models that several tests use, written as usual in their frameworks."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -119,7 +121,7 @@ def mixture_of_experts():
     return loss, params
 
 
-MODELS = {
+MAKERS = {
     "linen transformer": linen_transformer,
     "scan over layers": lambda: linen_transformer(scanned=True),
     "nnx transformer": nnx_transformer,
@@ -127,3 +129,4 @@ MODELS = {
     "lstm": lstm,
     "mixture of experts": mixture_of_experts,
 }
+MODELS = {name: functools.cache(make) for name, make in MAKERS.items()}

@@ -163,7 +163,8 @@ def test_within_transformations(name, transform, one_pass):
         return jnp.sum(SUMS[name](s + t)) * c
 
     args = normal(2, ROWS, LONG, scale=3.0), normal(3, LONG), jnp.float32(0.5)
-    agree(TRANSFORMS[transform](fun), args, 0.02)
+    # The state of a scan is rounded in every turn, and more often if nothing is fused.
+    agree(TRANSFORMS[transform](fun), args, 0.02, run=compiled if transform == "scan" else run)
 
 
 def test_the_maximum_is_computed_once_forward_and_backward(one_pass):
