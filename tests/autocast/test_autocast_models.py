@@ -61,6 +61,7 @@ def test_batch_norm_network():
     assert not full_matmuls(jax.grad(auto, has_aux=True), *args)
 
 
+@pytest.mark.thorough
 def test_training_learns_as_in_float32():
     loss, params = linen_transformer()
     optimizer = optax.adam(1e-2)

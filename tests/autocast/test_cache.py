@@ -14,7 +14,7 @@ import pytest
 from programs import W, X
 
 import mpjax
-from mpjax._src.autocast.signature import KEPT_CALLS
+from mpjax._src.autocast import transform
 
 
 class Config:
@@ -123,7 +123,10 @@ def test_python_numbers_decide_as_ever():
     assert [float(auto(jnp.float32(1), rate)) for rate in (0.1, 0.9, 0.1)] == [-1, 1, -1]
 
 
-def test_no_more_than_so_many_calls_are_kept():
+def test_no_more_than_so_many_calls_are_kept(monkeypatch):
+    kept = 8
+    monkeypatch.setattr(transform, "KEPT_CALLS", kept)
+
     class Result:
         """What the function returns beside arrays lives as long as its trace."""
 
@@ -134,14 +137,14 @@ def test_no_more_than_so_many_calls_are_kept():
         return x * rate, result
 
     auto = Counted(fun)
-    for i in range(KEPT_CALLS + 40):
+    for i in range(kept + 4):
         auto(jnp.float32(1), float(i))
     gc.collect()
-    assert auto.traces == KEPT_CALLS + 40 and len(results) == KEPT_CALLS
-    auto(jnp.float32(1), float(KEPT_CALLS + 39))
-    assert auto.traces == KEPT_CALLS + 40
+    assert auto.traces == kept + 4 and len(results) == kept
+    auto(jnp.float32(1), float(kept + 3))
+    assert auto.traces == kept + 4
     auto(jnp.float32(1), 0.0)
-    assert auto.traces == KEPT_CALLS + 41
+    assert auto.traces == kept + 5
 
 
 def test_jax_clears_the_cache():

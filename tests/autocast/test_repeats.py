@@ -298,15 +298,15 @@ def test_the_rewrite_reads_what_alike_steps_share(monkeypatch):
 def test_tracing_many_layers_is_cheap():
     """Counts calls, which no other load on the machine changes."""
 
-    def calls(fun):
+    def calls(fun, params=2 * PARAMS):
         counts = collections.Counter()
         jax.clear_caches()
         sys.setprofile(lambda frame, event, arg: counts.update((event,)))
         try:
-            jax.make_jaxpr(jax.grad(fun))(2 * PARAMS, X)
+            jax.make_jaxpr(jax.grad(fun))(params, X)
         finally:
             sys.setprofile(None)
         return counts["call"] + counts["c_call"]
 
-    calls(cast(masked))  # what is imported the first time
+    calls(cast(masked), PARAMS[:3])  # what is imported the first time
     assert calls(cast(masked)) < 1.6 * calls(masked)
