@@ -42,6 +42,7 @@ class ConvNet(nn.Module):
         return nn.Dense(10)(x.mean((1, 2)))
 
 
+@pytest.mark.thorough
 def test_batch_norm_network():
     model, x = ConvNet(), 20 + 100 * normal(0, 4, 8, 8, 3)
     variables = jax.jit(model.init)(jax.random.key(0), x)
