@@ -197,6 +197,15 @@ SPELLINGS = {
 def test_a_spelling_is_fused(name):
     fun, x, expected = SPELLINGS[name]
     assert said(fun, x) == [expected]
+
+
+VALUES = ["grouped", "one head of keys", "relative positions", "padding", "window", "shifted"]
+VALUES += ["positions first", "exponentials", "images", "scan"]
+
+
+@pytest.mark.parametrize("name", thorough_but(SPELLINGS, *VALUES))
+def test_a_spelling_has_its_values(name):
+    fun, x, _ = SPELLINGS[name]
     assert_alike(fun, x, 0.015)
 
 
@@ -359,6 +368,11 @@ NEAR_MISSES = {
 def test_a_near_miss_is_not(name):
     fun, why = NEAR_MISSES[name]
     assert said(fun, Q) == [f"xla: {why}"]
+
+
+@pytest.mark.parametrize("name", thorough_but(NEAR_MISSES, "a mask of -1", "returned", "guarded"))
+def test_a_near_miss_has_the_values_that_it_had(name):
+    fun, _ = NEAR_MISSES[name]
     loss = lambda q: jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, fun(q)))  # noqa: E731
     with on("h100"):
         ours = run(jax.grad(mpjax.autocast(loss, FUSED)), Q)

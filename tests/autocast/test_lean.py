@@ -84,7 +84,7 @@ SUITE = {
 
 
 # A stream, a loop, branches, a rule of its author's, devices.
-QUICK = ["transformer", "layers", "switch", "custom_vjp", "shard_mapped"]
+QUICK = ["network", "layers", "switch", "custom_vjp", "shard_mapped"]
 
 
 @pytest.mark.parametrize("name", thorough_but(SUITE, *QUICK))
