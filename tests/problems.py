@@ -24,7 +24,7 @@ def linear_loss(params, batch):
 
 def linear_problem(rng, examples=8):
     # Small enough for gradients times 2**16 to fit float16.
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / 10, jnp.float32)  # noqa: E731
+    draw = lambda *shape: np.float32(rng.normal(size=shape) / 10)  # noqa: E731
     return {"w": draw(4, 3), "b": draw(3)}, (draw(examples, 4), draw(examples, 3))
 
 
@@ -49,10 +49,17 @@ def net_loss(params, batch, model_state, rng):
 
 
 def net_problem(rng, examples=8):
-    x = jnp.asarray(rng.normal(size=(examples, 4)), jnp.float32)
+    x = np.float32(rng.normal(size=(examples, 4)))
     batch = {"x": x, "y": x[:, :3].argmax(1)}
-    variables = Net().init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch["x"])
-    return variables.pop("params"), variables, batch
+    # What Net().init returns, without its many small programs.
+    dense = lambda *shape: {  # noqa: E731
+        "kernel": np.float32(rng.normal(size=shape) / np.sqrt(shape[0])),
+        "bias": np.zeros(shape[1], np.float32),
+    }
+    zeros, ones = np.zeros(8, np.float32), np.ones(8, np.float32)
+    norm = {"scale": ones, "bias": zeros}
+    params = {"Dense_0": dense(4, 8), "BatchNorm_0": norm, "Dense_1": dense(8, 3)}
+    return params, {"batch_stats": {"BatchNorm_0": {"mean": zeros, "var": ones}}}, batch
 
 
 def bits(tree):
@@ -81,6 +88,8 @@ def run_updates(optimizer, params, all_grads):
         updates, state = optimizer.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), None
 
-    stacked = jax.tree.map(lambda *g: jnp.stack(g), *all_grads)
-    carry = (params, optimizer.init(params))
-    return jax.jit(lambda c, g: jax.lax.scan(body, c, g)[0])(carry, stacked)
+    def run(params, all_grads):
+        stacked = jax.tree.map(lambda *g: jnp.stack(g), *all_grads)
+        return jax.lax.scan(body, (params, optimizer.init(params)), stacked)[0]
+
+    return jax.jit(run)(params, all_grads)

@@ -8,6 +8,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import mpjax
@@ -28,8 +29,13 @@ def program():
         loss_scale=mpjax.DynamicLossScale(growth_interval=3),
         accumulate_steps=2,
     )
-    start = functools.partial(init, {"w": jnp.full((2048, 64), 1e-2)}, None, jax.random.key(5))
-    return start, jax.jit(step, donate_argnums=0), lambda n: jnp.full((8, 2048), 1e-2 * (n % 97))
+    params = {"w": np.full((2048, 64), np.float32(1e-2))}
+    start = functools.partial(jax.jit(init), params, None, jax.random.key(5))
+    return (
+        start,
+        jax.jit(step, donate_argnums=0),
+        lambda n: np.full((8, 2048), np.float32(1e-2 * (n % 97))),
+    )
 
 
 def run(directory, steps, started=lambda: None, **options):

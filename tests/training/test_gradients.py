@@ -1,4 +1,5 @@
 import functools
+import itertools
 import operator
 import warnings
 
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 import pytest
-from support import HALVES, assert_near, normal
+from support import HALVES, assert_near, normal, thorough_but
 
 import mpjax
 
@@ -23,22 +24,26 @@ ALL_SCALES = {
 }
 
 
+QUICK = ((False, "dynamic"), (True, "static"), (True, "jmp dynamic"), (True, "none"))
+
+
 def loss_of(params, x, power=2):
     return jnp.mean(jnp.abs(x @ params["w"] + params["b"]) ** power)
 
 
 def problem(rng):
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    draw = lambda *shape: np.float32(rng.normal(size=shape))  # noqa: E731
     return {"w": draw(4, 3), "b": draw(3)}, draw(5, 4)
 
 
-@pytest.mark.parametrize("name", ALL_SCALES)
-@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize(
+    "jitted, name", thorough_but(itertools.product([False, True], ALL_SCALES), *QUICK)
+)
 def test_it_is_value_and_grad(name, jitted, rng):
     params, x = problem(rng)
     fun = mpjax.scaled_value_and_grad(loss_of, ALL_SCALES[name])
     value, grads, finite = (jax.jit(fun) if jitted else fun)(params, x)
-    expected, expected_grads = jax.value_and_grad(loss_of)(params, x)
+    expected, expected_grads = jax.jit(jax.value_and_grad(loss_of))(params, x)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), grads, expected_grads)
     assert finite.shape == () and finite.dtype == jnp.bool_ and finite
@@ -48,8 +53,8 @@ def test_it_is_value_and_grad(name, jitted, rng):
 def test_argnums_and_keyword_arguments(argnums, rng):
     params, x = problem(rng)
     fun = mpjax.scaled_value_and_grad(loss_of, mpjax.DynamicLossScale(), argnums)
-    _, grads, _ = fun(params, x, power=3)
-    expected = jax.grad(loss_of, argnums)(params, x, power=3)
+    _, grads, _ = jax.jit(fun, static_argnames="power")(params, x, power=3)
+    expected = jax.jit(jax.grad(loss_of, argnums), static_argnames="power")(params, x, power=3)
     assert jax.tree.structure(grads) == jax.tree.structure(expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), grads, expected)
 
@@ -159,9 +164,10 @@ def test_jmps_weakly_typed_scale_does_not_overflow_a_half_loss():
 def test_under_vmap_scan_and_remat(rng):
     params, x = problem(rng)
     fun = mpjax.scaled_value_and_grad(jax.checkpoint(loss_of), mpjax.DynamicLossScale())
-    values, grads, finite = jax.vmap(fun, in_axes=(None, 0))(params, jnp.stack([x, 2 * x]))
+    xs = np.stack([x, 2 * x])
+    values, grads, finite = jax.jit(jax.vmap(fun, in_axes=(None, 0)))(params, xs)
     assert values.shape == finite.shape == (2,) and grads["w"].shape == (2, 4, 3)
-    _, (scanned, _, _) = jax.lax.scan(lambda c, x: (c, fun(params, x)), 0, jnp.stack([x, 2 * x]))
+    _, (scanned, _, _) = jax.lax.scan(lambda c, x: (c, fun(params, x)), 0, xs)
     np.testing.assert_allclose(scanned, values, rtol=1e-6)
 
 
@@ -204,8 +210,12 @@ def replicas(way, fun, w, x):
     return jax.jit(mapped)(w, x)
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("way", ["shard_map", "pmap"])
+WAYS = list(itertools.product(["shard_map", "pmap"], HALVES))
+
+
+@pytest.mark.parametrize(
+    "way, half", thorough_but(WAYS, ("shard_map", "bfloat16"), ("pmap", "float16"))
+)
 def test_replicas_average_in_float32_and_agree(way, half):
     def loss_fn(w, x):
         return jnp.mean(jnp.tanh(x @ w) ** 2)
@@ -215,13 +225,14 @@ def test_replicas_average_in_float32_and_agree(way, half):
         scale = mpjax.StaticLossScale(256.0)
         return mpjax.scaled_value_and_grad(run, scale, axis_name="data")(w, x)
 
-    w, x = normal(0, 4, 3), normal(1, 64, 4)
+    w, x = normal(0, 4, 3), np.array(normal(1, 64, 4))
     loss, grads, finite = replicas(way, gradient, w, x)
-    want_loss, want = jax.value_and_grad(loss_fn)(w, x)
+    want_loss, want = jax.jit(jax.value_and_grad(loss_fn))(w, x)
     np.testing.assert_allclose(loss, want_loss, rtol=0.02)
     assert_near(grads, want, 0.02)
     assert finite and grads.dtype == jnp.float32
-    *_, finite = replicas(way, gradient, w, x.at[3].set(jnp.inf))  # on one of them
+    x[3] = np.inf  # on one of them
+    *_, finite = replicas(way, gradient, w, x)
     assert not finite
 
 

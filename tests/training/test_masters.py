@@ -1,3 +1,5 @@
+import itertools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -5,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from problems import run_updates
+from support import thorough_but
 
 import mpjax
 from mpjax._src.training.masters import MasterWeightsState, apply_updates
@@ -15,11 +18,11 @@ HALVES = ["float16", "bfloat16"]
 
 def mixed_params(rng, half="bfloat16"):
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), half)  # noqa: E731
-    return {"w": draw(4, 3), "norm": {"scale": draw(3).astype(jnp.float32)}, "b": draw(3)}
+    return {"w": draw(4, 3), "norm": {"scale": np.float32(rng.normal(size=3))}, "b": draw(3)}
 
 
 def mixed_grads(rng, params, dtype=None):
-    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), dtype or p.dtype), params)
+    return jax.tree.map(lambda p: rng.normal(size=p.shape).astype(dtype or p.dtype), params)
 
 
 def assert_rounded(params, masters):
@@ -66,11 +69,15 @@ INNERS = {
     "lamb": lambda: optax.lamb(1e-2),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2),
 }
+PAIRS = list(itertools.product(INNERS, HALVES))
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("inner", INNERS)
-@pytest.mark.parametrize("grad_dtype", [None, "float32"])
+ALL = list(itertools.product([None, "float32"], INNERS, WRAPPERS))
+# Every wrapper once; optimizers that are quickly compiled.
+QUICK = zip(itertools.cycle([None, "float32"]), itertools.cycle(["sgd", "adamw"]), WRAPPERS)
+
+
+@pytest.mark.parametrize("grad_dtype, inner, wrapper", thorough_but(ALL, *QUICK))
 def test_parameters_are_their_masters_rounded_wherever_it_stands(wrapper, inner, grad_dtype, rng):
     params = mixed_params(rng)
     grads = [mixed_grads(rng, params, grad_dtype) for _ in range(7)]
@@ -84,8 +91,7 @@ def test_parameters_are_their_masters_rounded_wherever_it_stands(wrapper, inner,
     assert not jnp.array_equal(masters["w"], new["w"].astype(jnp.float32))
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("inner, half", thorough_but(PAIRS, 0, 5))
 def test_masters_follow_the_float32_run(half, inner, rng):
     """Weight decay and trust ratios see float32 parameters, so both runs are the same run."""
     params = mixed_params(rng, half)
@@ -102,8 +108,8 @@ def test_masters_follow_the_float32_run(half, inner, rng):
 
 def test_small_updates_are_not_rounded_away():
     """bfloat16 with Adam at 1e-3: without masters 200 steps leave the weights at 1.0."""
-    params = jnp.ones(4, jnp.bfloat16)
-    grads = [jnp.ones(4, jnp.bfloat16)] * 200
+    params = np.ones(4, jnp.bfloat16)
+    grads = [params] * 200
     stuck, _ = run_updates(in_full_precision(optax.adam(1e-3)), params, grads)
     moved, _ = run_updates(mpjax.with_master_weights(optax.adam(1e-3)), params, grads)
     assert (stuck == 1).all()
@@ -254,8 +260,7 @@ def test_it_works_in_cond_and_under_donation(rng):
 # ---------------------------------------------------------------- in_full_precision
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("inner, half", thorough_but(PAIRS, 2, 7))
 def test_without_masters_dtypes_do_not_drift(half, inner, rng):
     params = mixed_params(rng, half)
     optimizer = in_full_precision(INNERS[inner]())

@@ -3,6 +3,7 @@
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState as FlaxTrainState
@@ -11,7 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 
-PARAMS = {"dense": {"kernel": jnp.ones((16, 32)), "bias": jnp.ones(32)}, "scale": jnp.ones(())}
+PARAMS = {
+    "dense": {"kernel": np.ones((16, 32), np.float32), "bias": np.ones(32, np.float32)},
+    "scale": np.float32(1),
+}
 SPECS = {"dense": {"kernel": P("data", "model"), "bias": P("model")}, "scale": P()}
 
 
@@ -84,17 +88,15 @@ def test_what_is_kept_for_rows_and_columns(mesh):
 
 
 def test_states_are_made_where_they_belong_and_stay_there(mesh):
-    init, step = mpjax.build_train_step(loss, optax.adam(0.1), "O2:bfloat16")
+    init, once = mpjax.build_train_step(loss, optax.adam(0.1), "O2:bfloat16")
     where = mpjax.state_shardings(jax.eval_shape(init, PARAMS), on(mesh))
     state = jax.jit(init, out_shardings=where)(PARAMS)
-    step = jax.jit(step, donate_argnums=0, out_shardings=(where, None))
+    step = jax.jit(once, donate_argnums=0, out_shardings=(where, None))
     batch = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("data")))
-    alone = init(PARAMS)
+    alone, once = jax.jit(init)(PARAMS), jax.jit(once)
     for _ in range(3):
         state, _ = step(state, batch)
-        alone, _ = jax.jit(mpjax.build_train_step(loss, optax.adam(0.1), "O2:bfloat16").step)(
-            alone, jnp.ones((8, 16))
-        )
+        alone, _ = once(alone, np.ones((8, 16), np.float32))
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == where
     chex.assert_trees_all_close(state.opt_state.masters, alone.opt_state.masters, atol=1e-3)
     assert step._cache_size() == 1

@@ -11,6 +11,8 @@ from mpjax._src.training import residuals
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 MAX = float(np.finfo(np.float32).max)
+split = jax.jit(residuals.split, static_argnums=(1, 2))
+full = jax.jit(residuals.full)
 
 
 @jax.jit
@@ -18,9 +20,9 @@ def there_and_back(bits):
     """The bits of the weight, and of the value that it holds with its residual of 16 bits."""
     value = jax.lax.bitcast_convert_type(bits, jnp.float32)
     param, beside = residuals.split(value, BFLOAT16, residuals.UINT16)
-    full = residuals.full(param, beside)
+    both = residuals.full(param, beside)
     return jax.lax.bitcast_convert_type(param, jnp.uint16), jax.lax.bitcast_convert_type(
-        full, jnp.uint32
+        both, jnp.uint32
     )
 
 
@@ -53,12 +55,12 @@ def test_all_float32_numbers_come_back():
 
 
 def test_rounding_is_that_of_a_cast_but_at_ties(rng):
-    x = jnp.asarray(rng.normal(size=4096) * np.exp(rng.normal(size=4096) * 20), jnp.float32)
-    param, _ = residuals.split(x, BFLOAT16, residuals.UINT16)
-    ties = np.asarray(x).view(np.uint32) & 0xFFFF == 0x8000
-    np.testing.assert_array_equal(param[~ties], x.astype(jnp.bfloat16)[~ties])
-    tie = jnp.float32([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8])  # away from zero, not to even
-    param, _ = residuals.split(tie, BFLOAT16, residuals.UINT16)
+    x = np.float32(rng.normal(size=4096) * np.exp(rng.normal(size=4096) * 20))
+    param, _ = split(x, BFLOAT16, residuals.UINT16)
+    ties = x.view(np.uint32) & 0xFFFF == 0x8000
+    np.testing.assert_array_equal(np.asarray(param)[~ties], x.astype(jnp.bfloat16)[~ties])
+    tie = np.float32([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8])  # away from zero, not to even
+    param, _ = split(tie, BFLOAT16, residuals.UINT16)
     assert param.tolist() == [1 + 2**-7, 1 + 2**-6, -1 - 2**-7]
 
 
@@ -74,9 +76,9 @@ def test_shorter_residuals_hold_as_many_bits_as_they_say(x, kind):
     dtype = np.dtype(jnp.float16) if kind == "float16" else BFLOAT16
     bits = residuals.KINDS[np.dtype(kind)].bits
     x = np.float32(x)
-    param, beside = residuals.split(jnp.asarray(x), dtype, kind)
+    param, beside = split(x, dtype, kind)
     assert beside.dtype == kind and param.dtype == dtype
-    back = np.float32(residuals.full(param, beside))
+    back = np.float32(full(param, beside))
     largest = float(jnp.finfo(dtype).max) * (1 + 2.0**-12)
     if not abs(x) < largest:
         assert back == np.float32(jnp.asarray(x).astype(dtype)) or abs(back) >= largest

@@ -1,5 +1,6 @@
 """States of training pass through flax.serialization and pickle, bit for bit."""
 
+import itertools
 import pickle
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import optax
 import pytest
 from flax.training import checkpoints
 from problems import bits, linear_loss, linear_problem, net_loss, net_problem
+from support import thorough_but
 
 import mpjax
 
@@ -23,16 +25,18 @@ def program(policy="O2:float16", scale="auto", optimizer=None):
     )
 
 
-@pytest.mark.parametrize("key", [jax.random.PRNGKey, jax.random.key])
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("policy", ["float32", "O2:float16", "O3:bf16"])
+KEYS = [jax.random.PRNGKey, jax.random.key]
+STATES = list(itertools.product(["float32", "O2:float16", "O3:bf16"], SCALES, KEYS))
+
+
+@pytest.mark.parametrize("policy, scale, key", thorough_but(STATES, 0, 11, 14))
 def test_bytes_and_pickles_hold_a_whole_state(policy, scale, key, rng):
     params, model_state, _ = net_problem(rng)
     optimizer = mpjax.skip_nonfinite(optax.chain(optax.clip(1.0), optax.adamw(1e-2)))
     init, _ = program(policy, scale, optimizer)
-    like = init(params, model_state, key(0))
+    like = jax.jit(init)(params, model_state, key(0))
     moved = lambda x: x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x + 1  # noqa: E731
-    state = jax.tree.map(moved, like)
+    state = jax.jit(lambda tree: jax.tree.map(moved, tree))(like)
     for back in (
         flax.serialization.from_bytes(like, flax.serialization.to_bytes(state)),
         flax.serialization.from_state_dict(like, flax.serialization.to_state_dict(state)),

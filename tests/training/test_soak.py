@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from problems import bits, mesh
+from support import thorough_but
 
 import mpjax
 
@@ -54,13 +55,13 @@ def loss_fn(params, batch, model_state):
 
 
 def initial():
-    keys = jax.random.split(jax.random.key(0))
+    rng = np.random.default_rng(0)
     params = {
-        "up": jax.random.normal(keys[0], (4, 32)) / 2,
-        "bias": jnp.zeros(32),
-        "down": jax.random.normal(keys[1], (32, 1)) / 6,
+        "up": np.float32(rng.normal(size=(4, 32)) / 2),
+        "bias": np.zeros(32, np.float32),
+        "down": np.float32(rng.normal(size=(32, 1)) / 6),
     }
-    return params, {"mean": jnp.zeros(32)}
+    return params, {"mean": np.zeros(32, np.float32)}
 
 
 def batch_of(rng, stage="none"):
@@ -86,7 +87,8 @@ def trained(policy, stages, watch=None, faults=True):
         donate_argnums=0,
     )
     params, model_state = initial()
-    state = jax.device_put(init(params, model_state=model_state), NamedSharding(mesh(), P()))
+    state = jax.jit(init)(params, model_state)
+    state = jax.device_put(state, NamedSharding(mesh(), P()))
     losses: list[float] = []
     for index, stage in enumerate(stages):
         if stage != "none" and not faults:
@@ -135,7 +137,10 @@ class Watch:
         assert now - arrays <= 50 < STEPS / 2 and grown - memory <= 32, self.seen
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "O2:float16", "O2:bfloat16,masters=split"])
+POLICIES = ["mixed_bfloat16", "O2:float16", "O2:bfloat16,masters=split"]
+
+
+@pytest.mark.parametrize("policy", thorough_but(POLICIES, "mixed_bfloat16"))
 def test_a_run_with_faults(policy):
     stages = drawn(STEPS)
     assert {*stages} == {*STAGES}

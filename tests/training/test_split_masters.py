@@ -1,5 +1,7 @@
 """Masters without float32 copies: split ones are the same numbers, and small updates are kept."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from problems import bits, run_updates
+from support import thorough_but
 
 import mpjax
 from mpjax import checkpoint
@@ -30,8 +33,8 @@ def loss_fn(params, x):
 
 
 def problem(rng):
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / 3, jnp.float32)  # noqa: E731
-    return {"a": draw(8, 16), "b": draw(16, 4), "norm": jnp.ones(4)}, draw(16, 8)
+    draw = lambda *shape: np.float32(rng.normal(size=shape) / 3)  # noqa: E731
+    return {"a": draw(8, 16), "b": draw(16, 4), "norm": np.ones(4, np.float32)}, draw(16, 8)
 
 
 def as_split(masters):
@@ -51,16 +54,21 @@ def both_runs(optimizer, grad_fn, masters, steps):
         masters = optax.apply_updates(masters, updates)
         return ((params, state), (masters, moments)), None
 
-    params = as_split(masters)
-    state = split.init(params)
-    whole = mpjax.master_params(state, params)
-    carry = (params, state), (whole, optimizer.init(whole))
-    (params, state), (masters, _) = jax.jit(lambda c: jax.lax.scan(body, c, length=steps)[0])(carry)
-    assert bits(params) == bits(as_split(masters))
-    return bits(mpjax.master_params(state, params)), bits(masters)
+    @jax.jit
+    def run(masters):
+        params = as_split(masters)
+        state = split.init(params)
+        whole = mpjax.master_params(state, params)
+        carry = (params, state), (whole, optimizer.init(whole))
+        (params, state), (masters, _) = jax.lax.scan(body, carry, length=steps)[0]
+        return params, as_split(masters), mpjax.master_params(state, params), masters
+
+    params, rounded, split_masters, masters = run(masters)
+    assert bits(params) == bits(rounded)
+    return bits(split_masters), bits(masters)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", thorough_but(OPTIMIZERS, "adamw"))
 def test_they_are_float32_masters_bit_for_bit(name, rng):
     masters, x = problem(rng)
     grad_fn = lambda p: jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss_fn)(p, x))  # noqa: E731
@@ -76,15 +84,17 @@ def test_they_are_so_over_ten_thousand_steps(rng):
     assert split == whole
 
 
+@pytest.mark.thorough
 def test_checkpoints_do_not_change_the_run(rng, tmp_path):
     params, x = problem(rng)
     init, step = mpjax.build_train_step(loss_fn, optax.adamw(1e-3), "O2:bfloat16,masters=split")
-    step, state = jax.jit(step), init(params)
+    like = jax.jit(init)(params)
+    step, state = jax.jit(step), like
     for number in range(20):
         state, _ = step(state, x)
         if number == 9:
             checkpoint.save(tmp_path / "c", state)
-    back = checkpoint.restore(tmp_path / "c", init(params))
+    back = checkpoint.restore(tmp_path / "c", like)
     for _ in range(10):
         back, _ = step(back, x)
     assert bits(back) == bits(state)
@@ -93,16 +103,20 @@ def test_checkpoints_do_not_change_the_run(rng, tmp_path):
     assert not jnp.array_equal(full["a"], state.params["a"].astype(jnp.float32))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+RUNS = list(itertools.product(OPTIMIZERS, POLICIES))
+
+
+@pytest.mark.parametrize("name, policy", thorough_but(RUNS, 0, *range(6, 10)))
 def test_the_step_trains_skips_and_compiles_once(policy, name, rng):
     params, x = problem(rng)
     init, step = mpjax.build_train_step(loss_fn, OPTIMIZERS[name](), policy)
-    step, state, losses = jax.jit(step, donate_argnums=0), init(params), []
+    step, state, losses = jax.jit(step, donate_argnums=0), jax.jit(init)(params), []
+    bad = x.copy()
+    bad[0, 0] = np.nan
     for number in range(12):
         if number == 5:
             before = bits((state.params, state.opt_state))
-            state, metrics = step(state, x.at[0, 0].set(jnp.nan))
+            state, metrics = step(state, bad)
             assert before == bits((state.params, state.opt_state)) and metrics["skipped_steps"] == 1
         state, metrics = step(state, x)
         losses.append(float(metrics["loss"]))
@@ -113,7 +127,7 @@ def test_the_step_trains_skips_and_compiles_once(policy, name, rng):
     assert sum(x.nbytes for x in held if x.dtype != jnp.float32) == sizes * halves
 
 
-@pytest.mark.parametrize("storage", ["float32", "split", "split8"])
+@pytest.mark.parametrize("storage", thorough_but(["float32", "split", "split8"], 1))
 def test_apply_updates_gives_the_bits_that_a_step_stores(storage, rng):
     """Operation by operation, so that no compiler contracts a product and a sum in one of them."""
     optimizer = mpjax.with_master_weights(optax.sgd(1e-2, momentum=0.9), storage)
@@ -129,12 +143,16 @@ def test_apply_updates_gives_the_bits_that_a_step_stores(storage, rng):
 
 def test_where_addition_does_not_get_there_the_master_is_off_by_one_rounding():
     optimizer = mpjax.with_master_weights(optax.sgd(1.0), storage="split")
-    params = jnp.array([1.0, 2.0, 1.0], jnp.bfloat16)
-    wanted = jnp.float32([2.0**-20 * 1.2345678, 1.5, 2.0**-14 * 1.2345678])
-    state = optimizer.init(params)
-    updates, state = optimizer.update(params.astype(jnp.float32) - wanted, state, params)
-    got = mpjax.master_params(state, optax.apply_updates(params, updates))
-    np.testing.assert_array_less(jnp.abs(got - wanted), jnp.float32([2.0**-23, 1e-9, 2.0**-23]))
+    params = np.array([1.0, 2.0, 1.0], jnp.bfloat16)
+    wanted = np.float32([2.0**-20 * 1.2345678, 1.5, 2.0**-14 * 1.2345678])
+
+    def moved(params):
+        state = optimizer.init(params)
+        updates, state = optimizer.update(params.astype(jnp.float32) - wanted, state, params)
+        return mpjax.master_params(state, optax.apply_updates(params, updates))
+
+    got = jax.jit(moved)(params)
+    np.testing.assert_array_less(np.abs(got - wanted), np.float32([2.0**-23, 1e-9, 2.0**-23]))
 
 
 def test_eight_bits_lose_what_they_say():
@@ -146,6 +164,7 @@ def test_eight_bits_lose_what_they_say():
         assert (state.masters != 0).any() == moves
 
 
+@pytest.mark.thorough
 def test_the_same_bits_on_one_and_on_eight_devices(rng):
     """Elementwise: a gradient that no device sums gives the same bits however it lies."""
     mesh = jax.make_mesh((8,), ("data",))
@@ -172,15 +191,16 @@ def test_residuals_lie_as_their_parameters():
     assert state.opt_state.masters["a"].addressable_shards[0].data.shape == (1, 16)
 
 
+@pytest.mark.thorough
 def test_inside_vmap_an_ensemble_keeps_its_residuals(rng):
     params, x = problem(rng)
     init, step = mpjax.build_train_step(loss_fn, optax.adam(1e-2), "O2:bfloat16,masters=split")
-    members = jax.tree.map(lambda p: jnp.stack([p, p + 0.1]), params)
-    states = jax.vmap(init)(members)
+    members = jax.tree.map(lambda p: np.stack([p, p + np.float32(0.1)]), params)
+    states = jax.jit(jax.vmap(init))(members)
     states, _ = jax.jit(jax.vmap(step, in_axes=(0, None)))(states, x)
-    alone, _ = jax.jit(step)(init(jax.tree.map(lambda p: p[1], members)), x)
-    got = mpjax.master_params(states.opt_state, states.params)
-    want = mpjax.master_params(alone.opt_state, alone.params)
+    alone, _ = jax.jit(step)(jax.jit(init)(jax.tree.map(lambda p: p[1], members)), x)
+    full = jax.jit(lambda state: mpjax.master_params(state.opt_state, state.params))
+    got, want = full(states), full(alone)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a[1], b, rtol=1e-3, atol=1e-5), got, want)
 
 

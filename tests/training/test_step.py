@@ -17,7 +17,7 @@ from problems import (
     net_loss,
     net_problem,
 )
-from support import matmul_dtypes
+from support import matmul_dtypes, thorough_but
 
 import mpjax
 
@@ -28,7 +28,7 @@ def test_float32_is_the_loop_by_hand(rng):
     params, batch = linear_problem(rng)
     optimizer = optax.adamw(optax.cosine_decay_schedule(1e-2, 10))
     init, step = mpjax.build_train_step(linear_loss, optimizer, "float32")
-    state, step = init(params), jax.jit(step)
+    state, step = jax.jit(init)(params), jax.jit(step)
 
     @jax.jit
     def by_hand(params, opt_state):
@@ -36,7 +36,7 @@ def test_float32_is_the_loop_by_hand(rng):
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss, optax.tree.norm(grads)
 
-    opt_state = optimizer.init(params)
+    opt_state = jax.jit(optimizer.init)(params)
     for number in range(5):
         state, metrics = step(state, batch)
         params, opt_state, loss, norm = by_hand(params, opt_state)
@@ -46,11 +46,15 @@ def test_float32_is_the_loop_by_hand(rng):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.params, params)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+# By operation and at the boundary, both halves, masters and none.
+QUICK = ("O2:bfloat16", "p=f32,c=f16,o=f32")
+
+
+@pytest.mark.parametrize("policy", thorough_but(POLICIES, QUICK[1]))
 def test_every_policy_learns_and_keeps_its_dtypes(policy, rng):
     params, model_state, batch = net_problem(rng, 32)
     init, step = mpjax.build_train_step(net_loss, optax.adam(3e-2), policy, has_aux=True)
-    state = init(params, model_state, jax.random.key(int(rng.integers(1000))))
+    state = jax.jit(init)(params, model_state, jax.random.key(int(rng.integers(1000))))
     before = jax.tree.map(described, state)
     step = jax.jit(step, donate_argnums=0)
     losses = []
@@ -66,7 +70,9 @@ def test_every_policy_learns_and_keeps_its_dtypes(policy, rng):
     assert metrics["aux"]["logits"].dtype == handed_out
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", thorough_but(POLICIES, *QUICK, "mixed_float16", "mixed_bfloat16,casting=boundary")
+)
 def test_matmuls_run_in_the_compute_dtype_backward_too(policy, rng):
     params, model_state, batch = net_problem(rng)
     init, step = mpjax.build_train_step(net_loss, optax.sgd(0.1), policy, has_aux=True)
@@ -75,19 +81,19 @@ def test_matmuls_run_in_the_compute_dtype_backward_too(policy, rng):
     assert len(found) == 5 and set(found) == {(half, half)}
 
 
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("half", thorough_but(["float16", "bfloat16"], 0))
 def test_o2_parameters_are_their_masters_rounded(half, rng):
     params, model_state, batch = net_problem(rng)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(5.0))
     init, step = mpjax.build_train_step(net_loss, optimizer, f"O2:{half}", has_aux=True)
-    state, step = init(params, model_state, jax.random.key(0)), jax.jit(step)
+    state, step = jax.jit(init)(params, model_state, jax.random.key(0)), jax.jit(step)
     assert state.params["Dense_0"]["kernel"].dtype == half
     assert state.params["BatchNorm_0"]["scale"].dtype == jnp.float32
     for _ in range(5):
         state, _ = step(state, batch)
         masters = mpjax.master_params(state.opt_state, state.params)
         assert dtypes(masters) == {"float32"}
-        rounded = jax.tree.map(lambda m, p: m.astype(p.dtype), masters, state.params)
+        rounded = jax.tree.map(lambda m, p: np.asarray(m).astype(p.dtype), masters, state.params)
         assert bits(rounded) == bits(state.params)
 
 
@@ -110,7 +116,7 @@ def test_overrides_are_obeyed_and_checked_once(rng):
 
     policy = mpjax.get_policy("O3:float16").override({"b": "float32"})
     init, step = mpjax.build_train_step(loss_fn, optax.sgd(0.1), policy)
-    state, _ = step(init(params), batch)
+    state, _ = jax.eval_shape(lambda params: step(init(params), batch), params)
     assert seen == {"w": "float16", "b": "float32"}
     assert state.params["b"].dtype == jnp.float32
     init, _ = mpjax.build_train_step(loss_fn, optax.sgd(0.1), policy.override({"bias": "f32"}))
@@ -177,6 +183,7 @@ def test_op_lists_act_in_the_step(rng):
     assert matmul_dtypes(step, init(params), batch) == [("float32", "float32")] * 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_an_autocast_loss_trains(half, rng):
     params, model_state, batch = net_problem(rng, 32)
@@ -184,7 +191,7 @@ def test_an_autocast_loss_trains(half, rng):
     init, step = mpjax.build_train_step(
         loss_fn, optax.adam(3e-2), "float32", loss_scale="dynamic", has_aux=True
     )
-    state = init(params, model_state, jax.random.key(0))
+    state = jax.jit(init)(params, model_state, jax.random.key(0))
     assert {half} == {dtype for row in matmul_dtypes(step, state, batch) for dtype in row}
     step = jax.jit(step, donate_argnums=0)
     losses = []
@@ -199,6 +206,7 @@ def test_an_autocast_loss_trains(half, rng):
 # ---- other people's models -----------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_an_nnx_model(rng):
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -220,7 +228,7 @@ def test_an_nnx_model(rng):
 
     policy = mpjax.get_policy("O2:bfloat16").override({"head/*": "float32"})
     init, step = mpjax.build_train_step(loss_fn, optax.adam(1e-2), policy)
-    state, step = init(params, rest), jax.jit(step, donate_argnums=0)
+    state, step = jax.jit(init)(params, rest), jax.jit(step, donate_argnums=0)
     assert state.params["hidden"]["kernel"][...].dtype == jnp.bfloat16
     assert state.params["norm"]["scale"][...].dtype == jnp.float32
     assert state.params["head"]["kernel"][...].dtype == jnp.float32
@@ -232,6 +240,7 @@ def test_an_nnx_model(rng):
     assert losses[-1] < 0.7 * losses[0] and step._cache_size() == 1
 
 
+@pytest.mark.thorough
 def test_an_equinox_model(rng):
     model = eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
@@ -244,10 +253,16 @@ def test_an_equinox_model(rng):
 
     _, _, batch = net_problem(rng)
     init, step = mpjax.build_train_step(loss_fn, optax.adam(1e-2), "mixed_float16")
-    state, step = init(params), jax.jit(step, donate_argnums=0)
-    first = step(init(params), batch)[1]["loss"]
+    state, step = jax.jit(init)(params), jax.jit(step, donate_argnums=0)
+    state, metrics = step(state, batch)
+    first = metrics["loss"]
     for _ in range(30):
         state, metrics = step(state, batch)
     assert metrics["loss"] < first
+
+
+def test_a_model_with_functions_among_its_leaves_is_named():
+    model = eqx.nn.MLP(1, 1, 1, 1, key=jax.random.key(0))
+    init, _ = mpjax.build_train_step(linear_loss, optax.adam(1e-2))
     with pytest.raises(TypeError, match=r"params\['.*activation'\] .*eqx.partition"):
         init(model)

@@ -6,12 +6,15 @@ import numpy as np
 import optax
 import pytest
 from problems import linear_loss, linear_problem
+from support import thorough_but
 
 import mpjax
 
+POLICIES = ["float32", "mixed_float16", "O2:bf16"]
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "O2:bf16"])
-@pytest.mark.parametrize("steps", [2, 4])
+
+@pytest.mark.parametrize("policy", thorough_but(POLICIES, "float32", "O2:bf16"))
+@pytest.mark.parametrize("steps", thorough_but([2, 4], 1))
 def test_accumulation_equals_the_full_batch(policy, steps, rng):
     params, batch = linear_problem(rng)
     metrics, states = [], []

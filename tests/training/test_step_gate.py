@@ -1,5 +1,6 @@
 """The gate of the training step: what is skipped, and what the loss scale does."""
 
+import itertools
 import re
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from problems import METRICS, POLICIES, bits, linear_loss, linear_problem, net_loss, net_problem
-from support import equations
+from support import equations, thorough_but
 
 import mpjax
 
@@ -31,12 +32,14 @@ def spoil(kind):
     return loss_fn
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", ["loss", "gradient"])
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
+ALL = list(itertools.product([1, 2], ["loss", "gradient"], POLICIES))
+QUICK = ((1, "gradient", "O2:float16"), (2, "loss", "mixed_bfloat16,casting=boundary"))
+
+
+@pytest.mark.parametrize("accumulate_steps, kind, policy", thorough_but(ALL, *QUICK))
 def test_a_skipped_step_is_a_transaction(policy, kind, accumulate_steps, rng):
     params, model_state, batch = net_problem(rng)
-    optimizer = optax.adamw(optax.warmup_constant_schedule(0.0, 1e-2, 5))
+    optimizer = optax.sgd(optax.warmup_constant_schedule(0.0, 1e-2, 5), momentum=0.9)
     init, step = mpjax.build_train_step(
         spoil(kind),
         optimizer,
@@ -46,9 +49,9 @@ def test_a_skipped_step_is_a_transaction(policy, kind, accumulate_steps, rng):
         accumulate_steps=accumulate_steps,
     )
     step = jax.jit(step, donate_argnums=0)
-    state = init(params, model_state, jax.random.key(0))
+    state = jax.jit(init)(params, model_state, jax.random.key(0))
     # One bad example of eight: with accumulation, in one of the micro-batches.
-    good, bad = ({**batch, "bad": jnp.arange(8) == index} for index in (-1, 5))
+    good, bad = ({**batch, "bad": np.arange(8) == index} for index in (-1, 5))
     state, _ = step(state, good)
     kept = ("params", "opt_state", "model_state", "step")
     before = {name: bits(getattr(state, name)) for name in kept}
@@ -78,7 +81,8 @@ def test_the_scale_that_unscales_is_the_one_that_scaled(rng):
     params, batch = linear_problem(rng)
     scale = mpjax.DynamicLossScale(2.0**8, growth_interval=1)
     init, step = mpjax.build_train_step(linear_loss, optax.sgd(1.0), "float32", loss_scale=scale)
-    expected = jax.tree.map(lambda p, g: p - g, params, jax.grad(linear_loss)(params, batch))
+    grads = jax.jit(jax.grad(linear_loss))(params, batch)
+    expected = jax.tree.map(lambda p, g: p - np.asarray(g), params, grads)
     state, metrics = jax.jit(step)(init(params), batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.params, expected)
     assert float(metrics["loss_scale"]) == float(state.loss_scale.loss_scale) == 2.0**9
@@ -89,10 +93,10 @@ def test_gradients_whose_norm_overflows_are_skipped_like_infinite_ones():
     init, step = mpjax.build_train_step(
         lambda params, x: jnp.sum(params["w"] * x), optax.adam(1e-3), "float32"
     )
-    state, step = init({"w": jnp.ones(4)}), jax.jit(step)
+    state, step = jax.jit(init)({"w": np.ones(4, np.float32)}), jax.jit(step)
     for size, applied in ((1e18, True), (1e20, False), (jnp.inf, False), (jnp.nan, False)):
-        new, metrics = step(state, jnp.full(4, size))
-        assert bool(metrics["grads_finite"]) == bool(jnp.isfinite(metrics["grad_norm"])) == applied
+        new, metrics = step(state, np.full(4, np.float32(size)))
+        assert bool(metrics["grads_finite"]) == bool(np.isfinite(metrics["grad_norm"])) == applied
         assert int(new.step) == applied and int(new.skipped_steps) == (not applied)
         assert np.isfinite(
             np.concatenate([x.ravel() for x in jax.tree.leaves(new.opt_state)])
@@ -142,17 +146,16 @@ def test_auto_is_dynamic_for_float16_compute_and_none_otherwise():
     assert {kind(p) for p in ("float32", "mixed_bfloat16", "O3:bf16")} == {mpjax.NoOpLossScale}
 
 
-@pytest.mark.parametrize(
-    "scale",
-    [
-        jmp.NoOpLossScale(),
-        jmp.StaticLossScale(jnp.float32(128)),
-        jmp.DynamicLossScale(jnp.asarray(2.0**15)),
-        mpjax.StaticLossScale(128.0),
-        64,
-    ],
-    ids=str,
-)
+SCALES = [
+    jmp.NoOpLossScale(),
+    jmp.StaticLossScale(jnp.float32(128)),
+    jmp.DynamicLossScale(jnp.asarray(2.0**15)),
+    mpjax.StaticLossScale(128.0),
+    64,
+]
+
+
+@pytest.mark.parametrize("scale", thorough_but(SCALES, 0, 2), ids=str)
 def test_any_loss_scale_goes(scale, rng):
     params, batch = linear_problem(rng)
     init, step = mpjax.build_train_step(
@@ -167,12 +170,11 @@ def test_any_loss_scale_goes(scale, rng):
 
 def test_nothing_in_the_step_talks_to_the_host(rng):
     params, model_state, batch = net_problem(rng)
-    init, step = mpjax.build_train_step(net_loss, optax.adam(1e-2), "mixed_float16", has_aux=True)
-    state = init(params, model_state, jax.random.key(0))
+    init, step = mpjax.build_train_step(net_loss, optax.sgd(1e-2), "mixed_float16", has_aux=True)
+    state = jax.jit(init)(params, model_state, jax.random.key(0))
     names = {eqn.primitive.name for eqn in equations(jax.make_jaxpr(step)(state, batch))}
     assert not {name for name in names if "callback" in name or "infeed" in name}
-    step = jax.jit(step)
-    step(state, batch)
+    step, batch = jax.jit(step), jax.device_put(batch)
     with jax.transfer_guard("disallow"):
         _, metrics = step(state, batch)
     assert all(isinstance(m, jax.Array) for m in jax.tree.leaves(metrics))

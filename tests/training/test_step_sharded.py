@@ -9,6 +9,7 @@ import pytest
 from absent import partitioned, spread
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import thorough_but
 
 import mpjax
 from mpjax._src.hardware import hlo_costs
@@ -24,9 +25,9 @@ def loss(params, x):
 
 
 PARAMS = {
-    "up": jnp.ones((3, WIDTH, 2 * WIDTH)) / WIDTH,
-    "down": jnp.ones((3, 2 * WIDTH, WIDTH)) / WIDTH,
-    "bias": jnp.zeros((3, 2 * WIDTH)),
+    "up": np.full((3, WIDTH, 2 * WIDTH), np.float32(1 / WIDTH)),
+    "down": np.full((3, 2 * WIDTH, WIDTH), np.float32(1 / WIDTH)),
+    "bias": np.zeros((3, 2 * WIDTH), np.float32),
 }
 
 
@@ -52,7 +53,9 @@ def compiled(mesh, fully_sharded, accumulate_steps):
     return sum(m.times * m.flops for m in hlo_costs.costs(text).matmuls), rows
 
 
-@pytest.mark.parametrize("fully_sharded", [False, True], ids=["data parallel", "fully sharded"])
+@pytest.mark.parametrize(
+    "fully_sharded", thorough_but([False, True], 1), ids=["data parallel", "fully sharded"]
+)
 def test_micro_batches_stay_where_they_lie(mesh, fully_sharded):
     flops, rows = compiled(mesh, fully_sharded, 1)
     split_flops, split_rows = compiled(mesh, fully_sharded, 4)
@@ -61,6 +64,7 @@ def test_micro_batches_stay_where_they_lie(mesh, fully_sharded):
     assert not [row for row in split_rows if row.carries in ("data", "activations")]
 
 
+@pytest.mark.thorough
 def test_accumulated_on_many_devices_as_on_one(mesh):
     batch = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
     init, step = mpjax.build_train_step(loss, optax.sgd(0.1), "float32", accumulate_steps=4)

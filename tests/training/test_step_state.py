@@ -1,6 +1,7 @@
 """The state of the training step: donated, compiled once, saved, of lasting dtypes."""
 
 import dataclasses
+import itertools
 import pickle
 
 import flax.core
@@ -12,39 +13,41 @@ import optax.contrib
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from problems import bits, dtypes, linear_loss, linear_problem, mesh, net_loss, net_problem
+from support import thorough_but
 
 import mpjax
 
 
 def test_donation_never_eats_the_callers_arrays(rng):
-    params, model_state, batch = net_problem(rng)
+    params, model_state, _ = jax.tree.map(jnp.asarray, net_problem(rng))
     key = jax.random.key(0)
     for policy in ("float32", "O2:bf16"):
-        init, step = mpjax.build_train_step(net_loss, optax.adam(1e-2), policy, has_aux=True)
-        state = init(params, model_state, key)
-        jax.jit(step, donate_argnums=0)(state, batch)
+        init, _ = mpjax.build_train_step(net_loss, optax.sgd(1e-2), policy, has_aux=True)
+        for leaf in jax.tree.leaves(init(params, model_state, key)):
+            leaf.delete()  # as donation does, where it can
         for leaf in jax.tree.leaves((params, model_state, key)):
             assert not leaf.is_deleted()
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        optax.contrib.schedule_free_adamw(1e-2),
-        optax.ema(0.9),
-        optax.chain(optax.scale_by_adam(), optax.contrib.reduce_on_plateau(), optax.scale(-1e-2)),
-        optax.MultiSteps(optax.adam(1e-2), 2),
-        optax.inject_hyperparams(optax.adamw)(1e-2),
-        mpjax.skip_nonfinite(optax.adam(1e-2)),
-        mpjax.with_master_weights(optax.adam(1e-2)),
-    ],
-    ids=["schedule_free", "ema", "plateau", "MultiSteps", "inject", "skip", "masters"],
-)
-@pytest.mark.parametrize("policy", ["mixed_float16", "O2:bf16", "O3:bf16"])
-def test_unusual_optimizers_are_donated_and_compiled_once(optimizer, policy, rng):
+UNUSUAL = {
+    "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
+    "ema": optax.ema(0.9),
+    "plateau": optax.chain(
+        optax.scale_by_adam(), optax.contrib.reduce_on_plateau(), optax.scale(-1e-2)
+    ),
+    "MultiSteps": optax.MultiSteps(optax.adam(1e-2), 2),
+    "inject": optax.inject_hyperparams(optax.adamw)(1e-2),
+    "skip": mpjax.skip_nonfinite(optax.adam(1e-2)),
+    "masters": mpjax.with_master_weights(optax.adam(1e-2)),
+}
+ALL = list(itertools.product(["mixed_float16", "O2:bf16", "O3:bf16"], UNUSUAL))
+
+
+@pytest.mark.parametrize("policy, name", thorough_but(ALL, 0, 3, 11, 16))
+def test_unusual_optimizers_are_donated_and_compiled_once(policy, name, rng):
     params, batch = linear_problem(rng)
-    init, step = mpjax.build_train_step(linear_loss, optimizer, policy)
-    state, step = init(params), jax.jit(step, donate_argnums=0)
+    init, step = mpjax.build_train_step(linear_loss, UNUSUAL[name], policy)
+    state, step = jax.jit(init)(params), jax.jit(step, donate_argnums=0)
     for _ in range(3):
         state, metrics = step(state, batch)
     assert step._cache_size() == 1 and metrics["grads_finite"]
@@ -61,7 +64,7 @@ def test_python_numbers_weak_types_and_numpy_make_one_compilation():
     assert step._cache_size() == 1
 
 
-@pytest.mark.parametrize("place", ["device", "replicated", "sharded"])
+@pytest.mark.parametrize("place", thorough_but(["device", "replicated", "sharded"], 2))
 def test_committed_parameters_make_one_compilation(place, rng):
     where = {
         "device": jax.devices()[0],
@@ -105,12 +108,13 @@ def test_the_state_is_a_pytree_of_arrays(rng):
     assert bits(jax.jit(init)(params, model_state, jax.random.PRNGKey(0))) == bits(state)
 
 
+@pytest.mark.thorough
 def test_the_state_is_checkpointed_and_goes_on_bit_for_bit(rng, tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     params, model_state, batch = net_problem(rng)
     init, step = mpjax.build_train_step(net_loss, optax.adam(1e-2), "O2:float16", has_aux=True)
     step = jax.jit(step)
-    state, _ = step(init(params, model_state, jax.random.PRNGKey(0)), batch)
+    state, _ = step(jax.jit(init)(params, model_state, jax.random.PRNGKey(0)), batch)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()

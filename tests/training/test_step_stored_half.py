@@ -1,6 +1,7 @@
 """Training under policies that store parameters in half: the loss stays a float32 program."""
 
 import functools
+import itertools
 
 import equinox as eqx
 import jax
@@ -9,12 +10,12 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from support import matmul_dtypes, normal
+from support import matmul_dtypes, normal, thorough_but
 
 import mpjax
 
 STORED_HALF = ["O2:bfloat16", "O2:float16", "bfloat16,casting=op"]
-IMAGES, LABELS = normal(0, 8, 3, 6, 6), jnp.arange(8) % 4
+IMAGES, LABELS = np.asarray(normal(0, 8, 3, 6, 6)), np.arange(8) % 4
 
 
 def cross_entropy(logits):
@@ -36,7 +37,7 @@ def strict_problem():
 
 def trained(policy, loss, params, batch, model_state=None, steps=8):
     init, step = mpjax.build_train_step(loss, optax.sgd(0.1), policy)
-    state, step = init(params, model_state), jax.jit(step, donate_argnums=0)
+    state, step = jax.jit(init)(params, model_state), jax.jit(step, donate_argnums=0)
     before = [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
     losses = []
     for _ in range(steps):
@@ -47,8 +48,8 @@ def trained(policy, loss, params, batch, model_state=None, steps=8):
     return state, losses
 
 
-@pytest.mark.parametrize("policy", STORED_HALF)
-@pytest.mark.parametrize("images", [IMAGES, IMAGES.astype(jnp.bfloat16)])
+@pytest.mark.parametrize("policy", thorough_but(STORED_HALF, "O2:float16"))
+@pytest.mark.parametrize("images", thorough_but([IMAGES, IMAGES.astype(jnp.bfloat16)], 1))
 def test_a_loss_that_does_not_promote(policy, images):
     loss, params = strict_problem()
     half = mpjax.get_policy(policy).param_dtype
@@ -56,7 +57,7 @@ def test_a_loss_that_does_not_promote(policy, images):
         images = images.astype(half)
     _, losses = trained(policy, loss, params, images)
     assert losses[-1] < losses[0]
-    np.testing.assert_allclose(losses[0], loss(params, IMAGES), rtol=0.02)
+    np.testing.assert_allclose(losses[0], jax.jit(loss)(params, IMAGES), rtol=0.02)
     init, step = mpjax.build_train_step(loss, optax.sgd(0.1), policy)
     assert set(matmul_dtypes(step, init(params), images)) == {(half.name, half.name)}
 
@@ -95,6 +96,7 @@ def equinox_problem(mode, inference=False):
     return loss, params, state
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", STORED_HALF)
 @pytest.mark.parametrize("mode", ["ema", "batch"])
 def test_batch_norms_keep_their_statistics_in_float32(policy, mode):
@@ -145,15 +147,21 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("policy", AT_BOUNDARY)
-@pytest.mark.parametrize("name", PROBLEMS)
+CASTS = list(itertools.product(PROBLEMS, AT_BOUNDARY))
+QUICK = (
+    ("a carry that starts in float32", "O3:bfloat16"),
+    ("a batch made float32", "p=f32,c=f16"),
+)
+
+
+@pytest.mark.parametrize("name, policy", thorough_but(CASTS, *QUICK))
 def test_casts_at_the_boundary_that_a_loss_does_not_take(policy, name):
     """What mixes dtypes where nothing promotes is cast operation by operation."""
     loss, params, *model_state = PROBLEMS[name]()
     policy = mpjax.get_policy(policy)
     state, losses = trained(policy, loss, params, IMAGES, *model_state)
-    _, want = trained("float32", loss, params, IMAGES, *model_state)
-    np.testing.assert_allclose(losses[0], want[0], rtol=0.03)
+    want = jax.jit(loss)(params, IMAGES, *model_state)
+    np.testing.assert_allclose(losses[0], want[0] if model_state else want, rtol=0.03)
     assert losses[-1] < losses[0]
     dtypes = {x.dtype for x in jax.tree.leaves(state.params)}
     assert dtypes == {policy.param_dtype}
@@ -163,6 +171,7 @@ def test_casts_at_the_boundary_that_a_loss_does_not_take(policy, name):
     assert set(found) == {(half, half)}
 
 
+@pytest.mark.thorough
 def test_in_micro_batches_too():
     model, model_state = eqx.nn.make_with_state(Net)(jax.random.key(0), "ema")
     params, static = eqx.partition(model, eqx.is_inexact_array)
@@ -173,7 +182,7 @@ def test_in_micro_batches_too():
         return jnp.mean(logits**2), state
 
     init, step = mpjax.build_train_step(loss, optax.sgd(0.1), "O3:bfloat16", accumulate_steps=2)
-    state, metrics = jax.jit(step)(init(params, model_state), IMAGES)
+    state, metrics = jax.jit(step)(jax.jit(init)(params, model_state), IMAGES)
     assert metrics["grads_finite"]
     assert {x.dtype.name for x in jax.tree.leaves(state.model_state)} == {"float32", "bool"}
 

@@ -1,6 +1,7 @@
 """The training step under scan, vmap, remat, replicas and sharding."""
 
 import functools
+import itertools
 from functools import partial
 
 import jax
@@ -10,19 +11,22 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from problems import METRICS, bits, linear_loss, linear_problem, mesh, net_loss, net_problem
-from support import equations
+from support import equations, thorough_but
 
 import mpjax
 
 
+@pytest.mark.thorough
 def test_steps_in_a_scan_are_the_steps_one_by_one(rng):
     params, model_state, batch = net_problem(rng)
-    init, step = mpjax.build_train_step(net_loss, optax.adam(1e-2), "mixed_float16", has_aux=True)
-    state = init(params, model_state, jax.random.key(0))
-    batches = jax.tree.map(lambda x: jnp.stack([x] * 3), batch)
+    optimizer = optax.sgd(1e-2, momentum=0.9)
+    init, step = mpjax.build_train_step(net_loss, optimizer, "mixed_float16", has_aux=True)
+    state = jax.jit(init)(params, model_state, jax.random.key(0))
+    batches = jax.tree.map(lambda x: np.stack([x] * 3), batch)
     scanned, metrics = jax.jit(lambda s, b: jax.lax.scan(step, s, b))(state, batches)
+    step = jax.jit(step)
     for _ in range(3):
-        state, _ = jax.jit(step)(state, batch)
+        state, _ = step(state, batch)
     assert metrics["loss"].shape == (3,) and int(scanned.step) == 3
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3),
@@ -34,8 +38,11 @@ def test_steps_in_a_scan_are_the_steps_one_by_one(rng):
 def test_an_ensemble_under_vmap_judges_each_member(rng):
     params, batch = linear_problem(rng)
     init, step = mpjax.build_train_step(linear_loss, optax.sgd(0.1), "mixed_float16")
-    members = jax.tree.map(lambda p: jnp.stack([p, p.at[0].set(jnp.nan), p]), params)
-    state, metrics = jax.jit(jax.vmap(step, in_axes=(0, None)))(jax.vmap(init)(members), batch)
+    members = jax.tree.map(lambda p: np.stack([p, p, p]), params)
+    for leaf in members.values():
+        leaf[1, 0] = np.nan
+    states = jax.jit(jax.vmap(init))(members)
+    state, metrics = jax.jit(jax.vmap(step, in_axes=(0, None)))(states, batch)
     assert metrics["loss_finite"].tolist() == [True, False, True]
     assert state.step.tolist() == [1, 0, 1]
 
@@ -68,30 +75,37 @@ def replicas(kind, step):
     )
 
 
-@pytest.mark.parametrize("kind", ["checked", "unchecked", "pmap"])
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-@pytest.mark.parametrize("policy", ["float32", "O2:bf16"])
+KINDS = ["checked", "unchecked", "pmap"]
+ALL = list(itertools.product(["float32", "O2:bf16"], [1, 2], KINDS))
+QUICK = (("float32", 2, "pmap"), ("O2:bf16", 1, "unchecked"))
+
+
+@pytest.mark.parametrize("policy, accumulate_steps, kind", thorough_but(ALL, *QUICK))
 def test_replicas_average_once_and_decide_together(kind, accumulate_steps, policy, rng):
     params, (x, y) = linear_problem(rng)
     options = {"accumulate_steps": accumulate_steps, "loss_scale": "dynamic"}
     build = partial(mpjax.build_train_step, linear_loss, optax.sgd(0.1), policy, **options)
     init, whole = build(accumulate_steps=1)
     _, local = build(axis_name="data")
-    expected, want = jax.jit(whole)(init(params), (x, y))
-    state, got = replicas(kind, local)(init(params), (x, y))
+    start, run = jax.jit(init)(params), replicas(kind, local)
+    expected, want = jax.jit(whole)(start, (x, y))
+    state, got = run(start, (x, y))
     rtol = 1e-5 if policy == "float32" else 0.02
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(got[name], want[name], rtol=rtol)
     masters = [mpjax.master_params(s.opt_state, s.params) for s in (state, expected)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol), *masters)
     # One replica's NaN stops both.
-    state, metrics = replicas(kind, local)(init(params), (x.at[0].set(jnp.nan), y))
+    x[0] = np.nan
+    state, metrics = run(start, (x, y))
     assert int(state.step) == 0 and int(state.skipped_steps) == 1 and not metrics["loss_finite"]
-    assert bits(state.params) == bits(init(params).params)
+    assert bits(state.params) == bits(start.params)
 
 
-@pytest.mark.parametrize("kind", ["checked", "unchecked", "pmap"])
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "O2:float16", "O1:float16"])
+IN_HALF = list(itertools.product(["mixed_bfloat16", "O2:float16", "O1:float16"], KINDS))
+
+
+@pytest.mark.parametrize("policy, kind", thorough_but(IN_HALF, ("O2:float16", "checked")))
 def test_replicas_average_in_half_where_asked_for(kind, policy, rng):
     """Scaled, as the backward pass made them: in float16 nothing of them is flushed."""
     params, (x, y) = linear_problem(rng)
@@ -101,7 +115,9 @@ def test_replicas_average_in_half_where_asked_for(kind, policy, rng):
 
     build = partial(mpjax.build_train_step, small_loss, optax.sgd(0.1), axis_name="data")
     (init, wide), (_, half) = build(policy), build(f"{policy},reduce=half")
-    jaxpr = jax.make_jaxpr(replicas(kind, half))(init(params), (x, y))
+    start = jax.jit(init)(params)
+    run, run_wide = replicas(kind, half), replicas(kind, wide)
+    jaxpr = jax.make_jaxpr(run)(start, (x, y))
     sent = [
         v.aval
         for eqn in equations(jaxpr)
@@ -110,9 +126,10 @@ def test_replicas_average_in_half_where_asked_for(kind, policy, rng):
     ]
     short = mpjax.get_policy(policy).compute_dtype
     assert [aval.dtype for aval in sent if aval.ndim == 2] == [short]
-    (_, want), (state, got) = (replicas(kind, f)(init(params), (x, y)) for f in (wide, half))
+    (_, want), (state, got) = run_wide(start, (x, y)), run(start, (x, y))
     np.testing.assert_allclose(got["grad_norm"], want["grad_norm"], rtol=0.01)
-    state, metrics = replicas(kind, half)(init(params), (x.at[0].set(jnp.nan), y))
+    x[0] = np.nan
+    state, metrics = run(start, (x, y))
     assert int(state.step) == 0 and not metrics["grads_finite"]
 
 
@@ -140,8 +157,10 @@ def test_replicas_average_model_state_and_draw_their_own_randomness(rng):
     assert len(set(metrics["aux"].tolist())) == 2
 
 
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-@pytest.mark.parametrize("kind", ["checked", "unchecked", "pmap"])
+@pytest.mark.parametrize(
+    "kind, accumulate_steps",
+    thorough_but(itertools.product(KINDS, [1, 2]), ("checked", 2), ("unchecked", 1)),
+)
 def test_replicas_agree_on_keys_flags_and_constants_in_the_model_state(kind, accumulate_steps):
     def loss_fn(params, batch, model_state):
         new = {"key": jax.random.fold_in(model_state["key"], 1), "flag": batch.sum() > 0, "f": 3.0}
@@ -157,12 +176,14 @@ def test_replicas_agree_on_keys_flags_and_constants_in_the_model_state(kind, acc
     assert bits(state.model_state["key"]) == bits(key)
 
 
+@pytest.mark.thorough
 def test_sharded_arrays_under_plain_jit_need_nothing(rng):
     params, batch = linear_problem(rng)
     init, step = mpjax.build_train_step(linear_loss, optax.sgd(0.1), "O2:bf16", accumulate_steps=2)
-    expected, _ = jax.jit(step)(init(params), batch)
+    start = jax.jit(init)(params)
+    expected, _ = jax.jit(step)(start, batch)
     sharded = jax.device_put(batch, NamedSharding(mesh(), PartitionSpec("data")))
-    state = jax.device_put(init(params), NamedSharding(mesh(), PartitionSpec()))
+    state = jax.device_put(start, NamedSharding(mesh(), PartitionSpec()))
     state, _ = jax.jit(step, donate_argnums=0)(state, sharded)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(

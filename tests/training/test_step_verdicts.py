@@ -1,5 +1,7 @@
 """The verdict on a step covers the model state as well as the loss and gradients."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 from problems import POLICIES, bits, linear_loss, linear_problem, mesh, net_loss, net_problem
+from support import thorough_but
 
 import mpjax
 from mpjax._src.trees import stays_finite
@@ -17,17 +20,28 @@ def carries(new_state):
     return lambda params, batch, model_state: (params["w"] ** 2, new_state(model_state, batch))
 
 
-def stepped(loss_fn, model_state, batch, policy="float32", **options):
+def stepping(loss_fn, policy="float32", **options):
+    """Returns what takes a step from a model state: the state before, the state after, metrics."""
     init, step = mpjax.build_train_step(loss_fn, optax.sgd(0.1), policy, **options)
-    state = init({"w": jnp.ones(())}, model_state)
-    return state, *jax.jit(step)(state, batch)
+    step = jax.jit(step)
+
+    def stepped(model_state, batch):
+        state = init({"w": np.float32(1)}, model_state)
+        return state, *step(state, batch)
+
+    return stepped
+
+
+carried = stepping(carries(lambda _, batch: batch))  # compiled once for each kind of state
 
 
 # ---- the model state -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize(
+    "accumulate_steps, policy",
+    thorough_but(itertools.product([1, 2], POLICIES), (2, "O2:bfloat16")),
+)
 def test_an_outlier_never_reaches_the_statistics(policy, accumulate_steps, rng):
     def loss_fn(params, batch, model_state, rng):
         loss, (new_state, aux) = net_loss(params, batch, model_state, rng)
@@ -38,10 +52,10 @@ def test_an_outlier_never_reaches_the_statistics(policy, accumulate_steps, rng):
     params, model_state, batch = net_problem(rng)
     scale = mpjax.DynamicLossScale(2.0**10, growth_interval=2)
     options = {"has_aux": True, "accumulate_steps": accumulate_steps, "loss_scale": scale}
-    init, step = mpjax.build_train_step(loss_fn, optax.adam(1e-2), policy, **options)
+    init, step = mpjax.build_train_step(loss_fn, optax.sgd(1e-2, 0.9), policy, **options)
     step = jax.jit(step, donate_argnums=0)
-    state = init(params, model_state, jax.random.key(0))
-    good, bad = ({**batch, "bad": jnp.arange(8) == index} for index in (-1, 5))
+    state = jax.jit(init)(params, model_state, jax.random.key(0))
+    good, bad = ({**batch, "bad": np.arange(8) == index} for index in (-1, 5))
     state, metrics = step(state, good)
     assert metrics["state_finite"]
     kept = ("params", "opt_state", "model_state", "step", "loss_scale")
@@ -55,11 +69,13 @@ def test_an_outlier_never_reaches_the_statistics(policy, accumulate_steps, rng):
     assert bool(mpjax.all_finite(state.model_state)) and metrics["state_finite"]
 
 
+@pytest.mark.thorough
 def test_batch_norm_of_an_outlier_is_skipped(rng):
     params, model_state, batch = net_problem(rng)
     init, step = mpjax.build_train_step(net_loss, optax.sgd(0.1), "float32", has_aux=True)
-    state = init(params, model_state, jax.random.key(0))
-    new, metrics = jax.jit(step)(state, {**batch, "x": batch["x"].at[0].set(1e25)})
+    state = jax.jit(init)(params, model_state, jax.random.key(0))
+    batch["x"][0] = 1e25
+    new, metrics = jax.jit(step)(state, batch)
     assert not metrics["state_finite"] and bits(new.model_state) == bits(state.model_state)
 
 
@@ -73,7 +89,7 @@ def test_the_scale_is_lowered_by_gradients_alone(bad, scale):
         return params["w"] + steep, jnp.full(2, jnp.nan)
 
     options = {"loss_scale": mpjax.DynamicLossScale(1024.0, growth_interval=1)}
-    _, new, metrics = stepped(loss_fn, jnp.ones(2), None, **options)
+    _, new, metrics = stepping(loss_fn, **options)(np.ones(2, np.float32), None)
     assert metrics["loss_finite"] and not metrics["state_finite"]
     assert bool(metrics["grads_finite"]) == (bad == "state")
     assert float(new.loss_scale.loss_scale) == scale and not int(new.step)
@@ -98,10 +114,10 @@ def test_the_scale_is_lowered_by_gradients_alone(bad, scale):
 )
 def test_a_leaf_that_was_finite_must_stay_so(old, new, good):
     old, new = jnp.asarray(old), jnp.asarray(new)
-    assert bool(stays_finite([jnp.ones(2), new], [jnp.ones(2), old])) == good
+    assert bool(jax.jit(stays_finite)([jnp.ones(2), new], [jnp.ones(2), old])) == good
     state = {"n": jnp.int32(2), "ok": True, "key": jax.random.key(0), "x": old}
     given = {"n": jnp.int32(3), "ok": jnp.array(False), "key": jax.random.key(1), "x": new}
-    state, after, metrics = stepped(carries(lambda _, batch: batch), state, given)
+    state, after, metrics = carried(state, given)
     assert bool(metrics["state_finite"]) == good == bool(int(after.step))
     assert bits(after.model_state) == bits(given if good else state.model_state)
 
@@ -109,7 +125,7 @@ def test_a_leaf_that_was_finite_must_stay_so(old, new, good):
 def test_a_value_that_only_its_stored_dtype_overflows_counts():
     """Statistics are judged as they would be kept."""
     loss_fn = carries(lambda state, _: state.astype(jnp.float32) * 1e6)
-    state, after, metrics = stepped(loss_fn, jnp.float16(1), None)
+    state, after, metrics = stepping(loss_fn)(np.float16(1), None)
     assert not metrics["state_finite"] and bits(after.model_state) == bits(state.model_state)
 
 
@@ -119,8 +135,8 @@ def test_without_a_model_state_there_is_none_to_spoil(rng):
     assert jax.jit(step)(init(params), batch)[1]["state_finite"]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("check_vma", thorough_but([True, False], 0))
+@pytest.mark.parametrize("accumulate_steps", thorough_but([1, 2], 1))
 def test_one_replicas_state_stops_all(check_vma, accumulate_steps):
     def loss_fn(params, batch, model_state):
         return params["w"] * jnp.mean(jnp.tanh(batch)), {"max": batch.max() ** 2}
