@@ -1,5 +1,6 @@
 """Loops of Flax linen with `mpjax.linen.TrainState`."""
 
+import functools
 import operator
 from typing import Any
 
@@ -12,12 +13,16 @@ import optax
 import pytest
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
-from support import normal
+from support import normal, thorough_but
 
 import mpjax.linen
 
-X, Y = normal(1, 32, 4), normal(2, 32, 8)
-POLICIES = ["float32", "mixed_bfloat16", "mixed_float16", "O2:bfloat16", "O2:float16"]
+X, Y = np.asarray(normal(1, 32, 4)), np.asarray(normal(2, 32, 8))
+BAD = X.copy()
+BAD[1, 1] = np.nan
+POLICIES = thorough_but(
+    ["float32", "mixed_bfloat16", "mixed_float16", "O2:bfloat16", "O2:float16"], "O2:float16"
+)
 
 
 class Model(nn.Module):
@@ -38,7 +43,8 @@ class Mixed(mpjax.linen.TrainState):
 def loop(policy=None, tx=None, **options):
     """A loop of Flax's; in mixed precision two of its lines differ."""
     model, tx = Model(), tx or optax.adamw(1e-2)
-    variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = jax.jit(model.init)(rngs, X)
     given = {"apply_fn": model.apply, "tx": tx, **variables}
     state = Mixed.create(policy=policy, **given, **options) if policy else Plain.create(**given)
     traced = []
@@ -63,14 +69,17 @@ def loop(policy=None, tx=None, **options):
     return state, step, traced
 
 
+shared = functools.cache(loop)  # its step is compiled once for all tests
+
+
 def arrays(tree):
     return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_curve_of_float32_in_one_compilation(policy):
-    state, step, traced = loop(policy)
-    want, plain, _ = loop()
+    state, step, traced = shared(policy)
+    want, plain, _ = shared()
     losses, wanted = [], []
     for number in range(40):
         state, loss = step(state, X, Y, number)
@@ -87,9 +96,9 @@ def test_the_curve_of_float32_in_one_compilation(policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_step_that_is_skipped_leaves_no_trace(policy):
-    state, step, _ = loop(policy)
+    state, step, _ = shared(policy)
     state, _ = step(state, X, Y, 0)
-    after, _ = step(state, X.at[1, 1].set(jnp.nan), Y, 1)
+    after, _ = step(state, BAD, Y, 1)
     for name in ("step", "params", "opt_state.inner_state", "batch_stats"):
         pair = map(arrays, map(operator.attrgetter(name), (after, state)))
         assert all(map(np.array_equal, *pair)), name
@@ -101,13 +110,14 @@ def test_a_step_that_is_skipped_leaves_no_trace(policy):
 
 
 def test_a_gradient_that_overflows_lowers_the_scale():
-    state, step, _ = loop("mixed_float16", loss_scale=mpjax.DynamicLossScale(2.0**24))
-    after, _ = step(state, X, Y * 1e3, 0)
+    scaled, *_ = loop("O2:float16", loss_scale=mpjax.DynamicLossScale(2.0**24))
+    state, step, _ = shared("O2:float16")
+    after, _ = step(state.replace(opt_state=scaled.opt_state), X, Y * np.float32(1e3), 0)
     assert float(after.loss_scale.loss_scale) == 2.0**23 and int(after.step) == 0
 
 
 def test_statistics_that_are_not_finite_are_not_kept():
-    state, _, _ = loop("mixed_float16")
+    state, _, _ = shared("mixed_float16")
     grads = jax.tree.map(jnp.ones_like, state.params)
     broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), state.batch_stats)
     after = jax.jit(lambda s, g, b: s.apply_gradients(grads=g, batch_stats=b))(state, grads, broken)
@@ -124,7 +134,7 @@ def noted(x, note):
 noted.defvjp(lambda x, note: (x, note), lambda note, ct: (ct, note + 1))  # as float8's scales are
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "O2:float16"])
+@pytest.mark.parametrize("policy", thorough_but(["mixed_float16", "O2:float16"], 1))
 def test_what_is_overwritten_with_its_gradient_is_not_scaled(policy):
     params = {"params": {"w": jnp.ones(4)}, OVERWRITE_WITH_GRADIENT: {"note": jnp.float32(3)}}
     state = mpjax.linen.TrainState.create(
@@ -135,14 +145,18 @@ def test_what_is_overwritten_with_its_gradient_is_not_scaled(policy):
         w = noted(params["params"]["w"], params[OVERWRITE_WITH_GRADIENT]["note"])
         return jnp.mean(w.astype(jnp.float32) ** 2)
 
-    _, grads = state.value_and_grad(loss_fn)(state.params)
-    state = state.apply_gradients(grads=grads)
+    @jax.jit
+    def step(state):
+        _, grads = state.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads)
+
+    state = step(state)
     assert float(state.params[OVERWRITE_WITH_GRADIENT]["note"]) == 4.0
     np.testing.assert_array_equal(state.params["params"]["w"], 0.75)
 
 
 def test_it_is_saved_as_flax_saves_it():
-    state, step, _ = loop("O2:float16")
+    state, step, _ = shared("O2:float16")
     trained, _ = step(state, X, Y, 0)
     restored = flax.serialization.from_bytes(state, flax.serialization.to_bytes(trained))
     assert all(map(np.array_equal, arrays(restored), arrays(trained)))
@@ -155,7 +169,7 @@ def test_errors():
         loop("mixed_float17")
     with pytest.raises(ValueError, match="loss_scale"):
         loop("mixed_float16", loss_scale="automatic")
-    state, *_ = loop("mixed_float16")
+    state, *_ = shared("mixed_float16")
     with pytest.raises(TypeError, match="loss_fn=3 must be"):
         state.value_and_grad(3)
     with pytest.raises(TypeError, match="has_aux=True"):

@@ -13,7 +13,7 @@ from support import full_matmuls, matmul_dtypes
 
 import mpjax.linen
 
-X = jnp.asarray(np.random.default_rng(0).integers(0, 16, (8, 6)))
+X = np.int32(np.random.default_rng(0).integers(0, 16, (8, 6)))
 
 
 class Block(nn.Module):
@@ -55,15 +55,21 @@ class Mixed(mpjax.linen.TrainState):
     rest: Any
 
 
-def loop(model, policy):
+def begun(model, policy):
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    rest = dict(model.init(rngs, X))
+    rest = dict(jax.jit(model.init)(rngs, X))
     params = rest.pop("params")
     given = {"apply_fn": model.apply, "params": params, "tx": optax.adam(3e-3), "rest": rest}
-    state = (
-        Mixed.create(policy=policy, loss_scale=256.0, **given) if policy else Plain.create(**given)
-    )
+    if not policy:
+        return Plain.create(**given)
+    return Mixed.create(policy=policy, loss_scale=256.0, **given)
 
+
+def loop(model, policy):
+    return begun(model, policy), step_of(policy)
+
+
+def step_of(policy):
     @jax.jit
     def step(state, x, weight):
         def loss_fn(params):
@@ -77,13 +83,27 @@ def loop(model, policy):
         (loss, new), grads = differentiate(loss_fn, has_aux=True)(state.params)
         return state.apply_gradients(grads=grads, rest=dict(new)), loss
 
-    return state, step
+    return step
 
 
 def arrays(tree):
     return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.parametrize("model", [Scanned(), Spectral()], ids=lambda m: type(m).__name__)
+def test_all_matmuls_of_a_step_run_in_half(model):
+    step, state = step_of("O2:float16"), jax.eval_shape(lambda: begun(model, "O2:float16"))
+    assert not full_matmuls(lambda s: step(s, X, 1.0)[1], state)
+    assert len(matmul_dtypes(step, state, X, 1.0)) > 6
+    after, _ = jax.eval_shape(step, state, X, 1.0)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), (after, state)) == (
+        jax.tree.map(lambda x: (x.shape, x.dtype), (state, state))
+    )
+    assert state.params["Embed_0"]["embedding"].dtype == jnp.float16
+    assert {x.dtype for x in jax.tree.leaves(after.rest)} <= {np.dtype(np.float32)}
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [Scanned(), Spectral()], ids=lambda m: type(m).__name__)
 def test_the_curve_of_float32_in_half_and_a_skip(model):
     plain, plain_step = loop(model, None)
@@ -112,6 +132,7 @@ def test_the_curve_of_float32_in_half_and_a_skip(model):
     assert int(after.skipped_steps) == 1
 
 
+@pytest.mark.thorough
 def test_the_tied_weight_has_one_gradient_of_both_uses():
     state, _ = loop(Scanned(), "mixed_bfloat16")
 
