@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import resumed
 from problems import bits
+from support import thorough_but
 
 import mpjax
 from mpjax import checkpoint
@@ -27,17 +28,17 @@ def fill(directory, numbers, losses=None, **options):
         return manager.steps()
 
 
-@pytest.mark.parametrize(
-    "options, kept",
-    [
-        ({}, [7, 8, 9]),
-        ({"keep": 1}, [9]),
-        ({"keep": None}, list(range(10))),
-        ({"every": 4}, [0, 4, 8]),
-        ({"keep": 2, "keep_period": 3}, [0, 3, 6, 8, 9]),
-        ({"keep": 2, "every": 2, "keep_period": 4}, [0, 4, 6, 8]),
-    ],
-)
+KEPT = [
+    ({}, [7, 8, 9]),
+    ({"keep": 1}, [9]),
+    ({"keep": None}, list(range(10))),
+    ({"every": 4}, [0, 4, 8]),
+    ({"keep": 2, "keep_period": 3}, [0, 3, 6, 8, 9]),
+    ({"keep": 2, "every": 2, "keep_period": 4}, [0, 4, 6, 8]),
+]
+
+
+@pytest.mark.parametrize("options, kept", thorough_but(KEPT, 0, 2, 5))
 def test_what_is_kept(options, kept, tmp_path):
     assert fill(tmp_path, range(10), **options) == kept
 
@@ -45,10 +46,10 @@ def test_what_is_kept(options, kept, tmp_path):
 LOSSES = [5.0, 1.0, float("nan"), 3.0, float("-inf"), 2.0, 9.0]
 
 
-@pytest.mark.parametrize(
-    "mode, keep_best, kept, best",
-    [("min", 1, [1, 6], 1), ("min", 2, [1, 5, 6], 1), ("max", 1, [6], 6), ("max", 2, [0, 6], 6)],
-)
+BEST = [("min", 1, [1, 6], 1), ("min", 2, [1, 5, 6], 1), ("max", 1, [6], 6), ("max", 2, [0, 6], 6)]
+
+
+@pytest.mark.parametrize("mode, keep_best, kept, best", thorough_but(BEST, 1, 3))
 def test_the_best_is_kept_beside_the_last(mode, keep_best, kept, best, tmp_path):
     """A loss that is not finite is worst of all, whichever way one looks for the best."""
     options = {"best": "loss", "best_mode": mode, "keep_best": keep_best, "keep": 1}

@@ -1,6 +1,7 @@
 """A state that is restored under another policy, or into another program: exact, or refused."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,12 @@ import optax
 import optax.contrib
 import pytest
 from problems import bits
+from support import thorough_but
 
 import mpjax
 from mpjax import checkpoint
 from mpjax._src.checkpoint.match import can_hold
-from mpjax._src.training import residuals
+from mpjax._src.training import codes, residuals
 
 POLICIES = [
     *("float32", "mixed_float16", "mixed_bfloat16"),
@@ -24,7 +26,10 @@ BESIDE = [
     *("O2:bfloat16,masters=split", "O2:bfloat16,masters=split8"),
     *("O3:bfloat16,rounding=kahan", "O3:float16,rounding=kahan", "O3:bfloat16,rounding=stochastic"),
 ]
-PARAMS = {"dense": {"w": jnp.full((3, 3), 0.1)}, "norm": {"scale": jnp.full(3, 1.1)}}
+PARAMS = {
+    "dense": {"w": np.full((3, 3), np.float32(0.1))},
+    "norm": {"scale": np.full(3, np.float32(1.1))},
+}
 
 
 def loss_fn(params, batch):
@@ -38,11 +43,17 @@ def program(policy):
 
 
 @functools.cache
+def begun(policy):
+    """The state of a policy before its first step."""
+    return jax.jit(program(policy)[0])(PARAMS)
+
+
+@functools.cache
 def trained(policy):
     """A state after two steps and a skipped one."""
-    init, step = program(policy)
-    state, step = init(PARAMS), jax.jit(step)
-    for batch in (jnp.ones((2, 3)), jnp.full((2, 3), jnp.nan), jnp.ones((2, 3))):
+    state, step = begun(policy), jax.jit(program(policy)[1])
+    ones = np.ones((2, 3), np.float32)
+    for batch in (ones, np.nan * ones, ones):
         state, _ = step(state, batch)
     scale = jax.tree.map(lambda x: x + 1, state.loss_scale)  # as if it had been adjusted
     return mpjax.TrainState(**{**vars(state), "loss_scale": scale})
@@ -50,10 +61,15 @@ def trained(policy):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
+    """Where the state of a policy is saved, which happens when a test first asks for it."""
     root = tmp_path_factory.mktemp("policies")
-    for policy in POLICIES + BESIDE:
+
+    @functools.cache
+    def at(policy):
         checkpoint.save(root / policy, trained(policy), policy=policy)
-    return root
+        return root / policy
+
+    return at
 
 
 def kept(policy):
@@ -63,9 +79,8 @@ def kept(policy):
 
 def expected(state, policy):
     """The state under another policy: its weights as `init` casts them, exact masters of halves."""
-    init, _ = program(policy)
     full = mpjax.master_params(state.opt_state, state.params)
-    fresh = init(full)
+    fresh = jax.jit(program(policy)[0])(full)
     inner = getattr(state.opt_state, "inner_state", state.opt_state)
     opt_state = fresh.opt_state
     if hasattr(opt_state, "masters"):
@@ -81,16 +96,28 @@ def expected(state, policy):
     )
 
 
-@pytest.mark.parametrize("to", POLICIES)
-@pytest.mark.parametrize("was", POLICIES)
+# Each of three beside each other one; and what is kept beside weights, to and from its like.
+FEW = ("mixed_float16", "O2:bfloat16", "O3:float16")
+PAIRS = list(itertools.product(POLICIES, POLICIES))
+QUICK = [pair for pair in PAIRS if {*pair} <= {*FEW}]
+LIKE = [
+    ("float32", "O2:bfloat16,masters=split"),
+    ("O2:bfloat16,masters=split", "O2:bfloat16"),
+    ("O2:bfloat16,masters=split8", "O3:bfloat16,rounding=kahan"),
+    ("O3:float16,rounding=kahan", "float32"),
+    ("O3:bfloat16,rounding=stochastic", "O3:float16,rounding=kahan"),
+]
+
+
+@pytest.mark.parametrize("was, to", thorough_but(PAIRS, *QUICK))
 def test_every_policy_restores_every_other_exactly_or_says_why_not(was, to, saved):
-    like = program(to)[0](PARAMS)
+    like = begun(to)
     if kept(to) not in ("float32", kept(was)):
         with pytest.raises(ValueError, match=f"narrow params/dense/w from {kept(was)} to"):
-            checkpoint.restore(saved / was, like)
-        back = checkpoint.restore(saved / was, like, allow_narrowing=True)
+            checkpoint.restore(saved(was), like)
+        back = checkpoint.restore(saved(was), like, allow_narrowing=True)
     else:
-        back = checkpoint.restore(saved / was, like)
+        back = checkpoint.restore(saved(was), like)
     want = expected(trained(was), to)
     assert jax.tree.structure(back) == jax.tree.structure(like) == jax.tree.structure(want)
     assert bits(back) == bits(want)
@@ -104,16 +131,18 @@ def best(policy):
     return next((reach for key, reach in by_key.items() if policy.endswith(key)), (24, 128))
 
 
-@pytest.mark.parametrize("to", BESIDE + POLICIES[:1] + POLICIES[3:])
-@pytest.mark.parametrize("was", BESIDE + POLICIES[:1] + POLICIES[3:])
+SAVED = BESIDE + POLICIES[:1] + POLICIES[3:]
+
+
+@pytest.mark.parametrize("was, to", thorough_but(itertools.product(SAVED, SAVED), *LIKE))
 def test_split_masters_are_restored_whole_and_whole_ones_split(was, to, saved):
     if not {was, to} & set(BESIDE):
         return  # above
-    state, like = trained(was), program(to)[0](PARAMS)
+    state, like = trained(was), begun(to)
     if any(a < b for a, b in zip(best(to), best(was), strict=True)):
         with pytest.raises(ValueError, match="would narrow params/dense/w from"):
-            checkpoint.restore(saved / was, like)
-    back = checkpoint.restore(saved / was, like, allow_narrowing=True)
+            checkpoint.restore(saved(was), like)
+    back = checkpoint.restore(saved(was), like, allow_narrowing=True)
     assert jax.tree.structure(back) == jax.tree.structure(like)
     assert [x.dtype for x in jax.tree.leaves(back)] == [x.dtype for x in jax.tree.leaves(like)]
     if was == to:
@@ -128,53 +157,58 @@ def test_split_masters_are_restored_whole_and_whole_ones_split(was, to, saved):
     assert bits((weight, beside)) == bits(residuals.split(full, weight.dtype, beside.dtype))
 
 
-def test_moments_become_codes_and_codes_moments(tmp_path, rng):
-    params = {"w": jnp.asarray(rng.normal(size=(64, 96)), jnp.float32), "b": jnp.ones(96)}
+def test_moments_become_codes_and_codes_moments(tmp_path, rng, monkeypatch):
+    # Compiled whole: operation by operation they are a hundred small programs.
+    for name, static in (("encode", 2), ("decode", 2), ("scales_of", 1)):
+        monkeypatch.setattr(codes, name, jax.jit(getattr(codes, name), static_argnums=static))
+    params = {"w": np.float32(rng.normal(size=(64, 96))), "b": np.ones(96, np.float32)}
     loss = lambda p, x: jnp.mean(jnp.tanh(x @ p["w"] + p["b"]) ** 2)  # noqa: E731
-    states, inits = {}, {}
+    states, likes = {}, {}
     for policy in ("O2:bfloat16", "O2:bfloat16,masters=split,moments=8bit"):
-        inits[policy], step = mpjax.build_train_step(loss, optax.adamw(1e-2), policy)
-        states[policy], _ = jax.jit(step)(inits[policy](params), jnp.ones((4, 64)))
+        init, step = mpjax.build_train_step(loss, optax.adamw(1e-2), policy)
+        likes[policy] = jax.jit(init)(params)
+        states[policy], _ = jax.jit(step)(likes[policy], np.ones((4, 64), np.float32))
         checkpoint.save(tmp_path / policy, states[policy])
     full, eight = states
     with pytest.raises(ValueError, match="mu/w from float32 to int8 with scales of uint8"):
-        checkpoint.restore(tmp_path / full, inits[eight](params))
-    back = checkpoint.restore(tmp_path / full, inits[eight](params), allow_narrowing=True)
-    like = inits[eight](params)
+        checkpoint.restore(tmp_path / full, likes[eight])
+    back = checkpoint.restore(tmp_path / full, likes[eight], allow_narrowing=True)
+    like = likes[eight]
     assert jax.tree.map(lambda x: (x.shape, x.dtype), (back, like)) == (
         jax.tree.map(lambda x: (x.shape, x.dtype), (like, like))
     )
     checkpoint.save(tmp_path / "back", back)
     for where in (tmp_path / "back", tmp_path / eight):
-        wide = checkpoint.restore(where, inits[full](params))
+        wide = checkpoint.restore(where, likes[full])
         for name, most in (("mu", 0.02), ("nu", 0.04)):
             found, wanted = (
                 getattr(s.opt_state.inner_state[0], name)["w"] for s in (wide, states[full])
             )
             assert found.dtype == jnp.float32
-            assert jnp.linalg.norm(found - wanted) < most * jnp.linalg.norm(wanted)
+            found, wanted = np.asarray(found), np.asarray(wanted)
+            assert np.linalg.norm(found - wanted) < most * np.linalg.norm(wanted)
     assert bits(checkpoint.restore(tmp_path / eight, like)) == bits(states[eight])
     with pytest.raises(ValueError, match=r"w has shape \(64, 96\).*but \(64, 128\) in like"):
-        other = {**params, "w": jnp.ones((64, 128)), "b": jnp.ones(128)}
-        checkpoint.restore(tmp_path / eight, inits[eight](other))
+        other = {"w": np.ones((64, 128), np.float32), "b": np.ones(128, np.float32)}
+        checkpoint.restore(tmp_path / eight, jax.eval_shape(init, other))
 
 
 def test_under_the_same_policy_half_weights_come_back_as_they_were(saved, tmp_path):
     """Even where they are not their rounded masters: infinities, and a loop of one's own."""
-    state = program("O2:float16")[0](PARAMS)
-    odd = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), state.params)
+    state = begun("O2:float16")
+    odd = jax.tree.map(lambda x: np.full(x.shape, np.inf, x.dtype), state.params)
     state = mpjax.TrainState(**{**vars(state), "params": odd})
     checkpoint.save(tmp_path / "c", state)
-    assert bits(checkpoint.restore(tmp_path / "c", program("O2:float16")[0](PARAMS))) == bits(state)
+    assert bits(checkpoint.restore(tmp_path / "c", begun("O2:float16"))) == bits(state)
 
 
 @pytest.mark.parametrize("to", ["O2:float16", "O3:float16"])
 def test_a_finite_weight_never_becomes_infinite(to, tmp_path):
-    params = {**PARAMS, "dense": {"w": jnp.full((3, 3), 1e6)}}
+    params = {**PARAMS, "dense": {"w": np.full((3, 3), np.float32(1e6))}}
     checkpoint.save(tmp_path / "c", program("float32")[0](params))
     with pytest.raises(ValueError, match=r"become infinite in params/dense/w \(float32 to float16"):
-        checkpoint.restore(tmp_path / "c", program(to)[0](PARAMS), allow_narrowing=True)
-    back = checkpoint.restore(tmp_path / "c", program("O2:bfloat16")[0](PARAMS))
+        checkpoint.restore(tmp_path / "c", begun(to), allow_narrowing=True)
+    back = checkpoint.restore(tmp_path / "c", begun("O2:bfloat16"))
     assert float(back.opt_state.masters["dense"]["w"][0, 0]) == 1e6
 
 
@@ -200,12 +234,12 @@ def test_an_optimizer_of_ones_own_may_hold_the_masters_anywhere(tmp_path):
 
 def test_parts_alone_are_restored_into_another_program(saved):
     weights = mpjax.master_params(trained("O2:float16").opt_state, trained("O2:float16").params)
-    back = checkpoint.restore(saved / "O2:float16", {"params": PARAMS})
+    back = checkpoint.restore(saved("O2:float16"), {"params": PARAMS})
     assert bits(back["params"]) == bits(weights)
-    back = checkpoint.restore(saved / "O2:float16", {"params": PARAMS, "step": jnp.int32(0)})
+    back = checkpoint.restore(saved("O2:float16"), {"params": PARAMS, "step": jnp.int32(0)})
     assert int(back["step"]) == 2
     inner = {"opt_state": trained("O2:float16").opt_state}
-    assert bits(checkpoint.restore(saved / "O2:float16", inner)) == bits(inner)
+    assert bits(checkpoint.restore(saved("O2:float16"), inner)) == bits(inner)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +260,7 @@ def test_parts_alone_are_restored_into_another_program(saved):
 def test_a_state_of_another_optimizer_is_refused(optimizer, message, saved):
     init, _ = mpjax.build_train_step(loss_fn, optimizer, "float32")
     with pytest.raises(ValueError, match=message):
-        checkpoint.restore(saved / "float32", init(PARAMS))
+        checkpoint.restore(saved("float32"), init(PARAMS))
 
 
 @pytest.mark.parametrize(
@@ -240,13 +274,13 @@ def test_a_state_of_another_optimizer_is_refused(optimizer, message, saved):
 def test_a_state_of_another_model_is_refused(params, message, saved):
     for policy in ("float32", "O2:bfloat16"):
         with pytest.raises(ValueError, match=message):
-            checkpoint.restore(saved / "float32", program(policy)[0](params))
+            checkpoint.restore(saved("float32"), program(policy)[0](params))
 
 
 def test_an_rng_that_is_new_or_gone_is_named(saved):
     like = program("float32")[0](PARAMS, None, jax.random.key(0))
     with pytest.raises(ValueError, match="It lacks 'rng'"):
-        checkpoint.restore(saved / "float32", like)
+        checkpoint.restore(saved("float32"), like)
 
 
 def test_another_kind_of_number_is_refused(tmp_path):
@@ -306,8 +340,8 @@ def test_a_loss_scale_goes_on_or_starts_fresh(was, to, scale, tmp_path):
 def test_a_fresh_loss_scale_needs_values(saved):
     shapes = jax.eval_shape(program("mixed_float16")[0], PARAMS)
     with pytest.raises(ValueError, match="only a shape.*must come from like"):
-        checkpoint.restore(saved / "float32", shapes)
-    assert bits(checkpoint.restore(saved / "mixed_float16", shapes)) == bits(
+        checkpoint.restore(saved("float32"), shapes)
+    assert bits(checkpoint.restore(saved("mixed_float16"), shapes)) == bits(
         trained("mixed_float16")
     )
 
@@ -317,7 +351,7 @@ def test_nothing_is_read_of_what_is_refused(saved, monkeypatch):
 
     monkeypatch.setattr(store, "read_arrays", None)
     with pytest.raises(ValueError, match="narrow"):
-        checkpoint.restore(saved / "float32", program("O3:bfloat16")[0](PARAMS))
+        checkpoint.restore(saved("float32"), begun("O3:bfloat16"))
 
 
 def test_a_message_names_a_few_leaves_and_counts_the_rest(tmp_path):

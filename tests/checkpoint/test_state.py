@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from problems import bits, linear_loss, linear_problem, net_loss, net_problem
+from support import thorough_but
 
 import mpjax
 from mpjax import checkpoint
@@ -28,21 +29,22 @@ def train(policy, rng, key):
     optimizer = mpjax.skip_nonfinite(optax.MultiSteps(optax.adamw(1e-2), 2))
     options = {"has_aux": True, "accumulate_steps": 2}
     init, step = mpjax.build_train_step(net_loss, optimizer, policy, **options)
-    state, step = init(params, model_state, key), jax.jit(step)
+    like = jax.jit(init)(params, model_state, key)
+    state, step = like, jax.jit(step)
     for _ in range(3):  # the fourth is the second half of an accumulated one
         state, _ = step(state, batch)
-    return state, lambda s: step(s, batch)[0], init(params, model_state, key)
+    return state, lambda s: step(s, batch)[0], like
 
 
-@pytest.mark.parametrize(
-    "policy, key",
-    [
-        ("float32", jax.random.PRNGKey),
-        ("mixed_float16", jax.random.key),
-        ("O2:float16", jax.random.key),
-        ("O3:bf16", jax.random.PRNGKey),
-    ],
-)
+POLICIES = [
+    ("float32", jax.random.PRNGKey),
+    ("mixed_float16", jax.random.key),
+    ("O2:float16", jax.random.key),
+    ("O3:bf16", jax.random.PRNGKey),
+]
+
+
+@pytest.mark.parametrize("policy, key", thorough_but(POLICIES, 2))
 def test_a_resumed_run_is_bit_for_bit_the_run_that_went_on(policy, key, rng, tmp_path):
     state, step, like = train(policy, rng, key(3))
     checkpoint.save(tmp_path / "c", state)
@@ -55,16 +57,18 @@ def test_a_resumed_run_is_bit_for_bit_the_run_that_went_on(policy, key, rng, tmp
 
 def test_skips_and_trackers_go_on(rng, tmp_path):
     params, batch = linear_problem(rng)
-    bad = (batch[0].at[0, 0].set(jnp.inf), batch[1])
+    bad = (batch[0].copy(), batch[1])
+    bad[0][0, 0] = np.inf
     scale = mpjax.DynamicLossScale(2.0**8, growth_interval=3, hysteresis=2)
     init, step = mpjax.build_train_step(
         linear_loss, optax.adam(1e-2), "mixed_float16", loss_scale=scale
     )
-    state = init(params)
+    like = jax.jit(init)(params)
+    state, step = like, jax.jit(step)
     for b in (batch, batch, bad, bad):
         state, _ = step(state, b)
     checkpoint.save(tmp_path / "c", state)
-    back = checkpoint.restore(tmp_path / "c", init(params))
+    back = checkpoint.restore(tmp_path / "c", like)
     assert int(back.skipped_steps) == int(back.consecutive_skips) == 2 and int(back.step) == 2
     for b in (bad, batch, batch):
         (state, _), (back, _) = step(state, b), step(back, b)
@@ -72,7 +76,9 @@ def test_skips_and_trackers_go_on(rng, tmp_path):
 
 
 def test_shapes_alone_are_enough_to_restore(rng, tmp_path):
-    state, _, _ = train("O2:float16", rng, jax.random.key(0))
+    params, model_state, _ = net_problem(rng)
+    init, _ = mpjax.build_train_step(net_loss, optax.adam(1e-2), "O2:float16", has_aux=True)
+    state = jax.jit(init)(params, model_state, jax.random.key(0))
     checkpoint.save(tmp_path / "c", state)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     assert bits(checkpoint.restore(tmp_path / "c", shapes)) == bits(state)
@@ -81,24 +87,26 @@ def test_shapes_alone_are_enough_to_restore(rng, tmp_path):
 def test_a_restored_state_can_be_donated(rng, tmp_path):
     params, batch = linear_problem(rng)
     build = functools.partial(mpjax.build_train_step, linear_loss, optax.adam(1e-2))
-    checkpoint.save(tmp_path / "c", build("float32")[0](params))
+    checkpoint.save(tmp_path / "c", jax.jit(build("float32")[0])(params))
     init, step = build("O2:float16")  # with masters and a loss scale, which were not saved
-    like, step = init(params), jax.jit(step, donate_argnums=0)
+    like, step = jax.jit(init)(params), jax.jit(step, donate_argnums=0)
     step(checkpoint.restore(tmp_path / "c", like), batch)
     step(like, batch)  # nothing of like was taken
 
 
-@pytest.mark.parametrize("to", [1, 2, 4, 8])
+@pytest.mark.parametrize("to", thorough_but([1, 2, 4, 8], 3))
 def test_a_restore_onto_another_number_of_devices(to, rng, tmp_path):
-    params = {"w": jnp.asarray(rng.normal(size=(8, 16)), jnp.float32), "b": jnp.zeros(16)}
+    params = {"w": np.float32(rng.normal(size=(8, 16))), "b": np.zeros(16, np.float32)}
     init, _ = mpjax.build_train_step(linear_loss, optax.adam(1e-2), "O2:float16")
+
+    made = jax.jit(init)(params)
 
     def place(devices):
         mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,))
         spread = NamedSharding(mesh, PartitionSpec("x"))
         whole = NamedSharding(mesh, PartitionSpec())
         sharding = lambda x: spread if x.shape and x.shape[0] % devices == 0 else whole  # noqa: E731
-        return jax.tree.map(lambda x: jax.device_put(x, sharding(x)), init(params))
+        return jax.tree.map(lambda x: jax.device_put(x, sharding(x)), made)
 
     state = place(4)
     checkpoint.save(tmp_path / "c", state)
