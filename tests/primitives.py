@@ -1,6 +1,7 @@
 """A program for each primitive of `mpjax._src.rules`, for the tests of that table.
 
 A key is the name of a primitive; if a primitive has two cases, a second word tells them apart.
+The quick tier tries one primitive of each row, the thorough tier all of them.
 """
 
 import functools
@@ -14,7 +15,7 @@ from jax.extend.core import primitives
 from jax.lax import linalg
 from jax.scipy.linalg import qr_multiply
 from jax.sharding import NamedSharding, PartitionSpec
-from support import equations
+from support import equations, thorough_but
 
 from mpjax._src import _jax, rules
 
@@ -26,6 +27,18 @@ NEWER = jax.__version_info__ >= (0, 12)
 def rule(key):
     """Returns the row of a case's primitive."""
     return rules.rule_of(key.split()[0])
+
+
+# What takes half a second to compile.
+SLOW = ("igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta")
+SLOW += ("cholesky_update", "random_gamma")
+
+
+def one_of_each_row(keys):
+    """Returns parameters: the first key of each row of the table is quick, unless it is slow."""
+    keys = [*keys]
+    first = {rule(key): key for key in reversed(keys) if key not in SLOW}
+    return thorough_but(keys, *first.values())
 
 
 # ---- elementwise --------------------------------------------------------------------------------

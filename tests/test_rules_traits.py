@@ -1,6 +1,7 @@
 """The span, the cost and the traits of each row."""
 
 import collections
+import itertools
 import re
 
 import jax
@@ -18,15 +19,18 @@ from primitives import (
     LARGEST,
     NEWER,
     OPERANDS,
+    SLOW,
     SMALLEST,
     UNARY,
     bind,
     case,
     equation,
     halves,
+    one_of_each_row,
     rule,
     some_halves,
 )
+from support import thorough_but
 
 from mpjax._src import rules
 from mpjax._src.rules import BOUNDED, DEAR, FUSED, GROWS, KEEPS, NEVER
@@ -48,7 +52,7 @@ BETWEEN = np.array([1 - 2.0**-24, 1 + 2.0**-23, float(np.float32(np.pi / 2)), 0.
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("key", ELEMENTWISE)
+@pytest.mark.parametrize("key", one_of_each_row(ELEMENTWISE))
 def test_span_of_elementwise(key):
     operands = halves()[None] if key in UNARY else some_halves(OPERANDS[key])
     if key in SLOW:
@@ -67,7 +71,6 @@ def test_span_of_elementwise(key):
         assert (in_float16 > 2 * LARGEST) == (rule(key).span == GROWS)
 
 
-SLOW = ("igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta")
 # Operands in the range of float16 whose result is not; of others, the largest float16 will do.
 ALL = np.full((5, 5), LARGEST)
 SIGNS = np.random.default_rng(0).standard_normal((16, 16))
@@ -87,7 +90,9 @@ LARGE = {
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("key", [k for k in ROWS if k in CASES and k not in COLLECTIVES])
+@pytest.mark.parametrize(
+    "key", one_of_each_row(k for k in ROWS if k in CASES and k not in COLLECTIVES)
+)
 def test_span_of_others(key):
     fun, *args = CASES[key]
     args = LARGE.get(key) or [np.full(np.shape(x), LARGEST) for x in args]
@@ -118,7 +123,7 @@ def work(key):
     return found, sum(n * (HEAVY if name in heavy else 1) for name, n in found.items())
 
 
-@pytest.mark.parametrize("key", [*ELEMENTWISE, "select_n", "eq", "is_finite"])
+@pytest.mark.parametrize("key", one_of_each_row([*ELEMENTWISE, "select_n", "eq", "is_finite"]))
 def test_cost_of_elementwise(key):
     """Nothing: a few instructions that there are. Dear: a special one. Never: very many."""
     found, weight = work(key)
@@ -187,8 +192,13 @@ def test_one_row_looks_up():
     assert having(rules.LOOKS_UP) == ["gather"]
 
 
-@pytest.mark.parametrize("half", [BFLOAT16, FLOAT16])
-@pytest.mark.parametrize("key", having(rules.HAS_WIDE_FORM))
+@pytest.mark.parametrize(
+    ("key", "half"),
+    thorough_but(
+        itertools.product(having(rules.HAS_WIDE_FORM), [BFLOAT16, FLOAT16]),
+        *[("dot_general", BFLOAT16), ("ragged_dot_general", FLOAT16)],
+    ),
+)
 def test_wide_form(key, half):
     """Half operands in, float32 out. What hardware makes of it: hardware/test_wide_form.py."""
     eqn = equation(key)
@@ -222,7 +232,10 @@ REFUSED_SINCE = () if NEWER else ("cholesky_update", "symmetric_product")
 
 @pytest.mark.parametrize("half", [BFLOAT16, FLOAT16])
 @pytest.mark.parametrize(
-    "key", [k for k in (*ELEMENTWISE, *CASES) if k not in COLLECTIVES and k not in REFUSED_SINCE]
+    "key",
+    one_of_each_row(
+        k for k in (*ELEMENTWISE, *CASES) if k not in COLLECTIVES and k not in REFUSED_SINCE
+    ),
 )
 def test_no_half_form(key, half):
     assert has_half_form(key, half) == (rules.NO_HALF_FORM not in rule(key).traits)
@@ -239,7 +252,7 @@ POLES = {
 }
 
 
-@pytest.mark.parametrize("key", [k for k in ELEMENTWISE if k not in POLE_IS_NAN])
+@pytest.mark.parametrize("key", one_of_each_row(k for k in ELEMENTWISE if k not in POLE_IS_NAN))
 def test_pole(key):
     grid = np.meshgrid(*[SPECIAL_POINTS] * OPERANDS[key])
     result = ELEMENTWISE[key](*[x.ravel() for x in grid])
@@ -276,7 +289,7 @@ def test_half_merges_floats_that_are_made_of_bits(name, half):
 RANKED = [key for key in CASES if rule(key).need in (rules.MOVE, rules.COMPARE)]
 
 
-@pytest.mark.parametrize("key", RANKED)
+@pytest.mark.parametrize("key", one_of_each_row(RANKED))
 def test_what_ranks(key):
     fun, x, *others = CASES[key]
     results = [np.asarray(y) for y in jax.tree.leaves(fun(x, *others))]
@@ -287,11 +300,11 @@ def test_what_ranks(key):
 
 # ---- differences and jumps ----------------------------------------------------------------------
 
-QUICK = [key for key in ELEMENTWISE if OPERANDS[key] <= 2 and key not in SLOW]
+WITH_FEW_OPERANDS = [key for key in ELEMENTWISE if OPERANDS[key] <= 2 and key not in SLOW]
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("key", [key for key in QUICK if OPERANDS[key] == 2])
+@pytest.mark.parametrize("key", [key for key in WITH_FEW_OPERANDS if OPERANDS[key] == 2])
 def test_what_subtracts(key):
     x, y = np.random.default_rng(0).uniform(0.5, 4, (2, 100))
     there, back = (np.asarray(ELEMENTWISE[key](*pair)) for pair in ((x, y), (y, x)))
@@ -300,7 +313,7 @@ def test_what_subtracts(key):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("key", QUICK)
+@pytest.mark.parametrize("key", one_of_each_row(WITH_FEW_OPERANDS))
 def test_what_jumps(key):
     x = np.arange(0.5, 8, 0.5)
     others = [np.ones_like(x)] * (OPERANDS[key] - 1)

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import operator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero, linear_call
 from jax.experimental.jet import jet
 from jax.sharding import AxisType, PartitionSpec
+from support import thorough_but
 
 import mpjax
 from mpjax._src import _jax
@@ -377,9 +379,19 @@ def test_the_left_operand_of_a_matmul_is_held_in_its_order_on_cpus_alone(axis, h
     assert np.sum(jax.jit(hold)(x, y)[0]) == x.size
 
 
-@pytest.mark.parametrize("batched", [(0, None), (None, 1), (1, 0)])
+PLAIN, SWAPPED, IN_A_BATCH = NUMBERS = (
+    (((1,), (0,)), ((), ())),
+    (((0,), (2,)), ((), ())),
+    (((2,), (1,)), ((0,), (2,))),
+)
+
+
 @pytest.mark.parametrize(
-    "numbers", [(((1,), (0,)), ((), ())), (((0,), (2,)), ((), ())), (((2,), (1,)), ((0,), (2,)))]
+    ("numbers", "batched"),
+    thorough_but(
+        itertools.product(NUMBERS, [(0, None), (None, 1), (1, 0)]),
+        *[(PLAIN, (None, 1)), (SWAPPED, (1, 0)), (IN_A_BATCH, (0, None))],
+    ),
 )
 def test_a_half_matmul_is_a_matmul_to_jax(numbers, batched):
     """Batched, differentiated twice and transposed as JAX does a matmul of its own."""
@@ -395,28 +407,23 @@ def test_a_half_matmul_is_a_matmul_to_jax(numbers, batched):
     def theirs(x, y):
         return lax.dot_general(x, y, numbers)
 
-    def derivatives(dot):
-        def total(x, y):
-            return jnp.sum(jnp.astype(dot(x, y), jnp.float32) ** 2)
-
-        grad = jax.grad(total, (0, 1))
-        return dot(x, y), grad(x, y), jax.jvp(grad, (x, y), (y.sum() * x, y))[1]
-
-    for got, want in zip(*map(jax.tree.leaves, map(derivatives, (ours, theirs))), strict=True):
-        np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=0.02)
-    pairs = zip((x, y), batched, strict=True)
-    wide = [v if axis is None else jnp.stack([v, 2 * v], axis) for v, axis in pairs]
-
     def total(dot, *args):
         return jnp.sum(jnp.astype(dot(*args), jnp.float32) ** 2)
 
-    for way in (
-        lambda dot: jax.vmap(dot, batched)(*wide),
-        lambda dot: jax.grad(functools.partial(total, jax.vmap(dot, batched)), (0, 1))(*wide),
-        lambda dot: jax.vmap(jax.grad(functools.partial(total, dot), (0, 1)), batched)(*wide),
-    ):
-        for got, want in zip(*map(jax.tree.leaves, map(way, (ours, theirs))), strict=True):
-            np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=0.02)
+    def results(x, y):
+        pairs = zip((x, y), batched, strict=True)
+        wide = [v if axis is None else jnp.stack([v, 2 * v], axis) for v, axis in pairs]
+        for dot in (ours, theirs):
+            loss = functools.partial(total, dot)
+            grad, batch = jax.grad(loss, (0, 1)), jax.vmap(dot, batched)
+            yield (
+                *(dot(x, y), grad(x, y), jax.jvp(grad, (x, y), (y.sum() * x, y))[1]),
+                *(batch(*wide), jax.grad(functools.partial(total, batch), (0, 1))(*wide)),
+                jax.vmap(grad, batched)(*wide),
+            )
+
+    for got, want in zip(*map(jax.tree.leaves, jax.jit(lambda *args: [*results(*args)])(x, y)), strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=0.02)
 
 
 def test_a_lookup_in_half_is_a_gather_to_jax():

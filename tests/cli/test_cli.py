@@ -440,6 +440,7 @@ def python(*arguments, cwd):
     )
 
 
+@pytest.mark.thorough
 def test_doctor_as_a_program(tmp_path):
     done = python("doctor", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -450,6 +451,10 @@ def test_doctor_as_a_program(tmp_path):
 def test_explain_as_a_program(folder):
     done = python("explain", "program:loss", "--fail-under", "0.9", cwd=folder)
     assert done.returncode == 1 and "50.0% of matmul FLOPs" in done.stdout
+
+
+@pytest.mark.thorough
+def test_an_error_of_the_program_is_one_line(folder):
     done = python("explain", "program:raises", cwd=folder)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("Error: program:raises() failed: IndexError")

@@ -1,5 +1,6 @@
 """compare of two functions: where training and rollout, a port, or two versions part."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import normal, thorough_but
 
 import mpjax
 from mpjax._src.instruments.healed import run_healed
@@ -16,16 +18,21 @@ from mpjax._src.instruments.likeness import alike, pool_of
 WIDTH, HEADS, LENGTH, VOCABULARY = 16, 2, 6, 11
 
 
-def initial(key):
-    keys = iter(jax.random.split(key, 6))
-    normal = lambda n, m: jax.random.normal(next(keys), (n, m)) / math.sqrt(n)  # noqa: E731
+SHAPES = {
+    "tokens": (VOCABULARY, WIDTH),
+    "places": (LENGTH, WIDTH),
+    "qkv": (WIDTH, 3 * WIDTH),
+    "out": (WIDTH, WIDTH),
+    "up": (WIDTH, WIDTH),
+    "head": (WIDTH, VOCABULARY),
+}
+
+
+def initial():
+    scales = {name: shape[0] ** -0.5 for name, shape in SHAPES.items()}
+    scales |= {name: 3 * scales[name] for name in ("tokens", "places")}
     return {
-        "tokens": normal(VOCABULARY, WIDTH) * 3,
-        "places": normal(LENGTH, WIDTH) * 3,
-        "qkv": normal(WIDTH, 3 * WIDTH),
-        "out": normal(WIDTH, WIDTH),
-        "up": normal(WIDTH, WIDTH),
-        "head": normal(WIDTH, VOCABULARY),
+        name: normal(i, *shape, scale=scales[name]) for i, (name, shape) in enumerate(SHAPES.items())
     }
 
 
@@ -89,24 +96,36 @@ def line_of(mark):
 
 @pytest.fixture(scope="module")
 def args():
-    return initial(jax.random.key(0)), jax.random.randint(jax.random.key(1), (3, LENGTH), 0, 10)
+    tokens = np.random.default_rng(1).integers(0, 10, (3, LENGTH), np.int32)
+    return initial(), jnp.asarray(tokens)
+
+
+def difference(rollout, args):
+    """Returns how far `train` and a rollout are apart."""
+    ours, theirs = jax.jit(lambda *args: (train(*args), rollout(*args)))(*args)
+    return np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)
 
 
 def test_the_same_formula_agrees_though_told_token_by_token(args):
     report = mpjax.compare(train, rollout_with())(*args)
     assert report.agrees and not report.by_formula and not report.partings
     assert report.meaning == "log_probs" and report.names == ("train", "rollout")
-    want = np.mean(np.abs(train(*args) - rollout_with()(*args)))
+    want = np.mean(np.abs(difference(rollout_with(), args)))
     np.testing.assert_allclose(report.difference, want, rtol=0.5, atol=3e-7)
     assert "They agree up to float32 rounding" in str(report)
 
 
-@pytest.mark.parametrize("half", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("what", ["cache", "logits"])
+@pytest.mark.parametrize(
+    ("what", "half"),
+    thorough_but(
+        itertools.product(["cache", "logits"], [jnp.bfloat16, jnp.float16]),
+        *[("cache", jnp.bfloat16), ("logits", jnp.float16)],
+    ),
+)
 def test_the_line_whose_rounding_parts_them_is_named_first(args, what, half):
     rollout = rollout_with(**{what: half})
     report = mpjax.compare(train, rollout)(*args)
-    ratio = np.asarray(train(*args) - rollout(*args), np.float64)
+    ratio = difference(rollout, args)
     np.testing.assert_allclose(report.difference, np.mean(np.abs(ratio)), rtol=1e-2)
     np.testing.assert_allclose(report.worst, np.max(np.abs(ratio)), rtol=1e-2)
     assert ratio[report.worst_at] == pytest.approx(
@@ -119,6 +138,7 @@ def test_the_line_whose_rounding_parts_them_is_named_first(args, what, half):
     assert first.left < 0.05 and first.dtypes[0] == "" and first.dtypes[1].startswith("f32->")
 
 
+@pytest.mark.thorough
 def test_many_lines_are_not_one_cause(args):
     policy = mpjax.get_policy("mixed_bfloat16")
     report = mpjax.compare(mpjax.autocast(train, policy), rollout_with())(*args)
@@ -148,13 +168,13 @@ def test_a_difference_below_the_first_tolerance_is_found_too():
     def theirs(x):
         return jnp.sin(x)
 
-    report = mpjax.compare(mine, theirs)(jax.random.normal(jax.random.key(0), (4, 8)))
+    report = mpjax.compare(mine, theirs)(normal(0, 4, 8))
     assert report.meaning == "values" and report.by_formula and report.kl is None
     assert [p.primitive for p in report.partings if p.dtypes[0]] == ["mul"]
 
 
 def test_logits_are_compared_as_distributions(args):
-    x = jax.random.normal(jax.random.key(0), (5, 7))
+    x = normal(0, 5, 7)
 
     def first(x):
         return x

@@ -26,7 +26,7 @@ def run_both(program):
     return values, compiled
 
 
-@settings(max_examples=8)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(st.lists(STEP, min_size=1, max_size=5), st.integers(0, 99))
 def test_random_programs(steps, seed):
     fun = build(steps)

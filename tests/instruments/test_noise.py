@@ -1,10 +1,12 @@
 """Noise is no finding: what is zero in exact arithmetic is judged by the terms that cancel."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from support import normal
+from support import normal, thorough_but
 
 import mpjax
 
@@ -40,17 +42,23 @@ def advantages(params, x):
     return -jnp.mean(jnp.exp(scores(params, x) - OLD) * advantage)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+NOISE = {
+    batch_norm: "gradient of bias",
+    dropped: "gradient of bias",
+    attention: "gradient of bias",
+    advantages: "loss",
+}
+POLICIES = ("mixed_bfloat16", "mixed_float16")
+
+
 @pytest.mark.parametrize(
-    ("fun", "noise"),
-    [
-        (batch_norm, "gradient of bias"),
-        (dropped, "gradient of bias"),
-        (attention, "gradient of bias"),
-        (advantages, "loss"),
-    ],
+    ("fun", "policy"),
+    thorough_but(
+        itertools.product(NOISE, POLICIES), *zip((dropped, attention, advantages), POLICIES * 2)
+    ),
 )
-def test_what_cancels_is_judged_by_its_terms(fun, noise, policy):
+def test_what_cancels_is_judged_by_its_terms(fun, policy):
+    noise = NOISE[fun]
     compared = mpjax.compare(fun, policy)(PARAMS, X)
     assert compared.noise == (noise,)
     assert 0 < compared.results[noise] < 0.05

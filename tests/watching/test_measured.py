@@ -1,5 +1,7 @@
 """Statistics of half tensors: what NumPy says of the same arrays, wherever they stand."""
 
+import functools
+import itertools
 import math
 
 import jax
@@ -7,10 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from support import thorough_but
 
 import mpjax
 
 HALVES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
+SHAPES = ((4000,), (30, 40, 50), (2, 3, 5000))
+SPANS = ((-45, 25), (-149, 124), (-3, 3), (-20, -14))
+# Each shape, each span and each dtype, in the quick tier.
+PAIRS = (
+    ((4000,), (-149, 124), "bfloat16"),
+    ((30, 40, 50), (-45, 25), "float16"),
+    ((2, 3, 5000), (-3, 3), "bfloat16"),
+    ((4000,), (-20, -14), "float16"),
+)
 
 
 def wide(seed, shape, low=-40, high=25):
@@ -62,10 +74,10 @@ def cast_of(precision):
     return row
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("span", [(-45, 25), (-149, 124), (-3, 3), (-20, -14)])
-@pytest.mark.parametrize("shape", [(4000,), (30, 40, 50), (2, 3, 5000)])
-def test_a_cast_is_measured_as_numpy_does(half, span, shape):
+@pytest.mark.parametrize(
+    ("shape", "span", "half"), thorough_but(itertools.product(SHAPES, SPANS, HALVES), *PAIRS)
+)
+def test_a_cast_is_measured_as_numpy_does(shape, span, half):
     x = wide(0, shape, *span)
     x.flat[:3] = 0, np.float32(65519.99), np.float32(65520)
     x.flat[3:6] = np.float32(2.0**-25), np.float32(2.0**-14), np.float32(6.09e-5)
@@ -90,7 +102,7 @@ def test_a_scalar_an_empty_array_and_zeros():
     assert [row.noise for row in precision.rows[1:]] == [None, None]
 
 
-@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("half", thorough_but(HALVES, "float16"))
 def test_what_is_half_already_is_rounded_as_on_average(half):
     x = wide(2, (100, 200), -10, 8).astype(half)
     rows = {r.part: r for r in measured(lambda x, w: x @ w, x, jnp.eye(200, dtype=half)).rows}
@@ -164,15 +176,25 @@ WHERE = {
 }
 
 
-@pytest.mark.parametrize("place", WHERE)
+# A loop, a branch, a batch, and a call; the derivatives' rules are asked for below.
+QUICK = ("scan", "reversed", "while", "cond", "switch in scan", "vmap of scan", "remat")
+QUICK += ("donating jit",)
+
+
+@functools.cache
+def found_in(place):
+    return cast_of(measured(WHERE[place], jnp.asarray(X)))
+
+
+@pytest.mark.parametrize("place", thorough_but(WHERE, *QUICK))
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
 def test_figures_of_programs_inside(place):
-    check(cast_of(measured(WHERE[place], jnp.asarray(X))), X, jnp.float16)
+    check(found_in(place), X, jnp.float16)
 
 
 @pytest.mark.parametrize("place", ["scan", "reversed", "while"])
 def test_the_turn_of_the_largest(place):
-    found = cast_of(measured(WHERE[place], jnp.asarray(X)))
+    found = found_in(place)
     assert found.turn == np.abs(X).max((1, 2)).argmax()
 
 
@@ -190,8 +212,13 @@ def test_a_branch_that_is_not_taken_saw_nothing():
     assert all(row.headroom is None and not row.risk for row in rows if not row.entries)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("inside", ["plain", "scan", "cond", "while", "remat"])
+@pytest.mark.parametrize(
+    ("inside", "check_vma"),
+    thorough_but(
+        itertools.product(["plain", "scan", "cond", "while", "remat"], [True, False]),
+        *[("scan", True), ("cond", False), ("while", True)],
+    ),
+)
 def test_devices_of_a_mesh_put_their_figures_together(inside, check_vma):
     mesh = jax.make_mesh((4, 2), ("a", "b"))
     x = wide(5, (24, 8, 16), -20, 12)

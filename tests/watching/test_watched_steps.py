@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from support import normal, thorough_but
 
 import mpjax
 
@@ -21,8 +22,8 @@ def loss(params, batch):
     return jnp.mean((x - y) ** 2)
 
 
-PARAMS = {name: jax.random.normal(jax.random.key(i), (16, 16)) / 4 for i, name in enumerate("abc")}
-BATCHES = [jax.random.normal(jax.random.key(i), (2, 8, 16)) for i in range(50)]
+PARAMS = {name: normal(i, 16, 16, scale=0.25) for i, name in enumerate("abc")}
+BATCHES = [normal(i, 2, 8, 16) for i in range(50)]
 
 
 def built(policy="mixed_float16", **options):
@@ -51,7 +52,9 @@ class Compilations:
         jax.monitoring.unregister_event_duration_listener(self.hear)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "bfloat16"])
+@pytest.mark.parametrize(
+    "policy", thorough_but(["mixed_float16", "mixed_bfloat16", "bfloat16"], "mixed_float16")
+)
 def test_two_programs_over_fifty_steps_and_the_same_training(policy):
     (state, step), (plain, unwatched) = built(policy), built(policy)
     watched = mpjax.watch_precision(step, every=7)
@@ -71,7 +74,7 @@ def test_two_programs_over_fifty_steps_and_the_same_training(policy):
     assert watched.latest is metrics["precision"]
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("kind", thorough_but(["auto", "explicit"], "explicit"))
 def test_on_a_mesh_two_programs_too(kind):
     axis = getattr(jax.sharding.AxisType, kind.capitalize())
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis,))
