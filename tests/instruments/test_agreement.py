@@ -59,7 +59,7 @@ def train(p, tokens):
     x = p["tokens"][tokens[:, :-1]] + p["places"][: LENGTH - 1]
     mask = jnp.tril(jnp.ones((LENGTH - 1, LENGTH - 1), bool))
     x = x + attend(*heads(x, p["qkv"]), mask) @ p["out"]
-    x = x + jax.nn.gelu(norm(x) @ p["up"])
+    x = x + jnp.tanh(norm(x) @ p["up"])
     return chosen(norm(x) @ p["head"], tokens[:, 1:])
 
 
@@ -77,7 +77,7 @@ def rollout_with(cache=jnp.float32, logits=jnp.float32, epsilon=1e-6, shift=0):
             update = jax.lax.dynamic_update_slice_in_dim
             caches = [update(c, y, place, 1) for c, y in zip(caches, (k, v), strict=True)]
             x = x + attend(q, *caches, jnp.arange(LENGTH - 1) <= place) @ p["out"]
-            x = x + jax.nn.gelu(norm(x) @ p["up"])
+            x = x + jnp.tanh(norm(x) @ p["up"])
             out = norm(x, epsilon)[:, 0] @ p["head"]  # epsilon
             out = out.astype(logits).astype(jnp.float32)  # logits
             return caches, chosen(out, target)

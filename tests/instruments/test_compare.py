@@ -1,4 +1,6 @@
+import functools
 import gc
+import itertools
 import json
 import math
 import sys
@@ -8,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import normal
+from support import normal, thorough_but
 
 import mpjax
 from mpjax._src.instruments.compare import compare
@@ -30,15 +32,16 @@ def transformer(params, x, fault=lambda h, i: h):
             scores = (h @ p["q"]) @ (h @ p["k"]).swapaxes(-1, -2)
             h = h + jax.nn.softmax(scores / WIDTH**0.5) @ (h @ p["v"])
         with jax.named_scope("mlp"):
-            h = h + jax.nn.gelu(h @ p["up"]) @ p["down"]
+            h = h + jnp.tanh(h @ p["up"]) @ p["down"]
         return fault(h, i), None
 
     h, _ = jax.lax.scan(jax.checkpoint(layer), x, (jnp.arange(LAYERS), params))
     return jnp.mean(h**2)
 
 
-@pytest.fixture
-def model(rng):
+@functools.cache
+def drawn():
+    rng = np.random.default_rng(0)
     sizes = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
     params = {
         name: jnp.asarray(
@@ -47,6 +50,16 @@ def model(rng):
         for name in ("q", "k", "v", "up", "down")
     }
     return params, jnp.asarray(rng.normal(size=(2, 8, WIDTH)), jnp.float32)
+
+
+@pytest.fixture
+def model():
+    return drawn()
+
+
+@functools.cache
+def of_transformer(policy):
+    return compare(transformer, policy)(*drawn())
 
 
 def flushed(h, i):
@@ -63,23 +76,32 @@ def overflowing(h, i):
     return h + jnp.tanh((h * 1e6).astype(jnp.float16).astype(jnp.float32))  # too large
 
 
+# The ends of the lines that are at fault, and what they compute.
+FAULTS = {
+    flushed: ("tiny", "convert_element_type"),
+    cancelled: ("difference", "sub"),
+    overflowing: ("too large", "convert_element_type"),
+}
+POLICIES = ("mixed_bfloat16", "mixed_float16")
+
+
 class TestPlantedFaults:
     @pytest.mark.parametrize(
-        ("fault", "text", "primitives"),
-        [
-            (flushed, "tiny", {"convert_element_type"}),
-            (cancelled, "difference", {"sub"}),
-            (overflowing, "too large", {"convert_element_type"}),
-        ],
+        ("fault", "policy"),
+        thorough_but(
+            itertools.product(FAULTS, POLICIES),
+            *zip((cancelled, flushed, overflowing), POLICIES * 2),
+        ),
     )
-    @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-    def test_is_the_top_row(self, model, fault, text, primitives, policy):
+    def test_is_the_top_row(self, model, fault, policy):
+        text, primitive = FAULTS[fault]
+
         def loss(params, x):
             return transformer(params, x, fault)
 
         top = compare(loss, policy)(*model).rows[0]
         assert top.source == line_of(text)
-        assert top.primitive in primitives
+        assert top.primitive == primitive
         assert top.iteration[0][0] == "scan"
 
     def test_an_op_list_that_is_unsafe(self, model):
@@ -103,7 +125,7 @@ class TestPlantedFaults:
         top = compare(loss, "mixed_bfloat16")(*model).rows[0]
         assert (top.primitive, top.iteration, top.times) == ("sub", (("scan", LAYERS - 1),), 1)
 
-    @pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
+    @pytest.mark.parametrize("half", thorough_but([jnp.float16, jnp.bfloat16], jnp.float16))
     def test_an_accumulator_in_half(self, half, rng):
         def loss(w, x):
             def turn(_, total):
@@ -148,9 +170,11 @@ class TestPlantedFaults:
 class TestErrors:
     @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
     def test_results_are_those_of_the_two_programs(self, model, policy):
-        compared = compare(transformer, policy)(*model)
-        want, want_grads = jax.value_and_grad(transformer)(*model)
-        got, got_grads = jax.value_and_grad(mpjax.autocast(transformer, policy))(*model)
+        compared = of_transformer(policy)
+        auto = mpjax.autocast(transformer, policy)
+        (want, want_grads), (got, got_grads) = jax.jit(
+            lambda *args: [jax.value_and_grad(fun)(*args) for fun in (transformer, auto)]
+        )(*model)
         bound = 2.0 ** (-7 if policy == "mixed_float16" else -4)
         assert compared.results["loss"] == pytest.approx(abs(got - want) / want, abs=bound / 4)
         for name, g in want_grads.items():
@@ -160,8 +184,8 @@ class TestErrors:
                 error, rel=0.7, abs=bound
             )
 
-    def test_float32_has_none(self, model):
-        compared = compare(transformer, "float32")(*model)
+    def test_float32_has_none(self):
+        compared = of_transformer("float32")
         assert compared.rows == ()
         assert set(compared.results.values()) == {0.0}
 
@@ -201,8 +225,8 @@ class TestErrors:
         assert not any(r.overflow for r in compared.rows)
         assert compared.results["gradient of w"] < 1e-2
 
-    def test_what_mpjax_adds_is_no_row_but_hands_on_the_error(self, model):
-        rows = compare(transformer, "mixed_bfloat16")(*model).rows
+    def test_what_mpjax_adds_is_no_row_but_hands_on_the_error(self):
+        rows = of_transformer("mixed_bfloat16").rows
         assert not any(r.primitive.endswith("barrier") for r in rows)
         assert all(r.operands > 0 for r in rows if r.primitive == "div" and r.inherited > 0)
 
@@ -305,8 +329,8 @@ class TestPrograms:
 
 
 class TestReport:
-    def test_it_is_data_and_text(self, model):
-        compared = compare(transformer, "mixed_bfloat16")(*model)
+    def test_it_is_data_and_text(self):
+        compared = of_transformer("mixed_bfloat16")
         data = json.loads(json.dumps(compared.to_dict()))
         assert data["rows"][0]["primitive"] == compared.rows[0].primitive
         assert [r["added"] for r in data["rows"]] == [r.added for r in compared.rows]
@@ -314,19 +338,19 @@ class TestReport:
         for part in ("error of the results", "added", "inherited", Path(__file__).name):
             assert part in text
 
-    def test_worst_first(self, model):
-        rows = compare(transformer, "mixed_float16")(*model).rows
+    def test_worst_first(self):
+        rows = of_transformer("mixed_float16").rows
         blame = [r.blame for r in rows if not r.noise]
         assert blame == sorted(blame, reverse=True)
 
-    def test_picture(self, model, tmp_path):
+    def test_picture(self, tmp_path):
         pytest.importorskip("matplotlib")
-        compared = compare(transformer, "mixed_bfloat16")(*model)
+        compared = of_transformer("mixed_bfloat16")
         figure = mpjax.plot_compare(compared, tmp_path / "compare.png")
         assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
         assert figure.axes[0].get_yscale() == "log"
         with pytest.raises(ValueError, match="no rows"):
-            mpjax.plot_compare(compare(transformer, "float32")(*model))
+            mpjax.plot_compare(of_transformer("float32"))
 
 
 class TestBadInput:

@@ -123,15 +123,13 @@ def test_an_accumulator_that_is_cast_at_once_is_not_written_down():
 
 def test_a_whole_step_and_its_names():
     init, step = mpjax.build_train_step(loss, optax.adamw(1e-2), "mixed_float16")
-    (_, metrics), precision = jax.jit(mpjax.measure_precision(step))(init(PARAMS), X)
-    names = [t.name for t in precision.tensors]
+    names = [t.name for t in watched(step, jax.eval_shape(init, PARAMS), X)]
     assert len({*names}) == len(names) and "first/dot_general/result" in names
-    assert metrics["loss"] > 0
 
 
 def test_nothing_calls_the_host():
     init, step = mpjax.build_train_step(loss, optax.adamw(1e-2), "mixed_float16")
-    jaxpr = jax.make_jaxpr(mpjax.measure_precision(step))(init(PARAMS), X)
+    jaxpr = jax.make_jaxpr(mpjax.measure_precision(step))(jax.eval_shape(init, PARAMS), X)
 
     def primitives(jaxpr):
         for eqn in jaxpr.eqns:
