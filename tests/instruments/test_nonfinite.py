@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import normal
+from support import normal, thorough_but
 
 import mpjax
 from mpjax import find_nonfinite
@@ -64,9 +65,13 @@ def planted(params, layer, factor=3000.0):
 
 
 class TestAttentionOverflow:
-    @pytest.mark.parametrize("layer", [0, 3])
-    @pytest.mark.parametrize("remat", [False, True])
-    @pytest.mark.parametrize("policy", [None, "mixed_float16"])
+    @pytest.mark.parametrize(
+        ("policy", "remat", "layer"),
+        thorough_but(
+            itertools.product([None, "mixed_float16"], [False, True], [0, 3]),
+            *[(None, False, 0), ("mixed_float16", True, 3)],
+        ),
+    )
     def test_is_named_to_its_line_and_iteration(self, model, layer, remat, policy):
         params, x = model
         find = find_nonfinite(lambda p, x: transformer(p, x, remat=remat), policy)
@@ -129,7 +134,10 @@ class TestBackward:
         assert report.source == line_of("product")
         assert report.curable
 
-    @pytest.mark.parametrize("scale", ["dynamic", 8.0, mpjax.StaticLossScale(8.0), None])
+    @pytest.mark.parametrize(
+        "scale",
+        thorough_but(["dynamic", 8.0, mpjax.StaticLossScale(8.0), None], "dynamic", 8.0),
+    )
     def test_loss_scales(self, model, scale):
         report = find_nonfinite(transformer, "mixed_float16", loss_scale=scale)(*model)
         assert report.loss_scale == {"dynamic": 65536.0, None: 1.0}.get(

@@ -4,7 +4,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from support import normal
+from support import normal, thorough_but
 
 import mpjax
 from mpjax._src.instruments.tune import tune
@@ -117,7 +117,11 @@ class TestSearch:
         assert tune(loss, "mixed_bfloat16", 1e-6)(jnp.eye(4), normal(1, 4, 4)).met
 
     @pytest.mark.parametrize(
-        ("policy", "limits"), [("mixed_bfloat16", (2, 6, 100)), ("mixed_float16", (2, 9))]
+        ("policy", "limits"),
+        thorough_but(
+            [("mixed_bfloat16", (2, 6, 100)), ("mixed_float16", (2, 9))],
+            ("mixed_bfloat16", (2, 6, 100)),
+        ),
     )
     def test_every_run_counts_and_no_more_are_made(self, model, policy, limits):
         def loss(params, x):
