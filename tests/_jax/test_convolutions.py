@@ -1,6 +1,7 @@
 """Convolutions run in half; devices sum their gradient by the kernel in float32."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import assert_near, cast, equations, normal
+from support import assert_near, cast, equations, normal, thorough_but
 
 ROWS = 16
 CONVOLVED = re.compile(
@@ -57,8 +58,13 @@ def inputs(seed=0, kernel=(3, 3, 8, 8)):
     return normal(seed, *kernel, scale=0.2), normal(seed + 1, ROWS, 7, 8, 8)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", WAYS)
+KINDS = (AxisType.Auto, AxisType.Explicit)
+ALTERNATING = zip(("plain", "strides", "groups", "transposed", "by channel"), KINDS * 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), thorough_but(itertools.product(WAYS, KINDS), *ALTERNATING)
+)
 def test_a_kernel_gradient_is_summed_in_float32(name, kind):
     params, shape = WAYS[name]
     kernel, x = inputs(1, shape)
@@ -74,12 +80,12 @@ def test_a_kernel_gradient_is_summed_in_float32(name, kind):
         assert "sharding_constraint" in text and "{?}" in text
     convolved = CONVOLVED.findall(text)
     assert len(convolved) == 2 and {d for a, b, _, c in convolved for d in (a, b, c)} == {"f16"}
-    want = jax.grad(fun)(kernel, x)
+    want = jax.jit(jax.grad(fun))(kernel, x)
     assert_near(jax.jit(gradient)(*args), want, 0.005)
     assert_near(jax.jit(gradient)(kernel, x), want, 0.005)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", [P(("replica", "data")), P("replica")])
 def test_meshes_of_two_axes(spec, kind):
     kernel, x = inputs(2)
@@ -90,7 +96,7 @@ def test_meshes_of_two_axes(spec, kind):
     gradient = jax.grad(cast(fun, "float16"))
     args = spread(kernel, P(), TWO, kind), spread(x, spec, TWO, kind)
     assert sums(gradient, *args) == {"f32"}
-    assert_near(jax.jit(gradient)(*args), jax.grad(fun)(kernel, x), 0.005)
+    assert_near(jax.jit(gradient)(*args), jax.jit(jax.grad(fun))(kernel, x), 0.005)
 
 
 def test_on_one_device_nothing_is_summed_wide():
@@ -155,7 +161,11 @@ PROGRAMS = [scanned, checkpointed, each_example, some_examples, ensemble]
 SECOND = [of_gradient, of_gradient_by_x, in_batch_groups]
 
 
-@pytest.mark.parametrize("program", [*PROGRAMS, *SECOND], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "program",
+    thorough_but([*PROGRAMS, *SECOND], scanned, each_example, some_examples, of_gradient),
+    ids=lambda f: f.__name__,
+)
 def test_programs(program):
     kernel, x = inputs(3)
 
@@ -163,9 +173,9 @@ def test_programs(program):
         return jnp.mean(program(kernel, x) ** 2)
 
     args = spread(kernel, P()), spread(x, P("data"))
-    gradient = jax.grad(cast(fun, "float16"))
-    assert_near(jax.jit(gradient)(*args), jax.grad(fun)(kernel, x), 0.01)
-    assert_near(gradient(*args), jax.grad(fun)(kernel, x), 0.01)  # outside of jit
+    gradient, want = jax.grad(cast(fun, "float16")), jax.jit(jax.grad(fun))(kernel, x)
+    assert_near(jax.jit(gradient)(*args), want, 0.01)
+    assert_near(gradient(*args), want, 0.01)  # outside of jit
     if program in (scanned, checkpointed, each_example, some_examples):
         assert sums(gradient, *args) == {"f32"}
 
@@ -183,11 +193,16 @@ def test_forward_mode_and_gradients_of_each_example():
     each = functools.partial(jax.vmap, in_axes=(None, 0))
     # Alone: XLA partitions such gradients wrongly, in float32 as well.
     got = jax.jit(each(jax.grad(cast(fun))))(kernel, x[:, None])
-    assert_near(got, each(jax.grad(fun))(kernel, x[:, None]), 0.03)
+    assert_near(got, jax.jit(each(jax.grad(fun)))(kernel, x[:, None]), 0.03)
 
 
-@pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("axes", [("replica", "data"), ("replica",)])
+@pytest.mark.parametrize(
+    ("axes", "checked"),
+    thorough_but(
+        itertools.product([("replica", "data"), ("replica",)], [True, False]),
+        *[(("replica", "data"), False), (("replica",), True)],
+    ),
+)
 def test_shard_map(axes, checked):
     kernel, x = inputs(5)
 
@@ -208,7 +223,7 @@ def test_shard_map(axes, checked):
         check_vma=checked,
     )
     assert sums(mapped, *args) == {"f32"}
-    assert_near(jax.jit(mapped)(*args), jax.grad(fun)(kernel, x), 0.005)
+    assert_near(jax.jit(mapped)(*args), jax.jit(jax.grad(fun))(kernel, x), 0.005)
 
 
 def test_a_checkpoint_that_keeps_convolutions_keeps_them():
@@ -254,7 +269,9 @@ OTHER_WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHER_WAYS)
+@pytest.mark.parametrize(
+    "name", thorough_but(OTHER_WAYS, "pmap", "in another order", "axes of two kinds")
+)
 def test_other_meshes(name):
     kernel, x = inputs(6)
 
@@ -262,4 +279,4 @@ def test_other_meshes(name):
         return jnp.mean(jnp.sin(convolve(x, kernel)))
 
     got = OTHER_WAYS[name](jax.grad(cast(fun, "float16")), kernel, x)
-    assert_near(jax.device_get(got), jax.device_get(jax.grad(fun)(kernel, x)), 0.005)
+    assert_near(jax.device_get(got), jax.device_get(jax.jit(jax.grad(fun))(kernel, x)), 0.005)
