@@ -422,7 +422,8 @@ def test_a_half_matmul_is_a_matmul_to_jax(numbers, batched):
                 jax.vmap(grad, batched)(*wide),
             )
 
-    for got, want in zip(*map(jax.tree.leaves, jax.jit(lambda *args: [*results(*args)])(x, y)), strict=True):
+    both = jax.jit(lambda *args: [*results(*args)])(x, y)
+    for got, want in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=0.02)
 
 

@@ -59,11 +59,12 @@ def inputs(seed=0, kernel=(3, 3, 8, 8)):
 
 
 KINDS = (AxisType.Auto, AxisType.Explicit)
-ALTERNATING = zip(("plain", "strides", "groups", "transposed", "by channel"), KINDS * 3)
+QUICK = ("plain", "strides", "groups", "transposed")
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), thorough_but(itertools.product(WAYS, KINDS), *ALTERNATING)
+    ("name", "kind"),
+    thorough_but(itertools.product(WAYS, KINDS), *zip(QUICK, KINDS * 2, strict=True)),
 )
 def test_a_kernel_gradient_is_summed_in_float32(name, kind):
     params, shape = WAYS[name]

@@ -31,9 +31,7 @@ SHAPES = {
 def initial():
     scales = {name: shape[0] ** -0.5 for name, shape in SHAPES.items()}
     scales |= {name: 3 * scales[name] for name in ("tokens", "places")}
-    return {
-        name: normal(i, *shape, scale=scales[name]) for i, (name, shape) in enumerate(SHAPES.items())
-    }
+    return {name: normal(0, *SHAPES[name], scale=scale) for name, scale in scales.items()}
 
 
 def norm(x, epsilon=1e-6):
