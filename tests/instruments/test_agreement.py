@@ -31,7 +31,7 @@ SHAPES = {
 def initial():
     scales = {name: shape[0] ** -0.5 for name, shape in SHAPES.items()}
     scales |= {name: 3 * scales[name] for name in ("tokens", "places")}
-    return {name: normal(0, *SHAPES[name], scale=scale) for name, scale in scales.items()}
+    return {name: normal(i, *SHAPES[name], scale=s) for i, (name, s) in enumerate(scales.items())}
 
 
 def norm(x, epsilon=1e-6):
