@@ -1,7 +1,7 @@
 """A program for each primitive of `mpjax._src.rules`, for the tests of that table.
 
 A key is the name of a primitive; if a primitive has two cases, a second word tells them apart.
-The quick tier tries one primitive of each row, the thorough tier all of them.
+For each column the quick tier tries one primitive of each kind, the thorough tier all of them.
 """
 
 import functools
@@ -34,10 +34,16 @@ SLOW = ("igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta")
 SLOW += ("cholesky_update", "random_gamma")
 
 
-def one_of_each_row(keys):
-    """Returns parameters: the first key of each row of the table is quick, unless it is slow."""
-    keys = [*keys]
-    first = {rule(key): key for key in reversed(keys) if key not in SLOW}
+def one_of_each(keys, column, trait=None):
+    """Returns parameters: the first key of each kind is quick, unless it is slow.
+
+    Of one kind are rows with the same need, the same value in a column, and a trait or not.
+    """
+    first = {}
+    for key in (keys := [*keys]):
+        row = rule(key)
+        if key not in SLOW:
+            first.setdefault((row.need, getattr(row, column), trait in row.traits), key)
     return thorough_but(keys, *first.values())
 
 

@@ -19,7 +19,7 @@ from primitives import (
     bind,
     case,
     equation,
-    one_of_each_row,
+    one_of_each,
     rule,
 )
 
@@ -201,7 +201,7 @@ def roundings(fun, shifts):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("key", one_of_each_row(CURVED))
+@pytest.mark.parametrize("key", one_of_each(CURVED, "saves", rules.FLATTENS))
 def test_which_derivatives_are_lost_where_their_parts_are_rounded(key):
     off = max(roundings(ELEMENTWISE[key], shifts) for shifts in TOGETHER[OPERANDS[key]])
     assert (off > LOST) == (rules.FLATTENS in rule(key).traits), off
@@ -229,7 +229,7 @@ LINEAR = [
 ]
 
 
-@pytest.mark.parametrize("key", one_of_each_row(LINEAR))
+@pytest.mark.parametrize("key", one_of_each(LINEAR, "gain", KINKED))
 def test_the_derivative_asks_on_which_side_of_a_kink_it_is(key):
     fun, *args = case(key)
     args = [np.asarray(x) * (-1) ** i - 0.9 * (key == "abs") for i, x in enumerate(args)]
@@ -244,7 +244,7 @@ def test_the_derivative_asks_on_which_side_of_a_kink_it_is(key):
 MOVES = [key for key in LINEAR if rule(key).need == MOVE and KINKED not in rule(key).traits]
 
 
-@pytest.mark.parametrize("key", one_of_each_row(MOVES))
+@pytest.mark.parametrize("key", one_of_each(MOVES, "cost", SUMS_BACK))
 def test_the_transpose_of_a_move_sums(key):
     fun, *args = CASES[key]
 

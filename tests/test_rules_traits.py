@@ -26,7 +26,7 @@ from primitives import (
     case,
     equation,
     halves,
-    one_of_each_row,
+    one_of_each,
     rule,
     some_halves,
 )
@@ -52,7 +52,7 @@ BETWEEN = np.array([1 - 2.0**-24, 1 + 2.0**-23, float(np.float32(np.pi / 2)), 0.
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("key", one_of_each_row(ELEMENTWISE))
+@pytest.mark.parametrize("key", one_of_each(ELEMENTWISE, "span"))
 def test_span_of_elementwise(key):
     operands = halves()[None] if key in UNARY else some_halves(OPERANDS[key])
     if key in SLOW:
@@ -91,7 +91,7 @@ LARGE = {
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    "key", one_of_each_row(k for k in ROWS if k in CASES and k not in COLLECTIVES)
+    "key", one_of_each((k for k in ROWS if k in CASES and k not in COLLECTIVES), "span")
 )
 def test_span_of_others(key):
     fun, *args = CASES[key]
@@ -123,7 +123,7 @@ def work(key):
     return found, sum(n * (HEAVY if name in heavy else 1) for name, n in found.items())
 
 
-@pytest.mark.parametrize("key", one_of_each_row([*ELEMENTWISE, "select_n", "eq", "is_finite"]))
+@pytest.mark.parametrize("key", one_of_each([*ELEMENTWISE, "select_n", "eq", "is_finite"], "cost"))
 def test_cost_of_elementwise(key):
     """Nothing: a few instructions that there are. Dear: a special one. Never: very many."""
     found, weight = work(key)
@@ -233,8 +233,9 @@ REFUSED_SINCE = () if NEWER else ("cholesky_update", "symmetric_product")
 @pytest.mark.parametrize("half", [BFLOAT16, FLOAT16])
 @pytest.mark.parametrize(
     "key",
-    one_of_each_row(
-        k for k in (*ELEMENTWISE, *CASES) if k not in COLLECTIVES and k not in REFUSED_SINCE
+    one_of_each(
+        (k for k in (*ELEMENTWISE, *CASES) if k not in COLLECTIVES and k not in REFUSED_SINCE),
+        *("gain", rules.NO_HALF_FORM),
     ),
 )
 def test_no_half_form(key, half):
@@ -252,7 +253,9 @@ POLES = {
 }
 
 
-@pytest.mark.parametrize("key", one_of_each_row(k for k in ELEMENTWISE if k not in POLE_IS_NAN))
+@pytest.mark.parametrize(
+    "key", one_of_each((k for k in ELEMENTWISE if k not in POLE_IS_NAN), "span", rules.POLE)
+)
 def test_pole(key):
     grid = np.meshgrid(*[SPECIAL_POINTS] * OPERANDS[key])
     result = ELEMENTWISE[key](*[x.ravel() for x in grid])
@@ -289,7 +292,7 @@ def test_half_merges_floats_that_are_made_of_bits(name, half):
 RANKED = [key for key in CASES if rule(key).need in (rules.MOVE, rules.COMPARE)]
 
 
-@pytest.mark.parametrize("key", one_of_each_row(RANKED))
+@pytest.mark.parametrize("key", one_of_each(RANKED, "gain", rules.RANKS))
 def test_what_ranks(key):
     fun, x, *others = CASES[key]
     results = [np.asarray(y) for y in jax.tree.leaves(fun(x, *others))]
@@ -313,7 +316,7 @@ def test_what_subtracts(key):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("key", one_of_each_row(WITH_FEW_OPERANDS))
+@pytest.mark.parametrize("key", one_of_each(WITH_FEW_OPERANDS, "span", rules.JUMPS))
 def test_what_jumps(key):
     x = np.arange(0.5, 8, 0.5)
     others = [np.ones_like(x)] * (OPERANDS[key] - 1)

@@ -6,6 +6,7 @@ import optax
 import pairs
 import pytest
 from pairs import Pair
+from support import thorough_but
 
 import mpjax
 
@@ -65,7 +66,12 @@ def test_a_static_scale_that_overflows():
     assert not mpjax.lint(pair.mended)(*pair.args).findings
 
 
-@pytest.mark.parametrize("policy", ["O2:bfloat16", "O2:bfloat16,masters=split", "mixed_float16"])
+POLICIES = ["O2:bfloat16", "O2:bfloat16,masters=split", "mixed_float16"]
+
+
+@pytest.mark.parametrize(
+    "policy", thorough_but(POLICIES, "O2:bfloat16,masters=split", "mixed_float16")
+)
 def test_steps_of_ours_lose_no_updates_and_lower_their_scale(policy):
     init, step = mpjax.build_train_step(loss, optax.adamw(1e-5), policy)
     state = init(WIDE)

@@ -16,12 +16,11 @@ import mpjax
 HALVES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
 SHAPES = ((4000,), (30, 40, 50), (2, 3, 5000))
 SPANS = ((-45, 25), (-149, 124), (-3, 3), (-20, -14))
-# Each shape, each span and each dtype, in the quick tier.
+# Each shape and each dtype, in the quick tier.
 PAIRS = (
     ((4000,), (-149, 124), "bfloat16"),
     ((30, 40, 50), (-45, 25), "float16"),
-    ((2, 3, 5000), (-3, 3), "bfloat16"),
-    ((4000,), (-20, -14), "float16"),
+    ((2, 3, 5000), (-20, -14), "float16"),
 )
 
 
@@ -84,7 +83,7 @@ def test_a_cast_is_measured_as_numpy_does(shape, span, half):
     check(cast_of(measured(lambda x: x.astype(half), x)), x, HALVES[half])
 
 
-@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("half", thorough_but(HALVES, "bfloat16"))
 def test_what_is_not_finite_is_told_apart(half):
     x = wide(1, (50, 50), -3, 3)
     x[0, :4] = np.inf, -np.inf, np.nan, 1e38
@@ -176,9 +175,8 @@ WHERE = {
 }
 
 
-# A loop, a branch, a batch, and a call; the derivatives' rules are asked for below.
-QUICK = ("scan", "reversed", "while", "cond", "switch in scan", "vmap of scan", "remat")
-QUICK += ("donating jit",)
+# Loops, a branch in one, a batch, and a call; rules of derivatives are asked for below.
+QUICK = ("scan", "reversed", "while", "switch in scan", "vmap of scan", "remat")
 
 
 @functools.cache
@@ -216,7 +214,7 @@ def test_a_branch_that_is_not_taken_saw_nothing():
     ("inside", "check_vma"),
     thorough_but(
         itertools.product(["plain", "scan", "cond", "while", "remat"], [True, False]),
-        *[("scan", True), ("cond", False), ("while", True)],
+        *[("scan", True), ("cond", False)],
     ),
 )
 def test_devices_of_a_mesh_put_their_figures_together(inside, check_vma):
