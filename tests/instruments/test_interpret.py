@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import MODELS
 from programs import NOT_REVERSED, SHAPE, STEP, build
+from support import thorough_but
 
 import mpjax
 from mpjax._src import _jax
@@ -52,17 +53,12 @@ def test_random_programs(steps, seed):
     assert not mpjax.find_nonfinite(loss, "mixed_bfloat16", argnums=argnums)(*args)
 
 
-FAST = ("equinox", "mixture of experts")
-
-
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.thorough) for n in MODELS]
-)
+@pytest.mark.parametrize("name", thorough_but(MODELS, "equinox"))
 def test_models(name):
     loss, params = MODELS[name]()
     compared = mpjax.compare(loss, "mixed_bfloat16")(params)
-    want = jax.value_and_grad(loss)(params)
-    got = jax.value_and_grad(mpjax.autocast(loss, "mixed_bfloat16"))(params)
+    auto = mpjax.autocast(loss, "mixed_bfloat16")
+    want, got = jax.jit(lambda p: [jax.value_and_grad(fun)(p) for fun in (loss, auto)])(params)
     assert compared.results["loss"] == pytest.approx(
         float(abs(got[0] - want[0]) / abs(want[0])), abs=2.0**-7
     )
