@@ -164,7 +164,7 @@ SECOND = [of_gradient, of_gradient_by_x, in_batch_groups]
 
 @pytest.mark.parametrize(
     "program",
-    thorough_but([*PROGRAMS, *SECOND], scanned, each_example, some_examples, of_gradient),
+    thorough_but([*PROGRAMS, *SECOND], scanned, some_examples, of_gradient),
     ids=lambda f: f.__name__,
 )
 def test_programs(program):

@@ -126,7 +126,7 @@ FULL, CLOSED = (">/dev/full", "No space left"), (">&-", "is closed")
         (("explain", "odd_program:loss"), *FULL),
         pytest.param(("explain", "odd_program:loss"), *CLOSED, marks=pytest.mark.thorough),
         pytest.param(("--version",), *FULL, marks=pytest.mark.thorough),
-        (("--version",), *CLOSED),
+        pytest.param(("--version",), *CLOSED, marks=pytest.mark.thorough),
     ],
 )
 def test_a_result_that_cannot_be_written_is_told_in_one_line(folder, arguments, target, why):

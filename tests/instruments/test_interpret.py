@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import MODELS
 from programs import NOT_REVERSED, SHAPE, STEP, build
-from support import thorough_but
 
 import mpjax
 from mpjax._src import _jax
@@ -53,7 +52,8 @@ def test_random_programs(steps, seed):
     assert not mpjax.find_nonfinite(loss, "mixed_bfloat16", argnums=argnums)(*args)
 
 
-@pytest.mark.parametrize("name", thorough_but(MODELS, "equinox"))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", MODELS)
 def test_models(name):
     loss, params = MODELS[name]()
     compared = mpjax.compare(loss, "mixed_bfloat16")(params)

@@ -7,7 +7,7 @@ from clean_models import MODELS, OPTIMIZER, VARIANTS, training_step
 
 import mpjax
 
-QUICK = ("eqx_mlp", "hk_lstm", "linen_gru")
+QUICK = ("eqx_mlp", "linen_gru")
 
 
 def as_param(name):
