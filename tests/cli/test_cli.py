@@ -130,8 +130,7 @@ def test_errors_are_one_line_and_exit_with_2(folder, target, message):
 
 def test_traceback_shows_it_whole(folder):
     result = run("explain", "program:raises", "--traceback")
-    assert result.exit_code == 2
-    assert "Traceback" in result.stderr and "IndexError" in result.stderr
+    assert result.exit_code == 2 and "Traceback" in result.stderr and "IndexError" in result.stderr
     assert "Error: program:raises() failed" in result.stderr
 
 

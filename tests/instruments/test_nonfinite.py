@@ -92,6 +92,7 @@ class TestAttentionOverflow:
         assert report.curable is None
         assert "Nothing found" in str(report)
 
+    @pytest.mark.thorough
     def test_autocast_to_half_finds_it_in_a_program_written_in_float32(self, model):
         params, x = model
         policy = mpjax.get_policy("mixed_float16").with_ops(half=("dot_general",))
@@ -391,6 +392,7 @@ class TestCure:
         assert f"moves {report.float32_flops:.1%} of the matmul FLOPs" in text
         assert all(repr(pattern) in text for pattern in report.overrides)
 
+    @pytest.mark.thorough
     def test_what_one_place_does_not_cure_takes_several(self):
         def loss(w, x):
             with jax.named_scope("first"):
