@@ -20,8 +20,10 @@
 #   make soak         10,000 steps with faults; a run that is killed and resumed 200 times (an hour)
 #   make docs         builds the site in docs_out/html: executes its pages, checks its links, and
 #                     tests it in a browser
-#   make mutants      mutation tests of the planner and of training, on lines that differ from BASE
+#   make mutants      mutation tests, on lines that differ from BASE
 #   make mutants-all  mutation tests on all lines (hours); resumes after an interruption
+#   make mutants-sample  whether the tests (TIER=thorough: with slow ones) still kill a fixed
+#                     sample of mutants of all packages (an hour); resumes
 
 PYTHON ?= python3
 # The newest JAX needs Python 3.12 or later. The first of these that runs is used.
@@ -36,6 +38,7 @@ RIVALS := torch paddle mindspore tensorflow mpx
 # `mutants` compares with this commit: origin/main if there is one, else the commit before the last.
 BASE ?= $(firstword $(foreach r,origin/main HEAD~1 HEAD,$(shell git rev-parse --verify --quiet $(r))))
 WORKERS ?= 2
+TIER ?= quick
 # Results are compared under the JAX version that they were recorded with.
 RECORDED = $(shell $(PYTHON) -c "import json; print(json.load(open('benchmarks/results/gate_h100.json'))['versions']['jax'])")
 PIP := pip install --quiet --disable-pip-version-check
@@ -43,7 +46,7 @@ PYTEST := -m pytest -n 2 --dist worksteal
 EVERYTHING := -m "thorough or not thorough"
 KINDS := unit sound docs processes
 
-.PHONY: demo test test-all test-part $(KINDS:%=test-%) test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality build docker docker-locks soak mutants mutants-all clean
+.PHONY: demo test test-all test-part $(KINDS:%=test-%) test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality build docker docker-locks soak mutants mutants-all mutants-sample clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -137,6 +140,10 @@ soak: $(VENV)/ready
 
 mutants: $(VENV)/mutants
 	$(VENV)/bin/python tests/mutants.py --base "$(BASE)" --workers $(WORKERS)
+
+# A tier of the tests (quick or thorough) must kill what was killed when the sample was drawn.
+mutants-sample: $(VENV)/ready
+	$(VENV)/bin/python tests/sample.py $(TIER) --workers $(WORKERS)
 
 mutants-all: $(VENV)/mutants
 	$(VENV)/bin/python tests/mutants.py --resume --workers $(WORKERS)

@@ -7,12 +7,12 @@ mutant survives that is not listed.
 """
 
 import argparse
+import ast
 import collections
 import fnmatch
 import hashlib
 import json
-import os
-import random
+import math
 import shlex
 import shutil
 import subprocess
@@ -24,6 +24,7 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import use_db
 from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
+from sample import changed, environment, mutated, write
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "tests" / "mutants.toml"
@@ -79,15 +80,10 @@ def digest(config):
 
 
 def change(mutation):
-    """Returns the lines that a mutation changes, before and after."""
+    """Returns the lines that a mutation changes: old, new, and the number of equal ones before."""
     source = (ROOT / mutation.module_path).read_text()
     operator = get_operator(mutation.operator_name)(**mutation.operator_args)
-    before = source.splitlines()
-    after = (mutate_code(source, operator, mutation.occurrence) or source).splitlines()
-    if len(before) != len(after):  # the mutant removes a decorator
-        return before[mutation.start_pos[0] - 1].strip(), ""
-    pairs = [(a.strip(), b.strip()) for a, b in zip(before, after, strict=True) if a != b]
-    return "\n".join(a for a, _ in pairs), "\n".join(b for _, b in pairs)
+    return changed(source, mutate_code(source, operator, mutation.occurrence) or source)
 
 
 def is_listed(rows, module, line, mutant):
@@ -129,13 +125,14 @@ def choose(session, modules, sample, seed):
             line = (ROOT / name).read_text().splitlines()[mutation.start_pos[0] - 1].strip()
             if not any(fnmatch.fnmatch(name, pattern) for pattern in modules):
                 others.append(item.job_id)
-            elif any(p in line for p in parts) and is_listed(rows, name, *change(mutation)):
+            elif any(p in line for p in parts) and is_listed(rows, name, *change(mutation)[:2]):
                 known.append(item.job_id)
             else:
                 rest.append((str(mutation), item.job_id))
         if sample is not None:
-            left_out = random.Random(seed).sample(sorted(rest), max(0, len(rest) - sample))
-            others += [job for _, job in left_out]
+            # In an order in which one mutant more or less moves no other.
+            rest.sort(key=lambda pair: hashlib.sha256(f"{seed} {pair[0]}".encode()).digest())
+            others += [job for _, job in rest[sample:]]
         skip(db, others, NOT_CHOSEN)
         skip(db, known, LISTED)
 
@@ -147,20 +144,6 @@ def copy_tree(folder):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-
-
-def environment(folder):
-    """Returns the environment of the tests: reproducible and fast."""
-    return {
-        **os.environ,
-        "CI": "1",  # every mutant gets the same random inputs
-        "JAX_PLATFORMS": "cpu",
-        "PATH": os.pathsep.join([str(BIN), os.environ["PATH"]]),
-        # Most mutants leave most programs unchanged, so programs are compiled once for all.
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
 
 
 def execute(folder, tests, workers):
@@ -230,11 +213,47 @@ def print_survivors(sessions):
     for mutation, result in results(sessions):
         if result is not None and result.test_outcome == TestOutcome.SURVIVED:
             survivors += 1
-            line, mutant = change(mutation)
+            line, mutant, _ = change(mutation)
             row = {"module": str(mutation.module_path), "line": line, "mutant": mutant}
             row |= {"operator": mutation.operator_name.removeprefix("core/"), "reason": ""}
             print(result.diff, json.dumps(row), sep="\n", end="\n\n")
     return survivors
+
+
+def is_program(source):
+    """Returns whether a source can be parsed: of `**options`, `*options` is a mutant."""
+    try:
+        ast.parse(source)
+    except SyntaxError:
+        return False
+    return True
+
+
+def draw(parts, number, seed):
+    """Draws the sample of `sample.py`: from each part in proportion to its lines."""
+    lines = {
+        name: sum(
+            len(path.read_text().splitlines())
+            for path in files_of(part)
+            if str(path.relative_to(ROOT)) not in part.get("excluded-modules", ())
+        )
+        for name, part in parts.items()
+    }
+    rows = []
+    for name, config in parts.items():
+        session = FOLDER / "drawn" / name / "session.sqlite"
+        start(session.parent, config, "")
+        choose(session, ["*"], math.ceil(number * lines[name] / sum(lines.values())), seed)
+        with use_db(session) as db:
+            mutations = [mutation for item in db.pending_work_items for mutation in item.mutations]
+        for mutation in sorted(mutations, key=str):
+            line, mutant, nth = change(mutation)
+            row = {"part": name, "module": str(mutation.module_path), "at": mutation.start_pos}
+            row |= {"operator": mutation.operator_name.removeprefix("core/")}
+            row |= {"occurrence": mutation.occurrence, "line": line, "mutant": mutant, "nth": nth}
+            if is_program(mutated((ROOT / row["module"]).read_text(), row)):
+                rows.append(row | {"killed_by": None})
+    write({"commit": git("rev-parse", "HEAD").strip(), "seed": seed, "mutants": rows})
 
 
 def main():
@@ -243,10 +262,13 @@ def main():
     parser.add_argument("--modules", nargs="*", default=["*"], help="only these; patterns of paths")
     parser.add_argument("--sample", type=int, help="only so many of each part, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--draw", type=int, help="draw so many for sample.json, and run none")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--json", type=Path, help="where to write the counts")
     parser.add_argument("--resume", action="store_true", help="go on where the last run ended")
     args = parser.parse_args()
+    if args.draw:
+        return draw(read_parts(), args.draw, args.seed)
     sessions = []
     for name, config in read_parts().items():
         names = [str(path.relative_to(ROOT)) for path in files_of(config)]
