@@ -97,14 +97,14 @@ def pytest(tree, *args):
 
 
 def collect(tree):
-    """Returns the ids of all tests, having checked that the parts' tests are among them."""
+    """Returns the ids of all tests and files, and checks that the parts' tests are among them."""
     status, printed = pytest(tree, "--collect-only", "-m", TIERS["thorough"][0])
     ids = [line for line in printed.splitlines() if "::" in line]
     tests = [test for part in PARTS.values() for test in part["tests"] if test.startswith("tests/")]
     gone = [test for test in tests if not any(i.startswith(test) for i in ids)]
     if status or gone:
         sys.exit(f"{printed}\nThese tests cannot be collected: {gone or 'see above'}")
-    return ids
+    return {*ids, *(i.split("::")[0] for i in ids)}
 
 
 def killer(tree, tier, tests, ids):

@@ -22,6 +22,22 @@ def test_every_target_is_whole(name):
         assert f'"{target.device}"' in target.config
 
 
+def test_figures_fit_each_other():
+    """Each core has so many multiply-adds a cycle; CUDA reserves 1 KiB from Ampere on."""
+    for name, (_, _, _, peaks, facts) in GPUS.items():
+        cores, fpus, _, shared, block, _, clock = facts
+        assert cores * fpus * 2 * clock / 1e3 == pytest.approx(peaks["f32"], rel=0.01), name
+        assert shared - block == (0 if name in ("v100", "t4") else 1024), name
+
+
+def test_figures_of_the_datasheets():
+    cores = {"v100": 80, "t4": 40, "a100-40": 108, "a100-80": 108, "a6000": 84}
+    cores |= {"h100": 132, "h200": 132, "b200": 148}
+    assert {name: row[-1][0] for name, row in GPUS.items()} == cores
+    gibibytes = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32}
+    assert {name: row[1] / 2**30 for name, row in TPU_CHIPS.items()} == gibibytes
+
+
 def test_names_of_targets():
     assert find_target("NVIDIA A100-80").name == "a100-80"
     assert find_target("TPU v5e").name == "v5e" and find_target("H100").name == "h100"
