@@ -259,6 +259,8 @@ def test_compile_shows_targets_side_by_side(folder, compilers):
     result = run("compile", "program:loss", "--target", "v100, h100", "--html", "a.html")
     assert result.exit_code == 0, result.stderr
     assert (folder / "a-h100.html").read_text() == "<title>h100" and "a-v100.html" in result.stdout
+    run("compile", "program:loss", "--target", "v100", "--html", "one.html")
+    assert (folder / "one.html").exists()  # a single page has the name that was given
     rows = {line[:16].strip(): line[16:].split() for line in result.stdout.splitlines()}
     assert rows["program:loss as"] and "v100  " in result.stdout
     assert rows["fits"] == ["yes", "yes"]

@@ -1,6 +1,7 @@
 """Watched tensors as a picture and as a map."""
 
 import json
+import math
 import re
 
 import jax
@@ -9,6 +10,14 @@ import pytest
 
 import mpjax
 from mpjax._src.watching.page import page_of
+
+# Of each name of a room the powers of two that it stands for.
+LIMITS = {
+    "less than 1": (-math.inf, 1),
+    "1 to 4": (1, 4),
+    "4 to 8": (4, 8),
+    "8 or more": (8, math.inf),
+}
 
 
 def model(x):
@@ -35,6 +44,20 @@ def test_each_tensor_is_on_the_map_by_its_colours(reports):
     kinds = {op.colours["risk"] for op in page.operations}
     assert {"none", "too small for its dtype"} <= kinds
     assert str(len(report.risks)) in page.sentence and len(page.tables[0].rows) == len(report.risks)
+
+
+def test_colours_are_of_the_row(reports):
+    for report in reports:
+        rows = {row.name: row for row in report.rows}
+        for op in page_of(report).operations:
+            row = rows[dict(op.facts)["name"]]
+            assert op.large == (row.op == "dot_general")
+            assert op.colours["too small"] == row.subnormal + (row.flushed or 0)
+            if row.headroom is None:
+                assert op.colours["room"] is None
+            else:
+                low, high = LIMITS[op.colours["room"]]
+                assert low <= row.headroom < high
 
 
 def test_the_page_is_whole_and_escapes_what_is_the_users(reports):
