@@ -10,6 +10,7 @@ Each mutant first meets the test that killed it, then the tests of its part of t
 
 import argparse
 import collections
+import compileall
 import concurrent.futures
 import itertools
 import json
@@ -90,7 +91,7 @@ def environment(folder):
 
 def pytest(tree, *args):
     """Runs pytest in a tree, and returns its status and what it printed."""
-    # For the tests' own processes; and no bytecode, since a file may change twice in a second.
+    # The first is for the tests' own processes. A file may change twice in a second: no bytecode.
     environ = environment(FOLDER) | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([*PYTEST, *args], cwd=tree, env=environ, capture_output=True, text=True)
     return done.returncode, done.stdout
@@ -126,6 +127,7 @@ def judge(tree, row, tier, ids):
     mutant = mutated(source, row)
     if mutant is None:
         return "gone"
+    before = path.stat()
     path.write_text(mutant)
     try:
         first = [[row["killed_by"]]] if row["killed_by"] in ids else []
@@ -134,6 +136,7 @@ def judge(tree, row, tier, ids):
                 return found
     finally:
         path.write_text(source)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # its bytecode is valid again
     return None
 
 
@@ -142,6 +145,7 @@ def copy(commit, tree):
     shutil.rmtree(tree, ignore_errors=True)
     subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, tree], check=True)
     subprocess.run(["git", "checkout", "--quiet", "--detach", commit], cwd=tree, check=True)
+    compileall.compile_dir(tree / "mpjax", quiet=1)  # the tests of mutants write no bytecode
     return tree
 
 
