@@ -124,3 +124,16 @@ def test_sums_over_absent_devices():
     args = spread(32, 32), spread(64, 32, dtype=HALF, over=("data",))
     assert mpjax.lint(summed, select="half-all-*", target="h100 x 2")(*args).findings
     assert not mpjax.lint(summed_wide, target="h100 x 2")(*args).findings
+
+
+@pytest.mark.parametrize(("before", "gathers"), [(("a", "b"), True), (("b",), False)])
+def test_a_constraint_gathers_if_devices_get_more_than_they_had(before, gathers):
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    devices = jax.make_mesh((2, 2), ("a", "b"), axis_types=axes)
+
+    def read(w, x):
+        return x @ jax.lax.with_sharding_constraint(w, NamedSharding(devices, P("a"))).astype(HALF)
+
+    w = jax.ShapeDtypeStruct((8, 8), WIDE, sharding=NamedSharding(devices, P(*before)))
+    found = mpjax.lint(read)(w, bf16(8, 8)).findings
+    assert [each.rule for each in found] == ["gather-before-cast"] * gathers
