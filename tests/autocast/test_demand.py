@@ -8,6 +8,7 @@ from planned import H, V, W, analysed, op
 
 import mpjax
 from mpjax._src.autocast import demand
+from mpjax._src.autocast.graph import is_steady
 
 
 def read(reader, *others, make=lambda h: h @ W, policy="mixed_bfloat16"):
@@ -349,3 +350,8 @@ def test_what_is_linear_hands_on_that_it_meets_a_solution():
 
     assert read(lambda h: jnp.exp(solved() + 2 * h)).want.beside
     assert not read(lambda h: jnp.exp(solved() + h * jnp.tanh(h))).want.beside
+
+
+def test_of_a_quotient_the_derivative_by_the_dividend_is_steady():
+    divided = op(analysed(lambda x, y: x / y, H, H), "div")
+    assert [is_steady(divided, v) for v in divided.ins] == [True, False]

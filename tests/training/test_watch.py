@@ -17,6 +17,7 @@ import mpjax
 from mpjax._src.patterns import paths
 from mpjax._src.training.gradients import observed_value_and_grad
 from mpjax._src.training.order import backward_order
+from mpjax._src.training.watch import _limits as limits
 
 POLICIES = ["mixed_float16", "mixed_bfloat16", "O2:float16", "float32", "p=f32,c=f16,o=f32"]
 NAMES = ("start", "middle", "end")
@@ -251,6 +252,13 @@ def test_of_an_infinite_loss_no_parameter_is_to_blame(rng):
 
 
 # ---------------------------------------------------------------- underflow
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_what_counts_as_flushed_rounds_to_zero(dtype):
+    flushed, normal = limits(dtype)
+    assert flushed.astype(dtype) == 0 < np.nextafter(flushed, normal).astype(dtype)
+    assert normal == jnp.finfo(dtype).tiny
 
 
 UNDERFLOWS = ((1, "float32"), (1, "mixed_bfloat16"), (2, "mixed_float16"))
