@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support import thorough_but
 
 import mpjax
+from mpjax._src.watching import figures
 
 HALVES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
 SHAPES = ((4000,), (30, 40, 50), (2, 3, 5000))
@@ -66,6 +67,13 @@ def measured(fun, *args):
     for mine, its in zip(*map(jax.tree.leaves, (out, jax.jit(fun)(*args))), strict=True):
         assert mine.dtype == its.dtype and np.asarray(mine).tobytes() == np.asarray(its).tobytes()
     return precision
+
+
+@pytest.mark.parametrize("half", HALVES.values())
+def test_small_numbers_are_rounded_as_numpy_rounds_them(half):
+    x = np.abs(wide(3, 256, -27, -13))  # subnormal in float16
+    error = figures._error(x.view(np.uint32), figures.Limits.of(half))
+    np.testing.assert_array_equal(error, x - x.astype(half).astype(np.float32))
 
 
 def cast_of(precision):
