@@ -8,7 +8,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from measure import run
 from programs import W, X
-from support import HALVES, assert_near, cast, full_matmuls, normal, thorough_but
+from support import HALVES, assert_near, cast, found, full_matmuls, normal, thorough_but
 
 import mpjax
 
@@ -63,6 +63,20 @@ def test_residuals_that_are_python_values_come_back_as_they_were(way, around):
     auto = WAYS[way](cast(loss))
     assert_near(*run(lambda *args: (auto(*args), WAYS[way](loss)(*args)), W, X), 0.03)
     assert not full_matmuls(auto, W, X)
+
+
+def test_the_rule_for_vmap_runs_under_the_policy():
+    @jax.custom_batching.custom_vmap
+    def fun(x):
+        return jnp.tanh(x @ W)
+
+    @fun.def_vmap
+    def rule(size, batched, x):
+        return jnp.sin(x @ W), True
+
+    each, x = jax.vmap(cast(lambda x: fun(x))), normal(2, 3, 4, 8)
+    assert {row[1] for row in found(each, x)} == {("bfloat16", "bfloat16")}
+    assert_near(*run(lambda x: (each(x), jnp.sin(x @ W)), x), 0.02)
 
 
 def test_python_operands_come_back_as_they_were():

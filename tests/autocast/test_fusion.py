@@ -358,9 +358,11 @@ def test_it_is_off_unless_asked_for():
 # ---- any layout ---------------------------------------------------------------------------------
 
 
-@given(st.data())
-def test_any_layout_is_fused(data):
-    """Axes in any order, in all of queries, keys, values, scores and results."""
+def of_any_layout(data):
+    """Returns an attention, its arguments, and what is said of it.
+
+    Axes are in any order, in all of queries, keys, values, scores and results.
+    """
     sizes = {"b": 2, "n": 2, "t": 4, "s": 6, "h": 4, "v": 4}
     order = lambda axes: "".join(data.draw(st.permutations(axes)))  # noqa: E731
     q, k, v, p, out = (order(axes) for axes in ("btnh", "bsnh", "bsnv", "bnts", "btnv"))
@@ -377,7 +379,19 @@ def test_any_layout_is_fused(data):
 
     expected = ["cudnn", "causal"] if causal else ["cudnn"]
     expected += ["a bias"] if "s" in bias_axes else []  # else it is a shift
-    assert said(fun, *arrays) == [", ".join(expected)]
+    return fun, arrays, ", ".join(expected)
+
+
+@given(st.data())
+def test_any_layout_is_fused(data):
+    fun, arrays, expected = of_any_layout(data)
+    assert said(fun, *arrays) == [expected]
+
+
+@pytest.mark.thorough
+@given(st.data())
+def test_any_layout_has_its_values(data):
+    fun, arrays, _ = of_any_layout(data)
     loss = lambda *xs: jnp.sum(jnp.sin(fun(*xs)))  # noqa: E731
     with on("h100"):
         ours = run(jax.grad(mpjax.autocast(loss, FUSED), (0, 1, 2)), *arrays)

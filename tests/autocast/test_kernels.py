@@ -84,7 +84,7 @@ AROUND = {
 }
 
 
-QUICK = ["jit", "scan", "remat", "vmap", "nested", "a rule around", "a rule of its own"]
+QUICK = ["jit", "scan", "cond", "remat", "vmap", "nested", "a rule around", "a rule of its own"]
 
 
 @pytest.mark.parametrize("name", thorough_but(AROUND, *QUICK))

@@ -97,7 +97,7 @@ def test_gradients_are_those_of_fast_and_no_matmul_runs_twice(name):
     assert products(lean) <= products(fast)
 
 
-@pytest.mark.parametrize("name", thorough_but(MODELS, "lstm"))
+@pytest.mark.parametrize("name", thorough_but(MODELS, "mixture of experts"))
 def test_models(name):
     loss, params = MODELS[name]()
     fast, lean = (compiled(mpjax.autocast(loss, policy), params) for policy in (FAST, LEAN))

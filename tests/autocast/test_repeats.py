@@ -295,6 +295,7 @@ def test_the_rewrite_reads_what_alike_steps_share(monkeypatch):
     assert len(rewritten) >= 4
 
 
+@pytest.mark.thorough
 def test_tracing_many_layers_is_cheap():
     """Counts calls, which no other load on the machine changes."""
 
