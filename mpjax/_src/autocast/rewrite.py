@@ -101,7 +101,7 @@ def _run_step(step: Step | Stretch, env: Env) -> None:
         return _run_stretch(step, env)
     with _location(step, step.stack, env), _row(step, env):
         if env.settings.as_written and step.rule != "program":
-            _run(step, env, None)
+            _run(step, env, FLOAT32)
         else:
             EVALUATE[step.in_force](step, env)
 
