@@ -136,6 +136,7 @@ class TestPlantedFaults:
         assert (top.primitive, top.source) == ("add", line_of("sum"))
         assert top.new < 5e-3 < top.error and top.added > 4 * top.new
 
+    @pytest.mark.thorough
     def test_a_running_average_in_half(self, rng):
         def loss(w, x):
             def turn(mean, x):
@@ -290,6 +291,7 @@ class TestPrograms:
         assert 0 < compared.results["gradient of w"] < 0.05
         assert max(r.times for r in compared.rows) >= 3
 
+    @pytest.mark.thorough
     def test_memory_stays_near_that_of_one_run(self):
         size, depth = 1 << 18, 24
         most = 0

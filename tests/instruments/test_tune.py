@@ -88,6 +88,7 @@ class TestSearch:
         assert tuned.met and tuned.steps
         assert error(loss, tuned.policy, *args) <= tolerance
 
+    @pytest.mark.thorough
     def test_parameters_without_scopes_are_named_by_their_paths(self, rng):
         def loss(params, x):
             h = jnp.sin((x @ params["risky"]["w"]) * 60)
@@ -102,6 +103,7 @@ class TestSearch:
         assert any("risky" in pattern for pattern in dict(tuned.policy.overrides))
         assert not any("safe" in pattern for pattern in dict(tuned.policy.overrides))
 
+    @pytest.mark.thorough
     def test_what_no_float32_can_reach(self, rng):
         def loss(w, x):
             return jnp.sum((x @ w).astype(jnp.bfloat16).astype(jnp.float32))

@@ -1,5 +1,7 @@
 """The watched tensors of a program, and their names."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,7 +148,8 @@ def test_static_arguments_and_keywords_reach_the_function():
         assert name == "n"
         return x.astype(jnp.float16) ** power
 
-    out, precision = mpjax.measure_precision(fun)(X, power=2, name="n")
+    given = functools.partial(mpjax.measure_precision(fun), power=2, name="n")
+    out, precision = jax.jit(given)(X)
     np.testing.assert_array_equal(out, X.astype(jnp.float16) ** 2)
     assert precision.rows[-1].entries == X.size
     with pytest.raises(TypeError, match="fun="):
