@@ -20,8 +20,8 @@ ROUNDING = 2.0**-23
 # A value that changes by more than this share with the last bits of the arguments is noise.
 CHANGES = 2.0**-6
 
-# Only results with a larger relative error are tested for noise. Two roundings of zero differ by about
-# their own size: a quarter of it leaves room for those that agree in part.
+# Only results with a larger relative error are tested for noise. Two roundings of zero differ by
+# about their own size: a quarter of it leaves room for those that agree in part.
 SUSPICIOUS = 0.25
 
 
