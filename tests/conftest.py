@@ -88,7 +88,8 @@ def pytest_collection_modifyitems(items):
 # ---- what a run costs ---------------------------------------------------------------------------
 
 SLOWEST = 10
-peaks: dict[str, int] = {}
+peaks: dict[str, str] = {}  # of each worker
+own_peak = (0, "")
 
 
 def cpu_seconds():
@@ -118,9 +119,14 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+def described_peak():
+    megabytes, name = own_peak
+    return f"{megabytes} MB in {name}"
+
+
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["peak"] = peak()
+        session.config.workeroutput["peak"] = described_peak()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -137,7 +143,7 @@ def pytest_terminal_summary(terminalreporter):
                 name = report.nodeid.partition("::")[0]
                 files[name] = files.get(name, 0) + dict(report.user_properties).get("cpu", 0)
     slowest = sorted(files.items(), key=lambda row: -row[1])[:SLOWEST]
-    memory = ", ".join(f"{mb} MB" for mb in (peaks or {"": peak()}).values())
+    memory = ", ".join((peaks or {"": described_peak()}).values())
     terminalreporter.section("cost")
     terminalreporter.write_line(f"peak memory of each worker: {memory}")
     terminalreporter.write_line(
@@ -151,9 +157,11 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _memory():
+def _memory(request):
     """Frees the programs of a file after it: kept, they would be most of a worker's memory."""
+    global own_peak
     yield
+    own_peak = max(own_peak, (peak(), request.node.nodeid), key=lambda pair: pair[0])
     jax.clear_caches()
     gc.collect()
 
