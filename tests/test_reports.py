@@ -160,6 +160,11 @@ def test_a_cell_of_a_notebook_has_the_name_that_ipython_gives_it(monkeypatch, tm
     assert reports.short(f"{tmp_path}/net.py:9") == "net.py:9"
 
 
+def test_columns_are_aligned_by_their_titles():
+    rows = [("a", "1"), ("long", "22")]
+    assert reports.table(("name", "n"), rows, ("name",)) == ["name   n", "a      1", "long  22"]
+
+
 @pytest.mark.parametrize("long", ["word " * 40, "a/path/" * 40, "x" * 200])
 def test_tables_fold_what_is_long(long):
     lines = reports.table(
@@ -168,6 +173,7 @@ def test_tables_fold_what_is_long(long):
     assert max(map(len, lines)) <= reports.WIDTH and "empty" not in lines[0]
     assert "".join("".join(lines[1:]).split()) == "1a" + "".join(long.split())
     lines = reports.table(("n", "where"), [("1" * 70, long)], ("where",))
-    assert max(map(len, lines)) <= reports.WIDTH and lines[-1].startswith("    ")
+    assert max(map(len, lines)) <= reports.WIDTH
+    assert lines[-1][:4] == "    " and lines[-1][4] != " "
     lines = reports.table(("where", "n"), [(long, "1")], ("where",), folded=0)
     assert max(map(len, lines)) <= reports.WIDTH and lines[1].endswith("  1")

@@ -54,13 +54,15 @@ def test_the_chance_is_the_distance_bit_by_bit(half, rng):
     """Against exact arithmetic: the next value is taken if, and only if, the lot is below it."""
     exponents = rng.integers(-40, 15, 4000)
     x = np.float32(rng.choice([-1, 1], 4000) * np.exp2(exponents) * rng.uniform(1, 2, 4000))
-    lots = rng.integers(0, 1 << 32, 4000, np.uint32)
-    y = np.asarray(rounded(x, jnp.dtype(half), lots)).astype(np.float64)
     info = jnp.finfo(half)
     exact = np.abs(x.astype(np.float64))
     unit = np.exp2(np.maximum(np.frexp(exact)[1] - 1, info.minexp) - info.nmant)
-    down, chance = np.floor(exact / unit), exact / unit % 1
-    wanted = (down + (lots < np.floor(chance * 2**32))) * unit * np.sign(x)
+    down, chance = np.floor(exact / unit), np.floor(exact / unit % 1 * 2**32)
+    lots = rng.integers(0, 1 << 32, 4000)
+    lots[::2] = np.clip(chance + rng.integers(-1, 2, 4000), 0, 2**32 - 1)[::2]
+    lots = lots.astype(np.uint32)
+    y = np.asarray(rounded(x, jnp.dtype(half), lots)).astype(np.float64)
+    wanted = (down + (lots < chance)) * unit * np.sign(x)
     np.testing.assert_array_equal(y, wanted)
 
 
