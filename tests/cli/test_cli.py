@@ -141,6 +141,7 @@ def test_traceback_shows_it_whole(folder):
         (["explain", "program:loss", "--argnums", "a"], "'a' must be whole numbers"),
         (["explain", "program:loss", "--argnums", "2"], "no argument 2: fun takes 2"),
         (["explain", "program:loss", "--fail-under", "2"], "'--fail-under': 2.0 is not in"),
+        (["compare", "program:real", "--plot", "."], "'--plot': File '.' is a directory"),
         (["compile", "program:loss"], "Missing option '--target'"),
         (["compile", "program:loss", "--target", ","], "',' must be names"),
         (["doctors"], "No such command 'doctors'"),
