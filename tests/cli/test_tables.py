@@ -6,10 +6,10 @@ from mpjax._src.cli import tables
 
 
 def test_figures_are_on_the_right_and_words_on_the_left(capsys):
-    titles = "added error inherited underflow operation dtypes where".split()
+    titles = ["added", "error", "inherited", "underflow", "operation", "dtypes", "where"]
     cells = [["x"] * len(titles)]
     comparison = types.SimpleNamespace(
-        worst_results=lambda: [], diverged=(), rows=cells, cells=lambda top: cells
+        worst_results=list, diverged=(), rows=cells, cells=lambda top: cells
     )
     tables.compared(comparison, 1)
     header, row = capsys.readouterr().out.splitlines()[-2:]
