@@ -65,6 +65,15 @@ def test_what_several_read_is_measured_once():
     assert reads == ["lhs of dot_general", "rhs of dot_general"] * 2
 
 
+def test_a_join_is_measured_as_its_first_part():
+    def fun(x, y, w):
+        first, w = x.astype(jnp.float16), w.astype(jnp.float16)
+        return first @ w, jnp.concatenate([first, y.astype(jnp.float16)]) @ w
+
+    reads = [[r for r in t.readers if r.startswith("lhs")] for t in watched(fun, X, X, W)]
+    assert max(map(len, reads)) == 2
+
+
 def test_a_float32_program_and_dead_code_have_nothing_to_watch():
     assert watched(jax.grad(loss), PARAMS, X) == ()
 
