@@ -311,3 +311,9 @@ def test_tracing_many_layers_is_cheap():
 
     calls(cast(masked), PARAMS[:3])  # what is imported the first time
     assert calls(cast(masked)) < 1.6 * calls(masked)
+
+
+def test_the_shortest_period_is_found():
+    shortest = repeats.SHORTEST
+    assert repeats._periods([*range(shortest)] * 3) == [shortest]
+    assert not repeats._periods([*range(shortest - 1)] * 3)

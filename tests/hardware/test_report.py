@@ -100,6 +100,7 @@ def test_what_does_not_fit_is_told():
         ("v5e", "f32", "highest", False, ("", 1), "bf16 x6", 197 / 6),
         ("v5e", "f16", "default", False, ("", 1), "f16", 197),
         ("v5e", "s8", "default", False, ("", 1), "s8", 394),
+        ("v5e", "s32", "default", False, ("", 1), "s32", 197 / 6),
     ],
 )
 def test_what_the_matrix_units_multiply(
