@@ -106,6 +106,7 @@ ENTRY %main (a: f32[8], u: f32[2], i: s32[2], b: f32[8]) -> f32[8] {
   %i = s32[2]{0} parameter(2)
   %b = f32[8]{0} parameter(3)
   %placed = f32[16]{0} custom-call(%a, %b), custom_call_target="ConcatBitcast"
+  %looked = f32[2]{0} gather(%a, %i), offset_dims={}
   %unknown = f32[8]{0} custom-call(%b), custom_call_target="somebody_s_kernel"
   ROOT %added = f32[8]{0} scatter(%a, %i, %u), to_apply=%add
 }
@@ -124,3 +125,8 @@ ENTRY %main (a: f32[8], u: f32[2], i: s32[2], b: f32[8]) -> f32[8] {
 def test_what_is_added_to_and_what_is_only_placed(source, target, kind):
     flow = flow_of(*parse(SCATTERED))
     assert reached(flow.after, [("main", source, 0)], MIXED)["main", target, 0] == kind
+
+
+def test_indices_are_no_values():
+    flow = flow_of(*parse(SCATTERED))
+    assert flow.before["main", "looked", 0] == [(("main", "a", 0), MOVED)]

@@ -166,3 +166,8 @@ def test_errors_that_are_not_finite_are_too_much():
     found = Search(measure, lambda: model.suspicion, model.costs, model.tolerance)
     found.run()
     assert 0 in found.best
+
+
+def test_of_sets_that_are_all_hopeless_the_cheapest_is_likeliest():
+    search = Search(lambda places: [], list, [2, 1, 3], 1.0)
+    assert search._likeliest(np.eye(3, dtype=bool), np.zeros(3)) == {1}
