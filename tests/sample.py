@@ -197,12 +197,13 @@ def main():
     parser.add_argument("tier", choices=TIERS)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--parts", nargs="*", default=list(PARTS), help="only these")
-    parser.add_argument("--record", action="store_true", help="store what kills in sample.json")
+    parser.add_argument(
+        "--record", action="store_true", help="run what nothing kills yet, and store what does"
+    )
     args = parser.parse_args()
     sample = json.loads(SAMPLE.read_text())
     rows = [row for row in sample["mutants"] if row["part"] in args.parts]
-    if not args.record:
-        rows = [row for row in rows if row["killed_by"]]
+    rows = [row for row in rows if bool(row["killed_by"]) != args.record]
     found = run(rows, args.tier, args.workers, FOLDER / f"{args.tier}.json")
     parts = collections.defaultdict(collections.Counter)
     for row in rows:
@@ -210,7 +211,7 @@ def main():
         parts[row["part"]].update([result if result in (None, "gone") else "killed"])
         if result in (None, "gone"):
             print(name(row), result or "survives", row["line"], row["mutant"], sep="\n", end="\n\n")
-        if args.record:
+        elif args.record:
             row["killed_by"] = result
     for part, counts in parts.items():
         print(f"{part:12} {counts['killed']:3} of {counts['killed'] + counts[None]}")
