@@ -5,9 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from measure import kept, run
+from planned import H, W, analysed, op
 from support import assert_near, cast, normal, thorough_but
 
 import mpjax
+from mpjax._src.autocast import peepholes
+from mpjax._src.autocast.forms import own_axes
 
 N, D = 8, 4
 Q, K, V = (normal(i, 2, N, D) for i in range(3))
@@ -422,3 +425,10 @@ def test_rows_that_a_guard_keeps_from_summing_to_one_see_a_shift(name):
     agree(fun, args)
     report = mpjax.explain(lambda *args: jnp.sum(fun(*args)), "mixed_bfloat16", argnums=0)(*args)
     assert not any("less its mean" in row.storage for row in report.rows)
+
+
+def test_a_row_that_runs_along_both_operands_of_a_matmul_is_of_neither():
+    matmul = op(analysed(lambda h, w: h @ w, H, W), "dot_general")
+    where = own_axes(matmul.outs[0].aval.shape)
+    found = [peepholes._place_of(matmul, where, axes) for axes in ((0,), (1,), (0, 1))]
+    assert found == [(0, (0,)), (1, (1,)), None]

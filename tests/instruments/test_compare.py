@@ -14,6 +14,7 @@ from support import normal, thorough_but
 
 import mpjax
 from mpjax._src.instruments.compare import compare
+from mpjax._src.instruments.shadows import STATS, stats_of
 
 LAYERS, WIDTH = 4, 16
 
@@ -377,3 +378,9 @@ class TestBadInput:
     def test_is_refused(self, call, error, match):
         with pytest.raises(error, match=match):
             call()
+
+
+def test_equal_infinities_have_no_part_in_relative_errors():
+    own = np.float32([1, np.inf])
+    stats = dict(zip(STATS, stats_of(np.float32([1.25, np.inf]), own, own), strict=True))
+    assert stats["error"] == stats["new"] == 0.25 and stats["inherited"] == stats["overflow"] == 0
