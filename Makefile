@@ -22,7 +22,7 @@
 #                     tests it in a browser
 #   make mutants      mutation tests, on lines that differ from BASE
 #   make mutants-all  mutation tests on all lines (hours); resumes after an interruption
-#   make mutants-sample  whether the tests (TIER=thorough: with slow ones) still kill a fixed
+#   make mutants-sample  whether the tests (TIER=thorough: both tiers) still kill a fixed
 #                     sample of mutants of all packages (an hour); resumes
 
 PYTHON ?= python3

@@ -1,7 +1,9 @@
 """Helpers of many tests: short forms of autocast, queries of jaxprs, comparisons of trees."""
 
+import collections
 import functools
 import struct
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +74,18 @@ def matmul_dtypes(fun, *args):
 def full_matmuls(fun, *args):
     """Returns the matmuls and convolutions with a float32 operand."""
     return [row for row in found(fun, *args) if "float32" in row[1]]
+
+
+def calls_to_trace(fun, *args):
+    """Counts the calls that tracing makes, which no other load on the machine changes."""
+    counts = collections.Counter()
+    jax.clear_caches()
+    sys.setprofile(lambda frame, event, arg: counts.update((event,)))
+    try:
+        jax.make_jaxpr(fun)(*args)
+    finally:
+        sys.setprofile(None)
+    return counts["call"] + counts["c_call"]
 
 
 def normal(seed, *shape, scale=1.0):

@@ -1,9 +1,7 @@
 """A policy that asks for no 16-bit dtype runs each program as it was traced."""
 
-import collections
 import importlib
 import re
-import sys
 
 import clean_models
 import jax
@@ -16,7 +14,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from members import Members
 from models import MODELS
 from programs import PROGRAMS, W, X
-from support import cast, equations, matmul_dtypes, thorough_but
+from support import calls_to_trace, cast, equations, matmul_dtypes, thorough_but
 
 import benchmarks.models
 import mpjax
@@ -279,21 +277,12 @@ def test_a_donating_jit_inside_still_donates():
 
 
 def test_tracing_costs_what_a_jit_costs():
-    """Counts calls, which no other load on the machine changes."""
-
     def calls(around):
         def loss(w, x):
             for _ in range(6):
                 x = jnp.tanh(x + jax.nn.softmax(x @ w) @ w)
             return jnp.sum(x)
 
-        jax.clear_caches()
-        counts = collections.Counter()
-        sys.setprofile(lambda frame, event, arg: counts.update((event,)))
-        try:
-            jax.make_jaxpr(jax.grad(around(loss)))(W, X)
-        finally:
-            sys.setprofile(None)
-        return counts["call"] + counts["c_call"]
+        return calls_to_trace(jax.grad(around(loss)), W, X)
 
     assert calls(lambda f: mpjax.autocast(f, "float32")) <= 1.1 * calls(jax.jit)

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax import lax
 from jax.interpreters.partial_eval import dce_jaxpr
 from measure import run
 from programs import layer_norm
-from support import BOTH, cast, equations, normal, thorough_but
+from support import BOTH, calls_to_trace, cast, equations, normal, thorough_but
 
 import mpjax
 from mpjax._src import _jax
@@ -297,17 +296,8 @@ def test_the_rewrite_reads_what_alike_steps_share(monkeypatch):
 
 @pytest.mark.thorough
 def test_tracing_many_layers_is_cheap():
-    """Counts calls, which no other load on the machine changes."""
-
     def calls(fun, params=2 * PARAMS):
-        counts = collections.Counter()
-        jax.clear_caches()
-        sys.setprofile(lambda frame, event, arg: counts.update((event,)))
-        try:
-            jax.make_jaxpr(jax.grad(fun))(params, X)
-        finally:
-            sys.setprofile(None)
-        return counts["call"] + counts["c_call"]
+        return calls_to_trace(jax.grad(fun), params, X)
 
     calls(cast(masked), PARAMS[:3])  # what is imported the first time
     assert calls(cast(masked)) < 1.6 * calls(masked)
