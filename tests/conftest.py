@@ -5,7 +5,9 @@ A test without a mark is in the quick tier, which `make test` runs before every 
 test also has a kind, by its file: ``unit``, ``sound``, ``docs`` or ``processes``.
 """
 
+import ctypes
 import gc
+import importlib.metadata
 import os
 import re
 import resource
@@ -19,21 +21,23 @@ from pathlib import Path
 FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0")
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS))
 
+TESTS = Path(__file__).parent
+
+# Programs that an earlier run compiled are read from here, in the tests' own processes too. The
+# folder is ignored by git.
+RUNS_ON = f"jax-{importlib.metadata.version('jax')}-{sys.implementation.cache_tag}"
+if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(TESTS.parent / ".compiled" / RUNS_ON)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
 import jax
 import numpy as np
+import psutil
 import pytest
 from hypothesis import settings
 
 from mpjax._src import rules
-
-TESTS = Path(__file__).parent
-
-# Programs that an earlier run compiled are read from here. The folder is ignored by git.
-COMPILED = TESTS.parent / ".compiled" / f"jax-{jax.__version__}-{sys.implementation.cache_tag}"
-if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-    jax.config.update("jax_compilation_cache_dir", str(COMPILED))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # Tracing and compiling make the time of a single example meaningless.
 # Under CI, inputs are the same every time, so that a failure comes from the change.
@@ -105,7 +109,12 @@ def peak():
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
     item.stash[STARTED] = cpu_seconds()
-    return (yield)
+    result = yield
+    global own_peak
+    own_peak = max(own_peak, (peak(), item.nodeid), key=lambda pair: pair[0])
+    if nextitem is None or nextitem.path != item.path or resident() > LIMIT:
+        free()
+    return result
 
 
 STARTED = pytest.StashKey[float]()
@@ -117,6 +126,11 @@ def pytest_runtest_makereport(item, call):
     if report.when == "teardown":
         report.user_properties.append(("cpu", cpu_seconds() - item.stash[STARTED]))
     return report
+
+
+def resident():
+    """Returns the resident memory of this process, in MB."""
+    return psutil.Process().memory_info().rss // 1000**2
 
 
 def described_peak():
@@ -153,17 +167,31 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"{seconds:7.1f} s  {name}")
 
 
-# ---- fixtures -----------------------------------------------------------------------------------
+# ---- memory -------------------------------------------------------------------------------------
+
+# Programs are freed after each file: kept, they would be most of a worker's memory. A file that
+# makes so many that they take more than this (MB) is freed of them between its tests, too.
+LIMIT = 900
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+# Tracing makes many objects and few cycles: with Python's own thresholds, a sixth of its time goes
+# into looking for them.
+gc.set_threshold(50_000, 20, 50)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _memory(request):
-    """Frees the programs of a file after it: kept, they would be most of a worker's memory."""
-    global own_peak
-    yield
-    own_peak = max(own_peak, (peak(), request.node.nodeid), key=lambda pair: pair[0])
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # modules and tests live to the end: no collection looks at them again
+
+
+def free():
     jax.clear_caches()
     gc.collect()
+    if hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)  # glibc returns nothing to the system of its own accord
+
+
+# ---- fixtures -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

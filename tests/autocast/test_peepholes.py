@@ -278,11 +278,6 @@ KEEP = jnp.asarray(np.random.default_rng(2).random((2, 4, 6, 6)) < 0.8)
 S4, V4 = normal(5, 2, 4, 6, 6), normal(6, 2, 2, 6, 4)
 
 
-CRASHES = pytest.mark.xfail(
-    jax.__version__ != "0.10.2", reason="XLA:CPU fuses a matmul with a transpose", strict=False
-)
-
-
 def of_heads(name):
     def fun(s, v):
         scores = jnp.einsum("bhqk,bhkj->bhqj", s, jnp.cos(s))
@@ -300,13 +295,7 @@ def test_layouts_between_a_softmax_and_its_matmul(name):
     agree(of_heads(name), (S4, V4))
 
 
-@pytest.mark.parametrize(
-    "name",
-    thorough_but(
-        [pytest.param(n, marks=CRASHES if n in ("and back", "transposed") else []) for n in HEADS],
-        [*HEADS].index("and back"),
-    ),
-)
+@pytest.mark.parametrize("name", thorough_but(HEADS, "and back"))
 def test_layouts_as_compiled(name):
     agree(of_heads(name), (S4, V4), run=compiled)
 

@@ -83,7 +83,9 @@ def test_no_kill_damages_the_last_good_checkpoint(tmp_path):
 
 def test_sigterm_ends_a_run_with_its_last_step_saved(tmp_path):
     process = started(tmp_path / "run", 10**6)
-    time.sleep(0.5)
+    while not [p for p in tmp_path.glob("run/*") if p.name.isdigit()]:
+        assert process.poll() is None
+        time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 0

@@ -126,11 +126,11 @@ def test_the_curve_of_float32_and_a_skip_that_leaves_no_trace(name, policy, tmp_
 
 
 BITS = """
-import pathlib, sys, tempfile
-sys.path[:0] = sys.argv[1:]
+import pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+sys.path[:0] = sys.argv[2:]
 import numpy as np
 from test_four_lines import CHANGES, arrays, run
-folder = pathlib.Path(tempfile.mkdtemp())
 for name in CHANGES:
     _, plain, wanted = run(name, folder, steps=50)
     _, kept, losses = run(name, folder, "float32", steps=50)
@@ -142,13 +142,13 @@ for name in CHANGES:
 
 @pytest.mark.thorough
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="no instructions without fused ones")
-def test_under_float32_it_is_the_plain_loop_bit_for_bit():
+def test_under_float32_it_is_the_plain_loop_bit_for_bit(tmp_path):
     """Where XLA fuses no multiplication and addition: which ones it does depends on what is near.
 
     Fifty steps in a process of their own, whose compiler knows no such instruction.
     """
     folders = [str(LOOPS.parent), str(LOOPS.parent.parent)]
     environment = {**os.environ, "XLA_FLAGS": "--xla_cpu_max_isa=AVX", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", BITS, *folders]
+    command = [sys.executable, "-c", BITS, tmp_path, *folders]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
