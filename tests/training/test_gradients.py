@@ -1,6 +1,7 @@
 import functools
 import itertools
 import operator
+import re
 import warnings
 
 import jax
@@ -194,6 +195,15 @@ def test_a_loss_that_is_none_is_named(fun, has_aux, message):
     wrapped = mpjax.scaled_value_and_grad(fun, mpjax.NoOpLossScale(), has_aux=has_aux)
     with jax.numpy_dtype_promotion("standard"), pytest.raises(TypeError, match=message):
         wrapped(jnp.float32(1))
+
+
+@pytest.mark.parametrize("wrong", ["w", None, 1.0, True, 5, -3, (), (0, "x"), (0, 0), (0, -2)])
+def test_what_is_no_position_is_named(wrong):
+    wrapped = mpjax.scaled_value_and_grad(operator.mul, mpjax.NoOpLossScale(), argnums=wrong)
+    with pytest.raises(ValueError, match=rf"argnums={re.escape(repr(wrong))} (must be pos|names)"):
+        wrapped(jnp.float32(1), jnp.float32(2))
+    with pytest.raises(ValueError, match="but there are none. Pass the arguments to differentiate"):
+        wrapped()
 
 
 # ---- replicas ------------------------------------------------------------------------------------

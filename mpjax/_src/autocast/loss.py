@@ -21,20 +21,28 @@ def is_array(x: Any) -> bool:
     return trees.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
-def differentiated(tool: str, args: Any, kwargs: Any, argnums: Any) -> list[bool]:
-    """Returns for each array argument whether the loss is differentiated with respect to it."""
-    positions = tuple(argnums) if isinstance(argnums, Sequence | set | frozenset) else (argnums,)
-    if not args:
+def positions(tool: str, argnums: Any, count: int) -> set[int]:
+    """Returns the positions that ``argnums`` selects of ``count`` positional arguments."""
+    given = tuple(argnums) if isinstance(argnums, Sequence | set | frozenset) else (argnums,)
+    if not count:
         raise ValueError(
             f"{tool}: argnums={brief(argnums)} counts positional arguments, but there are none. "
             "Pass the arguments to differentiate by position, not by name."
         )
-    if not (positions and all(_is_position(i, len(args)) for i in positions)):
+    if not (given and all(_is_position(i, count) for i in given)):
         raise ValueError(
             f"{tool}: argnums={brief(argnums)} must be positions of arguments, from 0 to "
-            f"{len(args) - 1}, because the function was called with {len(args)}."
+            f"{count - 1}, because the function was called with {count}."
         )
-    chosen = {int(i) % len(args) for i in positions}
+    chosen = {int(i) % count for i in given}
+    if len(chosen) < len(given):
+        raise ValueError(f"{tool}: argnums={brief(argnums)} names an argument twice. Name it once.")
+    return chosen
+
+
+def differentiated(tool: str, args: Any, kwargs: Any, argnums: Any) -> list[bool]:
+    """Returns for each array argument whether the loss is differentiated with respect to it."""
+    chosen = positions(tool, argnums, len(args))
     active = [
         i in chosen and trained and bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
         for i, arg in enumerate(args)

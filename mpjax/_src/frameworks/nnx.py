@@ -11,6 +11,7 @@ import jmp
 import optax
 from flax import nnx
 
+from mpjax._src.autocast.loss import positions
 from mpjax._src.autocast.modules import has_modules
 from mpjax._src.errors import brief, check_callable
 from mpjax._src.hardware.devices import warn_if_unfit
@@ -161,6 +162,7 @@ def value_and_grad(
     Raises:
         TypeError: If ``f`` is not a function or ``optimizer`` is not an `Optimizer`; while tracing,
             if ``f`` does not return a real scalar loss.
+        ValueError: If ``argnums`` are not positions of the function's arguments.
 
     Example:
         >>> import jax.numpy as jnp, mpjax.nnx, optax
@@ -185,12 +187,13 @@ def value_and_grad(
     def trained(argnum):
         return nnx.DiffState(argnum, optimizer.wrt) if isinstance(argnum, int) else argnum
 
-    wanted: Any = (
-        tuple(map(trained, argnums)) if isinstance(argnums, Sequence) else trained(argnums)
-    )
+    several = isinstance(argnums, Sequence)
+    wanted: Any = tuple(map(trained, argnums)) if several else trained(argnums)
+    numbers = [getattr(a, "argnum", a) for a in (argnums if several else (argnums,))]
 
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
+        positions("mpjax.nnx.value_and_grad", numbers, len(args))
         scale = optimizer.loss_scale
         old = {path: v.get_value() for path, v in _variables((args, kwargs))}
         gradient = nnx.value_and_grad(

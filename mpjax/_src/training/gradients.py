@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jmp
 
 from mpjax._src import _jax
+from mpjax._src.autocast.loss import positions
 from mpjax._src.autocast.modules import has_modules
 from mpjax._src.autocast.transform import autocast
 from mpjax._src.dtypes import FLOAT16, FLOAT32
@@ -56,7 +57,7 @@ def scaled_value_and_grad(
         TypeError: If ``fun`` is not a function or ``loss_scale`` not a loss scale; while tracing,
             if ``fun`` returns something other than a real scalar loss.
         ValueError: If ``axis_name`` is not legal, or no axis of that name is mapped where the
-            function is called.
+            function is called; or if ``argnums`` are not positions of its arguments.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -78,7 +79,6 @@ def scaled_value_and_grad(
         )
     scaled = with_scaled_loss(fun, loss_scale, has_aux)
     axes = axes_of(axis_name)
-    positions = argnums if isinstance(argnums, Sequence) else (argnums,)
 
     def value_and_grad(*args, **kwargs):
         for name in axes:
@@ -91,12 +91,10 @@ def scaled_value_and_grad(
             )
         trained: list[Any] = list(args)
         rest: dict[int, Any] = {}
-        for position in positions:
-            i = position % max(len(args), 1)
-            if i < len(args):
-                trained[i], rest[i] = _trained(args[i])
-                if axes:  # makes gradients local, so that they are averaged once, and here
-                    trained[i] = localized(trained[i], axis_name)
+        for i in positions("value_and_grad", argnums, len(args)):
+            trained[i], rest[i] = _trained(args[i])
+            if axes:  # makes gradients local, so that they are averaged once, and here
+                trained[i] = localized(trained[i], axis_name)
 
         def run(*args, **kwargs):
             whole = (_joined(arg, rest.get(i)) for i, arg in enumerate(args))
