@@ -250,6 +250,21 @@ def test_a_static_scale_may_be_traced():
     assert jax.jit(lambda s: mpjax.StaticLossScale(s).scale(jnp.float32(2)))(3.0) == 6
 
 
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda s: mpjax.get_loss_scale("mixed_float16", s), "loss_scale"),
+        (lambda s: mpjax.get_loss_scale("O2", jmp.DynamicLossScale(s)), "loss_scale"),
+        (mpjax.DynamicLossScale, "init_scale"),
+        (lambda s: mpjax.DynamicLossScale(growth_factor=s), "growth_factor"),
+        (lambda s: mpjax.DynamicLossScale(growth_interval=s), "growth_interval"),
+    ],
+)
+def test_a_setting_that_is_traced_is_refused(make, name):
+    with pytest.raises(ValueError, match=f"{name}=.*but it is traced: .*static_argnames"):
+        jax.eval_shape(make, 128.0)
+
+
 # ---------------------------------------------------------------- settings
 
 

@@ -5,7 +5,6 @@ that uses them need not know which one it has. All are pytrees: arrays are leave
 static. Micikevicius et al. 2017, "Mixed Precision Training", https://arxiv.org/abs/1710.03740.
 """
 
-import contextlib
 import dataclasses
 import math
 import operator
@@ -123,7 +122,7 @@ class StaticLossScale:
     loss_scale: jax.Array = _leaf()
 
     def __post_init__(self):
-        with contextlib.suppress(jax.errors.ConcretizationTypeError):  # traced: no value yet
+        if not is_traced(self.loss_scale):
             _check_scale("loss_scale", self.loss_scale)
         object.__setattr__(self, "loss_scale", jnp.asarray(self.loss_scale, jnp.float32))
 
@@ -221,11 +220,8 @@ class DynamicLossScale:
         }
         for name, (value, dtype) in fresh.items():
             given = getattr(self, name)
-            with contextlib.suppress(jax.errors.ConcretizationTypeError):  # traced: no value yet
-                if given is not None:
-                    _check_scale(name, given) if dtype == jnp.float32 else check_count(
-                        name, given, 0
-                    )
+            if given is not None and not is_traced(given):
+                _check_scale(name, given) if dtype == jnp.float32 else check_count(name, given, 0)
             object.__setattr__(self, name, jnp.asarray(value if given is None else given, dtype))
 
     def scale(self, tree: T) -> T:
@@ -344,7 +340,7 @@ def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale
     elif type(loss_scale) is jmp.StaticLossScale:
         return StaticLossScale(loss_scale.loss_scale)
     elif type(loss_scale) is jmp.DynamicLossScale:
-        scale = float(loss_scale.loss_scale)
+        scale = _check_scale("loss_scale", loss_scale.loss_scale)
         return DynamicLossScale(
             init_scale=scale,
             growth_factor=float(loss_scale.factor),
@@ -372,6 +368,21 @@ def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale
     )
 
 
+def is_traced(value: Any) -> bool:
+    """Returns whether a value is one number that jit traces: it is not known yet."""
+    return isinstance(value, jax.core.Tracer) and _is_number(value)
+
+
+def refuse_traced(name: str, value: Any) -> None:
+    """Raises a ValueError if a setting, whose value must be known, is traced."""
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"{name}={brief(value)} must be a number, but it is traced: jit, grad or vmap passes "
+            "the function this argument without its value. Pass a number from outside the traced "
+            "function, or list the argument in static_argnames of jax.jit."
+        )
+
+
 def has_protocol(loss_scale: Any) -> bool:
     """Returns whether an object, not a class, has the methods of a loss scale."""
     protocol = ("scale", "unscale", "adjust", "loss_scale")
@@ -393,6 +404,7 @@ def _as_float(value: Any) -> float:
 
 def _check_number(name: str, value: Any) -> float:
     """Returns a finite number as a float."""
+    refuse_traced(name, value)
     if not _is_number(value):
         raise ValueError(f"{name}={brief(value)} must be one number.")
     number = _as_float(value)
@@ -426,6 +438,7 @@ def _check_scale(name: str, value: Any) -> float:
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
     """Returns a whole number that fits an int32, as an int."""
+    refuse_traced(name, value)
     number = whole_number(value)
     if number is None or not least <= number < 2**31:
         raise ValueError(f"{name}={brief(value)} must be a whole number from {least} to 2**31 - 1.")
