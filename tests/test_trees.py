@@ -92,6 +92,12 @@ def test_all_finite_ignores_what_is_neither_floating_nor_complex():
     assert jax.jit(mpjax.all_finite)({}).shape == ()
 
 
+@pytest.mark.parametrize("wrong", ["x", {"a": "x", "b": None}, print])
+def test_all_finite_of_what_has_no_numbers_is_refused(wrong):
+    with pytest.raises(TypeError, match="tree=.* has no arrays and no numbers"):
+        mpjax.all_finite(wrong)
+
+
 def test_select_takes_one_tree_bit_for_bit():
     nans = np.array([0x7FC00001, 0x80000000], np.uint32).view(np.float32)  # a payload, and -0.0
     a = {**everything(), "x": jnp.asarray(nans), "key": jax.random.key(1)}
@@ -140,6 +146,9 @@ def test_arrays_of_strings_are_leaves_that_are_no_arrays():
         ),
         (True, {"w": jnp.ones(2)}, {"w": jnp.ones(3)}, r"leaf 'w' is float32\(2,\) in on_true"),
         (True, {"w": jnp.ones(2)}, {"w": jnp.ones(2, jnp.float16)}, "a dtype that changes"),
+        (True, {"a": 1.0}, {"b": 1.0}, r"the same structure, but on_false lacks a and holds b\."),
+        (True, {"a": 1.0}, {"a": None}, r"the same structure, but on_false lacks a\."),
+        (True, (1.0,), [1.0], r"the same structure, but PyTreeDef\(\(\*,\)\) is not PyTreeDef"),
     ],
 )
 def test_select_refuses_what_it_cannot_choose_between(pred, a, b, message):

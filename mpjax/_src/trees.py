@@ -13,9 +13,10 @@ import numpy as np
 
 from mpjax._src.dtypes import FLOAT32, FLOAT64, DTypeLike, canonical
 from mpjax._src.errors import brief
-from mpjax._src.patterns import path_of
+from mpjax._src.patterns import difference, path_of, paths
 
 T = TypeVar("T")
+NUMBER = (bool, int, float, complex)
 
 
 def is_array(leaf: Any) -> bool:
@@ -106,14 +107,23 @@ def all_finite(tree: Any) -> jax.Array:
     Returns:
         A bool array of shape (); True for an empty tree. It may be traced.
 
+    Raises:
+        TypeError: If the tree has leaves, but no arrays or numbers.
+
     Example:
         >>> import jax.numpy as jnp, mpjax
         >>> bool(mpjax.all_finite({"a": jnp.ones(2), "n": 3})), bool(mpjax.all_finite(jnp.inf))
         (True, False)
     """
+    leaves = jax.tree.leaves(tree)
+    if leaves and not any(is_array(leaf) or isinstance(leaf, NUMBER) for leaf in leaves):
+        raise TypeError(
+            f"tree={brief(tree)} has no arrays and no numbers, so nothing of it can be finite. "
+            "Pass gradients, a loss or another tree of arrays."
+        )
     verdicts = [
         jnp.all(jnp.isfinite(leaf))
-        for leaf in jax.tree.leaves(tree)
+        for leaf in leaves
         if (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact))
         or isinstance(leaf, (float, complex))
     ]
@@ -166,12 +176,20 @@ def select(pred: Any, on_true: T, on_false: T) -> T:
             "To reduce many values to one, use jnp.all(...) or mpjax.all_finite(...)."
         )
 
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (on_true, on_false)]
+    if structures[0] != structures[1]:
+        lacking = difference({*paths(on_true)}, {*paths(on_false)})
+        kinds = "{} is not {}".format(*map(brief, structures))
+        raise ValueError(
+            "select: on_true and on_false must have the same structure, but "
+            f"{f'on_false {lacking}' if lacking else kinds}."
+        )
+
     def choose(keys, a, b):
         where = f"leaf {path_of(keys)!r}"
         if getattr(a, "dtype", None) == jax.dtypes.float0:  # the gradient of an integer is empty
             return a
-        number = (bool, int, float, complex)
-        if not (is_array(a) or isinstance(a, number)):
+        if not (is_array(a) or isinstance(a, NUMBER)):
             if a is b or np.array_equal(a, b):
                 return a
             raise ValueError(
