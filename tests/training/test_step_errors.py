@@ -18,6 +18,11 @@ from mpjax._src.training.step import TrainState
 # ---- divergence and warnings ---------------------------------------------------------------------
 
 
+def test_raise_if_diverged_is_called_outside_of_jit():
+    with pytest.raises(TypeError, match="metrics are traced.*outside of jit"):
+        jax.eval_shape(lambda m: mpjax.raise_if_diverged(m, 3), {"consecutive_skips": 4})
+
+
 def test_raise_if_diverged_says_how_many_at_what_scale_and_why():
     metrics = {"consecutive_skips": 3, "loss_scale": jnp.float32(512), "loss_finite": True}
     mpjax.raise_if_diverged(metrics, 4)
@@ -110,6 +115,9 @@ def test_bad_states(params, rng, message):
     [
         (lambda p: 0.0, {}, {}, r"loss_fn is called as loss_fn\(params, batch\)"),
         (lambda p, b: 0.0, {}, {"rng": jax.random.key(0)}, r"loss_fn\(params, batch, rng=...\)"),
+        (lambda p, b, rng: 0.0, {}, {}, r"'rng'\. Pass rng= to init: init\(params, rng=jax"),
+        (lambda p, b, *, rng, model_state: 0.0, {}, {}, "Pass rng= and model_state= to init"),
+        (lambda p, b, key: 0.0, {}, {}, "'key'. It is passed no others: take a random key as rng"),
         (lambda p, b: (p["w"], 1), {}, {}, "must return loss, but it returned a tuple of 2"),
         (lambda p, b: p["w"], {"has_aux": True}, {}, r"must return \(loss, aux\), .*no model"),
         (
@@ -137,6 +145,16 @@ def test_a_loss_function_of_the_wrong_form_is_named(loss_fn, options, state, mes
     init, step = mpjax.build_train_step(loss_fn, optax.sgd(0.1), "float32", **options)
     with pytest.raises(TypeError, match=message):
         jax.eval_shape(step, init({"w": jnp.float32(1)}, **state), None)
+
+
+def test_random_bits_without_a_key_are_traced_to_init():
+    def loss_fn(params, batch, rng=None):
+        return jax.random.normal(rng) * params["w"]
+
+    init, step = mpjax.build_train_step(loss_fn, optax.sgd(0.1), "float32")
+    with pytest.raises(TypeError) as caught:
+        jax.eval_shape(step, init({"w": jnp.float32(1)}), None)
+    assert "pass rng= to init: init(params, rng=" in caught.value.__notes__[0]
 
 
 def test_a_loss_function_without_a_signature_is_just_called():

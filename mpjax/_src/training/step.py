@@ -4,11 +4,12 @@ The order of a step is: cast, forward pass, scale, backward pass, unscale, avera
 everything is finite, optimizer, gate, adjust the loss scale.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -338,7 +339,7 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
     Raises:
         DivergenceError: If ``limit`` or more steps in a row were skipped. The message gives their
             number, the loss scale and the usual causes.
-        TypeError: If ``metrics`` does not come from a training step.
+        TypeError: If ``metrics`` does not come from a training step, or is traced.
         ValueError: If ``limit`` is not a positive whole number, or ``metrics`` holds several steps.
 
     Example:
@@ -354,6 +355,11 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
     if not (isinstance(metrics, dict) and "consecutive_skips" in metrics):
         raise TypeError(
             f"metrics={brief(metrics)} must be the metrics that a training step returned."
+        )
+    if isinstance(metrics["consecutive_skips"], jax.core.Tracer):
+        raise TypeError(
+            "metrics are traced, so it is unknown how many steps were skipped. Call "
+            "raise_if_diverged outside of jit, with the metrics that the jitted step returned."
         )
     if jnp.ndim(metrics["consecutive_skips"]):
         raise ValueError(
@@ -408,9 +414,9 @@ def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Call
         _check_signature(loss_fn, (params, batch), kwargs)
         # jit would convert the batch too: NumPy's float64 becomes float32 unless x64 is enabled.
         batch = jax.tree.map(lambda x: jnp.asarray(x) if is_array(x) else x, batch)
-        loss, new_state, aux = _unpack(
-            run(params, batch, **kwargs), model_state is not None, has_aux
-        )
+        with _without_rng(loss_fn, rng):
+            out = run(params, batch, **kwargs)
+        loss, new_state, aux = _unpack(out, model_state is not None, has_aux)
         if model_state is not None:
             new_state = _check_model_state(new_state, model_state)
         return loss, (new_state, aux)
@@ -589,8 +595,35 @@ def _check_signature(loss_fn: Callable[..., Any], args: tuple, kwargs: dict[str,
         raise TypeError(
             f"loss_fn is called as loss_fn({call}), with keywords for the model_state and rng that "
             f"init was given, but {getattr(loss_fn, '__name__', loss_fn)}{signature} does not "
-            f"accept that call: {error}."
+            f"accept that call: {error}.{_remedy(signature, kwargs)}"
         ) from None
+
+
+def _remedy(signature: inspect.Signature, given: dict[str, Any]) -> str:
+    """Says how required arguments of ``loss_fn`` beyond params and batch are passed."""
+    names = [p.name for p in signature.parameters.values() if p.default is p.empty]
+    carried = {"rng": "jax.random.key(0)", "model_state": "..."}
+    missing = [name for name in names if name in carried.keys() - given.keys()]
+    if missing:
+        arguments = ", ".join(f"{name}={carried[name]}" for name in missing)
+        return f" Pass {'= and '.join(missing)}= to init: init(params, {arguments})."
+    if len(names) > 2 + len(given):
+        return " It is passed no others: take a random key as rng, and other state as model_state."
+    return ""
+
+
+@contextlib.contextmanager
+def _without_rng(loss_fn: Callable[..., Any], rng: Any) -> Iterator[None]:
+    """Adds to an error of a function that may take an rng, but was given none, where it is from."""
+    try:
+        yield
+    except Exception as error:
+        if rng is None and "rng" in getattr(loss_fn, "__code__", _without_rng.__code__).co_varnames:
+            error.add_note(
+                "loss_fn was called without rng=, because init was. If it needs random bits, pass "
+                "rng= to init: init(params, rng=jax.random.key(0))."
+            )
+        raise
 
 
 def _unpack(out: Any, has_state: bool, has_aux: bool) -> tuple[Any, Any, Any]:
