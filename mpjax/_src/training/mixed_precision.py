@@ -16,7 +16,7 @@ from mpjax._src.policy import Policy, get_policy
 from mpjax._src.training.gradients import scaled_value_and_grad, with_float32_loss
 from mpjax._src.training.levels import under_policy
 from mpjax._src.training.loss_scale import SCALES, LossScale, get_loss_scale
-from mpjax._src.training.optimizers import check_kind, updated_if
+from mpjax._src.training.optimizers import check_kind, of_ours, updated_if
 from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.training.transaction import adjusted, counted
 from mpjax._src.trees import all_finite, is_array, is_one_bool
@@ -25,6 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@of_ours
 class MixedPrecisionState(NamedTuple):
     """State of `mixed_precision`.
 
