@@ -1,9 +1,12 @@
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from problems import run_updates
+from support import thorough_but
 
 import mpjax
 
@@ -119,6 +122,71 @@ def test_an_optimizer_that_fails_by_itself_says_so():
         optimizer = wrap(optax.GradientTransformation(optax.adam(0.1).init, update))
         with pytest.raises(KeyError, match="its own"):
             optimizer.update(grads, optimizer.init(grads), params)
+
+
+WRAPPERS = {
+    "skip": mpjax.skip_nonfinite,
+    "masters": mpjax.with_master_weights,
+    "kahan": mpjax.with_kahan_summation,
+    "stochastic": mpjax.with_stochastic_rounding,
+    "8bit": mpjax.with_8bit_moments,
+    "mixed": mpjax.mixed_precision,
+    "O3": lambda inner: mpjax.mixed_precision(inner, "O3:bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", thorough_but(WRAPPERS, "skip", "8bit", "O3"))
+def test_a_tree_that_is_no_gradient_is_compared_with_params(name):
+    optimizer, params = WRAPPERS[name](optax.adam(0.1)), {"w": np.ones(3, np.float32)}
+    params = mpjax.cast(params, "bfloat16") if name not in ("skip", "mixed") else params
+    state = optimizer.init(params)
+    grads = {"w": np.ones(3, np.float32)}
+    for wrong, message in (
+        ({"v": np.ones(3, np.float32)}, r"lacks w \[3\] and holds v \[3\]\.$"),
+        ({"w": np.ones(4, np.float32)}, r"lacks w \[3\] and holds w \[4\]"),
+        ((np.float32(1), grads), r"holds 0 \[\], 1/w \[3\]\. .*returns \(loss, grads\)"),
+        (None, r"lacks w \[3\]\.$"),
+    ):
+        with pytest.raises(ValueError, match=f"updates must be the gradients of .*{message}"):
+            optimizer.update(wrong, state, params)
+
+
+@pytest.mark.parametrize("name", thorough_but(WRAPPERS, "skip", "mixed"))
+def test_init_with_a_whole_module_says_how_to_filter(name):
+    optimizer, model = WRAPPERS[name](optax.adam(0.1)), {"f": jnp.tanh, "w": np.ones(2, np.float16)}
+    if name == "O3":  # which wants bfloat16
+        model = mpjax.cast(model, "bfloat16")
+    if name == "mixed":
+        model = mpjax.cast(model, "float32")
+    with pytest.raises(TypeError, match=r"params\['f'\] is .*eqx\.filter\(model, eqx\.is_inexact"):
+        optimizer.init(model)
+    WRAPPERS[name](optax.sgd(0.1)).init(model)  # needs no state of a function
+
+
+def test_a_loss_that_is_no_number_is_refused():
+    params = {"w": np.ones(3, np.float32)}
+    optimizer = mpjax.skip_nonfinite(optax.adam(0.1))
+    state = optimizer.init(params)
+    with pytest.raises(ValueError, match=r"value is of shape \(3,\).*jnp\.mean\(losses\)"):
+        optimizer.update(params, state, params, value=np.ones(3, np.float32))
+    with pytest.raises(ValueError, match="value is 'x', but must be the loss"):
+        optimizer.update(params, state, params, value="x")
+
+
+def test_what_a_state_of_ours_lacks_is_looked_for_inside_it():
+    params = {"w": np.ones(2, np.float32)}
+    state = mpjax.skip_nonfinite(optax.contrib.schedule_free_sgd(0.1)).init(params)
+    with pytest.raises(AttributeError, match=r"no attribute 'b1', but the ScheduleFreeState ins"):
+        optax.contrib.schedule_free_eval_params(state, params)
+    with pytest.raises(AttributeError, match=r"pass state\.inner_state instead of state"):
+        state.b1  # noqa: B018
+    with pytest.raises(AttributeError, match="'skiped_steps'. Did you mean 'skipped_steps'"):
+        state.skiped_steps  # noqa: B018
+    masters = mpjax.with_master_weights(optax.chain(optax.adam(0.1))).init(params)
+    with pytest.raises(AttributeError, match=r"read state\.inner_state\[0\]\[0\]\.mu\."):
+        masters.mu  # noqa: B018
+    assert not hasattr(state, "hyperparams")
+    assert copy.deepcopy(state).skipped_steps == 0
 
 
 def test_what_a_state_lacks_is_told_in_short():

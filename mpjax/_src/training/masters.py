@@ -17,7 +17,7 @@ from mpjax._src.errors import brief, did_you_mean
 from mpjax._src.patterns import name_of, path_of
 from mpjax._src.policy import CHOICES
 from mpjax._src.training import residuals
-from mpjax._src.training.optimizers import as_optimizer, check_kind
+from mpjax._src.training.optimizers import as_optimizer, check_kind, first_state, of_ours
 from mpjax._src.training.stored import (
     Optimizer,
     added,
@@ -35,6 +35,7 @@ STORAGES = dict(zip(CHOICES["masters"].values, KINDS, strict=True))
 COMPENSATED = "compensation"  # in the parameter's own dtype
 
 
+@of_ours
 class MasterWeightsState(NamedTuple):
     """State of `with_master_weights` and `with_kahan_summation`.
 
@@ -176,7 +177,7 @@ def _beside(inner: optax.GradientTransformation, storage: str, name: str) -> Opt
         masters = jax.tree_util.tree_map_with_path(first, params)
         if not jax.tree.leaves(masters):
             masters = NO_MASTERS
-        return MasterWeightsState(masters, inner.init(_full(params, masters, kind, name)))
+        return MasterWeightsState(masters, first_state(inner, _full(params, masters, kind, name)))
 
     def core(grads, state, params, extra_args):
         check_kind(state, MasterWeightsState, name)

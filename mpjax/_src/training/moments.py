@@ -11,7 +11,13 @@ from mpjax._src.dtypes import FLOAT32
 from mpjax._src.errors import brief
 from mpjax._src.patterns import path_of
 from mpjax._src.training.codes import SIGNED, UNSIGNED, Code, decode, encode, scales_of
-from mpjax._src.training.optimizers import as_optimizer, check_kind, for_state
+from mpjax._src.training.optimizers import (
+    as_optimizer,
+    check_kind,
+    first_state,
+    for_state,
+    of_ours,
+)
 from mpjax._src.training.stored import is_masked
 from mpjax._src.trees import is_floating
 
@@ -38,6 +44,7 @@ MOMENTS: Table = {
 }
 
 
+@of_ours
 class EightBitMomentsState(NamedTuple):
     """State of `with_8bit_moments`.
 
@@ -103,7 +110,7 @@ def with_8bit_moments(
     table = {**MOMENTS, **_checked(moments or {})}
 
     def init(params):
-        state, number = inner.init(params), jnp.zeros((), jnp.int32)
+        state, number = first_state(inner, params), jnp.zeros((), jnp.int32)
         scales = _each(lambda x, code: _first_scales(x, code, number), table, state)
         return EightBitMomentsState(_coded(state, scales, table, number), scales, number)
 
@@ -113,7 +120,7 @@ def with_8bit_moments(
 
         def advance(codes, scales):
             before = _plain(_replaced(state.inner_state, codes, table), scales, table)
-            with for_state(inner, before, params):
+            with for_state(inner, before, params, updates):
                 return inner.update(updates, before, params, **extra_args)
 
         number = state.rounded + 1

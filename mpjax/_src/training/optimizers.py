@@ -1,19 +1,51 @@
-"""Optax transformations: `skip_nonfinite`, and checks that a state belongs to its optimizer."""
+"""Optax transformations: `skip_nonfinite`, and checks of what an optimizer is called with."""
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._src.errors import brief
-from mpjax._src.patterns import path_of
+from mpjax._src.errors import brief, did_you_mean
+from mpjax._src.patterns import difference, name_of, path_of
 from mpjax._src.training.transaction import counted, gated_update
-from mpjax._src.trees import all_finite, is_one_bool
+from mpjax._src.trees import all_finite, is_array, is_floating, is_one_bool
+
+C = TypeVar("C", bound=type)
 
 
+def of_ours(cls: C) -> C:
+    """Decorates the class of a state, so that an attribute that it lacks is looked for inside it.
+
+    The functions of optax that read a state, such as ``schedule_free_eval_params``, take that of
+    their own optimizer. The error says where in our state it is.
+    """
+
+    def missing(self, name: str) -> NoReturn:
+        what = f"{cls.__name__!r} object has no attribute {name!r}"
+        if name.startswith("_"):  # looked up by copy, pickle and notebooks
+            raise AttributeError(what)
+
+        def has_it(node):
+            return node is not self and name in getattr(node, "_fields", ())
+
+        for keys, node in jax.tree_util.tree_leaves_with_path(self, is_leaf=has_it):
+            if has_it(node):
+                place = jax.tree_util.keystr(keys)
+                raise AttributeError(
+                    f"{what}, but the {type(node).__name__} inside it has one: pass state{place} "
+                    f"instead of state, or read state{place}.{name}."
+                )
+        public = [n for n in dir(cls) if not n.startswith("_")]
+        raise AttributeError(f"{what}.{did_you_mean(name, public)}")
+
+    setattr(cls, "__getattr__", missing)  # noqa: B010  (type checkers need not know it)
+    return cls
+
+
+@of_ours
 class SkipNonfiniteState(NamedTuple):
     """State of `skip_nonfinite`.
 
@@ -46,9 +78,10 @@ def skip_nonfinite(
         your own. Other extra arguments are passed to ``inner``.
 
     Raises:
-        TypeError: If ``inner`` is not an optax optimizer.
-        ValueError: From ``update``, if ``finite`` is not one bool, or the state belongs to another
-            optimizer.
+        TypeError: If ``inner`` is not an optax optimizer; from ``init``, if ``inner`` fails for
+            leaves of ``params`` that are not arrays.
+        ValueError: From ``update``, if ``finite`` is not one bool, ``value`` is not one number, the
+            state belongs to another optimizer, or the gradients to other parameters.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
@@ -64,7 +97,7 @@ def skip_nonfinite(
     def init(params):
         # Two arrays, because one buffer cannot be donated twice.
         zeros = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return SkipNonfiniteState(inner.init(params), *zeros)
+        return SkipNonfiniteState(first_state(inner, params), *zeros)
 
     def update(updates, state, params=None, *, finite=True, **extra_args):
         if not is_one_bool(finite):
@@ -90,14 +123,48 @@ def updated_if(
     """Returns an optimizer's updates and new state if ``finite``, else zeros and the old state.
 
     Raises:
-        ValueError: If the state belongs to another optimizer.
+        ValueError: If ``value`` among ``extra_args`` is not one number, if the state belongs to
+            another optimizer, or the gradients to other parameters.
     """
+    _check_value(extra_args.get("value"))
 
     def update(state, grads, params):
         return inner.update(grads, state, params, **extra_args)
 
-    with for_state(inner, state, params):
+    with for_state(inner, state, params, grads):
         return gated_update(finite, update, state, grads, params)
+
+
+def _check_value(value: Any) -> None:
+    """Refuses a loss that is not one number: optimizers compare it with one."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return
+    if not (is_array(value) and jnp.ndim(value) == 0):
+        found = f"of shape {jnp.shape(value)}" if is_array(value) else brief(value)
+        raise ValueError(
+            f"value is {found}, but must be the loss: one number, of shape (). Losses of several "
+            "examples are usually averaged: value=jnp.mean(losses)."
+        )
+
+
+def first_state(inner: optax.GradientTransformation, params: Any) -> optax.OptState:
+    """Returns ``inner.init(params)``.
+
+    Raises:
+        TypeError: If ``inner`` fails, and a leaf is not an array. Stateless optimizers take such
+            leaves, so they are no error by themselves.
+    """
+    try:
+        return inner.init(params)
+    except Exception:
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if not (is_array(leaf) or isinstance(leaf, (float, complex, jax.ShapeDtypeStruct))):
+                raise TypeError(
+                    f"{name_of('params', keys)} is {brief(leaf)}, not an array, so the optimizer "
+                    "has no state for it. Call init with the trained arrays alone: for Equinox, "
+                    "optimizer.init(eqx.filter(model, eqx.is_inexact_array))."
+                ) from None
+        raise
 
 
 def check_kind(state: Any, kind: type, name: str) -> None:
@@ -112,39 +179,49 @@ def check_kind(state: Any, kind: type, name: str) -> None:
 def check_state(init: Callable[..., Any], state: Any, params: Any, argument: str) -> None:
     """Raises a ValueError if ``init(params)`` would return other arrays than ``state`` holds."""
 
-    def arrays(tree):
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {f"{path_of(keys)} {list(jnp.shape(leaf))}" for keys, leaf in leaves}
+    differences = difference(_arrays(jax.eval_shape(init, params)), _arrays(state))
+    if differences:
+        raise ValueError(
+            f"{argument} belongs to another optimizer, or to parameters of other shapes or dtypes: "
+            f"it {differences}. Pass the state that init of this optimizer returned for these "
+            "parameters, or restore a checkpoint that was written with it."
+        )
 
-    wanted, found = arrays(jax.eval_shape(init, params)), arrays(state)
-    if wanted == found:
-        return
-    differences = " and ".join(
-        f"{verb} {', '.join(sorted(names)[:3])}"
-        for verb, names in (("lacks", wanted - found), ("holds", found - wanted))
-        if names
-    )
-    raise ValueError(
-        f"{argument} belongs to another optimizer, or to parameters of other shapes or dtypes: it "
-        f"{differences}. Pass the state that init of this optimizer returned for these parameters, "
-        "or restore a checkpoint that was written with it."
-    )
+
+def _arrays(tree: Any) -> set[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {f"{path_of(keys)} {list(getattr(leaf, 'shape', ()))}".lstrip() for keys, leaf in leaves}
 
 
 @contextlib.contextmanager
 def for_state(
-    inner: optax.GradientTransformationExtraArgs, state: Any, params: Any
+    inner: optax.GradientTransformationExtraArgs, state: Any, params: Any, updates: Any
 ) -> Iterator[None]:
-    """Replaces the error of a failing optimizer, if its state belongs to another optimizer.
+    """Replaces the error of a failing optimizer, if what it was called with does not fit.
 
-    Without ``params`` the right state is unknown, and the error is raised as it is.
+    Without ``params`` it is unknown what fits, and the error is raised as it is.
     """
     try:
         yield
     except Exception:
         if params is not None:
+            _check_updates(updates, params)
             check_state(inner.init, state, params, "state.inner_state")
         raise
+
+
+def _check_updates(updates: Any, params: Any) -> None:
+    """Raises a ValueError if gradients are not those of ``params``: other paths or shapes."""
+    # Equinox has no gradients, and no states, of leaves that are not floating arrays.
+    trained = jax.tree.map(lambda x: x if is_floating(x) else None, params)
+    wanted, found = _arrays(trained), _arrays(updates)
+    differences = difference(wanted, found, found - _arrays(params))
+    if differences:
+        pair = isinstance(updates, tuple) and len(updates) == 2
+        hint = " jax.value_and_grad returns (loss, grads): pass grads alone." if pair else ""
+        raise ValueError(
+            f"updates must be the gradients of params, a tree like it, but it {differences}.{hint}"
+        ) from None
 
 
 def as_optimizer(

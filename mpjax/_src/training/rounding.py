@@ -10,7 +10,7 @@ import optax
 from mpjax._src.dtypes import FLOAT32, HALVES, DTypeLike, canonical
 from mpjax._src.errors import brief
 from mpjax._src.training.loss_scale import whole_number
-from mpjax._src.training.optimizers import as_optimizer, check_kind
+from mpjax._src.training.optimizers import as_optimizer, check_kind, first_state, of_ours
 from mpjax._src.training.residuals import UINT32
 from mpjax._src.training.stored import by_leaf, inner_update, made, need_params
 from mpjax._src.trees import is_array, is_half, is_key, widen
@@ -42,6 +42,7 @@ def drawn(shape: tuple[int, ...], *numbers: Any) -> jax.Array:
     return mixed(mixed(place ^ keys[0]) + keys[1])
 
 
+@of_ours
 class StochasticRoundingState(NamedTuple):
     """State of `with_stochastic_rounding`.
 
@@ -166,7 +167,7 @@ def with_stochastic_rounding(
         raise ValueError(f"seed={brief(seed)} must be a whole number from -2**31 to 2**32 - 1.")
 
     def init(params):
-        return StochasticRoundingState(jnp.zeros((), jnp.int32), inner.init(widen(params)))
+        return StochasticRoundingState(jnp.zeros((), jnp.int32), first_state(inner, widen(params)))
 
     def core(grads, state, params, extra_args):
         check_kind(state, StochasticRoundingState, "with_stochastic_rounding")

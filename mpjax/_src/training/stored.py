@@ -7,7 +7,7 @@ import jax
 import optax
 
 from mpjax._src.dtypes import FLOAT32
-from mpjax._src.training.optimizers import as_optimizer, for_state
+from mpjax._src.training.optimizers import as_optimizer, first_state, for_state
 from mpjax._src.trees import widen
 
 
@@ -55,10 +55,10 @@ def in_full_precision(inner: optax.GradientTransformation) -> Optimizer:
     inner = as_optimizer(inner, "inner")
 
     def init(params):
-        return inner.init(widen(params))
+        return first_state(inner, widen(params))
 
     def core(grads, state, params, extra_args):
-        updates, state = inner.update(widen(grads), state, widen(params), **extra_args)
+        updates, state = inner_update(inner, grads, state, widen(params), extra_args)
         return updates, None, state
 
     return made(init, core)
@@ -123,7 +123,7 @@ def inner_update(
     extra_args: dict[str, Any],
 ) -> tuple[Any, Any]:
     grads = widen(grads)
-    with for_state(inner, state, grads if full is None else full):
+    with for_state(inner, state, grads if full is None else full, grads):
         return inner.update(grads, state, full, **extra_args)
 
 
