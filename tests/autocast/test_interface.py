@@ -1,5 +1,7 @@
 """Autocast preserves arguments, results, dtypes, effects and shardings."""
 
+import inspect
+
 import jax
 import jax.experimental.custom_partitioning
 import jax.numpy as jnp
@@ -285,3 +287,16 @@ def test_pallas_is_left_alone():
         return pallas.pallas_call(kernel, out_shape=shape, interpret=True)(x @ w) @ w
 
     assert_near(cast(fun)(W, X), fun(W, X), 0.02)
+
+
+def test_a_policy_that_is_left_out_is_mixed_bfloat16():
+    w = np.ones((2, 2), np.float32)
+    product = lambda w: jnp.sum(w @ w)  # noqa: E731
+    half = str(jax.make_jaxpr(mpjax.autocast(product, "mixed_bfloat16"))(w))
+    for made in (mpjax.autocast(product), mpjax.autocast()(product)):
+        assert str(jax.make_jaxpr(made)(w)) == half and "bf16" in half
+    assert mpjax.explain(product)(w).calls()["dot_general"]["bf16"] == 1
+    runs = mpjax.autocast, mpjax.build_train_step, mpjax.mixed_precision, mpjax.explain
+    runs += mpjax.compare, mpjax.nnx.Optimizer.__init__, mpjax.linen.TrainState.create
+    defaults = {inspect.signature(f).parameters["policy"].default for f in runs}
+    assert defaults == {"mixed_bfloat16"}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jmp
 import numpy as np
 
 from mpjax._src import _jax
@@ -207,7 +208,7 @@ class CastReport(Report):
 
 def explain(
     fun: Callable[..., Any],
-    policy: Any,
+    policy: str | jmp.Policy = "mixed_bfloat16",
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
 ) -> Callable[..., CastReport]:

@@ -83,10 +83,12 @@ class Traced:
 
 
 @overload
-def autocast(fun: F, policy: str | jmp.Policy) -> F: ...
+def autocast(fun: F, policy: str | jmp.Policy = "mixed_bfloat16") -> F: ...
 @overload
-def autocast(fun: None = None, *, policy: str | jmp.Policy) -> Callable[[F], F]: ...
-def autocast(fun: Any = None, policy: Any = None) -> Any:
+def autocast(
+    fun: None = None, *, policy: str | jmp.Policy = "mixed_bfloat16"
+) -> Callable[[F], F]: ...
+def autocast(fun: Any = None, policy: Any = "mixed_bfloat16") -> Any:
     """Runs a float32 function in mixed precision, choosing the dtype of each operation.
 
     Matmuls and convolutions get half operands, in the forward and backward pass. Softmax, norms,

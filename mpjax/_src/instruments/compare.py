@@ -122,7 +122,7 @@ class Comparison(Report):
 @overload
 def compare(
     fun: Callable[..., Any],
-    policy: str | jmp.Policy,
+    policy: str | jmp.Policy = "mixed_bfloat16",
     argnums: int | Sequence[int] | None = 0,
     has_aux: bool = False,
     *,
@@ -134,7 +134,7 @@ def compare(
 ) -> Callable[..., Agreement]: ...
 def compare(
     fun: Callable[..., Any],
-    policy: Any,
+    policy: Any = "mixed_bfloat16",
     argnums: int | Sequence[int] | None = 0,
     has_aux: bool = False,
     *,
