@@ -276,3 +276,13 @@ def test_second_moments_do_not_underflow_in_float16():
         in_full_precision(optax.adam(1e-2)), params, [jnp.full(3, 1e-5, jnp.float16)] * 3
     )
     assert jnp.isfinite(new).all() and (new < 1).all()
+
+
+def test_master_params_refuses_swapped_and_equal_arguments():
+    params = {"w": np.ones(2, jnp.bfloat16)}
+    state = mpjax.with_master_weights(optax.adam(0.1)).init(params)
+    with pytest.raises(ValueError, match=r"The order is master_params\(opt_state, params\)"):
+        mpjax.master_params(params, state)
+    with pytest.raises(ValueError, match="opt_state is params themselves"):
+        mpjax.master_params(params, params)
+    assert mpjax.master_params((), params)["w"].dtype == np.float32  # of an optimizer without any

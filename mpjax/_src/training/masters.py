@@ -256,7 +256,8 @@ def master_params(opt_state: optax.OptState, params: Any) -> Any:
         split; those without a master are widened to float32. All others are returned as they are.
 
     Raises:
-        ValueError: If the state holds masters of other parameters.
+        ValueError: If the state holds masters of other parameters, or if ``params`` holds an
+            optimizer's state, or ``opt_state`` is ``params``.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
@@ -267,7 +268,23 @@ def master_params(opt_state: optax.OptState, params: Any) -> Any:
 
     Apex has the same function as amp.master_params.
     """
+    if _states_in(params):
+        raise ValueError(
+            "params holds the state of an optimizer. The order is master_params(opt_state, params)."
+        )
+    pairs = [jax.tree.leaves(tree) for tree in (opt_state, params)]
+    same = jax.tree.structure(opt_state) == jax.tree.structure(params)
+    if pairs[0] and same and all(a is b for a, b in zip(*pairs, strict=True)):
+        raise ValueError(
+            "opt_state is params themselves, so it holds no master weights. Pass the state that "
+            "optimizer.init(params) or the last update returned."
+        )
     return _with_kept(params, opt_state, full_value)
+
+
+def _states_in(tree: Any) -> list[MasterWeightsState]:
+    is_state = lambda node: isinstance(node, MasterWeightsState)  # noqa: E731
+    return [node for node in jax.tree.leaves(tree, is_leaf=is_state) if is_state(node)]
 
 
 def apply_updates(params: Any, updates: Any, opt_state: optax.OptState) -> Any:
@@ -305,12 +322,8 @@ def stored(opt_state: Any, params: Any) -> list[tuple[jax.Array, ...]]:
 
 def _with_kept(params: Any, opt_state: Any, make: Callable[[Any, Any], Any]) -> Any:
     """Returns ``make(param, beside)`` for each parameter; ``beside`` is its master or None."""
-
-    def is_state(node):
-        return isinstance(node, MasterWeightsState)
-
     found = {}
-    for state in filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)):
+    for state in _states_in(opt_state):
         for keys, beside in jax.tree_util.tree_leaves_with_path(state.masters):
             found[keys] = beside
 
