@@ -6,9 +6,13 @@ user probably meant.
 
 import difflib
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
+
+PACKAGE = str(Path(__file__).parent.parent)
 
 # A message shows at most LONGEST characters of a value; TAIL of them are from its end.
 LONGEST, TAIL = 400, 40
@@ -72,3 +76,11 @@ def warn_at(fun: Callable[..., Any], message: str) -> None:
     warnings.warn_explicit(
         message, UserWarning, code.co_filename, code.co_firstlineno, registry=seen
     )
+
+
+def warn_caller(message: str) -> None:
+    """Warns at the line outside of mpjax that called it, from whatever depth."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_code.co_filename.startswith(PACKAGE) and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

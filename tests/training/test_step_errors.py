@@ -63,9 +63,15 @@ def test_a_float16_loss_is_warned_about_once():
 @pytest.mark.parametrize("ops", ["half", "full", "follow"])
 def test_op_lists_that_have_no_effect_are_warned_about(ops):
     policy = mpjax.get_policy("p=f32,c=bf16").with_ops(**{ops: "exp"})
-    with pytest.warns(UserWarning, match="its op lists have no effect.*casting=op") as caught:
+    with pytest.warns(UserWarning, match=f"{ops}.* have no effect.*casting=op") as caught:
         mpjax.build_train_step(linear_loss, optax.sgd(0.1), policy)
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("text", ["storage=lean", "fused_attention=true", "reduce=half"])
+def test_other_settings_of_op_level_casting_are_warned_about_too(text):
+    with pytest.warns(UserWarning, match=f"{text.split('=')[0]} have no effect.*casting=op"):
+        mpjax.build_train_step(linear_loss, optax.sgd(0.1), f"O3:bfloat16,{text}")
 
 
 # ---- bad input -----------------------------------------------------------------------------------

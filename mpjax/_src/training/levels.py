@@ -3,9 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 
-from mpjax._src.policy import Policy
+from mpjax._src.dtypes import HALVES
+from mpjax._src.errors import warn_caller
+from mpjax._src.policy import CHOICES, Policy
+from mpjax._src.training.loss_scale import has_protocol
 from mpjax._src.training.masters import with_kahan_summation, with_master_weights
 from mpjax._src.training.moments import with_8bit_moments
 from mpjax._src.training.optimizers import as_optimizer
@@ -29,10 +33,52 @@ def under_policy(
         policy: The policy.
         optimizer: Any optax optimizer.
         argument: The name of ``optimizer`` in errors.
+
+    Raises:
+        TypeError: If ``optimizer`` is not an optax optimizer.
+        ValueError: From ``init``, if the state of ``optimizer`` already holds a loss scale.
     """
-    inner = as_optimizer(optimizer, argument)
+    _warn_if_unused(policy)
+    inner = _unscaled(as_optimizer(optimizer, argument), argument)
     if policy.moments == "8bit":
         inner = with_8bit_moments(inner)
     if policy.master_weights:
         return with_master_weights(inner, policy.masters)  # type: ignore[return-value]
     return ROUNDINGS[policy.rounding](inner)
+
+
+def _warn_if_unused(policy: Policy) -> None:
+    """Warns of a setting for half parameters that this policy has none for."""
+    stored = {policy.param_dtype, *(dtype for _, dtype in policy.overrides)}
+    for name, kept in (("masters", True), ("rounding", False)):
+        value = getattr(policy, name)
+        if value == CHOICES[name].values[0]:
+            continue
+        if not stored & {*HALVES}:
+            why = (
+                f"all parameters are stored in {policy.param_dtype}, where no update is lost. An "
+                f"{'O2' if kept else 'O3'} policy stores them in 16 bits"
+            )
+        elif policy.master_weights != kept:
+            verb = "has no" if kept else "keeps"
+            why = f"the policy {verb} master weights. Add master_weights={str(kept).lower()}"
+        else:
+            continue
+        warn_caller(f"policy={str(policy)!r}: {name}={value} has no effect: {why}.")
+
+
+def _unscaled(inner: Any, argument: str) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer whose ``init`` refuses a state with a loss scale of its own."""
+
+    def init(params):
+        state = inner.init(params)
+        if any(map(has_protocol, jax.tree.leaves(state, is_leaf=has_protocol))):
+            raise ValueError(
+                f"{argument} is in mixed precision already: its state holds a loss scale, and a "
+                "second one around it would be adjusted by gradients that it did not scale. Pass "
+                "the optax optimizer itself: mixed_precision, build_train_step and the TrainState "
+                "and Optimizer of Flax each wrap it once."
+            )
+        return state
+
+    return optax.GradientTransformationExtraArgs(init, inner.update)

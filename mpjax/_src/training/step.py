@@ -22,7 +22,7 @@ from mpjax._src.dtypes import HALVES
 from mpjax._src.errors import DivergenceError, brief
 from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.patterns import name_of, paths
-from mpjax._src.policy import Policy, get_policy
+from mpjax._src.policy import OP_LISTS, Policy, get_policy
 from mpjax._src.training.gradients import observed_value_and_grad, with_float32_loss
 from mpjax._src.training.levels import under_policy
 from mpjax._src.training.loss_scale import (
@@ -50,6 +50,9 @@ from mpjax._src.trees import cast, cast_like, is_array, is_key, stays_finite, wi
 
 # The fields that a step changes together, or not at all.
 CHANGED = ("step", "params", "opt_state", "model_state")
+
+# The settings of a policy that apply to op-level casting alone.
+BY_OP = (*OP_LISTS, "storage", "fused_attention", "gather", "reduce")
 
 Metrics = dict[str, Any]
 T = TypeVar("T")
@@ -197,10 +200,11 @@ def build_train_step(
     policy = get_policy(policy)
     warn_if_unfit(policy, stacklevel=2)
     by_op = policy.casting == "op"
-    if not by_op and (policy.half_ops or policy.full_ops or policy.follow_ops):
+    unused = [name for name in BY_OP if getattr(policy, name) != getattr(Policy, name)]
+    if unused and not by_op:
         warnings.warn(
-            f"policy={str(policy)!r}: its op lists have no effect, because it casts at the "
-            "boundary. Add casting=op to cast each operation by its own rule.",
+            f"policy={str(policy)!r}: {' and '.join(unused)} have no effect, because it casts at "
+            "the boundary. Add casting=op to cast each operation by its own rule.",
             stacklevel=2,
         )
     flags = {
