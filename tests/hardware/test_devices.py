@@ -128,6 +128,43 @@ def test_a_fit_policy_is_not(monkeypatch, device):
             build("mixed_float16")
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "memory", "variant"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100", 80, ()),
+        ("A100-SXM4-80GB", "a100-80", 80, ()),
+        ("NVIDIA A100-PCIE-40GB", "a100-40", 40, ("pcie",)),
+        ("nvidia_h100_pcie", "h100", None, ("pcie",)),
+        ("Tesla V100-SXM2-32GB", "v100", 32, ()),
+        ("NVIDIA GeForce RTX 4090", "rtx4090", None, ()),
+        ("RTX 2080 Ti", "rtx2080", None, ()),
+        ("NVIDIA RTX A6000", "a6000", None, ()),
+        ("NVIDIA L40S", "l40s", None, ()),
+        ("AMD Instinct MI300X", "mi300x", None, ()),
+        ("TPU v5 lite", "v5e", None, ()),
+        ("v5litepod-16", "v5e", None, ("16",)),
+        ("TPU v6 lite", "v6e", None, ()),
+        ("TPU v5", "v5p", None, ()),
+        ("TPU7x", "v7x", None, ()),
+        ("A100-80", "a100-80", 80, ()),
+        ("tpu", "tpu", None, ()),
+        ("GPU", "gpu", None, ()),
+        ("h100 foo", "h100foo", None, ()),
+    ],
+)
+def test_names_that_people_paste(name, key, memory, variant):
+    assert devices.named(name) == (key, memory, variant)
+    if key in devices.CARDS:
+        assert mpjax.recommend_policy(name) == mpjax.recommend_policy(key)
+
+
+def test_kinds_of_devices():
+    assert str(mpjax.recommend_policy("tpu")) == "mixed_bfloat16"
+    for name in ("gpu", "cuda", "ROCm"):
+        with pytest.raises(ValueError, match=f"device='{name}' names no model.*devices.*a100"):
+            mpjax.recommend_policy(name)
+
+
 def test_unknown_names():
     with pytest.raises(ValueError, match=r"device='h101' is not known. Did you mean 'h100'\?"):
         mpjax.recommend_policy("h101")

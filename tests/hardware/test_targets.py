@@ -42,12 +42,27 @@ def test_names_of_targets():
     assert find_target("NVIDIA A100-80").name == "a100-80"
     assert find_target("TPU v5e").name == "v5e" and find_target("H100").name == "h100"
     assert find_target("a100").name == "a100-40"
+    assert find_target("A100-SXM4-80GB x 8").name == "a100-80 x 8"
+    for name, row in GPUS.items():
+        assert find_target(row[0]).name == name  # what the device calls itself
     with pytest.raises(ValueError, match=r"target='h101' is not known. Did you mean 'h100'\?.*v6e"):
         find_target("h101")
     with pytest.raises(
         ValueError, match="a10.* lacks the details.*a6000 has the same kind of cores"
     ):
         find_target("a10")
+    nearest = "l4' is known to rec.* a6000 has the nearest cores, of 8.6. Legal are v100"
+    with pytest.raises(ValueError, match=nearest):
+        find_target("l4")
+    for name in ("v3", "mi300x", "p100"):
+        with pytest.raises(ValueError, match=r"to compile for it\. Legal"):
+            find_target(name)
+    for name in ("gpu", "tpu", "cpu"):
+        with pytest.raises(ValueError, match=f"target='{name}' names no model"):
+            find_target(name)
+    for name, key in (("H100 PCIe", "h100"), ("V100-SXM2-32GB", "v100"), ("v5litepod-8", "v5e")):
+        with pytest.raises(ValueError, match=f"is a variant of {key} .* Write target='{key}'"):
+            find_target(name)
     with pytest.raises(TypeError, match="target=7 must be a string. Legal are v100"):
         find_target(7)
 

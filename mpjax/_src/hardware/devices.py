@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,37 +19,63 @@ from mpjax._src.reports import Report, table
 # NVIDIA: the lowest compute capability with tensor cores for a dtype.
 TENSOR_CORES = {FLOAT16: (7, 0), BFLOAT16: (8, 0)}
 
-# GPUs that a user may name, with their compute capability.
+# GPUs that a user may name, with their compute capability (NVIDIA) or architecture (AMD).
 CARDS = {
     "k40": "3.5",
     "k80": "3.7",
     "m40": "5.2",
     "m60": "5.2",
     "gtx980": "5.2",
+    "p100": "6.0",
+    "p4": "6.1",
+    "p40": "6.1",
+    "gtx1080": "6.1",
     "v100": "7.0",
     "t4": "7.5",
     "rtx2080": "7.5",
     "a100": "8.0",
     "a100-40": "8.0",
     "a100-80": "8.0",
+    "a30": "8.0",
     "a10": "8.6",
+    "a10g": "8.6",
     "a40": "8.6",
     "a6000": "8.6",
     "rtx3090": "8.6",
     "rtx4090": "8.9",
     "l4": "8.9",
     "l40": "8.9",
+    "l40s": "8.9",
     "h100": "9.0",
     "h200": "9.0",
+    "gh200": "9.0",
     "b100": "10.0",
     "b200": "10.0",
+    "gb200": "10.0",
     "rtx5090": "12.0",
-    "p100": "6.0",
-    "p4": "6.1",
-    "p40": "6.1",
-    "gtx1080": "6.1",
+    "mi250x": "gfx90a",
+    "mi300x": "gfx942",
 }
-TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e")
+TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "v7x")
+# Names that JAX, clouds and vendors use for the same devices.
+SPELLED = {
+    "v5lite": "v5e",
+    "v5litepod": "v5e",
+    "v5": "v5p",
+    "v6lite": "v6e",
+    "trillium": "v6e",
+    "tpu7x": "v7x",
+    "ironwood": "v7x",
+    "rtxa6000": "a6000",
+}
+# Kinds of devices: of these alone, only a TPU and a CPU are known well enough for a policy.
+KINDS = ("cpu", "tpu", "gpu", "cuda", "rocm")
+# Words of a device's name that do not change what it is, and words that tell variants of it apart.
+NOISE = re.compile(
+    "nvidia|amd|google|cloud|tesla|geforce|quadro|instinct|gpu|tpu|ti|super|laptop|tensor|core"
+    r"|sxm\d?|oam|hbm\w*|gddr\w*"
+)
+VARIANT = re.compile(r"pcie|nvl|(\d+)(?:g|gb|gib)")
 
 # The flags in /proc/cpuinfo of CPUs with units for a half dtype.
 CPU_FLAGS = {
@@ -127,8 +154,8 @@ def recommend_policy(device: jax.Device | str | None = None) -> Policy:
     """Returns the policy that suits a device.
 
     Args:
-        device: A `jax.Device`, a name such as "v100", "h100", "v5e" or "cpu" (this machine need not
-            have the device), or None for the default device.
+        device: A `jax.Device`, a name such as "v100", "NVIDIA H100 80GB HBM3", "v5e", "tpu" or
+            "cpu" (this machine need not have the device), or None for the default device.
 
     Returns:
         The policy mixed_bfloat16 if the device has matrix units for bfloat16, else mixed_float16 if
@@ -225,27 +252,66 @@ def warn_if_unfit(policy: Policy, stacklevel: int) -> None:
             return
 
 
-def named(name: str) -> str:
-    """Returns a user's name of a device in the form of `CARDS` and `TPUS`."""
-    key = name.strip().lower()
-    for maker in ("nvidia ", "tesla ", "tpu "):
-        key = key.removeprefix(maker)
-    return key.replace(" ", "")
+class Named(NamedTuple):
+    """What a user's name of a device says.
+
+    Attributes:
+        key: A name in `CARDS`, `TPUS` or `KINDS`; or what is left of an unknown name.
+        memory: The memory in the name, in GB; None if it has none.
+        variant: Other words that tell cards of one name apart, such as "pcie".
+    """
+
+    key: str
+    memory: int | None
+    variant: tuple[str, ...]
+
+    @property
+    def known(self) -> bool:
+        return self.key in CARDS or self.key in TPUS or self.key in KINDS
+
+
+def named(name: str) -> Named:
+    """Reads a user's name of a device, such as "h100", "TPU v5 lite" or "A100-SXM4-80GB"."""
+    words = re.findall(r"[^\W_]+", name.lower())
+    if len(words) == 1 and words[0] in KINDS:
+        return Named(words[0], None, ())
+    told = [word for word in words if VARIANT.fullmatch(word)]
+    model = [word for word in words if word not in told and not NOISE.fullmatch(word)]
+    key, rest = "".join(model), []
+    # Numbers may follow the model: the size of its memory or of a slice.
+    for n in range(len(model), 0, -1):
+        start = "".join(model[:n])
+        start = SPELLED.get(start, start)
+        if start in (*CARDS, *TPUS):
+            key, rest = start, model[n:]
+            break
+        if not model[n - 1].isdigit():
+            break
+    sizes = [int(m[1]) for m in map(VARIANT.fullmatch, told) if m and m[1]]
+    variant = [word for word in told if not word[0].isdigit()] + rest
+    if len(rest) == 1 and f"{key}-{rest[0]}" in CARDS:
+        sizes, variant = [int(rest[0])], variant[:-1]
+    if sizes and f"{key}-{sizes[0]}" in CARDS:
+        key = f"{key}-{sizes[0]}"
+    return Named(key, sizes[0] if sizes else None, tuple(variant))
 
 
 def _named(name: str) -> DeviceFacts:
-    key = named(name)
+    key = named(name).key
     if key in CARDS:
         return _gpu(name, CARDS[key])
-    if key in TPUS:
+    if key in (*TPUS, "tpu"):
         return _tpu(name)
     if key == "cpu":
         return _cpu(name)
-    known = [*CARDS, *TPUS, "cpu"]
-    raise ValueError(
-        f"device={brief(name)} is not known.{did_you_mean(key, known)} Legal are a jax.Device and "
-        f"{', '.join(known)}."
+    known = [*CARDS, *TPUS, "tpu", "cpu"]
+    wrong = (
+        "names no model, and what it runs fast depends on that. Pass jax.devices()[0] for the GPU "
+        "of this process."
+        if key in KINDS
+        else f"is not known.{did_you_mean(key, known)}"
     )
+    raise ValueError(f"device={brief(name)} {wrong} Legal are a jax.Device and {', '.join(known)}.")
 
 
 def _facts(name: str, platform: str, capability: str, fast: list[np.dtype], reason: str):

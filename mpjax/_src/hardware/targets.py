@@ -14,7 +14,7 @@ import math
 import re
 
 from mpjax._src.errors import brief, did_you_mean
-from mpjax._src.hardware.devices import CARDS, TPUS, named
+from mpjax._src.hardware.devices import CARDS, KINDS, Named, named
 
 # What JAX's allocator takes of a GPU by default (XLA_PYTHON_CLIENT_MEM_FRACTION).
 GPU_PREALLOCATED = 0.75
@@ -118,28 +118,54 @@ class Target:
 
 
 def find_target(name: str) -> Target:
-    """Returns the target of a name such as "h100", "NVIDIA A100-80", "TPU v5e" or "h100 x 8"."""
+    """Returns the target of a name such as "h100", "A100-SXM4-80GB", "TPU v5e" or "h100 x 8"."""
     known = [*GPUS, *ALIASES, *TPU_CHIPS]
+    legal = f"Legal are {', '.join(known)}."
     if not isinstance(name, str):
-        raise TypeError(f"target={brief(name)} must be a string. Legal are {', '.join(known)}.")
+        raise TypeError(f"target={brief(name)} must be a string. {legal}")
     several = SEVERAL.fullmatch(name.strip())
-    key = named(several[1] if several else name)
-    key = ALIASES.get(key, key)
+    asked = named(several[1] if several else name)
+    key = ALIASES.get(asked.key, asked.key)
     if key in GPUS or key in TPU_CHIPS:
         one = _gpu(key) if key in GPUS else _tpu(key)
-        return _several(one, int(several[2]), name) if several else one
-    if key in CARDS or key in TPUS:
-        like = [k for k in GPUS if key in CARDS and CARDS[k] == CARDS[key]]
-        kind = "has" if len(like) == 1 else "have"
-        instead = f" {' and '.join(like)} {kind} the same kind of cores." if like else ""
+        if not asked.variant and _fits(asked.memory, one.memory):
+            return _several(one, int(several[2]), name) if several else one
+        raise ValueError(
+            f"target={brief(name)} is a variant of {key} whose details mpjax lacks: its {key} is "
+            f"the {one.device}, with {size(one.memory)}. Write target={key!r} to compile for that "
+            f"one, and {key + ' x 8'!r} for several devices. {legal}"
+        )
+    if key in KINDS:
+        raise ValueError(
+            f"target={brief(name)} names no model, and a program is compiled for one. {legal}"
+        )
+    if asked.known:
         raise ValueError(
             f"target={brief(name)} is known to recommend_policy, but mpjax lacks the details to "
-            f"compile for it.{instead} Legal are {', '.join(known)}."
+            f"compile for it.{_alike(asked)} {legal}"
         )
-    raise ValueError(
-        f"target={brief(name)} is not known.{did_you_mean(key, known)} "
-        f"Legal are {', '.join(known)}."
-    )
+    raise ValueError(f"target={brief(name)} is not known.{did_you_mean(key, known)} {legal}")
+
+
+def _fits(asked: int | None, memory: int) -> bool:
+    """Returns whether a card's name gives the memory of a target; a part of it is reserved."""
+    return asked is None or 0.9 * asked < memory / GIB < 1.02 * asked
+
+
+def _alike(asked: Named) -> str:
+    """Says which targets have the cores that are most like those of a card."""
+    versions = {k: tuple(map(int, CARDS[k].split("."))) for k in GPUS}
+    try:
+        mine = tuple(map(int, CARDS.get(asked.key, "").split(".")))
+    except ValueError:  # a TPU, or AMD's
+        return ""
+    older = [v for v in versions.values() if v <= mine and v[0] == mine[0]]
+    like = [k for k, v in versions.items() if older and v == max(older)]
+    if not like:
+        return ""
+    same = versions[like[0]] == mine
+    kind = "the same kind of cores" if same else f"the nearest cores, of {CARDS[like[0]]}"
+    return f" {' and '.join(like)} {'has' if len(like) == 1 else 'have'} {kind}."
 
 
 def size(count: float) -> str:
