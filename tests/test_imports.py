@@ -27,6 +27,7 @@ ORDER = (
         "dtypes",
         "patterns",
         "trees",
+        "outlines",
         "rules",
         "higher_order",
     ),

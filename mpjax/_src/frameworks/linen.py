@@ -13,6 +13,7 @@ from flax.training import train_state
 
 from mpjax._src.errors import check_callable
 from mpjax._src.hardware.devices import warn_if_unfit
+from mpjax._src.outlines import outline
 from mpjax._src.policy import Policy, get_policy
 from mpjax._src.training.gradients import with_float32_loss, with_scaled_loss
 from mpjax._src.training.loss_scale import LossScale
@@ -24,7 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class TrainState(train_state.TrainState):
+class TrainState(train_state.TrainState, repr=False):
     """``flax.training.train_state.TrainState`` for mixed precision.
 
     Subclass it like Flax's class to add batch statistics and other collections.
@@ -57,6 +58,11 @@ class TrainState(train_state.TrainState):
 
     It replaces ``flax.training.dynamic_scale``, which takes three more lines in every loop.
     """
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**{"repr": False, **kwargs})
+
+    __repr__ = outline
 
     @property
     def policy(self) -> Policy:

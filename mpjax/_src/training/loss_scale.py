@@ -16,6 +16,7 @@ import jmp
 import numpy as np
 
 from mpjax._src.errors import brief, did_you_mean
+from mpjax._src.outlines import outline
 from mpjax._src.policy import get_policy
 from mpjax._src.trees import is_array, is_one_bool, widen
 
@@ -54,6 +55,7 @@ def _register(cls: type[T]) -> type[T]:
         return self
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    cls.__repr__ = outline  # type: ignore[method-assign]
     return cls
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from mpjax._src.errors import brief, did_you_mean
+from mpjax._src.outlines import outline
 from mpjax._src.patterns import difference, name_of, path_of
 from mpjax._src.training.transaction import counted, gated_update
 from mpjax._src.trees import all_finite, is_array, is_floating, is_one_bool
@@ -17,7 +18,7 @@ C = TypeVar("C", bound=type)
 
 
 def of_ours(cls: C) -> C:
-    """Decorates the class of a state, so that an attribute that it lacks is looked for inside it.
+    """Decorates the class of a state: it prints as an outline, and looks for what it lacks inside.
 
     The functions of optax that read a state, such as ``schedule_free_eval_params``, take that of
     their own optimizer. The error says where in our state it is.
@@ -42,6 +43,7 @@ def of_ours(cls: C) -> C:
         raise AttributeError(f"{what}.{did_you_mean(name, public)}")
 
     setattr(cls, "__getattr__", missing)  # noqa: B010  (type checkers need not know it)
+    cls.__repr__ = outline
     return cls
 
 

@@ -21,6 +21,7 @@ from mpjax._src.autocast.modules import has_modules
 from mpjax._src.dtypes import HALVES
 from mpjax._src.errors import DivergenceError, brief
 from mpjax._src.hardware.devices import warn_if_unfit
+from mpjax._src.outlines import outline
 from mpjax._src.patterns import name_of, paths
 from mpjax._src.policy import OP_LISTS, Policy, get_policy
 from mpjax._src.training.gradients import observed_value_and_grad, with_float32_loss
@@ -66,7 +67,7 @@ T = TypeVar("T")
     ],
     meta_fields=[],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TrainState:
     """The complete state of training: everything that a step may change. All leaves are arrays.
 
@@ -89,6 +90,8 @@ class TrainState:
     rng: jax.Array | None
     skipped_steps: jax.Array
     consecutive_skips: jax.Array
+
+    __repr__ = outline
 
 
 class TrainStep(NamedTuple):
