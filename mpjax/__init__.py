@@ -17,4 +17,9 @@ __all__ = sorted({*_names} - {"checkpoint", "linen", "nnx"})
 
 def __getattr__(name):
     """Imports what is public when it is first asked for, by its old name too."""
-    return _find(_deprecations.resolve(name))
+    name = _deprecations.resolve(name)
+    if name in _names:
+        return _find(name)
+    from ._src.errors import no_attribute  # importing mpjax loads next to nothing
+
+    raise no_attribute(f"module {__name__!r}", name, _names)

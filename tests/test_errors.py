@@ -1,11 +1,15 @@
 """Illegal arguments raise the library's own errors, with readable messages."""
 
+import traceback
+
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-import mpjax
+import mpjax.checkpoint
+import mpjax.linen
+import mpjax.nnx
 from mpjax._src.errors import LONGEST, brief, did_you_mean
 
 DEEP = []
@@ -201,3 +205,23 @@ RAW = ("recursion depth", "Exceeds the limit", "setting an array element", "has 
 def test_a_region_of_no_dtype_is_told_before_it_is_entered():
     with pytest.raises(ValueError, match="dtype='float61' is not a floating dtype"):
         mpjax.precision("float61")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "meant"),
+    [
+        (mpjax, "autocats", "autocast"),
+        (mpjax, "chekpoint", "checkpoint"),
+        (mpjax.nnx, "Optimiser", "Optimizer"),
+        (mpjax.linen, "TrainSate", "TrainState"),
+        (mpjax.checkpoint, "restored", "restore"),
+        (mpjax, "qqq", None),
+    ],
+)
+def test_a_misspelt_attribute_is_answered_with_the_right_one(module, name, meant):
+    hint = f" Did you mean {meant!r}?" if meant else ""
+    with pytest.raises(AttributeError) as caught:
+        getattr(module, name)
+    assert str(caught.value) == f"module {module.__name__!r} has no attribute {name!r}.{hint}"
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.lower().count("did you mean") == len([meant] if meant else [])

@@ -68,6 +68,21 @@ def did_you_mean(word: Any, choices: Iterable[str]) -> str:
     return f" Did you mean {found[0]!r}?" if found else ""
 
 
+def no_attribute(what: str, name: str, choices: Iterable[str]) -> AttributeError:
+    """Returns the error for an attribute that ``what`` lacks, with the most similar one it has."""
+    message = f"{what} has no attribute {name!r}.{did_you_mean(name, choices)}"
+    return AttributeError(message, name=name, obj=None)  # else Python adds a suggestion of its own
+
+
+def suggesting(module: str, names: Iterable[str]) -> Callable[[str], Any]:
+    """Returns the ``__getattr__`` of a public module, which names the most similar attribute."""
+
+    def __getattr__(name: str) -> Any:
+        raise no_attribute(f"module {module!r}", name, names)
+
+    return __getattr__
+
+
 def warn_at(fun: Callable[..., Any], message: str) -> None:
     """Warns at the definition of the user's function, because the call stack is inside JAX."""
     fun = inspect.unwrap(fun)

@@ -187,9 +187,9 @@ def value_and_grad(
     def trained(argnum):
         return nnx.DiffState(argnum, optimizer.wrt) if isinstance(argnum, int) else argnum
 
-    several = isinstance(argnums, Sequence)
-    wanted: Any = tuple(map(trained, argnums)) if several else trained(argnums)
-    numbers = [getattr(a, "argnum", a) for a in (argnums if several else (argnums,))]
+    several = argnums if isinstance(argnums, Sequence) else (argnums,)
+    wanted: Any = tuple(map(trained, several)) if several is argnums else trained(argnums)
+    numbers = [getattr(a, "argnum", a) for a in several]
 
     @functools.wraps(f)
     def wrapped(*args, **kwargs):

@@ -273,8 +273,12 @@ def master_params(opt_state: optax.OptState, params: Any) -> Any:
             "params holds the state of an optimizer. The order is master_params(opt_state, params)."
         )
     pairs = [jax.tree.leaves(tree) for tree in (opt_state, params)]
-    same = jax.tree.structure(opt_state) == jax.tree.structure(params)
-    if pairs[0] and same and all(a is b for a, b in zip(*pairs, strict=True)):
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (opt_state, params)]
+    if (
+        pairs[0]
+        and structures[0] == structures[1]
+        and all(a is b for a, b in zip(*pairs, strict=True))
+    ):
         raise ValueError(
             "opt_state is params themselves, so it holds no master weights. Pass the state that "
             "optimizer.init(params) or the last update returned."

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._src.errors import brief, did_you_mean
+from mpjax._src.errors import brief, no_attribute
 from mpjax._src.outlines import outline
 from mpjax._src.patterns import difference, name_of, path_of
 from mpjax._src.training.transaction import counted, gated_update
@@ -25,25 +25,25 @@ def of_ours(cls: C) -> C:
     """
 
     def missing(self, name: str) -> NoReturn:
-        what = f"{cls.__name__!r} object has no attribute {name!r}"
+        what = f"{cls.__name__!r} object"
         if name.startswith("_"):  # looked up by copy, pickle and notebooks
-            raise AttributeError(what)
+            raise no_attribute(what, name, ())
 
         def has_it(node):
             return node is not self and name in getattr(node, "_fields", ())
 
         for keys, node in jax.tree_util.tree_leaves_with_path(self, is_leaf=has_it):
             if has_it(node):
-                place = jax.tree_util.keystr(keys)
+                place = f"state{jax.tree_util.keystr(keys)}"
                 raise AttributeError(
-                    f"{what}, but the {type(node).__name__} inside it has one: pass state{place} "
-                    f"instead of state, or read state{place}.{name}."
+                    f"{what} has no attribute {name!r}, but the {type(node).__name__} inside it "
+                    f"has one: pass {place} instead of state, or read {place}.{name}."
                 )
         public = [n for n in dir(cls) if not n.startswith("_")]
-        raise AttributeError(f"{what}.{did_you_mean(name, public)}")
+        raise no_attribute(what, name, public)
 
     setattr(cls, "__getattr__", missing)  # noqa: B010  (type checkers need not know it)
-    cls.__repr__ = outline
+    setattr(cls, "__repr__", outline)  # noqa: B010
     return cls
 
 
