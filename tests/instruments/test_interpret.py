@@ -11,7 +11,7 @@ from programs import NOT_REVERSED, SHAPE, STEP, build
 
 import mpjax
 from mpjax._src import _jax
-from mpjax._src.instruments.interpret import interpret
+from mpjax._src.instruments.interpret import Plain, interpret, operations_in
 from mpjax._src.instruments.programs import make_program
 from mpjax._src.instruments.shadows import Comparer
 from mpjax._src.policy import get_policy
@@ -66,3 +66,22 @@ def test_models(name):
     assert any(r.backward for r in compared.rows)
     assert all(r.source for r in compared.rows)
     assert not mpjax.find_nonfinite(loss, "mixed_float16", loss_scale=8.0)(params)
+
+
+def test_operations_are_counted_ahead():
+    def fun(x, n):
+        x = jax.lax.cond(n > 0, jnp.sin, lambda x: jnp.cos(x) * 2, x)
+        x, _ = jax.lax.scan(lambda c, _: (jnp.tanh(c), None), x, None, 3)
+        return jax.jit(jnp.exp)(x)
+
+    class Counter(Plain):
+        def __init__(self):
+            self.count = 0
+
+        def operation(self, eqn, ins, place):
+            self.count += 1
+            return Plain.operation(eqn, ins, place)
+
+    jaxpr, counter = jax.make_jaxpr(fun)(1.0, 0), Counter()
+    interpret(jaxpr, [jnp.float32(1), jnp.int32(0)], counter)
+    assert operations_in(jaxpr) == counter.count >= 6

@@ -413,7 +413,7 @@ def _compiled(
     """Returns the report of one target as plain data, or its error; adds its page to ``pages``."""
     try:
         with running(f"compiling for {name}"), show.waiting(f"compiling for {name}"):
-            report = api.compile_for(name, fun, *args)
+            report = api.compile_for(name, fun, *args, progress=False)
             if pages is not None:
                 pages[name] = report.to_html()
             return {"status": "compiled", **report.to_dict()}

@@ -20,9 +20,12 @@ from mpjax._src.hardware.devices import traced_for
 from mpjax._src.hardware.report import CompileReport, report_of
 from mpjax._src.hardware.targets import Target, find_target
 from mpjax._src.patterns import path_of
+from mpjax._src.progress import advance, check_progress, progress_bar
 
 # The name of this machine, where a target is expected.
 CPU = "cpu"
+
+STAGE = "stage"  # what progress counts: tracing, and compiling
 
 LONGEST = 1e6  # seconds; operating systems limit timeouts
 
@@ -33,6 +36,7 @@ def compile_for(
     *args: Any,
     timeout: float = 600.0,
     compiler_options: Mapping[str, Any] | None = None,
+    progress: bool = True,
 ) -> CompileReport:
     """Compiles a function for an accelerator that this machine need not have, and reports its cost.
 
@@ -55,6 +59,7 @@ def compile_for(
         timeout: The time limit of the compiler, in seconds.
         compiler_options: XLA flags, as in `jax.jit`, such as
             ``{"xla_gpu_enable_triton_gemm": False}``. Options of a jitted ``fun`` are not used.
+        progress: Whether to show the progress if stderr is a terminal.
 
     Returns:
         A `CompileReport`.
@@ -87,11 +92,14 @@ def compile_for(
     found = find_target(target)
     check_timeout(timeout)
     check_callable(fun, "fun")
+    check_progress(progress)
     options = checked_options(compiler_options)
     require(found)
-    program = lower(found, fun, args)
-    with compilers(found) as child:
-        return compile_program(child, found, program, timeout, options)
+    with progress_bar(progress, f"compile for {found.name}", STAGE, total=2):
+        program = lower(found, fun, args)
+        advance(STAGE, "compiling")
+        with compilers(found) as child:
+            return compile_program(child, found, program, timeout, options)
 
 
 # ---- the parts, which largest_batch uses too -----------------------------------------------------

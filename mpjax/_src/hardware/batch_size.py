@@ -17,7 +17,10 @@ from mpjax._src.hardware.aot import (
 from mpjax._src.hardware.compiler import compilers
 from mpjax._src.hardware.report import CompileReport
 from mpjax._src.hardware.targets import GPU_PREALLOCATED, Target, find_target, size
+from mpjax._src.progress import advance, check_progress, progress_bar
 from mpjax._src.reports import Report, table, wrapped
+
+TRY = "compiled"  # what progress counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +105,7 @@ def largest_batch(
     limit: int = 2**20,
     timeout: float = 600.0,
     compiler_options: Mapping[str, Any] | None = None,
+    progress: bool = True,
 ) -> LargestBatch:
     """Finds the largest batch whose program fits a target, by doubling and bisection.
 
@@ -124,6 +128,7 @@ def largest_batch(
         compiler_options: XLA flags, as for `compile_for`. Near the limit, XLA for GPUs recomputes
             parts of a step to save memory; ``{"xla_gpu_memory_limit_slop_factor": 1000}`` turns
             this off.
+        progress: Whether to show the progress if stderr is a terminal.
 
     Returns:
         A `LargestBatch`.
@@ -145,13 +150,14 @@ def largest_batch(
         >>> mpjax.largest_batch("h100", make_args, jnp.sin).batch  # doctest: +SKIP
         7594
     """
+    check_progress(progress)
     found = find_target(target)
     reserve = found.reserve if reserve is None else reserve
     _check(make_args, fun, multiple_of, reserve, limit, timeout)
     _check_dependence(make_args, multiple_of)
     options = checked_options(compiler_options)
     available = int(found.memory * (1 - reserve))
-    with compilers(found) as child:
+    with compilers(found) as child, progress_bar(progress, f"batches for {found.name}", TRY):
 
         def compile_batch(batch: int) -> CompileReport | None:
             program = lower(found, fun, _args(make_args, batch))
@@ -178,9 +184,11 @@ def search(
     def fits(units: int) -> bool:
         start = time.perf_counter()
         batch = units * multiple_of
+        advance(TRY, f"compiling a batch of {batch}", by=0)
         report = reports[units] = compile_batch(batch)
         total = None if report is None else report.total_bytes
         good = total is not None and total <= available
+        advance(TRY)
         tries.append(BatchTry(batch, total, good, round(time.perf_counter() - start, 2)))
         return good
 

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from mpjax._src.errors import CompileError, OutOfMemoryError
 from mpjax._src.hardware.targets import Target
+from mpjax._src.progress import still_running
 
 # XLA's flags for one compilation, by name.
 Options = dict[str, Any]
@@ -69,6 +70,9 @@ ADVICE = (
 )
 
 
+REFRESH = 0.5  # seconds between two looks at a compiler that runs
+
+
 class Compilers:
     """A child process that compiles one program at a time. Threads cannot share it."""
 
@@ -106,7 +110,10 @@ class Compilers:
             self.connection.send_bytes(json.dumps(request).encode())
             end = time.monotonic() + timeout
             while True:
-                if not self.connection.poll(max(0.0, end - time.monotonic())):
+                if not self.connection.poll(min(REFRESH, max(0.0, end - time.monotonic()))):
+                    still_running()
+                    if time.monotonic() < end:
+                        continue
                     raise TimeoutError(
                         f"compiling for target={target.name!r} took more than timeout={timeout:g} "
                         "seconds. Use a larger timeout, or make the program smaller (lax.scan over "

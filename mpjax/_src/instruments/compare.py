@@ -20,7 +20,13 @@ import numpy as np
 from mpjax._src.autocast.environment import constants_as_casts
 from mpjax._src.errors import check_callable, did_you_mean
 from mpjax._src.instruments.agreement import MEANINGS, Agreement, agreement
-from mpjax._src.instruments.interpret import Wide, interpret, widen
+from mpjax._src.instruments.interpret import (
+    OPERATION,
+    Wide,
+    interpret,
+    operations_in,
+    widen,
+)
 from mpjax._src.instruments.noise import SUSPICIOUS, moved, size_of_terms
 from mpjax._src.instruments.nonfinite import check_concrete
 from mpjax._src.instruments.programs import Program, make_program, training_scale
@@ -36,6 +42,7 @@ from mpjax._src.instruments.shadows import (
     stats_of,
 )
 from mpjax._src.policy import get_policy
+from mpjax._src.progress import check_progress, progress_bar
 from mpjax._src.reports import Report, short, table, where, wrapped
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
@@ -127,10 +134,15 @@ def compare(
     has_aux: bool = False,
     *,
     loss_scale: LossScale | str | float | None = "auto",
+    progress: bool = True,
 ) -> Callable[..., Comparison]: ...
 @overload
 def compare(
-    fun: Callable[..., Any], policy: Callable[..., Any], *, results: str = "auto"
+    fun: Callable[..., Any],
+    policy: Callable[..., Any],
+    *,
+    results: str = "auto",
+    progress: bool = True,
 ) -> Callable[..., Agreement]: ...
 def compare(
     fun: Callable[..., Any],
@@ -140,6 +152,7 @@ def compare(
     *,
     loss_scale: LossScale | str | float | None = "auto",
     results: str = "auto",
+    progress: bool = True,
 ) -> Any:
     """Compares a function under a policy with float32, or with another function.
 
@@ -169,6 +182,7 @@ def compare(
         results: The meaning of the results of two functions: "log_probs" of given tokens, "logits"
             of all tokens along the last axis, or "values" of any other meaning. "auto" means
             "logits" if they are normalized, "log_probs" if none is positive, and else "values".
+        progress: Whether to show a progress bar if stderr is a terminal.
 
     Returns:
         A function of the same arguments, which must be concrete arrays. It returns a `Comparison`,
@@ -202,12 +216,14 @@ def compare(
     Training-Inference Mismatch via FP16".
     """
     check_callable(fun, "compare: fun")
+    check_progress(progress)
     if inspect.isroutine(policy) or (callable(policy) and not isinstance(policy, jmp.Policy)):
         _check_agreement(results, argnums, has_aux, loss_scale)
 
         @functools.wraps(fun)
         def both(*args, **kwargs):
-            return agreement((fun, policy), results, args, kwargs)
+            with progress_bar(progress, "compare", OPERATION):
+                return agreement((fun, policy), results, args, kwargs)
 
         return both
     if results != "auto":
@@ -224,7 +240,8 @@ def compare(
             program = make_program("compare", fun, policy, args, kwargs, argnums, has_aux)
         arrays = check_concrete("compare", program.arrays)
         scale = training_scale(program, arrays, policy, loss_scale)
-        return compare_program(program, arrays, scale)
+        with progress_bar(progress, "compare", OPERATION, operations_in(program.jaxpr)):
+            return compare_program(program, arrays, scale)
 
     return wrapped
 

@@ -18,6 +18,9 @@ from mpjax._src import _jax
 from mpjax._src.autocast.graph import ROW
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.higher_order import BRANCH, CALL, SCAN, WHILE, higher_order
+from mpjax._src.progress import advance
+
+OPERATION = "operation"  # what progress counts
 
 # The name of the scopes that number the equations of a function, before the number.
 NUMBER = "mpjax.equation="
@@ -158,10 +161,26 @@ def interpret(jaxpr: Any, args: list[Any], watcher: Watcher, place: Place = Plac
             outs = rule(eqn, ins, watcher, here.inside(eqn))
         else:
             outs = watcher.operation(eqn, ins, here)
+            advance(OPERATION)
         for v, value in zip(eqn.outvars, outs, strict=True):
             if v in last_use or v in handed_out:
                 env[v] = value
     return [read(atom) for atom in inner.outvars]
+
+
+def operations_in(jaxpr: Any) -> int:
+    """Returns how many operations `interpret` runs: one turn of each while loop is counted."""
+    inner, _ = _jax.open_jaxpr(jaxpr)
+    count = 0
+    for eqn in inner.eqns:
+        kind = higher_order(eqn.primitive.name)
+        if kind.kind not in ENTER:
+            count += 1
+            continue
+        inside = [operations_in(program.program) for program in kind.wire(eqn)]
+        turns = eqn.params["length"] if kind.kind == SCAN else 1
+        count += turns * (max(inside, default=0) if kind.kind == BRANCH else sum(inside))
+    return count
 
 
 def run(eqn: Any, arrays: Sequence[Any], **params: Any) -> list[Any]:

@@ -23,6 +23,7 @@ from mpjax._src.instruments.places import Place, Places
 from mpjax._src.instruments.programs import Program, make_program, training_scale
 from mpjax._src.instruments.search import Search
 from mpjax._src.policy import Policy, get_policy
+from mpjax._src.progress import advance, check_progress, progress_bar
 from mpjax._src.reports import WIDTH, Report, folds, table, wrapped
 from mpjax._src.training.loss_scale import (
     LossScale,
@@ -158,6 +159,7 @@ def tune(
     max_runs: int = 100,
     *,
     loss_scale: LossScale | str | float | None = "auto",
+    progress: bool = True,
 ) -> Callable[..., Tuning]:
     """Finds the fewest float32 places with which the value and its gradients meet a tolerance.
 
@@ -174,6 +176,8 @@ def tune(
             and the given policy take one each. For float16, finding the loss scale takes one or
             more.
         loss_scale: The loss scale, as for `compare`.
+        progress: Whether to show a progress bar if stderr is a terminal. It counts runs up to
+            ``max_runs``; most searches end earlier.
 
     Returns:
         A function of the same arguments, which must be concrete arrays. It returns a `Tuning`,
@@ -201,6 +205,7 @@ def tune(
         True
     """
     check_callable(fun, "tune: fun")
+    check_progress(progress)
     policy = get_policy(policy)
     if (finite_number(tolerance) or 0.0) <= 0:
         raise ValueError(f"tolerance={brief(tolerance)} must be a positive number such as 1e-2.")
@@ -217,26 +222,30 @@ def tune(
         make = functools.partial(
             make_program, "tune", fun, args=args, kwargs=kwargs, argnums=argnums, has_aux=has_aux
         )
-        trial = _Trial(make, policy, max_runs, loss_scale)
-        places = trial.places.finest()
-        search = Search(
-            lambda chosen: trial.vectors([places[i] for i in sorted(chosen)]),
-            lambda: _suspicions(trial, places),
-            [trial.places.cost(place.ops) for place in places],
-            tolerance,
-            [[i for i, q in enumerate(places) if q.ops <= p.ops] for p in places],
-        )
-        try:
-            search.run()
-            cut_short = False
-        except _OutOfRuns:
-            cut_short = True
-        return trial.report(search, places, cut_short)
+        with progress_bar(progress, "tune", RUN, max_runs):
+            trial = _Trial(make, policy, max_runs, loss_scale)
+            places = trial.places.finest()
+            search = Search(
+                lambda chosen: trial.vectors([places[i] for i in sorted(chosen)]),
+                lambda: _suspicions(trial, places),
+                [trial.places.cost(place.ops) for place in places],
+                tolerance,
+                [[i for i, q in enumerate(places) if q.ops <= p.ops] for p in places],
+            )
+            try:
+                search.run()
+                cut_short = False
+            except _OutOfRuns:
+                cut_short = True
+            return trial.report(search, places, cut_short)
 
     return wrapped
 
 
 # ---- trials -------------------------------------------------------------------------------------
+
+
+RUN = "run"  # what progress counts
 
 
 class _OutOfRuns(Exception):
@@ -269,6 +278,7 @@ class _Trial:
         if self.runs >= self.max_runs:
             raise _OutOfRuns
         self.runs += 1
+        advance(RUN)
 
     def _results(self, program: Program, scale: float, arrays) -> dict[str, jax.Array]:
         outs = program.compiled(*arrays, jnp.float32(scale))

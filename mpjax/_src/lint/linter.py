@@ -12,12 +12,13 @@ from mpjax._src.autocast.graph import Op
 from mpjax._src.errors import brief, check_callable
 from mpjax._src.hardware.aot import CPU, compiled_texts
 from mpjax._src.hardware.targets import find_target
-from mpjax._src.instruments.interpret import Plain, interpret, shown
+from mpjax._src.instruments.interpret import OPERATION, Plain, interpret, operations_in, shown
 from mpjax._src.lint.comments import is_silenced
 from mpjax._src.lint.program import Program, make_program
 from mpjax._src.lint.report import Finding, LintReport
 from mpjax._src.lint.rule import HLO, JAXPR, VALUES, Compiled, Hit, NotRun, Rule
 from mpjax._src.lint.table import chosen
+from mpjax._src.progress import advance, check_progress, progress_bar
 
 ABSTRACT = "no step was run, because some arguments are jax.ShapeDtypeStruct: give arrays"
 NOT_RUN = "no step was run, because of run=False"
@@ -33,6 +34,7 @@ def lint(
     ignore: str | Iterable[str] = (),
     run: bool = True,
     target: str | None = None,
+    progress: bool = True,
 ) -> Callable[..., LintReport]:
     """Looks for silent precision faults in a program.
 
@@ -54,6 +56,8 @@ def lint(
             Nothing is run if an argument is a `jax.ShapeDtypeStruct`.
         target: The target to compile the program for, for the rules that check HLO: "cpu", or an
             accelerator as for `compile_for`, which need not be present. None compiles nothing.
+        progress: Whether to show a progress bar if stderr is a terminal. It counts the operations
+            of the step that is run.
 
     Returns:
         A function of the arguments of ``fun`` that returns a `LintReport`. The arguments may be
@@ -76,12 +80,18 @@ def lint(
     rules = chosen(select, ignore)
     if not isinstance(run, bool):
         raise TypeError(f"run={brief(run)} must be True or False.")
+    check_progress(progress)
     if target not in (None, CPU):
         find_target(target)
 
     @functools.wraps(fun)
     def look(*args: Any, **kwargs: Any) -> LintReport:
         program = make_program(fun, args, kwargs, argnums, has_aux)
+        total = operations_in(program.jaxpr) if run and not program.is_abstract else None
+        with progress_bar(progress, "lint", OPERATION, total):
+            return checked(program)
+
+    def checked(program: Program) -> LintReport:
         not_run: dict[str, str] = {}
         found: list[tuple[Rule, Hit]] = []
         kinds = {need: [r for r in rules if r.needs == need] for need in (JAXPR, VALUES, HLO)}
@@ -95,6 +105,7 @@ def lint(
             if target is None:
                 not_run |= {r.name: NO_TARGET for r in kinds[HLO]}
             else:
+                advance(OPERATION, f"compiling for {target}", by=0)
                 not_run |= _compile(program, target, kinds[HLO], found)
         findings, suppressed = _findings(program, found)
         ran = tuple(rule.name for rule in rules if rule.name not in not_run)

@@ -4,6 +4,7 @@ The inner optimizer works in float32, on the full values of half parameters. The
 keeps the bits that a half parameter lacks: a float32 master, or a residual.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -272,13 +273,9 @@ def master_params(opt_state: optax.OptState, params: Any) -> Any:
         raise ValueError(
             "params holds the state of an optimizer. The order is master_params(opt_state, params)."
         )
-    pairs = [jax.tree.leaves(tree) for tree in (opt_state, params)]
-    structures: list[Any] = [jax.tree.structure(tree) for tree in (opt_state, params)]
-    if (
-        pairs[0]
-        and structures[0] == structures[1]
-        and all(a is b for a, b in zip(*pairs, strict=True))
-    ):
+    flat = [jax.tree.flatten(tree) for tree in (opt_state, params)]
+    (leaves, structure), (others, other) = flat
+    if leaves and structure == other and all(map(operator.is_, leaves, others)):  # type: ignore[operator]
         raise ValueError(
             "opt_state is params themselves, so it holds no master weights. Pass the state that "
             "optimizer.init(params) or the last update returned."
