@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from mpjax._src.trees import all_finite, is_array, is_one_bool
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 @of_ours
@@ -80,6 +81,14 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
     """
 
     policy: Policy
+
+    if TYPE_CHECKING:  # optax's own types know no class of state
+
+        def init(self, params: Any) -> MixedPrecisionState: ...  # type: ignore[override]
+
+        def update(  # type: ignore[override]
+            self, updates: T, state: MixedPrecisionState, params: Any = None, **extra_args: Any
+        ) -> tuple[T, MixedPrecisionState]: ...
 
     def value_and_grad(
         self,
