@@ -8,7 +8,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jmp
@@ -31,6 +31,31 @@ from mpjax._src.rules import NO_HALF_FORM, PROGRAM, rule_of
 from mpjax._src.trees import cast, cast_leaf
 
 T = TypeVar("T")
+
+# The names of policies that editors complete; a policy is more than its name, so a string is legal.
+PolicyName: TypeAlias = Literal[
+    "float32",
+    "mixed_bfloat16",
+    "mixed_float16",
+    "O0",
+    "O1",
+    "O2",
+    "O3",
+    "O1:bfloat16",
+    "O1:float16",
+    "O2:bfloat16",
+    "O2:float16",
+    "O3:bfloat16",
+    "O3:float16",
+    "bf16-mixed",
+    "16-mixed",
+    "bf16-true",
+    "16-true",
+    "32-true",
+    "32",
+    "no",
+]
+PolicyLike: TypeAlias = jmp.Policy | PolicyName | str
 
 # Names of normalization layers in Flax, Equinox, Haiku and PyTorch models.
 NORM_PATTERNS = (
@@ -544,7 +569,7 @@ KEYS = {
 }
 
 
-def get_policy(x: "str | jmp.Policy", half: DTypeLike | None = None) -> Policy:
+def get_policy(x: "PolicyLike", half: DTypeLike | None = None) -> Policy:
     """Returns the policy that a string describes.
 
     Spaces and letter case do not matter. A string is one of these:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jmp
 import numpy as np
 
 from mpjax._src import _jax
@@ -20,7 +19,7 @@ from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.errors import check_callable
 from mpjax._src.higher_order import turns_of
 from mpjax._src.pages.data import size
-from mpjax._src.policy import get_policy
+from mpjax._src.policy import PolicyLike, get_policy
 from mpjax._src.reports import Report, table, where, wrapped
 from mpjax._src.rules import HALF, rule_of
 from mpjax._src.trees import is_array
@@ -208,7 +207,7 @@ class CastReport(Report):
 
 def explain(
     fun: Callable[..., Any],
-    policy: str | jmp.Policy = "mixed_bfloat16",
+    policy: "PolicyLike" = "mixed_bfloat16",
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
 ) -> Callable[..., CastReport]:

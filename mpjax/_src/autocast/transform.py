@@ -12,7 +12,6 @@ from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-import jmp
 
 from mpjax._src import _jax
 from mpjax._src.autocast.graph import PLANNED, REGION
@@ -26,7 +25,7 @@ from mpjax._src.autocast.states import handed_out, states
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.errors import check_callable
 from mpjax._src.patterns import nearest_paths, path_of
-from mpjax._src.policy import Policy, get_policy
+from mpjax._src.policy import Policy, PolicyLike, get_policy
 from mpjax._src.trees import is_array
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -83,12 +82,10 @@ class Traced:
 
 
 @overload
-def autocast(fun: F, policy: str | jmp.Policy = "mixed_bfloat16") -> F: ...
+def autocast(fun: F, policy: "PolicyLike" = "mixed_bfloat16") -> F: ...
 @overload
-def autocast(
-    fun: None = None, *, policy: str | jmp.Policy = "mixed_bfloat16"
-) -> Callable[[F], F]: ...
-def autocast(fun: Any = None, policy: Any = "mixed_bfloat16") -> Any:
+def autocast(fun: None = None, *, policy: "PolicyLike" = "mixed_bfloat16") -> Callable[[F], F]: ...
+def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16") -> Any:
     """Runs a float32 function in mixed precision, choosing the dtype of each operation.
 
     Matmuls and convolutions get half operands, in the forward and backward pass. Softmax, norms,

@@ -8,11 +8,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import jmp
-
 from mpjax._src.checkpoint import store
 from mpjax._src.checkpoint.state import Description, describe, policy_name, restore
 from mpjax._src.errors import did_you_mean
+from mpjax._src.policy import PolicyLike
 from mpjax._src.training.loss_scale import whole_number
 
 # A metric that is not finite counts as the worst value, because NaN has no order.
@@ -79,7 +78,7 @@ class Manager:
         best: str | None = None,
         best_mode: str = "min",
         keep_best: int = 1,
-        policy: str | jmp.Policy | None = None,
+        policy: "PolicyLike | None" = None,
         catch_sigterm: bool = False,
     ):
         counts = {"every": every, "keep": keep, "keep_period": keep_period, "keep_best": keep_best}

@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jmp
-
 from mpjax._src.checkpoint import store
 from mpjax._src.checkpoint.convert import converted, place_of
 from mpjax._src.checkpoint.match import match
-from mpjax._src.policy import get_policy
+from mpjax._src.policy import PolicyLike, get_policy
 
 
 class Description(NamedTuple):
@@ -35,7 +33,7 @@ def save(
     directory: str | Path,
     state: Any,
     *,
-    policy: str | jmp.Policy | None = None,
+    policy: "PolicyLike | None" = None,
     data: Any = None,
 ) -> None:
     """Saves a state into a new directory. The directory appears only when it is complete.
@@ -76,7 +74,7 @@ def save(
     store.write(directory, store.saved_form(state, policy_name(policy), data))
 
 
-def policy_name(policy: str | jmp.Policy | None) -> str | None:
+def policy_name(policy: "PolicyLike | None") -> str | None:
     """Returns a policy as the string that is written, or None."""
     return None if policy is None else str(get_policy(policy))
 

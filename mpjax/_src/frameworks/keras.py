@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 
 if "keras" not in sys.modules:
@@ -22,7 +21,7 @@ from mpjax._src.autocast.transform import autocast
 from mpjax._src.dtypes import FLOAT32
 from mpjax._src.errors import brief
 from mpjax._src.hardware.devices import warn_if_unfit
-from mpjax._src.policy import Policy, get_policy
+from mpjax._src.policy import Policy, PolicyLike, get_policy
 from mpjax._src.training.loss_scale import SCALES, LossScale, get_loss_scale, resolve_loss_scale
 from mpjax._src.training.transaction import adjusted, counted, gated
 from mpjax._src.trees import all_finite, select
@@ -180,7 +179,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
 def mixed_precision(
     model: Any,
-    policy: str | jmp.Policy = "mixed_bfloat16",
+    policy: "PolicyLike" = "mixed_bfloat16",
     loss_scale: LossScale | str | float | None = "auto",
 ) -> Any:
     """Makes ``fit``, ``evaluate`` and ``predict`` of a Keras model run in mixed precision.

@@ -6,7 +6,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import jmp
 import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
@@ -14,7 +13,7 @@ from flax.training import train_state
 from mpjax._src.errors import check_callable
 from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.outlines import outline
-from mpjax._src.policy import Policy, get_policy
+from mpjax._src.policy import Policy, PolicyLike, get_policy
 from mpjax._src.training.gradients import with_float32_loss, with_scaled_loss
 from mpjax._src.training.loss_scale import LossScale
 from mpjax._src.training.masters import apply_updates
@@ -87,7 +86,7 @@ class TrainState(train_state.TrainState, repr=False):
         apply_fn: Callable[..., Any],
         params: Any,
         tx: optax.GradientTransformation,
-        policy: str | jmp.Policy = "mixed_bfloat16",
+        policy: "PolicyLike" = "mixed_bfloat16",
         loss_scale: LossScale | str | float | None = "auto",
         **kwargs: Any,
     ) -> "TrainState":

@@ -7,7 +7,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import jmp
 import optax
 from flax import nnx
 
@@ -15,7 +14,7 @@ from mpjax._src.autocast.loss import positions
 from mpjax._src.autocast.modules import has_modules
 from mpjax._src.errors import brief, check_callable
 from mpjax._src.hardware.devices import warn_if_unfit
-from mpjax._src.policy import Policy, get_policy
+from mpjax._src.policy import Policy, PolicyLike, get_policy
 from mpjax._src.training.gradients import with_float32_loss, with_scaled_loss
 from mpjax._src.training.loss_scale import LossScale
 from mpjax._src.training.masters import apply_updates
@@ -70,7 +69,7 @@ class Optimizer(nnx.Optimizer):
         self,
         model: Any,
         tx: optax.GradientTransformation,
-        policy: str | jmp.Policy = "mixed_bfloat16",
+        policy: "PolicyLike" = "mixed_bfloat16",
         *,
         wrt: Any = nnx.Param,
         loss_scale: LossScale | str | float | None = "auto",

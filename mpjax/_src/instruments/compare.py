@@ -41,7 +41,7 @@ from mpjax._src.instruments.shadows import (
     norm,
     stats_of,
 )
-from mpjax._src.policy import get_policy
+from mpjax._src.policy import PolicyLike, get_policy
 from mpjax._src.progress import check_progress, progress_bar
 from mpjax._src.reports import Report, short, table, where, wrapped
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
@@ -129,7 +129,7 @@ class Comparison(Report):
 @overload
 def compare(
     fun: Callable[..., Any],
-    policy: str | jmp.Policy = "mixed_bfloat16",
+    policy: "PolicyLike" = "mixed_bfloat16",
     argnums: int | Sequence[int] | None = 0,
     has_aux: bool = False,
     *,

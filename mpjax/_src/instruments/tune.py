@@ -22,7 +22,7 @@ from mpjax._src.instruments.nonfinite import check_concrete
 from mpjax._src.instruments.places import Place, Places
 from mpjax._src.instruments.programs import Program, make_program, training_scale
 from mpjax._src.instruments.search import Search
-from mpjax._src.policy import Policy, get_policy
+from mpjax._src.policy import Policy, PolicyLike, get_policy
 from mpjax._src.progress import advance, check_progress, progress_bar
 from mpjax._src.reports import WIDTH, Report, folds, table, wrapped
 from mpjax._src.training.loss_scale import (
@@ -152,7 +152,7 @@ class Tuning(Report):
 
 def tune(
     fun: Callable[..., Any],
-    policy: Any,
+    policy: "PolicyLike",
     tolerance: float,
     argnums: int | Sequence[int] | None = 0,
     has_aux: bool = False,

@@ -17,7 +17,7 @@ import numpy as np
 
 from mpjax._src.errors import brief, did_you_mean
 from mpjax._src.outlines import outline
-from mpjax._src.policy import get_policy
+from mpjax._src.policy import PolicyLike, get_policy
 from mpjax._src.trees import is_array, is_one_bool, widen
 
 T = TypeVar("T")
@@ -289,7 +289,7 @@ SCALES = (NoOpLossScale, StaticLossScale, DynamicLossScale)
 
 
 def get_loss_scale(
-    policy: str | jmp.Policy, loss_scale: LossScale | str | float | None = "auto"
+    policy: "PolicyLike", loss_scale: LossScale | str | float | None = "auto"
 ) -> LossScale:
     """Returns the loss scale object for a policy and a ``loss_scale`` argument.
 

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import jmp
 import optax
 
 from mpjax._src.errors import brief
 from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.patterns import name_of
-from mpjax._src.policy import Policy, get_policy
+from mpjax._src.policy import Policy, PolicyLike, get_policy
 from mpjax._src.training.gradients import scaled_value_and_grad, with_float32_loss
 from mpjax._src.training.levels import under_policy
 from mpjax._src.training.loss_scale import SCALES, LossScale, get_loss_scale
@@ -125,7 +124,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
 
 def mixed_precision(
     optimizer: optax.GradientTransformation,
-    policy: str | jmp.Policy = "mixed_bfloat16",
+    policy: "PolicyLike" = "mixed_bfloat16",
     loss_scale: LossScale | str | float | None = "auto",
 ) -> MixedPrecision:
     """Wraps an optax optimizer so that your own training loop runs in mixed precision.

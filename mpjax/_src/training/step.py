@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import jmp
 import optax
 
 from mpjax._src.autocast.modules import has_modules
@@ -23,7 +22,7 @@ from mpjax._src.errors import DivergenceError, brief
 from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.outlines import outline
 from mpjax._src.patterns import name_of, paths
-from mpjax._src.policy import OP_LISTS, Policy, get_policy
+from mpjax._src.policy import OP_LISTS, Policy, PolicyLike, get_policy
 from mpjax._src.training.gradients import observed_value_and_grad, with_float32_loss
 from mpjax._src.training.levels import under_policy
 from mpjax._src.training.loss_scale import (
@@ -109,7 +108,7 @@ class TrainStep(NamedTuple):
 def build_train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
-    policy: str | jmp.Policy = "mixed_bfloat16",
+    policy: "PolicyLike" = "mixed_bfloat16",
     *,
     loss_scale: LossScale | str | float | None = "auto",
     has_aux: bool = False,
