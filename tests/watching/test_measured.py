@@ -290,3 +290,11 @@ def test_the_largest_of_a_large_tensor_is_looked_for_in_all_of_it():
     x[4095, 5] = 40000.0
     found = cast_of(measured(lambda x: x.astype(jnp.float16), jnp.asarray(x)))
     assert found.largest == 40000 and found.near == 0 and found.risk.kind == "edge"
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_the_largest_finite_value_of_a_large_tensor_with_inf_is_that_of_all_rows(bad):
+    x = np.ones((4096, 1024), np.float32)
+    x[4095, 5], x[4095, 6] = 40000.0, bad
+    found = cast_of(measured(lambda x: x.astype(jnp.float16), jnp.asarray(x)))
+    assert found.largest == 40000 and found.overflowed > 0

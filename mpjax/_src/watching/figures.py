@@ -108,8 +108,8 @@ def measure(x: jax.Array, half: Any, rounded: bool, stored: jax.Array | None = N
         if stored is None:
             stored = x if rounded else x.astype(half)
         stored = jax.lax.optimization_barrier(jax.lax.stop_gradient(stored))
-        top = jnp.max(_magnitude_bits(stored))
-        found = jnp.where(top < INFINITE, top, found)
+        top, finite = _tops(stored)
+        found = jnp.where(top < INFINITE, top, jnp.maximum(finite, found))
         off = COUNTS.index("overflowed") - 2
         sums[off] = jnp.maximum(sums[off], top >= INFINITE)  # one, if it is in no row looked at
         sums[off + 1] = jnp.maximum(sums[off + 1], top > INFINITE)
@@ -159,6 +159,24 @@ def _magnitude_bits(x: jax.Array) -> jax.Array:
     else:
         bits = jax.lax.bitcast_convert_type(x.astype(FLOAT32), jnp.uint32)
     return bits & SIGN
+
+
+def _tops(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the bits of the largest magnitude, and of the largest finite one.
+
+    XLA fuses the two reductions to one pass, except on a CPU. The second pass there is made only
+    if there is Inf or NaN.
+    """
+
+    def finite(x, top):
+        bits = _magnitude_bits(x)
+        return jnp.max(jnp.where(bits < INFINITE, bits, 0))
+
+    def if_needed(x, top):
+        return jax.lax.cond(top < INFINITE, lambda x, top: top, finite, x, top)
+
+    top = jnp.max(_magnitude_bits(x))
+    return top, jax.lax.platform_dependent(x, top, cpu=if_needed, default=finite)
 
 
 def _rows(x: jax.Array) -> jax.Array:
