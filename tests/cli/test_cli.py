@@ -240,7 +240,8 @@ def compilers(monkeypatch):
     """Stands in for the compilers: what each target answers."""
     seen = []
 
-    def compile_for(target, fun, *args):
+    def compile_for(target, fun, *args, progress):
+        assert not progress  # the command has a spinner of its own
         seen.append((target, str(jax.make_jaxpr(fun)(*args))))
         if target == "p100":
             raise Refused("the compiler says no\nin several lines")

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from mpjax._src.cli import commands
+from mpjax._src.hardware import compiler
 from mpjax._src.lint.table import RULES
 
 PROGRAM = """
@@ -60,6 +61,17 @@ def test_what_is_wrong_is_exit_code_2(run):
     ):
         result = run(*arguments)
         assert result.exit_code == 2 and message in " ".join(result.stderr.split()), result.stderr
+
+
+def test_a_compiler_that_is_not_installed_is_exit_code_2(run, monkeypatch):
+    def require(target):
+        raise ImportError(f"compiling for {target.name} needs: pip install 'mpjax[aot]'")
+
+    monkeypatch.setattr(compiler, "require", require)
+    result = run("linted:clean", "--target", "h100")
+    assert result.exit_code == 2 and "compiling for h100 needs: pip install" in result.stderr
+    assert run("linted:clean", "--target", "h100", "--select", "half-sum").exit_code == 0
+    assert run("linted:clean", "--target", "cpu").exit_code == 0
 
 
 def test_json_and_sarif(run):

@@ -333,7 +333,7 @@ def lint(
     """Find silent precision faults in a training step or a loss.
 
     The comment "# mpjax: ignore[RULE]" silences a rule at its line. Exits with 1 if something was
-    found.
+    found, and with 2 if the compiler of --target is not installed.
 
     \b
     Examples:
@@ -342,6 +342,10 @@ def lint(
       mpjax lint train:step --target h100 --sarif > lint.sarif
       mpjax lint --rules
     """
+    from mpjax._src.hardware.aot import CPU
+    from mpjax._src.hardware.compiler import require
+    from mpjax._src.hardware.targets import find_target
+    from mpjax._src.lint.rule import HLO
     from mpjax._src.lint.table import as_data, chosen
 
     if as_json and sarif:
@@ -359,6 +363,9 @@ def lint(
             fun, argnums, has_aux, select=select, ignore=ignore, run=not no_run, target=device
         )
     )
+    if device not in (None, CPU) and any(r.needs == HLO for r in chosen(select, ignore)):
+        with running(f"compiling for {device}"):
+            require(find_target(device))
     with running(f"linting {target}"):
         report = look(*args)
     if as_json or sarif:
