@@ -129,6 +129,24 @@ def test_nonfinite_values_are_json(tmp_path):
     assert lines(tmp_path / "a.jsonl") == [{"step": 0, "a": "nan", "b": "inf", "c": "-inf"}]
 
 
+@pytest.mark.parametrize("method", ["add_scalar", "scalar"])
+def test_nonfinite_values_have_no_place_in_a_chart(method):
+    writer = Writer(method)
+    metrics = {"a": math.nan, "b": jnp.inf, "c": jnp.float32(1), "loss_scale": jnp.float32(8)}
+    mpjax.log_metrics(writer, 3, metrics)
+    assert writer.rows == [("c", 1.0, 3), ("loss_scale", 8.0, 3)]
+
+
+def test_a_skipped_step_prints_nothing_at_tensorboardx(tmp_path, capsys, caplog):
+    tensorboardx = pytest.importorskip("tensorboardX")
+    with tensorboardx.SummaryWriter(str(tmp_path)) as writer:
+        mpjax.log_metrics(writer, 1, {"grad_norm": jnp.inf, "loss_scale": jnp.float32(8)})
+        mpjax.flush_metrics(writer)
+    out = capsys.readouterr()
+    assert not out.out + out.err + caplog.text
+    assert b"loss_scale" in next(tmp_path.glob("events*")).read_bytes()
+
+
 def test_a_forgotten_writer_is_forgotten():
     writer = Writer("scalar")
     mpjax.log_metrics(writer, 0, {"a": 1.0})

@@ -118,7 +118,8 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
             ("aux/accuracy"); an `Overflow` and an `Underflow` under their fields; a `Stalled` under
             its parameters; a `PrecisionReport` under its tensors, with its risks as text; and a
             `GradientHistogram` as the shares of entries that each half dtype would lose at
-            ``metrics["loss_scale"]``. Other leaves are ignored.
+            ``metrics["loss_scale"]``. Other leaves are ignored. NaN and Inf are written to a
+            `JsonLines` alone, because charts cannot show them.
 
     Returns:
         None.
@@ -221,6 +222,8 @@ def _write(writer: Any, step: int, metrics: dict[str, Any]) -> None:
         writer.add(step, values)
         return
     for name, value in values.items():
+        if not isinstance(value, str) and not math.isfinite(value):
+            continue  # a chart has no place for it, and tensorboardX prints a line for each
         write = getattr(writer, METHODS[found[0]] if isinstance(value, str) else found[0], None)
         if write is not None:
             write(name, value, step)
