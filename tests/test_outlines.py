@@ -11,7 +11,10 @@ import mpjax
 import mpjax.linen
 from mpjax._src.outlines import outline
 
-LEAVES = {f"layer_{i}": {"kernel": np.ones((9, 70)), "bias": np.ones(9)} for i in range(100)}
+LEAVES = {
+    f"layer_{i}": {"kernel": np.ones((9, 70), np.float32), "bias": np.ones(9, np.float32)}
+    for i in range(100)
+}
 PARAMS = mpjax.cast(LEAVES, "bfloat16")
 OPTIMIZERS = {
     "skip": mpjax.skip_nonfinite,
@@ -30,7 +33,7 @@ def fits(text):
 
 @pytest.mark.parametrize("name", thorough_but(OPTIMIZERS, "masters"))
 def test_states_of_optimizers(name):
-    params = mpjax.cast(PARAMS, "float16") if name == "mixed" else PARAMS
+    params = mpjax.cast(LEAVES, "float16") if name == "mixed" else PARAMS
     state = jax.eval_shape(OPTIMIZERS[name](optax.adamw(1e-3)).init, params)
     text = repr(state)
     assert fits(text) and text.startswith(f"{type(state).__name__}(")
