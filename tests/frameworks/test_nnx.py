@@ -426,6 +426,9 @@ def test_errors():
     optimizer = mpjax.nnx.Optimizer(model, optax.sgd(0.1))
     with pytest.raises(TypeError, match=r"f=3 must be"):
         mpjax.nnx.value_and_grad(3, optimizer)
+    for wrong in ("model", 3, None):
+        with pytest.raises(ValueError, match=f"argnums={wrong!r} must be positions"):
+            mpjax.nnx.value_and_grad(loss_fn, optimizer, argnums=wrong)(model, X, Y)
     with pytest.raises(TypeError, match="has_aux=True"):
         nnx.jit(mpjax.nnx.value_and_grad(loss_fn, optimizer))(model, X, Y)
 

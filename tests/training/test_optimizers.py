@@ -151,6 +151,17 @@ def test_a_tree_that_is_no_gradient_is_compared_with_params(name):
             optimizer.update(wrong, state, params)
 
 
+@pytest.mark.parametrize("name", ["skip", "mixed"])
+def test_a_stateless_optimizer_does_not_hide_a_tree_that_is_no_gradient(name):
+    params = {"w": np.ones(3, np.float32), "n": 3}
+    optimizer = WRAPPERS[name](optax.sgd(0.1))
+    state = optimizer.init(params)
+    with pytest.raises(ValueError, match=r"updates must be .* but it holds v \[3\]\.$"):
+        optimizer.update({"v": np.ones(3, np.float32)}, state, params)
+    optimizer.update({"w": np.ones(3, np.float32), "n": None}, state, params)
+    optimizer.update({"w": None, "n": None}, state, params)  # a part that is not trained
+
+
 @pytest.mark.parametrize("name", thorough_but(WRAPPERS, "skip", "mixed"))
 def test_init_with_a_whole_module_says_how_to_filter(name):
     optimizer, model = WRAPPERS[name](optax.adam(0.1)), {"f": jnp.tanh, "w": np.ones(2, np.float16)}

@@ -186,9 +186,9 @@ def value_and_grad(
     def trained(argnum):
         return nnx.DiffState(argnum, optimizer.wrt) if isinstance(argnum, int) else argnum
 
-    several = argnums if isinstance(argnums, Sequence) else (argnums,)
-    wanted: Any = tuple(map(trained, several)) if several is argnums else trained(argnums)
-    numbers = [getattr(a, "argnum", a) for a in several]
+    single = isinstance(argnums, str) or not isinstance(argnums, Sequence)
+    wanted: Any = trained(argnums) if single else tuple(map(trained, argnums))  # type: ignore[arg-type]
+    numbers = jax.tree.map(lambda a: getattr(a, "argnum", a), argnums)
 
     @functools.wraps(f)
     def wrapped(*args, **kwargs):

@@ -417,7 +417,8 @@ def _check_number(name: str, value: Any) -> float:
 
 def finite_number(value: Any) -> float | None:
     """Returns a finite number of any type as a float, or None for anything else."""
-    number = _as_float(value) if _is_number(value) else math.nan
+    known = _is_number(value) and not is_traced(value)
+    number = _as_float(value) if known else math.nan
     return number if math.isfinite(number) else None
 
 

@@ -134,7 +134,11 @@ def updated_if(
         return inner.update(grads, state, params, **extra_args)
 
     with for_state(inner, state, params, grads):
-        return gated_update(finite, update, state, grads, params)
+        updates, new = gated_update(finite, update, state, grads, params)
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (updates, params)]
+    if params is not None and structures[0] != structures[1]:
+        _check_updates(updates, params, lacking=False)  # Equinox trains a part of a module
+    return updates, new
 
 
 def _check_value(value: Any) -> None:
@@ -212,12 +216,12 @@ def for_state(
         raise
 
 
-def _check_updates(updates: Any, params: Any) -> None:
+def _check_updates(updates: Any, params: Any, lacking: bool = True) -> None:
     """Raises a ValueError if gradients are not those of ``params``: other paths or shapes."""
     # Equinox has no gradients, and no states, of leaves that are not floating arrays.
     trained = jax.tree.map(lambda x: x if is_floating(x) else None, params)
-    wanted, found = _arrays(trained), _arrays(updates)
-    differences = difference(wanted, found, found - _arrays(params))
+    found = _arrays(updates)
+    differences = difference(_arrays(trained) if lacking else set(), found, found - _arrays(params))
     if differences:
         pair = isinstance(updates, tuple) and len(updates) == 2
         hint = " jax.value_and_grad returns (loss, grads): pass grads alone." if pair else ""
