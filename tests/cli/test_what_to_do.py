@@ -23,7 +23,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_without_compilers_there_is_no_table_but_what_to_install(run, monkeypatch):
-    def compile_for(target, fun, *args):
+    def compile_for(target, fun, *args, progress):
         raise ImportError(f"compiling for target={target!r} needs more: pip install 'mpjax[aot]'")
 
     monkeypatch.setattr(mpjax, "compile_for", compile_for)
