@@ -20,6 +20,7 @@ ORDER = (
     *(
         "errors",
         "contexts",
+        "called",
         "deprecations",
         "pages",
         "reports",

@@ -30,6 +30,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint is damaged, or mpjax did not write it."""
 
 
+class PrecisionWarning(UserWarning):
+    """A program runs in another precision than its policy asks for."""
+
+
 def brief(value: Any) -> str:
     """Returns ``repr(value)``, shortened if it is long; if ``repr`` fails, the name of the type.
 
@@ -62,6 +66,18 @@ def did_you_mean(word: Any, choices: Iterable[str]) -> str:
     """Returns `` Did you mean 'x'?``, or "" if no choice is similar."""
     found = nearest(word if isinstance(word, str) else brief(word), choices, count=1)
     return f" Did you mean {found[0]!r}?" if found else ""
+
+
+# Of these packages no line is the user's.
+LIBRARIES = ("mpjax", "jax", "optax", "flax", "equinox")
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warns at the nearest line of the call stack that is in none of `LIBRARIES`."""
+    frame, level = inspect.currentframe(), 1
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def warn_at(fun: Callable[..., Any], message: str) -> None:

@@ -15,6 +15,7 @@ import jmp
 import numpy as np
 
 from mpjax._src import _jax
+from mpjax._src.called import CALLED, CASTS
 from mpjax._src.dtypes import (
     BY_NAME,
     FLOAT16,
@@ -418,6 +419,8 @@ class Policy(jmp.Policy):
             >>> policy.cast_to_compute({"x": np.ones(2, np.float32)})["x"].dtype
             dtype(bfloat16)
         """
+        if self.compute_dtype in HALVES:
+            CALLED.add(CASTS)
         return self._cast_by_path(tree, lambda path: self.compute_dtype, uniform=True)
 
     def cast_to_output(self, tree: T) -> T:

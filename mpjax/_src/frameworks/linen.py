@@ -105,7 +105,9 @@ class TrainState(train_state.TrainState):
         """
         policy = get_policy(policy)
         warn_if_unfit(policy, stacklevel=2)
-        optimizer = in_mixed_precision(tx, policy, loss_scale, "tx")
+        optimizer = in_mixed_precision(
+            tx, policy, loss_scale, "tx", "state.value_and_grad(loss_fn)"
+        )
         trained, overwritten = _split(params)
         state: TrainState = super().create(
             apply_fn=apply_fn,

@@ -81,7 +81,9 @@ class Optimizer(nnx.Optimizer):
             )
         policy = get_policy(policy)
         warn_if_unfit(policy, stacklevel=2)
-        optimizer = in_mixed_precision(tx, policy, loss_scale, "tx")
+        optimizer = in_mixed_precision(
+            tx, policy, loss_scale, "tx", "mpjax.nnx.value_and_grad(loss_fn, optimizer)"
+        )
         params = nnx.as_pure(nnx.state(model, wrt))
         if not jax.tree.leaves(params):
             raise ValueError(
