@@ -31,7 +31,7 @@ class CheckpointError(RuntimeError):
 
 
 class PrecisionWarning(UserWarning):
-    """A program runs in another precision than its policy asks for."""
+    """A program probably runs in another precision than its author thinks."""
 
 
 def brief(value: Any) -> str:

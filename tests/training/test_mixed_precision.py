@@ -260,6 +260,21 @@ def test_functions_of_others_are_an_error_that_says_so():
         lost.value_and_grad(loss_fn, optimizer.init(PARAMS))
 
 
+@pytest.mark.parametrize("name", ["bf16", " FP16", "half", "float16"])
+def test_names_that_mean_mixed_precision_elsewhere_are_warned_of(name):
+    made = [
+        lambda: mpjax.mixed_precision(optax.sgd(0.1), name),
+        lambda: mpjax.build_train_step(lambda p, b: 0.0, optax.sgd(0.1), name),
+    ]
+    half = mpjax.get_policy(name).compute_dtype.name
+    for make in made:
+        with pytest.warns(mpjax.PrecisionWarning, match=f"Did you mean 'mixed_{half}'") as found:
+            make()
+        assert found[0].filename == __file__
+    mpjax.mixed_precision(optax.sgd(0.1), f"p={half},c={half},o={half}")  # says what it means
+    assert mpjax.autocast(lambda x: x, name)(jnp.float32(1)) == 1  # stores nothing
+
+
 class TestMissingLine:
     """The third line left out: gradients by `jax.value_and_grad`, in float32."""
 

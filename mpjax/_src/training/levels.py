@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import jmp
 import optax
 
-from mpjax._src.policy import Policy
+from mpjax._src.errors import PrecisionWarning, warn_user
+from mpjax._src.hardware.devices import warn_if_unfit
+from mpjax._src.policy import Policy, get_policy, means_another_policy
 from mpjax._src.training.masters import with_kahan_summation, with_master_weights
 from mpjax._src.training.moments import with_8bit_moments
 from mpjax._src.training.optimizers import as_optimizer
@@ -18,6 +21,21 @@ ROUNDINGS: dict[str, Callable[[optax.GradientTransformation], Any]] = {
     "stochastic": with_stochastic_rounding,
     "kahan": with_kahan_summation,
 }
+
+
+def training_policy(policy: str | jmp.Policy) -> Policy:
+    """Returns the policy of a training loop, and warns if its author may mean another one."""
+    found = get_policy(policy)
+    if means_another_policy(policy):
+        name = found.compute_dtype.name
+        warn_user(
+            f"policy={policy!r} stores the parameters in {name} too. Did you mean 'mixed_{name}', "
+            f"which stores them in float32? For parameters in {name}, write 'O3:{name}', or "
+            f"'O2:{name}' for float32 master weights.",
+            PrecisionWarning,
+        )
+    warn_if_unfit(found, stacklevel=3)
+    return found
 
 
 def under_policy(

@@ -13,11 +13,10 @@ import optax
 from mpjax._src.called import CALLED, CASTS, SCALES
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.errors import PrecisionWarning, brief, warn_user
-from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.patterns import name_of
-from mpjax._src.policy import Policy, get_policy
+from mpjax._src.policy import Policy
 from mpjax._src.training.gradients import scaled_value_and_grad, with_float32_loss
-from mpjax._src.training.levels import under_policy
+from mpjax._src.training.levels import training_policy, under_policy
 from mpjax._src.training.loss_scale import (
     SCALES as KINDS,
 )
@@ -203,8 +202,7 @@ def mixed_precision(
     Apex's ``amp.initialize`` and TensorFlow's ``LossScaleOptimizer`` wrap an optimizer in the same
     way. The algorithm is that of Micikevicius et al. 2017, "Mixed Precision Training".
     """
-    policy = get_policy(policy)
-    warn_if_unfit(policy, stacklevel=2)
+    policy = training_policy(policy)
     return in_mixed_precision(optimizer, policy, loss_scale, "optimizer")
 
 
