@@ -16,12 +16,7 @@ from support import normal, thorough_but
 
 import mpjax
 import mpjax.linen
-from mpjax._src import called
-from mpjax._src import policy as policies
-from mpjax._src.autocast import transform
-from mpjax._src.training import gradients
-from mpjax._src.training import loss_scale as loss_scales
-from mpjax._src.training import mixed_precision as mixed
+from mpjax._src.training.loss_scale import smallest
 
 X, Y = np.asarray(normal(1, 16, 4)), np.asarray(normal(2, 16, 3))
 PARAMS = {"w": normal(3, 4, 8, scale=1 / 2), "v": normal(4, 8, 3, scale=1 / 3)}
@@ -275,15 +270,9 @@ def test_names_that_mean_mixed_precision_elsewhere_are_warned_of(name):
     assert mpjax.autocast(lambda x: x, name)(jnp.float32(1)) == 1  # stores nothing
 
 
+@pytest.mark.usefixtures("nothing_called")
 class TestMissingLine:
     """The third line left out: gradients by `jax.value_and_grad`, in float32."""
-
-    @pytest.fixture(autouse=True)
-    def nothing_called(self, monkeypatch):
-        monkeypatch.setattr(called, "CALLED", set())
-        for module in (gradients, loss_scales, mixed, transform, policies):
-            if hasattr(module, "CALLED"):
-                monkeypatch.setattr(module, "CALLED", called.CALLED)
 
     def update(self, policy, gradient=jax.grad, traced=True, **kwargs):
         optimizer = mpjax.mixed_precision(optax.sgd(0.1), policy, **kwargs)
@@ -416,7 +405,7 @@ class TestSharedGradient:
     def test_what_needs_no_scale_has_no_say(self):
         plain = mpjax.mixed_precision(optax.sgd(0.1), "mixed_bfloat16").init(PARAMS["v"])
         _, (state, _) = self.make([2.0**8, 2.0**8])
-        assert mixed.smallest([plain.loss_scale, state.loss_scale]) is state.loss_scale
+        assert smallest([plain.loss_scale, state.loss_scale]) is state.loss_scale
 
 
 @jax.custom_vjp

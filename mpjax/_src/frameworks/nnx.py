@@ -191,8 +191,11 @@ def value_and_grad(
         its = optimizers[min(place, len(optimizers) - 1)]
         return nnx.DiffState(argnum, its.wrt) if isinstance(argnum, int) else argnum
 
-    several = isinstance(argnums, Sequence)
-    wanted: Any = tuple(map(trained, argnums, itertools.count())) if several else trained(argnums)
+    wanted: Any = (
+        tuple(map(trained, argnums, itertools.count()))
+        if isinstance(argnums, Sequence)
+        else trained(argnums)
+    )
 
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
