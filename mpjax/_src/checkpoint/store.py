@@ -19,6 +19,7 @@ from mpjax._src.checkpoint.contents import (
     describe,
     is_held,
     leaves_of,
+    shaped,
 )
 from mpjax._src.checkpoint.convert import held
 from mpjax._src.errors import CheckpointError
@@ -56,7 +57,7 @@ def saved_form(state: Any, policy: str | None, data: Any) -> Any:
 
 
 def _array(value: Any) -> Any:
-    return value if isinstance(value, jax.Array) else np.asarray(jnp.asarray(value))
+    return value if isinstance(value, jax.Array) else np.asarray(value, shaped(value)[1])
 
 
 def _checked(data: Any) -> Any:
