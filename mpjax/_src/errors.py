@@ -27,7 +27,7 @@ class OutOfMemoryError(CompileError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is damaged, or mpjax did not write it."""
+    """A checkpoint is damaged, cannot be written, or is being written by another process."""
 
 
 class PrecisionWarning(UserWarning):
