@@ -20,7 +20,7 @@ RESULTS = HERE / "results"
 
 # The suites, and what each measures. The command line offers the suites whose modules exist.
 SUITES = {
-    "cpu": "steps timed in pairs on this machine's CPU, dispatch, tracing, reports and instruments",
+    "cpu": "steps timed in pairs on this CPU, dispatch, tracing, reports, instruments, checksums",
     "aot": "memory, bytes and matmuls of training steps, for GPUs and TPUs that are not present",
     "gpu": "steps timed in pairs on a GPU",
     "weights": "what is kept for each weight: bytes, bytes moved, and held-out quality",

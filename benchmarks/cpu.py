@@ -10,6 +10,7 @@
     reports      reports of overflow and underflow, relative to a step without reports
     histogram    histograms of gradients, relative to a step without histograms
     instruments  find_nonfinite and compare, relative to a gradient
+    checkpoints  checksums, relative to a save and to a restore without them
     underflow    the error of float16 gradients, by loss scale and batch
     bf16_dots    half beside float32, on CPUs that multiply half
     quality      half's held-out quality, three seeds: a long case, which runs only when named
@@ -26,6 +27,7 @@ from tqdm import tqdm
 
 from benchmarks import Options
 from benchmarks.on_cpu import (
+    checkpoints,
     dispatch,
     dots,
     gates,
@@ -52,6 +54,7 @@ CASES = {
     "reports": reports.reports,
     "histogram": reports.histogram,
     "instruments": instruments.case,
+    "checkpoints": checkpoints.case,
     "underflow": underflow.case,
     "bf16_dots": dots.case,
     quality.CASE: quality.case,

@@ -9,7 +9,7 @@ from ._src.autocast.kernels import current_policy, half_inputs
 from ._src.autocast.regions import full_precision, precision
 from ._src.autocast.transform import autocast
 from ._src.checkpoint.export import export_params, load_safetensors, save_safetensors
-from ._src.errors import CompileError, DivergenceError, OutOfMemoryError
+from ._src.errors import CompileError, DivergenceError, OutOfMemoryError, PrecisionWarning
 from ._src.hardware.aot import compile_for
 from ._src.hardware.batch_size import BatchTry, LargestBatch, largest_batch
 from ._src.hardware.collectives import CollectiveRow
@@ -111,6 +111,7 @@ __all__ = [
     "Policy",
     "PrecisionReport",
     "PrecisionRow",
+    "PrecisionWarning",
     "Risk",
     "SkipNonfiniteState",
     "Stalled",

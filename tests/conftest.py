@@ -38,6 +38,7 @@ import pytest
 from hypothesis import settings
 
 from mpjax._src import rules
+from mpjax._src.called import CALLED
 
 # Tracing and compiling make the time of a single example meaningless.
 # Under CI, inputs are the same every time, so that a failure comes from the change.
@@ -199,6 +200,15 @@ def strict_promotion():
     """Strict dtype promotion: none of our operations may mix dtypes by accident."""
     with jax.numpy_dtype_promotion("strict"):
         yield
+
+
+@pytest.fixture
+def nothing_called():
+    """A process that has called nothing of mpjax yet, as far as warnings know."""
+    before = {*CALLED}
+    CALLED.clear()
+    yield
+    CALLED.update(before)
 
 
 @pytest.fixture

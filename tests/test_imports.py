@@ -20,6 +20,7 @@ ORDER = (
     *(
         "errors",
         "contexts",
+        "called",
         "deprecations",
         "progress",
         "pages",
@@ -127,7 +128,7 @@ def test_importing_loads_nothing_of_ours_or_others():
         "print(*sorted(n for n in sys.modules if n.startswith('mpjax')));"
         "mpjax.autocast; mpjax.get_policy; mpjax.mixed_precision; mpjax.build_train_step;"
         "heavy = {'flax', 'chex', 'click', 'rich', 'matplotlib', 'orbax', 'equinox', 'haiku',"
-        "'keras', 'safetensors', 'scipy', 'tqdm'};"
+        "'keras', 'safetensors', 'scipy', 'tensorstore', 'xxhash', 'tqdm'};"
         "print(*sorted(heavy & {n.split('.')[0] for n in sys.modules}))"
     )
     command = [sys.executable, "-W", "error", "-c", code]

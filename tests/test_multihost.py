@@ -162,6 +162,19 @@ def test_a_killed_process_costs_no_more_than_the_steps_since_the_checkpoint(
 
 
 @pytest.mark.thorough
+def test_a_job_beside_one_that_still_lives_is_refused_on_all_processes(start, tmp_path, whole):
+    directory = tmp_path / "run"
+    job = start(tmp_path / "first", directory=directory, **RUN)
+    job.wait_for("step 6:")
+    second = start(tmp_path / "second", directory=directory, **RUN)
+    assert all(second.codes())
+    for process in range(2):
+        pid = job.processes[0].pid
+        assert f"has a Manager already, of process {pid} on host" in second.said(process)
+    assert job.ends() == [whole[1]] * 2
+
+
+@pytest.mark.thorough
 def test_sigterm_to_one_process_stops_all_at_one_step_which_is_saved(start, tmp_path, whole):
     directory = tmp_path / "run"
     job = start(tmp_path / "stopped", directory=directory, **RUN)

@@ -136,6 +136,11 @@ def test_half_alone_means_what_the_device_is_best_at():
     [
         ("mixed_bf16", "Did you mean 'mixed_bfloat16'?"),
         ("mixed-float16", "Did you mean 'mixed_float16'?"),
+        ("float16 mixed", "Did you mean 'mixed_float16'?"),
+        ("amp_bf16", "Did you mean 'mixed_bfloat16'?"),
+        ("mixed 16", "Did you mean 'mixed_float16'?"),
+        ("mixed_float17", "Did you mean 'mixed_float16'?"),
+        ("fp16 bf16 mixed", "is not known"),
         ("O4", "'O4' is not the name of a policy. Legal are 'float32', 'mixed_float16'"),
         ("O2:float32", "the suffix='float32' is not a half dtype. Legal are 'float16' and"),
         ("O2:", "policy='O2:': the suffix='' is not a floating dtype"),

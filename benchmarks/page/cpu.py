@@ -18,6 +18,7 @@ SAYS = {
     "reports": "A float16 step with reports relative to one without, timed in pairs",
     "histogram": "A step with a gradient histogram relative to one without, timed in pairs",
     "instruments": "Time and peak memory of instruments that run a program operation by operation",
+    "checkpoints": "Checksums of a state's arrays, relative to a save and to a restore without",
     "underflow": "One gradient of the byte-level GPT in float16, compared with float32",
     "bf16_dots": "Training of wide layers, on a CPU that multiplies bfloat16",
     "quality": "Held-out figures as means over three seeds, compared with the range of float32",

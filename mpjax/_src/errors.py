@@ -6,13 +6,9 @@ user probably meant.
 
 import difflib
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
-
-PACKAGE = str(Path(__file__).parent.parent)
 
 # A message shows at most LONGEST characters of a value; TAIL of them are from its end.
 LONGEST, TAIL = 400, 40
@@ -31,7 +27,11 @@ class OutOfMemoryError(CompileError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is damaged, or mpjax did not write it."""
+    """A checkpoint is damaged, cannot be written, or is being written by another process."""
+
+
+class PrecisionWarning(UserWarning):
+    """A program probably runs in another precision than its author thinks."""
 
 
 def brief(value: Any) -> str:
@@ -83,6 +83,18 @@ def suggesting(module: str, names: Iterable[str]) -> Callable[[str], Any]:
     return __getattr__
 
 
+# Of these packages no line is the user's.
+LIBRARIES = ("mpjax", "jax", "optax", "flax", "equinox")
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the nearest line of the call stack that is in none of `LIBRARIES`."""
+    frame, level = inspect.currentframe(), 1
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
 def warn_at(fun: Callable[..., Any], message: str) -> None:
     """Warns at the definition of the user's function, because the call stack is inside JAX."""
     fun = inspect.unwrap(fun)
@@ -91,11 +103,3 @@ def warn_at(fun: Callable[..., Any], message: str) -> None:
     warnings.warn_explicit(
         message, UserWarning, code.co_filename, code.co_firstlineno, registry=seen
     )
-
-
-def warn_caller(message: str) -> None:
-    """Warns at the line outside of mpjax that called it, from whatever depth."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_code.co_filename.startswith(PACKAGE) and frame.f_back is not None:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)

@@ -15,6 +15,7 @@ import jmp
 import numpy as np
 
 from mpjax._src import _jax
+from mpjax._src.called import CALLED, CASTS
 from mpjax._src.dtypes import (
     BY_NAME,
     FLOAT16,
@@ -443,6 +444,8 @@ class Policy(jmp.Policy):
             >>> policy.cast_to_compute({"x": np.ones(2, np.float32)})["x"].dtype
             dtype(bfloat16)
         """
+        if self.compute_dtype in HALVES:
+            CALLED.add(CASTS)
         return self._cast_by_path(tree, lambda path: self.compute_dtype, uniform=True)
 
     def cast_to_output(self, tree: T) -> T:
@@ -649,11 +652,13 @@ def _named(name: str, text: str, half: np.dtype | None) -> Policy:
             dtype = canonical(name, "policy", half)
             return Policy(dtype, dtype, dtype)
         choices = [*NAMES, *LEVELS, *LIGHTNING, *BY_NAME, "half"]
+        meant = _mixed(name)
+        hint = f" Did you mean {meant!r}?" if meant else did_you_mean(name, choices)
         raise ValueError(
-            f"policy={brief(text)} is not known: {brief(name)} is not the name of a policy. Legal "
-            "are 'float32', 'mixed_float16', 'mixed_bfloat16', the levels 'O0' to 'O3' (with a "
-            "suffix as in 'O2:float16'), a dtype such as 'bf16', and jmp's form "
-            "'p=f32,c=bf16,o=f32'." + did_you_mean(name, choices)
+            f"policy={brief(text)} is not known: {brief(name)} is not the name of a policy.{hint} "
+            "Legal are 'float32', 'mixed_float16', 'mixed_bfloat16', the levels 'O0' to 'O3' (with "
+            "a suffix as in 'O2:float16'), a dtype such as 'bf16', and jmp's form "
+            "'p=f32,c=bf16,o=f32'."
         )
     if colon:
         asked = _as_half(suffix.strip(), f"policy={brief(text)}: the suffix")
@@ -668,6 +673,30 @@ def _named(name: str, text: str, half: np.dtype | None) -> Policy:
         return (half or default_half()) if value == "half" else value
 
     return Policy(**{key: resolve(value) for key, value in row.items()})
+
+
+# Words that stand for mixed precision in the names of others.
+MIXED = {"mixed", "amp", "autocast"}
+
+
+def _mixed(name: str) -> str:
+    """Returns the mixed policy that a name such as "float16 mixed" or "amp_bf16" means, or ""."""
+    words = {*re.findall(r"[a-z0-9]+", name.lower())}
+    found = [BY_NAME[word] for word in words if BY_NAME.get(word) in HALVES]
+    rest = words - {*BY_NAME, *MIXED, "precision", "16"}
+    if rest or len(found) > 1 or not words & MIXED:
+        return ""
+    return f"mixed_{(found or [FLOAT16 if '16' in words else default_half()])[0]}"
+
+
+def means_another_policy(x: Any) -> bool:
+    """Returns whether a policy is a name that elsewhere means mixed precision, such as "bf16".
+
+    For Hugging Face's ``mixed_precision=`` and PyTorch's autocast it is what matmuls run in; for
+    jmp and mpjax it is the dtype of everything, parameters included.
+    """
+    word = x.strip().lower() if isinstance(x, str) else ""
+    return word == "half" or BY_NAME.get(word) in HALVES
 
 
 def _as_half(dtype: DTypeLike, argument: str = "half") -> np.dtype:

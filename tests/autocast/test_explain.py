@@ -123,3 +123,12 @@ def test_what_is_read_in_float32_is_named_with_its_reason():
     policy = mpjax.get_policy("mixed_bfloat16").override({"up": "float32"})
     wide = dict(mpjax.explain(loss, policy, argnums=0)(*args).wide)
     assert wide.keys() == {"places", "norm", "up", "bias"}
+
+
+def test_the_bytes_of_an_operation_are_those_of_its_values_as_stored():
+    x, w, v = (jnp.ones(shape, jnp.float32) for shape in ((4, 8), (8, 3), (3, 5)))
+    rows = mpjax.explain(lambda x, w, v: jnp.sum(x @ w @ v), "mixed_bfloat16")(x, w, v).rows
+    first, second, total = rows
+    assert first.bytes == 4 * (4 * 8 + 8 * 3) + 2 * 4 * 3  # arguments arrive in float32
+    assert second.bytes == 2 * 4 * 3 + 4 * (3 * 5 + 4 * 5)
+    assert total.bytes == 4 * (4 * 5 + 1)

@@ -1,7 +1,6 @@
 """Files that are truncated, foreign or hostile: an error that names them, and no code of theirs."""
 
 import contextlib
-import gc
 import json
 import pickle
 import shutil
@@ -28,18 +27,6 @@ def whole(tmp_path_factory):
     return directory
 
 
-@pytest.fixture
-def collected():
-    yield
-    gc.collect()
-
-
-def drops_errors(test):
-    """Of several arrays that cannot be read orbax raises one error, and drops the others."""
-    dropped = "ignore::pytest.PytestUnraisableExceptionWarning"
-    return pytest.mark.usefixtures("collected")(pytest.mark.filterwarnings(dropped)(test))
-
-
 def files(directory):
     return sorted(p.relative_to(directory) for p in directory.rglob("*") if p.is_file())
 
@@ -64,7 +51,6 @@ DAMAGES = {
 }
 
 
-@drops_errors
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_named_or_does_no_harm(damage, whole, tmp_path):
     refused = set()
@@ -118,18 +104,20 @@ def test_tables_that_are_wrong_are_named(change, message, copy):
         checkpoint.restore(copy, STATE)
 
 
-@drops_errors
 def test_arrays_that_are_others_than_the_table_says_are_refused(copy):
     """orbax pads and truncates where it is let, and casts in silence."""
     edit(copy, lambda about: about["leaves"]["params/w"].update(shape=[4999]))
+    like = {**STATE, "params": {**STATE["params"], "w": jnp.ones(4999)}}
+    with pytest.raises(checkpoint.CheckpointError, match="metadata: its checksum is another"):
+        checkpoint.restore(copy, like)
     with pytest.raises(checkpoint.CheckpointError, match=r"'params/w' is float32\(5000,\), but"):
-        checkpoint.restore(copy, {**STATE, "params": {**STATE["params"], "w": jnp.ones(4999)}})
+        checkpoint.restore(copy, like, verify=False)
     edit(copy, lambda about: about["leaves"]["params/w"].update(shape=[5000], dtype="float16"))
     like = {**STATE, "params": {**STATE["params"], "w": jnp.ones(5000, jnp.float16)}}
     with pytest.raises(
         checkpoint.CheckpointError, match=r"float32\(5000,\), but should be float16"
     ):
-        checkpoint.restore(copy, like)
+        checkpoint.restore(copy, like, verify=False)
 
 
 class Bomb:
@@ -137,7 +125,6 @@ class Bomb:
         return print, ("the bomb went off",)
 
 
-@drops_errors
 def test_no_code_is_run_by_reading(copy, capfd):
     """A pickle in the place of any file, and a NumPy array of objects: errors, not calls."""
     np.save(copy / "object.npy", np.array([Bomb()]), allow_pickle=True)
@@ -152,7 +139,6 @@ def test_no_code_is_run_by_reading(copy, capfd):
         assert "pickle" not in Path(sys.modules[module.__module__].__file__).read_text()
 
 
-@drops_errors
 def test_a_checkpoint_that_was_half_removed_does_not_stand_in_the_way(tmp_path):
     """What a process leaves that is killed while it removes an old one, or writes a new one."""
     options = {"keep": 2, "best": "loss"}

@@ -49,8 +49,6 @@ class Expected:
         return bits(self.state)
 
 
-# A restore that is refused leaves reads behind, whose event loop orbax has closed by then.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_no_kill_damages_the_last_good_checkpoint(tmp_path):
     seed = random.SystemRandom().randrange(2**32)
     print("seed", seed)

@@ -164,6 +164,14 @@ def test_a_tree_that_is_empty_is_saved(tmp_path):
     assert checkpoint.restore(tmp_path / "c", {"empty": jnp.zeros(0)})["empty"].shape == (0,)
 
 
+def test_numpy_arrays_are_saved_in_the_dtypes_that_the_description_says(tmp_path):
+    """Without x64, JAX would round the one, and truncate the other to 0."""
+    state = {"w": np.full(3, 0.1), "i": np.full(2, 2**40)}
+    checkpoint.save(tmp_path / "c", state)
+    with jax.enable_x64(True):
+        assert bits(checkpoint.restore(tmp_path / "c", state)) == bits(state)
+
+
 def test_float64_is_restored_as_float64_or_refused(tmp_path):
     with jax.enable_x64(True):
         state = {"w": jnp.full(3, 0.1)}

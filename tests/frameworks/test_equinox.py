@@ -176,3 +176,34 @@ def test_half_weights_stay_half(policy):
     for got, want in zip(arrays(half), arrays(optax.apply_updates(params, updates)), strict=True):
         assert got.dtype == want.dtype and np.array_equal(got, want)
     update(grads, opt_state, eqx.filter(half, eqx.is_array))
+
+
+def test_optimizers_are_arguments_of_filter_jit_and_share_a_gradient():
+    """As in diffrax's neural SDE: what filter_jit passes on is the optimizer, rebuilt."""
+    keys = jax.random.split(jax.random.key(1))
+    models = tuple(eqx.nn.MLP(4, 4, 8, 1, key=key) for key in keys)
+    optimizers = [mpjax.mixed_precision(optax.rmsprop(r), "mixed_float16") for r in (1e-2, -1e-2)]
+    states = tuple(
+        optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+        for optimizer, model in zip(optimizers, models, strict=True)
+    )
+
+    def loss(models, x):
+        made, judge = models
+        return jnp.mean(jax.vmap(judge)(x) - jax.vmap(judge)(jax.vmap(made)(x)))
+
+    @eqx.filter_jit
+    def step(models, states, optimizers, x):
+        value, grads = optimizers[0].value_and_grad(loss, states)(models, x)
+        made = []
+        for model, optimizer, grad, state in zip(models, optimizers, grads, states, strict=True):
+            updates, state = optimizer.update(grad, state, scaled_by=states)
+            made.append((eqx.apply_updates(model, updates), state))
+        return *zip(*made, strict=True), value
+
+    values = []
+    for _ in range(6):
+        models, states, value = step(models, states, optimizers, X)
+        values.append(float(value))
+    assert all(isinstance(model, eqx.nn.MLP) for model in models) and np.isfinite(values).all()
+    assert all(bool(state.finite) for state in states) and values[-1] != values[0]

@@ -115,6 +115,15 @@ def test_it_is_saved_by_keras(tmp_path):
     fitted(mpjax.keras.mixed_precision(again, "mixed_float16"), epochs=1)
 
 
+def test_an_update_outside_of_jit():
+    variable = keras.Variable(np.float32([1, 2]))
+    optimizer = mpjax.keras.LossScaleOptimizer(keras.optimizers.SGD(0.5), 8.0)
+    for grad, wanted in (([8, 16], [0.5, 1]), ([np.inf, 0], [0.5, 1]), ([8, 0], [0, 1])):
+        optimizer.apply([np.float32(grad)], [variable])
+        assert variable.value.tolist() == wanted
+    assert optimizer.built and int(optimizer.skipped_steps.value) == 1
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("policy", POLICIES)
 def test_loops_of_stateless_call(policy):

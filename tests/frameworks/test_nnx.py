@@ -440,3 +440,38 @@ def test_other_loops_refuse_whole_modules():
     gradient = mpjax.scaled_value_and_grad(lambda m: jnp.sum(m(X)), mpjax.NoOpLossScale())
     with pytest.raises(TypeError, match=r"mpjax\.nnx\.value_and_grad"):
         gradient(Model(nnx.Rngs(0)))
+
+
+def test_a_gradient_that_two_optimizers_share():
+    """As a GAN's: the smallest scale is used, and an overflow of one leaves the other's update."""
+    models = nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+    scales = [mpjax.DynamicLossScale(s) for s in (2.0**20, 2.0**4)]
+    optimizers = tuple(
+        mpjax.nnx.Optimizer(m, optax.sgd(0.1), "mixed_float16", loss_scale=s)
+        for m, s in zip(models, scales, strict=True)
+    )
+
+    @nnx.jit
+    def step(models, optimizers, x):
+        def loss_fn(one, two):
+            return jnp.mean((two(one(x)) - Y) ** 2)
+
+        gradient = mpjax.nnx.value_and_grad(loss_fn, optimizers, argnums=(0, 1))
+        _, grads = gradient(*models)
+        grads[0]["bias"].set_value(jnp.where(x[0, 0] > 5, jnp.inf, grads[0]["bias"][...]))
+        for model, optimizer, grad in zip(models, optimizers, grads, strict=True):
+            optimizer.update(model, grad, scaled_by=optimizers)
+
+    step(models, optimizers, X)
+    found = [optimizer.metrics() for optimizer in optimizers]
+    assert [float(m["loss_scale"]) for m in found] == [2.0**5, 2.0**4]
+    before = arrays(*models)
+    bad = X.copy()
+    bad[0, 0] = 6
+    step(models, optimizers, bad)
+    found = [optimizer.metrics() for optimizer in optimizers]
+    assert [int(m["skipped_steps"]) for m in found] == [1, 0]
+    assert float(found[0]["loss_scale"]) == 2.0**3
+    assert same(arrays(models[0]), before[:2]) and not same(arrays(models[1]), before[2:])
+    with pytest.raises(TypeError, match="scaled_by="):
+        optimizers[0].update(models[0], models[0], scaled_by=[3])

@@ -351,6 +351,9 @@ class TestReport:
         figure = mpjax.plot_compare(compared, tmp_path / "compare.png")
         assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
         assert figure.axes[0].get_yscale() == "log"
+        (legend,) = figure.legends
+        labels = {text.get_text() for text in legend.get_texts()}
+        assert {"error, forward pass", "error, backward pass"} <= labels
         with pytest.raises(ValueError, match="no rows"):
             mpjax.plot_compare(of_transformer("float32"))
 

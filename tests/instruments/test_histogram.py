@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpjax
+from mpjax._src.instruments import histogram
 from mpjax._src.instruments.histogram import BINS, EXPONENTS
 
 
@@ -93,6 +94,19 @@ def test_the_recommended_scale_is_the_largest_safe_one(rng):
     roomy = mpjax.recommend_loss_scale(histogram, headroom=16)
     assert roomy.loss_scale == advice.loss_scale / 16
     assert str(roomy).startswith("loss scale 2^") and "overflows at 2^16" in str(roomy)
+
+
+@pytest.mark.parametrize("half", [np.float16, ml_dtypes.bfloat16])
+def test_numbers_within_the_limits_are_finite(half):
+    largest = 2.0 ** (histogram.limits_of(half).overflow - 1)
+    with np.errstate(over="ignore"):
+        assert np.isfinite(np.float64(largest).astype(half))
+        assert np.isinf(np.float64(2 * largest).astype(half))
+
+
+def test_the_median_of_three_is_the_second():
+    row = mpjax.gradient_histogram(np.float32([2.0**-3, 2.0**5, 2.0**4])).rows()[0]
+    assert (row.smallest, row.median, row.largest) == (-3, 4, 5)
 
 
 def test_a_known_underflow_share():

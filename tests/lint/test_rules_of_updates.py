@@ -64,6 +64,9 @@ def test_a_static_scale_that_overflows():
     assert (finding.rule, "32768" in finding.message) == ("overflowing-loss-scale", True)
     assert finding.source.startswith(__file__)
     assert not mpjax.lint(pair.mended)(*pair.args).findings
+    params, x = pair.args
+    found = mpjax.lint(pair.faulty)(params, x.at[0, 0].set(jnp.inf)).findings
+    assert "overflowing-loss-scale" not in {finding.rule for finding in found}  # not by the scale
 
 
 POLICIES = ["O2:bfloat16", "O2:bfloat16,masters=split", "mixed_float16"]

@@ -1,7 +1,10 @@
 """`mixed_precision`: an optimizer that holds the loss scale and the masters."""
 
+import copy
 import functools
+import pickle
 
+import equinox as eqx
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from support import normal, thorough_but
 
 import mpjax
+import mpjax.linen
+from mpjax._src.training.loss_scale import smallest
 
 X, Y = np.asarray(normal(1, 16, 4)), np.asarray(normal(2, 16, 3))
 PARAMS = {"w": normal(3, 4, 8, scale=1 / 2), "v": normal(4, 8, 3, scale=1 / 3)}
@@ -171,6 +176,14 @@ OUTSIDE = {
     "chain": lambda inner: optax.chain(optax.clip_by_global_norm(1.0), inner),
     "MultiSteps": lambda inner: optax.MultiSteps(inner, 2),
     "masked": lambda inner: optax.masked(inner, {"w": True, "v": True}),
+    "inject_hyperparams": lambda inner: optax.inject_hyperparams(
+        lambda rate: optax.chain(inner, optax.scale(rate))
+    )(rate=1.0),
+    "apply_if_finite": lambda inner: optax.apply_if_finite(inner, 3),
+    "with_extra_args_support": optax.with_extra_args_support,
+    "conditionally_transform": lambda inner: optax.conditionally_transform(inner, lambda n: n < 99),
+    "partition": lambda inner: optax.partition({"all": inner}, "all"),
+    "named_chain": lambda inner: optax.named_chain(("inner", inner)),
 }
 
 
@@ -185,6 +198,225 @@ def test_a_part_of_another_optimizer(outside):
         params, state, loss = step(params, state, X, Y)
         losses.append(float(loss))
     assert losses[-1] < losses[0]
+    assert not hasattr(whole, "value_and_grad") or whole == optimizer
+
+
+REBUILT = {
+    "mapped": lambda optimizer: jax.tree.map(lambda x: x, optimizer),
+    "init replaced": lambda optimizer: optimizer._replace(init=lambda p: optimizer.init(p)),
+    "update replaced": lambda optimizer: optimizer._replace(
+        update=lambda *args, **kwargs: optimizer.update(*args, **kwargs)
+    ),
+    "copied": copy.copy,
+    "copied deeply": copy.deepcopy,
+    "passed to filter_jit": lambda optimizer: eqx.filter_jit(lambda x: x)(optimizer),
+    "flattened": lambda optimizer: jax.tree.unflatten(*jax.tree.flatten(optimizer)[::-1]),
+}
+
+
+@pytest.mark.parametrize("how", thorough_but(REBUILT, "mapped", "update replaced"))
+def test_a_rebuilt_one_is_one(how):
+    optimizer = mpjax.mixed_precision(optax.sgd(0.1), "mixed_float16")
+    rebuilt = REBUILT[how](optimizer)
+    assert isinstance(rebuilt, mpjax.MixedPrecision) and rebuilt.policy == optimizer.policy
+    state = optimizer.init(PARAMS)
+    got, want = (jax.jit(step_of(o))(PARAMS, state, X, Y) for o in (rebuilt, optimizer))
+    assert same(got, want)
+
+
+def test_a_pickled_one_is_one():
+    inner = optax.GradientTransformation(_nothing, _as_it_is)  # optax's own cannot be pickled
+    optimizer = pickle.loads(pickle.dumps(mpjax.mixed_precision(inner, "mixed_float16")))
+    assert optimizer.policy == mpjax.get_policy("mixed_float16")
+    assert float(optimizer.init(PARAMS).loss_scale.loss_scale) == 2.0**16
+
+
+def _nothing(params):
+    return optax.EmptyState()
+
+
+def _as_it_is(updates, state, params=None):
+    return updates, state
+
+
+def test_it_is_shown_with_what_it_is_made_of():
+    text = repr(mpjax.mixed_precision(optax.adamw(1e-3), "mixed_float16", 128.0))
+    assert "chain(scale_by_adam, add_decayed_weights, scale" in text
+    assert "'mixed_float16'" in text and "StaticLossScale" in text
+    assert "partition(sgd" not in text and "function" not in text
+    parts = optax.partition({"a": optax.lion(1e-3), "b": optax.set_to_zero()}, lambda p: "a")
+    assert "scale_by_lion" in repr(mpjax.mixed_precision(parts, "mixed_bfloat16"))
+
+
+def test_functions_of_others_are_an_error_that_says_so():
+    optimizer = mpjax.mixed_precision(optax.sgd(0.1))
+    lost = optimizer._replace(init=_nothing, update=_as_it_is)
+    with pytest.raises(AttributeError, match=r"no longer those of mpjax\.mixed_precision"):
+        lost.value_and_grad(loss_fn, optimizer.init(PARAMS))
+
+
+@pytest.mark.parametrize("name", ["bf16", " FP16", "half", "float16"])
+def test_names_that_mean_mixed_precision_elsewhere_are_warned_of(name):
+    made = [
+        lambda: mpjax.mixed_precision(optax.sgd(0.1), name),
+        lambda: mpjax.build_train_step(lambda p, b: 0.0, optax.sgd(0.1), name),
+    ]
+    half = mpjax.get_policy(name).compute_dtype.name
+    for make in made:
+        with pytest.warns(mpjax.PrecisionWarning, match=f"Did you mean 'mixed_{half}'") as found:
+            make()
+        assert found[0].filename == __file__
+    mpjax.mixed_precision(optax.sgd(0.1), f"p={half},c={half},o={half}")  # says what it means
+    assert mpjax.autocast(lambda x: x, name)(jnp.float32(1)) == 1  # stores nothing
+
+
+@pytest.mark.usefixtures("nothing_called")
+class TestMissingLine:
+    """The third line left out: gradients by `jax.value_and_grad`, in float32."""
+
+    def update(self, policy, gradient=jax.grad, traced=True, **kwargs):
+        optimizer = mpjax.mixed_precision(optax.sgd(0.1), policy, **kwargs)
+
+        def step(params, state, x, y):
+            return optimizer.update(gradient(loss_fn)(params, x, y), state, params)
+
+        params = optimizer.policy.cast_to_param(PARAMS)
+        return (jax.jit(step) if traced else step)(params, optimizer.init(params), X, Y)
+
+    def test_is_warned_of_at_the_line_of_the_update(self):
+        with pytest.warns(mpjax.PrecisionWarning, match="value_and_grad") as found:
+            self.update("mixed_float16")
+        (warning,) = found
+        assert warning.filename == __file__ and "mixed_float16" in str(warning.message)
+        assert "in float16 and no loss has been scaled" in str(warning.message)
+
+    def test_a_cast_without_a_scale_is_half_of_it(self):
+        cast = lambda fun: jax.grad(mpjax.autocast(fun, "mixed_float16"))  # noqa: E731
+        with pytest.warns(mpjax.PrecisionWarning, match="but no loss has been scaled"):
+            self.update("mixed_float16", cast)
+        self.update("mixed_bfloat16", cast)  # has no scale
+        self.update("mixed_float16", cast, loss_scale=None)
+
+    @pytest.mark.parametrize("before", ["eager", "another jit", "by hand", "build_train_step"])
+    def test_nothing_is_said_where_something_has_cast_and_scaled(self, before):
+        optimizer = mpjax.mixed_precision(optax.sgd(0.1), "mixed_float16")
+        state = optimizer.init(PARAMS)
+        gradient = optimizer.value_and_grad(loss_fn, state)
+        if before == "by hand":
+            params = optimizer.policy.cast_to_compute(PARAMS)
+            state.loss_scale.scale(loss_fn(params, X, Y))
+        elif before == "build_train_step":
+            init, step = mpjax.build_train_step(
+                lambda p, b: jnp.float32(loss_fn(p, *b)),
+                optax.sgd(0.1),
+                "mixed_float16,casting=boundary",
+            )
+            jax.eval_shape(step, init(PARAMS), (X, Y))
+        else:
+            (jax.jit(gradient) if before == "another jit" else gradient)(PARAMS, X, Y)
+        self.update("mixed_float16")
+
+    def test_nor_of_what_is_not_traced_or_not_float32_or_needs_no_cast(self):
+        self.update("mixed_float16", traced=False)
+        self.update("O3:bfloat16")
+        self.update("float32")
+
+    def test_nor_under_scan_after_the_gradient(self):
+        optimizer = mpjax.mixed_precision(optax.sgd(0.1), "mixed_float16")
+
+        def step(carry, x):
+            params, state, _ = step_of(optimizer)(*carry, x, Y)
+            return (params, state), None
+
+        jax.jit(lambda c, xs: jax.lax.scan(step, c, xs))(
+            (PARAMS, optimizer.init(PARAMS)), np.stack([X, X])
+        )
+
+    def test_frameworks_name_their_own_line(self):
+        state = mpjax.linen.TrainState.create(
+            apply_fn=loss_fn, params=PARAMS, tx=optax.sgd(0.1), policy="mixed_bfloat16"
+        )
+        with pytest.warns(mpjax.PrecisionWarning, match=r"Use state\.value_and_grad\(loss_fn\)"):
+            jax.jit(lambda s: s.apply_gradients(grads=jax.grad(loss_fn)(s.params, X, Y)))(state)
+
+
+class TestSharedGradient:
+    """One gradient for two optimizers, as for a GAN's generator and discriminator."""
+
+    def make(self, scales, intervals=(3, 3)):
+        optimizers = [
+            mpjax.mixed_precision(
+                optax.sgd(0.0), "mixed_float16", mpjax.DynamicLossScale(s, growth_interval=n)
+            )
+            for s, n in zip(scales, intervals, strict=True)
+        ]
+        return optimizers, tuple(
+            o.init(p) for o, p in zip(optimizers, PARAMS.values(), strict=True)
+        )
+
+    def step(self, optimizers):
+        def loss(w, v, limits):
+            # A backward pass that overflows where the scaled cotangent is more than the limit.
+            out = loss_fn({"w": w, "v": v}, X, Y)
+            return out + sum(
+                jnp.sum(overflowing(p, n)) for p, n in zip((w, v), limits, strict=True)
+            )
+
+        @jax.jit
+        def step(states, limits):
+            gradient = optimizers[0].value_and_grad(loss, states, argnums=(0, 1))
+            _, grads = gradient(*PARAMS.values(), limits)
+            rows = zip(optimizers, grads, states, PARAMS.values(), strict=True)
+            return tuple(o.update(g, s, p, scaled_by=states)[1] for o, g, s, p in rows)
+
+        return step
+
+    def scales(self, states):
+        return [float(s.loss_scale.loss_scale) for s in states]
+
+    def test_the_smallest_scale_is_used_and_the_others_follow_it(self):
+        optimizers, states = self.make([2.0**20, 2.0**4])
+        step = self.step(optimizers)
+        states = step(states, (2.0**5, 2.0**5))  # would overflow at 2**20
+        assert [int(s.skipped_steps) for s in states] == [0, 0]
+        assert self.scales(states) == [2.0**5, 2.0**4]
+        states = step(states, (2.0**3, 2.0**5))  # the first one overflows at 2**4, not at its own
+        assert [int(s.skipped_steps) for s in states] == [1, 0]
+        assert self.scales(states) == [2.0**3, 2.0**4]
+        states = step(states, (2.0**3, 2.0**5))
+        assert [int(s.skipped_steps) for s in states] == [1, 0]
+
+    def test_both_grow_together_though_they_count_apart(self):
+        optimizers, states = self.make([16.0, 16.0], (3, 5))
+        step = self.step(optimizers)
+        for _ in range(40):
+            states = step(states, (2.0**30, 2.0**30))
+            assert max(self.scales(states)) <= 2 * min(self.scales(states))
+        assert min(self.scales(states)) >= 2.0**10
+
+    def test_alone_it_is_as_without(self):
+        optimizers, states = self.make([2.0**8, 2.0**8])
+        optimizer, state, params = optimizers[0], states[0], PARAMS["w"]
+        update = jax.jit(lambda g, s, **by: optimizer.update(g, s, params, **by))
+        for grads in (params, jnp.full_like(params, jnp.inf)):
+            want, got = update(grads, state)[1], update(grads, state, scaled_by=(state,))[1]
+            assert same(got, want)
+
+    def test_what_needs_no_scale_has_no_say(self):
+        plain = mpjax.mixed_precision(optax.sgd(0.1), "mixed_bfloat16").init(PARAMS["v"])
+        _, (state, _) = self.make([2.0**8, 2.0**8])
+        assert smallest([plain.loss_scale, state.loss_scale]) is state.loss_scale
+
+
+@jax.custom_vjp
+def overflowing(x, limit):
+    return x * 0
+
+
+overflowing.defvjp(
+    lambda x, limit: (x * 0, limit),
+    lambda limit, ct: (jnp.where(jnp.abs(ct) > limit, jnp.inf, 0 * ct), jnp.zeros_like(limit)),
+)
 
 
 def test_donated_and_compiled_once():
@@ -239,10 +471,10 @@ def test_errors():
     params, state = begin(optimizer)
     with pytest.raises(ValueError, match=r"is float32, .* stores it in float16\. optax\.apply"):
         optimizer.update(params, state, mpjax.cast(params, "float32"))
-    with pytest.raises(ValueError, match="must hold one state of mpjax"):
+    with pytest.raises(ValueError, match="must hold a state of mpjax"):
         optimizer.value_and_grad(loss_fn, state.inner_state)
-    with pytest.raises(ValueError, match="holds 2"):
-        optimizer.value_and_grad(loss_fn, (state, state))
+    with pytest.raises(ValueError, match="must hold a state of mpjax"):
+        optimizer.update(params, state, params, scaled_by=state.loss_scale)
     with pytest.raises(TypeError, match="must be a function"):
         optimizer.value_and_grad(3, state)
     with pytest.raises(ValueError, match="must be one bool"):

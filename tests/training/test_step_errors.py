@@ -35,6 +35,13 @@ def test_raise_if_diverged_says_how_many_at_what_scale_and_why():
         mpjax.raise_if_diverged({**metrics, "state_finite": jnp.array(False)}, 2)
     with pytest.raises(mpjax.DivergenceError, match="loss itself was not finite"):
         mpjax.raise_if_diverged({**metrics, "state_finite": False, "loss_finite": False}, 2)
+    stuck = {**metrics, "consecutive_skips": 30, "loss_scale": 1.0}
+    with pytest.warns(mpjax.PrecisionWarning, match="30 steps .* scale 1.*scaled_by=") as found:
+        mpjax.raise_if_diverged(stuck, 100)
+    assert found[0].filename == __file__
+    with pytest.raises(mpjax.DivergenceError, match="at any loss scale"):
+        mpjax.raise_if_diverged(stuck, 30)
+    mpjax.raise_if_diverged({**stuck, "loss_scale": 2.0}, 100)
     for wrong in ({}, None):
         with pytest.raises(TypeError, match="metrics=.*must be the metrics"):
             mpjax.raise_if_diverged(wrong, 2)

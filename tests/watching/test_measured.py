@@ -76,6 +76,14 @@ def test_small_numbers_are_rounded_as_numpy_rounds_them(half):
     np.testing.assert_array_equal(error, x - x.astype(half).astype(np.float32))
 
 
+@pytest.mark.parametrize("half", HALVES.values())
+def test_the_least_number_that_becomes_infinity(half):
+    least = np.uint32(figures.Limits.of(half).overflow).view(np.float32)
+    with np.errstate(over="ignore"):
+        assert np.isinf(least.astype(half))
+        assert np.isfinite(np.nextafter(least, np.float32(0)).astype(half))
+
+
 def cast_of(precision):
     (row,) = (row for row in precision.rows if row.part == "cast")
     return row

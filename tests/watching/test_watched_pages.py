@@ -74,6 +74,9 @@ def test_the_picture_marks_what_is_named(reports, tmp_path):
     (axes,) = figure.axes
     assert len(axes.lines) == 1 + sum(row.headroom is not None for row in reports[0].rows)
     assert len(axes.collections) == len({row.name for r in reports for row in r.rows if row.risk})
+    labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    steps = {f"step {report.steps[-1]}" for report in reports}
+    assert labels and {label.partition(":")[0] for label in labels} <= steps
     with pytest.raises(ValueError, match="at least one"):
         mpjax.plot_precision([])
     with pytest.raises(TypeError, match="reports="):

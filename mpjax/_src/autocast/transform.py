@@ -22,6 +22,7 @@ from mpjax._src.autocast.plan import Plan, complete, outline
 from mpjax._src.autocast.rewrite import run_plan
 from mpjax._src.autocast.signature import KEPT_CALLS, signature
 from mpjax._src.autocast.states import handed_out, states
+from mpjax._src.called import CALLED, CASTS
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.errors import check_callable
 from mpjax._src.patterns import nearest_paths, path_of
@@ -225,6 +226,7 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
             made = make(numbers=Numbers(), others=tuple(sorted(found.items())))
         _check_patterns(made.outline, paths)
     if policy.compute_dtype in HALVES:
+        CALLED.add(CASTS)
         check_no_other_policy(made.outline.block)
     return made
 

@@ -1,6 +1,7 @@
 """Weights for inference, and safetensors files that other frameworks can read."""
 
 import os
+import uuid
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mpjax._src.checkpoint.arrays import reason
 from mpjax._src.checkpoint.contents import FORMAT, PARAMS, part_of
 from mpjax._src.checkpoint.convert import converted, held, overflows
 from mpjax._src.checkpoint.match import NAMED, differences, match
@@ -71,7 +73,8 @@ def save_safetensors(file: str | Path, params: Any, metadata: dict[str, str] | N
     """Writes parameters to a safetensors file, which PyTorch and other frameworks can read.
 
     The name of an array is its path joined with ".", such as "Dense_0.kernel". An existing file is
-    replaced when the new one is complete.
+    replaced when the new one is complete. If several threads or processes write one file at the
+    same time, the last one that is complete stays, whole.
 
     Args:
         file: The path of the file.
@@ -79,6 +82,7 @@ def save_safetensors(file: str | Path, params: Any, metadata: dict[str, str] | N
         metadata: Strings by name, written to the header of the file.
 
     Raises:
+        CheckpointError: If the file cannot be written, such as on a full disk.
         ImportError: If safetensors is not installed.
         ValueError: If two leaves have the same name, or a leaf has a dtype that not all readers of
             safetensors support.
@@ -101,10 +105,15 @@ def save_safetensors(file: str | Path, params: Any, metadata: dict[str, str] | N
                 f"params: {name!r} is {dtype}, which not every reader of safetensors supports. "
                 "Export it as 'float32', 'bfloat16' or 'float16', by export_params(state, dtype)."
             )
-    temporary = f"{file}.tmp"
+    temporary = f"{file}.{uuid.uuid4().hex}.tmp"  # its own, if others write the file too
     try:
         safetensors.numpy.save_file(arrays, temporary, {"format": "flax", **(metadata or {})})
         os.replace(temporary, file)
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(
+            f"file={str(file)!r} could not be written: {reason(error)}. What was there before is "
+            "intact."
+        ) from None
     finally:
         Path(temporary).unlink(missing_ok=True)
 

@@ -1,16 +1,22 @@
 """The checkpoints of a run: numbered, written in the background; old ones are removed."""
 
+import contextlib
+import functools
+import logging
 import math
 import signal
 import threading
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import jax
+
 from mpjax._src.checkpoint import store
 from mpjax._src.checkpoint.state import Description, describe, policy_name, restore
-from mpjax._src.errors import did_you_mean
+from mpjax._src.errors import CheckpointError, did_you_mean
 from mpjax._src.policy import PolicyLike
 from mpjax._src.training.loss_scale import whole_number
 
@@ -24,9 +30,15 @@ class Manager:
     `save` copies the arrays to the host and returns. The files are written in the background, and a
     checkpoint appears under its number when it is complete. If the process is killed, all complete
     checkpoints remain, and the next Manager removes the incomplete one. Use a Manager as a context
-    manager: on exit it waits until everything is written. Only one process at a time may have a
-    Manager on a directory (or all processes of one distributed program); other processes can call
-    ``mpjax.checkpoint.restore`` and ``mpjax.checkpoint.describe``.
+    manager: on exit it waits until everything is written.
+
+    A directory has one Manager that writes, of one process (or of all processes of one distributed
+    program). It locks the file ``.lock`` in the directory; a second one raises an error that names
+    the process and host of the first. The lock ends when the Manager is closed or garbage, and when
+    its process ends, however it ends. Nothing is locked in storage buckets such as ``gs://``, and
+    on file systems without flock; on a network file system, the lock holds between hosts only if
+    its flock does. There, make sure yourself that only one process writes. Any number of Managers
+    with ``read_only=True``, and ``mpjax.checkpoint.restore`` and ``describe``, read beside it.
 
     Args:
         directory: The directory of the checkpoints; created if it does not exist. Each checkpoint
@@ -43,12 +55,16 @@ class Manager:
             `save` save any number and set ``stopping``. A second SIGTERM ends the program. Not
             needed under jax.distributed: the preemption notice of JAX is used there, on all
             processes at the same step.
+        read_only: Whether this Manager only reads, without a lock and while another one writes, as
+            an evaluation does. `save` raises an error.
 
     Attributes:
         stopping: Whether the last `save` saved because the program is about to be stopped.
 
     Raises:
-        ImportError: If orbax-checkpoint is not installed.
+        CheckpointError: If another Manager writes to the directory, or it cannot be written to.
+        FileNotFoundError: If the directory does not exist, with ``read_only=True``.
+        ImportError: If a package of the extra ``checkpoint`` is not installed.
         ValueError: If an argument is not legal.
 
     Example:
@@ -80,6 +96,7 @@ class Manager:
         keep_best: int = 1,
         policy: "PolicyLike | None" = None,
         catch_sigterm: bool = False,
+        read_only: bool = False,
     ):
         counts = {"every": every, "keep": keep, "keep_period": keep_period, "keep_best": keep_best}
         for name, value in counts.items():
@@ -88,6 +105,11 @@ class Manager:
             raise ValueError(
                 f"best_mode={best_mode!r} must be 'min' (for a loss) or 'max' (for an accuracy)."
                 f"{did_you_mean(str(best_mode), WORST)}"
+            )
+        if catch_sigterm and threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                "catch_sigterm=True works only in the main thread, because Python handles signals "
+                "there. Create the Manager in the main thread, or leave catch_sigterm out."
             )
         self.directory = store.absolute(directory)
         self.stopping = False
@@ -108,21 +130,59 @@ class Manager:
                     keep_checkpoints_without_metrics=False,
                 )
             )
-        self._manager = ocp.CheckpointManager(
-            self.directory,
-            options=ocp.CheckpointManagerOptions(
-                save_decision_policy=policies.FixedIntervalPolicy(every),
-                preservation_policy=policies.AnyPreservationPolicy(kept),
-                # Needed to write metrics, and for best(); preservation_policy says what is kept.
-                best_fn=None if best is None else self._value_of_best(best, best_mode),
-                best_mode=best_mode,
-                cleanup_tmp_directories=True,
-            ),
+        options = ocp.CheckpointManagerOptions(
+            save_decision_policy=policies.FixedIntervalPolicy(every),
+            preservation_policy=policies.AnyPreservationPolicy(kept),
+            # Needed to write metrics, and for best(); preservation_policy says what is kept.
+            best_fn=None if best is None else self._value_of_best(best, best_mode),
+            best_mode=best_mode,
+            cleanup_tmp_directories=not read_only,
+            create=not read_only,
+            read_only=read_only,
+            **({"save_interval_steps": 0} if read_only else {}),  # otherwise it warns
+        )
+        self._read_only = read_only
+        self._writing: Callable[[], Any] = (
+            contextlib.nullcontext
+            if read_only
+            else functools.partial(store.writing, self.directory, inside=True)
         )
         self._signalled = False
         self._previous: Any = None
+        with contextlib.ExitStack() as held:
+            self._take(held)
+            with store.worded(self.directory, "its checkpoints cannot be listed"):
+                store.check_metrics(self.directory)
+                self._manager = ocp.CheckpointManager(self.directory, options=options)
+            free = held.pop_all().close
+        self._ended = weakref.finalize(
+            self,
+            _end,
+            # Several processes would have to end at the same time to wait for each other.
+            self._manager.wait_until_finished if jax.process_count() == 1 else None,
+            self._writing,
+            free,
+        )
         if catch_sigterm:
-            self._catch()
+            self._previous = signal.signal(signal.SIGTERM, self._note)
+
+    def _take(self, held: contextlib.ExitStack) -> None:
+        """Locks the directory, and keeps orbax from logging what is raised."""
+        if self._read_only:
+            if not store.exists(self.directory):
+                raise FileNotFoundError(f"directory={self.directory!r} does not exist.")
+            held.callback(store.quiet(logging.ERROR))
+            return
+        free, holder = store.claim(self.directory, ".lock", inside=True)
+        held.callback(free)
+        if holder is not None:
+            raise CheckpointError(
+                f"directory={self.directory!r} has a Manager already, of {holder}. Only one at a "
+                "time may write to a directory: close it or end its process, or choose another "
+                "directory. To read meanwhile, use Manager(directory, read_only=True) or "
+                "mpjax.checkpoint.restore."
+            )
+        held.callback(store.quiet())
 
     @staticmethod
     def _value_of_best(best: str, mode: str) -> Any:
@@ -156,10 +216,17 @@ class Manager:
             Whether the state is being saved; False if this number is saved already.
 
         Raises:
+            CheckpointError: If this or the previous checkpoint could not be written, such as on a
+                full disk; or if this Manager only reads.
+            TypeError: If ``state`` has no leaves, or a leaf that is not an array.
             ValueError: If a later number is saved already, or ``data`` or ``metrics`` is not legal.
-            Exception: An error that occurred while the previous checkpoint was written.
         """
         _check_count("number", number, least=0)
+        if self._read_only:
+            raise CheckpointError(
+                f"directory={self.directory!r} is only read by this Manager, which was made with "
+                "read_only=True."
+            )
         self.stopping = self._signalled or self._manager.reached_preemption(number)
         latest = self._manager.latest_step()
         if latest is not None and latest > number:
@@ -173,12 +240,10 @@ class Manager:
         force = force or self.stopping
         if not (force or self._manager.should_save(number)):
             return False
-        saved = self._manager.save(
-            number,
-            args=store.saved_form(state, self._policy, data),
-            metrics=self._metrics(metrics),
-            force=force,
-        )
+        metrics = self._metrics(metrics)
+        args = store.saved_form(state, self._policy, data, metrics)
+        with self._writing():
+            saved = self._manager.save(number, args=args, metrics=metrics, force=force)
         if self.stopping:
             self.wait()
         return saved
@@ -194,7 +259,12 @@ class Manager:
         return {self._best: float(metrics[self._best])}
 
     def restore(
-        self, like: Any, number: int | None = None, *, allow_narrowing: bool = False
+        self,
+        like: Any,
+        number: int | None = None,
+        *,
+        allow_narrowing: bool = False,
+        verify: bool = True,
     ) -> Any:
         """Restores a checkpoint, as ``mpjax.checkpoint.restore`` does.
 
@@ -202,6 +272,7 @@ class Manager:
             like: A tree with the structure, shapes and dtypes to restore.
             number: The number of the checkpoint; None for the last one.
             allow_narrowing: Whether leaves may lose precision.
+            verify: Whether to compare what is read with the checksums in the checkpoint.
 
         Returns:
             A tree of the structure and dtypes of ``like``.
@@ -212,7 +283,7 @@ class Manager:
             ValueError: If the checkpoint belongs to another model or optimizer, or would lose
                 precision.
         """
-        return restore(self.path(number), like, allow_narrowing=allow_narrowing)
+        return restore(self.path(number), like, allow_narrowing=allow_narrowing, verify=verify)
 
     def describe(self, number: int | None = None) -> Description:
         """Describes a checkpoint, by default the last one, as ``mpjax.checkpoint.describe`` does.
@@ -253,6 +324,8 @@ class Manager:
     def steps(self) -> list[int]:
         """Waits until everything is written, and returns the numbers of all checkpoints, sorted."""
         self.wait()
+        if self._read_only:
+            self._manager.reload()
         return sorted(self._manager.all_steps())
 
     def latest(self) -> int | None:
@@ -261,31 +334,30 @@ class Manager:
 
     def best(self) -> int | None:
         """Returns the number of the best checkpoint by the metric ``best``, or None."""
-        self.wait()
+        self.steps()
         return None if self._best is None else self._manager.best_step()
 
     def wait(self) -> None:
         """Waits until everything is written. Raises an error that occurred while writing."""
-        self._manager.wait_until_finished()
+        with self._writing():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits until everything is written, and closes the Manager; it cannot be used again."""
         self._release()
-        self._manager.close()
+        try:
+            with self._writing():
+                self._manager.close()
+        finally:
+            if left := self._ended.detach():
+                *_, free = left[2]
+                free()
 
     def __enter__(self) -> "Manager":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _catch(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise ValueError(
-                "catch_sigterm=True works only in the main thread, because Python handles signals "
-                "there. Create the Manager in the main thread, or leave catch_sigterm out."
-            )
-        self._previous = signal.signal(signal.SIGTERM, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
@@ -295,6 +367,18 @@ class Manager:
         if self._previous is not None:
             signal.signal(signal.SIGTERM, self._previous)
             self._previous = None
+
+
+def _end(
+    wait: Callable[[], None] | None, writing: Callable[[], Any], free: Callable[[], None]
+) -> None:
+    """Ends a Manager that was not closed, when it is garbage or the process ends."""
+    try:
+        if wait is not None:
+            with writing():
+                wait()
+    finally:
+        free()
 
 
 def _check_count(name: str, value: Any, *, optional: bool = False, least: int = 1) -> None:

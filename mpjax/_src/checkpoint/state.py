@@ -40,7 +40,11 @@ def save(
 
     orbax writes the arrays in the dtypes that they have. The checkpoint also records the path,
     shape and dtype of every leaf, which leaves are float32 masters, the classes of the optimizer's
-    state, the settings of the loss scale, the versions of mpjax and JAX, ``policy`` and ``data``.
+    state, the settings of the loss scale, the versions of mpjax and JAX, ``policy`` and ``data``,
+    and a checksum of each stored shard.
+
+    If several threads or processes save to one new directory at the same time, exactly one of them
+    does. (In a storage bucket, and on a file system without locks, this is not ensured.)
 
     Args:
         directory: The new directory. It must not exist.
@@ -50,10 +54,13 @@ def save(
         data: Any data that JSON can represent, such as the position of the data iterator.
 
     Raises:
-        FileExistsError: If ``directory`` exists. A checkpoint is never overwritten: if the process
-            were killed while overwriting, both the old and the new state would be lost.
-        ImportError: If orbax-checkpoint is not installed.
-        TypeError: If a leaf of ``state`` is not an array.
+        CheckpointError: If the checkpoint cannot be written, such as on a full disk. Nothing of it
+            remains.
+        FileExistsError: If ``directory`` exists, or someone else is writing it. A checkpoint is
+            never overwritten: if the process were killed while overwriting, both the old and the
+            new state would be lost.
+        ImportError: If a package of the extra ``checkpoint`` is not installed.
+        TypeError: If ``state`` has no leaves, or a leaf that is not an array.
         ValueError: If JSON cannot represent ``data`` exactly.
 
     Example:
@@ -66,12 +73,8 @@ def save(
         >>> mpjax.checkpoint.describe(directory).data
         {'batch': 7}
     """
-    if store.exists(directory):
-        raise FileExistsError(
-            f"directory={str(directory)!r} exists, and a checkpoint is never overwritten. Choose "
-            "another name, or use a Manager, which numbers checkpoints and removes old ones."
-        )
-    store.write(directory, store.saved_form(state, policy_name(policy), data))
+    with store.new(directory):
+        store.write(directory, store.saved_form(state, policy_name(policy), data))
 
 
 def policy_name(policy: "PolicyLike | None") -> str | None:
@@ -91,7 +94,7 @@ def describe(directory: str | Path) -> Description:
     Raises:
         CheckpointError: If ``directory`` is not a checkpoint of mpjax, or is damaged.
         FileNotFoundError: If ``directory`` does not exist.
-        ImportError: If orbax-checkpoint is not installed.
+        ImportError: If a package of the extra ``checkpoint`` is not installed.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, tempfile
@@ -112,7 +115,9 @@ def describe(directory: str | Path) -> Description:
     )
 
 
-def restore(directory: str | Path, like: Any, *, allow_narrowing: bool = False) -> Any:
+def restore(
+    directory: str | Path, like: Any, *, allow_narrowing: bool = False, verify: bool = True
+) -> Any:
     """Restores a state, bit for bit under the same policy, or converted to another policy.
 
     Under the policy that the state was saved with, every leaf is restored bit for bit. Under
@@ -134,15 +139,18 @@ def restore(directory: str | Path, like: Any, *, allow_narrowing: bool = False) 
             ``{"params": params}``, restores only those parts.
         allow_narrowing: Whether leaves may lose precision. A conversion that would make a finite
             value infinite is refused in any case.
+        verify: Whether to compare what is read with the checksums in the checkpoint. Without that,
+            a damaged checkpoint may be restored with other numbers. A checkpoint of an early
+            version of mpjax has no checksums.
 
     Returns:
         A tree of the structure and dtypes of ``like``.
 
     Raises:
         CheckpointError: If ``directory`` is not a checkpoint of mpjax, or is damaged. The message
-            names the file.
+            names the array, or the file.
         FileNotFoundError: If ``directory`` does not exist.
-        ImportError: If orbax-checkpoint is not installed.
+        ImportError: If a package of the extra ``checkpoint`` is not installed.
         ValueError: If the checkpoint belongs to another model or optimizer, or would lose
             precision. The message names the first leaves that differ.
 
@@ -158,11 +166,11 @@ def restore(directory: str | Path, like: Any, *, allow_narrowing: bool = False) 
         >>> str(state.params["w"].dtype), float(state.opt_state.masters["w"][0])
         ('bfloat16', 0.10000000149011612)
     """
-    about = store.read_about(directory)
+    about = store.read_about(directory, verify)
     sources = match(about, like, allow_narrowing, str(directory))
     places: dict[str, Any] = {}
     for source in sources:
         for path in filter(None, (source.path, source.beside)):
             places.setdefault(path, place_of(source.target.value))
-    arrays = store.read_arrays(directory, about, places)
+    arrays = store.read_arrays(directory, about, places, verify)
     return converted(sources, arrays, like, str(directory))

@@ -1,11 +1,14 @@
-"""Files of a checkpoint, written and read by orbax. Only this module imports orbax.
+"""Files of a checkpoint, written by orbax. Only this module imports orbax.
 
 A checkpoint is a directory of two items: ``state``, a flat dict from path to array, and ``about``,
 a JSON file. It contains no code, and nothing in it is executed.
 """
 
+import contextlib
 import json
-from collections.abc import Mapping
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,50 +16,65 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.checkpoint import arrays, checksums
 from mpjax._src.checkpoint.contents import (
     FORMAT,
     FORMAT_VERSION,
     describe,
-    is_held,
     leaves_of,
+    shaped,
 )
 from mpjax._src.checkpoint.convert import held
-from mpjax._src.errors import CheckpointError
+from mpjax._src.checkpoint.locks import lock, told
+from mpjax._src.checkpoint.packages import needed
+from mpjax._src.errors import CheckpointError, brief
 from mpjax._src.trees import is_key
 
 TABLES = {"leaves": dict, "kinds": dict}
+# What orbax appends to the name of a directory that it has not finished.
+UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 def orbax() -> Any:
     """Imports orbax.checkpoint, which takes a second and is not always installed."""
-    try:
-        import orbax.checkpoint
-    except ImportError as error:
-        raise ImportError(
-            "mpjax.checkpoint needs the package orbax-checkpoint, which is not installed: "
-            "pip install 'mpjax[checkpoint]'."
-        ) from error
-    return orbax.checkpoint
+    return needed("orbax.checkpoint")
 
 
-def saved_form(state: Any, policy: str | None, data: Any) -> Any:
-    """Returns the arguments for orbax: the arrays by path, and their description."""
+def saved_form(
+    state: Any, policy: str | None, data: Any, metrics: Mapping[str, float] | None = None
+) -> Any:
+    """Returns the arguments for orbax: the arrays by path, and their description.
+
+    Raises:
+        TypeError: If the state has no leaves, or one that is not an array.
+        ValueError: If JSON cannot represent ``data`` exactly.
+    """
     ocp = orbax()
+    if not jax.tree.leaves(state):
+        raise TypeError(
+            f"state={brief(state)} contains no arrays, so nothing could be restored from its "
+            "checkpoint. Pass the state that the train step returns, or a dict of its parts, such "
+            "as {'params': params}."
+        )
     about = describe(state, policy, _checked(data))
     # orbax cannot write empty arrays, nor an item without arrays; the shape of an empty array in
     # the description is enough. Keys are written as their data.
-    arrays = {
+    stored = {
         leaf.path: jax.random.key_data(leaf.value) if is_key(leaf.value) else _array(leaf.value)
         for leaf in leaves_of(state)
         if np.size(leaf.value)
     }
+    if metrics is not None:
+        about["metrics"] = metrics  # orbax writes them to a file without a checksum
+    about[checksums.ARRAYS] = checksums.of_arrays(stored)
+    about[checksums.ABOUT] = checksums.of_about(about)
     args = ocp.args
-    state_item = {"state": args.PyTreeSave(arrays)} if arrays else {}
+    state_item = {"state": args.PyTreeSave(stored)} if stored else {}
     return args.Composite(about=args.JsonSave(about), **state_item)
 
 
 def _array(value: Any) -> Any:
-    return value if isinstance(value, jax.Array) else np.asarray(jnp.asarray(value))
+    return value if isinstance(value, jax.Array) else np.asarray(value, shaped(value)[1])
 
 
 def _checked(data: Any) -> Any:
@@ -74,32 +92,129 @@ def _checked(data: Any) -> Any:
 
 
 def _path(directory: str | Path) -> Any:
-    from etils import epath  # used by orbax; it reads storage buckets too
-
-    return epath.Path(absolute(directory))
+    # Used by orbax; it reads storage buckets too.
+    return needed("etils.epath").Path(absolute(directory))
 
 
 def exists(directory: str | Path) -> bool:
     """Returns whether a file or directory of this name exists."""
-    orbax()
     return _path(directory).exists()
 
 
+@contextlib.contextmanager
+def new(directory: str | Path) -> Iterator[None]:
+    """Makes sure that no one else writes a directory, and that it does not exist.
+
+    Raises:
+        FileExistsError: If it exists, or is being written by another process or thread.
+    """
+    free, holder = claim(directory, f".{Path(absolute(directory)).name}.lock")
+    try:
+        there = told("yes" if exists(directory) else None)
+        if there or holder:
+            what = f"is being written by {holder}" if holder else "exists"
+            raise FileExistsError(
+                f"directory={str(directory)!r} {what}, and a checkpoint is never overwritten. "
+                "Choose another name, or use a Manager, which numbers checkpoints and removes old "
+                "ones."
+            )
+        yield
+    finally:
+        free()
+
+
+def claim(directory: str | Path, name: str, inside: bool = False) -> tuple[Callable, str | None]:
+    """Locks a directory by a file beside or inside it; see `locks.lock`. Buckets have no locks."""
+    path = absolute(directory)
+    if is_remote(path):
+        return (lambda: None), None
+    folder = Path(path) if inside else Path(path).parent
+    with worded(path, "it cannot be locked"):
+        folder.mkdir(parents=True, exist_ok=True)
+        return lock(str(folder / name))
+
+
 def write(directory: str | Path, args: Any) -> None:
-    """Writes a checkpoint, which appears under its name only when it is complete."""
+    """Writes a checkpoint, which appears under its name only when it is complete.
+
+    Raises:
+        CheckpointError: If it cannot be written, such as on a full disk.
+    """
     ocp = orbax()
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        checkpointer.save(absolute(directory), args=args)
+    loud = quiet()
+    try:
+        with (
+            writing(directory),
+            ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer,
+        ):
+            checkpointer.save(absolute(directory), args=args)
+    finally:
+        loud()
 
 
-def read_about(directory: str | Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def writing(directory: str | Path, inside: bool = False) -> Iterator[None]:
+    """Words the errors of writing a checkpoint, and removes what was half written.
+
+    Args:
+        directory: The directory of the checkpoint, which is locked.
+        inside: Whether the checkpoint is one of those inside the directory.
+
+    Raises:
+        CheckpointError: If anything was raised.
+    """
+    intact = " Nothing of it remains, and earlier checkpoints are intact."
+    try:
+        with worded(directory, "the checkpoint could not be written", intact):
+            yield
+    except CheckpointError:
+        path = absolute(directory)
+        if jax.process_index() == 0 and not is_remote(path):
+            rests = Path(path).glob(f"*{UNFINISHED}") if inside else [Path(path + UNFINISHED)]
+            for rest in rests:
+                shutil.rmtree(rest, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def worded(directory: str | Path, what: str, rest: str = "") -> Iterator[None]:
+    """Raises a CheckpointError of one line in place of what orbax and tensorstore raise."""
+    try:
+        yield
+    except (CheckpointError, ImportError):
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"directory={absolute(directory)!r}: {what}: {arrays.reason(error)}.{rest}"
+        ) from None
+
+
+def quiet(least: int = logging.NOTSET) -> Callable[[], None]:
+    """Keeps orbax from logging the tracebacks of errors that are raised too.
+
+    Args:
+        least: The least level of what it still logs.
+
+    Returns:
+        A function that ends this.
+    """
+    logger = logging.getLogger("absl")
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        is_ours = "orbax" in record.pathname
+        return not (is_ours and (record.exc_info or record.levelno < least))
+
+    logger.addFilter(is_shown)
+    return lambda: logger.removeFilter(is_shown)
+
+
+def read_about(directory: str | Path, verify: bool = True) -> dict[str, Any]:
     """Reads and checks the description of a checkpoint.
 
     Raises:
         FileNotFoundError: If the directory does not exist.
         CheckpointError: If it is not a checkpoint of mpjax, or is damaged.
     """
-    ocp = orbax()
     path = _path(directory)
     if not path.is_dir():
         raise FileNotFoundError(f"directory={str(directory)!r} does not exist.")
@@ -116,13 +231,42 @@ def read_about(directory: str | Path) -> dict[str, Any]:
             "about/metadata is missing. It contains "
             f"{sorted(p.name for p in path.iterdir())[:10]}."
         )
-    args = ocp.args.Composite(about=ocp.args.JsonRestore())
-    about = _restore(path, args, path / "about" / "metadata").about
-    _check_about(about, path / "about" / "metadata")
+    file = path / "about" / "metadata"
+    try:
+        about = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {arrays.DAMAGED}. {arrays.reason(error)}"
+        ) from error
+    _check_about(about, file, verify)
     return about
 
 
-def _check_about(about: Any, file: Any) -> None:
+def check_metrics(directory: str | Path) -> None:
+    """Compares the metrics of a Manager's checkpoints, in files of orbax, with the descriptions.
+
+    Raises:
+        CheckpointError: If a file is damaged.
+    """
+    path = _path(directory)
+    for step in (p for p in path.iterdir() if p.name.isdigit()) if path.is_dir() else ():
+        file = step / "metrics" / "metrics"
+        try:
+            expected, data = read_about(step).get("metrics"), file.read_bytes()
+        except (OSError, CheckpointError):
+            continue  # it has none, is being removed, or is damaged elsewhere: a restore will tell
+        try:
+            found = json.loads(data)
+        except ValueError:
+            found = None
+        if expected is not None and repr(found) != repr(expected):  # NaN is not equal to itself
+            raise CheckpointError(
+                f"{file} is damaged: it should contain {json.dumps(expected)}. Mend it, or remove "
+                f"the checkpoint {step.name}."
+            )
+
+
+def _check_about(about: Any, file: Any, verify: bool) -> None:
     if not isinstance(about, Mapping) or about.get("format") != FORMAT:
         raise CheckpointError(f"{file}: this file was not written by mpjax, or is damaged.")
     if about.get("format_version") != FORMAT_VERSION:
@@ -137,6 +281,13 @@ def _check_about(about: Any, file: Any) -> None:
     for path, entry in about["leaves"].items():
         if not _is_whole(entry):
             raise CheckpointError(f"{file}: its entry for the leaf {path!r} is damaged.")
+    if not verify or not {checksums.ABOUT, checksums.ARRAYS} & about.keys():
+        return  # the checkpoints of early versions have no checksums
+    if about.get(checksums.ABOUT) != checksums.of_about(about):
+        raise CheckpointError(
+            f"{file}: its checksum is another one. The file was damaged or edited after it was "
+            f"written. {arrays.UNVERIFIED}"
+        )
 
 
 def _is_whole(entry: Any) -> bool:
@@ -154,7 +305,10 @@ def _is_whole(entry: Any) -> bool:
 
 
 def read_arrays(
-    directory: str | Path, about: dict[str, Any], shardings: Mapping[str, Any]
+    directory: str | Path,
+    about: dict[str, Any],
+    shardings: Mapping[str, Any],
+    verify: bool = True,
 ) -> dict[str, Any]:
     """Reads leaves by their paths, in the dtypes they were saved in.
 
@@ -163,6 +317,7 @@ def read_arrays(
         about: The description of the checkpoint.
         shardings: The sharding of each leaf, by path; None for an array that is not committed to a
             device.
+        verify: Whether to compare the checksums, if the checkpoint has any.
 
     Returns:
         The arrays by path: of JAX, or of NumPy if JAX does not support the dtype.
@@ -170,56 +325,27 @@ def read_arrays(
     Raises:
         CheckpointError: If a file is damaged.
     """
-    ocp = orbax()
-    path = _path(directory)
     table = about["leaves"]
-    stored = [name for name in shardings if 0 not in table[name]["shape"]]
-    how = {
-        name: ocp.RestoreArgs(restore_type=np.ndarray)
-        if shardings[name] is None or not is_held(_plain(table[name]["dtype"]))
-        else ocp.ArrayRestoreArgs(sharding=shardings[name])
-        for name in stored
-    }
-    arrays: dict[str, Any] = {}
-    if stored:
-        item = dict.fromkeys(stored, 0)
-        args = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
-        arrays = dict(_restore(path, ocp.args.Composite(state=args), path / "state").state)
-    read = {}
+    stored = {name: place for name, place in shardings.items() if 0 not in table[name]["shape"]}
+    sums = about.get(checksums.ARRAYS, {}) if verify else {}
+    found = arrays.read(_path(directory) / "state", table, stored, sums)
     for name in shardings:
         entry = table[name]
-        value = arrays[name] if name in arrays else np.zeros(entry["shape"], _plain(entry["dtype"]))
+        if name not in found:
+            dtype = np.uint32 if "key" in entry else jnp.dtype(entry["dtype"])
+            found[name] = np.zeros(entry["shape"], dtype)
         if "key" in entry:
-            value = jax.random.wrap_key_data(jnp.array(value), impl=entry["key"])
-        if (list(value.shape), str(value.dtype)) != (entry["shape"], entry["dtype"]):
-            raise CheckpointError(
-                f"{path}: the array {name!r} is {value.dtype}{value.shape}, but should be "
-                f"{entry['dtype']}{tuple(entry['shape'])}. Its files are damaged, or belong to "
-                "another checkpoint."
-            )
-        read[name] = held(value)
-    return read
+            found[name] = jax.random.wrap_key_data(jnp.array(found[name]), impl=entry["key"])
+        found[name] = held(found[name])
+    return found
 
 
-def _plain(dtype: str) -> Any:
-    return np.uint32 if dtype.startswith("key<") else jnp.dtype(dtype)
-
-
-def _restore(path: Any, args: Any, file: Any) -> Any:
-    """Reads with orbax, and names the file in the error if that fails."""
-    ocp = orbax()
-    try:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-            return checkpointer.restore(path, args=args)
-    except Exception as error:  # orbax, JSON and tensorstore raise many classes on damaged files
-        reason = str(error).strip().splitlines() or [""]
-        raise CheckpointError(
-            f"{file} cannot be read: it is damaged, incomplete or has another format. "
-            f"{type(error).__name__}: {reason[0][:300]}"
-        ) from error
+def is_remote(path: str) -> bool:
+    """Returns whether an absolute path is the address of a storage bucket."""
+    return "://" in path
 
 
 def absolute(directory: str | Path) -> str:
     """Returns an absolute path, which orbax needs; addresses such as gs:// are not changed."""
     text = str(directory)
-    return text if "://" in text else str(Path(text).absolute())
+    return text if is_remote(text) else str(Path(text).absolute())

@@ -20,8 +20,8 @@ except ImportError as error:
 from mpjax._src.autocast.transform import autocast
 from mpjax._src.dtypes import FLOAT32
 from mpjax._src.errors import brief
-from mpjax._src.hardware.devices import warn_if_unfit
-from mpjax._src.policy import Policy, PolicyLike, get_policy
+from mpjax._src.policy import Policy, PolicyLike
+from mpjax._src.training.levels import training_policy
 from mpjax._src.training.loss_scale import SCALES, LossScale, get_loss_scale, resolve_loss_scale
 from mpjax._src.training.transaction import adjusted, counted, gated
 from mpjax._src.trees import all_finite, select
@@ -215,8 +215,7 @@ def mixed_precision(
 
     It replaces ``keras.config.set_dtype_policy("mixed_float16")``, which casts layer by layer.
     """
-    policy = get_policy(policy)
-    warn_if_unfit(policy, stacklevel=2)
+    policy = training_policy(policy)
     _check(model, policy)
     scale = get_loss_scale(policy, loss_scale)
     if not isinstance(model.optimizer, LossScaleOptimizer):

@@ -11,10 +11,10 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
 from mpjax._src.errors import check_callable
-from mpjax._src.hardware.devices import warn_if_unfit
 from mpjax._src.outlines import outline
-from mpjax._src.policy import Policy, PolicyLike, get_policy
+from mpjax._src.policy import Policy, PolicyLike
 from mpjax._src.training.gradients import with_float32_loss, with_scaled_loss
+from mpjax._src.training.levels import training_policy
 from mpjax._src.training.loss_scale import LossScale
 from mpjax._src.training.masters import apply_updates
 from mpjax._src.training.mixed_precision import in_mixed_precision
@@ -108,9 +108,10 @@ class TrainState(train_state.TrainState, repr=False):
             TypeError: If ``tx`` is not an optax optimizer.
             ValueError: If another argument is not legal.
         """
-        policy = get_policy(policy)
-        warn_if_unfit(policy, stacklevel=2)
-        optimizer = in_mixed_precision(tx, policy, loss_scale, "tx")
+        policy = training_policy(policy)
+        optimizer = in_mixed_precision(
+            tx, policy, loss_scale, "tx", "state.value_and_grad(loss_fn)"
+        )
         trained, overwritten = _split(params)
         state: TrainState = super().create(
             apply_fn=apply_fn,

@@ -1,6 +1,7 @@
 """Flax NNX: an optimizer with loss scale and master weights, and gradients under its policy."""
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -13,10 +14,10 @@ from flax import nnx
 from mpjax._src.autocast.loss import positions
 from mpjax._src.autocast.modules import has_modules
 from mpjax._src.errors import brief, check_callable
-from mpjax._src.hardware.devices import warn_if_unfit
-from mpjax._src.policy import Policy, PolicyLike, get_policy
+from mpjax._src.policy import Policy, PolicyLike
 from mpjax._src.training.gradients import with_float32_loss, with_scaled_loss
-from mpjax._src.training.loss_scale import LossScale
+from mpjax._src.training.levels import training_policy
+from mpjax._src.training.loss_scale import LossScale, smallest
 from mpjax._src.training.masters import apply_updates
 from mpjax._src.training.mixed_precision import in_mixed_precision
 from mpjax._src.trees import all_finite, select, stays_finite, widen
@@ -79,9 +80,10 @@ class Optimizer(nnx.Optimizer):
                 f"model={brief(model)} must be an NNX module. For a tree of parameters use "
                 "mpjax.build_train_step."
             )
-        policy = get_policy(policy)
-        warn_if_unfit(policy, stacklevel=2)
-        optimizer = in_mixed_precision(tx, policy, loss_scale, "tx")
+        policy = training_policy(policy)
+        optimizer = in_mixed_precision(
+            tx, policy, loss_scale, "tx", "mpjax.nnx.value_and_grad(loss_fn, optimizer)"
+        )
         params = nnx.as_pure(nnx.state(model, wrt))
         if not jax.tree.leaves(params):
             raise ValueError(
@@ -107,7 +109,9 @@ class Optimizer(nnx.Optimizer):
         Args:
             model: The module that the optimizer was created with.
             grads: Gradients from `value_and_grad`. You may average them over replicas or clip them.
-            **kwargs: Extra arguments of the optax optimizer's ``update``.
+            **kwargs: Extra arguments of the optax optimizer's ``update``. With
+                ``scaled_by=optimizers`` it follows the loss scale of gradients that several
+                optimizers share.
 
         Returns:
             The difference of new and old parameters, in float32: zeros if the step was skipped.
@@ -117,6 +121,8 @@ class Optimizer(nnx.Optimizer):
         """
         params, grads = (nnx.as_pure(nnx.state(x, self.wrt)) for x in (model, grads))
         good, before = self.forward.get_value(), nnx.as_pure(self.opt_state)
+        if (shared := kwargs.pop("scaled_by", None)) is not None:
+            kwargs["scaled_by"] = [other.opt_state for other in _optimizers(shared, "scaled_by")]
         verdicts = {"loss_finite": good["loss"], "finite": good["state"]}
         updates, opt_state = self.tx.update(
             grads, before, params, **verdicts, **nnx.as_pure(kwargs)
@@ -135,7 +141,7 @@ class Optimizer(nnx.Optimizer):
 
 def value_and_grad(
     f: Callable[P, R],
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     *,
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
@@ -149,7 +155,10 @@ def value_and_grad(
 
     Args:
         f: A function of modules that returns a real scalar loss, or ``(loss, aux)``.
-        optimizer: The `Optimizer` of the model.
+        optimizer: The `Optimizer` of the model. If several optimizers share the gradient (a GAN's
+            generator and discriminator), a tuple of them, each for the argument at its place: the
+            smallest of their loss scales is used. Pass the same tuple to each ``update`` as
+            ``scaled_by=``.
         argnums: The arguments to differentiate, as for ``nnx.value_and_grad``. A plain number
             selects the variables that the optimizer trains.
         has_aux: Whether ``f`` returns ``(loss, aux)``.
@@ -176,24 +185,23 @@ def value_and_grad(
     It does the work of torch.amp's ``autocast`` and ``GradScaler``.
     """
     check_callable(f, "f")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer={brief(optimizer)} must be an mpjax.nnx.Optimizer: it holds the policy and "
-            "the loss scale."
-        )
-    run = with_float32_loss(f, optimizer.policy)
+    optimizers = _optimizers(optimizer, "optimizer")
+    run = with_float32_loss(f, optimizers[0].policy)
 
-    def trained(argnum):
-        return nnx.DiffState(argnum, optimizer.wrt) if isinstance(argnum, int) else argnum
+    def trained(argnum, place=0):
+        its = optimizers[min(place, len(optimizers) - 1)]
+        return nnx.DiffState(argnum, its.wrt) if isinstance(argnum, int) else argnum
 
     single = isinstance(argnums, str) or not isinstance(argnums, Sequence)
-    wanted: Any = trained(argnums) if single else tuple(map(trained, argnums))  # type: ignore[arg-type]
+    wanted: Any = (
+        trained(argnums) if single else tuple(map(trained, argnums, itertools.count()))  # type: ignore[arg-type]
+    )
     numbers = jax.tree.map(lambda a: getattr(a, "argnum", a), argnums)
 
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
         positions("mpjax.nnx.value_and_grad", numbers, len(args))
-        scale = optimizer.loss_scale
+        scale = smallest([each.loss_scale for each in optimizers])
         old = {path: v.get_value() for path, v in _variables((args, kwargs))}
         gradient = nnx.value_and_grad(
             with_scaled_loss(run, scale, has_aux),
@@ -209,11 +217,22 @@ def value_and_grad(
         finite = found["loss"] & found["state"] & all_finite(grads)
         for (variable, _), value in zip(state, select(finite, new, before), strict=True):
             variable.set_value(value)
-        so_far = optimizer.forward.get_value()
-        optimizer.forward.set_value(jax.tree.map(operator.and_, so_far, found))
+        for each in optimizers:
+            each.forward.set_value(jax.tree.map(operator.and_, each.forward.get_value(), found))
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
+
+
+def _optimizers(value: Any, argument: str) -> Sequence[Optimizer]:
+    """Returns one optimizer or several as a sequence."""
+    found = value if isinstance(value, Sequence) else (value,)
+    if not found or not all(isinstance(each, Optimizer) for each in found):
+        raise TypeError(
+            f"{argument}={brief(value)} must be an mpjax.nnx.Optimizer, which holds the policy and "
+            "the loss scale, or a tuple of several."
+        )
+    return found
 
 
 def _variables(tree: Any) -> list[tuple[Any, nnx.Variable]]:

@@ -12,6 +12,7 @@ from mpjax._src import _jax
 from mpjax._src.autocast.loss import positions
 from mpjax._src.autocast.modules import has_modules
 from mpjax._src.autocast.transform import autocast
+from mpjax._src.called import CALLED, SCALES
 from mpjax._src.dtypes import FLOAT16, FLOAT32
 from mpjax._src.errors import brief, check_callable, warn_at
 from mpjax._src.policy import Policy
@@ -176,6 +177,7 @@ def with_scaled_loss(
     def scaled(*args, **kwargs):
         out = fun(*args, **kwargs)
         loss, aux = _split_aux(out) if has_aux else (out, None)
+        CALLED.add(SCALES)
         _check_loss(loss, has_aux)
         no_op = isinstance(loss_scale, (NoOpLossScale, jmp.NoOpLossScale))
         if jnp.result_type(loss) == FLOAT16 and not no_op:

@@ -7,8 +7,9 @@ import jax
 import optax
 
 from mpjax._src.dtypes import HALVES
-from mpjax._src.errors import warn_caller
-from mpjax._src.policy import CHOICES, Policy
+from mpjax._src.errors import PrecisionWarning, warn_user
+from mpjax._src.hardware.devices import warn_if_unfit
+from mpjax._src.policy import CHOICES, Policy, PolicyLike, get_policy, means_another_policy
 from mpjax._src.training.loss_scale import has_protocol
 from mpjax._src.training.masters import with_kahan_summation, with_master_weights
 from mpjax._src.training.moments import with_8bit_moments
@@ -22,6 +23,21 @@ ROUNDINGS: dict[str, Callable[[optax.GradientTransformation], Any]] = {
     "stochastic": with_stochastic_rounding,
     "kahan": with_kahan_summation,
 }
+
+
+def training_policy(policy: "PolicyLike") -> Policy:
+    """Returns the policy of a training loop, and warns if its author may mean another one."""
+    found = get_policy(policy)
+    if means_another_policy(policy):
+        name = found.compute_dtype.name
+        warn_user(
+            f"policy={policy!r} stores the parameters in {name} too. Did you mean 'mixed_{name}', "
+            f"which stores them in float32? For parameters in {name}, write 'O3:{name}', or "
+            f"'O2:{name}' for float32 master weights.",
+            PrecisionWarning,
+        )
+    warn_if_unfit(found, stacklevel=3)
+    return found
 
 
 def under_policy(
@@ -64,7 +80,7 @@ def _warn_if_unused(policy: Policy) -> None:
             why = f"the policy {verb} master weights. Add master_weights={str(kept).lower()}"
         else:
             continue
-        warn_caller(f"policy={str(policy)!r}: {name}={value} has no effect: {why}.")
+        warn_user(f"policy={str(policy)!r}: {name}={value} has no effect: {why}.")
 
 
 def _unscaled(inner: Any, argument: str) -> optax.GradientTransformationExtraArgs:

@@ -6,8 +6,10 @@ static. Micikevicius et al. 2017, "Mixed Precision Training", https://arxiv.org/
 """
 
 import dataclasses
+import functools
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 
+from mpjax._src import called
 from mpjax._src.errors import brief, did_you_mean
 from mpjax._src.outlines import outline
 from mpjax._src.policy import PolicyLike, get_policy
@@ -61,6 +64,7 @@ def _register(cls: type[T]) -> type[T]:
 
 def _times(tree: T, scale: jax.Array, divide: bool = False) -> T:
     """Multiplies floating and complex leaves in their own dtype, halves in float32."""
+    called.CALLED.add(called.SCALES)
 
     def apply(leaf):
         if isinstance(leaf, (float, complex)):
@@ -286,6 +290,36 @@ class DynamicLossScale:
 
 
 SCALES = (NoOpLossScale, StaticLossScale, DynamicLossScale)
+
+
+def smallest(scales: Sequence[LossScale]) -> LossScale:
+    """Returns the loss scale of a gradient that several optimizers share: their smallest.
+
+    Those of optimizers that need none have no say.
+    """
+    speak = [scale for scale in scales if not isinstance(scale, NoOpLossScale)] or scales[:1]
+    if len(speak) == 1:
+        return speak[0]
+    return StaticLossScale(functools.reduce(jnp.minimum, [x.loss_scale for x in speak]))
+
+
+def adjust_shared(scale: LossScale, grads_finite: Any, used: LossScale) -> LossScale:
+    """Returns a loss scale for the next step, after a gradient was scaled by another one.
+
+    An overflow at the scale that was used is one at every larger scale too, so a scale backs off
+    from there. It grows at most one step beyond it, where it waits for the others.
+    """
+    if scale is used or not isinstance(scale, DynamicLossScale):
+        return scale.adjust(grads_finite)
+
+    def at(scale, value):
+        leaves = jnp.maximum(value, scale.min_scale), *jax.tree.leaves(scale)[1:]
+        return jax.tree.unflatten(jax.tree.structure(scale), leaves)
+
+    lowest = jnp.minimum(scale.loss_scale, used.loss_scale)
+    begun = at(scale, jnp.where(grads_finite, scale.loss_scale, lowest))
+    new = begun.adjust(grads_finite)
+    return at(new, jnp.minimum(new.loss_scale, used.loss_scale * scale.growth_factor))
 
 
 def get_loss_scale(

@@ -1,5 +1,6 @@
 """Mixed precision for your own training loop: an optimizer that holds loss scale and masters."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
@@ -8,14 +9,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._src.errors import brief
-from mpjax._src.hardware.devices import warn_if_unfit
+from mpjax._src.called import CALLED, CASTS, SCALES
+from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.errors import PrecisionWarning, brief, warn_user
 from mpjax._src.patterns import name_of
-from mpjax._src.policy import Policy, PolicyLike, get_policy
+from mpjax._src.policy import Policy, PolicyLike
 from mpjax._src.training.gradients import scaled_value_and_grad, with_float32_loss
-from mpjax._src.training.levels import under_policy
-from mpjax._src.training.loss_scale import SCALES, LossScale, get_loss_scale
-from mpjax._src.training.optimizers import check_kind, of_ours, updated_if
+from mpjax._src.training.levels import training_policy, under_policy
+from mpjax._src.training.loss_scale import SCALES as KINDS
+from mpjax._src.training.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    StaticLossScale,
+    get_loss_scale,
+    smallest,
+)
+from mpjax._src.training.optimizers import check_kind, of_ours, shown, updated_if
 from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.training.transaction import adjusted, counted
 from mpjax._src.trees import all_finite, is_array, is_one_bool
@@ -70,16 +79,40 @@ class MixedPrecisionState(NamedTuple):
 class MixedPrecision(optax.GradientTransformationExtraArgs):
     """An optax optimizer that also computes gradients; `mixed_precision` returns it.
 
+    ``optax.chain``, ``optax.MultiSteps``, ``optax.inject_hyperparams`` and their like return
+    optimizers of optax, which have no ``value_and_grad``. Use that of the wrapped one, with the
+    state of the outer one: ``inner.value_and_grad(loss_fn, outer_state)``.
+
     Attributes:
         init: ``init(params)``, as in every optax optimizer.
         update: ``update(grads, state, params)``, as in every optax optimizer. With ``value=loss``
             or ``loss_finite=bool`` the update is skipped too if the loss is not finite; with
             ``finite=bool`` it is skipped if the caller's own check failed, for example of a new
-            model state.
+            model state. ``scaled_by=states`` is for gradients that several optimizers share.
         policy: The `Policy` that functions run under.
     """
 
-    policy: Policy
+    @property
+    def policy(self) -> Policy:
+        return self._rules.policy
+
+    @property
+    def _rules(self) -> "Rules":
+        # Of the functions, because what rebuilds a pytree or a tuple passes on nothing else.
+        for function in (self.update, self.init):
+            if isinstance(rules := getattr(function, "__self__", None), Rules):
+                return rules
+        raise AttributeError(
+            f"init={brief(self.init)} and update={brief(self.update)} are no longer those of "
+            "mpjax.mixed_precision, so this optimizer has no policy. Wrap the optimizer that it "
+            "returned, and call value_and_grad of that one."
+        )
+
+    def __repr__(self) -> str:
+        rules = self._rules
+        name, policy = shown(rules.optimizer.update), str(rules.policy)
+        scale = rules.loss_scale
+        return f"MixedPrecision(optimizer={name}, policy={policy!r}, loss_scale={scale!r})"
 
     if TYPE_CHECKING:  # optax's own types know no class of state
 
@@ -101,7 +134,11 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
 
         Args:
             fun: A function that returns a real scalar loss, or ``(loss, aux)``.
-            opt_state: The state of this optimizer, or of an optimizer that contains it.
+            opt_state: The state of this optimizer, or of an optimizer that contains it. If several
+                optimizers share the gradient (a GAN's generator and discriminator), a tuple of
+                their states: the smallest of their loss scales is used. Pass the same tuple to
+                each ``update`` as ``scaled_by=``, so that no loss scale grows beyond the reach of
+                the one that was used.
             argnums: The arguments to differentiate, as for `scaled_value_and_grad`. They may be
                 Equinox modules.
             has_aux: Whether ``fun`` returns ``(loss, aux)``.
@@ -114,10 +151,10 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
 
         Raises:
             TypeError: As for `scaled_value_and_grad`.
-            ValueError: If ``opt_state`` does not hold exactly one state of `mixed_precision`.
+            ValueError: If ``opt_state`` holds no state of `mixed_precision`.
         """
         run = with_float32_loss(fun, self.policy)
-        scale = _state_in(opt_state).loss_scale
+        scale = smallest(_scales_in(opt_state))
         gradient = scaled_value_and_grad(run, scale, argnums, has_aux, axis_name)
         return lambda *args, **kwargs: gradient(*args, **kwargs)[:2]
 
@@ -172,41 +209,84 @@ def mixed_precision(
     Apex's ``amp.initialize`` and TensorFlow's ``LossScaleOptimizer`` wrap an optimizer in the same
     way. The algorithm is that of Micikevicius et al. 2017, "Mixed Precision Training".
     """
-    policy = get_policy(policy)
-    warn_if_unfit(policy, stacklevel=2)
+    policy = training_policy(policy)
     return in_mixed_precision(optimizer, policy, loss_scale, "optimizer")
 
 
 def in_mixed_precision(
-    optimizer: optax.GradientTransformation, policy: Policy, loss_scale: Any, argument: str
+    optimizer: optax.GradientTransformation,
+    policy: Policy,
+    loss_scale: Any,
+    argument: str,
+    gradient: str = "optimizer.value_and_grad(loss_fn, opt_state)",
 ) -> MixedPrecision:
-    """Does what `mixed_precision` does; errors call the optimizer ``argument``."""
-    inner, scale = under_policy(policy, optimizer, argument), get_loss_scale(policy, loss_scale)
+    """Does what `mixed_precision` does; errors call the optimizer ``argument``.
 
-    def init(params):
-        known_to_flax(*SCALES)
+    ``gradient`` is the line that replaces ``jax.value_and_grad``, for the warning that it is
+    missing.
+    """
+    rules = _rules(optimizer, policy, loss_scale, argument, gradient)
+    return MixedPrecision(rules.init, rules.update)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rules:
+    """What the functions of a `MixedPrecision` share. They are its methods.
+
+    Attributes:
+        optimizer: The optimizer that was wrapped.
+        policy: The policy.
+        loss_scale: The initial loss scale.
+        gradient: The line that replaces ``jax.value_and_grad``.
+        inner: The optimizer under the policy: in float32, with master weights.
+    """
+
+    optimizer: optax.GradientTransformation
+    policy: Policy
+    loss_scale: LossScale
+    gradient: str
+    inner: Any
+
+    def __reduce__(self) -> Any:  # pickled without `inner`, whose functions are local
+        return _rules, (self.optimizer, self.policy, self.loss_scale, "optimizer", self.gradient)
+
+    def init(self, params: Any) -> MixedPrecisionState:
+        """Returns the initial state for parameters."""
+        known_to_flax(*KINDS)
         _check_stored(
-            policy,
+            self.policy,
             params,
             "Cast the parameters before init: params = optimizer.policy.cast_to_param(params).",
         )
         counters = (jnp.zeros((), jnp.int32) for _ in range(2))
         verdicts = (jnp.ones((), bool) for _ in range(3))
-        first = jax.tree.map(jnp.array, scale)  # a copy, as a buffer cannot be donated twice
-        return MixedPrecisionState(inner.init(params), first, *counters, *verdicts)
+        first = jax.tree.map(jnp.array, self.loss_scale)  # a copy: no buffer is donated twice
+        return MixedPrecisionState(self.inner.init(params), first, *counters, *verdicts)
 
-    def update(updates, state, params=None, *, finite=True, loss_finite=True, **extra_args):
+    def update(
+        self,
+        updates: Any,
+        state: MixedPrecisionState,
+        params: Any = None,
+        *,
+        finite: Any = True,
+        loss_finite: Any = True,
+        scaled_by: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Any, MixedPrecisionState]:
+        """Returns the updates of the parameters, and the new state."""
         for name, verdict in (("finite", finite), ("loss_finite", loss_finite)):
             if not is_one_bool(verdict):
                 raise ValueError(f"{name}={brief(verdict)} must be one bool.")
         check_kind(state, MixedPrecisionState, "mixed_precision")
         if params is not None:
             _check_stored(
-                policy,
+                self.policy,
                 params,
                 "optax.apply_updates keeps dtypes. Cast after eqx.apply_updates, which does not: "
                 "model = optimizer.policy.cast_to_param(model).",
             )
+        warn_if_in_float32(self.policy, state.loss_scale, updates, self.gradient)
         verdicts = {
             "grads_finite": all_finite(updates),
             "loss_finite": jnp.logical_and(loss_finite, all_finite(extra_args.get("value"))),
@@ -214,28 +294,59 @@ def in_mixed_precision(
         }
         finite = functools.reduce(jnp.logical_and, verdicts.values())
         updates, inner_state = updated_if(
-            finite, inner, updates, state.inner_state, params, extra_args
+            finite, self.inner, updates, state.inner_state, params, extra_args
         )
-        scale = adjusted(state.loss_scale, **verdicts)
+        used = None if scaled_by is None else smallest(_scales_in(scaled_by))
+        scale = adjusted(state.loss_scale, **verdicts, used=used)
         return updates, MixedPrecisionState(
             inner_state, scale, **counted(state, finite), **verdicts
         )
 
-    made = MixedPrecision(init, update)
-    made.policy = policy
-    return made
+
+def _rules(optimizer: Any, policy: Any, loss_scale: Any, argument: str, gradient: str) -> Rules:
+    inner = under_policy(policy, optimizer, argument)
+    return Rules(optimizer, policy, get_loss_scale(policy, loss_scale), gradient, inner)
 
 
-def _state_in(opt_state: Any) -> MixedPrecisionState:
-    is_state = lambda node: isinstance(node, MixedPrecisionState)  # noqa: E731
-    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
-    if len(found) != 1:
-        raise ValueError(
-            f"opt_state={brief(opt_state)} must hold one state of mpjax.mixed_precision, for its "
-            f"loss scale, but holds {len(found) or 'none'}. Pass the state that "
-            "optimizer.init(params) or the last optimizer.update returned."
+def warn_if_in_float32(policy: Policy, loss_scale: LossScale, grads: Any, gradient: str) -> None:
+    """Warns once at each line if nothing that the process called can have made these gradients.
+
+    An update that is not traced is left alone: tests make its gradients by hand.
+    """
+    leaves = jax.tree.leaves(grads)
+    traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+    wide = all(x.dtype == FLOAT32 for x in leaves if is_array(x))
+    scaled = isinstance(loss_scale, (StaticLossScale, DynamicLossScale))
+    missing = [
+        what
+        for fact, what in (
+            (CASTS, f"nothing has run in {policy.compute_dtype.name}"),
+            *([(SCALES, "no loss has been scaled")] if scaled else []),
         )
-    return found[0]
+        if fact not in CALLED
+    ]
+    if policy.compute_dtype in HALVES and traced and wide and missing:
+        warn_user(
+            f"policy={str(policy)!r}, but {' and '.join(missing)} in this process so far: these "
+            f"gradients seem to come from jax.value_and_grad or jax.grad, in float32. Use "
+            f"{gradient} instead. If the update is traced before any gradient, or the gradients "
+            "come from another process or an exported program, ignore this warning: "
+            'warnings.filterwarnings("ignore", category=mpjax.PrecisionWarning).',
+            PrecisionWarning,
+        )
+
+
+def _scales_in(opt_state: Any) -> list[LossScale]:
+    """Returns the loss scales of all states of `mixed_precision` in a tree of optimizer states."""
+    is_state = lambda node: isinstance(node, MixedPrecisionState)  # noqa: E731
+    found = [x.loss_scale for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
+    if not found:
+        raise ValueError(
+            f"opt_state={brief(opt_state)} must hold a state of mpjax.mixed_precision, for its "
+            "loss scale, but holds none. Pass the state that optimizer.init(params) or the last "
+            "optimizer.update returned."
+        )
+    return found
 
 
 def _check_stored(policy: Policy, params: Any, remedy: str) -> None:

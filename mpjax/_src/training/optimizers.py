@@ -1,6 +1,7 @@
 """Optax transformations: `skip_nonfinite`, and checks of what an optimizer is called with."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -230,13 +231,32 @@ def _check_updates(updates: Any, params: Any, lacking: bool = True) -> None:
         ) from None
 
 
+def is_optimizer(value: Any) -> bool:
+    """Returns whether a value has the functions of an optax optimizer."""
+    return hasattr(value, "init") and hasattr(value, "update")
+
+
+def shown(update: Any) -> str:
+    """Returns the name of an optimizer, such as "chain(trace, scale)", by its update function."""
+    known = inspect.isfunction(update) or inspect.ismethod(update)
+    inside = inspect.getclosurevars(update).nonlocals if known else {}
+    parts = []
+    for value in inside.values():
+        for part in jax.tree.leaves(value, is_leaf=is_optimizer):
+            part = part.update if is_optimizer(part) else part
+            if "update" in getattr(part, "__name__", ""):
+                parts.append(shown(part))
+    name = getattr(update, "__qualname__", type(update).__name__).split(".")[0]
+    if name == "with_extra_args_support":
+        return parts[0]
+    return f"{name}({', '.join(parts)})" if parts else name
+
+
 def as_optimizer(
     optimizer: optax.GradientTransformation, argument: str
 ) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer whose ``update`` ignores unknown extra arguments."""
-    if isinstance(optimizer, type) or not (
-        hasattr(optimizer, "init") and hasattr(optimizer, "update")
-    ):
+    if isinstance(optimizer, type) or not is_optimizer(optimizer):
         raise TypeError(
             f"{argument}={brief(optimizer)} must be an optax optimizer with init and update, such "
             "as optax.adamw(1e-3)."

@@ -18,13 +18,12 @@ import optax
 
 from mpjax._src.autocast.modules import has_modules
 from mpjax._src.dtypes import HALVES
-from mpjax._src.errors import DivergenceError, brief
-from mpjax._src.hardware.devices import warn_if_unfit
+from mpjax._src.errors import DivergenceError, PrecisionWarning, brief
 from mpjax._src.outlines import outline
 from mpjax._src.patterns import name_of, paths
-from mpjax._src.policy import OP_LISTS, Policy, PolicyLike, get_policy
+from mpjax._src.policy import OP_LISTS, Policy, PolicyLike
 from mpjax._src.training.gradients import observed_value_and_grad, with_float32_loss
-from mpjax._src.training.levels import under_policy
+from mpjax._src.training.levels import training_policy, under_policy
 from mpjax._src.training.loss_scale import (
     SCALES,
     LossScale,
@@ -199,8 +198,7 @@ def build_train_step(
     The algorithm is that of Micikevicius et al. 2017, "Mixed Precision Training",
     https://arxiv.org/abs/1710.03740.
     """
-    policy = get_policy(policy)
-    warn_if_unfit(policy, stacklevel=2)
+    policy = training_policy(policy)
     by_op = policy.casting == "op"
     unused = [name for name in BY_OP if getattr(policy, name) != getattr(Policy, name)]
     if unused and not by_op:
@@ -333,10 +331,22 @@ def build_train_step(
     return TrainStep(init, step)
 
 
+# After so many skipped steps any usual loss scale has come down to 1: from 2**24 by halves.
+AT_FLOOR = 25
+FLOOR = (
+    "if the gradient was scaled by another optimizer's loss scale (a GAN's generator and "
+    "discriminator), pass the states of both to value_and_grad and to each update as scaled_by=. "
+    "Otherwise an operation has an infinite derivative (sqrt or norm at 0, log near 0), or float16 "
+    "is too narrow for this backward pass: try 'mixed_bfloat16'. mpjax.find_nonfinite names the "
+    "operation."
+)
+
+
 def raise_if_diverged(metrics: Metrics, limit: int) -> None:
     """Raises a `DivergenceError` if too many steps in a row were skipped.
 
-    Reading the counter waits for the device, so call this every few hundred steps.
+    It warns before if steps are skipped although the loss scale is down to 1, because no loss scale
+    will end that. Reading the counter waits for the device, so call this every few hundred steps.
 
     Args:
         metrics: The metrics of one step, as the step returned them.
@@ -373,10 +383,10 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
             f"{jnp.shape(metrics['consecutive_skips'])}. Pass those of one, such as "
             "jax.tree.map(lambda m: m[-1], metrics)."
         )
-    skips = int(metrics["consecutive_skips"])
-    if skips < most:
+    skips, scale = int(metrics["consecutive_skips"]), float(metrics["loss_scale"])
+    at_floor = skips >= AT_FLOOR and scale <= 1
+    if skips < most and not at_floor:
         return
-    scale = float(metrics["loss_scale"])
     # Metrics saved by an older version have no state_finite.
     state_finite = bool(metrics.get("state_finite", True))
     if bool(metrics["loss_finite"]) and not state_finite:
@@ -386,6 +396,8 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
             "BatchNorm), an overflow in the half forward pass, or a statistic that is divided by "
             "0. Check the batch, or compute the statistics in float32."
         )
+    elif bool(metrics["loss_finite"]) and at_floor:
+        cause = f"The loss was finite, but its gradients were not, at any loss scale: {FLOOR}"
     elif bool(metrics["loss_finite"]):
         cause = (
             "The loss was finite, but its gradients were not. Usual causes: the learning rate is "
@@ -402,7 +414,10 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
             "Check the batch, lower the learning rate, or try 'mixed_bfloat16'. "
             "mpjax.find_nonfinite names the operation."
         )
-    raise DivergenceError(f"{skips} steps in a row were skipped, at loss scale {scale:g}. {cause}")
+    message = f"{skips} steps in a row were skipped, at loss scale {scale:g}. {cause}"
+    if skips >= most:
+        raise DivergenceError(message)
+    warnings.warn(message, PrecisionWarning, stacklevel=2)
 
 
 def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Callable[..., Any]:

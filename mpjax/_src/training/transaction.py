@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from mpjax._src.training.loss_scale import adjust_shared
 from mpjax._src.trees import cast_like, select
 
 T = TypeVar("T")
@@ -90,12 +91,15 @@ def counted(before: Any, finite: Any) -> dict[str, jax.Array]:
     }
 
 
-def adjusted(loss_scale: T, grads_finite: Any, loss_finite: Any, state_finite: Any) -> T:
-    """Returns the next loss scale.
+def adjusted(
+    loss_scale: T, grads_finite: Any, loss_finite: Any, state_finite: Any, used: Any = None
+) -> T:
+    """Returns the next loss scale, after a gradient that was scaled by it, or by ``used``.
 
     No loss scale can cure the forward pass, so the scale is adjusted only if the loss is finite. If
     gradients and model state both failed, it is unknown which failed first; the scale is lowered
     then, because it may be too high.
     """
     speaks = loss_finite & (state_finite | ~grads_finite)
-    return select(speaks, loss_scale.adjust(grads_finite), loss_scale)  # type: ignore[attr-defined]
+    used = loss_scale if used is None else used
+    return select(speaks, adjust_shared(loss_scale, grads_finite, used), loss_scale)

@@ -1,0 +1,198 @@
+"""Reads the arrays of a checkpoint. Only this module imports tensorstore.
+
+An array is read shard by shard as it was stored. Each shard is compared with its checksum, and what
+the devices of this process need of it is copied. So no process reads a shard that it needs nothing
+of, whichever meshes saved and restore.
+"""
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from mpjax._src.checkpoint import checksums
+from mpjax._src.checkpoint.checksums import Box
+from mpjax._src.checkpoint.contents import is_held
+from mpjax._src.checkpoint.packages import needed
+from mpjax._src.errors import CheckpointError
+
+# How many shards are read at once.
+AT_ONCE = 8
+DAMAGED = "it is damaged, incomplete or has another format"
+UNVERIFIED = "verify=False restores it all the same."
+
+
+class Wanted(NamedTuple):
+    """An array to read.
+
+    Attributes:
+        stored: The array of tensorstore.
+        sharding: Its sharding here, or None for a NumPy array.
+        parts: A NumPy array for each box that the devices of this process need.
+        shards: The boxes that are read, each with its checksum or None.
+    """
+
+    stored: Any
+    sharding: Any
+    parts: dict[Box, np.ndarray]
+    shards: list[tuple[Box, str | None]]
+
+
+def read(
+    path: Any, table: Mapping[str, Any], shardings: Mapping[str, Any], sums: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Reads arrays by their names; random keys as their data.
+
+    Args:
+        path: The directory of the arrays.
+        table: The dtype and shape that each array should have.
+        shardings: The sharding of each array to read, or None for a NumPy array.
+        sums: The checksums of the arrays; without them, nothing is compared.
+
+    Returns:
+        The arrays by name: of JAX if they have a sharding, and JAX supports their dtype.
+
+    Raises:
+        CheckpointError: If a file is damaged. The message names the array.
+    """
+    arrays = {}
+    for name, stored in _opened(path, shardings).items():
+        with _naming(path, name):
+            _check(path, name, table[name], stored)
+            arrays[name] = _wanted(stored, shardings[name], sums.get(name))
+    jobs = [
+        (name, box, checksum)
+        for name, array in arrays.items()
+        for box, checksum in array.shards
+        if any(checksums.overlap(box, part) is not None for part in array.parts)
+    ]
+
+    def copy(job: tuple[str, Box, str | None]) -> None:
+        name, box, checksum = job
+        with _naming(path, name):
+            piece = arrays[name].stored[checksums.slices(box)].read().result()
+            if checksum is not None and checksums.of(piece) != checksum:
+                raise CheckpointError(
+                    f"{path}: the array {name!r} has another checksum than when it was saved, in "
+                    f"{[[*ends] for ends in box]}. Its files were damaged. {UNVERIFIED}"
+                )
+            _copy(piece, box, arrays[name].parts)
+
+    pool = ThreadPoolExecutor(AT_ONCE)
+    try:
+        for _ in pool.map(copy, jobs):
+            pass
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return {name: _made(arrays.pop(name)) for name in [*arrays]}
+
+
+def reason(error: Exception) -> str:
+    """Returns why something could not be written or read, in one line."""
+    number = getattr(error, "errno", None)
+    # As tensorstore and safetensors write it.
+    if found := re.search(r"os_error_code='(\d+)'|os error (\d+)", str(error)):
+        number = int(found[1] or found[2])
+    if number:
+        return os.strerror(number)
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def _opened(path: Any, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Opens arrays of tensorstore."""
+    tensorstore = needed("tensorstore")
+    text = f"{path}/"
+    base = text if "://" in text else {"driver": "file", "path": text}
+    context = tensorstore.Context()  # its own, so that nothing is remembered of earlier reads
+    futures = {}
+    for name in names:
+        spec = {
+            "driver": "zarr",
+            "kvstore": {"driver": "ocdbt", "base": base, "path": name},
+            "fill_missing_data_reads": False,
+        }
+        futures[name] = tensorstore.open(spec, context=context, open=True, read=True)
+    opened = {}
+    for name, future in futures.items():
+        with _naming(path, name):
+            opened[name] = future.result()
+    return opened
+
+
+@contextlib.contextmanager
+def _naming(path: Any, name: str) -> Iterator[None]:
+    """Names the array in an error of tensorstore, which raises many classes on damaged files."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: the array {name!r} cannot be read: {DAMAGED}. {reason(error)}"
+        ) from error
+
+
+def _check(path: Any, name: str, entry: Mapping[str, Any], stored: Any) -> None:
+    shape, dtype = list(stored.shape), str(stored.dtype.numpy_dtype)
+    if "key" in entry:
+        data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=entry["key"])))
+        expected = [*entry["shape"], *data.shape], str(data.dtype)
+    else:
+        expected = entry["shape"], entry["dtype"]
+    if (shape, dtype) != expected:
+        raise CheckpointError(
+            f"{path}: the array {name!r} is {dtype}{tuple(shape)}, but should be "
+            f"{expected[1]}{tuple(expected[0])}. Its files are damaged, or belong to another "
+            "checkpoint."
+        )
+
+
+def _wanted(stored: Any, sharding: Any, sums: Any) -> Wanted:
+    shape, dtype = tuple(stored.shape), stored.dtype.numpy_dtype
+    boxes = [checksums.whole(shape)]
+    if not is_held(dtype):
+        sharding = None
+    if sharding is not None:
+        indices = sharding.addressable_devices_indices_map(shape).values()
+        boxes = [checksums.box_of(index, shape) for index in indices]
+    parts = {box: np.empty([stop - start for start, stop in box], dtype) for box in boxes}
+    if sums is None:
+        return Wanted(stored, sharding, parts, [(box, None) for box in parts])
+    shards = [(tuple((start, stop) for start, stop in box), number) for box, number in sums]
+    for part in parts:
+        common = (checksums.overlap(part, box) for box, _ in shards)
+        if sum(_size(box) for box in common if box is not None) != _size(part):
+            raise ValueError("its checksums are not those of the whole array")
+    return Wanted(stored, sharding, parts, shards)
+
+
+def _size(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def _copy(piece: np.ndarray, box: Box, parts: dict[Box, np.ndarray]) -> None:
+    """Copies a shard that was read to where it is needed, or puts it there if it is all of it."""
+    for part in parts:
+        common = checksums.overlap(part, box)
+        if part == box:
+            parts[part] = piece
+        elif common is not None:
+            source = piece[checksums.slices(common, box)]
+            parts[part][checksums.slices(common, part)] = source
+
+
+def _made(array: Wanted) -> Any:
+    if array.sharding is None:
+        (part,) = array.parts.values()
+        return part
+    shape = tuple(array.stored.shape)
+    return jax.make_array_from_callback(
+        shape, array.sharding, lambda index: array.parts[checksums.box_of(index, shape)]
+    )

@@ -1,0 +1,18 @@
+"""Packages of the extra ``checkpoint``: imported when they are used, and not always installed."""
+
+import importlib
+from typing import Any
+
+# The names of packages on the index that differ from what is imported.
+INSTALLED_AS = {"orbax.checkpoint": "orbax-checkpoint"}
+
+
+def needed(module: str) -> Any:
+    """Imports a module that mpjax.checkpoint needs; if it is missing, the error names the extra."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"mpjax.checkpoint needs the package {INSTALLED_AS.get(module, module)}, which is not "
+            "installed: pip install 'mpjax[checkpoint]'."
+        ) from error
