@@ -80,7 +80,7 @@ def arrays(tree):
 def test_the_curve_of_float32_in_one_compilation(policy):
     state, step, traced = shared(policy)
     want, plain, _ = shared()
-    losses, wanted = [], []
+    begun, losses, wanted = len(traced), [], []  # traced by earlier tests
     for number in range(40):
         state, loss = step(state, X, Y, number)
         want, plain_loss = plain(want, X, Y, number)
@@ -90,7 +90,7 @@ def test_the_curve_of_float32_in_one_compilation(policy):
     np.testing.assert_allclose(losses, wanted, rtol=tolerance)
     for got, expected in zip(arrays(state.batch_stats), arrays(want.batch_stats), strict=True):
         np.testing.assert_allclose(got, expected, atol=tolerance)
-    assert len(traced) == 1 and int(state.step) == 40
+    assert len(traced) - begun <= 1 and int(state.step) == 40
     assert state.params["Dense_0"]["kernel"].dtype == mpjax.get_policy(policy).param_dtype
 
 

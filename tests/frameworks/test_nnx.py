@@ -256,12 +256,13 @@ POLICIES = thorough_but(
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_curve_of_float32_in_one_compilation(policy):
     model, optimizer, step, traced = loop(policy)
+    begun = len(traced)  # by earlier tests
     losses = [float(step(model, optimizer, X, Y)) for _ in range(50)]
     want, plain_losses = plain()
     tolerance = 1e-5 if policy == "float32" else 0.03
     np.testing.assert_allclose(losses, plain_losses, rtol=tolerance)
     np.testing.assert_allclose(model.norm.mean[...], want.norm.mean[...], atol=tolerance)
-    assert len(traced) == 1 and int(optimizer.step[...]) == 50
+    assert len(traced) - begun <= 1 and int(optimizer.step[...]) == 50
     half = mpjax.get_policy(policy).param_dtype
     assert model.first.kernel[...].dtype == half and model.norm.mean[...].dtype == np.float32
 
