@@ -61,6 +61,11 @@ def test_a_policy_survives_str_repr_and_pickle(policy):
     assert hash(mpjax.get_policy(str(policy))) == hash(policy)
 
 
+def test_spaces_at_the_end_change_nothing():
+    text = 'mixed_bfloat16,half_ops=["exp"]'
+    assert mpjax.get_policy(text + " ") == mpjax.get_policy(text)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_named_policies_print_their_name(name):
     assert str(mpjax.get_policy(name)) == name
@@ -71,6 +76,7 @@ def test_named_policies_print_their_name(name):
     [
         ("params=float32, compute=bf16, output=f32", ("float32", "bfloat16", "float32")),
         ("p=f32,c=f16", ("float32", "float16", "float16")),
+        (" p=f32 , c=f16 ", ("float32", "float16", "float16")),
         ("c=f16", ("float32", "float16", "float16")),
         ("p=f16", ("float16", "float16", "float16")),
         ("o=f16", ("float32", "float32", "float16")),
