@@ -132,3 +132,22 @@ def test_the_bytes_of_an_operation_are_those_of_its_values_as_stored():
     assert first.bytes == 4 * (4 * 8 + 8 * 3) + 2 * 4 * 3  # arguments arrive in float32
     assert second.bytes == 2 * 4 * 3 + 4 * (3 * 5 + 4 * 5)
     assert total.bytes == 4 * (4 * 5 + 1)
+
+
+def test_rows_that_nobody_can_act_on_are_one_line():
+    @jax.checkpoint
+    def layer(x, w, key):
+        return jnp.tanh(x @ w) * (jax.random.uniform(key, x.shape) < 0.9)
+
+    def loss(w, x, key):
+        return jnp.sum(layer(layer(x, w, key), w, key))
+
+    args = normal(0, 8, 8), normal(1, 4, 8), jax.random.key(0)
+    report = mpjax.explain(loss, "mixed_bfloat16", argnums=0)(*args)
+    shown = {name for name, *_ in report.counts()}
+    assert {"dot_general", "tanh"} <= shown and not shown & {"remat2", "jit", "gpu_barrier"}
+    hidden = sum(row.primitive not in shown for row in report.rows if row.primitive == "remat2")
+    assert hidden and "only hold a program or an order" in str(report)
+    assert report.calls()["remat2"]["f32"] or report.calls()["remat2"]["bf16"]
+    made = [row for row in report.rows if row.primitive == "bitcast_convert_type"]
+    assert made and not {row.primitive for row in report.shortfalls()} & {"bitcast_convert_type"}

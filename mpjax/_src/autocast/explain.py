@@ -17,7 +17,7 @@ from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.autocast.why import Reason, Why
 from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.errors import check_callable
-from mpjax._src.higher_order import turns_of
+from mpjax._src.higher_order import CALL, higher_order, turns_of
 from mpjax._src.pages.data import size
 from mpjax._src.policy import PolicyLike, get_policy
 from mpjax._src.reports import Report, table, where, wrapped
@@ -145,19 +145,24 @@ class CastReport(Report):
         return found
 
     def counts(self) -> list[tuple[str, ...]]:
-        """Returns `calls` as rows of text, without primitives that never compute in a float."""
+        """Returns `calls` as rows of text, without primitives that compute nothing in a float."""
         return [
             (name, *(str(cells[dtype] or "") for dtype in COMPUTES))
             for name, cells in sorted(self.calls().items())
-            if sum(cells.values()) > cells["other"]
+            if sum(cells.values()) > cells["other"] and not is_frame(name)
         ]
 
     def shortfalls(self) -> list[Row]:
-        """Returns the rows of matmuls that run in float32 and of operations left as written."""
+        """Returns the rows of matmuls that run in float32 and of operations left as written.
+
+        Operations that read no floating array, such as one that makes floats of random bits, have
+        nothing to cast and are left out.
+        """
         return [
             row
             for row in self.rows
-            if (rule_of(row.primitive).need == HALF and row.computes_in == "f32") or row.left_alone
+            if (rule_of(row.primitive).need == HALF and row.computes_in == "f32")
+            or (row.left_alone and reads_floats(row.before))
         ]
 
     def summary(self) -> list[str]:
@@ -176,7 +181,11 @@ class CastReport(Report):
                 f"{size(self.stored_after)} under the plan"
             )
             lines += [f"  {self._where(kept)}" for kept in self.kept[:LARGEST]]
-        if self.wide:
+        if self.wide and jax.device_count() == 1:
+            lines.append(
+                f"read in float32, which devices would exchange so: {len(self.wide)} arrays"
+            )
+        elif self.wide:
             lines.append("read in float32, and exchanged between devices in float32:")
             rows = [(path, self.rows[index], index) for path, index in self.wide]
             lines += [f"  {p}: {row.primitive}, {row.reason} (row {i})" for p, row, i in rows]
@@ -193,6 +202,9 @@ class CastReport(Report):
         counts = self.counts()
         if counts:
             lines += ["", *table(("op", *COMPUTES), counts, words=("op",))]
+        frames = sum(is_frame(row.primitive) for row in self.rows)
+        if frames:
+            lines.append(f"and {frames} equations that only hold a program or an order")
         short = self.shortfalls()
         if short:
             lines += ["", "not in half, or left as written:"]
@@ -390,6 +402,17 @@ def _row(op: Op, times: int, storage: str) -> Row:
         library=library,
         bytes=0 if op.rule == "program" else sum(map(_held, (*op.ins, *op.outs))),
     )
+
+
+def is_frame(primitive: str) -> bool:
+    """Returns whether equations of a primitive only hold a program, or keep operations in order."""
+    return primitive in _jax.BARRIERS or higher_order(primitive).kind == CALL
+
+
+def reads_floats(signature: str) -> bool:
+    """Returns whether an operation of a signature such as "f32,i32->f32" reads a float."""
+    operands = signature.partition("->")[0].split(",")
+    return not {"f16", "bf16", "f32", "f64"}.isdisjoint(operands)
 
 
 def computed_in(signature: str) -> str:
