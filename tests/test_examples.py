@@ -188,7 +188,7 @@ def test_demo_as_a_script(tmp_path):
     assert {name: set(runs) for name, runs in data.items()} == {
         name: set(demo.RUNS) for name in ("digits_cnn", "byte_gpt")
     }
-    assert all(name in done.stdout for name in demo.RUNS)
+    assert all(demo.typeset(name) in done.stdout for name in demo.RUNS)
     assert len([*logs.glob("byte_gpt/*/events*")]) == len(demo.RUNS)
 
 

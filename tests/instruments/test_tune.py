@@ -1,3 +1,4 @@
+import functools
 import itertools
 import json
 
@@ -12,10 +13,10 @@ from mpjax._src.instruments.tune import tune
 LAYERS, WIDTH = 3, 16
 
 
-def error(fun, policy, *args):
+def error(fun, policy, *args, wrap=lambda fun: fun):
     """Returns the largest relative error of the loss and of a gradient, against float32."""
-    want = jax.tree.leaves(jax.value_and_grad(fun)(*args))
-    got = jax.tree.leaves(jax.value_and_grad(mpjax.autocast(fun, policy))(*args))
+    want = jax.tree.leaves(wrap(jax.value_and_grad(fun))(*args))
+    got = jax.tree.leaves(wrap(jax.value_and_grad(mpjax.autocast(fun, policy)))(*args))
     return max(
         float(jnp.linalg.norm(g - w) / jnp.linalg.norm(w)) for g, w in zip(got, want, strict=True)
     )
@@ -172,15 +173,17 @@ class TestSearch:
 
         args = params, jax.random.normal(keys[7], (8, WIDTH))
         policy = mpjax.get_policy("mixed_bfloat16")
-        tolerance = error(loss, policy, *args) / 4
+        # Compiled, as the search measures: rounding grows so in this loss that eager runs differ.
+        measured = functools.partial(error, wrap=jax.jit)
+        tolerance = measured(loss, policy, *args) / 4
         tuned = tune(loss, policy, tolerance)(*args)
-        assert tuned.met and error(loss, tuned.policy, *args) <= tolerance
+        assert tuned.met and measured(loss, tuned.policy, *args) <= tolerance
         names = [f"layer{i}/dot_general" for i in range(6)]
         fewest = next(
             count
             for count in range(7)
             for some in itertools.combinations(names, count)
-            if error(loss, policy.override(dict.fromkeys(some, "float32")), *args) <= tolerance
+            if measured(loss, policy.override(dict.fromkeys(some, "float32")), *args) <= tolerance
         )
         assert sum(step.operations for step in tuned.steps) <= fewest + 1
 
