@@ -113,7 +113,7 @@ def pytest_runtest_protocol(item, nextitem):
     result = yield
     global own_peak
     own_peak = max(own_peak, (peak(), item.nodeid), key=lambda pair: pair[0])
-    if nextitem is None or nextitem.path != item.path or resident() > LIMIT:
+    if resident() > LIMIT:
         free()
     return result
 
@@ -170,9 +170,9 @@ def pytest_terminal_summary(terminalreporter):
 
 # ---- memory -------------------------------------------------------------------------------------
 
-# Programs are freed after each file: kept, they would be most of a worker's memory. A file that
-# makes so many that they take more than this (MB) is freed of them between its tests, too.
-LIMIT = 900
+# A worker that has come to take so much (MB) is freed of its programs after a test. They would be
+# most of its memory; freeing them takes a third of a second, and some are compiled again.
+LIMIT = 1100
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 # Tracing makes many objects and few cycles: with Python's own thresholds, a sixth of its time goes

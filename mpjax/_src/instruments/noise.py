@@ -18,7 +18,7 @@ import numpy as np
 ROUNDING = 2.0**-23
 
 # A value that changes by more than this share with the last bits of the arguments is noise. Zeros
-# change by about their own size; what is only ill-conditioned, float32 still knows to a few percent.
+# change by about their own size; float32 still knows what is only ill-conditioned to a few percent.
 CHANGES = 2.0**-3
 
 # Only results with a larger relative error are tested for noise. Two roundings of zero differ by
