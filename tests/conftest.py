@@ -172,7 +172,7 @@ def pytest_terminal_summary(terminalreporter):
 
 # A worker that has come to take so much (MB) is freed of its programs after a test. They would be
 # most of its memory; freeing them takes a third of a second, and some are compiled again.
-LIMIT = 1100
+LIMIT = 1250
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 # Tracing makes many objects and few cycles: with Python's own thresholds, a sixth of its time goes
