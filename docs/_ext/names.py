@@ -54,6 +54,8 @@ ALIASES = {
     "flax.nnx.transforms.autodiff.": "flax.nnx.",
     "~P": "...",
 }
+# Types without a page of their own, and the function that describes their values.
+DESCRIBED_BY = {"PolicyLike": "mpjax.get_policy"}
 COLON = "\ue000"  # a private-use character that stands for a colon
 INSIDE = re.compile(r"mpjax\._src\.([\w.]+)\.(\w+)")
 
@@ -89,7 +91,7 @@ def public(text):
 def find_public(app, env, node, content):
     """Resolves a signature's reference to the public name. Type variables and jmp have no page."""
     target = node.get("reftarget", "")
-    node["reftarget"] = name = public(target)
+    node["reftarget"] = name = DESCRIBED_BY.get(target) or public(target)
     if re.fullmatch("[A-Z]", name) or name.startswith("jmp."):
         return content
     if name.startswith("mpjax.") and name != target:
