@@ -225,7 +225,7 @@ def in_mixed_precision(
     ``gradient`` is the line that replaces ``jax.value_and_grad``, for the warning that it is
     missing.
     """
-    rules = _rules(optimizer, policy, loss_scale, argument, gradient)
+    rules = _make_rules(optimizer, policy, loss_scale, argument, gradient)
     return MixedPrecision(rules.init, rules.update)
 
 
@@ -248,7 +248,13 @@ class Rules:
     inner: Any
 
     def __reduce__(self) -> Any:  # pickled without `inner`, whose functions are local
-        return _rules, (self.optimizer, self.policy, self.loss_scale, "optimizer", self.gradient)
+        return _make_rules, (
+            self.optimizer,
+            self.policy,
+            self.loss_scale,
+            "optimizer",
+            self.gradient,
+        )
 
     def init(self, params: Any) -> MixedPrecisionState:
         """Returns the initial state for parameters."""
@@ -303,7 +309,9 @@ class Rules:
         )
 
 
-def _rules(optimizer: Any, policy: Any, loss_scale: Any, argument: str, gradient: str) -> Rules:
+def _make_rules(
+    optimizer: Any, policy: Any, loss_scale: Any, argument: str, gradient: str
+) -> Rules:
     inner = under_policy(policy, optimizer, argument)
     return Rules(optimizer, policy, get_loss_scale(policy, loss_scale), gradient, inner)
 
