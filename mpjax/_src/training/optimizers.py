@@ -248,7 +248,7 @@ def shown(update: Any) -> str:
                 parts.append(shown(part))
     name = getattr(update, "__qualname__", type(update).__name__).split(".")[0]
     if name == "with_extra_args_support":
-        return parts[0]
+        return parts[0] if parts else name
     return f"{name}({', '.join(parts)})" if parts else name
 
 
