@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import re
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from mpjax._src.contexts import COMPILED_FOR
 from mpjax._src.dtypes import BFLOAT16, FLOAT16, HALVES, capability_of, default_device, half_of
-from mpjax._src.errors import brief, did_you_mean
+from mpjax._src.errors import brief, did_you_mean, warn_user
 from mpjax._src.policy import Policy, get_policy
 from mpjax._src.reports import Report, table
 
@@ -227,27 +226,25 @@ def device_facts(device: Any) -> DeviceFacts:
     return _gpu(name, capability_of(device))
 
 
-def warn_if_unfit(policy: Policy, stacklevel: int) -> None:
+def warn_if_unfit(policy: Policy) -> None:
     """Warns if a policy uses a half dtype or 8-bit moments that the default device is slow with."""
     device = default_device()
     platform = getattr(device, "platform", "cpu")
     if platform == "cpu":
         return  # CPUs are used for tests
     if platform == "tpu" and policy.moments == "8bit":
-        warnings.warn(
+        warn_user(
             f"policy={str(policy)!r}: on a TPU, moments=8bit saves memory between steps but takes "
             "more memory within a step: blocks of 32 entries do not fit its tiles, so XLA copies "
             "large moments to another layout. Use moments=float32.",
-            stacklevel=stacklevel + 1,
         )
     facts = device_facts(device)
     dtypes = (policy.compute_dtype, *(dtype for _, dtype in policy.overrides))
     for dtype in dict.fromkeys(dtypes):
         if dtype in HALVES and dtype.name not in facts.fast:
-            warnings.warn(
+            warn_user(
                 f"policy={str(policy)!r} computes in {dtype.name}, which is no faster than float32 "
                 f"on {facts.name}: {facts.reason}. Use policy={facts.policy!r}.",
-                stacklevel=stacklevel + 1,
             )
             return
 

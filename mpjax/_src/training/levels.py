@@ -36,7 +36,7 @@ def training_policy(policy: "PolicyLike") -> Policy:
             f"'O2:{name}' for float32 master weights.",
             PrecisionWarning,
         )
-    warn_if_unfit(found, stacklevel=3)
+    warn_if_unfit(found)
     return found
 
 
