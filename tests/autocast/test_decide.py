@@ -266,6 +266,12 @@ MOVES = {
         "half",
         BF16,
     ),
+    "half and an argument, for an activation": (
+        lambda h: jnp.tanh(jnp.concatenate([jnp.tanh(h @ W), h])) @ V,
+        "concatenate",
+        "half",
+        BF16,
+    ),
     "half and float32": (
         lambda h: (lambda c: (c @ V, total(c)))(jnp.concatenate([h @ W, jnp.square(h @ V)])),
         "concatenate",

@@ -203,6 +203,14 @@ def test_derivatives_of_what_looks_like_a_softmax(name):
     agree(attention(OTHERS[name], 8), (Q, K, V))
 
 
+def test_derivatives_of_weights_that_multiply_a_softmax():
+    def weighted(q, k, weights):
+        e = jnp.exp(q @ k.T / 8) * weights
+        return jnp.cos(e / e.sum(-1, keepdims=True) @ k)
+
+    agree(weighted, (normal(1, 8, 16), normal(2, 8, 16), jnp.abs(normal(3, 8, 8)) + 0.5))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", SOFTMAXES | OTHERS)
 def test_derivatives_as_compiled(name):

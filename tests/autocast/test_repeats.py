@@ -165,7 +165,7 @@ def unfolded(monkeypatch):
     monkeypatch.setattr(rewrite, "fold", lambda steps, results, overrides: steps)
 
 
-def folded(monkeypatch, fun, *args):
+def folded(monkeypatch, fun, *args, policy="mixed_bfloat16"):
     """Returns how many steps of a function are in stretches, and of how many."""
     found = []
     real = repeats.fold
@@ -177,7 +177,7 @@ def folded(monkeypatch, fun, *args):
         return new
 
     monkeypatch.setattr(rewrite, "fold", fold)
-    jax.make_jaxpr(cast(fun))(*args)
+    jax.make_jaxpr(mpjax.autocast(fun, policy))(*args)
     return max(found)
 
 
@@ -185,6 +185,12 @@ def folded(monkeypatch, fun, *args):
 def test_repeated_layers_are_found(monkeypatch, function):
     inside, steps = folded(monkeypatch, function, PARAMS, X)
     assert inside > 0.6 * steps, (inside, steps)
+
+
+def test_layers_with_names_repeat_where_an_override_matches_another(monkeypatch):
+    policy = mpjax.get_policy("mixed_bfloat16").override({"*layer_5*": "float32"})
+    inside, steps = folded(monkeypatch, named, PARAMS, X, policy=policy)
+    assert inside > 0.4 * steps, (inside, steps)
 
 
 def test_layers_of_different_lines_are_not_alike(monkeypatch):

@@ -47,6 +47,11 @@ def in_a_loop_wide(xs):
     return jax.lax.scan(turn, jnp.zeros(4), xs)[1]
 
 
+def cast_later(state, x):
+    new = 0.99 * wide(state["m"]) + 0.01 * x  # fault
+    return {"m": new.astype(state["m"].dtype)}
+
+
 def alone(decay):
     def step(m, x):
         return (decay * wide(m) + (1 - decay) * x).astype(m.dtype)  # fault
@@ -58,6 +63,7 @@ HALF, WIDE = {"m": bf16(4)}, {"m": f32(4)}
 
 CASES = {
     "in float32, kept in half": Pair("half-average", average(0.99), average(0.9), (HALF, f32(4))),
+    "cast on another line": Pair("half-average", cast_later, average(0.9), (HALF, f32(4))),
     "by the difference": Pair("half-average", moved, moved_wide, (HALF, bf16(4))),
     "a single array": Pair("half-average", alone(0.9999), alone(0.9), (bf16(8), f32(8))),
     "in a loop": Pair("half-average", in_a_loop, in_a_loop_wide, (bf16(8, 4),)),
