@@ -58,6 +58,26 @@ def test_a_matmul_gives_float32_to_those_who_need_it(name):
     assert ("float32 result" in said(matmul)) == (dtype == F32)
 
 
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        lambda scores: jnp.argmax(scores, -1),
+        lambda scores: lax.top_k(scores, 2)[1],
+        lambda scores: jnp.argsort(scores, -1),
+        lambda scores: jnp.argmax(jnp.tanh(scores + 0.5).reshape(2, -1), -1),
+        lambda scores: jnp.sqrt(1 - jax.nn.sigmoid(scores)) > 0.1,
+    ],
+)
+def test_what_is_ranked_is_float32_where_it_is_far_smaller_than_the_operands(ranks):
+    def matmul(rows, depth, columns):
+        args = jnp.ones((rows, depth)), jnp.ones((depth, columns))
+        return decided("dot_general", lambda x, w: ranks(x @ w), *args).outs[0].dtype
+
+    assert matmul(8, 512, 8) == F32  # a router
+    assert matmul(4, 128, 4096) == F32  # a token's logits
+    assert matmul(512, 128, 512) == BF16
+
+
 def test_a_convolution_has_no_float32_result():
     """Compilers have none; what it gives is float32 in the program, and half in the plan."""
     assert decided("conv_general_dilated", lambda x: jnp.exp(conv(x)), IMAGE).outs[0].dtype == BF16
@@ -266,8 +286,8 @@ MOVES = {
         "half",
         BF16,
     ),
-    "half and an argument, for an activation": (
-        lambda h: jnp.tanh(jnp.concatenate([jnp.tanh(h @ W), h])) @ V,
+    "half and an argument, for a sum": (
+        lambda h: (jnp.concatenate([h @ W, h]) + 1.5) @ V,
         "concatenate",
         "half",
         BF16,

@@ -84,6 +84,12 @@ def _is_lost(op: Op, out: Value) -> bool:
     return out.fact.exact or is_beyond(out, op.half)
 
 
+# With operands this many times as large as its result, a matmul returns float32 for free: two more
+# bytes for each entry written and read, beside two for each entry of the operands, are an eighth of
+# the latter for 16, a sixteenth for 32.
+FAR_LARGER = 32
+
+
 def _decide_half(op: Op) -> None:
     op.compute = op.half
     out = op.outs[0]
@@ -96,7 +102,10 @@ def _decide_half(op: Op) -> None:
     elif op.forced == "half":
         _give(op, "half", op.half)  # a list or region sets half, also for the result
     elif rules.HAS_WIDE_FORM in op.spec.traits and (
-        out.want.amplified or out.want.unrounded or (out.want.full and out.want.needed)
+        out.want.amplified
+        or out.want.unrounded
+        or (out.want.full and out.want.needed)
+        or (out.want.whole and out.size * FAR_LARGER <= sum(v.size for v in op.ins))
     ):
         op.why = why(Reason.WIDE_RESULT)
         _set(out, "full", FLOAT32)
