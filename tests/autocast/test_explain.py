@@ -102,6 +102,28 @@ def test_words():
     assert 'override "first/*"' in text
 
 
+def test_operations_inside_a_loop_left_as_written_name_that_loop():
+    def solve(x, w):
+        def step(pair):
+            inner = jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), pair[0], length=2)[0]
+            return inner, pair[0]
+
+        far = lambda pair: jnp.max(jnp.abs(pair[0] - pair[1])) > 1e-3  # noqa: E731
+        return jax.lax.while_loop(far, step, (x @ w, x))[0].sum()
+
+    report = mpjax.explain(solve)(jnp.ones((4, 4)), jnp.ones((4, 4)))
+    loop = next(row for row in report.rows if row.primitive == "while")
+    assert loop.left_alone and "comparison" in loop.reason
+    around, within = [row for row in report.rows if row.primitive == "dot_general"]
+    assert around.reason.startswith("half list") and within.after == "f32->f32"
+    line = loop.source.rpartition(":")[2]
+    assert (
+        within.reason
+        == f"inside the while of tests/autocast/test_explain.py:{line}, left as written"
+    )
+    assert "the while of tests/autocast/test_explain.py" in str(report)
+
+
 def test_what_is_read_in_float32_is_named_with_its_reason():
     def loss(params, indices):
         x = params["table"][indices] + params["places"]

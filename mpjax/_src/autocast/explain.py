@@ -14,7 +14,7 @@ from mpjax._src.autocast.graph import ATTENTION, ROW, Block, Op, Value, numbered
 from mpjax._src.autocast.loss import check_loss, differentiated, pull_back
 from mpjax._src.autocast.residuals import Kept, kept_by, storage_of
 from mpjax._src.autocast.transform import Traced, call, trace
-from mpjax._src.autocast.why import Reason, Why
+from mpjax._src.autocast.why import Reason, Why, why
 from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.errors import check_callable
 from mpjax._src.higher_order import CALL, higher_order, turns_of
@@ -261,10 +261,7 @@ def explain(
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
         traced = trace(fun, policy, args, kwargs)
-        storage = storage_of(traced.plan.block)
-        forward = [
-            _row(op, times, storage.get(op, "")) for op, times in numbered(traced.plan.block)
-        ]
+        forward = list(_rows(traced.plan.block))
         written = _jax.open_jaxpr(traced.jaxpr)[0]
         if argnums is None:
             new = _jax.trace(lambda *xs: call(traced, list(xs)), traced.avals, "explain")
@@ -373,6 +370,7 @@ WORDS = {
     Reason.LOST: "half would lose small terms that it adds, or its range",
     Reason.ENDS_LOOP: "left as written: a float32 comparison that depends on a matmul ends it",
     Reason.REPEATS_LOOP: "left as written: its backward rule may repeat decisions of a loop",
+    Reason.WITHIN: "inside the {} of {}, left as written",
     Reason.REPLAYS_LOOP: "left as written: it may repeat the decisions of a loop left as written",
 }
 
@@ -382,7 +380,19 @@ def words(why: Why) -> str:
     return WORDS[why.reason].format(*why.about)
 
 
-def _row(op: Op, times: int, storage: str) -> Row:
+def _rows(block: Block) -> Iterator[Row]:
+    """Yields the rows of a plan. Operations inside one that is left as written name that one."""
+    storage, within = storage_of(block), {}
+    for op, times in numbered(block):
+        if op.left_alone:
+            inner = (o for sub in op.subs for o in sub.program.walk())
+            within.update(dict.fromkeys(inner, op))
+        around = within.get(op)
+        reason = why(Reason.WITHIN, around.name, where(*around.lines)) if around else op.why
+        yield _row(op, times, storage.get(op, ""), reason)
+
+
+def _row(op: Op, times: int, storage: str, reason: Why) -> Row:
     paths = dict.fromkeys(path for v in op.ins for path in v.paths if path)
     source, library = op.lines
     computes = [_after(v, op.compute if op.rule != "program" else v.dtype) for v in op.ins]
@@ -393,7 +403,7 @@ def _row(op: Op, times: int, storage: str) -> Row:
         source,
         _signature([_name(v.aval) for v in op.ins], [_name(v.aval) for v in op.outs]),
         _signature(computes, [_after(v, v.dtype) for v in op.outs]),
-        words(op.why),
+        words(reason),
         flops_of(op.eqn),
         times,
         left_alone=op.left_alone,

@@ -49,6 +49,7 @@ class Reason(enum.Enum):
     ENDS_LOOP = enum.auto()
     REPEATS_LOOP = enum.auto()
     REPLAYS_LOOP = enum.auto()
+    WITHIN = enum.auto()  # (the primitive of what is left as written around it, its line)
 
 
 class Why(NamedTuple):
