@@ -39,6 +39,22 @@ def cast(fun, half="bfloat16"):
     return mpjax.autocast(fun, f"mixed_{half}")
 
 
+class Compilations:
+    """Counts what XLA compiles."""
+
+    def __enter__(self):
+        self.names = []
+        jax.monitoring.register_event_duration_secs_listener(self.hear)
+        return self
+
+    def hear(self, event, _, **about):
+        if event.endswith("backend_compile_duration"):
+            self.names.append(about.get("fun_name"))
+
+    def __exit__(self, *_):
+        jax.monitoring.unregister_event_duration_listener(self.hear)
+
+
 def equations(jaxpr):
     """Yields every equation of a jaxpr, including those of inner programs."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from support import normal, thorough_but
+from support import Compilations, normal, thorough_but
 
 import mpjax
 
@@ -34,22 +34,6 @@ def built(policy="mixed_float16", **options):
 def same(one, other):
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
-
-
-class Compilations:
-    """Counts what XLA compiles."""
-
-    def __enter__(self):
-        self.names = []
-        jax.monitoring.register_event_duration_secs_listener(self.hear)
-        return self
-
-    def hear(self, event, _, **about):
-        if event.endswith("backend_compile_duration"):
-            self.names.append(about.get("fun_name"))
-
-    def __exit__(self, *_):
-        jax.monitoring.unregister_event_duration_listener(self.hear)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ value is freed after its last use.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ import numpy as np
 from mpjax._src import _jax
 from mpjax._src.autocast.graph import ROW
 from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.higher_order import BRANCH, CALL, SCAN, WHILE, higher_order
+from mpjax._src.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
 from mpjax._src.progress import advance
 
 OPERATION = "operation"  # what progress counts
@@ -184,9 +185,15 @@ def operations_in(jaxpr: Any) -> int:
 
 
 def run(eqn: Any, arrays: Sequence[Any], **params: Any) -> list[Any]:
-    """Runs an equation on arrays, in the context that it was traced in."""
+    """Runs an equation on arrays, in the context that it was traced in.
+
+    A shard_map is compiled whole: JAX itself would compile each operation in it, for all devices.
+    """
+    bind = functools.partial(_jax.bind, eqn, **params)
+    if higher_order(eqn.primitive.name).kind == MAP:
+        bind = jax.jit(bind)
     with _jax.location(eqn, eqn.source_info.name_stack):
-        return _jax.bind(eqn, arrays, **params)
+        return bind(arrays)
 
 
 # ---- programs inside ----------------------------------------------------------------------------
