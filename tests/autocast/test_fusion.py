@@ -16,9 +16,8 @@ from measure import run
 from support import HALVES, equations, normal, thorough_but
 
 import mpjax
-from mpjax._src import _jax
 from mpjax._src.autocast import fused_kernels
-from mpjax._src.hardware.devices import device_facts, traced_for
+from mpjax._src.hardware.devices import traced_for
 
 B, T, N, H = 2, 16, 4, 8
 Q, K, V = (normal(i, B, T, N, H) for i in range(3))
@@ -40,7 +39,7 @@ def on(name, kernel=in_place_of_cudnn):
     """Traces for a device that is not there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(fused_kernels.KERNELS, "cudnn", kernel)
-        with traced_for(name), _jax.as_if_on_gpu(device_facts(name).capability):
+        with traced_for(name):
             yield
 
 
@@ -49,6 +48,33 @@ def said(fun, *args, policy=FUSED, device="h100"):
     with on(device):
         lines = mpjax.explain(fun, policy)(*args).summary()
     return [line.removeprefix("attention: ") for line in lines if line.startswith("attention: ")]
+
+
+TARGETS = {
+    "h100": "cudnn, causal",
+    "a100": "cudnn, causal",
+    "v5e": "flash, causal",
+    "v100": "xla: cuDNN's fused kernel needs compute capability 8.0",
+    "cpu": "xla: a CPU has no fused kernel",
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("argnums", [None, 0])
+def test_explain_names_the_kernel_of_a_device_that_is_not_there(target, argnums):
+    def loss(x):
+        return jnp.sum(jax.nn.dot_product_attention(x, x, x, is_causal=True))
+
+    report = mpjax.explain(loss, FUSED, argnums, target=target)(jnp.ones((1, 128, 2, 32)))
+    assert "attention: " + TARGETS[target] in report.summary()
+    assert any(row.attention == TARGETS[target] for row in report.rows)
+
+
+def test_explain_knows_the_names_of_devices():
+    with pytest.raises(ValueError, match="target='h10' is not known. Did you mean 'h100'"):
+        mpjax.explain(jnp.sum, target="h10")
+    with pytest.raises(TypeError, match="target=100 must be the name of a device"):
+        mpjax.explain(jnp.sum, target=100)
 
 
 def assert_alike(fun, x, tolerance):

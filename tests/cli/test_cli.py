@@ -184,6 +184,12 @@ def test_explain_lists_all_rows(folder):
     assert len(listed.splitlines()) == len(report["rows"]) + 1
 
 
+def test_explain_plans_attention_for_a_target(folder):
+    assert as_json(run("explain", "program:loss", "--target", "h100", "--json"))["rows"]
+    result = run("explain", "program:loss", "--target", "h10")
+    assert result.exit_code == 2 and "Did you mean 'h100'" in result.stderr
+
+
 @pytest.mark.parametrize(("share", "code"), [("0.5", 0), ("0.51", 1)])
 def test_explain_fails_a_script(folder, share, code):
     result = run("explain", "program:loss", "--fail-under", share, "--json")

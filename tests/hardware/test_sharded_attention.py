@@ -32,7 +32,7 @@ def loss(q, k, v):
     return jnp.sum(jnp.sin(jax.nn.softmax(scores) @ v))
 
 step = mpjax.autocast(loss, "mixed_bfloat16,fused_attention=true")
-with traced_for("h100"), _jax.as_if_on_gpu(target.capability), jax.set_mesh(mesh):
+with traced_for("h100"), jax.set_mesh(mesh):
     hlo = jax.jit(jax.grad(step, (0, 1, 2))).lower(x, x, x).compile().as_text()
 names = r"all-gather|all-to-all|collective-permute|fmhaSoftmaxBackward|fmhaSoftmax"
 print(*sorted(set(re.findall(names, hlo))))

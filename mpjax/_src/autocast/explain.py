@@ -1,6 +1,7 @@
 """`explain`: reports what autocast does to each operation of a function, without running it."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.autocast.why import Reason, Why, why
 from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.errors import check_callable
+from mpjax._src.hardware.devices import check_name, traced_for
 from mpjax._src.higher_order import CALL, higher_order, turns_of
 from mpjax._src.pages.data import size
 from mpjax._src.policy import PolicyLike, get_policy
@@ -222,6 +224,7 @@ def explain(
     policy: "PolicyLike" = "mixed_bfloat16",
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
+    target: str | None = None,
 ) -> Callable[..., CastReport]:
     """Reports what `autocast` does to each operation of a function, without running it.
 
@@ -233,6 +236,8 @@ def explain(
             the backward pass names the forward row it comes from. If None, the report covers the
             forward pass alone.
         has_aux: Whether ``fun`` returns a pair ``(loss, aux)``, as for `jax.value_and_grad`.
+        target: The device for which attention is planned, as for `recommend_policy`: "h100" or
+            "v5e", for example. It need not exist, and nothing is compiled. None for the local one.
 
     Returns:
         A function that takes the arguments of ``fun`` and returns a `CastReport`. The arguments may
@@ -241,8 +246,8 @@ def explain(
     Raises:
         TypeError: If ``fun`` is not a function; with ``argnums``, if it does not return a scalar
             loss.
-        ValueError: If the policy is not legal, if a pattern of its overrides matches nothing, or
-            if ``argnums`` are not positions of floating arguments.
+        ValueError: If the policy or the target is not legal, if a pattern of its overrides matches
+            nothing, or if ``argnums`` are not positions of floating arguments.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -254,12 +259,24 @@ def explain(
         1.0
         >>> [row.reason for row in report.rows if row.primitive == "dot_general"][0]
         'half list, float32 result for the float32 operations that read it'
+        >>> x, fused = jnp.ones((1, 64, 4, 32)), "mixed_bfloat16,fused_attention=true"
+        >>> attention = lambda x: jax.nn.dot_product_attention(x, x, x, is_causal=True)
+        >>> print(mpjax.explain(attention, fused, target="h100")(x))  # doctest: +ELLIPSIS
+        100.0% of matmul FLOPs in half; ...
+        attention: cudnn, causal
+        ...
     """
     check_callable(fun, "explain: fun")
     policy = get_policy(policy)
+    if target is not None:
+        check_name("target", target)
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
+        with traced_for(target) if target else contextlib.nullcontext():
+            return report(args, kwargs)
+
+    def report(args, kwargs):
         traced = trace(fun, policy, args, kwargs)
         forward = list(_rows(traced.plan.block))
         written = _jax.open_jaxpr(traced.jaxpr)[0]

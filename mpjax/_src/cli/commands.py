@@ -97,6 +97,12 @@ def doctor(platform: tuple[str, ...], as_json: bool) -> None:
     metavar="SHARE",
     help="Exit with 1 if less than this share of the matmul FLOPs is in half, for example 0.9.",
 )
+@click.option(
+    "--target",
+    "device",
+    metavar="NAME",
+    help="Plan attention for this accelerator, such as h100. This machine need not have it.",
+)
 @options.html
 @options.as_json
 @options.show_traceback
@@ -108,6 +114,7 @@ def explain(
     rows: int,
     all_rows: bool,
     fail_under: float | None,
+    device: str | None,
     html: Path | None,
     as_json: bool,
     show_traceback: bool,
@@ -124,7 +131,7 @@ def explain(
     fun, args = load(target)
     _check_argnums(argnums, args)
     with running(f"explaining {target}"):
-        report = mpjax.explain(fun, policy, argnums, has_aux)(*args)
+        report = mpjax.explain(fun, policy, argnums, has_aux, device)(*args)
         page = report.to_html(f"{target} under {policy}") if html else None
     if as_json:
         show.json_to_stdout({"target": target, "policy": str(policy), **report.to_dict()})

@@ -195,7 +195,7 @@ def _partition(target: Target) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Returns the function that answers a compiler's questions on Python-defined partitioning."""
 
     def partition(question: dict[str, Any]) -> dict[str, Any]:
-        with traced_for(target.chip), _jax.as_if_on_gpu(target.capability):
+        with traced_for(target.chip):
             return _jax.answer_partitioning(question)
 
     return partition
@@ -214,7 +214,7 @@ def _stablehlo_for(
     A jitted function keeps its donated and static arguments.
     """
     jitted: Any = fun if _is_jitted(fun) else jax.jit(fun)
-    with traced_for(target.chip), _jax.as_if_on_gpu(target.capability):
+    with traced_for(target.chip):
         lowered = jitted.trace(*args).lower(lowering_platforms=(target.platform,))
         module = lowered.compiler_ir("stablehlo")
     buffer = io.BytesIO()

@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from mpjax._src import _jax
 from mpjax._src.contexts import COMPILED_FOR
 from mpjax._src.dtypes import BFLOAT16, FLOAT16, HALVES, capability_of, default_device, half_of
 from mpjax._src.errors import brief, did_you_mean, warn_user
@@ -197,9 +199,13 @@ def half_dtype(device: jax.Device | str | None = None) -> np.dtype:
     return half_of(device_facts(device).capability)
 
 
-def traced_for(name: str) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def traced_for(name: str) -> Iterator[None]:
     """Returns a context in which functions are traced for another device, given by its name."""
-    return COMPILED_FOR(name)
+    capability = _named(name).capability
+    nvidia = capability[:1].isdigit()  # AMD's begin with "gfx"
+    with COMPILED_FOR(name), _jax.as_if_on_gpu(capability if nvidia else ""):
+        yield
 
 
 def target_facts() -> DeviceFacts | None:
@@ -293,7 +299,14 @@ def named(name: str) -> Named:
     return Named(key, sizes[0] if sizes else None, tuple(variant))
 
 
-def _named(name: str) -> DeviceFacts:
+def check_name(argument: str, name: Any) -> None:
+    """Raises a TypeError or ValueError if an argument is not the name of a known device."""
+    if not isinstance(name, str):
+        raise TypeError(f"{argument}={brief(name)} must be the name of a device, such as 'h100'.")
+    _named(name, argument)
+
+
+def _named(name: str, argument: str = "device") -> DeviceFacts:
     key = named(name).key
     if key in CARDS:
         return _gpu(name, CARDS[key])
@@ -303,12 +316,14 @@ def _named(name: str) -> DeviceFacts:
         return _cpu(name)
     known = [*CARDS, *TPUS, "tpu", "cpu"]
     wrong = (
-        "names no model, and what it runs fast depends on that. Pass jax.devices()[0] for the GPU "
-        "of this process."
+        "names no model, and what it runs fast depends on that."
         if key in KINDS
         else f"is not known.{did_you_mean(key, known)}"
     )
-    raise ValueError(f"device={brief(name)} {wrong} Legal are a jax.Device and {', '.join(known)}.")
+    others = ""
+    if argument == "device":
+        others = " and, for a device of this process, jax.devices()[0]"
+    raise ValueError(f"{argument}={brief(name)} {wrong} Legal are {', '.join(known)}{others}.")
 
 
 def _facts(name: str, platform: str, capability: str, fast: list[np.dtype], reason: str):
