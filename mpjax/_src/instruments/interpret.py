@@ -7,7 +7,6 @@ value is freed after its last use.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -189,11 +188,13 @@ def run(eqn: Any, arrays: Sequence[Any], **params: Any) -> list[Any]:
 
     A shard_map is compiled whole: JAX itself would compile each operation in it, for all devices.
     """
-    bind = functools.partial(_jax.bind, eqn, **params)
-    if higher_order(eqn.primitive.name).kind == MAP:
-        bind = jax.jit(bind)
+
+    def bind(arrays):
+        return _jax.bind(eqn, arrays, **params)
+
+    whole = higher_order(eqn.primitive.name).kind == MAP
     with _jax.location(eqn, eqn.source_info.name_stack):
-        return bind(arrays)
+        return jax.jit(bind)(arrays) if whole else bind(arrays)
 
 
 # ---- programs inside ----------------------------------------------------------------------------
