@@ -37,7 +37,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(
-    "policy", thorough_but(["mixed_float16", "mixed_bfloat16", "bfloat16"], "mixed_float16")
+    "policy", thorough_but(["mixed_float16", "mixed_bfloat16", "O3:bfloat16"], "mixed_float16")
 )
 def test_two_programs_over_fifty_steps_and_the_same_training(policy):
     (state, step), (plain, unwatched) = built(policy), built(policy)
