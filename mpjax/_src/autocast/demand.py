@@ -133,17 +133,20 @@ def _sees_rounding(op: Op, readers: Want) -> bool:
     """Returns whether an op must read unrounded float32 values computed from a half matmul.
 
     There are three cases. A difference before a pole (``sqrt(1 - sigmoid(x))``): rounding may make
-    its terms equal, and the slope is then infinite. A difference of parts of one array
-    (``x[1:] - x[:-1]``), which may be similar. A function that jumps (``x - floor(x)``).
+    its terms equal, and the slope is then infinite. A difference that takes off most of an operand:
+    of parts of one array (``x[1:] - x[:-1]``), of two states of one stream, or of an array and a
+    mean that contains one of its terms. A function that jumps (``x - floor(x)``).
     """
-    difference = rules.SUBTRACTS in op.spec.traits and (readers.steep or _is_of_parts(op))
-    return difference or rules.JUMPS in op.spec.traits
+    if rules.SUBTRACTS in op.spec.traits:
+        return readers.steep or _is_of_parts(op) or op.outs[0].fact.centred
+    return rules.JUMPS in op.spec.traits
 
 
 def _is_of_parts(op: Op) -> bool:
-    """Returns whether the operands are of the same size and come from the same matmuls."""
-    parts = {(v.size, v.fact.made, v.fact.chain) for v in op.ins}
-    return len(parts) == 1 and bool(op.ins[0].fact.made)
+    """Returns whether the operands are states of one chain of sums, or parts of one array."""
+    one, other = op.ins
+    shared = one.fact.chain & other.fact.chain
+    return bool(shared) and one.size == other.size and not (one.fact.spread or other.fact.spread)
 
 
 def wide_inside(op: Op) -> Why | None:

@@ -372,6 +372,7 @@ WORDS = {
     Reason.KERNEL: "inside the kernel {} (half_inputs), left as written",
     Reason.FLOAT32_POLICY: "the policy computes in float32",
     Reason.HALF_OPERAND: "follows a half operand",
+    Reason.CHAIN: "between half values: in float32, and rounded where it is stored",
     Reason.FULL_OPERAND: "follows a float32 operand",
     Reason.CONSTANT: "constant {:g} does not survive {}",
     Reason.OF_CONSTANTS: "an operand is made from constants that do not survive {}",

@@ -46,6 +46,13 @@ class Sweep:
 
     def __init__(self) -> None:
         self.numbers: dict[Hashable, int] = {}
+        self.parted = 0  # states that are subtracted from later states of their stream
+
+    def program_of(self, block: Block) -> None:
+        """Computes the facts of a whole program: twice, if states of a stream are subtracted."""
+        self.block(block)
+        if self.parted:
+            self.block(block)
 
     def bit(self, value: Hashable) -> int:
         """Returns the bit of a value, which is the same in every iteration to a fixpoint."""
@@ -116,7 +123,10 @@ class Sweep:
         for _, value in carried:
             bit = self.bit(value)
             made = value.fact.made | bit
-            value.fact = value.fact._replace(half=False, made=made, chain=value.fact.chain | bit)
+            chain = value.fact.chain | bit
+            value.fact = value.fact._replace(
+                half=False, made=made, chain=chain, shifted=False, block=False
+            )
         bits = [self.bit(value) for _, value in carried]
         before = None
         while before != (before := [value.fact for _, value in carried]):
@@ -128,15 +138,21 @@ class Sweep:
             for (out, value), bit in zip(carried, bits, strict=True):
                 new, old = self.read(out), value.fact
                 writes = old.writes
-                if states & bit and new.writes > writes:  # as many in every iteration
-                    writes = new.writes if new.writes * turns <= WRITES else WRITES + 1
-                exact = old.exact or new.exact or (writes > WRITES and bool(states & bit))
+                # As many in every iteration. A shift by a constant is a rounding too, if there is
+                # no residual block, which rounds in any case.
+                more = max(new.writes, writes + (new.shifted and not new.block))
+                if states & bit and more > writes:
+                    writes = more if more * turns <= WRITES else WRITES + 1
+                many = writes > WRITES and bool(states & bit)
+                exact = old.exact or new.exact or many or bool(self.parted & new.chain)
                 value.fact = join([old, new])._replace(
                     made=old.made,
                     half=new.half and not exact and value.is_f32,
                     exact=exact,
                     writes=writes,
                     weights=old.weights | new.weights & ~anew,
+                    shifted=False,
+                    block=False,
                 )
         carries = {value for _, value in carried}
         body.carries = tuple(v in carries and v.fact.half for v in body.invars)
@@ -255,6 +271,7 @@ def _full(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         solved=False,
         peak=0,
         spread=joined.spread and len(op.ins) == 1,
+        mean=sweep.bit(op.ins[0]) if op.name == "reduce_sum" else 0,
     )
 
 
@@ -300,14 +317,19 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     joined = joined._replace(span=span, norm="", peak=0, negative=bool(below))
     if any(map(_is_unknown_scalar, op.ins)):
         joined = joined._replace(exact=True)
+    level, centred = _level(sweep, op, out)
+    joined = joined._replace(level=level, centred=centred, mean=0)
     terms = [v.fact for v in op.ins if v.size == out.size and not _is_filled(v)]
     terms = [fact for fact in terms if not (fact.given and fact.spread)]
     if len(terms) < 2:
         known = any(v.entries is not None and np.any(v.entries) for v in op.ins)
         scaled = joined.scaled and not known
-        return joined._replace(norm=terms[0].norm if terms else "", scaled=scaled)
+        norm = terms[0].norm if terms else ""
+        return joined._replace(norm=norm, scaled=scaled, shifted=True)
     a, b = terms
     bit = sweep.bit(out)
+    if op.name == "sub" and a.chain != b.chain and not (a.spread or b.spread):
+        sweep.parted |= a.chain & b.chain
     small = a.scaled != b.scaled  # if both terms are scaled, neither is the state
     block = not small and (_is_block(a, b) or _is_block(b, a))
     argument = (a.given and b.half) or (b.given and a.half)
@@ -319,9 +341,29 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         exact=exact,
         writes=writes,
         scaled=a.scaled and b.scaled,
+        block=joined.block or block,
         made=joined.made | bit if joined.made else 0,
         chain=joined.chain | bit,
     )
+
+
+def _level(sweep: Sweep, op: Op, out: Value) -> tuple[int, bool]:
+    """Returns along which axes a term of a sum is constant, and whether a mean takes it off.
+
+    That is so if the mean is over these axes alone, and over this very array.
+    """
+    large = union(v.fact.level for v in op.ins if v.size == out.size)
+    small = [v for v in op.ins if v.size < out.size and v.fact.made and not v.is_one]
+    axes = union(_constant_axes(v, out) for v in small)
+    if op.name == "sub" and small == [op.ins[1]] and small[0].fact.mean & sweep.bit(op.ins[0]):
+        return large & ~axes, not axes & ~large
+    return large | axes, False
+
+
+def _constant_axes(small: Value, large: Value) -> int:
+    """Returns the axes along which a value is constant if it is read beside a larger one."""
+    sizes = zip(small.aval.shape, large.aval.shape, strict=False)
+    return union(1 << axis for axis, (one, n) in enumerate(sizes) if one != n)
 
 
 def _is_block(state: Fact, step: Fact) -> bool:
@@ -350,8 +392,9 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
         mean = terms and terms[0].small  # a sum of many terms
         scaled = joined.scaled or (factor < STEP and not mean)
         return joined._replace(
-            span=max(span, FITS), scaled=scaled, norm=norm, negative=negative, factor=smaller
-        )
+            span=max(span, FITS), scaled=scaled, norm=norm, negative=negative, factor=smaller,
+            shifted=joined.shifted or factor != 1,
+        )  # fmt: skip
     joined = joined._replace(solved=False)
     (a, b), divisor = (v.fact for v in terms), op.name == "div"
     if b.norm == "scale" or (divisor and terms[1].small) or (a.norm == "scale" and not divisor):
@@ -361,10 +404,12 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
     for given, other, value in ((b, a, terms[1]), (a, b, terms[0])):
         if given.given and not other.given:  # an argument: its size is not known
             known = given.mask or other.norm
+            data = not (given.spread or known) and len({v.size for v in terms}) == 1
             return joined._replace(
-                span=max(span, FITS),
+                span=BEYOND if data else max(span, FITS),
                 exact=joined.exact or _is_unknown_scalar(value),
                 scaled=other.scaled or not known,
+                shifted=True,
                 norm="",
                 writes=other.writes,
                 factor=other.factor,
@@ -392,6 +437,8 @@ def known_factor(op: Op) -> float:
 
 def _move(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     (first, *_) = [v for v in op.ins if is_float(v)] or [out]
+    if first.aval.shape != out.aval.shape:
+        joined = joined._replace(level=0)
     if _is_part(op) and first.fact.given:
         index = tuple(str(v.entries) if v.entries is not None else v for v in op.ins[1:])
         part = str(sorted(op.params.items())), index, op.outs.index(out)
@@ -429,7 +476,7 @@ def _other(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     bit = sweep.bit(out) if not joined.given else 0
     return joined._replace(
         half=False, exact=exact, span=FITS, norm="", scaled=False, writes=0, mask=False,
-        made=joined.made | bit,
+        made=joined.made | bit, solved=bool(op.subs),
     )  # fmt: skip
 
 

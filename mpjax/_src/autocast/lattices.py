@@ -31,6 +31,11 @@ class Fact(NamedTuple):
         negative: It is at most zero, because its largest entry was subtracted.
         solved: It is the result of a loop left as written, up to sums and constant factors.
         weights: The arguments that the matmuls before it multiplied by, as a bit mask.
+        shifted: Since the last matmul, a constant or an argument was added to it or multiplied it.
+        block: Since the last matmul, a residual block was added to it.
+        level: The axes along which a computed term of it is constant, as a bit mask.
+        mean: The values whose mean it is, as a bit mask.
+        centred: It is an array minus a mean that takes off such a term.
     """
 
     half: bool = False
@@ -50,6 +55,11 @@ class Fact(NamedTuple):
     peak: int = 0
     chain: int = 0
     weights: int = 0
+    shifted: bool = False
+    block: bool = False
+    level: int = 0
+    mean: int = 0
+    centred: bool = False
 
     @property
     def given(self) -> bool:
@@ -84,6 +94,11 @@ def join(facts: Sequence[Fact]) -> Fact:
         peak=union(columns.peak),
         chain=union(columns.chain),
         weights=union(behind),
+        shifted=any(columns.shifted),
+        block=any(columns.block),
+        level=union(columns.level),
+        mean=union(columns.mean),
+        centred=False,
     )
 
 

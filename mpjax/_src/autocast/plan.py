@@ -128,7 +128,7 @@ def analyse(
     sweep = Sweep()
     for index, (value, dtype) in enumerate(zip(block.invars, in_dtypes, strict=True)):
         value.fact = argument(sweep.bit(value), dtype in HALVES, index in linear)
-    sweep.block(block)
+    sweep.program_of(block)
     out_dtypes = out_dtypes or [FLOAT32] * len(block.outvars)
     for place, (value, dtype) in enumerate(zip(block.outvars, out_dtypes, strict=True)):
         half = dtype in HALVES

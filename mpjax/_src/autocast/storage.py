@@ -1,10 +1,10 @@
 """The storage sweep of a plan: the values kept for the backward pass, and those it recomputes."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from mpjax._src import rules
-from mpjax._src.autocast import peepholes
+from mpjax._src.autocast import chains, peepholes
 from mpjax._src.autocast.decide import may_be_rounded
 from mpjax._src.autocast.facts import EXPONENTIALS
 from mpjax._src.autocast.forms import is_view
@@ -44,12 +44,20 @@ def store(block: Block, by: str, alive: Collection[Value], fuse: bool) -> None:
                 ]
                 goal = by if by == WRITTEN else INSIDE.get(op.inside.storage, by)
                 store(sub.program, goal, {*inner}, fuse)
-    islands: Any = CHOOSE[by](flow_of(block, fuse)) if by != WRITTEN else {}
+    flow = flow_of(block, fuse)
+    islands: Any = CHOOSE[by](flow) if by != WRITTEN else {}
+    chosen = [*dict.fromkeys(islands.values())]
+    links = [*_groups(flow, islands, chains.links(flow).__contains__)]
     steps: Any = block.ops
-    if islands:
-        units = in_order(block.ops, [island.ops for island in dict.fromkeys(islands.values())])
+    for more in [chains.islands(links, flow), []] if by == FAST else [[]]:
         # If islands depend on each other in a cycle, none is used.
-        steps = [islands.get(unit[0], unit[0]) for unit in units] if units else block.ops
+        units = in_order(block.ops, [island.ops for island in (*chosen, *more)])
+        if units:
+            islands = {op: island for island in (*chosen, *more) for op in island.ops}
+            steps = [islands.get(unit[0], unit[0]) for unit in units]
+            break
+    for ops in links:
+        chains.unrounded(ops, flow, by != WRITTEN and ops[0] not in islands)
     block.steps = tuple(checkpoints(steps, block.outvars, alive) if by == LEAN else steps)
 
 
@@ -57,7 +65,7 @@ def _islands(flow: Flow) -> "dict[Op, Island]":
     """Groups the ops of a block into islands, and drops islands that save no memory."""
     special = peepholes.find(flow)
     found = dict(special)
-    for ops in _groups(flow, special):
+    for ops in _groups(flow, special, _recomputable):
         group = Island(ops)
         bound(group, flow)
         halves = _halves_inside(group, flow)
@@ -81,8 +89,8 @@ def _islands(flow: Flow) -> "dict[Op, Island]":
     return found
 
 
-def _groups(flow: Flow, special: Collection[Op]) -> Iterable[list[Op]]:
-    """Returns groups of connected ops for islands, such that no two groups depend on each other.
+def _groups(flow: Flow, special: Collection[Op], fits: Callable[[Op], bool]) -> Iterable[list[Op]]:
+    """Returns groups of connected ops that fit, such that no two groups depend on each other.
 
     The depth of an op is the number of ungrouped ops before it on the longest path. If all of its
     readers are deeper, it gets their depth. Connected ops of the same depth form a group: a path
@@ -96,7 +104,7 @@ def _groups(flow: Flow, special: Collection[Op]) -> Iterable[list[Op]]:
     for op, before in sources.items():
         depth[op] = max((depth[s] + (s not in inside) for s in before), default=0)
         begun = _starts(op) or not inside.isdisjoint(before)
-        if begun and op not in special and _recomputable(op):
+        if begun and op not in special and fits(op):
             inside.add(op)
     for op in reversed(flow.block.ops):
         after = [depth[r] for v in op.outs for r in flow.readers.get(v, ()) if r is not None]

@@ -31,6 +31,7 @@ class Reason(enum.Enum):
     FLOAT32_POLICY = enum.auto()
     # The values that it reads.
     HALF_OPERAND = enum.auto()
+    CHAIN = enum.auto()
     FULL_OPERAND = enum.auto()
     CONSTANT = enum.auto()  # (the constant, the half dtype)
     OF_CONSTANTS = enum.auto()  # (the half dtype)

@@ -1,0 +1,106 @@
+"""Chains: elementwise operations in half that follow each other run in float32, and round once.
+
+A value is rounded where it is stored: a matmul reads it, or a loop, another fusion or the backward
+pass. Between two elementwise operations that XLA fuses it is in a register, where float32 costs
+nothing, while ten roundings to bfloat16 cost more than three times the error of one.
+
+What derivatives save must stay in half. So a chain whose derivatives read values inside it becomes
+an island, which keeps its inputs, if these are not more bytes; else only the values that no
+derivative reads are left unrounded.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from mpjax._src import rules
+from mpjax._src.autocast.graph import Op, Value
+from mpjax._src.autocast.islands import Flow, Island, bound
+from mpjax._src.autocast.lean import needs
+from mpjax._src.autocast.why import Reason, why
+from mpjax._src.dtypes import FLOAT32, HALVES
+
+
+def links(flow: Flow) -> set[Op]:
+    """Returns the ops of a block that may be parts of chains: elementwise, and no epilogue."""
+    found: set[Op] = set()
+    sums: dict[Value, int] = {}  # results of matmuls, after so many sums in their epilogues
+    for op in flow.block.ops:
+        before = [sums[v] for v in op.ins if v in sums and len(flow.readers.get(v, ())) == 1]
+        matmul = op.spec.need == rules.HALF
+        epilogue = op.name in ADDS and min(before, default=EPILOGUE) < EPILOGUE
+        if matmul or epilogue:
+            sums |= dict.fromkeys(op.outs, 0 if matmul else min(before) + 1)
+        if _is_elementwise(op) and not (epilogue and not _is_taken_back(op, flow)):
+            found.add(op)
+    return found
+
+
+# The kernel of a matmul adds a bias and a residual stream to its accumulator, if they are half:
+# then the sums are not rounded before, and cost no bytes.
+ADDS, EPILOGUE = frozenset(["add", "add_any"]), 2
+
+
+def _is_taken_back(op: Op, flow: Flow) -> bool:
+    """Returns whether a difference reads a sum: it may subtract most of it again."""
+    readers = flow.readers.get(op.outs[0], ())
+    return any(r is not None and rules.SUBTRACTS in r.spec.traits for r in readers)
+
+
+def _is_elementwise(op: Op) -> bool:
+    if op.forced or op.subs or op.spec.cost != rules.FUSED or op.compute is None:
+        return False
+    moving = any(v.fact.linear for v in (*op.ins, *op.outs))
+    return op.rule in ("follow", "full", "neutral") and not moving
+
+
+def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Island]:
+    """Returns the islands of chains whose derivatives read values inside."""
+    found = []
+    for ops in groups:
+        halves = {op.half for op in ops}
+        rounds = any(v.kind == "half" for v in _inner(ops, flow))
+        if len(halves) > 1 or not rounds or not _needed(ops):
+            continue
+        island = Island([*ops])
+        bound(island, flow)
+        island.rounded = {v for v in island.inputs if v.dtype == FLOAT32 and _counts(v)}
+        kept = [v for v in island.inputs if _counts(v)]
+        if _bytes(kept) <= _bytes(_needed(ops)):
+            found.append(island)
+    return found
+
+
+def unrounded(ops: Collection[Op], flow: Flow, differentiated: bool = True) -> None:
+    """Leaves float32 values between ops unrounded, where no derivative reads what the ops read.
+
+    Args:
+        ops: The ops.
+        flow: The flow of their block.
+        differentiated: Whether derivatives save values.
+    """
+    plain = {op for op in ops if not differentiated or not _needed([op])}
+    inner = {v for v in _inner(plain, flow) if v.kind == "half"}
+    for op in plain:
+        if op.compute in HALVES and not inner.isdisjoint((*op.ins, *op.outs)):
+            op.compute, op.why = FLOAT32, why(Reason.CHAIN)
+    for value in inner:
+        value.kind, value.dtype, value.rounded = "full", FLOAT32, False
+
+
+def _inner(ops: Collection[Op], flow: Flow) -> list[Value]:
+    """Returns the float32 values that only the given ops compute and read."""
+    made = (v for op in ops for v in op.outs if v.is_f32)
+    return [v for v in made if all(reader in ops for reader in flow.readers.get(v, (None,)))]
+
+
+def _needed(ops: Iterable[Op]) -> set[Value]:
+    """Returns the values that derivatives of ops save."""
+    return {v for op in ops for v in needs(op) if _counts(v)}
+
+
+def _counts(value: Value) -> bool:
+    """Returns whether keeping a value takes memory: it is no argument, constant or statistic."""
+    return not (value.raw or value.literal or value.small or value.const is not None)
+
+
+def _bytes(values: Iterable[Value]) -> int:
+    return sum(v.size * (2 if v.is_f32 else v.aval.dtype.itemsize) for v in values)

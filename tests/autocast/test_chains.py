@@ -1,0 +1,111 @@
+"""Elementwise operations that follow each other are rounded once, where their result is stored."""
+
+import jax
+import jax.numpy as jnp
+import measure
+import numpy as np
+import pytest
+from support import equations, normal, thorough_but
+
+import mpjax
+
+ROWS, WIDTH = 32, 16
+X = normal(0, ROWS, WIDTH)
+W1, W2, W3 = (normal(i, WIDTH, WIDTH, scale=WIDTH**-0.5) for i in (1, 2, 3))
+SCALES, SHIFTS = 1 + normal(4, 12, WIDTH, scale=0.2), normal(5, 12, WIDTH, scale=0.2)
+
+
+def chained(link, count):
+    def fun(w, x):
+        h = x @ w[0]
+        for i in range(count):
+            h = link(h, i)
+        return h @ w[1]
+
+    return fun
+
+
+CHAINS = {
+    "scaled": chained(lambda h, i: h * 1.01, 40),
+    "shifted": chained(lambda h, i: (h - 0.3) * 0.97, 20),
+    "folded": chained(lambda h, i: jnp.abs(h * 0.97) + 0.05, 20),
+    "leaky relu": chained(lambda h, i: jax.nn.leaky_relu(h * SCALES[i] + SHIFTS[i]), 12),
+    "clipped": chained(lambda h, i: jnp.clip(h * 1.1 - 0.1, -1, 1), 12),
+    "products": chained(lambda h, i: h * SCALES[i] + h * 0.1, 8),
+}
+
+
+def roundings(fun, *args):
+    """Returns how many arrays of activations' size are cast to bfloat16 in the forward pass."""
+    casts = [
+        e
+        for e in equations(jax.make_jaxpr(fun)(*args))
+        if e.primitive.name == "convert_element_type"
+    ]
+    outs = [e.outvars[0].aval for e in casts]
+    return sum(x.dtype == jnp.bfloat16 and x.shape == X.shape for x in outs)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_is_rounded_once(name):
+    planned = mpjax.autocast(CHAINS[name], "mixed_bfloat16")
+    assert roundings(planned, (W1, W2), X) == 2  # x, and the operand of the last matmul
+    inexact = [
+        e
+        for e in equations(jax.make_jaxpr(planned)((W1, W2), X))
+        if e.primitive.name in ("mul", "add", "sub", "max", "min", "abs", "div")
+    ]
+    assert inexact and all(e.outvars[0].aval.dtype == jnp.float32 for e in inexact)
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", thorough_but(CHAINS, "scaled", "products"))
+def test_values_and_gradients(name, half):
+    parts = "result" if name in ("folded", "leaky relu", "clipped") else "result gradient"
+    measure.check(CHAINS[name], ((W1, W2), X), half, parts=parts)
+
+
+@pytest.mark.parametrize("name", thorough_but(CHAINS, "leaky relu", "products"))
+def test_no_more_bytes_are_kept_than_in_16_bits(name):
+    report = mpjax.explain(lambda *args: jnp.sum(CHAINS[name](*args)), argnums=0)((W1, W2), X)
+    large = [k for k in report.kept if k.shape == X.shape]
+    assert all(k.dtype in ("bf16", "bool") for k in large)
+    assert sum(k.bytes for k in large) <= 2 * X.nbytes  # x, two operands of the matmuls, h
+
+
+def computes(fun, *names):
+    rows = mpjax.explain(fun)(X, W1, W2).rows
+    return [row.after.split("->")[0].split(",")[0] for row in rows if row.primitive in names]
+
+
+def test_a_bias_and_a_stream_are_added_by_the_kernel_of_the_matmul():
+    assert computes(lambda x, a, b: ((x @ a + SHIFTS[0]) + x @ b) @ a, "add") == ["bf16"] * 2
+    assert computes(lambda x, a, b: (x @ a + 1.5 - 0.5) @ b, "sub") == ["f32"]
+
+
+def test_a_sum_from_which_a_term_is_taken_off_is_not_rounded():
+    fun = lambda x, a, b: ((x @ a + 100.0) - 100.0) @ b  # noqa: E731
+    assert computes(fun, "add", "sub") == ["f32"] * 2
+
+
+@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, lambda f: jax.vmap(f, (None, 0))])
+def test_transformations(around):
+    x = normal(9, 3, ROWS, WIDTH)
+    fun = lambda w, x: jnp.mean(CHAINS["leaky relu"](w, x) ** 2)  # noqa: E731
+
+    def total(f):
+        return jax.jit(jax.value_and_grad(lambda w: jnp.sum(around(f)(w, x))))
+
+    (want, wanted), (got, gradient) = (
+        total(f)((W1, W2)) for f in (fun, mpjax.autocast(fun, "mixed_bfloat16"))
+    )
+    np.testing.assert_allclose(got, want, rtol=0.02)
+    for a, b in zip(gradient, wanted, strict=True):
+        assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(b)
+
+
+def test_a_tangent_of_a_chain():
+    fun = CHAINS["products"]
+    run = lambda f: jax.jit(lambda w: jax.jvp(lambda w: f(w, X), (w,), (w,))[1])((W1, W2))  # noqa: E731
+    got, want = run(mpjax.autocast(fun, "mixed_bfloat16")), run(fun)
+    assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)

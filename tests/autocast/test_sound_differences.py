@@ -1,0 +1,155 @@
+"""What is large and taken off again is not rounded before: sums, streams, running maxima."""
+
+import jax
+import jax.numpy as jnp
+import measure
+import numpy as np
+import pytest
+from jax import lax
+from support import normal, thorough_but
+
+import mpjax
+
+ROWS, WIDTH = 32, 16
+X, G = normal(0, ROWS, WIDTH), normal(1, ROWS, WIDTH)
+A, B, C = (normal(i, WIDTH, WIDTH, scale=WIDTH**-0.5) for i in (2, 3, 4))
+ONE = normal(5, WIDTH)
+STACK = normal(6, 4, WIDTH, WIDTH, scale=0.3 * WIDTH**-0.5)
+STD, MEAN = 1 + abs(normal(7, WIDTH, scale=0.1)), 500 + normal(8, WIDTH, scale=100)
+STEPS = normal(9, 20, ROWS, WIDTH)
+UNITS = 1e6 + normal(10, ROWS, WIDTH, scale=1e5)
+
+
+def celsius(w, x):
+    kelvin = 273.15 + 10 * jnp.tanh(x @ w[0])
+    return (kelvin - 273.15) / 10 @ w[1]
+
+
+def standardized(w, x, std, mean):
+    y = (x @ w[0]) * std + mean
+    return (y - mean) / std @ w[1]
+
+
+def with_a_parameter(w, x):
+    return ((x @ w[0] + w[2]) - w[2].mean()) @ w[1]
+
+
+def with_a_branch(w, x, g):
+    h = x @ w[0] + 30 * (g @ w[2])[:, None]
+    return (h - h.mean(1, keepdims=True)) @ w[1]
+
+
+def block(h, p):
+    return h + jax.nn.gelu(h @ p) @ p.T
+
+
+def change(w, x):
+    h = x @ w[0]
+    return (block(h, 0.3 * w[1]) - h) @ w[2]
+
+
+def last_minus_first(w, x):
+    first = h = x @ w[0]
+    for p in w[1]:
+        h = block(h, p)
+    return (h - first) @ w[2]
+
+
+def last_minus_first_of_a_scan(w, x):
+    first = x @ w[0]
+    h, _ = lax.scan(lambda h, p: (block(h, p), None), first, w[1])
+    return (h - first) @ w[2]
+
+
+def running_maximum(w, xs):
+    def turn(carry, x):
+        m, a = carry
+        k = x @ w[0]
+        new = jnp.maximum(m - 0.02, k)
+        a = a * jnp.exp(m - 0.02 - new) + jnp.exp(k - new)
+        return (new, a), a
+
+    start = jnp.full(xs.shape[1:], -30.0), jnp.zeros(xs.shape[1:])
+    return lax.scan(turn, start, xs)[1] @ w[1]
+
+
+def envelope(w, xs):
+    def turn(h, x):
+        return jnp.maximum(0.995 * h, jnp.abs(x @ w[0])), None
+
+    return lax.scan(turn, jnp.zeros(xs.shape[1:]), xs)[0] @ w[1]
+
+
+def of_units(w, x, units):
+    y = (1 + 0.1 * (x @ w[0])) * units
+    return jnp.mean(y) * 1e-6 + jnp.mean((y / 1e6) @ w[1])
+
+
+PROGRAMS = {
+    "constants": (celsius, ((A, B), X)),
+    "arguments": (standardized, ((A, B), X, STD, MEAN)),
+    "parameters": (with_a_parameter, ((A, B, ONE + 100), X)),
+    "a branch": (with_a_branch, ((A, B, ONE), X, G)),
+    "a change": (change, ((A, B, C), X)),
+    "a stream": (last_minus_first, ((A, STACK, B), X)),
+    "a scanned stream": (last_minus_first_of_a_scan, ((A, STACK, B), X)),
+    "a running maximum": (running_maximum, ((A, B), STEPS)),
+    "an envelope": (envelope, ((A, B), STEPS)),
+    "units": (of_units, ((A, B), X, UNITS)),
+}
+# The largest of two numbers may be the other one after rounding, also by hand.
+SWITCHES = ("a running maximum", "an envelope")
+ONCE = {"units": "float16"}
+QUICK = [(name, ONCE.get(name, "bfloat16")) for name in PROGRAMS]
+ALL = [(name, half) for name in PROGRAMS for half in ("bfloat16", "float16")]
+
+
+@pytest.mark.parametrize(("name", "half"), thorough_but(ALL, *QUICK))
+def test_values_and_gradients(name, half):
+    fun, args = PROGRAMS[name]
+    measure.check(fun, args, half, parts="result" if name in SWITCHES else "result gradient")
+
+
+def kept(fun, args, argnums=0):
+    return mpjax.explain(lambda *a: jnp.mean(fun(*a) ** 2), argnums=argnums)(*args).kept
+
+
+def test_a_stream_from_which_nothing_is_taken_off_stays_in_16_bits():
+    def stream(w, x):
+        h = x @ w[0]
+        for p in w[1]:
+            h = block(h, p)
+        return h @ w[2]
+
+    wide = [k for k in kept(stream, ((A, STACK, B), X)) if k.dtype == "f32" and len(k.shape) > 1]
+    assert len(wide) <= 1  # what the loss squares
+
+
+def test_a_mean_of_other_axes_takes_off_nothing():
+    """The rows' shift is constant along the columns, and the mean is over the rows."""
+
+    def fun(w, x, g):
+        h = x @ w[0] + (g @ w[2])[:, None]
+        return (h - h.mean(0, keepdims=True)) @ w[1]
+
+    adds = [
+        row
+        for row in mpjax.explain(fun)((A, B, ONE), X, G).rows
+        if row.primitive == "add" and row.before == "f32->f32"
+    ]
+    assert [row.after.split("->")[1] for row in adds] == ["bf16"]
+
+
+@pytest.mark.parametrize("decays", [True, False])
+def test_a_state_that_only_a_selection_changes_is_in_16_bits(decays):
+    def turn(h, x):
+        return jnp.maximum(h * 0.9 if decays else h, x @ A), None
+
+    fun = lambda xs: lax.scan(turn, jnp.zeros(xs.shape[1:]), xs)[0] @ B  # noqa: E731
+    scan = next(r for r in mpjax.explain(fun)(STEPS).rows if r.primitive == "scan")
+    assert ("bf16" in scan.after.split("->")[1]) == (not decays)
+
+
+def test_results_are_finite():
+    fun, args = PROGRAMS["units"]
+    assert np.isfinite(mpjax.autocast(fun, "mixed_float16")(*args))
