@@ -91,9 +91,10 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16") -> Any:
 
     Matmuls and convolutions get half operands, in the forward and backward pass. Softmax, norms,
     losses, exp, log, sums and similar operations compute in float32. Other operations compute in
-    the dtype of their operands, and those that follow each other round once. Values kept for the backward pass are stored in half if that adds
-    at most one rounding. Values of the function that are not float32 keep their dtypes. If neither
-    the policy nor a region of the function asks for a 16-bit dtype, the function runs as traced.
+    the dtype of their operands, and those that follow each other round once. Values kept for the
+    backward pass are stored in half if that adds at most one rounding. Values of the function that
+    are not float32 keep their dtypes. If neither the policy nor a region of the function asks for a
+    16-bit dtype, the function runs as traced.
 
     The function may use any JAX transformation, and any of them may be applied to the result.
     Outside of `jax.jit` the result is compiled and cached, as with `jax.jit`:
