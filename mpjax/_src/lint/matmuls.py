@@ -69,27 +69,27 @@ def _cause(program: Program, value: Value) -> str:
     A residual stream that is float32 promotes whatever is added to it. The cause is none of these
     additions: it is the first of them, and what the stream came from.
     """
-    promoting = {
-        op.outs[0]: (op, strong)
-        for v in (program.back(value, ELEMENTWISE) if dtype_of(value) == FLOAT32 else ())
-        if (op := program.maker(v)) is not None and op.name in ELEMENTWISE and len(op.ins) > 1
-        if (strong := [each for each in op.ins if not _is_promoted(program, each)])
-        if len(strong) < len(op.ins)
-    }
-    for op, strong in promoting.values():
+    promoting: dict[Value, tuple[Op, list[Value]]] = {}
+    for v in program.back(value, ELEMENTWISE) if dtype_of(value) == FLOAT32 else ():
+        op = program.maker(v)
+        if op is not None and op.name in ELEMENTWISE and len(op.ins) > 1:
+            strong = [each for each in op.ins if not _is_promoted(program, each)]
+            if strong and len(strong) < len(op.ins):
+                promoting[v] = op, strong
+    if not promoting:
+        return ""
+    for out, (_, strong) in promoting.items():
         behind = [v for each in strong for v in program.back(each, ELEMENTWISE | REDUCTIONS)]
-        if not {*behind} & promoting.keys() - {op.outs[0]}:
-            break
-    else:  # each of several in a loop is behind the others
-        if not promoting:
-            return ""
+        if not {*behind} & promoting.keys() - {out}:
+            break  # of several in a loop, each is behind the others: then the last
     # Numbers take the dtype of what is beside them, unless nothing else is there.
     arrays = dict.fromkeys(_origin(program, v) for v in behind if not v.literal)
     numbers = dict.fromkeys(_origin(program, v) for v in behind if v.literal)
     names = [*filter(None, arrays)] or [*filter(None, numbers)]
     found = " and ".join(names[:MOST]) or " and ".join(map(shown, strong))
-    where = short(_jax.source_line(op.eqn, *reversed(op.callers)))
-    return f"{op.name} with {found} at {where} promoted one of them"
+    root, _ = promoting[out]
+    where = short(_jax.source_line(root.eqn, *reversed(root.callers)))
+    return f"{root.name} with {found} at {where} promoted one of them"
 
 
 def _origin(program: Program, value: Value) -> str:
