@@ -251,7 +251,7 @@ def test_the_verdict_of_a_step_in_shard_map_is_a_row(mesh):
     state = jax.eval_shape(init, jax.tree.map(lambda x: jnp.ones(x.shape), params))
     state = jax.tree.map(lambda x: spread(mesh, P(), *x.shape, dtype=x.dtype), state)
     both = {"in_specs": (P(), P("data")), "out_specs": (P(), P())}
-    fun = jax.shard_map(step, mesh=mesh, check_vma=False, **both)
+    fun = jax.shard_map(step, mesh=mesh, **both)
     rows = compiled(mesh, fun, state, spread(mesh, P("data"), ROWS, WIDTH))
     summed = {row.shape for row in rows if row.carries == "gradients"}
     assert summed == {(WIDTH, 3 * WIDTH), (3 * WIDTH, WIDTH), (3 * WIDTH,)}
