@@ -304,9 +304,9 @@ class Policy(jmp.Policy):
         """Returns a copy of this policy that runs hand-written attention in a fused kernel.
 
         Applies to op-level casting. mpjax recognises ``softmax(scale * q @ k.T + bias) @ v``,
-        masked or causal, in any spelling. It runs cuDNN's kernel on NVIDIA GPUs from Ampere on and
-        flash attention on TPUs. The kernel does not write out the scores, so memory grows linearly
-        with the sequence length.
+        masked or causal, if the softmax comes before the product. It runs cuDNN's kernel on NVIDIA
+        GPUs from Ampere on and flash attention on TPUs. The kernel does not write out the scores,
+        so memory grows linearly with the sequence length.
 
         Attention that the kernel cannot run stays as planned without this setting: with dropout,
         with probabilities that are read elsewhere, or on a device without a kernel. `explain` says
@@ -380,8 +380,8 @@ class Policy(jmp.Policy):
 
         Args:
             masters: The form of the master weights, for policies that have them: "float32" (6
-                bytes a weight, including the half parameter), "split" (4 bytes, the same masters
-                bit for bit, bfloat16 parameters only) or "split8" (3 bytes). See
+                bytes a weight, including the half parameter), "split" (4 bytes, masters of the same
+                precision, bfloat16 parameters only) or "split8" (3 bytes). See
                 `with_master_weights`.
             rounding: How updates are rounded, for policies without master weights: "nearest" (2
                 bytes a weight, small updates are lost), "stochastic" (2 bytes) or "kahan" (4

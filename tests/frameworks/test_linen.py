@@ -162,6 +162,17 @@ def test_it_is_saved_as_flax_saves_it():
     assert all(map(np.array_equal, arrays(restored), arrays(trained)))
 
 
+@pytest.mark.parametrize(
+    "was, to", [("O2:float16", "mixed_float16"), ("O3:float16", "O3:bfloat16")]
+)
+def test_bytes_of_another_policy_are_refused(was, to):
+    """flax alone narrows parameters without a word, and does not say what converts."""
+    scale = {"loss_scale": "dynamic"} if was.startswith("O3") else {}
+    data = flax.serialization.to_bytes(loop(was, **scale)[0])
+    with pytest.raises(ValueError, match="another policy.*checkpoint.save and restore convert"):
+        flax.serialization.from_bytes(loop(to, **scale)[0], data)
+
+
 def test_errors():
     with pytest.raises(TypeError, match=r"tx=.* must be an optax optimizer"):
         loop("mixed_float16", tx=0.1)

@@ -88,12 +88,102 @@ ENTRY %main (p: f32[64]) -> f32[16] {
     assert row.source == "train.py:7"  # of the kernel: what is inside has no line
 
 
-def test_parts_of_one_exchange_count_once():
-    """A TPU's gather begins in one kernel and goes on in others, under one channel."""
-    text = module("bf16[512]{0} all-gather(%p), channel_id=7, replica_groups={}")
-    text = text.replace("  ROOT", "  %q = bf16[512]{0} all-gather(%p), channel_id=7\n  ROOT")
-    assert len(collectives(text, text)) == 1
-    assert len(collectives(text.replace("=7\n", "=8\n"), text)) == 2
+TPU_GATHERS = """HloModule m, num_partitions=8
+
+%first (i: bf16[64]) -> (bf16[64], bf16[512], u32[]) {
+  %i = bf16[64]{0} parameter(0)
+  %g.1 = bf16[512]{0} all-gather(%i), channel_id=1, replica_groups={}
+  ROOT %c = (bf16[64], bf16[512], u8[]) custom-call(%g.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%while (j: bf16[64], k: bf16[512], l: u32[], m: f32[8]) -> (f32[8], bf16[64], bf16[512], u32[]) {
+  %m = f32[8]{0} parameter(3)
+  %n = f32[8]{0} tanh(%m)
+  %j = bf16[64]{0} parameter(0)
+  %k = bf16[512]{0} parameter(1)
+  %g.2 = bf16[512]{0} all-gather(%j), channel_id=1, replica_groups={}
+  %l = u32[] parameter(2)
+  ROOT %t = (f32[8]{0}, bf16[64]{0}, bf16[512]{0}, u32[]) tuple(%n, %j, %g.2, %l)
+}
+
+%last (q: bf16[64], r: bf16[512], s: u32[]) -> bf16[512] {
+  %q = bf16[64]{0} parameter(0)
+  %r = bf16[512]{0} parameter(1)
+  %s = u32[] parameter(2)
+  %g.3 = bf16[512]{0} all-gather(%q), channel_id=1, replica_groups={}
+  ROOT %c.2 = bf16[512]{0} custom-call(%q, %r, %g.3, %s), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (p: bf16[64], x: f32[8]) -> (bf16[4096], f32[8]) {
+  %p = bf16[64]{0} parameter(0)
+  %x = f32[8]{0} parameter(1)
+  %start = (bf16[64]{0}, bf16[512]{0}, u32[]) fusion(%p), kind=kCustom, calls=%first
+  %a = bf16[64]{0} get-tuple-element(%start), index=0
+  %b = bf16[512]{0} get-tuple-element(%start), index=1
+  %c = u32[] get-tuple-element(%start), index=2
+  %on = (f32[8], bf16[64], bf16[512], u32[]) fusion(%a, %b, %c, %x), kind=kOutput, calls=%while
+  %y = f32[8]{0} get-tuple-element(%on), index=0
+  %d = bf16[64]{0} get-tuple-element(%on), index=1
+  %e = bf16[512]{0} get-tuple-element(%on), index=2
+  %f = u32[] get-tuple-element(%on), index=3
+  %done = bf16[512]{0} fusion(%d, %e, %f), kind=kCustom, calls=%last
+  %again = bf16[4096]{0} all-gather(%done), channel_id=1, replica_groups={}
+  ROOT %out = (bf16[4096]{0}, f32[8]{0}) tuple(%again, %y)
+}
+"""
+
+
+def test_an_exchange_that_a_tpu_starts_continues_and_ends_in_three_kernels_is_one():
+    rows = collectives(TPU_GATHERS, TPU_GATHERS)
+    assert [(row.exchange, row.shape) for row in rows] == [("again", (512,)), ("g.1", (64,))]
+
+
+def test_exchanges_of_one_channel_are_told_apart():
+    """All collectives of shard_map have channel 1."""
+    text = module("bf16[512]{0} all-gather(%p), channel_id=1, replica_groups={}")
+    text = text.replace("  ROOT", "  %q = bf16[64]{0} all-reduce(%p), channel_id=1\n  ROOT")
+    assert {row.kind for row in collectives(text, text)} == {"all-gather", "all-reduce"}
+
+
+def test_an_asynchronous_exchange_counts_once():
+    """Start and done are one exchange; so is an async-start with all computations it names."""
+    text = """HloModule m, num_partitions=8
+
+%wrapped (i: f32[64]) -> f32[8] {
+  %i = f32[64]{0} parameter(0)
+  ROOT %s = f32[8]{0} reduce-scatter(%i), channel_id=1, replica_groups={}, to_apply=%add
+}
+
+ENTRY %main (p: f32[64]) -> (f32[64], f32[8]) {
+  %p = f32[64]{0} parameter(0)
+  %sum = f32[64]{0} all-reduce-start(%p), channel_id=1, replica_groups={}, to_apply=%add
+  %part = ((f32[64]{0}), f32[8]{0}, u32[]) async-start(%p), calls=%wrapped
+  %on = ((f32[64]{0}), f32[8]{0}, u32[]) async-update(%part), calls=%wrapped
+  %a = f32[64]{0} all-reduce-done(%sum)
+  %b = f32[8]{0} async-done(%on), calls=%wrapped
+  ROOT %out = (f32[64]{0}, f32[8]{0}) tuple(%a, %b)
+}
+"""
+    rows = collectives(text, text)
+    assert sorted(row.kind for row in rows) == ["all-reduce", "reduce-scatter"]
+
+
+def test_a_computation_that_is_called_twice_exchanges_twice():
+    text = """HloModule m, num_partitions=8
+
+%inner (i: f32[64]) -> f32[64] {
+  %i = f32[64]{0} parameter(0)
+  ROOT %s = f32[64]{0} all-reduce(%i), channel_id=1, replica_groups={}, to_apply=%add
+}
+
+ENTRY %main (p: f32[64]) -> f32[64] {
+  %p = f32[64]{0} parameter(0)
+  %a = f32[64]{0} call(%p), to_apply=%inner
+  ROOT %b = f32[64]{0} call(%a), to_apply=%inner
+}
+"""
+    (row,) = collectives(text, text)
+    assert row.runs == 2
 
 
 # ---- of programs that XLA partitions -------------------------------------------------------------
@@ -129,6 +219,43 @@ def carries(rows):
 @pytest.fixture
 def mesh():
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def test_every_collective_of_shard_map_is_a_row(mesh):
+    """In loops, in their conditions, and of two dtypes; the channel of all of them is 1."""
+
+    def body(x, w):
+        wide = jax.lax.psum(x.sum(0), "data")
+        half = jax.lax.all_gather((x @ w).astype(jnp.float16), "data")
+        turned, _ = jax.lax.scan(lambda c, _: (jax.lax.psum(c * c, "data"), None), x, length=5)
+
+        def on(carry):
+            return jax.lax.pmax(carry[0, 0], ("data", "model")) < 2
+
+        grown = jax.lax.while_loop(on, lambda c: c + 1, x)
+        return wide.sum() + half.sum().astype(jnp.float32) + turned.sum() + grown.sum()
+
+    fun = jax.shard_map(body, mesh=mesh, in_specs=(P("data"), P()), out_specs=P(), check_vma=False)
+    rows = compiled(mesh, fun, spread(mesh, P("data"), ROWS, 16), spread(mesh, P(), 16, 16))
+    assert {(row.kind, row.shape, row.devices, row.runs) for row in rows} == {
+        ("all-reduce", (16,), 4, 1),
+        ("all-gather", (1, ROWS // 4, 16), 4, 1),
+        ("all-reduce", (ROWS // 4, 16), 4, 5),
+        ("all-reduce", (), 8, 1),
+    }
+
+
+def test_the_verdict_of_a_step_in_shard_map_is_a_row(mesh):
+    init, step = mpjax.build_train_step(mlp, optax.sgd(1e-3), "mixed_float16", axis_name="data")
+    params = weights(mesh, P(), P(), P())
+    state = jax.eval_shape(init, jax.tree.map(lambda x: jnp.ones(x.shape), params))
+    state = jax.tree.map(lambda x: spread(mesh, P(), *x.shape, dtype=x.dtype), state)
+    both = {"in_specs": (P(), P("data")), "out_specs": (P(), P())}
+    fun = jax.shard_map(step, mesh=mesh, **both)
+    rows = compiled(mesh, fun, state, spread(mesh, P("data"), ROWS, WIDTH))
+    summed = {row.shape for row in rows if row.carries == "gradients"}
+    assert summed == {(WIDTH, 3 * WIDTH), (3 * WIDTH, WIDTH), (3 * WIDTH,)}
+    assert ("verdict", ()) in {(row.carries, row.shape) for row in rows}
 
 
 def shardings(tree):

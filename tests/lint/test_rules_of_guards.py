@@ -6,7 +6,7 @@ import optax
 import pairs
 import pytest
 from flax.training.dynamic_scale import DynamicScale
-from pairs import Pair, f32
+from pairs import Pair, f16, f32
 
 import mpjax
 
@@ -69,6 +69,26 @@ def chosen_factor(state, finite):
     return {"scale": state["scale"] * factor}  # fault
 
 
+def half_loss(w, x):
+    return jnp.mean((jnp.tanh(x @ w) ** 2).astype(jnp.float32))
+
+
+def scaled_late(w, x):
+    grads = jax.grad(half_loss)(w, x) * 1024  # fault
+    return w.astype(jnp.float32) - 1e-3 * (grads.astype(jnp.float32) / 1024)
+
+
+def scaled_late_by_the_state(w, x, scale):
+    grads = jax.grad(half_loss)(w, x).astype(jnp.float32) * scale  # fault
+    finite = jnp.all(jnp.isfinite(grads))
+    return jnp.where(finite, w.astype(jnp.float32) - 1e-3 * (grads / scale), w)
+
+
+def scaled_early(w, x, scale=1024.0):
+    grads = jax.grad(lambda w: half_loss(w, x) * scale)(w).astype(jnp.float32)
+    return w.astype(jnp.float32) - 1e-3 * (grads / scale)
+
+
 FINITE = jax.ShapeDtypeStruct((), jnp.bool_)
 CASES = {
     "where": Pair("hidden-nonfinite", replaced, skipped, (f32(4, 4), f32(2, 4))),
@@ -76,6 +96,10 @@ CASES = {
     "branches": Pair("endless-scale", branched, branched_with_a_limit, (f32(), FINITE)),
     "a choice of factors": Pair(
         "endless-scale", chosen_factor, chosen_below_a_limit, ({"scale": f32()}, FINITE)
+    ),
+    "late": Pair("late-scale", scaled_late, scaled_early, (f16(4, 4), f16(2, 4))),
+    "late, by a state": Pair(
+        "late-scale", scaled_late_by_the_state, scaled_early, (f16(4, 4), f16(2, 4), f32())
     ),
     "choice": Pair("endless-scale", chosen, chosen_below_a_limit, ({"scale": f32()}, FINITE)),
 }
@@ -141,3 +165,17 @@ def test_long_chains_of_sums_are_followed_so_far():
     half = jax.ShapeDtypeStruct((4,), jnp.bfloat16)
     mpjax.lint(deep, select="half-average")(half)
     mpjax.lint(deep, select="mask-overflow")(half)
+
+
+def test_other_factors_of_float16_gradients_are_no_loss_scale():
+    def clipped(w, x, rate):
+        grads = jax.grad(half_loss)(w, x)
+        norm = optax.tree.norm(grads.astype(jnp.float32))
+        return w - rate.astype(w.dtype) * (grads * jnp.minimum(1, 1 / norm).astype(w.dtype))
+
+    def scaled_twice(w, x, scale):
+        grads = jax.grad(lambda w: half_loss(w, x) * scale)(w).astype(jnp.float32)
+        return (grads * 256) / (256 * scale)
+
+    assert not mpjax.lint(clipped)(f16(4, 4), f16(2, 4), f32()).findings
+    assert not mpjax.lint(scaled_twice)(f16(4, 4), f16(2, 4), f32()).findings

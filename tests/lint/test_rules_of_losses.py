@@ -42,6 +42,25 @@ def of_probabilities(logits, labels):
     return -jnp.mean(jnp.log(jax.nn.softmax(logits))[:, 0])  # fault
 
 
+def cast_probabilities(logits, labels):
+    shares = jax.nn.softmax(logits).astype(jnp.float16)
+    return -jnp.mean(wide(jnp.log(shares))[:, 0])  # fault
+
+
+def protected_probabilities(logits, labels):
+    shares = jax.nn.softmax(logits).astype(jnp.float16)
+    return -jnp.mean(wide(jnp.log(wide(shares) + 1e-9))[:, 0])  # fault
+
+
+def weighted(logits, labels):
+    shares = jax.nn.sigmoid(logits).astype(jnp.float16)
+    return jnp.mean(1 / wide(shares))  # fault
+
+
+def float32_probabilities(logits, labels):
+    return -jnp.mean(jnp.log(jax.nn.softmax(logits))[:, 0])
+
+
 def binary_by_hand(logits, labels):
     return -jnp.mean(jnp.log(jax.nn.sigmoid(logits)))  # fault
 
@@ -71,6 +90,16 @@ CASES = {
     "binary": Pair("half-loss", binary, binary_wide, (bf16(8, 1), LABELS)),
     "of probabilities": Pair("half-loss", of_probabilities, entropy_wide, (bf16(8, 32), LABELS)),
     "sigmoid": Pair("half-loss", binary_by_hand, binary_wide, (f16(8, 1), LABELS)),
+    "cast probabilities": Pair(
+        "rounded-probability", cast_probabilities, float32_probabilities, (f32(8, 32), LABELS)
+    ),
+    "and an epsilon": Pair(
+        *("rounded-probability", protected_probabilities, float32_probabilities),
+        *((f32(8, 32), LABELS), {"argnums": 0}),
+    ),
+    "inverse probabilities": Pair(
+        "rounded-probability", weighted, float32_probabilities, (f32(8, 32), LABELS)
+    ),
     "variance": Pair("half-variance", variance, variance_wide, (bf16(8, 32),)),
     "rms norm": Pair("half-norm", scaled, scaled_wide, (f16(8, 32),)),
 }
@@ -107,3 +136,14 @@ def test_variances_of_float32_are_no_fault():
 def test_squares_that_are_no_norm_or_have_the_range_are_no_fault():
     assert clean(lambda x: wide(x * x).sum(), f16(8)) and clean(scaled, bf16(8, 4))
     assert clean(scaled, f32(8, 4))
+
+
+def test_probabilities_in_half_for_a_matmul_are_no_fault():
+    def attention(q, k):
+        shares = jax.nn.softmax(wide(q @ k.T)).astype(q.dtype)
+        return shares @ k / 3, jnp.log(1 + wide(k) ** 2)
+
+    def distribution(logits):
+        return jnp.log(jax.nn.softmax(logits).astype(jnp.bfloat16))  # bfloat16 has the range
+
+    assert clean(attention, f16(8, 4), f16(8, 4)) and clean(distribution, f32(8, 4))

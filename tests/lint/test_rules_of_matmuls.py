@@ -1,5 +1,7 @@
 """Matmuls that a promotion makes float32, and backward passes in half."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,7 +84,61 @@ def test_pairs(name):
 
 def test_the_cause_is_named():
     (finding,) = mpjax.lint(promoted, select="promoted-*")(bf16(4, 8), bf16(8, 8)).findings
-    assert "mul with a constant f32[1,8] at " in finding.message
+    assert "mul with a constant f32[8] at " in finding.message
+
+
+def blocks(x, w, scale):
+    """A transformer's stream: each block reads it through a norm, and adds to it in bfloat16."""
+    for _ in range(2):
+        normed = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt((x**2).mean(-1, keepdims=True))
+        y = jax.nn.gelu((normed * scale) @ w)
+        x = x + (y @ w).astype(jnp.bfloat16)
+    return x
+
+
+def with_positions(x, w, scale, table):
+    return blocks(x + table, w, scale)
+
+
+def with_constant_positions(x, w, scale, table):
+    return blocks(x + np.ones((4, 8), np.float32), w, scale)
+
+
+def with_float32_norm(x, w, scale, table):
+    first = x.astype(jnp.float32) / 2
+    return blocks(first + x @ w, w, scale)
+
+
+def looked_up(x, w, scale, table):
+    return blocks(table[jnp.arange(4)] + x @ w, w, scale)
+
+
+def multiplied(x, w, scale, table):
+    scores = jnp.dot(x, w, preferred_element_type=jnp.float32)
+    return blocks(x + scores, w, scale)
+
+
+def in_a_loop(x, w, scale, table):
+    return jax.lax.fori_loop(0, 3, lambda _, h: h + blocks(x, w, scale) @ w, x + table)
+
+
+STREAMS = {
+    with_positions: r"add with table at .*:\d+ promoted",
+    with_constant_positions: r"add with a constant f32\[4,8\] at",
+    with_float32_norm: r"add with a cast of x to float32 \(.*:\d+\) at",
+    looked_up: r"add with table at",
+    multiplied: r"add with the result f32\[4,8\] of dot_general \(.*\) at",
+}
+
+
+@pytest.mark.parametrize("fun", STREAMS)
+def test_the_cause_of_a_float32_stream_is_what_made_it_float32(fun):
+    """Not the stream itself, to which later blocks add."""
+    args = bf16(4, 8), bf16(8, 8), bf16(8), f32(4, 8)
+    found = mpjax.lint(fun, select="promoted-*")(*args).findings
+    assert found
+    for finding in found:
+        assert re.search(STREAMS[fun], finding.message), finding.message
 
 
 def clean(fun, *args, **options):

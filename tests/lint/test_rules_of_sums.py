@@ -44,6 +44,40 @@ def accumulated_wide(xs):
     return jax.lax.scan(lambda total, x: (total + wide(jnp.sin(x)), None), zeros, xs)[0]
 
 
+def returns(discount):
+    """Discounted returns, from the last reward to the first."""
+
+    def run(rewards):
+        def turn(c, x):
+            return x + discount * c, None  # fault
+
+        return jax.lax.scan(turn, jnp.zeros_like(rewards[0]), rewards, reverse=True)[0]
+
+    return run
+
+
+def returns_wide(rewards):
+    turn = lambda c, x: (wide(x) + 0.94 * c, None)  # noqa: E731
+    return jax.lax.scan(turn, jnp.zeros_like(wide(rewards[0])), rewards, reverse=True)[0]
+
+
+def advantages(deltas, dones):
+    def turn(c, step):
+        delta, done = step
+        return delta + 0.99 * 0.96 * (1 - done.astype(delta.dtype)) * c, None  # fault
+
+    return jax.lax.scan(turn, jnp.zeros_like(deltas[0]), (deltas, dones), reverse=True)[0]
+
+
+def advantages_wide(deltas, dones):
+    def turn(c, step):
+        delta, done = step
+        return wide(delta) + 0.99 * 0.96 * (1 - wide(done)) * c, None
+
+    start = jnp.zeros_like(wide(deltas[0]))
+    return jax.lax.scan(turn, start, (deltas, dones), reverse=True)[0]
+
+
 def integrated(x, w):
     def turn(x, _):
         return x + 0.01 * jnp.tanh(x @ w), None  # fault
@@ -90,6 +124,11 @@ CASES = {
     "cumsum": Pair("half-sum", cumulated, lambda x: jnp.cumsum(wide(x), 1), (bf16(2, 300),)),
     "reduce": Pair("half-sum", by_reduce, summed_wide, (bf16(300, 4),)),
     "scan": Pair("half-accumulator", accumulated, accumulated_wide, (bf16(17, 4),)),
+    "returns": Pair("half-accumulator", returns(0.94), returns_wide, (bf16(1024, 4),)),
+    "advantages": Pair(
+        *("half-accumulator", advantages, advantages_wide),
+        (bf16(1024, 4), jax.ShapeDtypeStruct((1024, 4), jnp.bool_)),
+    ),
     "ode": Pair("half-accumulator", integrated, integrated_wide, (bf16(4, 8), bf16(8, 8))),
     "pmean": Pair("half-collective", averaged, averaged_wide, (bf16(8, 4),)),
     "psum_scatter": Pair("half-collective", scattered, scattered_wide, (bf16(8, 4),)),
@@ -147,3 +186,12 @@ def test_gated_states_are_no_sum():
         return jax.lax.scan(lambda c, x: (jax.nn.sigmoid(x) * c + jnp.tanh(x), None), c, xs)[0]
 
     assert clean(cell, bf16(4), bf16(400, 4))
+
+
+def test_sums_that_decay_fast_are_no_fault():
+    assert not mpjax.lint(returns(0.9))(bf16(1024, 4)).findings
+    assert not mpjax.lint(returns(0.94))(bf16(16, 4)).findings
+    assert not mpjax.lint(returns(0.94))(f16(1024, 4)).findings
+    assert not mpjax.lint(returns(0.99))(f32(1024, 4)).findings
+    (finding,) = mpjax.lint(returns(0.99))(f16(1024, 4)).findings
+    assert finding.rule == "half-accumulator" and "a sum of the last 100 terms" in finding.message

@@ -69,11 +69,18 @@ def test_a_static_scale_that_overflows():
     assert "overflowing-loss-scale" not in {finding.rule for finding in found}  # not by the scale
 
 
-POLICIES = ["O2:bfloat16", "O2:bfloat16,masters=split", "mixed_float16"]
+POLICIES = [
+    *("O2:bfloat16", "O2:bfloat16,masters=split", "mixed_float16"),
+    *("O3:bfloat16,rounding=stochastic", "O3:float16,rounding=stochastic"),
+]
 
 
 @pytest.mark.parametrize(
-    "policy", thorough_but(POLICIES, "O2:bfloat16,masters=split", "mixed_float16")
+    "policy",
+    thorough_but(
+        POLICIES,
+        *("O2:bfloat16,masters=split", "mixed_float16", "O3:bfloat16,rounding=stochastic"),
+    ),
 )
 def test_steps_of_ours_lose_no_updates_and_lower_their_scale(policy):
     init, step = mpjax.build_train_step(loss, optax.adamw(1e-5), policy)

@@ -69,9 +69,9 @@ def test_flax_checkpoints_hold_a_state(rng, tmp_path):
 @pytest.mark.parametrize(
     "was, to, message",
     [
-        ("float32", "O3:bf16", "TrainState lack '0' in 'opt_state'. .* another policy"),
-        ("O3:bf16", "float32", "do not match"),
-        ("O2:float16", "float32", "do not match"),
+        ("float32", "O3:bf16", "TrainState, in 'opt_state', lack '0'. .* another policy"),
+        ("O3:bf16", "float32", "TrainState, in 'opt_state', do not fit: .*restore convert"),
+        ("O2:float16", "float32", "TrainState, in 'opt_state', do not fit: .*another policy"),
         ("O2:bfloat16", "O2:float16", r"of a DynamicLossScale hold the fields \[\], but"),
         ("O3:fp16", "O3:bf16", r"target\['params/.* is bfloat16.*hold float16"),
         ("float32", "mixed_bfloat16", None),

@@ -59,6 +59,54 @@ def fuse(flow: Flow, found: list[Island]) -> None:
             matmul.attention = f"xla: {why}"
 
 
+def tell_of_late_norms(flow: Flow, found: list[Island]) -> None:
+    """Says of attention that is normalized after the product why it runs in no fused kernel.
+
+    It has no softmax that is rounded to half: its weights are exponentials, and the product of them
+    and the values is divided by their sum.
+    """
+    for op in flow.block.ops if flow.fuse else ():
+        if op.name not in ("div", "mul"):
+            continue
+        for value, norm in (op.ins, op.ins[::-1])[: 1 + (op.name == "mul")]:
+            matmul, total = _source(value, flow), _source(norm, flow)
+            if op.name == "mul" and total is not None and total.name == "div":
+                total = _source(total.ins[1], flow)
+            if matmul is None or total is None or matmul.name != "dot_general":
+                continue
+            summed = _source(total.ins[0], flow) if total.name == "reduce_sum" else None
+            weights = [_source(v, flow) for v in matmul.ins]
+            if summed is not None and summed in weights and _is_weight(summed, flow):
+                matmul.attention = "xla: normalized after the product"
+
+
+def _source(value: Value, flow: Flow) -> Op | None:
+    """Returns the op that a value comes from, through casts and changes of layout."""
+    op = flow.producer.get(value)
+    while op is not None and (op.name == "convert_element_type" or op.name in VIEWS):
+        op = flow.producer.get(op.ins[0])
+    return op
+
+
+def _is_weight(op: Op, flow: Flow) -> bool:
+    """Returns whether an op makes exponentials of a matmul's result, masked or not."""
+    if op.name == "select_n":
+        return any(
+            case and _is_weight(case, flow) for case in (_source(v, flow) for v in op.ins[1:])
+        )
+    if op.name not in ("exp", "exp2"):
+        return False
+    found = dict.fromkeys(op.ins)
+    for value in (todo := [*found]):  # grows
+        made = flow.producer.get(value)
+        if made is not None and made.name == "dot_general":
+            return True
+        fresh = [v for v in (made.ins if made else ()) if v not in found]
+        found.update(dict.fromkeys(fresh))
+        todo += fresh if len(found) < REACH else []
+    return False
+
+
 def _attends(island: Island, flow: Flow) -> Op | None:
     """Returns the matmul that a softmax leads to, through any operations."""
     todo = [*island.results]

@@ -31,7 +31,7 @@ from mpjax._src.autocast.forms import (
     own_axes,
     same,
 )
-from mpjax._src.autocast.fusion import fuse
+from mpjax._src.autocast.fusion import fuse, tell_of_late_norms
 from mpjax._src.autocast.gathers import repetition_of
 from mpjax._src.autocast.graph import Op, Place, Value
 from mpjax._src.autocast.islands import Flow, Island, bound, free_producers
@@ -135,7 +135,7 @@ def repetitions(flow: Flow, found: list[Island]) -> None:
 
 
 PEEPHOLES: tuple[Callable[[Flow, list[Island]], None], ...] = (
-    *(softmaxes, fuse, attentions),
+    *(softmaxes, fuse, tell_of_late_norms, attentions),
     *(sum_at_once, repetitions),
 )
 

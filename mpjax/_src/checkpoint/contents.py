@@ -10,15 +10,17 @@ scales and counts of random draws.
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey
 
 from mpjax._src.dtypes import FLOAT32
 from mpjax._src.patterns import path_of
+from mpjax._src.training.loss_scale import has_protocol
 from mpjax._src.training.masters import MasterWeightsState
 from mpjax._src.training.moments import EightBitMomentsState
 from mpjax._src.training.rounding import StochasticRoundingState
@@ -30,6 +32,11 @@ PARAMS, LOSS_SCALE = "params", "loss_scale"
 # split master, or the scales of codes).
 MASTER, RESIDUAL = "master of ", "residual of "
 DRAWS = "random draws"
+# The nodes that a policy adds, and their field for what they are around.
+OF_POLICY = MasterWeightsState, StochasticRoundingState, EightBitMomentsState
+INNER = "inner_state"
+# The fields beside a loss scale, in the states of a step and of `mixed_precision`.
+COUNTS = "skipped_steps", "consecutive_skips"
 
 
 class Leaf(NamedTuple):
@@ -63,7 +70,7 @@ def leaves_of(tree: Any) -> list[Leaf]:
         TypeError: If a leaf is not an array.
         ValueError: If two leaves have the same path.
     """
-    found = list(_leaves(tree, (), ()))
+    found = _at_home(list(_leaves(tree, (), ())))
     for leaf in found:
         value = leaf.value
         if not (is_array(value) or isinstance(value, (jax.ShapeDtypeStruct, int, float, complex))):
@@ -82,30 +89,106 @@ def leaves_of(tree: Any) -> list[Leaf]:
     return found
 
 
-def _leaves(tree: Any, path: tuple, means: tuple) -> Iterator[Leaf]:
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_of_policy)
+class _Beside(NamedTuple):
+    """A master or residual whose parameter is not found yet.
+
+    Attributes:
+        path: Its position in the tree.
+        kind: `MASTER` or `RESIDUAL`.
+        node: The path of the node of its policy.
+        of: The path of its parameter, from where all parameters of the node are.
+        value: The array, or its shape.
+    """
+
+    path: str
+    kind: str
+    node: str
+    of: str
+    value: Any
+
+
+def _leaves(tree: Any, path: tuple, means: tuple) -> Iterator[Leaf | _Beside]:
+    nodes = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda node: _of_policy(node) is not None
+    )
     for keys, node in nodes:
-        if not _is_of_policy(node):
-            yield Leaf(path_of(path + keys), path_of(means + keys), node)
+        here, meaning, kind = (*path, *keys), (*means, *keys), _of_policy(node)
+        if not kind:
+            yield Leaf(path_of(here), path_of(meaning), node)
             continue
-        here, inside = path + keys, (*path, *keys, GetAttrKey("inner_state"))
-        if isinstance(node, EightBitMomentsState):
-            yield from _leaves(node.inner_state, inside, means + keys)
-            for of, scale in jax.tree_util.tree_leaves_with_path(node.scales):
-                meaning = RESIDUAL + path_of((*means, *keys, *of))
-                yield Leaf(path_of((*here, GetAttrKey("scales"), *of)), meaning, scale)
-            rounded = path_of((*means, *keys, GetAttrKey("moments"), GetAttrKey(DRAWS)))
-            yield Leaf(path_of((*here, GetAttrKey("rounded"))), rounded, node.rounded)
-            continue
-        if isinstance(node, StochasticRoundingState):
-            draws = path_of((*means, *keys, GetAttrKey(DRAWS)))
-            yield Leaf(path_of((*here, GetAttrKey("draws"))), draws, node.draws)
-        else:
-            for of, beside in jax.tree_util.tree_leaves_with_path(node.masters):
-                is_master = getattr(beside, "dtype", FLOAT32) == FLOAT32
-                meaning = (MASTER if is_master else RESIDUAL) + path_of((GetAttrKey(PARAMS), *of))
-                yield Leaf(path_of((*here, GetAttrKey("masters"), *of)), meaning, beside)
-        yield from _leaves(node.inner_state, inside, means + keys)
+        fields: Any = _fields(node)
+        for key, field in fields:
+            name, at = path_of((key,)), (*here, key)
+            if name == INNER:
+                yield from _leaves(field, at, meaning)
+                continue
+            for of, leaf in jax.tree_util.tree_leaves_with_path(field):
+                place = path_of((*at, *of))
+                if kind is MasterWeightsState:
+                    is_master = getattr(leaf, "dtype", FLOAT32) == FLOAT32
+                    beside = MASTER if is_master else RESIDUAL
+                    yield _Beside(place, beside, path_of(here), path_of(of), leaf)
+                elif name == "scales":
+                    yield Leaf(place, RESIDUAL + path_of((*meaning, *of)), leaf)
+                else:
+                    moments = (GetAttrKey("moments"),) if kind is EightBitMomentsState else ()
+                    counts = path_of((*meaning, *moments, GetAttrKey(DRAWS)))
+                    yield Leaf(place, counts, leaf)
+
+
+def _of_policy(node: Any) -> type | None:
+    """Returns the class of a node that a policy adds around the optimizer's state, or None.
+
+    States of NNX and dicts of `flax.serialization` have dicts in place of named tuples. Those of
+    NNX lack the empty fields.
+    """
+    for kind in OF_POLICY:
+        if isinstance(node, kind):
+            return kind
+        if isinstance(node, Mapping) and INNER in node and {*node} <= {*kind._fields}:
+            return kind
+    return None
+
+
+def _fields(node: Any) -> list[tuple[Any, Any]]:
+    """Returns the keys and children of a node, in the order of `jax.tree.leaves`."""
+    below = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda child: child is not node)
+    return [(keys[0], child) for keys, child in below]
+
+
+def _at_home(found: Sequence[Leaf | _Beside]) -> list[Leaf]:
+    """Gives masters and residuals the meanings of their parameters.
+
+    The parameters of a node are under "params", or at the one place outside of the node where there
+    are half arrays of the paths and shapes of all its masters. If there are several such places, or
+    the parameters are not in the tree, no other state has these meanings, or only another part.
+    """
+    halves = {x.path: x.value.shape for x in found if isinstance(x, Leaf) and _is_half(x.value)}
+    homes: dict[str, str] = {}
+    for node in dict.fromkeys(x.node for x in found if isinstance(x, _Beside)):
+        its = {x.of: x.value.shape for x in found if isinstance(x, _Beside) and x.node == node}
+        first = next(iter(its))
+        places = {path.removesuffix(first) for path in halves if f"/{path}".endswith(f"/{first}")}
+        fit = [
+            place
+            for place in places
+            if not f"/{place}".startswith(f"/{node}/")
+            and all(halves.get(place + of) == shape for of, shape in its.items())
+        ]
+        default = f"{PARAMS}/"
+        several = f"{node}/" if fit else default
+        homes[node] = default if default in fit else fit[0] if len(fit) == 1 else several
+    return [
+        Leaf(x.path, x.kind + (homes[x.node] + x.of).removesuffix("/"), x.value)
+        if isinstance(x, _Beside)
+        else x
+        for x in found
+    ]
+
+
+def _is_half(value: Any) -> bool:
+    dtype = getattr(value, "dtype", np.dtype(object))
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < FLOAT32.itemsize
 
 
 def beside_what(means: str) -> str:
@@ -123,11 +206,6 @@ def is_draws(means: str) -> bool:
     return means.endswith("/" + DRAWS)
 
 
-def _is_of_policy(node: Any) -> bool:
-    """Returns whether a node is one that a policy adds around the optimizer's state."""
-    return isinstance(node, (MasterWeightsState, StochasticRoundingState, EightBitMomentsState))
-
-
 def kinds_of(tree: Any) -> dict[str, str]:
     """Returns the class of each named tuple that has leaves, by its meaning.
 
@@ -142,7 +220,7 @@ def _kinds(tree: Any, means: tuple) -> Iterator[tuple[str, str]]:
         here = means + keys
         if not _is_named_tuple(node) or not jax.tree.leaves(node):
             continue
-        if _is_of_policy(node):
+        if isinstance(node, OF_POLICY):
             yield from _kinds(node.inner_state, here)
             continue
         yield path_of(here), type(node).__name__
@@ -157,6 +235,30 @@ def _is_named_tuple(node: Any) -> bool:
 def part_of(tree: Any, name: str) -> Any:
     """Returns a part of a state, such as its loss scale, or None if it has no such part."""
     return tree.get(name) if isinstance(tree, Mapping) else getattr(tree, name, None)
+
+
+def scales_of(tree: Any) -> dict[str, Any]:
+    """Returns the loss scales of a state by their paths: its own, and those of its optimizers."""
+    found = {LOSS_SCALE: part_of(tree, LOSS_SCALE)}
+    for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_has_scale):
+        if has_protocol(node):
+            found[path_of(keys)] = node
+        elif _has_scale(node):
+            at = path_of((*keys, GetAttrKey(LOSS_SCALE)))
+            found[at] = node.get(LOSS_SCALE, {})
+    return {path: scale for path, scale in found.items() if scale is not None}
+
+
+def _has_scale(node: Any) -> bool:
+    """Returns whether a node is a loss scale, or the dict of a state that has one beside counts."""
+    return has_protocol(node) or (isinstance(node, Mapping) and {*COUNTS} <= {*node})
+
+
+def never_changes(scale: Any) -> bool:
+    """Returns whether a loss scale is a setting of the program."""
+    if isinstance(scale, Mapping):
+        return {*scale} == {LOSS_SCALE}  # without a tracker
+    return has_protocol(scale) and scale.adjust(False) is scale
 
 
 def settings_of(tree: Any) -> Any:
@@ -201,5 +303,6 @@ def describe(tree: Any, policy: str | None, data: Any) -> dict[str, Any]:
         "leaves": table,
         "kinds": kinds_of(tree),
         "loss_scale": settings_of(part_of(tree, LOSS_SCALE)),
+        "loss_scales": {path: settings_of(scale) for path, scale in scales_of(tree).items()},
         "data": data,
     }

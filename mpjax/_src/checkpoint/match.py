@@ -21,12 +21,13 @@ from mpjax._src.checkpoint.contents import (
     is_held,
     kinds_of,
     leaves_of,
+    never_changes,
     part_of,
+    scales_of,
     settings_of,
     shaped,
 )
 from mpjax._src.training import residuals
-from mpjax._src.training.loss_scale import has_protocol
 
 # How many leaves a message names.
 NAMED = 5
@@ -69,11 +70,12 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
     by_meaning = {entry["means"]: path for path, entry in saved.items()}
     targets = leaves_of(like)
     fresh = _starts_fresh(about, like)
-    parts = set(like) if isinstance(like, Mapping) else {path.split("/")[0] for path in saved}
+    keys = map(str, like) if isinstance(like, Mapping) else (path.split("/")[0] for path in saved)
+    parts = {*keys}
     held = {t.means: shaped(t.value)[1] for t in targets}
 
     def source(target: Leaf) -> Source:
-        if fresh and target.part == LOSS_SCALE:
+        if _is_in(target.path, fresh):
             return Source(target, None)
         of = beside_what(target.means)
         residual, now = by_meaning.get(RESIDUAL + of), held.get(RESIDUAL + of)
@@ -95,8 +97,8 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
     sources = [source(target) for target in targets]
     # Counts of draws may start at 0 again: they only have to differ from step to step.
     begin = [s for s in sources if s.path is None and is_draws(s.target.means)]
-    kept = [s for s in sources if not (fresh and s.target.part == LOSS_SCALE) and s not in begin]
-    _check_same_leaves(saved, kept, parts - ({LOSS_SCALE} if fresh else set()), where)
+    kept = [s for s in sources if not _is_in(s.target.path, fresh) and s not in begin]
+    _check_same_leaves(saved, kept, parts, fresh, where)
     _check_kinds(about["kinds"], kinds_of(like), where)
     _check_shapes(saved, kept, where)
     if not allow_narrowing:
@@ -105,21 +107,34 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
     return sources
 
 
-def _starts_fresh(about: dict[str, Any], like: Any) -> bool:
-    """Returns whether the loss scale is taken from ``like``, not from the checkpoint.
+def _starts_fresh(about: dict[str, Any], like: Any) -> set[str]:
+    """Returns the paths of loss scales that are taken from ``like``, not from the checkpoint.
 
-    It is if its class or settings differ, or if it never changes: then it is a setting.
+    A loss scale is if its class or settings differ, or if it never changes: then it is a setting.
     """
-    scale = part_of(like, LOSS_SCALE)
-    if settings_of(scale) != about["loss_scale"]:
-        return True
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(scale)):
-        return False
-    return has_protocol(scale) and scale.adjust(False) is scale
+    held = scales_of(like)
+    saved = about.get("loss_scales")
+    if saved is None:  # an early version, which described the loss scale of the state alone
+        saved = {LOSS_SCALE: about["loss_scale"]}
+        held = {LOSS_SCALE: part_of(like, LOSS_SCALE)}
+
+    def is_fresh(path: str) -> bool:
+        if path not in held or settings_of(held[path]) != saved.get(path):
+            return True
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(held[path])):
+            return False
+        return never_changes(held[path])
+
+    return set(filter(is_fresh, {*saved, *held}))
+
+
+def _is_in(path: str, parts: set[str]) -> bool:
+    """Returns whether a path is one of some paths, or below it."""
+    return any(f"{path}/".startswith(f"{part}/") for part in parts)
 
 
 def _check_same_leaves(
-    saved: dict[str, Any], sources: list[Source], parts: set[str], where: str
+    saved: dict[str, Any], sources: list[Source], parts: set[str], fresh: set[str], where: str
 ) -> None:
     missing = [s.target.path for s in sources if s.path is None]
     wanted = {beside_what(s.target.means) for s in sources}
@@ -131,6 +146,7 @@ def _check_same_leaves(
         if path.split("/")[0] in parts
         and beside_what(entry["means"]) not in wanted
         and not is_draws(entry["means"])
+        and not _is_in(path, fresh)
     ]
     if not (missing or extra):
         return

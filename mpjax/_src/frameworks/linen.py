@@ -18,6 +18,7 @@ from mpjax._src.training.levels import training_policy
 from mpjax._src.training.loss_scale import LossScale
 from mpjax._src.training.masters import apply_updates
 from mpjax._src.training.mixed_precision import in_mixed_precision
+from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.trees import cast_like, select, stays_finite, widen
 
 P = ParamSpec("P")
@@ -60,6 +61,7 @@ class TrainState(train_state.TrainState, repr=False):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**{"repr": False, **kwargs})
+        known_to_flax(cls)  # flax alone narrows parameters to those of another policy
 
     __repr__ = outline
 
@@ -181,6 +183,9 @@ class TrainState(train_state.TrainState, repr=False):
         after = {"params": params, "step": self.step + 1, **new}
         before = {"params": self.params, "step": self.step, **old}
         return self.replace(opt_state=opt_state, **select(opt_state.finite, after, before))
+
+
+known_to_flax(TrainState)
 
 
 def _split(params: Any) -> tuple[Any, Any]:

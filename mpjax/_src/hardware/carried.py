@@ -2,15 +2,13 @@
 
 from collections.abc import Callable
 
-from mpjax._src.hardware.flow import MAPPED, MIXED, SPREAD, SUMMED, Leaf, flow_of, reached
+from mpjax._src.hardware.flow import MAPPED, MIXED, SPREAD, SUMMED, Flow, Leaf, reached
 from mpjax._src.hardware.hlo import Computation, Op, Shape, parameters, parse
 
 SUMS = ("all-reduce", "reduce-scatter")
 
 
-def carried_by(
-    module: dict[str, Computation], entry: str, asked: str
-) -> Callable[[Computation, Op, int], str]:
+def carried_by(flow: Flow, asked: str) -> Callable[[Computation, Op, int], str]:
     """Returns a function that finds `CollectiveRow.carries` for an operand of a collective.
 
     An argument is trained if a result has its shape: its new value or its gradient. Single numbers
@@ -19,11 +17,9 @@ def carried_by(
     statistics are repeated before they reach a matmul, and gradients are not.
 
     Args:
-        module: The computations of the program of one device.
-        entry: The name of the first of them.
+        flow: The flow of the program of one device.
         asked: The HLO of the program before it was partitioned, for shapes of whole arrays.
     """
-    flow = flow_of(module, entry)
     arguments, results = _signature(asked)
     shapes = {shape.dims for shape in arguments if trainable(shape)}
     kept = [

@@ -9,12 +9,13 @@ from typing import Any
 
 from mpjax._src.hardware.bundles import unbundled
 from mpjax._src.hardware.carried import carried_by
+from mpjax._src.hardware.flow import MOVED, VALUES, Flow, flow_of, reached
 from mpjax._src.hardware.hlo import (
     Computation,
     Op,
-    attribute,
     bits,
     called_by,
+    custom_target,
     jax_name,
     parse,
     runs,
@@ -43,6 +44,8 @@ AXIS = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?")
 PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 # TPU compilers write a reduce-scatter as a kernel with an all-reduce and a slice.
 SCATTERS = "all-reduce-scatter"
+# The calls at the roots of the TPU kernels that start and end an exchange.
+STARTS, ENDS = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
 # The columns of the table; those in WORDS are aligned to the left.
 COLUMNS = (*("carries", "collective", "dtype", "over", "arrays", "runs", "sent", "share", "line"),)
@@ -102,18 +105,17 @@ def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
         for op in computation.ops.values()
         for name in called_by(op)
     }
-    carried = carried_by(module, entry, asked)
-    rows, channels = [], set()
-    for computation, op, times, _, scope in runs(module, entry):
+    flow = flow_of(module, entry)
+    carried = carried_by(flow, asked)
+    rows = []
+    for computation, op, times, scope in exchanges(module, entry, flow):
         kind = op.opcode.removesuffix("-start")
         devices = _group(op, everyone)
-        channel = attribute(op, "channel_id")
-        if kind not in SENT or devices == 1 or channel in channels:
+        if devices == 1:
             continue
-        channels |= {channel} - {""}  # on TPUs, several kernels may each hold a part of an exchange
         if kind == "all-reduce" and computation.name.startswith(SCATTERS):
             kind = "reduce-scatter"
-        for index, operand in enumerate(op.operands):
+        for index, operand in enumerate(op.operands[: VALUES.get(kind)]):
             shape = computation.ops[operand].shapes[0]
             sent = SENT[kind](devices) * math.prod(shape.dims) * bits(shape.dtype) / 8
             before = _before(module, computation, operand)
@@ -134,6 +136,34 @@ def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
                 )
             )
     return tuple(sorted(rows, key=lambda row: -row.wire_bytes * row.runs))
+
+
+def exchanges(
+    module: dict[str, Computation], entry: str, flow: Flow
+) -> Iterator[tuple[Computation, Op, int, str]]:
+    """Yields (computation, collective, number of runs, scope), each exchange once.
+
+    An exchange is an instruction, and not a channel: all collectives of `jax.shard_map` have
+    channel 1. A computation that is called from several places is one, with the sum of the runs.
+    """
+    found: dict[tuple[str, str], tuple[Computation, Op, int, str]] = {}
+    for computation, op, times, _, scope in runs(module, entry):
+        if op.opcode.removesuffix("-start") in SENT:
+            *_, earlier, first = found.get((computation.name, op.name), (computation, op, 0, scope))
+            found[computation.name, op.name] = computation, op, earlier + times, first
+    # TPU compilers start an exchange in one kernel, and name it again in each kernel during which
+    # it goes on and in the one that ends it: there its operand is what the first kernel returned.
+    # What it received is returned too, but a new exchange reads that from the kernel that ends it.
+    before = {
+        leaf: steps
+        for leaf, steps in flow.before.items()
+        if custom_target(module[leaf[0]].ops[leaf[1]]) != ENDS
+    }
+    for computation, op, times, scope in found.values():
+        operands = ((computation.name, operand, 0) for operand in op.operands)
+        sources = (module[name].ops[made] for name, made, _ in reached(before, operands, MOVED))
+        if STARTS not in map(custom_target, sources):
+            yield computation, op, times, scope
 
 
 def grouped(rows: Sequence[CollectiveRow]) -> list[tuple[str, ...]]:

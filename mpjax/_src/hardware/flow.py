@@ -124,9 +124,13 @@ def _edges(module: dict[str, Computation], name: str, op: Op) -> Iterator[tuple[
         (carried,) = operands
         body = attribute(op, "body")
         root = module[body].ops[module[body].root]
-        entering = list(leaves(body, *parameters(module[body])))
-        yield from _paired(leaves(name, carried), entering)
-        yield from _paired(leaves(body, root), entering)
+        test = attribute(op, "condition")
+        for inner in {body, test} & module.keys():
+            entering = list(leaves(inner, *parameters(module[inner])))
+            yield from _paired(leaves(name, carried), entering)
+            yield from _paired(leaves(body, root), entering)
+        if test in module:
+            yield from (((test, module[test].root, 0), leaf, SPREAD) for leaf in leaves(name, op))
         yield from _paired(leaves(body, root), leaves(name, op))
     elif code in ("fusion", "call", "async-start"):
         (inner,) = called_by(op)

@@ -201,6 +201,9 @@ def runs(
             if body:
                 turns = times * (1 if trips is None else trips)
                 yield from runs(module, body, turns, fused, scope)
+            if (condition := attribute(op, "condition")) in module:
+                tests = times * (1 if trips is None else trips + 1)
+                yield from runs(module, condition, tests, fused, scope)
         elif op.opcode in ("fusion", "call", "conditional", "async-start"):
             inner = jax_name(op, scope) if op.opcode == "call" else scope
             for inside in called_by(op):

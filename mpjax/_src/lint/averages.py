@@ -1,13 +1,14 @@
 """The rule of running averages that stop changing in half."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.dtypes import short_name
 from mpjax._src.higher_order import SCAN
+from mpjax._src.lint.bounds import bounds_of
 from mpjax._src.lint.halves import digits, dtype_of, is_half, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
@@ -49,14 +50,13 @@ def half_averages(program: Program) -> Iterator[Hit]:
     for before, after in pairs + perhaps:
         if not is_half(before):
             continue
-        moved = {*program.forward(before, lambda op: True)}
-        share = _share(program, after, before, moved, {}) if after in moved else None
+        share = share_of(program, after, before)
         if share is None or not share.rest:
             continue
         step = 1 - share.factor
         if (before, after) in perhaps and abs(share.rest - step) > step / 2:
             continue  # not an average: its weights do not sum to 1
-        if 0 < step <= 2.0 ** -digits(dtype_of(before)) / STUCK:
+        if stops(share, dtype_of(before)):
             yield Hit(
                 f"An average in {shown(before)} moves by {step:.3g} of its distance to the new "
                 f"value. In {short_name(dtype_of(before))} it does not move where that distance is "
@@ -75,6 +75,17 @@ def _sum(program: Program, after: Value) -> Op | None:
 
 
 Known = dict[Value, Share | None]
+
+
+def share_of(program: Program, after: Value, before: Value) -> Share | None:
+    """Returns the `Share` of a state in its next value, or None if it is not linear or unknown."""
+    moved = {*program.forward(before, lambda op: True)}
+    return _share(program, after, before, moved, {}) if after in moved else None
+
+
+def stops(share: Share, dtype: Any) -> bool:
+    """Returns whether an average may stop changing in a dtype."""
+    return 0 < 1 - share.factor <= 2.0 ** -digits(dtype) / STUCK
 
 
 def _share(
@@ -123,9 +134,14 @@ def _sum_of_shares(
 def _product(
     program: Program, op: Op, state: Value, moved: set[Value], known: Known
 ) -> Share | None:
-    number = [_number(program, v) for v in op.ins]
+    # The state itself begins as a constant, perhaps.
+    number = [None if v in moved else _number(program, v) for v in op.ins]
     place = 1 if number[1] is not None else 0
     by = number[place]
+    if by is None and op.name == "mul":
+        masks = [None if v in moved else bounds_of(program, v) for v in op.ins]
+        parts = [(i, b.high) for i, b in enumerate(masks) if b and b.low == 0 < b.high <= 1]
+        place, by = parts[0] if parts else (0, None)  # where nothing is masked
     if by is None or (op.name == "div" and place == 0):
         return None
     inner = _share(program, op.ins[1 - place], state, moved, known)

@@ -8,7 +8,7 @@ from mpjax._src.autocast.graph import Op
 from mpjax._src.dtypes import FLOAT32
 from mpjax._src.hardware import hlo
 from mpjax._src.hardware.aot import CPU
-from mpjax._src.hardware.collectives import collectives
+from mpjax._src.hardware.collectives import collectives, exchanges
 from mpjax._src.hardware.flow import MOVED, Flow, Leaf, flow_of, reached
 from mpjax._src.hardware.hlo import Computation, attribute, parse, runs, source_lines
 from mpjax._src.hardware.hlo_costs import asked, matmul
@@ -89,7 +89,7 @@ def wide_gathers(program: Program, compiled: Compiled) -> Iterator[Hit]:
     module, entry = parse(compiled.after)
     line_of = source_lines(compiled.after)
     flow = flow_of(module, entry)
-    for computation, op, *_ in runs(module, entry):
+    for computation, op, *_ in exchanges(module, entry, flow):
         if op.opcode.removesuffix("-start") != "all-gather":
             continue
         for index, operand in enumerate(op.operands):

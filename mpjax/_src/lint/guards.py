@@ -8,10 +8,13 @@ import numpy as np
 
 from mpjax._src import rules
 from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.lint.halves import is_float, shown
+from mpjax._src.dtypes import FLOAT16
+from mpjax._src.lint.halves import dtype_of, is_float, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 
+# The least constant factor of a gradient that is a loss scale.
+SCALE = 128
 LOGIC = frozenset({"and", "or", "not", "xor"}) | MOVES | CASTS
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite"})
 LIMITS = frozenset({"min", "clamp"})
@@ -67,6 +70,59 @@ def is_gradient(program: Program, value: Value) -> bool:
 
 def _entry_by_entry(op: Op) -> bool:
     return op.spec.need in (rules.FOLLOW, rules.MOVE) or op.name.startswith("psum")
+
+
+def late_scales(program: Program) -> Iterator[Hit]:
+    """Finds float16 gradients that are multiplied by a loss scale after the backward pass.
+
+    A scale is a constant of 128 or more, or a number that the product is divided by again. The
+    factors of an optimizer and of clipping are neither.
+    """
+    for op in program.named("mul"):
+        if program.is_backward(op):
+            continue
+        for gradient, scale in (op.ins, op.ins[::-1]):
+            source = _half_gradient(program, gradient)
+            if source and _is_scale(program, op, scale) and not _is_scaled(program, source):
+                yield Hit(
+                    f"A gradient that was computed in {shown(source.outs[0])} is multiplied by a "
+                    "loss scale here, after the backward pass.",
+                    op,
+                )
+                break
+
+
+def _half_gradient(program: Program, value: Value) -> Op | None:
+    """Returns the operation of the backward pass that made a gradient in float16, or None."""
+    made = (program.maker(v) for v in program.back(value, MOVES | CASTS))
+    of_backward = (op for op in made if op is not None and program.is_backward(op))
+    return next((op for op in of_backward if dtype_of(op.outs[0]) == FLOAT16), None)
+
+
+def _is_scale(program: Program, op: Op, value: Value) -> bool:
+    number = constant(program, value)
+    if number is not None:
+        return number >= SCALE
+    same = {v for v in program.back(value, MOVES | CASTS) if v.is_one}
+    if not same:
+        return False
+    ahead = program.forward(op.outs[0], MOVES | CASTS | {"select_n", "add", "add_any"})
+    divisors = (r.ins[1] for v in ahead for r in program.readers(v) if r.name == "div")
+    return any(not same.isdisjoint(program.back(v, MOVES | CASTS)) for v in divisors)
+
+
+def _is_scaled(program: Program, gradient: Op) -> bool:
+    """Returns whether a number multiplies the cotangents of a gradient, as a loss scale does."""
+    before = program.back(gradient.outs[0], lambda op: program.is_backward(op))
+    makers = (program.maker(v) for v in before)
+    return any(
+        op is not None
+        and op.name == "mul"
+        and op.outs[0].is_one
+        and program.is_backward(op)
+        and any((constant(program, v) or 0) >= SCALE or program.argument(v) for v in op.ins)
+        for op in makers
+    )
 
 
 NONE: frozenset[Value] = frozenset()
@@ -155,6 +211,16 @@ RULES = (
         "finite, and lower the loss scale otherwise. mpjax.build_train_step does both, "
         "optax.apply_if_finite the first. mpjax.find_nonfinite names the operation.",
         hidden_nonfinite,
+    ),
+    Rule(
+        "late-scale",
+        JAXPR,
+        "a loss scale that multiplies float16 gradients after the backward pass",
+        "Scaling protects cotangents from underflow in the backward pass. Afterwards, entries "
+        "below 6e-8 are 0 already, and a scale brings none of them back.",
+        "Multiply the loss by the scale, differentiate that, and divide the gradients by it in "
+        "float32: mpjax.scaled_value_and_grad.",
+        late_scales,
     ),
     Rule(
         "endless-scale",

@@ -7,6 +7,7 @@ from mpjax._src.dtypes import FLOAT16
 from mpjax._src.lint.halves import dtype_of, is_half, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.lint.undone import narrows
 
 EXPONENTIALS = ("exp", "exp2", "expm1", "logistic")
 # Operations between the exponentials of a softmax and the logarithm of their sum.
@@ -42,6 +43,34 @@ def half_log_sums(program: Program) -> Iterator[Hit]:
     for op in program.named("cumlogsumexp"):
         if is_half(op.ins[0]):
             yield Hit(f"cumlogsumexp of {shown(op.ins[0])} is computed in half.", op)
+
+
+def rounded_probabilities(program: Program) -> Iterator[Hit]:
+    """Finds logarithms and reciprocals of probabilities that were rounded to float16.
+
+    Both have a pole at 0, and a probability below 6e-8 is 0 in float16, so the precision in which
+    they are computed does not matter. An epsilon that is added does not restore what was lost.
+    """
+    for op in program.named("log", "div", "rsqrt"):
+        if program.is_backward(op):
+            continue
+        makers = [program.maker(v) for v in program.back(op.ins[-1], PROTECTED)]
+        narrowed = (each for each in makers if each is not None and narrows(each))
+        narrow = next((each for each in narrowed if dtype_of(each.outs[0]) == FLOAT16), None)
+        if narrow is None:
+            continue
+        before = [program.maker(v) for v in program.back(narrow.ins[0], SUMMED)]
+        names = {each.name for each in before if each}
+        if names & {*EXPONENTIALS} and names & {"div", "logistic"}:
+            yield Hit(
+                f"{op.name} reads probabilities that were rounded to {shown(narrow.outs[0])}: "
+                "those below 6e-8 are 0 there.",
+                op,
+            )
+
+
+# Operations that protect from a pole.
+PROTECTED = MOVES | CASTS | {"add", "max", "clamp"}
 
 
 def _is_loss(program: Program, op: Op) -> bool:
@@ -121,6 +150,17 @@ RULES = (
         "are lost.",
         "Cast logits to float32 before the loss: loss(logits.astype(jnp.float32), labels).",
         half_log_sums,
+    ),
+    Rule(
+        "rounded-probability",
+        JAXPR,
+        "a logarithm or reciprocal of probabilities that were rounded to float16",
+        "float16 has no number between 0 and 6e-8. The logarithm of a small probability is then "
+        "-Inf, or that of an epsilon, and its gradient is Inf or 0: what is unlikely is not "
+        "learned.",
+        "Compute the logarithm in float32 from logits: jax.nn.log_softmax(logits.astype("
+        "jnp.float32)). Cast probabilities to half only for matmuls.",
+        rounded_probabilities,
     ),
     Rule(
         "half-variance",

@@ -21,6 +21,10 @@ DEFAULT = (None, jax.lax.Precision.DEFAULT)
 ELEMENTWISE = frozenset(
     {*rules.names_where(lambda rule: rule.need in (rules.FOLLOW, rules.MOVE)), *MOVES}
 )
+# What a norm does to a float32 stream besides.
+REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "rsqrt", "sqrt", "square"})
+# How many origins a message names.
+MOST = 2
 
 
 def promoted_matmuls(program: Program) -> Iterator[Hit]:
@@ -60,17 +64,47 @@ def _widening(program: Program, value: Value) -> Op | None:
 
 
 def _cause(program: Program, value: Value) -> str:
-    """Returns in words the value that caused the promotion, or ""."""
+    """Returns in words what made a half value float32, or "".
+
+    A residual stream that is float32 promotes whatever is added to it. The cause is none of these
+    additions: it is the first of them, and what the stream came from.
+    """
+    promoting: dict[Value, tuple[Op, list[Value]]] = {}
     for v in program.back(value, ELEMENTWISE) if dtype_of(value) == FLOAT32 else ():
         op = program.maker(v)
-        if op is None or op.name not in ELEMENTWISE or len(op.ins) < 2:
-            continue
-        strong = [each for each in op.ins if not _is_promoted(program, each)]
-        if strong and len(strong) < len(op.ins):
-            names = [program.argument(each) or f"a constant {shown(each)}" for each in strong]
-            where = short(_jax.source_line(op.eqn, *reversed(op.callers)))
-            return f"{op.name} with {' and '.join(names)} at {where} promoted one of them"
-    return ""
+        if op is not None and op.name in ELEMENTWISE and len(op.ins) > 1:
+            strong = [each for each in op.ins if not _is_promoted(program, each)]
+            if strong and len(strong) < len(op.ins):
+                promoting[v] = op, strong
+    if not promoting:
+        return ""
+    for out, (_, strong) in promoting.items():
+        behind = [v for each in strong for v in program.back(each, ELEMENTWISE | REDUCTIONS)]
+        if not {*behind} & promoting.keys() - {out}:
+            break  # of several in a loop, each is behind the others: then the last
+    # Numbers take the dtype of what is beside them, unless nothing else is there.
+    arrays = dict.fromkeys(_origin(program, v) for v in behind if not v.literal)
+    numbers = dict.fromkeys(_origin(program, v) for v in behind if v.literal)
+    names = [*filter(None, arrays)] or [*filter(None, numbers)]
+    found = " and ".join(names[:MOST]) or " and ".join(map(shown, strong))
+    root, _ = promoting[out]
+    where = short(_jax.source_line(root.eqn, *reversed(root.callers)))
+    return f"{root.name} with {found} at {where} promoted one of them"
+
+
+def _origin(program: Program, value: Value) -> str:
+    """Returns in words what a strongly typed float32 value is, if that is why others are too."""
+    if dtype_of(value) != FLOAT32 or value.aval.weak_type or program.sources(value):
+        return ""
+    op = program.maker(value)
+    if op is None:
+        return program.argument(value) or f"a constant {shown(value)}"
+    if op.name in ELEMENTWISE | REDUCTIONS or _is_promoted(program, value):
+        return ""
+    where = short(_jax.source_line(op.eqn, *reversed(op.callers)))
+    if op.name in CASTS:
+        return f"a cast of {program.argument(value) or shown(op.ins[0])} to float32 ({where})"
+    return f"the result {shown(value)} of {op.name} ({where})"
 
 
 def _is_promoted(program: Program, value: Value) -> bool:
@@ -112,12 +146,13 @@ RULES = (
         "promoted-matmul",
         JAXPR,
         "a matmul of half values that type promotion made float32",
-        "JAX promotes half and float32 to float32, and NumPy constants are float32. One such "
-        "constant makes every matmul after it run in float32, at a fraction of the speed and with "
-        "twice the memory.",
-        "Give the constant the dtype of the other operand: jnp.asarray(c, x.dtype), or use a "
-        "Python number, which promotes nothing. jax.numpy_dtype_promotion('strict') finds other "
-        "promotions.",
+        "JAX promotes half and float32 to float32, and NumPy constants are float32. One float32 "
+        "constant, parameter or norm that is added to a half stream makes every matmul after it "
+        "run in float32, at a fraction of the speed and with twice the memory.",
+        "Give what promotes the dtype of the other operand: jnp.asarray(c, x.dtype) for a constant "
+        "(a Python number promotes nothing), p.astype(x.dtype) for a parameter or a result, dtype= "
+        "for a layer that returns float32. If the stream is to stay float32, cast it before the "
+        "matmul. jax.numpy_dtype_promotion('strict') finds other promotions.",
         promoted_matmuls,
     ),
     Rule(

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.dtypes import short_name
+from mpjax._src.lint.averages import share_of, stops
 from mpjax._src.lint.halves import digits, is_half, shown, size, stalls_at
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
@@ -61,7 +62,7 @@ def half_accumulators(program: Program) -> Iterator[Hit]:
     is an accumulator. n iterations lose log2(n) of its significant bits, and the limit is half of
     them: 16 iterations in bfloat16, 46 in float16. If it depends on the sum (residual blocks, whose
     terms are as large as the sum), or JAX derived the sum, the limit is 2**digits, where such a sum
-    stops growing.
+    stops growing. A sum that decays counts as many terms as it remembers.
     """
     for loop in program.named("scan"):
         (inside,) = loop.subs
@@ -71,6 +72,7 @@ def half_accumulators(program: Program) -> Iterator[Hit]:
                 continue
             chain = _sum_of(program, inside.program.outvars[result], carried)
             if chain is None:
+                yield from _decaying(program, loop, inside.program.outvars[result], carried)
                 continue
             op, others = chain
             stands = any(carried in program.back(v, lambda op: True) for v in others)
@@ -85,6 +87,32 @@ def half_accumulators(program: Program) -> Iterator[Hit]:
                     "lost.",
                     op,
                 )
+
+
+def _decaying(program: Program, loop: Op, out: Value, carried: Value) -> Iterator[Hit]:
+    """Finds a carry ``c = d * c + x`` that sums more terms than half of the digits can count.
+
+    With a constant d, the sum is that of the last 1 / (1 - d) terms: discounted returns and
+    advantages, traces. Averages, whose weights sum to 1, have a limit of their own.
+    """
+    share = share_of(program, out, carried)
+    dtype, turns = carried.aval.dtype, int(loop.params["length"])
+    if share is None or not share.rest or not 0 < share.factor < 1 or stops(share, dtype):
+        return
+    step, limit = 1 - share.factor, 2 ** (digits(dtype) / 2)
+    if abs(share.rest - step) > step / 2 and min(turns, 1 / step) > limit:
+        yield Hit(
+            f"A loop of {turns} iterations carries a sum in {shown(carried)} that decays by "
+            f"{share.factor:.4g}: a sum of the last {1 / step:.0f} terms. Each iteration rounds it "
+            f"to {digits(dtype)} binary digits.",
+            _last_sum(program, out),
+        )
+
+
+def _last_sum(program: Program, out: Value) -> Op | None:
+    """Returns the addition that makes a carry."""
+    made = (program.maker(v) for v in program.back(out, MOVES | CASTS))
+    return next((op for op in made if op and op.name in ("add", "add_any", "sub")), None)
 
 
 def _sum_of(program: Program, out: Value, carried: Value) -> tuple[Op, list[Value]] | None:

@@ -21,7 +21,8 @@ def stalled_updates(program, op, ins, outs) -> Iterator[Hit]:
 
     Such an update is less than half an ulp: 1/512 of the weight in bfloat16, 1/4096 in float16. A
     float32 sum that is rounded to the weight's dtype loses it too. Entries whose update is zero are
-    not counted. Sums with compensation (Kahan) are not found.
+    not counted. Sums with compensation (Kahan), and those that are rounded by their bits
+    (stochastically), are not found.
     """
     weights = _weights(program).get(op)
     if weights is None or ins[0].shape != ins[1].shape:
@@ -51,7 +52,9 @@ def _weights(program: Program) -> dict[Op, tuple[int, Carried]]:
                 if op is None or op.name not in ("add", "sub"):
                     continue
                 ways = [each.before in program.back(v, MOVES | CASTS) for v in op.ins]
-                if sum(ways) == 1 and not _is_compensated(program, op, each.before):
+                if sum(ways) != 1 or _is_rounded_by_bits(program, op, each.after):
+                    continue
+                if not _is_compensated(program, op, each.before):
                     found[op] = ways.index(True), each
         program.notes["weights"] = found
     return program.notes["weights"]
@@ -63,6 +66,16 @@ def _is_compensated(program: Program, op: Op, before: Value) -> bool:
     casts = [v for each in program.readers(op.outs[0]) if each.name in CASTS for v in each.outs]
     reads += [each for v in casts for each in program.readers(v) if each.name == "sub"]
     return any(before in program.back(v, MOVES | CASTS) for each in reads for v in each.ins)
+
+
+def _is_rounded_by_bits(program: Program, op: Op, after: Value) -> bool:
+    """Returns whether the new state is made of the bits of a sum, and the cast for large ones."""
+    return any(
+        reader.name == "bitcast_convert_type"
+        and after in program.forward(reader.outs[0], lambda op: True)
+        for value in program.forward(op.outs[0], MOVES)
+        for reader in program.readers(value)
+    )
 
 
 # Smaller constants are not loss scales.
@@ -81,7 +94,7 @@ def overflowing_scales(program, op, ins, outs) -> Iterator[Hit]:
         return
     if not all(bool(jnp.isfinite(x).all()) for x in ins if _is_number(x)):
         return
-    scale = _static_scale(program)
+    scale = static_scale(program)
     if scale:
         program.notes["overflowed"] = True
         yield Hit(
@@ -91,7 +104,7 @@ def overflowing_scales(program, op, ins, outs) -> Iterator[Hit]:
         )
 
 
-def _static_scale(program: Program) -> str:
+def static_scale(program: Program) -> str:
     """Returns as text the constant that multiplies the cotangent of a scalar, or ""."""
     if "scale" not in program.notes:
         program.notes["scale"] = next(

@@ -18,6 +18,7 @@ from mpjax._src.errors import brief, check_callable, warn_at
 from mpjax._src.policy import Policy
 from mpjax._src.training.loss_scale import LossScale, NoOpLossScale, has_protocol
 from mpjax._src.training.replicas import averaged, axes_of, check_axis, localized
+from mpjax._src.training.shards import agreed, warn_if_unknown
 from mpjax._src.trees import all_finite, is_array, widen
 
 P = ParamSpec("P")
@@ -46,7 +47,8 @@ def scaled_value_and_grad(
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
         axis_name: The mapped axis or axes of replicas, within ``jax.shard_map`` or ``jax.pmap``.
             Loss and gradients are averaged over them in float32, so ``finite`` is the same on all
-            replicas. Each replica keeps its own ``aux``.
+            replicas, and on all shards of parameters that shard_map splits over other axes. Each
+            replica keeps its own ``aux``.
 
     Returns:
         A function of the same arguments that returns ``(value, grads, finite)``: ``value`` is the
@@ -106,7 +108,10 @@ def scaled_value_and_grad(
         grads = loss_scale.unscale(widen(grads))
         if axes:
             loss, grads = averaged((loss, grads), axis_name)
-        return ((loss, aux) if has_aux else loss), grads, all_finite(grads)
+            warn_if_unknown(axis_name, axes)
+        finite = all_finite(grads)
+        finite = agreed(finite, loss_scale.loss_scale) if axes else finite
+        return ((loss, aux) if has_aux else loss), grads, finite
 
     return value_and_grad
 

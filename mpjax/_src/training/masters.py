@@ -67,8 +67,9 @@ def with_master_weights(
 
     - "float32": as a float32 array; 6 bytes a weight, parameter included. The parameter is its
       master rounded to nearest, ties to even.
-    - "split": as the 16 bits that a bfloat16 parameter lacks; 4 bytes a weight. The masters are the
-      same float32 numbers, bit for bit; the parameter is rounded to nearest, ties away from zero.
+    - "split": as the 16 bits that a bfloat16 parameter lacks; 4 bytes a weight. The masters are
+      float32 numbers too; the parameter is rounded to nearest, ties away from zero. After the first
+      tie, the gradients differ from those under "float32", and so do all later masters.
     - "split8": as 8 of these bits; 3 bytes a weight. Masters have 16 significant bits, so an update
       of less than 2**-17 of a weight is lost.
 

@@ -26,6 +26,7 @@ from mpjax._src.training.loss_scale import (
 )
 from mpjax._src.training.optimizers import check_kind, of_ours, shown, updated_if
 from mpjax._src.training.serialization import known_to_flax
+from mpjax._src.training.shards import agreed
 from mpjax._src.training.transaction import adjusted, counted
 from mpjax._src.trees import all_finite, is_array, is_one_bool
 
@@ -298,6 +299,7 @@ class Rules:
             "loss_finite": jnp.logical_and(loss_finite, all_finite(extra_args.get("value"))),
             "state_finite": jnp.asarray(finite),
         }
+        verdicts = {name: agreed(each, state.skipped_steps) for name, each in verdicts.items()}
         finite = functools.reduce(jnp.logical_and, verdicts.values())
         updates, inner_state = updated_if(
             finite, self.inner, updates, state.inner_state, params, extra_args

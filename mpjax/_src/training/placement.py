@@ -12,10 +12,15 @@ from mpjax._src.patterns import name_of
 T = TypeVar("T")
 
 
+def varies_over(x: Any) -> tuple[str, ...]:
+    """Returns the manual mesh axes that an array varies over, if `jax.shard_map` checks them."""
+    return tuple(sorted(getattr(getattr(jax.typeof(x), "mat", None), "varying", ())))
+
+
 def vary_like(leaf: jax.Array, like: Any) -> jax.Array:
     """Marks an array as varying over the manual mesh axes that another one varies over."""
-    varying = [getattr(getattr(jax.typeof(x), "mat", None), "varying", ()) for x in (leaf, like)]
-    missing = tuple(axis for axis in varying[1] if axis not in varying[0])
+    already = varies_over(leaf)
+    missing = tuple(axis for axis in varies_over(like) if axis not in already)
     return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
 

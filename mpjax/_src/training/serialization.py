@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._src.patterns import name_of
-from mpjax._src.trees import is_key
+from mpjax._src.trees import is_array, is_key
+
+# The advice in each refusal.
+CONVERT = "mpjax.checkpoint.save and restore convert between policies."
 
 
 def known_to_flax(*classes: type) -> None:
@@ -50,16 +53,21 @@ def _from_dict(node: Any, state: dict[str, Any]) -> Any:
     if set(names) != set(state):
         raise ValueError(
             f"The bytes or dict of a {type(node).__name__} hold the fields {sorted(state)}, but it "
-            f"has {sorted(names)}. They were written by another program."
+            f"has {sorted(names)}. They were written under another policy or by another program; "
+            + CONVERT
         )
     restored = []
     for name, child in zip(names, children, strict=True):
         try:
             restored.append(serialization.from_state_dict(_plain(child), state[name], name=name))
-        except KeyError as error:  # flax raises it where it expects a tuple and finds a dict
+        except (KeyError, ValueError) as error:
+            if CONVERT in str(error):
+                raise
+            # flax raises a KeyError where it expects a tuple and finds a dict.
+            found = f"lack {error}" if isinstance(error, KeyError) else f"do not fit: {error}"
             raise ValueError(
-                f"The bytes or dict of a {type(node).__name__} lack {error} in {name!r}. They were "
-                "written under another policy or optimizer."
+                f"The bytes or dict of a {type(node).__name__}, in {name!r}, {found}. They were "
+                "written under another policy, or for another optimizer or model; " + CONVERT
             ) from error
     return jax.tree_util.tree_map_with_path(_like, node, jax.tree.unflatten(structure, restored))
 
@@ -68,10 +76,13 @@ def _like(keys: Any, target: Any, leaf: Any) -> Any:
     """Returns a restored leaf as an array like the target's leaf, or refuses it."""
     if is_key(target) and not is_key(leaf):
         leaf = jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(target))
+    if not is_array(target):
+        return leaf
+    leaf = leaf if is_array(leaf) else jnp.asarray(leaf)
     if (jnp.shape(leaf), leaf.dtype) != (jnp.shape(target), target.dtype):
         raise ValueError(
             f"{name_of('target', keys)} is {target.dtype}{jnp.shape(target)}, but the bytes or "
             f"dict hold {leaf.dtype}{jnp.shape(leaf)} there. They were written under another "
-            "policy or model; mpjax.checkpoint.save and restore convert between policies."
+            "policy or model; " + CONVERT
         )
     return leaf if is_key(leaf) else jnp.asarray(leaf)

@@ -42,6 +42,7 @@ from mpjax._src.training.replicas import (
     localized,
 )
 from mpjax._src.training.serialization import known_to_flax
+from mpjax._src.training.shards import check_reductions, check_specs, shards_of
 from mpjax._src.training.stalled import Stalled, stalled
 from mpjax._src.training.transaction import adjusted, counted, gated
 from mpjax._src.training.watch import first_overflow, observer, underflow
@@ -113,6 +114,7 @@ def build_train_step(
     has_aux: bool = False,
     accumulate_steps: int = 1,
     axis_name: str | tuple[str, ...] | None = None,
+    param_specs: Any = None,
     report_overflow: bool = False,
     report_underflow: bool = False,
     report_stalled: bool = False,
@@ -162,6 +164,10 @@ def build_train_step(
             model state are averaged. ``loss_fn`` then returns the mean over its own part of the
             batch, and each replica keeps its own ``aux``. Not needed under plain jit with sharded
             arrays.
+        param_specs: The `jax.sharding.PartitionSpec` of the parameters, as in shard_map's
+            ``in_specs``, or None. It is needed only in shard_map with ``check_vma=False`` if
+            parameters are split over an axis (model parallelism): the verdict and ``grad_norm`` are
+            then those of all shards. Otherwise shard_map itself knows the axes.
         report_overflow: Whether the metrics report which parameter's gradient overflowed first, as
             ``metrics["overflow"]``, an `Overflow`.
         report_underflow: Whether the metrics report how much of the gradients is too small for the
@@ -215,8 +221,9 @@ def build_train_step(
     }
     _check_arguments(loss_fn, flags, accumulate_steps)
     axes = axes_of(axis_name)
+    check_specs(param_specs)
     first_scale = get_loss_scale(policy, loss_scale)
-    takes_value = _takes_value(as_optimizer(optimizer, "optimizer"))
+    takes_value, takes_norm = _takes(as_optimizer(optimizer, "optimizer"), "value", "grad_norm")
     optimizer = under_policy(policy, optimizer, "optimizer")
     forward = _forward(loss_fn, policy, has_aux)
     observe: Callable[..., Any] = _unobserved
@@ -275,8 +282,11 @@ def build_train_step(
                 seen = seen.over(*(functools.partial(f, axis_name=axis_name) for f in reduce))
 
         # One pass over the gradients for both: a sum of squares is finite only if each of them is.
-        grad_norm = optax.tree.norm(grads)
-        grads_finite, loss_finite = jnp.isfinite(grad_norm), jnp.isfinite(loss)
+        shards = shards_of(grads, param_specs, state.skipped_steps, axis_name, axes)
+        grad_norm = shards.norm(grads)
+        grads_finite, loss_finite = map(
+            shards.agreed, (jnp.isfinite(grad_norm), jnp.isfinite(loss))
+        )
         reports: Metrics = {}
         if report_overflow:
             scale, names = state.loss_scale.loss_scale, paths(state.params)
@@ -284,9 +294,11 @@ def build_train_step(
         if report_underflow:
             sizes = [leaf.size for leaf in jax.tree.leaves(grads)]
             reports["underflow"] = underflow(seen, sizes, policy.compute_dtype)
-        state_finite = stays_finite(model_state, state.model_state)
+        state_finite = shards.agreed(stays_finite(model_state, state.model_state))
         finite = grads_finite & loss_finite & state_finite
         extra_args = {"value": loss} if takes_value else {}
+        if shards.all and takes_norm:
+            extra_args["grad_norm"] = grad_norm
 
         def applied(before, grads, model_state, extra_args):
             params, opt_state = before["params"], before["opt_state"]
@@ -305,6 +317,7 @@ def build_train_step(
         before = {name: getattr(state, name) for name in CHANGED}
         if report_stalled:
             before["stalled"] = jnp.zeros(len(jax.tree.leaves(params)), jnp.float32)
+        check_reductions(optimizer.step, shards, grads, state.opt_state, state.params, extra_args)
         after = gated(finite, applied, before, grads, model_state, extra_args)
         if report_stalled:
             by_lot = policy.rounding == "stochastic"
@@ -556,10 +569,11 @@ def _owned(tree: Any, argument: str) -> Any:
     return jax.tree_util.tree_map_with_path(own, tree)
 
 
-def _takes_value(optimizer: optax.GradientTransformationExtraArgs) -> bool:
-    """Returns whether ``update`` takes the loss as ``value=``, as reduce_on_plateau does."""
+def _takes(optimizer: optax.GradientTransformationExtraArgs, *names: str) -> list[bool]:
+    """Returns whether ``update`` takes some arguments, as reduce_on_plateau takes ``value=``."""
     parameters = inspect.signature(optimizer.update).parameters.values()
-    return any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
+    every = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return [every or any(p.name == name for p in parameters) for name in names]
 
 
 def _check_arguments(loss_fn: Any, flags: dict[str, Any], accumulate_steps: Any) -> None:
