@@ -401,6 +401,16 @@ def norm(x: np.ndarray) -> float:
     return float(np.linalg.norm(x))
 
 
+def median(rows: Sequence[Error]) -> Error:
+    """Returns the medians of the errors of one leaf over several runs."""
+    numbers = ([getattr(row, name) for row in rows] for name in NUMBERS)
+    middle = {name: float(np.median(n)) for name, n in zip(NUMBERS, numbers, strict=True)}
+    return dataclasses.replace(rows[0], **middle)
+
+
+NUMBERS = ("yardstick", "autocast", "nonfinite")
+
+
 def check(*args: Any, parts: str = "result gradient update", **kwargs: Any) -> list[Error]:
     """Like `errors`, but fails where autocast is less accurate than its bound."""
     rows = errors(*args, **kwargs)

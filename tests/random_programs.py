@@ -5,7 +5,6 @@ A program is a tuple of steps ``(name, i, j, body)``: an operation, the values t
 a function of two arrays and a dict of scalars, and returns its last two values.
 """
 
-import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measure import Error, errors_of_runs, rounded
+from measure import Error, errors_of_runs, median, rounded
 from random_operations import MATMULS, OPS, SCALARS, SHAPE, Op
 
 Program = tuple[tuple[str, int, int, Any], ...]
@@ -137,20 +136,11 @@ def errors(
     given = [arguments(seed + 1000 * run) for run in range(runs)]
     by_hand = build(steps, lambda x: rounded(x, half))
     found = errors_of_runs(build(steps), given, half, argnums, by_hand, storage)
-    return [_median(rows) for rows in zip(*found, strict=True)]
+    return [median(rows) for rows in zip(*found, strict=True)]
 
 
 def jumps(steps: Program) -> bool:
     return any(OPS[name].jumps for name in names_in(steps))
-
-
-def _median(rows: Sequence[Error]) -> Error:
-    numbers = ([getattr(row, name) for row in rows] for name in NUMBERS)
-    middle = {name: float(np.median(n)) for name, n in zip(NUMBERS, numbers, strict=True)}
-    return dataclasses.replace(rows[0], **middle)
-
-
-NUMBERS = ("yardstick", "autocast", "nonfinite")
 
 
 def fault(steps: Program, half: str, seed: int = 0, storage: str = "fast") -> str:
