@@ -102,7 +102,8 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16") -> Any:
     - Values that the function does not get as arguments are read when it is traced.
     - New numbers, strings, enums, dtypes or functions among the arguments cause a new trace.
       Objects of other types cause a new trace at each call, because they may have changed.
-    - Changes to Flax NNX modules among the arguments are kept, as with ``nnx.jit``.
+    - Changes to Flax NNX modules among the arguments are kept, as with ``nnx.jit``. A module that
+      the function only reads or returns is not written to.
 
     Args:
         fun: Any function that `jax.jit` can trace. If None, a decorator is returned. Parameters
