@@ -148,9 +148,9 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
     args = operands(op, sub, env)
     # The backward rule gets these Python values unchanged, because it may branch on them.
     known = {
-        i: a
+        i: v.const if v.literal else a
         for i, (v, a) in enumerate(zip(op.ins, args, strict=True))
-        if not isinstance(a, jax.core.Tracer) and (v.literal or not v.is_f32)
+        if v.literal or not (v.is_f32 or isinstance(a, jax.core.Tracer))
     }
     finish(op, env, call(*args))
 
