@@ -114,6 +114,11 @@ CONTRACTS = (
         "autocast of programs that are exported with symbolic shapes",
     ),
     Contract(
+        "rules",
+        ("jax._src.interpreters.ad.CustomVJPException",),
+        "autocast: a gradient of what a custom_vjp closes over is refused in other words",
+    ),
+    Contract(
         "sources",
         ("jax._src.source_info_util",),
         "explain, find_nonfinite, compare and lint: lines, scopes and names of layers are lost",

@@ -331,6 +331,10 @@ def test_taylor_mode_is_seen_through_other_tracers():
 def test_a_zero_tangent_of_an_integer_is_a_float0():
     assert _jax.zero_tangent(X).dtype == jnp.float32
     assert _jax.zero_tangent(jnp.arange(3)).dtype == jax.dtypes.float0
+    for like in (X, jnp.arange(3)):
+        zero = jax.custom_derivatives.SymbolicZero(jax.typeof(like).to_tangent_aval())
+        np.testing.assert_array_equal(_jax.instantiated(zero), _jax.zero_tangent(like))
+    assert _jax.instantiated(X) is X
 
 
 def test_a_shard_map_is_mapped_again_as_it_was():

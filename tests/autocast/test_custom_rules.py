@@ -180,3 +180,34 @@ def test_a_number_that_is_differentiated_is_an_array_in_a_rule(policy, number):
     ]
     np.testing.assert_allclose(*grads, rtol=0.02)
     assert float(grads[0]) and len({*seen}) == 1
+
+
+def solver(matrix):
+    """Returns ``matrix @ x`` with a rule that closes over the matrix."""
+    solve = jax.custom_vjp(lambda x: matrix @ x)
+    solve.defvjp(lambda x: (matrix @ x, None), lambda _, ct: (matrix.T @ ct,))
+    return solve
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_rule_that_closes_over_an_array_may_be_evaluated_from_its_jaxpr(jitted):
+    matrix, x = normal(1, 4, 4), normal(2, 4, 2)
+    written = jax.make_jaxpr(jax.jit(solver(matrix)) if jitted else solver(matrix))(x)
+    loss = lambda x: jnp.sum(jnp.sin(jax.core.eval_jaxpr(written.jaxpr, written.consts, x)[0]))  # noqa: E731
+    assert_near(*run(lambda x: (jax.grad(cast(loss))(x), jax.grad(loss)(x)), x), 0.02)
+    assert not full_matmuls(jax.grad(cast(loss)), x)
+
+
+def test_a_gradient_of_what_a_rule_closes_over_raises_as_in_jax():
+    written = jax.make_jaxpr(solver(normal(1, 4, 4)))(X[:4])
+    loss = lambda m: jnp.sum(jax.core.eval_jaxpr(written.jaxpr, [m], X[:4])[0])  # noqa: E731
+
+    def unseen(m):  # the rules do not read it
+        solve = jax.custom_vjp(lambda x: jnp.sum(m) * x)
+        solve.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
+        return jnp.sum(solve(X))
+
+    for fun in (loss, unseen):
+        for around in (jax.jit, cast):
+            with pytest.raises(Exception, match="closed-over value"):
+                jax.grad(around(fun))(normal(1, 4, 4))

@@ -52,6 +52,7 @@ from mpjax._src._jax.rules import (
     custom_jvp_rule,
     custom_vjp_rules,
     in_taylor_mode,
+    instantiated,
     shard_map,
     zero_tangent,
 )
@@ -110,6 +111,7 @@ __all__ = (
     "inlined",
     "inner_jaxprs",
     "inside",
+    "instantiated",
     "is_array",
     "is_called_directly",
     "is_explicit",
