@@ -87,6 +87,11 @@ CONTRACTS = (
     ),
     Contract(
         "programs",
+        ("jax._src.core.eval_trace", "jax._src.core.set_current_trace"),
+        "autocast: arguments with arrays in their metadata raise within a trace",
+    ),
+    Contract(
+        "programs",
         ("jax._src.util.register_cache",),
         "jax.clear_caches() does not clear the plans of autocast",
     ),

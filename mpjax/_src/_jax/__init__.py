@@ -20,6 +20,7 @@ from mpjax._src._jax.jits import call_as_jit, jit_call, jit_of
 from mpjax._src._jax.literals import casts_of_numbers
 from mpjax._src._jax.partitioning import answer_partitioning, ask_elsewhere
 from mpjax._src._jax.programs import (
+    Structure,
     abstract,
     at_default_precision,
     aval_of,
@@ -78,6 +79,7 @@ __all__ = (
     "BARRIERS",
     "GPUS",
     "Literal",
+    "Structure",
     "abstract",
     "again_barrier",
     "answer_partitioning",

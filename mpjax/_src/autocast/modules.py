@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from mpjax._src import _jax
+
 TAG = "mpjax"
 
 
@@ -58,19 +60,23 @@ def are_there(leaves: list[Any], structure: Any) -> bool:
     if nnx is None:
         return False
     kinds = nnx.Pytree, nnx.Variable  # a module that is not a pytree is a leaf
-    return _have_nodes(structure) or any(issubclass(kind, kinds) for kind in {*map(type, leaves)})
+    return _have_nodes(_jax.Structure(structure)) or any(
+        issubclass(kind, kinds) for kind in {*map(type, leaves)}
+    )
 
 
 @functools.lru_cache(1024)
 def _have_nodes(structure: Any) -> bool:
+    return _has_node(structure.tree)
+
+
+def _has_node(tree: Any) -> bool:
     from flax import nnx
 
-    node = structure.node_data()
+    node = tree.node_data()
     if node is None or issubclass(node[0], nnx.State):
         return False
-    return issubclass(node[0], (nnx.Pytree, nnx.Variable)) or any(
-        map(_have_nodes, structure.children())
-    )
+    return issubclass(node[0], (nnx.Pytree, nnx.Variable)) or any(map(_has_node, tree.children()))
 
 
 def on_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:
