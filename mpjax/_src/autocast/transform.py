@@ -211,8 +211,7 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
 
     def make(**options):
         with tracing(policy, **options):
-            jaxpr, (out_leaves, out_tree) = _flat_tracing(flat, written, name)
-        others = [None if is_array(x) else (x,) for x in out_leaves]
+            jaxpr, (others, out_tree) = _flat_tracing(flat, written, name)
 
         def rebuild(arrays):
             made = iter(arrays)
@@ -255,13 +254,13 @@ def _as_written(aval: Any, path: str, policy: Policy) -> Any:
 def _flat_tracing(fun: Callable[..., Any], avals: Sequence[Any], name: str) -> tuple[Any, Any]:
     """Traces a function that returns a pytree: returns the jaxpr, and the leaves and structure.
 
-    The leaves are tracers that must not be used any more.
+    A leaf that is no array is ``(leaf,)``. An array is None: no tracer may outlive its trace.
     """
     stored: list[Any] = []
 
     def flat(*args):
         leaves, tree = jax.tree_util.tree_flatten(fun(*args))
-        stored.append((leaves, tree))
+        stored.append(([None if is_array(x) else (x,) for x in leaves], tree))
         return [leaf for leaf in leaves if is_array(leaf)]
 
     flat.__name__ = name
