@@ -20,6 +20,8 @@
 #   make soak         10,000 steps with faults; a run that is killed and resumed 200 times (an hour)
 #   make docs         builds the site in docs_out/html: executes its pages, checks its links, and
 #                     tests it in a browser
+#   make strangers    other libraries' test suites, with every differentiated function planned, under
+#                     each policy (an hour); resumes
 #   make mutants      mutation tests, on lines that differ from BASE
 #   make mutants-all  mutation tests on all lines (hours); resumes after an interruption
 #   make mutants-sample  whether the tests (TIER=thorough: both tiers) still kill a fixed
@@ -46,7 +48,7 @@ PYTEST := -m pytest -n 2 --dist worksteal
 EVERYTHING := -m "thorough or not thorough"
 KINDS := unit sound docs processes
 
-.PHONY: demo test test-all test-part $(KINDS:%=test-%) test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality build docker docker-locks soak mutants mutants-all mutants-sample clean
+.PHONY: demo test test-all test-part $(KINDS:%=test-%) test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality build docker docker-locks soak strangers mutants mutants-all mutants-sample clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -138,6 +140,9 @@ docker-locks: $(VENV)-build/ready
 soak: $(VENV)/ready
 	STEPS=10000 $(VENV)/bin/python -m pytest tests/training/test_soak.py
 	KILLS=200 $(VENV)/bin/python -m pytest -s -m thorough tests/checkpoint/test_kills.py
+
+strangers: $(VENV)/ready
+	$(VENV)/bin/python tests/strangers.py
 
 mutants: $(VENV)/mutants
 	$(VENV)/bin/python tests/mutants.py --base "$(BASE)" --workers $(WORKERS)

@@ -87,6 +87,11 @@ CONTRACTS = (
     ),
     Contract(
         "programs",
+        ("jax._src.core.eval_trace", "jax._src.core.set_current_trace"),
+        "autocast: arguments with arrays in their metadata raise within a trace",
+    ),
+    Contract(
+        "programs",
         ("jax._src.util.register_cache",),
         "jax.clear_caches() does not clear the plans of autocast",
     ),
@@ -112,6 +117,11 @@ CONTRACTS = (
         "programs",
         ("_DimExpr._evaluate", "_DimExpr._get_vars"),
         "autocast of programs that are exported with symbolic shapes",
+    ),
+    Contract(
+        "rules",
+        ("jax._src.interpreters.ad.CustomVJPException",),
+        "autocast: a gradient of what a custom_vjp closes over is refused in other words",
     ),
     Contract(
         "sources",

@@ -222,7 +222,8 @@ class Policy(jmp.Policy):
         A path joins the keys from the root of the parameter tree with "/" ("Dense_0/kernel").
         Patterns are case-insensitive globs: ``*`` also matches "/", and a leading ``*/`` also
         matches at the root. The first match wins. The patterns of a later call come before earlier
-        ones.
+        ones. Under `autocast`, a pattern also matches operations, by their named scopes and name,
+        and a 16-bit dtype lifts the ``precision`` that a matmul asks for.
 
         Args:
             patterns: A mapping from pattern to dtype.

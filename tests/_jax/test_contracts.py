@@ -331,6 +331,10 @@ def test_taylor_mode_is_seen_through_other_tracers():
 def test_a_zero_tangent_of_an_integer_is_a_float0():
     assert _jax.zero_tangent(X).dtype == jnp.float32
     assert _jax.zero_tangent(jnp.arange(3)).dtype == jax.dtypes.float0
+    for like in (X, jnp.arange(3)):
+        zero = jax.custom_derivatives.SymbolicZero(jax.typeof(like).to_tangent_aval())
+        np.testing.assert_array_equal(_jax.instantiated(zero), _jax.zero_tangent(like))
+    assert _jax.instantiated(X) is X
 
 
 def test_a_shard_map_is_mapped_again_as_it_was():
@@ -426,3 +430,20 @@ def test_a_literal_beyond_float16_is_infinite_without_a_warning():
     masked = lambda x: jnp.where(x > 0, x, -1e30)  # noqa: E731
     x = jnp.array([1.0, -1.0], jnp.float16)
     assert mpjax.autocast(masked, "mixed_float16")(x).tolist() == [1.0, -np.inf]
+
+
+def test_structures_with_arrays_are_compared_outside_of_a_trace():
+    class Tag(tuple):
+        __slots__ = ()
+
+    jax.tree_util.register_pytree_node(Tag, lambda t: ((), t[0]), lambda tag, _: Tag((tag,)))
+    key = lambda tag: _jax.Structure(jax.tree.structure(Tag((tag,))))  # noqa: E731
+    two, again, three = key(np.float32(2)), key(jnp.float32(2)), key(jnp.float32(3))
+
+    def look(x):
+        assert two == again != three and key(x) != two and two != key(x)
+        assert key(np.arange(2)) != key(np.arange(2)) and {two: 1}[again]
+        return x
+
+    assert not jax.make_jaxpr(look)(jnp.float32(2)).eqns
+    assert two != two.tree

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import W, X
+from support import thorough_but
 
 import mpjax
 from mpjax._src.autocast import transform
@@ -223,3 +224,47 @@ def test_threads_share_a_function():
     for thread in threads:
         thread.join()
     assert not failures and auto.traces == 4
+
+
+@jax.tree_util.register_pytree_node_class
+class Tagged:
+    """A tree with metadata, as simulators have it: a unit, a box, a step."""
+
+    def __init__(self, x, tag):
+        self.x, self.tag = x, tag
+
+    def tree_flatten(self):
+        return (self.x,), self.tag
+
+    @classmethod
+    def tree_unflatten(cls, tag, children):
+        return cls(*children, tag)
+
+
+TAGS = {
+    "scalar": lambda: jnp.float32(2),
+    "array": lambda: jnp.arange(2.0),
+    "numpy": lambda: np.arange(2.0),
+    "in a tuple": lambda: ("box", jnp.float32(2)),
+}
+
+
+@pytest.mark.parametrize("policy", thorough_but(["float32", "mixed_bfloat16"], "mixed_bfloat16"))
+@pytest.mark.parametrize("tag", TAGS)
+def test_arrays_in_the_metadata_of_a_tree(tag, policy):
+    import flax.nnx  # noqa: F401  (all trees are searched for its modules)
+
+    auto = mpjax.autocast(lambda t: Tagged(t.x + jnp.sum(jnp.asarray(t.x)), t.tag), policy)
+    x, make = jnp.ones(3), TAGS[tag]
+    known = auto(Tagged(x, make()))
+    for _ in range(2):
+        np.testing.assert_array_equal(auto(Tagged(x, make())).x, known.x)
+
+    def twice(y):  # a traced call, and one of arrays within a trace
+        return auto(Tagged(y, make())).x + auto(Tagged(x, known.tag)).x
+
+    np.testing.assert_array_equal(jax.jit(twice)(x), 2 * known.x)
+    assert " eq " not in str(jax.make_jaxpr(twice)(x))
+    np.testing.assert_array_equal(
+        jax.grad(lambda y: jnp.sum(auto(Tagged(y, make())).x))(x), [4, 4, 4]
+    )

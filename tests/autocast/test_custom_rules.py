@@ -151,3 +151,63 @@ def test_a_rule_may_refuse_a_cotangent_that_it_is_never_given():
     assert not full_matmuls(jax.grad(auto, (0, 1)), x, w)
     with pytest.raises(AssertionError, match="nobody differentiates"):
         jax.eval_shape(jax.grad(mpjax.autocast(lambda x, w: f(x, w)[1], "mixed_bfloat16")), x, w)
+
+
+def is_number(x):
+    return isinstance(x, float | np.generic | np.ndarray)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("number", [2.0, np.float64(2), np.float32(2)])
+def test_a_number_that_is_differentiated_is_an_array_in_a_rule(policy, number):
+    """A rule may take numbers for settings that have no gradient, and arrays for the others."""
+    seen = []
+
+    @jax.custom_vjp
+    def solve(y, rate, setting):
+        return setting * jnp.sum(y * jnp.exp(rate))
+
+    def bwd(res, ct):
+        y, rate, setting = res
+        seen.append(type(setting))
+        scaled = setting * ct * jnp.exp(rate)
+        return y * 0 + scaled, 0.0 if is_number(rate) else jnp.sum(y) * scaled, None
+
+    solve.defvjp(lambda *args: (solve(*args), args), bwd)
+    grads = [
+        jax.grad(around(lambda rate: solve(X[0], rate, number)))(number)
+        for around in (jax.jit, lambda f: mpjax.autocast(f, policy))
+    ]
+    np.testing.assert_allclose(*grads, rtol=0.02)
+    assert float(grads[0]) and len({*seen}) == 1
+
+
+def solver(matrix):
+    """Returns ``matrix @ x`` with a rule that closes over the matrix."""
+    solve = jax.custom_vjp(lambda x: matrix @ x)
+    solve.defvjp(lambda x: (matrix @ x, None), lambda _, ct: (matrix.T @ ct,))
+    return solve
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_rule_that_closes_over_an_array_may_be_evaluated_from_its_jaxpr(jitted):
+    matrix, x = normal(1, 4, 4), normal(2, 4, 2)
+    written = jax.make_jaxpr(jax.jit(solver(matrix)) if jitted else solver(matrix))(x)
+    loss = lambda x: jnp.sum(jnp.sin(jax.core.eval_jaxpr(written.jaxpr, written.consts, x)[0]))  # noqa: E731
+    assert_near(*run(lambda x: (jax.grad(cast(loss))(x), jax.grad(loss)(x)), x), 0.02)
+    assert not full_matmuls(jax.grad(cast(loss)), x)
+
+
+def test_a_gradient_of_what_a_rule_closes_over_raises_as_in_jax():
+    written = jax.make_jaxpr(solver(normal(1, 4, 4)))(X[:4])
+    loss = lambda m: jnp.sum(jax.core.eval_jaxpr(written.jaxpr, [m], X[:4])[0])  # noqa: E731
+
+    def unseen(m):  # the rules do not read it
+        solve = jax.custom_vjp(lambda x: jnp.sum(m) * x)
+        solve.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
+        return jnp.sum(solve(X))
+
+    for fun in (loss, unseen):
+        for around in (jax.jit, cast):
+            with pytest.raises(Exception, match="closed-over value"):
+                jax.grad(around(fun))(normal(1, 4, 4))

@@ -20,6 +20,8 @@ from support import (
     thorough_but,
 )
 
+import mpjax
+
 
 def rounded(x, half):
     return np.asarray(x).astype(half).astype(np.float32)
@@ -250,7 +252,8 @@ def test_explicit_precision_stays():
     def fun(w, x):
         return jnp.sum(jnp.dot(x, w, precision="highest"))
 
-    assert found(cast(fun), W, X)[0][1] == ("float32", "float32")
+    with pytest.warns(mpjax.PrecisionWarning, match="ask for precision=HIGHEST"):
+        assert found(cast(fun), W, X)[0][1] == ("float32", "float32")
 
 
 # Shapes of operands, and what is summed and shared; XLA:CPU has not all of them in half.

@@ -276,6 +276,12 @@ def test_a_donating_jit_inside_still_donates():
     assert x.is_deleted()
 
 
+def test_no_tracer_outlives_its_trace():
+    with jax.check_tracer_leaks():
+        for around in (jax.jit, jax.grad):
+            around(mpjax.autocast(lambda x: jnp.sum(jnp.tanh(x @ W)), "float32"))(X)
+
+
 def test_tracing_costs_what_a_jit_costs():
     def calls(around):
         def loss(w, x):

@@ -20,6 +20,7 @@ from mpjax._src._jax.jits import call_as_jit, jit_call, jit_of
 from mpjax._src._jax.literals import casts_of_numbers
 from mpjax._src._jax.partitioning import answer_partitioning, ask_elsewhere
 from mpjax._src._jax.programs import (
+    Structure,
     abstract,
     at_default_precision,
     aval_of,
@@ -52,6 +53,7 @@ from mpjax._src._jax.rules import (
     custom_jvp_rule,
     custom_vjp_rules,
     in_taylor_mode,
+    instantiated,
     shard_map,
     zero_tangent,
 )
@@ -77,6 +79,7 @@ __all__ = (
     "BARRIERS",
     "GPUS",
     "Literal",
+    "Structure",
     "abstract",
     "again_barrier",
     "answer_partitioning",
@@ -110,6 +113,7 @@ __all__ = (
     "inlined",
     "inner_jaxprs",
     "inside",
+    "instantiated",
     "is_array",
     "is_called_directly",
     "is_explicit",

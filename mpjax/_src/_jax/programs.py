@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import config, util
+from jax._src.core import eval_trace, set_current_trace
 from jax._src.interpreters import partial_eval
 from jax._src.lax.lax import canonicalize_precision
 from jax._src.named_sharding import UnspecifiedValue
@@ -49,9 +50,37 @@ def programs_in(params: dict[str, Any]) -> list[Any]:
     return list(jaxprs_in_params(params))
 
 
+class Structure:
+    """A tree structure as a key: equal to another if JAX can tell.
+
+    The metadata of a tree may hold arrays. They are compared by value, outside of any trace that
+    is active. Arrays with several elements, or of an outer trace, have no truth value.
+    """
+
+    __slots__ = ("tree",)
+
+    def __init__(self, tree: Any):
+        self.tree = tree
+
+    def __hash__(self) -> int:
+        return hash(self.tree)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Structure):
+            return False
+        try:
+            with set_current_trace(eval_trace):
+                return bool(self.tree == other.tree)
+        except Exception:  # any that the metadata raises
+            return False
+
+
 def equation_key(eqn: Any) -> Any:
     """Returns a key of an equation's operation and source, comparable by value where possible."""
-    params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+    params = tuple(
+        (name, Structure(x) if isinstance(x, jax.tree_util.PyTreeDef) else x)
+        for name, x in sorted(eqn.params.items(), key=lambda item: item[0])
+    )
     return eqn.primitive, params, eqn.ctx, eqn.source_info.traceback
 
 

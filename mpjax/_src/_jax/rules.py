@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax._src.interpreters.ad import CustomVJPException
 from jax.experimental.jet import JetTracer
 from jax.extend.core import Literal
 from jax.interpreters import ad
@@ -54,9 +55,16 @@ def custom_vjp_rules(
     Args:
         params: The parameters of the equation.
         avals: The abstract values of its operands, including constants.
-        perturbed: For each operand that is not a constant, whether it is differentiated.
+        perturbed: For each operand, whether it is differentiated.
         known: The operands whose values are known.
+
+    Raises:
+        CustomVJPException: As in JAX, if a constant is differentiated, which has no rule.
     """
+    num_consts = params["num_consts"]
+    if any(perturbed[:num_consts]):
+        raise CustomVJPException
+    perturbed = perturbed[num_consts:]
     fwd_jaxpr, fwd_consts = own_lines(params["fwd_jaxpr_thunk"]).call_wrapped(*perturbed)
     fwd = close(fwd_jaxpr, fwd_consts)
     _, tree, forwards = params["out_trees"]()
@@ -120,6 +128,12 @@ def _is_taylor(x: Any) -> bool:
 def zero_tangent(x: Any) -> Any:
     """Returns a zero tangent of ``x`` as an array."""
     return ad.instantiate_zeros(ad.Zero(jax.typeof(x).to_tangent_aval()))
+
+
+def instantiated(ct: Any) -> Any:
+    """Returns a cotangent as an array, also if it is a symbolic zero."""
+    zero = isinstance(ct, jax.custom_derivatives.SymbolicZero)
+    return ad.instantiate_zeros(ad.Zero(ct.aval)) if zero else ct
 
 
 def shard_map(fun: Callable[..., Any], params: dict[str, Any]) -> Callable[..., Any]:

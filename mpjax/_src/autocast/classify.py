@@ -116,6 +116,10 @@ def _matmul_rule(op: Op) -> tuple[str, Why]:
     # JAX writes its default precision into each matmul. Only another precision is the user's own.
     if explicit and precision != _jax.default_precision():
         return "written", why(Reason.PRECISION, precision)
+    return _matmul_of_its_operands(op)
+
+
+def _matmul_of_its_operands(op: Op) -> tuple[str, Why]:
     floats = [v for v in op.ins if is_float(v)]
     wanted = op.params.get("preferred_element_type")
     operands = {v.aval.dtype for v in floats}
@@ -146,12 +150,20 @@ def _has_none(op: Op) -> bool:
     return op.why == why(Reason.NO_FLOAT32)
 
 
+def _asked_for_float32(op: Op, asked: Why) -> None:
+    """Records that the user asks for the float32 that a matmul's own precision gives it."""
+    if op.why.reason is Reason.PRECISION:
+        op.why = asked
+
+
 # Rules that a list, an override or a region may change.
 CHANGEABLE = ("half", "full", "follow", "layout", "leave", "neutral")
 
 
 def _apply_lists(op: Op, listed: dict[str, str]) -> None:
     name = listed.get(op.name)
+    if name == "full":
+        _asked_for_float32(op, why(Reason.LISTED, name))
     if name is None or op.rule not in CHANGEABLE or _has_none(op):
         return
     op.why = why(Reason.LISTED, name)
@@ -169,7 +181,13 @@ def _apply_overrides(op: Op, policy: Policy, used: set[str]) -> None:
     pattern, dtype = chosen
     if dtype in HALVES:
         op.half = dtype
-    elif op.rule in CHANGEABLE and op.rule not in ("layout", "neutral"):
+        if op.why.reason is Reason.PRECISION:  # the override is about this program, and lifts it
+            op.rule, op.why = _matmul_of_its_operands(op)
+            if op.rule == "half":
+                op.why = why(Reason.OVERRIDE, pattern)
+    else:
+        _asked_for_float32(op, why(Reason.OVERRIDE, pattern))
+    if dtype not in HALVES and op.rule in CHANGEABLE and op.rule not in ("layout", "neutral"):
         op.forced, op.why = "full", why(Reason.OVERRIDE, pattern)
 
 
@@ -197,6 +215,8 @@ def _apply_region(op: Op) -> None:
     for name in reversed(op.scopes):
         if name.startswith(REGION):
             dtype = np.dtype(name.removeprefix(REGION))
+            if dtype not in HALVES:
+                _asked_for_float32(op, why(Reason.REGION, dtype.name))
             if op.rule not in CHANGEABLE or _has_none(op):
                 return
             op.why = why(Reason.REGION, dtype.name)

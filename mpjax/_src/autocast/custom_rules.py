@@ -97,12 +97,10 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
         return run_block(sub.program, args, outs, env.settings)
 
     def fwd(*args):
-        perturbed = [True] * len(args)
-        if symbolic:
-            perturbed, args = [a.perturbed for a in args], tuple(a.value for a in args)
+        perturbed, args = [a.perturbed for a in args], tuple(a.value for a in args)
         avals = [v.aval for v in op.ins]
         with tracing(policy):
-            rules = _jax.custom_vjp_rules(op.params, avals, perturbed[consts:], known)
+            rules = _jax.custom_vjp_rules(op.params, avals, perturbed, known)
             backward = _with_all_cotangents(rules.trace_bwd, len(outs))
         inner, inner_consts = _jax.open_jaxpr(rules.fwd)
         computed = rules.num_computed
@@ -125,6 +123,8 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
         return results[computed:], _Residuals(residuals, rules.trace_bwd)
 
     def bwd(saved, cts):
+        if not symbolic:
+            cts = [_jax.instantiated(ct) for ct in cts]
         zero_cts = tuple(isinstance(ct, SymbolicZero) for ct in cts)
         with tracing(policy):
             backward, zeros = saved.trace_bwd(zero_cts)
@@ -144,13 +144,15 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
         grads = [None if zero else next(results) for zero in zeros]
         return (*[None] * consts, *grads)
 
-    call.defvjp(fwd, bwd, symbolic_zeros=symbolic)
+    # Which operands are differentiated, only a rule with symbolic zeros is told. The rule of the
+    # program may ask: one that was evaluated from its jaxpr refuses a gradient of its constants.
+    call.defvjp(fwd, bwd, symbolic_zeros=True)
     args = operands(op, sub, env)
     # The backward rule gets these Python values unchanged, because it may branch on them.
     known = {
-        i: a
+        i: v.const if v.literal else a
         for i, (v, a) in enumerate(zip(op.ins, args, strict=True))
-        if not isinstance(a, jax.core.Tracer) and (v.literal or not v.is_f32)
+        if v.literal or not (v.is_f32 or isinstance(a, jax.core.Tracer))
     }
     finish(op, env, call(*args))
 

@@ -3,14 +3,18 @@
 A module is an object that a function may change: the statistics of a BatchNorm, the counters of its
 random keys, a cache. A traced function changes copies. Therefore, as in `nnx.jit`, a pure function
 of the modules' arrays is traced; it returns the new arrays, and the caller's objects are updated.
+An object that the function only reads stays as it is, because an outer trace may own it.
 """
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
+
+from mpjax._src import _jax
 
 TAG = "mpjax"
 
@@ -56,19 +60,23 @@ def are_there(leaves: list[Any], structure: Any) -> bool:
     if nnx is None:
         return False
     kinds = nnx.Pytree, nnx.Variable  # a module that is not a pytree is a leaf
-    return _have_nodes(structure) or any(issubclass(kind, kinds) for kind in {*map(type, leaves)})
+    return _have_nodes(_jax.Structure(structure)) or any(
+        issubclass(kind, kinds) for kind in {*map(type, leaves)}
+    )
 
 
 @functools.lru_cache(1024)
 def _have_nodes(structure: Any) -> bool:
+    return _has_node(structure.tree)
+
+
+def _has_node(tree: Any) -> bool:
     from flax import nnx
 
-    node = structure.node_data()
+    node = tree.node_data()
     if node is None or issubclass(node[0], nnx.State):
         return False
-    return issubclass(node[0], (nnx.Pytree, nnx.Variable)) or any(
-        map(_have_nodes, structure.children())
-    )
+    return issubclass(node[0], (nnx.Pytree, nnx.Variable)) or any(map(_has_node, tree.children()))
 
 
 def on_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,30 +88,54 @@ def on_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:
         state = nnx.State({0: dict(enumerate(args)), 1: kwargs})
         with nnx.merge_context(TAG, inner=True) as context:
             args, kwargs = context.merge(graph, state)
-        before = _contents((args, kwargs))
+            nodes = dict(context.index_ref)
+        before = {i: _held(node) for i, node in nodes.items()}
         out = fun(*args, **kwargs)
         returned = out if has_modules(out) else None
-        if returned is None and _are_same(before, _contents((args, kwargs))):
+        same: list[int] = []
+        changed: list[int] = []
+        for i, node in nodes.items():
+            is_same = _are_same(before[i], _held(node))
+            (same if is_same else changed).append(i)
+        if returned is None and not changed:
             return None, None, out
         with nnx.split_context(TAG) as context:
-            graph, state = context.split((modules_in((args, kwargs)), returned))
-        return graph, state, None if returned is not None else out
+            for place, i in enumerate(same):  # they are referred to, not split
+                context.ref_index[nodes[i]] = place
+            graph, state = context.split(([nodes[i] for i in changed], returned))
+        return (graph, same, changed), state, None if returned is not None else out
 
     return run
 
 
-def _contents(tree: Any) -> tuple[Any, list[Any]]:
-    """Returns the structure of modules, and the arrays that they hold."""
+def _held(node: Any) -> list[tuple[Any, Any]]:
+    """Returns the names and objects that a module or variable holds itself.
+
+    Modules and variables in it stand for themselves. Containers are entered: they may be changed.
+    """
     from flax import nnx
 
-    graph, state = nnx.split(tree)
-    return graph, jax.tree.leaves(state)
+    kinds = nnx.Pytree, nnx.Variable
+    if isinstance(node, nnx.Variable):
+        values = {**node.get_metadata(), "": node.get_raw_value()}
+    else:
+        values = vars(node) if isinstance(node, nnx.Pytree) else {}
+    held: list[tuple[Any, Any]] = []
+    for name, value in values.items():
+        held.append((name, value))
+        with contextlib.suppress(TypeError, ValueError):  # no pytree: its keys have no order
+            inside = jax.tree_util.tree_leaves_with_path(
+                value, is_leaf=lambda x: isinstance(x, kinds)
+            )
+            held += [((name, path), x) for path, x in inside]
+    return held
 
 
-def _are_same(contents: Any, others: Any) -> bool:
-    (graph, arrays), (other_graph, other_arrays) = contents, others
-    same = graph == other_graph and len(arrays) == len(other_arrays)
-    return same and all(a is b for a, b in zip(arrays, other_arrays, strict=True))
+def _are_same(held: list[tuple[Any, Any]], now: list[tuple[Any, Any]]) -> bool:
+    """Compares objects by identity: arrays of a trace have no other equality."""
+    return len(held) == len(now) and all(
+        name == other and a is b for (name, a), (other, b) in zip(held, now, strict=True)
+    )
 
 
 def call_on_arrays(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -122,10 +154,28 @@ def call_on_arrays(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with nnx.update_context(TAG):
         with nnx.split_context(TAG) as context:
             graph, state = context.split((args, kwargs))
+            nodes = {i: node for node, i in context.ref_index.items()}
         given = [state.get(0, {}).get(i, {}) for i in range(len(args))]
-        graph, state, out = run(graph, *given, **state.get(1, {}))
-        if graph is None:  # nothing changed; modules of an outer trace may be read
+        changes, state, out = run(graph, *given, **state.get(1, {}))
+        if changes is None:  # nothing changed; modules of an outer trace may be read
             return out
+        graph, same, changed = changes
+        _check_may_change([nodes[i] for i in changed])
         with nnx.merge_context(TAG, inner=False) as context:
+            # What the function only read stays as it is: an outer trace may own it.
+            for place, i in enumerate(same):
+                context.index_ref[place] = nodes[i]
             _, made = context.merge(graph, state)
     return out if made is None else made
+
+
+def _check_may_change(nodes: list[Any]) -> None:
+    """Lets Flax raise for a module or variable of an outer trace, before any is changed."""
+    from flax import nnx
+
+    for node in nodes:
+        if isinstance(node, nnx.Variable):
+            node.set_raw_value(node.get_raw_value())
+        elif isinstance(node, nnx.Pytree):
+            setattr(node, TAG, None)
+            delattr(node, TAG)

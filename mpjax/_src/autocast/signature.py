@@ -26,7 +26,7 @@ LASTING = (
 def signature(leaves: list[Any], tree: Any) -> Any:
     """Returns the values that a trace depends on, or None if they are not known."""
     described = [_jax.aval_of(x) if is_array(x) else _value(x) for x in leaves]
-    key = (*described, tree, _jax.tracing_key())
+    key = (*described, _jax.Structure(tree), _jax.tracing_key())
     try:
         hash(key)
     except TypeError:

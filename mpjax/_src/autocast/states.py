@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from mpjax._src import _jax
 from mpjax._src.dtypes import FLOAT32
 
 
@@ -58,7 +59,7 @@ def handed_out(tree: Any, results: Sequence[Any], known: Any, dtype: Any) -> lis
     for node, where in nodes(tree):
         if where.start >= done:
             for argument, dtypes in known.get(_kinds(results[where]), ()):
-                if argument == node:
+                if _jax.Structure(argument) == _jax.Structure(node):
                     chosen[where], done = dtypes, where.stop
                     break
     return [

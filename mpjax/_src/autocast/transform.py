@@ -22,6 +22,7 @@ from mpjax._src.autocast.plan import Plan, complete, outline
 from mpjax._src.autocast.rewrite import run_plan
 from mpjax._src.autocast.signature import KEPT_CALLS, signature
 from mpjax._src.autocast.states import handed_out, states
+from mpjax._src.autocast.unplanned import warn_if_nothing_is_half
 from mpjax._src.called import CALLED, CASTS
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.errors import check_callable
@@ -95,6 +96,8 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16") -> Any:
     backward pass are stored in half if that adds at most one rounding. Values of the function that
     are not float32 keep their dtypes. If neither the policy nor a region of the function asks for a
     16-bit dtype, the function runs as traced.
+    Matmuls that ask for a ``precision`` of their own stay float32, unless an override lifts it; a
+    `PrecisionWarning` says so if no other is left.
 
     The function may use any JAX transformation, and any of them may be applied to the result.
     Outside of `jax.jit` the result is compiled and cached, as with `jax.jit`:
@@ -103,7 +106,8 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16") -> Any:
     - Values that the function does not get as arguments are read when it is traced.
     - New numbers, strings, enums, dtypes or functions among the arguments cause a new trace.
       Objects of other types cause a new trace at each call, because they may have changed.
-    - Changes to Flax NNX modules among the arguments are kept, as with ``nnx.jit``.
+    - Changes to Flax NNX modules among the arguments are kept, as with ``nnx.jit``. A module that
+      the function only reads or returns is not written to.
 
     Args:
         fun: Any function that `jax.jit` can trace. If None, a decorator is returned. Parameters
@@ -150,17 +154,23 @@ def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
     kept: Callable[[Any], list[Any]] = functools.lru_cache(KEPT_CALLS)(lambda key: [])
     _jax.cleared_with_jax(kept)
 
+    def traced_now(fun, args, kwargs):
+        traced = trace(fun, policy, args, kwargs)
+        if policy.compute_dtype in HALVES:
+            warn_if_nothing_is_half(traced.outline.block, policy)
+        return traced
+
     def run_planned(fun, args, kwargs, leaves, tree):
         arrays = [x for x in leaves if is_array(x)]
         if any(isinstance(x, jax.core.Tracer) for x in arrays):
-            traced = trace(fun, policy, args, kwargs)
+            traced = traced_now(fun, args, kwargs)
             return traced.rebuild(call(traced, arrays))
         key = signature(leaves, tree)
         entry = [] if key is None else kept(key)
         if entry:
             traced, run = entry[0]
             return traced.rebuild(run(arrays))
-        traced = trace(fun, policy, args, kwargs)
+        traced = traced_now(fun, args, kwargs)
         run = functools.partial(call, traced)
         if key is not None and not _holds_tracers(traced):
             run = run if traced.donates else jax.jit(run)
@@ -202,8 +212,7 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
 
     def make(**options):
         with tracing(policy, **options):
-            jaxpr, (out_leaves, out_tree) = _flat_tracing(flat, written, name)
-        others = [None if is_array(x) else (x,) for x in out_leaves]
+            jaxpr, (others, out_tree) = _flat_tracing(flat, written, name)
 
         def rebuild(arrays):
             made = iter(arrays)
@@ -246,13 +255,13 @@ def _as_written(aval: Any, path: str, policy: Policy) -> Any:
 def _flat_tracing(fun: Callable[..., Any], avals: Sequence[Any], name: str) -> tuple[Any, Any]:
     """Traces a function that returns a pytree: returns the jaxpr, and the leaves and structure.
 
-    The leaves are tracers that must not be used any more.
+    A leaf that is no array is ``(leaf,)``. An array is None: no tracer may outlive its trace.
     """
     stored: list[Any] = []
 
     def flat(*args):
         leaves, tree = jax.tree_util.tree_flatten(fun(*args))
-        stored.append((leaves, tree))
+        stored.append(([None if is_array(x) else (x,) for x in leaves], tree))
         return [leaf for leaf in leaves if is_array(leaf)]
 
     flat.__name__ = name

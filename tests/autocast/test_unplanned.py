@@ -1,0 +1,84 @@
+"""A policy that has no effect: its matmuls ask for a precision, and an override lifts it."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from programs import W, X
+from support import found, full_matmuls
+
+import mpjax
+
+POLICY = mpjax.get_policy("mixed_bfloat16")
+
+
+def precise(w, x):
+    with jax.named_scope("body"):
+        y = lax.scan(lambda y, _: (jnp.dot(y, w, precision="highest"), None), x, None, length=2)[0]
+        return jnp.sum(jnp.dot(y, w, precision="highest"))
+
+
+def images(w, x):
+    x, w = x.reshape(1, 1, *x.shape), w[None, None, :3, :3]
+    return jnp.sum(lax.conv_general_dilated(x, w, (1, 1), "SAME", precision="highest"))
+
+
+SQUARE, ROWS = np.ones((4, 4), np.float32), np.ones((3, 4), np.float32)
+
+
+@pytest.mark.parametrize("fun", [precise, images])
+def test_one_warning_names_the_cause_and_the_way_out(fun):
+    for call in (mpjax.autocast(fun), jax.grad(mpjax.autocast(fun))):
+        with pytest.warns(mpjax.PrecisionWarning) as heard:
+            jax.eval_shape(call, SQUARE, ROWS)
+        (message,) = [str(w.message) for w in heard]
+        assert "precision=HIGHEST" in message and heard[0].filename == __file__
+        pattern = message.split('override({"')[1].split('": "bf16"')[0]
+        lifted = mpjax.autocast(fun, POLICY.override({pattern: "bf16"}))
+        assert not full_matmuls(jax.grad(lifted, (0, 1)), SQUARE, ROWS)
+
+
+def test_the_precision_is_lifted_where_the_override_matches():
+    def two(w, x):
+        return precise(w, x) + jnp.sum(jnp.dot(x, w, precision="highest"))
+
+    lifted = mpjax.autocast(two, POLICY.override({"*body*dot_general": "bfloat16"}))
+    rows = [dtypes[0] for _, dtypes, _ in found(lifted, SQUARE, ROWS)]
+    assert sorted(rows) == ["bfloat16", "bfloat16", "float32"]
+    assert "HIGHEST" not in str(jax.make_jaxpr(mpjax.autocast(precise, lift()))(SQUARE, ROWS))
+    np.testing.assert_allclose(mpjax.autocast(precise, lift())(SQUARE, ROWS), precise(SQUARE, ROWS))
+
+
+def lift():
+    return POLICY.override({"*dot_general": "bfloat16"})
+
+
+def _mixed(w, x):
+    return precise(w, x) + jnp.sum(x @ w)
+
+
+SILENT = {
+    "no matmul": (lambda w, x: jnp.sum(jnp.tanh(x)), POLICY),
+    "one in 16 bits": (_mixed, POLICY),
+    "float32": (precise, "float32"),
+    "region": (mpjax.full_precision(precise), POLICY),
+    "override": (precise, POLICY.override({"*body*": "float32"})),
+    "list": (precise, POLICY.with_ops(full="dot_general")),
+    "plain matmuls in a region": (mpjax.full_precision(lambda w, x: jnp.sum(x @ w)), POLICY),
+}
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_no_warning_where_the_user_asked_or_something_is_planned(case):
+    fun, policy = SILENT[case]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(jax.grad(mpjax.autocast(fun, policy)), SQUARE, ROWS)
+
+
+def test_the_default_precision_of_jax_is_no_precision_of_a_matmul():
+    with jax.default_matmul_precision("highest"):
+        assert not full_matmuls(mpjax.autocast(lambda w, x: x @ w), W, X)

@@ -1,0 +1,225 @@
+"""Other libraries' test suites as ours: every function that they differentiate is planned.
+
+As a pytest plugin, it wraps each function given to `jax.grad`, `jax.value_and_grad`, `jax.vjp` and
+`jax.jvp` in `mpjax.autocast` with the policy in STRANGERS_POLICY. "jit", the control, wraps it in
+`jax.jit` instead, because some tests look at tracers and fail under any wrapper.
+
+    STRANGERS_POLICY=float32 python -m pytest -p strangers their_test.py
+
+As a program, it runs the suites of `strangers.toml`, each file under each policy in a process of
+its own, and reports the tests that pass under the control alone. `float32` has to change nothing.
+Under a 16-bit policy, tolerances may break; an error of another type is a finding.
+
+    python tests/strangers.py                 # all; resumes after an interruption
+    python tests/strangers.py optax --policies jit float32
+
+The sources, at their pinned commits, and the results are in `.strangers`.
+"""
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import tomllib
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+HOME = TESTS.parent / ".strangers"
+CONTROL = "jit"
+POLICIES = (CONTROL, "float32", "mixed_bfloat16", "mixed_float16")
+# How the errors of tests that compare numbers begin.
+TOLERANCE = ("AssertionError", "assert False", "assert Array(False")
+
+
+# ---- the plugin ----------------------------------------------------------------------------------
+
+
+def compiled(fun):
+    """Returns a function that runs in a `jax.jit`, with arguments and results of any type."""
+    import jax
+    import numpy as np
+
+    def is_array(x):
+        return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        traced = [is_array(x) for x in leaves]
+        found = []
+
+        def run(arrays):
+            given = iter(arrays)
+            whole = [next(given) if yes else x for x, yes in zip(leaves, traced, strict=True)]
+            args, kwargs = jax.tree.unflatten(tree, whole)
+            results, out_tree = jax.tree.flatten(fun(*args, **kwargs))
+            found[:] = [out_tree, [None if is_array(x) else (x,) for x in results]]
+            return [x for x in results if is_array(x)]
+
+        arrays = iter(jax.jit(run)([x for x, yes in zip(leaves, traced, strict=True) if yes]))
+        out_tree, others = found
+        return jax.tree.unflatten(out_tree, [next(arrays) if o is None else o[0] for o in others])
+
+    return wrapped
+
+
+def around(policy):
+    """Returns what wraps a function under a policy or under the control."""
+    if policy == CONTROL:
+        return compiled
+    import mpjax
+
+    return functools.partial(mpjax.autocast, policy=policy)
+
+
+def planning(transform, wrap):
+    """Returns a transformation of JAX that wraps the function that it differentiates."""
+
+    @functools.wraps(transform)
+    def wrapped(fun, *args, **kwargs):
+        return transform(wrap(fun) if callable(fun) else fun, *args, **kwargs)
+
+    return wrapped
+
+
+def install(policy):
+    """Wraps the public transformations, before a library imports them by name."""
+    import jax
+
+    wrap = around(policy)
+    for name in ("grad", "value_and_grad", "vjp", "jvp"):
+        setattr(jax, name, planning(getattr(jax, name), wrap))
+
+
+if "STRANGERS_POLICY" in os.environ and __name__ != "__main__":
+    install(os.environ["STRANGERS_POLICY"])
+
+
+# ---- the program ---------------------------------------------------------------------------------
+
+
+def source(name, suite):
+    """Returns the folder of a suite's repository at its pinned commit, fetched if it is absent."""
+    folder = HOME / f"{name}-{suite['commit'][:12]}"
+    if not folder.exists():
+        partly = folder.with_suffix(".part")
+        partly.mkdir(parents=True, exist_ok=True)
+        for command in (
+            ["init", "-q"],
+            ["fetch", "-q", "--depth=1", suite["repository"], suite["commit"]],
+            ["checkout", "-q", suite["commit"]],
+        ):
+            subprocess.run(["git", "-C", str(partly), *command], check=True)
+        partly.rename(folder)
+    return folder
+
+
+def packages(suite):
+    """Installs what a suite needs beyond the development packages, in a folder of its own."""
+    folder = HOME / "packages"
+    for package in suite.get("requires", ()):
+        done = folder / f"{package}.installed"
+        if not done.exists():
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+            subprocess.run([*command, "--target", str(folder), package], check=True)
+            done.touch()
+    return folder
+
+
+def run(folder, file, policy, suite, report):
+    """Runs one file of a suite in a process of its own: returns the outcome of each test."""
+    paths = [str(x) for x in (folder, TESTS, TESTS.parent, packages(suite))]
+    env = {**os.environ, "STRANGERS_POLICY": policy, "PYTHONPATH": os.pathsep.join(paths)}
+    skipped = [f"--deselect={file}::{test}" for test in suite.get("skip", {}).get(file, ())]
+    options = ["-c", os.devnull, f"--rootdir={folder}", "-p", "strangers", "-q", "--tb=short"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *skipped, file],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=suite.get("timeout", 1800),
+    )
+    if not report.exists() or done.returncode > 1:  # no tests, or an error outside of them
+        return {"(the run)": f"crash: {(done.stdout + done.stderr)[-500:]}"}
+    return outcomes(report)
+
+
+def outcomes(report):
+    """Returns "passed", "skipped" or the error of each test in a JUnit report."""
+    found = {}
+    for case in ET.parse(report).iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        bad = next((x for x in case if x.tag in ("failure", "error")), None)
+        if bad is not None:
+            found[name] = " ".join((bad.get("message") or "").split())[:300] or bad.tag
+        else:
+            found[name] = "skipped" if case.find("skipped") is not None else "passed"
+    return found
+
+
+def differences(control, other):
+    """Returns the tests that pass under the control and not otherwise, with their errors."""
+    return {
+        name: other.get(name, "absent")
+        for name, outcome in control.items()
+        if outcome == "passed" and other.get(name) != "passed"
+    }
+
+
+def main():
+    suites = tomllib.loads((TESTS / "strangers.toml").read_text())
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("suites", nargs="*", metavar="suite", help="all if none is named")
+    parser.add_argument("--policies", nargs="+", default=POLICIES)
+    options = parser.parse_args()
+    if unknown := {*options.suites} - {*suites}:
+        parser.error(f"Unknown suites {sorted(unknown)}. Choose from {sorted(suites)}.")
+    changed = 0
+    for name in options.suites or suites:
+        suite = suites[name]
+        folder = source(name, suite)
+        results = HOME / "results" / folder.name
+        results.mkdir(parents=True, exist_ok=True)
+        for file in suite["files"]:
+            found = {}
+            for policy in dict.fromkeys((CONTROL, *options.policies)):
+                place = results / f"{file.replace('/', '.')}-{policy}.json"
+                if not place.exists():
+                    report = place.with_suffix(".xml")
+                    report.unlink(missing_ok=True)
+                    outcome = run(folder, file, policy, suite, report)
+                    place.write_text(json.dumps(outcome, indent=1))
+                found[policy] = json.loads(place.read_text())
+            changed += tell(name, file, found, suite.get("control", ()))
+    sys.exit(changed > 0)
+
+
+def tell(name, file, found, known=()):
+    """Prints what differs from the control; returns how many findings there are.
+
+    The ``known`` tests, which fail under any wrapper, are not named.
+    """
+    control, findings = found[CONTROL], 0
+    passed = sum(outcome == "passed" for outcome in control.values())
+    if not passed:
+        sys.exit(f"{name} {file}: no test passes under {CONTROL}: {[*control.values()][:1]}")
+    failed = {n for n, o in control.items() if o not in ("passed", "skipped")}
+    print(f"{name} {file}: {passed} of {len(control)} pass under {CONTROL}", flush=True)
+    for test in sorted(n for n in failed if n.rpartition("::")[2] not in known):
+        print(f"  {CONTROL}: {test}: {control[test][:120]}")
+    for policy in found:
+        apart = differences(control, found[policy])
+        numbers = {n for n, o in apart.items() if o.startswith(TOLERANCE) and policy != "float32"}
+        findings += len(apart) - len(numbers)
+        print(f"  {policy}: {len(numbers)} tolerances, {len(apart) - len(numbers)} findings")
+        for test in sorted({*apart} - numbers):
+            print(f"    {test}: {apart[test][:200]}")
+    return findings
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The runner of other libraries' suites: what it wraps, and what it counts as a difference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import strangers
+from support import matmul_dtypes
+
+import mpjax
+
+W, X = np.ones((3, 3), np.float32), np.ones((2, 3), np.float32)
+
+
+def loss(w, x):
+    return jnp.sum(x @ w), ("aux", x)
+
+
+@pytest.mark.parametrize("policy", strangers.POLICIES)
+def test_a_differentiated_function_runs_under_the_policy(policy):
+    run = strangers.planning(jax.value_and_grad, strangers.around(policy))(loss, has_aux=True)
+    (value, (word, same)), grad = run(W, X)
+    assert word == "aux" and value == 18 and np.all(grad == 2) and np.all(same == X)
+    half = policy.removeprefix("mixed_")
+    expected = {half if half != policy else "float32"}
+    assert {
+        dtype for pair in matmul_dtypes(lambda w: run(w, X)[1], W) for dtype in pair
+    } == expected
+
+
+def test_the_control_accepts_arguments_and_results_of_any_type():
+    seen = []
+    fun = strangers.compiled(lambda x, name, scale=1: (seen.append(x), x * scale, name))
+    _, value, name = fun(X, "name", scale=2)
+    assert name == "name" and np.all(value == 2) and isinstance(seen[0], jax.core.Tracer)
+
+
+def test_only_what_passes_under_the_control_is_a_difference(tmp_path, capsys):
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuite><testcase classname="a" name="good"/>'
+        '<testcase classname="a" name="bad"><failure message="TypeError: no"/></testcase>'
+        '<testcase classname="a" name="not"><skipped/></testcase></testsuite>'
+    )
+    control = strangers.outcomes(report)
+    assert control == {"a::good": "passed", "a::bad": "TypeError: no", "a::not": "skipped"}
+    other = {"a::good": "AssertionError: 1 is not 2", "a::bad": "TypeError: another"}
+    assert strangers.differences(control, other) == {"a::good": other["a::good"]}
+    found = {"jit": control, "float32": other, "mixed_bfloat16": other, "mixed_float16": {}}
+    assert strangers.tell("suite", "file", found) == 2  # of float32, and the absent test
+    assert "mixed_bfloat16: 1 tolerances, 0 findings" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no test passes"):
+        strangers.tell("suite", "file", {"jit": {}})
+
+
+def test_the_pinned_suites_are_complete():
+    import tomllib
+
+    suites = tomllib.loads((strangers.TESTS / "strangers.toml").read_text())
+    for suite in suites.values():
+        assert len(suite["commit"]) == 40 and suite["repository"].startswith("https://")
+        assert suite["files"] and {*suite.get("skip", {})} <= {*suite["files"]}
+    assert all(mpjax.get_policy(policy) for policy in strangers.POLICIES[1:])
