@@ -1,22 +1,18 @@
 """Elementwise operations that follow each other are rounded once, where their result is stored."""
 
-import collections
-
 import jax
 import jax.numpy as jnp
 import measure
 import numpy as np
 import pytest
-from evaluation import names
-from jax.extend import core as jex
 from models import MODELS
 from programs import PROGRAMS
 from programs import W as ROOT
 from programs import X as BATCH
+from roundings import HALVES, needless
 from support import equations, normal, thorough_but
 
 import mpjax
-from mpjax._src import _jax
 
 ROWS, WIDTH = 32, 16
 X = normal(0, ROWS, WIDTH)
@@ -83,62 +79,6 @@ def test_no_more_bytes_are_kept_than_in_16_bits(name):
 
 
 # ---- a walk over every program of the suite ----------------------------------------------------
-
-ELEMENTWISE = names("add sub mul div max min abs neg select_n clamp sqrt sign add_any")
-HALVES = (jnp.bfloat16, jnp.float16)
-
-
-def programs_in(jaxpr):
-    """Yields a jaxpr and those inside it."""
-    yield jaxpr
-    for eqn in jaxpr.eqns:
-        for inner in _jax.inner_jaxprs(eqn):
-            yield from programs_in(getattr(inner, "jaxpr", inner))
-
-
-def variables(eqn):
-    return [v for v in eqn.invars if not isinstance(v, jex.Literal)]
-
-
-def needless(jaxpr):
-    """Yields elementwise operations whose 16-bit result only elementwise operations read.
-
-    Casts to float32 count as their own readers. The sums in the epilogue of a matmul are no fault:
-    its kernel rounds once, after them.
-    """
-    for program in programs_in(jaxpr):
-        maker = {v: eqn for eqn in program.eqns for v in eqn.outvars}
-        readers = collections.defaultdict(list)
-        for eqn in program.eqns:
-            for v in variables(eqn):
-                readers[v].append(eqn)
-
-        def read_by(v, readers=readers):
-            for eqn in readers[v]:
-                widens = eqn.primitive.name == "convert_element_type"
-                if widens and eqn.outvars[0].aval.dtype == jnp.float32:
-                    yield from read_by(eqn.outvars[0])
-                else:
-                    yield eqn.primitive.name
-
-        def is_sum_of_a_matmul(eqn, maker=maker):
-            makers = [maker[v] for v in variables(eqn) if v in maker]
-            if eqn.primitive.name not in ("add", "add_any"):
-                return False
-            return any(
-                "dot_general" in str(m) or "conv_general" in str(m) or is_sum_of_a_matmul(m)
-                for m in makers
-            )
-
-        for eqn in program.eqns:
-            out = eqn.outvars[0] if eqn.outvars else None
-            if eqn.primitive.name not in ELEMENTWISE or out.aval.dtype not in HALVES:
-                continue
-            found = {*read_by(out)}
-            inner = out not in program.outvars and out.aval.ndim and found
-            if inner and found <= ELEMENTWISE and not is_sum_of_a_matmul(eqn):
-                yield eqn
-
 
 EVERY = {name: (fun, (ROOT, BATCH)) for name, fun in PROGRAMS.items()}
 

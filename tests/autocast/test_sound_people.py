@@ -1,0 +1,48 @@
+"""Programs as people write them are as accurate as matmuls that are rounded by hand."""
+
+import os
+import secrets
+
+import jax
+import people
+import pytest
+from roundings import needless
+from support import thorough_but
+
+import mpjax
+
+FEW = (6, 21, 22, 27, 36, 39)  # units, streams, running maxima, equal layers, experts
+PROGRAMS, CHUNK, WALKED = 200, 10, 60
+MANY = 20_000  # of `test_many`, on request: hours
+
+
+@pytest.mark.parametrize("seed", FEW)
+def test_a_program(seed):
+    assert not people.report(seed)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("first", range(0, PROGRAMS, CHUNK))
+def test_programs(first):
+    found = filter(None, map(people.report, range(first, first + CHUNK)))
+    assert not [*found]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif("PEOPLE" not in os.environ, reason="hours: PEOPLE=1 runs it")
+def test_many():
+    first = secrets.randbelow(10**9)
+    assert not [*filter(None, map(people.report, range(first, first + MANY)))]
+
+
+WALKS = [*range(0, WALKED, 5)]
+
+
+@pytest.mark.parametrize("first", thorough_but(WALKS, *range(6)))
+def test_nothing_is_rounded_between_elementwise_operations(first):
+    for seed in range(first, first + 5):
+        steps = people.generate(seed)
+        args = people.arguments(steps, seed)
+        half = ("bfloat16", "float16")[seed % 2]
+        program = jax.make_jaxpr(mpjax.autocast(people.build(steps), f"mixed_{half}"))(*args)
+        assert not [*needless(program.jaxpr)], (seed, steps)
