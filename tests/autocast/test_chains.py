@@ -121,6 +121,21 @@ def test_a_sum_from_which_a_term_is_taken_off_is_not_rounded():
     assert computes(fun, "add", "sub") == ["f32"] * 2
 
 
+def test_a_comparison_of_float32_values_is_not_repeated_on_rounded_ones():
+    """An entry that dropout drops forward has no gradient."""
+
+    def fun(b):
+        h = jnp.abs((X @ W1).repeat(32, 1) * b * 2.0)
+        keep = jax.random.bernoulli(jax.random.key(0), 0.5, h.shape)
+        h = jnp.where(keep, h, 0.0) / 0.5
+        return (h @ jnp.eye(h.shape[1])).sum(), h
+
+    gradient, h = jax.grad(mpjax.autocast(fun, "mixed_bfloat16"), has_aux=True)(
+        jnp.ones((ROWS, WIDTH * 32))
+    )
+    np.testing.assert_array_equal(gradient != 0, h != 0)
+
+
 @pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, lambda f: jax.vmap(f, (None, 0))])
 def test_transformations(around):
     x = normal(9, 3, ROWS, WIDTH)

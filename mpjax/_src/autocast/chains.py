@@ -12,6 +12,7 @@ derivative reads are left unrounded.
 from collections.abc import Collection, Iterable, Sequence
 
 from mpjax._src import rules
+from mpjax._src.autocast.decide import may_be_rounded
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.islands import Flow, Island, bound
 from mpjax._src.autocast.lean import needs
@@ -48,8 +49,10 @@ def _is_taken_back(op: Op, flow: Flow) -> bool:
 def _is_elementwise(op: Op) -> bool:
     if op.forced or op.subs or op.spec.cost != rules.FUSED or op.compute is None:
         return False
+    # The island of a chain keeps its inputs in half: a float32 one would be rounded.
+    wide = any(v.kind == "full" and v.dtype == FLOAT32 and _counts(v) for v in op.ins)
     moving = any(v.fact.linear for v in (*op.ins, *op.outs))
-    return op.rule in ("follow", "full", "neutral") and not moving
+    return op.rule in ("follow", "full", "neutral") and not (wide or moving)
 
 
 def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Island]:
@@ -63,6 +66,8 @@ def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Island]:
         island = Island([*ops])
         bound(island, flow)
         island.rounded = {v for v in island.inputs if v.dtype == FLOAT32 and _counts(v)}
+        if not all(map(may_be_rounded, island.rounded)):
+            continue
         kept = [v for v in island.inputs if _counts(v)]
         if _bytes(kept) <= _bytes(_needed(ops)):
             found.append(island)

@@ -51,9 +51,10 @@ def store(block: Block, by: str, alive: Collection[Value], fuse: bool) -> None:
     steps: Any = block.ops
     for more in [chains.islands(links, flow), []] if by == FAST else [[]]:
         # If islands depend on each other in a cycle, none is used.
-        units = in_order(block.ops, [island.ops for island in (*chosen, *more)])
+        together = [*chosen, *more]
+        units = in_order(block.ops, [island.ops for island in together]) if together else None
         if units:
-            islands = {op: island for island in (*chosen, *more) for op in island.ops}
+            islands = {op: island for island in together for op in island.ops}
             steps = [islands.get(unit[0], unit[0]) for unit in units]
             break
     for ops in links:
