@@ -49,7 +49,7 @@ def store(block: Block, by: str, alive: Collection[Value], fuse: bool) -> None:
     chosen = [*dict.fromkeys(islands.values())]
     links = [*_groups(flow, islands, chains.links(flow).__contains__)]
     steps: Any = block.ops
-    for more in [chains.islands(links, flow), []] if by == FAST else [[]]:
+    for more in [chains.islands(links, flow), []] if by in (FAST, PEEPHOLES) else [[]]:
         # If islands depend on each other in a cycle, none is used.
         together = [*chosen, *more]
         units = in_order(block.ops, [island.ops for island in together]) if together else None
