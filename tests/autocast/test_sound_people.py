@@ -33,6 +33,12 @@ def test_programs(first):
 
 
 @pytest.mark.thorough
+def test_the_known_fault_is_one_still():
+    """Whoever mends it deletes this test and the exception."""
+    assert people.report(KNOWN_FAULT)
+
+
+@pytest.mark.thorough
 @pytest.mark.skipif("PEOPLE" not in os.environ, reason="hours: PEOPLE=1 runs it")
 def test_many():
     first = secrets.randbelow(10**9)

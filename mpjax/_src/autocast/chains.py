@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 from mpjax._src import rules
 from mpjax._src.autocast.decide import may_be_rounded
 from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.autocast.islands import Flow, Island, bound
+from mpjax._src.autocast.islands import Flow, Island, bound, large_float32
 from mpjax._src.autocast.lean import needs
 from mpjax._src.autocast.why import Reason, why
 from mpjax._src.dtypes import FLOAT32, HALVES
@@ -65,7 +65,7 @@ def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Island]:
             continue
         island = Island([*ops])
         bound(island, flow)
-        island.rounded = {v for v in island.inputs if v.dtype == FLOAT32 and _counts(v)}
+        island.rounded = large_float32(island)
         if not all(map(may_be_rounded, island.rounded)):
             continue
         kept = [v for v in island.inputs if _counts(v)]

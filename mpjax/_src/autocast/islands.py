@@ -14,7 +14,7 @@ import numpy as np
 
 from mpjax._src import rules
 from mpjax._src.autocast.graph import Block, Op, Value
-from mpjax._src.dtypes import HALVES
+from mpjax._src.dtypes import FLOAT32, HALVES
 
 
 @dataclasses.dataclass(eq=False)
@@ -108,6 +108,12 @@ def bound(group: Island, flow: Flow) -> None:
         for v in group.results
         if v.is_f32 and all(op is not None and op.compute in HALVES for op in outside[v])
     }
+
+
+def large_float32(group: Island) -> set[Value]:
+    """Returns the float32 inputs of an island that it would be costly to keep."""
+    floats = (v for v in group.inputs if v.is_f32 and v.dtype == FLOAT32)
+    return {v for v in floats if not (v.raw or v.small or v.is_one or v.const is not None)}
 
 
 def make_again(island: Island, makers: dict[Op, Island], flow: Flow) -> None:

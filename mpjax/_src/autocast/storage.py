@@ -9,7 +9,15 @@ from mpjax._src.autocast.decide import may_be_rounded
 from mpjax._src.autocast.facts import EXPONENTIALS
 from mpjax._src.autocast.forms import is_view
 from mpjax._src.autocast.graph import Block, Op, Value, is_beyond, is_steady
-from mpjax._src.autocast.islands import Flow, Island, bound, flow_of, is_free, make_again
+from mpjax._src.autocast.islands import (
+    Flow,
+    Island,
+    bound,
+    flow_of,
+    is_free,
+    large_float32,
+    make_again,
+)
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.steps import connected, in_order
 from mpjax._src.dtypes import FLOAT32, HALVES
@@ -170,7 +178,7 @@ def _from_half(group: Island, flow: Flow) -> bool:
     that follow it are left out of the island. They save nothing, and their results are better
     rounded than their operands (``x - max(x)`` before an ``exp``: large weights are close to 0).
     """
-    if not _large_float32(group):
+    if not large_float32(group):
         return True
     if any(op.forced == "full" for op in group.ops):  # the user asked for float32
         return False
@@ -183,7 +191,7 @@ def _from_half(group: Island, flow: Flow) -> bool:
             kept.append(op)
     group.ops = kept
     bound(group, flow)
-    group.rounded = _large_float32(group)
+    group.rounded = large_float32(group)
     return group.half is not None and _stand_rounding(group)
 
 
@@ -225,11 +233,6 @@ def _stands_rounding(op: Op, value: Value) -> bool:
     """Returns whether the derivative of an op may be computed from a rounded operand."""
     bounded = value.fact.negative and op.name in EXPONENTIALS
     return is_steady(op, value) or bounded
-
-
-def _large_float32(group: Island) -> set[Value]:
-    floats = (v for v in group.inputs if v.is_f32 and v.dtype == FLOAT32)
-    return {v for v in floats if not (v.raw or v.small or v.is_one or v.const is not None)}
 
 
 def _is_sloped(group: Island, flow: Flow) -> bool:

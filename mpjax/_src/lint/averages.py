@@ -61,15 +61,15 @@ def half_averages(program: Program) -> Iterator[Hit]:
                 f"An average in {shown(before)} moves by {step:.3g} of its distance to the new "
                 f"value. In {short_name(dtype_of(before))} it does not move where that distance is "
                 f"less than {2.0 ** -digits(dtype_of(before)) / step:.0%} of the average.",
-                _sum(program, after),
+                last_sum(program, after),
             )
 
 
-def _sum(program: Program, after: Value) -> Op | None:
-    """Returns the addition that makes a value, or None."""
+def last_sum(program: Program, after: Value) -> Op | None:
+    """Returns the addition that makes a value, or what makes it if there is none."""
     for value in program.back(after, MOVES | CASTS | {"select_n"}):
         op = program.maker(value)
-        if op and op.name in ("add", "sub"):
+        if op and op.name in ("add", "add_any", "sub"):
             return op
     return program.maker(after)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.dtypes import short_name
-from mpjax._src.lint.averages import share_of, stops
+from mpjax._src.lint.averages import last_sum, share_of, stops
 from mpjax._src.lint.halves import digits, is_half, shown, size, stalls_at
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
@@ -105,14 +105,8 @@ def _decaying(program: Program, loop: Op, out: Value, carried: Value) -> Iterato
             f"A loop of {turns} iterations carries a sum in {shown(carried)} that decays by "
             f"{share.factor:.4g}: a sum of the last {1 / step:.0f} terms. Each iteration rounds it "
             f"to {digits(dtype)} binary digits.",
-            _last_sum(program, out),
+            last_sum(program, out),
         )
-
-
-def _last_sum(program: Program, out: Value) -> Op | None:
-    """Returns the addition that makes a carry."""
-    made = (program.maker(v) for v in program.back(out, MOVES | CASTS))
-    return next((op for op in made if op and op.name in ("add", "add_any", "sub")), None)
 
 
 def _sum_of(program: Program, out: Value, carried: Value) -> tuple[Op, list[Value]] | None:
