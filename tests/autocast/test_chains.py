@@ -106,6 +106,21 @@ def test_the_walk_sees_a_rounding():
 # ---- decisions ---------------------------------------------------------------------------------
 
 
+def test_a_chain_of_more_inputs_than_derivatives_read_is_no_island():
+    def fun(w, x):
+        sums = (x @ w[0]) * 2.0 + (x @ w[1]) * 3.0 + (x @ w[2]) * 4.0
+        return jnp.sum(jnp.abs(sums) @ w[0])
+
+    kept = mpjax.explain(fun, argnums=0)((W1, W2, W3), X).kept
+    assert sum(k.bytes for k in kept if k.shape == X.shape) <= 2 * X.nbytes + X.size
+
+
+def test_a_chain_in_a_remat_is_rounded_once():
+    fun = jax.checkpoint(CHAINS["leaky relu"])
+    program = jax.make_jaxpr(mpjax.autocast(fun, "mixed_bfloat16"))((W1, W2), X)
+    assert not [*needless(program.jaxpr)]
+
+
 def computes(fun, *names):
     rows = mpjax.explain(fun)(X, W1, W2).rows
     return [row.after.split("->")[0].split(",")[0] for row in rows if row.primitive in names]

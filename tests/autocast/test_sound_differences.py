@@ -40,7 +40,7 @@ def with_a_branch(w, x, g):
 
 
 def block(h, p):
-    return h + jax.nn.gelu(h @ p) @ p.T
+    return h + 0.2 * jax.nn.gelu(h @ p) @ p.T
 
 
 def change(w, x):
@@ -51,13 +51,13 @@ def change(w, x):
 def last_minus_first(w, x):
     first = h = x @ w[0]
     for p in w[1]:
-        h = block(h, p)
+        h = block(h, 0.5 * p)
     return (h - first) @ w[2]
 
 
 def last_minus_first_of_a_scan(w, x):
     first = x @ w[0]
-    h, _ = lax.scan(lambda h, p: (block(h, p), None), first, w[1])
+    h, _ = lax.scan(lambda h, p: (block(h, 0.5 * p), None), first, w[1])
     return (h - first) @ w[2]
 
 
@@ -80,6 +80,12 @@ def envelope(w, xs):
     return lax.scan(turn, jnp.zeros(xs.shape[1:]), xs)[0] @ w[1]
 
 
+def of_large_units(w, x, units):
+    y = jnp.abs(x @ w[0] * 0.5) * (units * 1e3)
+    z = jnp.maximum(y * 1e-6, x @ w[0] * 0.1)
+    return jnp.mean(z @ w[1]) + jnp.mean(z)
+
+
 def of_units(w, x, units):
     y = (1 + 0.1 * (x @ w[0])) * units
     return jnp.mean(y) * 1e-6 + jnp.mean((y / 1e6) @ w[1])
@@ -96,10 +102,11 @@ PROGRAMS = {
     "a running maximum": (running_maximum, ((A, B), STEPS)),
     "an envelope": (envelope, ((A, B), STEPS)),
     "units": (of_units, ((A, B), X, UNITS)),
+    "large units": (of_large_units, ((A, B), X, UNITS)),
 }
 # The largest of two numbers may be the other one after rounding, also by hand.
 SWITCHES = ("a running maximum", "an envelope")
-ONCE = {"units": "float16"}
+ONCE = {"units": "float16", "large units": "float16"}
 QUICK = [(name, ONCE.get(name, "bfloat16")) for name in PROGRAMS]
 ALL = [(name, half) for name in PROGRAMS for half in ("bfloat16", "float16")]
 
