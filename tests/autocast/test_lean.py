@@ -426,7 +426,7 @@ def test_running_and_reporting_change_nothing_in_a_plan(policy):
     assert snapshot(traced.plan.block) == before
 
 
-@pytest.mark.parametrize("policy", [FAST, LEAN])
+@pytest.mark.parametrize("policy", thorough_but([FAST, LEAN], LEAN))
 def test_two_threads_use_one_function(policy):
     auto = mpjax.autocast(functools.partial(transformer, blocks=1), policy)
 

@@ -110,14 +110,6 @@ class Tuning(Report):
         steps = [dataclasses.asdict(step) for step in self.steps]
         return {**plain, "policy": str(self.policy), "steps": steps}
 
-    def _proved(self) -> str:
-        """Returns in words how few places may be enough."""
-        assuming = "assuming that less float32 never reduces the error"
-        if self.needed == self.places:
-            return f"fewer are not enough, {assuming}"
-        alone = "no single one can be left out" if self.least else "some may not be needed"
-        return f"{alone}; at least {self.needed} are needed, {assuming}"
-
     def __str__(self) -> str:
         verdict = "meets" if self.met else "does not meet"
         lines = [
@@ -134,7 +126,10 @@ class Tuning(Report):
                 )
             )
         elif self.met and self.places:
-            lines.append(f"smallest places in float32: {self.places}; {self._proved()}")
+            lines.append(
+                f"smallest places in float32: {self.places}; no smaller set that was tried is "
+                "enough"
+            )
         lines = [*map(wrapped, lines), *folds(f"policy  {self.policy}", WIDTH)]
         rows = [
             (
@@ -356,7 +351,8 @@ class _Trial:
                 self.policy, False, math.nan, search.tolerance, {}, (), self.runs, False, True
             )
         chosen = [places[i] for i in sorted(best)]
-        merged = self.places.merged(frozenset().union(*(p.ops for p in chosen)), chosen)
+        merged = self._pruned(self.places.merged(_ops(chosen), chosen), search.tolerance)
+        chosen = [place for place in chosen if place.ops <= _ops(merged)]
         results = self.errors(chosen)
         worst = max(results.values(), default=0.0)
         return Tuning(
@@ -369,9 +365,22 @@ class _Trial:
             runs=self.runs,
             least=search.least and not cut_short,
             cut_short=cut_short,
-            places=len(best),
-            needed=search.needed(),
+            places=len(chosen),
+            needed=min(search.needed(), len(chosen)),
         )
+
+    def _pruned(self, merged: Sequence[Place], tolerance: float) -> list[Place]:
+        """Returns the places without those that need not be in float32, the costliest first.
+
+        The search leaves out single places; overrides may hold several. And less float32 can
+        reduce the error, against the search's assumption, where errors cancel.
+        """
+        kept = list(merged)
+        for place in sorted(merged, key=lambda p: self.places.cost(p.ops), reverse=True):
+            alone = self._without(place, kept)
+            if alone is not None and alone <= tolerance:
+                kept.remove(place)
+        return kept
 
     def _steps(self, merged: Sequence[Place]) -> list["TuneStep"]:
         alone = {place: self._without(place, merged) for place in merged}
