@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import MODELS
 from programs import NOT_REVERSED, SHAPE, STEP, build
-from support import Compilations
 
 import mpjax
 from mpjax._src import _jax
@@ -67,25 +66,6 @@ def test_models(name):
     assert any(r.backward for r in compared.rows)
     assert all(r.source for r in compared.rows)
     assert not mpjax.find_nonfinite(loss, "mixed_float16", loss_scale=8.0)(params)
-
-
-def test_what_is_in_a_shard_map_is_compiled_at_once():
-    """By itself, JAX compiles an eager shard_map operation by operation: minutes for a step."""
-    spec = jax.sharding.PartitionSpec()
-
-    def fun(x):
-        for i in range(2, 9):
-            x = jnp.sin(x) + jnp.sum(x.reshape(2, -1)[:, :i])
-        return x
-
-    mapped = jax.shard_map(
-        fun, mesh=jax.make_mesh((1,), ("data",)), in_specs=spec, out_specs=spec, check_vma=False
-    )
-    jaxpr = jax.make_jaxpr(mapped)(jnp.ones(24))
-    with Compilations() as compiled:
-        (out,) = interpret(jaxpr, [jnp.ones(24)], Plain())
-    assert len(compiled.names) == 1
-    np.testing.assert_allclose(out, jax.jit(fun)(jnp.ones(24)), rtol=1e-5)
 
 
 def test_operations_are_counted_ahead():

@@ -54,6 +54,7 @@ from mpjax._src._jax.rules import (
     custom_vjp_rules,
     in_taylor_mode,
     instantiated,
+    manual_axes,
     shard_map,
     zero_tangent,
 )
@@ -125,6 +126,7 @@ __all__ = (
     "line_key",
     "linearized_once",
     "location",
+    "manual_axes",
     "numbered",
     "open_jaxpr",
     "passed_through",

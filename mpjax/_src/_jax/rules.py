@@ -136,6 +136,11 @@ def instantiated(ct: Any) -> Any:
     return ad.instantiate_zeros(ad.Zero(ct.aval)) if zero else ct
 
 
+def manual_axes(params: dict[str, Any]) -> frozenset[str]:
+    """Returns the mesh axes that an equation of shard_map with these parameters maps."""
+    return frozenset(params.get("newly_manual_axes") or params["manual_axes"])
+
+
 def shard_map(fun: Callable[..., Any], params: dict[str, Any]) -> Callable[..., Any]:
     """Returns ``fun``, mapped like an equation of shard_map with these parameters."""
     return jax.shard_map(
@@ -143,6 +148,6 @@ def shard_map(fun: Callable[..., Any], params: dict[str, Any]) -> Callable[..., 
         mesh=params["mesh"],
         in_specs=params["in_specs"],
         out_specs=params["out_specs"],
-        axis_names=params.get("newly_manual_axes") or params["manual_axes"],
+        axis_names=manual_axes(params),
         check_vma=params["check_vma"],
     )

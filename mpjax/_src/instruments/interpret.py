@@ -2,8 +2,8 @@
 
 The watcher defines the values that are passed between operations: they may hold more than an array
 (a second array, where it came from). The operations inside jit, scan, while, cond, remat and custom
-rules are run one by one; other equations with programs (shard_map, kernels) run as one operation. A
-value is freed after its last use.
+rules are run one by one, and so are those in shard_map (`unmapped`); kernels run as one operation.
+A value is freed after its last use.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from mpjax._src import _jax
 from mpjax._src.autocast.graph import ROW
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
+from mpjax._src.instruments.unmapped import unmapped
 from mpjax._src.progress import advance
 
 OPERATION = "operation"  # what progress counts
@@ -154,11 +155,10 @@ def interpret(jaxpr: Any, args: list[Any], watcher: Watcher, place: Place = Plac
         for v in {v for v in eqn.invars if not isinstance(v, _jax.Literal)}:
             if last_use[v] == index and v not in handed_out:
                 del env[v]
-        rule = ENTER.get(higher_order(eqn.primitive.name).kind)
         here = place.at(eqn)
-        if rule:
+        if enters(eqn):
             watcher.entered(eqn, ins, here)
-            outs = rule(eqn, ins, watcher, here.inside(eqn))
+            outs = ENTER[higher_order(eqn.primitive.name).kind](eqn, ins, watcher, here.inside(eqn))
         else:
             outs = watcher.operation(eqn, ins, here)
             advance(OPERATION)
@@ -174,10 +174,11 @@ def operations_in(jaxpr: Any) -> int:
     count = 0
     for eqn in inner.eqns:
         kind = higher_order(eqn.primitive.name)
-        if kind.kind not in ENTER:
+        if not enters(eqn):
             count += 1
             continue
-        inside = [operations_in(program.program) for program in kind.wire(eqn)]
+        programs = [unmapped(eqn)] if kind.kind == MAP else [p.program for p in kind.wire(eqn)]
+        inside = [operations_in(program) for program in programs]
         turns = eqn.params["length"] if kind.kind == SCAN else 1
         count += turns * (max(inside, default=0) if kind.kind == BRANCH else sum(inside))
     return count
@@ -186,7 +187,8 @@ def operations_in(jaxpr: Any) -> int:
 def run(eqn: Any, arrays: Sequence[Any], **params: Any) -> list[Any]:
     """Runs an equation on arrays, in the context that it was traced in.
 
-    A shard_map is compiled whole: JAX itself would compile each operation in it, for all devices.
+    A shard_map that is not entered is compiled whole: JAX itself would compile each operation in
+    it, for all devices.
     """
 
     def bind(arrays):
@@ -252,18 +254,24 @@ def _cond(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]
     return interpret(branches[min(max(index, 0), len(branches) - 1)], ins, watcher, place)
 
 
-# The equations whose programs are entered; the programs of the devices of a mesh are not.
+def _map(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]:
+    return interpret(unmapped(eqn), ins, watcher, place)
+
+
+# The equations whose programs are entered.
 ENTER: dict[str, Callable[..., list[Any]]] = {
     CALL: _call,
     SCAN: _scan,
     WHILE: _while,
     BRANCH: _cond,
+    MAP: _map,
 }
 
 
 def enters(eqn: Any) -> bool:
     """Returns whether `interpret` enters the programs of an equation."""
-    return higher_order(eqn.primitive.name).kind in ENTER
+    kind = higher_order(eqn.primitive.name).kind
+    return kind in ENTER and (kind != MAP or unmapped(eqn) is not None)
 
 
 def take(array: jax.Array, index: int) -> jax.Array:

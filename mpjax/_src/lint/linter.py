@@ -135,18 +135,24 @@ class _Watcher(Plain):
 
     def __init__(self, program: Program, rules: Sequence[Rule], found: list[tuple[Rule, Hit]]):
         self.program, self.rules, self.found = program, rules, found
-        self.ops: dict[int, Op] = {id(op.eqn): op for op in program.ops}
+        self.ops: dict[Any, Op] = {id(op.eqn): op for op in program.ops}
+        # The equations of a shard_map are traced anew, with the same origin.
+        self.ops |= {_origin(op.eqn): op for op in program.ops}
         self.done: set[tuple[int, str]] = set()
 
     def operation(self, eqn, ins, place):
         outs = Plain.operation(eqn, ins, place)
-        op = self.ops.get(id(eqn))
+        op = self.ops.get(id(eqn)) or self.ops.get(_origin(eqn))
         for rule in self.rules if op else ():
             if (id(eqn), rule.name) not in self.done:
                 hits = [(rule, hit) for hit in rule.check(self.program, op, ins, outs)]
                 self.found += hits
                 self.done |= {(id(eqn), rule.name)} if hits else set()
         return outs
+
+
+def _origin(eqn: Any) -> tuple[Any, str]:
+    return _jax.line_key(eqn), eqn.primitive.name
 
 
 def _compile(

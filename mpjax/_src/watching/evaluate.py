@@ -166,7 +166,7 @@ def _cond(eqn: Any, watches: Sequence[Watch], ins: list[Any], axes: tuple[str, .
 
 def _map(eqn: Any, watches: Sequence[Watch], ins: list[Any], axes: tuple[str, ...]) -> Result:
     params = eqn.params
-    mine = tuple(params.get("newly_manual_axes") or params["manual_axes"])
+    mine = tuple(_jax.manual_axes(params))
     (inside,) = higher_order("shard_map").wire(eqn)
 
     def body(*args):
