@@ -53,6 +53,46 @@ def small_factors_one_after_the_other():
     return Case(fun, (W, X), (0, 1), loss_scale=1.0)
 
 
+def units(turn):
+    """Returns a member: a network whose layers multiply by an argument of a million."""
+
+    def fun(w, x, n):
+        return turn(lambda h, w, n: (1 + 0.1 * jnp.tanh(h @ w)) * n / 1e6, x, w, n)
+
+    return Case(fun, (jnp.stack([W, W]), X, 1e6 + 1e5 * normal(2, 16, 16)), loss_scale=1.0)
+
+
+@RANGE()
+def argument_in_a_loop():
+    return units(lambda layer, x, w, n: lax.scan(lambda h, w: (layer(h, w, n), None), x, w)[0])
+
+
+@RANGE()
+def argument_that_a_loop_takes_apart():
+    def turn(layer, x, w, n):
+        return lax.scan(lambda h, wn: (layer(h, *wn), None), x, (w, jnp.stack([n, 2 * n])))[0]
+
+    return units(turn)
+
+
+@RANGE()
+def part_of_an_argument():
+    return units(lambda layer, x, w, n: layer(layer(x, w[0], n[::-1]), w[1], n.T.reshape(n.shape)))
+
+
+@RANGE()
+def argument_in_a_branch():
+    def turn(layer, x, w, n):
+        return lax.cond(x[0, 0] > 0, lambda: layer(x, w[0], n), lambda: layer(x, w[1], n[::-1]))
+
+    return units(turn)
+
+
+@RANGE()
+def argument_that_is_broadcast():
+    return units(lambda layer, x, w, n: layer(x, w[0], jnp.broadcast_to(n[0], n.shape)))
+
+
 @RANGE()
 def product_of_small_values():
     def fun(w, x):

@@ -31,6 +31,17 @@ def classify(block: Block, policy: Policy) -> frozenset[str]:
     return frozenset(used)
 
 
+def mark_raw(block: Block) -> None:
+    """Marks what is an argument of a program inside others too, given the arguments that are."""
+    for op in block.ops:
+        for sub in op.subs:
+            for value, index in zip(sub.program.invars, sub.ins, strict=True):
+                value.raw = op.ins[index].raw
+            for _, argument in sub.carry:
+                sub.program.invars[argument].raw = False
+            mark_raw(sub.program)
+
+
 def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[str]) -> None:
     for value, _ in block.consts:
         value.raw = True
@@ -48,7 +59,7 @@ def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[st
                 out.given, out.moved = given, given and len(op.outs) == 1 and _is_moved(op)
         for sub in op.subs:
             for value, index in zip(sub.program.invars, sub.ins, strict=True):
-                value.paths, value.raw = op.ins[index].paths, op.ins[index].raw
+                value.paths = op.ins[index].paths
                 value.given = op.ins[index].given
                 value.small = op.ins[index].small
                 if op.inside.knows:
@@ -57,7 +68,7 @@ def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[st
                         value.const = np.reshape(const, ())
             for _, argument in sub.carry:
                 value = sub.program.invars[argument]
-                value.paths, value.raw, value.const, value.entries = (), False, None, None
+                value.paths, value.const, value.entries = (), None, None
                 value.given = False
             _classify(sub.program, policy, listed, used)
         op.rule, op.why = _rule(op)

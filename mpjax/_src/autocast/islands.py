@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from mpjax._src import rules
-from mpjax._src.autocast.graph import Block, Op, Value
-from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.autocast.graph import Block, Op, Value, is_beyond
+from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,9 +111,22 @@ def bound(group: Island, flow: Flow) -> None:
 
 
 def large_float32(group: Island) -> set[Value]:
-    """Returns the float32 inputs of an island that it would be costly to keep."""
+    """Returns the float32 inputs of an island that it would be costly to keep.
+
+    An argument came in float32, and its range is not known. Where a product with it may leave the
+    range of float16 (`facts`), or it is broadcast, which costs little, it is not rounded.
+    """
     floats = (v for v in group.inputs if v.is_f32 and v.dtype == FLOAT32)
-    return {v for v in floats if not (v.raw or v.small or v.is_one or v.const is not None)}
+    large = {v for v in floats if not (v.raw or v.small or v.is_one or v.const is not None)}
+    return large - {v for op in group.ops for v in op.ins if _is_of_unknown_range(v, op)}
+
+
+def _is_of_unknown_range(value: Value, op: Op) -> bool:
+    return (
+        value.fact.given
+        and op.half == FLOAT16
+        and (value.fact.spread or any(is_beyond(out, op.half) for out in op.outs))
+    )
 
 
 def make_again(island: Island, makers: dict[Op, Island], flow: Flow) -> None:

@@ -22,7 +22,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from mpjax._src.autocast.classify import classify
+from mpjax._src.autocast.classify import classify, mark_raw
 from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import demand, read_by
 from mpjax._src.autocast.facts import Sweep, argument
@@ -125,6 +125,7 @@ def analyse(
         if value.is_f32:
             half = dtype in HALVES
             value.kind, value.dtype, value.raw = "half" if half else "flexible", dtype, not half
+    mark_raw(block)
     sweep = Sweep()
     for index, (value, dtype) in enumerate(zip(block.invars, in_dtypes, strict=True)):
         value.fact = argument(sweep.bit(value), dtype in HALVES, index in linear)
