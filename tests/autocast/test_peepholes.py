@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from measure import kept, run
+from measure import errors, kept, run
 from planned import H, W, analysed, op
 from support import assert_near, cast, normal, thorough_but
 
@@ -399,6 +399,30 @@ SEEN = [
 @pytest.mark.parametrize("name", thorough_but(SOURCES, *SEEN))
 def test_derivatives_where_keys_have_something_in_common(name):
     agree(of_scores(SOURCES[name][0]), (Q, K, V))
+
+
+def test_weights_that_make_keys_of_tokens_with_a_common_mean():
+    """Cotangents of keys have the sum 0; what a mean of tokens multiplies is that sum."""
+
+    def fun(made, tokens):
+        q, k, v = (tokens @ w for w in made[:3])
+        return jnp.mean(jnp.sin(jax.nn.softmax(q @ k.mT / 4) @ v @ made[3]))
+
+    made = [normal(i, 16, 16, scale=0.25) for i in range(9, 13)]
+    rows = errors(fun, (made, 3 + normal(13, 64, 16, scale=0.1)), "bfloat16")
+    assert all(row.sound for row in rows), rows
+
+
+def test_of_gates_no_row_sum_comes_from_an_output_that_is_larger():
+    """A saturated gate's slope is far smaller than the rounding of such a sum."""
+
+    def fun(routed, values):
+        return jnp.einsum("te,etd->td", jax.nn.softmax(routed), values)
+
+    routed = 6 * normal(9, N, 2)
+    values = 3 + normal(10, 2, N, 16)
+    made = normal(11, 16, 16, scale=0.3)
+    agree(lambda routed, made: jnp.cos(fun(routed, values @ made)), (routed, made))
 
 
 # name: exponentials of scores, and what is added to their sum: rows need not sum to one

@@ -245,7 +245,7 @@ def test_softmax_keeps_its_half_result():
 def test_dropout_of_a_softmax_keeps_one_half_array():
     def fun(w, x):
         weights = jax.nn.softmax((x @ w) @ x.T / 3)
-        return jnp.sum((weights * jnp.where(jnp.tri(4, dtype=bool), 1.25, 0)) @ (x @ w))
+        return jnp.sum((weights * jnp.where(jnp.tri(4, dtype=bool), 1.25, 0)) @ (x @ w)[:, :3])
 
     assert sorted(dtype for shape, dtype in kept(cast(fun), W, X) if shape == (4, 4)) == [
         "bfloat16",

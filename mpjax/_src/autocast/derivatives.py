@@ -244,8 +244,9 @@ def matmul(
         args: Its operands.
         dtype: The dtype of the result. For half operands, float32 is the accumulator.
         centred: An operand and some of its dimensions. The mean over these is subtracted from the
-            operand where the tangent of the other one is multiplied by it. This is correct if the
-            reader of the result ignores a constant added to all entries of a row, like a softmax.
+            operand where the tangent of the other one is multiplied by it, and from its own tangent
+            (so from its cotangent). This is correct if the reader of the result ignores a constant
+            added to all entries of a row, like a softmax.
         wide: Operands, by position, whose cotangents are not rounded before devices sum them. The
             value is a float32 array that is differentiated instead of the operand, or None.
     """
@@ -289,7 +290,10 @@ def _cached_matmul(
         for i, tangent in zip(moving, tangents, strict=True):
             others = [*primals[:i], *primals[i + 1 :]]
             if centred is not None and centred[0] != i:
-                others = [_less_mean(x, centred[1]) for x in others]
+                # Without the barrier, XLA would hold it beside the array itself, forward.
+                others = [_less_mean(_jax.gpu_barrier(x), centred[1]) for x in others]
+            elif centred is not None:
+                tangent = _less_mean(tangent, centred[1])
             others.insert(i, tangent)
             half = primals[i].dtype
             if i in wide:
@@ -324,8 +328,7 @@ def _summed_and_batch(params: Mapping[str, Any]) -> Any:
 
 
 def _less_mean(x: Any, dims: Sequence[int]) -> Any:
-    # Without the barrier, XLA would hold it beside the array itself in the forward pass.
-    full = cast(_jax.gpu_barrier(x), FLOAT32)
+    full = cast(x, FLOAT32)
     return cast(full - jnp.mean(full, dims, keepdims=True), x.dtype)
 
 
