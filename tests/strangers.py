@@ -20,13 +20,16 @@ import argparse
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+SUITES = tomllib.loads((TESTS / "strangers.toml").read_text())
 HOME = TESTS.parent / ".strangers"
 CONTROL = "jit"
 POLICIES = (CONTROL, "float32", "mixed_bfloat16", "mixed_float16")
@@ -102,19 +105,44 @@ if "STRANGERS_POLICY" in os.environ and __name__ != "__main__":
 
 
 def source(name, suite):
-    """Returns the folder of a suite's repository at its pinned commit, fetched if it is absent."""
-    folder = HOME / f"{name}-{suite['commit'][:12]}"
+    """Returns the folder of a suite's pinned sources, which are fetched if they are absent."""
+    if "sdist" in suite:
+        folder = HOME / suite["sdist"].replace("==", "-")
+        fetch = unpack
+    else:
+        folder = HOME / f"{name}-{suite['commit'][:12]}"
+        fetch = check_out
     if not folder.exists():
-        partly = folder.with_suffix(".part")
-        partly.mkdir(parents=True, exist_ok=True)
-        for command in (
-            ["init", "-q"],
-            ["fetch", "-q", "--depth=1", suite["repository"], suite["commit"]],
-            ["checkout", "-q", suite["commit"]],
-        ):
-            subprocess.run(["git", "-C", str(partly), *command], check=True)
-        partly.rename(folder)
+        partly = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(partly, ignore_errors=True)
+        partly.mkdir(parents=True)
+        fetch(suite, partly).rename(folder)
+        shutil.rmtree(partly, ignore_errors=True)
     return folder
+
+
+def check_out(suite, folder):
+    """Checks out a suite's repository at its commit in a folder, and returns the folder."""
+    for command in (
+        ["init", "-q"],
+        ["fetch", "-q", "--depth=1", suite["repository"], suite["commit"]],
+        ["checkout", "-q", suite["commit"]],
+    ):
+        subprocess.run(["git", "-C", str(folder), *command], check=True)
+    return folder
+
+
+def unpack(suite, folder):
+    """Unpacks a suite's source distribution in a folder, and returns its own folder there."""
+    name = suite["sdist"].partition("==")[0]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"--no-binary={name}"]
+    subprocess.run([*command, "--dest", str(folder), suite["sdist"]], check=True)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
+    archive.unlink()
+    (inner,) = folder.iterdir()
+    return inner
 
 
 def packages(suite):
@@ -131,7 +159,8 @@ def packages(suite):
 
 def run(folder, file, policy, suite, report):
     """Runs one file of a suite in a process of its own: returns the outcome of each test."""
-    paths = [str(x) for x in (folder, TESTS, TESTS.parent, packages(suite))]
+    beside = [source(name, SUITES[name]) for name in suite.get("beside", ())]
+    paths = [str(x) for x in (folder, *beside, TESTS, TESTS.parent, packages(suite))]
     env = {**os.environ, "STRANGERS_POLICY": policy, "PYTHONPATH": os.pathsep.join(paths)}
     skipped = [f"--deselect={file}::{test}" for test in suite.get("skip", {}).get(file, ())]
     options = ["-c", os.devnull, f"--rootdir={folder}", "-p", "strangers", "-q", "--tb=short"]
@@ -171,16 +200,15 @@ def differences(control, other):
 
 
 def main():
-    suites = tomllib.loads((TESTS / "strangers.toml").read_text())
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("suites", nargs="*", metavar="suite", help="all if none is named")
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     options = parser.parse_args()
-    if unknown := {*options.suites} - {*suites}:
-        parser.error(f"Unknown suites {sorted(unknown)}. Choose from {sorted(suites)}.")
+    if unknown := {*options.suites} - {*SUITES}:
+        parser.error(f"Unknown suites {sorted(unknown)}. Choose from {sorted(SUITES)}.")
     changed = 0
-    for name in options.suites or suites:
-        suite = suites[name]
+    for name in options.suites or SUITES:
+        suite = SUITES[name]
         folder = source(name, suite)
         results = HOME / "results" / folder.name
         results.mkdir(parents=True, exist_ok=True)

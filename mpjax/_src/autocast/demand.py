@@ -13,7 +13,7 @@ from mpjax._src.autocast.facts import STEP, WRITES, known_factor
 from mpjax._src.autocast.graph import Block, Op, Value, is_steady
 from mpjax._src.autocast.lattices import Want, both, joined
 from mpjax._src.autocast.why import Reason, Why, why
-from mpjax._src.dtypes import HALVES
+from mpjax._src.dtypes import FLOAT16, HALVES
 from mpjax._src.higher_order import Inside
 
 # The demand of a reader that computes in float32, in half, or exactly in float32.
@@ -93,13 +93,18 @@ def _float32_for_free(op: Op) -> Why | None:
 
     Half merges large integers, such as the positions in the angles of rotary embeddings. A
     contraction shorter than the depth of a matrix unit is no faster in half, so it stays in float32
-    if an operation amplifies its result and its operands are not half yet.
+    if an operation amplifies its result and its operands are not half yet. A matmul with zeros and
+    ones selects or sums entries of the other operand. If that is computed in float32, and float32
+    operations read the result, half would only round in between. Entries that are masked with a
+    constant beyond the range of float16 would be infinite, and NaN if they are multiplied by zero.
     """
     matmul = op.rule == "half" and op.name == "dot_general" and not op.forced
     if not matmul or any(v.fact.linear for v in op.ins):
         return None
     if any(v.fact.counts for v in op.ins):
         return why(Reason.POSITIONS, op.half.name)
+    if op.half == FLOAT16 and any(v.fact.huge for v in op.ins):
+        return why(Reason.LOST)
     (contracting, _), _ = op.params["dimension_numbers"]
     depth = _jax.size_of([op.ins[0].aval.shape[d] for d in contracting])
     want = op.outs[0].want
@@ -108,6 +113,10 @@ def _float32_for_free(op: Op) -> Why | None:
     short = (depth == 1 and want.amplified) or (depth <= SHORT and want.phase > STEP)
     if short and not any(v.fact.half for v in op.ins):
         return why(Reason.SHORT_SUM)
+    others = [v for v in op.ins if not v.fact.mask]
+    computed = not any(v.fact.half or v.given or v.raw for v in others)
+    if len(others) == 1 and computed and (want.full or want.returned):
+        return why(Reason.SELECTS)
     return None
 
 
