@@ -217,7 +217,7 @@ SELECTS = {
         True,
     ),
     "a comparison": (
-        lambda x, w: jnp.square((LABELS == LABELS[:, None]).astype(x.dtype) @ jnp.exp(x @ w)),
+        lambda x, w: jnp.square((LABELS[:, None] == LABELS).astype(x.dtype) @ jnp.exp(x @ w)),
         True,
     ),
     "scores of a matmul": (lambda x, w: -jnp.mean(chosen(jax.nn.log_softmax(x @ w))), False),
@@ -238,7 +238,7 @@ def test_a_matmul_that_only_selects_float32_values_for_float32_readers_is_float3
 
 BIG = 1e9
 KEPT = H[0, :8] > -5
-# A matrix with entries of a constant that float16 cannot hold, and whether it is multiplied as such.
+# A matrix with entries that float16 cannot hold, and whether it is multiplied in float32.
 MASKED = {
     "masked": (lambda z: jnp.where(KEPT, z, -BIG), True),
     "added": (lambda z: z + jnp.where(KEPT, 0, -BIG), True),
@@ -265,6 +265,12 @@ def test_entries_beyond_float16_are_multiplied_in_float32(name):
     for half, full in (("float16", huge), ("bfloat16", False)):
         block = analysed(fun, H[:, :8], H[:8, :8], H[:8, :4], policy=f"mixed_{half}")
         assert ([o for o in block.ops if o.name == "dot_general"][1].forced == "full") == full
+
+
+def test_so_is_a_convolution():
+    fun = lambda h: lax.conv(jnp.where(H > 0, h, -BIG)[None], V[None, :8], (1,), "SAME")  # noqa: E731
+    block = analysed(fun, H, policy="mixed_float16")
+    assert op(block, "conv_general_dilated").forced == "full"
 
 
 def test_scores_of_impossible_labels_make_no_nan():

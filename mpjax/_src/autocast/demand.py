@@ -33,7 +33,7 @@ def demand(block: Block) -> None:
             for sub in reversed(op.subs):
                 _program(op, sub)
             continue
-        if (reason := _float32_for_free(op)) is not None:
+        if (reason := _float32_matmul(op)) is not None:
             op.forced, op.why = "full", reason
         rule, want = op.in_force, _of_readers(op)
         passed_on = rule == "layout" or (rule == "cast" and op.outs[0].is_f32)
@@ -88,7 +88,7 @@ def _is_phase(op: Op) -> bool:
     return op.spec.need == rules.FULL and (gain == rules.UNBOUNDED or growing)
 
 
-def _float32_for_free(op: Op) -> Why | None:
+def _float32_matmul(op: Op) -> Why | None:
     """Returns the reason to compute a matmul in float32, or None.
 
     Half merges large integers, such as the positions in the angles of rotary embeddings. A
@@ -98,13 +98,14 @@ def _float32_for_free(op: Op) -> Why | None:
     operations read the result, half would only round in between. Entries that are masked with a
     constant beyond the range of float16 would be infinite, and NaN if they are multiplied by zero.
     """
-    matmul = op.rule == "half" and op.name == "dot_general" and not op.forced
-    if not matmul or any(v.fact.linear for v in op.ins):
+    if op.rule != "half" or op.forced or any(v.fact.linear for v in op.ins):
+        return None
+    if op.half == FLOAT16 and any(v.fact.huge for v in op.ins):
+        return why(Reason.LOST)
+    if op.name != "dot_general":
         return None
     if any(v.fact.counts for v in op.ins):
         return why(Reason.POSITIONS, op.half.name)
-    if op.half == FLOAT16 and any(v.fact.huge for v in op.ins):
-        return why(Reason.LOST)
     (contracting, _), _ = op.params["dimension_numbers"]
     depth = _jax.size_of([op.ins[0].aval.shape[d] for d in contracting])
     want = op.outs[0].want
