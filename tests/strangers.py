@@ -12,6 +12,7 @@ Under a 16-bit policy, tolerances may break; an error of another type is a findi
 
     python tests/strangers.py                 # all; resumes after an interruption
     python tests/strangers.py optax --policies jit float32
+    python tests/strangers.py --part          # the files that installed packages contain, anew
 
 The sources, at their pinned commits, and the results are in `.strangers`.
 """
@@ -23,9 +24,11 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -79,11 +82,15 @@ def around(policy):
 
 
 def planning(transform, wrap):
-    """Returns a transformation of JAX that wraps the function that it differentiates."""
+    """Returns a transformation of JAX that wraps the function that it differentiates.
+
+    What mpjax itself differentiates is not planned again.
+    """
 
     @functools.wraps(transform)
     def wrapped(fun, *args, **kwargs):
-        return transform(wrap(fun) if callable(fun) else fun, *args, **kwargs)
+        ours = sys._getframe(1).f_globals.get("__name__", "").startswith("mpjax.")
+        return transform(wrap(fun) if callable(fun) and not ours else fun, *args, **kwargs)
 
     return wrapped
 
@@ -135,7 +142,15 @@ def check_out(suite, folder):
 def unpack(suite, folder):
     """Unpacks a suite's source distribution in a folder, and returns its own folder there."""
     name = suite["sdist"].partition("==")[0]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"--no-binary={name}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        f"--no-binary={name}",
+    ]
     subprocess.run([*command, "--dest", str(folder), suite["sdist"]], check=True)
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as files:
@@ -160,10 +175,12 @@ def packages(suite):
 def run(folder, file, policy, suite, report):
     """Runs one file of a suite in a process of its own: returns the outcome of each test."""
     beside = [source(name, SUITES[name]) for name in suite.get("beside", ())]
-    paths = [str(x) for x in (folder, *beside, TESTS, TESTS.parent, packages(suite))]
+    root = folder / suite.get("root", "")
+    paths = [str(x) for x in (root, folder, *beside, TESTS, TESTS.parent, packages(suite))]
     env = {**os.environ, "STRANGERS_POLICY": policy, "PYTHONPATH": os.pathsep.join(paths)}
     skipped = [f"--deselect={file}::{test}" for test in suite.get("skip", {}).get(file, ())]
     options = ["-c", os.devnull, f"--rootdir={folder}", "-p", "strangers", "-q", "--tb=short"]
+    options += ["-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *skipped, file],
         cwd=folder,
@@ -199,29 +216,44 @@ def differences(control, other):
     }
 
 
+def outcomes_of(file, policies, places, folder, suite, workers):
+    """Returns the outcomes of a file's tests under each policy: those stored, or of a new run."""
+
+    def outcome(policy):
+        place = places / f"{file.replace('/', '.')}-{policy}.json"
+        if not place.exists():
+            report = place.with_suffix(".xml")
+            report.unlink(missing_ok=True)
+            place.write_text(json.dumps(run(folder, file, policy, suite, report), indent=1))
+        return json.loads(place.read_text())
+
+    with ThreadPoolExecutor(workers) as pool:
+        return dict(zip(policies, pool.map(outcome, policies), strict=True))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("suites", nargs="*", metavar="suite", help="all if none is named")
     parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument("--part", action="store_true", help="only files of installed packages")
+    parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     options = parser.parse_args()
     if unknown := {*options.suites} - {*SUITES}:
         parser.error(f"Unknown suites {sorted(unknown)}. Choose from {sorted(SUITES)}.")
+    policies = [*dict.fromkeys((CONTROL, *options.policies))]
     changed = 0
     for name in options.suites or SUITES:
         suite = SUITES[name]
-        folder = source(name, suite)
-        results = HOME / "results" / folder.name
-        results.mkdir(parents=True, exist_ok=True)
-        for file in suite["files"]:
-            found = {}
-            for policy in dict.fromkeys((CONTROL, *options.policies)):
-                place = results / f"{file.replace('/', '.')}-{policy}.json"
-                if not place.exists():
-                    report = place.with_suffix(".xml")
-                    report.unlink(missing_ok=True)
-                    outcome = run(folder, file, policy, suite, report)
-                    place.write_text(json.dumps(outcome, indent=1))
-                found[policy] = json.loads(place.read_text())
+        if options.part:
+            folder, files = Path(sysconfig.get_path("purelib")), suite.get("installed", ())
+            places = HOME / "part" / name
+            shutil.rmtree(places, ignore_errors=True)
+        else:
+            folder, files = source(name, suite), suite["files"]
+            places = HOME / "results" / folder.name
+        places.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            found = outcomes_of(file, policies, places, folder, suite, options.workers)
             changed += tell(name, file, found, suite.get("control", ()))
     sys.exit(changed > 0)
 
