@@ -21,7 +21,8 @@
 #   make docs         builds the site in docs_out/html: executes its pages, checks its links, and
 #                     tests it in a browser
 #   make strangers    other libraries' test suites, with every differentiated function planned, under
-#                     each policy (an hour); resumes
+#                     each policy (hours); resumes
+#   make strangers-part  the same for some files of the installed packages (a minute)
 #   make mutants      mutation tests, on lines that differ from BASE
 #   make mutants-all  mutation tests on all lines (hours); resumes after an interruption
 #   make mutants-sample  whether the tests (TIER=thorough: both tiers) still kill a fixed
@@ -48,7 +49,7 @@ PYTEST := -m pytest -n 2 --dist worksteal
 EVERYTHING := -m "thorough or not thorough"
 KINDS := unit sound docs processes
 
-.PHONY: demo test test-all test-part $(KINDS:%=test-%) test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality build docker docker-locks soak strangers mutants mutants-all mutants-sample clean
+.PHONY: demo test test-all test-part $(KINDS:%=test-%) test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality build docker docker-locks soak strangers strangers-part mutants mutants-all mutants-sample clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -143,6 +144,9 @@ soak: $(VENV)/ready
 
 strangers: $(VENV)/ready
 	$(VENV)/bin/python tests/strangers.py
+
+strangers-part: $(VENV)/ready
+	$(VENV)/bin/python tests/strangers.py --part --workers 2
 
 mutants: $(VENV)/mutants
 	$(VENV)/bin/python tests/mutants.py --base "$(BASE)" --workers $(WORKERS)

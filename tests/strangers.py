@@ -12,6 +12,7 @@ Under a 16-bit policy, tolerances may break; an error of another type is a findi
 
     python tests/strangers.py                 # all; resumes after an interruption
     python tests/strangers.py optax --policies jit float32
+    python tests/strangers.py --part          # the files that installed packages contain, anew
 
 The sources, at their pinned commits, and the results are in `.strangers`.
 """
@@ -20,13 +21,18 @@ import argparse
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import tomllib
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+SUITES = tomllib.loads((TESTS / "strangers.toml").read_text())
 HOME = TESTS.parent / ".strangers"
 CONTROL = "jit"
 POLICIES = (CONTROL, "float32", "mixed_bfloat16", "mixed_float16")
@@ -76,11 +82,15 @@ def around(policy):
 
 
 def planning(transform, wrap):
-    """Returns a transformation of JAX that wraps the function that it differentiates."""
+    """Returns a transformation of JAX that wraps the function that it differentiates.
+
+    What mpjax itself differentiates is not planned again.
+    """
 
     @functools.wraps(transform)
     def wrapped(fun, *args, **kwargs):
-        return transform(wrap(fun) if callable(fun) else fun, *args, **kwargs)
+        ours = sys._getframe(1).f_globals.get("__name__", "").startswith("mpjax.")
+        return transform(wrap(fun) if callable(fun) and not ours else fun, *args, **kwargs)
 
     return wrapped
 
@@ -102,19 +112,52 @@ if "STRANGERS_POLICY" in os.environ and __name__ != "__main__":
 
 
 def source(name, suite):
-    """Returns the folder of a suite's repository at its pinned commit, fetched if it is absent."""
-    folder = HOME / f"{name}-{suite['commit'][:12]}"
+    """Returns the folder of a suite's pinned sources, which are fetched if they are absent."""
+    if "sdist" in suite:
+        folder = HOME / suite["sdist"].replace("==", "-")
+        fetch = unpack
+    else:
+        folder = HOME / f"{name}-{suite['commit'][:12]}"
+        fetch = check_out
     if not folder.exists():
-        partly = folder.with_suffix(".part")
-        partly.mkdir(parents=True, exist_ok=True)
-        for command in (
-            ["init", "-q"],
-            ["fetch", "-q", "--depth=1", suite["repository"], suite["commit"]],
-            ["checkout", "-q", suite["commit"]],
-        ):
-            subprocess.run(["git", "-C", str(partly), *command], check=True)
-        partly.rename(folder)
+        partly = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(partly, ignore_errors=True)
+        partly.mkdir(parents=True)
+        fetch(suite, partly).rename(folder)
+        shutil.rmtree(partly, ignore_errors=True)
     return folder
+
+
+def check_out(suite, folder):
+    """Checks out a suite's repository at its commit in a folder, and returns the folder."""
+    for command in (
+        ["init", "-q"],
+        ["fetch", "-q", "--depth=1", suite["repository"], suite["commit"]],
+        ["checkout", "-q", suite["commit"]],
+    ):
+        subprocess.run(["git", "-C", str(folder), *command], check=True)
+    return folder
+
+
+def unpack(suite, folder):
+    """Unpacks a suite's source distribution in a folder, and returns its own folder there."""
+    name = suite["sdist"].partition("==")[0]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        f"--no-binary={name}",
+    ]
+    subprocess.run([*command, "--dest", str(folder), suite["sdist"]], check=True)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
+    archive.unlink()
+    (inner,) = folder.iterdir()
+    return inner
 
 
 def packages(suite):
@@ -131,10 +174,13 @@ def packages(suite):
 
 def run(folder, file, policy, suite, report):
     """Runs one file of a suite in a process of its own: returns the outcome of each test."""
-    paths = [str(x) for x in (folder, TESTS, TESTS.parent, packages(suite))]
+    beside = [source(name, SUITES[name]) for name in suite.get("beside", ())]
+    root = folder / suite.get("root", "")
+    paths = [str(x) for x in (root, folder, *beside, TESTS, TESTS.parent, packages(suite))]
     env = {**os.environ, "STRANGERS_POLICY": policy, "PYTHONPATH": os.pathsep.join(paths)}
     skipped = [f"--deselect={file}::{test}" for test in suite.get("skip", {}).get(file, ())]
     options = ["-c", os.devnull, f"--rootdir={folder}", "-p", "strangers", "-q", "--tb=short"]
+    options += ["-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *skipped, file],
         cwd=folder,
@@ -170,30 +216,44 @@ def differences(control, other):
     }
 
 
+def outcomes_of(file, policies, places, folder, suite, workers):
+    """Returns the outcomes of a file's tests under each policy: those stored, or of a new run."""
+
+    def outcome(policy):
+        place = places / f"{file.replace('/', '.')}-{policy}.json"
+        if not place.exists():
+            report = place.with_suffix(".xml")
+            report.unlink(missing_ok=True)
+            place.write_text(json.dumps(run(folder, file, policy, suite, report), indent=1))
+        return json.loads(place.read_text())
+
+    with ThreadPoolExecutor(workers) as pool:
+        return dict(zip(policies, pool.map(outcome, policies), strict=True))
+
+
 def main():
-    suites = tomllib.loads((TESTS / "strangers.toml").read_text())
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("suites", nargs="*", metavar="suite", help="all if none is named")
     parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument("--part", action="store_true", help="only files of installed packages")
+    parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     options = parser.parse_args()
-    if unknown := {*options.suites} - {*suites}:
-        parser.error(f"Unknown suites {sorted(unknown)}. Choose from {sorted(suites)}.")
+    if unknown := {*options.suites} - {*SUITES}:
+        parser.error(f"Unknown suites {sorted(unknown)}. Choose from {sorted(SUITES)}.")
+    policies = [*dict.fromkeys((CONTROL, *options.policies))]
     changed = 0
-    for name in options.suites or suites:
-        suite = suites[name]
-        folder = source(name, suite)
-        results = HOME / "results" / folder.name
-        results.mkdir(parents=True, exist_ok=True)
-        for file in suite["files"]:
-            found = {}
-            for policy in dict.fromkeys((CONTROL, *options.policies)):
-                place = results / f"{file.replace('/', '.')}-{policy}.json"
-                if not place.exists():
-                    report = place.with_suffix(".xml")
-                    report.unlink(missing_ok=True)
-                    outcome = run(folder, file, policy, suite, report)
-                    place.write_text(json.dumps(outcome, indent=1))
-                found[policy] = json.loads(place.read_text())
+    for name in options.suites or SUITES:
+        suite = SUITES[name]
+        if options.part:
+            folder, files = Path(sysconfig.get_path("purelib")), suite.get("installed", ())
+            places = HOME / "part" / name
+            shutil.rmtree(places, ignore_errors=True)
+        else:
+            folder, files = source(name, suite), suite["files"]
+            places = HOME / "results" / folder.name
+        places.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            found = outcomes_of(file, policies, places, folder, suite, options.workers)
             changed += tell(name, file, found, suite.get("control", ()))
     sys.exit(changed > 0)
 

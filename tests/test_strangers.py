@@ -28,6 +28,13 @@ def test_a_differentiated_function_runs_under_the_policy(policy):
     } == expected
 
 
+def test_what_mpjax_differentiates_is_not_planned_again():
+    run = strangers.planning(jax.grad, lambda fun: pytest.fail("planned"))
+    ours = {"__name__": "mpjax._src.autocast.derivatives", "run": run}
+    exec("def differentiate(fun, x): return run(fun)(x)", ours)
+    assert ours["differentiate"](lambda x: x * x, 3.0) == 6
+
+
 def test_the_control_accepts_arguments_and_results_of_any_type():
     seen = []
     fun = strangers.compiled(lambda x, name, scale=1: (seen.append(x), x * scale, name))
@@ -54,10 +61,14 @@ def test_only_what_passes_under_the_control_is_a_difference(tmp_path, capsys):
 
 
 def test_the_pinned_suites_are_complete():
-    import tomllib
-
-    suites = tomllib.loads((strangers.TESTS / "strangers.toml").read_text())
+    suites = strangers.SUITES
     for suite in suites.values():
-        assert len(suite["commit"]) == 40 and suite["repository"].startswith("https://")
+        if "sdist" in suite:
+            assert "==" in suite["sdist"]
+        else:
+            assert len(suite["commit"]) == 40 and suite["repository"].startswith("https://")
+        assert {*suite.get("installed", ())} <= {*suite["files"]}
+        assert {*suite.get("beside", ())} <= {*suites}
         assert suite["files"] and {*suite.get("skip", {})} <= {*suite["files"]}
     assert all(mpjax.get_policy(policy) for policy in strangers.POLICIES[1:])
+    assert any("installed" in suite for suite in suites.values())

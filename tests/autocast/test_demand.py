@@ -197,6 +197,92 @@ def test_a_short_sum_of_tangents_stays_half():
     assert op(analysed(fun, a, b, linear=(0,)), "dot_general").forced == ""
 
 
+LABELS = jnp.array([0, 2, 0, 2])
+
+
+def one_hot(x):
+    return jax.nn.one_hot(LABELS, x.shape[-1])
+
+
+def chosen(x):
+    return jnp.einsum("nk,nk->n", x, one_hot(x))
+
+
+# A matmul that chooses, and whether it is float32.
+SELECTS = {
+    "the last state of a loop": (
+        lambda x, w: chosen(
+            jax.lax.scan(lambda c, r: (jnp.logaddexp(c, c + r), None), x[:, :8], x @ w)[0]
+        ),
+        True,
+    ),
+    "a comparison": (
+        lambda x, w: jnp.square((LABELS[:, None] == LABELS).astype(x.dtype) @ jnp.exp(x @ w)),
+        True,
+    ),
+    "scores of a matmul": (lambda x, w: -jnp.mean(chosen(jax.nn.log_softmax(x @ w))), False),
+    "a parameter": (lambda x, w: jnp.sum(jnp.sin(jax.nn.one_hot(LABELS, 8) @ w)), False),
+    "before a matmul": (lambda x, w: (one_hot(LABELS[:, None]).T @ jnp.exp(x)) @ w, False),
+    "values in half": (lambda x, w: jnp.sum(jnp.sin(chosen(jnp.maximum(x @ w, 0)))), False),
+}
+
+
+@pytest.mark.parametrize("name", SELECTS)
+def test_a_matmul_that_only_selects_float32_values_for_float32_readers_is_float32(name):
+    fun, full = SELECTS[name]
+    block = analysed(fun, jnp.ones((4, 8)), jnp.ones((8, 8)))
+    matmuls = [o for o in block.walk() if o.name == "dot_general"]
+    selects = [o.forced == "full" for o in matmuls if any(v.fact.mask for v in o.ins)]
+    assert selects == [full]
+
+
+BIG = 1e9
+KEPT = H[0, :8] > -5
+# A matrix with entries that float16 cannot hold, and whether it is multiplied in float32.
+MASKED = {
+    "masked": (lambda z: jnp.where(KEPT, z, -BIG), True),
+    "added": (lambda z: z + jnp.where(KEPT, 0, -BIG), True),
+    "counted": (lambda z: z - KEPT * BIG, True),
+    "of a softmax": (lambda z: jax.nn.log_softmax(jnp.where(KEPT, z, -BIG)), True),
+    "padded": (lambda z: jax.lax.pad(z[:, :6], -BIG, ((0, 0, 0), (1, 1, 0))), True),
+    "halved": (lambda z: jnp.where(KEPT, z, -BIG) / 2, True),
+    "carried": (lambda z: jax.lax.scan(lambda c, r: (c + r, None), z * 0 - BIG, z[None])[0], True),
+    "probabilities": (lambda z: jax.nn.softmax(jnp.where(KEPT, z, -BIG)), False),
+    "bounded": (lambda z: jnp.maximum(jnp.where(KEPT, z, -BIG), -50), False),
+    "of ordinary size": (lambda z: jnp.where(KEPT, z, -1e4), False),
+    "in other units": (lambda z: (z + BIG) / BIG, False),
+    "taken away": (lambda z: (z + BIG) - BIG, False),
+    "the largest": (lambda z: jnp.max(jnp.where(KEPT, z, -BIG), 0, keepdims=True), False),
+    "infinite": (lambda z: jnp.where(KEPT, z, -jnp.inf), False),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_entries_beyond_float16_are_multiplied_in_float32(name):
+    """Else zero times infinity is NaN."""
+    make, huge = MASKED[name]
+    fun = lambda h, w, v: make(h @ w) @ v  # noqa: E731
+    for half, full in (("float16", huge), ("bfloat16", False)):
+        block = analysed(fun, H[:, :8], H[:8, :8], H[:8, :4], policy=f"mixed_{half}")
+        assert ([o for o in block.ops if o.name == "dot_general"][1].forced == "full") == full
+
+
+def test_so_is_a_convolution():
+    fun = lambda h: lax.conv(jnp.where(H > 0, h, -BIG)[None], V[None, :8], (1,), "SAME")  # noqa: E731
+    block = analysed(fun, H, policy="mixed_float16")
+    assert op(block, "conv_general_dilated").forced == "full"
+
+
+def test_scores_of_impossible_labels_make_no_nan():
+    def loss(w):
+        z = jnp.where(KEPT, H[:4, :8] @ w, -BIG)
+        logs = jax.nn.log_softmax(z)
+        return jnp.sum(chosen(logs)) + jnp.einsum("nk,nk->", jnp.exp(logs), logs)
+
+    w = H[:8, :8].at[:, 3].add(0.1)
+    assert jnp.allclose(mpjax.autocast(loss, "mixed_float16")(w), loss(w), rtol=1e-2)
+
+
 def test_a_list_that_asks_for_half_has_its_way():
     policy = mpjax.get_policy("mixed_bfloat16").with_ops(half="dot_general")
     fun = lambda a, b: jnp.exp(a @ b)  # noqa: E731

@@ -13,7 +13,7 @@ from mpjax._src.autocast.facts import STEP, WRITES, known_factor
 from mpjax._src.autocast.graph import Block, Op, Value, is_steady
 from mpjax._src.autocast.lattices import Want, both, joined
 from mpjax._src.autocast.why import Reason, Why, why
-from mpjax._src.dtypes import HALVES
+from mpjax._src.dtypes import FLOAT16, HALVES
 from mpjax._src.higher_order import Inside
 
 # The demand of a reader that computes in float32, in half, or exactly in float32.
@@ -33,7 +33,7 @@ def demand(block: Block) -> None:
             for sub in reversed(op.subs):
                 _program(op, sub)
             continue
-        if (reason := _float32_for_free(op)) is not None:
+        if (reason := _float32_matmul(op)) is not None:
             op.forced, op.why = "full", reason
         rule, want = op.in_force, _of_readers(op)
         passed_on = rule == "layout" or (rule == "cast" and op.outs[0].is_f32)
@@ -88,15 +88,21 @@ def _is_phase(op: Op) -> bool:
     return op.spec.need == rules.FULL and (gain == rules.UNBOUNDED or growing)
 
 
-def _float32_for_free(op: Op) -> Why | None:
+def _float32_matmul(op: Op) -> Why | None:
     """Returns the reason to compute a matmul in float32, or None.
 
     Half merges large integers, such as the positions in the angles of rotary embeddings. A
     contraction shorter than the depth of a matrix unit is no faster in half, so it stays in float32
-    if an operation amplifies its result and its operands are not half yet.
+    if an operation amplifies its result and its operands are not half yet. A matmul with zeros and
+    ones selects or sums entries of the other operand. If that is computed in float32, and float32
+    operations read the result, half would only round in between. Entries that are masked with a
+    constant beyond the range of float16 would be infinite, and NaN if they are multiplied by zero.
     """
-    matmul = op.rule == "half" and op.name == "dot_general" and not op.forced
-    if not matmul or any(v.fact.linear for v in op.ins):
+    if op.rule != "half" or op.forced or any(v.fact.linear for v in op.ins):
+        return None
+    if op.half == FLOAT16 and any(v.fact.huge for v in op.ins):
+        return why(Reason.LOST)
+    if op.name != "dot_general":
         return None
     if any(v.fact.counts for v in op.ins):
         return why(Reason.POSITIONS, op.half.name)
@@ -108,6 +114,10 @@ def _float32_for_free(op: Op) -> Why | None:
     short = (depth == 1 and want.amplified) or (depth <= SHORT and want.phase > STEP)
     if short and not any(v.fact.half for v in op.ins):
         return why(Reason.SHORT_SUM)
+    others = [v for v in op.ins if not v.fact.mask]
+    computed = not any(v.fact.half or v.given or v.raw for v in others)
+    if len(others) == 1 and computed and (want.full or want.returned):
+        return why(Reason.SELECTS)
     return None
 
 

@@ -384,6 +384,7 @@ WORDS = {
     Reason.WIDE_RESULT: "half list, float32 result for the float32 operations that read it",
     Reason.AMPLIFIED: "a float32 operation would amplify its rounding error",
     Reason.SHORT_SUM: "a short sum whose rounding error a float32 operation would amplify",
+    Reason.SELECTS: "selects float32 values with zeros and ones, for float32 operations",
     Reason.SOLUTION: "added to the solution of a loop left as written, and amplified afterwards",
     Reason.LOST: "half would lose small terms that it adds, or its range",
     Reason.ENDS_LOOP: "left as written: a float32 comparison that depends on a matmul ends it",

@@ -70,6 +70,7 @@ class Sweep:
             constants = [v for v in op.ins if v.entries is not None]
             joined = join([v.fact for v in known or constants])
             transfer = TRANSFER[op.in_force]
+            joined = joined._replace(huge=_is_huge(op, joined.huge))
             for out in op.outs:
                 out.fact = transfer(self, op, joined, out) if is_float(out) else joined
 
@@ -77,9 +78,9 @@ class Sweep:
         """Returns the fact of a value as an operand."""
         if value.entries is None:
             return value.fact
-        known = np.abs(np.asarray(value.entries, np.float64))
-        largest = float(np.max(known[np.isfinite(known)], initial=0))
-        return value.fact._replace(span=BOUNDED if largest <= 1 else FITS)
+        largest = _largest(value)
+        span = BOUNDED if largest <= 1 else FITS
+        return value.fact._replace(span=span, huge=largest > LARGEST)
 
     def program(self, op: Op) -> None:
         results: list[list[Fact]] = [[] for _ in op.outs]
@@ -231,6 +232,32 @@ def _states(bits: Sequence[int], chains: Sequence[int]) -> int:
 # ---- one operation ------------------------------------------------------------------------------
 
 
+def _is_huge(op: Op, joined: bool) -> bool:
+    """Returns whether a result contains constants beyond float16, if its operands do or not.
+
+    It does if such a constant masks entries of an array, until they are scaled down, bounded or
+    reduced to the largest one, or until the constant is subtracted again. Only elementwise
+    operations and moves pass it on.
+    """
+    constant = max((_largest(v) for v in op.ins if v.entries is not None), default=0.0)
+    if op.name in BOUNDS or (op.name == "sub" and joined and constant > LARGEST):
+        return False
+    if known_factor(op) < LEAST if constant else op.name == "div":
+        return False
+    return joined or (constant > LARGEST and op.name in MASKS)
+
+
+LARGEST = float(np.finfo(np.float16).max)
+BOUNDS = frozenset(["clamp", "max", "min", "reduce_max", "reduce_min"])
+MASKS = frozenset(["add", "sub", "mul", "select_n", "concatenate", "pad", "dynamic_update_slice"])
+
+
+def _largest(value: Value) -> float:
+    """Returns the largest finite magnitude among the known entries of a value."""
+    known = np.abs(np.asarray(value.entries, np.float64))
+    return float(np.max(known[np.isfinite(known)], initial=0))
+
+
 def _half(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     if op.spec.need != rules.HALF:  # told to by the user
         return joined._replace(half=True, exact=False)
@@ -269,6 +296,7 @@ def _full(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         mask=False,
         negative=False,
         solved=False,
+        huge=False,
         peak=0,
         spread=joined.spread and len(op.ins) == 1,
         mean=sweep.bit(op.ins[0]) if op.name == "reduce_sum" else 0,
@@ -292,8 +320,9 @@ def _follow(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         return joined._replace(peak=_peak(op))
     span = BOUNDED if op.spec.span == rules.BOUNDED else joined.span
     return joined._replace(
-        span=span, exact=False, solved=False, peak=0, norm="scale" if op.name == "sqrt" else ""
-    )
+        span=span, exact=False, solved=False, peak=0, huge=False,
+        norm="scale" if op.name == "sqrt" else "",
+    )  # fmt: skip
 
 
 def _peak(op: Op) -> int:
@@ -476,7 +505,7 @@ def _other(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     bit = sweep.bit(out) if not joined.given else 0
     return joined._replace(
         half=False, exact=exact, span=FITS, norm="", scaled=False, writes=0, mask=False,
-        made=joined.made | bit, solved=bool(op.subs),
+        made=joined.made | bit, solved=bool(op.subs), huge=False,
     )  # fmt: skip
 
 

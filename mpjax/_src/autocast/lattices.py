@@ -36,6 +36,7 @@ class Fact(NamedTuple):
         level: The axes along which a computed term of it is constant, as a bit mask.
         mean: The values whose mean it is, as a bit mask.
         centred: It is an array minus a mean that takes off such a term.
+        huge: Some of its entries are, or contain, a constant beyond the range of float16.
     """
 
     half: bool = False
@@ -60,6 +61,7 @@ class Fact(NamedTuple):
     level: int = 0
     mean: int = 0
     centred: bool = False
+    huge: bool = False
 
     @property
     def given(self) -> bool:
@@ -99,6 +101,7 @@ def join(facts: Sequence[Fact]) -> Fact:
         level=union(columns.level),
         mean=union(columns.mean),
         centred=False,
+        huge=any(columns.huge),
     )
 
 

@@ -44,6 +44,7 @@ class Reason(enum.Enum):
     WIDE_RESULT = enum.auto()
     AMPLIFIED = enum.auto()
     SHORT_SUM = enum.auto()
+    SELECTS = enum.auto()
     SOLUTION = enum.auto()
     # Information that half would lose.
     LOST = enum.auto()
