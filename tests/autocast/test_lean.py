@@ -76,15 +76,27 @@ def as_near(got, near, want):
     assert errors[0] <= 1.3 * errors[1] + 2**-7 * np.linalg.norm(want), errors
 
 
+def composed(w, x):
+    """Affine maps, composed by an associative scan: parts of some products are never read."""
+
+    def then(first, second):
+        matrix, shift = second
+        return matrix @ first[0], (matrix @ first[1][..., None])[..., 0] + shift
+
+    maps = jnp.tanh(x @ w).reshape(-1, 2, 2), x[:, :2]
+    return jnp.sum(jnp.sin(jax.lax.associative_scan(then, maps)[1] @ w[:2]))
+
+
 SUITE = {
     **{name: (fun, (W, X)) for name, fun in PROGRAMS.items()},
     "network": (network, (W, BIG[:, :8])),
     "transformer": (transformer, (W, BIG[:, :8])),
+    "composed": (composed, (W[:, :4], BIG[:16, : W.shape[0]])),
 }
 
 
-# A stream, a loop, branches, a rule of its author's, devices.
-QUICK = ["network", "layers", "switch", "custom_vjp", "shard_mapped"]
+# A stream, a loop, branches, a rule of its author's, devices, what is never read.
+QUICK = ["network", "layers", "switch", "custom_vjp", "shard_mapped", "composed"]
 
 
 @pytest.mark.parametrize("name", thorough_but(SUITE, *QUICK))

@@ -36,6 +36,7 @@ def checkpoints(
         results: The results of the block.
         alive: The arguments that are in memory anyway.
     """
+    steps = _live(steps, results)
     again, copied = _choose(steps, alive), _copied(steps, alive)
     alone = sum(1 << i for i, step in enumerate(steps) if _stands_alone(step))
     closed = _nested([*_groups(steps, again, copied)], _Reach(steps))
@@ -53,6 +54,21 @@ def checkpoints(
         around = {step: c for c in steps if isinstance(c, Checkpoint) for step in c.steps}
         now = {step: around.get(holder, holder) for step, holder in now.items()}
     return steps
+
+
+def _live(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Step]:
+    """Returns the steps on which results or effects depend.
+
+    A checkpoint has cotangents for all that it computes, and would run matmuls with those zeros.
+    """
+    needed = {*results}
+    live: list[Step] = []
+    for step in reversed(steps):
+        acts = isinstance(step, Op) and bool(step.eqn.effects)
+        if acts or not needed.isdisjoint(writes(step)):
+            live.append(step)
+            needed.update(reads(step))
+    return live[::-1]
 
 
 # ---- what is kept -------------------------------------------------------------------------------
