@@ -254,7 +254,7 @@ MASKS = frozenset(["add", "sub", "mul", "select_n", "concatenate", "pad", "dynam
 
 def _largest(value: Value) -> float:
     """Returns the largest finite magnitude among the known entries of a value."""
-    known = np.abs(np.asarray(value.entries, np.float64))
+    known = np.abs(np.asarray(value.entries, np.complex128))  # of numbers of any dtype
     return float(np.max(known[np.isfinite(known)], initial=0))
 
 
