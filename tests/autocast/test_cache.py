@@ -199,6 +199,31 @@ def test_a_failure_is_not_kept():
     np.testing.assert_array_equal(auto(X), X)
 
 
+@pytest.mark.parametrize("policy", thorough_but(["float32", "mixed_float16"], "mixed_float16"))
+@pytest.mark.parametrize("around", ["autocast", "gradient"])
+def test_gradients_with_a_jit_around_autocast_trace_a_rule_once(around, policy):
+    traces = []
+
+    @jax.custom_vjp
+    def loss(w):
+        return jnp.sum(jnp.tanh(w @ w))
+
+    def forward(w):
+        traces.append("forward")
+        return loss(w), w
+
+    def backward(w, ct):
+        traces.append("backward")
+        return (ct * (w + w.T),)
+
+    loss.defvjp(forward, backward)
+    auto = mpjax.autocast(loss, policy)
+    grad = jax.grad(jax.jit(auto)) if around == "autocast" else jax.jit(jax.grad(auto))
+    for scale in (1, 2):
+        np.testing.assert_allclose(grad(scale * W), scale * (W + W.T), rtol=1e-3)
+    assert traces == ["forward", "backward"]
+
+
 def test_settings_of_jax_are_part_of_a_call():
     auto = Counted(lambda x: jnp.ones(3) * x)
     auto(X[0, 0])

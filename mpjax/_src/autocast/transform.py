@@ -100,7 +100,7 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16") -> Any:
     `PrecisionWarning` says so if no other is left.
 
     The function may use any JAX transformation, and any of them may be applied to the result.
-    Outside of `jax.jit` the result is compiled and cached, as with `jax.jit`:
+    Outside of transformations the result is compiled and cached, as with `jax.jit`:
 
     - Array arguments are traced; Python values and other objects are passed on unchanged.
     - Values that the function does not get as arguments are read when it is traced.
