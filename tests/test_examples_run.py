@@ -22,8 +22,8 @@ import expected  # noqa: E402
 
 SPREADS = 3  # the range over three seeds is a low guess: two of many differ by more than it
 NAMES = sorted(p.stem for p in EXAMPLES.glob("*.py") if "functools.partial(common" in p.read_text())
-# Plain JAX and linen; the test of TensorBoard runs one in NNX. They cost least of their kind.
-QUICK = {"recommender", "lenet5"}
+# Plain JAX; the test of TensorBoard runs one in NNX. They cost least of their kind.
+QUICK = {"recommender"}
 
 
 @pytest.mark.parametrize(

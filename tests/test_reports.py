@@ -96,9 +96,12 @@ class Printer:
         self.shown += text
 
 
+SLOW = ("compare", "find_nonfinite", "tune")
+
+
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.thorough) if n == "tune" else n for n in REPORTS],
+    [pytest.param(n, marks=pytest.mark.thorough) if n in SLOW else n for n in REPORTS],
 )
 def test_a_report_shows_itself_in_a_notebook_and_fits(name):
     shown, printer = report(name), Printer()

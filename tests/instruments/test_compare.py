@@ -88,7 +88,7 @@ class TestPlantedFaults:
         ("fault", "policy"),
         thorough_but(
             itertools.product(FAULTS, POLICIES),
-            *[(fault, "mixed_bfloat16") for fault in FAULTS],
+            ([*FAULTS][-1], "mixed_bfloat16"),
         ),
     )
     def test_is_the_top_row(self, model, fault, policy):

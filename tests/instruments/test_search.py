@@ -57,7 +57,7 @@ class Model:
 
 
 @pytest.mark.parametrize("results", [1, 4])
-@pytest.mark.parametrize("count", [3, 7, 12])
+@pytest.mark.parametrize("count", [3, 7, pytest.param(12, marks=pytest.mark.thorough)])
 def test_at_most_one_place_more_than_exhaustive_search(count, results):
     for seed in range(12 if count < 12 else 4):
         model = Model(seed, count, results)

@@ -80,6 +80,7 @@ class TestSearch:
         assert tuned.policy == mpjax.get_policy("mixed_float16")
         assert tuned.runs >= 3  # float32, at least one for the loss scale, and the policy
 
+    @pytest.mark.thorough
     def test_one_unsafe_op_of_an_op_list(self, rng):
         def loss(w, x):
             y = jnp.tanh(x @ w)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from support import thorough_but
 
 import mpjax
 from mpjax._src import _jax
@@ -46,7 +47,7 @@ def exchanging(w, x):
     return lax.pmean(found, ("data", "model"))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", thorough_but([True, False], True))
 def test_values_are_those_of_shard_map_forward_and_backward(rng, check_vma):
     loss = mapped(exchanging, (P("model"), P("data", "model")), P(), check_vma)
     w, x = (np.float32(rng.normal(size=shape)) for shape in ((8, 8), (16, 8)))
@@ -119,7 +120,7 @@ def line_of(text):
     return f"{Path(inspect.getfile(mapped)).name}:{found[0]}"
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", thorough_but([True, False], True))
 def test_find_nonfinite_names_the_line_in_a_shard_map(rng, check_vma):
     def body(params, x):
         h = jnp.tanh(x @ params["w"])

@@ -244,7 +244,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", thorough_but(OTHERS, "find_nonfinite", "gradient_histogram"))
+@pytest.mark.parametrize("name", thorough_but(OTHERS, "find_nonfinite"))
 def test_every_other_report_opens_as_a_page(opened, name):
     report = OTHERS[name]()
     page = opened(report.to_html(), color_scheme="dark", viewport={"width": 700, "height": 700})
