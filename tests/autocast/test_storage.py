@@ -253,6 +253,15 @@ def test_dropout_of_a_softmax_keeps_one_half_array():
     ]
 
 
+def test_an_argument_that_a_loop_reads_is_in_memory_anyway():
+    def fun(w, x, units):
+        layer = lambda h, _: ((1 + jnp.tanh(h @ w)) * units, None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(layer, x, None, length=3)[0])
+
+    units = 1 + X  # of float32, in an island of each iteration
+    assert (X.shape, "bfloat16") not in kept(cast(fun), W, X, units)
+
+
 def by_hand(scores, shift=lambda m: m, axis=-1):
     """A softmax, what is taken the exponential of, and the maximum."""
     m = scores.max(axis, keepdims=True)

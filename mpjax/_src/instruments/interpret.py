@@ -18,7 +18,7 @@ from mpjax._src import _jax
 from mpjax._src.autocast.graph import ROW
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
-from mpjax._src.instruments.unmapped import unmapped
+from mpjax._src.instruments.unmapped import holds_program, is_program, unmapped
 from mpjax._src.progress import advance
 
 OPERATION = "operation"  # what progress counts
@@ -294,9 +294,9 @@ def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
     try:
         return run(eqn, arrays, **wide)
     except MISFITS:
-        programs = {name: p for name, p in eqn.params.items() if _holds_program(p)}
+        programs = {name: p for name, p in eqn.params.items() if holds_program(p)}
     try:  # what sums or maps by a program that is written for half
-        return run(eqn, arrays, **wide, **jax.tree.map(_widened, programs, is_leaf=_is_program))
+        return run(eqn, arrays, **wide, **jax.tree.map(_widened, programs, is_leaf=is_program))
     except MISFITS:
         return None
 
@@ -328,7 +328,7 @@ class Wide(Plain):
 
 def _widened(program: Any) -> Any:
     """Returns a program with float32 in place of half."""
-    if not _is_program(program):
+    if not is_program(program):
         return program
     avals = [_jax.retyped(a, FLOAT32) if is_half(a) else a for a in _jax.in_avals(program)]
     wide = _jax.trace(lambda *args: interpret(program, list(args), Wide()), avals, "float32")
@@ -338,14 +338,6 @@ def _widened(program: Any) -> Any:
     if consts:
         raise NotImplementedError("A program with constants cannot stand here.")
     return inner
-
-
-def _is_program(x: Any) -> bool:
-    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
-
-
-def _holds_program(x: Any) -> bool:
-    return _is_program(x) or (isinstance(x, tuple) and any(map(_is_program, x)))
 
 
 def widen(x: Any) -> Any:

@@ -127,20 +127,23 @@ def _run(eqn: Any, ins: list[Any]) -> list[Any]:
         raise NotImplementedError("A shard_map inside a shard_map is run as it is.")
     new = {k: None for k, p in params.items() if isinstance(p, jax.sharding.Sharding)}
     if kind is not FIRST_ORDER:
-        new |= {k: _traced(p) for k, p in params.items() if _holds_programs(p)}
+        programs = {k: p for k, p in params.items() if holds_program(p)}
+        new |= jax.tree.map(_traced, programs, is_leaf=is_program)
     return _jax.bind(eqn, ins, **new)
 
 
-def _holds_programs(x: Any) -> bool:
-    return hasattr(_jax.open_jaxpr(x)[0], "eqns") or (
-        isinstance(x, tuple) and bool(x) and all(map(_holds_programs, x))
-    )
+def is_program(x: Any) -> bool:
+    """Returns whether a parameter of an equation is a program, open or closed."""
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+def holds_program(x: Any) -> bool:
+    """Returns whether a parameter of an equation is a program, or several."""
+    return is_program(x) or (isinstance(x, tuple) and any(map(is_program, x)))
 
 
 def _traced(program: Any) -> Any:
     """Returns a program of a loop or branch, traced anew: its arrays have no mesh either."""
-    if isinstance(program, tuple):
-        return tuple(map(_traced, program))
     avals = [_plain(aval) for aval in _jax.in_avals(program)]
     return _jax.trace(functools.partial(_evaluate, program), avals, "program")
 
