@@ -22,7 +22,7 @@
 #                     tests it in a browser
 #   make strangers    other libraries' test suites, with every differentiated function planned, under
 #                     each policy (hours); resumes
-#   make strangers-part  the same for some files of the installed packages (a minute)
+#   make strangers-part  the same for some files of the installed packages (minutes)
 #   make mutants      mutation tests, on lines that differ from BASE
 #   make mutants-all  mutation tests on all lines (hours); resumes after an interruption
 #   make mutants-sample  whether the tests (TIER=thorough: both tiers) still kill a fixed

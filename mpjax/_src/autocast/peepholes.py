@@ -114,8 +114,8 @@ def attentions(flow: Flow, found: list[Island]) -> None:
     have the sum 0 for the same reason. Theirs is ``-r q e p`` in sum, which tokens that share a
     mean pass on to the weights that made the keys; so the mean of ``dk`` is subtracted from it.
     This is possible if only shifts, scales of rows and masks lie in between, and no guard changes
-    the sums of rows. (Exact sums over rows cost another pass over ``p`` and ``g``: 1.04 to 1.10 of
-    a transformer's traffic on an H100.)
+    the sums of rows. (Exact sums over rows would take another pass over ``p`` and ``g``, which are
+    far larger than the keys.)
 
     If one entry of every row is close to 1, ``g - sum(p g)`` is as small as ``e``. The same holds
     for rows that select among given values (bins, atoms, a codebook). There ``g`` is used, and also
