@@ -12,12 +12,12 @@ from mpjax._src._jax.barriers import (
     again_barrier,
     cpu_barrier,
     gpu_barrier,
-    held_for_cpu,
 )
 from mpjax._src._jax.calls import linearized_once
 from mpjax._src._jax.convolutions import half_conv
 from mpjax._src._jax.jits import call_as_jit, jit_call, jit_of
 from mpjax._src._jax.literals import casts_of_numbers
+from mpjax._src._jax.matmuls import CPU_FLAGS, cpu_flags, marked
 from mpjax._src._jax.partitioning import answer_partitioning, ask_elsewhere
 from mpjax._src._jax.programs import (
     Structure,
@@ -78,6 +78,7 @@ from mpjax._src._jax.wire import half_dot, half_gather, placed_freely
 
 __all__ = (
     "BARRIERS",
+    "CPU_FLAGS",
     "GPUS",
     "Literal",
     "Structure",
@@ -97,6 +98,7 @@ __all__ = (
     "common_stack",
     "compile_only",
     "cpu_barrier",
+    "cpu_flags",
     "custom_jvp_rule",
     "custom_vjp_rules",
     "default_precision",
@@ -106,7 +108,6 @@ __all__ = (
     "half_conv",
     "half_dot",
     "half_gather",
-    "held_for_cpu",
     "hoisted",
     "in_avals",
     "in_one_call",
@@ -127,6 +128,7 @@ __all__ = (
     "linearized_once",
     "location",
     "manual_axes",
+    "marked",
     "numbered",
     "open_jaxpr",
     "passed_through",

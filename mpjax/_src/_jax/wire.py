@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpjax._src._jax.barriers import cpu_barrier, held_for_cpu
+from mpjax._src._jax.matmuls import marked
 from mpjax._src._jax.programs import retyped
 
 dot_general_p, gather_p = jax.lax.dot_general_p, jax.lax.gather_p
@@ -96,18 +96,12 @@ def placed_freely(x: Any, sharding: Any) -> Any:
 # ---- matmuls ------------------------------------------------------------------------------------
 
 
-def _multiply(
-    x, y, *, half, preferred_element_type, order, sums, dimension_numbers, devices, **params
-):
+def _multiply(x, y, *, half, preferred_element_type, order, sums, devices, **params):
     """Multiplies in half, transposes the result and casts it."""
     x, y = (jax.lax.convert_element_type(v, half) for v in (x, y))
-    if sums and devices > 1:
-        x, y = held_for_cpu(x, y, dimension_numbers)
-        params["preferred_element_type"] = np.float32
-        out = cpu_barrier(dot_general_p.bind(x, y, dimension_numbers=dimension_numbers, **params))
-    else:
-        params["preferred_element_type"] = half
-        out = dot_general_p.bind(x, y, dimension_numbers=dimension_numbers, **params)
+    params["preferred_element_type"] = np.dtype(np.float32) if sums and devices > 1 else half
+    with marked():
+        out = dot_general_p.bind(x, y, **params)
     return jax.lax.convert_element_type(_in_order(out, order), preferred_element_type)
 
 

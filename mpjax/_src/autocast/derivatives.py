@@ -275,14 +275,11 @@ def _cached_matmul(
     summed_wide = _jax.half_dot if primitive.name == "dot_general" else _jax.half_conv
 
     def product(operands, dtype):
-        return primitive.bind(*operands, **params, preferred_element_type=np.dtype(dtype))
+        with _jax.marked():
+            return primitive.bind(*operands, **params, preferred_element_type=np.dtype(dtype))
 
     def run(*operands):
-        left, right, *more = operands[: len(operands) - len(twins)]
-        if dtype == left.dtype:
-            return product((left, right, *more), dtype)
-        left, right = _jax.held_for_cpu(left, right, _summed_and_batch(params))
-        return _jax.cpu_barrier(product((left, right, *more), dtype))
+        return product(operands[: len(operands) - len(twins)], dtype)
 
     def along(moving, primals, tangents):
         """Returns the tangent, given those of the operands that are not constant."""
@@ -319,12 +316,6 @@ def _cached_matmul(
 
     call = with_tangent(run, jvp, symbolic_zeros=True)
     return call
-
-
-def _summed_and_batch(params: Mapping[str, Any]) -> Any:
-    """Returns the dimension numbers of a matmul, ragged or not."""
-    ragged = params.get("ragged_dot_dimension_numbers")
-    return ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
 
 
 def _less_mean(x: Any, dims: Sequence[int]) -> Any:

@@ -1,0 +1,191 @@
+"""In which form XLA:CPU is asked for the 16-bit matmuls that autocast makes.
+
+In jaxprs these are `dot_general` of 16-bit operands, with a mark. What a marked matmul means does
+not change, only how it is lowered for the platform "cpu". Unmarked ones are lowered by JAX.
+
+XLA:CPU multiplies with the CPU's own bfloat16 instructions if the result is the float32
+accumulator, if each array is stored in the order of its dimensions, and if the left operand has its
+contracted dimensions last. Otherwise it converts the operands to float32, which is slower than
+float32 from the start. For a float32 result and a left operand with its contracted dimensions first
+it has no kernel at all, and fails at run time ("BF16 x BF16 = F32"). It merges transposes into
+matmuls, its own ones too, so only an optimization barrier keeps an operand as it is.
+"""
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.interpreters import mlir
+
+dot_general_p = jax.lax.dot_general_p
+BFLOAT16, FLOAT16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
+MARK = "mpjax_matmul"
+MATMULS = frozenset({"dot_general", "ragged_dot_general"})
+
+# The flags in /proc/cpuinfo of CPUs with instructions for a 16-bit dtype.
+CPU_FLAGS = {
+    BFLOAT16: {"amx_bf16", "avx512_bf16", "bf16", "svebf16"},
+    FLOAT16: {"amx_fp16", "avx512_fp16"},
+}
+SMALLEST = 8  # XLA:CPU calls no kernel if rows, columns and products in a sum are all fewer
+
+
+def marked() -> Any:
+    """Returns a context in which matmuls are marked as made by autocast.
+
+    The mark is metadata that no compiler reads. Unlike the name of a scope, it is on the matmuls of
+    the transposed program too.
+    """
+    return set_xla_metadata(**{MARK: 1})
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """Returns the features of the host's CPU, as Linux names them; none on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    words = (line.partition(":")[2] for line in lines if line.lower().startswith(("flags", "feat")))
+    return frozenset(next(words, "").split())
+
+
+# ---- lowering -----------------------------------------------------------------------------------
+
+
+def _lowering(own: Any) -> Any:
+    """Returns the lowering rule of `dot_general` for "cpu", given JAX's own."""
+
+    def lower(ctx: Any, left: Any, right: Any, **params: Any) -> Any:
+        x, y = ctx.avals_in
+        dtype = ctx.avals_out[0].dtype
+        form = None
+        if _is_marked(ctx) and x.dtype == y.dtype and x.dtype in CPU_FLAGS:
+            hold = _how_to_hold(ctx)
+            if hold and _is_native(x, y, **params):
+                form = functools.partial(_multiply_natively, hold=hold)
+            elif dtype == np.float32:
+                form = _multiply_safely
+        if form is None:
+            return own(ctx, left, right, **params)
+        run = functools.partial(_unmarked, form, dtype=dtype, **params)
+        return mlir.lower_fun(run, multiple_results=False)(ctx, left, right)
+
+    return lower
+
+
+def _is_marked(ctx: Any) -> bool:
+    metadata = ctx.jaxpr_eqn_ctx and ctx.jaxpr_eqn_ctx.xla_metadata
+    return bool(metadata) and MARK in metadata
+
+
+def _is_native(x: Any, y: Any, dimension_numbers: Any, precision: Any, **_: Any) -> bool:
+    """Returns whether XLA can multiply with the bfloat16 instructions of the host's CPU."""
+    if x.dtype != BFLOAT16 or not cpu_flags() & CPU_FLAGS[BFLOAT16]:
+        return False
+    if precision is not None and not isinstance(precision, tuple):  # an algorithm
+        return False
+    sizes = _sizes(x, y, dimension_numbers)
+    is_small = all(isinstance(size, int) and size < SMALLEST for size in sizes)
+    return not is_small and sizes[:2] != (1, 1)
+
+
+def _how_to_hold(ctx: Any) -> Any:
+    """Returns the function that stores an array in the order of its dimensions, or None.
+
+    A constraint of its layout leaves an array divided among devices, but no exported program may
+    have one.
+    """
+    axes = ctx.module_context.axis_context
+    devices = getattr(axes, "num_devices", None) or axes.mesh.size
+    if devices == 1:
+        return _flattened
+    return None if ctx.module_context.lowering_parameters.for_export else _constrained
+
+
+def _flattened(x: Any) -> Any:
+    return jax.lax.optimization_barrier(x.reshape(-1)).reshape(x.shape)
+
+
+def _constrained(x: Any) -> Any:
+    return with_layout_constraint(jax.lax.optimization_barrier(x), Layout(tuple(range(x.ndim))))
+
+
+# ---- forms --------------------------------------------------------------------------------------
+
+
+def _unmarked(form: Any, left: Any, right: Any, dtype: Any, **params: Any) -> Any:
+    """Multiplies in a form, and casts the float32 accumulator."""
+    params["preferred_element_type"] = np.dtype(np.float32)
+    with set_xla_metadata(**{MARK: None}):
+        out = form(left, right, **params)
+        return jax.lax.convert_element_type(jax.lax.optimization_barrier(out), dtype)
+
+
+def _multiply_safely(left: Any, right: Any, dimension_numbers: Any, **params: Any) -> Any:
+    """Multiplies in a form that does not fail."""
+    (summed, right_summed), (batch, right_batch) = dimension_numbers
+    left = jax.lax.transpose(left, (*batch, *_free(left, summed, batch), *summed))
+    left, right = jax.lax.optimization_barrier((left, right))
+    numbers = (_last(left, len(summed)), right_summed), (tuple(range(len(batch))), right_batch)
+    return dot_general_p.bind(left, right, dimension_numbers=numbers, **params)
+
+
+def _multiply_natively(
+    left: Any, right: Any, dimension_numbers: Any, hold: Any, **params: Any
+) -> Any:
+    """Multiplies in the form for which XLA has a kernel with the CPU's own instructions."""
+    (summed, right_summed), (batch, right_batch) = dimension_numbers
+    free, right_free = _free(left, summed, batch), _free(right, right_summed, right_batch)
+    rows, columns, _ = _sizes(left, right, dimension_numbers)
+    start, count = len(batch), len(summed)
+
+    left = jax.lax.transpose(left, (*batch, *free, *summed))
+    # The kernel reads either order of the right operand: the one in which its rows stay rows.
+    summed_last = right.ndim - 1 in right_summed
+    blocks = (right_free, right_summed) if summed_last else (right_summed, right_free)
+    order = (*right_batch, *blocks[0], *blocks[1])
+    right = jax.lax.transpose(right, order)
+    # A transpose before it is merged into a product of two matrices, but not into one of many.
+    if start or order != tuple(range(right.ndim)):
+        right = hold(right)
+    # There is no kernel for a vector: it becomes a row, or a column, beside zeros.
+    if rows == 1:
+        left = jnp.stack([left, jnp.zeros_like(left)], start)
+    if columns == 1:
+        right = jnp.stack([right, jnp.zeros_like(right)], start)
+    first = start + (columns == 1)
+    right_summed = _last(right, count) if summed_last else tuple(range(first, first + count))
+    numbers = (_last(left, count), right_summed), (tuple(range(start)),) * 2
+    out = dot_general_p.bind(hold(left), right, dimension_numbers=numbers, **params)
+    if rows == 1:
+        out = jax.lax.index_in_dim(out, 0, start, keepdims=False)
+    if columns == 1:
+        out = jax.lax.index_in_dim(out, 0, start + len(free), keepdims=False)
+    return out
+
+
+def _free(x: Any, summed: Any, batch: Any) -> list[int]:
+    return [d for d in range(x.ndim) if d not in (*summed, *batch)]
+
+
+def _last(x: Any, count: int) -> tuple[int, ...]:
+    return tuple(range(x.ndim - count, x.ndim))
+
+
+def _sizes(x: Any, y: Any, dimension_numbers: Any) -> tuple[Any, Any, Any]:
+    """Returns the numbers of rows, of columns, and of products in a sum; some may be symbolic."""
+    (summed, right_summed), (batch, right_batch) = dimension_numbers
+    rows = math.prod(x.shape[d] for d in _free(x, summed, batch))
+    columns = math.prod(y.shape[d] for d in _free(y, right_summed, right_batch))
+    return rows, columns, math.prod(x.shape[d] for d in summed)
+
+
+_OWN = mlir._platform_specific_lowerings["cpu"][dot_general_p].rule
+mlir.register_lowering(dot_general_p, _lowering(_OWN), platform="cpu")
