@@ -136,7 +136,8 @@ CONTRACTS = (
 )
 # The features that tests of public extension points protect, where no private name is used.
 PUBLIC = {
-    "barriers": "autocast on CPUs and GPUs: barriers that keep half-precision matmuls correct",
+    "barriers": "autocast on CPUs and GPUs: barriers that keep values in 16 bits",
+    "matmuls": "autocast on CPUs: bfloat16 matmuls are slower than float32, or fail",
     "rules": "autocast of functions with custom_jvp, custom_vjp or shard_map",
 }
 

@@ -140,8 +140,8 @@ def test_dots_say_what_is_multiplied_or_why_not(monkeypatch):
     )
     assert dots.reading({"f32": 3}).startswith("all 3 ")
     assert dots.reading({"f32": 2, "bf16": 3}).startswith("2 of 5 matmuls")
-    monkeypatch.setattr("mpjax._src.hardware.devices._cpu_flags", lambda: {"avx2"})
-    assert "the CPU converts halves" in dots.row(dots.SMOKE, 2)["skipped"]
+    monkeypatch.setattr("mpjax._src._jax.cpu_flags", frozenset)
+    assert "the CPU converts 16-bit values" in dots.row(dots.SMOKE, 2)["skipped"]
 
 
 # ---- goals and quality ---------------------------------------------------------------------------

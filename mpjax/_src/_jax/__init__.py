@@ -17,7 +17,7 @@ from mpjax._src._jax.calls import linearized_once
 from mpjax._src._jax.convolutions import half_conv
 from mpjax._src._jax.jits import call_as_jit, jit_call, jit_of
 from mpjax._src._jax.literals import casts_of_numbers
-from mpjax._src._jax.matmuls import CPU_FLAGS, cpu_flags, marked
+from mpjax._src._jax.matmuls import cpu_flags, marked
 from mpjax._src._jax.partitioning import answer_partitioning, ask_elsewhere
 from mpjax._src._jax.programs import (
     Structure,
@@ -78,7 +78,6 @@ from mpjax._src._jax.wire import half_dot, half_gather, placed_freely
 
 __all__ = (
     "BARRIERS",
-    "CPU_FLAGS",
     "GPUS",
     "Literal",
     "Structure",

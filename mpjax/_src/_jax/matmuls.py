@@ -24,15 +24,13 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir
 
 dot_general_p = jax.lax.dot_general_p
-BFLOAT16, FLOAT16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
+BFLOAT16 = np.dtype(jnp.bfloat16)
+HALVES = (BFLOAT16, np.dtype(np.float16))
 MARK = "mpjax_matmul"
 MATMULS = frozenset({"dot_general", "ragged_dot_general"})
 
-# The flags in /proc/cpuinfo of CPUs with instructions for a 16-bit dtype.
-CPU_FLAGS = {
-    BFLOAT16: {"amx_bf16", "avx512_bf16", "bf16", "svebf16"},
-    FLOAT16: {"amx_fp16", "avx512_fp16"},
-}
+# The flags in /proc/cpuinfo of CPUs with instructions for bfloat16. XLA has no kernels for float16.
+CPU_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16", "svebf16"})
 SMALLEST = 8  # XLA:CPU calls no kernel if rows, columns and products in a sum are all fewer
 
 
@@ -47,13 +45,16 @@ def marked() -> Any:
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """Returns the features of the host's CPU, as Linux names them; none on other systems."""
+    """Returns the features with which the host's CPU multiplies bfloat16, as Linux names them.
+
+    On other systems there are none.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
     words = (line.partition(":")[2] for line in lines if line.lower().startswith(("flags", "feat")))
-    return frozenset(next(words, "").split())
+    return CPU_FLAGS & {*next(words, "").split()}
 
 
 # ---- lowering -----------------------------------------------------------------------------------
@@ -64,17 +65,14 @@ def _lowering(own: Any) -> Any:
 
     def lower(ctx: Any, left: Any, right: Any, **params: Any) -> Any:
         x, y = ctx.avals_in
-        dtype = ctx.avals_out[0].dtype
-        form = None
-        if _is_marked(ctx) and x.dtype == y.dtype and x.dtype in CPU_FLAGS:
-            hold = _how_to_hold(ctx)
-            if hold and _is_native(x, y, **params):
-                form = functools.partial(_multiply_natively, hold=hold)
-            elif dtype == np.float32:
-                form = _multiply_safely
-        if form is None:
+        if not _is_marked(ctx) or x.dtype != y.dtype or x.dtype not in HALVES:
             return own(ctx, left, right, **params)
-        run = functools.partial(_unmarked, form, dtype=dtype, **params)
+        native, dtype = _is_native(x, y, **params), ctx.avals_out[0].dtype
+        if not native and dtype != np.float32:
+            return own(ctx, left, right, **params)
+        hold = _how_to_hold(ctx) if native else jax.lax.optimization_barrier
+        params.update(dtype=dtype, hold=hold, is_native=native)
+        run = functools.partial(_multiply, **params)
         return mlir.lower_fun(run, multiple_results=False)(ctx, left, right)
 
     return lower
@@ -87,7 +85,7 @@ def _is_marked(ctx: Any) -> bool:
 
 def _is_native(x: Any, y: Any, dimension_numbers: Any, precision: Any, **_: Any) -> bool:
     """Returns whether XLA can multiply with the bfloat16 instructions of the host's CPU."""
-    if x.dtype != BFLOAT16 or not cpu_flags() & CPU_FLAGS[BFLOAT16]:
+    if x.dtype != BFLOAT16 or not cpu_flags():
         return False
     if precision is not None and not isinstance(precision, tuple):  # an algorithm
         return False
@@ -97,16 +95,19 @@ def _is_native(x: Any, y: Any, dimension_numbers: Any, precision: Any, **_: Any)
 
 
 def _how_to_hold(ctx: Any) -> Any:
-    """Returns the function that stores an array in the order of its dimensions, or None.
+    """Returns the function that stores an array in the order of its dimensions, if possible.
 
-    A constraint of its layout leaves an array divided among devices, but no exported program may
-    have one.
+    XLA gathers an array that is divided among devices to constrain its layout or to flatten it, and
+    no exported program may constrain a layout. A barrier alone leaves the order to XLA, which is
+    right for all but transposed left operands.
     """
     axes = ctx.module_context.axis_context
-    devices = getattr(axes, "num_devices", None) or axes.mesh.size
-    if devices == 1:
-        return _flattened
-    return None if ctx.module_context.lowering_parameters.for_export else _constrained
+    mesh = getattr(axes, "mesh", None)  # in shard_map
+    devices = axes.num_devices if mesh is None else mesh.size
+    is_local = devices == 1 or mesh is not None and axes.manual_axes == {*mesh.axis_names}
+    if not is_local:
+        return jax.lax.optimization_barrier
+    return _flattened if ctx.module_context.lowering_parameters.for_export else _constrained
 
 
 def _flattened(x: Any) -> Any:
@@ -117,58 +118,54 @@ def _constrained(x: Any) -> Any:
     return with_layout_constraint(jax.lax.optimization_barrier(x), Layout(tuple(range(x.ndim))))
 
 
-# ---- forms --------------------------------------------------------------------------------------
+# ---- the form -----------------------------------------------------------------------------------
 
 
-def _unmarked(form: Any, left: Any, right: Any, dtype: Any, **params: Any) -> Any:
-    """Multiplies in a form, and casts the float32 accumulator."""
-    params["preferred_element_type"] = np.dtype(np.float32)
-    with set_xla_metadata(**{MARK: None}):
-        out = form(left, right, **params)
-        return jax.lax.convert_element_type(jax.lax.optimization_barrier(out), dtype)
-
-
-def _multiply_safely(left: Any, right: Any, dimension_numbers: Any, **params: Any) -> Any:
-    """Multiplies in a form that does not fail."""
-    (summed, right_summed), (batch, right_batch) = dimension_numbers
-    left = jax.lax.transpose(left, (*batch, *_free(left, summed, batch), *summed))
-    left, right = jax.lax.optimization_barrier((left, right))
-    numbers = (_last(left, len(summed)), right_summed), (tuple(range(len(batch))), right_batch)
-    return dot_general_p.bind(left, right, dimension_numbers=numbers, **params)
-
-
-def _multiply_natively(
-    left: Any, right: Any, dimension_numbers: Any, hold: Any, **params: Any
+def _multiply(
+    left: Any, right: Any, dimension_numbers: Any, hold: Any, is_native: bool, dtype: Any, **params
 ) -> Any:
-    """Multiplies in the form for which XLA has a kernel with the CPU's own instructions."""
+    """Multiplies in the form for which XLA:CPU has a kernel.
+
+    Args:
+        left: The left operand.
+        right: The right operand.
+        dimension_numbers: As in `jax.lax.dot_general`.
+        hold: The function that stores an array in the order of its dimensions.
+        is_native: Whether the kernel has to use the CPU's own instructions.
+        dtype: The dtype of the result, to which the float32 accumulator is cast.
+        **params: The other parameters of `dot_general`.
+    """
     (summed, right_summed), (batch, right_batch) = dimension_numbers
     free, right_free = _free(left, summed, batch), _free(right, right_summed, right_batch)
     rows, columns, _ = _sizes(left, right, dimension_numbers)
     start, count = len(batch), len(summed)
+    params["preferred_element_type"] = np.dtype(np.float32)
 
-    left = jax.lax.transpose(left, (*batch, *free, *summed))
-    # The kernel reads either order of the right operand: the one in which its rows stay rows.
-    summed_last = right.ndim - 1 in right_summed
-    blocks = (right_free, right_summed) if summed_last else (right_summed, right_free)
-    order = (*right_batch, *blocks[0], *blocks[1])
-    right = jax.lax.transpose(right, order)
-    # A transpose before it is merged into a product of two matrices, but not into one of many.
-    if start or order != tuple(range(right.ndim)):
-        right = hold(right)
-    # There is no kernel for a vector: it becomes a row, or a column, beside zeros.
-    if rows == 1:
-        left = jnp.stack([left, jnp.zeros_like(left)], start)
-    if columns == 1:
-        right = jnp.stack([right, jnp.zeros_like(right)], start)
-    first = start + (columns == 1)
-    right_summed = _last(right, count) if summed_last else tuple(range(first, first + count))
-    numbers = (_last(left, count), right_summed), (tuple(range(start)),) * 2
-    out = dot_general_p.bind(hold(left), right, dimension_numbers=numbers, **params)
-    if rows == 1:
-        out = jax.lax.index_in_dim(out, 0, start, keepdims=False)
-    if columns == 1:
-        out = jax.lax.index_in_dim(out, 0, start + len(free), keepdims=False)
-    return out
+    with set_xla_metadata(**{MARK: None}):
+        left = jax.lax.transpose(left, (*batch, *free, *summed))
+        # The kernel reads either order of the right operand: the one in which its rows stay rows.
+        summed_last = right.ndim - 1 in right_summed
+        blocks = (right_free, right_summed) if summed_last else (right_summed, right_free)
+        order = (*right_batch, *blocks[0], *blocks[1])
+        right = jax.lax.transpose(right, order)
+        # A transpose before it is merged into a product of two matrices, but not into one of many.
+        if start or order != tuple(range(right.ndim)):
+            right = hold(right)
+        # There is no kernel for a vector: it becomes a row, or a column, beside zeros.
+        if is_row := is_native and rows == 1:
+            left = jnp.stack([left, jnp.zeros_like(left)], start)
+        if is_column := is_native and columns == 1:
+            right = jnp.stack([right, jnp.zeros_like(right)], start)
+        first = start + is_column
+        right_summed = _last(right, count) if summed_last else tuple(range(first, first + count))
+        numbers = (_last(left, count), right_summed), (tuple(range(start)),) * 2
+        out = dot_general_p.bind(hold(left), right, dimension_numbers=numbers, **params)
+        out = jax.lax.optimization_barrier(out)
+        if is_row:
+            out = jax.lax.index_in_dim(out, 0, start, keepdims=False)
+        if is_column:
+            out = jax.lax.index_in_dim(out, 0, start + len(free), keepdims=False)
+        return jax.lax.convert_element_type(out, dtype)
 
 
 def _free(x: Any, summed: Any, batch: Any) -> list[int]:

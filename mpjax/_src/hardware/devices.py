@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -77,12 +76,6 @@ NOISE = re.compile(
     r"|sxm\d?|oam|hbm\w*|gddr\w*"
 )
 VARIANT = re.compile(r"pcie|nvl|(\d+)(?:g|gb|gib)")
-
-# The flags in /proc/cpuinfo of CPUs with units for a half dtype.
-CPU_FLAGS = {
-    BFLOAT16: {"amx_bf16", "avx512_bf16", "bf16", "svebf16"},
-    FLOAT16: {"amx_fp16", "avx512_fp16"},
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -352,20 +345,11 @@ def _tpu(name: str) -> DeviceFacts:
 
 
 def _cpu(name: str) -> DeviceFacts:
-    flags = _cpu_flags()
-    fast = [d for d in (BFLOAT16, FLOAT16) if flags & CPU_FLAGS[d]]
-    found = ", ".join(sorted(flag for d in fast for flag in flags & CPU_FLAGS[d]))
-    reason = f"the CPU has {found}" if fast else "the CPU converts halves to float32 and back"
-    return _facts(name, "cpu", "", fast, reason)
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    words = (line.partition(":")[2] for line in lines if line.lower().startswith(("flags", "feat")))
-    return set(next(words, "").split())
+    flags = ", ".join(sorted(_jax.cpu_flags()))
+    if not flags:
+        reason = "the CPU converts 16-bit values to float32 and back"
+        return _facts(name, "cpu", "", [], reason)
+    return _facts(name, "cpu", "", [BFLOAT16], f"the CPU multiplies bfloat16: it has {flags}")
 
 
 def _counted(devices: tuple[DeviceFacts, ...]) -> list[tuple[DeviceFacts, int]]:
