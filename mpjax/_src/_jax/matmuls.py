@@ -57,6 +57,11 @@ def cpu_flags() -> frozenset[str]:
     return CPU_FLAGS & {*next(words, "").split()}
 
 
+def has_kernel(dtype: Any) -> bool:
+    """Returns whether the host's CPU has kernels for operands of a dtype."""
+    return dtype == BFLOAT16 and bool(cpu_flags())
+
+
 # ---- lowering -----------------------------------------------------------------------------------
 
 
@@ -85,9 +90,8 @@ def _is_marked(ctx: Any) -> bool:
 
 def _is_native(x: Any, y: Any, dimension_numbers: Any, precision: Any, **_: Any) -> bool:
     """Returns whether XLA can multiply with the bfloat16 instructions of the host's CPU."""
-    if x.dtype != BFLOAT16 or not cpu_flags():
-        return False
-    if precision is not None and not isinstance(precision, tuple):  # an algorithm
+    is_algorithm = precision is not None and not isinstance(precision, tuple)
+    if is_algorithm or not has_kernel(x.dtype):
         return False
     sizes = _sizes(x, y, dimension_numbers)
     is_small = all(isinstance(size, int) and size < SMALLEST for size in sizes)
@@ -104,7 +108,7 @@ def _how_to_hold(ctx: Any) -> Any:
     axes = ctx.module_context.axis_context
     mesh = getattr(axes, "mesh", None)  # in shard_map
     devices = axes.num_devices if mesh is None else mesh.size
-    is_local = devices == 1 or mesh is not None and axes.manual_axes == {*mesh.axis_names}
+    is_local = devices == 1 or (mesh is not None and axes.manual_axes == {*mesh.axis_names})
     if not is_local:
         return jax.lax.optimization_barrier
     return _flattened if ctx.module_context.lowering_parameters.for_export else _constrained

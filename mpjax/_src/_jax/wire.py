@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpjax._src._jax.matmuls import marked
+from mpjax._src._jax.matmuls import has_kernel, marked
 from mpjax._src._jax.programs import retyped
 
 dot_general_p, gather_p = jax.lax.dot_general_p, jax.lax.gather_p
@@ -68,17 +68,21 @@ def primitive_of(name: str, run: Callable[..., Any], abstract_eval: Callable[...
         abstract_eval: The abstract evaluation of the primitive.
     """
 
-    def lowering(ctx, *args, **params):
+    made = Primitive(name)
+    made.def_impl(functools.partial(dispatch.apply_primitive, made))
+    made.def_abstract_eval(abstract_eval)
+    mlir.register_lowering(made, _lowering(run))
+    return made
+
+
+def _lowering(run: Callable[..., Any]) -> Any:
+    def lower(ctx, *args, **params):
         axes = ctx.module_context.axis_context
         count = getattr(axes, "num_devices", None) or axes.mesh.size
         given = functools.partial(run, devices=count)
         return mlir.lower_fun(given, multiple_results=False)(ctx, *args, **params)
 
-    made = Primitive(name)
-    made.def_impl(functools.partial(dispatch.apply_primitive, made))
-    made.def_abstract_eval(abstract_eval)
-    mlir.register_lowering(made, lowering)
-    return made
+    return lower
 
 
 def placed_freely(x: Any, sharding: Any) -> Any:
@@ -99,10 +103,26 @@ def placed_freely(x: Any, sharding: Any) -> Any:
 def _multiply(x, y, *, half, preferred_element_type, order, sums, devices, **params):
     """Multiplies in half, transposes the result and casts it."""
     x, y = (jax.lax.convert_element_type(v, half) for v in (x, y))
-    params["preferred_element_type"] = np.dtype(np.float32) if sums and devices > 1 else half
+    wide = sums and devices > 1
+    params["preferred_element_type"] = np.dtype(np.float32) if wide else half
     with marked():
         out = dot_general_p.bind(x, y, **params)
     return jax.lax.convert_element_type(_in_order(out, order), preferred_element_type)
+
+
+def _multiply_on_cpu(x, y, *, half, order, sums, dimension_numbers, devices, **params):
+    """Multiplies in the form for which XLA:CPU has a kernel, whose result is the accumulator.
+
+    The kernel copies a left operand that it has to transpose, so the operands change places if the
+    result would be transposed too.
+    """
+    (summed, batch), kernel = dimension_numbers, has_kernel(half)
+    count, rows = len(batch[0]), x.ndim - len(summed[0])
+    if kernel and order == (*range(count), *range(rows, len(order or ())), *range(count, rows)):
+        x, y, order = y, x, None
+        dimension_numbers = summed[::-1], batch[::-1]
+    more = {"half": half, "order": order, "dimension_numbers": dimension_numbers}
+    return _multiply(x, y, sums=sums, devices=2 if kernel else devices, **more, **params)
 
 
 def _in_order(x: Any, order: tuple[int, ...] | None) -> Any:
@@ -167,6 +187,7 @@ def _batch(axis_data, args, dims, *, half, order, sums, preferred_element_type, 
 
 
 _half_dot_p = primitive_of("dot_general", _multiply, _abstract_eval)
+mlir.register_lowering(_half_dot_p, _lowering(_multiply_on_cpu), platform="cpu")
 ad.defbilinear(_half_dot_p, *(functools.partial(_transpose, place) for place in (0, 1)))
 batching.fancy_primitive_batchers[_half_dot_p] = _batch
 
