@@ -69,12 +69,16 @@ def test_cards_before_half_say_why(name):
     [
         ((), "float32"),  # XLA has no kernels for a CPU's float16
         ({"avx512_bf16"}, "mixed_bfloat16"),
+        ({"amx_bf16"}, "mixed_bfloat16"),
+        ({"bf16", "svebf16"}, "mixed_bfloat16"),
     ],
 )
 def test_a_cpu_is_judged_by_its_features(monkeypatch, flags, policy):
     monkeypatch.setattr(devices._jax, "cpu_flags", lambda: frozenset(flags))
     assert str(mpjax.recommend_policy("cpu")) == policy
-    assert str(mpjax.recommend_policy(jax.devices("cpu")[0])) == policy
+    facts = devices.device_facts(jax.devices("cpu")[0])
+    assert facts.policy == policy and facts.fast == (("bfloat16",) if flags else ())
+    assert all(flag in facts.reason for flag in flags)
 
 
 def test_the_report_is_data_and_a_table():
@@ -84,6 +88,19 @@ def test_the_report_is_data_and_a_table():
     text = str(report)
     assert f"{len(report.devices)} x {report.devices[0].name}" in text
     assert report.devices[0].policy in text and report.devices[0].reason in text
+
+
+def test_the_report_shows_the_time_of_a_matmul_beside_the_verdict(monkeypatch):
+    """A busy machine changes the time, and neither the devices nor the policy."""
+    reports = []
+    for factor in (0.5, 3.0):
+        monkeypatch.setattr(devices, "matmul_time", lambda dtype, seconds, factor=factor: factor)
+        reports.append(mpjax.device_report())
+    idle, busy = reports
+    assert idle == busy and idle.devices == busy.devices
+    assert busy.matmul_times == {"float16": 3.0, "bfloat16": 3.0}
+    assert "A matmul just took 0.50x in float16 and 0.50x in bfloat16" in str(idle)
+    assert devices.timed_in_words({}) == ""
 
 
 def build(policy):
@@ -122,8 +139,15 @@ def test_a_fit_policy_is_not(monkeypatch, device):
         warnings.simplefilter("error")
         build("mixed_bfloat16")
         build("float32")
-        if device.platform == "cpu":
-            build("mixed_float16")
+
+
+@pytest.mark.parametrize("flags", [(), ("amx_bf16",)])
+def test_no_policy_is_warned_about_on_a_cpu_where_people_test(monkeypatch, flags):
+    monkeypatch.setattr(devices._jax, "cpu_flags", lambda: frozenset(flags))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for half in ("bfloat16", "float16"):
+            devices.warn_if_unfit(mpjax.get_policy(f"mixed_{half}"))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,10 +20,10 @@ import optax
 import mpjax
 from mpjax._src.cli import advice
 from mpjax._src.cli.load import describe
-from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.hardware.devices import device_report, recommend_policy
+from mpjax._src.dtypes import HALVES
+from mpjax._src.hardware.devices import local_facts, recommend_policy
+from mpjax._src.hardware.timed import matmul_size, matmul_time
 from mpjax._src.training.step import TrainState, build_train_step
-from mpjax._src.trees import cast
 
 PACKAGES = ("mpjax", "jax", "jaxlib", "flax", "optax", "jmp")
 # Shown if they are installed.
@@ -34,6 +32,7 @@ PLUGINS = (
     *("jax-rocm60-plugin", "jax-rocm7-plugin", "libtpu"),
 )
 PASS, FAIL, NOTE = "pass", "FAIL", "note"
+TIMED = "matmul time"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Check:
 def examine(platforms: Sequence[str] = ()) -> dict[str, Any]:
     """Returns all findings as plain data, with advice for ``platforms`` even if they are absent."""
     checks = [run(check, dtype) for dtype in HALVES for check in CHECKS]
-    devices = device_report().devices
+    devices = local_facts()
     counts = {**dict.fromkeys(platforms, 0), **collections.Counter(d.platform for d in devices)}
     return {
         "versions": versions(),
@@ -66,6 +65,9 @@ def examine(platforms: Sequence[str] = ()) -> dict[str, Any]:
         "problems": list(advice.problems(list(counts), versions())),
         "flags": list(advice.flags(counts, os.environ)),
         "policy": str(recommend_policy()),
+        "matmul_times": {
+            c.dtype: c.value for c in checks if c.name.startswith(TIMED) and c.value is not None
+        },
         "checks": [dataclasses.asdict(check) for check in checks],
         "ok": all(check.status != FAIL for check in checks),
     }
@@ -158,23 +160,10 @@ def subnormals(dtype: np.dtype) -> Check:
 
 
 def speed(dtype: np.dtype) -> Check:
-    """speed."""
-    size = 512 if jax.default_backend() == "cpu" else 4096
-    x = jnp.ones((size, size), FLOAT32)
-    run = jax.jit(jnp.matmul)
-    times: dict[np.dtype, list[float]] = {FLOAT32: [], dtype: []}
-    for each in times:
-        jax.block_until_ready(run(cast(x, each), cast(x, each)))
-    until = time.perf_counter() + 0.5
-    while time.perf_counter() < until or len(times[dtype]) < 5:
-        for each, seconds in times.items():
-            operand = jax.block_until_ready(cast(x, each))
-            start = time.perf_counter()
-            jax.block_until_ready(run(operand, operand))
-            seconds.append(time.perf_counter() - start)
-    ratio = statistics.median(b / a for a, b in zip(times[FLOAT32], times[dtype], strict=True))
+    """matmul time."""
+    size, ratio = matmul_size(), matmul_time(dtype, 0.5)
     found = f"{ratio:.2f} times as long as float32, timed side by side"
-    return Check(dtype.name, f"matmul time, {size} x {size}", NOTE, found, ratio)
+    return Check(dtype.name, f"{TIMED}, {size} x {size}", NOTE, found, ratio)
 
 
 CHECKS = (matmul, training, overflow, subnormals, speed)

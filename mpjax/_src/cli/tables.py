@@ -10,6 +10,7 @@ from mpjax._src.autocast.explain import COMPUTES, CastReport, Row
 from mpjax._src.cli.show import size, table
 from mpjax._src.hardware.collectives import COLUMNS as WIRE
 from mpjax._src.hardware.collectives import WORDS, CollectiveRow, grouped
+from mpjax._src.hardware.devices import timed_in_words
 from mpjax._src.instruments.compare import COLUMNS, Comparison, percent
 from mpjax._src.lint.rule import Rule
 from mpjax._src.reports import where
@@ -53,6 +54,8 @@ def doctor(found: Data) -> None:
     checks = [(c["dtype"], c["name"], c["status"], c["found"]) for c in found["checks"]]
     table({"dtype": LEFT, "test": LEFT, "": LEFT, "found": LEFT}, checks)
     click.echo(f"\nRecommended policy: {found['policy']}")
+    if found["matmul_times"]:
+        click.echo(timed_in_words(found["matmul_times"]))
     for problem in found["problems"]:
         click.echo("\n{package}: {what}. What to do: {advice}. ({source})".format(**problem))
     if found["flags"]:

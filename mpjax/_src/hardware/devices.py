@@ -13,9 +13,11 @@ from mpjax._src import _jax
 from mpjax._src.contexts import COMPILED_FOR
 from mpjax._src.dtypes import BFLOAT16, FLOAT16, HALVES, capability_of, default_device, half_of
 from mpjax._src.errors import brief, did_you_mean, warn_user
+from mpjax._src.hardware.timed import matmul_time
 from mpjax._src.policy import Policy, get_policy
-from mpjax._src.reports import Report, table
+from mpjax._src.reports import Report, table, wrapped
 
+SECONDS = 0.05  # that a report times matmuls in each dtype
 # NVIDIA: the lowest compute capability with tensor cores for a dtype.
 TENSOR_CORES = {FLOAT16: (7, 0), BFLOAT16: (8, 0)}
 
@@ -106,10 +108,14 @@ class DeviceReport(Report):
     Attributes:
         devices: One `DeviceFacts` per device of this process.
         jax_version: The version of JAX.
+        matmul_times: By half dtype, how long a short matmul took on the default device when the
+            report was made, relative to float32. ``devices`` do not depend on it: what else runs
+            on the machine changes it.
     """
 
     devices: tuple[DeviceFacts, ...]
     jax_version: str
+    matmul_times: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as dictionaries, lists and strings, ready for JSON."""
@@ -126,11 +132,15 @@ class DeviceReport(Report):
             for facts, count in _counted(self.devices)
         ]
         titles = ("device", "fast", "policy", "why")
-        return "\n".join([f"jax {self.jax_version}", *table(titles, rows, words=titles)])
+        lines = [f"jax {self.jax_version}", *table(titles, rows, words=titles)]
+        return "\n".join([*lines, *filter(None, [timed_in_words(self.matmul_times)])])
 
 
 def device_report() -> DeviceReport:
     """Reports the half dtypes that the devices of this process compute fast in, and a policy each.
+
+    Devices are judged by their features, so a report of the same machine says the same. Beside
+    this it times a short matmul in each half dtype on the default device, as autocast runs it.
 
     Returns:
         A `DeviceReport` with one entry per local device.
@@ -141,7 +151,23 @@ def device_report() -> DeviceReport:
         >>> report.devices[0].platform in ("cpu", "gpu", "tpu")
         True
     """
-    return DeviceReport(tuple(map(device_facts, jax.local_devices())), jax.__version__)
+    times = {dtype.name: matmul_time(dtype, SECONDS) for dtype in HALVES}
+    return DeviceReport(local_facts(), jax.__version__, times)
+
+
+def local_facts() -> tuple[DeviceFacts, ...]:
+    """Returns the facts of each device of this process."""
+    return tuple(map(device_facts, jax.local_devices()))
+
+
+def timed_in_words(times: dict[str, float]) -> str:
+    """Says how long a matmul took in each half dtype, relative to float32; "" if none was timed."""
+    told = " and ".join(f"{ratio:.2f}x in {dtype}" for dtype, ratio in times.items())
+    if not told:
+        return ""
+    return wrapped(
+        f"A matmul just took {told}, relative to float32. The policy does not depend on it."
+    )
 
 
 def recommend_policy(device: jax.Device | str | None = None) -> Policy:
@@ -153,7 +179,9 @@ def recommend_policy(device: jax.Device | str | None = None) -> Policy:
 
     Returns:
         The policy mixed_bfloat16 if the device has matrix units for bfloat16, else mixed_float16 if
-        it has matrix units for float16, else float32.
+        it has matrix units for float16, else float32. A CPU counts if it has instructions for
+        bfloat16, which XLA uses: avx512_bf16, AMX, or bfloat16 of ARM, as Linux names them. XLA
+        has no kernels for the float16 of CPUs.
 
     Raises:
         TypeError: If ``device`` is neither a device nor a name nor None.
@@ -226,11 +254,14 @@ def device_facts(device: Any) -> DeviceFacts:
 
 
 def warn_if_unfit(policy: Policy) -> None:
-    """Warns if a policy uses a half dtype or 8-bit moments that the default device is slow with."""
+    """Warns if a policy uses a half dtype or 8-bit moments that the default device is slow with.
+
+    It does not warn on a CPU.
+    """
     device = default_device()
     platform = getattr(device, "platform", "cpu")
     if platform == "cpu":
-        return  # CPUs are used for tests
+        return  # people test there what they train elsewhere, on CPUs without any fast half too
     if platform == "tpu" and policy.moments == "8bit":
         warn_user(
             f"policy={str(policy)!r}: on a TPU, moments=8bit saves memory between steps but takes "
@@ -349,7 +380,7 @@ def _cpu(name: str) -> DeviceFacts:
     if not flags:
         reason = "the CPU converts 16-bit values to float32 and back"
         return _facts(name, "cpu", "", [], reason)
-    return _facts(name, "cpu", "", [BFLOAT16], f"the CPU multiplies bfloat16: it has {flags}")
+    return _facts(name, "cpu", "", [BFLOAT16], f"the CPU has {flags}")
 
 
 def _counted(devices: tuple[DeviceFacts, ...]) -> list[tuple[DeviceFacts, int]]:
