@@ -80,6 +80,21 @@ def test_a_name_that_does_something_else_is_named():
 
 
 @pytest.mark.thorough
+def test_matmuls_that_are_not_native_are_named():
+    """In the optimized program, without timing; and it is said where that was not checked."""
+    test = "test_the_kernels_are_the_cpus_own"
+    change = "import contextlib, jax.experimental.xla_metadata as x; "
+    change += "x.set_xla_metadata = lambda **k: contextlib.nullcontext()"
+    status, out = canary_after(change, "-k", test)
+    if "Not checked" in out:
+        assert status == 0 and f"{test} (Skipped: a CPU without bfloat16 instructions)" in out
+        return
+    assert status == 1 and "the kernels are the cpus own does not hold\n" in out
+    assert "mpjax/_src/_jax/matmuls.py" in out
+    assert "autocast on CPUs: bfloat16 matmuls are slower than float32, or fail" in out
+
+
+@pytest.mark.thorough
 def test_a_jax_that_keeps_its_contracts_passes():
     status, out = canary_after("pass", "-k", "tracing_key")
     assert status == 0 and out.endswith("Every contract holds.\n")
