@@ -13,6 +13,7 @@
     checkpoints  checksums, relative to a save and to a restore without them
     underflow    the error of float16 gradients, by loss scale and batch
     bf16_dots    half beside float32, on CPUs that multiply half
+    inference    forward passes with bfloat16 weights beside float32 ones, by batch
     quality      half's held-out quality, three seeds: a long case, which runs only when named
 
 Steps are timed in pairs, round after round (`benchmarks.on_cpu.paired`). Each row records how busy
@@ -32,6 +33,7 @@ from benchmarks.on_cpu import (
     dots,
     gates,
     goals,
+    inference,
     instruments,
     overhead,
     quality,
@@ -57,6 +59,7 @@ CASES = {
     "checkpoints": checkpoints.case,
     "underflow": underflow.case,
     "bf16_dots": dots.case,
+    "inference": inference.case,
     quality.CASE: quality.case,
 }
 LONG = (quality.CASE,)

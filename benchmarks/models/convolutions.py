@@ -31,8 +31,31 @@ class Bottleneck(nn.Module):
         return nn.relu(x + y)
 
 
+class Basic(nn.Module):
+    """The block of ResNet-18 and ResNet-34."""
+
+    filters: int
+    stride: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        def conv(x, size, stride=1, **kwargs):
+            y = nn.Conv(
+                self.filters, (size, size), (stride, stride), use_bias=False, dtype=self.dtype
+            )(x)
+            return nn.BatchNorm(use_running_average=False, dtype=self.dtype, **kwargs)(y)
+
+        y = nn.relu(conv(x, 3, self.stride))
+        y = conv(y, 3, scale_init=nn.initializers.zeros)
+        if x.shape != y.shape:
+            x = conv(x, 1, self.stride)
+        return nn.relu(x + y)
+
+
 class ResNet(nn.Module):
     blocks: tuple[int, ...] = (3, 4, 6, 3)
+    block: Any = Bottleneck
     dtype: Any = None
 
     @nn.compact
@@ -43,13 +66,14 @@ class ResNet(nn.Module):
         for stage, count in enumerate(self.blocks):
             for i in range(count):
                 stride = 2 if i == 0 and stage > 0 else 1
-                x = Bottleneck(64 * 2**stage, stride, self.dtype)(x)
+                x = self.block(64 * 2**stage, stride, self.dtype)(x)
         return nn.Dense(1000, dtype=self.dtype)(x.mean((1, 2)))
 
 
-def resnet50(dtype=None, batch=128, size=224, blocks=(3, 4, 6, 3)):
-    """ResNet-50."""
-    return with_statistics(ResNet(blocks, dtype), (batch, size, size, 3), (batch,))
+def resnet50(dtype=None, batch=128, size=224, blocks=(3, 4, 6, 3), bottleneck=True):
+    """ResNet-50; with two basic blocks per stage, ResNet-18."""
+    model = ResNet(blocks, Bottleneck if bottleneck else Basic, dtype)
+    return with_statistics(model, (batch, size, size, 3), (batch,))
 
 
 class NextBlock(nn.Module):

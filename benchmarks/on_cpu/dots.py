@@ -1,7 +1,7 @@
 """Case "bf16_dots": half beside float32 training, on CPUs that multiply half.
 
-The network is wide and spends nearly all of its time in matmuls. The optimized program shows
-whether the CPU's half instructions are used, because XLA may convert operands to float32 first.
+The networks spend nearly all of their time in matmuls. The optimized program shows whether the
+CPU's half instructions are used, because XLA may convert operands to float32 first.
 """
 
 import functools
@@ -18,19 +18,24 @@ from benchmarks.on_cpu.paired import measure, timer
 from benchmarks.on_cpu.steps import concrete
 from benchmarks.results import SKIPPED
 from mpjax._src.hardware.devices import device_facts
-from mpjax._src.hardware.hlo_costs import costs
+from mpjax._src.hardware.hlo import attribute, parse
 
 POLICY = "mixed_bfloat16"
-SIZES = {"batch": 1024, "width": 2048, "layers": 3}
+SIZES = [{"batch": 1024, "width": width, "layers": 3} for width in (2048, 512)]
 SMOKE = {"batch": 8, "width": 16, "layers": 2}
+KERNEL = "__ynn_fusion"  # a fusion that XLA gives to YNNPACK, which has kernels for bfloat16
+NATIVE = "bf16, native"
 ROUNDS, SMOKE_ROUNDS = 15, 2
 PAIRS = (("autocast", "float32"), ("by hand", "float32"), ("autocast", "by hand"))
 
 
 def case(smoke: bool) -> Iterator[tuple[str, Any]]:
-    sizes = SMOKE if smoke else SIZES
-    name = "MLP, {layers} layers of width {width}, batch {batch}".format(**sizes)
-    yield name, functools.partial(row, sizes, SMOKE_ROUNDS if smoke else ROUNDS)
+    for sizes in [SMOKE] if smoke else SIZES:
+        yield name(sizes), functools.partial(row, sizes, SMOKE_ROUNDS if smoke else ROUNDS)
+
+
+def name(sizes: dict[str, int]) -> str:
+    return "MLP, {layers} layers of width {width}, batch {batch}".format(**sizes)
 
 
 def row(sizes: dict[str, int], rounds: int) -> dict[str, Any]:
@@ -68,21 +73,41 @@ def mlp(dtype: Any = None) -> Any:
 
 
 def matmuls(step: Any, *args: Any) -> dict[str, int]:
-    """Returns the number of matmuls in the optimized program by the dtype of their operands."""
-    text = jax.jit(step).lower(*args).compile().as_text()
+    """Returns the number of matmuls in the optimized program by the dtype of their operands.
+
+    Those of bfloat16 that are inside a kernel of the CPU's own instructions count as `NATIVE`.
+    """
+    module, _ = parse(jax.jit(step).lower(*args).compile().as_text())
+    kernels = {
+        attribute(op, "calls")
+        for computation in module.values()
+        for op in computation.ops.values()
+        if KERNEL in op.attributes
+    }
     counted: dict[str, int] = {}
-    for matmul in costs(text).matmuls:
-        counted[matmul.operands] = counted.get(matmul.operands, 0) + 1
+    for computation in module.values():
+        for op in computation.ops.values():
+            if op.opcode == "dot":
+                dtype = computation.ops[op.operands[0]].shapes[0].dtype
+                native = dtype == "bf16" and computation.name in kernels
+                key = NATIVE if native else dtype
+                counted[key] = counted.get(key, 0) + 1
     return counted
 
 
 def reading(counted: dict[str, int]) -> str:
     """Describes the matmuls of the optimized program in words."""
-    total, wide = sum(counted.values()), counted.get("f32", 0)
+    total, wide, native = sum(counted.values()), counted.get("f32", 0), counted.get(NATIVE, 0)
+    if native:
+        return f"{_of(native, total)} run in kernels of the CPU's own bfloat16 instructions"
     if not wide:
         return f"all {total} matmuls of the optimized program take half operands"
-    how = "all" if wide == total else f"{wide} of"
     return (
-        f"{how} {total} matmuls of the optimized program take float32 operands: XLA converts them "
-        "first, so the CPU's own half instructions are not used for them"
+        f"{_of(wide, total)} take float32 operands: XLA converts them first, so the CPU's own half "
+        "instructions are not used for them"
     )
+
+
+def _of(some: int, total: int) -> str:
+    how = "all" if some == total else f"{some} of"
+    return f"{how} {total} matmuls of the optimized program"

@@ -17,23 +17,31 @@ from benchmarks.on_cpu.paired import measure, timer
 from benchmarks.rivals import lacks, program
 
 TEXT = {"batch": 8, "length": 128, "layers": 4, "width": 128, "heads": 4, "vocabulary": 512}
-SIZES: dict[str, dict[str, Any]] = {
-    "gpt2": TEXT,
-    "resnet50": {"batch": 8, "size": 64},
-    "lstm": {"batch": 16, "length": 32, "layers": 2, "width": 256, "vocabulary": 1000},
+LSTM = {"batch": 16, "length": 32, "layers": 2, "width": 256, "vocabulary": 1000}
+# The name of a row: its model, the model's sizes, and the number of rounds.
+ROWS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "gpt2": ("gpt2", TEXT, 51),
+    "resnet50": ("resnet50", {"batch": 8, "size": 64}, 25),
+    "lstm": ("lstm", LSTM, 51),
+    "gpt2, width 512": ("gpt2", {**TEXT, "width": 512, "heads": 8}, 15),
+    "lstm, width 512": ("lstm", {**LSTM, "width": 512}, 25),
+    "vit": ("vit", {"batch": 8, "size": 64, "layers": 4, "width": 192, "heads": 3}, 51),
+    "bert": ("bert", {**TEXT, "layers": 2, "heads": 2, "vocabulary": 1000}, 51),
+    "resnet18": (
+        "resnet50",
+        {"batch": 8, "size": 64, "blocks": (2, 2, 2, 2), "bottleneck": False},
+        15,
+    ),
 }
 OURS = "autocast"
 RIVALS = ("by hand", "float32", "jmp", "mixed-precision-for-JAX", "flax DynamicScale")
 PAIRS = (*((OURS, rival) for rival in RIVALS), ("by hand", "float32"))
-ROUNDS = {"gpt2": 51, "resnet50": 25, "lstm": 51}
 
 
 def case(smoke: bool) -> Iterator[tuple[str, Any]]:
-    for model, sizes in SIZES.items():
-        if not smoke:
-            yield model, functools.partial(paired, model, sizes, ROUNDS[model])
-    if smoke:
-        yield "ode", functools.partial(paired, "ode", SMALL["ode"], 2)
+    rows = {"ode": ("ode", SMALL["ode"], 2)} if smoke else ROWS
+    for name, row in rows.items():
+        yield name, functools.partial(paired, *row)
 
 
 def paired(model: str, sizes: dict[str, Any], rounds: int) -> dict[str, Any]:

@@ -13,15 +13,16 @@ import jax.numpy as jnp
 
 import mpjax
 from benchmarks.models import MODELS, SMALL
-from benchmarks.on_cpu.steps import SIZES
+from benchmarks.on_cpu.steps import ROWS
 from benchmarks.scaling import POLICY, traced, tracing_row
 
 PAIRS = (("autocast", "float32"), ("autocast", "by hand"), ("by hand", "float32"))
+TRACED = ("gpt2", "resnet50", "lstm")
 REPEATS = 3
 
 
 def case(smoke: bool) -> Iterator[tuple[str, Any]]:
-    sizes = {"ode": SMALL["ode"]} if smoke else SIZES
+    sizes = {"ode": SMALL["ode"]} if smoke else {model: ROWS[model][1] for model in TRACED}
     for model in sizes:
         yield model, functools.partial(row, model, sizes[model], 1 if smoke else REPEATS)
 

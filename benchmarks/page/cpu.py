@@ -20,7 +20,8 @@ SAYS = {
     "instruments": "Time and peak memory of instruments that run a program operation by operation",
     "checkpoints": "Checksums of a state's arrays, relative to a save and to a restore without",
     "underflow": "One gradient of the byte-level GPT in float16, compared with float32",
-    "bf16_dots": "Training of wide layers, on a CPU that multiplies bfloat16",
+    "bf16_dots": "Training of networks that mostly multiply, on a CPU that multiplies bfloat16",
+    "inference": "Forward passes with bfloat16 weights, relative to float32 ones, timed in pairs",
     "quality": "Held-out figures as means over three seeds, compared with the range of float32",
 }
 OURS = ("autocast", "mpjax")
@@ -35,7 +36,8 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
     ]
     parts = [
         "A ratio is the median over rounds, with its 95% bootstrap interval in brackets. Other "
-        f"programs kept {busy(rows)} of the machine's cores busy during the measurement.\n",
+        f"programs kept {busy(rows)} of the machine's cores busy during the measurement. "
+        "Goals relative to float32 are for CPUs with instructions for bfloat16.\n",
         table(("goal", "bound", "found", ""), judged),
     ]
     for case, says in SAYS.items():

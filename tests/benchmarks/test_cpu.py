@@ -1,18 +1,31 @@
 """The cpu suite: every case runs on small programs, goals are judged, and the page shows them."""
 
 import contextlib
+import functools
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from benchmarks import Options, cpu
 from benchmarks.__main__ import chosen
-from benchmarks.on_cpu import dispatch, dots, goals, others, overhead, paired, quality, steps
+from benchmarks.on_cpu import (
+    dispatch,
+    dots,
+    goals,
+    inference,
+    others,
+    overhead,
+    paired,
+    quality,
+    steps,
+)
 from benchmarks.on_cpu import tasks as tasks_
 from benchmarks.page.cpu import section
 from benchmarks.results import Results
@@ -140,8 +153,69 @@ def test_dots_say_what_is_multiplied_or_why_not(monkeypatch):
     )
     assert dots.reading({"f32": 3}).startswith("all 3 ")
     assert dots.reading({"f32": 2, "bf16": 3}).startswith("2 of 5 matmuls")
+    native = "matmuls of the optimized program run in kernels of the CPU's own"
+    assert dots.reading({dots.NATIVE: 3}).startswith(f"all 3 {native}")
+    assert dots.reading({dots.NATIVE: 3, "bf16": 1}).startswith(f"3 of 4 {native}")
     monkeypatch.setattr("mpjax._src._jax.cpu_flags", frozenset)
     assert "the CPU converts 16-bit values" in dots.row(dots.SMOKE, 2)["skipped"]
+
+
+HLO = """HloModule step
+
+%kernel (a: bf16[2,2], b: bf16[2,2]) -> f32[2,2] {
+  %a = bf16[2,2]{1,0} parameter(0)
+  %b = bf16[2,2]{1,0} parameter(1)
+  ROOT %dot.1 = f32[2,2]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: bf16[2,2], y: f32[2,2]) -> f32[2,2] {
+  %x = bf16[2,2]{1,0} parameter(0)
+  %y = f32[2,2]{1,0} parameter(1)
+  %dot.2 = f32[2,2]{1,0} dot(%y, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %dot.3 = bf16[2,2]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %f = f32[2,2]{1,0} fusion(%x, %x), kind=kCustom, calls=%kernel, backend_config={"x":KIND}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "counted"),
+    [
+        (dots.KERNEL, {dots.NATIVE: 1, "f32": 1, "bf16": 1}),
+        ("__other", {"f32": 1, "bf16": 2}),
+    ],
+)
+def test_a_matmul_in_a_kernel_of_the_cpu_is_native(monkeypatch, kind, counted):
+    compiled = types.SimpleNamespace(as_text=lambda: HLO.replace("KIND", f'"{kind}"'))
+    lowered = types.SimpleNamespace(compile=lambda: compiled)
+    jitted = types.SimpleNamespace(lower=lambda *args: lowered)
+    monkeypatch.setattr(dots.jax, "jit", lambda step: jitted)
+    assert dots.matmuls(None) == counted
+
+
+def test_inference_of_half_weights_is_that_of_float32_ones(monkeypatch):
+    """The rows' functions agree, and the weights are bfloat16 in both ways of half."""
+    seen = {}
+
+    def measure(timers, pairs, rounds):
+        return {"ratios": dict.fromkeys(f"{a} / {b}" for a, b in pairs)}
+
+    def timed(apply, params, x):
+        got = jax.jit(apply)(params, x)
+        seen[jax.tree.leaves(params)[0].dtype.name, got.dtype.name] = got
+        return got
+
+    monkeypatch.setattr(inference, "measure", measure)
+    monkeypatch.setattr(inference, "timed", timed)
+    row = inference.row(functools.partial(inference.mlp, width=16), 4, 2)
+    assert set(row["ratios"]) == {"autocast / float32", "by hand / float32", "autocast / by hand"}
+    assert {params for params, _ in seen} == {"float32", "bfloat16"}
+    for got in seen.values():
+        np.testing.assert_allclose(
+            got.astype("float32"), seen["float32", "float32"], rtol=0.1, atol=0.02
+        )
+    names = [name for name, _ in inference.case(False)]
+    assert len(names) == 6 and "gpt2, width 512, batch 64" in names
 
 
 # ---- goals and quality ---------------------------------------------------------------------------
@@ -163,6 +237,35 @@ def ratio(median, low, high):
 )
 def test_a_goal_says_whether_it_is_met_and_how_surely(found, said):
     assert goals.words(goals.at_most(1.0, found)) == said
+
+
+def test_each_row_has_a_bound_of_its_own_and_all_have_a_mean():
+    def stored(by_hand, *names):
+        found = {
+            "autocast / by hand": ratio(by_hand, 0.5, 0.9),
+            "autocast / float32": ratio(0.6, 0.5, 0.7),
+        }
+        return {name: {"ratios": found} for name in names}
+
+    steps_, dots_ = goals.RATIOS["steps"][goals.FLOAT32], goals.RATIOS["bf16_dots"][goals.FLOAT32]
+    assert set(steps_) == set(steps.ROWS) - {"resnet50"}
+    rows = {"steps": stored(0.5, "gpt2", "gpt2, width 512")}
+    goal = dict(goals.found(rows))
+    assert goal["steps, gpt2, autocast / float32"]["met"]
+    assert goal["steps, gpt2, width 512, autocast / float32"]["met"] is False
+    assert goals.words(goal["steps, vit, autocast / float32"]) == "not measured"
+    assert (
+        goals.words(goal["steps and bf16_dots, autocast / by hand, geometric mean"])
+        == "not measured"
+    )
+    rows = {"steps": stored(0.5, *steps_), "bf16_dots": stored(1.0, *dots_)}
+    mean = dict(goals.found(rows))["steps and bf16_dots, autocast / by hand, geometric mean"]
+    assert mean["met"] and mean["found"] == pytest.approx(0.5 ** (7 / 8))
+    rows["bf16_dots"] = stored(20.0, *dots_)
+    assert (
+        dict(goals.found(rows))["steps and bf16_dots, autocast / by hand, geometric mean"]["met"]
+        is False
+    )
 
 
 def runs(**figures):
