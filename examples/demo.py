@@ -23,6 +23,7 @@ from typing import Any
 import byte_gpt
 import digits_cnn
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
@@ -57,8 +58,7 @@ FIGURES = {
 NOTES = """\
 Accuracy and bits per byte are of held-out data. "unscaled" is without loss scaling; "x 2⁻⁸" makes
 its cotangents as small as a batch 256 times as large would. "Stored" is what the forward pass
-stores for the backward pass, by mpjax.explain. Times say nothing about GPUs and TPUs: before a
-16-bit matmul, XLA for CPUs converts the operands to float32, so a step may even take longer."""
+stores for the backward pass, by mpjax.explain."""
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 # Curves coincide, so each has markers of its own, at steps of its own.
 MARKERS = "osD^vPX"
@@ -115,6 +115,16 @@ def stored(example: Any, policy: str) -> float:
     return plan(example, policy).stored_after / 2**20
 
 
+def on_times() -> str:
+    """Says in which dtypes this device multiplies fast, and why."""
+    facts = mpjax.device_report().devices[0]
+    fast = " and ".join(facts.fast) or "no 16-bit dtype"
+    return (
+        f"Times are of this {facts.name}, which multiplies {fast} faster than float32 "
+        f"({facts.reason}). They say nothing about other devices."
+    )
+
+
 def table(example: Any, results: dict[str, dict[str, Any]]) -> Table:
     """Returns an example's runs as a table."""
     column, key, form = FIGURES[example]
@@ -146,10 +156,12 @@ def table(example: Any, results: dict[str, dict[str, Any]]) -> Table:
 
 
 def picture(results: dict[Any, dict[str, dict[str, Any]]]) -> Figure:
-    """Returns loss curves above loss scales, one column per example."""
-    figure = Figure(figsize=(12, 7), layout="constrained")
-    axes = figure.subplots(2, len(results), sharex="col", height_ratios=(3, 2))
+    """Returns loss curves, loss scales and the times of a step, one column per example."""
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    axes = figure.subplots(3, len(results), height_ratios=(6, 4, 3))
     for column, (example, runs) in enumerate(results.items()):
+        axes[0, column].sharex(axes[1, column])
+        axes[0, column].tick_params(labelbottom=False)
         for order, (name, result) in enumerate(runs.items()):
             style = {
                 "color": f"C{order}",
@@ -169,11 +181,22 @@ def picture(results: dict[Any, dict[str, dict[str, Any]]]) -> Figure:
         axes[1, column].set(xlabel="Step")
         axes[1, column].set_yscale("log", base=2)
         axes[1, column].set_yticks([2.0**power for power in range(-8, 25, 8)])
+        times(axes[2, column], runs)
     axes[0, 0].set_yscale("log")
     axes[0, 0].set_ylabel("Training loss, mean of 10 steps")
     axes[1, 0].set_ylabel("Loss scale")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
+
+
+def times(axis: Axes, runs: dict[str, dict[str, Any]]) -> None:
+    """Draws the time of a step of each run as a bar, with its ratio to float32's."""
+    taken = [result["step_ms"] for result in runs.values()]
+    colors = [f"C{order}" for order in range(len(runs))]
+    bars = axis.barh([typeset(name) for name in runs], taken, color=colors)
+    axis.bar_label(bars, [f"{ms:.1f} ms, {ms / taken[0]:.2f}x" for ms in taken], padding=3)
+    axis.invert_yaxis()
+    axis.set(xlabel="Time of a step (ms), and relative to float32", xlim=(0, 1.35 * max(taken)))
 
 
 def fill(page: Path, shown: str) -> None:
@@ -200,7 +223,7 @@ def main(argv: list[str] | None = None) -> None:
     for example, runs in results.items():
         console.print(table(example, runs))
     shown = console.export_text()
-    console.print(NOTES, highlight=False, soft_wrap=True)
+    console.print(f"{NOTES}\n{on_times()}", highlight=False, soft_wrap=True)
     plot, data = args.out / "demo.png", args.out / "demo.json"
     picture(results).savefig(plot, dpi=120)
     data.write_text(json.dumps({example.__name__: runs for example, runs in results.items()}))

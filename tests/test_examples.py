@@ -158,6 +158,8 @@ def fake_result(example):
 
 def test_demo_tables_and_picture(tmp_path, capsys):
     results = {ex: dict.fromkeys(demo.RUNS, fake_result(ex)) for ex in demo.TITLES}
+    for runs in results.values():
+        runs["mixed_bfloat16"] = {**runs["mixed_bfloat16"], "step_ms": 2.0}
     console = demo.Console(width=80)
     for example, runs in results.items():
         console.print(demo.table(example, runs))
@@ -166,11 +168,27 @@ def test_demo_tables_and_picture(tmp_path, capsys):
         assert printed.count(f"  {demo.typeset(name)}  ") == 2
     assert "…" not in printed, "the table does not fit a terminal of 80 columns"
     assert "2¹⁵" in printed and "x 2⁻⁸" in printed and "^" not in printed
-    demo.picture(results).savefig(tmp_path / "demo.png")
+    figure = demo.picture(results)
+    figure.savefig(tmp_path / "demo.png")
+    shown = [[text.get_text() for text in axis.texts] for axis in figure.axes[-len(results) :]]
+    assert shown == [["4.0 ms, 1.00x", "2.0 ms, 0.50x", *["4.0 ms, 1.00x"] * 5]] * 2
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "this cpu, which multiplies no 16-bit dtype faster than float32 (the CPU converts"),
+        (("amx_bf16",), "this cpu, which multiplies bfloat16 faster than float32 (the CPU has amx"),
+    ],
+)
+def test_the_demo_says_what_times_are_of(monkeypatch, flags, said):
+    monkeypatch.setattr("mpjax._src._jax.cpu_flags", lambda: frozenset(flags))
+    assert said in demo.on_times()
+
+
 def test_demo_runs_what_it_promises():
+    assert list(demo.RUNS)[:2] == ["float32", "mixed_bfloat16"]  # beside each other
     policies = {policy for policy, _ in demo.RUNS.values()}
     assert policies == {"float32", "mixed_bfloat16", "mixed_float16", "O2:float16", "O3:bfloat16"}
     assert ("mixed_float16", "none") in demo.RUNS.values()
