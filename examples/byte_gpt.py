@@ -20,7 +20,7 @@ import json
 import math
 import pydoc_data.topics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,25 @@ def train(
     log: Callable[[int, Any], Any] | None = None,
 ) -> dict[str, Any]:
     """Trains from scratch and returns the held-out figure and the curves."""
+    run = training(policy, steps, seed, loss_scale, log)
+    while True:
+        try:
+            progress(next(run))
+        except StopIteration as end:
+            return end.value
+
+
+def training(
+    policy: str,
+    steps: int,
+    seed: int,
+    loss_scale: Any,
+    log: Callable[[int, Any], Any] | None,
+) -> Generator[int, None, dict[str, Any]]:
+    """Trains, yields the number of steps after each few of them, and returns what `train` does.
+
+    `demo.py` takes several of them in turns, so that what else runs on the machine slows all alike.
+    """
     train_set, held_out = load()
     rng = np.random.default_rng(seed)
 
@@ -175,7 +194,7 @@ def train(
             curves.append((metrics["loss"], metrics["loss_scale"]))  # stays on the device
         jax.block_until_ready(state)
         seconds.append((time.perf_counter() - start) / len(chunk))
-        progress(len(chunk))
+        yield len(chunk)
     losses, scales = np.transpose(jax.device_get(curves)).tolist()
 
     figures = evaluator(policy)(state.params, windows(held_out))

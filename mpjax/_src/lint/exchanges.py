@@ -135,10 +135,11 @@ def _casts(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> Iterable[h
 def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit | NotRun]:
     """Finds half matmuls that the compiled program computes in float32.
 
-    A CPU computes all half matmuls in float32, which says nothing about accelerators.
+    A CPU multiplies float16 in float32, and bfloat16 only if it has instructions for it. That says
+    nothing about accelerators.
     """
     if compiled.target == CPU:
-        yield NotRun("a CPU runs every half matmul in float32: give an accelerator as target")
+        yield NotRun("how a CPU multiplies says nothing of accelerators: give one as target")
         return
     wanted = asked(compiled.before)
     lines = _lines(compiled.before)
