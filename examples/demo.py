@@ -232,7 +232,7 @@ def times(axis: Axes, runs: dict[str, dict[str, Any]]) -> None:
     axis.invert_yaxis()
     axis.set(
         xlabel="Time of a step (ms) on this device, and relative to float32",
-        xlim=(0, 1.9 * max(taken)),
+        xlim=(0, 2.3 * max(taken)),
         yticks=[],
     )
 
