@@ -5,6 +5,7 @@ It imports nothing from mpjax. tests/_jax has a test for each assumption about J
 
 from jax.extend.core import Literal
 
+from mpjax._src._jax import windows as windows  # its lowering of convolutions
 from mpjax._src._jax.aot import as_if_on_gpu, compile_only
 from mpjax._src._jax.barriers import (
     BARRIERS,

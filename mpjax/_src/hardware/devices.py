@@ -349,7 +349,7 @@ def _cpu(name: str) -> DeviceFacts:
     if not flags:
         reason = "the CPU converts 16-bit values to float32 and back"
         return _facts(name, "cpu", "", [], reason)
-    return _facts(name, "cpu", "", [BFLOAT16], f"the CPU multiplies bfloat16: it has {flags}")
+    return _facts(name, "cpu", "", [BFLOAT16], f"the CPU has {flags}")
 
 
 def _counted(devices: tuple[DeviceFacts, ...]) -> list[tuple[DeviceFacts, int]]:
