@@ -15,8 +15,8 @@ Under a 16-bit policy, tolerances may break; an error of another type is a findi
     python tests/strangers.py --part          # the files that installed packages contain, anew
     python tests/strangers.py equinox --judge # every gradient of the tests whose tolerances break
 
-To judge, the tests run again, with STRANGERS_JUDGED: each function is differentiated three times,
-planned, with its matmuls rounded by hand, and in float32, and `measure` compares the errors.
+To judge, the tests run again, with STRANGERS_JUDGED: each function is differentiated four times,
+planned, with its matmuls rounded by hand, and twice in float32, and `measure` compares the errors.
 
 The sources, at their pinned commits, and the results are in `.strangers`.
 """
@@ -92,7 +92,8 @@ def planning(transform, wrap, judge=None):
     """Returns a transformation of JAX that wraps the function that it differentiates.
 
     What mpjax itself differentiates is not planned again. If there is a judge, it gets the same of
-    the function with matmuls rounded by hand, and of the plain function, too.
+    the function with matmuls rounded by hand, and of the plain function, too. The latter runs
+    twice: what differs then depends on a state that the function changes, such as a random key.
     """
 
     @functools.wraps(transform)
@@ -102,9 +103,8 @@ def planning(transform, wrap, judge=None):
             return transform(fun, *args, **kwargs)
         if judge is None:
             return transform(wrap(fun), *args, **kwargs)
-        return judge(
-            *(transform(way(fun), *args, **kwargs) for way in (wrap, judge.by_hand, compiled))
-        )
+        ways = wrap, judge.by_hand, compiled, compiled
+        return judge(*(transform(way(fun), *args, **kwargs) for way in ways))
 
     return wrapped
 
@@ -120,7 +120,7 @@ class Judge:
         self.by_hand = functools.partial(compiled, by=rounded)
 
     def __call__(self, *ways):
-        """Returns the first of three results, or a function of which each result is judged."""
+        """Returns the first of four results, or a function of which each result is judged."""
         import jax
 
         auto = ways[0]
@@ -136,13 +136,13 @@ class Judge:
         )
         return auto
 
-    def tell(self, test, auto, hand, truth):
+    def tell(self, test, *ways):
         import measure
         import numpy as np
 
-        auto, hand, truth = (
-            {k: np.asarray(x) for k, x in way.items()} for way in (auto, hand, truth)
-        )
+        auto, hand, truth, again = ({k: np.asarray(x) for k, x in way.items()} for way in ways)
+        same = {k for k, x in truth.items() if np.array_equal(x, again[k], equal_nan=True)}
+        auto, hand, truth = ({k: way[k] for k in sorted(same)} for way in (auto, hand, truth))
         rows = measure._rows("gradient", self.half, truth, hand, auto)
         with open(self.place, "a") as out:
             for row in rows:

@@ -95,3 +95,13 @@ def test_a_judge_compares_each_derivative_with_matmuls_rounded_by_hand(name, tmp
     rows = [json.loads(line) for line in judge.place.read_text().splitlines()]
     assert len(rows) == 2 and all("autocast is 1 off, rounded matmuls 0" in row[2] for row in rows)
     assert all(test.endswith(f"hand[{name}]") and share == 128 for test, share, _ in rows)
+
+
+def test_what_depends_on_a_state_that_a_function_changes_is_not_judged(tmp_path):
+    judge = strangers.Judge("float16", tmp_path / "judged")
+    turns = iter(range(9))
+    run = strangers.planning(jax.value_and_grad, strangers.compiled, judge)
+    run(lambda w: (w * w).sum() + next(turns))(W)
+    jax.effects_barrier()
+    (row,) = map(json.loads, judge.place.read_text().splitlines())
+    assert row[2].startswith("gradient['[1]']")
