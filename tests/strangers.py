@@ -15,8 +15,8 @@ Under a 16-bit policy, tolerances may break; an error of another type is a findi
     python tests/strangers.py --part          # the files that installed packages contain, anew
     python tests/strangers.py equinox --judge # every gradient of the tests whose tolerances break
 
-To judge, the tests run again, with STRANGERS_JUDGED: each function is differentiated four times,
-planned, with its matmuls rounded by hand, and twice in float32, and `measure` compares the errors.
+To judge, the tests run again, with STRANGERS_JUDGED: each function is differentiated three times,
+planned, with its matmuls rounded by hand, and in float32, and `measure` compares the errors.
 
 The sources, at their pinned commits, and the results are in `.strangers`.
 """
@@ -47,10 +47,17 @@ TOLERANCE = ("AssertionError", "assert False", "assert Array(False")
 # ---- the plugin ----------------------------------------------------------------------------------
 
 
-def compiled(fun, by=lambda run: run):
+def in_jit(run, found, arrays):
+    import jax
+
+    return jax.jit(run)(arrays)
+
+
+def compiled(fun, execute=in_jit):
     """Returns a function that runs in a `jax.jit`, with arguments and results of any type.
 
-    ``by`` transforms the function of arrays that is compiled.
+    Its part on arrays is run by ``execute``, which gets a function of a list of arrays, the list
+    into which this function puts what else it returns, and the arrays.
     """
     import jax
     import numpy as np
@@ -72,7 +79,8 @@ def compiled(fun, by=lambda run: run):
             found[:] = [out_tree, [None if is_array(x) else (x,) for x in results]]
             return [x for x in results if is_array(x)]
 
-        arrays = iter(jax.jit(by(run))([x for x, yes in zip(leaves, traced, strict=True) if yes]))
+        given = [x for x, yes in zip(leaves, traced, strict=True) if yes]
+        arrays = iter(execute(run, found, given))
         out_tree, others = found
         return jax.tree.unflatten(out_tree, [next(arrays) if o is None else o[0] for o in others])
 
@@ -91,9 +99,8 @@ def around(policy):
 def planning(transform, wrap, judge=None):
     """Returns a transformation of JAX that wraps the function that it differentiates.
 
-    What mpjax itself differentiates is not planned again. If there is a judge, it gets the same of
-    the function with matmuls rounded by hand, and of the plain function, too. The latter runs
-    twice: what differs then depends on a state that the function changes, such as a random key.
+    What mpjax itself differentiates is not planned again. A judge compares the transformed ways in
+    which it runs the function.
     """
 
     @functools.wraps(transform)
@@ -103,8 +110,8 @@ def planning(transform, wrap, judge=None):
             return transform(fun, *args, **kwargs)
         if judge is None:
             return transform(wrap(fun), *args, **kwargs)
-        ways = wrap, judge.by_hand, compiled, compiled
-        return judge(*(transform(way(fun), *args, **kwargs) for way in ways))
+        made = [transform(way, *args, **kwargs) for way in judge.ways(fun, wrap)]
+        return judge(transform.__name__, made)
 
     return wrapped
 
@@ -113,36 +120,53 @@ class Judge:
     """Writes the errors of planned derivatives beside those of matmuls rounded by hand."""
 
     def __init__(self, half, place):
+        self.half, self.place = half, place
+
+    def ways(self, fun, wrap):
+        """Returns a function as planned, as rounded by hand, and as it is.
+
+        It is traced by the first way alone, because it may change a state, such as a random key.
+        """
+        import jax.extend
         import measure
 
-        self.half, self.place = half, place
-        rounded = functools.partial(measure.rounded_matmuls, half=half)
-        self.by_hand = functools.partial(compiled, by=rounded)
+        kept = []
 
-    def __call__(self, *ways):
-        """Returns the first of four results, or a function of which each result is judged."""
+        def first(run, found, arrays):
+            kept[:] = jax.make_jaxpr(run)(arrays), found
+            return later(wrap, run, found, arrays)
+
+        def later(way, run, found, arrays):
+            found[:] = kept[1]
+            return way(jax.extend.core.jaxpr_as_fun(kept[0]))(*arrays)
+
+        ways = functools.partial(measure.rounded_matmuls, half=self.half), jax.jit
+        return [compiled(fun, first), *(compiled(fun, functools.partial(later, w)) for w in ways)]
+
+    def __call__(self, name, made):
+        """Returns the first of what a transformation made of each way, once it is compared."""
+        if name == "jvp":
+            return self.compared(made)
+        if name == "vjp":
+            results, backs, *aux = zip(*made, strict=True)
+            return self.compared(results), self.called(backs), *(x[0] for x in aux)
+        return self.called(made)
+
+    def called(self, ways):
+        return lambda *args, **kwargs: self.compared([way(*args, **kwargs) for way in ways])
+
+    def compared(self, results):
         import jax
 
-        auto = ways[0]
-        if callable(auto):
-            return functools.wraps(auto)(
-                lambda *args, **kwargs: self(*(f(*args, **kwargs) for f in ways))
-            )
-        if isinstance(auto, tuple) and any(map(callable, auto)):
-            return tuple(self(*parts) for parts in zip(*ways, strict=True))
-        jax.debug.callback(
-            functools.partial(self.tell, os.environ.get("PYTEST_CURRENT_TEST", "")),
-            *map(arrays_of, ways),
-        )
-        return auto
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        jax.debug.callback(functools.partial(self.tell, test), *map(arrays_of, results))
+        return results[0]
 
     def tell(self, test, *ways):
         import measure
         import numpy as np
 
-        auto, hand, truth, again = ({k: np.asarray(x) for k, x in way.items()} for way in ways)
-        same = {k for k, x in truth.items() if np.array_equal(x, again[k], equal_nan=True)}
-        auto, hand, truth = ({k: way[k] for k in sorted(same)} for way in (auto, hand, truth))
+        auto, hand, truth = ({k: np.asarray(x) for k, x in way.items()} for way in ways)
         rows = measure._rows("gradient", self.half, truth, hand, auto)
         with open(self.place, "a") as out:
             for row in rows:

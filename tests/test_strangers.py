@@ -79,7 +79,7 @@ def test_the_pinned_suites_are_complete():
 @pytest.mark.parametrize("name", ["value_and_grad", "vjp", "jvp"])
 def test_a_judge_compares_each_derivative_with_matmuls_rounded_by_hand(name, tmp_path):
     judge = strangers.Judge("bfloat16", tmp_path / "judged")
-    wrong = lambda fun: lambda w: 2 * fun(w)  # noqa: E731
+    wrong = lambda fun: lambda *xs: [2 * y for y in fun(*xs)]  # noqa: E731
     transform = strangers.planning(getattr(jax, name), wrong, judge)
 
     def fun(w):
@@ -97,11 +97,10 @@ def test_a_judge_compares_each_derivative_with_matmuls_rounded_by_hand(name, tmp
     assert all(test.endswith(f"hand[{name}]") and share == 128 for test, share, _ in rows)
 
 
-def test_what_depends_on_a_state_that_a_function_changes_is_not_judged(tmp_path):
+def test_a_function_that_changes_a_state_is_traced_once(tmp_path):
     judge = strangers.Judge("float16", tmp_path / "judged")
-    turns = iter(range(9))
-    run = strangers.planning(jax.value_and_grad, strangers.compiled, judge)
+    turns = iter(range(1))
+    run = strangers.planning(jax.value_and_grad, lambda fun: fun, judge)
     run(lambda w: (w * w).sum() + next(turns))(W)
     jax.effects_barrier()
-    (row,) = map(json.loads, judge.place.read_text().splitlines())
-    assert row[2].startswith("gradient['[1]']")
+    assert [json.loads(row)[1] for row in judge.place.read_text().splitlines()] == [0, 0]
