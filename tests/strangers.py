@@ -121,6 +121,7 @@ class Judge:
 
     def __init__(self, half, place):
         self.half, self.place = half, place
+        self.changes = False  # whether a function has effects, so that each way finds another state
 
     def ways(self, fun, wrap):
         """Returns a function as planned, as rounded by hand, and as it is.
@@ -134,6 +135,7 @@ class Judge:
 
         def first(run, found, arrays):
             kept[:] = jax.make_jaxpr(run)(arrays), found
+            self.changes = bool(kept[0].effects)
             return later(wrap, run, found, arrays)
 
         def later(way, run, found, arrays):
@@ -158,6 +160,8 @@ class Judge:
     def compared(self, results):
         import jax
 
+        if self.changes:
+            return results[0]
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
         jax.debug.callback(functools.partial(self.tell, test), *map(arrays_of, results))
         return results[0]

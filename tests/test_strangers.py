@@ -71,7 +71,8 @@ def test_the_pinned_suites_are_complete():
             assert len(suite["commit"]) == 40 and suite["repository"].startswith("https://")
         assert {*suite.get("installed", ())} <= {*suite["files"]}
         assert {*suite.get("beside", ())} <= {*suites}
-        assert suite["files"] and {*suite.get("skip", {})} <= {*suite["files"]}
+        assert suite["files"]
+        assert {*suite.get("skip", {}), *suite.get("only", {})} <= {*suite["files"]}
     assert all(mpjax.get_policy(policy) for policy in strangers.POLICIES[1:])
     assert any("installed" in suite for suite in suites.values())
 
@@ -102,5 +103,13 @@ def test_a_function_that_changes_a_state_is_traced_once(tmp_path):
     turns = iter(range(1))
     run = strangers.planning(jax.value_and_grad, lambda fun: fun, judge)
     run(lambda w: (w * w).sum() + next(turns))(W)
+    jax.effects_barrier()
+    count = jax.new_ref(jnp.zeros((), jnp.int32))
+
+    def counting(w):
+        count[...] += 1
+        return (w * count[...]).sum()
+
+    run(counting)(W)  # each way finds another count: no judgment
     jax.effects_barrier()
     assert [json.loads(row)[1] for row in judge.place.read_text().splitlines()] == [0, 0]
