@@ -93,6 +93,24 @@ def argument_that_is_broadcast():
     return units(lambda layer, x, w, n: layer(x, w[0], jnp.broadcast_to(n[0], n.shape)))
 
 
+def normalized_of_two(view):
+    def turn(layer, x, w, n):
+        h = layer(jnp.stack([x, x / 2]), w[0], view(n)).sum(0)
+        return (h - h.mean(1, keepdims=True)) / jnp.sqrt(h.var(1, keepdims=True) + 1e-5)
+
+    return units(turn)
+
+
+@RANGE()
+def argument_with_another_axis():
+    return normalized_of_two(lambda n: n[None])
+
+
+@RANGE()
+def argument_that_is_turned_around():
+    return normalized_of_two(lambda n: n[None, ::-1])
+
+
 @RANGE()
 def product_of_small_values():
     def fun(w, x):

@@ -113,8 +113,8 @@ def bound(group: Island, flow: Flow) -> None:
 def large_float32(group: Island) -> set[Value]:
     """Returns the float32 inputs of an island that it would be costly to keep.
 
-    An argument came in float32, and its range is not known. Where a product with it may leave the
-    range of float16 (`facts`), or it is broadcast, which costs little, it is not rounded.
+    An argument came in float32, and its range is not known. Where it is only moved or broadcast, or
+    a product with it may leave the range of float16 (`facts`), it is not rounded.
     """
     floats = (v for v in group.inputs if v.is_f32 and v.dtype == FLOAT32)
     large = {v for v in floats if not (v.raw or v.small or v.is_one or v.const is not None)}
@@ -125,7 +125,7 @@ def _is_of_unknown_range(value: Value, op: Op) -> bool:
     return (
         value.fact.given
         and op.half == FLOAT16
-        and (value.fact.spread or any(is_beyond(out, op.half) for out in op.outs))
+        and (value.given or value.fact.spread or any(is_beyond(out, op.half) for out in op.outs))
     )
 
 

@@ -77,7 +77,9 @@ def run_block(
     for value, const in block.consts:
         env.write(value, const)
     for value, arg in zip(block.invars, args, strict=True):
-        env.write(value, arg)
+        # A derivative rule gets tangents and cotangents as its caller wrote them: some as numbers.
+        number = isinstance(arg, int | float | complex)
+        env.write(value, np.asarray(arg, value.aval.dtype) if number else arg)
     _run_steps(block.steps, block.outvars, env)
     return [
         _jax.typed_as(v.aval, env.result(v, dtype))
