@@ -99,6 +99,22 @@ def argument_that_is_broadcast():
     return units(lambda layer, x, w, n: layer(x, w[0], jnp.broadcast_to(n[0], n.shape)))
 
 
+ROWS = jnp.array([3, 0, 15, 15, 7, 1, 2, 12] * 2)
+
+
+@RANGE()
+def rows_of_an_argument():
+    return units(lambda layer, x, w, n: layer(layer(x, w[0], n[ROWS]), w[1], n[:, ROWS]))
+
+
+@RANGE()
+def rows_of_an_argument_whose_mean_is_taken_off():
+    def fun(w, x, n):
+        return jnp.tanh((n[ROWS] - 1e6) / 1e5 + x @ w) @ w
+
+    return Case(fun, (W, X, 1e6 + 1e5 * normal(2, 16, 16)), loss_scale=1.0)
+
+
 @RANGE()
 def product_of_small_values():
     def fun(w, x):

@@ -114,7 +114,8 @@ def large_float32(group: Island) -> set[Value]:
     """Returns the float32 inputs of an island that it would be costly to keep.
 
     An argument came in float32, and its range is not known. Where a product with it may leave the
-    range of float16 (`facts`), or it is broadcast, which costs little, it is not rounded.
+    range of float16 (`facts`), or it is broadcast, which costs little, it is not rounded. Neither
+    are rows that were looked up in one: a table may hold data as well as what was learned.
     """
     floats = (v for v in group.inputs if v.is_f32 and v.dtype == FLOAT32)
     large = {v for v in floats if not (v.raw or v.small or v.is_one or v.const is not None)}
@@ -122,11 +123,9 @@ def large_float32(group: Island) -> set[Value]:
 
 
 def _is_of_unknown_range(value: Value, op: Op) -> bool:
-    return (
-        value.fact.given
-        and op.half == FLOAT16
-        and (value.fact.spread or any(is_beyond(out, op.half) for out in op.outs))
-    )
+    rows = value.fact.data and not value.fact.given
+    beyond = value.fact.spread or any(is_beyond(out, FLOAT16) for out in op.outs)
+    return op.half == FLOAT16 and (rows or (value.fact.given and beyond))
 
 
 def make_again(island: Island, makers: dict[Op, Island], flow: Flow) -> None:
