@@ -61,6 +61,7 @@ class Island:
     views: list[Op] = dataclasses.field(default_factory=list)  # views of inputs, made inside
     inputs: list[Value] = dataclasses.field(default_factory=list)
     rounded: set[Value] = dataclasses.field(default_factory=set)  # inputs kept in half
+    wide: set[Value] = dataclasses.field(default_factory=set)  # half inputs of float32 cotangents
     sums: list[Value] = dataclasses.field(default_factory=list)  # results of reductions, kept
     half: Any = None
     again: list[Op] = dataclasses.field(default_factory=list)  # compute inputs that are not kept
