@@ -541,7 +541,8 @@ def attention(run: Run, arrays: Sequence[Any], known: Softmax, by: Weighing) -> 
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def through_softmax(p, v, out, more, tangent):
-        moved = cast(p, FLOAT32) * _at_rate(tangent, known.rate)
+        # A weight of 1 hardly moves, but what is left of its cotangent is the rounding of `dp`.
+        moved = cast(jnp.where(p < 1, p, 0), FLOAT32) * _at_rate(tangent, known.rate)
         made = cast(product(weighed(moved, more), v), FLOAT32)
         return made - sums(moved) * cast(out, FLOAT32)
 
