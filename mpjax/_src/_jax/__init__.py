@@ -13,6 +13,7 @@ from mpjax._src._jax.barriers import (
     again_barrier,
     cpu_barrier,
     gpu_barrier,
+    held_for_cpu,
 )
 from mpjax._src._jax.calls import linearized_once
 from mpjax._src._jax.convolutions import half_conv
@@ -108,6 +109,7 @@ __all__ = (
     "half_conv",
     "half_dot",
     "half_gather",
+    "held_for_cpu",
     "hoisted",
     "in_avals",
     "in_one_call",

@@ -504,7 +504,8 @@ def _run_island(island: Island, env: Env) -> None:
             results = elementwise(run, arrays, prevent)
         else:
             rounded = [v in island.rounded or v in island.wide for v in island.inputs]
-            results = recomputed(run, arrays, rounded, island.half, prevent)
+            halves = {i: env.read(v) for i, v in enumerate(island.inputs) if v in island.wide}
+            results = recomputed(run, arrays, rounded, island.half, prevent, halves)
     for value, array in zip(island.results, results, strict=True):
         if value in island.in_half:
             env.write(value, array)
