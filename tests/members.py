@@ -29,7 +29,7 @@ class Case:
     argnums: Any = 0
     update: Callable[..., Any] | None = None
     loss_scale: float | None = None
-    round_stream: Callable[[str], Callable[..., Any]] | None = None
+    by_hand: Callable[[str], Callable[..., Any]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,27 +92,17 @@ class Members(dict):
 
 
 @functools.lru_cache(maxsize=4)
-def _case(make):
-    case = make()
-    return case, measure.in_float64(case.fun, case.args, case.argnums)
-
-
-@functools.lru_cache(maxsize=4)
 def rows(member: Member, half: str) -> list[measure.Error]:
     """Returns the errors of a member, measured once for all of its parts."""
-    case, truth = _case(member.make)
-    dtype = HALVES[half]
-    by_hand = case.round_stream and case.round_stream(dtype)
+    case, dtype = member.make(), HALVES[half]
     return measure.errors(
         case.fun,
         case.args,
         dtype,
         case.argnums,
-        case.loss_scale,
-        by_hand,
-        case.update,
-        truth,
-        sparing=True,
+        loss_scale=case.loss_scale,
+        by_hand=case.by_hand and case.by_hand(dtype),
+        update=case.update,
     )
 
 

@@ -15,7 +15,6 @@ import measure
 import numpy as np
 
 ROWS, WIDTH, HEADS = 8, 16, 2
-CONFIRM = 10  # fresh arguments: among so many programs a yardstick is sometimes lucky
 
 
 class Given(NamedTuple):
@@ -215,20 +214,10 @@ def arguments(steps: tuple[Step, ...], seed: int) -> tuple[Any, ...]:
 
 
 def fault(steps: tuple[Step, ...], half: str, seed: int = 0) -> str:
-    """Returns what is wrong with a program under autocast, or "" if it is sound.
-
-    A finding counts if the medians over `CONFIRM` fresh arguments confirm it.
-    """
-    kinks = any(PARTS[step.name].kinks for step in steps)
-    run = functools.partial(
-        measure.errors, build(steps), half=half, argnums=None if kinks else 0, sparing=True
-    )
-    if all(row.sound for row in run(args=arguments(steps, seed))):
-        return ""
-    again = functools.partial(measure.errors, build(steps), half=half, argnums=None if kinks else 0)
-    runs = [again(args=arguments(steps, seed + 1 + i)) for i in range(CONFIRM)]
-    rows = [row for row in map(measure.median, zip(*runs, strict=True)) if not row.sound]
-    return "\n".join(map(str, rows))
+    """Returns what is wrong with a program under autocast, or "" if it is sound."""
+    argnums = None if any(PARTS[step.name].kinks for step in steps) else 0
+    draw = lambda i: arguments(steps, seed + i)  # noqa: E731
+    return "\n".join(map(str, measure.findings(build(steps), draw, half, argnums)))
 
 
 def report(seed: int) -> str:

@@ -5,6 +5,7 @@ A program is a tuple of steps ``(name, i, j, body)``: an operation, the values t
 a function of two arrays and a dict of scalars, and returns its last two values.
 """
 
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,12 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measure import Error, errors_of_runs, median, rounded
+from measure import findings, rounded, rounded_backwards
 from random_operations import MATMULS, OPS, SCALARS, SHAPE, Op
 
 Program = tuple[tuple[str, int, int, Any], ...]
 LARGEST = 45  # the number of operations that a program runs
-RUNS = 3, 9  # the number of runs whose median decides after a failure
 HALVES = ("bfloat16", "float16")
 
 
@@ -123,38 +123,25 @@ def derivatives(steps: Program) -> int:
 # ---- judged -------------------------------------------------------------------------------------
 
 
-def errors(
-    steps: Program, half: str, seed: int = 0, runs: int = 1, storage: str = "fast"
-) -> list[Error]:
-    """Returns the errors of a program: medians over runs with different arguments.
-
-    The yardstick rounds the operands of discontinuous operations, because autocast may round them
-    too, and the rounding can have an effect of any size. It also rounds residual streams, because
-    models cast by hand do.
-    """
-    argnums = (0, 1) if derivatives(steps) > 0 else None
-    given = [arguments(seed + 1000 * run) for run in range(runs)]
-    by_hand = build(steps, lambda x: rounded(x, half))
-    found = errors_of_runs(build(steps), given, half, argnums, by_hand, storage)
-    return [median(rows) for rows in zip(*found, strict=True)]
-
-
-def jumps(steps: Program) -> bool:
-    return any(OPS[name].jumps for name in names_in(steps))
-
-
 def fault(steps: Program, half: str, seed: int = 0, storage: str = "fast") -> str:
     """Returns what is wrong with a program under autocast, or "" if it is sound.
 
-    The yardstick's error is a random number too, and in a chaotic program it can have any size. So
-    if one run fails, the medians over several runs decide.
+    The yardstick rounds the operands of discontinuous operations, because autocast may round them
+    too, and the rounding can have an effect of any size. It also rounds residual streams, because
+    models cast by hand do, and each result and gradient once: many of these programs have no
+    matmul on the way to it, and autocast may store what is on the way in half.
     """
+    rounding = functools.partial(rounded, half=half)
+
+    def by_hand(x, y, scalars):
+        stored = (rounded_backwards(array, half) for array in (x, y))
+        return [*map(rounding, build(steps, rounding)(*stored, scalars))]
+
+    draw = lambda i: arguments(seed + 1000 * i)  # noqa: E731
+    argnums = (0, 1) if derivatives(steps) > 0 else None
+    options = {"by_hand": by_hand, "storage": storage, "eager": True}
     try:
-        for runs in RUNS if jumps(steps) else (1, *RUNS):
-            wrong = [str(row) for row in errors(steps, half, seed, runs, storage) if not row.sound]
-            if not wrong:
-                return ""
-        return "\n".join(wrong)
+        return "\n".join(map(str, findings(build(steps), draw, half, argnums, **options)))
     except Exception as error:
         return "" if is_refused(steps) else f"{type(error).__name__}: {error}"
 

@@ -13,6 +13,10 @@ Under a 16-bit policy, tolerances may break; an error of another type is a findi
     python tests/strangers.py                 # all; resumes after an interruption
     python tests/strangers.py optax --policies jit float32
     python tests/strangers.py --part          # the files that installed packages contain, anew
+    python tests/strangers.py equinox --judge # every gradient of the tests whose tolerances break
+
+To judge, the tests run again, with STRANGERS_JUDGED: each function is differentiated three times,
+planned, with its matmuls rounded by hand, and in float32, and `measure` compares the errors.
 
 The sources, at their pinned commits, and the results are in `.strangers`.
 """
@@ -43,8 +47,18 @@ TOLERANCE = ("AssertionError", "assert False", "assert Array(False")
 # ---- the plugin ----------------------------------------------------------------------------------
 
 
-def compiled(fun):
-    """Returns a function that runs in a `jax.jit`, with arguments and results of any type."""
+def in_jit(run, found, arrays):
+    import jax
+
+    return jax.jit(run)(arrays)
+
+
+def compiled(fun, execute=in_jit):
+    """Returns a function that runs in a `jax.jit`, with arguments and results of any type.
+
+    Its part on arrays is run by ``execute``, which gets a function of a list of arrays, the list
+    into which this function puts what else it returns, and the arrays.
+    """
     import jax
     import numpy as np
 
@@ -65,7 +79,8 @@ def compiled(fun):
             found[:] = [out_tree, [None if is_array(x) else (x,) for x in results]]
             return [x for x in results if is_array(x)]
 
-        arrays = iter(jax.jit(run)([x for x, yes in zip(leaves, traced, strict=True) if yes]))
+        given = [x for x, yes in zip(leaves, traced, strict=True) if yes]
+        arrays = iter(execute(run, found, given))
         out_tree, others = found
         return jax.tree.unflatten(out_tree, [next(arrays) if o is None else o[0] for o in others])
 
@@ -81,31 +96,110 @@ def around(policy):
     return functools.partial(mpjax.autocast, policy=policy)
 
 
-def planning(transform, wrap):
+def planning(transform, wrap, judge=None):
     """Returns a transformation of JAX that wraps the function that it differentiates.
 
-    What mpjax itself differentiates is not planned again.
+    What mpjax itself differentiates is not planned again. A judge compares the transformed ways in
+    which it runs the function.
     """
 
     @functools.wraps(transform)
     def wrapped(fun, *args, **kwargs):
         ours = sys._getframe(1).f_globals.get("__name__", "").startswith("mpjax.")
-        return transform(wrap(fun) if callable(fun) and not ours else fun, *args, **kwargs)
+        if ours or not callable(fun):
+            return transform(fun, *args, **kwargs)
+        if judge is None:
+            return transform(wrap(fun), *args, **kwargs)
+        made = [transform(way, *args, **kwargs) for way in judge.ways(fun, wrap)]
+        return judge(transform.__name__, made)
 
     return wrapped
 
 
-def install(policy):
+class Judge:
+    """Writes the errors of planned derivatives beside those of matmuls rounded by hand."""
+
+    def __init__(self, half, place):
+        self.half, self.place = half, place
+        self.changes = False  # whether a function has effects, so that each way finds another state
+
+    def ways(self, fun, wrap):
+        """Returns a function as planned, as rounded by hand, and as it is.
+
+        It is traced by the first way alone, because it may change a state, such as a random key.
+        """
+        import jax.extend
+        import measure
+
+        kept = []
+
+        def first(run, found, arrays):
+            kept[:] = jax.make_jaxpr(run)(arrays), found
+            self.changes = bool(kept[0].effects)
+            return later(wrap, run, found, arrays)
+
+        def later(way, run, found, arrays):
+            found[:] = kept[1]
+            return way(jax.extend.core.jaxpr_as_fun(kept[0]))(*arrays)
+
+        ways = functools.partial(measure.rounded_matmuls, half=self.half), jax.jit
+        return [compiled(fun, first), *(compiled(fun, functools.partial(later, w)) for w in ways)]
+
+    def __call__(self, name, made):
+        """Returns the first of what a transformation made of each way, once it is compared."""
+        if name == "jvp":
+            return self.compared(made)
+        if name == "vjp":
+            results, backs, *aux = zip(*made, strict=True)
+            return self.compared(results), self.called(backs), *(x[0] for x in aux)
+        return self.called(made)
+
+    def called(self, ways):
+        return lambda *args, **kwargs: self.compared([way(*args, **kwargs) for way in ways])
+
+    def compared(self, results):
+        import jax
+
+        if self.changes:
+            return results[0]
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        jax.debug.callback(functools.partial(self.tell, test), *map(arrays_of, results))
+        return results[0]
+
+    def tell(self, test, *ways):
+        import measure
+        import numpy as np
+
+        auto, hand, truth = ({k: np.asarray(x) for k, x in way.items()} for way in ways)
+        rows = measure._rows("gradient", self.half, truth, hand, auto)
+        with open(self.place, "a") as out:
+            for row in rows:
+                share = row.autocast / row.bound if not row.nonfinite else float("inf")
+                print(json.dumps([test.partition(" ")[0], share, str(row)]), file=out)
+
+
+def arrays_of(tree):
+    """Returns the inexact arrays of a tree by their paths."""
+    import jax
+    import jax.numpy as jnp
+
+    pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
+    found = {jax.tree_util.keystr(path): x for path, x in pairs if isinstance(x, jax.Array)}
+    return {path: x for path, x in found.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+
+
+def install(policy, judged=None):
     """Wraps the public transformations, before a library imports them by name."""
     import jax
 
     wrap = around(policy)
+    judge = Judge(policy.removeprefix("mixed_"), judged) if judged else None
     for name in ("grad", "value_and_grad", "vjp", "jvp"):
-        setattr(jax, name, planning(getattr(jax, name), wrap))
+        setattr(jax, name, planning(getattr(jax, name), wrap, judge))
 
 
 if "STRANGERS_POLICY" in os.environ and __name__ != "__main__":
-    install(os.environ["STRANGERS_POLICY"])
+    install(os.environ["STRANGERS_POLICY"], os.environ.get("STRANGERS_JUDGED"))
 
 
 # ---- the program ---------------------------------------------------------------------------------
@@ -172,13 +266,19 @@ def packages(suite):
     return folder
 
 
-def run(folder, file, policy, suite, report):
-    """Runs one file of a suite in a process of its own: returns the outcome of each test."""
+def run(folder, file, policy, suite, report, judged=None, only=None):
+    """Runs one file of a suite in a process of its own: returns the outcome of each test.
+
+    ``only`` is pytest's expression of the tests to run, by default that of the suite.
+    """
     beside = [source(name, SUITES[name]) for name in suite.get("beside", ())]
     root = folder / suite.get("root", "")
     paths = [str(x) for x in (root, folder, *beside, TESTS, TESTS.parent, packages(suite))]
     env = {**os.environ, "STRANGERS_POLICY": policy, "PYTHONPATH": os.pathsep.join(paths)}
+    env |= {"STRANGERS_JUDGED": str(judged)} if judged else {}
     skipped = [f"--deselect={file}::{test}" for test in suite.get("skip", {}).get(file, ())]
+    only = only or suite.get("only", {}).get(file)
+    skipped += ["-k", only] if only else []
     options = ["-c", os.devnull, f"--rootdir={folder}", "-p", "strangers", "-q", "--tb=short"]
     options += ["-p", "no:cacheprovider"]
     done = subprocess.run(
@@ -205,6 +305,18 @@ def outcomes(report):
         else:
             found[name] = "skipped" if case.find("skipped") is not None else "passed"
     return found
+
+
+def judgments(folder, file, policy, suite, place, tests):
+    """Returns the worst error of each test's gradients, as a share of its bound, and its words."""
+    place.unlink(missing_ok=True)
+    only = " or ".join(sorted({test.rpartition("::")[2].partition("[")[0] for test in tests}))
+    run(folder, file, policy, suite, place.with_suffix(".xml"), place, only)
+    worst = {}
+    for line in place.read_text().splitlines() if place.exists() else ():
+        test, share, words = json.loads(line)
+        worst[test] = max(worst.get(test, (0.0, "")), (share, words))
+    return worst
 
 
 def differences(control, other):
@@ -236,6 +348,7 @@ def main():
     parser.add_argument("suites", nargs="*", metavar="suite", help="all if none is named")
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--part", action="store_true", help="only files of installed packages")
+    parser.add_argument("--judge", action="store_true", help="compare gradients with casts by hand")
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     options = parser.parse_args()
     if unknown := {*options.suites} - {*SUITES}:
@@ -255,7 +368,19 @@ def main():
         for file in files:
             found = outcomes_of(file, policies, places, folder, suite, options.workers)
             changed += tell(name, file, found, suite.get("control", ()))
+            for policy in policies[1:] if options.judge else ():
+                broken = tolerances(found, policy)
+                place = places / f"{file.replace('/', '.')}-{policy}.judged"
+                worst = judgments(folder, file, policy, suite, place, broken) if broken else {}
+                for test, (share, words) in sorted(worst.items(), key=lambda row: -row[1][0]):
+                    print(f"  {policy}: {share:.2f} of the bound: {test}: {words}", flush=True)
     sys.exit(changed > 0)
+
+
+def tolerances(found, policy):
+    """Returns the tests of which a 16-bit policy breaks a tolerance."""
+    apart = differences(found[CONTROL], found[policy])
+    return {n for n, o in apart.items() if o.startswith(TOLERANCE) and policy != "float32"}
 
 
 def tell(name, file, found, known=()):
@@ -273,7 +398,7 @@ def tell(name, file, found, known=()):
         print(f"  {CONTROL}: {test}: {control[test][:120]}")
     for policy in found:
         apart = differences(control, found[policy])
-        numbers = {n for n, o in apart.items() if o.startswith(TOLERANCE) and policy != "float32"}
+        numbers = tolerances(found, policy)
         findings += len(apart) - len(numbers)
         print(f"  {policy}: {len(numbers)} tolerances, {len(apart) - len(numbers)} findings")
         for test in sorted({*apart} - numbers):

@@ -1,5 +1,7 @@
 """The measure itself: what the yardstick rounds, and what it calls an error."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import measure
@@ -123,6 +125,40 @@ def test_what_is_too_far_off_is_told():
         measure.judge([measure.Error("result", "", 0.0, 0.0, 2, "float16")])
 
 
+def test_the_larger_of_two_roundings_counts_and_at_least_one_to_float32():
+    step = 2.0**-7  # between bfloat16 numbers above one
+    exact, between = jnp.full((2, 1), 1 + step), jnp.full((2, 1), 1 + 0.6 * step)
+    for x, y in ((exact, (1 + step) ** 2 - step**2), (between, (1 + step) ** 2)):
+        (row,) = measure.errors(jnp.matmul, (x, exact[:1]), "bfloat16", None, seeds=[0])
+        true = float(x[0, 0]) * (1 + step)
+        assert row.yardstick == pytest.approx(abs(y - true) / true, rel=1e-3)
+    exact = measure.Error("result", "", 0.0, measure.FLOOR, 0, "bfloat16")
+    assert exact.sound and not dataclasses.replace(exact, autocast=1e-6).sound
+
+
+def test_arguments_are_redrawn_but_for_numbers_and_what_half_holds():
+    args = X, {"scale": jnp.float32(0.3), "mask": jnp.eye(4), "ids": jnp.arange(4)}
+    same, first, second = (measure.redrawn(args, seed) for seed in range(3))
+    assert np.array_equal(same[0], X) and np.allclose(first[0], X, rtol=0.02)
+    changed = rounded(first[0], "bfloat16") - first[0], rounded(second[0], "bfloat16") - second[0]
+    assert np.abs(np.corrcoef(*map(np.ravel, changed))[0, 1]) < 0.5
+    assert all(np.array_equal(first[1][key], args[1][key]) for key in args[1])
+
+
+@pytest.mark.parametrize(
+    ("off", "runs"), [([0.0], [3]), ([1.0, 0.0], [3, 10]), ([1.0] * 2, [3, 10])]
+)
+def test_fresh_arguments_confirm_a_finding(off, runs, monkeypatch):
+    asked, answers = [], iter(off)
+
+    def errors(fun, draw, half, seeds):
+        asked.append(len(seeds))
+        return [measure.Error("result", "", 0.0, next(answers), 0, half)]
+
+    monkeypatch.setattr(measure, "errors", errors)
+    assert len(measure.findings(None, None, "float16")) == off[-1] and asked == runs
+
+
 def test_a_gradient_that_cancels_is_measured_against_the_whole():
     def attention(p):  # a bias of the keys changes no softmax
         scores = (X @ p["q"]) @ (X @ p["k"] + p["bias"]).T
@@ -151,6 +187,6 @@ def test_the_stream_may_be_rounded(half):
 
     by_hand = model(lambda x: measure.rounded(x, half))
     (plain,) = measure.errors(model(lambda x: x), (X,), half, None)
-    (streamed,) = measure.errors(model(lambda x: x), (X,), half, None, round_stream=by_hand)
+    (streamed,) = measure.errors(model(lambda x: x), (X,), half, None, by_hand=by_hand)
     assert streamed.yardstick > 1.2 * plain.yardstick
     assert streamed.autocast == plain.autocast

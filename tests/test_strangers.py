@@ -1,5 +1,7 @@
 """The runner of other libraries' suites: what it wraps, and what it counts as a difference."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,6 +71,45 @@ def test_the_pinned_suites_are_complete():
             assert len(suite["commit"]) == 40 and suite["repository"].startswith("https://")
         assert {*suite.get("installed", ())} <= {*suite["files"]}
         assert {*suite.get("beside", ())} <= {*suites}
-        assert suite["files"] and {*suite.get("skip", {})} <= {*suite["files"]}
+        assert suite["files"]
+        assert {*suite.get("skip", {}), *suite.get("only", {})} <= {*suite["files"]}
     assert all(mpjax.get_policy(policy) for policy in strangers.POLICIES[1:])
     assert any("installed" in suite for suite in suites.values())
+
+
+@pytest.mark.parametrize("name", ["value_and_grad", "vjp", "jvp"])
+def test_a_judge_compares_each_derivative_with_matmuls_rounded_by_hand(name, tmp_path):
+    judge = strangers.Judge("bfloat16", tmp_path / "judged")
+    wrong = lambda fun: lambda *xs: [2 * y for y in fun(*xs)]  # noqa: E731
+    transform = strangers.planning(getattr(jax, name), wrong, judge)
+
+    def fun(w):
+        return jnp.sum(X @ w)
+
+    if name == "vjp":
+        value, back = transform(fun, W)
+        results = value, back(np.float32(1))
+    else:
+        results = transform(fun, (W,), (W,)) if name == "jvp" else transform(fun)(W)
+    assert results[0] == 36  # what the planned function gives
+    jax.effects_barrier()
+    rows = [json.loads(line) for line in judge.place.read_text().splitlines()]
+    assert len(rows) == 2 and all("autocast is 1 off, rounded matmuls 0" in row[2] for row in rows)
+    assert all(test.endswith(f"hand[{name}]") and share == 128 for test, share, _ in rows)
+
+
+def test_a_function_that_changes_a_state_is_traced_once(tmp_path):
+    judge = strangers.Judge("float16", tmp_path / "judged")
+    turns = iter(range(1))
+    run = strangers.planning(jax.value_and_grad, lambda fun: fun, judge)
+    run(lambda w: (w * w).sum() + next(turns))(W)
+    jax.effects_barrier()
+    count = jax.new_ref(jnp.zeros((), jnp.int32))
+
+    def counting(w):
+        count[...] += 1
+        return (w * count[...]).sum()
+
+    run(counting)(W)  # each way finds another count: no judgment
+    jax.effects_barrier()
+    assert [json.loads(row)[1] for row in judge.place.read_text().splitlines()] == [0, 0]

@@ -362,6 +362,25 @@ def test_a_barrier_stands_on_its_platforms_alone(barrier, platforms, lowered):
     np.testing.assert_array_equal(jax.vmap(jax.grad(barrier))(X), X)
 
 
+@pytest.mark.parametrize(("axis", "held"), [(None, "2x4x3"), (0, "5x2x4x3"), (2, "5x2x4x3")])
+def test_the_left_operand_of_a_matmul_is_held_in_its_order_on_cpus_alone(axis, held):
+    """Batch, free and contracted dimensions: XLA:CPU has no kernel for another order."""
+    x, y = np.ones((2, 3, 4), np.float32), np.ones((3, 2, 5), np.float32)
+
+    def hold(x, y):
+        return _jax.held_for_cpu(x, y, (((1,), (0,)), ((0,), (1,))))
+
+    if axis is not None:
+        hold = jax.vmap(hold, (axis, None), (axis, None))
+        x = np.stack([x] * 5, axis)
+    traced = jax.jit(hold).trace(x, y)
+    lines = traced.lower(lowering_platforms=("cpu",)).as_text().splitlines()
+    held_in = [line for line in lines if "optimization_barrier" in line]
+    assert f"<{held}x" in held_in[0] and "<3x2x5x" in held_in[1]
+    assert "transpose" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert np.sum(jax.jit(hold)(x, y)[0]) == x.size
+
+
 def test_jaxlib_compiles_and_counts():
     assert aot.jaxlib_module.mlir.mlir_module_to_xla_computation
     assert aot.jaxlib_module.hlo_module_cost_analysis

@@ -1,5 +1,7 @@
 """Functions with rules of their own: what their rules are given under autocast."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -180,6 +182,28 @@ def test_a_number_that_is_differentiated_is_an_array_in_a_rule(policy, number):
     ]
     np.testing.assert_allclose(*grads, rtol=0.02)
     assert float(grads[0]) and len({*seen}) == 1
+
+
+def product(x):
+    return jnp.sum((W * x) @ W)
+
+
+forward, backward = jax.custom_jvp(product), jax.custom_vjp(product)
+forward.defjvp(functools.partial(jax.jvp, product))
+backward.defvjp(lambda x: (product(x), x), lambda x, ct: jax.vjp(product, x)[1](ct))
+
+
+@pytest.mark.parametrize("x", [0.5, np.float32(0.5)])
+@pytest.mark.parametrize(("fun", "rule"), [(forward, jax.jvp), (backward, jax.vjp)])
+def test_a_tangent_or_cotangent_may_be_a_number(fun, rule, x):
+    def derivatives(fun):
+        if rule is jax.vjp:
+            return jax.vjp(fun, x)[1](1.0)
+        return jax.jvp(fun, (x,), (1.0,)), jax.linearize(fun, x)[1](1.0)
+
+    got, want = map(derivatives, (mpjax.autocast(fun, "mixed_bfloat16"), fun))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0.02)
 
 
 def solver(matrix):

@@ -1,12 +1,14 @@
-"""The facts about a value that comes from several values."""
+"""The facts about a value that comes from several values, or from rows of one."""
 
+import numpy as np
 import pytest
+from planned import H, W, fact
 
 from mpjax._src.autocast.lattices import BEYOND, BOUNDED, FITS, NOTHING, Fact, argument, join
 
 # What is true of a value if it is true of one of those that it comes from; and if of all.
 ANY = ("half", "exact", "scaled", "counts", "linear")
-ALL = ("mask", "spread", "negative")
+ALL = ("mask", "spread", "negative", "data")
 
 
 @pytest.mark.parametrize("name", [*ANY, *ALL])
@@ -55,3 +57,19 @@ def test_an_argument_is_what_nobody_has_rounded():
     assert not argument(1, half=True).given and argument(1, half=True).half
     assert argument(1, linear=True).linear and not argument(1).linear and not argument(1).half
     assert not Fact(made=1).given
+
+
+ROWS = np.arange(4)
+FROM_ARGUMENTS = {
+    "rows of an argument": (lambda x, w: w[ROWS], True),
+    "rows of rows, beside an argument": (lambda x, w: w[ROWS][:, ROWS] * x[:4, :4], True),
+    "rows of a matmul": (lambda x, w: (x @ w)[ROWS], False),
+    "rows beside a matmul": (lambda x, w: w[ROWS] + (x @ w)[:4], False),
+}
+
+
+@pytest.mark.parametrize("name", FROM_ARGUMENTS)
+def test_rows_that_were_looked_up_are_data_and_no_argument(name):
+    fun, data = FROM_ARGUMENTS[name]
+    found = fact(fun, H, W)
+    assert (found.data, found.given) == (data, False)

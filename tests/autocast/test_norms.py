@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import measure
 import numpy as np
 import pytest
 from measure import run
@@ -86,6 +87,25 @@ def test_gradients_are_no_worse_than_rounded_matmuls_make_them(norm, activation,
     assert ours <= max(1.25 * theirs, 0.005)
     products = half_products(cast(loss, half), P, X)
     assert products or activation in NOT_ALONE
+
+
+AXES = {"batch": (0, 1, 2), "instance": (1, 2), "layer": (-1,)}
+PAIRS = [(norm, half) for norm in AXES for half in ("bfloat16", "float16")]
+
+
+@pytest.mark.parametrize(("norm", "half"), thorough_but(PAIRS, ("batch", "bfloat16")))
+def test_a_mean_is_taken_off_before_a_cotangent_is_rounded(norm, half):
+    """Else the sum of a norm's cotangents, which is zero, is that of their roundings."""
+
+    def loss(p, x):
+        for q in p["layers"]:
+            x = jax.nn.silu(normed(q, x @ q["w"], AXES[norm]))
+        return jnp.mean(jnp.sin(x @ p["v"]))
+
+    layers = [{**P, "w": w} for w in (W, normal(6, 32, 32, scale=0.2))]
+    args = {"layers": layers, "v": V}, normal(7, 8, 16, 16, 16)
+    rows = measure.check(loss, args, half)
+    assert all(row.autocast <= 2 * row.yardstick for row in rows if row.part == "gradient")
 
 
 def test_explain_says_so():

@@ -413,6 +413,19 @@ def test_weights_that_make_keys_of_tokens_with_a_common_mean():
     assert all(row.sound for row in rows), rows
 
 
+@pytest.mark.parametrize(("half", "sharpness"), [("bfloat16", 2.0**10), ("float16", 2.0**12)])
+def test_rows_that_are_longer_than_the_output_and_one_hot(half, sharpness):
+    """What is left of the cotangent of a weight of 1 is a rounding, which sharp scores amplify."""
+
+    def fun(made, tokens):
+        q, k, v = (tokens @ w for w in made[:3])
+        return jnp.mean(jnp.sin(jax.nn.softmax(sharpness * q @ k.mT / 4) @ v @ made[3]))
+
+    made = [normal(i, 16, 16, scale=0.25) for i in range(9, 13)]
+    rows = errors(fun, (made, normal(13, 64, 16)), half)
+    assert all(row.sound for row in rows), rows
+
+
 def test_of_gates_no_row_sum_comes_from_an_output_that_is_larger():
     """A saturated gate's slope is far smaller than the rounding of such a sum."""
 

@@ -61,6 +61,12 @@ def last_minus_first_of_a_scan(w, x):
     return (h - first) @ w[2]
 
 
+def with_itself(w, x):
+    first = x @ w[0]
+    h = jax.jit(lambda h: (h - first) @ w[1])(first)
+    return (300 * h - first) @ w[2]
+
+
 def running_maximum(w, xs):
     def turn(carry, x):
         m, a = carry
@@ -99,6 +105,7 @@ PROGRAMS = {
     "a change": (change, ((A, B, C), X)),
     "a stream": (last_minus_first, ((A, STACK, B), X)),
     "a scanned stream": (last_minus_first_of_a_scan, ((A, STACK, B), X)),
+    "itself": (with_itself, ((A, B, C), X)),
     "a running maximum": (running_maximum, ((A, B), STEPS)),
     "an envelope": (envelope, ((A, B), STEPS)),
     "units": (of_units, ((A, B), X, UNITS)),

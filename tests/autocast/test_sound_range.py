@@ -7,6 +7,7 @@ amplifies.
 import jax
 import jax.numpy as jnp
 from jax import lax
+from measure import rounded
 from members import Case, Members, judge
 from support import normal
 
@@ -56,10 +57,15 @@ def small_factors_one_after_the_other():
 def units(turn):
     """Returns a member: a network whose layers multiply by an argument of a million."""
 
-    def fun(w, x, n):
-        return turn(lambda h, w, n: (1 + 0.1 * jnp.tanh(h @ w)) * n / 1e6, x, w, n)
+    def network(stored):
+        def layer(h, w, n):
+            return stored((1 + 0.1 * jnp.tanh(h @ w)) * n / 1e6)
 
-    return Case(fun, (jnp.stack([W, W]), X, 1e6 + 1e5 * normal(2, 16, 16)), loss_scale=1.0)
+        return lambda w, x, n: turn(layer, x, w, n)
+
+    args = jnp.stack([W, W]), X, 1e6 + 1e5 * normal(2, 16, 16)
+    by_hand = lambda half: network(lambda h: rounded(h, half))  # noqa: E731
+    return Case(network(lambda h: h), args, loss_scale=1.0, by_hand=by_hand)
 
 
 @RANGE()
@@ -91,6 +97,40 @@ def argument_in_a_branch():
 @RANGE()
 def argument_that_is_broadcast():
     return units(lambda layer, x, w, n: layer(x, w[0], jnp.broadcast_to(n[0], n.shape)))
+
+
+def normalized_of_two(view):
+    def turn(layer, x, w, n):
+        h = layer(jnp.stack([x, x / 2]), w[0], view(n)).sum(0)
+        return (h - h.mean(1, keepdims=True)) / jnp.sqrt(h.var(1, keepdims=True) + 1e-5)
+
+    return units(turn)
+
+
+@RANGE()
+def argument_with_another_axis():
+    return normalized_of_two(lambda n: n[None])
+
+
+@RANGE()
+def argument_that_is_turned_around():
+    return normalized_of_two(lambda n: n[None, ::-1])
+
+
+ROWS = jnp.array([3, 0, 15, 15, 7, 1, 2, 12] * 2)
+
+
+@RANGE()
+def rows_of_an_argument():
+    return units(lambda layer, x, w, n: layer(layer(x, w[0], n[ROWS]), w[1], n[:, ROWS]))
+
+
+@RANGE()
+def rows_of_an_argument_whose_mean_is_taken_off():
+    def fun(w, x, n):
+        return jnp.tanh((n[ROWS] - 1e6) / 1e5 + x @ w) @ w
+
+    return Case(fun, (W, X, 1e6 + 1e5 * normal(2, 16, 16)), loss_scale=1.0)
 
 
 @RANGE()

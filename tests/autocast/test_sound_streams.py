@@ -168,4 +168,4 @@ def test_the_stream_stays_half(name, half):
 def test_the_stream_is_sound(name, half):
     fun, args = model(*CASES[name])
     by_hand, _ = model(*CASES[name], lambda x: rounded(x, half))
-    check(fun, args, half, (0, 1), round_stream=by_hand)
+    check(fun, args, half, (0, 1), by_hand=by_hand)

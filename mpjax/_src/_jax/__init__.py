@@ -5,6 +5,7 @@ It imports nothing from mpjax. tests/_jax has a test for each assumption about J
 
 from jax.extend.core import Literal
 
+from mpjax._src._jax import windows as windows  # its lowering of convolutions
 from mpjax._src._jax.aot import as_if_on_gpu, compile_only
 from mpjax._src._jax.barriers import (
     BARRIERS,
@@ -12,6 +13,7 @@ from mpjax._src._jax.barriers import (
     again_barrier,
     cpu_barrier,
     gpu_barrier,
+    held_for_cpu,
 )
 from mpjax._src._jax.calls import linearized_once
 from mpjax._src._jax.convolutions import half_conv
@@ -107,6 +109,7 @@ __all__ = (
     "half_conv",
     "half_dot",
     "half_gather",
+    "held_for_cpu",
     "hoisted",
     "in_avals",
     "in_one_call",

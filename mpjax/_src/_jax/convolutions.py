@@ -15,6 +15,7 @@ from jax._src.core import dilate_dim
 from jax.interpreters import ad, batching
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from mpjax._src._jax.matmuls import marked
 from mpjax._src._jax.programs import retyped
 from mpjax._src._jax.wire import placed_freely, primitive_of
 
@@ -41,7 +42,8 @@ def _half_conv(x, y, half, dtype, sums, **params):
 
 def _plain(x, y, *, half, preferred_element_type, **params):
     x, y = (jax.lax.convert_element_type(v, half) for v in (x, y))
-    out = conv_p.bind(x, y, preferred_element_type=half, **params)
+    with marked():
+        out = conv_p.bind(x, y, preferred_element_type=half, **params)
     return jax.lax.convert_element_type(out, preferred_element_type)
 
 

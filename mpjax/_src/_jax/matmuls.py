@@ -27,7 +27,7 @@ dot_general_p = jax.lax.dot_general_p
 BFLOAT16 = np.dtype(jnp.bfloat16)
 HALVES = (BFLOAT16, np.dtype(np.float16))
 MARK = "mpjax_matmul"
-MATMULS = frozenset({"dot_general", "ragged_dot_general"})
+MATMULS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 
 # The flags in /proc/cpuinfo of CPUs with instructions for bfloat16. XLA has no kernels for float16.
 CPU_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16", "svebf16"})
@@ -70,7 +70,7 @@ def _lowering(own: Any) -> Any:
 
     def lower(ctx: Any, left: Any, right: Any, **params: Any) -> Any:
         x, y = ctx.avals_in
-        if not _is_marked(ctx) or x.dtype != y.dtype or x.dtype not in HALVES:
+        if not is_marked(ctx) or x.dtype != y.dtype or x.dtype not in HALVES:
             return own(ctx, left, right, **params)
         native, dtype = _is_native(x, y, **params), ctx.avals_out[0].dtype
         if not native and dtype != np.float32:
@@ -83,9 +83,19 @@ def _lowering(own: Any) -> Any:
     return lower
 
 
-def _is_marked(ctx: Any) -> bool:
+def is_marked(ctx: Any) -> bool:
+    """Returns whether autocast made the matmul that is lowered."""
     metadata = ctx.jaxpr_eqn_ctx and ctx.jaxpr_eqn_ctx.xla_metadata
     return bool(metadata) and MARK in metadata
+
+
+def is_local(ctx: Any) -> bool:
+    """Returns whether arrays are on one device, as in shard_map or without a mesh."""
+    axes = ctx.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)
+    if mesh is None:
+        return axes.num_devices == 1
+    return mesh.size == 1 or axes.manual_axes == {*mesh.axis_names}
 
 
 def _is_native(x: Any, y: Any, dimension_numbers: Any, precision: Any, **_: Any) -> bool:
@@ -105,11 +115,7 @@ def _how_to_hold(ctx: Any) -> Any:
     no exported program may constrain a layout. A barrier alone leaves the order to XLA, which is
     right for all but transposed left operands.
     """
-    axes = ctx.module_context.axis_context
-    mesh = getattr(axes, "mesh", None)  # in shard_map
-    devices = axes.num_devices if mesh is None else mesh.size
-    is_local = devices == 1 or (mesh is not None and axes.manual_axes == {*mesh.axis_names})
-    if not is_local:
+    if not is_local(ctx):
         return jax.lax.optimization_barrier
     return _flattened if ctx.module_context.lowering_parameters.for_export else _constrained
 

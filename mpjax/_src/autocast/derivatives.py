@@ -279,7 +279,12 @@ def _cached_matmul(
             return primitive.bind(*operands, **params, preferred_element_type=np.dtype(dtype))
 
     def run(*operands):
-        return product(operands[: len(operands) - len(twins)], dtype)
+        left, right, *more = operands[: len(operands) - len(twins)]
+        if dtype == left.dtype:
+            return product((left, right, *more), dtype)
+        with _jax.marked():
+            left, right = _jax.held_for_cpu(left, right, _summed_and_batch(params))
+            return _jax.cpu_barrier(product((left, right, *more), dtype))
 
     def along(moving, primals, tangents):
         """Returns the tangent, given those of the operands that are not constant."""
@@ -318,6 +323,12 @@ def _cached_matmul(
     return call
 
 
+def _summed_and_batch(params: Mapping[str, Any]) -> Any:
+    """Returns the dimension numbers of a matmul, ragged or not."""
+    ragged = params.get("ragged_dot_dimension_numbers")
+    return ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
+
+
 def _less_mean(x: Any, dims: Sequence[int]) -> Any:
     full = cast(x, FLOAT32)
     return cast(full - jnp.mean(full, dims, keepdims=True), x.dtype)
@@ -327,7 +338,12 @@ def _less_mean(x: Any, dims: Sequence[int]) -> Any:
 
 
 def recomputed(
-    run: Run, arrays: Sequence[Any], rounded: Sequence[bool], half: Any, prevent_cse: bool
+    run: Run,
+    arrays: Sequence[Any],
+    rounded: Sequence[bool],
+    half: Any,
+    prevent_cse: bool,
+    halves: Mapping[int, Any] = MappingProxyType({}),
 ) -> list[Any]:
     """Runs an island in float32. The backward pass recomputes it from its inputs and sums.
 
@@ -337,7 +353,10 @@ def recomputed(
         rounded: Which of the inputs are kept in half.
         half: The half dtype, if some are.
         prevent_cse: Whether a barrier must keep XLA from saving the values inside.
+        halves: By position, the half arrays of which inputs are copies in float32. They are kept;
+            the derivative is with respect to the copies.
     """
+    count = len(arrays)
 
     @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
     def tangent(arrays, sums, moving, tangents):
@@ -348,15 +367,17 @@ def recomputed(
 
     def jvp(primals, tangents):
         results, sums = call(*primals)
+        own, tangents = dict(zip(halves, primals[count:], strict=True)), tangents[:count]
         moving = tuple(not isinstance(t, SymbolicZero) for t in tangents)
         if not any(moving):
             return (results, sums), jax.tree.map(_jax.zero_tangent, (results, sums))
-        kept = [cast(p, half) if r else p for p, r in zip(primals, rounded, strict=True)]
+        kept = [own.get(i, p) for i, p in enumerate(primals[:count])]
+        kept = [cast(p, half) if r else p for p, r in zip(kept, rounded, strict=True)]
         given = [t for t, moves in zip(tangents, moving, strict=True) if moves]
         return (results, sums), tangent(kept, sums, moving, given)
 
-    call = with_tangent(lambda *arrays: run(arrays), jvp, symbolic_zeros=True)
-    return call(*arrays)[0]
+    call = with_tangent(lambda *operands: run(operands[:count]), jvp, symbolic_zeros=True)
+    return call(*arrays, *halves.values())[0]
 
 
 def _tangent(
@@ -541,7 +562,8 @@ def attention(run: Run, arrays: Sequence[Any], known: Softmax, by: Weighing) -> 
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def through_softmax(p, v, out, more, tangent):
-        moved = cast(p, FLOAT32) * _at_rate(tangent, known.rate)
+        # A weight of 1 hardly moves, but what is left of its cotangent is the rounding of `dp`.
+        moved = cast(jnp.where(p < 1, p, 0), FLOAT32) * _at_rate(tangent, known.rate)
         made = cast(product(weighed(moved, more), v), FLOAT32)
         return made - sums(moved) * cast(out, FLOAT32)
 

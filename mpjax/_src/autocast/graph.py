@@ -234,6 +234,8 @@ def _flatten(jaxpr, env, block: Block, stack, scopes, callers) -> list[Value]:
         outs = [Value(var.aval) for var in eqn.outvars]
         env |= zip(eqn.outvars, outs, strict=True)
         op = Op(eqn, ins, outs, here, names, callers)
+        # The cotangents of x - x cancel, but not after each is added to another and rounded.
+        op.steady = op.name == "sub" and ins[0] is ins[1]
         for inside in op.inside.wire(eqn):
             inner = build(*_jax.open_jaxpr(inside.program), names, (*callers, eqn))
             inner.in_loop = block.in_loop or op.inside.loops

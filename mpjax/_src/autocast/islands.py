@@ -61,6 +61,7 @@ class Island:
     views: list[Op] = dataclasses.field(default_factory=list)  # views of inputs, made inside
     inputs: list[Value] = dataclasses.field(default_factory=list)
     rounded: set[Value] = dataclasses.field(default_factory=set)  # inputs kept in half
+    wide: set[Value] = dataclasses.field(default_factory=set)  # half inputs of float32 cotangents
     sums: list[Value] = dataclasses.field(default_factory=list)  # results of reductions, kept
     half: Any = None
     again: list[Op] = dataclasses.field(default_factory=list)  # compute inputs that are not kept
@@ -113,8 +114,9 @@ def bound(group: Island, flow: Flow) -> None:
 def large_float32(group: Island) -> set[Value]:
     """Returns the float32 inputs of an island that it would be costly to keep.
 
-    An argument came in float32, and its range is not known. Where a product with it may leave the
-    range of float16 (`facts`), or it is broadcast, which costs little, it is not rounded.
+    An argument came in float32, and its range is not known. Where it is only moved or broadcast, or
+    a product with it may leave the range of float16 (`facts`), it is not rounded. Neither are rows
+    that were looked up in one: a table may hold data as well as what was learned.
     """
     floats = (v for v in group.inputs if v.is_f32 and v.dtype == FLOAT32)
     large = {v for v in floats if not (v.raw or v.small or v.is_one or v.const is not None)}
@@ -122,11 +124,10 @@ def large_float32(group: Island) -> set[Value]:
 
 
 def _is_of_unknown_range(value: Value, op: Op) -> bool:
-    return (
-        value.fact.given
-        and op.half == FLOAT16
-        and (value.fact.spread or any(is_beyond(out, op.half) for out in op.outs))
-    )
+    rows = value.fact.data and not value.fact.given
+    moved = value.given or value.fact.spread
+    beyond = moved or any(is_beyond(out, FLOAT16) for out in op.outs)
+    return op.half == FLOAT16 and (rows or (value.fact.given and beyond))
 
 
 def make_again(island: Island, makers: dict[Op, Island], flow: Flow) -> None:

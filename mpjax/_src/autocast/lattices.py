@@ -37,6 +37,7 @@ class Fact(NamedTuple):
         mean: The values whose mean it is, as a bit mask.
         centred: It is an array minus a mean that takes off such a term.
         huge: Some of its entries are, or contain, a constant beyond the range of float16.
+        data: It is computed from arguments alone, and perhaps from rows that were looked up in one.
     """
 
     half: bool = False
@@ -62,6 +63,7 @@ class Fact(NamedTuple):
     mean: int = 0
     centred: bool = False
     huge: bool = False
+    data: bool = False
 
     @property
     def given(self) -> bool:
@@ -102,6 +104,7 @@ def join(facts: Sequence[Fact]) -> Fact:
         mean=union(columns.mean),
         centred=False,
         huge=any(columns.huge),
+        data=all(columns.data),
     )
 
 
@@ -114,7 +117,7 @@ def union(masks: Iterable[int]) -> int:
 
 def argument(bit: int, half: bool = False, linear: bool = False) -> Fact:
     """Returns the facts about an argument of the program with a given bit."""
-    return Fact(half=half, span=FITS, linear=linear, weights=bit)
+    return Fact(half=half, span=FITS, linear=linear, weights=bit, data=not half)
 
 
 class Want(NamedTuple):

@@ -77,7 +77,9 @@ def run_block(
     for value, const in block.consts:
         env.write(value, const)
     for value, arg in zip(block.invars, args, strict=True):
-        env.write(value, arg)
+        # A derivative rule gets tangents and cotangents as its caller wrote them: some as numbers.
+        number = isinstance(arg, int | float | complex)
+        env.write(value, np.asarray(arg, value.aval.dtype) if number else arg)
     _run_steps(block.steps, block.outvars, env)
     return [
         _jax.typed_as(v.aval, env.result(v, dtype))
@@ -431,7 +433,8 @@ def _run_island(island: Island, env: Env) -> None:
     """Runs a float32 island so that the backward pass recomputes it from its inputs."""
     operands = 3 if island.fusion else 0  # the operands of its matmuls
     arrays = [env.read(v, island.half) for v in island.inputs[:operands]]
-    arrays += [env.read(v) for v in island.inputs[operands:]]
+    # A mean outside of an island that normalizes by it adds to the cotangent before it is rounded.
+    arrays += [env.read(v, FLOAT32 if v in island.wide else None) for v in island.inputs[operands:]]
     scopes = _jax.common_stack([op.stack for op in island.ops])
     depth = len(scopes.stack)
 
@@ -500,8 +503,9 @@ def _run_island(island: Island, env: Env) -> None:
         elif island.sloped:
             results = elementwise(run, arrays, prevent)
         else:
-            rounded = [v in island.rounded for v in island.inputs]
-            results = recomputed(run, arrays, rounded, island.half, prevent)
+            rounded = [v in island.rounded or v in island.wide for v in island.inputs]
+            halves = {i: env.read(v) for i, v in enumerate(island.inputs) if v in island.wide}
+            results = recomputed(run, arrays, rounded, island.half, prevent, halves)
     for value, array in zip(island.results, results, strict=True):
         if value in island.in_half:
             env.write(value, array)

@@ -132,7 +132,10 @@ def _groups(flow: Flow, special: Collection[Op], fits: Callable[[Op], bool]) -> 
 
 def _rounded_islands(flow: Flow) -> "dict[Op, Island]":
     """Returns the islands that keep fewer bytes than derivatives would, by rounding to half."""
-    return {op: island for op, island in _islands(flow).items() if island.axes or island.rounded}
+    found = {op: island for op, island in _islands(flow).items() if island.axes or island.rounded}
+    for island in found.values():
+        island.wide = set()  # a checkpoint around it would keep them in float32
+    return found
 
 
 CHOOSE = {FAST: _islands, LEAN: _rounded_islands, PEEPHOLES: peepholes.find}
@@ -183,14 +186,16 @@ def _from_half(group: Island, flow: Flow) -> bool:
     if any(op.forced == "full" for op in group.ops):  # the user asked for float32
         return False
     inside: set[Value] = {v for op in group.ops for v in op.outs}
-    kept = []
+    kept, left = [], []
     for op in group.ops:
         if op.spec.linear and not any(v in inside for v in op.ins):
             inside.difference_update(op.outs)
+            left.append(op)
         else:
             kept.append(op)
     group.ops = kept
     bound(group, flow)
+    group.wide = {v for op in left for v in op.ins if v in group.inputs and v.dtype in HALVES}
     group.rounded = large_float32(group)
     return group.half is not None and _stand_rounding(group)
 
