@@ -80,11 +80,6 @@ CONTRACTS = (
         "lint: constants that half precision rounds away are not seen",
     ),
     Contract(
-        "matmuls",
-        ("jax.interpreters.mlir._platform_specific_lowerings",),
-        "autocast on CPUs: bfloat16 matmuls are slower than float32, or fail",
-    ),
-    Contract(
         "partitioning",
         (
             "jax._src.custom_partitioning",
