@@ -27,7 +27,6 @@ dot_general_p = jax.lax.dot_general_p
 BFLOAT16 = np.dtype(jnp.bfloat16)
 HALVES = (BFLOAT16, np.dtype(np.float16))
 MARK = "mpjax_matmul"
-MATMULS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 
 # The flags in /proc/cpuinfo of CPUs with instructions for bfloat16. XLA has no kernels for float16.
 CPU_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16", "svebf16"})

@@ -1,6 +1,5 @@
 """Jaxprs: reading, evaluating, tracing and rebuilding them."""
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,6 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import ad, mlir
 from jax.interpreters.partial_eval import trace_to_jaxpr_dynamic
 
-from mpjax._src._jax.matmuls import MATMULS, marked
 from mpjax._src._jax.sources import own_lines
 
 
@@ -171,8 +169,7 @@ def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
     params = _with_own_lines(eqn.primitive.name, {**eqn.params, **params})
     params = eqn.primitive.get_bind_params(params)
     # JAX casts a literal with NumPy, which warns of overflow; XLA turns -1e30 into -Inf silently.
-    mark = marked() if eqn.primitive.name in MATMULS else contextlib.nullcontext()
-    with np.errstate(over="ignore"), mark:
+    with np.errstate(over="ignore"):
         outs = eqn.primitive.bind(*args, **params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
 

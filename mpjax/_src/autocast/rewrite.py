@@ -101,7 +101,8 @@ def _run_step(step: Step | Stretch, env: Env) -> None:
         return _run_island(step, env)
     if isinstance(step, Stretch):
         return _run_stretch(step, env)
-    with _location(step, step.stack, env), _row(step, env):
+    mark = _jax.marked() if step.spec.need == rules.HALF else contextlib.nullcontext()
+    with _location(step, step.stack, env), _row(step, env), mark:
         if env.settings.as_written and step.rule != "program":
             _run(step, env, FLOAT32)
         else:
