@@ -101,8 +101,7 @@ def _run_step(step: Step | Stretch, env: Env) -> None:
         return _run_island(step, env)
     if isinstance(step, Stretch):
         return _run_stretch(step, env)
-    mark = _jax.marked() if step.spec.need == rules.HALF else contextlib.nullcontext()
-    with _location(step, step.stack, env), _row(step, env), mark:
+    with _location(step, step.stack, env), _row(step, env):
         if env.settings.as_written and step.rule != "program":
             _run(step, env, FLOAT32)
         else:
@@ -129,8 +128,13 @@ def _run(op: Op, env: Env, dtype: Any, **params: Any) -> None:
         args = [env.read(v, dtype) for v in op.ins]
     if op.steady:
         args = jax.lax.stop_gradient(args)
-    for value, array in zip(op.outs, _jax.bind(op.eqn, args, **params), strict=True):
+    for value, array in zip(op.outs, _bind(op, op.eqn, args, **params), strict=True):
         env.store(value, array)
+
+
+def _bind(op: Op, eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
+    with _jax.marked() if op.spec.need == rules.HALF else contextlib.nullcontext():
+        return _jax.bind(eqn, args, **params)
 
 
 def _run_as_planned(op: Op, env: Env) -> None:
@@ -254,7 +258,7 @@ def _run_half(op: Op, env: Env) -> None:
         array = matmul(eqn, args, out.dtype or out.aval.dtype, op.centred, wide)
     else:
         wanted = op.half if out.is_f32 else out.aval.dtype
-        array = _jax.bind(eqn, args, preferred_element_type=wanted)[0]
+        array = _bind(op, eqn, args, preferred_element_type=wanted)[0]
     env.store(out, array)
 
 
