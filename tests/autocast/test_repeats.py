@@ -277,6 +277,7 @@ def test_functions_that_close_over_what_is_differentiated(monkeypatch):
 def test_the_rewrite_reads_what_alike_steps_share(monkeypatch):
     """What is not in `repeats.READ` may differ from layer to layer: none may look at it."""
     allowed = {"aval", "const", "eqn", "ins", "outs", "subs", "stack"}
+    allowed |= {"is_f32", "size", "name", "spec"}  # which follow from aval and eqn
     real = rewrite._rewrite_stretch
     rewritten = []
 

@@ -89,8 +89,8 @@ READ = {
 
 # Nested programs are grouped into islands during the rewrite, which reads nearly all fields.
 UNREAD = {
-    Value: "aval const paths want",
-    Op: "eqn ins outs subs stack scopes callers index why row attention",
+    Value: "aval const paths want is_f32 size",
+    Op: "eqn ins outs subs stack scopes callers index why row attention name spec",
     Island: "",
     Block: "steps wanted",
 }
