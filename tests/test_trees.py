@@ -1,3 +1,5 @@
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpjax
-from mpjax._src.trees import cast_like, widen
+from mpjax._src.trees import cast_like, pytree_of, widen
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -170,3 +172,29 @@ def test_select_under_vmap_chooses_for_each(rng):
     pred = jnp.array([True, False, True, False])
     out = jax.vmap(mpjax.select)(pred, {"w": a}, {"w": b})["w"]
     assert np.array_equal(out, np.where(np.asarray(pred)[:, None], a, b))
+
+
+@pytest.mark.parametrize("leaves", [(), ("a",), ("c", "a"), ("a", "b", "c")])
+def test_a_dataclass_is_a_pytree_of_the_named_fields(leaves):
+    @pytree_of(*leaves)
+    @dataclasses.dataclass(frozen=True)
+    class Node:
+        a: int
+        b: int
+        c: int
+
+        def __post_init__(self):
+            assert isinstance(self.a, int)  # which placeholders of a pytree are not
+
+    node = Node(1, 2, 3)
+    pairs, tree = jax.tree_util.tree_flatten_with_path(node)
+    named = {jax.tree_util.keystr(keys): leaf for keys, leaf in pairs}
+    assert named == {f".{name}": getattr(node, name) for name in leaves}
+    assert tree == jax.tree.structure(node) and jax.tree.leaves(node) == [*named.values()]
+    assert jax.tree.unflatten(tree, jax.tree.leaves(node)) == node
+    placed = jax.tree.map(str, node)
+    assert dataclasses.asdict(placed) == {
+        **dataclasses.asdict(node),
+        **{n: str(getattr(node, n)) for n in leaves},
+    }
+    assert (tree == jax.tree.structure(Node(1, 0, 3))) == ("b" in leaves)

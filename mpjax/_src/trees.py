@@ -4,7 +4,9 @@ Only real floating array leaves are cast. Integers, booleans, complex numbers, P
 leaves that are not arrays (functions and strings, as in Equinox modules) pass through unchanged.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -17,6 +19,48 @@ from mpjax._src.patterns import difference, path_of, paths
 
 T = TypeVar("T")
 NUMBER = (bool, int, float, complex)
+
+
+# What `pytree_of` compiles for each class, because loops over the fields would take twice as long.
+_PYTREE = """
+def flatten(self):
+    return ({read_leaves}), ({read_static})
+
+def unflatten(static, leaves):
+    self = new(cls)
+    held = self.__dict__
+    ({held_leaves}), ({held_static}) = leaves, static
+    return self
+"""
+
+
+def pytree_of(*leaves: str) -> Callable[[type[T]], type[T]]:
+    """Registers a dataclass as a pytree of these fields; the others are static.
+
+    Each call of a jitted step flattens and rebuilds its states. `jax.tree_util.register_dataclass`
+    rebuilds by ``__init__``, which takes longer, and which may refuse the objects that a tree.map,
+    a sharding spec or a checkpoint puts in place of the arrays.
+    """
+
+    def register(cls):
+        static = [field.name for field in dataclasses.fields(cls) if field.name not in leaves]
+        code: dict[str, Any] = {"cls": cls, "new": object.__new__}
+        texts = {
+            f"{kind}_{side}": "".join(f"{text.format(name)}, " for name in names)
+            for kind, text in (("read", "self.{}"), ("held", "held[{!r}]"))
+            for side, names in (("leaves", leaves), ("static", static))
+        }
+        exec(_PYTREE.format(**texts), code)
+        flatten, unflatten = code["flatten"], code["unflatten"]
+
+        def flatten_with_keys(self):
+            values, static = flatten(self)
+            return list(zip(map(jax.tree_util.GetAttrKey, leaves), values, strict=True)), static
+
+        jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+        return cls
+
+    return register
 
 
 def is_array(leaf: Any) -> bool:

@@ -62,7 +62,7 @@ def skipping(params, x):
     return jnp.mean(sum(kept) ** 2) + jnp.mean(kept[1] * x)
 
 
-def rectified(params, x):
+def rectified(params, x):  # each relu has a rule of its own, so only what is between is alike
     for p in params:
         x = x + jax.nn.relu(layer_norm(x) @ p["up"]) @ p["down"]
     return jnp.mean(x**2)
@@ -181,7 +181,7 @@ def folded(monkeypatch, fun, *args, policy="mixed_bfloat16"):
     return max(found)
 
 
-@pytest.mark.parametrize("function", [layered, masked, scanned, runge_kutta, named])
+@pytest.mark.parametrize("function", [layered, masked, rectified, scanned, runge_kutta, named])
 def test_repeated_layers_are_found(monkeypatch, function):
     inside, steps = folded(monkeypatch, function, PARAMS, X)
     assert inside > 0.6 * steps, (inside, steps)
@@ -208,7 +208,7 @@ CASES = [
     *((function, use) for function in (masked, runge_kutta) for use in [*USES][1:]),
 ]
 QUICK = [(f, "gradients of both") for f in (masked, skipping, scanned, runge_kutta, with_signs)]
-QUICK += [(masked, "tangent"), (runge_kutta, "curvature")]
+QUICK += [(rectified, "gradients of both"), (masked, "tangent"), (runge_kutta, "curvature")]
 
 
 @pytest.mark.parametrize(("function", "use"), thorough_but(CASES, *QUICK))
@@ -277,6 +277,7 @@ def test_functions_that_close_over_what_is_differentiated(monkeypatch):
 def test_the_rewrite_reads_what_alike_steps_share(monkeypatch):
     """What is not in `repeats.READ` may differ from layer to layer: none may look at it."""
     allowed = {"aval", "const", "eqn", "ins", "outs", "subs", "stack"}
+    allowed |= {"is_f32", "size", "name", "spec"}  # which follow from aval and eqn
     real = rewrite._rewrite_stretch
     rewritten = []
 
@@ -313,3 +314,10 @@ def test_the_shortest_period_is_found():
     shortest = repeats.SHORTEST
     assert repeats._periods([*range(shortest)] * 3) == [shortest]
     assert not repeats._periods([*range(shortest - 1)] * 3)
+
+
+def test_ranges_between_steps_without_an_equal_one_are_found():
+    layer, other = [1, 2, 3, 4], [5, 6, 7, 8, 9]
+    keys = [*layer, 10, *other, 11, *layer, 12, *other, 13, 1, 2, 3, 14, *layer, 4]
+    assert repeats._between(keys, []) == [(0, 4), (5, 10), (11, 15), (16, 21)]
+    assert repeats._between(keys, [(0, 11, 21)]) == []

@@ -134,6 +134,9 @@ SYMBOL = 1 << 20
 
 def size_of(shape: Sequence[Any]) -> int:
     """Returns the number of entries of an array; a symbolic dimension counts as a large one."""
+    size = math.prod(shape)
+    if isinstance(size, int):
+        return size
     numbers = (
         d if isinstance(d, int) else d._evaluate(dict.fromkeys(d._get_vars(), SYMBOL))
         for d in shape

@@ -70,7 +70,8 @@ class Sweep:
             constants = [v for v in op.ins if v.entries is not None]
             joined = join([v.fact for v in known or constants])
             transfer = TRANSFER[op.in_force]
-            joined = joined._replace(huge=_is_huge(op, joined.huge))
+            if (huge := _is_huge(op, joined.huge)) != joined.huge:
+                joined = joined._replace(huge=huge)
             for out in op.outs:
                 out.fact = transfer(self, op, joined, out) if is_float(out) else joined
 
@@ -239,7 +240,10 @@ def _is_huge(op: Op, joined: bool) -> bool:
     reduced to the largest one, or until the constant is subtracted again. Only elementwise
     operations and moves pass it on.
     """
-    constant = max((_largest(v) for v in op.ins if v.entries is not None), default=0.0)
+    constants = [_largest(v) for v in op.ins if v.entries is not None]
+    if not (joined or constants):
+        return False
+    constant = max(constants, default=0.0)
     if op.name in BOUNDS or (op.name == "sub" and joined and constant > LARGEST):
         return False
     if known_factor(op) < LEAST if constant else op.name == "div":

@@ -55,19 +55,19 @@ class Value:
     lost: bool = False  # half would lose information of it (`facts`): not rounded either
     rounded: bool = False  # computed in float32, stored in half
     kept: bool = False  # for the backward pass, which recomputes the values around it (`storage`)
+    # Read in every sweep, so they are not computed again.
+    is_f32: bool = dataclasses.field(init=False)
+    size: int = dataclasses.field(init=False)
 
-    @property
-    def is_f32(self) -> bool:
-        return getattr(self.aval, "dtype", None) == FLOAT32 and _jax.is_array(self.aval)
+    def __post_init__(self) -> None:
+        is_array = _jax.is_array(self.aval)
+        self.is_f32 = is_array and getattr(self.aval, "dtype", None) == FLOAT32
+        self.size = _jax.size_of(getattr(self.aval, "shape", ()))
 
     @property
     def is_one(self) -> bool:
         """Whether it has a single entry."""
         return all(size == 1 for size in self.aval.shape)
-
-    @property
-    def size(self) -> int:
-        return _jax.size_of(self.aval.shape)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -96,20 +96,18 @@ class Op:
     repeats: tuple[int, int] | None = None  # of a gather that repeats entries: axis, count
     sent_half: bool = False  # for a lookup in a parameter: devices may exchange it in half
     attention: str = ""  # for a matmul that reads a softmax: the fused kernel, or why there is none
+    # Read in every sweep, so they are not looked up again.
+    name: str = dataclasses.field(init=False)
+    spec: Rule = dataclasses.field(init=False)  # the row of its primitive in `rules`
 
-    @property
-    def name(self) -> str:
-        return self.eqn.primitive.name
+    def __post_init__(self) -> None:
+        self.name = self.eqn.primitive.name
+        self.spec = rule_of(self.name)
 
     @property
     def in_force(self) -> str:
         """The rule that decides and evaluates it: the one that was forced on it, or its own."""
         return self.forced or self.rule
-
-    @property
-    def spec(self) -> Rule:
-        """The row of its primitive in `rules`."""
-        return rule_of(self.name)
 
     @property
     def inside(self) -> HigherOrder:

@@ -62,19 +62,21 @@ def fold(
     if len(steps) < 2 * SHORTEST:
         return [*steps]
     code = _coder(overrides)
-    runs = _runs([code(step)[0] for step in steps])
-    if not runs:
+    keys = [code(step)[0] for step in steps]
+    runs = _runs(keys)
+    between = _between(keys, runs)
+    if not (runs or between):
         return [*steps]
     flow = flow_of(steps, results)
+    found = [[*itertools.pairwise(_cuts(run, flow.names))] for run in runs] + [between]
+    copied: dict[tuple[int, int], Stretch | None] = {}
+    for places in found:
+        copied |= zip(places, _alike([_stretch(flow, a, b, code) for a, b in places]), strict=True)
     folded: list[Step | Stretch] = []
     done = 0
-    for run in runs:
-        cuts = _cuts(run, flow.names)
-        copies = _alike([_stretch(flow, a, b, code) for a, b in itertools.pairwise(cuts)])
-        folded += steps[done : cuts[0]]
-        for copy, (a, b) in zip(copies, itertools.pairwise(cuts), strict=True):
-            folded += steps[a:b] if copy is None else [copy]
-        done = cuts[-1]
+    for (a, b), copy in sorted(copied.items(), key=lambda item: item[0]):
+        folded += steps[done:b] if copy is None else [*steps[done:a], copy]
+        done = b
     return [*folded, *steps[done:]]
 
 
@@ -89,8 +91,8 @@ READ = {
 
 # Nested programs are grouped into islands during the rewrite, which reads nearly all fields.
 UNREAD = {
-    Value: "aval const paths want",
-    Op: "eqn ins outs subs stack scopes callers index why row attention",
+    Value: "aval const paths want is_f32 size",
+    Op: "eqn ins outs subs stack scopes callers index why row attention name spec",
     Island: "",
     Block: "steps wanted",
 }
@@ -191,6 +193,24 @@ def _runs(keys: Sequence[int]) -> list[Run]:
         if end - start >= 2 * period:
             taken.append((start, period, end))
     return sorted(taken)
+
+
+def _between(keys: Sequence[int], runs: Sequence[Run]) -> list[tuple[int, int]]:
+    """Returns equal ranges outside of runs, each between two steps that have no equal one.
+
+    They are found in layers that are alike but for a few steps, such as the relu of a ResNet, which
+    has its own rule in each layer.
+    """
+    count = collections.Counter(keys)
+    inside = {i for start, _, end in runs for i in range(start, end)}
+    found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    start = 0
+    for i, key in enumerate([*keys, None]):
+        if key is None or count[key] == 1 or i in inside:
+            if i - start >= SHORTEST:
+                found.setdefault(tuple(keys[start:i]), []).append((start, i))
+            start = i + 1
+    return sorted(place for places in found.values() if len(places) > 1 for place in places)
 
 
 def _periods(keys: Sequence[int]) -> list[int]:

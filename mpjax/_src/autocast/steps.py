@@ -9,8 +9,6 @@ import heapq
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from mpjax._src import _jax
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.islands import Island, is_free
@@ -43,15 +41,20 @@ Step = Op | Island | Checkpoint
 
 def connected(pairs: Iterable[tuple[int, int]]) -> Iterable[list[int]]:
     """Returns the groups of numbers that pairs connect, in order."""
-    from scipy.sparse import coo_array, csgraph  # slow to import, and needed only to plan
+    up: dict[int, int] = {}  # towards the number that stands for the group, which has itself
 
-    edges = np.asarray([*pairs]).reshape(-1, 2)
-    size = int(edges.max(initial=-1)) + 1
-    graph = coo_array((np.ones(len(edges)), tuple(edges.T)), shape=(size, size))
-    labels = csgraph.connected_components(graph, directed=False)[1].tolist() if size else []
+    def group(i: int) -> int:
+        while up[i] != i:
+            up[i] = i = up[up[i]]  # halves the path
+        return i
+
+    for one, other in pairs:
+        up.setdefault(one, one)
+        up.setdefault(other, other)
+        up[group(one)] = group(other)
     found: dict[int, list[int]] = {}
-    for i in np.unique(edges).tolist():
-        found.setdefault(labels[i], []).append(i)
+    for i in sorted(up):
+        found.setdefault(group(i), []).append(i)
     return found.values()
 
 

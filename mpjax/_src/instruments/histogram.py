@@ -5,7 +5,6 @@ Mixed Precision Training (2018).
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ from mpjax._src.errors import brief
 from mpjax._src.patterns import path_of
 from mpjax._src.reports import Report, table, wrapped
 from mpjax._src.training.loss_scale import finite_number
-from mpjax._src.trees import is_floating
+from mpjax._src.trees import is_floating, pytree_of
 
 # The exponents of float32, subnormals included. Bin 0 counts zeros, the last bin Inf and NaN.
 SMALLEST, LARGEST = -149, 127
@@ -32,9 +31,7 @@ LEGEND = "min, median, max: of log2|g|. flushed to zero, overflow: in float16, a
 EMPTY = "histogram holds no gradient that is finite and not zero"
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["counts"], meta_fields=["paths", "sizes"]
-)
+@pytree_of("counts")
 @dataclasses.dataclass(frozen=True)
 class GradientHistogram(Report):
     """Counts of the entries of each gradient between powers of two. ``print`` it.

@@ -21,45 +21,13 @@ from mpjax._src import called
 from mpjax._src.errors import brief, did_you_mean
 from mpjax._src.outlines import outline
 from mpjax._src.policy import PolicyLike, get_policy
-from mpjax._src.trees import is_array, is_one_bool, widen
+from mpjax._src.trees import is_array, is_one_bool, pytree_of, widen
 
 T = TypeVar("T")
 LossScale = Any  # one of the three classes below, one of jmp's, or any object with their protocol
 
 _TINY = float(np.finfo(np.float32).tiny)
-
-
-def _leaf(default: Any = dataclasses.MISSING, **kwargs: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"leaf": True}, **kwargs)
-
-
-def _register(cls: type[T]) -> type[T]:
-    """Registers a dataclass as a pytree that is unflattened without running ``__init__``.
-
-    jax.tree_util.register_dataclass calls ``__init__`` with the objects that a tree.map, a sharding
-    spec or a checkpoint puts in place of the arrays. They would fail the validation.
-    """
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    leaves = [field.name for field in fields if field.metadata.get("leaf")]
-    static = [field.name for field in fields if not field.metadata.get("leaf")]
-    names = (*leaves, *static)
-
-    def flatten(self):
-        return [getattr(self, n) for n in leaves], tuple(getattr(self, n) for n in static)
-
-    def flatten_with_keys(self):
-        values, settings = flatten(self)
-        keys = map(jax.tree_util.GetAttrKey, leaves)
-        return list(zip(keys, values, strict=True)), settings
-
-    def unflatten(settings, values):  # fast, because each call of a jitted step runs it
-        self = object.__new__(cls)
-        self.__dict__.update(zip(names, (*values, *settings), strict=True))
-        return self
-
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
-    cls.__repr__ = outline  # type: ignore[method-assign]
-    return cls
+_UNSET: Any = None  # until __post_init__
 
 
 def _times(tree: T, scale: jax.Array, divide: bool = False) -> T:
@@ -77,8 +45,8 @@ def _times(tree: T, scale: jax.Array, divide: bool = False) -> T:
     return jax.tree.map(apply, widen(tree))
 
 
-@_register
-@dataclasses.dataclass(frozen=True)
+@pytree_of()
+@dataclasses.dataclass(frozen=True, repr=False)
 class NoOpLossScale:
     """A loss scale of 1 that never changes, for policies that need no loss scaling.
 
@@ -89,6 +57,8 @@ class NoOpLossScale:
         >>> float(mpjax.NoOpLossScale().scale(3.0))
         3.0
     """
+
+    __repr__ = outline
 
     @property
     def loss_scale(self) -> jax.Array:
@@ -108,8 +78,8 @@ class NoOpLossScale:
         return self
 
 
-@_register
-@dataclasses.dataclass(frozen=True)
+@pytree_of("loss_scale")
+@dataclasses.dataclass(frozen=True, repr=False)
 class StaticLossScale:
     """A fixed loss scale.
 
@@ -125,7 +95,9 @@ class StaticLossScale:
         128000.0
     """
 
-    loss_scale: jax.Array = _leaf()
+    loss_scale: jax.Array
+
+    __repr__ = outline
 
     def __post_init__(self):
         if not is_traced(self.loss_scale):
@@ -145,8 +117,8 @@ class StaticLossScale:
         return self
 
 
-@_register
-@dataclasses.dataclass(frozen=True)
+@pytree_of("loss_scale", "growth_tracker", "hysteresis_tracker")
+@dataclasses.dataclass(frozen=True, repr=False)
 class DynamicLossScale:
     """A loss scale that grows while gradients are finite, and backs off when they overflow.
 
@@ -192,9 +164,12 @@ class DynamicLossScale:
     hysteresis: int = 1
     min_scale: float = 1.0
     max_scale: float = 2.0**24
-    loss_scale: jax.Array = _leaf(None, kw_only=True)
-    growth_tracker: jax.Array = _leaf(None, kw_only=True)
-    hysteresis_tracker: jax.Array = _leaf(None, kw_only=True)
+    _: dataclasses.KW_ONLY
+    loss_scale: jax.Array = _UNSET
+    growth_tracker: jax.Array = _UNSET
+    hysteresis_tracker: jax.Array = _UNSET
+
+    __repr__ = outline
 
     def __post_init__(self):
         for name in ("init_scale", "min_scale", "max_scale"):

@@ -16,14 +16,12 @@ import numpy as np
 from mpjax._src.errors import brief
 from mpjax._src.reports import Report, table
 from mpjax._src.training.loss_scale import finite_number
-from mpjax._src.trees import is_half
+from mpjax._src.trees import is_half, pytree_of
 
 MOST_ROWS, NAMED = 20, 5  # the most parameters in a report, and in a warning
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["shares"], meta_fields=["paths", "by_lot"]
-)
+@pytree_of("shares")
 @dataclasses.dataclass(frozen=True)
 class Stalled(Report):
     """A report on which parameters' updates were rounded away in a step. ``print`` it.

@@ -46,7 +46,7 @@ from mpjax._src.training.shards import check_reductions, check_specs, shards_of
 from mpjax._src.training.stalled import Stalled, stalled
 from mpjax._src.training.transaction import adjusted, counted, gated
 from mpjax._src.training.watch import first_overflow, observer, underflow
-from mpjax._src.trees import cast, cast_like, is_array, is_key, stays_finite, widen
+from mpjax._src.trees import cast, cast_like, is_array, is_key, pytree_of, stays_finite, widen
 
 # The fields that a step changes together, or not at all.
 CHANGED = ("step", "params", "opt_state", "model_state")
@@ -58,13 +58,9 @@ Metrics = dict[str, Any]
 T = TypeVar("T")
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        *("step", "params", "opt_state", "loss_scale", "model_state", "rng"),
-        *("skipped_steps", "consecutive_skips"),
-    ],
-    meta_fields=[],
+@pytree_of(
+    *("step", "params", "opt_state", "loss_scale", "model_state", "rng"),
+    *("skipped_steps", "consecutive_skips"),
 )
 @dataclasses.dataclass(frozen=True, repr=False)
 class TrainState:

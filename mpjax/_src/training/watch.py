@@ -4,7 +4,6 @@ They are computed on the device, within the step. Only reading them waits for th
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 from mpjax._src.dtypes import HALVES
 from mpjax._src.reports import Report, wrapped
 from mpjax._src.training.order import Place, backward_order
+from mpjax._src.trees import pytree_of
 
 FORWARD = (
     "The loss itself is NaN or Inf: the forward pass overflowed, or its input held NaN or Inf. No "
@@ -27,11 +27,7 @@ LOST = ("zeros", "flushed", "subnormal")
 NEVER = np.int32(np.iinfo(np.int32).max)  # the place of a gradient that is finite
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["index", "layer", "nonfinite", "largest", "loss_scale", "loss_finite"],
-    meta_fields=["paths"],
-)
+@pytree_of("index", "layer", "nonfinite", "largest", "loss_scale", "loss_finite")
 @dataclasses.dataclass(frozen=True)
 class Overflow(Report):
     """A report on which parameter's gradient overflowed first in a step. ``print`` it.
@@ -107,11 +103,7 @@ class Overflow(Report):
         )
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[*LOST],
-    meta_fields=["dtype"],
-)
+@pytree_of(*LOST)
 @dataclasses.dataclass(frozen=True)
 class Underflow(Report):
     """A report on how much of a step's gradients is too small for a half dtype. ``print`` it.
@@ -152,11 +144,7 @@ class Underflow(Report):
 # ---- within the step ----------------------------------------------------------------------------
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["largest", *LOST],
-    meta_fields=["places"],
-)
+@pytree_of("largest", *LOST)
 @dataclasses.dataclass(frozen=True)
 class Seen:
     """Figures of the scaled gradients: float32 arrays with one entry per parameter."""

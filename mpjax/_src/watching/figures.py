@@ -15,6 +15,7 @@ import numpy as np
 
 from mpjax._src import _jax
 from mpjax._src.dtypes import FLOAT16, FLOAT32
+from mpjax._src.trees import pytree_of
 
 # An entry counts as near overflow within this many powers of two of the largest number.
 NEAR = 4
@@ -37,9 +38,7 @@ FIRST = 1024
 SIGN, INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["largest", "turn", "sums"], meta_fields=[]
-)
+@pytree_of("largest", "turn", "sums")
 @dataclasses.dataclass(frozen=True)
 class Figures:
     """Figures of n arrays.

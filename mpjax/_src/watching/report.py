@@ -13,6 +13,7 @@ import numpy as np
 
 from mpjax._src.dtypes import canonical, short_name
 from mpjax._src.reports import Report, short, table, wrapped
+from mpjax._src.trees import pytree_of
 from mpjax._src.watching.figures import COUNTS, NEAR, Figures
 from mpjax._src.watching.places import Tensor
 from mpjax._src.watching.risk import Risk, growth_of, risk_of
@@ -108,11 +109,7 @@ class PrecisionRow(WatchedTensor):
         return {**dataclasses.asdict(self), "risk": self.risk and self.risk.text}
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["figures", "earlier"],
-    meta_fields=["tensors", "steps"],
-)
+@pytree_of("figures", "earlier")
 @dataclasses.dataclass(frozen=True)
 class PrecisionReport(Report):
     """A report on the half tensors of one step: of every matmul and every cast. ``print`` it.
