@@ -1,5 +1,6 @@
 """The form in which XLA:CPU is asked for marked matmuls; all other ones are lowered by JAX."""
 
+import contextlib
 import re
 
 import jax
@@ -172,6 +173,29 @@ def test_operands_have_the_order_of_a_kernel(left, right, numbers, wanted):
 
 
 @pytest.mark.usefixtures("capable")
+@pytest.mark.parametrize(("numbers", "held"), [(PLAIN, 1), (LEFT, 1), (MANY, 2)])
+def test_operands_and_results_are_held(numbers, held):
+    """A transpose of the right operand is merged into a product of two matrices, not of many."""
+    shapes = {PLAIN: ((8, 16), (16, 32)), LEFT: ((16, 8), (16, 32)), MANY: ((2, 3, 8), (3, 2, 9))}
+    text = lowered(product(numbers), *arrays(*shapes[numbers]))
+    assert text.count("@LayoutConstraint") == held
+    result = re.search(r"(%\d+) = stablehlo.dot_general", text)[1]
+    assert f"stablehlo.optimization_barrier {result} :" in text
+
+
+@pytest.mark.usefixtures("capable")
+def test_barriers_beside_a_marked_matmul_do_nothing():
+    def held(mark):
+        def run(x, y):
+            with _jax.marked() if mark else contextlib.nullcontext():
+                return _jax.held_for_cpu(x, y, LEFT)
+
+        return lowered(run, X, Y[:8]).count("optimization_barrier")
+
+    assert (held(mark=True), held(mark=False)) == (0, 2)
+
+
+@pytest.mark.usefixtures("capable")
 @pytest.mark.parametrize(("left", "right"), [((4, 7), (7, 3)), ((1, 16), (16, 1))])
 def test_tiny_matmuls_and_products_of_vectors_have_no_kernel(left, right):
     x, y = arrays(left, right)
@@ -199,6 +223,7 @@ def test_the_gradient_of_a_weight_is_the_accumulator_and_not_transposed():
     assert dots(text)[-1] == ("1", "0", "bf16", "bf16", "f32")
     assert len(re.findall(r"stablehlo.transpose.*-> tensor<16x8xbf16>", text)) == 1
     assert text.count("stablehlo.transpose") == 1
+    assert "(tensor<16x32xf32>) -> tensor<16x32xbf16>" not in text[text.rindex("dot_general") :]
 
 
 @pytest.mark.usefixtures("incapable")

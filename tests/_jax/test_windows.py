@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support import normal, thorough_but
 
 import mpjax
@@ -69,7 +70,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", thorough_but([*CASES], *[*CASES][:4]))
+QUICK = ("as in a residual network", "strides", "negative padding", "other orders")
+
+
+@pytest.mark.parametrize("case", thorough_but([*CASES], *QUICK))
 def test_values_and_gradients(case):
     x_shape, kernel_shape, params = CASES[case]
     x, kernel = arrays(x_shape, kernel_shape)
@@ -111,6 +115,17 @@ def test_what_autocast_did_not_make_is_lowered_by_jax(monkeypatch):
     assert counted(convolution(), x.astype("f4"), kernel.astype("f4")) == (0, 1)
     monkeypatch.setattr(matmuls, "cpu_flags", frozenset)
     assert counted(convolution(), x, kernel) == (0, 1)
+
+
+def test_what_devices_share_is_lowered_by_jax():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    x, kernel = arrays((4, 8, 8, 16), (3, 3, 16, 24))
+    shared = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    kernel = jax.device_put(kernel, NamedSharding(mesh, PartitionSpec()))
+    assert counted(convolution(), shared, kernel) == (0, 1)
+    specs = PartitionSpec("data"), PartitionSpec()
+    local = jax.shard_map(convolution(), mesh=mesh, in_specs=specs, out_specs=specs[0])
+    assert counted(local, shared, kernel) == (9, 0)
 
 
 def test_few_features_are_convolved(monkeypatch):
