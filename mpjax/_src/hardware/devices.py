@@ -378,7 +378,7 @@ def _tpu(name: str) -> DeviceFacts:
 def _cpu(name: str) -> DeviceFacts:
     flags = ", ".join(sorted(_jax.cpu_flags()))
     if not flags:
-        reason = "the CPU converts 16-bit values to float32 and back"
+        reason = "no bfloat16 instructions were found"
         return _facts(name, "cpu", "", [], reason)
     return _facts(name, "cpu", "", [BFLOAT16], f"the CPU has {flags}")
 
