@@ -180,7 +180,7 @@ def test_demo_tables_and_picture(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ((), "this cpu, which multiplies no 16-bit dtype faster than float32 (the CPU converts"),
+        ((), "this cpu, which multiplies no 16-bit dtype faster than float32 (no bfloat16"),
         (("amx_bf16",), "this cpu, which multiplies bfloat16 faster than float32 (the CPU has amx"),
     ],
 )
