@@ -100,7 +100,9 @@ def args():
 
 def difference(rollout, args):
     """Returns how far `train` and a rollout are apart."""
-    ours, theirs = jax.jit(lambda *args: (train(*args), rollout(*args)))(*args)
+    # Operation by operation: where XLA rounds a program as a whole depends on the CPU.
+    with jax.disable_jit():
+        ours, theirs = train(*args), rollout(*args)
     return np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)
 
 
@@ -124,13 +126,12 @@ def test_the_line_whose_rounding_parts_them_is_named_first(args, what, half):
     rollout = rollout_with(**{what: half})
     report = mpjax.compare(train, rollout)(*args)
     ratio = difference(rollout, args)
-    # XLA rounds the program as a whole in other places, by CPU.
-    np.testing.assert_allclose(report.difference, np.mean(np.abs(ratio)), rtol=0.2)
-    np.testing.assert_allclose(report.worst, np.max(np.abs(ratio)), rtol=0.2)
+    np.testing.assert_allclose(report.difference, np.mean(np.abs(ratio)), rtol=1e-2)
+    np.testing.assert_allclose(report.worst, np.max(np.abs(ratio)), rtol=1e-2)
     assert ratio[report.worst_at] == pytest.approx(
         report.worst * np.sign(ratio[report.worst_at]), 0.01
     )
-    np.testing.assert_allclose(report.kl, np.mean(np.expm1(ratio) - ratio), rtol=0.3)
+    np.testing.assert_allclose(report.kl, np.mean(np.expm1(ratio) - ratio), rtol=0.05)
     assert not report.agrees and not report.by_formula
     first = report.partings[0]
     assert first.source.endswith(line_of(f"# {what}")) and first.primitive == "convert_element_type"
