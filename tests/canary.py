@@ -58,7 +58,7 @@ CONTRACTS = (
             ("jax.interpreters.mlir._platform_specific_lowerings",),
             "autocast on CPUs: bfloat16 is slower than float32, and some matmuls fail",
         )
-        for module in ("matmuls", "windows")
+        for module in ("cpu_matmuls", "cpu_convolutions")
     ),
     Contract(
         "convolutions",

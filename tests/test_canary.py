@@ -90,7 +90,7 @@ def test_matmuls_that_are_not_native_are_named():
         assert status == 0 and f"{test} (Skipped: a CPU without bfloat16 instructions)" in out
         return
     assert status == 1 and "the kernels are the cpus own does not hold\n" in out
-    assert "mpjax/_src/_jax/matmuls.py" in out
+    assert "mpjax/_src/_jax/cpu_matmuls.py" in out
     assert "autocast on CPUs: bfloat16 is slower than float32, and some matmuls fail" in out
 
 

@@ -4,14 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax._src._jax import matmuls
+from mpjax._src._jax import cpu_matmuls
 from mpjax._src.hardware import timed
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
 def test_the_matmul_has_the_form_of_autocasts(monkeypatch):
-    monkeypatch.setattr(matmuls, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
+    monkeypatch.setattr(cpu_matmuls, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
     x = jnp.ones((16, 16), BFLOAT16)
     traced = timed.jax.jit(timed._multiply).trace(x, x)
     text = traced.lower(lowering_platforms=("cpu",)).as_text()

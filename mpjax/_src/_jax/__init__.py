@@ -5,7 +5,7 @@ It imports nothing from mpjax. tests/_jax has a test for each assumption about J
 
 from jax.extend.core import Literal
 
-from mpjax._src._jax import windows as windows  # its lowering of convolutions
+from mpjax._src._jax import cpu_convolutions as cpu_convolutions  # their lowering
 from mpjax._src._jax.aot import as_if_on_gpu, compile_only
 from mpjax._src._jax.barriers import (
     BARRIERS,
@@ -17,9 +17,9 @@ from mpjax._src._jax.barriers import (
 )
 from mpjax._src._jax.calls import linearized_once
 from mpjax._src._jax.convolutions import half_conv
+from mpjax._src._jax.cpu_matmuls import cpu_flags, marked
 from mpjax._src._jax.jits import call_as_jit, jit_call, jit_of
 from mpjax._src._jax.literals import casts_of_numbers
-from mpjax._src._jax.matmuls import cpu_flags, marked
 from mpjax._src._jax.partitioning import answer_partitioning, ask_elsewhere
 from mpjax._src._jax.programs import (
     Structure,

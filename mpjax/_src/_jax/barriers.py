@@ -9,7 +9,7 @@ from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from mpjax._src._jax.matmuls import is_marked
+from mpjax._src._jax.cpu_matmuls import is_marked
 
 
 def _barrier(name: str, *platforms: str) -> Primitive:
@@ -65,7 +65,7 @@ def held_for_cpu(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the half operands of a matmul with float32 result as XLA:CPU can multiply them.
 
-    A marked matmul does not need it (`matmuls`). But whoever evaluates a program equation by
+    A marked matmul does not need it (`cpu_matmuls`). But whoever evaluates a program equation by
     equation may lose the mark, and without either, XLA:CPU can fail.
 
     XLA:CPU decides whether it has a kernel for a matmul once it has transposed the operands: batch

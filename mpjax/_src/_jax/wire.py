@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpjax._src._jax.matmuls import has_kernel, marked
+from mpjax._src._jax.cpu_matmuls import has_kernel, marked
 from mpjax._src._jax.programs import retyped
 
 dot_general_p, gather_p = jax.lax.dot_general_p, jax.lax.gather_p

@@ -12,7 +12,7 @@ from support import normal, thorough_but
 
 import mpjax
 from mpjax._src import _jax
-from mpjax._src._jax import matmuls, windows
+from mpjax._src._jax import cpu_convolutions, cpu_matmuls
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 IMAGES = ("NHWC", "HWIO", "NHWC")
@@ -22,9 +22,9 @@ SAME = ((1, 1), (1, 1))
 @pytest.fixture(autouse=True)
 def capable(monkeypatch):
     """As on a CPU with bfloat16 instructions, and without a minimum of features."""
-    monkeypatch.setattr(matmuls, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
-    monkeypatch.setattr(windows, "USES_OF_A_SUM", 1)
-    monkeypatch.setattr(windows, "USES_OF_A_STACK", 1)
+    monkeypatch.setattr(cpu_matmuls, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
+    monkeypatch.setattr(cpu_convolutions, "USES_OF_A_SUM", 1)
+    monkeypatch.setattr(cpu_convolutions, "USES_OF_A_STACK", 1)
 
 
 def convolution(mark=True, strides=(1, 1), padding=SAME, numbers=IMAGES, **params):
@@ -113,7 +113,7 @@ def test_what_autocast_did_not_make_is_lowered_by_jax(monkeypatch):
     x, kernel = arrays((2, 8, 8, 16), (3, 3, 16, 24))
     assert counted(convolution(mark=False), x, kernel) == (0, 1)
     assert counted(convolution(), x.astype("f4"), kernel.astype("f4")) == (0, 1)
-    monkeypatch.setattr(matmuls, "cpu_flags", frozenset)
+    monkeypatch.setattr(cpu_matmuls, "cpu_flags", frozenset)
     assert counted(convolution(), x, kernel) == (0, 1)
 
 
@@ -130,8 +130,11 @@ def test_what_devices_share_is_lowered_by_jax():
 
 def test_few_features_are_convolved(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(matmuls, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
-    for features, found in ((windows.USES_OF_A_SUM - 1, (0, 1)), (windows.USES_OF_A_SUM, (9, 0))):
+    monkeypatch.setattr(cpu_matmuls, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
+    for features, found in (
+        (cpu_convolutions.USES_OF_A_SUM - 1, (0, 1)),
+        (cpu_convolutions.USES_OF_A_SUM, (9, 0)),
+    ):
         assert counted(convolution(), *arrays((2, 8, 8, 4), (3, 3, 4, features))) == found
     assert counted(convolution(padding="VALID"), *arrays((2, 8, 8, 4), (1, 1, 4, 8))) == (1, 0)
 

@@ -13,7 +13,7 @@ from support import normal
 
 import mpjax
 from mpjax._src import _jax
-from mpjax._src._jax import matmuls
+from mpjax._src._jax import cpu_matmuls
 
 BFLOAT16, FLOAT16, FLOAT32 = (np.dtype(d) for d in (jnp.bfloat16, np.float16, np.float32))
 PLAIN = ((1,), (0,)), ((), ())
@@ -26,12 +26,12 @@ NATIVE = pytest.mark.skipif(not _jax.cpu_flags(), reason="a CPU without bfloat16
 @pytest.fixture
 def capable(monkeypatch):
     """As on a CPU with bfloat16 instructions."""
-    monkeypatch.setattr(matmuls, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
+    monkeypatch.setattr(cpu_matmuls, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
 
 
 @pytest.fixture
 def incapable(monkeypatch):
-    monkeypatch.setattr(matmuls, "cpu_flags", frozenset)
+    monkeypatch.setattr(cpu_matmuls, "cpu_flags", frozenset)
 
 
 def product(numbers=PLAIN, dtype=BFLOAT16, mark=True):

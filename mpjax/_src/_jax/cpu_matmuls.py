@@ -61,6 +61,11 @@ def has_kernel(dtype: Any) -> bool:
     return dtype == BFLOAT16 and bool(cpu_flags())
 
 
+def is_algorithm(precision: Any) -> bool:
+    """Returns whether the precision of a matmul asks for one way to compute it."""
+    return precision is not None and not isinstance(precision, tuple)
+
+
 # ---- lowering -----------------------------------------------------------------------------------
 
 
@@ -99,8 +104,7 @@ def is_local(ctx: Any) -> bool:
 
 def _is_native(x: Any, y: Any, dimension_numbers: Any, precision: Any, **_: Any) -> bool:
     """Returns whether XLA can multiply with the bfloat16 instructions of the host's CPU."""
-    is_algorithm = precision is not None and not isinstance(precision, tuple)
-    if is_algorithm or not has_kernel(x.dtype):
+    if is_algorithm(precision) or not has_kernel(x.dtype):
         return False
     sizes = _sizes(x, y, dimension_numbers)
     is_small = all(isinstance(size, int) and size < SMALLEST for size in sizes)

@@ -2,7 +2,7 @@
 
 XLA:CPU has no bfloat16 kernel for convolutions: it converts the operands to float32. But a
 convolution is a sum of matmuls, one for each position of the kernel, and the gradient of a kernel
-is a matmul for each of its positions. `matmuls` lowers these with the CPU's own instructions.
+is a matmul for each of its positions. `cpu_matmuls` lowers these with the CPU's own instructions.
 """
 
 import functools
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from mpjax._src._jax.matmuls import has_kernel, is_local, is_marked
+from mpjax._src._jax.cpu_matmuls import has_kernel, is_algorithm, is_local, is_marked
 
 conv_p = jax.lax.conv_general_dilated_p
 
@@ -23,7 +23,6 @@ conv_p = jax.lax.conv_general_dilated_p
 # multiplied by at least this number of output features; measured on a CPU with AMX.
 USES_OF_A_SUM, USES_OF_A_STACK = 256, 64
 MOST = 64  # matmuls in place of one convolution
-PLAIN = (type(None), tuple)  # precisions that are no algorithm
 
 
 def _lowering(own: Any) -> Any:
@@ -47,7 +46,7 @@ def _pays(x: Any, kernel: Any, out: Any, params: dict[str, Any]) -> bool:
         return False
     if params["feature_group_count"] > 1 or params["batch_group_count"] > 1:
         return False
-    if any(d > 1 for d in params["lhs_dilation"]) or not isinstance(params["precision"], PLAIN):
+    if any(d > 1 for d in params["lhs_dilation"]) or is_algorithm(params["precision"]):
         return False
     if not all(isinstance(d, int) for d in (*x.shape, *kernel.shape)):
         return False
