@@ -409,7 +409,7 @@ def test_nested_loops_are_looked_at_a_few_times_each(monkeypatch):
         return lambda h: lax.scan(turn, (h @ W, h @ V, h), None, length=4)[0][0]
 
     analysed(nested(5), H)
-    assert len(rounds) < 8 * 6
+    assert len(rounds) < 2 * 8 * 6  # a carry that has to be exact is seen in a second sweep
 
 
 def test_a_difference_is_seen_before_a_pole_but_not_in_a_dividend():

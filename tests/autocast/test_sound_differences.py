@@ -97,7 +97,40 @@ def of_units(w, x, units):
     return jnp.mean(y) * 1e-6 + jnp.mean((y / 1e6) @ w[1])
 
 
+def centered(h):
+    return h - h.mean(0)
+
+
+def after_a_loop(w, x):
+    h, _ = lax.scan(lambda h, p: (1 + 0.1 * jnp.tanh(h @ p), None), x @ w[0], w[1])
+    return centered(h) @ w[2]
+
+
+def distance_from_one(w, x):
+    h, _ = lax.scan(lambda h, p: (jax.nn.sigmoid(h @ p + 4), None), x @ w[0], w[1])
+    return jnp.log1p(-h) @ w[2]
+
+
+def beside_a_matmul(w, x):
+    h = w[3] + 0.1 * (x @ w[0])
+    return centered(h) @ w[1] + (w[3] - h) @ w[1] + h @ w[2]
+
+
+def after_a_bias(w, x):
+    h = jnp.tanh((x @ w[0] + 3) @ w[1]) + w[2]
+    return (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5) @ w[0]
+
+
+def of_large_scores(w, x, scale):
+    return -jax.nn.log_softmax(scale * (30 * (x @ w[0])))[:, 0] @ (x @ w[1])[:, 0]
+
+
 PROGRAMS = {
+    "a loop's offset": (after_a_loop, ((A, STACK, B), X)),
+    "a loop's distance from one": (distance_from_one, ((A, STACK, B), X)),
+    "what a matmul reads too": (beside_a_matmul, ((A, B, C, ONE + 3), X)),
+    "a bias before a norm": (after_a_bias, ((A, B, 0.1 * ONE + 3), X)),
+    "large scores": (of_large_scores, ((A, B), X, np.float32(1.1))),
     "constants": (celsius, ((A, B), X)),
     "arguments": (standardized, ((A, B), X, STD, MEAN)),
     "parameters": (with_a_parameter, ((A, B, ONE + 100), X)),

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from mpjax._src import rules
-from mpjax._src.autocast.demand import all_in_full, wide_inside
+from mpjax._src.autocast.demand import all_in_full, is_held, wide_inside
 from mpjax._src.autocast.graph import Block, Op, Value, half_of, is_beyond, is_float
 from mpjax._src.autocast.why import Reason, why
 from mpjax._src.dtypes import FLOAT32, HALVES
@@ -71,12 +71,7 @@ def _is_rounded(value: Value) -> bool:
 
 def may_be_rounded(value: Value) -> bool:
     """Returns whether a value may be rounded to half without harm."""
-    return not (value.wide or value.lost or _is_held(value) or value.small or value.is_one)
-
-
-def _is_held(value: Value) -> bool:
-    """Returns whether a reader would amplify or notice a rounding error of a value."""
-    return value.want.amplified or value.want.unrounded or value.want.whole
+    return not (value.wide or value.lost or is_held(value) or value.small or value.is_one)
 
 
 def _is_lost(op: Op, out: Value) -> bool:
@@ -139,7 +134,7 @@ def _decide_follow(op: Op) -> None:
     critical = _critical_constant(op, flexible) if op.half is not None else None
     masked = any(v.wide and v.kind == "flexible" for v in op.ins)
     lost = any(_is_lost(op, out) for out in op.outs)
-    held = lost or any(map(_is_held, op.outs))
+    held = lost or any(map(is_held, op.outs))
     read_in_full, wide_in = all_in_full(op), wide_inside(op)
     if flexible:
         op.compute = FLOAT32

@@ -6,12 +6,13 @@ ones, are iterated to a fixpoint. Layout operations pass on the demands of their
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from mpjax._src import _jax, rules
-from mpjax._src.autocast.facts import STEP, WRITES, known_factor
+from mpjax._src.autocast.facts import STEP, WRITES, known_factor, offsets, reversed_offset
 from mpjax._src.autocast.graph import Block, Op, Value, is_steady
-from mpjax._src.autocast.lattices import Want, both, joined
+from mpjax._src.autocast.lattices import UNREAD, Want, both, joined
 from mpjax._src.autocast.why import Reason, Why, why
 from mpjax._src.dtypes import FLOAT16, HALVES
 from mpjax._src.higher_order import Inside
@@ -24,6 +25,37 @@ EXACT = FULL._replace(needed=True)
 CARRIED = {True: HALF._replace(half=False), False: EXACT._replace(returned=True)}
 # The demand of a loop on the initial value of a carry, likewise.
 TAKEN = {True: HALF._replace(half=False), False: FULL}
+
+
+def ask(block: Block, out_dtypes: Sequence[Any]) -> None:
+    """Collects the demands on every value of a program whose results have these dtypes."""
+    for inner in block.blocks():
+        inner.wanted = None
+        for value in inner.values():
+            value.want = UNREAD
+    for place, (value, dtype) in enumerate(zip(block.outvars, out_dtypes, strict=True)):
+        half = dtype in HALVES
+        want = Want(full=not half, half=False, needed=not half, outside=half, returned=not half)
+        read_by(value, place, want)
+    demand(block)
+
+
+def held_carries(block: Block) -> set[Value]:
+    """Returns the carries that are half although a reader, in the loop or after it, may not read
+    them rounded."""
+    return {
+        sub.program.invars[place]
+        for op in block.walk()
+        for sub in op.subs
+        for result, place in sub.carry
+        if sub.program.carries[place]
+        and (is_held(sub.program.invars[place]) or is_held(op.outs[sub.outs[result]]))
+    }
+
+
+def is_held(value: Value) -> bool:
+    """Returns whether a reader would amplify or notice a rounding error of a value."""
+    return value.want.amplified or value.want.unrounded or value.want.whole
 
 
 def demand(block: Block) -> None:
@@ -147,9 +179,17 @@ def _sees_rounding(op: Op, readers: Want) -> bool:
     of parts of one array (``x[1:] - x[:-1]``), of two states of one stream, or of an array and a
     mean that contains one of its terms. A function that jumps (``x - floor(x)``).
     """
-    if rules.SUBTRACTS in op.spec.traits:
-        return readers.steep or _is_of_parts(op) or op.outs[0].fact.centred
+    if op.spec.gain_of(op.params) == rules.SUM and len(op.ins) == 2:
+        subtracts = rules.SUBTRACTS in op.spec.traits
+        apart = subtracts and (readers.steep or _is_of_parts(op))
+        return apart or op.outs[0].fact.centred or _takes_off(op)
     return rules.JUMPS in op.spec.traits
+
+
+def _takes_off(op: Op) -> bool:
+    """Returns whether a sum may take off what was added before: ``(273 + 10 * h) - 273``."""
+    one, other = offsets(op)
+    return bool(one & reversed_offset(other))
 
 
 def _is_of_parts(op: Op) -> bool:

@@ -24,7 +24,18 @@ import numpy as np
 
 from mpjax._src import rules
 from mpjax._src.autocast.graph import Block, Op, Value, is_float
-from mpjax._src.autocast.lattices import BEYOND, BOUNDED, FITS, Fact, argument, join, union
+from mpjax._src.autocast.lattices import (
+    ADDED,
+    BEYOND,
+    BOUNDED,
+    FITS,
+    NOTHING,
+    SUBTRACTED,
+    Fact,
+    argument,
+    join,
+    union,
+)
 from mpjax._src.autocast.why import Reason, why
 from mpjax._src.dtypes import HALVES
 from mpjax._src.higher_order import SCAN, WHILE, Inside, turns_of
@@ -47,12 +58,19 @@ class Sweep:
     def __init__(self) -> None:
         self.numbers: dict[Hashable, int] = {}
         self.parted = 0  # states that are subtracted from later states of their stream
+        self.held: set[Value] = set()  # carries that a reader may not read rounded
 
     def program_of(self, block: Block) -> None:
         """Computes the facts of a whole program: twice, if states of a stream are subtracted."""
         self.block(block)
         if self.parted:
             self.block(block)
+
+    def hold(self, carries: set[Value]) -> bool:
+        """Notes carries that have to be exact. Returns whether the facts have to be found again."""
+        new = carries - self.held
+        self.held |= new
+        return bool(new)
 
     def bit(self, value: Hashable) -> int:
         """Returns the bit of a value, which is the same in every iteration to a fixpoint."""
@@ -147,6 +165,7 @@ class Sweep:
                     writes = more if more * turns <= WRITES else WRITES + 1
                 many = writes > WRITES and bool(states & bit)
                 exact = old.exact or new.exact or many or bool(self.parted & new.chain)
+                exact |= value in self.held
                 value.fact = join([old, new])._replace(
                     made=old.made,
                     half=new.half and not exact and value.is_f32,
@@ -302,6 +321,8 @@ def _full(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         solved=False,
         huge=False,
         peak=0,
+        # What a mean takes off, `level` says.
+        offset=0 if span == BOUNDED or op.name == "reduce_sum" else joined.offset,
         spread=joined.spread and len(op.ins) == 1,
         mean=sweep.bit(op.ins[0]) if op.name == "reduce_sum" else 0,
     )
@@ -321,11 +342,13 @@ def _follow(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     if op.spec.multiplies and len(op.ins) == 2:
         return _product(sweep, op, joined)
     if op.spec.linear:
-        return joined._replace(peak=_peak(op))
+        offset = reversed_offset(_offset(op.ins[0])) if op.name == "neg" else joined.offset
+        return joined._replace(peak=_peak(op), offset=offset)
     span = BOUNDED if op.spec.span == rules.BOUNDED else joined.span
     return joined._replace(
         span=span, exact=False, solved=False, peak=0, huge=False,
         norm="scale" if op.name == "sqrt" else "",
+        offset=0 if span == BOUNDED else joined.offset,
     )  # fmt: skip
 
 
@@ -351,7 +374,7 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     if any(map(_is_unknown_scalar, op.ins)):
         joined = joined._replace(exact=True)
     level, centred = _level(sweep, op, out)
-    joined = joined._replace(level=level, centred=centred, mean=0)
+    joined = joined._replace(level=level, centred=centred, mean=0, offset=union(offsets(op)))
     terms = [v.fact for v in op.ins if v.size == out.size and not _is_filled(v)]
     terms = [fact for fact in terms if not (fact.given and fact.spread)]
     if len(terms) < 2:
@@ -381,22 +404,48 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
 
 
 def _level(sweep: Sweep, op: Op, out: Value) -> tuple[int, bool]:
-    """Returns along which axes a term of a sum is constant, and whether a mean takes it off.
+    """Returns along which axes a term of a sum is constant, and whether it is taken off again.
 
-    That is so if the mean is over these axes alone, and over this very array.
+    A mean of this very array over these axes alone takes it off, and so does a largest entry, as
+    that of a softmax: its cotangents sum to zero along these axes, but not if they are rounded.
     """
     large = union(v.fact.level for v in op.ins if v.size == out.size)
-    small = [v for v in op.ins if v.size < out.size and v.fact.made and not v.is_one]
+    small = [v for v in op.ins if v.size < out.size and not is_zero(v)]
     axes = union(_constant_axes(v, out) for v in small)
-    if op.name == "sub" and small == [op.ins[1]] and small[0].fact.mean & sweep.bit(op.ins[0]):
+    taken = small[0].fact if op.name == "sub" and small == [op.ins[1]] else NOTHING
+    if (taken.mean | taken.peak) & sweep.bit(op.ins[0]):
         return large & ~axes, not axes & ~large
     return large | axes, False
 
 
 def _constant_axes(small: Value, large: Value) -> int:
     """Returns the axes along which a value is constant if it is read beside a larger one."""
-    sizes = zip(small.aval.shape, large.aval.shape, strict=False)
+    shape = small.aval.shape or (1,) * len(large.aval.shape)
+    sizes = zip(shape, large.aval.shape, strict=True)
     return union(1 << axis for axis, (one, n) in enumerate(sizes) if one != n)
+
+
+def offsets(op: Op) -> list[int]:
+    """Returns the `Fact.offset` of each term of a sum, or what a constant or argument adds."""
+    signs = [_offset(v) for v in op.ins]
+    return [signs[0], reversed_offset(signs[1])] if op.name == "sub" else signs
+
+
+def _offset(value: Value) -> int:
+    if value.entries is not None:
+        signs = np.sign(np.real(value.entries))
+        return (SUBTRACTED if np.all(signs <= 0) else ADDED) if np.any(signs) else 0
+    return value.fact.offset or (ADDED if value.fact.given else 0)
+
+
+def reversed_offset(offset: int) -> int:
+    """Returns the signs of an offset after a change of sign."""
+    return (offset & ADDED and SUBTRACTED) | (offset & SUBTRACTED and ADDED)
+
+
+def is_zero(value: Value) -> bool:
+    """Returns whether a value is a constant without other entries than zeros."""
+    return value.entries is not None and not np.any(value.entries)
 
 
 def _is_block(state: Fact, step: Fact) -> bool:
@@ -420,20 +469,21 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
             span = BEYOND
         signs = [np.all(np.asarray(v.entries) >= 0) for v in op.ins if v.entries is not None]
         negative = bool(terms and terms[0].fact.negative and all(signs))
+        offset = joined.offset if all(signs) else reversed_offset(joined.offset)
         inverse = op.name == "div" and op.ins[1].entries is None
         norm = "scale" if inverse else terms[0].fact.norm if terms else ""
         mean = terms and terms[0].small  # a sum of many terms
         scaled = joined.scaled or (factor < STEP and not mean)
         return joined._replace(
             span=max(span, FITS), scaled=scaled, norm=norm, negative=negative, factor=smaller,
-            shifted=joined.shifted or factor != 1,
+            offset=offset, shifted=joined.shifted or factor != 1,
         )  # fmt: skip
     joined = joined._replace(solved=False)
     (a, b), divisor = (v.fact for v in terms), op.name == "div"
     if b.norm == "scale" or (divisor and terms[1].small) or (a.norm == "scale" and not divisor):
         other = b if a.norm == "scale" else a
         norm = "scale" if other.given and {a.norm, b.norm} == {"scale", ""} else "unit"
-        return joined._replace(span=FITS, exact=False, norm=norm, factor=1.0)
+        return joined._replace(span=FITS, exact=False, norm=norm, factor=1.0, offset=0)
     for given, other, value in ((b, a, terms[1]), (a, b, terms[0])):
         if given.given and not other.given:  # an argument: its size is not known
             known = given.mask or other.norm
@@ -451,7 +501,7 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
     if divisor or BOUNDED not in (a.span, b.span) or factor < LEAST:
         span = BEYOND
     writes = min(a.writes + b.writes + 1, WRITES + 1)
-    return joined._replace(span=span, norm="", exact=False, writes=writes, factor=factor)
+    return joined._replace(span=span, norm="", exact=False, writes=writes, factor=factor, offset=0)
 
 
 def _is_unknown_scalar(value: Value) -> bool:

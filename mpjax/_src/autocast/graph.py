@@ -165,6 +165,22 @@ class Block:
             for sub in op.subs:
                 yield from sub.program.walk()
 
+    def blocks(self):
+        """Yields the block and those inside it."""
+        yield self
+        for op in self.ops:
+            for sub in op.subs:
+                yield from sub.program.blocks()
+
+    def values(self):
+        """Yields every value of the block, but for those of sub-programs; some several times."""
+        yield from self.invars
+        yield from self.outvars
+        yield from (value for value, _ in self.consts)
+        for op in self.ops:
+            yield from op.ins
+            yield from op.outs
+
 
 def numbered(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
     """Yields the ops that have rows in reports, in order, and how often each runs.

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 # span: at most about 1; of ordinary size; perhaps beyond the range of float16.
 BOUNDED, FITS, BEYOND = range(3)
 
+# offset
+ADDED, SUBTRACTED = 1, 2
+
 
 class Fact(NamedTuple):
     """The facts about a value.
@@ -32,10 +35,12 @@ class Fact(NamedTuple):
         solved: It is the result of a loop left as written, up to sums and constant factors.
         weights: The arguments that the matmuls before it multiplied by, as a bit mask.
         shifted: Since the last matmul, a constant or an argument was added to it or multiplied it.
+        offset: The signs with which constants and arguments were added to it since the last
+            matmul: a bit mask of ADDED and SUBTRACTED.
         block: Since the last matmul, a residual block was added to it.
-        level: The axes along which a computed term of it is constant, as a bit mask.
+        level: The axes along which a term of it is constant, as a bit mask.
         mean: The values whose mean it is, as a bit mask.
-        centred: It is an array minus a mean that takes off such a term.
+        centred: It is an array minus its mean, or largest entry, which takes off such a term.
         huge: Some of its entries are, or contain, a constant beyond the range of float16.
         data: It is computed from arguments alone, and perhaps from rows that were looked up in one.
     """
@@ -58,6 +63,7 @@ class Fact(NamedTuple):
     chain: int = 0
     weights: int = 0
     shifted: bool = False
+    offset: int = 0
     block: bool = False
     level: int = 0
     mean: int = 0
@@ -99,6 +105,7 @@ def join(facts: Sequence[Fact]) -> Fact:
         chain=union(columns.chain),
         weights=union(behind),
         shifted=any(columns.shifted),
+        offset=union(columns.offset),
         block=any(columns.block),
         level=union(columns.level),
         mean=union(columns.mean),

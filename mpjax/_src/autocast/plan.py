@@ -24,10 +24,9 @@ from typing import Any
 
 from mpjax._src.autocast.classify import classify, mark_raw
 from mpjax._src.autocast.decide import decide
-from mpjax._src.autocast.demand import demand, read_by
+from mpjax._src.autocast.demand import ask, held_carries
 from mpjax._src.autocast.facts import Sweep, argument
 from mpjax._src.autocast.graph import Block, build, half_of, number
-from mpjax._src.autocast.lattices import Want
 from mpjax._src.autocast.storage import FAST, WRITTEN, store
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.policy import Policy
@@ -130,11 +129,10 @@ def analyse(
     for index, (value, dtype) in enumerate(zip(block.invars, in_dtypes, strict=True)):
         value.fact = argument(sweep.bit(value), dtype in HALVES, index in linear)
     sweep.program_of(block)
-    out_dtypes = out_dtypes or [FLOAT32] * len(block.outvars)
-    for place, (value, dtype) in enumerate(zip(block.outvars, out_dtypes, strict=True)):
-        half = dtype in HALVES
-        want = Want(full=not half, half=False, needed=not half, outside=half, returned=not half)
-        read_by(value, place, want)
-    demand(block)
+    returned = out_dtypes or [FLOAT32] * len(block.outvars)
+    ask(block, returned)
+    while sweep.hold(held_carries(block)):
+        sweep.program_of(block)
+        ask(block, returned)
     decide(block)
     return plan

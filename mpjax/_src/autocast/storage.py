@@ -55,6 +55,8 @@ def store(block: Block, by: str, alive: Collection[Value], fuse: bool) -> None:
     flow = flow_of(block, fuse)
     islands: Any = CHOOSE[by](flow) if by != WRITTEN else {}
     chosen = [*dict.fromkeys(islands.values())]
+    for island in chosen:
+        _leave_small(island)
     links = [*_groups(flow, islands, chains.links(flow).__contains__)]
     steps: Any = block.ops
     for more in [chains.islands(links, flow), []] if by in (FAST, PEEPHOLES) else [[]]:
@@ -178,18 +180,23 @@ def _from_half(group: Island, flow: Flow) -> bool:
     """Changes an island so that its large inputs can be kept in half.
 
     If one is float32 (a matmul's float32 result, such as attention scores), the linear operations
-    that follow it are left out of the island. They save nothing, and their results are better
-    rounded than their operands (``x - max(x)`` before an ``exp``: large weights are close to 0).
+    that follow it, and scalings, are left out of the island. They save nothing, and their results
+    are better rounded than their operands (``x - max(x)`` before an ``exp``: large weights are
+    close to 0).
     """
-    if not large_float32(group):
+    large = large_float32(group)
+    if not large:
         return True
     if any(op.forced == "full" for op in group.ops):  # the user asked for float32
         return False
     inside: set[Value] = {v for op in group.ops for v in op.outs}
     kept, left = [], []
     for op in group.ops:
-        if op.spec.linear and not any(v in inside for v in op.ins):
+        of_large = not large.isdisjoint(op.ins)
+        linear = op.spec.linear or (of_large and _scales(op))
+        if linear and not any(v in inside for v in op.ins):
             inside.difference_update(op.outs)
+            large.update(op.outs if of_large else ())
             left.append(op)
         else:
             kept.append(op)
@@ -198,6 +205,29 @@ def _from_half(group: Island, flow: Flow) -> bool:
     group.wide = {v for op in left for v in op.ins if v in group.inputs and v.dtype in HALVES}
     group.rounded = large_float32(group)
     return group.half is not None and _stand_rounding(group)
+
+
+def _leave_small(group: Island) -> None:
+    """Leaves parameters in float32 that are far smaller than the arrays inside, such as a bias.
+
+    A mean that the island keeps contains them unrounded, so what it recomputes has to as well.
+    """
+    least = max((v.size for op in group.ops for v in op.outs), default=0) // FAR_SMALLER
+    group.rounded -= {v for v in group.rounded if v.fact.given and v.size <= least}
+
+
+# Two more bytes for one of so many entries are an eighth of two bytes for each.
+FAR_SMALLER = 8
+
+
+def _scales(op: Op) -> bool:
+    """Returns whether an op multiplies an array by a constant or a single number.
+
+    The derivative of a number that is no constant reads the array. That costs less than an error
+    that the number multiplies.
+    """
+    by = op.ins[1:] if op.name == "div" else op.ins if op.spec.multiplies else []
+    return any(v.entries is not None or v.is_one for v in by)
 
 
 def _look_behind_views(group: Island, flow: Flow) -> None:
