@@ -106,6 +106,19 @@ def test_a_matmul_on_the_half_list_gives_half_to_float32_readers_too():
     assert row[2] == "bfloat16"
 
 
+def test_the_tangent_of_an_integer_that_control_flow_gets_is_no_number():
+    x, w, zero = normal(0, 8, 16), normal(1, 16, 16), np.zeros((), jax.dtypes.float0)
+
+    def fun(x):
+        def body(i, carry):
+            h, tangent = carry
+            return lax.cond(i > 0, lambda h, _: h @ w, lambda h, _: h, h, tangent), tangent
+
+        return lax.fori_loop(0, 2, body, (x, zero))[0]
+
+    assert_near(run(cast(fun), x), run(fun, x), rtol=0.02)
+
+
 def test_a_number_that_is_written_down_is_no_small_step_of_another():
     a, b = normal(0, 16), normal(1, 16)
     assert not fact(lambda a, b: jnp.dot(a, b) + 1e-5, a, b).exact

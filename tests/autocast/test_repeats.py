@@ -232,6 +232,27 @@ def test_results_are_the_same(monkeypatch, function):
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("later", [("b",), ("a", "b"), ()])
+def test_equal_layers_in_two_places_of_which_other_values_are_read(monkeypatch, later):
+    def fun(params, x):
+        kept = []
+        for i in range(7):
+            if i in (0, 3):
+                x = jnp.cumsum(x, 0)
+            a = jnp.tanh(x @ params[i % LAYERS]["up"])
+            b = jnp.sin(a) * 0.5 + a
+            x = jnp.exp(-b) @ params[i % LAYERS]["down"]
+            read = {"a": a, "b": b}
+            kept += [read[name] for name in (later if i > 2 else ("a",))]
+        return jnp.cumsum(x, 0), [jnp.sum(h) for h in kept]
+
+    assert folded(monkeypatch, fun, PARAMS, X)[0] > 30
+    got = run(cast(fun), PARAMS, X)
+    unfolded(monkeypatch)
+    want = run(cast(fun), PARAMS, X)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, want)
+
+
 def test_what_a_layer_computes_and_widens_itself():
     """A weak-typed scalar and a boolean of each layer, in a program that is float32 but for one
     matmul: their casts run after what they read."""

@@ -68,10 +68,11 @@ def fold(
     if not (runs or between):
         return [*steps]
     flow = flow_of(steps, results)
-    found = [[*itertools.pairwise(_cuts(run, flow.names))] for run in runs] + [between]
-    copied: dict[tuple[int, int], Stretch | None] = {}
-    for places in found:
-        copied |= zip(places, _alike([_stretch(flow, a, b, code) for a, b in places]), strict=True)
+    found = [place for run in runs for place in itertools.pairwise(_cuts(run, flow.names))]
+    found += between
+    # All together, because equal stretches of different runs are rewritten once too.
+    alike = _alike([_stretch(flow, a, b, code) for a, b in found])
+    copied = dict(zip(found, alike, strict=True))
     folded: list[Step | Stretch] = []
     done = 0
     for (a, b), copy in sorted(copied.items(), key=lambda item: item[0]):
