@@ -60,9 +60,9 @@ test: $(VENV)/ready
 $(KINDS:%=test-%): test-%: $(VENV)/ready
 	$(VENV)/bin/python $(PYTEST) -m "$* and not thorough"
 
-# Of the thorough tests, those of pages, and of the planner but for its random programs (half of
-# their time).
-PART := tests/test_docs.py tests/autocast --ignore tests/autocast/test_sound_random.py
+# Of the thorough tests, those of pages and recorded reports, and of the planner but for its random
+# programs (half of their time).
+PART := tests/test_docs.py tests/test_recorded.py tests/autocast --ignore tests/autocast/test_sound_random.py
 
 test-part: $(VENV)/ready
 	$(VENV)/bin/python $(PYTEST) -m thorough $(PART)

@@ -1,7 +1,5 @@
 """Imports point one way, JAX's internals are reached from one package, and importing is light."""
 
-import ast
-import functools
 import graphlib
 import importlib
 import inspect
@@ -10,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from house import imports
 
 import mpjax.keras
 
@@ -39,18 +38,6 @@ ORDER = (
 )
 
 RETURN_NOTHING = {"raise_if_diverged", "warn_if_stalled", "save", "save_safetensors"}
-
-
-@functools.cache
-def imports(path):
-    """Returns what a module of mpjax imports, by its whole name."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-    return found
 
 
 def modules(room):

@@ -1,13 +1,17 @@
-"""Golden plans: what autocast computes in and keeps for the backward pass, as data.
+"""Golden programs: what autocast makes of them, equation by equation.
 
-    python tests/autocast/test_golden.py    writes tests/golden/plans.json anew
+    python tests/autocast/test_golden.py    records golden/jaxprs.json again (a minute)
 
-Of each program that the suite knows: the bytes kept from the forward to the backward pass, by
-dtype, and in which dtypes the gradient's matmuls run. A difference is either meant, and its
-commit says why, or a bug.
+Of each program that the suite knows, under three policies: hashes of the printed jaxprs, forward
+and gradient; in which dtypes the gradient's matmuls run; and the bytes kept from the forward to the
+backward pass, by dtype. A difference is either meant, and its commit says why and changes nothing
+else, or a bug. The command prints which programs changed, and how. A jaxpr is a fact of one version
+of JAX: under another than the recorded one, nothing is compared.
 """
 
 import collections
+import contextlib
+import importlib.metadata
 import json
 import sys
 from pathlib import Path
@@ -18,14 +22,31 @@ import numpy as np
 import pytest
 from jax.extend import core as jex
 
-GOLDEN = Path(__file__).parent / "golden" / "plans.json"
-HALVES = ("bfloat16", "float16")
-KINDS = ("program", "random", "model")  # the quickest first
+GOLDEN = Path(__file__).parent / "golden" / "jaxprs.json"
+POLICIES = {
+    "bfloat16": "mixed_bfloat16",
+    "float16": "mixed_float16",
+    "lean": "mixed_bfloat16,storage=lean",
+}
+KINDS = ("program", "construct", "model", "random", "spelling", "benchmark")
+FOR_GPUS = ("construct", "spelling", "benchmark")  # traced for an H100
+LIBRARIES = ("jax", "flax", "equinox")  # whose versions the programs depend on
+LONGEST = 20_000  # letters of a failure's message
+
+
+# ---- the programs -------------------------------------------------------------------------------
 
 
 def programs(kind=""):
     """Yields (name, function, arguments), of all kinds or one, differentiable in the first one."""
-    made = {"program": small, "random": random, "model": models}
+    made = {
+        "program": small,
+        "construct": of_constructs,
+        "model": models,
+        "random": random,
+        "spelling": spellings,
+        "benchmark": benchmarks,
+    }
     for name in [kind] if kind else made:
         yield from made[name]()
 
@@ -35,6 +56,20 @@ def small():
 
     for name, fun in PROGRAMS.items():
         yield f"program {name}", fun, (W, X)
+
+
+def of_constructs():
+    from constructs import CONSTRUCTS
+
+    for name, (fun, args) in CONSTRUCTS.items():
+        yield f"construct {name}", fun, args
+
+
+def spellings():
+    from constructs import SPELLINGS
+
+    for name, (fun, args) in SPELLINGS.items():
+        yield f"spelling {name}", fun, args
 
 
 def models():
@@ -60,61 +95,157 @@ def random():
         yield f"random {seed}", lambda *xs, fun=fun: jnp.sum(fun(*xs)["last"]), tuple(args)
 
 
-def plan(fun, args, half):
-    """Returns the golden plan of a loss: kept bytes, and matmuls, by dtype."""
-    from support import MATMULS, equations
+def benchmarks():
+    """The models of the gate of memory and bytes, in its sizes."""
+    from benchmarks.gate import CASES
+    from benchmarks.models import MODELS
+
+    for name, (sizes, _) in CASES.items():
+        loss, params, rest, batch, _ = MODELS[name](**sizes)
+        yield f"benchmark {name}", loss, (params, rest, batch)
+
+
+# ---- what is recorded ---------------------------------------------------------------------------
+
+
+def compared(want, policy, kind=""):
+    """Returns the rows of all programs. Of those whose hashes are as wanted, nothing is counted."""
+    rows = {}
+    for name, fun, args in programs(kind):
+        with target(name):
+            rows[f"{name}, {policy}"] = row(name, fun, args, policy, want.get(f"{name}, {policy}"))
+    return rows
+
+
+def target(name):
+    from mpjax._src.hardware.devices import traced_for
+
+    return traced_for("h100") if name.split()[0] in FOR_GPUS else contextlib.nullcontext()
+
+
+def row(name, fun, args, policy, want):
+    """Returns what is recorded of a program: the wanted row itself, if its hashes are the same."""
+    import constructs
+    from jaxprs import digest
 
     import mpjax
 
-    auto = mpjax.autocast(fun, f"mixed_{half}")
+    auto = mpjax.autocast(fun, POLICIES[policy] + constructs.SETTINGS.get(name, ""))
+    forward, shape = jax.make_jaxpr(auto, return_shape=True)(*args)
+    has_aux = isinstance(shape, tuple)  # a loss, and what the model changes
+    gradient = jax.make_jaxpr(jax.grad(auto, has_aux=has_aux, allow_int=True))(*args)
+    hashes = {"forward": digest(forward), "gradient": digest(gradient)}
+    if want and hashes.items() <= want.items():
+        return want
+    return {**hashes, "matmuls": matmuls(gradient), "kept": kept(auto, args, has_aux)}
+
+
+def matmuls(gradient):
+    """Returns the number of matmuls, by the dtypes of operands and result."""
+    from support import MATMULS, equations
+
+    counts: collections.Counter = collections.Counter()
+    for eqn in equations(gradient):
+        if eqn.primitive.name in MATMULS:
+            counts[" ".join(str(v.aval.dtype) for v in (*eqn.invars[:2], *eqn.outvars))] += 1
+    return dict(sorted(counts.items()))
+
+
+def kept(auto, args, has_aux):
+    """Returns the bytes that the forward pass hands to the backward pass, by dtype."""
 
     def residuals(*args):
-        _, back = jax.vjp(lambda p: auto(p, *args[1:]), args[0])
+        _, back, *_ = jax.vjp(lambda p: auto(p, *args[1:]), args[0], has_aux=has_aux)
         return [x for x in jax.tree.leaves(back) if isinstance(x, jax.Array)]
 
     jaxpr = jax.make_jaxpr(residuals)(*args).jaxpr
-    kept: collections.Counter = collections.Counter()
+    counts: collections.Counter = collections.Counter()
     variables = {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}
     for v in variables - set(jaxpr.invars) - set(jaxpr.constvars):
-        kept[str(v.aval.dtype)] += int(np.prod(v.aval.shape)) * v.aval.dtype.itemsize
-    gradient = jax.make_jaxpr(jax.grad(auto, allow_int=True))(*args)
-    matmuls: collections.Counter = collections.Counter()
-    for eqn in equations(gradient):
-        if eqn.primitive.name in MATMULS:
-            dtypes = [str(v.aval.dtype) for v in (*eqn.invars[:2], *eqn.outvars)]
-            matmuls[" ".join(dtypes)] += 1
-    return {"kept": dict(sorted(kept.items())), "matmuls": dict(sorted(matmuls.items()))}
+        counts[str(v.aval.dtype)] += int(np.prod(v.aval.shape)) * v.aval.dtype.itemsize
+    return dict(sorted(counts.items()))
 
 
-def plans(half, kind=""):
-    return {f"{name}, {half}": plan(fun, args, half) for name, fun, args in programs(kind)}
+def changes(want, got):
+    """Returns a line for each program that is another one, and says how."""
+    lines = [f"{name}: no longer there" for name in want.keys() - got.keys()]
+    for name, row in got.items():
+        old = want.get(name)
+        if old is None:
+            lines.append(f"{name}: new")
+        elif old != row:
+            parts = [key for key in ("forward", "gradient") if old[key] != row[key]]
+            parts += [
+                f"{key} {dtypes} {old[key].get(dtypes, 0)} -> {row[key].get(dtypes, 0)}"
+                for key in ("matmuls", "kept")
+                for dtypes in sorted({*old[key], *row[key]})
+                if old[key].get(dtypes) != row[key].get(dtypes)
+            ]
+            lines.append(f"{name}: {', '.join(parts)}")
+    return lines
 
 
-def test_every_kind_is_compared():
-    assert {name.split()[0] for name in json.loads(GOLDEN.read_text())} == set(KINDS)
+def versions():
+    return {name: importlib.metadata.version(name) for name in LIBRARIES}
 
 
-# The quick tier compares each kind in one 16-bit dtype, but for random programs.
+def recorded():
+    return json.loads(GOLDEN.read_text())
+
+
+# ---- tests --------------------------------------------------------------------------------------
+
+RECORDED_WITH = recorded()["versions"] if GOLDEN.exists() else versions()
+OF_THIS_JAX = pytest.mark.skipif(
+    jax.__version__ != RECORDED_WITH["jax"],
+    reason=f"jaxprs were recorded with JAX {RECORDED_WITH['jax']}",
+)
+# The quick tier compares the small programs, and models in one 16-bit dtype.
+QUICK = ("program bfloat16", "program lean", "construct bfloat16", "model bfloat16")
 CASES = [
-    pytest.param(kind, half, marks=[pytest.mark.thorough] * (kind == "random" or place % 2 != turn))
-    for place, kind in enumerate(KINDS)
-    for turn, half in enumerate(HALVES)
+    pytest.param(kind, policy, marks=[pytest.mark.thorough] * (f"{kind} {policy}" not in QUICK))
+    for kind in KINDS
+    for policy in POLICIES
 ]
 
 
-@pytest.mark.skipif(jax.__version__ != "0.10.2", reason="plans of jax 0.10.2")
-@pytest.mark.parametrize(("kind", "half"), CASES)
-def test_plans_are_as_they_were(kind, half):
-    everything, got = json.loads(GOLDEN.read_text()), plans(half, kind)
-    want = {k: v for k, v in everything.items() if k.startswith(kind) and k.endswith(f", {half}")}
-    assert want.keys() == got.keys()
-    changed = {name: (want[name], got[name]) for name in want if want[name] != got[name]}
-    assert not changed, f"{len(changed)} plans changed: {json.dumps(changed, indent=1)[:20000]}"
+def test_a_changed_program_is_described():
+    old = {"forward": "a", "gradient": "b", "matmuls": {"half": 2}, "kept": {"float32": 8}}
+    new = {"forward": "a", "gradient": "c", "matmuls": {"half": 1, "full": 1}, "kept": {}}
+    assert changes({"p": old, "q": old, "r": old}, {"p": new, "q": old, "s": old}) == [
+        "r: no longer there",
+        "p: gradient, matmuls full 0 -> 1, matmuls half 2 -> 1, kept float32 8 -> 0",
+        "s: new",
+    ]
+
+
+def test_every_kind_is_compared():
+    rows = recorded()["programs"]
+    assert {name.split()[0] for name in rows} == {*KINDS}
+    assert {name.rpartition(", ")[2] for name in rows} == {*POLICIES}
+
+
+@OF_THIS_JAX
+@pytest.mark.parametrize(("kind", "policy"), CASES)
+def test_plans_are_as_they_were(kind, policy):
+    everything = recorded()["programs"]
+    want = {k: v for k, v in everything.items() if k.startswith(kind) and k.endswith(f", {policy}")}
+    lines = changes(want, compared(want, policy, kind))
+    assert not lines, (
+        f"{len(lines)} programs changed (recorded with {RECORDED_WITH}, here {versions()}):\n"
+        + "\n".join(lines)[:LONGEST]
+    )
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+    root = Path(__file__).parent.parent.parent
+    sys.path[:0] = [str(root / "tests"), str(root)]
     import conftest  # noqa: F401
 
-    everything = {name: value for half in HALVES for name, value in plans(half).items()}
-    GOLDEN.write_text(json.dumps(everything, indent=1) + "\n")
+    old = recorded()["programs"] if GOLDEN.exists() else {}
+    new = {k: v for policy in POLICIES for k, v in compared(old, policy).items()}
+    rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in new.items())
+    head = f'"versions": {json.dumps(versions())}'
+    GOLDEN.write_text(f'{{{head}, "programs": {{\n{rows}\n}}}}\n')
+    lines = changes(old, new)
+    print(*lines, f"{len(lines)} of {len(new)} programs changed", sep="\n")

@@ -1,0 +1,147 @@
+"""Golden programs for what no other golden program has.
+
+`CONSTRUCTS` has a program for each step of a plan, and `SPELLINGS` the ways in which other tests
+write softmaxes, attention, sums of exponentials, norms, regions and kernels. Each is a name, a
+function and its arguments.
+"""
+
+import jax
+import jax.numpy as jnp
+import test_again
+import test_communication
+import test_fusion
+import test_kernels
+import test_norms
+import test_peepholes
+import test_regions
+import test_repetitions
+import test_shifts
+import test_sound_softmax
+from programs import W, X
+
+
+def dropped(w, q):
+    """Attention with dropout of its weights."""
+    keep = jax.random.bernoulli(jax.random.key(0), 0.9, (test_fusion.T,) * 2)
+    heads = q @ w, jnp.tanh(q) @ w, jnp.cos(q) @ w
+    out = test_fusion.attend(*heads, weights=lambda p: jnp.where(keep, p / 0.9, 0.0))
+    return jnp.mean(jnp.sin(out))
+
+
+def counted(w, x):
+    """A while loop has no backward pass of its own, so it stands beside what is differentiated."""
+    start, turn = jax.lax.stop_gradient((x @ w, w))
+    _, shrunk = jax.lax.while_loop(
+        lambda carry: carry[0] < 5,
+        lambda carry: (carry[0] + 1, 0.5 * jnp.tanh(carry[1] @ turn)),
+        (0, start),
+    )
+    return jnp.sum((x + shrunk) @ w)
+
+
+def decided(w, x):
+    """A while loop that a matmul ends: it stays as it is written."""
+    start, turn = jax.lax.stop_gradient((x @ w, w))
+    shrunk = jax.lax.while_loop(
+        lambda h: jnp.sum(h**2) > 1, lambda h: 0.5 * jnp.tanh(h @ turn), start
+    )
+    return jnp.sum((x + shrunk) @ w)
+
+
+def moved(params, x):
+    """A parameter that devices exchange before it is read."""
+    return test_communication.moving(params, x, test_communication.constrains)
+
+
+@jax.custom_batching.custom_vmap
+def batched(x, w):
+    return jnp.tanh(x @ w)
+
+
+@batched.def_vmap
+def rule(size, of, x, w):
+    return jnp.sin(x @ w), True
+
+
+def with_a_rule_for_vmap(w, x):
+    return jnp.sum(batched(x, jax.lax.stop_gradient(w)) @ w)
+
+
+def with_a_transpose(w, x):
+    def linear(w, x):
+        return x @ w
+
+    def transpose(w, ct):
+        return ct @ w.T
+
+    moving = jnp.tanh(x @ w)
+    return jnp.sum(jax.custom_derivatives.linear_call(linear, transpose, W, moving) @ w)
+
+
+def fused(w, q):
+    """Attention in the kernel that a GPU has for it."""
+    return jnp.mean(jnp.sin(test_fusion.nanogpt(q @ w)))
+
+
+CONSTRUCTS = {
+    "tail": (
+        test_norms.loss_of(test_norms.NORMS["batch"], jax.nn.silu),
+        (test_norms.P, test_norms.X),
+    ),
+    "again": (test_again.squeezed, (test_again.P, test_again.X)),
+    "dropout on weights": (dropped, (W, test_fusion.Q)),
+    "online": (
+        test_shifts.weighed(test_shifts.of_matmul(test_shifts.SUMS["cross entropy"])),
+        (test_shifts.H, test_shifts.W),
+    ),
+    "repeating gather": (
+        test_repetitions.loss_of(test_repetitions.REPEATED["taken"]),
+        (test_repetitions.W, test_repetitions.X),
+    ),
+    "sent parameter": (test_communication.looked_up, test_communication.tables()),
+    "moved parameter": (moved, test_communication.inputs()),
+    "parameter moved in float32": (moved, test_communication.inputs()),
+    "gradient reduced in half": (test_communication.plain, test_communication.inputs()),
+    "overrides": (test_communication.heads, test_communication.inputs()),
+    "rule for vmap": (with_a_rule_for_vmap, (W, X)),
+    "rule for the transpose": (with_a_transpose, (W, X)),
+    "while loop": (counted, (W, X)),
+    "while loop that a matmul ends": (decided, (W, X)),
+    "fused kernel": (fused, (W, test_fusion.Q)),
+}
+# What a policy needs besides, for the construct to be there.
+SETTINGS = {
+    "construct overrides": ',overrides={"*up": "f32"},half_ops=["tanh"],full_ops=["add"]',
+    "construct parameter moved in float32": ",gather=float32",
+    "construct gradient reduced in half": ",reduce=half",
+    "construct fused kernel": ",fused_attention=true",
+}
+
+NORMED = {
+    f"{norm} norm, {name}": test_norms.loss_of(normed, activation)
+    for norm, normed in test_norms.NORMS.items()
+    for name, activation in test_norms.ACTIVATIONS.items()
+}
+SUMS = {**test_shifts.SUMS, **test_shifts.OTHERS}
+SOFTMAXES = {name: fun for name, (fun, _) in test_sound_softmax.SPELLINGS.items()}
+QKV = test_sound_softmax.Q, test_sound_softmax.K, test_sound_softmax.V
+SPELLINGS = {
+    **{f"fused {name}": (fun, (x,)) for name, (fun, x, _) in test_fusion.SPELLINGS.items()},
+    **{
+        f"not fused {k}": (fun, (test_fusion.Q,)) for k, (fun, _) in test_fusion.NEAR_MISSES.items()
+    },
+    **{f"softmax {k}": (test_sound_softmax.attention(f), QKV) for k, f in SOFTMAXES.items()},
+    **{
+        f"heads {k}": (test_peepholes.of_heads(k), (test_peepholes.S4, test_peepholes.V4))
+        for k in test_peepholes.HEADS
+    },
+    **{
+        f"sum {name}": (test_shifts.of_matmul(fun), (test_shifts.H, test_shifts.W))
+        for name, fun in SUMS.items()
+    },
+    **{name: (loss, (test_norms.P, test_norms.X)) for name, loss in NORMED.items()},
+    **{f"region {name}": (fun, (W, X)) for name, fun in test_regions.AROUND.items()},
+    **{f"kernel {name}": (fun, (X, W)) for name, fun in test_kernels.AROUND.items()},
+}
+SPELLINGS = {name: (test_shifts.weighed(fun), args) for name, (fun, args) in SPELLINGS.items()}
+SETTINGS |= {f"spelling {k}": ",fused_attention=true" for k in SPELLINGS if "fused " in k}
