@@ -41,8 +41,7 @@ def ask(block: Block, out_dtypes: Sequence[Any]) -> None:
 
 
 def held_carries(block: Block) -> set[Value]:
-    """Returns the carries that are half although a reader, in the loop or after it, may not read
-    them rounded."""
+    """Returns the half carries whose rounding a reader would notice, in the loop or after it."""
     return {
         sub.program.invars[place]
         for op in block.walk()
