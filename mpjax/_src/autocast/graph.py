@@ -230,7 +230,8 @@ def _flatten(jaxpr, env, block: Block, stack, scopes, callers) -> list[Value]:
     def read(atom):
         if isinstance(atom, _jax.Literal):
             # The tangent of an integer has no entries that are numbers.
-            entries = None if atom.aval.dtype == jax.dtypes.float0 else atom.val
+            dtype = getattr(atom.aval, "dtype", None)
+            entries = None if dtype == jax.dtypes.float0 else atom.val
             return Value(atom.aval, atom.val, entries, raw=True, literal=True)
         return env[atom]
 
