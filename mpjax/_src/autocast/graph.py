@@ -33,7 +33,7 @@ ROW = "mpjax.row="
 Place = tuple[int, tuple[int, ...]]
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Value:
     """One array of the program, with the facts and decisions of the plan about it."""
 
@@ -70,7 +70,7 @@ class Value:
         return all(size == 1 for size in self.aval.shape)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Op:
     """One equation of the flattened program."""
 
@@ -145,7 +145,7 @@ class Op:
         return self.rule == "written" or (unknown and self.has_float32)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Block:
     """A sequence of ops with its arguments, constants and results."""
 
