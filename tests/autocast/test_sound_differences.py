@@ -112,8 +112,13 @@ def distance_from_one(w, x):
 
 
 def beside_a_matmul(w, x):
-    h = w[3] + 0.1 * (x @ w[0])
-    return centered(h) @ w[1] + (w[3] - h) @ w[1] + h @ w[2]
+    h = w[2] + 0.1 * jnp.tanh(x @ w[0])
+    return ((w[2] - h) @ w[1]).sum(0) + (h @ w[0]).sum(0)
+
+
+def centered_beside_a_matmul(w, x):
+    h = 1 + 0.1 * jnp.tanh(x @ w[0])
+    return (centered(h) @ w[1]) + h @ w[0]
 
 
 def after_a_bias(w, x):
@@ -128,7 +133,8 @@ def of_large_scores(w, x, scale):
 PROGRAMS = {
     "a loop's offset": (after_a_loop, ((A, STACK, B), X)),
     "a loop's distance from one": (distance_from_one, ((A, STACK, B), X)),
-    "what a matmul reads too": (beside_a_matmul, ((A, B, C, ONE + 3), X)),
+    "what a matmul reads too": (beside_a_matmul, ((A, B, 0.1 * ONE + 3), X)),
+    "a mean of what a matmul reads too": (centered_beside_a_matmul, ((A, B), X)),
     "a bias before a norm": (after_a_bias, ((A, B, 0.1 * ONE + 3), X)),
     "large scores": (of_large_scores, ((A, B), X, np.float32(1.1))),
     "constants": (celsius, ((A, B), X)),
