@@ -126,6 +126,21 @@ def after_a_bias(w, x):
     return (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5) @ w[0]
 
 
+def in_parts(w, x):
+    def turn(h, p):
+        h = jnp.tanh(h @ p)
+        return jnp.concatenate([h[:, :8] + 3, h[:, 8:] + 3], 1), None
+
+    h = lax.scan(turn, x @ w[0], w[1])[0]
+    return (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5) @ w[2]
+
+
+def in_another_layout(w, x, g):
+    """The branch is constant along the features of a row, which are heads and their features."""
+    h = (x @ w[0] + 30 * (g @ w[2])[:, None]).reshape(len(x), 4, -1).transpose(1, 0, 2)
+    return (h - h.mean((0, 2), keepdims=True)).transpose(1, 0, 2).reshape(len(x), -1) @ w[1]
+
+
 def of_large_scores(w, x, scale):
     return -jax.nn.log_softmax(scale * (30 * (x @ w[0])))[:, 0] @ (x @ w[1])[:, 0]
 
@@ -136,6 +151,8 @@ PROGRAMS = {
     "what a matmul reads too": (beside_a_matmul, ((A, B, 0.1 * ONE + 3), X)),
     "a mean of what a matmul reads too": (centered_beside_a_matmul, ((A, B), X)),
     "a bias before a norm": (after_a_bias, ((A, B, 0.1 * ONE + 3), X)),
+    "a loop's offset in parts": (in_parts, ((A, STACK, B), X)),
+    "another layout": (in_another_layout, ((A, B, ONE), X, G)),
     "large scores": (of_large_scores, ((A, B), X, np.float32(1.1))),
     "constants": (celsius, ((A, B), X)),
     "arguments": (standardized, ((A, B), X, STD, MEAN)),

@@ -36,6 +36,7 @@ from mpjax._src.autocast.lattices import (
     join,
     union,
 )
+from mpjax._src.autocast.views import after, is_view, own_axes
 from mpjax._src.autocast.why import Reason, why
 from mpjax._src.dtypes import HALVES
 from mpjax._src.higher_order import SCAN, WHILE, Inside, turns_of
@@ -406,16 +407,24 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
 def _level(sweep: Sweep, op: Op, out: Value) -> tuple[int, bool]:
     """Returns along which axes a term of a sum is constant, and whether it is taken off again.
 
-    A mean of this very array over these axes alone takes it off, and so does a largest entry, as
-    that of a softmax: its cotangents sum to zero along these axes, but not if they are rounded.
+    A mean of this very array over these axes alone takes it off.
     """
     large = union(v.fact.level for v in op.ins if v.size == out.size)
     small = [v for v in op.ins if v.size < out.size and not is_zero(v)]
     axes = union(_constant_axes(v, out) for v in small)
     taken = small[0].fact if op.name == "sub" and small == [op.ins[1]] else NOTHING
-    if (taken.mean | taken.peak) & sweep.bit(op.ins[0]):
+    if taken.mean & sweep.bit(op.ins[0]):
         return large & ~axes, not axes & ~large
     return large | axes, False
+
+
+def _level_after(op: Op, first: Value, level: int) -> int:
+    """Returns the axes after a move along which parts of the result have a constant term."""
+    if not level or not is_view(op):
+        return level if first.aval.ndim == op.outs[0].aval.ndim else 0
+    axes = after(op, own_axes(first.aval.shape)) or ()
+    places = [{place for place, *_ in axis} for axis in axes]
+    return union(1 << d for d, on in enumerate(places) if on and all(level >> n & 1 for n in on))
 
 
 def _constant_axes(small: Value, large: Value) -> int:
@@ -520,8 +529,7 @@ def known_factor(op: Op) -> float:
 
 def _move(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     (first, *_) = [v for v in op.ins if is_float(v)] or [out]
-    if first.aval.shape != out.aval.shape:
-        joined = joined._replace(level=0)
+    joined = joined._replace(level=_level_after(op, first, joined.level))
     if _is_part(op) and first.fact.given:
         index = tuple(str(v.entries) if v.entries is not None else v for v in op.ins[1:])
         part = str(sorted(op.params.items())), index, op.outs.index(out)

@@ -40,7 +40,7 @@ class Fact(NamedTuple):
         block: Since the last matmul, a residual block was added to it.
         level: The axes along which a term of it is constant, as a bit mask.
         mean: The values whose mean it is, as a bit mask.
-        centred: It is an array minus its mean, or largest entry, which takes off such a term.
+        centred: It is an array minus its mean, which takes off such a term.
         huge: Some of its entries are, or contain, a constant beyond the range of float16.
         data: It is computed from arguments alone, and perhaps from rows that were looked up in one.
     """

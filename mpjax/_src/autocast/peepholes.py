@@ -16,19 +16,14 @@ from mpjax._src.autocast.forms import (
     FACTOR,
     MASKED,
     SUM,
-    Axes,
     Form,
     Reading,
-    after,
-    before,
     guards_of,
     is_constant_along,
     is_linear,
     is_number,
     is_same_along,
-    is_view,
     numbered_values,
-    own_axes,
     same,
 )
 from mpjax._src.autocast.fusion import fuse, tell_of_late_norms
@@ -43,6 +38,7 @@ from mpjax._src.autocast.shifts import (
     steady_shift,
     sum_at_once,
 )
+from mpjax._src.autocast.views import Axes, after, before, is_view, own_axes
 from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
 
 

@@ -37,13 +37,13 @@ from mpjax._src.autocast.derivatives import (
     wide_cotangent,
 )
 from mpjax._src.autocast.environment import Env, Settings
-from mpjax._src.autocast.forms import is_view
 from mpjax._src.autocast.gathers import picks_one_per_row, repeat
 from mpjax._src.autocast.graph import ROW, Block, Op, Value
 from mpjax._src.autocast.islands import Island, tail_operand
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.repeats import Stretch, fold
 from mpjax._src.autocast.steps import Checkpoint, Step, made_where_read
+from mpjax._src.autocast.views import is_view
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.higher_order import Inside
 

@@ -4,21 +4,18 @@ from mpjax._src.autocast.forms import (
     CONSTANT,
     EXPONENT,
     MASK,
-    Axes,
     Form,
     Reading,
-    before,
     behind_views,
     is_number,
     is_plain,
     is_same_along,
-    is_view,
     narrowed,
     numbered_values,
-    own_axes,
 )
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.islands import Flow, Island
+from mpjax._src.autocast.views import Axes, before, is_view, own_axes
 from mpjax._src.dtypes import FLOAT32
 
 # Added to a sum that is at least 1, this changes nothing in half precision.

@@ -7,7 +7,6 @@ from mpjax._src import rules
 from mpjax._src.autocast import chains, peepholes
 from mpjax._src.autocast.decide import may_be_rounded
 from mpjax._src.autocast.facts import EXPONENTIALS
-from mpjax._src.autocast.forms import is_view
 from mpjax._src.autocast.graph import Block, Op, Value, is_beyond, is_steady
 from mpjax._src.autocast.islands import (
     Flow,
@@ -20,6 +19,7 @@ from mpjax._src.autocast.islands import (
 )
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.steps import connected, in_order
+from mpjax._src.autocast.views import is_view
 from mpjax._src.dtypes import FLOAT32, HALVES
 from mpjax._src.higher_order import NONE, THEIRS
 from mpjax._src.policy import CHOICES

@@ -1,9 +1,9 @@
-"""The normal form: how the axes of a value correspond to those of what it is made of."""
+"""Changes of layout: how the axes of one array correspond to those of another."""
 
 import numpy as np
 import pytest
 
-from mpjax._src.autocast.forms import own_axes, reshaped
+from mpjax._src.autocast.views import own_axes, reshaped
 
 
 @pytest.mark.parametrize(
