@@ -135,6 +135,15 @@ def in_parts(w, x):
     return (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5) @ w[2]
 
 
+def in_copies(w, x):
+    """Both copies of what the loop returns are near one, and normalized over their features."""
+    turn = lambda h, p: (1 + 0.1 * jnp.tanh(h @ p), None)  # noqa: E731
+    h = lax.scan(turn, x @ w[0], w[1])[0]
+    return jax.vmap(lambda h: (h - h.mean(1, keepdims=True)) @ w[2])(
+        jnp.stack([jnp.tile(h, (2, 1)), jnp.tile(h / 2, (2, 1))])
+    ).sum(0)
+
+
 def in_another_layout(w, x, g):
     """The branch is constant along the features of a row, which are heads and their features."""
     h = (x @ w[0] + 30 * (g @ w[2])[:, None]).reshape(len(x), 4, -1).transpose(1, 0, 2)
@@ -152,6 +161,7 @@ PROGRAMS = {
     "a mean of what a matmul reads too": (centered_beside_a_matmul, ((A, B), X)),
     "a bias before a norm": (after_a_bias, ((A, B, 0.1 * ONE + 3), X)),
     "a loop's offset in parts": (in_parts, ((A, STACK, B), X)),
+    "copies of a loop's offset": (in_copies, ((A, STACK, B), X)),
     "another layout": (in_another_layout, ((A, B, ONE), X, G)),
     "large scores": (of_large_scores, ((A, B), X, np.float32(1.1))),
     "constants": (celsius, ((A, B), X)),

@@ -36,7 +36,7 @@ from mpjax._src.autocast.lattices import (
     join,
     union,
 )
-from mpjax._src.autocast.views import after, is_view, own_axes
+from mpjax._src.autocast.views import before, is_view, own_axes
 from mpjax._src.autocast.why import Reason, why
 from mpjax._src.dtypes import HALVES
 from mpjax._src.higher_order import SCAN, WHILE, Inside, turns_of
@@ -420,11 +420,15 @@ def _level(sweep: Sweep, op: Op, out: Value) -> tuple[int, bool]:
 
 def _level_after(op: Op, first: Value, level: int) -> int:
     """Returns the axes after a move along which parts of the result have a constant term."""
+    if level and op.name == "stack":
+        outer = level & ((1 << op.params["axis"]) - 1)
+        return outer | (level ^ outer) << 1
     if not level or not is_view(op):
         return level if first.aval.ndim == op.outs[0].aval.ndim else 0
-    axes = after(op, own_axes(first.aval.shape)) or ()
-    places = [{place for place, *_ in axis} for axis in axes]
-    return union(1 << d for d, on in enumerate(places) if on and all(level >> n & 1 for n in on))
+    axes = before(op, own_axes(op.outs[0].aval.shape)) or ()
+    places = [union(1 << place for place, *_ in axis) for axis in axes]
+    others = union(there for d, there in enumerate(places) if not level >> d & 1)
+    return union(there for d, there in enumerate(places) if level >> d & 1) & ~others
 
 
 def _constant_axes(small: Value, large: Value) -> int:
