@@ -193,13 +193,14 @@ class Policy(jmp.Policy):
         methods.
 
         Args:
-            **settings: New values, by the names of the attributes listed above.
+            **settings: New values, by the names of the attributes listed above or by the keys that
+                `get_policy` reads in a string, such as ``compute``.
 
         Returns:
             A new policy.
 
         Raises:
-            TypeError: If a policy has no setting of that name.
+            TypeError: If a policy has no setting of that name, or if one is given twice.
             ValueError: If a value is not legal or contradicts another setting.
 
         Example:
@@ -208,13 +209,19 @@ class Policy(jmp.Policy):
             >>> str(policy.replace(masters="split", storage="lean"))
             'O2:bfloat16,storage=lean,masters=split,moments=8bit'
         """
-        legal = [field.name for field in dataclasses.fields(self)]
-        for name in settings.keys() - {*legal}:
-            raise TypeError(
-                f"{name}={brief(settings[name])} is not a setting of a policy. Legal are "
-                f"{', '.join(legal)}.{did_you_mean(name, legal)}"
-            )
-        return dataclasses.replace(self, **settings)
+        fields: dict[str, Any] = {}
+        for key, value in settings.items():
+            name = KEYS.get(key)
+            if name is None:
+                legal = [field.name for field in dataclasses.fields(self)]
+                raise TypeError(
+                    f"{key}={brief(value)} is not a setting of a policy. Legal are "
+                    f"{', '.join(legal)}.{did_you_mean(key, KEYS)}"
+                )
+            if name in fields:
+                raise TypeError(f"{key}={brief(value)}: {name} is given twice. Give it once.")
+            fields[name] = value
+        return dataclasses.replace(self, **fields)
 
     def override(self, patterns: Mapping[str, DTypeLike]) -> "Policy":
         """Returns a copy of this policy that gives some parameters a dtype of their own.
@@ -569,7 +576,7 @@ KEYS = {
     "compute": "compute_dtype",
     "o": "output_dtype",
     "output": "output_dtype",
-    **{field.name: field.name for field in dataclasses.fields(Policy)[3:]},
+    **{field.name: field.name for field in dataclasses.fields(Policy)},
 }
 
 
