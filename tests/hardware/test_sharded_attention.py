@@ -13,7 +13,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import mpjax
-from mpjax._src import _jax
+from mpjax._src.base import _jax
 from mpjax._src.hardware.devices import traced_for
 from mpjax._src.hardware.targets import find_target
 

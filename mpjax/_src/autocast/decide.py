@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src import rules
 from mpjax._src.autocast.demand import all_in_full, is_held, wide_inside
 from mpjax._src.autocast.graph import Block, Op, Value, half_of, is_beyond, is_float
 from mpjax._src.autocast.why import Reason, why
-from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.higher_order import SCAN
+from mpjax._src.base import rules
+from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.base.higher_order import SCAN
 
 
 def decide(block: Block) -> None:

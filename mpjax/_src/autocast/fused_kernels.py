@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import _jax
-from mpjax._src.dtypes import HALVES
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import HALVES
 from mpjax._src.hardware.devices import device_facts, target_facts
 
 # The least compute capability that cuDNN's fused attention runs on.

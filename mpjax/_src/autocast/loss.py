@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import trees
 from mpjax._src.autocast.modules import leaves_trained
-from mpjax._src.errors import brief
-from mpjax._src.patterns import path_of
+from mpjax._src.base import trees
+from mpjax._src.base.errors import brief
+from mpjax._src.base.patterns import path_of
 
 
 def is_array(x: Any) -> bool:

@@ -5,11 +5,11 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mpjax._src import _jax
 from mpjax._src.autocast.graph import ROW, Block, Op, Value
 from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.steps import Checkpoint, Step
-from mpjax._src.dtypes import SPELLINGS, short_name
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import SPELLINGS, short_name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey
 
-from mpjax._src.dtypes import FLOAT32
-from mpjax._src.patterns import path_of
+from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.base.patterns import path_of
+from mpjax._src.base.trees import is_array, is_key
 from mpjax._src.training.loss_scale import has_protocol
 from mpjax._src.training.masters import MasterWeightsState
 from mpjax._src.training.moments import EightBitMomentsState
 from mpjax._src.training.rounding import StochasticRoundingState
-from mpjax._src.trees import is_array, is_key
 
 FORMAT, FORMAT_VERSION = "mpjax.checkpoint", 1
 PARAMS, LOSS_SCALE = "params", "loss_scale"

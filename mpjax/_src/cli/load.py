@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mpjax._src.errors import did_you_mean
+from mpjax._src.base.errors import did_you_mean
 from mpjax._src.reports import is_library
 
 FORM = (

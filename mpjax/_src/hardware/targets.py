@@ -13,7 +13,7 @@ import dataclasses
 import math
 import re
 
-from mpjax._src.errors import brief, did_you_mean
+from mpjax._src.base.errors import brief, did_you_mean
 from mpjax._src.hardware.devices import CARDS, KINDS, Named, named
 
 # What JAX's allocator takes of a GPU by default (XLA_PYTHON_CLIENT_MEM_FRACTION).

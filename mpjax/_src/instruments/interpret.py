@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import _jax
 from mpjax._src.autocast.graph import ROW
-from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
+from mpjax._src.base.progress import advance
 from mpjax._src.instruments.unmapped import holds_program, is_program, unmapped
-from mpjax._src.progress import advance
 
 OPERATION = "operation"  # what progress counts
 

@@ -11,17 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._src import _jax
 from mpjax._src.autocast.graph import Op, numbered
 from mpjax._src.autocast.loss import differentiated, is_array, is_loss, is_pair_of_loss, pull_back
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.transform import call, trace
-from mpjax._src.errors import warn_at
+from mpjax._src.base import _jax
+from mpjax._src.base.errors import warn_at
+from mpjax._src.base.patterns import path_of
+from mpjax._src.base.trees import all_finite
 from mpjax._src.instruments.interpret import NUMBER, Place, enters
-from mpjax._src.patterns import path_of
-from mpjax._src.policy import Policy
+from mpjax._src.policy.policy import Policy
 from mpjax._src.training.loss_scale import LossScale, get_loss_scale
-from mpjax._src.trees import all_finite
 
 # The least exponent that is tried as a loss scale: that of float16's smallest number.
 LEAST_EXPONENT = -24

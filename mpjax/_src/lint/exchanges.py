@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mpjax._src.autocast.graph import Op
-from mpjax._src.dtypes import FLOAT32
+from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.hardware import hlo
 from mpjax._src.hardware.aot import CPU
 from mpjax._src.hardware.collectives import collectives, exchanges

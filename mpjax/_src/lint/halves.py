@@ -5,8 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import _jax
-from mpjax._src.dtypes import HALVES, short_name
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import HALVES, short_name
 
 
 def dtype_of(x: Any) -> Any:

@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src import _jax, rules
 from mpjax._src.autocast.graph import CONSTANT_LIMIT, Block, Op, Value, build
 from mpjax._src.autocast.loss import check_loss, differentiated, is_array, pull_back
 from mpjax._src.autocast.modules import call_on_arrays, has_modules, on_arrays
-from mpjax._src.contexts import LINTED
-from mpjax._src.higher_order import BRANCH, SCAN, turns_of
+from mpjax._src.base import _jax, rules
+from mpjax._src.base.contexts import LINTED
+from mpjax._src.base.higher_order import BRANCH, SCAN, turns_of
 
 # Operations that return the entries of their first operand, or a part of them, in its dtype.
 MOVES = rules.having(rules.SAME_PARAMETER) - {"convert_element_type"} | {"pcast", "pad", "name"}

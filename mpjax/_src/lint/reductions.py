@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.dtypes import short_name
+from mpjax._src.base.dtypes import short_name
 from mpjax._src.lint.averages import last_sum, share_of, stops
 from mpjax._src.lint.halves import digits, is_half, shown, size, stalls_at
 from mpjax._src.lint.program import CASTS, MOVES, Program

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 
-from mpjax._src import called
-from mpjax._src.errors import brief, did_you_mean
-from mpjax._src.outlines import outline
-from mpjax._src.policy import PolicyLike, get_policy
-from mpjax._src.trees import is_array, is_one_bool, pytree_of, widen
+from mpjax._src.base import called
+from mpjax._src.base.errors import brief, did_you_mean
+from mpjax._src.base.outlines import outline
+from mpjax._src.base.trees import is_array, is_one_bool, pytree_of, widen
+from mpjax._src.policy.policy import PolicyLike, get_policy
 
 T = TypeVar("T")
 LossScale = Any  # one of the three classes below, one of jmp's, or any object with their protocol

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._src.dtypes import BFLOAT16, FLOAT32
-from mpjax._src.errors import brief, did_you_mean
-from mpjax._src.patterns import name_of, path_of
-from mpjax._src.policy import CHOICES
+from mpjax._src.base.dtypes import BFLOAT16, FLOAT32
+from mpjax._src.base.errors import brief, did_you_mean
+from mpjax._src.base.patterns import name_of, path_of
+from mpjax._src.base.trees import is_half, widen
+from mpjax._src.policy.policy import CHOICES
 from mpjax._src.training import residuals
 from mpjax._src.training.optimizers import as_optimizer, check_kind, first_state, of_ours
 from mpjax._src.training.stored import (
@@ -28,7 +29,6 @@ from mpjax._src.training.stored import (
     made,
     need_params,
 )
-from mpjax._src.trees import is_half, widen
 
 # The dtype that is kept beside a half parameter, by the policy's `masters`; see `residuals`.
 KINDS = FLOAT32, residuals.UINT16, residuals.UINT8

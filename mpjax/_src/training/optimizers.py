@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._src.errors import brief, no_attribute
-from mpjax._src.outlines import outline
-from mpjax._src.patterns import difference, name_of, path_of
+from mpjax._src.base.errors import brief, no_attribute
+from mpjax._src.base.outlines import outline
+from mpjax._src.base.patterns import difference, name_of, path_of
+from mpjax._src.base.trees import all_finite, is_array, is_floating, is_one_bool
 from mpjax._src.training.transaction import counted, gated_update
-from mpjax._src.trees import all_finite, is_array, is_floating, is_one_bool
 
 C = TypeVar("C", bound=type)
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.dtypes import HALVES
+from mpjax._src.base.dtypes import HALVES
+from mpjax._src.base.trees import pytree_of
 from mpjax._src.reports import Report, wrapped
 from mpjax._src.training.order import Place, backward_order
-from mpjax._src.trees import pytree_of
 
 FORWARD = (
     "The loss itself is NaN or Inf: the forward pass overflowed, or its input held NaN or Inf. No "

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import _jax
-from mpjax._src.dtypes import FLOAT16, FLOAT32
-from mpjax._src.trees import pytree_of
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import FLOAT16, FLOAT32
+from mpjax._src.base.trees import pytree_of
 
 # An entry counts as near overflow within this many powers of two of the largest number.
 NEAR = 4

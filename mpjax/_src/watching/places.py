@@ -15,10 +15,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._src import _jax
-from mpjax._src.dtypes import HALVES
-from mpjax._src.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, Inside, higher_order
-from mpjax._src.rules import HALF, MOVE, NEVER, PROGRAM, REDUCES, UNKNOWN, rule_of
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import HALVES
+from mpjax._src.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, Inside, higher_order
+from mpjax._src.base.rules import HALF, MOVE, NEVER, PROGRAM, REDUCES, UNKNOWN, rule_of
 
 AGAIN = "rematted_computation"  # JAX's name for a recomputation
 CAST = "convert_element_type"

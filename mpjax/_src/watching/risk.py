@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.dtypes import FLOAT16, canonical
+from mpjax._src.base.dtypes import FLOAT16, canonical
 from mpjax._src.reports import short
 from mpjax._src.watching.figures import NEAR
 

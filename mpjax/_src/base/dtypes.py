@@ -1,0 +1,78 @@
+"""The floating dtypes of policies: their names, and the half dtype that suits a device."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src.base.errors import brief, did_you_mean
+
+DTypeLike = Any
+
+# The short name, as in jmp, comes first; the other legal spellings follow.
+SPELLINGS = {
+    np.dtype(jnp.float16): ("f16", "float16", "fp16"),
+    np.dtype(jnp.bfloat16): ("bf16", "bfloat16"),
+    np.dtype(jnp.float32): ("f32", "float32", "fp32", "full"),
+    np.dtype(jnp.float64): ("f64", "float64", "fp64"),
+}
+BY_NAME = {name: dtype for dtype, names in SPELLINGS.items() for name in names}
+FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = SPELLINGS
+HALVES = (FLOAT16, BFLOAT16)
+
+
+def default_half() -> np.dtype:
+    """Returns the half dtype that the default device computes fastest in."""
+    return half_of(capability_of(default_device()))
+
+
+def half_of(capability: str) -> np.dtype:
+    """Returns the half dtype for a GPU's compute capability, or for "", a device without one."""
+    major = capability.split(".")[0]
+    return FLOAT16 if major.isdigit() and int(major) < 8 else BFLOAT16
+
+
+def default_device() -> jax.Device:
+    """Returns the device that JAX puts arrays on."""
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return default if isinstance(default, jax.Device) else jax.local_devices()[0]
+
+
+def capability_of(device: jax.Device) -> str:
+    """Returns a GPU's compute capability, such as "7.0" (CUDA) or "gfx90a" (ROCm), else ""."""
+    return str(getattr(device, "compute_capability", ""))
+
+
+def short_name(dtype: Any) -> str:
+    """Returns the short name of a dtype, such as "bf16"."""
+    return SPELLINGS[dtype][0] if dtype in SPELLINGS else str(dtype)
+
+
+def canonical(dtype: DTypeLike, argument: str, half: np.dtype | None = None) -> np.dtype:
+    """Returns the ``np.dtype`` that a name, scalar type or dtype stands for.
+
+    Args:
+        dtype: A spelling in `BY_NAME`, "half", or anything that ``np.dtype`` accepts.
+        argument: The name of the user's argument, for the error message.
+        half: The dtype that "half" stands for. If None, the one that suits the default device.
+
+    Raises:
+        ValueError: If it is not float16, bfloat16, float32 or float64.
+    """
+    found: np.dtype | None = None
+    if isinstance(dtype, str):
+        name = dtype.strip().lower()
+        found = (half or default_half()) if name == "half" else BY_NAME.get(name)
+    elif dtype is not None:  # np.dtype(None) is float64, which is not what the user meant
+        with contextlib.suppress(Exception):  # NumPy raises errors of many classes
+            found = np.dtype(dtype)
+    if found is None or found not in SPELLINGS:
+        hint = did_you_mean(dtype, [*BY_NAME, "half"])
+        raise ValueError(
+            f"{argument}={brief(dtype)} is not a floating dtype that a policy can use. Legal are "
+            f"'float16', 'bfloat16', 'float32', 'float64' (short: 'f16', 'bf16', 'f32', 'f64'), "
+            f"'half' and the dtypes themselves, such as jnp.bfloat16.{hint}"
+        )
+    return found

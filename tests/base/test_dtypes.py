@@ -1,0 +1,58 @@
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax._src.base.dtypes import BY_NAME, canonical, half_of, short_name
+
+
+@pytest.mark.parametrize("name", [*BY_NAME, "F16", " bf16 "])
+def test_every_spelling_is_understood(name):
+    assert canonical(name, "dtype") is BY_NAME[name.strip().lower()]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, np.float32, jnp.dtype("float64")])
+def test_scalar_types_and_dtypes_become_np_dtypes(dtype):
+    found = canonical(dtype, "dtype")
+    assert isinstance(found, np.dtype) and found == dtype
+    assert canonical(short_name(found), "dtype") == found
+
+
+@pytest.mark.parametrize("wrong", ["float61", "int32", jnp.int8, None, 3, object(), "", bool])
+def test_others_are_refused_with_what_is_legal(wrong):
+    with pytest.raises(ValueError, match="param_dtype=.*Legal are 'float16', 'bfloat16'"):
+        canonical(wrong, "param_dtype")
+
+
+def test_a_near_miss_is_suggested_and_the_suggestion_works():
+    with pytest.raises(ValueError, match=r"Did you mean 'bfloat16'\?"):
+        canonical("bfloat61", "dtype")
+
+
+@pytest.mark.parametrize(
+    ("capability", "half"),
+    [
+        ("7.0", "float16"),
+        ("7.5", "float16"),
+        ("8.0", "bfloat16"),
+        ("9.0", "bfloat16"),
+        ("10.0", "bfloat16"),
+        ("12.1", "bfloat16"),
+        ("gfx90a", "bfloat16"),
+        ("3.7", "float16"),
+        ("", "bfloat16"),
+    ],
+)
+def test_half_is_what_the_device_is_best_at(capability, half):
+    assert half_of(capability) == half
+    device = SimpleNamespace(platform="gpu", compute_capability=capability)
+    assert mpjax.half_dtype(device) == half
+
+
+def test_half_of_the_default_device():
+    cpu = jax.devices("cpu")[0]
+    with jax.default_device(cpu):
+        assert mpjax.half_dtype() == mpjax.half_dtype(cpu) == jnp.bfloat16
