@@ -15,7 +15,7 @@ PACKAGE = Path(mpjax.__file__).parent
 INSIDE = PACKAGE / "_src"
 # From the bottom up: a package, or a module beside the packages, imports only what stands before.
 ORDER = (
-    *("pages", "reports", "base", "policy", "hardware", "autocast", "training", "watching"),
+    *("base", "pages", "reports", "policy", "hardware", "autocast", "training", "watching"),
     *("checkpoint", "instruments", "lint", "frameworks", "cli"),
 )
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from mpjax._src.autocast.environment import constants_as_casts
 from mpjax._src.base.errors import check_callable, did_you_mean
+from mpjax._src.base.lines import short, where
 from mpjax._src.base.progress import check_progress, progress_bar
 from mpjax._src.instruments.agreement import MEANINGS, Agreement, agreement
 from mpjax._src.instruments.interpret import (
@@ -43,7 +44,7 @@ from mpjax._src.instruments.shadows import (
     stats_of,
 )
 from mpjax._src.policy.policy import PolicyLike, get_policy
-from mpjax._src.reports import Report, short, table, where, wrapped
+from mpjax._src.reports import Report, table, wrapped
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
 # The columns of the table, and those that hold words.

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import short_name
+from mpjax._src.base.lines import where
 from mpjax._src.base.rules import rule_of
 from mpjax._src.instruments.interpret import (
     Place,
@@ -23,7 +24,6 @@ from mpjax._src.instruments.interpret import (
     widen,
 )
 from mpjax._src.instruments.noise import SUSPICIOUS
-from mpjax._src.reports import where
 
 # A float32 sum that is smaller than its terms by this factor is only rounding error.
 NOISE = 2.0**-17

@@ -18,7 +18,7 @@ from jax.extend.source_info_util import (
     user_context,
 )
 
-from mpjax._src.reports import is_library
+from mpjax._src.base.lines import is_library
 
 JAX = f"{Path(jax.__file__).parent}{os.sep}"
 
