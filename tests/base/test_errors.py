@@ -2,6 +2,7 @@
 
 import traceback
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -10,7 +11,7 @@ import pytest
 import mpjax.checkpoint
 import mpjax.linen
 import mpjax.nnx
-from mpjax._src.base.errors import LONGEST, brief, did_you_mean
+from mpjax._src.base.errors import LONGEST, brief, did_you_mean, finite_number
 
 DEEP = []
 for _ in range(100_000):
@@ -225,3 +226,9 @@ def test_a_misspelt_attribute_is_answered_with_the_right_one(module, name, meant
     assert str(caught.value) == f"module {module.__name__!r} has no attribute {name!r}.{hint}"
     shown = "".join(traceback.format_exception(caught.value))
     assert shown.lower().count("did you mean") == len([meant] if meant else [])
+
+
+def test_a_traced_number_is_no_finite_number():
+    seen = []
+    jax.eval_shape(lambda x: seen.append(finite_number(x)), 1.0)
+    assert seen == [None] and finite_number(2) == 2.0

@@ -1,4 +1,4 @@
-"""Exception classes, and helpers that word error messages and warnings.
+"""Exception classes, and helpers that check arguments and word error messages and warnings.
 
 Every message names the argument, its value, the legal values and, if possible, the one that the
 user probably meant.
@@ -6,9 +6,14 @@ user probably meant.
 
 import difflib
 import inspect
+import math
+import operator
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import jax
+import numpy as np
 
 # A message shows at most LONGEST characters of a value; TAIL of them are from its end.
 LONGEST, TAIL = 400, 40
@@ -103,3 +108,59 @@ def warn_at(fun: Callable[..., Any], message: str) -> None:
     warnings.warn_explicit(
         message, UserWarning, code.co_filename, code.co_firstlineno, registry=seen
     )
+
+
+# ---- numbers that are given as arguments -----------------------------------------------------
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a value is one integer or real number, an array without dimensions too."""
+    kind = getattr(value, "dtype", np.dtype(type(value) if type(value) in (int, float) else object))
+    return getattr(kind, "kind", "") in ("i", "u", "f") and np.shape(value) == ()
+
+
+def as_float(value: Any) -> float:
+    """Returns a number as a float, and an integer above the float range as infinity."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def is_traced(value: Any) -> bool:
+    """Returns whether a value is one number that jit traces: it is not known yet."""
+    return isinstance(value, jax.core.Tracer) and is_number(value)
+
+
+def refuse_traced(name: str, value: Any) -> None:
+    """Raises a ValueError if a setting, whose value must be known, is traced."""
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"{name}={brief(value)} must be a number, but it is traced: jit, grad or vmap passes "
+            "the function this argument without its value. Pass a number from outside the traced "
+            "function, or list the argument in static_argnames of jax.jit."
+        )
+
+
+def finite_number(value: Any) -> float | None:
+    """Returns a finite number of any type as a float, or None for anything else."""
+    known = is_number(value) and not is_traced(value)
+    number = as_float(value) if known else math.nan
+    return number if math.isfinite(number) else None
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """Returns a whole number that fits an int32, as an int."""
+    refuse_traced(name, value)
+    number = whole_number(value)
+    if number is None or not least <= number < 2**31:
+        raise ValueError(f"{name}={brief(value)} must be a whole number from {least} to 2**31 - 1.")
+    return number
+
+
+def whole_number(value: Any) -> int | None:
+    """Returns an integer of any type as an int, or None for anything else."""
+    try:
+        return None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        return None

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base.dtypes import FLOAT16, HALVES, DTypeLike, canonical
-from mpjax._src.base.errors import brief
+from mpjax._src.base.errors import brief, finite_number
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.trees import is_floating, pytree_of
 from mpjax._src.reports import Report, table, wrapped
-from mpjax._src.training.loss_scale import finite_number
 
 # The exponents of float32, subnormals included. Bin 0 counts zeros, the last bin Inf and NaN.
 SMALLEST, LARGEST = -149, 127

@@ -8,9 +8,8 @@ import numpy as np
 import optax
 
 from mpjax._src.base.dtypes import FLOAT32, HALVES, DTypeLike, canonical
-from mpjax._src.base.errors import brief
+from mpjax._src.base.errors import brief, whole_number
 from mpjax._src.base.trees import is_array, is_half, is_key, widen
-from mpjax._src.training.loss_scale import whole_number
 from mpjax._src.training.optimizers import as_optimizer, check_kind, first_state, of_ours
 from mpjax._src.training.residuals import UINT32
 from mpjax._src.training.stored import by_leaf, inner_update, made, need_params

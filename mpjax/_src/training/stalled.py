@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.base.errors import brief
+from mpjax._src.base.errors import brief, finite_number
 from mpjax._src.base.trees import is_half, pytree_of
 from mpjax._src.reports import Report, table
-from mpjax._src.training.loss_scale import finite_number
 
 MOST_ROWS, NAMED = 20, 5  # the most parameters in a report, and in a warning
 
