@@ -14,10 +14,9 @@ import mpjax.keras
 PACKAGE = Path(mpjax.__file__).parent
 INSIDE = PACKAGE / "_src"
 # From the bottom up: a package, or a module beside the packages, imports only what stands before.
-ORDER = (
-    *("base", "pages", "reports", "policy", "hardware", "autocast", "training", "watching"),
-    *("checkpoint", "instruments", "lint", "frameworks", "cli"),
-)
+# So the core imports none of the tools, which are the rest.
+CORE = ("base", "pages", "reports", "policy", "autocast", "training", "checkpoint", "frameworks")
+ORDER = (*CORE, "hardware", "watching", "instruments", "lint", "cli")
 
 RETURN_NOTHING = {"raise_if_diverged", "warn_if_stalled", "save", "save_safetensors"}
 

@@ -16,13 +16,13 @@ from mpjax._src.autocast.residuals import Kept, kept_by, storage_of
 from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.autocast.why import Reason, Why, why
 from mpjax._src.base import _jax
+from mpjax._src.base.devices import check_name, traced_for
 from mpjax._src.base.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.base.errors import check_callable
 from mpjax._src.base.higher_order import CALL, higher_order, turns_of
 from mpjax._src.base.lines import where
 from mpjax._src.base.rules import HALF, rule_of
 from mpjax._src.base.trees import is_array
-from mpjax._src.hardware.devices import check_name, traced_for
 from mpjax._src.pages.data import size
 from mpjax._src.policy.policy import PolicyLike, get_policy
 from mpjax._src.reports import Report, table, wrapped

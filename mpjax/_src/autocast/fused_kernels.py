@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base import _jax
+from mpjax._src.base.devices import device_facts, target_facts
 from mpjax._src.base.dtypes import HALVES
-from mpjax._src.hardware.devices import device_facts, target_facts
 
 # The least compute capability that cuDNN's fused attention runs on.
 CUDNN = (8, 0)

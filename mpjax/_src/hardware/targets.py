@@ -13,8 +13,8 @@ import dataclasses
 import math
 import re
 
+from mpjax._src.base.devices import CARDS, KINDS, Named, named
 from mpjax._src.base.errors import brief, did_you_mean
-from mpjax._src.hardware.devices import CARDS, KINDS, Named, named
 
 # What JAX's allocator takes of a GPU by default (XLA_PYTHON_CLIENT_MEM_FRACTION).
 GPU_PREALLOCATED = 0.75

@@ -1,16 +1,13 @@
 """device_report, recommend_policy, and the warning about unfit policies."""
 
-import json
-import warnings
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 import mpjax
-from mpjax._src.hardware import devices
+from mpjax._src.base import devices
 
 
 def gpu(capability, kind="a card"):
@@ -79,75 +76,6 @@ def test_a_cpu_is_judged_by_its_features(monkeypatch, flags, policy):
     facts = devices.device_facts(jax.devices("cpu")[0])
     assert facts.policy == policy and facts.fast == (("bfloat16",) if flags else ())
     assert all(flag in facts.reason for flag in flags)
-
-
-def test_the_report_is_data_and_a_table():
-    report = mpjax.device_report()
-    assert len(report.devices) == len(jax.local_devices())
-    assert json.loads(json.dumps(report.to_dict()))["jax_version"] == jax.__version__
-    text = str(report)
-    assert f"{len(report.devices)} x {report.devices[0].name}" in text
-    assert report.devices[0].policy in text and report.devices[0].reason in text
-
-
-def test_the_report_shows_the_time_of_a_matmul_beside_the_verdict(monkeypatch):
-    """A busy machine changes the time, and neither the devices nor the policy."""
-    reports = []
-    for factor in (0.5, 3.0):
-        monkeypatch.setattr(devices, "matmul_time", lambda dtype, seconds, factor=factor: factor)
-        reports.append(mpjax.device_report())
-    idle, busy = reports
-    assert idle == busy and idle.devices == busy.devices
-    assert busy.matmul_times == {"float16": 3.0, "bfloat16": 3.0}
-    assert "A matmul just took 0.50x in float16 and 0.50x in bfloat16" in str(idle)
-    assert devices.timed_in_words({}) == ""
-
-
-def build(policy):
-    return mpjax.build_train_step(lambda p, b: jnp.sum(p * b), optax.sgd(0.1), policy)
-
-
-def test_8_bit_moments_are_warned_about_on_a_tpu(monkeypatch, recwarn):
-    for device in (gpu("8.0"), TPU):
-        monkeypatch.setattr(devices, "default_device", lambda device=device: device)
-        devices.warn_if_unfit(mpjax.get_policy("O2:bfloat16,moments=8bit"))
-    (caught,) = recwarn.list
-    assert "on a TPU, moments=8bit" in str(caught.message) and caught.filename == __file__
-
-
-@pytest.mark.parametrize(
-    ("device", "policy", "instead"),
-    [
-        (gpu("7.0", "Tesla V100"), "mixed_bfloat16", "mixed_float16"),
-        (gpu("6.0", "Tesla P100"), "O2:float16", "float32"),
-        (TPU, "mixed_float16", "mixed_bfloat16"),
-        (TPU, 'mixed_bfloat16,overrides={"x":"f16"}', "mixed_bfloat16"),
-    ],
-)
-def test_an_unfit_policy_is_warned_about_once(monkeypatch, device, policy, instead):
-    monkeypatch.setattr(devices, "default_device", lambda: device)
-    with pytest.warns(UserWarning, match=f"is no faster than float32.*{instead}") as caught:
-        mpjax.build_train_step(lambda p, b: jnp.sum(p * b), optax.sgd(0.1), policy)
-    assert len(caught) == 1 and caught[0].filename == __file__
-    assert device.device_kind in str(caught[0].message)
-
-
-@pytest.mark.parametrize("device", [gpu("8.0"), TPU, jax.devices("cpu")[0]])
-def test_a_fit_policy_is_not(monkeypatch, device):
-    monkeypatch.setattr(devices, "default_device", lambda: device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        build("mixed_bfloat16")
-        build("float32")
-
-
-@pytest.mark.parametrize("flags", [(), ("amx_bf16",)])
-def test_no_policy_is_warned_about_on_a_cpu_where_people_test(monkeypatch, flags):
-    monkeypatch.setattr(devices._jax, "cpu_flags", lambda: frozenset(flags))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for half in ("bfloat16", "float16"):
-            devices.warn_if_unfit(mpjax.get_policy(f"mixed_{half}"))
 
 
 @pytest.mark.parametrize(
