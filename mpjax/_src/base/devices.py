@@ -16,44 +16,164 @@ from mpjax._src.base.errors import brief, did_you_mean
 # NVIDIA: the lowest compute capability with tensor cores for a dtype.
 TENSOR_CORES = {FLOAT16: (7, 0), BFLOAT16: (8, 0)}
 
-# GPUs that a user may name, with their compute capability (NVIDIA) or architecture (AMD).
+GIB = 2**30
+Peaks = dict[str, float]  # TFLOP/s by dtype
+
+
+class Sheet(NamedTuple):
+    """What `compile_for` needs of a GPU.
+
+    The facts that XLA's compiler needs are published in openxla/xla (xla/backends/gpu/
+    target_config/specs, Apache-2.0). Those of the T4 are from its datasheet; its clock and L2 cache
+    are approximate. Peak rates are from NVIDIA's datasheets: dense (no sparsity), at boost clock;
+    of V100 SXM2, T4, A100 SXM, RTX A6000, H100 SXM, H200 SXM, HGX B200 / 8.
+
+    Attributes:
+        device: What it calls itself.
+        memory: In bytes.
+        bandwidth: In bytes per second.
+        peaks: By dtype.
+        facts: As in `hardware.targets.CARD_FIELDS`.
+    """
+
+    device: str
+    memory: int
+    bandwidth: float
+    peaks: Peaks
+    facts: tuple[float, ...]
+
+
+class Chip(NamedTuple):
+    """What `compile_for` needs of a TPU, from cloud.google.com/tpu/docs, one page per version.
+
+    Attributes:
+        axes: The axes of the torus.
+        memory: In bytes.
+        bandwidth: In bytes per second.
+        half: The peak of bfloat16, in TFLOP/s.
+        byte: The peak of int8.
+    """
+
+    axes: int
+    memory: int
+    bandwidth: float
+    half: float
+    byte: float
+
+
+class Card(NamedTuple):
+    """A GPU.
+
+    Attributes:
+        capability: NVIDIA's compute capability, or AMD's architecture.
+        sheet: None for those that `compile_for` has no details of.
+    """
+
+    capability: str
+    sheet: Sheet | None = None
+
+
+A100: Peaks = {"bf16": 312, "f16": 312, "tf32": 156, "f32": 19.5, "f64": 19.5, "s8": 624}
+H100: Peaks = {"f8": 1979, "bf16": 989, "f16": 989, "tf32": 494.5, "f32": 67, "f64": 67, "s8": 1979}
+
+# The devices that a user may name.
 CARDS = {
-    "k40": "3.5",
-    "k80": "3.7",
-    "m40": "5.2",
-    "m60": "5.2",
-    "gtx980": "5.2",
-    "p100": "6.0",
-    "p4": "6.1",
-    "p40": "6.1",
-    "gtx1080": "6.1",
-    "v100": "7.0",
-    "t4": "7.5",
-    "rtx2080": "7.5",
-    "a100": "8.0",
-    "a100-40": "8.0",
-    "a100-80": "8.0",
-    "a30": "8.0",
-    "a10": "8.6",
-    "a10g": "8.6",
-    "a40": "8.6",
-    "a6000": "8.6",
-    "rtx3090": "8.6",
-    "rtx4090": "8.9",
-    "l4": "8.9",
-    "l40": "8.9",
-    "l40s": "8.9",
-    "h100": "9.0",
-    "h200": "9.0",
-    "gh200": "9.0",
-    "b100": "10.0",
-    "b200": "10.0",
-    "gb200": "10.0",
-    "rtx5090": "12.0",
-    "mi250x": "gfx90a",
-    "mi300x": "gfx942",
+    "k40": Card("3.5"),
+    "k80": Card("3.7"),
+    "m40": Card("5.2"),
+    "m60": Card("5.2"),
+    "gtx980": Card("5.2"),
+    "p100": Card("6.0"),
+    "p4": Card("6.1"),
+    "p40": Card("6.1"),
+    "gtx1080": Card("6.1"),
+    "v100": Card(
+        "7.0",
+        Sheet(
+            *("Tesla V100-SXM2-16GB", 16935682048, 898.048e9),
+            {"f16": 125, "f32": 15.7, "f64": 7.8},
+            (80, 64, 2048, 98304, 98304, 6291456, 1.53),
+        ),
+    ),
+    "t4": Card(
+        "7.5",
+        Sheet(
+            *("Tesla T4", 15843721216, 320.064e9),
+            {"f16": 65, "f32": 8.1, "f64": 0.25, "s8": 130},
+            (40, 64, 1024, 65536, 65536, 4194304, 1.59),
+        ),
+    ),
+    "rtx2080": Card("7.5"),
+    "a100": Card("8.0"),
+    "a100-40": Card(
+        "8.0",
+        Sheet(
+            *("NVIDIA A100-SXM4-40GB", 42331013120, 1555.2e9, A100),
+            (108, 64, 2048, 167936, 166912, 41943040, 1.41),
+        ),
+    ),
+    "a100-80": Card(
+        "8.0",
+        Sheet(
+            *("NVIDIA A100-SXM4-80GB", 85100068864, 2039.04e9, A100),
+            (108, 64, 2048, 167936, 166912, 41943040, 1.41),
+        ),
+    ),
+    "a30": Card("8.0"),
+    "a10": Card("8.6"),
+    "a10g": Card("8.6"),
+    "a40": Card("8.6"),
+    "a6000": Card(
+        "8.6",
+        Sheet(
+            *("NVIDIA RTX A6000", 51041271808, 768.096e9),
+            {"bf16": 155, "f16": 155, "tf32": 77.4, "f32": 38.7, "f64": 0.6, "s8": 310},
+            (84, 128, 1536, 102400, 101376, 6291456, 1.8),
+        ),
+    ),
+    "rtx3090": Card("8.6"),
+    "rtx4090": Card("8.9"),
+    "l4": Card("8.9"),
+    "l40": Card("8.9"),
+    "l40s": Card("8.9"),
+    "h100": Card(
+        "9.0",
+        Sheet(
+            *("NVIDIA H100 80GB HBM3", 84942979072, 3352.32e9, H100),
+            (132, 128, 2048, 233472, 232448, 52428800, 1.98),
+        ),
+    ),
+    "h200": Card(
+        "9.0",
+        Sheet(
+            *("NVIDIA H200 141GB HBM3e", 151397597184, 4800e9, H100),
+            (132, 128, 2048, 233472, 232448, 52428800, 1.98),
+        ),
+    ),
+    "gh200": Card("9.0"),
+    "b100": Card("10.0"),
+    "b200": Card(
+        "10.0",
+        Sheet(
+            *("NVIDIA B200", 191514411008, 7672.32e9),
+            {"f8": 4500, "bf16": 2250, "f16": 2250, "tf32": 1125, "f32": 75, "f64": 37, "s8": 4500},
+            (148, 128, 2048, 233472, 232448, 132644864, 1.965),
+        ),
+    ),
+    "gb200": Card("10.0"),
+    "rtx5090": Card("12.0"),
+    "mi250x": Card("gfx90a"),
+    "mi300x": Card("gfx942"),
 }
-TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "v7x")
+TPUS = {
+    "v2": None,
+    "v3": None,
+    "v4": Chip(3, 32 * GIB, 1228e9, 275, 275),
+    "v5e": Chip(2, 16 * GIB, 819e9, 197, 394),
+    "v5p": Chip(3, 95 * GIB, 2765e9, 459, 918),
+    "v6e": Chip(2, 32 * GIB, 1640e9, 918, 1836),
+    "v7x": None,
+}
 # Names that JAX, clouds and vendors use for the same devices.
 SPELLED = {
     "v5lite": "v5e",
@@ -183,7 +303,7 @@ def check_name(argument: str, name: Any) -> None:
 def _named(name: str, argument: str = "device") -> DeviceFacts:
     key = named(name).key
     if key in CARDS:
-        return _gpu(name, CARDS[key])
+        return _gpu(name, CARDS[key].capability)
     if key in (*TPUS, "tpu"):
         return _tpu(name)
     if key == "cpu":
