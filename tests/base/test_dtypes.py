@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._src.base.dtypes import BY_NAME, canonical, half_of, short_name
+from mpjax._src.base.dtypes import (
+    BY_NAME,
+    canonical,
+    half_of,
+    is_float,
+    is_half,
+    is_narrow,
+    short_name,
+    shown,
+)
 
 
 @pytest.mark.parametrize("name", [*BY_NAME, "F16", " bf16 "])
@@ -56,3 +65,28 @@ def test_half_of_the_default_device():
     cpu = jax.devices("cpu")[0]
     with jax.default_device(cpu):
         assert mpjax.half_dtype() == mpjax.half_dtype(cpu) == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "answers"),
+    [
+        ("float16", (True, True, True)),
+        ("bfloat16", (True, True, True)),
+        ("float8_e5m2", (False, True, True)),
+        ("float32", (False, False, True)),
+        ("float64", (False, False, True)),
+        ("complex64", (False, False, False)),
+        ("int8", (False, False, False)),
+    ],
+)
+def test_what_is_half_narrow_or_floating_is_told_by_the_dtype(dtype, answers):
+    shape = jax.core.ShapedArray((2,), jnp.dtype(dtype))
+    variable = SimpleNamespace(aval=shape)  # as those of a jaxpr
+    for x in (np.zeros(2, jnp.dtype(dtype)), shape, variable):
+        assert (is_half(x), is_narrow(x), is_float(x)) == answers
+        assert shown(x) == f"{short_name(shape.dtype)}[2]"
+
+
+def test_what_has_no_dtype_is_no_float():
+    for x in (None, 1.0, "f16", SimpleNamespace(aval=None)):
+        assert not (is_half(x) or is_narrow(x) or is_float(x))

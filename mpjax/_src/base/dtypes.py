@@ -1,4 +1,4 @@
-"""The floating dtypes of policies: their names, and the half dtype that suits a device."""
+"""The floating dtypes of policies: their names, what they hold, and the half of a device."""
 
 import contextlib
 from typing import Any
@@ -76,3 +76,46 @@ def canonical(dtype: DTypeLike, argument: str, half: np.dtype | None = None) -> 
             f"'half' and the dtypes themselves, such as jnp.bfloat16.{hint}"
         )
     return found
+
+
+# ---- of arrays, and of the values of programs ---------------------------------------------------
+
+
+def dtype_of(x: Any) -> Any:
+    """Returns the dtype of an array or of a value of a program, or None if it has none."""
+    return getattr(getattr(x, "aval", x), "dtype", None)
+
+
+def is_half(x: Any) -> bool:
+    """Returns whether an array, or a value of a program, is float16 or bfloat16."""
+    return dtype_of(x) in HALVES
+
+
+def is_float(x: Any) -> bool:
+    """Returns whether an array, or a value of a program, has a real floating dtype."""
+    dtype = dtype_of(x)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def is_narrow(x: Any) -> bool:
+    """Returns whether it has a real floating dtype narrower than float32, one of 8 bits too."""
+    return is_float(x) and dtype_of(x).itemsize < FLOAT32.itemsize
+
+
+def digits(dtype: Any) -> int:
+    """Returns the significant bits of a dtype: bfloat16 has 8, float16 11, float32 24."""
+    return int(jnp.finfo(dtype).nmant) + 1
+
+
+def stalls_at(dtype: Any) -> int:
+    """Returns the number of equal terms after which a running sum stops growing: 256 or 2048.
+
+    Half an ulp of the sum is then as large as a term, so the term is rounded away.
+    """
+    return int(2 ** digits(dtype))
+
+
+def shown(x: Any) -> str:
+    """Returns an array, or a value of a program, as "bf16[8,128]"."""
+    aval = getattr(x, "aval", x)
+    return f"{short_name(np.dtype(aval.dtype))}[{','.join(map(str, aval.shape))}]"

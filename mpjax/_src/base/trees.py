@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.base.dtypes import FLOAT32, FLOAT64, DTypeLike, canonical
+from mpjax._src.base.dtypes import FLOAT32, FLOAT64, DTypeLike, canonical, is_float, is_narrow
 from mpjax._src.base.errors import brief
 from mpjax._src.base.patterns import difference, path_of, paths
 
@@ -73,12 +73,12 @@ def is_array(leaf: Any) -> bool:
 
 def is_floating(leaf: Any) -> bool:
     """Returns whether a leaf is an array of a real floating dtype."""
-    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return is_array(leaf) and is_float(leaf)
 
 
-def is_half(leaf: Any) -> bool:
+def is_narrow_array(leaf: Any) -> bool:
     """Returns whether a leaf is a floating array narrower than float32."""
-    return is_floating(leaf) and leaf.dtype.itemsize < FLOAT32.itemsize
+    return is_array(leaf) and is_narrow(leaf)
 
 
 def is_key(leaf: Any) -> bool:
@@ -129,7 +129,7 @@ def cast(tree: T, dtype: DTypeLike) -> T:
 
 def widen(tree: T) -> T:
     """Casts the half leaves to float32, and leaves the others unchanged."""
-    return jax.tree.map(lambda leaf: leaf.astype(FLOAT32) if is_half(leaf) else leaf, tree)
+    return jax.tree.map(lambda leaf: leaf.astype(FLOAT32) if is_narrow_array(leaf) else leaf, tree)
 
 
 def cast_like(tree: T, like: Any) -> T:

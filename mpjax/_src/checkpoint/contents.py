@@ -14,11 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey
 
-from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.base.dtypes import FLOAT32, is_narrow
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.trees import is_array, is_key
 from mpjax._src.training.loss_scale import has_protocol
@@ -163,7 +162,7 @@ def _at_home(found: Sequence[Leaf | _Beside]) -> list[Leaf]:
     are half arrays of the paths and shapes of all its masters. If there are several such places, or
     the parameters are not in the tree, no other state has these meanings, or only another part.
     """
-    halves = {x.path: x.value.shape for x in found if isinstance(x, Leaf) and _is_half(x.value)}
+    halves = {x.path: x.value.shape for x in found if isinstance(x, Leaf) and is_narrow(x.value)}
     homes: dict[str, str] = {}
     for node in dict.fromkeys(x.node for x in found if isinstance(x, _Beside)):
         its = {x.of: x.value.shape for x in found if isinstance(x, _Beside) and x.node == node}
@@ -184,11 +183,6 @@ def _at_home(found: Sequence[Leaf | _Beside]) -> list[Leaf]:
         else x
         for x in found
     ]
-
-
-def _is_half(value: Any) -> bool:
-    dtype = getattr(value, "dtype", np.dtype(object))
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < FLOAT32.itemsize
 
 
 def beside_what(means: str) -> str:

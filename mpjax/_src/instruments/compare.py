@@ -18,6 +18,7 @@ import jmp
 import numpy as np
 
 from mpjax._src.autocast.environment import constants_as_casts
+from mpjax._src.base.dtypes import is_float
 from mpjax._src.base.errors import check_callable, did_you_mean
 from mpjax._src.base.lines import short, where
 from mpjax._src.base.progress import check_progress, progress_bar
@@ -39,7 +40,6 @@ from mpjax._src.instruments.shadows import (
     Shadowed,
     badness,
     capped,
-    is_float,
     norm,
     stats_of,
 )

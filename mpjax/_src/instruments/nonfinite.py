@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base import rules
-from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.base.dtypes import FLOAT32, is_half
 from mpjax._src.base.errors import check_callable
 from mpjax._src.base.lines import where
 from mpjax._src.base.rules import rule_of
@@ -20,7 +20,6 @@ from mpjax._src.instruments.interpret import (
     Place,
     Watcher,
     interpret,
-    is_half,
     run,
     run_in_float32,
     shown,

@@ -7,9 +7,8 @@ import numpy as np
 
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.base import _jax, rules
-from mpjax._src.base.dtypes import FLOAT32, short_name
+from mpjax._src.base.dtypes import FLOAT32, dtype_of, is_half, short_name, shown
 from mpjax._src.base.lines import short
-from mpjax._src.lint.halves import dtype_of, is_half, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 
