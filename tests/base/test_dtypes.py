@@ -13,6 +13,7 @@ from mpjax._src.base.dtypes import (
     is_float,
     is_half,
     is_narrow,
+    limits_of,
     short_name,
     shown,
 )
@@ -90,3 +91,17 @@ def test_what_is_half_narrow_or_floating_is_told_by_the_dtype(dtype, answers):
 def test_what_has_no_dtype_is_no_float():
     for x in (None, 1.0, "f16", SimpleNamespace(aval=None)):
         assert not (is_half(x) or is_narrow(x) or is_float(x))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_limits_are_those_of_casts(dtype):
+    limits, kind = limits_of(jnp.dtype(dtype)), jnp.dtype(dtype)
+
+    def cast(power, factor=1.0):
+        with np.errstate(over="ignore"):
+            return float((np.float64(factor) * np.float64(2.0) ** power).astype(kind))
+
+    assert cast(limits.flush) == 0 < cast(limits.flush, 1.01)
+    assert cast(limits.overflow) == np.inf > cast(limits.overflow - 1)
+    assert cast(0, 1 + 2.0 ** (1 - limits.digits)) > 1 == cast(0, 1 + 2.0**-limits.digits)
+    assert cast(limits.normal) == float(jnp.finfo(kind).smallest_normal)

@@ -1,7 +1,7 @@
 """The floating dtypes of policies: their names, what they hold, and the half of a device."""
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,9 +102,31 @@ def is_narrow(x: Any) -> bool:
     return is_float(x) and dtype_of(x).itemsize < FLOAT32.itemsize
 
 
+class Limits(NamedTuple):
+    """What a floating dtype can hold. All but the digits are exponents of two.
+
+    Attributes:
+        digits: The significant bits: bfloat16 has 8, float16 11, float32 24.
+        flush: The largest magnitude that is rounded to zero: half the smallest number.
+        normal: The smallest magnitude with all digits.
+        overflow: The power of two that follows the largest number.
+    """
+
+    digits: int
+    flush: int
+    normal: int
+    overflow: int
+
+
+def limits_of(dtype: Any) -> Limits:
+    """Returns the limits of a floating dtype."""
+    info = jnp.finfo(dtype)
+    return Limits(info.nmant + 1, info.minexp - info.nmant - 1, info.minexp, info.maxexp)
+
+
 def digits(dtype: Any) -> int:
-    """Returns the significant bits of a dtype: bfloat16 has 8, float16 11, float32 24."""
-    return int(jnp.finfo(dtype).nmant) + 1
+    """Returns the significant bits of a dtype."""
+    return limits_of(dtype).digits
 
 
 def stalls_at(dtype: Any) -> int:
