@@ -455,12 +455,7 @@ def computed_in(signature: str) -> str:
 
 def _held(value: Value) -> int:
     """Returns the bytes of a value in the dtype in which the plan stores it."""
-    narrow = value.is_f32 and value.dtype is not None
-    return (
-        _jax.size_of(value.aval.shape) * np.dtype(value.dtype).itemsize
-        if narrow
-        else _bytes(value.aval)
-    )
+    return _jax.bytes_of(value.aval, value.dtype if value.is_f32 else None)
 
 
 def _after(value: Value, dtype: Any) -> str:
@@ -505,7 +500,7 @@ def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
             times,
             index,
             library=lines[1],
-            bytes=sum(_bytes(v.aval) for v in values),
+            bytes=sum(_jax.bytes_of(v.aval) for v in values),
         )
 
 
@@ -581,15 +576,9 @@ def _casts(jaxpr: Any) -> "collections.Counter[int]":
             old, new = eqn.invars[0].aval, eqn.outvars[0].aval
             dtypes = {old.dtype, new.dtype}
             if FLOAT32 in dtypes and dtypes & set(HALVES):
-                found[(_bytes(old) + _bytes(new)) * times] += 1
+                found[(_jax.bytes_of(old) + _jax.bytes_of(new)) * times] += 1
     return found
 
 
 def _totals(casts: "collections.Counter[int]") -> tuple[int, int]:
     return sum(casts.values()), sum(size * count for size, count in casts.items())
-
-
-def _bytes(aval: Any) -> int:
-    dtype = getattr(aval, "dtype", None)
-    size = getattr(dtype, "itemsize", 0)
-    return _jax.size_of(getattr(aval, "shape", (0,))) * size

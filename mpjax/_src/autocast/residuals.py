@@ -41,10 +41,11 @@ def kept_by(jaxpr: Any) -> list[Kept]:
     found = []
     for v in dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)):
         if v not in known and not _is_constant(makers(jaxpr).get(v)):
-            size = _jax.size_of(v.aval.shape) * getattr(v.aval.dtype, "itemsize", 0)
             origin = _origin(v, jaxpr, makers)
             row = origin if isinstance(origin, int) else None
-            found.append(Kept(short_name(v.aval.dtype), tuple(v.aval.shape), size, row))
+            found.append(
+                Kept(short_name(v.aval.dtype), tuple(v.aval.shape), _jax.bytes_of(v.aval), row)
+            )
     return sorted(found, key=lambda kept: -kept.bytes)
 
 

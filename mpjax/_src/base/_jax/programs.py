@@ -144,6 +144,12 @@ def size_of(shape: Sequence[Any]) -> int:
     return math.prod(map(int, numbers))
 
 
+def bytes_of(aval: Any, dtype: np.dtype | None = None) -> int:
+    """Returns the bytes of an array in its own or another dtype; 0 for what is none."""
+    stored = getattr(aval, "dtype", None) if dtype is None else dtype
+    return size_of(getattr(aval, "shape", (0,))) * getattr(stored, "itemsize", 0)
+
+
 def retyped(aval: Any, dtype: Any) -> Any:
     """Returns an aval with another dtype, its sharding and axes kept."""
     return aval.update(dtype=np.dtype(dtype))
