@@ -71,6 +71,11 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array)
 
 
+def is_array_or_shape(leaf: Any) -> bool:
+    """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct` that stands for one."""
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
 def is_floating(leaf: Any) -> bool:
     """Returns whether a leaf is an array of a real floating dtype."""
     return is_array(leaf) and is_float(leaf)

@@ -19,7 +19,7 @@ from jax.tree_util import GetAttrKey
 
 from mpjax._src.base.dtypes import FLOAT32, is_narrow
 from mpjax._src.base.patterns import path_of
-from mpjax._src.base.trees import is_array, is_key
+from mpjax._src.base.trees import is_array_or_shape, is_key
 from mpjax._src.training.loss_scale import has_protocol
 from mpjax._src.training.masters import MasterWeightsState
 from mpjax._src.training.moments import EightBitMomentsState
@@ -72,7 +72,7 @@ def leaves_of(tree: Any) -> list[Leaf]:
     found = _at_home(list(_leaves(tree, (), ())))
     for leaf in found:
         value = leaf.value
-        if not (is_array(value) or isinstance(value, (jax.ShapeDtypeStruct, int, float, complex))):
+        if not (is_array_or_shape(value) or isinstance(value, (int, float, complex))):
             raise TypeError(
                 f"state[{leaf.path!r}] is {value!r}, not an array. Keep functions and settings out "
                 "of the state. A checkpoint holds arrays, and plain data that is passed as data=."
