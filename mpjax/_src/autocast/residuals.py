@@ -43,9 +43,8 @@ def kept_by(jaxpr: Any) -> list[Kept]:
         if v not in known and not _is_constant(makers(jaxpr).get(v)):
             origin = _origin(v, jaxpr, makers)
             row = origin if isinstance(origin, int) else None
-            found.append(
-                Kept(short_name(v.aval.dtype), tuple(v.aval.shape), _jax.bytes_of(v.aval), row)
-            )
+            size, shape = _jax.bytes_of(v.aval), tuple(v.aval.shape)
+            found.append(Kept(short_name(v.aval.dtype), shape, size, row))
     return sorted(found, key=lambda kept: -kept.bytes)
 
 

@@ -165,6 +165,9 @@ def test_a_symbolic_dimension_can_be_evaluated():
     assert _jax.size_of((3, 2 * a, b)) == 6 * large**2
     assert _jax.size_of((a + b, a // 2)) == large**2
     assert _jax.size_of(()) == 1
+    shape = jax.ShapeDtypeStruct((3, a), np.int8)
+    assert _jax.bytes_of(shape) == 3 * large and _jax.bytes_of(shape, np.dtype("f4")) == 12 * large
+    assert _jax.bytes_of(None) == 0
 
 
 def test_a_retyped_aval_keeps_all_but_its_dtype():
