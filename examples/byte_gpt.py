@@ -14,7 +14,6 @@ Three seeds of float32 give 2.495 to 2.507.
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 import math
@@ -120,9 +119,7 @@ def evaluate(params: Any, batches: jax.Array) -> dict[str, jax.Array]:
 @functools.cache
 def evaluator(policy: str) -> Callable[..., dict[str, jax.Array]]:
     """Returns `evaluate` under a policy, with figures in float32. It is compiled once."""
-    return mpjax.autocast(
-        evaluate, dataclasses.replace(mpjax.get_policy(policy), output_dtype="float32")
-    )
+    return mpjax.autocast(evaluate, mpjax.get_policy(policy).replace(output="float32"))
 
 
 def explain(policy: str) -> mpjax.CastReport:

@@ -13,7 +13,6 @@ Three seeds of float32 give 97.3% to 97.8%.
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 import math
@@ -110,9 +109,7 @@ def evaluate(params: Any, model_state: Any, batch: Any) -> dict[str, jax.Array]:
 @functools.cache
 def evaluator(policy: str) -> Callable[..., dict[str, jax.Array]]:
     """Returns `evaluate` under a policy, with figures in float32. It is compiled once."""
-    return mpjax.autocast(
-        evaluate, dataclasses.replace(mpjax.get_policy(policy), output_dtype="float32")
-    )
+    return mpjax.autocast(evaluate, mpjax.get_policy(policy).replace(output="float32"))
 
 
 def explain(policy: str) -> mpjax.CastReport:

@@ -6,8 +6,8 @@ takes little longer than importing JAX. The modules are described in docs/archit
 
 import lazy_loader
 
-from ._src import contexts as _contexts  # noqa: F401
-from ._src import deprecations as _deprecations
+from ._src.base import contexts as _contexts  # noqa: F401
+from ._src.base import deprecations as _deprecations
 
 __version__ = "0.1.0"
 _find, __dir__, _names = lazy_loader.attach_stub(__name__, __file__)
@@ -20,6 +20,6 @@ def __getattr__(name):
     name = _deprecations.resolve(name)
     if name in _names:
         return _find(name)
-    from ._src.errors import no_attribute  # importing mpjax loads next to nothing
+    from ._src.base.errors import no_attribute  # importing mpjax loads next to nothing
 
     raise no_attribute(f"module {__name__!r}", name, _names)

@@ -8,18 +8,15 @@ from ._src.autocast.explain import CastReport, explain
 from ._src.autocast.kernels import current_policy, half_inputs
 from ._src.autocast.regions import full_precision, precision
 from ._src.autocast.transform import autocast
+from ._src.base.devices import DeviceFacts
+from ._src.base.errors import CompileError, DivergenceError, OutOfMemoryError, PrecisionWarning
+from ._src.base.rules import register_rule
+from ._src.base.trees import all_finite, cast, select
 from ._src.checkpoint.export import export_params, load_safetensors, save_safetensors
-from ._src.errors import CompileError, DivergenceError, OutOfMemoryError, PrecisionWarning
 from ._src.hardware.aot import compile_for
 from ._src.hardware.batch_size import BatchTry, LargestBatch, largest_batch
 from ._src.hardware.collectives import CollectiveRow
-from ._src.hardware.devices import (
-    DeviceFacts,
-    DeviceReport,
-    device_report,
-    half_dtype,
-    recommend_policy,
-)
+from ._src.hardware.devices import DeviceReport, device_report
 from ._src.hardware.memory import MemoryRow
 from ._src.hardware.report import CompileReport, MatmulRow
 from ._src.instruments.agreement import Agreement, Parting
@@ -41,8 +38,8 @@ from ._src.instruments.plots import (
 from ._src.instruments.tune import Tuning, tune
 from ._src.lint.linter import lint
 from ._src.lint.report import Finding, LintReport
-from ._src.policy import Policy, get_policy
-from ._src.rules import register_rule
+from ._src.policy.policy import Policy, get_policy
+from ._src.policy.recommend import half_dtype, recommend_policy
 from ._src.training.gradients import scaled_value_and_grad
 from ._src.training.loss_scale import (
     DynamicLossScale,
@@ -72,7 +69,6 @@ from ._src.training.rounding import (
 from ._src.training.stalled import Stalled, warn_if_stalled
 from ._src.training.step import TrainState, TrainStep, build_train_step, raise_if_diverged
 from ._src.training.watch import Overflow, Underflow
-from ._src.trees import all_finite, cast, select
 from ._src.watching.report import PrecisionReport, PrecisionRow, WatchedTensor
 from ._src.watching.risk import Risk
 from ._src.watching.watch import WatchedStep, measure_precision, watch_precision

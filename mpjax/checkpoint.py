@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from mpjax._src.base.errors import CheckpointError, suggesting
 from mpjax._src.checkpoint.manager import Manager
 from mpjax._src.checkpoint.state import Description, describe, restore, save
-from mpjax._src.errors import CheckpointError, suggesting
 
 __all__ = ["CheckpointError", "Description", "Manager", "describe", "restore", "save"]
 

@@ -37,8 +37,8 @@ import psutil
 import pytest
 from hypothesis import settings
 
-from mpjax._src import rules
-from mpjax._src.called import CALLED
+from mpjax._src.base import rules
+from mpjax._src.base.called import CALLED
 
 # Tracing and compiling make the time of a single example meaningless.
 # Under CI, inputs are the same every time, so that a failure comes from the change.
@@ -54,7 +54,7 @@ KINDS = {
     "sound": (
         "autocast/test_sound_",
         "autocast/test_autocast_random",
-        "test_rules_",
+        "base/test_rules_",
     ),
     "docs": (
         "site/",

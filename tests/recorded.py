@@ -23,9 +23,10 @@ import markupsafe
 import numpy as np
 
 import mpjax
+from mpjax._src.base.devices import device_facts
 from mpjax._src.cli import tables
 from mpjax._src.hardware import batch_size
-from mpjax._src.hardware.devices import DeviceReport, device_facts
+from mpjax._src.hardware.devices import DeviceReport
 from mpjax._src.hardware.targets import find_target
 from mpjax._src.instruments.nonfinite import Range
 from mpjax._src.instruments.tune import TuneStep

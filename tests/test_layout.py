@@ -10,9 +10,9 @@ LONGEST = 500
 
 
 def test_folders_mirror_the_packages():
-    folders = {path.parent.name for path in TESTS.glob("*/test_*.py")}
-    packages = {path.parent.name for path in INSIDE.glob("*/__init__.py")}
-    assert folders == packages | {"benchmarks", "site"}
+    folders = {path.parent.relative_to(TESTS) for path in TESTS.glob("*/**/test_*.py")}
+    packages = {path.parent.relative_to(INSIDE) for path in INSIDE.glob("*/**/__init__.py")}
+    assert folders == packages | {Path("benchmarks"), Path("site")}
 
 
 def test_no_file_is_too_long():

@@ -1,5 +1,6 @@
 """The wheel and the sdist contain all files that they need, and no others."""
 
+import re
 import subprocess
 import tarfile
 import tomllib
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
+from house import imports
 
 import mpjax
 
@@ -70,6 +72,14 @@ def test_the_sdist_is_what_git_tracks_but_for_the_code_host(sdist, tracked):
 
 def test_the_sdist_is_small(sdist):
     assert Path(sdist.name).stat().st_size < LARGEST
+
+
+def test_every_dependency_is_imported():
+    imported = {
+        name.partition(".")[0] for path in (ROOT / "mpjax").rglob("*.py") for name in imports(path)
+    }
+    needed = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in PROJECT["dependencies"]}
+    assert needed <= imported
 
 
 def test_every_dependency_has_a_floor():

@@ -2,9 +2,7 @@
 
 import functools
 import html
-import sys
 import sysconfig
-import types
 from pathlib import Path
 
 import jax
@@ -16,6 +14,7 @@ from flax import linen as nn
 
 import mpjax
 from mpjax._src import reports
+from mpjax._src.base.lines import where
 
 PACKAGES = sysconfig.get_paths()["purelib"]
 
@@ -131,7 +130,7 @@ def test_the_users_line_comes_before_the_librarys():
     assert all(row.library.startswith(f"{PACKAGES}/flax/linen/linear.py:") for row in rows)
     explained = [row for row in report("explain").rows if row.path and row.flops]
     assert {row.source for row in explained} == {here}
-    assert reports.where(rows[0].source, rows[0].library).endswith(
+    assert where(rows[0].source, rows[0].library).endswith(
         f"({rows[0].library.removeprefix(PACKAGES + '/')})"
     )
 
@@ -139,28 +138,6 @@ def test_the_users_line_comes_before_the_librarys():
 def line_of(text):
     lines = Path(__file__).read_text().splitlines()
     return next(i for i, line in enumerate(lines, 1) if text in line)
-
-
-def test_short_names_of_files(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert reports.short(f"{tmp_path}/models/net.py:3") == "models/net.py:3"
-    assert reports.short("/elsewhere/net.py:3") == "net.py:3"
-    assert reports.short("/x/lib/python3/dist-packages/flax/core.py:1") == "flax/core.py:1"
-    assert reports.short("") == ""
-    assert reports.is_library(np.__file__) and not reports.is_library(str(tmp_path / "net.py"))
-
-
-def test_a_cell_of_a_notebook_has_the_name_that_ipython_gives_it(monkeypatch, tmp_path):
-    cells = {f"{tmp_path}/ipykernel_7/123.py": ("Cell", "In[3]")}  # else None, as IPython has it
-    compiler = types.SimpleNamespace(format_code_name=cells.get)
-    shell = types.SimpleNamespace(compile=compiler)
-    ipython = types.SimpleNamespace(get_ipython=lambda: shell)
-    monkeypatch.setitem(sys.modules, "IPython", ipython)
-    monkeypatch.chdir(tmp_path)
-    assert reports.short(f"{tmp_path}/ipykernel_7/123.py:9") == "In[3]:9"
-    assert reports.short(f"{tmp_path}/net.py:9") == "net.py:9"
-    ipython.get_ipython = lambda: None  # imported, but not running
-    assert reports.short(f"{tmp_path}/net.py:9") == "net.py:9"
 
 
 def test_columns_are_aligned_by_their_titles():

@@ -17,7 +17,7 @@ from benchmarks.models import training_step
 from benchmarks.on_cpu.paired import measure, timer
 from benchmarks.on_cpu.steps import concrete
 from benchmarks.results import SKIPPED
-from mpjax._src.hardware.devices import device_facts
+from mpjax._src.base.devices import device_facts
 from mpjax._src.hardware.hlo import attribute, parse
 
 POLICY = "mixed_bfloat16"

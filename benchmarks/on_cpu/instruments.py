@@ -24,7 +24,7 @@ from benchmarks.models import MODELS, SMALL
 from benchmarks.on_cpu.steps import concrete
 from mpjax._src.instruments.interpret import Plain, interpret
 from mpjax._src.instruments.programs import make_program
-from mpjax._src.policy import get_policy
+from mpjax._src.policy.policy import get_policy
 
 RUNS = ("compiled", "operation by operation", "find_nonfinite", "compare")
 BASES = RUNS[:2]

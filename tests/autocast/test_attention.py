@@ -13,7 +13,7 @@ from support import HALVES, assert_near, cast, equations, normal, thorough_but
 
 import mpjax
 from mpjax._src.autocast import fused_kernels
-from mpjax._src.hardware.devices import traced_for
+from mpjax._src.base.devices import traced_for
 
 B, T, N, H = 2, 128, 4, 64
 Q, K, V = (normal(i, B, T, N, H) for i in range(3))
@@ -265,4 +265,4 @@ def test_nothing_that_jax_was_told_outlives_a_call():
         assert cudnn.is_cuda_compute_capability_equal("9.0")
         raise KeyError
     assert [getattr(cudnn, name) for name in names] == before
-    assert mpjax._src.hardware.devices.target_facts() is None
+    assert mpjax._src.base.devices.target_facts() is None

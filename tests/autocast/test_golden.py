@@ -118,7 +118,7 @@ def compared(want, policy, kind=""):
 
 
 def target(name):
-    from mpjax._src.hardware.devices import traced_for
+    from mpjax._src.base.devices import traced_for
 
     return traced_for("h100") if name.split()[0] in FOR_GPUS else contextlib.nullcontext()
 

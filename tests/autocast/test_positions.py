@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from jax.extend.core import jaxpr_as_fun
 from measure import run
 
-from mpjax._src import _jax
 from mpjax._src.autocast import positions
 from mpjax._src.autocast.graph import build
 from mpjax._src.autocast.islands import flow_of
 from mpjax._src.autocast.views import own_axes
+from mpjax._src.base import _jax
 
 T, S = 5, 7
 

@@ -7,7 +7,17 @@ import pytest
 from jax import lax
 from measure import run
 from programs import PROGRAMS, W, X
-from support import BOTH, HALVES, assert_near, cast, found, full_matmuls, normal, thorough_but
+from support import (
+    BOTH,
+    HALVES,
+    assert_near,
+    cast,
+    equations,
+    found,
+    full_matmuls,
+    normal,
+    thorough_but,
+)
 
 # Each program is tried in one 16-bit dtype here, in the other one in the thorough tier.
 PAIRS = [(name, half) for name in PROGRAMS for half in HALVES]
@@ -84,6 +94,25 @@ def test_while_counts_in_half_and_solves_in_float32():
 
     got, want = jax.jit(lambda w, x: (cast(solved)(w, x), solved(w, x)))(W, X)
     np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_the_condition_of_a_while_loop_reads_the_dtype_that_is_carried():
+    """It read that of the initial value: a condition that looks at its bits did not compile."""
+
+    def signed(w, x):
+        def unfinished(c):
+            sign = lax.bitcast_convert_type(c[1][0, 0], jnp.uint32) >> 31
+            return (c[0] < 3) & (sign < 2)
+
+        return lax.while_loop(unfinished, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x))[1]
+
+    program = jax.make_jaxpr(cast(signed))(W, X)
+    (loop,) = [eqn for eqn in equations(program) if eqn.primitive.name == "while"]
+    condition, body = loop.params["cond_jaxpr"], loop.params["body_jaxpr"]
+    carried = [aval.dtype.name for aval in body.in_avals[-2:]]
+    assert [aval.dtype.name for aval in condition.in_avals] == carried == ["int32", "bfloat16"]
+    got, want = jax.jit(lambda w, x: (cast(signed)(w, x), signed(w, x)))(W, X)
+    np.testing.assert_allclose(got, want, atol=0.05)
 
 
 def test_while_whose_condition_computes_the_residual_ends():

@@ -15,9 +15,9 @@ from programs import layer_norm
 from support import BOTH, calls_to_trace, cast, equations, normal, thorough_but
 
 import mpjax
-from mpjax._src import _jax
 from mpjax._src.autocast import repeats, rewrite
 from mpjax._src.autocast.graph import PLANNED
+from mpjax._src.base import _jax
 
 WIDTH, LAYERS = 8, 6
 X = normal(9, 4, WIDTH)

@@ -12,8 +12,8 @@ from support import assert_near, cast, equations, normal, thorough_but
 from test_peepholes import TRANSFORMS, compiled
 
 import mpjax
-from mpjax._src import _jax
 from mpjax._src.autocast import derivatives
+from mpjax._src.base import _jax
 
 ROWS, LONG = 4, 1100
 H, W = normal(0, ROWS, 8), normal(1, 8, LONG)

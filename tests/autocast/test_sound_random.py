@@ -15,8 +15,8 @@ from random_operations import OPS
 from random_programs import arguments, build, fault, generate, names_in, report, shrink
 from support import equations, thorough_but
 
-from mpjax._src import rules
-from mpjax._src.policy import CHOICES
+from mpjax._src.base import rules
+from mpjax._src.policy.policy import CHOICES
 
 PROGRAMS, CHUNK = 255, 15
 FEW = range(5, PROGRAMS, 25)  # those of the quick tier: of each kind, in both 16-bit dtypes

@@ -17,7 +17,7 @@ from mpjax._src.hardware.compiler import ENVIRONMENT
 ROOT = Path(__file__).parents[2]
 START = {
     advice.GPU: "import jax; jax.devices()",
-    advice.TPU: "from mpjax._src._jax import aot; from mpjax._src.hardware.targets import *; "
+    advice.TPU: "from mpjax._src.base._jax import aot; from mpjax._src.hardware.targets import *; "
     "t = find_target('v5e'); aot._compile_only_device(t.platform, t.topology, t.config)",
 }
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from mpjax._src import _jax
+from mpjax._src.base import _jax
 from mpjax._src.cli import doctor
 from mpjax._src.cli.commands import cli
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpjax._src.hardware import devices
+from mpjax._src.base import devices
 from mpjax._src.hardware.targets import GPUS, TPU_CHIPS, find_target
 
 TARGETS = [*GPUS, *TPU_CHIPS]

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax._src._jax import cpu_matmuls
+from mpjax._src.base._jax import cpu_matmuls
 from mpjax._src.hardware import timed
 
 BFLOAT16 = np.dtype(jnp.bfloat16)

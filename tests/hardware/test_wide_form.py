@@ -10,7 +10,7 @@ from absent import compiles, shape
 from jax import lax
 
 import mpjax
-from mpjax._src import rules
+from mpjax._src.base import rules
 
 WIDE = {"preferred_element_type": np.dtype("float32")}
 LAYOUT = ("NHWC", "HWIO", "NHWC")

@@ -11,7 +11,7 @@ from jax.interpreters import mlir
 from support import normal
 
 import mpjax
-from mpjax._src.reports import short
+from mpjax._src.base.lines import short
 
 W, X = normal(0, 8, 8, scale=0.3), normal(1, 4, 8)
 MANY = jnp.ones(3000, jnp.bfloat16)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpjax
-from mpjax._src.instruments import histogram
+from mpjax._src.base.dtypes import limits_of
 from mpjax._src.instruments.histogram import BINS, EXPONENTS
 
 
@@ -98,7 +98,7 @@ def test_the_recommended_scale_is_the_largest_safe_one(rng):
 
 @pytest.mark.parametrize("half", [np.float16, ml_dtypes.bfloat16])
 def test_numbers_within_the_limits_are_finite(half):
-    largest = 2.0 ** (histogram.limits_of(half).overflow - 1)
+    largest = 2.0 ** (limits_of(half).overflow - 1)
     with np.errstate(over="ignore"):
         assert np.isfinite(np.float64(largest).astype(half))
         assert np.isinf(np.float64(2 * largest).astype(half))

@@ -322,7 +322,7 @@ class TestControlFlow:
         assert not x.is_deleted()
 
     def test_results_agree_with_the_compiled_program(self, model):
-        from mpjax._src import _jax
+        from mpjax._src.base import _jax
         from mpjax._src.instruments.interpret import Plain, interpret
 
         def fun(params, x):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support import thorough_but
 
 import mpjax
-from mpjax._src import _jax
+from mpjax._src.base import _jax
 from mpjax._src.instruments.interpret import Plain, interpret, operations_in
 from mpjax._src.instruments.unmapped import unmapped
 

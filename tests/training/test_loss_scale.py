@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpjax
-from mpjax._src.training.loss_scale import finite_number, resolve_loss_scale
+from mpjax._src.training.loss_scale import resolve_loss_scale
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -248,12 +248,6 @@ def test_replace_sets_the_scale():
 
 def test_a_static_scale_may_be_traced():
     assert jax.jit(lambda s: mpjax.StaticLossScale(s).scale(jnp.float32(2)))(3.0) == 6
-
-
-def test_a_traced_number_is_no_finite_number():
-    seen = []
-    jax.eval_shape(lambda x: seen.append(finite_number(x)), 1.0)
-    assert seen == [None] and finite_number(2) == 2.0
 
 
 @pytest.mark.parametrize(

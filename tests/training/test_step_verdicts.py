@@ -12,7 +12,7 @@ from problems import POLICIES, bits, linear_loss, linear_problem, mesh, net_loss
 from support import thorough_but
 
 import mpjax
-from mpjax._src.trees import stays_finite
+from mpjax._src.base.trees import stays_finite
 
 
 def carries(new_state):

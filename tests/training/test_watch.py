@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support import equations, thorough_but
 
 import mpjax
-from mpjax._src.patterns import paths
+from mpjax._src.base.patterns import paths
 from mpjax._src.training.gradients import observed_value_and_grad
 from mpjax._src.training.order import backward_order
 from mpjax._src.training.watch import _limits as limits

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax._src import _jax
+from mpjax._src.base import _jax
 
 X, W, V = jnp.ones((4, 8)), jnp.full((8, 16), 0.1), jnp.full((16, 2), 0.1)
 

@@ -11,13 +11,13 @@ derivative reads are left unrounded.
 
 from collections.abc import Collection, Iterable, Sequence
 
-from mpjax._src import rules
 from mpjax._src.autocast.decide import may_be_rounded
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.islands import Flow, Island, bound, large_float32
 from mpjax._src.autocast.lean import needs
 from mpjax._src.autocast.why import Reason, why
-from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.base import rules
+from mpjax._src.base.dtypes import FLOAT32, HALVES
 
 
 def links(flow: Flow) -> set[Op]:

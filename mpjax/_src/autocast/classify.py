@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src import _jax, rules
 from mpjax._src.autocast.graph import KERNEL, PLANNED, REGION, Block, Op, is_float, known_value
 from mpjax._src.autocast.why import Reason, Why, why
-from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.patterns import matches
-from mpjax._src.policy import Policy
+from mpjax._src.base import _jax, rules
+from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.base.patterns import matches
+from mpjax._src.policy.policy import Policy
 
 
 def classify(block: Block, policy: Policy) -> frozenset[str]:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from mpjax._src import _jax
 from mpjax._src.autocast.environment import Env
 from mpjax._src.autocast.graph import Op
 from mpjax._src.autocast.rewrite import (
@@ -13,6 +12,7 @@ from mpjax._src.autocast.rewrite import (
     run_block,
     trace_sub,
 )
+from mpjax._src.base import _jax
 
 
 @evaluates("scan")

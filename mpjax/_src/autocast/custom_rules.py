@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax._src import _jax
 from mpjax._src.autocast.environment import Env
 from mpjax._src.autocast.graph import REGION, Op
 from mpjax._src.autocast.kernels import tracing
@@ -24,8 +23,9 @@ from mpjax._src.autocast.rewrite import (
     run_plan,
     trace_sub,
 )
-from mpjax._src.dtypes import HALVES
-from mpjax._src.policy import Policy
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import HALVES
+from mpjax._src.policy.policy import Policy
 
 
 @evaluates("custom_jvp_call")

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src import rules
 from mpjax._src.autocast.demand import all_in_full, is_held, wide_inside
 from mpjax._src.autocast.graph import Block, Op, Value, half_of, is_beyond, is_float
 from mpjax._src.autocast.why import Reason, why
-from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.higher_order import SCAN
+from mpjax._src.base import rules
+from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.base.higher_order import SCAN
 
 
 def decide(block: Block) -> None:
@@ -271,17 +271,22 @@ def _decide_written(op: Op) -> None:
 
 def _decide_program(op: Op) -> None:
     results: dict[int, list[Value]] = {}
+    # The condition of a while loop reads what the body carries, by its operand, not what came in.
+    carries = {
+        sub.ins[position]: half_of(sub.program) if sub.program.carries[position] else FLOAT32
+        for sub in op.subs
+        for _, position in sub.carry
+    }
     for sub in op.subs:
         block = sub.program
         pinned, scans = op.inside.pinned, op.inside.kind == SCAN
         for position, (value, index) in enumerate(zip(block.invars, sub.ins, strict=True)):
             source = op.ins[index]
-            carried = position in {argument for _, argument in sub.carry}
             if not value.is_f32:
                 continue
-            if carried:
-                half = block.carries[position]
-                _set(value, "half" if half else "flexible", half_of(block) if half else FLOAT32)
+            if index in carries:
+                dtype = carries[index]
+                _set(value, "flexible" if dtype == FLOAT32 else "half", dtype)
             elif pinned or (scans and position < sub.consts) or _donated(op, index):
                 # Constants of a loop stay float32: their cotangents are summed over iterations.
                 _set(value, "flexible" if source.kind != "full" else "full", FLOAT32)

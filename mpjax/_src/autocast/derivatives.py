@@ -16,11 +16,11 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax._src import _jax
 from mpjax._src.autocast.gathers import select_one_per_row
 from mpjax._src.autocast.graph import Place
-from mpjax._src.dtypes import FLOAT32
-from mpjax._src.rules import rule_of
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.base.rules import rule_of
 
 Run = Callable[..., tuple[list[Any], list[Any]]]
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import _jax
 from mpjax._src.autocast.derivatives import cast, keep, known
 from mpjax._src.autocast.graph import Value
-from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.policy import Policy
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.policy.policy import Policy
 
 _FOLDS = contextvars.ContextVar("mpjax folds constants", default=True)
 

@@ -10,21 +10,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src import _jax
 from mpjax._src.autocast.graph import ATTENTION, ROW, Block, Op, Value, numbered
 from mpjax._src.autocast.loss import check_loss, differentiated, pull_back
 from mpjax._src.autocast.residuals import Kept, kept_by, storage_of
 from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.autocast.why import Reason, Why, why
-from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
-from mpjax._src.errors import check_callable
-from mpjax._src.hardware.devices import check_name, traced_for
-from mpjax._src.higher_order import CALL, higher_order, turns_of
+from mpjax._src.base import _jax
+from mpjax._src.base.devices import check_name, traced_for
+from mpjax._src.base.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
+from mpjax._src.base.errors import check_callable
+from mpjax._src.base.higher_order import CALL, higher_order, turns_of
+from mpjax._src.base.lines import where
+from mpjax._src.base.rules import HALF, rule_of
+from mpjax._src.base.trees import is_array
 from mpjax._src.pages.data import size
-from mpjax._src.policy import PolicyLike, get_policy
-from mpjax._src.reports import Report, table, where, wrapped
-from mpjax._src.rules import HALF, rule_of
-from mpjax._src.trees import is_array
+from mpjax._src.policy.policy import PolicyLike, get_policy
+from mpjax._src.reports import Report, table, wrapped
 
 # The summary of a report names this many of the arrays kept for the backward pass.
 LARGEST = 8
@@ -454,12 +455,7 @@ def computed_in(signature: str) -> str:
 
 def _held(value: Value) -> int:
     """Returns the bytes of a value in the dtype in which the plan stores it."""
-    narrow = value.is_f32 and value.dtype is not None
-    return (
-        _jax.size_of(value.aval.shape) * np.dtype(value.dtype).itemsize
-        if narrow
-        else _bytes(value.aval)
-    )
+    return _jax.bytes_of(value.aval, value.dtype if value.is_f32 else None)
 
 
 def _after(value: Value, dtype: Any) -> str:
@@ -504,7 +500,7 @@ def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
             times,
             index,
             library=lines[1],
-            bytes=sum(_bytes(v.aval) for v in values),
+            bytes=sum(_jax.bytes_of(v.aval) for v in values),
         )
 
 
@@ -580,15 +576,9 @@ def _casts(jaxpr: Any) -> "collections.Counter[int]":
             old, new = eqn.invars[0].aval, eqn.outvars[0].aval
             dtypes = {old.dtype, new.dtype}
             if FLOAT32 in dtypes and dtypes & set(HALVES):
-                found[(_bytes(old) + _bytes(new)) * times] += 1
+                found[(_jax.bytes_of(old) + _jax.bytes_of(new)) * times] += 1
     return found
 
 
 def _totals(casts: "collections.Counter[int]") -> tuple[int, int]:
     return sum(casts.values()), sum(size * count for size, count in casts.items())
-
-
-def _bytes(aval: Any) -> int:
-    dtype = getattr(aval, "dtype", None)
-    size = getattr(dtype, "itemsize", 0)
-    return _jax.size_of(getattr(aval, "shape", (0,))) * size

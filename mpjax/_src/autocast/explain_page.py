@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from mpjax._src.autocast.explain import COMPUTES, CastReport, Row
 from mpjax._src.autocast.residuals import Kept
+from mpjax._src.base.lines import short
 from mpjax._src.pages.data import (
     DTYPES,
     Bar,
@@ -18,7 +19,6 @@ from mpjax._src.pages.data import (
     shares,
     size,
 )
-from mpjax._src.reports import short
 
 DTYPE = Colour(
     "dtype",

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src import _jax
 from mpjax._src.autocast.graph import Block, Op, Value
 from mpjax._src.autocast.islands import Flow
 from mpjax._src.autocast.views import Axes, before, is_view
-from mpjax._src.dtypes import FLOAT32
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import FLOAT32
 
 # ---- which values are the same ------------------------------------------------------------------
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import _jax
-from mpjax._src.dtypes import HALVES
-from mpjax._src.hardware.devices import device_facts, target_facts
+from mpjax._src.base import _jax
+from mpjax._src.base.devices import device_facts, target_facts
+from mpjax._src.base.dtypes import HALVES
 
 # The least compute capability that cuDNN's fused attention runs on.
 CUDNN = (8, 0)

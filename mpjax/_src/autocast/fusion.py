@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mpjax._src import _jax
 from mpjax._src.autocast import fused, fused_kernels, positions
 from mpjax._src.autocast.forms import MASKED, is_linear, is_number, is_same_along, narrowed
 from mpjax._src.autocast.fused import SUM, VALUE, Atom, Fusion, Labels, Term
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.islands import Flow, Island, bound
 from mpjax._src.autocast.views import VIEWS, Axes, after, before, is_view, own_axes
+from mpjax._src.base import _jax
 
 # The number of values that are searched for shardings of a sequence.
 REACH = 256

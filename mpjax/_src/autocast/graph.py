@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src import _jax, rules
 from mpjax._src.autocast.lattices import BEYOND, NOTHING, UNREAD, Fact, Want
 from mpjax._src.autocast.why import NO_REASON, Why
-from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
-from mpjax._src.higher_order import HigherOrder, Inside, higher_order, turns_of
-from mpjax._src.rules import Rule, rule_of
+from mpjax._src.base import _jax, rules
+from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
+from mpjax._src.base.higher_order import HigherOrder, Inside, higher_order, turns_of
+from mpjax._src.base.rules import Rule, rule_of
 
 # The planner does not read the entries of larger constants.
 CONSTANT_LIMIT = 1 << 16

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src import rules
 from mpjax._src.autocast.graph import Block, Op, Value, is_beyond
-from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
+from mpjax._src.base import rules
+from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
 
 
 @dataclasses.dataclass(eq=False)

@@ -17,11 +17,11 @@ import numpy as np
 
 from mpjax._src.autocast.classify import override_of
 from mpjax._src.autocast.graph import KERNEL, PLANNED, REGION, Block
-from mpjax._src.contexts import PLANNED_FOR
-from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.errors import brief
-from mpjax._src.policy import Policy
-from mpjax._src.trees import is_array
+from mpjax._src.base.contexts import PLANNED_FOR
+from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.base.errors import brief
+from mpjax._src.base.trees import is_array
+from mpjax._src.policy.policy import Policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -10,7 +10,6 @@ of another (a layer beside a residual stream that is not kept), the checkpoints 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 
-from mpjax._src import _jax, rules
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.mincut import cheapest_cut
@@ -23,7 +22,8 @@ from mpjax._src.autocast.steps import (
     reads,
     writes,
 )
-from mpjax._src.dtypes import FLOAT32, HALVES
+from mpjax._src.base import _jax, rules
+from mpjax._src.base.dtypes import FLOAT32, HALVES
 
 
 def checkpoints(

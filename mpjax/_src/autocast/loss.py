@@ -10,15 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import trees
 from mpjax._src.autocast.modules import leaves_trained
-from mpjax._src.errors import brief
-from mpjax._src.patterns import path_of
-
-
-def is_array(x: Any) -> bool:
-    """Returns whether a value is an array or a `jax.ShapeDtypeStruct`."""
-    return trees.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+from mpjax._src.base.dtypes import is_float
+from mpjax._src.base.errors import brief
+from mpjax._src.base.patterns import path_of
+from mpjax._src.base.trees import is_array, is_array_or_shape
 
 
 def positions(tool: str, argnums: Any, count: int) -> set[int]:
@@ -47,7 +43,7 @@ def differentiated(tool: str, args: Any, kwargs: Any, argnums: Any) -> list[bool
         i in chosen and trained and bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
         for i, arg in enumerate(args)
         for leaf, trained in leaves_trained(arg)
-        if is_array(leaf)
+        if is_array_or_shape(leaf)
     ]
     if not any(active):
         raise ValueError(
@@ -55,7 +51,7 @@ def differentiated(tool: str, args: Any, kwargs: Any, argnums: Any) -> list[bool
             "there are no gradients. Choose others, or pass argnums=None for the forward pass "
             "alone."
         )
-    return active + [False for leaf in jax.tree.leaves(kwargs) if is_array(leaf)]
+    return active + [False for leaf in jax.tree.leaves(kwargs) if is_array_or_shape(leaf)]
 
 
 def _is_position(i: Any, count: int) -> bool:
@@ -71,7 +67,7 @@ def is_loss(tool: str, outs: Any, has_aux: bool) -> bool:
             f"{type(outs).__name__}."
         )
     loss = outs[0] if has_aux else outs
-    return is_array(loss) and loss.shape == () and bool(jnp.issubdtype(loss.dtype, jnp.floating))
+    return is_array_or_shape(loss) and loss.shape == () and is_float(loss)
 
 
 def is_pair_of_loss(outs: Any) -> bool:
@@ -84,7 +80,8 @@ def check_loss(tool: str, outs: Any, has_aux: bool) -> None:
     if is_loss(tool, outs, has_aux):
         return
     loss = outs[0] if has_aux else outs
-    found = f"{loss.dtype}{list(loss.shape)}" if is_array(loss) else f"a {type(loss).__name__}"
+    kind = f"a {type(loss).__name__}"
+    found = f"{loss.dtype}{list(loss.shape)}" if is_array_or_shape(loss) else kind
     pair = isinstance(loss, tuple | list) and len(loss) == 2
     hint = " If it returns (loss, aux), pass has_aux=True." if pair and not has_aux else ""
     raise TypeError(
@@ -132,7 +129,7 @@ def pull_back(
         out = run(*[next(given) if m else a for a, m in zip(arrays, active, strict=True)])
         value, aux = out if has_aux else (out, ())
         pairs = jax.tree_util.tree_leaves_with_path(aux)
-        pairs = [(keys, x) for keys, x in pairs if trees.is_array(x)]
+        pairs = [(keys, x) for keys, x in pairs if is_array(x)]
         paths[:] = [path_of(keys) for keys, _ in pairs]
         return scaled(value), (value, [x for _, x in pairs])
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from mpjax._src import _jax
+from mpjax._src.base import _jax
 
 TAG = "mpjax"
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src import rules
 from mpjax._src.autocast.forms import (
     EXPONENT,
     FACTOR,
@@ -39,7 +38,8 @@ from mpjax._src.autocast.shifts import (
     sum_at_once,
 )
 from mpjax._src.autocast.views import Axes, after, before, is_view, own_axes
-from mpjax._src.dtypes import FLOAT16, FLOAT32, HALVES
+from mpjax._src.base import rules
+from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
 
 
 def find(flow: Flow) -> dict[Op, Island]:

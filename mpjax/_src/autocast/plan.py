@@ -28,8 +28,8 @@ from mpjax._src.autocast.demand import ask, held_carries
 from mpjax._src.autocast.facts import Sweep, argument
 from mpjax._src.autocast.graph import Block, build, half_of, number
 from mpjax._src.autocast.storage import FAST, WRITTEN, store
-from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.policy import Policy
+from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.policy.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ import jax
 
 from mpjax._src.autocast.graph import REGION
 from mpjax._src.autocast.kernels import region
-from mpjax._src.dtypes import FLOAT32, HALVES, DTypeLike, canonical
-from mpjax._src.errors import brief, check_callable
+from mpjax._src.base.dtypes import FLOAT32, HALVES, DTypeLike, canonical
+from mpjax._src.base.errors import brief, check_callable
 
 F = TypeVar("F", bound=Callable[..., Any])
 

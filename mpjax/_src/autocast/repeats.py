@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src import _jax
 from mpjax._src.autocast.graph import REGION, Block, Op, Value
 from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.steps import Step, StepFlow, flow_of, together
-from mpjax._src.higher_order import Inside
+from mpjax._src.base import _jax
+from mpjax._src.base.higher_order import Inside
 
 # Shorter stretches save no time.
 SHORTEST = 4

@@ -5,11 +5,11 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mpjax._src import _jax
 from mpjax._src.autocast.graph import ROW, Block, Op, Value
 from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.steps import Checkpoint, Step
-from mpjax._src.dtypes import SPELLINGS, short_name
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import SPELLINGS, short_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +41,10 @@ def kept_by(jaxpr: Any) -> list[Kept]:
     found = []
     for v in dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)):
         if v not in known and not _is_constant(makers(jaxpr).get(v)):
-            size = _jax.size_of(v.aval.shape) * getattr(v.aval.dtype, "itemsize", 0)
             origin = _origin(v, jaxpr, makers)
             row = origin if isinstance(origin, int) else None
-            found.append(Kept(short_name(v.aval.dtype), tuple(v.aval.shape), size, row))
+            size, shape = _jax.bytes_of(v.aval), tuple(v.aval.shape)
+            found.append(Kept(short_name(v.aval.dtype), shape, size, row))
     return sorted(found, key=lambda kept: -kept.bytes)
 
 

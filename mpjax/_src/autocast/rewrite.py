@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src import _jax, rules
 from mpjax._src.autocast import fused
 from mpjax._src.autocast.classify import override_of
 from mpjax._src.autocast.derivatives import (
@@ -44,8 +43,9 @@ from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.repeats import Stretch, fold
 from mpjax._src.autocast.steps import Checkpoint, Step, made_where_read
 from mpjax._src.autocast.views import is_view
-from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.higher_order import Inside
+from mpjax._src.base import _jax, rules
+from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.base.higher_order import Inside
 
 
 def run_plan(

@@ -16,7 +16,7 @@ from mpjax._src.autocast.forms import (
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.islands import Flow, Island
 from mpjax._src.autocast.views import Axes, before, is_view, own_axes
-from mpjax._src.dtypes import FLOAT32
+from mpjax._src.base.dtypes import FLOAT32
 
 # Added to a sum that is at least 1, this changes nothing in half precision.
 SMALL = 2.0**-13

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import _jax
-from mpjax._src.trees import is_array
+from mpjax._src.base import _jax
+from mpjax._src.base.trees import is_array
 
 # The number of traces of a function that are cached for calls outside of transformations.
 KEPT_CALLS = 128

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from mpjax._src import _jax
-from mpjax._src.dtypes import FLOAT32
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import FLOAT32
 
 
 def children(tree: Any, start: int = 0) -> Iterator[tuple[Any, int]]:

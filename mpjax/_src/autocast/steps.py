@@ -9,9 +9,9 @@ import heapq
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from mpjax._src import _jax
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.islands import Island, is_free
+from mpjax._src.base import _jax
 
 
 @dataclasses.dataclass(eq=False)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from mpjax._src import rules
 from mpjax._src.autocast import chains, peepholes
 from mpjax._src.autocast.decide import may_be_rounded
 from mpjax._src.autocast.facts import EXPONENTIALS
@@ -20,9 +19,10 @@ from mpjax._src.autocast.islands import (
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.steps import connected, in_order
 from mpjax._src.autocast.views import is_view
-from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.higher_order import NONE, THEIRS
-from mpjax._src.policy import CHOICES
+from mpjax._src.base import rules
+from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.base.higher_order import NONE, THEIRS
+from mpjax._src.policy.policy import CHOICES
 
 # The goals of the choice: few bytes moved; few bytes kept; the peepholes alone, inside a checkpoint
 # of the user's; nothing, if there is no backward pass or the program runs as it was traced.

@@ -13,7 +13,6 @@ from typing import Any, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from mpjax._src import _jax
 from mpjax._src.autocast.graph import PLANNED, REGION
 from mpjax._src.autocast.kernels import Numbers, overridden, tracing
 from mpjax._src.autocast.modules import are_there, call_on_arrays, on_arrays
@@ -23,12 +22,13 @@ from mpjax._src.autocast.rewrite import run_plan
 from mpjax._src.autocast.signature import KEPT_CALLS, signature
 from mpjax._src.autocast.states import handed_out, states
 from mpjax._src.autocast.unplanned import warn_if_nothing_is_half
-from mpjax._src.called import CALLED, CASTS
-from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.errors import check_callable
-from mpjax._src.patterns import nearest_paths, path_of
-from mpjax._src.policy import Policy, PolicyLike, get_policy
-from mpjax._src.trees import is_array
+from mpjax._src.base import _jax
+from mpjax._src.base.called import CALLED, CASTS
+from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.base.errors import check_callable
+from mpjax._src.base.patterns import nearest_paths, path_of
+from mpjax._src.base.trees import is_array, is_array_or_shape
+from mpjax._src.policy.policy import Policy, PolicyLike, get_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -195,7 +195,7 @@ def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
 def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Traced:
     """Traces and plans a function. ``args`` and ``kwargs`` may hold `jax.ShapeDtypeStruct`."""
     pairs, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    traced = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for _, x in pairs]
+    traced = [is_array_or_shape(x) for _, x in pairs]
     avals = [_jax.aval_of(x) for (_, x), yes in zip(pairs, traced, strict=True) if yes]
     # A path starts at the root of an argument and does not contain its position or name.
     paths = [path_of(keys[2:]) for (keys, _), yes in zip(pairs, traced, strict=True) if yes]

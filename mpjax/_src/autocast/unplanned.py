@@ -1,10 +1,10 @@
 """A warning for programs of which no matmul runs in 16 bits, although the policy asks for it."""
 
-from mpjax._src import rules
 from mpjax._src.autocast.graph import Block
 from mpjax._src.autocast.why import Reason
-from mpjax._src.errors import PrecisionWarning, warn_user
-from mpjax._src.policy import Policy, short_name
+from mpjax._src.base import rules
+from mpjax._src.base.errors import PrecisionWarning, warn_user
+from mpjax._src.policy.policy import Policy, short_name
 
 # Reasons of matmuls that say nothing about the program: another autocast or a kernel runs them, or
 # they read no float32 array.

@@ -14,17 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey
 
-from mpjax._src.dtypes import FLOAT32
-from mpjax._src.patterns import path_of
+from mpjax._src.base.dtypes import FLOAT32, is_narrow
+from mpjax._src.base.patterns import path_of
+from mpjax._src.base.trees import is_array_or_shape, is_key
 from mpjax._src.training.loss_scale import has_protocol
 from mpjax._src.training.masters import MasterWeightsState
 from mpjax._src.training.moments import EightBitMomentsState
 from mpjax._src.training.rounding import StochasticRoundingState
-from mpjax._src.trees import is_array, is_key
 
 FORMAT, FORMAT_VERSION = "mpjax.checkpoint", 1
 PARAMS, LOSS_SCALE = "params", "loss_scale"
@@ -73,7 +72,7 @@ def leaves_of(tree: Any) -> list[Leaf]:
     found = _at_home(list(_leaves(tree, (), ())))
     for leaf in found:
         value = leaf.value
-        if not (is_array(value) or isinstance(value, (jax.ShapeDtypeStruct, int, float, complex))):
+        if not (is_array_or_shape(value) or isinstance(value, (int, float, complex))):
             raise TypeError(
                 f"state[{leaf.path!r}] is {value!r}, not an array. Keep functions and settings out "
                 "of the state. A checkpoint holds arrays, and plain data that is passed as data=."
@@ -163,7 +162,7 @@ def _at_home(found: Sequence[Leaf | _Beside]) -> list[Leaf]:
     are half arrays of the paths and shapes of all its masters. If there are several such places, or
     the parameters are not in the tree, no other state has these meanings, or only another part.
     """
-    halves = {x.path: x.value.shape for x in found if isinstance(x, Leaf) and _is_half(x.value)}
+    halves = {x.path: x.value.shape for x in found if isinstance(x, Leaf) and is_narrow(x.value)}
     homes: dict[str, str] = {}
     for node in dict.fromkeys(x.node for x in found if isinstance(x, _Beside)):
         its = {x.of: x.value.shape for x in found if isinstance(x, _Beside) and x.node == node}
@@ -184,11 +183,6 @@ def _at_home(found: Sequence[Leaf | _Beside]) -> list[Leaf]:
         else x
         for x in found
     ]
-
-
-def _is_half(value: Any) -> bool:
-    dtype = getattr(value, "dtype", np.dtype(object))
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < FLOAT32.itemsize
 
 
 def beside_what(means: str) -> str:

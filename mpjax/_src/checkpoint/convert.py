@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.checkpoint.contents import (
     Leaf,
     is_beside,
@@ -15,7 +16,6 @@ from mpjax._src.checkpoint.contents import (
     shaped,
 )
 from mpjax._src.checkpoint.match import NAMED, Source
-from mpjax._src.dtypes import FLOAT32
 from mpjax._src.training import codes, residuals
 
 

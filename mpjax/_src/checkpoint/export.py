@@ -9,15 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from mpjax._src.base.dtypes import BFLOAT16, DTypeLike, canonical
+from mpjax._src.base.errors import CheckpointError
+from mpjax._src.base.patterns import path_of
+from mpjax._src.base.trees import cast_leaf, is_array
 from mpjax._src.checkpoint.arrays import reason
 from mpjax._src.checkpoint.contents import FORMAT, PARAMS, part_of
 from mpjax._src.checkpoint.convert import converted, held, overflows
 from mpjax._src.checkpoint.match import NAMED, differences, match
-from mpjax._src.dtypes import BFLOAT16, DTypeLike, canonical
-from mpjax._src.errors import CheckpointError
-from mpjax._src.patterns import path_of
 from mpjax._src.training.masters import master_params
-from mpjax._src.trees import cast_leaf, is_array
 
 
 def export_params(state: Any, dtype: DTypeLike = "float32") -> Any:

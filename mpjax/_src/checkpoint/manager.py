@@ -14,11 +14,10 @@ from typing import Any
 
 import jax
 
+from mpjax._src.base.errors import CheckpointError, did_you_mean, whole_number
 from mpjax._src.checkpoint import store
 from mpjax._src.checkpoint.state import Description, describe, policy_name, restore
-from mpjax._src.errors import CheckpointError, did_you_mean
-from mpjax._src.policy import PolicyLike
-from mpjax._src.training.loss_scale import whole_number
+from mpjax._src.policy.policy import PolicyLike
 
 # A metric that is not finite counts as the worst value, because NaN has no order.
 WORST = {"min": math.inf, "max": -math.inf}

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.base.dtypes import limits_of
 from mpjax._src.checkpoint.contents import (
     LOSS_SCALE,
     MASTER,
@@ -264,9 +265,9 @@ def _reach(dtype: str, residual: str | None = None) -> tuple[int, int, int]:
     """Returns the bits of the significand, the largest exponent, and the reach below 1 in bits."""
     if residual and jnp.issubdtype(dtype, jnp.integer):
         return 1, 0, 0  # codes: less than any float
-    info = jnp.finfo(np.dtype(dtype))
-    bits = residuals.KINDS[np.dtype(residual)].bits if residual else info.nmant + 1
-    return bits, info.maxexp, bits - info.minexp
+    limits = limits_of(np.dtype(dtype))
+    bits = residuals.KINDS[np.dtype(residual)].bits if residual else limits.digits
+    return bits, limits.overflow, bits - limits.normal
 
 
 def _spelled(dtype: str, residual: str | None) -> str:

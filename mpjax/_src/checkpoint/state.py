@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from mpjax._src.checkpoint import store
 from mpjax._src.checkpoint.convert import converted, place_of
 from mpjax._src.checkpoint.match import match
-from mpjax._src.policy import PolicyLike, get_policy
+from mpjax._src.policy.policy import PolicyLike, get_policy
 
 
 class Description(NamedTuple):

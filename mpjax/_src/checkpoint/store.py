@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.base.errors import CheckpointError, brief
+from mpjax._src.base.trees import is_key
 from mpjax._src.checkpoint import arrays, checksums
 from mpjax._src.checkpoint.contents import (
     FORMAT,
@@ -27,8 +29,6 @@ from mpjax._src.checkpoint.contents import (
 from mpjax._src.checkpoint.convert import held
 from mpjax._src.checkpoint.locks import lock, told
 from mpjax._src.checkpoint.packages import needed
-from mpjax._src.errors import CheckpointError, brief
-from mpjax._src.trees import is_key
 
 TABLES = {"leaves": dict, "kinds": dict}
 # What orbax appends to the name of a directory that it has not finished.

@@ -18,11 +18,12 @@ import numpy as np
 import optax
 
 import mpjax
+from mpjax._src.base.dtypes import HALVES
 from mpjax._src.cli import advice
 from mpjax._src.cli.load import describe
-from mpjax._src.dtypes import HALVES
-from mpjax._src.hardware.devices import local_facts, recommend_policy
+from mpjax._src.hardware.devices import local_facts
 from mpjax._src.hardware.timed import matmul_size, matmul_time
+from mpjax._src.policy.recommend import recommend_policy
 from mpjax._src.training.step import TrainState, build_train_step
 
 PACKAGES = ("mpjax", "jax", "jaxlib", "flax", "optax", "jmp")

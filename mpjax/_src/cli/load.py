@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mpjax._src.errors import did_you_mean
-from mpjax._src.reports import is_library
+from mpjax._src.base.errors import did_you_mean
+from mpjax._src.base.lines import is_library
 
 FORM = (
     "FUNCTION takes no arguments and returns (fun, args): a function, and the tuple of arguments "

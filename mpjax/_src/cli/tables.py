@@ -7,13 +7,13 @@ from typing import Any
 import click
 
 from mpjax._src.autocast.explain import COMPUTES, CastReport, Row
+from mpjax._src.base.lines import where
 from mpjax._src.cli.show import size, table
 from mpjax._src.hardware.collectives import COLUMNS as WIRE
 from mpjax._src.hardware.collectives import WORDS, CollectiveRow, grouped
 from mpjax._src.hardware.devices import timed_in_words
 from mpjax._src.instruments.compare import COLUMNS, Comparison, percent
 from mpjax._src.lint.rule import Rule
-from mpjax._src.reports import where
 
 LEFT, RIGHT = "left", "right"
 Data = Mapping[str, Any]

@@ -18,13 +18,13 @@ except ImportError as error:
     raise ImportError("mpjax.keras needs Keras 3: pip install 'mpjax[keras]'.") from error
 
 from mpjax._src.autocast.transform import autocast
-from mpjax._src.dtypes import FLOAT32
-from mpjax._src.errors import brief
-from mpjax._src.policy import Policy, PolicyLike
+from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.base.errors import brief
+from mpjax._src.base.trees import all_finite, select
+from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.training.levels import training_policy
 from mpjax._src.training.loss_scale import SCALES, LossScale, get_loss_scale, resolve_loss_scale
 from mpjax._src.training.transaction import adjusted, counted, gated
-from mpjax._src.trees import all_finite, select
 
 COUNTERS = ("skipped_steps", "consecutive_skips")
 

@@ -10,16 +10,16 @@ import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
-from mpjax._src.errors import check_callable
-from mpjax._src.outlines import outline
-from mpjax._src.policy import Policy, PolicyLike
+from mpjax._src.base.errors import check_callable
+from mpjax._src.base.outlines import outline
+from mpjax._src.base.trees import cast_like, select, stays_finite, widen
+from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.training.gradients import with_float32_loss, with_scaled_loss
 from mpjax._src.training.levels import training_policy
 from mpjax._src.training.loss_scale import LossScale
 from mpjax._src.training.masters import apply_updates
 from mpjax._src.training.mixed_precision import in_mixed_precision
 from mpjax._src.training.serialization import known_to_flax
-from mpjax._src.trees import cast_like, select, stays_finite, widen
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -13,14 +13,14 @@ from flax import nnx
 
 from mpjax._src.autocast.loss import positions
 from mpjax._src.autocast.modules import has_modules
-from mpjax._src.errors import brief, check_callable
-from mpjax._src.policy import Policy, PolicyLike
+from mpjax._src.base.errors import brief, check_callable
+from mpjax._src.base.trees import all_finite, select, stays_finite, widen
+from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.training.gradients import with_float32_loss, with_scaled_loss
 from mpjax._src.training.levels import training_policy
 from mpjax._src.training.loss_scale import LossScale, smallest
 from mpjax._src.training.masters import apply_updates
 from mpjax._src.training.mixed_precision import in_mixed_precision
-from mpjax._src.trees import all_finite, select, stays_finite, widen
 
 P = ParamSpec("P")
 R = TypeVar("R")

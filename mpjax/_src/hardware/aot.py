@@ -13,14 +13,14 @@ import numpy as np
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, get_abstract_mesh, use_abstract_mesh
 
-from mpjax._src import _jax
-from mpjax._src.errors import CompileError, brief, check_callable
+from mpjax._src.base import _jax
+from mpjax._src.base.devices import traced_for
+from mpjax._src.base.errors import CompileError, brief, check_callable
+from mpjax._src.base.patterns import path_of
+from mpjax._src.base.progress import advance, check_progress, progress_bar
 from mpjax._src.hardware.compiler import Compilers, Options, compilers, require
-from mpjax._src.hardware.devices import traced_for
 from mpjax._src.hardware.report import CompileReport, report_of
 from mpjax._src.hardware.targets import Target, find_target
-from mpjax._src.patterns import path_of
-from mpjax._src.progress import advance, check_progress, progress_bar
 
 # The name of this machine, where a target is expected.
 CPU = "cpu"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from mpjax._src.base.lines import short
 from mpjax._src.hardware.bundles import unbundled
 from mpjax._src.hardware.carried import carried_by
 from mpjax._src.hardware.flow import MOVED, VALUES, Flow, flow_of, reached
@@ -22,7 +23,6 @@ from mpjax._src.hardware.hlo import (
     source_lines,
 )
 from mpjax._src.hardware.targets import size
-from mpjax._src.reports import short
 
 # The bytes that each of n devices in a ring sends, as a multiple of the bytes of its operand, which
 # is the convention of NCCL's tests for bandwidths.

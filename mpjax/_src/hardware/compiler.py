@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpjax._src.errors import CompileError, OutOfMemoryError
+from mpjax._src.base.errors import CompileError, OutOfMemoryError
+from mpjax._src.base.progress import still_running
 from mpjax._src.hardware.targets import Target
-from mpjax._src.progress import still_running
 
 # XLA's flags for one compilation, by name.
 Options = dict[str, Any]

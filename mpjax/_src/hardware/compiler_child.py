@@ -25,7 +25,7 @@ def main() -> None:
         connection.send_bytes(json.dumps({"question": question}).encode())
         return json.loads(connection.recv_bytes())
 
-    from mpjax._src import _jax
+    from mpjax._src.base import _jax
 
     _jax.ask_elsewhere(ask)
     while True:
@@ -47,7 +47,7 @@ def _end_with(parent: int) -> None:
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    from mpjax._src import _jax
+    from mpjax._src.base import _jax
 
     program = Path(request["program"]).read_bytes()
     try:

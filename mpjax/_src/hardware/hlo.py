@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from mpjax._src.reports import is_library
+from mpjax._src.base.lines import is_library
 
 # "f32[8,128]{1,0:T(8,128)S(1)}": a dtype, dimensions, a layout that may name a memory space.
 SHAPE = re.compile(r"(\w+)\[([\d,<=]*)\](\{[^}]*\})?")

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from mpjax._src.base.lines import short
 from mpjax._src.hardware.collectives import COLUMNS, WORDS, grouped
 from mpjax._src.hardware.hlo import (
     Computation,
@@ -38,7 +39,6 @@ from mpjax._src.pages.data import (
     shares,
 )
 from mpjax._src.pages.data import size as written
-from mpjax._src.reports import short
 
 MEMORY = Colour(
     "memory",

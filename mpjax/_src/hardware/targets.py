@@ -1,81 +1,22 @@
-"""The accelerators that `compile_for` can compile for, as data.
-
-The facts that XLA's GPU compiler needs are published in openxla/xla (xla/backends/gpu/
-target_config/specs, Apache-2.0). The row of the T4 is from its datasheet; its clock and L2 cache
-are approximate. Peak rates are from the vendors' datasheets: dense (no sparsity), in TFLOP/s, at
-boost clock:
-
-- NVIDIA: the datasheets of V100 SXM2, T4, A100 SXM, RTX A6000, H100 SXM, H200 SXM, HGX B200 / 8.
-- Google: cloud.google.com/tpu/docs, one page per version, also for HBM sizes and bandwidths.
-"""
+"""The accelerators that `compile_for` can compile for, from the table of devices."""
 
 import dataclasses
 import math
 import re
 
-from mpjax._src.errors import brief, did_you_mean
-from mpjax._src.hardware.devices import CARDS, KINDS, Named, named
+from mpjax._src.base.devices import CARDS, GIB, KINDS, TPUS, Named, Peaks, named
+from mpjax._src.base.errors import brief, did_you_mean
 
 # What JAX's allocator takes of a GPU by default (XLA_PYTHON_CLIENT_MEM_FRACTION).
 GPU_PREALLOCATED = 0.75
-
-GIB = 2**30
 
 CARD_FIELDS = (
     *("core_count", "fpus_per_core", "threads_per_core_limit", "shared_memory_per_core"),
     *("shared_memory_per_block_optin", "l2_cache_size", "clock_rate_ghz"),
 )
 
-# name: (what it calls itself, memory in bytes, bytes per second, peaks, facts as in CARD_FIELDS)
-Peaks = dict[str, float]
-A100: Peaks = {"bf16": 312, "f16": 312, "tf32": 156, "f32": 19.5, "f64": 19.5, "s8": 624}
-H100: Peaks = {"f8": 1979, "bf16": 989, "f16": 989, "tf32": 494.5, "f32": 67, "f64": 67, "s8": 1979}
-GPUS: dict[str, tuple[str, int, float, Peaks, tuple[float, ...]]] = {
-    "v100": (
-        *("Tesla V100-SXM2-16GB", 16935682048, 898.048e9),
-        {"f16": 125, "f32": 15.7, "f64": 7.8},
-        (80, 64, 2048, 98304, 98304, 6291456, 1.53),
-    ),
-    "t4": (
-        *("Tesla T4", 15843721216, 320.064e9),
-        {"f16": 65, "f32": 8.1, "f64": 0.25, "s8": 130},
-        (40, 64, 1024, 65536, 65536, 4194304, 1.59),
-    ),
-    "a100-40": (
-        *("NVIDIA A100-SXM4-40GB", 42331013120, 1555.2e9, A100),
-        (108, 64, 2048, 167936, 166912, 41943040, 1.41),
-    ),
-    "a100-80": (
-        *("NVIDIA A100-SXM4-80GB", 85100068864, 2039.04e9, A100),
-        (108, 64, 2048, 167936, 166912, 41943040, 1.41),
-    ),
-    "a6000": (
-        *("NVIDIA RTX A6000", 51041271808, 768.096e9),
-        {"bf16": 155, "f16": 155, "tf32": 77.4, "f32": 38.7, "f64": 0.6, "s8": 310},
-        (84, 128, 1536, 102400, 101376, 6291456, 1.8),
-    ),
-    "h100": (
-        *("NVIDIA H100 80GB HBM3", 84942979072, 3352.32e9, H100),
-        (132, 128, 2048, 233472, 232448, 52428800, 1.98),
-    ),
-    "h200": (
-        *("NVIDIA H200 141GB HBM3e", 151397597184, 4800e9, H100),
-        (132, 128, 2048, 233472, 232448, 52428800, 1.98),
-    ),
-    "b200": (
-        *("NVIDIA B200", 191514411008, 7672.32e9),
-        {"f8": 4500, "bf16": 2250, "f16": 2250, "tf32": 1125, "f32": 75, "f64": 37, "s8": 4500},
-        (148, 128, 2048, 233472, 232448, 132644864, 1.965),
-    ),
-}
-
-# name: (axes of the torus, memory in bytes, bytes per second, peak of bfloat16, of int8)
-TPU_CHIPS = {
-    "v4": (3, 32 * GIB, 1228e9, 275, 275),
-    "v5e": (2, 16 * GIB, 819e9, 197, 394),
-    "v5p": (3, 95 * GIB, 2765e9, 459, 918),
-    "v6e": (2, 32 * GIB, 1640e9, 918, 1836),
-}
+GPUS = {name: card.sheet for name, card in CARDS.items() if card.sheet}
+TPU_CHIPS = {name: chip for name, chip in TPUS.items() if chip}
 
 ALIASES = {"a100": "a100-40"}  # the smaller: what fits it fits both
 
@@ -154,17 +95,19 @@ def _fits(asked: int | None, memory: int) -> bool:
 
 def _alike(asked: Named) -> str:
     """Says which targets have the cores that are most like those of a card."""
-    versions = {k: tuple(map(int, CARDS[k].split("."))) for k in GPUS}
+    versions = {k: tuple(map(int, CARDS[k].capability.split("."))) for k in GPUS}
     try:
-        mine = tuple(map(int, CARDS.get(asked.key, "").split(".")))
-    except ValueError:  # a TPU, or AMD's
+        mine = tuple(map(int, CARDS[asked.key].capability.split(".")))
+    except (KeyError, ValueError):  # a TPU, or AMD's
         return ""
     older = [v for v in versions.values() if v <= mine and v[0] == mine[0]]
     like = [k for k, v in versions.items() if older and v == max(older)]
     if not like:
         return ""
     same = versions[like[0]] == mine
-    kind = "the same kind of cores" if same else f"the nearest cores, of {CARDS[like[0]]}"
+    kind = (
+        "the same kind of cores" if same else f"the nearest cores, of {CARDS[like[0]].capability}"
+    )
     return f" {' and '.join(like)} {'has' if len(like) == 1 else 'have'} {kind}."
 
 
@@ -178,7 +121,7 @@ def size(count: float) -> str:
 
 def _gpu(name: str) -> Target:
     device, memory, bandwidth, peaks, facts = GPUS[name]
-    capability = CARDS[name]
+    capability = CARDS[name].capability
     return Target(
         *(name, "cuda", device, capability, memory, bandwidth),
         {dtype: peak * 1e12 for dtype, peak in peaks.items()},

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import _jax
-from mpjax._src.dtypes import FLOAT32
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import FLOAT32
 
 LEAST = 5  # pairs
 

@@ -16,17 +16,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src import _jax
-from mpjax._src.dtypes import HALVES, short_name
-from mpjax._src.errors import brief
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import HALVES, is_float, short_name
+from mpjax._src.base.errors import brief
+from mpjax._src.base.lines import where
+from mpjax._src.base.patterns import path_of
 from mpjax._src.instruments.healed import run_healed
 from mpjax._src.instruments.interpret import Place, Watcher, Wide, interpret, shown, widen
 from mpjax._src.instruments.likeness import Pool, alike, pool_of
 from mpjax._src.instruments.noise import moved
 from mpjax._src.instruments.nonfinite import check_concrete
-from mpjax._src.instruments.shadows import Comparer, CompareRow, Shadowed, is_float
-from mpjax._src.patterns import path_of
-from mpjax._src.reports import Report, table, where, wrapped
+from mpjax._src.instruments.shadows import Comparer, CompareRow, Shadowed
+from mpjax._src.reports import Report, table, wrapped
 
 # The meanings that results can have.
 MEANINGS = ("log_probs", "logits", "values")

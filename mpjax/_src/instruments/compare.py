@@ -18,7 +18,10 @@ import jmp
 import numpy as np
 
 from mpjax._src.autocast.environment import constants_as_casts
-from mpjax._src.errors import check_callable, did_you_mean
+from mpjax._src.base.dtypes import is_float
+from mpjax._src.base.errors import check_callable, did_you_mean
+from mpjax._src.base.lines import short, where
+from mpjax._src.base.progress import check_progress, progress_bar
 from mpjax._src.instruments.agreement import MEANINGS, Agreement, agreement
 from mpjax._src.instruments.interpret import (
     OPERATION,
@@ -37,13 +40,11 @@ from mpjax._src.instruments.shadows import (
     Shadowed,
     badness,
     capped,
-    is_float,
     norm,
     stats_of,
 )
-from mpjax._src.policy import PolicyLike, get_policy
-from mpjax._src.progress import check_progress, progress_bar
-from mpjax._src.reports import Report, short, table, where, wrapped
+from mpjax._src.policy.policy import PolicyLike, get_policy
+from mpjax._src.reports import Report, table, wrapped
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
 # The columns of the table, and those that hold words.

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import _jax, rules
-from mpjax._src.dtypes import HALVES
+from mpjax._src.base import _jax, rules
+from mpjax._src.base.dtypes import HALVES
+from mpjax._src.base.rules import rule_of
 from mpjax._src.instruments.interpret import (
     Place,
     Watcher,
@@ -30,7 +31,6 @@ from mpjax._src.instruments.interpret import (
 )
 from mpjax._src.instruments.programs import Program
 from mpjax._src.instruments.ranges import Range, counts, is_number, largest_finite, range_of
-from mpjax._src.rules import rule_of
 
 # The longest expression that a report states; a longer one is shortened to the numbers inside.
 LONGEST = 40

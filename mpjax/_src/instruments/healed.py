@@ -9,8 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._src.instruments.interpret import Place, Plain, interpret, is_half, run, run_in_float32
-from mpjax._src.rules import MOVE, rule_of
+from mpjax._src.base.dtypes import is_half
+from mpjax._src.base.rules import MOVE, rule_of
+from mpjax._src.instruments.interpret import Place, Plain, interpret, run, run_in_float32
 
 # Operations that return entries of their operands, besides those whose rule is MOVE.
 CHOOSES = frozenset({"select_n"})

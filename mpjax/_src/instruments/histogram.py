@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.dtypes import FLOAT16, HALVES, DTypeLike, canonical
-from mpjax._src.errors import brief
-from mpjax._src.patterns import path_of
+from mpjax._src.base.dtypes import HALVES, DTypeLike, Limits, canonical, limits_of
+from mpjax._src.base.errors import brief, finite_number
+from mpjax._src.base.patterns import path_of
+from mpjax._src.base.trees import is_floating, pytree_of
 from mpjax._src.reports import Report, table, wrapped
-from mpjax._src.training.loss_scale import finite_number
-from mpjax._src.trees import is_floating, pytree_of
 
 # The exponents of float32, subnormals included. Bin 0 counts zeros, the last bin Inf and NaN.
 SMALLEST, LARGEST = -149, 127
@@ -68,14 +67,14 @@ class GradientHistogram(Report):
         Raises:
             ValueError: If ``dtype`` or ``scale`` is not legal.
         """
-        limits, shift = limits_of(dtype), exponent_of(scale)
+        limits, shift = _limits(dtype), exponent_of(scale)
         named = zip(self.paths, self.numbers(), strict=True)
         rows = [_row(path, each, limits, shift) for path, each in named]
         return [*rows, self.total(dtype, scale)]
 
     def total(self, dtype: DTypeLike = "float16", scale: float = 1.0) -> "HistogramRow":
         """Returns the `HistogramRow` of all parameters together, the last one of ``rows``."""
-        return _row("all", self.numbers().sum(0), limits_of(dtype), exponent_of(scale))
+        return _row("all", self.numbers().sum(0), _limits(dtype), exponent_of(scale))
 
     def to_dict(self, dtype: DTypeLike = "float16", scale: float = 1.0) -> dict[str, Any]:
         """Returns the rows and the counts of nonempty bins as plain data, ready for JSON."""
@@ -228,7 +227,7 @@ def recommend_loss_scale(
     check_histogram(histogram)
     if (finite_number(headroom) or 0.0) < 1:
         raise ValueError(f"headroom={brief(headroom)} must be a number, 1 or more.")
-    limits = limits_of(dtype)
+    limits = _limits(dtype)
     whole = histogram.total(dtype)
     if whole.largest is None:
         raise ValueError(f"{EMPTY}, so there is nothing to scale.")
@@ -276,23 +275,11 @@ def _count(leaf: jax.Array) -> jax.Array:
     return jnp.zeros(BINS, jnp.uint32).at[place].add(jnp.uint32(1))
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Limits of a half dtype, as exponents: below ``flush`` zero, below ``normal`` subnormal."""
-
-    flush: int
-    normal: int
-    overflow: int
-
-
-def limits_of(dtype: DTypeLike) -> Limits:
+def _limits(dtype: DTypeLike) -> Limits:
     found = canonical(dtype, "dtype")
     if found not in HALVES:
         raise ValueError(f"dtype={brief(dtype)} must be 'float16' or 'bfloat16'.")
-    # More than half of the smallest subnormal is rounded up to it.
-    if found == FLOAT16:
-        return Limits(-25, -14, 16)
-    return Limits(-134, -126, 128)
+    return limits_of(found)
 
 
 def exponent_of(scale: float) -> int:

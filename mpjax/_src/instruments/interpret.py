@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import _jax
 from mpjax._src.autocast.graph import ROW
-from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import FLOAT32, HALVES, dtype_of, is_half
+from mpjax._src.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
+from mpjax._src.base.progress import advance
 from mpjax._src.instruments.unmapped import holds_program, is_program, unmapped
-from mpjax._src.progress import advance
 
 OPERATION = "operation"  # what progress counts
 
@@ -289,7 +289,7 @@ def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
         return None  # effects must happen only once
     wide = {name: FLOAT32 for name in DTYPES if name in eqn.params and eqn.params[name] in HALVES}
     arrays = [widen(x) for x in arrays]
-    if eqn.primitive.name == "convert_element_type" and wide and _dtype(arrays[0]) == FLOAT32:
+    if eqn.primitive.name == "convert_element_type" and wide and dtype_of(arrays[0]) == FLOAT32:
         return arrays  # no copy: parameters are cast, and large
     try:
         return run(eqn, arrays, **wide)
@@ -343,12 +343,3 @@ def _widened(program: Any) -> Any:
 def widen(x: Any) -> Any:
     """Returns a half array as float32, and anything else as it is."""
     return jax.lax.convert_element_type(x, FLOAT32) if is_half(x) else x
-
-
-def is_half(x: Any) -> bool:
-    """Returns whether a value is an array of float16 or bfloat16."""
-    return _dtype(x) in HALVES
-
-
-def _dtype(x: Any) -> Any:
-    return getattr(x, "dtype", None)

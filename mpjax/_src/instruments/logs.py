@@ -17,11 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.dtypes import HALVES
-from mpjax._src.errors import brief
+from mpjax._src.base.dtypes import HALVES
+from mpjax._src.base.errors import brief, whole_number
+from mpjax._src.base.patterns import path_of
 from mpjax._src.instruments.histogram import GradientHistogram
-from mpjax._src.patterns import path_of
-from mpjax._src.training.loss_scale import whole_number
 from mpjax._src.training.stalled import Stalled
 from mpjax._src.training.watch import Overflow, Underflow
 from mpjax._src.watching.report import PrecisionReport

@@ -10,15 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import rules
-from mpjax._src.dtypes import FLOAT32
-from mpjax._src.errors import check_callable
+from mpjax._src.base import rules
+from mpjax._src.base.dtypes import FLOAT32, is_half
+from mpjax._src.base.errors import check_callable
+from mpjax._src.base.lines import where
+from mpjax._src.base.rules import rule_of
 from mpjax._src.instruments.derivative import Made, derivative_at
 from mpjax._src.instruments.interpret import (
     Place,
     Watcher,
     interpret,
-    is_half,
     run,
     run_in_float32,
     shown,
@@ -33,9 +34,8 @@ from mpjax._src.instruments.programs import (
     make_program,
 )
 from mpjax._src.instruments.ranges import Range, counts, is_number, largest_finite, range_of
-from mpjax._src.policy import Policy, get_policy
-from mpjax._src.reports import Report, where, wrapped
-from mpjax._src.rules import rule_of
+from mpjax._src.policy.policy import Policy, get_policy
+from mpjax._src.reports import Report, wrapped
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
 # The most places that are moved to float32 by a tried override.

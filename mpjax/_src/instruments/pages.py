@@ -8,7 +8,9 @@ import jax
 
 from mpjax._src.autocast.explain import computed_in
 from mpjax._src.autocast.explain_page import DTYPE, PASS
-from mpjax._src.dtypes import FLOAT16
+from mpjax._src.base.dtypes import FLOAT16
+from mpjax._src.base.lines import short
+from mpjax._src.base.rules import HALF, rule_of
 from mpjax._src.instruments.compare import ZERO, Comparison, percent
 from mpjax._src.instruments.histogram import EXPONENTS, GradientHistogram, HistogramRow, limits_of
 from mpjax._src.instruments.nonfinite import NonfiniteReport, Range
@@ -26,8 +28,6 @@ from mpjax._src.pages.data import (
     facts,
     size,
 )
-from mpjax._src.reports import short
-from mpjax._src.rules import HALF, rule_of
 
 # An error of all of a result: more is as bad.
 WRONG = 3.0

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from mpjax._src.autocast.classify import CHANGEABLE
 from mpjax._src.autocast.explain import flops_of
 from mpjax._src.autocast.graph import Block, Op, numbered
+from mpjax._src.base.patterns import matches
 from mpjax._src.instruments.interpret import shown
-from mpjax._src.patterns import matches
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src.dtypes import DTypeLike, canonical
-from mpjax._src.errors import brief
+from mpjax._src.base.dtypes import DTypeLike, canonical
+from mpjax._src.base.errors import brief
 from mpjax._src.instruments.agreement import Agreement
 from mpjax._src.instruments.compare import Comparison, capped
 from mpjax._src.instruments.histogram import (

@@ -11,17 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._src import _jax
 from mpjax._src.autocast.graph import Op, numbered
-from mpjax._src.autocast.loss import differentiated, is_array, is_loss, is_pair_of_loss, pull_back
+from mpjax._src.autocast.loss import differentiated, is_loss, is_pair_of_loss, pull_back
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.transform import call, trace
-from mpjax._src.errors import warn_at
+from mpjax._src.base import _jax
+from mpjax._src.base.errors import warn_at
+from mpjax._src.base.patterns import path_of
+from mpjax._src.base.trees import all_finite, is_array_or_shape
 from mpjax._src.instruments.interpret import NUMBER, Place, enters
-from mpjax._src.patterns import path_of
-from mpjax._src.policy import Policy
+from mpjax._src.policy.policy import Policy
 from mpjax._src.training.loss_scale import LossScale, get_loss_scale
-from mpjax._src.trees import all_finite
 
 # The least exponent that is tried as a loss scale: that of float16's smallest number.
 LEAST_EXPONENT = -24
@@ -115,7 +115,7 @@ def make_program(
     run. With ``numbers``, the program says which equation of the function a derivative belongs to.
     """
     pairs = jax.tree_util.tree_leaves_with_path((args, kwargs))
-    pairs = [(keys, x) for keys, x in pairs if is_array(x)]
+    pairs = [(keys, x) for keys, x in pairs if is_array_or_shape(x)]
     if not pairs:
         raise ValueError(
             f"{tool}: the arguments hold no arrays: there is nothing to run. It is called like "
@@ -233,9 +233,9 @@ def _names(fun: Callable[..., Any], args: tuple[Any, ...], keys: list[Any]) -> t
 
 def _forward(run, outs) -> tuple[Callable[..., Any], list[str]]:
     def flat(*arrays):
-        return [x for x in jax.tree.leaves(run(*arrays[:-1])) if is_array(x)]
+        return [x for x in jax.tree.leaves(run(*arrays[:-1])) if is_array_or_shape(x)]
 
-    pairs = [(k, x) for k, x in jax.tree_util.tree_leaves_with_path(outs) if is_array(x)]
+    pairs = [(k, x) for k, x in jax.tree_util.tree_leaves_with_path(outs) if is_array_or_shape(x)]
     return flat, [f"result {path_of(keys)}".strip() for keys, _ in pairs]
 
 

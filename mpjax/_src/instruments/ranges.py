@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.dtypes import short_name
+from mpjax._src.base.dtypes import short_name
 from mpjax._src.reports import Report
 
 

@@ -9,21 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import _jax, rules
-from mpjax._src.dtypes import short_name
-from mpjax._src.instruments.interpret import (
-    Place,
-    Watcher,
-    is_half,
-    run,
-    run_in_float32,
-    shown,
-    take,
-    widen,
-)
+from mpjax._src.base import _jax, rules
+from mpjax._src.base.dtypes import dtype_of, is_float, is_half, short_name
+from mpjax._src.base.lines import where
+from mpjax._src.base.rules import rule_of
+from mpjax._src.instruments.interpret import Place, Watcher, run, run_in_float32, shown, take, widen
 from mpjax._src.instruments.noise import SUSPICIOUS
-from mpjax._src.reports import where
-from mpjax._src.rules import rule_of
 
 # A float32 sum that is smaller than its terms by this factor is only rounding error.
 NOISE = 2.0**-17
@@ -337,9 +328,5 @@ def norm(x):
     return jnp.linalg.norm(x)
 
 
-def is_float(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray) and bool(jnp.issubdtype(x.dtype, jnp.floating))
-
-
 def _name(x: Any) -> str:
-    return short_name(getattr(x, "dtype", None))
+    return short_name(dtype_of(x))

@@ -14,23 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.dtypes import FLOAT32
-from mpjax._src.errors import brief, check_callable
+from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.base.errors import brief, check_callable, finite_number, whole_number
+from mpjax._src.base.progress import advance, check_progress, progress_bar
 from mpjax._src.instruments.compare import compare_program
 from mpjax._src.instruments.noise import SUSPICIOUS, moved, size_of_terms
 from mpjax._src.instruments.nonfinite import check_concrete
 from mpjax._src.instruments.places import Place, Places
 from mpjax._src.instruments.programs import Program, make_program, training_scale
 from mpjax._src.instruments.search import Search
-from mpjax._src.policy import Policy, PolicyLike, get_policy
-from mpjax._src.progress import advance, check_progress, progress_bar
+from mpjax._src.policy.policy import Policy, PolicyLike, get_policy
 from mpjax._src.reports import WIDTH, Report, folds, table, wrapped
-from mpjax._src.training.loss_scale import (
-    LossScale,
-    finite_number,
-    resolve_loss_scale,
-    whole_number,
-)
+from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
 # The error of a gradient is relative to at least this share of the norm of all gradients together.
 SMALL = 1e-3

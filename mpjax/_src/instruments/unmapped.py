@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._src import _jax
-from mpjax._src.higher_order import CALL, FIRST_ORDER, MAP, higher_order
+from mpjax._src.base import _jax
+from mpjax._src.base.higher_order import CALL, FIRST_ORDER, MAP, higher_order
 
 # What an equation of shard_map may fail with where `jax.vmap` has no rule for it.
 UNKNOWN = (NotImplementedError, TypeError, ValueError, KeyError, AssertionError)

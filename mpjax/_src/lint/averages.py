@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.dtypes import short_name
-from mpjax._src.higher_order import SCAN
+from mpjax._src.base.dtypes import digits, dtype_of, is_half, short_name, shown
+from mpjax._src.base.higher_order import SCAN
 from mpjax._src.lint.bounds import bounds_of
-from mpjax._src.lint.halves import digits, dtype_of, is_half, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 from mpjax._src.lint.states import alone, carried

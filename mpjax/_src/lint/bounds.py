@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import _jax
 from mpjax._src.autocast.graph import Op, Value
+from mpjax._src.base import _jax
 from mpjax._src.lint.program import CASTS, MOVES, Program
 
 

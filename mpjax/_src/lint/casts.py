@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from mpjax._src.dtypes import short_name
-from mpjax._src.lint.halves import digits, dtype_of, is_float, shown
+from mpjax._src.base.dtypes import digits, dtype_of, is_float, short_name, shown
 from mpjax._src.lint.program import MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 

@@ -5,7 +5,7 @@ import functools
 import linecache
 import re
 
-from mpjax._src.patterns import matches
+from mpjax._src.base.patterns import matches
 
 COMMENT = re.compile(r"#\s*mpjax:\s*ignore\b(?:\s*\[([^\]]*)\])?")
 

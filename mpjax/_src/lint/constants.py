@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.dtypes import short_name
+from mpjax._src.base.dtypes import digits, dtype_of, is_float, is_half, short_name, shown
 from mpjax._src.lint.bounds import bounds_of
-from mpjax._src.lint.halves import digits, dtype_of, is_float, is_half, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, VALUES, Hit, Rule
 

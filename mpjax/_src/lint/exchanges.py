@@ -5,14 +5,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mpjax._src.autocast.graph import Op
-from mpjax._src.dtypes import FLOAT32
+from mpjax._src.base.dtypes import FLOAT32, dtype_of, shown
 from mpjax._src.hardware import hlo
 from mpjax._src.hardware.aot import CPU
 from mpjax._src.hardware.collectives import collectives, exchanges
 from mpjax._src.hardware.flow import MOVED, Flow, Leaf, flow_of, reached
 from mpjax._src.hardware.hlo import Computation, attribute, parse, runs, source_lines
 from mpjax._src.hardware.hlo_costs import asked, matmul
-from mpjax._src.lint.halves import dtype_of, shown
 from mpjax._src.lint.program import MOVES, Program
 from mpjax._src.lint.rule import HLO, JAXPR, Compiled, Hit, NotRun, Rule
 from mpjax._src.lint.undone import narrows

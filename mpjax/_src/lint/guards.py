@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src import rules
 from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.dtypes import FLOAT16
-from mpjax._src.lint.halves import dtype_of, is_float, shown
+from mpjax._src.base import rules
+from mpjax._src.base.dtypes import FLOAT16, dtype_of, is_float, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from mpjax._src.autocast.graph import Op
-from mpjax._src.dtypes import FLOAT16
-from mpjax._src.lint.halves import dtype_of, is_half, shown
+from mpjax._src.base.dtypes import FLOAT16, dtype_of, is_half, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 from mpjax._src.lint.undone import narrows

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from mpjax._src import _jax, rules
 from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.dtypes import FLOAT32, short_name
-from mpjax._src.lint.halves import dtype_of, is_half, shown
+from mpjax._src.base import _jax, rules
+from mpjax._src.base.dtypes import FLOAT32, dtype_of, is_half, short_name, shown
+from mpjax._src.base.lines import short
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
-from mpjax._src.reports import short
 
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 import jax
 
-from mpjax._src import _jax
 from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.dtypes import FLOAT32, short_name
-from mpjax._src.lint.halves import dtype_of, is_half, shown
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import FLOAT32, dtype_of, is_half, short_name, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 

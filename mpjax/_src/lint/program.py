@@ -15,12 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src import _jax, rules
 from mpjax._src.autocast.graph import CONSTANT_LIMIT, Block, Op, Value, build
-from mpjax._src.autocast.loss import check_loss, differentiated, is_array, pull_back
+from mpjax._src.autocast.loss import check_loss, differentiated, pull_back
 from mpjax._src.autocast.modules import call_on_arrays, has_modules, on_arrays
-from mpjax._src.contexts import LINTED
-from mpjax._src.higher_order import BRANCH, SCAN, turns_of
+from mpjax._src.base import _jax, rules
+from mpjax._src.base.contexts import LINTED
+from mpjax._src.base.higher_order import BRANCH, SCAN, turns_of
+from mpjax._src.base.trees import is_array_or_shape
 
 # Operations that return the entries of their first operand, or a part of them, in its dtype.
 MOVES = rules.having(rules.SAME_PARAMETER) - {"convert_element_type"} | {"pcast", "pad", "name"}
@@ -290,7 +291,7 @@ def _stands_for(x: Any) -> Any:
 
 def _traced(fun, run, args, kwargs, given_as, argnums, has_aux) -> Program:
     pairs, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    given = tuple(is_array(x) for _, x in pairs)
+    given = tuple(is_array_or_shape(x) for _, x in pairs)
     arrays = [x for (_, x), yes in zip(pairs, given, strict=True) if yes]
     outs: list[Any] = []
 
@@ -311,14 +312,14 @@ def _traced(fun, run, args, kwargs, given_as, argnums, has_aux) -> Program:
     def flat(*values):
         leaves, out = jax.tree_util.tree_flatten_with_path(derived(*values))
         outs[:] = [leaves, out]
-        return [x for _, x in leaves if is_array(x)]
+        return [x for _, x in leaves if is_array_or_shape(x)]
 
     with _jax.casts_of_numbers():
         jaxpr = _jax.trace(
             flat, [_jax.aval_of(x) for x in arrays], getattr(fun, "__name__", "lint")
         )
     leaves, out = outs
-    returned = tuple(is_array(x) for _, x in leaves)
+    returned = tuple(is_array_or_shape(x) for _, x in leaves)
     keys = [keys for (keys, _), yes in zip(pairs, given, strict=True) if yes]
     return Program(
         *(fun, given_as[0], given_as[1], jaxpr, tuple(arrays)),

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.dtypes import short_name
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import digits, is_half, short_name, shown, stalls_at
 from mpjax._src.lint.averages import last_sum, share_of, stops
-from mpjax._src.lint.halves import digits, is_half, shown, size, stalls_at
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 
@@ -52,7 +52,8 @@ def _terms(op: Op) -> int:
         for length in op.params["window_dimensions"]:
             terms *= int(length)
         return terms
-    return size(op.ins[0]) // max(1, size(op.outs[0]))
+    before, after = (_jax.size_of(v.aval.shape) for v in (op.ins[0], op.outs[0]))
+    return before // max(1, after)
 
 
 def half_accumulators(program: Program) -> Iterator[Hit]:

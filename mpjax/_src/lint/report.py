@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mpjax._src.base.lines import short
 from mpjax._src.lint.rule import Rule
-from mpjax._src.reports import INDENT, WIDTH, Report, folds, short, wrapped
+from mpjax._src.reports import INDENT, WIDTH, Report, folds, wrapped
 
 SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 

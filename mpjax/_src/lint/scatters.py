@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from mpjax._src.autocast.graph import Op
-from mpjax._src.lint.halves import digits, dtype_of, is_half, shown, stalls_at
+from mpjax._src.base.dtypes import digits, dtype_of, is_half, shown, stalls_at
 from mpjax._src.lint.program import Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 

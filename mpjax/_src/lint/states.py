@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from mpjax._src import rules
 from mpjax._src.autocast.graph import Value
 from mpjax._src.autocast.states import children, nodes
-from mpjax._src.dtypes import short_name
+from mpjax._src.base import rules
+from mpjax._src.base.dtypes import short_name
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 

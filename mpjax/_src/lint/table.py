@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from mpjax._src.errors import brief, did_you_mean
+from mpjax._src.base.errors import brief, did_you_mean
+from mpjax._src.base.patterns import matches
 from mpjax._src.lint import (
     averages,
     casts,
@@ -22,7 +23,6 @@ from mpjax._src.lint import (
     updates,
 )
 from mpjax._src.lint.rule import Rule
-from mpjax._src.patterns import matches
 
 SUBJECTS = (
     *(reductions, scatters, averages, constants, casts, undone, losses),

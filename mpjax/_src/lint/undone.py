@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 
-from mpjax._src import _jax, rules
 from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.dtypes import short_name
+from mpjax._src.base import _jax, rules
+from mpjax._src.base.dtypes import digits, dtype_of, is_float, is_half, short_name, shown
 from mpjax._src.hardware.hlo import parse, source_lines
 from mpjax._src.lint.guards import is_gradient
-from mpjax._src.lint.halves import digits, dtype_of, is_float, is_half, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import HLO, JAXPR, Compiled, Hit, Rule
 

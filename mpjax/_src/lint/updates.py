@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.lint.halves import is_half, shown
+from mpjax._src.base.dtypes import is_half, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import VALUES, Hit, Rule
 from mpjax._src.lint.states import Carried, carried

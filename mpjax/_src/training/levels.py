@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import optax
 
-from mpjax._src.dtypes import HALVES
-from mpjax._src.errors import PrecisionWarning, warn_user
-from mpjax._src.hardware.devices import warn_if_unfit
-from mpjax._src.policy import CHOICES, Policy, PolicyLike, get_policy, means_another_policy
+from mpjax._src.base.dtypes import HALVES
+from mpjax._src.base.errors import PrecisionWarning, warn_user
+from mpjax._src.policy.policy import CHOICES, Policy, PolicyLike, get_policy, means_another_policy
+from mpjax._src.policy.recommend import warn_if_unfit
 from mpjax._src.training.loss_scale import has_protocol
 from mpjax._src.training.masters import with_kahan_summation, with_master_weights
 from mpjax._src.training.moments import with_8bit_moments

@@ -8,7 +8,6 @@ static. Micikevicius et al. 2017, "Mixed Precision Training", https://arxiv.org/
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -17,11 +16,19 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 
-from mpjax._src import called
-from mpjax._src.errors import brief, did_you_mean
-from mpjax._src.outlines import outline
-from mpjax._src.policy import PolicyLike, get_policy
-from mpjax._src.trees import is_array, is_one_bool, pytree_of, widen
+from mpjax._src.base import called
+from mpjax._src.base.errors import (
+    as_float,
+    brief,
+    check_count,
+    did_you_mean,
+    is_number,
+    is_traced,
+    refuse_traced,
+)
+from mpjax._src.base.outlines import outline
+from mpjax._src.base.trees import is_array, is_one_bool, pytree_of, widen
+from mpjax._src.policy.policy import PolicyLike, get_policy
 
 T = TypeVar("T")
 LossScale = Any  # one of the three classes below, one of jmp's, or any object with their protocol
@@ -361,7 +368,7 @@ def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale
             max_scale=2.0**126,
             growth_tracker=loss_scale.counter,
         )
-    elif _is_number(loss_scale):
+    elif is_number(loss_scale):
         return StaticLossScale(jnp.float32(_check_scale("loss_scale", loss_scale)))
     elif has_protocol(loss_scale):
         if jax.tree.leaves(loss_scale) == [loss_scale]:
@@ -379,56 +386,21 @@ def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale
     )
 
 
-def is_traced(value: Any) -> bool:
-    """Returns whether a value is one number that jit traces: it is not known yet."""
-    return isinstance(value, jax.core.Tracer) and _is_number(value)
-
-
-def refuse_traced(name: str, value: Any) -> None:
-    """Raises a ValueError if a setting, whose value must be known, is traced."""
-    if isinstance(value, jax.core.Tracer):
-        raise ValueError(
-            f"{name}={brief(value)} must be a number, but it is traced: jit, grad or vmap passes "
-            "the function this argument without its value. Pass a number from outside the traced "
-            "function, or list the argument in static_argnames of jax.jit."
-        )
-
-
 def has_protocol(loss_scale: Any) -> bool:
     """Returns whether an object, not a class, has the methods of a loss scale."""
     protocol = ("scale", "unscale", "adjust", "loss_scale")
     return not isinstance(loss_scale, type) and all(hasattr(loss_scale, n) for n in protocol)
 
 
-def _is_number(value: Any) -> bool:
-    kind = getattr(value, "dtype", np.dtype(type(value) if type(value) in (int, float) else object))
-    return getattr(kind, "kind", "") in ("i", "u", "f") and np.shape(value) == ()
-
-
-def _as_float(value: Any) -> float:
-    """Returns a number as a float, and an integer above the float range as infinity."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
 def _check_number(name: str, value: Any) -> float:
     """Returns a finite number as a float."""
     refuse_traced(name, value)
-    if not _is_number(value):
+    if not is_number(value):
         raise ValueError(f"{name}={brief(value)} must be one number.")
-    number = _as_float(value)
+    number = as_float(value)
     if not math.isfinite(number):
         raise ValueError(f"{name}={brief(value)} must be finite when converted to a float.")
     return number
-
-
-def finite_number(value: Any) -> float | None:
-    """Returns a finite number of any type as a float, or None for anything else."""
-    known = _is_number(value) and not is_traced(value)
-    number = _as_float(value) if known else math.nan
-    return number if math.isfinite(number) else None
 
 
 def _check_scale(name: str, value: Any) -> float:
@@ -446,20 +418,3 @@ def _check_scale(name: str, value: Any) -> float:
             "gradient into 0 or infinity."
         )
     return number
-
-
-def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Returns a whole number that fits an int32, as an int."""
-    refuse_traced(name, value)
-    number = whole_number(value)
-    if number is None or not least <= number < 2**31:
-        raise ValueError(f"{name}={brief(value)} must be a whole number from {least} to 2**31 - 1.")
-    return number
-
-
-def whole_number(value: Any) -> int | None:
-    """Returns an integer of any type as an int, or None for anything else."""
-    try:
-        return None if isinstance(value, (bool, np.bool_)) else operator.index(value)
-    except TypeError:
-        return None

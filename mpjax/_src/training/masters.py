@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._src.dtypes import BFLOAT16, FLOAT32
-from mpjax._src.errors import brief, did_you_mean
-from mpjax._src.patterns import name_of, path_of
-from mpjax._src.policy import CHOICES
+from mpjax._src.base.dtypes import BFLOAT16, FLOAT32
+from mpjax._src.base.errors import brief, did_you_mean
+from mpjax._src.base.patterns import name_of, path_of
+from mpjax._src.base.trees import is_narrow_array, widen
+from mpjax._src.policy.policy import CHOICES
 from mpjax._src.training import residuals
 from mpjax._src.training.optimizers import as_optimizer, check_kind, first_state, of_ours
 from mpjax._src.training.stored import (
@@ -28,7 +29,6 @@ from mpjax._src.training.stored import (
     made,
     need_params,
 )
-from mpjax._src.trees import is_half, widen
 
 # The dtype that is kept beside a half parameter, by the policy's `masters`; see `residuals`.
 KINDS = FLOAT32, residuals.UINT16, residuals.UINT8
@@ -165,7 +165,7 @@ def _beside(inner: optax.GradientTransformation, storage: str, name: str) -> Opt
 
     def init(params):
         def first(keys, param):
-            if not is_half(param):
+            if not is_narrow_array(param):
                 return optax.MaskedNode()
             if kind(param.dtype).kind == "u" and param.dtype != BFLOAT16:
                 raise ValueError(
@@ -191,7 +191,7 @@ def _beside(inner: optax.GradientTransformation, storage: str, name: str) -> Opt
             return updates, None, MasterWeightsState(NO_MASTERS, inner_state)
 
         def stored(param, beside, value, update):
-            if update is None or not is_half(param):
+            if update is None or not is_narrow_array(param):
                 return None, beside
             return residuals.split(value + widen(update), param.dtype, kind(param.dtype))
 
@@ -221,13 +221,13 @@ def _full(params: Any, masters: Any, kind: Callable[[Any], np.dtype], name: str)
         )
 
     def choose(keys, param, beside):
-        if is_half(param) == is_masked(beside):
-            seen, now = ("float32", "half") if is_half(param) else ("half", "float32")
+        if is_narrow_array(param) == is_masked(beside):
+            seen, now = ("float32", "half") if is_narrow_array(param) else ("half", "float32")
             raise ValueError(
                 f"{name}: {name_of('params', keys)} was {seen} in init, but is {now} now. Cast "
                 "parameters before init, and keep their dtypes."
             )
-        if not is_half(param):
+        if not is_narrow_array(param):
             return param
         if jnp.shape(beside) != jnp.shape(param):
             raise ValueError(

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._src.called import CALLED, CASTS, SCALES
-from mpjax._src.dtypes import FLOAT32, HALVES
-from mpjax._src.errors import PrecisionWarning, brief, warn_user
-from mpjax._src.patterns import name_of
-from mpjax._src.policy import Policy, PolicyLike
+from mpjax._src.base.called import CALLED, CASTS, SCALES
+from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.base.errors import PrecisionWarning, brief, warn_user
+from mpjax._src.base.patterns import name_of
+from mpjax._src.base.trees import all_finite, is_array, is_one_bool
+from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.training.gradients import scaled_value_and_grad, with_float32_loss
 from mpjax._src.training.levels import training_policy, under_policy
 from mpjax._src.training.loss_scale import SCALES as KINDS
@@ -28,7 +29,6 @@ from mpjax._src.training.optimizers import check_kind, of_ours, shown, updated_i
 from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.training.shards import agreed
 from mpjax._src.training.transaction import adjusted, counted
-from mpjax._src.trees import all_finite, is_array, is_one_bool
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._src.dtypes import FLOAT32
-from mpjax._src.errors import brief
-from mpjax._src.patterns import path_of
+from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.base.errors import brief
+from mpjax._src.base.patterns import path_of
+from mpjax._src.base.trees import is_floating
 from mpjax._src.training.codes import SIGNED, UNSIGNED, Code, decode, encode, scales_of
 from mpjax._src.training.optimizers import (
     as_optimizer,
@@ -19,7 +20,6 @@ from mpjax._src.training.optimizers import (
     of_ours,
 )
 from mpjax._src.training.stored import is_masked
-from mpjax._src.trees import is_floating
 
 # Leaves with fewer entries are not coded, because they take little memory in all.
 SMALLEST = 4096

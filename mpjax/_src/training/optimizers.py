@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._src.errors import brief, no_attribute
-from mpjax._src.outlines import outline
-from mpjax._src.patterns import difference, name_of, path_of
+from mpjax._src.base.errors import brief, no_attribute
+from mpjax._src.base.outlines import outline
+from mpjax._src.base.patterns import difference, name_of, path_of
+from mpjax._src.base.trees import all_finite, is_array, is_array_or_shape, is_floating, is_one_bool
 from mpjax._src.training.transaction import counted, gated_update
-from mpjax._src.trees import all_finite, is_array, is_floating, is_one_bool
 
 C = TypeVar("C", bound=type)
 
@@ -165,7 +165,7 @@ def first_state(inner: optax.GradientTransformation, params: Any) -> optax.OptSt
         return inner.init(params)
     except Exception:
         for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-            if not (is_array(leaf) or isinstance(leaf, (float, complex, jax.ShapeDtypeStruct))):
+            if not (is_array_or_shape(leaf) or isinstance(leaf, (float, complex))):
                 raise TypeError(
                     f"{name_of('params', keys)} is {brief(leaf)}, not an array, so the optimizer "
                     "has no state for it. Call init with the trained arrays alone: for Equinox, "

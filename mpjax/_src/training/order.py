@@ -9,8 +9,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from mpjax._src import _jax, rules
-from mpjax._src.higher_order import BRANCH, SCAN, higher_order
+from mpjax._src.base import _jax, rules
+from mpjax._src.base.higher_order import BRANCH, SCAN, higher_order
 
 # Operations that add no depth: the depth of a gradient counts arithmetic only.
 FREE = {*rules.names_where(lambda rule: rule.need == rules.MOVE)}

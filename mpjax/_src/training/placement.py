@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpjax._src.patterns import name_of
+from mpjax._src.base.patterns import name_of
 
 T = TypeVar("T")
 

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._src.dtypes import HALVES
-from mpjax._src.errors import brief, did_you_mean
-from mpjax._src.policy import Policy
-from mpjax._src.trees import is_key, widen
+from mpjax._src.base.dtypes import HALVES
+from mpjax._src.base.errors import brief, did_you_mean
+from mpjax._src.base.trees import is_key, widen
+from mpjax._src.policy.policy import Policy
 
 
 def axes_of(axis_name: Any) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from mpjax._src.base.dtypes import BFLOAT16, FLOAT16, FLOAT32
 
 UINT8, UINT16, UINT32 = (np.dtype(name) for name in ("uint8", "uint16", "uint32"))
 

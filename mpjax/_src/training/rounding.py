@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._src.dtypes import FLOAT32, HALVES, DTypeLike, canonical
-from mpjax._src.errors import brief
-from mpjax._src.training.loss_scale import whole_number
+from mpjax._src.base.dtypes import FLOAT32, HALVES, DTypeLike, canonical
+from mpjax._src.base.errors import brief, whole_number
+from mpjax._src.base.trees import is_array, is_key, is_narrow_array, widen
 from mpjax._src.training.optimizers import as_optimizer, check_kind, first_state, of_ours
 from mpjax._src.training.residuals import UINT32
 from mpjax._src.training.stored import by_leaf, inner_update, made, need_params
-from mpjax._src.trees import is_array, is_half, is_key, widen
 
 MANTISSA = jnp.finfo(FLOAT32).nmant
 LEAST = jnp.finfo(FLOAT32).minexp  # the exponent of the least normal value and of subnormals
@@ -90,7 +89,7 @@ def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Arra
     to = canonical(dtype, "dtype")
     if to not in HALVES:
         raise ValueError(f"dtype={brief(dtype)} must be a half dtype: 'bfloat16' or 'float16'.")
-    if not (is_array(x) and (x.dtype == FLOAT32 or is_half(x))):
+    if not (is_array(x) and (x.dtype == FLOAT32 or is_narrow_array(x))):
         raise TypeError(f"x={brief(x)} must be an array of float32, bfloat16 or float16.")
     if not (is_array(key) and (is_key(key) or key.dtype == UINT32)):
         raise TypeError(f"key={brief(key)} must be one PRNG key, such as jax.random.key(0).")
@@ -176,7 +175,7 @@ def with_stochastic_rounding(
         updates, inner_state = inner_update(inner, grads, state.inner_state, full, extra_args)
 
         def rounded(n, param, value, update):
-            if update is None or not is_half(param):
+            if update is None or not is_narrow_array(param):
                 return None
             random = drawn(param.shape, number, state.draws, n)
             return stochastically(value + widen(update), param.dtype, random)

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._src.patterns import name_of
-from mpjax._src.trees import is_array, is_key
+from mpjax._src.base.patterns import name_of
+from mpjax._src.base.trees import is_array, is_key
 
 # The advice in each refusal.
 CONVERT = "mpjax.checkpoint.save and restore convert between policies."

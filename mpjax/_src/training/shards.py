@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from mpjax._src._jax.programs import inner_jaxprs
-from mpjax._src.errors import PrecisionWarning, brief, warn_user
+from mpjax._src.base._jax.programs import inner_jaxprs
+from mpjax._src.base.errors import PrecisionWarning, brief, warn_user
 from mpjax._src.training.placement import varies_over
 
 Axes = tuple[str, ...]

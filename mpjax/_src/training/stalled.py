@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.errors import brief
+from mpjax._src.base.errors import brief, finite_number
+from mpjax._src.base.trees import is_narrow_array, pytree_of
 from mpjax._src.reports import Report, table
-from mpjax._src.training.loss_scale import finite_number
-from mpjax._src.trees import is_half, pytree_of
 
 MOST_ROWS, NAMED = 20, 5  # the most parameters in a report, and in a warning
 
@@ -132,5 +131,5 @@ def stalled(
 
 def _unchanged(old: jax.Array, new: jax.Array) -> jax.Array:
     # Half arrays are compared as bits, because XLA may compare their values before rounding.
-    as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16) if is_half(x) else x  # noqa: E731
+    as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16) if is_narrow_array(x) else x  # noqa: E731
     return as_bits(old) == as_bits(new)

@@ -17,20 +17,21 @@ import jax.numpy as jnp
 import optax
 
 from mpjax._src.autocast.modules import has_modules
-from mpjax._src.dtypes import HALVES
-from mpjax._src.errors import DivergenceError, PrecisionWarning, brief
-from mpjax._src.outlines import outline
-from mpjax._src.patterns import name_of, paths
-from mpjax._src.policy import OP_LISTS, Policy, PolicyLike
-from mpjax._src.training.gradients import observed_value_and_grad, with_float32_loss
-from mpjax._src.training.levels import training_policy, under_policy
-from mpjax._src.training.loss_scale import (
-    SCALES,
-    LossScale,
+from mpjax._src.base.dtypes import HALVES
+from mpjax._src.base.errors import (
+    DivergenceError,
+    PrecisionWarning,
+    brief,
     check_count,
-    get_loss_scale,
     whole_number,
 )
+from mpjax._src.base.outlines import outline
+from mpjax._src.base.patterns import name_of, paths
+from mpjax._src.base.trees import cast, cast_like, is_array, is_key, pytree_of, stays_finite, widen
+from mpjax._src.policy.policy import OP_LISTS, Policy, PolicyLike
+from mpjax._src.training.gradients import observed_value_and_grad, with_float32_loss
+from mpjax._src.training.levels import training_policy, under_policy
+from mpjax._src.training.loss_scale import SCALES, LossScale, get_loss_scale
 from mpjax._src.training.masters import stored
 from mpjax._src.training.optimizers import as_optimizer, check_state
 from mpjax._src.training.placement import commit_like, vary_like
@@ -46,7 +47,6 @@ from mpjax._src.training.shards import check_reductions, check_specs, shards_of
 from mpjax._src.training.stalled import Stalled, stalled
 from mpjax._src.training.transaction import adjusted, counted, gated
 from mpjax._src.training.watch import first_overflow, observer, underflow
-from mpjax._src.trees import cast, cast_like, is_array, is_key, pytree_of, stays_finite, widen
 
 # The fields that a step changes together, or not at all.
 CHANGED = ("step", "params", "opt_state", "model_state")

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from mpjax._src.dtypes import FLOAT32
+from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.base.trees import widen
 from mpjax._src.training.optimizers import as_optimizer, first_state, for_state
-from mpjax._src.trees import widen
 
 
 class Stepped(NamedTuple):

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from mpjax._src.base.trees import cast_like, select
 from mpjax._src.training.loss_scale import adjust_shared
-from mpjax._src.trees import cast_like, select
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.dtypes import HALVES
+from mpjax._src.base.dtypes import HALVES, limits_of
+from mpjax._src.base.trees import pytree_of
 from mpjax._src.reports import Report, wrapped
 from mpjax._src.training.order import Place, backward_order
-from mpjax._src.trees import pytree_of
 
 FORWARD = (
     "The loss itself is NaN or Inf: the forward pass overflowed, or its input held NaN or Inf. No "
@@ -238,5 +238,5 @@ def _half(dtype: Any) -> np.dtype:
 
 def _limits(dtype: Any) -> tuple[np.float32, np.float32]:
     """Returns the largest magnitude that a half dtype rounds to zero, and its least normal one."""
-    info = jnp.finfo(_half(dtype))
-    return np.float32(float(info.smallest_subnormal) / 2), np.float32(info.smallest_normal)
+    limits = limits_of(_half(dtype))
+    return np.float32(2.0**limits.flush), np.float32(2.0**limits.normal)

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from mpjax._src import _jax
-from mpjax._src.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
+from mpjax._src.base import _jax
+from mpjax._src.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
 from mpjax._src.watching.figures import (
     Figures,
     combined,

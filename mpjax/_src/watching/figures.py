@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src import _jax
-from mpjax._src.dtypes import FLOAT16, FLOAT32
-from mpjax._src.trees import pytree_of
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import FLOAT16, FLOAT32, limits_of
+from mpjax._src.base.trees import pytree_of
 
 # An entry counts as near overflow within this many powers of two of the largest number.
 NEAR = 4
@@ -141,14 +141,12 @@ class Limits:
     @classmethod
     @functools.cache
     def of(cls, dtype: Any) -> "Limits":
-        info = jnp.finfo(dtype)
-        high, least = float(info.max), float(info.smallest_subnormal)
+        digits, flush, normal, overflow = limits_of(dtype)
+        largest = 2.0**overflow * (1 - 2.0**-digits)
         # From half a unit beyond the largest number on; that tie goes to the even number, infinity.
-        unit = 2.0 ** (info.maxexp - 1 - info.nmant)
-        bits = [int(np.float32(x).view(np.uint32)) for x in (least / 2, high / 2**NEAR)]
-        overflow = int(np.float64(high + unit / 2).astype(np.float32).view(np.uint32))
-        lowest = 127 + info.minexp
-        return cls(23 - info.nmant, lowest, bits[0], lowest << 23, bits[1], overflow)
+        beyond = 2.0**overflow * (1 - 2.0 ** -(digits + 1))
+        magnitudes = np.array([2.0**flush, 2.0**normal, largest / 2**NEAR, beyond], np.float32)
+        return cls(24 - digits, 127 + normal, *map(int, magnitudes.view(np.uint32)))
 
 
 def _magnitude_bits(x: jax.Array) -> jax.Array:

@@ -4,7 +4,9 @@ import math
 from typing import Any
 
 from mpjax._src.autocast.explain_page import PASS
-from mpjax._src.dtypes import canonical, short_name
+from mpjax._src.base.dtypes import canonical, short_name
+from mpjax._src.base.lines import short
+from mpjax._src.base.rules import HALF, rule_of
 from mpjax._src.pages.data import (
     DTYPES,
     Colour,
@@ -16,8 +18,6 @@ from mpjax._src.pages.data import (
     facts,
     share,
 )
-from mpjax._src.reports import short
-from mpjax._src.rules import HALF, rule_of
 from mpjax._src.watching.figures import NEAR
 from mpjax._src.watching.report import PrecisionReport, PrecisionRow
 

@@ -13,12 +13,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
-from mpjax._src import _jax
-from mpjax._src.dtypes import HALVES
-from mpjax._src.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, Inside, higher_order
-from mpjax._src.rules import HALF, MOVE, NEVER, PROGRAM, REDUCES, UNKNOWN, rule_of
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import HALVES, is_float, is_half
+from mpjax._src.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, Inside, higher_order
+from mpjax._src.base.rules import HALF, MOVE, NEVER, PROGRAM, REDUCES, UNKNOWN, rule_of
 
 AGAIN = "rematted_computation"  # JAX's name for a recomputation
 CAST = "convert_element_type"
@@ -311,9 +309,8 @@ def _is_var(atom: Any) -> bool:
 
 
 def _is_float(atom: Any) -> bool:
-    dtype = getattr(atom.aval, "dtype", None)
-    return _is_var(atom) and dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    return _is_var(atom) and is_float(atom)
 
 
 def _is_half(atom: Any) -> bool:
-    return _is_var(atom) and getattr(atom.aval, "dtype", None) in HALVES
+    return _is_var(atom) and is_half(atom)

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.dtypes import canonical, short_name
-from mpjax._src.reports import Report, short, table, wrapped
-from mpjax._src.trees import pytree_of
+from mpjax._src.base.dtypes import canonical, short_name
+from mpjax._src.base.lines import short
+from mpjax._src.base.trees import pytree_of
+from mpjax._src.reports import Report, table, wrapped
 from mpjax._src.watching.figures import COUNTS, NEAR, Figures
 from mpjax._src.watching.places import Tensor
 from mpjax._src.watching.risk import Risk, growth_of, risk_of

@@ -19,8 +19,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.dtypes import FLOAT16, canonical
-from mpjax._src.reports import short
+from mpjax._src.base.dtypes import FLOAT16, canonical
+from mpjax._src.base.lines import short
 from mpjax._src.watching.figures import NEAR
 
 LEAST_MARGIN = 1.0  # rule 2, in powers of two

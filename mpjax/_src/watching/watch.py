@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 
-from mpjax._src import _jax
-from mpjax._src.errors import brief, check_callable
-from mpjax._src.training.loss_scale import whole_number
-from mpjax._src.trees import is_array
+from mpjax._src.base import _jax
+from mpjax._src.base.errors import brief, check_callable, whole_number
+from mpjax._src.base.trees import is_array
 from mpjax._src.watching.evaluate import evaluate, split, traced
 from mpjax._src.watching.figures import Figures
 from mpjax._src.watching.places import watch

@@ -1,0 +1,1 @@
+"""The ground floor: what all packages use. It imports nothing of mpjax but itself."""

@@ -1,0 +1,100 @@
+"""Optimization barriers against harmful rewrites by the compilers of some platforms."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import jet
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from mpjax._src.base._jax.cpu_matmuls import is_marked
+
+
+def _barrier(name: str, *platforms: str) -> Primitive:
+    """Returns a linear identity primitive, which is an optimization barrier on some platforms."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x, **_: x)
+    primitive.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(primitive, lambda ctx, x, **_: [x])
+    held = mlir.lower_fun(_held, multiple_results=False)
+
+    def lowering(ctx, x, **params):
+        # The lowering of a marked matmul stores its operands as it needs them.
+        return [x] if is_marked(ctx) else held(ctx, x, **params)
+
+    for platform in platforms:
+        mlir.register_lowering(primitive, lowering, platform=platform)
+    ad.deflinear2(primitive, lambda ct, _, **params: [ct])
+    jet.deflinear(primitive)
+    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
+    return primitive
+
+
+def _held(x: Any, order: tuple[int, ...] | None = None) -> Any:
+    """Returns ``x`` behind a barrier, where its dimensions are in the given order."""
+    if order is None:
+        return jax.lax.optimization_barrier(x)
+    held = jax.lax.optimization_barrier(jax.lax.transpose(x, order))
+    return jax.lax.transpose(held, np.argsort(order))
+
+
+def _batch(primitive: Primitive, args: Any, dims: Any, order: Any = None) -> Any:
+    dim = dims[0]
+    if order is None:
+        return primitive.bind(*args), dim
+    return primitive.bind(*args, order=(dim, *(d + (d >= dim) for d in order))), dim
+
+
+GPUS = ("cuda", "rocm")
+
+_cpu_barrier_p = _barrier("cpu_barrier", "cpu")
+_gpu_barrier_p = _barrier("gpu_barrier", *GPUS)
+_again_barrier_p = _barrier("again_barrier", "cpu", *GPUS)
+BARRIERS = frozenset({"cpu_barrier", "gpu_barrier", "again_barrier"})
+
+
+def cpu_barrier(x: jax.Array) -> jax.Array:
+    """Returns ``x``; on XLA:CPU behind an optimization barrier."""
+    return _cpu_barrier_p.bind(x)
+
+
+def held_for_cpu(
+    left: jax.Array, right: jax.Array, dimension_numbers: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the half operands of a matmul with float32 result as XLA:CPU can multiply them.
+
+    A marked matmul does not need it (`cpu_matmuls`). But whoever evaluates a program equation by
+    equation may lose the mark, and without either, XLA:CPU can fail.
+
+    XLA:CPU decides whether it has a kernel for a matmul once it has transposed the operands: batch
+    dimensions first, then the free ones of the left operand, then the contracted ones. Later it
+    merges transposes into the matmul, its own ones too. It has no kernel for a left operand that is
+    stored with the contracted dimensions before the free ones, and fails at run time ("BF16 x BF16
+    = F32"). So the left operand is held in that order, whatever its matmul becomes under `vmap`,
+    and barriers keep all other transposes away. A barrier for the result has to follow.
+    """
+    (summed, _), (batch, _) = dimension_numbers
+    free = [d for d in range(left.ndim) if d not in (*summed, *batch)]
+    order = (*batch, *free, *summed)
+    return _cpu_barrier_p.bind(left, order=order), _cpu_barrier_p.bind(right)
+
+
+def gpu_barrier(x: jax.Array) -> jax.Array:
+    """Returns ``x``; on GPUs behind an optimization barrier.
+
+    Without it, XLA:GPU recomputes a softmax from its float32 operand, and keeps that for the
+    backward pass. On TPUs the barrier costs memory.
+    """
+    return _gpu_barrier_p.bind(x)
+
+
+def again_barrier(x: jax.Array) -> jax.Array:
+    """Returns ``x``; on CPUs and GPUs behind an optimization barrier.
+
+    Without it, their compilers save values computed from ``x`` instead of recomputing them. TPU
+    compilers recompute elementwise operations by themselves, in the matmuls that read them; there a
+    barrier would make them save more.
+    """
+    return _again_barrier_p.bind(x)

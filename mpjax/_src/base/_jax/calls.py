@@ -1,0 +1,88 @@
+"""Calls of programs whose equations are inlined into the calling program."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src.core import set_current_trace
+from jax._src.interpreters.ad import LinearizeTrace, linearize_jaxpr, primitive_linearizations
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer
+from jax.extend.core import Literal, Primitive
+from jax.extend.source_info_util import current
+from jax.interpreters import ad
+
+from mpjax._src.base._jax.programs import eval_closed, open_jaxpr
+
+
+class _Inlined(Primitive):
+    """Evaluates a program that is linearized as a whole.
+
+    The traced program contains its equations, each with its own source line, instead of a call.
+    """
+
+    multiple_results = True
+
+    def bind_with_trace(self, trace, args, avals, params, /):
+        inner, consts = open_jaxpr(params["jaxpr"])
+        if not inner.effects and not any(isinstance(c, jax.core.Tracer) for c in consts):
+            if isinstance(trace, LinearizeTrace):
+                return trace.process_primitive(self, args, params)
+            if isinstance(trace, DynamicJaxprTrace):
+                return _copy(trace, inner, consts, args)
+        with set_current_trace(trace):
+            return eval_closed(params["jaxpr"], *args)
+
+
+_inlined_p = _Inlined("inlined")
+
+
+def linearized_once(jaxpr: Any) -> Callable[..., list[Any]]:
+    """Returns a closed jaxpr as a function whose derivative is computed once for all calls."""
+    return functools.partial(_inlined_p.bind, jaxpr=jaxpr)
+
+
+def _copy(trace: Any, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Copies the equations of a program into the traced one, as an evaluation would."""
+    here = current()
+    env = {
+        var: trace.to_jaxpr_tracer(x, here)
+        for var, x in zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
+    }
+
+    def read(atom, place):
+        if isinstance(atom, Literal):
+            return DynamicJaxprTracer(trace, atom.aval, atom, place)
+        return env[atom]
+
+    for eqn in jaxpr.eqns:
+        place = eqn.source_info.replace(name_stack=here.name_stack + eqn.source_info.name_stack)
+        ins = [read(atom, place) for atom in eqn.invars]
+        avals = [var.aval for var in eqn.outvars]
+        outs = trace.emit_eqn(ins, avals, eqn.primitive, eqn.params, eqn.effects, place, eqn.ctx)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom, here) for atom in jaxpr.outvars]
+
+
+def _linearize(is_vjp, nonzero, *primals, jaxpr):
+    forward, described, moving, given, tangent = linearize_jaxpr(jaxpr, nonzero, is_vjp=is_vjp)
+    results = linearized_once(forward)(*primals)
+    made = iter(results[len(moving) :])
+    known = [*open_jaxpr(jaxpr)[1], *primals]
+    residuals = [next(made) if i is None else known[i] for i in given]
+    avals = [v.aval.to_tangent_aval() for v in open_jaxpr(jaxpr)[0].outvars]
+
+    def linearized(residuals, *rest):
+        more, tangents = rest[: -len(nonzero)], rest[-len(nonzero) :]
+        varying = [t for t, yes in zip(tangents, nonzero, strict=True) if yes]
+        outs = iter(linearized_once(tangent)(*residuals, *varying, *jax.tree.leaves(more)))
+        return [next(outs) if yes else ad.Zero(a) for a, yes in zip(avals, moving, strict=True)]
+
+    if isinstance(described, int):
+        return results[: len(moving)], moving, residuals, linearized
+    # From JAX 0.12 on, some residuals are passed separately, as a pytree.
+    structured = described.unpack()[2].update([*made]).unflatten()
+    return results[: len(moving)], moving, residuals, structured, linearized
+
+
+primitive_linearizations[_inlined_p] = _linearize

@@ -1,0 +1,166 @@
+"""Exception classes, and helpers that check arguments and word error messages and warnings.
+
+Every message names the argument, its value, the legal values and, if possible, the one that the
+user probably meant.
+"""
+
+import difflib
+import inspect
+import math
+import operator
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+# A message shows at most LONGEST characters of a value; TAIL of them are from its end.
+LONGEST, TAIL = 400, 40
+
+
+class DivergenceError(RuntimeError):
+    """Training has diverged: too many steps in a row were skipped as non-finite."""
+
+
+class CompileError(RuntimeError):
+    """The compiler of a target rejected a program, or crashed while compiling it."""
+
+
+class OutOfMemoryError(CompileError):
+    """The compiler of a target reported that a program does not fit the target's memory."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged, cannot be written, or is being written by another process."""
+
+
+class PrecisionWarning(UserWarning):
+    """A program probably runs in another precision than its author thinks."""
+
+
+def brief(value: Any) -> str:
+    """Returns ``repr(value)``, shortened if it is long; if ``repr`` fails, the name of the type.
+
+    ``repr`` fails for lists that are nested too deeply and for integers with too many digits.
+    """
+    try:
+        text = repr(value)
+    except Exception:
+        size = f" of {value.bit_length()} bits" if isinstance(value, int) else ""
+        return f"<{type(value).__name__}{size}>"
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - TAIL]} ... {text[-TAIL:]}"
+
+
+def check_callable(fun: Any, argument: str) -> None:
+    """Raises a TypeError if an argument that must be a function is not callable."""
+    if not callable(fun):
+        hint = " Pass a policy as the second argument or policy=." if isinstance(fun, str) else ""
+        raise TypeError(f"{argument}={brief(fun)} must be a function.{hint}")
+
+
+def nearest(word: str, choices: Iterable[str], count: int = 5, cutoff: float = 0.6) -> list[str]:
+    """Returns the ``choices`` most similar to ``word`` (case-insensitive), best first."""
+    folded: dict[str, str] = {}
+    for choice in choices:
+        folded.setdefault(choice.lower(), choice)
+    return [folded[m] for m in difflib.get_close_matches(word.lower(), folded, count, cutoff)]
+
+
+def did_you_mean(word: Any, choices: Iterable[str]) -> str:
+    """Returns `` Did you mean 'x'?``, or "" if no choice is similar."""
+    found = nearest(word if isinstance(word, str) else brief(word), choices, count=1)
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def no_attribute(what: str, name: str, choices: Iterable[str]) -> AttributeError:
+    """Returns the error for an attribute that ``what`` lacks, with the most similar one it has."""
+    message = f"{what} has no attribute {name!r}.{did_you_mean(name, choices)}"
+    return AttributeError(message, name=name, obj=None)  # else Python adds a suggestion of its own
+
+
+def suggesting(module: str, names: Iterable[str]) -> Callable[[str], Any]:
+    """Returns the ``__getattr__`` of a public module, which names the most similar attribute."""
+
+    def __getattr__(name: str) -> Any:
+        raise no_attribute(f"module {module!r}", name, names)
+
+    return __getattr__
+
+
+# Of these packages no line is the user's.
+LIBRARIES = ("mpjax", "jax", "optax", "flax", "equinox")
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the nearest line of the call stack that is in none of `LIBRARIES`."""
+    frame, level = inspect.currentframe(), 1
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def warn_at(fun: Callable[..., Any], message: str) -> None:
+    """Warns at the definition of the user's function, because the call stack is inside JAX."""
+    fun = inspect.unwrap(fun)
+    code = getattr(fun, "__code__", warn_at.__code__)
+    seen = getattr(fun, "__globals__", {}).setdefault("__warningregistry__", {})
+    warnings.warn_explicit(
+        message, UserWarning, code.co_filename, code.co_firstlineno, registry=seen
+    )
+
+
+# ---- numbers that are given as arguments -----------------------------------------------------
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a value is one integer or real number, an array without dimensions too."""
+    kind = getattr(value, "dtype", np.dtype(type(value) if type(value) in (int, float) else object))
+    return getattr(kind, "kind", "") in ("i", "u", "f") and np.shape(value) == ()
+
+
+def as_float(value: Any) -> float:
+    """Returns a number as a float, and an integer above the float range as infinity."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def is_traced(value: Any) -> bool:
+    """Returns whether a value is one number that jit traces: it is not known yet."""
+    return isinstance(value, jax.core.Tracer) and is_number(value)
+
+
+def refuse_traced(name: str, value: Any) -> None:
+    """Raises a ValueError if a setting, whose value must be known, is traced."""
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"{name}={brief(value)} must be a number, but it is traced: jit, grad or vmap passes "
+            "the function this argument without its value. Pass a number from outside the traced "
+            "function, or list the argument in static_argnames of jax.jit."
+        )
+
+
+def finite_number(value: Any) -> float | None:
+    """Returns a finite number of any type as a float, or None for anything else."""
+    known = is_number(value) and not is_traced(value)
+    number = as_float(value) if known else math.nan
+    return number if math.isfinite(number) else None
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """Returns a whole number that fits an int32, as an int."""
+    refuse_traced(name, value)
+    number = whole_number(value)
+    if number is None or not least <= number < 2**31:
+        raise ValueError(f"{name}={brief(value)} must be a whole number from {least} to 2**31 - 1.")
+    return number
+
+
+def whole_number(value: Any) -> int | None:
+    """Returns an integer of any type as an int, or None for anything else."""
+    try:
+        return None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        return None

@@ -1,0 +1,125 @@
+"""The table of JAX primitives that hold programs (loops, branches, calls): one row per primitive.
+
+The planner, the rewrite, reports, `find_nonfinite`, `compare` and the order of gradients read it.
+The functions that evaluate these primitives under a plan are registered by `evaluates` in
+`autocast.rewrite`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from mpjax._src.base import _jax
+
+# kind: how its programs run.
+CALL = "call"  # one program, once, on all operands
+MAP = "map"  # one program, once per device, on that device's part of each operand
+SCAN = "scan"  # one program, repeatedly, over slices
+WHILE = "while"  # a condition and a body, repeatedly
+BRANCH = "branch"  # one of several programs; the first operand selects it
+
+# storage: what the plan may change about the values kept for a backward pass inside.
+AROUND = "around"  # as much as in the program around it
+THEIRS = "theirs"  # only the derivatives of patterns: the author chose which values to keep
+NONE = "none"  # nothing: it has no backward pass
+
+
+class Inside(NamedTuple):
+    """A program inside an equation, and its connections to the equation.
+
+    Attributes:
+        program: The jaxpr. In a plan, its block.
+        ins: For each argument of the program, the index of the operand that it receives.
+        outs: For each result of the program, the index of the equation's result, or None.
+        carry: Pairs (result, argument): the result of one iteration is the argument of the next.
+        consts: The number of leading arguments that are the same in every iteration.
+    """
+
+    program: Any
+    ins: Sequence[int]
+    outs: Sequence[int | None]
+    carry: Sequence[tuple[int, int]] = ()
+    consts: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HigherOrder:
+    """The row of a primitive.
+
+    Attributes:
+        wire: A function from an equation to the programs inside it.
+        kind: How the programs run: CALL, MAP, SCAN, WHILE or BRANCH.
+        storage: What the plan may change about stored values inside: AROUND, THEIRS or NONE.
+        knows: Whether constants that enter it are still known as constants inside.
+        pinned: Whether its dtypes must stay as written, because rules that its author traced
+            elsewhere expect them.
+        as_one: Whether it counts as one operation if everything inside is elementwise.
+        backward: Whether its author wrote its backward pass.
+    """
+
+    wire: Callable[[Any], Iterable[Inside]]
+    kind: str = CALL
+    storage: str = AROUND
+    knows: bool = False
+    pinned: bool = False
+    as_one: bool = False
+    backward: bool = False
+
+    @property
+    def loops(self) -> bool:
+        """Whether it is a loop."""
+        return self.kind in (SCAN, WHILE)
+
+
+def higher_order(name: str) -> HigherOrder:
+    """Returns the row of a primitive, or `FIRST_ORDER` if it holds no program that is known."""
+    return HIGHER_ORDER.get(name, FIRST_ORDER)
+
+
+def turns_of(eqn: Any) -> int:
+    """Returns how often the programs inside an equation run; 1 if that is not known."""
+    return eqn.params["length"] if higher_order(eqn.primitive.name).kind == SCAN else 1
+
+
+def _whole(param: str) -> Callable[[Any], Iterable[Inside]]:
+    """Returns ``wire`` for a primitive that calls one program on all of its operands."""
+    return lambda eqn: [Inside(eqn.params[param], range(len(eqn.invars)), range(len(eqn.outvars)))]
+
+
+def _scan(eqn: Any) -> Iterable[Inside]:
+    consts, carry = _jax.scan_counts(eqn.params)
+    pairs = [(i, consts + i) for i in range(carry)]
+    whole = range(len(eqn.invars)), range(len(eqn.outvars))
+    yield Inside(eqn.params["jaxpr"], *whole, pairs, consts)
+
+
+def _while(eqn: Any) -> Iterable[Inside]:
+    cond, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    carry = range(cond + body, len(eqn.invars))
+    yield Inside(eqn.params["cond_jaxpr"], [*range(cond), *carry], [None], (), cond)
+    pairs = [(i, body + i) for i in range(len(carry))]
+    ins = [*range(cond, cond + body), *carry]
+    yield Inside(eqn.params["body_jaxpr"], ins, range(len(eqn.outvars)), pairs, body)
+
+
+def _branches(eqn: Any) -> Iterable[Inside]:
+    for branch in eqn.params["branches"]:
+        yield Inside(branch, range(1, len(eqn.invars)), range(len(eqn.outvars)))
+
+
+FIRST_ORDER = HigherOrder(lambda eqn: (), "")
+HIGHER_ORDER: dict[str, HigherOrder] = {
+    "scan": HigherOrder(_scan, SCAN, knows=True),
+    "while": HigherOrder(_while, WHILE, NONE, knows=True),
+    "cond": HigherOrder(_branches, BRANCH, knows=True),
+    "jit": HigherOrder(_whole("jaxpr")),
+    "remat2": HigherOrder(_whole("jaxpr"), CALL, THEIRS, knows=True),
+    "shard_map": HigherOrder(_whole("jaxpr"), MAP),
+    "custom_jvp_call": HigherOrder(_whole("call_jaxpr"), as_one=True),
+    "custom_vjp_call": HigherOrder(_whole("call_jaxpr"), backward=True),
+    "custom_vmap_call": HigherOrder(_whole("call"), pinned=True),
+    "linear_call": HigherOrder(_whole("callee"), pinned=True),
+    "closed_call": HigherOrder(_whole("call_jaxpr")),
+}
+HIGHER_ORDER |= {"pjit": HIGHER_ORDER["jit"], "checkpoint": HIGHER_ORDER["remat2"]}
+HIGHER_ORDER |= dict.fromkeys(("core_call", "call"), HIGHER_ORDER["closed_call"])

@@ -1,0 +1,63 @@
+"""Progress of the instruments that take long: a bar of tqdm on a terminal, and nothing elsewhere.
+
+An instrument opens a bar; what it calls, however deep, advances it. tqdm is imported with the first
+bar that is shown.
+"""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from mpjax._src.base.errors import brief
+
+_SHOWN = threading.local()  # the innermost bar of this thread, as `bar`
+
+
+def check_progress(progress: Any) -> None:
+    """Raises a TypeError if the argument ``progress`` of an instrument is not a bool."""
+    if not isinstance(progress, bool):
+        raise TypeError(f"progress={brief(progress)} must be True or False.")
+
+
+@contextlib.contextmanager
+def progress_bar(progress: bool, title: str, unit: str, total: int | None = None) -> Iterator[None]:
+    """Shows a bar on stderr while an instrument runs, if ``progress`` and stderr is a terminal.
+
+    Args:
+        progress: Whether the caller wants one.
+        title: What runs.
+        unit: What `advance` counts, in the singular.
+        total: How many of them there are, or None if that is unknown.
+    """
+    if not (progress and sys.stderr is not None and sys.stderr.isatty()):
+        yield
+        return
+    from tqdm import tqdm
+
+    before = getattr(_SHOWN, "bar", None)
+    # Without a total, tqdm's own form is a rate.
+    form = None if total else "{desc}: {n_fmt}{unit} [{elapsed}{postfix}]"
+    with tqdm(total=total, desc=title, unit=f" {unit}", leave=False, bar_format=form) as bar:
+        _SHOWN.bar = bar
+        try:
+            yield
+        finally:
+            _SHOWN.bar = before
+
+
+def advance(unit: str, what: str = "", by: int = 1) -> None:
+    """Counts one more ``unit`` on the bar that counts them, and says what is done now."""
+    bar = getattr(_SHOWN, "bar", None)
+    if bar is not None and bar.unit == f" {unit}":
+        bar.update(by)
+        if what:
+            bar.set_postfix_str(what)
+
+
+def still_running() -> None:
+    """Shows the elapsed time on the bar."""
+    bar = getattr(_SHOWN, "bar", None)
+    if bar is not None:
+        bar.refresh()

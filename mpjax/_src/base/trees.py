@@ -1,0 +1,261 @@
+"""Operations on whole pytrees: cast the floating leaves, test for NaN and Inf, select one of two.
+
+Only real floating array leaves are cast. Integers, booleans, complex numbers, PRNG keys, None and
+leaves that are not arrays (functions and strings, as in Equinox modules) pass through unchanged.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src.base.dtypes import FLOAT32, FLOAT64, DTypeLike, canonical, is_float, is_narrow
+from mpjax._src.base.errors import brief
+from mpjax._src.base.patterns import difference, path_of, paths
+
+T = TypeVar("T")
+NUMBER = (bool, int, float, complex)
+
+
+# What `pytree_of` compiles for each class, because loops over the fields would take twice as long.
+_PYTREE = """
+def flatten(self):
+    return ({read_leaves}), ({read_static})
+
+def unflatten(static, leaves):
+    self = new(cls)
+    held = self.__dict__
+    ({held_leaves}), ({held_static}) = leaves, static
+    return self
+"""
+
+
+def pytree_of(*leaves: str) -> Callable[[type[T]], type[T]]:
+    """Registers a dataclass as a pytree of these fields; the others are static.
+
+    Each call of a jitted step flattens and rebuilds its states. `jax.tree_util.register_dataclass`
+    rebuilds by ``__init__``, which takes longer, and which may refuse the objects that a tree.map,
+    a sharding spec or a checkpoint puts in place of the arrays.
+    """
+
+    def register(cls):
+        static = [field.name for field in dataclasses.fields(cls) if field.name not in leaves]
+        code: dict[str, Any] = {"cls": cls, "new": object.__new__}
+        texts = {
+            f"{kind}_{side}": "".join(f"{text.format(name)}, " for name in names)
+            for kind, text in (("read", "self.{}"), ("held", "held[{!r}]"))
+            for side, names in (("leaves", leaves), ("static", static))
+        }
+        exec(_PYTREE.format(**texts), code)
+        flatten, unflatten = code["flatten"], code["unflatten"]
+
+        def flatten_with_keys(self):
+            values, static = flatten(self)
+            return list(zip(map(jax.tree_util.GetAttrKey, leaves), values, strict=True)), static
+
+        jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+        return cls
+
+    return register
+
+
+def is_array(leaf: Any) -> bool:
+    """Returns whether a leaf is an array that JAX supports (not a NumPy array of strings, say)."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        own = leaf.dtype.isbuiltin == 2 or leaf.dtype == jax.dtypes.float0  # ml_dtypes', JAX's
+        return leaf.dtype.kind in "biufc" or own
+    return isinstance(leaf, jax.Array)
+
+
+def is_array_or_shape(leaf: Any) -> bool:
+    """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct` that stands for one."""
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def is_floating(leaf: Any) -> bool:
+    """Returns whether a leaf is an array of a real floating dtype."""
+    return is_array(leaf) and is_float(leaf)
+
+
+def is_narrow_array(leaf: Any) -> bool:
+    """Returns whether a leaf is a floating array narrower than float32."""
+    return is_array(leaf) and is_narrow(leaf)
+
+
+def is_key(leaf: Any) -> bool:
+    """Returns whether a leaf, or the shape of one, is an array of typed PRNG keys."""
+    return jax.dtypes.issubdtype(getattr(leaf, "dtype", np.dtype(object)), jax.dtypes.prng_key)
+
+
+def is_one_bool(verdict: Any) -> bool:
+    """Returns whether a value is a single bool: of Python, of NumPy, or a traced scalar."""
+    if isinstance(verdict, bool):
+        return True
+    return getattr(verdict, "dtype", None) == np.bool_ and np.shape(verdict) == ()
+
+
+def cast_leaf(leaf: Any, dtype: np.dtype, float64: bool = False) -> Any:
+    """Casts a leaf if it is a floating array. A float64 leaf is cast only if ``float64`` is set."""
+    if not is_floating(leaf) or leaf.dtype == dtype or (leaf.dtype == FLOAT64 and not float64):
+        return leaf
+    return leaf.astype(dtype)
+
+
+def cast(tree: T, dtype: DTypeLike) -> T:
+    """Casts the real floating leaves of a pytree, including NumPy arrays, to a dtype.
+
+    Leaves of dtype float64 stay as they are, because JAX makes them only on request. Casting *to*
+    float64 works.
+
+    Args:
+        tree: Any pytree. Leaves that are not real floating arrays pass through unchanged.
+        dtype: "float16", "bfloat16", "float32", "float64", a short name ("bf16"), "half" (the half
+            dtype that suits the default device, see `half_dtype`) or a dtype.
+
+    Returns:
+        A pytree of the same structure and shapes.
+
+    Raises:
+        ValueError: If ``dtype`` is not one of these floating dtypes.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> tree = {"w": jnp.ones(3), "step": jnp.arange(3)}
+        >>> {k: str(v.dtype) for k, v in mpjax.cast(tree, "bfloat16").items()}
+        {'step': 'int32', 'w': 'bfloat16'}
+    """
+    to = canonical(dtype, "dtype")
+    return jax.tree.map(lambda leaf: cast_leaf(leaf, to), tree)
+
+
+def widen(tree: T) -> T:
+    """Casts the half leaves to float32, and leaves the others unchanged."""
+    return jax.tree.map(lambda leaf: leaf.astype(FLOAT32) if is_narrow_array(leaf) else leaf, tree)
+
+
+def cast_like(tree: T, like: Any) -> T:
+    """Casts every floating leaf to the dtype of the corresponding leaf in ``like``."""
+
+    def convert(leaf, model):
+        return cast_leaf(leaf, model.dtype, float64=True) if is_floating(model) else leaf
+
+    return jax.tree.map(convert, tree, like)
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Returns whether all numbers in a pytree are finite: no NaN and no infinity.
+
+    Args:
+        tree: Any pytree of arrays and Python numbers. Leaves that are neither floating nor complex
+            are ignored.
+
+    Returns:
+        A bool array of shape (); True for an empty tree. It may be traced.
+
+    Raises:
+        TypeError: If the tree has leaves, but no arrays or numbers.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> bool(mpjax.all_finite({"a": jnp.ones(2), "n": 3})), bool(mpjax.all_finite(jnp.inf))
+        (True, False)
+    """
+    leaves = jax.tree.leaves(tree)
+    if leaves and not any(is_array(leaf) or isinstance(leaf, NUMBER) for leaf in leaves):
+        raise TypeError(
+            f"tree={brief(tree)} has no arrays and no numbers, so nothing of it can be finite. "
+            "Pass gradients, a loss or another tree of arrays."
+        )
+    verdicts = [
+        jnp.all(jnp.isfinite(leaf))
+        for leaf in leaves
+        if (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact))
+        or isinstance(leaf, (float, complex))
+    ]
+    return functools.reduce(jnp.logical_and, verdicts, jnp.array(True))
+
+
+def stays_finite(new: Any, old: Any) -> jax.Array:
+    """Returns whether every leaf of ``new`` is finite whose counterpart in ``old`` is finite.
+
+    One -Inf anywhere in a leaf of ``old``, such as a mask or the start of a running maximum,
+    exempts the whole leaf.
+
+    Args:
+        new: A pytree of arrays, tested as by `all_finite`.
+        old: The previous values, a pytree of the same structure.
+
+    Returns:
+        A bool array of shape (); True for an empty tree.
+    """
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    verdicts = [all_finite(a) | ~all_finite(b) for a, b in pairs]
+    return functools.reduce(jnp.logical_and, verdicts, jnp.array(True))
+
+
+def select(pred: Any, on_true: T, on_false: T) -> T:
+    """Selects one of two pytrees by a bool that may be traced; the values are kept bit for bit.
+
+    Args:
+        pred: A bool array of shape (), or a Python bool. For a Python bool the leaves are returned
+            as they are.
+        on_true: Any pytree: arrays, PRNG keys, Python scalars, and leaves that are not arrays.
+        on_false: A pytree of the same structure, shapes and dtypes. Leaves that are neither arrays
+            nor numbers cannot be selected on a device, so they must be equal in both trees.
+
+    Returns:
+        A pytree of the same structure: ``on_true`` if ``pred`` is true, else ``on_false``.
+
+    Raises:
+        ValueError: If ``pred`` is not a single bool; if the trees differ in structure; if two
+            leaves differ in shape or dtype; or if two leaves that are not arrays differ in value.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> mpjax.select(jnp.array(False), {"n": 1, "f": "relu"}, {"n": 2, "f": "relu"})["f"]
+        'relu'
+    """
+    if not is_one_bool(pred):
+        raise ValueError(
+            f"pred={brief(pred)} must be a single bool: a Python bool or a bool array of shape (). "
+            "To reduce many values to one, use jnp.all(...) or mpjax.all_finite(...)."
+        )
+
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (on_true, on_false)]
+    if structures[0] != structures[1]:
+        lacking = difference({*paths(on_true)}, {*paths(on_false)})
+        kinds = "{} is not {}".format(*map(brief, structures))
+        raise ValueError(
+            "select: on_true and on_false must have the same structure, but "
+            f"{f'on_false {lacking}' if lacking else kinds}."
+        )
+
+    def choose(keys, a, b):
+        where = f"leaf {path_of(keys)!r}"
+        if getattr(a, "dtype", None) == jax.dtypes.float0:  # the gradient of an integer is empty
+            return a
+        if not (is_array(a) or isinstance(a, NUMBER)):
+            if a is b or np.array_equal(a, b):
+                return a
+            raise ValueError(
+                f"select: {where} is not an array, and it is {brief(a)} in on_true but {brief(b)} "
+                "in on_false. Such leaves must be equal in both; store values that change in "
+                "arrays."
+            )
+        kinds = [(jnp.shape(x), getattr(x, "dtype", type(x).__name__)) for x in (a, b)]
+        if kinds[0] != kinds[1]:
+            (shape, dtype), (other_shape, other_dtype) = kinds
+            raise ValueError(
+                f"select: {where} is {dtype}{shape} in on_true but {other_dtype}{other_shape} in "
+                "on_false. Shapes and dtypes must be the same in both. The usual cause is a dtype "
+                "that changes from step to step."
+            )
+        if isinstance(pred, (bool, np.bool_)):
+            return a if pred else b
+        return a if a is b else jnp.where(pred, a, b)
+
+    return jax.tree_util.tree_map_with_path(choose, on_true, on_false)

@@ -1,0 +1,83 @@
+"""Contract: what `_jax.linearized_once` assumes about JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpjax._src.base import _jax
+
+X = jnp.linspace(0.1, 1.0, 4)
+RULES_RUN = []
+
+
+@jax.custom_jvp
+def sine(x):
+    return jnp.sin(x)
+
+
+@sine.defjvp
+def _(primals, tangents):
+    RULES_RUN.append(True)
+    return sine(*primals), tangents[0] * jnp.cos(primals[0])
+
+
+def body(x, n):
+    y = jax.checkpoint(lambda x: jnp.tanh(sine(x)) * 2)(x)
+    return [y, jnp.exp(y) * n, n + 1]
+
+
+def once():
+    avals = [jax.typeof(X), jax.typeof(jnp.int32(0))]
+    return _jax.linearized_once(_jax.trace(body, avals, "body"))
+
+
+def thrice(body):
+    def fun(x):
+        n = jnp.int32(1)
+        for _ in range(3):
+            x, y, n = body(x, n)
+            x = x + y
+        return jnp.sum(x)
+
+    return fun
+
+
+USES = {
+    "gradient": jax.grad,
+    "jit": lambda f: jax.jit(jax.grad(f)),
+    "value": lambda f: f,
+    "tangent": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+    "vmap": lambda f: lambda x: jax.vmap(jax.grad(f))(jnp.stack([x, 2 * x])),
+    "under vmap": lambda f: lambda x: jax.grad(lambda x: jnp.sum(jax.vmap(f)(x)))(x[None]),
+    "curvature": jax.hessian,
+    "remat": lambda f: jax.grad(jax.checkpoint(f)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_calls_leave_nothing_but_equations(use):
+    got, want = (USES[use](thrice(f)) for f in (once(), body))
+    for g, w in zip(jax.tree.leaves(got(X)), jax.tree.leaves(want(X)), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5)
+    text = str(jax.make_jaxpr(got)(X))
+    assert "inlined" not in text and text.count("tanh") <= str(jax.make_jaxpr(want)(X)).count(
+        "tanh"
+    )
+
+
+def test_calls_are_linearized_once():
+    fun = thrice(once())
+    RULES_RUN.clear()
+    jax.make_jaxpr(jax.grad(fun))(X)
+    assert len(RULES_RUN) == 1
+    jax.make_jaxpr(jax.grad(thrice(body)))(X)
+    assert len(RULES_RUN) > 1
+
+
+def test_what_is_closed_over_is_differentiated():
+    def fun(scale):
+        jaxpr = _jax.trace(lambda x: [x * scale], [jax.typeof(X)], "body")
+        return jnp.sum(_jax.linearized_once(jaxpr)(X)[0])
+
+    assert jax.grad(fun)(2.0) == pytest.approx(float(jnp.sum(X)))

@@ -1,0 +1,84 @@
+"""Old names work, and say what to write instead; none goes before its time."""
+
+import datetime
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import mpjax
+from mpjax._src.base.deprecations import DEPRECATED, MOVED, Deprecated
+
+# JAX promises three months too: https://docs.jax.dev/en/latest/api_compatibility.html
+MONTHS = 3
+TODAY = datetime.date(2026, 11, 23)
+ROW = Deprecated("cast", TODAY, datetime.date(2027, 2, 23))
+
+
+def months_after(date, months):
+    """Returns the same day some months later, or the first of the next one if there is none."""
+    years, month = divmod(date.month - 1 + months, 12)
+    try:
+        return date.replace(date.year + years, month + 1)
+    except ValueError:
+        years, month = divmod(date.month + months, 12)
+        return datetime.date(date.year + years, month + 1, 1)
+
+
+def too_early(rows):
+    """Returns the names that may be removed less than three months after they first warned."""
+    return [name for name, row in rows.items() if row.removal < months_after(row.since, MONTHS)]
+
+
+def test_an_old_name_works_and_names_the_new_one(monkeypatch):
+    monkeypatch.setitem(DEPRECATED, "to_dtype", ROW)
+    message = r"mpjax.to_dtype is deprecated.* from 2027-02-23 on. Use mpjax.cast instead"
+    with pytest.warns(DeprecationWarning, match=message) as seen:
+        assert mpjax.to_dtype is mpjax.cast
+    assert seen[0].filename == __file__
+    assert "to_dtype" not in dir(mpjax) and "to_dtype" not in mpjax.__all__
+
+
+def test_a_name_that_was_never_there_is_missing():
+    with pytest.raises(AttributeError, match="to_dtype"):
+        mpjax.to_dtype  # noqa: B018
+
+
+def test_every_old_name_has_a_new_one_and_three_months():
+    assert not too_early(DEPRECATED)
+    for name, row in DEPRECATED.items():
+        assert row.instead in mpjax.__all__ and name not in mpjax.__all__, name
+
+
+@pytest.mark.parametrize(
+    ("since", "removal", "early"),
+    [
+        ("2026-11-23", "2027-02-23", False),
+        ("2026-11-23", "2027-02-22", True),
+        ("2026-11-30", "2027-03-01", False),
+        ("2026-11-30", "2027-02-28", True),
+        ("2026-12-31", "2027-03-31", False),
+    ],
+)
+def test_a_row_that_ends_too_early_is_found(since, removal, early):
+    row = Deprecated("cast", *map(datetime.date.fromisoformat, (since, removal)))
+    assert bool(too_early({"old": row})) == early
+
+
+def test_python_shows_the_warning_at_the_users_line():
+    """Python shows a DeprecationWarning of `__main__` by default: users see it."""
+    code = (
+        "import datetime, mpjax; from mpjax._src.base import deprecations as d;"
+        "d.DEPRECATED['old'] = d.Deprecated('cast', datetime.date.min, datetime.date.max);"
+        "mpjax.old"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "DeprecationWarning: mpjax.old is deprecated" in done.stderr
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_a_module_is_found_at_its_old_place(old, new):
+    module = importlib.import_module(old)
+    assert module is importlib.import_module(new) is sys.modules[old]
+    assert module.__name__ == module.__spec__.name == new

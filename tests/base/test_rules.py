@@ -1,0 +1,139 @@
+"""The table of primitives: its names, and how a row is added. Its columns: test_rules_*.py."""
+
+import jax
+import jax.experimental.pallas
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from primitives import CASES, ELEMENTWISE, NEWER, UNTRIED
+from support import assert_near, found, normal
+
+import mpjax
+from mpjax._src.base import _jax, rules
+
+# Names that one of the two versions of JAX lacks.
+OLD, NEW = (
+    {"closed_call", "vary_unreduced_cast_p"},
+    {"log2", "vary_unreduced_cast", "one_minus_square"},
+)
+LACKING = OLD if NEWER else NEW
+
+
+def test_every_row_is_of_a_primitive():
+    assert set(rules.RULES) - _jax.primitive_names() <= LACKING
+
+
+def test_every_row_is_tested():
+    tested = {key.split()[0] for key in (*ELEMENTWISE, *CASES)}
+    programs = set(rules.names_where(lambda rule: rule.need == rules.PROGRAM))
+    missing = set(rules.RULES) - tested - programs - UNTRIED.keys() - {"custom_jvp_call"}
+    assert missing <= LACKING
+    assert tested | UNTRIED.keys() <= rules.RULES.keys()
+
+
+def test_legal_values_are_the_columns():
+    for name, row in rules.RULES.items():
+        for column in ("span", "saves", "cost"):
+            assert getattr(row, column) in rules.CHOICES[column], (name, column)
+        assert row.traits <= set(rules.CHOICES["traits"]), name
+
+
+# ---- register_rule ------------------------------------------------------------------------------
+
+
+def new_operation(name):
+    """Returns a primitive that JAX does not know, and a function that binds it: a leaky relu."""
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(lambda x: x)
+    lowering = mlir.lower_fun(lambda x: jnp.maximum(x, x / 4), multiple_results=False)
+    mlir.register_lowering(primitive, lowering)
+    return primitive, primitive.bind
+
+
+def planned(fun, name):
+    """Returns what a plan has a primitive compute in and give, and why."""
+    rows = mpjax.explain(fun, "mixed_bfloat16")(normal(0, 8, 8)).rows
+    return next((row.after, row.reason) for row in rows if row.primitive == name)
+
+
+@pytest.mark.parametrize(
+    ("need", "after", "reason"),
+    [
+        (
+            None,
+            "f32->f32",
+            "a primitive without a rule, left in float32; mpjax.register_rule adds a rule, and "
+            "mpjax.half_inputs runs a kernel in half",
+        ),
+        ("follow", "bf16->bf16", "follows a half operand"),
+        ("full", "f32->f32", "full list"),
+        ("move", "bf16->bf16", "follows its operands"),
+        ("half", "bf16->bf16", "half list"),
+    ],
+)
+def test_a_plan_goes_by_the_row(table, need, after, reason):
+    primitive, bind = new_operation(f"leaky_{need}")
+    if need is not None:
+        mpjax.register_rule(primitive, need)
+
+    def fun(x):
+        return -bind(x @ x) @ x
+
+    assert planned(fun, primitive.name) == (after, reason)
+    auto, x = mpjax.autocast(fun, "mixed_bfloat16"), normal(0, 8, 8)
+    dtype = {"f32": "float32", "bf16": "bfloat16"}[after.split("-")[0]]
+    assert found(auto, x, names=[primitive.name]) == [(primitive.name, (dtype,), dtype)]
+    assert_near(jax.jit(auto)(x), jax.jit(fun)(x))
+
+
+@pytest.mark.parametrize(
+    ("gain", "after"),
+    [
+        ("one", "bf16->bf16"),
+        ("range", "bf16->f32"),
+        ("unbounded", "bf16->f32"),
+        (lambda params: "one", "bf16->bf16"),
+    ],
+)
+def test_a_matmul_is_as_precise_as_what_reads_it_asks(table, gain, after):
+    primitive, bind = new_operation("leaky_gain")
+    mpjax.register_rule(primitive, "full", gain=gain)
+    assert planned(lambda x: bind(x @ x).astype(jnp.bfloat16), "dot_general")[0] == after
+
+
+def test_what_is_not_said_is_the_worst(table):
+    mpjax.register_rule("mine", "follow")
+    row = rules.rule_of("mine")
+    assert (row.gain, row.span, row.saves, row.cost) == ("unbounded", "grows", "operands", "never")
+    assert row.steady is False and row.traits == frozenset()
+
+
+def test_a_known_row_is_replaced(table):
+    assert planned(lambda x: jnp.exp(x @ x) @ x, "exp")[0] == "f32->f32"
+    mpjax.register_rule("exp", "follow", gain="range", span="grows", traits=["pole"])
+    assert planned(lambda x: jnp.exp(x @ x) @ x, "exp")[0] == "bf16->bf16"
+
+
+@pytest.mark.parametrize(
+    ("need", "columns", "message"),
+    [
+        ("double", {}, "need='double' is not legal .primitive 'mine'.*'half', 'full', 'follow'"),
+        ("compare", {}, "need='compare' is not legal"),
+        ("full", {"gain": "small"}, "gain='small' is not legal.*'none', 'one', 'sum', 'range'"),
+        ("full", {"gian": "one"}, "gian='one' is not a column.*'gain', 'span', 'saves', 'steady'"),
+        ("full", {"span": lambda params: "keeps"}, "span=.* is not legal"),
+        ("full", {"steady": "yes"}, "steady='yes' is not legal.*True, False"),
+        ("full", {"traits": ["kinked", "round"]}, "traits=.*'round'.* is not legal.*'kinked'"),
+        ("full", {"traits": "kinked"}, "traits='kinked' is not legal"),
+    ],
+)
+def test_errors_name_what_is_legal(table, need, columns, message):
+    with pytest.raises(ValueError, match=message):
+        mpjax.register_rule("mine", need, **columns)
+    assert "mine" not in table
+
+
+def test_a_primitive_or_its_name(table):
+    with pytest.raises(ValueError, match="primitive=3 must be a JAX primitive, such as"):
+        mpjax.register_rule(3, "full")

@@ -1,0 +1,24 @@
+"""The rows that depend on an equation's parameters: powers."""
+
+import pytest
+
+from mpjax._src.base import rules
+from mpjax._src.base.rules import rule_of
+
+POWER = rule_of("integer_pow")
+
+
+@pytest.mark.parametrize("y", [*range(-102, 103)])
+def test_a_power_amplifies_by_its_exponent(y):
+    """|x f'(x) / f(x)| is the exponent, whatever its sign."""
+    few, bounded = abs(y) <= 4, abs(y) <= 100
+    assert POWER.gain_of({"y": y}) == (
+        rules.ONE if few else rules.RANGE if bounded else rules.UNBOUNDED
+    )
+    assert POWER.amplifies({"y": y}) == (not few)
+
+
+@pytest.mark.parametrize("y", range(-3, 8))
+def test_the_derivative_of_a_small_power_is_steady(y):
+    """One with a pole is not, nor one that grows by more than its operand's few roundings."""
+    assert POWER.steady_of({"y": y}) == (0 <= y <= 4)
