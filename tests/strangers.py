@@ -1,27 +1,32 @@
 """Other libraries' test suites as ours: every function that they differentiate is planned.
 
-As a pytest plugin, it wraps each function given to `jax.grad`, `jax.value_and_grad`, `jax.vjp` and
-`jax.jvp` in `mpjax.autocast` with the policy in STRANGERS_POLICY. "jit", the control, wraps it in
-`jax.jit` instead, because some tests look at tracers and fail under any wrapper.
+As a pytest plugin, it wraps each function given to `jax.grad`, `jax.value_and_grad`, `jax.vjp`,
+`jax.jvp`, `jax.linearize`, `jax.jacfwd` and `jax.jacrev` in `mpjax.autocast` with the policy in
+STRANGERS_POLICY. "jit", the control, wraps it in `jax.jit` instead, because some tests look at
+tracers and fail under any wrapper.
 
     STRANGERS_POLICY=float32 python -m pytest -p strangers their_test.py
 
 As a program, it runs the suites of `strangers.toml`, each file under each policy in a process of
 its own, and reports the tests that pass under the control alone. `float32` has to change nothing.
-Under a 16-bit policy, tolerances may break; an error of another type is a finding.
+Under a 16-bit policy, tolerances may break; an error of another type is a finding. A policy leaves
+float64 alone, so suites that turn it on (`float64 = true`) run a second time with it kept off.
 
     python tests/strangers.py                 # all; resumes after an interruption
     python tests/strangers.py optax --policies jit float32
     python tests/strangers.py --part          # the files that installed packages contain, anew
     python tests/strangers.py equinox --judge # every gradient of the tests whose tolerances break
+    python tests/strangers.py diffrax --files test_adjoint --float64 off
 
 To judge, the tests run again, with STRANGERS_JUDGED: each function is differentiated three times,
-planned, with its matmuls rounded by hand, and in float32, and `measure` compares the errors.
+planned, with its matmuls rounded by hand, and in float32, and `measure` compares the errors. What
+could not be judged is named: a function that changes a state gives each way another result.
 
 The sources, at their pinned commits, and the results are in `.strangers`.
 """
 
 import argparse
+import copy
 import functools
 import json
 import os
@@ -40,6 +45,7 @@ SUITES = tomllib.loads((TESTS / "strangers.toml").read_text())
 HOME = TESTS.parent / ".strangers"
 CONTROL = "jit"
 POLICIES = (CONTROL, "float32", "mixed_bfloat16", "mixed_float16")
+TRANSFORMATIONS = ("grad", "value_and_grad", "vjp", "jvp", "linearize", "jacfwd", "jacrev")
 # How the errors of tests that compare numbers begin.
 TOLERANCE = ("AssertionError", "assert False", "assert Array(False")
 
@@ -110,8 +116,9 @@ def planning(transform, wrap, judge=None):
             return transform(fun, *args, **kwargs)
         if judge is None:
             return transform(wrap(fun), *args, **kwargs)
-        made = [transform(way, *args, **kwargs) for way in judge.ways(fun, wrap)]
-        return judge(transform.__name__, made)
+        own = copy.copy(judge)  # each function has effects of its own
+        made = [transform(way, *args, **kwargs) for way in own.ways(fun, wrap)]
+        return own(transform.__name__, made)
 
     return wrapped
 
@@ -121,7 +128,7 @@ class Judge:
 
     def __init__(self, half, place):
         self.half, self.place = half, place
-        self.changes = False  # whether a function has effects, so that each way finds another state
+        self.changes = set()  # the effects of a function by which each way finds another state
 
     def ways(self, fun, wrap):
         """Returns a function as planned, as rounded by hand, and as it is.
@@ -135,7 +142,8 @@ class Judge:
 
         def first(run, found, arrays):
             kept[:] = jax.make_jaxpr(run)(arrays), found
-            self.changes = bool(kept[0].effects)
+            names = {type(effect).__name__ for effect in kept[0].effects}
+            self.changes = names - {"DebugEffect", "OrderedDebugEffect"}  # these only tell
             return later(wrap, run, found, arrays)
 
         def later(way, run, found, arrays):
@@ -149,7 +157,7 @@ class Judge:
         """Returns the first of what a transformation made of each way, once it is compared."""
         if name == "jvp":
             return self.compared(made)
-        if name == "vjp":
+        if name in ("vjp", "linearize"):
             results, backs, *aux = zip(*made, strict=True)
             return self.compared(results), self.called(backs), *(x[0] for x in aux)
         return self.called(made)
@@ -160,9 +168,11 @@ class Judge:
     def compared(self, results):
         import jax
 
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
         if self.changes:
+            with open(self.place, "a") as out:
+                print(json.dumps([test, None, ", ".join(sorted(self.changes))]), file=out)
             return results[0]
-        test = os.environ.get("PYTEST_CURRENT_TEST", "")
         jax.debug.callback(functools.partial(self.tell, test), *map(arrays_of, results))
         return results[0]
 
@@ -175,7 +185,7 @@ class Judge:
         with open(self.place, "a") as out:
             for row in rows:
                 share = row.autocast / row.bound if not row.nonfinite else float("inf")
-                print(json.dumps([test.partition(" ")[0], share, str(row)]), file=out)
+                print(json.dumps([test, share, str(row)]), file=out)
 
 
 def arrays_of(tree):
@@ -188,18 +198,28 @@ def arrays_of(tree):
     return {path: x for path, x in found.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
 
 
+def without_float64():
+    """Keeps float64 off, whatever tests ask for."""
+    import jax
+
+    update = jax.config.update
+    jax.config.update = lambda name, value: name == "jax_enable_x64" or update(name, value)
+
+
 def install(policy, judged=None):
     """Wraps the public transformations, before a library imports them by name."""
     import jax
 
     wrap = around(policy)
     judge = Judge(policy.removeprefix("mixed_"), judged) if judged else None
-    for name in ("grad", "value_and_grad", "vjp", "jvp"):
+    for name in TRANSFORMATIONS:
         setattr(jax, name, planning(getattr(jax, name), wrap, judge))
 
 
 if "STRANGERS_POLICY" in os.environ and __name__ != "__main__":
     install(os.environ["STRANGERS_POLICY"], os.environ.get("STRANGERS_JUDGED"))
+    if os.environ.get("STRANGERS_FLOAT64") == "off":
+        without_float64()
 
 
 # ---- the program ---------------------------------------------------------------------------------
@@ -275,6 +295,7 @@ def run(folder, file, policy, suite, report, judged=None, only=None):
     root = folder / suite.get("root", "")
     paths = [str(x) for x in (root, folder, *beside, TESTS, TESTS.parent, packages(suite))]
     env = {**os.environ, "STRANGERS_POLICY": policy, "PYTHONPATH": os.pathsep.join(paths)}
+    env |= {"STRANGERS_FLOAT64": "off"} if suite.get("float64") is False else {}
     env |= {"STRANGERS_JUDGED": str(judged)} if judged else {}
     skipped = [f"--deselect={file}::{test}" for test in suite.get("skip", {}).get(file, ())]
     only = only or suite.get("only", {}).get(file)
@@ -308,15 +329,23 @@ def outcomes(report):
 
 
 def judgments(folder, file, policy, suite, place, tests):
-    """Returns the worst error of each test's gradients, as a share of its bound, and its words."""
+    """Returns the worst error of each test's gradients, as a share of its bound, and its words.
+
+    Also returns why a test was not judged, or not as a whole.
+    """
     place.unlink(missing_ok=True)
     only = " or ".join(sorted({test.rpartition("::")[2].partition("[")[0] for test in tests}))
     run(folder, file, policy, suite, place.with_suffix(".xml"), place, only)
-    worst = {}
+    worst, silent = {}, {}
     for line in place.read_text().splitlines() if place.exists() else ():
         test, share, words = json.loads(line)
-        worst[test] = max(worst.get(test, (0.0, "")), (share, words))
-    return worst
+        if share is None:
+            silent[test] = f"a function has effects ({words})"
+        else:
+            worst[test] = max(worst.get(test, (0.0, "")), (share, words))
+    seen = {test.rpartition("::")[2] for test in (*worst, *silent)}
+    nothing = {test for test in tests if test.rpartition("::")[2] not in seen}
+    return worst, silent | dict.fromkeys(nothing, "no derivative of an array")
 
 
 def differences(control, other):
@@ -349,32 +378,53 @@ def main():
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--part", action="store_true", help="only files of installed packages")
     parser.add_argument("--judge", action="store_true", help="compare gradients with casts by hand")
+    parser.add_argument(
+        "--files", default="", metavar="TEXT", help="only files with TEXT in the name"
+    )
+    parser.add_argument(
+        "--float64", choices=["on", "off"], help="only this way, of suites with both"
+    )
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     options = parser.parse_args()
     if unknown := {*options.suites} - {*SUITES}:
         parser.error(f"Unknown suites {sorted(unknown)}. Choose from {sorted(SUITES)}.")
     policies = [*dict.fromkeys((CONTROL, *options.policies))]
     changed = 0
-    for name in options.suites or SUITES:
-        suite = SUITES[name]
+    for name, suite in runs(options.suites or SUITES, options.float64):
         if options.part:
             folder, files = Path(sysconfig.get_path("purelib")), suite.get("installed", ())
             places = HOME / "part" / name
             shutil.rmtree(places, ignore_errors=True)
         else:
             folder, files = source(name, suite), suite["files"]
-            places = HOME / "results" / folder.name
+            places = HOME / "results" / f"{folder.name}{suite['way']}"
         places.mkdir(parents=True, exist_ok=True)
-        for file in files:
+        for file in (file for file in files if options.files in file):
             found = outcomes_of(file, policies, places, folder, suite, options.workers)
-            changed += tell(name, file, found, suite.get("control", ()))
+            changed += tell(f"{name}{suite['way']}", file, found, suite.get("control", ()))
             for policy in policies[1:] if options.judge else ():
                 broken = tolerances(found, policy)
                 place = places / f"{file.replace('/', '.')}-{policy}.judged"
-                worst = judgments(folder, file, policy, suite, place, broken) if broken else {}
-                for test, (share, words) in sorted(worst.items(), key=lambda row: -row[1][0]):
-                    print(f"  {policy}: {share:.2f} of the bound: {test}: {words}", flush=True)
+                if broken:
+                    tell_judged(policy, *judgments(folder, file, policy, suite, place, broken))
     sys.exit(changed > 0)
+
+
+def runs(names, float64=None):
+    """Yields each suite, twice if its tests turn float64 on: with it, and with it kept off."""
+    for name in names:
+        suite = SUITES[name]
+        for on in (True, False) if suite.get("float64") else (True,):
+            if float64 is None or not suite.get("float64") or on == (float64 == "on"):
+                yield name, {**suite, "float64": on, "way": "" if on else "-float64-off"}
+
+
+def tell_judged(policy, worst, silent):
+    """Prints the worst error of each test, and which tests were not judged."""
+    for test, (share, words) in sorted(worst.items(), key=lambda row: -row[1][0]):
+        print(f"  {policy}: {share:.2f} of the bound: {test}: {words}", flush=True)
+    for test, reason in sorted(silent.items()):
+        print(f"  {policy}: not judged: {test}: {reason}", flush=True)
 
 
 def tolerances(found, policy):

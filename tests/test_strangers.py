@@ -77,7 +77,7 @@ def test_the_pinned_suites_are_complete():
     assert any("installed" in suite for suite in suites.values())
 
 
-@pytest.mark.parametrize("name", ["value_and_grad", "vjp", "jvp"])
+@pytest.mark.parametrize("name", ["value_and_grad", "vjp", "jvp", "linearize"])
 def test_a_judge_compares_each_derivative_with_matmuls_rounded_by_hand(name, tmp_path):
     judge = strangers.Judge("bfloat16", tmp_path / "judged")
     wrong = lambda fun: lambda *xs: [2 * y for y in fun(*xs)]  # noqa: E731
@@ -86,9 +86,9 @@ def test_a_judge_compares_each_derivative_with_matmuls_rounded_by_hand(name, tmp
     def fun(w):
         return jnp.sum(X @ w)
 
-    if name == "vjp":
-        value, back = transform(fun, W)
-        results = value, back(np.float32(1))
+    if name in ("vjp", "linearize"):
+        value, linear = transform(fun, W)
+        results = value, linear(W if name == "linearize" else np.float32(1))
     else:
         results = transform(fun, (W,), (W,)) if name == "jvp" else transform(fun)(W)
     assert results[0] == 36  # what the planned function gives
@@ -112,4 +112,61 @@ def test_a_function_that_changes_a_state_is_traced_once(tmp_path):
 
     run(counting)(W)  # each way finds another count: no judgment
     jax.effects_barrier()
-    assert [json.loads(row)[1] for row in judge.place.read_text().splitlines()] == [0, 0]
+    shares = [json.loads(row)[1] for row in judge.place.read_text().splitlines()]
+    assert shares == [0, 0, None]  # the last says that it is not judged
+
+
+def test_a_function_that_prints_is_judged(tmp_path):
+    judge = strangers.Judge("float16", tmp_path / "judged")
+    run = strangers.planning(jax.grad, lambda fun: fun, judge)
+    run(lambda w: (jax.debug.print("value {}", w[0, 0]), (w * w).sum())[1])(W)
+    jax.effects_barrier()
+    assert [json.loads(row)[1] for row in judge.place.read_text().splitlines()] == [0]
+
+
+def test_what_was_not_judged_is_named(tmp_path, monkeypatch, capsys):
+    place = tmp_path / "judged"
+    rows = [["f.py::test_a", 0.5, "words"], ["f.py::test_b", None, "SomeEffect"]]
+    write = lambda *_: place.write_text("\n".join(map(json.dumps, rows)))  # noqa: E731
+    monkeypatch.setattr(strangers, "run", write)
+    tests = {"f::test_a", "f::test_b", "f::test_c"}
+    judged = strangers.judgments(tmp_path, "f.py", "mixed_float16", {}, place, tests)
+    strangers.tell_judged("mixed_float16", *judged)
+    said = capsys.readouterr().out
+    assert "0.50 of the bound: f.py::test_a: words" in said
+    assert "not judged: f.py::test_b: a function has effects (SomeEffect)" in said
+    assert "not judged: f::test_c: no derivative" in said and "not judged: f.py::test_a" not in said
+
+
+def test_float64_stays_off_where_a_suite_turns_it_on(monkeypatch):
+    monkeypatch.setattr(jax.config, "update", jax.config.update)
+    strangers.without_float64()
+    jax.config.update("jax_enable_x64", True)
+    assert jnp.asarray(np.float64(1)).dtype == jnp.float32
+    jax.config.update("jax_debug_nans", jax.config.jax_debug_nans)  # others still work
+
+
+def test_a_suite_with_float64_runs_both_ways_and_each_has_its_own_results(tmp_path, monkeypatch):
+    ways = []
+
+    def run(folder, file, policy, suite, report):
+        ways.append(suite["float64"])
+        return {"a::test": "passed"}
+
+    monkeypatch.setattr(strangers, "HOME", tmp_path)
+    monkeypatch.setattr(strangers, "run", run)
+    monkeypatch.setattr(strangers, "source", lambda name, suite: tmp_path / name)
+    monkeypatch.setattr("sys.argv", ["strangers", "diffrax", "optax", "--policies", "float32"])
+    for _ in range(2):  # the second time, all is there
+        with pytest.raises(SystemExit, match="^0$|^False$"):
+            strangers.main()
+    files = {name: len(strangers.SUITES[name]["files"]) for name in ("diffrax", "optax")}
+    assert (
+        ways
+        == [True] * 2 * files["diffrax"]
+        + [False] * 2 * files["diffrax"]
+        + [True] * 2 * files["optax"]
+    )
+    stored = {place.parent.name for place in (tmp_path / "results").glob("*/*.json")}
+    assert stored == {"diffrax", "diffrax-float64-off", "optax"}
+    assert [suite["float64"] for _, suite in strangers.runs(["diffrax"], "off")] == [False]
