@@ -349,11 +349,16 @@ def judgments(folder, file, policy, suite, place, tests):
 
 
 def differences(control, other):
-    """Returns the tests that pass under the control and not otherwise, with their errors."""
+    """Returns the tests that pass under the control and not otherwise, with their errors.
+
+    Of tests that compare numbers and fail under the control too, it returns errors of another type.
+    """
+    apart = {n: other.get(n, "absent") for n, o in control.items() if other.get(n) != "passed"}
     return {
-        name: other.get(name, "absent")
-        for name, outcome in control.items()
-        if outcome == "passed" and other.get(name) != "passed"
+        name: error
+        for name, error in apart.items()
+        if control[name] == "passed"
+        or (control[name].startswith(TOLERANCE) and not error.startswith(TOLERANCE))
     }
 
 
@@ -401,7 +406,8 @@ def main():
         places.mkdir(parents=True, exist_ok=True)
         for file in (file for file in files if options.files in file):
             found = outcomes_of(file, policies, places, folder, suite, options.workers)
-            changed += tell(f"{name}{suite['way']}", file, found, suite.get("control", ()))
+            known = suite.get("control", ()) if suite["float64"] else None
+            changed += tell(f"{name}{suite['way']}", file, found, known)
             for policy in policies[1:] if options.judge else ():
                 broken = tolerances(found, policy)
                 place = places / f"{file.replace('/', '.')}-{policy}.judged"
@@ -436,19 +442,25 @@ def tolerances(found, policy):
 def tell(name, file, found, known=()):
     """Prints what differs from the control; returns how many findings there are.
 
-    The ``known`` tests, which fail under any wrapper, are not named.
+    The ``known`` tests, which fail under any wrapper, are left out. If it is None, tests fail
+    because float64 is off, and only their number is told.
     """
     control, findings = found[CONTROL], 0
     passed = sum(outcome == "passed" for outcome in control.values())
     if not passed:
         sys.exit(f"{name} {file}: no test passes under {CONTROL}: {[*control.values()][:1]}")
-    failed = {n for n, o in control.items() if o not in ("passed", "skipped")}
     print(f"{name} {file}: {passed} of {len(control)} pass under {CONTROL}", flush=True)
-    for test in sorted(n for n in failed if n.rpartition("::")[2] not in known):
-        print(f"  {CONTROL}: {test}: {control[test][:120]}")
+    failed = sorted(n for n, o in control.items() if o not in ("passed", "skipped"))
+    if known is None:
+        known = ()
+        print(f"  {CONTROL}: {len(failed)} fail without float64")
+    else:
+        failed = [n for n in failed if n.rpartition("::")[2] not in known]
+        print(*(f"  {CONTROL}: {test}: {control[test][:120]}\n" for test in failed), sep="", end="")
     for policy in found:
         apart = differences(control, found[policy])
-        numbers = tolerances(found, policy)
+        apart = {n: error for n, error in apart.items() if n.rpartition("::")[2] not in known}
+        numbers = tolerances(found, policy) & {*apart}
         findings += len(apart) - len(numbers)
         print(f"  {policy}: {len(numbers)} tolerances, {len(apart) - len(numbers)} findings")
         for test in sorted({*apart} - numbers):

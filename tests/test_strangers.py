@@ -58,6 +58,14 @@ def test_only_what_passes_under_the_control_is_a_difference(tmp_path, capsys):
     found = {"jit": control, "float32": other, "mixed_bfloat16": other, "mixed_float16": {}}
     assert strangers.tell("suite", "file", found) == 2  # of float32, and the absent test
     assert "mixed_bfloat16: 1 tolerances, 0 findings" in capsys.readouterr().out
+    control = control | {"a::strict": "AssertionError: 1 is not 2"}  # as float32 numbers may
+    other = dict.fromkeys(control, "passed")
+    assert strangers.differences(control, other | {"a::strict": "assert False"}) == {}
+    other |= {"a::strict": "TypeError: new"}
+    assert strangers.differences(control, other) == {"a::strict": "TypeError: new"}
+    assert strangers.tell("suite", "file", {"jit": control, "float32": other}, None) == 1
+    assert "jit: 2 fail without float64" in capsys.readouterr().out
+    assert strangers.tell("suite", "file", {"jit": control, "float32": other}, ["strict"]) == 0
     with pytest.raises(SystemExit, match="no test passes"):
         strangers.tell("suite", "file", {"jit": {}})
 
