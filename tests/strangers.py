@@ -19,8 +19,9 @@ float64 alone, so suites that turn it on (`float64 = true`) run a second time wi
     python tests/strangers.py diffrax --files test_adjoint --float64 off
 
 To judge, the tests run again, with STRANGERS_JUDGED: each function is differentiated three times,
-planned, with its matmuls rounded by hand, and in float32, and `measure` compares the errors. What
-could not be judged is named: a function that changes a state gives each way another result.
+planned, with its matmuls rounded by hand, and in float32, and `measure` compares the errors. The
+tests that could not be judged are named: a function that changes a state gives each way another
+result, and one with a derivative rule may have no derivative without it.
 
 The sources, at their pinned commits, and the results are in `.strangers`.
 """
@@ -117,8 +118,8 @@ def planning(transform, wrap, judge=None):
         if judge is None:
             return transform(wrap(fun), *args, **kwargs)
         own = copy.copy(judge)  # each function has effects of its own
-        made = [transform(way, *args, **kwargs) for way in own.ways(fun, wrap)]
-        return own(transform.__name__, made)
+        ways = [functools.partial(transform, way, *args, **kwargs) for way in own.ways(fun, wrap)]
+        return own(transform.__name__, own.each(ways))
 
     return wrapped
 
@@ -155,6 +156,8 @@ class Judge:
 
     def __call__(self, name, made):
         """Returns the first of what a transformation made of each way, once it is compared."""
+        if len(made) == 1:
+            return made[0]
         if name == "jvp":
             return self.compared(made)
         if name in ("vjp", "linearize"):
@@ -163,18 +166,38 @@ class Judge:
         return self.called(made)
 
     def called(self, ways):
-        return lambda *args, **kwargs: self.compared([way(*args, **kwargs) for way in ways])
+        def run(*args, **kwargs):
+            return self.compared(self.each([functools.partial(w, *args, **kwargs) for w in ways]))
+
+        return run
+
+    def each(self, runs):
+        """Returns the result of each way, or of the first alone if another one raises.
+
+        Rounding by hand runs a function with a derivative rule as it is, without its rule.
+        """
+        first, *others = runs
+        results = [first()]
+        try:
+            results += [run() for run in others]
+        except Exception as error:
+            self.silent(f"rounded by hand, a function raises {type(error).__name__}")
+        return results
 
     def compared(self, results):
         import jax
 
-        test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
         if self.changes:
-            with open(self.place, "a") as out:
-                print(json.dumps([test, None, ", ".join(sorted(self.changes))]), file=out)
-            return results[0]
-        jax.debug.callback(functools.partial(self.tell, test), *map(arrays_of, results))
+            self.silent(f"a function has effects ({', '.join(sorted(self.changes))})")
+        elif len(results) > 1:
+            tell = functools.partial(self.tell, current_test())
+            jax.debug.callback(tell, *map(arrays_of, results))
         return results[0]
+
+    def silent(self, reason):
+        """Notes that a function of this test is not judged."""
+        with open(self.place, "a") as out:
+            print(json.dumps([current_test(), None, reason]), file=out)
 
     def tell(self, test, *ways):
         import measure
@@ -186,6 +209,10 @@ class Judge:
             for row in rows:
                 share = row.autocast / row.bound if not row.nonfinite else float("inf")
                 print(json.dumps([test, share, str(row)]), file=out)
+
+
+def current_test():
+    return os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
 
 
 def arrays_of(tree):
@@ -340,7 +367,7 @@ def judgments(folder, file, policy, suite, place, tests):
     for line in place.read_text().splitlines() if place.exists() else ():
         test, share, words = json.loads(line)
         if share is None:
-            silent[test] = f"a function has effects ({words})"
+            silent[test] = words
         else:
             worst[test] = max(worst.get(test, (0.0, "")), (share, words))
     seen = {test.rpartition("::")[2] for test in (*worst, *silent)}

@@ -132,9 +132,22 @@ def test_a_function_that_prints_is_judged(tmp_path):
     assert [json.loads(row)[1] for row in judge.place.read_text().splitlines()] == [0]
 
 
+def test_what_cannot_be_rounded_by_hand_is_planned_but_not_judged(tmp_path):
+    @jax.custom_vjp
+    def three_times(w):
+        return jax.lax.fori_loop(0, jnp.int32(3), lambda _, h: h @ W, w)
+
+    three_times.defvjp(lambda w: (three_times(w), None), lambda _, ct: (ct @ W @ W @ W,))
+    judge = strangers.Judge("float16", tmp_path / "judged")
+    run = strangers.planning(jax.grad, strangers.around("mixed_float16"), judge)
+    assert np.all(run(lambda w: three_times(w).sum())(W) == 27)
+    rows = [json.loads(row) for row in judge.place.read_text().splitlines()]
+    assert [row[1:] for row in rows] == [[None, "rounded by hand, a function raises ValueError"]]
+
+
 def test_what_was_not_judged_is_named(tmp_path, monkeypatch, capsys):
     place = tmp_path / "judged"
-    rows = [["f.py::test_a", 0.5, "words"], ["f.py::test_b", None, "SomeEffect"]]
+    rows = [["f.py::test_a", 0.5, "words"], ["f.py::test_b", None, "it has effects"]]
     write = lambda *_: place.write_text("\n".join(map(json.dumps, rows)))  # noqa: E731
     monkeypatch.setattr(strangers, "run", write)
     tests = {"f::test_a", "f::test_b", "f::test_c"}
@@ -142,7 +155,7 @@ def test_what_was_not_judged_is_named(tmp_path, monkeypatch, capsys):
     strangers.tell_judged("mixed_float16", *judged)
     said = capsys.readouterr().out
     assert "0.50 of the bound: f.py::test_a: words" in said
-    assert "not judged: f.py::test_b: a function has effects (SomeEffect)" in said
+    assert "not judged: f.py::test_b: it has effects" in said
     assert "not judged: f::test_c: no derivative" in said and "not judged: f.py::test_a" not in said
 
 
