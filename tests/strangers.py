@@ -316,7 +316,7 @@ def packages(suite):
 def run(folder, file, policy, suite, report, judged=None, only=None):
     """Runs one file of a suite in a process of its own: returns the outcome of each test.
 
-    ``only`` is pytest's expression of the tests to run, by default that of the suite.
+    ``only`` is pytest's expression of the tests to run, among those of the suite.
     """
     beside = [source(name, SUITES[name]) for name in suite.get("beside", ())]
     root = folder / suite.get("root", "")
@@ -325,8 +325,8 @@ def run(folder, file, policy, suite, report, judged=None, only=None):
     env |= {"STRANGERS_FLOAT64": "off"} if suite.get("float64") is False else {}
     env |= {"STRANGERS_JUDGED": str(judged)} if judged else {}
     skipped = [f"--deselect={file}::{test}" for test in suite.get("skip", {}).get(file, ())]
-    only = only or suite.get("only", {}).get(file)
-    skipped += ["-k", only] if only else []
+    only = [f"({some})" for some in (suite.get("only", {}).get(file), only) if some]
+    skipped += ["-k", " and ".join(only)] if only else []
     options = ["-c", os.devnull, f"--rootdir={folder}", "-p", "strangers", "-q", "--tb=short"]
     options += ["-p", "no:cacheprovider"]
     done = subprocess.run(
