@@ -58,6 +58,14 @@ def test_only_what_passes_under_the_control_is_a_difference(tmp_path, capsys):
     found = {"jit": control, "float32": other, "mixed_bfloat16": other, "mixed_float16": {}}
     assert strangers.tell("suite", "file", found) == 2  # of float32, and the absent test
     assert "mixed_bfloat16: 1 tolerances, 0 findings" in capsys.readouterr().out
+    control = control | {"a::strict": "AssertionError: 1 is not 2"}  # as float32 numbers may
+    other = dict.fromkeys(control, "passed")
+    assert strangers.differences(control, other | {"a::strict": "assert False"}) == {}
+    other |= {"a::strict": "TypeError: new"}
+    assert strangers.differences(control, other) == {"a::strict": "TypeError: new"}
+    assert strangers.tell("suite", "file", {"jit": control, "float32": other}, None) == 1
+    assert "jit: 2 fail without float64" in capsys.readouterr().out
+    assert strangers.tell("suite", "file", {"jit": control, "float32": other}, ["strict"]) == 0
     with pytest.raises(SystemExit, match="no test passes"):
         strangers.tell("suite", "file", {"jit": {}})
 
@@ -77,7 +85,7 @@ def test_the_pinned_suites_are_complete():
     assert any("installed" in suite for suite in suites.values())
 
 
-@pytest.mark.parametrize("name", ["value_and_grad", "vjp", "jvp"])
+@pytest.mark.parametrize("name", ["value_and_grad", "vjp", "jvp", "linearize"])
 def test_a_judge_compares_each_derivative_with_matmuls_rounded_by_hand(name, tmp_path):
     judge = strangers.Judge("bfloat16", tmp_path / "judged")
     wrong = lambda fun: lambda *xs: [2 * y for y in fun(*xs)]  # noqa: E731
@@ -86,9 +94,9 @@ def test_a_judge_compares_each_derivative_with_matmuls_rounded_by_hand(name, tmp
     def fun(w):
         return jnp.sum(X @ w)
 
-    if name == "vjp":
-        value, back = transform(fun, W)
-        results = value, back(np.float32(1))
+    if name in ("vjp", "linearize"):
+        value, linear = transform(fun, W)
+        results = value, linear(W if name == "linearize" else np.float32(1))
     else:
         results = transform(fun, (W,), (W,)) if name == "jvp" else transform(fun)(W)
     assert results[0] == 36  # what the planned function gives
@@ -112,4 +120,74 @@ def test_a_function_that_changes_a_state_is_traced_once(tmp_path):
 
     run(counting)(W)  # each way finds another count: no judgment
     jax.effects_barrier()
-    assert [json.loads(row)[1] for row in judge.place.read_text().splitlines()] == [0, 0]
+    shares = [json.loads(row)[1] for row in judge.place.read_text().splitlines()]
+    assert shares == [0, 0, None]  # the last says that it is not judged
+
+
+def test_a_function_that_prints_is_judged(tmp_path):
+    judge = strangers.Judge("float16", tmp_path / "judged")
+    run = strangers.planning(jax.grad, lambda fun: fun, judge)
+    run(lambda w: (jax.debug.print("value {}", w[0, 0]), (w * w).sum())[1])(W)
+    jax.effects_barrier()
+    assert [json.loads(row)[1] for row in judge.place.read_text().splitlines()] == [0]
+
+
+def test_what_cannot_be_rounded_by_hand_is_planned_but_not_judged(tmp_path):
+    @jax.custom_vjp
+    def three_times(w):
+        return jax.lax.fori_loop(0, jnp.int32(3), lambda _, h: h @ W, w)
+
+    three_times.defvjp(lambda w: (three_times(w), None), lambda _, ct: (ct @ W @ W @ W,))
+    judge = strangers.Judge("float16", tmp_path / "judged")
+    run = strangers.planning(jax.grad, strangers.around("mixed_float16"), judge)
+    assert np.all(run(lambda w: three_times(w).sum())(W) == 27)
+    rows = [json.loads(row) for row in judge.place.read_text().splitlines()]
+    assert [row[1:] for row in rows] == [[None, "rounded by hand, a function raises ValueError"]]
+
+
+def test_what_was_not_judged_is_named(tmp_path, monkeypatch, capsys):
+    place = tmp_path / "judged"
+    rows = [["f.py::test_a", 0.5, "words"], ["f.py::test_b", None, "it has effects"]]
+    write = lambda *_: place.write_text("\n".join(map(json.dumps, rows)))  # noqa: E731
+    monkeypatch.setattr(strangers, "run", write)
+    tests = {"f::test_a", "f::test_b", "f::test_c"}
+    judged = strangers.judgments(tmp_path, "f.py", "mixed_float16", {}, place, tests)
+    strangers.tell_judged("mixed_float16", *judged)
+    said = capsys.readouterr().out
+    assert "0.50 of the bound: f.py::test_a: words" in said
+    assert "not judged: f.py::test_b: it has effects" in said
+    assert "not judged: f::test_c: no derivative" in said and "not judged: f.py::test_a" not in said
+
+
+def test_float64_stays_off_where_a_suite_turns_it_on(monkeypatch):
+    monkeypatch.setattr(jax.config, "update", jax.config.update)
+    strangers.without_float64()
+    jax.config.update("jax_enable_x64", True)
+    assert jnp.asarray(np.float64(1)).dtype == jnp.float32
+    jax.config.update("jax_debug_nans", jax.config.jax_debug_nans)  # others still work
+
+
+def test_a_suite_with_float64_runs_both_ways_and_each_has_its_own_results(tmp_path, monkeypatch):
+    ways = []
+
+    def run(folder, file, policy, suite, report):
+        ways.append(suite["float64"])
+        return {"a::test": "passed"}
+
+    monkeypatch.setattr(strangers, "HOME", tmp_path)
+    monkeypatch.setattr(strangers, "run", run)
+    monkeypatch.setattr(strangers, "source", lambda name, suite: tmp_path / name)
+    monkeypatch.setattr("sys.argv", ["strangers", "diffrax", "optax", "--policies", "float32"])
+    for _ in range(2):  # the second time, all is there
+        with pytest.raises(SystemExit, match="^0$|^False$"):
+            strangers.main()
+    files = {name: len(strangers.SUITES[name]["files"]) for name in ("diffrax", "optax")}
+    assert (
+        ways
+        == [True] * 2 * files["diffrax"]
+        + [False] * 2 * files["diffrax"]
+        + [True] * 2 * files["optax"]
+    )
+    stored = {place.parent.name for place in (tmp_path / "results").glob("*/*.json")}
+    assert stored == {"diffrax", "diffrax-float64-off", "optax"}
+    assert [suite["float64"] for _, suite in strangers.runs(["diffrax"], "off")] == [False]

@@ -388,6 +388,19 @@ def test_what_a_turn_hands_on_is_wanted_as_the_next_turn_wants_it():
     assert [v.want.amplified for v in sub.program.outvars[:2]] == [True, True]
 
 
+LOOPS = {
+    "scan": lambda h: lax.scan(lambda h, _: (h @ W, None), h, None, length=3)[0],
+    "while": lambda h: lax.while_loop(lambda h: h[0, 0] < 3, lambda h: h @ W, h),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_that_an_inner_autocast_planned_is_not_asked_again(name):
+    block = analysed(lambda h: 2 * mpjax.autocast(LOOPS[name], "mixed_float16")(h), H)
+    assert [o.rule for o in block.walk() if o.name == name] == ["leave"]
+    assert demand.held_carries(block) == set()
+
+
 def test_a_short_sum_of_float32_values_before_a_phase_is_float32():
     short = lambda h: jnp.sin(8 * (h[:, :2] @ W[:2]))  # noqa: E731
     assert op(analysed(lambda h: short(jnp.sin(h @ W)), H), "dot_general").forced == "full"

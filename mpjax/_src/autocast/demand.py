@@ -46,6 +46,7 @@ def held_carries(block: Block) -> set[Value]:
         sub.program.invars[place]
         for op in block.walk()
         for sub in op.subs
+        if sub.program.carries  # of a loop that is left alone, nothing is known
         for result, place in sub.carry
         if sub.program.carries[place]
         and (is_held(sub.program.invars[place]) or is_held(op.outs[sub.outs[result]]))
