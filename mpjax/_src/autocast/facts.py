@@ -409,13 +409,17 @@ def _level(sweep: Sweep, op: Op, out: Value) -> tuple[int, bool]:
 
     A mean of this very array over these axes alone takes it off.
     """
-    large = union(v.fact.level for v in op.ins if v.size == out.size)
+    large = _level_of_large(op)
     small = [v for v in op.ins if v.size < out.size and not is_zero(v)]
     axes = union(_constant_axes(v, out) for v in small)
     taken = small[0].fact if op.name == "sub" and small == [op.ins[1]] else NOTHING
     if taken.mean & sweep.bit(op.ins[0]):
         return large & ~axes, not axes & ~large
     return large | axes, False
+
+
+def _level_of_large(op: Op) -> int:
+    return union(v.fact.level for v in op.ins if v.size == op.outs[0].size)
 
 
 def _level_after(op: Op, first: Value, level: int) -> int:
@@ -474,7 +478,9 @@ def _is_filled(value: Value) -> bool:
 
 def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
     terms = [v for v in op.ins if v.entries is None]
-    span, joined = joined.span, joined._replace(peak=0)
+    # A statistic that scales an array, such as 1 / std, adds no constant term to it.
+    level = _level_of_large(op)
+    span, joined = joined.span, joined._replace(peak=0, level=level)
     if len(terms) < 2:
         factor = known_factor(op)
         smaller = min(1.0, factor) * min((v.fact.factor for v in terms), default=1.0)
