@@ -131,6 +131,23 @@ def test_a_bias_and_a_stream_are_added_by_the_kernel_of_the_matmul():
     assert computes(lambda x, a, b: (x @ a + 1.5 - 0.5) @ b, "sub") == ["f32"]
 
 
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.silu, jax.nn.softplus])
+def test_what_an_activation_alone_reads_is_a_part_of_its_island(activation):
+    def fun(x, a, b):
+        return activation(((x @ a) * SCALES[0] + SHIFTS[0]) * SCALES[1]) @ b
+
+    assert {*computes(fun, "mul", "add")} == {"f32"}
+    kept = mpjax.explain(lambda *w: jnp.sum(fun(X, *w)), argnums=(0, 1))(W1, W2).kept
+    assert sum(k.shape == X.shape for k in kept) <= 3  # x, h, the operand of the last matmul
+
+
+@pytest.mark.parametrize("unit", [(ROWS, 1), (WIDTH,)])
+def test_units_do_not_overflow_before_an_activation(unit):
+    units = 1e6 + normal(6, *unit, scale=1e5)
+    fun = lambda w, x, u: jax.nn.gelu((x @ w[0]) * u / 1e6) @ w[1]  # noqa: E731
+    measure.check(fun, ((W1, W2), X, units), "float16", parts="result")
+
+
 def test_a_sum_from_which_a_term_is_taken_off_is_not_rounded():
     fun = lambda x, a, b: ((x @ a + 100.0) - 100.0) @ b  # noqa: E731
     assert computes(fun, "add", "sub") == ["f32"] * 2

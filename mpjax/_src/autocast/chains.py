@@ -68,8 +68,7 @@ def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Island]:
         island.rounded = large_float32(island)
         if not all(map(may_be_rounded, island.rounded)):
             continue
-        kept = [v for v in island.inputs if _counts(v)]
-        if _bytes(kept) <= _bytes(_needed(ops)):
+        if kept_bytes(island.inputs) <= kept_bytes(_needed(ops)):
             found.append(island)
     return found
 
@@ -103,9 +102,15 @@ def _needed(ops: Iterable[Op]) -> set[Value]:
 
 
 def _counts(value: Value) -> bool:
-    """Returns whether keeping a value takes memory: it is no argument, constant or statistic."""
-    return not (value.raw or value.literal or value.small or value.const is not None)
+    """Returns whether keeping a value takes memory.
+
+    An argument, also one that was broadcast, a constant or a statistic takes none.
+    """
+    spread = value.fact.given and value.fact.spread
+    return not (value.raw or value.literal or value.small or spread or value.const is not None)
 
 
-def _bytes(values: Iterable[Value]) -> int:
-    return sum(v.size * (2 if v.is_f32 else v.aval.dtype.itemsize) for v in values)
+def kept_bytes(values: Iterable[Value]) -> int:
+    """Returns the bytes that values take if they are kept in half."""
+    each = (v.size * (2 if v.is_f32 else v.aval.dtype.itemsize) for v in values if _counts(v))
+    return sum(each)

@@ -69,18 +69,30 @@ def store(block: Block, by: str, alive: Collection[Value], fuse: bool) -> None:
             break
     for ops in links:
         chains.unrounded(ops, flow, by != WRITTEN and ops[0] not in islands)
+    for island in dict.fromkeys(step for step in steps if isinstance(step, Island)):
+        if not island.axes:
+            chains.unrounded(island.ops, flow, differentiated=False)
     block.steps = tuple(checkpoints(steps, block.outvars, alive) if by == LEAN else steps)
 
 
 def _islands(flow: Flow) -> "dict[Op, Island]":
-    """Groups the ops of a block into islands, and drops islands that save no memory."""
+    """Returns the islands that save memory, with the half ops before them that they take in."""
+    return _worthwhile_islands(flow, chains.links(flow))
+
+
+def _worthwhile_islands(flow: Flow, links: Collection[Op] = ()) -> "dict[Op, Island]":
+    """Groups the ops of a block into islands, and drops islands that save no memory.
+
+    Args:
+        flow: The flow of the block.
+        links: The half ops that islands take in.
+    """
     special = peepholes.find(flow)
     found = dict(special)
     for ops in _groups(flow, special, _recomputable):
         group = Island(ops)
         bound(group, flow)
-        halves = _halves_inside(group, flow)
-        if halves:
+        while halves := _halves_inside(group, flow, links):
             group.ops += halves
             bound(group, flow)
         group.barrier = any(_is_dear(op) for op in group.ops)
@@ -134,7 +146,9 @@ def _groups(flow: Flow, special: Collection[Op], fits: Callable[[Op], bool]) -> 
 
 def _rounded_islands(flow: Flow) -> "dict[Op, Island]":
     """Returns the islands that keep fewer bytes than derivatives would, by rounding to half."""
-    found = {op: island for op, island in _islands(flow).items() if island.axes or island.rounded}
+    # Taking in half ops would move the cut to their operands.
+    islands = _worthwhile_islands(flow)
+    found = {op: island for op, island in islands.items() if island.axes or island.rounded}
     for island in found.values():
         island.wide = set()  # a checkpoint around it would keep them in float32
     return found
@@ -162,16 +176,22 @@ def _starts(op: Op) -> bool:
     return any(v.is_f32 and not v.raw and v.const is None for v in op.ins)
 
 
-def _halves_inside(group: Island, flow: Flow) -> list[Op]:
-    """Returns half ops on inputs of an island that it alone reads, such as ``x / 2`` beside x."""
-    members = set(group.ops)
-    found = []
+def _halves_inside(group: Island, flow: Flow, links: Collection[Op]) -> list[Op]:
+    """Returns half ops whose result an island alone reads, if it then keeps no more bytes.
+
+    They compute in float32 there: ``h * scale`` before a gelu is neither rounded nor out of range.
+    """
+    members, found = set(group.ops), []
     for value in group.inputs:
         op = flow.producer.get(value)
         if op is None or op.compute not in HALVES or op.spec.need != rules.FOLLOW or op.forced:
             continue
         varying = [v for v in op.ins if v.const is None]
-        if all(v in group.inputs for v in varying) and members.issuperset(flow.readers[value]):
+        beside = all(v in group.inputs for v in varying)
+        large = [v for v in varying if v.size * FAR_SMALLER > value.size]
+        more = [v for v in large if v not in group.inputs]
+        instead = op in links and chains.kept_bytes(more) <= chains.kept_bytes([value])
+        if (beside or instead) and members.issuperset(flow.readers[value]):
             found.append(op)
     return found
 
