@@ -22,7 +22,7 @@ ORDER = (
         "called",
         "deprecations",
         "progress",
-        "pages",
+        "document",
         "reports",
         "_jax",
         "dtypes",

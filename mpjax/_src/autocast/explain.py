@@ -16,13 +16,14 @@ from mpjax._src.autocast.loss import check_loss, differentiated, pull_back
 from mpjax._src.autocast.residuals import Kept, kept_by, storage_of
 from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.autocast.why import Reason, Why, why
+from mpjax._src.document.model import size
+from mpjax._src.document.text import Report, table, wrapped
 from mpjax._src.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.errors import check_callable
 from mpjax._src.hardware.devices import check_name, traced_for
 from mpjax._src.higher_order import CALL, higher_order, turns_of
-from mpjax._src.pages.data import size
 from mpjax._src.policy import PolicyLike, get_policy
-from mpjax._src.reports import Report, table, where, wrapped
+from mpjax._src.reports import where
 from mpjax._src.rules import HALF, rule_of
 from mpjax._src.trees import is_array
 

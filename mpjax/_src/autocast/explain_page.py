@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from mpjax._src.autocast.explain import COMPUTES, CastReport, Row
 from mpjax._src.autocast.residuals import Kept
-from mpjax._src.pages.data import (
+from mpjax._src.document.model import (
     DTYPES,
     Bar,
     Colour,

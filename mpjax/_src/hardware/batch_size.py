@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from mpjax._src.document.text import Report, table, wrapped
 from mpjax._src.errors import OutOfMemoryError, brief, check_callable
 from mpjax._src.hardware.aot import (
     check_timeout,
@@ -18,7 +19,6 @@ from mpjax._src.hardware.compiler import compilers
 from mpjax._src.hardware.report import CompileReport
 from mpjax._src.hardware.targets import GPU_PREALLOCATED, Target, find_target, size
 from mpjax._src.progress import advance, check_progress, progress_bar
-from mpjax._src.reports import Report, table, wrapped
 
 TRY = "compiled"  # what progress counts
 

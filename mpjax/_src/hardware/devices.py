@@ -11,11 +11,11 @@ import numpy as np
 
 from mpjax._src import _jax
 from mpjax._src.contexts import COMPILED_FOR
+from mpjax._src.document.text import Report, table, wrapped
 from mpjax._src.dtypes import BFLOAT16, FLOAT16, HALVES, capability_of, default_device, half_of
 from mpjax._src.errors import brief, did_you_mean, warn_user
 from mpjax._src.hardware.timed import matmul_time
 from mpjax._src.policy import Policy, get_policy
-from mpjax._src.reports import Report, table, wrapped
 
 SECONDS = 0.05  # that a report times matmuls in each dtype
 # NVIDIA: the lowest compute capability with tensor cores for a dtype.

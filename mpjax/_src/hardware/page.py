@@ -4,6 +4,19 @@ import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from mpjax._src.document.model import (
+    DTYPES,
+    Bar,
+    Colour,
+    Operation,
+    Page,
+    Table,
+    box_of,
+    code_at,
+    facts,
+    shares,
+)
+from mpjax._src.document.model import size as written
 from mpjax._src.hardware.collectives import COLUMNS, WORDS, grouped
 from mpjax._src.hardware.hlo import (
     Computation,
@@ -25,19 +38,6 @@ from mpjax._src.hardware.memory import (
 )
 from mpjax._src.hardware.report import CompileReport
 from mpjax._src.hardware.targets import size
-from mpjax._src.pages.data import (
-    DTYPES,
-    Bar,
-    Colour,
-    Operation,
-    Page,
-    Table,
-    box_of,
-    code_at,
-    facts,
-    shares,
-)
-from mpjax._src.pages.data import size as written
 from mpjax._src.reports import short
 
 MEMORY = Colour(

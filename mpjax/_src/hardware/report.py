@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from mpjax._src.document.text import Report, table, wrapped
 from mpjax._src.hardware import hlo_costs
 from mpjax._src.hardware.collectives import (
     COLUMNS,
@@ -19,7 +20,6 @@ from mpjax._src.hardware.collectives import (
 from mpjax._src.hardware.hlo import bits
 from mpjax._src.hardware.memory import MemoryRow, Sizes, memory_rows
 from mpjax._src.hardware.targets import GPU_PREALLOCATED, Target, size
-from mpjax._src.reports import Report, table, wrapped
 
 BOUND = (
     "The roofline is a lower bound, not a forecast: it assumes datasheet peaks, and compute and "

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from mpjax._src import _jax
+from mpjax._src.document.text import Report, table, wrapped
 from mpjax._src.dtypes import HALVES, short_name
 from mpjax._src.errors import brief
 from mpjax._src.instruments.healed import run_healed
@@ -26,7 +27,7 @@ from mpjax._src.instruments.noise import moved
 from mpjax._src.instruments.nonfinite import check_concrete
 from mpjax._src.instruments.shadows import Comparer, CompareRow, Shadowed, is_float
 from mpjax._src.patterns import path_of
-from mpjax._src.reports import Report, table, where, wrapped
+from mpjax._src.reports import where
 
 # The meanings that results can have.
 MEANINGS = ("log_probs", "logits", "values")

@@ -18,6 +18,7 @@ import jmp
 import numpy as np
 
 from mpjax._src.autocast.environment import constants_as_casts
+from mpjax._src.document.text import Report, table, wrapped
 from mpjax._src.errors import check_callable, did_you_mean
 from mpjax._src.instruments.agreement import MEANINGS, Agreement, agreement
 from mpjax._src.instruments.interpret import (
@@ -43,7 +44,7 @@ from mpjax._src.instruments.shadows import (
 )
 from mpjax._src.policy import PolicyLike, get_policy
 from mpjax._src.progress import check_progress, progress_bar
-from mpjax._src.reports import Report, short, table, where, wrapped
+from mpjax._src.reports import short, where
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
 # The columns of the table, and those that hold words.

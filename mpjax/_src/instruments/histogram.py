@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.document.text import Report, table, wrapped
 from mpjax._src.dtypes import FLOAT16, HALVES, DTypeLike, canonical
 from mpjax._src.errors import brief
 from mpjax._src.patterns import path_of
-from mpjax._src.reports import Report, table, wrapped
 from mpjax._src.training.loss_scale import finite_number
 from mpjax._src.trees import is_floating, pytree_of
 

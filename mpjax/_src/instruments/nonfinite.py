@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src import rules
+from mpjax._src.document.text import Report, wrapped
 from mpjax._src.dtypes import FLOAT32
 from mpjax._src.errors import check_callable
 from mpjax._src.instruments.derivative import Made, derivative_at
@@ -34,7 +35,7 @@ from mpjax._src.instruments.programs import (
 )
 from mpjax._src.instruments.ranges import Range, counts, is_number, largest_finite, range_of
 from mpjax._src.policy import Policy, get_policy
-from mpjax._src.reports import Report, where, wrapped
+from mpjax._src.reports import where
 from mpjax._src.rules import rule_of
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 

@@ -8,13 +8,7 @@ import jax
 
 from mpjax._src.autocast.explain import computed_in
 from mpjax._src.autocast.explain_page import DTYPE, PASS
-from mpjax._src.dtypes import FLOAT16
-from mpjax._src.instruments.compare import ZERO, Comparison, percent
-from mpjax._src.instruments.histogram import EXPONENTS, GradientHistogram, HistogramRow, limits_of
-from mpjax._src.instruments.nonfinite import NonfiniteReport, Range
-from mpjax._src.instruments.shadows import BROKEN, CompareRow
-from mpjax._src.instruments.tune import TuneStep, Tuning
-from mpjax._src.pages.data import (
+from mpjax._src.document.model import (
     DTYPES,
     Colour,
     Histogram,
@@ -26,6 +20,12 @@ from mpjax._src.pages.data import (
     facts,
     size,
 )
+from mpjax._src.dtypes import FLOAT16
+from mpjax._src.instruments.compare import ZERO, Comparison, percent
+from mpjax._src.instruments.histogram import EXPONENTS, GradientHistogram, HistogramRow, limits_of
+from mpjax._src.instruments.nonfinite import NonfiniteReport, Range
+from mpjax._src.instruments.shadows import BROKEN, CompareRow
+from mpjax._src.instruments.tune import TuneStep, Tuning
 from mpjax._src.reports import short
 from mpjax._src.rules import HALF, rule_of
 

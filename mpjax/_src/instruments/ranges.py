@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.document.text import Report
 from mpjax._src.dtypes import short_name
-from mpjax._src.reports import Report
 
 
 @dataclasses.dataclass(frozen=True)

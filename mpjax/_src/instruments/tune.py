@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.document.text import WIDTH, Report, folds, table, wrapped
 from mpjax._src.dtypes import FLOAT32
 from mpjax._src.errors import brief, check_callable
 from mpjax._src.instruments.compare import compare_program
@@ -24,7 +25,6 @@ from mpjax._src.instruments.programs import Program, make_program, training_scal
 from mpjax._src.instruments.search import Search
 from mpjax._src.policy import Policy, PolicyLike, get_policy
 from mpjax._src.progress import advance, check_progress, progress_bar
-from mpjax._src.reports import WIDTH, Report, folds, table, wrapped
 from mpjax._src.training.loss_scale import (
     LossScale,
     finite_number,

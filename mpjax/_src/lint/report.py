@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mpjax._src.document.text import INDENT, WIDTH, Report, folds, wrapped
 from mpjax._src.lint.rule import Rule
-from mpjax._src.reports import INDENT, WIDTH, Report, folds, short, wrapped
+from mpjax._src.reports import short
 
 SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.document.text import Report, table
 from mpjax._src.errors import brief
-from mpjax._src.reports import Report, table
 from mpjax._src.training.loss_scale import finite_number
 from mpjax._src.trees import is_half, pytree_of
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.document.text import Report, wrapped
 from mpjax._src.dtypes import HALVES
-from mpjax._src.reports import Report, wrapped
 from mpjax._src.training.order import Place, backward_order
 from mpjax._src.trees import pytree_of
 

@@ -4,8 +4,7 @@ import math
 from typing import Any
 
 from mpjax._src.autocast.explain_page import PASS
-from mpjax._src.dtypes import canonical, short_name
-from mpjax._src.pages.data import (
+from mpjax._src.document.model import (
     DTYPES,
     Colour,
     Operation,
@@ -16,6 +15,7 @@ from mpjax._src.pages.data import (
     facts,
     share,
 )
+from mpjax._src.dtypes import canonical, short_name
 from mpjax._src.reports import short
 from mpjax._src.rules import HALF, rule_of
 from mpjax._src.watching.figures import NEAR

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.document.text import Report, table, wrapped
 from mpjax._src.dtypes import canonical, short_name
-from mpjax._src.reports import Report, short, table, wrapped
+from mpjax._src.reports import short
 from mpjax._src.trees import pytree_of
 from mpjax._src.watching.figures import COUNTS, NEAR, Figures
 from mpjax._src.watching.places import Tensor

@@ -13,11 +13,11 @@ import pytest
 from browsers import find_browser
 
 import mpjax
-from mpjax._src.pages.data import Bar, Colour, Operation, Page, share, shares, size
-from mpjax._src.pages.render import framed, render
-from mpjax._src.pages.scales import scale_of
+from mpjax._src.document.html import framed, render
+from mpjax._src.document.model import Bar, Colour, Operation, Page, share, shares, size
+from mpjax._src.document.scales import scale_of
 
-TEMPLATES = resources.files("mpjax._src.pages") / "templates"
+TEMPLATES = resources.files("mpjax._src.document") / "templates"
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 ' \" & <b>"
 
 

@@ -8,8 +8,8 @@ import json
 from importlib import resources
 from typing import Any
 
-from mpjax._src.pages.data import UNITS, Page
-from mpjax._src.pages.scales import Scale, scale_of
+from mpjax._src.document.model import UNITS, Page
+from mpjax._src.document.scales import Scale, scale_of
 
 # In a notebook a page is shown in a sandboxed frame, so its script cannot touch anything else.
 FRAME = (
@@ -68,7 +68,7 @@ def _templates() -> Any:
 
 
 def _part(name: str) -> str:
-    return (resources.files("mpjax._src.pages") / "templates" / name).read_text("utf-8")
+    return (resources.files("mpjax._src.document") / "templates" / name).read_text("utf-8")
 
 
 def _hash(script: str) -> str:
