@@ -17,6 +17,7 @@ from flax import linen as nn
 import mpjax
 from mpjax._src import reports
 from mpjax._src.document import text
+from mpjax._src.document.report import Report
 
 PACKAGES = sysconfig.get_paths()["purelib"]
 
@@ -121,7 +122,7 @@ def test_every_public_report_does():
     found = [x for x in public if isinstance(x, type) and x.__name__.endswith(words)]
     assert {mpjax.LargestBatch, *found} == {
         mpjax.LargestBatch,
-        *text.Report.__subclasses__(),
+        *Report.__subclasses__(),
     } - {mpjax._src.instruments.nonfinite.Range}
 
 
@@ -171,9 +172,7 @@ def test_columns_are_aligned_by_their_titles():
 
 @pytest.mark.parametrize("long", ["word " * 40, "a/path/" * 40, "x" * 200])
 def test_tables_fold_what_is_long(long):
-    lines = text.table(
-        ("n", "word", "empty", "where"), [("1", "a", "", long)], ("word", "where")
-    )
+    lines = text.table(("n", "word", "empty", "where"), [("1", "a", "", long)], ("word", "where"))
     assert max(map(len, lines)) <= text.WIDTH and "empty" not in lines[0]
     assert "".join("".join(lines[1:]).split()) == "1a" + "".join(long.split())
     lines = text.table(("n", "where"), [("1" * 70, long)], ("where",))

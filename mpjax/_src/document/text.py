@@ -1,13 +1,9 @@
-"""Displays reports: as text of 80 columns, in notebooks, and as HTML pages."""
+"""Prints documents as text of 80 columns."""
 
-import dataclasses
-import importlib
 import re
-import textwrap
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
 
-from mpjax._src.document.model import Page
+from mpjax._src.document.model import Document, Table
 
 WIDTH = 80
 
@@ -15,61 +11,53 @@ WIDTH = 80
 NARROWEST, INDENT = 24, 4
 
 
-class Report:
-    """The base class of all reports, which can be printed, shown in a notebook or saved as HTML."""
+def text_of(
+    document: Document,
+    width: int = WIDTH,
+    draw: Callable[[Table, int], Sequence[str]] | None = None,
+) -> str:
+    """Returns a document as lines of text.
 
-    # The module whose ``page_of`` turns a report of the class into a `Page`.
-    _drawn_by: ClassVar[str] = ""
-
-    def to_html(self, title: str = "") -> str:
-        """Returns the report as a self-contained HTML page.
-
-        Args:
-            title: The title of the page. By default, the kind of the report.
-
-        Returns:
-            The text of the HTML file. It loads nothing from elsewhere.
-
-        Raises:
-            ImportError: If jinja2, which the extra ``html`` installs, is missing.
-        """
-        from mpjax._src.document.html import render
-
-        return render(self._page(title))
-
-    def _page(self, title: str = "") -> Page:
-        if self._drawn_by:
-            page = importlib.import_module(self._drawn_by).page_of(self)
-        else:
-            page = Page(type(self).__name__, "")
-        return dataclasses.replace(page, title=title or page.title, text=str(self))
-
-    def _repr_html_(self) -> str | None:
-        """Returns the page in a frame, or None if jinja2 is missing: notebooks then show text."""
-        from mpjax._src.document.html import framed
-
-        try:
-            return framed(self._page())
-        except ImportError:
-            return None
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text("..." if cycle else str(self))
+    Args:
+        document: The document.
+        width: The width that is not exceeded.
+        draw: Returns the lines of a table in another form; None for plain text.
+    """
+    parts = [_fit([document.sentence, *document.lines], width)]
+    tables = [each for each in document.tables if each.rows]
+    for each in tables:
+        part = [f"{each.title}:"] if len(tables) > 1 and each.title else []
+        part += (draw or _lines)(each, width)
+        more = len(each.rows) - len(each.rows[: each.most])
+        part += [f"and {more} more"] if more else []
+        parts.append([*part, *_fit([each.note], width)])
+    parts.append(_fit(document.notes, width))
+    return "\n\n".join("\n".join(part).rstrip() for part in parts if part)
 
 
-def wrapped(text: str, indent: int = 0) -> str:
-    """Returns a sentence wrapped to the page width; all lines but the first are indented."""
-    if len(text) <= WIDTH:
-        return text
-    return textwrap.fill(
-        text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
-    )
+def _fit(texts: Sequence[str], width: int) -> list[str]:
+    """Returns texts in lines that fit. What goes on is indented, if there are several texts."""
+    indent = INDENT if sum(map(bool, texts)) > 1 else 0
+    lines = []
+    for first, *others in (text.split("\n") for text in texts if text):
+        lines += folds(first, width, indent)
+        lines += [" " * INDENT + line for each in others for line in folds(each, width - INDENT)]
+        lines += [""] if others else []
+    return lines
+
+
+def _lines(each: Table, width: int) -> list[str]:
+    return table(each.columns, each.rows[: each.most], each.words, each.folded, width)
 
 
 def table(
-    titles: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[str], folded: int = -1
+    titles: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    words: Sequence[str],
+    folded: int = -1,
+    width: int = WIDTH,
 ) -> list[str]:
-    """Returns the lines of a table, wrapped to the page width.
+    """Returns the lines of a table, wrapped to a width.
 
     Args:
         titles: The titles of the columns. A column whose cells are all empty is left out.
@@ -78,14 +66,15 @@ def table(
             the right.
         folded: The index of the column whose cells are wrapped if they do not fit: the first or
             the last one. If there is no room for the last one, it goes on lines of its own.
+        width: The width.
     """
     cells = [list(titles), *map(list, rows)]
     used = [i for i in range(len(titles)) if any(row[i] for row in cells[1:])]
     cells = [[row[i] for i in used] for row in cells]
     wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    room = WIDTH - sum(wide) - 2 * (len(wide) - 1) + wide[folded]
+    room = width - sum(wide) - 2 * (len(wide) - 1) + wide[folded]
     below = folded == -1 and room < min(NARROWEST, wide[-1])
-    wide[folded] = WIDTH - INDENT if below else min(wide[folded], max(room, NARROWEST))
+    wide[folded] = width - INDENT if below else min(wide[folded], max(room, NARROWEST))
 
     def line(row):
         sides = zip(row, cells[0], wide, strict=True)
@@ -93,7 +82,7 @@ def table(
         return "  ".join(padded).rstrip()
 
     lines: list[str] = []
-    for row in cells:
+    for row in cells if any(cells[0]) else cells[1:]:
         parts = folds(row[folded], wide[folded])
         blank = [""] * len(row)
         if below:
@@ -104,15 +93,19 @@ def table(
     return lines
 
 
-def folds(text: str, width: int) -> list[str]:
-    """Wraps a text to a width: at spaces, else after "/" or ",", else anywhere."""
+def folds(text: str, width: int, indent: int = 0) -> list[str]:
+    """Wraps a text to a width: at spaces, else after "/" or ",", else anywhere.
+
+    All lines but the first are indented.
+    """
     words: list[str] = []
     for word in re.findall(r"\S+|\s+", text):
-        parts = re.findall(r"[^/,]*[/,]?", word) if len(word) > width else [word]
-        words += [part[i : i + width] for part in parts for i in range(0, len(part), width)]
+        parts = re.findall(r"[^/,]*[/,]?", word) if len(word) > width - indent else [word]
+        most = width - indent
+        words += [part[i : i + most] for part in parts for i in range(0, len(part), most)]
     lines = [""]
     for word in words:
-        if lines[-1] and len(lines[-1] + word.rstrip()) > width:
-            lines.append("")
-        lines[-1] += word if lines[-1] else word.lstrip()
+        if lines[-1].strip() and len(lines[-1] + word.rstrip()) > width:
+            lines.append(" " * indent)
+        lines[-1] += word if lines[-1].strip() else word.lstrip()
     return [line.rstrip() for line in lines]

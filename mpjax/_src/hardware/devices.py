@@ -11,7 +11,8 @@ import numpy as np
 
 from mpjax._src import _jax
 from mpjax._src.contexts import COMPILED_FOR
-from mpjax._src.document.text import Report, table, wrapped
+from mpjax._src.document.model import Document, Table
+from mpjax._src.document.report import Report
 from mpjax._src.dtypes import BFLOAT16, FLOAT16, HALVES, capability_of, default_device, half_of
 from mpjax._src.errors import brief, did_you_mean, warn_user
 from mpjax._src.hardware.timed import matmul_time
@@ -117,12 +118,8 @@ class DeviceReport(Report):
     jax_version: str
     matmul_times: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as dictionaries, lists and strings, ready for JSON."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        rows = [
+    def document(self) -> Document:
+        rows = tuple(
             (
                 f"{count} x {facts.name}" if count > 1 else facts.name,
                 ", ".join(facts.fast) or "float32 only",
@@ -130,10 +127,14 @@ class DeviceReport(Report):
                 facts.reason,
             )
             for facts, count in _counted(self.devices)
-        ]
+        )
         titles = ("device", "fast", "policy", "why")
-        lines = [f"jax {self.jax_version}", *table(titles, rows, words=titles)]
-        return "\n".join([*lines, *filter(None, [timed_in_words(self.matmul_times)])])
+        return Document(
+            "The devices of this process",
+            f"jax {self.jax_version}",
+            tables=(Table("Devices", titles, rows, titles),),
+            notes=timed_in_words(self.matmul_times),
+        )
 
 
 def device_report() -> DeviceReport:
@@ -160,14 +161,11 @@ def local_facts() -> tuple[DeviceFacts, ...]:
     return tuple(map(device_facts, jax.local_devices()))
 
 
-def timed_in_words(times: dict[str, float]) -> str:
-    """Says how long a matmul took in each half dtype, relative to float32; "" if none was timed."""
+def timed_in_words(times: dict[str, float]) -> tuple[str, ...]:
+    """Says how long a matmul took in each half dtype, relative to float32, if any was timed."""
     told = " and ".join(f"{ratio:.2f}x in {dtype}" for dtype, ratio in times.items())
-    if not told:
-        return ""
-    return wrapped(
-        f"A matmul just took {told}, relative to float32. The policy does not depend on it."
-    )
+    sentence = f"A matmul just took {told}, relative to float32. The policy does not depend on it."
+    return (sentence,) if told else ()
 
 
 def recommend_policy(device: jax.Device | str | None = None) -> Policy:

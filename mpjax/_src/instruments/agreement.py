@@ -17,7 +17,8 @@ import jax
 import numpy as np
 
 from mpjax._src import _jax
-from mpjax._src.document.text import Report, table, wrapped
+from mpjax._src.document.model import Document, Table
+from mpjax._src.document.report import Report
 from mpjax._src.dtypes import HALVES, short_name
 from mpjax._src.errors import brief
 from mpjax._src.instruments.healed import run_healed
@@ -120,17 +121,12 @@ class Agreement(Report):
     partings: tuple[Parting, ...]
     differences: np.ndarray = dataclasses.field(compare=False, repr=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data, ready for JSON."""
-        return dataclasses.asdict(self) | {"differences": self.differences.tolist()}
-
-    def titles(self) -> tuple[str, ...]:
-        """Returns the titles of the columns of ``cells``."""
-        return "left", "operation", *self.names, "where"
-
-    def cells(self) -> list[tuple[str, ...]]:
-        """Returns the partings as text: remaining share, operation, dtypes in both, place."""
-        return [
+    def document(self) -> Document:
+        first, second = self.names
+        at = f", at {list(self.worst_at)}" if self.worst_at else ""
+        what = "relative difference" if self.meaning == "values" else "|log ratio| per token"
+        kl = "" if self.kl is None else f"; KL {self.kl:.2g}"
+        rows = tuple(
             (
                 "" if p.left is None else f"{p.left:.0%}",
                 p.primitive,
@@ -138,20 +134,15 @@ class Agreement(Report):
                 "  ".join(filter(None, (where(p.source, p.library), p.scope))),
             )
             for p in self.partings
-        ]
-
-    def __str__(self) -> str:
-        first, second = self.names
-        at = f", at {list(self.worst_at)}" if self.worst_at else ""
-        what = "relative difference" if self.meaning == "values" else "|log ratio| per token"
-        kl = "" if self.kl is None else f"; KL {self.kl:.2g}"
-        lines = [
-            f"{first} and {second}: {what} {self.difference:.2g} (at most {self.worst:.2g}{at}){kl}"
-        ]
-        lines.append(f"both in float32: {self.in_float32:.2g}. {self._verdict()}")
-        titles = self.titles()
-        rows = ["", *table(titles, self.cells()[:SHOWN], titles[1:])] if self.partings else []
-        return "\n".join([*map(wrapped, lines), *rows])
+        )
+        columns = ("left", "operation", *self.names, "where")
+        return Document(
+            "Where two programs diverge",
+            f"{first} and {second}: {what} {self.difference:.2g} "
+            f"(at most {self.worst:.2g}{at}){kl}",
+            (f"both in float32: {self.in_float32:.2g}. {self._verdict()}",),
+            (Table("Partings", columns, rows, columns[1:], SHOWN),),
+        )
 
     def _verdict(self) -> str:
         if self.agrees:

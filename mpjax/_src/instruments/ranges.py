@@ -2,13 +2,15 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.document.text import Report
+from mpjax._src.document.model import Document
+from mpjax._src.document.report import Report
 from mpjax._src.dtypes import short_name
 
 
@@ -41,6 +43,14 @@ class Range(Report):
         for count, name in ((self.nans, "NaN"), (self.infs, "Inf")):
             text += f", {count} x {name}" if count else ""
         return f"{text}  {self.path}".rstrip()
+
+    def document(self) -> Document:
+        return Document("The range of an array", str(self))
+
+
+def turns_of(loops: Sequence[tuple[str, int]]) -> str:
+    """Returns the iterations of loops as text."""
+    return ", ".join(f"{loop} {i}" for loop, i in loops)
 
 
 def is_number(x: Any) -> bool:
