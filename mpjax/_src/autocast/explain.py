@@ -214,7 +214,12 @@ class CastReport(Report):
         """Returns what the report shows, with so many of its rows."""
         sentence, *lines = self.summary()
         frames = sum(is_frame(row.primitive) for row in self.rows)
-        held = f"and {frames} equations that only hold a program or an order" if frames else ""
+        equations = f"and {frames} equation{'s' * (frames != 1)}"
+        held = (
+            f"{equations} that only hold{'s' * (frames == 1)} a program or an order"
+            if frames
+            else ""
+        )
         wide = self.wide if jax.device_count() > 1 else ()
         tables = (
             Table(

@@ -108,7 +108,7 @@ class Table:
 
     Attributes:
         title: The title, which a document's only table does not need as text.
-        columns: The titles of the columns. Columns without any cell are left out.
+        columns: The titles of the columns. Text leaves out columns without any cell.
         rows: The cells. A table without rows is left out.
         words: The titles of the columns that are aligned to the left; the others are figures.
         most: The number of rows that the text shows; None for all. The page shows all rows.
