@@ -7,10 +7,8 @@ with small integers, whose sums are exact in any order; errors, times and versio
 the lines of code are those of a file that no disk has.
 """
 
-import contextlib
 import dataclasses
 import difflib
-import io
 import json
 import linecache
 import re
@@ -24,7 +22,7 @@ import numpy as np
 
 import mpjax
 from mpjax._src.base.devices import device_facts
-from mpjax._src.cli import tables
+from mpjax._src.document.text import text_of
 from mpjax._src.hardware import batch_size
 from mpjax._src.hardware.devices import DeviceReport
 from mpjax._src.hardware.targets import find_target
@@ -205,30 +203,21 @@ REPORTS = {
 def written(report):
     """Returns a report's text, page and JSON as one text, whose lines can be compared."""
     text = str(report)
-    plain = report.to_dict() if hasattr(report, "to_dict") else {}
     parts = {
         "class": type(report).__name__,
         "text": text,
         "command": command(report),
         "page": page(report.to_html(), text),
-        "json": on_lines(plain),
+        "json": on_lines(report.to_dict()),
     }
     return "".join(f"=== {name}\n{part}\n" for name, part in parts.items())
 
 
 def command(report):
-    """Returns what the command line prints of a report, if it has tables of its own for it."""
-    show = COMMANDS.get(type(report).__name__, lambda report: None)
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        show(report)
-    return out.getvalue()
-
-
-COMMANDS = {
-    "CastReport": lambda report: tables.explain(report, 4),
-    "Comparison": lambda report: tables.compared(report, 4),
-    "CompileReport": lambda report: tables.compiled([report.to_dict() | {"status": "compiled"}]),
-}
+    """Returns what the command line prints of a report into a file, of which it lists some rows."""
+    if type(report) not in (mpjax.CastReport, mpjax.Comparison):
+        return ""
+    return text_of(report.document(4), sys.maxsize)
 
 
 def page(source, text):

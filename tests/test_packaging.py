@@ -50,7 +50,11 @@ def test_the_wheel_is_the_package_and_its_metadata(wheel, tracked):
     metadata = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
     package = {name for name in tracked if name.startswith("mpjax/")}
     assert set(wheel.namelist()) == package | {f"{about}/{name}" for name in metadata}
-    needed = {"mpjax/py.typed", "mpjax/__init__.pyi", "mpjax/_src/pages/templates/page.html.jinja"}
+    needed = {
+        "mpjax/py.typed",
+        "mpjax/__init__.pyi",
+        "mpjax/_src/document/templates/page.html.jinja",
+    }
     assert needed <= package
 
 

@@ -13,8 +13,9 @@ import pytest
 from flax import linen as nn
 
 import mpjax
-from mpjax._src import reports
 from mpjax._src.base.lines import where
+from mpjax._src.document import text
+from mpjax._src.document.report import Report
 
 PACKAGES = sysconfig.get_paths()["purelib"]
 
@@ -106,7 +107,7 @@ def test_a_report_shows_itself_in_a_notebook_and_fits(name):
     shown, printer = report(name), Printer()
     shown._repr_pretty_(printer, cycle=False)
     assert printer.shown == str(shown)
-    assert max(map(len, str(shown).splitlines())) <= reports.WIDTH
+    assert max(map(len, str(shown).splitlines())) <= text.WIDTH
     assert PACKAGES not in str(shown) and "site-packages" not in str(shown)
     page = shown.to_html()
     assert html.escape(str(shown)).replace("&#x27;", "&#39;").replace("&quot;", "&#34;") in page
@@ -119,7 +120,7 @@ def test_every_public_report_does():
     found = [x for x in public if isinstance(x, type) and x.__name__.endswith(words)]
     assert {mpjax.LargestBatch, *found} == {
         mpjax.LargestBatch,
-        *reports.Report.__subclasses__(),
+        *Report.__subclasses__(),
     } - {mpjax._src.instruments.nonfinite.Range}
 
 
@@ -142,18 +143,16 @@ def line_of(text):
 
 def test_columns_are_aligned_by_their_titles():
     rows = [("a", "1"), ("long", "22")]
-    assert reports.table(("name", "n"), rows, ("name",)) == ["name   n", "a      1", "long  22"]
+    assert text.table(("name", "n"), rows, ("name",)) == ["name   n", "a      1", "long  22"]
 
 
 @pytest.mark.parametrize("long", ["word " * 40, "a/path/" * 40, "x" * 200])
 def test_tables_fold_what_is_long(long):
-    lines = reports.table(
-        ("n", "word", "empty", "where"), [("1", "a", "", long)], ("word", "where")
-    )
-    assert max(map(len, lines)) <= reports.WIDTH and "empty" not in lines[0]
+    lines = text.table(("n", "word", "empty", "where"), [("1", "a", "", long)], ("word", "where"))
+    assert max(map(len, lines)) <= text.WIDTH and "empty" not in lines[0]
     assert "".join("".join(lines[1:]).split()) == "1a" + "".join(long.split())
-    lines = reports.table(("n", "where"), [("1" * 70, long)], ("where",))
-    assert max(map(len, lines)) <= reports.WIDTH
+    lines = text.table(("n", "where"), [("1" * 70, long)], ("where",))
+    assert max(map(len, lines)) <= text.WIDTH
     assert lines[-1][:4] == "    " and lines[-1][4] != " "
-    lines = reports.table(("where", "n"), [(long, "1")], ("where",), folded=0)
-    assert max(map(len, lines)) <= reports.WIDTH and lines[1].endswith("  1")
+    lines = text.table(("where", "n"), [(long, "1")], ("where",), folded=0)
+    assert max(map(len, lines)) <= text.WIDTH and lines[1].endswith("  1")

@@ -27,4 +27,4 @@ def test_the_report_shows_the_time_of_a_matmul_beside_the_verdict(monkeypatch):
     assert idle == busy and idle.devices == busy.devices
     assert busy.matmul_times == {"float16": 3.0, "bfloat16": 3.0}
     assert "A matmul just took 0.50x in float16 and 0.50x in bfloat16" in str(idle)
-    assert devices.timed_in_words({}) == ""
+    assert devices.timed_in_words({}) == ()

@@ -336,7 +336,7 @@ class TestReport:
         assert data["rows"][0]["primitive"] == compared.rows[0].primitive
         assert [r["added"] for r in data["rows"]] == [r.added for r in compared.rows]
         text = str(compared)
-        for part in ("error of the results", "added", "inherited", Path(__file__).name):
+        for part in ("Error of the results", "added", "inherited", Path(__file__).name):
             assert part in text
 
     @pytest.mark.parametrize("policy", thorough_but(POLICIES, "mixed_bfloat16"))

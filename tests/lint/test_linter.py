@@ -11,10 +11,10 @@ from flax import nnx
 from pairs import bf16, f32
 
 import mpjax
+from mpjax._src.document.text import WIDTH
 from mpjax._src.lint import linter
 from mpjax._src.lint.rule import HLO, JAXPR, NEEDS, VALUES, Hit, Rule
 from mpjax._src.lint.table import RULES
-from mpjax._src.reports import WIDTH
 
 PAGE = Path(__file__).parents[2] / "docs/lint.md"
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._src.watching.page import page_of
 
 # Of each name of a room the powers of two that it stands for.
 LIMITS = {
@@ -35,7 +34,8 @@ def reports():
 
 def test_each_tensor_is_on_the_map_by_its_colours(reports):
     report = reports[-1]
-    page = page_of(report)
+    document = report.document()
+    page = document.drawing()
     assert {dict(op.facts)["name"] for op in page.operations} == {row.name for row in report.rows}
     assert page.things == "tensors"
     for op, tensor in zip(page.operations, report.tensors, strict=True):
@@ -43,13 +43,14 @@ def test_each_tensor_is_on_the_map_by_its_colours(reports):
         assert {colour.name for colour in page.colours} == {*op.colours}
     kinds = {op.colours["risk"] for op in page.operations}
     assert {"none", "too small for its dtype"} <= kinds
-    assert str(len(report.risks)) in page.sentence and len(page.tables[0].rows) == len(report.risks)
+    assert f"{len(report.risks)} at risk" in document.sentence
+    assert [row[1] for row in document.tables[0].rows] == report.risks
 
 
 def test_colours_are_of_the_row(reports):
     for report in reports:
         rows = {row.name: row for row in report.rows}
-        for op in page_of(report).operations:
+        for op in report.document().drawing().operations:
             row = rows[dict(op.facts)["name"]]
             assert op.large == (row.op == "dot_general")
             assert op.colours["too small"] == row.subnormal + (row.flushed or 0)

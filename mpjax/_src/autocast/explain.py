@@ -23,9 +23,24 @@ from mpjax._src.base.higher_order import CALL, higher_order, turns_of
 from mpjax._src.base.lines import where
 from mpjax._src.base.rules import HALF, rule_of
 from mpjax._src.base.trees import is_array
-from mpjax._src.pages.data import size
+from mpjax._src.document.model import (
+    DTYPE,
+    DTYPES,
+    PASS,
+    Bar,
+    Colour,
+    Document,
+    Drawing,
+    Operation,
+    Table,
+    box_of,
+    facts,
+    place_of,
+    shares,
+    size,
+)
+from mpjax._src.document.report import Report
 from mpjax._src.policy.policy import PolicyLike, get_policy
-from mpjax._src.reports import Report, table, wrapped
 
 # The summary of a report names this many of the arrays kept for the backward pass.
 LARGEST = 8
@@ -34,6 +49,18 @@ COMPUTES = ("f16", "bf16", "f32", "other")
 
 # The reason of a row of the backward pass begins with this word.
 BACKWARD = "backward "
+
+BYTES = Colour(
+    "bytes",
+    "The bytes of each operation's operands and results under the plan, which it would move if it "
+    "ran alone. XLA fuses small operations, which then move less.",
+    unit="bytes",
+)
+KEPT = Colour(
+    "kept",
+    "The bytes of each operation's results that the forward pass keeps for the backward pass.",
+    unit="bytes",
+)
 
 CASTS = frozenset({"convert_element_type"})
 
@@ -129,12 +156,6 @@ class CastReport(Report):
     kept: tuple[Kept, ...] = ()
     wide: tuple[tuple[str, int], ...] = ()
 
-    _drawn_by = "mpjax._src.autocast.explain_page"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as dictionaries, lists, numbers and strings, ready for JSON."""
-        return dataclasses.asdict(self)
-
     def calls(self) -> dict[str, dict[str, int]]:
         """Returns the number of equations by primitive and compute dtype.
 
@@ -183,41 +204,123 @@ class CastReport(Report):
                 f"stored for the backward pass: {size(self.stored_before)} as written, "
                 f"{size(self.stored_after)} under the plan"
             )
-            lines += [f"  {self._where(kept)}" for kept in self.kept[:LARGEST]]
         if self.wide and jax.device_count() == 1:
             lines.append(
                 f"read in float32, which devices would exchange so: {len(self.wide)} arrays"
             )
-        elif self.wide:
-            lines.append("read in float32, and exchanged between devices in float32:")
-            rows = [(path, self.rows[index], index) for path, index in self.wide]
-            lines += [f"  {p}: {row.primitive}, {row.reason} (row {i})" for p, row, i in rows]
         return lines
 
-    def _where(self, kept: Kept) -> str:
-        row = None if kept.row is None else self.rows[kept.row]
-        shape = ",".join(map(str, kept.shape))
-        place = f" {row.primitive} {row.where} (row {kept.row})" if row else ""
-        return f"{size(kept.bytes)}: {kept.dtype}[{shape}]{place}"
-
-    def __str__(self) -> str:
-        lines = [wrapped(line, 4) for line in self.summary()]
-        counts = self.counts()
-        if counts:
-            lines += ["", *table(("op", *COMPUTES), counts, words=("op",))]
+    def document(self, most: int = 0) -> Document:
+        """Returns what the report shows, with so many of its rows."""
+        sentence, *lines = self.summary()
         frames = sum(is_frame(row.primitive) for row in self.rows)
-        if frames:
-            lines.append(f"and {frames} equations that only hold a program or an order")
-        short = self.shortfalls()
-        if short:
-            lines += ["", "not in half, or left as written:"]
-            lines += [
-                wrapped(
-                    f"  {row.primitive} ({row.before} -> {row.after}) {row.where}: {row.reason}", 4
-                )
-                for row in short
-            ]
-        return "\n".join(lines)
+        equations = f"and {frames} equation{'s' * (frames != 1)}"
+        held = (
+            f"{equations} that only hold{'s' * (frames == 1)} a program or an order"
+            if frames
+            else ""
+        )
+        wide = self.wide if jax.device_count() > 1 else ()
+        tables = (
+            Table(
+                "Read in float32, and exchanged between devices in float32",
+                ("row", "operation", "array", "why"),
+                tuple((str(i), self.rows[i].primitive, p, self.rows[i].reason) for p, i in wide),
+                ("operation", "array", "why"),
+            ),
+            Table(
+                "Kept for the backward pass",
+                ("size", "array", "row", "operation", "where"),
+                tuple(map(self._kept, self.kept)),
+                ("array", "operation", "where"),
+                most=LARGEST,
+            ),
+            Table(
+                "Operations by compute dtype",
+                ("operation", *COMPUTES),
+                tuple(self.counts()),
+                ("operation",),
+                note=held,
+            ),
+            Table(
+                "Not in half, or left as written",
+                ("operation", "written", "planned", "where", "why"),
+                tuple(
+                    (r.primitive, r.before, r.after, r.where, r.reason) for r in self.shortfalls()
+                ),
+                ("operation", "written", "planned", "where", "why"),
+            ),
+            Table(
+                "Rows",
+                ("row", "operation", "written", "planned", "where", "why"),
+                tuple(
+                    (
+                        str(i),
+                        r.primitive,
+                        r.before,
+                        r.after,
+                        r.scope or r.path or r.where,
+                        "; ".join(filter(None, (r.reason, r.storage))),
+                    )
+                    for i, r in enumerate(self.rows[:most])
+                ),
+                ("operation", "written", "planned", "where", "why"),
+            ),
+        )
+        return Document("What autocast does", sentence, tuple(lines), tables, drawing=self._drawing)
+
+    def _kept(self, array: Kept) -> tuple[str, ...]:
+        shape = ",".join(map(str, array.shape))
+        row = None if array.row is None else self.rows[array.row]
+        made_by = (str(array.row), row.primitive, row.where) if row else ("", "", "")
+        return (size(array.bytes), f"{array.dtype}[{shape}]", *made_by)
+
+    def _drawing(self) -> Drawing:
+        kept: collections.Counter[int | None] = collections.Counter()
+        for array in self.kept:
+            kept[array.row] += array.bytes
+        scopes: collections.Counter[str] = collections.Counter()
+        for index in sorted(kept, key=lambda i: -1 if i is None else i):
+            row = None if index is None else self.rows[index]
+            scopes[box_of(row.scope, row.source) if row else "of no row"] += kept[index]
+        words = "Grouped by the scope of the operation that computed it."
+        bar = Bar("Kept from the forward to the backward pass", shares(scopes), words=words)
+        return Drawing(
+            bars=(bar,) if kept else (),
+            operations=tuple(_operation(i, row, kept[i]) for i, row in enumerate(self.rows)),
+            colours=(DTYPE, BYTES) if self.stored_after is None else (DTYPE, BYTES, KEPT, PASS),
+        )
+
+
+def _operation(index: int, row: Row, kept: int) -> Operation:
+    return Operation(
+        label=row.primitive,
+        scope=box_of(row.scope, row.source),
+        facts=facts(
+            why=row.reason,
+            stored=row.storage,
+            kept_for_the_backward_pass=size(kept) if kept else "",
+            attention=row.attention,
+            computes_in=DTYPES[row.computes_in],
+            dtypes_as_written=row.before,
+            dtypes_under_the_plan=row.after,
+            **place_of(row),
+            parameters=row.path,
+            bytes=size(row.bytes) if row.bytes else "",
+            FLOPs=f"{row.flops:,}" if row.flops else "",
+            runs=f"{row.times} times" if row.times > 1 else "",
+            forward_row="" if row.forward is None else f"#{row.forward}",
+        ),
+        colours={
+            "dtype": DTYPES[row.computes_in],
+            "bytes": row.bytes * row.times,
+            "kept": kept,
+            "pass": "backward" if row.backward else "forward",
+        },
+        number=index,
+        backward=row.backward,
+        large=row.flops > 0,
+    )
 
 
 def explain(

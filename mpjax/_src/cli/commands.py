@@ -15,8 +15,9 @@ import click
 import jax
 
 import mpjax
-from mpjax._src.cli import options, show, tables
+from mpjax._src.cli import options, printing
 from mpjax._src.cli.load import TargetError, describe, load, running
+from mpjax._src.hardware.report import CompileReport, document_of
 
 FINDING, WRONG = 1, 2
 
@@ -73,11 +74,11 @@ def doctor(platform: tuple[str, ...], as_json: bool) -> None:
     Also lists XLA flags that are worth trying, and known problems of the installed jaxlib. Takes
     about two seconds for each half dtype. Exits with 1 if a test failed.
     """
-    from mpjax._src.cli.doctor import examine
+    from mpjax._src.cli.doctor import examine, shown
 
-    with show.waiting("testing float16 and bfloat16"):
+    with printing.waiting("testing float16 and bfloat16"):
         found = examine(platform)
-    show.json_to_stdout(found) if as_json else tables.doctor(found)
+    printing.json_to_stdout(found) if as_json else printing.show(shown(found))
     if not found["ok"]:
         _finding("a self-test failed: half precision does not work correctly here.")
 
@@ -134,10 +135,10 @@ def explain(
         report = mpjax.explain(fun, policy, argnums, has_aux, device)(*args)
         page = report.to_html(f"{target} under {policy}") if html else None
     if as_json:
-        show.json_to_stdout({"target": target, "policy": str(policy), **report.to_dict()})
+        printing.json_to_stdout({"target": target, "policy": str(policy), **report.to_dict()})
     else:
         click.echo(f"{target} under {policy}")
-        tables.explain(report, len(report.rows) if all_rows else rows)
+        printing.show(report.document(len(report.rows) if all_rows else rows))
     _write(html, page, as_json)
     if fail_under is not None and report.half_flops < fail_under:
         _finding(f"{report.half_flops:.2%} of the matmul FLOPs are in half, below {fail_under:.2%}")
@@ -181,14 +182,19 @@ def compile_(
     _use_cpu()
     fun, args = load(target)
     fun = fun if policy is None else mpjax.autocast(fun, policy)
+    reports: list[CompileReport] = []
     pages: dict[str, str] = {}
-    found = [_compiled(name, fun, args, pages if html else None) for name in devices]
+    found = [_compiled(name, fun, args, reports, pages if html else None) for name in devices]
     result = {"target": target, "policy": policy and str(policy), "results": found}
     if as_json:
-        show.json_to_stdout(result)
+        printing.json_to_stdout(result)
     elif any(each["status"] != "error" for each in found):
         click.echo(f"{target} {f'under {policy}' if policy else 'as written'}")
-        tables.compiled(found)
+        if reports:
+            printing.show(document_of(reports))
+        for each in found:
+            if "error" in each:
+                click.echo(f"{each['target']}: {each['error']}")
     for name, page in pages.items():
         _write(html and _of_one(html, name, devices), page, as_json)
     wrong = [each for each in found if each.get("status") == "error"]
@@ -274,12 +280,12 @@ def compare(
         title = f"{target}: {policy} against float32"
         page = comparison.to_html(title) if html else None
     if as_json:
-        show.json_to_stdout({"target": target, "policy": str(policy), **comparison.to_dict()})
+        printing.json_to_stdout({"target": target, "policy": str(policy), **comparison.to_dict()})
     else:
-        scale = comparison.loss_scale
-        scaled = "" if scale == 1 else f", loss scale {scale:g}"
-        click.echo(f"{target}: {policy} against float32{scaled}")
-        tables.compared(comparison, top)
+        click.echo(f"{target}: {policy} against float32")
+        printing.show(comparison.document(top))
+        if len(comparison.rows) > top:
+            click.echo(f"--top {len(comparison.rows)} shows all rows.")
         if drawn:
             click.echo(f"\nPicture written to {plot}")
     _write(html, page, as_json)
@@ -353,13 +359,13 @@ def lint(
     from mpjax._src.hardware.compiler import require
     from mpjax._src.hardware.targets import find_target
     from mpjax._src.lint.rule import HLO
-    from mpjax._src.lint.table import as_data, chosen
+    from mpjax._src.lint.table import as_data, chosen, listed
 
     if as_json and sarif:
         raise click.UsageError("give --json or --sarif, not both.")
     if list_rules:
         rules = _legal(lambda: chosen(select, ignore))
-        show.json_to_stdout(as_data(rules)) if as_json else tables.rules(rules)
+        printing.json_to_stdout(as_data(rules)) if as_json else printing.show(listed(rules))
         return
     if target is None:
         raise click.UsageError("Missing argument 'TARGET'.")
@@ -376,9 +382,9 @@ def lint(
     with running(f"linting {target}"):
         report = look(*args)
     if as_json or sarif:
-        show.json_to_stdout(report.to_sarif() if sarif else report.to_dict())
+        printing.json_to_stdout(report.to_sarif() if sarif else report.to_dict())
     else:
-        click.echo(str(report))
+        printing.show(report.document())
     if report:
         click.get_current_context().exit(FINDING)
 
@@ -422,14 +428,19 @@ def _of_one(file: Path, name: str, names: Sequence[str]) -> Path:
 
 
 def _compiled(
-    name: str, fun: Callable[..., Any], args: tuple[Any, ...], pages: dict[str, str] | None
+    name: str,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    reports: list[CompileReport],
+    pages: dict[str, str] | None,
 ) -> dict[str, Any]:
-    """Returns the report of one target as plain data, or its error; adds its page to ``pages``."""
+    """Returns the report of one target as plain data, or its error; adds report and page."""
     try:
-        with running(f"compiling for {name}"), show.waiting(f"compiling for {name}"):
+        with running(f"compiling for {name}"), printing.waiting(f"compiling for {name}"):
             report = api.compile_for(name, fun, *args, progress=False)
             if pages is not None:
                 pages[name] = report.to_html()
+            reports.append(report)
             return {"status": "compiled", **report.to_dict()}
     except TargetError as error:
         cause = error.__cause__

@@ -6,10 +6,11 @@ Each check runs a few small programs on the default device, and returns one row.
 import collections
 import dataclasses
 import importlib.metadata
+import itertools
 import os
 import platform
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,8 @@ import mpjax
 from mpjax._src.base.dtypes import HALVES
 from mpjax._src.cli import advice
 from mpjax._src.cli.load import describe
-from mpjax._src.hardware.devices import local_facts
+from mpjax._src.document.model import Document, Table
+from mpjax._src.hardware.devices import local_facts, timed_in_words
 from mpjax._src.hardware.timed import matmul_size, matmul_time
 from mpjax._src.policy.recommend import recommend_policy
 from mpjax._src.training.step import TrainState, build_train_step
@@ -182,3 +184,30 @@ def _train(
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     return state, losses
+
+
+def shown(found: Mapping[str, Any]) -> Document:
+    """Returns what the command shows of `examine`."""
+    devices = collections.Counter(
+        (d["name"], ", ".join(d["fast"]) or "float32 only", d["policy"], d["reason"])
+        for d in found["devices"]
+    )
+    counted = tuple((f"{count} x {name}", *rest) for (name, *rest), count in devices.items())
+    checks = tuple((c["dtype"], c["name"], c["status"], c["found"]) for c in found["checks"])
+    flags = tuple((f["variable"], f["flag"], f["now"] or "-", f["why"]) for f in found["flags"])
+    titles = (
+        ("device", "fast", "policy", "why"),
+        ("dtype", "test", "", "found"),
+        ("set in", "worth trying", "now", "why"),
+    )
+    rows = zip(("Devices", "Tests", "Flags"), titles, (counted, checks, flags), titles, strict=True)
+    return Document(
+        "This machine",
+        ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+        (f"Recommended policy: {found['policy']}", *timed_in_words(found["matmul_times"])),
+        tuple(itertools.starmap(Table, rows)),
+        tuple(
+            "{package}: {what}. What to do: {advice}. ({source})".format(**problem)
+            for problem in found["problems"]
+        ),
+    )

@@ -9,6 +9,8 @@ import jax
 
 from mpjax._src.base.errors import OutOfMemoryError, brief, check_callable
 from mpjax._src.base.progress import advance, check_progress, progress_bar
+from mpjax._src.document.model import Document, Table
+from mpjax._src.document.report import Report
 from mpjax._src.hardware.aot import (
     check_timeout,
     checked_options,
@@ -18,7 +20,6 @@ from mpjax._src.hardware.aot import (
 from mpjax._src.hardware.compiler import compilers
 from mpjax._src.hardware.report import CompileReport
 from mpjax._src.hardware.targets import GPU_PREALLOCATED, Target, find_target, size
-from mpjax._src.reports import Report, table, wrapped
 
 TRY = "compiled"  # what progress counts
 
@@ -66,21 +67,8 @@ class LargestBatch(Report):
     limited: bool
     tries: tuple[BatchTry, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the result as dictionaries, lists, numbers and strings, ready for JSON."""
-        return {
-            **vars(self),
-            "report": self.report.to_dict(),
-            "tries": [dataclasses.asdict(t) for t in self.tries],
-        }
-
-    def __str__(self) -> str:
-        found = (
-            f"{self.target}: the largest batch is {self.batch}, with "
-            f"{size(self.report.total_bytes)} of {size(self.available_bytes)} "
-            f"({self.reserve:.0%} of {size(self.report.device_bytes)} kept free)"
-        )
-        rows = [
+    def document(self) -> Document:
+        rows = tuple(
             (
                 f"{t.batch}",
                 "rejected" if t.total_bytes is None else size(t.total_bytes),
@@ -88,11 +76,17 @@ class LargestBatch(Report):
                 f"{t.seconds:.1f}",
             )
             for t in self.tries
-        ]
-        lines = [found, *table(("batch", "memory", "", "seconds"), rows, words=("",))]
-        if self.limited:
-            lines.append(f"The search ended at limit={self.batch}. Larger batches may fit.")
-        return "\n".join(map(wrapped, lines))
+        )
+        more = f"The search ended at limit={self.batch}. Larger batches may fit."
+        return Document(
+            f"The largest batch for {self.target}",
+            f"{self.target}: the largest batch is {self.batch}, with "
+            f"{size(self.report.total_bytes)} of {size(self.available_bytes)} "
+            f"({self.reserve:.0%} of {size(self.report.device_bytes)} kept free)",
+            (more,) if self.limited else (),
+            (Table("Compiled", ("batch", "memory", "", "seconds"), rows, ("",)),),
+            drawing=self.report._drawing,
+        )
 
 
 def largest_batch(

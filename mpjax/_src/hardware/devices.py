@@ -1,14 +1,14 @@
 """The report of the devices of this process."""
 
 import dataclasses
-from typing import Any
 
 import jax
 
 from mpjax._src.base.devices import DeviceFacts, device_facts
 from mpjax._src.base.dtypes import HALVES
+from mpjax._src.document.model import Document, Table
+from mpjax._src.document.report import Report
 from mpjax._src.hardware.timed import matmul_time
-from mpjax._src.reports import Report, table, wrapped
 
 SECONDS = 0.05  # that a report times matmuls in each dtype
 
@@ -29,12 +29,8 @@ class DeviceReport(Report):
     jax_version: str
     matmul_times: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as dictionaries, lists and strings, ready for JSON."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        rows = [
+    def document(self) -> Document:
+        rows = tuple(
             (
                 f"{count} x {facts.name}" if count > 1 else facts.name,
                 ", ".join(facts.fast) or "float32 only",
@@ -42,10 +38,14 @@ class DeviceReport(Report):
                 facts.reason,
             )
             for facts, count in _counted(self.devices)
-        ]
+        )
         titles = ("device", "fast", "policy", "why")
-        lines = [f"jax {self.jax_version}", *table(titles, rows, words=titles)]
-        return "\n".join([*lines, *filter(None, [timed_in_words(self.matmul_times)])])
+        return Document(
+            "The devices of this process",
+            f"jax {self.jax_version}",
+            tables=(Table("Devices", titles, rows, titles),),
+            notes=timed_in_words(self.matmul_times),
+        )
 
 
 def device_report() -> DeviceReport:
@@ -72,14 +72,11 @@ def local_facts() -> tuple[DeviceFacts, ...]:
     return tuple(map(device_facts, jax.local_devices()))
 
 
-def timed_in_words(times: dict[str, float]) -> str:
-    """Says how long a matmul took in each half dtype, relative to float32; "" if none was timed."""
+def timed_in_words(times: dict[str, float]) -> tuple[str, ...]:
+    """Says how long a matmul took in each half dtype, relative to float32, if any was timed."""
     told = " and ".join(f"{ratio:.2f}x in {dtype}" for dtype, ratio in times.items())
-    if not told:
-        return ""
-    return wrapped(
-        f"A matmul just took {told}, relative to float32. The policy does not depend on it."
-    )
+    sentence = f"A matmul just took {told}, relative to float32. The policy does not depend on it."
+    return (sentence,) if told else ()
 
 
 def _counted(devices: tuple[DeviceFacts, ...]) -> list[tuple[DeviceFacts, int]]:

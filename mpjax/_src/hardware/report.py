@@ -2,11 +2,13 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
+from mpjax._src.document.model import Document, Drawing, Table
+from mpjax._src.document.report import Report
 from mpjax._src.hardware import hlo_costs
 from mpjax._src.hardware.collectives import (
     COLUMNS,
@@ -16,10 +18,10 @@ from mpjax._src.hardware.collectives import (
     grouped,
     sent_by,
 )
+from mpjax._src.hardware.drawing import drawing_of
 from mpjax._src.hardware.hlo import bits
 from mpjax._src.hardware.memory import MemoryRow, Sizes, memory_rows
 from mpjax._src.hardware.targets import GPU_PREALLOCATED, Target, size
-from mpjax._src.reports import Report, table, wrapped
 
 BOUND = (
     "The roofline is a lower bound, not a forecast: it assumes datasheet peaks, and compute and "
@@ -106,7 +108,11 @@ class CompileReport(Report):
     xla_costs: dict[str, float] = dataclasses.field(repr=False)
     hlo: str = dataclasses.field(repr=False)
 
-    _drawn_by = "mpjax._src.hardware.page"
+    _without = ("hlo",)
+    _also = (
+        *("total_bytes", "fits", "roofline_ms", "bound"),
+        *("matmul_dtypes", "wire_bytes", "disguised"),
+    )
 
     def memory(self) -> tuple[MemoryRow, ...]:
         """Returns the contents of the memory, as rows whose bytes add up to `total_bytes`."""
@@ -156,55 +162,78 @@ class CompileReport(Report):
         """The matmuls that run in a wider dtype than the program asked for."""
         return tuple(row for row in self.matmuls if bits(row.asked) < bits(row.operands))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report without the HLO as dictionaries, lists, numbers and strings."""
-        fields = {k: v for k, v in vars(self).items() if k not in ("hlo", "matmuls", "xla_costs")}
-        derived = ("total_bytes", "fits", "roofline_ms", "bound", "matmul_dtypes", "wire_bytes")
-        return {
-            **fields,
-            **{name: getattr(self, name) for name in derived},
-            "notes": list(self.notes),
-            "matmuls": [dataclasses.asdict(row) for row in self.matmuls],
-            "collectives": [dataclasses.asdict(row) for row in self.collectives],
-            "disguised": [dataclasses.asdict(row) for row in self.disguised],
-            "xla_costs": dict(self.xla_costs),
-        }
+    def document(self) -> Document:
+        return document_of([self])
 
-    def __str__(self) -> str:
-        fits = "fits" if self.fits else "DOES NOT FIT"
-        lines = [
-            f"{self.target}: {self.device}, compiled without the device by jax {self.jax_version}",
-            f"memory    {size(self.total_bytes)} of {size(self.device_bytes)} "
-            f"({self.total_bytes / self.device_bytes:.1%}): {fits}",
-            f"          arguments {size(self.argument_bytes)} + results {size(self.output_bytes)} "
-            f"- shared {size(self.alias_bytes)} + temporary {size(self.temp_bytes)} "
-            f"+ code {size(self.code_bytes)}",
-            f"costs     {self.flops / 1e9:,.1f} GFLOP, {self.matmul_flops / 1e9:,.1f} of them in "
-            f"matmuls; {self.bytes_accessed / 1e9:,.2f} GB moved",
-            f"roofline  {self.roofline_ms:,.3f} ms, bound by {self.bound} "
-            f"(compute {self.compute_ms:,.3f} ms, memory {self.memory_ms:,.3f} ms)",
+    def _drawing(self) -> Drawing:
+        return drawing_of(self.hlo, self.memory())
+
+
+# The costs of a program: the name of each, and how it is written.
+COSTS: dict[str, Callable[[CompileReport], str]] = {
+    "fits": lambda r: "yes" if r.fits else "NO",
+    "memory": lambda r: size(r.total_bytes),
+    "device's memory": lambda r: size(r.device_bytes),
+    "arguments": lambda r: size(r.argument_bytes),
+    "results": lambda r: size(r.output_bytes),
+    "shared": lambda r: size(r.alias_bytes),
+    "temporary": lambda r: size(r.temp_bytes),
+    "code": lambda r: size(r.code_bytes),
+    "GFLOP": lambda r: _figure(r.flops / 1e9),
+    "in matmuls": lambda r: _figure(r.matmul_flops / 1e9),
+    "GB moved": lambda r: _figure(r.bytes_accessed / 1e9),
+    "sent to others": lambda r: size(r.wire_bytes) if r.devices > 1 else "-",
+    "roofline, ms": lambda r: _figure(r.roofline_ms),
+    "compute, ms": lambda r: _figure(r.compute_ms),
+    "memory, ms": lambda r: _figure(r.memory_ms),
+    "bound by": lambda r: r.bound,
+    "matmuls": lambda r: ", ".join(f"{n} {dtype}" for dtype, n in r.matmul_dtypes.items()),
+    "widened": lambda r: f"{sum(row.share for row in r.disguised):.1%}",
+}
+
+
+def document_of(reports: Sequence[CompileReport]) -> Document:
+    """Returns what reports on one program show, the targets side by side."""
+    names = tuple(r.target for r in reports)
+    costs = tuple((name, *map(figure, reports)) for name, figure in COSTS.items())
+    tables = [Table("Memory and costs of one run", ("", *names), costs, ("",))]
+    matmuls = ("asked", "operands", "run as", "number", "runs", "GFLOP", "share")
+    told, notes = [], dict[str, list[str]]()
+    for r in reports:
+        fits = "fits" if r.fits else "DOES NOT FIT"
+        told.append(
+            f"{r.target}: {fits} {r.device} ({r.total_bytes / r.device_bytes:.1%} of its memory); "
+            f"compiled without the device by jax {r.jax_version}"
+        )
+        told += [
+            f"wider than asked for: {row.share:.1%} of the matmul FLOPs run in {row.operands}, "
+            f"but the program asked for {row.asked}"
+            for row in r.disguised
         ]
-        lines = [wrapped(line, 10) for line in lines]
-        if self.matmuls:
-            lines.append(
-                f"{'matmuls':<10}{'asked':<8}{'operands':<10}{'run as':<9}{'number':>7}"
-                f"{'runs':>9}{'GFLOP':>12}{'share':>8}"
-            )
-        for row in self.matmuls:
-            lines.append(
-                f"{'':<10}{row.asked:<8}{row.operands:<10}{row.runs_as:<9}{row.instructions:>7}"
-                f"{row.runs:>9}{row.flops / 1e9:>12,.1f}{row.share:>8.1%}"
-            )
-        for row in self.disguised:
-            disguised = (
-                f"wider than asked for: {row.share:.1%} of the matmul FLOPs run in {row.operands}, "
-                f"but the program asked for {row.asked}."
-            )
-            lines.append(wrapped(disguised))
-        if self.collectives:
-            lines += table(COLUMNS, grouped(self.collectives), words=WORDS)
-        notes = (wrapped(f"note: {note}", 6) for note in self.notes)
-        return "\n".join((*lines, *notes))
+        rows = tuple(map(_cells, r.matmuls))
+        tables.append(Table(f"Matmuls on {r.target}", matmuls, rows, matmuls[:3]))
+        sent = f"What each device of {r.target} sends in one run"
+        tables.append(Table(sent, COLUMNS, tuple(grouped(r.collectives)), WORDS))
+        for note in r.notes:
+            notes.setdefault(note, []).append(r.target)
+    return Document(
+        f"Compiled for {', '.join(names)}",
+        told[0],
+        tuple(told[1:]),
+        tuple(tables),
+        tuple(f"{', '.join(targets)}: {note}" for note, targets in notes.items()),
+        drawing=reports[0]._drawing,
+    )
+
+
+def _cells(row: MatmulRow) -> tuple[str, ...]:
+    numbers = f"{row.instructions}", f"{row.runs}", _figure(row.flops / 1e9), f"{row.share:.1%}"
+    return (row.asked, row.operands, row.runs_as, *numbers)
+
+
+def _figure(value: float) -> str:
+    """Returns a number with at least three significant digits."""
+    return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"
 
 
 # ---- from what a compiler answered ---------------------------------------------------------------

@@ -21,13 +21,14 @@ from mpjax._src.base.dtypes import HALVES, is_float, short_name
 from mpjax._src.base.errors import brief
 from mpjax._src.base.lines import where
 from mpjax._src.base.patterns import path_of
+from mpjax._src.document.model import Document, Table
+from mpjax._src.document.report import Report
 from mpjax._src.instruments.healed import run_healed
 from mpjax._src.instruments.interpret import Place, Watcher, Wide, interpret, shown, widen
 from mpjax._src.instruments.likeness import Pool, alike, pool_of
 from mpjax._src.instruments.noise import moved
 from mpjax._src.instruments.nonfinite import check_concrete
 from mpjax._src.instruments.shadows import Comparer, CompareRow, Shadowed
-from mpjax._src.reports import Report, table, wrapped
 
 # The meanings that results can have.
 MEANINGS = ("log_probs", "logits", "values")
@@ -120,17 +121,12 @@ class Agreement(Report):
     partings: tuple[Parting, ...]
     differences: np.ndarray = dataclasses.field(compare=False, repr=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data, ready for JSON."""
-        return dataclasses.asdict(self) | {"differences": self.differences.tolist()}
-
-    def titles(self) -> tuple[str, ...]:
-        """Returns the titles of the columns of ``cells``."""
-        return "left", "operation", *self.names, "where"
-
-    def cells(self) -> list[tuple[str, ...]]:
-        """Returns the partings as text: remaining share, operation, dtypes in both, place."""
-        return [
+    def document(self) -> Document:
+        first, second = self.names
+        at = f", at {list(self.worst_at)}" if self.worst_at else ""
+        what = "relative difference" if self.meaning == "values" else "|log ratio| per token"
+        kl = "" if self.kl is None else f"; KL {self.kl:.2g}"
+        rows = tuple(
             (
                 "" if p.left is None else f"{p.left:.0%}",
                 p.primitive,
@@ -138,20 +134,15 @@ class Agreement(Report):
                 "  ".join(filter(None, (where(p.source, p.library), p.scope))),
             )
             for p in self.partings
-        ]
-
-    def __str__(self) -> str:
-        first, second = self.names
-        at = f", at {list(self.worst_at)}" if self.worst_at else ""
-        what = "relative difference" if self.meaning == "values" else "|log ratio| per token"
-        kl = "" if self.kl is None else f"; KL {self.kl:.2g}"
-        lines = [
-            f"{first} and {second}: {what} {self.difference:.2g} (at most {self.worst:.2g}{at}){kl}"
-        ]
-        lines.append(f"both in float32: {self.in_float32:.2g}. {self._verdict()}")
-        titles = self.titles()
-        rows = ["", *table(titles, self.cells()[:SHOWN], titles[1:])] if self.partings else []
-        return "\n".join([*map(wrapped, lines), *rows])
+        )
+        columns = ("left", "operation", *self.names, "where")
+        return Document(
+            "Where two programs diverge",
+            f"{first} and {second}: {what} {self.difference:.2g} "
+            f"(at most {self.worst:.2g}{at}){kl}",
+            (f"both in float32: {self.in_float32:.2g}. {self._verdict()}",),
+            (Table("Partings", columns, rows, columns[1:], SHOWN),),
+        )
 
     def _verdict(self) -> str:
         if self.agrees:

@@ -18,10 +18,29 @@ import jmp
 import numpy as np
 
 from mpjax._src.autocast.environment import constants_as_casts
+from mpjax._src.autocast.explain import computed_in
 from mpjax._src.base.dtypes import is_float
 from mpjax._src.base.errors import check_callable, did_you_mean
 from mpjax._src.base.lines import short, where
 from mpjax._src.base.progress import check_progress, progress_bar
+from mpjax._src.base.rules import HALF, rule_of
+from mpjax._src.document.model import (
+    DTYPE,
+    DTYPES,
+    PASS,
+    WORST,
+    Colour,
+    Document,
+    Drawing,
+    Operation,
+    Table,
+    box_of,
+    facts,
+    place_of,
+    size,
+)
+from mpjax._src.document.report import Report
+from mpjax._src.document.text import table
 from mpjax._src.instruments.agreement import MEANINGS, Agreement, agreement
 from mpjax._src.instruments.interpret import (
     OPERATION,
@@ -33,6 +52,7 @@ from mpjax._src.instruments.interpret import (
 from mpjax._src.instruments.noise import SUSPICIOUS, moved, size_of_terms
 from mpjax._src.instruments.nonfinite import check_concrete
 from mpjax._src.instruments.programs import Program, make_program, training_scale
+from mpjax._src.instruments.ranges import turns_of
 from mpjax._src.instruments.shadows import (
     BROKEN,
     Comparer,
@@ -44,12 +64,21 @@ from mpjax._src.instruments.shadows import (
     stats_of,
 )
 from mpjax._src.policy.policy import PolicyLike, get_policy
-from mpjax._src.reports import Report, table, wrapped
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
 # The columns of the table, and those that hold words.
 COLUMNS = ("added", "error", "inherited", "underflow", "operation", "dtypes", "where")
 WORDS = COLUMNS[4:]
+
+ADDED = WORST(
+    "added error",
+    "The relative error that each operation adds, by rounding or by amplifying operands' errors.",
+)
+ERROR = WORST(
+    "error",
+    "The relative error of each operation's result, including the error of its operands.",
+)
+BYTES = Colour("bytes", "The bytes of each operation's operands and result.", unit="bytes")
 
 # The note on a result that is only rounding error in float32 too.
 ZERO = "only rounding error in float32; relative to the terms that cancel"
@@ -79,26 +108,13 @@ class Comparison(Report):
     order: tuple[int, ...] = ()
     noise: tuple[str, ...] = ()
 
-    _drawn_by = "mpjax._src.instruments.pages"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the comparison as plain data, ready for JSON."""
-        data = dataclasses.asdict(self)
-        for row, plain in zip(self.rows, data["rows"], strict=True):
-            plain |= {"added": row.added, "blame": row.blame}
-        return data
-
     def worst_results(self) -> list[tuple[str, float]]:
         """Returns the results by name with their errors, the worst first."""
         return sorted(self.results.items(), key=lambda item: -capped(item[1]))
 
-    def cells(self, count: int | None = 12) -> list[tuple[str, ...]]:
-        """Returns the worst rows as text, one cell per column of the table."""
-        return [_cells(row) for row in self.rows[:count]]
-
     def table(self, count: int | None = 12) -> str:
         """Returns the worst rows as a table of text."""
-        return "\n".join(table(COLUMNS, self.cells(count), WORDS))
+        return "\n".join(table(COLUMNS, map(_cells, self.rows[:count]), WORDS))
 
     def named(self, count: int | None = 5) -> list[tuple[str, str]]:
         """Returns the worst results as text: the error, and the name of the result."""
@@ -107,24 +123,53 @@ class Comparison(Report):
             for name, error in self.worst_results()[:count]
         ]
 
-    def __str__(self) -> str:
-        scaled = "" if self.loss_scale == 1 else f" (loss scale {self.loss_scale:g})"
-        lines = [f"error of the results, relative to float32{scaled}:"]
-        lines += [f"{error:>8}  {name}" for error, name in self.named()]
-        if len(self.results) > 5:
-            lines.append(f"{'':>8}  and {len(self.results) - 5} more")
-        if self.diverged:
-            lines += [
-                "float32 would have taken another path at",
-                *(f"  {d}" for d in self.diverged),
-            ]
-        lines += [
-            f"no float32 form, so its own error is unknown: {row.primitive}  {short(row.source)}"
-            for row in self.rows
-            if not row.compared
+    def document(self, most: int = 12) -> Document:
+        """Returns what the report shows, with at most so many of its rows."""
+        worst, count = self.worst_results()[:1], len(self.rows)
+        told = [f"The worst result is {name}: error {percent(error)}." for name, error in worst]
+        blamed = self.rows[0] if self.rows and not self.rows[0].noise else None
+        place = blamed and (short(blamed.source) or blamed.scope or "no line")
+        told += [
+            f"{blamed.primitive} at {place} adds the most."
+            if blamed
+            else "No operation adds an error."
         ]
-        lines = [wrapped(line.rstrip(), 10) for line in lines]
-        return "\n".join([*lines, "", self.table()])
+        scale = f"loss scale {self.loss_scale:g}" if self.loss_scale != 1 else ""
+        lines = [
+            *filter(None, [scale]),
+            *(f"float32 would have taken another path at {line}" for line in self.diverged),
+            *(
+                "no float32 form, so its own error is unknown: "
+                f"{row.primitive}  {short(row.source)}"
+                for row in self.rows
+                if not row.compared
+            ),
+        ]
+        results = Table(
+            "Error of the results, relative to float32",
+            ("error", "result"),
+            tuple(self.named(None)),
+            ("result",),
+            most=8,
+        )
+        rows = tuple(map(_cells, self.rows[:most]))
+        more = f"and {count - most} more" if count > most else ""
+        worst_rows = Table("Operations, worst first", COLUMNS, rows, WORDS, note=more)
+        return Document(
+            "The error that each operation adds",
+            " ".join(told),
+            tuple(lines),
+            (results, worst_rows),
+            drawing=self._drawing,
+        )
+
+    def _drawing(self) -> Drawing:
+        order = self.order or range(len(self.rows))
+        rows = sorted(zip(order, self.rows, strict=True), key=lambda pair: pair[0])
+        return Drawing(
+            operations=tuple(_operation(row, n) for n, (_, row) in enumerate(rows)),
+            colours=(ADDED, ERROR, DTYPE, BYTES, PASS),
+        )
 
 
 @overload
@@ -280,6 +325,55 @@ def _cells(row: CompareRow) -> tuple[str, ...]:
         row.dtypes,
         "  ".join(filter(None, place)),
     )
+
+
+def _operation(row: CompareRow, number: int) -> Operation:
+    known = row.compared and not row.noise
+    ran = DTYPES[computed_in(row.dtypes)]
+    return Operation(
+        label=row.primitive,
+        scope=box_of(row.scope, row.source),
+        facts=facts(
+            why=_why(row),
+            adds=percent(row.added) if known else "",
+            error_of_the_result=percent(row.error) if known else "",
+            inherited=percent(row.inherited) if known else "",
+            error_of_the_operands=percent(row.operands) if known else "",
+            underflow=f"{percent(row.underflow)} of the entries became zero" * bool(row.underflow),
+            overflow=f"{percent(row.overflow)} of the entries overflowed" * bool(row.overflow),
+            magnitudes=f"{row.low:.3g} to {row.high:.3g}",
+            computed_in=ran,
+            dtypes=row.dtypes,
+            **place_of(row),
+            parameters=row.path,
+            worst_in=turns_of(row.iteration),
+            ran=f"{row.times} times" if row.times > 1 else "",
+            bytes=size(row.bytes),
+            row_of_explain=row.op,
+        ),
+        colours={
+            "added error": row.added if known else None,
+            "error": (row.error if row.error < BROKEN else math.inf) if known else None,
+            "dtype": ran,
+            "bytes": row.bytes * row.times,
+            "pass": "backward" if row.backward else "forward",
+        },
+        number=number,
+        backward=row.backward,
+        large=rule_of(row.primitive).need == HALF,
+    )
+
+
+def _why(row: CompareRow) -> str:
+    if not row.compared:
+        return "It has no float32 form, so its own error is unknown."
+    if row.noise:
+        return f"{ZERO}."
+    if row.overflow:
+        return "Its result overflows its dtype, but would not overflow float32."
+    if row.new > row.inherited:
+        return "Most of its error is its own rounding."
+    return "Most of its error comes from its operands."
 
 
 def compare_program(program: Program, arrays: list[jax.Array], scale: float) -> Comparison:

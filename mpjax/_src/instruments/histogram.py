@@ -6,18 +6,19 @@ Mixed Precision Training (2018).
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.base.dtypes import HALVES, DTypeLike, Limits, canonical, limits_of
+from mpjax._src.base.dtypes import FLOAT16, HALVES, DTypeLike, Limits, canonical, limits_of
 from mpjax._src.base.errors import brief, finite_number
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.trees import is_floating, pytree_of
-from mpjax._src.reports import Report, table, wrapped
+from mpjax._src.document.model import WORST, Colour, Document, Drawing, Histogram, Operation, Table
+from mpjax._src.document.report import Report
 
 # The exponents of float32, subnormals included. Bin 0 counts zeros, the last bin Inf and NaN.
 SMALLEST, LARGEST = -149, 127
@@ -26,6 +27,18 @@ BINS = len(EXPONENTS) + 2
 
 COLUMNS = ("parameter", "min", "median", "max", "zero", "Inf, NaN", "flushed", "overflow")
 LEGEND = "min, median, max: of log2|g|. flushed to zero, overflow: in float16, at scale 1."
+
+FLUSHED = WORST(
+    "flushed",
+    "The share of a parameter's gradients that float16 flushes to zero at scale 1.",
+)
+OVERFLOWED = WORST(
+    "overflow",
+    "The share of a parameter's gradients that overflows to infinity in float16 at scale 1.",
+)
+ZEROS = Colour(
+    "zero", "The share of a parameter's gradients that is zero.", unit="share", of_box=max
+)
 
 EMPTY = "histogram holds no gradient that is finite and not zero"
 
@@ -49,7 +62,7 @@ class GradientHistogram(Report):
     paths: tuple[str, ...]
     sizes: tuple[int, ...]
 
-    _drawn_by = "mpjax._src.instruments.pages"
+    _array = ("histogram", "counts", 3)
 
     def numbers(self) -> np.ndarray:
         """Returns the counts as ``int64[parameters, 279]``. Waits for the device."""
@@ -85,18 +98,46 @@ class GradientHistogram(Report):
         }
         return {"rows": [dataclasses.asdict(r) for r in self.rows(dtype, scale)], "log2": bins}
 
-    def __str__(self) -> str:
-        if isinstance(self.counts, jax.core.Tracer):
-            return repr(self)
-        rows = [
-            (
-                r.path,
-                *("-" if e is None else str(e) for e in (r.smallest, r.median, r.largest)),
-                *(f"{x:.2%}" for x in (r.zeros, r.nonfinite, r.flushed, r.overflowed)),
-            )
-            for r in self.rows()
-        ]
-        return "\n".join([*table(COLUMNS, rows, words=COLUMNS[:1], folded=0), LEGEND])
+    def logged(self, loss_scale: float = 1.0) -> Mapping[str, float | str]:
+        found: dict[str, float | str] = {}
+        for dtype in HALVES:
+            row = self.total(dtype, loss_scale)
+            found |= {"zeros": row.zeros, "nonfinite": row.nonfinite}
+            for name in ("flushed", "subnormal", "overflowed"):
+                found[f"{dtype.name}/{name}"] = getattr(row, name)
+        return found
+
+    def document(self) -> Document:
+        rows = self.rows()
+        whole = rows[-1]
+        return Document(
+            "Gradient magnitudes",
+            f"float16 flushes {whole.flushed:.2%} of the gradients to zero without a loss "
+            f"scale; {whole.zeros:.2%} are zero already, {whole.nonfinite:.2%} are Inf or NaN.",
+            tables=(
+                Table("By parameter", COLUMNS, tuple(map(_cells, rows)), COLUMNS[:1], folded=0),
+            ),
+            notes=(LEGEND,),
+            drawing=lambda: self._drawing(rows[:-1]),
+        )
+
+    def _drawing(self, rows: "Sequence[HistogramRow]") -> Drawing:
+        counts = self.numbers().sum(0)[1:-1]
+        used = np.flatnonzero(counts)
+        inside = range(used[0], used[-1] + 1) if used.size else ()
+        bins = tuple((int(EXPONENTS[i]), int(counts[i])) for i in inside)
+        limits = limits_of(FLOAT16)
+        marks = (
+            (limits.flush, "float16 flushes below"),
+            (limits.overflow, "float16 overflows from here"),
+        )
+        whole = Histogram("All gradients, by magnitude", bins, "log2|g|", marks)
+        return Drawing(
+            histograms=(whole,) if bins else (),
+            operations=tuple(map(_parameter, rows)),
+            colours=(FLUSHED, ZEROS, OVERFLOWED),
+            things="parameters",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,10 +186,9 @@ class LossScaleAdvice(Report):
     flushed_with: float
     reasons: tuple[str, ...]
 
-    def __str__(self) -> str:
-        power = int(math.log2(self.loss_scale))
-        lines = (f"loss scale 2^{power} = {self.loss_scale:g}", *self.reasons)
-        return "\n".join(map(wrapped, lines))
+    def document(self) -> Document:
+        scale = f"loss scale 2^{int(math.log2(self.loss_scale))} = {self.loss_scale:g}"
+        return Document("A loss scale", scale, self.reasons)
 
 
 def gradient_histogram(grads: Any, histogram: GradientHistogram | None = None) -> GradientHistogram:
@@ -293,6 +333,22 @@ def exponent_of(scale: float) -> int:
             "counts by powers of two."
         )
     return exponent - 1
+
+
+def _cells(row: HistogramRow) -> tuple[str, ...]:
+    ends = ("-" if e is None else str(e) for e in (row.smallest, row.median, row.largest))
+    parts = (f"{x:.2%}" for x in (row.zeros, row.nonfinite, row.flushed, row.overflowed))
+    return (row.path, *ends, *parts)
+
+
+def _parameter(row: HistogramRow) -> Operation:
+    scope, _, label = row.path.rpartition("/")
+    return Operation(
+        label=label or "gradient",
+        scope=scope or "all parameters",
+        facts=(*zip(COLUMNS, _cells(row), strict=True), ("entries", f"{row.entries:,}")),
+        colours={"flushed": row.flushed, "zero": row.zeros, "overflow": row.overflowed},
+    )
 
 
 def _row(path: str, numbers: np.ndarray, limits: Limits, shift: int) -> HistogramRow:

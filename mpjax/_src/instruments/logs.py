@@ -2,14 +2,12 @@
 
 import collections
 import contextlib
-import dataclasses
 import errno
-import functools
 import json
 import math
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.base.dtypes import HALVES
 from mpjax._src.base.errors import brief, whole_number
 from mpjax._src.base.patterns import path_of
+from mpjax._src.document.report import Report
 from mpjax._src.instruments.histogram import GradientHistogram
-from mpjax._src.training.stalled import Stalled
-from mpjax._src.training.watch import Overflow, Underflow
-from mpjax._src.watching.report import PrecisionReport
 
 # Records that are not yet written, by writer, because the device is still computing them.
 _WAITING: "weakref.WeakKeyDictionary[Any, collections.deque]" = weakref.WeakKeyDictionary()
 
 SCALARS = (bool, int, float, np.generic, np.ndarray, jax.Array)
-REPORTS = (GradientHistogram, Overflow, PrecisionReport, Stalled, Underflow)
-
-# The figures of a watched tensor that are logged if they are known.
-FIGURES = ("largest", "headroom", "flushed", "subnormal", "near", "overflowed", "noise")
 
 # The methods of TensorBoard's writers: for numbers, and for text.
 METHODS = {"add_scalar": "add_text", "scalar": "text"}
@@ -140,7 +131,7 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
             "because reading it from the state would wait for the device."
         )
     values = {}
-    is_report = lambda leaf: isinstance(leaf, REPORTS)  # noqa: E731
+    is_report = lambda leaf: isinstance(leaf, Report)  # noqa: E731
     for keys, leaf in jax.tree_util.tree_leaves_with_path(metrics, is_leaf=is_report):
         if any(isinstance(array, jax.core.Tracer) for array in jax.tree.leaves(leaf)):
             raise TypeError(
@@ -150,8 +141,10 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
         if _is_loggable(leaf):
             values[path_of(keys)] = leaf
     # Histograms are carried from step to step, so the next step may donate their counts.
-    copy = lambda leaf: jax.tree.map(jnp.copy, leaf) if _is_histogram(leaf) else leaf  # noqa: E731
-    values = {name: copy(leaf) for name, leaf in values.items()}
+    values = {
+        name: jax.tree.map(jnp.copy, leaf) if isinstance(leaf, GradientHistogram) else leaf
+        for name, leaf in values.items()
+    }
     waiting = _WAITING.setdefault(writer, collections.deque())
     waiting.append((whole, values))
     while waiting and all(map(_is_ready, jax.tree.leaves(waiting[0][1]))):
@@ -214,7 +207,7 @@ def _write(writer: Any, step: int, metrics: dict[str, Any]) -> None:
     values = {
         "/".join(filter(None, (name, part))): value
         for name, leaf in metrics.items()
-        for part, value in _parts(leaf, scale)
+        for part, value in _parts(leaf, scale).items()
     }
     found = [method for method in METHODS if hasattr(writer, method)]
     if not found:
@@ -228,48 +221,12 @@ def _write(writer: Any, step: int, metrics: dict[str, Any]) -> None:
             write(name, value, step)
 
 
-@functools.singledispatch
-def _parts(leaf: Any, scale: float) -> Iterator[tuple[str, float | str]]:
-    """Yields the plain values of a leaf, with names below its own."""
+def _parts(leaf: Any, scale: float) -> Mapping[str, float | str]:
+    """Returns the plain values of a leaf, with names below its own."""
+    if isinstance(leaf, Report):
+        return leaf.logged(scale)
     value = np.asarray(leaf)
-    yield "", int(value) if value.dtype.kind in "biu" else float(value)
-
-
-@_parts.register
-def _(leaf: Overflow, scale: float) -> Iterator[tuple[str, float | str]]:
-    yield "index", int(leaf.index)
-    found = {name: value for name, value in leaf.to_dict().items() if value is not None}
-    yield from found.items()
-
-
-@_parts.register
-def _(leaf: Underflow, scale: float) -> Iterator[tuple[str, float | str]]:
-    yield from ((name, value) for name, value in leaf.to_dict().items() if name != "dtype")
-
-
-@_parts.register
-def _(leaf: Stalled, scale: float) -> Iterator[tuple[str, float | str]]:
-    yield from leaf.to_dict().items()
-
-
-@_parts.register
-def _(leaf: PrecisionReport, scale: float) -> Iterator[tuple[str, float | str]]:
-    risks = leaf.risks
-    yield "at_risk", len(risks)
-    if risks:
-        yield "risks", "\n".join(risks)
-    for row in leaf.rows:
-        found = ((name, getattr(row, name)) for name in FIGURES)
-        yield from ((f"{row.name}/{name}", value) for name, value in found if value is not None)
-
-
-@_parts.register
-def _(leaf: GradientHistogram, scale: float) -> Iterator[tuple[str, float | str]]:
-    for dtype in HALVES:
-        row = dataclasses.asdict(leaf.total(dtype, scale))
-        yield from ((name, row[name]) for name in ("zeros", "nonfinite"))
-        lost = ("flushed", "subnormal", "overflowed")
-        yield from ((f"{dtype.name}/{name}", row[name]) for name in lost)
+    return {"": int(value) if value.dtype.kind in "biu" else float(value)}
 
 
 def _power_of_two(scale: Any) -> float:
@@ -279,19 +236,9 @@ def _power_of_two(scale: Any) -> float:
     return 2.0 ** (math.frexp(value)[1] - 1) if usable else 1.0
 
 
-def _is_histogram(leaf: Any) -> bool:
-    return isinstance(leaf, GradientHistogram)
-
-
 def _is_loggable(leaf: Any) -> bool:
-    if _is_histogram(leaf):
-        return np.ndim(leaf.counts) == 3
-    if isinstance(leaf, Stalled):
-        return np.ndim(leaf.shares) == 1
-    if isinstance(leaf, PrecisionReport):
-        return np.ndim(leaf.figures.largest) == 1
-    if isinstance(leaf, REPORTS):
-        return all(np.ndim(array) == 0 for array in jax.tree.leaves(leaf))
+    if isinstance(leaf, Report):
+        return leaf.is_read
     if not (isinstance(leaf, SCALARS) and np.ndim(leaf) == 0):
         return False
     dtype = jnp.result_type(leaf)

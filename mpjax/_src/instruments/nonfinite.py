@@ -15,6 +15,19 @@ from mpjax._src.base.dtypes import FLOAT32, is_half
 from mpjax._src.base.errors import check_callable
 from mpjax._src.base.lines import where
 from mpjax._src.base.rules import rule_of
+from mpjax._src.document.model import (
+    DTYPE,
+    DTYPES,
+    PASS,
+    Document,
+    Drawing,
+    Operation,
+    Table,
+    box_of,
+    facts,
+    place_of,
+)
+from mpjax._src.document.report import Report
 from mpjax._src.instruments.derivative import Made, derivative_at
 from mpjax._src.instruments.interpret import (
     Place,
@@ -33,13 +46,24 @@ from mpjax._src.instruments.programs import (
     largest_finite_scale,
     make_program,
 )
-from mpjax._src.instruments.ranges import Range, counts, is_number, largest_finite, range_of
+from mpjax._src.instruments.ranges import (
+    Range,
+    counts,
+    is_number,
+    largest_finite,
+    range_of,
+    turns_of,
+)
 from mpjax._src.policy.policy import Policy, get_policy
-from mpjax._src.reports import Report, wrapped
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
 # The most places that are moved to float32 by a tried override.
 ROUNDS = 4
+
+KINDS = {
+    "overflow": "its dtype is too narrow for the result",
+    "undefined": "the result is not finite in float32 either",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,36 +135,60 @@ class NonfiniteReport(Report):
     derivative: str = ""
     expression: str = ""
 
-    _drawn_by = "mpjax._src.instruments.pages"
-
     def __bool__(self) -> bool:
         return self.found
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data, ready for JSON."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
+    def document(self) -> Document:
+        title, advice = "The first NaN or Inf", tuple(self.advice.splitlines())
         if not self.found:
-            return self.advice
-        lines = []
-        turns = ", ".join(f"{loop} {i}" for loop, i in self.loops)
-        for name, text in (("scope", self.scope), ("path", self.path), ("iteration", turns)):
-            if text:
-                lines.append(f"  {name:<10}{text}")
-        for i, operand in enumerate(self.inputs):
-            lines.append(f"  {'' if i else 'inputs':<10}{operand}")
+            return Document(title, self.advice)
+        held = [("" if i else "inputs", str(operand)) for i, operand in enumerate(self.inputs)]
         if self.result is not None:
-            lines.append(f"  {'slope' if self.derivative_of else 'result':<10}{self.result}")
+            held.append(("slope" if self.derivative_of else "result", str(self.result)))
         if self.largest is not None:
-            largest = f"{self.largest:.4g}" + (
-                "; float16's is 65504" if self.result and self.result.dtype == "f16" else ""
-            )
-            lines.append(f"  {'float32':<10}its largest magnitude would be {largest}")
-        more = f" and {len(self.reaches) - 3} more" if len(self.reaches) > 3 else ""
-        lines.append(f"  {'reaches':<10}{', '.join(self.reaches[:3])}{more}")
-        lines = [wrapped(self.headline), *(wrapped(line, 12) for line in lines)]
-        return "\n".join([*lines, *map(wrapped, self.advice.splitlines())])
+            narrow = self.result and self.result.dtype == "f16"
+            most = "; float16's is 65504" if narrow else ""
+            held.append(("float32", f"its largest magnitude would be {self.largest:.4g}{most}"))
+        rows = (
+            ("scope", self.scope),
+            ("path", self.path),
+            ("iteration", turns_of(self.loops)),
+            *held,
+            ("reaches", ", ".join(self.reaches)),
+        )
+        told = tuple(row for row in rows if row[1])
+        return Document(
+            title,
+            self.headline,
+            advice,
+            (Table("Where, and of what", ("", ""), told, ("",)),),
+            drawing=self._drawing,
+        )
+
+    def _drawing(self) -> Drawing:
+        if not self.primitive:
+            return Drawing()
+        verb = f"made {self.made}:"
+        if self.derivative_of:
+            verb = f"its derivative is {self.derivative}:"
+        made = Operation(
+            label=self.derivative_of or self.primitive,
+            scope=box_of(self.scope, self.source),
+            facts=facts(
+                why=f"{verb} {KINDS.get(self.kind, self.kind)}",
+                derivative=self.expression,
+                **place_of(self),
+                parameters=self.path,
+                iteration=turns_of(self.loops),
+                row_of_explain=self.op,
+            ),
+            colours={
+                "dtype": DTYPES.get(self.result.dtype if self.result else "", DTYPES["other"]),
+                "pass": "backward" if self.backward else "forward",
+            },
+            backward=self.backward,
+        )
+        return Drawing(operations=(made,), colours=(DTYPE, PASS))
 
     @property
     def headline(self) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base.dtypes import short_name
-from mpjax._src.reports import Report
+from mpjax._src.document.model import Document
+from mpjax._src.document.report import Report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,14 @@ class Range(Report):
         for count, name in ((self.nans, "NaN"), (self.infs, "Inf")):
             text += f", {count} x {name}" if count else ""
         return f"{text}  {self.path}".rstrip()
+
+    def document(self) -> Document:
+        return Document("The range of an array", str(self))
+
+
+def turns_of(loops: Sequence[tuple[str, int]]) -> str:
+    """Returns the iterations of loops as text."""
+    return ", ".join(f"{loop} {i}" for loop, i in loops)
 
 
 def is_number(x: Any) -> bool:

@@ -89,6 +89,8 @@ class CompareRow:
     library: str = ""
     bytes: int = 0
 
+    _also = ("added", "blame")
+
     @property
     def added(self) -> float:
         """The error that the operation adds, by rounding or by amplifying its operands' error."""

@@ -17,6 +17,8 @@ import numpy as np
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.errors import brief, check_callable, finite_number, whole_number
 from mpjax._src.base.progress import advance, check_progress, progress_bar
+from mpjax._src.document.model import WORST, Colour, Document, Drawing, Operation, Table
+from mpjax._src.document.report import Report
 from mpjax._src.instruments.compare import compare_program
 from mpjax._src.instruments.noise import SUSPICIOUS, moved, size_of_terms
 from mpjax._src.instruments.nonfinite import check_concrete
@@ -24,7 +26,6 @@ from mpjax._src.instruments.places import Place, Places
 from mpjax._src.instruments.programs import Program, make_program, training_scale
 from mpjax._src.instruments.search import Search
 from mpjax._src.policy.policy import Policy, PolicyLike, get_policy
-from mpjax._src.reports import WIDTH, Report, folds, table, wrapped
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
 # The error of a gradient is relative to at least this share of the norm of all gradients together.
@@ -37,6 +38,12 @@ ENTRIES = 64
 LEAST_RUNS = 2  # the float32 reference, and the policy without overrides
 
 COLUMNS = ("operations", "FLOPs", "error before", "after", "left out", "in float32")
+
+ALONE = WORST(
+    "error without it",
+    "The largest error of a result if only this place is left in half.",
+)
+WORK = Colour("work", "The share of the matmul FLOPs that a place moves to float32.", unit="share")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,20 +104,12 @@ class Tuning(Report):
     places: int = 0
     needed: int = 0
 
-    _drawn_by = "mpjax._src.instruments.pages"
-
     def to_dict(self) -> dict[str, Any]:
-        """Returns the result as plain data, ready for JSON. The policy becomes a string."""
-        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        steps = [dataclasses.asdict(step) for step in self.steps]
-        return {**plain, "policy": str(self.policy), "steps": steps}
+        return {**super().to_dict(), "policy": str(self.policy)}
 
-    def __str__(self) -> str:
+    def document(self) -> Document:
         verdict = "meets" if self.met else "does not meet"
-        lines = [
-            f"error {self.error:.3g} {verdict} the tolerance of {self.tolerance:.3g}, after "
-            f"{self.runs} runs"
-        ]
+        lines = []
         if self.cut_short:
             lines.append(
                 "The search stopped at max_runs. This is the best policy that was tried; "
@@ -125,19 +124,37 @@ class Tuning(Report):
                 f"smallest places in float32: {self.places}; no smaller set that was tried is "
                 "enough"
             )
-        lines = [*map(wrapped, lines), *folds(f"policy  {self.policy}", WIDTH)]
-        rows = [
+        results = sorted(self.results.items(), key=lambda item: -item[1])
+        named = tuple((f"{error:.3g}", name) for name, error in results)
+        return Document(
+            "The fewest float32 places that meet a tolerance",
+            f"error {self.error:.3g} {verdict} the tolerance of {self.tolerance:.3g}, after "
+            f"{self.runs} runs",
+            (*lines, f"policy  {self.policy}"),
             (
-                f"{s.operations}",
-                f"{s.flops:.1%}",
-                *("-" if e is None else f"{e:.3g}" for e in (s.error_before, s.error, s.alone)),
-                s.pattern,
-            )
-            for s in self.steps
-        ]
-        if rows:
-            lines += ["", *table(COLUMNS, rows, words=COLUMNS[-1:])]
-        return "\n".join(lines)
+                Table("Overrides", COLUMNS, tuple(map(_cells, self.steps)), COLUMNS[-1:]),
+                Table("Error of the results", ("error", "result"), named, ("result",), most=5),
+            ),
+            drawing=lambda: Drawing(
+                operations=tuple(map(_place, self.steps)), colours=(ALONE, WORK), things="places"
+            ),
+        )
+
+
+def _cells(step: TuneStep) -> tuple[str, ...]:
+    errors = (step.error_before, step.error, step.alone)
+    told = ("-" if error is None else f"{error:.3g}" for error in errors)
+    return (str(step.operations), f"{step.flops:.1%}", *told, step.pattern)
+
+
+def _place(step: TuneStep) -> Operation:
+    scope, _, label = step.pattern.removesuffix("/*").rpartition("/")
+    return Operation(
+        label=label + "/*" * step.pattern.endswith("/*"),
+        scope=scope or "anywhere",
+        facts=tuple(zip(COLUMNS, _cells(step), strict=True)),
+        colours={"error without it": step.alone, "work": step.flops},
+    )
 
 
 def tune(

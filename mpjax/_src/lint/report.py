@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from mpjax._src.base.lines import short
+from mpjax._src.document.model import Document
+from mpjax._src.document.report import Report
 from mpjax._src.lint.rule import Rule
-from mpjax._src.reports import INDENT, WIDTH, Report, folds, wrapped
 
 SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 
@@ -55,47 +56,30 @@ class LintReport(Report):
     suppressed: tuple[Finding, ...]
     rules: tuple[Rule, ...] = dataclasses.field(repr=False, default=())
 
+    _without = ("rules",)
+
     def __bool__(self) -> bool:
         return bool(self.findings)
 
-    def __str__(self) -> str:
-        return "\n".join([*self._shown(), *self._totals()])
-
-    def _shown(self) -> list[str]:
-        lines: list[str] = []
-        for each in self.findings:
-            head = f"{short(each.source) or self.target}: {each.rule}"
-            times = f" ({each.count} operations)" if each.count > 1 else ""
-            lines += [_fit(head + times)]
-            inside = [f"in {each.scope}"] if each.scope else []
-            texts = (*inside, each.message, each.why, each.instead)
-            lines += [_fit(text, INDENT) for text in texts]
-            lines.append("")
-        return lines
-
-    def _totals(self) -> list[str]:
+    def document(self) -> Document:
         count = len(self.findings)
         found = f"{count or 'no'} finding{'s' * (count != 1)}"
-        lines = [f"{self.target}: {found}; {_rules(len(self.ran))} ran"]
+        notes = [f"{self.target}: {found}; {_rules(len(self.ran))} ran"]
         if self.suppressed:
             ignored = ", ".join(f"{short(f.source)} {f.rule}" for f in self.suppressed)
-            lines.append(wrapped(f"suppressed: {ignored}", 4))
+            notes.append(f"suppressed: {ignored}")
         reasons: dict[str, list[str]] = {}
         for name, reason in self.not_run.items():
             reasons.setdefault(reason, []).append(name)
-        for reason, names in reasons.items():
-            lines.append(wrapped(f"not run: {', '.join(names)}: {reason}", 4))
-        return lines
+        notes += [f"not run: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+        findings = tuple(map(self._finding, self.findings))
+        return Document("What the linter found", lines=findings, notes=tuple(notes))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data, ready for JSON."""
-        return {
-            "target": self.target,
-            "findings": [dataclasses.asdict(each) for each in self.findings],
-            "suppressed": [dataclasses.asdict(each) for each in self.suppressed],
-            "ran": list(self.ran),
-            "not_run": dict(self.not_run),
-        }
+    def _finding(self, each: Finding) -> str:
+        times = f" ({each.count} operations)" if each.count > 1 else ""
+        inside = [f"in {each.scope}"] if each.scope else []
+        head = f"{short(each.source) or self.target}: {each.rule}{times}"
+        return "\n".join([head, *inside, each.message, each.why, each.instead])
 
     def to_sarif(self) -> dict[str, Any]:
         """Returns the report as a SARIF 2.1.0 log for code scanning, ready for JSON.
@@ -180,9 +164,3 @@ def _sentence(text: str) -> str:
 
 def _rules(count: int) -> str:
     return f"{count} rule{'s' * (count != 1)}"
-
-
-def _fit(text: str, indent: int = 0) -> str:
-    """Returns a text in indented lines that fit; continuation lines are always indented."""
-    first, *others = folds(text, WIDTH - INDENT)
-    return "\n".join([" " * indent + first, *(" " * INDENT + line for line in others)])

@@ -6,6 +6,7 @@ from typing import Any
 
 from mpjax._src.base.errors import brief, did_you_mean
 from mpjax._src.base.patterns import matches
+from mpjax._src.document.model import Document, Table
 from mpjax._src.lint import (
     averages,
     casts,
@@ -53,6 +54,13 @@ def chosen(select: Any = (), ignore: Any = ()) -> tuple[Rule, ...]:
 def as_data(rules: Iterable[Rule]) -> list[dict[str, str]]:
     """Returns the texts of rules as plain data."""
     return [{field.name: getattr(rule, field.name) for field in TEXTS} for rule in rules]
+
+
+def listed(rules: Iterable[Rule]) -> Document:
+    """Returns what is shown of rules: what each needs and what it finds."""
+    columns = ("rule", "needs", "finds")
+    rows = tuple((rule.name, rule.needs, rule.summary) for rule in rules)
+    return Document("The rules", tables=(Table("Rules", columns, rows, columns),))
 
 
 def _matching(argument: str, patterns: str | Iterable[str]) -> set[str]:

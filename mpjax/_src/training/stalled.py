@@ -6,7 +6,7 @@ It is computed on the device, within the step. Only reading it waits for the dev
 import dataclasses
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ import numpy as np
 
 from mpjax._src.base.errors import brief, finite_number
 from mpjax._src.base.trees import is_narrow_array, pytree_of
-from mpjax._src.reports import Report, table
+from mpjax._src.document.model import Document, Table
+from mpjax._src.document.report import Report
 
 MOST_ROWS, NAMED = 20, 5  # the most parameters in a report, and in a warning
 
@@ -41,25 +42,26 @@ class Stalled(Report):
     paths: tuple[str, ...]
     by_lot: bool = False
 
+    _array = ("stalled", "shares", 1)
+
     def to_dict(self) -> dict[str, float]:
         """Returns the share of each path, the largest first. Waits for the device."""
-        if np.ndim(self.shares) != 1:
-            raise ValueError(
-                f"stalled holds the reports of several steps or ensemble members, of shape "
-                f"{np.shape(self.shares)}. Take one, such as jax.tree.map(lambda x: x[-1], stalled)"
-            )
+        self._check_one()
         pairs = zip(self.paths, np.asarray(self.shares).tolist(), strict=True)
         return dict(sorted(pairs, key=lambda pair: -pair[1]))
 
-    def __str__(self) -> str:
-        if isinstance(self.shares, jax.core.Tracer) or np.ndim(self.shares) != 1:
-            return repr(self)
-        found = {path: share for path, share in self.to_dict().items() if share}
-        if not found:
-            return "No update was rounded away."
-        rows = [(f"{share:.2%}", path) for path, share in [*found.items()][:MOST_ROWS]]
-        more = f"\nand {len(found) - MOST_ROWS} more" if len(found) > MOST_ROWS else ""
-        return "\n".join(table(("stalled", "parameter"), rows, words=("parameter",))) + more
+    def logged(self, loss_scale: float = 1.0) -> Mapping[str, float | str]:
+        return self.to_dict()
+
+    def document(self) -> Document:
+        rows = tuple((f"{share:.2%}", path) for path, share in self.to_dict().items() if share)
+        lost = f"Rounding removed updates of {len(rows)} of {len(self.paths)} parameters."
+        columns = ("stalled", "parameter")
+        return Document(
+            "Updates that rounding removed",
+            lost if rows else "No update was rounded away.",
+            tables=(Table("Shares of the updates", columns, rows, columns[1:], MOST_ROWS),),
+        )
 
 
 def warn_if_stalled(metrics: Any, limit: float = 0.5) -> None:

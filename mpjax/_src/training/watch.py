@@ -5,7 +5,7 @@ They are computed on the device, within the step. Only reading them waits for th
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,8 @@ import numpy as np
 
 from mpjax._src.base.dtypes import HALVES, limits_of
 from mpjax._src.base.trees import pytree_of
-from mpjax._src.reports import Report, wrapped
+from mpjax._src.document.model import Document
+from mpjax._src.document.report import Report
 from mpjax._src.training.order import Place, backward_order
 
 FORWARD = (
@@ -61,14 +62,12 @@ class Overflow(Report):
     paths: tuple[str, ...]
     loss_finite: jax.Array | bool = True
 
+    _array = ("overflow", "index", 0)
+
     @property
     def path(self) -> str | None:
         """The path of the named parameter, or None. Waits for the device."""
-        if np.ndim(self.index):
-            raise ValueError(
-                f"overflow holds the reports of several steps or ensemble members, of shape "
-                f"{np.shape(self.index)}. Take one, such as jax.tree.map(lambda x: x[-1], overflow)"
-            )
+        self._check_one()
         index = int(self.index)
         return self.paths[index] if index >= 0 else None
 
@@ -83,21 +82,26 @@ class Overflow(Report):
             "loss_finite": bool(self.loss_finite),
         }
 
-    def __str__(self) -> str:
-        if isinstance(self.index, jax.core.Tracer) or np.ndim(self.index):
-            return repr(self)
+    def logged(self, loss_scale: float = 1.0) -> Mapping[str, float | str]:
+        found = {"index": int(self.index), **self.to_dict()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def document(self) -> Document:
+        return Document("The first gradient that overflowed", self._sentence())
+
+    def _sentence(self) -> str:
         found = self.to_dict()
         scale = f"loss scale {_power(found['loss_scale'])}"
         if not found["loss_finite"]:
-            return wrapped(FORWARD)
+            return FORWARD
         if found["path"] is None:
-            return wrapped(
+            return (
                 f"No gradient overflowed at {scale}. The largest scaled entry is "
                 f"{found['largest']:g}."
             )
         layer = "" if found["layer"] is None else f", layer {found['layer']},"
         rest = f", and its largest finite entry, scaled, is {found['largest']:g}"
-        return wrapped(
+        return (
             f"{found['path']}{layer} overflowed first, at {scale}: {found['nonfinite']:.2%} of its "
             f"gradient is Inf or NaN{rest if found['nonfinite'] < 1 else ''}."
         )
@@ -124,21 +128,18 @@ class Underflow(Report):
     subnormal: jax.Array
     dtype: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data, ready for JSON. Waits for the device."""
-        return {
-            name: getattr(self, name) if name == "dtype" else float(getattr(self, name))
-            for name in (field.name for field in dataclasses.fields(self))
-        }
+    _array = ("underflow", "zeros", 0)
 
-    def __str__(self) -> str:
-        if isinstance(self.zeros, jax.core.Tracer) or np.ndim(self.zeros):
-            return repr(self)
-        found = self.to_dict()
-        return wrapped(
-            f"{found['zeros']:.2%} of the gradient is zero. {self.dtype} flushes another "
-            f"{found['flushed']:.2%} to zero, and {found['subnormal']:.2%} is subnormal in it."
+    def logged(self, loss_scale: float = 1.0) -> Mapping[str, float | str]:
+        return {name: float(getattr(self, name)) for name in LOST}
+
+    def document(self) -> Document:
+        lost = self.logged()
+        sentence = (
+            f"{lost['zeros']:.2%} of the gradient is zero. {self.dtype} flushes another "
+            f"{lost['flushed']:.2%} to zero, and {lost['subnormal']:.2%} is subnormal in it."
         )
+        return Document("Gradients that are too small", sentence)
 
 
 # ---- within the step ----------------------------------------------------------------------------

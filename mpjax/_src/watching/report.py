@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,22 @@ import numpy as np
 
 from mpjax._src.base.dtypes import canonical, short_name
 from mpjax._src.base.lines import short
+from mpjax._src.base.rules import HALF, rule_of
 from mpjax._src.base.trees import pytree_of
-from mpjax._src.reports import Report, table, wrapped
+from mpjax._src.document.model import (
+    DTYPES,
+    PASS,
+    Colour,
+    Document,
+    Drawing,
+    Operation,
+    Table,
+    box_of,
+    facts,
+    place_of,
+    share,
+)
+from mpjax._src.document.report import Report
 from mpjax._src.watching.figures import COUNTS, NEAR, Figures
 from mpjax._src.watching.places import Tensor
 from mpjax._src.watching.risk import Risk, growth_of, risk_of
@@ -26,6 +40,46 @@ LEGEND = (
     "rounded to zero; unknown for tensors that were already half. small: subnormal, with fewer "
     "bits. noise: rounding error relative to the values (root mean squares); ~ marks an estimate."
 )
+
+
+# The figures of a watched tensor that are logged if they are known.
+LOGGED = ("largest", "headroom", "flushed", "subnormal", "near", "overflowed", "noise")
+
+KINDS = {
+    "gone": "Inf or NaN",
+    "edge": "may overflow by the next sample",
+    "growing": "grows towards overflow",
+    "fading": "too small for its dtype",
+    "": "none",
+}
+ROOMS = ((1.0, "less than 1"), (4.0, "1 to 4"), (8.0, "4 to 8"), (math.inf, "8 or more"))
+RISK = Colour(
+    "risk", "The risk of each tensor, by the first rule that applies.", tuple(KINDS.values())
+)
+ROOM = Colour(
+    "room",
+    "Powers of two between the largest magnitude and the largest number of the dtype.",
+    tuple(name for _, name in ROOMS),
+)
+NOISE = Colour(
+    "noise",
+    "The rounding error relative to the values (root mean squares).",
+    unit="share",
+    of_box=max,
+)
+LOST = Colour(
+    "too small",
+    "The share that is rounded to zero, or subnormal with fewer bits.",
+    unit="share",
+    of_box=max,
+)
+NEARLY = Colour(
+    "near overflow",
+    f"The share within 2^{NEAR} of the largest number of the dtype.",
+    unit="share",
+    of_box=max,
+)
+DTYPE = Colour("dtype", "The dtype that each tensor is stored in.", tuple(DTYPES.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,17 +184,14 @@ class PrecisionReport(Report):
     earlier: tuple[jax.Array, ...] = ()
     steps: tuple[int, ...] = ()
 
-    _drawn_by = "mpjax._src.watching.page"
+    _without = ("figures", "tensors", "earlier", "steps")
+    _also = ("step", "risks", "rows")
+    _array = ("precision", "figures.largest", 1)
 
     @functools.cached_property
     def rows(self) -> list[PrecisionRow]:
         """The tensors with their figures: those at risk first, then by headroom."""
-        if np.ndim(self.figures.largest) != 1:
-            raise ValueError(
-                f"precision holds the reports of several steps or ensemble members, of shape "
-                f"{np.shape(self.figures.largest)}. Take one, such as "
-                "jax.tree.map(lambda x: x[-1], precision)"
-            )
+        self._check_one()
         largest, turn, sums = map(
             np.asarray, (self.figures.largest, self.figures.turn, self.figures.sums)
         )
@@ -163,26 +214,46 @@ class PrecisionReport(Report):
         """The texts of all risks, the most urgent first."""
         return [row.risk.text for row in self.rows if row.risk]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data, ready for JSON. Waits for the device."""
-        step = self.steps[-1] if self.steps else None
-        return {"step": step, "risks": self.risks, "rows": [row.to_dict() for row in self.rows]}
+    @property
+    def step(self) -> int | None:
+        """The number of the step, or None if steps are not numbered."""
+        return self.steps[-1] if self.steps else None
 
-    def __str__(self) -> str:
-        if isinstance(self.figures.largest, jax.core.Tracer) or np.ndim(self.figures.largest) != 1:
-            return repr(self)
-        at = f"step {self.steps[-1]}: " if self.steps else ""
-        rows, risks = self.rows, self.risks
-        lines = [f"{at}{len(rows)} half tensors watched, {len(risks)} at risk"]
-        lines += [wrapped(f"- {text}", 2) for text in risks[:MOST_RISKS]]
-        if len(risks) > MOST_RISKS:
-            lines.append(f"  and {len(risks) - MOST_RISKS} more")
-        if rows:
-            lines += ["", *table(COLUMNS, map(_cells, rows[:MOST_ROWS]), words=COLUMNS[-2:])]
-            if len(rows) > MOST_ROWS:
-                lines.append(f"and {len(rows) - MOST_ROWS} more")
-            lines += ["", wrapped(LEGEND)]
-        return "\n".join(lines)
+    def logged(self, loss_scale: float = 1.0) -> Mapping[str, float | str]:
+        risks = self.risks
+        found: dict[str, float | str] = {"at_risk": len(risks)}
+        if risks:
+            found["risks"] = "\n".join(risks)
+        for row in self.rows:
+            values = ((name, getattr(row, name)) for name in LOGGED)
+            found |= {f"{row.name}/{name}": value for name, value in values if value is not None}
+        return found
+
+    def document(self) -> Document:
+        at = f"step {self.step}: " if self.steps else ""
+        rows = self.rows
+        risks = tuple((row.risk.kind, row.risk.text) for row in rows if row.risk)
+        columns = ("risk", "what was measured, and what to do")
+        cells = tuple(map(_cells, rows))
+        return Document(
+            "Half tensors watched",
+            f"{at}{len(rows)} half tensors watched, {len(risks)} at risk",
+            tables=(
+                Table("At risk", columns, risks, columns, MOST_RISKS),
+                Table("Those at risk first, then by room", COLUMNS, cells, COLUMNS[-2:], MOST_ROWS),
+            ),
+            notes=(LEGEND,) if rows else (),
+            drawing=self._drawing,
+        )
+
+    def _drawing(self) -> Drawing:
+        order = {tensor.name: i for i, tensor in enumerate(self.tensors)}
+        rows = sorted(self.rows, key=lambda row: order[row.name])
+        return Drawing(
+            operations=tuple(_tensor(row, i) for i, row in enumerate(rows)),
+            colours=(RISK, ROOM, NEARLY, LOST, NOISE, DTYPE, PASS),
+            things="tensors",
+        )
 
 
 def described(tensors: Sequence[Tensor]) -> tuple[WatchedTensor, ...]:
@@ -260,3 +331,46 @@ def _cells(row: PrecisionRow) -> tuple[str, ...]:
         *(share(row.near), share(row.flushed), share(row.subnormal), noise),
         *(short_name(canonical(row.dtype, "dtype")), f"{row.name}{turn}{at}"),
     )
+
+
+def _tensor(row: PrecisionRow, number: int) -> Operation:
+    known = lambda x: "" if x is None else share(x)  # noqa: E731
+    room = row.headroom
+    return Operation(
+        label="cast" if row.part == "cast" else f"{row.op} {row.part}",
+        scope=box_of(row.scope, row.source),
+        facts=facts(
+            name=row.name,
+            risk=row.risk.text if row.risk else "",
+            room="" if room is None else f"{room:.1f} powers of two",
+            largest=f"{row.largest:.4g}",
+            in_turn="" if row.turn is None else row.turn,
+            near_overflow=known(row.near),
+            flushed=known(row.flushed),
+            subnormal=known(row.subnormal),
+            zero=known(row.zeros),
+            Inf_or_NaN=known(row.overflowed),
+            noise=known(row.noise) + " on average" * (row.rounded and row.noise is not None),
+            dtype=row.dtype,
+            shape=list(row.shape),
+            **place_of(row),
+            read_by="; ".join(row.readers),
+        ),
+        colours=_colours(row),
+        number=number,
+        backward=row.direction == "backward",
+        large=rule_of(row.op).need == HALF,
+    )
+
+
+def _colours(row: PrecisionRow) -> dict[str, Any]:
+    room = row.headroom
+    return {
+        "risk": KINDS[row.risk.kind if row.risk else ""],
+        "room": None if room is None else next(name for most, name in ROOMS if room < most),
+        "near overflow": row.near,
+        "too small": row.subnormal + (row.flushed or 0.0),
+        "noise": row.noise,
+        "dtype": DTYPES.get(short_name(canonical(row.dtype, "dtype")), DTYPES["other"]),
+        "pass": row.direction,
+    }

@@ -13,16 +13,30 @@ import pytest
 from browsers import find_browser
 
 import mpjax
-from mpjax._src.pages.data import Bar, Colour, Operation, Page, share, shares, size
-from mpjax._src.pages.render import framed, render
-from mpjax._src.pages.scales import scale_of
+from mpjax._src.document.html import framed, page_of
+from mpjax._src.document.model import (
+    Bar,
+    Colour,
+    Document,
+    Drawing,
+    Operation,
+    Table,
+    share,
+    shares,
+    size,
+)
+from mpjax._src.document.scales import scale_of
 
-TEMPLATES = resources.files("mpjax._src.pages") / "templates"
+TEMPLATES = resources.files("mpjax._src.document") / "templates"
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 ' \" & <b>"
 
 
 def operations(*values, name="bytes", scope="a/b"):
     return [Operation(f"op{i}", scope, (), {name: v}, i) for i, v in enumerate(values)]
+
+
+def drawn(**fields):
+    return page_of(Document("a", drawing=lambda: Drawing(**fields)))
 
 
 def data_of(html):
@@ -37,7 +51,7 @@ def test_the_data_says_all_that_is_told():
     told = (("why", "half list"), ("line", "net.py:3"))
     made = Operation("dot", "Net/Dense_0", told, {"dtype": "bfloat16", "bytes": 96}, 7, True, True)
     colours = Colour("dtype", "", ("float32", "bfloat16")), Colour("bytes", "", unit="bytes")
-    data = data_of(render(Page("a", "b", operations=(made,), colours=colours)))
+    data = data_of(drawn(operations=(made,), colours=colours))
     label, scope, number, flags, places, amounts, facts = data["rows"][0]
     texts = data["texts"]
     assert (texts[label], texts[scope], number, flags, amounts) == (
@@ -54,21 +68,19 @@ def test_the_data_says_all_that_is_told():
 
 def test_user_text_ends_no_script_and_opens_no_tag():
     fact = (("why", HOSTILE),)
-    page = Page(
-        HOSTILE,
-        HOSTILE,
-        lines=(HOSTILE,),
+    drawing = Drawing(
         bars=(Bar(HOSTILE, ((HOSTILE, 3.0),)),),
         operations=(Operation(HOSTILE, HOSTILE, fact, {HOSTILE: HOSTILE}, 0),),
         colours=(Colour(HOSTILE, HOSTILE),),
-        text=HOSTILE,
     )
-    html = render(page)
+    table = Table(HOSTILE, (HOSTILE,), ((HOSTILE,),), note=HOSTILE)
+    document = Document(HOSTILE, HOSTILE, (HOSTILE,), (table,), (HOSTILE,), lambda: drawing)
+    html = page_of(document)
     assert html.count("<script") == html.count("</script>") == 2 and "<b>" not in html[-9000:]
     assert "alert(1)</" not in html and "<!-- " not in html
     data = data_of(html)
     assert data["texts"][data["rows"][0][0]] == HOSTILE
-    frame = framed(page)
+    frame = framed(document)
     assert frame.count("<") == 2 and frame.startswith("<iframe") and "allow-scripts" in frame
 
 
@@ -87,7 +99,7 @@ def test_amounts_that_are_no_numbers_have_a_place():
     labels = [scale.legend[place].label for place in scale.places]
     assert labels[0] == labels[1] and labels[2:5] == ["under 0.3%", "3% to 10%", "30% or more"]
     assert labels[5] == "not finite" and sum(key.count for key in scale.legend) == len(values)
-    data_of(render(Page("", "", operations=tuple(operations(*values)), colours=(colour,))))
+    data_of(drawn(operations=tuple(operations(*values)), colours=(colour,)))
 
 
 def test_steps_of_bytes_are_powers_of_four_below_the_largest():
@@ -173,6 +185,6 @@ def test_templates_are_part_of_the_package():
     assert names == {"page.html.jinja", "parts.html.jinja", "page.css", "map.js"}
 
 
-def test_a_report_without_a_page_of_its_own_is_its_text():
+def test_a_report_without_a_map_has_no_script():
     html = mpjax.device_report().to_html()
-    assert "<pre" in html and "DeviceReport" in html and "<script" not in html
+    assert "<pre" in html and "<table" in html and "<script" not in html

@@ -1,11 +1,15 @@
-"""The contents of a page as plain data: figures, tables, bars, and operations in nested scopes.
+"""What a report shows, as plain data: sentences, tables, and drawings of the program.
 
-Every report converts itself to a `Page`, and all pages are rendered in the same way.
+Every report says it once, as a `Document`, which is printed (`text`) and drawn as a page (`html`).
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mpjax._src.base.lines import short
 
 # The class of an operation that has no value for a colour.
 NONE = "none"
@@ -100,12 +104,25 @@ class Bar:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table. The columns in ``words`` are aligned to the left; the others are figures."""
+    """A table.
+
+    Attributes:
+        title: The title, which a document's only table does not need as text.
+        columns: The titles of the columns. Text leaves out columns without any cell.
+        rows: The cells. A table without rows is left out.
+        words: The titles of the columns that are aligned to the left; the others are figures.
+        most: The number of rows that the text shows; None for all. The page shows all rows.
+        folded: The index of the column whose cells are wrapped if the text is too wide.
+        note: A sentence below the table.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     words: tuple[str, ...] = ()
+    most: int | None = None
+    folded: int = -1
+    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,30 +143,52 @@ class Histogram:
 
 
 @dataclasses.dataclass(frozen=True)
-class Page:
-    """The contents of a page.
+class Drawing:
+    """What only a page shows.
 
     Attributes:
-        title: The kind of the report.
-        sentence: The main result, in one sentence.
-        lines: Further figures, one on each line.
-        bars, tables, histograms: The contents below, in this order.
+        bars, histograms: The drawings above the map.
         operations: The operations on the map.
         colours: The properties that can color the map. The page opens with the first.
         things: The word for the operations, if the map shows something else.
-        text: The printed report, which is at the end of the page.
     """
 
-    title: str
-    sentence: str
-    lines: tuple[str, ...] = ()
     bars: tuple[Bar, ...] = ()
-    tables: tuple[Table, ...] = ()
     histograms: tuple[Histogram, ...] = ()
     operations: tuple[Operation, ...] = ()
     colours: tuple[Colour, ...] = ()
     things: str = "operations"
-    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """What a report shows.
+
+    Attributes:
+        title: The title of the page.
+        sentence: The main result, in one sentence.
+        lines: Further results. The first line of one may be a heading of the others.
+        tables: The tables.
+        notes: Sentences at the end, such as the meaning of columns.
+        drawing: Returns the drawing, which takes longer than the rest and which no text needs.
+    """
+
+    title: str
+    sentence: str = ""
+    lines: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    notes: tuple[str, ...] = ()
+    drawing: Callable[[], Drawing] = Drawing
+
+
+DTYPE = Colour(
+    "dtype",
+    "The dtype that each operation computes in: the widest floating dtype of its operands.",
+    tuple(DTYPES.values()),
+)
+# A share or a relative error; one of all of a result, or more, is as bad as any.
+WORST = functools.partial(Colour, unit="share", most=3.0, of_box=max)
+PASS = Colour("pass", "The pass that the operation runs in.", ("forward", "backward"))
 
 
 def facts(**pairs: object) -> tuple[tuple[str, str], ...]:
@@ -168,7 +207,17 @@ def code_at(source: str) -> str:
 
 def box_of(scope: str, source: str) -> str:
     """Returns the box of an operation: its scope, or else its source line."""
-    return scope or source.rpartition("/")[2] or "no scope, no line"
+    return scope or short(source).rpartition("/")[2] or "no scope, no line"
+
+
+def place_of(row: Any) -> dict[str, str]:
+    """Returns the facts on the place of an operation, which is a row of a report."""
+    return {
+        "line": short(row.source),
+        "code": code_at(row.source),
+        "in_the_library": short(row.library),
+        "scope": row.scope,
+    }
 
 
 def shares(amounts: Mapping[str, float], most: int = 16) -> tuple[tuple[str, float], ...]:

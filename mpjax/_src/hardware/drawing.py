@@ -1,11 +1,22 @@
-"""The HTML page of a `CompileReport`: its memory by kind, and a map of its instructions."""
+"""Draws an optimized program: its memory by kind, and a map of its instructions."""
 
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mpjax._src.base.lines import short
-from mpjax._src.hardware.collectives import COLUMNS, WORDS, grouped
+from mpjax._src.document.model import (
+    DTYPES,
+    Bar,
+    Colour,
+    Drawing,
+    Operation,
+    box_of,
+    code_at,
+    facts,
+    shares,
+    size,
+)
 from mpjax._src.hardware.hlo import (
     Computation,
     Op,
@@ -24,21 +35,6 @@ from mpjax._src.hardware.memory import (
     op_name,
     scope_of,
 )
-from mpjax._src.hardware.report import CompileReport
-from mpjax._src.hardware.targets import size
-from mpjax._src.pages.data import (
-    DTYPES,
-    Bar,
-    Colour,
-    Operation,
-    Page,
-    Table,
-    box_of,
-    code_at,
-    facts,
-    shares,
-)
-from mpjax._src.pages.data import size as written
 
 MEMORY = Colour(
     "memory",
@@ -69,33 +65,20 @@ MEMORY_WORDS = (
 )
 
 
-def page_of(report: CompileReport) -> Page:
-    """Returns the page of a compiled program."""
-    fits = "fits" if report.fits else "does not fit"
-    rows = report.memory()
+def drawing_of(hlo: str, rows: Sequence[MemoryRow]) -> Drawing:
+    """Returns the drawing of an optimized program, whose memory these rows hold."""
     kept: dict[str, float] = collections.defaultdict(float)
-    module, entry = parse(report.hlo)
-    line_of = source_lines(report.hlo)
+    module, entry = parse(hlo)
+    line_of = source_lines(hlo)
     for row in rows:
         if row.kind == KEPT and row.leaf:
-            line = line_of(module[row.leaf[0]].ops[row.leaf[1]])
-            kept[box_of(row.name, short(line))] += row.bytes
+            kept[box_of(row.name, line_of(module[row.leaf[0]].ops[row.leaf[1]]))] += row.bytes
     bars = [Bar("Memory by kind", tuple(by_kind(rows).items()), words=MEMORY_WORDS)]
     if kept:
         words = "Grouped by the scope that computed them, or by the line if there is no scope."
         bars.append(Bar("Kept activations", shares(kept), words=words))
-    return Page(
-        title=f"Compiled for {report.target}",
-        sentence=f"On {report.device} a run takes {size(report.total_bytes)} of "
-        f"{size(report.device_bytes)} ({fits}), and at least {report.roofline_ms:,.3f} ms, bound "
-        f"by {report.bound}.",
-        lines=(
-            f"{report.flops / 1e9:,.1f} GFLOP, {report.matmul_flops / 1e9:,.1f} of them in matmuls",
-            f"{report.bytes_accessed / 1e9:,.2f} GB moved",
-            *report.notes,
-        ),
+    return Drawing(
         bars=tuple(bars),
-        tables=tuple(_tables(report, rows)),
         operations=(
             *_instructions(module, entry, line_of, rows),
             *(_argument(row, module) for row in rows if _is_argument(row, module)),
@@ -120,7 +103,7 @@ def _argument(row: MemoryRow, module: Mapping[str, Computation]) -> Operation:
         facts=facts(
             kind=row.kind,
             argument=row.name,
-            memory=written(row.bytes),
+            memory=size(row.bytes),
             array=f"{shape.dtype}[{','.join(map(str, shape.dims))}]",
         ),
         colours={"dtype": _dtype(shape.dtype), "memory": row.bytes, "kind": row.kind},
@@ -149,11 +132,11 @@ def _instructions(
         shape = op.shapes[0] if op.shapes else None
         yield Operation(
             label=name.rpartition("/")[2] or op.opcode,
-            scope=box_of(scope_of(name), short(line)),
+            scope=box_of(scope_of(name), line),
             facts=facts(
                 kind=", ".join(dict.fromkeys(row.kind for row in alive)),
-                memory_when_it_is_fullest=written(memory) if memory else "",
-                bytes_moved=written(moved),
+                memory_when_it_is_fullest=size(memory) if memory else "",
+                bytes_moved=size(moved),
                 runs=f"{times} times" if times > 1 else "",
                 result=f"{shape.dtype}[{','.join(map(str, shape.dims))}]" if shape else "",
                 line=short(line),
@@ -186,24 +169,3 @@ def _matmul(module: Mapping[str, Computation], op: Op) -> str:
 
 def _dtype(name: str) -> str:
     return DTYPES.get(name, name if name.startswith("f8") else DTYPES["other"])
-
-
-def _tables(report: CompileReport, memory: Sequence[MemoryRow]) -> Iterator[Table]:
-    columns: tuple[str, ...] = ("kind", "bytes", "share")
-    total = report.total_bytes or 1
-    kinds = by_kind(memory).items()
-    cells = tuple((kind, written(n), f"{n / total:.1%}") for kind, n in kinds)
-    yield Table("Memory by kind", columns, cells, columns[:1])
-    if report.matmuls:
-        columns = ("asked", "operands", "run as", "number", "runs", "GFLOP", "share")
-        rows = (
-            (
-                *(row.asked, row.operands, row.runs_as, str(row.instructions), str(row.runs)),
-                *(f"{row.flops / 1e9:,.1f}", f"{row.share:.1%}"),
-            )
-            for row in report.matmuls
-        )
-        yield Table("Matmuls", columns, tuple(rows), columns[:3])
-    if report.collectives:
-        sent = tuple(tuple(map(str, row)) for row in grouped(report.collectives))
-        yield Table("Arrays exchanged between devices", tuple(COLUMNS), sent, tuple(WORDS))

@@ -1,4 +1,4 @@
-"""Renders a page as one HTML text with style, script and data inside; it loads nothing."""
+"""Draws a document as one HTML text with style, script and data inside; it loads nothing."""
 
 import base64
 import functools
@@ -8,8 +8,9 @@ import json
 from importlib import resources
 from typing import Any
 
-from mpjax._src.pages.data import UNITS, Page
-from mpjax._src.pages.scales import Scale, scale_of
+from mpjax._src.document.model import UNITS, Document, Drawing
+from mpjax._src.document.scales import Scale, scale_of
+from mpjax._src.document.text import text_of
 
 # In a notebook a page is shown in a sandboxed frame, so its script cannot touch anything else.
 FRAME = (
@@ -18,35 +19,36 @@ FRAME = (
 )
 
 
-def render(page: Page) -> str:
-    """Returns a page as HTML.
+def page_of(document: Document, title: str = "") -> str:
+    """Returns a document as HTML.
 
     Raises:
         ImportError: Without jinja2, the extra ``html``.
     """
-    scales = [scale_of(colour, page.operations) for colour in page.colours]
-    count = len(page.operations)
-    counted = f"{count} {page.things if count != 1 else page.things.removesuffix('s')}"
+    template = _templates().get_template("page.html.jinja")
+    drawing = document.drawing()
+    scales = [scale_of(colour, drawing.operations) for colour in drawing.colours]
+    count = len(drawing.operations)
+    counted = f"{count} {drawing.things if count != 1 else drawing.things.removesuffix('s')}"
     style, script = _part("page.css"), _part("map.js")
-    return (
-        _templates()
-        .get_template("page.html.jinja")
-        .render(
-            page=page,
-            scales=scales,
-            counted=counted,
-            large=any(operation.large for operation in page.operations),
-            data=_json(_data(page, scales)) if page.operations else "",
-            style=style,
-            script=script,
-            allowed=f"'sha256-{_hash(script)}'",
-        )
+    return template.render(
+        title=title or document.title,
+        document=document,
+        drawing=drawing,
+        text=text_of(document),
+        scales=scales,
+        counted=counted,
+        large=any(operation.large for operation in drawing.operations),
+        data=_json(_data(drawing, scales)) if drawing.operations else "",
+        style=style,
+        script=script,
+        allowed=f"'sha256-{_hash(script)}'",
     )
 
 
-def framed(page: Page) -> str:
-    """Returns a page for a notebook, in a frame of its own."""
-    return FRAME.format(title=html.escape(page.title), page=html.escape(render(page)))
+def framed(document: Document) -> str:
+    """Returns the page of a document for a notebook, in a frame of its own."""
+    return FRAME.format(title=html.escape(document.title), page=html.escape(page_of(document)))
 
 
 @functools.cache
@@ -68,14 +70,14 @@ def _templates() -> Any:
 
 
 def _part(name: str) -> str:
-    return (resources.files("mpjax._src.pages") / "templates" / name).read_text("utf-8")
+    return (resources.files(__package__) / "templates" / name).read_text("utf-8")
 
 
 def _hash(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def _data(page: Page, scales: list[Scale]) -> dict[str, Any]:
+def _data(drawing: Drawing, scales: list[Scale]) -> dict[str, Any]:
     """Returns the operations compactly: each text once, and each operation as a list of numbers."""
     texts: dict[str, int] = {}
 
@@ -92,7 +94,7 @@ def _data(page: Page, scales: list[Scale]) -> dict[str, Any]:
             [_number(operation.colours.get(s.colour.name)) for s in scales if s.amounts],
             [text(words) for fact in operation.facts for words in fact],
         ]
-        for i, operation in enumerate(page.operations)
+        for i, operation in enumerate(drawing.operations)
     ]
     return {
         "texts": list(texts),

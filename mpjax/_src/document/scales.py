@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from mpjax._src.pages.data import NONE, UNITS, Colour, Operation
+from mpjax._src.document.model import NONE, UNITS, Colour, Operation
 
 # The number of steps for amounts, and the number of colours for classes.
 STEPS, SLOTS = 6, 8

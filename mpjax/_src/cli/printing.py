@@ -1,14 +1,18 @@
-"""Prints results: rich tables on a terminal, plain tables elsewhere, and JSON."""
+"""Prints documents, with rich tables on a terminal, and JSON."""
 
 import contextlib
 import json
 import math
+import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import click
 import numpy as np
+
+from mpjax._src.document.model import Document, Table
+from mpjax._src.document.text import text_of
 
 # The style of a cell, by its text.
 STYLES = {"pass": "green", "FAIL": "bold red", "yes": "green", "NO": "bold red"}
@@ -41,50 +45,27 @@ def waiting(what: str) -> contextlib.AbstractContextManager[Any]:
     return Console(stderr=True).status(f"{what} ...")
 
 
-def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
-    """Prints a table. ``columns`` maps the name of each column to "left" or "right"."""
-    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
-    click.echo()
+def show(document: Document) -> None:
+    """Prints a document: with rich tables on a terminal, and else in lines of any length."""
     if sys.stdout.isatty():
-        _rich(columns, cells, title)
+        click.echo(text_of(document, shutil.get_terminal_size().columns, _rich))
     else:
-        _plain(columns, cells, title)
+        click.echo(text_of(document, sys.maxsize))
 
 
-def _rich(columns: Mapping[str, str], cells: list[list[str]], title: str) -> None:
+def _rich(table: Table, width: int) -> list[str]:
     from rich import box
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Table as RichTable
     from rich.text import Text
 
-    out = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for name, justify in columns.items():
+    out = RichTable(box=box.SIMPLE_HEAD, show_edge=False)
+    for name in table.columns:
+        justify = "left" if name in table.words else "right"
         out.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    for row in cells:
+    for row in table.rows[: table.most]:
         out.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
-    if title:
-        click.echo(title)
-    Console().print(out)
-
-
-def _plain(columns: Mapping[str, str], cells: list[list[str]], title: str) -> None:
-    lines = [list(columns), *cells]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    sides = list(columns.values())
-    if title:
-        click.echo(title)
-    for line in lines:
-        padded = [
-            cell.rjust(width) if side == "right" else cell.ljust(width)
-            for cell, width, side in zip(line, widths, sides, strict=True)
-        ]
-        click.echo("  ".join(padded).rstrip())
-
-
-def size(count: float) -> str:
-    """Returns a number of bytes as text with a unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+    console = Console()
+    with console.capture() as capture:
+        console.print(out)
+    return capture.get().splitlines()
