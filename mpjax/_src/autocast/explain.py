@@ -45,6 +45,9 @@ from mpjax._src.policy.policy import PolicyLike, get_policy
 # The summary of a report names this many of the arrays kept for the backward pass.
 LARGEST = 8
 
+# The columns of a row in tables.
+COLUMNS = ("row", "operation", "written", "planned", "where", "why")
+
 COMPUTES = ("f16", "bf16", "f32", "other")
 
 # The reason of a row of the backward pass begins with this word.
@@ -182,12 +185,7 @@ class CastReport(Report):
         Operations that read no floating array, such as one that makes floats of random bits, have
         nothing to cast and are left out.
         """
-        return [
-            row
-            for row in self.rows
-            if (rule_of(row.primitive).need == HALF and row.computes_in == "f32")
-            or (row.left_alone and reads_floats(row.before))
-        ]
+        return [row for row in self.rows if _falls_short(row)]
 
     def summary(self) -> list[str]:
         """Returns the report's totals as lines of text."""
@@ -213,14 +211,10 @@ class CastReport(Report):
     def document(self, most: int = 0) -> Document:
         """Returns what the report shows, with so many of its rows."""
         sentence, *lines = self.summary()
-        frames = sum(is_frame(row.primitive) for row in self.rows)
-        equations = f"and {frames} equation{'s' * (frames != 1)}"
-        held = (
-            f"{equations} that only hold{'s' * (frames == 1)} a program or an order"
-            if frames
-            else ""
-        )
+        rows = [*enumerate(self.rows)]
         wide = self.wide if jax.device_count() > 1 else ()
+        frames = sum(is_frame(row.primitive) for row in self.rows)
+        held = f"and equations that only hold a program or an order: {frames}" * bool(frames)
         tables = (
             Table(
                 "Read in float32, and exchanged between devices in float32",
@@ -244,28 +238,11 @@ class CastReport(Report):
             ),
             Table(
                 "Not in half, or left as written",
-                ("operation", "written", "planned", "where", "why"),
-                tuple(
-                    (r.primitive, r.before, r.after, r.where, r.reason) for r in self.shortfalls()
-                ),
-                ("operation", "written", "planned", "where", "why"),
+                COLUMNS,
+                tuple(_cells(i, row) for i, row in rows if _falls_short(row)),
+                COLUMNS[1:],
             ),
-            Table(
-                "Rows",
-                ("row", "operation", "written", "planned", "where", "why"),
-                tuple(
-                    (
-                        str(i),
-                        r.primitive,
-                        r.before,
-                        r.after,
-                        r.scope or r.path or r.where,
-                        "; ".join(filter(None, (r.reason, r.storage))),
-                    )
-                    for i, r in enumerate(self.rows[:most])
-                ),
-                ("operation", "written", "planned", "where", "why"),
-            ),
+            Table("Rows", COLUMNS, tuple(_cells(i, row) for i, row in rows[:most]), COLUMNS[1:]),
         )
         return Document("What autocast does", sentence, tuple(lines), tables, drawing=self._drawing)
 
@@ -290,6 +267,18 @@ class CastReport(Report):
             operations=tuple(_operation(i, row, kept[i]) for i, row in enumerate(self.rows)),
             colours=(DTYPE, BYTES) if self.stored_after is None else (DTYPE, BYTES, KEPT, PASS),
         )
+
+
+def _falls_short(row: Row) -> bool:
+    if rule_of(row.primitive).need == HALF and row.computes_in == "f32":
+        return True
+    return row.left_alone and reads_floats(row.before)
+
+
+def _cells(index: int, row: Row) -> tuple[str, ...]:
+    place = "  ".join(filter(None, (row.where, row.path)))
+    why = "; ".join(filter(None, (row.reason, row.storage)))
+    return (str(index), row.primitive, row.before, row.after, place, why)
 
 
 def _operation(index: int, row: Row, kept: int) -> Operation:
