@@ -139,20 +139,3 @@ def test_the_users_line_comes_before_the_librarys():
 def line_of(text):
     lines = Path(__file__).read_text().splitlines()
     return next(i for i, line in enumerate(lines, 1) if text in line)
-
-
-def test_columns_are_aligned_by_their_titles():
-    rows = [("a", "1"), ("long", "22")]
-    assert text.table(("name", "n"), rows, ("name",)) == ["name   n", "a      1", "long  22"]
-
-
-@pytest.mark.parametrize("long", ["word " * 40, "a/path/" * 40, "x" * 200])
-def test_tables_fold_what_is_long(long):
-    lines = text.table(("n", "word", "empty", "where"), [("1", "a", "", long)], ("word", "where"))
-    assert max(map(len, lines)) <= text.WIDTH and "empty" not in lines[0]
-    assert "".join("".join(lines[1:]).split()) == "1a" + "".join(long.split())
-    lines = text.table(("n", "where"), [("1" * 70, long)], ("where",))
-    assert max(map(len, lines)) <= text.WIDTH
-    assert lines[-1][:4] == "    " and lines[-1][4] != " "
-    lines = text.table(("where", "n"), [(long, "1")], ("where",), folded=0)
-    assert max(map(len, lines)) <= text.WIDTH and lines[1].endswith("  1")
