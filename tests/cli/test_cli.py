@@ -180,7 +180,7 @@ def test_explain_as_json_is_the_report(folder):
 
 def test_explain_lists_all_rows(folder):
     report = as_json(run("explain", "program:loss", "--json"))
-    listed = run("explain", "program:loss", "--all").stdout.split("row  ")[1]
+    listed = run("explain", "program:loss", "--all").stdout.split("Rows:\n")[1]
     assert len(listed.splitlines()) == len(report["rows"]) + 1
 
 

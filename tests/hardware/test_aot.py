@@ -336,8 +336,8 @@ def test_the_examples_of_the_page_on_instruments(capsys):
     assert "the largest batch is" in printed
     exec(compile(several, "instruments.md", "exec"), {"__name__": "__main__"})
     printed = " ".join(capsys.readouterr().out.split())
-    assert "parameters all-gather bf16 8 2 2 14.00 MiB 50.0%" in printed
-    assert "gradients reduce-scatter bf16 8 2 2 14.00 MiB 50.0%" in printed
+    assert "parameters all-gather bf16 8 2 1 14.00 MiB 33.3%" in printed
+    assert "gradients reduce-scatter f32 8 2 1 28.00 MiB 66.7%" in printed
 
 
 def attend(q, k, v):
