@@ -119,8 +119,8 @@ def name_attributes(app, what, name, value, options, lines):
 
 
 def skip_fields(app, what, name, value, skip, options):
-    """Skips fields of named tuples, which are documented as attributes of the class."""
-    return True if type(value).__name__ == "_tuplegetter" else None
+    """Skips fields of named tuples, which are attributes of their class, and parts of reports."""
+    return True if type(value).__name__ == "_tuplegetter" or name == "document" else None
 
 
 def hide_modules(app, doctree):
