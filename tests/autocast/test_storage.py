@@ -211,7 +211,7 @@ def test_remat_takes_the_derivative_of_a_softmax_from_its_result():
 def test_islands_that_wait_for_each_other_are_dropped(monkeypatch):
     from mpjax._src.autocast import islands, storage
 
-    def crossed(flow):
+    def crossed(flow, links):
         groups = [islands.Island(flow.block.ops[i::2]) for i in (0, 1)]
         for group in groups:
             islands.bound(group, flow)

@@ -102,12 +102,8 @@ def _needed(ops: Iterable[Op]) -> set[Value]:
 
 
 def _counts(value: Value) -> bool:
-    """Returns whether keeping a value takes memory.
-
-    An argument, also one that was broadcast, a constant or a statistic takes none.
-    """
-    spread = value.fact.given and value.fact.spread
-    return not (value.raw or value.literal or value.small or spread or value.const is not None)
+    """Returns whether keeping a value takes memory: it is no argument, constant or statistic."""
+    return not (value.raw or value.literal or value.small or value.const is not None)
 
 
 def kept_bytes(values: Iterable[Value]) -> int:

@@ -53,11 +53,12 @@ def store(block: Block, by: str, alive: Collection[Value], fuse: bool) -> None:
                 goal = by if by == WRITTEN else INSIDE.get(op.inside.storage, by)
                 store(sub.program, goal, {*inner}, fuse)
     flow = flow_of(block, fuse)
-    islands: Any = CHOOSE[by](flow) if by != WRITTEN else {}
+    linked = chains.links(flow)
+    islands: Any = CHOOSE[by](flow, linked)
     chosen = [*dict.fromkeys(islands.values())]
     for island in chosen:
         _leave_small(island)
-    links = [*_groups(flow, islands, chains.links(flow).__contains__)]
+    links = [*_groups(flow, islands, linked.__contains__)]
     steps: Any = block.ops
     for more in [chains.islands(links, flow), []] if by in (FAST, PEEPHOLES) else [[]]:
         # If islands depend on each other in a cycle, none is used.
@@ -69,18 +70,13 @@ def store(block: Block, by: str, alive: Collection[Value], fuse: bool) -> None:
             break
     for ops in links:
         chains.unrounded(ops, flow, by != WRITTEN and ops[0] not in islands)
-    for island in dict.fromkeys(step for step in steps if isinstance(step, Island)):
-        if not island.axes:
-            chains.unrounded(island.ops, flow, differentiated=False)
+    for step in steps:
+        if isinstance(step, Island) and not step.axes:
+            chains.unrounded(step.ops, flow, differentiated=False)
     block.steps = tuple(checkpoints(steps, block.outvars, alive) if by == LEAN else steps)
 
 
-def _islands(flow: Flow) -> "dict[Op, Island]":
-    """Returns the islands that save memory, with the half ops before them that they take in."""
-    return _worthwhile_islands(flow, chains.links(flow))
-
-
-def _worthwhile_islands(flow: Flow, links: Collection[Op] = ()) -> "dict[Op, Island]":
+def _islands(flow: Flow, links: Collection[Op]) -> "dict[Op, Island]":
     """Groups the ops of a block into islands, and drops islands that save no memory.
 
     Args:
@@ -147,14 +143,19 @@ def _groups(flow: Flow, special: Collection[Op], fits: Callable[[Op], bool]) -> 
 def _rounded_islands(flow: Flow) -> "dict[Op, Island]":
     """Returns the islands that keep fewer bytes than derivatives would, by rounding to half."""
     # Taking in half ops would move the cut to their operands.
-    islands = _worthwhile_islands(flow)
+    islands = _islands(flow, links=())
     found = {op: island for op, island in islands.items() if island.axes or island.rounded}
     for island in found.values():
         island.wide = set()  # a checkpoint around it would keep them in float32
     return found
 
 
-CHOOSE = {FAST: _islands, LEAN: _rounded_islands, PEEPHOLES: peepholes.find}
+CHOOSE: dict[str, Callable[[Flow, Collection[Op]], "dict[Op, Island]"]] = {
+    FAST: _islands,
+    LEAN: lambda flow, _: _rounded_islands(flow),
+    PEEPHOLES: lambda flow, _: peepholes.find(flow),
+    WRITTEN: lambda flow, _: {},
+}
 
 
 def _recomputable(op: Op) -> bool:
