@@ -145,7 +145,14 @@ def test_what_an_activation_alone_reads_is_a_part_of_its_island(activation):
 def test_units_do_not_overflow_before_an_activation(unit):
     units = 1e6 + normal(6, *unit, scale=1e5)
     fun = lambda w, x, u: jax.nn.gelu((x @ w[0]) * u / 1e6) @ w[1]  # noqa: E731
-    measure.check(fun, ((W1, W2), X, units), "float16", parts="result")
+    measure.check(fun, ((W1, W2), X, units), "float16")
+
+
+@pytest.mark.parametrize("scale", [lambda h: h / 1e6, lambda h: h * 1e-3 * 1e-3])
+def test_sums_with_units_do_not_overflow_between_matmuls(scale):
+    units = 1e6 + normal(6, WIDTH, scale=1e5)
+    fun = lambda w, x, u: scale((x @ w[0]) * u + u) @ w[1]  # noqa: E731
+    measure.check(fun, ((W1, W2), X, units), "float16")
 
 
 def test_a_sum_from_which_a_term_is_taken_off_is_not_rounded():

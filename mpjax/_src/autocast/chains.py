@@ -68,7 +68,8 @@ def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Island]:
         island.rounded = large_float32(island)
         if not all(map(may_be_rounded, island.rounded)):
             continue
-        if kept_bytes(island.inputs) <= kept_bytes(_needed(ops)):
+        largest = max(v.size for op in ops for v in op.outs)
+        if kept_bytes(not_far_smaller(island.inputs, largest)) <= kept_bytes(_needed(ops)):
             found.append(island)
     return found
 
@@ -104,6 +105,15 @@ def _needed(ops: Iterable[Op]) -> set[Value]:
 def _counts(value: Value) -> bool:
     """Returns whether keeping a value takes memory: it is no argument, constant or statistic."""
     return not (value.raw or value.literal or value.small or value.const is not None)
+
+
+def not_far_smaller(values: Iterable[Value], size: int) -> list[Value]:
+    """Returns the values whose bytes count beside an array of a size."""
+    return [v for v in values if v.size * FAR_SMALLER > size]
+
+
+# Two more bytes for one of so many entries are an eighth of two bytes for each.
+FAR_SMALLER = 8
 
 
 def kept_bytes(values: Iterable[Value]) -> int:

@@ -189,8 +189,7 @@ def _halves_inside(group: Island, flow: Flow, links: Collection[Op]) -> list[Op]
             continue
         varying = [v for v in op.ins if v.const is None]
         beside = all(v in group.inputs for v in varying)
-        large = [v for v in varying if v.size * FAR_SMALLER > value.size]
-        more = [v for v in large if v not in group.inputs]
+        more = [v for v in chains.not_far_smaller(varying, value.size) if v not in group.inputs]
         instead = op in links and chains.kept_bytes(more) <= chains.kept_bytes([value])
         if (beside or instead) and members.issuperset(flow.readers[value]):
             found.append(op)
@@ -233,12 +232,8 @@ def _leave_small(group: Island) -> None:
 
     A mean that the island keeps contains them unrounded, so what it recomputes has to as well.
     """
-    least = max((v.size for op in group.ops for v in op.outs), default=0) // FAR_SMALLER
+    least = max((v.size for op in group.ops for v in op.outs), default=0) // chains.FAR_SMALLER
     group.rounded -= {v for v in group.rounded if v.fact.given and v.size <= least}
-
-
-# Two more bytes for one of so many entries are an eighth of two bytes for each.
-FAR_SMALLER = 8
 
 
 def _scales(op: Op) -> bool:
@@ -320,11 +315,21 @@ def _tail(group: Island, flow: Flow) -> list[Op]:
     for op in reversed(group.ops):
         normed = op.outs[0]
         if op.spec.need == rules.FOLLOW and any(_spreads(v, normed, flow) for v in op.ins):
-            tail = _activation(normed, group, flow)
+            tail = _activation(_scaled(normed, group, flow), group, flow)
             dear = any(o.spec.cost == rules.DEAR for o in tail)
             fits = group.half is not None and may_be_rounded(normed) and not normed.fact.linear
             return tail if dear and fits else []
     return []
+
+
+def _scaled(value: Value, group: Island, flow: Flow) -> Value:
+    """Returns what a chain of scalings alone makes of a value: a slope in half that contained its
+    factors might be too small for float16."""
+    readers = flow.readers.get(value, ())
+    op = readers[0] if len(readers) == 1 else None
+    if op is not None and op in group.ops and _scales(op):
+        return _scaled(op.outs[0], group, flow)
+    return value
 
 
 def _activation(operand: Value, group: Island, flow: Flow) -> list[Op]:
