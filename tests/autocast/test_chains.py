@@ -9,7 +9,7 @@ from models import MODELS
 from programs import PROGRAMS
 from programs import W as ROOT
 from programs import X as BATCH
-from roundings import HALVES, needless
+from roundings import HALVES, backward_pass, needless
 from support import equations, normal, thorough_but
 
 import mpjax
@@ -91,11 +91,19 @@ def test_no_program_rounds_between_elementwise_operations(name, half):
     assert not [*needless(jax.make_jaxpr(planned)(*args).jaxpr)]
 
 
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", EVERY)
+def test_no_backward_pass_rounds_between_elementwise_operations(name, half):
+    fun, args = EVERY[name]
+    planned = mpjax.autocast(fun, f"mixed_{jnp.dtype(half).name}")
+    assert not [*needless(backward_pass(planned, *args))]
+
+
 @pytest.mark.parametrize("name", thorough_but(MODELS, "linen transformer"))
 def test_no_model_rounds_between_elementwise_operations(name):
     loss, params = MODELS[name]()
     planned = mpjax.autocast(loss, "mixed_bfloat16")
-    assert not [*needless(jax.make_jaxpr(planned)(params).jaxpr)]
+    assert not [*needless(backward_pass(planned, params))]
 
 
 def test_the_walk_sees_a_rounding():
