@@ -19,7 +19,9 @@ F16 = jnp.ones((16, 16), jnp.float16)
 def planned(fun, *args, policy=POLICY, paths=()):
     closed = jax.make_jaxpr(fun)(*args)
     dtypes = [v.aval.dtype for v in closed.jaxpr.invars]
-    return analyse(outline(closed.jaxpr, closed.consts, policy, paths), dtypes)
+    plan = outline(closed.jaxpr, closed.consts, policy, paths)
+    analyse(plan, dtypes)
+    return plan
 
 
 def rule(name, fun, *args, **options):

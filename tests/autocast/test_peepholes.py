@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from measure import errors, kept, run
-from planned import H, W, analysed, op
+from planned import KNOWN, H, W, analysed, op
 from support import assert_near, cast, normal, thorough_but
 
 import mpjax
 from mpjax._src.autocast import peepholes
+from mpjax._src.autocast.islands import flow_of
 from mpjax._src.autocast.views import own_axes
 
 N, D = 8, 4
@@ -462,7 +463,8 @@ def test_rows_that_a_guard_keeps_from_summing_to_one_see_a_shift(name):
 
 
 def test_a_row_that_runs_along_both_operands_of_a_matmul_is_of_neither():
-    matmul = op(analysed(lambda h, w: h @ w, H, W), "dot_general")
+    block = analysed(lambda h, w: h @ w, H, W)
+    matmul, flow = op(block, "dot_general"), flow_of(block, KNOWN)
     where = own_axes(matmul.outs[0].aval.shape)
-    found = [peepholes._place_of(matmul, where, axes) for axes in ((0,), (1,), (0, 1))]
+    found = [peepholes._place_of(matmul, where, axes, flow) for axes in ((0,), (1,), (0, 1))]
     assert found == [(0, (0,)), (1, (1,)), None]

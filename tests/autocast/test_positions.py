@@ -12,6 +12,7 @@ from measure import run
 from mpjax._src.autocast import positions
 from mpjax._src.autocast.graph import build
 from mpjax._src.autocast.islands import flow_of
+from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.autocast.views import own_axes
 from mpjax._src.base import _jax
 
@@ -23,7 +24,9 @@ def known(fun):
     jaxpr, consts = _jax.open_jaxpr(jax.make_jaxpr(fun)())
     block = build(jaxpr, consts)
     (value,) = block.outvars
-    return positions.read(value, own_axes(value.aval.shape), flow_of(block)), np.asarray(run(fun))
+    return positions.read(
+        value, own_axes(value.aval.shape), flow_of(block, Analysis())
+    ), np.asarray(run(fun))
 
 
 def evaluated(line, shape):
@@ -140,7 +143,7 @@ def test_whatever_is_read_is_the_array(data):
     jaxpr = jax.make_jaxpr(lambda: made.append(choice(3)) or made[-1])()
     block = build(*_jax.open_jaxpr(jaxpr))
     (value,) = block.outvars
-    found = positions.read(value, own_axes(value.aval.shape), flow_of(block))
+    found = positions.read(value, own_axes(value.aval.shape), flow_of(block, Analysis()))
     if found is not None:
         (array,) = run(jaxpr_as_fun(jaxpr))
         assert_same(found, np.asarray(array))

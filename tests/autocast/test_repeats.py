@@ -162,7 +162,7 @@ def described(fun, *args):
 
 
 def unfolded(monkeypatch):
-    monkeypatch.setattr(rewrite, "fold", lambda steps, results, overrides: steps)
+    monkeypatch.setattr(rewrite, "fold", lambda steps, *_: steps)
 
 
 def folded(monkeypatch, fun, *args, policy="mixed_bfloat16"):
@@ -170,8 +170,8 @@ def folded(monkeypatch, fun, *args, policy="mixed_bfloat16"):
     found = []
     real = repeats.fold
 
-    def fold(steps, results, overrides):
-        new = real(steps, results, overrides)
+    def fold(steps, *others):
+        new = real(steps, *others)
         inside = [len(s.steps) for s in new if isinstance(s, repeats.Stretch)]
         found.append((sum(inside), len(steps)))
         return new

@@ -30,7 +30,7 @@ def links(flow: Flow) -> set[Op]:
         epilogue = op.name in ADDS and min(before, default=EPILOGUE) < EPILOGUE
         if matmul or epilogue:
             sums |= dict.fromkeys(op.outs, 0 if matmul else min(before) + 1)
-        if _is_elementwise(op) and not (epilogue and not _is_taken_back(op, flow)):
+        if _is_elementwise(op, flow) and not (epilogue and not _is_taken_back(op, flow)):
             found.add(op)
     return found
 
@@ -46,12 +46,12 @@ def _is_taken_back(op: Op, flow: Flow) -> bool:
     return any(r is not None and rules.SUBTRACTS in r.spec.traits for r in readers)
 
 
-def _is_elementwise(op: Op) -> bool:
+def _is_elementwise(op: Op, flow: Flow) -> bool:
     if op.forced or op.subs or op.spec.cost != rules.FUSED or op.compute is None:
         return False
     # The island of a chain keeps its inputs in half: a float32 one would be rounded.
     wide = any(v.kind == "full" and v.dtype == FLOAT32 and _counts(v) for v in op.ins)
-    moving = any(v.fact.linear for v in (*op.ins, *op.outs))
+    moving = any(flow.analysis.facts[v].linear for v in (*op.ins, *op.outs))
     return op.rule in ("follow", "full", "neutral") and not (wide or moving)
 
 
@@ -65,8 +65,8 @@ def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Island]:
             continue
         island = Island([*ops])
         bound(island, flow)
-        island.rounded = large_float32(island)
-        if not all(map(may_be_rounded, island.rounded)):
+        island.rounded = large_float32(island, flow)
+        if not all(may_be_rounded(flow.analysis, v) for v in island.rounded):
             continue
         largest = max(v.size for op in ops for v in op.outs)
         if kept_bytes(not_far_smaller(island.inputs, largest)) <= kept_bytes(_needed(ops)):

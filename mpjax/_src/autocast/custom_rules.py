@@ -202,14 +202,15 @@ def _residual_dtypes(bwd, count, ct_dtypes, policy, scopes) -> list[Any]:
     inner, consts = _jax.open_jaxpr(bwd)
     dtypes = [v.aval.dtype if hasattr(v.aval, "dtype") else None for v in inner.invars]
     dtypes[count:] = [d or t for d, t in zip(ct_dtypes, dtypes[count:], strict=True)]
-    plan = analyse(outline(inner, consts, policy, scopes=scopes), dtypes)
+    plan = outline(inner, consts, policy, scopes=scopes)
+    wants = analyse(plan, dtypes).wants
     half = policy.compute_dtype
     return [
         half
         if v.is_f32
-        and v.want.outside
-        and len(v.want.readers) == 1
-        and not v.want.full
+        and wants[v].outside
+        and len(wants[v].readers) == 1
+        and not wants[v].full
         and half in HALVES
         else v.aval.dtype
         for v in plan.block.invars[:count]

@@ -11,7 +11,7 @@ from typing import Any
 
 from mpjax._src.autocast.facts import STEP, WRITES, known_factor, offsets, reversed_offset
 from mpjax._src.autocast.graph import Block, Op, Value, is_steady
-from mpjax._src.autocast.lattices import UNREAD, Want, both, joined
+from mpjax._src.autocast.lattices import Analysis, Carries, Facts, Want, both, joined
 from mpjax._src.autocast.why import Reason, Why, why
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT16, HALVES
@@ -27,82 +27,76 @@ CARRIED = {True: HALF._replace(half=False), False: EXACT._replace(returned=True)
 TAKEN = {True: HALF._replace(half=False), False: FULL}
 
 
-def ask(block: Block, out_dtypes: Sequence[Any]) -> None:
+def ask(facts: Facts, carries: Carries, block: Block, out_dtypes: Sequence[Any]) -> Analysis:
     """Collects the demands on every value of a program whose results have these dtypes."""
-    for inner in block.blocks():
-        inner.wanted = None
-        for value in inner.values():
-            value.want = UNREAD
+    analysis = Analysis(facts, carries)
     for place, (value, dtype) in enumerate(zip(block.outvars, out_dtypes, strict=True)):
         half = dtype in HALVES
         want = Want(full=not half, half=False, needed=not half, outside=half, returned=not half)
-        read_by(value, place, want)
-    demand(block)
+        read_by(analysis, value, place, want)
+    demand(analysis, block)
+    return analysis
 
 
-def held_carries(block: Block) -> set[Value]:
+def held_carries(analysis: Analysis, block: Block) -> set[Value]:
     """Returns the half carries whose rounding a reader would notice, in the loop or after it."""
     return {
         sub.program.invars[place]
         for op in block.walk()
         for sub in op.subs
-        if sub.program.carries  # of a loop that is left alone, nothing is known
+        if sub.program in analysis.carries  # of a loop that is left alone, nothing is known
         for result, place in sub.carry
-        if sub.program.carries[place]
-        and (is_held(sub.program.invars[place]) or is_held(op.outs[sub.outs[result]]))
+        if analysis.carries[sub.program][place]
+        for read in (sub.program.invars[place], op.outs[sub.outs[result]])
+        if analysis.wants[read].held
     }
 
 
-def is_held(value: Value) -> bool:
-    """Returns whether a reader would amplify or notice a rounding error of a value."""
-    return value.want.amplified or value.want.unrounded or value.want.whole
-
-
-def demand(block: Block) -> None:
+def demand(analysis: Analysis, block: Block) -> None:
     """Collects the demands on every value, from the results backwards."""
     for op in reversed(block.ops):
         if op.rule == "program":
             for sub in reversed(op.subs):
-                _program(op, sub)
+                _program(analysis, op, sub)
             continue
-        if (reason := _float32_matmul(op)) is not None:
+        if (reason := _float32_matmul(analysis, op)) is not None:
             op.forced, op.why = "full", reason
-        rule, want = op.in_force, _of_readers(op)
+        rule, want = op.in_force, _of_readers(analysis, op)
         passed_on = rule == "layout" or (rule == "cast" and op.outs[0].is_f32)
-        want = want if passed_on else WANTS[rule](op, want)
+        want = want if passed_on else WANTS[rule](analysis, op, want)
         if rules.RANKS in op.spec.traits:  # rounding could make entries equal
             want = want._replace(whole=True)
         for place, value in enumerate(op.ins):
             if value.is_f32 and passed_on:
-                value.want = both(value.want, want)
+                analysis.wants[value] = both(analysis.wants[value], want)
             elif value.is_f32:
-                own = _of_operand(op, value, want) if rule == "follow" else want
-                read_by(value, (op, place), own)
+                own = _of_operand(analysis, op, value, want) if rule == "follow" else want
+                read_by(analysis, value, (op, place), own)
 
 
-def read_by(value: Value, reader: object, want: Want) -> None:
+def read_by(analysis: Analysis, value: Value, reader: object, want: Want) -> None:
     """Adds the demand of one reader."""
-    value.want = both(value.want, want._replace(readers=frozenset([reader])))
+    analysis.wants[value] = both(analysis.wants[value], want._replace(readers=frozenset([reader])))
 
 
-def all_in_full(op: Op) -> bool:
+def all_in_full(analysis: Analysis, op: Op) -> bool:
     """Returns whether all readers of an op's results use float32, or one result is returned."""
-    want = _of_readers(op)
+    want = _of_readers(analysis, op)
     return want.full or want.returned
 
 
-def _of_readers(op: Op) -> Want:
-    return joined(out.want for out in op.outs if out.is_f32)
+def _of_readers(analysis: Analysis, op: Op) -> Want:
+    return joined(analysis.wants[out] for out in op.outs if out.is_f32)
 
 
 # ---- one operation ------------------------------------------------------------------------------
 
 
-def _full(op: Op, readers: Want) -> Want:
+def _full(analysis: Analysis, op: Op, readers: Want) -> Want:
     inside = [o for sub in op.subs for o in sub.program.walk()] or [op]
     amplified = any(o.spec.need == rules.FULL and o.spec.amplifies(o.params) for o in inside)
-    needed = amplified or any(out.want.needed for out in op.outs)
-    phase = float(any(_is_phase(o) for o in inside))
+    needed = amplified or any(analysis.wants[out].needed for out in op.outs)
+    phase = float(any(_is_phase(analysis, o) for o in inside))
     want = FULL._replace(needed=needed, amplified=amplified, phase=phase)
     if op.subs or op.spec.cost == rules.NEVER or rules.REDUCES in op.spec.traits:
         return want
@@ -113,14 +107,14 @@ def _full(op: Op, readers: Want) -> Want:
     )
 
 
-def _is_phase(op: Op) -> bool:
+def _is_phase(analysis: Analysis, op: Op) -> bool:
     """Returns whether an op amplifies errors by much: a phase, a pole, a large exponential."""
     gain = op.spec.gain_of(op.params)
-    growing = gain == rules.RANGE and not any(v.fact.negative for v in op.ins)
+    growing = gain == rules.RANGE and not any(analysis.facts[v].negative for v in op.ins)
     return op.spec.need == rules.FULL and (gain == rules.UNBOUNDED or growing)
 
 
-def _float32_matmul(op: Op) -> Why | None:
+def _float32_matmul(analysis: Analysis, op: Op) -> Why | None:
     """Returns the reason to compute a matmul in float32, or None.
 
     Half merges large integers, such as the positions in the angles of rotary embeddings. A
@@ -130,24 +124,24 @@ def _float32_matmul(op: Op) -> Why | None:
     operations read the result, half would only round in between. Entries that are masked with a
     constant beyond the range of float16 would be infinite, and NaN if they are multiplied by zero.
     """
-    if op.rule != "half" or op.forced or any(v.fact.linear for v in op.ins):
+    if op.rule != "half" or op.forced or any(analysis.facts[v].linear for v in op.ins):
         return None
-    if op.half == FLOAT16 and any(v.fact.huge for v in op.ins):
+    if op.half == FLOAT16 and any(analysis.facts[v].huge for v in op.ins):
         return why(Reason.LOST)
     if op.name != "dot_general":
         return None
-    if any(v.fact.counts for v in op.ins):
+    if any(analysis.facts[v].counts for v in op.ins):
         return why(Reason.POSITIONS, op.half.name)
     (contracting, _), _ = op.params["dimension_numbers"]
     depth = _jax.size_of([op.ins[0].aval.shape[d] for d in contracting])
-    want = op.outs[0].want
+    want = analysis.wants[op.outs[0]]
     if want.beside and want.amplified:
         return why(Reason.SOLUTION)
     short = (depth == 1 and want.amplified) or (depth <= SHORT and want.phase > STEP)
-    if short and not any(v.fact.half for v in op.ins):
+    if short and not any(analysis.facts[v].half for v in op.ins):
         return why(Reason.SHORT_SUM)
-    others = [v for v in op.ins if not v.fact.mask]
-    computed = not any(v.fact.half or v.given or v.raw for v in others)
+    others = [v for v in op.ins if not analysis.facts[v].mask]
+    computed = not any(analysis.facts[v].half or v.given or v.raw for v in others)
     if len(others) == 1 and computed and (want.full or want.returned):
         return why(Reason.SELECTS)
     return None
@@ -157,21 +151,21 @@ def _float32_matmul(op: Op) -> Why | None:
 SHORT = 4
 
 
-def _follow(op: Op, readers: Want) -> Want:
+def _follow(analysis: Analysis, op: Op, readers: Want) -> Want:
     full = readers.full or readers.returned
     return Want(
-        full=full or wide_inside(op) is not None,
+        full=full or wide_inside(analysis, op) is not None,
         half=False,
         needed=readers.needed and full,
         amplified=readers.amplified,
         phase=readers.phase * (known_factor(op) if op.spec.multiplies else 1.0),
-        whole=readers.whole or _sees_rounding(op, readers),
+        whole=readers.whole or _sees_rounding(analysis, op, readers),
         steep=readers.steep,
         kink=rules.KINKED in op.spec.traits and not full,
     )
 
 
-def _sees_rounding(op: Op, readers: Want) -> bool:
+def _sees_rounding(analysis: Analysis, op: Op, readers: Want) -> bool:
     """Returns whether an op must read unrounded float32 values computed from a half matmul.
 
     There are three cases. A difference before a pole (``sqrt(1 - sigmoid(x))``): rounding may make
@@ -181,25 +175,25 @@ def _sees_rounding(op: Op, readers: Want) -> bool:
     """
     if op.spec.gain_of(op.params) == rules.SUM and len(op.ins) == 2:
         subtracts = rules.SUBTRACTS in op.spec.traits
-        apart = subtracts and (readers.steep or _is_of_parts(op))
-        return apart or op.outs[0].fact.centred or _takes_off(op)
+        apart = subtracts and (readers.steep or _is_of_parts(analysis, op))
+        return apart or analysis.facts[op.outs[0]].centred or _takes_off(analysis, op)
     return rules.JUMPS in op.spec.traits
 
 
-def _takes_off(op: Op) -> bool:
+def _takes_off(analysis: Analysis, op: Op) -> bool:
     """Returns whether a sum may take off what was added before: ``(273 + 10 * h) - 273``."""
-    one, other = offsets(op)
+    one, other = offsets(analysis.facts, op)
     return bool(one & reversed_offset(other))
 
 
-def _is_of_parts(op: Op) -> bool:
+def _is_of_parts(analysis: Analysis, op: Op) -> bool:
     """Returns whether the operands are states of one chain of sums, or parts of one array."""
-    one, other = op.ins
-    shared = one.fact.chain & other.fact.chain
-    return bool(shared) and one.size == other.size and not (one.fact.spread or other.fact.spread)
+    one, other = (analysis.facts[v] for v in op.ins)
+    same_size = op.ins[0].size == op.ins[1].size
+    return bool(one.chain & other.chain) and same_size and not (one.spread or other.spread)
 
 
-def wide_inside(op: Op) -> Why | None:
+def wide_inside(analysis: Analysis, op: Op) -> Why | None:
     """Returns the reason to compute an elementwise op in float32 even for half operands, or None.
 
     The derivative of some special functions is computed from the result, which rounding would
@@ -213,17 +207,17 @@ def wide_inside(op: Op) -> Why | None:
     if rules.FLATTENS not in op.spec.traits:
         return None
     # Values from the same matmul vary together.
-    same = functools.reduce(operator.and_, (v.fact.made for v in op.ins))
+    same = functools.reduce(operator.and_, (analysis.facts[v].made for v in op.ins))
     return why(Reason.FLATTENS) if same else None
 
 
-def _of_operand(op: Op, value: Value, want: Want) -> Want:
+def _of_operand(analysis: Analysis, op: Op, value: Value, want: Want) -> Want:
     """Adds the demands of an elementwise op on one operand that depend on its other operands."""
     return want._replace(
-        outside=not want.full and any(v.fact.half for v in op.ins if v is not value),
+        outside=not want.full and any(analysis.facts[v].half for v in op.ins if v is not value),
         steep=want.steep or _is_steep(op, value),
-        unrounded=_multiplies_a_state(op, value),
-        beside=_is_beside(op, value),
+        unrounded=_multiplies_a_state(analysis, op, value),
+        beside=_is_beside(analysis, op, value),
     )
 
 
@@ -233,74 +227,75 @@ def _is_steep(op: Op, value: Value) -> bool:
     return not all(is_steady(o, v) for o, v in inside or [(op, value)])
 
 
-def _multiplies_a_state(op: Op, value: Value) -> bool:
+def _multiplies_a_state(analysis: Analysis, op: Op, value: Value) -> bool:
     """Returns whether a value decays a float32 state: h = a * h + b keeps 1 / (1 - a) steps.
 
     Rounding an ``a`` close to 1 to half would change the decay. States that only half operations
     read are excepted.
     """
     product = op.spec.multiplies
-    states = [v for v in op.ins if v.fact.exact and v.fact.writes > WRITES]
-    if product and any(v is not value for v in states) and not op.outs[0].want.half:
+    states = [v for v in op.ins if analysis.facts[v].exact and analysis.facts[v].writes > WRITES]
+    if product and any(v is not value for v in states) and not analysis.wants[op.outs[0]].half:
         return True
-    return (product or op.name == "neg") and any(out.want.unrounded for out in op.outs)
+    return (product or op.name == "neg") and any(analysis.wants[out].unrounded for out in op.outs)
 
 
-def _is_beside(op: Op, value: Value) -> bool:
+def _is_beside(analysis: Analysis, op: Op, value: Value) -> bool:
     """Returns whether a value is added to the result of a loop that runs as written.
 
     Such a loop solves an equation in float32. The sum may cancel, so the value must be as accurate.
     """
     linear = op.spec.linear or sum(v.entries is None for v in op.ins) == 1
     adds = op.spec.gain_of(op.params) == rules.SUM
-    meets = adds and any(v.fact.solved for v in op.ins if v is not value)
-    return meets or (linear and any(out.want.beside for out in op.outs))
+    meets = adds and any(analysis.facts[v].solved for v in op.ins if v is not value)
+    return meets or (linear and any(analysis.wants[out].beside for out in op.outs))
 
 
-def _cast(op: Op, readers: Want) -> Want:
+def _cast(analysis: Analysis, op: Op, readers: Want) -> Want:
     # A cast to an integer or float64 reads every bit.
     return HALF if op.outs[0].aval.dtype in HALVES else EXACT._replace(whole=True)
 
 
 # The demands of an op on its operands, by its rule and the demands of its own readers.
-WANTS: dict[str, Callable[[Op, Want], Want]] = {
-    "half": lambda op, readers: HALF,
+WANTS: dict[str, Callable[[Analysis, Op, Want], Want]] = {
+    "half": lambda analysis, op, readers: HALF,
     "full": _full,
     "follow": _follow,
-    "neutral": lambda op, readers: FULL,
+    "neutral": lambda analysis, op, readers: FULL,
     "cast": _cast,
-    "leave": lambda op, readers: EXACT,
-    "written": lambda op, readers: EXACT,
+    "leave": lambda analysis, op, readers: EXACT,
+    "written": lambda analysis, op, readers: EXACT,
 }
 
 
 # ---- programs -----------------------------------------------------------------------------------
 
 
-def _program(op: Op, sub: Inside) -> None:
+def _program(analysis: Analysis, op: Op, sub: Inside) -> None:
     """Passes demands into a sub-program and out of it, for loops until they do not change."""
-    block, carried = sub.program, dict(sub.carry)
+    block, carried, wants = sub.program, dict(sub.carry), analysis.wants
+    in_half = analysis.carries.get(block, ())
     while True:
         for position, (value, index) in enumerate(zip(block.outvars, sub.outs, strict=True)):
             reader = op, position, "result"
             if position in carried:
                 place = carried[position]
-                later = _through_turns(block.invars[place].want)
-                read_by(value, reader, both(CARRIED[block.carries[place]], later))
+                later = _through_turns(wants[block.invars[place]])
+                read_by(analysis, value, reader, both(CARRIED[in_half[place]], later))
             elif index is not None:
-                value.want = both(value.want, op.outs[index].want)
+                wants[value] = both(wants[value], wants[op.outs[index]])
             else:
-                read_by(value, reader, FULL)
-        wanted = [v.want for v in block.outvars]
-        if block.wanted == wanted:  # they did not change
+                read_by(analysis, value, reader, FULL)
+        wanted = [wants[v] for v in block.outvars]
+        if wants.results.get(block) == wanted:  # they did not change
             break
-        block.wanted = wanted
-        demand(block)
+        wants.results[block] = wanted
+        demand(analysis, block)
     for position, (value, index) in enumerate(zip(block.invars, sub.ins, strict=True)):
         if position in carried.values():
-            read_by(op.ins[index], (op, position), TAKEN[block.carries[position]])
+            read_by(analysis, op.ins[index], (op, position), TAKEN[in_half[position]])
         else:
-            op.ins[index].want = both(op.ins[index].want, value.want)
+            wants[op.ins[index]] = both(wants[op.ins[index]], wants[value])
 
 
 def _through_turns(want: Want) -> Want:

@@ -34,11 +34,13 @@ class Settings(NamedTuple):
         policy: The policy.
         rows: Whether ops get scopes with their row numbers, for a report.
         as_written: Whether every op runs as it was traced.
+        returned: The values that are returned, in float32.
     """
 
     policy: Policy
     rows: bool = False
     as_written: bool = False
+    returned: frozenset[Value] = frozenset()
 
 
 class Env:
@@ -82,7 +84,7 @@ class Env:
         if value in self._known:
             array = known(array, self._known[value])
         if value.is_f32 and array.dtype != value.dtype:
-            if value.want.returned:
+            if value in self.settings.returned:
                 self._exact[value] = array
             array = cast(array, value.dtype)
         self.write(value, array)

@@ -30,7 +30,9 @@ from mpjax._src.autocast.lattices import (
     FITS,
     NOTHING,
     SUBTRACTED,
+    Carries,
     Fact,
+    Facts,
     argument,
     join,
     union,
@@ -57,6 +59,8 @@ class Sweep:
     """The sweep over a program. It numbers values, so that bit masks can represent sets of them."""
 
     def __init__(self) -> None:
+        self.facts = Facts()
+        self.carries: Carries = {}
         self.numbers: dict[Hashable, int] = {}
         self.parted = 0  # states that are subtracted from later states of their stream
         self.held: set[Value] = set()  # carries that a reader may not read rounded
@@ -80,33 +84,33 @@ class Sweep:
     def block(self, block: Block) -> None:
         """Computes the facts of a block from those of its arguments."""
         for value, _ in block.consts:
-            value.fact = argument(self.bit(value))
+            self.facts[value] = argument(self.bit(value))
         for op in block.ops:
             if op.subs and op.rule in ("program", "full", "follow"):
                 self.program(op)
                 continue
-            known = [v for v in op.ins if v.entries is None and (is_float(v) or v.fact.made)]
+            known = [v for v in op.ins if v.entries is None and (is_float(v) or self.facts[v].made)]
             constants = [v for v in op.ins if v.entries is not None]
-            joined = join([v.fact for v in known or constants])
+            joined = join([self.facts[v] for v in known or constants])
             transfer = TRANSFER[op.in_force]
             if (huge := _is_huge(op, joined.huge)) != joined.huge:
                 joined = joined._replace(huge=huge)
             for out in op.outs:
-                out.fact = transfer(self, op, joined, out) if is_float(out) else joined
+                self.facts[out] = transfer(self, op, joined, out) if is_float(out) else joined
 
     def read(self, value: Value) -> Fact:
         """Returns the fact of a value as an operand."""
         if value.entries is None:
-            return value.fact
+            return self.facts[value]
         largest = _largest(value)
         span = BOUNDED if largest <= 1 else FITS
-        return value.fact._replace(span=span, huge=largest > LARGEST)
+        return self.facts[value]._replace(span=span, huge=largest > LARGEST)
 
     def program(self, op: Op) -> None:
         results: list[list[Fact]] = [[] for _ in op.outs]
         for sub in reversed(op.subs):  # a while loop's body before its condition
             for value, index in zip(sub.program.invars, sub.ins, strict=True):
-                value.fact = self.read(op.ins[index])
+                self.facts[value] = self.read(op.ins[index])
             if sub.carry:
                 self.loop(op, sub)
             elif op.inside.kind == WHILE:
@@ -121,11 +125,12 @@ class Sweep:
             op.rule, op.why = "leave", why(Reason.REPEATS_LOOP)
         for out, found in zip(op.outs, results, strict=True):
             # Any branch may run: the result is half only if all branches round it.
-            out.fact = join(found)._replace(half=bool(found) and all(fact.half for fact in found))
+            half = bool(found) and all(fact.half for fact in found)
+            self.facts[out] = join(found)._replace(half=half)
             if "full" in (op.forced, op.rule):
-                out.fact = out.fact._replace(half=False)
+                self.facts[out] = self.facts[out]._replace(half=False)
             if op.rule == "leave":
-                out.fact = out.fact._replace(solved=True)
+                self.facts[out] = self.facts[out]._replace(solved=True)
 
     def loop(self, op: Op, sub: Inside) -> None:
         """Iterates the body of a loop to a fixpoint, and decides which carries are half.
@@ -139,25 +144,25 @@ class Sweep:
         anew = 0  # weights that differ in every iteration: slices that it gets or takes
         for position, value in enumerate(body.invars):
             bit = self.bit(value)
-            value.fact = value.fact._replace(weights=value.fact.weights | bit)
+            self.facts[value] = self.facts[value]._replace(weights=self.facts[value].weights | bit)
             anew |= bit if position >= sub.consts else 0
         for _, value in carried:
             bit = self.bit(value)
-            made = value.fact.made | bit
-            chain = value.fact.chain | bit
-            value.fact = value.fact._replace(
+            made = self.facts[value].made | bit
+            chain = self.facts[value].chain | bit
+            self.facts[value] = self.facts[value]._replace(
                 half=False, made=made, chain=chain, shifted=False, block=False
             )
         bits = [self.bit(value) for _, value in carried]
         before = None
-        while before != (before := [value.fact for _, value in carried]):
+        while before != (before := [self.facts[value] for _, value in carried]):
             self.block(body)
             for inner in body.walk():
-                if any(not v.is_f32 and v.fact.made for v in inner.ins) and _is_part(inner):
-                    anew |= inner.outs[0].fact.weights
+                if any(not v.is_f32 and self.facts[v].made for v in inner.ins) and _is_part(inner):
+                    anew |= self.facts[inner.outs[0]].weights
             states = _states(bits, [self.read(out).chain for out, _ in carried])
             for (out, value), bit in zip(carried, bits, strict=True):
-                new, old = self.read(out), value.fact
+                new, old = self.read(out), self.facts[value]
                 writes = old.writes
                 # As many in every iteration. A shift by a constant is a rounding too, if there is
                 # no residual block, which rounds in any case.
@@ -167,7 +172,7 @@ class Sweep:
                 many = writes > WRITES and bool(states & bit)
                 exact = old.exact or new.exact or many or bool(self.parted & new.chain)
                 exact |= value in self.held
-                value.fact = join([old, new])._replace(
+                self.facts[value] = join([old, new])._replace(
                     made=old.made,
                     half=new.half and not exact and value.is_f32,
                     exact=exact,
@@ -177,14 +182,15 @@ class Sweep:
                     block=False,
                 )
         carries = {value for _, value in carried}
-        body.carries = tuple(v in carries and v.fact.half for v in body.invars)
+        self.carries[body] = tuple(v in carries and self.facts[v].half for v in body.invars)
 
     def condition(self, op: Op, sub: Inside) -> None:
         """Leaves a loop as written if it ends when matmuls meet a tolerance: half may never."""
         body = op.subs[1]
         inside = dict(zip(body.ins, body.program.invars, strict=True))
         for value, index in zip(sub.program.invars, sub.ins, strict=True):
-            value.fact = inside[index].fact if index in inside else self.read(op.ins[index])
+            carried = inside.get(index)
+            self.facts[value] = self.facts[carried] if carried else self.read(op.ins[index])
         self.block(sub.program)
         both = (*body.program.walk(), *sub.program.walk())
         matmuls = [o.outs[0] for o in both if o.spec.need == rules.HALF]
@@ -192,8 +198,8 @@ class Sweep:
             return
         made = union(self.bit(v) for v in matmuls)
         compared = (o for o in sub.program.walk() if o.spec.need == rules.COMPARE)
-        seen = union(v.fact.made for o in compared for v in o.ins if v.is_f32)
-        verdicts = _verdicts_of_turns(body)
+        seen = union(self.facts[v].made for o in compared for v in o.ins if v.is_f32)
+        verdicts = _verdicts_of_turns(self.facts, body)
         read = {v for o in sub.program.walk() for v in o.ins}.union(sub.program.outvars)
         for value, index in zip(sub.program.invars, sub.ins, strict=True):
             if value in read and index in inside:
@@ -201,20 +207,21 @@ class Sweep:
         for _ in body.carry:  # its values come from any earlier iteration
             for result, place in body.carry:
                 if seen & self.bit(body.program.invars[place]):
-                    seen |= body.program.outvars[result].fact.made
+                    seen |= self.facts[body.program.outvars[result]].made
         if seen & made:
             op.rule, op.why = "leave", why(Reason.ENDS_LOOP)
         # It repeats the iterations of another loop, so it must make the same decisions in each.
-        if made & union(verdicts.values()) and any(v.fact.solved for v in sub.program.invars):
+        solved = any(self.facts[v].solved for v in sub.program.invars)
+        if solved and made & union(verdicts.values()):
             op.rule, op.why = "leave", why(Reason.REPLAYS_LOOP)
 
 
-def _verdicts_of_turns(body: Inside) -> dict[Value, int]:
+def _verdicts_of_turns(facts: Facts, body: Inside) -> dict[Value, int]:
     """Returns the comparisons behind each value of a loop's body, over all earlier iterations."""
     block = body.program
     carried: dict[Value, int] = {}
     while True:
-        found = _verdicts(block, carried)
+        found = _verdicts(facts, block, carried)
         later = {
             block.invars[place]: found.get(block.invars[place], 0)
             | found.get(block.outvars[result], 0)
@@ -225,15 +232,15 @@ def _verdicts_of_turns(body: Inside) -> dict[Value, int]:
         carried = later
 
 
-def _verdicts(block: Block, known: dict[Value, int]) -> dict[Value, int]:
+def _verdicts(facts: Facts, block: Block, known: dict[Value, int]) -> dict[Value, int]:
     """Returns, for each value that is not a float, the float32 values compared to compute it."""
     found = dict(known)
     for op in block.ops:
         verdict = union(found.get(v, 0) for v in op.ins)
         if op.spec.need == rules.COMPARE and op.outs[0].aval.dtype == np.bool_:
-            verdict |= union(v.fact.made for v in op.ins if v.is_f32)
+            verdict |= union(facts[v].made for v in op.ins if v.is_f32)
         for sub in op.subs:
-            verdict |= union(_verdicts(sub.program, {}).values())
+            verdict |= union(_verdicts(facts, sub.program, {}).values())
         for out in op.outs:
             if verdict and not is_float(out):
                 found[out] = verdict
@@ -286,9 +293,9 @@ def _half(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     if op.spec.need != rules.HALF:  # told to by the user
         return joined._replace(half=True, exact=False)
     bit = sweep.bit(out)
-    own = union(v.fact.weights for v in op.ins if v.fact.given)
+    own = union(sweep.facts[v].weights for v in op.ins if sweep.facts[v].given)
     return Fact(
-        half=not any(v.fact.counts for v in op.ins),
+        half=not any(sweep.facts[v].counts for v in op.ins),
         span=FITS,
         linear=joined.linear,
         made=joined.made | bit,
@@ -343,8 +350,10 @@ def _follow(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     if op.spec.multiplies and len(op.ins) == 2:
         return _product(sweep, op, joined)
     if op.spec.linear:
-        offset = reversed_offset(_offset(op.ins[0])) if op.name == "neg" else joined.offset
-        return joined._replace(peak=_peak(op), offset=offset)
+        offset = joined.offset
+        if op.name == "neg":
+            offset = reversed_offset(_offset(sweep.facts, op.ins[0]))
+        return joined._replace(peak=_peak(sweep.facts, op), offset=offset)
     span = BOUNDED if op.spec.span == rules.BOUNDED else joined.span
     return joined._replace(
         span=span, exact=False, solved=False, peak=0, huge=False,
@@ -353,13 +362,13 @@ def _follow(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     )  # fmt: skip
 
 
-def _peak(op: Op) -> int:
+def _peak(facts: Facts, op: Op) -> int:
     """Returns the values whose largest entry the result equals or exceeds.
 
     For a `select_n`, those that hold for all cases. A constant case is assumed never to be chosen
     (``where(isfinite(m), m, 0)``).
     """
-    peaks = [v.fact.peak for v in op.ins if v.entries is None and is_float(v)]
+    peaks = [facts[v].peak for v in op.ins if v.entries is None and is_float(v)]
     if op.name == "select_n":
         return functools.reduce(operator.and_, peaks) if peaks else 0
     return union(peaks) if op.name in NOT_BELOW else 0
@@ -369,14 +378,15 @@ NOT_BELOW = frozenset(["abs", "ceil", "max"])
 
 
 def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
-    below = op.name == "sub" and op.ins[1].fact.peak & sweep.bit(op.ins[0])
+    below = op.name == "sub" and sweep.facts[op.ins[1]].peak & sweep.bit(op.ins[0])
     span = max(joined.span, FITS)
     joined = joined._replace(span=span, norm="", peak=0, negative=bool(below))
-    if any(map(_is_unknown_scalar, op.ins)):
+    if any(_is_unknown_scalar(sweep.facts, v) for v in op.ins):
         joined = joined._replace(exact=True)
     level, centred = _level(sweep, op, out)
-    joined = joined._replace(level=level, centred=centred, mean=0, offset=union(offsets(op)))
-    terms = [v.fact for v in op.ins if v.size == out.size and not _is_filled(v)]
+    offset = union(offsets(sweep.facts, op))
+    joined = joined._replace(level=level, centred=centred, mean=0, offset=offset)
+    terms = [sweep.facts[v] for v in op.ins if v.size == out.size and not _is_filled(v)]
     terms = [fact for fact in terms if not (fact.given and fact.spread)]
     if len(terms) < 2:
         known = any(v.entries is not None and np.any(v.entries) for v in op.ins)
@@ -409,17 +419,17 @@ def _level(sweep: Sweep, op: Op, out: Value) -> tuple[int, bool]:
 
     A mean of this very array over these axes alone takes it off.
     """
-    large = _level_of_large(op)
+    large = _level_of_large(sweep.facts, op)
     small = [v for v in op.ins if v.size < out.size and not is_zero(v)]
     axes = union(_constant_axes(v, out) for v in small)
-    taken = small[0].fact if op.name == "sub" and small == [op.ins[1]] else NOTHING
+    taken = sweep.facts[small[0]] if op.name == "sub" and small == [op.ins[1]] else NOTHING
     if taken.mean & sweep.bit(op.ins[0]):
         return large & ~axes, not axes & ~large
     return large | axes, False
 
 
-def _level_of_large(op: Op) -> int:
-    return union(v.fact.level for v in op.ins if v.size == op.outs[0].size)
+def _level_of_large(facts: Facts, op: Op) -> int:
+    return union(facts[v].level for v in op.ins if v.size == op.outs[0].size)
 
 
 def _level_after(op: Op, first: Value, level: int) -> int:
@@ -442,17 +452,17 @@ def _constant_axes(small: Value, large: Value) -> int:
     return union(1 << axis for axis, (one, n) in enumerate(sizes) if one != n)
 
 
-def offsets(op: Op) -> list[int]:
+def offsets(facts: Facts, op: Op) -> list[int]:
     """Returns the `Fact.offset` of each term of a sum, or what a constant or argument adds."""
-    signs = [_offset(v) for v in op.ins]
+    signs = [_offset(facts, v) for v in op.ins]
     return [signs[0], reversed_offset(signs[1])] if op.name == "sub" else signs
 
 
-def _offset(value: Value) -> int:
+def _offset(facts: Facts, value: Value) -> int:
     if value.entries is not None:
         signs = np.sign(np.real(value.entries))
         return (SUBTRACTED if np.all(signs <= 0) else ADDED) if np.any(signs) else 0
-    return value.fact.offset or (ADDED if value.fact.given else 0)
+    return facts[value].offset or (ADDED if facts[value].given else 0)
 
 
 def reversed_offset(offset: int) -> int:
@@ -479,18 +489,18 @@ def _is_filled(value: Value) -> bool:
 def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
     terms = [v for v in op.ins if v.entries is None]
     # A statistic that scales an array, such as 1 / std, adds no constant term to it.
-    level = _level_of_large(op)
+    level = _level_of_large(sweep.facts, op)
     span, joined = joined.span, joined._replace(peak=0, level=level)
     if len(terms) < 2:
         factor = known_factor(op)
-        smaller = min(1.0, factor) * min((v.fact.factor for v in terms), default=1.0)
+        smaller = min(1.0, factor) * min((sweep.facts[v].factor for v in terms), default=1.0)
         if smaller < LEAST or factor > (2.0**15 if span == BOUNDED else 2):
             span = BEYOND
         signs = [np.all(np.asarray(v.entries) >= 0) for v in op.ins if v.entries is not None]
-        negative = bool(terms and terms[0].fact.negative and all(signs))
+        negative = bool(terms and sweep.facts[terms[0]].negative and all(signs))
         offset = joined.offset if all(signs) else reversed_offset(joined.offset)
         inverse = op.name == "div" and op.ins[1].entries is None
-        norm = "scale" if inverse else terms[0].fact.norm if terms else ""
+        norm = "scale" if inverse else sweep.facts[terms[0]].norm if terms else ""
         mean = terms and terms[0].small  # a sum of many terms
         scaled = joined.scaled or (factor < STEP and not mean)
         return joined._replace(
@@ -498,7 +508,7 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
             offset=offset, shifted=joined.shifted or factor != 1,
         )  # fmt: skip
     joined = joined._replace(solved=False)
-    (a, b), divisor = (v.fact for v in terms), op.name == "div"
+    (a, b), divisor = (sweep.facts[v] for v in terms), op.name == "div"
     if b.norm == "scale" or (divisor and terms[1].small) or (a.norm == "scale" and not divisor):
         other = b if a.norm == "scale" else a
         norm = "scale" if other.given and {a.norm, b.norm} == {"scale", ""} else "unit"
@@ -509,7 +519,7 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
             data = not (given.spread or known) and len({v.size for v in terms}) == 1
             return joined._replace(
                 span=BEYOND if data else max(span, FITS),
-                exact=joined.exact or _is_unknown_scalar(value),
+                exact=joined.exact or _is_unknown_scalar(sweep.facts, value),
                 scaled=other.scaled or not known,
                 shifted=True,
                 norm="",
@@ -523,9 +533,9 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
     return joined._replace(span=span, norm="", exact=False, writes=writes, factor=factor, offset=0)
 
 
-def _is_unknown_scalar(value: Value) -> bool:
+def _is_unknown_scalar(facts: Facts, value: Value) -> bool:
     """Returns whether a value is a scalar argument, such as an epsilon whose size is unknown."""
-    return value.entries is None and value.fact.given and not value.fact.mask and value.is_one
+    return value.entries is None and facts[value].given and not facts[value].mask and value.is_one
 
 
 def known_factor(op: Op) -> float:
@@ -540,14 +550,14 @@ def known_factor(op: Op) -> float:
 def _move(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     (first, *_) = [v for v in op.ins if is_float(v)] or [out]
     joined = joined._replace(level=_level_after(op, first, joined.level))
-    if _is_part(op) and first.fact.given:
+    if _is_part(op) and sweep.facts[first].given:
         index = tuple(str(v.entries) if v.entries is not None else v for v in op.ins[1:])
         part = str(sorted(op.params.items())), index, op.outs.index(out)
-        return first.fact._replace(weights=sweep.bit((first.fact.weights, part)))
-    if rules.LOOKS_UP in op.spec.traits and first.fact.given:
+        return sweep.facts[first]._replace(weights=sweep.bit((sweep.facts[first].weights, part)))
+    if rules.LOOKS_UP in op.spec.traits and sweep.facts[first].given:
         # As a matmul with one-hot rows would give it.
         bit = sweep.bit(out)
-        return first.fact._replace(made=bit, chain=bit, spread=False)
+        return sweep.facts[first]._replace(made=bit, chain=bit, spread=False)
     if op.name == "reduce_max":
         joined = joined._replace(peak=sweep.bit(first))
     spread = joined.spread or (rules.SUMS_BACK in op.spec.traits and out.size > first.size)
@@ -567,7 +577,7 @@ def _cast(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         mask = joined.mask or dtype == np.bool_
         return joined._replace(mask=mask, span=BOUNDED if dtype == np.bool_ else joined.span)
     integer = np.issubdtype(dtype, np.integer)
-    counts = value.fact.counts or (integer and dtype.itemsize > 1)
+    counts = sweep.facts[value].counts or (integer and dtype.itemsize > 1)
     half = joined.half or (out.is_f32 and dtype == op.half)
     return joined._replace(half=half, counts=counts, span=FITS)
 

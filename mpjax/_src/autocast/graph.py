@@ -12,10 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src.autocast.lattices import BEYOND, NOTHING, UNREAD, Fact, Want
 from mpjax._src.autocast.why import NO_REASON, Why
 from mpjax._src.base import _jax, rules
-from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
+from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import HigherOrder, Inside, higher_order, turns_of
 from mpjax._src.base.rules import Rule, rule_of
 
@@ -46,8 +45,6 @@ class Value:
     raw: bool = False  # an argument or constant, perhaps after layout operations
     literal: bool = False  # written in the program
     small: bool = False  # the result of a reduction, or made from such results alone
-    want: Want = UNREAD  # the demands of its readers (`demand`)
-    fact: Fact = NOTHING  # its origin and properties (`facts`)
     # The decision (`decide`).
     kind: str = ""  # "half", "full", "flexible"; "" if not float32
     dtype: Any = None  # its storage dtype
@@ -153,9 +150,7 @@ class Block:
     outvars: list[Value]
     consts: list[tuple[Value, Any]]
     ops: list[Op]
-    carries: tuple[bool, ...] = ()  # for the body of a loop: which arguments are stored in half
     in_loop: bool = False
-    wanted: list[Want] | None = None  # the demands on its results in the last sweep
     steps: tuple[Any, ...] = ()  # the ops and islands to run, in order (`storage`)
 
     def walk(self):
@@ -289,15 +284,6 @@ def is_steady(op: Op, value: Value) -> bool:
     """Returns whether an op's derivative by an operand is bounded or tolerates its rounding."""
     dividend = op.name == "div" and value is not op.ins[1]
     return op.spec.linear or op.spec.steady_of(op.params) or dividend
-
-
-def is_beyond(value: Value, half: Any) -> bool:
-    """Returns whether a value or its cotangents may leave the range of a half dtype.
-
-    Cotangents of an operand near a pole (``1 / (x + 1e-6)``) grow as the operand shrinks, and the
-    smallest numbers of float16 have few digits.
-    """
-    return half == FLOAT16 and (value.fact.span == BEYOND or value.want.steep)
 
 
 def is_float(value: Value) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src.autocast.graph import Block, Op, Value, is_beyond
+from mpjax._src.autocast.graph import Block, Op, Value
+from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.base import rules
 from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
 
@@ -23,6 +24,7 @@ class Flow:
 
     Attributes:
         block: The block.
+        analysis: What is known about its values.
         producer: For each value, the op that computes it.
         readers: For each value, the ops that read it; None stands for the block's results.
         free: The ops that make constants or cast booleans to floats, by their results.
@@ -30,6 +32,7 @@ class Flow:
     """
 
     block: Block
+    analysis: Analysis
     producer: dict[Value, Op]
     readers: "dict[Value, list[Op | None]]"
     free: dict[Value, Op]
@@ -41,7 +44,7 @@ class Flow:
         return {v: x for v, x in self.block.consts if not isinstance(x, jax.core.Tracer)}
 
 
-def flow_of(block: Block, fuse: bool = False) -> Flow:
+def flow_of(block: Block, analysis: Analysis, fuse: bool = False) -> Flow:
     """Returns the data flow of a block; ``fuse`` is the attribute of `Flow`."""
     readers: dict[Value, list[Op | None]] = {v: [None] for v in block.outvars}
     for op in block.ops:
@@ -49,7 +52,7 @@ def flow_of(block: Block, fuse: bool = False) -> Flow:
             readers.setdefault(v, []).append(op)
     producer = {v: op for op in block.ops for v in op.outs}
     free = {op.outs[0]: op for op in block.ops if is_free(op)}
-    return Flow(block, producer, readers, free, fuse)
+    return Flow(block, analysis, producer, readers, free, fuse)
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,7 +114,7 @@ def bound(group: Island, flow: Flow) -> None:
     }
 
 
-def large_float32(group: Island) -> set[Value]:
+def large_float32(group: Island, flow: Flow) -> set[Value]:
     """Returns the float32 inputs of an island that it would be costly to keep.
 
     An argument came in float32, and its range is not known. Where it is only moved or broadcast, or
@@ -120,14 +123,15 @@ def large_float32(group: Island) -> set[Value]:
     """
     floats = (v for v in group.inputs if v.is_f32 and v.dtype == FLOAT32)
     large = {v for v in floats if not (v.raw or v.small or v.is_one or v.const is not None)}
-    return large - {v for op in group.ops for v in op.ins if _is_of_unknown_range(v, op)}
+    return large - {v for op in group.ops for v in op.ins if _is_of_unknown_range(v, op, flow)}
 
 
-def _is_of_unknown_range(value: Value, op: Op) -> bool:
-    rows = value.fact.data and not value.fact.given
-    moved = value.given or value.fact.spread
-    beyond = moved or any(is_beyond(out, FLOAT16) for out in op.outs)
-    return op.half == FLOAT16 and (rows or (value.fact.given and beyond))
+def _is_of_unknown_range(value: Value, op: Op, flow: Flow) -> bool:
+    fact = flow.analysis.facts[value]
+    rows = fact.data and not fact.given
+    moved = value.given or fact.spread
+    beyond = moved or any(flow.analysis.is_beyond(out, FLOAT16) for out in op.outs)
+    return op.half == FLOAT16 and (rows or (fact.given and beyond))
 
 
 def make_again(island: Island, makers: dict[Op, Island], flow: Flow) -> None:

@@ -1,8 +1,15 @@
-"""The lattices of a plan: facts about each value, and demands of its readers."""
+"""The lattices of a plan: facts about each value, and demands of its readers.
 
+And its tables: what `facts` and `demand` find out about every value.
+"""
+
+import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+
+from mpjax._src.autocast.graph import Block, Value
+from mpjax._src.base.dtypes import FLOAT16
 
 # span: at most about 1; of ordinary size; perhaps beyond the range of float16.
 BOUNDED, FITS, BEYOND = range(3)
@@ -162,6 +169,11 @@ class Want(NamedTuple):
     kink: bool = False
     returned: bool = False
 
+    @property
+    def held(self) -> bool:
+        """Whether a reader would amplify or notice a rounding error."""
+        return self.amplified or self.unrounded or self.whole
+
 
 UNREAD = Want()
 
@@ -188,3 +200,50 @@ def both(first: Want, second: Want) -> Want:
 def joined(wants: Iterable[Want]) -> Want:
     """Returns the joint demands of several readers."""
     return functools.reduce(both, wants, UNREAD)
+
+
+# ---- the tables ---------------------------------------------------------------------------------
+
+
+class Facts(dict[Value, Fact]):
+    """The fact of each value; of a literal there is none."""
+
+    def __missing__(self, value: Value) -> Fact:
+        return NOTHING
+
+
+class Wants(dict[Value, Want]):
+    """The joint demand on each value, and that on the results of each loop in the last sweep."""
+
+    def __init__(self) -> None:
+        self.results: dict[Block, list[Want]] = {}
+
+    def __missing__(self, value: Value) -> Want:
+        return UNREAD
+
+
+# For the body of each loop, which of its arguments are stored in half.
+Carries = dict[Block, tuple[bool, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Analysis:
+    """What is known about the values of a program before their dtypes are decided.
+
+    Attributes:
+        facts: The fact of each value, which `facts` owns.
+        carries: Which arguments of loops are stored in half (`facts`).
+        wants: The demand on each value, which `demand` owns.
+    """
+
+    facts: Facts = dataclasses.field(default_factory=Facts)
+    carries: Carries = dataclasses.field(default_factory=dict)
+    wants: Wants = dataclasses.field(default_factory=Wants)
+
+    def is_beyond(self, value: Value, half: Any) -> bool:
+        """Returns whether a value or its cotangents may leave the range of a half dtype.
+
+        Cotangents of an operand near a pole (``1 / (x + 1e-6)``) grow as the operand shrinks, and
+        the smallest numbers of float16 have few digits.
+        """
+        return half == FLOAT16 and (self.facts[value].span == BEYOND or self.wants[value].steep)

@@ -285,7 +285,7 @@ def _bound(island: Island, moving: list[Value], quotient: Op, flow: Flow) -> Non
     bound(island, flow)
     island.sums, island.moving = quotient.outs, len(moving)
     # Its storage dtype: weights are at most 1, but their cotangents are not, near a pole.
-    steep = quotient.half == FLOAT16 and quotient.outs[0].want.steep
+    steep = quotient.half == FLOAT16 and flow.analysis.wants[quotient.outs[0]].steep
     unknown = not (island.whole or island.in_half)  # its distance from 1 matters
     island.half = FLOAT32 if steep or unknown else quotient.half
     island.inputs = [*moving, *(v for v in island.inputs if v not in moving)]
@@ -324,7 +324,7 @@ def _weigh(island: Island, flow: Flow, taken: set[Op], moved: "set[Op | None]") 
     if matmul.outs[0].size >= weighed.size:  # the sums over the weights cost less
         return
     moving = [scores, *(v for v in matmul.ins if v is not weighed)]
-    if _chooses(*moving):
+    if _chooses(flow, *moving):
         return
     if any(v in moving for op in weights for v in op.ins):
         return
@@ -343,10 +343,11 @@ def _weigh(island: Island, flow: Flow, taken: set[Op], moved: "set[Op | None]") 
     _bound(island, moving, quotient, flow)
 
 
-def _chooses(scores: Value, values: Value) -> bool:
+def _chooses(flow: Flow, scores: Value, values: Value) -> bool:
     """Returns whether the weights select among given values, which attention does not."""
-    computed = scores.fact.made & (scores.fact.made - 1)  # computed by more than one matmul
-    return values.fact.given and (values.entries is not None or bool(computed))
+    facts = flow.analysis.facts
+    several = facts[scores].made & (facts[scores].made - 1)  # computed by more than one matmul
+    return facts[values].given and (values.entries is not None or bool(several))
 
 
 def _weights(softmax: Op, flow: Flow, axes: tuple[int, ...]) -> "tuple[list[Op], tuple[int, ...]]":
@@ -417,7 +418,7 @@ def _sources(island: Island, flow: Flow, moved: "set[Op | None]") -> "dict[Op, P
             continue
         seen[value, where] = op
         if op.spec.need == rules.HALF or op.rule == "program":
-            place = _place_of(op, where, island.axes)
+            place = _place_of(op, where, island.axes, flow)
             if place is None or found.setdefault(op, place) != place:
                 return None
         else:
@@ -456,7 +457,7 @@ def _where(op: Op, value: Value, where: Axes | None, axes: Any, flow: Flow) -> A
     return None
 
 
-def _place_of(op: Op, where: Axes | None, axes: tuple[int, ...]) -> Place | None:
+def _place_of(op: Op, where: Axes | None, axes: tuple[int, ...], flow: Flow) -> Place | None:
     """Returns the operand of a matmul that runs along the axes of a row, and its axes."""
     if op.name != "dot_general":
         return None
@@ -466,7 +467,7 @@ def _place_of(op: Op, where: Axes | None, axes: tuple[int, ...]) -> Place | None
         [d for d in range(len(shape)) if d not in (*used, *shared)]
         for shape, used, shared in zip(shapes, (left, right), (batch, others), strict=True)
     ]
-    if any(v.fact.mask for v in op.ins):  # ones and zeros: their mean is not large
+    if any(flow.analysis.facts[v].mask for v in op.ins):  # ones and zeros: their mean is not large
         return 0, ()
     if where is None or op.in_force not in ("half", "full"):
         return None

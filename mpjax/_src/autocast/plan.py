@@ -9,7 +9,8 @@ A pure analysis of a `graph.Block`, in five sweeps over the nested program:
 4. `decide` (forward) picks each op's compute dtype and each value's storage dtype.
 5. `store` picks the values kept for a backward pass, and those that it recomputes.
 
-Code that runs or reports a plan does not change it.
+Sweeps 2 and 3 return tables (`lattices.Analysis`), which no later one changes. The others store
+their decisions on the ops and values of the graph. Code that runs or reports a plan changes nothing.
 
 A float32 value has one of three kinds. *half*: computed in half, or rounded to half for storage.
 *full*: the result of a float32 operation. *flexible*: an argument or constant, or computed from
@@ -26,7 +27,8 @@ from mpjax._src.autocast.classify import classify, mark_raw
 from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import ask, held_carries
 from mpjax._src.autocast.facts import Sweep, argument
-from mpjax._src.autocast.graph import Block, build, half_of, number
+from mpjax._src.autocast.graph import Block, Value, build, half_of, number
+from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.autocast.storage import FAST, WRITTEN, store
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.policy.policy import Policy
@@ -42,12 +44,14 @@ class Plan:
         used_patterns: The patterns of the policy's overrides that match something.
         as_written: Whether the policy, its lists and overrides, regions and kernels ask for no half
             dtype. Then the program runs as it was traced.
+        returned: The values that are returned in float32, once it is completed.
     """
 
     block: Block
     policy: Policy
     used_patterns: frozenset[str]
     as_written: bool
+    returned: frozenset[Value] = frozenset()
 
 
 def make_plan(
@@ -93,13 +97,14 @@ def complete(
     linear: Sequence[int] = (),
 ) -> Plan:
     """Makes all other decisions: `analyse`, and the values kept for a backward pass."""
-    analyse(plan, in_dtypes, out_dtypes, linear)
+    analysis = analyse(plan, in_dtypes, out_dtypes, linear)
     # A rule that computes tangents is transposed as it is, so no values are marked as kept.
     by = WRITTEN if plan.as_written else FAST if linear else plan.policy.storage
     fuse = plan.policy.fused_attention and not linear
-    store(plan.block, by, {*plan.block.invars}, fuse)
+    store(plan.block, analysis, by, {*plan.block.invars}, fuse)
     number(plan.block)
-    return plan
+    returned = frozenset(v for v, want in analysis.wants.items() if want.returned)
+    return dataclasses.replace(plan, returned=returned)
 
 
 def analyse(
@@ -107,7 +112,7 @@ def analyse(
     in_dtypes: Sequence[Any],
     out_dtypes: Sequence[Any] | None = None,
     linear: Sequence[int] = (),
-) -> Plan:
+) -> Analysis:
     """Decides the dtypes of a program, without running it.
 
     Args:
@@ -117,7 +122,7 @@ def analyse(
         linear: Which arguments are tangents. The program will be transposed with respect to them.
 
     Returns:
-        The plan, without decisions on the values kept for a backward pass.
+        What is known about its values, by which the dtypes were decided.
     """
     block = plan.block
     for value, dtype in zip(block.invars, in_dtypes, strict=True):
@@ -127,12 +132,12 @@ def analyse(
     mark_raw(block)
     sweep = Sweep()
     for index, (value, dtype) in enumerate(zip(block.invars, in_dtypes, strict=True)):
-        value.fact = argument(sweep.bit(value), dtype in HALVES, index in linear)
+        sweep.facts[value] = argument(sweep.bit(value), dtype in HALVES, index in linear)
     sweep.program_of(block)
     returned = out_dtypes or [FLOAT32] * len(block.outvars)
-    ask(block, returned)
-    while sweep.hold(held_carries(block)):
+    analysis = ask(sweep.facts, sweep.carries, block, returned)
+    while sweep.hold(held_carries(analysis, block)):
         sweep.program_of(block)
-        ask(block, returned)
-    decide(block)
-    return plan
+        analysis = ask(sweep.facts, sweep.carries, block, returned)
+    decide(analysis, block)
+    return analysis

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -50,7 +50,10 @@ class Stretch:
 
 
 def fold(
-    steps: Sequence[Step], results: Sequence[Value], overrides: bool
+    steps: Sequence[Step],
+    results: Sequence[Value],
+    overrides: bool,
+    returned: Collection[Value] = (),
 ) -> "list[Step | Stretch]":
     """Returns steps in which repeated ones are gathered into stretches.
 
@@ -58,10 +61,11 @@ def fold(
         steps: The steps of a block.
         results: The results of the block.
         overrides: Whether the policy has overrides, which may match the names of scopes.
+        returned: The values that the program returns in float32.
     """
     if len(steps) < 2 * SHORTEST:
         return [*steps]
-    code = _coder(overrides)
+    code = _coder(overrides, returned)
     keys = [code(step)[0] for step in steps]
     runs = _runs(keys)
     between = _between(keys, runs)
@@ -86,29 +90,28 @@ def fold(
 # The fields of a value and of an op that the rewrite reads, apart from the equation and the
 # connections. A test checks that they are complete.
 READ = {
-    Value: "raw literal given moved want.returned dtype kept",
+    Value: "raw literal given moved dtype kept",
     Op: "rule half forced compute steady centred online repeats sent_half",
 }
 
 # Nested programs are grouped into islands during the rewrite, which reads nearly all fields.
 UNREAD = {
-    Value: "aval const paths want is_f32 size",
+    Value: "aval const paths is_f32 size",
     Op: "eqn ins outs subs stack scopes callers index why row attention name spec",
     Island: "",
-    Block: "steps wanted",
+    Block: "steps",
 }
 FIELDS: dict[type, list[str]] = {
     kind: [f.name for f in dataclasses.fields(kind) if f.name not in unread.split()]
     for kind, unread in UNREAD.items()
 }
-FIELDS[Value].append("want.returned")
 _of = {
     kind: (operator.attrgetter(*read.split()), operator.attrgetter(*FIELDS[kind]))
     for kind, read in READ.items()
 }
 
 
-def _coder(overrides: bool) -> Code:
+def _coder(overrides: bool, returned: Collection[Value]) -> Code:
     """Returns a function from a step to its number, equal for equal steps, and its values."""
     numbers: dict[Any, int] = {}
 
@@ -121,7 +124,7 @@ def _coder(overrides: bool) -> Code:
         if const is not None:
             const = np.asarray(const)
             const = const.tobytes() if const.size < 64 else id(value.const)
-        return number((value.aval, const, _of[Value][inside](value)))
+        return number((value.aval, const, value in returned, _of[Value][inside](value)))
 
     @functools.cache
     def code(step: Step) -> tuple[int, list[Value]]:

@@ -6,7 +6,7 @@ from typing import Any
 from mpjax._src.autocast import chains, peepholes
 from mpjax._src.autocast.decide import may_be_rounded
 from mpjax._src.autocast.facts import EXPONENTIALS
-from mpjax._src.autocast.graph import Block, Op, Value, is_beyond, is_steady
+from mpjax._src.autocast.graph import Block, Op, Value, is_steady
 from mpjax._src.autocast.islands import (
     Flow,
     Island,
@@ -16,6 +16,7 @@ from mpjax._src.autocast.islands import (
     large_float32,
     make_again,
 )
+from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.steps import connected, in_order
 from mpjax._src.autocast.views import is_view
@@ -32,11 +33,12 @@ FAST, LEAN, PEEPHOLES, WRITTEN = *CHOICES["storage"].values, "peepholes", "writt
 INSIDE = {THEIRS: PEEPHOLES, NONE: WRITTEN}
 
 
-def store(block: Block, by: str, alive: Collection[Value], fuse: bool) -> None:
+def store(block: Block, analysis: Analysis, by: str, alive: Collection[Value], fuse: bool) -> None:
     """Decides the values that every block keeps for the backward pass, and sets its steps.
 
     Args:
         block: The block.
+        analysis: What is known about its values.
         by: The goal.
         alive: The arguments of the block that are in memory anyway.
         fuse: Whether attention runs in the fused kernel of the device.
@@ -51,13 +53,13 @@ def store(block: Block, by: str, alive: Collection[Value], fuse: bool) -> None:
                     if op.ins[index] in alive and i not in changing
                 ]
                 goal = by if by == WRITTEN else INSIDE.get(op.inside.storage, by)
-                store(sub.program, goal, {*inner}, fuse)
-    flow = flow_of(block, fuse)
+                store(sub.program, analysis, goal, {*inner}, fuse)
+    flow = flow_of(block, analysis, fuse)
     linked = chains.links(flow)
     islands: Any = CHOOSE[by](flow, linked)
     chosen = [*dict.fromkeys(islands.values())]
     for island in chosen:
-        _leave_small(island)
+        _leave_small(island, flow)
     links = [*_groups(flow, islands, linked.__contains__)]
     steps: Any = block.ops
     for more in [chains.islands(links, flow), []] if by in (FAST, PEEPHOLES) else [[]]:
@@ -204,7 +206,7 @@ def _from_half(group: Island, flow: Flow) -> bool:
     are better rounded than their operands (``x - max(x)`` before an ``exp``: large weights are
     close to 0).
     """
-    large = large_float32(group)
+    large = large_float32(group, flow)
     if not large:
         return True
     if any(op.forced == "full" for op in group.ops):  # the user asked for float32
@@ -223,17 +225,17 @@ def _from_half(group: Island, flow: Flow) -> bool:
     group.ops = kept
     bound(group, flow)
     group.wide = {v for op in left for v in op.ins if v in group.inputs and v.dtype in HALVES}
-    group.rounded = large_float32(group)
-    return group.half is not None and _stand_rounding(group)
+    group.rounded = large_float32(group, flow)
+    return group.half is not None and _stand_rounding(group, flow)
 
 
-def _leave_small(group: Island) -> None:
+def _leave_small(group: Island, flow: Flow) -> None:
     """Leaves parameters in float32 that are far smaller than the arrays inside, such as a bias.
 
     A mean that the island keeps contains them unrounded, so what it recomputes has to as well.
     """
     least = max((v.size for op in group.ops for v in op.outs), default=0) // chains.FAR_SMALLER
-    group.rounded -= {v for v in group.rounded if v.fact.given and v.size <= least}
+    group.rounded -= {v for v in group.rounded if flow.analysis.facts[v].given and v.size <= least}
 
 
 def _scales(op: Op) -> bool:
@@ -264,25 +266,26 @@ def _look_behind_views(group: Island, flow: Flow) -> None:
     bound(group, flow)
 
 
-def _stand_rounding(group: Island) -> bool:
+def _stand_rounding(group: Island, flow: Flow) -> bool:
     """Returns whether the derivatives of an island may be computed from its rounded inputs."""
-    if any(v.want.unrounded or is_beyond(v, group.half) for v in group.rounded):
+    known = flow.analysis
+    if any(known.wants[v].unrounded or known.is_beyond(v, group.half) for v in group.rounded):
         return False
-    if any(v.fact.linear for v in group.inputs):  # else other results would wait for tangents
+    if any(known.facts[v].linear for v in group.inputs):  # else results would wait for tangents
         return False
     touched = set(group.rounded)
     for op in group.ops:
         reads = [v for v in op.ins if v in touched]
-        if not all(_stands_rounding(op, v) for v in reads):
+        if not all(_stands_rounding(op, v, flow) for v in reads):
             return False
         if reads:
             touched.update(v for v in op.outs if v not in group.sums)  # sums are kept unrounded
     return True
 
 
-def _stands_rounding(op: Op, value: Value) -> bool:
+def _stands_rounding(op: Op, value: Value, flow: Flow) -> bool:
     """Returns whether the derivative of an op may be computed from a rounded operand."""
-    bounded = value.fact.negative and op.name in EXPONENTIALS
+    bounded = flow.analysis.facts[value].negative and op.name in EXPONENTIALS
     return is_steady(op, value) or bounded
 
 
@@ -317,8 +320,9 @@ def _tail(group: Island, flow: Flow) -> list[Op]:
         if op.spec.need == rules.FOLLOW and any(_spreads(v, normed, flow) for v in op.ins):
             tail = _activation(_scaled(normed, group, flow), group, flow)
             dear = any(o.spec.cost == rules.DEAR for o in tail)
-            fits = group.half is not None and may_be_rounded(normed) and not normed.fact.linear
-            return tail if dear and fits else []
+            if group.half is None or flow.analysis.facts[normed].linear:
+                return []
+            return tail if dear and may_be_rounded(flow.analysis, normed) else []
     return []
 
 
@@ -343,8 +347,8 @@ def _activation(operand: Value, group: Island, flow: Flow) -> list[Op]:
             tail.append(op)
             made.update(op.outs)
     ends = [op for op in tail if not {*flow.readers.get(op.outs[0], ())} <= {*tail}]
-    whole = ends == tail[-1:] and not any(v.want.returned for op in ends for v in op.outs)
-    return tail if whole else []
+    returned = any(flow.analysis.wants[v].returned for op in ends for v in op.outs)
+    return tail if ends == tail[-1:] and not returned else []
 
 
 def _spreads(operand: Value, value: Value, flow: Flow) -> bool:
