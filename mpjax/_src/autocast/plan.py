@@ -10,7 +10,8 @@ A pure analysis of a `graph.Block`, in five sweeps over the nested program:
 5. `store` picks the values kept for a backward pass, and those that it recomputes.
 
 Sweeps 2 and 3 return tables (`lattices.Analysis`), which no later one changes. The others store
-their decisions on the ops and values of the graph. Code that runs or reports a plan changes nothing.
+their decisions on the ops and values of the graph. Code that runs or reports a plan does not change
+it.
 
 A float32 value has one of three kinds. *half*: computed in half, or rounded to half for storage.
 *full*: the result of a float32 operation. *flexible*: an argument or constant, or computed from
