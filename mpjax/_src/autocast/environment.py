@@ -35,12 +35,14 @@ class Settings(NamedTuple):
         rows: Whether ops get scopes with their row numbers, for a report.
         as_written: Whether every op runs as it was traced.
         returned: The values that are returned, in float32.
+        kept: The values that `storage=lean` keeps for the backward pass.
     """
 
     policy: Policy
     rows: bool = False
     as_written: bool = False
     returned: frozenset[Value] = frozenset()
+    kept: frozenset[Value] = frozenset()
 
 
 class Env:
@@ -58,7 +60,7 @@ class Env:
 
     def write(self, value: Value, array: Any) -> None:
         """Records an array in its own dtype."""
-        if value.kept:
+        if value in self.settings.kept:
             array = keep(array)
         self._arrays[value] = {array.dtype if value.is_f32 else None: array}
 

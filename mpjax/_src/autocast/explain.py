@@ -12,6 +12,7 @@ import numpy as np
 
 from mpjax._src.autocast.graph import ATTENTION, ROW, Block, Op, Value, numbered
 from mpjax._src.autocast.loss import check_loss, differentiated, pull_back
+from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.residuals import Kept, kept_by, storage_of
 from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.autocast.why import Reason, Why, why
@@ -371,7 +372,7 @@ def explain(
 
     def report(args, kwargs):
         traced = trace(fun, policy, args, kwargs)
-        forward = list(_rows(traced.plan.block))
+        forward = list(_rows(traced.plan))
         written = _jax.open_jaxpr(traced.jaxpr)[0]
         if argnums is None:
             new = _jax.trace(lambda *xs: call(traced, list(xs)), traced.avals, "explain")
@@ -492,10 +493,10 @@ def words(why: Why) -> str:
     return WORDS[why.reason].format(*why.about)
 
 
-def _rows(block: Block) -> Iterator[Row]:
+def _rows(plan: Plan) -> Iterator[Row]:
     """Yields the rows of a plan. Operations inside one that is left as written name that one."""
-    storage, within = storage_of(block), {}
-    for op, times in numbered(block):
+    storage, within = storage_of(plan.block, plan.kept), {}
+    for op, times in numbered(plan.block):
         if op.left_alone:
             inner = (o for sub in op.subs for o in sub.program.walk())
             within.update(dict.fromkeys(inner, op))

@@ -51,7 +51,6 @@ class Value:
     wide: bool = False  # made with a constant that half cannot hold: never rounded for storage
     lost: bool = False  # half would lose information of it (`facts`): not rounded either
     rounded: bool = False  # computed in float32, stored in half
-    kept: bool = False  # for the backward pass, which recomputes the values around it (`storage`)
     # Read in every sweep, so they are not computed again.
     is_f32: bool = dataclasses.field(init=False)
     size: int = dataclasses.field(init=False)

@@ -28,8 +28,8 @@ from mpjax._src.base.dtypes import FLOAT32, HALVES
 
 def checkpoints(
     steps: Sequence[Step], results: Sequence[Value], alive: Collection[Value]
-) -> Sequence[Step]:
-    """Returns the steps of a block, with recomputed steps gathered into checkpoints.
+) -> tuple[Sequence[Step], frozenset[Value]]:
+    """Returns the steps of a block, recomputed ones in checkpoints, and the values that it keeps.
 
     Args:
         steps: The steps.
@@ -37,9 +37,9 @@ def checkpoints(
         alive: The arguments that are in memory anyway.
     """
     steps = _live(steps, results)
-    again, copied = _choose(steps, alive), _copied(steps, alive)
+    (again, kept), copied = _choose(steps, alive), _copied(steps, alive)
     alone = sum(1 << i for i, step in enumerate(steps) if _stands_alone(step))
-    closed = _nested([*_groups(steps, again, copied)], _Reach(steps))
+    closed = _nested([*_groups(steps, again, kept, copied)], _Reach(steps))
     spans = [span for span in closed if not span & alone]
     depth = {span: sum(span | other == span for other in spans) for span in spans}
     now = {step: step for step in steps}  # the current checkpoint of each step
@@ -53,7 +53,7 @@ def checkpoints(
         steps = gathered(steps, results, groups, copied)
         around = {step: c for c in steps if isinstance(c, Checkpoint) for step in c.steps}
         now = {step: around.get(holder, holder) for step, holder in now.items()}
-    return steps
+    return steps, kept
 
 
 def _live(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Step]:
@@ -74,8 +74,8 @@ def _live(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Step]:
 # ---- what is kept -------------------------------------------------------------------------------
 
 
-def _choose(steps: Sequence[Step], alive: Collection[Value]) -> set[Value]:
-    """Marks the kept values of some steps, and returns the steps to recompute."""
+def _choose(steps: Sequence[Step], alive: Collection[Value]) -> tuple[set[Value], frozenset[Value]]:
+    """Returns the values of some steps to compute again, and those to keep."""
     producer = {v: step for step in steps for v in writes(step)}
     number = {v: i for i, v in enumerate(dict.fromkeys([*_read(steps), *producer]))}
     edges = [
@@ -91,17 +91,16 @@ def _choose(steps: Sequence[Step], alive: Collection[Value]) -> set[Value]:
     weights = [0 if v in alive else _bytes(v) for v in number]
     cut = cheapest_cut(weights, edges, given, [number[v] for v in needed])
     later = _crosses(steps)
-    for value in producer:
-        chosen = number[value] in cut or value in later
-        value.kept = chosen and weights[number[value]] > 0
+    chosen = [v for v in producer if number[v] in cut or v in later]
+    kept = frozenset(v for v in chosen if weights[number[v]] > 0)
     again: set[Value] = set()
     todo = [*needed]
     while todo:
         value = todo.pop()
-        if value in producer and not value.kept and value not in again:
+        if value in producer and value not in kept and value not in again:
             again.add(value)
             todo += reads(producer[value]) if _runs_again(producer[value]) else ()
-    return again
+    return again, kept
 
 
 def _read(steps: Sequence[Step]) -> Iterator[Value]:
@@ -191,7 +190,9 @@ def _copied(steps: Sequence[Step], alive: Collection[Value]) -> set[Op]:
     return found
 
 
-def _groups(steps: Sequence[Step], again: set[Value], copied: set[Op]) -> Iterator[int]:
+def _groups(
+    steps: Sequence[Step], again: set[Value], kept: Collection[Value], copied: set[Op]
+) -> Iterator[int]:
     """Yields groups of steps, as bit masks: recomputed steps and the steps that need them.
 
     The reductions of their operands and results belong to the group too: the cotangent of a
@@ -219,7 +220,7 @@ def _groups(steps: Sequence[Step], again: set[Value], copied: set[Op]) -> Iterat
         if _is_wide(step) or (from_wide and linear):
             wide.update(v for v in writes(step) if v.dtype == FLOAT32 and not v.small)
         for v in wanted.union(needs(step)):
-            if v in place and not v.kept and _runs_again(steps[place[v]]):
+            if v in place and v not in kept and _runs_again(steps[place[v]]):
                 if steps[place[v]] not in copied and not made_where_read(steps[place[v]]):
                     pairs.append((place[v], i))
             elif isinstance(step, Op) and v.is_f32 and step.compute not in (None, v.dtype):

@@ -46,6 +46,8 @@ class Plan:
         as_written: Whether the policy, its lists and overrides, regions and kernels ask for no half
             dtype. Then the program runs as it was traced.
         returned: The values that are returned in float32, once it is completed.
+        kept: The values that `storage=lean` keeps for the backward pass, which computes those
+            around them again.
     """
 
     block: Block
@@ -53,6 +55,7 @@ class Plan:
     used_patterns: frozenset[str]
     as_written: bool
     returned: frozenset[Value] = frozenset()
+    kept: frozenset[Value] = frozenset()
 
 
 def make_plan(
@@ -102,10 +105,10 @@ def complete(
     # A rule that computes tangents is transposed as it is, so no values are marked as kept.
     by = WRITTEN if plan.as_written else FAST if linear else plan.policy.storage
     fuse = plan.policy.fused_attention and not linear
-    store(plan.block, analysis, by, {*plan.block.invars}, fuse)
+    kept = store(plan.block, analysis, by, {*plan.block.invars}, fuse)
     number(plan.block)
     returned = frozenset(v for v, want in analysis.wants.items() if want.returned)
-    return dataclasses.replace(plan, returned=returned)
+    return dataclasses.replace(plan, returned=returned, kept=frozenset(kept))
 
 
 def analyse(

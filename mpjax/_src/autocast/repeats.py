@@ -11,12 +11,13 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from mpjax._src.autocast.environment import Settings
 from mpjax._src.autocast.graph import REGION, Block, Op, Value
 from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.steps import Step, StepFlow, flow_of, together
@@ -52,20 +53,18 @@ class Stretch:
 def fold(
     steps: Sequence[Step],
     results: Sequence[Value],
-    overrides: bool,
-    returned: Collection[Value] = (),
+    settings: Settings,
 ) -> "list[Step | Stretch]":
     """Returns steps in which repeated ones are gathered into stretches.
 
     Args:
         steps: The steps of a block.
         results: The results of the block.
-        overrides: Whether the policy has overrides, which may match the names of scopes.
-        returned: The values that the program returns in float32.
+        settings: Those of the program.
     """
     if len(steps) < 2 * SHORTEST:
         return [*steps]
-    code = _coder(overrides, returned)
+    code = _coder(settings)
     keys = [code(step)[0] for step in steps]
     runs = _runs(keys)
     between = _between(keys, runs)
@@ -90,7 +89,7 @@ def fold(
 # The fields of a value and of an op that the rewrite reads, apart from the equation and the
 # connections. A test checks that they are complete.
 READ = {
-    Value: "raw literal given moved dtype kept",
+    Value: "raw literal given moved dtype",
     Op: "rule half forced compute steady centred online repeats sent_half",
 }
 
@@ -111,9 +110,11 @@ _of = {
 }
 
 
-def _coder(overrides: bool, returned: Collection[Value]) -> Code:
+def _coder(settings: Settings) -> Code:
     """Returns a function from a step to its number, equal for equal steps, and its values."""
     numbers: dict[Any, int] = {}
+    # The policy's overrides may match the names of scopes.
+    overrides, returned, kept = bool(settings.policy.overrides), settings.returned, settings.kept
 
     def number(key: Any) -> int:
         return numbers.setdefault(key, len(numbers))
@@ -124,7 +125,9 @@ def _coder(overrides: bool, returned: Collection[Value]) -> Code:
         if const is not None:
             const = np.asarray(const)
             const = const.tobytes() if const.size < 64 else id(value.const)
-        return number((value.aval, const, value in returned, _of[Value][inside](value)))
+        return number(
+            (value.aval, const, value in returned, value in kept, _of[Value][inside](value))
+        )
 
     @functools.cache
     def code(step: Step) -> tuple[int, list[Value]]:

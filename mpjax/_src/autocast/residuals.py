@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from mpjax._src.autocast.graph import ROW, Block, Op, Value
@@ -84,7 +84,7 @@ def _origin(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> An
 SIDES = "left operand", "right operand"
 
 
-def storage_of(block: Block) -> dict[Op, str]:
+def storage_of(block: Block, kept: Collection[Value]) -> dict[Op, str]:
     """Returns the plan's decision on storage, in words, for each op that has one."""
     made = {v: op for op in block.walk() for v in op.outs}
     found: dict[Op, str] = {}
@@ -93,15 +93,15 @@ def storage_of(block: Block) -> dict[Op, str]:
             text = _of_island(step, made)
             found |= dict.fromkeys(step.ops, text)
         elif isinstance(step, Op):
-            kept = [v for v in step.outs if v.kept]
-            parts = [f"kept in {_dtypes(kept)}"] if kept else []
+            own = [v for v in step.outs if v in kept]
+            parts = [f"kept in {_dtypes(own)}"] if own else []
             if step.centred:
                 side = SIDES[step.centred[0]]
                 parts.append(f"{side} less its mean in the gradient of the other operand")
             if parts:
                 found[step] = "; ".join(parts)
             for sub in step.subs:
-                found |= storage_of(sub.program)
+                found |= storage_of(sub.program, kept)
     for step in block.steps:
         for op in step.ops if isinstance(step, Checkpoint) else ():
             if op.spec.runs_again:

@@ -62,7 +62,7 @@ def run_plan(
     Returns:
         The results.
     """
-    settings = Settings(plan.policy, rows, plan.as_written, plan.returned)
+    settings = Settings(plan.policy, rows, plan.as_written, plan.returned, plan.kept)
     return run_block(plan.block, args, out_dtypes, settings)
 
 
@@ -88,9 +88,9 @@ def run_block(
 
 
 def _run_steps(steps: Sequence[Step], results: Sequence[Value], env: Env) -> None:
-    policy, rows, as_written, returned = env.settings
-    whole = rows or as_written
-    for step in steps if whole else fold(steps, results, bool(policy.overrides), returned):
+    settings = env.settings
+    whole = settings.rows or settings.as_written
+    for step in steps if whole else fold(steps, results, settings):
         _run_step(step, env)
 
 

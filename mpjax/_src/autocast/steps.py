@@ -18,7 +18,7 @@ from mpjax._src.base import _jax
 class Checkpoint:
     """Steps that the backward pass repeats, except for their kept values.
 
-    The kept values are those with `Value.kept`, and those that may not be computed twice.
+    The kept values are those in `Plan.kept`, and those that may not be computed twice.
 
     Attributes:
         steps: The steps, after the operations from elsewhere that compute operands where they are

@@ -33,8 +33,10 @@ FAST, LEAN, PEEPHOLES, WRITTEN = *CHOICES["storage"].values, "peepholes", "writt
 INSIDE = {THEIRS: PEEPHOLES, NONE: WRITTEN}
 
 
-def store(block: Block, analysis: Analysis, by: str, alive: Collection[Value], fuse: bool) -> None:
-    """Decides the values that every block keeps for the backward pass, and sets its steps.
+def store(
+    block: Block, analysis: Analysis, by: str, alive: Collection[Value], fuse: bool
+) -> set[Value]:
+    """Picks the steps of every block, and the values that it keeps for the backward pass.
 
     Args:
         block: The block.
@@ -42,7 +44,11 @@ def store(block: Block, analysis: Analysis, by: str, alive: Collection[Value], f
         by: The goal.
         alive: The arguments of the block that are in memory anyway.
         fuse: Whether attention runs in the fused kernel of the device.
+
+    Returns:
+        The values that a minimum cut keeps. The backward pass computes those around them again.
     """
+    kept: set[Value] = set()
     for op in block.ops:
         if op.rule == "program":
             for sub in op.subs:
@@ -53,7 +59,7 @@ def store(block: Block, analysis: Analysis, by: str, alive: Collection[Value], f
                     if op.ins[index] in alive and i not in changing
                 ]
                 goal = by if by == WRITTEN else INSIDE.get(op.inside.storage, by)
-                store(sub.program, analysis, goal, {*inner}, fuse)
+                kept |= store(sub.program, analysis, goal, {*inner}, fuse)
     flow = flow_of(block, analysis, fuse)
     linked = chains.links(flow)
     islands: Any = CHOOSE[by](flow, linked)
@@ -75,7 +81,11 @@ def store(block: Block, analysis: Analysis, by: str, alive: Collection[Value], f
     for step in steps:
         if isinstance(step, Island) and not step.axes:
             chains.unrounded(step.ops, flow, differentiated=False)
-    block.steps = tuple(checkpoints(steps, block.outvars, alive) if by == LEAN else steps)
+    if by == LEAN:
+        steps, own = checkpoints(steps, block.outvars, alive)
+        kept |= own
+    block.steps = tuple(steps)
+    return kept
 
 
 def _islands(flow: Flow, links: Collection[Op]) -> "dict[Op, Island]":
