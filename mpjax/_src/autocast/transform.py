@@ -15,12 +15,10 @@ import jax.numpy as jnp
 
 from mpjax._src.autocast.graph import PLANNED, REGION
 from mpjax._src.autocast.kernels import Numbers, overridden, tracing
-from mpjax._src.autocast.modules import are_there, call_on_arrays, on_arrays
 from mpjax._src.autocast.others import check_no_other_policy
 from mpjax._src.autocast.plan import Plan, complete, outline
 from mpjax._src.autocast.rewrite import run_plan
 from mpjax._src.autocast.signature import KEPT_CALLS, signature
-from mpjax._src.autocast.states import handed_out, states
 from mpjax._src.autocast.unplanned import warn_if_nothing_is_half
 from mpjax._src.base import _jax
 from mpjax._src.base.called import CALLED, CASTS
@@ -29,6 +27,8 @@ from mpjax._src.base.errors import check_callable
 from mpjax._src.base.patterns import nearest_paths, path_of
 from mpjax._src.base.trees import is_array, is_array_or_shape
 from mpjax._src.policy.policy import Policy, PolicyLike, get_policy
+from mpjax._src.program.modules import are_there, call_on_arrays, on_arrays
+from mpjax._src.program.states import handed_out, states
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._src.autocast.graph import Op, numbered
-from mpjax._src.autocast.loss import differentiated, is_loss, is_pair_of_loss, pull_back
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.transform import call, trace
 from mpjax._src.base import _jax
@@ -21,6 +20,7 @@ from mpjax._src.base.patterns import path_of
 from mpjax._src.base.trees import all_finite, is_array_or_shape
 from mpjax._src.instruments.interpret import NUMBER, Place, enters
 from mpjax._src.policy.policy import Policy
+from mpjax._src.program.gradient import differentiated, is_loss, is_pair_of_loss, pull_back
 from mpjax._src.training.loss_scale import LossScale, get_loss_scale
 
 # The least exponent that is tried as a loss scale: that of float16's smallest number.

@@ -16,12 +16,12 @@ import jax
 import numpy as np
 
 from mpjax._src.autocast.graph import CONSTANT_LIMIT, Block, Op, Value, build
-from mpjax._src.autocast.loss import check_loss, differentiated, pull_back
-from mpjax._src.autocast.modules import call_on_arrays, has_modules, on_arrays
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.contexts import LINTED
 from mpjax._src.base.higher_order import BRANCH, SCAN, turns_of
 from mpjax._src.base.trees import is_array_or_shape
+from mpjax._src.program.gradient import check_loss, differentiated, pull_back
+from mpjax._src.program.modules import call_on_arrays, has_modules, on_arrays
 
 # Operations that return the entries of their first operand, or a part of them, in its dtype.
 MOVES = rules.having(rules.SAME_PARAMETER) - {"convert_element_type"} | {"pcast", "pad", "name"}
