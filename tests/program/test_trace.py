@@ -15,7 +15,7 @@ CALL = ({"w": X, "kind": "mean"}, 3), {"key": np.float32(2), "flag": None}
 
 def test_arrays_are_told_from_other_leaves():
     flat = Flat.of(CALL)
-    assert flat.goes == (False, True, False, True)
+    assert flat.traced == (False, True, False, True)
     assert flat.others == ("mean", 3)
     assert [(a.dtype.name, a.shape) for a in flat.avals] == [("bfloat16", (2, 3)), ("float32", ())]
     assert flat.paths == ("w", "")
@@ -23,10 +23,10 @@ def test_arrays_are_told_from_other_leaves():
     assert flat.spread("ab") == [None, "a", None, "b"]
 
 
-@pytest.mark.parametrize(("goes", "count"), [(None, 2), (is_array, 1)])
-def test_a_shape_stands_for_an_array_unless_it_is_told_from_one(goes, count):
+@pytest.mark.parametrize(("is_traced", "count"), [(None, 2), (is_array, 1)])
+def test_a_shape_stands_for_an_array_unless_it_is_told_from_one(is_traced, count):
     tree = X, jax.ShapeDtypeStruct((4,), jnp.float32)
-    assert len((Flat.of(tree, goes) if goes else Flat.of(tree)).arrays) == count
+    assert len((Flat.of(tree, is_traced) if is_traced else Flat.of(tree)).arrays) == count
 
 
 def test_names_begin_with_the_parameter():

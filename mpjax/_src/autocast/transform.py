@@ -201,7 +201,7 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
         known = states(given.tree, given.spread(written), given.spread(in_dtypes))
         results = made.out.spread(v.aval for v in _jax.open_jaxpr(made.jaxpr)[0].outvars)
         to = handed_out(made.out.tree, results, known, policy.output_dtype)
-        out_dtypes = tuple(itertools.compress(to, made.out.goes))
+        out_dtypes = tuple(itertools.compress(to, made.out.traced))
         return Traced(made.jaxpr, made.out, policy, avals, paths, out_dtypes)
 
     made = make()

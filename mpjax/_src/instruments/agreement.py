@@ -250,7 +250,7 @@ def _names(functions: Sequence[Callable[..., Any]]) -> tuple[str, str]:
 # ---- the runs -----------------------------------------------------------------------------------
 
 
-def _goes(leaf: Any) -> bool:
+def _is_traced(leaf: Any) -> bool:
     """Returns whether a program gets a leaf; a NumPy scalar may be a size, so it is a constant."""
     return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
@@ -259,7 +259,7 @@ class _Run:
     """A function as a program that was run once, with its float32 shadow."""
 
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any):
-        call = Flat.of((args, kwargs), _goes)
+        call = Flat.of((args, kwargs), _is_traced)
         self.arrays = check_concrete("compare", call.arrays)
         traced = trace(call.on(fun), [_jax.aval_of(x) for x in self.arrays], "compare")
         self.jaxpr = traced.jaxpr

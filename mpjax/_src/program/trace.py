@@ -23,27 +23,27 @@ class Flat:
 
     Attributes:
         tree: Its structure.
-        goes: For each leaf, whether it is one of the arrays.
+        traced: For each leaf, whether it is one of the arrays.
         arrays: The arrays, or `jax.ShapeDtypeStruct`; none in the result of a trace.
         others: The other leaves.
         keys: The key path of each array.
     """
 
     tree: Any
-    goes: tuple[bool, ...]
+    traced: tuple[bool, ...]
     arrays: tuple[Any, ...]
     others: tuple[Any, ...]
     keys: tuple[Any, ...]
 
     @classmethod
-    def of(cls, tree: Any, goes: Callable[[Any], bool] = is_array_or_shape) -> "Flat":
-        """Takes a tree apart; ``goes`` says which leaves are its arrays."""
+    def of(cls, tree: Any, is_traced: Callable[[Any], bool] = is_array_or_shape) -> "Flat":
+        """Takes a tree apart; ``is_traced`` says which leaves are its arrays."""
         pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
-        sides = tuple(goes(x) for _, x in pairs)
-        inside = [pair for pair, yes in zip(pairs, sides, strict=True) if yes]
-        others = [x for (_, x), yes in zip(pairs, sides, strict=True) if not yes]
+        traced = tuple(is_traced(x) for _, x in pairs)
+        inside = [pair for pair, yes in zip(pairs, traced, strict=True) if yes]
+        others = [x for (_, x), yes in zip(pairs, traced, strict=True) if not yes]
         return cls(
-            *(structure, sides, tuple(x for _, x in inside), tuple(others)),
+            *(structure, traced, tuple(x for _, x in inside), tuple(others)),
             tuple(keys for keys, _ in inside),
         )
 
@@ -55,12 +55,12 @@ class Flat:
     def filled(self, arrays: Iterable[Any]) -> Any:
         """Returns the tree with other arrays."""
         made, others = iter(arrays), iter(self.others)
-        return self.tree.unflatten([next(made if yes else others) for yes in self.goes])
+        return self.tree.unflatten([next(made if yes else others) for yes in self.traced])
 
     def spread(self, values: Iterable[Any]) -> list[Any]:
         """Returns the value of each leaf that is an array, and None for the others."""
         made = iter(values)
-        return [next(made) if yes else None for yes in self.goes]
+        return [next(made) if yes else None for yes in self.traced]
 
     # ---- a call: the tree (args, kwargs) ----
 
