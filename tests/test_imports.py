@@ -15,7 +15,10 @@ PACKAGE = Path(mpjax.__file__).parent
 INSIDE = PACKAGE / "_src"
 # From the bottom up: a package, or a module beside the packages, imports only what stands before.
 # So the core imports none of the tools, which are the rest.
-CORE = ("base", "document", "policy", "autocast", "training", "checkpoint", "frameworks")
+CORE = (
+    *("base", "program", "document", "policy", "autocast"),
+    *("training", "checkpoint", "frameworks"),
+)
 ORDER = (*CORE, "hardware", "watching", "instruments", "lint", "cli")
 
 RETURN_NOTHING = {"raise_if_diverged", "warn_if_stalled", "save", "save_safetensors"}

@@ -212,6 +212,15 @@ def test_picture(args, tmp_path):
     assert mpjax.plot_agreement(logits).axes[0].images[0].get_array().shape == (1, 4)
 
 
+def test_what_is_no_array_is_a_constant():
+    def fun(x, rows, name):
+        return {name: x.reshape(rows, -1)}, name
+
+    x = jnp.ones(6, jnp.bfloat16)
+    report = mpjax.compare(fun, fun, results="values")(x, np.int64(2), "log_probs")
+    assert report.agrees and report.differences.shape == (2, 3)
+
+
 def test_errors_name_what_is_wrong(args):
     with pytest.raises(ValueError, match=r"train returned the shape \(3, 5\), but second .*\(3,\)"):
         mpjax.compare(train, lambda *args: train(*args)[:, 0], results="values")(*args)

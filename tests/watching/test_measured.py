@@ -306,3 +306,12 @@ def test_the_largest_finite_value_of_a_large_tensor_with_inf_is_that_of_all_rows
     x[4095, 5], x[4095, 6] = 40000.0, bad
     found = cast_of(measured(lambda x: x.astype(jnp.float16), jnp.asarray(x)))
     assert found.largest == 40000 and found.overflowed > 0
+
+
+def test_a_result_that_is_no_array_is_returned_as_it_is():
+    def fun(x, name):
+        return {name: x.astype(jnp.bfloat16)}, 1.0, name
+
+    (out, number, name), precision = mpjax.measure_precision(fun)(jnp.ones(3), "activations")
+    assert out["activations"].dtype == jnp.bfloat16 and len(precision.rows) == 1
+    assert type(number) is float and name == "activations"

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from mpjax._src.autocast.graph import ATTENTION, ROW, Block, Op, Value, numbered
-from mpjax._src.autocast.loss import check_loss, differentiated, pull_back
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.residuals import Kept, kept_by, storage_of
 from mpjax._src.autocast.transform import Traced, call, trace
@@ -42,6 +41,7 @@ from mpjax._src.document.model import (
 )
 from mpjax._src.document.report import Report
 from mpjax._src.policy.policy import PolicyLike, get_policy
+from mpjax._src.program.gradient import check_loss, differentiated, pull_back
 
 # The summary of a report names this many of the arrays kept for the backward pass.
 LARGEST = 8

@@ -15,43 +15,43 @@ import jax.numpy as jnp
 
 from mpjax._src.autocast.graph import PLANNED, REGION
 from mpjax._src.autocast.kernels import Numbers, overridden, tracing
-from mpjax._src.autocast.modules import are_there, call_on_arrays, on_arrays
 from mpjax._src.autocast.others import check_no_other_policy
 from mpjax._src.autocast.plan import Plan, complete, outline
 from mpjax._src.autocast.rewrite import run_plan
 from mpjax._src.autocast.signature import KEPT_CALLS, signature
-from mpjax._src.autocast.states import handed_out, states
 from mpjax._src.autocast.unplanned import warn_if_nothing_is_half
 from mpjax._src.base import _jax
 from mpjax._src.base.called import CALLED, CASTS
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.errors import check_callable
-from mpjax._src.base.patterns import nearest_paths, path_of
-from mpjax._src.base.trees import is_array, is_array_or_shape
+from mpjax._src.base.patterns import nearest_paths
+from mpjax._src.base.trees import is_array
 from mpjax._src.policy.policy import Policy, PolicyLike, get_policy
+from mpjax._src.program import trace as programs
+from mpjax._src.program.modules import are_there, call_on_arrays, on_arrays
+from mpjax._src.program.states import handed_out, states
+from mpjax._src.program.trace import Flat
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
+class Traced(programs.Traced):
     """A function, traced for one signature, and its plan, which is made when it is needed.
+
+    The program is as written, without casts.
 
     Attributes:
         policy: The policy.
-        jaxpr: The program as written, without casts.
         avals: The abstract values of the array arguments, as the caller passes them.
         paths: The path of each of them.
         out_dtypes: For each float32 result, the dtype in which it is returned.
-        rebuild: A function from the array results to the value that the function returns.
     """
 
     policy: Policy
-    jaxpr: Any
     avals: tuple[Any, ...]
     paths: tuple[str, ...]
     out_dtypes: tuple[Any, ...]
-    rebuild: Callable[[list[Any]], Any]
 
     @functools.cached_property
     def outline(self) -> Plan:
@@ -76,11 +76,6 @@ class Traced:
     def donates(self) -> bool:
         """Whether the program contains a jit that donates its arguments."""
         return _donates(_jax.open_jaxpr(self.jaxpr)[0])
-
-    def returned(self) -> Any:
-        """Returns the result of the function, with a `jax.ShapeDtypeStruct` for each array."""
-        results = [v.aval for v in _jax.open_jaxpr(self.jaxpr)[0].outvars]
-        return self.rebuild([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in results])
 
 
 @overload
@@ -194,38 +189,20 @@ def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
 
 def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Traced:
     """Traces and plans a function. ``args`` and ``kwargs`` may hold `jax.ShapeDtypeStruct`."""
-    pairs, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    traced = [is_array_or_shape(x) for _, x in pairs]
-    avals = [_jax.aval_of(x) for (_, x), yes in zip(pairs, traced, strict=True) if yes]
-    # A path starts at the root of an argument and does not contain its position or name.
-    paths = [path_of(keys[2:]) for (keys, _), yes in zip(pairs, traced, strict=True) if yes]
-
-    def flat(*arrays):
-        given = iter(arrays)
-        leaves = [next(given) if yes else x for (_, x), yes in zip(pairs, traced, strict=True)]
-        args, kwargs = jax.tree_util.tree_unflatten(tree, leaves)
-        return fun(*args, **kwargs)
-
+    given = Flat.of((args, kwargs))
+    avals, paths = given.avals, given.paths
     name = getattr(fun, "__name__", "autocast")
     written = [_as_written(a, path, policy) for a, path in zip(avals, paths, strict=True)]
     in_dtypes = [getattr(a, "dtype", None) for a in avals]
 
     def make(**options):
         with tracing(policy, **options):
-            jaxpr, (others, out_tree) = _flat_tracing(flat, written, name)
-
-        def rebuild(arrays):
-            made = iter(arrays)
-            return jax.tree_util.tree_unflatten(
-                out_tree, [next(made) if other is None else other[0] for other in others]
-            )
-
-        known = states(tree, _spread(written, traced), _spread(in_dtypes, traced))
-        is_made = [other is None for other in others]
-        results = _spread([v.aval for v in _jax.open_jaxpr(jaxpr)[0].outvars], is_made)
-        to = handed_out(out_tree, results, known, policy.output_dtype)
-        out_dtypes = tuple(itertools.compress(to, is_made))
-        return Traced(policy, jaxpr, tuple(avals), tuple(paths), out_dtypes, rebuild)
+            made = programs.trace(given.on(fun), written, name)
+        known = states(given.tree, given.spread(written), given.spread(in_dtypes))
+        results = made.out.spread(v.aval for v in _jax.open_jaxpr(made.jaxpr)[0].outvars)
+        to = handed_out(made.out.tree, results, known, policy.output_dtype)
+        out_dtypes = tuple(itertools.compress(to, made.out.traced))
+        return Traced(made.jaxpr, made.out, policy, avals, paths, out_dtypes)
 
     made = make()
     if policy.overrides:
@@ -250,28 +227,6 @@ def _as_written(aval: Any, path: str, policy: Policy) -> Any:
     dtype = getattr(aval, "dtype", None)
     stored = dtype in (policy.param_dtype, policy.override_for(path))
     return _jax.retyped(aval, FLOAT32) if stored and dtype in HALVES else aval
-
-
-def _flat_tracing(fun: Callable[..., Any], avals: Sequence[Any], name: str) -> tuple[Any, Any]:
-    """Traces a function that returns a pytree: returns the jaxpr, and the leaves and structure.
-
-    A leaf that is no array is ``(leaf,)``. An array is None: no tracer may outlive its trace.
-    """
-    stored: list[Any] = []
-
-    def flat(*args):
-        leaves, tree = jax.tree_util.tree_flatten(fun(*args))
-        stored.append(([None if is_array(x) else (x,) for x in leaves], tree))
-        return [leaf for leaf in leaves if is_array(leaf)]
-
-    flat.__name__ = name
-    return _jax.trace(flat, avals, name), stored[-1]
-
-
-def _spread(values: Sequence[Any], places: Sequence[bool]) -> list[Any]:
-    """Returns a list with the values, in order, where ``places`` is true, and None elsewhere."""
-    given = iter(values)
-    return [next(given) if yes else None for yes in places]
 
 
 def call(traced: Traced, arrays: list[Any], rows: bool = False) -> list[Any]:
@@ -327,7 +282,7 @@ def _donates(jaxpr: Any) -> bool:
     )
 
 
-def _check_patterns(plan: Plan, paths: list[str]) -> None:
+def _check_patterns(plan: Plan, paths: Sequence[str]) -> None:
     for pattern, _ in plan.policy.overrides:
         if pattern not in plan.used_patterns:
             scopes = ["/".join(op.scopes) for op in plan.block.walk()]

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from mpjax._src.autocast.loss import positions
-from mpjax._src.autocast.modules import has_modules
 from mpjax._src.base.errors import brief, check_callable
 from mpjax._src.base.trees import all_finite, select, stays_finite, widen
 from mpjax._src.policy.policy import Policy, PolicyLike
+from mpjax._src.program.gradient import positions
+from mpjax._src.program.modules import has_modules
 from mpjax._src.training.gradients import with_float32_loss, with_scaled_loss
 from mpjax._src.training.levels import training_policy
 from mpjax._src.training.loss_scale import LossScale, smallest

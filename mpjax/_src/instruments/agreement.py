@@ -29,6 +29,7 @@ from mpjax._src.instruments.likeness import Pool, alike, pool_of
 from mpjax._src.instruments.noise import moved
 from mpjax._src.instruments.nonfinite import check_concrete
 from mpjax._src.instruments.shadows import Comparer, CompareRow, Shadowed
+from mpjax._src.program.trace import Flat, trace
 
 # The meanings that results can have.
 MEANINGS = ("log_probs", "logits", "values")
@@ -249,27 +250,20 @@ def _names(functions: Sequence[Callable[..., Any]]) -> tuple[str, str]:
 # ---- the runs -----------------------------------------------------------------------------------
 
 
+def _is_traced(leaf: Any) -> bool:
+    """Returns whether a program gets a leaf; a NumPy scalar may be a size, so it is a constant."""
+    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+
+
 class _Run:
     """A function as a program that was run once, with its float32 shadow."""
 
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any):
-        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-        here = [isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct) for x in leaves]
-        arrays = [x for x, is_array in zip(leaves, here, strict=True) if is_array]
-        self.arrays = check_concrete("compare", arrays)
-        self.paths: list[str] = []
-
-        def flat(*arrays):
-            given = iter(arrays)
-            filled = [next(given) if h else x for x, h in zip(leaves, here, strict=True)]
-            args, kwargs = jax.tree_util.tree_unflatten(tree, filled)
-            out = fun(*args, **kwargs)
-            pairs = jax.tree_util.tree_leaves_with_path(out)
-            self.paths = [path_of(keys) or "result" for keys, _ in pairs]
-            return [x for _, x in pairs]
-
-        avals = [_jax.aval_of(x) for x in self.arrays]
-        self.jaxpr = _jax.trace(flat, avals, "compare")
+        call = Flat.of((args, kwargs), _is_traced)
+        self.arrays = check_concrete("compare", call.arrays)
+        traced = trace(call.on(fun), [_jax.aval_of(x) for x in self.arrays], "compare")
+        self.jaxpr = traced.jaxpr
+        self.paths = [path_of(keys) or "result" for keys in traced.out.keys]
         self.fun = fun
         self.watcher = _Watcher()
         outs = interpret(self.jaxpr, [self.watcher.constant(x) for x in self.arrays], self.watcher)

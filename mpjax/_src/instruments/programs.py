@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,15 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._src.autocast.graph import Op, numbered
-from mpjax._src.autocast.loss import differentiated, is_loss, is_pair_of_loss, pull_back
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.transform import call, trace
 from mpjax._src.base import _jax
 from mpjax._src.base.errors import warn_at
 from mpjax._src.base.patterns import path_of
-from mpjax._src.base.trees import all_finite, is_array_or_shape
+from mpjax._src.base.trees import all_finite
 from mpjax._src.instruments.interpret import NUMBER, Place, enters
 from mpjax._src.policy.policy import Policy
+from mpjax._src.program.gradient import differentiated, is_loss, is_pair_of_loss, pull_back
+from mpjax._src.program.trace import Flat, parameters_of
 from mpjax._src.training.loss_scale import LossScale, get_loss_scale
 
 # The least exponent that is tried as a loss scale: that of float16's smallest number.
@@ -114,14 +114,13 @@ def make_program(
     instruments; ``tool`` is the name of the instrument, for errors. ``ran`` is called before every
     run. With ``numbers``, the program says which equation of the function a derivative belongs to.
     """
-    pairs = jax.tree_util.tree_leaves_with_path((args, kwargs))
-    pairs = [(keys, x) for keys, x in pairs if is_array_or_shape(x)]
-    if not pairs:
+    given = Flat.of((args, kwargs))
+    if not given.arrays:
         raise ValueError(
             f"{tool}: the arguments hold no arrays: there is nothing to run. It is called like "
             f"explain: {tool}(fun, policy)(*args), with the arguments of fun."
         )
-    names = _names(fun, args, [keys for keys, _ in pairs])
+    names = given.names(parameters_of(fun, args), lambda name, keys: path_of(keys) or name)
     with _noted(f"{tool}: the function failed while JAX traced it, before {tool} ran it."):
         traced = trace(fun, policy, args, kwargs)
     outs = traced.returned()
@@ -151,8 +150,8 @@ def make_program(
         active = differentiated(tool, args, kwargs, argnums)
         flat, results = _gradients(run, active, names, has_aux)
     else:
-        active = [False] * len(pairs)
-        flat, results = _forward(run, outs)
+        active = [False] * len(names)
+        flat, results = _forward(evaluate, traced.out)
     scale = jax.ShapeDtypeStruct((), jnp.float32)
     note = f"{tool} follows the gradient: for the forward pass alone, pass argnums=None."
     with _noted(note) if follows else contextlib.nullcontext():
@@ -162,7 +161,7 @@ def make_program(
     gradients = (False,) * (count - grads) + (True,) * grads
     parameters = tuple(n for n, moves in zip(names, active, strict=True) if moves) or names
     return Program(
-        *(jaxpr, tuple(x for _, x in pairs), names, tuple(results), gradients, parameters),
+        *(jaxpr, given.arrays, names, tuple(results), gradients, parameters),
         *(traced.plan, ran, alone, equations),
     )
 
@@ -213,30 +212,11 @@ def _noted(note: str):
         raise
 
 
-def _names(fun: Callable[..., Any], args: tuple[Any, ...], keys: list[Any]) -> tuple[str, ...]:
-    """Returns what arguments are called: by their paths, or by the parameter that one array is."""
-    try:
-        parameters = list(inspect.signature(fun).bind_partial(*args).arguments)
-    except (TypeError, ValueError):  # some callables have none
-        parameters = []
-
-    def name(path):
-        (kind, which), inside = path[:2], path_of(path[2:])
-        if inside:
-            return inside
-        if kind.idx == 1:
-            return str(which.key)
-        return parameters[which.idx] if which.idx < len(parameters) else f"argument {which.idx}"
-
-    return tuple(map(name, keys))
-
-
-def _forward(run, outs) -> tuple[Callable[..., Any], list[str]]:
+def _forward(evaluate, out: Flat) -> tuple[Callable[..., Any], list[str]]:
     def flat(*arrays):
-        return [x for x in jax.tree.leaves(run(*arrays[:-1])) if is_array_or_shape(x)]
+        return evaluate(*arrays[:-1])
 
-    pairs = [(k, x) for k, x in jax.tree_util.tree_leaves_with_path(outs) if is_array_or_shape(x)]
-    return flat, [f"result {path_of(keys)}".strip() for keys, _ in pairs]
+    return flat, [f"result {path_of(keys)}".strip() for keys in out.keys]
 
 
 def _gradients(run, active, names, has_aux) -> tuple[Callable[..., Any], list[str]]:

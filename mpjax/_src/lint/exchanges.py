@@ -50,7 +50,7 @@ def _gathers(program: Program, op: Op) -> bool:
     shape = op.outs[0].aval.shape
     if sharding.is_fully_replicated:
         return sharding.mesh.size > 1
-    given = dict(zip(program.block.invars, program.arrays, strict=True))
+    given = dict(zip(program.block.invars, program.call.arrays, strict=True))
     before = (getattr(given.get(v), "sharding", None) for v in program.back(op.ins[0], ()))
     return any(
         b is not None and math.prod(b.shard_shape(shape)) < math.prod(sharding.shard_shape(shape))

@@ -87,7 +87,7 @@ def lint(
     @functools.wraps(fun)
     def look(*args: Any, **kwargs: Any) -> LintReport:
         program = make_program(fun, args, kwargs, argnums, has_aux)
-        total = operations_in(program.jaxpr) if run and not program.is_abstract else None
+        total = operations_in(program.traced.jaxpr) if run and not program.is_abstract else None
         with progress_bar(progress, "lint", OPERATION, total):
             return checked(program)
 
@@ -122,9 +122,9 @@ def _is_live(program: Program, hit: Hit) -> bool:
 def _run(program: Program, rules: Sequence[Rule], found: list[tuple[Rule, Hit]]) -> str:
     """Runs one step with the rules that check values; returns why that failed, or ""."""
     watcher = _Watcher(program, rules, found)
-    arrays = [jnp.asarray(x) for x in program.arrays]
+    arrays = [jnp.asarray(x) for x in program.call.arrays]
     try:
-        interpret(program.jaxpr, arrays, watcher)
+        interpret(program.traced.jaxpr, arrays, watcher)
     except Exception as error:  # an error of the user's code, or out of memory
         return f"running one step failed: {type(error).__name__}: {_first_line(error)}"
     return ""
@@ -159,9 +159,9 @@ def _compile(
     program: Program, target: str, rules: Sequence[Rule], found: list[tuple[Rule, Hit]]
 ) -> dict[str, str]:
     """Compiles the program for the rules that check HLO; returns the rules not run, and why."""
-    flat = functools.partial(_jax.eval_closed, program.jaxpr)
+    flat = functools.partial(_jax.eval_closed, program.traced.jaxpr)
     try:
-        compiled = Compiled(target, *compiled_texts(target, flat, program.arrays))
+        compiled = Compiled(target, *compiled_texts(target, flat, program.call.arrays))
     except (RuntimeError, TimeoutError, MemoryError, ImportError) as error:
         reason = f"compiling for {target} failed: {type(error).__name__}: {_first_line(error)}"
         return {rule.name: reason for rule in rules}

@@ -16,12 +16,12 @@ import jax
 import numpy as np
 
 from mpjax._src.autocast.graph import CONSTANT_LIMIT, Block, Op, Value, build
-from mpjax._src.autocast.loss import check_loss, differentiated, pull_back
-from mpjax._src.autocast.modules import call_on_arrays, has_modules, on_arrays
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.contexts import LINTED
 from mpjax._src.base.higher_order import BRANCH, SCAN, turns_of
-from mpjax._src.base.trees import is_array_or_shape
+from mpjax._src.program.gradient import check_loss, differentiated, pull_back
+from mpjax._src.program.modules import call_on_arrays, has_modules, on_arrays
+from mpjax._src.program.trace import Flat, Traced, parameters_of, trace
 
 # Operations that return the entries of their first operand, or a part of them, in its dtype.
 MOVES = rules.having(rules.SAME_PARAMETER) - {"convert_element_type"} | {"pcast", "pad", "name"}
@@ -39,12 +39,10 @@ class Program:
         fun: The function.
         args: Its positional arguments, as given.
         kwargs: Its keyword arguments, as given.
-        jaxpr: The closed jaxpr of its flat array arguments.
-        arrays: These arguments: arrays, or `jax.ShapeDtypeStruct`.
+        call: The arguments that are traced: ``args`` and ``kwargs``, modules as their arrays.
+        traced: The program of the arrays of ``call``.
         names: The name of each of them: "state.params['w']".
         results: The name of each result: "result[0].params['w']".
-        in_tree: The structure of ``(args, kwargs)``, and which of its leaves are arrays.
-        out_tree: The structure of the result, and which of its leaves are arrays.
         block: The graph.
         ops: All operations in program order, including those of inner programs.
         around: The loops, branches and calls around each operation, the outermost first.
@@ -54,12 +52,10 @@ class Program:
     fun: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    jaxpr: Any
-    arrays: tuple[Any, ...]
+    call: Flat
+    traced: Traced
     names: tuple[str, ...]
     results: tuple[str, ...]
-    in_tree: tuple[Any, tuple[bool, ...]]
-    out_tree: tuple[Any, tuple[bool, ...]]
     block: Block
     ops: tuple[Op, ...] = ()
     around: dict[Op, tuple[Op, ...]] = dataclasses.field(default_factory=dict)
@@ -270,12 +266,19 @@ def make_program(
 ) -> Program:
     """Traces a function, with its gradients where ``argnums`` is given."""
     with LINTED(True):  # a cached trace would hold rounded numbers
-        if not has_modules((args, kwargs)) or argnums is not None:
-            return _traced(fun, fun, args, kwargs, (args, kwargs), argnums, has_aux)
+        parameters = parameters_of(fun, args)
+        if argnums is not None or not has_modules((args, kwargs)):
+            call = Flat.of((args, kwargs))
+            flat = call.on(fun)
+            if argnums is not None:
+                flat = _with_gradients(flat, differentiated("lint", args, kwargs, argnums), has_aux)
+            return _program(fun, args, kwargs, call, flat, parameters)
         found: list[Program] = []
 
         def run(*states, **more):
-            found.append(_traced(fun, on_arrays(fun), states, more, (args, kwargs), None, False))
+            call = Flat.of((states, more))
+            flat = call.on(on_arrays(fun))
+            found.append(_program(fun, args, kwargs, call, flat, ["graph", *parameters]))
             return None, None, None
 
         call_on_arrays(run, *jax.tree.map(_stands_for, (args, kwargs)))
@@ -289,69 +292,21 @@ def _stands_for(x: Any) -> Any:
     return x
 
 
-def _traced(fun, run, args, kwargs, given_as, argnums, has_aux) -> Program:
-    pairs, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    given = tuple(is_array_or_shape(x) for _, x in pairs)
-    arrays = [x for (_, x), yes in zip(pairs, given, strict=True) if yes]
-    outs: list[Any] = []
-
-    def call(*values):
-        made = iter(values)
-        leaves = [next(made) if yes else x for (_, x), yes in zip(pairs, given, strict=True)]
-        args, kwargs = jax.tree_util.tree_unflatten(tree, leaves)
-        return run(*args, **kwargs)
-
-    def derived(*values):
-        if argnums is None:
-            return call(*values)
-        check_loss("lint", jax.eval_shape(call, *values), has_aux)
-        active = differentiated("lint", args, kwargs, argnums)
-        pulled = pull_back(call, active, values, has_aux)
+def _with_gradients(flat, active, has_aux) -> Callable[..., Any]:
+    def derived(*arrays):
+        check_loss("lint", jax.eval_shape(flat, *arrays), has_aux)
+        pulled = pull_back(flat, active, arrays, has_aux)
         return {"loss": pulled.loss, "aux": pulled.aux, "gradients": pulled.gradients()}
 
-    def flat(*values):
-        leaves, out = jax.tree_util.tree_flatten_with_path(derived(*values))
-        outs[:] = [leaves, out]
-        return [x for _, x in leaves if is_array_or_shape(x)]
+    return derived
 
+
+def _program(fun, args, kwargs, call: Flat, flat, parameters) -> Program:
     with _jax.casts_of_numbers():
-        jaxpr = _jax.trace(
-            flat, [_jax.aval_of(x) for x in arrays], getattr(fun, "__name__", "lint")
-        )
-    leaves, out = outs
-    returned = tuple(is_array_or_shape(x) for _, x in leaves)
-    keys = [keys for (keys, _), yes in zip(pairs, given, strict=True) if yes]
+        traced = trace(flat, call.avals, getattr(fun, "__name__", "lint"))
     return Program(
-        *(fun, given_as[0], given_as[1], jaxpr, tuple(arrays)),
-        tuple(_names(fun, given_as[0], keys, len(args) - len(given_as[0]))),
-        tuple(
-            f"result{jax.tree_util.keystr(keys)}"
-            for (keys, _), yes in zip(leaves, returned, strict=True)
-            if yes
-        ),
-        *((tree, given), (out, returned)),
-        build(*_jax.open_jaxpr(jaxpr)),
+        *(fun, args, kwargs, call, traced),
+        call.names(parameters, lambda name, keys: name + jax.tree_util.keystr(keys)),
+        tuple(f"result{jax.tree_util.keystr(keys)}" for keys in traced.out.keys),
+        build(*_jax.open_jaxpr(traced.jaxpr)),
     )
-
-
-def _names(
-    fun: Callable[..., Any], args: tuple[Any, ...], keys: list[Any], before: int
-) -> list[str]:
-    """Returns the names of arguments: the parameter, and the path in it.
-
-    ``before`` is the number of unnamed arguments in front of them, for a module's structure.
-    """
-    try:
-        parameters = list(inspect.signature(fun).bind_partial(*args).arguments)
-    except (TypeError, ValueError):  # some callables have no signature
-        parameters = []
-
-    def name(path):
-        (kind, which), inside = path[:2], jax.tree_util.keystr(path[2:])
-        if kind.idx == 1:
-            return f"{which.key}{inside}"
-        index = which.idx - before
-        known = 0 <= index < len(parameters)
-        return f"{parameters[index] if known else f'argument {index}'}{inside}"
-
-    return [name(path) for path in keys]

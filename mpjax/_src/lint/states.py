@@ -7,11 +7,11 @@ from typing import Any
 import jax
 
 from mpjax._src.autocast.graph import Value
-from mpjax._src.autocast.states import children, nodes
 from mpjax._src.base import rules
 from mpjax._src.base.dtypes import short_name
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.program.states import children, nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,16 +75,10 @@ def _in_arguments(tree: Any) -> Iterator[tuple[Any, slice]]:
 def _ends(program: Program) -> tuple[tuple[Any, list[Any]], tuple[Any, list[Any]]]:
     """Returns the structure of the arguments with the name and value of each array leaf, and the
     same for the results."""
-    tree, given = program.in_tree
-    out, returned = program.out_tree
-    ins = _spread(list(zip(program.names, program.block.invars, strict=True)), given)
-    outs = _spread(list(zip(program.results, program.block.outvars, strict=True)), returned)
-    return (tree, ins), (out, outs)
-
-
-def _spread(values: list[Any], places: Sequence[bool]) -> list[Any]:
-    made = iter(values)
-    return [next(made) if yes else None for yes in places]
+    call, out = program.call, program.traced.out
+    ins = call.spread(zip(program.names, program.block.invars, strict=True))
+    outs = out.spread(zip(program.results, program.block.outvars, strict=True))
+    return (call.tree, ins), (out.tree, outs)
 
 
 def _shapes(leaves: Sequence[Any]) -> tuple[Any, ...]:

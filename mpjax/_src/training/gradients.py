@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import jmp
 
-from mpjax._src.autocast.loss import positions
-from mpjax._src.autocast.modules import has_modules
 from mpjax._src.autocast.transform import autocast
 from mpjax._src.base import _jax
 from mpjax._src.base.called import CALLED, SCALES
@@ -17,6 +15,8 @@ from mpjax._src.base.dtypes import FLOAT16, FLOAT32
 from mpjax._src.base.errors import brief, check_callable, warn_at
 from mpjax._src.base.trees import all_finite, is_array, widen
 from mpjax._src.policy.policy import Policy
+from mpjax._src.program.gradient import positions
+from mpjax._src.program.modules import has_modules
 from mpjax._src.training.loss_scale import LossScale, NoOpLossScale, has_protocol
 from mpjax._src.training.replicas import averaged, axes_of, check_axis, localized
 from mpjax._src.training.shards import agreed, warn_if_unknown

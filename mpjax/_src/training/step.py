@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._src.autocast.modules import has_modules
 from mpjax._src.base.dtypes import HALVES
 from mpjax._src.base.errors import (
     DivergenceError,
@@ -29,6 +28,7 @@ from mpjax._src.base.outlines import outline
 from mpjax._src.base.patterns import name_of, paths
 from mpjax._src.base.trees import cast, cast_like, is_array, is_key, pytree_of, stays_finite, widen
 from mpjax._src.policy.policy import OP_LISTS, Policy, PolicyLike
+from mpjax._src.program.modules import has_modules
 from mpjax._src.training.gradients import observed_value_and_grad, with_float32_loss
 from mpjax._src.training.levels import training_policy, under_policy
 from mpjax._src.training.loss_scale import SCALES, LossScale, get_loss_scale

@@ -10,6 +10,7 @@ import jax
 from mpjax._src.base import _jax
 from mpjax._src.base.errors import brief, check_callable, whole_number
 from mpjax._src.base.trees import is_array
+from mpjax._src.program.trace import Flat, trace
 from mpjax._src.watching.evaluate import evaluate, split, traced
 from mpjax._src.watching.figures import Figures
 from mpjax._src.watching.places import watch
@@ -56,25 +57,11 @@ def measure_precision(fun: Callable[..., Any]) -> Callable[..., tuple[Any, Preci
 
     @functools.wraps(fun)
     def measured(*args: Any, **kwargs: Any) -> tuple[Any, PrecisionReport]:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-        out_tree: Any = None
-
-        def flat(*arrays):
-            nonlocal out_tree
-            filled = [*leaves]
-            for i, array in zip(places, arrays, strict=True):
-                filled[i] = array
-            args, kwargs = jax.tree.unflatten(tree, filled)
-            outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-            return outs
-
-        arrays = [leaves[i] for i in places]
-        jaxpr = _jax.trace(flat, [_jax.aval_of(x) for x in arrays], "measured")
-        found = watch(jaxpr)
-        outs, figures = _differentiable(jaxpr, found)(*arrays)
-        report = PrecisionReport(figures, described(found.tensors))
-        return jax.tree.unflatten(out_tree, outs), report
+        call = Flat.of((args, kwargs), is_array)
+        program = trace(call.on(fun), call.avals, "measured")
+        found = watch(program.jaxpr)
+        outs, figures = _differentiable(program.jaxpr, found)(*call.arrays)
+        return program.rebuild(outs), PrecisionReport(figures, described(found.tensors))
 
     return measured
 

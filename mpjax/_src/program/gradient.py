@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.autocast.modules import leaves_trained
 from mpjax._src.base.dtypes import is_float
 from mpjax._src.base.errors import brief
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.trees import is_array, is_array_or_shape
+from mpjax._src.program.modules import leaves_trained
 
 
 def positions(tool: str, argnums: Any, count: int) -> set[int]:
