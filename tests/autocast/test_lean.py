@@ -434,7 +434,7 @@ def test_running_and_reporting_change_nothing_in_a_plan(policy):
     for rows in (False, True):
         jax.make_jaxpr(lambda *a, rows=rows: transform.call(traced, [*a], rows))(*args)
         jax.make_jaxpr(jax.grad(lambda *a, rows=rows: transform.call(traced, [*a], rows)[0]))(*args)
-    storage_of(traced.plan.block, traced.plan.kept), [*numbered(traced.plan.block)]
+    storage_of(traced.plan), [*numbered(traced.plan.block)]
     assert snapshot(traced.plan.block) == before
 
 

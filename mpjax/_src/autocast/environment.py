@@ -2,14 +2,15 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.autocast.derivatives import cast, keep, known
-from mpjax._src.autocast.graph import Value
+from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.policy.policy import Policy
@@ -32,14 +33,14 @@ class Settings(NamedTuple):
 
     Attributes:
         policy: The policy.
-        rows: Whether ops get scopes with their row numbers, for a report.
+        rows: The row numbers that ops get as scopes, for a report.
         as_written: Whether every op runs as it was traced.
         returned: The values that are returned, in float32.
         kept: The values that `storage=lean` keeps for the backward pass.
     """
 
     policy: Policy
-    rows: bool = False
+    rows: Mapping[Op, int] = MappingProxyType({})
     as_written: bool = False
     returned: frozenset[Value] = frozenset()
     kept: frozenset[Value] = frozenset()

@@ -495,7 +495,7 @@ def words(why: Why) -> str:
 
 def _rows(plan: Plan) -> Iterator[Row]:
     """Yields the rows of a plan. Operations inside one that is left as written name that one."""
-    storage, within = storage_of(plan.block, plan.kept), {}
+    storage, within = storage_of(plan), {}
     for op, times in numbered(plan.block):
         if op.left_alone:
             inner = (o for sub in op.subs for o in sub.program.walk())

@@ -83,7 +83,6 @@ class Op:
     compute: Any = None  # the dtype in which it reads float32 operands; None: as stored
     why: Why = NO_REASON  # the reason for that dtype
     index: int = -1
-    row: int = -1  # its number in reports
     steady: bool = False  # derivatives may hold its operands constant
     # For a matmul, an operand and dimensions over which derivatives subtract its mean.
     centred: Place | None = None
@@ -186,12 +185,6 @@ def numbered(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
         if op.rule == "program" or op.left_alone:
             for sub in op.subs:
                 yield from numbered(sub.program, times * turns_of(op.eqn))
-
-
-def number(block: Block) -> None:
-    """Numbers the ops of a planned program, in the order in which `numbered` yields them."""
-    for row, (op, _) in enumerate(numbered(block)):
-        op.row = row
 
 
 def build(

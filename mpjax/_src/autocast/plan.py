@@ -21,6 +21,7 @@ its result is flexible.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from mpjax._src.autocast.classify import classify, mark_raw
 from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import ask, held_carries
 from mpjax._src.autocast.facts import Sweep, argument
-from mpjax._src.autocast.graph import Block, Value, build, half_of, number
+from mpjax._src.autocast.graph import Block, Op, Value, build, half_of, numbered
 from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.autocast.storage import FAST, WRITTEN, store
 from mpjax._src.base.dtypes import FLOAT32, HALVES
@@ -56,6 +57,11 @@ class Plan:
     as_written: bool
     returned: frozenset[Value] = frozenset()
     kept: frozenset[Value] = frozenset()
+
+    @functools.cached_property
+    def rows(self) -> dict[Op, int]:
+        """The numbers of ops in reports."""
+        return {op: row for row, (op, _) in enumerate(numbered(self.block))}
 
 
 def make_plan(
@@ -106,7 +112,6 @@ def complete(
     by = WRITTEN if plan.as_written else FAST if linear else plan.policy.storage
     fuse = plan.policy.fused_attention and not linear
     kept = store(plan.block, analysis, by, {*plan.block.invars}, fuse)
-    number(plan.block)
     returned = frozenset(v for v, want in analysis.wants.items() if want.returned)
     return dataclasses.replace(plan, returned=returned, kept=frozenset(kept))
 

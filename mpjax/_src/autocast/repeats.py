@@ -96,7 +96,7 @@ READ = {
 # Nested programs are grouped into islands during the rewrite, which reads nearly all fields.
 UNREAD = {
     Value: "aval const paths is_f32 size",
-    Op: "eqn ins outs subs stack scopes callers index why row attention name spec",
+    Op: "eqn ins outs subs stack scopes callers index why attention name spec",
     Island: "",
     Block: "steps",
 }

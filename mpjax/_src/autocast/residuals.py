@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpjax._src.autocast.graph import ROW, Block, Op, Value
 from mpjax._src.autocast.islands import Island
+from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.steps import Checkpoint, Step
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import SPELLINGS, short_name
@@ -84,13 +85,20 @@ def _origin(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> An
 SIDES = "left operand", "right operand"
 
 
-def storage_of(block: Block, kept: Collection[Value]) -> dict[Op, str]:
+def storage_of(plan: Plan) -> dict[Op, str]:
     """Returns the plan's decision on storage, in words, for each op that has one."""
-    made = {v: op for op in block.walk() for v in op.outs}
+    rows = {v: row for op, row in plan.rows.items() for v in op.outs}
+    found: dict[Op, str] = {}
+    for block in plan.block.blocks():
+        found |= _storage_of(block, plan.kept, rows)
+    return found
+
+
+def _storage_of(block: Block, kept: frozenset[Value], rows: dict[Value, int]) -> dict[Op, str]:
     found: dict[Op, str] = {}
     for step in _steps(block.steps):
         if isinstance(step, Island):
-            text = _of_island(step, made)
+            text = _of_island(step, rows)
             found |= dict.fromkeys(step.ops, text)
         elif isinstance(step, Op):
             own = [v for v in step.outs if v in kept]
@@ -100,8 +108,6 @@ def storage_of(block: Block, kept: Collection[Value]) -> dict[Op, str]:
                 parts.append(f"{side} less its mean in the gradient of the other operand")
             if parts:
                 found[step] = "; ".join(parts)
-            for sub in step.subs:
-                found |= storage_of(sub.program, kept)
     for step in block.steps:
         for op in step.ops if isinstance(step, Checkpoint) else ():
             if op.spec.runs_again:
@@ -117,7 +123,7 @@ def _steps(steps: Sequence[Step]) -> Iterator[Step]:
             yield step
 
 
-def _of_island(island: Island, made: dict[Value, Op]) -> str:
+def _of_island(island: Island, rows: dict[Value, int]) -> str:
     half = SPELLINGS[island.half][0] if island.half is not None else "f32"
     if island.fusion is not None:
         return f"run by the fused attention of {island.fusion.kernel}, which keeps no weights"
@@ -127,10 +133,10 @@ def _of_island(island: Island, made: dict[Value, Op]) -> str:
         return f"its result is kept in {half}"
     if island.sloped:
         return f"its slope is kept in {half}"
-    sources = {made[v].row for v in island.given if v in made and made[v].row >= 0}
-    rows = f" (rows {', '.join(map(str, sorted(sources)))})" if sources else ""
+    sources = sorted({rows[v] for v in island.given if v in rows})
+    from_rows = f" (rows {', '.join(map(str, sources))})" if sources else ""
     tail = f"; the cotangent of its norm's result is {half}" if island.tail else ""
-    return f"computed again from {_dtypes(island.given, island.rounded, half)}{rows}{tail}"
+    return f"computed again from {_dtypes(island.given, island.rounded, half)}{from_rows}{tail}"
 
 
 def _dtypes(values: Any, rounded: Any = (), half: str = "") -> str:

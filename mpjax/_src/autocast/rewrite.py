@@ -62,7 +62,8 @@ def run_plan(
     Returns:
         The results.
     """
-    settings = Settings(plan.policy, rows, plan.as_written, plan.returned, plan.kept)
+    numbers = plan.rows if rows else {}
+    settings = Settings(plan.policy, numbers, plan.as_written, plan.returned, plan.kept)
     return run_block(plan.block, args, out_dtypes, settings)
 
 
@@ -114,8 +115,8 @@ def _location(op: Op, stack: Any, env: Env) -> Any:
 
 def _row(op: Op, env: Env) -> Any:
     """Returns the scope with the row number of an op, or an empty context if rows are not named."""
-    asked = env.settings.rows and op.row >= 0
-    return jax.named_scope(f"{ROW}{op.row}") if asked else contextlib.nullcontext()
+    row = env.settings.rows.get(op)
+    return contextlib.nullcontext() if row is None else jax.named_scope(f"{ROW}{row}")
 
 
 # ---- one op -------------------------------------------------------------------------------------

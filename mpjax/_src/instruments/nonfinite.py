@@ -514,7 +514,7 @@ def _advised(
     if not event.curable and not own and _in_half(event):
         tried, cured = _moved_to_float32(event, program, arrays, policy, make)
         if cured:
-            places = Places(program.plan.block)
+            places = Places(program.plan)
             moved = frozenset().union(*(places.place(pattern).ops for pattern in tried))
             overrides = dict.fromkeys(tried, FLOAT32.name)
             event = dataclasses.replace(
@@ -543,7 +543,7 @@ def _moved_to_float32(
     for _ in range(ROUNDS):
         if event.op is None:
             break
-        around = Places(program.plan.block).around(program.ops[event.op])
+        around = Places(program.plan).around(program.ops[event.op])
         fresh = [place.pattern for place in around if place.ops and place.pattern not in patterns]
         if not fresh:
             break

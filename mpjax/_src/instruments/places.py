@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 from mpjax._src.autocast.classify import CHANGEABLE
 from mpjax._src.autocast.explain import flops_of
-from mpjax._src.autocast.graph import Block, Op, numbered
+from mpjax._src.autocast.graph import Op, numbered
+from mpjax._src.autocast.plan import Plan
 from mpjax._src.base.patterns import matches
 from mpjax._src.instruments.interpret import shown
 
@@ -21,12 +22,12 @@ class Place:
 class Places:
     """The ops of a plan that an override can move, and the patterns that move them."""
 
-    def __init__(self, block: Block):
-        pairs = list(numbered(block))
+    def __init__(self, plan: Plan):
+        pairs, self.rows = list(numbered(plan.block)), plan.rows
         self.movable = [op for op, _ in pairs if is_movable(op)]
-        self._flops = {op.row: flops_of(op.eqn) * times for op, times in pairs}
-        self._entries = {op.row: _entries(op) * times for op, times in pairs}
-        self._spots = {op.row: spots(op) for op in self.movable}
+        self._flops = {self.rows[op]: flops_of(op.eqn) * times for op, times in pairs}
+        self._entries = {self.rows[op]: _entries(op) * times for op, times in pairs}
+        self._spots = {self.rows[op]: spots(op) for op in self.movable}
 
     def place(self, pattern: str) -> Place:
         """Returns the place of a pattern."""
@@ -65,11 +66,11 @@ class Places:
 
     def merged(self, moved: frozenset[int], given: Iterable[Place]) -> list[Place]:
         """Returns the fewest places that move exactly these ops; scopes replace their parts."""
-        if all(op.row in moved for op in self.movable):
+        if all(self.rows[op] in moved for op in self.movable):
             return [Place("*", moved)]
         wider = {p.ops: p for p in given}
         for op in self.movable:
-            if op.row in moved:
+            if self.rows[op] in moved:
                 for pattern in patterns(op):
                     place = self.place(pattern)
                     if place.ops <= moved:

@@ -268,7 +268,7 @@ class _Trial:
         self._make = functools.partial(make, ran=self._count)
         self.program = self._make(policy=policy)
         self.arrays = check_concrete("tune", self.program.arrays)
-        self.places = Places(self.program.plan.block)
+        self.places = Places(self.program.plan)
         self._scale: float | None = None  # a loss scale at which the gradients are finite
         self._known: dict[frozenset[int], tuple[dict[str, float], list[Any]]] = {}
         full = dataclasses.replace(
