@@ -337,8 +337,10 @@ def _tail(group: Island, flow: Flow) -> list[Op]:
 
 
 def _scaled(value: Value, group: Island, flow: Flow) -> Value:
-    """Returns what a chain of scalings alone makes of a value: a slope in half that contained its
-    factors might be too small for float16."""
+    """Returns what a chain of scalings alone makes of a value.
+
+    A slope in half that contained their factors might be too small for float16.
+    """
     readers = flow.readers.get(value, ())
     op = readers[0] if len(readers) == 1 else None
     if op is not None and op in group.ops and _scales(op):
