@@ -319,12 +319,8 @@ def test_readers_inside_of_programs_count():
         return lax.cond(h[0, 0] > 0, lambda h: h @ v, lambda h: jnp.exp(h), h)
 
     value = read(branches, V)
-    assert (
-        want(value).amplified
-        and want(value).outside
-        and not want(value).half
-        and not want(value).full
-    )
+    joint = want(value)
+    assert joint.amplified and joint.outside and not joint.half and not joint.full
     inside = read(lambda h, v: lax.cond(True, lambda h: h @ v, lambda h: h @ v * 2, h), V)
     assert want(inside).outside and not want(inside).amplified
 

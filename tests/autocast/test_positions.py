@@ -24,9 +24,8 @@ def known(fun):
     jaxpr, consts = _jax.open_jaxpr(jax.make_jaxpr(fun)())
     block = build(jaxpr, consts)
     (value,) = block.outvars
-    return positions.read(
-        value, own_axes(value.aval.shape), flow_of(block, Analysis())
-    ), np.asarray(run(fun))
+    flow = flow_of(block, Analysis())
+    return positions.read(value, own_axes(value.aval.shape), flow), np.asarray(run(fun))
 
 
 def evaluated(line, shape):

@@ -165,15 +165,6 @@ class Block:
             for sub in op.subs:
                 yield from sub.program.blocks()
 
-    def values(self):
-        """Yields every value of the block, but for those of sub-programs; some several times."""
-        yield from self.invars
-        yield from self.outvars
-        yield from (value for value, _ in self.consts)
-        for op in self.ops:
-            yield from op.ins
-            yield from op.outs
-
 
 def numbered(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
     """Yields the ops that have rows in reports, in order, and how often each runs.
