@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src.autocast.graph import KERNEL, PLANNED, REGION, Block, Op, is_float, known_value
+from mpjax._src.autocast.graph import KERNEL, PLANNED, REGION, Block, Op, is_float
 from mpjax._src.autocast.why import Reason, Why, why
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
@@ -24,9 +24,8 @@ def classify(block: Block, policy: Policy) -> frozenset[str]:
         **dict.fromkeys(policy.full_ops, "full"),
         **dict.fromkeys(policy.follow_ops, "follow"),
     }
-    for value in block.invars:
-        value.given = bool(value.paths)
-        used |= {p for p, _ in policy.overrides for path in value.paths if matches(p, path)}
+    paths = {path for value in block.invars for path in value.paths}
+    used |= {p for p, _ in policy.overrides for path in paths if matches(p, path)}
     _classify(block, policy, listed, used)
     return frozenset(used)
 
@@ -47,29 +46,13 @@ def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[st
         value.raw = True
     for op in block.ops:
         op.half = policy.compute_dtype if policy.compute_dtype in HALVES else None
-        if rules.SAME_PARAMETER in op.spec.traits and op.ins:
-            for out in op.outs:
-                out.paths = op.ins[0].paths
-                out.raw = op.ins[0].raw and rules.FRESH not in op.spec.traits
-                out.entries = op.ins[0].entries if out.is_f32 else None
-            op.outs[0].const = known_value(op)
-        if op.spec.need == rules.MOVE and rules.LOOKS_UP not in op.spec.traits:
-            given = all(v.given for v in op.ins if is_float(v))
-            for out in op.outs:
-                out.given, out.moved = given, given and len(op.outs) == 1 and _is_moved(op)
+        for out in op.outs:
+            out.raw = out.constant
+        for value in op.ins:
+            value.raw = value.raw or value.literal
         for sub in op.subs:
             for value, index in zip(sub.program.invars, sub.ins, strict=True):
-                value.paths = op.ins[index].paths
-                value.given = op.ins[index].given
                 value.small = op.ins[index].small
-                if op.inside.knows:
-                    const, value.entries = op.ins[index].const, op.ins[index].entries
-                    if const is not None and np.size(const) == 1:
-                        value.const = np.reshape(const, ())
-            for _, argument in sub.carry:
-                value = sub.program.invars[argument]
-                value.paths, value.const, value.entries = (), None, None
-                value.given = False
             _classify(sub.program, policy, listed, used)
         op.rule, op.why = _rule(op)
         _apply_lists(op, listed)
@@ -83,14 +66,6 @@ def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[st
             small = reduces or (bool(big) and all(v.small for v in big))
             for out in op.outs:
                 out.small = small
-
-
-EXCHANGES = frozenset(["reshard", "sharding_constraint", "all_gather", "all_gather_invariant"])
-
-
-def _is_moved(op: Op) -> bool:
-    """Returns whether an op sets the sharding of a parameter, or views such a result."""
-    return op.name in EXCHANGES or any(v.moved for v in op.ins)
 
 
 def _rule(op: Op) -> tuple[str, Why]:

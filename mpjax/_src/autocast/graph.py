@@ -40,10 +40,11 @@ class Value:
     const: Any = None  # its known value: a scalar that fills it, or a small array
     entries: Any = None  # the known values of its entries, in any order and number
     paths: tuple[str, ...] = ()  # the paths of the parameter that it is or views
-    given: bool = False  # an argument, or made from arguments by moves alone
+    given: bool = False  # a parameter, or made from parameters by moves alone
     moved: bool = False  # the same, with a sharding set by the program: devices send it
-    raw: bool = False  # an argument or constant, perhaps after layout operations
+    constant: bool = False  # a constant of the program, perhaps after layout operations
     literal: bool = False  # written in the program
+    raw: bool = False  # an argument or constant, perhaps after layout operations
     small: bool = False  # the result of a reduction, or made from such results alone
     # The decision (`decide`).
     kind: str = ""  # "half", "full", "flexible"; "" if not float32
@@ -179,26 +180,34 @@ def numbered(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
 
 
 def build(
-    jaxpr: Any, consts: Sequence[Any], scopes: tuple[str, ...] = (), callers: tuple[Any, ...] = ()
+    jaxpr: Any,
+    consts: Sequence[Any],
+    scopes: tuple[str, ...] = (),
+    paths: Sequence[str] = (),
 ) -> Block:
-    """Returns the graph of a jaxpr.
+    """Returns the graph of a program.
 
     Args:
-        jaxpr: The jaxpr, with ``consts`` the values of its constants.
+        jaxpr: The program, with ``consts`` the values of its constants.
         consts: Arrays or tracers.
         scopes: Names of the scopes around it.
-        callers: The equations around it.
+        paths: The path of each argument that is a parameter.
     """
-    block = Block([Value(v.aval) for v in jaxpr.invars], [], [], [])
+    invars = [Value(v.aval) for v in jaxpr.invars]
+    if paths:
+        named = zip(invars, paths, strict=True)
+        invars = [dataclasses.replace(v, paths=(path,), given=True) for v, path in named]
+    return _block(jaxpr, consts, invars, scopes, ())
+
+
+def _block(jaxpr, consts, invars: list[Value], scopes, callers, in_loop=False) -> Block:
     known = [
         (_constant(v.aval, value), value) for v, value in zip(jaxpr.constvars, consts, strict=True)
     ]
-    block.consts = known
-    env = dict(zip(jaxpr.invars, block.invars, strict=True))
+    env = dict(zip(jaxpr.invars, invars, strict=True))
     env |= {v: value for v, (value, _) in zip(jaxpr.constvars, known, strict=True)}
+    block = Block(invars, [], known, [], in_loop)
     block.outvars = _flatten(jaxpr, env, block, None, scopes, callers)
-    for index, op in enumerate(block.ops):
-        op.index = index
     return block
 
 
@@ -210,7 +219,7 @@ def _flatten(jaxpr, env, block: Block, stack, scopes, callers) -> list[Value]:
             # The tangent of an integer has no entries that are numbers.
             dtype = getattr(atom.aval, "dtype", None)
             entries = None if dtype == jax.dtypes.float0 else atom.val
-            return Value(atom.aval, atom.val, entries, raw=True, literal=True)
+            return Value(atom.aval, atom.val, entries, constant=True, literal=True)
         return env[atom]
 
     for eqn in jaxpr.eqns:
@@ -226,36 +235,80 @@ def _flatten(jaxpr, env, block: Block, stack, scopes, callers) -> list[Value]:
             results = _flatten(inner, inner_env, block, here, names, (*callers, eqn))
             env |= zip(eqn.outvars, results, strict=True)
             continue
-        outs = [Value(var.aval) for var in eqn.outvars]
+        outs = [_result(eqn, ins, var.aval) for var in eqn.outvars]
         env |= zip(eqn.outvars, outs, strict=True)
-        op = Op(eqn, ins, outs, here, names, callers)
+        subs = _programs(eqn, ins, names, (*callers, eqn))
+        op = Op(eqn, ins, outs, here, names, callers, subs, index=len(block.ops))
         # The cotangents of x - x cancel, but not after each is added to another and rounded.
         op.steady = op.name == "sub" and ins[0] is ins[1]
-        for inside in op.inside.wire(eqn):
-            inner = build(*_jax.open_jaxpr(inside.program), names, (*callers, eqn))
-            inner.in_loop = block.in_loop or op.inside.loops
-            op.subs.append(inside._replace(program=inner))
         block.ops.append(op)
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _constant(aval, value) -> Value:
-    known = Value(aval, raw=True)
-    if known.is_f32 and not isinstance(value, jax.core.Tracer) and known.size <= CONSTANT_LIMIT:
-        known.const = known.entries = np.asarray(value)
-    return known
+def _result(eqn, ins: Sequence[Value], aval: Any) -> Value:
+    """Returns a result of an equation, with what is known of it: a constant, or a parameter."""
+    spec, value = rule_of(eqn.primitive.name), Value(aval)
+    known: dict[str, Any] = {}
+    if rules.SAME_PARAMETER in spec.traits and ins:
+        known = {"paths": ins[0].paths, "constant": ins[0].constant}
+        known["constant"] &= rules.FRESH not in spec.traits
+        if value.is_f32:
+            known["entries"] = ins[0].entries
+            if rules.SAME_CONSTANT in spec.traits:
+                known["const"] = _same_constant(eqn, ins[0].const)
+    if spec.need == rules.MOVE and rules.LOOKS_UP not in spec.traits:
+        known["given"] = all(v.given for v in ins if is_float(v))
+        sent = eqn.primitive.name in EXCHANGES or any(v.moved for v in ins)
+        known["moved"] = known["given"] and len(eqn.outvars) == 1 and sent
+    return dataclasses.replace(value, **known) if known else value
 
 
-def known_value(op: Op) -> Any:
-    """Returns the constant value of an op's first result, or None if it is not constant."""
-    if not (op.ins and rules.SAME_CONSTANT in op.spec.traits and op.outs[0].is_f32):
-        return None
-    value = op.ins[0].const
+# These set the sharding of a parameter.
+EXCHANGES = frozenset(["reshard", "sharding_constraint", "all_gather", "all_gather_invariant"])
+
+
+def _same_constant(eqn, value: Any) -> Any:
+    """Returns the known value of the result of an equation whose operand has a known value."""
     if value is None:
         return None
     if np.size(value) == 1:
         return np.asarray(value).reshape(())
-    return value if op.name == "convert_element_type" else None
+    return value if eqn.primitive.name == "convert_element_type" else None
+
+
+def _programs(eqn, ins: Sequence[Value], scopes, callers) -> list[Inside]:
+    """Returns the programs inside an equation, and what their arguments are outside of it."""
+    row = higher_order(eqn.primitive.name)
+    found = []
+    for inside in row.wire(eqn):
+        jaxpr, consts = _jax.open_jaxpr(inside.program)
+        carried = {argument for _, argument in inside.carry}
+        invars = [
+            Value(v.aval) if place in carried else _argument(v.aval, ins[index], row.knows)
+            for place, (v, index) in enumerate(zip(jaxpr.invars, inside.ins, strict=True))
+        ]
+        program = _block(jaxpr, consts, invars, scopes, callers, row.loops)
+        found.append(inside._replace(program=program))
+    return found
+
+
+def _argument(aval: Any, outside: Value, knows: bool) -> Value:
+    """Returns an argument of a program inside an equation, which reads a value for it."""
+    known: dict[str, Any] = {"paths": outside.paths, "given": outside.given}
+    if knows:
+        const = outside.const
+        known["entries"] = outside.entries
+        filled = const is not None and np.size(const) == 1
+        known["const"] = np.reshape(const, ()) if filled else None
+    return Value(aval, **known)
+
+
+def _constant(aval, value) -> Value:
+    known = Value(aval, constant=True)
+    traced = isinstance(value, jax.core.Tracer)
+    if not known.is_f32 or traced or known.size > CONSTANT_LIMIT:
+        return known
+    return dataclasses.replace(known, const=np.asarray(value), entries=np.asarray(value))
 
 
 def half_of(block: Block) -> Any:

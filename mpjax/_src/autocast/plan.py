@@ -93,9 +93,7 @@ def outline(
         paths: The path of each argument, for the policy's overrides.
         scopes: The names of the scopes around the program.
     """
-    block = build(jaxpr, consts, scopes)
-    for value, path in zip(block.invars, paths, strict=False):
-        value.paths = (path,)
+    block = build(jaxpr, consts, scopes, paths)
     used = classify(block, policy)
     return Plan(block, policy, used, as_written=half_of(block) is None)
 
