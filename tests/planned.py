@@ -1,5 +1,7 @@
 """Plans programs without running them, and returns the plan's facts and decisions."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Shape
@@ -20,14 +22,37 @@ def analysed(fun, *args, policy="mixed_bfloat16", linear=()):
     dtypes = [v.aval.dtype for v in closed.jaxpr.invars]
     policy = mpjax.get_policy(policy) if isinstance(policy, str) else policy
     plan = outline(closed.jaxpr, closed.consts, policy)
-    analysis = analyse(plan, dtypes, linear=linear)
-    KNOWN.facts.update(analysis.facts)
-    KNOWN.carries.update(analysis.carries)
-    KNOWN.wants.update(analysis.wants)
+    know(analyse(plan, dtypes, linear=linear))
     return plan.block
 
 
-KNOWN = Analysis()  # about the values of all blocks that were analysed
+def know(analysis):
+    """Records the tables of a plan, so that the functions below answer for its ops and values."""
+    for field in dataclasses.fields(analysis):
+        getattr(KNOWN, field.name).update(getattr(analysis, field.name))
+
+
+KNOWN = Analysis(arguments=set())  # about all blocks that were analysed
+
+
+def ruling(op):
+    return KNOWN.rulings[op]
+
+
+def choice(op):
+    return KNOWN.choices[op]
+
+
+def stored(value):
+    return KNOWN.stored[value]
+
+
+def is_small(value):
+    return value in KNOWN.small
+
+
+def is_raw(value):
+    return KNOWN.is_raw(value)
 
 
 def fact_of(value):
@@ -56,7 +81,7 @@ def op(block, name, place=-1):
 
 def said(op):
     """Returns in words why an operation computes in its dtype."""
-    return words(op.why)
+    return words(KNOWN.why(op))
 
 
 __all__ = [
@@ -68,9 +93,15 @@ __all__ = [
     "W",
     "analysed",
     "carries",
+    "choice",
     "fact",
     "fact_of",
+    "is_raw",
+    "is_small",
+    "know",
     "op",
+    "ruling",
     "said",
+    "stored",
     "want",
 ]

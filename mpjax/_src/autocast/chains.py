@@ -11,9 +11,9 @@ derivative reads are left unrounded.
 
 from collections.abc import Collection, Iterable, Sequence
 
-from mpjax._src.autocast.decide import may_be_rounded
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.islands import Flow, Island, bound, large_float32
+from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.autocast.lean import needs
 from mpjax._src.autocast.why import Reason, why
 from mpjax._src.base import rules
@@ -47,29 +47,41 @@ def _is_taken_back(op: Op, flow: Flow) -> bool:
 
 
 def _is_elementwise(op: Op, flow: Flow) -> bool:
-    if op.forced or op.subs or op.spec.cost != rules.FUSED or op.compute is None:
+    if (
+        flow.rulings[op].forced
+        or op.subs
+        or op.spec.cost != rules.FUSED
+        or flow.choices[op].compute is None
+    ):
         return False
     # The island of a chain keeps its inputs in half: a float32 one would be rounded.
-    wide = any(v.kind == "full" and v.dtype == FLOAT32 and _counts(v) for v in op.ins)
+    wide = any(
+        flow.stored[v].kind == "full"
+        and flow.stored[v].dtype == FLOAT32
+        and _counts(flow.analysis, v)
+        for v in op.ins
+    )
     moving = any(flow.analysis.facts[v].linear for v in (*op.ins, *op.outs))
-    return op.rule in ("follow", "full", "neutral") and not (wide or moving)
+    return flow.rulings[op].rule in ("follow", "full", "neutral") and not (wide or moving)
 
 
 def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Island]:
     """Returns the islands of chains whose derivatives read values inside."""
     found = []
     for ops in groups:
-        halves = {op.half for op in ops}
-        rounds = any(v.kind == "half" for v in _inner(ops, flow))
-        if len(halves) > 1 or not rounds or not _needed(ops):
+        halves = {flow.rulings[op].half for op in ops}
+        rounds = any(flow.stored[v].kind == "half" for v in _inner(ops, flow))
+        if len(halves) > 1 or not rounds or not _needed(flow.analysis, ops):
             continue
         island = Island([*ops])
         bound(island, flow)
         island.rounded = large_float32(island, flow)
-        if not all(may_be_rounded(flow.analysis, v) for v in island.rounded):
+        if not all(flow.analysis.may_be_rounded(v) for v in island.rounded):
             continue
         largest = max(v.size for op in ops for v in op.outs)
-        if kept_bytes(not_far_smaller(island.inputs, largest)) <= kept_bytes(_needed(ops)):
+        if kept_bytes(flow.analysis, not_far_smaller(island.inputs, largest)) <= kept_bytes(
+            flow.analysis, _needed(flow.analysis, ops)
+        ):
             found.append(island)
     return found
 
@@ -82,13 +94,15 @@ def unrounded(ops: Collection[Op], flow: Flow, differentiated: bool = True) -> N
         flow: The flow of their block.
         differentiated: Whether derivatives save values.
     """
-    plain = {op for op in ops if not differentiated or not _needed([op])}
-    inner = {v for v in _inner(plain, flow) if v.kind == "half"}
+    plain = {op for op in ops if not differentiated or not _needed(flow.analysis, [op])}
+    inner = {v for v in _inner(plain, flow) if flow.stored[v].kind == "half"}
     for op in plain:
-        if op.compute in HALVES and not inner.isdisjoint((*op.ins, *op.outs)):
-            op.compute, op.why = FLOAT32, why(Reason.CHAIN)
+        if flow.choices[op].compute in HALVES and not inner.isdisjoint((*op.ins, *op.outs)):
+            choice = flow.choices[op]
+            flow.choices[op] = choice._replace(compute=FLOAT32, why=why(Reason.CHAIN))
     for value in inner:
-        value.kind, value.dtype, value.rounded = "full", FLOAT32, False
+        stored = flow.stored[value]
+        flow.stored[value] = stored._replace(kind="full", dtype=FLOAT32, rounded=False)
 
 
 def _inner(ops: Collection[Op], flow: Flow) -> list[Value]:
@@ -97,14 +111,19 @@ def _inner(ops: Collection[Op], flow: Flow) -> list[Value]:
     return [v for v in made if all(reader in ops for reader in flow.readers.get(v, (None,)))]
 
 
-def _needed(ops: Iterable[Op]) -> set[Value]:
+def _needed(analysis: Analysis, ops: Iterable[Op]) -> set[Value]:
     """Returns the values that derivatives of ops save."""
-    return {v for op in ops for v in needs(op) if _counts(v)}
+    return {v for op in ops for v in needs(analysis, op) if _counts(analysis, v)}
 
 
-def _counts(value: Value) -> bool:
+def _counts(analysis: Analysis, value: Value) -> bool:
     """Returns whether keeping a value takes memory: it is no argument, constant or statistic."""
-    return not (value.raw or value.literal or value.small or value.const is not None)
+    return not (
+        analysis.is_raw(value)
+        or value.literal
+        or (value in analysis.small)
+        or value.const is not None
+    )
 
 
 def not_far_smaller(values: Iterable[Value], size: int) -> list[Value]:
@@ -116,7 +135,9 @@ def not_far_smaller(values: Iterable[Value], size: int) -> list[Value]:
 FAR_SMALLER = 8
 
 
-def kept_bytes(values: Iterable[Value]) -> int:
+def kept_bytes(analysis: Analysis, values: Iterable[Value]) -> int:
     """Returns the bytes that values take if they are kept in half."""
-    each = (v.size * (2 if v.is_f32 else v.aval.dtype.itemsize) for v in values if _counts(v))
+    each = (
+        v.size * (2 if v.is_f32 else v.aval.dtype.itemsize) for v in values if _counts(analysis, v)
+    )
     return sum(each)

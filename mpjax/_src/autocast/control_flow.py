@@ -27,10 +27,7 @@ def _run_in_place(op: Op, env: Env) -> None:
 @evaluates("while")
 def _run_while(op: Op, env: Env) -> None:
     cond, body = op.subs
-    consts = [
-        env.read(op.ins[i], v.dtype) for i, v in zip(cond.ins, cond.program.invars, strict=True)
-    ]
-    args = [*consts[: cond.consts], *operands(op, body, env)]
+    args = [*operands(op, cond, env)[: cond.consts], *operands(op, body, env)]
     new = {
         "cond_jaxpr": trace_sub(op, cond, env),
         "body_jaxpr": trace_sub(op, body, env),
@@ -58,7 +55,7 @@ def _run_remat(op: Op, env: Env) -> None:
 @evaluates("shard_map")
 def _run_shard_map(op: Op, env: Env) -> None:
     (sub,) = op.subs
-    outs = result_dtypes(op, sub)
+    outs = result_dtypes(op, sub, env)
     mapped = _jax.shard_map(
         lambda *args: tuple(run_block(sub.program, args, outs, env.settings)), op.params
     )

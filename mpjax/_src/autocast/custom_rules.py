@@ -33,15 +33,15 @@ def _run_custom_jvp(op: Op, env: Env) -> None:
     """Evaluates a custom_jvp with its own rule, on primals and tangents of the planned dtypes."""
     (sub,) = op.subs
     policy, params = env.settings.policy, op.params
-    if op.rule == "program":
-        in_dtypes = [v.dtype for v in sub.program.invars]
-        outs = result_dtypes(op, sub)
+    if env.rulings[op].rule == "program":
+        in_dtypes = [env.stored[v].dtype for v in sub.program.invars]
+        outs = result_dtypes(op, sub, env)
         args = operands(op, sub, env)
         primal = functools.partial(run_block, sub.program, settings=env.settings)
     else:
-        in_dtypes = [op.compute if v.is_f32 else None for v in op.ins]
-        outs = [op.compute if v.is_f32 else None for v in op.outs]
-        args = [env.read(v, op.compute) for v in op.ins]
+        in_dtypes = [env.choices[op].compute if v.is_f32 else None for v in op.ins]
+        outs = [env.choices[op].compute if v.is_f32 else None for v in op.outs]
+        args = [env.read(v, env.choices[op].compute) for v in op.ins]
         primal = functools.partial(_run_whole, params["call_jaxpr"], in_dtypes, policy, op.scopes)
     consts = params["num_consts"]
 
@@ -85,8 +85,8 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
     """Evaluates a custom_vjp: its forward and backward rules are both planned and rewritten."""
     (sub,) = op.subs
     policy = env.settings.policy
-    in_dtypes = [v.dtype for v in sub.program.invars]
-    outs = result_dtypes(op, sub)
+    in_dtypes = [env.stored[v].dtype for v in sub.program.invars]
+    outs = result_dtypes(op, sub, env)
     consts = op.params["num_consts"]
     # The backward rule is separate code, so a region around the call does not apply to it.
     symbolic = bool(op.params["symbolic_zeros"])
@@ -113,9 +113,10 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
         plan = make_plan(
             inner, inner_consts, policy, in_dtypes[consts:], [*res_dtypes, *outs], scopes=op.scopes
         )
+        stored = plan.analysis.stored
         # A residual that is stored in half is passed on in half.
         kept = [
-            v.dtype if v.is_f32 and v.kind == "half" else d
+            stored[v].dtype if v.is_f32 and stored[v].kind == "half" else d
             for v, d in zip(plan.block.outvars[:computed], res_dtypes, strict=True)
         ]
         results = run_plan(plan, args[consts:], [*kept, *outs])

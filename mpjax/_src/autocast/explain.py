@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src.autocast.graph import ATTENTION, ROW, Block, Op, Value, numbered
+from mpjax._src.autocast.graph import ATTENTION, ROW, Op, Value
+from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.residuals import Kept, kept_by, storage_of
 from mpjax._src.autocast.transform import Traced, call, trace
@@ -421,18 +422,19 @@ def _with_gradients(traced: Traced, forward, active, has_aux) -> CastReport:
         sum(array.bytes for array in as_written),
         sum(array.bytes for array in kept),
         tuple(kept),
-        tuple(_read_wide(traced.plan.block, active).items()),
+        tuple(_read_wide(traced.plan, active).items()),
     )
 
 
-def _read_wide(block: Block, active: Sequence[bool]) -> dict[str, int]:
+def _read_wide(plan: Plan, active: Sequence[bool]) -> dict[str, int]:
     """Returns the paths of differentiated arguments that are read in float32, and the first row."""
-    arguments = zip(block.invars, active, strict=True)
+    arguments = zip(plan.block.invars, active, strict=True)
     trained = {path for value, yes in arguments if yes for path in value.paths if path}
     found: dict[str, int] = {}
-    for index, (op, _) in enumerate(numbered(block)):
+    for index, (op, _) in enumerate(plan.numbered):
         # Views do not count, programs are searched inside, and lookups exchange rounded values.
-        if op.rule in ("layout", "program", "cast") or op.sent_half or op.compute in HALVES:
+        choice, rule = plan.analysis.choices[op], plan.analysis.rulings[op].rule
+        if rule in ("layout", "program", "cast") or choice.sent_half or choice.compute in HALVES:
             continue
         given = [value for value in op.ins if value.is_f32 and value.given]
         for path in trained.intersection(path for value in given for path in value.paths):
@@ -495,35 +497,40 @@ def words(why: Why) -> str:
 
 def _rows(plan: Plan) -> Iterator[Row]:
     """Yields the rows of a plan. Operations inside one that is left as written name that one."""
-    storage, within = storage_of(plan), {}
-    for op, times in numbered(plan.block):
-        if op.left_alone:
+    storage, within, analysis = storage_of(plan), {}, plan.analysis
+    for op, times in plan.numbered:
+        if analysis.rulings[op].leaves_alone(op):
             inner = (o for sub in op.subs for o in sub.program.walk())
             within.update(dict.fromkeys(inner, op))
         around = within.get(op)
-        reason = why(Reason.WITHIN, around.name, where(*around.lines)) if around else op.why
-        yield _row(op, times, storage.get(op, ""), reason)
+        inside = why(Reason.WITHIN, around.name, where(*around.lines)) if around else None
+        reason = inside or analysis.why(op)
+        yield _row(analysis, op, times, storage.get(op, ""), reason)
 
 
-def _row(op: Op, times: int, storage: str, reason: Why) -> Row:
+def _row(analysis: Analysis, op: Op, times: int, storage: str, reason: Why) -> Row:
     paths = dict.fromkeys(path for v in op.ins for path in v.paths if path)
     source, library = op.lines
-    computes = [_after(v, op.compute if op.rule != "program" else v.dtype) for v in op.ins]
+    ruling, compute = analysis.rulings[op], analysis.choices[op].compute
+    dtypes = {v: analysis.stored[v].dtype for v in (*op.ins, *op.outs)}
+    program = ruling.rule == "program"
+    computes = [_after(v, dtypes[v] if program else compute or dtypes[v]) for v in op.ins]
+    held = sum(_jax.bytes_of(v.aval, dtypes[v] if v.is_f32 else None) for v in (*op.ins, *op.outs))
     return Row(
         op.name,
         "/".join(op.scopes),
         ", ".join(paths),
         source,
         _signature([_name(v.aval) for v in op.ins], [_name(v.aval) for v in op.outs]),
-        _signature(computes, [_after(v, v.dtype) for v in op.outs]),
+        _signature(computes, [_after(v, dtypes[v]) for v in op.outs]),
         words(reason),
         flops_of(op.eqn),
         times,
-        left_alone=op.left_alone,
+        left_alone=ruling.leaves_alone(op),
         storage=storage,
         attention=op.attention,
         library=library,
-        bytes=0 if op.rule == "program" else sum(map(_held, (*op.ins, *op.outs))),
+        bytes=0 if program else held,
     )
 
 
@@ -546,14 +553,9 @@ def computed_in(signature: str) -> str:
     return next((name for name in ("f32", "bf16", "f16") if name in found), "other")
 
 
-def _held(value: Value) -> int:
-    """Returns the bytes of a value in the dtype in which the plan stores it."""
-    return _jax.bytes_of(value.aval, value.dtype if value.is_f32 else None)
-
-
 def _after(value: Value, dtype: Any) -> str:
     if value.is_f32:
-        return SPELLINGS.get(np.dtype(dtype or value.dtype or FLOAT32), ("f32",))[0]
+        return SPELLINGS.get(np.dtype(dtype or FLOAT32), ("f32",))[0]
     return _name(value.aval)
 
 

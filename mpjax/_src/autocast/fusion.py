@@ -24,6 +24,7 @@ from mpjax._src.autocast.forms import MASKED, is_linear, is_number, is_same_alon
 from mpjax._src.autocast.fused import SUM, VALUE, Atom, Fusion, Labels, Term
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.islands import Flow, Island, bound
+from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.autocast.views import VIEWS, Axes, after, before, is_view, own_axes
 from mpjax._src.base import _jax
 
@@ -147,7 +148,7 @@ def _fuse(island: Island, flow: Flow) -> Fusion:
     keys = {a for d in summed for a in _split(own[d], atoms)}
     first, queries, named, shared = _operands(scores.matmul, scores.axes, keys)
     values, result = _values(matmul, place, _labels(where, atoms), keys, shared)
-    _check_matmuls(scores.matmul, matmul)
+    _check_matmuls(flow.analysis, scores.matmul, matmul)
     rows = [a for axis in queries for a in axis if a[0] != SUM and a not in shared]
     leaves = [part for leaf in scores.leaves for part in _parts(leaf, flow)]
     lines = [_lines(leaf, flow) for leaf in leaves]
@@ -172,7 +173,13 @@ def _fuse(island: Island, flow: Flow) -> Fusion:
     options = {"scale": scores.factor, **options}
     operands = queries, named, values
     fusion = Fusion(
-        "", matmul.half, operands, (*terms,), result, groups, tuple(sorted(options.items()))
+        "",
+        flow.rulings[matmul].half,
+        operands,
+        (*terms,),
+        result,
+        groups,
+        tuple(sorted(options.items())),
     )
     inputs = [scores.matmul.ins[first], scores.matmul.ins[1 - first], matmul.ins[1 - place]]
     inputs += [leaf.value for leaf in left]
@@ -189,11 +196,11 @@ def _fuse(island: Island, flow: Flow) -> Fusion:
     return fusion._replace(kernel=kernel)
 
 
-def _check_matmuls(*matmuls: Op) -> None:
-    if len({op.half for op in matmuls}) > 1:
+def _check_matmuls(analysis: Analysis, *matmuls: Op) -> None:
+    if len({analysis.rulings[op].half for op in matmuls}) > 1:
         raise Unfit("its matmuls compute in different half dtypes")
     for op in matmuls:
-        if op.in_force != "half" or not all(v.is_f32 for v in op.ins):
+        if analysis.rulings[op].in_force != "half" or not all(v.is_f32 for v in op.ins):
             raise Unfit("one of its matmuls does not compute in half")
         if op.params.get("out_sharding") is not None:
             raise Unfit("one of its matmuls sets a sharding")
@@ -210,7 +217,7 @@ def _scores(
         raise Unfit("its scores do not come from a matmul")
     if op.name == "dot_general":
         return Scores(op, axes, factor)
-    if op.forced or op.eqn.effects:
+    if flow.rulings[op].forced or op.eqn.effects:
         raise Unfit(f"{op.name} on its scores has a fixed dtype")
 
     def further(place: int, axes: Axes | None, factor: float, *leaves: Leaf) -> Scores:

@@ -6,16 +6,15 @@ analysis needs no rule per control-flow primitive. This module makes no decision
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from mpjax._src.autocast.why import NO_REASON, Why
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.base.higher_order import HigherOrder, Inside, higher_order, turns_of
+from mpjax._src.base.higher_order import HigherOrder, Inside, higher_order
 from mpjax._src.base.rules import Rule, rule_of
 
 # The planner does not read the entries of larger constants.
@@ -34,7 +33,7 @@ Place = tuple[int, tuple[int, ...]]
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Value:
-    """One array of the program, with the facts and decisions of the plan about it."""
+    """One array of the program, with what the program alone says of it."""
 
     aval: Any
     const: Any = None  # its known value: a scalar that fills it, or a small array
@@ -44,14 +43,6 @@ class Value:
     moved: bool = False  # the same, with a sharding set by the program: devices send it
     constant: bool = False  # a constant of the program, perhaps after layout operations
     literal: bool = False  # written in the program
-    raw: bool = False  # an argument or constant, perhaps after layout operations
-    small: bool = False  # the result of a reduction, or made from such results alone
-    # The decision (`decide`).
-    kind: str = ""  # "half", "full", "flexible"; "" if not float32
-    dtype: Any = None  # its storage dtype
-    wide: bool = False  # made with a constant that half cannot hold: never rounded for storage
-    lost: bool = False  # half would lose information of it (`facts`): not rounded either
-    rounded: bool = False  # computed in float32, stored in half
     # Read in every sweep, so they are not computed again.
     is_f32: bool = dataclasses.field(init=False)
     size: int = dataclasses.field(init=False)
@@ -78,11 +69,6 @@ class Op:
     scopes: tuple[str, ...]  # the names on it, from the root of the program
     callers: tuple[Any, ...] = ()  # the equations around it, jits that were inlined included
     subs: list[Inside] = dataclasses.field(default_factory=list)
-    rule: str = ""
-    half: Any = None  # the half dtype that it uses if it computes in half
-    forced: str = ""  # "half" or "full", whatever its operands are
-    compute: Any = None  # the dtype in which it reads float32 operands; None: as stored
-    why: Why = NO_REASON  # the reason for that dtype
     index: int = -1
     steady: bool = False  # derivatives may hold its operands constant
     # For a matmul, an operand and dimensions over which derivatives subtract its mean.
@@ -90,7 +76,6 @@ class Op:
     # For a maximum, the exponential whose sums it also returns; for such a sum, the same.
     online: str = ""
     repeats: tuple[int, int] | None = None  # of a gather that repeats entries: axis, count
-    sent_half: bool = False  # for a lookup in a parameter: devices may exchange it in half
     attention: str = ""  # for a matmul that reads a softmax: the fused kernel, or why there is none
     # Read in every sweep, so they are not looked up again.
     name: str = dataclasses.field(init=False)
@@ -99,11 +84,6 @@ class Op:
     def __post_init__(self) -> None:
         self.name = self.eqn.primitive.name
         self.spec = rule_of(self.name)
-
-    @property
-    def in_force(self) -> str:
-        """The rule that decides and evaluates it: the one that was forced on it, or its own."""
-        return self.forced or self.rule
 
     @property
     def inside(self) -> HigherOrder:
@@ -134,12 +114,6 @@ class Op:
         """Whether it has a float32 operand or result."""
         return any(v.is_f32 for v in (*self.ins, *self.outs))
 
-    @property
-    def left_alone(self) -> bool:
-        """Whether it is float32 and runs as written although no one asked for that."""
-        unknown = self.rule == "leave" and not self.forced and PLANNED not in self.scopes
-        return self.rule == "written" or (unknown and self.has_float32)
-
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Block:
@@ -165,18 +139,6 @@ class Block:
         for op in self.ops:
             for sub in op.subs:
                 yield from sub.program.blocks()
-
-
-def numbered(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
-    """Yields the ops that have rows in reports, in order, and how often each runs.
-
-    An op that is planned as one operation, such as an activation with its own rule, is one row.
-    """
-    for op in block.ops:
-        yield op, times
-        if op.rule == "program" or op.left_alone:
-            for sub in op.subs:
-                yield from numbered(sub.program, times * turns_of(op.eqn))
 
 
 def build(
@@ -309,11 +271,6 @@ def _constant(aval, value) -> Value:
     if not known.is_f32 or traced or known.size > CONSTANT_LIMIT:
         return known
     return dataclasses.replace(known, const=np.asarray(value), entries=np.asarray(value))
-
-
-def half_of(block: Block) -> Any:
-    """Returns the half dtype of a block's operations."""
-    return next((op.half for op in block.walk() if op.half is not None), None)
 
 
 def is_steady(op: Op, value: Value) -> bool:

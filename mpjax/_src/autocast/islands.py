@@ -38,6 +38,10 @@ class Flow:
     free: dict[Value, Op]
     fuse: bool = False
 
+    def __post_init__(self) -> None:
+        tables = self.analysis
+        self.rulings, self.choices, self.stored = tables.rulings, tables.choices, tables.stored
+
     @functools.cached_property
     def constants(self) -> dict[Value, Any]:
         """The arrays that the block closes over."""
@@ -51,7 +55,7 @@ def flow_of(block: Block, analysis: Analysis, fuse: bool = False) -> Flow:
         for v in dict.fromkeys(op.ins):
             readers.setdefault(v, []).append(op)
     producer = {v: op for op in block.ops for v in op.outs}
-    free = {op.outs[0]: op for op in block.ops if is_free(op)}
+    free = {op.outs[0]: op for op in block.ops if is_free(analysis, op)}
     return Flow(block, analysis, producer, readers, free, fuse)
 
 
@@ -97,7 +101,8 @@ def bound(group: Island, flow: Flow) -> None:
     inside = {v for op in run for v in op.outs}
     read = (v for op in run for v in op.ins)
     group.inputs = [*dict.fromkeys(v for v in read if v not in inside and not v.literal)]
-    group.half = next((op.half for op in group.ops if op.half is not None), None)
+    halves = (flow.rulings[op].half for op in group.ops)
+    group.half = next((half for half in halves if half is not None), None)
     group.sums = [
         v for op in group.ops if rules.REDUCES in op.spec.traits for v in op.outs if v.is_f32
     ]
@@ -110,7 +115,8 @@ def bound(group: Island, flow: Flow) -> None:
     group.in_half = {
         v
         for v in group.results
-        if v.is_f32 and all(op is not None and op.compute in HALVES for op in outside[v])
+        if v.is_f32
+        and all(op is not None and flow.choices[op].compute in HALVES for op in outside[v])
     }
 
 
@@ -121,8 +127,14 @@ def large_float32(group: Island, flow: Flow) -> set[Value]:
     a product with it may leave the range of float16 (`facts`), it is not rounded. Neither are rows
     that were looked up in one: a table may hold data as well as what was learned.
     """
-    floats = (v for v in group.inputs if v.is_f32 and v.dtype == FLOAT32)
-    large = {v for v in floats if not (v.raw or v.small or v.is_one or v.const is not None)}
+    floats = (v for v in group.inputs if v.is_f32 and flow.stored[v].dtype == FLOAT32)
+    large = {
+        v
+        for v in floats
+        if not (
+            flow.analysis.is_raw(v) or (v in flow.analysis.small) or v.is_one or v.const is not None
+        )
+    }
     return large - {v for op in group.ops for v in op.ins if _is_of_unknown_range(v, op, flow)}
 
 
@@ -131,7 +143,7 @@ def _is_of_unknown_range(value: Value, op: Op, flow: Flow) -> bool:
     rows = fact.data and not fact.given
     moved = value.given or fact.spread
     beyond = moved or any(flow.analysis.is_beyond(out, FLOAT16) for out in op.outs)
-    return op.half == FLOAT16 and (rows or (fact.given and beyond))
+    return flow.rulings[op].half == FLOAT16 and (rows or (fact.given and beyond))
 
 
 def make_again(island: Island, makers: dict[Op, Island], flow: Flow) -> None:
@@ -185,13 +197,16 @@ def free_producers(members: list[Op], flow: Flow) -> list[Op]:
     return sorted(found, key=lambda op: op.index)
 
 
-def is_free(op: Op) -> bool:
+def is_free(analysis: Analysis, op: Op) -> bool:
     """Returns whether an op makes a constant or casts a boolean to a float, where it is read."""
     if not op.outs or not op.outs[0].is_f32:
         return False
     if op.name == "broadcast_in_dim":
         return op.outs[0].const is not None
-    return op.in_force == "cast" and getattr(op.ins[0].aval, "dtype", None) == np.bool_
+    return (
+        analysis.rulings[op].in_force == "cast"
+        and getattr(op.ins[0].aval, "dtype", None) == np.bool_
+    )
 
 
 def tail_operand(island: Island) -> Value:

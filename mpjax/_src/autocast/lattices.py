@@ -1,6 +1,6 @@
-"""The lattices of a plan: facts about each value, and demands of its readers.
+"""The tables of a plan: what its passes find out about each operation and value.
 
-And its tables: what `facts` and `demand` find out about every value.
+Facts about values and demands of their readers are elements of lattices.
 """
 
 import dataclasses
@@ -8,7 +8,8 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._src.autocast.graph import Block, Value
+from mpjax._src.autocast.graph import PLANNED, Block, Op, Value
+from mpjax._src.autocast.why import NO_REASON, Why
 from mpjax._src.base.dtypes import FLOAT16
 
 # span: at most about 1; of ordinary size; perhaps beyond the range of float16.
@@ -205,11 +206,48 @@ def joined(wants: Iterable[Want]) -> Want:
 # ---- the tables ---------------------------------------------------------------------------------
 
 
+class Ruling(NamedTuple):
+    """The rule of an operation.
+
+    Attributes:
+        rule: The rule by its primitive.
+        half: The half dtype that it uses if it computes in half.
+        forced: "half" or "full", whatever its operands are.
+        why: The reason.
+    """
+
+    rule: str = ""
+    half: Any = None
+    forced: str = ""
+    why: Why = NO_REASON
+
+    @property
+    def in_force(self) -> str:
+        """The rule that decides and evaluates it: the one that was forced on it, or its own."""
+        return self.forced or self.rule
+
+    def leaves_alone(self, op: Op) -> bool:
+        """Returns whether it is float32 and runs as written although no one asked for that."""
+        unknown = self.rule == "leave" and not self.forced and PLANNED not in op.scopes
+        return self.rule == "written" or (unknown and op.has_float32)
+
+
+class Rulings(dict[Op, Ruling]):
+    """The rule of each operation."""
+
+    def __missing__(self, op: Op) -> Ruling:
+        return Ruling()
+
+
 class Facts(dict[Value, Fact]):
     """The fact of each value; of a literal there is none."""
 
     def __missing__(self, value: Value) -> Fact:
         return NOTHING
+
+
+# For the body of each loop, which of its arguments are stored in half.
+Carries = dict[Block, tuple[bool, ...]]
 
 
 class Wants(dict[Value, Want]):
@@ -222,23 +260,77 @@ class Wants(dict[Value, Want]):
         return UNREAD
 
 
-# For the body of each loop, which of its arguments are stored in half.
-Carries = dict[Block, tuple[bool, ...]]
+class Choice(NamedTuple):
+    """The dtype of an operation.
+
+    Attributes:
+        compute: The dtype in which it reads float32 operands; None: as stored.
+        why: The reason, where its ruling does not say it.
+        sent_half: For a lookup in a parameter: devices may exchange it in half.
+    """
+
+    compute: Any = None
+    why: Why | None = None
+    sent_half: bool = False
+
+
+class Choices(dict[Op, Choice]):
+    """The choice for each operation."""
+
+    def __missing__(self, op: Op) -> Choice:
+        return Choice()
+
+
+class Stored(NamedTuple):
+    """How a value is stored.
+
+    Attributes:
+        kind: "half", "full", "flexible"; "" if it is not float32.
+        dtype: Its storage dtype.
+        wide: It is made with a constant that half cannot hold: never rounded for storage.
+        lost: Half would lose information of it (`facts`): not rounded either.
+        rounded: It is computed in float32, and stored in half.
+    """
+
+    kind: str = ""
+    dtype: Any = None
+    wide: bool = False
+    lost: bool = False
+    rounded: bool = False
+
+
+class Storage(dict[Value, Stored]):
+    """How each value is stored."""
+
+    def __missing__(self, value: Value) -> Stored:
+        return Stored()
 
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """What is known about the values of a program before their dtypes are decided.
+    """What the passes of a plan find out, as tables. A pass returns its own, and reads others.
 
     Attributes:
-        facts: The fact of each value, which `facts` owns.
-        carries: Which arguments of loops are stored in half (`facts`).
-        wants: The demand on each value, which `demand` owns.
+        rulings: The rule of each operation: by `classify`. `facts` adds loops that are left as
+            written, and `demand` matmuls in float32.
+        small: The results of reductions, and values made from such results alone: by `classify`.
+            `decide` adds results of programs.
+        arguments: The arguments of the program and of those inside it that arrive in float32.
+        facts: The fact of each value.
+        carries: Which arguments of loops are stored in half: by `facts`.
+        wants: The demand on each value: by `demand`.
+        choices: The dtype of each operation: by `decide`. `storage` leaves more of them in float32.
+        stored: How each value is stored: by `decide`, and by `storage` likewise.
     """
 
+    rulings: Rulings = dataclasses.field(default_factory=Rulings)
+    small: set[Value] = dataclasses.field(default_factory=set)
+    arguments: frozenset[Value] = frozenset()
     facts: Facts = dataclasses.field(default_factory=Facts)
     carries: Carries = dataclasses.field(default_factory=dict)
     wants: Wants = dataclasses.field(default_factory=Wants)
+    choices: Choices = dataclasses.field(default_factory=Choices)
+    stored: Storage = dataclasses.field(default_factory=Storage)
 
     def is_beyond(self, value: Value, half: Any) -> bool:
         """Returns whether a value or its cotangents may leave the range of a half dtype.
@@ -247,3 +339,22 @@ class Analysis:
         the smallest numbers of float16 have few digits.
         """
         return half == FLOAT16 and (self.facts[value].span == BEYOND or self.wants[value].steep)
+
+    def is_raw(self, value: Value) -> bool:
+        """Returns whether a value is an argument or constant, perhaps after layout operations."""
+        return value.constant or value in self.arguments
+
+    def may_be_rounded(self, value: Value) -> bool:
+        """Returns whether a value may be rounded to half without harm."""
+        stored, held = self.stored[value], self.wants[value].held
+        statistic = value in self.small or value.is_one
+        return not (stored.wide or stored.lost or held or statistic)
+
+    def why(self, op: Op) -> Why:
+        """Returns the reason for the dtype of an operation."""
+        return self.choices[op].why or self.rulings[op].why
+
+    def half_of(self, block: Block) -> Any:
+        """Returns the half dtype of a block's operations."""
+        halves = (self.rulings[op].half for op in block.walk())
+        return next((half for half in halves if half is not None), None)

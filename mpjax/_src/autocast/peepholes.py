@@ -29,6 +29,7 @@ from mpjax._src.autocast.fusion import fuse, tell_of_late_norms
 from mpjax._src.autocast.gathers import repetition_of
 from mpjax._src.autocast.graph import Op, Place, Value
 from mpjax._src.autocast.islands import Flow, Island, bound, free_producers
+from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.autocast.shifts import (
     SMALL,
     mark_steady,
@@ -79,7 +80,7 @@ def softmaxes(flow: Flow, found: list[Island]) -> None:
     sums = [op for op in flow.block.ops if op.name == "reduce_sum" and _sums_exponentials(op, flow)]
     if not sums:
         return
-    numbers = numbered_values(flow.block)
+    numbers = numbered_values(flow)
     taken: set[Op] = set()  # two softmaxes may share one sum
     for total in sums:
         for quotient in _quotients(total, flow):
@@ -142,7 +143,11 @@ PEEPHOLES: tuple[Callable[[Flow, list[Island]], None], ...] = (
 
 
 def _sums_exponentials(op: Op, flow: Flow) -> bool:
-    if op.compute != FLOAT32 or op.half is None or op.ins[0].size <= op.outs[0].size:
+    if (
+        flow.choices[op].compute != FLOAT32
+        or flow.rulings[op].half is None
+        or op.ins[0].size <= op.outs[0].size
+    ):
         return False
     todo = [op.ins[0]]
     for value in todo:  # grows
@@ -172,7 +177,7 @@ def _quotients(total: Op, flow: Flow) -> Iterator[Op]:
     while todo and len(seen) < REACH:
         value = todo.pop(0)
         for op in flow.readers.get(value, ()):
-            if op is None or op in seen or op.compute not in (FLOAT32, None):
+            if op is None or op in seen or flow.choices[op].compute not in (FLOAT32, None):
                 continue
             if len(op.outs) == 1 and not op.subs and op.outs[0].is_f32:
                 seen[op] = None
@@ -285,9 +290,9 @@ def _bound(island: Island, moving: list[Value], quotient: Op, flow: Flow) -> Non
     bound(island, flow)
     island.sums, island.moving = quotient.outs, len(moving)
     # Its storage dtype: weights are at most 1, but their cotangents are not, near a pole.
-    steep = quotient.half == FLOAT16 and flow.analysis.wants[quotient.outs[0]].steep
+    steep = flow.rulings[quotient].half == FLOAT16 and flow.analysis.wants[quotient.outs[0]].steep
     unknown = not (island.whole or island.in_half)  # its distance from 1 matters
-    island.half = FLOAT32 if steep or unknown else quotient.half
+    island.half = FLOAT32 if steep or unknown else flow.rulings[quotient].half
     island.inputs = [*moving, *(v for v in island.inputs if v not in moving)]
 
 
@@ -318,7 +323,7 @@ def _weigh(island: Island, flow: Flow, taken: set[Op], moved: "set[Op | None]") 
     scores, quotient = island.inputs[0], flow.producer[island.sums[0]]
     weights, axes = _weights(quotient, flow, island.axes)
     weighed = (weights[-1] if weights else quotient).outs[0]
-    matmul = _sums_values(flow.readers.get(weighed, []), weighed, axes)
+    matmul = _sums_values(flow.analysis, flow.readers.get(weighed, []), weighed, axes)
     if matmul is None or matmul in taken or not _readers(matmul, flow):
         return
     if matmul.outs[0].size >= weighed.size:  # the sums over the weights cost less
@@ -361,7 +366,12 @@ def _weights(softmax: Op, flow: Flow, axes: tuple[int, ...]) -> "tuple[list[Op],
     there = axes
     while len(flow.readers.get(value, ())) == 1:
         (op,) = flow.readers[value]
-        if op is None or op.forced or op.compute not in (FLOAT32, *HALVES, None) or op.eqn.effects:
+        if (
+            op is None
+            or flow.rulings[op].forced
+            or flow.choices[op].compute not in (FLOAT32, *HALVES, None)
+            or op.eqn.effects
+        ):
             break
         if is_view(op):
             where = None if where is None else after(op, where)
@@ -383,10 +393,16 @@ def _summed(where: Axes, axes: tuple[int, ...]) -> tuple[int, ...] | None:
     return tuple(d for d, kinds in enumerate(over) if kinds == {True})
 
 
-def _sums_values(readers: "list[Op | None]", result: Value, axes: tuple[int, ...]) -> Op | None:
+def _sums_values(
+    analysis: Analysis, readers: "list[Op | None]", result: Value, axes: tuple[int, ...]
+) -> Op | None:
     """Returns the only reader of a softmax if it is a matmul that contracts its summed axes."""
     matmul = readers[0] if len(readers) == 1 else None
-    if matmul is None or matmul.name != "dot_general" or matmul.in_force != "half":
+    if (
+        matmul is None
+        or matmul.name != "dot_general"
+        or analysis.rulings[matmul].in_force != "half"
+    ):
         return None
     place = matmul.ins.index(result)
     contracting, _ = matmul.params["dimension_numbers"]
@@ -414,10 +430,10 @@ def _sources(island: Island, flow: Flow, moved: "set[Op | None]") -> "dict[Op, P
     while todo:
         value, where = todo.pop()
         op = flow.producer.get(value)
-        if op is None or op.steady or value.raw or (value, where) in seen:
+        if op is None or op.steady or flow.analysis.is_raw(value) or (value, where) in seen:
             continue
         seen[value, where] = op
-        if op.spec.need == rules.HALF or op.rule == "program":
+        if op.spec.need == rules.HALF or flow.rulings[op].rule == "program":
             place = _place_of(op, where, island.axes, flow)
             if place is None or found.setdefault(op, place) != place:
                 return None
@@ -441,7 +457,7 @@ def _moved(flow: Flow) -> "set[Op | None]":
 
 def _where(op: Op, value: Value, where: Axes | None, axes: Any, flow: Flow) -> Axes | None:
     """Returns the axes of an operand, seen from the scores; None if a shift does not pass it."""
-    if where is None or op.forced or value.const is not None:
+    if where is None or flow.rulings[op].forced or value.const is not None:
         return None
     if is_view(op):
         return before(op, where)
@@ -469,7 +485,7 @@ def _place_of(op: Op, where: Axes | None, axes: tuple[int, ...], flow: Flow) -> 
     ]
     if any(flow.analysis.facts[v].mask for v in op.ins):  # ones and zeros: their mean is not large
         return 0, ()
-    if where is None or op.in_force not in ("half", "full"):
+    if where is None or flow.rulings[op].in_force not in ("half", "full"):
         return None
     rows: list[tuple[int, int] | None] = [None] * len(batch)
     rows += [(i, d) for i in (0, 1) for d in free[i]]

@@ -9,8 +9,8 @@ A pure analysis of a `graph.Block`, in five sweeps over the nested program:
 4. `decide` (forward) picks each op's compute dtype and each value's storage dtype.
 5. `store` picks the values kept for a backward pass, and those that it recomputes.
 
-Sweeps 2 and 3 return tables (`lattices.Analysis`), which no later one changes. The others store
-their decisions on the ops and values of the graph. Code that runs or reports a plan does not change
+The graph does not change. Each sweep returns tables of its own, keyed by operations and values
+(`lattices.Analysis`), and reads those before it. Code that runs or reports a plan does not change
 it.
 
 A float32 value has one of three kinds. *half*: computed in half, or rounded to half for storage.
@@ -22,30 +22,30 @@ its result is flexible.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mpjax._src.autocast.classify import classify, mark_raw
+from mpjax._src.autocast.classify import arguments_of, classify
 from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import ask, held_carries
 from mpjax._src.autocast.facts import Sweep, argument
-from mpjax._src.autocast.graph import Block, Op, Value, build, half_of, numbered
-from mpjax._src.autocast.lattices import Analysis
+from mpjax._src.autocast.graph import Block, Op, Value, build
+from mpjax._src.autocast.lattices import Analysis, Rulings
 from mpjax._src.autocast.storage import FAST, WRITTEN, store
 from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.base.higher_order import turns_of
 from mpjax._src.policy.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A planned program: the graph, with all decisions stored on its ops and values.
+    """A planned program.
 
     Attributes:
         block: The graph.
         policy: The policy.
         used_patterns: The patterns of the policy's overrides that match something.
-        as_written: Whether the policy, its lists and overrides, regions and kernels ask for no half
-            dtype. Then the program runs as it was traced.
+        analysis: The rules of its operations; once it is completed, all decisions.
         returned: The values that are returned in float32, once it is completed.
         kept: The values that `storage=lean` keeps for the backward pass, which computes those
             around them again.
@@ -54,14 +54,38 @@ class Plan:
     block: Block
     policy: Policy
     used_patterns: frozenset[str]
-    as_written: bool
+    analysis: Analysis
     returned: frozenset[Value] = frozenset()
     kept: frozenset[Value] = frozenset()
 
     @functools.cached_property
+    def as_written(self) -> bool:
+        """Whether the policy, its lists and overrides, regions and kernels ask for no half dtype.
+
+        Then the program runs as it was traced.
+        """
+        return self.analysis.half_of(self.block) is None
+
+    @functools.cached_property
     def rows(self) -> dict[Op, int]:
         """The numbers of ops in reports."""
-        return {op: row for row, (op, _) in enumerate(numbered(self.block))}
+        return {op: row for row, (op, _) in enumerate(self.numbered)}
+
+    @functools.cached_property
+    def numbered(self) -> list[tuple[Op, int]]:
+        """The ops that have rows in reports, in order, and how often each runs.
+
+        An op that is planned as one operation, such as an activation with its own rule, is one row.
+        """
+        return [*_numbered(self.block, self.analysis.rulings)]
+
+
+def _numbered(block: Block, rulings: Rulings, times: int = 1) -> Iterator[tuple[Op, int]]:
+    for op in block.ops:
+        yield op, times
+        if rulings[op].rule == "program" or rulings[op].leaves_alone(op):
+            for sub in op.subs:
+                yield from _numbered(sub.program, rulings, times * turns_of(op.eqn))
 
 
 def make_plan(
@@ -94,8 +118,8 @@ def outline(
         scopes: The names of the scopes around the program.
     """
     block = build(jaxpr, consts, scopes, paths)
-    used = classify(block, policy)
-    return Plan(block, policy, used, as_written=half_of(block) is None)
+    rulings, small, used = classify(block, policy)
+    return Plan(block, policy, used, Analysis(rulings, small))
 
 
 def complete(
@@ -109,9 +133,9 @@ def complete(
     # A rule that computes tangents is transposed as it is, so no values are marked as kept.
     by = WRITTEN if plan.as_written else FAST if linear else plan.policy.storage
     fuse = plan.policy.fused_attention and not linear
-    kept = store(plan.block, analysis, by, {*plan.block.invars}, fuse)
+    analysis, kept = store(plan.block, analysis, by, fuse)
     returned = frozenset(v for v, want in analysis.wants.items() if want.returned)
-    return dataclasses.replace(plan, returned=returned, kept=frozenset(kept))
+    return dataclasses.replace(plan, analysis=analysis, returned=returned, kept=kept)
 
 
 def analyse(
@@ -129,22 +153,17 @@ def analyse(
         linear: Which arguments are tangents. The program will be transposed with respect to them.
 
     Returns:
-        What is known about its values, by which the dtypes were decided.
+        The tables of all passes up to the dtypes.
     """
-    block = plan.block
-    for value, dtype in zip(block.invars, in_dtypes, strict=True):
-        if value.is_f32:
-            half = dtype in HALVES
-            value.kind, value.dtype, value.raw = "half" if half else "flexible", dtype, not half
-    mark_raw(block)
-    sweep = Sweep()
+    block, outlined = plan.block, plan.analysis
+    returned = out_dtypes or [FLOAT32] * len(block.outvars)
+    sweep = Sweep(outlined.rulings, outlined.small)
     for index, (value, dtype) in enumerate(zip(block.invars, in_dtypes, strict=True)):
         sweep.facts[value] = argument(sweep.bit(value), dtype in HALVES, index in linear)
-    sweep.program_of(block)
-    returned = out_dtypes or [FLOAT32] * len(block.outvars)
-    analysis = ask(sweep.facts, sweep.carries, block, returned)
-    while sweep.hold(held_carries(analysis, block)):
+    arguments = arguments_of(block, in_dtypes)
+    while True:
         sweep.program_of(block)
-        analysis = ask(sweep.facts, sweep.carries, block, returned)
-    decide(analysis, block)
-    return analysis
+        known = Analysis(sweep.rulings, outlined.small, arguments, sweep.facts, sweep.carries)
+        analysis = ask(known, block, returned)
+        if not sweep.hold(held_carries(analysis, block), analysis.rulings):
+            return decide(analysis, block, in_dtypes)

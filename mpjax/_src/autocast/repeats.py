@@ -20,6 +20,7 @@ import numpy as np
 from mpjax._src.autocast.environment import Settings
 from mpjax._src.autocast.graph import REGION, Block, Op, Value
 from mpjax._src.autocast.islands import Island
+from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.autocast.steps import Step, StepFlow, flow_of, together
 from mpjax._src.base import _jax
 from mpjax._src.base.higher_order import Inside
@@ -70,7 +71,7 @@ def fold(
     between = _between(keys, runs)
     if not (runs or between):
         return [*steps]
-    flow = flow_of(steps, results)
+    flow = flow_of(settings.analysis, steps, results)
     found = [place for run in runs for place in itertools.pairwise(_cuts(run, flow.names))]
     found += between
     # All together, because equal stretches of different runs are rewritten once too.
@@ -86,27 +87,29 @@ def fold(
 
 # ---- what is alike ------------------------------------------------------------------------------
 
-# The fields of a value and of an op that the rewrite reads, apart from the equation and the
-# connections. A test checks that they are complete.
-READ = {
-    Value: "raw literal given moved dtype",
-    Op: "rule half forced compute steady centred online repeats sent_half",
-}
+# What the rewrite reads, apart from equations and connections. A test checks that it is complete.
 
-# Nested programs are grouped into islands during the rewrite, which reads nearly all fields.
-UNREAD = {
-    Value: "aval const paths is_f32 size",
-    Op: "eqn ins outs subs stack scopes callers index why attention name spec",
-    Island: "",
-    Block: "steps",
-}
+
+def _of_value(value: Value, analysis: Analysis, inside: bool) -> tuple[Any, ...]:
+    """Returns what the rewrite reads of a value; of one in a nested program, nearly everything."""
+    seen = value.literal, value.given, value.moved, analysis.is_raw(value)
+    stored = analysis.stored[value]
+    if inside:  # where islands are chosen
+        return *seen, value.entries, value in analysis.small, stored
+    return *seen, stored.dtype
+
+
+def _of_op(op: Op, analysis: Analysis) -> tuple[Any, ...]:
+    """Returns what the rewrite reads of an op."""
+    ruling, choice = analysis.rulings[op], analysis.choices[op]
+    decided = ruling.rule, ruling.half, ruling.forced, choice.compute, choice.sent_half
+    return *decided, op.steady, op.centred, op.online, op.repeats
+
+
+# The fields of steps and nested programs that make up their keys.
 FIELDS: dict[type, list[str]] = {
-    kind: [f.name for f in dataclasses.fields(kind) if f.name not in unread.split()]
-    for kind, unread in UNREAD.items()
-}
-_of = {
-    kind: (operator.attrgetter(*read.split()), operator.attrgetter(*FIELDS[kind]))
-    for kind, read in READ.items()
+    Island: [f.name for f in dataclasses.fields(Island)],
+    Block: [f.name for f in dataclasses.fields(Block) if f.name != "steps"],
 }
 
 
@@ -115,6 +118,7 @@ def _coder(settings: Settings) -> Code:
     numbers: dict[Any, int] = {}
     # The policy's overrides may match the names of scopes.
     overrides, returned, kept = bool(settings.policy.overrides), settings.returned, settings.kept
+    analysis = settings.analysis
 
     def number(key: Any) -> int:
         return numbers.setdefault(key, len(numbers))
@@ -125,9 +129,8 @@ def _coder(settings: Settings) -> Code:
         if const is not None:
             const = np.asarray(const)
             const = const.tobytes() if const.size < 64 else id(value.const)
-        return number(
-            (value.aval, const, value in returned, value in kept, _of[Value][inside](value))
-        )
+        known = value.aval, const, value in returned, value in kept
+        return number((*known, _of_value(value, analysis, inside)))
 
     @functools.cache
     def code(step: Step) -> tuple[int, list[Value]]:
@@ -145,7 +148,7 @@ def _coder(settings: Settings) -> Code:
                 ops[x] = len(ops)
                 values = [key(v, inside) for v in (*x.ins, *x.outs)]
                 subs = tuple([key(sub, True) for sub in x.subs])
-                return _place(x, overrides), _of[Op][inside](x), len(x.ins), *values, subs
+                return _place(x, overrides), _of_op(x, analysis), len(x.ins), *values, subs
             if kind in FIELDS:
                 return tuple([key(getattr(x, f), inside) for f in FIELDS[kind]])
             if kind in (list, tuple, range, Inside):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from mpjax._src.autocast.graph import ROW, Block, Op, Value
@@ -90,19 +90,19 @@ def storage_of(plan: Plan) -> dict[Op, str]:
     rows = {v: row for op, row in plan.rows.items() for v in op.outs}
     found: dict[Op, str] = {}
     for block in plan.block.blocks():
-        found |= _storage_of(block, plan.kept, rows)
+        found |= _storage_of(block, plan, rows)
     return found
 
 
-def _storage_of(block: Block, kept: frozenset[Value], rows: dict[Value, int]) -> dict[Op, str]:
+def _storage_of(block: Block, plan: Plan, rows: dict[Value, int]) -> dict[Op, str]:
     found: dict[Op, str] = {}
     for step in _steps(block.steps):
         if isinstance(step, Island):
-            text = _of_island(step, rows)
+            text = _of_island(step, plan, rows)
             found |= dict.fromkeys(step.ops, text)
         elif isinstance(step, Op):
-            own = [v for v in step.outs if v in kept]
-            parts = [f"kept in {_dtypes(own)}"] if own else []
+            own = [v for v in step.outs if v in plan.kept]
+            parts = [f"kept in {_dtypes(own, plan)}"] if own else []
             if step.centred:
                 side = SIDES[step.centred[0]]
                 parts.append(f"{side} less its mean in the gradient of the other operand")
@@ -123,7 +123,7 @@ def _steps(steps: Sequence[Step]) -> Iterator[Step]:
             yield step
 
 
-def _of_island(island: Island, rows: dict[Value, int]) -> str:
+def _of_island(island: Island, plan: Plan, rows: dict[Value, int]) -> str:
     half = SPELLINGS[island.half][0] if island.half is not None else "f32"
     if island.fusion is not None:
         return f"run by the fused attention of {island.fusion.kernel}, which keeps no weights"
@@ -136,9 +136,14 @@ def _of_island(island: Island, rows: dict[Value, int]) -> str:
     sources = sorted({rows[v] for v in island.given if v in rows})
     from_rows = f" (rows {', '.join(map(str, sources))})" if sources else ""
     tail = f"; the cotangent of its norm's result is {half}" if island.tail else ""
-    return f"computed again from {_dtypes(island.given, island.rounded, half)}{from_rows}{tail}"
+    return (
+        f"computed again from {_dtypes(island.given, plan, island.rounded, half)}{from_rows}{tail}"
+    )
 
 
-def _dtypes(values: Any, rounded: Any = (), half: str = "") -> str:
-    names = {half if v in rounded else short_name(v.dtype or v.aval.dtype) for v in values}
+def _dtypes(
+    values: Collection[Value], plan: Plan, rounded: Collection[Value] = (), half: str = ""
+) -> str:
+    stored = plan.analysis.stored
+    names = {half if v in rounded else short_name(stored[v].dtype or v.aval.dtype) for v in values}
     return ", ".join(sorted(names))

@@ -63,7 +63,9 @@ def run_plan(
         The results.
     """
     numbers = plan.rows if rows else {}
-    settings = Settings(plan.policy, numbers, plan.as_written, plan.returned, plan.kept)
+    settings = Settings(
+        plan.policy, plan.analysis, numbers, plan.as_written, plan.returned, plan.kept
+    )
     return run_block(plan.block, args, out_dtypes, settings)
 
 
@@ -103,10 +105,10 @@ def _run_step(step: Step | Stretch, env: Env) -> None:
     if isinstance(step, Stretch):
         return _run_stretch(step, env)
     with _location(step, step.stack, env), _row(step, env):
-        if env.settings.as_written and step.rule != "program":
+        if env.settings.as_written and env.rulings[step].rule != "program":
             _run(step, env, FLOAT32)
         else:
-            EVALUATE[step.in_force](step, env)
+            EVALUATE[env.rulings[step].in_force](step, env)
 
 
 def _location(op: Op, stack: Any, env: Env) -> Any:
@@ -139,32 +141,44 @@ def _bind(op: Op, eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
 
 
 def _run_as_planned(op: Op, env: Env) -> None:
-    if op.inside.as_one and op.compute != FLOAT32:  # elementwise, with its own derivative rule
+    if (
+        op.inside.as_one and env.choices[op].compute != FLOAT32
+    ):  # elementwise, with its own derivative rule
         return _run_program(op, env)
     if op.name == "broadcast_in_dim" and op.outs[0].is_f32 and op.outs[0].const is not None:
         return env.make(op.outs[0], functools.partial(_bind_in, op, env))
-    if op.rule == "layout" and op.outs[0].is_f32 and op.outs[0].moved:
+    if env.rulings[op].rule == "layout" and op.outs[0].is_f32 and op.outs[0].moved:
         return env.make(op.outs[0], functools.partial(_send, op, env))
     if op.repeats is not None:
         again = functools.partial(repeat, axis=op.repeats[0], times=op.repeats[1])
-        return env.store(op.outs[0], wide_cotangent(again, [env.read(op.ins[0], op.compute)]))
+        return env.store(
+            op.outs[0],
+            wide_cotangent(again, [env.read(op.ins[0], env.choices[op].compute)]),
+        )
     if op.name == "gather" and op.outs[0].is_f32:
         if picks_one_per_row(op.eqn):
-            return env.store(op.outs[0], pick(op.eqn, [env.read(v, op.compute) for v in op.ins]))
-        if op.compute == FLOAT32 and _is_sent_in_half(op, env):
+            return env.store(
+                op.outs[0],
+                pick(op.eqn, [env.read(v, env.choices[op].compute) for v in op.ins]),
+            )
+        if env.choices[op].compute == FLOAT32 and _is_sent_in_half(op, env):
             return env.store(op.outs[0], _look_up(op, env))
     if op.online:
         return _run_online(op, env)
     if op.name in ("reduce_max", "reduce_min") and op.outs[0].is_f32 and not op.steady:
-        return env.store(op.outs[0], maximum(op.eqn, env.read(op.ins[0], op.compute)))
+        return env.store(op.outs[0], maximum(op.eqn, env.read(op.ins[0], env.choices[op].compute)))
     if op.centred:
-        args = [env.read(v, op.compute) for v in op.ins]
-        return env.store(op.outs[0], matmul(op.eqn, args, op.compute, op.centred))
-    if rules.SUMS_BACK in op.spec.traits and op.compute in HALVES and _enlarges(op.eqn):
-        args = [env.read(v, op.compute) for v in op.ins]
+        args = [env.read(v, env.choices[op].compute) for v in op.ins]
+        return env.store(op.outs[0], matmul(op.eqn, args, env.choices[op].compute, op.centred))
+    if (
+        rules.SUMS_BACK in op.spec.traits
+        and env.choices[op].compute in HALVES
+        and _enlarges(op.eqn)
+    ):
+        args = [env.read(v, env.choices[op].compute) for v in op.ins]
         wide = wide_cotangent(lambda *xs: _jax.bind(op.eqn, xs)[0], args)
         return env.store(op.outs[0], wide)
-    return _run(op, env, op.compute)
+    return _run(op, env, env.choices[op].compute)
 
 
 def _run_online(op: Op, env: Env) -> None:
@@ -183,7 +197,7 @@ def _read_expanded(op: Op, value: Value, env: Env, dtype: Any) -> Any:
     shape = op.outs[0].aval.shape
     if not value.is_f32 or value.const is not None or value.aval.shape == shape:
         return env.read(value, dtype)
-    if value.dtype == dtype:
+    if env.stored[value].dtype == dtype:
         return wide_cotangent(lambda x: _expand(x, op.outs[0].aval), [env.read(value)])
     wide = cast(_expand(env.read(value, FLOAT32), op.outs[0].aval), dtype)
     if value.moved:
@@ -234,15 +248,15 @@ def _look_up(op: Op, env: Env) -> Any:
     if _jax.in_taylor_mode([table]):
         return _jax.bind(op.eqn, [table, indices])[0]
     if not op.ins[0].moved:
-        return _jax.half_gather(table, indices, op.half, **op.params)
-    full, half = (_bind_in(op, env, dtype) for dtype in (FLOAT32, op.half))
+        return _jax.half_gather(table, indices, env.rulings[op].half, **op.params)
+    full, half = (_bind_in(op, env, dtype) for dtype in (FLOAT32, env.rulings[op].half))
     return known(full, cast(half, FLOAT32))
 
 
 def _is_sent_in_half(op: Op, env: Env) -> bool:
     """Returns whether devices may exchange a lookup in half, by the policy and its overrides."""
     policy = env.settings.policy
-    if not op.sent_half or policy.gather != "half":
+    if not env.choices[op].sent_half or policy.gather != "half":
         return False
     chosen = override_of(op, policy)
     return chosen is None or chosen[1] in HALVES
@@ -251,14 +265,19 @@ def _is_sent_in_half(op: Op, env: Env) -> bool:
 def _run_half(op: Op, env: Env) -> None:
     if op.spec.need != rules.HALF or "preferred_element_type" not in op.params:
         return _run_as_planned(op, env)
-    args = [env.read(v, op.half) for v in op.ins]
-    args = [cast(a, op.half) if a.dtype in HALVES and a.dtype != op.half else a for a in args]
+    args = [env.read(v, env.rulings[op].half) for v in op.ins]
+    args = [
+        cast(a, env.rulings[op].half)
+        if a.dtype in HALVES and a.dtype != env.rulings[op].half
+        else a
+        for a in args
+    ]
     out, wide = op.outs[0], _reduced_wide(op, env)
     eqn = _jax.at_default_precision(op.eqn)
-    if op.centred or wide or (out.is_f32 and out.dtype == FLOAT32):
-        array = matmul(eqn, args, out.dtype or out.aval.dtype, op.centred, wide)
+    if op.centred or wide or (out.is_f32 and env.stored[out].dtype == FLOAT32):
+        array = matmul(eqn, args, env.stored[out].dtype or out.aval.dtype, op.centred, wide)
     else:
-        wanted = op.half if out.is_f32 else out.aval.dtype
+        wanted = env.rulings[op].half if out.is_f32 else out.aval.dtype
         array = _bind(op, eqn, args, preferred_element_type=wanted)[0]
     env.store(out, array)
 
@@ -273,7 +292,10 @@ def _reduced_wide(op: Op, env: Env) -> dict[int, Any]:
     if env.settings.policy.reduce != FLOAT32.name:
         return {}
     given = {i: op.ins[i] for i in places if op.ins[i].is_f32 and op.ins[i].given}
-    return {i: env.read(v, FLOAT32) if v.dtype == FLOAT32 else None for i, v in given.items()}
+    return {
+        i: env.read(v, FLOAT32) if env.stored[v].dtype == FLOAT32 else None
+        for i, v in given.items()
+    }
 
 
 def _run_cast(op: Op, env: Env) -> None:
@@ -282,14 +304,14 @@ def _run_cast(op: Op, env: Env) -> None:
     if not out.is_f32 and not value.is_f32:
         return _run(op, env, None)
     if not out.is_f32:
-        if new in HALVES and value.dtype in HALVES:
-            array = env.read(value, value.dtype)
+        if new in HALVES and env.stored[value].dtype in HALVES:
+            array = env.read(value, env.stored[value].dtype)
             env.write(out, cast(array, new))
         else:
             _run(op, env, FLOAT32)
     elif value.is_f32:
         env.make(out, functools.partial(env.read, value))
-    elif value.aval.dtype in HALVES and out.dtype == value.aval.dtype:
+    elif value.aval.dtype in HALVES and env.stored[out].dtype == value.aval.dtype:
         env.write(out, env.read(value))
     elif value.aval.dtype == np.bool_:
         env.make(out, lambda dtype: _jax.bind(op.eqn, [env.read(value)], new_dtype=dtype)[0])
@@ -317,22 +339,25 @@ def _run_program(op: Op, env: Env) -> None:
     PROGRAMS[op.name](op, env)
 
 
-def result_dtypes(op: Op, sub: Inside) -> list[Any]:
+def result_dtypes(op: Op, sub: Inside, env: Env) -> list[Any]:
     """Returns the dtypes in which a sub-program returns its results."""
     carried = dict(sub.carry)
     dtypes = []
     for position, index in enumerate(sub.outs):
         if position in carried:
-            dtypes.append(sub.program.invars[carried[position]].dtype)
+            dtypes.append(env.stored[sub.program.invars[carried[position]]].dtype)
         else:
-            dtypes.append(FLOAT32 if index is None else op.outs[index].dtype)
+            dtypes.append(FLOAT32 if index is None else env.stored[op.outs[index]].dtype)
     return dtypes
 
 
 def trace_sub(op: Op, sub: Inside, env: Env) -> Any:
     """Returns the rewritten jaxpr of a sub-program."""
-    outs = result_dtypes(op, sub)
-    avals = [_jax.retyped(v.aval, v.dtype) if v.is_f32 else v.aval for v in sub.program.invars]
+    outs = result_dtypes(op, sub, env)
+    avals = [
+        _jax.retyped(v.aval, env.stored[v].dtype) if v.is_f32 else v.aval
+        for v in sub.program.invars
+    ]
     return _jax.trace(
         lambda *args: run_block(sub.program, args, outs, env.settings), avals, op.name
     )
@@ -340,7 +365,7 @@ def trace_sub(op: Op, sub: Inside, env: Env) -> Any:
 
 def operands(op: Op, sub: Inside, env: Env) -> list[Any]:
     return [
-        env.read(op.ins[index], value.dtype)
+        env.read(op.ins[index], env.stored[value].dtype)
         for value, index in zip(sub.program.invars, sub.ins, strict=True)
     ]
 
@@ -394,10 +419,10 @@ def _rewrite_stretch(stretch: Stretch, env: Env, avals: Sequence[Any], tree: Any
 def _run_checkpoint(checkpoint: Checkpoint, env: Env) -> None:
     """Runs steps under a checkpoint: the backward pass repeats them from the kept values."""
     inputs, outputs = checkpoint.inputs, checkpoint.results
-    held, tree = jax.tree.flatten([env.stored(value) for value in inputs])
+    held, tree = jax.tree.flatten([env.as_stored(value) for value in inputs])
     inner = functools.partial(env.inside, env.depth)
     run_steps = functools.partial(_run_steps, checkpoint.steps, outputs)
-    run, trees = _as_function(inputs, outputs, tree, inner, Env.stored, run_steps)
+    run, trees = _as_function(inputs, outputs, tree, inner, Env.as_stored, run_steps)
     results = kept_alone(lambda held: run(*held), held, not env.in_loop)
     _hand_out(outputs, jax.tree.unflatten(trees[0], results), checkpoint.steps, env)
 
@@ -431,8 +456,9 @@ def _hand_out(
     """Records the results of steps that ran together, and values computed where they are read."""
     for value, arrays in zip(outputs, results, strict=True):
         env.hold(value, arrays)
-    for step in filter(made_where_read, steps):
-        _run_step(step, env)
+    for step in steps:
+        if made_where_read(env.settings.analysis, step):
+            _run_step(step, env)
 
 
 def _run_island(island: Island, env: Env) -> None:

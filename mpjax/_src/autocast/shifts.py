@@ -15,6 +15,7 @@ from mpjax._src.autocast.forms import (
 )
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.islands import Flow, Island
+from mpjax._src.autocast.lattices import Stored
 from mpjax._src.autocast.views import Axes, before, is_view, own_axes
 from mpjax._src.base.dtypes import FLOAT32
 
@@ -25,7 +26,7 @@ SMALL = 2.0**-13
 def shifted_by(value: Value, flow: Flow) -> "tuple[Value, Value] | None":
     """Returns the operand and its shift if a value is such a sum or difference."""
     op = flow.producer.get(value)
-    if op is None or op.name not in ("add", "sub") or op.compute != FLOAT32:
+    if op is None or op.name not in ("add", "sub") or flow.choices[op].compute != FLOAT32:
         return None
     first, second = (unspread(v, flow).size for v in op.ins)
     if first > second:
@@ -148,7 +149,7 @@ def sum_at_once(flow: Flow, found: list[Island]) -> None:
     pairs = [(op, made) for op in sums if (made := _exponentials(op, flow)) is not None]
     if not pairs:
         return
-    numbers = numbered_values(flow.block)
+    numbers = numbered_values(flow)
     for total, (exponential, scores, shift) in pairs:
         match = _maximum_of(total, scores, shift, flow, numbers)
         if match is None or match[0] in taken:
@@ -157,7 +158,7 @@ def sum_at_once(flow: Flow, found: list[Island]) -> None:
         if largest.online not in ("", exponential.name):
             continue
         if not largest.online:
-            largest.outs = [*largest.outs, _like(total.outs[0])]
+            largest.outs = [*largest.outs, _like(total.outs[0], flow)]
             largest.online = exponential.name
             flow.producer[largest.outs[1]] = largest
         total.online = exponential.name
@@ -178,7 +179,7 @@ def _exponentials(total: Op, flow: Flow) -> "tuple[Op, Value, Value] | None":
     scores, shift = shifted.ins
     rows = max(1, total.outs[0].size)
     fits = (
-        all(is_plain(op) for op in (total, exponential, shifted))
+        all(is_plain(op, flow) for op in (total, exponential, shifted))
         and flow.readers[exponential.outs[0]] == [total]
         and scores.aval.shape == total.ins[0].aval.shape
         and total.ins[0].size >= LONG * rows
@@ -199,7 +200,7 @@ def _maximum_of(
     largest, place = _largest(shift, where, flow, GUARDS)
     fits = (
         largest is not None
-        and (largest.online or is_plain(largest))
+        and (largest.online or is_plain(largest, flow))
         and largest.params["axes"] == total.params["axes"]
         and numbers.get(largest.ins[0]) == numbers.get(scores)
         and all(
@@ -209,6 +210,9 @@ def _maximum_of(
     return (largest, shift) if largest is not None and fits else None
 
 
-def _like(value: Value) -> Value:
+def _like(value: Value, flow: Flow) -> Value:
     """Returns a float32 value of the shape of another."""
-    return Value(value.aval, kind="full", dtype=FLOAT32, small=True)
+    sums = Value(value.aval)
+    flow.stored[sums] = Stored("full", FLOAT32)
+    flow.analysis.small.add(sums)
+    return sums

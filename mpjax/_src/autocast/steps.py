@@ -11,6 +11,7 @@ from typing import Any
 
 from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.islands import Island, is_free
+from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.base import _jax
 
 
@@ -70,14 +71,16 @@ def writes(step: Step) -> list[Value]:
     return step.outs if isinstance(step, Op) else step.results
 
 
-def made_where_read(step: Step) -> bool:
+def made_where_read(analysis: Analysis, step: Step) -> bool:
     """Returns whether an op computes its result separately in each dtype that is read."""
     if not isinstance(step, Op):
         return False
-    widened = step.in_force == "cast" and step.ins[0].is_f32 and step.outs[0].is_f32
+    widened = (
+        analysis.rulings[step].in_force == "cast" and step.ins[0].is_f32 and step.outs[0].is_f32
+    )
     # Devices exchange a parameter in the dtype in which it is read.
-    sent = step.rule == "layout" and step.outs[0].is_f32 and step.outs[0].moved
-    return widened or is_free(step) or sent
+    sent = analysis.rulings[step].rule == "layout" and step.outs[0].is_f32 and step.outs[0].moved
+    return widened or is_free(analysis, step) or sent
 
 
 @dataclasses.dataclass(eq=False)
@@ -92,7 +95,7 @@ class StepFlow:
 
 
 def flow_of(
-    steps: Sequence[Step], results: Sequence[Value], copied: Collection[Op] = ()
+    analysis: Analysis, steps: Sequence[Step], results: Sequence[Value], copied: Collection[Op] = ()
 ) -> StepFlow:
     """Returns the flow of values between steps, for some results.
 
@@ -101,7 +104,7 @@ def flow_of(
     names = [_jax.common_stack([op.stack for op in ops_of(step)]) for step in steps]
     flow = StepFlow(steps, names, {}, {}, {})
     for i, step in enumerate(steps):
-        if isinstance(step, Op) and (made_where_read(step) or step in copied):
+        if isinstance(step, Op) and (made_where_read(analysis, step) or step in copied):
             flow.made[step.outs[0]] = step
         else:
             flow.producer |= dict.fromkeys(writes(step), i)
@@ -147,6 +150,7 @@ def together(flow: StepFlow, a: int, b: int) -> tuple[list[Step], list[Value], l
 
 
 def gathered(
+    analysis: Analysis,
     steps: Sequence[Step],
     results: Sequence[Value],
     groups: Sequence[Sequence[Step]],
@@ -156,9 +160,9 @@ def gathered(
     units = in_order(steps, groups)
     if units is None:
         for group in groups if len(groups) > 1 else ():
-            steps = gathered(steps, results, [group], copied)
+            steps = gathered(analysis, steps, results, [group], copied)
         return steps
-    flow = flow_of([step for unit in units for step in unit], results, copied)
+    flow = flow_of(analysis, [step for unit in units for step in unit], results, copied)
     found: list[Step] = []
     done = 0
     for unit in units:

@@ -1,10 +1,11 @@
 """The storage sweep of a plan: the values kept for the backward pass, and those it recomputes."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from mpjax._src.autocast import chains, peepholes
-from mpjax._src.autocast.decide import may_be_rounded
 from mpjax._src.autocast.facts import EXPONENTIALS
 from mpjax._src.autocast.graph import Block, Op, Value, is_steady
 from mpjax._src.autocast.islands import (
@@ -16,7 +17,7 @@ from mpjax._src.autocast.islands import (
     large_float32,
     make_again,
 )
-from mpjax._src.autocast.lattices import Analysis
+from mpjax._src.autocast.lattices import Analysis, Choices, Storage
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.steps import connected, in_order
 from mpjax._src.autocast.views import is_view
@@ -34,6 +35,30 @@ INSIDE = {THEIRS: PEEPHOLES, NONE: WRITTEN}
 
 
 def store(
+    block: Block, analysis: Analysis, by: str, fuse: bool
+) -> tuple[Analysis, frozenset[Value]]:
+    """Picks the steps of a program, and the values that it keeps for the backward pass.
+
+    Args:
+        block: The program.
+        analysis: What is known about its values.
+        by: The goal.
+        fuse: Whether attention runs in the fused kernel of the device.
+
+    Returns:
+        The tables, in which more is computed in float32; and the values that a minimum cut keeps.
+        The backward pass computes those around them again.
+    """
+    stored = dataclasses.replace(
+        analysis,
+        small={*analysis.small},
+        choices=Choices(analysis.choices),
+        stored=Storage(analysis.stored),
+    )
+    return stored, frozenset(_store(block, stored, by, {*block.invars}, fuse))
+
+
+def _store(
     block: Block, analysis: Analysis, by: str, alive: Collection[Value], fuse: bool
 ) -> set[Value]:
     """Picks the steps of every block, and the values that it keeps for the backward pass.
@@ -50,7 +75,7 @@ def store(
     """
     kept: set[Value] = set()
     for op in block.ops:
-        if op.rule == "program":
+        if analysis.rulings[op].rule == "program":
             for sub in op.subs:
                 changing = {place for _, place in sub.carry}
                 inner = [
@@ -59,7 +84,7 @@ def store(
                     if op.ins[index] in alive and i not in changing
                 ]
                 goal = by if by == WRITTEN else INSIDE.get(op.inside.storage, by)
-                kept |= store(sub.program, analysis, goal, {*inner}, fuse)
+                kept |= _store(sub.program, analysis, goal, {*inner}, fuse)
     flow = flow_of(block, analysis, fuse)
     linked = chains.links(flow)
     islands: Any = CHOOSE[by](flow, linked)
@@ -82,7 +107,7 @@ def store(
         if isinstance(step, Island) and not step.axes:
             chains.unrounded(step.ops, flow, differentiated=False)
     if by == LEAN:
-        steps, own = checkpoints(steps, block.outvars, alive)
+        steps, own = checkpoints(analysis, steps, block.outvars, alive)
         kept |= own
     block.steps = tuple(steps)
     return kept
@@ -97,13 +122,13 @@ def _islands(flow: Flow, links: Collection[Op]) -> "dict[Op, Island]":
     """
     special = peepholes.find(flow)
     found = dict(special)
-    for ops in _groups(flow, special, _recomputable):
+    for ops in _groups(flow, special, functools.partial(_recomputable, flow.analysis)):
         group = Island(ops)
         bound(group, flow)
         while halves := _halves_inside(group, flow, links):
             group.ops += halves
             bound(group, flow)
-        group.barrier = any(_is_dear(op) for op in group.ops)
+        group.barrier = any(_is_dear(flow.analysis, op) for op in group.ops)
         # Outside of loops, XLA fuses arithmetic into its readers by itself.
         worthwhile = group.barrier or flow.block.in_loop
         if not (worthwhile and _from_half(group, flow)):
@@ -111,7 +136,7 @@ def _islands(flow: Flow, links: Collection[Op]) -> "dict[Op, Island]":
         group.sloped = group.barrier and _is_sloped(group, flow)
         if not group.sloped:
             _look_behind_views(group, flow)
-        if _saves_memory(group):
+        if _saves_memory(flow.analysis, group):
             group.tail = _tail(group, flow)
             found |= dict.fromkeys(group.ops, group)
     for group in dict.fromkeys(found.values()):
@@ -134,7 +159,7 @@ def _groups(flow: Flow, special: Collection[Op], fits: Callable[[Op], bool]) -> 
     depth: dict[Op, int] = {}
     for op, before in sources.items():
         depth[op] = max((depth[s] + (s not in inside) for s in before), default=0)
-        begun = _starts(op) or not inside.isdisjoint(before)
+        begun = _starts(flow.analysis, op) or not inside.isdisjoint(before)
         if begun and op not in special and fits(op):
             inside.add(op)
     for op in reversed(flow.block.ops):
@@ -170,10 +195,10 @@ CHOOSE: dict[str, Callable[[Flow, Collection[Op]], "dict[Op, Island]"]] = {
 }
 
 
-def _recomputable(op: Op) -> bool:
-    if is_free(op):
+def _recomputable(analysis: Analysis, op: Op) -> bool:
+    if is_free(analysis, op):
         return False
-    cheap = op.spec.cost != rules.NEVER and op.rule in (
+    cheap = op.spec.cost != rules.NEVER and analysis.rulings[op].rule in (
         "full",
         "follow",
         "layout",
@@ -181,12 +206,12 @@ def _recomputable(op: Op) -> bool:
         "cast",
     )
     floats = any(v.is_f32 for v in op.ins)
-    return cheap and floats and op.compute in (FLOAT32, None)
+    return cheap and floats and analysis.choices[op].compute in (FLOAT32, None)
 
 
-def _starts(op: Op) -> bool:
+def _starts(analysis: Analysis, op: Op) -> bool:
     """Returns whether an island may begin here: not at constants or parameters alone."""
-    return any(v.is_f32 and not v.raw and v.const is None for v in op.ins)
+    return any(v.is_f32 and not analysis.is_raw(v) and v.const is None for v in op.ins)
 
 
 def _halves_inside(group: Island, flow: Flow, links: Collection[Op]) -> list[Op]:
@@ -195,14 +220,20 @@ def _halves_inside(group: Island, flow: Flow, links: Collection[Op]) -> list[Op]
     They compute in float32 there: ``h * scale`` before a gelu is neither rounded nor out of range.
     """
     members, found = set(group.ops), []
+    kept_bytes = functools.partial(chains.kept_bytes, flow.analysis)
     for value in group.inputs:
         op = flow.producer.get(value)
-        if op is None or op.compute not in HALVES or op.spec.need != rules.FOLLOW or op.forced:
+        if (
+            op is None
+            or flow.choices[op].compute not in HALVES
+            or op.spec.need != rules.FOLLOW
+            or flow.rulings[op].forced
+        ):
             continue
         varying = [v for v in op.ins if v.const is None]
         beside = all(v in group.inputs for v in varying)
         more = [v for v in chains.not_far_smaller(varying, value.size) if v not in group.inputs]
-        instead = op in links and chains.kept_bytes(more) <= chains.kept_bytes([value])
+        instead = op in links and kept_bytes(more) <= kept_bytes([value])
         if (beside or instead) and members.issuperset(flow.readers[value]):
             found.append(op)
     return found
@@ -219,7 +250,7 @@ def _from_half(group: Island, flow: Flow) -> bool:
     large = large_float32(group, flow)
     if not large:
         return True
-    if any(op.forced == "full" for op in group.ops):  # the user asked for float32
+    if any(flow.rulings[op].forced == "full" for op in group.ops):  # the user asked for float32
         return False
     inside: set[Value] = {v for op in group.ops for v in op.outs}
     kept, left = [], []
@@ -234,7 +265,9 @@ def _from_half(group: Island, flow: Flow) -> bool:
             kept.append(op)
     group.ops = kept
     bound(group, flow)
-    group.wide = {v for op in left for v in op.ins if v in group.inputs and v.dtype in HALVES}
+    group.wide = {
+        v for op in left for v in op.ins if v in group.inputs and flow.stored[v].dtype in HALVES
+    }
     group.rounded = large_float32(group, flow)
     return group.half is not None and _stand_rounding(group, flow)
 
@@ -306,11 +339,11 @@ def _is_sloped(group: Island, flow: Flow) -> bool:
     (operand,), (result,) = group.inputs, group.results
     members = set(group.ops)
     return (
-        operand.dtype == group.half
+        flow.stored[operand].dtype == group.half
         and result in group.in_half
         and operand.aval.shape == result.aval.shape
         and not group.sums
-        and not any(op.forced == "full" for op in group.ops)
+        and not any(flow.rulings[op].forced == "full" for op in group.ops)
         and all(reader in members for reader in flow.readers[operand])
         and all(
             op.spec.steady_of(op.params) or op.spec.linear or _is_scaling(op) for op in group.ops
@@ -332,7 +365,7 @@ def _tail(group: Island, flow: Flow) -> list[Op]:
             dear = any(o.spec.cost == rules.DEAR for o in tail)
             if group.half is None or flow.analysis.facts[normed].linear:
                 return []
-            return tail if dear and may_be_rounded(flow.analysis, normed) else []
+            return tail if dear and flow.analysis.may_be_rounded(normed) else []
     return []
 
 
@@ -376,14 +409,14 @@ def _is_scaling(op: Op) -> bool:
     return op.name == "div" and op.ins[1].const is not None
 
 
-def _is_dear(op: Op) -> bool:
-    large = any(v.is_f32 and not v.small for v in op.outs)
+def _is_dear(analysis: Analysis, op: Op) -> bool:
+    large = any(v.is_f32 and v not in analysis.small for v in op.outs)
     inner = [o for sub in op.subs for o in sub.program.walk() if o.has_float32]
     inner = [o for o in inner if not o.subs] if op.subs else [op]
     return large and any(o.spec.cost != rules.FUSED for o in inner)
 
 
-def _saves_memory(group: Island) -> bool:
+def _saves_memory(analysis: Analysis, group: Island) -> bool:
     """Compares the bytes that derivatives would save with those that the island keeps."""
     saved: set[Value] = set()
     for op in group.ops:
@@ -394,16 +427,28 @@ def _saves_memory(group: Island) -> bool:
             saved.update(varying if len(varying) > 1 else ())
         else:
             saved.update((*varying, *op.outs))
-    kept = _bytes(v for v in group.inputs if not v.raw) - _bytes(group.rounded) // 2
-    halves = any(v.dtype in HALVES and not v.small for v in group.inputs if v.is_f32)
+    kept = (
+        _bytes(analysis, (v for v in group.inputs if not analysis.is_raw(v)))
+        - _bytes(analysis, group.rounded) // 2
+    )
+    halves = any(
+        analysis.stored[v].dtype in HALVES and v not in analysis.small
+        for v in group.inputs
+        if v.is_f32
+    )
     if group.rounded:  # a loss: its backward pass follows at once
-        halves = any(v.is_f32 and not v.small and v.size > 1 for v in group.results)
-    return halves and kept < _bytes(saved)
+        halves = any(v.is_f32 and v not in analysis.small and v.size > 1 for v in group.results)
+    return halves and kept < _bytes(analysis, saved)
 
 
-def _bytes(values: Iterable[Value]) -> int:
+def _bytes(analysis: Analysis, values: Iterable[Value]) -> int:
     return sum(
-        v.size * (v.dtype.itemsize if v.dtype is not None else v.aval.dtype.itemsize)
+        v.size
+        * (
+            analysis.stored[v].dtype.itemsize
+            if analysis.stored[v].dtype is not None
+            else v.aval.dtype.itemsize
+        )
         for v in values
-        if v.const is None and v.is_f32 and not v.small
+        if v.const is None and v.is_f32 and v not in analysis.small
     )

@@ -152,7 +152,7 @@ def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
     def traced_now(fun, args, kwargs):
         traced = trace(fun, policy, args, kwargs)
         if policy.compute_dtype in HALVES:
-            warn_if_nothing_is_half(traced.outline.block, policy)
+            warn_if_nothing_is_half(traced.outline)
         return traced
 
     def run_planned(fun, args, kwargs, leaves, tree):

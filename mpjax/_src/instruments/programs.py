@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._src.autocast.graph import Op, numbered
+from mpjax._src.autocast.graph import Op
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.transform import call, trace
 from mpjax._src.base import _jax
@@ -63,7 +63,7 @@ class Program:
     @functools.cached_property
     def ops(self) -> list[Op]:
         """The ops of the plan, by their numbers."""
-        return [op for op, _ in numbered(self.plan.block)]
+        return [op for op, _ in self.plan.numbered]
 
     def lines(self, eqn: Any, place: Place) -> tuple[str, str]:
         """Returns "file:line" of an equation, or of the op that it comes from: the user's line,
