@@ -29,7 +29,8 @@ def analysed(fun, *args, policy="mixed_bfloat16", linear=()):
 def know(analysis):
     """Records the tables of a plan, so that the functions below answer for its ops and values."""
     for field in dataclasses.fields(analysis):
-        getattr(KNOWN, field.name).update(getattr(analysis, field.name))
+        if field.name != "marks":  # which storage makes
+            getattr(KNOWN, field.name).update(getattr(analysis, field.name))
 
 
 KNOWN = Analysis(arguments=set())  # about all blocks that were analysed

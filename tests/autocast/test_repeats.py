@@ -299,7 +299,7 @@ def test_the_rewrite_reads_what_alike_steps_share(monkeypatch):
     """What is not in the keys of steps may differ from layer to layer: none may look at it."""
     hidden = {
         Value: ("paths", "entries"),
-        Op: ("scopes", "callers", "index", "attention"),
+        Op: ("scopes", "callers", "index"),
         Ruling: ("why",),
         Choice: ("why",),
         Stored: ("kind", "wide", "lost", "rounded"),

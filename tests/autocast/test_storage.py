@@ -212,7 +212,7 @@ def test_islands_that_wait_for_each_other_are_dropped(monkeypatch):
     from mpjax._src.autocast import islands, storage
 
     def crossed(flow, links):
-        groups = [islands.Island(flow.block.ops[i::2]) for i in (0, 1)]
+        groups = [islands.Island([*flow.block.ops[i::2]]) for i in (0, 1)]
         for group in groups:
             islands.bound(group, flow)
         return {op: group for group in groups for op in group.ops}
@@ -374,7 +374,11 @@ def test_what_an_island_rounds_is_among_its_inputs(name):
     closed = jax.make_jaxpr(fun)(*args)
     dtypes = [v.dtype for v in closed.in_avals]
     plan = make_plan(closed.jaxpr, closed.consts, mpjax.get_policy("O1:bfloat16"), dtypes)
-    islands = [step for step in plan.block.steps if isinstance(step, Island) and step.rounded]
+    islands = [
+        step
+        for step in plan.analysis.steps[plan.block]
+        if isinstance(step, Island) and step.rounded
+    ]
     assert islands and all(island.rounded <= {*island.inputs} for island in islands)
 
 

@@ -24,7 +24,7 @@ def links(flow: Flow) -> set[Op]:
     """Returns the ops of a block that may be parts of chains: elementwise, and no epilogue."""
     found: set[Op] = set()
     sums: dict[Value, int] = {}  # results of matmuls, after so many sums in their epilogues
-    for op in flow.block.ops:
+    for op in flow.ops:
         before = [sums[v] for v in op.ins if v in sums and len(flow.readers.get(v, ())) == 1]
         matmul = op.spec.need == rules.HALF
         epilogue = op.name in ADDS and min(before, default=EPILOGUE) < EPILOGUE

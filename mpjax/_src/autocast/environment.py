@@ -38,7 +38,6 @@ class Settings(NamedTuple):
         rows: The row numbers that ops get as scopes, for a report.
         as_written: Whether every op runs as it was traced.
         returned: The values that are returned, in float32.
-        kept: The values that `storage=lean` keeps for the backward pass.
     """
 
     policy: Policy
@@ -46,7 +45,6 @@ class Settings(NamedTuple):
     rows: Mapping[Op, int] = MappingProxyType({})
     as_written: bool = False
     returned: frozenset[Value] = frozenset()
-    kept: frozenset[Value] = frozenset()
 
 
 class Env:
@@ -56,6 +54,7 @@ class Env:
         self.settings = settings
         tables = settings.analysis
         self.rulings, self.choices, self.stored = tables.rulings, tables.choices, tables.stored
+        self.marks = tables.marks
         self.in_loop = in_loop
         self.depth = depth  # the number of names of an op's stack that were entered
         self.shared: dict[Any, Any] = {}  # rewritten stretches, by their keys
@@ -66,7 +65,7 @@ class Env:
 
     def write(self, value: Value, array: Any) -> None:
         """Records an array in its own dtype."""
-        if value in self.settings.kept:
+        if value in self.settings.analysis.kept:
             array = keep(array)
         self._arrays[value] = {array.dtype if value.is_f32 else None: array}
 

@@ -528,7 +528,7 @@ def _row(analysis: Analysis, op: Op, times: int, storage: str, reason: Why) -> R
         times,
         left_alone=ruling.leaves_alone(op),
         storage=storage,
-        attention=op.attention,
+        attention=analysis.marks.attention.get(op, ""),
         library=library,
         bytes=0 if program else held,
     )

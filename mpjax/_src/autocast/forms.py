@@ -35,7 +35,7 @@ def numbered_values(flow: Flow) -> dict[Value, int]:
             found[value] = numbers.setdefault(key, len(numbers))
         return found[value]
 
-    for op in block.ops:
+    for op in flow.ops:
         ins = tuple([number(v) for v in op.ins])
         dtypes = tuple([analysis.stored[v].dtype for v in op.outs])
         compute, forced = analysis.choices[op].compute, analysis.rulings[op].forced

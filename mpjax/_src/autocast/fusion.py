@@ -44,9 +44,9 @@ def fuse(flow: Flow, found: list[Island]) -> None:
             continue
         try:
             island.fusion = _fuse(island, flow)
-            matmul.attention = island.fusion.describe()
+            flow.marks.attention[matmul] = island.fusion.describe()
         except Unfit as why:
-            matmul.attention = f"xla: {why}"
+            flow.marks.attention[matmul] = f"xla: {why}"
 
 
 def tell_of_late_norms(flow: Flow, found: list[Island]) -> None:
@@ -55,7 +55,7 @@ def tell_of_late_norms(flow: Flow, found: list[Island]) -> None:
     It has no softmax that is rounded to half: its weights are exponentials, and the product of them
     and the values is divided by their sum.
     """
-    for op in flow.block.ops if flow.fuse else ():
+    for op in flow.ops if flow.fuse else ():
         if op.name not in ("div", "mul"):
             continue
         for value, norm in (op.ins, op.ins[::-1])[: 1 + (op.name == "mul")]:
@@ -67,7 +67,7 @@ def tell_of_late_norms(flow: Flow, found: list[Island]) -> None:
             summed = _source(total.ins[0], flow) if total.name == "reduce_sum" else None
             weights = [_source(v, flow) for v in matmul.ins]
             if summed is not None and summed in weights and _is_weight(summed, flow):
-                matmul.attention = "xla: normalized after the product"
+                flow.marks.attention[matmul] = "xla: normalized after the product"
 
 
 def _source(value: Value, flow: Flow) -> Op | None:
@@ -520,7 +520,7 @@ def _absorb(island: Island, inputs: list[Value], members: Sequence[Op], flow: Fl
             apart.add(op)
             todo += [flow.producer[v] for v in op.ins if v in flow.producer]
     inside: set[Op | None] = {*island.ops, *members}
-    for op in reversed(flow.block.ops):
+    for op in reversed(flow.ops):
         readers = {r for v in op.outs for r in flow.readers.get(v, ())}
         if readers and readers <= inside and op not in apart and not op.eqn.effects:
             inside.add(op)
@@ -530,7 +530,7 @@ def _absorb(island: Island, inputs: list[Value], members: Sequence[Op], flow: Fl
             r for v in op.outs for r in flow.readers.get(v, ())
         ):
             raise Unfit("its scores are also read elsewhere")
-    island.ops = [op for op in flow.block.ops if op in inside]
+    island.ops = [op for op in flow.ops if op in inside]
     bound(island, flow)
     island.inputs, island.free, island.sums = [*inputs], [], []
     island.results = [*result.outs]

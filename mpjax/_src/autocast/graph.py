@@ -31,7 +31,7 @@ ROW = "mpjax.row="
 Place = tuple[int, tuple[int, ...]]
 
 
-@dataclasses.dataclass(slots=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Value:
     """One array of the program, with what the program alone says of it."""
 
@@ -49,8 +49,9 @@ class Value:
 
     def __post_init__(self) -> None:
         is_array = _jax.is_array(self.aval)
-        self.is_f32 = is_array and getattr(self.aval, "dtype", None) == FLOAT32
-        self.size = _jax.size_of(getattr(self.aval, "shape", ()))
+        is_f32 = is_array and getattr(self.aval, "dtype", None) == FLOAT32
+        object.__setattr__(self, "is_f32", is_f32)
+        object.__setattr__(self, "size", _jax.size_of(getattr(self.aval, "shape", ())))
 
     @property
     def is_one(self) -> bool:
@@ -58,32 +59,33 @@ class Value:
         return all(size == 1 for size in self.aval.shape)
 
 
-@dataclasses.dataclass(slots=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Op:
     """One equation of the flattened program."""
 
     eqn: Any
-    ins: list[Value]
-    outs: list[Value]
+    ins: tuple[Value, ...]
+    outs: tuple[Value, ...]
     stack: Any  # the name stack, from the root of its block
     scopes: tuple[str, ...]  # the names on it, from the root of the program
     callers: tuple[Any, ...] = ()  # the equations around it, jits that were inlined included
-    subs: list[Inside] = dataclasses.field(default_factory=list)
-    index: int = -1
-    steady: bool = False  # derivatives may hold its operands constant
-    # For a matmul, an operand and dimensions over which derivatives subtract its mean.
-    centred: Place | None = None
-    # For a maximum, the exponential whose sums it also returns; for such a sum, the same.
-    online: str = ""
-    repeats: tuple[int, int] | None = None  # of a gather that repeats entries: axis, count
-    attention: str = ""  # for a matmul that reads a softmax: the fused kernel, or why there is none
+    subs: tuple[Inside, ...] = ()
+    index: int = -1  # its place in the block
     # Read in every sweep, so they are not looked up again.
     name: str = dataclasses.field(init=False)
     spec: Rule = dataclasses.field(init=False)  # the row of its primitive in `rules`
 
     def __post_init__(self) -> None:
-        self.name = self.eqn.primitive.name
-        self.spec = rule_of(self.name)
+        object.__setattr__(self, "name", self.eqn.primitive.name)
+        object.__setattr__(self, "spec", rule_of(self.name))
+
+    @property
+    def cancels(self) -> bool:
+        """Whether it is ``x - x``.
+
+        Its cotangents cancel, but not after each is added to another and rounded.
+        """
+        return self.name == "sub" and self.ins[0] is self.ins[1]
 
     @property
     def inside(self) -> HigherOrder:
@@ -115,16 +117,15 @@ class Op:
         return any(v.is_f32 for v in (*self.ins, *self.outs))
 
 
-@dataclasses.dataclass(slots=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Block:
     """A sequence of ops with its arguments, constants and results."""
 
-    invars: list[Value]
-    outvars: list[Value]
-    consts: list[tuple[Value, Any]]
-    ops: list[Op]
+    invars: tuple[Value, ...]
+    outvars: tuple[Value, ...]
+    consts: tuple[tuple[Value, Any], ...]
+    ops: tuple[Op, ...]
     in_loop: bool = False
-    steps: tuple[Any, ...] = ()  # the ops and islands to run, in order (`storage`)
 
     def walk(self):
         """Yields every op, including those of sub-programs."""
@@ -162,19 +163,19 @@ def build(
     return _block(jaxpr, consts, invars, scopes, ())
 
 
-def _block(jaxpr, consts, invars: list[Value], scopes, callers, in_loop=False) -> Block:
+def _block(jaxpr, consts, invars: Sequence[Value], scopes, callers, in_loop=False) -> Block:
     known = [
         (_constant(v.aval, value), value) for v, value in zip(jaxpr.constvars, consts, strict=True)
     ]
     env = dict(zip(jaxpr.invars, invars, strict=True))
     env |= {v: value for v, (value, _) in zip(jaxpr.constvars, known, strict=True)}
-    block = Block(invars, [], known, [], in_loop)
-    block.outvars = _flatten(jaxpr, env, block, None, scopes, callers)
-    return block
+    ops: list[Op] = []
+    outvars = _flatten(jaxpr, env, ops, known, None, scopes, callers)
+    return Block(tuple(invars), tuple(outvars), tuple(known), tuple(ops), in_loop)
 
 
-def _flatten(jaxpr, env, block: Block, stack, scopes, callers) -> list[Value]:
-    """Appends a jaxpr's equations to a block, the insides of its jits included."""
+def _flatten(jaxpr, env, ops: list[Op], consts, stack, scopes, callers) -> list[Value]:
+    """Appends a jaxpr's equations and constants, the insides of its jits included."""
 
     def read(atom):
         if isinstance(atom, _jax.Literal):
@@ -187,23 +188,20 @@ def _flatten(jaxpr, env, block: Block, stack, scopes, callers) -> list[Value]:
     for eqn in jaxpr.eqns:
         here = eqn.source_info.name_stack if stack is None else stack + eqn.source_info.name_stack
         names = scopes + _jax.scope_names(eqn.source_info.name_stack)
-        ins = [read(atom) for atom in eqn.invars]
+        ins = tuple([read(atom) for atom in eqn.invars])
         if (called := _jax.inlined(eqn)) is not None:
             inner, inner_consts = _jax.open_jaxpr(called)
             inner_env = dict(zip(inner.invars, ins, strict=True))
             for var, value in zip(inner.constvars, inner_consts, strict=True):
                 inner_env[var] = _constant(var.aval, value)
-                block.consts.append((inner_env[var], value))
-            results = _flatten(inner, inner_env, block, here, names, (*callers, eqn))
+                consts.append((inner_env[var], value))
+            results = _flatten(inner, inner_env, ops, consts, here, names, (*callers, eqn))
             env |= zip(eqn.outvars, results, strict=True)
             continue
-        outs = [_result(eqn, ins, var.aval) for var in eqn.outvars]
+        outs = tuple([_result(eqn, ins, var.aval) for var in eqn.outvars])
         env |= zip(eqn.outvars, outs, strict=True)
         subs = _programs(eqn, ins, names, (*callers, eqn))
-        op = Op(eqn, ins, outs, here, names, callers, subs, index=len(block.ops))
-        # The cotangents of x - x cancel, but not after each is added to another and rounded.
-        op.steady = op.name == "sub" and ins[0] is ins[1]
-        block.ops.append(op)
+        ops.append(Op(eqn, ins, outs, here, names, callers, subs, index=len(ops)))
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -238,7 +236,7 @@ def _same_constant(eqn, value: Any) -> Any:
     return value if eqn.primitive.name == "convert_element_type" else None
 
 
-def _programs(eqn, ins: Sequence[Value], scopes, callers) -> list[Inside]:
+def _programs(eqn, ins: Sequence[Value], scopes, callers) -> tuple[Inside, ...]:
     """Returns the programs inside an equation, and what their arguments are outside of it."""
     row = higher_order(eqn.primitive.name)
     found = []
@@ -251,7 +249,7 @@ def _programs(eqn, ins: Sequence[Value], scopes, callers) -> list[Inside]:
         ]
         program = _block(jaxpr, consts, invars, scopes, callers, row.loops)
         found.append(inside._replace(program=program))
-    return found
+    return tuple(found)
 
 
 def _argument(aval: Any, outside: Value, knows: bool) -> Value:

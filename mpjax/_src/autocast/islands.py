@@ -7,6 +7,7 @@ and the results of its reductions, and recomputes the rest.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ class Flow:
         readers: For each value, the ops that read it; None stands for the block's results.
         free: The ops that make constants or cast booleans to floats, by their results.
         fuse: Whether attention runs in the fused kernel of the device.
+        ops: The ops that run, in order: those of the block, but for some that `replace` replaces.
     """
 
     block: Block
@@ -41,11 +43,31 @@ class Flow:
     def __post_init__(self) -> None:
         tables = self.analysis
         self.rulings, self.choices, self.stored = tables.rulings, tables.choices, tables.stored
+        self.marks, self.ops = tables.marks, [*self.block.ops]
 
     @functools.cached_property
     def constants(self) -> dict[Value, Any]:
         """The arrays that the block closes over."""
         return {v: x for v, x in self.block.consts if not isinstance(x, jax.core.Tracer)}
+
+    def replace(self, op: Op, ins: Sequence[Value], outs: Sequence[Value]) -> Op:
+        """Returns an op that runs in place of another, and reads or computes other values."""
+        new = dataclasses.replace(op, ins=tuple(ins), outs=tuple(outs))
+        self.ops[op.index] = new
+        marks = self.marks
+        marks.stands_for[new] = marks.stands_for.get(op, op)
+        tables: tuple[dict[Op, Any], ...] = (self.rulings, self.choices, marks.centred)
+        for table in (*tables, marks.repeats, marks.online, marks.attention):
+            if op in table:
+                table[new] = table[op]
+        if op in marks.steady:
+            marks.steady.add(new)
+        self.producer |= dict.fromkeys(outs, new)
+        for v in dict.fromkeys((*op.ins, *ins)):
+            readers = [r for r in self.readers.get(v, []) if r is not op or v in ins]
+            readers = [new if r is op else r for r in readers]
+            self.readers[v] = readers if v not in ins or new in readers else [*readers, new]
+        return new
 
 
 def flow_of(block: Block, analysis: Analysis, fuse: bool = False) -> Flow:

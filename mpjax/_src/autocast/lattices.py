@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._src.autocast.graph import PLANNED, Block, Op, Value
+from mpjax._src.autocast.graph import PLANNED, Block, Op, Place, Value
 from mpjax._src.autocast.why import NO_REASON, Why
 from mpjax._src.base.dtypes import FLOAT16
 
@@ -307,6 +307,31 @@ class Storage(dict[Value, Stored]):
 
 
 @dataclasses.dataclass(frozen=True)
+class Marks:
+    """What derivatives do differently, beside the steps that run.
+
+    Attributes:
+        steady: Ops whose operands derivatives may hold constant.
+        centred: For a matmul, an operand and dimensions over which derivatives subtract its mean.
+        repeats: For a gather that repeats entries: the axis, and how often.
+        online: For a maximum, the exponential whose sums it also returns; for such a sum, the same.
+        attention: For a matmul that reads a softmax: the fused kernel, or why there is none.
+        stands_for: For an op that reads or computes other values than one of the program, that one.
+    """
+
+    steady: set[Op] = dataclasses.field(default_factory=set)
+    centred: dict[Op, Place] = dataclasses.field(default_factory=dict)
+    repeats: dict[Op, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    online: dict[Op, str] = dataclasses.field(default_factory=dict)
+    attention: dict[Op, str] = dataclasses.field(default_factory=dict)
+    stands_for: dict[Op, Op] = dataclasses.field(default_factory=dict)
+
+    def is_steady(self, op: Op) -> bool:
+        """Returns whether derivatives hold the operands of an op constant."""
+        return op.cancels or op in self.steady
+
+
+@dataclasses.dataclass(frozen=True)
 class Analysis:
     """What the passes of a plan find out, as tables. A pass returns its own, and reads others.
 
@@ -321,6 +346,10 @@ class Analysis:
         wants: The demand on each value: by `demand`.
         choices: The dtype of each operation: by `decide`. `storage` leaves more of them in float32.
         stored: How each value is stored: by `decide`, and by `storage` likewise.
+        marks: By `storage`.
+        steps: The steps that run each block, in order: by `storage`.
+        kept: The values that `storage=lean` keeps for the backward pass, which computes those
+            around them again.
     """
 
     rulings: Rulings = dataclasses.field(default_factory=Rulings)
@@ -331,6 +360,9 @@ class Analysis:
     wants: Wants = dataclasses.field(default_factory=Wants)
     choices: Choices = dataclasses.field(default_factory=Choices)
     stored: Storage = dataclasses.field(default_factory=Storage)
+    marks: Marks = dataclasses.field(default_factory=Marks)
+    steps: dict[Block, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    kept: set[Value] = dataclasses.field(default_factory=set)
 
     def is_beyond(self, value: Value, half: Any) -> bool:
         """Returns whether a value or its cotangents may leave the range of a half dtype.

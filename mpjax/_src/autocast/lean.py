@@ -155,7 +155,7 @@ def needs(analysis: Analysis, step: Step) -> Iterator[Value]:
     if analysis.rulings[step].rule == "program":
         yield from (v for v in step.ins if not v.literal)
         return
-    if not floats or not any(v.is_f32 for v in step.outs) or step.steady:
+    if not floats or not any(v.is_f32 for v in step.outs) or analysis.marks.is_steady(step):
         return
     saves, kinked = step.spec.saves, rules.KINKED in step.spec.traits
     yield from (v for v in step.ins if not v.is_f32 and not v.literal)

@@ -77,7 +77,7 @@ def softmaxes(flow: Flow, found: list[Island]) -> None:
     that case ``max(s, t)`` equals ``s``, unless everything is masked and ``p = 0``; a guard that
     replaces ``s = 0`` by 1 is then correct too.
     """
-    sums = [op for op in flow.block.ops if op.name == "reduce_sum" and _sums_exponentials(op, flow)]
+    sums = [op for op in flow.ops if op.name == "reduce_sum" and _sums_exponentials(op, flow)]
     if not sums:
         return
     numbers = numbered_values(flow)
@@ -131,9 +131,11 @@ def repetitions(flow: Flow, found: list[Island]) -> None:
     With ``y[k i + j] = x[i]``, ``dx[i] = sum_j dy[k i + j]``. This is a sum over an axis of a
     reshaped ``dy`` instead of a scatter into zeros. It adds in float32 for operands of any dtype.
     """
-    for op in flow.block.ops:
+    for op in flow.ops:
         if op.name == "gather" and op.outs[0].is_f32:
-            op.repeats = repetition_of(op, flow.producer, flow.constants)
+            repeated = repetition_of(op, flow.producer, flow.constants)
+            if repeated is not None:
+                flow.marks.repeats[op] = repeated
 
 
 PEEPHOLES: tuple[Callable[[Flow, list[Island]], None], ...] = (
@@ -274,7 +276,8 @@ def _island(
         return None
     ((scores, rate),) = ((t, n) for t, n in form.items() if t[1] == reading.end)
     shifts = [v for t in form if t[0] == EXPONENT and t != scores for v in reading.values[t]]
-    first = _read_once(reading.values[scores], members, flow)
+    first, instead = _read_once(reading.values[scores], members, flow)
+    members, quotient = {instead.get(op, op) for op in members}, instead.get(quotient, quotient)
     small = all(abs(t) <= SMALL for name, t in guards if name == "add")
     whole = not guards or (small and reaches_one(reading, form, axes))
     if whole:
@@ -282,13 +285,13 @@ def _island(
         steady_shift(first, members, axes, flow)
     island = Island([*members], axes=axes, rate=rate, whole=whole)
     _bound(island, [first], quotient, flow)
-    return island if island.results == quotient.outs else None
+    return island if island.results == [*quotient.outs] else None
 
 
 def _bound(island: Island, moving: list[Value], quotient: Op, flow: Flow) -> None:
     """Finds the inputs and results of a softmax; the differentiated inputs come first."""
     bound(island, flow)
-    island.sums, island.moving = quotient.outs, len(moving)
+    island.sums, island.moving = [*quotient.outs], len(moving)
     # Its storage dtype: weights are at most 1, but their cotangents are not, near a pole.
     steep = flow.rulings[quotient].half == FLOAT16 and flow.analysis.wants[quotient.outs[0]].steep
     unknown = not (island.whole or island.in_half)  # its distance from 1 matters
@@ -300,19 +303,20 @@ def _readers(op: Op, flow: Flow) -> "set[Op | None]":
     return {reader for v in op.outs for reader in flow.readers.get(v, ())}
 
 
-def _read_once(values: list[Value], members: set[Op], flow: Flow) -> Value:
-    """Lets an island read only the first of several equal values."""
+def _read_once(values: list[Value], members: set[Op], flow: Flow) -> tuple[Value, dict[Op, Op]]:
+    """Lets an island read only the first of several equal values.
+
+    Returns:
+        The first value, and the ops that run in place of members.
+    """
     made = {v: flow.producer[v].index if v in flow.producer else -1 for v in values}
     first = min(values, key=made.__getitem__)
+    instead: dict[Op, Op] = {}
     for op in members:
-        op.ins = [first if v in made else v for v in op.ins]
-    readers = dict.fromkeys(r for v in made for r in flow.readers[v])
-    for v in made:
-        flow.readers[v] = [r for r in flow.readers[v] if r not in members]
-    flow.readers[first] = [
-        r for r in readers if r in flow.readers[first] or (r is not None and first in r.ins)
-    ]
-    return first
+        if any(v in made and v is not first for v in op.ins):
+            ins = [first if v in made else v for v in op.ins]
+            instead[op] = flow.replace(op, ins, op.outs)
+    return first, instead
 
 
 # ---- what a softmax weighs ----------------------------------------------------------------------
@@ -337,7 +341,7 @@ def _weigh(island: Island, flow: Flow, taken: set[Op], moved: "set[Op | None]") 
     if sources is None:
         return
     for op, place in sources.items():
-        op.centred = place
+        flow.marks.centred[op] = place
     taken.add(matmul)
     applied = [*free_producers(weights, flow), *weights]
     made = {v for op in (quotient, *applied) for v in op.outs}
@@ -430,7 +434,12 @@ def _sources(island: Island, flow: Flow, moved: "set[Op | None]") -> "dict[Op, P
     while todo:
         value, where = todo.pop()
         op = flow.producer.get(value)
-        if op is None or op.steady or flow.analysis.is_raw(value) or (value, where) in seen:
+        if (
+            op is None
+            or flow.marks.is_steady(op)
+            or flow.analysis.is_raw(value)
+            or (value, where) in seen
+        ):
             continue
         seen[value, where] = op
         if op.spec.need == rules.HALF or flow.rulings[op].rule == "program":
@@ -449,8 +458,10 @@ def _sources(island: Island, flow: Flow, moved: "set[Op | None]") -> "dict[Op, P
 def _moved(flow: Flow) -> "set[Op | None]":
     """Returns the ops through which results are differentiated; some ops have no readers."""
     moved: set[Op | None] = {None}
-    for op in reversed(flow.block.ops):
-        if not op.steady and (op.eqn.effects or not moved.isdisjoint(_readers(op, flow))):
+    for op in reversed(flow.ops):
+        if not flow.marks.is_steady(op) and (
+            op.eqn.effects or not moved.isdisjoint(_readers(op, flow))
+        ):
             moved.add(op)
     return moved
 

@@ -47,8 +47,6 @@ class Plan:
         used_patterns: The patterns of the policy's overrides that match something.
         analysis: The rules of its operations; once it is completed, all decisions.
         returned: The values that are returned in float32, once it is completed.
-        kept: The values that `storage=lean` keeps for the backward pass, which computes those
-            around them again.
     """
 
     block: Block
@@ -56,7 +54,6 @@ class Plan:
     used_patterns: frozenset[str]
     analysis: Analysis
     returned: frozenset[Value] = frozenset()
-    kept: frozenset[Value] = frozenset()
 
     @functools.cached_property
     def as_written(self) -> bool:
@@ -69,7 +66,9 @@ class Plan:
     @functools.cached_property
     def rows(self) -> dict[Op, int]:
         """The numbers of ops in reports."""
-        return {op: row for row, (op, _) in enumerate(self.numbered)}
+        rows = {op: row for row, (op, _) in enumerate(self.numbered)}
+        stands_for = self.analysis.marks.stands_for
+        return rows | {op: rows[of] for op, of in stands_for.items() if of in rows}
 
     @functools.cached_property
     def numbered(self) -> list[tuple[Op, int]]:
@@ -133,9 +132,9 @@ def complete(
     # A rule that computes tangents is transposed as it is, so no values are marked as kept.
     by = WRITTEN if plan.as_written else FAST if linear else plan.policy.storage
     fuse = plan.policy.fused_attention and not linear
-    analysis, kept = store(plan.block, analysis, by, fuse)
+    analysis = store(plan.block, analysis, by, fuse)
     returned = frozenset(v for v, want in analysis.wants.items() if want.returned)
-    return dataclasses.replace(plan, analysis=analysis, returned=returned, kept=kept)
+    return dataclasses.replace(plan, analysis=analysis, returned=returned)
 
 
 def analyse(

@@ -103,13 +103,15 @@ def _of_op(op: Op, analysis: Analysis) -> tuple[Any, ...]:
     """Returns what the rewrite reads of an op."""
     ruling, choice = analysis.rulings[op], analysis.choices[op]
     decided = ruling.rule, ruling.half, ruling.forced, choice.compute, choice.sent_half
-    return *decided, op.steady, op.centred, op.online, op.repeats
+    marks = analysis.marks
+    others = (table.get(op) for table in (marks.centred, marks.online, marks.repeats))
+    return *decided, marks.is_steady(op), *others
 
 
 # The fields of steps and nested programs that make up their keys.
 FIELDS: dict[type, list[str]] = {
     Island: [f.name for f in dataclasses.fields(Island)],
-    Block: [f.name for f in dataclasses.fields(Block) if f.name != "steps"],
+    Block: [f.name for f in dataclasses.fields(Block)],
 }
 
 
@@ -117,8 +119,8 @@ def _coder(settings: Settings) -> Code:
     """Returns a function from a step to its number, equal for equal steps, and its values."""
     numbers: dict[Any, int] = {}
     # The policy's overrides may match the names of scopes.
-    overrides, returned, kept = bool(settings.policy.overrides), settings.returned, settings.kept
-    analysis = settings.analysis
+    overrides, returned = bool(settings.policy.overrides), settings.returned
+    analysis, kept = settings.analysis, settings.analysis.kept
 
     def number(key: Any) -> int:
         return numbers.setdefault(key, len(numbers))

@@ -90,25 +90,28 @@ def storage_of(plan: Plan) -> dict[Op, str]:
     rows = {v: row for op, row in plan.rows.items() for v in op.outs}
     found: dict[Op, str] = {}
     for block in plan.block.blocks():
-        found |= _storage_of(block, plan, rows)
-    return found
+        if block in plan.analysis.steps:
+            found |= _storage_of(block, plan, rows)
+    stands_for = plan.analysis.marks.stands_for
+    return {stands_for.get(op, op): text for op, text in found.items()}
 
 
 def _storage_of(block: Block, plan: Plan, rows: dict[Value, int]) -> dict[Op, str]:
+    steps, marks = plan.analysis.steps[block], plan.analysis.marks
     found: dict[Op, str] = {}
-    for step in _steps(block.steps):
+    for step in _steps(steps):
         if isinstance(step, Island):
             text = _of_island(step, plan, rows)
             found |= dict.fromkeys(step.ops, text)
         elif isinstance(step, Op):
-            own = [v for v in step.outs if v in plan.kept]
+            own = [v for v in step.outs if v in plan.analysis.kept]
             parts = [f"kept in {_dtypes(own, plan)}"] if own else []
-            if step.centred:
-                side = SIDES[step.centred[0]]
+            if step in marks.centred:
+                side = SIDES[marks.centred[step][0]]
                 parts.append(f"{side} less its mean in the gradient of the other operand")
             if parts:
                 found[step] = "; ".join(parts)
-    for step in block.steps:
+    for step in steps:
         for op in step.ops if isinstance(step, Checkpoint) else ():
             if op.spec.runs_again:
                 found.setdefault(op, "computed again")

@@ -63,9 +63,7 @@ def run_plan(
         The results.
     """
     numbers = plan.rows if rows else {}
-    settings = Settings(
-        plan.policy, plan.analysis, numbers, plan.as_written, plan.returned, plan.kept
-    )
+    settings = Settings(plan.policy, plan.analysis, numbers, plan.as_written, plan.returned)
     return run_block(plan.block, args, out_dtypes, settings)
 
 
@@ -83,7 +81,7 @@ def run_block(
         # A derivative rule gets tangents and cotangents as its caller wrote them: some as numbers.
         number = isinstance(arg, int | float | complex)
         env.write(value, np.asarray(arg, value.aval.dtype) if number else arg)
-    _run_steps(block.steps, block.outvars, env)
+    _run_steps(settings.analysis.steps[block], block.outvars, env)
     return [
         _jax.typed_as(v.aval, env.result(v, dtype))
         for v, dtype in zip(block.outvars, out_dtypes, strict=True)
@@ -129,7 +127,7 @@ def _run(op: Op, env: Env, dtype: Any, **params: Any) -> None:
         args = [_read_expanded(op, v, env, dtype) for v in op.ins]
     else:
         args = [env.read(v, dtype) for v in op.ins]
-    if op.steady:
+    if env.marks.is_steady(op):
         args = jax.lax.stop_gradient(args)
     for value, array in zip(op.outs, _bind(op, op.eqn, args, **params), strict=True):
         env.store(value, array)
@@ -141,55 +139,55 @@ def _bind(op: Op, eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
 
 
 def _run_as_planned(op: Op, env: Env) -> None:
-    if (
-        op.inside.as_one and env.choices[op].compute != FLOAT32
-    ):  # elementwise, with its own derivative rule
+    compute = env.choices[op].compute
+    if op.inside.as_one and compute != FLOAT32:  # elementwise, with its own derivative rule
         return _run_program(op, env)
-    if op.name == "broadcast_in_dim" and op.outs[0].is_f32 and op.outs[0].const is not None:
-        return env.make(op.outs[0], functools.partial(_bind_in, op, env))
-    if env.rulings[op].rule == "layout" and op.outs[0].is_f32 and op.outs[0].moved:
-        return env.make(op.outs[0], functools.partial(_send, op, env))
-    if op.repeats is not None:
-        again = functools.partial(repeat, axis=op.repeats[0], times=op.repeats[1])
-        return env.store(
-            op.outs[0],
-            wide_cotangent(again, [env.read(op.ins[0], env.choices[op].compute)]),
-        )
-    if op.name == "gather" and op.outs[0].is_f32:
-        if picks_one_per_row(op.eqn):
-            return env.store(
-                op.outs[0],
-                pick(op.eqn, [env.read(v, env.choices[op].compute) for v in op.ins]),
-            )
-        if env.choices[op].compute == FLOAT32 and _is_sent_in_half(op, env):
-            return env.store(op.outs[0], _look_up(op, env))
-    if op.online:
+    if not op.outs or not op.outs[0].is_f32:
+        return _run(op, env, compute)
+    out = op.outs[0]
+    if op.name == "broadcast_in_dim" and out.const is not None:
+        return env.make(out, functools.partial(_bind_in, op, env))
+    if env.rulings[op].rule == "layout" and out.moved:
+        return env.make(out, functools.partial(_send, op, env))
+    if op in env.marks.online:
         return _run_online(op, env)
-    if op.name in ("reduce_max", "reduce_min") and op.outs[0].is_f32 and not op.steady:
-        return env.store(op.outs[0], maximum(op.eqn, env.read(op.ins[0], env.choices[op].compute)))
-    if op.centred:
-        args = [env.read(v, env.choices[op].compute) for v in op.ins]
-        return env.store(op.outs[0], matmul(op.eqn, args, env.choices[op].compute, op.centred))
-    if (
-        rules.SUMS_BACK in op.spec.traits
-        and env.choices[op].compute in HALVES
-        and _enlarges(op.eqn)
-    ):
-        args = [env.read(v, env.choices[op].compute) for v in op.ins]
-        wide = wide_cotangent(lambda *xs: _jax.bind(op.eqn, xs)[0], args)
-        return env.store(op.outs[0], wide)
-    return _run(op, env, env.choices[op].compute)
+    cheaper = _cheaper(op, env, compute)
+    return _run(op, env, compute) if cheaper is None else env.store(out, cheaper)
+
+
+def _cheaper(op: Op, env: Env, compute: Any) -> Any:
+    """Returns the result of an op whose derivative is cheaper than the one that JAX derives."""
+
+    def args() -> list[Any]:
+        return [env.read(v, compute) for v in op.ins]
+
+    marks = env.marks
+    if op in marks.repeats:
+        axis, times = marks.repeats[op]
+        again = functools.partial(repeat, axis=axis, times=times)
+        return wide_cotangent(again, [env.read(op.ins[0], compute)])
+    if op.name == "gather" and picks_one_per_row(op.eqn):
+        return pick(op.eqn, args())
+    if op.name == "gather" and compute == FLOAT32 and _is_sent_in_half(op, env):
+        return _look_up(op, env)
+    if op.name in ("reduce_max", "reduce_min") and not marks.is_steady(op):
+        return maximum(op.eqn, *args())
+    if op in marks.centred:
+        return matmul(op.eqn, args(), compute, marks.centred[op])
+    if rules.SUMS_BACK in op.spec.traits and compute in HALVES and _enlarges(op.eqn):
+        return wide_cotangent(lambda *xs: _jax.bind(op.eqn, xs)[0], args())
+    return None
 
 
 def _run_online(op: Op, env: Env) -> None:
     """Runs a maximum together with a sum of exponentials, in one pass."""
-    args = [env.read(v, FLOAT32) for v in op.ins]
-    if op.steady:
+    args, exponential = [env.read(v, FLOAT32) for v in op.ins], env.marks.online[op]
+    if env.marks.is_steady(op):
         args = jax.lax.stop_gradient(args)
     if op.name == "reduce_max":
-        finish(op, env, maximum_and_sum(op.eqn, args[0], op.online))
+        finish(op, env, maximum_and_sum(op.eqn, args[0], exponential))
     else:
-        env.store(op.outs[0], sum_of_exponentials(op.eqn, args, op.online))
+        env.store(op.outs[0], sum_of_exponentials(op.eqn, args, exponential))
 
 
 def _read_expanded(op: Op, value: Value, env: Env, dtype: Any) -> Any:
@@ -265,19 +263,15 @@ def _is_sent_in_half(op: Op, env: Env) -> bool:
 def _run_half(op: Op, env: Env) -> None:
     if op.spec.need != rules.HALF or "preferred_element_type" not in op.params:
         return _run_as_planned(op, env)
-    args = [env.read(v, env.rulings[op].half) for v in op.ins]
-    args = [
-        cast(a, env.rulings[op].half)
-        if a.dtype in HALVES and a.dtype != env.rulings[op].half
-        else a
-        for a in args
-    ]
+    half, centred = env.rulings[op].half, env.marks.centred.get(op)
+    args = [env.read(v, half) for v in op.ins]
+    args = [cast(a, half) if a.dtype in HALVES and a.dtype != half else a for a in args]
     out, wide = op.outs[0], _reduced_wide(op, env)
-    eqn = _jax.at_default_precision(op.eqn)
-    if op.centred or wide or (out.is_f32 and env.stored[out].dtype == FLOAT32):
-        array = matmul(eqn, args, env.stored[out].dtype or out.aval.dtype, op.centred, wide)
+    eqn, dtype = _jax.at_default_precision(op.eqn), env.stored[out].dtype
+    if centred or wide or (out.is_f32 and dtype == FLOAT32):
+        array = matmul(eqn, args, dtype or out.aval.dtype, centred, wide)
     else:
-        wanted = env.rulings[op].half if out.is_f32 else out.aval.dtype
+        wanted = half if out.is_f32 else out.aval.dtype
         array = _bind(op, eqn, args, preferred_element_type=wanted)[0]
     env.store(out, array)
 

@@ -71,7 +71,7 @@ def mark_steady(shifts: list[Value], members: set[Op], flow: Flow) -> None:
             if not known.issuperset(flow.readers.get(v, ())):
                 break
         else:
-            op.steady = True
+            flow.marks.steady.add(op)
             cone.add(op)
             todo |= {flow.producer[v] for v in op.ins if v in flow.producer}
 
@@ -144,8 +144,9 @@ def sum_at_once(flow: Flow, found: list[Island]) -> None:
     Exponentials that are also read elsewhere, as in a softmax, are left as they are: they need the
     second pass.
     """
+    online = flow.marks.online
     taken = {op for island in found for op in island.ops}
-    sums = [op for op in flow.block.ops if op.name == "reduce_sum" and op not in taken]
+    sums = [op for op in flow.ops if op.name == "reduce_sum" and op not in taken]
     pairs = [(op, made) for op in sums if (made := _exponentials(op, flow)) is not None]
     if not pairs:
         return
@@ -155,17 +156,14 @@ def sum_at_once(flow: Flow, found: list[Island]) -> None:
         if match is None or match[0] in taken:
             continue
         largest, shift = match
-        if largest.online not in ("", exponential.name):
+        if online.get(largest, exponential.name) != exponential.name:
             continue
-        if not largest.online:
-            largest.outs = [*largest.outs, _like(total.outs[0], flow)]
-            largest.online = exponential.name
-            flow.producer[largest.outs[1]] = largest
-        total.online = exponential.name
-        read = [*largest.outs, shift]
-        total.ins = [*total.ins, *read]
-        for value in dict.fromkeys(read):
-            flow.readers.setdefault(value, []).append(total)
+        if largest not in online:
+            extra = _like(total.outs[0], flow)
+            largest = flow.replace(largest, largest.ins, [*largest.outs, extra])
+            online[largest] = exponential.name
+        total = flow.replace(total, [*total.ins, *largest.outs, shift], total.outs)
+        online[total] = exponential.name
 
 
 def _exponentials(total: Op, flow: Flow) -> "tuple[Op, Value, Value] | None":
@@ -200,7 +198,7 @@ def _maximum_of(
     largest, place = _largest(shift, where, flow, GUARDS)
     fits = (
         largest is not None
-        and (largest.online or is_plain(largest, flow))
+        and (largest in flow.marks.online or is_plain(largest, flow))
         and largest.params["axes"] == total.params["axes"]
         and numbers.get(largest.ins[0]) == numbers.get(scores)
         and all(

@@ -63,11 +63,11 @@ def ops_of(step: Step) -> list[Op]:
     return [step] if isinstance(step, Op) else step.ops
 
 
-def reads(step: Step) -> list[Value]:
+def reads(step: Step) -> Sequence[Value]:
     return step.ins if isinstance(step, Op) else step.inputs
 
 
-def writes(step: Step) -> list[Value]:
+def writes(step: Step) -> Sequence[Value]:
     return step.outs if isinstance(step, Op) else step.results
 
 

@@ -17,7 +17,7 @@ from mpjax._src.autocast.islands import (
     large_float32,
     make_again,
 )
-from mpjax._src.autocast.lattices import Analysis, Choices, Storage
+from mpjax._src.autocast.lattices import Analysis, Choices, Marks, Rulings, Storage
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.steps import connected, in_order
 from mpjax._src.autocast.views import is_view
@@ -34,9 +34,7 @@ FAST, LEAN, PEEPHOLES, WRITTEN = *CHOICES["storage"].values, "peepholes", "writt
 INSIDE = {THEIRS: PEEPHOLES, NONE: WRITTEN}
 
 
-def store(
-    block: Block, analysis: Analysis, by: str, fuse: bool
-) -> tuple[Analysis, frozenset[Value]]:
+def store(block: Block, analysis: Analysis, by: str, fuse: bool) -> Analysis:
     """Picks the steps of a program, and the values that it keeps for the backward pass.
 
     Args:
@@ -46,21 +44,23 @@ def store(
         fuse: Whether attention runs in the fused kernel of the device.
 
     Returns:
-        The tables, in which more is computed in float32; and the values that a minimum cut keeps.
-        The backward pass computes those around them again.
+        The tables: more is computed in float32, and there are marks, steps and kept values.
     """
-    stored = dataclasses.replace(
+    planned = dataclasses.replace(
         analysis,
+        rulings=Rulings(analysis.rulings),
         small={*analysis.small},
         choices=Choices(analysis.choices),
         stored=Storage(analysis.stored),
+        marks=Marks(),
+        steps={},
+        kept=set(),
     )
-    return stored, frozenset(_store(block, stored, by, {*block.invars}, fuse))
+    _store(block, planned, by, {*block.invars}, fuse)
+    return planned
 
 
-def _store(
-    block: Block, analysis: Analysis, by: str, alive: Collection[Value], fuse: bool
-) -> set[Value]:
+def _store(block: Block, analysis: Analysis, by: str, alive: Collection[Value], fuse: bool) -> None:
     """Picks the steps of every block, and the values that it keeps for the backward pass.
 
     Args:
@@ -69,11 +69,7 @@ def _store(
         by: The goal.
         alive: The arguments of the block that are in memory anyway.
         fuse: Whether attention runs in the fused kernel of the device.
-
-    Returns:
-        The values that a minimum cut keeps. The backward pass computes those around them again.
     """
-    kept: set[Value] = set()
     for op in block.ops:
         if analysis.rulings[op].rule == "program":
             for sub in op.subs:
@@ -84,19 +80,20 @@ def _store(
                     if op.ins[index] in alive and i not in changing
                 ]
                 goal = by if by == WRITTEN else INSIDE.get(op.inside.storage, by)
-                kept |= _store(sub.program, analysis, goal, {*inner}, fuse)
+                _store(sub.program, analysis, goal, {*inner}, fuse)
     flow = flow_of(block, analysis, fuse)
     linked = chains.links(flow)
     islands: Any = CHOOSE[by](flow, linked)
     chosen = [*dict.fromkeys(islands.values())]
     for island in chosen:
         _leave_small(island, flow)
-    links = [*_groups(flow, islands, linked.__contains__)]
-    steps: Any = block.ops
+    stands_for = flow.marks.stands_for
+    links = [*_groups(flow, islands, lambda op: stands_for.get(op, op) in linked)]
+    steps: Any = flow.ops
     for more in [chains.islands(links, flow), []] if by in (FAST, PEEPHOLES) else [[]]:
         # If islands depend on each other in a cycle, none is used.
         together = [*chosen, *more]
-        units = in_order(block.ops, [island.ops for island in together]) if together else None
+        units = in_order(flow.ops, [island.ops for island in together]) if together else None
         if units:
             islands = {op: island for island in together for op in island.ops}
             steps = [islands.get(unit[0], unit[0]) for unit in units]
@@ -107,10 +104,9 @@ def _store(
         if isinstance(step, Island) and not step.axes:
             chains.unrounded(step.ops, flow, differentiated=False)
     if by == LEAN:
-        steps, own = checkpoints(analysis, steps, block.outvars, alive)
-        kept |= own
-    block.steps = tuple(steps)
-    return kept
+        steps, kept = checkpoints(analysis, steps, block.outvars, alive)
+        analysis.kept.update(kept)
+    analysis.steps[block] = tuple(steps)
 
 
 def _islands(flow: Flow, links: Collection[Op]) -> "dict[Op, Island]":
@@ -152,9 +148,7 @@ def _groups(flow: Flow, special: Collection[Op], fits: Callable[[Op], bool]) -> 
     readers are deeper, it gets their depth. Connected ops of the same depth form a group: a path
     that leaves a group passes an ungrouped op, and everything after it is deeper.
     """
-    sources = {
-        op: [flow.producer[v] for v in op.ins if v in flow.producer] for op in flow.block.ops
-    }
+    sources = {op: [flow.producer[v] for v in op.ins if v in flow.producer] for op in flow.ops}
     inside: set[Op] = set()
     depth: dict[Op, int] = {}
     for op, before in sources.items():
@@ -162,11 +156,11 @@ def _groups(flow: Flow, special: Collection[Op], fits: Callable[[Op], bool]) -> 
         begun = _starts(flow.analysis, op) or not inside.isdisjoint(before)
         if begun and op not in special and fits(op):
             inside.add(op)
-    for op in reversed(flow.block.ops):
+    for op in reversed(flow.ops):
         after = [depth[r] for v in op.outs for r in flow.readers.get(v, ()) if r is not None]
         if op in inside and after:
             depth[op] = max(depth[op], min(after))
-    ops = [op for op in flow.block.ops if op in inside]
+    ops = [op for op in flow.ops if op in inside]
     number = {op: i for i, op in enumerate(ops)}
     near = [
         (number[s], number[op])
