@@ -7,7 +7,7 @@ import pytest
 from mpjax._src.autocast import custom_rules, rewrite  # noqa: F401
 from mpjax._src.base import _jax
 from mpjax._src.base.higher_order import CALL, FIRST_ORDER, HIGHER_ORDER, higher_order, turns_of
-from mpjax._src.instruments.interpret import ENTER
+from mpjax._src.program.interpret import ENTER
 from mpjax._src.program.rebuild import REBUILD
 
 X = jnp.ones((3, 2))

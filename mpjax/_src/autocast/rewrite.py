@@ -38,7 +38,7 @@ from mpjax._src.autocast.derivatives import (
 )
 from mpjax._src.autocast.environment import Env, Settings
 from mpjax._src.autocast.gathers import picks_one_per_row, repeat
-from mpjax._src.autocast.graph import ROW, Block, Op, Value
+from mpjax._src.autocast.graph import Block, Op, Value
 from mpjax._src.autocast.islands import Island, tail_operand
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.repeats import Stretch, fold
@@ -48,6 +48,7 @@ from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import Inside
 from mpjax._src.program.rebuild import Body, rebuild
+from mpjax._src.program.site import ROW
 
 
 def run_plan(
