@@ -5,7 +5,7 @@ import contextlib
 import jax
 import jax.numpy as jnp
 
-from mpjax._src.program.site import NUMBER, ROOT, ROW, equations, shown
+from mpjax._src.program.site import NUMBER, ROOT, ROW, Site, equations, shown
 
 
 def loss(x):
@@ -35,6 +35,13 @@ def test_the_backward_pass_is_told_by_the_transformations_around():
     backward = {site.backward for _, site, _ in named(jax.grad(loss), "mul")}
     assert True in backward and not named(loss, "mul")
     assert all("test_site.py:" in site.lines(eqn)[0] for eqn, site, _ in named(loss, "tanh"))
+
+
+def test_scopes_that_an_equation_repeats_may_count_once():
+    ((eqn, site, _),) = named(jax.named_scope("a")(jnp.tanh), "tanh")
+    assert site.scopes == ("a",) and site.at(eqn).scopes == ("a", "a")
+    assert site.at(eqn, repeats=False) == site
+    assert Site(("b",)).at(eqn, repeats=False).scopes == ("b", "a")
 
 
 def test_numbers_are_read_from_scopes():

@@ -47,11 +47,20 @@ class Site:
         names = dict.fromkeys(name for name in self.scopes if name.startswith(NUMBER))
         return tuple(int(name.removeprefix(NUMBER)) for name in names)
 
-    def at(self, eqn: Any) -> "Site":
-        """Returns the place of an equation in the program at this place."""
+    def at(self, eqn: Any, repeats: bool = True) -> "Site":
+        """Returns the place of an equation in the program at this place.
+
+        An equation in a transposed jit repeats the scopes around it. Without ``repeats``, they
+        count once.
+        """
         stack = eqn.source_info.name_stack
         scopes, transforms = _jax.scope_names(stack), _jax.transforms(stack)
-        return Site(self.scopes + scopes, self.transforms + transforms, self.loops, self.callers)
+        once = not repeats and scopes[: len(self.scopes)] == self.scopes
+        return dataclasses.replace(
+            self,
+            scopes=scopes if once else self.scopes + scopes,
+            transforms=self.transforms + transforms,
+        )
 
     def inside(self, eqn: Any) -> "Site":
         """Returns the place of the inner programs of an equation at this place."""
