@@ -105,10 +105,10 @@ def watch(jaxpr: Any) -> Watch:
     everything = [True] * len(inner.outvars)
     found, _ = _walk(inner, [{} for _ in inner.invars], everything, ROOT)
     first = {t.key: t for t in reversed(found.tensors) if not t.again}
-    twice = {t for t in found.tensors if t.again and t.key in first}
-    for tensor in twice:
+    twice = [t for t in found.tensors if t.again and t.key in first]
+    for tensor in twice:  # in the program's order, in which a report names them
         first[tensor.key].readers += tensor.readers
-    return found.without(twice)
+    return found.without({*twice})
 
 
 def is_entered(eqn: Any) -> bool:
