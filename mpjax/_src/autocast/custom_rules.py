@@ -15,13 +15,14 @@ from mpjax._src.autocast.graph import REGION, Op
 from mpjax._src.autocast.kernels import tracing
 from mpjax._src.autocast.plan import analyse, make_plan, outline
 from mpjax._src.autocast.rewrite import (
+    avals_of,
+    body_of,
     evaluates,
     finish,
     operands,
     result_dtypes,
     run_block,
     run_plan,
-    trace_sub,
 )
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import HALVES
@@ -36,7 +37,7 @@ def _run_custom_jvp(op: Op, env: Env) -> None:
     if env.rulings[op].rule == "program":
         in_dtypes = [env.stored[v].dtype for v in sub.program.invars]
         outs = result_dtypes(op, sub, env)
-        args = operands(op, sub, env)
+        args = operands(op, env)
         primal = functools.partial(run_block, sub.program, settings=env.settings)
     else:
         in_dtypes = [env.choices[op].compute if v.is_f32 else None for v in op.ins]
@@ -148,7 +149,7 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
     # Which operands are differentiated, only a rule with symbolic zeros is told. The rule of the
     # program may ask: one that was evaluated from its jaxpr refuses a gradient of its constants.
     call.defvjp(fwd, bwd, symbolic_zeros=True)
-    args = operands(op, sub, env)
+    args = operands(op, env)
     # The backward rule gets these Python values unchanged, because it may branch on them.
     known = {
         i: v.const if v.literal else a
@@ -220,10 +221,8 @@ def _residual_dtypes(bwd, count, ct_dtypes, policy, scopes) -> list[Any]:
 
 @evaluates("custom_vmap_call")
 def _run_custom_vmap(op: Op, env: Env) -> None:
-    (sub,) = op.subs
     rule = _wrap_vmap_rule(op.params["rule"], functools.partial(_rerun, env.settings.policy, op))
-    new = {"call": trace_sub(op, sub, env), "rule": rule}
-    finish(op, env, _jax.bind(op.eqn, operands(op, sub, env), **new))
+    _run_with(op, env, rule=rule)
 
 
 def _wrap_vmap_rule(rule: Any, rerun: Callable[..., Any]) -> Any:
@@ -247,7 +246,6 @@ def _wrap_vmap_rule(rule: Any, rerun: Callable[..., Any]) -> Any:
 
 @evaluates("linear_call")
 def _run_linear_call(op: Op, env: Env) -> None:
-    (sub,) = op.subs
     thunk = op.params["transpose_thunk"]
 
     @functools.cache
@@ -259,8 +257,15 @@ def _run_linear_call(op: Op, env: Env) -> None:
             functools.partial(_rerun, env.settings.policy, op, run), avals, op.name
         ), consts
 
-    new = {"callee": trace_sub(op, sub, env), "transpose_thunk": transpose_thunk}
-    finish(op, env, _jax.bind(op.eqn, operands(op, sub, env), **new))
+    _run_with(op, env, transpose_thunk=transpose_thunk)
+
+
+def _run_with(op: Op, env: Env, **rules: Any) -> None:
+    """Evaluates an equation with its program under its plan, and other rules."""
+    (sub,) = op.subs
+    program = _jax.trace(body_of(op, sub, env), avals_of(sub, env), op.name)
+    new = op.inside.holding([program])
+    finish(op, env, _jax.bind(op.eqn, operands(op, env), **new, **rules))
 
 
 def _rerun(policy: Policy, op: Op, fun: Callable[..., Sequence[Any]], *args: Any) -> list[Any]:

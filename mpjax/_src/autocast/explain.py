@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src.autocast.graph import ATTENTION, ROW, Op, Value
+from mpjax._src.autocast.graph import ATTENTION, Op, Value
 from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.residuals import Kept, kept_by, storage_of
@@ -20,7 +20,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base.devices import check_name, traced_for
 from mpjax._src.base.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.base.errors import check_callable
-from mpjax._src.base.higher_order import CALL, higher_order, turns_of
+from mpjax._src.base.higher_order import CALL, higher_order
 from mpjax._src.base.lines import where
 from mpjax._src.base.rules import HALF, rule_of
 from mpjax._src.base.trees import is_array
@@ -43,6 +43,7 @@ from mpjax._src.document.model import (
 from mpjax._src.document.report import Report
 from mpjax._src.policy.policy import PolicyLike, get_policy
 from mpjax._src.program.gradient import check_loss, differentiated, pull_back
+from mpjax._src.program.site import equations
 
 # The summary of a report names this many of the arrays kept for the backward pass.
 LARGEST = 8
@@ -571,11 +572,10 @@ def _signature(ins: Sequence[str], outs: Sequence[str]) -> str:
 
 
 def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
-    for eqn, stack, times in _walk(jaxpr):
-        numbers = [s for s in stack.scopes if s.startswith(ROW)]
-        if "transpose" not in stack.transforms:
+    for eqn, site, times in equations(jaxpr):
+        if not site.backward:
             continue
-        index = int(numbers[-1].removeprefix(ROW)) if numbers else None
+        index = site.op
         origin = forward[index] if index is not None else None
         dtypes = _signature(
             [_name(v.aval) for v in eqn.invars], [_name(v.aval) for v in eqn.outvars]
@@ -610,26 +610,6 @@ def _as_written(primitive: str, dtypes: str, origin: Row | None) -> str:
     return _signature(ins.split(","), outs.split(","))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stack:
-    scopes: tuple[str, ...] = ()
-    transforms: tuple[str, ...] = ()
-
-
-def _walk(
-    jaxpr: Any, stack: _Stack = _Stack(), times: int = 1
-) -> Iterator[tuple[Any, _Stack, int]]:
-    """Yields every equation, with the scopes, transformations and loop iterations around it."""
-    for eqn in jaxpr.eqns:
-        names = eqn.source_info.name_stack
-        here = _Stack(
-            stack.scopes + _jax.scope_names(names), stack.transforms + _jax.transforms(names)
-        )
-        yield eqn, here, times
-        for inner in _jax.inner_jaxprs(eqn):
-            yield from _walk(inner, here, times * turns_of(eqn))
-
-
 # ---- totals -------------------------------------------------------------------------------------
 
 
@@ -654,7 +634,7 @@ def flops_of(eqn: Any) -> int:
 
 def _half_share(jaxpr: Any) -> float:
     total = half = 0
-    for eqn, _, times in _walk(jaxpr):
+    for eqn, _, times in equations(jaxpr):
         if rule_of(eqn.primitive.name).need == HALF:
             flops = flops_of(eqn) * times
             total += flops
@@ -666,7 +646,7 @@ def _half_share(jaxpr: Any) -> float:
 def _casts(jaxpr: Any) -> "collections.Counter[int]":
     """Counts the casts between float32 and half in a program, by the bytes that each one moves."""
     found: collections.Counter[int] = collections.Counter()
-    for eqn, _, times in _walk(jaxpr):
+    for eqn, _, times in equations(jaxpr):
         if eqn.primitive.name in CASTS:
             old, new = eqn.invars[0].aval, eqn.outvars[0].aval
             dtypes = {old.dtype, new.dtype}

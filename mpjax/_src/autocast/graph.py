@@ -25,7 +25,6 @@ REGION = "mpjax.precision="
 PLANNED = "mpjax.autocast"
 KERNEL = "mpjax.kernel="
 ATTENTION = "mpjax.attention="
-ROW = "mpjax.row="
 
 # An operand of a matmul, and some of its dimensions.
 Place = tuple[int, tuple[int, ...]]

@@ -5,12 +5,13 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from mpjax._src.autocast.graph import ROW, Block, Op, Value
+from mpjax._src.autocast.graph import Block, Op, Value
 from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.steps import Checkpoint, Step
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import SPELLINGS, short_name
+from mpjax._src.program.site import ROOT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +74,10 @@ def _origin(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> An
                 var = eqn.invars[inner.invars.index(origin)]
                 break
         else:
-            scopes = _jax.scope_names(eqn.source_info.name_stack)
-            numbers = [int(s.removeprefix(ROW)) for s in scopes if s.startswith(ROW)]
+            number = ROOT.at(eqn).op
             read = [v for v in eqn.invars if not isinstance(v, _jax.Literal)]
-            if numbers or len(read) != 1:
-                return numbers[-1] if numbers else None
+            if number is not None or len(read) != 1:
+                return number
             (var,) = read
     return var
 

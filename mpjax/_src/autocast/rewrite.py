@@ -1,10 +1,11 @@
 """The rewrite: evaluates a planned program, so that tracing it gives the mixed-precision program.
 
-It is a short loop over the ops of a block, with one rule per kind of op. `evaluates` registers the
-functions for higher-order primitives, which are in `control_flow` and `custom_rules`. A value is
-cast when an op reads it in another dtype, and the result is kept: within a block, a value is cast
-at most once to each dtype. Arguments are an exception: each use casts them separately, so that
-their cotangents are summed in float32.
+It is a short loop over the ops of a block, with one rule per kind of op. Primitives that hold
+programs are rebuilt with the planned ones inside (`program.rebuild`); `evaluates` registers those
+that have rules of their own, which are in `custom_rules`. A value is cast when an op reads it in
+another dtype, and the result is kept: within a block, a value is cast at most once to each dtype.
+Arguments are an exception: each use casts them separately, so that their cotangents are summed in
+float32.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ from mpjax._src.autocast.derivatives import (
 )
 from mpjax._src.autocast.environment import Env, Settings
 from mpjax._src.autocast.gathers import picks_one_per_row, repeat
-from mpjax._src.autocast.graph import ROW, Block, Op, Value
+from mpjax._src.autocast.graph import Block, Op, Value
 from mpjax._src.autocast.islands import Island, tail_operand
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.repeats import Stretch, fold
@@ -46,6 +47,8 @@ from mpjax._src.autocast.views import is_view
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import Inside
+from mpjax._src.program.rebuild import Body, rebuild
+from mpjax._src.program.site import ROW
 
 
 def run_plan(
@@ -320,7 +323,7 @@ PROGRAMS: dict[str, Callable[[Op, Env], None]] = {}
 
 
 def evaluates(name: str) -> Callable[[Callable[[Op, Env], None]], Callable[[Op, Env], None]]:
-    """Registers the function that evaluates a primitive with programs inside."""
+    """Registers the function that evaluates a primitive that is not rebuilt as it was."""
 
     def register(rule):
         PROGRAMS[name] = rule
@@ -330,7 +333,13 @@ def evaluates(name: str) -> Callable[[Callable[[Op, Env], None]], Callable[[Op, 
 
 
 def _run_program(op: Op, env: Env) -> None:
-    PROGRAMS[op.name](op, env)
+    PROGRAMS.get(op.name, _run_rebuilt)(op, env)
+
+
+def _run_rebuilt(op: Op, env: Env) -> None:
+    bodies = [body_of(op, sub, env) for sub in op.subs]
+    avals = [avals_of(sub, env) for sub in op.subs]
+    finish(op, env, rebuild(op.eqn, bodies, avals, operands(op, env)))
 
 
 def result_dtypes(op: Op, sub: Inside, env: Env) -> list[Any]:
@@ -345,23 +354,28 @@ def result_dtypes(op: Op, sub: Inside, env: Env) -> list[Any]:
     return dtypes
 
 
-def trace_sub(op: Op, sub: Inside, env: Env) -> Any:
-    """Returns the rewritten jaxpr of a sub-program."""
+def body_of(op: Op, sub: Inside, env: Env) -> Body:
+    """Returns a sub-program, under its plan, as a function of its arguments."""
     outs = result_dtypes(op, sub, env)
-    avals = [
+    return lambda *args: run_block(sub.program, args, outs, env.settings)
+
+
+def avals_of(sub: Inside, env: Env) -> list[Any]:
+    """Returns the types of a sub-program's arguments under its plan."""
+    return [
         _jax.retyped(v.aval, env.stored[v].dtype) if v.is_f32 else v.aval
         for v in sub.program.invars
     ]
-    return _jax.trace(
-        lambda *args: run_block(sub.program, args, outs, env.settings), avals, op.name
-    )
 
 
-def operands(op: Op, sub: Inside, env: Env) -> list[Any]:
-    return [
-        env.read(op.ins[index], env.stored[value].dtype)
+def operands(op: Op, env: Env) -> list[Any]:
+    """Returns an op's operands, in the dtypes in which its sub-programs take them."""
+    taken = {
+        index: env.stored[value].dtype
+        for sub in op.subs
         for value, index in zip(sub.program.invars, sub.ins, strict=True)
-    ]
+    }
+    return [env.read(value, taken.get(index)) for index, value in enumerate(op.ins)]
 
 
 def finish(op: Op, env: Env, results: Sequence[Any]) -> None:

@@ -42,13 +42,6 @@ from mpjax._src.document.model import (
 from mpjax._src.document.report import Report
 from mpjax._src.document.text import table
 from mpjax._src.instruments.agreement import MEANINGS, Agreement, agreement
-from mpjax._src.instruments.interpret import (
-    OPERATION,
-    Wide,
-    interpret,
-    operations_in,
-    widen,
-)
 from mpjax._src.instruments.noise import SUSPICIOUS, moved, size_of_terms
 from mpjax._src.instruments.nonfinite import check_concrete
 from mpjax._src.instruments.programs import Program, make_program, training_scale
@@ -64,6 +57,7 @@ from mpjax._src.instruments.shadows import (
     stats_of,
 )
 from mpjax._src.policy.policy import PolicyLike, get_policy
+from mpjax._src.program.interpret import OPERATION, Wide, interpret, operations_in, widen
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
 # The columns of the table, and those that hold words.

@@ -9,7 +9,7 @@ from mpjax._src.autocast.graph import Op
 from mpjax._src.autocast.lattices import Ruling
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.base.patterns import matches
-from mpjax._src.instruments.interpret import shown
+from mpjax._src.program.site import shown
 
 
 @dataclasses.dataclass(frozen=True)

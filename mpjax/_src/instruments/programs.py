@@ -17,9 +17,10 @@ from mpjax._src.base import _jax
 from mpjax._src.base.errors import warn_at
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.trees import all_finite
-from mpjax._src.instruments.interpret import NUMBER, Place, enters
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.gradient import differentiated, is_loss, is_pair_of_loss, pull_back
+from mpjax._src.program.interpret import enters
+from mpjax._src.program.site import NUMBER, Site
 from mpjax._src.program.trace import Flat, parameters_of
 from mpjax._src.training.loss_scale import LossScale, get_loss_scale
 
@@ -65,7 +66,7 @@ class Program:
         """The ops of the plan, by their numbers."""
         return [op for op, _ in self.plan.numbered]
 
-    def lines(self, eqn: Any, place: Place) -> tuple[str, str]:
+    def lines(self, eqn: Any, place: Site) -> tuple[str, str]:
         """Returns "file:line" of an equation, or of the op that it comes from: the user's line,
         and that of the library that it calls there, or ""."""
         found = _jax.source_lines(eqn)
