@@ -10,7 +10,7 @@ from support import assert_near, cast, normal, thorough_but
 
 import mpjax
 from mpjax._src.autocast import peepholes
-from mpjax._src.autocast.islands import flow_of
+from mpjax._src.autocast.flow import flow_of
 from mpjax._src.autocast.views import own_axes
 
 N, D = 8, 4

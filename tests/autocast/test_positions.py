@@ -10,8 +10,8 @@ from jax.extend.core import jaxpr_as_fun
 from measure import run
 
 from mpjax._src.autocast import positions
+from mpjax._src.autocast.flow import flow_of
 from mpjax._src.autocast.graph import build
-from mpjax._src.autocast.islands import flow_of
 from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.autocast.views import own_axes
 from mpjax._src.base import _jax

@@ -14,7 +14,7 @@ from programs import layer_norm
 from support import BOTH, calls_to_trace, cast, equations, normal, thorough_but
 
 import mpjax
-from mpjax._src.autocast import repeats, rewrite
+from mpjax._src.autocast import plan, repeats
 from mpjax._src.autocast.graph import PLANNED, Op, Value
 from mpjax._src.autocast.lattices import Choice, Ruling, Stored
 from mpjax._src.base import _jax
@@ -162,7 +162,7 @@ def described(fun, *args):
 
 
 def unfolded(monkeypatch):
-    monkeypatch.setattr(rewrite, "fold", lambda steps, *_: steps)
+    monkeypatch.setattr(plan, "fold", lambda steps, *_: steps)
 
 
 def folded(monkeypatch, fun, *args, policy="mixed_bfloat16"):
@@ -176,7 +176,7 @@ def folded(monkeypatch, fun, *args, policy="mixed_bfloat16"):
         found.append((sum(inside), len(steps)))
         return new
 
-    monkeypatch.setattr(rewrite, "fold", fold)
+    monkeypatch.setattr(plan, "fold", fold)
     jax.make_jaxpr(mpjax.autocast(fun, policy))(*args)
     return max(found)
 
@@ -304,7 +304,7 @@ def test_the_rewrite_reads_what_alike_steps_share(monkeypatch):
         Choice: ("why",),
         Stored: ("kind", "wide", "lost", "rounded"),
     }
-    real = rewrite._rewrite_stretch
+    real = repeats.Stretch._rewritten
     rewritten = []
 
     def guarded(*args):
@@ -318,7 +318,7 @@ def test_the_rewrite_reads_what_alike_steps_share(monkeypatch):
     def forbidden(kind, name, _):
         raise AssertionError(f"the rewrite reads {kind.__name__}.{name}, which no key contains")
 
-    monkeypatch.setattr(rewrite, "_rewrite_stretch", guarded)
+    monkeypatch.setattr(repeats.Stretch, "_rewritten", guarded)
     for function in (masked, skipping, runge_kutta, named):
         jax.make_jaxpr(jax.grad(cast(function)))(PARAMS, X)
     assert len(rewritten) >= 4

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpjax._src.autocast import custom_rules, rewrite  # noqa: F401
+from mpjax._src.autocast import custom_rules, operations  # noqa: F401
 from mpjax._src.base import _jax
 from mpjax._src.base.higher_order import CALL, FIRST_ORDER, HIGHER_ORDER, higher_order, turns_of
 from mpjax._src.program.interpret import ENTER
@@ -30,7 +30,7 @@ PROGRAMS = {
 
 def test_what_has_rules_of_its_own_is_evaluated_by_a_function_of_its_own():
     own = {name for name in HIGHER_ORDER if name.startswith(("custom_", "linear_"))}
-    assert own == {*rewrite.PROGRAMS}
+    assert own == {*operations.PROGRAMS}
 
 
 def test_programs_of_every_kind_are_entered_and_put_back():

@@ -11,10 +11,11 @@ derivative reads are left unrounded.
 
 from collections.abc import Collection, Iterable, Sequence
 
+from mpjax._src.autocast.flow import Flow, counts, kept_bytes, not_far_smaller
 from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.autocast.islands import Flow, Island, bound, large_float32
+from mpjax._src.autocast.islands import large_float32
 from mpjax._src.autocast.lattices import Analysis
-from mpjax._src.autocast.lean import needs
+from mpjax._src.autocast.steps import Recomputed, body_of, needs
 from mpjax._src.autocast.why import Reason, why
 from mpjax._src.base import rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
@@ -47,42 +48,32 @@ def _is_taken_back(op: Op, flow: Flow) -> bool:
 
 
 def _is_elementwise(op: Op, flow: Flow) -> bool:
-    if (
-        flow.rulings[op].forced
-        or op.subs
-        or op.spec.cost != rules.FUSED
-        or flow.choices[op].compute is None
-    ):
+    ruling, analysis = flow.rulings[op], flow.analysis
+    if ruling.forced or op.subs or op.spec.cost != rules.FUSED or flow.choices[op].compute is None:
         return False
     # The island of a chain keeps its inputs in half: a float32 one would be rounded.
-    wide = any(
-        flow.stored[v].kind == "full"
-        and flow.stored[v].dtype == FLOAT32
-        and _counts(flow.analysis, v)
-        for v in op.ins
-    )
-    moving = any(flow.analysis.facts[v].linear for v in (*op.ins, *op.outs))
-    return flow.rulings[op].rule in ("follow", "full", "neutral") and not (wide or moving)
+    full = (v for v in op.ins if flow.stored[v].kind == "full" and flow.stored[v].dtype == FLOAT32)
+    wide = any(counts(analysis, v) for v in full)
+    moving = any(analysis.facts[v].linear for v in (*op.ins, *op.outs))
+    return ruling.rule in ("follow", "full", "neutral") and not (wide or moving)
 
 
-def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Island]:
+def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Recomputed]:
     """Returns the islands of chains whose derivatives read values inside."""
-    found = []
+    analysis, found = flow.analysis, []
     for ops in groups:
+        needed = _needed(analysis, ops)
         halves = {flow.rulings[op].half for op in ops}
         rounds = any(flow.stored[v].kind == "half" for v in _inner(ops, flow))
-        if len(halves) > 1 or not rounds or not _needed(flow.analysis, ops):
+        if len(halves) > 1 or not rounds or not needed:
             continue
-        island = Island([*ops])
-        bound(island, flow)
-        island.rounded = large_float32(island, flow)
-        if not all(flow.analysis.may_be_rounded(v) for v in island.rounded):
+        body = body_of(ops, flow)
+        rounded = large_float32(body, flow)
+        if not all(analysis.may_be_rounded(v) for v in rounded):
             continue
-        largest = max(v.size for op in ops for v in op.outs)
-        if kept_bytes(flow.analysis, not_far_smaller(island.inputs, largest)) <= kept_bytes(
-            flow.analysis, _needed(flow.analysis, ops)
-        ):
-            found.append(island)
+        beside = not_far_smaller(body.ins, max(v.size for op in ops for v in op.outs))
+        if kept_bytes(analysis, beside) <= kept_bytes(analysis, needed):
+            found.append(Recomputed(body, rounded=rounded))
     return found
 
 
@@ -113,31 +104,4 @@ def _inner(ops: Collection[Op], flow: Flow) -> list[Value]:
 
 def _needed(analysis: Analysis, ops: Iterable[Op]) -> set[Value]:
     """Returns the values that derivatives of ops save."""
-    return {v for op in ops for v in needs(analysis, op) if _counts(analysis, v)}
-
-
-def _counts(analysis: Analysis, value: Value) -> bool:
-    """Returns whether keeping a value takes memory: it is no argument, constant or statistic."""
-    return not (
-        analysis.is_raw(value)
-        or value.literal
-        or (value in analysis.small)
-        or value.const is not None
-    )
-
-
-def not_far_smaller(values: Iterable[Value], size: int) -> list[Value]:
-    """Returns the values whose bytes count beside an array of a size."""
-    return [v for v in values if v.size * FAR_SMALLER > size]
-
-
-# Two more bytes for one of so many entries are an eighth of two bytes for each.
-FAR_SMALLER = 8
-
-
-def kept_bytes(analysis: Analysis, values: Iterable[Value]) -> int:
-    """Returns the bytes that values take if they are kept in half."""
-    each = (
-        v.size * (2 if v.is_f32 else v.aval.dtype.itemsize) for v in values if _counts(analysis, v)
-    )
-    return sum(each)
+    return {v for op in ops for v in needs(analysis, op) if counts(analysis, v)}

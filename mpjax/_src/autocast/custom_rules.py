@@ -13,8 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from mpjax._src.autocast.environment import Env
 from mpjax._src.autocast.graph import REGION, Op
 from mpjax._src.autocast.kernels import tracing
-from mpjax._src.autocast.plan import analyse, make_plan, outline
-from mpjax._src.autocast.rewrite import (
+from mpjax._src.autocast.operations import (
     avals_of,
     body_of,
     evaluates,
@@ -22,8 +21,8 @@ from mpjax._src.autocast.rewrite import (
     operands,
     result_dtypes,
     run_block,
-    run_plan,
 )
+from mpjax._src.autocast.plan import analyse, make_plan, outline, run_plan
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import HALVES
 from mpjax._src.policy.policy import Policy

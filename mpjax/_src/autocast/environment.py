@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ class Settings(NamedTuple):
         rows: The row numbers that ops get as scopes, for a report.
         as_written: Whether every op runs as it was traced.
         returned: The values that are returned, in float32.
+        fold: ``fold(steps, results, settings)`` gathers repeated steps (`repeats`).
     """
 
     policy: Policy
@@ -45,6 +46,7 @@ class Settings(NamedTuple):
     rows: Mapping[Op, int] = MappingProxyType({})
     as_written: bool = False
     returned: frozenset[Value] = frozenset()
+    fold: Callable[..., Sequence[Any]] = lambda steps, results, settings: steps
 
 
 class Env:

@@ -11,18 +11,10 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 
 from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.autocast.mincut import cheapest_cut
-from mpjax._src.autocast.steps import (
-    Checkpoint,
-    Step,
-    connected,
-    gathered,
-    made_where_read,
-    reads,
-    writes,
-)
+from mpjax._src.autocast.schedule import connected, flow_of, in_order, made_where_read, together
+from mpjax._src.autocast.steps import Checkpoint, Recomputed, Step, needs
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 
@@ -57,6 +49,29 @@ def checkpoints(
     return steps, kept
 
 
+def gathered(
+    analysis: Analysis,
+    steps: Sequence[Step],
+    results: Sequence[Value],
+    groups: Sequence[Sequence[Step]],
+    copied: Collection[Op],
+) -> Sequence[Step]:
+    """Returns steps in which each group is a checkpoint, except groups that cannot be one."""
+    units = in_order(steps, groups)
+    if units is None:
+        for group in groups if len(groups) > 1 else ():
+            steps = gathered(analysis, steps, results, [group], copied)
+        return steps
+    flow = flow_of(analysis, [step for unit in units for step in unit], results, copied)
+    found: list[Step] = []
+    done = 0
+    for unit in units:
+        start, done = done, done + len(unit)
+        alone = len(unit) == 1 and unit not in groups
+        found += unit if alone else [Checkpoint(*map(tuple, together(flow, start, done)))]
+    return found
+
+
 def _live(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Step]:
     """Returns the steps on which results or effects depend.
 
@@ -66,9 +81,9 @@ def _live(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Step]:
     live: list[Step] = []
     for step in reversed(steps):
         acts = isinstance(step, Op) and bool(step.eqn.effects)
-        if acts or not needed.isdisjoint(writes(step)):
+        if acts or not needed.isdisjoint(step.outs):
             live.append(step)
-            needed.update(reads(step))
+            needed.update(step.ins)
     return live[::-1]
 
 
@@ -79,15 +94,15 @@ def _choose(
     analysis: Analysis, steps: Sequence[Step], alive: Collection[Value]
 ) -> tuple[set[Value], frozenset[Value]]:
     """Returns the values of some steps to compute again, and those to keep."""
-    producer = {v: step for step in steps for v in writes(step)}
+    producer = {v: step for step in steps for v in step.outs}
     number = {v: i for i, v in enumerate(dict.fromkeys([*_read(steps), *producer]))}
     edges = [
         (number[v], number[made])
         for step in steps
         if _runs_again(analysis, step)
-        for v in reads(step)
+        for v in step.ins
         if v in number
-        for made in writes(step)
+        for made in step.outs
     ]
     given = [
         number[v] for v in number if v not in producer or not _runs_again(analysis, producer[v])
@@ -104,12 +119,12 @@ def _choose(
         value = todo.pop()
         if value in producer and value not in kept and value not in again:
             again.add(value)
-            todo += reads(producer[value]) if _runs_again(analysis, producer[value]) else ()
+            todo += producer[value].ins if _runs_again(analysis, producer[value]) else ()
     return again, kept
 
 
 def _read(steps: Sequence[Step]) -> Iterator[Value]:
-    return (v for step in steps for v in reads(step) if not v.literal)
+    return (v for step in steps for v in step.ins if not v.literal)
 
 
 def _crosses(analysis: Analysis, steps: Sequence[Step]) -> set[Value]:
@@ -120,10 +135,10 @@ def _crosses(analysis: Analysis, steps: Sequence[Step]) -> set[Value]:
     level: dict[Value, int] = {}
     found: set[Value] = set()
     for step in steps:
-        here = max((level.get(v, 0) for v in reads(step)), default=0)
-        used = {*needs(analysis, step), *(reads(step) if _runs_again(analysis, step) else ())}
+        here = max((level.get(v, 0) for v in step.ins), default=0)
+        used = {*needs(analysis, step), *(step.ins if _runs_again(analysis, step) else ())}
         found |= {v for v in used if level.get(v, here) < here}
-        level |= dict.fromkeys(writes(step), here + _stands_alone(analysis, step))
+        level |= dict.fromkeys(step.outs, here + _stands_alone(analysis, step))
     return found
 
 
@@ -138,31 +153,6 @@ def _runs_again(analysis: Analysis, step: Step) -> bool:
     if not isinstance(step, Op) or _stands_alone(analysis, step):
         return False
     return step.spec.runs_again
-
-
-def needs(analysis: Analysis, step: Step) -> Iterator[Value]:
-    """Yields the values that a step's derivative reads: masks, indices, and those of its row."""
-    if isinstance(step, Island) and step.fusion is not None:
-        yield from (*step.inputs, *step.results)
-        return
-    if isinstance(step, Island):  # its derivative keeps the rounded inputs
-        yield from (v for v in step.inputs[1 if step.axes else 0 :] if v not in step.rounded)
-        yield from step.results if step.axes else ()
-        return
-    if not isinstance(step, Op):
-        return
-    floats = [v for v in step.ins if v.is_f32 and v.const is None]
-    if analysis.rulings[step].rule == "program":
-        yield from (v for v in step.ins if not v.literal)
-        return
-    if not floats or not any(v.is_f32 for v in step.outs) or analysis.marks.is_steady(step):
-        return
-    saves, kinked = step.spec.saves, rules.KINKED in step.spec.traits
-    yield from (v for v in step.ins if not v.is_f32 and not v.literal)
-    if kinked or saves == rules.OPERANDS or (saves == rules.OTHERS and len(floats) > 1):
-        yield from floats
-    if kinked or saves == rules.RESULT or step.name == "div":
-        yield from step.outs
 
 
 def _bytes(analysis: Analysis, value: Value) -> int:
@@ -190,7 +180,7 @@ def _copied(analysis: Analysis, steps: Sequence[Step], alive: Collection[Value])
     made: set[Value] = set()
     found: set[Op] = set()
     for step in steps:
-        alone = all(v.literal or analysis.is_raw(v) or v in alive or v in made for v in reads(step))
+        alone = all(v.literal or analysis.is_raw(v) or v in alive or v in made for v in step.ins)
         if isinstance(step, Op) and alone and len(step.outs) == 1 and _runs_again(analysis, step):
             found.add(step)
             made.update(step.outs)
@@ -211,7 +201,7 @@ def _groups(
     matmul's float32 result, or at a linear function of it, because its cotangent is rounded to half
     at the matmul.
     """
-    place = {v: i for i, step in enumerate(steps) for v in writes(step)}
+    place = {v: i for i, step in enumerate(steps) for v in step.outs}
     first: dict[Value, int] = {}  # the first of the steps that share a kept value
     pairs: list[tuple[int, int]] = []
     worth: set[int] = set()
@@ -219,19 +209,19 @@ def _groups(
     for i, step in enumerate(steps):
         if _stands_alone(analysis, step) or made_where_read(analysis, step) or step in copied:
             continue
-        makes = not again.isdisjoint(writes(step))
+        makes = not again.isdisjoint(step.outs)
         reduces = isinstance(step, Op) and rules.REDUCES in step.spec.traits
-        wanted = {*reads(step)} if makes or reduces else set()
+        wanted = {*step.ins} if makes or reduces else set()
         if makes:
             worth.add(i)
-        held = step.rounded if isinstance(step, Island) else ()  # the island keeps them in half
-        from_wide = [v for v in reads(step) if v in wide and v not in held]
+        held = step.rounded if isinstance(step, Recomputed) else ()  # the island keeps them in half
+        from_wide = [v for v in step.ins if v in wide and v not in held]
         pairs += [(place[v], i) for v in from_wide]
         linear = isinstance(step, Op) and step.spec.linear and _runs_again(analysis, step)
         if _is_wide(analysis, step) or (from_wide and linear):
             wide.update(
                 v
-                for v in writes(step)
+                for v in step.outs
                 if analysis.stored[v].dtype == FLOAT32 and v not in analysis.small
             )
         for v in wanted.union(needs(analysis, step)):
@@ -264,10 +254,10 @@ class _Reach:
     """The steps before and after each step, as bit masks."""
 
     def __init__(self, steps: Sequence[Step]):
-        place = {v: i for i, step in enumerate(steps) for v in writes(step)}
+        place = {v: i for i, step in enumerate(steps) for v in step.outs}
         self.before = [0] * len(steps)
         self.after = [0] * len(steps)
-        sources = [{place[v] for v in reads(step) if v in place} for step in steps]
+        sources = [{place[v] for v in step.ins if v in place} for step in steps]
         for i, found in enumerate(sources):
             for j in found:
                 self.before[i] |= self.before[j] | 1 << j

@@ -22,19 +22,28 @@ its result is flexible.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from mpjax._src.autocast import chains, fusion, peepholes
 from mpjax._src.autocast.classify import arguments_of, classify
 from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import ask, held_carries
+from mpjax._src.autocast.environment import Settings
 from mpjax._src.autocast.facts import Sweep, argument
+from mpjax._src.autocast.flow import Flow, flow_of
 from mpjax._src.autocast.graph import Block, Op, Value, build
-from mpjax._src.autocast.lattices import Analysis, Rulings
-from mpjax._src.autocast.storage import FAST, WRITTEN, store
+from mpjax._src.autocast.islands import groups, islands, leave_small
+from mpjax._src.autocast.lattices import Analysis, Choices, Marks, Rulings, Storage
+from mpjax._src.autocast.lean import checkpoints
+from mpjax._src.autocast.operations import run_block
+from mpjax._src.autocast.repeats import fold
+from mpjax._src.autocast.schedule import in_order
+from mpjax._src.autocast.shifts import sum_at_once
+from mpjax._src.autocast.steps import Elementwise, Island, Recomputed, Step
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.base.higher_order import turns_of
-from mpjax._src.policy.policy import Policy
+from mpjax._src.base.higher_order import NONE, THEIRS, turns_of
+from mpjax._src.policy.policy import CHOICES, Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,3 +175,150 @@ def analyse(
         analysis = ask(known, block, returned)
         if not sweep.hold(held_carries(analysis, block), analysis.rulings):
             return decide(analysis, block, in_dtypes)
+
+
+# ---- storage -------------------------------------------------------------------------------------
+
+# The goals of the choice: few bytes moved; few bytes kept; the peepholes alone, inside a checkpoint
+# of the user's; nothing, if there is no backward pass or the program runs as it was traced.
+FAST, LEAN, PEEPHOLES, WRITTEN = *CHOICES["storage"].values, "peepholes", "written"
+
+# The goals inside primitives with programs, where they differ from those around them.
+INSIDE = {THEIRS: PEEPHOLES, NONE: WRITTEN}
+
+
+def store(block: Block, analysis: Analysis, by: str, fuse: bool) -> Analysis:
+    """Picks the steps of a program, and the values that it keeps for the backward pass.
+
+    Args:
+        block: The program.
+        analysis: What is known about its values.
+        by: The goal.
+        fuse: Whether attention runs in the fused kernel of the device.
+
+    Returns:
+        The tables: more is computed in float32, and there are marks, steps and kept values.
+    """
+    planned = dataclasses.replace(
+        analysis,
+        rulings=Rulings(analysis.rulings),
+        small={*analysis.small},
+        choices=Choices(analysis.choices),
+        stored=Storage(analysis.stored),
+        marks=Marks(),
+        steps={},
+        kept=set(),
+    )
+    _store(block, planned, by, {*block.invars}, fuse)
+    return planned
+
+
+def _store(block: Block, analysis: Analysis, by: str, alive: Collection[Value], fuse: bool) -> None:
+    """Picks the steps of every block, and the values that it keeps for the backward pass.
+
+    Args:
+        block: The block.
+        analysis: What is known about its values.
+        by: The goal.
+        alive: The arguments of the block that are in memory anyway.
+        fuse: Whether attention runs in the fused kernel of the device.
+    """
+    for op in block.ops:
+        if analysis.rulings[op].rule == "program":
+            for sub in op.subs:
+                changing = {place for _, place in sub.carry}
+                inner = [
+                    v
+                    for i, (v, index) in enumerate(zip(sub.program.invars, sub.ins, strict=True))
+                    if op.ins[index] in alive and i not in changing
+                ]
+                goal = by if by == WRITTEN else INSIDE.get(op.inside.storage, by)
+                _store(sub.program, analysis, goal, {*inner}, fuse)
+    flow = flow_of(block, analysis)
+    linked, stands_for = chains.links(flow), analysis.marks.stands_for
+    found = FINDERS[by](flow, fuse, linked)
+    found = [leave_small(i, flow) if isinstance(i, Recomputed) else i for i in found]
+    taken = {op for island in found for op in island.ops}
+    links = [*groups(flow, taken, lambda op: stands_for.get(op, op) in linked)]
+    more = chains.islands(links, flow) if by in (FAST, PEEPHOLES) else []
+    # If islands depend on each other in a cycle, none is used.
+    attempts = (_in_steps(flow.ops, together) for together in ([*found, *more], found))
+    steps: Sequence[Step] = next(filter(None, attempts), flow.ops)
+    used = {op for step in steps if isinstance(step, Island) for op in step.ops}
+    for ops in links:
+        chains.unrounded(ops, flow, by != WRITTEN and ops[0] not in used)
+    for step in steps:
+        if isinstance(step, Elementwise):
+            chains.unrounded(step.ops, flow, differentiated=False)
+    if by == LEAN:
+        steps, kept = checkpoints(analysis, steps, block.outvars, alive)
+        analysis.kept.update(kept)
+    analysis.steps[block] = tuple(steps)
+
+
+def _in_steps(ops: Sequence[Op], islands: Sequence[Island]) -> list[Step] | None:
+    """Returns ops and islands in order; None without islands, or if they wait for each other."""
+    units = in_order(ops, [island.ops for island in islands]) if islands else None
+    around = {op: island for island in islands for op in island.ops}
+    return [around.get(unit[0], unit[0]) for unit in units] if units else None
+
+
+# ---- which steps --------------------------------------------------------------------------------
+
+
+def _special(flow: Flow, fuse: bool, links: Collection[Op]) -> list[Island]:
+    """Returns the islands whose derivative is cheaper than the one that JAX derives."""
+    found: list[Island] = [*peepholes.softmaxes(flow)]
+    if fuse:
+        found = fusion.fuse(flow, found)
+        fusion.tell_of_late_norms(flow)
+    found = peepholes.attentions(flow, found)
+    sum_at_once(flow, found)
+    peepholes.repetitions(flow)
+    return found
+
+
+def _fewest_moved(flow: Flow, fuse: bool, links: Collection[Op]) -> list[Island]:
+    return islands(flow, _special(flow, fuse, links), links)
+
+
+def _fewest_kept(flow: Flow, fuse: bool, links: Collection[Op]) -> list[Island]:
+    """Returns the islands that keep fewer bytes than derivatives would, by rounding to half.
+
+    Half ops are not taken in, which would move the cut to their operands. A checkpoint around an
+    island would keep its wide inputs in float32.
+    """
+    found = islands(flow, _special(flow, fuse, links), links=())
+    rounded = [i for i in found if isinstance(i, Recomputed) and i.rounded]
+    narrow: dict[Island, Island] = {i: dataclasses.replace(i, wide=frozenset()) for i in rounded}
+    return [narrow.get(i, i) for i in found if i in narrow or not isinstance(i, Elementwise)]
+
+
+FINDERS: dict[str, Callable[[Flow, bool, Collection[Op]], list[Island]]] = {
+    FAST: _fewest_moved,
+    LEAN: _fewest_kept,
+    PEEPHOLES: _special,
+    WRITTEN: lambda flow, fuse, links: [],
+}
+
+
+# ---- running ------------------------------------------------------------------------------------
+
+
+def run_plan(
+    plan: Plan, args: Sequence[Any], out_dtypes: Sequence[Any], rows: bool = False
+) -> list[Any]:
+    """Evaluates a planned program.
+
+    Args:
+        plan: The plan.
+        args: One array per argument, in the dtypes for which the program was planned.
+        out_dtypes: The dtype in which each float32 result is returned.
+        rows: Whether to add scopes with the row number of each op, for a report.
+
+    Returns:
+        The results.
+    """
+    numbers = plan.rows if rows else {}
+    settings = Settings(plan.policy, plan.analysis, numbers, plan.as_written, plan.returned, fold)
+    return run_block(plan.block, args, out_dtypes, settings)

@@ -17,11 +17,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src.autocast.environment import Settings
+from mpjax._src.autocast.environment import Env, Settings
 from mpjax._src.autocast.graph import REGION, Block, Op, Value
-from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.lattices import Analysis
-from mpjax._src.autocast.steps import Step, StepFlow, flow_of, together
+from mpjax._src.autocast.operations import run_step
+from mpjax._src.autocast.schedule import StepFlow, flow_of, together
+from mpjax._src.autocast.steps import (
+    Attention,
+    Body,
+    FusedAttention,
+    Recomputed,
+    Sloped,
+    SoftmaxIsland,
+    Step,
+    as_function,
+    hand_out,
+)
 from mpjax._src.base import _jax
 from mpjax._src.base.higher_order import Inside
 
@@ -31,24 +42,47 @@ SHORTEST = 4
 Code = Callable[[Step], tuple[int, list[Value]]]
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Stretch:
-    """Steps that run together.
+    """Repeated steps, which are rewritten once, then evaluated and differentiated whole.
 
     Attributes:
         steps: The steps, after the operations from elsewhere that compute operands where they are
             read.
         key: A key of the computation, equal for equal stretches.
-        inputs: The values that flow in.
-        outputs: The values that flow out of this stretch or of an equal one.
+        ins: The values that flow in.
+        outs: The values that flow out of this stretch or of an equal one.
         stack: The names around all of the steps.
     """
 
-    steps: list[Step]
+    steps: tuple[Step, ...]
     key: Any
-    inputs: list[Value]
-    outputs: list[Value]
+    ins: tuple[Value, ...]
+    outs: tuple[Value, ...]
     stack: Any
+
+    def run(self, env: Env) -> None:
+        """Runs the steps, by the function of an equal stretch if there was one."""
+        held, tree = jax.tree.flatten([env.held(value) for value in self.ins])
+        avals = tuple(map(jax.typeof, held))
+        key = self.key, tree, avals
+        if key not in env.shared:
+            env.shared[key] = self._rewritten(env, avals, tree)
+        call, out_tree = env.shared[key]
+        with _jax.inside(self.stack):
+            results = call(*held)
+        hand_out(self.outs, jax.tree.unflatten(out_tree, results), self.steps, env)
+
+    def _rewritten(self, env: Env, avals: Sequence[Any], tree: Any) -> Any:
+        """Returns the steps as a function of flat arrays, and the tree of its results."""
+
+        def run_steps(env):
+            for step in self.steps:
+                run_step(step, env)
+
+        inner = functools.partial(env.inside, len(self.stack.stack))
+        run, trees = as_function(self.ins, self.outs, tree, inner, Env.held, run_steps)
+        return _jax.linearized_once(_jax.trace(run, avals, "stretch")), trees[0]
 
 
 def fold(
@@ -109,9 +143,9 @@ def _of_op(op: Op, analysis: Analysis) -> tuple[Any, ...]:
 
 
 # The fields of steps and nested programs that make up their keys.
-FIELDS: dict[type, list[str]] = {
-    Island: [f.name for f in dataclasses.fields(Island)],
-    Block: [f.name for f in dataclasses.fields(Block)],
+FIELDS = {
+    kind: [field.name for field in dataclasses.fields(kind)]
+    for kind in (Block, Body, Sloped, Recomputed, SoftmaxIsland, Attention, FusedAttention)
 }
 
 
@@ -263,7 +297,8 @@ def _stretch(flow: StepFlow, a: int, b: int, code: Code) -> tuple[Stretch, list[
     stack = _jax.common_stack(flow.names[a:b])
     names = tuple([name.stack[len(stack.stack) :] for name in flow.names[a:b]])
     key = tuple([code(s)[0] for s in steps]), tuple(numbers), names
-    return Stretch(steps, key, inputs, [], stack), [*places], {places[v] for v in outputs}
+    found = Stretch(tuple(steps), key, tuple(inputs), (), stack)
+    return found, [*places], {places[v] for v in outputs}
 
 
 def _alike(copies: list[tuple[Stretch, list[Value], set[int]]]) -> list[Stretch | None]:
@@ -273,6 +308,9 @@ def _alike(copies: list[tuple[Stretch, list[Value], set[int]]]) -> list[Stretch 
     for stretch, _, outputs in copies:
         out.setdefault(stretch.key, set()).update(outputs)
         count[stretch.key] += 1
-    for stretch, values, _ in copies:
-        stretch.outputs = [values[i] for i in sorted(out[stretch.key])]
-    return [stretch if count[stretch.key] > 1 else None for stretch, _, _ in copies]
+    return [
+        dataclasses.replace(stretch, outs=tuple(values[i] for i in sorted(out[stretch.key])))
+        if count[stretch.key] > 1
+        else None
+        for stretch, values, _ in copies
+    ]

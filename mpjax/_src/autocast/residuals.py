@@ -6,9 +6,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from mpjax._src.autocast.graph import Block, Op, Value
-from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.plan import Plan
-from mpjax._src.autocast.steps import Checkpoint, Step
+from mpjax._src.autocast.steps import (
+    Attention,
+    Checkpoint,
+    FusedAttention,
+    Island,
+    Recomputed,
+    Sloped,
+    Step,
+)
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import SPELLINGS, short_name
 from mpjax._src.program.site import ROOT
@@ -127,21 +134,21 @@ def _steps(steps: Sequence[Step]) -> Iterator[Step]:
 
 
 def _of_island(island: Island, plan: Plan, rows: dict[Value, int]) -> str:
-    half = SPELLINGS[island.half][0] if island.half is not None else "f32"
-    if island.fusion is not None:
+    half = island.body.half
+    half = SPELLINGS[half][0] if half is not None else "f32"
+    if isinstance(island, FusedAttention):
         return f"run by the fused attention of {island.fusion.kernel}, which keeps no weights"
-    if island.matmul is not None:
+    if isinstance(island, Attention):
         return f"its weights are kept in {half}; row sums come from the attention's output"
-    if island.axes:
-        return f"its result is kept in {half}"
-    if island.sloped:
+    if isinstance(island, Sloped):
         return f"its slope is kept in {half}"
-    sources = sorted({rows[v] for v in island.given if v in rows})
+    if not isinstance(island, Recomputed):
+        return f"its result is kept in {half}"
+    sources = sorted({rows[v] for v in island.kept if v in rows})
     from_rows = f" (rows {', '.join(map(str, sources))})" if sources else ""
     tail = f"; the cotangent of its norm's result is {half}" if island.tail else ""
-    return (
-        f"computed again from {_dtypes(island.given, plan, island.rounded, half)}{from_rows}{tail}"
-    )
+    dtypes = _dtypes(island.kept, plan, island.rounded, half)
+    return f"computed again from {dtypes}{from_rows}{tail}"
 
 
 def _dtypes(

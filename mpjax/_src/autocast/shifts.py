@@ -1,5 +1,8 @@
 """The shifts of exponentials before they are summed, usually the maximum of the row."""
 
+from collections.abc import Sequence
+
+from mpjax._src.autocast.flow import Flow
 from mpjax._src.autocast.forms import (
     CONSTANT,
     EXPONENT,
@@ -14,8 +17,8 @@ from mpjax._src.autocast.forms import (
     numbered_values,
 )
 from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.autocast.islands import Flow, Island
 from mpjax._src.autocast.lattices import Stored
+from mpjax._src.autocast.steps import Island
 from mpjax._src.autocast.views import Axes, before, is_view, own_axes
 from mpjax._src.base.dtypes import FLOAT32
 
@@ -131,7 +134,7 @@ LONG = 1024
 GUARDS = ("max", "min", "select_n", "stop_gradient")
 
 
-def sum_at_once(flow: Flow, found: list[Island]) -> None:
+def sum_at_once(flow: Flow, found: Sequence[Island]) -> None:
     """Finds sums of exponentials that are shifted by their row's maximum, as in a logsumexp.
 
     As written, one pass over the row computes the maximum and a second one the sum. But any part of

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from mpjax._src.autocast.graph import PLANNED, REGION
 from mpjax._src.autocast.kernels import Numbers, overridden, tracing
 from mpjax._src.autocast.others import check_no_other_policy
-from mpjax._src.autocast.plan import Plan, complete, outline
-from mpjax._src.autocast.rewrite import run_plan
+from mpjax._src.autocast.plan import Plan, complete, outline, run_plan
 from mpjax._src.autocast.signature import KEPT_CALLS, signature
 from mpjax._src.autocast.unplanned import warn_if_nothing_is_half
 from mpjax._src.base import _jax

@@ -1,6 +1,6 @@
-"""The rewrite: evaluates a planned program, so that tracing it gives the mixed-precision program.
+"""Evaluates planned operations: tracing them gives the mixed-precision program.
 
-It is a short loop over the ops of a block, with one rule per kind of op. Primitives that hold
+There is a rule per kind of operation. Primitives that hold
 programs are rebuilt with the planned ones inside (`program.rebuild`); `evaluates` registers those
 that have rules of their own, which are in `custom_rules`. A value is cast when an op reads it in
 another dtype, and the result is kept: within a block, a value is cast at most once to each dtype.
@@ -10,64 +10,31 @@ float32.
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from mpjax._src.autocast import fused
 from mpjax._src.autocast.classify import override_of
 from mpjax._src.autocast.derivatives import (
-    Softmax,
-    Weighing,
-    activation,
-    attention,
     cast,
-    elementwise,
-    kept_alone,
     known,
     matmul,
     maximum,
     maximum_and_sum,
     pick,
-    recomputed,
-    softmax,
     sum_of_exponentials,
     wide_cotangent,
 )
 from mpjax._src.autocast.environment import Env, Settings
 from mpjax._src.autocast.gathers import picks_one_per_row, repeat
 from mpjax._src.autocast.graph import Block, Op, Value
-from mpjax._src.autocast.islands import Island, tail_operand
-from mpjax._src.autocast.plan import Plan
-from mpjax._src.autocast.repeats import Stretch, fold
-from mpjax._src.autocast.steps import Checkpoint, Step, made_where_read
-from mpjax._src.autocast.views import is_view
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import Inside
 from mpjax._src.program.rebuild import Body, rebuild
 from mpjax._src.program.site import ROW
-
-
-def run_plan(
-    plan: Plan, args: Sequence[Any], out_dtypes: Sequence[Any], rows: bool = False
-) -> list[Any]:
-    """Evaluates a planned program.
-
-    Args:
-        plan: The plan.
-        args: One array per argument, in the dtypes for which the program was planned.
-        out_dtypes: The dtype in which each float32 result is returned.
-        rows: Whether to add scopes with the row number of each op, for a report.
-
-    Returns:
-        The results.
-    """
-    numbers = plan.rows if rows else {}
-    settings = Settings(plan.policy, plan.analysis, numbers, plan.as_written, plan.returned)
-    return run_block(plan.block, args, out_dtypes, settings)
 
 
 def run_block(
@@ -84,42 +51,50 @@ def run_block(
         # A derivative rule gets tangents and cotangents as its caller wrote them: some as numbers.
         number = isinstance(arg, int | float | complex)
         env.write(value, np.asarray(arg, value.aval.dtype) if number else arg)
-    _run_steps(settings.analysis.steps[block], block.outvars, env)
+    run_steps(settings.analysis.steps[block], block.outvars, env)
     return [
         _jax.typed_as(v.aval, env.result(v, dtype))
         for v, dtype in zip(block.outvars, out_dtypes, strict=True)
     ]
 
 
-def _run_steps(steps: Sequence[Step], results: Sequence[Value], env: Env) -> None:
+def run_steps(steps: Sequence[Any], results: Sequence[Value], env: Env) -> None:
+    """Runs the steps of a block, repeated ones as few as possible."""
     settings = env.settings
     whole = settings.rows or settings.as_written
-    for step in steps if whole else fold(steps, results, settings):
-        _run_step(step, env)
+    for step in steps if whole else settings.fold(steps, results, settings):
+        run_step(step, env)
 
 
-def _run_step(step: Step | Stretch, env: Env) -> None:
-    if isinstance(step, Checkpoint):
-        return _run_checkpoint(step, env)
-    if isinstance(step, Island):
-        return _run_island(step, env)
-    if isinstance(step, Stretch):
-        return _run_stretch(step, env)
-    with _location(step, step.stack, env), _row(step, env):
-        if env.settings.as_written and env.rulings[step].rule != "program":
-            _run(step, env, FLOAT32)
+def run_step(step: Any, env: Env) -> None:
+    """Runs an op, or a step of `steps`."""
+    if isinstance(step, Op):
+        evaluate(step, env)
+    else:
+        step.run(env)
+
+
+def evaluate(op: Op, env: Env) -> None:
+    """Evaluates an op under its plan."""
+    ruling = env.rulings[op]
+    with at(op, op.stack, env):
+        if env.settings.as_written and ruling.rule != "program":
+            _run(op, env, FLOAT32)
         else:
-            EVALUATE[env.rulings[step].in_force](step, env)
+            EVALUATE[ruling.in_force](op, env)
+
+
+@contextlib.contextmanager
+def at(op: Op, stack: Any, env: Env) -> Iterator[None]:
+    """Traces in the place of an op, and in a scope with its row number if a report asks for it."""
+    row = env.settings.rows.get(op)
+    named = contextlib.nullcontext() if row is None else jax.named_scope(f"{ROW}{row}")
+    with _location(op, stack, env), named:
+        yield
 
 
 def _location(op: Op, stack: Any, env: Env) -> Any:
     return _jax.location(op.eqn, _jax.below(stack, env.depth))
-
-
-def _row(op: Op, env: Env) -> Any:
-    """Returns the scope with the row number of an op, or an empty context if rows are not named."""
-    row = env.settings.rows.get(op)
-    return contextlib.nullcontext() if row is None else jax.named_scope(f"{ROW}{row}")
 
 
 # ---- one op -------------------------------------------------------------------------------------
@@ -394,160 +369,3 @@ EVALUATE: dict[str, Callable[[Op, Env], None]] = {
     "leave": _run_as_planned,
     "written": _run_as_planned,
 }
-
-
-# ---- stretches and islands ----------------------------------------------------------------------
-
-
-def _run_stretch(stretch: Stretch, env: Env) -> None:
-    """Runs repeated steps, which are rewritten once, then evaluated and differentiated whole."""
-    held, tree = jax.tree.flatten([env.held(value) for value in stretch.inputs])
-    avals = tuple(map(jax.typeof, held))
-    key = stretch.key, tree, avals
-    if key not in env.shared:
-        env.shared[key] = _rewrite_stretch(stretch, env, avals, tree)
-    call, out_tree = env.shared[key]
-    with _jax.inside(stretch.stack):
-        results = call(*held)
-    _hand_out(stretch.outputs, jax.tree.unflatten(out_tree, results), stretch.steps, env)
-
-
-def _rewrite_stretch(stretch: Stretch, env: Env, avals: Sequence[Any], tree: Any) -> Any:
-    """Returns repeated steps as a function of flat arrays, and the tree of its results."""
-
-    def run_steps(env):
-        for step in stretch.steps:
-            _run_step(step, env)
-
-    inner = functools.partial(env.inside, len(stretch.stack.stack))
-    run, trees = _as_function(stretch.inputs, stretch.outputs, tree, inner, Env.held, run_steps)
-    return _jax.linearized_once(_jax.trace(run, avals, "stretch")), trees[0]
-
-
-def _run_checkpoint(checkpoint: Checkpoint, env: Env) -> None:
-    """Runs steps under a checkpoint: the backward pass repeats them from the kept values."""
-    inputs, outputs = checkpoint.inputs, checkpoint.results
-    held, tree = jax.tree.flatten([env.as_stored(value) for value in inputs])
-    inner = functools.partial(env.inside, env.depth)
-    run_steps = functools.partial(_run_steps, checkpoint.steps, outputs)
-    run, trees = _as_function(inputs, outputs, tree, inner, Env.as_stored, run_steps)
-    results = kept_alone(lambda held: run(*held), held, not env.in_loop)
-    _hand_out(outputs, jax.tree.unflatten(trees[0], results), checkpoint.steps, env)
-
-
-def _as_function(
-    inputs: Sequence[Value],
-    outputs: Sequence[Value],
-    tree: Any,
-    inner: Callable[[], Env],
-    held: Callable[[Env, Value], Any],
-    run_steps: Callable[[Env], None],
-) -> tuple[Callable[..., list[Any]], list[Any]]:
-    """Returns steps as a function of flat arrays, and a list for the trees of its results."""
-    trees: list[Any] = []
-
-    def run(*arrays):
-        env = inner()
-        for value, given in zip(inputs, jax.tree.unflatten(tree, arrays), strict=True):
-            env.hold(value, given)
-        run_steps(env)
-        leaves, out_tree = jax.tree.flatten([held(env, value) for value in outputs])
-        trees.append(out_tree)
-        return leaves
-
-    return run, trees
-
-
-def _hand_out(
-    outputs: Sequence[Value], results: Sequence[Any], steps: Sequence[Step], env: Env
-) -> None:
-    """Records the results of steps that ran together, and values computed where they are read."""
-    for value, arrays in zip(outputs, results, strict=True):
-        env.hold(value, arrays)
-    for step in steps:
-        if made_where_read(env.settings.analysis, step):
-            _run_step(step, env)
-
-
-def _run_island(island: Island, env: Env) -> None:
-    """Runs a float32 island so that the backward pass recomputes it from its inputs."""
-    operands = 3 if island.fusion else 0  # the operands of its matmuls
-    arrays = [env.read(v, island.half) for v in island.inputs[:operands]]
-    # A mean outside of an island that normalizes by it adds to the cotangent before it is rounded.
-    arrays += [env.read(v, FLOAT32 if v in island.wide else None) for v in island.inputs[operands:]]
-    scopes = _jax.common_stack([op.stack for op in island.ops])
-    depth = len(scopes.stack)
-
-    def evaluate(members, given, sums=()):
-        inner = env.inside(depth, dict(zip(island.sums, sums, strict=False)))
-        for value, array in given:
-            inner.write(value, array)
-        for op in (*island.free, *island.views, *members):
-            if op not in island.tail:
-                _run_step(op, inner)
-            elif op is island.tail[-1]:
-                operand = tail_operand(island)
-                run_tail = functools.partial(activate, operand)
-                array = activation(run_tail, inner.read(operand, FLOAT32), island.half)
-                inner.write(op.outs[0], array)
-        return inner
-
-    def make_again(arrays):
-        inner, found = env.inside(depth), dict(zip(island.inputs, arrays, strict=True))
-        for value in island.given:
-            # Without the barrier, XLA would recognise recomputed values and keep the earlier ones.
-            inner.write(value, _jax.again_barrier(found[value]))
-        for op in island.again:
-            _run_step(op, inner)
-        made = {v: inner.read(v) for v in found.keys() - {*island.given}}
-        return [known(array, made[v]) if v in made else array for v, array in found.items()]
-
-    def activate(operand, x):
-        inner = env.inside(depth)
-        inner.write(operand, x)
-        for op in (*island.free, *island.tail):
-            _run_step(op, inner)
-        (result,) = island.tail[-1].outs
-        return inner.read(result, island.half if result in island.in_half else None)
-
-    def run(arrays, sums=()):
-        arrays = make_again(arrays) if island.again else arrays
-        inner = evaluate(island.ops, zip(island.inputs, arrays, strict=True), sums)
-        results = [
-            inner.read(v, island.half) if v in island.in_half else inner.best(v)
-            for v in island.results
-        ]
-        return results, [inner.read(v) for v in island.sums]
-
-    def weigh(p, more):
-        given = zip([*island.sums, *island.inputs[2 : island.moving]], [p, *more], strict=True)
-        return evaluate(island.weights, given).read(island.weights[-1].outs[0], FLOAT32)
-
-    prevent = island.barrier and not env.in_loop
-    with _location(island.ops[-1], scopes, env), _row(island.ops[-1], env):
-        form = Softmax(island.axes, island.rate, island.whole, island.half, island.moving)
-        if island.fusion:
-            results = fused.run(island.fusion, arrays)
-        elif island.matmul:
-            weighed = island.weights[-1].outs if island.weights else island.sums
-            place = island.matmul.ins.index(weighed[0])
-            views = [op.eqn for op in island.weights if is_view(op)]
-            results = attention(
-                run,
-                arrays,
-                form,
-                Weighing(island.matmul.eqn, place, views, weigh if island.weights else None),
-            )
-        elif island.axes:
-            results = softmax(run, arrays, form, not env.in_loop)
-        elif island.sloped:
-            results = elementwise(run, arrays, prevent)
-        else:
-            rounded = [v in island.rounded or v in island.wide for v in island.inputs]
-            halves = {i: env.read(v) for i, v in enumerate(island.inputs) if v in island.wide}
-            results = recomputed(run, arrays, rounded, island.half, prevent, halves)
-    for value, array in zip(island.results, results, strict=True):
-        if value in island.in_half:
-            env.write(value, array)
-        else:
-            env.store(value, array)
