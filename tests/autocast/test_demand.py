@@ -8,7 +8,7 @@ from planned import KNOWN, H, V, W, analysed, fact_of, op, ruling, want
 
 import mpjax
 from mpjax._src.autocast import demand
-from mpjax._src.autocast.graph import is_steady
+from mpjax._src.program.graph import is_steady
 
 
 def read(reader, *others, make=lambda h: h @ W, policy="mixed_bfloat16"):

@@ -8,7 +8,7 @@ from jax import lax
 from planned import SCALAR, VECTOR, H, V, W, analysed, carries, fact, op, ruling
 
 import mpjax
-from mpjax._src.autocast.lattices import BEYOND, BOUNDED, FITS
+from mpjax._src.autocast.tables import BEYOND, BOUNDED, FITS
 
 N = jnp.arange(16).reshape(1, 16)
 

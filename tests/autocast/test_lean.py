@@ -23,10 +23,10 @@ from support import equations, normal, thorough_but
 
 import mpjax
 from mpjax._src.autocast.derivatives import kept_alone
-from mpjax._src.autocast.graph import build
-from mpjax._src.autocast.lattices import Analysis, Want
 from mpjax._src.autocast.lean import gathered
 from mpjax._src.autocast.steps import Checkpoint
+from mpjax._src.autocast.tables import Analysis, Want
+from mpjax._src.program.graph import build
 
 FAST, LEAN = "mixed_bfloat16", "mixed_bfloat16,storage=lean"
 BIG = normal(2, 64, 16)

@@ -15,9 +15,9 @@ from support import BOTH, calls_to_trace, cast, equations, normal, thorough_but
 
 import mpjax
 from mpjax._src.autocast import plan, repeats
-from mpjax._src.autocast.graph import PLANNED, Op, Value
-from mpjax._src.autocast.lattices import Choice, Ruling, Stored
+from mpjax._src.autocast.tables import Choice, Ruling, Stored
 from mpjax._src.base import _jax
+from mpjax._src.program.graph import PLANNED, Op, Value
 
 WIDTH, LAYERS = 8, 6
 X = normal(9, 4, WIDTH)

@@ -11,14 +11,12 @@ derivative reads are left unrounded.
 
 from collections.abc import Collection, Iterable, Sequence
 
-from mpjax._src.autocast.flow import Flow, counts, kept_bytes, not_far_smaller
-from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.autocast.islands import large_float32
-from mpjax._src.autocast.lattices import Analysis
+from mpjax._src.autocast.flow import Flow, counts, kept_bytes, large_float32, not_far_smaller
 from mpjax._src.autocast.steps import Recomputed, body_of, needs
-from mpjax._src.autocast.why import Reason, why
+from mpjax._src.autocast.tables import Analysis, Reason, why
 from mpjax._src.base import rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.program.graph import Op, Value
 
 
 def links(flow: Flow) -> set[Op]:
@@ -68,7 +66,7 @@ def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Recomputed]:
         if len(halves) > 1 or not rounds or not needed:
             continue
         body = body_of(ops, flow)
-        rounded = large_float32(body, flow)
+        rounded = large_float32(body.ops, body.ins, flow)
         if not all(analysis.may_be_rounded(v) for v in rounded):
             continue
         beside = not_far_smaller(body.ins, max(v.size for op in ops for v in op.outs))

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src.autocast.graph import KERNEL, PLANNED, REGION, Block, Op, Value, is_float
-from mpjax._src.autocast.lattices import Ruling, Rulings
-from mpjax._src.autocast.why import Reason, Why, why
+from mpjax._src.autocast.tables import Reason, Ruling, Rulings, Why, why
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.patterns import matches
 from mpjax._src.policy.policy import Policy
+from mpjax._src.program.graph import KERNEL, PLANNED, REGION, Block, Op, Value, is_float
 
 
 def classify(block: Block, policy: Policy) -> tuple[Rulings, set[Value], frozenset[str]]:

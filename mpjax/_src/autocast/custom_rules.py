@@ -11,7 +11,6 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax._src.autocast.environment import Env
-from mpjax._src.autocast.graph import REGION, Op
 from mpjax._src.autocast.kernels import tracing
 from mpjax._src.autocast.operations import (
     avals_of,
@@ -26,6 +25,7 @@ from mpjax._src.autocast.plan import analyse, make_plan, outline, run_plan
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import HALVES
 from mpjax._src.policy.policy import Policy
+from mpjax._src.program.graph import REGION, Op
 
 
 @evaluates("custom_jvp_call")

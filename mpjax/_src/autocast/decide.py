@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 
 from mpjax._src.autocast.demand import all_in_full, wide_inside
-from mpjax._src.autocast.graph import Block, Op, Value, is_float
-from mpjax._src.autocast.lattices import Analysis, Choice, Choices, Storage, Stored
-from mpjax._src.autocast.why import Reason, Why, why
+from mpjax._src.autocast.tables import Analysis, Choice, Choices, Reason, Storage, Stored, Why, why
 from mpjax._src.base import rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import SCAN
+from mpjax._src.program.graph import Block, Op, Value, is_float
 
 
 def decide(analysis: Analysis, block: Block, in_dtypes: Sequence[Any]) -> Analysis:

@@ -11,12 +11,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpjax._src.autocast.facts import STEP, WRITES, known_factor, offsets, reversed_offset
-from mpjax._src.autocast.graph import Block, Op, Value, is_steady
-from mpjax._src.autocast.lattices import Analysis, Ruling, Rulings, Want, Wants, both, joined
-from mpjax._src.autocast.why import Reason, Why, why
+from mpjax._src.autocast.tables import (
+    Analysis,
+    Reason,
+    Ruling,
+    Rulings,
+    Want,
+    Wants,
+    Why,
+    both,
+    joined,
+    why,
+)
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT16, HALVES
 from mpjax._src.base.higher_order import Inside
+from mpjax._src.program.graph import Block, Op, Value, is_steady
 
 # The demand of a reader that computes in float32, in half, or exactly in float32.
 FULL = Want(half=False)

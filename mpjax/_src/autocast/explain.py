@@ -10,12 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src.autocast.graph import ATTENTION, Op, Value
-from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.residuals import Kept, kept_by, storage_of
+from mpjax._src.autocast.tables import Analysis, Reason, Why, why
 from mpjax._src.autocast.transform import Traced, call, trace
-from mpjax._src.autocast.why import Reason, Why, why
 from mpjax._src.base import _jax
 from mpjax._src.base.devices import check_name, traced_for
 from mpjax._src.base.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
@@ -43,6 +41,7 @@ from mpjax._src.document.model import (
 from mpjax._src.document.report import Report
 from mpjax._src.policy.policy import PolicyLike, get_policy
 from mpjax._src.program.gradient import check_loss, differentiated, pull_back
+from mpjax._src.program.graph import ATTENTION, Op, Value
 from mpjax._src.program.site import equations
 
 # The summary of a report names this many of the arrays kept for the backward pass.

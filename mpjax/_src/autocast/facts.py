@@ -22,8 +22,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
-from mpjax._src.autocast.graph import Block, Op, Value, is_float
-from mpjax._src.autocast.lattices import (
+from mpjax._src.autocast.tables import (
     ADDED,
     BEYOND,
     BOUNDED,
@@ -33,16 +32,18 @@ from mpjax._src.autocast.lattices import (
     Carries,
     Fact,
     Facts,
+    Reason,
     Rulings,
     argument,
     join,
     union,
+    why,
 )
-from mpjax._src.autocast.views import before, is_view, own_axes
-from mpjax._src.autocast.why import Reason, why
 from mpjax._src.base import rules
 from mpjax._src.base.dtypes import HALVES
 from mpjax._src.base.higher_order import SCAN, WHILE, Inside, turns_of
+from mpjax._src.program.graph import Block, Op, Value, is_float
+from mpjax._src.program.views import before, is_view, own_axes
 
 # sqrt(4) = 2 roundings to half: the error that autocast may add to that of the matmuls.
 WRITES = 4

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src.autocast.graph import Block, Op, Value
-from mpjax._src.autocast.lattices import Analysis
+from mpjax._src.autocast.tables import Analysis
+from mpjax._src.base.dtypes import FLOAT16, FLOAT32
+from mpjax._src.program.graph import Block, Op, Value
 
 
 @dataclasses.dataclass(eq=False)
@@ -124,3 +125,24 @@ def kept_bytes(analysis: Analysis, values: Iterable[Value]) -> int:
         v.size * (2 if v.is_f32 else v.aval.dtype.itemsize) for v in values if counts(analysis, v)
     )
     return sum(each)
+
+
+def large_float32(ops: Sequence[Op], ins: Iterable[Value], flow: Flow) -> frozenset[Value]:
+    """Returns the float32 values that flow into ops and would be costly to keep.
+
+    An argument came in float32, and its range is not known. Where it is only moved or broadcast, or
+    a product with it may leave the range of float16 (`facts`), it is not rounded. Neither are rows
+    that were looked up in one: a table may hold data as well as what was learned.
+    """
+    floats = (v for v in ins if v.is_f32 and flow.stored[v].dtype == FLOAT32)
+    large = {v for v in floats if not v.is_one and counts(flow.analysis, v)}
+    unknown = {v for op in ops for v in op.ins if _is_of_unknown_range(v, op, flow)}
+    return frozenset(large - unknown)
+
+
+def _is_of_unknown_range(value: Value, op: Op, flow: Flow) -> bool:
+    fact = flow.analysis.facts[value]
+    rows = fact.data and not fact.given
+    moved = value.given or fact.spread
+    beyond = moved or any(flow.analysis.is_beyond(out, FLOAT16) for out in op.outs)
+    return flow.rulings[op].half == FLOAT16 and (rows or (fact.given and beyond))

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from mpjax._src.autocast.flow import Flow
-from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.autocast.views import Axes, before, is_view
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.program.graph import Op, Value
+from mpjax._src.program.views import Axes, before, is_view
 
 # ---- which values are the same ------------------------------------------------------------------
 

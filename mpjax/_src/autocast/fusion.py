@@ -24,10 +24,10 @@ from mpjax._src.autocast import fused, fused_kernels, positions
 from mpjax._src.autocast.flow import Flow
 from mpjax._src.autocast.forms import MASKED, is_linear, is_number, is_same_along, narrowed
 from mpjax._src.autocast.fused import SUM, VALUE, Atom, Fusion, Labels, Term
-from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.autocast.steps import Body, FusedAttention, Island, SoftmaxIsland, body_of
-from mpjax._src.autocast.views import VIEWS, Axes, after, before, is_view, own_axes
 from mpjax._src.base import _jax
+from mpjax._src.program.graph import Op, Value
+from mpjax._src.program.views import VIEWS, Axes, after, before, is_view, own_axes
 
 # The number of values that are searched for shardings of a sequence.
 REACH = 256

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jax import lax
 
-from mpjax._src.autocast.graph import CONSTANT_LIMIT, Op, Value
 from mpjax._src.base import _jax, rules
 from mpjax._src.base._jax import size_of
+from mpjax._src.program.graph import CONSTANT_LIMIT, Op, Value
 
 
 def picks_one_per_row(eqn: Any) -> bool:

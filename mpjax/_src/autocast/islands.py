@@ -8,17 +8,17 @@ from mpjax._src.autocast.facts import EXPONENTIALS
 from mpjax._src.autocast.flow import (
     FAR_SMALLER,
     Flow,
-    counts,
     is_free,
     kept_bytes,
+    large_float32,
     not_far_smaller,
 )
-from mpjax._src.autocast.graph import Op, Value, is_steady
 from mpjax._src.autocast.schedule import connected
 from mpjax._src.autocast.steps import Body, Elementwise, Island, Recomputed, Sloped, body_of
-from mpjax._src.autocast.views import is_view
 from mpjax._src.base import rules
-from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
+from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.program.graph import Op, Value, is_steady
+from mpjax._src.program.views import is_view
 
 
 def islands(flow: Flow, special: Sequence[Island], links: Collection[Op]) -> list[Island]:
@@ -140,27 +140,6 @@ def _cone(value: Value, body: Body, flow: Flow) -> tuple[list[Op], list[Value]]:
 # ---- what an island keeps --------------------------------------------------------------------
 
 
-def large_float32(body: Body, flow: Flow) -> frozenset[Value]:
-    """Returns the float32 inputs of an island that it would be costly to keep.
-
-    An argument came in float32, and its range is not known. Where it is only moved or broadcast, or
-    a product with it may leave the range of float16 (`facts`), it is not rounded. Neither are rows
-    that were looked up in one: a table may hold data as well as what was learned.
-    """
-    floats = (v for v in body.ins if v.is_f32 and flow.stored[v].dtype == FLOAT32)
-    large = {v for v in floats if not v.is_one and counts(flow.analysis, v)}
-    unknown = {v for op in body.ops for v in op.ins if _is_of_unknown_range(v, op, flow)}
-    return frozenset(large - unknown)
-
-
-def _is_of_unknown_range(value: Value, op: Op, flow: Flow) -> bool:
-    fact = flow.analysis.facts[value]
-    rows = fact.data and not fact.given
-    moved = value.given or fact.spread
-    beyond = moved or any(flow.analysis.is_beyond(out, FLOAT16) for out in op.outs)
-    return flow.rulings[op].half == FLOAT16 and (rows or (fact.given and beyond))
-
-
 def _recomputable(flow: Flow, op: Op) -> bool:
     if is_free(flow.analysis, op):
         return False
@@ -207,7 +186,7 @@ def _from_half(island: Recomputed, flow: Flow) -> Recomputed | None:
     close to 0).
     """
     body = island.body
-    large = {*large_float32(body, flow)}
+    large = {*large_float32(body.ops, body.ins, flow)}
     if not large:
         return island
     if any(flow.rulings[op].forced == "full" for op in body.ops):  # the user asked for float32
@@ -226,7 +205,7 @@ def _from_half(island: Recomputed, flow: Flow) -> Recomputed | None:
     body = body_of(stay, flow)
     beside = (v for op in left for v in op.ins if v in body.ins)
     wide = frozenset(v for v in beside if flow.stored[v].dtype in HALVES)
-    rounded = large_float32(body, flow)
+    rounded = large_float32(body.ops, body.ins, flow)
     if body.half is None or not _stands_rounding(body, rounded, flow):
         return None
     return dataclasses.replace(island, body=body, wide=wide, rounded=rounded)

@@ -10,13 +10,13 @@ of another (a layer beside a residual stream that is not kept), the checkpoints 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 
-from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.autocast.mincut import cheapest_cut
 from mpjax._src.autocast.schedule import connected, flow_of, in_order, made_where_read, together
 from mpjax._src.autocast.steps import Checkpoint, Recomputed, Step, needs
+from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.program.graph import Op, Value
 
 
 def checkpoints(

@@ -29,10 +29,10 @@ from mpjax._src.autocast.derivatives import (
 )
 from mpjax._src.autocast.environment import Env, Settings
 from mpjax._src.autocast.gathers import picks_one_per_row, repeat
-from mpjax._src.autocast.graph import Block, Op, Value
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import Inside
+from mpjax._src.program.graph import Block, Op, Value
 from mpjax._src.program.rebuild import Body, rebuild
 from mpjax._src.program.site import ROW
 

@@ -29,7 +29,6 @@ from mpjax._src.autocast.forms import (
     same,
 )
 from mpjax._src.autocast.gathers import repetition_of
-from mpjax._src.autocast.graph import Op, Place, Value
 from mpjax._src.autocast.shifts import (
     SMALL,
     mark_steady,
@@ -38,9 +37,10 @@ from mpjax._src.autocast.shifts import (
     steady_shift,
 )
 from mpjax._src.autocast.steps import Attention, Body, Island, SoftmaxIsland, body_of
-from mpjax._src.autocast.views import Axes, after, before, is_view, own_axes
 from mpjax._src.base import rules
 from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
+from mpjax._src.program.graph import Op, Place, Value
+from mpjax._src.program.views import Axes, after, before, is_view, own_axes
 
 
 def softmaxes(flow: Flow) -> list[SoftmaxIsland]:

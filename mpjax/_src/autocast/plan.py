@@ -32,18 +32,18 @@ from mpjax._src.autocast.demand import ask, held_carries
 from mpjax._src.autocast.environment import Settings
 from mpjax._src.autocast.facts import Sweep, argument
 from mpjax._src.autocast.flow import Flow, flow_of
-from mpjax._src.autocast.graph import Block, Op, Value, build
 from mpjax._src.autocast.islands import groups, islands, leave_small
-from mpjax._src.autocast.lattices import Analysis, Choices, Marks, Rulings, Storage
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.operations import run_block
 from mpjax._src.autocast.repeats import fold
 from mpjax._src.autocast.schedule import in_order
 from mpjax._src.autocast.shifts import sum_at_once
 from mpjax._src.autocast.steps import Elementwise, Island, Recomputed, Step
+from mpjax._src.autocast.tables import Analysis, Choices, Marks, Rulings, Storage
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import NONE, THEIRS, turns_of
 from mpjax._src.policy.policy import CHOICES, Policy
+from mpjax._src.program.graph import Block, Op, Value, build
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +273,7 @@ def _special(flow: Flow, fuse: bool, links: Collection[Op]) -> list[Island]:
         found = fusion.fuse(flow, found)
         fusion.tell_of_late_norms(flow)
     found = peepholes.attentions(flow, found)
-    sum_at_once(flow, found)
+    sum_at_once(flow, {op for island in found for op in island.ops})
     peepholes.repetitions(flow)
     return found
 

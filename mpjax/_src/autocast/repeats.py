@@ -18,8 +18,6 @@ import jax
 import numpy as np
 
 from mpjax._src.autocast.environment import Env, Settings
-from mpjax._src.autocast.graph import REGION, Block, Op, Value
-from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.autocast.operations import run_step
 from mpjax._src.autocast.schedule import StepFlow, flow_of, together
 from mpjax._src.autocast.steps import (
@@ -33,8 +31,10 @@ from mpjax._src.autocast.steps import (
     as_function,
     hand_out,
 )
+from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax
 from mpjax._src.base.higher_order import Inside
+from mpjax._src.program.graph import REGION, Block, Op, Value
 
 # Shorter stretches save no time.
 SHORTEST = 4

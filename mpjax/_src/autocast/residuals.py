@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from mpjax._src.autocast.graph import Block, Op, Value
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.steps import (
     Attention,
@@ -18,6 +17,7 @@ from mpjax._src.autocast.steps import (
 )
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import SPELLINGS, short_name
+from mpjax._src.program.graph import Block, Op, Value
 from mpjax._src.program.site import ROOT
 
 

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from mpjax._src.autocast.flow import is_free
-from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.autocast.lattices import Analysis
+from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax
+from mpjax._src.program.graph import Op, Value
 
 
 def connected(pairs: Iterable[tuple[int, int]]) -> Iterable[list[int]]:

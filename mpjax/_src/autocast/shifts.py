@@ -1,6 +1,6 @@
 """The shifts of exponentials before they are summed, usually the maximum of the row."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from mpjax._src.autocast.flow import Flow
 from mpjax._src.autocast.forms import (
@@ -16,11 +16,10 @@ from mpjax._src.autocast.forms import (
     narrowed,
     numbered_values,
 )
-from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.autocast.lattices import Stored
-from mpjax._src.autocast.steps import Island
-from mpjax._src.autocast.views import Axes, before, is_view, own_axes
+from mpjax._src.autocast.tables import Stored
 from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.program.graph import Op, Value
+from mpjax._src.program.views import Axes, before, is_view, own_axes
 
 # Added to a sum that is at least 1, this changes nothing in half precision.
 SMALL = 2.0**-13
@@ -134,7 +133,7 @@ LONG = 1024
 GUARDS = ("max", "min", "select_n", "stop_gradient")
 
 
-def sum_at_once(flow: Flow, found: Sequence[Island]) -> None:
+def sum_at_once(flow: Flow, taken: Collection[Op]) -> None:
     """Finds sums of exponentials that are shifted by their row's maximum, as in a logsumexp.
 
     As written, one pass over the row computes the maximum and a second one the sum. But any part of
@@ -148,7 +147,6 @@ def sum_at_once(flow: Flow, found: Sequence[Island]) -> None:
     second pass.
     """
     online = flow.marks.online
-    taken = {op for island in found for op in island.ops}
     sums = [op for op in flow.ops if op.name == "reduce_sum" and op not in taken]
     pairs = [(op, made) for op in sums if (made := _exponentials(op, flow)) is not None]
     if not pairs:

@@ -17,13 +17,13 @@ from mpjax._src.autocast import derivatives, fused
 from mpjax._src.autocast.derivatives import Softmax, Weighing, known
 from mpjax._src.autocast.environment import Env
 from mpjax._src.autocast.flow import Flow, free_producers
-from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.autocast.operations import at, evaluate, run_step, run_steps
 from mpjax._src.autocast.schedule import made_where_read, ops_of
-from mpjax._src.autocast.views import is_view
+from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.program.graph import Op, Value
+from mpjax._src.program.views import is_view
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

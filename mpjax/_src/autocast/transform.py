@@ -13,7 +13,6 @@ from typing import Any, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from mpjax._src.autocast.graph import PLANNED, REGION
 from mpjax._src.autocast.kernels import Numbers, overridden, tracing
 from mpjax._src.autocast.others import check_no_other_policy
 from mpjax._src.autocast.plan import Plan, complete, outline, run_plan
@@ -27,6 +26,7 @@ from mpjax._src.base.patterns import nearest_paths
 from mpjax._src.base.trees import is_array
 from mpjax._src.policy.policy import Policy, PolicyLike, get_policy
 from mpjax._src.program import trace as programs
+from mpjax._src.program.graph import PLANNED, REGION
 from mpjax._src.program.modules import are_there, call_on_arrays, on_arrays
 from mpjax._src.program.states import handed_out, states
 from mpjax._src.program.trace import Flat
@@ -151,7 +151,8 @@ def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
     def traced_now(fun, args, kwargs):
         traced = trace(fun, policy, args, kwargs)
         if policy.compute_dtype in HALVES:
-            warn_if_nothing_is_half(traced.outline)
+            outline = traced.outline
+            warn_if_nothing_is_half(outline.block, outline.analysis.rulings, policy)
         return traced
 
     def run_planned(fun, args, kwargs, leaves, tree):

@@ -1,25 +1,24 @@
 """A warning for programs of which no matmul runs in 16 bits, although the policy asks for it."""
 
-from mpjax._src.autocast.plan import Plan
-from mpjax._src.autocast.why import Reason
+from mpjax._src.autocast.tables import Reason, Rulings
 from mpjax._src.base import rules
 from mpjax._src.base.errors import PrecisionWarning, warn_user
-from mpjax._src.policy.policy import short_name
+from mpjax._src.policy.policy import Policy, short_name
+from mpjax._src.program.graph import Block
 
 # Reasons of matmuls that say nothing about the program: another autocast or a kernel runs them, or
 # they read no float32 array.
 ELSEWHERE = frozenset([Reason.INNER_AUTOCAST, Reason.KERNEL, Reason.NO_FLOAT32])
 
 
-def warn_if_nothing_is_half(plan: Plan) -> None:
+def warn_if_nothing_is_half(block: Block, rulings: Rulings, policy: Policy) -> None:
     """Warns if no matmul of a program runs in 16 bits because they ask for a precision.
 
     A user who asks for float32 by a region, an override or a list knows it.
     """
-    policy, matmuls = plan.policy, [op for op in plan.block.walk() if op.spec.need == rules.HALF]
-    rulings = {op: plan.analysis.rulings[op] for op in matmuls}
-    asking = [op for op, ruling in rulings.items() if ruling.why.reason is Reason.PRECISION]
-    planned = any(r.in_force == "half" or r.why.reason in ELSEWHERE for r in rulings.values())
+    matmuls = {op: rulings[op] for op in block.walk() if op.spec.need == rules.HALF}
+    asking = [op for op, ruling in matmuls.items() if ruling.why.reason is Reason.PRECISION]
+    planned = any(r.in_force == "half" or r.why.reason in ELSEWHERE for r in matmuls.values())
     if not asking or planned:
         return
     given = {str(p) for op in asking for p in _precisions(rulings[op].why.about[0])}

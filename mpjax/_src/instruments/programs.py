@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._src.autocast.graph import Op
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.transform import call, trace
 from mpjax._src.base import _jax
@@ -19,6 +18,7 @@ from mpjax._src.base.patterns import path_of
 from mpjax._src.base.trees import all_finite
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.gradient import differentiated, is_loss, is_pair_of_loss, pull_back
+from mpjax._src.program.graph import Op
 from mpjax._src.program.interpret import enters
 from mpjax._src.program.site import NUMBER, Site
 from mpjax._src.program.trace import Flat, parameters_of

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.base import rules
 from mpjax._src.base.dtypes import FLOAT16, dtype_of, is_float, shown
 from mpjax._src.base.higher_order import BRANCH
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.program.graph import Op, Value
 
 # The least constant factor of a gradient that is a loss scale.
 SCALE = 128

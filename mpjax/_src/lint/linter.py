@@ -7,7 +7,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._src.autocast.graph import Op
 from mpjax._src.base import _jax
 from mpjax._src.base.errors import brief, check_callable
 from mpjax._src.base.progress import advance, check_progress, progress_bar
@@ -18,6 +17,7 @@ from mpjax._src.lint.program import Program, make_program
 from mpjax._src.lint.report import Finding, LintReport
 from mpjax._src.lint.rule import HLO, JAXPR, VALUES, Compiled, Hit, NotRun, Rule
 from mpjax._src.lint.table import chosen
+from mpjax._src.program.graph import Op
 from mpjax._src.program.interpret import OPERATION, Plain, interpret, operations_in
 from mpjax._src.program.site import shown
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import digits, is_half, short_name, shown, stalls_at
 from mpjax._src.base.higher_order import SCAN, turns_of
 from mpjax._src.lint.averages import last_sum, share_of, stops
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.program.graph import Op, Value
 
 SUMS = ("reduce_sum", "cumsum", "cumlogsumexp", "reduce_window_sum", "reduce", "reduce_window")
 
