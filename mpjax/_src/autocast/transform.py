@@ -28,6 +28,7 @@ from mpjax._src.policy.policy import Policy, PolicyLike, get_policy
 from mpjax._src.program import trace as programs
 from mpjax._src.program.graph import PLANNED, REGION
 from mpjax._src.program.modules import are_there, call_on_arrays, on_arrays
+from mpjax._src.program.site import equations
 from mpjax._src.program.states import handed_out, states
 from mpjax._src.program.trace import Flat
 
@@ -259,11 +260,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 def _has_half_regions(jaxpr: Any) -> bool:
     """Returns whether a program has a region whose dtype is half."""
     marks = tuple(f"{REGION}{half.name}" for half in HALVES)
-    return any(
-        any(name.startswith(marks) for name in _jax.scope_names(eqn.source_info.name_stack))
-        or any(map(_has_half_regions, _jax.inner_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
+    return any(name.startswith(marks) for _, site, _ in equations(jaxpr) for name in site.scopes)
 
 
 def _holds_tracers(traced: Traced) -> bool:

@@ -18,7 +18,7 @@ from mpjax._src.base.dtypes import FLOAT32, HALVES, dtype_of, is_half
 from mpjax._src.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order, turns_of
 from mpjax._src.base.progress import advance
 from mpjax._src.program.site import ROOT, Site
-from mpjax._src.program.unmapped import holds_program, is_program, unmapped
+from mpjax._src.program.unmapped import unmapped
 
 OPERATION = "operation"  # what progress counts
 
@@ -237,6 +237,16 @@ def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
         return run(eqn, arrays, **wide, **jax.tree.map(_widened, programs, is_leaf=is_program))
     except MISFITS:
         return None
+
+
+def is_program(x: Any) -> bool:
+    """Returns whether a parameter of an equation is a program, open or closed."""
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+def holds_program(x: Any) -> bool:
+    """Returns whether a parameter of an equation is a program, or several."""
+    return is_program(x) or (isinstance(x, tuple) and any(map(is_program, x)))
 
 
 def touches_half(eqn: Any) -> bool:
