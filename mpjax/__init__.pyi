@@ -4,7 +4,6 @@ from . import checkpoint as checkpoint
 from . import linen as linen
 from . import nnx as nnx
 from ._src.autocast.attention import dot_product_attention
-from ._src.autocast.explain import CastReport, explain
 from ._src.autocast.kernels import current_policy, half_inputs
 from ._src.autocast.regions import full_precision, precision
 from ._src.autocast.transform import autocast
@@ -21,6 +20,7 @@ from ._src.hardware.memory import MemoryRow
 from ._src.hardware.report import CompileReport, MatmulRow
 from ._src.instruments.agreement import Agreement, Parting
 from ._src.instruments.compare import Comparison, compare
+from ._src.instruments.explain import CastReport, explain
 from ._src.instruments.histogram import (
     GradientHistogram,
     LossScaleAdvice,

@@ -1,17 +1,16 @@
 """The plan: the compute dtype of every operation, and the storage dtype of every float32 value.
 
-A pure analysis of a `graph.Block`, in five sweeps over the nested program:
+Five passes over the frozen graph of the program (`program.graph`) each return tables of their own,
+keyed by operations and values (`tables.Analysis`), and read those before them:
 
-1. `classify` gives each op its rule: from the table of primitives, the user or the program itself.
+1. `classify` finds the rule of each op: from the table of primitives, the user or the program.
 2. `Sweep` (forward) infers the origin of each value and whether half can hold it, and decides which
    loop carries may be half.
 3. `demand` (backward) collects the demands of each value's readers.
 4. `decide` (forward) picks each op's compute dtype and each value's storage dtype.
-5. `store` picks the values kept for a backward pass, and those that it recomputes.
+5. `store` picks the steps that run, and with them the values kept for a backward pass.
 
-The graph does not change. Each sweep returns tables of its own, keyed by operations and values
-(`lattices.Analysis`), and reads those before it. Code that runs or reports a plan does not change
-it.
+Code that runs or reports a plan does not change it.
 
 A float32 value has one of three kinds. *half*: computed in half, or rounded to half for storage.
 *full*: the result of a float32 operation. *flexible*: an argument or constant, or computed from

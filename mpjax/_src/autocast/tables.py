@@ -414,10 +414,10 @@ class Analysis:
         facts: The fact of each value.
         carries: Which arguments of loops are stored in half: by `facts`.
         wants: The demand on each value: by `demand`.
-        choices: The dtype of each operation: by `decide`. `storage` leaves more of them in float32.
-        stored: How each value is stored: by `decide`, and by `storage` likewise.
-        marks: By `storage`.
-        steps: The steps that run each block, in order: by `storage`.
+        choices: The dtype of each operation: by `decide`. `store` leaves more of them in float32.
+        stored: How each value is stored: by `decide`, and by `store` likewise.
+        marks: By `store`.
+        steps: The steps that run each block, in order: by `store`.
         kept: The values that `storage=lean` keeps for the backward pass, which computes those
             around them again.
     """

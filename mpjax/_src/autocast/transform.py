@@ -1,6 +1,6 @@
 """`autocast`: op-level mixed precision for any JAX function.
 
-This module traces, caches and calls the function. `plan` decides the dtypes, and `rewrite`
+This module traces, caches and calls the function. `plan` decides the dtypes, and `operations`
 evaluates the program with them.
 """
 

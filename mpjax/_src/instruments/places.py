@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Iterable
 
 from mpjax._src.autocast.classify import CHANGEABLE
-from mpjax._src.autocast.explain import flops_of
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.tables import Ruling
 from mpjax._src.base.patterns import matches
+from mpjax._src.instruments.explain import flops_of
 from mpjax._src.program.graph import Op
 from mpjax._src.program.site import shown
 

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from mpjax._src.autocast.plan import Plan
-from mpjax._src.autocast.residuals import Kept, kept_by, storage_of
 from mpjax._src.autocast.tables import Analysis, Reason, Why, why
 from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.base import _jax
@@ -39,6 +38,7 @@ from mpjax._src.document.model import (
     size,
 )
 from mpjax._src.document.report import Report
+from mpjax._src.instruments.kept import Kept, kept_by, storage_of
 from mpjax._src.policy.policy import PolicyLike, get_policy
 from mpjax._src.program.gradient import check_loss, differentiated, pull_back
 from mpjax._src.program.graph import ATTENTION, Op, Value
