@@ -24,7 +24,7 @@ NO_CODE = {
     *(tokenize.ENCODING, tokenize.ENDMARKER),
 }
 # What planning shares: the classes whose objects several passes may write into.
-SHARED = ("Op", "Value", "Block", "Island")
+SHARED = ("Op", "Value", "Block", "Body", "Island")
 WRITES = (
     "append",
     "extend",
