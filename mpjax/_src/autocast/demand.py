@@ -98,7 +98,7 @@ def all_in_full(analysis: Analysis, op: Op) -> bool:
 
 
 def _of_readers(analysis: Analysis, op: Op) -> Want:
-    return joined(analysis.wants[out] for out in op.outs if out.is_f32)
+    return joined([analysis.wants[out] for out in op.outs if out.is_f32])
 
 
 # ---- one operation ------------------------------------------------------------------------------

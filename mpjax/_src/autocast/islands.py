@@ -71,7 +71,7 @@ def groups(flow: Flow, special: Collection[Op], fits: Callable[[Op], bool]) -> I
     inside: set[Op] = set()
     depth: dict[Op, int] = {}
     for op, before in sources.items():
-        depth[op] = max((depth[s] + (s not in inside) for s in before), default=0)
+        depth[op] = max([depth[s] + (s not in inside) for s in before], default=0)
         begun = _starts(op, flow) or not inside.isdisjoint(before)
         if begun and op not in special and fits(op):
             inside.add(op)

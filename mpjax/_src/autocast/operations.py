@@ -10,7 +10,7 @@ float32.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -84,13 +84,15 @@ def evaluate(op: Op, env: Env) -> None:
             EVALUATE[ruling.in_force](op, env)
 
 
-@contextlib.contextmanager
-def at(op: Op, stack: Any, env: Env) -> Iterator[None]:
+def at(op: Op, stack: Any, env: Env) -> contextlib.AbstractContextManager[Any]:
     """Traces in the place of an op, and in a scope with its row number if a report asks for it."""
     row = env.settings.rows.get(op)
-    named = contextlib.nullcontext() if row is None else jax.named_scope(f"{ROW}{row}")
-    with _location(op, stack, env), named:
-        yield
+    if row is None:
+        return _location(op, stack, env)
+    both = contextlib.ExitStack()
+    both.enter_context(_location(op, stack, env))
+    both.enter_context(jax.named_scope(f"{ROW}{row}"))
+    return both
 
 
 def _location(op: Op, stack: Any, env: Env) -> Any:
