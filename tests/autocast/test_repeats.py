@@ -17,6 +17,7 @@ import mpjax
 from mpjax._src.autocast import plan, repeats
 from mpjax._src.autocast.tables import Choice, Ruling, Stored
 from mpjax._src.base import _jax
+from mpjax._src.base.devices import traced_for
 from mpjax._src.program.graph import PLANNED, Op, Value
 
 WIDTH, LAYERS = 8, 6
@@ -185,6 +186,49 @@ def folded(monkeypatch, fun, *args, policy="mixed_bfloat16"):
 def test_repeated_layers_are_found(monkeypatch, function):
     inside, steps = folded(monkeypatch, function, PARAMS, X)
     assert inside > 0.6 * steps, (inside, steps)
+
+
+TOKENS = normal(4, 2, 64, 4, 32)
+
+
+def of_heads(p, x):
+    return jax.nn.dot_product_attention(x, x * p["up"][0, 0], x)
+
+
+# A layer of which a step of each class is a part. Fields of steps that cannot be hashed, such as a
+# dict, would make each step unique.
+LAYERS_OF = {
+    "Sloped": (lambda p, x: x + jax.nn.gelu(x @ p["up"]) @ p["down"], X),
+    "Recomputed": (lambda p, x: jax.nn.silu(layer_norm(x @ p["up"])) @ p["down"], X),
+    "SoftmaxIsland": (lambda p, x: jnp.cos(jax.nn.softmax(x @ p["up"])) @ p["down"], X),
+    "Attention": (of_heads, TOKENS),
+    "FusedAttention": (of_heads, TOKENS),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS_OF)
+def test_steps_of_each_class_are_folded(monkeypatch, name):
+    layer, x = LAYERS_OF[name]
+    real, classes = repeats.fold, collections.Counter()
+
+    def fold(steps, *others):
+        new = real(steps, *others)
+        for stretch in new:
+            inside = stretch.steps if isinstance(stretch, repeats.Stretch) else ()
+            classes.update(type(step).__name__ for step in inside)
+        return new
+
+    def fun(params, x):
+        for p in params:
+            x = layer(p, x)
+        return jnp.mean(x**2)
+
+    monkeypatch.setattr(plan, "fold", fold)
+    with traced_for("h100"):
+        fused = str(name == "FusedAttention").lower()
+        planned = mpjax.autocast(fun, f"mixed_bfloat16,fused_attention={fused}")
+        jax.make_jaxpr(planned)(PARAMS, x)
+    assert classes[name] >= LAYERS - 2, classes
 
 
 def test_layers_with_names_repeat_where_an_override_matches_another(monkeypatch):
