@@ -140,8 +140,8 @@ def test_half_is_given_as_suffix_or_argument(level, half):
 
 
 def test_half_alone_means_what_the_device_is_best_at():
-    assert mpjax.get_policy("half").compute_dtype == mpjax.half_dtype()
-    assert mpjax.get_policy("O2").param_dtype == mpjax.half_dtype()
+    assert mpjax.get_policy("half").compute_dtype == mpjax.hardware.half_dtype()
+    assert mpjax.get_policy("O2").param_dtype == mpjax.hardware.half_dtype()
 
 
 @pytest.mark.parametrize(

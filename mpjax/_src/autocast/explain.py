@@ -21,6 +21,7 @@ from mpjax._src.base.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.base.errors import check_callable
 from mpjax._src.base.higher_order import CALL, higher_order, turns_of
 from mpjax._src.base.lines import where
+from mpjax._src.base.public import public
 from mpjax._src.base.rules import HALF, rule_of
 from mpjax._src.base.trees import is_array
 from mpjax._src.document.model import (
@@ -130,6 +131,7 @@ class Row:
         return self.scope or where(self.source, self.library)
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class CastReport(Report):
     """The report of `explain`: what autocast does to a function. ``print`` it, or read ``rows``.

@@ -28,6 +28,7 @@ from mpjax._src.base.dtypes import (
 )
 from mpjax._src.base.errors import brief, did_you_mean
 from mpjax._src.base.patterns import matches, nearest_paths, path_of, paths
+from mpjax._src.base.public import public
 from mpjax._src.base.rules import NO_HALF_FORM, PROGRAM, rule_of
 from mpjax._src.base.trees import cast, cast_leaf
 
@@ -114,6 +115,7 @@ CHOICES = {
 }
 
 
+@public("mpjax")
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy(jmp.Policy):
     """The dtypes that a program stores, computes and returns its floating values in.

@@ -26,6 +26,7 @@ from mpjax._src.base.errors import (
 )
 from mpjax._src.base.outlines import outline
 from mpjax._src.base.patterns import name_of, paths
+from mpjax._src.base.public import public
 from mpjax._src.base.trees import cast, cast_like, is_array, is_key, pytree_of, stays_finite, widen
 from mpjax._src.policy.policy import OP_LISTS, Policy, PolicyLike
 from mpjax._src.program.modules import has_modules
@@ -58,6 +59,7 @@ Metrics = dict[str, Any]
 T = TypeVar("T")
 
 
+@public("mpjax")
 @pytree_of(
     *("step", "params", "opt_state", "loss_scale", "model_state", "rng"),
     *("skipped_steps", "consecutive_skips"),
