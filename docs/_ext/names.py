@@ -7,7 +7,6 @@ without their module.
 
 import contextlib
 import importlib
-import pkgutil
 import re
 import sys
 import typing
@@ -25,11 +24,12 @@ from sphinx.ext.autosummary import (
 from sphinx.util.docutils import SphinxRole
 from sphinx.util.typing import stringify_annotation
 
-import mpjax
-
-# The public modules: `mpjax`, whose names come first, and those in it.
-MODULES = ["mpjax", *(f"mpjax.{m.name}" for m in pkgutil.iter_modules(mpjax.__path__))]
-MODULES = [name for name in MODULES if "._" not in name]
+# The public modules, in the order in which names are looked for.
+MODULES = (
+    *("mpjax.optim", "mpjax.debug", "mpjax.hardware", "mpjax.reports", "mpjax.errors"),
+    *("mpjax.checkpoint", "mpjax"),  # it still finds old names, which are in those above
+    *("mpjax.nnx", "mpjax.linen", "mpjax.keras"),  # the last three have names that it has too
+)
 PUBLIC = {
     id(getattr(module, name)): f"{module.__name__}.{name}"
     for module in map(importlib.import_module, MODULES)
@@ -65,8 +65,8 @@ class Name(SphinxRole):
     """A link to a public object; any other name is shown as code."""
 
     def run(self):
-        prefixes = [*get_import_prefixes_from_env(self.env), *MODULES]
-        prefixes = [prefix for prefix in prefixes if not self.text.startswith(f"{prefix}.")]
+        prefixes = [p for p in get_import_prefixes_from_env(self.env) if p != "mpjax"]
+        prefixes = [p for p in (*prefixes, *MODULES) if not self.text.startswith(f"{p}.")]
         with contextlib.suppress(ImportExceptionGroup):
             name, _, _, module = import_by_name(self.text, prefixes)
             if not module.startswith("mpjax._src."):

@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -56,8 +57,14 @@ def test_a_name_that_was_never_there_is_missing():
         mpjax.to_dtype  # noqa: B018
 
 
-def test_every_old_name_has_three_months():
+def test_every_old_name_has_three_months_and_a_place_in_the_table():
     assert not too_early(DEPRECATED)
+    page = (Path(__file__).parents[2] / "docs" / "release.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    for name, row in DEPRECATED.items():
+        (line,) = [line for line in rows if f"`{name}`" in line.split("|")[1]]
+        new = line.split("|")[2].replace("`", "").strip()
+        assert (row.advice or f"the same in mpjax.{row.instead.partition('.')[0]}").startswith(new)
 
 
 @pytest.mark.parametrize("name", DEPRECATED)

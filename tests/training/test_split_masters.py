@@ -244,4 +244,4 @@ def test_levels_swap_as_before():
         policy = mpjax.get_policy(text)
         assert str(policy) == text and mpjax.get_policy(str(policy)) == policy
     policy = mpjax.get_policy("O2:bfloat16")
-    assert policy.with_optimizer_state(masters="split") == mpjax.get_policy(POLICIES[0])
+    assert policy.replace(masters="split") == mpjax.get_policy(POLICIES[0])

@@ -92,7 +92,7 @@ class Row:
         storage: The form in which the backward pass gets the values that the derivative reads, such
             as "computed again from bf16 (rows 3)"; "" if they are stored unchanged.
         attention: For a matmul that applies softmax weights to values, under
-            ``with_fused_attention``: the fused kernel that runs the attention, or "xla" and the
+            ``fused_attention``: the fused kernel that runs the attention, or "xla" and the
             reason why no fused kernel does.
         library: The library's line that ``source`` calls, as "file:line", or "".
         bytes: The bytes of its operands and results under the plan, for one run; 0 for an equation

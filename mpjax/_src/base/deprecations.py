@@ -1,13 +1,17 @@
 """Old names that still work for a while, as data. See docs/release.md for the rule."""
 
 import datetime
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 import warnings
+from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Deprecated(NamedTuple):
@@ -106,6 +110,20 @@ def warn_of(old: str, advice: str, removal: datetime.date, stacklevel: int = 3) 
     """Warns of an old way to write something, in the caller's caller."""
     message = f"{old} is deprecated, and may be removed from {removal} on. Use {advice} instead."
     warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
+
+
+def deprecated(advice: str) -> Callable[[F], F]:
+    """Returns a decorator of a method that went away with the names above."""
+
+    def decorate(fun: F) -> F:
+        @functools.wraps(fun)
+        def old(*args, **kwargs):
+            warn_of(fun.__qualname__, advice, REMOVAL)
+            return fun(*args, **kwargs)
+
+        return old  # type: ignore[return-value]
+
+    return decorate
 
 
 def resolve(name: str) -> str:

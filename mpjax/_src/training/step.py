@@ -116,7 +116,7 @@ def build_train_step(
     report_overflow: bool = False,
     report_underflow: bool = False,
     report_stalled: bool = False,
-) -> TrainStep:
+) -> tuple[Callable[..., TrainState], Callable[[TrainState, Any], tuple[TrainState, Metrics]]]:
     """Builds a training step in mixed precision from a loss, an optimizer and a policy.
 
     A step runs in this order: forward pass in the policy's precision; scale the loss in float32;
@@ -175,8 +175,8 @@ def build_train_step(
             away, as ``metrics["stalled"]``, a `Stalled`. See `warn_if_stalled`.
 
     Returns:
-        A `TrainStep` of ``init`` and ``step``. ``init(params, model_state=None, rng=None)`` copies
-        its arguments. ``step(state, batch)`` is meant to be jitted:
+        A pair ``(init, step)``. ``init(params, model_state=None, rng=None)`` copies its arguments
+        and returns a `TrainState`. ``step(state, batch)`` is meant to be jitted:
         ``jax.jit(step, donate_argnums=0)``. Its metrics are device scalars: ``loss`` and
         ``grad_norm`` (float32, unscaled), ``grads_finite``, ``loss_finite`` and ``state_finite``
         (bool), ``loss_scale`` (float32, for the next step), ``skipped_steps`` and
