@@ -16,9 +16,7 @@ def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], l
 
     The stub beside the file says where each name comes from. ``__all__`` leaves out modules.
     """
-    places: dict[
-        str, str | None
-    ] = {}  # of each name: the module that it is in, or None for a module
+    places: dict[str, str | None] = {}  # the module of each name; a module itself has None
     for node in ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom):
             places |= {alias.name: node.module for alias in node.names}
