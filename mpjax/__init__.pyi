@@ -9,7 +9,6 @@ from . import nnx as nnx
 from . import optim as optim
 from . import reports as reports
 from ._src.autocast.attention import dot_product_attention
-from ._src.autocast.explain import explain
 from ._src.autocast.kernels import current_policy, half_inputs
 from ._src.autocast.regions import precision
 from ._src.autocast.transform import autocast
@@ -17,6 +16,7 @@ from ._src.base.rules import register_rule
 from ._src.base.trees import all_finite, cast, select
 from ._src.hardware.aot import compile_for
 from ._src.instruments.compare import compare
+from ._src.instruments.explain import explain
 from ._src.instruments.nonfinite import find_nonfinite
 from ._src.lint.linter import lint
 from ._src.policy.policy import Policy, get_policy

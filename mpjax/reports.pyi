@@ -1,6 +1,5 @@
 """The public names of `mpjax.reports`, and where they come from."""
 
-from ._src.autocast.explain import CastReport
 from ._src.base.devices import DeviceFacts
 from ._src.hardware.batch_size import BatchTry, LargestBatch
 from ._src.hardware.collectives import CollectiveRow
@@ -9,6 +8,7 @@ from ._src.hardware.memory import MemoryRow
 from ._src.hardware.report import CompileReport, MatmulRow
 from ._src.instruments.agreement import Agreement, Parting
 from ._src.instruments.compare import Comparison
+from ._src.instruments.explain import CastReport
 from ._src.instruments.histogram import GradientHistogram, LossScaleAdvice
 from ._src.instruments.nonfinite import NonfiniteReport
 from ._src.instruments.tune import Tuning

@@ -1,14 +1,16 @@
 """Plans programs without running them, and returns the plan's facts and decisions."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Shape
 from support import normal
 
 import mpjax
-from mpjax._src.autocast.explain import words
-from mpjax._src.autocast.lattices import Analysis
 from mpjax._src.autocast.plan import analyse, outline
+from mpjax._src.autocast.tables import Analysis
+from mpjax._src.instruments.explain import words
 
 H, W, V = normal(0, 8, 16), normal(1, 16, 16), normal(2, 16, 16)
 SCALAR, VECTOR = jnp.float32(0.1), normal(3, 16)
@@ -20,14 +22,38 @@ def analysed(fun, *args, policy="mixed_bfloat16", linear=()):
     dtypes = [v.aval.dtype for v in closed.jaxpr.invars]
     policy = mpjax.get_policy(policy) if isinstance(policy, str) else policy
     plan = outline(closed.jaxpr, closed.consts, policy)
-    analysis = analyse(plan, dtypes, linear=linear)
-    KNOWN.facts.update(analysis.facts)
-    KNOWN.carries.update(analysis.carries)
-    KNOWN.wants.update(analysis.wants)
+    know(analyse(plan, dtypes, linear=linear))
     return plan.block
 
 
-KNOWN = Analysis()  # about the values of all blocks that were analysed
+def know(analysis):
+    """Records the tables of a plan, so that the functions below answer for its ops and values."""
+    for field in dataclasses.fields(analysis):
+        if field.name != "marks":  # which storage makes
+            getattr(KNOWN, field.name).update(getattr(analysis, field.name))
+
+
+KNOWN = Analysis(arguments=set())  # about all blocks that were analysed
+
+
+def ruling(op):
+    return KNOWN.rulings[op]
+
+
+def choice(op):
+    return KNOWN.choices[op]
+
+
+def stored(value):
+    return KNOWN.stored[value]
+
+
+def is_small(value):
+    return value in KNOWN.small
+
+
+def is_raw(value):
+    return KNOWN.is_raw(value)
 
 
 def fact_of(value):
@@ -56,7 +82,7 @@ def op(block, name, place=-1):
 
 def said(op):
     """Returns in words why an operation computes in its dtype."""
-    return words(op.why)
+    return words(KNOWN.why(op))
 
 
 __all__ = [
@@ -68,9 +94,15 @@ __all__ = [
     "W",
     "analysed",
     "carries",
+    "choice",
     "fact",
     "fact_of",
+    "is_raw",
+    "is_small",
+    "know",
     "op",
+    "ruling",
     "said",
+    "stored",
     "want",
 ]

@@ -126,7 +126,7 @@ def skip_fields(app, what, name, value, skip, options):
 
 
 def hide_modules(app, doctree):
-    """Shows ``Row`` in place of ``mpjax._src.autocast.explain.Row``."""
+    """Shows ``Row`` in place of ``mpjax._src.instruments.explain.Row``."""
     for name in list(doctree.findall(addnodes.desc_addname)):
         if name.astext().startswith("mpjax._src."):
             name.parent.remove(name)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from planned import VECTOR, H, V, W, op, said
+from planned import VECTOR, H, V, W, is_raw, is_small, know, op, ruling, said
 from support import cast, equations
 
 import mpjax
@@ -20,13 +20,13 @@ def planned(fun, *args, policy=POLICY, paths=()):
     closed = jax.make_jaxpr(fun)(*args)
     dtypes = [v.aval.dtype for v in closed.jaxpr.invars]
     plan = outline(closed.jaxpr, closed.consts, policy, paths)
-    analyse(plan, dtypes)
+    know(analyse(plan, dtypes))
     return plan
 
 
 def rule(name, fun, *args, **options):
     found = op(planned(fun, *args, **options).block, name)
-    return found.in_force
+    return ruling(found).in_force
 
 
 def ruled(fun):
@@ -130,7 +130,7 @@ def test_lists_change_the_rule_of_what_they_name(case):
     block = planned(small, H, policy=POLICY.with_ops(**{kind: primitive})).block
     for name, expected in LISTED[case].items():
         found = op(block, name)
-        assert (found.forced or found.rule) == expected, name
+        assert (ruling(found).forced or ruling(found).rule) == expected, name
     if kind != "follow":  # whose reason is then what it follows
         assert said(op(block, primitive)) == f"{kind} list of the policy"
 
@@ -138,14 +138,14 @@ def test_lists_change_the_rule_of_what_they_name(case):
 def test_what_a_list_leaves_a_matmul_is():
     """The rest of the plan asks whether it is one: for the short sums, for what it may return."""
     block = planned(small, H, policy=POLICY.with_ops(half=("dot_general", "exp"))).block
-    assert op(block, "dot_general").rule == "half"
-    assert op(block, "exp").rule == "follow"
+    assert ruling(op(block, "dot_general")).rule == "half"
+    assert ruling(op(block, "exp")).rule == "follow"
 
 
 def test_a_list_does_not_speak_of_integers():
     fun = lambda h: (jnp.arange(16) + 1, h)  # noqa: E731
     found = op(planned(fun, H, policy=POLICY.with_ops(half="add")).block, "add")
-    assert (found.rule, found.forced, said(found)) == (
+    assert (ruling(found).rule, ruling(found).forced, said(found)) == (
         "leave",
         "",
         "no float32 operands or results",
@@ -155,7 +155,7 @@ def test_a_list_does_not_speak_of_integers():
 def overridden(fun, *args, paths, patterns, name="dot_general"):
     plan = planned(fun, *args, policy=POLICY.override(patterns), paths=paths)
     found = op(plan.block, name)
-    return found.forced, found.half, plan.used_patterns
+    return ruling(found).forced, ruling(found).half, plan.used_patterns
 
 
 @pytest.mark.parametrize(
@@ -212,8 +212,8 @@ def test_an_override_of_a_scope_or_of_an_operation_in_it():
         ("heads", set()),
     ):
         block = planned(fun, H, policy=POLICY.override({pattern: "float32"})).block
-        assert {o.name for o in block.ops if o.forced == "full"} == full
-        assert op(block, "gt").rule == "neutral" and not op(block, "gt").forced
+        assert {o.name for o in block.ops if ruling(o).forced == "full"} == full
+        assert ruling(op(block, "gt")).rule == "neutral" and not ruling(op(block, "gt")).forced
 
 
 def test_a_path_goes_into_programs_and_not_around_their_carries():
@@ -261,8 +261,8 @@ def test_a_region_says_what_runs_in_it(dtype):
     block = planned(fun, H).block
     for name, expected in REGIONS[dtype].items():
         found = op(block, name)
-        assert (found.forced or found.rule) == expected, name
-        assert found.half == (jnp.float16 if dtype == "float16" else jnp.bfloat16)
+        assert (ruling(found).forced or ruling(found).rule) == expected, name
+        assert ruling(found).half == (jnp.float16 if dtype == "float16" else jnp.bfloat16)
         assert said(found) == f"region {dtype}"
 
 
@@ -271,7 +271,7 @@ def test_the_innermost_region_wins():
         with mpjax.precision("float32"), mpjax.precision("bfloat16"):
             return jnp.tanh(h @ W)
 
-    assert op(planned(fun, H).block, "tanh").forced == "half"
+    assert ruling(op(planned(fun, H).block, "tanh")).forced == "half"
 
 
 def test_what_has_no_half_form_has_none_in_a_region():
@@ -279,7 +279,7 @@ def test_what_has_no_half_form_has_none_in_a_region():
         with mpjax.precision("bfloat16"):
             return h.at[n].add(1.0)
 
-    assert op(planned(fun, H, 3).block, "scatter-add").forced == ""
+    assert ruling(op(planned(fun, H, 3).block, "scatter-add")).forced == ""
 
 
 def test_no_region_speaks_of_an_explicit_precision_or_of_integers():
@@ -288,7 +288,7 @@ def test_no_region_speaks_of_an_explicit_precision_or_of_integers():
             return jnp.matmul(h, W, precision="highest"), jnp.arange(3) + 1
 
     block = planned(fun, H).block
-    assert op(block, "dot_general").rule == "written"
+    assert ruling(op(block, "dot_general")).rule == "written"
     assert said(op(block, "add")) == "no float32 operands or results"
 
 
@@ -298,7 +298,7 @@ def test_what_an_inner_autocast_planned_is_left_alone():
 
     block = planned(fun, H).block
     inner = [o for o in block.walk() if o.name == "tanh"]
-    assert [o.forced or o.rule for o in inner] == ["leave", "follow"]
+    assert [ruling(o).forced or ruling(o).rule for o in inner] == ["leave", "follow"]
     assert said(inner[0]) == "planned by an inner autocast"
 
 
@@ -321,7 +321,7 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_what_is_small(name):
     fun, expected = SMALL[name]
-    assert planned(fun, H).block.outvars[0].small == expected
+    assert is_small(planned(fun, H).block.outvars[0]) == expected
 
 
 def test_constants_and_views_of_them_are_raw():
@@ -333,13 +333,13 @@ def test_constants_and_views_of_them_are_raw():
         (lambda v: v + 1, False),
     ):
         assert (
-            op(planned(lambda h, view=view: jnp.sin(view(VECTOR)), H).block, "sin").ins[0].raw
+            is_raw(op(planned(lambda h, view=view: jnp.sin(view(VECTOR)), H).block, "sin").ins[0])
             == raw
         )
     part = planned(lambda h: jnp.sin(lax.dynamic_slice(h @ W, (0, 0), (2, 2))), H).block
-    assert not op(part, "sin").ins[0].raw
+    assert not is_raw(op(part, "sin").ins[0])
     inside = op(planned(lambda h: jax.checkpoint(jnp.sin)(VECTOR.reshape(4, 4)), H).block, "sin")
-    assert inside.ins[0].raw
+    assert is_raw(inside.ins[0])
 
 
 def test_constants_are_known_inside_of_control_flow_and_carries_are_not():
@@ -352,12 +352,14 @@ def test_constants_are_known_inside_of_control_flow_and_carries_are_not():
         return lax.scan(lambda c, _: (c * 0.9, None), jnp.float32(1.0), None, length=3)[0] * h
 
     (sub,) = op(planned(loop, H).block, "scan").subs
-    assert sub.program.invars[0].const is None and not sub.program.invars[0].raw
+    assert sub.program.invars[0].const is None and not is_raw(sub.program.invars[0])
 
 
 def test_a_policy_of_float32_forces_all():
     block = planned(lambda h: jnp.tanh(h @ W) @ V, H, policy=mpjax.get_policy("float32")).block
-    assert {(o.forced, said(o)) for o in block.ops} == {("full", "the policy computes in float32")}
+    assert {(ruling(o).forced, said(o)) for o in block.ops} == {
+        ("full", "the policy computes in float32")
+    }
     half = mpjax.get_policy("float32").override({"head": "bfloat16"})
 
     def fun(h):
@@ -366,7 +368,7 @@ def test_a_policy_of_float32_forces_all():
         return h @ V
 
     first, second = planned(fun, H, policy=half).block.ops
-    assert (first.forced, second.forced) == ("", "full")
+    assert (ruling(first).forced, ruling(second).forced) == ("", "full")
 
 
 @pytest.mark.parametrize("default", ["highest", "tensorfloat32", "BF16_BF16_F32_X3"])

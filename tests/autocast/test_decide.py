@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from planned import VECTOR, H, V, W, analysed, op, said
+from planned import VECTOR, H, V, W, analysed, choice, op, said, stored
 
 import mpjax
 
@@ -52,9 +52,9 @@ def test_a_matmul_gives_float32_to_those_who_need_it(name):
     fun, dtype = MATMULS[name]
     block = analysed(fun, H)
     matmul = op(block, "dot_general", 0)
-    assert matmul.compute == BF16
-    assert matmul.outs[0].dtype == dtype
-    assert matmul.outs[0].kind == ("full" if dtype == F32 else "half")
+    assert choice(matmul).compute == BF16
+    assert stored(matmul.outs[0]).dtype == dtype
+    assert stored(matmul.outs[0]).kind == ("full" if dtype == F32 else "half")
     assert ("float32 result" in said(matmul)) == (dtype == F32)
 
 
@@ -71,7 +71,7 @@ def test_a_matmul_gives_float32_to_those_who_need_it(name):
 def test_what_is_ranked_is_float32_where_it_is_far_smaller_than_the_operands(ranks):
     def matmul(rows, depth, columns):
         args = jnp.ones((rows, depth)), jnp.ones((depth, columns))
-        return decided("dot_general", lambda x, w: ranks(x @ w), *args).outs[0].dtype
+        return stored(decided("dot_general", lambda x, w: ranks(x @ w), *args).outs[0]).dtype
 
     assert matmul(8, 512, 8) == F32  # a router
     assert matmul(4, 128, 4096) == F32  # a token's logits
@@ -80,21 +80,26 @@ def test_what_is_ranked_is_float32_where_it_is_far_smaller_than_the_operands(ran
 
 def test_a_convolution_has_no_float32_result():
     """Compilers have none; what it gives is float32 in the program, and half in the plan."""
-    assert decided("conv_general_dilated", lambda x: jnp.exp(conv(x)), IMAGE).outs[0].dtype == BF16
+    assert (
+        stored(decided("conv_general_dilated", lambda x: jnp.exp(conv(x)), IMAGE).outs[0]).dtype
+        == BF16
+    )
 
 
 def test_a_matmul_of_a_tangent_gives_half():
     """So that its transpose gets a half cotangent."""
     fun = lambda h: jnp.exp(h @ W)  # noqa: E731
-    assert decided("dot_general", fun).outs[0].dtype == F32
-    assert decided("dot_general", fun, linear=(0,)).outs[0].dtype == BF16
+    assert stored(decided("dot_general", fun).outs[0]).dtype == F32
+    assert stored(decided("dot_general", fun, linear=(0,)).outs[0]).dtype == BF16
 
 
 def test_a_list_asks_for_half_results_too():
     fun = lambda h: jnp.exp(h @ W)  # noqa: E731
-    assert decided("dot_general", fun, policy=listed(half="dot_general")).outs[0].dtype == BF16
+    assert (
+        stored(decided("dot_general", fun, policy=listed(half="dot_general")).outs[0]).dtype == BF16
+    )
     exp = decided("exp", lambda h: jnp.exp(h @ W) @ V, policy=listed(half="exp"))
-    assert exp.compute == BF16 and exp.outs[0].dtype == BF16
+    assert choice(exp).compute == BF16 and stored(exp.outs[0]).dtype == BF16
 
 
 def test_a_float32_result_of_half_operands_is_kept():
@@ -104,13 +109,13 @@ def test_a_float32_result_of_half_operands_is_kept():
         return lax.dot(a, a, preferred_element_type=jnp.float32 if wide else None) @ a
 
     matmul = op(analysed(lambda a: fun(a, True).astype(jnp.bfloat16), half), "dot_general", 0)
-    assert matmul.outs[0].dtype == F32
+    assert stored(matmul.outs[0]).dtype == F32
     mixed = op(
         analysed(lambda a: total(lax.dot(a, W, preferred_element_type=jnp.float32)), H),
         "dot_general",
         0,
     )
-    assert mixed.outs[0].dtype == BF16
+    assert stored(mixed.outs[0]).dtype == BF16
 
 
 # A float32 result: is it rounded for storage? In bfloat16, in float16.
@@ -154,19 +159,19 @@ def test_which_float32_results_are_rounded_for_storage(name, half):
 
     block = analysed(fun, H, policy=f"mixed_{half}")
     made = [o for o in block.ops if "here" in o.scopes][-1]
-    assert made.compute == F32
+    assert choice(made).compute == F32
     value = made.outs[0]
-    assert value.rounded == rounded[half == "float16"]
-    assert value.dtype == (np.dtype(half) if value.rounded else F32)
-    assert value.kind == ("half" if value.rounded else "full")
+    assert stored(value).rounded == rounded[half == "float16"]
+    assert stored(value).dtype == (np.dtype(half) if stored(value).rounded else F32)
+    assert stored(value).kind == ("half" if stored(value).rounded else "full")
 
 
 def test_what_a_user_asks_in_float32_is_not_rounded():
     fun = lambda h: (jnp.square(h @ W) @ V, total(jnp.square(h @ W)))  # noqa: E731
     pair = lambda h: (lambda e: (e @ V, total(e)))(jnp.square(h @ W))  # noqa: E731
-    assert decided("square", pair).outs[0].rounded
-    assert not decided("square", pair, policy=listed(full="square")).outs[0].rounded
-    assert not decided("square", fun).outs[0].rounded
+    assert stored(decided("square", pair).outs[0]).rounded
+    assert not stored(decided("square", pair, policy=listed(full="square")).outs[0]).rounded
+    assert not stored(decided("square", fun).outs[0]).rounded
 
 
 # An elementwise operation beside what: computed in, and its result's kind.
@@ -217,10 +222,10 @@ FOLLOWS = {
 def test_elementwise_operations_follow(name):
     fun, primitive, compute, kind, reason = FOLLOWS[name]
     found = decided(primitive, fun)
-    assert found.compute == compute
-    assert found.outs[0].kind == kind
+    assert choice(found).compute == compute
+    assert stored(found.outs[0]).kind == kind
     assert reason in said(found)
-    assert found.outs[0].dtype == compute
+    assert stored(found.outs[0]).dtype == compute
 
 
 # What float16 would turn into zero, infinity or one.
@@ -246,16 +251,16 @@ def test_constants_that_half_would_lose(name):
     constant = np.reshape(constant, (8, 16)) if np.size(constant) > 1 else constant
     add = decided("add", lambda h: (h @ W + constant) @ V, policy="mixed_float16")
     assert ("does not survive float16" in said(add)) == lost
-    assert add.outs[0].wide == lost
-    assert add.compute == F32 or not lost
+    assert stored(add.outs[0]).wide == lost
+    assert choice(add).compute == F32 or not lost
 
 
 def test_among_arguments_a_number_next_to_one_is_no_matter():
     """Nothing is rounded there; but what zero or infinity would be made of is remembered."""
     near = lambda h: (h * 0.9999) @ W  # noqa: E731
     tiny = lambda h: (h * 1e-8) @ W  # noqa: E731
-    assert not decided("mul", near, policy="mixed_float16").outs[0].wide
-    assert decided("mul", tiny, policy="mixed_float16").outs[0].wide
+    assert not stored(decided("mul", near, policy="mixed_float16").outs[0]).wide
+    assert stored(decided("mul", tiny, policy="mixed_float16").outs[0]).wide
 
 
 MOVES = {
@@ -340,7 +345,7 @@ MOVES = {
 def test_moves_take_the_dtype_that_needs_the_fewest_casts(name):
     fun, primitive, kind, dtype = MOVES[name]
     out = decided(primitive, fun).outs[0]
-    assert (out.kind, out.dtype) == (kind, dtype)
+    assert (stored(out).kind, stored(out).dtype) == (kind, dtype)
 
 
 COMPARED = {
@@ -357,7 +362,7 @@ COMPARED = {
 @pytest.mark.parametrize("name", COMPARED)
 def test_a_comparison_takes_what_its_operands_are_stored_in(name):
     fun, dtype = COMPARED[name]
-    assert decided("gt", fun).compute == dtype
+    assert choice(decided("gt", fun)).compute == dtype
 
 
 N = jnp.arange(16).reshape(1, 16)
@@ -377,8 +382,8 @@ CASTS = {
 def test_the_programs_own_casts(name):
     fun, kind, dtype = CASTS[name]
     out = decided("convert_element_type", fun).outs[0]
-    assert (out.kind, out.dtype) == (kind, dtype)
-    assert out.wide == (name == "from an integer")
+    assert (stored(out).kind, stored(out).dtype) == (kind, dtype)
+    assert stored(out).wide == (name == "from an integer")
 
 
 def test_a_loops_constants_stay_float32_and_a_branchs_operands_do_not():
@@ -394,9 +399,9 @@ def test_a_loops_constants_stay_float32_and_a_branchs_operands_do_not():
 
     (scan,) = op(analysed(loop, H), "scan").subs
     constants = [v for v in scan.program.invars[: scan.consts] if v.is_f32]
-    assert constants and all(v.dtype == F32 for v in constants)
+    assert constants and all(stored(v).dtype == F32 for v in constants)
     first, _ = op(analysed(branch, H), "cond").subs
-    assert any(v.dtype == BF16 for v in first.program.invars if v.is_f32)
+    assert any(stored(v).dtype == BF16 for v in first.program.invars if v.is_f32)
 
 
 # What two branches give, who reads it, and what it is stored in.
@@ -429,7 +434,7 @@ def test_branches_give_one_dtype(name):
         h = jnp.tanh(h @ W)
         return reader(lax.cond(n > 0, one, other, h))
 
-    assert decided("cond", fun, H, 3).outs[0].dtype == dtype
+    assert stored(decided("cond", fun, H, 3).outs[0]).dtype == dtype
 
 
 def test_what_another_half_made_stays_in_it():
@@ -443,8 +448,8 @@ def test_what_another_half_made_stays_in_it():
         return moved.reshape(16, 8) @ jnp.ones((8, 2)), lax.cond(n > 0, branch, branch, h) @ V
 
     block = analysed(fun, H, 3)
-    assert op(block, "reshape").outs[0].dtype == F16
-    assert op(block, "cond").outs[0].dtype == F16
+    assert stored(op(block, "reshape").outs[0]).dtype == F16
+    assert stored(op(block, "cond").outs[0]).dtype == F16
 
 
 @pytest.mark.parametrize("half", [True, False])
@@ -454,23 +459,26 @@ def test_a_carry_is_handed_out_as_it_is_carried(half):
     def fun(h):
         return lax.scan(lambda s, _: (turn(s), None), h, None, length=9)[0] @ V
 
-    assert decided("scan", fun).outs[0].dtype == (BF16 if half else F32)
+    assert stored(decided("scan", fun).outs[0]).dtype == (BF16 if half else F32)
 
 
 def test_nothing_is_half_under_a_float32_policy():
     block = analysed(lambda h: jnp.tanh(h @ W) @ V, H, policy="float32")
-    assert {o.compute for o in block.ops} == {F32}
-    assert all(v.dtype == F32 for o in block.ops for v in o.outs)
+    assert {choice(o).compute for o in block.ops} == {F32}
+    assert all(stored(v).dtype == F32 for o in block.ops for v in o.outs)
 
 
 def test_bits_made_floats_are_never_rounded():
     iota = decided("iota", lambda h: (lax.iota(jnp.float32, 16) + h @ W) @ V)
-    assert iota.outs[0].wide and iota.outs[0].dtype == F32
+    assert stored(iota.outs[0]).wide and stored(iota.outs[0]).dtype == F32
 
 
 def test_a_constant_is_one_however_it_is_spelled():
     """`jnp.pad` makes its zero from an integer."""
-    assert decided("pad", lambda h: jnp.pad(h @ W, 1) @ jnp.ones((18, 4))).outs[0].dtype == BF16
+    assert (
+        stored(decided("pad", lambda h: jnp.pad(h @ W, 1) @ jnp.ones((18, 4))).outs[0]).dtype
+        == BF16
+    )
 
 
 def test_what_is_computed_from_arguments_alone_is_rounded_by_each_reader():
@@ -480,4 +488,4 @@ def test_what_is_computed_from_arguments_alone_is_rounded_by_each_reader():
         both = jnp.concatenate([h, h])
         return 100 * (both - s * both) @ W, both @ V
 
-    assert decided("concatenate", fun, H, jnp.float32(0.999)).outs[0].dtype == F32
+    assert stored(decided("concatenate", fun, H, jnp.float32(0.999)).outs[0]).dtype == F32

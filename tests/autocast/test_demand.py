@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from planned import KNOWN, H, V, W, analysed, fact_of, op, want
+from planned import KNOWN, H, V, W, analysed, fact_of, op, ruling, want
 
 import mpjax
 from mpjax._src.autocast import demand
-from mpjax._src.autocast.graph import is_steady
+from mpjax._src.program.graph import is_steady
 
 
 def read(reader, *others, make=lambda h: h @ W, policy="mixed_bfloat16"):
@@ -157,7 +157,7 @@ def phases(depth, positions=False):
         return jnp.sum(jnp.sin(x @ freq))
 
     block = analysed(fun, jnp.ones((8, depth)), jnp.ones((depth, 4)))
-    return op(block, "dot_general").forced == "full"
+    return ruling(op(block, "dot_general")).forced == "full"
 
 
 @pytest.mark.parametrize("depth, full", [(1, True), (4, True), (5, False)])
@@ -186,15 +186,15 @@ SHORT = {
 def test_short_sums(name):
     depth, fun, full = SHORT[name]
     block = analysed(fun, jnp.ones((8, depth)), jnp.ones((depth, 4)))
-    assert (op(block, "dot_general").forced == "full") == full
+    assert (ruling(op(block, "dot_general")).forced == "full") == full
 
 
 def test_a_short_sum_of_tangents_stays_half():
     """Its transpose is a matmul of the program's own gradient."""
     fun = lambda a, b: jnp.exp(a @ b)  # noqa: E731
     a, b = jnp.ones((8, 1)), jnp.ones((1, 4))
-    assert op(analysed(fun, a, b), "dot_general").forced == "full"
-    assert op(analysed(fun, a, b, linear=(0,)), "dot_general").forced == ""
+    assert ruling(op(analysed(fun, a, b), "dot_general")).forced == "full"
+    assert ruling(op(analysed(fun, a, b, linear=(0,)), "dot_general")).forced == ""
 
 
 LABELS = jnp.array([0, 2, 0, 2])
@@ -232,7 +232,7 @@ def test_a_matmul_that_only_selects_float32_values_for_float32_readers_is_float3
     fun, full = SELECTS[name]
     block = analysed(fun, jnp.ones((4, 8)), jnp.ones((8, 8)))
     matmuls = [o for o in block.walk() if o.name == "dot_general"]
-    selects = [o.forced == "full" for o in matmuls if any(fact_of(v).mask for v in o.ins)]
+    selects = [ruling(o).forced == "full" for o in matmuls if any(fact_of(v).mask for v in o.ins)]
     assert selects == [full]
 
 
@@ -264,13 +264,15 @@ def test_entries_beyond_float16_are_multiplied_in_float32(name):
     fun = lambda h, w, v: make(h @ w) @ v  # noqa: E731
     for half, full in (("float16", huge), ("bfloat16", False)):
         block = analysed(fun, H[:, :8], H[:8, :8], H[:8, :4], policy=f"mixed_{half}")
-        assert ([o for o in block.ops if o.name == "dot_general"][1].forced == "full") == full
+        assert (
+            ruling([o for o in block.ops if o.name == "dot_general"][1]).forced == "full"
+        ) == full
 
 
 def test_so_is_a_convolution():
     fun = lambda h: lax.conv(jnp.where(H > 0, h, -BIG)[None], V[None, :8], (1,), "SAME")  # noqa: E731
     block = analysed(fun, H, policy="mixed_float16")
-    assert op(block, "conv_general_dilated").forced == "full"
+    assert ruling(op(block, "conv_general_dilated")).forced == "full"
 
 
 def test_scores_of_impossible_labels_make_no_nan():
@@ -287,7 +289,7 @@ def test_a_list_that_asks_for_half_has_its_way():
     policy = mpjax.get_policy("mixed_bfloat16").with_ops(half="dot_general")
     fun = lambda a, b: jnp.exp(a @ b)  # noqa: E731
     block = analysed(fun, jnp.ones((8, 1)), jnp.ones((1, 4)), policy=policy)
-    assert op(block, "dot_general").forced == "half"
+    assert ruling(op(block, "dot_general")).forced == "half"
 
 
 def decay(make):
@@ -396,14 +398,14 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_that_an_inner_autocast_planned_is_not_asked_again(name):
     block = analysed(lambda h: 2 * mpjax.autocast(LOOPS[name], "mixed_float16")(h), H)
-    assert [o.rule for o in block.walk() if o.name == name] == ["leave"]
+    assert [ruling(o).rule for o in block.walk() if o.name == name] == ["leave"]
     assert demand.held_carries(KNOWN, block) == set()
 
 
 def test_a_short_sum_of_float32_values_before_a_phase_is_float32():
     short = lambda h: jnp.sin(8 * (h[:, :2] @ W[:2]))  # noqa: E731
-    assert op(analysed(lambda h: short(jnp.sin(h @ W)), H), "dot_general").forced == "full"
-    assert op(analysed(lambda h: short(h @ W), H), "dot_general").forced == ""
+    assert ruling(op(analysed(lambda h: short(jnp.sin(h @ W)), H), "dot_general")).forced == "full"
+    assert ruling(op(analysed(lambda h: short(h @ W), H), "dot_general")).forced == ""
 
 
 def test_nested_loops_are_looked_at_a_few_times_each(monkeypatch):

@@ -1,6 +1,7 @@
 """storage=lean: the same gradients, fewer bytes kept, no matmul or convolution twice."""
 
 import collections
+import dataclasses
 import functools
 import re
 import threading
@@ -22,9 +23,10 @@ from support import equations, normal, thorough_but
 
 import mpjax
 from mpjax._src.autocast.derivatives import kept_alone
-from mpjax._src.autocast.graph import build
-from mpjax._src.autocast.lattices import Want
-from mpjax._src.autocast.steps import Checkpoint, gathered
+from mpjax._src.autocast.lean import gathered
+from mpjax._src.autocast.steps import Checkpoint
+from mpjax._src.autocast.tables import Analysis, Want
+from mpjax._src.program.graph import build
 
 FAST, LEAN = "mixed_bfloat16", "mixed_bfloat16,storage=lean"
 BIG = normal(2, 64, 16)
@@ -384,24 +386,26 @@ def operations(fun):
 def test_of_groups_that_wait_for_each_other_one_is_gathered():
     ops, results = operations(lambda x, y: (jnp.sin(jnp.cos(x)), jnp.tanh(jnp.exp(y))))
     cos, sin, exp, tanh = ops
-    sin.ins, tanh.ins = exp.outs, cos.outs
-    found = gathered(ops, results, [[cos, sin], [exp, tanh]], set())
+    sin = dataclasses.replace(sin, ins=exp.outs)
+    tanh = dataclasses.replace(tanh, ins=cos.outs)
+    ops = cos, sin, exp, tanh
+    found = gathered(Analysis(), ops, results, [[cos, sin], [exp, tanh]], set())
     assert [step.steps if isinstance(step, Checkpoint) else step for step in found] == [
         exp,
-        [cos, sin],
+        (cos, sin),
         tanh,
     ]
 
 
 def test_a_group_that_waits_for_itself_is_left():
     ops, results = operations(lambda x, y: jnp.sin(jnp.cos(jnp.exp(x))) + y)
-    assert gathered(ops, results, [[ops[0], ops[2]]], set()) == ops
+    assert gathered(Analysis(), ops, results, [[ops[0], ops[2]]], set()) == ops
 
 
 # ---- a plan does not change ---------------------------------------------------------------------
 
 
-def snapshot(block):
+def snapshot(plan):
     """Returns all that a plan says, as text."""
     seen: dict[int, int] = {}
 
@@ -413,29 +417,30 @@ def snapshot(block):
             return [type(x).__name__, *(show(getattr(x, f)) for f in x.__dataclass_fields__)]
         if isinstance(x, Want):  # who reads it stands in the operations
             return repr(x._replace(readers=frozenset()))
+        if isinstance(x, dict):
+            return [[show(key), show(y)] for key, y in x.items()]
         if isinstance(x, list | tuple | set | frozenset):
             found = [show(y) for y in x]
             return sorted(map(str, found)) if isinstance(x, set | frozenset) else found
         return repr(x)
 
-    return str(show(block))
+    return str(show((plan.block, plan.analysis)))
 
 
 @pytest.mark.parametrize("policy", [FAST, LEAN])
 def test_running_and_reporting_change_nothing_in_a_plan(policy):
     from mpjax._src.autocast import transform
-    from mpjax._src.autocast.graph import numbered
-    from mpjax._src.autocast.residuals import storage_of
+    from mpjax._src.instruments.kept import storage_of
 
     args = W, BIG[:, :8]
     fun = functools.partial(transformer, blocks=2)
     traced = transform.trace(fun, mpjax.get_policy(policy), args, {})
-    before = snapshot(traced.plan.block)
+    before = snapshot(traced.plan)
     for rows in (False, True):
         jax.make_jaxpr(lambda *a, rows=rows: transform.call(traced, [*a], rows))(*args)
         jax.make_jaxpr(jax.grad(lambda *a, rows=rows: transform.call(traced, [*a], rows)[0]))(*args)
-    storage_of(traced.plan), [*numbered(traced.plan.block)]
-    assert snapshot(traced.plan.block) == before
+    storage_of(traced.plan), [*traced.plan.numbered]
+    assert snapshot(traced.plan) == before
 
 
 @pytest.mark.parametrize("policy", thorough_but([FAST, LEAN], LEAN))

@@ -10,8 +10,8 @@ from support import assert_near, cast, normal, thorough_but
 
 import mpjax
 from mpjax._src.autocast import peepholes
-from mpjax._src.autocast.islands import flow_of
-from mpjax._src.autocast.views import own_axes
+from mpjax._src.autocast.flow import flow_of
+from mpjax._src.program.views import own_axes
 
 N, D = 8, 4
 Q, K, V = (normal(i, 2, N, D) for i in range(3))

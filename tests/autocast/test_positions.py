@@ -10,11 +10,11 @@ from jax.extend.core import jaxpr_as_fun
 from measure import run
 
 from mpjax._src.autocast import positions
-from mpjax._src.autocast.graph import build
-from mpjax._src.autocast.islands import flow_of
-from mpjax._src.autocast.lattices import Analysis
-from mpjax._src.autocast.views import own_axes
+from mpjax._src.autocast.flow import flow_of
+from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax
+from mpjax._src.program.graph import build
+from mpjax._src.program.views import own_axes
 
 T, S = 5, 7
 

@@ -1,7 +1,6 @@
 """Layers that Python wrote out are rewritten once, and nothing else changes."""
 
 import collections
-import dataclasses
 import functools
 
 import jax
@@ -15,9 +14,10 @@ from programs import layer_norm
 from support import BOTH, calls_to_trace, cast, equations, normal, thorough_but
 
 import mpjax
-from mpjax._src.autocast import repeats, rewrite
-from mpjax._src.autocast.graph import PLANNED
+from mpjax._src.autocast import plan, repeats
+from mpjax._src.autocast.tables import Choice, Ruling, Stored
 from mpjax._src.base import _jax
+from mpjax._src.program.graph import PLANNED, Op, Value
 
 WIDTH, LAYERS = 8, 6
 X = normal(9, 4, WIDTH)
@@ -162,7 +162,7 @@ def described(fun, *args):
 
 
 def unfolded(monkeypatch):
-    monkeypatch.setattr(rewrite, "fold", lambda steps, *_: steps)
+    monkeypatch.setattr(plan, "fold", lambda steps, *_: steps)
 
 
 def folded(monkeypatch, fun, *args, policy="mixed_bfloat16"):
@@ -176,7 +176,7 @@ def folded(monkeypatch, fun, *args, policy="mixed_bfloat16"):
         found.append((sum(inside), len(steps)))
         return new
 
-    monkeypatch.setattr(rewrite, "fold", fold)
+    monkeypatch.setattr(plan, "fold", fold)
     jax.make_jaxpr(mpjax.autocast(fun, policy))(*args)
     return max(found)
 
@@ -296,27 +296,29 @@ def test_functions_that_close_over_what_is_differentiated(monkeypatch):
 
 
 def test_the_rewrite_reads_what_alike_steps_share(monkeypatch):
-    """What is not in `repeats.READ` may differ from layer to layer: none may look at it."""
-    allowed = {"aval", "const", "eqn", "ins", "outs", "subs", "stack"}
-    allowed |= {"is_f32", "size", "name", "spec"}  # which follow from aval and eqn
-    real = rewrite._rewrite_stretch
+    """What is not in the keys of steps may differ from layer to layer: none may look at it."""
+    hidden = {
+        Value: ("paths", "entries"),
+        Op: ("scopes", "callers", "index"),
+        Ruling: ("why",),
+        Choice: ("why",),
+        Stored: ("kind", "wide", "lost", "rounded"),
+    }
+    real = repeats.Stretch._rewritten
     rewritten = []
 
     def guarded(*args):
         with monkeypatch.context() as patch:
-            for kind, read in repeats.READ.items():
-                for field in dataclasses.fields(kind):
-                    if field.name not in allowed | {*read.split()}:
-                        patch.setattr(
-                            kind, field.name, property(functools.partial(forbidden, field.name))
-                        )
+            for kind, names in hidden.items():
+                for name in names:
+                    patch.setattr(kind, name, property(functools.partial(forbidden, kind, name)))
             rewritten.append(real(*args))
         return rewritten[-1]
 
-    def forbidden(name, _):
-        raise AssertionError(f"the rewrite reads {name}, which repeats.READ does not list")
+    def forbidden(kind, name, _):
+        raise AssertionError(f"the rewrite reads {kind.__name__}.{name}, which no key contains")
 
-    monkeypatch.setattr(rewrite, "_rewrite_stretch", guarded)
+    monkeypatch.setattr(repeats.Stretch, "_rewritten", guarded)
     for function in (masked, skipping, runge_kutta, named):
         jax.make_jaxpr(jax.grad(cast(function)))(PARAMS, X)
     assert len(rewritten) >= 4

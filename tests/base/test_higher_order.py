@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpjax._src.autocast import control_flow, custom_rules, rewrite  # noqa: F401
+from mpjax._src.autocast import custom_rules, operations  # noqa: F401
 from mpjax._src.base import _jax
 from mpjax._src.base.higher_order import CALL, FIRST_ORDER, HIGHER_ORDER, higher_order, turns_of
-from mpjax._src.instruments.interpret import ENTER
+from mpjax._src.program.interpret import ENTER
+from mpjax._src.program.rebuild import REBUILD
 
 X = jnp.ones((3, 2))
-INLINED = {"pjit", "checkpoint", "closed_call", "core_call", "call"}  # by other names, or as calls
 
 
 def eqn_of(fun, name):
@@ -28,14 +28,23 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted({*HIGHER_ORDER} - INLINED))
-def test_the_rewrite_evaluates_each(name):
-    assert name in rewrite.PROGRAMS
+def test_what_has_rules_of_its_own_is_evaluated_by_a_function_of_its_own():
+    own = {name for name in HIGHER_ORDER if name.startswith(("custom_", "linear_"))}
+    assert own == {*operations.PROGRAMS}
 
 
-def test_instruments_enter_every_kind():
+def test_programs_of_every_kind_are_entered_and_put_back():
     kinds = {row.kind for row in HIGHER_ORDER.values()}
-    assert kinds == {*ENTER}
+    assert kinds == {*ENTER} == {*REBUILD}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_are_found_in_their_parameters(name):
+    fun = PROGRAMS[name]
+    eqn = eqn_of(lambda x: jax.tree.leaves(fun(x)), name)
+    row = higher_order(name)
+    held = row.holding([inside.program for inside in row.wire(eqn)])
+    assert held and held == {param: eqn.params[param] for param in held}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -323,7 +323,7 @@ class TestControlFlow:
 
     def test_results_agree_with_the_compiled_program(self, model):
         from mpjax._src.base import _jax
-        from mpjax._src.instruments.interpret import Plain, interpret
+        from mpjax._src.program.interpret import Plain, interpret
 
         def fun(params, x):
             loss, grads = jax.value_and_grad(transformer)(params, x, jnp.float32, True)

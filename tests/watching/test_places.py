@@ -10,6 +10,7 @@ import pytest
 
 import mpjax
 from mpjax._src.base import _jax
+from mpjax._src.watching.places import watch
 
 X, W, V = jnp.ones((4, 8)), jnp.full((8, 16), 0.1), jnp.full((16, 2), 0.1)
 
@@ -103,6 +104,16 @@ def test_remat_does_not_double_rows():
     matmuls = [[t for t in found if t.op == "dot_general"] for found in (first, second)]
     assert kinds(matmuls[0]) == kinds(matmuls[1])
     assert len(watched(jax.value_and_grad(jax.checkpoint(loss)), PARAMS, X)) == 0
+
+
+def test_readers_after_a_recomputation_are_named_in_the_order_of_the_program():
+    def fun(w, x):
+        return (jnp.tanh(x @ w) @ w @ x).sum()
+
+    lean = jax.checkpoint(mpjax.autocast(fun, "mixed_bfloat16,storage=lean"))
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(lean, (0, 1)))(jnp.ones((4, 4)), jnp.ones((4, 4)))
+    found = [watch(jaxpr) for _ in range(50)]
+    assert len({str([t.readers for t in each.tensors]) for each in found}) == 1
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._src.autocast import fused_kernels
-from mpjax._src.autocast.graph import ATTENTION
 from mpjax._src.autocast.kernels import given_dtype, half_inputs
 from mpjax._src.base import _jax
 from mpjax._src.base.errors import brief
+from mpjax._src.program.graph import ATTENTION
 
 
 def dot_product_attention(

@@ -11,20 +11,19 @@ derivative reads are left unrounded.
 
 from collections.abc import Collection, Iterable, Sequence
 
-from mpjax._src.autocast.decide import may_be_rounded
-from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.autocast.islands import Flow, Island, bound, large_float32
-from mpjax._src.autocast.lean import needs
-from mpjax._src.autocast.why import Reason, why
+from mpjax._src.autocast.flow import Flow, counts, kept_bytes, large_float32, not_far_smaller
+from mpjax._src.autocast.steps import Recomputed, body_of, needs
+from mpjax._src.autocast.tables import Analysis, Reason, why
 from mpjax._src.base import rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.program.graph import Op, Value
 
 
 def links(flow: Flow) -> set[Op]:
     """Returns the ops of a block that may be parts of chains: elementwise, and no epilogue."""
     found: set[Op] = set()
     sums: dict[Value, int] = {}  # results of matmuls, after so many sums in their epilogues
-    for op in flow.block.ops:
+    for op in flow.ops:
         before = [sums[v] for v in op.ins if v in sums and len(flow.readers.get(v, ())) == 1]
         matmul = op.spec.need == rules.HALF
         epilogue = op.name in ADDS and min(before, default=EPILOGUE) < EPILOGUE
@@ -47,30 +46,32 @@ def _is_taken_back(op: Op, flow: Flow) -> bool:
 
 
 def _is_elementwise(op: Op, flow: Flow) -> bool:
-    if op.forced or op.subs or op.spec.cost != rules.FUSED or op.compute is None:
+    ruling, analysis = flow.rulings[op], flow.analysis
+    if ruling.forced or op.subs or op.spec.cost != rules.FUSED or flow.choices[op].compute is None:
         return False
     # The island of a chain keeps its inputs in half: a float32 one would be rounded.
-    wide = any(v.kind == "full" and v.dtype == FLOAT32 and _counts(v) for v in op.ins)
-    moving = any(flow.analysis.facts[v].linear for v in (*op.ins, *op.outs))
-    return op.rule in ("follow", "full", "neutral") and not (wide or moving)
+    full = (v for v in op.ins if flow.stored[v].kind == "full" and flow.stored[v].dtype == FLOAT32)
+    wide = any(counts(analysis, v) for v in full)
+    moving = any(analysis.facts[v].linear for v in (*op.ins, *op.outs))
+    return ruling.rule in ("follow", "full", "neutral") and not (wide or moving)
 
 
-def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Island]:
+def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Recomputed]:
     """Returns the islands of chains whose derivatives read values inside."""
-    found = []
+    analysis, found = flow.analysis, []
     for ops in groups:
-        halves = {op.half for op in ops}
-        rounds = any(v.kind == "half" for v in _inner(ops, flow))
-        if len(halves) > 1 or not rounds or not _needed(ops):
+        needed = _needed(analysis, ops)
+        halves = {flow.rulings[op].half for op in ops}
+        rounds = any(flow.stored[v].kind == "half" for v in _inner(ops, flow))
+        if len(halves) > 1 or not rounds or not needed:
             continue
-        island = Island([*ops])
-        bound(island, flow)
-        island.rounded = large_float32(island, flow)
-        if not all(may_be_rounded(flow.analysis, v) for v in island.rounded):
+        body = body_of(ops, flow)
+        rounded = large_float32(body.ops, body.ins, flow)
+        if not all(analysis.may_be_rounded(v) for v in rounded):
             continue
-        largest = max(v.size for op in ops for v in op.outs)
-        if kept_bytes(not_far_smaller(island.inputs, largest)) <= kept_bytes(_needed(ops)):
-            found.append(island)
+        beside = not_far_smaller(body.ins, max(v.size for op in ops for v in op.outs))
+        if kept_bytes(analysis, beside) <= kept_bytes(analysis, needed):
+            found.append(Recomputed(body, rounded=rounded))
     return found
 
 
@@ -82,13 +83,15 @@ def unrounded(ops: Collection[Op], flow: Flow, differentiated: bool = True) -> N
         flow: The flow of their block.
         differentiated: Whether derivatives save values.
     """
-    plain = {op for op in ops if not differentiated or not _needed([op])}
-    inner = {v for v in _inner(plain, flow) if v.kind == "half"}
+    plain = {op for op in ops if not differentiated or not _needed(flow.analysis, [op])}
+    inner = {v for v in _inner(plain, flow) if flow.stored[v].kind == "half"}
     for op in plain:
-        if op.compute in HALVES and not inner.isdisjoint((*op.ins, *op.outs)):
-            op.compute, op.why = FLOAT32, why(Reason.CHAIN)
+        if flow.choices[op].compute in HALVES and not inner.isdisjoint((*op.ins, *op.outs)):
+            choice = flow.choices[op]
+            flow.choices[op] = choice._replace(compute=FLOAT32, why=why(Reason.CHAIN))
     for value in inner:
-        value.kind, value.dtype, value.rounded = "full", FLOAT32, False
+        stored = flow.stored[value]
+        flow.stored[value] = stored._replace(kind="full", dtype=FLOAT32, rounded=False)
 
 
 def _inner(ops: Collection[Op], flow: Flow) -> list[Value]:
@@ -97,26 +100,6 @@ def _inner(ops: Collection[Op], flow: Flow) -> list[Value]:
     return [v for v in made if all(reader in ops for reader in flow.readers.get(v, (None,)))]
 
 
-def _needed(ops: Iterable[Op]) -> set[Value]:
+def _needed(analysis: Analysis, ops: Iterable[Op]) -> set[Value]:
     """Returns the values that derivatives of ops save."""
-    return {v for op in ops for v in needs(op) if _counts(v)}
-
-
-def _counts(value: Value) -> bool:
-    """Returns whether keeping a value takes memory: it is no argument, constant or statistic."""
-    return not (value.raw or value.literal or value.small or value.const is not None)
-
-
-def not_far_smaller(values: Iterable[Value], size: int) -> list[Value]:
-    """Returns the values whose bytes count beside an array of a size."""
-    return [v for v in values if v.size * FAR_SMALLER > size]
-
-
-# Two more bytes for one of so many entries are an eighth of two bytes for each.
-FAR_SMALLER = 8
-
-
-def kept_bytes(values: Iterable[Value]) -> int:
-    """Returns the bytes that values take if they are kept in half."""
-    each = (v.size * (2 if v.is_f32 else v.aval.dtype.itemsize) for v in values if _counts(v))
-    return sum(each)
+    return {v for op in ops for v in needs(analysis, op) if counts(analysis, v)}

@@ -4,102 +4,96 @@ The rule comes from the table in `rules`, unless the policy's op lists, an overr
 program itself says otherwise.
 """
 
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpjax._src.autocast.graph import KERNEL, PLANNED, REGION, Block, Op, is_float, known_value
-from mpjax._src.autocast.why import Reason, Why, why
+from mpjax._src.autocast.tables import Reason, Ruling, Rulings, Why, why
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.patterns import matches
 from mpjax._src.policy.policy import Policy
+from mpjax._src.program.graph import KERNEL, PLANNED, REGION, Block, Op, Value, is_float
 
 
-def classify(block: Block, policy: Policy) -> frozenset[str]:
-    """Sets the rule of every op, and returns the override patterns that matched."""
-    used: set[str] = set()
+def classify(block: Block, policy: Policy) -> tuple[Rulings, set[Value], frozenset[str]]:
+    """Finds the rule of every op.
+
+    Returns:
+        The rules; the results of reductions, and values made from such results alone; and the
+        override patterns that matched.
+    """
     listed = {
         **dict.fromkeys(policy.half_ops, "half"),
         **dict.fromkeys(policy.full_ops, "full"),
         **dict.fromkeys(policy.follow_ops, "follow"),
     }
-    for value in block.invars:
-        value.given = bool(value.paths)
-        used |= {p for p, _ in policy.overrides for path in value.paths if matches(p, path)}
-    _classify(block, policy, listed, used)
-    return frozenset(used)
+    paths = {path for value in block.invars for path in value.paths}
+    used = {p for p, _ in policy.overrides for path in paths if matches(p, path)}
+    half = policy.compute_dtype if policy.compute_dtype in HALVES else None
+    rulings = Rulings()
+    small: set[Value] = set()
+    for op in _inside_out(block, small):
+        rule, reason = _rule(op, rulings)
+        ruling = Ruling(rule, half, why=reason)
+        ruling = _by_lists(op, ruling, listed)
+        ruling = _by_overrides(op, ruling, policy, used)
+        ruling = _by_region(op, ruling)
+        if ruling.half is None and ruling.forced != "full" and ruling.rule != "program":
+            ruling = ruling._replace(forced="full", why=why(Reason.FLOAT32_POLICY))
+        rulings[op] = ruling
+        if _is_small(op, ruling, small):
+            small.update(op.outs)
+    return rulings, small, frozenset(used)
 
 
-def mark_raw(block: Block) -> None:
-    """Marks what is an argument of a program inside others too, given the arguments that are."""
+def _inside_out(block: Block, small: set[Value]) -> Iterator[Op]:
+    """Yields the ops of a program, those inside an op before it, with what enters them."""
     for op in block.ops:
         for sub in op.subs:
-            for value, index in zip(sub.program.invars, sub.ins, strict=True):
-                value.raw = op.ins[index].raw
-            for _, argument in sub.carry:
-                sub.program.invars[argument].raw = False
-            mark_raw(sub.program)
+            arguments = zip(sub.program.invars, sub.ins, strict=True)
+            small.update(value for value, index in arguments if op.ins[index] in small)
+            yield from _inside_out(sub.program, small)
+        yield op
 
 
-def _classify(block: Block, policy: Policy, listed: dict[str, str], used: set[str]) -> None:
-    for value, _ in block.consts:
-        value.raw = True
-    for op in block.ops:
-        op.half = policy.compute_dtype if policy.compute_dtype in HALVES else None
-        if rules.SAME_PARAMETER in op.spec.traits and op.ins:
-            for out in op.outs:
-                out.paths = op.ins[0].paths
-                out.raw = op.ins[0].raw and rules.FRESH not in op.spec.traits
-                out.entries = op.ins[0].entries if out.is_f32 else None
-            op.outs[0].const = known_value(op)
-        if op.spec.need == rules.MOVE and rules.LOOKS_UP not in op.spec.traits:
-            given = all(v.given for v in op.ins if is_float(v))
-            for out in op.outs:
-                out.given, out.moved = given, given and len(op.outs) == 1 and _is_moved(op)
+def _is_small(op: Op, ruling: Ruling, small: Collection[Value]) -> bool:
+    """Returns whether an op is a reduction, or computes from results of reductions alone."""
+    if rules.REDUCES in op.spec.traits:
+        return True
+    big = [v for v in op.ins if v.is_f32 and v.entries is None]
+    return (
+        ruling.rule in ("follow", "layout", "full") and bool(big) and all(v in small for v in big)
+    )
+
+
+def arguments_of(block: Block, in_dtypes: Sequence[Any]) -> frozenset[Value]:
+    """Returns the arguments of a program, and of those inside it, that arrive in float32."""
+    arrive = zip(block.invars, in_dtypes, strict=True)
+    found = {value for value, dtype in arrive if value.is_f32 and dtype not in HALVES}
+    for op in block.walk():
         for sub in op.subs:
-            for value, index in zip(sub.program.invars, sub.ins, strict=True):
-                value.paths = op.ins[index].paths
-                value.given = op.ins[index].given
-                value.small = op.ins[index].small
-                if op.inside.knows:
-                    const, value.entries = op.ins[index].const, op.ins[index].entries
-                    if const is not None and np.size(const) == 1:
-                        value.const = np.reshape(const, ())
-            for _, argument in sub.carry:
-                value = sub.program.invars[argument]
-                value.paths, value.const, value.entries = (), None, None
-                value.given = False
-            _classify(sub.program, policy, listed, used)
-        op.rule, op.why = _rule(op)
-        _apply_lists(op, listed)
-        _apply_overrides(op, policy, used)
-        _apply_region(op)
-        if op.half is None and op.forced != "full" and op.rule != "program":
-            op.forced, op.why = "full", why(Reason.FLOAT32_POLICY)
-        reduces = rules.REDUCES in op.spec.traits
-        if reduces or (op.ins and op.rule in ("follow", "layout", "full")):
-            big = [v for v in op.ins if v.is_f32 and v.entries is None]
-            small = reduces or (bool(big) and all(v.small for v in big))
-            for out in op.outs:
-                out.small = small
+            carried = {argument for _, argument in sub.carry}
+            found.update(
+                value
+                for place, (value, index) in enumerate(
+                    zip(sub.program.invars, sub.ins, strict=True)
+                )
+                if (op.ins[index].constant or op.ins[index] in found) and place not in carried
+            )
+    return frozenset(found)
 
 
-EXCHANGES = frozenset(["reshard", "sharding_constraint", "all_gather", "all_gather_invariant"])
-
-
-def _is_moved(op: Op) -> bool:
-    """Returns whether an op sets the sharding of a parameter, or views such a result."""
-    return op.name in EXCHANGES or any(v.moved for v in op.ins)
-
-
-def _rule(op: Op) -> tuple[str, Why]:
+def _rule(op: Op, rulings: Rulings) -> tuple[str, Why]:
     """Returns the rule of an op, by its primitive, and the reason."""
     wide_form = rules.HAS_WIDE_FORM in op.spec.traits
     if not any(v.is_f32 for v in (*op.ins, *op.outs)) and not op.subs and not wide_form:
         return "leave", why(Reason.NO_FLOAT32)
     if op.subs:
-        return _custom_jvp_rule(op) if op.inside.as_one else ("program", why(Reason.PROGRAM))
+        return (
+            _custom_jvp_rule(op, rulings) if op.inside.as_one else ("program", why(Reason.PROGRAM))
+        )
     if op.spec.need == rules.HALF:
         return _matmul_rule(op)
     if op.name == "convert_element_type":
@@ -145,61 +139,64 @@ def _matmul_of_its_operands(op: Op) -> tuple[str, Why]:
     return "written", why(Reason.WRITTEN)
 
 
-def _custom_jvp_rule(op: Op) -> tuple[str, Why]:
+def _custom_jvp_rule(op: Op, rulings: Rulings) -> tuple[str, Why]:
     """An elementwise custom_jvp function is one op; with matmuls inside it is a program."""
-    floats = [o for o in op.subs[0].program.walk() if o.rule != "leave" or not _has_none(o)]
-    rules = {o.rule for o in floats}
-    if rules & {"half", "written", "leave"} or any(o.subs and o.rule == "program" for o in floats):
+    inside = [(o, rulings[o]) for o in op.subs[0].program.walk()]
+    floats = [(o, r) for o, r in inside if r.rule != "leave" or r.why != why(Reason.NO_FLOAT32)]
+    rules = {r.rule for _, r in floats}
+    programs = any(o.subs and r.rule == "program" for o, r in floats)
+    if rules & {"half", "written", "leave"} or programs:
         return "program", why(Reason.OWN_RULE)
-    if "full" in rules or any(o.forced == "full" for o in floats):
+    if "full" in rules or any(r.forced == "full" for _, r in floats):
         return "full", why(Reason.FULL_INSIDE)
     return "follow", why(Reason.OPERANDS)
 
 
-def _has_none(op: Op) -> bool:
-    """Returns whether an op has no float32 operand or result."""
-    return op.why == why(Reason.NO_FLOAT32)
+def _may_change(ruling: Ruling) -> bool:
+    """Returns whether a list, an override or a region may change a rule."""
+    return ruling.rule in CHANGEABLE and ruling.why != why(Reason.NO_FLOAT32)
 
 
-def _asked_for_float32(op: Op, asked: Why) -> None:
-    """Records that the user asks for the float32 that a matmul's own precision gives it."""
-    if op.why.reason is Reason.PRECISION:
-        op.why = asked
+def _asked_for_float32(ruling: Ruling, asked: Why) -> Ruling:
+    """Returns a ruling by which the user asks for the float32 that a precision gives a matmul."""
+    return ruling._replace(why=asked) if ruling.why.reason is Reason.PRECISION else ruling
 
 
 # Rules that a list, an override or a region may change.
 CHANGEABLE = ("half", "full", "follow", "layout", "leave", "neutral")
 
 
-def _apply_lists(op: Op, listed: dict[str, str]) -> None:
+def _by_lists(op: Op, ruling: Ruling, listed: dict[str, str]) -> Ruling:
     name = listed.get(op.name)
+    if name is None:
+        return ruling
+    asked = why(Reason.LISTED, name)
     if name == "full":
-        _asked_for_float32(op, why(Reason.LISTED, name))
-    if name is None or op.rule not in CHANGEABLE or _has_none(op):
-        return
-    op.why = why(Reason.LISTED, name)
+        ruling = _asked_for_float32(ruling, asked)
+    if not _may_change(ruling):
+        return ruling
     if name == "follow":
-        op.rule, op.forced = "follow", ""
-    else:
-        op.forced = name
-        op.rule = "follow" if op.rule != "half" else op.rule
+        return ruling._replace(rule="follow", forced="", why=asked)
+    rule = "half" if ruling.rule == "half" else "follow"
+    return ruling._replace(rule=rule, forced=name, why=asked)
 
 
-def _apply_overrides(op: Op, policy: Policy, used: set[str]) -> None:
-    chosen = None if _has_none(op) else override_of(op, policy, used)
+def _by_overrides(op: Op, ruling: Ruling, policy: Policy, used: set[str]) -> Ruling:
+    has_none = ruling.why == why(Reason.NO_FLOAT32)
+    chosen = None if has_none else override_of(op, policy, used)
     if chosen is None:
-        return
+        return ruling
     pattern, dtype = chosen
-    if dtype in HALVES:
-        op.half = dtype
-        if op.why.reason is Reason.PRECISION:  # the override is about this program, and lifts it
-            op.rule, op.why = _matmul_of_its_operands(op)
-            if op.rule == "half":
-                op.why = why(Reason.OVERRIDE, pattern)
-    else:
-        _asked_for_float32(op, why(Reason.OVERRIDE, pattern))
-    if dtype not in HALVES and op.rule in CHANGEABLE and op.rule not in ("layout", "neutral"):
-        op.forced, op.why = "full", why(Reason.OVERRIDE, pattern)
+    asked = why(Reason.OVERRIDE, pattern)
+    if dtype not in HALVES:
+        fixed = ruling.rule in ("layout", "neutral") or ruling.rule not in CHANGEABLE
+        ruling = _asked_for_float32(ruling, asked)
+        return ruling if fixed else ruling._replace(forced="full", why=asked)
+    ruling = ruling._replace(half=dtype)
+    if ruling.why.reason is Reason.PRECISION:  # the override is about this program, and lifts it
+        rule, reason = _matmul_of_its_operands(op)
+        return ruling._replace(rule=rule, why=asked if rule == "half" else reason)
+    return ruling
 
 
 def override_of(op: Op, policy: Policy, used: set[str] | None = None) -> tuple[str, Any] | None:
@@ -215,28 +212,25 @@ def override_of(op: Op, policy: Policy, used: set[str] | None = None) -> tuple[s
     return found[0] if found else None
 
 
-def _apply_region(op: Op) -> None:
+def _by_region(op: Op, ruling: Ruling) -> Ruling:
     if op.kernel:
-        op.why = why(Reason.KERNEL, op.kernel.removeprefix(KERNEL).partition("#")[0])
-        op.rule, op.forced = "leave" if PLANNED in op.scopes else op.rule, ""
-        return
+        reason = why(Reason.KERNEL, op.kernel.removeprefix(KERNEL).partition("#")[0])
+        rule = "leave" if PLANNED in op.scopes else ruling.rule
+        return ruling._replace(rule=rule, forced="", why=reason)
     if PLANNED in op.scopes:
-        op.rule, op.forced, op.why = "leave", "", why(Reason.INNER_AUTOCAST)
-        return
-    for name in reversed(op.scopes):
-        if name.startswith(REGION):
-            dtype = np.dtype(name.removeprefix(REGION))
-            if dtype not in HALVES:
-                _asked_for_float32(op, why(Reason.REGION, dtype.name))
-            if op.rule not in CHANGEABLE or _has_none(op):
-                return
-            op.why = why(Reason.REGION, dtype.name)
-            if dtype in HALVES:
-                op.half = dtype
-                arithmetic = op.rule in ("half", "full", "follow")
-                op.forced = (
-                    "half" if arithmetic and rules.NO_HALF_FORM not in op.spec.traits else ""
-                )
-            elif op.rule not in ("layout", "neutral"):
-                op.forced = "full"
-            return
+        return ruling._replace(rule="leave", forced="", why=why(Reason.INNER_AUTOCAST))
+    name = next((name for name in reversed(op.scopes) if name.startswith(REGION)), None)
+    if name is None:
+        return ruling
+    dtype = np.dtype(name.removeprefix(REGION))
+    asked = why(Reason.REGION, dtype.name)
+    if dtype not in HALVES:
+        ruling = _asked_for_float32(ruling, asked)
+    if not _may_change(ruling):
+        return ruling
+    if dtype in HALVES:
+        arithmetic = ruling.rule in ("half", "full", "follow")
+        forced = "half" if arithmetic and rules.NO_HALF_FORM not in op.spec.traits else ""
+        return ruling._replace(half=dtype, forced=forced, why=asked)
+    full = ruling.rule not in ("layout", "neutral")
+    return ruling._replace(forced="full" if full else ruling.forced, why=asked)

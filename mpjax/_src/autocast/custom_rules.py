@@ -11,21 +11,21 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax._src.autocast.environment import Env
-from mpjax._src.autocast.graph import REGION, Op
 from mpjax._src.autocast.kernels import tracing
-from mpjax._src.autocast.plan import analyse, make_plan, outline
-from mpjax._src.autocast.rewrite import (
+from mpjax._src.autocast.operations import (
+    avals_of,
+    body_of,
     evaluates,
     finish,
     operands,
     result_dtypes,
     run_block,
-    run_plan,
-    trace_sub,
 )
+from mpjax._src.autocast.plan import analyse, make_plan, outline, run_plan
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import HALVES
 from mpjax._src.policy.policy import Policy
+from mpjax._src.program.graph import REGION, Op
 
 
 @evaluates("custom_jvp_call")
@@ -33,15 +33,15 @@ def _run_custom_jvp(op: Op, env: Env) -> None:
     """Evaluates a custom_jvp with its own rule, on primals and tangents of the planned dtypes."""
     (sub,) = op.subs
     policy, params = env.settings.policy, op.params
-    if op.rule == "program":
-        in_dtypes = [v.dtype for v in sub.program.invars]
-        outs = result_dtypes(op, sub)
-        args = operands(op, sub, env)
+    if env.rulings[op].rule == "program":
+        in_dtypes = [env.stored[v].dtype for v in sub.program.invars]
+        outs = result_dtypes(op, sub, env)
+        args = operands(op, env)
         primal = functools.partial(run_block, sub.program, settings=env.settings)
     else:
-        in_dtypes = [op.compute if v.is_f32 else None for v in op.ins]
-        outs = [op.compute if v.is_f32 else None for v in op.outs]
-        args = [env.read(v, op.compute) for v in op.ins]
+        in_dtypes = [env.choices[op].compute if v.is_f32 else None for v in op.ins]
+        outs = [env.choices[op].compute if v.is_f32 else None for v in op.outs]
+        args = [env.read(v, env.choices[op].compute) for v in op.ins]
         primal = functools.partial(_run_whole, params["call_jaxpr"], in_dtypes, policy, op.scopes)
     consts = params["num_consts"]
 
@@ -85,8 +85,8 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
     """Evaluates a custom_vjp: its forward and backward rules are both planned and rewritten."""
     (sub,) = op.subs
     policy = env.settings.policy
-    in_dtypes = [v.dtype for v in sub.program.invars]
-    outs = result_dtypes(op, sub)
+    in_dtypes = [env.stored[v].dtype for v in sub.program.invars]
+    outs = result_dtypes(op, sub, env)
     consts = op.params["num_consts"]
     # The backward rule is separate code, so a region around the call does not apply to it.
     symbolic = bool(op.params["symbolic_zeros"])
@@ -113,9 +113,10 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
         plan = make_plan(
             inner, inner_consts, policy, in_dtypes[consts:], [*res_dtypes, *outs], scopes=op.scopes
         )
+        stored = plan.analysis.stored
         # A residual that is stored in half is passed on in half.
         kept = [
-            v.dtype if v.is_f32 and v.kind == "half" else d
+            stored[v].dtype if v.is_f32 and stored[v].kind == "half" else d
             for v, d in zip(plan.block.outvars[:computed], res_dtypes, strict=True)
         ]
         results = run_plan(plan, args[consts:], [*kept, *outs])
@@ -147,7 +148,7 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
     # Which operands are differentiated, only a rule with symbolic zeros is told. The rule of the
     # program may ask: one that was evaluated from its jaxpr refuses a gradient of its constants.
     call.defvjp(fwd, bwd, symbolic_zeros=True)
-    args = operands(op, sub, env)
+    args = operands(op, env)
     # The backward rule gets these Python values unchanged, because it may branch on them.
     known = {
         i: v.const if v.literal else a
@@ -219,10 +220,8 @@ def _residual_dtypes(bwd, count, ct_dtypes, policy, scopes) -> list[Any]:
 
 @evaluates("custom_vmap_call")
 def _run_custom_vmap(op: Op, env: Env) -> None:
-    (sub,) = op.subs
     rule = _wrap_vmap_rule(op.params["rule"], functools.partial(_rerun, env.settings.policy, op))
-    new = {"call": trace_sub(op, sub, env), "rule": rule}
-    finish(op, env, _jax.bind(op.eqn, operands(op, sub, env), **new))
+    _run_with(op, env, rule=rule)
 
 
 def _wrap_vmap_rule(rule: Any, rerun: Callable[..., Any]) -> Any:
@@ -246,7 +245,6 @@ def _wrap_vmap_rule(rule: Any, rerun: Callable[..., Any]) -> Any:
 
 @evaluates("linear_call")
 def _run_linear_call(op: Op, env: Env) -> None:
-    (sub,) = op.subs
     thunk = op.params["transpose_thunk"]
 
     @functools.cache
@@ -258,8 +256,15 @@ def _run_linear_call(op: Op, env: Env) -> None:
             functools.partial(_rerun, env.settings.policy, op, run), avals, op.name
         ), consts
 
-    new = {"callee": trace_sub(op, sub, env), "transpose_thunk": transpose_thunk}
-    finish(op, env, _jax.bind(op.eqn, operands(op, sub, env), **new))
+    _run_with(op, env, transpose_thunk=transpose_thunk)
+
+
+def _run_with(op: Op, env: Env, **rules: Any) -> None:
+    """Evaluates an equation with its program under its plan, and other rules."""
+    (sub,) = op.subs
+    program = _jax.trace(body_of(op, sub, env), avals_of(sub, env), op.name)
+    new = op.inside.holding([program])
+    finish(op, env, _jax.bind(op.eqn, operands(op, env), **new, **rules))
 
 
 def _rerun(policy: Policy, op: Op, fun: Callable[..., Sequence[Any]], *args: Any) -> list[Any]:

@@ -4,18 +4,29 @@ A demand (`Want`) is an element of a small lattice, joined over all readers. Loo
 ones, are iterated to a fixpoint. Layout operations pass on the demands of their own readers.
 """
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpjax._src.autocast.facts import STEP, WRITES, known_factor, offsets, reversed_offset
-from mpjax._src.autocast.graph import Block, Op, Value, is_steady
-from mpjax._src.autocast.lattices import Analysis, Carries, Facts, Want, both, joined
-from mpjax._src.autocast.why import Reason, Why, why
+from mpjax._src.autocast.tables import (
+    Analysis,
+    Reason,
+    Ruling,
+    Rulings,
+    Want,
+    Wants,
+    Why,
+    both,
+    joined,
+    why,
+)
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT16, HALVES
 from mpjax._src.base.higher_order import Inside
+from mpjax._src.program.graph import Block, Op, Value, is_steady
 
 # The demand of a reader that computes in float32, in half, or exactly in float32.
 FULL = Want(half=False)
@@ -27,9 +38,9 @@ CARRIED = {True: HALF._replace(half=False), False: EXACT._replace(returned=True)
 TAKEN = {True: HALF._replace(half=False), False: FULL}
 
 
-def ask(facts: Facts, carries: Carries, block: Block, out_dtypes: Sequence[Any]) -> Analysis:
+def ask(known: Analysis, block: Block, out_dtypes: Sequence[Any]) -> Analysis:
     """Collects the demands on every value of a program whose results have these dtypes."""
-    analysis = Analysis(facts, carries)
+    analysis = dataclasses.replace(known, rulings=Rulings(known.rulings), wants=Wants())
     for place, (value, dtype) in enumerate(zip(block.outvars, out_dtypes, strict=True)):
         half = dtype in HALVES
         want = Want(full=not half, half=False, needed=not half, outside=half, returned=not half)
@@ -55,13 +66,14 @@ def held_carries(analysis: Analysis, block: Block) -> set[Value]:
 def demand(analysis: Analysis, block: Block) -> None:
     """Collects the demands on every value, from the results backwards."""
     for op in reversed(block.ops):
-        if op.rule == "program":
+        ruling = analysis.rulings[op]
+        if ruling.rule == "program":
             for sub in reversed(op.subs):
                 _program(analysis, op, sub)
             continue
-        if (reason := _float32_matmul(analysis, op)) is not None:
-            op.forced, op.why = "full", reason
-        rule, want = op.in_force, _of_readers(analysis, op)
+        if (reason := _float32_matmul(analysis, op, ruling)) is not None:
+            ruling = analysis.rulings[op] = ruling._replace(forced="full", why=reason)
+        rule, want = ruling.in_force, _of_readers(analysis, op)
         passed_on = rule == "layout" or (rule == "cast" and op.outs[0].is_f32)
         want = want if passed_on else WANTS[rule](analysis, op, want)
         if rules.RANKS in op.spec.traits:  # rounding could make entries equal
@@ -114,7 +126,7 @@ def _is_phase(analysis: Analysis, op: Op) -> bool:
     return op.spec.need == rules.FULL and (gain == rules.UNBOUNDED or growing)
 
 
-def _float32_matmul(analysis: Analysis, op: Op) -> Why | None:
+def _float32_matmul(analysis: Analysis, op: Op, ruling: Ruling) -> Why | None:
     """Returns the reason to compute a matmul in float32, or None.
 
     Half merges large integers, such as the positions in the angles of rotary embeddings. A
@@ -124,14 +136,14 @@ def _float32_matmul(analysis: Analysis, op: Op) -> Why | None:
     operations read the result, half would only round in between. Entries that are masked with a
     constant beyond the range of float16 would be infinite, and NaN if they are multiplied by zero.
     """
-    if op.rule != "half" or op.forced or any(analysis.facts[v].linear for v in op.ins):
+    if ruling.rule != "half" or ruling.forced or any(analysis.facts[v].linear for v in op.ins):
         return None
-    if op.half == FLOAT16 and any(analysis.facts[v].huge for v in op.ins):
+    if ruling.half == FLOAT16 and any(analysis.facts[v].huge for v in op.ins):
         return why(Reason.LOST)
     if op.name != "dot_general":
         return None
     if any(analysis.facts[v].counts for v in op.ins):
-        return why(Reason.POSITIONS, op.half.name)
+        return why(Reason.POSITIONS, ruling.half.name)
     (contracting, _), _ = op.params["dimension_numbers"]
     depth = _jax.size_of([op.ins[0].aval.shape[d] for d in contracting])
     want = analysis.wants[op.outs[0]]
@@ -141,7 +153,7 @@ def _float32_matmul(analysis: Analysis, op: Op) -> Why | None:
     if short and not any(analysis.facts[v].half for v in op.ins):
         return why(Reason.SHORT_SUM)
     others = [v for v in op.ins if not analysis.facts[v].mask]
-    computed = not any(analysis.facts[v].half or v.given or v.raw for v in others)
+    computed = not any(analysis.facts[v].half or v.given or analysis.is_raw(v) for v in others)
     if len(others) == 1 and computed and (want.full or want.returned):
         return why(Reason.SELECTS)
     return None

@@ -16,11 +16,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax._src.autocast.gathers import select_one_per_row
-from mpjax._src.autocast.graph import Place
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.rules import rule_of
+from mpjax._src.program.graph import Place
 
 Run = Callable[..., tuple[list[Any], list[Any]]]
 
@@ -105,10 +104,23 @@ def pick(eqn: Any, args: Sequence[Any]) -> Any:
         out = call(*primals)
         if isinstance(tangents[0], SymbolicZero):
             return out, _jax.zero_tangent(out)
-        return out, cast(select_one_per_row(eqn, tangents[0], primals[1]), out.dtype)
+        return out, cast(_select_one_per_row(eqn, tangents[0], primals[1]), out.dtype)
 
     call = with_tangent(gather, jvp, symbolic_zeros=True)
     return call(*args)
+
+
+def _select_one_per_row(eqn: Any, x: Any, indices: Any) -> Any:
+    """Runs the gather of an equation for which `picks_one_per_row` as a masked sum."""
+    (axis,) = eqn.params["dimension_numbers"].start_index_map
+    size = x.shape[axis]
+    indices = indices.reshape([1 if d == axis else n for d, n in enumerate(x.shape)])
+    if "clip" in str(eqn.params["mode"]).lower():
+        indices = jnp.clip(indices, 0, size - 1)
+    positions = jax.lax.broadcasted_iota(indices.dtype, x.shape, axis)
+    zero = jnp.zeros((), x.dtype)
+    picked = jnp.where(positions == indices, x, zero).sum(axis)
+    return picked.reshape(eqn.outvars[0].aval.shape)
 
 
 def maximum(eqn: Any, x: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.autocast.derivatives import cast, keep, known
-from mpjax._src.autocast.graph import Op, Value
+from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.policy.policy import Policy
+from mpjax._src.program.graph import Op, Value
 
 _FOLDS = contextvars.ContextVar("mpjax folds constants", default=True)
 
@@ -33,17 +34,19 @@ class Settings(NamedTuple):
 
     Attributes:
         policy: The policy.
+        analysis: The tables of the plan.
         rows: The row numbers that ops get as scopes, for a report.
         as_written: Whether every op runs as it was traced.
         returned: The values that are returned, in float32.
-        kept: The values that `storage=lean` keeps for the backward pass.
+        fold: ``fold(steps, results, settings)`` gathers repeated steps (`repeats`).
     """
 
     policy: Policy
+    analysis: Analysis
     rows: Mapping[Op, int] = MappingProxyType({})
     as_written: bool = False
     returned: frozenset[Value] = frozenset()
-    kept: frozenset[Value] = frozenset()
+    fold: Callable[..., Sequence[Any]] = lambda steps, results, settings: steps
 
 
 class Env:
@@ -51,6 +54,9 @@ class Env:
 
     def __init__(self, settings: Settings, in_loop: bool, depth: int = 0):
         self.settings = settings
+        tables = settings.analysis
+        self.rulings, self.choices, self.stored = tables.rulings, tables.choices, tables.stored
+        self.marks = tables.marks
         self.in_loop = in_loop
         self.depth = depth  # the number of names of an op's stack that were entered
         self.shared: dict[Any, Any] = {}  # rewritten stretches, by their keys
@@ -61,7 +67,7 @@ class Env:
 
     def write(self, value: Value, array: Any) -> None:
         """Records an array in its own dtype."""
-        if value in self.settings.kept:
+        if value in self.settings.analysis.kept:
             array = keep(array)
         self._arrays[value] = {array.dtype if value.is_f32 else None: array}
 
@@ -70,10 +76,10 @@ class Env:
         exact = [self._exact[value]] if value in self._exact else []
         return [*self._arrays[value].values()], exact
 
-    def stored(self, value: Value) -> tuple[list[Any], list[Any]]:
+    def as_stored(self, value: Value) -> tuple[list[Any], list[Any]]:
         """Returns the array of a value in its storage dtype alone, for `hold`."""
         arrays, exact = self.held(value)
-        return [x for x in arrays if x.dtype == value.dtype] or arrays[:1], exact
+        return [x for x in arrays if x.dtype == self.stored[value].dtype] or arrays[:1], exact
 
     def hold(self, value: Value, held: tuple[list[Any], list[Any]]) -> None:
         """Records the arrays that another environment held for a value."""
@@ -86,10 +92,10 @@ class Env:
         """Records a result in the dtype in which the plan stores it."""
         if value in self._known:
             array = known(array, self._known[value])
-        if value.is_f32 and array.dtype != value.dtype:
+        if value.is_f32 and array.dtype != self.stored[value].dtype:
             if value in self.settings.returned:
                 self._exact[value] = array
-            array = cast(array, value.dtype)
+            array = cast(array, self.stored[value].dtype)
         self.write(value, array)
 
     def inside(self, depth: int, known: dict[Value, Any] | None = None) -> "Env":
@@ -110,7 +116,7 @@ class Env:
         arrays = self._arrays.get(value, {})
         if not value.is_f32:
             return arrays[None] if arrays else _literal(value)
-        dtype = np.dtype(dtype or value.dtype)
+        dtype = np.dtype(dtype or self.stored[value].dtype)
         if dtype in arrays:
             return arrays[dtype]
         if value in self._makers:
@@ -124,7 +130,7 @@ class Env:
             made = _round_constant(next(iter(arrays.values())), value.const, dtype)
         else:
             made = cast(next(iter(arrays.values())), dtype)
-            if value.raw and dtype in HALVES:
+            if self.settings.analysis.is_raw(value) and dtype in HALVES:
                 return made
         self._arrays.setdefault(value, {})[dtype] = made
         return made

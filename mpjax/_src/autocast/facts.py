@@ -22,8 +22,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
-from mpjax._src.autocast.graph import Block, Op, Value, is_float
-from mpjax._src.autocast.lattices import (
+from mpjax._src.autocast.tables import (
     ADDED,
     BEYOND,
     BOUNDED,
@@ -33,15 +32,18 @@ from mpjax._src.autocast.lattices import (
     Carries,
     Fact,
     Facts,
+    Reason,
+    Rulings,
     argument,
     join,
     union,
+    why,
 )
-from mpjax._src.autocast.views import before, is_view, own_axes
-from mpjax._src.autocast.why import Reason, why
 from mpjax._src.base import rules
 from mpjax._src.base.dtypes import HALVES
 from mpjax._src.base.higher_order import SCAN, WHILE, Inside, turns_of
+from mpjax._src.program.graph import Block, Op, Value, is_float
+from mpjax._src.program.views import before, is_view, own_axes
 
 # sqrt(4) = 2 roundings to half: the error that autocast may add to that of the matmuls.
 WRITES = 4
@@ -58,7 +60,9 @@ STEP = 0.25
 class Sweep:
     """The sweep over a program. It numbers values, so that bit masks can represent sets of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, rulings: Rulings, small: set[Value]) -> None:
+        self.rulings = Rulings(rulings)
+        self.small = small
         self.facts = Facts()
         self.carries: Carries = {}
         self.numbers: dict[Hashable, int] = {}
@@ -71,8 +75,9 @@ class Sweep:
         if self.parted:
             self.block(block)
 
-    def hold(self, carries: set[Value]) -> bool:
+    def hold(self, carries: set[Value], rulings: Rulings) -> bool:
         """Notes carries that have to be exact. Returns whether the facts have to be found again."""
+        self.rulings |= rulings
         new = carries - self.held
         self.held |= new
         return bool(new)
@@ -86,13 +91,14 @@ class Sweep:
         for value, _ in block.consts:
             self.facts[value] = argument(self.bit(value))
         for op in block.ops:
-            if op.subs and op.rule in ("program", "full", "follow"):
+            ruling = self.rulings[op]
+            if op.subs and ruling.rule in ("program", "full", "follow"):
                 self.program(op)
                 continue
             known = [v for v in op.ins if v.entries is None and (is_float(v) or self.facts[v].made)]
             constants = [v for v in op.ins if v.entries is not None]
             joined = join([self.facts[v] for v in known or constants])
-            transfer = TRANSFER[op.in_force]
+            transfer = TRANSFER[ruling.in_force]
             if (huge := _is_huge(op, joined.huge)) != joined.huge:
                 joined = joined._replace(huge=huge)
             for out in op.outs:
@@ -120,16 +126,17 @@ class Sweep:
             for value, place in zip(sub.program.outvars, sub.outs, strict=True):
                 if place is not None:
                     results[place].append(self.read(value))
-        inside = (o.why for sub in op.subs for o in sub.program.walk())
+        inside = (self.rulings[o].why for sub in op.subs for o in sub.program.walk())
         if op.inside.backward and why(Reason.ENDS_LOOP) in inside:
-            op.rule, op.why = "leave", why(Reason.REPEATS_LOOP)
+            self.leave(op, Reason.REPEATS_LOOP)
+        ruling = self.rulings[op]
         for out, found in zip(op.outs, results, strict=True):
             # Any branch may run: the result is half only if all branches round it.
             half = bool(found) and all(fact.half for fact in found)
             self.facts[out] = join(found)._replace(half=half)
-            if "full" in (op.forced, op.rule):
+            if "full" in (ruling.forced, ruling.rule):
                 self.facts[out] = self.facts[out]._replace(half=False)
-            if op.rule == "leave":
+            if ruling.rule == "leave":
                 self.facts[out] = self.facts[out]._replace(solved=True)
 
     def loop(self, op: Op, sub: Inside) -> None:
@@ -209,11 +216,15 @@ class Sweep:
                 if seen & self.bit(body.program.invars[place]):
                     seen |= self.facts[body.program.outvars[result]].made
         if seen & made:
-            op.rule, op.why = "leave", why(Reason.ENDS_LOOP)
+            self.leave(op, Reason.ENDS_LOOP)
         # It repeats the iterations of another loop, so it must make the same decisions in each.
         solved = any(self.facts[v].solved for v in sub.program.invars)
         if solved and made & union(verdicts.values()):
-            op.rule, op.why = "leave", why(Reason.REPLAYS_LOOP)
+            self.leave(op, Reason.REPLAYS_LOOP)
+
+    def leave(self, op: Op, reason: Reason) -> None:
+        """Leaves a program as written."""
+        self.rulings[op] = self.rulings[op]._replace(rule="leave", why=why(reason))
 
 
 def _verdicts_of_turns(facts: Facts, body: Inside) -> dict[Value, int]:
@@ -501,7 +512,7 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
         offset = joined.offset if all(signs) else reversed_offset(joined.offset)
         inverse = op.name == "div" and op.ins[1].entries is None
         norm = "scale" if inverse else sweep.facts[terms[0]].norm if terms else ""
-        mean = terms and terms[0].small  # a sum of many terms
+        mean = terms and terms[0] in sweep.small  # a sum of many terms
         scaled = joined.scaled or (factor < STEP and not mean)
         return joined._replace(
             span=max(span, FITS), scaled=scaled, norm=norm, negative=negative, factor=smaller,
@@ -509,7 +520,11 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
         )  # fmt: skip
     joined = joined._replace(solved=False)
     (a, b), divisor = (sweep.facts[v] for v in terms), op.name == "div"
-    if b.norm == "scale" or (divisor and terms[1].small) or (a.norm == "scale" and not divisor):
+    if (
+        b.norm == "scale"
+        or (divisor and terms[1] in sweep.small)
+        or (a.norm == "scale" and not divisor)
+    ):
         other = b if a.norm == "scale" else a
         norm = "scale" if other.given and {a.norm, b.norm} == {"scale", ""} else "unit"
         return joined._replace(span=FITS, exact=False, norm=norm, factor=1.0, offset=0)
@@ -578,7 +593,7 @@ def _cast(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         return joined._replace(mask=mask, span=BOUNDED if dtype == np.bool_ else joined.span)
     integer = np.issubdtype(dtype, np.integer)
     counts = sweep.facts[value].counts or (integer and dtype.itemsize > 1)
-    half = joined.half or (out.is_f32 and dtype == op.half)
+    half = joined.half or (out.is_f32 and dtype == sweep.rulings[op].half)
     return joined._replace(half=half, counts=counts, span=FITS)
 
 

@@ -11,17 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src.autocast.graph import Block, Op, Value
-from mpjax._src.autocast.islands import Flow
-from mpjax._src.autocast.views import Axes, before, is_view
+from mpjax._src.autocast.flow import Flow
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.program.graph import Op, Value
+from mpjax._src.program.views import Axes, before, is_view
 
 # ---- which values are the same ------------------------------------------------------------------
 
 
-def numbered_values(block: Block) -> dict[Value, int]:
+def numbered_values(flow: Flow) -> dict[Value, int]:
     """Returns a number for each value of a block; equal computations get equal numbers."""
+    block, analysis = flow.block, flow.analysis
     numbers: dict[Any, int] = {}
     found: dict[Value, int] = {}
 
@@ -34,10 +35,11 @@ def numbered_values(block: Block) -> dict[Value, int]:
             found[value] = numbers.setdefault(key, len(numbers))
         return found[value]
 
-    for op in block.ops:
+    for op in flow.ops:
         ins = tuple([number(v) for v in op.ins])
-        dtypes = tuple([v.dtype for v in op.outs])
-        key = _jax.equation_key(op.eqn)[:-1], op.compute, op.forced, dtypes, ins
+        dtypes = tuple([analysis.stored[v].dtype for v in op.outs])
+        compute, forced = analysis.choices[op].compute, analysis.rulings[op].forced
+        key = _jax.equation_key(op.eqn)[:-1], compute, forced, dtypes, ins
         try:
             hash(key)
         except TypeError:
@@ -88,7 +90,7 @@ class Reading:
         if (known := _constant(value)) is not None and known > 0:
             return {} if known == 1 else {(CONSTANT, "", ()): math.log(known)}
         op = self.flow.producer.get(value)
-        if op is None or not depth or not is_plain(op):
+        if op is None or not depth or not is_plain(op, self.flow):
             return self._term(FACTOR, value, axes)
         depth -= 1
         if op.name in ("exp", "exp2"):
@@ -126,7 +128,7 @@ class Reading:
         if (known := _constant(value)) is not None:
             return {(CONSTANT, "", ()): known} if known else {}
         op = self.flow.producer.get(value)
-        if op is None or not depth or not is_plain(op):
+        if op is None or not depth or not is_plain(op, self.flow):
             return self._term(EXPONENT, value, axes)
         depth -= 1
         if op.name in ("add", "sub"):
@@ -235,7 +237,7 @@ class Reading:
                 return True
             varying = [v for v in op.ins if v.const is None and v.is_f32]
             through = is_view(op) or op.name in ("abs", "add", "max", "select_n")
-            if not through or len(varying) != 1 or not is_plain(op):
+            if not through or len(varying) != 1 or not is_plain(op, self.flow):
                 return False
             value = varying[0]
         return False
@@ -254,10 +256,11 @@ def guards_of(term: Term) -> "tuple[list[tuple[str, float]], Any]":
     return guards, number
 
 
-def is_plain(op: Op) -> bool:
+def is_plain(op: Op, flow: Flow) -> bool:
     """Returns whether an op runs in float32 without being forced to."""
-    plain = op.compute == FLOAT32 or (op.rule in ("cast", "layout") and op.compute is None)
-    return plain and not op.forced and not op.eqn.effects and len(op.outs) == 1
+    ruling, compute = flow.rulings[op], flow.choices[op].compute
+    plain = compute == FLOAT32 or (ruling.rule in ("cast", "layout") and compute is None)
+    return plain and not ruling.forced and not op.eqn.effects and len(op.outs) == 1
 
 
 def _constant(value: Value) -> float | None:

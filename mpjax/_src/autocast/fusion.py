@@ -12,6 +12,7 @@ The kernel computes the same function: a shift that is the same for a whole row 
 entry masked by a large negative number has weight 0, whatever the number is.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,12 +21,13 @@ import jax
 import numpy as np
 
 from mpjax._src.autocast import fused, fused_kernels, positions
+from mpjax._src.autocast.flow import Flow
 from mpjax._src.autocast.forms import MASKED, is_linear, is_number, is_same_along, narrowed
 from mpjax._src.autocast.fused import SUM, VALUE, Atom, Fusion, Labels, Term
-from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.autocast.islands import Flow, Island, bound
-from mpjax._src.autocast.views import VIEWS, Axes, after, before, is_view, own_axes
+from mpjax._src.autocast.steps import Body, FusedAttention, Island, SoftmaxIsland, body_of
 from mpjax._src.base import _jax
+from mpjax._src.program.graph import Op, Value
+from mpjax._src.program.views import VIEWS, Axes, after, before, is_view, own_axes
 
 # The number of values that are searched for shardings of a sequence.
 REACH = 256
@@ -35,26 +37,31 @@ class Unfit(Exception):
     """Raised with the reason why a fused kernel cannot run an attention."""
 
 
-def fuse(flow: Flow, found: list[Island]) -> None:
+def fuse(flow: Flow, found: Sequence[Island]) -> list[Island]:
     """Assigns attentions to the fused kernel of the device, if it supports them."""
-    for island in found if flow.fuse else ():
-        matmul = _attends(island, flow) if island.axes else None
-        if matmul is None:
-            continue
-        try:
-            island.fusion = _fuse(island, flow)
-            matmul.attention = island.fusion.describe()
-        except Unfit as why:
-            matmul.attention = f"xla: {why}"
+    return [_in_kernel(i, flow) if isinstance(i, SoftmaxIsland) else i for i in found]
 
 
-def tell_of_late_norms(flow: Flow, found: list[Island]) -> None:
+def _in_kernel(island: SoftmaxIsland, flow: Flow) -> Island:
+    matmul = _attends(island, flow)
+    if matmul is None:
+        return island
+    try:
+        fused = _fuse(island, flow)
+    except Unfit as why:
+        flow.marks.attention[matmul] = f"xla: {why}"
+        return island
+    flow.marks.attention[matmul] = fused.fusion.describe()
+    return fused
+
+
+def tell_of_late_norms(flow: Flow) -> None:
     """Says of attention that is normalized after the product why it runs in no fused kernel.
 
     It has no softmax that is rounded to half: its weights are exponentials, and the product of them
     and the values is divided by their sum.
     """
-    for op in flow.block.ops if flow.fuse else ():
+    for op in flow.ops:
         if op.name not in ("div", "mul"):
             continue
         for value, norm in (op.ins, op.ins[::-1])[: 1 + (op.name == "mul")]:
@@ -66,7 +73,7 @@ def tell_of_late_norms(flow: Flow, found: list[Island]) -> None:
             summed = _source(total.ins[0], flow) if total.name == "reduce_sum" else None
             weights = [_source(v, flow) for v in matmul.ins]
             if summed is not None and summed in weights and _is_weight(summed, flow):
-                matmul.attention = "xla: normalized after the product"
+                flow.marks.attention[matmul] = "xla: normalized after the product"
 
 
 def _source(value: Value, flow: Flow) -> Op | None:
@@ -96,9 +103,9 @@ def _is_weight(op: Op, flow: Flow) -> bool:
     return False
 
 
-def _attends(island: Island, flow: Flow) -> Op | None:
+def _attends(island: SoftmaxIsland, flow: Flow) -> Op | None:
     """Returns the matmul that a softmax leads to, through any operations."""
-    todo = [*island.results]
+    todo = [*island.outs]
     for value in todo:  # grows
         for op in flow.readers.get(value, ()):
             if op is not None and op.name == "dot_general":
@@ -130,24 +137,22 @@ class Scores(NamedTuple):
     leaves: tuple[Leaf, ...] = ()
 
 
-def _fuse(island: Island, flow: Flow) -> Fusion:
-    """Returns the fusion that runs a softmax with the operations before and after it.
-
-    The island then holds all of these operations.
-    """
-    before_softmax, weights, summed = island.inputs[0], island.results[0], island.axes
-    if not island.whole:
+def _fuse(island: SoftmaxIsland, flow: Flow) -> FusedAttention:
+    """Returns the step that runs a softmax with the operations before and after it."""
+    before_softmax, weights, form = island.ins[0], island.outs[0], island.form
+    summed = form.axes
+    if not form.whole:
         raise Unfit("its rows do not sum to one")
-    if any(v.aval.dtype == np.bool_ for v in island.inputs):
+    if any(v.aval.dtype == np.bool_ for v in island.ins):
         raise Unfit("the mask is inside the softmax, whose rows may be empty")
     own = own_axes(before_softmax.aval.shape)
-    scores = _scores(before_softmax, own, island.rate, summed, flow)
+    scores = _scores(before_softmax, own, form.rate, summed, flow)
     matmul, place, where, views = _weighed(weights, flow)
     atoms = [atom for axis in scores.axes for atom in axis]
     keys = {a for d in summed for a in _split(own[d], atoms)}
     first, queries, named, shared = _operands(scores.matmul, scores.axes, keys)
     values, result = _values(matmul, place, _labels(where, atoms), keys, shared)
-    _check_matmuls(scores.matmul, matmul)
+    _check_matmuls(flow, scores.matmul, matmul)
     rows = [a for axis in queries for a in axis if a[0] != SUM and a not in shared]
     leaves = [part for leaf in scores.leaves for part in _parts(leaf, flow)]
     lines = [_lines(leaf, flow) for leaf in leaves]
@@ -172,7 +177,13 @@ def _fuse(island: Island, flow: Flow) -> Fusion:
     options = {"scale": scores.factor, **options}
     operands = queries, named, values
     fusion = Fusion(
-        "", matmul.half, operands, (*terms,), result, groups, tuple(sorted(options.items()))
+        "",
+        flow.rulings[matmul].half,
+        operands,
+        (*terms,),
+        result,
+        groups,
+        tuple(sorted(options.items())),
     )
     inputs = [scores.matmul.ins[first], scores.matmul.ins[1 - first], matmul.ins[1 - place]]
     inputs += [leaf.value for leaf in left]
@@ -184,16 +195,15 @@ def _fuse(island: Island, flow: Flow) -> Fusion:
     for value, labels, along in zip(inputs, operands, (sequence, *[groups[4]] * 2), strict=False):
         if _is_sharded(value, {d for d, axis in enumerate(labels) if {*axis} & {*along}}, flow):
             raise Unfit("its sequence is sharded, and a fused kernel needs whole sequences")
-    _absorb(island, inputs, [scores.matmul, *scores.ops, *views, matmul], flow)
-    island.matmul = matmul
-    return fusion._replace(kernel=kernel)
+    body = _absorbed(island, inputs, [scores.matmul, *scores.ops, *views, matmul], flow)
+    return FusedAttention(body, fusion._replace(kernel=kernel))
 
 
-def _check_matmuls(*matmuls: Op) -> None:
-    if len({op.half for op in matmuls}) > 1:
+def _check_matmuls(flow: Flow, *matmuls: Op) -> None:
+    if len({flow.rulings[op].half for op in matmuls}) > 1:
         raise Unfit("its matmuls compute in different half dtypes")
     for op in matmuls:
-        if op.in_force != "half" or not all(v.is_f32 for v in op.ins):
+        if flow.rulings[op].in_force != "half" or not all(v.is_f32 for v in op.ins):
             raise Unfit("one of its matmuls does not compute in half")
         if op.params.get("out_sharding") is not None:
             raise Unfit("one of its matmuls sets a sharding")
@@ -210,7 +220,7 @@ def _scores(
         raise Unfit("its scores do not come from a matmul")
     if op.name == "dot_general":
         return Scores(op, axes, factor)
-    if op.forced or op.eqn.effects:
+    if flow.rulings[op].forced or op.eqn.effects:
         raise Unfit(f"{op.name} on its scores has a fixed dtype")
 
     def further(place: int, axes: Axes | None, factor: float, *leaves: Leaf) -> Scores:
@@ -503,8 +513,8 @@ def _causal(
 # ---- what the kernel takes the place of ---------------------------------------------------------
 
 
-def _absorb(island: Island, inputs: list[Value], members: Sequence[Op], flow: Flow) -> None:
-    """Extends an island to a whole attention, with the operations that only it reads."""
+def _absorbed(island: Island, inputs: Sequence[Value], members: Sequence[Op], flow: Flow) -> Body:
+    """Returns the body of a whole attention, with the operations that only it reads."""
     apart: set[Op] = set()
     todo = [flow.producer[v] for v in inputs if v in flow.producer]
     while todo:
@@ -513,7 +523,7 @@ def _absorb(island: Island, inputs: list[Value], members: Sequence[Op], flow: Fl
             apart.add(op)
             todo += [flow.producer[v] for v in op.ins if v in flow.producer]
     inside: set[Op | None] = {*island.ops, *members}
-    for op in reversed(flow.block.ops):
+    for op in reversed(flow.ops):
         readers = {r for v in op.outs for r in flow.readers.get(v, ())}
         if readers and readers <= inside and op not in apart and not op.eqn.effects:
             inside.add(op)
@@ -523,7 +533,5 @@ def _absorb(island: Island, inputs: list[Value], members: Sequence[Op], flow: Fl
             r for v in op.outs for r in flow.readers.get(v, ())
         ):
             raise Unfit("its scores are also read elsewhere")
-    island.ops = [op for op in flow.block.ops if op in inside]
-    bound(island, flow)
-    island.inputs, island.free, island.sums = [*inputs], [], []
-    island.results = [*result.outs]
+    body = body_of([op for op in flow.ops if op in inside], flow)
+    return dataclasses.replace(body, ins=tuple(inputs), outs=result.outs, free=(), sums=())

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._src.autocast.graph import CONSTANT_LIMIT, Op, Value
 from mpjax._src.base import _jax, rules
 from mpjax._src.base._jax import size_of
+from mpjax._src.program.graph import CONSTANT_LIMIT, Op, Value
 
 
 def picks_one_per_row(eqn: Any) -> bool:
@@ -31,19 +30,6 @@ def picks_one_per_row(eqn: Any) -> bool:
         == tuple(d for d in range(operand.ndim) if d != axes[0])
         and size_of((*eqn.outvars[0].aval.shape, operand.shape[axes[0]])) == size_of(operand.shape)
     )
-
-
-def select_one_per_row(eqn: Any, x: Any, indices: Any) -> Any:
-    """Runs the gather of an equation for which `picks_one_per_row` as a masked sum."""
-    (axis,) = eqn.params["dimension_numbers"].start_index_map
-    size = x.shape[axis]
-    indices = indices.reshape([1 if d == axis else n for d, n in enumerate(x.shape)])
-    if "clip" in str(eqn.params["mode"]).lower():
-        indices = jnp.clip(indices, 0, size - 1)
-    positions = lax.broadcasted_iota(indices.dtype, x.shape, axis)
-    zero = jnp.zeros((), x.dtype)
-    picked = jnp.where(positions == indices, x, zero).sum(axis)
-    return picked.reshape(eqn.outvars[0].aval.shape)
 
 
 def repetition_of(op: Op, makers: Mapping[Value, Op], consts: Mapping[Value, Any]) -> Any:

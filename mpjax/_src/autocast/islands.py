@@ -1,167 +1,132 @@
-"""Islands: float32 operations that run together, and that the backward pass recomputes.
-
-The operations of a gelu or a layer norm are float32, and its derivative reads the values in
-between. Stored, they take several times the memory of the half input. An island keeps its inputs
-and the results of its reductions, and recomputes the rest.
-"""
+"""Islands: float32 operations that run together, so that fewer bytes are kept or moved."""
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-import jax
-import numpy as np
-
-from mpjax._src.autocast.graph import Block, Op, Value
-from mpjax._src.autocast.lattices import Analysis
+from mpjax._src.autocast.facts import EXPONENTIALS
+from mpjax._src.autocast.flow import (
+    FAR_SMALLER,
+    Flow,
+    is_free,
+    kept_bytes,
+    large_float32,
+    not_far_smaller,
+)
+from mpjax._src.autocast.schedule import connected
+from mpjax._src.autocast.steps import Body, Elementwise, Island, Recomputed, Sloped, body_of
 from mpjax._src.base import rules
-from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
+from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.program.graph import Op, Value, is_steady
+from mpjax._src.program.views import is_view
 
 
-@dataclasses.dataclass(eq=False)
-class Flow:
-    """The data flow of a block.
+def islands(flow: Flow, special: Sequence[Island], links: Collection[Op]) -> list[Island]:
+    """Returns the islands of a block that save memory.
 
-    Attributes:
-        block: The block.
-        analysis: What is known about its values.
-        producer: For each value, the op that computes it.
-        readers: For each value, the ops that read it; None stands for the block's results.
-        free: The ops that make constants or cast booleans to floats, by their results.
-        fuse: Whether attention runs in the fused kernel of the device.
+    Args:
+        flow: The flow of the block.
+        special: Those that have a derivative of their own, which come first.
+        links: The half ops that islands take in.
     """
-
-    block: Block
-    analysis: Analysis
-    producer: dict[Value, Op]
-    readers: "dict[Value, list[Op | None]]"
-    free: dict[Value, Op]
-    fuse: bool = False
-
-    @functools.cached_property
-    def constants(self) -> dict[Value, Any]:
-        """The arrays that the block closes over."""
-        return {v: x for v, x in self.block.consts if not isinstance(x, jax.core.Tracer)}
+    taken = {op for island in special for op in island.ops}
+    found: list[Island] = [*special]
+    for ops in groups(flow, taken, functools.partial(_recomputable, flow)):
+        island = _island(ops, flow, links)
+        if island is not None:
+            found.append(island)
+    return _made_again(found, flow)
 
 
-def flow_of(block: Block, analysis: Analysis, fuse: bool = False) -> Flow:
-    """Returns the data flow of a block; ``fuse`` is the attribute of `Flow`."""
-    readers: dict[Value, list[Op | None]] = {v: [None] for v in block.outvars}
-    for op in block.ops:
-        for v in dict.fromkeys(op.ins):
-            readers.setdefault(v, []).append(op)
-    producer = {v: op for op in block.ops for v in op.outs}
-    free = {op.outs[0]: op for op in block.ops if is_free(op)}
-    return Flow(block, analysis, producer, readers, free, fuse)
+def _island(ops: Sequence[Op], flow: Flow, links: Collection[Op]) -> Elementwise | None:
+    """Returns the island of a group of ops if it saves memory."""
+    body = body_of(ops, flow)
+    while halves := _halves_inside(body, flow, links):
+        body = body_of([*body.ops, *halves], flow)
+    barrier = any(_is_dear(op, flow) for op in body.ops)
+    # Outside of loops, XLA fuses arithmetic into its readers by itself.
+    if not (barrier or flow.block.in_loop):
+        return None
+    island = _from_half(Recomputed(body, barrier), flow)
+    if island is None:
+        return None
+    if barrier and _is_sloped(island.body, flow):
+        sloped = Sloped(island.body, barrier, island.wide)
+        return sloped if _saves_memory(island, flow) else None
+    island = _behind_views(island, flow)
+    if not _saves_memory(island, flow):
+        return None
+    island = dataclasses.replace(island, tail=_tail(island.body, flow))
+    return island
 
 
-@dataclasses.dataclass(eq=False)
-class Island:
-    """Ops that run together, and that the backward pass recomputes."""
+def groups(flow: Flow, special: Collection[Op], fits: Callable[[Op], bool]) -> Iterable[list[Op]]:
+    """Returns groups of connected ops that fit, such that no two groups depend on each other.
 
-    ops: list[Op] = dataclasses.field(default_factory=list)
-    free: list[Op] = dataclasses.field(default_factory=list)  # run before the others, at no cost
-    views: list[Op] = dataclasses.field(default_factory=list)  # views of inputs, made inside
-    inputs: list[Value] = dataclasses.field(default_factory=list)
-    rounded: set[Value] = dataclasses.field(default_factory=set)  # inputs kept in half
-    wide: set[Value] = dataclasses.field(default_factory=set)  # half inputs of float32 cotangents
-    sums: list[Value] = dataclasses.field(default_factory=list)  # results of reductions, kept
-    half: Any = None
-    again: list[Op] = dataclasses.field(default_factory=list)  # compute inputs that are not kept
-    tail: list[Op] = dataclasses.field(default_factory=list)  # the activation after a norm
-    sloped: bool = False  # elementwise, and its slope is kept instead of its operand
-    barrier: bool = False  # needed to keep XLA from saving the values inside
-    axes: tuple[int, ...] = ()  # of a softmax: the axes of its sum, as the matmul sees them
-    rate: float = 1.0  # of a softmax: the logarithm of the base of its exponential
-    whole: bool = True  # of a softmax: its rows sum to 1
-    moving: int = 0  # of a softmax: the number of differentiated inputs, which come first
-    matmul: Op | None = None  # of a softmax: its matmul with values
-    weights: list[Op] = dataclasses.field(default_factory=list)  # dropouts and reshapes before it
-    fusion: Any = None  # of attention in a fused kernel: how it runs (`fusion`)
-    in_half: set[Value] = dataclasses.field(default_factory=set)  # results read only in half
-    results: list[Value] = dataclasses.field(default_factory=list)
-
-    @property
-    def given(self) -> list[Value]:
-        """The inputs that it does not recompute itself."""
-        made = {v for op in self.again for v in op.outs}
-        return [v for v in self.inputs if v not in made]
-
-
-def bound(group: Island, flow: Flow) -> None:
-    """Finds the values that flow into and out of an island."""
-    group.ops.sort(key=lambda op: op.index)
-    members = set(group.ops)
-    group.free = free_producers(group.ops, flow)
-    run = (*group.free, *group.views, *group.ops)
-    inside = {v for op in run for v in op.outs}
-    read = (v for op in run for v in op.ins)
-    group.inputs = [*dict.fromkeys(v for v in read if v not in inside and not v.literal)]
-    group.half = next((op.half for op in group.ops if op.half is not None), None)
-    group.sums = [
-        v for op in group.ops if rules.REDUCES in op.spec.traits for v in op.outs if v.is_f32
+    The depth of an op is the number of ungrouped ops before it on the longest path. If all of its
+    readers are deeper, it gets their depth. Connected ops of the same depth form a group: a path
+    that leaves a group passes an ungrouped op, and everything after it is deeper.
+    """
+    sources = {op: [flow.producer[v] for v in op.ins if v in flow.producer] for op in flow.ops}
+    inside: set[Op] = set()
+    depth: dict[Op, int] = {}
+    for op, before in sources.items():
+        depth[op] = max((depth[s] + (s not in inside) for s in before), default=0)
+        begun = _starts(op, flow) or not inside.isdisjoint(before)
+        if begun and op not in special and fits(op):
+            inside.add(op)
+    for op in reversed(flow.ops):
+        after = [depth[r] for v in op.outs for r in flow.readers.get(v, ()) if r is not None]
+        if op in inside and after:
+            depth[op] = max(depth[op], min(after))
+    ops = [op for op in flow.ops if op in inside]
+    number = {op: i for i, op in enumerate(ops)}
+    near = [
+        (number[s], number[op])
+        for op in ops
+        for s in (op, *sources[op])
+        if s in inside and depth[s] == depth[op]
     ]
-    outside = {
-        v: [r for r in flow.readers.get(v, ()) if r not in members]
-        for op in group.ops
-        for v in op.outs
-    }
-    group.results = [v for v, found in outside.items() if found]
-    group.in_half = {
-        v
-        for v in group.results
-        if v.is_f32 and all(op is not None and op.compute in HALVES for op in outside[v])
-    }
+    return ([ops[i] for i in group] for group in connected(near))
 
 
-def large_float32(group: Island, flow: Flow) -> set[Value]:
-    """Returns the float32 inputs of an island that it would be costly to keep.
-
-    An argument came in float32, and its range is not known. Where it is only moved or broadcast, or
-    a product with it may leave the range of float16 (`facts`), it is not rounded. Neither are rows
-    that were looked up in one: a table may hold data as well as what was learned.
-    """
-    floats = (v for v in group.inputs if v.is_f32 and v.dtype == FLOAT32)
-    large = {v for v in floats if not (v.raw or v.small or v.is_one or v.const is not None)}
-    return large - {v for op in group.ops for v in op.ins if _is_of_unknown_range(v, op, flow)}
-
-
-def _is_of_unknown_range(value: Value, op: Op, flow: Flow) -> bool:
-    fact = flow.analysis.facts[value]
-    rows = fact.data and not fact.given
-    moved = value.given or fact.spread
-    beyond = moved or any(flow.analysis.is_beyond(out, FLOAT16) for out in op.outs)
-    return op.half == FLOAT16 and (rows or (fact.given and beyond))
-
-
-def make_again(island: Island, makers: dict[Op, Island], flow: Flow) -> None:
-    """Lets an island recompute inputs that elementwise operations of another island computed.
+def _made_again(islands: Sequence[Island], flow: Flow) -> list[Island]:
+    """Lets islands recompute inputs that elementwise operations of other islands computed.
 
     An example is squeeze and excitation: the activation ``y`` in ``y * gate(mean(y))``, where a
     matmul lies between the two uses. The operands of ``y`` are kept anyway and are not larger.
     Reading them moves no more bytes, and ``y`` itself is neither written nor kept.
     """
-    for value in [*island.inputs]:
-        maker = makers.get(flow.producer[value]) if value in flow.producer else None
-        if maker is None or maker is island or maker.sloped or maker.axes:
-            continue
-        ops, sources = _cone(value, maker, flow)
-        read = {*flow.readers[value]} <= {*maker.ops, *island.ops}
-        if not read or sum(v.size for v in sources if v.size >= value.size) > value.size:
-            continue
-        maker.results += [v for v in sources if v not in (*maker.inputs, *maker.results)]
-        island.inputs += [v for v in sources if v not in island.inputs]
-        island.again = [*dict.fromkeys([*island.again, *ops])]
+    now = [*islands]
+    place = {op: i for i, island in enumerate(islands) for op in island.ops}
+    for i, island in enumerate(islands):
+        for value in island.ins if isinstance(island, Recomputed) else ():
+            j = place.get(flow.producer[value], i) if value in flow.producer else i
+            maker, reader = now[j], now[i]
+            if j == i or not isinstance(maker, Recomputed) or not isinstance(reader, Recomputed):
+                continue
+            ops, sources = _cone(value, maker.body, flow)
+            read = {*flow.readers[value]} <= {*maker.ops, *island.ops}
+            if not read or sum(v.size for v in sources if v.size >= value.size) > value.size:
+                continue
+            handed = [v for v in sources if v not in (*maker.ins, *maker.outs)]
+            more = [v for v in sources if v not in reader.ins]
+            body = dataclasses.replace(maker.body, outs=(*maker.outs, *handed))
+            now[j] = dataclasses.replace(maker, body=body)
+            body = dataclasses.replace(reader.body, ins=(*reader.ins, *more))
+            again = tuple(dict.fromkeys((*reader.again, *ops)))
+            now[i] = dataclasses.replace(reader, body=body, again=again)
+    return now
 
 
-def _cone(value: Value, island: Island, flow: Flow) -> "tuple[list[Op], list[Value]]":
+def _cone(value: Value, body: Body, flow: Flow) -> tuple[list[Op], list[Value]]:
     """Returns the ops of an island that compute a value from no smaller ones, and their inputs."""
     ops: set[Op] = set()
     read: dict[Value, None] = {}
     todo = [value]
     for v in todo:  # grows
         op = flow.producer.get(v)
-        if op in island.ops and v.size == value.size:
+        if op in body.ops and v.size == value.size:
             todo += op.ins if op not in ops else []
             ops.add(op)
         elif v in flow.free:
@@ -172,30 +137,241 @@ def _cone(value: Value, island: Island, flow: Flow) -> "tuple[list[Op], list[Val
     return sorted(ops, key=lambda op: op.index), [*read]
 
 
-def free_producers(members: list[Op], flow: Flow) -> list[Op]:
-    """Returns the ops that make constants or cast booleans to floats; islands repeat them."""
-    found: dict[Op, None] = {}
-    todo = [v for op in members for v in op.ins]
-    while todo:
-        value = todo.pop()
-        op = flow.free.get(value)
-        if op is not None and op not in found and op not in members:
-            found[op] = None
-            todo += op.ins
-    return sorted(found, key=lambda op: op.index)
+# ---- what an island keeps --------------------------------------------------------------------
 
 
-def is_free(op: Op) -> bool:
-    """Returns whether an op makes a constant or casts a boolean to a float, where it is read."""
-    if not op.outs or not op.outs[0].is_f32:
+def _recomputable(flow: Flow, op: Op) -> bool:
+    if is_free(flow.analysis, op):
         return False
-    if op.name == "broadcast_in_dim":
-        return op.outs[0].const is not None
-    return op.in_force == "cast" and getattr(op.ins[0].aval, "dtype", None) == np.bool_
+    cheap = op.spec.cost != rules.NEVER and flow.rulings[op].rule in CHEAP
+    floats = any(v.is_f32 for v in op.ins)
+    return cheap and floats and flow.choices[op].compute in (FLOAT32, None)
 
 
-def tail_operand(island: Island) -> Value:
-    """Returns the operand of the activation at the end of an island."""
-    inside = {v for op in (*island.free, *island.tail) for v in op.outs}
-    (operand,) = {v for op in island.tail for v in op.ins if not v.literal and v not in inside}
-    return operand
+CHEAP = ("full", "follow", "layout", "neutral", "cast")
+
+
+def _starts(op: Op, flow: Flow) -> bool:
+    """Returns whether an island may begin here: not at constants or parameters alone."""
+    return any(v.is_f32 and not flow.analysis.is_raw(v) and v.const is None for v in op.ins)
+
+
+def _halves_inside(body: Body, flow: Flow, links: Collection[Op]) -> list[Op]:
+    """Returns half ops whose result an island alone reads, if it then keeps no more bytes.
+
+    They compute in float32 there: ``h * scale`` before a gelu is neither rounded nor out of range.
+    """
+    members, found, analysis = {*body.ops}, [], flow.analysis
+    for value in body.ins:
+        op = flow.producer.get(value)
+        if op is None or flow.choices[op].compute not in HALVES or flow.rulings[op].forced:
+            continue
+        if op.spec.need != rules.FOLLOW:
+            continue
+        varying = [v for v in op.ins if v.const is None]
+        beside = all(v in body.ins for v in varying)
+        more = [v for v in not_far_smaller(varying, value.size) if v not in body.ins]
+        instead = op in links and kept_bytes(analysis, more) <= kept_bytes(analysis, [value])
+        if (beside or instead) and members.issuperset(flow.readers[value]):
+            found.append(op)
+    return found
+
+
+def _from_half(island: Recomputed, flow: Flow) -> Recomputed | None:
+    """Returns an island whose large inputs can be kept in half, or None.
+
+    If one is float32 (a matmul's float32 result, such as attention scores), the linear operations
+    that follow it, and scalings, are left out of the island. They save nothing, and their results
+    are better rounded than their operands (``x - max(x)`` before an ``exp``: large weights are
+    close to 0).
+    """
+    body = island.body
+    large = {*large_float32(body.ops, body.ins, flow)}
+    if not large:
+        return island
+    if any(flow.rulings[op].forced == "full" for op in body.ops):  # the user asked for float32
+        return None
+    inside: set[Value] = {v for op in body.ops for v in op.outs}
+    stay, left = [], []
+    for op in body.ops:
+        of_large = not large.isdisjoint(op.ins)
+        linear = op.spec.linear or (of_large and _scales(op))
+        if linear and not any(v in inside for v in op.ins):
+            inside.difference_update(op.outs)
+            large.update(op.outs if of_large else ())
+            left.append(op)
+        else:
+            stay.append(op)
+    body = body_of(stay, flow)
+    beside = (v for op in left for v in op.ins if v in body.ins)
+    wide = frozenset(v for v in beside if flow.stored[v].dtype in HALVES)
+    rounded = large_float32(body.ops, body.ins, flow)
+    if body.half is None or not _stands_rounding(body, rounded, flow):
+        return None
+    return dataclasses.replace(island, body=body, wide=wide, rounded=rounded)
+
+
+def leave_small(island: Recomputed, flow: Flow) -> Recomputed:
+    """Leaves parameters in float32 that are far smaller than the arrays inside, such as a bias.
+
+    A mean that the island keeps contains them unrounded, so what it recomputes has to as well.
+    """
+    least = max((v.size for op in island.ops for v in op.outs), default=0) // FAR_SMALLER
+    facts = flow.analysis.facts
+    small = {v for v in island.rounded if facts[v].given and v.size <= least}
+    return dataclasses.replace(island, rounded=island.rounded - small)
+
+
+def _scales(op: Op) -> bool:
+    """Returns whether an op multiplies an array by a constant or a single number.
+
+    The derivative of a number that is no constant reads the array. That costs less than an error
+    that the number multiplies.
+    """
+    by = op.ins[1:] if op.name == "div" else op.ins if op.spec.multiplies else []
+    return any(v.entries is not None or v.is_one for v in by)
+
+
+def _behind_views(island: Recomputed, flow: Flow) -> Recomputed:
+    """Moves views of inputs into an island, so that it keeps the arrays that they are views of.
+
+    Repeating a view costs nothing, but keeping one takes memory in its own layout. A TPU pads the
+    last axis of ``(batch, height, width, groups, 4)``, from a group norm, to 128 entries.
+    """
+    views, rounded, values = [], island.rounded, [*island.ins]
+    for value in values:  # grows
+        op = flow.producer.get(value)
+        if op is not None and is_view(op):
+            views.append(op)
+            values += op.ins
+            if value in rounded:
+                rounded = rounded.union(op.ins) - {value}
+    return dataclasses.replace(island, body=body_of(island.ops, flow, views), rounded=rounded)
+
+
+def _stands_rounding(body: Body, rounded: Collection[Value], flow: Flow) -> bool:
+    """Returns whether the derivatives of an island may be computed from its rounded inputs."""
+    known = flow.analysis
+    if any(known.wants[v].unrounded or known.is_beyond(v, body.half) for v in rounded):
+        return False
+    if any(known.facts[v].linear for v in body.ins):  # else results would wait for tangents
+        return False
+    touched = {*rounded}
+    for op in body.ops:
+        reads = [v for v in op.ins if v in touched]
+        bounded = op.name in EXPONENTIALS
+        if not all(is_steady(op, v) or (bounded and known.facts[v].negative) for v in reads):
+            return False
+        if reads:
+            touched.update(v for v in op.outs if v not in body.sums)  # sums are kept unrounded
+    return True
+
+
+def _is_sloped(body: Body, flow: Flow) -> bool:
+    """Returns whether an island is one half array in, one out, and its slope fits into half."""
+    if len(body.ins) != 1 or len(body.outs) != 1:
+        return False
+    (operand,), (result,) = body.ins, body.outs
+    return (
+        flow.stored[operand].dtype == body.half
+        and result in body.in_half
+        and operand.aval.shape == result.aval.shape
+        and not body.sums
+        and not any(flow.rulings[op].forced == "full" for op in body.ops)
+        and all(reader in body.ops for reader in flow.readers[operand])
+        and all(
+            op.spec.steady_of(op.params) or op.spec.linear or _is_scaling(op) for op in body.ops
+        )
+    )
+
+
+def _tail(body: Body, flow: Flow) -> tuple[Op, ...]:
+    """Returns the activation after a norm: elementwise operations on its result alone.
+
+    The cotangent of the norm's result is expensive, because it contains the activation's slope, and
+    it is read twice: by the sums of the norm's gradient, and elementwise. XLA therefore writes it
+    to memory, best in half, as with casts placed by hand.
+    """
+    for op in reversed(body.ops):
+        normed = op.outs[0]
+        if op.spec.need == rules.FOLLOW and any(_spreads(v, normed, flow) for v in op.ins):
+            tail = _activation(_scaled(normed, body, flow), body, flow)
+            dear = any(o.spec.cost == rules.DEAR for o in tail)
+            if body.half is None or flow.analysis.facts[normed].linear:
+                return ()
+            return tail if dear and flow.analysis.may_be_rounded(normed) else ()
+    return ()
+
+
+def _scaled(value: Value, body: Body, flow: Flow) -> Value:
+    """Returns what a chain of scalings alone makes of a value.
+
+    A slope in half that contained their factors might be too small for float16.
+    """
+    readers = flow.readers.get(value, ())
+    op = readers[0] if len(readers) == 1 else None
+    if op is not None and op in body.ops and _scales(op):
+        return _scaled(op.outs[0], body, flow)
+    return value
+
+
+def _activation(operand: Value, body: Body, flow: Flow) -> tuple[Op, ...]:
+    """Returns the elementwise operations of an island on one value, if one result is read."""
+    made, known = {operand}, {v for op in body.free for v in op.outs if v.const is not None}
+    tail: list[Op] = []
+    for op in body.ops:
+        alone = all(v in made or v in known or v.literal for v in op.ins)
+        alike = len(op.outs) == 1 and op.outs[0].aval.shape == operand.aval.shape
+        if alone and alike and op.spec.need in (rules.FOLLOW, rules.FULL) and made & {*op.ins}:
+            tail.append(op)
+            made.update(op.outs)
+    ends = [op for op in tail if not {*flow.readers.get(op.outs[0], ())} <= {*tail}]
+    returned = any(flow.analysis.wants[v].returned for op in ends for v in op.outs)
+    return tuple(tail) if ends == tail[-1:] and not returned else ()
+
+
+def _spreads(operand: Value, value: Value, flow: Flow) -> bool:
+    """Returns whether an operand varies and was smaller than a result before it was broadcast."""
+    op = flow.producer.get(operand)
+    while op is not None and op.name == "broadcast_in_dim" and operand.const is None:
+        operand = op.ins[0]
+        op = flow.producer.get(operand)
+    return operand.is_f32 and operand.const is None and operand.size < value.size
+
+
+def _is_scaling(op: Op) -> bool:
+    return op.name == "div" and op.ins[1].const is not None
+
+
+def _is_dear(op: Op, flow: Flow) -> bool:
+    large = any(v.is_f32 and v not in flow.analysis.small for v in op.outs)
+    inner = [o for sub in op.subs for o in sub.program.walk() if o.has_float32]
+    inner = [o for o in inner if not o.subs] if op.subs else [op]
+    return large and any(o.spec.cost != rules.FUSED for o in inner)
+
+
+def _saves_memory(island: Recomputed, flow: Flow) -> bool:
+    """Compares the bytes that derivatives would save with those that the island keeps."""
+    analysis = flow.analysis
+    saved: set[Value] = set()
+    for op in island.ops:
+        varying = [v for v in op.ins if v.is_f32 and v.const is None]
+        if op.spec.linear:
+            continue
+        if op.spec.saves == rules.OTHERS:
+            saved.update(varying if len(varying) > 1 else ())
+        else:
+            saved.update((*varying, *op.outs))
+    inputs = [v for v in island.ins if v.is_f32]
+    kept = _bytes((v for v in inputs if not analysis.is_raw(v)), flow)
+    kept -= _bytes(island.rounded, flow) // 2
+    halves = any(flow.stored[v].dtype in HALVES and v not in analysis.small for v in inputs)
+    if island.rounded:  # a loss: its backward pass follows at once
+        large = (v for v in island.outs if v.is_f32 and v.size > 1)
+        halves = any(v not in analysis.small for v in large)
+    return halves and kept < _bytes(saved, flow)
+
+
+def _bytes(values: Iterable[Value], flow: Flow) -> int:
+    large = (v for v in values if v.const is None and v.is_f32 and v not in flow.analysis.small)
+    return sum(v.size * (flow.stored[v].dtype or v.aval.dtype).itemsize for v in large)

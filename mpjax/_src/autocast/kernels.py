@@ -16,12 +16,12 @@ import jax
 import numpy as np
 
 from mpjax._src.autocast.classify import override_of
-from mpjax._src.autocast.graph import KERNEL, PLANNED, REGION, Block
 from mpjax._src.base.contexts import PLANNED_FOR
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.errors import brief
 from mpjax._src.base.trees import is_array
 from mpjax._src.policy.policy import Policy
+from mpjax._src.program.graph import KERNEL, PLANNED, REGION, Block
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,7 +43,7 @@ class Tracing(NamedTuple):
 
     def next_half(self) -> str:
         """Returns the name of the half dtype that the next call of a kernel gets."""
-        return dict(self.others).get(self.numbers.given, self.half) if self.numbers else self.half
+        return dict(self.others).get(self.numbers.count, self.half) if self.numbers else self.half
 
 
 def overridden(block: Block, policy: Policy) -> dict[int, str]:
@@ -66,7 +66,7 @@ class Numbers:
     """A counter. It is compared by identity, so JAX's caches treat each one as a new context."""
 
     def __init__(self) -> None:
-        self.given = 0
+        self.count = 0
 
 
 def tracing(policy: Policy, **options: Any) -> contextlib.AbstractContextManager[Any]:
@@ -180,8 +180,8 @@ def _half_inputs(kernel: Callable[..., Any], float32: Any) -> Callable[..., Any]
             return kernel(*args, **kwargs)
         half, mark = current.next_half(), f"{KERNEL}{name}"
         if current.numbers is not None:
-            mark = f"{mark}#{current.numbers.given}"
-            current.numbers.given += 1
+            mark = f"{mark}#{current.numbers.count}"
+            current.numbers.count += 1
         if not half:
             with jax.named_scope(f"{REGION}{FLOAT32.name}"):
                 return kernel(*args, **kwargs)

@@ -10,24 +10,17 @@ of another (a layer beside a residual stream that is not kept), the checkpoints 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 
-from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.mincut import cheapest_cut
-from mpjax._src.autocast.steps import (
-    Checkpoint,
-    Step,
-    connected,
-    gathered,
-    made_where_read,
-    reads,
-    writes,
-)
+from mpjax._src.autocast.schedule import connected, flow_of, in_order, made_where_read, together
+from mpjax._src.autocast.steps import Checkpoint, Recomputed, Step, needs
+from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.program.graph import Op, Value
 
 
 def checkpoints(
-    steps: Sequence[Step], results: Sequence[Value], alive: Collection[Value]
+    analysis: Analysis, steps: Sequence[Step], results: Sequence[Value], alive: Collection[Value]
 ) -> tuple[Sequence[Step], frozenset[Value]]:
     """Returns the steps of a block, recomputed ones in checkpoints, and the values that it keeps.
 
@@ -37,9 +30,9 @@ def checkpoints(
         alive: The arguments that are in memory anyway.
     """
     steps = _live(steps, results)
-    (again, kept), copied = _choose(steps, alive), _copied(steps, alive)
-    alone = sum(1 << i for i, step in enumerate(steps) if _stands_alone(step))
-    closed = _nested([*_groups(steps, again, kept, copied)], _Reach(steps))
+    (again, kept), copied = _choose(analysis, steps, alive), _copied(analysis, steps, alive)
+    alone = sum(1 << i for i, step in enumerate(steps) if _stands_alone(analysis, step))
+    closed = _nested([*_groups(analysis, steps, again, kept, copied)], _Reach(steps))
     spans = [span for span in closed if not span & alone]
     depth = {span: sum(span | other == span for other in spans) for span in spans}
     now = {step: step for step in steps}  # the current checkpoint of each step
@@ -50,10 +43,33 @@ def checkpoints(
         groups = [
             sorted({now[first[i]] for i in _bits(span)}, key=when.__getitem__) for span in level
         ]
-        steps = gathered(steps, results, groups, copied)
+        steps = gathered(analysis, steps, results, groups, copied)
         around = {step: c for c in steps if isinstance(c, Checkpoint) for step in c.steps}
         now = {step: around.get(holder, holder) for step, holder in now.items()}
     return steps, kept
+
+
+def gathered(
+    analysis: Analysis,
+    steps: Sequence[Step],
+    results: Sequence[Value],
+    groups: Sequence[Sequence[Step]],
+    copied: Collection[Op],
+) -> Sequence[Step]:
+    """Returns steps in which each group is a checkpoint, except groups that cannot be one."""
+    units = in_order(steps, groups)
+    if units is None:
+        for group in groups if len(groups) > 1 else ():
+            steps = gathered(analysis, steps, results, [group], copied)
+        return steps
+    flow = flow_of(analysis, [step for unit in units for step in unit], results, copied)
+    found: list[Step] = []
+    done = 0
+    for unit in units:
+        start, done = done, done + len(unit)
+        alone = len(unit) == 1 and unit not in groups
+        found += unit if alone else [Checkpoint(*map(tuple, together(flow, start, done)))]
+    return found
 
 
 def _live(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Step]:
@@ -65,32 +81,36 @@ def _live(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Step]:
     live: list[Step] = []
     for step in reversed(steps):
         acts = isinstance(step, Op) and bool(step.eqn.effects)
-        if acts or not needed.isdisjoint(writes(step)):
+        if acts or not needed.isdisjoint(step.outs):
             live.append(step)
-            needed.update(reads(step))
+            needed.update(step.ins)
     return live[::-1]
 
 
 # ---- what is kept -------------------------------------------------------------------------------
 
 
-def _choose(steps: Sequence[Step], alive: Collection[Value]) -> tuple[set[Value], frozenset[Value]]:
+def _choose(
+    analysis: Analysis, steps: Sequence[Step], alive: Collection[Value]
+) -> tuple[set[Value], frozenset[Value]]:
     """Returns the values of some steps to compute again, and those to keep."""
-    producer = {v: step for step in steps for v in writes(step)}
+    producer = {v: step for step in steps for v in step.outs}
     number = {v: i for i, v in enumerate(dict.fromkeys([*_read(steps), *producer]))}
     edges = [
         (number[v], number[made])
         for step in steps
-        if _runs_again(step)
-        for v in reads(step)
+        if _runs_again(analysis, step)
+        for v in step.ins
         if v in number
-        for made in writes(step)
+        for made in step.outs
     ]
-    given = [number[v] for v in number if v not in producer or not _runs_again(producer[v])]
-    needed = {v for step in steps for v in needs(step) if v in number}
-    weights = [0 if v in alive else _bytes(v) for v in number]
+    given = [
+        number[v] for v in number if v not in producer or not _runs_again(analysis, producer[v])
+    ]
+    needed = {v for step in steps for v in needs(analysis, step) if v in number}
+    weights = [0 if v in alive else _bytes(analysis, v) for v in number]
     cut = cheapest_cut(weights, edges, given, [number[v] for v in needed])
-    later = _crosses(steps)
+    later = _crosses(analysis, steps)
     chosen = [v for v in producer if number[v] in cut or v in later]
     kept = frozenset(v for v in chosen if weights[number[v]] > 0)
     again: set[Value] = set()
@@ -99,15 +119,15 @@ def _choose(steps: Sequence[Step], alive: Collection[Value]) -> tuple[set[Value]
         value = todo.pop()
         if value in producer and value not in kept and value not in again:
             again.add(value)
-            todo += reads(producer[value]) if _runs_again(producer[value]) else ()
+            todo += producer[value].ins if _runs_again(analysis, producer[value]) else ()
     return again, kept
 
 
 def _read(steps: Sequence[Step]) -> Iterator[Value]:
-    return (v for step in steps for v in reads(step) if not v.literal)
+    return (v for step in steps for v in step.ins if not v.literal)
 
 
-def _crosses(steps: Sequence[Step]) -> set[Value]:
+def _crosses(analysis: Analysis, steps: Sequence[Step]) -> set[Value]:
     """Returns the values that are computed before a nested program and used after it.
 
     A program inside a checkpoint would run twice, and effects are not possible there.
@@ -115,54 +135,31 @@ def _crosses(steps: Sequence[Step]) -> set[Value]:
     level: dict[Value, int] = {}
     found: set[Value] = set()
     for step in steps:
-        here = max((level.get(v, 0) for v in reads(step)), default=0)
-        used = {*needs(step), *(reads(step) if _runs_again(step) else ())}
+        here = max((level.get(v, 0) for v in step.ins), default=0)
+        used = {*needs(analysis, step), *(step.ins if _runs_again(analysis, step) else ())}
         found |= {v for v in used if level.get(v, here) < here}
-        level |= dict.fromkeys(writes(step), here + _stands_alone(step))
+        level |= dict.fromkeys(step.outs, here + _stands_alone(analysis, step))
     return found
 
 
-def _stands_alone(step: Step) -> bool:
+def _stands_alone(analysis: Analysis, step: Step) -> bool:
     """Returns whether a step must run once: a nested program, or one with effects."""
-    return isinstance(step, Op) and (step.rule == "program" or bool(step.eqn.effects))
+    return isinstance(step, Op) and (
+        analysis.rulings[step].rule == "program" or bool(step.eqn.effects)
+    )
 
 
-def _runs_again(step: Step) -> bool:
-    if not isinstance(step, Op) or _stands_alone(step):
+def _runs_again(analysis: Analysis, step: Step) -> bool:
+    if not isinstance(step, Op) or _stands_alone(analysis, step):
         return False
     return step.spec.runs_again
 
 
-def needs(step: Step) -> Iterator[Value]:
-    """Yields the values that a step's derivative reads: masks, indices, and those of its row."""
-    if isinstance(step, Island) and step.fusion is not None:
-        yield from (*step.inputs, *step.results)
-        return
-    if isinstance(step, Island):  # its derivative keeps the rounded inputs
-        yield from (v for v in step.inputs[1 if step.axes else 0 :] if v not in step.rounded)
-        yield from step.results if step.axes else ()
-        return
-    if not isinstance(step, Op):
-        return
-    floats = [v for v in step.ins if v.is_f32 and v.const is None]
-    if step.rule == "program":
-        yield from (v for v in step.ins if not v.literal)
-        return
-    if not floats or not any(v.is_f32 for v in step.outs) or step.steady:
-        return
-    saves, kinked = step.spec.saves, rules.KINKED in step.spec.traits
-    yield from (v for v in step.ins if not v.is_f32 and not v.literal)
-    if kinked or saves == rules.OPERANDS or (saves == rules.OTHERS and len(floats) > 1):
-        yield from floats
-    if kinked or saves == rules.RESULT or step.name == "div":
-        yield from step.outs
-
-
-def _bytes(value: Value) -> int:
+def _bytes(analysis: Analysis, value: Value) -> int:
     """Returns the bytes needed to keep a value; 0 for an argument or a constant."""
-    if value.raw or value.const is not None or not _jax.is_array(value.aval):
+    if analysis.is_raw(value) or value.const is not None or not _jax.is_array(value.aval):
         return 0
-    dtype = value.dtype if value.is_f32 else value.aval.dtype
+    dtype = analysis.stored[value].dtype if value.is_f32 else value.aval.dtype
     return _jax.size_of(_jax.shard_shape(value.aval)) * dtype.itemsize
 
 
@@ -178,20 +175,24 @@ def _bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def _copied(steps: Sequence[Step], alive: Collection[Value]) -> set[Op]:
+def _copied(analysis: Analysis, steps: Sequence[Step], alive: Collection[Value]) -> set[Op]:
     """Returns the operations on constants and parameters alone, which each group repeats."""
     made: set[Value] = set()
     found: set[Op] = set()
     for step in steps:
-        alone = all(v.literal or v.raw or v in alive or v in made for v in reads(step))
-        if isinstance(step, Op) and alone and len(step.outs) == 1 and _runs_again(step):
+        alone = all(v.literal or analysis.is_raw(v) or v in alive or v in made for v in step.ins)
+        if isinstance(step, Op) and alone and len(step.outs) == 1 and _runs_again(analysis, step):
             found.add(step)
             made.update(step.outs)
     return found
 
 
 def _groups(
-    steps: Sequence[Step], again: set[Value], kept: Collection[Value], copied: set[Op]
+    analysis: Analysis,
+    steps: Sequence[Step],
+    again: set[Value],
+    kept: Collection[Value],
+    copied: set[Op],
 ) -> Iterator[int]:
     """Yields groups of steps, as bit masks: recomputed steps and the steps that need them.
 
@@ -200,31 +201,39 @@ def _groups(
     matmul's float32 result, or at a linear function of it, because its cotangent is rounded to half
     at the matmul.
     """
-    place = {v: i for i, step in enumerate(steps) for v in writes(step)}
+    place = {v: i for i, step in enumerate(steps) for v in step.outs}
     first: dict[Value, int] = {}  # the first of the steps that share a kept value
     pairs: list[tuple[int, int]] = []
     worth: set[int] = set()
     wide: set[Value] = set()
     for i, step in enumerate(steps):
-        if _stands_alone(step) or made_where_read(step) or step in copied:
+        if _stands_alone(analysis, step) or made_where_read(analysis, step) or step in copied:
             continue
-        makes = not again.isdisjoint(writes(step))
+        makes = not again.isdisjoint(step.outs)
         reduces = isinstance(step, Op) and rules.REDUCES in step.spec.traits
-        wanted = {*reads(step)} if makes or reduces else set()
+        wanted = {*step.ins} if makes or reduces else set()
         if makes:
             worth.add(i)
-        held = step.rounded if isinstance(step, Island) else ()  # the island keeps them in half
-        from_wide = [v for v in reads(step) if v in wide and v not in held]
+        held = step.rounded if isinstance(step, Recomputed) else ()  # the island keeps them in half
+        from_wide = [v for v in step.ins if v in wide and v not in held]
         pairs += [(place[v], i) for v in from_wide]
-        linear = isinstance(step, Op) and step.spec.linear and _runs_again(step)
-        if _is_wide(step) or (from_wide and linear):
-            wide.update(v for v in writes(step) if v.dtype == FLOAT32 and not v.small)
-        for v in wanted.union(needs(step)):
-            if v in place and v not in kept and _runs_again(steps[place[v]]):
-                if steps[place[v]] not in copied and not made_where_read(steps[place[v]]):
+        linear = isinstance(step, Op) and step.spec.linear and _runs_again(analysis, step)
+        if _is_wide(analysis, step) or (from_wide and linear):
+            wide.update(
+                v
+                for v in step.outs
+                if analysis.stored[v].dtype == FLOAT32 and v not in analysis.small
+            )
+        for v in wanted.union(needs(analysis, step)):
+            if v in place and v not in kept and _runs_again(analysis, steps[place[v]]):
+                if steps[place[v]] not in copied and not made_where_read(analysis, steps[place[v]]):
                     pairs.append((place[v], i))
-            elif isinstance(step, Op) and v.is_f32 and step.compute not in (None, v.dtype):
-                widened = v.dtype in HALVES and step.spec.cost != rules.NEVER
+            elif (
+                isinstance(step, Op)
+                and v.is_f32
+                and analysis.choices[step].compute not in (None, analysis.stored[v].dtype)
+            ):
+                widened = analysis.stored[v].dtype in HALVES and step.spec.cost != rules.NEVER
                 pairs.append((first.setdefault(v, i) if widened else i, i))
                 worth.add(i)  # else a copy in the other dtype would be kept
     for group in connected(pairs):
@@ -232,19 +241,23 @@ def _groups(
             yield sum(1 << i for i in group)
 
 
-def _is_wide(step: Step) -> bool:
+def _is_wide(analysis: Analysis, step: Step) -> bool:
     """Returns whether a step is a matmul that returns its float32 accumulator."""
-    return isinstance(step, Op) and step.spec.need == rules.HALF and step.outs[0].dtype == FLOAT32
+    return (
+        isinstance(step, Op)
+        and step.spec.need == rules.HALF
+        and analysis.stored[step.outs[0]].dtype == FLOAT32
+    )
 
 
 class _Reach:
     """The steps before and after each step, as bit masks."""
 
     def __init__(self, steps: Sequence[Step]):
-        place = {v: i for i, step in enumerate(steps) for v in writes(step)}
+        place = {v: i for i, step in enumerate(steps) for v in step.outs}
         self.before = [0] * len(steps)
         self.after = [0] * len(steps)
-        sources = [{place[v] for v in reads(step) if v in place} for step in steps]
+        sources = [{place[v] for v in step.ins if v in place} for step in steps]
         for i, found in enumerate(sources):
             for j in found:
                 self.before[i] |= self.before[j] | 1 << j

@@ -2,9 +2,9 @@
 
 import sys
 
-from mpjax._src.autocast.graph import Block
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.program.graph import Block
 
 # The library, its files that cast for its dtype policy, and the way to avoid these casts.
 OTHERS = (

@@ -1,15 +1,18 @@
 """Peepholes: patterns with a cheaper derivative than the one that JAX derives.
 
-Each peephole is a function that adds islands to those of a block, extends them, or marks
-operations. Its docstring derives the formula that `derivatives` then runs. `PEEPHOLES` lists them,
-in order. They match the normal form of `forms`, so the spelling in the program does not matter.
+Each peephole is a function that finds islands of a block, extends them, or marks operations. Its
+docstring derives the formula that `derivatives` then runs. They match the normal form of `forms`,
+so the spelling in the program does not matter.
 """
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from mpjax._src.autocast.derivatives import Softmax
+from mpjax._src.autocast.flow import Flow, free_producers
 from mpjax._src.autocast.forms import (
     EXPONENT,
     FACTOR,
@@ -25,32 +28,22 @@ from mpjax._src.autocast.forms import (
     numbered_values,
     same,
 )
-from mpjax._src.autocast.fusion import fuse, tell_of_late_norms
 from mpjax._src.autocast.gathers import repetition_of
-from mpjax._src.autocast.graph import Op, Place, Value
-from mpjax._src.autocast.islands import Flow, Island, bound, free_producers
 from mpjax._src.autocast.shifts import (
     SMALL,
     mark_steady,
     reaches_one,
     shifted_by,
     steady_shift,
-    sum_at_once,
 )
-from mpjax._src.autocast.views import Axes, after, before, is_view, own_axes
+from mpjax._src.autocast.steps import Attention, Body, Island, SoftmaxIsland, body_of
 from mpjax._src.base import rules
 from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
+from mpjax._src.program.graph import Op, Place, Value
+from mpjax._src.program.views import Axes, after, before, is_view, own_axes
 
 
-def find(flow: Flow) -> dict[Op, Island]:
-    """Returns the islands of all peepholes, by their ops."""
-    found: list[Island] = []
-    for peephole in PEEPHOLES:
-        peephole(flow, found)
-    return {op: island for island in found for op in island.ops}
-
-
-def softmaxes(flow: Flow, found: list[Island]) -> None:
+def softmaxes(flow: Flow) -> list[SoftmaxIsland]:
     """Finds softmaxes.
 
     A softmax is ``p = e / s`` with ``e = m exp(r z)``, ``s = sum(e)``, a mask ``m`` and a rate
@@ -76,10 +69,9 @@ def softmaxes(flow: Flow, found: list[Island]) -> None:
     that case ``max(s, t)`` equals ``s``, unless everything is masked and ``p = 0``; a guard that
     replaces ``s = 0`` by 1 is then correct too.
     """
-    sums = [op for op in flow.block.ops if op.name == "reduce_sum" and _sums_exponentials(op, flow)]
-    if not sums:
-        return
-    numbers = numbered_values(flow.block)
+    sums = [op for op in flow.ops if op.name == "reduce_sum" and _sums_exponentials(op, flow)]
+    numbers = numbered_values(flow) if sums else {}
+    found: list[SoftmaxIsland] = []
     taken: set[Op] = set()  # two softmaxes may share one sum
     for total in sums:
         for quotient in _quotients(total, flow):
@@ -88,9 +80,10 @@ def softmaxes(flow: Flow, found: list[Island]) -> None:
                 found.append(island)
                 taken |= {*island.ops}
                 break
+    return found
 
 
-def attentions(flow: Flow, found: list[Island]) -> None:
+def attentions(flow: Flow, found: Sequence[Island]) -> list[Island]:
     """Finds the matmul of a softmax with values, perhaps after a dropout and reshapes.
 
     With ``o = (w p) v``, ``w`` a dropout, and cotangents ``g = w (do v')`` of ``p``, that of ``z``
@@ -117,32 +110,31 @@ def attentions(flow: Flow, found: list[Island]) -> None:
     for rows that select among given values (bins, atoms, a codebook). There ``g`` is used, and also
     where ``o`` is not smaller than ``p`` (a router's gates), because then it costs no bytes.
     """
-    softmaxes = [i for i in found if i.axes and i.whole and i.fusion is None]
-    moved = _moved(flow) if softmaxes else set()
+    whole = {i for i in found if isinstance(i, SoftmaxIsland) and i.form.whole}
+    moved = _moved(flow) if whole else set()
     taken: set[Op] = set()  # two softmaxes may be multiplied with the same values
-    for island in softmaxes:
-        _weigh(island, flow, taken, moved)
+    return [
+        _weigh(island, flow, taken, moved) if island in whole else island  # type: ignore[arg-type]
+        for island in found
+    ]
 
 
-def repetitions(flow: Flow, found: list[Island]) -> None:
-    """Finds gathers that repeat the entries of an axis in order, each ``k`` times.
+def repetitions(flow: Flow) -> None:
+    """Marks gathers that repeat the entries of an axis in order, each ``k`` times.
 
     With ``y[k i + j] = x[i]``, ``dx[i] = sum_j dy[k i + j]``. This is a sum over an axis of a
     reshaped ``dy`` instead of a scatter into zeros. It adds in float32 for operands of any dtype.
     """
-    for op in flow.block.ops:
+    for op in flow.ops:
         if op.name == "gather" and op.outs[0].is_f32:
-            op.repeats = repetition_of(op, flow.producer, flow.constants)
-
-
-PEEPHOLES: tuple[Callable[[Flow, list[Island]], None], ...] = (
-    *(softmaxes, fuse, tell_of_late_norms, attentions),
-    *(sum_at_once, repetitions),
-)
+            repeated = repetition_of(op, flow.producer, flow.constants)
+            if repeated is not None:
+                flow.marks.repeats[op] = repeated
 
 
 def _sums_exponentials(op: Op, flow: Flow) -> bool:
-    if op.compute != FLOAT32 or op.half is None or op.ins[0].size <= op.outs[0].size:
+    in_half = flow.choices[op].compute != FLOAT32 or flow.rulings[op].half is None
+    if in_half or op.ins[0].size <= op.outs[0].size:
         return False
     todo = [op.ins[0]]
     for value in todo:  # grows
@@ -172,7 +164,7 @@ def _quotients(total: Op, flow: Flow) -> Iterator[Op]:
     while todo and len(seen) < REACH:
         value = todo.pop(0)
         for op in flow.readers.get(value, ()):
-            if op is None or op in seen or op.compute not in (FLOAT32, None):
+            if op is None or op in seen or flow.choices[op].compute not in (FLOAT32, None):
                 continue
             if len(op.outs) == 1 and not op.subs and op.outs[0].is_f32:
                 seen[op] = None
@@ -185,7 +177,7 @@ def _quotients(total: Op, flow: Flow) -> Iterator[Op]:
 
 def _softmax(
     total: Op, quotient: Op, flow: Flow, numbers: dict[Value, int], taken: set[Op]
-) -> Island | None:
+) -> SoftmaxIsland | None:
     """Returns the island of a softmax that ends in a quotient, or None if it is not a softmax."""
     (result,) = quotient.outs
     own = own_axes(result.aval.shape)
@@ -260,7 +252,7 @@ def _island(
     guards: "list[tuple[str, float]]",
     flow: Flow,
     taken: set[Op],
-) -> Island | None:
+) -> SoftmaxIsland | None:
     members = {*reading.ops}
     inside = members - {quotient}
     # Some spellings leave operations without readers.
@@ -269,78 +261,83 @@ def _island(
         return None
     ((scores, rate),) = ((t, n) for t, n in form.items() if t[1] == reading.end)
     shifts = [v for t in form if t[0] == EXPONENT and t != scores for v in reading.values[t]]
-    first = _read_once(reading.values[scores], members, flow)
+    first, instead = _read_once(reading.values[scores], members, flow)
+    members, quotient = {instead.get(op, op) for op in members}, instead.get(quotient, quotient)
     small = all(abs(t) <= SMALL for name, t in guards if name == "add")
     whole = not guards or (small and reaches_one(reading, form, axes))
     if whole:
         mark_steady(shifts, members, flow)
         steady_shift(first, members, axes, flow)
-    island = Island([*members], axes=axes, rate=rate, whole=whole)
-    _bound(island, [first], quotient, flow)
-    return island if island.results == quotient.outs else None
+    softmax = Softmax(axes, rate, whole, None, 0)
+    island = SoftmaxIsland(*_bound(members, softmax, [first], quotient, flow))
+    return island if island.outs == quotient.outs else None
 
 
-def _bound(island: Island, moving: list[Value], quotient: Op, flow: Flow) -> None:
-    """Finds the inputs and results of a softmax; the differentiated inputs come first."""
-    bound(island, flow)
-    island.sums, island.moving = quotient.outs, len(moving)
+def _bound(
+    ops: Collection[Op], form: Softmax, moving: list[Value], quotient: Op, flow: Flow
+) -> tuple[Body, Softmax]:
+    """Returns the body of a softmax, whose differentiated inputs come first, and its properties."""
+    body = body_of(ops, flow)
     # Its storage dtype: weights are at most 1, but their cotangents are not, near a pole.
-    steep = quotient.half == FLOAT16 and flow.analysis.wants[quotient.outs[0]].steep
-    unknown = not (island.whole or island.in_half)  # its distance from 1 matters
-    island.half = FLOAT32 if steep or unknown else quotient.half
-    island.inputs = [*moving, *(v for v in island.inputs if v not in moving)]
+    half = flow.rulings[quotient].half
+    steep = half == FLOAT16 and flow.analysis.wants[quotient.outs[0]].steep
+    unknown = not (form.whole or body.in_half)  # its distance from 1 matters
+    half = FLOAT32 if steep or unknown else half
+    ins = (*moving, *(v for v in body.ins if v not in moving))
+    body = dataclasses.replace(body, ins=ins, sums=quotient.outs, half=half)
+    return body, form._replace(half=half, moving=len(moving))
 
 
 def _readers(op: Op, flow: Flow) -> "set[Op | None]":
     return {reader for v in op.outs for reader in flow.readers.get(v, ())}
 
 
-def _read_once(values: list[Value], members: set[Op], flow: Flow) -> Value:
-    """Lets an island read only the first of several equal values."""
+def _read_once(values: list[Value], members: set[Op], flow: Flow) -> tuple[Value, dict[Op, Op]]:
+    """Lets an island read only the first of several equal values.
+
+    Returns:
+        The first value, and the ops that run in place of members.
+    """
     made = {v: flow.producer[v].index if v in flow.producer else -1 for v in values}
     first = min(values, key=made.__getitem__)
+    instead: dict[Op, Op] = {}
     for op in members:
-        op.ins = [first if v in made else v for v in op.ins]
-    readers = dict.fromkeys(r for v in made for r in flow.readers[v])
-    for v in made:
-        flow.readers[v] = [r for r in flow.readers[v] if r not in members]
-    flow.readers[first] = [
-        r for r in readers if r in flow.readers[first] or (r is not None and first in r.ins)
-    ]
-    return first
+        if any(v in made and v is not first for v in op.ins):
+            ins = [first if v in made else v for v in op.ins]
+            instead[op] = flow.replace(op, ins, op.outs)
+    return first, instead
 
 
 # ---- what a softmax weighs ----------------------------------------------------------------------
 
 
-def _weigh(island: Island, flow: Flow, taken: set[Op], moved: "set[Op | None]") -> None:
-    """Adds the matmul with values, and the operations before it, to the island of a softmax."""
-    scores, quotient = island.inputs[0], flow.producer[island.sums[0]]
-    weights, axes = _weights(quotient, flow, island.axes)
+def _weigh(
+    island: SoftmaxIsland, flow: Flow, taken: set[Op], moved: "set[Op | None]"
+) -> SoftmaxIsland:
+    """Returns the island of a softmax with its matmul with values, and the ops before that."""
+    scores, quotient = island.ins[0], flow.producer[island.body.sums[0]]
+    weights, axes = _weights(quotient, flow, island.form.axes)
     weighed = (weights[-1] if weights else quotient).outs[0]
-    matmul = _sums_values(flow.readers.get(weighed, []), weighed, axes)
+    matmul = _sums_values(flow.readers.get(weighed, []), weighed, axes, flow)
     if matmul is None or matmul in taken or not _readers(matmul, flow):
-        return
+        return island
     if matmul.outs[0].size >= weighed.size:  # the sums over the weights cost less
-        return
+        return island
     moving = [scores, *(v for v in matmul.ins if v is not weighed)]
-    if _chooses(flow, *moving):
-        return
-    if any(v in moving for op in weights for v in op.ins):
-        return
+    if _chooses(flow, *moving) or any(v in moving for op in weights for v in op.ins):
+        return island
     sources = _sources(island, flow, moved)
     if sources is None:
-        return
-    for op, place in sources.items():
-        op.centred = place
+        return island
+    flow.marks.centred.update(sources)
     taken.add(matmul)
     applied = [*free_producers(weights, flow), *weights]
     made = {v for op in (quotient, *applied) for v in op.outs}
     read = dict.fromkeys(v for op in applied for v in op.ins)
     moving += [v for v in read if v not in made and not v.literal]
-    island.matmul, island.weights, island.axes = matmul, weights, axes
-    island.ops += [*weights, matmul]
-    _bound(island, moving, quotient, flow)
+    ops = [*island.ops, *weights, matmul]
+    body, form = _bound(ops, island.form._replace(axes=axes), moving, quotient, flow)
+    return Attention(body, form, matmul, tuple(weights))
 
 
 def _chooses(flow: Flow, scores: Value, values: Value) -> bool:
@@ -361,7 +358,9 @@ def _weights(softmax: Op, flow: Flow, axes: tuple[int, ...]) -> "tuple[list[Op],
     there = axes
     while len(flow.readers.get(value, ())) == 1:
         (op,) = flow.readers[value]
-        if op is None or op.forced or op.compute not in (FLOAT32, *HALVES, None) or op.eqn.effects:
+        if op is None or flow.rulings[op].forced or op.eqn.effects:
+            break
+        if flow.choices[op].compute not in (FLOAT32, *HALVES, None):
             break
         if is_view(op):
             where = None if where is None else after(op, where)
@@ -383,10 +382,12 @@ def _summed(where: Axes, axes: tuple[int, ...]) -> tuple[int, ...] | None:
     return tuple(d for d, kinds in enumerate(over) if kinds == {True})
 
 
-def _sums_values(readers: "list[Op | None]", result: Value, axes: tuple[int, ...]) -> Op | None:
+def _sums_values(
+    readers: "list[Op | None]", result: Value, axes: tuple[int, ...], flow: Flow
+) -> Op | None:
     """Returns the only reader of a softmax if it is a matmul that contracts its summed axes."""
     matmul = readers[0] if len(readers) == 1 else None
-    if matmul is None or matmul.name != "dot_general" or matmul.in_force != "half":
+    if matmul is None or matmul.name != "dot_general" or flow.rulings[matmul].in_force != "half":
         return None
     place = matmul.ins.index(result)
     contracting, _ = matmul.params["dimension_numbers"]
@@ -402,28 +403,35 @@ def _sums_values(readers: "list[Op | None]", result: Value, axes: tuple[int, ...
 # ---- what scores are made by --------------------------------------------------------------------
 
 
-def _sources(island: Island, flow: Flow, moved: "set[Op | None]") -> "dict[Op, Place] | None":
+def _sources(
+    island: SoftmaxIsland, flow: Flow, moved: "set[Op | None]"
+) -> "dict[Op, Place] | None":
     """Returns the matmuls of scores, with the operand and axes whose mean to subtract.
 
     None if adding a constant to all entries of a row would change one of their results.
     """
-    scores = island.inputs[0]
+    scores = island.ins[0]
     found: dict[Op, Place] = {}
     todo: list[tuple[Value, Axes | None]] = [(scores, own_axes(scores.aval.shape))]
     seen: dict[tuple[Value, Axes | None], Op] = {}
     while todo:
         value, where = todo.pop()
         op = flow.producer.get(value)
-        if op is None or op.steady or value.raw or (value, where) in seen:
+        if (
+            op is None
+            or flow.marks.is_steady(op)
+            or flow.analysis.is_raw(value)
+            or (value, where) in seen
+        ):
             continue
         seen[value, where] = op
-        if op.spec.need == rules.HALF or op.rule == "program":
-            place = _place_of(op, where, island.axes, flow)
+        if op.spec.need == rules.HALF or flow.rulings[op].rule == "program":
+            place = _place_of(op, where, island.form.axes, flow)
             if place is None or found.setdefault(op, place) != place:
                 return None
         else:
             varying = [v for v in op.ins if v.is_f32 and v.const is None]
-            todo += [(v, _where(op, v, where, island.axes, flow)) for v in varying]
+            todo += [(v, _where(op, v, where, island.form.axes, flow)) for v in varying]
     found = {op: (i, dims) for op, (i, dims) in found.items() if dims}
     through = {*seen.values(), *island.ops}
     readers = {op for v, _ in seen for op in flow.readers[v] if op in moved}
@@ -433,15 +441,17 @@ def _sources(island: Island, flow: Flow, moved: "set[Op | None]") -> "dict[Op, P
 def _moved(flow: Flow) -> "set[Op | None]":
     """Returns the ops through which results are differentiated; some ops have no readers."""
     moved: set[Op | None] = {None}
-    for op in reversed(flow.block.ops):
-        if not op.steady and (op.eqn.effects or not moved.isdisjoint(_readers(op, flow))):
+    for op in reversed(flow.ops):
+        if not flow.marks.is_steady(op) and (
+            op.eqn.effects or not moved.isdisjoint(_readers(op, flow))
+        ):
             moved.add(op)
     return moved
 
 
 def _where(op: Op, value: Value, where: Axes | None, axes: Any, flow: Flow) -> Axes | None:
     """Returns the axes of an operand, seen from the scores; None if a shift does not pass it."""
-    if where is None or op.forced or value.const is not None:
+    if where is None or flow.rulings[op].forced or value.const is not None:
         return None
     if is_view(op):
         return before(op, where)
@@ -469,7 +479,7 @@ def _place_of(op: Op, where: Axes | None, axes: tuple[int, ...], flow: Flow) -> 
     ]
     if any(flow.analysis.facts[v].mask for v in op.ins):  # ones and zeros: their mean is not large
         return 0, ()
-    if where is None or op.in_force not in ("half", "full"):
+    if where is None or flow.rulings[op].in_force not in ("half", "full"):
         return None
     rows: list[tuple[int, int] | None] = [None] * len(batch)
     rows += [(i, d) for i in (0, 1) for d in free[i]]

@@ -1,17 +1,16 @@
 """The plan: the compute dtype of every operation, and the storage dtype of every float32 value.
 
-A pure analysis of a `graph.Block`, in five sweeps over the nested program:
+Five passes over the frozen graph of the program (`program.graph`) each return tables of their own,
+keyed by operations and values (`tables.Analysis`), and read those before them:
 
-1. `classify` gives each op its rule: from the table of primitives, the user or the program itself.
+1. `classify` finds the rule of each op: from the table of primitives, the user or the program.
 2. `Sweep` (forward) infers the origin of each value and whether half can hold it, and decides which
    loop carries may be half.
 3. `demand` (backward) collects the demands of each value's readers.
 4. `decide` (forward) picks each op's compute dtype and each value's storage dtype.
-5. `store` picks the values kept for a backward pass, and those that it recomputes.
+5. `store` picks the steps that run, and with them the values kept for a backward pass.
 
-Sweeps 2 and 3 return tables (`lattices.Analysis`), which no later one changes. The others store
-their decisions on the ops and values of the graph. Code that runs or reports a plan does not change
-it.
+Code that runs or reports a plan does not change it.
 
 A float32 value has one of three kinds. *half*: computed in half, or rounded to half for storage.
 *full*: the result of a float32 operation. *flexible*: an argument or constant, or computed from
@@ -22,46 +21,78 @@ its result is flexible.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from mpjax._src.autocast.classify import classify, mark_raw
+from mpjax._src.autocast import chains, fusion, peepholes
+from mpjax._src.autocast.classify import arguments_of, classify
 from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import ask, held_carries
+from mpjax._src.autocast.environment import Settings
 from mpjax._src.autocast.facts import Sweep, argument
-from mpjax._src.autocast.graph import Block, Op, Value, build, half_of, numbered
-from mpjax._src.autocast.lattices import Analysis
-from mpjax._src.autocast.storage import FAST, WRITTEN, store
+from mpjax._src.autocast.flow import Flow, flow_of
+from mpjax._src.autocast.islands import groups, islands, leave_small
+from mpjax._src.autocast.lean import checkpoints
+from mpjax._src.autocast.operations import run_block
+from mpjax._src.autocast.repeats import fold
+from mpjax._src.autocast.schedule import in_order
+from mpjax._src.autocast.shifts import sum_at_once
+from mpjax._src.autocast.steps import Elementwise, Island, Recomputed, Step
+from mpjax._src.autocast.tables import Analysis, Choices, Marks, Rulings, Storage
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.policy.policy import Policy
+from mpjax._src.base.higher_order import NONE, THEIRS, turns_of
+from mpjax._src.policy.policy import CHOICES, Policy
+from mpjax._src.program.graph import Block, Op, Value, build
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A planned program: the graph, with all decisions stored on its ops and values.
+    """A planned program.
 
     Attributes:
         block: The graph.
         policy: The policy.
         used_patterns: The patterns of the policy's overrides that match something.
-        as_written: Whether the policy, its lists and overrides, regions and kernels ask for no half
-            dtype. Then the program runs as it was traced.
+        analysis: The rules of its operations; once it is completed, all decisions.
         returned: The values that are returned in float32, once it is completed.
-        kept: The values that `storage=lean` keeps for the backward pass, which computes those
-            around them again.
     """
 
     block: Block
     policy: Policy
     used_patterns: frozenset[str]
-    as_written: bool
+    analysis: Analysis
     returned: frozenset[Value] = frozenset()
-    kept: frozenset[Value] = frozenset()
+
+    @functools.cached_property
+    def as_written(self) -> bool:
+        """Whether the policy, its lists and overrides, regions and kernels ask for no half dtype.
+
+        Then the program runs as it was traced.
+        """
+        return self.analysis.half_of(self.block) is None
 
     @functools.cached_property
     def rows(self) -> dict[Op, int]:
         """The numbers of ops in reports."""
-        return {op: row for row, (op, _) in enumerate(numbered(self.block))}
+        rows = {op: row for row, (op, _) in enumerate(self.numbered)}
+        stands_for = self.analysis.marks.stands_for
+        return rows | {op: rows[of] for op, of in stands_for.items() if of in rows}
+
+    @functools.cached_property
+    def numbered(self) -> list[tuple[Op, int]]:
+        """The ops that have rows in reports, in order, and how often each runs.
+
+        An op that is planned as one operation, such as an activation with its own rule, is one row.
+        """
+        return [*_numbered(self.block, self.analysis.rulings)]
+
+
+def _numbered(block: Block, rulings: Rulings, times: int = 1) -> Iterator[tuple[Op, int]]:
+    for op in block.ops:
+        yield op, times
+        if rulings[op].rule == "program" or rulings[op].leaves_alone(op):
+            for sub in op.subs:
+                yield from _numbered(sub.program, rulings, times * turns_of(op.eqn))
 
 
 def make_plan(
@@ -93,11 +124,9 @@ def outline(
         paths: The path of each argument, for the policy's overrides.
         scopes: The names of the scopes around the program.
     """
-    block = build(jaxpr, consts, scopes)
-    for value, path in zip(block.invars, paths, strict=False):
-        value.paths = (path,)
-    used = classify(block, policy)
-    return Plan(block, policy, used, as_written=half_of(block) is None)
+    block = build(jaxpr, consts, scopes, paths)
+    rulings, small, used = classify(block, policy)
+    return Plan(block, policy, used, Analysis(rulings, small))
 
 
 def complete(
@@ -111,9 +140,9 @@ def complete(
     # A rule that computes tangents is transposed as it is, so no values are marked as kept.
     by = WRITTEN if plan.as_written else FAST if linear else plan.policy.storage
     fuse = plan.policy.fused_attention and not linear
-    kept = store(plan.block, analysis, by, {*plan.block.invars}, fuse)
+    analysis = store(plan.block, analysis, by, fuse)
     returned = frozenset(v for v, want in analysis.wants.items() if want.returned)
-    return dataclasses.replace(plan, returned=returned, kept=frozenset(kept))
+    return dataclasses.replace(plan, analysis=analysis, returned=returned)
 
 
 def analyse(
@@ -131,22 +160,164 @@ def analyse(
         linear: Which arguments are tangents. The program will be transposed with respect to them.
 
     Returns:
-        What is known about its values, by which the dtypes were decided.
+        The tables of all passes up to the dtypes.
     """
-    block = plan.block
-    for value, dtype in zip(block.invars, in_dtypes, strict=True):
-        if value.is_f32:
-            half = dtype in HALVES
-            value.kind, value.dtype, value.raw = "half" if half else "flexible", dtype, not half
-    mark_raw(block)
-    sweep = Sweep()
+    block, outlined = plan.block, plan.analysis
+    returned = out_dtypes or [FLOAT32] * len(block.outvars)
+    sweep = Sweep(outlined.rulings, outlined.small)
     for index, (value, dtype) in enumerate(zip(block.invars, in_dtypes, strict=True)):
         sweep.facts[value] = argument(sweep.bit(value), dtype in HALVES, index in linear)
-    sweep.program_of(block)
-    returned = out_dtypes or [FLOAT32] * len(block.outvars)
-    analysis = ask(sweep.facts, sweep.carries, block, returned)
-    while sweep.hold(held_carries(analysis, block)):
+    arguments = arguments_of(block, in_dtypes)
+    while True:
         sweep.program_of(block)
-        analysis = ask(sweep.facts, sweep.carries, block, returned)
-    decide(analysis, block)
-    return analysis
+        known = Analysis(sweep.rulings, outlined.small, arguments, sweep.facts, sweep.carries)
+        analysis = ask(known, block, returned)
+        if not sweep.hold(held_carries(analysis, block), analysis.rulings):
+            return decide(analysis, block, in_dtypes)
+
+
+# ---- storage -------------------------------------------------------------------------------------
+
+# The goals of the choice: few bytes moved; few bytes kept; the peepholes alone, inside a checkpoint
+# of the user's; nothing, if there is no backward pass or the program runs as it was traced.
+FAST, LEAN, PEEPHOLES, WRITTEN = *CHOICES["storage"].values, "peepholes", "written"
+
+# The goals inside primitives with programs, where they differ from those around them.
+INSIDE = {THEIRS: PEEPHOLES, NONE: WRITTEN}
+
+
+def store(block: Block, analysis: Analysis, by: str, fuse: bool) -> Analysis:
+    """Picks the steps of a program, and the values that it keeps for the backward pass.
+
+    Args:
+        block: The program.
+        analysis: What is known about its values.
+        by: The goal.
+        fuse: Whether attention runs in the fused kernel of the device.
+
+    Returns:
+        The tables: more is computed in float32, and there are marks, steps and kept values.
+    """
+    planned = dataclasses.replace(
+        analysis,
+        rulings=Rulings(analysis.rulings),
+        small={*analysis.small},
+        choices=Choices(analysis.choices),
+        stored=Storage(analysis.stored),
+        marks=Marks(),
+        steps={},
+        kept=set(),
+    )
+    _store(block, planned, by, {*block.invars}, fuse)
+    return planned
+
+
+def _store(block: Block, analysis: Analysis, by: str, alive: Collection[Value], fuse: bool) -> None:
+    """Picks the steps of every block, and the values that it keeps for the backward pass.
+
+    Args:
+        block: The block.
+        analysis: What is known about its values.
+        by: The goal.
+        alive: The arguments of the block that are in memory anyway.
+        fuse: Whether attention runs in the fused kernel of the device.
+    """
+    for op in block.ops:
+        if analysis.rulings[op].rule == "program":
+            for sub in op.subs:
+                changing = {place for _, place in sub.carry}
+                inner = [
+                    v
+                    for i, (v, index) in enumerate(zip(sub.program.invars, sub.ins, strict=True))
+                    if op.ins[index] in alive and i not in changing
+                ]
+                goal = by if by == WRITTEN else INSIDE.get(op.inside.storage, by)
+                _store(sub.program, analysis, goal, {*inner}, fuse)
+    flow = flow_of(block, analysis)
+    linked, stands_for = chains.links(flow), analysis.marks.stands_for
+    found = FINDERS[by](flow, fuse, linked)
+    found = [leave_small(i, flow) if isinstance(i, Recomputed) else i for i in found]
+    taken = {op for island in found for op in island.ops}
+    links = [*groups(flow, taken, lambda op: stands_for.get(op, op) in linked)]
+    more = chains.islands(links, flow) if by in (FAST, PEEPHOLES) else []
+    # If islands depend on each other in a cycle, none is used.
+    attempts = (_in_steps(flow.ops, together) for together in ([*found, *more], found))
+    steps: Sequence[Step] = next(filter(None, attempts), flow.ops)
+    used = {op for step in steps if isinstance(step, Island) for op in step.ops}
+    for ops in links:
+        chains.unrounded(ops, flow, by != WRITTEN and ops[0] not in used)
+    for step in steps:
+        if isinstance(step, Elementwise):
+            chains.unrounded(step.ops, flow, differentiated=False)
+    if by == LEAN:
+        steps, kept = checkpoints(analysis, steps, block.outvars, alive)
+        analysis.kept.update(kept)
+    analysis.steps[block] = tuple(steps)
+
+
+def _in_steps(ops: Sequence[Op], islands: Sequence[Island]) -> list[Step] | None:
+    """Returns ops and islands in order; None without islands, or if they wait for each other."""
+    units = in_order(ops, [island.ops for island in islands]) if islands else None
+    around = {op: island for island in islands for op in island.ops}
+    return [around.get(unit[0], unit[0]) for unit in units] if units else None
+
+
+# ---- which steps --------------------------------------------------------------------------------
+
+
+def _special(flow: Flow, fuse: bool, links: Collection[Op]) -> list[Island]:
+    """Returns the islands whose derivative is cheaper than the one that JAX derives."""
+    found: list[Island] = [*peepholes.softmaxes(flow)]
+    if fuse:
+        found = fusion.fuse(flow, found)
+        fusion.tell_of_late_norms(flow)
+    found = peepholes.attentions(flow, found)
+    sum_at_once(flow, {op for island in found for op in island.ops})
+    peepholes.repetitions(flow)
+    return found
+
+
+def _fewest_moved(flow: Flow, fuse: bool, links: Collection[Op]) -> list[Island]:
+    return islands(flow, _special(flow, fuse, links), links)
+
+
+def _fewest_kept(flow: Flow, fuse: bool, links: Collection[Op]) -> list[Island]:
+    """Returns the islands that keep fewer bytes than derivatives would, by rounding to half.
+
+    Half ops are not taken in, which would move the cut to their operands. A checkpoint around an
+    island would keep its wide inputs in float32.
+    """
+    found = islands(flow, _special(flow, fuse, links), links=())
+    rounded = [i for i in found if isinstance(i, Recomputed) and i.rounded]
+    narrow: dict[Island, Island] = {i: dataclasses.replace(i, wide=frozenset()) for i in rounded}
+    return [narrow.get(i, i) for i in found if i in narrow or not isinstance(i, Elementwise)]
+
+
+FINDERS: dict[str, Callable[[Flow, bool, Collection[Op]], list[Island]]] = {
+    FAST: _fewest_moved,
+    LEAN: _fewest_kept,
+    PEEPHOLES: _special,
+    WRITTEN: lambda flow, fuse, links: [],
+}
+
+
+# ---- running ------------------------------------------------------------------------------------
+
+
+def run_plan(
+    plan: Plan, args: Sequence[Any], out_dtypes: Sequence[Any], rows: bool = False
+) -> list[Any]:
+    """Evaluates a planned program.
+
+    Args:
+        plan: The plan.
+        args: One array per argument, in the dtypes for which the program was planned.
+        out_dtypes: The dtype in which each float32 result is returned.
+        rows: Whether to add scopes with the row number of each op, for a report.
+
+    Returns:
+        The results.
+    """
+    numbers = plan.rows if rows else {}
+    settings = Settings(plan.policy, plan.analysis, numbers, plan.as_written, plan.returned, fold)
+    return run_block(plan.block, args, out_dtypes, settings)

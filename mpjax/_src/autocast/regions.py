@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import jax
 
-from mpjax._src.autocast.graph import REGION
 from mpjax._src.autocast.kernels import region
 from mpjax._src.base.dtypes import FLOAT32, HALVES, DTypeLike, canonical
 from mpjax._src.base.errors import brief, check_callable
+from mpjax._src.program.graph import REGION
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -17,12 +17,24 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src.autocast.environment import Settings
-from mpjax._src.autocast.graph import REGION, Block, Op, Value
-from mpjax._src.autocast.islands import Island
-from mpjax._src.autocast.steps import Step, StepFlow, flow_of, together
+from mpjax._src.autocast.environment import Env, Settings
+from mpjax._src.autocast.operations import run_step
+from mpjax._src.autocast.schedule import StepFlow, flow_of, together
+from mpjax._src.autocast.steps import (
+    Attention,
+    Body,
+    FusedAttention,
+    Recomputed,
+    Sloped,
+    SoftmaxIsland,
+    Step,
+    as_function,
+    hand_out,
+)
+from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax
 from mpjax._src.base.higher_order import Inside
+from mpjax._src.program.graph import REGION, Block, Op, Value
 
 # Shorter stretches save no time.
 SHORTEST = 4
@@ -30,24 +42,47 @@ SHORTEST = 4
 Code = Callable[[Step], tuple[int, list[Value]]]
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Stretch:
-    """Steps that run together.
+    """Repeated steps, which are rewritten once, then evaluated and differentiated whole.
 
     Attributes:
         steps: The steps, after the operations from elsewhere that compute operands where they are
             read.
         key: A key of the computation, equal for equal stretches.
-        inputs: The values that flow in.
-        outputs: The values that flow out of this stretch or of an equal one.
+        ins: The values that flow in.
+        outs: The values that flow out of this stretch or of an equal one.
         stack: The names around all of the steps.
     """
 
-    steps: list[Step]
+    steps: tuple[Step, ...]
     key: Any
-    inputs: list[Value]
-    outputs: list[Value]
+    ins: tuple[Value, ...]
+    outs: tuple[Value, ...]
     stack: Any
+
+    def run(self, env: Env) -> None:
+        """Runs the steps, by the function of an equal stretch if there was one."""
+        held, tree = jax.tree.flatten([env.held(value) for value in self.ins])
+        avals = tuple(map(jax.typeof, held))
+        key = self.key, tree, avals
+        if key not in env.shared:
+            env.shared[key] = self._rewritten(env, avals, tree)
+        call, out_tree = env.shared[key]
+        with _jax.inside(self.stack):
+            results = call(*held)
+        hand_out(self.outs, jax.tree.unflatten(out_tree, results), self.steps, env)
+
+    def _rewritten(self, env: Env, avals: Sequence[Any], tree: Any) -> Any:
+        """Returns the steps as a function of flat arrays, and the tree of its results."""
+
+        def run_steps(env):
+            for step in self.steps:
+                run_step(step, env)
+
+        inner = functools.partial(env.inside, len(self.stack.stack))
+        run, trees = as_function(self.ins, self.outs, tree, inner, Env.held, run_steps)
+        return _jax.linearized_once(_jax.trace(run, avals, "stretch")), trees[0]
 
 
 def fold(
@@ -70,7 +105,7 @@ def fold(
     between = _between(keys, runs)
     if not (runs or between):
         return [*steps]
-    flow = flow_of(steps, results)
+    flow = flow_of(settings.analysis, steps, results)
     found = [place for run in runs for place in itertools.pairwise(_cuts(run, flow.names))]
     found += between
     # All together, because equal stretches of different runs are rewritten once too.
@@ -86,27 +121,31 @@ def fold(
 
 # ---- what is alike ------------------------------------------------------------------------------
 
-# The fields of a value and of an op that the rewrite reads, apart from the equation and the
-# connections. A test checks that they are complete.
-READ = {
-    Value: "raw literal given moved dtype",
-    Op: "rule half forced compute steady centred online repeats sent_half",
-}
+# What the rewrite reads, apart from equations and connections. A test checks that it is complete.
 
-# Nested programs are grouped into islands during the rewrite, which reads nearly all fields.
-UNREAD = {
-    Value: "aval const paths is_f32 size",
-    Op: "eqn ins outs subs stack scopes callers index why attention name spec",
-    Island: "",
-    Block: "steps",
-}
-FIELDS: dict[type, list[str]] = {
-    kind: [f.name for f in dataclasses.fields(kind) if f.name not in unread.split()]
-    for kind, unread in UNREAD.items()
-}
-_of = {
-    kind: (operator.attrgetter(*read.split()), operator.attrgetter(*FIELDS[kind]))
-    for kind, read in READ.items()
+
+def _of_value(value: Value, analysis: Analysis, inside: bool) -> tuple[Any, ...]:
+    """Returns what the rewrite reads of a value; of one in a nested program, nearly everything."""
+    seen = value.literal, value.given, value.moved, analysis.is_raw(value)
+    stored = analysis.stored[value]
+    if inside:  # where islands are chosen
+        return *seen, value.entries, value in analysis.small, stored
+    return *seen, stored.dtype
+
+
+def _of_op(op: Op, analysis: Analysis) -> tuple[Any, ...]:
+    """Returns what the rewrite reads of an op."""
+    ruling, choice = analysis.rulings[op], analysis.choices[op]
+    decided = ruling.rule, ruling.half, ruling.forced, choice.compute, choice.sent_half
+    marks = analysis.marks
+    others = (table.get(op) for table in (marks.centred, marks.online, marks.repeats))
+    return *decided, marks.is_steady(op), *others
+
+
+# The fields of steps and nested programs that make up their keys.
+FIELDS = {
+    kind: [field.name for field in dataclasses.fields(kind)]
+    for kind in (Block, Body, Sloped, Recomputed, SoftmaxIsland, Attention, FusedAttention)
 }
 
 
@@ -114,7 +153,8 @@ def _coder(settings: Settings) -> Code:
     """Returns a function from a step to its number, equal for equal steps, and its values."""
     numbers: dict[Any, int] = {}
     # The policy's overrides may match the names of scopes.
-    overrides, returned, kept = bool(settings.policy.overrides), settings.returned, settings.kept
+    overrides, returned = bool(settings.policy.overrides), settings.returned
+    analysis, kept = settings.analysis, settings.analysis.kept
 
     def number(key: Any) -> int:
         return numbers.setdefault(key, len(numbers))
@@ -125,9 +165,8 @@ def _coder(settings: Settings) -> Code:
         if const is not None:
             const = np.asarray(const)
             const = const.tobytes() if const.size < 64 else id(value.const)
-        return number(
-            (value.aval, const, value in returned, value in kept, _of[Value][inside](value))
-        )
+        known = value.aval, const, value in returned, value in kept
+        return number((*known, _of_value(value, analysis, inside)))
 
     @functools.cache
     def code(step: Step) -> tuple[int, list[Value]]:
@@ -145,7 +184,7 @@ def _coder(settings: Settings) -> Code:
                 ops[x] = len(ops)
                 values = [key(v, inside) for v in (*x.ins, *x.outs)]
                 subs = tuple([key(sub, True) for sub in x.subs])
-                return _place(x, overrides), _of[Op][inside](x), len(x.ins), *values, subs
+                return _place(x, overrides), _of_op(x, analysis), len(x.ins), *values, subs
             if kind in FIELDS:
                 return tuple([key(getattr(x, f), inside) for f in FIELDS[kind]])
             if kind in (list, tuple, range, Inside):
@@ -258,7 +297,8 @@ def _stretch(flow: StepFlow, a: int, b: int, code: Code) -> tuple[Stretch, list[
     stack = _jax.common_stack(flow.names[a:b])
     names = tuple([name.stack[len(stack.stack) :] for name in flow.names[a:b]])
     key = tuple([code(s)[0] for s in steps]), tuple(numbers), names
-    return Stretch(steps, key, inputs, [], stack), [*places], {places[v] for v in outputs}
+    found = Stretch(tuple(steps), key, tuple(inputs), (), stack)
+    return found, [*places], {places[v] for v in outputs}
 
 
 def _alike(copies: list[tuple[Stretch, list[Value], set[int]]]) -> list[Stretch | None]:
@@ -268,6 +308,9 @@ def _alike(copies: list[tuple[Stretch, list[Value], set[int]]]) -> list[Stretch 
     for stretch, _, outputs in copies:
         out.setdefault(stretch.key, set()).update(outputs)
         count[stretch.key] += 1
-    for stretch, values, _ in copies:
-        stretch.outputs = [values[i] for i in sorted(out[stretch.key])]
-    return [stretch if count[stretch.key] > 1 else None for stretch, _, _ in copies]
+    return [
+        dataclasses.replace(stretch, outs=tuple(values[i] for i in sorted(out[stretch.key])))
+        if count[stretch.key] > 1
+        else None
+        for stretch, values, _ in copies
+    ]

@@ -1,5 +1,8 @@
 """The shifts of exponentials before they are summed, usually the maximum of the row."""
 
+from collections.abc import Collection
+
+from mpjax._src.autocast.flow import Flow
 from mpjax._src.autocast.forms import (
     CONSTANT,
     EXPONENT,
@@ -13,10 +16,10 @@ from mpjax._src.autocast.forms import (
     narrowed,
     numbered_values,
 )
-from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.autocast.islands import Flow, Island
-from mpjax._src.autocast.views import Axes, before, is_view, own_axes
+from mpjax._src.autocast.tables import Stored
 from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.program.graph import Op, Value
+from mpjax._src.program.views import Axes, before, is_view, own_axes
 
 # Added to a sum that is at least 1, this changes nothing in half precision.
 SMALL = 2.0**-13
@@ -25,7 +28,7 @@ SMALL = 2.0**-13
 def shifted_by(value: Value, flow: Flow) -> "tuple[Value, Value] | None":
     """Returns the operand and its shift if a value is such a sum or difference."""
     op = flow.producer.get(value)
-    if op is None or op.name not in ("add", "sub") or op.compute != FLOAT32:
+    if op is None or op.name not in ("add", "sub") or flow.choices[op].compute != FLOAT32:
         return None
     first, second = (unspread(v, flow).size for v in op.ins)
     if first > second:
@@ -70,7 +73,7 @@ def mark_steady(shifts: list[Value], members: set[Op], flow: Flow) -> None:
             if not known.issuperset(flow.readers.get(v, ())):
                 break
         else:
-            op.steady = True
+            flow.marks.steady.add(op)
             cone.add(op)
             todo |= {flow.producer[v] for v in op.ins if v in flow.producer}
 
@@ -130,7 +133,7 @@ LONG = 1024
 GUARDS = ("max", "min", "select_n", "stop_gradient")
 
 
-def sum_at_once(flow: Flow, found: list[Island]) -> None:
+def sum_at_once(flow: Flow, taken: Collection[Op]) -> None:
     """Finds sums of exponentials that are shifted by their row's maximum, as in a logsumexp.
 
     As written, one pass over the row computes the maximum and a second one the sum. But any part of
@@ -143,28 +146,25 @@ def sum_at_once(flow: Flow, found: list[Island]) -> None:
     Exponentials that are also read elsewhere, as in a softmax, are left as they are: they need the
     second pass.
     """
-    taken = {op for island in found for op in island.ops}
-    sums = [op for op in flow.block.ops if op.name == "reduce_sum" and op not in taken]
+    online = flow.marks.online
+    sums = [op for op in flow.ops if op.name == "reduce_sum" and op not in taken]
     pairs = [(op, made) for op in sums if (made := _exponentials(op, flow)) is not None]
     if not pairs:
         return
-    numbers = numbered_values(flow.block)
+    numbers = numbered_values(flow)
     for total, (exponential, scores, shift) in pairs:
         match = _maximum_of(total, scores, shift, flow, numbers)
         if match is None or match[0] in taken:
             continue
         largest, shift = match
-        if largest.online not in ("", exponential.name):
+        if online.get(largest, exponential.name) != exponential.name:
             continue
-        if not largest.online:
-            largest.outs = [*largest.outs, _like(total.outs[0])]
-            largest.online = exponential.name
-            flow.producer[largest.outs[1]] = largest
-        total.online = exponential.name
-        read = [*largest.outs, shift]
-        total.ins = [*total.ins, *read]
-        for value in dict.fromkeys(read):
-            flow.readers.setdefault(value, []).append(total)
+        if largest not in online:
+            extra = _like(total.outs[0], flow)
+            largest = flow.replace(largest, largest.ins, [*largest.outs, extra])
+            online[largest] = exponential.name
+        total = flow.replace(total, [*total.ins, *largest.outs, shift], total.outs)
+        online[total] = exponential.name
 
 
 def _exponentials(total: Op, flow: Flow) -> "tuple[Op, Value, Value] | None":
@@ -178,7 +178,7 @@ def _exponentials(total: Op, flow: Flow) -> "tuple[Op, Value, Value] | None":
     scores, shift = shifted.ins
     rows = max(1, total.outs[0].size)
     fits = (
-        all(is_plain(op) for op in (total, exponential, shifted))
+        all(is_plain(op, flow) for op in (total, exponential, shifted))
         and flow.readers[exponential.outs[0]] == [total]
         and scores.aval.shape == total.ins[0].aval.shape
         and total.ins[0].size >= LONG * rows
@@ -199,7 +199,7 @@ def _maximum_of(
     largest, place = _largest(shift, where, flow, GUARDS)
     fits = (
         largest is not None
-        and (largest.online or is_plain(largest))
+        and (largest in flow.marks.online or is_plain(largest, flow))
         and largest.params["axes"] == total.params["axes"]
         and numbers.get(largest.ins[0]) == numbers.get(scores)
         and all(
@@ -209,6 +209,9 @@ def _maximum_of(
     return (largest, shift) if largest is not None and fits else None
 
 
-def _like(value: Value) -> Value:
+def _like(value: Value, flow: Flow) -> Value:
     """Returns a float32 value of the shape of another."""
-    return Value(value.aval, kind="full", dtype=FLOAT32, small=True)
+    sums = Value(value.aval)
+    flow.stored[sums] = Stored("full", FLOAT32)
+    flow.analysis.small.add(sums)
+    return sums

@@ -1,205 +1,440 @@
-"""The steps that run a block, and the flow of values between them.
+"""The steps that run a block: an op, or one of these classes, of ops that run together.
 
-A step is an operation, or several operations that run together: an island or a checkpoint.
+Each step has ``ops``, and the values ``ins`` and ``outs`` that flow in and out. The operations of a
+gelu or a layer norm are float32, and its derivative reads the values in between. Stored, they take
+several times the memory of the half input. An `Island` keeps its inputs and the results of its
+reductions, and recomputes the rest, or has a cheaper derivative.
 """
 
 import dataclasses
-import graphlib
-import heapq
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mpjax._src.autocast.graph import Op, Value
-from mpjax._src.autocast.islands import Island, is_free
-from mpjax._src.base import _jax
+import jax
+
+from mpjax._src.autocast import derivatives, fused
+from mpjax._src.autocast.derivatives import Softmax, Weighing, known
+from mpjax._src.autocast.environment import Env
+from mpjax._src.autocast.flow import Flow, free_producers
+from mpjax._src.autocast.operations import at, evaluate, run_step, run_steps
+from mpjax._src.autocast.schedule import made_where_read, ops_of
+from mpjax._src.autocast.tables import Analysis
+from mpjax._src.base import _jax, rules
+from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.program.graph import Op, Value
+from mpjax._src.program.views import is_view
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Body:
+    """Ops that run together, and the values that flow between them and others.
+
+    Attributes:
+        ops: The ops, in order.
+        free: Ops that make constants, which it repeats at no cost, before the others.
+        views: Ops that make views of its inputs, which it repeats too.
+        ins: The values that flow in.
+        outs: The values that flow out.
+        sums: The results of reductions, which are kept.
+        in_half: The results that only half operations read.
+        half: The half dtype.
+    """
+
+    ops: tuple[Op, ...]
+    free: tuple[Op, ...]
+    views: tuple[Op, ...]
+    ins: tuple[Value, ...]
+    outs: tuple[Value, ...]
+    sums: tuple[Value, ...]
+    in_half: frozenset[Value]
+    half: Any
+
+    @property
+    def stack(self) -> Any:
+        """The names around all of its ops."""
+        return _jax.common_stack([op.stack for op in self.ops])
+
+    def inside(self, env: Env, kept: Mapping[Value, Any] | None = None) -> Env:
+        """Returns an environment for its ops; values in ``kept`` are not computed again."""
+        return env.inside(len(self.stack.stack), dict(kept or {}))
+
+    def start(
+        self, env: Env, given: Iterable[tuple[Value, Any]], kept: Mapping[Value, Any] | None = None
+    ) -> Env:
+        """Returns an environment with the given arrays, and what free ops and views compute."""
+        inner = self.inside(env, kept)
+        for value, array in given:
+            inner.write(value, array)
+        for op in (*self.free, *self.views):
+            evaluate(op, inner)
+        return inner
+
+    def outcome(self, inner: Env) -> tuple[list[Any], list[Any]]:
+        """Returns the arrays that flow out, in half where only half ops read them, and the sums."""
+        arrays = [
+            inner.read(v, self.half) if v in self.in_half else inner.best(v) for v in self.outs
+        ]
+        return arrays, [inner.read(v) for v in self.sums]
+
+
+def body_of(ops: Iterable[Op], flow: Flow, views: Iterable[Op] = ()) -> Body:
+    """Returns ops as a body, given the flow of values around them."""
+    ops = tuple(sorted(ops, key=lambda op: op.index))
+    views = tuple(sorted({*views}, key=lambda op: op.index))
+    members, free = {*ops}, tuple(free_producers(ops, flow))
+    run = (*free, *views, *ops)
+    made = {v for op in run for v in op.outs}
+    read = dict.fromkeys(v for op in run for v in op.ins if v not in made and not v.literal)
+    reduced = (op for op in ops if rules.REDUCES in op.spec.traits)
+    readers = {
+        v: [r for r in flow.readers.get(v, ()) if r not in members] for op in ops for v in op.outs
+    }
+    outs = tuple(v for v, outside in readers.items() if outside)
+    halves = (flow.rulings[op].half for op in ops)
+    return Body(
+        ops,
+        free,
+        views,
+        tuple(read),
+        outs,
+        tuple(v for op in reduced for v in op.outs if v.is_f32),
+        frozenset(v for v in outs if v.is_f32 and _only_half(readers[v], flow)),
+        next((half for half in halves if half is not None), None),
+    )
+
+
+def _only_half(readers: "Collection[Op | None]", flow: Flow) -> bool:
+    return all(op is not None and flow.choices[op].compute in HALVES for op in readers)
+
+
+# ---- islands ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Island:
+    """Ops that run together, with a derivative of their own."""
+
+    body: Body
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return self.body.ops
+
+    @property
+    def ins(self) -> tuple[Value, ...]:
+        return self.body.ins
+
+    @property
+    def outs(self) -> tuple[Value, ...]:
+        return self.body.outs
+
+    @property
+    def needs(self) -> Iterator[Value]:
+        """The values that its derivative reads."""
+        raise NotImplementedError
+
+    def run(self, env: Env) -> None:
+        """Runs it."""
+        body = self.body
+        arrays = self.operands(env)
+        with at(body.ops[-1], body.stack, env):
+            results = self.results(env, arrays)
+        for value, array in zip(body.outs, results, strict=True):
+            if value in body.in_half:
+                env.write(value, array)
+            else:
+                env.store(value, array)
+
+    def operands(self, env: Env) -> list[Any]:
+        """Returns the arrays that flow in."""
+        return [env.read(v) for v in self.ins]
+
+    def results(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
+        """Returns the arrays that flow out."""
+        raise NotImplementedError
+
+    def forward(
+        self, env: Env, arrays: Sequence[Any], sums: Sequence[Any] = ()
+    ) -> tuple[list[Any], list[Any]]:
+        """Evaluates its ops; ``sums`` are the results of reductions, if they are known."""
+        body = self.body
+        kept = dict(zip(body.sums, sums, strict=False))
+        inner = body.start(env, zip(body.ins, arrays, strict=True), kept)
+        for op in body.ops:
+            evaluate(op, inner)
+        return body.outcome(inner)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Elementwise(Island):
+    """An island whose derivative is computed from its inputs.
+
+    Attributes:
+        barrier: Whether a barrier must keep XLA from saving the values inside.
+        wide: Half inputs with float32 cotangents: a mean outside of an island that normalizes by it
+            adds to the cotangent before it is rounded.
+    """
+
+    barrier: bool = False
+    wide: frozenset[Value] = frozenset()
+
+    def operands(self, env: Env) -> list[Any]:
+        return [env.read(v, FLOAT32 if v in self.wide else None) for v in self.ins]
+
+    def prevents(self, env: Env) -> bool:
+        """Returns whether the barrier is needed here."""
+        return self.barrier and not env.in_loop
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sloped(Elementwise):
+    """An elementwise island that keeps its slope instead of its operand."""
+
+    @property
+    def needs(self) -> Iterator[Value]:
+        yield from self.ins
+
+    def results(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
+        forward = functools.partial(self.forward, env)
+        return derivatives.elementwise(forward, arrays, self.prevents(env))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recomputed(Elementwise):
+    """An island that keeps its inputs and sums, and recomputes the rest.
+
+    Attributes:
+        rounded: The inputs that are kept in half.
+        tail: The activation after a norm, whose cotangent is half.
+        again: The ops of other islands that compute inputs which are not kept.
+    """
+
+    rounded: frozenset[Value] = frozenset()
+    tail: tuple[Op, ...] = ()
+    again: tuple[Op, ...] = ()
+
+    @property
+    def kept(self) -> tuple[Value, ...]:
+        """The inputs that it does not recompute itself."""
+        made = {v for op in self.again for v in op.outs}
+        return tuple(v for v in self.ins if v not in made)
+
+    @property
+    def needs(self) -> Iterator[Value]:
+        yield from (v for v in self.ins if v not in self.rounded)
+
+    def results(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
+        narrow = [v in self.rounded or v in self.wide for v in self.ins]
+        halves = {i: env.read(v) for i, v in enumerate(self.ins) if v in self.wide}
+        forward, prevents = functools.partial(self.forward, env), self.prevents(env)
+        return derivatives.recomputed(forward, arrays, narrow, self.body.half, prevents, halves)
+
+    def forward(
+        self, env: Env, arrays: Sequence[Any], sums: Sequence[Any] = ()
+    ) -> tuple[list[Any], list[Any]]:
+        body = self.body
+        arrays = self._made_again(env, arrays) if self.again else arrays
+        kept = dict(zip(body.sums, sums, strict=False))
+        inner = body.start(env, zip(body.ins, arrays, strict=True), kept)
+        for op in body.ops:
+            if op not in self.tail:
+                evaluate(op, inner)
+            elif op is self.tail[-1]:
+                self._run_tail(env, inner)
+        return body.outcome(inner)
+
+    def _made_again(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
+        inner, given = self.body.inside(env), dict(zip(self.ins, arrays, strict=True))
+        kept = self.kept
+        for value in kept:
+            # Without the barrier, XLA would recognise recomputed values and keep the earlier ones.
+            inner.write(value, _jax.again_barrier(given[value]))
+        for op in self.again:
+            evaluate(op, inner)
+        made = {v: inner.read(v) for v in given.keys() - {*kept}}
+        return [known(array, made[v]) if v in made else array for v, array in given.items()]
+
+    def _run_tail(self, env: Env, outer: Env) -> None:
+        inside = {v for op in (*self.body.free, *self.tail) for v in op.outs}
+        read = (v for op in self.tail for v in op.ins if not v.literal and v not in inside)
+        (operand,), (result,) = {*read}, self.tail[-1].outs
+        half = self.body.half if result in self.body.in_half else None
+
+        def activate(x):
+            inner = self.body.inside(env)
+            inner.write(operand, x)
+            for op in (*self.body.free, *self.tail):
+                evaluate(op, inner)
+            return inner.read(result, half)
+
+        x = outer.read(operand, FLOAT32)
+        outer.write(result, derivatives.activation(activate, x, self.body.half))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SoftmaxIsland(Island):
+    """A softmax, whose derivative reads its result.
+
+    Attributes:
+        form: Its properties. The differentiated inputs come first.
+    """
+
+    form: Softmax
+
+    @property
+    def needs(self) -> Iterator[Value]:
+        yield from (*self.ins[1:], *self.outs)
+
+    def results(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
+        forward = functools.partial(self.forward, env)
+        return derivatives.softmax(forward, arrays, self.form, not env.in_loop)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Attention(SoftmaxIsland):
+    """A softmax with the matmul that multiplies it with values.
+
+    Attributes:
+        matmul: The matmul.
+        weights: The dropouts and changes of layout before it.
+    """
+
+    matmul: Op
+    weights: tuple[Op, ...]
+
+    def results(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
+        weighed = self.weights[-1].outs[0] if self.weights else self.body.sums[0]
+        place = self.matmul.ins.index(weighed)
+        views = [op.eqn for op in self.weights if is_view(op)]
+        weigh = functools.partial(self._weigh, env) if self.weights else None
+        by = Weighing(self.matmul.eqn, place, views, weigh)
+        forward = functools.partial(self.forward, env)
+        return derivatives.attention(forward, arrays, self.form, by)
+
+    def _weigh(self, env: Env, p: Any, more: Sequence[Any]) -> Any:
+        given = [*self.body.sums, *self.ins[2 : self.form.moving]]
+        inner = self.body.start(env, zip(given, [p, *more], strict=True))
+        for op in self.weights:
+            evaluate(op, inner)
+        return inner.read(self.weights[-1].outs[0], FLOAT32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FusedAttention(Island):
+    """An attention in the fused kernel of the device.
+
+    Attributes:
+        fusion: How it runs.
+    """
+
+    fusion: fused.Fusion
+
+    @property
+    def needs(self) -> Iterator[Value]:
+        yield from (*self.ins, *self.outs)
+
+    def operands(self, env: Env) -> list[Any]:
+        half = [env.read(v, self.body.half) for v in self.ins[:3]]  # the operands of its matmuls
+        return [*half, *(env.read(v) for v in self.ins[3:])]
+
+    def results(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
+        return fused.run(self.fusion, arrays)
+
+
+# ---- what derivatives read ----------------------------------------------------------------------
+
+
+def needs(analysis: Analysis, step: Any) -> Iterator[Value]:
+    """Yields the values that a step's derivative reads."""
+    if isinstance(step, Op):
+        yield from _needs_of(step, analysis)
+    elif isinstance(step, Island):
+        yield from step.needs
+
+
+def _needs_of(op: Op, analysis: Analysis) -> Iterator[Value]:
+    """Yields what the derivative of an op reads: masks, indices, and the values of its row."""
+    if analysis.rulings[op].rule == "program":
+        yield from (v for v in op.ins if not v.literal)
+        return
+    floats = [v for v in op.ins if v.is_f32 and v.const is None]
+    if not floats or not any(v.is_f32 for v in op.outs) or analysis.marks.is_steady(op):
+        return
+    saves, kinked = op.spec.saves, rules.KINKED in op.spec.traits
+    yield from (v for v in op.ins if not v.is_f32 and not v.literal)
+    if kinked or saves == rules.OPERANDS or (saves == rules.OTHERS and len(floats) > 1):
+        yield from floats
+    if kinked or saves == rules.RESULT or op.name == "div":
+        yield from op.outs
+
+
+# ---- other steps that run together --------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Checkpoint:
     """Steps that the backward pass repeats, except for their kept values.
 
-    The kept values are those in `Plan.kept`, and those that may not be computed twice.
+    The kept values are those in `Analysis.kept`, and those that may not be computed twice.
 
     Attributes:
         steps: The steps, after the operations from elsewhere that compute operands where they are
             read.
-        inputs: The values that flow in.
-        results: The values that flow out.
+        ins: The values that flow in.
+        outs: The values that flow out.
     """
 
-    steps: "list[Step]"
-    inputs: list[Value]
-    results: list[Value]
+    steps: "tuple[Step, ...]"
+    ins: tuple[Value, ...]
+    outs: tuple[Value, ...]
 
     @property
-    def ops(self) -> list[Op]:
-        return [op for step in self.steps for op in ops_of(step)]
+    def ops(self) -> tuple[Op, ...]:
+        return tuple(op for step in self.steps for op in ops_of(step))
+
+    def run(self, env: Env) -> None:
+        """Runs the steps under a checkpoint."""
+        stored, tree = jax.tree.flatten([env.as_stored(value) for value in self.ins])
+        inner = functools.partial(env.inside, env.depth)
+        steps = functools.partial(run_steps, self.steps, self.outs)
+        run, trees = as_function(self.ins, self.outs, tree, inner, Env.as_stored, steps)
+        results = derivatives.kept_alone(lambda stored: run(*stored), stored, not env.in_loop)
+        hand_out(self.outs, jax.tree.unflatten(trees[0], results), self.steps, env)
 
 
 Step = Op | Island | Checkpoint
 
 
-def connected(pairs: Iterable[tuple[int, int]]) -> Iterable[list[int]]:
-    """Returns the groups of numbers that pairs connect, in order."""
-    up: dict[int, int] = {}  # towards the number that stands for the group, which has itself
+def as_function(
+    ins: Sequence[Value],
+    outs: Sequence[Value],
+    tree: Any,
+    inner: Callable[[], Env],
+    held: Callable[[Env, Value], Any],
+    run_inside: Callable[[Env], None],
+) -> tuple[Callable[..., list[Any]], list[Any]]:
+    """Returns steps as a function of flat arrays, and a list for the trees of its results."""
+    trees: list[Any] = []
 
-    def group(i: int) -> int:
-        while up[i] != i:
-            up[i] = i = up[up[i]]  # halves the path
-        return i
+    def run(*arrays):
+        env = inner()
+        for value, given in zip(ins, jax.tree.unflatten(tree, arrays), strict=True):
+            env.hold(value, given)
+        run_inside(env)
+        leaves, out_tree = jax.tree.flatten([held(env, value) for value in outs])
+        trees.append(out_tree)
+        return leaves
 
-    for one, other in pairs:
-        up.setdefault(one, one)
-        up.setdefault(other, other)
-        up[group(one)] = group(other)
-    found: dict[int, list[int]] = {}
-    for i in sorted(up):
-        found.setdefault(group(i), []).append(i)
-    return found.values()
-
-
-def ops_of(step: Step) -> list[Op]:
-    return [step] if isinstance(step, Op) else step.ops
-
-
-def reads(step: Step) -> list[Value]:
-    return step.ins if isinstance(step, Op) else step.inputs
+    return run, trees
 
 
-def writes(step: Step) -> list[Value]:
-    return step.outs if isinstance(step, Op) else step.results
-
-
-def made_where_read(step: Step) -> bool:
-    """Returns whether an op computes its result separately in each dtype that is read."""
-    if not isinstance(step, Op):
-        return False
-    widened = step.in_force == "cast" and step.ins[0].is_f32 and step.outs[0].is_f32
-    # Devices exchange a parameter in the dtype in which it is read.
-    sent = step.rule == "layout" and step.outs[0].is_f32 and step.outs[0].moved
-    return widened or is_free(step) or sent
-
-
-@dataclasses.dataclass(eq=False)
-class StepFlow:
-    """The flow of values between steps, except values that are computed where they are read."""
-
-    steps: Sequence[Step]
-    names: list[Any]
-    made: dict[Value, Op]
-    producer: dict[Value, int]
-    last: dict[Value, int]  # the last step that reads a value
-
-
-def flow_of(
-    steps: Sequence[Step], results: Sequence[Value], copied: Collection[Op] = ()
-) -> StepFlow:
-    """Returns the flow of values between steps, for some results.
-
-    Ops in ``copied`` run wherever their results are read.
-    """
-    names = [_jax.common_stack([op.stack for op in ops_of(step)]) for step in steps]
-    flow = StepFlow(steps, names, {}, {}, {})
-    for i, step in enumerate(steps):
-        if isinstance(step, Op) and (made_where_read(step) or step in copied):
-            flow.made[step.outs[0]] = step
-        else:
-            flow.producer |= dict.fromkeys(writes(step), i)
-    for i, step in enumerate(steps):
-        flow.last |= dict.fromkeys(sources(flow, reads(step)), i)
-    flow.last |= dict.fromkeys(sources(flow, results), len(steps))
-    return flow
-
-
-def sources(flow: StepFlow, values: Iterable[Value]) -> Iterator[Value]:
-    """Yields values, or the operands of those that are computed where they are read."""
-    for value in values:
-        if value in flow.made:
-            yield from sources(flow, flow.made[value].ins)
-        elif not value.literal:
-            yield value
-
-
-def _makers(flow: StepFlow, values: Iterable[Value]) -> Iterator[Op]:
-    """Yields the ops that compute values where they are read, in order."""
-    for value in values:
-        if value in flow.made:
-            yield from _makers(flow, flow.made[value].ins)
-            yield flow.made[value]
-
-
-def together(flow: StepFlow, a: int, b: int) -> tuple[list[Step], list[Value], list[Value]]:
-    """Returns the steps from a to b as a separate program.
-
-    Returns:
-        The steps, after the operations from elsewhere that compute operands where they are read;
-        the values that flow in; and the values that flow out.
-    """
-    inside = flow.steps[a:b]
-    read = [v for step in inside for v in reads(step)]
-    # An operation from inside runs at its own place: its operand may be computed inside too.
-    own = {*inside}
-    steps = [*(op for op in dict.fromkeys(_makers(flow, read)) if op not in own), *inside]
-    local = [v for step in inside for v in writes(step) if a <= flow.producer.get(v, -1) < b]
-    known = set(local)
-    inputs = [v for v in dict.fromkeys(sources(flow, read)) if v not in known]
-    return steps, inputs, [v for v in local if flow.last.get(v, -1) >= b]
-
-
-def gathered(
-    steps: Sequence[Step],
-    results: Sequence[Value],
-    groups: Sequence[Sequence[Step]],
-    copied: Collection[Op],
-) -> Sequence[Step]:
-    """Returns steps in which each group is a checkpoint, except groups that cannot be one."""
-    units = in_order(steps, groups)
-    if units is None:
-        for group in groups if len(groups) > 1 else ():
-            steps = gathered(steps, results, [group], copied)
-        return steps
-    flow = flow_of([step for unit in units for step in unit], results, copied)
-    found: list[Step] = []
-    done = 0
-    for unit in units:
-        start, done = done, done + len(unit)
-        alone = len(unit) == 1 and unit not in groups
-        found += unit if alone else [Checkpoint(*together(flow, start, done))]
-    return found
-
-
-def in_order(
-    steps: Sequence[Step], groups: Sequence[Sequence[Step]]
-) -> "list[Sequence[Step]] | None":
-    """Sorts steps by their dependencies, with the steps of a group together and effects in order.
-
-    Returns:
-        The groups, and each other step alone; None if groups depend on each other in a cycle.
-    """
-    unit_of: dict[Step, Sequence[Step]] = {step: [step] for step in steps}
-    unit_of |= {step: group for group in groups for step in group}
-    producer = {v: step for step in steps for v in writes(step)}
-    first = {id(unit_of[step]): i for i, step in reversed([*enumerate(steps)])}
-    waits: dict[int, set[int]] = {i: set() for i in first.values()}
-    effect: Step | None = None
+def hand_out(
+    outs: Sequence[Value], results: Sequence[Any], steps: Sequence[Step], env: Env
+) -> None:
+    """Records the results of steps that ran together, and values computed where they are read."""
+    for value, arrays in zip(outs, results, strict=True):
+        env.hold(value, arrays)
     for step in steps:
-        before = [producer[v] for v in reads(step) if v in producer]
-        if isinstance(step, Op) and step.eqn.effects:
-            before += [] if effect is None else [effect]
-            effect = step
-        place = first[id(unit_of[step])]
-        waits[place] |= {first[id(unit_of[b])] for b in before} - {place}
-    sorter = graphlib.TopologicalSorter(waits)
-    try:
-        sorter.prepare()
-    except graphlib.CycleError:
-        return None
-    ready: list[int] = []
-    units = []
-    while sorter.is_active():
-        for place in sorter.get_ready():
-            heapq.heappush(ready, place)
-        place = heapq.heappop(ready)
-        units.append(unit_of[steps[place]])
-        sorter.done(place)
-    return units
+        if made_where_read(env.settings.analysis, step):
+            run_step(step, env)

@@ -1,6 +1,6 @@
 """`autocast`: op-level mixed precision for any JAX function.
 
-This module traces, caches and calls the function. `plan` decides the dtypes, and `rewrite`
+This module traces, caches and calls the function. `plan` decides the dtypes, and `operations`
 evaluates the program with them.
 """
 
@@ -13,11 +13,9 @@ from typing import Any, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from mpjax._src.autocast.graph import PLANNED, REGION
 from mpjax._src.autocast.kernels import Numbers, overridden, tracing
 from mpjax._src.autocast.others import check_no_other_policy
-from mpjax._src.autocast.plan import Plan, complete, outline
-from mpjax._src.autocast.rewrite import run_plan
+from mpjax._src.autocast.plan import Plan, complete, outline, run_plan
 from mpjax._src.autocast.signature import KEPT_CALLS, signature
 from mpjax._src.autocast.unplanned import warn_if_nothing_is_half
 from mpjax._src.base import _jax
@@ -28,7 +26,9 @@ from mpjax._src.base.patterns import nearest_paths
 from mpjax._src.base.trees import is_array
 from mpjax._src.policy.policy import Policy, PolicyLike, get_policy
 from mpjax._src.program import trace as programs
+from mpjax._src.program.graph import PLANNED, REGION
 from mpjax._src.program.modules import are_there, call_on_arrays, on_arrays
+from mpjax._src.program.site import equations
 from mpjax._src.program.states import handed_out, states
 from mpjax._src.program.trace import Flat
 
@@ -152,7 +152,8 @@ def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
     def traced_now(fun, args, kwargs):
         traced = trace(fun, policy, args, kwargs)
         if policy.compute_dtype in HALVES:
-            warn_if_nothing_is_half(traced.outline.block, policy)
+            outline = traced.outline
+            warn_if_nothing_is_half(outline.block, outline.analysis.rulings, policy)
         return traced
 
     def run_planned(fun, args, kwargs, leaves, tree):
@@ -259,11 +260,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 def _has_half_regions(jaxpr: Any) -> bool:
     """Returns whether a program has a region whose dtype is half."""
     marks = tuple(f"{REGION}{half.name}" for half in HALVES)
-    return any(
-        any(name.startswith(marks) for name in _jax.scope_names(eqn.source_info.name_stack))
-        or any(map(_has_half_regions, _jax.inner_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
+    return any(name.startswith(marks) for _, site, _ in equations(jaxpr) for name in site.scopes)
 
 
 def _holds_tracers(traced: Traced) -> bool:

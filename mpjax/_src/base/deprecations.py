@@ -90,7 +90,11 @@ DEPRECATED: dict[str, Deprecated] = {
 
 
 # Old place of a module -> its place now. Pickles name the modules of their classes.
-MOVED = {"mpjax._src.errors": "mpjax._src.base.errors"}
+MOVED = {
+    "mpjax._src.autocast.explain": "mpjax._src.instruments.explain",
+    "mpjax._src.autocast.residuals": "mpjax._src.instruments.kept",
+    "mpjax._src.errors": "mpjax._src.base.errors",
+}
 
 
 class Moved(importlib.abc.Loader):

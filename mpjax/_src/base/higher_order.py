@@ -1,8 +1,8 @@
 """The table of JAX primitives that hold programs (loops, branches, calls): one row per primitive.
 
-The planner, the rewrite, reports, `find_nonfinite`, `compare` and the order of gradients read it.
-The functions that evaluate these primitives under a plan are registered by `evaluates` in
-`autocast.rewrite`.
+The planner, the rewrite, reports, `find_nonfinite`, `compare`, `lint` and the order of gradients
+read it: a new primitive of a kind that is known needs its row here, its row in `rules`, and nothing
+else. `program.rebuild` and `program.interpret` have one function for each kind.
 """
 
 import dataclasses
@@ -42,6 +42,20 @@ class Inside(NamedTuple):
     consts: int = 0
 
 
+class Loop(NamedTuple):
+    """The parameters of an equation that say how a SCAN turns.
+
+    Attributes:
+        length: How often.
+        reverse: Whether from the last slice to the first.
+        unroll: How many iterations are compiled as one.
+    """
+
+    length: str
+    reverse: str
+    unroll: str
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class HigherOrder:
     """The row of a primitive.
@@ -49,6 +63,9 @@ class HigherOrder:
     Attributes:
         wire: A function from an equation to the programs inside it.
         kind: How the programs run: CALL, MAP, SCAN, WHILE or BRANCH.
+        params: The parameters that hold the programs, in the order of ``wire``. One of a BRANCH
+            holds all of them, as a tuple.
+        loop: Of a SCAN, the parameters that say how it turns.
         storage: What the plan may change about stored values inside: AROUND, THEIRS or NONE.
         knows: Whether constants that enter it are still known as constants inside.
         pinned: Whether its dtypes must stay as written, because rules that its author traced
@@ -60,6 +77,8 @@ class HigherOrder:
     wire: Callable[[Any], Iterable[Inside]]
     kind: str = CALL
     storage: str = AROUND
+    params: tuple[str, ...] = ()
+    loop: Loop | None = None
     knows: bool = False
     pinned: bool = False
     as_one: bool = False
@@ -70,6 +89,17 @@ class HigherOrder:
         """Whether it is a loop."""
         return self.kind in (SCAN, WHILE)
 
+    def holding(self, programs: Sequence[Any]) -> dict[str, Any]:
+        """Returns the parameters that hold the programs, with these in their place."""
+        held = [tuple(programs)] if self.kind == BRANCH else programs
+        return dict(zip(self.params, held, strict=True))
+
+    def turns(self, eqn: Any) -> tuple[int, bool, Any]:
+        """Returns how often a SCAN turns, whether from the last slice, and how it is unrolled."""
+        assert self.loop is not None
+        length, reverse, unroll = (eqn.params[name] for name in self.loop)
+        return length, reverse, unroll
+
 
 def higher_order(name: str) -> HigherOrder:
     """Returns the row of a primitive, or `FIRST_ORDER` if it holds no program that is known."""
@@ -78,19 +108,29 @@ def higher_order(name: str) -> HigherOrder:
 
 def turns_of(eqn: Any) -> int:
     """Returns how often the programs inside an equation run; 1 if that is not known."""
-    return eqn.params["length"] if higher_order(eqn.primitive.name).kind == SCAN else 1
+    row = higher_order(eqn.primitive.name)
+    return row.turns(eqn)[0] if row.loop else 1
 
 
-def _whole(param: str) -> Callable[[Any], Iterable[Inside]]:
-    """Returns ``wire`` for a primitive that calls one program on all of its operands."""
-    return lambda eqn: [Inside(eqn.params[param], range(len(eqn.invars)), range(len(eqn.outvars)))]
+def calling(param: str, kind: str = CALL, **columns: Any) -> HigherOrder:
+    """Returns the row of a primitive that calls one program on all of its operands."""
+
+    def wire(eqn: Any) -> Iterable[Inside]:
+        yield Inside(eqn.params[param], range(len(eqn.invars)), range(len(eqn.outvars)))
+
+    return HigherOrder(wire, kind, params=(param,), **columns)
 
 
-def _scan(eqn: Any) -> Iterable[Inside]:
-    consts, carry = _jax.scan_counts(eqn.params)
-    pairs = [(i, consts + i) for i in range(carry)]
-    whole = range(len(eqn.invars)), range(len(eqn.outvars))
-    yield Inside(eqn.params["jaxpr"], *whole, pairs, consts)
+def scanning(param: str, loop: Loop) -> HigherOrder:
+    """Returns the row of a primitive that scans one program: constants, carries, then slices."""
+
+    def wire(eqn: Any) -> Iterable[Inside]:
+        consts, carry = _jax.scan_counts(eqn.params)
+        pairs = [(i, consts + i) for i in range(carry)]
+        whole = range(len(eqn.invars)), range(len(eqn.outvars))
+        yield Inside(eqn.params[param], *whole, pairs, consts)
+
+    return HigherOrder(wire, SCAN, params=(param,), loop=loop, knows=True)
 
 
 def _while(eqn: Any) -> Iterable[Inside]:
@@ -109,17 +149,17 @@ def _branches(eqn: Any) -> Iterable[Inside]:
 
 FIRST_ORDER = HigherOrder(lambda eqn: (), "")
 HIGHER_ORDER: dict[str, HigherOrder] = {
-    "scan": HigherOrder(_scan, SCAN, knows=True),
-    "while": HigherOrder(_while, WHILE, NONE, knows=True),
-    "cond": HigherOrder(_branches, BRANCH, knows=True),
-    "jit": HigherOrder(_whole("jaxpr")),
-    "remat2": HigherOrder(_whole("jaxpr"), CALL, THEIRS, knows=True),
-    "shard_map": HigherOrder(_whole("jaxpr"), MAP),
-    "custom_jvp_call": HigherOrder(_whole("call_jaxpr"), as_one=True),
-    "custom_vjp_call": HigherOrder(_whole("call_jaxpr"), backward=True),
-    "custom_vmap_call": HigherOrder(_whole("call"), pinned=True),
-    "linear_call": HigherOrder(_whole("callee"), pinned=True),
-    "closed_call": HigherOrder(_whole("call_jaxpr")),
+    "scan": scanning("jaxpr", Loop("length", "reverse", "unroll")),
+    "while": HigherOrder(_while, WHILE, NONE, ("cond_jaxpr", "body_jaxpr"), knows=True),
+    "cond": HigherOrder(_branches, BRANCH, params=("branches",), knows=True),
+    "jit": calling("jaxpr"),
+    "remat2": calling("jaxpr", storage=THEIRS, knows=True),
+    "shard_map": calling("jaxpr", MAP),
+    "custom_jvp_call": calling("call_jaxpr", as_one=True),
+    "custom_vjp_call": calling("call_jaxpr", backward=True),
+    "custom_vmap_call": calling("call", pinned=True),
+    "linear_call": calling("callee", pinned=True),
+    "closed_call": calling("call_jaxpr"),
 }
 HIGHER_ORDER |= {"pjit": HIGHER_ORDER["jit"], "checkpoint": HIGHER_ORDER["remat2"]}
 HIGHER_ORDER |= dict.fromkeys(("core_call", "call"), HIGHER_ORDER["closed_call"])

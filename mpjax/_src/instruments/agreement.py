@@ -27,11 +27,12 @@ from mpjax._src.document import plots
 from mpjax._src.document.model import Document, Table
 from mpjax._src.document.report import Report
 from mpjax._src.instruments.healed import run_healed
-from mpjax._src.instruments.interpret import Place, Watcher, Wide, interpret, shown, widen
 from mpjax._src.instruments.likeness import Pool, alike, pool_of
 from mpjax._src.instruments.noise import moved
 from mpjax._src.instruments.nonfinite import check_concrete
 from mpjax._src.instruments.shadows import Comparer, CompareRow, Shadowed
+from mpjax._src.program.interpret import Watcher, Wide, interpret, widen
+from mpjax._src.program.site import Site, shown
 from mpjax._src.program.trace import Flat, trace
 
 # The meanings that results can have.
@@ -340,7 +341,7 @@ class _Step:
     """An operation with a floating result, in one iteration of the loops around it."""
 
     eqn: Any
-    place: Place
+    place: Site
     given: frozenset[int]  # the steps that its operands come from
     shadow: np.ndarray
 
@@ -357,7 +358,7 @@ class _Watcher(Watcher):
         self.comparer = Comparer(lambda eqn, place: place.lines(eqn))
         self.steps: list[_Step] = []
 
-    def operation(self, eqn: Any, ins: list[_Seen], place: Place) -> list[_Seen]:
+    def operation(self, eqn: Any, ins: list[_Seen], place: Site) -> list[_Seen]:
         values = self.comparer.operation(eqn, [v.value for v in ins], place)
         given = frozenset().union(*(v.makers for v in ins))
         return [self._step(value, _Step(eqn, place, given, value.shadow)) for value in values]
@@ -371,7 +372,7 @@ class _Watcher(Watcher):
     def constant(self, array: Any) -> _Seen:
         return _Seen(self.comparer.constant(array))
 
-    def decide(self, seen: _Seen, eqn: Any, place: Place) -> int:
+    def decide(self, seen: _Seen, eqn: Any, place: Site) -> int:
         return self.comparer.decide(seen.value, eqn, place)
 
     def slice(self, seen: _Seen, index: int) -> _Seen:

@@ -19,7 +19,6 @@ import jmp
 import numpy as np
 
 from mpjax._src.autocast.environment import constants_as_casts
-from mpjax._src.autocast.explain import computed_in
 from mpjax._src.base.dtypes import is_float
 from mpjax._src.base.errors import check_callable, did_you_mean
 from mpjax._src.base.lines import short, where
@@ -45,13 +44,7 @@ from mpjax._src.document.model import (
 from mpjax._src.document.report import Report
 from mpjax._src.document.text import table
 from mpjax._src.instruments.agreement import MEANINGS, Agreement, agreement
-from mpjax._src.instruments.interpret import (
-    OPERATION,
-    Wide,
-    interpret,
-    operations_in,
-    widen,
-)
+from mpjax._src.instruments.explain import computed_in
 from mpjax._src.instruments.noise import SUSPICIOUS, moved, size_of_terms
 from mpjax._src.instruments.nonfinite import check_concrete
 from mpjax._src.instruments.programs import Program, make_program, training_scale
@@ -67,6 +60,7 @@ from mpjax._src.instruments.shadows import (
     stats_of,
 )
 from mpjax._src.policy.policy import PolicyLike, get_policy
+from mpjax._src.program.interpret import OPERATION, Wide, interpret, operations_in, widen
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
 # The columns of the table, and those that hold words.

@@ -20,17 +20,10 @@ import numpy as np
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import HALVES
 from mpjax._src.base.rules import rule_of
-from mpjax._src.instruments.interpret import (
-    Place,
-    Watcher,
-    enters,
-    interpret,
-    run,
-    run_in_float32,
-    take,
-)
 from mpjax._src.instruments.programs import Program
 from mpjax._src.instruments.ranges import Range, counts, is_number, largest_finite, range_of
+from mpjax._src.program.interpret import Watcher, enters, interpret, run, run_in_float32, take
+from mpjax._src.program.site import Site
 
 # The longest expression that a report states; a longer one is shortened to the numbers inside.
 LONGEST = 40
@@ -72,7 +65,7 @@ class Made:
     name: str
     inputs: tuple[Range, ...]
     result: Range
-    place: Place = dataclasses.field(default_factory=Place)
+    place: Site = dataclasses.field(default_factory=Site)
     lines: tuple[str, str] = ("", "")
 
     @property
@@ -143,7 +136,7 @@ def _arguments(program: Program, arrays: Sequence[Any]) -> list["_Moving"]:
     return [_Moving(x, name in program.parameters) for x, name in named]
 
 
-def _name(eqn: Any, program: Program, place: Place) -> str:
+def _name(eqn: Any, program: Program, place: Site) -> str:
     """Returns the name of an operation as the user wrote it: the plan may replace one by a call."""
     op: Any = None if place.op is None else program.ops[place.op].eqn
     planned = op is not None and _is_custom(eqn) and not _runs_others(op)
@@ -179,12 +172,12 @@ class _Search(Watcher):
         made: It, or the operations inside of it, without their places.
     """
 
-    def __init__(self, place: Place):
+    def __init__(self, place: Site):
         self._numbers, self._loops = place.numbers, place.loops
         self.operands: list[_Moving] | None = None
         self.made: list[Made] = []
 
-    def operation(self, eqn: Any, ins: list[_Moving], place: Place) -> list[_Moving]:
+    def operation(self, eqn: Any, ins: list[_Moving], place: Site) -> list[_Moving]:
         outs = run(eqn, [v.array for v in ins])
         if self._is_around(place):
             self.entered(eqn, ins, place)
@@ -192,19 +185,19 @@ class _Search(Watcher):
         moves = any(v.moves for v in ins)
         return [_Moving(x, moves and jnp.issubdtype(x.dtype, jnp.inexact)) for x in outs]
 
-    def entered(self, eqn: Any, ins: list[_Moving], place: Place) -> None:
+    def entered(self, eqn: Any, ins: list[_Moving], place: Site) -> None:
         own = self._is_around(place) and place.numbers[-1] == self._numbers[-1]
         if own and self.operands is None:
             self.operands = list(ins)
 
-    def _is_around(self, place: Place) -> bool:
+    def _is_around(self, place: Site) -> bool:
         # Differentiation moves what is the same in every iteration out of loops.
         return set(self._numbers) <= {*place.numbers} and set(self._loops) <= {*place.loops}
 
     def constant(self, array: Any) -> _Moving:
         return _Moving(array)
 
-    def decide(self, value: _Moving, eqn: Any, place: Place) -> int:
+    def decide(self, value: _Moving, eqn: Any, place: Site) -> int:
         return int(value.array)
 
     def slice(self, value: _Moving, index: int) -> _Moving:
@@ -224,19 +217,19 @@ class _Line(_Search):
     def __init__(self, program: Program, made: Made):
         super().__init__(made.place)
         self._program, self._made = program, made
-        self.found: list[tuple[Any, list[_Moving], Place]] = []
+        self.found: list[tuple[Any, list[_Moving], Site]] = []
 
-    def operation(self, eqn: Any, ins: list[_Moving], place: Place) -> list[_Moving]:
+    def operation(self, eqn: Any, ins: list[_Moving], place: Site) -> list[_Moving]:
         outs = super().operation(eqn, ins, place)
         if self._made.alone not in _made(eqn, ins, [v.array for v in outs]):
             self._note(eqn, ins, place)
         return outs
 
-    def entered(self, eqn: Any, ins: list[_Moving], place: Place) -> None:
+    def entered(self, eqn: Any, ins: list[_Moving], place: Site) -> None:
         if _is_custom(eqn):
             self._note(eqn, ins, place)
 
-    def _note(self, eqn: Any, ins: list[_Moving], place: Place) -> None:
+    def _note(self, eqn: Any, ins: list[_Moving], place: Site) -> None:
         here = place.loops == self._made.place.loops
         if here and self._program.lines(eqn, place) == self._made.lines:
             self.found.append((eqn, list(ins), place))
@@ -406,13 +399,13 @@ def _wide(x: Any) -> np.ndarray[Any, Any]:
 class _Terms(Watcher):
     """The watcher that remembers how everything was computed."""
 
-    def operation(self, eqn: Any, ins: list[_Term], place: Place) -> list[_Term]:
+    def operation(self, eqn: Any, ins: list[_Term], place: Site) -> list[_Term]:
         return [_Term(x, eqn, tuple(ins)) for x in run(eqn, [v.array for v in ins])]
 
     def constant(self, array: Any) -> _Term:
         return _Term(array)
 
-    def decide(self, value: _Term, eqn: Any, place: Place) -> int:
+    def decide(self, value: _Term, eqn: Any, place: Site) -> int:
         return int(value.array)
 
     def slice(self, value: _Term, index: int) -> _Term:

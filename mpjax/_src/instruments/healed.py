@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from mpjax._src.base.dtypes import is_half
 from mpjax._src.base.rules import MOVE, rule_of
-from mpjax._src.instruments.interpret import Place, Plain, interpret, run, run_in_float32
+from mpjax._src.program.interpret import Plain, interpret, run, run_in_float32
+from mpjax._src.program.site import Site
 
 # Operations that return entries of their operands, besides those whose rule is MOVE.
 CHOOSES = frozenset({"select_n"})
@@ -20,10 +21,10 @@ CHOOSES = frozenset({"select_n"})
 class Healed(Plain):
     """The watcher that returns the results of some equations in float32, as `heals` selects."""
 
-    def __init__(self, heals: Callable[[Any, Place], bool]):
+    def __init__(self, heals: Callable[[Any, Site], bool]):
         self.heals = heals
 
-    def operation(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
+    def operation(self, eqn: Any, ins: list[Any], place: Site) -> list[Any]:
         halves = [is_half(v.aval) for v in eqn.outvars]
         heals = any(halves) and self.heals(eqn, place)
         wide = any(
@@ -44,7 +45,7 @@ class Healed(Plain):
 
 
 def run_healed(
-    jaxpr: Any, arrays: Sequence[Any], heals: Callable[[Any, Place], bool] = lambda *_: False
+    jaxpr: Any, arrays: Sequence[Any], heals: Callable[[Any, Site], bool] = lambda *_: False
 ) -> list[Any]:
     """Returns the results of a program in which some lines return float32."""
     return interpret(jaxpr, list(arrays), Healed(heals))

@@ -30,16 +30,6 @@ from mpjax._src.document.model import (
 )
 from mpjax._src.document.report import Report
 from mpjax._src.instruments.derivative import Made, derivative_at
-from mpjax._src.instruments.interpret import (
-    Place,
-    Watcher,
-    interpret,
-    run,
-    run_in_float32,
-    shown,
-    take,
-    touches_half,
-)
 from mpjax._src.instruments.places import Places
 from mpjax._src.instruments.programs import (
     LEAST_EXPONENT,
@@ -56,6 +46,8 @@ from mpjax._src.instruments.ranges import (
     turns_of,
 )
 from mpjax._src.policy.policy import Policy, get_policy
+from mpjax._src.program.interpret import Watcher, interpret, run, run_in_float32, take, touches_half
+from mpjax._src.program.site import Site, shown
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
 # The most places that are moved to float32 by a tried override.
@@ -314,7 +306,7 @@ class _Finder(Watcher):
         self.made: list[Made | None] = []  # the operations of the events; None for an argument
         self._read: dict[int, list[str]] = {}  # the parameters that an equation reads, by number
 
-    def operation(self, eqn: Any, ins: list[Watched], place: Place) -> list[Watched]:
+    def operation(self, eqn: Any, ins: list[Watched], place: Site) -> list[Watched]:
         arrays = [v.array for v in ins]
         outs = run(eqn, arrays)
         carries = rules.SAME_PARAMETER in rule_of(eqn.primitive.name).traits
@@ -387,7 +379,7 @@ class _Finder(Watcher):
     def constant(self, array: Any) -> Watched:
         return Watched(array, any(counts(array)))
 
-    def decide(self, value: Watched, eqn: Any, place: Place) -> int:
+    def decide(self, value: Watched, eqn: Any, place: Site) -> int:
         return int(value.array)
 
     def slice(self, value: Watched, index: int) -> Watched:

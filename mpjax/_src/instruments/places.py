@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Iterable
 
 from mpjax._src.autocast.classify import CHANGEABLE
-from mpjax._src.autocast.explain import flops_of
-from mpjax._src.autocast.graph import Op, numbered
 from mpjax._src.autocast.plan import Plan
+from mpjax._src.autocast.tables import Ruling
 from mpjax._src.base.patterns import matches
-from mpjax._src.instruments.interpret import shown
+from mpjax._src.instruments.explain import flops_of
+from mpjax._src.program.graph import Op
+from mpjax._src.program.site import shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +24,9 @@ class Places:
     """The ops of a plan that an override can move, and the patterns that move them."""
 
     def __init__(self, plan: Plan):
-        pairs, self.rows = list(numbered(plan.block)), plan.rows
-        self.movable = [op for op, _ in pairs if is_movable(op)]
+        pairs, rulings = plan.numbered, plan.analysis.rulings
+        self.rows = plan.rows
+        self.movable = [op for op, _ in pairs if is_movable(op, rulings[op])]
         self._flops = {self.rows[op]: flops_of(op.eqn) * times for op, times in pairs}
         self._entries = {self.rows[op]: _entries(op) * times for op, times in pairs}
         self._spots = {self.rows[op]: spots(op) for op in self.movable}
@@ -84,9 +86,9 @@ class Places:
         return chosen
 
 
-def is_movable(op: Op) -> bool:
-    by_rule = op.rule in CHANGEABLE and op.rule not in ("layout", "neutral", "full")
-    return (by_rule or op.forced == "half") and op.forced != "full" and op.has_float32
+def is_movable(op: Op, ruling: Ruling) -> bool:
+    by_rule = ruling.rule in CHANGEABLE and ruling.rule not in ("layout", "neutral", "full")
+    return (by_rule or ruling.forced == "half") and ruling.forced != "full" and op.has_float32
 
 
 def spots(op: Op) -> list[str]:

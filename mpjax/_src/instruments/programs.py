@@ -10,16 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._src.autocast.graph import Op, numbered
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.transform import call, trace
 from mpjax._src.base import _jax
 from mpjax._src.base.errors import warn_at
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.trees import all_finite
-from mpjax._src.instruments.interpret import NUMBER, Place, enters
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.gradient import differentiated, is_loss, is_pair_of_loss, pull_back
+from mpjax._src.program.graph import Op
+from mpjax._src.program.interpret import enters
+from mpjax._src.program.site import NUMBER, Site
 from mpjax._src.program.trace import Flat, parameters_of
 from mpjax._src.training.loss_scale import LossScale, get_loss_scale
 
@@ -63,9 +64,9 @@ class Program:
     @functools.cached_property
     def ops(self) -> list[Op]:
         """The ops of the plan, by their numbers."""
-        return [op for op, _ in numbered(self.plan.block)]
+        return [op for op, _ in self.plan.numbered]
 
-    def lines(self, eqn: Any, place: Place) -> tuple[str, str]:
+    def lines(self, eqn: Any, place: Site) -> tuple[str, str]:
         """Returns "file:line" of an equation, or of the op that it comes from: the user's line,
         and that of the library that it calls there, or ""."""
         found = _jax.source_lines(eqn)

@@ -13,8 +13,9 @@ from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import dtype_of, is_float, is_half, short_name
 from mpjax._src.base.lines import where
 from mpjax._src.base.rules import rule_of
-from mpjax._src.instruments.interpret import Place, Watcher, run, run_in_float32, shown, take, widen
 from mpjax._src.instruments.noise import SUSPICIOUS
+from mpjax._src.program.interpret import Watcher, run, run_in_float32, take, widen
+from mpjax._src.program.site import Site, shown
 
 # A float32 sum that is smaller than its terms by this factor is only rounding error.
 NOISE = 2.0**-17
@@ -132,7 +133,7 @@ class Shadowed:
 class Comparer(Watcher):
     """The watcher that runs every operation under the policy and in float32."""
 
-    def __init__(self, lines: Callable[[Any, Place], tuple[str, str]]):
+    def __init__(self, lines: Callable[[Any, Site], tuple[str, str]]):
         self._find = lines  # as those of a `Program`
         self._found: dict[Any, tuple[str, str]] = {}
         self.rows: dict[Any, CompareRow] = {}
@@ -140,7 +141,7 @@ class Comparer(Watcher):
         self.diverged: dict[str, None] = {}
         self._paths: dict[Any, str] = {}
 
-    def operation(self, eqn: Any, ins: list[Shadowed], place: Place) -> list[Shadowed]:
+    def operation(self, eqn: Any, ins: list[Shadowed], place: Site) -> list[Shadowed]:
         arrays = [v.array for v in ins]
         outs = run(eqn, arrays)
         traits = rule_of(eqn.primitive.name).traits
@@ -181,13 +182,13 @@ class Comparer(Watcher):
             results.append(Shadowed(out, shadow, error, path, noise, **accumulated))
         return results
 
-    def _lines(self, eqn: Any, place: Place) -> tuple[str, str]:
+    def _lines(self, eqn: Any, place: Site) -> tuple[str, str]:
         key = (id(eqn), place.op, *map(id, place.callers))
         if key not in self._found:
             self._found[key] = self._find(eqn, place)
         return self._found[key]
 
-    def _is_ours(self, eqn: Any, place: Place) -> bool:
+    def _is_ours(self, eqn: Any, place: Site) -> bool:
         """Returns whether mpjax added an equation: a barrier, or the scaling of the loss."""
         unnamed = place.op is None and not self._lines(eqn, place)[0]
         return unnamed or eqn.primitive.name in _jax.BARRIERS
@@ -228,7 +229,7 @@ class Comparer(Watcher):
     def constant(self, array: Any) -> Shadowed:
         return Shadowed(array, widen(array) if is_half(array) else array)
 
-    def decide(self, value: Shadowed, eqn: Any, place: Place) -> int:
+    def decide(self, value: Shadowed, eqn: Any, place: Site) -> int:
         if int(value.array) != int(value.shadow):
             turns = ", ".join(f"{loop} {i}" for loop, i in place.loops)
             line = where(*self._lines(eqn, place))

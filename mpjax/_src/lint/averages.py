@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.base.dtypes import digits, dtype_of, is_half, short_name, shown
 from mpjax._src.base.higher_order import SCAN
 from mpjax._src.lint.bounds import bounds_of
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 from mpjax._src.lint.states import alone, carried
+from mpjax._src.program.graph import Op, Value
 
 # The largest relative distance from its input at which an average may stop changing.
 STUCK = 1 / 8

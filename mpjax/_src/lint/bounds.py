@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.base import _jax
 from mpjax._src.lint.program import CASTS, MOVES, Program
+from mpjax._src.program.graph import Op, Value
 
 
 class Bounds(NamedTuple):

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.base.dtypes import digits, dtype_of, is_float, is_half, short_name, shown
 from mpjax._src.lint.bounds import bounds_of
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, VALUES, Hit, Rule
+from mpjax._src.program.graph import Op, Value
 
 
 def lost_constants(program: Program) -> Iterator[Hit]:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from mpjax._src.autocast.graph import Op
 from mpjax._src.base.dtypes import FLOAT32, dtype_of, shown
 from mpjax._src.hardware import hlo
 from mpjax._src.hardware.aot import CPU
@@ -15,6 +14,7 @@ from mpjax._src.hardware.hlo_costs import asked, matmul
 from mpjax._src.lint.program import MOVES, Program
 from mpjax._src.lint.rule import HLO, JAXPR, Compiled, Hit, NotRun, Rule
 from mpjax._src.lint.undone import narrows
+from mpjax._src.program.graph import Op
 
 GATHERS = ("all_gather", "all_gather_invariant", "all_to_all", "sharding_constraint", "reshard")
 HALVES = ("bf16", "f16")

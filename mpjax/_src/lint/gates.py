@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.base.higher_order import BRANCH
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 from mpjax._src.lint.states import Carried, carried, is_updated
+from mpjax._src.program.graph import Op, Value
 
 # Operations between the finite test of a number and the predicate of a gate.
 VERDICTS = frozenset(

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.base import rules
 from mpjax._src.base.dtypes import FLOAT16, dtype_of, is_float, shown
+from mpjax._src.base.higher_order import BRANCH
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.program.graph import Op, Value
 
 # The least constant factor of a gradient that is a loss scale.
 SCALE = 128
@@ -178,7 +179,7 @@ def _is_chosen(program: Program, op: Op, kept: set[Value]) -> bool:
     makers = [program.maker(v) for each in op.ins for v in program.back(each, MOVES | CASTS)]
     readers = [reader for value in kept for reader in program.readers(value)]
     near = {near.name for near in (*makers, *readers) if near}
-    return "select_n" in near or any(each.name == "cond" for each in program.around[op])
+    return "select_n" in near or any(each.inside.kind == BRANCH for each in program.around[op])
 
 
 def _passes_on(program: Program, about: set[Value], op: Op) -> bool:

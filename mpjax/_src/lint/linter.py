@@ -7,18 +7,19 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._src.autocast.graph import Op
 from mpjax._src.base import _jax
 from mpjax._src.base.errors import brief, check_callable
 from mpjax._src.base.progress import advance, check_progress, progress_bar
 from mpjax._src.hardware.aot import CPU, compiled_texts
 from mpjax._src.hardware.targets import find_target
-from mpjax._src.instruments.interpret import OPERATION, Plain, interpret, operations_in, shown
 from mpjax._src.lint.comments import is_silenced
 from mpjax._src.lint.program import Program, make_program
 from mpjax._src.lint.report import Finding, LintReport
 from mpjax._src.lint.rule import HLO, JAXPR, VALUES, Compiled, Hit, NotRun, Rule
 from mpjax._src.lint.table import chosen
+from mpjax._src.program.graph import Op
+from mpjax._src.program.interpret import OPERATION, Plain, interpret, operations_in
+from mpjax._src.program.site import shown
 
 ABSTRACT = "no step was run, because some arguments are jax.ShapeDtypeStruct: give arrays"
 NOT_RUN = "no step was run, because of run=False"

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from mpjax._src.autocast.graph import Op
 from mpjax._src.base.dtypes import FLOAT16, dtype_of, is_half, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 from mpjax._src.lint.undone import narrows
+from mpjax._src.program.graph import Op
 
 EXPONENTIALS = ("exp", "exp2", "expm1", "logistic")
 # Operations between the exponentials of a softmax and the logarithm of their sum.

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, dtype_of, is_half, short_name, shown
 from mpjax._src.base.lines import short
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.program.graph import Op, Value
 
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 

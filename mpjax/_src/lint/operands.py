@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import jax
 
-from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT32, dtype_of, is_half, short_name, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.program.graph import Op, Value
 
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 KERNELS = ("pallas_call", "ffi_call", "triton_kernel_call", "custom_call", "tpu_custom_call")

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src.autocast.graph import CONSTANT_LIMIT, Block, Op, Value, build
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.contexts import LINTED
 from mpjax._src.base.higher_order import BRANCH, SCAN, turns_of
 from mpjax._src.program.gradient import check_loss, differentiated, pull_back
+from mpjax._src.program.graph import CONSTANT_LIMIT, Block, Op, Value, build
 from mpjax._src.program.modules import call_on_arrays, has_modules, on_arrays
 from mpjax._src.program.trace import Flat, Traced, parameters_of, trace
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 
-from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import digits, is_half, short_name, shown, stalls_at
+from mpjax._src.base.higher_order import SCAN, turns_of
 from mpjax._src.lint.averages import last_sum, share_of, stops
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.program.graph import Op, Value
 
 SUMS = ("reduce_sum", "cumsum", "cumlogsumexp", "reduce_window_sum", "reduce", "reduce_window")
 
@@ -65,7 +66,7 @@ def half_accumulators(program: Program) -> Iterator[Hit]:
     terms are as large as the sum), or JAX derived the sum, the limit is 2**digits, where such a sum
     stops growing. A sum that decays counts as many terms as it remembers.
     """
-    for loop in program.named("scan"):
+    for loop in (op for op in program.ops if op.inside.kind == SCAN):
         (inside,) = loop.subs
         for result, argument in inside.carry:
             carried = inside.program.invars[argument]
@@ -80,7 +81,7 @@ def half_accumulators(program: Program) -> Iterator[Hit]:
             dtype = carried.aval.dtype
             derived = program.is_backward(op)
             limit = stalls_at(dtype) if stands or derived else 2 ** (digits(dtype) / 2)
-            turns = int(loop.params["length"])
+            turns = turns_of(loop.eqn)
             if turns > limit:
                 yield Hit(
                     f"A loop of {turns} iterations carries a sum in {shown(carried)}. Each "
@@ -97,7 +98,7 @@ def _decaying(program: Program, loop: Op, out: Value, carried: Value) -> Iterato
     advantages, traces. Averages, whose weights sum to 1, have a limit of their own.
     """
     share = share_of(program, out, carried)
-    dtype, turns = carried.aval.dtype, int(loop.params["length"])
+    dtype, turns = carried.aval.dtype, turns_of(loop.eqn)
     if share is None or not share.rest or not 0 < share.factor < 1 or stops(share, dtype):
         return
     step, limit = 1 - share.factor, 2 ** (digits(dtype) / 2)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from mpjax._src.autocast.graph import Op
+from mpjax._src.program.graph import Op
 
 # What a rule checks, as `Rule.needs`.
 JAXPR = "jaxpr"  # the traced program; shapes are enough

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterator
 
-from mpjax._src.autocast.graph import Op
 from mpjax._src.base.dtypes import digits, dtype_of, is_half, shown, stalls_at
 from mpjax._src.lint.program import Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.program.graph import Op
 
 
 def half_scatters(program: Program) -> Iterator[Hit]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-from mpjax._src.autocast.graph import Value
 from mpjax._src.base import rules
 from mpjax._src.base.dtypes import short_name
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.program.graph import Value
 from mpjax._src.program.states import children, nodes
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import digits, dtype_of, is_float, is_half, short_name, shown
 from mpjax._src.hardware.hlo import parse, source_lines
 from mpjax._src.lint.guards import is_gradient
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import HLO, JAXPR, Compiled, Hit, Rule
+from mpjax._src.program.graph import Op, Value
 
 # Operations that only change the shape of an array.
 SHAPES = frozenset({"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"})

@@ -6,11 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.autocast.graph import Op, Value
 from mpjax._src.base.dtypes import is_half, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import VALUES, Hit, Rule
 from mpjax._src.lint.states import Carried, carried
+from mpjax._src.program.graph import Op, Value
 
 # The share of entries that may stay unchanged. Updates of one ulp now and then still move weights.
 SHARE = 0.5

@@ -162,9 +162,11 @@ def _same_form(jaxpr: Any, eqn: Any) -> bool:
 
 def _stacked(eqn: Any, outs: list[_Node | None], nodes: list[_Node]) -> list[_Node | None]:
     """Marks the results of a scan that hold one row for each iteration."""
-    (inside,) = higher_order(eqn.primitive.name).wire(eqn)
+    row = higher_order(eqn.primitive.name)
+    (inside,) = row.wire(eqn)
     carries = len(inside.carry)
-    rows = _Rows(len(nodes), eqn.params["length"], eqn.params["reverse"])
+    length, reverse, _ = row.turns(eqn)
+    rows = _Rows(len(nodes), length, reverse)
     return [
         out if i < carries or out is None else _add(nodes, [out], 0, rows)
         for i, out in enumerate(outs)

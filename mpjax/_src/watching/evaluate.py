@@ -6,15 +6,15 @@ are combined at the end of shard_map.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from mpjax._src.base import _jax
-from mpjax._src.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
+from mpjax._src.base.higher_order import BRANCH, MAP, WHILE, higher_order
+from mpjax._src.program.rebuild import Gains, rebuild
 from mpjax._src.watching.figures import (
     Figures,
     combined,
@@ -53,8 +53,7 @@ def evaluate(jaxpr: Any, watch: Watch, args: Sequence[Any], axes: tuple[str, ...
         ins = [read(atom) for atom in eqn.invars]
         if any(w.tensors for w in watch.inside.get(i, ())):
             with _jax.location(eqn, eqn.source_info.name_stack):
-                kind = higher_order(eqn.primitive.name).kind
-                outs, figures = ENTER[kind](eqn, watch.inside[i], ins, axes)
+                outs, figures = _enter(eqn, watch.inside[i], ins, axes)
             seen = [figures]
         else:
             with _jax.location(eqn, eqn.source_info.name_stack):
@@ -71,120 +70,48 @@ def measured(x: Any, tensor: Tensor, axes: tuple[str, ...], stored: Any = None) 
     return _varying(measure(x, tensor.half, tensor.rounded, stored), axes)
 
 
-def traced(program: Any, watch: Watch, axes: tuple[str, ...] = ()) -> Any:
+def traced(program: Any, watch: Watch) -> Any:
     """Returns a program with the results of another one, followed by its figures."""
+    return _jax.trace(_returning(program, watch), _jax.in_avals(program), "watched")
+
+
+def _returning(program, watch, axes=(), ends=lambda figures: figures) -> Callable[..., list[Any]]:
+    """Returns a function with the results of a program, followed by what its figures end as."""
     inner, _ = _jax.open_jaxpr(program)
 
     def flat(*args):
         outs, figures = evaluate(program, watch, args, axes)
-        return [*_typed(outs, inner.outvars), *jax.tree.leaves(figures)]
+        return [*_typed(outs, inner.outvars), *jax.tree.leaves(ends(figures))]
 
-    return _jax.trace(flat, _jax.in_avals(program), "watched")
+    return flat
 
 
 # ---- programs inside ----------------------------------------------------------------------------
 
 
-def _call(eqn: Any, watches: Sequence[Watch], ins: list[Any], axes: tuple[str, ...]) -> Result:
-    (inside,) = higher_order(eqn.primitive.name).wire(eqn)
-    name = eqn.primitive.name
-    if name in REMATS:
-        jaxpr, consts = _jax.hoisted(traced(inside.program, watches[0], axes))
-        new: dict[str, Any] = {"jaxpr": jaxpr}
-        if isinstance(eqn.params["prevent_cse"], tuple):
-            new["prevent_cse"] = (True,) * len(consts) + eqn.params["prevent_cse"]
-        return split(_jax.bind(eqn, [*consts, *ins], **new))
-    if name in JITS and _jax.inlined(eqn) is None:
-        params = _jax.jit_of(traced(inside.program, watches[0], axes), eqn.params)
-        return split(_jax.bind(eqn, ins, **params))
-    outs, figures = evaluate(inside.program, watches[0], ins, axes)
-    return _typed(outs, eqn.outvars), figures
+def _enter(eqn: Any, watches: Sequence[Watch], ins: list[Any], axes: tuple[str, ...]) -> Result:
+    """Evaluates an equation whose programs return their figures too."""
+    row = higher_order(eqn.primitive.name)
+    programs = [inside.program for inside in row.wire(eqn)]
+    mine = tuple(_jax.manual_axes(eqn.params)) if row.kind == MAP else ()
 
+    def body(number):
+        def among_all(figures):  # those of the other branches are empty
+            parts = [_nothing([watch], axes) for watch in watches]
+            return joined([*parts[:number], figures, *parts[number + 1 :]])
 
-def _scan(eqn: Any, watches: Sequence[Watch], ins: list[Any], axes: tuple[str, ...]) -> Result:
-    (inside,) = higher_order("scan").wire(eqn)
-    inner, _ = _jax.open_jaxpr(inside.program)
-    count, length = len(inside.carry), eqn.params["length"]
-    first, last = inside.consts, inside.consts + count
+        if row.kind == WHILE and number == 0:  # the condition
+            return functools.partial(_jax.eval_closed, programs[number])
+        ends = {BRANCH: among_all, MAP: lambda figures: over_devices(figures, mine)}
+        end = ends.get(row.kind, lambda figures: figures)
+        return _returning(programs[number], watches[number], (*axes, *mine), end)
 
-    def body(carried, xs):
-        carry, figures, turn = carried
-        args = [*ins[:first], *carry, *xs]
-        outs, seen = evaluate(inside.program, watches[0], args, axes)
-        index = length - 1 - turn if eqn.params["reverse"] else turn
-        figures = combined(figures, in_turn(seen, index))
-        outs = _typed(outs, inner.outvars)
-        return (outs[:count], figures, turn + 1), outs[count:]
+    def add(total, seen, turn):
+        return jax.tree.leaves(combined(Figures(*total), in_turn(Figures(*seen), turn)))
 
-    carry = _typed(ins[first:last], inner.invars[first:last])
-    start = carry, _nothing(watches, axes), jnp.int32(0)
-    names = ("length", "reverse", "unroll")
-    (carry, figures, _), ys = jax.lax.scan(
-        body, start, ins[last:], **{name: eqn.params[name] for name in names}
-    )
-    return [*carry, *ys], figures
-
-
-def _while(eqn: Any, watches: Sequence[Watch], ins: list[Any], axes: tuple[str, ...]) -> Result:
-    cond, body = higher_order("while").wire(eqn)
-    inner, _ = _jax.open_jaxpr(body.program)
-    consts, start = cond.consts + body.consts, body.consts
-
-    def going(carried):
-        return _jax.eval_closed(cond.program, *ins[: cond.consts], *carried[0])[0]
-
-    def turn(carried):
-        carry, figures, number = carried
-        outs, seen = evaluate(body.program, watches[1], [*ins[cond.consts : consts], *carry], axes)
-        return _typed(outs, inner.outvars), combined(figures, in_turn(seen, number)), number + 1
-
-    carry = _typed(ins[consts:], inner.invars[start:])
-    carry, figures, _ = jax.lax.while_loop(
-        going, turn, (carry, _nothing(watches, axes), jnp.int32(0))
-    )
-    return carry, figures
-
-
-def _cond(eqn: Any, watches: Sequence[Watch], ins: list[Any], axes: tuple[str, ...]) -> Result:
-    counts = [len(w.tensors) for w in watches]
-    programs = [inside.program for inside in higher_order("cond").wire(eqn)]
-
-    def branch(taken):
-        inner, _ = _jax.open_jaxpr(programs[taken])
-
-        def flat(*args):
-            outs, seen = evaluate(programs[taken], watches[taken], args, axes)
-            others = [_varying(nothing(count), axes) for count in counts]
-            figures = joined([*others[:taken], seen, *others[taken + 1 :]])
-            return [*_typed(outs, inner.outvars), *jax.tree.leaves(figures)]
-
-        return _jax.trace(flat, _jax.in_avals(programs[taken]), "branch")
-
-    branches = tuple(map(branch, range(len(programs))))
-    return split(_jax.bind(eqn, ins, branches=branches))
-
-
-def _map(eqn: Any, watches: Sequence[Watch], ins: list[Any], axes: tuple[str, ...]) -> Result:
-    params = eqn.params
-    mine = tuple(_jax.manual_axes(params))
-    (inside,) = higher_order("shard_map").wire(eqn)
-
-    def body(*args):
-        outs, figures = evaluate(inside.program, watches[0], args, (*axes, *mine))
-        return *outs, *jax.tree.leaves(over_devices(figures, mine))
-
-    specs = (*params["out_specs"], *[PartitionSpec()] * len(_fields()))
-    return split(_jax.shard_map(body, {**params, "out_specs": specs})(*ins))
-
-
-ENTER: dict[str, Callable[..., Result]] = {
-    CALL: _call,
-    SCAN: _scan,
-    WHILE: _while,
-    BRANCH: _cond,
-    MAP: _map,
-}
-REMATS, JITS = ("remat2", "checkpoint"), ("jit", "pjit")
+    gains = Gains(jax.tree.leaves(_nothing(watches, axes)), add)
+    bodies = [body(number) for number in range(len(programs))]
+    return split(rebuild(eqn, bodies, [*map(_jax.in_avals, programs)], ins, gains))
 
 
 def _fields() -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import HALVES, is_float, is_half
 from mpjax._src.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, Inside, higher_order
 from mpjax._src.base.rules import HALF, MOVE, NEVER, PROGRAM, REDUCES, UNKNOWN, rule_of
+from mpjax._src.program.site import ROOT, Site
 
 AGAIN = "rematted_computation"  # JAX's name for a recomputation
 CAST = "convert_element_type"
@@ -102,12 +103,12 @@ def watch(jaxpr: Any) -> Watch:
     """Returns the watched values of a program."""
     inner, _ = _jax.open_jaxpr(jaxpr)
     everything = [True] * len(inner.outvars)
-    found, _ = _Walk().walk(inner, [{} for _ in inner.invars], everything)
+    found, _ = _walk(inner, [{} for _ in inner.invars], everything, ROOT)
     first = {t.key: t for t in reversed(found.tensors) if not t.again}
-    twice = {t for t in found.tensors if t.again and t.key in first}
-    for tensor in twice:
+    twice = [t for t in found.tensors if t.again and t.key in first]
+    for tensor in twice:  # in the program's order, in which a report names them
         first[tensor.key].readers += tensor.readers
-    return found.without(twice)
+    return found.without({*twice})
 
 
 def is_entered(eqn: Any) -> bool:
@@ -116,88 +117,74 @@ def is_entered(eqn: Any) -> bool:
     return row.kind in (CALL, MAP, SCAN, WHILE, BRANCH) and not row.pinned
 
 
-@dataclasses.dataclass(frozen=True)
-class _Walk:
-    """A walk through a program, with its place in the outer program."""
+def _walk(
+    jaxpr: Any, given: Sequence[Known], wanted: Sequence[bool], site: Site
+) -> tuple[Watch, list[Known]]:
+    """Returns the watched values of an open jaxpr, and the tensors of its results.
 
-    scopes: tuple[str, ...] = ()
-    backward: bool = False
-    again: bool = False
+    Args:
+        jaxpr: The program.
+        given: The tensors of its arguments.
+        wanted: For each of its results, whether it is used outside.
+        site: Where it stands.
+    """
+    known: dict[Any, Known] = collections.defaultdict(dict)
+    known.update(zip(jaxpr.invars, given, strict=True))
+    live, stored, makers = _uses(jaxpr, wanted)
+    found = Watch({}, {}, {})
+    for i, eqn in enumerate(jaxpr.eqns):
+        if i not in live:
+            continue
+        here = site.at(eqn, repeats=False)
+        if is_entered(eqn):
+            found.inside[i] = _enter(eqn, known, stored, here)
+            continue
+        for v, part, half in _read(eqn, makers):
+            if half not in known[v]:
+                tensor = known[v][half] = _tensor(eqn, v, part, half, v.aval.dtype == half, here)
+                found.before.setdefault(i, []).append((v, tensor))
+            if part != "cast":
+                line, way = _jax.source_lines(eqn)[0], here.backward
+                known[v][half].readers.append((eqn.primitive.name, part, line, way))
+        if eqn.primitive.name == CAST and _is_half(eqn.outvars[0]):
+            known[eqn.outvars[0]] = known[eqn.invars[0]] if _is_var(eqn.invars[0]) else {}
+        if _moves(eqn):
+            for operand, v in zip(_moved(eqn), eqn.outvars, strict=True):
+                known[v] = known[operand] if _is_var(operand) else {}
+        for v, maker, half in _made(eqn, stored, makers):
+            tensor = _tensor(maker, v, "result", half, True, site.at(maker, repeats=False))
+            known[v] = {half: tensor}
+            found.after.setdefault(i, []).append((v, tensor))
+    return found, [known[v] if _is_var(v) else {} for v in jaxpr.outvars]
 
-    def walk(
-        self, jaxpr: Any, given: Sequence[Known], wanted: Sequence[bool]
-    ) -> tuple[Watch, list[Known]]:
-        """Returns the watched values of an open jaxpr, and the tensors of its results.
 
-        Args:
-            jaxpr: The program.
-            given: The tensors of its arguments.
-            wanted: For each of its results, whether it is used outside.
-        """
-        known: dict[Any, Known] = collections.defaultdict(dict)
-        known.update(zip(jaxpr.invars, given, strict=True))
-        live, stored, makers = _uses(jaxpr, wanted)
-        found = Watch({}, {}, {})
-        for i, eqn in enumerate(jaxpr.eqns):
-            if i not in live:
-                continue
-            here = self._at(eqn)
-            if is_entered(eqn):
-                found.inside[i] = here._enter(eqn, known, stored)
-                continue
-            for v, part, half in _read(eqn, makers):
-                if half not in known[v]:
-                    tensor = known[v][half] = here._tensor(eqn, v, part, half, v.aval.dtype == half)
-                    found.before.setdefault(i, []).append((v, tensor))
-                if part != "cast":
-                    line, way = _jax.source_lines(eqn)[0], here.backward
-                    known[v][half].readers.append((eqn.primitive.name, part, line, way))
-            if eqn.primitive.name == CAST and _is_half(eqn.outvars[0]):
-                known[eqn.outvars[0]] = known[eqn.invars[0]] if _is_var(eqn.invars[0]) else {}
-            if _moves(eqn):
-                for operand, v in zip(_moved(eqn), eqn.outvars, strict=True):
-                    known[v] = known[operand] if _is_var(operand) else {}
-            for v, maker, half in _made(eqn, stored, makers):
-                tensor = self._at(maker)._tensor(maker, v, "result", half, True)
-                known[v] = {half: tensor}
-                found.after.setdefault(i, []).append((v, tensor))
-        return found, [known[v] if _is_var(v) else {} for v in jaxpr.outvars]
+def _enter(eqn: Any, known: dict[Any, Known], stored: set[Any], site: Site) -> list[Watch]:
+    """Walks through the programs of an equation."""
+    row = higher_order(eqn.primitive.name)
+    once = row.kind in (CALL, MAP)
+    watches = []
+    for inside in row.wire(eqn):
+        program, _ = _jax.open_jaxpr(inside.program)
+        if inside.outs == [None]:  # the condition of a loop
+            watches.append(Watch({}, {}, {}))
+            continue
+        wanted = [not once or eqn.outvars[n] in stored for n in inside.outs]
+        watch, results = _walk(program, _given(eqn, inside, known, once), wanted, site)
+        watches.append(watch)
+        carried = {result for result, _ in inside.carry}
+        for n, result in zip(inside.outs, results, strict=True):
+            if row.kind != BRANCH and n not in carried:
+                known[eqn.outvars[n]] = result
+    return watches
 
-    def _at(self, eqn: Any) -> "_Walk":
-        stack = eqn.source_info.name_stack
-        names, transforms = _jax.scope_names(stack), _jax.transforms(stack)
-        scopes = tuple(name for name in names if name != AGAIN)
-        inside = scopes[: len(self.scopes)] == self.scopes  # a transposed jit repeats its scopes
-        return _Walk(
-            scopes if inside else self.scopes + scopes,
-            self.backward or "transpose" in transforms,
-            self.again or AGAIN in (*names, *transforms),
-        )
 
-    def _enter(self, eqn: Any, known: dict[Any, Known], stored: set[Any]) -> list[Watch]:
-        """Walks through the programs of an equation."""
-        row = higher_order(eqn.primitive.name)
-        once = row.kind in (CALL, MAP)
-        watches = []
-        for inside in row.wire(eqn):
-            program, _ = _jax.open_jaxpr(inside.program)
-            if inside.outs == [None]:  # the condition of a loop
-                watches.append(Watch({}, {}, {}))
-                continue
-            wanted = [not once or eqn.outvars[n] in stored for n in inside.outs]
-            watch, results = self.walk(program, _given(eqn, inside, known, once), wanted)
-            watches.append(watch)
-            carried = {result for result, _ in inside.carry}
-            for n, result in zip(inside.outs, results, strict=True):
-                if row.kind != BRANCH and n not in carried:
-                    known[eqn.outvars[n]] = result
-        return watches
-
-    def _tensor(self, eqn: Any, v: Any, part: str, half: Any, rounded: bool) -> Tensor:
-        return Tensor(
-            *(eqn.primitive.name, part, self.scopes, self.backward, self.again, half, rounded),
-            *(v.aval.shape, _jax.source_lines(eqn), _jax.line_key(eqn)),
-        )
+def _tensor(eqn: Any, v: Any, part: str, half: Any, rounded: bool, site: Site) -> Tensor:
+    again = AGAIN in (*site.scopes, *site.transforms)
+    scopes = tuple(name for name in site.scopes if name != AGAIN)
+    return Tensor(
+        *(eqn.primitive.name, part, scopes, site.backward, again, half, rounded),
+        *(v.aval.shape, _jax.source_lines(eqn), _jax.line_key(eqn)),
+    )
 
 
 def _given(eqn: Any, inside: Inside, known: dict[Any, Known], once: bool) -> list[Known]:

@@ -23,8 +23,8 @@ from support import (
 )
 
 import mpjax
-from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.plan import make_plan
+from mpjax._src.autocast.steps import Recomputed, body_of
 
 
 def kept(fun, *args):
@@ -209,15 +209,12 @@ def test_remat_takes_the_derivative_of_a_softmax_from_its_result():
 
 
 def test_islands_that_wait_for_each_other_are_dropped(monkeypatch):
-    from mpjax._src.autocast import islands, storage
+    from mpjax._src.autocast import plan
 
-    def crossed(flow, links):
-        groups = [islands.Island(flow.block.ops[i::2]) for i in (0, 1)]
-        for group in groups:
-            islands.bound(group, flow)
-        return {op: group for group in groups for op in group.ops}
+    def crossed(flow, fuse, links):
+        return [Recomputed(body_of(flow.ops[i::2], flow)) for i in (0, 1)]
 
-    monkeypatch.setitem(storage.CHOOSE, storage.FAST, crossed)
+    monkeypatch.setitem(plan.FINDERS, plan.FAST, crossed)
 
     def fun(x):
         return jnp.cos(jnp.sin(jnp.cos(jnp.sin(x))))
@@ -374,8 +371,12 @@ def test_what_an_island_rounds_is_among_its_inputs(name):
     closed = jax.make_jaxpr(fun)(*args)
     dtypes = [v.dtype for v in closed.in_avals]
     plan = make_plan(closed.jaxpr, closed.consts, mpjax.get_policy("O1:bfloat16"), dtypes)
-    islands = [step for step in plan.block.steps if isinstance(step, Island) and step.rounded]
-    assert islands and all(island.rounded <= {*island.inputs} for island in islands)
+    islands = [
+        step
+        for step in plan.analysis.steps[plan.block]
+        if isinstance(step, Recomputed) and step.rounded
+    ]
+    assert islands and all(island.rounded <= {*island.ins} for island in islands)
 
 
 def test_few_casts():

@@ -1,4 +1,4 @@
-"""Evaluates a program one operation at a time, for the instruments that watch it.
+"""Evaluates a program one operation at a time, for the tools that watch it.
 
 The watcher defines the values that are passed between operations: they may hold more than an array
 (a second array, where it came from). The operations inside jit, scan, while, cond, remat and custom
@@ -6,7 +6,6 @@ rules are run one by one, and so are those in shard_map (`unmapped`); kernels ru
 A value is freed after its last use.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -14,91 +13,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.autocast.graph import ROW
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT32, HALVES, dtype_of, is_half
-from mpjax._src.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
+from mpjax._src.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order, turns_of
 from mpjax._src.base.progress import advance
-from mpjax._src.instruments.unmapped import holds_program, is_program, unmapped
+from mpjax._src.program.site import ROOT, Site
+from mpjax._src.program.unmapped import unmapped
 
 OPERATION = "operation"  # what progress counts
-
-# The name of the scopes that number the equations of a function, before the number.
-NUMBER = "mpjax.equation="
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """The place of an operation in a program.
-
-    Attributes:
-        scopes: The names of the scopes around it.
-        backward: Whether it belongs to the backward pass.
-        loops: The loops around it with their iterations, the outermost first.
-        callers: The equations whose programs it is inside of, the outermost first.
-    """
-
-    scopes: tuple[str, ...] = ()
-    backward: bool = False
-    loops: tuple[tuple[str, int], ...] = ()
-    callers: tuple[Any, ...] = ()
-
-    @property
-    def op(self) -> int | None:
-        """The number of the plan's op at this place, if ops are numbered."""
-        numbers = [name for name in self.scopes if name.startswith(ROW)]
-        return int(numbers[-1].removeprefix(ROW)) if numbers else None
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The number of the function's equation at this place, after those of the equations around
-        it, if equations are numbered."""
-        names = dict.fromkeys(name for name in self.scopes if name.startswith(NUMBER))
-        return tuple(int(name.removeprefix(NUMBER)) for name in names)
-
-    def at(self, eqn: Any) -> "Place":
-        """Returns the place of an equation in the program at this place."""
-        stack = eqn.source_info.name_stack
-        return Place(
-            self.scopes + _jax.scope_names(stack),
-            self.backward or "transpose" in _jax.transforms(stack),
-            self.loops,
-            self.callers,
-        )
-
-    def inside(self, eqn: Any) -> "Place":
-        """Returns the place of the inner programs of an equation at this place."""
-        return dataclasses.replace(self, callers=(*self.callers, eqn))
-
-    def lines(self, eqn: Any) -> tuple[str, str]:
-        """Returns "file:line" of an equation that stands here, or of the nearest caller that has
-        one: the user's line, and that of the library that it calls there, or ""."""
-        return _jax.source_lines(eqn, *reversed(self.callers))
-
-    def turn(self, loop: str, iteration: int) -> "Place":
-        """Returns the place of an iteration of a loop at this place."""
-        return dataclasses.replace(self, loops=(*self.loops, (loop, iteration)))
-
-
-def shown(scopes: Sequence[str]) -> list[str]:
-    """Returns the names of scopes without those that mpjax itself adds."""
-    return [name for name in scopes if not name.startswith("mpjax.")]
 
 
 class Watcher(Protocol):
     """The interface of an instrument that evaluates the operations of a program."""
 
-    def operation(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
+    def operation(self, eqn: Any, ins: list[Any], place: Site) -> list[Any]:
         """Runs one operation on values, and returns its results as values."""
 
-    def entered(self, eqn: Any, ins: list[Any], place: Place) -> None:
+    def entered(self, eqn: Any, ins: list[Any], place: Site) -> None:
         """Is called before the programs inside an equation run."""
         return None
 
     def constant(self, array: Any) -> Any:
         """Returns the value of an array that is part of the program."""
 
-    def decide(self, value: Any, eqn: Any, place: Place) -> int:
+    def decide(self, value: Any, eqn: Any, place: Site) -> int:
         """Returns the predicate or index of a branch or loop, as an integer."""
 
     def slice(self, value: Any, index: int) -> Any:
@@ -118,7 +56,7 @@ class Plain(Watcher):
     stack = staticmethod(lambda values: jnp.stack(values))
 
 
-def interpret(jaxpr: Any, args: list[Any], watcher: Watcher, place: Place = Place()) -> list[Any]:
+def interpret(jaxpr: Any, args: list[Any], watcher: Watcher, place: Site = ROOT) -> list[Any]:
     """Evaluates a closed jaxpr under a watcher.
 
     Args:
@@ -179,8 +117,7 @@ def operations_in(jaxpr: Any) -> int:
             continue
         programs = [unmapped(eqn)] if kind.kind == MAP else [p.program for p in kind.wire(eqn)]
         inside = [operations_in(program) for program in programs]
-        turns = eqn.params["length"] if kind.kind == SCAN else 1
-        count += turns * (max(inside, default=0) if kind.kind == BRANCH else sum(inside))
+        count += turns_of(eqn) * (max(inside, default=0) if kind.kind == BRANCH else sum(inside))
     return count
 
 
@@ -202,24 +139,25 @@ def run(eqn: Any, arrays: Sequence[Any], **params: Any) -> list[Any]:
 # ---- programs inside ----------------------------------------------------------------------------
 
 
-def _call(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]:
+def _call(eqn: Any, ins: list[Any], watcher: Watcher, place: Site) -> list[Any]:
     (inside,) = higher_order(eqn.primitive.name).wire(eqn)
     return interpret(inside.program, ins, watcher, place)
 
 
-def _scan(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]:
-    (inside,) = higher_order("scan").wire(eqn)
+def _scan(eqn: Any, ins: list[Any], watcher: Watcher, place: Site) -> list[Any]:
+    row = higher_order(eqn.primitive.name)
+    (inside,) = row.wire(eqn)
     num_consts, num_carry = inside.consts, len(inside.carry)
-    length = eqn.params["length"]
+    length, reverse, _ = row.turns(eqn)
     consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
     xs = ins[num_consts + num_carry :]
     ins.clear()
     avals = [v.aval for v in eqn.outvars[num_carry:]]
     ys: list[list[Any]] = [[None] * length for _ in avals]
-    for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+    for i in reversed(range(length)) if reverse else range(length):
         args = [*consts, *carry, *(watcher.slice(x, i) for x in xs)]
         carry = []  # the arguments alone hold the last iteration's
-        outs = interpret(inside.program, args, watcher, place.turn("scan", i))
+        outs = interpret(inside.program, args, watcher, place.turn(SCAN, i))
         carry = outs[:num_carry]
         for stack, y in zip(ys, outs[num_carry:], strict=True):
             stack[i] = y
@@ -231,14 +169,14 @@ def _scan(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]
     return [*carry, *stacked]
 
 
-def _while(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]:
-    cond, body = higher_order("while").wire(eqn)
+def _while(eqn: Any, ins: list[Any], watcher: Watcher, place: Site) -> list[Any]:
+    cond, body = higher_order(eqn.primitive.name).wire(eqn)
     cond_consts, body_consts = ([ins[i] for i in p.ins[: p.consts]] for p in (cond, body))
     carry = ins[cond.consts + body.consts :]
     ins.clear()
     i = 0
     while True:
-        here = place.turn("while", i)
+        here = place.turn(WHILE, i)
         (going,) = interpret(cond.program, [*cond_consts, *carry], watcher, here)
         if not watcher.decide(going, eqn, here):
             return carry
@@ -248,13 +186,13 @@ def _while(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any
         i += 1
 
 
-def _cond(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]:
-    branches = [inside.program for inside in higher_order("cond").wire(eqn)]
+def _cond(eqn: Any, ins: list[Any], watcher: Watcher, place: Site) -> list[Any]:
+    branches = [inside.program for inside in higher_order(eqn.primitive.name).wire(eqn)]
     index = watcher.decide(ins.pop(0), eqn, place)
     return interpret(branches[min(max(index, 0), len(branches) - 1)], ins, watcher, place)
 
 
-def _map(eqn: Any, ins: list[Any], watcher: Watcher, place: Place) -> list[Any]:
+def _map(eqn: Any, ins: list[Any], watcher: Watcher, place: Site) -> list[Any]:
     return interpret(unmapped(eqn), ins, watcher, place)
 
 
@@ -299,6 +237,16 @@ def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
         return run(eqn, arrays, **wide, **jax.tree.map(_widened, programs, is_leaf=is_program))
     except MISFITS:
         return None
+
+
+def is_program(x: Any) -> bool:
+    """Returns whether a parameter of an equation is a program, open or closed."""
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+def holds_program(x: Any) -> bool:
+    """Returns whether a parameter of an equation is a program, or several."""
+    return is_program(x) or (isinstance(x, tuple) and any(map(is_program, x)))
 
 
 def touches_half(eqn: Any) -> bool:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from planned import H, W, fact
 
-from mpjax._src.autocast.lattices import BEYOND, BOUNDED, FITS, NOTHING, Fact, argument, join
+from mpjax._src.autocast.tables import BEYOND, BOUNDED, FITS, NOTHING, Fact, argument, join
 
 # What is true of a value if it is true of one of those that it comes from; and if of all.
 ANY = ("half", "exact", "scaled", "counts", "linear")

@@ -2,15 +2,23 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from mpjax._src.autocast.graph import ROW, Block, Op, Value
-from mpjax._src.autocast.islands import Island
 from mpjax._src.autocast.plan import Plan
-from mpjax._src.autocast.steps import Checkpoint, Step
+from mpjax._src.autocast.steps import (
+    Attention,
+    Checkpoint,
+    FusedAttention,
+    Island,
+    Recomputed,
+    Sloped,
+    Step,
+)
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import SPELLINGS, short_name
+from mpjax._src.program.graph import Block, Op, Value
+from mpjax._src.program.site import ROOT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +81,10 @@ def _origin(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> An
                 var = eqn.invars[inner.invars.index(origin)]
                 break
         else:
-            scopes = _jax.scope_names(eqn.source_info.name_stack)
-            numbers = [int(s.removeprefix(ROW)) for s in scopes if s.startswith(ROW)]
+            number = ROOT.at(eqn).op
             read = [v for v in eqn.invars if not isinstance(v, _jax.Literal)]
-            if numbers or len(read) != 1:
-                return numbers[-1] if numbers else None
+            if number is not None or len(read) != 1:
+                return number
             (var,) = read
     return var
 
@@ -90,25 +97,28 @@ def storage_of(plan: Plan) -> dict[Op, str]:
     rows = {v: row for op, row in plan.rows.items() for v in op.outs}
     found: dict[Op, str] = {}
     for block in plan.block.blocks():
-        found |= _storage_of(block, plan.kept, rows)
-    return found
+        if block in plan.analysis.steps:
+            found |= _storage_of(block, plan, rows)
+    stands_for = plan.analysis.marks.stands_for
+    return {stands_for.get(op, op): text for op, text in found.items()}
 
 
-def _storage_of(block: Block, kept: frozenset[Value], rows: dict[Value, int]) -> dict[Op, str]:
+def _storage_of(block: Block, plan: Plan, rows: dict[Value, int]) -> dict[Op, str]:
+    steps, marks = plan.analysis.steps[block], plan.analysis.marks
     found: dict[Op, str] = {}
-    for step in _steps(block.steps):
+    for step in _steps(steps):
         if isinstance(step, Island):
-            text = _of_island(step, rows)
+            text = _of_island(step, plan, rows)
             found |= dict.fromkeys(step.ops, text)
         elif isinstance(step, Op):
-            own = [v for v in step.outs if v in kept]
-            parts = [f"kept in {_dtypes(own)}"] if own else []
-            if step.centred:
-                side = SIDES[step.centred[0]]
+            own = [v for v in step.outs if v in plan.analysis.kept]
+            parts = [f"kept in {_dtypes(own, plan)}"] if own else []
+            if step in marks.centred:
+                side = SIDES[marks.centred[step][0]]
                 parts.append(f"{side} less its mean in the gradient of the other operand")
             if parts:
                 found[step] = "; ".join(parts)
-    for step in block.steps:
+    for step in steps:
         for op in step.ops if isinstance(step, Checkpoint) else ():
             if op.spec.runs_again:
                 found.setdefault(op, "computed again")
@@ -123,22 +133,27 @@ def _steps(steps: Sequence[Step]) -> Iterator[Step]:
             yield step
 
 
-def _of_island(island: Island, rows: dict[Value, int]) -> str:
-    half = SPELLINGS[island.half][0] if island.half is not None else "f32"
-    if island.fusion is not None:
+def _of_island(island: Island, plan: Plan, rows: dict[Value, int]) -> str:
+    half = island.body.half
+    half = SPELLINGS[half][0] if half is not None else "f32"
+    if isinstance(island, FusedAttention):
         return f"run by the fused attention of {island.fusion.kernel}, which keeps no weights"
-    if island.matmul is not None:
+    if isinstance(island, Attention):
         return f"its weights are kept in {half}; row sums come from the attention's output"
-    if island.axes:
-        return f"its result is kept in {half}"
-    if island.sloped:
+    if isinstance(island, Sloped):
         return f"its slope is kept in {half}"
-    sources = sorted({rows[v] for v in island.given if v in rows})
+    if not isinstance(island, Recomputed):
+        return f"its result is kept in {half}"
+    sources = sorted({rows[v] for v in island.kept if v in rows})
     from_rows = f" (rows {', '.join(map(str, sources))})" if sources else ""
     tail = f"; the cotangent of its norm's result is {half}" if island.tail else ""
-    return f"computed again from {_dtypes(island.given, island.rounded, half)}{from_rows}{tail}"
+    dtypes = _dtypes(island.kept, plan, island.rounded, half)
+    return f"computed again from {dtypes}{from_rows}{tail}"
 
 
-def _dtypes(values: Any, rounded: Any = (), half: str = "") -> str:
-    names = {half if v in rounded else short_name(v.dtype or v.aval.dtype) for v in values}
+def _dtypes(
+    values: Collection[Value], plan: Plan, rounded: Collection[Value] = (), half: str = ""
+) -> str:
+    stored = plan.analysis.stored
+    names = {half if v in rounded else short_name(stored[v].dtype or v.aval.dtype) for v in values}
     return ", ".join(sorted(names))

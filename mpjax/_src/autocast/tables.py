@@ -1,15 +1,86 @@
-"""The lattices of a plan: facts about each value, and demands of its readers.
+"""The tables of a plan: what its passes find out about each operation and value.
 
-And its tables: what `facts` and `demand` find out about every value.
+Facts about values and demands of their readers are elements of lattices.
 """
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._src.autocast.graph import Block, Value
 from mpjax._src.base.dtypes import FLOAT16
+from mpjax._src.program.graph import PLANNED, Block, Op, Place, Value
+
+# ---- reasons ------------------------------------------------------------------------------------
+
+
+class Reason(enum.Enum):
+    """The reason for a dtype. Comments in brackets name the further data in its `Why`."""
+
+    # The primitive of the operation, or the program inside it.
+    HALF_ROW = enum.auto()
+    FULL_ROW = enum.auto()
+    FULL_INSIDE = enum.auto()
+    OPERANDS = enum.auto()  # it computes in the dtype of its operands
+    GIVES_NO_FLOAT = enum.auto()
+    NO_FLOAT32 = enum.auto()
+    PROGRAM = enum.auto()
+    OWN_RULE = enum.auto()
+    UNKNOWN = enum.auto()
+    FLOAT32_KERNEL = enum.auto()
+    NO_ROW = enum.auto()
+    # The program, or the user.
+    CAST = enum.auto()
+    PRECISION = enum.auto()  # (the precision)
+    WRITTEN = enum.auto()
+    LISTED = enum.auto()  # (the list)
+    OVERRIDE = enum.auto()  # (the pattern)
+    REGION = enum.auto()  # (its dtype)
+    INNER_AUTOCAST = enum.auto()
+    KERNEL = enum.auto()  # (its name)
+    FLOAT32_POLICY = enum.auto()
+    # The values that it reads.
+    HALF_OPERAND = enum.auto()
+    CHAIN = enum.auto()
+    FULL_OPERAND = enum.auto()
+    CONSTANT = enum.auto()  # (the constant, the half dtype)
+    OF_CONSTANTS = enum.auto()  # (the half dtype)
+    INTEGERS = enum.auto()
+    POSITIONS = enum.auto()  # (the half dtype)
+    SPECIAL = enum.auto()
+    FLATTENS = enum.auto()
+    # The operations that read it.
+    FULL_READERS = enum.auto()
+    WIDE_RESULT = enum.auto()
+    AMPLIFIED = enum.auto()
+    SHORT_SUM = enum.auto()
+    SELECTS = enum.auto()
+    SOLUTION = enum.auto()
+    # Information that half would lose.
+    LOST = enum.auto()
+    ENDS_LOOP = enum.auto()
+    REPEATS_LOOP = enum.auto()
+    REPLAYS_LOOP = enum.auto()
+    WITHIN = enum.auto()  # (the primitive of what is left as written around it, its line)
+
+
+class Why(NamedTuple):
+    """A reason, and the data that its wording needs."""
+
+    reason: Reason
+    about: tuple[Any, ...] = ()
+
+
+def why(reason: Reason, *about: Any) -> Why:
+    """Returns a reason with its data."""
+    return Why(reason, about)
+
+
+NO_REASON = why(Reason.NO_FLOAT32)
+
+
+# ---- facts --------------------------------------------------------------------------------------
 
 # span: at most about 1; of ordinary size; perhaps beyond the range of float16.
 BOUNDED, FITS, BEYOND = range(3)
@@ -205,11 +276,48 @@ def joined(wants: Iterable[Want]) -> Want:
 # ---- the tables ---------------------------------------------------------------------------------
 
 
+class Ruling(NamedTuple):
+    """The rule of an operation.
+
+    Attributes:
+        rule: The rule by its primitive.
+        half: The half dtype that it uses if it computes in half.
+        forced: "half" or "full", whatever its operands are.
+        why: The reason.
+    """
+
+    rule: str = ""
+    half: Any = None
+    forced: str = ""
+    why: Why = NO_REASON
+
+    @property
+    def in_force(self) -> str:
+        """The rule that decides and evaluates it: the one that was forced on it, or its own."""
+        return self.forced or self.rule
+
+    def leaves_alone(self, op: Op) -> bool:
+        """Returns whether it is float32 and runs as written although no one asked for that."""
+        unknown = self.rule == "leave" and not self.forced and PLANNED not in op.scopes
+        return self.rule == "written" or (unknown and op.has_float32)
+
+
+class Rulings(dict[Op, Ruling]):
+    """The rule of each operation."""
+
+    def __missing__(self, op: Op) -> Ruling:
+        return Ruling()
+
+
 class Facts(dict[Value, Fact]):
     """The fact of each value; of a literal there is none."""
 
     def __missing__(self, value: Value) -> Fact:
         return NOTHING
+
+
+# For the body of each loop, which of its arguments are stored in half.
+Carries = dict[Block, tuple[bool, ...]]
 
 
 class Wants(dict[Value, Want]):
@@ -222,23 +330,109 @@ class Wants(dict[Value, Want]):
         return UNREAD
 
 
-# For the body of each loop, which of its arguments are stored in half.
-Carries = dict[Block, tuple[bool, ...]]
+class Choice(NamedTuple):
+    """The dtype of an operation.
+
+    Attributes:
+        compute: The dtype in which it reads float32 operands; None: as stored.
+        why: The reason, where its ruling does not say it.
+        sent_half: For a lookup in a parameter: devices may exchange it in half.
+    """
+
+    compute: Any = None
+    why: Why | None = None
+    sent_half: bool = False
+
+
+class Choices(dict[Op, Choice]):
+    """The choice for each operation."""
+
+    def __missing__(self, op: Op) -> Choice:
+        return Choice()
+
+
+class Stored(NamedTuple):
+    """How a value is stored.
+
+    Attributes:
+        kind: "half", "full", "flexible"; "" if it is not float32.
+        dtype: Its storage dtype.
+        wide: It is made with a constant that half cannot hold: never rounded for storage.
+        lost: Half would lose information of it (`facts`): not rounded either.
+        rounded: It is computed in float32, and stored in half.
+    """
+
+    kind: str = ""
+    dtype: Any = None
+    wide: bool = False
+    lost: bool = False
+    rounded: bool = False
+
+
+class Storage(dict[Value, Stored]):
+    """How each value is stored."""
+
+    def __missing__(self, value: Value) -> Stored:
+        return Stored()
+
+
+@dataclasses.dataclass(frozen=True)
+class Marks:
+    """What derivatives do differently, beside the steps that run.
+
+    Attributes:
+        steady: Ops whose operands derivatives may hold constant.
+        centred: For a matmul, an operand and dimensions over which derivatives subtract its mean.
+        repeats: For a gather that repeats entries: the axis, and how often.
+        online: For a maximum, the exponential whose sums it also returns; for such a sum, the same.
+        attention: For a matmul that reads a softmax: the fused kernel, or why there is none.
+        stands_for: For an op that reads or computes other values than one of the program, that one.
+    """
+
+    steady: set[Op] = dataclasses.field(default_factory=set)
+    centred: dict[Op, Place] = dataclasses.field(default_factory=dict)
+    repeats: dict[Op, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    online: dict[Op, str] = dataclasses.field(default_factory=dict)
+    attention: dict[Op, str] = dataclasses.field(default_factory=dict)
+    stands_for: dict[Op, Op] = dataclasses.field(default_factory=dict)
+
+    def is_steady(self, op: Op) -> bool:
+        """Returns whether derivatives hold the operands of an op constant."""
+        return op.cancels or op in self.steady
 
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """What is known about the values of a program before their dtypes are decided.
+    """What the passes of a plan find out, as tables. A pass returns its own, and reads others.
 
     Attributes:
-        facts: The fact of each value, which `facts` owns.
-        carries: Which arguments of loops are stored in half (`facts`).
-        wants: The demand on each value, which `demand` owns.
+        rulings: The rule of each operation: by `classify`. `facts` adds loops that are left as
+            written, and `demand` matmuls in float32.
+        small: The results of reductions, and values made from such results alone: by `classify`.
+            `decide` adds results of programs.
+        arguments: The arguments of the program and of those inside it that arrive in float32.
+        facts: The fact of each value.
+        carries: Which arguments of loops are stored in half: by `facts`.
+        wants: The demand on each value: by `demand`.
+        choices: The dtype of each operation: by `decide`. `store` leaves more of them in float32.
+        stored: How each value is stored: by `decide`, and by `store` likewise.
+        marks: By `store`.
+        steps: The steps that run each block, in order: by `store`.
+        kept: The values that `storage=lean` keeps for the backward pass, which computes those
+            around them again.
     """
 
+    rulings: Rulings = dataclasses.field(default_factory=Rulings)
+    small: set[Value] = dataclasses.field(default_factory=set)
+    arguments: frozenset[Value] = frozenset()
     facts: Facts = dataclasses.field(default_factory=Facts)
     carries: Carries = dataclasses.field(default_factory=dict)
     wants: Wants = dataclasses.field(default_factory=Wants)
+    choices: Choices = dataclasses.field(default_factory=Choices)
+    stored: Storage = dataclasses.field(default_factory=Storage)
+    marks: Marks = dataclasses.field(default_factory=Marks)
+    steps: dict[Block, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    kept: set[Value] = dataclasses.field(default_factory=set)
 
     def is_beyond(self, value: Value, half: Any) -> bool:
         """Returns whether a value or its cotangents may leave the range of a half dtype.
@@ -247,3 +441,22 @@ class Analysis:
         the smallest numbers of float16 have few digits.
         """
         return half == FLOAT16 and (self.facts[value].span == BEYOND or self.wants[value].steep)
+
+    def is_raw(self, value: Value) -> bool:
+        """Returns whether a value is an argument or constant, perhaps after layout operations."""
+        return value.constant or value in self.arguments
+
+    def may_be_rounded(self, value: Value) -> bool:
+        """Returns whether a value may be rounded to half without harm."""
+        stored, held = self.stored[value], self.wants[value].held
+        statistic = value in self.small or value.is_one
+        return not (stored.wide or stored.lost or held or statistic)
+
+    def why(self, op: Op) -> Why:
+        """Returns the reason for the dtype of an operation."""
+        return self.choices[op].why or self.rulings[op].why
+
+    def half_of(self, block: Block) -> Any:
+        """Returns the half dtype of a block's operations."""
+        halves = (self.rulings[op].half for op in block.walk())
+        return next((half for half in halves if half is not None), None)

@@ -13,8 +13,8 @@ from support import thorough_but
 
 import mpjax
 from mpjax._src.base import _jax
-from mpjax._src.instruments.interpret import Plain, interpret, operations_in
-from mpjax._src.instruments.unmapped import unmapped
+from mpjax._src.program.interpret import Plain, interpret, operations_in
+from mpjax._src.program.unmapped import unmapped
 
 AXES = (jax.sharding.AxisType.Auto,) * 2
 

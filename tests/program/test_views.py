@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpjax._src.autocast.views import own_axes, reshaped
+from mpjax._src.program.views import own_axes, reshaped
 
 
 @pytest.mark.parametrize(

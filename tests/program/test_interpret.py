@@ -11,10 +11,10 @@ from programs import NOT_REVERSED, SHAPE, STEP, build
 
 import mpjax
 from mpjax._src.base import _jax
-from mpjax._src.instruments.interpret import Plain, interpret, operations_in
 from mpjax._src.instruments.programs import make_program
 from mpjax._src.instruments.shadows import Comparer
 from mpjax._src.policy.policy import get_policy
+from mpjax._src.program.interpret import Plain, interpret, operations_in
 
 
 def run_both(program):

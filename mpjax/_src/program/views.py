@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mpjax._src.autocast.graph import Op
+from mpjax._src.program.graph import Op
 
 # The correspondence of an axis: digits (axis, stride, size) of the axes of the value that is read,
 # the most significant first. None for an axis of size 1.

@@ -10,16 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._src.autocast.graph import ATTENTION, ROW, Block, Op, Value, numbered
 from mpjax._src.autocast.plan import Plan
-from mpjax._src.autocast.residuals import Kept, kept_by, storage_of
+from mpjax._src.autocast.tables import Analysis, Reason, Why, why
 from mpjax._src.autocast.transform import Traced, call, trace
-from mpjax._src.autocast.why import Reason, Why, why
 from mpjax._src.base import _jax
 from mpjax._src.base.devices import check_name, traced_for
 from mpjax._src.base.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.base.errors import check_callable
-from mpjax._src.base.higher_order import CALL, higher_order, turns_of
+from mpjax._src.base.higher_order import CALL, higher_order
 from mpjax._src.base.lines import where
 from mpjax._src.base.public import public
 from mpjax._src.base.rules import HALF, rule_of
@@ -41,8 +39,11 @@ from mpjax._src.document.model import (
     size,
 )
 from mpjax._src.document.report import Report
+from mpjax._src.instruments.kept import Kept, kept_by, storage_of
 from mpjax._src.policy.policy import PolicyLike, get_policy
 from mpjax._src.program.gradient import check_loss, differentiated, pull_back
+from mpjax._src.program.graph import ATTENTION, Op, Value
+from mpjax._src.program.site import equations
 
 # The summary of a report names this many of the arrays kept for the backward pass.
 LARGEST = 8
@@ -423,18 +424,19 @@ def _with_gradients(traced: Traced, forward, active, has_aux) -> CastReport:
         sum(array.bytes for array in as_written),
         sum(array.bytes for array in kept),
         tuple(kept),
-        tuple(_read_wide(traced.plan.block, active).items()),
+        tuple(_read_wide(traced.plan, active).items()),
     )
 
 
-def _read_wide(block: Block, active: Sequence[bool]) -> dict[str, int]:
+def _read_wide(plan: Plan, active: Sequence[bool]) -> dict[str, int]:
     """Returns the paths of differentiated arguments that are read in float32, and the first row."""
-    arguments = zip(block.invars, active, strict=True)
+    arguments = zip(plan.block.invars, active, strict=True)
     trained = {path for value, yes in arguments if yes for path in value.paths if path}
     found: dict[str, int] = {}
-    for index, (op, _) in enumerate(numbered(block)):
+    for index, (op, _) in enumerate(plan.numbered):
         # Views do not count, programs are searched inside, and lookups exchange rounded values.
-        if op.rule in ("layout", "program", "cast") or op.sent_half or op.compute in HALVES:
+        choice, rule = plan.analysis.choices[op], plan.analysis.rulings[op].rule
+        if rule in ("layout", "program", "cast") or choice.sent_half or choice.compute in HALVES:
             continue
         given = [value for value in op.ins if value.is_f32 and value.given]
         for path in trained.intersection(path for value in given for path in value.paths):
@@ -497,35 +499,40 @@ def words(why: Why) -> str:
 
 def _rows(plan: Plan) -> Iterator[Row]:
     """Yields the rows of a plan. Operations inside one that is left as written name that one."""
-    storage, within = storage_of(plan), {}
-    for op, times in numbered(plan.block):
-        if op.left_alone:
+    storage, within, analysis = storage_of(plan), {}, plan.analysis
+    for op, times in plan.numbered:
+        if analysis.rulings[op].leaves_alone(op):
             inner = (o for sub in op.subs for o in sub.program.walk())
             within.update(dict.fromkeys(inner, op))
         around = within.get(op)
-        reason = why(Reason.WITHIN, around.name, where(*around.lines)) if around else op.why
-        yield _row(op, times, storage.get(op, ""), reason)
+        inside = why(Reason.WITHIN, around.name, where(*around.lines)) if around else None
+        reason = inside or analysis.why(op)
+        yield _row(analysis, op, times, storage.get(op, ""), reason)
 
 
-def _row(op: Op, times: int, storage: str, reason: Why) -> Row:
+def _row(analysis: Analysis, op: Op, times: int, storage: str, reason: Why) -> Row:
     paths = dict.fromkeys(path for v in op.ins for path in v.paths if path)
     source, library = op.lines
-    computes = [_after(v, op.compute if op.rule != "program" else v.dtype) for v in op.ins]
+    ruling, compute = analysis.rulings[op], analysis.choices[op].compute
+    dtypes = {v: analysis.stored[v].dtype for v in (*op.ins, *op.outs)}
+    program = ruling.rule == "program"
+    computes = [_after(v, dtypes[v] if program else compute or dtypes[v]) for v in op.ins]
+    held = sum(_jax.bytes_of(v.aval, dtypes[v] if v.is_f32 else None) for v in (*op.ins, *op.outs))
     return Row(
         op.name,
         "/".join(op.scopes),
         ", ".join(paths),
         source,
         _signature([_name(v.aval) for v in op.ins], [_name(v.aval) for v in op.outs]),
-        _signature(computes, [_after(v, v.dtype) for v in op.outs]),
+        _signature(computes, [_after(v, dtypes[v]) for v in op.outs]),
         words(reason),
         flops_of(op.eqn),
         times,
-        left_alone=op.left_alone,
+        left_alone=ruling.leaves_alone(op),
         storage=storage,
-        attention=op.attention,
+        attention=analysis.marks.attention.get(op, ""),
         library=library,
-        bytes=0 if op.rule == "program" else sum(map(_held, (*op.ins, *op.outs))),
+        bytes=0 if program else held,
     )
 
 
@@ -548,14 +555,9 @@ def computed_in(signature: str) -> str:
     return next((name for name in ("f32", "bf16", "f16") if name in found), "other")
 
 
-def _held(value: Value) -> int:
-    """Returns the bytes of a value in the dtype in which the plan stores it."""
-    return _jax.bytes_of(value.aval, value.dtype if value.is_f32 else None)
-
-
 def _after(value: Value, dtype: Any) -> str:
     if value.is_f32:
-        return SPELLINGS.get(np.dtype(dtype or value.dtype or FLOAT32), ("f32",))[0]
+        return SPELLINGS.get(np.dtype(dtype or FLOAT32), ("f32",))[0]
     return _name(value.aval)
 
 
@@ -571,11 +573,10 @@ def _signature(ins: Sequence[str], outs: Sequence[str]) -> str:
 
 
 def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
-    for eqn, stack, times in _walk(jaxpr):
-        numbers = [s for s in stack.scopes if s.startswith(ROW)]
-        if "transpose" not in stack.transforms:
+    for eqn, site, times in equations(jaxpr):
+        if not site.backward:
             continue
-        index = int(numbers[-1].removeprefix(ROW)) if numbers else None
+        index = site.op
         origin = forward[index] if index is not None else None
         dtypes = _signature(
             [_name(v.aval) for v in eqn.invars], [_name(v.aval) for v in eqn.outvars]
@@ -610,26 +611,6 @@ def _as_written(primitive: str, dtypes: str, origin: Row | None) -> str:
     return _signature(ins.split(","), outs.split(","))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stack:
-    scopes: tuple[str, ...] = ()
-    transforms: tuple[str, ...] = ()
-
-
-def _walk(
-    jaxpr: Any, stack: _Stack = _Stack(), times: int = 1
-) -> Iterator[tuple[Any, _Stack, int]]:
-    """Yields every equation, with the scopes, transformations and loop iterations around it."""
-    for eqn in jaxpr.eqns:
-        names = eqn.source_info.name_stack
-        here = _Stack(
-            stack.scopes + _jax.scope_names(names), stack.transforms + _jax.transforms(names)
-        )
-        yield eqn, here, times
-        for inner in _jax.inner_jaxprs(eqn):
-            yield from _walk(inner, here, times * turns_of(eqn))
-
-
 # ---- totals -------------------------------------------------------------------------------------
 
 
@@ -654,7 +635,7 @@ def flops_of(eqn: Any) -> int:
 
 def _half_share(jaxpr: Any) -> float:
     total = half = 0
-    for eqn, _, times in _walk(jaxpr):
+    for eqn, _, times in equations(jaxpr):
         if rule_of(eqn.primitive.name).need == HALF:
             flops = flops_of(eqn) * times
             total += flops
@@ -666,7 +647,7 @@ def _half_share(jaxpr: Any) -> float:
 def _casts(jaxpr: Any) -> "collections.Counter[int]":
     """Counts the casts between float32 and half in a program, by the bytes that each one moves."""
     found: collections.Counter[int] = collections.Counter()
-    for eqn, _, times in _walk(jaxpr):
+    for eqn, _, times in equations(jaxpr):
         if eqn.primitive.name in CASTS:
             old, new = eqn.invars[0].aval, eqn.outvars[0].aval
             dtypes = {old.dtype, new.dtype}

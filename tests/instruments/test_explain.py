@@ -120,9 +120,9 @@ def test_operations_inside_a_loop_left_as_written_name_that_loop():
     line = loop.source.rpartition(":")[2]
     assert (
         within.reason
-        == f"inside the while of tests/autocast/test_explain.py:{line}, left as written"
+        == f"inside the while of tests/instruments/test_explain.py:{line}, left as written"
     )
-    assert "the while of tests/autocast/test_explain.py" in str(report)
+    assert "the while of tests/instruments/test_explain.py" in str(report)
 
 
 def test_what_is_read_in_float32_is_named_with_its_reason():

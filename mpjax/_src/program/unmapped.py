@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._src.base import _jax
-from mpjax._src.base.higher_order import CALL, FIRST_ORDER, MAP, higher_order
+from mpjax._src.base.higher_order import CALL, MAP, higher_order
+from mpjax._src.program.rebuild import rebuild
 
 # What an equation of shard_map may fail with where `jax.vmap` has no rule for it.
 UNKNOWN = (NotImplementedError, TypeError, ValueError, KeyError, AssertionError)
@@ -119,33 +120,19 @@ def _run(eqn: Any, ins: list[Any]) -> list[Any]:
         return ins
     if name in EXCHANGES:
         return EXCHANGES[name](ins, params)
-    kind = higher_order(name)
-    if kind.kind == CALL:
-        (inside,) = kind.wire(eqn)
-        return _evaluate(inside.program, *ins)
-    if kind.kind == MAP:
+    row = higher_order(name)
+    if row.kind == MAP:
         raise NotImplementedError("A shard_map inside a shard_map is run as it is.")
-    new = {k: None for k, p in params.items() if isinstance(p, jax.sharding.Sharding)}
-    if kind is not FIRST_ORDER:
-        programs = {k: p for k, p in params.items() if holds_program(p)}
-        new |= jax.tree.map(_traced, programs, is_leaf=is_program)
-    return _jax.bind(eqn, ins, **new)
-
-
-def is_program(x: Any) -> bool:
-    """Returns whether a parameter of an equation is a program, open or closed."""
-    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
-
-
-def holds_program(x: Any) -> bool:
-    """Returns whether a parameter of an equation is a program, or several."""
-    return is_program(x) or (isinstance(x, tuple) and any(map(is_program, x)))
-
-
-def _traced(program: Any) -> Any:
-    """Returns a program of a loop or branch, traced anew: its arrays have no mesh either."""
-    avals = [_plain(aval) for aval in _jax.in_avals(program)]
-    return _jax.trace(functools.partial(_evaluate, program), avals, "program")
+    programs = [inside.program for inside in row.wire(eqn)]
+    if row.kind == CALL:
+        return _evaluate(programs[0], *ins)
+    free = {k: None for k, p in params.items() if isinstance(p, jax.sharding.Sharding)}
+    eqn = eqn.replace(params={**params, **free})
+    if not programs:
+        return _jax.bind(eqn, ins)
+    # Traced anew: the arrays inside have no mesh either.
+    avals = [[*map(_plain, _jax.in_avals(program))] for program in programs]
+    return rebuild(eqn, [functools.partial(_evaluate, p) for p in programs], avals, ins)
 
 
 # Only their types change: what varies over the devices, and where arrays lie.
