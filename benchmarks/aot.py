@@ -143,7 +143,7 @@ def largest(
         return found.state, found.batch
 
     try:
-        found = mpjax.largest_batch(
+        found = mpjax.hardware.largest_batch(
             target,
             make_args,
             step,

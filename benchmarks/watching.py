@@ -48,7 +48,7 @@ def steps(step: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     return {
         "not watched": jitted,
         "watched, not sampled": mpjax.watch_precision(jitted).step,
-        "watched, sampled": jax.jit(mpjax.measure_precision(step), donate_argnums=0),
+        "watched, sampled": jax.jit(mpjax.debug.measure_precision(step), donate_argnums=0),
     }
 
 

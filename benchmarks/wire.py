@@ -230,7 +230,7 @@ def compiled(program: Program, policy: Any, target: str = "h100") -> Any:
     init, step = mpjax.build_train_step(loss, optax.adamw(1e-3), policy)
     with jax.sharding.use_abstract_mesh(mesh):
         shapes = jax.eval_shape(init, params)
-        places = mpjax.state_shardings(shapes, jax.tree.map(lambda x: x.sharding, params))
+        places = mpjax.optim.state_shardings(shapes, jax.tree.map(lambda x: x.sharding, params))
         state = jax.tree.map(lambda x, where: x.update(sharding=where), shapes, places)
         outs = places, NamedSharding(mesh, P())
         jitted = jax.jit(step, donate_argnums=0, out_shardings=outs)

@@ -73,7 +73,7 @@ def train(options):
         "decoder": optax.chain(optax.clip_by_global_norm(1.0), optax.lion(schedule)),
     }
     optimizers = {
-        name: mpjax.skip_nonfinite(mpjax.with_master_weights(optimizer))
+        name: mpjax.optim.skip_nonfinite(mpjax.optim.with_master_weights(optimizer))
         for name, optimizer in optimizers.items()
     }
     part = lambda tree, name: {key: tree[key] for key in trains[name]}  # noqa: E731

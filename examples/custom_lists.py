@@ -64,7 +64,7 @@ def tensorboard(folder):
         return
     with common.optional("tensorboardX").SummaryWriter(folder) as writer:
         yield writer
-        mpjax.flush_metrics(writer)
+        mpjax.debug.flush_metrics(writer)
 
 
 def write_distribution(writer, histogram, step):
@@ -107,7 +107,7 @@ def train(options):
         grads = jax.tree.map(lambda *parts: sum(parts) / len(parts), *grads)  # unscaled gradients
         optimizer.update(model, grads)
         metrics = {"loss": jnp.stack(losses).mean(), **optimizer.metrics()}
-        return metrics, mpjax.gradient_histogram(nnx.to_pure_dict(grads))
+        return metrics, mpjax.debug.gradient_histogram(nnx.to_pure_dict(grads))
 
     data, (held_out, labels) = common.read_digits()
     losses, scales = [], []
@@ -120,7 +120,7 @@ def train(options):
             if writer:
                 # A skipped step is one at which the scale backed off.
                 metrics["back-offs"] = metrics.pop("skipped_steps")
-                mpjax.log_metrics(writer, index, {**metrics, "gradients": histogram})
+                mpjax.debug.log_metrics(writer, index, {**metrics, "gradients": histogram})
                 if index % 20 == 0:  # this waits for the device
                     write_distribution(writer, histogram, index)
 

@@ -124,8 +124,8 @@ def writer(
     from tensorboardX import SummaryWriter
 
     with SummaryWriter(str(logdir / example / run.replace(" ", "_"))) as events:
-        yield functools.partial(mpjax.log_metrics, events)
-        mpjax.flush_metrics(events)
+        yield functools.partial(mpjax.debug.log_metrics, events)
+        mpjax.debug.flush_metrics(events)
 
 
 def typeset(text: str) -> str:
@@ -134,7 +134,7 @@ def typeset(text: str) -> str:
 
 
 @functools.cache
-def plan(example: Any, policy: str) -> mpjax.CastReport:
+def plan(example: Any, policy: str) -> mpjax.reports.CastReport:
     """Returns the plan of an example's gradient."""
     return example.explain(policy)
 
@@ -148,7 +148,7 @@ def stored(example: Any, policy: str) -> float:
 
 def on_times() -> str:
     """Says in which dtypes this device multiplies fast, and why."""
-    facts = mpjax.device_report().devices[0]
+    facts = mpjax.hardware.device_report().devices[0]
     fast = " and ".join(facts.fast) or "no 16-bit dtype"
     return (
         f"Times are of this {facts.name}, which multiplies {fast} faster than float32 "

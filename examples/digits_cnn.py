@@ -112,7 +112,7 @@ def evaluator(policy: str) -> Callable[..., dict[str, jax.Array]]:
     return mpjax.autocast(evaluate, mpjax.get_policy(policy).replace(output="float32"))
 
 
-def explain(policy: str) -> mpjax.CastReport:
+def explain(policy: str) -> mpjax.reports.CastReport:
     """Returns the plan of the gradient of a batch. Nothing is computed."""
     params, batch_stats = jax.eval_shape(initial, 0)
     batch = sample(load()[0], np.random.default_rng(0))

@@ -60,7 +60,7 @@ def train(options):
     average = generator  # the mean of its weights over time, which draws better
     scale = mpjax.DynamicLossScale(growth_interval=min(2000, options.steps // 20 + 1))
     scale = scale if policy.needs_loss_scaling else mpjax.NoOpLossScale()
-    optimizer = mpjax.skip_nonfinite(optax.adam(options.rate, b1=0.5))
+    optimizer = mpjax.optim.skip_nonfinite(optax.adam(options.rate, b1=0.5))
     states = [optimizer.init(eqx.filter(m, eqx.is_array)) for m in (generator, discriminator)]
 
     def improve(network, opt_state, scale, loss_fn, *args):

@@ -90,9 +90,9 @@ def trained(options, data):
 def write(model, policy, folder):
     """Writes weights and program into a folder; returns their paths."""
     graph, state = nnx.split(model)
-    half = mpjax.export_params({"params": nnx.to_pure_dict(state)}, policy.compute_dtype)
+    half = mpjax.checkpoint.export_params({"params": nnx.to_pure_dict(state)}, policy.compute_dtype)
     program, weights = folder / "program.bin", folder / "weights.safetensors"
-    mpjax.save_safetensors(weights, half)
+    mpjax.checkpoint.save_safetensors(weights, half)
 
     def forward(weights, images):
         named = nnx.traversals.unflatten_mapping(weights, sep=".")

@@ -55,7 +55,7 @@ def norm(x):
     return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
 
 
-@mpjax.full_precision
+@mpjax.precision("float32")
 def route(x, router):
     """Returns the experts of each token, their weights, and the imbalance of their load."""
     chances = jax.nn.softmax(x @ router)

@@ -91,7 +91,9 @@ def train(
     text, _ = byte_gpt.load()
     init, step = mpjax.build_train_step(make_loss_fn(rows), byte_gpt.make_optimizer(steps), policy)
     shapes = jax.eval_shape(lambda: init(byte_gpt.initial(0)))
-    places = mpjax.state_shardings(shapes, jax.tree.map(lambda p: place(p, mesh), shapes.params))
+    places = mpjax.optim.state_shardings(
+        shapes, jax.tree.map(lambda p: place(p, mesh), shapes.params)
+    )
     step = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
 
     metrics = None

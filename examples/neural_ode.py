@@ -70,7 +70,7 @@ def train(options):
 
     policy = mpjax.get_policy(options.policy)
     adam = optax.adam(optax.cosine_decay_schedule(options.rate, options.steps))
-    optimizer = mpjax.skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), adam))
+    optimizer = mpjax.optim.skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), adam))
     opt_state = optimizer.init(eqx.filter(network, eqx.is_array))
     scale = mpjax.DynamicLossScale() if policy.needs_loss_scaling else mpjax.NoOpLossScale()
 

@@ -74,7 +74,9 @@ def train(options):
     model = ResNet18(int(labels.max()) + 1, options.width, options.blocks)
     policy = mpjax.get_policy(options.policy)
     schedule = optax.cosine_decay_schedule(options.rate, options.steps)
-    optimizer = mpjax.skip_nonfinite(optax.adamw(schedule))  # scaler.step: no step on Inf or NaN
+    optimizer = mpjax.optim.skip_nonfinite(
+        optax.adamw(schedule)
+    )  # scaler.step: no step on Inf or NaN
 
     def loss_fn(params, batch_stats, images, labels):
         variables = {"params": params, "batch_stats": batch_stats}

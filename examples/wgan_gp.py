@@ -75,7 +75,7 @@ def train(options):
     scale = mpjax.DynamicLossScale(init_scale=2.0**10, growth_interval=interval)
     scale = scale if policy.needs_loss_scaling else mpjax.NoOpLossScale()
     schedule = optax.cosine_decay_schedule(options.rate, options.critics * options.steps)
-    optimizer = mpjax.skip_nonfinite(optax.adam(schedule, b1=0.5, b2=0.9))
+    optimizer = mpjax.optim.skip_nonfinite(optax.adam(schedule, b1=0.5, b2=0.9))
 
     def improve(side, loss_fn, *args):
         """Returns one network after a step: parameters, optimizer state and loss scale."""

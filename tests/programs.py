@@ -272,7 +272,7 @@ UNARY = {
     "cond": lambda x: lax.cond(jnp.array(True), lambda x: mix(x, x), jnp.exp, x),
     "switch": lambda x: lax.switch(1, [jnp.exp, jnp.tanh, jnp.sin], x),
     "custom_jvp": ruled,
-    "region": mpjax.full_precision(lambda x: mix(x, x)),
+    "region": mpjax.precision("float32")(lambda x: mix(x, x)),
     "nested": mpjax.autocast(lambda x: mix(x, x), "mixed_float16"),
 }
 BINARY = {

@@ -97,7 +97,7 @@ def gradients():
     counts = np.zeros((2, 2, 279), np.uint32)
     counts[0, 0, [0, 100, 130, 140]] = 5, 7, 300, 30
     counts[0, 1, [120, 165, 278]] = 50, 2, 1
-    return mpjax.GradientHistogram(counts, ("up/w", "down"), (342, 53))
+    return mpjax.reports.GradientHistogram(counts, ("up/w", "down"), (342, 53))
 
 
 def compared():
@@ -126,7 +126,9 @@ def tuned(patterns, **changes):
     error = 0.01 / 2 ** (1 + len(steps))
     results = {"loss": error, "gradient of down": error / 3}
     fields = {"runs": 9, "least": bool(steps), "places": len(steps), "needed": 1}
-    return mpjax.Tuning(policy, error < 0.003, error, 0.003, results, steps, **fields | changes)
+    return mpjax.reports.Tuning(
+        policy, error < 0.003, error, 0.003, results, steps, **fields | changes
+    )
 
 
 def overflow(index, **changes):
@@ -174,18 +176,18 @@ REPORTS = {
     "tune": lambda: tuned(("up/w", "down")),
     "tune_cut_short": lambda: tuned((), cut_short=True),
     "histogram": gradients,
-    "loss_scale": lambda: mpjax.recommend_loss_scale(gradients()),
+    "loss_scale": lambda: mpjax.debug.recommend_loss_scale(gradients()),
     "overflow": lambda: overflow(1, layer=3, nonfinite=0.25),
     "overflow_none": lambda: overflow(-1),
     "overflow_forward": lambda: overflow(-1, loss_finite=False),
     "underflow": lambda: Underflow(*map(np.float32, (0.5, 0.125, 0.0625)), "float16"),
-    "stalled": lambda: mpjax.Stalled(np.float32([0, 0.25, 0.5]), ("up/w", "up/b", "down")),
-    "stalled_none": lambda: mpjax.Stalled(np.zeros(2, np.float32), ("up/w", "down")),
+    "stalled": lambda: mpjax.reports.Stalled(np.float32([0, 0.25, 0.5]), ("up/w", "up/b", "down")),
+    "stalled_none": lambda: mpjax.reports.Stalled(np.zeros(2, np.float32), ("up/w", "down")),
     "lint": lambda: mpjax.lint(MODEL["drifting"])(STATE),
     "lint_ignored": lambda: mpjax.lint(MODEL["ignored"])(STATE),
     "lint_none": lambda: mpjax.lint(OUTPUTS)(PARAMS, X),
-    "precision": lambda: mpjax.measure_precision(OUTPUTS)(HALF, X.astype(jnp.bfloat16))[1],
-    "precision_at_risk": lambda: mpjax.measure_precision(OUTPUTS)(
+    "precision": lambda: mpjax.debug.measure_precision(OUTPUTS)(HALF, X.astype(jnp.bfloat16))[1],
+    "precision_at_risk": lambda: mpjax.debug.measure_precision(OUTPUTS)(
         HALF, (X * 2.0**125).astype(jnp.bfloat16)
     )[1],
     "compile_v100": lambda: compiled("v100"),
@@ -215,7 +217,7 @@ def written(report):
 
 def command(report):
     """Returns what the command line prints of a report into a file, of which it lists some rows."""
-    if type(report) not in (mpjax.CastReport, mpjax.Comparison):
+    if type(report) not in (mpjax.reports.CastReport, mpjax.reports.Comparison):
         return ""
     return text_of(report.document(4), sys.maxsize)
 

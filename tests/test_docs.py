@@ -3,6 +3,7 @@
 import doctest
 import functools
 import importlib
+import inspect
 import pkgutil
 import re
 import tempfile
@@ -22,7 +23,7 @@ QUICK_PAGES = ("README.md", *(f"docs/{name}.md" for name in ("autocast", "concep
 COSTLY_MODULES = {
     f"mpjax._src.{name}"
     for name in (
-        *("instruments.compare", "instruments.plots", "instruments.tune"),
+        *("instruments.compare", "instruments.tune"),
         *("training.moments", "training.rounding"),
     )
 }
@@ -49,9 +50,28 @@ def temporary(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
+class Finder(doctest.DocTestFinder):
+    """Finds the classes that a module's source has: their `__module__` is the public one."""
+
+    def _from_module(self, module, thing):
+        if not isinstance(thing, type):
+            return super()._from_module(module, thing)
+        return bool(re.search(rf"^ *class {thing.__name__}\b", inspect.getsource(module), re.M))
+
+
 @pytest.mark.parametrize("name", thorough_where(COSTLY_MODULES.__contains__, MODULES))
 def test_docstring_examples(name, table, temporary):
-    assert doctest.testmod(importlib.import_module(name)).failed == 0
+    runner = doctest.DocTestRunner()
+    for test in Finder().find(importlib.import_module(name)):
+        runner.run(test)
+    assert not runner.failures
+
+
+def test_the_examples_of_a_class_run():
+    found = Finder().find(importlib.import_module("mpjax._src.training.loss_scale"))
+    assert "mpjax._src.training.loss_scale.DynamicLossScale" in {
+        t.name for t in found if t.examples
+    }
 
 
 @pytest.mark.parametrize("page", thorough_where(costs, pages.PAGES), ids=name_of)

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import surface
 from house import circle, graph_of, imports, modules_of
 
-import mpjax.keras
+import mpjax
 
 PACKAGE = Path(mpjax.__file__).parent
 INSIDE = PACKAGE / "_src"
@@ -39,10 +40,8 @@ def test_every_package_has_its_place():
         "__main__",
         "_src",
         "py",
-        "checkpoint",
-        "keras",
-        "linen",
-        "nnx",
+        *("checkpoint", "debug", "errors", "hardware", "optim", "reports"),
+        *("keras", "linen", "nnx"),
     }
 
 
@@ -68,8 +67,8 @@ def test_no_function_is_hidden_by_a_module_of_its_name():
                 ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
             )
             assert inspect.ismodule(module), path
-    for name in mpjax.__all__:
-        assert not inspect.ismodule(getattr(mpjax, name)), name
+    for name, thing in surface.PUBLIC.items():
+        assert not inspect.ismodule(thing), name
 
 
 def test_internals_of_jax_are_reached_from_one_package():
@@ -95,9 +94,9 @@ def test_importing_loads_nothing_of_ours_or_others():
     command = [sys.executable, "-W", "error", "-c", code]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     new, ours, heavy = out.split("\n")[:3]
-    assert set(new.split()) <= {"mpjax", "lazy_loader", "jax"} and heavy == ""
-    inside = (f"mpjax._src{name}" for name in ("", ".base", ".base.contexts", ".base.deprecations"))
-    assert ours.split() == ["mpjax", *inside]
+    assert set(new.split()) <= {"mpjax", "jax"} and heavy == ""
+    inside = (f"mpjax._src.base{name}" for name in ("", ".contexts", ".deprecations", ".lazy"))
+    assert ours.split() == ["mpjax", "mpjax._src", *inside]
 
 
 def test_what_is_imported_later_compiles_nothing_again():
@@ -105,26 +104,42 @@ def test_what_is_imported_later_compiles_nothing_again():
     code = (
         "import jax, mpjax;"
         "f = jax.jit(lambda x: x + 1); f(1.0);"
-        "[getattr(mpjax, name) for name in mpjax.__all__];"
+        "[getattr(m, name) for m in (mpjax, mpjax.optim, mpjax.debug) for name in m.__all__];"
         "f(1.0); assert f._cache_size() == 1, 'compiled again'"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
-def test_every_public_name_is_there():
-    assert len(mpjax.__all__) > 50 and set(mpjax.__all__) <= set(dir(mpjax))
-    for name in mpjax.__all__:
-        assert getattr(mpjax, name).__module__.startswith("mpjax._src."), name
-    with pytest.raises(AttributeError, match="frobnicate"):
-        mpjax.frobnicate  # noqa: B018
+TOP = """
+    DynamicLossScale NoOpLossScale Policy StaticLossScale TrainState all_finite autocast
+    build_train_step cast compare compile_for current_policy dot_product_attention explain
+    find_nonfinite get_policy half_inputs lint mixed_precision precision raise_if_diverged
+    recommend_policy register_rule scaled_value_and_grad select watch_precision
+"""
+
+
+def test_the_top_has_26_names():
+    assert mpjax.__all__ == TOP.split() and len(mpjax.__all__) == 26
+    assert {*mpjax.__all__} | {"optim", "debug", "reports"} < {*dir(mpjax)}
+
+
+@pytest.mark.parametrize("module", surface.MODULES, ids=surface.NAMES)
+def test_a_public_module_suggests_a_name(module):
+    assert len(module.__all__) == len({*module.__all__}) > 0
+    name = module.__all__[-1]
+    with pytest.raises(AttributeError, match=rf"'{module.__name__}' has.*mean '{name}'"):
+        getattr(module, f"{name}_")
+
+
+def test_a_class_says_that_it_is_where_users_find_it():
+    for name, thing in surface.PUBLIC.items():
+        place = f"{thing.__module__}.{thing.__qualname__}"
+        assert place == name if isinstance(thing, type) else place.startswith("mpjax._src."), name
 
 
 def test_everything_public_is_documented_with_an_example():
-    public = [(mpjax, name) for name in mpjax.__all__]
-    for module in (mpjax.checkpoint, mpjax.keras, mpjax.linen, mpjax.nnx):
-        public += [(module, name) for name in module.__all__]
-    for module, name in public:
-        thing = getattr(module, name)
+    for place, thing in surface.PUBLIC.items():
+        name = place.rpartition(".")[2]
         assert thing.__doc__, name
         if callable(thing) and not isinstance(thing, type):
             for section in ("Args:", "Returns:", "Example:"):
@@ -151,7 +166,7 @@ def test_the_architecture_page_draws_every_module_and_the_true_order():
     ("missing", "code", "extra"),
     [
         ("keras", "import mpjax.keras", "keras"),
-        ("matplotlib", "mpjax.plot_gradient_histogram(mpjax.gradient_histogram(A))", "plot"),
+        ("matplotlib", "mpjax.debug.gradient_histogram(A).plot()", "plot"),
     ],
 )
 def test_a_missing_extra_is_named(missing, code, extra):

@@ -30,8 +30,8 @@ def test_a_report_is_as_recorded(name):
 
 
 def test_every_report_is_recorded():
-    for name in mpjax.__all__:
-        getattr(mpjax, name)  # imports the module of each class
+    for name in mpjax.reports.__all__:
+        getattr(mpjax.reports, name)  # imports the module of each class
     paths = [*recorded.FOLDER.iterdir()]
     assert {path.stem for path in paths} == {*recorded.REPORTS}
     classes = {path.read_text().splitlines()[1] for path in paths}

@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import surface
 import yaml
 
 import mpjax
@@ -55,11 +56,12 @@ def test_the_readme_names_the_versions_and_the_dependencies():
 
 
 def test_the_readme_says_how_large_mpjax_is():
-    ((lines, names),) = re.findall(r"It is large: ([\d,]+) lines and (\d+) public names", README)
+    said = r"It is large: ([\d,]+) lines and (\d+) public names, (\d+) of them in `mpjax` itself"
+    ((lines, names, top),) = re.findall(said, README)
     files = [path for path in ROOT.glob("mpjax/**/*.py*") if path.suffix in (".py", ".pyi")]
     found = sum(len(path.read_text().splitlines()) for path in files)
     assert int(lines.replace(",", "")) == pytest.approx(found, rel=0.05)
-    assert int(names) == len(mpjax.__all__)
+    assert (int(names), int(top)) == (len(surface.PUBLIC), len(mpjax.__all__))
 
 
 def test_the_page_has_the_versions_of_python():

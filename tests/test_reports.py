@@ -69,15 +69,17 @@ REPORTS = {
     "compare": lambda: mpjax.compare(loss, "mixed_bfloat16")(PARAMS, X),
     "agreement": lambda: mpjax.compare(forward, mpjax.autocast(forward, "O3"))(PARAMS, X),
     "find_nonfinite": lambda: mpjax.find_nonfinite(loss, "mixed_float16")(PARAMS, X * 20),
-    "tune": lambda: mpjax.tune(loss, "mixed_bfloat16", 1e-3, max_runs=9)(PARAMS, X),
-    "histogram": lambda: mpjax.gradient_histogram(PARAMS),
-    "loss_scale": lambda: mpjax.recommend_loss_scale(mpjax.gradient_histogram(PARAMS)),
-    "devices": mpjax.device_report,
+    "tune": lambda: mpjax.debug.tune(loss, "mixed_bfloat16", 1e-3, max_runs=9)(PARAMS, X),
+    "histogram": lambda: mpjax.debug.gradient_histogram(PARAMS),
+    "loss_scale": lambda: mpjax.debug.recommend_loss_scale(mpjax.debug.gradient_histogram(PARAMS)),
+    "devices": mpjax.hardware.device_report,
     "overflow": lambda: overflow()["overflow"],
     "underflow": lambda: overflow()["underflow"],
     "lint": lambda: mpjax.lint(drifting)({"w": jnp.ones(3, jnp.bfloat16)}),
-    "precision": lambda: mpjax.measure_precision(jax.grad(loss))(HALF_PARAMS, X * 20)[1],
-    "stalled": lambda: mpjax.Stalled(jnp.ones(30), tuple(f"{n}/layer" * 15 for n in range(30))),
+    "precision": lambda: mpjax.debug.measure_precision(jax.grad(loss))(HALF_PARAMS, X * 20)[1],
+    "stalled": lambda: mpjax.reports.Stalled(
+        jnp.ones(30), tuple(f"{n}/layer" * 15 for n in range(30))
+    ),
 }
 
 
@@ -116,10 +118,10 @@ def test_a_report_shows_itself_in_a_notebook_and_fits(name):
 
 def test_every_public_report_does():
     words = ("Report", "Comparison", "Tuning", "Histogram", "Advice", "flow", "Stalled", "ment")
-    public = [getattr(mpjax, name) for name in mpjax.__all__]
-    found = [x for x in public if isinstance(x, type) and x.__name__.endswith(words)]
-    assert {mpjax.LargestBatch, *found} == {
-        mpjax.LargestBatch,
+    public = [x for x in vars(mpjax.reports).values() if isinstance(x, type)]
+    found = [x for x in public if x.__name__.endswith(words)]
+    assert {mpjax.reports.LargestBatch, *found} == {
+        mpjax.reports.LargestBatch,
         *Report.__subclasses__(),
     } - {mpjax._src.instruments.nonfinite.Range}
 

@@ -48,7 +48,7 @@ def reporting(task: Task) -> dict[str, Any]:
 
 def counting(task: Task) -> dict[str, Any]:
     """Returns float32 steps that count no gradients, all of them, or those of some steps."""
-    empty = mpjax.gradient_histogram(jax.tree.map(np.zeros_like, task.params))
+    empty = mpjax.debug.gradient_histogram(jax.tree.map(np.zeros_like, task.params))
 
     def step_with(count):
         def step(state, batch):
@@ -63,7 +63,7 @@ def counting(task: Task) -> dict[str, Any]:
         return step
 
     def always(index, grads, histogram):
-        return mpjax.gradient_histogram(grads, histogram)
+        return mpjax.debug.gradient_histogram(grads, histogram)
 
     def sometimes(index, grads, histogram):
         turn = index % EVERY == 0

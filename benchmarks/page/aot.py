@@ -72,8 +72,8 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
         shortfalls(short(cases, causes, ("h100",))),
         f"`autocast` with `storage=lean`, which {causes.get('lean', {}).get('all', '')}:\n",
         models("h100", "autocast, lean", HAND, cases),
-        "`autocast` with fused attention (`policy.with_fused_attention()`, off by default), for "
-        "models with attention:\n",
+        "`autocast` with fused attention (`fused_attention=true` in the policy, off by default), "
+        "for models with attention:\n",
         models("h100", FUSED, HAND, cases, ATTENTIVE),
         "### H100, relative to float32\n",
         image("aot_float32", charts["aot_float32"]),

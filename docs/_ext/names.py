@@ -6,6 +6,7 @@ without their module.
 """
 
 import contextlib
+import importlib
 import re
 import sys
 import typing
@@ -23,16 +24,15 @@ from sphinx.ext.autosummary import (
 from sphinx.util.docutils import SphinxRole
 from sphinx.util.typing import stringify_annotation
 
-import mpjax
-import mpjax.checkpoint
-import mpjax.keras
-import mpjax.linen
-import mpjax.nnx
-
-MODULES = mpjax, mpjax.checkpoint, mpjax.keras, mpjax.linen, mpjax.nnx
+# The public modules, in the order in which names are looked for.
+MODULES = (
+    *("mpjax.optim", "mpjax.debug", "mpjax.hardware", "mpjax.reports", "mpjax.errors"),
+    *("mpjax.checkpoint", "mpjax"),  # it still finds old names, which are in those above
+    *("mpjax.nnx", "mpjax.linen", "mpjax.keras"),  # the last three have names that it has too
+)
 PUBLIC = {
     id(getattr(module, name)): f"{module.__name__}.{name}"
-    for module in MODULES
+    for module in map(importlib.import_module, MODULES)
     for name in module.__all__
 }
 # Longer unions first: they begin with the text of shorter ones.
@@ -49,6 +49,7 @@ ALIASES = {
     },
     "jax.jaxlib._jax.Array": "jax.Array",
     "jaxlib._jax.Device": "jax.Device",
+    "contextlib._GeneratorContextManager[None]": "contextlib.AbstractContextManager",
     "jmp._src.policy.": "jmp.",
     "optax._src.base.": "optax.",
     "flax.nnx.transforms.autodiff.": "flax.nnx.",
@@ -64,13 +65,14 @@ class Name(SphinxRole):
     """A link to a public object; any other name is shown as code."""
 
     def run(self):
-        prefixes = get_import_prefixes_from_env(self.env)
-        prefixes = [prefix for prefix in prefixes if not self.text.startswith(f"{prefix}.")]
+        prefixes = [p for p in get_import_prefixes_from_env(self.env) if p != "mpjax"]
+        prefixes = [p for p in (*prefixes, *MODULES) if not self.text.startswith(f"{p}.")]
         with contextlib.suppress(ImportExceptionGroup):
-            _, _, _, module = import_by_name(self.text, prefixes)
+            name, _, _, module = import_by_name(self.text, prefixes)
             if not module.startswith("mpjax._src."):
                 link = self.env.get_domain("py").role("obj")
-                return link("obj", self.rawtext, self.text, self.lineno, self.inliner)
+                text = f"{self.text} <{name}>"
+                return link("obj", self.rawtext, text, self.lineno, self.inliner)
         return [nodes.literal(self.rawtext, self.text)], []
 
 

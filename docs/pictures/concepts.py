@@ -205,7 +205,7 @@ def activation_gradients():
         logits = 16 * (jax.nn.relu(hidden) @ down)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    return mpjax.gradient_histogram({"hidden": jax.grad(loss_fn)(x @ up)})
+    return mpjax.debug.gradient_histogram({"hidden": jax.grad(loss_fn)(x @ up)})
 
 
 def scaling():

@@ -252,7 +252,7 @@ def test_explicit_precision_stays():
     def fun(w, x):
         return jnp.sum(jnp.dot(x, w, precision="highest"))
 
-    with pytest.warns(mpjax.PrecisionWarning, match="ask for precision=HIGHEST"):
+    with pytest.warns(mpjax.errors.PrecisionWarning, match="ask for precision=HIGHEST"):
         assert found(cast(fun), W, X)[0][1] == ("float32", "float32")
 
 

@@ -375,10 +375,9 @@ def test_what_a_device_has_not_stays(device):
 def test_it_is_off_unless_asked_for():
     assert said(nanogpt, Q, policy="mixed_bfloat16") == []
     policy = mpjax.get_policy("mixed_bfloat16")
-    assert policy.with_fused_attention() == mpjax.get_policy(FUSED)
-    assert policy.with_fused_attention().with_fused_attention(False) == policy
+    assert policy.replace(fused_attention=True) == mpjax.get_policy(FUSED)
     with pytest.raises(ValueError, match="fused_attention='yes' must be True or False"):
-        policy.with_fused_attention("yes")
+        policy.replace(fused_attention="yes")
 
 
 # ---- any layout ---------------------------------------------------------------------------------

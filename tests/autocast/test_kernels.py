@@ -301,7 +301,7 @@ def test_explain_shows_kernels_in_half():
 def test_a_pallas_kernel_runs_in_half(storage):
     wrapped = mpjax.half_inputs(doubled)
     fun = lambda x, w: wrapped(jnp.tanh(x @ w)) @ w  # noqa: E731
-    policy = mpjax.get_policy("mixed_bfloat16").with_storage(storage)
+    policy = mpjax.get_policy("mixed_bfloat16").replace(storage=storage)
     got = jax.jit(mpjax.autocast(fun, policy))(X, W)
     assert_near(got, np.float32(2) * np.tanh(np.asarray(X) @ W) @ W, 0.02)
 

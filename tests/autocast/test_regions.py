@@ -12,7 +12,7 @@ import mpjax
 W, X = normal(0, 8, 8, scale=0.3), normal(1, 4, 8)
 
 
-@mpjax.full_precision
+@mpjax.precision("float32")
 def exact(x, w):
     return x @ w
 
@@ -92,7 +92,9 @@ def test_a_custom_vjps_backward_is_outside():
         return x @ w
 
     ruled.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, g: (g @ res[1].T, res[0].T @ g))
-    auto = mpjax.autocast(lambda w, x: jnp.sum(mpjax.full_precision(ruled)(x, w)), "mixed_bfloat16")
+    auto = mpjax.autocast(
+        lambda w, x: jnp.sum(mpjax.precision("float32")(ruled)(x, w)), "mixed_bfloat16"
+    )
     assert dtypes(jax.grad(auto, (0, 1)), W, X) == ["float32", "bfloat16", "bfloat16"]
 
 
@@ -108,7 +110,7 @@ def test_nothing_inside_a_float32_region_is_rounded_not_even_for_the_backward_pa
     want = run(jax.value_and_grad(_deep), ws, x)
     for fun in (
         mpjax.autocast(_deep, everything),
-        mpjax.autocast(mpjax.full_precision(_deep), "mixed_bfloat16"),
+        mpjax.autocast(mpjax.precision("float32")(_deep), "mixed_bfloat16"),
     ):
         assert "bf16" not in str(jax.make_jaxpr(jax.value_and_grad(fun))(ws, x))
         assert_near(run(jax.value_and_grad(fun), ws, x), want, 1e-5)

@@ -173,7 +173,7 @@ def test_reports_take_them_too():
     compared = mpjax.compare(strict, policy)(params, IMAGES)
     assert 0 < compared.results["gradient of first"] < 0.05
     assert not mpjax.find_nonfinite(strict, policy)(params, IMAGES)
-    tuned = mpjax.tune(lambda p, x: jnp.mean(conv(x, p["first"]) ** 2), policy, 0.05)
+    tuned = mpjax.debug.tune(lambda p, x: jnp.mean(conv(x, p["first"]) ** 2), policy, 0.05)
     assert tuned(params, IMAGES).met
 
 

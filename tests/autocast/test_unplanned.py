@@ -32,7 +32,7 @@ SQUARE, ROWS = np.ones((4, 4), np.float32), np.ones((3, 4), np.float32)
 @pytest.mark.parametrize("fun", [precise, images])
 def test_one_warning_names_the_cause_and_the_way_out(fun):
     for call in (mpjax.autocast(fun), jax.grad(mpjax.autocast(fun))):
-        with pytest.warns(mpjax.PrecisionWarning) as heard:
+        with pytest.warns(mpjax.errors.PrecisionWarning) as heard:
             jax.eval_shape(call, SQUARE, ROWS)
         (message,) = [str(w.message) for w in heard]
         assert "precision=HIGHEST" in message and heard[0].filename == __file__
@@ -64,10 +64,10 @@ SILENT = {
     "no matmul": (lambda w, x: jnp.sum(jnp.tanh(x)), POLICY),
     "one in 16 bits": (_mixed, POLICY),
     "float32": (precise, "float32"),
-    "region": (mpjax.full_precision(precise), POLICY),
+    "region": (mpjax.precision("float32")(precise), POLICY),
     "override": (precise, POLICY.override({"*body*": "float32"})),
     "list": (precise, POLICY.with_ops(full="dot_general")),
-    "plain matmuls in a region": (mpjax.full_precision(lambda w, x: jnp.sum(x @ w)), POLICY),
+    "plain matmuls in a region": (mpjax.precision("float32")(lambda w, x: jnp.sum(x @ w)), POLICY),
 }
 
 

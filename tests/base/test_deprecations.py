@@ -2,10 +2,16 @@
 
 import datetime
 import importlib
+import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
+import jax
+import numpy as np
+import optax
 import pytest
+import surface
 
 import mpjax
 from mpjax._src.base.deprecations import DEPRECATED, MOVED, Deprecated
@@ -13,6 +19,12 @@ from mpjax._src.base.deprecations import DEPRECATED, MOVED, Deprecated
 # JAX promises three months too: https://docs.jax.dev/en/latest/api_compatibility.html
 MONTHS = 3
 TODAY = datetime.date(2026, 11, 23)
+GONE_NAMES = {
+    "full_precision": 'mpjax.precision("float32")',
+    "plot_compare": "report.plot(path)",
+    "plot_precision": "reports[-1].plot(path, earlier=reports[:-1])",
+    "TrainStep": "init, step = mpjax.build_train_step(...)",
+}
 ROW = Deprecated("cast", TODAY, datetime.date(2027, 2, 23))
 
 
@@ -45,10 +57,56 @@ def test_a_name_that_was_never_there_is_missing():
         mpjax.to_dtype  # noqa: B018
 
 
-def test_every_old_name_has_a_new_one_and_three_months():
+def test_every_old_name_has_three_months_and_a_place_in_the_table():
     assert not too_early(DEPRECATED)
+    page = (Path(__file__).parents[2] / "docs" / "release.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
     for name, row in DEPRECATED.items():
-        assert row.instead in mpjax.__all__ and name not in mpjax.__all__, name
+        (line,) = [line for line in rows if f"`{name}`" in line.split("|")[1]]
+        new = line.split("|")[2].replace("`", "").strip()
+        assert (row.advice or f"the same in mpjax.{row.instead.partition('.')[0]}").startswith(new)
+
+
+@pytest.mark.parametrize("name", DEPRECATED)
+def test_an_old_name_warns_once_and_is_what_its_new_name_is(name):
+    row = DEPRECATED[name]
+    with pytest.warns(DeprecationWarning) as seen:
+        exec(f"from mpjax import {name} as old", found := {})
+    (warning,) = seen
+    place = f"mpjax.{row.instead}"
+    assert warning.filename == "<string>" and (row.advice or place) in str(warning.message)
+    assert found["old"] is surface.PUBLIC.get(place, pkgutil.resolve_name(place))
+    assert name not in dir(mpjax) and (row.advice or place in surface.PUBLIC)
+
+
+@pytest.mark.parametrize(("name", "advice"), GONE_NAMES.items())
+def test_what_is_gone_says_what_to_write(name, advice):
+    assert DEPRECATED[name].advice == advice
+
+
+def test_what_is_gone_works_for_a_while():
+    def inner(x):
+        return x @ x.T
+
+    with pytest.warns(DeprecationWarning):
+        region = mpjax.full_precision(inner)
+        scale = mpjax.get_loss_scale("mixed_float16")
+        assert isinstance(mpjax.build_train_step(inner, optax.sgd(0.1)), mpjax.TrainStep)
+    program = jax.make_jaxpr(mpjax.autocast(region, "mixed_bfloat16"))(np.ones((2, 3), np.float32))
+    assert "bf16" not in str(program) and isinstance(scale, mpjax.DynamicLossScale)
+
+
+def test_old_functions_plot():
+    pytest.importorskip("matplotlib")
+    histogram = mpjax.debug.gradient_histogram({"w": np.ones(3, np.float32)})
+    with pytest.warns(DeprecationWarning, match=r"histogram\.plot\(path\)"):
+        figure = mpjax.plot_gradient_histogram(histogram, None, "bfloat16", scale=2.0)
+    assert "2^1" in figure.axes[0].get_title()
+    with (
+        pytest.warns(DeprecationWarning, match=r"reports\[-1\]\.plot"),
+        pytest.raises(ValueError, match="at least one"),
+    ):
+        mpjax.plot_precision([])
 
 
 @pytest.mark.parametrize(

@@ -44,15 +44,17 @@ def test_named_cards_agree_with_their_capability():
     for name, (capability, _) in devices.CARDS.items():
         assert mpjax.recommend_policy(name) == mpjax.recommend_policy(gpu(capability))
         assert devices.device_facts(name).capability == capability
-        assert mpjax.half_dtype(name) == mpjax.half_dtype(gpu(capability))
+        assert mpjax.hardware.half_dtype(name) == mpjax.hardware.half_dtype(gpu(capability))
 
 
 @pytest.mark.parametrize(
     ("name", "half"), [("v100", "float16"), ("k80", "float16"), ("H100", "bfloat16")]
 )
 def test_half_of_a_device_by_name(name, half):
-    assert str(mpjax.half_dtype(name)) == half
-    assert str(mpjax.half_dtype("v5e")) == str(mpjax.half_dtype("cpu")) == "bfloat16"
+    assert str(mpjax.hardware.half_dtype(name)) == half
+    assert (
+        str(mpjax.hardware.half_dtype("v5e")) == str(mpjax.hardware.half_dtype("cpu")) == "bfloat16"
+    )
 
 
 @pytest.mark.parametrize("name", ["k40", "k80", "m40", "m60"])
@@ -119,10 +121,10 @@ def test_unknown_names():
     with pytest.raises(ValueError, match=r"device='h101' is not known. Did you mean 'h100'\?"):
         mpjax.recommend_policy("h101")
     with pytest.raises(ValueError, match=r"device='h101' is not known. Did you mean 'h100'\?"):
-        mpjax.half_dtype("h101")
+        mpjax.hardware.half_dtype("h101")
 
 
-@pytest.mark.parametrize("ask", [mpjax.recommend_policy, mpjax.half_dtype])
+@pytest.mark.parametrize("ask", [mpjax.recommend_policy, mpjax.hardware.half_dtype])
 @pytest.mark.parametrize("wrong", [object(), 3, jnp.float16, ("h100",)])
 def test_what_is_no_device_is_named(ask, wrong):
     with pytest.raises(TypeError, match=r"device=.* must be a jax.Device, such as jax.devices"):

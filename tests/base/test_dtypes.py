@@ -59,13 +59,13 @@ def test_a_near_miss_is_suggested_and_the_suggestion_works():
 def test_half_is_what_the_device_is_best_at(capability, half):
     assert half_of(capability) == half
     device = SimpleNamespace(platform="gpu", compute_capability=capability)
-    assert mpjax.half_dtype(device) == half
+    assert mpjax.hardware.half_dtype(device) == half
 
 
 def test_half_of_the_default_device():
     cpu = jax.devices("cpu")[0]
     with jax.default_device(cpu):
-        assert mpjax.half_dtype() == mpjax.half_dtype(cpu) == jnp.bfloat16
+        assert mpjax.hardware.half_dtype() == mpjax.hardware.half_dtype(cpu) == jnp.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ for _ in range(100_000):
     DEEP_DICT = {"a": DEEP_DICT}
 HUGE = 1 << 100_000  # of more digits than Python prints
 
-HISTOGRAM = mpjax.gradient_histogram(jnp.ones(2))
+HISTOGRAM = mpjax.debug.gradient_histogram(jnp.ones(2))
 PARAMS = {"w": jnp.ones(2)}
 
 
@@ -57,8 +57,7 @@ TAKE_FUNCTIONS = {
     "explain": lambda f: mpjax.explain(f, "mixed_bfloat16"),
     "compare": lambda f: mpjax.compare(f, "mixed_bfloat16"),
     "find_nonfinite": mpjax.find_nonfinite,
-    "tune": lambda f: mpjax.tune(f, "mixed_bfloat16", 0.1),
-    "full_precision": mpjax.full_precision,
+    "tune": lambda f: mpjax.debug.tune(f, "mixed_bfloat16", 0.1),
     "half_inputs": mpjax.half_inputs,
     "half_inputs, decorating": lambda f: mpjax.half_inputs(float32=0)(f),
     "scaled_value_and_grad": lambda f: mpjax.scaled_value_and_grad(f, mpjax.NoOpLossScale()),
@@ -90,11 +89,11 @@ TAKE_NUMBERS = {
     "StaticLossScale": mpjax.StaticLossScale,
     "compare": lambda n: mpjax.compare(loss, "float32", loss_scale=n),
     "find_nonfinite": lambda n: mpjax.find_nonfinite(loss, loss_scale=n),
-    "tune, loss_scale": lambda n: mpjax.tune(loss, "float32", 0.1, loss_scale=n),
-    "tolerance": lambda n: mpjax.tune(loss, "float32", n),
-    "headroom": lambda n: mpjax.recommend_loss_scale(HISTOGRAM, headroom=n),
+    "tune, loss_scale": lambda n: mpjax.debug.tune(loss, "float32", 0.1, loss_scale=n),
+    "tolerance": lambda n: mpjax.debug.tune(loss, "float32", n),
+    "headroom": lambda n: mpjax.debug.recommend_loss_scale(HISTOGRAM, headroom=n),
     "scale": lambda n: HISTOGRAM.rows(scale=n),
-    "plot": lambda n: mpjax.plot_gradient_histogram(HISTOGRAM, scale=n),
+    "plot": lambda n: HISTOGRAM.plot(scale=n),
     **{
         name: lambda n, name=name: mpjax.DynamicLossScale(**{name: n})
         for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
@@ -119,21 +118,21 @@ def test_what_is_no_number_of_use_is_named(take, wrong):
 
 def test_large_integers_that_a_float_holds_are_numbers():
     assert float(mpjax.StaticLossScale(2**100).loss_scale) == 2.0**100
-    assert mpjax.recommend_loss_scale(HISTOGRAM, headroom=2**100).loss_scale < 1
+    assert mpjax.debug.recommend_loss_scale(HISTOGRAM, headroom=2**100).loss_scale < 1
 
 
 @pytest.mark.parametrize("runs", [0, 1.5, True, HUGE - HUGE], ids=str)
 def test_runs_are_counted(runs):
     with pytest.raises(ValueError, match="max_runs=.* must be a whole number"):
-        mpjax.tune(loss, "float32", 0.1, max_runs=runs)
+        mpjax.debug.tune(loss, "float32", 0.1, max_runs=runs)
 
 
 def test_a_step_of_the_log_fits_64_bits(tmp_path):
-    log = mpjax.JsonLines(tmp_path / "a.jsonl")
+    log = mpjax.debug.JsonLines(tmp_path / "a.jsonl")
     for step in (HUGE, 2**63, True):
         with pytest.raises(TypeError, match="step=.* must be a Python integer of 64 bits"):
-            mpjax.log_metrics(log, step, {})
-    mpjax.log_metrics(log, np.int64(3), {})
+            mpjax.debug.log_metrics(log, step, {})
+    mpjax.debug.log_metrics(log, np.int64(3), {})
 
 
 # ---- policies ------------------------------------------------------------------------------------
@@ -169,19 +168,16 @@ TAKE_VALUES = {
     "need": lambda v: mpjax.register_rule("tanh", v),
     "primitive": lambda v: mpjax.register_rule(v, "full"),
     "device": mpjax.recommend_policy,
-    "half_dtype": mpjax.half_dtype,
+    "half_dtype": mpjax.hardware.half_dtype,
     "has_aux": lambda v: mpjax.build_train_step(loss, optax.sgd(0.1), has_aux=v),
     "optimizer": lambda v: mpjax.build_train_step(loss, v),
     "axis_name": lambda v: mpjax.build_train_step(loss, optax.sgd(0.1), axis_name=v),
     "rng": lambda v: mpjax.build_train_step(loss, optax.sgd(0.1))[0](PARAMS, rng=v),
-    "histogram": lambda v: mpjax.gradient_histogram(PARAMS, v),
-    "recommend_loss_scale": mpjax.recommend_loss_scale,
-    "plot_gradient_histogram": mpjax.plot_gradient_histogram,
-    "plot_agreement": mpjax.plot_agreement,
-    "plot_compare": mpjax.plot_compare,
-    "plot_precision": lambda v: mpjax.plot_precision([v]),
-    "writer": mpjax.flush_metrics,
-    "JsonLines": mpjax.JsonLines,
+    "histogram": lambda v: mpjax.debug.gradient_histogram(PARAMS, v),
+    "recommend_loss_scale": mpjax.debug.recommend_loss_scale,
+    "plot": lambda v: HISTOGRAM.plot(dtype=v),
+    "writer": mpjax.debug.flush_metrics,
+    "JsonLines": mpjax.debug.JsonLines,
     "loss scale": lambda v: mpjax.scaled_value_and_grad(loss, v),
     "limit": lambda v: mpjax.raise_if_diverged({"consecutive_skips": 1}, v),
     "metrics": lambda v: mpjax.raise_if_diverged(v, 1),

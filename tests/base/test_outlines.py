@@ -17,11 +17,11 @@ LEAVES = {
 }
 PARAMS = mpjax.cast(LEAVES, "bfloat16")
 OPTIMIZERS = {
-    "skip": mpjax.skip_nonfinite,
-    "masters": mpjax.with_master_weights,
-    "kahan": mpjax.with_kahan_summation,
-    "8bit": mpjax.with_8bit_moments,
-    "stochastic": mpjax.with_stochastic_rounding,
+    "skip": mpjax.optim.skip_nonfinite,
+    "masters": mpjax.optim.with_master_weights,
+    "kahan": mpjax.optim.with_kahan_summation,
+    "8bit": mpjax.optim.with_8bit_moments,
+    "stochastic": mpjax.optim.with_stochastic_rounding,
     "mixed": lambda inner: mpjax.mixed_precision(inner, "O3:float16"),
 }
 

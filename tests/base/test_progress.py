@@ -33,7 +33,9 @@ INSTRUMENTS = {
     "compare": lambda **shown: mpjax.compare(loss, **shown)(*ARGS),
     "compare of two": lambda **shown: mpjax.compare(jnp.sin, jnp.cos, **shown)(ARGS[0]),
     "lint": lambda **shown: mpjax.lint(loss, argnums=0, **shown)(*ARGS),
-    "tune": lambda **shown: mpjax.tune(loss, "mixed_bfloat16", 0.9, max_runs=7, **shown)(*ARGS),
+    "tune": lambda **shown: mpjax.debug.tune(loss, "mixed_bfloat16", 0.9, max_runs=7, **shown)(
+        *ARGS
+    ),
 }
 
 
@@ -60,7 +62,7 @@ def test_compilers_show_what_they_do(monkeypatch):
 
     def compile_program(child, target, *_):
         seen.append(stderr.getvalue())
-        raise mpjax.CompileError
+        raise mpjax.errors.CompileError
 
     for module in (aot, batch_size):
         monkeypatch.setattr(module, "compilers", lambda target: progress_bar(False, "", ""))
@@ -68,10 +70,10 @@ def test_compilers_show_what_they_do(monkeypatch):
         monkeypatch.setattr(module, "compile_program", compile_program)
     monkeypatch.setattr(aot, "require", lambda target: None)
     make_args = lambda n: (jax.ShapeDtypeStruct((n,), jnp.float32),)  # noqa: E731
-    with pytest.raises(mpjax.CompileError):
+    with pytest.raises(mpjax.errors.CompileError):
         mpjax.compile_for("h100", jnp.sin, *make_args(2))
-    with pytest.raises(mpjax.CompileError):
-        mpjax.largest_batch("h100", make_args, jnp.sin)
+    with pytest.raises(mpjax.errors.CompileError):
+        mpjax.hardware.largest_batch("h100", make_args, jnp.sin)
     assert "compile for h100: " in seen[0] and "compiling" in seen[0]
     assert "batches for h100: 0 compiled [00:00, compiling a batch of 1]" in seen[1]
     for call in (mpjax.compile_for, lambda target, f, **shown: mpjax.lint(f, **shown)):

@@ -17,7 +17,7 @@ def names(tree):
 
 
 def test_masters_are_named_after_their_parameters():
-    optimizer = optax.chain(optax.clip(1.0), mpjax.with_master_weights(optax.sgd(1.0, 0.9)))
+    optimizer = optax.chain(optax.clip(1.0), mpjax.optim.with_master_weights(optax.sgd(1.0, 0.9)))
     state = {"params": HALF, "opt_state": optimizer.init(HALF)}
     assert names(state) == {
         "params/w": "params/w",
@@ -32,7 +32,7 @@ def test_masters_are_named_after_their_parameters():
     "tree", [HALF, [jnp.ones(2), (None, jnp.ones(1))], mpjax.DynamicLossScale(), jnp.ones(3)]
 )
 def test_leaves_come_in_the_order_of_the_tree(tree):
-    optimizer = mpjax.with_master_weights(mpjax.with_master_weights(optax.adam(1.0)))
+    optimizer = mpjax.optim.with_master_weights(mpjax.optim.with_master_weights(optax.adam(1.0)))
     whole = {"params": tree, "opt_state": optimizer.init(tree)}
     assert all(a.value is b for a, b in zip(leaves_of(whole), jax.tree.leaves(whole), strict=True))
 
@@ -42,7 +42,7 @@ def test_classes_are_told_of_what_holds_leaves():
     inner = optax.adamw(1.0)
     kinds = kinds_of({"opt_state": inner.init(HALF)})
     assert kinds == {"opt_state/0": "ScaleByAdamState"}
-    assert kinds == kinds_of({"opt_state": mpjax.with_master_weights(inner).init(HALF)})
+    assert kinds == kinds_of({"opt_state": mpjax.optim.with_master_weights(inner).init(HALF)})
 
 
 def test_settings_are_told_alike_in_every_process():

@@ -33,24 +33,24 @@ POLICIES = ["float32", "mixed_float16", "O2:float16", "O3:bf16"]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "half", "f16"])
 def test_parameters_come_from_the_masters(policy, dtype):
     state = trained(policy)
-    got = mpjax.export_params(state, dtype)
-    full = mpjax.master_params(state.opt_state, state.params)
+    got = mpjax.checkpoint.export_params(state, dtype)
+    full = mpjax.optim.master_params(state.opt_state, state.params)
     assert bits(got) == bits(mpjax.cast(full, dtype))
     parts = {"params": state.params, "opt_state": state.opt_state}
-    assert bits(mpjax.export_params(parts, dtype)) == bits(got)
+    assert bits(mpjax.checkpoint.export_params(parts, dtype)) == bits(got)
 
 
 def test_a_half_export_never_overflows():
     params = {f"layer_{i}": jnp.full(2, 7e4 if i else 6e4) for i in range(7)}
     state = {"params": {**params, "bad": jnp.array([jnp.inf, 1.0]), "n": jnp.int32(10**6)}}
     with pytest.raises(ValueError, match=r"infinite in \['layer_1', .*'layer_5'\] and 1 more"):
-        mpjax.export_params(state, "float16")
-    half = mpjax.export_params(state, "bfloat16")
+        mpjax.checkpoint.export_params(state, "float16")
+    half = mpjax.checkpoint.export_params(state, "bfloat16")
     assert half["bad"][0] == jnp.inf and half["n"].dtype == jnp.int32
     with pytest.raises(ValueError, match="dtype='int8' is not a floating dtype"):
-        mpjax.export_params(state, "int8")
+        mpjax.checkpoint.export_params(state, "int8")
     with pytest.raises(TypeError, match="state is a dict without params"):
-        mpjax.export_params({"w": jnp.ones(2)})
+        mpjax.checkpoint.export_params({"w": jnp.ones(2)})
 
 
 PARAMS = {
@@ -60,21 +60,21 @@ PARAMS = {
 
 
 def test_a_file_holds_a_tree_bit_for_bit(tmp_path):
-    mpjax.save_safetensors(tmp_path / "p", PARAMS, {"made by": "a test"})
-    back = mpjax.load_safetensors(tmp_path / "p", like=PARAMS)
+    mpjax.checkpoint.save_safetensors(tmp_path / "p", PARAMS, {"made by": "a test"})
+    back = mpjax.checkpoint.load_safetensors(tmp_path / "p", like=PARAMS)
     assert jax.tree.structure(back) == jax.tree.structure(PARAMS) and bits(back) == bits(PARAMS)
     assert [x.dtype for x in jax.tree.leaves(back)] == [x.dtype for x in jax.tree.leaves(PARAMS)]
-    flat = mpjax.load_safetensors(tmp_path / "p")
+    flat = mpjax.checkpoint.load_safetensors(tmp_path / "p")
     assert {*flat} == {"Dense_0.kernel", "Dense_0.bias", *(f"list.{i}" for i in range(4))}
     shapes = jax.eval_shape(lambda: PARAMS)
-    assert bits(mpjax.load_safetensors(tmp_path / "p", like=shapes)) == bits(PARAMS)
+    assert bits(mpjax.checkpoint.load_safetensors(tmp_path / "p", like=shapes)) == bits(PARAMS)
 
 
 def test_others_read_the_file_as_its_format_says(tmp_path):
     """By hand: a length, a header of JSON, and rows of bytes in C order."""
     transposed = jnp.arange(6.0).reshape(2, 3).T
     weights = {"a": transposed, "b": np.asfortranarray(np.arange(6.0, dtype=np.float32)[None])}
-    mpjax.save_safetensors(tmp_path / "p", weights)
+    mpjax.checkpoint.save_safetensors(tmp_path / "p", weights)
     data = (tmp_path / "p").read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
@@ -82,13 +82,13 @@ def test_others_read_the_file_as_its_format_says(tmp_path):
     assert header["a"]["dtype"] == "F32" and header["a"]["shape"] == [3, 2]
     assert data[8 + length + start : 8 + length + end] == np.asarray(transposed).tobytes()
     order = np.asfortranarray(np.arange(6.0).reshape(2, 3))
-    mpjax.save_safetensors(tmp_path / "p", {"a": order})
+    mpjax.checkpoint.save_safetensors(tmp_path / "p", {"a": order})
     assert (stored.load_file(tmp_path / "p")["a"] == order).all()
 
 
 def test_a_file_that_does_not_fit_is_refused(tmp_path):
-    mpjax.save_safetensors(tmp_path / "p", {"a": {"w": jnp.ones(2)}, "b": jnp.ones(3)})
-    load = lambda like, **kw: mpjax.load_safetensors(tmp_path / "p", like, **kw)  # noqa: E731
+    mpjax.checkpoint.save_safetensors(tmp_path / "p", {"a": {"w": jnp.ones(2)}, "b": jnp.ones(3)})
+    load = lambda like, **kw: mpjax.checkpoint.load_safetensors(tmp_path / "p", like, **kw)  # noqa: E731
     good = {"a": {"w": jnp.ones(2)}, "b": jnp.ones(3)}
     with pytest.raises(ValueError, match="like lacks 'b'"):
         load({"a": good["a"]})
@@ -103,14 +103,16 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path):
 
 
 def test_float64_is_not_narrowed_in_silence(tmp_path):
-    mpjax.save_safetensors(tmp_path / "p", {"w": np.full(2, 0.1)})
-    assert mpjax.load_safetensors(tmp_path / "p")["w"].dtype == np.float64
+    mpjax.checkpoint.save_safetensors(tmp_path / "p", {"w": np.full(2, 0.1)})
+    assert mpjax.checkpoint.load_safetensors(tmp_path / "p")["w"].dtype == np.float64
     with pytest.raises(ValueError, match="narrow params/w from float64 to float32"):
-        mpjax.load_safetensors(tmp_path / "p", {"w": jnp.ones(2)})
-    mpjax.save_safetensors(tmp_path / "q", {"w": np.full(2, 1e300)})
+        mpjax.checkpoint.load_safetensors(tmp_path / "p", {"w": jnp.ones(2)})
+    mpjax.checkpoint.save_safetensors(tmp_path / "q", {"w": np.full(2, 1e300)})
     with pytest.raises(ValueError, match="become infinite in params/w"):
-        mpjax.load_safetensors(tmp_path / "q", {"w": jnp.ones(2)}, allow_narrowing=True)
-    back = mpjax.load_safetensors(tmp_path / "p", {"w": jnp.ones(2)}, allow_narrowing=True)
+        mpjax.checkpoint.load_safetensors(tmp_path / "q", {"w": jnp.ones(2)}, allow_narrowing=True)
+    back = mpjax.checkpoint.load_safetensors(
+        tmp_path / "p", {"w": jnp.ones(2)}, allow_narrowing=True
+    )
     assert isinstance(back["w"], jax.Array) and back["w"][0] == np.float32(0.1)
 
 
@@ -123,23 +125,23 @@ def test_float64_is_not_narrowed_in_silence(tmp_path):
 )
 def test_what_others_cannot_read_is_refused(params, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        mpjax.save_safetensors(tmp_path / "p", params)
+        mpjax.checkpoint.save_safetensors(tmp_path / "p", params)
     assert not any(tmp_path.iterdir())
 
 
 def test_damaged_files_are_named(tmp_path):
-    mpjax.save_safetensors(tmp_path / "p", PARAMS)
+    mpjax.checkpoint.save_safetensors(tmp_path / "p", PARAMS)
     data = (tmp_path / "p").read_bytes()
     for wrong in (b"", data[:5], data[: len(data) // 2], data[:-1], b"\xff" * 40):
         (tmp_path / "p").write_bytes(wrong)
         with pytest.raises(mpjax.checkpoint.CheckpointError, match="/p' is not a complete"):
-            mpjax.load_safetensors(tmp_path / "p")
+            mpjax.checkpoint.load_safetensors(tmp_path / "p")
     with pytest.raises(FileNotFoundError, match="does not exist"):
-        mpjax.load_safetensors(tmp_path / "q")
+        mpjax.checkpoint.load_safetensors(tmp_path / "q")
 
 
 def test_a_file_is_replaced_when_the_new_one_is_whole(tmp_path, monkeypatch):
-    mpjax.save_safetensors(tmp_path / "p", {"w": jnp.ones(2)})
+    mpjax.checkpoint.save_safetensors(tmp_path / "p", {"w": jnp.ones(2)})
 
     def fail(arrays, file, metadata):
         with open(file, "wb") as half:
@@ -148,8 +150,8 @@ def test_a_file_is_replaced_when_the_new_one_is_whole(tmp_path, monkeypatch):
 
     monkeypatch.setattr(stored, "save_file", fail)
     with pytest.raises(OSError, match="no space"):
-        mpjax.save_safetensors(tmp_path / "p", {"w": jnp.zeros(2)})
-    assert mpjax.load_safetensors(tmp_path / "p")["w"].sum() == 2
+        mpjax.checkpoint.save_safetensors(tmp_path / "p", {"w": jnp.zeros(2)})
+    assert mpjax.checkpoint.load_safetensors(tmp_path / "p")["w"].sum() == 2
     assert [p.name for p in tmp_path.iterdir()] == ["p"]
 
 
@@ -157,7 +159,7 @@ def test_without_safetensors_the_extra_is_named():
     code = (
         "import sys; sys.modules['safetensors'] = None\n"
         "import mpjax\n"
-        "try: mpjax.load_safetensors('x')\n"
+        "try: mpjax.checkpoint.load_safetensors('x')\n"
         "except ImportError as error: print(error)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

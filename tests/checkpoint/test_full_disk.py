@@ -78,12 +78,12 @@ def test_the_error_of_a_save_that_is_never_waited_for_is_raised_at_the_end(tmp_p
 
 def test_a_safetensors_file_that_cannot_be_written_leaves_the_one_before(tmp_path):
     file = tmp_path / "model.safetensors"
-    mpjax.save_safetensors(file, SMALL)
+    mpjax.checkpoint.save_safetensors(file, SMALL)
     with full(), pytest.raises(checkpoint.CheckpointError) as caught:
-        mpjax.save_safetensors(file, LARGE)
+        mpjax.checkpoint.save_safetensors(file, LARGE)
     assert f"file={str(file)!r} could not be written: File too large." in str(caught.value)
     assert [*tmp_path.iterdir()] == [file]
-    assert bits(mpjax.load_safetensors(file)) == bits(SMALL)
+    assert bits(mpjax.checkpoint.load_safetensors(file)) == bits(SMALL)
 
 
 @pytest.mark.parametrize("nothing", [None, {}, {"params": None}, ()], ids=str)

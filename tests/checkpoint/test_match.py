@@ -79,7 +79,7 @@ def kept(policy):
 
 def expected(state, policy):
     """The state under another policy: its weights as `init` casts them, exact masters of halves."""
-    full = mpjax.master_params(state.opt_state, state.params)
+    full = mpjax.optim.master_params(state.opt_state, state.params)
     fresh = jax.jit(program(policy)[0])(full)
     inner = getattr(state.opt_state, "inner_state", state.opt_state)
     opt_state = fresh.opt_state
@@ -148,7 +148,7 @@ def test_split_masters_are_restored_whole_and_whole_ones_split(was, to, saved):
     if was == to:
         assert bits(back) == bits(state)
         return
-    full = mpjax.master_params(state.opt_state, state.params)["dense"]["w"]
+    full = mpjax.optim.master_params(state.opt_state, state.params)["dense"]["w"]
     weight = back.params["dense"]["w"]
     if not getattr(back.opt_state, "masters", None):
         assert bits(weight) == bits(full.astype(weight.dtype))
@@ -218,7 +218,7 @@ def test_an_optimizer_of_ones_own_may_hold_the_masters_anywhere(tmp_path):
 
     full = {"w": jnp.full(3, 0.1)}
     half = {"w": jnp.full(3, 0.1, jnp.bfloat16)}
-    with_masters = optimizer(mpjax.with_master_weights)
+    with_masters = optimizer(mpjax.optim.with_master_weights)
     state = {"params": half, "opt_state": with_masters.init(half)}
     masters = {"w": jnp.full(3, 0.3)}
     wrapped = state["opt_state"][1]._replace(masters=masters)
@@ -233,7 +233,9 @@ def test_an_optimizer_of_ones_own_may_hold_the_masters_anywhere(tmp_path):
 
 
 def test_parts_alone_are_restored_into_another_program(saved):
-    weights = mpjax.master_params(trained("O2:float16").opt_state, trained("O2:float16").params)
+    weights = mpjax.optim.master_params(
+        trained("O2:float16").opt_state, trained("O2:float16").params
+    )
     back = checkpoint.restore(saved("O2:float16"), {"params": PARAMS})
     assert bits(back["params"]) == bits(weights)
     back = checkpoint.restore(saved("O2:float16"), {"params": PARAMS, "step": jnp.int32(0)})

@@ -39,9 +39,9 @@ def test_reading_a_checkpoint_runs_nothing(tmp_path, seen):
 
 
 def test_reading_safetensors_runs_nothing(tmp_path, seen):
-    mpjax.save_safetensors(tmp_path / "state", STATE)
+    mpjax.checkpoint.save_safetensors(tmp_path / "state", STATE)
     seen.clear()
-    mpjax.load_safetensors(tmp_path / "state")
+    mpjax.checkpoint.load_safetensors(tmp_path / "state")
     assert not seen
 
 

@@ -26,7 +26,7 @@ def described(tree):
 
 def train(policy, rng, key):
     params, model_state, batch = net_problem(rng)
-    optimizer = mpjax.skip_nonfinite(optax.MultiSteps(optax.adamw(1e-2), 2))
+    optimizer = mpjax.optim.skip_nonfinite(optax.MultiSteps(optax.adamw(1e-2), 2))
     options = {"has_aux": True, "accumulate_steps": 2}
     init, step = mpjax.build_train_step(net_loss, optimizer, policy, **options)
     like = jax.jit(init)(params, model_state, key)

@@ -218,14 +218,14 @@ def test_of_two_writers_of_a_safetensors_file_each_writes_its_own(tmp_path, monk
     def interrupted(arrays, name, metadata):
         monkeypatch.undo()
         Path(name).write_bytes(b"half")
-        mpjax.save_safetensors(file, {"w": np.ones(2, np.float32)})
+        mpjax.checkpoint.save_safetensors(file, {"w": np.ones(2, np.float32)})
         assert Path(name).read_bytes() == b"half"
         written(arrays, name, metadata)
 
     monkeypatch.setattr(safetensors.numpy, "save_file", interrupted)
-    mpjax.save_safetensors(file, {"w": np.zeros(3, np.float32)})
+    mpjax.checkpoint.save_safetensors(file, {"w": np.zeros(3, np.float32)})
     assert [*tmp_path.iterdir()] == [file]
-    assert mpjax.load_safetensors(file)["w"].shape == (3,)
+    assert mpjax.checkpoint.load_safetensors(file)["w"].shape == (3,)
 
 
 SAVE = """

@@ -208,7 +208,7 @@ MATMULS = (
 )
 
 
-class Compiled(mpjax.CompileReport):
+class Compiled(mpjax.reports.CompileReport):
     """What a compiler answered, made up."""
 
     def __init__(self, target):

@@ -236,10 +236,10 @@ W = PARAMS["params"]["dense_0"]["kernel"]
 OTHERS = {
     "find_nonfinite": lambda: mpjax.find_nonfinite(small, "mixed_float16")(W, X * 1e4),
     "nothing found": lambda: mpjax.find_nonfinite(small)(W, X),
-    "gradient_histogram": lambda: mpjax.gradient_histogram(PARAMS),
-    "no gradients": lambda: mpjax.gradient_histogram(jax.tree.map(jnp.zeros_like, PARAMS)),
-    "tune": lambda: mpjax.tune(small, "mixed_bfloat16", 1e-4, max_runs=9)(W, X),
-    "device_report": mpjax.device_report,
+    "gradient_histogram": lambda: mpjax.debug.gradient_histogram(PARAMS),
+    "no gradients": lambda: mpjax.debug.gradient_histogram(jax.tree.map(jnp.zeros_like, PARAMS)),
+    "tune": lambda: mpjax.debug.tune(small, "mixed_bfloat16", 1e-4, max_runs=9)(W, X),
+    "device_report": mpjax.hardware.device_report,
     "compile_for": lambda: compile_report("h100", "stack"),
 }
 

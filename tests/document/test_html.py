@@ -186,5 +186,5 @@ def test_templates_are_part_of_the_package():
 
 
 def test_a_report_without_a_map_has_no_script():
-    html = mpjax.device_report().to_html()
+    html = mpjax.hardware.device_report().to_html()
     assert "<pre" in html and "<table" in html and "<script" not in html

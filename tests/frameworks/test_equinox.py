@@ -27,7 +27,7 @@ def loop(policy):
     model, state = eqx.nn.make_with_state(Model)(jax.random.key(0))
     optimizer = optax.adamw(1e-2)
     if policy:
-        optimizer = mpjax.skip_nonfinite(optimizer)
+        optimizer = mpjax.optim.skip_nonfinite(optimizer)
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
     @eqx.filter_jit

@@ -19,7 +19,7 @@ PAGE = pages.ROOT / "docs" / "training.md"
 def test_the_recipe_of_the_page_learns_in(half, scale):
     changes = {"SCALE = 2.0**8": f"SCALE = {scale}", '"mixed_float16"': f'"mixed_{half}"'}
     with warnings.catch_warnings():
-        warnings.simplefilter("error", mpjax.PrecisionWarning)
+        warnings.simplefilter("error", mpjax.errors.PrecisionWarning)
         found = pages.run(PAGE, ("numpyro",), changes)
     svi, x = found["svi"], np.ones((8, 4), np.float32)
     state = svi.init(jax.random.key(0), x, x[:, 0])
@@ -31,5 +31,5 @@ def test_the_recipe_of_the_page_learns_in(half, scale):
 @pytest.mark.usefixtures("nothing_called")
 def test_without_autocast_it_is_warned_of():
     plain = {'mpjax.autocast(super().loss, "mixed_float16")': "super().loss"}
-    with pytest.warns(mpjax.PrecisionWarning, match="value_and_grad"):
+    with pytest.warns(mpjax.errors.PrecisionWarning, match="value_and_grad"):
         pages.run(PAGE, ("numpyro",), plain)

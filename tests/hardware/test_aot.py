@@ -80,7 +80,9 @@ def test_callbacks_are_refused(monkeypatch, target):
         jax.debug.print("{}", x)
         return x
 
-    with pytest.raises(mpjax.CompileError, match=f"target='{target}': it calls back into Python"):
+    with pytest.raises(
+        mpjax.errors.CompileError, match=f"target='{target}': it calls back into Python"
+    ):
         mpjax.compile_for(target, prints, 1.0)
 
 
@@ -203,13 +205,15 @@ def test_costs_agree_with_xla_s_where_it_can_count(target):
 @compiles("v100")
 def test_refusals_of_the_true_compiler():
     q = shape(2, 128, 4, 64, dtype=jnp.bfloat16)
-    with pytest.raises(mpjax.CompileError, match="v100.*Unsupported algorithm.*compute in float16"):
+    with pytest.raises(
+        mpjax.errors.CompileError, match="v100.*Unsupported algorithm.*compute in float16"
+    ):
         mpjax.compile_for("v100", lambda q: jax.nn.dot_product_attention(q, q, q), q)
 
 
 @compiles("v5e")
 def test_a_tpu_that_is_too_small_says_so():
-    with pytest.raises(mpjax.OutOfMemoryError, match="target='v5e' refused.*smaller batch"):
+    with pytest.raises(mpjax.errors.OutOfMemoryError, match="target='v5e' refused.*smaller batch"):
         mpjax.compile_for("v5e", jnp.sin, shape(6, 2**30))
 
 
@@ -258,7 +262,7 @@ def test_the_compiler_heeds_its_options():
     by_cublas = mpjax.compile_for("h100", jnp.dot, x, x, compiler_options=without)
     assert "triton" in by_triton.hlo and "cublas" not in by_triton.hlo
     assert "triton" not in by_cublas.hlo and "cublas" in by_cublas.hlo
-    with pytest.raises(mpjax.CompileError, match="xla_no_such_flag"):
+    with pytest.raises(mpjax.errors.CompileError, match="xla_no_such_flag"):
         mpjax.compile_for("h100", jnp.dot, x, x, compiler_options={"xla_no_such_flag": 1})
 
 

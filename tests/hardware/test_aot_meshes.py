@@ -151,8 +151,10 @@ def test_the_largest_batch_of_several_devices():
     def make_args(batch):
         return (spread(ABSTRACT, P("data"), batch, 2**20),)
 
-    found = mpjax.largest_batch("h100 x 8", make_args, jnp.sin, multiple_of=1024)
-    one = mpjax.largest_batch("h100", lambda n: (shape(n, 2**20),), jnp.sin, multiple_of=128)
+    found = mpjax.hardware.largest_batch("h100 x 8", make_args, jnp.sin, multiple_of=1024)
+    one = mpjax.hardware.largest_batch(
+        "h100", lambda n: (shape(n, 2**20),), jnp.sin, multiple_of=128
+    )
     assert found.batch == 8 * one.batch and found.target == "h100 x 8"
 
 
@@ -172,14 +174,16 @@ def test_python_is_asked_how_to_partition():
     x = spread(mesh, P("data"), 64, 128)
     report = mpjax.compile_for("h100 x 8", lambda x: kernel(2 * x), x)
     assert report.collectives == () and report.output_bytes < 2 * x.size * 4 / 8
-    with pytest.raises(mpjax.CompileError, match="nine columns"):
+    with pytest.raises(mpjax.errors.CompileError, match="nine columns"):
         mpjax.compile_for("h100 x 8", kernel, spread(mesh, P("data"), 8, 9))
 
 
 @compiles("v5e")
 def test_a_tpu_s_compiler_does_not_ask():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    with pytest.raises(mpjax.CompileError, match="custom_partitioning.*within jax.shard_map"):
+    with pytest.raises(
+        mpjax.errors.CompileError, match="custom_partitioning.*within jax.shard_map"
+    ):
         mpjax.compile_for("v5e x 8", kernel, spread(mesh, P("data"), 64, 128))
 
 
@@ -206,7 +210,7 @@ def test_an_optimizer_state_on_the_host(policy):
     _, params, x = fully_sharded(ABSTRACT)
     init, step = mpjax.build_train_step(loss, optax.adamw(1e-3), policy)
     shapes = jax.eval_shape(init, params)
-    places = mpjax.state_shardings(shapes, jax.tree.map(lambda p: p.sharding, params))
+    places = mpjax.optim.state_shardings(shapes, jax.tree.map(lambda p: p.sharding, params))
 
     def in_memory(kind):
         return jax.tree.map(lambda place: place.with_memory_kind(kind), places.opt_state)
@@ -253,7 +257,7 @@ def test_micro_batches_stay_where_they_lie(target, spec):
             kept, optax.adamw(1e-3), "mixed_bfloat16", accumulate_steps=steps
         )
         shapes = jax.eval_shape(init, params)
-        places = mpjax.state_shardings(shapes, jax.tree.map(lambda p: p.sharding, params))
+        places = mpjax.optim.state_shardings(shapes, jax.tree.map(lambda p: p.sharding, params))
         state = jax.tree.map(lambda x, place: x.update(sharding=place), shapes, places)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
         return mpjax.compile_for(f"{target} x 8", jitted, state, x)

@@ -62,10 +62,10 @@ def test_a_search_that_ends_at_its_limit():
 
 def test_not_even_one():
     with pytest.raises(
-        mpjax.OutOfMemoryError, match="a batch of 1 does not fit target='h100': it takes 1"
+        mpjax.errors.OutOfMemoryError, match="a batch of 1 does not fit target='h100': it takes 1"
     ):
         search(0)
-    with pytest.raises(mpjax.OutOfMemoryError, match="batch of 4.*more memory than it has"):
+    with pytest.raises(mpjax.errors.OutOfMemoryError, match="batch of 4.*more memory than it has"):
         search(100, refuse_from=1, multiple_of=4)
 
 
@@ -102,7 +102,7 @@ def args(batch):
 def test_bad_input(change, error, match):
     call = {"target": "h100", "make_args": args, "fun": jnp.sin, **change}
     with pytest.raises(error, match=match):
-        mpjax.largest_batch(**call)
+        mpjax.hardware.largest_batch(**call)
 
 
 # ---- with the compilers --------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_bad_input(change, error, match):
 @pytest.mark.parametrize("target", both("v100", "h100", "v5e"))
 def test_against_arithmetic(target):
     """A program of one array in and one out, of 256 MiB for each of the batch."""
-    found = mpjax.largest_batch(target, lambda n: (shape(n, 2**26),), jnp.sin)
+    found = mpjax.hardware.largest_batch(target, lambda n: (shape(n, 2**26),), jnp.sin)
     reserve = 0.05 if target == "v5e" else 0.25
     assert found.reserve == reserve
     expected = int(find_target(target).memory * (1 - reserve) / (GIB / 2))
@@ -122,7 +122,7 @@ def test_against_arithmetic(target):
 
 @compiles("v5e")
 def test_what_a_tpu_s_compiler_refuses_does_not_fit():
-    found = mpjax.largest_batch("v5e", lambda n: (shape(n, 2**27),), jnp.sin, reserve=0.0)
+    found = mpjax.hardware.largest_batch("v5e", lambda n: (shape(n, 2**27),), jnp.sin, reserve=0.0)
     refused = [t.batch for t in found.tries if t.total_bytes is None]
     assert refused and min(refused) > found.batch and found.next_bytes is None
 
@@ -135,5 +135,5 @@ def test_other_errors_of_a_compiler_are_not_taken_for_memory():
     def make_args(batch):
         return (shape(batch, 128, 4, 64, dtype=jnp.bfloat16),)
 
-    with pytest.raises(mpjax.CompileError, match="Unsupported algorithm"):
-        mpjax.largest_batch("v100", make_args, attend)
+    with pytest.raises(mpjax.errors.CompileError, match="Unsupported algorithm"):
+        mpjax.hardware.largest_batch("v100", make_args, attend)

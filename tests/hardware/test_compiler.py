@@ -38,7 +38,7 @@ def test_what_is_missing_is_named(monkeypatch, target, installed, missing):
         mpjax.compile_for(target, jnp.sin, 1.0)
     assert "pip install 'mpjax[aot]'" in str(caught.value)
     with pytest.raises(ImportError, match=missing):
-        mpjax.largest_batch(target, lambda n: (shape(n),), jnp.sin)
+        mpjax.hardware.largest_batch(target, lambda n: (shape(n),), jnp.sin)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_request_and_its_answer(monkeypatch):
     ],
 )
 def test_a_child_that_fails(monkeypatch, code, error, match):
-    with pytest.raises(error or mpjax.CompileError, match=match):
+    with pytest.raises(error or mpjax.errors.CompileError, match=match):
         in_child(monkeypatch, code, timeout=0.1 if error else 60)
 
 
@@ -111,7 +111,7 @@ def test_a_compiler_that_is_not_there_is_an_error_and_not_a_hang(monkeypatch):
     monkeypatch.setattr(compiler, "require", lambda target: None)
     with (
         compiler.compilers(find_target("h100")) as child,
-        pytest.raises(mpjax.CompileError, match="target='h100'"),
+        pytest.raises(mpjax.errors.CompileError, match="target='h100'"),
     ):
         child.compile(find_target("h100"), b"no program", 60, {})
 
@@ -122,12 +122,20 @@ def test_a_compiler_that_is_not_there_is_an_error_and_not_a_hang(monkeypatch):
         (
             "JaxRuntimeError: UNIMPLEMENTED: Unsupported algorithm on the current device(s): "
             "ALG_DOT_BF16_BF16_F32\n\t\n\nSuspected Python Code Location:\n  /a.py:1",
-            mpjax.CompileError,
+            mpjax.errors.CompileError,
             "refused: UNIMPLEMENTED: Unsupported.*BF16_F32. The GPU has no bfloat16 units: .*f",
         ),
-        ("JaxError: RESOURCE_EXHAUSTED: HBM", mpjax.OutOfMemoryError, "HBM. Use a smaller batch"),
-        ("JaxError: RESOURCE_EXHAUSTED: of vmem", mpjax.CompileError, "RESOURCE_EXHAUSTED: of v"),
-        ("libdevice not found", mpjax.CompileError, "pip install nvidia-cuda-nvcc-cu12"),
+        (
+            "JaxError: RESOURCE_EXHAUSTED: HBM",
+            mpjax.errors.OutOfMemoryError,
+            "HBM. Use a smaller batch",
+        ),
+        (
+            "JaxError: RESOURCE_EXHAUSTED: of vmem",
+            mpjax.errors.CompileError,
+            "RESOURCE_EXHAUSTED: of v",
+        ),
+        ("libdevice not found", mpjax.errors.CompileError, "pip install nvidia-cuda-nvcc-cu12"),
     ],
 )
 def test_refusals_are_worded(text, error, match):

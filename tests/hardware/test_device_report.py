@@ -9,7 +9,7 @@ from mpjax._src.hardware import devices
 
 
 def test_the_report_is_data_and_a_table():
-    report = mpjax.device_report()
+    report = mpjax.hardware.device_report()
     assert len(report.devices) == len(jax.local_devices())
     assert json.loads(json.dumps(report.to_dict()))["jax_version"] == jax.__version__
     text = str(report)
@@ -22,7 +22,7 @@ def test_the_report_shows_the_time_of_a_matmul_beside_the_verdict(monkeypatch):
     reports = []
     for factor in (0.5, 3.0):
         monkeypatch.setattr(devices, "matmul_time", lambda dtype, seconds, factor=factor: factor)
-        reports.append(mpjax.device_report())
+        reports.append(mpjax.hardware.device_report())
     idle, busy = reports
     assert idle == busy and idle.devices == busy.devices
     assert busy.matmul_times == {"float16": 3.0, "bfloat16": 3.0}

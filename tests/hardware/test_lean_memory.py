@@ -45,7 +45,7 @@ NUMBERS = ("NHWC", "HWIO", "NHWC")
 def test_the_largest_batch_grows():
     params = [shape(3, 3, 64, 64)] * 6
     largest = [
-        mpjax.largest_batch(
+        mpjax.hardware.largest_batch(
             "h100",
             lambda batch: (params, shape(batch, 512, 512, 64)),
             jax.grad(mpjax.autocast(convolutions, policy)),

@@ -40,7 +40,7 @@ def sent(policy="mixed_bfloat16", keeps=True, micro_batches=1, rows=4096):
     init, step = mpjax.build_train_step(loss, optax.adamw(1e-3), policy, **options)
     with jax.sharding.use_abstract_mesh(mesh):
         shapes = jax.eval_shape(init, [layer] * 4)
-        places = mpjax.state_shardings(shapes, split)
+        places = mpjax.optim.state_shardings(shapes, split)
         state = jax.tree.map(lambda x, place: x.update(sharding=place), shapes, places)
         data = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32, sharding=split)
         step = jax.jit(step, donate_argnums=0, out_shardings=(places, None))

@@ -98,7 +98,7 @@ def test_8bit_moments_are_never_written_down_in_float32(name):
         )
 
     full, eight = (
-        report(wrap(OPTIMIZERS[name]())) for wrap in (lambda x: x, mpjax.with_8bit_moments)
+        report(wrap(OPTIMIZERS[name]())) for wrap in (lambda x: x, mpjax.optim.with_8bit_moments)
     )
     weights = sum(p.size for p in large.values())
     assert eight.bytes_accessed <= full.bytes_accessed

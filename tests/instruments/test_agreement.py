@@ -203,13 +203,13 @@ def test_reads_plainly_and_as_json(args):
 def test_picture(args, tmp_path):
     pytest.importorskip("matplotlib")
     report = mpjax.compare(train, rollout_with(cache=jnp.bfloat16))(*args)
-    figure = mpjax.plot_agreement(report, tmp_path / "agreement.png")
+    figure = report.plot(tmp_path / "agreement.png")
     assert (tmp_path / "agreement.png").read_bytes()[:4] == b"\x89PNG"
     image, bars = figure.axes[:2]
     assert image.images[0].get_array().shape == (3, LENGTH - 1)
     assert bars.patches[0].get_width() == pytest.approx(100 * report.partings[0].left)
     logits = mpjax.compare(jax.nn.log_softmax, jax.nn.log_softmax)(jnp.ones((4, 6)))
-    assert mpjax.plot_agreement(logits).axes[0].images[0].get_array().shape == (1, 4)
+    assert logits.plot().axes[0].images[0].get_array().shape == (1, 4)
 
 
 def test_what_is_no_array_is_a_constant():

@@ -348,14 +348,14 @@ class TestReport:
     def test_picture(self, tmp_path):
         pytest.importorskip("matplotlib")
         compared = of_transformer("mixed_bfloat16")
-        figure = mpjax.plot_compare(compared, tmp_path / "compare.png")
+        figure = compared.plot(tmp_path / "compare.png")
         assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
         assert figure.axes[0].get_yscale() == "log"
         (legend,) = figure.legends
         labels = {text.get_text() for text in legend.get_texts()}
         assert {"error, forward pass", "error, backward pass"} <= labels
         with pytest.raises(ValueError, match="no rows"):
-            mpjax.plot_compare(of_transformer("float32"))
+            of_transformer("float32").plot()
 
 
 class TestBadInput:

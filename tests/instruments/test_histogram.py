@@ -30,7 +30,7 @@ def test_every_float_is_counted_where_it_lies(values):
     values = np.resize(np.array(values, np.float32), 40)  # of one shape: compiled once
     # log2 in float64 rounds up just below a power of two.
     values = np.where(np.abs(np.frexp(values)[0]) > 1 - 2e-7, np.float32(1), values)
-    histogram = mpjax.gradient_histogram(values)
+    histogram = mpjax.debug.gradient_histogram(values)
     assert (histogram.numbers()[0] == reference(values)).all()
 
 
@@ -43,7 +43,7 @@ def test_shares_are_what_a_cast_does(dtype, half, power, rng):
     with np.errstate(over="ignore", under="ignore"):
         scaled = values.astype(np.float64) * 2.0**power
         cast = scaled.astype(half).astype(np.float64)
-    row = mpjax.gradient_histogram({"w": values}).rows(dtype, 2.0**power)[0]
+    row = mpjax.debug.gradient_histogram({"w": values}).rows(dtype, 2.0**power)[0]
     flushed = np.mean((cast == 0) & (values != 0))
     # Of float32's own subnormals many lie exactly between zero and bfloat16's least.
     assert abs(row.flushed - flushed) <= (0 if dtype == "float16" else 2e-3)
@@ -53,25 +53,25 @@ def test_shares_are_what_a_cast_does(dtype, half, power, rng):
 
 def test_it_accumulates_inside_a_scan_beyond_32_bits():
     grads = {"w": jnp.array([1.0, 0.0, 2.0**-30]), "n": jnp.arange(3)}
-    histogram = mpjax.gradient_histogram(grads)
+    histogram = mpjax.debug.gradient_histogram(grads)
     assert histogram.paths == ("w",) and histogram.sizes == (3,)
 
     @jax.jit
     def run(histogram):
         return jax.lax.scan(
-            lambda h, _: (mpjax.gradient_histogram(grads, h), None), histogram, None, length=9
+            lambda h, _: (mpjax.debug.gradient_histogram(grads, h), None), histogram, None, length=9
         )[0]
 
     total = run(histogram)
     assert (total.numbers() == 10 * histogram.numbers()).all()
     near = total.counts.at[0].set(jnp.uint32(2**32 - 1))
-    over = run(mpjax.GradientHistogram(near, total.paths, total.sizes))
+    over = run(mpjax.reports.GradientHistogram(near, total.paths, total.sizes))
     assert (over.numbers() == 2**32 - 1 + 9 * histogram.numbers()).all()
 
 
 def test_half_gradients_subnormals_and_words():
     grads = {"a": jnp.array([2.0**-130, 3e38, -jnp.inf, jnp.nan], jnp.bfloat16), "b": jnp.zeros(4)}
-    histogram = mpjax.gradient_histogram(grads)
+    histogram = mpjax.debug.gradient_histogram(grads)
     a, b, whole = histogram.rows("bfloat16")
     assert (a.smallest, a.largest, a.nonfinite) == (-130, 127, 0.5)
     assert b.smallest is b.median is None and b.zeros == 1.0
@@ -85,13 +85,13 @@ def test_half_gradients_subnormals_and_words():
 
 def test_the_recommended_scale_is_the_largest_safe_one(rng):
     values = jnp.asarray(rng.normal(size=5000) * 2.0 ** rng.uniform(-40, -8, 5000), jnp.float32)
-    histogram = mpjax.gradient_histogram(values)
-    advice = mpjax.recommend_loss_scale(histogram, headroom=1)
+    histogram = mpjax.debug.gradient_histogram(values)
+    advice = mpjax.debug.recommend_loss_scale(histogram, headroom=1)
     scaled = np.asarray(values, np.float64) * advice.loss_scale
     assert np.isfinite(scaled.astype(np.float16)).all()
     assert np.max(np.abs(scaled)) * 2 >= 2**16  # twice as large would not be safe
     assert advice.flushed_with == np.mean(scaled.astype(np.float16) == 0) < advice.flushed_without
-    roomy = mpjax.recommend_loss_scale(histogram, headroom=16)
+    roomy = mpjax.debug.recommend_loss_scale(histogram, headroom=16)
     assert roomy.loss_scale == advice.loss_scale / 16
     assert str(roomy).startswith("loss scale 2^") and "overflows at 2^16" in str(roomy)
 
@@ -105,22 +105,26 @@ def test_numbers_within_the_limits_are_finite(half):
 
 
 def test_the_median_of_three_is_the_second():
-    row = mpjax.gradient_histogram(np.float32([2.0**-3, 2.0**5, 2.0**4])).rows()[0]
+    row = mpjax.debug.gradient_histogram(np.float32([2.0**-3, 2.0**5, 2.0**4])).rows()[0]
     assert (row.smallest, row.median, row.largest) == (-3, 4, 5)
 
 
 def test_a_known_underflow_share():
     # A standard normal has 2 * (Phi(2**-9) - 1/2) of its mass below 2**-9.
     values = jax.random.normal(jax.random.key(0), (2**18,)) * 2.0**-16
-    row = mpjax.gradient_histogram(values).rows()[0]
+    row = mpjax.debug.gradient_histogram(values).rows()[0]
     expected = jax.scipy.special.erf(2.0**-9 / np.sqrt(2))
     assert abs(row.flushed - expected) < 5 * np.sqrt(expected / 2**18)
 
 
 def test_a_large_gradient_wants_a_small_scale():
-    advice = mpjax.recommend_loss_scale(mpjax.gradient_histogram(jnp.array([2.0**20])), headroom=1)
+    advice = mpjax.debug.recommend_loss_scale(
+        mpjax.debug.gradient_histogram(jnp.array([2.0**20])), headroom=1
+    )
     assert advice.loss_scale == 2.0**-5
-    fine = mpjax.recommend_loss_scale(mpjax.gradient_histogram(jnp.array([1.0, jnp.inf])))
+    fine = mpjax.debug.recommend_loss_scale(
+        mpjax.debug.gradient_histogram(jnp.array([1.0, jnp.inf]))
+    )
     assert any("1 would be enough" in r for r in fine.reasons) and any(
         "Inf" in r for r in fine.reasons
     )
@@ -128,8 +132,8 @@ def test_a_large_gradient_wants_a_small_scale():
 
 def test_the_picture(tmp_path, rng):
     grads = {"a": rng.normal(size=500) * 2.0**-20, "b": {"c": rng.normal(size=500) * 2.0**-12}}
-    histogram = mpjax.gradient_histogram(grads)
-    figure = mpjax.plot_gradient_histogram(histogram, tmp_path / "h.png", scale=2.0**4)
+    histogram = mpjax.debug.gradient_histogram(grads)
+    figure = histogram.plot(tmp_path / "h.png", scale=2.0**4)
     assert (tmp_path / "h.png").read_bytes()[:4] == b"\x89PNG"
     top, below, _ = figure.axes
     assert sum(bar.get_height() for bar in top.patches[: len(top.containers[0])]) == pytest.approx(
@@ -140,27 +144,27 @@ def test_the_picture(tmp_path, rng):
 
 
 def test_bad_input(monkeypatch):
-    histogram = mpjax.gradient_histogram(jnp.zeros(3))
+    histogram = mpjax.debug.gradient_histogram(jnp.zeros(3))
     for grads in ({}, {"n": jnp.arange(3)}, None):
         with pytest.raises(ValueError, match=r"grads=.* has no floating array leaf"):
-            mpjax.gradient_histogram(grads)
+            mpjax.debug.gradient_histogram(grads)
     with pytest.raises(ValueError, match="histogram belongs to other parameters"):
-        mpjax.gradient_histogram({"w": jnp.zeros(3)}, histogram)
+        mpjax.debug.gradient_histogram({"w": jnp.zeros(3)}, histogram)
     for scale in (3.0, 0, -2.0, float("inf"), "2", None):
         with pytest.raises(ValueError, match=r"scale=.* must be a power of two"):
             histogram.rows(scale=scale)
     with pytest.raises(ValueError, match="dtype='float32' must be 'float16' or 'bfloat16'"):
         histogram.rows("float32")
     with pytest.raises(ValueError, match="no gradient that is finite and not zero"):
-        mpjax.recommend_loss_scale(histogram)
+        mpjax.debug.recommend_loss_scale(histogram)
     with pytest.raises(ValueError, match="nothing to plot"):
-        mpjax.plot_gradient_histogram(histogram)
+        histogram.plot()
     with pytest.raises(ValueError, match="headroom=0 must be"):
-        mpjax.recommend_loss_scale(histogram, headroom=0)
+        mpjax.debug.recommend_loss_scale(histogram, headroom=0)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"mpjax\[plot\]"):
-        mpjax.plot_gradient_histogram(histogram)
+        histogram.plot()
 
 
 def test_layout_of_the_bins():
-    assert mpjax.gradient_histogram(jnp.ones(2)).counts.shape == (2, 1, BINS)
+    assert mpjax.debug.gradient_histogram(jnp.ones(2)).counts.shape == (2, 1, BINS)

@@ -29,47 +29,47 @@ def steps(path):
 
 def test_a_full_disk_leaves_whole_lines_and_says_which_is_lost(tmp_path, room):
     path = tmp_path / "run.jsonl"
-    log = mpjax.JsonLines(path)
-    mpjax.log_metrics(log, 0, RECORD)
+    log = mpjax.debug.JsonLines(path)
+    mpjax.debug.log_metrics(log, 0, RECORD)
     size = path.stat().st_size
     room(2 * size + 7)
-    mpjax.log_metrics(log, 1, RECORD)
+    mpjax.debug.log_metrics(log, 1, RECORD)
     for step in (2, 3):
         with pytest.raises(OSError, match=f"record of step {step} was lost.*run.jsonl") as caught:
-            mpjax.log_metrics(log, step, RECORD)
+            mpjax.debug.log_metrics(log, step, RECORD)
         assert caught.value.errno == errno.EFBIG
         assert steps(path) == [0, 1]
     room(100 * size)
-    mpjax.log_metrics(log, 4, RECORD)
+    mpjax.debug.log_metrics(log, 4, RECORD)
     assert steps(path) == [0, 1, 4]
 
 
 def test_records_that_wait_behind_a_lost_one_are_written(tmp_path, room, monkeypatch):
     path = tmp_path / "run.jsonl"
-    log = mpjax.JsonLines(path)
+    log = mpjax.debug.JsonLines(path)
     with monkeypatch.context() as patched:
         patched.setattr(logs, "_is_ready", lambda leaf: False)
         for step in range(3):
-            mpjax.log_metrics(log, step, RECORD)
+            mpjax.debug.log_metrics(log, step, RECORD)
     room(0)
     with pytest.raises(OSError, match="record of step 0 was lost"):
-        mpjax.flush_metrics(log)
+        mpjax.debug.flush_metrics(log)
     room(1 << 20)
-    mpjax.flush_metrics(log)
+    mpjax.debug.flush_metrics(log)
     assert steps(path) == [1, 2]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux alone has it")
 def test_a_device_without_room_is_told():
     with pytest.raises(OSError, match="record of step 1 was lost.*/dev/full"):
-        mpjax.log_metrics(mpjax.JsonLines("/dev/full"), 1, RECORD)
+        mpjax.debug.log_metrics(mpjax.debug.JsonLines("/dev/full"), 1, RECORD)
 
 
 def test_a_line_that_another_run_left_unfinished_is_ended(tmp_path):
     path = tmp_path / "run.jsonl"
     path.write_text('{"step": 0}\n{"step": 1, "lo')
     for step in (2, 3):
-        mpjax.log_metrics(mpjax.JsonLines(path), step, RECORD)
+        mpjax.debug.log_metrics(mpjax.debug.JsonLines(path), step, RECORD)
     first, torn, *rest = path.read_text().splitlines()
     assert json.loads(first) == {"step": 0} and torn == '{"step": 1, "lo'
     assert [json.loads(line)["step"] for line in rest] == [2, 3]
@@ -79,7 +79,7 @@ def test_a_pipe_takes_lines(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
-    mpjax.log_metrics(mpjax.JsonLines(path), 1, RECORD)
+    mpjax.debug.log_metrics(mpjax.debug.JsonLines(path), 1, RECORD)
     assert json.loads(os.read(pipe, 1000)) == {"step": 1, **RECORD}
     os.close(pipe)
 
@@ -89,13 +89,13 @@ def test_a_directory_is_refused_at_once(tmp_path, monkeypatch, name):
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OSError, match=f"path='{name}' is a directory, but must be a file"):
-        mpjax.JsonLines(name)
+        mpjax.debug.JsonLines(name)
 
 
 @pytest.mark.parametrize("path", [3, None, ["run.jsonl"], b"run.jsonl"])
 def test_what_is_no_path_is_named(path):
     with pytest.raises(TypeError, match="path=.* must be the path of a file"):
-        mpjax.JsonLines(path)
+        mpjax.debug.JsonLines(path)
 
 
 def test_a_file_that_may_not_be_written_is_refused_at_once(tmp_path):
@@ -104,4 +104,4 @@ def test_a_file_that_may_not_be_written_is_refused_at_once(tmp_path):
     path = tmp_path / "run.jsonl"
     path.touch(mode=0o400)
     with pytest.raises(PermissionError):
-        mpjax.JsonLines(path)
+        mpjax.debug.JsonLines(path)

@@ -34,10 +34,10 @@ def test_a_run_is_logged_in_order(tmp_path):
         has_aux=True,
     )
     state, step = init({"w": jnp.ones(3)}), jax.jit(step, donate_argnums=0)
-    with mpjax.JsonLines(tmp_path / "run.jsonl") as log:
+    with mpjax.debug.JsonLines(tmp_path / "run.jsonl") as log:
         for i in range(20):
             state, metrics = step(state, jnp.full(3, i, jnp.float32))
-            mpjax.log_metrics(log, i, metrics)
+            mpjax.debug.log_metrics(log, i, metrics)
     rows = lines(tmp_path / "run.jsonl")
     assert [row["step"] for row in rows] == list(range(20))
     assert rows[3]["aux/seen"] == 9.0 and "aux/all" not in rows[3]
@@ -49,14 +49,14 @@ def test_a_run_is_logged_in_order(tmp_path):
 def test_what_is_not_ready_waits_and_keeps_its_order(tmp_path, monkeypatch):
     busy = {1.0, 2.0}
     monkeypatch.setattr(logs, "_is_ready", lambda leaf: float(leaf) not in busy)
-    log, path = mpjax.JsonLines(tmp_path / "a.jsonl"), tmp_path / "a.jsonl"
+    log, path = mpjax.debug.JsonLines(tmp_path / "a.jsonl"), tmp_path / "a.jsonl"
     for i in range(4):
-        mpjax.log_metrics(log, i, {"loss": jnp.float32(i)})
+        mpjax.debug.log_metrics(log, i, {"loss": jnp.float32(i)})
     assert [row["step"] for row in lines(path)] == [0]
     busy.remove(1.0)
-    mpjax.log_metrics(log, 4, {"loss": jnp.float32(4)})
+    mpjax.debug.log_metrics(log, 4, {"loss": jnp.float32(4)})
     assert [row["step"] for row in lines(path)] == [0, 1]
-    mpjax.flush_metrics(log)
+    mpjax.debug.flush_metrics(log)
     assert [row["step"] for row in lines(path)] == [0, 1, 2, 3, 4]
 
 
@@ -67,27 +67,31 @@ def test_readiness_is_asked_not_waited_for():
 @pytest.mark.parametrize("method", ["add_scalar", "scalar"])
 def test_tensorboard_writers(method):
     writer = Writer(method)
-    mpjax.log_metrics(writer, 7, {"loss": jnp.bfloat16(2), "n": 3, "ok": np.bool_(True), "s": "x"})
+    mpjax.debug.log_metrics(
+        writer, 7, {"loss": jnp.bfloat16(2), "n": 3, "ok": np.bool_(True), "s": "x"}
+    )
     assert writer.rows == [("loss", 2.0, 7), ("n", 3, 7), ("ok", 1, 7)]
-    mpjax.flush_metrics(writer)
+    mpjax.debug.flush_metrics(writer)
 
 
 def test_tensorboardx(tmp_path):
     tensorboardx = pytest.importorskip("tensorboardX")
     with tensorboardx.SummaryWriter(str(tmp_path)) as writer:
-        mpjax.log_metrics(writer, 1, {"loss": jnp.float32(0.5)})
-        mpjax.flush_metrics(writer)
+        mpjax.debug.log_metrics(writer, 1, {"loss": jnp.float32(0.5)})
+        mpjax.debug.flush_metrics(writer)
     (events,) = tmp_path.glob("events*")
     assert b"loss" in events.read_bytes()
 
 
 def test_a_histogram_is_logged_as_shares_at_the_loss_scale(tmp_path):
     grads = {"w": jnp.array([0.0, 1e-9, 2.0**-30, 0.5]), "b": jnp.array([jnp.inf, 1.0, 1.0, 1.0])}
-    histogram = mpjax.gradient_histogram(grads)
-    with mpjax.JsonLines(tmp_path / "a.jsonl") as log:
-        mpjax.log_metrics(log, 0, {"loss_scale": jnp.float32(1024), "aux": {"g": histogram}})
-        mpjax.log_metrics(log, 1, {"loss_scale": jnp.float32(100_000.0), "aux": {"g": histogram}})
-        mpjax.log_metrics(log, 2, {"g": histogram, "loss_scale": jnp.inf})
+    histogram = mpjax.debug.gradient_histogram(grads)
+    with mpjax.debug.JsonLines(tmp_path / "a.jsonl") as log:
+        mpjax.debug.log_metrics(log, 0, {"loss_scale": jnp.float32(1024), "aux": {"g": histogram}})
+        mpjax.debug.log_metrics(
+            log, 1, {"loss_scale": jnp.float32(100_000.0), "aux": {"g": histogram}}
+        )
+        mpjax.debug.log_metrics(log, 2, {"g": histogram, "loss_scale": jnp.inf})
     first, second, third = lines(tmp_path / "a.jsonl")
     assert first["aux/g/zeros"] == first["aux/g/nonfinite"] == 1 / 8
     assert first["aux/g/float16/flushed"] == 0 and third["g/float16/flushed"] == 2 / 8
@@ -96,13 +100,13 @@ def test_a_histogram_is_logged_as_shares_at_the_loss_scale(tmp_path):
 
 
 def test_a_histogram_may_be_donated_after_it_was_logged(tmp_path, monkeypatch):
-    count = jax.jit(lambda g, h: mpjax.gradient_histogram(g, h), donate_argnums=1)
+    count = jax.jit(lambda g, h: mpjax.debug.gradient_histogram(g, h), donate_argnums=1)
     grads = jnp.array([1.0, 2.0])
-    histogram = mpjax.gradient_histogram(grads)
+    histogram = mpjax.debug.gradient_histogram(grads)
     monkeypatch.setattr(logs, "_is_ready", lambda leaf: False)
-    with mpjax.JsonLines(tmp_path / "a.jsonl") as log:
+    with mpjax.debug.JsonLines(tmp_path / "a.jsonl") as log:
         for i in range(3):
-            mpjax.log_metrics(log, i, {"g": histogram})
+            mpjax.debug.log_metrics(log, i, {"g": histogram})
             histogram = count(grads, histogram)
     assert [row["g/zeros"] for row in lines(tmp_path / "a.jsonl")] == [0, 0, 0]
 
@@ -116,16 +120,18 @@ def test_the_path_of_an_overflow_is_text(method, text):
         setattr(writer, text, lambda tag, value, step: writer.rows.append((tag, value, step)))
     scalar = jnp.float32(2)
     for index in (-1, 0):
-        report = mpjax.Overflow(jnp.int32(index), jnp.int32(-1), scalar, scalar, scalar, ("w",))
-        mpjax.log_metrics(writer, index, {"overflow": report})
+        report = mpjax.reports.Overflow(
+            jnp.int32(index), jnp.int32(-1), scalar, scalar, scalar, ("w",)
+        )
+        mpjax.debug.log_metrics(writer, index, {"overflow": report})
     found = [row for row in writer.rows if row[0] == "overflow/path"]
     assert found == ([("overflow/path", "w", 0)] if text else [])
     assert ("overflow/index", -1, -1) in writer.rows
 
 
 def test_nonfinite_values_are_json(tmp_path):
-    with mpjax.JsonLines(tmp_path / "a.jsonl") as log:
-        mpjax.log_metrics(log, 0, {"a": math.nan, "b": jnp.inf, "c": -jnp.inf})
+    with mpjax.debug.JsonLines(tmp_path / "a.jsonl") as log:
+        mpjax.debug.log_metrics(log, 0, {"a": math.nan, "b": jnp.inf, "c": -jnp.inf})
     assert lines(tmp_path / "a.jsonl") == [{"step": 0, "a": "nan", "b": "inf", "c": "-inf"}]
 
 
@@ -133,15 +139,15 @@ def test_nonfinite_values_are_json(tmp_path):
 def test_nonfinite_values_have_no_place_in_a_chart(method):
     writer = Writer(method)
     metrics = {"a": math.nan, "b": jnp.inf, "c": jnp.float32(1), "loss_scale": jnp.float32(8)}
-    mpjax.log_metrics(writer, 3, metrics)
+    mpjax.debug.log_metrics(writer, 3, metrics)
     assert writer.rows == [("c", 1.0, 3), ("loss_scale", 8.0, 3)]
 
 
 def test_a_skipped_step_prints_nothing_at_tensorboardx(tmp_path, capsys, caplog):
     tensorboardx = pytest.importorskip("tensorboardX")
     with tensorboardx.SummaryWriter(str(tmp_path)) as writer:
-        mpjax.log_metrics(writer, 1, {"grad_norm": jnp.inf, "loss_scale": jnp.float32(8)})
-        mpjax.flush_metrics(writer)
+        mpjax.debug.log_metrics(writer, 1, {"grad_norm": jnp.inf, "loss_scale": jnp.float32(8)})
+        mpjax.debug.flush_metrics(writer)
     out = capsys.readouterr()
     assert not out.out + out.err + caplog.text
     assert b"loss_scale" in next(tmp_path.glob("events*")).read_bytes()
@@ -149,7 +155,7 @@ def test_a_skipped_step_prints_nothing_at_tensorboardx(tmp_path, capsys, caplog)
 
 def test_a_forgotten_writer_is_forgotten():
     writer = Writer("scalar")
-    mpjax.log_metrics(writer, 0, {"a": 1.0})
+    mpjax.debug.log_metrics(writer, 0, {"a": 1.0})
     assert writer in logs._WAITING
     count = len(logs._WAITING)
     del writer
@@ -158,13 +164,13 @@ def test_a_forgotten_writer_is_forgotten():
 
 
 def test_bad_input(tmp_path):
-    log = mpjax.JsonLines(tmp_path / "a.jsonl")
+    log = mpjax.debug.JsonLines(tmp_path / "a.jsonl")
     with pytest.raises(OSError, match="missing"):
-        mpjax.JsonLines(tmp_path / "missing" / "a.jsonl")
-    with pytest.raises(TypeError, match=r"writer='run.jsonl' must be an mpjax.JsonLines"):
-        mpjax.log_metrics("run.jsonl", 0, {})
+        mpjax.debug.JsonLines(tmp_path / "missing" / "a.jsonl")
+    with pytest.raises(TypeError, match=r"writer='run.jsonl' must be an mpjax.debug.JsonLines"):
+        mpjax.debug.log_metrics("run.jsonl", 0, {})
     for step in (jnp.int32(1), 1.5, None):
         with pytest.raises(TypeError, match="step=.* must be a Python integer"):
-            mpjax.log_metrics(log, step, {"a": 1.0})
+            mpjax.debug.log_metrics(log, step, {"a": 1.0})
     with pytest.raises(TypeError, match=r"metrics\['a'\] is being traced"):
-        jax.jit(lambda x: mpjax.log_metrics(log, 0, {"a": x}))(1.0)
+        jax.jit(lambda x: mpjax.debug.log_metrics(log, 0, {"a": x}))(1.0)

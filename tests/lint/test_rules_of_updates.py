@@ -91,7 +91,7 @@ def test_steps_of_ours_lose_no_updates_and_lower_their_scale(policy):
 
 def test_float32_weights_and_compensated_sums_are_no_fault():
     assert not mpjax.lint(descended)(WIDE, X).findings
-    optimizer = mpjax.with_kahan_summation(optax.sgd(1e-5))
+    optimizer = mpjax.optim.with_kahan_summation(optax.sgd(1e-5))
 
     def step(params, state, x):
         updates, state = optimizer.update(jax.grad(loss)(params, x), state, params)

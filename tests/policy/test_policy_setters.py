@@ -1,4 +1,4 @@
-"""A setting of a policy is changed alone, by `replace` and by every method."""
+"""A setting of a policy is changed alone, by `replace` and by the methods that add to one."""
 
 import dataclasses
 import itertools
@@ -20,13 +20,13 @@ SETTINGS = {
     "half_ops": (("exp",), lambda p, x: p.with_ops(half=x)),
     "full_ops": (("tanh",), lambda p, x: p.with_ops(full=x)),
     "follow_ops": (("add",), lambda p, x: p.with_ops(follow=x)),
-    "storage": ("lean", mpjax.Policy.with_storage),
-    "fused_attention": (True, mpjax.Policy.with_fused_attention),
-    "gather": ("float32", lambda p, x: p.with_communication(gather=x)),
-    "reduce": ("half", lambda p, x: p.with_communication(reduce=x)),
-    "masters": ("split", lambda p, x: p.with_optimizer_state(masters=x)),
-    "rounding": ("kahan", lambda p, x: p.with_optimizer_state(rounding=x)),
-    "moments": ("8bit", lambda p, x: p.with_optimizer_state(moments=x)),
+    "storage": ("lean", None),
+    "fused_attention": (True, None),
+    "gather": ("float32", None),
+    "reduce": ("half", None),
+    "masters": ("split", None),
+    "rounding": ("kahan", None),
+    "moments": ("8bit", None),
 }
 
 
@@ -50,13 +50,32 @@ def test_a_setter_changes_what_it_names_and_nothing_else():
     assert {*KEYS.values()} == {*SETTINGS}
     for key, name in KEYS.items():  # the keys of the grammar
         assert base.replace(**{key: SETTINGS[name][0]}) == base.replace(**{name: SETTINGS[name][0]})
-    assert base.with_communication() == base.with_optimizer_state() == base.replace() == base
+    assert base.replace() == base
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "settings"),
+    [
+        ("with_storage", ("lean",), {"storage": "lean"}),
+        ("with_fused_attention", (), {"fused_attention": True}),
+        ("with_communication", (None, "half"), {"reduce": "half"}),
+        ("with_communication", (), {}),
+        ("with_optimizer_state", ("split",), {"masters": "split"}),
+        ("with_optimizer_state", (), {}),
+    ],
+)
+def test_an_old_setter_warns_and_sets_what_it_did(name, args, settings):
+    policy = mpjax.get_policy("O2:bfloat16,moments=8bit,gather=float32")
+    message = rf"Policy\.{name} is deprecated.* from 2027-02-25 on\. Use policy\.replace\("
+    with pytest.warns(DeprecationWarning, match=message) as seen:
+        assert getattr(policy, name)(*args) == policy.replace(**settings)
+    assert [warning.filename for warning in seen] == [__file__]
 
 
 def test_the_setters_of_two_forms_add_up():
-    policy = mpjax.get_policy("O2:bfloat16,moments=8bit").with_optimizer_state(masters="split")
+    policy = mpjax.get_policy("O2:bfloat16,moments=8bit").replace(masters="split")
     assert str(policy) == "O2:bfloat16,masters=split,moments=8bit"
-    assert str(policy.with_optimizer_state("float32")) == "O2:bfloat16,moments=8bit"
+    assert str(policy.replace(masters="float32")) == "O2:bfloat16,moments=8bit"
     with pytest.raises(ValueError, match="rounding='kahan' is for half parameters without"):
         policy.replace(rounding="kahan")
 

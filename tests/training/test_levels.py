@@ -55,4 +55,4 @@ def test_mixed_precision_within_mixed_precision_is_refused(around):
         mpjax.mixed_precision(inner, "mixed_float16").init(PARAMS)
     with pytest.raises(ValueError, match="optimizer is in mixed precision already"):
         mpjax.build_train_step(linear_loss, inner).init(PARAMS)
-    assert mpjax.skip_nonfinite(inner).init(PARAMS).inner_state  # has no scale itself
+    assert mpjax.optim.skip_nonfinite(inner).init(PARAMS).inner_state  # has no scale itself

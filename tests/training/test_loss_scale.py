@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpjax
-from mpjax._src.training.loss_scale import resolve_loss_scale
+from mpjax._src.training.loss_scale import get_loss_scale, resolve_loss_scale
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -253,8 +253,8 @@ def test_a_static_scale_may_be_traced():
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda s: mpjax.get_loss_scale("mixed_float16", s), "loss_scale"),
-        (lambda s: mpjax.get_loss_scale("O2", jmp.DynamicLossScale(s)), "loss_scale"),
+        (lambda s: get_loss_scale("mixed_float16", s), "loss_scale"),
+        (lambda s: get_loss_scale("O2", jmp.DynamicLossScale(s)), "loss_scale"),
         (mpjax.DynamicLossScale, "init_scale"),
         (lambda s: mpjax.DynamicLossScale(growth_factor=s), "growth_factor"),
         (lambda s: mpjax.DynamicLossScale(growth_interval=s), "growth_interval"),

@@ -36,32 +36,37 @@ def assert_rounded(params, masters):
 
 
 WRAPPERS = {
-    "plain": lambda inner: mpjax.with_master_weights(inner),
+    "plain": lambda inner: mpjax.optim.with_master_weights(inner),
     "chain outside": lambda inner: optax.chain(
-        optax.clip_by_global_norm(1.0), mpjax.with_master_weights(inner)
+        optax.clip_by_global_norm(1.0), mpjax.optim.with_master_weights(inner)
     ),
-    "chain inside": lambda inner: mpjax.with_master_weights(
+    "chain inside": lambda inner: mpjax.optim.with_master_weights(
         optax.chain(optax.clip_by_global_norm(1.0), inner)
     ),
     "masked": lambda inner: optax.masked(
-        mpjax.with_master_weights(inner), {"w": True, "norm": {"scale": True}, "b": True}
+        mpjax.optim.with_master_weights(inner), {"w": True, "norm": {"scale": True}, "b": True}
     ),
     "multi_transform": lambda inner: optax.multi_transform(
-        {"a": mpjax.with_master_weights(inner), "b": mpjax.with_master_weights(optax.sgd(0.1))},
+        {
+            "a": mpjax.optim.with_master_weights(inner),
+            "b": mpjax.optim.with_master_weights(optax.sgd(0.1)),
+        },
         {"w": "a", "norm": {"scale": "b"}, "b": "b"},
     ),
-    "inject_hyperparams": lambda inner: mpjax.with_master_weights(
+    "inject_hyperparams": lambda inner: mpjax.optim.with_master_weights(
         optax.chain(inner, optax.inject_hyperparams(optax.scale)(step_size=0.5))
     ),
     "in inject_hyperparams": lambda inner: optax.inject_hyperparams(
-        lambda rate: mpjax.with_master_weights(optax.chain(inner, optax.scale(rate))),
+        lambda rate: mpjax.optim.with_master_weights(optax.chain(inner, optax.scale(rate))),
         hyperparam_dtype=jnp.float32,
     )(rate=0.5),
-    "MultiSteps": lambda inner: optax.MultiSteps(mpjax.with_master_weights(inner), 3),
-    "in MultiSteps": lambda inner: mpjax.with_master_weights(
+    "MultiSteps": lambda inner: optax.MultiSteps(mpjax.optim.with_master_weights(inner), 3),
+    "in MultiSteps": lambda inner: mpjax.optim.with_master_weights(
         optax.MultiSteps(inner, 3).gradient_transformation()
     ),
-    "skip_nonfinite": lambda inner: mpjax.skip_nonfinite(mpjax.with_master_weights(inner)),
+    "skip_nonfinite": lambda inner: mpjax.optim.skip_nonfinite(
+        mpjax.optim.with_master_weights(inner)
+    ),
 }
 INNERS = {
     "sgd": lambda: optax.sgd(1e-2, momentum=0.9),
@@ -83,7 +88,7 @@ def test_parameters_are_their_masters_rounded_wherever_it_stands(wrapper, inner,
     grads = [mixed_grads(rng, params, grad_dtype) for _ in range(7)]
     optimizer = WRAPPERS[wrapper](INNERS[inner]())
     new, state = run_updates(optimizer, params, grads)
-    masters = mpjax.master_params(state, new)
+    masters = mpjax.optim.master_params(state, new)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(masters)} == {"float32"}
     assert_rounded(new, masters)
     # The weights did move, and a master is more than its rounded parameter.
@@ -98,10 +103,10 @@ def test_masters_follow_the_float32_run(half, inner, rng):
     grads = [mixed_grads(rng, params, "float32") for _ in range(20)]
     full = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     expected, _ = run_updates(INNERS[inner](), full, grads)
-    new, state = run_updates(mpjax.with_master_weights(INNERS[inner]()), params, grads)
+    new, state = run_updates(mpjax.optim.with_master_weights(INNERS[inner]()), params, grads)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
-        mpjax.master_params(state, new),
+        mpjax.optim.master_params(state, new),
         expected,
     )
 
@@ -111,14 +116,14 @@ def test_small_updates_are_not_rounded_away():
     params = np.ones(4, jnp.bfloat16)
     grads = [params] * 200
     stuck, _ = run_updates(in_full_precision(optax.adam(1e-3)), params, grads)
-    moved, _ = run_updates(mpjax.with_master_weights(optax.adam(1e-3)), params, grads)
+    moved, _ = run_updates(mpjax.optim.with_master_weights(optax.adam(1e-3)), params, grads)
     assert (stuck == 1).all()
     np.testing.assert_allclose(moved.astype(jnp.float32), 0.8, atol=0.005)
 
 
 def test_only_half_leaves_have_masters_and_the_state_is_float32(rng):
     params = mixed_params(rng)
-    state = mpjax.with_master_weights(optax.adam(1e-3)).init(params)
+    state = mpjax.optim.with_master_weights(optax.adam(1e-3)).init(params)
     assert isinstance(state.masters["norm"]["scale"], optax.MaskedNode)
     assert len(jax.tree.leaves(state.masters)) == 2
     floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -127,7 +132,7 @@ def test_only_half_leaves_have_masters_and_the_state_is_float32(rng):
 
 def test_without_half_leaves_the_state_has_no_tree_of_them():
     params = {f"layer_{i}": jnp.ones(2) for i in range(8)}
-    optimizer = mpjax.with_master_weights(optax.sgd(0.1))
+    optimizer = mpjax.optim.with_master_weights(optax.sgd(0.1))
     state = optimizer.init(params)
     assert jax.tree.structure(state.masters).num_nodes == 1
     updates, state = optimizer.update(params, state, params)
@@ -146,7 +151,7 @@ def test_inner_sees_float32_and_updates_of_half_leaves_are_float32(rng):
         return updates, state
 
     spy = optax.GradientTransformationExtraArgs(lambda params: seen.update(init=params), update)
-    optimizer = mpjax.with_master_weights(spy)
+    optimizer = mpjax.optim.with_master_weights(spy)
     params = mixed_params(rng, "float16")
     updates, _ = optimizer.update(params, optimizer.init(params), params, value=3.0)
     for name in ("init", "updates", "params"):
@@ -157,40 +162,42 @@ def test_inner_sees_float32_and_updates_of_half_leaves_are_float32(rng):
 
 def test_a_deviation_is_corrected_by_the_next_step():
     """A value that shrinks by more than float32 addition can follow, and one changed by hand."""
-    optimizer = mpjax.with_master_weights(optax.sgd(1.0))
+    optimizer = mpjax.optim.with_master_weights(optax.sgd(1.0))
     params = jnp.array([1.0, 2.0], jnp.bfloat16)
     state = optimizer.init(params)
     tiny = jnp.float32(1 - 2.0**-20)
     for grads in (jnp.array([tiny, 0.5]), jnp.zeros(2)):
         updates, state = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
-    assert_rounded(params, mpjax.master_params(state, params))
+    assert_rounded(params, mpjax.optim.master_params(state, params))
     assert float(params[0]) == 2.0**-20
     updates, state = optimizer.update(jnp.zeros(2), state, params + 1)
-    assert_rounded(optax.apply_updates(params + 1, updates), mpjax.master_params(state, params))
+    assert_rounded(
+        optax.apply_updates(params + 1, updates), mpjax.optim.master_params(state, params)
+    )
 
 
 def test_apply_updates_is_exact_where_addition_is_not():
-    optimizer = mpjax.with_master_weights(optax.sgd(1.0))
+    optimizer = mpjax.optim.with_master_weights(optax.sgd(1.0))
     half = jnp.array([3.0, 1.0], jnp.bfloat16)
     params = {"half": half, "full": jnp.ones(2), "frozen": jnp.ones(2)}
     state = optimizer.init(params)
     grads = {"half": jnp.array([3.0 - 2.0**-20, 1.0 + 2.0**-24]), "full": 0.5, "frozen": None}
     updates, state = optimizer.update(grads, state, params)
     new = apply_updates(params, jax.tree.map(jnp.asarray, updates), state)
-    assert_rounded(new["half"], mpjax.master_params(state, params)["half"])
+    assert_rounded(new["half"], mpjax.optim.master_params(state, params)["half"])
     assert (new["full"] == 0.5).all() and new["frozen"] is params["frozen"]
 
 
 def test_update_without_params_is_an_error(rng):
     params = mixed_params(rng)
-    optimizer = mpjax.with_master_weights(optax.sgd(1.0))
+    optimizer = mpjax.optim.with_master_weights(optax.sgd(1.0))
     with pytest.raises(ValueError, match="update was called without params"):
         optimizer.update(params, optimizer.init(params))
 
 
 def test_other_parameters_than_init_saw_are_an_error(rng):
-    half, optimizer = mixed_params(rng), mpjax.with_master_weights(optax.sgd(1.0))
+    half, optimizer = mixed_params(rng), mpjax.optim.with_master_weights(optax.sgd(1.0))
     full = jax.tree.map(lambda p: p.astype(jnp.float32), half)
     for first, then, message in [
         (half, full, r"params\['b'\] was half in init, but is float32"),
@@ -206,11 +213,13 @@ def test_other_parameters_than_init_saw_are_an_error(rng):
 
 def test_paths_that_read_alike_are_different_parameters():
     params = {"a/b": jnp.full(2, 1.0, jnp.bfloat16), "a": {"b": jnp.full(2, 5.0, jnp.bfloat16)}}
-    full = mpjax.master_params(mpjax.with_master_weights(optax.sgd(0.0)).init(params), params)
+    full = mpjax.optim.master_params(
+        mpjax.optim.with_master_weights(optax.sgd(0.0)).init(params), params
+    )
     assert full["a/b"][0] == 1 and full["a"]["b"][0] == 5
 
 
-@pytest.mark.parametrize("wrap", [mpjax.with_master_weights, mpjax.skip_nonfinite])
+@pytest.mark.parametrize("wrap", [mpjax.optim.with_master_weights, mpjax.optim.skip_nonfinite])
 @pytest.mark.parametrize("wrong", [None, optax.sgd, optax.GradientTransformation, nn.Dense(1), {}])
 def test_what_is_no_optimizer_is_named(wrap, wrong):
     with pytest.raises(TypeError, match="(?s)inner=.*must be an optax optimizer"):
@@ -220,26 +229,28 @@ def test_what_is_no_optimizer_is_named(wrap, wrong):
 def test_master_params_without_masters_widens(rng):
     params = mixed_params(rng)
     state = optax.adam(1e-3).init(params)
-    full = mpjax.master_params(state, params)
+    full = mpjax.optim.master_params(state, params)
     assert full["norm"]["scale"] is params["norm"]["scale"]
     assert full["w"].dtype == jnp.float32
     assert_rounded(params, full)
 
 
 def test_master_params_of_another_model_is_an_error(rng):
-    state = mpjax.with_master_weights(optax.sgd(0.1)).init(mixed_params(rng))
+    state = mpjax.optim.with_master_weights(optax.sgd(0.1)).init(mixed_params(rng))
     with pytest.raises(ValueError, match=r"masters of \['b', 'w'\], which are not in params"):
-        mpjax.master_params(state, {"other": jnp.ones(2)})
+        mpjax.optim.master_params(state, {"other": jnp.ones(2)})
     with pytest.raises(ValueError, match=r"master of 'w' has shape \(4, 3\)"):
-        mpjax.master_params(state, {**mixed_params(rng), "w": jnp.ones((5, 3), jnp.bfloat16)})
-    many = mpjax.with_master_weights(optax.sgd(0.1)).init(dict.fromkeys("abcdefg", jnp.bfloat16(1)))
+        mpjax.optim.master_params(state, {**mixed_params(rng), "w": jnp.ones((5, 3), jnp.bfloat16)})
+    many = mpjax.optim.with_master_weights(optax.sgd(0.1)).init(
+        dict.fromkeys("abcdefg", jnp.bfloat16(1))
+    )
     with pytest.raises(ValueError, match=r"of \['a', 'b', 'c', 'd', 'e'\], which are not"):
-        mpjax.master_params(many, {})
+        mpjax.optim.master_params(many, {})
 
 
 def test_it_works_in_cond_and_under_donation(rng):
     params = mixed_params(rng)
-    optimizer = mpjax.with_master_weights(optax.adam(1e-3))
+    optimizer = mpjax.optim.with_master_weights(optax.adam(1e-3))
 
     def step(carry, apply):
         def yes(carry):
@@ -280,9 +291,11 @@ def test_second_moments_do_not_underflow_in_float16():
 
 def test_master_params_refuses_swapped_and_equal_arguments():
     params = {"w": np.ones(2, jnp.bfloat16)}
-    state = mpjax.with_master_weights(optax.adam(0.1)).init(params)
+    state = mpjax.optim.with_master_weights(optax.adam(0.1)).init(params)
     with pytest.raises(ValueError, match=r"The order is master_params\(opt_state, params\)"):
-        mpjax.master_params(params, state)
+        mpjax.optim.master_params(params, state)
     with pytest.raises(ValueError, match="opt_state is params themselves"):
-        mpjax.master_params(params, params)
-    assert mpjax.master_params((), params)["w"].dtype == np.float32  # of an optimizer without any
+        mpjax.optim.master_params(params, params)
+    assert (
+        mpjax.optim.master_params((), params)["w"].dtype == np.float32
+    )  # of an optimizer without any

@@ -16,7 +16,7 @@ from support import normal, thorough_but
 
 import mpjax
 import mpjax.linen
-from mpjax._src.training.loss_scale import smallest
+from mpjax._src.training.loss_scale import get_loss_scale, smallest
 
 X, Y = np.asarray(normal(1, 16, 4)), np.asarray(normal(2, 16, 3))
 PARAMS = {"w": normal(3, 4, 8, scale=1 / 2), "v": normal(4, 8, 3, scale=1 / 3)}
@@ -218,7 +218,7 @@ REBUILT = {
 def test_a_rebuilt_one_is_one(how):
     optimizer = mpjax.mixed_precision(optax.sgd(0.1), "mixed_float16")
     rebuilt = REBUILT[how](optimizer)
-    assert isinstance(rebuilt, mpjax.MixedPrecision) and rebuilt.policy == optimizer.policy
+    assert isinstance(rebuilt, mpjax.optim.MixedPrecision) and rebuilt.policy == optimizer.policy
     state = optimizer.init(PARAMS)
     got, want = (jax.jit(step_of(o))(PARAMS, state, X, Y) for o in (rebuilt, optimizer))
     assert same(got, want)
@@ -263,7 +263,9 @@ def test_names_that_mean_mixed_precision_elsewhere_are_warned_of(name):
     ]
     half = mpjax.get_policy(name).compute_dtype.name
     for make in made:
-        with pytest.warns(mpjax.PrecisionWarning, match=f"Did you mean 'mixed_{half}'") as found:
+        with pytest.warns(
+            mpjax.errors.PrecisionWarning, match=f"Did you mean 'mixed_{half}'"
+        ) as found:
             make()
         assert found[0].filename == __file__
     mpjax.mixed_precision(optax.sgd(0.1), f"p={half},c={half},o={half}")  # says what it means
@@ -285,7 +287,7 @@ class TestMissingLine:
         return jax.eval_shape(step, *args) if traced else step(*args)
 
     def test_is_warned_of_at_the_line_of_the_update(self):
-        with pytest.warns(mpjax.PrecisionWarning, match="value_and_grad") as found:
+        with pytest.warns(mpjax.errors.PrecisionWarning, match="value_and_grad") as found:
             self.update("mixed_float16")
         (warning,) = found
         assert warning.filename == __file__ and "mixed_float16" in str(warning.message)
@@ -293,7 +295,7 @@ class TestMissingLine:
 
     def test_a_cast_without_a_scale_is_half_of_it(self):
         cast = lambda fun: jax.grad(mpjax.autocast(fun, "mixed_float16"))  # noqa: E731
-        with pytest.warns(mpjax.PrecisionWarning, match="but no loss has been scaled"):
+        with pytest.warns(mpjax.errors.PrecisionWarning, match="but no loss has been scaled"):
             self.update("mixed_float16", cast)
         self.update("mixed_bfloat16", cast)  # has no scale
         self.update("mixed_float16", cast, loss_scale=None)
@@ -338,7 +340,9 @@ class TestMissingLine:
         state = mpjax.linen.TrainState.create(
             apply_fn=loss_fn, params=PARAMS, tx=optax.sgd(0.1), policy="mixed_bfloat16"
         )
-        with pytest.warns(mpjax.PrecisionWarning, match=r"Use state\.value_and_grad\(loss_fn\)"):
+        with pytest.warns(
+            mpjax.errors.PrecisionWarning, match=r"Use state\.value_and_grad\(loss_fn\)"
+        ):
             jax.eval_shape(
                 lambda s: s.apply_gradients(grads=jax.grad(loss_fn)(s.params, X, Y)), state
             )
@@ -448,18 +452,18 @@ def test_it_is_saved(tmp_path):
 def test_masters_are_found():
     optimizer = mpjax.mixed_precision(optax.adam(1e-2), "O2:float16")
     params, state = begin(optimizer)
-    masters = mpjax.master_params(state, params)
+    masters = mpjax.optim.master_params(state, params)
     assert {x.dtype.name for x in jax.tree.leaves(masters)} == {"float32"}
     half = {x.dtype.name for x in jax.tree.leaves(params)}
     assert half == {"float16"}
 
 
 def test_what_auto_means():
-    of = functools.partial(mpjax.get_loss_scale, "mixed_float16")
+    of = functools.partial(get_loss_scale, "mixed_float16")
     assert isinstance(of(), mpjax.DynamicLossScale) and float(of(8.0).loss_scale) == 8
     for policy in ("mixed_bfloat16", "float32", "O3:bfloat16"):
-        assert isinstance(mpjax.get_loss_scale(policy), mpjax.NoOpLossScale)
-        assert isinstance(mpjax.get_loss_scale(policy, "dynamic"), mpjax.DynamicLossScale)
+        assert isinstance(get_loss_scale(policy), mpjax.NoOpLossScale)
+        assert isinstance(get_loss_scale(policy, "dynamic"), mpjax.DynamicLossScale)
 
 
 def test_errors():

@@ -16,7 +16,7 @@ from support import thorough_but
 import mpjax
 from mpjax._src.training.moments import MOMENTS
 
-EIGHT = mpjax.with_8bit_moments
+EIGHT = mpjax.optim.with_8bit_moments
 
 
 def problem(rng):
@@ -162,11 +162,11 @@ def test_an_optimizer_of_ones_own_names_its_moments(rng):
 
 NO_BIAS = optax.masked(optax.set_to_zero(), {"up": False, "bias": True, "down": False})
 AROUND = {
-    "master weights": lambda inner: mpjax.with_master_weights(EIGHT(inner)),
-    "split masters": lambda inner: mpjax.with_master_weights(EIGHT(inner), storage="split"),
-    "stochastic rounding": lambda inner: mpjax.with_stochastic_rounding(EIGHT(inner)),
-    "inside": lambda inner: EIGHT(mpjax.with_master_weights(inner)),
-    "skip_nonfinite": lambda inner: mpjax.skip_nonfinite(EIGHT(inner)),
+    "master weights": lambda inner: mpjax.optim.with_master_weights(EIGHT(inner)),
+    "split masters": lambda inner: mpjax.optim.with_master_weights(EIGHT(inner), storage="split"),
+    "stochastic rounding": lambda inner: mpjax.optim.with_stochastic_rounding(EIGHT(inner)),
+    "inside": lambda inner: EIGHT(mpjax.optim.with_master_weights(inner)),
+    "skip_nonfinite": lambda inner: mpjax.optim.skip_nonfinite(EIGHT(inner)),
     "mixed_precision": lambda inner: mpjax.mixed_precision(EIGHT(inner), "mixed_float16"),
     "chain": lambda inner: optax.chain(optax.clip_by_global_norm(1.0), EIGHT(inner)),
     "inner chain": lambda inner: EIGHT(optax.chain(optax.clip_by_global_norm(1.0), inner)),
@@ -313,7 +313,7 @@ def test_codes_and_scales_lie_as_their_parameters_do():
         EIGHT(optax.adam(0.1)),
     )
     where = NamedSharding(mesh, P("model", "data"))
-    state = mpjax.state_shardings(jax.eval_shape(init, params), where)
+    state = mpjax.optim.state_shardings(jax.eval_shape(init, params), where)
     scales = optax.tree.get(state.opt_state, "scales")["0/mu"]
     assert optax.tree.get(state.opt_state, "mu") == {"even": where, "odd": where}
     # Three blocks are not divided by four devices.
@@ -324,7 +324,7 @@ def test_codes_and_scales_lie_as_their_parameters_do():
     made = jax.jit(init, out_shardings=state)(params)
     made, _ = jax.jit(step, out_shardings=(state, None))(made, jnp.ones((8, 64)))
     with jax.set_mesh(mesh):
-        specs = mpjax.state_shardings(jax.eval_shape(init, params), P("model", "data"))
+        specs = mpjax.optim.state_shardings(jax.eval_shape(init, params), P("model", "data"))
     assert optax.tree.get(specs.opt_state, "scales")["0/mu"]["odd"] == P("model")
 
 

@@ -14,7 +14,7 @@ import mpjax
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 def test_a_bad_gradient_changes_nothing_and_is_counted(bad, rng):
     params = {"w": jnp.ones(3), "v": jnp.ones(2)}
-    optimizer = mpjax.skip_nonfinite(optax.adam(optax.linear_schedule(1e-2, 0, 10)))
+    optimizer = mpjax.optim.skip_nonfinite(optax.adam(optax.linear_schedule(1e-2, 0, 10)))
     update = jax.jit(optimizer.update)
     good = jax.tree.map(jnp.ones_like, params)
     _, state = update(good, optimizer.init(params), params)
@@ -33,14 +33,14 @@ def test_it_never_gives_up():
     """optax.apply_if_finite applies the NaN after its limit."""
     params = jnp.ones(2)
     bad = [jnp.full(2, jnp.nan)] * 50
-    new, state = run_updates(mpjax.skip_nonfinite(optax.sgd(1.0)), params, bad)
+    new, state = run_updates(mpjax.optim.skip_nonfinite(optax.sgd(1.0)), params, bad)
     assert (new == 1).all() and int(state.consecutive_skips) == 50
 
 
 @pytest.mark.parametrize("verdict", [False, jnp.array(False)])
 def test_it_takes_the_callers_verdict_too(verdict):
     params = jnp.ones(2)
-    optimizer = mpjax.skip_nonfinite(optax.sgd(1.0))
+    optimizer = mpjax.optim.skip_nonfinite(optax.sgd(1.0))
     state = optimizer.init(params)
     updates, state = optimizer.update(params, state, params=params, finite=verdict)
     assert (updates == 0).all() and int(state.skipped_steps) == 1
@@ -50,14 +50,14 @@ def test_it_takes_the_callers_verdict_too(verdict):
 
 def test_a_skip_keeps_even_a_negative_zero():
     params = jnp.array([-0.0, 1.0])
-    optimizer = mpjax.skip_nonfinite(optax.sgd(1.0))
+    optimizer = mpjax.optim.skip_nonfinite(optax.sgd(1.0))
     updates, _ = optimizer.update(params * jnp.nan, optimizer.init(params), params)
     assert jnp.signbit(optax.apply_updates(params, updates)).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("wrong", [None, 1, jnp.array([True])])
 def test_a_verdict_that_is_not_one_bool_is_refused(wrong):
-    optimizer = mpjax.skip_nonfinite(optax.sgd(1.0))
+    optimizer = mpjax.optim.skip_nonfinite(optax.sgd(1.0))
     with pytest.raises(ValueError, match="finite=.*must be one bool"):
         optimizer.update(jnp.ones(2), optimizer.init(jnp.ones(2)), finite=wrong)
 
@@ -65,7 +65,7 @@ def test_a_verdict_that_is_not_one_bool_is_refused(wrong):
 def test_two_optimizers_each_judge_their_own_gradients():
     params = {"generator": jnp.ones(2), "critic": jnp.ones(2)}
     optimizer = optax.multi_transform(
-        {name: mpjax.skip_nonfinite(optax.sgd(1.0)) for name in params},
+        {name: mpjax.optim.skip_nonfinite(optax.sgd(1.0)) for name in params},
         {name: name for name in params},
     )
     grads = {"generator": jnp.ones(2), "critic": jnp.array([1.0, jnp.inf])}
@@ -81,7 +81,7 @@ def test_the_verdict_passes_through_a_chain_and_other_arguments_reach_inner():
         return updates, state
 
     spy = optax.GradientTransformationExtraArgs(lambda params: (), update)
-    optimizer = optax.chain(mpjax.skip_nonfinite(spy), optax.scale(2.0))
+    optimizer = optax.chain(mpjax.optim.skip_nonfinite(spy), optax.scale(2.0))
     params = jnp.ones(2)
     updates, _ = optimizer.update(params, optimizer.init(params), params, finite=False, value=1.0)
     assert (updates == 0).all() and seen == {"value": 1.0}
@@ -89,7 +89,9 @@ def test_the_verdict_passes_through_a_chain_and_other_arguments_reach_inner():
 
 def test_half_state_does_not_drift():
     params = jnp.ones(2, jnp.bfloat16)
-    run_updates(mpjax.skip_nonfinite(optax.adam(1e-3)), params, [jnp.ones(2, jnp.float32)] * 2)
+    run_updates(
+        mpjax.optim.skip_nonfinite(optax.adam(1e-3)), params, [jnp.ones(2, jnp.float32)] * 2
+    )
 
 
 def other_states(optimizer):
@@ -97,13 +99,13 @@ def other_states(optimizer):
     half = {"w": jnp.ones(2, jnp.bfloat16)}
     yield optax.adam(0.1).init(half)
     yield None
-    yield mpjax.with_master_weights(optax.sgd(0.1)).init(half)
-    yield mpjax.skip_nonfinite(optax.sgd(0.1)).init(half)
+    yield mpjax.optim.with_master_weights(optax.sgd(0.1)).init(half)
+    yield mpjax.optim.skip_nonfinite(optax.sgd(0.1)).init(half)
     yield optimizer.init({"v": jnp.ones(2, jnp.bfloat16)})
     yield optimizer.init({"w": jnp.ones(3, jnp.bfloat16)})
 
 
-@pytest.mark.parametrize("wrap", [mpjax.with_master_weights, mpjax.skip_nonfinite])
+@pytest.mark.parametrize("wrap", [mpjax.optim.with_master_weights, mpjax.optim.skip_nonfinite])
 @pytest.mark.parametrize("number", range(6))
 def test_the_state_of_another_optimizer_is_named(wrap, number):
     half, optimizer = {"w": jnp.ones(2, jnp.bfloat16)}, wrap(optax.adam(0.1))
@@ -117,19 +119,19 @@ def test_an_optimizer_that_fails_by_itself_says_so():
         raise KeyError("its own")
 
     grads = {"w": jnp.ones(2)}
-    skip = mpjax.skip_nonfinite
-    for wrap, params in ((mpjax.with_master_weights, grads), (skip, grads), (skip, None)):
+    skip = mpjax.optim.skip_nonfinite
+    for wrap, params in ((mpjax.optim.with_master_weights, grads), (skip, grads), (skip, None)):
         optimizer = wrap(optax.GradientTransformation(optax.adam(0.1).init, update))
         with pytest.raises(KeyError, match="its own"):
             optimizer.update(grads, optimizer.init(grads), params)
 
 
 WRAPPERS = {
-    "skip": mpjax.skip_nonfinite,
-    "masters": mpjax.with_master_weights,
-    "kahan": mpjax.with_kahan_summation,
-    "stochastic": mpjax.with_stochastic_rounding,
-    "8bit": mpjax.with_8bit_moments,
+    "skip": mpjax.optim.skip_nonfinite,
+    "masters": mpjax.optim.with_master_weights,
+    "kahan": mpjax.optim.with_kahan_summation,
+    "stochastic": mpjax.optim.with_stochastic_rounding,
+    "8bit": mpjax.optim.with_8bit_moments,
     "mixed": mpjax.mixed_precision,
     "O3": lambda inner: mpjax.mixed_precision(inner, "O3:bfloat16"),
 }
@@ -176,7 +178,7 @@ def test_init_with_a_whole_module_says_how_to_filter(name):
 
 def test_a_loss_that_is_no_number_is_refused():
     params = {"w": np.ones(3, np.float32)}
-    optimizer = mpjax.skip_nonfinite(optax.adam(0.1))
+    optimizer = mpjax.optim.skip_nonfinite(optax.adam(0.1))
     state = optimizer.init(params)
     with pytest.raises(ValueError, match=r"value is of shape \(3,\).*jnp\.mean\(losses\)"):
         optimizer.update(params, state, params, value=np.ones(3, np.float32))
@@ -186,14 +188,14 @@ def test_a_loss_that_is_no_number_is_refused():
 
 def test_what_a_state_of_ours_lacks_is_looked_for_inside_it():
     params = {"w": np.ones(2, np.float32)}
-    state = mpjax.skip_nonfinite(optax.contrib.schedule_free_sgd(0.1)).init(params)
+    state = mpjax.optim.skip_nonfinite(optax.contrib.schedule_free_sgd(0.1)).init(params)
     with pytest.raises(AttributeError, match=r"no attribute 'b1', but the ScheduleFreeState ins"):
         optax.contrib.schedule_free_eval_params(state, params)
     with pytest.raises(AttributeError, match=r"pass state\.inner_state instead of state"):
         state.b1  # noqa: B018
     with pytest.raises(AttributeError, match="'skiped_steps'. Did you mean 'skipped_steps'"):
         state.skiped_steps  # noqa: B018
-    masters = mpjax.with_master_weights(optax.chain(optax.adam(0.1))).init(params)
+    masters = mpjax.optim.with_master_weights(optax.chain(optax.adam(0.1))).init(params)
     with pytest.raises(AttributeError, match=r"read state\.inner_state\[0\]\[0\]\.mu\."):
         masters.mu  # noqa: B018
     assert not hasattr(state, "hyperparams")
@@ -202,7 +204,7 @@ def test_what_a_state_of_ours_lacks_is_looked_for_inside_it():
 
 def test_what_a_state_lacks_is_told_in_short():
     params = {"v": jnp.ones(2), "w": jnp.ones(2)}
-    state = mpjax.skip_nonfinite(optax.sgd(0.1)).init(params)
+    state = mpjax.optim.skip_nonfinite(optax.sgd(0.1)).init(params)
     lacking = r"lacks 0/count \[\], 0/mu/v \[2\], 0/mu/w \[2\]\. Pass the"
     with pytest.raises(ValueError, match=lacking):
-        mpjax.skip_nonfinite(optax.adam(0.1)).update(params, state, params)
+        mpjax.optim.skip_nonfinite(optax.adam(0.1)).update(params, state, params)

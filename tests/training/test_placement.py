@@ -49,7 +49,7 @@ OPTIMIZERS = {
 def test_what_is_kept_for_a_parameter_lies_as_it_does(mesh, name):
     optimizer, kept = OPTIMIZERS[name]
     state = shapes(optimizer)
-    found = mpjax.state_shardings(state, on(mesh))
+    found = mpjax.optim.state_shardings(state, on(mesh))
     assert jax.tree.structure(found) == jax.tree.structure(state)
     assert found.params == on(mesh)
     for key in kept:
@@ -60,7 +60,7 @@ def test_what_is_kept_for_a_parameter_lies_as_it_does(mesh, name):
 
 @pytest.mark.parametrize("policy", ["O2:bfloat16", "O2:float16", "O3:bfloat16"])
 def test_masters_lie_as_their_parameters_do(mesh, policy):
-    found = mpjax.state_shardings(shapes(optax.adam(0.1), policy), on(mesh))
+    found = mpjax.optim.state_shardings(shapes(optax.adam(0.1), policy), on(mesh))
     if "O2" in policy:
         assert found.opt_state.masters == on(mesh)
     assert optax.tree.get(found.opt_state, "mu") == on(mesh)
@@ -69,7 +69,7 @@ def test_masters_lie_as_their_parameters_do(mesh, policy):
 def test_a_part_of_the_optimizer_s_trees(mesh):
     labels = {"dense": "slow", "scale": "fast"}
     optimizer = optax.partition({"slow": optax.adam(0.1), "fast": optax.sgd(0.1)}, labels)
-    found = mpjax.state_shardings(shapes(optimizer), on(mesh))
+    found = mpjax.optim.state_shardings(shapes(optimizer), on(mesh))
     assert optax.tree.get(found.opt_state, "mu")["dense"] == on(mesh)["dense"]
     assert optax.tree.get(found.opt_state, "count").spec == P()
 
@@ -77,7 +77,7 @@ def test_a_part_of_the_optimizer_s_trees(mesh):
 def test_what_is_kept_for_rows_and_columns(mesh):
     optimizer = optax.adafactor(0.1, min_dim_size_to_factor=8)
     state = shapes(optimizer)
-    found = mpjax.state_shardings(state, on(mesh))
+    found = mpjax.optim.state_shardings(state, on(mesh))
     specs = {
         leaf.shape: place.spec
         for leaf, place in zip(
@@ -89,7 +89,7 @@ def test_what_is_kept_for_rows_and_columns(mesh):
 
 def test_states_are_made_where_they_belong_and_stay_there(mesh):
     init, once = mpjax.build_train_step(loss, optax.adam(0.1), "O2:bfloat16")
-    where = mpjax.state_shardings(jax.eval_shape(init, PARAMS), on(mesh))
+    where = mpjax.optim.state_shardings(jax.eval_shape(init, PARAMS), on(mesh))
     state = jax.jit(init, out_shardings=where)(PARAMS)
     step = jax.jit(once, donate_argnums=0, out_shardings=(where, None))
     batch = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("data")))
@@ -104,16 +104,16 @@ def test_states_are_made_where_they_belong_and_stay_there(mesh):
 
 def test_flax_s_state_a_prefix_and_specs_alone(mesh):
     state = FlaxTrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(0.1))
-    found = mpjax.state_shardings(state, SPECS)
+    found = mpjax.optim.state_shardings(state, SPECS)
     assert found.opt_state[0].nu == SPECS and found.step == P()
     with jax.set_mesh(mesh):
         jax.jit(lambda state: state, out_shardings=found)(state)
     one = NamedSharding(mesh, P())
-    assert set(jax.tree.leaves(mpjax.state_shardings(state, one))) == {one}
+    assert set(jax.tree.leaves(mpjax.optim.state_shardings(state, one))) == {one}
     split = {"dense": {"kernel": P("data"), "bias": P()}, "scale": P()}
-    prefix = mpjax.state_shardings(state, {"dense": P(), "scale": P()})
+    prefix = mpjax.optim.state_shardings(state, {"dense": P(), "scale": P()})
     assert prefix.params["dense"] == {"kernel": P(), "bias": P()}
-    assert mpjax.state_shardings(state, split).params == split
+    assert mpjax.optim.state_shardings(state, split).params == split
 
 
 def test_memory_is_kept(mesh):
@@ -121,7 +121,7 @@ def test_memory_is_kept(mesh):
     state = jax.eval_shape(
         mpjax.build_train_step(lambda w, x: jnp.sum(w), optax.adam(0.1)).init, jnp.ones(8)
     )
-    found = mpjax.state_shardings(state, place)
+    found = mpjax.optim.state_shardings(state, place)
     assert {leaf.memory_kind for leaf in jax.tree.leaves(found)} == {"unpinned_host"}
 
 
@@ -136,4 +136,4 @@ def test_memory_is_kept(mesh):
 )
 def test_bad_input(state, shardings, error, match):
     with pytest.raises(error, match=match):
-        mpjax.state_shardings(state, shardings)
+        mpjax.optim.state_shardings(state, shardings)

@@ -14,7 +14,7 @@ import mpjax
 from mpjax._src.training.rounding import drawn, stochastically
 
 rounded = jax.jit(stochastically, static_argnums=1)
-stochastic_round = jax.jit(mpjax.stochastic_round, static_argnums=1)
+stochastic_round = jax.jit(mpjax.optim.stochastic_round, static_argnums=1)
 HALVES = ["bfloat16", "float16"]
 DRAWS = 1_000_000
 VALUES = [1.001, -7.7e-6, 123.456, 3.3e-5, 2.1e-8, 60000.5]
@@ -79,13 +79,15 @@ def test_beyond_the_largest_value_it_is_a_cast(half):
 def test_bits_do_not_depend_on_devices():
     mesh = jax.make_mesh((8,), ("data",))
     key, x = jax.random.key(3), np.linspace(-1, 1, 64 * 8, dtype=np.float32).reshape(64, 8)
-    optimizer = mpjax.with_stochastic_rounding(optax.adam(1e-3), seed=5)
+    optimizer = mpjax.optim.with_stochastic_rounding(optax.adam(1e-3), seed=5)
 
     @jax.jit
     def both(x, key):
         params = x.astype(jnp.bfloat16)
         updates, _ = optimizer.update(x, optimizer.init(params), params)
-        return mpjax.stochastic_round(x, "bfloat16", key), optax.apply_updates(params, updates)
+        return mpjax.optim.stochastic_round(x, "bfloat16", key), optax.apply_updates(
+            params, updates
+        )
 
     alone = both(x, key)
     for spec in (PartitionSpec("data"), PartitionSpec(None, "data")):
@@ -100,8 +102,8 @@ def test_updates_below_half_a_unit_move_the_mean(half):
     rate, steps = 1e-4, 50
     params = np.ones(20_000, half)
     for optimizer, wanted in (
-        (mpjax.with_stochastic_rounding(optax.sgd(rate)), 1 - rate * steps),
-        (mpjax.with_kahan_summation(optax.sgd(rate)), 1 - rate * steps),
+        (mpjax.optim.with_stochastic_rounding(optax.sgd(rate)), 1 - rate * steps),
+        (mpjax.optim.with_kahan_summation(optax.sgd(rate)), 1 - rate * steps),
         (optax.sgd(rate), 1.0),
     ):
 
@@ -116,7 +118,7 @@ def test_updates_below_half_a_unit_move_the_mean(half):
 
         new, state = run(params, jax.jit(optimizer.init)(params))
         assert new.dtype == half
-        mean = np.asarray(mpjax.master_params(state, new)).astype(np.float64).mean()
+        mean = np.asarray(mpjax.optim.master_params(state, new)).astype(np.float64).mean()
         assert mean == pytest.approx(wanted, abs=3e-4)
 
 
@@ -125,7 +127,7 @@ def test_every_step_every_leaf_and_every_seed_draws_anew():
     grads = jax.tree.map(lambda p: np.full(p.shape, np.float32(2.0**-9)), params)
     seen = []
     for seed in (-1, 2**32 - 2):
-        optimizer = mpjax.with_stochastic_rounding(optax.sgd(1.0), seed=seed)
+        optimizer = mpjax.optim.with_stochastic_rounding(optax.sgd(1.0), seed=seed)
         state, update = optimizer.init(params), jax.jit(optimizer.update)
         for _ in range(2):
             updates, state = update(grads, state, params)
@@ -155,7 +157,7 @@ def test_float32_leaves_frozen_ones_and_extra_arguments(rng):
     inner = optax.GradientTransformationExtraArgs(
         lambda params: (), lambda u, s, p, *, rate: (jax.tree.map(lambda x: -rate * x, u), s)
     )
-    optimizer = mpjax.with_stochastic_rounding(inner)
+    optimizer = mpjax.optim.with_stochastic_rounding(inner)
     update = jax.jit(optimizer.update)
     updates, _ = update(grads, optimizer.init(params), params, rate=0.25)
     assert updates["full"].tolist() == updates["half"].tolist() == [-0.25] * 3
@@ -165,16 +167,16 @@ def test_float32_leaves_frozen_ones_and_extra_arguments(rng):
 def test_what_is_refused():
     x, key = jnp.ones(2), jax.random.key(0)
     with pytest.raises(ValueError, match="dtype='float32' must be a half dtype"):
-        mpjax.stochastic_round(x, "float32", key)
+        mpjax.optim.stochastic_round(x, "float32", key)
     with pytest.raises(TypeError, match="x=.* must be an array of float32"):
-        mpjax.stochastic_round(jnp.arange(3), "bfloat16", key)
+        mpjax.optim.stochastic_round(jnp.arange(3), "bfloat16", key)
     with pytest.raises(TypeError, match="key=0 must be one PRNG key"):
-        mpjax.stochastic_round(x, "bfloat16", 0)
+        mpjax.optim.stochastic_round(x, "bfloat16", 0)
     with pytest.raises(ValueError, match="seed=1.5 must be a whole number"):
-        mpjax.with_stochastic_rounding(optax.sgd(0.1), seed=1.5)
+        mpjax.optim.with_stochastic_rounding(optax.sgd(0.1), seed=1.5)
     half = x.astype(jnp.bfloat16)
-    optimizer = mpjax.with_stochastic_rounding(optax.sgd(0.1))
+    optimizer = mpjax.optim.with_stochastic_rounding(optax.sgd(0.1))
     with pytest.raises(ValueError, match="with_stochastic_rounding: update was called without"):
         optimizer.update(x, optimizer.init(half))
     with pytest.raises(ValueError, match="not the StochasticRoundingState of"):
-        optimizer.update(x, mpjax.with_kahan_summation(optax.sgd(0.1)).init(half), half)
+        optimizer.update(x, mpjax.optim.with_kahan_summation(optax.sgd(0.1)).init(half), half)

@@ -32,7 +32,7 @@ STATES = list(itertools.product(["float32", "O2:float16", "O3:bf16"], SCALES, KE
 @pytest.mark.parametrize("policy, scale, key", thorough_but(STATES, 0, 11, 14))
 def test_bytes_and_pickles_hold_a_whole_state(policy, scale, key, rng):
     params, model_state, _ = net_problem(rng)
-    optimizer = mpjax.skip_nonfinite(optax.chain(optax.clip(1.0), optax.adamw(1e-2)))
+    optimizer = mpjax.optim.skip_nonfinite(optax.chain(optax.clip(1.0), optax.adamw(1e-2)))
     init, _ = program(policy, scale, optimizer)
     like = jax.jit(init)(params, model_state, key(0))
     moved = lambda x: x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x + 1  # noqa: E731

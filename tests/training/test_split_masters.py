@@ -44,7 +44,7 @@ def as_split(masters):
 
 def both_runs(optimizer, grad_fn, masters, steps):
     """The bits of split masters and of float32 ones whose weights round the same way."""
-    split = mpjax.with_master_weights(optimizer, storage="split")
+    split = mpjax.optim.with_master_weights(optimizer, storage="split")
 
     def body(carry, _):
         (params, state), (masters, moments) = carry
@@ -58,10 +58,10 @@ def both_runs(optimizer, grad_fn, masters, steps):
     def run(masters):
         params = as_split(masters)
         state = split.init(params)
-        whole = mpjax.master_params(state, params)
+        whole = mpjax.optim.master_params(state, params)
         carry = (params, state), (whole, optimizer.init(whole))
         (params, state), (masters, _) = jax.lax.scan(body, carry, length=steps)[0]
-        return params, as_split(masters), mpjax.master_params(state, params), masters
+        return params, as_split(masters), mpjax.optim.master_params(state, params), masters
 
     params, rounded, split_masters, masters = run(masters)
     assert bits(params) == bits(rounded)
@@ -98,8 +98,8 @@ def test_checkpoints_do_not_change_the_run(rng, tmp_path):
     for _ in range(10):
         back, _ = step(back, x)
     assert bits(back) == bits(state)
-    full = mpjax.export_params(state)
-    assert bits(full) == bits(mpjax.master_params(state.opt_state, state.params))
+    full = mpjax.checkpoint.export_params(state)
+    assert bits(full) == bits(mpjax.optim.master_params(state.opt_state, state.params))
     assert not jnp.array_equal(full["a"], state.params["a"].astype(jnp.float32))
 
 
@@ -130,7 +130,7 @@ def test_the_step_trains_skips_and_compiles_once(policy, name, rng):
 @pytest.mark.parametrize("storage", thorough_but(["float32", "split", "split8"], 1))
 def test_apply_updates_gives_the_bits_that_a_step_stores(storage, rng):
     """Operation by operation, so that no compiler contracts a product and a sum in one of them."""
-    optimizer = mpjax.with_master_weights(optax.sgd(1e-2, momentum=0.9), storage)
+    optimizer = mpjax.optim.with_master_weights(optax.sgd(1e-2, momentum=0.9), storage)
     params = {"w": jnp.asarray(rng.normal(size=4096), jnp.bfloat16), "full": jnp.ones(3)}
     state = optimizer.init(params)
     for _ in range(5):
@@ -142,14 +142,14 @@ def test_apply_updates_gives_the_bits_that_a_step_stores(storage, rng):
 
 
 def test_where_addition_does_not_get_there_the_master_is_off_by_one_rounding():
-    optimizer = mpjax.with_master_weights(optax.sgd(1.0), storage="split")
+    optimizer = mpjax.optim.with_master_weights(optax.sgd(1.0), storage="split")
     params = np.array([1.0, 2.0, 1.0], jnp.bfloat16)
     wanted = np.float32([2.0**-20 * 1.2345678, 1.5, 2.0**-14 * 1.2345678])
 
     def moved(params):
         state = optimizer.init(params)
         updates, state = optimizer.update(params.astype(jnp.float32) - wanted, state, params)
-        return mpjax.master_params(state, optax.apply_updates(params, updates))
+        return mpjax.optim.master_params(state, optax.apply_updates(params, updates))
 
     got = jax.jit(moved)(params)
     np.testing.assert_array_less(np.abs(got - wanted), np.float32([2.0**-23, 1e-9, 2.0**-23]))
@@ -158,7 +158,7 @@ def test_where_addition_does_not_get_there_the_master_is_off_by_one_rounding():
 def test_eight_bits_lose_what_they_say():
     """An update below 2**-17 of a weight is lost, one above it is not."""
     for share, moves in ((2.0**-18, False), (2.0**-16, True)):
-        optimizer = mpjax.with_master_weights(optax.sgd(share), storage="split8")
+        optimizer = mpjax.optim.with_master_weights(optax.sgd(share), storage="split8")
         params = jnp.ones(4, jnp.bfloat16)
         _, state = run_updates(optimizer, params, [jnp.ones(4, jnp.bfloat16)] * 8)
         assert (state.masters != 0).any() == moves
@@ -171,7 +171,7 @@ def test_the_same_bits_on_one_and_on_eight_devices(rng):
     params = jnp.asarray(rng.normal(size=(64, 16)), jnp.bfloat16)
     grads = [jnp.asarray(rng.normal(size=(64, 16)), jnp.float32) for _ in range(3)]
     for storage in ("split", "split8"):
-        optimizer = mpjax.with_master_weights(optax.sgd(1e-3), storage)
+        optimizer = mpjax.optim.with_master_weights(optax.sgd(1e-3), storage)
         runs = [
             run_updates(optimizer, *jax.device_put((params, grads), NamedSharding(mesh, spec)))
             for spec in (PartitionSpec(), PartitionSpec("data"), PartitionSpec(None, "data"))
@@ -185,7 +185,7 @@ def test_residuals_lie_as_their_parameters():
     params = {"a": jnp.ones((8, 16)), "b": jnp.ones((16, 4)), "norm": jnp.ones(4)}
     spec = {"a": PartitionSpec("data"), "b": PartitionSpec("data"), "norm": PartitionSpec()}
     where = {name: NamedSharding(mesh, part) for name, part in spec.items()}
-    placed = mpjax.state_shardings(jax.eval_shape(init, params), where)
+    placed = mpjax.optim.state_shardings(jax.eval_shape(init, params), where)
     state = jax.jit(init, out_shardings=placed)(params)
     assert state.opt_state.masters["a"].sharding.spec == spec["a"]
     assert state.opt_state.masters["a"].addressable_shards[0].data.shape == (1, 16)
@@ -199,7 +199,7 @@ def test_inside_vmap_an_ensemble_keeps_its_residuals(rng):
     states = jax.jit(jax.vmap(init))(members)
     states, _ = jax.jit(jax.vmap(step, in_axes=(0, None)))(states, x)
     alone, _ = jax.jit(step)(jax.jit(init)(jax.tree.map(lambda p: p[1], members)), x)
-    full = jax.jit(lambda state: mpjax.master_params(state.opt_state, state.params))
+    full = jax.jit(lambda state: mpjax.optim.master_params(state.opt_state, state.params))
     got, want = full(states), full(alone)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a[1], b, rtol=1e-3, atol=1e-5), got, want)
 
@@ -207,19 +207,19 @@ def test_inside_vmap_an_ensemble_keeps_its_residuals(rng):
 def test_what_is_refused():
     half = {"w": jnp.ones(2, jnp.float16)}
     with pytest.raises(ValueError, match="storage='spilt' must be one of .*Did you mean 'split'"):
-        mpjax.with_master_weights(optax.sgd(0.1), storage="spilt")
+        mpjax.optim.with_master_weights(optax.sgd(0.1), storage="spilt")
     with pytest.raises(ValueError, match=r"params\['w'\] is float16.*storage='split'.*bfloat16"):
-        mpjax.with_master_weights(optax.sgd(0.1), storage="split").init(half)
-    whole = mpjax.with_master_weights(optax.sgd(0.1))
+        mpjax.optim.with_master_weights(optax.sgd(0.1), storage="split").init(half)
+    whole = mpjax.optim.with_master_weights(optax.sgd(0.1))
     params = {"w": jnp.ones(2, jnp.bfloat16)}
     for other in (
-        mpjax.with_master_weights(optax.sgd(0.1), storage="split"),
-        mpjax.with_kahan_summation(optax.sgd(0.1)),
+        mpjax.optim.with_master_weights(optax.sgd(0.1), storage="split"),
+        mpjax.optim.with_kahan_summation(optax.sgd(0.1)),
     ):
         with pytest.raises(ValueError, match="the state keeps float32 for .*another storage"):
             other.update(params, whole.init(params), params)
     with pytest.raises(ValueError, match="with_kahan_summation: update was called without params"):
-        mpjax.with_kahan_summation(optax.sgd(0.1)).update(params, other.init(params))
+        mpjax.optim.with_kahan_summation(optax.sgd(0.1)).update(params, other.init(params))
 
 
 @pytest.mark.parametrize(
@@ -244,4 +244,4 @@ def test_levels_swap_as_before():
         policy = mpjax.get_policy(text)
         assert str(policy) == text and mpjax.get_policy(str(policy)) == policy
     policy = mpjax.get_policy("O2:bfloat16")
-    assert policy.with_optimizer_state(masters="split") == mpjax.get_policy(POLICIES[0])
+    assert policy.replace(masters="split") == mpjax.get_policy(POLICIES[0])

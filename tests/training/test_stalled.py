@@ -85,7 +85,7 @@ def test_stochastic_rounding_is_no_loss(recwarn):
     found = stalled("O3:bfloat16,rounding=stochastic", params, ones(4096))
     share = found.to_dict()["w"]
     assert 0.6 < share < 0.9  # of 2**-8, the distance to the next value below 1, a quarter
-    mpjax.warn_if_stalled({"stalled": found}, 0.1)
+    mpjax.debug.warn_if_stalled({"stalled": found}, 0.1)
     assert not recwarn.list
 
 
@@ -94,7 +94,7 @@ def test_norm_weights_that_stand_still_are_warned_of():
     params = {"w": np.float32(np.full(8, 2.0**-6)), "norm": ones(8)}
     found = stalled("O3:bfloat16", params, ones(8), 2.0**-12, steps=3)
     with pytest.warns(UserWarning, match=r"removes the updates of norm \(100%\): .*masters=split"):
-        mpjax.warn_if_stalled({"stalled": found})
+        mpjax.debug.warn_if_stalled({"stalled": found})
     assert "100.00%  norm" in str(found)
     # Kept in float32, it moves.
     policy = mpjax.get_policy("O3:bfloat16").override({"norm": "float32"})
@@ -103,8 +103,8 @@ def test_norm_weights_that_stand_still_are_warned_of():
 
 def test_it_is_logged_by_parameter(tmp_path):
     path, params = tmp_path / "run.jsonl", {"w": ones(4), "norm": ones(4)}
-    with mpjax.JsonLines(path) as log:
-        mpjax.log_metrics(log, 1, {"stalled": stalled("O3:bfloat16", params, ones(4))})
+    with mpjax.debug.JsonLines(path) as log:
+        mpjax.debug.log_metrics(log, 1, {"stalled": stalled("O3:bfloat16", params, ones(4))})
     assert json.loads(path.read_text())["stalled/w"] == 1.0
 
 
@@ -129,14 +129,14 @@ def test_with_micro_batches_and_replicas():
 
 
 def test_what_is_refused():
-    one = mpjax.Stalled(jnp.zeros(1), ("w",))
+    one = mpjax.reports.Stalled(jnp.zeros(1), ("w",))
     for limit in (0, 1.5, "half", None):
         with pytest.raises(ValueError, match="limit=.* must be a share"):
-            mpjax.warn_if_stalled({"stalled": one}, limit)
+            mpjax.debug.warn_if_stalled({"stalled": one}, limit)
     for metrics in ({}, None, {"stalled": 1.0}):
         with pytest.raises(TypeError, match="report_stalled=True"):
-            mpjax.warn_if_stalled(metrics)
+            mpjax.debug.warn_if_stalled(metrics)
     with pytest.raises(ValueError, match=r"several steps or ensemble members, of shape \(2, 1\)"):
-        mpjax.Stalled(jnp.zeros((2, 1)), ("w",)).to_dict()
+        mpjax.reports.Stalled(jnp.zeros((2, 1)), ("w",)).to_dict()
     with pytest.raises(ValueError, match="report_stalled='yes' must be True or False"):
         mpjax.build_train_step(loss_fn, optax.sgd(0.1), report_stalled="yes")

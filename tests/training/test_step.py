@@ -91,7 +91,7 @@ def test_o2_parameters_are_their_masters_rounded(half, rng):
     assert state.params["BatchNorm_0"]["scale"].dtype == jnp.float32
     for _ in range(5):
         state, _ = step(state, batch)
-        masters = mpjax.master_params(state.opt_state, state.params)
+        masters = mpjax.optim.master_params(state.opt_state, state.params)
         assert dtypes(masters) == {"float32"}
         rounded = jax.tree.map(lambda m, p: np.asarray(m).astype(p.dtype), masters, state.params)
         assert bits(rounded) == bits(state.params)

@@ -23,7 +23,7 @@ def test_accumulation_equals_the_full_batch(policy, steps, rng):
             linear_loss, optax.sgd(0.1), policy, accumulate_steps=count, loss_scale=8.0
         )
         state, metric = jax.jit(step)(init(params), batch)
-        states.append(mpjax.master_params(state.opt_state, state.params))
+        states.append(mpjax.optim.master_params(state.opt_state, state.params))
         metrics.append(metric)
     rtol = 1e-5 if policy == "float32" else 0.02
     np.testing.assert_allclose(metrics[0]["loss"], metrics[1]["loss"], rtol=rtol)

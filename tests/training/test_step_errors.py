@@ -27,19 +27,25 @@ def test_raise_if_diverged_says_how_many_at_what_scale_and_why():
     metrics = {"consecutive_skips": 3, "loss_scale": jnp.float32(512), "loss_finite": True}
     mpjax.raise_if_diverged(metrics, 4)
     mpjax.raise_if_diverged({**metrics, "consecutive_skips": 0}, 1)
-    with pytest.raises(mpjax.DivergenceError, match="3 steps in a row .*scale 512.*learning rate"):
+    with pytest.raises(
+        mpjax.errors.DivergenceError, match="3 steps in a row .*scale 512.*learning rate"
+    ):
         mpjax.raise_if_diverged(metrics, 3)
-    with pytest.raises(mpjax.DivergenceError, match="loss itself was not finite.*the data"):
+    with pytest.raises(mpjax.errors.DivergenceError, match="loss itself was not finite.*the data"):
         mpjax.raise_if_diverged({**metrics, "loss_finite": jnp.array(False)}, 2)
-    with pytest.raises(mpjax.DivergenceError, match="the new model_state was not.*an outlier"):
+    with pytest.raises(
+        mpjax.errors.DivergenceError, match="the new model_state was not.*an outlier"
+    ):
         mpjax.raise_if_diverged({**metrics, "state_finite": jnp.array(False)}, 2)
-    with pytest.raises(mpjax.DivergenceError, match="loss itself was not finite"):
+    with pytest.raises(mpjax.errors.DivergenceError, match="loss itself was not finite"):
         mpjax.raise_if_diverged({**metrics, "state_finite": False, "loss_finite": False}, 2)
     stuck = {**metrics, "consecutive_skips": 30, "loss_scale": 1.0}
-    with pytest.warns(mpjax.PrecisionWarning, match="30 steps .* scale 1.*scaled_by=") as found:
+    with pytest.warns(
+        mpjax.errors.PrecisionWarning, match="30 steps .* scale 1.*scaled_by="
+    ) as found:
         mpjax.raise_if_diverged(stuck, 100)
     assert found[0].filename == __file__
-    with pytest.raises(mpjax.DivergenceError, match="at any loss scale"):
+    with pytest.raises(mpjax.errors.DivergenceError, match="at any loss scale"):
         mpjax.raise_if_diverged(stuck, 30)
     mpjax.raise_if_diverged({**stuck, "loss_scale": 2.0}, 100)
     for wrong in ({}, None):

@@ -167,7 +167,7 @@ def test_an_optimizer_that_reduces_over_the_axis_is_the_users_own():
 
 def test_a_split_that_nobody_told_of_is_warned_about():
     init, step = split("mixed_float16", False, param_specs=None)
-    with pytest.warns(mpjax.PrecisionWarning, match="maps 'model' too.*param_specs"):
+    with pytest.warns(mpjax.errors.PrecisionWarning, match="maps 'model' too.*param_specs"):
         step(init(PARAMS), X)
 
 

@@ -48,8 +48,8 @@ UNUSUAL = {
     ),
     "MultiSteps": optax.MultiSteps(optax.adam(1e-2), 2),
     "inject": optax.inject_hyperparams(optax.adamw)(1e-2),
-    "skip": mpjax.skip_nonfinite(optax.adam(1e-2)),
-    "masters": mpjax.with_master_weights(optax.adam(1e-2)),
+    "skip": mpjax.optim.skip_nonfinite(optax.adam(1e-2)),
+    "masters": mpjax.optim.with_master_weights(optax.adam(1e-2)),
 }
 ALL = list(itertools.product(["mixed_float16", "O2:bf16", "O3:bf16"], UNUSUAL))
 

@@ -93,7 +93,7 @@ def test_replicas_average_once_and_decide_together(kind, accumulate_steps, polic
     rtol = 1e-5 if policy == "float32" else 0.02
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(got[name], want[name], rtol=rtol)
-    masters = [mpjax.master_params(s.opt_state, s.params) for s in (state, expected)]
+    masters = [mpjax.optim.master_params(s.opt_state, s.params) for s in (state, expected)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol), *masters)
     # One replica's NaN stops both.
     x[0] = np.nan

@@ -183,5 +183,5 @@ def test_an_update_that_overflows_is_applied_and_told_by_the_steps_after_it(poli
     for _ in range(2):
         state, metrics = step(state, jnp.ones(2))
     assert int(state.step) == 1 and int(metrics["consecutive_skips"]) == 2
-    with pytest.raises(mpjax.DivergenceError, match="weights that have diverged.*65504"):
+    with pytest.raises(mpjax.errors.DivergenceError, match="weights that have diverged.*65504"):
         mpjax.raise_if_diverged(metrics, 2)

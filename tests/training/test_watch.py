@@ -457,10 +457,10 @@ def test_reports_are_logged(rng, tmp_path):
     params, batch = problem(rng)
     init, step = both()
     state, path = init(params), tmp_path / "run.jsonl"
-    with mpjax.JsonLines(path) as log:
+    with mpjax.debug.JsonLines(path) as log:
         for i, place in enumerate((-1, 2)):
             state, metrics = step(state, {**batch, "trap": np.full(8, place, np.int32)})
-            mpjax.log_metrics(log, i, metrics)
+            mpjax.debug.log_metrics(log, i, metrics)
     fine, bad = (json.loads(line) for line in path.read_text().splitlines())
     assert fine["overflow/index"] == -1 and "overflow/path" not in fine
     assert bad["overflow/path"].startswith("end/") and bad["overflow/nonfinite"] == 1

@@ -63,7 +63,7 @@ def check(row, x, half):
 
 
 def measured(fun, *args):
-    out, precision = jax.jit(mpjax.measure_precision(fun))(*args)
+    out, precision = jax.jit(mpjax.debug.measure_precision(fun))(*args)
     for mine, its in zip(*map(jax.tree.leaves, (out, jax.jit(fun)(*args))), strict=True):
         assert mine.dtype == its.dtype and np.asarray(mine).tobytes() == np.asarray(its).tobytes()
     return precision
@@ -256,7 +256,7 @@ def test_sharded_arrays_under_jit():
 
 def test_members_under_vmap_have_figures_each():
     x = jnp.asarray(X)
-    precision = jax.jit(jax.vmap(mpjax.measure_precision(half_sum)))(x)[1]
+    precision = jax.jit(jax.vmap(mpjax.debug.measure_precision(half_sum)))(x)[1]
     with pytest.raises(ValueError, match="jax.tree.map"):
         precision.rows  # noqa: B018
     for i in range(len(X)):
@@ -265,7 +265,7 @@ def test_members_under_vmap_have_figures_each():
 
 def test_inside_the_callers_own_scan():
     def turn(carry, x):
-        return carry, mpjax.measure_precision(half_sum)(x)
+        return carry, mpjax.debug.measure_precision(half_sum)(x)
 
     precision = jax.jit(lambda xs: jax.lax.scan(turn, 0, xs)[1][1])(jnp.asarray(X))
     check(cast_of(jax.tree.map(lambda leaf: leaf[2], precision)), X[2], jnp.float16)
@@ -273,11 +273,11 @@ def test_inside_the_callers_own_scan():
 
 def test_a_derivative_is_that_of_the_function():
     x = jnp.asarray(X[0])
-    (grad, precision) = jax.jit(jax.grad(mpjax.measure_precision(squared), has_aux=True))(x)
+    (grad, precision) = jax.jit(jax.grad(mpjax.debug.measure_precision(squared), has_aux=True))(x)
     np.testing.assert_array_equal(grad, jax.grad(squared)(x))
     np.testing.assert_array_equal(grad, x)  # by its own rule
     check(cast_of(precision), X[0], jnp.float16)
-    outer = jax.jit(jax.grad(lambda x: mpjax.measure_precision(doubled)(x)[0]))
+    outer = jax.jit(jax.grad(lambda x: mpjax.debug.measure_precision(doubled)(x)[0]))
     np.testing.assert_array_equal(outer(x), jax.grad(doubled)(x))
 
 
@@ -312,6 +312,6 @@ def test_a_result_that_is_no_array_is_returned_as_it_is():
     def fun(x, name):
         return {name: x.astype(jnp.bfloat16)}, 1.0, name
 
-    (out, number, name), precision = mpjax.measure_precision(fun)(jnp.ones(3), "activations")
+    (out, number, name), precision = mpjax.debug.measure_precision(fun)(jnp.ones(3), "activations")
     assert out["activations"].dtype == jnp.bfloat16 and len(precision.rows) == 1
     assert type(number) is float and name == "activations"

@@ -26,7 +26,7 @@ PARAMS = {"w": W, "v": V}
 
 
 def watched(fun, *args):
-    return jax.eval_shape(mpjax.measure_precision(fun), *args)[1].tensors
+    return jax.eval_shape(mpjax.debug.measure_precision(fun), *args)[1].tensors
 
 
 def kinds(tensors):
@@ -151,7 +151,7 @@ def test_a_whole_step_and_its_names():
 
 def test_nothing_calls_the_host():
     init, step = mpjax.build_train_step(loss, optax.adamw(1e-2), "mixed_float16")
-    jaxpr = jax.make_jaxpr(mpjax.measure_precision(step))(jax.eval_shape(init, PARAMS), X)
+    jaxpr = jax.make_jaxpr(mpjax.debug.measure_precision(step))(jax.eval_shape(init, PARAMS), X)
 
     def primitives(jaxpr):
         for eqn in jaxpr.eqns:
@@ -168,9 +168,9 @@ def test_static_arguments_and_keywords_reach_the_function():
         assert name == "n"
         return x.astype(jnp.float16) ** power
 
-    given = functools.partial(mpjax.measure_precision(fun), power=2, name="n")
+    given = functools.partial(mpjax.debug.measure_precision(fun), power=2, name="n")
     out, precision = jax.jit(given)(X)
     np.testing.assert_array_equal(out, X.astype(jnp.float16) ** 2)
     assert precision.rows[-1].entries == X.size
     with pytest.raises(TypeError, match="fun="):
-        mpjax.measure_precision("mixed_float16")
+        mpjax.debug.measure_precision("mixed_float16")

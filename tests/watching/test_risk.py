@@ -75,7 +75,7 @@ def test_what_stands_still_is_not_named():
 
 
 def seen(x, half="float16"):
-    return jax.jit(mpjax.measure_precision(lambda x: x.astype(half)))(jnp.asarray(x))[1]
+    return jax.jit(mpjax.debug.measure_precision(lambda x: x.astype(half)))(jnp.asarray(x))[1]
 
 
 def kinds(report):
@@ -115,7 +115,7 @@ def test_a_backward_pass_is_told_of_its_loss_scale():
 
         return jax.grad(loss)(jnp.ones((16, 2)))
 
-    (text,) = jax.jit(mpjax.measure_precision(grads))(X.astype(jnp.float16))[1].risks[:1]
+    (text,) = jax.jit(mpjax.debug.measure_precision(grads))(X.astype(jnp.float16))[1].risks[:1]
     assert "Raise the loss scale" in text
 
 

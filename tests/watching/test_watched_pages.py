@@ -70,7 +70,7 @@ def test_the_page_is_whole_and_escapes_what_is_the_users(reports):
 
 def test_the_picture_marks_what_is_named(reports, tmp_path):
     pytest.importorskip("matplotlib")
-    figure = mpjax.plot_precision(reports, tmp_path / "room.png")
+    figure = reports[-1].plot(tmp_path / "room.png", reports[:-1])
     assert (tmp_path / "room.png").read_bytes()[:4] == b"\x89PNG"
     (axes,) = figure.axes
     assert len(axes.lines) == 1 + sum(row.headroom is not None for row in reports[0].rows)
@@ -78,7 +78,5 @@ def test_the_picture_marks_what_is_named(reports, tmp_path):
     labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
     steps = {f"step {report.steps[-1]}" for report in reports}
     assert labels and {label.partition(":")[0] for label in labels} <= steps
-    with pytest.raises(ValueError, match="at least one"):
-        mpjax.plot_precision([])
-    with pytest.raises(TypeError, match="reports="):
-        mpjax.plot_precision([3])
+    with pytest.raises(TypeError, match="earlier="):
+        reports[-1].plot(earlier=[3])

@@ -137,12 +137,12 @@ def test_json_lines_and_tensorboard(tmp_path):
             seen[step, name] = value
 
     board = Board()
-    with mpjax.JsonLines(tmp_path / "run.jsonl") as log:
+    with mpjax.debug.JsonLines(tmp_path / "run.jsonl") as log:
         for i, batch in enumerate(BATCHES[:4]):
             state, metrics = step(state, (batch[0], batch[1]))
-            mpjax.log_metrics(log, i, metrics)
-            mpjax.log_metrics(board, i, metrics)
-    mpjax.flush_metrics(board)
+            mpjax.debug.log_metrics(log, i, metrics)
+            mpjax.debug.log_metrics(board, i, metrics)
+    mpjax.debug.flush_metrics(board)
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert ["precision/at_risk" in line for line in lines] == [True, False, True, False]
     for row in step.latest.rows:
@@ -158,8 +158,8 @@ def test_tensorboards_own_files(tmp_path):
     step = mpjax.watch_precision(step)
     writer = tensorboardX.SummaryWriter(tmp_path)
     _, metrics = step(state, (BATCHES[0][0], BATCHES[0][1]))
-    mpjax.log_metrics(writer, 0, metrics)
-    mpjax.flush_metrics(writer)
+    mpjax.debug.log_metrics(writer, 0, metrics)
+    mpjax.debug.flush_metrics(writer)
     writer.close()
     written = b"".join(path.read_bytes() for path in tmp_path.iterdir())
     for row in step.latest.rows:

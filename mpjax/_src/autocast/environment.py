@@ -155,7 +155,8 @@ def _literal(value: Value) -> Any:
     if not value.literal:
         raise AssertionError(
             f"A fault in mpjax: a {value.aval} is read before it is computed. Please report this "
-            "program. As a workaround, put the lines of the traceback in mpjax.full_precision."
+            "program. As a workaround, put the lines of the traceback in "
+            'mpjax.precision("float32").'
         )
     return value.const
 

@@ -20,7 +20,7 @@ from mpjax._src.program.graph import REGION
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def precision(dtype: DTypeLike) -> Any:
+def precision(dtype: DTypeLike) -> "contextlib._GeneratorContextManager[None]":
     """Fixes the dtype of a part of a function under `autocast`.
 
     The innermost region wins. It takes precedence over the policy's op lists and overrides. The
@@ -46,6 +46,12 @@ def precision(dtype: DTypeLike) -> Any:
         ...         return x @ w
         >>> "bf16" in str(jax.make_jaxpr(head)(jnp.ones((2, 3)), jnp.ones((3, 2))))
         False
+        >>> @mpjax.precision("float32")
+        ... def gram(x):
+        ...     return x @ x.T
+        >>> model = mpjax.autocast(lambda x: gram(x), "mixed_bfloat16")
+        >>> "bf16" in str(jax.make_jaxpr(model)(jnp.ones((2, 3))))
+        False
     """
     found = canonical(dtype, "dtype")
     if found not in (FLOAT32, *HALVES):
@@ -63,28 +69,7 @@ def _region(dtype: Any) -> Iterator[None]:
 
 
 def full_precision(fun: F) -> F:
-    """Keeps a function in float32 under `autocast`: it runs as written.
-
-    It is a decorator for ``precision("float32")``.
-
-    Args:
-        fun: Any function.
-
-    Returns:
-        A function of the same signature that runs ``fun`` in a float32 region.
-
-    Raises:
-        TypeError: If ``fun`` is not a function.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, mpjax
-        >>> @mpjax.full_precision
-        ... def gram(x):
-        ...     return x @ x.T
-        >>> model = mpjax.autocast(lambda x: gram(x), "mixed_bfloat16")
-        >>> "bf16" in str(jax.make_jaxpr(model)(jnp.ones((2, 3))))
-        False
-    """
+    """Is the old name of the decorator ``precision("float32")``."""
 
     check_callable(fun, "fun")
 

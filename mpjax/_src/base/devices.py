@@ -12,6 +12,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base.contexts import COMPILED_FOR
 from mpjax._src.base.dtypes import BFLOAT16, FLOAT16, capability_of, default_device
 from mpjax._src.base.errors import brief, did_you_mean
+from mpjax._src.base.public import public
 
 # NVIDIA: the lowest compute capability with tensor cores for a dtype.
 TENSOR_CORES = {FLOAT16: (7, 0), BFLOAT16: (8, 0)}
@@ -195,6 +196,7 @@ NOISE = re.compile(
 VARIANT = re.compile(r"pcie|nvl|(\d+)(?:g|gb|gib)")
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class DeviceFacts:
     """The half dtypes that one device computes fast in, and the policy that suits it.

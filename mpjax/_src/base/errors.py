@@ -15,26 +15,33 @@ from typing import Any
 import jax
 import numpy as np
 
+from mpjax._src.base.public import public
+
 # A message shows at most LONGEST characters of a value; TAIL of them are from its end.
 LONGEST, TAIL = 400, 40
 
 
+@public("mpjax.errors")
 class DivergenceError(RuntimeError):
     """Training has diverged: too many steps in a row were skipped as non-finite."""
 
 
+@public("mpjax.errors")
 class CompileError(RuntimeError):
     """The compiler of a target rejected a program, or crashed while compiling it."""
 
 
+@public("mpjax.errors")
 class OutOfMemoryError(CompileError):
     """The compiler of a target reported that a program does not fit the target's memory."""
 
 
+@public("mpjax.checkpoint")
 class CheckpointError(RuntimeError):
     """A checkpoint is damaged, cannot be written, or is being written by another process."""
 
 
+@public("mpjax.errors")
 class PrecisionWarning(UserWarning):
     """A program probably runs in another precision than its author thinks."""
 

@@ -40,7 +40,7 @@ def export_params(state: Any, dtype: DTypeLike = "float32") -> Any:
         >>> import jax.numpy as jnp, mpjax, optax
         >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
         >>> init, _ = mpjax.build_train_step(loss_fn, optax.adam(1e-3), "O2:bfloat16")
-        >>> params = mpjax.export_params(init({"w": jnp.ones(3)}), "float16")
+        >>> params = mpjax.checkpoint.export_params(init({"w": jnp.ones(3)}), "float16")
         >>> str(params["w"].dtype)
         'float16'
     """
@@ -90,8 +90,8 @@ def save_safetensors(file: str | Path, params: Any, metadata: dict[str, str] | N
     Example:
         >>> import jax.numpy as jnp, mpjax, tempfile
         >>> file = tempfile.mkdtemp() + "/params.safetensors"
-        >>> mpjax.save_safetensors(file, {"Dense_0": {"kernel": jnp.ones(3)}})
-        >>> sorted(mpjax.load_safetensors(file))
+        >>> mpjax.checkpoint.save_safetensors(file, {"Dense_0": {"kernel": jnp.ones(3)}})
+        >>> sorted(mpjax.checkpoint.load_safetensors(file))
         ['Dense_0.kernel']
     """
     safetensors = _safetensors()
@@ -141,8 +141,8 @@ def load_safetensors(file: str | Path, like: Any = None, *, allow_narrowing: boo
     Example:
         >>> import jax.numpy as jnp, mpjax, tempfile
         >>> file, params = tempfile.mkdtemp() + "/w", {"w": jnp.ones(3, jnp.bfloat16)}
-        >>> mpjax.save_safetensors(file, params)
-        >>> str(mpjax.load_safetensors(file, like={"w": jnp.zeros(3)})["w"].dtype)
+        >>> mpjax.checkpoint.save_safetensors(file, params)
+        >>> str(mpjax.checkpoint.load_safetensors(file, like={"w": jnp.zeros(3)})["w"].dtype)
         'float32'
     """
     safetensors = _safetensors()

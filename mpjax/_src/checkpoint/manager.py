@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from mpjax._src.base.errors import CheckpointError, did_you_mean, whole_number
+from mpjax._src.base.public import public
 from mpjax._src.checkpoint import store
 from mpjax._src.checkpoint.state import Description, describe, policy_name, restore
 from mpjax._src.policy.policy import PolicyLike
@@ -23,6 +24,7 @@ from mpjax._src.policy.policy import PolicyLike
 WORST = {"min": math.inf, "max": -math.inf}
 
 
+@public("mpjax.checkpoint")
 class Manager:
     """Manages the checkpoints of a run in one directory: saves, numbers and removes them.
 

@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpjax._src.base.public import public
 from mpjax._src.checkpoint import store
 from mpjax._src.checkpoint.convert import converted, place_of
 from mpjax._src.checkpoint.match import match
 from mpjax._src.policy.policy import PolicyLike, get_policy
 
 
+@public("mpjax.checkpoint")
 class Description(NamedTuple):
     """The description of a checkpoint, as `describe` returns it.
 

@@ -276,7 +276,7 @@ def compare(
         comparison = mpjax.compare(fun, policy, argnums, has_aux, loss_scale=loss_scale)(*args)
         drawn = plot is not None and bool(comparison.rows)
         if drawn:
-            mpjax.plot_compare(comparison, plot)
+            comparison.plot(plot)
         title = f"{target}: {policy} against float32"
         page = comparison.to_html(title) if html else None
     if as_json:

@@ -20,6 +20,7 @@ except ImportError as error:
 from mpjax._src.autocast.transform import autocast
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.errors import brief
+from mpjax._src.base.public import public
 from mpjax._src.base.trees import all_finite, select
 from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.training.levels import training_policy
@@ -29,6 +30,7 @@ from mpjax._src.training.transaction import adjusted, counted, gated
 COUNTERS = ("skipped_steps", "consecutive_skips")
 
 
+@public("mpjax.keras")
 @keras.saving.register_keras_serializable("mpjax")
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """Keras's ``LossScaleOptimizer`` with a loss scale of mpjax.

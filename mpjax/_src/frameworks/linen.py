@@ -12,6 +12,7 @@ from flax.training import train_state
 
 from mpjax._src.base.errors import check_callable
 from mpjax._src.base.outlines import outline
+from mpjax._src.base.public import public
 from mpjax._src.base.trees import cast_like, select, stays_finite, widen
 from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.training.gradients import with_float32_loss, with_scaled_loss
@@ -25,6 +26,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@public("mpjax.linen")
 class TrainState(train_state.TrainState, repr=False):
     """``flax.training.train_state.TrainState`` for mixed precision.
 

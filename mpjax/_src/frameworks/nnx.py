@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 
 from mpjax._src.base.errors import brief, check_callable
+from mpjax._src.base.public import public
 from mpjax._src.base.trees import all_finite, select, stays_finite, widen
 from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.program.gradient import positions
@@ -28,6 +29,7 @@ R = TypeVar("R")
 GOOD = {"loss": True, "state": True}
 
 
+@public("mpjax.nnx")
 class Optimizer(nnx.Optimizer):
     """``nnx.Optimizer`` for mixed precision: with master weights, loss scale and skipped steps.
 

@@ -9,6 +9,7 @@ import jax
 
 from mpjax._src.base.errors import OutOfMemoryError, brief, check_callable
 from mpjax._src.base.progress import advance, check_progress, progress_bar
+from mpjax._src.base.public import public
 from mpjax._src.document.model import Document, Table
 from mpjax._src.document.report import Report
 from mpjax._src.hardware.aot import (
@@ -24,6 +25,7 @@ from mpjax._src.hardware.targets import GPU_PREALLOCATED, Target, find_target, s
 TRY = "compiled"  # what progress counts
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class BatchTry:
     """One batch size that `largest_batch` compiled.
@@ -42,6 +44,7 @@ class BatchTry:
     seconds: float
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class LargestBatch(Report):
     """The result of `largest_batch`. ``print`` it.
@@ -141,7 +144,7 @@ def largest_batch(
         >>> import jax, jax.numpy as jnp, mpjax
         >>> def make_args(batch):
         ...     return (jax.ShapeDtypeStruct((batch, 1024, 1024), jnp.float32),)
-        >>> mpjax.largest_batch("h100", make_args, jnp.sin).batch  # doctest: +SKIP
+        >>> mpjax.hardware.largest_batch("h100", make_args, jnp.sin).batch  # doctest: +SKIP
         7594
     """
     check_progress(progress)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpjax._src.base.lines import short
+from mpjax._src.base.public import public
 from mpjax._src.hardware.bundles import unbundled
 from mpjax._src.hardware.carried import carried_by
 from mpjax._src.hardware.flow import MOVED, VALUES, Flow, flow_of, reached
@@ -52,6 +53,7 @@ COLUMNS = (*("carries", "collective", "dtype", "over", "arrays", "runs", "sent",
 WORDS = ("carries", "collective", "dtype", "line")
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class CollectiveRow:
     """One array that devices exchange.

@@ -245,8 +245,8 @@ def _refuse(target: Target, error: str) -> NoReturn:
     message = f"the compiler of target={target.name!r} refused: {line}"
     if "RESOURCE_EXHAUSTED" in error and "hbm" in error.lower():  # not a kernel's scratch memory
         raise OutOfMemoryError(
-            f"{message} Use a smaller batch (mpjax.largest_batch finds the largest), or a target "
-            "with more memory."
+            f"{message} Use a smaller batch (mpjax.hardware.largest_batch finds the largest), or a "
+            "target with more memory."
         )
     raise CompileError(f"{message} {advice}".rstrip())
 

@@ -6,6 +6,7 @@ import jax
 
 from mpjax._src.base.devices import DeviceFacts, device_facts
 from mpjax._src.base.dtypes import HALVES
+from mpjax._src.base.public import public
 from mpjax._src.document.model import Document, Table
 from mpjax._src.document.report import Report
 from mpjax._src.hardware.timed import matmul_time
@@ -13,6 +14,7 @@ from mpjax._src.hardware.timed import matmul_time
 SECONDS = 0.05  # that a report times matmuls in each dtype
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class DeviceReport(Report):
     """The report of `device_report`. ``print`` it, or read ``devices``.
@@ -59,7 +61,7 @@ def device_report() -> DeviceReport:
 
     Example:
         >>> import mpjax
-        >>> report = mpjax.device_report()
+        >>> report = mpjax.hardware.device_report()
         >>> report.devices[0].platform in ("cpu", "gpu", "tpu")
         True
     """

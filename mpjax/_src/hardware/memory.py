@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 
+from mpjax._src.base.public import public
 from mpjax._src.hardware.carried import trainable
 from mpjax._src.hardware.flow import MAPPED, MOVED, Flow, Leaf, flow_of, leaves, reached
 from mpjax._src.hardware.hlo import OP_NAME, Computation, Op, parameters, parse
@@ -49,6 +50,7 @@ PASSES_ON = {
 KEY = re.compile(r"\.(?P<field>\w+)|\['(?P<name>[^']*)'\]|\[(?P<index>\d+)\]|^(?P<arg>\w+)")
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class MemoryRow:
     """The memory of one kind that one array or one scope takes.

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from mpjax._src.base.public import public
 from mpjax._src.document.model import Document, Drawing, Table
 from mpjax._src.document.report import Report
 from mpjax._src.hardware import hlo_costs
@@ -30,6 +31,7 @@ BOUND = (
 )
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class MatmulRow:
     """The matmuls and convolutions of a program that have the same dtypes.
@@ -56,6 +58,7 @@ class MatmulRow:
     share: float
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class CompileReport(Report):
     """The report of `compile_for`: the memory and cost of one run of a program. ``print`` it.

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ from mpjax._src.base.dtypes import HALVES, is_float, short_name
 from mpjax._src.base.errors import brief
 from mpjax._src.base.lines import where
 from mpjax._src.base.patterns import path_of
+from mpjax._src.base.public import public
+from mpjax._src.document import plots
 from mpjax._src.document.model import Document, Table
 from mpjax._src.document.report import Report
 from mpjax._src.instruments.healed import run_healed
@@ -64,6 +67,7 @@ CAUSE = 0.25
 HALF = tuple(short_name(dtype) for dtype in HALVES)
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class Parting:
     """An operation at which two programs diverge.
@@ -87,6 +91,7 @@ class Parting:
     left: float | None = None
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class Agreement(Report):
     """A report on where two programs diverge. ``print`` it, or read ``partings``.
@@ -122,6 +127,26 @@ class Agreement(Report):
     by_formula: bool
     partings: tuple[Parting, ...]
     differences: np.ndarray = dataclasses.field(compare=False, repr=False)
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Plots the difference of the programs at each token, and the share left for each line.
+
+        Args:
+            path: The path of a PNG file to write, or None.
+
+        Returns:
+            A ``matplotlib.figure.Figure``.
+
+        Raises:
+            ImportError: If matplotlib is not installed (the extra ``plot``).
+
+        Example:
+            >>> import jax, jax.numpy as jnp, mpjax
+            >>> half = lambda x: jnp.sin(x).astype(jnp.bfloat16).astype(jnp.float32)
+            >>> report = mpjax.compare(jnp.sin, half)(jnp.linspace(0, 1, 12).reshape(3, 4))
+            >>> figure = report.plot()
+        """
+        return plots.plot_agreement(self, path)
 
     def document(self) -> Document:
         first, second = self.names

@@ -10,6 +10,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, overload
 
 import jax
@@ -22,7 +23,9 @@ from mpjax._src.base.dtypes import is_float
 from mpjax._src.base.errors import check_callable, did_you_mean
 from mpjax._src.base.lines import short, where
 from mpjax._src.base.progress import check_progress, progress_bar
+from mpjax._src.base.public import public
 from mpjax._src.base.rules import HALF, rule_of
+from mpjax._src.document import plots
 from mpjax._src.document.model import (
     DTYPE,
     DTYPES,
@@ -78,6 +81,7 @@ BYTES = Colour("bytes", "The bytes of each operation's operands and result.", un
 ZERO = "only rounding error in float32; relative to the terms that cancel"
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class Comparison(Report):
     """A report on the errors of a program under a policy. ``print`` it, or read ``rows``.
@@ -116,6 +120,26 @@ class Comparison(Report):
             (percent(error), f"{name} ({ZERO})" if name in self.noise else name)
             for name, error in self.worst_results()[:count]
         ]
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Plots the error of every operation in program order, and the part that it adds itself.
+
+        Args:
+            path: The path of a PNG file to write, or None.
+
+        Returns:
+            A ``matplotlib.figure.Figure``.
+
+        Raises:
+            ImportError: If matplotlib is not installed (the extra ``plot``).
+            ValueError: If no operation rounds, so that there is nothing to plot.
+
+        Example:
+            >>> import jax.numpy as jnp, mpjax
+            >>> compared = mpjax.compare(lambda w, x: jnp.sum(x @ w), "mixed_bfloat16")
+            >>> figure = compared(jnp.full((3, 2), 0.1), jnp.ones((4, 3))).plot()
+        """
+        return plots.plot_compare(self, path)
 
     def document(self, most: int = 12) -> Document:
         """Returns what the report shows, with at most so many of its rows."""

@@ -19,6 +19,7 @@ from mpjax._src.base.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.base.errors import check_callable
 from mpjax._src.base.higher_order import CALL, higher_order
 from mpjax._src.base.lines import where
+from mpjax._src.base.public import public
 from mpjax._src.base.rules import HALF, rule_of
 from mpjax._src.base.trees import is_array
 from mpjax._src.document.model import (
@@ -92,7 +93,7 @@ class Row:
         storage: The form in which the backward pass gets the values that the derivative reads, such
             as "computed again from bf16 (rows 3)"; "" if they are stored unchanged.
         attention: For a matmul that applies softmax weights to values, under
-            ``with_fused_attention``: the fused kernel that runs the attention, or "xla" and the
+            ``fused_attention``: the fused kernel that runs the attention, or "xla" and the
             reason why no fused kernel does.
         library: The library's line that ``source`` calls, as "file:line", or "".
         bytes: The bytes of its operands and results under the plan, for one run; 0 for an equation
@@ -131,6 +132,7 @@ class Row:
         return self.scope or where(self.source, self.library)
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class CastReport(Report):
     """The report of `explain`: what autocast does to a function. ``print`` it, or read ``rows``.

@@ -7,6 +7,7 @@ Mixed Precision Training (2018).
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +17,9 @@ import numpy as np
 from mpjax._src.base.dtypes import FLOAT16, HALVES, DTypeLike, Limits, canonical, limits_of
 from mpjax._src.base.errors import brief, finite_number
 from mpjax._src.base.patterns import path_of
+from mpjax._src.base.public import public
 from mpjax._src.base.trees import is_floating, pytree_of
+from mpjax._src.document import plots
 from mpjax._src.document.model import WORST, Colour, Document, Drawing, Histogram, Operation, Table
 from mpjax._src.document.report import Report
 
@@ -43,6 +46,7 @@ ZEROS = Colour(
 EMPTY = "histogram holds no gradient that is finite and not zero"
 
 
+@public("mpjax.reports")
 @pytree_of("counts")
 @dataclasses.dataclass(frozen=True)
 class GradientHistogram(Report):
@@ -107,6 +111,31 @@ class GradientHistogram(Report):
                 found[f"{dtype.name}/{name}"] = getattr(row, name)
         return found
 
+    def plot(
+        self, path: str | Path | None = None, dtype: DTypeLike = "float16", scale: float = 1.0
+    ) -> Any:
+        """Plots the distribution of all gradients, and below it that of each parameter's gradient.
+
+        Args:
+            path: The path of a PNG file to write, or None.
+            dtype: The dtype whose range is marked: "float16" or "bfloat16".
+            scale: The loss scale at which the range is marked, a power of two.
+
+        Returns:
+            A ``matplotlib.figure.Figure``.
+
+        Raises:
+            ImportError: If matplotlib is not installed (the extra ``plot``).
+            ValueError: If ``dtype`` or ``scale`` is not legal, or there is nothing to plot.
+
+        Example:
+            >>> import jax.numpy as jnp, mpjax
+            >>> histogram = mpjax.debug.gradient_histogram({"w": jnp.array([1e-9, 1e-3, 0.5])})
+            >>> figure = histogram.plot(scale=2.0**10)
+        """
+        _limits(dtype)
+        return plots.plot_gradient_histogram(self, EXPONENTS, path, dtype, exponent_of(scale))
+
     def document(self) -> Document:
         rows = self.rows()
         whole = rows[-1]
@@ -170,6 +199,7 @@ class HistogramRow:
     overflowed: float
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class LossScaleAdvice(Report):
     """The result of `recommend_loss_scale`. ``print`` it.
@@ -209,7 +239,7 @@ def gradient_histogram(grads: Any, histogram: GradientHistogram | None = None) -
 
     Example:
         >>> import jax.numpy as jnp, mpjax
-        >>> histogram = mpjax.gradient_histogram({"w": jnp.array([0.0, 1e-9, 0.5, jnp.inf])})
+        >>> histogram = mpjax.debug.gradient_histogram({"w": jnp.array([0.0, 1e-9, 0.5, jnp.inf])})
         >>> row = histogram.rows("float16")[0]
         >>> row.zeros, row.nonfinite, row.flushed, row.largest
         (0.25, 0.25, 0.25, -1)
@@ -260,8 +290,8 @@ def recommend_loss_scale(
 
     Example:
         >>> import jax.numpy as jnp, mpjax
-        >>> histogram = mpjax.gradient_histogram(jnp.array([1e-8, 1e-3]))
-        >>> mpjax.recommend_loss_scale(histogram).loss_scale
+        >>> histogram = mpjax.debug.gradient_histogram(jnp.array([1e-8, 1e-3]))
+        >>> mpjax.debug.recommend_loss_scale(histogram).loss_scale
         2097152.0
     """
     check_histogram(histogram)
@@ -299,7 +329,7 @@ def check_histogram(histogram: Any) -> None:
     if not isinstance(histogram, GradientHistogram):
         raise TypeError(
             f"histogram={brief(histogram)} must be a GradientHistogram, which "
-            "mpjax.gradient_histogram(grads) returns."
+            "mpjax.debug.gradient_histogram(grads) returns."
         )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from mpjax._src.base.errors import brief, whole_number
 from mpjax._src.base.patterns import path_of
+from mpjax._src.base.public import public
 from mpjax._src.document.report import Report
 from mpjax._src.instruments.histogram import GradientHistogram
 
@@ -29,6 +30,7 @@ SCALARS = (bool, int, float, np.generic, np.ndarray, jax.Array)
 METHODS = {"add_scalar": "add_text", "scalar": "text"}
 
 
+@public("mpjax.debug")
 class JsonLines:
     """A file with one JSON object per step, as a writer for `log_metrics`.
 
@@ -48,8 +50,8 @@ class JsonLines:
     Example:
         >>> import mpjax, pathlib, tempfile
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.jsonl"
-        >>> with mpjax.JsonLines(path) as log:
-        ...     mpjax.log_metrics(log, 1, {"loss": 0.5})
+        >>> with mpjax.debug.JsonLines(path) as log:
+        ...     mpjax.debug.log_metrics(log, 1, {"loss": 0.5})
         >>> path.read_text()
         '{"step": 1, "loss": 0.5}\\n'
     """
@@ -120,8 +122,8 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
 
     Example:
         >>> import mpjax, pathlib, tempfile
-        >>> with mpjax.JsonLines(pathlib.Path(tempfile.mkdtemp()) / "run.jsonl") as log:
-        ...     mpjax.log_metrics(log, 1, {"loss": 0.5, "aux": {"accuracy": 1.0}})
+        >>> with mpjax.debug.JsonLines(pathlib.Path(tempfile.mkdtemp()) / "run.jsonl") as log:
+        ...     mpjax.debug.log_metrics(log, 1, {"loss": 0.5, "aux": {"accuracy": 1.0}})
     """
     _check_writer(writer)
     whole = None if isinstance(step, jax.Array) else whole_number(step)
@@ -166,9 +168,9 @@ def flush_metrics(writer: Any) -> None:
 
     Example:
         >>> import mpjax, pathlib, tempfile
-        >>> log = mpjax.JsonLines(pathlib.Path(tempfile.mkdtemp()) / "run.jsonl")
-        >>> mpjax.log_metrics(log, 1, {"loss": 0.5})
-        >>> mpjax.flush_metrics(log)
+        >>> log = mpjax.debug.JsonLines(pathlib.Path(tempfile.mkdtemp()) / "run.jsonl")
+        >>> mpjax.debug.log_metrics(log, 1, {"loss": 0.5})
+        >>> mpjax.debug.flush_metrics(log)
     """
     _check_writer(writer)
     waiting = _WAITING.get(writer, ())
@@ -254,6 +256,6 @@ def _check_writer(writer: Any) -> None:
     known = isinstance(writer, JsonLines)
     if not (known or hasattr(writer, "add_scalar") or hasattr(writer, "scalar")):
         raise TypeError(
-            f"writer={brief(writer)} must be an mpjax.JsonLines(path), a "
+            f"writer={brief(writer)} must be an mpjax.debug.JsonLines(path), a "
             "tensorboardX.SummaryWriter or a flax.metrics.tensorboard.SummaryWriter."
         )

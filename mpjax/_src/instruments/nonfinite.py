@@ -14,6 +14,7 @@ from mpjax._src.base import rules
 from mpjax._src.base.dtypes import FLOAT32, is_half
 from mpjax._src.base.errors import check_callable
 from mpjax._src.base.lines import where
+from mpjax._src.base.public import public
 from mpjax._src.base.rules import rule_of
 from mpjax._src.document.model import (
     DTYPE,
@@ -58,6 +59,7 @@ KINDS = {
 }
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class NonfiniteReport(Report):
     """The report of `find_nonfinite`. ``print`` it; it is true if a NaN or Inf was found.

@@ -17,6 +17,7 @@ import numpy as np
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.errors import brief, check_callable, finite_number, whole_number
 from mpjax._src.base.progress import advance, check_progress, progress_bar
+from mpjax._src.base.public import public
 from mpjax._src.document.model import WORST, Colour, Document, Drawing, Operation, Table
 from mpjax._src.document.report import Report
 from mpjax._src.instruments.compare import compare_program
@@ -70,6 +71,7 @@ class TuneStep:
     alone: float | None
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class Tuning(Report):
     """The result of `tune`. ``print`` it, and train with ``policy``.
@@ -207,7 +209,7 @@ def tune(
         ...         return jnp.mean(jnp.cos(y @ w["b"]) ** 2)
         >>> w = {"a": jnp.eye(4) * 0.3, "b": jnp.ones((4, 1))}
         >>> x = jnp.linspace(-1.0, 1.0, 32).reshape(8, 4)
-        >>> tuned = mpjax.tune(loss, "mixed_bfloat16", 1e-3)(w, x)
+        >>> tuned = mpjax.debug.tune(loss, "mixed_bfloat16", 1e-3)(w, x)
         >>> tuned.met
         True
     """

@@ -208,8 +208,8 @@ RULES = (
         "a matmul of half operands that runs in float32",
         "The device has no unit for this half dtype. The operands are cast up, and the matmul is "
         "as slow as in float32 or slower, with the precision of half.",
-        "Use the half dtype that the device has (mpjax.half_dtype; float16 on V100 and T4), or "
-        "float32.",
+        "Use the half dtype that the device has (mpjax.hardware.half_dtype; float16 on V100 and "
+        "T4), or float32.",
         widened_matmuls,
     ),
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mpjax._src.base.lines import short
+from mpjax._src.base.public import public
 from mpjax._src.document.model import Document
 from mpjax._src.document.report import Report
 from mpjax._src.lint.rule import Rule
@@ -13,6 +14,7 @@ from mpjax._src.lint.rule import Rule
 SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """A fault at one line.
@@ -36,6 +38,7 @@ class Finding:
     count: int = 1
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class LintReport(Report):
     """The report of `lint`. ``print`` it, or read ``findings``; it is true if there are any.

@@ -138,8 +138,8 @@ RULES = (
         "updates of half weights that are rounded away",
         "An update of less than half an ulp is rounded away, step after step. The loss falls at "
         "first, and then stops falling as the learning rate decays.",
-        "Keep float32 master weights (mpjax.with_master_weights, policy O2), or use a compensated "
-        "sum or stochastic rounding (mpjax.with_stochastic_rounding).",
+        "Keep float32 master weights (mpjax.optim.with_master_weights, policy O2), or use a "
+        "compensated sum or stochastic rounding (mpjax.optim.with_stochastic_rounding).",
         stalled_updates,
     ),
     Rule(

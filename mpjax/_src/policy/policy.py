@@ -16,6 +16,7 @@ import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base.called import CALLED, CASTS
+from mpjax._src.base.deprecations import deprecated
 from mpjax._src.base.dtypes import (
     BY_NAME,
     FLOAT16,
@@ -28,6 +29,7 @@ from mpjax._src.base.dtypes import (
 )
 from mpjax._src.base.errors import brief, did_you_mean
 from mpjax._src.base.patterns import matches, nearest_paths, path_of, paths
+from mpjax._src.base.public import public
 from mpjax._src.base.rules import NO_HALF_FORM, PROGRAM, rule_of
 from mpjax._src.base.trees import cast, cast_leaf
 
@@ -114,6 +116,7 @@ CHOICES = {
 }
 
 
+@public("mpjax")
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy(jmp.Policy):
     """The dtypes that a program stores, computes and returns its floating values in.
@@ -138,20 +141,35 @@ class Policy(jmp.Policy):
         full_ops: Names of JAX primitives that compute in float32. For op-level casting.
         follow_ops: Names of JAX primitives that compute in the dtype of their inputs. For op-level
             casting.
-        storage: "fast" to move few bytes, "lean" to keep few bytes for the backward pass. For
-            op-level casting; see `with_storage`.
-        fused_attention: Whether hand-written attention runs in the device's fused kernel. For
-            op-level casting; see `with_fused_attention`.
-        gather: The dtype in which devices gather parameters, "half" or "float32". For op-level
-            casting; see `with_communication`.
-        reduce: The dtype in which devices sum the gradients of parameters, "float32" or "half".
-            For op-level casting; see `with_communication`.
-        masters: The form of the master weights: "float32", "split" or "split8". See
-            `with_optimizer_state`.
-        rounding: How half parameters without master weights are rounded: "nearest", "stochastic"
-            or "kahan". See `with_optimizer_state`.
-        moments: The form of the optimizer's moments, "float32" or "8bit". See
-            `with_optimizer_state`.
+        storage: For op-level casting. "fast", the default, moves as few bytes as possible. "lean"
+            keeps as few bytes as possible from the forward to the backward pass, which then
+            repeats elementwise operations, across norms and activations; no matmul, convolution or
+            reduction runs twice. Functions that you wrap in `jax.checkpoint` stay as they are.
+            Results differ by rounding alone.
+        fused_attention: For op-level casting: whether hand-written attention,
+            ``softmax(scale * q @ k.T + bias) @ v``, masked or causal, runs in a fused kernel:
+            cuDNN's on NVIDIA GPUs from Ampere on, flash attention on TPUs (Dao et al., 2022). The
+            kernel does not write out the scores, so memory grows linearly with the sequence
+            length. Attention that the kernel cannot run stays as it is planned without this
+            setting; `explain` says why. Results change by the kernel's rounding alone, with one
+            exception: a row in which -Inf masks every entry gives finite numbers instead of NaN.
+        gather: For op-level casting: the dtype in which devices gather a parameter that is used in
+            half. "half", the default, casts the parameter before it is gathered, also before a
+            `jax.sharding.reshard`. "float32" leaves a `reshard` as it is written. With automatic
+            mesh axes XLA gathers the operand of the matmul, which is half.
+        reduce: For op-level casting: the dtype in which devices sum the gradient of a parameter.
+            With "float32", the default, a matmul's gradient is sent as its float32 accumulator,
+            and a convolution's gradient, which each device computes in half for its part of the
+            batch, is cast to float32 before it is sent. "half" sends half the bytes and rounds the
+            part of each device. `compile_for` lists what a program sends.
+        masters: The form of the master weights, for policies that have them: "float32" (6 bytes a
+            weight, including the half parameter), "split" (4 bytes, masters of the same precision,
+            bfloat16 parameters only) or "split8" (3 bytes). See `with_master_weights`.
+        rounding: How updates of half parameters are rounded, for policies without master weights:
+            "nearest" (2 bytes a weight, small updates are lost), "stochastic" (2 bytes) or "kahan"
+            (4 bytes). See `with_stochastic_rounding` and `with_kahan_summation`.
+        moments: The form of the optimizer's moments: "float32" (4 bytes a moment) or "8bit" (1
+            byte). See `with_8bit_moments`.
 
     Raises:
         ValueError: If a dtype, a pattern, the name of a primitive or a setting is not legal, or if
@@ -189,8 +207,7 @@ class Policy(jmp.Policy):
     def replace(self, **settings: Any) -> "Policy":
         """Returns a copy of this policy with new values for the named settings.
 
-        All other settings stay as they are. This also holds for `override` and the ``with_*``
-        methods.
+        All other settings stay as they are. `override` and `with_ops` add to a setting instead.
 
         Args:
             **settings: New values, by the names of the attributes listed above or by the keys that
@@ -284,132 +301,29 @@ class Policy(jmp.Policy):
             follow_ops=(*self.follow_ops, *_strings(follow, "follow")),
         )
 
+    @deprecated("policy.replace(storage=...)")
     def with_storage(self, storage: str) -> "Policy":
-        """Returns a copy of this policy that stores less for the backward pass, or moves less.
-
-        Applies to op-level casting. It changes memory and time; results differ by rounding alone.
-
-        Args:
-            storage: "fast", the default, moves as few bytes as possible. "lean" keeps as few bytes
-                as possible from the forward to the backward pass. The backward pass then repeats
-                elementwise operations, across norms and activations; no matmul, convolution or
-                reduction runs twice. Functions that you wrap in `jax.checkpoint` stay as they are.
-
-        Returns:
-            A new policy.
-
-        Raises:
-            ValueError: If ``storage`` is neither "fast" nor "lean".
-
-        Example:
-            >>> import mpjax
-            >>> str(mpjax.get_policy("mixed_bfloat16").with_storage("lean"))
-            'mixed_bfloat16,storage=lean'
-        """
+        """Deprecated: use ``replace(storage=...)``."""
         return self.replace(storage=storage)
 
+    @deprecated("policy.replace(fused_attention=True)")
     def with_fused_attention(self, fused_attention: bool = True) -> "Policy":
-        """Returns a copy of this policy that runs hand-written attention in a fused kernel.
-
-        Applies to op-level casting. mpjax recognises ``softmax(scale * q @ k.T + bias) @ v``,
-        masked or causal, if the softmax comes before the product. It runs cuDNN's kernel on NVIDIA
-        GPUs from Ampere on and flash attention on TPUs. The kernel does not write out the scores,
-        so memory grows linearly with the sequence length.
-
-        Attention that the kernel cannot run stays as planned without this setting: with dropout,
-        with probabilities that are read elsewhere, or on a device without a kernel. `explain` says
-        why. Results change by the kernel's rounding alone, with one exception: a row in which
-        -Inf masks every entry gives finite numbers instead of NaN.
-
-        Args:
-            fused_attention: True to use the fused kernel, False to leave attention as written.
-
-        Returns:
-            A new policy.
-
-        Raises:
-            ValueError: If ``fused_attention`` is neither True nor False.
-
-        Example:
-            >>> import mpjax
-            >>> str(mpjax.get_policy("mixed_bfloat16").with_fused_attention())
-            'mixed_bfloat16,fused_attention=true'
-
-        References:
-            Dao et al., FlashAttention, 2022.
-        """
+        """Deprecated: use ``replace(fused_attention=True)``."""
         return self.replace(fused_attention=fused_attention)
 
+    @deprecated("policy.replace(gather=..., reduce=...)")
     def with_communication(self, gather: str | None = None, reduce: str | None = None) -> "Policy":
-        """Returns a copy of this policy with other dtypes for the traffic between devices.
-
-        Applies to op-level casting of programs that are sharded over several devices. On one
-        device nothing changes. `compile_for` lists the arrays that a program exchanges and their
-        dtypes. An argument that is None leaves its setting as it is.
-
-        Args:
-            gather: The dtype in which devices gather a parameter that is used in half. "half", the
-                default of a policy, casts the parameter before it is gathered, also before a
-                `jax.sharding.reshard`. "float32" leaves a `reshard` as it is written. With
-                automatic mesh axes XLA gathers the operand of the matmul, which is half.
-            reduce: The dtype in which devices sum the gradient of a parameter. With "float32", the
-                default of a policy, a matmul's gradient is sent as its float32 accumulator, and a
-                convolution's gradient, which each device computes in half for its part of the
-                batch, is cast to float32 before it is sent. "half" sends half the bytes and rounds
-                the part of each device.
-
-        Returns:
-            A new policy.
-
-        Raises:
-            ValueError: If ``gather`` or ``reduce`` is neither "half" nor "float32".
-
-        Example:
-            >>> import mpjax
-            >>> str(mpjax.get_policy("mixed_bfloat16").with_communication(reduce="half"))
-            'mixed_bfloat16,reduce=half'
-
-        References:
-            Zhao et al., PyTorch FSDP, 2023: ``MixedPrecisionPolicy(param_dtype, reduce_dtype)``.
-        """
+        """Deprecated: use ``replace(gather=..., reduce=...)``. None leaves a setting as it is."""
         return self.replace(**_given(gather=gather, reduce=reduce))
 
+    @deprecated("policy.replace(masters=..., rounding=..., moments=...)")
     def with_optimizer_state(
         self,
         masters: str | None = None,
         rounding: str | None = None,
         moments: str | None = None,
     ) -> "Policy":
-        """Returns a copy of this policy that keeps other optimizer state for each weight.
-
-        Applies to `build_train_step`, `mixed_precision` and the framework adapters built on them.
-        ``masters`` and ``rounding`` have no effect on float32 parameters, which need neither. An
-        argument that is None leaves its setting as it is.
-
-        Args:
-            masters: The form of the master weights, for policies that have them: "float32" (6
-                bytes a weight, including the half parameter), "split" (4 bytes, masters of the same
-                precision, bfloat16 parameters only) or "split8" (3 bytes). See
-                `with_master_weights`.
-            rounding: How updates are rounded, for policies without master weights: "nearest" (2
-                bytes a weight, small updates are lost), "stochastic" (2 bytes) or "kahan" (4
-                bytes). See `with_stochastic_rounding` and `with_kahan_summation`.
-            moments: "float32" (4 bytes a moment) or "8bit" (1 byte). See `with_8bit_moments`.
-
-        Returns:
-            A new policy.
-
-        Raises:
-            ValueError: If an argument is not legal; if ``masters`` is split and the parameters are
-                float16; if half parameters have masters and ``rounding`` is not "nearest"; or if
-                half parameters have no masters and ``masters`` is not "float32".
-
-        Example:
-            >>> import mpjax
-            >>> policy = mpjax.get_policy("O2:bfloat16,moments=8bit")
-            >>> str(policy.with_optimizer_state(masters="split"))
-            'O2:bfloat16,masters=split,moments=8bit'
-        """
+        """Deprecated: use ``replace(masters=..., ...)``. None leaves a setting as it is."""
         return self.replace(**_given(masters=masters, rounding=rounding, moments=moments))
 
     def cast_to_param(self, tree: T) -> T:

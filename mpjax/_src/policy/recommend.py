@@ -53,7 +53,7 @@ def half_dtype(device: jax.Device | str | None = None) -> np.dtype:
 
     Example:
         >>> import mpjax
-        >>> [str(mpjax.half_dtype(name)) for name in ("v100", "a100", "cpu")]
+        >>> [str(mpjax.hardware.half_dtype(name)) for name in ("v100", "a100", "cpu")]
         ['float16', 'bfloat16', 'bfloat16']
     """
     return half_of(device_facts(device).capability)

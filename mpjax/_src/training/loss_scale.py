@@ -27,6 +27,7 @@ from mpjax._src.base.errors import (
     refuse_traced,
 )
 from mpjax._src.base.outlines import outline
+from mpjax._src.base.public import public
 from mpjax._src.base.trees import is_array, is_one_bool, pytree_of, widen
 from mpjax._src.policy.policy import PolicyLike, get_policy
 
@@ -52,6 +53,7 @@ def _times(tree: T, scale: jax.Array, divide: bool = False) -> T:
     return jax.tree.map(apply, widen(tree))
 
 
+@public("mpjax")
 @pytree_of()
 @dataclasses.dataclass(frozen=True, repr=False)
 class NoOpLossScale:
@@ -85,6 +87,7 @@ class NoOpLossScale:
         return self
 
 
+@public("mpjax")
 @pytree_of("loss_scale")
 @dataclasses.dataclass(frozen=True, repr=False)
 class StaticLossScale:
@@ -124,6 +127,7 @@ class StaticLossScale:
         return self
 
 
+@public("mpjax")
 @pytree_of("loss_scale", "growth_tracker", "hysteresis_tracker")
 @dataclasses.dataclass(frozen=True, repr=False)
 class DynamicLossScale:
@@ -320,13 +324,6 @@ def get_loss_scale(
 
     Raises:
         ValueError: If ``policy`` or ``loss_scale`` is not legal.
-
-    Example:
-        >>> import mpjax
-        >>> mpjax.get_loss_scale("mixed_bfloat16")
-        NoOpLossScale()
-        >>> float(mpjax.get_loss_scale("mixed_float16").loss_scale)
-        65536.0
     """
     return resolve_loss_scale(loss_scale, get_policy(policy).needs_loss_scaling)
 

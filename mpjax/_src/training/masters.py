@@ -16,6 +16,7 @@ import optax
 from mpjax._src.base.dtypes import BFLOAT16, FLOAT32
 from mpjax._src.base.errors import brief, did_you_mean
 from mpjax._src.base.patterns import name_of, path_of
+from mpjax._src.base.public import public
 from mpjax._src.base.trees import is_narrow_array, widen
 from mpjax._src.policy.policy import CHOICES
 from mpjax._src.training import residuals
@@ -36,6 +37,7 @@ STORAGES = dict(zip(CHOICES["masters"].values, KINDS, strict=True))
 COMPENSATED = "compensation"  # in the parameter's own dtype
 
 
+@public("mpjax.optim")
 @of_ours
 class MasterWeightsState(NamedTuple):
     """State of `with_master_weights` and `with_kahan_summation`.
@@ -97,7 +99,7 @@ def with_master_weights(
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
-        >>> optimizer = mpjax.with_master_weights(optax.sgd(1e-3), storage="split")
+        >>> optimizer = mpjax.optim.with_master_weights(optax.sgd(1e-3), storage="split")
         >>> params = jnp.ones(1, jnp.bfloat16)
         >>> state = optimizer.init(params)
         >>> for _ in range(8):  # in bfloat16 alone, 1 - 0.001 is 1 again
@@ -141,7 +143,7 @@ def with_kahan_summation(
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
-        >>> optimizer = mpjax.with_kahan_summation(optax.sgd(1e-3))
+        >>> optimizer = mpjax.optim.with_kahan_summation(optax.sgd(1e-3))
         >>> params = jnp.ones(1, jnp.float16)
         >>> state = optimizer.init(params)
         >>> for _ in range(8):
@@ -264,8 +266,8 @@ def master_params(opt_state: optax.OptState, params: Any) -> Any:
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
         >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
-        >>> state = mpjax.with_master_weights(optax.adam(1e-3)).init(params)
-        >>> str(mpjax.master_params(state, params)["w"].dtype)
+        >>> state = mpjax.optim.with_master_weights(optax.adam(1e-3)).init(params)
+        >>> str(mpjax.optim.master_params(state, params)["w"].dtype)
         'float32'
 
     Apex has the same function as amp.master_params.

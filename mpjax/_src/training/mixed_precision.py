@@ -13,6 +13,7 @@ from mpjax._src.base.called import CALLED, CASTS, SCALES
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.errors import PrecisionWarning, brief, warn_user
 from mpjax._src.base.patterns import name_of
+from mpjax._src.base.public import public
 from mpjax._src.base.trees import all_finite, is_array, is_one_bool
 from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.training.gradients import scaled_value_and_grad, with_float32_loss
@@ -35,6 +36,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
+@public("mpjax.optim")
 @of_ours
 class MixedPrecisionState(NamedTuple):
     """State of `mixed_precision`.
@@ -77,6 +79,7 @@ class MixedPrecisionState(NamedTuple):
         }
 
 
+@public("mpjax.optim")
 class MixedPrecision(optax.GradientTransformationExtraArgs):
     """An optax optimizer that also computes gradients; `mixed_precision` returns it.
 
@@ -341,7 +344,7 @@ def warn_if_in_float32(policy: Policy, loss_scale: LossScale, grads: Any, gradie
             f"gradients seem to come from jax.value_and_grad or jax.grad, in float32. Use "
             f"{gradient} instead. If the update is traced before any gradient, or the gradients "
             "come from another process or an exported program, ignore this warning: "
-            'warnings.filterwarnings("ignore", category=mpjax.PrecisionWarning).',
+            'warnings.filterwarnings("ignore", category=mpjax.errors.PrecisionWarning).',
             PrecisionWarning,
         )
 

@@ -10,6 +10,7 @@ import optax
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.errors import brief
 from mpjax._src.base.patterns import path_of
+from mpjax._src.base.public import public
 from mpjax._src.base.trees import is_floating
 from mpjax._src.training.codes import SIGNED, UNSIGNED, Code, decode, encode, scales_of
 from mpjax._src.training.optimizers import (
@@ -44,6 +45,7 @@ MOMENTS: Table = {
 }
 
 
+@public("mpjax.optim")
 @of_ours
 class EightBitMomentsState(NamedTuple):
     """State of `with_8bit_moments`.
@@ -97,7 +99,7 @@ def with_8bit_moments(
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
-        >>> optimizer = mpjax.with_8bit_moments(optax.adamw(1e-3))
+        >>> optimizer = mpjax.optim.with_8bit_moments(optax.adamw(1e-3))
         >>> state = optimizer.init(jnp.ones((64, 64)))
         >>> adam = state.inner_state[0]
         >>> adam.mu.dtype, adam.nu.dtype, state.scales["0/mu"].shape

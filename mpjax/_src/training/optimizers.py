@@ -12,6 +12,7 @@ import optax
 from mpjax._src.base.errors import brief, no_attribute
 from mpjax._src.base.outlines import outline
 from mpjax._src.base.patterns import difference, name_of, path_of
+from mpjax._src.base.public import public
 from mpjax._src.base.trees import all_finite, is_array, is_array_or_shape, is_floating, is_one_bool
 from mpjax._src.training.transaction import counted, gated_update
 
@@ -48,6 +49,7 @@ def of_ours(cls: C) -> C:
     return cls
 
 
+@public("mpjax.optim")
 @of_ours
 class SkipNonfiniteState(NamedTuple):
     """State of `skip_nonfinite`.
@@ -88,7 +90,7 @@ def skip_nonfinite(
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
-        >>> optimizer = mpjax.skip_nonfinite(optax.adam(1e-3))
+        >>> optimizer = mpjax.optim.skip_nonfinite(optax.adam(1e-3))
         >>> params = jnp.ones(2)
         >>> state = optimizer.init(params)
         >>> updates, state = optimizer.update(jnp.array([1.0, jnp.nan]), state, params)

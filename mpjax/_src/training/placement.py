@@ -73,7 +73,8 @@ def state_shardings(state: T, param_shardings: Any) -> T:
         >>> mesh = jax.make_mesh((1,), ("data",))
         >>> init, step = mpjax.build_train_step(lambda w, x: jnp.sum(w @ x), optax.adam(0.1))
         >>> w = jnp.ones((4, 4))
-        >>> where = mpjax.state_shardings(jax.eval_shape(init, w), NamedSharding(mesh, P("data")))
+        >>> sharding = NamedSharding(mesh, P("data"))
+        >>> where = mpjax.optim.state_shardings(jax.eval_shape(init, w), sharding)
         >>> optax.tree.get(where.opt_state, "mu").spec, where.step.spec
         (P('data',), P())
         >>> state = jax.jit(init, out_shardings=where)(w)

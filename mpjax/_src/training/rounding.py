@@ -9,6 +9,7 @@ import optax
 
 from mpjax._src.base.dtypes import FLOAT32, HALVES, DTypeLike, canonical
 from mpjax._src.base.errors import brief, whole_number
+from mpjax._src.base.public import public
 from mpjax._src.base.trees import is_array, is_key, is_narrow_array, widen
 from mpjax._src.training.optimizers import as_optimizer, check_kind, first_state, of_ours
 from mpjax._src.training.residuals import UINT32
@@ -41,6 +42,7 @@ def drawn(shape: tuple[int, ...], *numbers: Any) -> jax.Array:
     return mixed(mixed(place ^ keys[0]) + keys[1])
 
 
+@public("mpjax.optim")
 @of_ours
 class StochasticRoundingState(NamedTuple):
     """State of `with_stochastic_rounding`.
@@ -79,7 +81,7 @@ def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Arra
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
         >>> x = jnp.full(1000, 1 + 2**-9)  # bfloat16 has 1 and 1 + 2**-7: a quarter of the way
-        >>> y = mpjax.stochastic_round(x, "bfloat16", jax.random.key(0))
+        >>> y = mpjax.optim.stochastic_round(x, "bfloat16", jax.random.key(0))
         >>> sorted(set(y.tolist())), 0.2 < (y == 1).mean() < 0.8
         ([1.0, 1.0078125], Array(True, dtype=bool))
 
@@ -149,7 +151,7 @@ def with_stochastic_rounding(
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
-        >>> optimizer = mpjax.with_stochastic_rounding(optax.sgd(1e-3), seed=1)
+        >>> optimizer = mpjax.optim.with_stochastic_rounding(optax.sgd(1e-3), seed=1)
         >>> params = jnp.ones(10_000, jnp.bfloat16)
         >>> state = optimizer.init(params)
         >>> updates, state = optimizer.update(jnp.ones(10_000), state, params)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base.errors import brief, finite_number
+from mpjax._src.base.public import public
 from mpjax._src.base.trees import is_narrow_array, pytree_of
 from mpjax._src.document.model import Document, Table
 from mpjax._src.document.report import Report
@@ -21,6 +22,7 @@ from mpjax._src.document.report import Report
 MOST_ROWS, NAMED = 20, 5  # the most parameters in a report, and in a warning
 
 
+@public("mpjax.reports")
 @pytree_of("shares")
 @dataclasses.dataclass(frozen=True)
 class Stalled(Report):
@@ -81,8 +83,8 @@ def warn_if_stalled(metrics: Any, limit: float = 0.5) -> None:
 
     Example:
         >>> import jax.numpy as jnp, mpjax
-        >>> stalled = mpjax.Stalled(jnp.array([0.0, 0.1]), ("w", "norm/scale"))
-        >>> mpjax.warn_if_stalled({"stalled": stalled}, limit=0.5)
+        >>> stalled = mpjax.reports.Stalled(jnp.array([0.0, 0.1]), ("w", "norm/scale"))
+        >>> mpjax.debug.warn_if_stalled({"stalled": stalled}, limit=0.5)
     """
     share = finite_number(limit)
     if share is None or not 0 < share <= 1:

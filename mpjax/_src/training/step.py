@@ -26,6 +26,7 @@ from mpjax._src.base.errors import (
 )
 from mpjax._src.base.outlines import outline
 from mpjax._src.base.patterns import name_of, paths
+from mpjax._src.base.public import public
 from mpjax._src.base.trees import cast, cast_like, is_array, is_key, pytree_of, stays_finite, widen
 from mpjax._src.policy.policy import OP_LISTS, Policy, PolicyLike
 from mpjax._src.program.modules import has_modules
@@ -58,6 +59,7 @@ Metrics = dict[str, Any]
 T = TypeVar("T")
 
 
+@public("mpjax")
 @pytree_of(
     *("step", "params", "opt_state", "loss_scale", "model_state", "rng"),
     *("skipped_steps", "consecutive_skips"),
@@ -114,7 +116,7 @@ def build_train_step(
     report_overflow: bool = False,
     report_underflow: bool = False,
     report_stalled: bool = False,
-) -> TrainStep:
+) -> tuple[Callable[..., TrainState], Callable[[TrainState, Any], tuple[TrainState, Metrics]]]:
     """Builds a training step in mixed precision from a loss, an optimizer and a policy.
 
     A step runs in this order: forward pass in the policy's precision; scale the loss in float32;
@@ -173,8 +175,8 @@ def build_train_step(
             away, as ``metrics["stalled"]``, a `Stalled`. See `warn_if_stalled`.
 
     Returns:
-        A `TrainStep` of ``init`` and ``step``. ``init(params, model_state=None, rng=None)`` copies
-        its arguments. ``step(state, batch)`` is meant to be jitted:
+        A pair ``(init, step)``. ``init(params, model_state=None, rng=None)`` copies its arguments
+        and returns a `TrainState`. ``step(state, batch)`` is meant to be jitted:
         ``jax.jit(step, donate_argnums=0)``. Its metrics are device scalars: ``loss`` and
         ``grad_norm`` (float32, unscaled), ``grads_finite``, ``loss_finite`` and ``state_finite``
         (bool), ``loss_scale`` (float32, for the next step), ``skipped_steps`` and

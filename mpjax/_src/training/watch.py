@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base.dtypes import HALVES, limits_of
+from mpjax._src.base.public import public
 from mpjax._src.base.trees import pytree_of
 from mpjax._src.document.model import Document
 from mpjax._src.document.report import Report
@@ -28,6 +29,7 @@ LOST = ("zeros", "flushed", "subnormal")
 NEVER = np.int32(np.iinfo(np.int32).max)  # the place of a gradient that is finite
 
 
+@public("mpjax.reports")
 @pytree_of("index", "layer", "nonfinite", "largest", "loss_scale", "loss_finite")
 @dataclasses.dataclass(frozen=True)
 class Overflow(Report):
@@ -107,6 +109,7 @@ class Overflow(Report):
         )
 
 
+@public("mpjax.reports")
 @pytree_of(*LOST)
 @dataclasses.dataclass(frozen=True)
 class Underflow(Report):

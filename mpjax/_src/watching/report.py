@@ -4,7 +4,8 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,9 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base.dtypes import canonical, short_name
+from mpjax._src.base.errors import brief
 from mpjax._src.base.lines import short
+from mpjax._src.base.public import public
 from mpjax._src.base.rules import HALF, rule_of
 from mpjax._src.base.trees import pytree_of
+from mpjax._src.document import plots
 from mpjax._src.document.model import (
     DTYPES,
     PASS,
@@ -82,6 +86,7 @@ NEARLY = Colour(
 DTYPE = Colour("dtype", "The dtype that each tensor is stored in.", tuple(DTYPES.values()))
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class WatchedTensor:
     """A watched tensor of a program.
@@ -114,6 +119,7 @@ class WatchedTensor:
     readers: tuple[str, ...]
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class PrecisionRow(WatchedTensor):
     """A watched tensor and its figures. Shares are from 0 to 1.
@@ -164,6 +170,7 @@ class PrecisionRow(WatchedTensor):
         return {**dataclasses.asdict(self), "risk": self.risk and self.risk.text}
 
 
+@public("mpjax.reports")
 @pytree_of("figures", "earlier")
 @dataclasses.dataclass(frozen=True)
 class PrecisionReport(Report):
@@ -228,6 +235,38 @@ class PrecisionReport(Report):
             values = ((name, getattr(row, name)) for name in LOGGED)
             found |= {f"{row.name}/{name}": value for name, value in values if value is not None}
         return found
+
+    def plot(
+        self, path: str | Path | None = None, earlier: "Iterable[PrecisionReport]" = ()
+    ) -> Any:
+        """Plots the headroom of watched tensors step by step, and where each is first at risk.
+
+        Args:
+            path: The path of a PNG file to write, or None.
+            earlier: The reports of earlier sampled steps of the run, in order, as
+                `watch_precision` puts them into the metrics.
+
+        Returns:
+            A ``matplotlib.figure.Figure``.
+
+        Raises:
+            ImportError: If matplotlib is not installed (the extra ``plot``).
+            TypeError: If ``earlier`` holds anything but reports of this class.
+            ValueError: If a report has no step number.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, mpjax
+            >>> step = mpjax.watch_precision(jax.jit(lambda x: x.astype(jnp.float16)), every=1)
+            >>> *earlier, last = [(step(jnp.ones(3) * 2**i), step.latest)[1] for i in range(4)]
+            >>> figure = last.plot(earlier=earlier)
+        """
+        reports = (*earlier, self)
+        if not all(isinstance(report, PrecisionReport) for report in reports):
+            raise TypeError(
+                f"earlier={brief(reports[:-1])} must be a list of PrecisionReports, which "
+                'mpjax.watch_precision puts into metrics["precision"].'
+            )
+        return plots.plot_precision(reports, path)
 
     def document(self) -> Document:
         at = f"step {self.step}: " if self.steps else ""

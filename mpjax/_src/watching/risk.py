@@ -21,6 +21,7 @@ import numpy as np
 
 from mpjax._src.base.dtypes import FLOAT16, canonical
 from mpjax._src.base.lines import short
+from mpjax._src.base.public import public
 from mpjax._src.watching.figures import NEAR
 
 LEAST_MARGIN = 1.0  # rule 2, in powers of two
@@ -28,6 +29,7 @@ ENOUGH = 3  # rule 3, in samples, because two points are always on a line
 BITS_LOST = 3  # rule 4
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class Risk:
     """A risk of a watched tensor.
@@ -130,12 +132,12 @@ def _smaller(row: Any) -> str:
 
 def _larger(row: Any) -> str:
     if row.direction == "backward":
-        return f"Raise the loss scale, see mpjax.recommend_loss_scale, or {_wider(row)}."
+        return f"Raise the loss scale, see mpjax.debug.recommend_loss_scale, or {_wider(row)}."
     return f"Keep it in float32: {_wider(row)}."
 
 
 def _wider(row: Any) -> str:
     if not row.scope:
-        return "mpjax.full_precision around that line"
+        return 'mpjax.precision("float32") around that line'
     pattern = "*" + "/".join(row.scope.split("/")[-2:]) + "*"
     return f'policy.override({{"{pattern}": "float32"}})'

@@ -9,6 +9,7 @@ import jax
 
 from mpjax._src.base import _jax
 from mpjax._src.base.errors import brief, check_callable, whole_number
+from mpjax._src.base.public import public
 from mpjax._src.base.trees import is_array
 from mpjax._src.program.trace import Flat, trace
 from mpjax._src.watching.evaluate import evaluate, split, traced
@@ -46,7 +47,7 @@ def measure_precision(fun: Callable[..., Any]) -> Callable[..., tuple[Any, Preci
         >>> import jax, jax.numpy as jnp, mpjax
         >>> def loss(w, x):
         ...     return jnp.sum((x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32))
-        >>> measured = jax.jit(mpjax.measure_precision(jax.value_and_grad(loss)))
+        >>> measured = jax.jit(mpjax.debug.measure_precision(jax.value_and_grad(loss)))
         >>> (value, grad), precision = measured(jnp.ones((4, 2)), jnp.full((3, 4), 1e4))
         >>> [(row.part, row.headroom < 1) for row in precision.rows if row.direction == "forward"]
         [('result', True), ('cast', False), ('cast', False)]
@@ -139,6 +140,7 @@ def watch_precision(step: Callable[..., Any], every: int = 100, start: int = 0) 
     return WatchedStep(step, interval, first)
 
 
+@public("mpjax.debug")
 class WatchedStep:
     """A step that is measured in some calls; `watch_precision` returns it.
 

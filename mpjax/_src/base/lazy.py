@@ -1,0 +1,39 @@
+"""Public modules, whose names are in their stub and are imported when they are first used."""
+
+import ast
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mpjax._src.base.deprecations import resolve
+
+
+def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list]:
+    """Returns the ``__getattr__``, ``__dir__`` and ``__all__`` of the public module of a file.
+
+    The stub beside the file says where each name comes from. ``__all__`` leaves out modules.
+    """
+    places: dict[str, str | None] = {}  # the module of each name; a module itself has None
+    for node in ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom):
+            places |= {alias.name: node.module for alias in node.names}
+
+    def __getattr__(name: str) -> Any:
+        place = resolve(name) if module == "mpjax" else name
+        if place != name:
+            return pkgutil.resolve_name(f"mpjax.{place}")
+        if name not in places:
+            from mpjax._src.base.errors import no_attribute  # importing mpjax loads next to nothing
+
+            raise no_attribute(f"module {module!r}", name, places)
+        within = places[name]
+        if within is None:
+            return importlib.import_module(f"mpjax.{name}")
+        value = getattr(importlib.import_module(f"mpjax.{within}"), name)
+        setattr(sys.modules[module], name, value)  # found without this function from now on
+        return value
+
+    return __getattr__, lambda: sorted(places), sorted(n for n, within in places.items() if within)

@@ -1,0 +1,46 @@
+"""Public modules find their names in their stubs, when they are first asked for."""
+
+import importlib
+import sys
+import types
+
+import pytest
+
+from mpjax._src.base.lazy import attach
+
+STUB = """
+from . import optim as optim
+from ._src.base.lines import short, where
+
+__all__ = ["short", "where"]
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "place.pyi").write_text(STUB)
+    module = types.ModuleType("place")
+    module.__getattr__, module.__dir__, module.__all__ = attach("place", tmp_path / "place.py")
+    monkeypatch.setitem(sys.modules, "place", module)
+    return module
+
+
+def test_a_name_comes_from_where_the_stub_says(module):
+    lines = importlib.import_module("mpjax._src.base.lines")
+    assert "short" not in vars(module)
+    assert module.short is lines.short is vars(module)["short"]
+    assert module.optim is importlib.import_module("mpjax.optim")
+
+
+def test_modules_are_listed_but_no_part_of_a_star(module):
+    assert module.__all__ == ["short", "where"] and dir(module) == ["optim", "short", "where"]
+    exec("from place import *", names := {})
+    assert {"short", "where"} <= {*names} and "optim" not in names
+
+
+@pytest.mark.parametrize("name", ["shorts", "with_master_weights"])
+def test_a_missing_name_is_an_error_also_if_mpjax_had_it(module, name):
+    with pytest.raises(AttributeError, match=f"module 'place' has no attribute '{name}'"):
+        getattr(module, name)
+    with pytest.raises(AttributeError, match="Did you mean 'short'"):
+        module.shorts  # noqa: B018

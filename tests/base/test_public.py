@@ -1,0 +1,18 @@
+"""A class names the module in which users find it."""
+
+import pickle
+
+from mpjax._src.base.public import public
+from mpjax._src.policy.policy import Policy
+
+
+def test_a_class_is_as_before_but_for_its_module():
+    class Report:
+        """Says something."""
+
+    assert public("mpjax.reports")(Report) is Report
+    assert (Report.__module__, Report.__doc__) == ("mpjax.reports", "Says something.")
+
+
+def test_a_pickle_names_the_public_module():
+    assert pickle.dumps(Policy, protocol=0) == b"cmpjax\nPolicy\np0\n."
