@@ -91,7 +91,7 @@ lint: $(VENV)/ready
 	$(VENV)/bin/mypy
 
 canary: $(VENV)/ready
-	$(VENV)/bin/python tests/canary.py
+	$(VENV)/bin/python tests/helpers/canary.py
 
 gate: $(AOT)/ready
 	$(AOT)/bin/python -m benchmarks --suite gate
@@ -143,20 +143,20 @@ soak: $(VENV)/ready
 	KILLS=200 $(VENV)/bin/python -m pytest -s -m thorough tests/checkpoint/test_kills.py
 
 strangers: $(VENV)/ready
-	$(VENV)/bin/python tests/strangers.py
+	$(VENV)/bin/python tests/helpers/strangers.py
 
 strangers-part: $(VENV)/ready
-	$(VENV)/bin/python tests/strangers.py --part --workers 2
+	$(VENV)/bin/python tests/helpers/strangers.py --part --workers 2
 
 mutants: $(VENV)/mutants
-	$(VENV)/bin/python tests/mutants.py --base "$(BASE)" --workers $(WORKERS)
+	$(VENV)/bin/python tests/helpers/mutants.py --base "$(BASE)" --workers $(WORKERS)
 
 # A tier of the tests (quick or thorough) must kill what was killed when the sample was drawn.
 mutants-sample: $(VENV)/ready
-	$(VENV)/bin/python tests/sample.py $(TIER) --workers $(WORKERS)
+	$(VENV)/bin/python tests/helpers/sample.py $(TIER) --workers $(WORKERS)
 
 mutants-all: $(VENV)/mutants
-	$(VENV)/bin/python tests/mutants.py --resume --workers $(WORKERS)
+	$(VENV)/bin/python tests/helpers/mutants.py --resume --workers $(WORKERS)
 
 $(VENV)/bench: $(VENV)/ready
 	$(VENV)/bin/$(PIP) --editable ".[bench]"

@@ -78,8 +78,9 @@ def test_a_new_process_prints_the_same():
         "import jax, test_jaxprs as t; from jaxprs import lines;"
         "print(*lines(jax.make_jaxpr(t.whole)(1.0)), sep='\\n')"
     )
-    here = str(Path(__file__).parent)
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {here!r}); {code}"]
+    here = Path(__file__).parent
+    paths = [str(here), str(here / "helpers")]
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}; {code}"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert printed.splitlines() == [*lines(jax.make_jaxpr(whole)(1.0))]
 

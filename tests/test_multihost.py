@@ -17,6 +17,7 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "examples" / "launch"
+LAUNCHED = ROOT / "tests" / "helpers" / "launched.py"
 sys.path.insert(0, str(ROOT / "examples"))
 
 import multihost  # noqa: E402
@@ -50,7 +51,13 @@ class Job:
             with path.open("w") as out:
                 self.processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-W", "error", ROOT / "tests" / "launched.py", *arguments],
+                        [
+                            sys.executable,
+                            "-W",
+                            "error",
+                            LAUNCHED,
+                            *arguments,
+                        ],
                         env=env,
                         stdout=out,
                         stderr=subprocess.STDOUT,

@@ -31,7 +31,7 @@ def test_readme_and_a_loop_in_each_framework(command, tmp_path):
     found = BLOCK.findall((ROOT / "README.md").read_text())
     readme = "\n".join(code for language, _, code in found if language == "python")
     (tmp_path / "readme.py").write_text(readme)
-    loops = Path(__file__).with_name("typed.py")
+    loops = Path(__file__).parent / "helpers" / "typed.py"
     command = [*command, str(tmp_path / "readme.py"), str(loops)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -239,7 +239,7 @@ def test_plans_are_as_they_were(kind, policy):
 
 if __name__ == "__main__":
     root = Path(__file__).parent.parent.parent
-    sys.path[:0] = [str(root / "tests"), str(root)]
+    sys.path[:0] = [str(root / "tests" / "helpers"), str(root / "tests"), str(root)]
     import conftest  # noqa: F401
 
     old = recorded()["programs"] if GOLDEN.exists() else {}

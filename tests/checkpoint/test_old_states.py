@@ -199,7 +199,7 @@ def record(name, state):
 
 def classes():
     """Returns where the public classes are, and those of what the recorded reports hold."""
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+    sys.path.insert(0, str(Path(__file__).parent.parent / "helpers"))
     import recorded
     import surface
 

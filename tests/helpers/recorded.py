@@ -1,6 +1,6 @@
 """Reports of every class, as the suite records them: text, the command's tables, page and JSON.
 
-    python tests/recorded.py [NAME ...]    records tests/recorded/NAME.txt again, or all of them
+    python tests/helpers/recorded.py [NAME ...]    records tests/recorded/NAME.txt again, or all
 
 The command prints what changed. A report is the same on every machine: programs that run compute
 with small integers, whose sums are exact in any order; errors, times and versions are given; and
@@ -30,7 +30,7 @@ from mpjax._src.instruments.nonfinite import Range
 from mpjax._src.instruments.tune import TuneStep
 from mpjax._src.training.watch import Overflow, Underflow
 
-FOLDER = Path(__file__).parent / "recorded"
+FOLDER = Path(__file__).parent.parent / "recorded"
 RECORDED_WITH = "0.10.2"  # the version of JAX: another one has other equations
 DIGITS = 4  # of floats: the last ones of a norm are another processor's
 

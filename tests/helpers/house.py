@@ -1,6 +1,6 @@
 """Counts what makes a house deep: rooms, floors, arrows, lines, arguments, comments, names.
 
-    python tests/house.py [ROOT]    prints the totals of this tree, or of another
+    python tests/helpers/house.py [ROOT]    prints the totals of this tree, or of another
 
 A room is a folder or a file at the top of mpjax/_src, or of mpjax itself. An arrow says that one
 imports another, wherever the import stands. A floor is one above the highest room that is imported.
@@ -17,7 +17,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),

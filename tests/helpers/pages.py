@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MADE = ROOT / "docs" / "gallery"  # exists after the site is built
 PAGES = [ROOT / "README.md", *sorted({*ROOT.glob("docs/**/*.md")} - {*MADE.glob("*.md")})]
 BLOCK = re.compile(r"^```(python|output) *(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)

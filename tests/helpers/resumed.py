@@ -1,6 +1,6 @@
 """A run that saves every step and resumes from the last checkpoint. Tests kill it.
 
-python tests/resumed.py DIRECTORY STEPS runs it, and prints a line when the step is compiled.
+python tests/helpers/resumed.py DIRECTORY STEPS runs it, and prints when the step is compiled.
 """
 
 import functools

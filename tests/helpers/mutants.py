@@ -26,7 +26,7 @@ from cosmic_ray.work_db import use_db
 from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 from sample import changed, environment, mutated, write
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "tests" / "mutants.toml"
 LIST = ROOT / "tests" / "mutants.json"
 FOLDER = ROOT / ".mutants"

@@ -11,7 +11,7 @@ from mpjax._src.hardware import report as aot_report
 from mpjax._src.hardware.collectives import collectives
 from mpjax._src.hardware.targets import find_target
 
-STORED = Path(__file__).parent / "hardware" / "hlo"
+STORED = Path(__file__).parent.parent / "hardware" / "hlo"
 
 
 def shape(*dims, dtype=jnp.float32):

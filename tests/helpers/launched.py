@@ -1,6 +1,6 @@
 """Runs one process of examples/multihost.py and prints what it holds at the end. Tests start it.
 
-python tests/launched.py OPTIONS, which are the options of the example.
+python tests/helpers/launched.py OPTIONS, which are the options of the example.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import multihost
 

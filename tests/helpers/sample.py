@@ -22,7 +22,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SAMPLE = ROOT / "tests" / "sample.json"
 PARTS = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())["cosmic-ray"]["parts"]
 FOLDER = ROOT / ".mutants" / "sample"

@@ -12,11 +12,11 @@ its own, and reports the tests that pass under the control alone. `float32` has 
 Under a 16-bit policy, tolerances may break; an error of another type is a finding. A policy leaves
 float64 alone, so suites that turn it on (`float64 = true`) run a second time with it kept off.
 
-    python tests/strangers.py                 # all; resumes after an interruption
-    python tests/strangers.py optax --policies jit float32
-    python tests/strangers.py --part          # the files that installed packages contain, anew
-    python tests/strangers.py equinox --judge # every gradient of the tests whose tolerances break
-    python tests/strangers.py diffrax --files test_adjoint --float64 off
+    python tests/helpers/strangers.py          # all; resumes after an interruption
+    python tests/helpers/strangers.py optax --policies jit float32
+    python tests/helpers/strangers.py --part   # the files that installed packages contain, anew
+    python tests/helpers/strangers.py equinox --judge  # gradients of tests whose tolerances break
+    python tests/helpers/strangers.py diffrax --files test_adjoint --float64 off
 
 To judge, the tests run again, with STRANGERS_JUDGED: each function is differentiated three times,
 planned, with its matmuls rounded by hand, and in float32, and `measure` compares the errors. The
@@ -41,7 +41,8 @@ import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-TESTS = Path(__file__).parent
+HELPERS = Path(__file__).parent
+TESTS = HELPERS.parent
 SUITES = tomllib.loads((TESTS / "strangers.toml").read_text())
 HOME = TESTS.parent / ".strangers"
 CONTROL = "jit"
@@ -320,7 +321,7 @@ def run(folder, file, policy, suite, report, judged=None, only=None):
     """
     beside = [source(name, SUITES[name]) for name in suite.get("beside", ())]
     root = folder / suite.get("root", "")
-    paths = [str(x) for x in (root, folder, *beside, TESTS, TESTS.parent, packages(suite))]
+    paths = [str(x) for x in (root, folder, *beside, HELPERS, TESTS.parent, packages(suite))]
     env = {**os.environ, "STRANGERS_POLICY": policy, "PYTHONPATH": os.pathsep.join(paths)}
     env |= {"STRANGERS_FLOAT64": "off"} if suite.get("float64") is False else {}
     env |= {"STRANGERS_JUDGED": str(judged)} if judged else {}

@@ -1,6 +1,6 @@
 """Random matmuls under autocast, jitted and differentiated, against NumPy's in float64.
 
-python tests/random_dots.py COUNT SEED
+python tests/helpers/random_dots.py COUNT SEED
 
 It runs in a process of its own, with XLA's default flags: with those of `conftest`, XLA:CPU has
 other kernels. Operands are small integers, which half holds: each result is exact but for its last

@@ -1,7 +1,7 @@
 """Checks that the installed JAX has the internals that mpjax needs, and names what is broken.
 
-    python tests/canary.py                  # names first, then the tests of tests/base/_jax
-    python tests/canary.py -k tracing_key   # further arguments go to pytest
+    python tests/helpers/canary.py                  # names first, then the tests of tests/base/_jax
+    python tests/helpers/canary.py -k tracing_key   # further arguments go to pytest
 
 First, each name of JAX in `mpjax/_src/base/_jax` is looked up, without importing mpjax, so that one
 missing name does not hide the others. Then the contract tests run, which check what the names do.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 INSIDE = ROOT / "mpjax" / "_src" / "base" / "_jax"
 
 
