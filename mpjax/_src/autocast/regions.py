@@ -47,13 +47,13 @@ def precision(dtype: DTypeLike) -> Any:
         >>> "bf16" in str(jax.make_jaxpr(head)(jnp.ones((2, 3)), jnp.ones((3, 2))))
         False
     """
-    found = canonical(dtype, "dtype")
-    if found not in (FLOAT32, *HALVES):
+    region_dtype = canonical(dtype, "dtype")
+    if region_dtype not in (FLOAT32, *HALVES):
         raise ValueError(
             f"dtype={brief(dtype)} cannot be the dtype of a region. Legal are 'float32', "
             "'bfloat16' and 'float16'."
         )
-    return _region(found)
+    return _region(region_dtype)
 
 
 @contextlib.contextmanager
