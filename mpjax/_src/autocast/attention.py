@@ -126,8 +126,8 @@ def dot_product_attention(
             chosen = half_inputs(functools.partial(fused_kernels.cudnn, options=options))
         with _named(implementation, "chosen by implementation="):
             return chosen(*arrays)
-    given = jax.tree.map(lambda x: _jax.abstract(jax.typeof(x), given_dtype(x.dtype)), arrays)
-    kernel, why_not = fused_kernels.choose(given, options)
+    avals = jax.tree.map(lambda x: _jax.abstract(jax.typeof(x), given_dtype(x.dtype)), arrays)
+    kernel, why_not = fused_kernels.choose(avals, options)
     if kernel:
         try:  # under vmap, a kernel may reject operands that it accepts otherwise
             with _named(kernel):
@@ -143,10 +143,10 @@ def _flax(query, key, value, bias, mask, options: dict[str, Any], **flax: Any) -
     if options["is_causal"]:
         seen = jnp.tril(jnp.ones((query.shape[-3], key.shape[-3]), bool))
         mask = seen if mask is None else seen & mask
-    given = {name: x for name, x in options.items() if x is not None and x is not False}
-    given.pop("is_causal", None)
-    if given:
-        ((name, x), *_) = given.items()
+    extra = {name: x for name, x in options.items() if x is not None and x is not False}
+    extra.pop("is_causal", None)
+    if extra:
+        ((name, x), *_) = extra.items()
         raise ValueError(
             f"{name}={brief(x)} cannot be combined with dropout, a precision or a module that sows "
             "weights: flax.linen.dot_product_attention runs in these cases and has no such "

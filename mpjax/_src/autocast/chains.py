@@ -21,7 +21,7 @@ from mpjax._src.program.graph import Op, Value
 
 def links(flow: Flow) -> set[Op]:
     """Returns the ops of a block that may be parts of chains: elementwise, and no epilogue."""
-    found: set[Op] = set()
+    linked: set[Op] = set()
     sums: dict[Value, int] = {}  # results of matmuls, after so many sums in their epilogues
     for op in flow.ops:
         before = [sums[v] for v in op.ins if v in sums and len(flow.readers.get(v, ())) == 1]
@@ -30,8 +30,8 @@ def links(flow: Flow) -> set[Op]:
         if matmul or epilogue:
             sums |= dict.fromkeys(op.outs, 0 if matmul else min(before) + 1)
         if _is_elementwise(op, flow) and not (epilogue and not _is_taken_back(op, flow)):
-            found.add(op)
-    return found
+            linked.add(op)
+    return linked
 
 
 # The kernel of a matmul adds a bias and a residual stream to its accumulator, if they are half:
@@ -58,7 +58,7 @@ def _is_elementwise(op: Op, flow: Flow) -> bool:
 
 def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Recomputed]:
     """Returns the islands of chains whose derivatives read values inside."""
-    analysis, found = flow.analysis, []
+    analysis, recomputed = flow.analysis, []
     for ops in groups:
         needed = _needed(analysis, ops)
         halves = {flow.rulings[op].half for op in ops}
@@ -71,8 +71,8 @@ def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Recomputed]:
             continue
         beside = not_far_smaller(body.ins, max(v.size for op in ops for v in op.outs))
         if kept_bytes(analysis, beside) <= kept_bytes(analysis, needed):
-            found.append(Recomputed(body, rounded=rounded))
-    return found
+            recomputed.append(Recomputed(body, rounded=rounded))
+    return recomputed
 
 
 def unrounded(ops: Collection[Op], flow: Flow, differentiated: bool = True) -> None:
@@ -96,8 +96,8 @@ def unrounded(ops: Collection[Op], flow: Flow, differentiated: bool = True) -> N
 
 def _inner(ops: Collection[Op], flow: Flow) -> list[Value]:
     """Returns the float32 values that only the given ops compute and read."""
-    made = (v for op in ops for v in op.outs if v.is_f32)
-    return [v for v in made if all(reader in ops for reader in flow.readers.get(v, (None,)))]
+    results = (v for op in ops for v in op.outs if v.is_f32)
+    return [v for v in results if all(reader in ops for reader in flow.readers.get(v, (None,)))]
 
 
 def _needed(analysis: Analysis, ops: Iterable[Op]) -> set[Value]:

@@ -71,18 +71,18 @@ def _is_small(op: Op, ruling: Ruling, small: Collection[Value]) -> bool:
 def arguments_of(block: Block, in_dtypes: Sequence[Any]) -> frozenset[Value]:
     """Returns the arguments of a program, and of those inside it, that arrive in float32."""
     arrive = zip(block.invars, in_dtypes, strict=True)
-    found = {value for value, dtype in arrive if value.is_f32 and dtype not in HALVES}
+    arguments = {value for value, dtype in arrive if value.is_f32 and dtype not in HALVES}
     for op in block.walk():
         for sub in op.subs:
             carried = {argument for _, argument in sub.carry}
-            found.update(
+            arguments.update(
                 value
                 for place, (value, index) in enumerate(
                     zip(sub.program.invars, sub.ins, strict=True)
                 )
-                if (op.ins[index].constant or op.ins[index] in found) and place not in carried
+                if (op.ins[index].constant or op.ins[index] in arguments) and place not in carried
             )
-    return frozenset(found)
+    return frozenset(arguments)
 
 
 def _rule(op: Op, rulings: Rulings) -> tuple[str, Why]:
@@ -206,10 +206,10 @@ def override_of(op: Op, policy: Policy, used: set[str] | None = None) -> tuple[s
     user_scopes = (name for name in op.scopes if not name.startswith(KERNEL))
     places = ["/".join(op.scopes), "/".join((*op.scopes, op.name)), "/".join(user_scopes)]
     places += [path for v in op.ins for path in v.paths]
-    found = [o for o in policy.overrides if any(matches(o[0], place) for place in places)]
+    matching = [o for o in policy.overrides if any(matches(o[0], place) for place in places)]
     if used is not None:
-        used.update(pattern for pattern, _ in found)
-    return found[0] if found else None
+        used.update(pattern for pattern, _ in matching)
+    return matching[0] if matching else None
 
 
 def _by_region(op: Op, ruling: Ruling) -> Ruling:

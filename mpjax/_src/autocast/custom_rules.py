@@ -100,15 +100,15 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
         perturbed, args = [a.perturbed for a in args], tuple(a.value for a in args)
         avals = [v.aval for v in op.ins]
         with tracing(policy):
-            rules = _jax.custom_vjp_rules(op.params, avals, perturbed, known)
+            rules = _jax.custom_vjp_rules(op.params, avals, perturbed, concrete)
             backward = _with_all_cotangents(rules.trace_bwd, len(outs))
         inner, inner_consts = _jax.open_jaxpr(rules.fwd)
         computed = rules.num_computed
         res_dtypes = [getattr(v.aval, "dtype", None) for v in inner.outvars[:computed]]
         if backward is not None:
             wanted = _residual_dtypes(backward, len(rules.residuals), outs, policy, behind)
-            for (given, index), dtype in zip(rules.residuals, wanted, strict=True):
-                if not given:
+            for (is_argument, index), dtype in zip(rules.residuals, wanted, strict=True):
+                if not is_argument:
                     res_dtypes[index] = dtype
         plan = make_plan(
             inner, inner_consts, policy, in_dtypes[consts:], [*res_dtypes, *outs], scopes=op.scopes
@@ -120,7 +120,7 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
             for v, d in zip(plan.block.outvars[:computed], res_dtypes, strict=True)
         ]
         results = run_plan(plan, args[consts:], [*kept, *outs])
-        residuals = [args[i] if given else results[i] for given, i in rules.residuals]
+        residuals = [args[i] if is_argument else results[i] for is_argument, i in rules.residuals]
         return results[computed:], _Residuals(residuals, rules.trace_bwd)
 
     def bwd(saved, cts):
@@ -150,7 +150,7 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
     call.defvjp(fwd, bwd, symbolic_zeros=True)
     args = operands(op, env)
     # The backward rule gets these Python values unchanged, because it may branch on them.
-    known = {
+    concrete = {
         i: v.const if v.literal else a
         for i, (v, a) in enumerate(zip(op.ins, args, strict=True))
         if v.literal or not (v.is_f32 or isinstance(a, jax.core.Tracer))

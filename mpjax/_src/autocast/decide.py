@@ -218,9 +218,9 @@ def _critical_constant(op: Op, half_dtype: Any, may_be_one: bool = False) -> flo
         if exact.size > 1:  # some entries of an array may underflow, but not all of them
             vanished &= not np.any(half)
         near_one = (half == 1) & (exact != 1) & (exact.size == 1) & (not may_be_one)
-        found = exact[lost | vanished | near_one]
-        if found.size:
-            return float(found.flat[0])
+        critical = exact[lost | vanished | near_one]
+        if critical.size:
+            return float(critical.flat[0])
     return None
 
 

@@ -38,9 +38,9 @@ CARRIED = {True: HALF._replace(half=False), False: EXACT._replace(returned=True)
 TAKEN = {True: HALF._replace(half=False), False: FULL}
 
 
-def ask(known: Analysis, block: Block, out_dtypes: Sequence[Any]) -> Analysis:
+def ask(analysis: Analysis, block: Block, out_dtypes: Sequence[Any]) -> Analysis:
     """Collects the demands on every value of a program whose results have these dtypes."""
-    analysis = dataclasses.replace(known, rulings=Rulings(known.rulings), wants=Wants())
+    analysis = dataclasses.replace(analysis, rulings=Rulings(analysis.rulings), wants=Wants())
     for place, (value, dtype) in enumerate(zip(block.outvars, out_dtypes, strict=True)):
         half = dtype in HALVES
         want = Want(full=not half, half=False, needed=not half, outside=half, returned=not half)

@@ -57,9 +57,9 @@ def _ended_together(arrays: Any) -> Any:
 
     def jvp(primals, tangents):
         moving = [t for t in tangents if not isinstance(t, SymbolicZero)]
-        given = iter(jax.lax.optimization_barrier(moving) if len(moving) > 1 else moving)
+        behind = iter(jax.lax.optimization_barrier(moving) if len(moving) > 1 else moving)
         # Symbolic zeros are kept: JAX does not differentiate constant operands.
-        return primals, tuple(t if isinstance(t, SymbolicZero) else next(given) for t in tangents)
+        return primals, tuple(t if isinstance(t, SymbolicZero) else next(behind) for t in tangents)
 
     return jax.tree.unflatten(tree, with_tangent(lambda *xs: xs, jvp, symbolic_zeros=True)(*leaves))
 
@@ -82,12 +82,12 @@ def with_tangent(
     return lambda *args: (fun if _jax.in_taylor_mode(args) else ruled)(*args)
 
 
-def known(computed: Any, given: Any) -> Any:
-    """Returns ``given``, with the tangent of the computed value."""
-    return _known(computed, given)
+def known(computed: Any, array: Any) -> Any:
+    """Returns ``array``, with the tangent of the computed value."""
+    return _known(computed, array)
 
 
-_known = with_tangent(lambda computed, given: given, lambda primals, ts: (primals[1], ts[0]))
+_known = with_tangent(lambda computed, array: array, lambda primals, ts: (primals[1], ts[0]))
 
 
 def pick(eqn: Any, args: Sequence[Any]) -> Any:
@@ -385,8 +385,8 @@ def recomputed(
             return (results, sums), jax.tree.map(_jax.zero_tangent, (results, sums))
         kept = [own.get(i, p) for i, p in enumerate(primals[:count])]
         kept = [cast(p, half) if r else p for p, r in zip(kept, rounded, strict=True)]
-        given = [t for t, moves in zip(tangents, moving, strict=True) if moves]
-        return (results, sums), tangent(kept, sums, moving, given)
+        nonzero = [t for t, moves in zip(tangents, moving, strict=True) if moves]
+        return (results, sums), tangent(kept, sums, moving, nonzero)
 
     call = with_tangent(lambda *operands: run(operands[:count]), jvp, symbolic_zeros=True)
     return call(*arrays, *halves.values())[0]
@@ -401,8 +401,8 @@ def _tangent(
     """Returns the tangent of a function of arrays, of which only some have tangents."""
 
     def of_moving(*varying):
-        given = iter(varying)
-        return fun([next(given) if moves else a for a, moves in zip(arrays, moving, strict=True)])
+        inputs = iter(varying)
+        return fun([next(inputs) if moves else a for a, moves in zip(arrays, moving, strict=True)])
 
     varying = [a for a, moves in zip(arrays, moving, strict=True) if moves]
     return jax.jvp(of_moving, varying, tangents)[1]
@@ -482,13 +482,13 @@ class Weighing(NamedTuple):
     weigh: Callable[[Any, Sequence[Any]], Any] | None
 
 
-def softmax(run: Run, arrays: Sequence[Any], known: Softmax, prevent_cse: bool) -> list[Any]:
+def softmax(run: Run, arrays: Sequence[Any], form: Softmax, prevent_cse: bool) -> list[Any]:
     """Runs a softmax in float32. Its derivative is computed from its result, kept in half.
 
     Args:
         run: ``run(arrays)`` returns ``[result], [result]``.
         arrays: The exponent, and operands that are constant for the derivative.
-        known: The properties of the softmax.
+        form: The properties of the softmax.
         prevent_cse: Whether a barrier must keep XLA from saving the values inside.
     """
 
@@ -499,23 +499,23 @@ def softmax(run: Run, arrays: Sequence[Any], known: Softmax, prevent_cse: bool) 
         out = run(primals)[0][0]
         if isinstance(tangents[0], SymbolicZero):
             return out, _jax.zero_tangent(out)
-        slope = _softmax_slope(known[:3], out.dtype, prevent_cse)
-        kept = keep(cast(out, known.half))
-        return kept if out.dtype == known.half else out, slope(kept, tangents[0])
+        slope = _softmax_slope(form[:3], out.dtype, prevent_cse)
+        kept = keep(cast(out, form.half))
+        return kept if out.dtype == form.half else out, slope(kept, tangents[0])
 
     return [with_tangent(call, jvp, symbolic_zeros=True)(*arrays)]
 
 
 @functools.cache
 def _softmax_slope(
-    known: tuple[tuple[int, ...], float, bool], dtype: Any, prevent_cse: bool
+    form: tuple[tuple[int, ...], float, bool], dtype: Any, prevent_cse: bool
 ) -> Callable[..., Any]:
     """Returns the derivative of a softmax; the same function each time, so that it is traced once.
 
     A rounded row does not sum to exactly 1. If one entry is close to 1, its distance from 1
     dominates the derivative. The mean over the row therefore uses weights that do sum to 1.
     """
-    axes, rate, whole = known
+    axes, rate, whole = form
 
     @functools.partial(jax.checkpoint, prevent_cse=prevent_cse)
     def slope(result, tangent):
@@ -534,7 +534,7 @@ def _at_rate(tangent: Any, rate: float) -> Any:
     return tangent if rate == 1 else rate * tangent
 
 
-def attention(run: Run, arrays: Sequence[Any], known: Softmax, by: Weighing) -> list[Any]:
+def attention(run: Run, arrays: Sequence[Any], form: Softmax, by: Weighing) -> list[Any]:
     """Runs a softmax and its matmul with values.
 
     The derivative of a softmax ``p`` needs ``sum(p * dp)``. With ``out = p @ v`` this equals
@@ -545,10 +545,10 @@ def attention(run: Run, arrays: Sequence[Any], known: Softmax, by: Weighing) -> 
         run: ``run(arrays)`` returns ``[out], [p]``.
         arrays: The exponent, the values, the further arguments of ``by.weigh``, and operands that
             are constant for the derivative.
-        known: The properties of the softmax; its axes are those of the matmul's operand.
+        form: The properties of the softmax; its axes are those of the matmul's operand.
         by: The matmul, and the operations before it.
     """
-    eqn, place, half, weigh = by.eqn, by.place, known.half, by.weigh
+    eqn, place, half, weigh = by.eqn, by.place, form.half, by.weigh
 
     def product(p, v):
         operands = (cast(p, half), v) if place == 0 else (v, cast(p, half))
@@ -561,10 +561,10 @@ def attention(run: Run, arrays: Sequence[Any], known: Softmax, by: Weighing) -> 
         """Sums over the rows of a softmax. The sums have the layout of the softmax's result."""
         for view in by.views:
             (p,) = _jax.bind(view, [p])
-        return jnp.expand_dims(jnp.transpose(jnp.sum(p, known.axes), order), others)
+        return jnp.expand_dims(jnp.transpose(jnp.sum(p, form.axes), order), others)
 
     _, batch = eqn.params["dimension_numbers"]
-    kept = [d for d in range(len(eqn.invars[place].aval.shape)) if d not in known.axes]
+    kept = [d for d in range(len(eqn.invars[place].aval.shape)) if d not in form.axes]
     free = [d for d in kept if d not in batch[place]]
     # The axes of the result that are rows of the softmax: batch axes first, then its own free axes.
     order = [kept.index(d) for d in (*batch[place], *free)]
@@ -575,9 +575,9 @@ def attention(run: Run, arrays: Sequence[Any], known: Softmax, by: Weighing) -> 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def through_softmax(p, v, out, more, tangent):
         # A weight of 1 hardly moves, but what is left of its cotangent is the rounding of `dp`.
-        moved = cast(jnp.where(p < 1, p, 0), FLOAT32) * _at_rate(tangent, known.rate)
-        made = cast(product(weighed(moved, more), v), FLOAT32)
-        return made - sums(moved) * cast(out, FLOAT32)
+        moved = cast(jnp.where(p < 1, p, 0), FLOAT32) * _at_rate(tangent, form.rate)
+        change = cast(product(weighed(moved, more), v), FLOAT32)
+        return change - sums(moved) * cast(out, FLOAT32)
 
     def through_values(p, more, tangent):
         return cast(product(weighed(p, more), cast(tangent, half)), FLOAT32)
@@ -596,7 +596,7 @@ def attention(run: Run, arrays: Sequence[Any], known: Softmax, by: Weighing) -> 
     def jvp(primals, tangents):
         (out,), (p,) = run(primals)
         p, v = _jax.gpu_barrier(cast(p, half)), cast(primals[1], half)
-        more, tangents = list(primals[2 : known.moving]), tangents[: known.moving]
+        more, tangents = list(primals[2 : form.moving]), tangents[: form.moving]
         moving = tuple(not isinstance(t, SymbolicZero) for t in tangents)
         terms = []
         if moving[0]:
@@ -604,8 +604,8 @@ def attention(run: Run, arrays: Sequence[Any], known: Softmax, by: Weighing) -> 
         if moving[1]:
             terms.append(through_values(p, more, tangents[1]))
         if any(moving[2:]):
-            given = [t for t, moves in zip(tangents[2:], moving[2:], strict=True) if moves]
-            terms.append(through_weights(p, v, more, moving[2:], given))
+            nonzero = [t for t, moves in zip(tangents[2:], moving[2:], strict=True) if moves]
+            terms.append(through_weights(p, v, more, moving[2:], nonzero))
         if not terms:
             return out, _jax.zero_tangent(out)
         return out, cast(functools.reduce(jax.lax.add, terms), out.dtype)

@@ -81,9 +81,9 @@ class Env:
         arrays, exact = self.held(value)
         return [x for x in arrays if x.dtype == self.stored[value].dtype] or arrays[:1], exact
 
-    def hold(self, value: Value, held: tuple[list[Any], list[Any]]) -> None:
+    def hold(self, value: Value, record: tuple[list[Any], list[Any]]) -> None:
         """Records the arrays that another environment held for a value."""
-        arrays, exact = held
+        arrays, exact = record
         self._arrays[value] = {array.dtype if value.is_f32 else None: array for array in arrays}
         if exact:
             (self._exact[value],) = exact
@@ -120,20 +120,20 @@ class Env:
         if dtype in arrays:
             return arrays[dtype]
         if value in self._makers:
-            made = self._makers[value](dtype)
+            array = self._makers[value](dtype)
         elif not arrays:
             if dtype in HALVES and not _FOLDS.get():
                 # The barrier prevents JAX from folding the cast.
                 return cast(_jax.cpu_barrier(jnp.asarray(_literal(value), FLOAT32)), dtype)
             return np.asarray(_literal(value), dtype)
         elif value.const is not None and dtype in HALVES and _FOLDS.get():
-            made = _round_constant(next(iter(arrays.values())), value.const, dtype)
+            array = _round_constant(next(iter(arrays.values())), value.const, dtype)
         else:
-            made = cast(next(iter(arrays.values())), dtype)
+            array = cast(next(iter(arrays.values())), dtype)
             if self.settings.analysis.is_raw(value) and dtype in HALVES:
-                return made
-        self._arrays.setdefault(value, {})[dtype] = made
-        return made
+                return array
+        self._arrays.setdefault(value, {})[dtype] = array
+        return array
 
     def best(self, value: Value) -> Any:
         """Returns the array of a value as it is held, unrounded if that array exists."""

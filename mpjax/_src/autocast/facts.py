@@ -95,9 +95,9 @@ class Sweep:
             if op.subs and ruling.rule in ("program", "full", "follow"):
                 self.program(op)
                 continue
-            known = [v for v in op.ins if v.entries is None and (is_float(v) or self.facts[v].made)]
+            terms = [v for v in op.ins if v.entries is None and (is_float(v) or self.facts[v].made)]
             constants = [v for v in op.ins if v.entries is not None]
-            joined = join([self.facts[v] for v in known or constants])
+            joined = join([self.facts[v] for v in terms or constants])
             transfer = TRANSFER[ruling.in_force]
             if (huge := _is_huge(op, joined.huge)) != joined.huge:
                 joined = joined._replace(huge=huge)
@@ -130,10 +130,10 @@ class Sweep:
         if op.inside.backward and why(Reason.ENDS_LOOP) in inside:
             self.leave(op, Reason.REPEATS_LOOP)
         ruling = self.rulings[op]
-        for out, found in zip(op.outs, results, strict=True):
+        for out, facts in zip(op.outs, results, strict=True):
             # Any branch may run: the result is half only if all branches round it.
-            half = bool(found) and all(fact.half for fact in found)
-            self.facts[out] = join(found)._replace(half=half)
+            half = bool(facts) and all(fact.half for fact in facts)
+            self.facts[out] = join(facts)._replace(half=half)
             if "full" in (ruling.forced, ruling.rule):
                 self.facts[out] = self.facts[out]._replace(half=False)
             if ruling.rule == "leave":
@@ -203,7 +203,7 @@ class Sweep:
         matmuls = [o.outs[0] for o in both if o.spec.need == rules.HALF]
         if not matmuls:
             return
-        made = union(self.bit(v) for v in matmuls)
+        matmul_bits = union(self.bit(v) for v in matmuls)
         compared = (o for o in sub.program.walk() if o.spec.need == rules.COMPARE)
         seen = union(self.facts[v].made for o in compared for v in o.ins if v.is_f32)
         verdicts = _verdicts_of_turns(self.facts, body)
@@ -215,11 +215,11 @@ class Sweep:
             for result, place in body.carry:
                 if seen & self.bit(body.program.invars[place]):
                     seen |= self.facts[body.program.outvars[result]].made
-        if seen & made:
+        if seen & matmul_bits:
             self.leave(op, Reason.ENDS_LOOP)
         # It repeats the iterations of another loop, so it must make the same decisions in each.
         solved = any(self.facts[v].solved for v in sub.program.invars)
-        if solved and made & union(verdicts.values()):
+        if solved and matmul_bits & union(verdicts.values()):
             self.leave(op, Reason.REPLAYS_LOOP)
 
     def leave(self, op: Op, reason: Reason) -> None:
@@ -232,30 +232,30 @@ def _verdicts_of_turns(facts: Facts, body: Inside) -> dict[Value, int]:
     block = body.program
     carried: dict[Value, int] = {}
     while True:
-        found = _verdicts(facts, block, carried)
+        verdicts = _verdicts(facts, block, carried)
         later = {
-            block.invars[place]: found.get(block.invars[place], 0)
-            | found.get(block.outvars[result], 0)
+            block.invars[place]: verdicts.get(block.invars[place], 0)
+            | verdicts.get(block.outvars[result], 0)
             for result, place in body.carry
         }
         if later == carried:
-            return found
+            return verdicts
         carried = later
 
 
-def _verdicts(facts: Facts, block: Block, known: dict[Value, int]) -> dict[Value, int]:
+def _verdicts(facts: Facts, block: Block, carried: dict[Value, int]) -> dict[Value, int]:
     """Returns, for each value that is not a float, the float32 values compared to compute it."""
-    found = dict(known)
+    verdicts = dict(carried)
     for op in block.ops:
-        verdict = union(found.get(v, 0) for v in op.ins)
+        verdict = union(verdicts.get(v, 0) for v in op.ins)
         if op.spec.need == rules.COMPARE and op.outs[0].aval.dtype == np.bool_:
             verdict |= union(facts[v].made for v in op.ins if v.is_f32)
         for sub in op.subs:
             verdict |= union(_verdicts(facts, sub.program, {}).values())
         for out in op.outs:
             if verdict and not is_float(out):
-                found[out] = verdict
-    return found
+                verdicts[out] = verdict
+    return verdicts
 
 
 def _states(bits: Sequence[int], chains: Sequence[int]) -> int:
@@ -296,8 +296,8 @@ MASKS = frozenset(["add", "sub", "mul", "select_n", "concatenate", "pad", "dynam
 
 def _largest(value: Value) -> float:
     """Returns the largest finite magnitude among the known entries of a value."""
-    known = np.abs(np.asarray(value.entries)).astype(np.float64)  # also of complex ones
-    return float(np.max(known[np.isfinite(known)], initial=0))
+    entries = np.abs(np.asarray(value.entries)).astype(np.float64)  # also of complex ones
+    return float(np.max(entries[np.isfinite(entries)], initial=0))
 
 
 def _half(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
@@ -400,8 +400,8 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     terms = [sweep.facts[v] for v in op.ins if v.size == out.size and not _is_filled(v)]
     terms = [fact for fact in terms if not (fact.given and fact.spread)]
     if len(terms) < 2:
-        known = any(v.entries is not None and np.any(v.entries) for v in op.ins)
-        scaled = joined.scaled and not known
+        constant = any(v.entries is not None and np.any(v.entries) for v in op.ins)
+        scaled = joined.scaled and not constant
         norm = terms[0].norm if terms else ""
         return joined._replace(norm=norm, scaled=scaled, shifted=True)
     a, b = terms
@@ -528,10 +528,10 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
         other = b if a.norm == "scale" else a
         norm = "scale" if other.given and {a.norm, b.norm} == {"scale", ""} else "unit"
         return joined._replace(span=FITS, exact=False, norm=norm, factor=1.0, offset=0)
-    for given, other, value in ((b, a, terms[1]), (a, b, terms[0])):
-        if given.given and not other.given:  # an argument: its size is not known
-            known = given.mask or other.norm
-            data = not (given.spread or known) and len({v.size for v in terms}) == 1
+    for arg, other, value in ((b, a, terms[1]), (a, b, terms[0])):
+        if arg.given and not other.given:  # an argument: its size is not known
+            known = arg.mask or other.norm
+            data = not (arg.spread or known) and len({v.size for v in terms}) == 1
             return joined._replace(
                 span=BEYOND if data else max(span, FITS),
                 exact=joined.exact or _is_unknown_scalar(sweep.facts, value),
@@ -555,8 +555,8 @@ def _is_unknown_scalar(facts: Facts, value: Value) -> bool:
 
 def known_factor(op: Op) -> float:
     """Returns the constant factor of a product with one other operand, or 1."""
-    known = [v.entries for v in op.ins if v.entries is not None and np.size(v.entries)]
-    factor = float(np.max(np.abs(known[0]))) if len(known) == 1 else 1.0
+    constants = [v.entries for v in op.ins if v.entries is not None and np.size(v.entries)]
+    factor = float(np.max(np.abs(constants[0]))) if len(constants) == 1 else 1.0
     if op.name == "div" and op.ins[1].entries is not None:
         return 1 / factor if factor else np.inf
     return factor

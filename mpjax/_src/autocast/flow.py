@@ -78,15 +78,15 @@ def flow_of(block: Block, analysis: Analysis) -> Flow:
 
 def free_producers(members: Sequence[Op], flow: Flow) -> list[Op]:
     """Returns the ops that make constants or cast booleans to floats; islands repeat them."""
-    found: dict[Op, None] = {}
+    producers: dict[Op, None] = {}
     todo = [v for op in members for v in op.ins]
     while todo:
         value = todo.pop()
         op = flow.free.get(value)
-        if op is not None and op not in found and op not in members:
-            found[op] = None
+        if op is not None and op not in producers and op not in members:
+            producers[op] = None
             todo += op.ins
-    return sorted(found, key=lambda op: op.index)
+    return sorted(producers, key=lambda op: op.index)
 
 
 def is_free(analysis: Analysis, op: Op) -> bool:
@@ -106,8 +106,8 @@ def is_free(analysis: Analysis, op: Op) -> bool:
 
 def counts(analysis: Analysis, value: Value) -> bool:
     """Returns whether keeping a value takes memory: it is no argument, constant or statistic."""
-    known = value.literal or value.const is not None or analysis.is_raw(value)
-    return not (known or value in analysis.small)
+    leaf = value.literal or value.const is not None or analysis.is_raw(value)
+    return not (leaf or value in analysis.small)
 
 
 def not_far_smaller(values: Iterable[Value], size: int) -> list[Value]:

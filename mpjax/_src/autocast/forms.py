@@ -24,16 +24,16 @@ def numbered_values(flow: Flow) -> dict[Value, int]:
     """Returns a number for each value of a block; equal computations get equal numbers."""
     block, analysis = flow.block, flow.analysis
     numbers: dict[Any, int] = {}
-    found: dict[Value, int] = {}
+    numbered: dict[Value, int] = {}
 
     def number(value: Value) -> int:
-        if value not in found:
+        if value not in numbered:
             key: Any = value
             if value.literal:
                 const = np.asarray(value.const)
                 key = const.dtype, const.shape, const.tobytes()
-            found[value] = numbers.setdefault(key, len(numbers))
-        return found[value]
+            numbered[value] = numbers.setdefault(key, len(numbers))
+        return numbered[value]
 
     for op in flow.ops:
         ins = tuple([number(v) for v in op.ins])
@@ -46,10 +46,10 @@ def numbered_values(flow: Flow) -> dict[Value, int]:
             continue
         if not op.eqn.effects:
             for place, value in enumerate(op.outs):
-                found[value] = numbers.setdefault((key, place), len(numbers))
+                numbered[value] = numbers.setdefault((key, place), len(numbers))
     for value in (*block.invars, *block.outvars):
         number(value)
-    return found
+    return numbered
 
 
 # ---- the form -----------------------------------------------------------------------------------
@@ -87,8 +87,8 @@ class Reading:
         """Returns the terms of the logarithm of a value."""
         if axes is None:
             return self._term(FACTOR, value, None)
-        if (known := _constant(value)) is not None and known > 0:
-            return {} if known == 1 else {(CONSTANT, "", ()): math.log(known)}
+        if (constant := _constant(value)) is not None and constant > 0:
+            return {} if constant == 1 else {(CONSTANT, "", ()): math.log(constant)}
         op = self.flow.producer.get(value)
         if op is None or not depth or not is_plain(op, self.flow):
             return self._term(FACTOR, value, axes)
@@ -125,8 +125,8 @@ class Reading:
         """Returns the terms of a value itself."""
         if axes is None or self.end is None or self.numbers.get(value) == self.end:
             return self._term(EXPONENT, value, axes)
-        if (known := _constant(value)) is not None:
-            return {(CONSTANT, "", ()): known} if known else {}
+        if (constant := _constant(value)) is not None:
+            return {(CONSTANT, "", ()): constant} if constant else {}
         op = self.flow.producer.get(value)
         if op is None or not depth or not is_plain(op, self.flow):
             return self._term(EXPONENT, value, axes)
@@ -194,9 +194,9 @@ class Reading:
         if len(op.ins) != 3 or op.ins[0].aval.shape not in ((), op.outs[0].aval.shape):
             return None
         which, *cases = op.ins
-        known = [_constant(v) for v in cases]
+        constants = [_constant(v) for v in cases]
         for place, value in enumerate(cases):
-            other = known[1 - place]
+            other = constants[1 - place]
             if other == 0:
                 self.ops[op] = None
                 where = axes if which.aval.shape else ()
@@ -223,11 +223,11 @@ class Reading:
     def _guarded(self, op: Op, axes: Axes, depth: int) -> Form | None:
         """Reads a sum with a constant that keeps it away from 0."""
         for value, other in (op.ins, op.ins[::-1]):
-            known = _constant(other)
-            if known is not None and known >= 0 and self._is_sum(value):
+            constant = _constant(other)
+            if constant is not None and constant >= 0 and self._is_sum(value):
                 self.ops[op] = None
                 rest = self.logarithm(value, narrowed(value, axes), depth)
-                return _behind_guard(op.name, known, rest)
+                return _behind_guard(op.name, constant, rest)
         return None
 
     def _is_sum(self, value: Value) -> bool:
@@ -284,11 +284,11 @@ def _times(form: Form, factor: float) -> Form:
 
 def _sum(first: Form, second: Form) -> Form:
     """Adds two forms. Two equal masks are the same as one."""
-    found = dict(first)
+    form = dict(first)
     for term, count in second.items():
-        total = found.get(term, 0.0) + count
-        found[term] = min(total, 1.0) if term[0] == MASK else total
-    return {term: count for term, count in found.items() if abs(count) > 1e-6}
+        total = form.get(term, 0.0) + count
+        form[term] = min(total, 1.0) if term[0] == MASK else total
+    return {term: count for term, count in form.items() if abs(count) > 1e-6}
 
 
 def same(first: Form, second: Form) -> bool:

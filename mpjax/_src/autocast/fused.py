@@ -77,11 +77,11 @@ def run(fusion: Fusion, arrays: Sequence[Any]) -> list[Any]:
     Returns:
         The result, in half.
     """
-    given, options = arranged(fusion, arrays), dict(fusion.options)
+    inputs, options = arranged(fusion, arrays), dict(fusion.options)
     try:
-        out = fused_kernels.kernel_of(fusion.kernel, options)(*given)
+        out = fused_kernels.kernel_of(fusion.kernel, options)(*inputs)
     except fused_kernels.REFUSALS:  # a kernel may reject operands under vmap alone
-        out = jax.nn.dot_product_attention(*given, implementation="xla", **options)
+        out = jax.nn.dot_product_attention(*inputs, implementation="xla", **options)
     batch, sequence, heads, sharing, _, _, values = fusion.groups
     labels = batch, sequence, (*heads, *sharing), values
     return [_laid_out(out, labels, fusion.result)]
@@ -95,7 +95,7 @@ def arranged(fusion: Fusion, arrays: Sequence[Any]) -> list[Any]:
         (batch, keys, heads, summed),
         (batch, keys, heads, values),
     )
-    given = [
+    inputs = [
         _laid_out(cast(x, fusion.half), labels, layout)
         for x, labels, layout in zip(arrays, fusion.operands, layouts, strict=False)
     ]
@@ -108,7 +108,7 @@ def arranged(fusion: Fusion, arrays: Sequence[Any]) -> list[Any]:
         else:
             x = jax.lax.mul(cast(x, FLOAT32), np.float32(term.factor))
             bias = x if bias is None else bias + x
-    return [*given, bias, mask]
+    return [*inputs, bias, mask]
 
 
 def _laid_out(x: Any, labels: Labels, wanted: Labels) -> Any:

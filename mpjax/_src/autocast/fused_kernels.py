@@ -125,8 +125,8 @@ def _together(arrays: list[Any]) -> list[Any]:
 
 def _not_on_tpu(query: Any, key: Any, bias: Any, mask: Any, options: Options) -> str:
     """Returns why TPUs' flash attention cannot run some operands, or "" if it can."""
-    given = {"bias": bias, "mask": mask, **options, "scale": None, "is_causal": False}
-    others = [name for name, x in given.items() if x is not None and x is not False]
+    arguments = {"bias": bias, "mask": mask, **options, "scale": None, "is_causal": False}
+    others = [name for name, x in arguments.items() if x is not None and x is not False]
     if others:
         return f"on TPUs, flash attention does not support {' and '.join(others)}"
     if query.shape[-2] != key.shape[-2]:

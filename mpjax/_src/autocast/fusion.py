@@ -37,9 +37,9 @@ class Unfit(Exception):
     """Raised with the reason why a fused kernel cannot run an attention."""
 
 
-def fuse(flow: Flow, found: Sequence[Island]) -> list[Island]:
+def fuse(flow: Flow, islands: Sequence[Island]) -> list[Island]:
     """Assigns attentions to the fused kernel of the device, if it supports them."""
-    return [_in_kernel(i, flow) if isinstance(i, SoftmaxIsland) else i for i in found]
+    return [_in_kernel(i, flow) if isinstance(i, SoftmaxIsland) else i for i in islands]
 
 
 def _in_kernel(island: SoftmaxIsland, flow: Flow) -> Island:
@@ -92,14 +92,14 @@ def _is_weight(op: Op, flow: Flow) -> bool:
         )
     if op.name not in ("exp", "exp2"):
         return False
-    found = dict.fromkeys(op.ins)
-    for value in (todo := [*found]):  # grows
-        made = flow.producer.get(value)
-        if made is not None and made.name == "dot_general":
+    seen = dict.fromkeys(op.ins)
+    for value in (todo := [*seen]):  # grows
+        producer = flow.producer.get(value)
+        if producer is not None and producer.name == "dot_general":
             return True
-        fresh = [v for v in (made.ins if made else ()) if v not in found]
-        found.update(dict.fromkeys(fresh))
-        todo += fresh if len(found) < REACH else []
+        fresh = [v for v in (producer.ins if producer else ()) if v not in seen]
+        seen.update(dict.fromkeys(fresh))
+        todo += fresh if len(seen) < REACH else []
     return False
 
 
@@ -159,7 +159,7 @@ def _fuse(island: SoftmaxIsland, flow: Flow) -> FusedAttention:
     sequence = _sequence(rows, keys, lines)
     told, options = _causal(lines, sequence, keys)
     left = [
-        _seen_through(leaf, flow) for leaf, known in zip(leaves, told, strict=True) if not known
+        _seen_through(leaf, flow) for leaf, covered in zip(leaves, told, strict=True) if not covered
     ]
     terms = [Term(_labels(leaf.axes, atoms), leaf.factor, leaf.kept) for leaf in left]
 
@@ -187,8 +187,8 @@ def _fuse(island: SoftmaxIsland, flow: Flow) -> FusedAttention:
     )
     inputs = [scores.matmul.ins[first], scores.matmul.ins[1 - first], matmul.ins[1 - place]]
     inputs += [leaf.value for leaf in left]
-    given = [_jax.abstract(v.aval) for v in inputs]
-    operands_of = jax.eval_shape(lambda arrays: fused.arranged(fusion, arrays), given)
+    avals = [_jax.abstract(v.aval) for v in inputs]
+    operands_of = jax.eval_shape(lambda arrays: fused.arranged(fusion, arrays), avals)
     kernel, why_not = fused_kernels.choose(operands_of, options)
     if not kernel:
         raise Unfit(why_not)
@@ -224,8 +224,8 @@ def _scores(
         raise Unfit(f"{op.name} on its scores has a fixed dtype")
 
     def further(place: int, axes: Axes | None, factor: float, *leaves: Leaf) -> Scores:
-        found = _scores(op.ins[place], axes, factor, summed, flow)
-        return found._replace(ops=(*found.ops, op), leaves=(*found.leaves, *leaves))
+        scores = _scores(op.ins[place], axes, factor, summed, flow)
+        return scores._replace(ops=(*scores.ops, op), leaves=(*scores.leaves, *leaves))
 
     if is_view(op) and op.ins[0].size == op.outs[0].size:
         return further(0, before(op, axes), factor)
@@ -298,13 +298,13 @@ def _known(axes: Axes | None) -> Axes:
 
 def _split(axis: Any, atoms: Sequence[Atom]) -> tuple[Atom, ...]:
     """Returns the atoms that an axis runs over."""
-    found: list[Atom] = []
+    parts: list[Atom] = []
     for place, stride, size in axis:
         inside = [a for a in atoms if a[0] == place and stride <= a[1] < stride * size]
         if math.prod(a[2] for a in inside) != size:
             raise Unfit("a reshape mixes its axes")
-        found += sorted(inside, key=lambda a: -a[1])
-    return tuple(found)
+        parts += sorted(inside, key=lambda a: -a[1])
+    return tuple(parts)
 
 
 def _labels(axes: Axes, atoms: Sequence[Atom]) -> Labels:
@@ -319,13 +319,13 @@ def _operand_axes(matmul: Op, axes: Axes) -> list[Axes]:
     """Returns the axes of a matmul's operands, given those of its result."""
     contracting, batch = matmul.params["dimension_numbers"]
     rest = iter(axes[len(batch[0]) :])
-    found = []
+    per_operand = []
     for value, summed, along in zip(matmul.ins, contracting, batch, strict=True):
-        known: dict[int, Any] = {d: axes[i] for i, d in enumerate(along)}
-        known |= dict.fromkeys(summed, ())
+        by_dim: dict[int, Any] = {d: axes[i] for i, d in enumerate(along)}
+        by_dim |= dict.fromkeys(summed, ())
         dims = range(len(value.aval.shape))
-        found.append(tuple(known[d] if d in known else next(rest) for d in dims))
-    return found
+        per_operand.append(tuple(by_dim[d] if d in by_dim else next(rest) for d in dims))
+    return per_operand
 
 
 def _operands(matmul: Op, axes: Labels, keys: set[Atom]) -> tuple[int, Labels, Labels, set[Atom]]:
@@ -354,12 +354,12 @@ def _values(
         raise Unfit("values and keys are shared across different axes")
     shape = matmul.ins[1 - place].aval.shape
     pairs = ((*contracting[1 - place], *batch[1 - place]), (*contracting[place], *batch[place]))
-    known = {d: weights[p] for d, p in zip(*pairs, strict=True)}
-    values = tuple(known.get(d, ((VALUE, d, shape[d]),)) for d in range(len(shape)))
+    by_dim = {d: weights[p] for d, p in zip(*pairs, strict=True)}
+    values = tuple(by_dim.get(d, ((VALUE, d, shape[d]),)) for d in range(len(shape)))
     used = {*contracting[place], *batch[place]}
     free = [
         [axis for d, axis in enumerate(weights) if d not in used],
-        [axis for d, axis in enumerate(values) if d not in known],
+        [axis for d, axis in enumerate(values) if d not in by_dim],
     ]
     return values, (*(weights[d] for d in batch[place]), *free[place], *free[1 - place])
 
@@ -367,8 +367,8 @@ def _values(
 def _is_sharded(value: Value, dims: set[int], flow: Flow) -> bool:
     """Returns whether the program shards some axes of a value, or of the values it is made from."""
     todo: list[tuple[Value, Axes | None]] = [(value, own_axes(value.aval.shape))]
-    for made, axes in todo:  # grows
-        op = flow.producer.get(made)
+    for source, axes in todo:  # grows
+        op = flow.producer.get(source)
         if op is None or axes is None or len(todo) > REACH:
             continue
         if op.name == "sharding_constraint":
@@ -383,7 +383,7 @@ def _is_sharded(value: Value, dims: set[int], flow: Flow) -> bool:
         elif is_view(op):
             todo.append((op.ins[0], before(op, axes)))
         else:
-            same = [v for v in op.ins if v.is_f32 and v.aval.shape == made.aval.shape]
+            same = [v for v in op.ins if v.is_f32 and v.aval.shape == source.aval.shape]
             todo += [(v, axes) for v in same]
     return False
 
@@ -431,10 +431,10 @@ def _truth(op: Op, leaf: Leaf, flow: Flow) -> Leaf | None:
     number = _seen_through(
         leaf._replace(value=value, axes=_known(narrowed(value, leaf.axes))), flow
     )
-    made = flow.producer.get(number.value)
-    if made is None or made.name != "convert_element_type":
+    producer = flow.producer.get(number.value)
+    if producer is None or producer.name != "convert_element_type":
         return None
-    boolean = made.ins[0]
+    boolean = producer.ins[0]
     return number._replace(value=boolean) if boolean.aval.dtype == np.bool_ else None
 
 
@@ -451,29 +451,29 @@ def _seen_through(leaf: Leaf, flow: Flow) -> Leaf:
 
 def _lines(leaf: Leaf, flow: Flow) -> "frozenset[positions.Line] | None":
     """Returns the sums of positions that are >= 0 exactly where entries count; None otherwise."""
-    known = positions.read(leaf.value, leaf.axes, flow)
-    if isinstance(known, positions.Line) and not known.slopes and leaf.factor is None:
-        return frozenset() if bool(known.constant) == leaf.kept else None
-    if not isinstance(known, positions.Choice):
+    mask = positions.read(leaf.value, leaf.axes, flow)
+    if isinstance(mask, positions.Line) and not mask.slopes and leaf.factor is None:
+        return frozenset() if bool(mask.constant) == leaf.kept else None
+    if not isinstance(mask, positions.Choice):
         return None
     if leaf.factor is None:
-        yes, no = (bool(x) == leaf.kept for x in (known.yes, known.no))
+        yes, no = (bool(x) == leaf.kept for x in (mask.yes, mask.no))
     else:
-        added = known.yes * leaf.factor, known.no * leaf.factor
+        added = mask.yes * leaf.factor, mask.no * leaf.factor
         if 0 not in added or not min(added) <= MASKED:
             return None
         yes, no = (x == 0 for x in added)
     if yes and not no:
-        return known.lines
-    if no and not yes and len(known.lines) == 1:
-        return frozenset(map(positions.negated, known.lines))
+        return mask.lines
+    if no and not yes and len(mask.lines) == 1:
+        return frozenset(map(positions.negated, mask.lines))
     return None
 
 
 def _sequence(rows: list[Atom], keys: set[Atom], lines: Sequence[Any]) -> tuple[Atom, ...]:
     """Returns the queries' sequence axis: the one that masks compare with keys, or the longest."""
     if len(keys) == 1:
-        for line in (line for found in lines for line in found or ()):
+        for line in (line for of_leaf in lines for line in of_leaf or ()):
             compared = [a for a, _ in line.slopes if a in rows]
             if len(compared) == 1 and any(a in keys for a, _ in line.slopes):
                 return tuple(compared)
@@ -484,7 +484,7 @@ def _causal(
     lines: Sequence[Any], sequence: tuple[Atom, ...], keys: set[Atom]
 ) -> tuple[list[bool], dict[str, Any]]:
     """Returns the masks that a kernel has options for, such as "causal", and these options."""
-    always = [found == frozenset() for found in lines]
+    always = [of_leaf == frozenset() for of_leaf in lines]
     if len(keys) != 1 or len(sequence) != 1:
         return always, {"is_causal": False}
     (row,), (column,) = sequence, keys
@@ -497,13 +497,13 @@ def _causal(
         return line.slopes == forward and line.constant >= 0
 
     told = [
-        found is not None and all(is_causal(line) or is_reach(line) for line in found)
-        for found in lines
+        of_leaf is not None and all(is_causal(line) or is_reach(line) for line in of_leaf)
+        for of_leaf in lines
     ]
-    known = [line for found, yes in zip(lines, told, strict=True) if yes for line in found]
-    if not any(map(is_causal, known)):  # no kernel has a window alone
+    told_lines = [line for of_leaf, yes in zip(lines, told, strict=True) if yes for line in of_leaf]
+    if not any(map(is_causal, told_lines)):  # no kernel has a window alone
         return always, {"is_causal": False}
-    reaches = [line.constant for line in known if is_reach(line)]
+    reaches = [line.constant for line in told_lines if is_reach(line)]
     return told, {
         "is_causal": True,
         **({"local_window_size": (min(reaches), 0)} if reaches else {}),

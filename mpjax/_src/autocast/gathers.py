@@ -49,27 +49,27 @@ def repetition_of(op: Op, makers: Mapping[Value, Op], consts: Mapping[Value, Any
     if any(_jax.is_sharded_along(operand, d) for d in range(len(shape))):
         return None
     times, rest = divmod(result[axis], shape[axis])
-    if rest or times < 2 or (known := _known(op.ins[1], makers, dict(consts))) is None:
+    if rest or times < 2 or (array := _known(op.ins[1], makers, dict(consts))) is None:
         return None
-    in_order = np.array_equal(np.ravel(known), np.arange(result[axis]) // times)
+    in_order = np.array_equal(np.ravel(array), np.arange(result[axis]) // times)
     return (axis, times) if in_order else None
 
 
-def _known(value: Value, makers: Mapping[Value, Op], found: dict[Value, Any]) -> Any:
+def _known(value: Value, makers: Mapping[Value, Op], arrays: dict[Value, Any]) -> Any:
     """Returns the array of a value that does not depend on arguments; None for other values.
 
-    The result, and those of the values that it is made from, are added to ``found``.
+    The result, and those of the values that it is made from, are added to ``arrays``.
     """
-    if value not in found:
+    if value not in arrays:
         op = makers.get(value)
         unknown = op is None or op.subs or op.eqn.effects or op.spec is rules.UNKNOWN
-        found[value] = value.const if value.literal else None
+        arrays[value] = value.const if value.literal else None
         if op is not None and not unknown and value.size <= CONSTANT_LIMIT:
-            args = [_known(v, makers, found) for v in op.ins]
+            args = [_known(v, makers, arrays) for v in op.ins]
             if all(arg is not None for arg in args):
                 with jax.ensure_compile_time_eval():
-                    found[value] = _jax.bind(op.eqn, args)[op.outs.index(value)]
-    return found[value]
+                    arrays[value] = _jax.bind(op.eqn, args)[op.outs.index(value)]
+    return arrays[value]
 
 
 def repeat(x: Any, axis: int, times: int) -> Any:

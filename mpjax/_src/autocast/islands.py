@@ -30,12 +30,12 @@ def islands(flow: Flow, special: Sequence[Island], links: Collection[Op]) -> lis
         links: The half ops that islands take in.
     """
     taken = {op for island in special for op in island.ops}
-    found: list[Island] = [*special]
+    chosen: list[Island] = [*special]
     for ops in groups(flow, taken, functools.partial(_recomputable, flow)):
         island = _island(ops, flow, links)
         if island is not None:
-            found.append(island)
-    return _made_again(found, flow)
+            chosen.append(island)
+    return _made_again(chosen, flow)
 
 
 def _island(ops: Sequence[Op], flow: Flow, links: Collection[Op]) -> Elementwise | None:
@@ -161,7 +161,7 @@ def _halves_inside(body: Body, flow: Flow, links: Collection[Op]) -> list[Op]:
 
     They compute in float32 there: ``h * scale`` before a gelu is neither rounded nor out of range.
     """
-    members, found, analysis = {*body.ops}, [], flow.analysis
+    members, halves, analysis = {*body.ops}, [], flow.analysis
     for value in body.ins:
         op = flow.producer.get(value)
         if op is None or flow.choices[op].compute not in HALVES or flow.rulings[op].forced:
@@ -173,8 +173,8 @@ def _halves_inside(body: Body, flow: Flow, links: Collection[Op]) -> list[Op]:
         more = [v for v in not_far_smaller(varying, value.size) if v not in body.ins]
         instead = op in links and kept_bytes(analysis, more) <= kept_bytes(analysis, [value])
         if (beside or instead) and members.issuperset(flow.readers[value]):
-            found.append(op)
-    return found
+            halves.append(op)
+    return halves
 
 
 def _from_half(island: Recomputed, flow: Flow) -> Recomputed | None:
@@ -251,16 +251,16 @@ def _behind_views(island: Recomputed, flow: Flow) -> Recomputed:
 
 def _stands_rounding(body: Body, rounded: Collection[Value], flow: Flow) -> bool:
     """Returns whether the derivatives of an island may be computed from its rounded inputs."""
-    known = flow.analysis
-    if any(known.wants[v].unrounded or known.is_beyond(v, body.half) for v in rounded):
+    analysis = flow.analysis
+    if any(analysis.wants[v].unrounded or analysis.is_beyond(v, body.half) for v in rounded):
         return False
-    if any(known.facts[v].linear for v in body.ins):  # else results would wait for tangents
+    if any(analysis.facts[v].linear for v in body.ins):  # else results would wait for tangents
         return False
     touched = {*rounded}
     for op in body.ops:
         reads = [v for v in op.ins if v in touched]
         bounded = op.name in EXPONENTIALS
-        if not all(is_steady(op, v) or (bounded and known.facts[v].negative) for v in reads):
+        if not all(is_steady(op, v) or (bounded and analysis.facts[v].negative) for v in reads):
             return False
         if reads:
             touched.update(v for v in op.outs if v not in body.sums)  # sums are kept unrounded
@@ -317,14 +317,14 @@ def _scaled(value: Value, body: Body, flow: Flow) -> Value:
 
 def _activation(operand: Value, body: Body, flow: Flow) -> tuple[Op, ...]:
     """Returns the elementwise operations of an island on one value, if one result is read."""
-    made, known = {operand}, {v for op in body.free for v in op.outs if v.const is not None}
+    values, constants = {operand}, {v for op in body.free for v in op.outs if v.const is not None}
     tail: list[Op] = []
     for op in body.ops:
-        alone = all(v in made or v in known or v.literal for v in op.ins)
+        alone = all(v in values or v in constants or v.literal for v in op.ins)
         alike = len(op.outs) == 1 and op.outs[0].aval.shape == operand.aval.shape
-        if alone and alike and op.spec.need in (rules.FOLLOW, rules.FULL) and made & {*op.ins}:
+        if alone and alike and op.spec.need in (rules.FOLLOW, rules.FULL) and values & {*op.ins}:
             tail.append(op)
-            made.update(op.outs)
+            values.update(op.outs)
     ends = [op for op in tail if not {*flow.readers.get(op.outs[0], ())} <= {*tail}]
     returned = any(flow.analysis.wants[v].returned for op in ends for v in op.outs)
     return tuple(tail) if ends == tail[-1:] and not returned else ()

@@ -52,14 +52,14 @@ def overridden(block: Block, policy: Policy) -> dict[int, str]:
     Several places of the program may share one call, in a nested jit. It is float32 if an override
     says so for one of them.
     """
-    found: dict[int, str] = {}
+    dtypes: dict[int, str] = {}
     for op in block.walk():
         boundary = op.kernel and PLANNED not in op.scopes
         chosen = override_of(op, policy) if boundary else None
         if chosen and _name(chosen[1]) != _name(policy.compute_dtype):
             number, name = int(op.kernel.partition("#")[2] or -1), _name(chosen[1])
-            found[number] = min(name, found.get(number, name))
-    return found
+            dtypes[number] = min(name, dtypes.get(number, name))
+    return dtypes
 
 
 class Numbers:
@@ -212,19 +212,19 @@ def _positions_and_names(kernel: Callable[..., Any], chosen: Any) -> Collection[
     except (TypeError, ValueError):  # the signature is not known
         return frozenset(chosen)
     kinds = {p.kind for p in parameters}
-    found: set[int | str] = set()
+    keys: set[int | str] = set()
     for one in chosen:
         for place, p in enumerate(parameters):
             if one in (place, p.name) and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-                found |= {place, p.name}
-        if one not in found and not _taken(one, kinds, len(parameters)):
+                keys |= {place, p.name}
+        if one not in keys and not _taken(one, kinds, len(parameters)):
             names = ", ".join(f"{i} {p.name!r}" for i, p in enumerate(parameters))
             raise ValueError(
                 f"float32={brief(one)} is not an argument of the kernel. Legal are these positions "
                 f"and names: {names or 'none, the kernel has no arguments'}."
             )
-        found.add(one)
-    return frozenset(found)
+        keys.add(one)
+    return frozenset(keys)
 
 
 def _taken(one: Any, kinds: Collection[Any], count: int) -> bool:

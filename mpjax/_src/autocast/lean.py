@@ -63,13 +63,13 @@ def gathered(
             steps = gathered(analysis, steps, results, [group], copied)
         return steps
     flow = flow_of(analysis, [step for unit in units for step in unit], results, copied)
-    found: list[Step] = []
+    regrouped: list[Step] = []
     done = 0
     for unit in units:
         start, done = done, done + len(unit)
         alone = len(unit) == 1 and unit not in groups
-        found += unit if alone else [Checkpoint(*map(tuple, together(flow, start, done)))]
-    return found
+        regrouped += unit if alone else [Checkpoint(*map(tuple, together(flow, start, done)))]
+    return regrouped
 
 
 def _live(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Step]:
@@ -97,19 +97,19 @@ def _choose(
     producer = {v: step for step in steps for v in step.outs}
     number = {v: i for i, v in enumerate(dict.fromkeys([*_read(steps), *producer]))}
     edges = [
-        (number[v], number[made])
+        (number[v], number[out])
         for step in steps
         if _runs_again(analysis, step)
         for v in step.ins
         if v in number
-        for made in step.outs
+        for out in step.outs
     ]
-    given = [
+    fixed = [
         number[v] for v in number if v not in producer or not _runs_again(analysis, producer[v])
     ]
     needed = {v for step in steps for v in needs(analysis, step) if v in number}
     weights = [0 if v in alive else _bytes(analysis, v) for v in number]
-    cut = cheapest_cut(weights, edges, given, [number[v] for v in needed])
+    cut = cheapest_cut(weights, edges, fixed, [number[v] for v in needed])
     later = _crosses(analysis, steps)
     chosen = [v for v in producer if number[v] in cut or v in later]
     kept = frozenset(v for v in chosen if weights[number[v]] > 0)
@@ -133,13 +133,13 @@ def _crosses(analysis: Analysis, steps: Sequence[Step]) -> set[Value]:
     A program inside a checkpoint would run twice, and effects are not possible there.
     """
     level: dict[Value, int] = {}
-    found: set[Value] = set()
+    crossing: set[Value] = set()
     for step in steps:
         here = max((level.get(v, 0) for v in step.ins), default=0)
         used = {*needs(analysis, step), *(step.ins if _runs_again(analysis, step) else ())}
-        found |= {v for v in used if level.get(v, here) < here}
+        crossing |= {v for v in used if level.get(v, here) < here}
         level |= dict.fromkeys(step.outs, here + _stands_alone(analysis, step))
-    return found
+    return crossing
 
 
 def _stands_alone(analysis: Analysis, step: Step) -> bool:
@@ -177,14 +177,14 @@ def _bits(mask: int) -> Iterator[int]:
 
 def _copied(analysis: Analysis, steps: Sequence[Step], alive: Collection[Value]) -> set[Op]:
     """Returns the operations on constants and parameters alone, which each group repeats."""
-    made: set[Value] = set()
-    found: set[Op] = set()
+    results: set[Value] = set()
+    copied: set[Op] = set()
     for step in steps:
-        alone = all(v.literal or analysis.is_raw(v) or v in alive or v in made for v in step.ins)
+        alone = all(v.literal or analysis.is_raw(v) or v in alive or v in results for v in step.ins)
         if isinstance(step, Op) and alone and len(step.outs) == 1 and _runs_again(analysis, step):
-            found.add(step)
-            made.update(step.outs)
-    return found
+            copied.add(step)
+            results.update(step.outs)
+    return copied
 
 
 def _groups(
@@ -214,8 +214,8 @@ def _groups(
         wanted = {*step.ins} if makes or reduces else set()
         if makes:
             worth.add(i)
-        held = step.rounded if isinstance(step, Recomputed) else ()  # the island keeps them in half
-        from_wide = [v for v in step.ins if v in wide and v not in held]
+        halves = step.rounded if isinstance(step, Recomputed) else ()  # kept in half by the island
+        from_wide = [v for v in step.ins if v in wide and v not in halves]
         pairs += [(place[v], i) for v in from_wide]
         linear = isinstance(step, Op) and step.spec.linear and _runs_again(analysis, step)
         if _is_wide(analysis, step) or (from_wide and linear):
@@ -258,8 +258,8 @@ class _Reach:
         self.before = [0] * len(steps)
         self.after = [0] * len(steps)
         sources = [{place[v] for v in step.ins if v in place} for step in steps]
-        for i, found in enumerate(sources):
-            for j in found:
+        for i, direct in enumerate(sources):
+            for j in direct:
                 self.before[i] |= self.before[j] | 1 << j
         for i in reversed(range(len(steps))):
             for j in sources[i]:

@@ -215,9 +215,9 @@ def _send(op: Op, env: Env, dtype: Any) -> Any:
         args = [env.read(v, sent) for v in op.ins]
         if op.name == "sharding_constraint" and sent in HALVES:
             args = [_jax.placed_freely(args[0], op.params["sharding"])]
-        found = _jax.bind(op.eqn, args)[0]
+        array = _jax.bind(op.eqn, args)[0]
         # Without the barrier, XLA would cast before it sends.
-        return found if sent == dtype else cast(jax.lax.optimization_barrier(found), dtype)
+        return array if sent == dtype else cast(jax.lax.optimization_barrier(array), dtype)
 
 
 def _look_up(op: Op, env: Env) -> Any:
@@ -265,10 +265,10 @@ def _reduced_wide(op: Op, env: Env) -> dict[int, Any]:
     places = SUMMED_WIDE.get(op.name, ())
     if env.settings.policy.reduce != FLOAT32.name:
         return {}
-    given = {i: op.ins[i] for i in places if op.ins[i].is_f32 and op.ins[i].given}
+    parameters = {i: op.ins[i] for i in places if op.ins[i].is_f32 and op.ins[i].given}
     return {
         i: env.read(v, FLOAT32) if env.stored[v].dtype == FLOAT32 else None
-        for i, v in given.items()
+        for i, v in parameters.items()
     }
 
 

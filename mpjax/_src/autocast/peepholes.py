@@ -71,19 +71,19 @@ def softmaxes(flow: Flow) -> list[SoftmaxIsland]:
     """
     sums = [op for op in flow.ops if op.name == "reduce_sum" and _sums_exponentials(op, flow)]
     numbers = numbered_values(flow) if sums else {}
-    found: list[SoftmaxIsland] = []
+    islands: list[SoftmaxIsland] = []
     taken: set[Op] = set()  # two softmaxes may share one sum
     for total in sums:
         for quotient in _quotients(total, flow):
             island = _softmax(total, quotient, flow, numbers, taken)
             if island is not None:
-                found.append(island)
+                islands.append(island)
                 taken |= {*island.ops}
                 break
-    return found
+    return islands
 
 
-def attentions(flow: Flow, found: Sequence[Island]) -> list[Island]:
+def attentions(flow: Flow, islands: Sequence[Island]) -> list[Island]:
     """Finds the matmul of a softmax with values, perhaps after a dropout and reshapes.
 
     With ``o = (w p) v``, ``w`` a dropout, and cotangents ``g = w (do v')`` of ``p``, that of ``z``
@@ -110,12 +110,12 @@ def attentions(flow: Flow, found: Sequence[Island]) -> list[Island]:
     for rows that select among given values (bins, atoms, a codebook). There ``g`` is used, and also
     where ``o`` is not smaller than ``p`` (a router's gates), because then it costs no bytes.
     """
-    whole = {i for i in found if isinstance(i, SoftmaxIsland) and i.form.whole}
+    whole = {i for i in islands if isinstance(i, SoftmaxIsland) and i.form.whole}
     moved = _moved(flow) if whole else set()
     taken: set[Op] = set()  # two softmaxes may be multiplied with the same values
     return [
         _weigh(island, flow, taken, moved) if island in whole else island  # type: ignore[arg-type]
-        for island in found
+        for island in islands
     ]
 
 
@@ -193,12 +193,12 @@ def _softmax(
     while seen < len(ends):
         end, seen = ends[seen], seen + 1
         reading = Reading(flow, numbers, numbers[end])
-        found = _matches(reading, total, result, own)
-        if found is None:
+        match = _matches(reading, total, result, own)
+        if match is None:
             deeper = shifted_by(end, flow)
             ends += [deeper[0]] if deeper and seen < REACH else []
             continue
-        return _island(reading, quotient, *found, flow, taken)
+        return _island(reading, quotient, *match, flow, taken)
     return None
 
 
@@ -214,8 +214,8 @@ def _matches(
     guards, number = guards_of(term)
     if number != reading.numbers[total.outs[0]]:
         return None
-    given = {place for axis in term[2] for place, *_ in axis}
-    axes = tuple(d for d, axis in enumerate(own) if axis and d not in given)
+    rows = {place for axis in term[2] for place, *_ in axis}
+    axes = tuple(d for d, axis in enumerate(own) if axis and d not in rows)
     summed = iter(axes)
     kept = iter(term[2])
     along: list[Any] = []
@@ -298,12 +298,12 @@ def _read_once(values: list[Value], members: set[Op], flow: Flow) -> tuple[Value
     Returns:
         The first value, and the ops that run in place of members.
     """
-    made = {v: flow.producer[v].index if v in flow.producer else -1 for v in values}
-    first = min(values, key=made.__getitem__)
+    indices = {v: flow.producer[v].index if v in flow.producer else -1 for v in values}
+    first = min(values, key=indices.__getitem__)
     instead: dict[Op, Op] = {}
     for op in members:
-        if any(v in made and v is not first for v in op.ins):
-            ins = [first if v in made else v for v in op.ins]
+        if any(v in indices and v is not first for v in op.ins):
+            ins = [first if v in indices else v for v in op.ins]
             instead[op] = flow.replace(op, ins, op.outs)
     return first, instead
 
@@ -332,9 +332,9 @@ def _weigh(
     flow.marks.centred.update(sources)
     taken.add(matmul)
     applied = [*free_producers(weights, flow), *weights]
-    made = {v for op in (quotient, *applied) for v in op.outs}
+    results = {v for op in (quotient, *applied) for v in op.outs}
     read = dict.fromkeys(v for op in applied for v in op.ins)
-    moving += [v for v in read if v not in made and not v.literal]
+    moving += [v for v in read if v not in results and not v.literal]
     ops = [*island.ops, *weights, matmul]
     body, form = _bound(ops, island.form._replace(axes=axes), moving, quotient, flow)
     return Attention(body, form, matmul, tuple(weights))
@@ -352,7 +352,7 @@ def _weights(softmax: Op, flow: Flow, axes: tuple[int, ...]) -> "tuple[list[Op],
 
     They are elementwise and linear in it, such as a dropout, or change only its layout.
     """
-    found: list[Op] = []
+    ops: list[Op] = []
     value = softmax.outs[0]
     where: Axes | None = own_axes(value.aval.shape)
     there = axes
@@ -369,9 +369,9 @@ def _weights(softmax: Op, flow: Flow, axes: tuple[int, ...]) -> "tuple[list[Op],
                 break
         elif not is_linear(op, value):
             break
-        found.append(op)
+        ops.append(op)
         value = op.outs[0]
-    return found, there
+    return ops, there
 
 
 def _summed(where: Axes, axes: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -411,7 +411,7 @@ def _sources(
     None if adding a constant to all entries of a row would change one of their results.
     """
     scores = island.ins[0]
-    found: dict[Op, Place] = {}
+    places: dict[Op, Place] = {}
     todo: list[tuple[Value, Axes | None]] = [(scores, own_axes(scores.aval.shape))]
     seen: dict[tuple[Value, Axes | None], Op] = {}
     while todo:
@@ -427,15 +427,15 @@ def _sources(
         seen[value, where] = op
         if op.spec.need == rules.HALF or flow.rulings[op].rule == "program":
             place = _place_of(op, where, island.form.axes, flow)
-            if place is None or found.setdefault(op, place) != place:
+            if place is None or places.setdefault(op, place) != place:
                 return None
         else:
             varying = [v for v in op.ins if v.is_f32 and v.const is None]
             todo += [(v, _where(op, v, where, island.form.axes, flow)) for v in varying]
-    found = {op: (i, dims) for op, (i, dims) in found.items() if dims}
+    places = {op: (i, dims) for op, (i, dims) in places.items() if dims}
     through = {*seen.values(), *island.ops}
     readers = {op for v, _ in seen for op in flow.readers[v] if op in moved}
-    return found if not found or readers <= through else None
+    return places if not places or readers <= through else None
 
 
 def _moved(flow: Flow) -> "set[Op | None]":

@@ -170,8 +170,8 @@ def analyse(
     arguments = arguments_of(block, in_dtypes)
     while True:
         sweep.program_of(block)
-        known = Analysis(sweep.rulings, outlined.small, arguments, sweep.facts, sweep.carries)
-        analysis = ask(known, block, returned)
+        analysis = Analysis(sweep.rulings, outlined.small, arguments, sweep.facts, sweep.carries)
+        analysis = ask(analysis, block, returned)
         if not sweep.hold(held_carries(analysis, block), analysis.rulings):
             return decide(analysis, block, in_dtypes)
 
@@ -235,13 +235,13 @@ def _store(block: Block, analysis: Analysis, by: str, alive: Collection[Value], 
                 _store(sub.program, analysis, goal, {*inner}, fuse)
     flow = flow_of(block, analysis)
     linked, stands_for = chains.links(flow), analysis.marks.stands_for
-    found = FINDERS[by](flow, fuse, linked)
-    found = [leave_small(i, flow) if isinstance(i, Recomputed) else i for i in found]
-    taken = {op for island in found for op in island.ops}
+    chosen = FINDERS[by](flow, fuse, linked)
+    chosen = [leave_small(i, flow) if isinstance(i, Recomputed) else i for i in chosen]
+    taken = {op for island in chosen for op in island.ops}
     links = [*groups(flow, taken, lambda op: stands_for.get(op, op) in linked)]
     more = chains.islands(links, flow) if by in (FAST, PEEPHOLES) else []
     # If islands depend on each other in a cycle, none is used.
-    attempts = (_in_steps(flow.ops, together) for together in ([*found, *more], found))
+    attempts = (_in_steps(flow.ops, together) for together in ([*chosen, *more], chosen))
     steps: Sequence[Step] = next(filter(None, attempts), flow.ops)
     used = {op for step in steps if isinstance(step, Island) for op in step.ops}
     for ops in links:
@@ -267,14 +267,14 @@ def _in_steps(ops: Sequence[Op], islands: Sequence[Island]) -> list[Step] | None
 
 def _special(flow: Flow, fuse: bool, links: Collection[Op]) -> list[Island]:
     """Returns the islands whose derivative is cheaper than the one that JAX derives."""
-    found: list[Island] = [*peepholes.softmaxes(flow)]
+    special: list[Island] = [*peepholes.softmaxes(flow)]
     if fuse:
-        found = fusion.fuse(flow, found)
+        special = fusion.fuse(flow, special)
         fusion.tell_of_late_norms(flow)
-    found = peepholes.attentions(flow, found)
-    sum_at_once(flow, {op for island in found for op in island.ops})
+    special = peepholes.attentions(flow, special)
+    sum_at_once(flow, {op for island in special for op in island.ops})
     peepholes.repetitions(flow)
-    return found
+    return special
 
 
 def _fewest_moved(flow: Flow, fuse: bool, links: Collection[Op]) -> list[Island]:
@@ -287,10 +287,10 @@ def _fewest_kept(flow: Flow, fuse: bool, links: Collection[Op]) -> list[Island]:
     Half ops are not taken in, which would move the cut to their operands. A checkpoint around an
     island would keep its wide inputs in float32.
     """
-    found = islands(flow, _special(flow, fuse, links), links=())
-    rounded = [i for i in found if isinstance(i, Recomputed) and i.rounded]
+    chosen = islands(flow, _special(flow, fuse, links), links=())
+    rounded = [i for i in chosen if isinstance(i, Recomputed) and i.rounded]
     narrow: dict[Island, Island] = {i: dataclasses.replace(i, wide=frozenset()) for i in rounded}
-    return [narrow.get(i, i) for i in found if i in narrow or not isinstance(i, Elementwise)]
+    return [narrow.get(i, i) for i in chosen if i in narrow or not isinstance(i, Elementwise)]
 
 
 FINDERS: dict[str, Callable[[Flow, bool, Collection[Op]], list[Island]]] = {

@@ -81,8 +81,8 @@ def read(value: Value, axes: Axes | None, flow: Flow, depth: int = DEPTH) -> Kno
     if op.name == "convert_element_type":
         return _cast(operand(0), op.params["new_dtype"])
     if op.name == "neg":
-        known = operand(0)
-        return _scaled(known, -1) if isinstance(known, Line) else _mapped(known, operator.neg)
+        inner = operand(0)
+        return _scaled(inner, -1) if isinstance(inner, Line) else _mapped(inner, operator.neg)
     if op.name == "not" and op.outs[0].aval.dtype == np.bool_:
         return _mapped(operand(0), operator.not_)
     if op.name == "select_n" and len(op.ins) == 3:
@@ -103,8 +103,8 @@ def _iota(op: Op, axes: Axes) -> Known | None:
     return Line(frozenset((digit, 1) for digit in axis), 0)
 
 
-def _number(known: Known | None) -> Any:
-    return known.constant if isinstance(known, Line) and not known.slopes else None
+def _number(entries: Known | None) -> Any:
+    return entries.constant if isinstance(entries, Line) and not entries.slopes else None
 
 
 def _constant(array: np.ndarray, axes: Axes) -> Known | None:
@@ -136,20 +136,20 @@ def _constant(array: np.ndarray, axes: Axes) -> Known | None:
     return Choice(frozenset([line]), yes.item(), no.item())
 
 
-def _mapped(known: Known | None, fun: Callable[[Any], Any]) -> Known | None:
+def _mapped(entries: Known | None, fun: Callable[[Any], Any]) -> Known | None:
     """Applies a function to the numbers that a value can have."""
-    if isinstance(known, Choice):
-        return known._replace(yes=fun(known.yes), no=fun(known.no))
-    number = _number(known)
+    if isinstance(entries, Choice):
+        return entries._replace(yes=fun(entries.yes), no=fun(entries.no))
+    number = _number(entries)
     return None if number is None else Line(frozenset(), fun(number))
 
 
-def _cast(known: Known | None, dtype: Any) -> Known | None:
-    if isinstance(known, Line) and known.slopes:  # positions: the result must still tell them apart
+def _cast(entries: Known | None, dtype: Any) -> Known | None:
+    if isinstance(entries, Line) and entries.slopes:  # positions: the result must tell them apart
         exact = np.issubdtype(dtype, np.number) and np.dtype(dtype).itemsize >= 4
-        return known if exact else None
+        return entries if exact else None
     with np.errstate(all="ignore"):
-        return _mapped(known, lambda v: np.asarray(v).astype(dtype).item())
+        return _mapped(entries, lambda v: np.asarray(v).astype(dtype).item())
 
 
 def _scaled(line: Line, factor: int) -> Line:

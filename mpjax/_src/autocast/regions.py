@@ -53,13 +53,13 @@ def precision(dtype: DTypeLike) -> "contextlib._GeneratorContextManager[None]":
         >>> "bf16" in str(jax.make_jaxpr(model)(jnp.ones((2, 3))))
         False
     """
-    found = canonical(dtype, "dtype")
-    if found not in (FLOAT32, *HALVES):
+    region_dtype = canonical(dtype, "dtype")
+    if region_dtype not in (FLOAT32, *HALVES):
         raise ValueError(
             f"dtype={brief(dtype)} cannot be the dtype of a region. Legal are 'float32', "
             "'bfloat16' and 'float16'."
         )
-    return _region(found)
+    return _region(region_dtype)
 
 
 @contextlib.contextmanager

@@ -63,14 +63,14 @@ class Stretch:
 
     def run(self, env: Env) -> None:
         """Runs the steps, by the function of an equal stretch if there was one."""
-        held, tree = jax.tree.flatten([env.held(value) for value in self.ins])
-        avals = tuple(map(jax.typeof, held))
+        arrays, tree = jax.tree.flatten([env.held(value) for value in self.ins])
+        avals = tuple(map(jax.typeof, arrays))
         key = self.key, tree, avals
         if key not in env.shared:
             env.shared[key] = self._rewritten(env, avals, tree)
         call, out_tree = env.shared[key]
         with _jax.inside(self.stack):
-            results = call(*held)
+            results = call(*arrays)
         hand_out(self.outs, jax.tree.unflatten(out_tree, results), self.steps, env)
 
     def _rewritten(self, env: Env, avals: Sequence[Any], tree: Any) -> Any:
@@ -106,11 +106,11 @@ def fold(
     if not (runs or between):
         return [*steps]
     flow = flow_of(settings.analysis, steps, results)
-    found = [place for run in runs for place in itertools.pairwise(_cuts(run, flow.names))]
-    found += between
+    places = [place for run in runs for place in itertools.pairwise(_cuts(run, flow.names))]
+    places += between
     # All together, because equal stretches of different runs are rewritten once too.
-    alike = _alike([_stretch(flow, a, b, code) for a, b in found])
-    copied = dict(zip(found, alike, strict=True))
+    alike = _alike([_stretch(flow, a, b, code) for a, b in places])
+    copied = dict(zip(places, alike, strict=True))
     folded: list[Step | Stretch] = []
     done = 0
     for (a, b), copy in sorted(copied.items(), key=lambda item: item[0]):
@@ -165,8 +165,8 @@ def _coder(settings: Settings) -> Code:
         if const is not None:
             const = np.asarray(const)
             const = const.tobytes() if const.size < 64 else id(value.const)
-        known = value.aval, const, value in returned, value in kept
-        return number((*known, _of_value(value, analysis, inside)))
+        properties = value.aval, const, value in returned, value in kept
+        return number((*properties, _of_value(value, analysis, inside)))
 
     @functools.cache
     def code(step: Step) -> tuple[int, list[Value]]:
@@ -219,7 +219,7 @@ Run = tuple[int, int, int]
 
 def _runs(keys: Sequence[int]) -> list[Run]:
     """Returns ranges in which equal keys repeat at equal distances, largest saving first."""
-    found: list[tuple[int, Run]] = []
+    candidates: list[tuple[int, Run]] = []
     for period in _periods(keys):
         start = 0
         alike = map(operator.eq, keys, keys[period:])
@@ -227,10 +227,10 @@ def _runs(keys: Sequence[int]) -> list[Run]:
             end = start + len([*group])
             saved = (end - start) // period * period
             if same and saved:
-                found.append((saved, (start, period, end + period)))
+                candidates.append((saved, (start, period, end + period)))
             start = end
     taken: list[Run] = []
-    for _, (start, period, end) in sorted(found, key=lambda run: run[0], reverse=True):
+    for _, (start, period, end) in sorted(candidates, key=lambda run: run[0], reverse=True):
         for first, _, last in taken:
             if first <= start < last:
                 start = last
@@ -249,14 +249,14 @@ def _between(keys: Sequence[int], runs: Sequence[Run]) -> list[tuple[int, int]]:
     """
     count = collections.Counter(keys)
     inside = {i for start, _, end in runs for i in range(start, end)}
-    found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    ranges: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     start = 0
     for i, key in enumerate([*keys, None]):
         if key is None or count[key] == 1 or i in inside:
             if i - start >= SHORTEST:
-                found.setdefault(tuple(keys[start:i]), []).append((start, i))
+                ranges.setdefault(tuple(keys[start:i]), []).append((start, i))
             start = i + 1
-    return sorted(place for places in found.values() if len(places) > 1 for place in places)
+    return sorted(place for places in ranges.values() if len(places) > 1 for place in places)
 
 
 def _periods(keys: Sequence[int]) -> list[int]:
@@ -264,11 +264,11 @@ def _periods(keys: Sequence[int]) -> list[int]:
     places: dict[int, list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
-    found: collections.Counter[int] = collections.Counter()
+    distances: collections.Counter[int] = collections.Counter()
     for same in places.values():
         for ahead in range(1, min(8, len(same))):
-            found.update(map(operator.sub, same[ahead:], same))
-    likely = {period: n for period, n in found.items() if n >= period >= SHORTEST}
+            distances.update(map(operator.sub, same[ahead:], same))
+    likely = {period: n for period, n in distances.items() if n >= period >= SHORTEST}
     return sorted(sorted(likely, key=lambda period: -likely[period])[:16])
 
 
@@ -297,8 +297,8 @@ def _stretch(flow: StepFlow, a: int, b: int, code: Code) -> tuple[Stretch, list[
     stack = _jax.common_stack(flow.names[a:b])
     names = tuple([name.stack[len(stack.stack) :] for name in flow.names[a:b]])
     key = tuple([code(s)[0] for s in steps]), tuple(numbers), names
-    found = Stretch(tuple(steps), key, tuple(inputs), (), stack)
-    return found, [*places], {places[v] for v in outputs}
+    stretch = Stretch(tuple(steps), key, tuple(inputs), (), stack)
+    return stretch, [*places], {places[v] for v in outputs}
 
 
 def _alike(copies: list[tuple[Stretch, list[Value], set[int]]]) -> list[Stretch | None]:

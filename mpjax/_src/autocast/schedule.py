@@ -28,10 +28,10 @@ def connected(pairs: Iterable[tuple[int, int]]) -> Iterable[list[int]]:
         up.setdefault(one, one)
         up.setdefault(other, other)
         up[group(one)] = group(other)
-    found: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for i in sorted(up):
-        found.setdefault(group(i), []).append(i)
-    return found.values()
+        groups.setdefault(group(i), []).append(i)
+    return groups.values()
 
 
 def ops_of(step: Any) -> Sequence[Op]:
@@ -112,8 +112,8 @@ def together(flow: StepFlow, a: int, b: int) -> tuple[list[Any], list[Value], li
     own = {*inside}
     steps = [*(op for op in dict.fromkeys(_makers(flow, read)) if op not in own), *inside]
     local = [v for step in inside for v in step.outs if a <= flow.producer.get(v, -1) < b]
-    known = set(local)
-    inputs = [v for v in dict.fromkeys(sources(flow, read)) if v not in known]
+    computed = set(local)
+    inputs = [v for v in dict.fromkeys(sources(flow, read)) if v not in computed]
     return steps, inputs, [v for v in local if flow.last.get(v, -1) >= b]
 
 

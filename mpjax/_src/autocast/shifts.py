@@ -69,8 +69,8 @@ def mark_steady(shifts: list[Value], members: set[Op], flow: Flow) -> None:
         op = max(todo, key=lambda op: op.index)
         todo.remove(op)
         for v in op.outs:
-            known = cone | members if v in shifts else cone
-            if not known.issuperset(flow.readers.get(v, ())):
+            allowed = cone | members if v in shifts else cone
+            if not allowed.issuperset(flow.readers.get(v, ())):
                 break
         else:
             flow.marks.steady.add(op)
@@ -148,7 +148,7 @@ def sum_at_once(flow: Flow, taken: Collection[Op]) -> None:
     """
     online = flow.marks.online
     sums = [op for op in flow.ops if op.name == "reduce_sum" and op not in taken]
-    pairs = [(op, made) for op in sums if (made := _exponentials(op, flow)) is not None]
+    pairs = [(op, parts) for op in sums if (parts := _exponentials(op, flow)) is not None]
     if not pairs:
         return
     numbers = numbered_values(flow)

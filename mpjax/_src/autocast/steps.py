@@ -60,11 +60,11 @@ class Body:
         return env.inside(len(self.stack.stack), dict(kept or {}))
 
     def start(
-        self, env: Env, given: Iterable[tuple[Value, Any]], kept: Mapping[Value, Any] | None = None
+        self, env: Env, arrays: Iterable[tuple[Value, Any]], kept: Mapping[Value, Any] | None = None
     ) -> Env:
         """Returns an environment with the given arrays, and what free ops and views compute."""
         inner = self.inside(env, kept)
-        for value, array in given:
+        for value, array in arrays:
             inner.write(value, array)
         for op in (*self.free, *self.views):
             evaluate(op, inner)
@@ -84,8 +84,8 @@ def body_of(ops: Iterable[Op], flow: Flow, views: Iterable[Op] = ()) -> Body:
     views = tuple(sorted({*views}, key=lambda op: op.index))
     members, free = {*ops}, tuple(free_producers(ops, flow))
     run = (*free, *views, *ops)
-    made = {v for op in run for v in op.outs}
-    read = dict.fromkeys(v for op in run for v in op.ins if v not in made and not v.literal)
+    results = {v for op in run for v in op.outs}
+    read = dict.fromkeys(v for op in run for v in op.ins if v not in results and not v.literal)
     reduced = (op for op in ops if rules.REDUCES in op.spec.traits)
     readers = {
         v: [r for r in flow.readers.get(v, ()) if r not in members] for op in ops for v in op.outs
@@ -217,8 +217,8 @@ class Recomputed(Elementwise):
     @property
     def kept(self) -> tuple[Value, ...]:
         """The inputs that it does not recompute itself."""
-        made = {v for op in self.again for v in op.outs}
-        return tuple(v for v in self.ins if v not in made)
+        results = {v for op in self.again for v in op.outs}
+        return tuple(v for v in self.ins if v not in results)
 
     @property
     def needs(self) -> Iterator[Value]:
@@ -245,15 +245,15 @@ class Recomputed(Elementwise):
         return body.outcome(inner)
 
     def _made_again(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
-        inner, given = self.body.inside(env), dict(zip(self.ins, arrays, strict=True))
+        inner, inputs = self.body.inside(env), dict(zip(self.ins, arrays, strict=True))
         kept = self.kept
         for value in kept:
             # Without the barrier, XLA would recognise recomputed values and keep the earlier ones.
-            inner.write(value, _jax.again_barrier(given[value]))
+            inner.write(value, _jax.again_barrier(inputs[value]))
         for op in self.again:
             evaluate(op, inner)
-        made = {v: inner.read(v) for v in given.keys() - {*kept}}
-        return [known(array, made[v]) if v in made else array for v, array in given.items()]
+        results = {v: inner.read(v) for v in inputs.keys() - {*kept}}
+        return [known(array, results[v]) if v in results else array for v, array in inputs.items()]
 
     def _run_tail(self, env: Env, outer: Env) -> None:
         inside = {v for op in (*self.body.free, *self.tail) for v in op.outs}
@@ -313,8 +313,8 @@ class Attention(SoftmaxIsland):
         return derivatives.attention(forward, arrays, self.form, by)
 
     def _weigh(self, env: Env, p: Any, more: Sequence[Any]) -> Any:
-        given = [*self.body.sums, *self.ins[2 : self.form.moving]]
-        inner = self.body.start(env, zip(given, [p, *more], strict=True))
+        values = [*self.body.sums, *self.ins[2 : self.form.moving]]
+        inner = self.body.start(env, zip(values, [p, *more], strict=True))
         for op in self.weights:
             evaluate(op, inner)
         return inner.read(self.weights[-1].outs[0], FLOAT32)
@@ -411,7 +411,7 @@ def as_function(
     outs: Sequence[Value],
     tree: Any,
     inner: Callable[[], Env],
-    held: Callable[[Env, Value], Any],
+    read: Callable[[Env, Value], Any],
     run_inside: Callable[[Env], None],
 ) -> tuple[Callable[..., list[Any]], list[Any]]:
     """Returns steps as a function of flat arrays, and a list for the trees of its results."""
@@ -419,10 +419,10 @@ def as_function(
 
     def run(*arrays):
         env = inner()
-        for value, given in zip(ins, jax.tree.unflatten(tree, arrays), strict=True):
-            env.hold(value, given)
+        for value, record in zip(ins, jax.tree.unflatten(tree, arrays), strict=True):
+            env.hold(value, record)
         run_inside(env)
-        leaves, out_tree = jax.tree.flatten([held(env, value) for value in outs])
+        leaves, out_tree = jax.tree.flatten([read(env, value) for value in outs])
         trees.append(out_tree)
         return leaves
 

@@ -190,33 +190,33 @@ def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
 
 def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Traced:
     """Traces and plans a function. ``args`` and ``kwargs`` may hold `jax.ShapeDtypeStruct`."""
-    given = Flat.of((args, kwargs))
-    avals, paths = given.avals, given.paths
+    flat = Flat.of((args, kwargs))
+    avals, paths = flat.avals, flat.paths
     name = getattr(fun, "__name__", "autocast")
     written = [_as_written(a, path, policy) for a, path in zip(avals, paths, strict=True)]
     in_dtypes = [getattr(a, "dtype", None) for a in avals]
 
     def make(**options):
         with tracing(policy, **options):
-            made = programs.trace(given.on(fun), written, name)
-        known = states(given.tree, given.spread(written), given.spread(in_dtypes))
-        results = made.out.spread(v.aval for v in _jax.open_jaxpr(made.jaxpr)[0].outvars)
-        to = handed_out(made.out.tree, results, known, policy.output_dtype)
-        out_dtypes = tuple(itertools.compress(to, made.out.traced))
-        return Traced(made.jaxpr, made.out, policy, avals, paths, out_dtypes)
+            program = programs.trace(flat.on(fun), written, name)
+        subtrees = states(flat.tree, flat.spread(written), flat.spread(in_dtypes))
+        results = program.out.spread(v.aval for v in _jax.open_jaxpr(program.jaxpr)[0].outvars)
+        to = handed_out(program.out.tree, results, subtrees, policy.output_dtype)
+        out_dtypes = tuple(itertools.compress(to, program.out.traced))
+        return Traced(program.jaxpr, program.out, policy, avals, paths, out_dtypes)
 
-    made = make()
+    traced = make()
     if policy.overrides:
         if overridden(
-            made.outline.block, policy
+            traced.outline.block, policy
         ):  # they give some kernels another dtype: find them
-            found = overridden(make(numbers=Numbers()).outline.block, policy)
-            made = make(numbers=Numbers(), others=tuple(sorted(found.items())))
-        _check_patterns(made.outline, paths)
+            dtypes = overridden(make(numbers=Numbers()).outline.block, policy)
+            traced = make(numbers=Numbers(), others=tuple(sorted(dtypes.items())))
+        _check_patterns(traced.outline, paths)
     if policy.compute_dtype in HALVES:
         CALLED.add(CASTS)
-        check_no_other_policy(made.outline.block)
-    return made
+        check_no_other_policy(traced.outline.block)
+    return traced
 
 
 def _as_written(aval: Any, path: str, policy: Policy) -> Any:
@@ -246,9 +246,9 @@ def call(traced: Traced, arrays: list[Any], rows: bool = False) -> list[Any]:
 def _run_as_written(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
     """Runs a program that asks for no half dtype: only its arguments and results are cast."""
     avals = _jax.in_avals(traced.jaxpr)
-    given = [_cast(x, getattr(a, "dtype", None)) for x, a in zip(arrays, avals, strict=True)]
+    inputs = [_cast(x, getattr(a, "dtype", None)) for x, a in zip(arrays, avals, strict=True)]
     run = _jax.eval_closed if traced.donates else _jax.call_as_jit
-    results = run(traced.jaxpr, *given)
+    results = run(traced.jaxpr, *inputs)
     return [_cast(x, dtype) for x, dtype in zip(results, traced.out_dtypes, strict=True)]
 
 
@@ -283,8 +283,8 @@ def _check_patterns(plan: Plan, paths: Sequence[str]) -> None:
     for pattern, _ in plan.policy.overrides:
         if pattern not in plan.used_patterns:
             scopes = ["/".join(op.scopes) for op in plan.block.walk()]
-            known = [place for place in (*paths, *scopes) if place]
-            near = ", ".join(map(repr, nearest_paths(pattern, known))) or "none at all"
+            places = [place for place in (*paths, *scopes) if place]
+            near = ", ".join(map(repr, nearest_paths(pattern, places))) or "none at all"
             raise ValueError(
                 f"overrides: the pattern {pattern!r} matches neither a named scope nor the path of "
                 f"a parameter. The nearest are {near}. Correct the pattern, or remove the override."

@@ -21,8 +21,8 @@ def warn_if_nothing_is_half(block: Block, rulings: Rulings, policy: Policy) -> N
     planned = any(r.in_force == "half" or r.why.reason in ELSEWHERE for r in matmuls.values())
     if not asking or planned:
         return
-    given = {str(p) for op in asking for p in _precisions(rulings[op].why.about[0])}
-    asked = ", ".join(sorted(given))
+    precisions = {str(p) for op in asking for p in _precisions(rulings[op].why.about[0])}
+    asked = ", ".join(sorted(precisions))
     names = sorted({op.name for op in asking})
     half = short_name(policy.compute_dtype)
     lifts = ", ".join(f'"*{name}": "{half}"' for name in names)

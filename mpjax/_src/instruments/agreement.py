@@ -301,10 +301,10 @@ class _Run:
         floats = [i for i, out in enumerate(self.outs) if is_float(out.value.array)]
         if len(floats) != 1:
             arrays = [f"{aval.dtype}{list(aval.shape)}" for aval in self.jaxpr.out_avals]
-            found = ", ".join(map(": ".join, zip(self.paths, arrays, strict=True))) or "nothing"
+            returned = ", ".join(map(": ".join, zip(self.paths, arrays, strict=True))) or "nothing"
             raise ValueError(
                 f"compare: {brief(self.fun)} must return one floating array, such as the "
-                f"log-probabilities of tokens, but returned {found}. Wrap it in a function that "
+                f"log-probabilities of tokens, but returned {returned}. Wrap it in a function that "
                 "returns only the array to compare."
             )
         return floats[0]
@@ -315,9 +315,9 @@ class _Run:
 
     def noise(self, meaning: str) -> float:
         """Returns the change of the float32 result when the arguments change in the last bit."""
-        given = moved([widen(x) for x in self.arrays])
+        perturbed = moved([widen(x) for x in self.arrays])
         try:
-            again = interpret(self.jaxpr, list(given), Wide())[self.which]
+            again = interpret(self.jaxpr, list(perturbed), Wide())[self.which]
         except NotImplementedError:  # something in it has no float32 form
             return 0.0
         return _parting_of(meaning, again, self.results().shadow).mean
@@ -360,8 +360,8 @@ class _Watcher(Watcher):
 
     def operation(self, eqn: Any, ins: list[_Seen], place: Site) -> list[_Seen]:
         values = self.comparer.operation(eqn, [v.value for v in ins], place)
-        given = frozenset().union(*(v.makers for v in ins))
-        return [self._step(value, _Step(eqn, place, given, value.shadow)) for value in values]
+        makers = frozenset().union(*(v.makers for v in ins))
+        return [self._step(value, _Step(eqn, place, makers, value.shadow)) for value in values]
 
     def _step(self, value: Shadowed, step: _Step) -> _Seen:
         if not is_float(value.shadow):
@@ -395,7 +395,7 @@ def _of_rounding(runs: Sequence[_Run], meaning: str, difference: float) -> list[
                 lines.setdefault((row.source, row.library), ([], []))[i].append(row)
     added = {line: sum(row.blame for rows in both for row in rows) for line, both in lines.items()}
     own = [run.results().array for run in runs]
-    found = []
+    partings = []
     for line in sorted(lines, key=lambda line: -added[line])[:TRIED]:
         outs = [
             run.without(line) if rows else out
@@ -405,8 +405,8 @@ def _of_rounding(runs: Sequence[_Run], meaning: str, difference: float) -> list[
         worst = [max(rows, key=lambda row: row.blame, default=None) for rows in lines[line]]
         here = max(filter(None, worst), key=lambda row: row.blame)
         dtypes = [row.dtypes if row else "" for row in worst]
-        found.append(Parting(*line, here.primitive, here.scope, (dtypes[0], dtypes[1]), left))
-    return sorted(found, key=lambda parting: parting.left or 0.0)
+        partings.append(Parting(*line, here.primitive, here.scope, (dtypes[0], dtypes[1]), left))
+    return sorted(partings, key=lambda parting: parting.left or 0.0)
 
 
 def _of_formulas(first: _Run, second: _Run) -> list[Parting]:

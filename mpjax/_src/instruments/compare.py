@@ -317,8 +317,8 @@ def _check_agreement(results: Any, argnums: Any, has_aux: Any, loss_scale: Any) 
         raise ValueError(
             f"compare: results={results!r} must be one of {legal}.{did_you_mean(results, MEANINGS)}"
         )
-    given = {"argnums": argnums != 0, "has_aux": has_aux, "loss_scale": loss_scale != "auto"}
-    wrong = [name for name, is_given in given.items() if is_given]
+    options = {"argnums": argnums != 0, "has_aux": has_aux, "loss_scale": loss_scale != "auto"}
+    wrong = [name for name, is_given in options.items() if is_given]
     if wrong:
         raise TypeError(
             f"compare: {', '.join(wrong)} applies only to a function and a policy. Two functions "
@@ -346,17 +346,17 @@ def _cells(row: CompareRow) -> tuple[str, ...]:
 
 
 def _operation(row: CompareRow, number: int) -> Operation:
-    known = row.compared and not row.noise
+    measured = row.compared and not row.noise
     ran = DTYPES[computed_in(row.dtypes)]
     return Operation(
         label=row.primitive,
         scope=box_of(row.scope, row.source),
         facts=facts(
             why=_why(row),
-            adds=percent(row.added) if known else "",
-            error_of_the_result=percent(row.error) if known else "",
-            inherited=percent(row.inherited) if known else "",
-            error_of_the_operands=percent(row.operands) if known else "",
+            adds=percent(row.added) if measured else "",
+            error_of_the_result=percent(row.error) if measured else "",
+            inherited=percent(row.inherited) if measured else "",
+            error_of_the_operands=percent(row.operands) if measured else "",
             underflow=f"{percent(row.underflow)} of the entries became zero" * bool(row.underflow),
             overflow=f"{percent(row.overflow)} of the entries overflowed" * bool(row.overflow),
             magnitudes=f"{row.low:.3g} to {row.high:.3g}",
@@ -370,8 +370,8 @@ def _operation(row: CompareRow, number: int) -> Operation:
             row_of_explain=row.op,
         ),
         colours={
-            "added error": row.added if known else None,
-            "error": (row.error if row.error < BROKEN else math.inf) if known else None,
+            "added error": row.added if measured else None,
+            "error": (row.error if row.error < BROKEN else math.inf) if measured else None,
             "dtype": ran,
             "bytes": row.bytes * row.times,
             "pass": "backward" if row.backward else "forward",
@@ -443,9 +443,9 @@ def _terms_of_noise(
     if not suspects:
         return {}
     program.ran()
-    given = [*moved([widen(x) for x in arrays]), jnp.float32(scale)]
+    perturbed = [*moved([widen(x) for x in arrays]), jnp.float32(scale)]
     try:
-        again = dict(zip(program.results, interpret(program.jaxpr, given, Wide()), strict=True))
+        again = dict(zip(program.results, interpret(program.jaxpr, perturbed, Wide()), strict=True))
     except NotImplementedError:  # something in it has no float32 form
         return {}
     sizes = {name: size_of_terms(named[name].shadow, again[name]) for name in suspects}

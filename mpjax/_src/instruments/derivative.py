@@ -75,51 +75,51 @@ class Made:
 
 
 def derivative_at(
-    program: Program, arrays: Sequence[Any], made: Made, before: Sequence[Made | None]
+    program: Program, arrays: Sequence[Any], maker: Made, before: Sequence[Made | None]
 ) -> Derivative | None:
     """Returns the derivative that an operation belongs to, if this derivative is not finite.
 
     Args:
         program: A program whose equations are numbered.
         arrays: Its arguments, without the loss scale.
-        made: An operation of the program that made NaN or Inf.
+        maker: An operation of the program that made NaN or Inf.
         before: The operations that made NaN or Inf before it, and None for each bad argument.
 
     Returns:
         The derivative. None if the operation belongs to the function itself, or if the derivative
         is finite, and only its product with a cotangent overflowed.
     """
-    place = made.place
+    place = maker.place
     eqn: Any = program.equations[place.numbers[-1]] if place.numbers else None
     if eqn is None or _runs_others(eqn):
         return None
     search = _Search(place)
     interpret(program.alone, _arguments(program, arrays), search)
     # A rule may compute for the derivative what the function itself computes too.
-    if search.made.count(made.alone) > before.count(made):
-        return _taken_inside(program, arrays, made)
+    if search.made.count(maker.alone) > before.count(maker):
+        return _taken_inside(program, arrays, maker)
     term = search.operands and _unbounded(eqn, search.operands)
     if not term:
         return None
     return _derivative(_name(eqn, program, place), term, search.operands or ())
 
 
-def _taken_inside(program: Program, arrays: Sequence[Any], made: Made) -> Derivative | None:
+def _taken_inside(program: Program, arrays: Sequence[Any], maker: Made) -> Derivative | None:
     """Returns the derivative that an operation of the function itself belongs to.
 
     The function differentiates, as for a gradient penalty. The operation is on the same line, and
     its derivative is computed by the same operation.
     """
-    around = (program.equations[number].source_info.name_stack for number in made.place.numbers)
+    around = (program.equations[number].source_info.name_stack for number in maker.place.numbers)
     transforms = {name for stack in around for name in _jax.transforms(stack)}
     if "jvp" not in transforms:
         return None
-    line = _Line(program, made)
+    line = _Line(program, maker)
     interpret(program.alone, _arguments(program, arrays), line)
     for eqn, operands, place in line.found:
         term = _unbounded(eqn, operands)
         if term and (
-            term.made == made.alone or ("transpose" in transforms and term.made.name == made.name)
+            term.made == maker.alone or ("transpose" in transforms and term.made.name == maker.name)
         ):
             return _derivative(_name(eqn, program, place), term, operands)
     return None
@@ -214,9 +214,9 @@ class _Line(_Search):
         found: The operations in the order in which they run, with their operands and places.
     """
 
-    def __init__(self, program: Program, made: Made):
-        super().__init__(made.place)
-        self._program, self._made = program, made
+    def __init__(self, program: Program, maker: Made):
+        super().__init__(maker.place)
+        self._program, self._made = program, maker
         self.found: list[tuple[Any, list[_Moving], Site]] = []
 
     def operation(self, eqn: Any, ins: list[_Moving], place: Site) -> list[_Moving]:
@@ -236,8 +236,8 @@ class _Line(_Search):
 
 
 def _made(eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> list[Made]:
-    held = tuple(range_of(v.array) for v in ins if is_number(v.array))
-    return [Made(eqn.primitive.name, held, range_of(x)) for x in outs if is_number(x)]
+    ranges = tuple(range_of(v.array) for v in ins if is_number(v.array))
+    return [Made(eqn.primitive.name, ranges, range_of(x)) for x in outs if is_number(x)]
 
 
 # ---- the derivative of one operation ------------------------------------------------------------
@@ -251,8 +251,8 @@ def _unbounded(eqn: Any, operands: Sequence[_Moving]) -> "_Term | None":
     active = [i for i, v in enumerate(operands) if v.moves]
 
     def operation(*moving):
-        given = dict(zip(active, moving, strict=True))
-        outs = run(eqn, [given.get(i, v.array) for i, v in enumerate(operands)])
+        values = dict(zip(active, moving, strict=True))
+        outs = run(eqn, [values.get(i, v.array) for i, v in enumerate(operands)])
         return [x for x in outs if jnp.issubdtype(x.dtype, jnp.inexact)]
 
     def derivative(*moving):
@@ -318,9 +318,9 @@ class _Term:
         if not _is_elementwise(self):
             return ""
         texts = (self._text(self._index, depth)[0] for depth in (4, 3, 2, 1))
-        found = next((text for text in texts if len(text) <= LONGEST), "")
-        narrow = found and self.array.dtype in HALVES
-        return f"{found} in {self.array.dtype.name}" if narrow else found
+        formula = next((text for text in texts if len(text) <= LONGEST), "")
+        narrow = formula and self.array.dtype in HALVES
+        return f"{formula} in {self.array.dtype.name}" if narrow else formula
 
     def _text(self, index: Any, depth: int) -> tuple[str, int]:
         """Returns the expression of an entry, and how tightly its operator binds."""

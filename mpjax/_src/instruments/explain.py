@@ -169,11 +169,11 @@ class CastReport(Report):
         Returns:
             ``{"dot_general": {"f16": 0, "bf16": 4, "f32": 1, "other": 0}, ...}``
         """
-        found: dict[str, dict[str, int]] = {}
+        by_primitive: dict[str, dict[str, int]] = {}
         for row in self.rows:
-            counts = found.setdefault(row.primitive, dict.fromkeys(COMPUTES, 0))
+            counts = by_primitive.setdefault(row.primitive, dict.fromkeys(COMPUTES, 0))
             counts[row.computes_in] += 1
-        return found
+        return by_primitive
 
     def counts(self) -> list[tuple[str, ...]]:
         """Returns `calls` as rows of text, without primitives that compute nothing in a float."""
@@ -218,7 +218,7 @@ class CastReport(Report):
         rows = [*enumerate(self.rows)]
         wide = self.wide if jax.device_count() > 1 else ()
         frames = sum(is_frame(row.primitive) for row in self.rows)
-        held = f"and equations that only hold a program or an order: {frames}" * bool(frames)
+        note = f"and equations that only hold a program or an order: {frames}" * bool(frames)
         tables = (
             Table(
                 "Read in float32, and exchanged between devices in float32",
@@ -238,7 +238,7 @@ class CastReport(Report):
                 ("operation", *COMPUTES),
                 tuple(self.counts()),
                 ("operation",),
-                note=held,
+                note=note,
             ),
             Table(
                 "Not in half, or left as written",
@@ -432,16 +432,16 @@ def _read_wide(plan: Plan, active: Sequence[bool]) -> dict[str, int]:
     """Returns the paths of differentiated arguments that are read in float32, and the first row."""
     arguments = zip(plan.block.invars, active, strict=True)
     trained = {path for value, yes in arguments if yes for path in value.paths if path}
-    found: dict[str, int] = {}
+    rows: dict[str, int] = {}
     for index, (op, _) in enumerate(plan.numbered):
         # Views do not count, programs are searched inside, and lookups exchange rounded values.
         choice, rule = plan.analysis.choices[op], plan.analysis.rulings[op].rule
         if rule in ("layout", "program", "cast") or choice.sent_half or choice.compute in HALVES:
             continue
-        given = [value for value in op.ins if value.is_f32 and value.given]
-        for path in trained.intersection(path for value in given for path in value.paths):
-            found.setdefault(path, index)
-    return found
+        parameters = [value for value in op.ins if value.is_f32 and value.given]
+        for path in trained.intersection(path for value in parameters for path in value.paths):
+            rows.setdefault(path, index)
+    return rows
 
 
 # ---- rows ---------------------------------------------------------------------------------------
@@ -517,7 +517,7 @@ def _row(analysis: Analysis, op: Op, times: int, storage: str, reason: Why) -> R
     dtypes = {v: analysis.stored[v].dtype for v in (*op.ins, *op.outs)}
     program = ruling.rule == "program"
     computes = [_after(v, dtypes[v] if program else compute or dtypes[v]) for v in op.ins]
-    held = sum(_jax.bytes_of(v.aval, dtypes[v] if v.is_f32 else None) for v in (*op.ins, *op.outs))
+    total = sum(_jax.bytes_of(v.aval, dtypes[v] if v.is_f32 else None) for v in (*op.ins, *op.outs))
     return Row(
         op.name,
         "/".join(op.scopes),
@@ -532,7 +532,7 @@ def _row(analysis: Analysis, op: Op, times: int, storage: str, reason: Why) -> R
         storage=storage,
         attention=analysis.marks.attention.get(op, ""),
         library=library,
-        bytes=0 if program else held,
+        bytes=0 if program else total,
     )
 
 
@@ -550,9 +550,9 @@ def reads_floats(signature: str) -> bool:
 def computed_in(signature: str) -> str:
     """Returns the compute dtype, one of `COMPUTES`, for dtypes such as "bf16,f32->f32"."""
     operands, _, results = signature.partition("->")
-    found = set(COMPUTES) & set((operands or results).split(","))
-    found = found or set(COMPUTES) & set(results.split(","))
-    return next((name for name in ("f32", "bf16", "f16") if name in found), "other")
+    dtypes = set(COMPUTES) & set((operands or results).split(","))
+    dtypes = dtypes or set(COMPUTES) & set(results.split(","))
+    return next((name for name in ("f32", "bf16", "f16") if name in dtypes), "other")
 
 
 def _after(value: Value, dtype: Any) -> str:
@@ -646,14 +646,14 @@ def _half_share(jaxpr: Any) -> float:
 
 def _casts(jaxpr: Any) -> "collections.Counter[int]":
     """Counts the casts between float32 and half in a program, by the bytes that each one moves."""
-    found: collections.Counter[int] = collections.Counter()
+    casts: collections.Counter[int] = collections.Counter()
     for eqn, _, times in equations(jaxpr):
         if eqn.primitive.name in CASTS:
             old, new = eqn.invars[0].aval, eqn.outvars[0].aval
             dtypes = {old.dtype, new.dtype}
             if FLOAT32 in dtypes and dtypes & set(HALVES):
-                found[(_jax.bytes_of(old) + _jax.bytes_of(new)) * times] += 1
-    return found
+                casts[(_jax.bytes_of(old) + _jax.bytes_of(new)) * times] += 1
+    return casts
 
 
 def _totals(casts: "collections.Counter[int]") -> tuple[int, int]:

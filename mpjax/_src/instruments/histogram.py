@@ -103,13 +103,13 @@ class GradientHistogram(Report):
         return {"rows": [dataclasses.asdict(r) for r in self.rows(dtype, scale)], "log2": bins}
 
     def logged(self, loss_scale: float = 1.0) -> Mapping[str, float | str]:
-        found: dict[str, float | str] = {}
+        figures: dict[str, float | str] = {}
         for dtype in HALVES:
             row = self.total(dtype, loss_scale)
-            found |= {"zeros": row.zeros, "nonfinite": row.nonfinite}
+            figures |= {"zeros": row.zeros, "nonfinite": row.nonfinite}
             for name in ("flushed", "subnormal", "overflowed"):
-                found[f"{dtype.name}/{name}"] = getattr(row, name)
-        return found
+                figures[f"{dtype.name}/{name}"] = getattr(row, name)
+        return figures
 
     def plot(
         self, path: str | Path | None = None, dtype: DTypeLike = "float16", scale: float = 1.0
@@ -346,10 +346,10 @@ def _count(leaf: jax.Array) -> jax.Array:
 
 
 def _limits(dtype: DTypeLike) -> Limits:
-    found = canonical(dtype, "dtype")
-    if found not in HALVES:
+    half = canonical(dtype, "dtype")
+    if half not in HALVES:
         raise ValueError(f"dtype={brief(dtype)} must be 'float16' or 'bfloat16'.")
-    return limits_of(found)
+    return limits_of(half)
 
 
 def exponent_of(scale: float) -> int:

@@ -46,15 +46,15 @@ def kept_by(jaxpr: Any) -> list[Kept]:
             are its arguments or constants take no additional memory and are left out.
     """
     makers = functools.cache(_makers)
-    known = {*jaxpr.invars, *jaxpr.constvars}
-    found = []
+    inputs = {*jaxpr.invars, *jaxpr.constvars}
+    arrays = []
     for v in dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)):
-        if v not in known and not _is_constant(makers(jaxpr).get(v)):
+        if v not in inputs and not _is_constant(makers(jaxpr).get(v)):
             origin = _origin(v, jaxpr, makers)
             row = origin if isinstance(origin, int) else None
             size, shape = _jax.bytes_of(v.aval), tuple(v.aval.shape)
-            found.append(Kept(short_name(v.aval.dtype), shape, size, row))
-    return sorted(found, key=lambda kept: -kept.bytes)
+            arrays.append(Kept(short_name(v.aval.dtype), shape, size, row))
+    return sorted(arrays, key=lambda kept: -kept.bytes)
 
 
 def _makers(jaxpr: Any) -> dict[Any, Any]:
@@ -68,9 +68,9 @@ def _is_constant(eqn: Any) -> bool:
 
 def _origin(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> Any:
     """Returns the row number of the op that made a variable, or the argument that it is."""
-    made = makers(jaxpr)
-    while not isinstance(var, _jax.Literal) and var in made:
-        eqn = made[var]
+    producers = makers(jaxpr)
+    while not isinstance(var, _jax.Literal) and var in producers:
+        eqn = producers[var]
         for inner in _jax.inner_jaxprs(eqn):
             if len(inner.outvars) != len(eqn.outvars):
                 continue
@@ -95,21 +95,21 @@ SIDES = "left operand", "right operand"
 def storage_of(plan: Plan) -> dict[Op, str]:
     """Returns the plan's decision on storage, in words, for each op that has one."""
     rows = {v: row for op, row in plan.rows.items() for v in op.outs}
-    found: dict[Op, str] = {}
+    texts: dict[Op, str] = {}
     for block in plan.block.blocks():
         if block in plan.analysis.steps:
-            found |= _storage_of(block, plan, rows)
+            texts |= _storage_of(block, plan, rows)
     stands_for = plan.analysis.marks.stands_for
-    return {stands_for.get(op, op): text for op, text in found.items()}
+    return {stands_for.get(op, op): text for op, text in texts.items()}
 
 
 def _storage_of(block: Block, plan: Plan, rows: dict[Value, int]) -> dict[Op, str]:
     steps, marks = plan.analysis.steps[block], plan.analysis.marks
-    found: dict[Op, str] = {}
+    texts: dict[Op, str] = {}
     for step in _steps(steps):
         if isinstance(step, Island):
             text = _of_island(step, plan, rows)
-            found |= dict.fromkeys(step.ops, text)
+            texts |= dict.fromkeys(step.ops, text)
         elif isinstance(step, Op):
             own = [v for v in step.outs if v in plan.analysis.kept]
             parts = [f"kept in {_dtypes(own, plan)}"] if own else []
@@ -117,12 +117,12 @@ def _storage_of(block: Block, plan: Plan, rows: dict[Value, int]) -> dict[Op, st
                 side = SIDES[marks.centred[step][0]]
                 parts.append(f"{side} less its mean in the gradient of the other operand")
             if parts:
-                found[step] = "; ".join(parts)
+                texts[step] = "; ".join(parts)
     for step in steps:
         for op in step.ops if isinstance(step, Checkpoint) else ():
             if op.spec.runs_again:
-                found.setdefault(op, "computed again")
-    return found
+                texts.setdefault(op, "computed again")
+    return texts
 
 
 def _steps(steps: Sequence[Step]) -> Iterator[Step]:

@@ -67,5 +67,5 @@ def alike(first: Pool, second: Pool, tolerance: float) -> bool:
         return False
     at = np.searchsorted(many.entries, few.largest)
     near = np.stack([many.entries[np.clip(at + i, 0, len(many.entries) - 1)] for i in (-1, 0)])
-    found = np.min(np.abs(near - few.largest), axis=0) <= room
-    return bool(np.mean(found) >= FOUND)
+    matches = np.min(np.abs(near - few.largest), axis=0) <= room
+    return bool(np.mean(matches) >= FOUND)

@@ -211,14 +211,14 @@ def _write(writer: Any, step: int, metrics: dict[str, Any]) -> None:
         for name, leaf in metrics.items()
         for part, value in _parts(leaf, scale).items()
     }
-    found = [method for method in METHODS if hasattr(writer, method)]
-    if not found:
+    methods = [method for method in METHODS if hasattr(writer, method)]
+    if not methods:
         writer.add(step, values)
         return
     for name, value in values.items():
         if not isinstance(value, str) and not math.isfinite(value):
             continue  # a chart has no place for it, and tensorboardX prints a line for each
-        write = getattr(writer, METHODS[found[0]] if isinstance(value, str) else found[0], None)
+        write = getattr(writer, METHODS[methods[0]] if isinstance(value, str) else methods[0], None)
         if write is not None:
             write(name, value, step)
 
@@ -253,8 +253,8 @@ def _is_ready(leaf: Any) -> bool:
 
 
 def _check_writer(writer: Any) -> None:
-    known = isinstance(writer, JsonLines)
-    if not (known or hasattr(writer, "add_scalar") or hasattr(writer, "scalar")):
+    is_ours = isinstance(writer, JsonLines)
+    if not (is_ours or hasattr(writer, "add_scalar") or hasattr(writer, "scalar")):
         raise TypeError(
             f"writer={brief(writer)} must be an mpjax.debug.JsonLines(path), a "
             "tensorboardX.SummaryWriter or a flax.metrics.tensorboard.SummaryWriter."

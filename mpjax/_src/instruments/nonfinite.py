@@ -136,18 +136,18 @@ class NonfiniteReport(Report):
         title, advice = "The first NaN or Inf", tuple(self.advice.splitlines())
         if not self.found:
             return Document(title, self.advice)
-        held = [("" if i else "inputs", str(operand)) for i, operand in enumerate(self.inputs)]
+        values = [("" if i else "inputs", str(operand)) for i, operand in enumerate(self.inputs)]
         if self.result is not None:
-            held.append(("slope" if self.derivative_of else "result", str(self.result)))
+            values.append(("slope" if self.derivative_of else "result", str(self.result)))
         if self.largest is not None:
             narrow = self.result and self.result.dtype == "f16"
             most = "; float16's is 65504" if narrow else ""
-            held.append(("float32", f"its largest magnitude would be {self.largest:.4g}{most}"))
+            values.append(("float32", f"its largest magnitude would be {self.largest:.4g}{most}"))
         rows = (
             ("scope", self.scope),
             ("path", self.path),
             ("iteration", turns_of(self.loops)),
-            *held,
+            *values,
             ("reaches", ", ".join(self.reaches)),
         )
         told = tuple(row for row in rows if row[1])
@@ -165,7 +165,7 @@ class NonfiniteReport(Report):
         verb = f"made {self.made}:"
         if self.derivative_of:
             verb = f"its derivative is {self.derivative}:"
-        made = Operation(
+        operation = Operation(
             label=self.derivative_of or self.primitive,
             scope=box_of(self.scope, self.source),
             facts=facts(
@@ -182,7 +182,7 @@ class NonfiniteReport(Report):
             },
             backward=self.backward,
         )
-        return Drawing(operations=(made,), colours=(DTYPE, PASS))
+        return Drawing(operations=(operation,), colours=(DTYPE, PASS))
 
     @property
     def headline(self) -> str:
@@ -311,7 +311,7 @@ class _Finder(Watcher):
         outs = run(eqn, arrays)
         carries = rules.SAME_PARAMETER in rule_of(eqn.primitive.name).traits
         origins = frozenset().union(*(v.origins for v in ins if v.bad))
-        given = frozenset().union(*(v.given for v in ins if v.bad))
+        arguments = frozenset().union(*(v.given for v in ins if v.bad))
         infinite = any(v.bad for v in ins)
         paths = [v.path for v in ins if v.path in self.parameters]
         for number in place.numbers[-1:]:
@@ -322,12 +322,12 @@ class _Finder(Watcher):
             blame = origins
             made = nans or (infs and (not infinite or _is_new(eqn, arrays, out)))
             if made and not origins:
-                blame = frozenset({self._event(eqn, ins, arrays, index, out, given, place)})
+                blame = frozenset({self._event(eqn, ins, arrays, index, out, arguments, place)})
             path = ins[0].path if carries and ins else ""
-            results.append(Watched(out, bool(nans or infs), blame, given, path))
+            results.append(Watched(out, bool(nans or infs), blame, arguments, path))
         return results
 
-    def _event(self, eqn, ins, arrays, index, out, given, place) -> int:
+    def _event(self, eqn, ins, arrays, index, out, arguments, place) -> int:
         wide = run_in_float32(eqn, arrays) if touches_half(eqn) else None
         in_float32 = None if wide is None else wide[index]
         finite = in_float32 is not None and sum(counts(in_float32)) < sum(counts(out))
@@ -338,7 +338,7 @@ class _Finder(Watcher):
         source, library = self.program.lines(eqn, place)
         numbers = [v for v in ins if is_number(v.array)]
         inputs = tuple(range_of(v.array) for v in numbers)
-        made = range_of(out)
+        result = range_of(out)
         self.events.append(
             NonfiniteReport(
                 found=True,
@@ -352,27 +352,27 @@ class _Finder(Watcher):
                 path=", ".join(dict.fromkeys(paths)),
                 loops=place.loops,
                 op=place.op,
-                given=tuple(sorted(given)),
+                given=tuple(sorted(arguments)),
                 inputs=tuple(
-                    dataclasses.replace(held, path=v.path)
-                    for held, v in zip(inputs, numbers, strict=True)
+                    dataclasses.replace(operand, path=v.path)
+                    for operand, v in zip(inputs, numbers, strict=True)
                 ),
-                result=made,
+                result=result,
                 largest=largest_finite(in_float32) if finite else None,
             )
         )
         here = dataclasses.replace(place, callers=())
         lines = source, library
-        self.made.append(Made(eqn.primitive.name, inputs, made, here, lines))
+        self.made.append(Made(eqn.primitive.name, inputs, result, here, lines))
         return len(self.events) - 1
 
     def argument(self, array: Any, path: str) -> Watched:
         nans, infs = counts(array)
         if not nans:
-            given = frozenset({path} if infs else ())
-            return Watched(array, bool(infs), given=given, path=path)
-        held = range_of(array)
-        self.events.append(NonfiniteReport(True, "argument", "NaN", path=path, result=held))
+            names = frozenset({path} if infs else ())
+            return Watched(array, bool(infs), given=names, path=path)
+        result = range_of(array)
+        self.events.append(NonfiniteReport(True, "argument", "NaN", path=path, result=result))
         self.made.append(None)
         return Watched(array, True, frozenset({len(self.events) - 1}), path=path)
 
@@ -389,8 +389,8 @@ class _Finder(Watcher):
     def stack(self, values: Sequence[Watched]) -> Watched:
         bad = any(v.bad for v in values)
         origins = frozenset().union(*(v.origins for v in values if v.bad))
-        given = frozenset().union(*(v.given for v in values if v.bad))
-        return Watched(jnp.stack([v.array for v in values]), bad, origins, given, values[0].path)
+        names = frozenset().union(*(v.given for v in values if v.bad))
+        return Watched(jnp.stack([v.array for v in values]), bad, origins, names, values[0].path)
 
 
 def _search(program: Program, arrays: list[jax.Array], scale: float) -> NonfiniteReport:
@@ -426,28 +426,28 @@ def _search(program: Program, arrays: list[jax.Array], scale: float) -> Nonfinit
 
 
 def _as_derivative(
-    event: NonfiniteReport, made: Sequence[Made | None], program: Program, arrays: list[jax.Array]
+    event: NonfiniteReport, makers: Sequence[Made | None], program: Program, arrays: list[jax.Array]
 ) -> NonfiniteReport:
     """Returns an event as that of the operation whose derivative it belongs to, if it does.
 
     Args:
         event: The event.
-        made: The operations of the events up to this one.
+        makers: The operations of the events up to this one.
         program: The program.
         arrays: Its arguments, without the loss scale.
     """
-    *before, last = made
-    found = last and derivative_at(program, arrays, last, before)
-    if not found:
+    *before, last = makers
+    derivative = last and derivative_at(program, arrays, last, before)
+    if not derivative:
         return event
     return dataclasses.replace(
         event,
-        derivative_of=found.of,
-        derivative=found.value,
-        expression=found.expression,
-        inputs=found.inputs,
-        result=found.result,
-        largest=found.largest,
+        derivative_of=derivative.of,
+        derivative=derivative.value,
+        expression=derivative.expression,
+        inputs=derivative.inputs,
+        result=derivative.result,
+        largest=derivative.largest,
     )
 
 

@@ -62,7 +62,7 @@ def passes(
             "decide": _decisions(outline, decided),
             "store": _steps(plan),
         }
-        return {name: _text(name, found) for name, found in rows.items()}
+        return {name: _text(name, entries) for name, entries in rows.items()}
 
     return printed
 

@@ -38,20 +38,20 @@ class Places:
 
     def around(self, op: Op) -> list[Place]:
         """Returns the places that contain an op, the smallest first."""
-        found = [self.place(pattern) for pattern in patterns(op)]
-        return sorted(found, key=lambda place: (self.flops(place.ops), len(place.ops)))
+        places = [self.place(pattern) for pattern in patterns(op)]
+        return sorted(places, key=lambda place: (self.flops(place.ops), len(place.ops)))
 
     def finest(self) -> list[Place]:
         """Returns the smallest places that patterns can name; together they move everything."""
-        known: dict[str, Place] = {}
+        places: dict[str, Place] = {}
         finest: dict[frozenset[int], Place] = {}
         for op in self.movable:
             scoped = "/".join(shown(op.scopes))
             for pattern in patterns(op):
-                if pattern not in known:
-                    known[pattern] = self.place(pattern)
+                if pattern not in places:
+                    places[pattern] = self.place(pattern)
             best = min(
-                (known[pattern] for pattern in patterns(op)),
+                (places[pattern] for pattern in patterns(op)),
                 key=lambda p: (len(p.ops), not p.pattern.startswith(scoped), len(p.pattern)),
             )
             finest.setdefault(best.ops, best)
@@ -66,11 +66,11 @@ class Places:
         ops = tuple(ops)
         return sum(self._flops[i] for i in ops), sum(self._entries[i] for i in ops)
 
-    def merged(self, moved: frozenset[int], given: Iterable[Place]) -> list[Place]:
+    def merged(self, moved: frozenset[int], places: Iterable[Place]) -> list[Place]:
         """Returns the fewest places that move exactly these ops; scopes replace their parts."""
         if all(self.rows[op] in moved for op in self.movable):
             return [Place("*", moved)]
-        wider = {p.ops: p for p in given}
+        wider = {p.ops: p for p in places}
         for op in self.movable:
             if self.rows[op] in moved:
                 for pattern in patterns(op):

@@ -69,10 +69,10 @@ class Program:
     def lines(self, eqn: Any, place: Site) -> tuple[str, str]:
         """Returns "file:line" of an equation, or of the op that it comes from: the user's line,
         and that of the library that it calls there, or ""."""
-        found = _jax.source_lines(eqn)
-        if not found[0] and place.op is not None:
-            found = self.ops[place.op].lines
-        return found if found[0] else place.lines(eqn)
+        lines = _jax.source_lines(eqn)
+        if not lines[0] and place.op is not None:
+            lines = self.ops[place.op].lines
+        return lines if lines[0] else place.lines(eqn)
 
     @property
     def follows_gradient(self) -> bool:
@@ -115,13 +115,13 @@ def make_program(
     instruments; ``tool`` is the name of the instrument, for errors. ``ran`` is called before every
     run. With ``numbers``, the program says which equation of the function a derivative belongs to.
     """
-    given = Flat.of((args, kwargs))
-    if not given.arrays:
+    leaves = Flat.of((args, kwargs))
+    if not leaves.arrays:
         raise ValueError(
             f"{tool}: the arguments hold no arrays: there is nothing to run. It is called like "
             f"explain: {tool}(fun, policy)(*args), with the arguments of fun."
         )
-    names = given.names(parameters_of(fun, args), lambda name, keys: path_of(keys) or name)
+    names = leaves.names(parameters_of(fun, args), lambda name, keys: path_of(keys) or name)
     with _noted(f"{tool}: the function failed while JAX traced it, before {tool} ran it."):
         traced = trace(fun, policy, args, kwargs)
     outs = traced.returned()
@@ -162,7 +162,7 @@ def make_program(
     gradients = (False,) * (count - grads) + (True,) * grads
     parameters = tuple(n for n, moves in zip(names, active, strict=True) if moves) or names
     return Program(
-        *(jaxpr, given.arrays, names, tuple(results), gradients, parameters),
+        *(jaxpr, leaves.arrays, names, tuple(results), gradients, parameters),
         *(traced.plan, ran, alone, equations),
     )
 
@@ -223,8 +223,8 @@ def _forward(evaluate, out: Flat) -> tuple[Callable[..., Any], list[str]]:
 def _gradients(run, active, names, has_aux) -> tuple[Callable[..., Any], list[str]]:
     results: list[str] = []
 
-    def flat(*given):
-        *arrays, scale = given
+    def flat(*inputs):
+        *arrays, scale = inputs
         pulled = pull_back(run, active, arrays, has_aux, lambda loss: _wide(loss) * scale)
         results[:] = ["loss", *(f"aux {path}".strip() for path in pulled.aux)]
         results.extend(

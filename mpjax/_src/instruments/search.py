@@ -116,10 +116,10 @@ class Search:
         if not failed or self.best is None:
             return 0
         outside, one = self._left(failed)[:, :-1], np.ones(self.count)
-        found = milp(
+        solution = milp(
             one, constraints=LinearConstraint(outside, 1), integrality=one, bounds=Bounds(0, 1)
         )
-        return round(found.fun)
+        return round(solution.fun)
 
     # ---- what to try next -----------------------------------------------------------------------
 
@@ -140,12 +140,12 @@ class Search:
 
     def _first(self, estimates: Sequence[Estimate]) -> list[frozenset[int]]:
         """Returns the fewest places that are likely to be enough, or else the likeliest set."""
-        found: list[tuple[float, frozenset[int]]] = []
+        candidates: list[tuple[float, frozenset[int]]] = []
         for sets, odds in self._by_size(estimates, self.count):
-            found.append((odds.max(), self._likeliest(sets, odds)))
+            candidates.append((odds.max(), self._likeliest(sets, odds)))
             if odds.max() >= LIKELY:
                 break
-        return [max(found, key=lambda each: each[0])[1]] if found else []
+        return [max(candidates, key=lambda each: each[0])[1]] if candidates else []
 
     def _guess(self, estimates: Sequence[Estimate], has_parts: bool) -> frozenset[int] | None:
         """Returns a smaller set than the best one, if one is worth a run."""
@@ -180,8 +180,8 @@ class Search:
             more = (sets[:, None] | self._inside)[~sets]  # each with each place that it lacks
             counts = more.sum(1)
             for count in np.unique(counts[counts <= largest]):
-                found = [more[counts == count], *(sizes[count] for _ in range(count in sizes))]
-                sizes[count] = np.unique(np.concatenate(found), axis=0)
+                parts = [more[counts == count], *(sizes[count] for _ in range(count in sizes))]
+                sizes[count] = np.unique(np.concatenate(parts), axis=0)
             sets = sets[[np.packbits(s).tobytes() not in tried for s in sets]]
             if len(sets):
                 yield sets, chances(estimates, _terms(sets))

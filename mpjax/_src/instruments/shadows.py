@@ -102,11 +102,11 @@ class CompareRow:
     @property
     def blame(self) -> float:
         """Like ``added``, but reduced if operands were wrong already or a gradient cancels."""
-        made = OVERFLOW if self.overflow else min(capped(self.new), 1.0)
+        own = OVERFLOW if self.overflow else min(capped(self.new), 1.0)
         amplified = max(0.0, min(capped(self.inherited), 1.0) - capped(self.operands))
         if self.backward and rules.CANCELS in rule_of(self.primitive).traits:
             amplified *= NATURAL
-        return (made + amplified) / (1 + (self.operands / WRONG) ** 2)
+        return (own + amplified) / (1 + (self.operands / WRONG) ** 2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,11 +148,11 @@ class Comparer(Watcher):
         path = ins[0].path if ins and rules.SAME_PARAMETER in traits else ""
         loops = tuple(loop for loop, _ in place.loops)
         key = (id(eqn), place.scopes, loops, self._lines(eqn, place))  # JAX shares what it traced
-        found = max((v.error_for(key) for v in ins), default=0.0)
+        operands_error = max((v.error_for(key) for v in ins), default=0.0)
         accumulated: dict[str, Any] = {}
         if place.loops and {rules.SAME_PARAMETER, rules.STATE} & traits:
             makers = frozenset({key}).union(*(v.makers for v in ins))
-            accumulated = {"makers": makers, "given": found}
+            accumulated = {"makers": makers, "given": operands_error}
         half = any(is_half(x) for x in (*arrays, *outs))
         if not half and all(v.exact for v in ins):
             return [Shadowed(out, out, path=path) for out in outs]
@@ -177,7 +177,7 @@ class Comparer(Watcher):
                 any(v.noise for v in ins) or _is_noise(eqn, ins, shadow)
             )
             if not self._is_ours(eqn, place):
-                stats |= {"operands": found, "compared": compared, "noise": noise}
+                stats |= {"operands": operands_error, "compared": compared, "noise": noise}
                 self._record(key, eqn, ins, out, stats, place)
             results.append(Shadowed(out, shadow, error, path, noise, **accumulated))
         return results

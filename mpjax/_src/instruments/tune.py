@@ -312,17 +312,17 @@ class _Trial:
 
     def worst(self, places: Sequence[Place]) -> float | None:
         """Returns the largest error of a result, or None if that was not measured."""
-        known = self._known.get(_ops(places))
-        return known and max(known[0].values(), default=0.0)
+        measured = self._known.get(_ops(places))
+        return measured and max(measured[0].values(), default=0.0)
 
     def _measured(self, places: Sequence[Place]) -> tuple[dict[str, float], list[Any]]:
         key = _ops(places)
         if key not in self._known:
             program = self._make(policy=self.with_places(places)) if places else self.program
             got = self._results(program, self.scale(program), self.arrays)
-            found = jax.device_get(_distances(got, self.wanted, self._signs))
-            errors = self._errors({name: float(d) for name, (d, _) in found.items()}, program)
-            vectors = [_of_length(v, errors[name]) for name, (_, v) in found.items()]
+            distances = jax.device_get(_distances(got, self.wanted, self._signs))
+            errors = self._errors({name: float(d) for name, (d, _) in distances.items()}, program)
+            vectors = [_of_length(v, errors[name]) for name, (_, v) in distances.items()]
             self._known[key] = errors, vectors
         return self._known[key]
 
@@ -459,13 +459,13 @@ def _of_length(vector: np.ndarray, length: float) -> np.ndarray:
 
 def _suspicions(trial: _Trial, places: Sequence[Place]) -> list[float]:
     """Returns the expected share of the squared error of each place, from its ops' own errors."""
-    found: dict[int, float] = {}
+    squares: dict[int, float] = {}
     compared = compare_program(trial.program, trial.arrays, trial.scale(trial.program))
     for row in compared.rows:
         if row.op is not None and not row.noise:
-            found[row.op] = found.get(row.op, 0.0) + min(row.added, 1.0) ** 2
+            squares[row.op] = squares.get(row.op, 0.0) + min(row.added, 1.0) ** 2
     inner = [frozenset().union(*(q.ops for q in places if q.ops < p.ops)) for p in places]
     return [
-        sum(found.get(op, 0.0) for op in place.ops - inside)
+        sum(squares.get(op, 0.0) for op in place.ops - inside)
         for place, inside in zip(places, inner, strict=True)
     ]

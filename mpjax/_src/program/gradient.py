@@ -19,19 +19,19 @@ from mpjax._src.program.modules import leaves_trained
 
 def positions(tool: str, argnums: Any, count: int) -> set[int]:
     """Returns the positions that ``argnums`` selects of ``count`` positional arguments."""
-    given = tuple(argnums) if isinstance(argnums, Sequence | set | frozenset) else (argnums,)
+    numbers = tuple(argnums) if isinstance(argnums, Sequence | set | frozenset) else (argnums,)
     if not count:
         raise ValueError(
             f"{tool}: argnums={brief(argnums)} counts positional arguments, but there are none. "
             "Pass the arguments to differentiate by position, not by name."
         )
-    if not (given and all(_is_position(i, count) for i in given)):
+    if not (numbers and all(_is_position(i, count) for i in numbers)):
         raise ValueError(
             f"{tool}: argnums={brief(argnums)} must be positions of arguments, from 0 to "
             f"{count - 1}, because the function was called with {count}."
         )
-    chosen = {int(i) % count for i in given}
-    if len(chosen) < len(given):
+    chosen = {int(i) % count for i in numbers}
+    if len(chosen) < len(numbers):
         raise ValueError(f"{tool}: argnums={brief(argnums)} names an argument twice. Name it once.")
     return chosen
 
@@ -81,12 +81,12 @@ def check_loss(tool: str, outs: Any, has_aux: bool) -> None:
         return
     loss = outs[0] if has_aux else outs
     kind = f"a {type(loss).__name__}"
-    found = f"{loss.dtype}{list(loss.shape)}" if is_array_or_shape(loss) else kind
+    returned = f"{loss.dtype}{list(loss.shape)}" if is_array_or_shape(loss) else kind
     pair = isinstance(loss, tuple | list) and len(loss) == 2
     hint = " If it returns (loss, aux), pass has_aux=True." if pair and not has_aux else ""
     raise TypeError(
         f"{tool}: to be differentiated, the function must return one real floating number of shape "
-        f"(), but it returned {found}.{hint} For the forward pass alone, pass argnums=None."
+        f"(), but it returned {returned}.{hint} For the forward pass alone, pass argnums=None."
     )
 
 
@@ -125,8 +125,8 @@ def pull_back(
     paths: list[str] = []
 
     def loss(moving):
-        given = iter(moving)
-        out = run(*[next(given) if m else a for a, m in zip(arrays, active, strict=True)])
+        inputs = iter(moving)
+        out = run(*[next(inputs) if m else a for a, m in zip(arrays, active, strict=True)])
         value, aux = out if has_aux else (out, ())
         pairs = jax.tree_util.tree_leaves_with_path(aux)
         pairs = [(keys, x) for keys, x in pairs if is_array(x)]

@@ -163,14 +163,14 @@ def build(
 
 
 def _block(jaxpr, consts, invars: Sequence[Value], scopes, callers, in_loop=False) -> Block:
-    known = [
+    constants = [
         (_constant(v.aval, value), value) for v, value in zip(jaxpr.constvars, consts, strict=True)
     ]
     env = dict(zip(jaxpr.invars, invars, strict=True))
-    env |= {v: value for v, (value, _) in zip(jaxpr.constvars, known, strict=True)}
+    env |= {v: value for v, (value, _) in zip(jaxpr.constvars, constants, strict=True)}
     ops: list[Op] = []
-    outvars = _flatten(jaxpr, env, ops, known, None, scopes, callers)
-    return Block(tuple(invars), tuple(outvars), tuple(known), tuple(ops), in_loop)
+    outvars = _flatten(jaxpr, env, ops, constants, None, scopes, callers)
+    return Block(tuple(invars), tuple(outvars), tuple(constants), tuple(ops), in_loop)
 
 
 def _flatten(jaxpr, env, ops: list[Op], consts, stack, scopes, callers) -> list[Value]:
@@ -207,19 +207,19 @@ def _flatten(jaxpr, env, ops: list[Op], consts, stack, scopes, callers) -> list[
 def _result(eqn, ins: Sequence[Value], aval: Any) -> Value:
     """Returns a result of an equation, with what is known of it: a constant, or a parameter."""
     spec, value = rule_of(eqn.primitive.name), Value(aval)
-    known: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if rules.SAME_PARAMETER in spec.traits and ins:
-        known = {"paths": ins[0].paths, "constant": ins[0].constant}
-        known["constant"] &= rules.FRESH not in spec.traits
+        fields = {"paths": ins[0].paths, "constant": ins[0].constant}
+        fields["constant"] &= rules.FRESH not in spec.traits
         if value.is_f32:
-            known["entries"] = ins[0].entries
+            fields["entries"] = ins[0].entries
             if rules.SAME_CONSTANT in spec.traits:
-                known["const"] = _same_constant(eqn, ins[0].const)
+                fields["const"] = _same_constant(eqn, ins[0].const)
     if spec.need == rules.MOVE and rules.LOOKS_UP not in spec.traits:
-        known["given"] = all(v.given for v in ins if is_float(v))
+        fields["given"] = all(v.given for v in ins if is_float(v))
         sent = eqn.primitive.name in EXCHANGES or any(v.moved for v in ins)
-        known["moved"] = known["given"] and len(eqn.outvars) == 1 and sent
-    return dataclasses.replace(value, **known) if known else value
+        fields["moved"] = fields["given"] and len(eqn.outvars) == 1 and sent
+    return dataclasses.replace(value, **fields) if fields else value
 
 
 # These set the sharding of a parameter.
@@ -238,7 +238,7 @@ def _same_constant(eqn, value: Any) -> Any:
 def _programs(eqn, ins: Sequence[Value], scopes, callers) -> tuple[Inside, ...]:
     """Returns the programs inside an equation, and what their arguments are outside of it."""
     row = higher_order(eqn.primitive.name)
-    found = []
+    programs = []
     for inside in row.wire(eqn):
         jaxpr, consts = _jax.open_jaxpr(inside.program)
         carried = {argument for _, argument in inside.carry}
@@ -247,27 +247,27 @@ def _programs(eqn, ins: Sequence[Value], scopes, callers) -> tuple[Inside, ...]:
             for place, (v, index) in enumerate(zip(jaxpr.invars, inside.ins, strict=True))
         ]
         program = _block(jaxpr, consts, invars, scopes, callers, row.loops)
-        found.append(inside._replace(program=program))
-    return tuple(found)
+        programs.append(inside._replace(program=program))
+    return tuple(programs)
 
 
 def _argument(aval: Any, outside: Value, knows: bool) -> Value:
     """Returns an argument of a program inside an equation, which reads a value for it."""
-    known: dict[str, Any] = {"paths": outside.paths, "given": outside.given}
+    fields: dict[str, Any] = {"paths": outside.paths, "given": outside.given}
     if knows:
         const = outside.const
-        known["entries"] = outside.entries
+        fields["entries"] = outside.entries
         filled = const is not None and np.size(const) == 1
-        known["const"] = np.reshape(const, ()) if filled else None
-    return Value(aval, **known)
+        fields["const"] = np.reshape(const, ()) if filled else None
+    return Value(aval, **fields)
 
 
 def _constant(aval, value) -> Value:
-    known = Value(aval, constant=True)
+    constant = Value(aval, constant=True)
     traced = isinstance(value, jax.core.Tracer)
-    if not known.is_f32 or traced or known.size > CONSTANT_LIMIT:
-        return known
-    return dataclasses.replace(known, const=np.asarray(value), entries=np.asarray(value))
+    if not constant.is_f32 or traced or constant.size > CONSTANT_LIMIT:
+        return constant
+    return dataclasses.replace(constant, const=np.asarray(value), entries=np.asarray(value))
 
 
 def is_steady(op: Op, value: Value) -> bool:

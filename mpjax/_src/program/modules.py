@@ -120,21 +120,21 @@ def _held(node: Any) -> list[tuple[Any, Any]]:
         values = {**node.get_metadata(), "": node.get_raw_value()}
     else:
         values = vars(node) if isinstance(node, nnx.Pytree) else {}
-    held: list[tuple[Any, Any]] = []
+    items: list[tuple[Any, Any]] = []
     for name, value in values.items():
-        held.append((name, value))
+        items.append((name, value))
         with contextlib.suppress(TypeError, ValueError):  # no pytree: its keys have no order
             inside = jax.tree_util.tree_leaves_with_path(
                 value, is_leaf=lambda x: isinstance(x, kinds)
             )
-            held += [((name, path), x) for path, x in inside]
-    return held
+            items += [((name, path), x) for path, x in inside]
+    return items
 
 
-def _are_same(held: list[tuple[Any, Any]], now: list[tuple[Any, Any]]) -> bool:
+def _are_same(before: list[tuple[Any, Any]], now: list[tuple[Any, Any]]) -> bool:
     """Compares objects by identity: arrays of a trace have no other equality."""
-    return len(held) == len(now) and all(
-        name == other and a is b for (name, a), (other, b) in zip(held, now, strict=True)
+    return len(before) == len(now) and all(
+        name == other and a is b for (name, a), (other, b) in zip(before, now, strict=True)
     )
 
 
@@ -155,8 +155,8 @@ def call_on_arrays(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with nnx.split_context(TAG) as context:
             graph, state = context.split((args, kwargs))
             nodes = {i: node for node, i in context.ref_index.items()}
-        given = [state.get(0, {}).get(i, {}) for i in range(len(args))]
-        changes, state, out = run(graph, *given, **state.get(1, {}))
+        states = [state.get(0, {}).get(i, {}) for i in range(len(args))]
+        changes, state, out = run(graph, *states, **state.get(1, {}))
         if changes is None:  # nothing changed; modules of an outer trace may be read
             return out
         graph, same, changed = changes
@@ -165,8 +165,8 @@ def call_on_arrays(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             # What the function only read stays as it is: an outer trace may own it.
             for place, i in enumerate(same):
                 context.index_ref[place] = nodes[i]
-            _, made = context.merge(graph, state)
-    return out if made is None else made
+            _, merged = context.merge(graph, state)
+    return out if merged is None else merged
 
 
 def _check_may_change(nodes: list[Any]) -> None:

@@ -41,15 +41,15 @@ def states(tree: Any, seen: Sequence[Any], dtypes: Sequence[Any]) -> dict[Any, l
         seen: The abstract value of each leaf as the function sees it.
         dtypes: The dtype in which each leaf arrives.
     """
-    found: dict[Any, list[Any]] = {}
+    subtrees: dict[Any, list[Any]] = {}
     for arguments, start in children(tree):
         for argument, first in children(arguments, start):
             for node, where in nodes(argument, first):
-                found.setdefault(_kinds(seen[where]), []).append((node, dtypes[where]))
-    return found
+                subtrees.setdefault(_kinds(seen[where]), []).append((node, dtypes[where]))
+    return subtrees
 
 
-def handed_out(tree: Any, results: Sequence[Any], known: Any, dtype: Any) -> list[Any]:
+def handed_out(tree: Any, results: Sequence[Any], subtrees: Any, dtype: Any) -> list[Any]:
     """Returns the dtype in which each float32 result is returned; None for other results.
 
     A tree with the structure and shapes of an argument is its next state, and keeps its dtypes.
@@ -58,7 +58,7 @@ def handed_out(tree: Any, results: Sequence[Any], known: Any, dtype: Any) -> lis
     done = 0
     for node, where in nodes(tree):
         if where.start >= done:
-            for argument, dtypes in known.get(_kinds(results[where]), ()):
+            for argument, dtypes in subtrees.get(_kinds(results[where]), ()):
                 if _jax.Structure(argument) == _jax.Structure(node):
                     chosen[where], done = dtypes, where.stop
                     break

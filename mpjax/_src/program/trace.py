@@ -54,13 +54,13 @@ class Flat:
 
     def filled(self, arrays: Iterable[Any]) -> Any:
         """Returns the tree with other arrays."""
-        made, others = iter(arrays), iter(self.others)
-        return self.tree.unflatten([next(made if yes else others) for yes in self.traced])
+        leaves, others = iter(arrays), iter(self.others)
+        return self.tree.unflatten([next(leaves if yes else others) for yes in self.traced])
 
     def spread(self, values: Iterable[Any]) -> list[Any]:
         """Returns the value of each leaf that is an array, and None for the others."""
-        made = iter(values)
-        return [next(made) if yes else None for yes in self.traced]
+        leaves = iter(values)
+        return [next(leaves) if yes else None for yes in self.traced]
 
     # ---- a call: the tree (args, kwargs) ----
 

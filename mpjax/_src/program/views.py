@@ -18,7 +18,7 @@ def own_axes(shape: Any) -> Axes:
 def reshaped(axes: Axes, shape: Any) -> Axes | None:
     """Returns the axes after a reshape; None if it mixes digits of several axes."""
     digits = [digit for axis in axes for digit in axis]
-    found: list[Axis] = []
+    new_axes: list[Axis] = []
     for size in shape:
         axis: list[tuple[int, Any, Any]] = []
         while size != 1:
@@ -40,8 +40,8 @@ def reshaped(axes: Axes, shape: Any) -> Axes | None:
                 break
             else:
                 return None
-        found.append(_merged(axis))
-    return tuple(found) if not digits else None
+        new_axes.append(_merged(axis))
+    return tuple(new_axes) if not digits else None
 
 
 def _merged(axis: "list[tuple[int, Any, Any]]") -> Axis:
@@ -76,10 +76,10 @@ def after(op: Op, axes: Axes) -> Axes | None:
     if op.outs[0].size != op.ins[0].size:
         return None
     if op.name == "broadcast_in_dim":
-        found: list[Axis] = [()] * len(shape)
+        new_axes: list[Axis] = [()] * len(shape)
         for axis, d in zip(axes, op.params["broadcast_dimensions"], strict=True):
-            found[d] = axis
-        return tuple(found)
+            new_axes[d] = axis
+        return tuple(new_axes)
     return axes
 
 
