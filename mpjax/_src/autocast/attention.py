@@ -119,13 +119,22 @@ def dot_product_attention(
             module=module,
         )
     arrays = query, key, value, bias, mask
-    plain = functools.partial(jax.nn.dot_product_attention, **options)
     if implementation is not None:
-        chosen = functools.partial(plain, implementation=implementation)
-        if implementation == "cudnn":
-            chosen = half_inputs(functools.partial(fused_kernels.cudnn, options=options))
-        with _named(implementation, "chosen by implementation="):
-            return chosen(*arrays)
+        return _chosen(arrays, options, implementation)
+    return _fused_if_possible(arrays, options)
+
+
+def _chosen(arrays: tuple[Any, ...], options: dict[str, Any], implementation: str) -> Any:
+    """Runs attention as the user asks."""
+    run = functools.partial(jax.nn.dot_product_attention, **options, implementation=implementation)
+    if implementation == "cudnn":
+        run = half_inputs(functools.partial(fused_kernels.cudnn, options=options))
+    with _named(implementation, "chosen by implementation="):
+        return run(*arrays)
+
+
+def _fused_if_possible(arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Runs attention in the fused kernel of the device, or else in XLA, and says why not."""
     avals = jax.tree.map(lambda x: _jax.abstract(jax.typeof(x), given_dtype(x.dtype)), arrays)
     kernel, why_not = fused_kernels.choose(avals, options)
     if kernel:
@@ -135,7 +144,7 @@ def dot_product_attention(
         except fused_kernels.REFUSALS as error:
             why_not = f"{kernel} rejects it: {error}"
     with _named("xla", why_not):
-        return plain(*arrays, implementation="xla")
+        return jax.nn.dot_product_attention(*arrays, **options, implementation="xla")
 
 
 def _flax(query, key, value, bias, mask, options: dict[str, Any], **flax: Any) -> Any:

@@ -102,26 +102,18 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
         with tracing(policy):
             rules = _jax.custom_vjp_rules(op.params, avals, perturbed, concrete)
             backward = _with_all_cotangents(rules.trace_bwd, len(outs))
-        inner, inner_consts = _jax.open_jaxpr(rules.fwd)
-        computed = rules.num_computed
-        res_dtypes = [getattr(v.aval, "dtype", None) for v in inner.outvars[:computed]]
-        if backward is not None:
-            wanted = _residual_dtypes(backward, len(rules.residuals), outs, policy, behind)
-            for (is_argument, index), dtype in zip(rules.residuals, wanted, strict=True):
-                if not is_argument:
-                    res_dtypes[index] = dtype
+        wanted = _computed_dtypes(rules, backward, outs, policy, behind)
         plan = make_plan(
-            inner, inner_consts, policy, in_dtypes[consts:], [*res_dtypes, *outs], scopes=op.scopes
+            *_jax.open_jaxpr(rules.fwd),
+            policy,
+            in_dtypes[consts:],
+            [*wanted, *outs],
+            scopes=op.scopes,
         )
-        stored = plan.analysis.stored
-        # A residual that is stored in half is passed on in half.
-        kept = [
-            stored[v].dtype if v.is_f32 and stored[v].kind == "half" else d
-            for v, d in zip(plan.block.outvars[:computed], res_dtypes, strict=True)
-        ]
+        kept = _passed_on(plan, wanted)
         results = run_plan(plan, args[consts:], [*kept, *outs])
         residuals = [args[i] if is_argument else results[i] for is_argument, i in rules.residuals]
-        return results[computed:], _Residuals(residuals, rules.trace_bwd)
+        return results[len(kept) :], _Residuals(residuals, rules.trace_bwd)
 
     def bwd(saved, cts):
         if not symbolic:
@@ -149,13 +141,41 @@ def _run_custom_vjp(op: Op, env: Env) -> None:
     # program may ask: one that was evaluated from its jaxpr refuses a gradient of its constants.
     call.defvjp(fwd, bwd, symbolic_zeros=True)
     args = operands(op, env)
-    # The backward rule gets these Python values unchanged, because it may branch on them.
-    concrete = {
+    concrete = _concrete(op, args)
+    finish(op, env, call(*args))
+
+
+def _concrete(op: Op, args: Sequence[Any]) -> dict[int, Any]:
+    """Returns the operands, by position, that are Python values or arrays with a value.
+
+    The backward rule gets them unchanged, because it may branch on them.
+    """
+    return {
         i: v.const if v.literal else a
         for i, (v, a) in enumerate(zip(op.ins, args, strict=True))
         if v.literal or not (v.is_f32 or isinstance(a, jax.core.Tracer))
     }
-    finish(op, env, call(*args))
+
+
+def _computed_dtypes(rules, backward, ct_dtypes, policy, scopes) -> list[Any]:
+    """Returns the dtype of each residual that the forward rule computes, as the backward wants."""
+    inner, _ = _jax.open_jaxpr(rules.fwd)
+    dtypes = [getattr(v.aval, "dtype", None) for v in inner.outvars[: rules.num_computed]]
+    if backward is not None:
+        wanted = _residual_dtypes(backward, len(rules.residuals), ct_dtypes, policy, scopes)
+        for (given, index), dtype in zip(rules.residuals, wanted, strict=True):
+            if not given:  # else it is an operand, which is passed on as it is
+                dtypes[index] = dtype
+    return dtypes
+
+
+def _passed_on(plan: Any, dtypes: Sequence[Any]) -> list[Any]:
+    """Returns the dtypes of residuals: one that is stored in half is passed on in half."""
+    stored = plan.analysis.stored
+    return [
+        stored[v].dtype if v.is_f32 and stored[v].kind == "half" else d
+        for v, d in zip(plan.block.outvars[: len(dtypes)], dtypes, strict=True)
+    ]
 
 
 @jax.tree_util.register_pytree_node_class

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -22,6 +22,18 @@ from mpjax._src.policy.policy import PolicyLike
 
 # A metric that is not finite counts as the worst value, because NaN has no order.
 WORST = {"min": math.inf, "max": -math.inf}
+
+
+class Best(NamedTuple):
+    """Which checkpoints are the best: by which metric, whether its least value is, and how many."""
+
+    metric: str
+    mode: str
+    kept: int
+
+    def value(self, metrics: Mapping[str, float] | None) -> float:
+        number = (metrics or {}).get(self.metric, math.nan)
+        return number if math.isfinite(number) else WORST[self.mode]
 
 
 @public("mpjax.checkpoint")
@@ -100,48 +112,11 @@ class Manager:
         read_only: bool = False,
     ):
         counts = {"every": every, "keep": keep, "keep_period": keep_period, "keep_best": keep_best}
-        for name, value in counts.items():
-            _check_count(name, value, optional=name in ("keep", "keep_period"))
-        if best_mode not in WORST:
-            raise ValueError(
-                f"best_mode={best_mode!r} must be 'min' (for a loss) or 'max' (for an accuracy)."
-                f"{did_you_mean(str(best_mode), WORST)}"
-            )
-        if catch_sigterm and threading.current_thread() is not threading.main_thread():
-            raise ValueError(
-                "catch_sigterm=True works only in the main thread, because Python handles signals "
-                "there. Create the Manager in the main thread, or leave catch_sigterm out."
-            )
+        _check_arguments(counts, best_mode, catch_sigterm)
         self.directory = store.absolute(directory)
         self.stopping = False
         self._policy = policy_name(policy)
-        self._best = best
-        ocp = store.orbax()
-        policies = ocp.checkpoint_managers
-        kept = [policies.LatestN(keep)]
-        if keep_period is not None:
-            kept.append(policies.EveryNSteps(keep_period))
-        if best is not None:
-            kept.append(
-                policies.BestN(
-                    get_metric_fn=self._value_of_best(best, best_mode),
-                    reverse=best_mode == "min",
-                    n=keep_best,
-                    # Otherwise the rest of a checkpoint that a killed process was removing stays.
-                    keep_checkpoints_without_metrics=False,
-                )
-            )
-        options = ocp.CheckpointManagerOptions(
-            save_decision_policy=policies.FixedIntervalPolicy(every),
-            preservation_policy=policies.AnyPreservationPolicy(kept),
-            # Needed to write metrics, and for best(); preservation_policy says what is kept.
-            best_fn=None if best is None else self._value_of_best(best, best_mode),
-            best_mode=best_mode,
-            cleanup_tmp_directories=not read_only,
-            create=not read_only,
-            read_only=read_only,
-            **({"save_interval_steps": 0} if read_only else {}),  # otherwise it warns
-        )
+        self._best = None if best is None else Best(best, best_mode, keep_best)
         self._read_only = read_only
         self._writing: Callable[[], Any] = (
             contextlib.nullcontext
@@ -150,12 +125,7 @@ class Manager:
         )
         self._signalled = False
         self._previous: Any = None
-        with contextlib.ExitStack() as held:
-            self._take(held)
-            with store.worded(self.directory, "its checkpoints cannot be listed"):
-                store.check_metrics(self.directory)
-                self._manager = ocp.CheckpointManager(self.directory, options=options)
-            free = held.pop_all().close
+        self._manager, free = self._open(_options(every, keep, keep_period, self._best, read_only))
         self._ended = weakref.finalize(
             self,
             _end,
@@ -166,6 +136,17 @@ class Manager:
         )
         if catch_sigterm:
             self._previous = signal.signal(signal.SIGTERM, self._note)
+
+    def _open(self, options: Any) -> tuple[Any, Callable[[], None]]:
+        """Returns orbax's manager of the directory, and what frees the directory at the end."""
+        ocp = store.orbax()
+        with contextlib.ExitStack() as held:
+            self._take(held)
+            with store.worded(self.directory, "its checkpoints cannot be listed"):
+                store.check_metrics(self.directory)
+                manager = ocp.CheckpointManager(self.directory, options=options)
+            # Only now: whatever was raised before has freed the directory.
+            return manager, held.pop_all().close
 
     def _take(self, held: contextlib.ExitStack) -> None:
         """Locks the directory, and keeps orbax from logging what is raised."""
@@ -184,14 +165,6 @@ class Manager:
                 "mpjax.checkpoint.restore."
             )
         held.callback(store.quiet())
-
-    @staticmethod
-    def _value_of_best(best: str, mode: str) -> Any:
-        def value(metrics: Mapping[str, float] | None) -> float:
-            number = (metrics or {}).get(best, math.nan)
-            return number if math.isfinite(number) else WORST[mode]
-
-        return value
 
     def save(
         self,
@@ -252,12 +225,13 @@ class Manager:
     def _metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
         if self._best is None:
             return None
-        if not metrics or self._best not in metrics:
+        name = self._best.metric
+        if not metrics or name not in metrics:
             raise ValueError(
-                f"metrics={metrics!r} lacks {self._best!r}, the metric that best= names."
-                f"{did_you_mean(self._best, metrics or ())}"
+                f"metrics={metrics!r} lacks {name!r}, the metric that best= names."
+                f"{did_you_mean(name, metrics or ())}"
             )
-        return {self._best: float(metrics[self._best])}
+        return {name: float(metrics[name])}
 
     def restore(
         self,
@@ -370,6 +344,38 @@ class Manager:
             self._previous = None
 
 
+def _options(
+    every: int, keep: int | None, keep_period: int | None, best: Best | None, read_only: bool
+) -> Any:
+    """Returns orbax's options: what is saved, and what is kept."""
+    ocp = store.orbax()
+    policies = ocp.checkpoint_managers
+    kept = [policies.LatestN(keep)]
+    if keep_period is not None:
+        kept.append(policies.EveryNSteps(keep_period))
+    if best is not None:
+        kept.append(
+            policies.BestN(
+                get_metric_fn=best.value,
+                reverse=best.mode == "min",
+                n=best.kept,
+                # Otherwise the rest of a checkpoint that a killed process was removing stays.
+                keep_checkpoints_without_metrics=False,
+            )
+        )
+    # Needed to write metrics, and for best(); preservation_policy says what is kept.
+    by_metric = {"best_fn": best.value, "best_mode": best.mode} if best is not None else {}
+    return ocp.CheckpointManagerOptions(
+        save_decision_policy=policies.FixedIntervalPolicy(every),
+        preservation_policy=policies.AnyPreservationPolicy(kept),
+        **by_metric,
+        cleanup_tmp_directories=not read_only,
+        create=not read_only,
+        read_only=read_only,
+        **({"save_interval_steps": 0} if read_only else {}),  # otherwise it warns
+    )
+
+
 def _end(
     wait: Callable[[], None] | None, writing: Callable[[], Any], free: Callable[[], None]
 ) -> None:
@@ -380,6 +386,21 @@ def _end(
                 wait()
     finally:
         free()
+
+
+def _check_arguments(counts: dict[str, Any], best_mode: Any, catch_sigterm: Any) -> None:
+    for name, value in counts.items():
+        _check_count(name, value, optional=name in ("keep", "keep_period"))
+    if best_mode not in WORST:
+        raise ValueError(
+            f"best_mode={best_mode!r} must be 'min' (for a loss) or 'max' (for an accuracy)."
+            f"{did_you_mean(str(best_mode), WORST)}"
+        )
+    if catch_sigterm and threading.current_thread() is not threading.main_thread():
+        raise ValueError(
+            "catch_sigterm=True works only in the main thread, because Python handles signals "
+            "there. Create the Manager in the main thread, or leave catch_sigterm out."
+        )
 
 
 def _check_count(name: str, value: Any, *, optional: bool = False, least: int = 1) -> None:

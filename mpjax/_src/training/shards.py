@@ -133,15 +133,13 @@ def check_specs(specs: Any) -> None:
         )
 
 
-def check_reductions(
-    update: Any, shards: Shards, grads: Any, opt_state: Any, params: Any, extra_args: Any
-) -> None:
+def check_reductions(update: Any, shards: Shards, grads: Any, state: Any, extra_args: Any) -> None:
     """Refuses an optimizer that reduces arrays to single numbers, of which a device has a part."""
     if not shards.all:
         return
     found, communicates = [], False
     run = lambda *args: update(*args[:3], **args[3])  # noqa: E731
-    waiting = [jax.make_jaxpr(run)(grads, opt_state, params, extra_args).jaxpr]
+    waiting = [jax.make_jaxpr(run)(grads, state.opt_state, state.params, extra_args).jaxpr]
     while waiting:
         for eqn in waiting.pop().eqns:
             waiting += [getattr(inner, "jaxpr", inner) for inner in inner_jaxprs(eqn)]

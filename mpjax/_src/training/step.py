@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -44,7 +44,7 @@ from mpjax._src.training.replicas import (
     localized,
 )
 from mpjax._src.training.serialization import known_to_flax
-from mpjax._src.training.shards import check_reductions, check_specs, shards_of
+from mpjax._src.training.shards import Shards, check_reductions, check_specs, shards_of
 from mpjax._src.training.stalled import Stalled, stalled
 from mpjax._src.training.transaction import adjusted, counted, gated
 from mpjax._src.training.watch import first_overflow, observer, underflow
@@ -203,143 +203,236 @@ def build_train_step(
     https://arxiv.org/abs/1710.03740.
     """
     policy = training_policy(policy)
-    by_op = policy.casting == "op"
-    unused = [name for name in BY_OP if getattr(policy, name) != getattr(Policy, name)]
-    if unused and not by_op:
-        warnings.warn(
-            f"policy={str(policy)!r}: {' and '.join(unused)} have no effect, because it casts at "
-            "the boundary. Add casting=op to cast each operation by its own rule.",
-            stacklevel=2,
-        )
-    flags = {
-        "has_aux": has_aux,
-        "report_overflow": report_overflow,
-        "report_underflow": report_underflow,
-        "report_stalled": report_stalled,
-    }
-    _check_arguments(loss_fn, flags, accumulate_steps)
+    _warn_if_unused(policy)
+    reports = Reports(policy, report_overflow, report_underflow, report_stalled)
+    _check_arguments(loss_fn, has_aux, reports, accumulate_steps)
     axes = axes_of(axis_name)
     check_specs(param_specs)
     first_scale = get_loss_scale(policy, loss_scale)
-    takes_value, takes_norm = _takes(as_optimizer(optimizer, "optimizer"), "value", "grad_norm")
+    taken = _taken_by(as_optimizer(optimizer, "optimizer"))
     optimizer = under_policy(policy, optimizer, "optimizer")
-    forward = _forward(loss_fn, policy, has_aux)
-    observe: Callable[..., Any] = _unobserved
-    if report_overflow or report_underflow:
-        observe = observer(policy.compute_dtype, ordered=report_overflow)
+    forward, observe = _forward(loss_fn, policy, has_aux), reports.observer()
 
     def init(params: Any, model_state: Any = None, rng: Any = None) -> TrainState:
-        known_to_flax(TrainState, *SCALES)
-        _refuse_modules(params)
-        params = _owned(params, "params")
-        _check_params(params)
-        if not by_op:  # else a pattern may mean a scope, which only the plan knows
-            policy.check_overrides(params)
-        params = policy.cast_to_param(params)
-        state = TrainState(
-            step=jnp.zeros((), jnp.int32),
-            params=params,
-            opt_state=optimizer.init(params),
-            loss_scale=first_scale,
-            model_state=_owned(model_state, "model_state"),
-            rng=_check_rng(rng),
-            skipped_steps=jnp.zeros((), jnp.int32),
-            consecutive_skips=jnp.zeros((), jnp.int32),
-        )
+        params = _stored_params(params, policy)
+        state = _first_state(params, optimizer.init(params), first_scale, model_state, rng)
         # Once more over everything: optimizers may keep the parameters themselves in their state
         # (schedule-free does), and a buffer cannot be donated twice.
         return commit_like(_owned(state, "state"), params)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        if not isinstance(state, TrainState):
-            raise TypeError(
-                f"state is a {type(state).__name__}, not a TrainState. The order is "
-                "step(state, batch), with the state that init(params) returned."
-            )
-        check_state(optimizer.init, state.opt_state, state.params, "state.opt_state")
-        for name in axes:
-            check_axis(name, axis_name)
-        rng, step_rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-        params, model_state = state.params, state.model_state
-        if axis_name is not None:
-            # Makes gradients local, so that they are averaged here: in float32, and once.
-            params, model_state = localized((params, model_state), axis_name)
-            if step_rng is not None:
-                step_rng = jax.random.fold_in(step_rng, jax.lax.axis_index(axis_name))
-
+        _check_call(state, optimizer, axes, axis_name)
+        local, next_rng = _local(state, axis_name)
+        # grad_fn casts, runs the forward pass, scales, runs the backward pass and unscales.
         grad_fn = observed_value_and_grad(forward, state.loss_scale, observe)
-        loss, model_state, aux, grads, seen = _accumulate(
-            grad_fn, accumulate_steps, params, batch, model_state, step_rng
-        )
+        passes = _accumulate(grad_fn, accumulate_steps, local, batch)
         if axis_name is not None:
-            loss, model_state = averaged((loss, model_state), axis_name)
-            grads = average_gradients(grads, axis_name, policy, state.loss_scale)
-            model_state = cast_like(model_state, state.model_state)
-            if seen is not None:
-                reduce = (jax.lax.pmax, jax.lax.pmean)
-                seen = seen.over(*(functools.partial(f, axis_name=axis_name) for f in reduce))
+            passes = _averaged(passes, state, policy, axis_name)
 
-        # One pass over the gradients for both: a sum of squares is finite only if each of them is.
-        shards = shards_of(grads, param_specs, state.skipped_steps, axis_name, axes)
-        grad_norm = shards.norm(grads)
-        grads_finite, loss_finite = map(
-            shards.agreed, (jnp.isfinite(grad_norm), jnp.isfinite(loss))
-        )
-        reports: Metrics = {}
-        if report_overflow:
-            scale, names = state.loss_scale.loss_scale, paths(state.params)
-            reports["overflow"] = first_overflow(grads, seen, scale, loss_finite, names)
-        if report_underflow:
-            sizes = [leaf.size for leaf in jax.tree.leaves(grads)]
-            reports["underflow"] = underflow(seen, sizes, policy.compute_dtype)
-        state_finite = shards.agreed(stays_finite(model_state, state.model_state))
-        finite = grads_finite & loss_finite & state_finite
-        extra_args = {"value": loss} if takes_value else {}
-        if shards.all and takes_norm:
-            extra_args["grad_norm"] = grad_norm
+        shards = shards_of(passes.grads, param_specs, state.skipped_steps, axis_name, axes)
+        verdict = _verdict(passes, state, shards)
+        finite = verdict.finite()
 
-        def applied(before, grads, model_state, extra_args):
-            params, opt_state = before["params"], before["opt_state"]
-            new = optimizer.step(grads, opt_state, params, **extra_args)
-            after = {
-                "step": before["step"] + 1,
-                "params": new.params,
-                "opt_state": cast_like(new.state, opt_state),
-                "model_state": model_state,
-            }
-            if report_stalled:
-                held = stored(opt_state, params), stored(new.state, new.params)
-                after["stalled"] = stalled(new.updates, *held)
-            return after
-
+        extra_args = _extra_args(taken, passes, verdict, shards)
+        check_reductions(optimizer.step, shards, passes.grads, state, extra_args)
+        update = functools.partial(_updated, optimizer)
         before = {name: getattr(state, name) for name in CHANGED}
-        if report_stalled:
-            before["stalled"] = jnp.zeros(len(jax.tree.leaves(params)), jnp.float32)
-        check_reductions(optimizer.step, shards, grads, state.opt_state, state.params, extra_args)
-        after = gated(finite, applied, before, grads, model_state, extra_args)
-        if report_stalled:
-            by_lot = policy.rounding == "stochastic"
-            reports["stalled"] = Stalled(after.pop("stalled"), tuple(paths(params)), by_lot)
+        before["stalled"] = reports.none_stalled(state)
+        after = gated(finite, update, before, passes.grads, passes.model_state, extra_args)
+        stalled_shares = after.pop("stalled")
         new = TrainState(
             **after,
-            loss_scale=adjusted(state.loss_scale, grads_finite, loss_finite, state_finite),
-            rng=rng,
+            loss_scale=adjusted(state.loss_scale, *verdict[1:]),
+            rng=next_rng,
             **counted(state, finite),
         )
-        metrics = {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "grads_finite": grads_finite,
-            "loss_finite": loss_finite,
-            "state_finite": state_finite,
-            "loss_scale": jnp.asarray(new.loss_scale.loss_scale, jnp.float32),
-            "skipped_steps": new.skipped_steps,
-            "consecutive_skips": new.consecutive_skips,
-            **reports,
-        }
-        return new, {**metrics, "aux": aux} if has_aux else metrics
+        metrics = _metrics(new, passes, verdict)
+        metrics |= reports.of_step(state, passes, verdict, stalled_shares)
+        return new, {**metrics, "aux": passes.aux} if has_aux else metrics
 
     return TrainStep(init, step)
+
+
+class Passes(NamedTuple):
+    """What the forward and the backward pass return.
+
+    Attributes:
+        loss: The mean loss over micro-batches, and over replicas once it is averaged.
+        model_state: The last model state.
+        aux: The loss function's aux, or None.
+        grads: The mean gradients, unscaled, in float32.
+        seen: What `Reports.observer` saw of the scaled gradients: a `Seen`, or None.
+    """
+
+    loss: jax.Array
+    model_state: Any
+    aux: Any
+    grads: Any
+    seen: Any
+
+
+class Verdict(NamedTuple):
+    """The norm of the gradients, and what is finite, on all replicas and shards."""
+
+    grad_norm: jax.Array
+    grads_finite: jax.Array
+    loss_finite: jax.Array
+    state_finite: jax.Array
+
+    def finite(self) -> jax.Array:
+        """Returns whether the step is applied."""
+        return self.grads_finite & self.loss_finite & self.state_finite
+
+
+class Reports(NamedTuple):
+    """Which reports a step makes, and the policy that they are about."""
+
+    policy: Policy
+    overflow: bool
+    underflow: bool
+    stalled: bool
+
+    def observer(self) -> Callable[..., Any]:
+        """Returns what looks at the scaled gradients."""
+        if self.overflow or self.underflow:
+            return observer(self.policy.compute_dtype, ordered=self.overflow)
+        return lambda grads, program: None
+
+    def none_stalled(self, state: TrainState) -> jax.Array | None:
+        """Returns the shares of stalled updates in a step that is skipped."""
+        return jnp.zeros(len(jax.tree.leaves(state.params)), jnp.float32) if self.stalled else None
+
+    def of_step(
+        self, state: TrainState, passes: Passes, verdict: Verdict, stalled_shares: Any
+    ) -> Metrics:
+        """Returns the reports on a step from this state, by their names."""
+        made: Metrics = {}
+        if self.overflow:
+            scale, names = state.loss_scale.loss_scale, paths(state.params)
+            made["overflow"] = first_overflow(
+                passes.grads, passes.seen, scale, verdict.loss_finite, names
+            )
+        if self.underflow:
+            sizes = [leaf.size for leaf in jax.tree.leaves(passes.grads)]
+            made["underflow"] = underflow(passes.seen, sizes, self.policy.compute_dtype)
+        if self.stalled:
+            by_lot = self.policy.rounding == "stochastic"
+            made["stalled"] = Stalled(stalled_shares, tuple(paths(state.params)), by_lot)
+        return made
+
+
+def _stored_params(params: Any, policy: Policy) -> Any:
+    """Returns the parameters as they are stored: copied, checked and cast."""
+    known_to_flax(TrainState, *SCALES)
+    _refuse_modules(params)
+    params = _owned(params, "params")
+    _check_params(params)
+    if policy.casting != "op":  # else a pattern may mean a scope, which only the plan knows
+        policy.check_overrides(params)
+    return policy.cast_to_param(params)
+
+
+def _first_state(
+    params: Any, opt_state: optax.OptState, loss_scale: LossScale, model_state: Any, rng: Any
+) -> TrainState:
+    """Returns the state before the first step."""
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=opt_state,
+        loss_scale=loss_scale,
+        model_state=_owned(model_state, "model_state"),
+        rng=_check_rng(rng),
+        skipped_steps=jnp.zeros((), jnp.int32),
+        consecutive_skips=jnp.zeros((), jnp.int32),
+    )
+
+
+def _check_call(state: Any, optimizer: Any, axes: Sequence[str], axis_name: Any) -> None:
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"state is a {type(state).__name__}, not a TrainState. The order is "
+            "step(state, batch), with the state that init(params) returned."
+        )
+    check_state(optimizer.init, state.opt_state, state.params, "state.opt_state")
+    for name in axes:
+        check_axis(name, axis_name)
+
+
+def _local(state: TrainState, axis_name: Any) -> tuple[TrainState, jax.Array | None]:
+    """Returns the state as the loss of one step on one replica reads it, and the next step's key.
+
+    Its key is of this step and replica alone. Its parameters are local, so that gradients are
+    averaged where the step does it: in float32, and once.
+    """
+    next_rng, rng = (None, None) if state.rng is None else jax.random.split(state.rng)
+    params, model_state = state.params, state.model_state
+    if axis_name is not None:
+        params, model_state = localized((params, model_state), axis_name)
+        if rng is not None:
+            rng = jax.random.fold_in(rng, jax.lax.axis_index(axis_name))
+    return dataclasses.replace(state, params=params, model_state=model_state, rng=rng), next_rng
+
+
+def _averaged(passes: Passes, state: TrainState, policy: Policy, axis_name: Any) -> Passes:
+    """Averages over replicas. Each keeps its own aux."""
+    loss, model_state = averaged((passes.loss, passes.model_state), axis_name)
+    grads = average_gradients(passes.grads, axis_name, policy, state.loss_scale)
+    model_state = cast_like(model_state, state.model_state)
+    seen = passes.seen
+    if seen is not None:
+        reduce = (jax.lax.pmax, jax.lax.pmean)
+        seen = seen.over(*(functools.partial(f, axis_name=axis_name) for f in reduce))
+    return Passes(loss, model_state, passes.aux, grads, seen)
+
+
+def _verdict(passes: Passes, state: TrainState, shards: Shards) -> Verdict:
+    # One pass over the gradients for both: a sum of squares is finite only if each of them is.
+    grad_norm = shards.norm(passes.grads)
+    grads_finite, loss_finite = jnp.isfinite(grad_norm), jnp.isfinite(passes.loss)
+    return Verdict(
+        grad_norm,
+        shards.agreed(grads_finite),
+        shards.agreed(loss_finite),
+        shards.agreed(stays_finite(passes.model_state, state.model_state)),
+    )
+
+
+def _extra_args(
+    taken: Container[str], passes: Passes, verdict: Verdict, shards: Shards
+) -> dict[str, jax.Array]:
+    """Returns what the optimizer is passed by name, of what it takes."""
+    # Without shards, an optimizer that clips by the norm computes it itself, as under plain optax.
+    known = {"value": passes.loss} | ({"grad_norm": verdict.grad_norm} if shards.all else {})
+    return {name: value for name, value in known.items() if name in taken}
+
+
+def _updated(
+    optimizer: Any, before: dict[str, Any], grads: Any, model_state: Any, extra_args: Any
+) -> dict[str, Any]:
+    """Returns all that a step changes, after the optimizer."""
+    params, opt_state = before["params"], before["opt_state"]
+    new = optimizer.step(grads, opt_state, params, **extra_args)
+    shares = None
+    if before["stalled"] is not None:
+        shares = stalled(new.updates, stored(opt_state, params), stored(new.state, new.params))
+    return {
+        "step": before["step"] + 1,
+        "params": new.params,
+        "opt_state": cast_like(new.state, opt_state),
+        "model_state": model_state,
+        "stalled": shares,
+    }
+
+
+def _metrics(new: TrainState, passes: Passes, verdict: Verdict) -> Metrics:
+    return {
+        "loss": passes.loss,
+        **verdict._asdict(),
+        "loss_scale": jnp.asarray(new.loss_scale.loss_scale, jnp.float32),
+        "skipped_steps": new.skipped_steps,
+        "consecutive_skips": new.consecutive_skips,
+    }
 
 
 # After so many skipped steps any usual loss scale has come down to 1: from 2**24 by halves.
@@ -379,6 +472,20 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
     most = whole_number(limit)
     if most is None or most < 1:
         raise ValueError(f"limit={brief(limit)} must be a whole number of steps, 1 or more.")
+    _check_metrics(metrics)
+    skips, scale = int(metrics["consecutive_skips"]), float(metrics["loss_scale"])
+    at_floor = skips >= AT_FLOOR and scale <= 1
+    if skips < most and not at_floor:
+        return
+    cause = _cause(metrics, at_floor)
+    message = f"{skips} steps in a row were skipped, at loss scale {scale:g}. {cause}"
+    if skips >= most:
+        raise DivergenceError(message)
+    warnings.warn(message, PrecisionWarning, stacklevel=2)
+
+
+def _check_metrics(metrics: Any) -> None:
+    """Raises an error if these are not the metrics of one step, outside of jit."""
     if not (isinstance(metrics, dict) and "consecutive_skips" in metrics):
         raise TypeError(
             f"metrics={brief(metrics)} must be the metrics that a training step returned."
@@ -394,41 +501,38 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
             f"{jnp.shape(metrics['consecutive_skips'])}. Pass those of one, such as "
             "jax.tree.map(lambda m: m[-1], metrics)."
         )
-    skips, scale = int(metrics["consecutive_skips"]), float(metrics["loss_scale"])
-    at_floor = skips >= AT_FLOOR and scale <= 1
-    if skips < most and not at_floor:
-        return
-    # Metrics saved by an older version have no state_finite.
-    state_finite = bool(metrics.get("state_finite", True))
-    if bool(metrics["loss_finite"]) and not state_finite:
-        cause = (
-            "The loss was finite, but the new model_state was not. No loss scale can cure that. "
-            "Usual causes: an outlier in the data (the square of 2e19 overflows the variance of "
-            "BatchNorm), an overflow in the half forward pass, or a statistic that is divided by "
-            "0. Check the batch, or compute the statistics in float32."
-        )
-    elif bool(metrics["loss_finite"]) and at_floor:
-        cause = f"The loss was finite, but its gradients were not, at any loss scale: {FLOOR}"
-    elif bool(metrics["loss_finite"]):
-        cause = (
-            "The loss was finite, but its gradients were not. Usual causes: the learning rate is "
-            "too high, an operation has an infinite derivative (sqrt or norm at 0, log near 0), or "
-            "float16 is too narrow for this backward pass. Lower the learning rate, try "
-            "'mixed_bfloat16', or add a float32 override for the part that overflows. "
-            "mpjax.find_nonfinite names the operation."
-        )
-    else:
-        cause = (
+
+
+def _cause(metrics: Metrics, at_floor: bool) -> str:
+    """Says what was not finite, and the usual causes.
+
+    A loss that is not finite explains everything else; gradients are named only if the rest was.
+    """
+    if not bool(metrics["loss_finite"]):
+        return (
             "The loss itself was not finite. No loss scale can cure that. Usual causes: NaN or "
             "infinity in the data, an overflow in the float16 forward pass (attention scores, "
             "large activations), or weights that have diverged (float16 overflows above 65504). "
             "Check the batch, lower the learning rate, or try 'mixed_bfloat16'. "
             "mpjax.find_nonfinite names the operation."
         )
-    message = f"{skips} steps in a row were skipped, at loss scale {scale:g}. {cause}"
-    if skips >= most:
-        raise DivergenceError(message)
-    warnings.warn(message, PrecisionWarning, stacklevel=2)
+    # Metrics saved by an older version have no state_finite.
+    if not bool(metrics.get("state_finite", True)):
+        return (
+            "The loss was finite, but the new model_state was not. No loss scale can cure that. "
+            "Usual causes: an outlier in the data (the square of 2e19 overflows the variance of "
+            "BatchNorm), an overflow in the half forward pass, or a statistic that is divided by "
+            "0. Check the batch, or compute the statistics in float32."
+        )
+    if at_floor:
+        return f"The loss was finite, but its gradients were not, at any loss scale: {FLOOR}"
+    return (
+        "The loss was finite, but its gradients were not. Usual causes: the learning rate is "
+        "too high, an operation has an infinite derivative (sqrt or norm at 0, log near 0), or "
+        "float16 is too narrow for this backward pass. Lower the learning rate, try "
+        "'mixed_bfloat16', or add a float32 override for the part that overflows. "
+        "mpjax.find_nonfinite names the operation."
+    )
 
 
 def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Callable[..., Any]:
@@ -484,22 +588,13 @@ def _new_containers(tree: T) -> T:
 _IN_PRECISION = {"boundary": _cast_at_boundary, "op": with_float32_loss}
 
 
-def _unobserved(grads: Any, program: Callable[[], Any]) -> None:
-    """Observes nothing, for a step without reports."""
-
-
-def _accumulate(
-    grad_fn: Callable[..., Any],
-    steps: int,
-    params: Any,
-    batch: Any,
-    model_state: Any,
-    rng: jax.Array | None,
-) -> tuple[jax.Array, Any, Any, Any, Any]:
-    """Returns mean loss, last model state, aux, mean float32 gradients and what was observed."""
+def _accumulate(grad_fn: Callable[..., Any], steps: int, state: TrainState, batch: Any) -> Passes:
+    """Runs both passes on each micro-batch."""
     if steps == 1:
-        (loss, (model_state, aux)), grads, seen = grad_fn(params, batch, model_state, rng)
-        return widen(loss), model_state, aux, grads, seen
+        (loss, (model_state, aux)), grads, seen = grad_fn(
+            state.params, batch, state.model_state, state.rng
+        )
+        return Passes(widen(loss), model_state, aux, grads, seen)
 
     split = _split_batch(batch, steps)  # refuses more steps than there are examples
 
@@ -509,20 +604,20 @@ def _accumulate(
         micro_batch = jax.tree.map(
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False), split
         )
-        micro_rng = None if rng is None else jax.random.fold_in(rng, index)
-        out = grad_fn(params, micro_batch, model_state, micro_rng)
+        rng = None if state.rng is None else jax.random.fold_in(state.rng, index)
+        out = grad_fn(state.params, micro_batch, model_state, rng)
         (loss, (model_state, aux)), grads, seen = out
         grad_sum = jax.tree.map(jnp.add, grad_sum, grads)
         return (grad_sum, model_state), (widen(loss), aux, seen)
 
-    zeros = jax.tree.map(jnp.zeros_like, widen(params))
-    (grads, model_state), (losses, aux, seen) = jax.lax.scan(
-        micro_step, (zeros, model_state), jnp.arange(steps)
+    zeros = jax.tree.map(jnp.zeros_like, widen(state.params))
+    (grad_sum, model_state), (losses, aux, seen) = jax.lax.scan(
+        micro_step, (zeros, state.model_state), jnp.arange(steps)
     )
     if seen is not None:
         seen = seen.over(lambda x: jnp.max(x, axis=0), lambda x: jnp.mean(x, axis=0))
-    grads = jax.tree.map(lambda g: g / steps, grads)
-    return jnp.mean(losses), model_state, aux, grads, seen
+    grads = jax.tree.map(lambda g: g / steps, grad_sum)
+    return Passes(jnp.mean(losses), model_state, aux, grads, seen)
 
 
 def _split_batch(batch: Any, steps: int) -> Any:
@@ -567,19 +662,31 @@ def _owned(tree: Any, argument: str) -> Any:
     return jax.tree_util.tree_map_with_path(own, tree)
 
 
-def _takes(optimizer: optax.GradientTransformationExtraArgs, *names: str) -> list[bool]:
-    """Returns whether ``update`` takes some arguments, as reduce_on_plateau takes ``value=``."""
+def _taken_by(optimizer: optax.GradientTransformationExtraArgs) -> list[str]:
+    """Returns what ``update`` takes of a step: reduce_on_plateau takes ``value=``."""
     parameters = inspect.signature(optimizer.update).parameters.values()
     every = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return [every or any(p.name == name for p in parameters) for name in names]
+    names = {p.name for p in parameters}
+    return [name for name in ("value", "grad_norm") if every or name in names]
 
 
-def _check_arguments(loss_fn: Any, flags: dict[str, Any], accumulate_steps: Any) -> None:
+def _warn_if_unused(policy: Policy) -> None:
+    unused = [name for name in BY_OP if getattr(policy, name) != getattr(Policy, name)]
+    if unused and policy.casting != "op":
+        warnings.warn(
+            f"policy={str(policy)!r}: {' and '.join(unused)} have no effect, because it casts at "
+            "the boundary. Add casting=op to cast each operation by its own rule.",
+            stacklevel=3,
+        )
+
+
+def _check_arguments(loss_fn: Any, has_aux: Any, reports: Reports, accumulate_steps: Any) -> None:
     if not callable(loss_fn):
         raise TypeError(
             f"loss_fn={brief(loss_fn)} must be a function loss_fn(params, batch) -> loss."
         )
-    for name, flag in flags.items():
+    flags = {f"report_{name}": getattr(reports, name) for name in Reports._fields[1:]}
+    for name, flag in {"has_aux": has_aux, **flags}.items():
         if not isinstance(flag, bool):
             raise ValueError(f"{name}={brief(flag)} must be True or False.")
     check_count("accumulate_steps", accumulate_steps)
