@@ -8,19 +8,18 @@ from pathlib import Path
 
 import pytest
 import surface
-from house import circle, graph_of, imports, modules_of
+from house import CORE, circle, drawing, graph_of, imports, modules_of
 
 import mpjax
 
 PACKAGE = Path(mpjax.__file__).parent
 INSIDE = PACKAGE / "_src"
-# From the bottom up: a package, or a module beside the packages, imports only what stands before.
-# So the core imports none of the tools, which are the rest.
-CORE = (
-    *("base", "program", "document", "policy", "autocast"),
-    *("training", "checkpoint", "frameworks"),
+# From the bottom up: a package imports only what stands before. So the core imports none of the
+# tools, which are the rest.
+ORDER = (
+    *("base", "program", "document", "policy", "autocast", "training", "checkpoint", "frameworks"),
+    *("hardware", "watching", "lint", "instruments", "cli"),
 )
-ORDER = (*CORE, "hardware", "watching", "instruments", "lint", "cli")
 
 RETURN_NOTHING = {"raise_if_diverged", "warn_if_stalled", "save", "save_safetensors"}
 
@@ -148,18 +147,22 @@ def test_everything_public_is_documented_with_an_example():
                 assert section in thing.__doc__ or nothing, (name, section)
 
 
-def test_the_architecture_page_draws_every_module_and_the_true_order():
+def test_the_architecture_page_draws_the_floors_and_names_every_module():
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
-    (line,) = [line for line in page.splitlines() if line.startswith("cli -> ")]
-    drawn = [{name.strip() for name in part.split(",")} for part in line.split("->")]
-    places = {room: i for i, rooms in enumerate(reversed(drawn)) for room in rooms}
-    assert set(places) == set(ORDER)
+    drawn = "\n".join(drawing(PACKAGE.parent))
+    assert drawn in page, f"The floors have changed. Put this drawing on the page:\n{drawn}"
     for room in ORDER:
         for path in modules(room):
             assert path.stem == "__init__" or path.stem in page, f"{path} is not on the page"
-            for name in imports(path):
-                if name.startswith("mpjax._src."):
-                    assert places[name.split(".")[2]] <= places[room], f"{path} imports {name}"
+
+
+def test_the_core_imports_no_tool():
+    assert {*ORDER[: len(CORE)]} == CORE
+    for room in CORE:
+        for path in modules(room):
+            ours = (name for name in imports(path) if name.startswith("mpjax._src."))
+            tools = [name for name in ours if name.split(".")[2] not in CORE]
+            assert not tools, f"{path} imports {tools}"
 
 
 @pytest.mark.parametrize(

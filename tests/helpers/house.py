@@ -1,6 +1,7 @@
 """Counts what makes a house deep: rooms, floors, arrows, lines, arguments, comments, names.
 
     python tests/helpers/house.py [ROOT]    prints the totals of this tree, or of another
+    python tests/helpers/house.py draw      prints the packages by floors, as docs/architecture.md does
 
 A room is a folder or a file at the top of mpjax/_src, or of mpjax itself. An arrow says that one
 imports another, wherever the import stands. A floor is one above the highest room that is imported.
@@ -184,6 +185,28 @@ def shared_fields(paths):
     }
 
 
+# ---- the drawing --------------------------------------------------------------------------------
+
+# The packages that someone needs who trains a model: they import none of the others, the tools.
+CORE = frozenset(
+    ["base", "program", "document", "policy", "autocast", "training", "checkpoint", "frameworks"]
+)
+
+
+def drawing(root):
+    """Yields the packages by floors, the highest first, those of the core before the tools."""
+    graph = between(graph_of(modules_of(root)), room_of)
+    floor = {name: 1 + high for name, high in floors(graph).items() if "mpjax/" not in name}
+    rows = []
+    for high in sorted({*floor.values()}, reverse=True):
+        rooms = sorted(name for name in floor if floor[name] == high)
+        wings = [[r for r in rooms if r in CORE], [r for r in rooms if r not in CORE]]
+        rows.append((str(high), *map("  ".join, wings)))
+    width = max(len(core) for _, core, _ in rows) + 4
+    for high, core, tools in (("floor", "core", "tools"), *rows):
+        yield f"{high:>5}   {core:{width}}{tools}".rstrip()
+
+
 # ---- totals -------------------------------------------------------------------------------------
 
 
@@ -255,4 +278,5 @@ def totals(root):
 
 
 if __name__ == "__main__":
-    print(*totals(Path(sys.argv[1]) if sys.argv[1:] else ROOT), sep="\n")
+    lines = drawing(ROOT) if sys.argv[1:] == ["draw"] else totals(Path((*sys.argv, ROOT)[1]))
+    print(*lines, sep="\n")
