@@ -1,7 +1,7 @@
 """Counts what makes a house deep: rooms, floors, arrows, lines, arguments, comments, names.
 
     python tests/helpers/house.py [ROOT]    prints the totals of this tree, or of another
-    python tests/helpers/house.py draw      prints the packages by floors, as docs/architecture.md does
+    python tests/helpers/house.py draw      prints the packages by floors, for docs/architecture.md
 
 A room is a folder or a file at the top of mpjax/_src, or of mpjax itself. An arrow says that one
 imports another, wherever the import stands. A floor is one above the highest room that is imported.
