@@ -217,8 +217,10 @@ def _by_region(op: Op, ruling: Ruling) -> Ruling:
         reason = why(Reason.KERNEL, op.kernel.removeprefix(KERNEL).partition("#")[0])
         rule = "leave" if PLANNED in op.scopes else ruling.rule
         return ruling._replace(rule=rule, forced="", why=reason)
+    # Its author planned it already, perhaps in another dtype.
     if PLANNED in op.scopes:
         return ruling._replace(rule="leave", forced="", why=why(Reason.INNER_AUTOCAST))
+    # The innermost region decides.
     name = next((name for name in reversed(op.scopes) if name.startswith(REGION)), None)
     if name is None:
         return ruling

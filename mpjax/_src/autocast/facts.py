@@ -162,11 +162,13 @@ class Sweep:
             )
         bits = [self.bit(value) for _, value in carried]
         before = None
+        # Facts only grow, up to a bound for each field, so this ends.
         while before != (before := [self.facts[value] for _, value in carried]):
             self.block(body)
             for inner in body.walk():
                 if any(not v.is_f32 and self.facts[v].made for v in inner.ins) and _is_part(inner):
                     anew |= self.facts[inner.outs[0]].weights
+            # A carry is a state if sums lead from it back to itself, over other carries too.
             states = _states(bits, [self.read(out).chain for out, _ in carried])
             for (out, value), bit in zip(carried, bits, strict=True):
                 new, old = self.read(out), self.facts[value]
@@ -389,6 +391,7 @@ NOT_BELOW = frozenset(["abs", "ceil", "max"])
 
 
 def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
+    # ``x - max(x)``: at most zero.
     below = op.name == "sub" and sweep.facts[op.ins[1]].peak & sweep.bit(op.ins[0])
     span = max(joined.span, FITS)
     joined = joined._replace(span=span, norm="", peak=0, negative=bool(below))
@@ -398,6 +401,7 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     offset = union(offsets(sweep.facts, op))
     joined = joined._replace(level=level, centred=centred, mean=0, offset=offset)
     terms = [sweep.facts[v] for v in op.ins if v.size == out.size and not _is_filled(v)]
+    # A bias is no term of a sum of states: it shifts one.
     terms = [fact for fact in terms if not (fact.given and fact.spread)]
     if len(terms) < 2:
         constant = any(v.entries is not None and np.any(v.entries) for v in op.ins)
@@ -406,10 +410,12 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         return joined._replace(norm=norm, scaled=scaled, shifted=True)
     a, b = terms
     bit = sweep.bit(out)
+    # Two states of one stream: their difference would be lost if either were rounded.
     if op.name == "sub" and a.chain != b.chain and not (a.spread or b.spread):
         sweep.parted |= a.chain & b.chain
     small = a.scaled != b.scaled  # if both terms are scaled, neither is the state
     block = not small and (_is_block(a, b) or _is_block(b, a))
+    # An argument has all its digits, which a half term would have rounded.
     argument = (a.given and b.half) or (b.given and a.half)
     writes = max(a.writes, b.writes) if block else min(a.writes + b.writes + 1, WRITES + 1)
     exact = joined.exact or small or argument or writes > WRITES
@@ -446,12 +452,14 @@ def _level_of_large(facts: Facts, op: Op) -> int:
 def _level_after(op: Op, first: Value, level: int) -> int:
     """Returns the axes after a move along which parts of the result have a constant term."""
     if level and op.name == "stack":
+        # The new axis comes between those before it and those after it.
         outer = level & ((1 << op.params["axis"]) - 1)
         return outer | (level ^ outer) << 1
     if not level or not is_view(op):
         return level if first.aval.ndim == op.outs[0].aval.ndim else 0
     axes = before(op, own_axes(op.outs[0].aval.shape)) or ()
     places = [union(1 << place for place, *_ in axis) for axis in axes]
+    # An axis that merges constant and other ones is not constant as a whole.
     others = union(there for d, there in enumerate(places) if not level >> d & 1)
     return union(there for d, there in enumerate(places) if level >> d & 1) & ~others
 
@@ -501,30 +509,36 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
     terms = [v for v in op.ins if v.entries is None]
     # A statistic that scales an array, such as 1 / std, adds no constant term to it.
     level = _level_of_large(sweep.facts, op)
-    span, joined = joined.span, joined._replace(peak=0, level=level)
+    joined = joined._replace(peak=0, level=level)
     if len(terms) < 2:
-        factor = known_factor(op)
-        smaller = min(1.0, factor) * min((sweep.facts[v].factor for v in terms), default=1.0)
-        if smaller < LEAST or factor > (2.0**15 if span == BOUNDED else 2):
-            span = BEYOND
-        signs = [np.all(np.asarray(v.entries) >= 0) for v in op.ins if v.entries is not None]
-        negative = bool(terms and sweep.facts[terms[0]].negative and all(signs))
-        offset = joined.offset if all(signs) else reversed_offset(joined.offset)
-        inverse = op.name == "div" and op.ins[1].entries is None
-        norm = "scale" if inverse else sweep.facts[terms[0]].norm if terms else ""
-        mean = terms and terms[0] in sweep.small  # a sum of many terms
-        scaled = joined.scaled or (factor < STEP and not mean)
-        return joined._replace(
-            span=max(span, FITS), scaled=scaled, norm=norm, negative=negative, factor=smaller,
-            offset=offset, shifted=joined.shifted or factor != 1,
-        )  # fmt: skip
-    joined = joined._replace(solved=False)
+        return _product_with_constant(sweep, op, joined, terms)
+    return _product_of_two(sweep, op, joined._replace(solved=False), terms)
+
+
+def _product_with_constant(sweep: Sweep, op: Op, joined: Fact, terms: Sequence[Value]) -> Fact:
+    factor, span = known_factor(op), joined.span
+    smaller = min(1.0, factor) * min((sweep.facts[v].factor for v in terms), default=1.0)
+    # float16 ends at 2**16: a bounded value may grow by 2**15, one of ordinary size by 2.
+    if smaller < LEAST or factor > (2.0**15 if span == BOUNDED else 2):
+        span = BEYOND
+    signs = [np.all(np.asarray(v.entries) >= 0) for v in op.ins if v.entries is not None]
+    negative = bool(terms and sweep.facts[terms[0]].negative and all(signs))
+    offset = joined.offset if all(signs) else reversed_offset(joined.offset)
+    inverse = op.name == "div" and op.ins[1].entries is None
+    norm = "scale" if inverse else sweep.facts[terms[0]].norm if terms else ""
+    mean = terms and terms[0] in sweep.small  # a sum of many terms
+    scaled = joined.scaled or (factor < STEP and not mean)
+    return joined._replace(
+        span=max(span, FITS), scaled=scaled, norm=norm, negative=negative, factor=smaller,
+        offset=offset, shifted=joined.shifted or factor != 1,
+    )  # fmt: skip
+
+
+def _product_of_two(sweep: Sweep, op: Op, joined: Fact, terms: Sequence[Value]) -> Fact:
+    span = joined.span
     (a, b), divisor = (sweep.facts[v] for v in terms), op.name == "div"
-    if (
-        b.norm == "scale"
-        or (divisor and terms[1] in sweep.small)
-        or (a.norm == "scale" and not divisor)
-    ):
+    statistic = divisor and terms[1] in sweep.small
+    if b.norm == "scale" or statistic or (a.norm == "scale" and not divisor):
         other = b if a.norm == "scale" else a
         norm = "scale" if other.given and {a.norm, b.norm} == {"scale", ""} else "unit"
         return joined._replace(span=FITS, exact=False, norm=norm, factor=1.0, offset=0)
@@ -544,6 +558,7 @@ def _product(sweep: Sweep, op: Op, joined: Fact) -> Fact:
     factor = 1.0 if divisor else a.factor * b.factor
     if divisor or BOUNDED not in (a.span, b.span) or factor < LEAST:
         span = BEYOND
+    # Each factor brings its own roundings, and the product one more.
     writes = min(a.writes + b.writes + 1, WRITES + 1)
     return joined._replace(span=span, norm="", exact=False, writes=writes, factor=factor, offset=0)
 

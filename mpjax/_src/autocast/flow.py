@@ -54,6 +54,7 @@ class Flow:
                 table[new] = table[op]
         if op in marks.steady:
             marks.steady.add(new)
+        # In place of the old op, where that read; at the end, where only the new one reads.
         self.producer |= dict.fromkeys(outs, new)
         for v in dict.fromkeys((*op.ins, *ins)):
             readers = [r for r in self.readers.get(v, []) if r is not op or v in ins]

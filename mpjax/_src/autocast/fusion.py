@@ -145,9 +145,11 @@ def _fuse(island: SoftmaxIsland, flow: Flow) -> FusedAttention:
         raise Unfit("its rows do not sum to one")
     if any(v.aval.dtype == np.bool_ for v in island.ins):
         raise Unfit("the mask is inside the softmax, whose rows may be empty")
+    # First the pattern: the matmul of the scores, what is added to them, and that of the values.
     own = own_axes(before_softmax.aval.shape)
     scores = _scores(before_softmax, own, form.rate, summed, flow)
     matmul, place, where, views = _weighed(weights, flow)
+    # Then what each axis runs over: parts of the scores' axes, which no reshape may cut.
     atoms = [atom for axis in scores.axes for atom in axis]
     keys = {a for d in summed for a in _split(own[d], atoms)}
     first, queries, named, shared = _operands(scores.matmul, scores.axes, keys)
@@ -163,6 +165,7 @@ def _fuse(island: SoftmaxIsland, flow: Flow) -> FusedAttention:
     ]
     terms = [Term(_labels(leaf.axes, atoms), leaf.factor, leaf.kept) for leaf in left]
 
+    # The kernel has four axes of its own. The last shared axis counts as heads.
     batch = _in_order(shared)
     heads = batch[-1:] if len(batch) > 1 else ()
     groups = (
@@ -187,6 +190,7 @@ def _fuse(island: SoftmaxIsland, flow: Flow) -> FusedAttention:
     )
     inputs = [scores.matmul.ins[first], scores.matmul.ins[1 - first], matmul.ins[1 - place]]
     inputs += [leaf.value for leaf in left]
+    # Which kernel fits depends on the operands as it would get them.
     avals = [_jax.abstract(v.aval) for v in inputs]
     operands_of = jax.eval_shape(lambda arrays: fused.arranged(fusion, arrays), avals)
     kernel, why_not = fused_kernels.choose(operands_of, options)
@@ -234,6 +238,7 @@ def _scores(
     if op.name in ("mul", "div"):
         for place in (0, 1) if op.name == "mul" else (0,):
             number = _number(op.ins[1 - place])
+            # A division by zero is no scaling.
             if number is not None and (number or op.name == "mul"):
                 scaled = factor * number if op.name == "mul" else factor / number
                 return further(place, axes, scaled)
@@ -242,6 +247,7 @@ def _scores(
     if op.name == "select_n" and len(op.ins) == 3 and op.ins[0].aval.dtype == np.bool_:
         for place, fill in ((2, op.ins[1]), (1, op.ins[2])):
             if (number := _number(fill)) is not None:
+                # The factor applies to what is filled in, too.
                 if not number * factor <= MASKED:
                     raise Unfit(f"{number:g} in place of a score does not mask it")
                 chosen = Leaf(op.ins[0], _known(narrowed(op.ins[0], axes)), None, place == 2)
@@ -522,11 +528,13 @@ def _absorbed(island: Island, inputs: Sequence[Value], members: Sequence[Op], fl
         if op not in apart:
             apart.add(op)
             todo += [flow.producer[v] for v in op.ins if v in flow.producer]
+    # What the inputs are made from stays outside, even if only members read it.
     inside: set[Op | None] = {*island.ops, *members}
     for op in reversed(flow.ops):
         readers = {r for v in op.outs for r in flow.readers.get(v, ())}
         if readers and readers <= inside and op not in apart and not op.eqn.effects:
             inside.add(op)
+    # The kernel returns the result alone: nobody else may read what it takes the place of.
     result = members[-1]
     for op in filter(None, inside):
         if op is not result and not inside.issuperset(

@@ -96,6 +96,7 @@ def _choose(
     """Returns the values of some steps to compute again, and those to keep."""
     producer = {v: step for step in steps for v in step.outs}
     number = {v: i for i, v in enumerate(dict.fromkeys([*_read(steps), *producer]))}
+    # To compute a result again, each operand is kept or computed again: an edge from each.
     edges = [
         (number[v], number[out])
         for step in steps

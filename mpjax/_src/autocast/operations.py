@@ -245,6 +245,7 @@ def _run_half(op: Op, env: Env) -> None:
         return _run_as_planned(op, env)
     half, centred = env.rulings[op].half, env.marks.centred.get(op)
     args = [env.read(v, half) for v in op.ins]
+    # An operand may be stored in the other half dtype, by an override.
     args = [cast(a, half) if a.dtype in HALVES and a.dtype != half else a for a in args]
     out, wide = op.outs[0], _reduced_wide(op, env)
     eqn, dtype = _jax.at_default_precision(op.eqn), env.stored[out].dtype

@@ -161,6 +161,7 @@ def _quotients(total: Op, flow: Flow) -> Iterator[Op]:
     size = total.ins[0].size
     seen: dict[Op, None] = {}
     todo = [total.outs[0]]
+    # Breadth first: the quotient is near the sum.
     while todo and len(seen) < REACH:
         value = todo.pop(0)
         for op in flow.readers.get(value, ()):
@@ -208,18 +209,21 @@ def _matches(
     """Returns the axes, the log of the sum and the guards of a softmax; None for other results."""
     whole = reading.logarithm(result, own)
     divisors = [(t, n) for t, n in whole.items() if t[0] == SUM]
+    # log p = log e - log s has the sum once, with the factor -1.
     if len(divisors) != 1 or abs(divisors[0][1] + 1) > 1e-6:
         return None
     ((term, _),) = divisors
     guards, number = guards_of(term)
     if number != reading.numbers[total.outs[0]]:
         return None
+    # The sum runs over those axes of the result along which it is the same.
     rows = {place for axis in term[2] for place, *_ in axis}
     axes = tuple(d for d, axis in enumerate(own) if axis and d not in rows)
     summed = iter(axes)
     kept = iter(term[2])
     along: list[Any] = []
     over = {int(d) for d in total.params["axes"]}
+    # Where the axes of what is summed lie in the result, so that both logs name the same axes.
     for d, n in enumerate(total.ins[0].aval.shape):
         axis = next(kept) if d not in over else () if n == 1 else own[next(summed, -1)]
         along.append(axis)
@@ -236,6 +240,7 @@ def _matches(
         )
         and any(t[1] == reading.end for t in exponents)
     )
+    # With a guard, rows do not sum to one, so a shift would not cancel.
     if not fits or (guards and len(exponents) > 1):
         return None
     largest = [t for name, t in guards if name == "max"]
@@ -432,6 +437,7 @@ def _sources(
         else:
             varying = [v for v in op.ins if v.is_f32 and v.const is None]
             todo += [(v, _where(op, v, where, island.form.axes, flow)) for v in varying]
+    # A matmul whose rows the shift does not reach needs nothing.
     places = {op: (i, dims) for op, (i, dims) in places.items() if dims}
     through = {*seen.values(), *island.ops}
     readers = {op for v, _ in seen for op in flow.readers[v] if op in moved}
@@ -456,12 +462,14 @@ def _where(op: Op, value: Value, where: Axes | None, axes: Any, flow: Flow) -> A
     if is_view(op):
         return before(op, where)
     others = [v for v in op.ins if v is not value]
+    # A sum hands a shift on as it is, and a product with numbers of rows by their factor.
     if op.name in ("add", "sub", "add_any", "neg") and value.aval.shape == op.outs[0].aval.shape:
         return where
     if op.name == "mul" or (op.name == "div" and value is op.ins[0]):
         same = all(is_number(v) or is_same_along(v, where, axes, flow) for v in others)
         return where if same else None
     if op.name == "select_n" and value is not op.ins[0]:
+        # A mask hands it on if the masked entries stay masked.
         consts = [v.const for v in others[1:]]
         return where if all(c is not None and np.max(c) < MASKED for c in consts) else None
     return None
