@@ -1,6 +1,6 @@
 """Plots of reports. The only module that needs matplotlib, of the extra `plot`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -198,22 +198,31 @@ def plot_gradient_histogram(
     below.set_yticks(named, [histogram.paths[i] for i in named], fontsize="x-small")
     below.set_xlabel("log2 |g|")
     figure.colorbar(image, ax=below, label="share of the parameter", shrink=0.9)
-    for axes in (top, below):
-        axes.axvspan(first, marks["flushed to zero"], color="tab:red", alpha=0.15, lw=0)
-        axes.axvspan(
-            marks["flushed to zero"], marks["subnormal"], color="tab:orange", alpha=0.12, lw=0
-        )
-        axes.axvspan(min(marks["overflow"], last), last, color="tab:red", alpha=0.15, lw=0)
-    places = (
-        ("flushed", first, marks["flushed to zero"]),
-        ("subnormal", marks["flushed to zero"], marks["subnormal"]),
-        ("overflow", marks["overflow"], last),
-    )
-    for label, start, end in places:
-        if end - start >= 2:
-            top.text((start + end) / 2, top.get_ylim()[1] * 0.94, label, ha="center", va="top")
+    _shade_limits((top, below), first, last, marks)
     top.set_xlim(first, last)
     return _saved(figure, path)
+
+
+def _shade_limits(
+    panels: tuple[Any, Any], first: int, last: int, marks: Mapping[str, float]
+) -> None:
+    """Shades the exponents that a dtype loses, and names them in the first panel."""
+    flushed, subnormal, overflow = (
+        marks[name] for name in ("flushed to zero", "subnormal", "overflow")
+    )
+    for axes in panels:
+        axes.axvspan(first, flushed, color="tab:red", alpha=0.15, lw=0)
+        axes.axvspan(flushed, subnormal, color="tab:orange", alpha=0.12, lw=0)
+        axes.axvspan(min(overflow, last), last, color="tab:red", alpha=0.15, lw=0)
+    top = panels[0]
+    places = (
+        ("flushed", first, flushed),
+        ("subnormal", flushed, subnormal),
+        ("overflow", overflow, last),
+    )
+    for label, start, end in places:
+        if end - start >= 2:  # else the word does not fit
+            top.text((start + end) / 2, top.get_ylim()[1] * 0.94, label, ha="center", va="top")
 
 
 def _saved(figure: Any, path: str | Path | None) -> Any:
