@@ -126,8 +126,8 @@ def _shapes(text: str) -> tuple[Shape, ...]:
     return tuple(found)
 
 
-def source_lines(text: str) -> Callable[[Op], str]:
-    """Returns a function from an instruction to the user's line, as "file:line", or ""."""
+def _tables_of_lines(text: str) -> dict[str, dict[str, str]]:
+    """Returns the rows of the tables above a module's computations, by table and number."""
     tables: dict[str, dict[str, str]] = collections.defaultdict(dict)
     table = ""
     for line in text.splitlines():
@@ -138,6 +138,12 @@ def source_lines(text: str) -> Callable[[Op], str]:
         elif line.partition(" ")[0].isdecimal():
             number, _, row = line.partition(" ")
             tables[table][number] = row
+    return tables
+
+
+def source_lines(text: str) -> Callable[[Op], str]:
+    """Returns a function from an instruction to the user's line, as "file:line", or ""."""
+    tables = _tables_of_lines(text)
 
     def field(row: str, key: str) -> str:
         found = re.search(rf"\b{key}=(\d+)", row)

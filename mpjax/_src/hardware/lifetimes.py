@@ -127,18 +127,25 @@ def _in_place(module: Module, op: Op) -> dict[int, int]:
         return {int(result or 0): int(operand) for result, operand, _ in found}
     if op.opcode != "fusion":
         return {}
-    kernel = module[called_by(op)[0]]
+    return _in_kernel(module[called_by(op)[0]])
+
+
+def _in_kernel(kernel: Computation) -> dict[int, int]:
+    """Returns, for each result of a fused kernel that overwrites a parameter, its number."""
     root = kernel.ops[kernel.root]
     results = [kernel.ops[n] for n in root.operands] if root.opcode == "tuple" else [root]
     numbers = {parameter.name: i for i, parameter in enumerate(parameters(kernel))}
     onto = {}
     for index, result in enumerate(results):
-        while result.opcode == "bitcast":
-            result = kernel.ops[result.operands[0]]
-        if result.opcode in ("dynamic-update-slice", "scatter"):
-            target = kernel.ops[result.operands[0]]
-            while target.opcode == "bitcast":
-                target = kernel.ops[target.operands[0]]
+        update = _behind_bitcasts(kernel, result)
+        if update.opcode in ("dynamic-update-slice", "scatter"):
+            target = _behind_bitcasts(kernel, kernel.ops[update.operands[0]])
             if target.name in numbers:
                 onto[index] = numbers[target.name]
     return onto
+
+
+def _behind_bitcasts(kernel: Computation, op: Op) -> Op:
+    while op.opcode == "bitcast":
+        op = kernel.ops[op.operands[0]]
+    return op

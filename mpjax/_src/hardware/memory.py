@@ -8,11 +8,11 @@ come from and lead to.
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mpjax._src.hardware.carried import trainable
 from mpjax._src.hardware.flow import MAPPED, MOVED, Flow, Leaf, flow_of, leaves, reached
-from mpjax._src.hardware.hlo import OP_NAME, Computation, Op, parameters, parse
+from mpjax._src.hardware.hlo import OP_NAME, Computation, Op, Shape, parameters, parse
 from mpjax._src.hardware.lifetimes import ALIASED, is_scheduled, most_at_once
 
 PARAMETERS, MASTERS, MOMENTS = "parameters", "masters", "moments"
@@ -119,9 +119,20 @@ def _arguments(entry: Computation) -> Iterator[MemoryRow]:
         pairs = zip(leaves(entry.name, op), op.shapes, strict=True)
         found += [(path, leaf, shape) for leaf, shape in pairs]
     kinds = {leaf: _kind(path, trainable(shape)) for path, leaf, shape in found}
-    named = {leaf: kind for leaf, (kind, _) in kinds.items()}
-    # An argument is a parameter, whatever its name, if a moment, master or gradient belongs to it:
-    # if it is the only argument of the same shape and the same end of the path.
+    owners = {*_owners(found, kinds)}
+    for path, leaf, shape in found:
+        kind = PARAMETERS if leaf in owners else kinds[leaf][0]
+        yield MemoryRow(kind, shape.bytes, path, leaf)
+
+
+def _owners(
+    found: Sequence[tuple[str, Leaf, Shape]], kinds: Mapping[Leaf, tuple[str, tuple[str, ...]]]
+) -> Iterator[Leaf]:
+    """Yields the arguments that a moment, master or gradient belongs to.
+
+    Each is a parameter, whatever its name. It is the only argument of the same shape and the same
+    end of the path.
+    """
     for _, leaf, shape in found:
         kind, tail = kinds[leaf]
         if kind in (MASTERS, MOMENTS, GRADIENTS):
@@ -132,9 +143,7 @@ def _arguments(entry: Computation) -> Iterator[MemoryRow]:
                 if kinds[other][0] in (ARGUMENTS, PARAMETERS)
             ]
             if len(like) == 1:
-                named[like[0]] = PARAMETERS
-    for path, leaf, shape in found:
-        yield MemoryRow(named[leaf], shape.bytes, path, leaf)
+                yield like[0]
 
 
 def _with_trained(

@@ -66,29 +66,33 @@ def half_accumulators(program: Program) -> Iterator[Hit]:
     terms are as large as the sum), or JAX derived the sum, the limit is 2**digits, where such a sum
     stops growing. A sum that decays counts as many terms as it remembers.
     """
+    for loop, carried, returned in _half_carries(program):
+        chain = _sum_of(program, returned, carried)
+        if chain is None:
+            yield from _decaying(program, loop, returned, carried)
+            continue
+        op, others = chain
+        stands = any(carried in program.back(v, lambda op: True) for v in others)
+        dtype = carried.aval.dtype
+        derived = program.is_backward(op)
+        limit = stalls_at(dtype) if stands or derived else 2 ** (digits(dtype) / 2)
+        turns = turns_of(loop.eqn)
+        if turns > limit:
+            yield Hit(
+                f"A loop of {turns} iterations carries a sum in {shown(carried)}. Each iteration "
+                f"rounds it to {digits(dtype)} binary digits, and late terms are lost.",
+                op,
+            )
+
+
+def _half_carries(program: Program) -> Iterator[tuple[Op, Value, Value]]:
+    """Yields the loops that carry a half value, the value as it comes in and as it goes out."""
     for loop in (op for op in program.ops if op.inside.kind == SCAN):
         (inside,) = loop.subs
         for result, argument in inside.carry:
             carried = inside.program.invars[argument]
-            if not is_half(carried):
-                continue
-            chain = _sum_of(program, inside.program.outvars[result], carried)
-            if chain is None:
-                yield from _decaying(program, loop, inside.program.outvars[result], carried)
-                continue
-            op, others = chain
-            stands = any(carried in program.back(v, lambda op: True) for v in others)
-            dtype = carried.aval.dtype
-            derived = program.is_backward(op)
-            limit = stalls_at(dtype) if stands or derived else 2 ** (digits(dtype) / 2)
-            turns = turns_of(loop.eqn)
-            if turns > limit:
-                yield Hit(
-                    f"A loop of {turns} iterations carries a sum in {shown(carried)}. Each "
-                    f"iteration rounds it to {digits(dtype)} binary digits, and late terms are "
-                    "lost.",
-                    op,
-                )
+            if is_half(carried):
+                yield loop, carried, inside.program.outvars[result]
 
 
 def _decaying(program: Program, loop: Op, out: Value, carried: Value) -> Iterator[Hit]:

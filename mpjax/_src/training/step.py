@@ -586,13 +586,16 @@ def _new_containers(tree: T) -> T:
 _IN_PRECISION = {"boundary": _cast_at_boundary, "op": with_float32_loss}
 
 
+def _on_batch(grad_fn: Callable[..., Any], state: TrainState, batch: Any) -> Passes:
+    out = grad_fn(state.params, batch, state.model_state, state.rng)
+    (loss, (model_state, aux)), grads, seen = out
+    return Passes(widen(loss), model_state, aux, grads, seen)
+
+
 def _accumulate(grad_fn: Callable[..., Any], steps: int, state: TrainState, batch: Any) -> Passes:
-    """Runs both passes on each micro-batch."""
+    """Runs both passes on each micro-batch, each with the model state of the one before it."""
     if steps == 1:
-        (loss, (model_state, aux)), grads, seen = grad_fn(
-            state.params, batch, state.model_state, state.rng
-        )
-        return Passes(widen(loss), model_state, aux, grads, seen)
+        return _on_batch(grad_fn, state, batch)
 
     split = _split_batch(batch, steps)  # refuses more steps than there are examples
 
@@ -603,10 +606,10 @@ def _accumulate(grad_fn: Callable[..., Any], steps: int, state: TrainState, batc
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False), split
         )
         rng = None if state.rng is None else jax.random.fold_in(state.rng, index)
-        out = grad_fn(state.params, micro_batch, model_state, rng)
-        (loss, (model_state, aux)), grads, seen = out
-        grad_sum = jax.tree.map(jnp.add, grad_sum, grads)
-        return (grad_sum, model_state), (widen(loss), aux, seen)
+        here = dataclasses.replace(state, model_state=model_state, rng=rng)
+        passes = _on_batch(grad_fn, here, micro_batch)
+        grad_sum = jax.tree.map(jnp.add, grad_sum, passes.grads)
+        return (grad_sum, passes.model_state), (passes.loss, passes.aux, passes.seen)
 
     zeros = jax.tree.map(jnp.zeros_like, widen(state.params))
     (grad_sum, model_state), (losses, aux, seen) = jax.lax.scan(
@@ -764,14 +767,18 @@ def _without_rng(loss_fn: Callable[..., Any], rng: Any) -> Iterator[None]:
         raise
 
 
+# What the loss function returns, by whether there is a model state, and an aux.
+FORMS = {
+    (False, False): "loss",
+    (True, False): "(loss, new_model_state)",
+    (False, True): "(loss, aux)",
+    (True, True): "(loss, (new_model_state, aux))",
+}
+
+
 def _unpack(out: Any, has_state: bool, has_aux: bool) -> tuple[Any, Any, Any]:
     """Splits what ``loss_fn`` returned into loss, new model state and aux."""
-    form = {
-        (False, False): "loss",
-        (True, False): "(loss, new_model_state)",
-        (False, True): "(loss, aux)",
-        (True, True): "(loss, (new_model_state, aux))",
-    }[has_state, has_aux]
+    form = FORMS[has_state, has_aux]
 
     def pair(value):
         if isinstance(value, (tuple, list)) and len(value) == 2:

@@ -256,8 +256,12 @@ def _uses(jaxpr: Any, wanted: Sequence[bool]) -> tuple[set[int], set[Any], dict[
             readers.setdefault(v, []).append(eqn)
             if hands_on or len(readers[v]) > 1:
                 stored.add(v)
+    return live, stored, _cast_alone(jaxpr, readers, {v for v, _ in outs})
+
+
+def _cast_alone(jaxpr: Any, readers: dict[Any, list[Any]], results: set[Any]) -> dict[Any, Any]:
+    """Returns the matmuls of half operands whose wide results are only read by casts to half."""
     makers = {}
-    results = {v for v, _ in outs}
     for eqn in jaxpr.eqns:
         v = eqn.outvars[0] if eqn.outvars else None
         if rule_of(eqn.primitive.name).need == HALF and all(map(_is_half, eqn.invars[:2])):
@@ -265,7 +269,7 @@ def _uses(jaxpr: Any, wanted: Sequence[bool]) -> tuple[set[int], set[Any], dict[
             alone = casts and len(casts) == len(readers[v]) and v not in results
             if alone and not _is_half(v) and all(_is_half(e.outvars[0]) for e in casts):
                 makers[v] = eqn
-    return live, stored, makers
+    return makers
 
 
 def is_elementwise(eqn: Any) -> bool:
