@@ -116,11 +116,7 @@ def make_program(
     run. With ``numbers``, the program says which equation of the function a derivative belongs to.
     """
     given = Flat.of((args, kwargs))
-    if not given.arrays:
-        raise ValueError(
-            f"{tool}: the arguments hold no arrays: there is nothing to run. It is called like "
-            f"explain: {tool}(fun, policy)(*args), with the arguments of fun."
-        )
+    _check_arrays(tool, given)
     names = given.names(parameters_of(fun, args), lambda name, keys: path_of(keys) or name)
     with _noted(f"{tool}: the function failed while JAX traced it, before {tool} ran it."):
         traced = trace(fun, policy, args, kwargs)
@@ -141,12 +137,7 @@ def make_program(
 
     follows = argnums is not None and is_loss(tool, outs, has_aux)
     if argnums is not None and not has_aux and is_pair_of_loss(outs):
-        warn_at(
-            fun,
-            f"{tool}: the function returned a pair whose first is one number, (loss, aux) perhaps, "
-            "so its forward pass alone is looked at. For its gradients too pass has_aux=True; "
-            "argnums=None says that the forward pass is what you want.",
-        )
+        _warn_of_pair(tool, fun)
     if follows:
         active = differentiated(tool, args, kwargs, argnums)
         flat, results = _gradients(run, active, names, has_aux)
@@ -164,6 +155,23 @@ def make_program(
     return Program(
         *(jaxpr, given.arrays, names, tuple(results), gradients, parameters),
         *(traced.plan, ran, alone, equations),
+    )
+
+
+def _check_arrays(tool: str, given: Flat) -> None:
+    if not given.arrays:
+        raise ValueError(
+            f"{tool}: the arguments hold no arrays: there is nothing to run. It is called like "
+            f"explain: {tool}(fun, policy)(*args), with the arguments of fun."
+        )
+
+
+def _warn_of_pair(tool: str, fun: Callable[..., Any]) -> None:
+    warn_at(
+        fun,
+        f"{tool}: the function returned a pair whose first is one number, (loss, aux) perhaps, "
+        "so its forward pass alone is looked at. For its gradients too pass has_aux=True; "
+        "argnums=None says that the forward pass is what you want.",
     )
 
 

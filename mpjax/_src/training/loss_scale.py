@@ -347,7 +347,7 @@ def _of_jmp(loss_scale: Any) -> LossScale:
         backoff_factor=1 / float(loss_scale.factor),
         growth_interval=int(loss_scale.period),
         min_scale=min(scale, float(loss_scale.min_loss_scale)),
-        max_scale=2.0**126,  # jmp has no limit: this is float32's, with room for one more factor
+        max_scale=2.0**126,  # jmp has no limit: the largest legal scale
         growth_tracker=loss_scale.counter,
     )
 

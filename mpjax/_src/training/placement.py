@@ -115,9 +115,9 @@ def _of_params(params: Any, shardings: Any) -> dict[Any, tuple[tuple[int, ...], 
             f"param_shardings must have the structure of state.params, or a prefix of it: {error}"
         ) from None
     found = {}
-    leaves = jax.tree.leaves(spread, is_leaf=_is_sharding)
-    pairs = zip(jax.tree_util.tree_leaves_with_path(params), leaves, strict=True)
-    for (keys, leaf), sharding in pairs:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    shardings = jax.tree.leaves(spread, is_leaf=_is_sharding)
+    for (keys, leaf), sharding in zip(leaves, shardings, strict=True):
         _check_sharding(keys, sharding, jnp.shape(leaf))
         found[keys] = jnp.shape(leaf), sharding
     return found

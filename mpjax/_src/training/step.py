@@ -444,6 +444,26 @@ FLOOR = (
 )
 
 
+OF_LOSS = (
+    "The loss itself was not finite. No loss scale can cure that. Usual causes: NaN or infinity in "
+    "the data, an overflow in the float16 forward pass (attention scores, large activations), or "
+    "weights that have diverged (float16 overflows above 65504). Check the batch, lower the "
+    "learning rate, or try 'mixed_bfloat16'. mpjax.find_nonfinite names the operation."
+)
+OF_STATE = (
+    "The loss was finite, but the new model_state was not. No loss scale can cure that. Usual "
+    "causes: an outlier in the data (the square of 2e19 overflows the variance of BatchNorm), an "
+    "overflow in the half forward pass, or a statistic that is divided by 0. Check the batch, or "
+    "compute the statistics in float32."
+)
+OF_GRADIENTS = (
+    "The loss was finite, but its gradients were not. Usual causes: the learning rate is too high, "
+    "an operation has an infinite derivative (sqrt or norm at 0, log near 0), or float16 is too "
+    "narrow for this backward pass. Lower the learning rate, try 'mixed_bfloat16', or add a "
+    "float32 override for the part that overflows. mpjax.find_nonfinite names the operation."
+)
+
+
 def raise_if_diverged(metrics: Metrics, limit: int) -> None:
     """Raises a `DivergenceError` if too many steps in a row were skipped.
 
@@ -502,35 +522,15 @@ def _check_metrics(metrics: Any) -> None:
 
 
 def _cause(metrics: Metrics, at_floor: bool) -> str:
-    """Says what was not finite, and the usual causes.
-
-    A loss that is not finite explains everything else; gradients are named only if the rest was.
-    """
+    """Says what was not finite first, and the usual causes."""
     if not bool(metrics["loss_finite"]):
-        return (
-            "The loss itself was not finite. No loss scale can cure that. Usual causes: NaN or "
-            "infinity in the data, an overflow in the float16 forward pass (attention scores, "
-            "large activations), or weights that have diverged (float16 overflows above 65504). "
-            "Check the batch, lower the learning rate, or try 'mixed_bfloat16'. "
-            "mpjax.find_nonfinite names the operation."
-        )
+        return OF_LOSS
     # Metrics saved by an older version have no state_finite.
     if not bool(metrics.get("state_finite", True)):
-        return (
-            "The loss was finite, but the new model_state was not. No loss scale can cure that. "
-            "Usual causes: an outlier in the data (the square of 2e19 overflows the variance of "
-            "BatchNorm), an overflow in the half forward pass, or a statistic that is divided by "
-            "0. Check the batch, or compute the statistics in float32."
-        )
+        return OF_STATE
     if at_floor:
         return f"The loss was finite, but its gradients were not, at any loss scale: {FLOOR}"
-    return (
-        "The loss was finite, but its gradients were not. Usual causes: the learning rate is "
-        "too high, an operation has an infinite derivative (sqrt or norm at 0, log near 0), or "
-        "float16 is too narrow for this backward pass. Lower the learning rate, try "
-        "'mixed_bfloat16', or add a float32 override for the part that overflows. "
-        "mpjax.find_nonfinite names the operation."
-    )
+    return OF_GRADIENTS
 
 
 def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Callable[..., Any]:
