@@ -127,9 +127,9 @@ def _leaves(tree: Any, path: tuple, means: tuple) -> Iterator[Leaf | _Beside]:
                     is_master = getattr(leaf, "dtype", FLOAT32) == FLOAT32
                     beside = MASTER if is_master else RESIDUAL
                     yield _Beside(place, beside, path_of(here), path_of(of), leaf)
-                elif name == "scales":
+                elif name == "scales":  # beside codes, which mean what the moments mean
                     yield Leaf(place, RESIDUAL + path_of((*meaning, *of)), leaf)
-                else:
+                else:  # how many updates drew random bits
                     moments = (GetAttrKey("moments"),) if kind is EightBitMomentsState else ()
                     counts = path_of((*meaning, *moments, GetAttrKey(DRAWS)))
                     yield Leaf(place, counts, leaf)

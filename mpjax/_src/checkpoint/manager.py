@@ -199,6 +199,7 @@ class Manager:
                 f"directory={self.directory!r} is only read by this Manager, which was made with "
                 "read_only=True."
             )
+        # Asked for every number, because all processes of a program have to ask for the same one.
         self.stopping = self._signalled or self._manager.reached_preemption(number)
         latest = self._manager.latest_step()
         if latest is not None and latest > number:

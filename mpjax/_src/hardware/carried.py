@@ -50,13 +50,15 @@ def carried_by(flow: Flow, asked: str) -> Callable[[Computation, Op, int], str]:
     def carried(computation: Computation, op: Op, index: int) -> str:
         operand = computation.name, op.operands[index], 0
         result = computation.name, op.name, index
-        becomes = to_result.get(result, MIXED)
+        becomes = to_result.get(result, MIXED)  # what reaches no trained result is as if multiplied
         if op.opcode.removesuffix("-start") in SUMS:
             if becomes <= MAPPED and to_matmul.get(result) != SPREAD:
                 return "gradients"
+            # One number that decides about all new values, such as whether gradients are finite.
             if becomes == SPREAD and result not in to_matmul:
                 return "verdict"
             return "activations" if operand in by_matmul else "statistics"
+        # What is not summed is gathered or moved: arguments as they are, or what was made of them.
         if operand not in computed:
             return "parameters" if operand in of_argument else "data"
         if becomes <= MAPPED:

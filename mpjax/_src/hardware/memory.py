@@ -101,7 +101,7 @@ def memory_rows(text: str, sizes: Sizes) -> tuple[MemoryRow, ...]:
         # The memory of results that are not computed yet holds temporary arrays until then.
         results[-1] = dataclasses.replace(results[-1], bytes=results[-1].bytes + rest)
         rest = 0.0
-    elif rest < 0:
+    elif rest < 0:  # the schedule has more than the compiler: what is alive is not known then
         between, rest, kind = [], sizes.temporary, UNKNOWN
     tail = [MemoryRow(kind, rest)]
     padding, code = MemoryRow(PADDING, spare), MemoryRow(CODE, sizes.code)
@@ -229,12 +229,15 @@ def _teller(
         if not is_backward(names[source[:2]])
         and any(is_backward(names[target[:2]]) for target, _ in steps)
     }
+    # What the backward pass reads of the forward pass, through moves and casts.
     kept = reached(flow.before, read_backward, MOVED)
 
     def tell(held: Sequence[Leaf]) -> tuple[str, str]:
         makers = [names[x[:2]] for x in reached(flow.before, held, MOVED)]
+        # An instruction that XLA made has no name: then the longest, as it says the most.
         scope = scope_of(names[held[0][:2]]) or max(map(scope_of, makers), key=len)
         if any(map(is_backward, makers)):
+            # A gradient becomes a new value entry by entry; cotangents of activations do not.
             return (GRADIENTS if any(x in updates for x in held) else WORKSPACE), scope
         if held[0] in copies:
             return COPIES, scope

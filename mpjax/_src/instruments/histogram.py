@@ -277,6 +277,7 @@ def recommend_loss_scale(
         raise ValueError(f"{EMPTY}, so there is nothing to scale.")
     name = canonical(dtype, "dtype").name
     reserve = math.ceil(math.log2(headroom))
+    # Entries at 2**e are less than 2**(e + 1), which must not reach the overflow.
     power = limits.overflow - 1 - reserve - whole.largest
     reasons = [
         f"The largest gradient is at 2^{whole.largest}; {name} overflows at 2^{limits.overflow}, "

@@ -181,6 +181,8 @@ def largest_finite_scale(program: Program, arrays: Sequence[Any], high: int) -> 
     def finite(exponent: int) -> bool:
         return program.has_finite_gradients(arrays, 2.0**exponent)
 
+    # Bisection: what is finite at one scale is so at every smaller one. 1 is tried before scales
+    # below it, which few programs need.
     low = min(0, high - 1)
     if not finite(low):
         low = LEAST_EXPONENT

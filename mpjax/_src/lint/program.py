@@ -76,6 +76,7 @@ class Program:
         self._constants |= dict(block.consts)
         for op in block.ops:
             self.around[op] = around
+            # All of a program inside a transposed call is backward, whatever its own names say.
             behind = backward or "transpose" in _jax.transforms(op.stack)
             if behind:
                 self._backward.add(op)

@@ -106,6 +106,7 @@ def _decaying(program: Program, loop: Op, out: Value, carried: Value) -> Iterato
     if share is None or not share.rest or not 0 < share.factor < 1 or stops(share, dtype):
         return
     step, limit = 1 - share.factor, 2 ** (digits(dtype) / 2)
+    # Weights that sum to about 1 are those of an average.
     if abs(share.rest - step) > step / 2 and min(turns, 1 / step) > limit:
         yield Hit(
             f"A loop of {turns} iterations carries a sum in {shown(carried)} that decays by "
@@ -131,6 +132,7 @@ def _sum_of(program: Program, out: Value, carried: Value) -> tuple[Op, list[Valu
             return None
         first = first or op
         ways = [v for v in op.ins if v is carried or _leads_to(program, v, carried)]
+        # c - x adds to the carry; x - c does not, and neither does what reads it twice.
         if len(ways) != 1 or (op.name == "sub" and ways[0] is not op.ins[0]):
             return None
         others += [v for v in op.ins if v is not ways[0]]

@@ -262,6 +262,7 @@ class DynamicLossScale:
         spent = jnp.maximum(self.hysteresis_tracker - 1, 0)
         back_off = jnp.logical_and(jnp.logical_not(grads_finite), spent == 0)
 
+        # A product beyond float32 is infinity, and its minimum with the limit is the limit.
         grown = jnp.minimum(self.loss_scale * self.growth_factor, self.max_scale)
         shrunk = jnp.maximum(self.loss_scale * self.backoff_factor, self.min_scale)
         left = jnp.where(grads_finite, self.hysteresis_tracker, spent)

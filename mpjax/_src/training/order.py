@@ -115,7 +115,7 @@ def _branches_off(out: _Node) -> int:
     found, seen, stack = 0, {out.number}, [out]
     while stack:
         node = stack.pop()
-        if node.feeds & (node.feeds - 1):
+        if node.feeds & (node.feeds - 1):  # more than one bit: other gradients need it too
             found = max(found, node.depth)
             continue
         for parent in node.parents:

@@ -211,6 +211,7 @@ def first_overflow(
         layers.append(layer)
     places, nonfinite = jnp.stack(keys), jnp.stack(shares)
     index = jnp.argmin(places).astype(jnp.int32)
+    # A loss that is not finite makes every gradient so: then none of them is to blame.
     named = loss_finite & (places[index] != NEVER)
     return Overflow(
         index=jnp.where(named, index, -1),

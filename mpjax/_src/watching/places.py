@@ -146,6 +146,7 @@ def _walk(
             if part != "cast":
                 line, way = _jax.source_lines(eqn)[0], here.backward
                 known[v][half].readers.append((eqn.primitive.name, part, line, way))
+        # The half result of a cast is the tensor that its operand was measured as.
         if eqn.primitive.name == CAST and _is_half(eqn.outvars[0]):
             known[eqn.outvars[0]] = known[eqn.invars[0]] if _is_var(eqn.invars[0]) else {}
         if _moves(eqn):
@@ -249,6 +250,8 @@ def _uses(jaxpr: Any, wanted: Sequence[bool]) -> tuple[set[int], set[Any], dict[
         if not (eqn.effects or any(v in readers for v in eqn.outvars)):
             continue
         live.add(i)
+        # What one elementwise equation reads stays in a register of its kernel. A move stores its
+        # operand only if its own result is stored.
         hands_on = not is_elementwise(eqn) or (
             _moves(eqn) and any(v in stored for v in eqn.outvars)
         )
