@@ -341,6 +341,7 @@ def read_arrays(
         CheckpointError: If a file is damaged.
     """
     table = about["leaves"]
+    # Empty arrays are not written: their shape is all of them.
     stored = {name: place for name, place in shardings.items() if 0 not in table[name]["shape"]}
     sums = about.get(checksums.ARRAYS, {}) if verify else {}
     found = arrays.read(_path(directory) / "state", table, stored, sums)

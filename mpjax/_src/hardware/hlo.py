@@ -207,6 +207,7 @@ def runs(
             if body:
                 turns = times * (1 if trips is None else trips)
                 yield from runs(module, body, turns, fused, scope)
+            # The condition runs once more than the body: it ends the loop.
             if (condition := attribute(op, "condition")) in module:
                 tests = times * (1 if trips is None else trips + 1)
                 yield from runs(module, condition, tests, fused, scope)
@@ -240,6 +241,7 @@ def trip_count(module: dict[str, Computation], outside: Computation, loop: Op) -
     condition = module.get(attribute(loop, "condition"))
     if not condition:
         return None
+    # JAX's counted loops count up, as long as the counter is less than a limit.
     test = condition.ops[condition.root]
     if test.opcode != "compare" or "direction=LT" not in test.attributes:
         return None

@@ -318,7 +318,9 @@ class _Finder(Watcher):
         for index, out in enumerate(outs):
             nans, infs = counts(out)
             blame = origins
+            # Infinite operands may only hand on their Inf: then it is new where they are finite.
             made = nans or (infs and (not infinite or _is_new(eqn, arrays, out)))
+            # What follows from bad operands is no event of its own: they are blamed for it.
             if made and not origins:
                 blame = frozenset({self._event(eqn, ins, arrays, index, out, given, place)})
             path = ins[0].path if carries and ins else ""

@@ -733,7 +733,7 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
     values: dict[str, Any] = {}
     while position < len(text) or not (name or values):
         key = _KEY.match(text, position)
-        if key is None:
+        if key is None:  # a name, which stands first, and alone or before a comma
             name, end = _word(text, position)
             if not (position or name):
                 raise ValueError(
