@@ -197,6 +197,28 @@ def stays_finite(new: Any, old: Any) -> jax.Array:
     return functools.reduce(jnp.logical_and, verdicts, jnp.array(True))
 
 
+def _check_same_structure(on_true: Any, on_false: Any) -> None:
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (on_true, on_false)]
+    if structures[0] != structures[1]:
+        lacking = difference({*paths(on_true)}, {*paths(on_false)})
+        kinds = "{} is not {}".format(*map(brief, structures))
+        raise ValueError(
+            "select: on_true and on_false must have the same structure, but "
+            f"{f'on_false {lacking}' if lacking else kinds}."
+        )
+
+
+def _check_same_form(where: str, a: Any, b: Any) -> None:
+    kinds = [(jnp.shape(x), getattr(x, "dtype", type(x).__name__)) for x in (a, b)]
+    if kinds[0] != kinds[1]:
+        (shape, dtype), (other_shape, other_dtype) = kinds
+        raise ValueError(
+            f"select: {where} is {dtype}{shape} in on_true but {other_dtype}{other_shape} in "
+            "on_false. Shapes and dtypes must be the same in both. The usual cause is a dtype "
+            "that changes from step to step."
+        )
+
+
 def select(pred: Any, on_true: T, on_false: T) -> T:
     """Selects one of two pytrees by a bool that may be traced; the values are kept bit for bit.
 
@@ -225,14 +247,7 @@ def select(pred: Any, on_true: T, on_false: T) -> T:
             "To reduce many values to one, use jnp.all(...) or mpjax.all_finite(...)."
         )
 
-    structures: list[Any] = [jax.tree.structure(tree) for tree in (on_true, on_false)]
-    if structures[0] != structures[1]:
-        lacking = difference({*paths(on_true)}, {*paths(on_false)})
-        kinds = "{} is not {}".format(*map(brief, structures))
-        raise ValueError(
-            "select: on_true and on_false must have the same structure, but "
-            f"{f'on_false {lacking}' if lacking else kinds}."
-        )
+    _check_same_structure(on_true, on_false)
 
     def choose(keys, a, b):
         where = f"leaf {path_of(keys)!r}"
@@ -246,14 +261,7 @@ def select(pred: Any, on_true: T, on_false: T) -> T:
                 "in on_false. Such leaves must be equal in both; store values that change in "
                 "arrays."
             )
-        kinds = [(jnp.shape(x), getattr(x, "dtype", type(x).__name__)) for x in (a, b)]
-        if kinds[0] != kinds[1]:
-            (shape, dtype), (other_shape, other_dtype) = kinds
-            raise ValueError(
-                f"select: {where} is {dtype}{shape} in on_true but {other_dtype}{other_shape} in "
-                "on_false. Shapes and dtypes must be the same in both. The usual cause is a dtype "
-                "that changes from step to step."
-            )
+        _check_same_form(where, a, b)
         if isinstance(pred, (bool, np.bool_)):
             return a if pred else b
         return a if a is b else jnp.where(pred, a, b)

@@ -66,6 +66,7 @@ def read(
         with _naming(path, name):
             _check(path, name, table[name], stored)
             arrays[name] = _wanted(stored, shardings[name], sums.get(name))
+    # Shards that overlap with nothing here belong to other processes.
     jobs = [
         (name, box, checksum)
         for name, array in arrays.items()
@@ -89,7 +90,8 @@ def read(
         for _ in pool.map(copy, jobs):
             pass
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)  # after an error, no further shard is read
+    # One by one, so that an array's copy on the host is freed when the devices have theirs.
     return {name: _made(arrays.pop(name)) for name in [*arrays]}
 
 

@@ -103,6 +103,7 @@ def _summed(values: list[int]) -> list[int]:
         return values
     from jax.experimental import multihost_utils
 
+    # JAX would gather 64 bits as 32, unless x64 is enabled.
     parts = np.array([(value >> 32, value & 0xFFFFFFFF) for value in values], np.uint32)
     high, low = np.asarray(multihost_utils.process_allgather(parts)).sum(0, dtype=np.uint64).T
     return [int(a) << 32 | int(b) for a, b in zip(high, low, strict=True)]

@@ -127,9 +127,9 @@ def _leaves(tree: Any, path: tuple, means: tuple) -> Iterator[Leaf | _Beside]:
                     is_master = getattr(leaf, "dtype", FLOAT32) == FLOAT32
                     beside = MASTER if is_master else RESIDUAL
                     yield _Beside(place, beside, path_of(here), path_of(of), leaf)
-                elif name == "scales":
+                elif name == "scales":  # beside codes, which mean what the moments mean
                     yield Leaf(place, RESIDUAL + path_of((*meaning, *of)), leaf)
-                else:
+                else:  # how many updates drew random bits
                     moments = (GetAttrKey("moments"),) if kind is EightBitMomentsState else ()
                     counts = path_of((*meaning, *moments, GetAttrKey(DRAWS)))
                     yield Leaf(place, counts, leaf)
@@ -155,6 +155,25 @@ def _fields(node: Any) -> list[tuple[Any, Any]]:
     return [(keys[0], child) for keys, child in below]
 
 
+def _home_of(node: str, its: dict[str, Any], halves: dict[str, Any]) -> str:
+    """Returns the path of the parameters that the masters of a node belong to.
+
+    It is where all of them meet a half array of their path and shape. "params" is preferred, and
+    assumed if nothing fits; of several others none, so the node is a home of its own.
+    """
+    first = next(iter(its))
+    places = {path.removesuffix(first) for path in halves if f"/{path}".endswith(f"/{first}")}
+    fit = [
+        place
+        for place in places
+        if not f"/{place}".startswith(f"/{node}/")
+        and all(halves.get(place + of) == shape for of, shape in its.items())
+    ]
+    default = f"{PARAMS}/"
+    several = f"{node}/" if fit else default
+    return default if default in fit else fit[0] if len(fit) == 1 else several
+
+
 def _at_home(found: Sequence[Leaf | _Beside]) -> list[Leaf]:
     """Gives masters and residuals the meanings of their parameters.
 
@@ -166,17 +185,7 @@ def _at_home(found: Sequence[Leaf | _Beside]) -> list[Leaf]:
     homes: dict[str, str] = {}
     for node in dict.fromkeys(x.node for x in found if isinstance(x, _Beside)):
         its = {x.of: x.value.shape for x in found if isinstance(x, _Beside) and x.node == node}
-        first = next(iter(its))
-        places = {path.removesuffix(first) for path in halves if f"/{path}".endswith(f"/{first}")}
-        fit = [
-            place
-            for place in places
-            if not f"/{place}".startswith(f"/{node}/")
-            and all(halves.get(place + of) == shape for of, shape in its.items())
-        ]
-        default = f"{PARAMS}/"
-        several = f"{node}/" if fit else default
-        homes[node] = default if default in fit else fit[0] if len(fit) == 1 else several
+        homes[node] = _home_of(node, its, halves)
     return [
         Leaf(x.path, x.kind + (homes[x.node] + x.of).removesuffix("/"), x.value)
         if isinstance(x, _Beside)

@@ -3,6 +3,7 @@
 import os
 import uuid
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +54,23 @@ def export_params(state: Any, dtype: DTypeLike = "float32") -> Any:
         )
     full = master_params(part_of(state, "opt_state"), params)
     half = jax.tree.map(lambda leaf: cast_leaf(leaf, to), full)
-    lost = [
-        path_of(keys)
-        for (keys, wide), narrow in zip(
-            jax.tree_util.tree_leaves_with_path(full), jax.tree.leaves(half), strict=True
-        )
-        if is_array(wide) and wide.dtype != narrow.dtype and overflows(wide, narrow)
-    ]
-    if lost:
+    if lost := _overflown(full, half):
         raise ValueError(
             f"dtype={to.name!r}: finite weights would become infinite in {lost[:NAMED]}"
             + (f" and {len(lost) - NAMED} more" if len(lost) > NAMED else "")
             + ". Export to 'bfloat16', which has the range of float32, or to 'float32'."
         )
     return half
+
+
+def _overflown(wide: Any, narrow: Any) -> list[str]:
+    """Returns the paths of leaves that a cast made infinite."""
+    pairs = zip(jax.tree_util.tree_leaves_with_path(wide), jax.tree.leaves(narrow), strict=True)
+    return [
+        path_of(keys)
+        for (keys, before), after in pairs
+        if is_array(before) and before.dtype != after.dtype and overflows(before, after)
+    ]
 
 
 def save_safetensors(file: str | Path, params: Any, metadata: dict[str, str] | None = None) -> None:
@@ -95,16 +99,7 @@ def save_safetensors(file: str | Path, params: Any, metadata: dict[str, str] | N
         ['Dense_0.kernel']
     """
     safetensors = _safetensors()
-    arrays = {}
-    for name, leaf in _named(params):
-        # In C order, because safetensors writes the memory of an array and ignores its strides.
-        arrays[name] = np.array(leaf, order="C")
-        dtype = arrays[name].dtype
-        if dtype != BFLOAT16 and dtype.isbuiltin != 1:
-            raise ValueError(
-                f"params: {name!r} is {dtype}, which not every reader of safetensors supports. "
-                "Export it as 'float32', 'bfloat16' or 'float16', by export_params(state, dtype)."
-            )
+    arrays = dict(_readable(params))
     temporary = f"{file}.{uuid.uuid4().hex}.tmp"  # its own, if others write the file too
     try:
         safetensors.numpy.save_file(arrays, temporary, {"format": "flax", **(metadata or {})})
@@ -155,6 +150,11 @@ def load_safetensors(file: str | Path, like: Any = None, *, allow_narrowing: boo
             f"file={str(file)!r} is not a complete safetensors file. {type(error).__name__}: "
             f"{error}"
         ) from error
+    return _as_in(like, read, file, allow_narrowing)
+
+
+def _as_in(like: Any, read: dict[str, Any], file: str | Path, allow_narrowing: bool) -> Any:
+    """Returns what was read as a tree like ``like``, or by name without it."""
     if like is None:
         return {name: held(value) for name, value in read.items()}
     paths = {name: path for (name, _), path in zip(_named(like), _paths(like), strict=True)}
@@ -165,22 +165,10 @@ def load_safetensors(file: str | Path, like: Any = None, *, allow_narrowing: boo
             f"like: the file {file} holds other parameters. {differences(missing, extra)}Names are "
             "paths joined with '.'; without like, load_safetensors returns the arrays by name."
         )
-    about = {
-        "format": FORMAT,
-        "leaves": {
-            paths[name]: {
-                "means": paths[name],
-                "dtype": str(value.dtype),
-                "shape": list(value.shape),
-            }
-            for name, value in read.items()
-        },
-        "kinds": {},
-        "loss_scale": None,
-    }
     wanted = {PARAMS: like}
-    sources = match(about, wanted, allow_narrowing, str(file))
-    arrays = {paths[name]: held(value) for name, value in read.items()}
+    found = {paths[name]: value for name, value in read.items()}
+    sources = match(_described(found), wanted, allow_narrowing, str(file))
+    arrays = {path: held(value) for path, value in found.items()}
     return converted(sources, arrays, wanted, str(file))[PARAMS]
 
 
@@ -212,3 +200,30 @@ def _safetensors() -> Any:
             "installed: pip install 'mpjax[safetensors]'."
         ) from error
     return safetensors
+
+
+def _readable(params: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the arrays by name, and refuses those that other programs cannot read."""
+    for name, leaf in _named(params):
+        # In C order, because safetensors writes the memory of an array and ignores its strides.
+        array = np.array(leaf, order="C")
+        if array.dtype != BFLOAT16 and array.dtype.isbuiltin != 1:
+            raise ValueError(
+                f"params: {name!r} is {array.dtype}, which not every reader of safetensors "
+                "supports. Export it as 'float32', 'bfloat16' or 'float16', by "
+                "export_params(state, dtype)."
+            )
+        yield name, array
+
+
+def _described(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a checkpoint would say of arrays by path, of which each means what it is."""
+    return {
+        "format": FORMAT,
+        "leaves": {
+            path: {"means": path, "dtype": str(array.dtype), "shape": list(array.shape)}
+            for path, array in arrays.items()
+        },
+        "kinds": {},
+        "loss_scale": None,
+    }

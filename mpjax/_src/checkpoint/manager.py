@@ -201,6 +201,7 @@ class Manager:
                 f"directory={self.directory!r} is only read by this Manager, which was made with "
                 "read_only=True."
             )
+        # Asked for every number, because all processes of a program have to ask for the same one.
         self.stopping = self._signalled or self._manager.reached_preemption(number)
         latest = self._manager.latest_step()
         if latest is not None and latest > number:
@@ -350,6 +351,22 @@ def _options(
     """Returns orbax's options: what is saved, and what is kept."""
     ocp = store.orbax()
     policies = ocp.checkpoint_managers
+    # Needed to write metrics, and for best(); preservation_policy says what is kept.
+    by_metric = {"best_fn": best.value, "best_mode": best.mode} if best is not None else {}
+    return ocp.CheckpointManagerOptions(
+        save_decision_policy=policies.FixedIntervalPolicy(every),
+        preservation_policy=_preserved(keep, keep_period, best),
+        **by_metric,
+        cleanup_tmp_directories=not read_only,
+        create=not read_only,
+        read_only=read_only,
+        **({"save_interval_steps": 0} if read_only else {}),  # otherwise it warns
+    )
+
+
+def _preserved(keep: int | None, keep_period: int | None, best: Best | None) -> Any:
+    """Returns orbax's policy of what is kept: the newest, every so many, and the best."""
+    policies = store.orbax().checkpoint_managers
     kept = [policies.LatestN(keep)]
     if keep_period is not None:
         kept.append(policies.EveryNSteps(keep_period))
@@ -363,17 +380,7 @@ def _options(
                 keep_checkpoints_without_metrics=False,
             )
         )
-    # Needed to write metrics, and for best(); preservation_policy says what is kept.
-    by_metric = {"best_fn": best.value, "best_mode": best.mode} if best is not None else {}
-    return ocp.CheckpointManagerOptions(
-        save_decision_policy=policies.FixedIntervalPolicy(every),
-        preservation_policy=policies.AnyPreservationPolicy(kept),
-        **by_metric,
-        cleanup_tmp_directories=not read_only,
-        create=not read_only,
-        read_only=read_only,
-        **({"save_interval_steps": 0} if read_only else {}),  # otherwise it warns
-    )
+    return policies.AnyPreservationPolicy(kept)
 
 
 def _end(

@@ -102,6 +102,7 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
     _check_same_leaves(saved, kept, parts, fresh, where)
     _check_kinds(about["kinds"], kinds_of(like), where)
     _check_shapes(saved, kept, where)
+    _check_one_kind(saved, kept, where)
     if not allow_narrowing:
         _check_precision(saved, kept, where)
     _check_width(kept)
@@ -189,6 +190,9 @@ def _check_shapes(saved: dict[str, Any], sources: list[Source], where: str) -> N
             + "; ".join(other[:NAMED])
             + "."
         )
+
+
+def _check_one_kind(saved: dict[str, Any], sources: list[Source], where: str) -> None:
     unlike = [
         f"{s.target.path} is {saved[s.path]['dtype']} in the checkpoint, but "
         f"{shaped(s.target.value)[1]} in like"

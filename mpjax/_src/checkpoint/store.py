@@ -40,6 +40,19 @@ def orbax() -> Any:
     return needed("orbax.checkpoint")
 
 
+def _arrays_in(state: Any) -> dict[str, Any]:
+    """Returns the arrays to write, by path.
+
+    orbax cannot write empty arrays, nor an item without arrays; the shape of an empty array in the
+    description is enough. Keys are written as their data.
+    """
+    return {
+        leaf.path: jax.random.key_data(leaf.value) if is_key(leaf.value) else _array(leaf.value)
+        for leaf in leaves_of(state)
+        if np.size(leaf.value)
+    }
+
+
 def saved_form(
     state: Any, policy: str | None, data: Any, metrics: Mapping[str, float] | None = None
 ) -> Any:
@@ -57,13 +70,7 @@ def saved_form(
             "as {'params': params}."
         )
     about = describe(state, policy, _checked(data))
-    # orbax cannot write empty arrays, nor an item without arrays; the shape of an empty array in
-    # the description is enough. Keys are written as their data.
-    stored = {
-        leaf.path: jax.random.key_data(leaf.value) if is_key(leaf.value) else _array(leaf.value)
-        for leaf in leaves_of(state)
-        if np.size(leaf.value)
-    }
+    stored = _arrays_in(state)
     if metrics is not None:
         about["metrics"] = metrics  # orbax writes them to a file without a checksum
     about[checksums.ARRAYS] = checksums.of_arrays(stored)
@@ -216,6 +223,19 @@ def read_about(directory: str | Path, verify: bool = True) -> dict[str, Any]:
         CheckpointError: If it is not a checkpoint of mpjax, or is damaged.
     """
     path = _path(directory)
+    _check_is_checkpoint(path, directory)
+    file = path / "about" / "metadata"
+    try:
+        about = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {arrays.DAMAGED}. {arrays.reason(error)}"
+        ) from error
+    _check_about(about, file, verify)
+    return about
+
+
+def _check_is_checkpoint(path: Any, directory: str | Path) -> None:
     if not path.is_dir():
         raise FileNotFoundError(f"directory={str(directory)!r} does not exist.")
     steps = [p.name for p in path.iterdir() if p.name.isdigit()]
@@ -231,15 +251,6 @@ def read_about(directory: str | Path, verify: bool = True) -> dict[str, Any]:
             "about/metadata is missing. It contains "
             f"{sorted(p.name for p in path.iterdir())[:10]}."
         )
-    file = path / "about" / "metadata"
-    try:
-        about = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read: {arrays.DAMAGED}. {arrays.reason(error)}"
-        ) from error
-    _check_about(about, file, verify)
-    return about
 
 
 def check_metrics(directory: str | Path) -> None:
@@ -281,8 +292,12 @@ def _check_about(about: Any, file: Any, verify: bool) -> None:
     for path, entry in about["leaves"].items():
         if not _is_whole(entry):
             raise CheckpointError(f"{file}: its entry for the leaf {path!r} is damaged.")
-    if not verify or not {checksums.ABOUT, checksums.ARRAYS} & about.keys():
-        return  # the checkpoints of early versions have no checksums
+    # The checkpoints of early versions have no checksums.
+    if verify and {checksums.ABOUT, checksums.ARRAYS} & about.keys():
+        _check_sum(about, file)
+
+
+def _check_sum(about: Mapping[str, Any], file: Any) -> None:
     if about.get(checksums.ABOUT) != checksums.of_about(about):
         raise CheckpointError(
             f"{file}: its checksum is another one. The file was damaged or edited after it was "
@@ -326,6 +341,7 @@ def read_arrays(
         CheckpointError: If a file is damaged.
     """
     table = about["leaves"]
+    # Empty arrays are not written: their shape is all of them.
     stored = {name: place for name, place in shardings.items() if 0 not in table[name]["shape"]}
     sums = about.get(checksums.ARRAYS, {}) if verify else {}
     found = arrays.read(_path(directory) / "state", table, stored, sums)

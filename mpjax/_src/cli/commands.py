@@ -265,13 +265,7 @@ def compare(
     """
     fun, args = load(target)
     _check_argnums(argnums, args)
-    with running(f"reading the args of {target}"):
-        leaves = jax.tree.leaves(args)
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-        raise TargetError(
-            f"{target}() returned a jax.ShapeDtypeStruct among its args, but compare runs the "
-            "function: return arrays."
-        )
+    _check_arrays(target, args)
     with running(f"comparing {target}"):
         comparison = mpjax.compare(fun, policy, argnums, has_aux, loss_scale=loss_scale)(*args)
         drawn = plot is not None and bool(comparison.rows)
@@ -289,9 +283,22 @@ def compare(
         if drawn:
             click.echo(f"\nPicture written to {plot}")
     _write(html, page, as_json)
-    if tolerance is None:
-        return
-    results = comparison.worst_results()
+    if tolerance is not None:
+        _judge(comparison.worst_results(), tolerance, target)
+
+
+def _check_arrays(target: str, args: Any) -> None:
+    with running(f"reading the args of {target}"):
+        leaves = jax.tree.leaves(args)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise TargetError(
+            f"{target}() returned a jax.ShapeDtypeStruct among its args, but compare runs the "
+            "function: return arrays."
+        )
+
+
+def _judge(results: Sequence[tuple[str, float]], tolerance: float, target: str) -> None:
+    """Makes a finding of a worst result that is above the tolerance, or NaN."""
     if not results:
         raise TargetError(
             f"{target} has nothing to compare with --tolerance: the function returns no "

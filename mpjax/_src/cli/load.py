@@ -89,6 +89,11 @@ def describe(error: BaseException) -> str:
 # ---- inside --------------------------------------------------------------------------------------
 
 
+def _is_part(missing: str | None, place: str) -> bool:
+    """Returns whether the missing module is the named one or a package of it, no import in it."""
+    return bool(missing) and f"{place}.".startswith(f"{missing}.")
+
+
 def _module(place: str) -> ModuleType:
     if place.endswith(".py") or os.sep in place:
         return _from_file(Path(place))
@@ -100,14 +105,9 @@ def _module(place: str) -> ModuleType:
             return importlib.import_module(place)
     except TargetError as error:
         cause = error.__cause__
-        missing = getattr(cause, "name", None)
-        if (
-            isinstance(cause, ModuleNotFoundError)
-            and missing
-            and f"{place}.".startswith(f"{missing}.")
-        ):
+        if isinstance(cause, ModuleNotFoundError) and _is_part(cause.name, place):
             raise TargetError(
-                f"there is no module {missing!r} in {here or GONE} or among the installed "
+                f"there is no module {cause.name!r} in {here or GONE} or among the installed "
                 "packages. To name a file, give its path: path/to/file.py:FUNCTION."
             ) from cause
         raise
@@ -145,9 +145,7 @@ def _attribute(thing: Any, place: str, name: str) -> Any:
     return thing
 
 
-def _call(thing: Any, target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    if not callable(thing):
-        raise TargetError(f"{target} is {_kind(thing)}, not a function. {FORM}")
+def _check_takes_nothing(thing: Callable[..., Any], target: str) -> None:
     with contextlib.suppress(ValueError):  # some built-in callables have no signature
         try:
             inspect.signature(thing).bind()
@@ -156,6 +154,12 @@ def _call(thing: Any, target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]
                 f"{target} cannot be called without arguments: {error}. {FORM} Write a function "
                 "that returns yours and its arguments."
             ) from None
+
+
+def _call(thing: Any, target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    if not callable(thing):
+        raise TargetError(f"{target} is {_kind(thing)}, not a function. {FORM}")
+    _check_takes_nothing(thing, target)
     with running(f"{target}()"):
         result = thing()
     if not (isinstance(result, tuple) and len(result) == 2 and callable(result[0])):

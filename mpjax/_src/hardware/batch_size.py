@@ -191,20 +191,7 @@ def search(
 
     if not fits(1):
         _refuse_smallest(target, tries[0], available, reserve)
-    most = max(1, limit // multiple_of)
-    good, bad = 1, 0
-    while good < most and not bad:
-        units = min(2 * good, most)
-        if fits(units):
-            good = units
-        else:
-            bad = units
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if fits(middle):
-            good = middle
-        else:
-            bad = middle
+    good, bad = _bracketed(fits, max(1, limit // multiple_of))
     report, beyond = reports[good], reports.get(bad)
     assert report is not None
     return LargestBatch(
@@ -267,6 +254,22 @@ def _check_dependence(make_args: Callable[[int], Any], multiple_of: int) -> None
 
 def _shape(leaf: Any) -> Any:
     return str(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) if hasattr(leaf, "dtype") else leaf
+
+
+def _bracketed(fits: Callable[[int], bool], most: int) -> tuple[int, int]:
+    """Returns the largest number that fits, and the next one, or 0 if all up to ``most`` fit.
+
+    1 is known to fit. Memory grows with the batch, so what does not fit bounds all that is larger.
+    """
+    good, bad = 1, 0
+    # Doubling first, because what is far beyond the answer takes long to compile.
+    while good < most and not bad:
+        units = min(2 * good, most)
+        good, bad = (units, 0) if fits(units) else (good, units)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good, bad
 
 
 def _refuse_smallest(target: Target, first: BatchTry, available: int, reserve: float) -> None:

@@ -39,9 +39,10 @@ def _edited(module: Module, computation: Computation, op: Op) -> Sequence[Comput
     place = inner or computation
     shapes = tuple(place.ops[operand].shapes[0] for operand in root.operands)
     sums = [op, *_users(computation, op.name)] if op.opcode.endswith("-start") else [op]
-    if len([*_users(computation, joined.name)]) > 1:
+    if len([*_users(computation, joined.name)]) > 1:  # another reader needs it as one array
         return ()
     ops, kernels = dict(computation.ops), []
+    # Each reader has to slice single arrays out of the sum, itself or within its kernel.
     for reader in _users(computation, sums[-1].name):
         kernel = _kernel(module, reader)
         if kernel:
@@ -55,7 +56,7 @@ def _edited(module: Module, computation: Computation, op: Op) -> Sequence[Comput
         if not read:
             return ()
     parts = root.operands
-    if inner:
+    if inner:  # the kernel that joined the arrays returns them as a tuple instead
         made = replace(root, opcode="tuple", shapes=shapes)
         kernels.append(replace(inner, ops={**inner.ops, root.name: made}))
         ops[joined.name] = replace(joined, shapes=shapes)

@@ -1,11 +1,20 @@
 """Finds out what a collective carries, by the sources and the uses of its operands."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mpjax._src.hardware.flow import MAPPED, MIXED, SPREAD, SUMMED, Flow, Leaf, reached
 from mpjax._src.hardware.hlo import Computation, Op, Shape, parameters, parse
 
 SUMS = ("all-reduce", "reduce-scatter")
+
+
+def _trainable_in(
+    leaves: Sequence[Leaf], shapes: Sequence[Shape], others: Sequence[Shape]
+) -> list[Leaf]:
+    """Returns the leaves whose shape is also one of the other side."""
+    there = {shape.dims for shape in others if trainable(shape)}
+    pairs = zip(leaves, shapes, strict=True)
+    return [leaf for leaf, shape in pairs if trainable(shape) and shape.dims in there]
 
 
 def carried_by(flow: Flow, asked: str) -> Callable[[Computation, Op, int], str]:
@@ -21,18 +30,9 @@ def carried_by(flow: Flow, asked: str) -> Callable[[Computation, Op, int], str]:
         asked: The HLO of the program before it was partitioned, for shapes of whole arrays.
     """
     arguments, results = _signature(asked)
-    shapes = {shape.dims for shape in arguments if trainable(shape)}
-    kept = [
-        leaf
-        for leaf, shape in zip(flow.results, results, strict=True)
-        if trainable(shape) and shape.dims in shapes
-    ]
-    trained = {s.dims for s in results if trainable(s)}
-    given = [
-        leaf
-        for leaf, shape in zip(flow.arguments, arguments, strict=True)
-        if trainable(shape) and shape.dims in trained
-    ]
+    # What may be trained is a result of the shape of an argument, and the other way round.
+    kept = _trainable_in(flow.results, results, arguments)
+    given = _trainable_in(flow.arguments, arguments, results)
     made: dict[int, set[Leaf]] = {SUMMED: set(), MIXED: set()}
     mixed = set()
     for source, steps in flow.after.items():
@@ -50,13 +50,15 @@ def carried_by(flow: Flow, asked: str) -> Callable[[Computation, Op, int], str]:
     def carried(computation: Computation, op: Op, index: int) -> str:
         operand = computation.name, op.operands[index], 0
         result = computation.name, op.name, index
-        becomes = to_result.get(result, MIXED)
+        becomes = to_result.get(result, MIXED)  # what reaches no trained result is as if multiplied
         if op.opcode.removesuffix("-start") in SUMS:
             if becomes <= MAPPED and to_matmul.get(result) != SPREAD:
                 return "gradients"
+            # One number that decides about all new values, such as whether gradients are finite.
             if becomes == SPREAD and result not in to_matmul:
                 return "verdict"
             return "activations" if operand in by_matmul else "statistics"
+        # What is not summed is gathered or moved: arguments as they are, or what was made of them.
         if operand not in computed:
             return "parameters" if operand in of_argument else "data"
         if becomes <= MAPPED:

@@ -131,6 +131,7 @@ class Compilers:
         return answer
 
     def _tell_of_death(self, target: Target) -> NoReturn:
+        # The connection closes a moment before the process has ended.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
         code = self.process.returncode

@@ -89,6 +89,8 @@ def reached(
     If there are several paths to a leaf, the one with the smallest change counts.
     """
     found: dict[Leaf, int] = {}
+    # Dijkstra's algorithm: the length of a path is its largest change, so a queue for each of the
+    # five lengths is enough, and the first visit of a leaf is along its shortest path.
     layers: list[list[Leaf]] = [list(start), *([] for _ in range(MIXED))]
     for worst in range(most + 1):
         queue = layers[worst]
@@ -125,11 +127,12 @@ def _edges(module: dict[str, Computation], name: str, op: Op) -> Iterator[tuple[
         body = attribute(op, "body")
         root = module[body].ops[module[body].root]
         test = attribute(op, "condition")
+        # What the body returns enters the next iteration, its condition too, and leaves at the end.
         for inner in {body, test} & module.keys():
             entering = list(leaves(inner, *parameters(module[inner])))
             yield from _paired(leaves(name, carried), entering)
             yield from _paired(leaves(body, root), entering)
-        if test in module:
+        if test in module:  # one number decides which iteration's results these are
             yield from (((test, module[test].root, 0), leaf, SPREAD) for leaf in leaves(name, op))
         yield from _paired(leaves(body, root), leaves(name, op))
     elif code in ("fusion", "call", "async-start"):
@@ -153,6 +156,7 @@ def _edges(module: dict[str, Computation], name: str, op: Op) -> Iterator[tuple[
     else:
         kind = _kind(op)
         for index, operand in enumerate(operands[: VALUES.get(code, len(operands))]):
+            # Each entry of what is added to stays in its place; updates and indices meet.
             added_to = code == "scatter" and not index
             for leaf in leaves(name, op):
                 for source in leaves(name, operand):

@@ -126,8 +126,8 @@ def _shapes(text: str) -> tuple[Shape, ...]:
     return tuple(found)
 
 
-def source_lines(text: str) -> Callable[[Op], str]:
-    """Returns a function from an instruction to the user's line, as "file:line", or ""."""
+def _tables_of_lines(text: str) -> dict[str, dict[str, str]]:
+    """Returns the rows of the tables above a module's computations, by table and number."""
     tables: dict[str, dict[str, str]] = collections.defaultdict(dict)
     table = ""
     for line in text.splitlines():
@@ -138,6 +138,12 @@ def source_lines(text: str) -> Callable[[Op], str]:
         elif line.partition(" ")[0].isdecimal():
             number, _, row = line.partition(" ")
             tables[table][number] = row
+    return tables
+
+
+def source_lines(text: str) -> Callable[[Op], str]:
+    """Returns a function from an instruction to the user's line, as "file:line", or ""."""
+    tables = _tables_of_lines(text)
 
     def field(row: str, key: str) -> str:
         found = re.search(rf"\b{key}=(\d+)", row)
@@ -201,6 +207,7 @@ def runs(
             if body:
                 turns = times * (1 if trips is None else trips)
                 yield from runs(module, body, turns, fused, scope)
+            # The condition runs once more than the body: it ends the loop.
             if (condition := attribute(op, "condition")) in module:
                 tests = times * (1 if trips is None else trips + 1)
                 yield from runs(module, condition, tests, fused, scope)
@@ -234,6 +241,7 @@ def trip_count(module: dict[str, Computation], outside: Computation, loop: Op) -
     condition = module.get(attribute(loop, "condition"))
     if not condition:
         return None
+    # JAX's counted loops count up, as long as the counter is less than a limit.
     test = condition.ops[condition.root]
     if test.opcode != "compare" or "direction=LT" not in test.attributes:
         return None

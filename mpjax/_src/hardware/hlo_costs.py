@@ -137,22 +137,26 @@ def asked(text: str) -> dict[str, collections.Counter[str]]:
 # ---- matmuls ------------------------------------------------------------------------------------
 
 
+def _precision(op: Op, library: bool) -> str:
+    """Returns the highest precision that an operand asks for."""
+    attributes = op.attributes.replace('"', "").lower()
+    found = PRECISION.search(attributes)
+    if library:  # its configuration is JSON
+        found = found or re.search(r"operand_precision:\[([^\]]*)\]", attributes)
+    levels = found[1].split(",") if found else []
+    return next((level for level in ("highest", "high") if level in levels), "default")
+
+
 def matmul(computation: Computation, op: Op, times: int, scope: str) -> Matmul | None:
     library = op.opcode == "custom-call" and custom_target(op).startswith(LIBRARIES)
     if op.opcode not in ("dot", "convolution") and not library:
         return None
     left, right = (computation.ops[name].shapes[0] for name in op.operands[:2])
-    algorithm = ALGORITHM.search(op.attributes + " ")
-    precision = PRECISION.search(op.attributes.replace('"', "").lower())
-    if library:
-        precision = precision or re.search(
-            r"operand_precision:\[([^\]]*)\]", op.attributes.replace('"', "").lower()
-        )
-    levels = precision[1].split(",") if precision else ["default"]
+    algorithm = ALGORITHM.search(op.attributes + " ")  # the pattern ends with a separator
     return Matmul(
         jax_name(op, scope),
         max(left.dtype, right.dtype, key=bits),
-        next(p for p in ("highest", "high", "default") if p in levels or p == "default"),
+        _precision(op, library),
         algorithm[1] if algorithm else "",
         int(algorithm[2] or 1) if algorithm else 1,
         library,
@@ -235,12 +239,14 @@ def bytes_moved(module: dict[str, Computation], computation: Computation, op: Op
     if code == "fusion":
         kernel = module[called_by(op)[0]]
         return _reads(module, kernel, operands) + _writes(kernel, kernel.root)
+    # Of what is only sliced or updated in place, as much is read as is written.
     if code in SLICES:
         return 2 * op.bytes + sum(o.bytes for o in operands[1:] if code == "gather")
     if code == "dynamic-update-slice":
         return 2 * computation.ops[op.operands[1]].bytes
-    if code == "scatter":
+    if code == "scatter":  # also the rows that the updates hit are read, and written
         return sum(o.bytes for o in operands[1:]) + 2 * operands[-1].bytes
+    # A start returns its destination and its source, and then a handle.
     if code == "copy-start":
         return sum(shape.bytes for shape in op.shapes[:2])
     if code == "slice-start":

@@ -50,6 +50,7 @@ def most_at_once(module: Module, name: str) -> list[Buffer]:
     most, at, now = -1.0, 0, 0.0
     for place in range(count):
         now += change[place]
+        # A computation that is called has its own peak, beside what its caller keeps meanwhile.
         more = sum(b.bytes for b in inside.get(place, ()))
         if now + more > most:
             most, at = now + more, place
@@ -65,7 +66,7 @@ def _lives(
     held: dict[str, list[Buffer | None]] = {}
     for place, op in enumerate(computation.ops.values()):
         given = [held[operand] for operand in op.operands]
-        if op.opcode not in ("tuple", "get-tuple-element", "bitcast"):
+        if op.opcode not in ("tuple", "get-tuple-element", "bitcast"):  # these read no memory
             for read in (b for each in given for b in each if b is not None):
                 read.last = max(read.last, place)
         held[op.name] = list(_places(module, computation, op, given, place, buffers))
@@ -76,6 +77,7 @@ def _lives(
         if op.opcode in ("while", "call", "conditional"):
             peaks = (most_at_once(module, name) for name in called if name in module)
             inside[place] = max(peaks, key=lambda found: sum(b.bytes for b in found), default=[])
+    # What a computation returns lies in memory that its caller counts.
     escaped = {id(b) for b in held[computation.root] if b is not None}
     return [b for b in buffers if id(b) not in escaped], inside
 
@@ -127,18 +129,25 @@ def _in_place(module: Module, op: Op) -> dict[int, int]:
         return {int(result or 0): int(operand) for result, operand, _ in found}
     if op.opcode != "fusion":
         return {}
-    kernel = module[called_by(op)[0]]
+    return _in_kernel(module[called_by(op)[0]])
+
+
+def _in_kernel(kernel: Computation) -> dict[int, int]:
+    """Returns, for each result of a fused kernel that overwrites a parameter, its number."""
     root = kernel.ops[kernel.root]
     results = [kernel.ops[n] for n in root.operands] if root.opcode == "tuple" else [root]
     numbers = {parameter.name: i for i, parameter in enumerate(parameters(kernel))}
     onto = {}
     for index, result in enumerate(results):
-        while result.opcode == "bitcast":
-            result = kernel.ops[result.operands[0]]
-        if result.opcode in ("dynamic-update-slice", "scatter"):
-            target = kernel.ops[result.operands[0]]
-            while target.opcode == "bitcast":
-                target = kernel.ops[target.operands[0]]
+        update = _behind_bitcasts(kernel, result)
+        if update.opcode in ("dynamic-update-slice", "scatter"):
+            target = _behind_bitcasts(kernel, kernel.ops[update.operands[0]])
             if target.name in numbers:
                 onto[index] = numbers[target.name]
     return onto
+
+
+def _behind_bitcasts(kernel: Computation, op: Op) -> Op:
+    while op.opcode == "bitcast":
+        op = kernel.ops[op.operands[0]]
+    return op

@@ -8,12 +8,12 @@ come from and lead to.
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mpjax._src.base.public import public
 from mpjax._src.hardware.carried import trainable
 from mpjax._src.hardware.flow import MAPPED, MOVED, Flow, Leaf, flow_of, leaves, reached
-from mpjax._src.hardware.hlo import OP_NAME, Computation, Op, parameters, parse
+from mpjax._src.hardware.hlo import OP_NAME, Computation, Op, Shape, parameters, parse
 from mpjax._src.hardware.lifetimes import ALIASED, is_scheduled, most_at_once
 
 PARAMETERS, MASTERS, MOMENTS = "parameters", "masters", "moments"
@@ -103,7 +103,7 @@ def memory_rows(text: str, sizes: Sizes) -> tuple[MemoryRow, ...]:
         # The memory of results that are not computed yet holds temporary arrays until then.
         results[-1] = dataclasses.replace(results[-1], bytes=results[-1].bytes + rest)
         rest = 0.0
-    elif rest < 0:
+    elif rest < 0:  # the schedule has more than the compiler: what is alive is not known then
         between, rest, kind = [], sizes.temporary, UNKNOWN
     tail = [MemoryRow(kind, rest)]
     padding, code = MemoryRow(PADDING, spare), MemoryRow(CODE, sizes.code)
@@ -121,9 +121,20 @@ def _arguments(entry: Computation) -> Iterator[MemoryRow]:
         pairs = zip(leaves(entry.name, op), op.shapes, strict=True)
         found += [(path, leaf, shape) for leaf, shape in pairs]
     kinds = {leaf: _kind(path, trainable(shape)) for path, leaf, shape in found}
-    named = {leaf: kind for leaf, (kind, _) in kinds.items()}
-    # An argument is a parameter, whatever its name, if a moment, master or gradient belongs to it:
-    # if it is the only argument of the same shape and the same end of the path.
+    owners = {*_owners(found, kinds)}
+    for path, leaf, shape in found:
+        kind = PARAMETERS if leaf in owners else kinds[leaf][0]
+        yield MemoryRow(kind, shape.bytes, path, leaf)
+
+
+def _owners(
+    found: Sequence[tuple[str, Leaf, Shape]], kinds: Mapping[Leaf, tuple[str, tuple[str, ...]]]
+) -> Iterator[Leaf]:
+    """Yields the arguments that a moment, master or gradient belongs to.
+
+    Each is a parameter, whatever its name. It is the only argument of the same shape and the same
+    end of the path.
+    """
     for _, leaf, shape in found:
         kind, tail = kinds[leaf]
         if kind in (MASTERS, MOMENTS, GRADIENTS):
@@ -134,9 +145,7 @@ def _arguments(entry: Computation) -> Iterator[MemoryRow]:
                 if kinds[other][0] in (ARGUMENTS, PARAMETERS)
             ]
             if len(like) == 1:
-                named[like[0]] = PARAMETERS
-    for path, leaf, shape in found:
-        yield MemoryRow(named[leaf], shape.bytes, path, leaf)
+                yield like[0]
 
 
 def _with_trained(
@@ -222,12 +231,15 @@ def _teller(
         if not is_backward(names[source[:2]])
         and any(is_backward(names[target[:2]]) for target, _ in steps)
     }
+    # What the backward pass reads of the forward pass, through moves and casts.
     kept = reached(flow.before, read_backward, MOVED)
 
     def tell(held: Sequence[Leaf]) -> tuple[str, str]:
         makers = [names[x[:2]] for x in reached(flow.before, held, MOVED)]
+        # An instruction that XLA made has no name: then the longest, as it says the most.
         scope = scope_of(names[held[0][:2]]) or max(map(scope_of, makers), key=len)
         if any(map(is_backward, makers)):
+            # A gradient becomes a new value entry by entry; cotangents of activations do not.
             return (GRADIENTS if any(x in updates for x in held) else WORKSPACE), scope
         if held[0] in copies:
             return COPIES, scope

@@ -386,13 +386,21 @@ class _Watcher(Watcher):
 # ---- causes -------------------------------------------------------------------------------------
 
 
-def _of_rounding(runs: Sequence[_Run], meaning: str, difference: float) -> list[Parting]:
-    """Returns lines, sorted by the difference that remains if their results are float32."""
+def _lines_in_half(
+    runs: Sequence[_Run],
+) -> dict[tuple[str, str], tuple[list[CompareRow], list[CompareRow]]]:
+    """Returns the rows of both runs that round to half, by their lines."""
     lines: dict[tuple[str, str], tuple[list[CompareRow], list[CompareRow]]] = {}
     for i, run in enumerate(runs):
         for row in run.watcher.comparer.rows.values():
-            if row.source and row.new and row.dtypes.endswith(HALF):  # only these round to half
+            if row.source and row.new and row.dtypes.endswith(HALF):
                 lines.setdefault((row.source, row.library), ([], []))[i].append(row)
+    return lines
+
+
+def _of_rounding(runs: Sequence[_Run], meaning: str, difference: float) -> list[Parting]:
+    """Returns lines, sorted by the difference that remains if their results are float32."""
+    lines = _lines_in_half(runs)
     added = {line: sum(row.blame for rows in both for row in rows) for line, both in lines.items()}
     own = [run.results().array for run in runs]
     partings = []

@@ -21,6 +21,7 @@ ENTRIES = 12
 # The weight of the suspected variance, in entries.
 TRUST = 3.0
 
+# The iterations; what keeps the covariance of equal runs invertible, relative and absolute.
 SWEEPS, ROUNDING, LEAST = 15, 1e-9, 1e-30
 
 
@@ -50,6 +51,7 @@ class Estimate:
 
     def chance(self, left: np.ndarray) -> np.ndarray:
         """Returns the probability of sets that the norm of the error is at most 1."""
+        # The squares of `entries` Gaussians of the variance spread / entries are added.
         mean = np.maximum(_forms(self._means, left), 0)
         spread = np.maximum(_forms(self._spread, left), 1e-12 * (1 + mean))
         return _chi_squared(self.entries / spread, self.entries, self.entries * mean / spread)
@@ -59,6 +61,7 @@ class Estimate:
         variance = start
         for _ in range(SWEEPS):
             mean, covariance = self._terms(variance, fresh)
+            # What is new in each run adds its share, which the runs together cannot tell.
             seen = ((mean**2).sum(1) + np.diag(covariance)) / (1 - fresh)
             variance = (TRUST * start + self.entries * seen) / (TRUST + self.entries)
         kernel = self._kernel(variance, fresh)

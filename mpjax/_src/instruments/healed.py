@@ -40,7 +40,7 @@ class Healed(Plain):
 
     @staticmethod
     def stack(values: Sequence[Any]) -> Any:
-        wide = jnp.result_type(*values)
+        wide = jnp.result_type(*values)  # an iteration may be healed, and another not
         return jnp.stack([x.astype(wide) for x in values])
 
 

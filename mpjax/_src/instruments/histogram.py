@@ -255,19 +255,23 @@ def gradient_histogram(grads: Any, histogram: GradientHistogram | None = None) -
         )
     paths, leaves = zip(*pairs, strict=True)
     low = jnp.stack([_count(jnp.asarray(leaf)) for leaf in leaves])
-    counts = jnp.stack([low, jnp.zeros_like(low)])
     sizes = tuple(int(np.prod(np.shape(leaf))) for leaf in leaves)
-    if histogram is not None:
-        check_histogram(histogram)
-        if (histogram.paths, histogram.sizes) != (paths, sizes):
-            raise ValueError(
-                f"histogram belongs to other parameters than grads: {histogram.paths} with "
-                f"{histogram.sizes} entries, not {paths} with {sizes}. Start a new one."
-            )
-        total = histogram.counts[0] + low
-        carry = (total < low).astype(jnp.uint32)
-        counts = jnp.stack([total, histogram.counts[1] + carry])
-    return GradientHistogram(counts, paths, sizes)
+    if histogram is None:
+        return GradientHistogram(jnp.stack([low, jnp.zeros_like(low)]), paths, sizes)
+    check_histogram(histogram)
+    if (histogram.paths, histogram.sizes) != (paths, sizes):
+        raise ValueError(
+            f"histogram belongs to other parameters than grads: {histogram.paths} with "
+            f"{histogram.sizes} entries, not {paths} with {sizes}. Start a new one."
+        )
+    return GradientHistogram(_added(histogram.counts, low), paths, sizes)
+
+
+def _added(counts: jax.Array, low: jax.Array) -> jax.Array:
+    """Adds to counts of 64 bits, which are kept as two of 32: JAX has no wider ones by default."""
+    total = counts[0] + low
+    carry = (total < low).astype(jnp.uint32)  # unsigned sums wrap around
+    return jnp.stack([total, counts[1] + carry])
 
 
 def recommend_loss_scale(
@@ -303,6 +307,7 @@ def recommend_loss_scale(
         raise ValueError(f"{EMPTY}, so there is nothing to scale.")
     name = canonical(dtype, "dtype").name
     reserve = math.ceil(math.log2(headroom))
+    # Entries at 2**e are less than 2**(e + 1), which must not reach the overflow.
     power = limits.overflow - 1 - reserve - whole.largest
     reasons = [
         f"The largest gradient is at 2^{whole.largest}; {name} overflows at 2^{limits.overflow}, "

@@ -103,21 +103,25 @@ def storage_of(plan: Plan) -> dict[Op, str]:
     return {stands_for.get(op, op): text for op, text in texts.items()}
 
 
+def _of_op(op: Op, plan: Plan) -> str:
+    """Says what is kept of an operation that runs alone, or ""."""
+    own = [v for v in op.outs if v in plan.analysis.kept]
+    parts = [f"kept in {_dtypes(own, plan)}"] if own else []
+    centred = plan.analysis.marks.centred
+    if op in centred:
+        parts.append(f"{SIDES[centred[op][0]]} less its mean in the gradient of the other operand")
+    return "; ".join(parts)
+
+
 def _storage_of(block: Block, plan: Plan, rows: dict[Value, int]) -> dict[Op, str]:
-    steps, marks = plan.analysis.steps[block], plan.analysis.marks
+    steps = plan.analysis.steps[block]
     texts: dict[Op, str] = {}
     for step in _steps(steps):
         if isinstance(step, Island):
             text = _of_island(step, plan, rows)
             texts |= dict.fromkeys(step.ops, text)
-        elif isinstance(step, Op):
-            own = [v for v in step.outs if v in plan.analysis.kept]
-            parts = [f"kept in {_dtypes(own, plan)}"] if own else []
-            if step in marks.centred:
-                side = SIDES[marks.centred[step][0]]
-                parts.append(f"{side} less its mean in the gradient of the other operand")
-            if parts:
-                texts[step] = "; ".join(parts)
+        elif isinstance(step, Op) and (text := _of_op(step, plan)):
+            texts[step] = text
     for step in steps:
         for op in step.ops if isinstance(step, Checkpoint) else ():
             if op.spec.runs_again:

@@ -63,8 +63,10 @@ def alike(first: Pool, second: Pool, tolerance: float) -> bool:
     room = tolerance * max(few.size, 1e-30)
     if len(few.entries) == len(many.entries):
         return bool(np.mean(np.abs(few.entries - many.entries) <= room) >= EQUAL)
+    # A part has no larger entry than the whole.
     if np.abs(few.largest[-1]) > np.abs(many.largest[-1]) + room:
         return False
+    # The nearest entry is on one of the two sides of where an entry would be inserted.
     at = np.searchsorted(many.entries, few.largest)
     near = np.stack([many.entries[np.clip(at + i, 0, len(many.entries) - 1)] for i in (-1, 0)])
     matches = np.min(np.abs(near - few.largest), axis=0) <= room

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,16 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
             f"step={brief(step)} must be a Python integer of 64 bits: the loop's own counter, "
             "because reading it from the state would wait for the device."
         )
-    values = {}
+    values = dict(_loggable(metrics))
+    waiting = _WAITING.setdefault(writer, collections.deque())
+    waiting.append((whole, values))
+    # In the order of the steps: a step that is ready waits for those before it.
+    while waiting and all(map(_is_ready, jax.tree.leaves(waiting[0][1]))):
+        _write(writer, *waiting.popleft())
+
+
+def _loggable(metrics: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what can be logged, by its path. Leaves of other kinds are ignored."""
     is_report = lambda leaf: isinstance(leaf, Report)  # noqa: E731
     for keys, leaf in jax.tree_util.tree_leaves_with_path(metrics, is_leaf=is_report):
         if any(isinstance(array, jax.core.Tracer) for array in jax.tree.leaves(leaf)):
@@ -140,17 +149,11 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
                 f"metrics[{path_of(keys)!r}] is being traced. Call log_metrics outside of jit, "
                 "with the metrics that the jitted step returned."
             )
+        if isinstance(leaf, GradientHistogram):
+            # It is carried from step to step, so the next step may donate its counts.
+            leaf = jax.tree.map(jnp.copy, leaf)
         if _is_loggable(leaf):
-            values[path_of(keys)] = leaf
-    # Histograms are carried from step to step, so the next step may donate their counts.
-    values = {
-        name: jax.tree.map(jnp.copy, leaf) if isinstance(leaf, GradientHistogram) else leaf
-        for name, leaf in values.items()
-    }
-    waiting = _WAITING.setdefault(writer, collections.deque())
-    waiting.append((whole, values))
-    while waiting and all(map(_is_ready, jax.tree.leaves(waiting[0][1]))):
-        _write(writer, *waiting.popleft())
+            yield path_of(keys), leaf
 
 
 def flush_metrics(writer: Any) -> None:

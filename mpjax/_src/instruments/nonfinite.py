@@ -320,7 +320,9 @@ class _Finder(Watcher):
         for index, out in enumerate(outs):
             nans, infs = counts(out)
             blame = origins
+            # Infinite operands may only hand on their Inf: then it is new where they are finite.
             made = nans or (infs and (not infinite or _is_new(eqn, arrays, out)))
+            # What follows from bad operands is no event of its own: they are blamed for it.
             if made and not origins:
                 blame = frozenset({self._event(eqn, ins, arrays, index, out, arguments, place)})
             path = ins[0].path if carries and ins else ""
@@ -563,15 +565,7 @@ def _advice(event: NonfiniteReport, gradients: set[str], own: bool, tried: Seque
         )
         return
     if event.curable:
-        assert event.safe_loss_scale is not None
-        yield (
-            f"A lower loss scale cures it: the compiled program is finite at "
-            f"2^{int(math.log2(event.safe_loss_scale))} and below (it was "
-            f"2^{math.log2(event.loss_scale):.3g}). DynamicLossScale gets there by itself: it "
-            "skips a step for each halving."
-        )
-        if event.safe_loss_scale < 1:
-            yield "A scale below 1 loses small gradients: bfloat16 suits this backward pass better."
+        yield from _lower_scale(event)
         return
     if set(event.reaches) <= gradients:
         yield (
@@ -593,16 +587,33 @@ def _advice(event: NonfiniteReport, gradients: set[str], own: bool, tried: Seque
     if event.kind == "overflow":
         yield from _against_overflow(event, own, tried)
     else:
-        if event.derivative_of:
-            yield _guard(event)
-        else:
-            yield UNDEFINED.get(event.primitive, "The result is not finite in float32 either.")
-        if any(r.dtype in ("f16", "bf16") for r in event.inputs):
-            yield (
-                "A zero may be a small number that half flushed, such as an epsilon: in float16 "
-                "keep it at 1e-4 or above, or keep the operation in float32."
-            )
-            yield from _override(event, tried)
+        yield from _against_undefined(event, tried)
+
+
+def _lower_scale(event: NonfiniteReport):
+    assert event.safe_loss_scale is not None
+    yield (
+        f"A lower loss scale cures it: the compiled program is finite at "
+        f"2^{int(math.log2(event.safe_loss_scale))} and below (it was "
+        f"2^{math.log2(event.loss_scale):.3g}). DynamicLossScale gets there by itself: it "
+        "skips a step for each halving."
+    )
+    if event.safe_loss_scale < 1:
+        yield "A scale below 1 loses small gradients: bfloat16 suits this backward pass better."
+
+
+def _against_undefined(event: NonfiniteReport, tried: Sequence[str]):
+    if event.derivative_of:
+        yield _guard(event)
+    else:
+        yield UNDEFINED.get(event.primitive, "The result is not finite in float32 either.")
+    if any(r.dtype in ("f16", "bf16") for r in event.inputs):
+        # float16 flushes below 2**-25, or 3e-8, and the square of what is below 1.7e-4.
+        yield (
+            "A zero may be a small number that half flushed, such as an epsilon: in float16 "
+            "keep it at 1e-4 or above, or keep the operation in float32."
+        )
+        yield from _override(event, tried)
 
 
 def _against_overflow(event: NonfiniteReport, own: bool, tried: Sequence[str]):

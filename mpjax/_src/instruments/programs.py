@@ -116,11 +116,7 @@ def make_program(
     run. With ``numbers``, the program says which equation of the function a derivative belongs to.
     """
     leaves = Flat.of((args, kwargs))
-    if not leaves.arrays:
-        raise ValueError(
-            f"{tool}: the arguments hold no arrays: there is nothing to run. It is called like "
-            f"explain: {tool}(fun, policy)(*args), with the arguments of fun."
-        )
+    _check_arrays(tool, leaves)
     names = leaves.names(parameters_of(fun, args), lambda name, keys: path_of(keys) or name)
     with _noted(f"{tool}: the function failed while JAX traced it, before {tool} ran it."):
         traced = trace(fun, policy, args, kwargs)
@@ -141,12 +137,7 @@ def make_program(
 
     follows = argnums is not None and is_loss(tool, outs, has_aux)
     if argnums is not None and not has_aux and is_pair_of_loss(outs):
-        warn_at(
-            fun,
-            f"{tool}: the function returned a pair whose first is one number, (loss, aux) perhaps, "
-            "so its forward pass alone is looked at. For its gradients too pass has_aux=True; "
-            "argnums=None says that the forward pass is what you want.",
-        )
+        _warn_of_pair(tool, fun)
     if follows:
         active = differentiated(tool, args, kwargs, argnums)
         flat, results = _gradients(run, active, names, has_aux)
@@ -167,12 +158,31 @@ def make_program(
     )
 
 
+def _check_arrays(tool: str, given: Flat) -> None:
+    if not given.arrays:
+        raise ValueError(
+            f"{tool}: the arguments hold no arrays: there is nothing to run. It is called like "
+            f"explain: {tool}(fun, policy)(*args), with the arguments of fun."
+        )
+
+
+def _warn_of_pair(tool: str, fun: Callable[..., Any]) -> None:
+    warn_at(
+        fun,
+        f"{tool}: the function returned a pair whose first is one number, (loss, aux) perhaps, "
+        "so its forward pass alone is looked at. For its gradients too pass has_aux=True; "
+        "argnums=None says that the forward pass is what you want.",
+    )
+
+
 def largest_finite_scale(program: Program, arrays: Sequence[Any], high: int) -> float | None:
     """Returns the largest power of two below 2**high at which every gradient is finite."""
 
     def finite(exponent: int) -> bool:
         return program.has_finite_gradients(arrays, 2.0**exponent)
 
+    # Bisection: what is finite at one scale is so at every smaller one. 1 is tried before scales
+    # below it, which few programs need.
     low = min(0, high - 1)
     if not finite(low):
         low = LEAST_EXPONENT

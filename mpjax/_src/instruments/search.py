@@ -168,6 +168,7 @@ class Search:
         self, estimates: Sequence[Estimate], largest: int
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields the best untried sets of each size, and their probabilities to be enough."""
+        # A beam search: the sets of each size grow from the most promising smaller ones.
         tried = {np.packbits(~self._left([s])[0, :-1].astype(bool)).tobytes() for s in self.tried}
         width = max(WIDTH // self.count**3, NARROWEST)
         sizes = {0: np.zeros((1, self.count), bool)}
@@ -236,5 +237,6 @@ def _bounded(error: np.ndarray) -> np.ndarray:
     size = _norm(error)
     if size < BEYOND:
         return error
+    # An infinite error has no direction; one of the greatest norm stands for it.
     whole = np.isfinite(size)
     return error * (BEYOND / size) if whole else np.full_like(error, BEYOND / len(error) ** 0.5)

@@ -154,13 +154,16 @@ class Comparer(Watcher):
             makers = frozenset({key}).union(*(v.makers for v in ins))
             accumulated = {"makers": makers, "given": operands_error}
         half = any(is_half(x) for x in (*arrays, *outs))
-        if not half and all(v.exact for v in ins):
+        if not half and all(v.exact for v in ins):  # nothing before it was rounded to half
             return [Shadowed(out, out, path=path) for out in outs]
+        # float32 on the operands as they are tells the operation's own error from what it inherits;
+        # on their shadows it gives the result as it should be.
         local = run_in_float32(eqn, arrays) if half else outs
         shadows = [v.shadow for v in ins]
         wanted = local if all(v.exact for v in ins) else run_in_float32(eqn, shadows)
         compared = True
         if local is None or wanted is None:
+            # Some operations have no float32 form: their results count as right.
             compared, local = False, [widen(out) for out in outs]
             wanted = local
         paths = ", ".join(dict.fromkeys(v.path for v in ins if v.path))
@@ -230,6 +233,7 @@ class Comparer(Watcher):
         return Shadowed(array, widen(array) if is_half(array) else array)
 
     def decide(self, value: Shadowed, eqn: Any, place: Site) -> int:
+        # The shadow follows the path that was taken, where float32 would have taken another.
         if int(value.array) != int(value.shadow):
             turns = ", ".join(f"{loop} {i}" for loop, i in place.loops)
             line = where(*self._lines(eqn, place))
@@ -262,6 +266,7 @@ def _is_noise(eqn: Any, ins: Sequence[Shadowed], shadow: Any) -> bool:
     sums = rules.CANCELS in rule_of(eqn.primitive.name).traits
     if not (sums or eqn.primitive.name in ("add", "sub")):
         return False
+    # The same sum of magnitudes, none of which cancel, says how large its terms are.
     magnitudes = [jnp.abs(v.shadow) for v in ins]
     if eqn.primitive.name == "sub":
         magnitudes[1] = -magnitudes[1]

@@ -105,6 +105,7 @@ def _sum_of_shares(
         return Share(1.0)
     op = program.maker(value)
     if value not in moved:
+        # What is added: its factor is a number in (1 - d) * x, and 1 where none is seen.
         scaled = (
             op is not None
             and op.name in ("mul", "div")
@@ -124,7 +125,7 @@ def _sum_of_shares(
         return Share(a.factor + sign * b.factor, a.rest + sign * b.rest)
     if op.name in ("mul", "div"):
         return _product(program, op, state, moved, known)
-    if op.name == "select_n":
+    if op.name == "select_n":  # a gate keeps the state in one branch: the branch that adds counts
         found = [_share(program, v, state, moved, known) for v in op.ins[1:]]
         return next((each for each in found if each is None or each.rest), None)
     return None

@@ -60,6 +60,7 @@ def _bounds(program: Program, value: Value, depth: int) -> Bounds | None:
     if op is None and (sources := program.sources(value)):
         every = [bounds_of(program, v, depth - 1) for v in sources]
         return _join(every)
+    # Of wider integers, the range of the dtype says nothing that a rule could use.
     if jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize == 1:
         return Bounds(float(jnp.iinfo(dtype).min), float(jnp.iinfo(dtype).max), True)
     return Bounds(0.0, 1.0, True) if dtype == np.bool_ else None
@@ -115,7 +116,7 @@ def _monotone(apply: Callable[[float], float], whole: bool = False) -> Rule:
 
 
 def _quotient(op: Op, a: Bounds, b: Bounds) -> Bounds | None:
-    if b.low <= 0 <= b.high:
+    if b.low <= 0 <= b.high:  # a quotient near a pole may be anything
         return None
     ends = [x / y for x in (a.low, a.high) for y in (b.low, b.high)]
     return Bounds(min(ends), max(ends))
@@ -170,6 +171,7 @@ def _count(axes: str) -> Rule:
         a = ins[0]
         if a is None:
             return None
+        # A running sum starts with one term, so the ends of one term bound it too.
         return Bounds(min(a.low, a.low * size), max(a.high, a.high * size), a.whole)
 
     return rule
@@ -179,6 +181,7 @@ def _remainder(op: Op, ins: list[Bounds | None]) -> Bounds | None:
     b = ins[1]
     if b is None or not b.whole:
         return None
+    # It has the sign of the dividend, which may be either.
     return Bounds(-b.largest + 1, b.largest - 1, True)
 
 
@@ -187,6 +190,7 @@ OPS: dict[str, Rule] = {
     "add": _corners(lambda x, y: x + y),
     "add_any": _corners(lambda x, y: x + y),
     "sub": _corners(lambda x, y: x - y),
+    # An end may be infinite; 0 times any number of the interval is 0, not NaN.
     "mul": _corners(lambda x, y: x * y if x and y else 0.0),
     "max": _corners(max),
     "min": _corners(min),

@@ -15,6 +15,7 @@ def double_rounding(program: Program) -> Iterator[Hit]:
     """
     for op in program.named("convert_element_type"):
         target, source = dtype_of(op.outs[0]), op.ins[0]
+        # float32 has 24 digits, so these are casts to what is narrower.
         if not (is_float(op.outs[0]) and is_float(source) and digits(target) < 24):
             continue
         for value in program.back(source, MOVES | {"convert_element_type"}):

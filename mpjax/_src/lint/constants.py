@@ -140,6 +140,7 @@ def overflowing_masks(program: Program) -> Iterator[Hit]:
         if op.name == "sub":
             parts[1] = [-high for high in _least_of_masks(program, op.ins[1], max)]
         least = [number for part in parts for number in part]
+        # A part that overflows alone is the fault of an addition in it, which is found there.
         if -sum(least) > most and all(-sum(part) <= most for part in parts):
             numbers = " and ".join(f"{number:.3g}" for number in least)
             yield Hit(

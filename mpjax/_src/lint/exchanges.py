@@ -150,6 +150,7 @@ def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit | NotR
         if found is None or found.operands != "f32" or not before:
             continue
         half = next((dtype for dtype in before if dtype in HALVES), "")
+        # Several matmuls may have one name: if one was float32 as written, it may be this one.
         if half and before.get("f32", 0) == 0:
             yield Hit(
                 f"A matmul of {half} operands runs in float32 on {compiled.target}.",

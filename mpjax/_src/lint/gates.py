@@ -34,6 +34,8 @@ def ungated_states(program: Program) -> Iterator[Hit]:
     judged = {v for op in tests for v in program.back(op.ins[0], lambda op: True)}
     gated = _depends(program, [op.outs[0] for op in tests])
     arguments = {*program.block.invars}
+    # What is computed of the arguments alone, such as of the batch, says nothing of a state: it has
+    # to come from something that was computed, and then judged.
     made = {v for v in judged if v not in arguments and program.maker(v) is not None}
     missed = [
         each
@@ -63,6 +65,7 @@ def _gate(program: Program, each: Carried) -> Op | None:
         op = program.branch(value) or program.maker(value)
         if op is None or not (op.name == "select_n" or op.inside.kind == BRANCH):
             continue
+        # One of the cases is the old value, moved or cast at most.
         ways = op.ins[1:] if op.name == "select_n" else [value]
         old = any(each.before in program.back(v, MOVES | CASTS) for v in ways)
         if old and any(

@@ -56,6 +56,7 @@ def _asks_finite(program: Program, test: Op | None, same: set[Value]) -> bool:
         return False
     if test.name == "is_finite":
         return True
+    # |x| == Inf asks for infinities, and x != x for NaN.
     number = constant(program, test.ins[1])
     if number is not None:
         return not np.isfinite(number)

@@ -102,12 +102,11 @@ def lint(
             reason = "" if run and not program.is_abstract else ABSTRACT if run else NOT_RUN
             reason = reason or _run(program, kinds[VALUES], found)
             not_run |= {r.name: reason for r in kinds[VALUES] if reason}
-        if kinds[HLO]:
-            if target is None:
-                not_run |= {r.name: NO_TARGET for r in kinds[HLO]}
-            else:
-                advance(OPERATION, f"compiling for {target}", by=0)
-                not_run |= _compile(program, target, kinds[HLO], found)
+        if target is None:
+            not_run |= {r.name: NO_TARGET for r in kinds[HLO]}
+        elif kinds[HLO]:
+            advance(OPERATION, f"compiling for {target}", by=0)
+            not_run |= _compile(program, target, kinds[HLO], found)
         findings, suppressed = _findings(program, found)
         ran = tuple(rule.name for rule in rules if rule.name not in not_run)
         return LintReport(program.name, findings, ran, not_run, suppressed, rules)

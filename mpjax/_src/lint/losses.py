@@ -1,12 +1,13 @@
 """Rules of losses and norms that are computed in half."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from mpjax._src.base.dtypes import FLOAT16, dtype_of, is_half, shown
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 from mpjax._src.lint.undone import narrows
-from mpjax._src.program.graph import Op
+from mpjax._src.program.graph import Op, Value
 
 EXPONENTIALS = ("exp", "exp2", "expm1", "logistic")
 # Operations between the exponentials of a softmax and the logarithm of their sum.
@@ -27,13 +28,11 @@ def half_log_sums(program: Program) -> Iterator[Hit]:
         if not (is_half(value) and is_half(op.outs[0])):
             continue
         before = [program.maker(v) for v in program.back(value, SUMMED)]
-        names = [each.name for each in before if each and is_half(each.outs[0])]
-        if not {*names} & {*EXPONENTIALS}:
-            continue
-        divided = any(each and each.name in ("div", "logistic") for each in before)
-        summed = any(each and each.name in ("reduce_sum", "psum") for each in before)
-        summed = summed and not divided
-        if summed or _is_loss(program, op):
+        halves = {each.name for each in before if each and is_half(each.outs[0])}
+        # After a division it is the logarithm of a probability, which only a loss makes a fault.
+        names = {each.name for each in before if each}
+        summed = bool(names & {"reduce_sum", "psum"}) and not names & {"div", "logistic"}
+        if halves & {*EXPONENTIALS} and (summed or _is_loss(program, op)):
             yield Hit(
                 f"The {op.name} of a sum of exponentials is computed in {shown(op.outs[0])}: the "
                 "loss reads half logits.",
@@ -93,20 +92,13 @@ def half_variances(program: Program) -> Iterator[Hit]:
     for op in program.named("sub"):
         if not is_half(op.outs[0]) or program.is_backward(op) or op.lines[1]:
             continue
-        mean = next(
-            (
-                each.ins[0]
-                for v in program.back(op.ins[1], MOVES | CASTS)
-                if (each := program.maker(v)) and each.name in SQUARES and _squares(each)
-            ),
-            None,
-        )
-        if mean is None:
+        means = [each.ins[0] for each in _squares_behind(program, op.ins[1], MOVES | CASTS)]
+        if not means:
             continue
-        of = {*program.back(mean, MEANS)}
-        squared = [program.maker(v) for v in program.back(op.ins[0], MEANS)]
-        sums = any(each and each.name == "reduce_sum" for each in squared)
-        squares = [each for each in squared if each and each.name in SQUARES and _squares(each)]
+        of = {*program.back(means[0], MEANS)}
+        squares = _squares_behind(program, op.ins[0], MEANS)
+        makers = [program.maker(v) for v in program.back(op.ins[0], MEANS)]
+        sums = any(maker and maker.name == "reduce_sum" for maker in makers)
         if sums and any(v in of for each in squares for v in each.ins):
             message = f"A variance is computed as a difference of means in {shown(op.outs[0])}."
             yield Hit(message, op)
@@ -131,6 +123,12 @@ def half_norms(program: Program) -> Iterator[Hit]:
         sums = any(each.name == "reduce_sum" for each in readers)
         if sums and any(each.name in ("rsqrt", "sqrt") for each in readers):
             yield Hit(f"The squares of a norm are computed in {shown(op.outs[0])}.", op)
+
+
+def _squares_behind(program: Program, value: Value, through: Any) -> list[Op]:
+    """Returns the operations that square, behind a value and operations of some names."""
+    makers = map(program.maker, program.back(value, through))
+    return [op for op in makers if op and op.name in SQUARES and _squares(op)]
 
 
 def _squares(op: Op) -> bool:

@@ -37,8 +37,7 @@ def promoted_matmuls(program: Program) -> Iterator[Hit]:
         operands = op.ins[:2]
         if program.is_backward(op) or FLOAT32 not in map(dtype_of, operands):
             continue
-        precision = op.params.get("precision")
-        if any(p not in DEFAULT for p in np.atleast_1d(np.array(precision, object))):
+        if not _has_default_precision(op):
             continue
         causes = [_cause(program, v) for v in operands]
         was_half = [
@@ -62,19 +61,42 @@ def _widening(program: Program, value: Value) -> Op | None:
     return None
 
 
+def _promotions(program: Program, value: Value) -> dict[Value, tuple[Op, list[Value]]]:
+    """Returns the operations behind a value that promoted half, and their operands that did it."""
+    found = {}
+    for v in program.back(value, ELEMENTWISE) if dtype_of(value) == FLOAT32 else ():
+        op = program.maker(v)
+        if op is not None and op.name in ELEMENTWISE and len(op.ins) > 1:
+            strong = [each for each in op.ins if not _is_promoted(program, each)]
+            if strong and len(strong) < len(op.ins):
+                found[v] = op, strong
+    return found
+
+
+def _has_default_precision(op: Op) -> bool:
+    precisions = np.atleast_1d(np.array(op.params.get("precision"), object))  # one, or one each
+    return all(precision in DEFAULT for precision in precisions)
+
+
+def _multiplied_in_float32(program: Program) -> dict[Value, Op]:
+    """Returns what the forward pass multiplies in float32, and the matmul that does."""
+    forward = [op for op in program.named(*MATMULS) if not program.is_backward(op)]
+    return {
+        value: op
+        for op in forward
+        if dtype_of(op.outs[0]) == FLOAT32 and not any(is_half(v) for v in op.ins[:2])
+        for operand in op.ins[:2]
+        for value in program.back(operand, MOVES)
+    }
+
+
 def _cause(program: Program, value: Value) -> str:
     """Returns in words what made a half value float32, or "".
 
     A residual stream that is float32 promotes whatever is added to it. The cause is none of these
     additions: it is the first of them, and what the stream came from.
     """
-    promoting: dict[Value, tuple[Op, list[Value]]] = {}
-    for v in program.back(value, ELEMENTWISE) if dtype_of(value) == FLOAT32 else ():
-        op = program.maker(v)
-        if op is not None and op.name in ELEMENTWISE and len(op.ins) > 1:
-            strong = [each for each in op.ins if not _is_promoted(program, each)]
-            if strong and len(strong) < len(op.ins):
-                promoting[v] = op, strong
+    promoting = _promotions(program, value)
     if not promoting:
         return ""
     for out, (_, strong) in promoting.items():
@@ -116,14 +138,7 @@ def narrow_backward(program: Program) -> Iterator[Hit]:
 
     JAX differentiates a matmul in its own dtypes, so a custom_vjp of the user casts there.
     """
-    forward = [op for op in program.named(*MATMULS) if not program.is_backward(op)]
-    wide = {
-        value: op
-        for op in forward
-        if dtype_of(op.outs[0]) == FLOAT32 and not any(is_half(v) for v in op.ins[:2])
-        for operand in op.ins[:2]
-        for value in program.back(operand, MOVES)
-    }
+    wide = _multiplied_in_float32(program)
     for op in program.named(*MATMULS):
         if not program.is_backward(op):
             continue

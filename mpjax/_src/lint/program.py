@@ -76,6 +76,7 @@ class Program:
         self._constants |= dict(block.consts)
         for op in block.ops:
             self.around[op] = around
+            # All of a program inside a transposed call is backward, whatever its own names say.
             behind = backward or "transpose" in _jax.transforms(op.stack)
             if behind:
                 self._backward.add(op)
@@ -84,17 +85,21 @@ class Program:
             for value in op.outs:
                 self._made[value] = op
             for sub in op.subs:
-                inner = sub.program
-                for value, place in zip(inner.invars, sub.ins, strict=True):
-                    self._same(op.ins[place], value)
-                for value, out in zip(inner.outvars, sub.outs, strict=True):
-                    if out is not None:
-                        self._same(value, op.outs[out])
-                for result, argument in sub.carry:
-                    if op.inside.kind == SCAN:
-                        self._counters[inner.invars[argument]] = op, sub, result
-                    self._same(inner.outvars[result], inner.invars[argument])
-                self._enter(inner, (*around, op), behind)
+                self._wire(op, sub)
+                self._enter(sub.program, (*around, op), behind)
+
+    def _wire(self, op: Op, sub: Any) -> None:
+        """Joins what an inner program reads and returns with what is the same outside of it."""
+        inner = sub.program
+        for value, place in zip(inner.invars, sub.ins, strict=True):
+            self._same(op.ins[place], value)
+        for value, out in zip(inner.outvars, sub.outs, strict=True):
+            if out is not None:
+                self._same(value, op.outs[out])
+        for result, argument in sub.carry:
+            if op.inside.kind == SCAN:
+                self._counters[inner.invars[argument]] = op, sub, result
+            self._same(inner.outvars[result], inner.invars[argument])
 
     def _same(self, source: Value, target: Value) -> None:
         self._from[target].append(source)

@@ -66,29 +66,33 @@ def half_accumulators(program: Program) -> Iterator[Hit]:
     terms are as large as the sum), or JAX derived the sum, the limit is 2**digits, where such a sum
     stops growing. A sum that decays counts as many terms as it remembers.
     """
+    for loop, carried, returned in _half_carries(program):
+        chain = _sum_of(program, returned, carried)
+        if chain is None:
+            yield from _decaying(program, loop, returned, carried)
+            continue
+        op, others = chain
+        stands = any(carried in program.back(v, lambda op: True) for v in others)
+        dtype = carried.aval.dtype
+        derived = program.is_backward(op)
+        limit = stalls_at(dtype) if stands or derived else 2 ** (digits(dtype) / 2)
+        turns = turns_of(loop.eqn)
+        if turns > limit:
+            yield Hit(
+                f"A loop of {turns} iterations carries a sum in {shown(carried)}. Each iteration "
+                f"rounds it to {digits(dtype)} binary digits, and late terms are lost.",
+                op,
+            )
+
+
+def _half_carries(program: Program) -> Iterator[tuple[Op, Value, Value]]:
+    """Yields the loops that carry a half value, the value as it comes in and as it goes out."""
     for loop in (op for op in program.ops if op.inside.kind == SCAN):
         (inside,) = loop.subs
         for result, argument in inside.carry:
             carried = inside.program.invars[argument]
-            if not is_half(carried):
-                continue
-            chain = _sum_of(program, inside.program.outvars[result], carried)
-            if chain is None:
-                yield from _decaying(program, loop, inside.program.outvars[result], carried)
-                continue
-            op, others = chain
-            stands = any(carried in program.back(v, lambda op: True) for v in others)
-            dtype = carried.aval.dtype
-            derived = program.is_backward(op)
-            limit = stalls_at(dtype) if stands or derived else 2 ** (digits(dtype) / 2)
-            turns = turns_of(loop.eqn)
-            if turns > limit:
-                yield Hit(
-                    f"A loop of {turns} iterations carries a sum in {shown(carried)}. Each "
-                    f"iteration rounds it to {digits(dtype)} binary digits, and late terms are "
-                    "lost.",
-                    op,
-                )
+            if is_half(carried):
+                yield loop, carried, inside.program.outvars[result]
 
 
 def _decaying(program: Program, loop: Op, out: Value, carried: Value) -> Iterator[Hit]:
@@ -102,6 +106,7 @@ def _decaying(program: Program, loop: Op, out: Value, carried: Value) -> Iterato
     if share is None or not share.rest or not 0 < share.factor < 1 or stops(share, dtype):
         return
     step, limit = 1 - share.factor, 2 ** (digits(dtype) / 2)
+    # Weights that sum to about 1 are those of an average.
     if abs(share.rest - step) > step / 2 and min(turns, 1 / step) > limit:
         yield Hit(
             f"A loop of {turns} iterations carries a sum in {shown(carried)} that decays by "
@@ -127,6 +132,7 @@ def _sum_of(program: Program, out: Value, carried: Value) -> tuple[Op, list[Valu
             return None
         first = first or op
         ways = [v for v in op.ins if v is carried or _leads_to(program, v, carried)]
+        # c - x adds to the carry; x - c does not, and neither does what reads it twice.
         if len(ways) != 1 or (op.name == "sub" and ways[0] is not op.ins[0]):
             return None
         others += [v for v in op.ins if v is not ways[0]]

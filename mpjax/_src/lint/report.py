@@ -98,14 +98,7 @@ class LintReport(Report):
             "version": sys.modules[__name__.split(".")[0]].__version__,
             "rules": [_rule_of_sarif(rule) for rule in self.rules],
         }
-        notes = [
-            {
-                "level": "note",
-                "message": {"text": f"{name} was not run: {reason}"},
-                "associatedRule": {"id": name, "index": index[name]},
-            }
-            for name, reason in self.not_run.items()
-        ]
+        notes = [_note_of_sarif(name, index, reason) for name, reason in self.not_run.items()]
         run = {
             "tool": {"driver": driver},
             "columnKind": "unicodeCodePoints",
@@ -126,6 +119,25 @@ def _rule_of_sarif(rule: Rule) -> dict[str, Any]:
     }
 
 
+def _note_of_sarif(name: str, index: dict[str, int], reason: str) -> dict[str, Any]:
+    return {
+        "level": "note",
+        "message": {"text": f"{name} was not run: {reason}"},
+        "associatedRule": {"id": name, "index": index[name]},
+    }
+
+
+def _location_of_sarif(each: Finding) -> dict[str, Any]:
+    location: dict[str, Any] = {}
+    file, _, line = each.source.rpartition(":")
+    if file:
+        region = {"startLine": max(1, int(line))}  # SARIF counts from 1; 0 is an unknown line
+        location["physicalLocation"] = {"artifactLocation": {"uri": _uri(file)}, "region": region}
+    if each.scope:
+        location["logicalLocations"] = [{"fullyQualifiedName": each.scope}]
+    return location
+
+
 def _result_of_sarif(each: Finding, index: int, suppressed: bool) -> dict[str, Any]:
     result: dict[str, Any] = {
         "ruleId": each.rule,
@@ -134,14 +146,7 @@ def _result_of_sarif(each: Finding, index: int, suppressed: bool) -> dict[str, A
         "message": {"text": f"{each.message} {each.why} {each.instead}"},
         "occurrenceCount": each.count,
     }
-    location: dict[str, Any] = {}
-    file, _, line = each.source.rpartition(":")
-    if file:
-        region = {"startLine": max(1, int(line))}
-        location["physicalLocation"] = {"artifactLocation": {"uri": _uri(file)}, "region": region}
-    if each.scope:
-        location["logicalLocations"] = [{"fullyQualifiedName": each.scope}]
-    if location:
+    if location := _location_of_sarif(each):
         result["locations"] = [location]
     if suppressed:
         result["suppressions"] = [{"kind": "inSource"}]

@@ -36,8 +36,10 @@ def carried(program: Program) -> list[Carried]:
     done = 0
     for node, where in nodes(out):
         key = node, _shapes(outs[where])
+        # A tree inside of one that matched is a part of it.
         if where.start < done or key not in known or not any(outs[where]):
             continue
+        # Arguments of one form are taken in order; the last may come back several times.
         place = known[key].pop(0) if len(known[key]) > 1 else known[key][0]
         pairs = zip(ins[place], outs[where], strict=True)
         found += [Carried(a[0], a[1], b[1]) for a, b in pairs if a and b]

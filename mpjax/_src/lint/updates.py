@@ -87,6 +87,7 @@ def overflowing_scales(program, op, ins, outs) -> Iterator[Hit]:
 
     A dynamic loss scale is a changing argument, and is lowered by the step that overflows.
     """
+    # One finding is enough: what runs after it reads the same Inf.
     if program.notes.get("overflowed") or not program.is_backward(op):
         return
     half = [x for x in outs if is_half(x)]

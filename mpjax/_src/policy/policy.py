@@ -564,6 +564,27 @@ def get_policy(x: "PolicyLike", half: DTypeLike | None = None) -> Policy:
     return dataclasses.replace(base, **{**refinements, **dtypes})
 
 
+def _half_of_suffix(suffix: str, text: str, half: np.dtype | None) -> np.dtype:
+    asked = _as_half(suffix.strip(), f"policy={brief(text)}: the suffix")
+    if half is not None and half != asked:
+        raise ValueError(
+            f"policy={brief(text)} asks for {asked}, but half={half.name!r}. Remove the suffix or "
+            "the argument half."
+        )
+    return asked
+
+
+def _unknown_name(name: str, text: str) -> ValueError:
+    choices = [*NAMES, *LEVELS, *LIGHTNING, *BY_NAME, "half"]
+    meant = _mixed(name)
+    hint = f" Did you mean {meant!r}?" if meant else did_you_mean(name, choices)
+    return ValueError(
+        f"policy={brief(text)} is not known: {brief(name)} is not the name of a policy.{hint} "
+        "Legal are 'float32', 'mixed_float16', 'mixed_bfloat16', the levels 'O0' to 'O3' (with a "
+        "suffix as in 'O2:float16'), a dtype such as 'bf16', and jmp's form 'p=f32,c=bf16,o=f32'."
+    )
+
+
 def _named(name: str, text: str, half: np.dtype | None) -> Policy:
     """Returns the policy of a level, Keras name or dtype name."""
     by_fold = {key.lower(): key for key in (*LEVELS, *ALIASES)}
@@ -573,23 +594,9 @@ def _named(name: str, text: str, half: np.dtype | None) -> Policy:
         if not colon and (name.lower() in BY_NAME or name.lower() == "half"):
             dtype = canonical(name, "policy", half)
             return Policy(dtype, dtype, dtype)
-        choices = [*NAMES, *LEVELS, *LIGHTNING, *BY_NAME, "half"]
-        meant = _mixed(name)
-        hint = f" Did you mean {meant!r}?" if meant else did_you_mean(name, choices)
-        raise ValueError(
-            f"policy={brief(text)} is not known: {brief(name)} is not the name of a policy.{hint} "
-            "Legal are 'float32', 'mixed_float16', 'mixed_bfloat16', the levels 'O0' to 'O3' (with "
-            "a suffix as in 'O2:float16'), a dtype such as 'bf16', and jmp's form "
-            "'p=f32,c=bf16,o=f32'."
-        )
+        raise _unknown_name(name, text)
     if colon:
-        asked = _as_half(suffix.strip(), f"policy={brief(text)}: the suffix")
-        if half not in (None, asked):
-            raise ValueError(
-                f"policy={brief(text)} asks for {asked}, but half={half.name!r}. Remove the suffix "
-                "or the argument half."
-            )
-        half = asked
+        half = _half_of_suffix(suffix, text, half)
 
     def resolve(value):
         return (half or default_half()) if value == "half" else value
@@ -640,7 +647,7 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
     values: dict[str, Any] = {}
     while position < len(text) or not (name or values):
         key = _KEY.match(text, position)
-        if key is None:
+        if key is None:  # a name, which stands first, and alone or before a comma
             name, end = _word(text, position)
             if not (position or name):
                 raise ValueError(
@@ -724,6 +731,15 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
     fields["overrides"] = tuple(overrides.items())
     patterns = _strings(policy.keep_full, "keep_full")
     fields["keep_full"] = tuple(_pattern(p, "keep_full") for p in patterns)
+    _check_choices(policy)
+    _check_kept(policy, fields)
+    for names in OP_LISTS:
+        fields[names] = tuple(dict.fromkeys(_strings(getattr(policy, names), names)))
+    _check_primitives({names: fields[names] for names in OP_LISTS})
+    return fields
+
+
+def _check_choices(policy: Policy) -> None:
     for name in ("master_weights", "fused_attention"):
         if not isinstance(getattr(policy, name), bool):
             raise ValueError(f"{name}={brief(getattr(policy, name))} must be True or False.")
@@ -731,17 +747,25 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
         value = getattr(policy, name)
         if not isinstance(value, str) or value not in values:
             raise ValueError(f"{name}={brief(value)} must be {legal}{did_you_mean(value, values)}")
-    _check_kept(policy, fields)
+
+
+def _list_of_each(lists: dict[str, tuple[str, ...]]) -> dict[str, str]:
+    """Returns the list that each primitive is in."""
     listed: dict[str, str] = {}
-    for names in OP_LISTS:
-        fields[names] = tuple(dict.fromkeys(_strings(getattr(policy, names), names)))
-        for name in fields[names]:
+    for names, members in lists.items():
+        for name in members:
             if name in listed:
                 raise ValueError(
                     f"{names}: {brief(name)} is also in {listed[name]}. Name a primitive in one "
                     "list only."
                 )
             listed[name] = names
+    return listed
+
+
+def _check_primitives(lists: dict[str, tuple[str, ...]]) -> None:
+    """Refuses what the lists of operations name if it is no primitive, or one without a dtype."""
+    listed = _list_of_each(lists)
     unknown = set(listed) - _jax.primitive_names() if listed else set()
     for name in sorted(unknown, key=str):
         raise ValueError(
@@ -755,11 +779,10 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
             "a branch, a kernel or a cast that the function writes itself. Name the operations "
             "inside it, or use an override or mpjax.precision for a part of the function."
         )
-    for name in sorted(name for name in fields["half_ops"] if NO_HALF_FORM in rule_of(name).traits):
+    for name in sorted(name for name in lists["half_ops"] if NO_HALF_FORM in rule_of(name).traits):
         raise ValueError(
             f"half_ops: JAX cannot compute {brief(name)} in half precision. Remove it."
         )
-    return fields
 
 
 def _check_kept(policy: Policy, fields: dict[str, Any]) -> None:

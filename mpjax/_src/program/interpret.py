@@ -189,6 +189,7 @@ def _while(eqn: Any, ins: list[Any], watcher: Watcher, place: Site) -> list[Any]
 def _cond(eqn: Any, ins: list[Any], watcher: Watcher, place: Site) -> list[Any]:
     branches = [inside.program for inside in higher_order(eqn.primitive.name).wire(eqn)]
     index = watcher.decide(ins.pop(0), eqn, place)
+    # An index beyond the branches is the nearest one, as in JAX.
     return interpret(branches[min(max(index, 0), len(branches) - 1)], ins, watcher, place)
 
 

@@ -92,11 +92,9 @@ def on_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:
         before = {i: _held(node) for i, node in nodes.items()}
         out = fun(*args, **kwargs)
         returned = out if has_modules(out) else None
-        same: list[int] = []
-        changed: list[int] = []
-        for i, node in nodes.items():
-            is_same = _are_same(before[i], _held(node))
-            (same if is_same else changed).append(i)
+        same = [i for i, node in nodes.items() if _are_same(before[i], _held(node))]
+        unchanged = {*same}
+        changed = [i for i in nodes if i not in unchanged]
         if returned is None and not changed:
             return None, None, out
         with nnx.split_context(TAG) as context:

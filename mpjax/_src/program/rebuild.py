@@ -59,7 +59,7 @@ def _call(eqn, bodies, avals, args, gains) -> Sequence[Any]:
     if name in REMATS:
         jaxpr, consts = _jax.hoisted(_jax.trace(bodies[0], avals[0], name))
         new: dict[str, Any] = {"jaxpr": jaxpr}
-        if isinstance(eqn.params["prevent_cse"], tuple):
+        if isinstance(eqn.params["prevent_cse"], tuple):  # one for each operand
             new["prevent_cse"] = (True,) * len(consts) + eqn.params["prevent_cse"]
         return _jax.bind(eqn, [*consts, *args], **new)
     if name in JITS and _jax.inlined(eqn) is None:
@@ -72,6 +72,7 @@ REMATS, JITS = ("remat2", "checkpoint"), ("jit", "pjit")
 
 
 def _map(eqn, bodies, avals, args, gains) -> Sequence[Any]:
+    # Programs that gain results combine those of their devices, so each device has them whole.
     more = [PartitionSpec()] * (len(gains.start) if gains else 0)
     params = {**eqn.params, "out_specs": (*eqn.params["out_specs"], *more)}
     return _jax.shard_map(lambda *args: tuple(bodies[0](*args)), params)(*args)

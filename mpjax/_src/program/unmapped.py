@@ -21,6 +21,16 @@ from mpjax._src.program.rebuild import rebuild
 UNKNOWN = (NotImplementedError, TypeError, ValueError, KeyError, AssertionError)
 
 
+def _mapped(
+    body: Callable[..., Any], ins: Sequence[Any], sizes: dict[Any, int]
+) -> Callable[..., Any]:
+    """Returns the program of one device as one of arrays with a leading axis for each mesh axis."""
+    for axis, size in reversed(sizes.items()):
+        over = [0 if any(axis in names for names in dims) else None for dims in ins]
+        body = jax.vmap(body, over, axis_name=axis, axis_size=size)
+    return body
+
+
 @functools.lru_cache(maxsize=64)  # a loop runs its equations in each turn
 def unmapped(eqn: Any) -> Any:
     """Returns the closed jaxpr of a shard_map's operands and results without a shard_map, or None
@@ -33,10 +43,7 @@ def unmapped(eqn: Any) -> Any:
     ]
 
     def whole(*arrays):
-        body: Callable[..., Any] = functools.partial(_evaluate, inside.program)
-        for axis, size in reversed(sizes.items()):
-            over = [0 if any(axis in names for names in dims) else None for dims in ins]
-            body = jax.vmap(body, over, axis_name=axis, axis_size=size)
+        body = _mapped(functools.partial(_evaluate, inside.program), ins, sizes)
         outs = body(*(_split(x, dims, sizes) for x, dims in zip(arrays, ins, strict=True)))
         return [
             _joined(x, _names(spec, v.aval.ndim), sizes).reshape(v.aval.shape)

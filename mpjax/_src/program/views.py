@@ -6,7 +6,8 @@ from mpjax._src.program.graph import Op
 
 # The correspondence of an axis: digits (axis, stride, size) of the axes of the value that is read,
 # the most significant first. None for an axis of size 1.
-Axis = tuple[tuple[int, Any, Any], ...]
+Digit = tuple[int, Any, Any]
+Axis = tuple[Digit, ...]
 Axes = tuple[Axis, ...]
 
 
@@ -20,32 +21,41 @@ def reshaped(axes: Axes, shape: Any) -> Axes | None:
     digits = [digit for axis in axes for digit in axis]
     new_axes: list[Axis] = []
     for size in shape:
-        axis: list[tuple[int, Any, Any]] = []
-        while size != 1:
-            if not digits:
-                return None
-            place, stride, count = digits.pop(0)
-            if count == size:
-                axis.append((place, stride, count))
-                break
-            if not (isinstance(size, int) and isinstance(count, int)):
-                return None
-            if size % count == 0:
-                axis.append((place, stride, count))
-                size //= count
-            elif count % size == 0:
-                rest = count // size
-                axis.append((place, stride * rest, size))
-                digits.insert(0, (place, stride, rest))
-                break
-            else:
-                return None
-        new_axes.append(_merged(axis))
+        taken = _taken(digits, size)
+        if taken is None:
+            return None
+        new_axes.append(_merged(taken))
     return tuple(new_axes) if not digits else None
 
 
-def _merged(axis: "list[tuple[int, Any, Any]]") -> Axis:
-    merged: list[tuple[int, Any, Any]] = []
+def _taken(digits: list[Digit], size: Any) -> list[Digit] | None:
+    """Takes from the first digits those of an axis of some size; None if they make no such axis."""
+    axis: list[Digit] = []
+    while size != 1:
+        if not digits:
+            return None
+        place, stride, count = digits.pop(0)
+        if count == size:
+            axis.append((place, stride, count))
+            break
+        # Sizes may be symbols, of which only equality is known.
+        if not (isinstance(size, int) and isinstance(count, int)):
+            return None
+        if size % count == 0:
+            axis.append((place, stride, count))
+            size //= count
+        elif count % size == 0:  # the axis ends within a digit, whose rest the next axis has
+            rest = count // size
+            axis.append((place, stride * rest, size))
+            digits.insert(0, (place, stride, rest))
+            break
+        else:
+            return None
+    return axis
+
+
+def _merged(axis: list[Digit]) -> Axis:
+    merged: list[Digit] = []
     for place, stride, size in axis:
         if merged and merged[-1][:2] == (place, stride * size):
             size *= merged.pop()[2]

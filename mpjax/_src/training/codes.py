@@ -107,9 +107,15 @@ def scales_of(x: jax.Array, code: Code, number: jax.Array) -> jax.Array:
     bits = _bits(jnp.abs(x if code.signed else jnp.where(x < 0, jnp.inf, x)))
     bits = jnp.max(bits, axis=-1)  # in the order of the floats, with NaN above all
     size = _float(bits)
+    # Bits are in the order of the floats, so the exponent field of their difference is the greatest
+    # k with size * 2**k <= top.
     scale = BIAS - ((int(code.top.view(np.int32)) - bits) >> MANTISSA)
+    # Below 1 the unit would be subnormal, and its reciprocal infinite.
     scale = jnp.clip(scale, 1, code.largest_scale)
     first = np.float32((1 + int(code.levels / 2 ** (1 / code.power))) ** code.power)
+    # In units of the next lower scale: how far the largest entry is above its top level, and how
+    # far the first level of this scale is. `encode` draws the same number: an entry whose scale
+    # stays rises to that level, so the mean is exact.
     over = size * _inverse(scale - 1) - code.top
     falls = _draw(size, number) * (2 * first - code.top) >= over
     scale = scale - falls.astype(jnp.int32)
@@ -136,7 +142,7 @@ def encode(x: jax.Array, scales: jax.Array, code: Code, number: jax.Array) -> ja
     rises = _draw(size, number) * (code.units(level + 1) - below) < units - below
     level = jnp.minimum(level + rises.astype(jnp.int32), code.levels)
     if code.signed:
-        level = (level ^ sign) - sign
+        level = (level ^ sign) - sign  # sign is 0 or -1: a negative number in two's complement
     else:
         level = jnp.maximum(level, (size > 0).astype(jnp.int32))
     return level.astype(code.dtype)
@@ -152,12 +158,16 @@ def decode(codes: jax.Array, scales: jax.Array, code: Code) -> jax.Array:
 
 def _inverse(scale: jax.Array) -> jax.Array:
     """Returns the exact reciprocal of a scale's unit."""
+    # A unit is 2**(scale - BIAS), so its reciprocal is the power of the opposite exponent.
     return _float((2 * BIAS - scale) << MANTISSA)
 
 
 def _draw(size: jax.Array, number: jax.Array) -> jax.Array:
     """Returns random floats in [0, 1), of 23 bits: a hash of the bits of floats and ``number``."""
+    # 2**32 over the golden ratio spreads the counter over all bits, so that successive updates draw
+    # unrelated numbers.
     bits = mixed(_bits(size).astype(jnp.uint32) ^ number.astype(jnp.uint32) * np.uint32(0x9E3779B9))
+    # 23 bits as the mantissa of a number from 1 to 2, whose floats are equally spaced.
     return _float((bits >> 9).astype(jnp.int32) | (BIAS << MANTISSA)) - 1
 
 

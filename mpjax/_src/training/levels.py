@@ -56,6 +56,7 @@ def under_policy(
     """
     _warn_if_unused(policy)
     inner = _unscaled(as_optimizer(optimizer, argument), argument)
+    # 8-bit moments are innermost: what is around them passes float32 parameters to their optimizer.
     if policy.moments == "8bit":
         inner = with_8bit_moments(inner)
     if policy.master_weights:

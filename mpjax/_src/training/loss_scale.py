@@ -189,6 +189,19 @@ class DynamicLossScale:
             object.__setattr__(self, name, _check_number(name, getattr(self, name)))
         for name in ("growth_interval", "hysteresis"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
+        self._check_settings()
+        fresh = {
+            "loss_scale": (self.init_scale, jnp.float32),
+            "growth_tracker": (0, jnp.int32),
+            "hysteresis_tracker": (self.hysteresis, jnp.int32),
+        }
+        for name, (value, dtype) in fresh.items():
+            given = getattr(self, name)
+            if given is not None and not is_traced(given):
+                _check_scale(name, given) if dtype == jnp.float32 else check_count(name, given, 0)
+            object.__setattr__(self, name, jnp.asarray(value if given is None else given, dtype))
+
+    def _check_settings(self) -> None:
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
                 f"init_scale={self.init_scale!r} must lie between min_scale={self.min_scale!r} and "
@@ -205,16 +218,6 @@ class DynamicLossScale:
                 f"backoff_factor={self.backoff_factor!r} must lie between 0 and 1 (both excluded), "
                 "or overflows would not lower the scale. 0.5 is usual."
             )
-        fresh = {
-            "loss_scale": (self.init_scale, jnp.float32),
-            "growth_tracker": (0, jnp.int32),
-            "hysteresis_tracker": (self.hysteresis, jnp.int32),
-        }
-        for name, (value, dtype) in fresh.items():
-            given = getattr(self, name)
-            if given is not None and not is_traced(given):
-                _check_scale(name, given) if dtype == jnp.float32 else check_count(name, given, 0)
-            object.__setattr__(self, name, jnp.asarray(value if given is None else given, dtype))
 
     def scale(self, tree: T) -> T:
         """Multiplies floating and complex leaves by the scale; half leaves become float32 first.
@@ -263,6 +266,7 @@ class DynamicLossScale:
         spent = jnp.maximum(self.hysteresis_tracker - 1, 0)
         back_off = jnp.logical_and(jnp.logical_not(grads_finite), spent == 0)
 
+        # A product beyond float32 is infinity, and its minimum with the limit is the limit.
         grown = jnp.minimum(self.loss_scale * self.growth_factor, self.max_scale)
         shrunk = jnp.maximum(self.loss_scale * self.backoff_factor, self.min_scale)
         left = jnp.where(grads_finite, self.hysteresis_tracker, spent)
@@ -328,6 +332,34 @@ def get_loss_scale(
     return resolve_loss_scale(loss_scale, get_policy(policy).needs_loss_scaling)
 
 
+def _of_jmp(loss_scale: Any) -> LossScale:
+    """Returns the loss scale of ours that does what one of jmp does."""
+    if type(loss_scale) is jmp.NoOpLossScale:
+        return NoOpLossScale()
+    if type(loss_scale) is jmp.StaticLossScale:
+        return StaticLossScale(loss_scale.loss_scale)
+    scale = _check_scale("loss_scale", loss_scale.loss_scale)
+    return DynamicLossScale(
+        init_scale=scale,
+        growth_factor=float(loss_scale.factor),
+        backoff_factor=1 / float(loss_scale.factor),
+        growth_interval=int(loss_scale.period),
+        min_scale=min(scale, float(loss_scale.min_loss_scale)),
+        max_scale=2.0**126,  # jmp has no limit: the largest legal scale
+        growth_tracker=loss_scale.counter,
+    )
+
+
+def _check_registered(loss_scale: Any) -> None:
+    if jax.tree.leaves(loss_scale) == [loss_scale]:
+        raise ValueError(
+            f"loss_scale={brief(loss_scale)} is not registered as a pytree, so it cannot be part "
+            "of the state of a jitted step. Decorate its class with "
+            "jax.tree_util.register_dataclass or register_pytree_node_class; a subclass of a "
+            "registered class must be registered too."
+        )
+
+
 def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale:
     """Returns the loss scale object for a user's ``loss_scale`` argument.
 
@@ -350,31 +382,12 @@ def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale
         }
         if name in names:
             return names[name]()
-    elif type(loss_scale) is jmp.NoOpLossScale:
-        return NoOpLossScale()
-    elif type(loss_scale) is jmp.StaticLossScale:
-        return StaticLossScale(loss_scale.loss_scale)
-    elif type(loss_scale) is jmp.DynamicLossScale:
-        scale = _check_scale("loss_scale", loss_scale.loss_scale)
-        return DynamicLossScale(
-            init_scale=scale,
-            growth_factor=float(loss_scale.factor),
-            backoff_factor=1 / float(loss_scale.factor),
-            growth_interval=int(loss_scale.period),
-            min_scale=min(scale, float(loss_scale.min_loss_scale)),
-            max_scale=2.0**126,
-            growth_tracker=loss_scale.counter,
-        )
+    elif type(loss_scale) in (jmp.NoOpLossScale, jmp.StaticLossScale, jmp.DynamicLossScale):
+        return _of_jmp(loss_scale)
     elif is_number(loss_scale):
         return StaticLossScale(jnp.float32(_check_scale("loss_scale", loss_scale)))
     elif has_protocol(loss_scale):
-        if jax.tree.leaves(loss_scale) == [loss_scale]:
-            raise ValueError(
-                f"loss_scale={brief(loss_scale)} is not registered as a pytree, so it cannot be "
-                "part of the state of a jitted step. Decorate its class with "
-                "jax.tree_util.register_dataclass or register_pytree_node_class; a subclass of a "
-                "registered class must be registered too."
-            )
+        _check_registered(loss_scale)
         return loss_scale
     raise ValueError(
         f"loss_scale={brief(loss_scale)} is not known. Legal are 'auto' (dynamic for float16 "

@@ -189,7 +189,7 @@ def _beside(inner: optax.GradientTransformation, storage: str, name: str) -> Opt
             need_params(params, name)
         full = None if params is None else _full(params, state.masters, kind, name)
         updates, inner_state = inner_update(inner, grads, state.inner_state, full, extra_args)
-        if _are_none(state.masters):
+        if _are_none(state.masters):  # no parameter is half, so the updates are applied as they are
             return updates, None, MasterWeightsState(NO_MASTERS, inner_state)
 
         def stored(param, beside, value, update):

@@ -321,6 +321,14 @@ def _make_rules(
     return Rules(optimizer, policy, get_loss_scale(policy, loss_scale), gradient, inner)
 
 
+def _never_called(policy: Policy, loss_scale: LossScale) -> list[str]:
+    """Says what the process has not done yet, of what gradients under a policy need."""
+    facts = [(CASTS, f"nothing has run in {policy.compute_dtype.name}")]
+    if isinstance(loss_scale, (StaticLossScale, DynamicLossScale)):
+        facts.append((SCALES, "no loss has been scaled"))
+    return [what for fact, what in facts if fact not in CALLED]
+
+
 def warn_if_in_float32(policy: Policy, loss_scale: LossScale, grads: Any, gradient: str) -> None:
     """Warns once at each line if nothing that the process called can have made these gradients.
 
@@ -329,15 +337,7 @@ def warn_if_in_float32(policy: Policy, loss_scale: LossScale, grads: Any, gradie
     leaves = jax.tree.leaves(grads)
     traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
     wide = all(x.dtype == FLOAT32 for x in leaves if is_array(x))
-    scaled = isinstance(loss_scale, (StaticLossScale, DynamicLossScale))
-    missing = [
-        what
-        for fact, what in (
-            (CASTS, f"nothing has run in {policy.compute_dtype.name}"),
-            *([(SCALES, "no loss has been scaled")] if scaled else []),
-        )
-        if fact not in CALLED
-    ]
+    missing = _never_called(policy, loss_scale)
     if policy.compute_dtype in HALVES and traced and wide and missing:
         warn_user(
             f"policy={str(policy)!r}, but {' and '.join(missing)} in this process so far: these "

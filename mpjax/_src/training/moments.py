@@ -125,6 +125,8 @@ def with_8bit_moments(
             with for_state(inner, before, params, updates):
                 return inner.update(updates, before, params, **extra_args)
 
+        # Twice: a block's scale is known only when all of the block is. The first pass is only for
+        # the scales; XLA recomputes behind the barrier instead of writing all moments in float32.
         number = state.rounded + 1
         codes = {path: tree for path, (tree, _) in _moments(state.inner_state, table).items()}
         _, once = advance(codes, state.scales)

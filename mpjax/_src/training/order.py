@@ -69,12 +69,7 @@ def backward_order(jaxpr: Any) -> tuple[Place, ...]:
     nodes: list[_Node] = []
     seed = _add(nodes, [], 0)
     outs = _walk(jaxpr, [None] * (len(jaxpr.invars) - 1) + [seed], nodes)
-    for bit, out in enumerate(outs):
-        if out is not None:
-            out.feeds |= 1 << bit
-    for node in reversed(nodes):
-        for parent in node.parents:
-            parent.feeds |= node.feeds
+    _note_feeds(nodes, outs)
 
     def key(i: int) -> tuple[float, ...]:
         out = outs[i]
@@ -88,6 +83,22 @@ def backward_order(jaxpr: Any) -> tuple[Place, ...]:
         groups.setdefault(("alone", i) if out is None or out.rows is None else out.rows, []).append(
             i
         )
+    places = _placed(groups)
+    return tuple(places[i] for i in range(len(outs)))
+
+
+def _note_feeds(nodes: list[_Node], outs: Sequence[_Node | None]) -> None:
+    """Notes which results each node feeds, as bits. Nodes come after what they read."""
+    for bit, out in enumerate(outs):
+        if out is not None:
+            out.feeds |= 1 << bit
+    for node in reversed(nodes):
+        for parent in node.parents:
+            parent.feeds |= node.feeds
+
+
+def _placed(groups: dict[Any, list[int]]) -> dict[int, Place]:
+    """Returns the place of each result. Those that one loop stacks take turns, row by row."""
     places: dict[int, Place] = {}
     count = 0
     for rows, members in groups.items():
@@ -96,7 +107,7 @@ def backward_order(jaxpr: Any) -> tuple[Place, ...]:
             stride, descending = (len(members), rows.descending) if stacked else (0, True)
             places[i] = Place(count + rank, stride, descending)
         count += len(members) * (rows.length if stacked else 1)
-    return tuple(places[i] for i in range(len(outs)))
+    return places
 
 
 def _branches_off(out: _Node) -> int:
@@ -104,7 +115,7 @@ def _branches_off(out: _Node) -> int:
     found, seen, stack = 0, {out.number}, [out]
     while stack:
         node = stack.pop()
-        if node.feeds & (node.feeds - 1):
+        if node.feeds & (node.feeds - 1):  # more than one bit: other gradients need it too
             found = max(found, node.depth)
             continue
         for parent in node.parents:

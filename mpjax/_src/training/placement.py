@@ -104,38 +104,41 @@ def state_shardings(state: T, param_shardings: Any) -> T:
 def _of_params(params: Any, shardings: Any) -> dict[Any, tuple[tuple[int, ...], Any]]:
     """Returns each parameter's shape and sharding, by its path."""
 
-    def is_sharding(x: Any) -> bool:
-        return isinstance(x, NamedSharding | PartitionSpec)
-
     try:
         spread = jax.tree.map(
             lambda sharding, part: jax.tree.map(lambda _: sharding, part),
             shardings,
             params,
-            is_leaf=is_sharding,
+            is_leaf=_is_sharding,
         )
     except ValueError as error:
         raise ValueError(
             f"param_shardings must have the structure of state.params, or a prefix of it: {error}"
         ) from None
     found = {}
-    leaves = jax.tree.leaves(spread, is_leaf=is_sharding)
-    for (keys, leaf), sharding in zip(
-        jax.tree_util.tree_leaves_with_path(params), leaves, strict=True
-    ):
-        if not is_sharding(sharding):
-            raise TypeError(
-                f"{name_of('param_shardings', keys)}={sharding!r} must be a "
-                "jax.sharding.NamedSharding, or a PartitionSpec where a mesh is set."
-            )
-        shape = jnp.shape(leaf)
-        if len(_spec(sharding)) > len(shape):
-            raise ValueError(
-                f"{name_of('param_shardings', keys)}={_spec(sharding)} has more axes than its "
-                f"parameter, which has shape {shape}."
-            )
-        found[keys] = shape, sharding
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    shardings = jax.tree.leaves(spread, is_leaf=_is_sharding)
+    for (keys, leaf), sharding in zip(leaves, shardings, strict=True):
+        _check_sharding(keys, sharding, jnp.shape(leaf))
+        found[keys] = jnp.shape(leaf), sharding
     return found
+
+
+def _is_sharding(x: Any) -> bool:
+    return isinstance(x, NamedSharding | PartitionSpec)
+
+
+def _check_sharding(keys: Any, sharding: Any, shape: tuple[int, ...]) -> None:
+    if not _is_sharding(sharding):
+        raise TypeError(
+            f"{name_of('param_shardings', keys)}={sharding!r} must be a "
+            "jax.sharding.NamedSharding, or a PartitionSpec where a mesh is set."
+        )
+    if len(_spec(sharding)) > len(shape):
+        raise ValueError(
+            f"{name_of('param_shardings', keys)}={_spec(sharding)} has more axes than its "
+            f"parameter, which has shape {shape}."
+        )
 
 
 def _part(whole: tuple[int, ...], sharding: Any, shape: tuple[int, ...]) -> Any:

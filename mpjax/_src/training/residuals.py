@@ -76,7 +76,7 @@ def _cut(width: int) -> Callable[[jax.Array, np.dtype], tuple[jax.Array, jax.Arr
         # Rounding the bits of a NaN could give those of infinity or zero.
         is_nan = bits & MAGNITUDE > INFINITY
         bits = jnp.where(is_nan, bits & SIGN | QUIET_NAN, bits)
-        if unused:
+        if unused:  # rounds to nearest, as what is cut off is not kept anywhere
             bits = bits + (1 << (unused - 1)) >> unused
         # Ties are rounded up, not to even: otherwise the residual at a tie would not tell whether
         # the weight was rounded up or down.
@@ -100,6 +100,8 @@ def _compensated(value: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Arra
     return param, jnp.where(jnp.isfinite(rest), rest, 0).astype(dtype)  # 0 for an infinite weight
 
 
+# Two bfloat16 numbers hold 2 x 8 bits of a significand, two float16 numbers 2 x 11. Only bfloat16
+# numbers are the first 16 bits of float32 numbers, so that bits can be cut.
 KINDS: dict[np.dtype, Kind] = {
     FLOAT32: Kind(lambda param, master: master, lambda v, dtype: (v.astype(dtype), v), 24),
     UINT16: Kind(_joined(16), _cut(16), 24),

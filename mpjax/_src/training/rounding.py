@@ -32,10 +32,13 @@ def drawn(shape: tuple[int, ...], *numbers: Any) -> jax.Array:
     It is a hash, which is good enough for rounding. With `jax.random.bits`, XLA takes half a second
     longer to compile on a GPU for each array of a model.
     """
+    # The two halves of 2**64 over the golden ratio, as in SplitMix64. Two words of state keep
+    # streams apart whose first words collide.
     keys = jnp.array([0x9E3779B9, 0x7F4A7C15], UINT32)
     for number in numbers:
         known = isinstance(number, int)
         keys = mixed(keys + (np.uint32(number % 2**32) if known else number.astype(UINT32)))
+    # The index in the whole array: under jit each device computes that of its own part.
     place = jnp.zeros(shape, UINT32)
     for axis, length in enumerate(shape):
         place = place * np.uint32(length) + jax.lax.broadcasted_iota(UINT32, shape, axis)
@@ -108,6 +111,7 @@ def stochastically(x: jax.Array, dtype: np.dtype, random: jax.Array) -> jax.Arra
     bits = jax.lax.bitcast_convert_type(x, UINT32)
     size = bits & 0x7FFFFFFF
     stored = (size >> MANTISSA).astype(jnp.int32)  # the exponent field; 0 for a subnormal
+    # Normal numbers do not store their leading 1.
     significand = size & 0x7FFFFF | jnp.where(stored > 0, 1 << MANTISSA, 0).astype(UINT32)
     exponent = jnp.maximum(stored, 1) - 1 + LEAST
     below = jnp.maximum(info.minexp - exponent, 0)  # bits lost to the half dtype's subnormals
@@ -118,10 +122,13 @@ def stochastically(x: jax.Array, dtype: np.dtype, random: jax.Array) -> jax.Arra
     left = significand << jnp.where(drop < 32, 32 - jnp.minimum(drop, 32), 0)
     chance = jnp.where(drop <= 32, left, shift(significand, drop - 32))
     up = (random < chance).astype(UINT32)
+    # The leading 1 of the kept bits adds 1 to the exponent field, and so does a carry: what follows
+    # the largest significand is the next power of two.
     field = (jnp.maximum(exponent, info.minexp) - info.minexp).astype(UINT32)
     half = ((field << info.nmant) + down + up).astype(jnp.uint16)
     half = half | (bits >> 31 << 15).astype(jnp.uint16)
     rounded = jax.lax.bitcast_convert_type(half, dtype)
+    # Beyond the largest half value there are not two neighbours to choose from.
     return jnp.where(jnp.abs(x) <= info.max.astype(FLOAT32), rounded, x.astype(dtype))
 
 

@@ -45,7 +45,7 @@ class Shards(NamedTuple):
         """Returns the norm of the whole of a tree of which each device has a part."""
         if not self.all:
             return optax.tree.norm(tree)
-        groups: dict[Axes, list[Any]] = {}
+        groups: dict[Axes, list[Any]] = {}  # one sum over devices for each, not for each leaf
         for leaf, axes in zip(jax.tree.leaves(tree), self.each, strict=True):
             groups.setdefault(axes, []).append(leaf)
         squares = (
@@ -91,6 +91,7 @@ def shards_of(grads: Any, specs: Any, count: Any, axis_name: Any, replicas: Axes
     mesh = jax.sharding.get_abstract_mesh()
     mapped = [axis for axis in mesh.manual_axes if mesh.shape[axis] > 1]
     held = varies_over(count)
+    # Without check_vma a mark is forgotten at once, so marking a number shows whether marks count.
     known = bool(mapped) and bool(varies_over(jax.lax.pcast(0.0, mapped[0], to="varying")))
     leaves, structure = jax.tree.flatten(grads)
     if specs is not None and mapped:
@@ -148,6 +149,7 @@ def check_reductions(update: Any, shards: Shards, grads: Any, state: Any, extra_
             communicates |= name.startswith(SUMS) and not {*shards.all}.isdisjoint(axes)
             if name.startswith("reduce_") and eqn.invars[0].aval.ndim:
                 found += [name] * (not eqn.outvars[0].aval.ndim)
+    # A sum over these axes anywhere in it says that its author knows of the shards.
     if found and not communicates:
         raise ValueError(
             f"optimizer: its update reduces arrays to single numbers ({found[0]}), as clipping by "

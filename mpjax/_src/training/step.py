@@ -446,6 +446,26 @@ FLOOR = (
 )
 
 
+OF_LOSS = (
+    "The loss itself was not finite. No loss scale can cure that. Usual causes: NaN or infinity in "
+    "the data, an overflow in the float16 forward pass (attention scores, large activations), or "
+    "weights that have diverged (float16 overflows above 65504). Check the batch, lower the "
+    "learning rate, or try 'mixed_bfloat16'. mpjax.find_nonfinite names the operation."
+)
+OF_STATE = (
+    "The loss was finite, but the new model_state was not. No loss scale can cure that. Usual "
+    "causes: an outlier in the data (the square of 2e19 overflows the variance of BatchNorm), an "
+    "overflow in the half forward pass, or a statistic that is divided by 0. Check the batch, or "
+    "compute the statistics in float32."
+)
+OF_GRADIENTS = (
+    "The loss was finite, but its gradients were not. Usual causes: the learning rate is too high, "
+    "an operation has an infinite derivative (sqrt or norm at 0, log near 0), or float16 is too "
+    "narrow for this backward pass. Lower the learning rate, try 'mixed_bfloat16', or add a "
+    "float32 override for the part that overflows. mpjax.find_nonfinite names the operation."
+)
+
+
 def raise_if_diverged(metrics: Metrics, limit: int) -> None:
     """Raises a `DivergenceError` if too many steps in a row were skipped.
 
@@ -504,35 +524,15 @@ def _check_metrics(metrics: Any) -> None:
 
 
 def _cause(metrics: Metrics, at_floor: bool) -> str:
-    """Says what was not finite, and the usual causes.
-
-    A loss that is not finite explains everything else; gradients are named only if the rest was.
-    """
+    """Says what was not finite first, and the usual causes."""
     if not bool(metrics["loss_finite"]):
-        return (
-            "The loss itself was not finite. No loss scale can cure that. Usual causes: NaN or "
-            "infinity in the data, an overflow in the float16 forward pass (attention scores, "
-            "large activations), or weights that have diverged (float16 overflows above 65504). "
-            "Check the batch, lower the learning rate, or try 'mixed_bfloat16'. "
-            "mpjax.find_nonfinite names the operation."
-        )
+        return OF_LOSS
     # Metrics saved by an older version have no state_finite.
     if not bool(metrics.get("state_finite", True)):
-        return (
-            "The loss was finite, but the new model_state was not. No loss scale can cure that. "
-            "Usual causes: an outlier in the data (the square of 2e19 overflows the variance of "
-            "BatchNorm), an overflow in the half forward pass, or a statistic that is divided by "
-            "0. Check the batch, or compute the statistics in float32."
-        )
+        return OF_STATE
     if at_floor:
         return f"The loss was finite, but its gradients were not, at any loss scale: {FLOOR}"
-    return (
-        "The loss was finite, but its gradients were not. Usual causes: the learning rate is "
-        "too high, an operation has an infinite derivative (sqrt or norm at 0, log near 0), or "
-        "float16 is too narrow for this backward pass. Lower the learning rate, try "
-        "'mixed_bfloat16', or add a float32 override for the part that overflows. "
-        "mpjax.find_nonfinite names the operation."
-    )
+    return OF_GRADIENTS
 
 
 def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Callable[..., Any]:
@@ -588,13 +588,16 @@ def _new_containers(tree: T) -> T:
 _IN_PRECISION = {"boundary": _cast_at_boundary, "op": with_float32_loss}
 
 
+def _on_batch(grad_fn: Callable[..., Any], state: TrainState, batch: Any) -> Passes:
+    out = grad_fn(state.params, batch, state.model_state, state.rng)
+    (loss, (model_state, aux)), grads, seen = out
+    return Passes(widen(loss), model_state, aux, grads, seen)
+
+
 def _accumulate(grad_fn: Callable[..., Any], steps: int, state: TrainState, batch: Any) -> Passes:
-    """Runs both passes on each micro-batch."""
+    """Runs both passes on each micro-batch, each with the model state of the one before it."""
     if steps == 1:
-        (loss, (model_state, aux)), grads, seen = grad_fn(
-            state.params, batch, state.model_state, state.rng
-        )
-        return Passes(widen(loss), model_state, aux, grads, seen)
+        return _on_batch(grad_fn, state, batch)
 
     split = _split_batch(batch, steps)  # refuses more steps than there are examples
 
@@ -605,10 +608,10 @@ def _accumulate(grad_fn: Callable[..., Any], steps: int, state: TrainState, batc
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False), split
         )
         rng = None if state.rng is None else jax.random.fold_in(state.rng, index)
-        out = grad_fn(state.params, micro_batch, model_state, rng)
-        (loss, (model_state, aux)), grads, seen = out
-        grad_sum = jax.tree.map(jnp.add, grad_sum, grads)
-        return (grad_sum, model_state), (widen(loss), aux, seen)
+        here = dataclasses.replace(state, model_state=model_state, rng=rng)
+        passes = _on_batch(grad_fn, here, micro_batch)
+        grad_sum = jax.tree.map(jnp.add, grad_sum, passes.grads)
+        return (grad_sum, passes.model_state), (passes.loss, passes.aux, passes.seen)
 
     zeros = jax.tree.map(jnp.zeros_like, widen(state.params))
     (grad_sum, model_state), (losses, aux, seen) = jax.lax.scan(
@@ -766,14 +769,18 @@ def _without_rng(loss_fn: Callable[..., Any], rng: Any) -> Iterator[None]:
         raise
 
 
+# What the loss function returns, by whether there is a model state, and an aux.
+FORMS = {
+    (False, False): "loss",
+    (True, False): "(loss, new_model_state)",
+    (False, True): "(loss, aux)",
+    (True, True): "(loss, (new_model_state, aux))",
+}
+
+
 def _unpack(out: Any, has_state: bool, has_aux: bool) -> tuple[Any, Any, Any]:
     """Splits what ``loss_fn`` returned into loss, new model state and aux."""
-    form = {
-        (False, False): "loss",
-        (True, False): "(loss, new_model_state)",
-        (False, True): "(loss, aux)",
-        (True, True): "(loss, (new_model_state, aux))",
-    }[has_state, has_aux]
+    form = FORMS[has_state, has_aux]
 
     def pair(value):
         if isinstance(value, (tuple, list)) and len(value) == 2:

@@ -189,6 +189,17 @@ def observer(dtype: Any, ordered: bool) -> Callable[[Any, Any], Seen]:
     return observe
 
 
+def _first_layer(bad: jax.Array, place: Place) -> tuple[jax.Array, jax.Array]:
+    """Returns the first bad layer of stacked ones, and how many the backward pass did before it."""
+    layer, done = jnp.int32(-1), jnp.int32(0)
+    if place.stride:
+        hit = jnp.any(bad, axis=range(1, bad.ndim))
+        # The backward pass of a scan runs from the last layer to the first.
+        done = jnp.argmax(hit[::-1] if place.descending else hit).astype(jnp.int32)
+        layer = len(hit) - 1 - done if place.descending else done
+    return layer, done
+
+
 def first_overflow(
     grads: Any, seen: Seen, loss_scale: Any, loss_finite: jax.Array, paths: Sequence[str]
 ) -> Overflow:
@@ -197,16 +208,13 @@ def first_overflow(
     for leaf, place in zip(jax.tree.leaves(grads), seen.places, strict=True):
         bad = ~jnp.isfinite(leaf)
         share = _share(bad)
-        layer, done = jnp.int32(-1), jnp.int32(0)
-        if place.stride:
-            hit = jnp.any(bad, axis=range(1, bad.ndim))
-            done = jnp.argmax(hit[::-1] if place.descending else hit).astype(jnp.int32)
-            layer = len(hit) - 1 - done if place.descending else done
+        layer, done = _first_layer(bad, place)
         keys.append(jnp.where(share > 0, place.first + place.stride * done, NEVER))
         shares.append(share)
         layers.append(layer)
     places, nonfinite = jnp.stack(keys), jnp.stack(shares)
     index = jnp.argmin(places).astype(jnp.int32)
+    # A loss that is not finite makes every gradient so: then none of them is to blame.
     named = loss_finite & (places[index] != NEVER)
     return Overflow(
         index=jnp.where(named, index, -1),

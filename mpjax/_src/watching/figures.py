@@ -75,6 +75,7 @@ def combined(one: Figures, other: Figures) -> Figures:
 def over_devices(figures: Figures, axes: tuple[str, ...]) -> Figures:
     """Returns the combined figures of the devices along mapped axes."""
     largest = jax.lax.pmax(figures.largest, axes)
+    # Of equal maxima the last turn, so that all devices agree.
     turn = jax.lax.pmax(jnp.where(figures.largest == largest, figures.turn, -1), axes)
     return Figures(largest, turn, jax.lax.psum(figures.sums, axes))
 
@@ -179,6 +180,8 @@ def _tops(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _rows(x: jax.Array) -> jax.Array:
     """Returns what of an array is looked at closer."""
     size = _jax.size_of(x.shape)
+    # Not along the last axis, whose entries a device reads together; the longest other one divides
+    # most evenly.
     axis = max(range(max(x.ndim - 1, 1)), key=lambda i: _jax.size_of(x.shape[i : i + 1]))
     steps = [n for n in range(1, ROWS + 1) if size // n >= ENOUGH]
     return x if len(steps) < 2 else jax.lax.slice_in_dim(x, 0, x.shape[axis], steps[-1], axis)
@@ -194,6 +197,7 @@ def _columns(bits: jax.Array, limits: Limits, rounded: bool) -> list[jax.Array]:
     flushed, small = (bits <= limits.flush) & ~zero, (bits < limits.normal) & ~zero
     near = (bits >= limits.near) & fits
     size = jax.lax.bitcast_convert_type(bits, FLOAT32)
+    # The root of the mean square of an error that is uniform over one unit.
     error = _unit(bits, limits) / np.sqrt(12) if rounded else _error(bits, limits)
     low, high = ((127 + power) << 23 for power in (LEAST, MOST))
     here = fits & (bits >= low) & (bits < high)
@@ -207,6 +211,7 @@ def _error(bits: jax.Array, limits: Limits) -> jax.Array:
     """Returns by how much rounding to half moves magnitudes; computed, for XLA may drop casts."""
     size = jax.lax.bitcast_convert_type(bits, FLOAT32)
     drop = limits.mantissa
+    # To nearest, ties to even: half a unit is added, or just less if the last kept bit is 0.
     up = np.uint32((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)
     kept = (bits + up) & np.uint32(0xFFFFFFFF << drop & 0xFFFFFFFF)
     half = jax.lax.bitcast_convert_type(kept, FLOAT32)
@@ -235,6 +240,7 @@ def _reduced(columns: Sequence[jax.Array], shape: Sequence[int]) -> list[jax.Arr
     memory than a GPU has, which XLA does not count.)
     """
     rank = len(shape)
+    # The last axes that have FIRST entries together.
     split = max((k for k in range(rank) if _jax.size_of(shape[k:]) >= FIRST), default=0)
     head, *rest = _largest(columns, tuple(range(split, rank)))
     found = [head, *(column.astype(FLOAT32) for column in rest)]

@@ -146,6 +146,7 @@ def _walk(
             if part != "cast":
                 line, way = _jax.source_lines(eqn)[0], here.backward
                 known[v][half].readers.append((eqn.primitive.name, part, line, way))
+        # The half result of a cast is the tensor that its operand was measured as.
         if eqn.primitive.name == CAST and _is_half(eqn.outvars[0]):
             known[eqn.outvars[0]] = known[eqn.invars[0]] if _is_var(eqn.invars[0]) else {}
         if _moves(eqn):
@@ -249,6 +250,8 @@ def _uses(jaxpr: Any, wanted: Sequence[bool]) -> tuple[set[int], set[Any], dict[
         if not (eqn.effects or any(v in readers for v in eqn.outvars)):
             continue
         live.add(i)
+        # What one elementwise equation reads stays in a register of its kernel. A move stores its
+        # operand only if its own result is stored.
         hands_on = not is_elementwise(eqn) or (
             _moves(eqn) and any(v in stored for v in eqn.outvars)
         )
@@ -256,8 +259,12 @@ def _uses(jaxpr: Any, wanted: Sequence[bool]) -> tuple[set[int], set[Any], dict[
             readers.setdefault(v, []).append(eqn)
             if hands_on or len(readers[v]) > 1:
                 stored.add(v)
+    return live, stored, _cast_alone(jaxpr, readers, {v for v, _ in outs})
+
+
+def _cast_alone(jaxpr: Any, readers: dict[Any, list[Any]], results: set[Any]) -> dict[Any, Any]:
+    """Returns the matmuls of half operands whose wide results are only read by casts to half."""
     makers = {}
-    results = {v for v, _ in outs}
     for eqn in jaxpr.eqns:
         v = eqn.outvars[0] if eqn.outvars else None
         if rule_of(eqn.primitive.name).need == HALF and all(map(_is_half, eqn.invars[:2])):
@@ -265,7 +272,7 @@ def _uses(jaxpr: Any, wanted: Sequence[bool]) -> tuple[set[int], set[Any], dict[
             alone = casts and len(casts) == len(readers[v]) and v not in results
             if alone and not _is_half(v) and all(_is_half(e.outvars[0]) for e in casts):
                 makers[v] = eqn
-    return live, stored, makers
+    return makers
 
 
 def is_elementwise(eqn: Any) -> bool:

@@ -295,16 +295,21 @@ class PrecisionReport(Report):
         )
 
 
+def _scope_and_name(t: Tensor) -> tuple[str, str]:
+    """Returns where a tensor is, and its name, which others may have too."""
+    scope = "/".join(s for s in t.scopes if not s.startswith("mpjax."))
+    parts = [scope or short(t.lines[0]), *(["backward"] if t.backward else [])]
+    parts += ["cast"] if t.part == "cast" else [t.op, t.part]
+    return scope, "/".join(filter(None, parts))
+
+
 def described(tensors: Sequence[Tensor]) -> tuple[WatchedTensor, ...]:
     """Returns the descriptions of tensors, each with a unique name."""
     names: collections.Counter[str] = collections.Counter()
     found = []
     for t in tensors:
-        scope = "/".join(s for s in t.scopes if not s.startswith("mpjax."))
+        scope, name = _scope_and_name(t)
         direction = "backward" if t.backward else "forward"
-        parts = [scope or short(t.lines[0]), *(["backward"] if t.backward else [])]
-        parts += ["cast"] if t.part == "cast" else [t.op, t.part]
-        name = "/".join(filter(None, parts))
         names[name] += 1
         number = f"/{names[name]}" if names[name] > 1 else ""
         readers = tuple(

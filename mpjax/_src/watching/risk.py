@@ -66,55 +66,82 @@ def growth_of(steps: Sequence[int], past: Sequence[float]) -> float | None:
 
 def usual_noise(dtype: Any) -> float:
     """Returns the largest relative rounding noise in a dtype's normal range."""
+    # An error that is uniform over one unit in the last place has a standard deviation of
+    # 1 / sqrt(12) of it, and the unit is the largest, relative to the number, at a power of two.
     return float(jnp.finfo(dtype).eps) / math.sqrt(12)
 
 
 def risk_of(row: Any, steps: Sequence[int], past: Sequence[float]) -> Risk | None:
     """Returns the risk of a `PrecisionRow` by the first rule that applies, or None."""
-    dtype = canonical(row.dtype, "dtype")
-    high = float(jnp.finfo(dtype).max)
-    end = f"{row.dtype}'s {high:g}" if dtype == FLOAT16 else f"{row.dtype}'s {high:.1e}"
-    name = _name(row)
-    room = math.inf if row.headroom is None else row.headroom
-    if row.nan or (row.overflowed and (room < NEAR or row.overflowed == 1)):
-        found = f"{row.overflowed:.2%} Inf{' and NaN' if row.nan else ''}"
-        return Risk("gone", -1, f"{name} holds {found}. {_smaller(row)}")
-    if row.headroom is None:
+    if gone := _gone(row):
+        return gone
+    if row.headroom is None:  # nothing in it is finite but zeros
         return None
-    largest = f"2^{math.log2(row.largest):.1f}"
+    return _edge(row, past) or _growing(row, steps) or _fading(row)
+
+
+# Urgencies sort the rules: what is gone has -1, the edge its headroom (a few powers of two), what
+# grows from 100 on, what fades up to 200.
+
+
+def _gone(row: Any) -> Risk | None:
+    near = row.headroom is not None and row.headroom < NEAR
+    if not (row.nan or (row.overflowed and (near or row.overflowed == 1))):
+        return None
+    found = f"{row.overflowed:.2%} Inf{' and NaN' if row.nan else ''}"
+    return Risk("gone", -1, f"{_name(row)} holds {found}. {_smaller(row)}")
+
+
+def _edge(row: Any, past: Sequence[float]) -> Risk | None:
     rises = [math.log2(b / a) for a, b in itertools.pairwise(past) if a > 0 and b > 0]
     margin = max([LEAST_MARGIN, *rises])
-    if room < margin:
-        why = (
-            f"it rose by {margin:.1f} between two samples"
-            if margin > LEAST_MARGIN
-            else (
-                "a loss scale grows by one"
-                if row.direction == "backward"
-                else "less than one is a risk"
-            )
-        )
-        seen = f"{name} reaches {largest}, {max(room, 0):.1f} powers of two below {end}, and {why}"
-        return Risk("edge", room, f"{seen}. {_smaller(row)}", 0.0)
+    if row.headroom >= margin:
+        return None
+    why = "a loss scale grows by one" if row.direction == "backward" else "less than one is a risk"
+    if margin > LEAST_MARGIN:
+        why = f"it rose by {margin:.1f} between two samples"
+    room = f"{max(row.headroom, 0):.1f} powers of two below {_end_of(row)}"
+    seen = f"{_name(row)} reaches {_largest(row)}, {room}, and {why}"
+    return Risk("edge", row.headroom, f"{seen}. {_smaller(row)}", 0.0)
+
+
+def _growing(row: Any, steps: Sequence[int]) -> Risk | None:
     span = steps[-1] - steps[0] if len(steps) > 1 else 0
-    if row.growth and row.growth > 0 and room / row.growth <= span:
-        left = room / row.growth
-        return Risk(
-            "growing",
-            100 + left / span,
-            f"{name} reaches {largest} and grew by 2^{row.growth * span:.1f} in {span} steps. At "
-            f"this rate it passes {end} in about {max(1, round(left))} steps. {_smaller(row)}",
-            left,
-        )
-    if row.noise is not None and row.noise > 2**BITS_LOST * usual_noise(dtype):
-        bits = math.log2(row.noise / usual_noise(dtype))
-        seen = f"{name} is so small that rounding takes {bits:.0f} more bits than usual"
-        lost = [
-            f"{x:.1%} {w}" for x, w in ((row.flushed, "flushed"), (row.subnormal, "small")) if x
-        ]
-        counts = f" ({', '.join(lost)})" if lost else ""
-        return Risk("fading", 200 - bits, f"{seen}{counts}. {_larger(row)}")
-    return None
+    if not (row.growth and row.growth > 0 and row.headroom / row.growth <= span):
+        return None
+    left = row.headroom / row.growth
+    return Risk(
+        "growing",
+        100 + left / span,
+        f"{_name(row)} reaches {_largest(row)} and grew by 2^{row.growth * span:.1f} in {span} "
+        f"steps. At this rate it passes {_end_of(row)} in about {max(1, round(left))} steps. "
+        f"{_smaller(row)}",
+        left,
+    )
+
+
+def _fading(row: Any) -> Risk | None:
+    usual = usual_noise(canonical(row.dtype, "dtype"))
+    if row.noise is None or row.noise <= 2**BITS_LOST * usual:
+        return None
+    bits = math.log2(row.noise / usual)
+    seen = f"{_name(row)} is so small that rounding takes {bits:.0f} more bits than usual"
+    shares = ((row.flushed, "flushed"), (row.subnormal, "small"))
+    lost = [f"{share:.1%} {what}" for share, what in shares if share]
+    counts = f" ({', '.join(lost)})" if lost else ""
+    return Risk("fading", 200 - bits, f"{seen}{counts}. {_larger(row)}")
+
+
+def _largest(row: Any) -> str:
+    return f"2^{math.log2(row.largest):.1f}"
+
+
+def _end_of(row: Any) -> str:
+    """Names the largest number of a tensor's dtype."""
+    dtype = canonical(row.dtype, "dtype")
+    high = float(jnp.finfo(dtype).max)
+    # 65504 is known as it stands; 3.4e+38 is not.
+    return f"{row.dtype}'s {high:g}" if dtype == FLOAT16 else f"{row.dtype}'s {high:.1e}"
 
 
 def _name(row: Any) -> str:

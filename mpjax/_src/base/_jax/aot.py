@@ -56,49 +56,60 @@ def compile_only(
     """
     devices = _absent_devices(platform, topology, config, count)
     before = jaxlib_module.mlir.mlir_module_to_xla_computation(program)
-
-    def compiled(**overrides):
-        settings = get_compile_options(
-            num_replicas=1,
-            num_partitions=count,
-            device_assignment=np.array([[device.id for device in devices]]),
-            env_options_overrides=options | overrides,
-        )
-        with mlir.make_ir_context():
-            module = mlir.ir.Module.parse(program)
-            return devices[0].client.compile(
-                module,
-                executable_devices=xla_client.DeviceList(devices),
-                compile_options=settings,
-            )
-
     left_out = ""
     try:
-        executable = compiled()
+        executable = _executable(devices, program, options)
     except jax.errors.JaxRuntimeError as error:
         if UNTUNED not in str(error):
             raise
         left_out = TRITON
-        executable = compiled(**{TRITON: False})
-    stats = executable.get_compiled_memory_stats()
+        executable = _executable(devices, program, {**options, TRITON: False})
     optimized = executable.hlo_modules()[0]
-    cpu = jax.devices("cpu")[0].client
     return {
         "left_out": left_out,
-        "memory": {
-            "arguments": stats.argument_size_in_bytes,
-            "outputs": stats.output_size_in_bytes,
-            "aliased": stats.alias_size_in_bytes,
-            "temporary": stats.temp_size_in_bytes,
-            "code": stats.generated_code_size_in_bytes,
-        },
+        "memory": _memory_of(executable),
         "asked": before.as_hlo_module().to_string(),
         "hlo": optimized.to_string(),
-        "xla_costs": {
-            key: value
-            for key, value in jaxlib_module.hlo_module_cost_analysis(cpu, optimized).items()
-            if key in ("flops", "bytes accessed", "transcendentals")
-        },
+        "xla_costs": _costs_of(optimized),
+    }
+
+
+def _executable(devices: tuple[Any, ...], program: bytes, options: dict[str, Any]) -> Any:
+    settings = get_compile_options(
+        num_replicas=1,
+        num_partitions=len(devices),
+        device_assignment=np.array([[device.id for device in devices]]),
+        env_options_overrides=options,
+    )
+    with mlir.make_ir_context():
+        module = mlir.ir.Module.parse(program)
+        return devices[0].client.compile(
+            module,
+            executable_devices=xla_client.DeviceList(devices),
+            compile_options=settings,
+        )
+
+
+def _memory_of(executable: Any) -> dict[str, int]:
+    """Returns the bytes of a program on one device, by kind."""
+    stats = executable.get_compiled_memory_stats()
+    return {
+        "arguments": stats.argument_size_in_bytes,
+        "outputs": stats.output_size_in_bytes,
+        "aliased": stats.alias_size_in_bytes,
+        "temporary": stats.temp_size_in_bytes,
+        "code": stats.generated_code_size_in_bytes,
+    }
+
+
+def _costs_of(module: Any) -> dict[str, float]:
+    """Returns what XLA counts in a module of HLO, whatever device it was compiled for."""
+    cpu = jax.devices("cpu")[0].client
+    costs = jaxlib_module.hlo_module_cost_analysis(cpu, module)
+    return {
+        name: costs[name]
+        for name in ("flops", "bytes accessed", "transcendentals")
+        if name in costs
     }
 
 

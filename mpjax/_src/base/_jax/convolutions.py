@@ -119,6 +119,9 @@ def _transpose_kernel(ct, x, kernel, *, half, sums, preferred_element_type, **pa
     del sums, preferred_element_type
     if np.size(ct) == 0:
         return ad.Zero(kernel.aval)
+    # The gradient of a kernel is a convolution of the input with the cotangent: batch and features
+    # change places, and so do strides and dilations. What the windows left over at the high end is
+    # cut off, so that the result has the size of the kernel.
     lhs, rhs, out = params["dimension_numbers"]
     sizes = zip(
         (x.shape[d] for d in lhs[2:]),

@@ -69,6 +69,7 @@ def _multiply(
     dtype: Any,
 ) -> Any:
     """Convolves by matmuls of parts of the input, one for each position of the smaller window."""
+    # Batch first and features last, in a kernel also outputs: each part is then a matrix.
     x_spec, kernel_spec, out_spec = dimension_numbers
     x = jax.lax.transpose(x, (x_spec[0], *x_spec[2:], x_spec[1]))
     kernel = jax.lax.transpose(kernel, (*kernel_spec[2:], kernel_spec[1], kernel_spec[0]))
@@ -90,13 +91,13 @@ def _multiply(
         return jax.lax.dot(left, right, preferred_element_type=np.dtype(np.float32))
 
     features, count = kernel.shape[-2:]
-    if math.prod(window) <= math.prod(places):
+    if math.prod(window) <= math.prod(places):  # the products of the window's positions add up
         products = (
             dot(part(p, rhs_dilation, window_strides, places).reshape(-1, features), kernel[p])
             for p in itertools.product(*map(range, window))
         )
         out = functools.reduce(jax.lax.add, products)
-    else:
+    else:  # few positions of the result, as in the gradient of a kernel: each sums a whole window
         flat = kernel.reshape(-1, count)
         products = (
             dot(part(p, window_strides, rhs_dilation, window).reshape(-1, flat.shape[0]), flat)

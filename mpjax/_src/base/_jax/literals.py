@@ -6,7 +6,7 @@ Here, both leave a cast of the unrounded number in the program instead.
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,6 +24,20 @@ _PLACES = (
 _LOCK = threading.RLock()
 
 
+def _showing(convert: Callable[..., Any], thread: int) -> Callable[..., Any]:
+    """Returns a conversion that casts a number to half by an equation, in one thread."""
+
+    def cast(x, *args, **kwargs):
+        dtype, *more = args or (kwargs.get("new_dtype", kwargs.get("dtype")),)
+        if threading.get_ident() == thread and _is_number(x) and _is_half(dtype):
+            weak = bool(more[0]) if more else bool(kwargs.get("weak_type", False))
+            params = {"new_dtype": np.dtype(dtype), "weak_type": weak, "sharding": None}
+            return lax.convert_element_type_p.bind(np.float32(x), **params)
+        return convert(x, *args, **kwargs)
+
+    return cast
+
+
 @contextlib.contextmanager
 def casts_of_numbers() -> Iterator[None]:
     """Returns a context in which traces of this thread show each cast of a number to half.
@@ -31,17 +45,6 @@ def casts_of_numbers() -> Iterator[None]:
     Cached traces of a jit are used again, unless the context of the trace is new.
     """
     thread = threading.get_ident()
-
-    def cast(convert):
-        def wrapper(x, *args, **kwargs):
-            dtype, *more = args or (kwargs.get("new_dtype", kwargs.get("dtype")),)
-            if threading.get_ident() == thread and _is_number(x) and _is_half(dtype):
-                weak = bool(more[0]) if more else bool(kwargs.get("weak_type", False))
-                params = {"new_dtype": np.dtype(dtype), "weak_type": weak, "sharding": None}
-                return lax.convert_element_type_p.bind(np.float32(x), **params)
-            return convert(x, *args, **kwargs)
-
-        return wrapper
 
     def unfolded(constants, params, avals):
         mine = threading.get_ident() == thread
@@ -53,7 +56,7 @@ def casts_of_numbers() -> Iterator[None]:
         try:
             partial_eval.const_fold_rules[lax.convert_element_type_p] = unfolded
             for (module, name), convert in zip(_PLACES, before, strict=True):
-                setattr(module, name, cast(convert))
+                setattr(module, name, _showing(convert, thread))
             with np.errstate(over="ignore"):  # an array may hold -1e9, which overflows in float16
                 yield
         finally:

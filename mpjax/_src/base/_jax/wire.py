@@ -122,6 +122,7 @@ def _multiply_on_cpu(x, y, *, half, order, sums, dimension_numbers, devices, **p
         x, y, order = y, x, None
         dimension_numbers = summed[::-1], batch[::-1]
     more = {"half": half, "order": order, "dimension_numbers": dimension_numbers}
+    # A kernel returns its float32 accumulator; that is asked for as if several devices summed.
     return _multiply(x, y, sums=sums, devices=2 if kernel else devices, **more, **params)
 
 
@@ -145,6 +146,8 @@ def _transpose(place, ct, x, y, *, half, order, dimension_numbers, precision, **
     count, (mine, others) = len(shared[0]), map(len, free)
     start = count + (mine if place == 0 else 0)
     numbers = (range(start, start + others), free[1]), (range(count), shared[1])
+    # The axes of the result: shared ones, those that only this operand has, and those that were
+    # summed, in the order of the other operand.
     axes = [*shared[0], *free[0], *(summed[0][i] for i in np.argsort(summed[1]))]
     return _half_dot(
         _in_order(ct, None if order is None else tuple(np.argsort(order))),
