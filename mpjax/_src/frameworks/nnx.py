@@ -212,7 +212,8 @@ def value_and_grad(
         )
         (_, (loss, aux)), grads = gradient(*args, **kwargs)
         grads = scale.unscale(widen(grads))
-        # Looked up again, because the function may have replaced variables by others.
+        # Looked up again, because the function may have replaced variables by others. Those that it
+        # added have no value to go back to.
         state = [(v, old[path]) for path, v in _variables((args, kwargs)) if path in old]
         new, before = [v.get_value() for v, _ in state], [value for _, value in state]
         found = {"loss": jnp.isfinite(loss), "state": stays_finite(new, before)}

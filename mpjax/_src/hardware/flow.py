@@ -122,19 +122,8 @@ def _edges(module: dict[str, Computation], name: str, op: Op) -> Iterator[tuple[
         yield from _paired(given, leaves(name, op))
     elif code == "get-tuple-element":
         yield (name, op.operands[0], int(attribute(op, "index"))), (name, op.name, 0), MOVED
-    elif code == "while":  # assumed to run at least one iteration
-        (carried,) = operands
-        body = attribute(op, "body")
-        root = module[body].ops[module[body].root]
-        test = attribute(op, "condition")
-        # What the body returns enters the next iteration, its condition too, and leaves at the end.
-        for inner in {body, test} & module.keys():
-            entering = list(leaves(inner, *parameters(module[inner])))
-            yield from _paired(leaves(name, carried), entering)
-            yield from _paired(leaves(body, root), entering)
-        if test in module:  # one number decides which iteration's results these are
-            yield from (((test, module[test].root, 0), leaf, SPREAD) for leaf in leaves(name, op))
-        yield from _paired(leaves(body, root), leaves(name, op))
+    elif code == "while":
+        yield from _of_loop(module, name, op)
     elif code in ("fusion", "call", "async-start"):
         (inner,) = called_by(op)
         for operand, parameter in zip(operands, parameters(module[inner]), strict=True):
@@ -142,12 +131,7 @@ def _edges(module: dict[str, Computation], name: str, op: Op) -> Iterator[tuple[
         root = module[inner].ops[module[inner].root]
         yield from _paired(leaves(inner, root), _numbered(name, op.name, len(root.shapes)))
     elif code == "conditional":
-        for index, inner in enumerate(called_by(op), 1):
-            into = leaves(inner, *parameters(module[inner]))
-            yield from _paired(leaves(name, operands[index]), into)
-            root = module[inner].ops[module[inner].root]
-            yield from _paired(leaves(inner, root), leaves(name, op))
-        yield from (((name, op.operands[0], 0), leaf, SPREAD) for leaf in leaves(name, op))
+        yield from _of_branches(module, name, op)
     elif code.endswith((DONE, UPDATE)):
         yield from _paired(_numbered(name, op.operands[0], len(op.shapes)), leaves(name, op))
     elif len(operands) > 1 and len(operands) == sum(1 for _ in leaves(name, op)):
@@ -161,6 +145,33 @@ def _edges(module: dict[str, Computation], name: str, op: Op) -> Iterator[tuple[
             for leaf in leaves(name, op):
                 for source in leaves(name, operand):
                     yield source, leaf, MAPPED if added_to else kind
+
+
+def _of_loop(module: dict[str, Computation], name: str, op: Op) -> Iterator[tuple[Leaf, Leaf, int]]:
+    """Yields the edges of a loop, which is assumed to run at least one iteration."""
+    carried = module[name].ops[op.operands[0]]
+    body, test = attribute(op, "body"), attribute(op, "condition")
+    root = module[body].ops[module[body].root]
+    # What the body returns enters the next iteration, its condition too, and leaves at the end.
+    for inner in {body, test} & module.keys():
+        entering = list(leaves(inner, *parameters(module[inner])))
+        yield from _paired(leaves(name, carried), entering)
+        yield from _paired(leaves(body, root), entering)
+    if test in module:  # one number decides which iteration's results these are
+        yield from (((test, module[test].root, 0), leaf, SPREAD) for leaf in leaves(name, op))
+    yield from _paired(leaves(body, root), leaves(name, op))
+
+
+def _of_branches(
+    module: dict[str, Computation], name: str, op: Op
+) -> Iterator[tuple[Leaf, Leaf, int]]:
+    predicate, *operands = op.operands
+    for operand, inner in zip(operands, called_by(op), strict=True):
+        given = leaves(name, module[name].ops[operand])
+        yield from _paired(given, leaves(inner, *parameters(module[inner])))
+        root = module[inner].ops[module[inner].root]
+        yield from _paired(leaves(inner, root), leaves(name, op))
+    yield from (((name, predicate, 0), leaf, SPREAD) for leaf in leaves(name, op))
 
 
 def _kind(op: Op) -> int:

@@ -372,6 +372,18 @@ def _notes(
             "algorithms without overhead. Their time, and the part hidden by compute, depend on "
             "the links."
         )
+    yield from _notes_on_units(target, rows)
+    if costs.unknown_loops:
+        yield (
+            f"Loops with an unknown number of iterations: {costs.unknown_loops} (while_loop, or "
+            "fori_loop with a traced bound). Each was counted as one iteration."
+        )
+    if costs.unknown_calls:
+        yield f"The FLOPs inside {', '.join(costs.unknown_calls)} are not counted."
+
+
+def _notes_on_units(target: Target, rows: list[MatmulRow]) -> Iterator[str]:
+    """Yields what the matrix units of a target do to its matmuls."""
     if any(row.runs_as == "tf32" for row in rows):
         yield (
             "tf32: at JAX's default precision, XLA lets the tensor cores round float32 operands "
@@ -394,10 +406,3 @@ def _notes(
             f"{target.device} has no matrix units for bfloat16. Use float16 "
             "(policy='mixed_float16')."
         )
-    if costs.unknown_loops:
-        yield (
-            f"Loops with an unknown number of iterations: {costs.unknown_loops} (while_loop, or "
-            "fori_loop with a traced bound). Each was counted as one iteration."
-        )
-    if costs.unknown_calls:
-        yield f"The FLOPs inside {', '.join(costs.unknown_calls)} are not counted."

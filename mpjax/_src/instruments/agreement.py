@@ -241,7 +241,7 @@ def _parting_of(meaning: str, first: Any, second: Any) -> _Difference:
 
 
 def _log_sum(x: np.ndarray) -> np.ndarray:
-    top = np.max(x, -1, keepdims=True)
+    top = np.max(x, -1, keepdims=True)  # taken out, so that no exponential overflows
     return top + np.log(np.sum(np.exp(x - top), -1, keepdims=True))
 
 
@@ -257,6 +257,7 @@ def _checked(meaning: str, names: tuple[str, str], first: Shadowed, second: Shad
     if meaning != "auto":
         return meaning
     arrays = [np.asarray(x.shadow, np.float64) for x in (first, second)]
+    # Rows whose exponentials sum to 1, up to rounding, are the probabilities of all tokens.
     if all(x.ndim > 1 and x.shape[-1] > 1 and np.all(np.abs(_log_sum(x)) < 1e-3) for x in arrays):
         return "logits"  # log-probabilities of all tokens are logits too
     return "log_probs" if all(np.all(x <= 0) for x in arrays) else "values"

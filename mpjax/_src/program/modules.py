@@ -19,16 +19,6 @@ from mpjax._src.base import _jax
 TAG = "mpjax"
 
 
-def modules_in(tree: Any) -> list[Any]:
-    """Returns the Flax NNX modules and variables in a tree, except those in an ``nnx.State``."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:  # flax.nnx is not imported, so there are none
-        return []
-    kinds = nnx.Pytree, nnx.Variable
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (*kinds, nnx.State)))
-    return [leaf for leaf in leaves if isinstance(leaf, kinds)]
-
-
 def leaves_trained(tree: Any) -> list[tuple[Any, bool]]:
     """Returns the leaves of a tree, and whether ``nnx.value_and_grad`` differentiates them.
 
