@@ -16,6 +16,7 @@ import mpjax
 from mpjax._src.base.lines import where
 from mpjax._src.document import text
 from mpjax._src.document.report import Report
+from mpjax._src.instruments.nonfinite import Range
 
 PACKAGES = sysconfig.get_paths()["purelib"]
 
@@ -123,7 +124,7 @@ def test_every_public_report_does():
     assert {mpjax.reports.LargestBatch, *found} == {
         mpjax.reports.LargestBatch,
         *Report.__subclasses__(),
-    } - {mpjax._src.instruments.nonfinite.Range}
+    } - {Range}
 
 
 def test_the_users_line_comes_before_the_librarys():

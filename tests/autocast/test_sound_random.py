@@ -122,7 +122,10 @@ def test_every_rule_is_tried_or_says_why_not():
             reached |= primitives(fun, None)
             reached |= primitives(fun, (0, 1)) if op.derivatives else set()
     untried = {name for names in UNTRIED.values() for name in names.split()}
-    assert sorted(set(rules.RULES) - reached - untried) == []
+    missing = sorted(set(rules.RULES) - reached - untried)
+    assert not missing, (
+        f"Add these to random_operations.OPS, or to UNTRIED with the reason: {missing}"
+    )
     assert sorted(reached & untried - set(UNTRIED[LACKING].split())) == []
 
 

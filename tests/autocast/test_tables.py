@@ -7,8 +7,14 @@ from planned import H, W, fact
 from mpjax._src.autocast.tables import BEYOND, BOUNDED, FITS, NOTHING, Fact, argument, join
 
 # What is true of a value if it is true of one of those that it comes from; and if of all.
-ANY = ("half", "exact", "scaled", "counts", "linear")
+ANY = ("half", "exact", "scaled", "counts", "linear", "solved", "shifted", "block", "huge")
 ALL = ("mask", "spread", "negative", "data")
+SETS = ("made", "peak", "chain", "offset", "level", "mean")
+OTHERS = ("span", "writes", "factor", "norm", "weights", "centred")  # with tests of their own
+
+
+def test_every_fact_is_joined_in_a_known_way():
+    assert {*ANY, *ALL, *SETS, *OTHERS} == {*Fact._fields}
 
 
 @pytest.mark.parametrize("name", [*ANY, *ALL])
@@ -32,13 +38,18 @@ def test_the_larger_span_and_the_more_writes_count():
     assert (joined.span, joined.writes) == (BEYOND, 3)
 
 
+def test_the_largest_factor_counts_and_a_join_is_not_centred():
+    joined = join([Fact(factor=0.5, centred=True), Fact(factor=0.25, centred=True)])
+    assert (joined.factor, joined.centred) == (0.5, False)
+
+
 def test_a_norm_is_known_where_all_agree():
     assert join([Fact(norm="unit"), Fact(norm="unit")]).norm == "unit"
     assert join([Fact(norm="unit"), Fact(norm="scale")]).norm == ""
     assert join([Fact(norm="unit"), Fact()]).norm == ""
 
 
-@pytest.mark.parametrize("name", ["made", "peak", "chain"])
+@pytest.mark.parametrize("name", SETS)
 def test_sets_are_united(name):
     joined = join([Fact(**{name: 0b011}), Fact(**{name: 0b110})])
     assert getattr(joined, name) == 0b111
