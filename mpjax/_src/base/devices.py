@@ -310,16 +310,16 @@ def _named(name: str, argument: str = "device") -> DeviceFacts:
         return _tpu(name)
     if key == "cpu":
         return _cpu(name)
-    known = [*CARDS, *TPUS, "tpu", "cpu"]
+    names = [*CARDS, *TPUS, "tpu", "cpu"]
     wrong = (
         "names no model, and what it runs fast depends on that."
         if key in KINDS
-        else f"is not known.{did_you_mean(key, known)}"
+        else f"is not known.{did_you_mean(key, names)}"
     )
     others = ""
     if argument == "device":
         others = " and, for a device of this process, jax.devices()[0]"
-    raise ValueError(f"{argument}={brief(name)} {wrong} Legal are {', '.join(known)}{others}.")
+    raise ValueError(f"{argument}={brief(name)} {wrong} Legal are {', '.join(names)}{others}.")
 
 
 def _facts(name: str, platform: str, capability: str, fast: list[np.dtype], reason: str):

@@ -61,21 +61,21 @@ def canonical(dtype: DTypeLike, argument: str, half: np.dtype | None = None) -> 
     Raises:
         ValueError: If it is not float16, bfloat16, float32 or float64.
     """
-    found: np.dtype | None = None
+    resolved: np.dtype | None = None
     if isinstance(dtype, str):
         name = dtype.strip().lower()
-        found = (half or default_half()) if name == "half" else BY_NAME.get(name)
+        resolved = (half or default_half()) if name == "half" else BY_NAME.get(name)
     elif dtype is not None:  # np.dtype(None) is float64, which is not what the user meant
         with contextlib.suppress(Exception):  # NumPy raises errors of many classes
-            found = np.dtype(dtype)
-    if found is None or found not in SPELLINGS:
+            resolved = np.dtype(dtype)
+    if resolved is None or resolved not in SPELLINGS:
         hint = did_you_mean(dtype, [*BY_NAME, "half"])
         raise ValueError(
             f"{argument}={brief(dtype)} is not a floating dtype that a policy can use. Legal are "
             f"'float16', 'bfloat16', 'float32', 'float64' (short: 'f16', 'bf16', 'f32', 'f64'), "
             f"'half' and the dtypes themselves, such as jnp.bfloat16.{hint}"
         )
-    return found
+    return resolved
 
 
 # ---- of arrays, and of the values of programs ---------------------------------------------------

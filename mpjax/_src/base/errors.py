@@ -76,8 +76,8 @@ def nearest(word: str, choices: Iterable[str], count: int = 5, cutoff: float = 0
 
 def did_you_mean(word: Any, choices: Iterable[str]) -> str:
     """Returns `` Did you mean 'x'?``, or "" if no choice is similar."""
-    found = nearest(word if isinstance(word, str) else brief(word), choices, count=1)
-    return f" Did you mean {found[0]!r}?" if found else ""
+    near = nearest(word if isinstance(word, str) else brief(word), choices, count=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def no_attribute(what: str, name: str, choices: Iterable[str]) -> AttributeError:
@@ -151,8 +151,8 @@ def refuse_traced(name: str, value: Any) -> None:
 
 def finite_number(value: Any) -> float | None:
     """Returns a finite number of any type as a float, or None for anything else."""
-    known = is_number(value) and not is_traced(value)
-    number = as_float(value) if known else math.nan
+    concrete = is_number(value) and not is_traced(value)
+    number = as_float(value) if concrete else math.nan
     return number if math.isfinite(number) else None
 
 

@@ -91,8 +91,8 @@ class HigherOrder:
 
     def holding(self, programs: Sequence[Any]) -> dict[str, Any]:
         """Returns the parameters that hold the programs, with these in their place."""
-        held = [tuple(programs)] if self.kind == BRANCH else programs
-        return dict(zip(self.params, held, strict=True))
+        values = [tuple(programs)] if self.kind == BRANCH else programs
+        return dict(zip(self.params, values, strict=True))
 
     def turns(self, eqn: Any) -> tuple[int, bool, Any]:
         """Returns how often a SCAN turns, whether from the last slice, and how it is unrolled."""

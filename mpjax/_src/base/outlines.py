@@ -98,9 +98,9 @@ def _counts(kind: type, leaves: list[Any]) -> str:
         return "None" if kind is type(None) else f"{kind.__name__}()"
     numbers: collections.Counter[str] = collections.Counter()
     for leaf in leaves:
-        known = hasattr(leaf, "dtype")
-        numbers[str(leaf.dtype) if known else type(leaf).__name__] += (
-            int(np.prod(leaf.shape)) if known else 1
+        typed = hasattr(leaf, "dtype")
+        numbers[str(leaf.dtype) if typed else type(leaf).__name__] += (
+            int(np.prod(leaf.shape)) if typed else 1
         )
     each = ", ".join(f"{count:,} {name}" for name, count in numbers.items())
     return f"<{len(leaves)} {'leaf' if len(leaves) == 1 else 'leaves'}: {each}>"

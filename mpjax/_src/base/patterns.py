@@ -23,9 +23,9 @@ def paths(tree: Any) -> list[str]:
     return [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def difference(wanted: set[str], found: set[str], more: set[str] | None = None) -> str:
-    """Returns what ``found`` lacks and holds beside ``wanted``, for messages; "" if nothing."""
-    parts = ("lacks", wanted - found), ("holds", found - wanted if more is None else more)
+def difference(wanted: set[str], actual: set[str], more: set[str] | None = None) -> str:
+    """Returns what ``actual`` lacks and holds beside ``wanted``, for messages; "" if nothing."""
+    parts = ("lacks", wanted - actual), ("holds", actual - wanted if more is None else more)
     return " and ".join(f"{verb} {', '.join(sorted(names)[:3])}" for verb, names in parts if names)
 
 

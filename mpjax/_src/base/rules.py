@@ -341,11 +341,11 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
     columns = {"need": need, "gain": UNBOUNDED, "span": GROWS, **columns}
     for column, value in columns.items():
         if not _is_legal(column, value):
-            known = ", ".join(map(repr, CHOICES.get(column, CHOICES)))
+            legal = ", ".join(map(repr, CHOICES.get(column, CHOICES)))
             what = "is not legal" if column in CHOICES else "is not a column of a rule"
             raise ValueError(
                 f"register_rule: {column}={brief(value)} {what} (primitive {brief(name)}). Legal "
-                f"are {known}."
+                f"are {legal}."
             )
     RULES[name] = Rule(**{**columns, "traits": frozenset(columns.get("traits", ()))})
 

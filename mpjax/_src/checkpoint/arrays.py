@@ -99,8 +99,8 @@ def reason(error: Exception) -> str:
     """Returns why something could not be written or read, in one line."""
     number = getattr(error, "errno", None)
     # As tensorstore and safetensors write it.
-    if found := re.search(r"os_error_code='(\d+)'|os error (\d+)", str(error)):
-        number = int(found[1] or found[2])
+    if match := re.search(r"os_error_code='(\d+)'|os error (\d+)", str(error)):
+        number = int(match[1] or match[2])
     if number:
         return os.strerror(number)
     lines = str(error).strip().splitlines() or [""]

@@ -32,10 +32,10 @@ def of_arrays(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:
         own = _own(array)
         rows += [(name, box, own.get(box, 0)) for box in _boxes(array)]
     values = _summed([value for _, _, value in rows])
-    found: dict[str, list[Any]] = {name: [] for name in arrays}
+    sums: dict[str, list[Any]] = {name: [] for name in arrays}
     for (name, box, _), value in zip(rows, values, strict=True):
-        found[name].append([[[*ends] for ends in box], f"{value:016x}"])
-    return found
+        sums[name].append([[[*ends] for ends in box], f"{value:016x}"])
+    return sums
 
 
 def of(array: np.ndarray) -> str:

@@ -69,8 +69,8 @@ def leaves_of(tree: Any) -> list[Leaf]:
         TypeError: If a leaf is not an array.
         ValueError: If two leaves have the same path.
     """
-    found = _at_home(list(_leaves(tree, (), ())))
-    for leaf in found:
+    leaves = _at_home(list(_leaves(tree, (), ())))
+    for leaf in leaves:
         value = leaf.value
         if not (is_array_or_shape(value) or isinstance(value, (int, float, complex))):
             raise TypeError(
@@ -78,14 +78,14 @@ def leaves_of(tree: Any) -> list[Leaf]:
                 "of the state. A checkpoint holds arrays, and plain data that is passed as data=."
             )
     for kind in ("path", "means"):
-        twice = [name for name, n in Counter(getattr(x, kind) for x in found).items() if n > 1]
+        twice = [name for name, n in Counter(getattr(x, kind) for x in leaves).items() if n > 1]
         if twice:
             raise ValueError(
                 f"state: two leaves have the name {twice[0]!r}, so they cannot be told apart in a "
                 "checkpoint. Usual causes: a key that contains '/', the keys 1 and '1' in one "
                 "dict, or with_master_weights twice around the same parameters."
             )
-    return found
+    return leaves
 
 
 class _Beside(NamedTuple):
@@ -174,23 +174,23 @@ def _home_of(node: str, its: dict[str, Any], halves: dict[str, Any]) -> str:
     return default if default in fit else fit[0] if len(fit) == 1 else several
 
 
-def _at_home(found: Sequence[Leaf | _Beside]) -> list[Leaf]:
+def _at_home(leaves: Sequence[Leaf | _Beside]) -> list[Leaf]:
     """Gives masters and residuals the meanings of their parameters.
 
     The parameters of a node are under "params", or at the one place outside of the node where there
     are half arrays of the paths and shapes of all its masters. If there are several such places, or
     the parameters are not in the tree, no other state has these meanings, or only another part.
     """
-    halves = {x.path: x.value.shape for x in found if isinstance(x, Leaf) and is_narrow(x.value)}
+    halves = {x.path: x.value.shape for x in leaves if isinstance(x, Leaf) and is_narrow(x.value)}
     homes: dict[str, str] = {}
-    for node in dict.fromkeys(x.node for x in found if isinstance(x, _Beside)):
-        its = {x.of: x.value.shape for x in found if isinstance(x, _Beside) and x.node == node}
+    for node in dict.fromkeys(x.node for x in leaves if isinstance(x, _Beside)):
+        its = {x.of: x.value.shape for x in leaves if isinstance(x, _Beside) and x.node == node}
         homes[node] = _home_of(node, its, halves)
     return [
         Leaf(x.path, x.kind + (homes[x.node] + x.of).removesuffix("/"), x.value)
         if isinstance(x, _Beside)
         else x
-        for x in found
+        for x in leaves
     ]
 
 
@@ -242,14 +242,14 @@ def part_of(tree: Any, name: str) -> Any:
 
 def scales_of(tree: Any) -> dict[str, Any]:
     """Returns the loss scales of a state by their paths: its own, and those of its optimizers."""
-    found = {LOSS_SCALE: part_of(tree, LOSS_SCALE)}
+    scales = {LOSS_SCALE: part_of(tree, LOSS_SCALE)}
     for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_has_scale):
         if has_protocol(node):
-            found[path_of(keys)] = node
+            scales[path_of(keys)] = node
         elif _has_scale(node):
             at = path_of((*keys, GetAttrKey(LOSS_SCALE)))
-            found[at] = node.get(LOSS_SCALE, {})
-    return {path: scale for path, scale in found.items() if scale is not None}
+            scales[at] = node.get(LOSS_SCALE, {})
+    return {path: scale for path, scale in scales.items() if scale is not None}
 
 
 def _has_scale(node: Any) -> bool:

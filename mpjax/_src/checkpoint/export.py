@@ -166,9 +166,9 @@ def _as_in(like: Any, read: dict[str, Any], file: str | Path, allow_narrowing: b
             "paths joined with '.'; without like, load_safetensors returns the arrays by name."
         )
     wanted = {PARAMS: like}
-    found = {paths[name]: value for name, value in read.items()}
-    sources = match(_described(found), wanted, allow_narrowing, str(file))
-    arrays = {path: held(value) for path, value in found.items()}
+    by_path = {paths[name]: value for name, value in read.items()}
+    sources = match(_described(by_path), wanted, allow_narrowing, str(file))
+    arrays = {path: held(value) for path, value in by_path.items()}
     return converted(sources, arrays, wanted, str(file))[PARAMS]
 
 

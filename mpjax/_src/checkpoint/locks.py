@@ -67,17 +67,17 @@ def _lock(file: str) -> tuple[Callable[[], None], str | None]:
             gc.collect()  # perhaps the holder is garbage
         if _held_here(file):
             return _nothing, f"{_process()}, this process"
-        held = filelock.FileLock(file, blocking=False, thread_local=False, on_acquired=_sign)
+        file_lock = filelock.FileLock(file, blocking=False, thread_local=False, on_acquired=_sign)
         try:
-            held.acquire()
+            file_lock.acquire()
         except filelock.Timeout:
             return _nothing, _holder(file)
         except OSError as error:
             if error.errno not in NO_LOCKS and os.access(os.path.dirname(file), os.W_OK):
                 raise
             return _nothing, None
-        HELD[file] = held, os.getpid()
-    return lambda: _free(file, held), None
+        HELD[file] = file_lock, os.getpid()
+    return lambda: _free(file, file_lock), None
 
 
 def _nothing() -> None:
@@ -88,13 +88,13 @@ def _held_here(file: str) -> bool:
     return file in HELD and HELD[file][1] == os.getpid()
 
 
-def _free(file: str, held: Any) -> None:
+def _free(file: str, file_lock: Any) -> None:
     with GUARD:
-        if _held_here(file) and HELD[file][0] is held:
+        if _held_here(file) and HELD[file][0] is file_lock:
             del HELD[file]
             # Removed before it is unlocked: who has opened it meanwhile sees that it is gone.
             Path(file).unlink(missing_ok=True)
-            held.release()
+            file_lock.release()
 
 
 def _process() -> str:

@@ -140,23 +140,23 @@ class Manager:
     def _open(self, options: Any) -> tuple[Any, Callable[[], None]]:
         """Returns orbax's manager of the directory, and what frees the directory at the end."""
         ocp = store.orbax()
-        with contextlib.ExitStack() as held:
-            self._take(held)
+        with contextlib.ExitStack() as stack:
+            self._take(stack)
             with store.worded(self.directory, "its checkpoints cannot be listed"):
                 store.check_metrics(self.directory)
                 manager = ocp.CheckpointManager(self.directory, options=options)
             # Only now: whatever was raised before has freed the directory.
-            return manager, held.pop_all().close
+            return manager, stack.pop_all().close
 
-    def _take(self, held: contextlib.ExitStack) -> None:
+    def _take(self, stack: contextlib.ExitStack) -> None:
         """Locks the directory, and keeps orbax from logging what is raised."""
         if self._read_only:
             if not store.exists(self.directory):
                 raise FileNotFoundError(f"directory={self.directory!r} does not exist.")
-            held.callback(store.quiet(logging.ERROR))
+            stack.callback(store.quiet(logging.ERROR))
             return
         free, holder = store.claim(self.directory, ".lock", inside=True)
-        held.callback(free)
+        stack.callback(free)
         if holder is not None:
             raise CheckpointError(
                 f"directory={self.directory!r} has a Manager already, of {holder}. Only one at a "
@@ -164,7 +164,7 @@ class Manager:
                 "directory. To read meanwhile, use Manager(directory, read_only=True) or "
                 "mpjax.checkpoint.restore."
             )
-        held.callback(store.quiet())
+        stack.callback(store.quiet())
 
     def save(
         self,

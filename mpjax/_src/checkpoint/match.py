@@ -73,21 +73,21 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
     fresh = _starts_fresh(about, like)
     keys = map(str, like) if isinstance(like, Mapping) else (path.split("/")[0] for path in saved)
     parts = {*keys}
-    held = {t.means: shaped(t.value)[1] for t in targets}
+    dtypes = {t.means: shaped(t.value)[1] for t in targets}
 
     def source(target: Leaf) -> Source:
         if _is_in(target.path, fresh):
             return Source(target, None)
         of = beside_what(target.means)
-        residual, now = by_meaning.get(RESIDUAL + of), held.get(RESIDUAL + of)
+        residual, now = by_meaning.get(RESIDUAL + of), dtypes.get(RESIDUAL + of)
         was = saved[residual]["dtype"] if residual else None
         # If the parameter is not restored: a floating residual has the parameter's dtype.
         half = "bfloat16" if str(now).startswith("uint") else str(now)
-        kind = (held.get(of, half), now) if now else None
+        kind = (dtypes.get(of, half), now) if now else None
         same = saved.get(target.path)
         if same and (same["means"], same["dtype"]) == (target.means, shaped(target.value)[1]):
             # With another kind of residual, the parameter may be rounded differently.
-            rounded_anew = now != was and (now or MASTER + of in held)
+            rounded_anew = now != was and (now or MASTER + of in dtypes)
             if is_beside(target.means) or not rounded_anew:
                 return Source(target, target.path)
         master = by_meaning.get(MASTER + of)
@@ -114,20 +114,20 @@ def _starts_fresh(about: dict[str, Any], like: Any) -> set[str]:
 
     A loss scale is if its class or settings differ, or if it never changes: then it is a setting.
     """
-    held = scales_of(like)
+    scales = scales_of(like)
     saved = about.get("loss_scales")
     if saved is None:  # an early version, which described the loss scale of the state alone
         saved = {LOSS_SCALE: about["loss_scale"]}
-        held = {LOSS_SCALE: part_of(like, LOSS_SCALE)}
+        scales = {LOSS_SCALE: part_of(like, LOSS_SCALE)}
 
     def is_fresh(path: str) -> bool:
-        if path not in held or settings_of(held[path]) != saved.get(path):
+        if path not in scales or settings_of(scales[path]) != saved.get(path):
             return True
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(held[path])):
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(scales[path])):
             return False
-        return never_changes(held[path])
+        return never_changes(scales[path])
 
-    return set(filter(is_fresh, {*saved, *held}))
+    return set(filter(is_fresh, {*saved, *scales}))
 
 
 def _is_in(path: str, parts: set[str]) -> bool:
@@ -211,7 +211,7 @@ def _check_one_kind(saved: dict[str, Any], sources: list[Source], where: str) ->
 
 
 def _check_precision(saved: dict[str, Any], sources: list[Source], where: str) -> None:
-    held = {s.target.means: shaped(s.target.value)[1] for s in sources}
+    wanted = {s.target.means: shaped(s.target.value)[1] for s in sources}
     best = {entry["means"]: entry["dtype"] for entry in saved.values()}
 
     def of(dtypes: dict[str, str], means: str) -> tuple[str, str | None]:
@@ -221,7 +221,7 @@ def _check_precision(saved: dict[str, Any], sources: list[Source], where: str) -
     for s in sources:
         if is_beside(s.target.means):
             continue  # checked together with its parameter
-        was, now = of(best, s.target.means), of(held, s.target.means)
+        was, now = of(best, s.target.means), of(wanted, s.target.means)
         if not can_hold(now[0], was[0], now[1], was[1]):
             lost.append(f"{s.target.path} from {_spelled(*was)} to {_spelled(*now)}")
     if lost:

@@ -267,10 +267,10 @@ def check_metrics(directory: str | Path) -> None:
         except (OSError, CheckpointError):
             continue  # it has none, is being removed, or is damaged elsewhere: a restore will tell
         try:
-            found = json.loads(data)
+            metrics = json.loads(data)
         except ValueError:
-            found = None
-        if expected is not None and repr(found) != repr(expected):  # NaN is not equal to itself
+            metrics = None
+        if expected is not None and repr(metrics) != repr(expected):  # NaN is not equal to itself
             raise CheckpointError(
                 f"{file} is damaged: it should contain {json.dumps(expected)}. Mend it, or remove "
                 f"the checkpoint {step.name}."
@@ -344,16 +344,16 @@ def read_arrays(
     # Empty arrays are not written: their shape is all of them.
     stored = {name: place for name, place in shardings.items() if 0 not in table[name]["shape"]}
     sums = about.get(checksums.ARRAYS, {}) if verify else {}
-    found = arrays.read(_path(directory) / "state", table, stored, sums)
+    by_path = arrays.read(_path(directory) / "state", table, stored, sums)
     for name in shardings:
         entry = table[name]
-        if name not in found:
+        if name not in by_path:
             dtype = np.uint32 if "key" in entry else jnp.dtype(entry["dtype"])
-            found[name] = np.zeros(entry["shape"], dtype)
+            by_path[name] = np.zeros(entry["shape"], dtype)
         if "key" in entry:
-            found[name] = jax.random.wrap_key_data(jnp.array(found[name]), impl=entry["key"])
-        found[name] = held(found[name])
-    return found
+            by_path[name] = jax.random.wrap_key_data(jnp.array(by_path[name]), impl=entry["key"])
+        by_path[name] = held(by_path[name])
+    return by_path
 
 
 def is_remote(path: str) -> bool:

@@ -77,9 +77,9 @@ def doctor(platform: tuple[str, ...], as_json: bool) -> None:
     from mpjax._src.cli.doctor import examine, shown
 
     with printing.waiting("testing float16 and bfloat16"):
-        found = examine(platform)
-    printing.json_to_stdout(found) if as_json else printing.show(shown(found))
-    if not found["ok"]:
+        results = examine(platform)
+    printing.json_to_stdout(results) if as_json else printing.show(shown(results))
+    if not results["ok"]:
         _finding("a self-test failed: half precision does not work correctly here.")
 
 
@@ -184,23 +184,23 @@ def compile_(
     fun = fun if policy is None else mpjax.autocast(fun, policy)
     reports: list[CompileReport] = []
     pages: dict[str, str] = {}
-    found = [_compiled(name, fun, args, reports, pages if html else None) for name in devices]
-    result = {"target": target, "policy": policy and str(policy), "results": found}
+    results = [_compiled(name, fun, args, reports, pages if html else None) for name in devices]
+    result = {"target": target, "policy": policy and str(policy), "results": results}
     if as_json:
         printing.json_to_stdout(result)
-    elif any(each["status"] != "error" for each in found):
+    elif any(each["status"] != "error" for each in results):
         click.echo(f"{target} {f'under {policy}' if policy else 'as written'}")
         if reports:
             printing.show(document_of(reports))
-        for each in found:
+        for each in results:
             if "error" in each:
                 click.echo(f"{each['target']}: {each['error']}")
     for name, page in pages.items():
         _write(html and _of_one(html, name, devices), page, as_json)
-    wrong = [each for each in found if each.get("status") == "error"]
+    wrong = [each for each in results if each.get("status") == "error"]
     if wrong:
         raise TargetError("\n".join(_grouped(wrong)))
-    bad = [each["target"] for each in found if not each.get("fits", False)]
+    bad = [each["target"] for each in results if not each.get("fits", False)]
     if bad:
         _finding(f"does not fit, or was refused: {', '.join(bad)}")
 

@@ -78,14 +78,14 @@ def examine(platforms: Sequence[str] = ()) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python, mpjax, its dependencies and JAX's plugins."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in (*PACKAGES, *PLUGINS):
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             if name in PACKAGES:
-                found[name] = "not installed"
-    return {**found, "mpjax": mpjax.__version__}
+                installed[name] = "not installed"
+    return {**installed, "mpjax": mpjax.__version__}
 
 
 def run(check: Callable[[np.dtype], Check], dtype: np.dtype) -> Check:
@@ -116,8 +116,8 @@ def matmul(dtype: np.dtype) -> Check:
     bound = unit * np.abs(want) + size * 2.0**-23 * (np.abs(a64) @ np.abs(b64))
     ratio = float(np.max(np.abs(got - want) / bound))
     status = PASS if ratio <= 1 else FAIL
-    found = f"error is {ratio:.2f} of the bound for float32 sums that are rounded once"
-    return Check(dtype.name, f"matmul, {size} x {size}", status, found, ratio)
+    result = f"error is {ratio:.2f} of the bound for float32 sums that are rounded once"
+    return Check(dtype.name, f"matmul, {size} x {size}", status, result, ratio)
 
 
 def training(dtype: np.dtype) -> Check:
@@ -135,8 +135,8 @@ def training(dtype: np.dtype) -> Check:
     state, losses = _train(loss_fn, dtype, params, x, steps=10)
     finite = bool(np.isfinite(losses).all()) and not int(state.skipped_steps)
     status = PASS if finite and losses[-1] < losses[0] else FAIL
-    found = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {int(state.skipped_steps)} steps skipped"
-    return Check(dtype.name, f"10 steps of mixed_{dtype.name}", status, found, losses[-1])
+    result = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {int(state.skipped_steps)} steps skipped"
+    return Check(dtype.name, f"10 steps of mixed_{dtype.name}", status, result, losses[-1])
 
 
 def overflow(dtype: np.dtype) -> Check:
@@ -148,8 +148,8 @@ def overflow(dtype: np.dtype) -> Check:
     skipped = int(state.skipped_steps) == 1 and not int(state.step)
     kept = not np.asarray(state.params["w"]).any()
     ok = np.isfinite(losses[0]) and skipped and kept and scale == 2.0**15
-    found = f"{'skipped' if skipped else 'NOT skipped'}, loss scale 2^16 -> 2^{np.log2(scale):g}"
-    return Check(dtype.name, "a gradient that overflows", PASS if ok else FAIL, found, scale)
+    result = f"{'skipped' if skipped else 'NOT skipped'}, loss scale 2^16 -> 2^{np.log2(scale):g}"
+    return Check(dtype.name, "a gradient that overflows", PASS if ok else FAIL, result, scale)
 
 
 def subnormals(dtype: np.dtype) -> Check:
@@ -158,15 +158,15 @@ def subnormals(dtype: np.dtype) -> Check:
     got = jax.jit(lambda x, y: x * y)(jnp.asarray(tiny, dtype), jnp.asarray(4, dtype))
     kept = bool(np.asarray(got, np.float64) == 4 * float(tiny))
     power = int(np.log2(float(tiny)))
-    found = f"4 x 2^{power} is {'exact' if kept else 'flushed to zero'}"
-    return Check(dtype.name, "subnormal numbers", NOTE, found, float(np.asarray(got, np.float64)))
+    result = f"4 x 2^{power} is {'exact' if kept else 'flushed to zero'}"
+    return Check(dtype.name, "subnormal numbers", NOTE, result, float(np.asarray(got, np.float64)))
 
 
 def speed(dtype: np.dtype) -> Check:
     """matmul time."""
     size, ratio = matmul_size(), matmul_time(dtype, 0.5)
-    found = f"{ratio:.2f} times as long as float32, timed side by side"
-    return Check(dtype.name, f"{TIMED}, {size} x {size}", NOTE, found, ratio)
+    result = f"{ratio:.2f} times as long as float32, timed side by side"
+    return Check(dtype.name, f"{TIMED}, {size} x {size}", NOTE, result, ratio)
 
 
 CHECKS = (matmul, training, overflow, subnormals, speed)
@@ -186,15 +186,15 @@ def _train(
     return state, losses
 
 
-def shown(found: Mapping[str, Any]) -> Document:
+def shown(results: Mapping[str, Any]) -> Document:
     """Returns what the command shows of `examine`."""
     devices = collections.Counter(
         (d["name"], ", ".join(d["fast"]) or "float32 only", d["policy"], d["reason"])
-        for d in found["devices"]
+        for d in results["devices"]
     )
     counted = tuple((f"{count} x {name}", *rest) for (name, *rest), count in devices.items())
-    checks = tuple((c["dtype"], c["name"], c["status"], c["found"]) for c in found["checks"])
-    flags = tuple((f["variable"], f["flag"], f["now"] or "-", f["why"]) for f in found["flags"])
+    checks = tuple((c["dtype"], c["name"], c["status"], c["found"]) for c in results["checks"])
+    flags = tuple((f["variable"], f["flag"], f["now"] or "-", f["why"]) for f in results["flags"])
     titles = (
         ("device", "fast", "policy", "why"),
         ("dtype", "test", "", "found"),
@@ -203,11 +203,11 @@ def shown(found: Mapping[str, Any]) -> Document:
     rows = zip(("Devices", "Tests", "Flags"), titles, (counted, checks, flags), titles, strict=True)
     return Document(
         "This machine",
-        ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
-        (f"Recommended policy: {found['policy']}", *timed_in_words(found["matmul_times"])),
+        ", ".join(f"{name} {version}" for name, version in results["versions"].items()),
+        (f"Recommended policy: {results['policy']}", *timed_in_words(results["matmul_times"])),
         tuple(itertools.starmap(Table, rows)),
         tuple(
             "{package}: {what}. What to do: {advice}. ({source})".format(**problem)
-            for problem in found["problems"]
+            for problem in results["problems"]
         ),
     )

@@ -246,6 +246,6 @@ def shares(amounts: Mapping[str, float], most: int = 16) -> tuple[tuple[str, flo
             break
         parts = finer
     kept = {*sorted(parts, key=held, reverse=True)[: most - 1 if len(parts) > most else most]}
-    found = {"/".join(p).rstrip("/"): held(p) for p in parts if p in kept}
+    bar = {"/".join(p).rstrip("/"): held(p) for p in parts if p in kept}
     others = sum(held(p) for p in parts if p not in kept)
-    return (*found.items(), *([("others", others)] if others else []))
+    return (*bar.items(), *([("others", others)] if others else []))

@@ -216,12 +216,12 @@ def value_and_grad(
         # added have no value to go back to.
         state = [(v, old[path]) for path, v in _variables((args, kwargs)) if path in old]
         new, before = [v.get_value() for v, _ in state], [value for _, value in state]
-        found = {"loss": jnp.isfinite(loss), "state": stays_finite(new, before)}
-        finite = found["loss"] & found["state"] & all_finite(grads)
+        checks = {"loss": jnp.isfinite(loss), "state": stays_finite(new, before)}
+        finite = checks["loss"] & checks["state"] & all_finite(grads)
         for (variable, _), value in zip(state, select(finite, new, before), strict=True):
             variable.set_value(value)
         for each in optimizers:
-            each.forward.set_value(jax.tree.map(operator.and_, each.forward.get_value(), found))
+            each.forward.set_value(jax.tree.map(operator.and_, each.forward.get_value(), checks))
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
@@ -229,13 +229,13 @@ def value_and_grad(
 
 def _optimizers(value: Any, argument: str) -> Sequence[Optimizer]:
     """Returns one optimizer or several as a sequence."""
-    found = value if isinstance(value, Sequence) else (value,)
-    if not found or not all(isinstance(each, Optimizer) for each in found):
+    optimizers = value if isinstance(value, Sequence) else (value,)
+    if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         raise TypeError(
             f"{argument}={brief(value)} must be an mpjax.nnx.Optimizer, which holds the policy and "
             "the loss scale, or a tuple of several."
         )
-    return found
+    return optimizers
 
 
 def _variables(tree: Any) -> list[tuple[Any, nnx.Variable]]:

@@ -89,17 +89,17 @@ def compile_for(
         >>> [(row.kind, row.dtype) for row in report.collectives]  # doctest: +SKIP
         [('all-reduce', 'f32')]
     """
-    found = find_target(target)
+    accelerator = find_target(target)
     check_timeout(timeout)
     check_callable(fun, "fun")
     check_progress(progress)
     options = checked_options(compiler_options)
-    require(found)
-    with progress_bar(progress, f"compile for {found.name}", STAGE, total=2):
-        program = lower(found, fun, args)
+    require(accelerator)
+    with progress_bar(progress, f"compile for {accelerator.name}", STAGE, total=2):
+        program = lower(accelerator, fun, args)
         advance(STAGE, "compiling")
-        with compilers(found) as child:
-            return compile_program(child, found, program, timeout, options)
+        with compilers(accelerator) as child:
+            return compile_program(child, accelerator, program, timeout, options)
 
 
 # ---- the parts, which largest_batch uses too -----------------------------------------------------
@@ -180,12 +180,12 @@ def compiled_texts(
         module: Any = lowered.compiler_ir("hlo")
         before = module.as_hlo_module().to_string()  # `as_text` would leave out signatures
         return before, lowered.compile().as_text() or "", None
-    found = find_target(target)
-    require(found)
-    program = lower(found, fun, args)
-    with compilers(found) as child:
-        answer = child.compile(found, program.stablehlo, timeout, {}, _partition(found))
-    return answer["asked"], answer["hlo"], report_of(found, answer)
+    accelerator = find_target(target)
+    require(accelerator)
+    program = lower(accelerator, fun, args)
+    with compilers(accelerator) as child:
+        answer = child.compile(accelerator, program.stablehlo, timeout, {}, _partition(accelerator))
+    return answer["asked"], answer["hlo"], report_of(accelerator, answer)
 
 
 # ---- inside --------------------------------------------------------------------------------------

@@ -148,22 +148,25 @@ def largest_batch(
         7594
     """
     check_progress(progress)
-    found = find_target(target)
-    reserve = found.reserve if reserve is None else reserve
+    accelerator = find_target(target)
+    reserve = accelerator.reserve if reserve is None else reserve
     _check(make_args, fun, multiple_of, reserve, limit, timeout)
     _check_dependence(make_args, multiple_of)
     options = checked_options(compiler_options)
-    available = int(found.memory * (1 - reserve))
-    with compilers(found) as child, progress_bar(progress, f"batches for {found.name}", TRY):
+    available = int(accelerator.memory * (1 - reserve))
+    with (
+        compilers(accelerator) as child,
+        progress_bar(progress, f"batches for {accelerator.name}", TRY),
+    ):
 
         def compile_batch(batch: int) -> CompileReport | None:
-            program = lower(found, fun, _args(make_args, batch))
+            program = lower(accelerator, fun, _args(make_args, batch))
             try:
-                return compile_program(child, found, program, timeout, options)
+                return compile_program(child, accelerator, program, timeout, options)
             except OutOfMemoryError:
                 return None
 
-        return search(found, compile_batch, available, reserve, multiple_of, limit)
+        return search(accelerator, compile_batch, available, reserve, multiple_of, limit)
 
 
 def search(

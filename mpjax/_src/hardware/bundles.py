@@ -46,9 +46,9 @@ def _edited(module: Module, computation: Computation, op: Op) -> Sequence[Comput
     for reader in _users(computation, sums[-1].name):
         kernel = _kernel(module, reader)
         if kernel:
-            given = parameters(kernel)[reader.operands.index(sums[-1].name)]
-            read = _read_apart(_users(kernel, given.name), shapes)
-            changes = {given.name: replace(given, shapes=shapes), **read}
+            parameter = parameters(kernel)[reader.operands.index(sums[-1].name)]
+            read = _read_apart(_users(kernel, parameter.name), shapes)
+            changes = {parameter.name: replace(parameter, shapes=shapes), **read}
             kernels.append(replace(kernel, ops={**kernel.ops, **changes}))
         else:
             read = _read_apart([reader], shapes)
@@ -57,8 +57,8 @@ def _edited(module: Module, computation: Computation, op: Op) -> Sequence[Comput
             return ()
     parts = root.operands
     if inner:  # the kernel that joined the arrays returns them as a tuple instead
-        made = replace(root, opcode="tuple", shapes=shapes)
-        kernels.append(replace(inner, ops={**inner.ops, root.name: made}))
+        as_tuple = replace(root, opcode="tuple", shapes=shapes)
+        kernels.append(replace(inner, ops={**inner.ops, root.name: as_tuple}))
         ops[joined.name] = replace(joined, shapes=shapes)
         # HLO's own names do not contain "#".
         picked = [_pick(f"{joined.name}#{i}", joined.name, i, s) for i, s in enumerate(shapes)]
@@ -80,16 +80,16 @@ def _users(computation: Computation, name: str) -> Iterator[Op]:
 def _read_apart(readers: Iterable[Op], shapes: Sequence[Shape]) -> dict[str, Op]:
     """Returns instructions that pick one array instead of a slice, or {} if one cannot be made."""
     picks = {op.name: _apart(op, shapes) for op in readers}
-    found = {name: pick for name, pick in picks.items() if pick}
-    return found if len(found) == len(picks) else {}
+    possible = {name: pick for name, pick in picks.items() if pick}
+    return possible if len(possible) == len(picks) else {}
 
 
 def _apart(op: Op, shapes: Sequence[Shape]) -> Op | None:
     """Returns an instruction that picks the array of a slice, or None if it spans several."""
-    found = RANGE.search(op.attributes)
-    if op.opcode != "slice" or not found:
+    match = RANGE.search(op.attributes)
+    if op.opcode != "slice" or not match:
         return None
-    start, end = map(int, found.groups())
+    start, end = map(int, match.groups())
     ends = list(itertools.accumulate(shape.size for shape in shapes))
     for index, (shape, last) in enumerate(zip(shapes, ends, strict=True)):
         if last - shape.size <= start and end <= last:

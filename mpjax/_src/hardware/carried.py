@@ -32,20 +32,20 @@ def carried_by(flow: Flow, asked: str) -> Callable[[Computation, Op, int], str]:
     arguments, results = _signature(asked)
     # What may be trained is a result of the shape of an argument, and the other way round.
     kept = _trainable_in(flow.results, results, arguments)
-    given = _trainable_in(flow.arguments, arguments, results)
-    made: dict[int, set[Leaf]] = {SUMMED: set(), MIXED: set()}
+    trained = _trainable_in(flow.arguments, arguments, results)
+    targets: dict[int, set[Leaf]] = {SUMMED: set(), MIXED: set()}
     mixed = set()
     for source, steps in flow.after.items():
         for target, kind in steps:
-            if kind in made:
-                made[kind].add(target)
+            if kind in targets:
+                targets[kind].add(target)
             if kind == MIXED:
                 mixed.add(source)
     to_result = reached(flow.before, kept, SPREAD)
     to_matmul = reached(flow.before, mixed, SPREAD)
-    by_matmul = reached(flow.after, made[MIXED], MAPPED)
-    computed = reached(flow.after, made[MIXED] | made[SUMMED], SPREAD)
-    of_argument = reached(flow.after, given, MAPPED)
+    by_matmul = reached(flow.after, targets[MIXED], MAPPED)
+    computed = reached(flow.after, targets[MIXED] | targets[SUMMED], SPREAD)
+    of_argument = reached(flow.after, trained, MAPPED)
 
     def carried(computation: Computation, op: Op, index: int) -> str:
         operand = computation.name, op.operands[index], 0
@@ -72,8 +72,8 @@ def _signature(asked: str) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
     """Returns the shapes of a module's arguments and results."""
     module, entry = parse(asked)
     first = module[entry]
-    given = tuple(shape for op in parameters(first) for shape in op.shapes)
-    return given, first.ops[first.root].shapes
+    arguments = tuple(shape for op in parameters(first) for shape in op.shapes)
+    return arguments, first.ops[first.root].shapes
 
 
 def trainable(shape: Shape) -> bool:

@@ -122,7 +122,7 @@ def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
             sent = SENT[kind](devices) * math.prod(shape.dims) * bits(shape.dtype) / 8
             before = _before(module, computation, operand)
             near = itertools.chain((op,), before, callers.get(computation.name, ()))
-            made = next(filter(line_of, near), op)
+            maker = next(filter(line_of, near), op)
             rows.append(
                 CollectiveRow(
                     carried(computation, op, index),
@@ -132,8 +132,8 @@ def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
                     devices,
                     sent,
                     times,
-                    jax_name(made, scope),
-                    line_of(made),
+                    jax_name(maker, scope),
+                    line_of(maker),
                     op.name,
                 )
             )
@@ -148,11 +148,13 @@ def exchanges(
     An exchange is an instruction, and not a channel: all collectives of `jax.shard_map` have
     channel 1. A computation that is called from several places is one, with the sum of the runs.
     """
-    found: dict[tuple[str, str], tuple[Computation, Op, int, str]] = {}
+    merged: dict[tuple[str, str], tuple[Computation, Op, int, str]] = {}
     for computation, op, times, _, scope in runs(module, entry):
         if op.opcode.removesuffix("-start") in SENT:
-            *_, earlier, first = found.get((computation.name, op.name), (computation, op, 0, scope))
-            found[computation.name, op.name] = computation, op, earlier + times, first
+            *_, earlier, first = merged.get(
+                (computation.name, op.name), (computation, op, 0, scope)
+            )
+            merged[computation.name, op.name] = computation, op, earlier + times, first
     # TPU compilers start an exchange in one kernel, and name it again in each kernel during which
     # it goes on and in the one that ends it: there its operand is what the first kernel returned.
     # What it received is returned too, but a new exchange reads that from the kernel that ends it.
@@ -161,9 +163,9 @@ def exchanges(
         for leaf, steps in flow.before.items()
         if custom_target(module[leaf[0]].ops[leaf[1]]) != ENDS
     }
-    for computation, op, times, scope in found.values():
+    for computation, op, times, scope in merged.values():
         operands = ((computation.name, operand, 0) for operand in op.operands)
-        sources = (module[name].ops[made] for name, made, _ in reached(before, operands, MOVED))
+        sources = (module[room].ops[name] for room, name, _ in reached(before, operands, MOVED))
         if STARTS not in map(custom_target, sources):
             yield computation, op, times, scope
 
@@ -196,13 +198,13 @@ def sent_by(rows: Sequence[CollectiveRow]) -> float:
 
 def _group(op: Op, everyone: int) -> int:
     """Returns how many devices take part in one exchange."""
-    if found := IOTA.search(op.attributes):
-        return int(found[1])
-    if found := LISTED.search(op.attributes):
-        return len(found[1].split(","))
-    if found := MESH.search(op.attributes):
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
-        return math.prod(int(part or sizes[axis]) for axis, part in AXIS.findall(found[2]))
+    if match := IOTA.search(op.attributes):
+        return int(match[1])
+    if match := LISTED.search(op.attributes):
+        return len(match[1].split(","))
+    if match := MESH.search(op.attributes):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", match[1]))
+        return math.prod(int(part or sizes[axis]) for axis, part in AXIS.findall(match[2]))
     return everyone
 
 

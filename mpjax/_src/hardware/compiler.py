@@ -204,8 +204,8 @@ def missing_for(platform: str) -> list[str]:
     if not any(plugins.values()):
         missing.append(f"{CUDA_PLUGINS[0]}=={wanted}")
     elif wanted not in plugins.values():
-        found = ", ".join(f"{name} {version}" for name, version in plugins.items() if version)
-        missing.append(f"{CUDA_PLUGINS[0]}=={wanted} (found: {found})")
+        present = ", ".join(f"{name} {version}" for name, version in plugins.items() if version)
+        missing.append(f"{CUDA_PLUGINS[0]}=={wanted} (found: {present})")
     if not any(map(_version, NVCC)) and not _toolkit():
         missing.append(NVCC[0])
     return missing

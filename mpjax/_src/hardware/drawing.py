@@ -117,15 +117,15 @@ def _instructions(
     rows: Sequence[MemoryRow],
 ) -> Iterator[Operation]:
     """Yields the instructions that run as kernels, in order."""
-    held: dict[tuple[str, str], list[MemoryRow]] = collections.defaultdict(list)
+    rows_of: dict[tuple[str, str], list[MemoryRow]] = collections.defaultdict(list)
     for row in rows:
         if row.leaf:
-            held[row.leaf[:2]].append(row)
+            rows_of[row.leaf[:2]].append(row)
     for computation, op, times, fused, _ in runs(module, entry):
         if fused or op.opcode in STRUCTURE or op.opcode.endswith(("-done", "-update")):
             continue
         name, line = op_name(op), line_of(op)
-        alive = held[computation.name, op.name]
+        alive = rows_of[computation.name, op.name]
         memory = sum(row.bytes for row in alive)
         moved = times * bytes_moved(module, computation, op)
         matmul = _matmul(module, op)
@@ -161,10 +161,10 @@ def _matmul(module: Mapping[str, Computation], op: Op) -> str:
         return op.shapes[0].dtype if custom_target(op).startswith(LIBRARIES) else ""
     inside = module[called_by(op)[0]] if op.opcode == "fusion" else None
     ops = inside.ops.values() if inside else (op,)
-    found = [o for o in ops if o.opcode in ("dot", "convolution")]
-    if not found or inside is None:
-        return found[0].shapes[0].dtype if found else ""
-    return inside.ops[found[0].operands[0]].shapes[0].dtype
+    matmuls = [o for o in ops if o.opcode in ("dot", "convolution")]
+    if not matmuls or inside is None:
+        return matmuls[0].shapes[0].dtype if matmuls else ""
+    return inside.ops[matmuls[0].operands[0]].shapes[0].dtype
 
 
 def _dtype(name: str) -> str:

@@ -88,7 +88,7 @@ def reached(
 
     If there are several paths to a leaf, the one with the smallest change counts.
     """
-    found: dict[Leaf, int] = {}
+    largest: dict[Leaf, int] = {}
     # Dijkstra's algorithm: the length of a path is its largest change, so a queue for each of the
     # five lengths is enough, and the first visit of a leaf is along its shortest path.
     layers: list[list[Leaf]] = [list(start), *([] for _ in range(MIXED))]
@@ -96,13 +96,13 @@ def reached(
         queue = layers[worst]
         while queue:
             leaf = queue.pop()
-            if leaf in found:
+            if leaf in largest:
                 continue
-            found[leaf] = worst
+            largest[leaf] = worst
             for other, kind in edges.get(leaf, ()):
-                if kind <= most and other not in found:
+                if kind <= most and other not in largest:
                     layers[max(worst, kind)].append(other)
-    return found
+    return largest
 
 
 def leaves(name: str, op: Op) -> Iterator[Leaf]:
@@ -118,8 +118,8 @@ def _edges(module: dict[str, Computation], name: str, op: Op) -> Iterator[tuple[
     ops, code = module[name].ops, op.opcode
     operands = [ops[operand] for operand in op.operands]
     if code in ("tuple", "opt-barrier"):
-        given = (leaf for operand in operands for leaf in leaves(name, operand))
-        yield from _paired(given, leaves(name, op))
+        sources = (leaf for operand in operands for leaf in leaves(name, operand))
+        yield from _paired(sources, leaves(name, op))
     elif code == "get-tuple-element":
         yield (name, op.operands[0], int(attribute(op, "index"))), (name, op.name, 0), MOVED
     elif code == "while":

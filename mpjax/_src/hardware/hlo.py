@@ -118,12 +118,12 @@ def _closing(text: str, start: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _shapes(text: str) -> tuple[Shape, ...]:
-    found = []
+    shapes = []
     for dtype, dims, layout in SHAPE.findall(text):
         space = SPACE.search(layout)
         sizes = tuple(int(d.strip("<=")) for d in dims.split(",") if d)
-        found.append(Shape(dtype, sizes, int(space[1]) if space else 0))
-    return tuple(found)
+        shapes.append(Shape(dtype, sizes, int(space[1]) if space else 0))
+    return tuple(shapes)
 
 
 def _tables_of_lines(text: str) -> dict[str, dict[str, str]]:
@@ -146,8 +146,8 @@ def source_lines(text: str) -> Callable[[Op], str]:
     tables = _tables_of_lines(text)
 
     def field(row: str, key: str) -> str:
-        found = re.search(rf"\b{key}=(\d+)", row)
-        return found[1] if found else ""
+        match = re.search(rf"\b{key}=(\d+)", row)
+        return match[1] if match else ""
 
     def lines_of(frame: str) -> Iterator[str]:
         """Yields the lines of a frame and its callers, as long as the file is known."""
@@ -169,19 +169,19 @@ def source_lines(text: str) -> Callable[[Op], str]:
 
 def parameters(computation: Computation) -> list[Op]:
     """Returns the parameters of a computation, in order."""
-    found = (op for op in computation.ops.values() if op.opcode == "parameter")
-    return sorted(found, key=lambda op: int(op.inside))
+    ops = (op for op in computation.ops.values() if op.opcode == "parameter")
+    return sorted(ops, key=lambda op: int(op.inside))
 
 
 def custom_target(op: Op) -> str:
-    found = CUSTOM.search(op.attributes)
-    return found[1] if found else ""
+    match = CUSTOM.search(op.attributes)
+    return match[1] if match else ""
 
 
 def attribute(op: Op, name: str) -> str:
     """Returns an attribute of an instruction that is a name or a number, or ""."""
-    found = re.search(rf"\b{name}=%?([\w.\-]+)", op.attributes)
-    return found[1] if found else ""
+    match = re.search(rf"\b{name}=%?([\w.\-]+)", op.attributes)
+    return match[1] if match else ""
 
 
 # ---- what runs, and how often -------------------------------------------------------------------
@@ -219,12 +219,12 @@ def runs(
 
 def jax_name(op: Op, scope: str) -> str:
     """Returns the name of the JAX operation that an instruction comes from."""
-    found = OP_NAME.search(op.attributes)
-    if not found:
+    match = OP_NAME.search(op.attributes)
+    if not match:
         return op.name if op.opcode != "call" else scope
     outermost = scope.split("/")[0]
-    relative = outermost and not found[1].startswith(outermost)
-    return f"{scope}/{found[1]}" if relative else found[1]
+    relative = outermost and not match[1].startswith(outermost)
+    return f"{scope}/{match[1]}" if relative else match[1]
 
 
 def called_by(op: Op) -> list[str]:
@@ -236,8 +236,8 @@ def called_by(op: Op) -> list[str]:
 
 def trip_count(module: dict[str, Computation], outside: Computation, loop: Op) -> int | None:
     """Returns how often a loop's body runs, by XLA's note or the condition; None if unknown."""
-    if known := TRIPS.search(loop.attributes):
-        return int(known[1])
+    if note := TRIPS.search(loop.attributes):
+        return int(note[1])
     condition = module.get(attribute(loop, "condition"))
     if not condition:
         return None

@@ -105,9 +105,9 @@ def costs(text: str) -> Costs:
     flops = traffic = constants = 0.0
     loops, calls = 0, dict[str, None]()
     for computation, op, times, fused, scope in runs(module, entry):
-        found = matmul(computation, op, times, scope)
-        if found:
-            matmuls.append(found)
+        product = matmul(computation, op, times, scope)
+        if product:
+            matmuls.append(product)
         elif op.opcode == "custom-call" and not custom_target(op).startswith(NO_FLOPS):
             calls[custom_target(op)] = None
         elif op.opcode in ARITHMETIC:
@@ -128,9 +128,9 @@ def asked(text: str) -> dict[str, collections.Counter[str]]:
     module, entry = parse(text)
     dtypes: dict[str, collections.Counter[str]] = {}
     for computation, op, times, _, scope in runs(module, entry):
-        found = matmul(computation, op, times, scope)
-        if found:
-            dtypes.setdefault(found.name, collections.Counter())[found.operands] += 1
+        product = matmul(computation, op, times, scope)
+        if product:
+            dtypes.setdefault(product.name, collections.Counter())[product.operands] += 1
     return dtypes
 
 
@@ -140,10 +140,10 @@ def asked(text: str) -> dict[str, collections.Counter[str]]:
 def _precision(op: Op, library: bool) -> str:
     """Returns the highest precision that an operand asks for."""
     attributes = op.attributes.replace('"', "").lower()
-    found = PRECISION.search(attributes)
+    match = PRECISION.search(attributes)
     if library:  # its configuration is JSON
-        found = found or re.search(r"operand_precision:\[([^\]]*)\]", attributes)
-    levels = found[1].split(",") if found else []
+        match = match or re.search(r"operand_precision:\[([^\]]*)\]", attributes)
+    levels = match[1].split(",") if match else []
     return next((level for level in ("highest", "high") if level in levels), "default")
 
 
@@ -185,8 +185,8 @@ def _flops(op: Op, left: Shape, right: Shape) -> float:
 
 
 def _gemm_contraction(op: Op) -> list[int]:
-    found = re.search(r'"dot_dimension_numbers":(\{[^}]*\})', op.attributes)
-    numbers = json.loads(found[1]) if found else {}
+    match = re.search(r'"dot_dimension_numbers":(\{[^}]*\})', op.attributes)
+    numbers = json.loads(match[1]) if match else {}
     return [int(axis) for axis in numbers.get("lhs_contracting_dimensions", [])]
 
 

@@ -63,22 +63,22 @@ def _lives(
     """Returns the buffers of a computation, and those of the computations it calls, by place."""
     buffers: list[Buffer] = []
     inside: dict[int, list[Buffer]] = {}
-    held: dict[str, list[Buffer | None]] = {}
+    buffers_of: dict[str, list[Buffer | None]] = {}
     for place, op in enumerate(computation.ops.values()):
-        given = [held[operand] for operand in op.operands]
+        operands = [buffers_of[operand] for operand in op.operands]
         if op.opcode not in ("tuple", "get-tuple-element", "bitcast"):  # these read no memory
-            for read in (b for each in given for b in each if b is not None):
+            for read in (b for each in operands for b in each if b is not None):
                 read.last = max(read.last, place)
-        held[op.name] = list(_places(module, computation, op, given, place, buffers))
-        for index, buffer in enumerate(held[op.name]):
+        buffers_of[op.name] = list(_places(module, computation, op, operands, place, buffers))
+        for index, buffer in enumerate(buffers_of[op.name]):
             if buffer is not None:
                 buffer.leaves.append((computation.name, op.name, index))
         called = [attribute(op, "body")] if op.opcode == "while" else called_by(op)
         if op.opcode in ("while", "call", "conditional"):
             peaks = (most_at_once(module, name) for name in called if name in module)
-            inside[place] = max(peaks, key=lambda found: sum(b.bytes for b in found), default=[])
+            inside[place] = max(peaks, key=lambda alive: sum(b.bytes for b in alive), default=[])
     # What a computation returns lies in memory that its caller counts.
-    escaped = {id(b) for b in held[computation.root] if b is not None}
+    escaped = {id(b) for b in buffers_of[computation.root] if b is not None}
     return [b for b in buffers if id(b) not in escaped], inside
 
 
@@ -86,33 +86,33 @@ def _places(
     module: Module,
     computation: Computation,
     op: Op,
-    given: list[list[Buffer | None]],
+    operands: list[list[Buffer | None]],
     place: int,
     buffers: list[Buffer],
 ) -> Iterator[Buffer | None]:
     """Yields the buffers of an instruction's results; None for memory that is not temporary."""
     code = op.opcode
     if code == "tuple":
-        yield from (buffer for each in given for buffer in each)
+        yield from (buffer for each in operands for buffer in each)
         return
     if code == "get-tuple-element":
         index = int(attribute(op, "index"))
-        yield given[0][index] if index < len(given[0]) else None
+        yield operands[0][index] if index < len(operands[0]) else None
         return
     if code in SAME_PLACE:
-        yield from given[0]
+        yield from operands[0]
         return
     if code in NO_PLACE:
         yield from (None for _ in op.shapes)
         return
     if code.endswith((START, UPDATE)):  # what it gives exists when it is done
-        yield from (buffer for each in given for buffer in each)
+        yield from (buffer for each in operands for buffer in each)
         return
     onto = _in_place(module, op)
     for index, shape in enumerate(op.shapes):
         source = onto.get(index)
-        if source is not None and source < len(given) and len(given[source]) == 1:
-            yield given[source][0]
+        if source is not None and source < len(operands) and len(operands[source]) == 1:
+            yield operands[source][0]
         elif shape.bytes:
             buffers.append(Buffer([], shape.bytes, place, place))
             yield buffers[-1]
@@ -125,8 +125,8 @@ def _in_place(module: Module, op: Op) -> dict[int, int]:
     if op.opcode in ("dynamic-update-slice", "scatter"):
         return {0: 0}
     if op.opcode == "custom-call" or op.opcode.endswith(DONE):
-        found = ALIASED.findall(op.attributes)
-        return {int(result or 0): int(operand) for result, operand, _ in found}
+        aliases = ALIASED.findall(op.attributes)
+        return {int(result or 0): int(operand) for result, operand, _ in aliases}
     if op.opcode != "fusion":
         return {}
     return _in_kernel(module[called_by(op)[0]])

@@ -90,13 +90,13 @@ def memory_rows(text: str, sizes: Sizes) -> tuple[MemoryRow, ...]:
     """
     module, entry = parse(text)
     flow = flow_of(module, entry)
-    given = _with_trained(list(_arguments(module[entry])), module, entry, flow)
-    spare = sizes.arguments - sum(row.bytes for row in given)
+    arguments = _with_trained(list(_arguments(module[entry])), module, entry, flow)
+    spare = sizes.arguments - sum(row.bytes for row in arguments)
     if spare < 0:  # the compiler put some arguments elsewhere, such as in the host's memory
-        given, spare = [MemoryRow(ARGUMENTS, sizes.arguments)], 0.0
+        arguments, spare = [MemoryRow(ARGUMENTS, sizes.arguments)], 0.0
     results = _results(text, module[entry], flow, sizes.results)
     ordered = is_scheduled(text)
-    between = _temporary(module, entry, flow, given, sizes.temporary) if ordered else []
+    between = _temporary(module, entry, flow, arguments, sizes.temporary) if ordered else []
     rest = sizes.temporary - sum(row.bytes for row in between)
     kind = WORKSPACE if ordered else UNKNOWN
     if rest < 0 <= results[-1].bytes + rest:
@@ -107,7 +107,7 @@ def memory_rows(text: str, sizes: Sizes) -> tuple[MemoryRow, ...]:
         between, rest, kind = [], sizes.temporary, UNKNOWN
     tail = [MemoryRow(kind, rest)]
     padding, code = MemoryRow(PADDING, spare), MemoryRow(CODE, sizes.code)
-    rows = (*given, padding, *between, *tail, *results, code)
+    rows = (*arguments, padding, *between, *tail, *results, code)
     return tuple(sorted((r for r in rows if r.bytes), key=lambda row: KINDS.index(row.kind)))
 
 
@@ -115,33 +115,33 @@ def memory_rows(text: str, sizes: Sizes) -> tuple[MemoryRow, ...]:
 
 
 def _arguments(entry: Computation) -> Iterator[MemoryRow]:
-    found = []
+    arguments = []
     for op in parameters(entry):
         path = op_name(op).replace("\\'", "'")
         pairs = zip(leaves(entry.name, op), op.shapes, strict=True)
-        found += [(path, leaf, shape) for leaf, shape in pairs]
-    kinds = {leaf: _kind(path, trainable(shape)) for path, leaf, shape in found}
-    owners = {*_owners(found, kinds)}
-    for path, leaf, shape in found:
+        arguments += [(path, leaf, shape) for leaf, shape in pairs]
+    kinds = {leaf: _kind(path, trainable(shape)) for path, leaf, shape in arguments}
+    owners = {*_owners(arguments, kinds)}
+    for path, leaf, shape in arguments:
         kind = PARAMETERS if leaf in owners else kinds[leaf][0]
         yield MemoryRow(kind, shape.bytes, path, leaf)
 
 
 def _owners(
-    found: Sequence[tuple[str, Leaf, Shape]], kinds: Mapping[Leaf, tuple[str, tuple[str, ...]]]
+    arguments: Sequence[tuple[str, Leaf, Shape]], kinds: Mapping[Leaf, tuple[str, tuple[str, ...]]]
 ) -> Iterator[Leaf]:
     """Yields the arguments that a moment, master or gradient belongs to.
 
     Each is a parameter, whatever its name. It is the only argument of the same shape and the same
     end of the path.
     """
-    for _, leaf, shape in found:
+    for _, leaf, shape in arguments:
         kind, tail = kinds[leaf]
         if kind in (MASTERS, MOMENTS, GRADIENTS):
             like = [
                 other
-                for known, other, its in found
-                if its.dims == shape.dims and _keys(known)[-len(tail) or len(known) :] == tail
+                for path, other, its in arguments
+                if its.dims == shape.dims and _keys(path)[-len(tail) or len(path) :] == tail
                 if kinds[other][0] in (ARGUMENTS, PARAMETERS)
             ]
             if len(like) == 1:
@@ -189,11 +189,11 @@ def _temporary(
     module: dict[str, Computation],
     entry: str,
     flow: Flow,
-    given: Sequence[MemoryRow],
+    arguments: Sequence[MemoryRow],
     whole: float,
 ) -> list[MemoryRow]:
     """Returns the arrays that are alive when memory use is highest."""
-    tell = _teller(module, entry, flow, given)
+    tell = _teller(module, entry, flow, arguments)
     rows = []
     for buffer in most_at_once(module, entry):
         kind, scope = tell(buffer.leaves)
@@ -205,12 +205,12 @@ def _temporary(
 
 
 def _teller(
-    module: dict[str, Computation], entry: str, flow: Flow, given: Sequence[MemoryRow]
+    module: dict[str, Computation], entry: str, flow: Flow, arguments: Sequence[MemoryRow]
 ) -> Callable[[Sequence[Leaf]], tuple[str, str]]:
     """Returns a function from a buffer's leaves to its kind and the scope that computed it."""
     shapes = {
         module[c].ops[name].shapes[i].dims
-        for row in given
+        for row in arguments
         if row.leaf and row.kind in (PARAMETERS, MASTERS, MOMENTS, ARGUMENTS)
         for c, name, i in [row.leaf]
         if trainable(module[c].ops[name].shapes[i])
@@ -218,8 +218,8 @@ def _teller(
     results = zip(flow.results, module[entry].ops[module[entry].root].shapes, strict=True)
     new = [leaf for leaf, shape in results if trainable(shape) and shape.dims in shapes]
     updates = reached(flow.before, new, MAPPED)
-    held = (PARAMETERS, MASTERS)
-    copies = reached(flow.after, (r.leaf for r in given if r.leaf and r.kind in held), MOVED)
+    kinds = (PARAMETERS, MASTERS)
+    copies = reached(flow.after, (r.leaf for r in arguments if r.leaf and r.kind in kinds), MOVED)
     names = {
         (name, op.name): "" if op.opcode in PASSES_ON else op_name(op)
         for name, computation in module.items()
@@ -234,24 +234,24 @@ def _teller(
     # What the backward pass reads of the forward pass, through moves and casts.
     kept = reached(flow.before, read_backward, MOVED)
 
-    def tell(held: Sequence[Leaf]) -> tuple[str, str]:
-        makers = [names[x[:2]] for x in reached(flow.before, held, MOVED)]
+    def tell(parts: Sequence[Leaf]) -> tuple[str, str]:
+        makers = [names[x[:2]] for x in reached(flow.before, parts, MOVED)]
         # An instruction that XLA made has no name: then the longest, as it says the most.
-        scope = scope_of(names[held[0][:2]]) or max(map(scope_of, makers), key=len)
+        scope = scope_of(names[parts[0][:2]]) or max(map(scope_of, makers), key=len)
         if any(map(is_backward, makers)):
             # A gradient becomes a new value entry by entry; cotangents of activations do not.
-            return (GRADIENTS if any(x in updates for x in held) else WORKSPACE), scope
-        if held[0] in copies:
+            return (GRADIENTS if any(x in updates for x in parts) else WORKSPACE), scope
+        if parts[0] in copies:
             return COPIES, scope
-        return (KEPT if any(x in kept for x in held) else WORKSPACE), scope
+        return (KEPT if any(x in kept for x in parts) else WORKSPACE), scope
 
     return tell
 
 
 def op_name(op: Op) -> str:
     """Returns the name that JAX gave an instruction, or the first of several."""
-    found = OP_NAME.search(op.attributes)
-    return found[1].split(";")[0] if found else ""
+    match = OP_NAME.search(op.attributes)
+    return match[1].split(";")[0] if match else ""
 
 
 def is_backward(name: str) -> bool:
@@ -286,11 +286,11 @@ def _results(text: str, entry: Computation, flow: Flow, total: float) -> list[Me
     """Returns the results that have memory of their own: gradients and other results."""
     header = text.split("\n", 1)[0].partition("input_output_alias=")[2]
     shared = {int(result or 0) for result, *_ in ALIASED.findall(header.split("layout")[0])}
-    given = {s.dims for op in parameters(entry) for s in op.shapes if trainable(s)}
+    argument_shapes = {s.dims for op in parameters(entry) for s in op.shapes if trainable(s)}
     outs = zip(flow.results, entry.ops[entry.root].shapes, strict=True)
     rows = []
     for index, (leaf, shape) in enumerate(outs):
-        if index not in shared and shape.dims in given and trainable(shape):
+        if index not in shared and shape.dims in argument_shapes and trainable(shape):
             made_by = reached(flow.before, [leaf], MOVED)
             names = (op_name(entry.ops[name]) for room, name, _ in made_by if room == entry.name)
             if any(map(is_backward, names)):
@@ -301,7 +301,7 @@ def _results(text: str, entry: Computation, flow: Flow, total: float) -> list[Me
 
 def by_kind(rows: Sequence[MemoryRow]) -> dict[str, float]:
     """Returns the bytes of each kind."""
-    found: dict[str, float] = collections.defaultdict(float)
+    totals: dict[str, float] = collections.defaultdict(float)
     for row in rows:
-        found[row.kind] += row.bytes
-    return dict(found)
+        totals[row.kind] += row.bytes
+    return dict(totals)

@@ -277,10 +277,10 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
         xla_costs=answer["xla_costs"],
         hlo=answer["hlo"],
     )
-    given = GPU_PREALLOCATED if target.platform == "cuda" else 1.0
-    if report.fits and report.total_bytes > given * target.memory:
+    share = GPU_PREALLOCATED if target.platform == "cuda" else 1.0
+    if report.fits and report.total_bytes > share * target.memory:
         tight = (
-            f"By default JAX gives programs {given:.0%} of a GPU's memory, which is less than this "
+            f"By default JAX gives programs {share:.0%} of a GPU's memory, which is less than this "
             "program takes. Set XLA_PYTHON_CLIENT_MEM_FRACTION to a larger share."
         )
         return dataclasses.replace(report, notes=(*report.notes, tight))
@@ -341,7 +341,7 @@ def _asked(asked: dict[str, collections.Counter[str]], matmul: hlo_costs.Matmul)
     scope = matmul.name
     while dtypes is None and scope:
         scope = scope.rpartition("/")[0]
-        near = [found for name, found in asked.items() if name.startswith(scope)]
+        near = [counts for name, counts in asked.items() if name.startswith(scope)]
         dtypes = sum(near, collections.Counter[str]()) if near else None
     if not dtypes:
         return matmul.operands

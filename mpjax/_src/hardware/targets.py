@@ -60,8 +60,8 @@ class Target:
 
 def find_target(name: str) -> Target:
     """Returns the target of a name such as "h100", "A100-SXM4-80GB", "TPU v5e" or "h100 x 8"."""
-    known = [*GPUS, *ALIASES, *TPU_CHIPS]
-    legal = f"Legal are {', '.join(known)}."
+    names = [*GPUS, *ALIASES, *TPU_CHIPS]
+    legal = f"Legal are {', '.join(names)}."
     if not isinstance(name, str):
         raise TypeError(f"target={brief(name)} must be a string. {legal}")
     several = SEVERAL.fullmatch(name.strip())
@@ -85,7 +85,7 @@ def find_target(name: str) -> Target:
             f"target={brief(name)} is known to recommend_policy, but mpjax lacks the details to "
             f"compile for it.{_alike(asked)} {legal}"
         )
-    raise ValueError(f"target={brief(name)} is not known.{did_you_mean(key, known)} {legal}")
+    raise ValueError(f"target={brief(name)} is not known.{did_you_mean(key, names)} {legal}")
 
 
 def _fits(asked: int | None, memory: int) -> bool:

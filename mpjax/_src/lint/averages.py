@@ -88,18 +88,18 @@ def stops(share: Share, dtype: Any) -> bool:
 
 
 def _share(
-    program: Program, value: Value, state: Value, moved: set[Value], known: Known
+    program: Program, value: Value, state: Value, moved: set[Value], shares: Known
 ) -> Share | None:
     """Returns the `Share` of a state in a value, or None if it is not linear or unknown."""
-    if value not in known:
-        known[value] = None  # computed from itself
-        if len(known) < FURTHEST:
-            known[value] = _sum_of_shares(program, value, state, moved, known)
-    return known[value]
+    if value not in shares:
+        shares[value] = None  # computed from itself
+        if len(shares) < FURTHEST:
+            shares[value] = _sum_of_shares(program, value, state, moved, shares)
+    return shares[value]
 
 
 def _sum_of_shares(
-    program: Program, value: Value, state: Value, moved: set[Value], known: Known
+    program: Program, value: Value, state: Value, moved: set[Value], shares: Known
 ) -> Share | None:
     if value is state:
         return Share(1.0)
@@ -109,30 +109,30 @@ def _sum_of_shares(
         scaled = (
             op is not None
             and op.name in ("mul", "div")
-            and _product(program, op, state, moved, known)
+            and _product(program, op, state, moved, shares)
         )
         return scaled or Share(0.0, 1.0)
     if op is None:
         sources = program.sources(value)
-        return _share(program, sources[0], state, moved, known) if len(sources) == 1 else None
+        return _share(program, sources[0], state, moved, shares) if len(sources) == 1 else None
     if op.name in CASTS | MOVES and len(op.ins) == 1:
-        return _share(program, op.ins[0], state, moved, known)
+        return _share(program, op.ins[0], state, moved, shares)
     if op.name in ("add", "sub", "add_any"):
-        a, b = (_share(program, v, state, moved, known) for v in op.ins)
+        a, b = (_share(program, v, state, moved, shares) for v in op.ins)
         if a is None or b is None:
             return None
         sign = -1 if op.name == "sub" else 1
         return Share(a.factor + sign * b.factor, a.rest + sign * b.rest)
     if op.name in ("mul", "div"):
-        return _product(program, op, state, moved, known)
+        return _product(program, op, state, moved, shares)
     if op.name == "select_n":  # a gate keeps the state in one branch: the branch that adds counts
-        found = [_share(program, v, state, moved, known) for v in op.ins[1:]]
-        return next((each for each in found if each is None or each.rest), None)
+        cases = [_share(program, v, state, moved, shares) for v in op.ins[1:]]
+        return next((each for each in cases if each is None or each.rest), None)
     return None
 
 
 def _product(
-    program: Program, op: Op, state: Value, moved: set[Value], known: Known
+    program: Program, op: Op, state: Value, moved: set[Value], shares: Known
 ) -> Share | None:
     # The state itself begins as a constant, perhaps.
     number = [None if v in moved else _number(program, v) for v in op.ins]
@@ -144,7 +144,7 @@ def _product(
         place, by = parts[0] if parts else (0, None)  # where nothing is masked
     if by is None or (op.name == "div" and place == 0):
         return None
-    inner = _share(program, op.ins[1 - place], state, moved, known)
+    inner = _share(program, op.ins[1 - place], state, moved, shares)
     if inner is None or not by:
         return None
     times = 1 / by if op.name == "div" else by

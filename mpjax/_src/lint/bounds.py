@@ -34,11 +34,11 @@ DEPTH = 100
 
 def bounds_of(program: Program, value: Value, depth: int = DEPTH) -> Bounds | None:
     """Returns the bounds of a value without its infinities, or None if they are unknown."""
-    known: dict[Value, Bounds | None] = program.notes.setdefault("bounds", {})
-    if value not in known:
-        known[value] = None  # unknown if it is computed from itself
-        known[value] = _bounds(program, value, depth) if depth else None
-    return known[value]
+    bounds: dict[Value, Bounds | None] = program.notes.setdefault("bounds", {})
+    if value not in bounds:
+        bounds[value] = None  # unknown if it is computed from itself
+        bounds[value] = _bounds(program, value, depth) if depth else None
+    return bounds[value]
 
 
 def _bounds(program: Program, value: Value, depth: int) -> Bounds | None:
@@ -52,9 +52,9 @@ def _bounds(program: Program, value: Value, depth: int) -> Bounds | None:
     rule = OPS.get(op.name) if op else None
     if op is not None and rule is not None:
         with np.errstate(all="ignore"):
-            found = rule(op, [bounds_of(program, v, depth - 1) for v in op.ins])
-        if found is not None and not math.isnan(found.low + found.high):
-            return found
+            bounds = rule(op, [bounds_of(program, v, depth - 1) for v in op.ins])
+        if bounds is not None and not math.isnan(bounds.low + bounds.high):
+            return bounds
     if op is None and (turns := program.counts(value)) is not None:
         return Bounds(*turns, True)
     if op is None and (sources := program.sources(value)):
@@ -78,10 +78,10 @@ def _of_array(array: Any) -> Bounds | None:
 
 
 def _join(every: list[Bounds | None]) -> Bounds | None:
-    known = [each for each in every if each is not None]
-    if not known or len(known) < len(every):
+    bounds = [each for each in every if each is not None]
+    if not bounds or len(bounds) < len(every):
         return None
-    lows, highs, wholes = zip(*known, strict=True)
+    lows, highs, wholes = zip(*bounds, strict=True)
     return Bounds(min(lows), max(highs), all(wholes))
 
 

@@ -55,11 +55,11 @@ def half_counts(program: Program) -> Iterator[Hit]:
         if op.name not in ("convert_element_type", "iota") or not is_half(op.outs[0]):
             continue
         value = op.outs[0] if op.name == "iota" else op.ins[0]
-        known = bounds_of(program, value) if _is_count(program, value) else None
+        bounds = bounds_of(program, value) if _is_count(program, value) else None
         limit = 2 ** digits(dtype_of(op.outs[0]))
-        if known and known.whole and known.low < known.high and known.largest > limit:
+        if bounds and bounds.whole and bounds.low < bounds.high and bounds.largest > limit:
             yield Hit(
-                f"Whole numbers from {known.low:g} to {known.high:g} are stored in "
+                f"Whole numbers from {bounds.low:g} to {bounds.high:g} are stored in "
                 f"{shown(op.outs[0])}, which cannot tell neighbours apart beyond {limit}.",
                 op,
             )
@@ -109,15 +109,15 @@ def half_phases(program: Program) -> Iterator[Hit]:
     """
     for op in program.named("sin", "cos", "tan"):
         value = op.ins[0]
-        known = bounds_of(program, value) if is_half(value) else None
+        bounds = bounds_of(program, value) if is_half(value) else None
         if (
-            known
-            and known.low < known.high
-            and known.largest >= PHASE * 2 ** digits(dtype_of(value))
+            bounds
+            and bounds.low < bounds.high
+            and bounds.largest >= PHASE * 2 ** digits(dtype_of(value))
         ):
             yield Hit(
-                f"{op.name} reads angles up to {known.largest:.4g} in {shown(value)}. Rounding "
-                f"changes them by up to {_half_ulp(known.largest, dtype_of(value)):.2g} radians.",
+                f"{op.name} reads angles up to {bounds.largest:.4g} in {shown(value)}. Rounding "
+                f"changes them by up to {_half_ulp(bounds.largest, dtype_of(value)):.2g} radians.",
                 op,
             )
 
@@ -157,8 +157,8 @@ def _least_of_masks(program: Program, value: Value, end=min) -> list[float]:
         sums = op.name in MOVES or op.name in CASTS or op.name == "add"
         return sums and bounds_of(program, op.outs[0]) is None
 
-    known = [bounds_of(program, each) for each in program.back(value, is_unknown)]
-    return [end(each.low, each.high) for each in known if each and each.low != each.high]
+    bounds = [bounds_of(program, each) for each in program.back(value, is_unknown)]
+    return [end(each.low, each.high) for each in bounds if each and each.low != each.high]
 
 
 RULES = (

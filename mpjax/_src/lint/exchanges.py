@@ -50,8 +50,8 @@ def _gathers(program: Program, op: Op) -> bool:
     shape = op.outs[0].aval.shape
     if sharding.is_fully_replicated:
         return sharding.mesh.size > 1
-    given = dict(zip(program.block.invars, program.call.arrays, strict=True))
-    before = (getattr(given.get(v), "sharding", None) for v in program.back(op.ins[0], ()))
+    arrays = dict(zip(program.block.invars, program.call.arrays, strict=True))
+    before = (getattr(arrays.get(v), "sharding", None) for v in program.back(op.ins[0], ()))
     return any(
         b is not None and math.prod(b.shard_shape(shape)) < math.prod(sharding.shard_shape(shape))
         for b in before
@@ -112,8 +112,8 @@ def _op(module: dict[str, Computation], leaf: Leaf) -> hlo.Op:
 
 def _was_half(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> bool:
     """Returns whether an array was half until a compiler without half collectives widened it."""
-    found = reached(flow.before, [leaf], MOVED)
-    return any(_op(module, each).shapes[0].dtype in HALVES for each in found)
+    sources = reached(flow.before, [leaf], MOVED)
+    return any(_op(module, each).shapes[0].dtype in HALVES for each in sources)
 
 
 def _casts(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> Iterable[hlo.Op]:
@@ -145,9 +145,9 @@ def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit | NotR
     module, entry = parse(compiled.after)
     line_of = source_lines(compiled.after)
     for computation, op, times, _, scope in runs(module, entry):
-        found = matmul(computation, op, times, scope)
-        before = wanted.get(found.name) if found else None
-        if found is None or found.operands != "f32" or not before:
+        product = matmul(computation, op, times, scope)
+        before = wanted.get(product.name) if product else None
+        if product is None or product.operands != "f32" or not before:
             continue
         half = next((dtype for dtype in before if dtype in HALVES), "")
         # Several matmuls may have one name: if one was float32 as written, it may be this one.
@@ -155,7 +155,7 @@ def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit | NotR
             yield Hit(
                 f"A matmul of {half} operands runs in float32 on {compiled.target}.",
                 None,
-                line_of(op) or lines.get(found.name, ""),
+                line_of(op) or lines.get(product.name, ""),
             )
 
 
@@ -163,12 +163,12 @@ def _lines(text: str) -> dict[str, str]:
     """Returns the user's line of each JAX operation of an HLO module."""
     module, entry = parse(text)
     line_of = source_lines(text)
-    found: dict[str, Any] = {}
+    lines: dict[str, Any] = {}
     for computation, op, times, _, scope in runs(module, entry):
         named = matmul(computation, op, times, scope)
         if named:
-            found.setdefault(named.name, line_of(op))
-    return found
+            lines.setdefault(named.name, line_of(op))
+    return lines
 
 
 RULES = (

@@ -36,14 +36,14 @@ def ungated_states(program: Program) -> Iterator[Hit]:
     arguments = {*program.block.invars}
     # What is computed of the arguments alone, such as of the batch, says nothing of a state: it has
     # to come from something that was computed, and then judged.
-    made = {v for v in judged if v not in arguments and program.maker(v) is not None}
+    computed = {v for v in judged if v not in arguments and program.maker(v) is not None}
     missed = [
         each
         for each in states
         if each.after not in gated
         and each.before is not each.after
         and is_updated(program, each)
-        and any(v in made for v in program.back(each.after, lambda op: True))
+        and any(v in computed for v in program.back(each.after, lambda op: True))
     ]
     if missed:
         names = ", ".join(each.name for each in missed[:3])
@@ -69,7 +69,7 @@ def _gate(program: Program, each: Carried) -> Op | None:
         ways = op.ins[1:] if op.name == "select_n" else [value]
         old = any(each.before in program.back(v, MOVES | CASTS) for v in ways)
         if old and any(
-            (made := program.maker(v)) and made.name == "is_finite" for v in _verdict(program, op)
+            (maker := program.maker(v)) and maker.name == "is_finite" for v in _verdict(program, op)
         ):
             return op
     return None
@@ -77,13 +77,13 @@ def _gate(program: Program, each: Carried) -> Op | None:
 
 def _depends(program: Program, tests: list[Value]) -> set[Value]:
     """Returns all values that are computed from some values, or selected by them."""
-    found: set[Value] = set()
+    dependent: set[Value] = set()
     while tests:
-        new = {v for test in tests for v in program.forward(test, lambda op: True)} - found
-        found |= new
+        new = {v for test in tests for v in program.forward(test, lambda op: True)} - dependent
+        dependent |= new
         chosen = {op for v in new for op in program.chooses(v)}
-        tests = [v for op in chosen for v in op.outs if v not in found]
-    return found
+        tests = [v for op in chosen for v in op.outs if v not in dependent]
+    return dependent
 
 
 def _verdict(program: Program, gate: Op) -> list[Value]:

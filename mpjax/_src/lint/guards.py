@@ -66,7 +66,7 @@ def _asks_finite(program: Program, test: Op | None, same: set[Value]) -> bool:
 def is_gradient(program: Program, value: Value) -> bool:
     """Returns whether a value is a gradient, followed by elementwise arithmetic at most."""
     makers = (program.maker(v) for v in program.back(value, _entry_by_entry))
-    return any(made is not None and program.is_backward(made) for made in makers)
+    return any(maker is not None and program.is_backward(maker) for maker in makers)
 
 
 def _entry_by_entry(op: Op) -> bool:
@@ -95,8 +95,8 @@ def late_scales(program: Program) -> Iterator[Hit]:
 
 def _half_gradient(program: Program, value: Value) -> Op | None:
     """Returns the operation of the backward pass that made a gradient in float16, or None."""
-    made = (program.maker(v) for v in program.back(value, MOVES | CASTS))
-    of_backward = (op for op in made if op is not None and program.is_backward(op))
+    makers = (program.maker(v) for v in program.back(value, MOVES | CASTS))
+    of_backward = (op for op in makers if op is not None and program.is_backward(op))
     return next((op for op in of_backward if dtype_of(op.outs[0]) == FLOAT16), None)
 
 
@@ -168,9 +168,9 @@ def _largest(program: Program, value: Value, before: frozenset[Value] = NONE) ->
     if value in before:  # carried by a loop, and selected from itself
         return None
     for v in program.back(value, MOVES | CASTS):
-        made = program.maker(v)
-        if made is not None and made.name == "select_n":
-            numbers = [_largest(program, case, before | {value}) for case in made.ins[1:]]
+        maker = program.maker(v)
+        if maker is not None and maker.name == "select_n":
+            numbers = [_largest(program, case, before | {value}) for case in maker.ins[1:]]
             return None if None in numbers else max(n for n in numbers if n is not None)
     return constant(program, value)
 

@@ -94,20 +94,20 @@ def lint(
 
     def checked(program: Program) -> LintReport:
         not_run: dict[str, str] = {}
-        found: list[tuple[Rule, Hit]] = []
+        hits: list[tuple[Rule, Hit]] = []
         kinds = {need: [r for r in rules if r.needs == need] for need in (JAXPR, VALUES, HLO)}
         for rule in kinds[JAXPR]:
-            found += [(rule, hit) for hit in rule.check(program) if _is_live(program, hit)]
+            hits += [(rule, hit) for hit in rule.check(program) if _is_live(program, hit)]
         if kinds[VALUES]:
             reason = "" if run and not program.is_abstract else ABSTRACT if run else NOT_RUN
-            reason = reason or _run(program, kinds[VALUES], found)
+            reason = reason or _run(program, kinds[VALUES], hits)
             not_run |= {r.name: reason for r in kinds[VALUES] if reason}
         if target is None:
             not_run |= {r.name: NO_TARGET for r in kinds[HLO]}
         elif kinds[HLO]:
             advance(OPERATION, f"compiling for {target}", by=0)
-            not_run |= _compile(program, target, kinds[HLO], found)
-        findings, suppressed = _findings(program, found)
+            not_run |= _compile(program, target, kinds[HLO], hits)
+        findings, suppressed = _findings(program, hits)
         ran = tuple(rule.name for rule in rules if rule.name not in not_run)
         return LintReport(program.name, findings, ran, not_run, suppressed, rules)
 
@@ -119,9 +119,9 @@ def _is_live(program: Program, hit: Hit) -> bool:
     return hit.op is None or hit.op in program.live
 
 
-def _run(program: Program, rules: Sequence[Rule], found: list[tuple[Rule, Hit]]) -> str:
+def _run(program: Program, rules: Sequence[Rule], hits: list[tuple[Rule, Hit]]) -> str:
     """Runs one step with the rules that check values; returns why that failed, or ""."""
-    watcher = _Watcher(program, rules, found)
+    watcher = _Watcher(program, rules, hits)
     arrays = [jnp.asarray(x) for x in program.call.arrays]
     try:
         interpret(program.traced.jaxpr, arrays, watcher)
@@ -133,8 +133,8 @@ def _run(program: Program, rules: Sequence[Rule], found: list[tuple[Rule, Hit]])
 class _Watcher(Plain):
     """The watcher that passes each operation to the rules, until a rule has a hit there."""
 
-    def __init__(self, program: Program, rules: Sequence[Rule], found: list[tuple[Rule, Hit]]):
-        self.program, self.rules, self.found = program, rules, found
+    def __init__(self, program: Program, rules: Sequence[Rule], hits: list[tuple[Rule, Hit]]):
+        self.program, self.rules, self.found = program, rules, hits
         self.ops: dict[Any, Op] = {id(op.eqn): op for op in program.ops}
         # The equations of a shard_map are traced anew, with the same origin.
         self.ops |= {_origin(op.eqn): op for op in program.ops}
@@ -156,7 +156,7 @@ def _origin(eqn: Any) -> tuple[Any, str]:
 
 
 def _compile(
-    program: Program, target: str, rules: Sequence[Rule], found: list[tuple[Rule, Hit]]
+    program: Program, target: str, rules: Sequence[Rule], hits: list[tuple[Rule, Hit]]
 ) -> dict[str, str]:
     """Compiles the program for the rules that check HLO; returns the rules not run, and why."""
     flat = functools.partial(_jax.eval_closed, program.traced.jaxpr)
@@ -171,16 +171,16 @@ def _compile(
             if isinstance(hit, NotRun):
                 not_run[rule.name] = hit.reason
             else:
-                found.append((rule, hit))
+                hits.append((rule, hit))
     return not_run
 
 
 def _findings(
-    program: Program, found: Sequence[tuple[Rule, Hit]]
+    program: Program, hits: Sequence[tuple[Rule, Hit]]
 ) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
     """Returns the findings, one for each line and rule, and those that comments silence."""
     groups: dict[tuple[str, str], list[tuple[Rule, Hit]]] = collections.defaultdict(list)
-    for rule, hit in found:
+    for rule, hit in hits:
         source = hit.source or (hit.op.source if hit.op else "") or program.place
         groups[source, rule.name].append((rule, hit))
     findings = []

@@ -63,14 +63,14 @@ def _widening(program: Program, value: Value) -> Op | None:
 
 def _promotions(program: Program, value: Value) -> dict[Value, tuple[Op, list[Value]]]:
     """Returns the operations behind a value that promoted half, and their operands that did it."""
-    found = {}
+    promoting = {}
     for v in program.back(value, ELEMENTWISE) if dtype_of(value) == FLOAT32 else ():
         op = program.maker(v)
         if op is not None and op.name in ELEMENTWISE and len(op.ins) > 1:
             strong = [each for each in op.ins if not _is_promoted(program, each)]
             if strong and len(strong) < len(op.ins):
-                found[v] = op, strong
-    return found
+                promoting[v] = op, strong
+    return promoting
 
 
 def _has_default_precision(op: Op) -> bool:
@@ -107,10 +107,10 @@ def _cause(program: Program, value: Value) -> str:
     arrays = dict.fromkeys(_origin(program, v) for v in behind if not v.literal)
     numbers = dict.fromkeys(_origin(program, v) for v in behind if v.literal)
     names = [*filter(None, arrays)] or [*filter(None, numbers)]
-    found = " and ".join(names[:MOST]) or " and ".join(map(shown, strong))
+    operands = " and ".join(names[:MOST]) or " and ".join(map(shown, strong))
     root, _ = promoting[out]
     where = short(_jax.source_line(root.eqn, *reversed(root.callers)))
-    return f"{root.name} with {found} at {where} promoted one of them"
+    return f"{root.name} with {operands} at {where} promoted one of them"
 
 
 def _origin(program: Program, value: Value) -> str:
@@ -145,11 +145,13 @@ def narrow_backward(program: Program) -> Iterator[Hit]:
         for operand in op.ins[:2]:
             if not is_half(operand):
                 continue
-            found = next((wide[v] for v in program.back(operand, MOVES | CASTS) if v in wide), None)
-            if found is not None:
+            forward = next(
+                (wide[v] for v in program.back(operand, MOVES | CASTS) if v in wide), None
+            )
+            if forward is not None:
                 yield Hit(
                     f"{op.name} in the backward pass reads {shown(operand)}, but the forward pass "
-                    f"multiplied the same values in {short_name(dtype_of(found.ins[0]))}.",
+                    f"multiplied the same values in {short_name(dtype_of(forward.ins[0]))}.",
                     op,
                 )
                 break

@@ -165,18 +165,18 @@ class Program:
         values: set[Value] = set()
         for end in ends:
             values |= {*self._reached_back(end, values)}
-        made = {op for value in values if (op := self._made.get(value))}
-        return made | {op for op in self.ops if op.eqn.effects}
+        makers = {op for value in values if (op := self._made.get(value))}
+        return makers | {op for op in self.ops if op.eqn.effects}
 
-    def _reached_back(self, end: Value, known: set[Value]) -> list[Value]:
+    def _reached_back(self, end: Value, seen: set[Value]) -> list[Value]:
         def before(value: Value) -> Iterator[Value]:
             op = self._made.get(value)
             sources = self._from[value] if op is None or op.subs else op.ins
             # Predicates, and values that are only read inside of a branch or loop.
             decides = op.ins if op is not None and op.subs else ()
-            return (v for v in (*sources, *decides) if v not in known)
+            return (v for v in (*sources, *decides) if v not in seen)
 
-        return [] if end in known else _reached(end, before)
+        return [] if end in seen else _reached(end, before)
 
     def sources(self, value: Value) -> Sequence[Value]:
         """Returns the values outside or inside of a program that a value stands for (`Inside`)."""
@@ -244,19 +244,19 @@ class Program:
     def argument(self, value: Value) -> str:
         """Returns the name of the argument that a value was moved or cast from, or ""."""
         names = dict(zip(self.block.invars, self.names, strict=True))
-        found = (names.get(v) for v in self.back(value, MOVES | CASTS))
-        return next((name for name in found if name), "")
+        origins = (names.get(v) for v in self.back(value, MOVES | CASTS))
+        return next((name for name in origins if name), "")
 
 
 def _reached(start: Value, following: Callable[[Value], Any]) -> list[Value]:
-    found = {start: None}
+    seen = {start: None}
     waiting = collections.deque([start])
     while waiting:
         for value in following(waiting.popleft()):
-            if value not in found:
-                found[value] = None
+            if value not in seen:
+                seen[value] = None
                 waiting.append(value)
-    return [*found]
+    return [*seen]
 
 
 # ---- tracing ------------------------------------------------------------------------------------
@@ -278,16 +278,16 @@ def make_program(
             if argnums is not None:
                 flat = _with_gradients(flat, differentiated("lint", args, kwargs, argnums), has_aux)
             return _program(fun, args, kwargs, call, flat, parameters)
-        found: list[Program] = []
+        programs: list[Program] = []
 
         def run(*states, **more):
             call = Flat.of((states, more))
             flat = call.on(on_arrays(fun))
-            found.append(_program(fun, args, kwargs, call, flat, ["graph", *parameters]))
+            programs.append(_program(fun, args, kwargs, call, flat, ["graph", *parameters]))
             return None, None, None
 
         call_on_arrays(run, *jax.tree.map(_stands_for, (args, kwargs)))
-        return found[0]
+        return programs[0]
 
 
 def _stands_for(x: Any) -> Any:

@@ -66,8 +66,8 @@ class LintReport(Report):
 
     def document(self) -> Document:
         count = len(self.findings)
-        found = f"{count or 'no'} finding{'s' * (count != 1)}"
-        notes = [f"{self.target}: {found}; {_rules(len(self.ran))} ran"]
+        counted = f"{count or 'no'} finding{'s' * (count != 1)}"
+        notes = [f"{self.target}: {counted}; {_rules(len(self.ran))} ran"]
         if self.suppressed:
             ignored = ", ".join(f"{short(f.source)} {f.rule}" for f in self.suppressed)
             notes.append(f"suppressed: {ignored}")
@@ -91,8 +91,8 @@ class LintReport(Report):
         did not run become notifications.
         """
         index = {rule.name: i for i, rule in enumerate(self.rules)}
-        found = [(each, False) for each in self.findings]
-        found += [(each, True) for each in self.suppressed]
+        results = [(each, False) for each in self.findings]
+        results += [(each, True) for each in self.suppressed]
         driver = {
             "name": "mpjax lint",
             "version": sys.modules[__name__.split(".")[0]].__version__,
@@ -103,7 +103,7 @@ class LintReport(Report):
             "tool": {"driver": driver},
             "columnKind": "unicodeCodePoints",
             "invocations": [{"executionSuccessful": True, "toolExecutionNotifications": notes}],
-            "results": [_result_of_sarif(each, index[each.rule], quiet) for each, quiet in found],
+            "results": [_result_of_sarif(each, index[each.rule], quiet) for each, quiet in results],
         }
         return {"$schema": SARIF, "version": "2.1.0", "runs": [run]}
 

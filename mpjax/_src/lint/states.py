@@ -29,22 +29,22 @@ def carried(program: Program) -> list[Carried]:
     They have the same structure and shapes. If several match, the first is taken.
     """
     (tree, ins), (out, outs) = _ends(program)
-    known: dict[Any, list[slice]] = {}
+    forms: dict[Any, list[slice]] = {}
     for node, where in _in_arguments(tree):
-        known.setdefault((node, _shapes(ins[where])), []).append(where)
-    found: list[Carried] = []
+        forms.setdefault((node, _shapes(ins[where])), []).append(where)
+    states: list[Carried] = []
     done = 0
     for node, where in nodes(out):
         key = node, _shapes(outs[where])
         # A tree inside of one that matched is a part of it.
-        if where.start < done or key not in known or not any(outs[where]):
+        if where.start < done or key not in forms or not any(outs[where]):
             continue
         # Arguments of one form are taken in order; the last may come back several times.
-        place = known[key].pop(0) if len(known[key]) > 1 else known[key][0]
+        place = forms[key].pop(0) if len(forms[key]) > 1 else forms[key][0]
         pairs = zip(ins[place], outs[where], strict=True)
-        found += [Carried(a[0], a[1], b[1]) for a, b in pairs if a and b]
+        states += [Carried(a[0], a[1], b[1]) for a, b in pairs if a and b]
         done = where.stop
-    return found
+    return states
 
 
 def alone(program: Program) -> Iterator[Carried]:

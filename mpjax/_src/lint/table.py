@@ -66,7 +66,7 @@ def listed(rules: Iterable[Rule]) -> Document:
 def _matching(argument: str, patterns: str | Iterable[str]) -> set[str]:
     patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     names = [rule.name for rule in RULES]
-    found: set[str] = set()
+    selected: set[str] = set()
     for pattern in patterns:
         matched = {name for name in names if isinstance(pattern, str) and matches(pattern, name)}
         if not matched:
@@ -74,5 +74,5 @@ def _matching(argument: str, patterns: str | Iterable[str]) -> set[str]:
                 f"{argument}={brief(pattern)} matches no rule.{did_you_mean(pattern, names)} "
                 "`mpjax lint --rules` lists the rules; a glob such as 'half-*' matches several."
             )
-        found |= matched
-    return found
+        selected |= matched
+    return selected

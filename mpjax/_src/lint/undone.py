@@ -24,8 +24,8 @@ def rounds(program: Program, op: Op | None) -> bool:
     mantissa = digits(dtype_of(op.outs[0])) - 1
     makers = (program.maker(v) for v in program.back(op.ins[0], SHAPES))
     return not any(
-        made and made.name == "reduce_precision" and made.params["mantissa_bits"] <= mantissa
-        for made in makers
+        maker and maker.name == "reduce_precision" and maker.params["mantissa_bits"] <= mantissa
+        for maker in makers
     )
 
 
@@ -64,7 +64,7 @@ def undone(program: Program) -> Iterator[Op]:
         makers = [program.maker(value) for value in moved]
         here = program.around[op]
         if not results.isdisjoint(moved) or any(
-            made is None or program.around[made] != here for made in makers
+            maker is None or program.around[maker] != here for maker in makers
         ):
             continue
         readers = [r for v in moved for r in program.readers(v) if r.name not in SHAPES]
@@ -141,8 +141,10 @@ def _of_half_sum(program: Program, op: Op) -> str:
     for total, term in (op.ins, op.ins[::-1]) if is_half(op.outs[0]) else ():
         terms = set(program.back(term, SHAPES))
         for value in program.back(total, SHAPES):
-            made = program.maker(value)
-            added = made.ins[: 2 if made.name == "add" else 1] if made and made.name in SUMS else []
+            maker = program.maker(value)
+            added = (
+                maker.ins[: 2 if maker.name == "add" else 1] if maker and maker.name in SUMS else []
+            )
             if any(not terms.isdisjoint(program.back(v, SHAPES)) for v in added):
                 return (
                     f"One term of a {short_name(dtype_of(total))} sum is subtracted again, to see "
@@ -173,9 +175,9 @@ def _narrowed(program: Program, value: Value) -> Op | None:
     if is_half(value):
         return None
     for v in program.back(value, (MOVES | CASTS) - FIXED):
-        made = program.maker(v)
-        if rounds(program, made):
-            return made
+        maker = program.maker(v)
+        if rounds(program, maker):
+            return maker
     return None
 
 

@@ -43,7 +43,7 @@ def stalled_updates(program, op, ins, outs) -> Iterator[Hit]:
 def _weights(program: Program) -> dict[Op, tuple[int, Carried]]:
     """Returns the additions that update half states, each with its operand index and the state."""
     if "weights" not in program.notes:
-        found: dict[Op, tuple[int, Carried]] = {}
+        weights: dict[Op, tuple[int, Carried]] = {}
         for each in carried(program):
             if not (is_half(each.before) and is_half(each.after)):
                 continue
@@ -55,8 +55,8 @@ def _weights(program: Program) -> dict[Op, tuple[int, Carried]]:
                 if sum(ways) != 1 or _is_rounded_by_bits(program, op, each.after):
                     continue
                 if not _is_compensated(program, op, each.before):
-                    found[op] = ways.index(True), each
-        program.notes["weights"] = found
+                    weights[op] = ways.index(True), each
+        program.notes["weights"] = weights
     return program.notes["weights"]
 
 
@@ -109,7 +109,7 @@ def static_scale(program: Program) -> str:
     """Returns as text the constant that multiplies the cotangent of a scalar, or ""."""
     if "scale" not in program.notes:
         program.notes["scale"] = next(
-            (found for op in program.named("mul") if (found := _scale(program, op))), ""
+            (scale for op in program.named("mul") if (scale := _scale(program, op))), ""
         )
     return program.notes["scale"]
 

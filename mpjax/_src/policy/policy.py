@@ -401,10 +401,10 @@ class Policy(jmp.Policy):
         Raises:
             ValueError: If a pattern matches no parameter. The message names the nearest paths.
         """
-        known = paths(params)
+        names = paths(params)
         for pattern, _ in self.overrides:
-            if not any(matches(pattern, path) for path in known):
-                near = ", ".join(map(repr, nearest_paths(pattern, known))) or "none at all"
+            if not any(matches(pattern, path) for path in names):
+                near = ", ".join(map(repr, nearest_paths(pattern, names))) or "none at all"
                 raise ValueError(
                     f"overrides: the pattern {brief(pattern)} matches no parameter path. The "
                     f"nearest are {near}. Paths start at the root of the parameter tree; '*' also "
@@ -611,11 +611,11 @@ MIXED = {"mixed", "amp", "autocast"}
 def _mixed(name: str) -> str:
     """Returns the mixed policy that a name such as "float16 mixed" or "amp_bf16" means, or ""."""
     words = {*re.findall(r"[a-z0-9]+", name.lower())}
-    found = [BY_NAME[word] for word in words if BY_NAME.get(word) in HALVES]
+    halves = [BY_NAME[word] for word in words if BY_NAME.get(word) in HALVES]
     rest = words - {*BY_NAME, *MIXED, "precision", "16"}
-    if rest or len(found) > 1 or not words & MIXED:
+    if rest or len(halves) > 1 or not words & MIXED:
         return ""
-    return f"mixed_{(found or [FLOAT16 if '16' in words else default_half()])[0]}"
+    return f"mixed_{(halves or [FLOAT16 if '16' in words else default_half()])[0]}"
 
 
 def means_another_policy(x: Any) -> bool:
@@ -629,12 +629,12 @@ def means_another_policy(x: Any) -> bool:
 
 
 def _as_half(dtype: DTypeLike, argument: str = "half") -> np.dtype:
-    found = canonical(dtype, argument)
-    if found not in HALVES:
+    canonical_dtype = canonical(dtype, argument)
+    if canonical_dtype not in HALVES:
         raise ValueError(
             f"{argument}={brief(dtype)} is not a half dtype. Legal are 'float16' and 'bfloat16'."
         )
-    return found
+    return canonical_dtype
 
 
 _KEY = re.compile(r"\s*(\w+)\s*=\s*")
@@ -726,8 +726,8 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
     }
     overrides: dict[str, np.dtype] = {}
     for pattern, dtype in _pairs(policy.overrides):
-        found = canonical(dtype, f"overrides[{brief(pattern)}]")
-        overrides.setdefault(_pattern(pattern, "overrides"), found)  # the first match wins
+        chosen = canonical(dtype, f"overrides[{brief(pattern)}]")
+        overrides.setdefault(_pattern(pattern, "overrides"), chosen)  # the first match wins
     fields["overrides"] = tuple(overrides.items())
     patterns = _strings(policy.keep_full, "keep_full")
     fields["keep_full"] = tuple(_pattern(p, "keep_full") for p in patterns)

@@ -123,10 +123,10 @@ def _trained(tree: Any) -> tuple[Any, Any]:
     """
     leaves = jax.tree.leaves(tree)
     floating = [is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
-    known = [
+    differentiable = [
         yes or isinstance(x, (float, complex)) for x, yes in zip(leaves, floating, strict=True)
     ]
-    if all(known) or not any(floating):
+    if all(differentiable) or not any(floating):
         return tree, None
     parts = (
         [x if yes == wanted else None for x, yes in zip(leaves, floating, strict=True)]

@@ -27,17 +27,17 @@ ROUNDINGS: dict[str, Callable[[optax.GradientTransformation], Any]] = {
 
 def training_policy(policy: "PolicyLike") -> Policy:
     """Returns the policy of a training loop, and warns if its author may mean another one."""
-    found = get_policy(policy)
+    resolved = get_policy(policy)
     if means_another_policy(policy):
-        name = found.compute_dtype.name
+        name = resolved.compute_dtype.name
         warn_user(
             f"policy={policy!r} stores the parameters in {name} too. Did you mean 'mixed_{name}', "
             f"which stores them in float32? For parameters in {name}, write 'O3:{name}', or "
             f"'O2:{name}' for float32 master weights.",
             PrecisionWarning,
         )
-    warn_if_unfit(found)
-    return found
+    warn_if_unfit(resolved)
+    return resolved
 
 
 def under_policy(

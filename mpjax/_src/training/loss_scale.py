@@ -196,10 +196,10 @@ class DynamicLossScale:
             "hysteresis_tracker": (self.hysteresis, jnp.int32),
         }
         for name, (value, dtype) in fresh.items():
-            given = getattr(self, name)
-            if given is not None and not is_traced(given):
-                _check_scale(name, given) if dtype == jnp.float32 else check_count(name, given, 0)
-            object.__setattr__(self, name, jnp.asarray(value if given is None else given, dtype))
+            entry = getattr(self, name)
+            if entry is not None and not is_traced(entry):
+                _check_scale(name, entry) if dtype == jnp.float32 else check_count(name, entry, 0)
+            object.__setattr__(self, name, jnp.asarray(value if entry is None else entry, dtype))
 
     def _check_settings(self) -> None:
         if not self.min_scale <= self.init_scale <= self.max_scale:

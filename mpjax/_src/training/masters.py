@@ -215,11 +215,11 @@ def _full(params: Any, masters: Any, kind: Callable[[Any], np.dtype], name: str)
     if _are_none(masters):
         masters = jax.tree.map(lambda _: optax.MaskedNode(), params)
     trees: list[Any] = [jax.tree.structure(tree, is_leaf=is_masked) for tree in (params, masters)]
-    wanted, found = trees
-    if wanted != found:
+    wanted, of_masters = trees
+    if wanted != of_masters:
         raise ValueError(
             f"{name}: the state belongs to other parameters: the tree of its masters is "
-            f"{brief(found)}, the tree of the parameters {brief(wanted)}."
+            f"{brief(of_masters)}, the tree of the parameters {brief(wanted)}."
         )
 
     def choose(keys, param, beside):
@@ -320,19 +320,19 @@ def stored(opt_state: Any, params: Any) -> list[tuple[jax.Array, ...]]:
     def arrays(param, beside):
         return (param,) if beside is None else (param, beside)
 
-    held = _with_kept(params, opt_state, arrays)
-    return jax.tree.structure(params).flatten_up_to(held)  # type: ignore[attr-defined]
+    by_parameter = _with_kept(params, opt_state, arrays)
+    return jax.tree.structure(params).flatten_up_to(by_parameter)  # type: ignore[attr-defined]
 
 
 def _with_kept(params: Any, opt_state: Any, make: Callable[[Any, Any], Any]) -> Any:
     """Returns ``make(param, beside)`` for each parameter; ``beside`` is its master or None."""
-    found = {}
+    besides = {}
     for state in _states_in(opt_state):
         for keys, beside in jax.tree_util.tree_leaves_with_path(state.masters):
-            found[keys] = beside
+            besides[keys] = beside
 
     def full(keys, param):
-        beside = found.pop(keys, None)
+        beside = besides.pop(keys, None)
         if beside is not None and jnp.shape(beside) != jnp.shape(param):
             raise ValueError(
                 f"opt_state: the master of {path_of(keys)!r} has shape {jnp.shape(beside)}, but "
@@ -341,9 +341,9 @@ def _with_kept(params: Any, opt_state: Any, make: Callable[[Any, Any], Any]) -> 
         return make(param, beside)
 
     tree = jax.tree_util.tree_map_with_path(full, params)
-    if found:
+    if besides:
         raise ValueError(
-            f"opt_state holds masters of {sorted(map(path_of, found))[:5]}, which are not in "
+            f"opt_state holds masters of {sorted(map(path_of, besides))[:5]}, which are not in "
             "params. Pass the tree of parameters that the optimizer was initialized with."
         )
     return tree

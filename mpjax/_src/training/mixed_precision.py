@@ -352,14 +352,14 @@ def warn_if_in_float32(policy: Policy, loss_scale: LossScale, grads: Any, gradie
 def _scales_in(opt_state: Any) -> list[LossScale]:
     """Returns the loss scales of all states of `mixed_precision` in a tree of optimizer states."""
     is_state = lambda node: isinstance(node, MixedPrecisionState)  # noqa: E731
-    found = [x.loss_scale for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
-    if not found:
+    scales = [x.loss_scale for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
+    if not scales:
         raise ValueError(
             f"opt_state={brief(opt_state)} must hold a state of mpjax.mixed_precision, for its "
             "loss scale, but holds none. Pass the state that optimizer.init(params) or the last "
             "optimizer.update returned."
         )
-    return found
+    return scales
 
 
 def _check_stored(policy: Policy, params: Any, remedy: str) -> None:

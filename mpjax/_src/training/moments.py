@@ -145,12 +145,12 @@ def with_8bit_moments(
 
 def _moments(state: Any, table: Table) -> dict[str, tuple[Any, Code]]:
     """Returns the trees of moments in a state and the code of each, by path."""
-    found, known = {}, _holds_moments(table)
-    for keys, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=known):
-        for field, kind in table[type(node).__name__].items() if known(node) else ():
+    moments, has_moments = {}, _holds_moments(table)
+    for keys, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=has_moments):
+        for field, kind in table[type(node).__name__].items() if has_moments(node) else ():
             path = path_of((*keys, jax.tree_util.GetAttrKey(field)))
-            found[path] = getattr(node, field), CODES[kind]
-    return found
+            moments[path] = getattr(node, field), CODES[kind]
+    return moments
 
 
 def _each(
@@ -167,14 +167,14 @@ def _each(
 
 def _replaced(state: Any, new: Mapping[str, Any], table: Table) -> Any:
     """Returns a state whose moments are replaced by trees in the order of `_moments`."""
-    known, trees = _holds_moments(table), iter(new.values())
+    has_moments, trees = _holds_moments(table), iter(new.values())
 
     def replace(node):
-        if not known(node):
+        if not has_moments(node):
             return node
         return node._replace(**{field: next(trees) for field in table[type(node).__name__]})
 
-    return jax.tree.map(replace, state, is_leaf=known)
+    return jax.tree.map(replace, state, is_leaf=has_moments)
 
 
 def _first_scales(x: Any, code: Code, number: jax.Array) -> Any:
@@ -221,10 +221,10 @@ def _checked(moments: Table) -> Table:
 
 
 def _check_scales(state: EightBitMomentsState, table: Table) -> None:
-    found = _moments(state.inner_state, table)
-    if set(found) != set(state.scales):
+    moments = _moments(state.inner_state, table)
+    if set(moments) != set(state.scales):
         raise ValueError(
-            f"state belongs to another optimizer: it has moments at {sorted(found)[:5]}, but "
+            f"state belongs to another optimizer: it has moments at {sorted(moments)[:5]}, but "
             f"scales for {sorted(state.scales)[:5]}. Pass the state that init or the last update "
             "of this optimizer returned."
         )

@@ -149,9 +149,9 @@ def _check_value(value: Any) -> None:
     if value is None or isinstance(value, (bool, int, float)):
         return
     if not (is_array(value) and jnp.ndim(value) == 0):
-        found = f"of shape {jnp.shape(value)}" if is_array(value) else brief(value)
+        kind = f"of shape {jnp.shape(value)}" if is_array(value) else brief(value)
         raise ValueError(
-            f"value is {found}, but must be the loss: one number, of shape (). Losses of several "
+            f"value is {kind}, but must be the loss: one number, of shape (). Losses of several "
             "examples are usually averaged: value=jnp.mean(losses)."
         )
 
@@ -223,8 +223,8 @@ def _check_updates(updates: Any, params: Any, lacking: bool = True) -> None:
     """Raises a ValueError if gradients are not those of ``params``: other paths or shapes."""
     # Equinox has no gradients, and no states, of leaves that are not floating arrays.
     trained = jax.tree.map(lambda x: x if is_floating(x) else None, params)
-    found = _arrays(updates)
-    differences = difference(_arrays(trained) if lacking else set(), found, found - _arrays(params))
+    grads = _arrays(updates)
+    differences = difference(_arrays(trained) if lacking else set(), grads, grads - _arrays(params))
     if differences:
         pair = isinstance(updates, tuple) and len(updates) == 2
         hint = " jax.value_and_grad returns (loss, grads): pass grads alone." if pair else ""
@@ -240,8 +240,8 @@ def is_optimizer(value: Any) -> bool:
 
 def shown(update: Any) -> str:
     """Returns the name of an optimizer, such as "chain(trace, scale)", by its update function."""
-    known = inspect.isfunction(update) or inspect.ismethod(update)
-    inside = inspect.getclosurevars(update).nonlocals if known else {}
+    inspectable = inspect.isfunction(update) or inspect.ismethod(update)
+    inside = inspect.getclosurevars(update).nonlocals if inspectable else {}
     parts = []
     for value in inside.values():
         for part in jax.tree.leaves(value, is_leaf=is_optimizer):

@@ -112,17 +112,17 @@ def _placed(groups: dict[Any, list[int]]) -> dict[int, Place]:
 
 def _branches_off(out: _Node) -> int:
     """Returns the depth of the last equation that a gradient shares with other gradients."""
-    found, seen, stack = 0, {out.number}, [out]
+    deepest, seen, stack = 0, {out.number}, [out]
     while stack:
         node = stack.pop()
         if node.feeds & (node.feeds - 1):  # more than one bit: other gradients need it too
-            found = max(found, node.depth)
+            deepest = max(deepest, node.depth)
             continue
         for parent in node.parents:
             if parent.number not in seen:
                 seen.add(parent.number)
                 stack.append(parent)
-    return found
+    return deepest
 
 
 def _add(nodes: list[_Node], parents: list[_Node], cost: int, rows: _Rows | None = None) -> _Node:
@@ -152,7 +152,7 @@ def _walk(jaxpr: Any, ins: Sequence[_Node | None], nodes: list[_Node]) -> list[_
         if kind == BRANCH:
             branches = [_walk(each, operands[1:], nodes) for each in inner]
             outs = [
-                _add(nodes, found, 0) if (found := [n for n in each if n is not None]) else None
+                _add(nodes, needed, 0) if (needed := [n for n in each if n is not None]) else None
                 for each in zip(*branches, strict=True)
             ]
         elif len(inner) == 1 and _same_form(inner[0], eqn):

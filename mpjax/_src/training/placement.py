@@ -87,14 +87,14 @@ def state_shardings(state: T, param_shardings: Any) -> T:
             f"state is a {type(state).__name__}, which has no params: it must be a TrainState, or "
             "the shapes of one (jax.eval_shape(init, params))."
         )
-    known = _of_params(state.params, param_shardings)
-    first = next(iter(known.values()), (None, PartitionSpec()))[1]
+    by_path = _of_params(state.params, param_shardings)
+    first = next(iter(by_path.values()), (None, PartitionSpec()))[1]
     everywhere = _with_spec(first, PartitionSpec())
 
     def place(keys: Any, leaf: Any) -> Any:
         for start in range(len(keys) + 1):  # the longest suffix of the path that is a parameter
-            if found := known.get(keys[start:]):
-                part = _part(*found, jnp.shape(leaf))
+            if row := by_path.get(keys[start:]):
+                part = _part(*row, jnp.shape(leaf))
                 return everywhere if part is None else part
         return everywhere
 
@@ -115,13 +115,13 @@ def _of_params(params: Any, shardings: Any) -> dict[Any, tuple[tuple[int, ...], 
         raise ValueError(
             f"param_shardings must have the structure of state.params, or a prefix of it: {error}"
         ) from None
-    found = {}
+    by_path = {}
     leaves = jax.tree_util.tree_leaves_with_path(params)
     shardings = jax.tree.leaves(spread, is_leaf=_is_sharding)
     for (keys, leaf), sharding in zip(leaves, shardings, strict=True):
         _check_sharding(keys, sharding, jnp.shape(leaf))
-        found[keys] = jnp.shape(leaf), sharding
-    return found
+        by_path[keys] = jnp.shape(leaf), sharding
+    return by_path
 
 
 def _is_sharding(x: Any) -> bool:

@@ -36,8 +36,8 @@ def drawn(shape: tuple[int, ...], *numbers: Any) -> jax.Array:
     # streams apart whose first words collide.
     keys = jnp.array([0x9E3779B9, 0x7F4A7C15], UINT32)
     for number in numbers:
-        known = isinstance(number, int)
-        keys = mixed(keys + (np.uint32(number % 2**32) if known else number.astype(UINT32)))
+        constant = isinstance(number, int)
+        keys = mixed(keys + (np.uint32(number % 2**32) if constant else number.astype(UINT32)))
     # The index in the whole array: under jit each device computes that of its own part.
     place = jnp.zeros(shape, UINT32)
     for axis, length in enumerate(shape):

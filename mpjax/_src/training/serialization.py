@@ -64,9 +64,9 @@ def _from_dict(node: Any, state: dict[str, Any]) -> Any:
             if CONVERT in str(error):
                 raise
             # flax raises a KeyError where it expects a tuple and finds a dict.
-            found = f"lack {error}" if isinstance(error, KeyError) else f"do not fit: {error}"
+            fault = f"lack {error}" if isinstance(error, KeyError) else f"do not fit: {error}"
             raise ValueError(
-                f"The bytes or dict of a {type(node).__name__}, in {name!r}, {found}. They were "
+                f"The bytes or dict of a {type(node).__name__}, in {name!r}, {fault}. They were "
                 "written under another policy, or for another optimizer or model; " + CONVERT
             ) from error
     return jax.tree_util.tree_map_with_path(_like, node, jax.tree.unflatten(structure, restored))

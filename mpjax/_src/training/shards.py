@@ -90,17 +90,17 @@ def shards_of(grads: Any, specs: Any, count: Any, axis_name: Any, replicas: Axes
     """
     mesh = jax.sharding.get_abstract_mesh()
     mapped = [axis for axis in mesh.manual_axes if mesh.shape[axis] > 1]
-    held = varies_over(count)
+    state_axes = varies_over(count)
     # Without check_vma a mark is forgotten at once, so marking a number shows whether marks count.
-    known = bool(mapped) and bool(varies_over(jax.lax.pcast(0.0, mapped[0], to="varying")))
+    marked = bool(mapped) and bool(varies_over(jax.lax.pcast(0.0, mapped[0], to="varying")))
     leaves, structure = jax.tree.flatten(grads)
     if specs is not None and mapped:
         each = _of_specs(specs, structure, replicas, mesh.manual_axes)
-        return Shards(tuple(without(axes, held) for axes in each), held, known)
-    if not known:
+        return Shards(tuple(without(axes, state_axes) for axes in each), state_axes, marked)
+    if not marked:
         warn_if_unknown(axis_name, replicas)
-    each = [without(varies_over(leaf), held) for leaf in leaves]
-    return Shards(tuple(each), held, known)
+    each = [without(varies_over(leaf), state_axes) for leaf in leaves]
+    return Shards(tuple(each), state_axes, marked)
 
 
 def warn_if_unknown(axis_name: Any, replicas: Axes) -> None:
@@ -138,7 +138,7 @@ def check_reductions(update: Any, shards: Shards, grads: Any, state: Any, extra_
     """Refuses an optimizer that reduces arrays to single numbers, of which a device has a part."""
     if not shards.all:
         return
-    found, communicates = [], False
+    names, communicates = [], False
     run = lambda *args: update(*args[:3], **args[3])  # noqa: E731
     waiting = [jax.make_jaxpr(run)(grads, state.opt_state, state.params, extra_args).jaxpr]
     while waiting:
@@ -148,11 +148,11 @@ def check_reductions(update: Any, shards: Shards, grads: Any, state: Any, extra_
             axes = over if isinstance(over, tuple) else (over,)
             communicates |= name.startswith(SUMS) and not {*shards.all}.isdisjoint(axes)
             if name.startswith("reduce_") and eqn.invars[0].aval.ndim:
-                found += [name] * (not eqn.outvars[0].aval.ndim)
+                names += [name] * (not eqn.outvars[0].aval.ndim)
     # A sum over these axes anywhere in it says that its author knows of the shards.
-    if found and not communicates:
+    if names and not communicates:
         raise ValueError(
-            f"optimizer: its update reduces arrays to single numbers ({found[0]}), as clipping by "
+            f"optimizer: its update reduces arrays to single numbers ({names[0]}), as clipping by "
             "the global norm and trust ratios do, but parameters are split over "
             f"{', '.join(map(repr, shards.all))}: each device would see its own part alone. Clip "
             "by the norm of all parts, which the step passes to update as grad_norm= (the how-to "

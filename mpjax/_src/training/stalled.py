@@ -95,12 +95,12 @@ def warn_if_stalled(metrics: Any, limit: float = 0.5) -> None:
             f"metrics={brief(metrics)} must be the metrics of a training step that was built with "
             "report_stalled=True."
         )
-    found = [f"{path} ({part:.0%})" for path, part in stalled.to_dict().items() if part >= share]
-    if stalled.by_lot or not found:
+    weights = [f"{path} ({part:.0%})" for path, part in stalled.to_dict().items() if part >= share]
+    if stalled.by_lot or not weights:
         return
-    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    more = f" and {len(weights) - NAMED} more" if len(weights) > NAMED else ""
     warnings.warn(
-        f"Rounding removes the updates of {', '.join(found[:NAMED])}{more}: they are less than "
+        f"Rounding removes the updates of {', '.join(weights[:NAMED])}{more}: they are less than "
         "half a unit in the last place of the stored weights, so these weights do not change. Use "
         "master weights (a policy of O2, with masters=split for 4 bytes a weight), "
         "rounding=stochastic or rounding=kahan; or store these weights in float32 by an override.",

@@ -306,19 +306,19 @@ class Reports(NamedTuple):
         self, state: TrainState, passes: Passes, verdict: Verdict, stalled_shares: Any
     ) -> Metrics:
         """Returns the reports on a step from this state, by their names."""
-        made: Metrics = {}
+        reports: Metrics = {}
         if self.overflow:
             scale, names = state.loss_scale.loss_scale, paths(state.params)
-            made["overflow"] = first_overflow(
+            reports["overflow"] = first_overflow(
                 passes.grads, passes.seen, scale, verdict.loss_finite, names
             )
         if self.underflow:
             sizes = [leaf.size for leaf in jax.tree.leaves(passes.grads)]
-            made["underflow"] = underflow(passes.seen, sizes, self.policy.compute_dtype)
+            reports["underflow"] = underflow(passes.seen, sizes, self.policy.compute_dtype)
         if self.stalled:
             by_lot = self.policy.rounding == "stochastic"
-            made["stalled"] = Stalled(stalled_shares, tuple(paths(state.params)), by_lot)
-        return made
+            reports["stalled"] = Stalled(stalled_shares, tuple(paths(state.params)), by_lot)
+        return reports
 
 
 def _stored_params(params: Any, policy: Policy) -> Any:
@@ -403,8 +403,8 @@ def _extra_args(
 ) -> dict[str, jax.Array]:
     """Returns what the optimizer is passed by name, of what it takes."""
     # Without shards, an optimizer that clips by the norm computes it itself, as under plain optax.
-    known = {"value": passes.loss} | ({"grad_norm": verdict.grad_norm} if shards.all else {})
-    return {name: value for name, value in known.items() if name in taken}
+    arguments = {"value": passes.loss} | ({"grad_norm": verdict.grad_norm} if shards.all else {})
+    return {name: value for name, value in arguments.items() if name in taken}
 
 
 def _updated(
@@ -742,15 +742,15 @@ def _check_signature(loss_fn: Callable[..., Any], args: tuple, kwargs: dict[str,
         ) from None
 
 
-def _remedy(signature: inspect.Signature, given: dict[str, Any]) -> str:
+def _remedy(signature: inspect.Signature, passed: dict[str, Any]) -> str:
     """Says how required arguments of ``loss_fn`` beyond params and batch are passed."""
     names = [p.name for p in signature.parameters.values() if p.default is p.empty]
     carried = {"rng": "jax.random.key(0)", "model_state": "..."}
-    missing = [name for name in names if name in carried.keys() - given.keys()]
+    missing = [name for name in names if name in carried.keys() - passed.keys()]
     if missing:
         arguments = ", ".join(f"{name}={carried[name]}" for name in missing)
         return f" Pass {'= and '.join(missing)}= to init: init(params, {arguments})."
-    if len(names) > 2 + len(given):
+    if len(names) > 2 + len(passed):
         return " It is passed no others: take a random key as rng, and other state as model_state."
     return ""
 

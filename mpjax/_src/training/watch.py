@@ -85,27 +85,27 @@ class Overflow(Report):
         }
 
     def logged(self, loss_scale: float = 1.0) -> Mapping[str, float | str]:
-        found = {"index": int(self.index), **self.to_dict()}
-        return {name: value for name, value in found.items() if value is not None}
+        facts = {"index": int(self.index), **self.to_dict()}
+        return {name: value for name, value in facts.items() if value is not None}
 
     def document(self) -> Document:
         return Document("The first gradient that overflowed", self._sentence())
 
     def _sentence(self) -> str:
-        found = self.to_dict()
-        scale = f"loss scale {_power(found['loss_scale'])}"
-        if not found["loss_finite"]:
+        facts = self.to_dict()
+        scale = f"loss scale {_power(facts['loss_scale'])}"
+        if not facts["loss_finite"]:
             return FORWARD
-        if found["path"] is None:
+        if facts["path"] is None:
             return (
                 f"No gradient overflowed at {scale}. The largest scaled entry is "
-                f"{found['largest']:g}."
+                f"{facts['largest']:g}."
             )
-        layer = "" if found["layer"] is None else f", layer {found['layer']},"
-        rest = f", and its largest finite entry, scaled, is {found['largest']:g}"
+        layer = "" if facts["layer"] is None else f", layer {facts['layer']},"
+        rest = f", and its largest finite entry, scaled, is {facts['largest']:g}"
         return (
-            f"{found['path']}{layer} overflowed first, at {scale}: {found['nonfinite']:.2%} of its "
-            f"gradient is Inf or NaN{rest if found['nonfinite'] < 1 else ''}."
+            f"{facts['path']}{layer} overflowed first, at {scale}: {facts['nonfinite']:.2%} of its "
+            f"gradient is Inf or NaN{rest if facts['nonfinite'] < 1 else ''}."
         )
 
 

@@ -140,8 +140,8 @@ def _varying(figures: Figures, axes: tuple[str, ...]) -> Figures:
     """Marks figures as varying over mapped axes."""
 
     def vary(x):
-        known = getattr(getattr(jax.typeof(x), "mat", None), "varying", ())
-        missing = tuple(axis for axis in axes if axis not in known)
+        varying = getattr(getattr(jax.typeof(x), "mat", None), "varying", ())
+        missing = tuple(axis for axis in axes if axis not in varying)
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, figures) if axes else figures

@@ -102,19 +102,19 @@ def measure(x: jax.Array, half: Any, rounded: bool, stored: jax.Array | None = N
     x = jax.lax.stop_gradient(x)
     x, limits = x.reshape(x.shape or (1,)), Limits.of(half)
     part = _rows(x)
-    found, *sums = _reduced(_columns(_magnitude_bits(part), limits, rounded), part.shape)
+    bits, *sums = _reduced(_columns(_magnitude_bits(part), limits, rounded), part.shape)
     if part is not x:
         # What is stored is read: the float32 that is cast may never have been written down.
         if stored is None:
             stored = x if rounded else x.astype(half)
         stored = jax.lax.optimization_barrier(jax.lax.stop_gradient(stored))
         top, finite = _tops(stored)
-        found = jnp.where(top < INFINITE, top, jnp.maximum(finite, found))
+        bits = jnp.where(top < INFINITE, top, jnp.maximum(finite, bits))
         off = COUNTS.index("overflowed") - 2
         sums[off] = jnp.maximum(sums[off], top >= INFINITE)  # one, if it is in no row looked at
         sums[off + 1] = jnp.maximum(sums[off + 1], top > INFINITE)
     sizes = [jnp.float32(_jax.size_of(v.shape)) for v in (x, part)]
-    largest = jax.lax.bitcast_convert_type(found, FLOAT32)
+    largest = jax.lax.bitcast_convert_type(bits, FLOAT32)
     every = jnp.stack([*sizes, *sums])
     return Figures(largest[None], jnp.full(1, -1, jnp.int32), every[None])
 
@@ -243,5 +243,5 @@ def _reduced(columns: Sequence[jax.Array], shape: Sequence[int]) -> list[jax.Arr
     # The last axes that have FIRST entries together.
     split = max((k for k in range(rank) if _jax.size_of(shape[k:]) >= FIRST), default=0)
     head, *rest = _largest(columns, tuple(range(split, rank)))
-    found = [head, *(column.astype(FLOAT32) for column in rest)]
-    return _largest(found, tuple(range(split))) if split else found
+    reduced = [head, *(column.astype(FLOAT32) for column in rest)]
+    return _largest(reduced, tuple(range(split))) if split else reduced

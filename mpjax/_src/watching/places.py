@@ -82,12 +82,12 @@ class Watch:
     @property
     def tensors(self) -> list[Tensor]:
         """The measured tensors, in the order of the figures of `evaluate`."""
-        found = []
+        tensors = []
         for i in sorted({*self.before, *self.after, *self.inside}):
-            found += [t for _, t in self.before.get(i, [])]
-            found += [t for watch in self.inside.get(i, []) for t in watch.tensors]
-            found += [t for _, t in self.after.get(i, [])]
-        return found
+            tensors += [t for _, t in self.before.get(i, [])]
+            tensors += [t for watch in self.inside.get(i, []) for t in watch.tensors]
+            tensors += [t for _, t in self.after.get(i, [])]
+        return tensors
 
     def without(self, dropped: set[Tensor]) -> "Watch":
         """Returns a watch without some of the tensors."""
@@ -103,12 +103,12 @@ def watch(jaxpr: Any) -> Watch:
     """Returns the watched values of a program."""
     inner, _ = _jax.open_jaxpr(jaxpr)
     everything = [True] * len(inner.outvars)
-    found, _ = _walk(inner, [{} for _ in inner.invars], everything, ROOT)
-    first = {t.key: t for t in reversed(found.tensors) if not t.again}
-    twice = [t for t in found.tensors if t.again and t.key in first]
+    watched, _ = _walk(inner, [{} for _ in inner.invars], everything, ROOT)
+    first = {t.key: t for t in reversed(watched.tensors) if not t.again}
+    twice = [t for t in watched.tensors if t.again and t.key in first]
     for tensor in twice:  # in the program's order, in which a report names them
         first[tensor.key].readers += tensor.readers
-    return found.without({*twice})
+    return watched.without({*twice})
 
 
 def is_entered(eqn: Any) -> bool:
@@ -118,48 +118,48 @@ def is_entered(eqn: Any) -> bool:
 
 
 def _walk(
-    jaxpr: Any, given: Sequence[Known], wanted: Sequence[bool], site: Site
+    jaxpr: Any, arguments: Sequence[Known], wanted: Sequence[bool], site: Site
 ) -> tuple[Watch, list[Known]]:
     """Returns the watched values of an open jaxpr, and the tensors of its results.
 
     Args:
         jaxpr: The program.
-        given: The tensors of its arguments.
+        arguments: The tensors of its arguments.
         wanted: For each of its results, whether it is used outside.
         site: Where it stands.
     """
-    known: dict[Any, Known] = collections.defaultdict(dict)
-    known.update(zip(jaxpr.invars, given, strict=True))
+    tensors: dict[Any, Known] = collections.defaultdict(dict)
+    tensors.update(zip(jaxpr.invars, arguments, strict=True))
     live, stored, makers = _uses(jaxpr, wanted)
-    found = Watch({}, {}, {})
+    watched = Watch({}, {}, {})
     for i, eqn in enumerate(jaxpr.eqns):
         if i not in live:
             continue
         here = site.at(eqn, repeats=False)
         if is_entered(eqn):
-            found.inside[i] = _enter(eqn, known, stored, here)
+            watched.inside[i] = _enter(eqn, tensors, stored, here)
             continue
         for v, part, half in _read(eqn, makers):
-            if half not in known[v]:
-                tensor = known[v][half] = _tensor(eqn, v, part, half, v.aval.dtype == half, here)
-                found.before.setdefault(i, []).append((v, tensor))
+            if half not in tensors[v]:
+                tensor = tensors[v][half] = _tensor(eqn, v, part, half, v.aval.dtype == half, here)
+                watched.before.setdefault(i, []).append((v, tensor))
             if part != "cast":
                 line, way = _jax.source_lines(eqn)[0], here.backward
-                known[v][half].readers.append((eqn.primitive.name, part, line, way))
+                tensors[v][half].readers.append((eqn.primitive.name, part, line, way))
         # The half result of a cast is the tensor that its operand was measured as.
         if eqn.primitive.name == CAST and _is_half(eqn.outvars[0]):
-            known[eqn.outvars[0]] = known[eqn.invars[0]] if _is_var(eqn.invars[0]) else {}
+            tensors[eqn.outvars[0]] = tensors[eqn.invars[0]] if _is_var(eqn.invars[0]) else {}
         if _moves(eqn):
             for operand, v in zip(_moved(eqn), eqn.outvars, strict=True):
-                known[v] = known[operand] if _is_var(operand) else {}
+                tensors[v] = tensors[operand] if _is_var(operand) else {}
         for v, maker, half in _made(eqn, stored, makers):
             tensor = _tensor(maker, v, "result", half, True, site.at(maker, repeats=False))
-            known[v] = {half: tensor}
-            found.after.setdefault(i, []).append((v, tensor))
-    return found, [known[v] if _is_var(v) else {} for v in jaxpr.outvars]
+            tensors[v] = {half: tensor}
+            watched.after.setdefault(i, []).append((v, tensor))
+    return watched, [tensors[v] if _is_var(v) else {} for v in jaxpr.outvars]
 
 
-def _enter(eqn: Any, known: dict[Any, Known], stored: set[Any], site: Site) -> list[Watch]:
+def _enter(eqn: Any, tensors: dict[Any, Known], stored: set[Any], site: Site) -> list[Watch]:
     """Walks through the programs of an equation."""
     row = higher_order(eqn.primitive.name)
     once = row.kind in (CALL, MAP)
@@ -170,12 +170,12 @@ def _enter(eqn: Any, known: dict[Any, Known], stored: set[Any], site: Site) -> l
             watches.append(Watch({}, {}, {}))
             continue
         wanted = [not once or eqn.outvars[n] in stored for n in inside.outs]
-        watch, results = _walk(program, _given(eqn, inside, known, once), wanted, site)
+        watch, results = _walk(program, _given(eqn, inside, tensors, once), wanted, site)
         watches.append(watch)
         carried = {result for result, _ in inside.carry}
         for n, result in zip(inside.outs, results, strict=True):
             if row.kind != BRANCH and n not in carried:
-                known[eqn.outvars[n]] = result
+                tensors[eqn.outvars[n]] = result
     return watches
 
 
@@ -188,17 +188,17 @@ def _tensor(eqn: Any, v: Any, part: str, half: Any, rounded: bool, site: Site) -
     )
 
 
-def _given(eqn: Any, inside: Inside, known: dict[Any, Known], once: bool) -> list[Known]:
+def _given(eqn: Any, inside: Inside, tensors: dict[Any, Known], once: bool) -> list[Known]:
     """Returns the tensors of the arguments of an inner program."""
     carried = {argument for _, argument in inside.carry}
-    found: list[Known] = []
+    arguments: list[Known] = []
     for n, i in enumerate(inside.ins):
         atom = eqn.invars[i]
         if n in carried or not _is_var(atom):
-            found.append({})
+            arguments.append({})
         else:  # values measured inside an iteration or a branch are not known outside of it
-            found.append(known[atom] if once else dict(known[atom]))
-    return found
+            arguments.append(tensors[atom] if once else dict(tensors[atom]))
+    return arguments
 
 
 def _read(eqn: Any, makers: dict[Any, Any]) -> Iterator[tuple[Any, str, Any]]:

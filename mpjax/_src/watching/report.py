@@ -203,7 +203,7 @@ class PrecisionReport(Report):
             np.asarray, (self.figures.largest, self.figures.turn, self.figures.sums)
         )
         past = [np.asarray(x) for x in (*self.earlier, largest)]
-        found = [
+        rows = [
             _row(
                 tensor,
                 float(largest[i]),
@@ -214,7 +214,7 @@ class PrecisionReport(Report):
             )
             for i, tensor in enumerate(self.tensors)
         ]
-        return sorted(found, key=_urgency)
+        return sorted(rows, key=_urgency)
 
     @property
     def risks(self) -> list[str]:
@@ -228,13 +228,13 @@ class PrecisionReport(Report):
 
     def logged(self, loss_scale: float = 1.0) -> Mapping[str, float | str]:
         risks = self.risks
-        found: dict[str, float | str] = {"at_risk": len(risks)}
+        metrics: dict[str, float | str] = {"at_risk": len(risks)}
         if risks:
-            found["risks"] = "\n".join(risks)
+            metrics["risks"] = "\n".join(risks)
         for row in self.rows:
             values = ((name, getattr(row, name)) for name in LOGGED)
-            found |= {f"{row.name}/{name}": value for name, value in values if value is not None}
-        return found
+            metrics |= {f"{row.name}/{name}": value for name, value in values if value is not None}
+        return metrics
 
     def plot(
         self, path: str | Path | None = None, earlier: "Iterable[PrecisionReport]" = ()
@@ -306,7 +306,7 @@ def _scope_and_name(t: Tensor) -> tuple[str, str]:
 def described(tensors: Sequence[Tensor]) -> tuple[WatchedTensor, ...]:
     """Returns the descriptions of tensors, each with a unique name."""
     names: collections.Counter[str] = collections.Counter()
-    found = []
+    watched = []
     for t in tensors:
         scope, name = _scope_and_name(t)
         direction = "backward" if t.backward else "forward"
@@ -316,13 +316,13 @@ def described(tensors: Sequence[Tensor]) -> tuple[WatchedTensor, ...]:
             f"{part} of {op}{', backward' * back}{f' at {short(line)}' if line else ''}"
             for op, part, line, back in t.readers
         )
-        found.append(
+        watched.append(
             WatchedTensor(
                 *(name + number, t.op, t.part, scope, direction, t.half.name, tuple(t.shape)),
                 *(*t.lines, t.rounded, readers),
             )
         )
-    return tuple(found)
+    return tuple(watched)
 
 
 def _row(
@@ -378,7 +378,7 @@ def _cells(row: PrecisionRow) -> tuple[str, ...]:
 
 
 def _tensor(row: PrecisionRow, number: int) -> Operation:
-    known = lambda x: "" if x is None else share(x)  # noqa: E731
+    percent = lambda x: "" if x is None else share(x)  # noqa: E731
     room = row.headroom
     return Operation(
         label="cast" if row.part == "cast" else f"{row.op} {row.part}",
@@ -389,12 +389,12 @@ def _tensor(row: PrecisionRow, number: int) -> Operation:
             room="" if room is None else f"{room:.1f} powers of two",
             largest=f"{row.largest:.4g}",
             in_turn="" if row.turn is None else row.turn,
-            near_overflow=known(row.near),
-            flushed=known(row.flushed),
-            subnormal=known(row.subnormal),
-            zero=known(row.zeros),
-            Inf_or_NaN=known(row.overflowed),
-            noise=known(row.noise) + " on average" * (row.rounded and row.noise is not None),
+            near_overflow=percent(row.near),
+            flushed=percent(row.flushed),
+            subnormal=percent(row.subnormal),
+            zero=percent(row.zeros),
+            Inf_or_NaN=percent(row.overflowed),
+            noise=percent(row.noise) + " on average" * (row.rounded and row.noise is not None),
             dtype=row.dtype,
             shape=list(row.shape),
             **place_of(row),

@@ -88,8 +88,8 @@ def _gone(row: Any) -> Risk | None:
     near = row.headroom is not None and row.headroom < NEAR
     if not (row.nan or (row.overflowed and (near or row.overflowed == 1))):
         return None
-    found = f"{row.overflowed:.2%} Inf{' and NaN' if row.nan else ''}"
-    return Risk("gone", -1, f"{_name(row)} holds {found}. {_smaller(row)}")
+    entries = f"{row.overflowed:.2%} Inf{' and NaN' if row.nan else ''}"
+    return Risk("gone", -1, f"{_name(row)} holds {entries}. {_smaller(row)}")
 
 
 def _edge(row: Any, past: Sequence[float]) -> Risk | None:

@@ -60,19 +60,19 @@ def measure_precision(fun: Callable[..., Any]) -> Callable[..., tuple[Any, Preci
     def measured(*args: Any, **kwargs: Any) -> tuple[Any, PrecisionReport]:
         call = Flat.of((args, kwargs), is_array)
         program = trace(call.on(fun), call.avals, "measured")
-        found = watch(program.jaxpr)
-        outs, figures = _differentiable(program.jaxpr, found)(*call.arrays)
-        return program.rebuild(outs), PrecisionReport(figures, described(found.tensors))
+        watched = watch(program.jaxpr)
+        outs, figures = _differentiable(program.jaxpr, watched)(*call.arrays)
+        return program.rebuild(outs), PrecisionReport(figures, described(watched.tensors))
 
     return measured
 
 
-def _differentiable(jaxpr: Any, found: Any) -> Callable[..., tuple[list[Any], Figures]]:
+def _differentiable(jaxpr: Any, watched: Any) -> Callable[..., tuple[list[Any], Figures]]:
     """Returns the measured program, with the derivative of the original program."""
     inner, consts = _jax.hoisted(jaxpr)
 
     def run(*args):
-        return evaluate(inner, found, args)
+        return evaluate(inner, watched, args)
 
     if inner.effects:
         return functools.partial(run, *consts)
@@ -181,9 +181,9 @@ class WatchedStep:
                 "before jit: jax.jit(functools.partial(step, flag=True))."
             )
         if call.jaxpr not in self._programs:
-            found = watch(call.jaxpr)
-            program = _jax.jit_of(traced(call.jaxpr, found), call.with_places())
-            self._programs[call.jaxpr] = program, described(found.tensors)
+            watched = watch(call.jaxpr)
+            program = _jax.jit_of(traced(call.jaxpr, watched), call.with_places())
+            self._programs[call.jaxpr] = program, described(watched.tensors)
         params, tensors = self._programs[call.jaxpr]
         outs = call.run(params)
         results, figures = split(outs)

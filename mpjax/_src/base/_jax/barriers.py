@@ -18,11 +18,11 @@ def _barrier(name: str, *platforms: str) -> Primitive:
     primitive.def_impl(lambda x, **_: x)
     primitive.def_abstract_eval(lambda x, **_: x)
     mlir.register_lowering(primitive, lambda ctx, x, **_: [x])
-    held = mlir.lower_fun(_held, multiple_results=False)
+    barrier = mlir.lower_fun(_held, multiple_results=False)
 
     def lowering(ctx, x, **params):
         # The lowering of a marked matmul stores its operands as it needs them.
-        return [x] if is_marked(ctx) else held(ctx, x, **params)
+        return [x] if is_marked(ctx) else barrier(ctx, x, **params)
 
     for platform in platforms:
         mlir.register_lowering(primitive, lowering, platform=platform)
@@ -36,8 +36,8 @@ def _held(x: Any, order: tuple[int, ...] | None = None) -> Any:
     """Returns ``x`` behind a barrier, where its dimensions are in the given order."""
     if order is None:
         return jax.lax.optimization_barrier(x)
-    held = jax.lax.optimization_barrier(jax.lax.transpose(x, order))
-    return jax.lax.transpose(held, np.argsort(order))
+    transposed = jax.lax.optimization_barrier(jax.lax.transpose(x, order))
+    return jax.lax.transpose(transposed, np.argsort(order))
 
 
 def _batch(primitive: Primitive, args: Any, dims: Any, order: Any = None) -> Any:

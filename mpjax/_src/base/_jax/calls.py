@@ -65,11 +65,11 @@ def _copy(trace: Any, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) ->
 
 
 def _linearize(is_vjp, nonzero, *primals, jaxpr):
-    forward, described, moving, given, tangent = linearize_jaxpr(jaxpr, nonzero, is_vjp=is_vjp)
+    forward, described, moving, places, tangent = linearize_jaxpr(jaxpr, nonzero, is_vjp=is_vjp)
     results = linearized_once(forward)(*primals)
-    made = iter(results[len(moving) :])
-    known = [*open_jaxpr(jaxpr)[1], *primals]
-    residuals = [next(made) if i is None else known[i] for i in given]
+    computed = iter(results[len(moving) :])
+    operands = [*open_jaxpr(jaxpr)[1], *primals]
+    residuals = [next(computed) if i is None else operands[i] for i in places]
     avals = [v.aval.to_tangent_aval() for v in open_jaxpr(jaxpr)[0].outvars]
 
     def linearized(residuals, *rest):
@@ -81,7 +81,7 @@ def _linearize(is_vjp, nonzero, *primals, jaxpr):
     if isinstance(described, int):
         return results[: len(moving)], moving, residuals, linearized
     # From JAX 0.12 on, some residuals are passed separately, as a pytree.
-    structured = described.unpack()[2].update([*made]).unflatten()
+    structured = described.unpack()[2].update([*computed]).unflatten()
     return results[: len(moving)], moving, residuals, structured, linearized
 
 

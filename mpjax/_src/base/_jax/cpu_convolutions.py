@@ -33,8 +33,8 @@ def _lowering(own: Any) -> Any:
         if not (is_marked(ctx) and is_local(ctx) and _pays(left, right, out, params)):
             return own(ctx, x, kernel, **params)
         names = ("window_strides", "padding", "rhs_dilation", "dimension_numbers")
-        given = {name: params[name] for name in names}
-        run = functools.partial(_multiply, shape=out.shape, dtype=out.dtype, **given)
+        options = {name: params[name] for name in names}
+        run = functools.partial(_multiply, shape=out.shape, dtype=out.dtype, **options)
         return mlir.lower_fun(run, multiple_results=False)(ctx, x, kernel)
 
     return lower

@@ -70,12 +70,12 @@ def custom_vjp_rules(
     _, tree, forwards = params["out_trees"]()
     call = open_jaxpr(params["call_jaxpr"])[0]
     computed = open_jaxpr(fwd)[0].outvars[: tree.num_leaves - sum(f is not None for f in forwards)]
-    made = _known_values(computed, fwd)
+    constants = _known_values(computed, fwd)
     places = iter(range(len(computed)))
-    found = [(True, f) if f is not None else (False, next(places)) for f in forwards]
-    values = [(known if given else made).get(i, _UNKNOWN) for given, i in found]
-    residuals = [at for at, value in zip(found, values, strict=True) if value is _UNKNOWN]
-    res_avals = [avals[i] if given else computed[i].aval for given, i in residuals]
+    sources = [(True, f) if f is not None else (False, next(places)) for f in forwards]
+    values = [(known if forwarded else constants).get(i, _UNKNOWN) for forwarded, i in sources]
+    residuals = [at for at, value in zip(sources, values, strict=True) if value is _UNKNOWN]
+    res_avals = [avals[i] if forwarded else computed[i].aval for forwarded, i in residuals]
     ct_avals = [v.aval.to_tangent_aval() for v in call.outvars]
 
     @functools.cache
@@ -84,12 +84,12 @@ def custom_vjp_rules(
 
         def run(*args):
             arrays, cts = iter(args[: len(res_avals)]), iter(args[len(res_avals) :])
-            given = [next(arrays) if value is _UNKNOWN else value for value in values]
-            given += [
+            inputs = [next(arrays) if value is _UNKNOWN else value for value in values]
+            inputs += [
                 jax.custom_derivatives.SymbolicZero(aval) if zero else next(cts)
                 for aval, zero in zip(ct_avals, zero_cts, strict=True)
             ]
-            grads = own_lines(params["bwd"]).call_wrapped(*given)
+            grads = own_lines(params["bwd"]).call_wrapped(*inputs)
             if isinstance(grads, tuple) and len(grads) == 2 and isinstance(grads[0], list | tuple):
                 grads = grads[0]  # 0.12 returns logs as well
             zeros[:] = [type(g) in (ad.Zero, jax.custom_derivatives.SymbolicZero) for g in grads]
@@ -108,9 +108,9 @@ def _known_values(atoms: Sequence[Any], program: Any) -> dict[int, Any]:
     """Returns the atoms of a program that are literals, or constants that are not tracers."""
     jaxpr, consts = open_jaxpr(program)
     pairs = zip(jaxpr.constvars, consts, strict=True)
-    known = {var: value for var, value in pairs if not isinstance(value, jax.core.Tracer)}
-    found = ((a.val if isinstance(a, Literal) else known.get(a, _UNKNOWN)) for a in atoms)
-    return {i: value for i, value in enumerate(found) if value is not _UNKNOWN}
+    constants = {var: value for var, value in pairs if not isinstance(value, jax.core.Tracer)}
+    values = ((a.val if isinstance(a, Literal) else constants.get(a, _UNKNOWN)) for a in atoms)
+    return {i: value for i, value in enumerate(values) if value is not _UNKNOWN}
 
 
 def in_taylor_mode(args: Sequence[Any]) -> bool:

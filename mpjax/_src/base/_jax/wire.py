@@ -68,19 +68,19 @@ def primitive_of(name: str, run: Callable[..., Any], abstract_eval: Callable[...
         abstract_eval: The abstract evaluation of the primitive.
     """
 
-    made = Primitive(name)
-    made.def_impl(functools.partial(dispatch.apply_primitive, made))
-    made.def_abstract_eval(abstract_eval)
-    mlir.register_lowering(made, _lowering(run))
-    return made
+    primitive = Primitive(name)
+    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
+    primitive.def_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, _lowering(run))
+    return primitive
 
 
 def _lowering(run: Callable[..., Any]) -> Any:
     def lower(ctx, *args, **params):
         axes = ctx.module_context.axis_context
         count = getattr(axes, "num_devices", None) or axes.mesh.size
-        given = functools.partial(run, devices=count)
-        return mlir.lower_fun(given, multiple_results=False)(ctx, *args, **params)
+        bound = functools.partial(run, devices=count)
+        return mlir.lower_fun(bound, multiple_results=False)(ctx, *args, **params)
 
     return lower
 
@@ -201,8 +201,8 @@ batching.fancy_primitive_batchers[_half_dot_p] = _batch
 def _look_up(x, indices, *, half, devices, **params):
     if devices == 1:
         return gather_p.bind(x, indices, **params)
-    found = gather_p.bind(jax.lax.convert_element_type(x, half), indices, **params)
-    return jax.lax.convert_element_type(found, x.dtype)
+    rows = gather_p.bind(jax.lax.convert_element_type(x, half), indices, **params)
+    return jax.lax.convert_element_type(rows, x.dtype)
 
 
 def _gathered(x, indices, *, half, **params):
