@@ -137,7 +137,7 @@ def test_an_old_pickle_loads(name):
 
 
 @pytest.mark.parametrize("name", ["step_masters", "step_stochastic", "eight_bits", "metrics"])
-def test_a_new_pickle_names_what_is_public(name):
+def test_new_pickle_names_public_places_alone(name):
     """Then what it names can move. What only a report holds, such as its figures, may be inside."""
     pickled = pickle.dumps(numbered(STATES[name]()), 2)
     texts = [str(arg) for _, arg, _ in pickletools.genops(pickled)]

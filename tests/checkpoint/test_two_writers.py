@@ -113,7 +113,7 @@ def test_another_process_and_its_host_are_named_and_a_dead_one_is_replaced(tmp_p
     assert [p.name for p in tmp_path.iterdir()] == ["1"]
 
 
-def test_readers_need_no_lock(tmp_path):
+def test_read_only_manager_needs_no_lock(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         checkpoint.Manager(tmp_path / "c", read_only=True)
     with checkpoint.Manager(tmp_path, best="loss") as writer:
@@ -146,7 +146,7 @@ def test_a_file_system_without_locks_is_written_without(number, tmp_path, monkey
     assert bits(checkpoint.restore(tmp_path / "c", STATE)) == bits(STATE)
 
 
-def test_any_other_error_of_the_lock_is_said(tmp_path, monkeypatch):
+def test_any_other_error_of_the_lock_is_raised(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(errno.EACCES, "no")
 
