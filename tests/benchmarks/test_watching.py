@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from benchmarks import RESULTS, watching
 
 
-def test_a_step_that_is_not_sampled_is_the_step_itself():
+def test_watched_step_that_is_not_sampled_is_the_step_itself():
     found = watching.steps(lambda state, batch: (state, {"loss": batch.astype(jnp.float16)}))
     plain, between, sampled = found.values()
     assert between is plain

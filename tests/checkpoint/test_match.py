@@ -339,7 +339,7 @@ def test_restored_loss_scale_goes_on_or_starts_fresh(was, to, scale, tmp_path):
     assert float(back.loss_scale.loss_scale) == scale
 
 
-def test_a_fresh_loss_scale_needs_values(saved):
+def test_restore_of_a_fresh_loss_scale_needs_values_in_like(saved):
     shapes = jax.eval_shape(program("mixed_float16")[0], PARAMS)
     with pytest.raises(ValueError, match="only a shape.*must come from like"):
         checkpoint.restore(saved("float32"), shapes)

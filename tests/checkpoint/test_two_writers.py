@@ -101,7 +101,7 @@ def test_a_manager_that_could_not_be_made_holds_no_lock(tmp_path, monkeypatch):
         assert manager.steps() == []
 
 
-def test_another_process_and_its_host_are_named_and_a_dead_one_is_replaced(tmp_path, holder):
+def test_manager_names_process_and_host_of_its_lock_and_replaces_a_dead_one(tmp_path, holder):
     process = holder(tmp_path / ".lock")
     with pytest.raises(checkpoint.CheckpointError, match="already, of process 77 on host 'far'"):
         checkpoint.Manager(tmp_path)
@@ -279,7 +279,7 @@ time.sleep(600)
 
 
 @pytest.mark.thorough
-def test_a_restarted_job_waits_for_the_end_of_its_first_process(tmp_path):
+def test_manager_of_a_restarted_job_is_refused_until_its_first_process_ends(tmp_path):
     process = started(MANAGE, tmp_path)
     try:
         assert process.said == "saved\n"

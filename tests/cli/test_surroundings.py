@@ -65,11 +65,11 @@ def refused(result, message):
         ("odd_program:odd", "odd_program:odd() failed: Odd"),
     ],
 )
-def test_target_that_raises_is_an_error_of_one_line(folder, target, message):
+def test_target_that_raises_is_an_error_without_traceback(folder, target, message):
     refused(run("explain", target), message)
 
 
-def test_args_that_are_no_tree_are_an_error_of_one_line(folder):
+def test_args_that_are_no_tree_are_an_error_without_traceback(folder):
     refused(run("compare", "odd_program:unsorted"), "reading the args of odd_program:unsorted")
 
 

@@ -88,7 +88,7 @@ def test_a_loop_whose_turns_nobody_knows_counts_once():
     assert down.unknown_loops == 1
 
 
-def test_a_loop_may_count_by_more_than_one():
+def test_loop_that_counts_by_more_than_one_has_fewer_turns():
     by_two = hlo_costs.costs(read("scan_v5e").replace("constant(1)", "constant(2)"))
     assert by_two.unknown_loops == 0 and by_two.matmuls[0].times == 4  # 0, 2, 4, 6 are below 7
 

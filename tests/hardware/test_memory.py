@@ -165,7 +165,7 @@ def test_memory_rows_without_a_schedule_are_temporary_not_known():
     assert by_kind(tight)["temporary, not known"] == 8
 
 
-def test_memory_of_results_serves_before_they_are_there():
+def test_memory_of_results_serves_temporary_arrays_before_they_are_there():
     """Without donation new parameters have memory of their own, which temporary arrays may take."""
     init, step = mpjax.build_train_step(loss, optax.adam(1e-3), "mixed_bfloat16")
     batch = X[:8]  # less is kept than there are results

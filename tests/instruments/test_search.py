@@ -126,7 +126,7 @@ def test_search_without_a_solution_finds_no_best():
     assert frozenset(range(12)) in found.tried and len(found.tried) <= 6
 
 
-def test_places_within_a_place_come_with_it():
+def test_search_takes_the_places_within_a_place_with_it():
     """The last one holds all others: it counts as many, and is not taken to save a few."""
     model = Model(3)
     found = model.search(inside=[()] * 11 + [range(11)])
