@@ -117,7 +117,7 @@ def test_a_report_shows_itself_in_a_notebook_and_fits(name):
     assert PACKAGES not in page and shown._repr_html_().startswith("<iframe")
 
 
-def test_every_public_report_does():
+def test_every_public_report_is_a_report_class():
     words = ("Report", "Comparison", "Tuning", "Histogram", "Advice", "flow", "Stalled", "ment")
     public = [x for x in vars(mpjax.reports).values() if isinstance(x, type)]
     found = [x for x in public if x.__name__.endswith(words)]
