@@ -96,6 +96,13 @@ def test_no_pass_of_the_planner_writes_into_what_others_share():
     assert total("lines that write into Op, Value, Block, Body, Island:")[0] == 0
 
 
+def test_no_function_is_longer_than_a_page():
+    functions = (
+        f for path in house.modules_of(house.ROOT).values() for f in house.functions_of(path)
+    )
+    assert not [(name, length) for name, length, _ in functions if length > 60]
+
+
 def test_one_table_alone_names_modules_by_strings():
     named = next(line for line in house.totals(house.ROOT) if "named by a string" in line)
     assert "['base.deprecations']" in named

@@ -358,10 +358,8 @@ def _saves_memory(island: Recomputed, flow: Flow) -> bool:
     """Compares the bytes that derivatives would save with those that the island keeps."""
     analysis = flow.analysis
     saved: set[Value] = set()
-    for op in island.ops:
+    for op in (op for op in island.ops if not op.spec.linear):
         varying = [v for v in op.ins if v.is_f32 and v.const is None]
-        if op.spec.linear:
-            continue
         # A product saves each factor for the other; a product with a constant saves nothing.
         if op.spec.saves == rules.OTHERS:
             saved.update(varying if len(varying) > 1 else ())

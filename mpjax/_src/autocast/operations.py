@@ -141,19 +141,18 @@ def _cheaper(op: Op, env: Env, compute: Any) -> Any:
     def args() -> list[Any]:
         return [env.read(v, compute) for v in op.ins]
 
-    marks = env.marks
-    if op in marks.repeats:
-        axis, times = marks.repeats[op]
+    if op in env.marks.repeats:
+        axis, times = env.marks.repeats[op]
         again = functools.partial(repeat, axis=axis, times=times)
         return wide_cotangent(again, [env.read(op.ins[0], compute)])
     if op.name == "gather" and picks_one_per_row(op.eqn):
         return pick(op.eqn, args())
     if op.name == "gather" and compute == FLOAT32 and _is_sent_in_half(op, env):
         return _look_up(op, env)
-    if op.name in ("reduce_max", "reduce_min") and not marks.is_steady(op):
+    if op.name in ("reduce_max", "reduce_min") and not env.marks.is_steady(op):
         return maximum(op.eqn, *args())
-    if op in marks.centred:
-        return matmul(op.eqn, args(), compute, marks.centred[op])
+    if op in env.marks.centred:
+        return matmul(op.eqn, args(), compute, env.marks.centred[op])
     if rules.SUMS_BACK in op.spec.traits and compute in HALVES and _enlarges(op.eqn):
         return wide_cotangent(lambda *xs: _jax.bind(op.eqn, xs)[0], args())
     return None
