@@ -90,7 +90,7 @@ def test_python_operands_come_back_as_they_were():
         )
 
 
-def test_a_backward_rule_that_decides_again_decides_as_the_loop_before_it_did():
+def test_backward_rule_repeats_the_decisions_of_its_adaptive_solver():
     """An adaptive solver: how many steps, and which were accepted, hangs on float32 comparisons."""
     limit = float(jnp.linalg.norm(X @ W)) * 0.5**4 * (1 + 1e-6)
 
@@ -127,7 +127,7 @@ def test_a_backward_rule_that_decides_again_decides_as_the_loop_before_it_did():
     assert "custom_vjp_call" in {row.primitive for row in short}
 
 
-def test_a_rule_may_refuse_a_cotangent_that_it_is_never_given():
+def test_custom_vjp_rule_is_told_of_symbolic_zero_cotangents():
     @jax.custom_vjp
     def f(x, w):
         return jnp.tanh(x @ w), jnp.sum(x)
@@ -161,7 +161,7 @@ def is_number(x):
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("number", [2.0, np.float64(2), np.float32(2)])
-def test_a_number_that_is_differentiated_is_an_array_in_a_rule(policy, number):
+def test_custom_vjp_rule_gets_a_differentiated_number_as_an_array(policy, number):
     """A rule may take numbers for settings that have no gradient, and arrays for the others."""
     seen = []
 

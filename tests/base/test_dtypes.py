@@ -20,7 +20,7 @@ from mpjax._src.base.dtypes import (
 
 
 @pytest.mark.parametrize("name", [*BY_NAME, "F16", " bf16 "])
-def test_every_spelling_is_understood(name):
+def test_canonical_understands_every_spelling_of_a_dtype(name):
     assert canonical(name, "dtype") is BY_NAME[name.strip().lower()]
 
 
@@ -32,12 +32,12 @@ def test_scalar_types_and_dtypes_become_np_dtypes(dtype):
 
 
 @pytest.mark.parametrize("wrong", ["float61", "int32", jnp.int8, None, 3, object(), "", bool])
-def test_others_are_refused_with_what_is_legal(wrong):
+def test_canonical_refuses_other_dtypes_with_what_is_legal(wrong):
     with pytest.raises(ValueError, match="param_dtype=.*Legal are 'float16', 'bfloat16'"):
         canonical(wrong, "param_dtype")
 
 
-def test_a_near_miss_is_suggested_and_the_suggestion_works():
+def test_canonical_suggests_the_dtype_of_a_near_miss():
     with pytest.raises(ValueError, match=r"Did you mean 'bfloat16'\?"):
         canonical("bfloat61", "dtype")
 
@@ -62,7 +62,7 @@ def test_half_is_what_the_device_is_best_at(capability, half):
     assert mpjax.hardware.half_dtype(device) == half
 
 
-def test_half_of_the_default_device():
+def test_half_dtype_is_that_of_the_default_device():
     cpu = jax.devices("cpu")[0]
     with jax.default_device(cpu):
         assert mpjax.hardware.half_dtype() == mpjax.hardware.half_dtype(cpu) == jnp.bfloat16

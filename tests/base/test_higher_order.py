@@ -28,7 +28,7 @@ PROGRAMS = {
 }
 
 
-def test_what_has_rules_of_its_own_is_evaluated_by_a_function_of_its_own():
+def test_primitives_with_custom_rules_have_functions_that_evaluate_them():
     own = {name for name in HIGHER_ORDER if name.startswith(("custom_", "linear_"))}
     assert own == {*operations.PROGRAMS}
 
@@ -62,7 +62,7 @@ def test_programs_are_wired_to_operands_and_results(name):
             assert inner.outvars[result].aval.shape == inner.invars[argument].aval.shape
 
 
-def test_turns():
+def test_turns_of_scan_is_its_length_and_of_while_one():
     assert turns_of(eqn_of(PROGRAMS["scan"], "scan")) == 3
     assert turns_of(eqn_of(PROGRAMS["while"], "while")) == 1  # nobody knows
     assert higher_order("tanh") is FIRST_ORDER and FIRST_ORDER.kind != CALL

@@ -39,7 +39,7 @@ def test_modules_are_listed_but_no_part_of_a_star(module):
 
 
 @pytest.mark.parametrize("name", ["shorts", "with_master_weights"])
-def test_a_missing_name_is_an_error_also_if_mpjax_had_it(module, name):
+def test_lazy_module_refuses_missing_names_that_mpjax_had(module, name):
     with pytest.raises(AttributeError, match=f"module 'place' has no attribute '{name}'"):
         getattr(module, name)
     with pytest.raises(AttributeError, match="Did you mean 'short'"):

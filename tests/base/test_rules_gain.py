@@ -133,12 +133,12 @@ def number(key, place):
 @pytest.mark.parametrize(
     "key", one_of_each((key for key in ELEMENTWISE if key not in EXHIBITS), "gain")
 )
-def test_elementwise(key):
+def test_gain_of_elementwise_rules_agrees_with_measured_errors(key):
     numbers = [number(key, place) for place in range(OPERANDS[key])]
     assert agrees(gain_of(key), max(numbers), SMALL_POWERS.get(key, 1)), numbers
 
 
-def test_a_bound_is_what_makes_a_tail_harmless():
+def test_gain_of_bounded_tails_is_one():
     """Far out, erfc and logistic amplify a relative error of their operand without end."""
     x = np.array([5.0, 9.0])
     for fun, key, sign in ((lax.erfc, "erfc", 1), (lax.logistic, "logistic", -10)):
@@ -195,7 +195,7 @@ SUM_TWICE = {"symmetric_product": 2}
 
 
 @pytest.mark.parametrize("key", one_of_each((key for key in CASES if gain_of(key) == SUM), "gain"))
-def test_sums(key):
+def test_gain_of_sums_agrees_with_measured_errors(key):
     fun, args = compiled(*CASES[key])
     magnitudes = flat(TERMS.get(key, fun), args)
     signs = np.where(np.arange(args[-1].size) % 2, 1, -1).reshape(args[-1].shape)
@@ -209,7 +209,7 @@ ALIKE = [key for key in CASES if gain_of(key) in (NONE, ONE) and key not in APAR
 
 
 @pytest.mark.parametrize("key", one_of_each(ALIKE, "cost"))
-def test_moves_and_choices(key):
+def test_gain_of_moves_and_choices_agrees_with_measured_errors(key):
     fun, args = compiled(*CASES[key])
     if gain_of(key) == NONE:
         assert flat(fun, args).size == 0  # no float that could err
@@ -224,7 +224,7 @@ def test_nothing_goes_through_stop_gradient():
 
 
 @pytest.mark.parametrize("key", one_of_each(EXHIBITS, "span"))
-def test_what_amplifies_without_end(key):
+def test_gain_of_exhibits_agrees_with_measured_errors(key):
     fun, args = compiled(*EXHIBITS[key])
     sizes = 1 if rule(key).span == BOUNDED else np.abs(flat(fun, args))
     numbers = [ratio(errors(fun, args, place), sizes) for place in range(len(args))]

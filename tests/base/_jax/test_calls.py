@@ -75,7 +75,7 @@ def test_calls_are_linearized_once():
     assert len(RULES_RUN) > 1
 
 
-def test_what_is_closed_over_is_differentiated():
+def test_linearized_once_differentiates_closed_over_values():
     def fun(scale):
         jaxpr = _jax.trace(lambda x: [x * scale], [jax.typeof(X)], "body")
         return jnp.sum(_jax.linearized_once(jaxpr)(X)[0])
