@@ -124,7 +124,7 @@ def test_python_number_arguments_decide_branches():
     assert [float(auto(jnp.float32(1), rate)) for rate in (0.1, 0.9, 0.1)] == [-1, 1, -1]
 
 
-def test_no_more_than_so_many_calls_are_kept(monkeypatch):
+def test_cache_keeps_at_most_kept_calls(monkeypatch):
     kept = 8
     monkeypatch.setattr(transform, "KEPT_CALLS", kept)
 

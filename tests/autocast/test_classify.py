@@ -125,7 +125,7 @@ def small(h):
 
 
 @pytest.mark.parametrize("case", LISTED, ids=" ".join)
-def test_lists_change_the_rule_of_what_they_name(case):
+def test_op_lists_change_the_rule_of_named_primitives(case):
     kind, primitive = case
     block = planned(small, H, policy=POLICY.with_ops(**{kind: primitive})).block
     for name, expected in LISTED[case].items():
@@ -142,7 +142,7 @@ def test_matmul_on_the_half_list_keeps_its_rule():
     assert ruling(op(block, "exp")).rule == "follow"
 
 
-def test_a_list_does_not_speak_of_integers():
+def test_op_lists_do_not_apply_to_integers():
     fun = lambda h: (jnp.arange(16) + 1, h)  # noqa: E731
     found = op(planned(fun, H, policy=POLICY.with_ops(half="add")).block, "add")
     assert (ruling(found).rule, ruling(found).forced, said(found)) == (
@@ -292,7 +292,7 @@ def test_region_leaves_explicit_precision_and_integers_alone():
     assert said(op(block, "add")) == "no float32 operands or results"
 
 
-def test_what_an_inner_autocast_planned_is_left_alone():
+def test_operations_planned_by_an_inner_autocast_are_left_alone():
     def fun(h):
         return jnp.tanh(mpjax.autocast(lambda h: jnp.tanh(h @ W), "mixed_float16")(h))
 

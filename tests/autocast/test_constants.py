@@ -72,7 +72,7 @@ def test_a_constant_survives_the_way_into_control_flow(half):
 
 
 @pytest.mark.parametrize("fun", [jax.nn.softmax, lambda x: jnp.exp(jax.nn.gelu(x))])
-def test_a_result_that_is_read_in_half_and_returned_is_returned_as_computed(fun, rng):
+def test_result_that_is_returned_and_read_in_half_is_returned_unrounded(fun, rng):
     def both(x, w):
         result = fun(x @ w)
         return result, result.astype(jnp.bfloat16), result @ w

@@ -360,7 +360,7 @@ COMPARED = {
 
 
 @pytest.mark.parametrize("name", COMPARED)
-def test_a_comparison_takes_what_its_operands_are_stored_in(name):
+def test_comparison_runs_in_the_stored_dtype_of_its_operands(name):
     fun, dtype = COMPARED[name]
     assert choice(decided("gt", fun)).compute == dtype
 
@@ -453,7 +453,7 @@ def test_float16_results_of_a_region_stay_float16():
 
 
 @pytest.mark.parametrize("half", [True, False])
-def test_a_carry_is_handed_out_as_it_is_carried(half):
+def test_scan_result_has_the_dtype_of_its_carry(half):
     turn = (lambda s: jnp.tanh(s @ W)) if half else (lambda s: s + jnp.tanh(s @ W))
 
     def fun(h):

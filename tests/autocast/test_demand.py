@@ -141,7 +141,7 @@ def test_want_of_a_kink_is_seen_where_it_is_read_outside_of_float32(name):
     assert want(read(reader)).kink == kink
 
 
-def test_half_beside_half_is_read_outside_of_float32():
+def test_operand_that_follows_a_half_one_is_read_outside_of_float32():
     """An operand that follows a half one is read in half."""
     assert want(read(lambda h: (h + h @ V) @ V)).outside
     assert not want(read(lambda h: jnp.square(h + jnp.exp(h)))).outside

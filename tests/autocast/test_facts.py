@@ -213,7 +213,7 @@ MAXIMA = {
 
 @pytest.mark.parametrize("name", MAXIMA)
 @pytest.mark.parametrize("given", [True, False])
-def test_only_a_maximum_itself_bounds_what_it_is_taken_from(name, given):
+def test_span_is_bounded_by_subtraction_of_the_maximum_itself_alone(name, given):
     change, span = MAXIMA[name]
 
     def fun(h):

@@ -155,14 +155,14 @@ def test_half_inputs_takes_trees_keywords_integers_and_several_results(seen):
 
 
 @pytest.mark.parametrize("chosen", ["scale", ["scale"], ("scale", 1)])
-def test_chosen_arguments_stay_float32(chosen, seen):
+def test_half_inputs_keeps_chosen_arguments_in_float32(chosen, seen):
     wrapped = mpjax.half_inputs(float32=chosen)(many)
     fun = cast(lambda x: wrapped(TREE | {"x": x}, INDEX, scale=x[0], mode="fast")[1])
     jax.eval_shape(fun, X)
     assert seen == [("bfloat16", "int32", "int32", "float32")]
 
 
-def test_an_argument_is_chosen_by_place_or_by_name(seen):
+def test_half_inputs_argument_is_chosen_by_place_or_by_name(seen):
     for chosen in (1, "w"):
         wrapped = mpjax.half_inputs(plain, float32=chosen)
         jax.eval_shape(cast(lambda x, w, wrapped=wrapped: wrapped(x, w=w)), X, W)
@@ -226,7 +226,7 @@ def layers(ws, x):
     return jnp.sum(x)
 
 
-def test_an_override_decides_by_scope(seen):
+def test_override_by_scope_decides_the_dtype_of_a_kernel(seen):
     for pattern in ("*layer_1*", "layer_1"):  # the kernel's own scope does not count
         policy = mpjax.get_policy("mixed_bfloat16").override({pattern: "float32"})
         jax.eval_shape(mpjax.autocast(layers, policy), [W] * 3, X)
@@ -237,7 +237,7 @@ def test_an_override_decides_by_scope(seen):
     assert [x for x, _ in seen[-3:]] == ["bfloat16", "float16", "bfloat16"]
 
 
-def test_an_override_decides_by_the_parameter_that_a_kernel_is_given(seen):
+def test_override_by_parameter_decides_the_dtype_of_a_kernel(seen):
     policy = mpjax.get_policy("mixed_bfloat16").override({"2": "float32"})
     jax.eval_shape(mpjax.autocast(layers, policy), [W, W, W], X)
     assert [x for x, _ in seen[-3:]] == ["bfloat16", "bfloat16", "float32"]

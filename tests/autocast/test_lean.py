@@ -102,7 +102,7 @@ QUICK = ["network", "layers", "switch", "custom_vjp", "shard_mapped", "composed"
 
 
 @pytest.mark.parametrize("name", thorough_but(SUITE, *QUICK))
-def test_gradients_are_those_of_fast_and_no_matmul_runs_twice(name):
+def test_lean_gradients_match_fast_and_no_matmul_runs_twice(name):
     fun, args = SUITE[name]
     fast, lean = (compiled(mpjax.autocast(fun, policy), *args) for policy in (FAST, LEAN))
     want = jax.jit(jax.grad(fun, allow_int=True))(*args)

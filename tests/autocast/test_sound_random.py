@@ -83,7 +83,7 @@ PAIRS = [(name, half) for half in random_programs.HALVES for name in SOUND]
 
 
 @pytest.mark.parametrize(("name", "half"), thorough_but(PAIRS, 0, 1, 2, 9, 10, 11))
-def test_programs_that_were_mended_stay_sound(name, half):
+def test_programs_recorded_as_sound_stay_sound(name, half):
     assert not fault(SOUND[name], half)
 
 
@@ -135,7 +135,7 @@ def primitives(fun, argnums):
 # ---- the tests themselves -----------------------------------------------------------------------
 
 
-def test_programs_are_made_from_seeds():
+def test_generate_makes_a_program_from_its_seed():
     assert generate(7) == generate(7) != generate(7 + 1000)
     assert "gelu" not in {name for seed in range(50) for name in names_in(generate(seed, ["gelu"]))}
 

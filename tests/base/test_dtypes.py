@@ -80,7 +80,7 @@ def test_half_dtype_is_that_of_the_default_device():
         ("int8", (False, False, False)),
     ],
 )
-def test_what_is_half_narrow_or_floating_is_told_by_the_dtype(dtype, answers):
+def test_is_half_is_narrow_and_is_float_go_by_the_dtype(dtype, answers):
     shape = jax.core.ShapedArray((2,), jnp.dtype(dtype))
     variable = SimpleNamespace(aval=shape)  # as those of a jaxpr
     for x in (np.zeros(2, jnp.dtype(dtype)), shape, variable):
@@ -88,7 +88,7 @@ def test_what_is_half_narrow_or_floating_is_told_by_the_dtype(dtype, answers):
         assert shown(x) == f"{short_name(shape.dtype)}[2]"
 
 
-def test_what_has_no_dtype_is_no_float():
+def test_is_float_is_false_for_what_has_no_dtype():
     for x in (None, 1.0, "f16", SimpleNamespace(aval=None)):
         assert not (is_half(x) or is_narrow(x) or is_float(x))
 

@@ -36,7 +36,7 @@ def kind(value):
 # ---- words ---------------------------------------------------------------------------------------
 
 
-def test_values_are_shown_briefly():
+def test_brief_shows_values_briefly():
     assert brief("x") == "'x'" and brief(2**70) == str(2**70) and brief([1, None]) == "[1, None]"
     assert brief(DEEP) == "<list>" and brief(DEEP_DICT) == "<dict>"
     assert brief(HUGE) == "<int of 100001 bits>"
@@ -127,7 +127,7 @@ def test_max_runs_of_tune_must_be_a_whole_number(runs):
         mpjax.debug.tune(loss, "float32", 0.1, max_runs=runs)
 
 
-def test_a_step_of_the_log_fits_64_bits(tmp_path):
+def test_log_metrics_refuses_steps_beyond_64_bits(tmp_path):
     log = mpjax.debug.JsonLines(tmp_path / "a.jsonl")
     for step in (HUGE, 2**63, True):
         with pytest.raises(TypeError, match="step=.* must be a Python integer of 64 bits"):
@@ -199,7 +199,7 @@ def test_illegal_argument_of_any_kind_raises_a_short_message(take, wrong):
 RAW = ("recursion depth", "Exceeds the limit", "setting an array element", "has no attribute")
 
 
-def test_a_region_of_no_dtype_is_told_before_it_is_entered():
+def test_precision_of_no_dtype_raises_before_it_is_entered():
     with pytest.raises(ValueError, match="dtype='float61' is not a floating dtype"):
         mpjax.precision("float61")
 
@@ -224,7 +224,7 @@ def test_misspelled_attribute_suggests_the_right_one(module, name, meant):
     assert shown.lower().count("did you mean") == len([meant] if meant else [])
 
 
-def test_a_traced_number_is_no_finite_number():
+def test_finite_number_is_none_for_a_traced_number():
     seen = []
     jax.eval_shape(lambda x: seen.append(finite_number(x)), 1.0)
     assert seen == [None] and finite_number(2) == 2.0

@@ -33,13 +33,13 @@ def test_primitives_with_custom_rules_have_functions_that_evaluate_them():
     assert own == {*operations.PROGRAMS}
 
 
-def test_programs_of_every_kind_are_entered_and_put_back():
+def test_higher_order_rows_of_every_kind_are_entered_and_rebuilt():
     kinds = {row.kind for row in HIGHER_ORDER.values()}
     assert kinds == {*ENTER} == {*REBUILD}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_are_found_in_their_parameters(name):
+def test_higher_order_row_finds_programs_in_parameters(name):
     fun = PROGRAMS[name]
     eqn = eqn_of(lambda x: jax.tree.leaves(fun(x)), name)
     row = higher_order(name)
@@ -48,7 +48,7 @@ def test_programs_are_found_in_their_parameters(name):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_are_wired_to_operands_and_results(name):
+def test_higher_order_row_wires_programs_to_operands_and_results(name):
     fun = PROGRAMS[name]
     eqn = eqn_of(lambda x: jax.tree.leaves(fun(x)), name)
     for inside in higher_order(name).wire(eqn):

@@ -25,14 +25,14 @@ def module(tmp_path, monkeypatch):
     return module
 
 
-def test_a_name_comes_from_where_the_stub_says(module):
+def test_lazy_name_comes_from_where_the_stub_says(module):
     lines = importlib.import_module("mpjax._src.base.lines")
     assert "short" not in vars(module)
     assert module.short is lines.short is vars(module)["short"]
     assert module.optim is importlib.import_module("mpjax.optim")
 
 
-def test_modules_are_listed_but_no_part_of_a_star(module):
+def test_lazy_modules_are_listed_but_no_part_of_a_star_import(module):
     assert module.__all__ == ["short", "where"] and dir(module) == ["optim", "short", "where"]
     exec("from place import *", names := {})
     assert {"short", "where"} <= {*names} and "optim" not in names

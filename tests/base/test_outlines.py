@@ -58,7 +58,7 @@ def test_train_states_print_within_a_screen():
     assert fits(text) and "apply_fn=print" in text and "batch_stats={'mean': float32[3]}" in text
 
 
-def test_values_of_scalars_are_shown():
+def test_repr_of_loss_scales_shows_values_of_scalars():
     text = "DynamicLossScale(loss_scale=65536.0, growth_tracker=0, hysteresis_tracker=1)"
     assert repr(mpjax.DynamicLossScale()) == text
     assert "hysteresis=4" in repr(mpjax.DynamicLossScale(hysteresis=4))

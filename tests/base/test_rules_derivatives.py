@@ -230,7 +230,7 @@ LINEAR = [
 
 
 @pytest.mark.parametrize("key", one_of_each(LINEAR, "gain", KINKED))
-def test_the_derivative_asks_on_which_side_of_a_kink_it_is(key):
+def test_kinked_trait_is_of_derivatives_that_depend_on_the_side(key):
     fun, *args = case(key)
     args = [np.asarray(x) * (-1) ** i - 0.9 * (key == "abs") for i, x in enumerate(args)]
     slopes = jax.jit(lambda *args: jacobians(fun, args))
@@ -245,7 +245,7 @@ MOVES = [key for key in LINEAR if rule(key).need == MOVE and KINKED not in rule(
 
 
 @pytest.mark.parametrize("key", one_of_each(MOVES, "cost", SUMS_BACK))
-def test_the_transpose_of_a_move_sums(key):
+def test_sums_back_trait_is_of_moves_whose_transpose_sums(key):
     fun, *args = CASES[key]
 
     def transposed(*args):

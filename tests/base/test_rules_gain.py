@@ -218,7 +218,7 @@ def test_gain_of_moves_and_choices_agrees_with_measured_errors(key):
         assert agrees(ONE, ratio(found, np.abs(flat(fun, args))))
 
 
-def test_nothing_goes_through_stop_gradient():
+def test_gain_of_stop_gradient_is_none():
     assert rule("stop_gradient").gain == NONE
     assert jax.grad(primitives.stop_gradient_p.bind)(2.0) == 0
 
@@ -232,7 +232,7 @@ def test_gain_of_exhibits_agrees_with_measured_errors(key):
 
 
 @pytest.mark.thorough
-def test_the_logarithm_of_a_sample_amplifies_without_end():
+def test_gain_of_random_gamma_agrees_with_its_logarithm():
     """As a logarithm does near one. (A difference would see that some samples are rejected.)"""
 
     def samples(x):
@@ -242,6 +242,6 @@ def test_the_logarithm_of_a_sample_amplifies_without_end():
     assert agrees(gain_of("random_gamma"), ratio(np.abs(2.0 * slope), np.abs(result)))
 
 
-def test_all_that_amplify_without_end_are_exhibited():
+def test_rules_of_unbounded_gain_are_exhibited():
     listed = {k for k in CASES if gain_of(k) == UNBOUNDED and rule(k).need == rules.FULL}
     assert listed - {"random_gamma"} <= EXHIBITS.keys()

@@ -145,7 +145,7 @@ def test_cost_of_other_rules_is_fused_for_views_and_reductions_alone(key):
     assert {name.replace("_", "-") for name in found} <= PLAIN | NOT_WORK
 
 
-def test_what_moves_memory_or_loops_is_never_repeated():
+def test_cost_of_rules_that_move_memory_or_loop_is_never():
     for key in ROWS:
         if key in CASES and rule(key).need == rules.FULL and rule(key).cost != NEVER:
             assert key in ("reduce_sum", "reduce_prod")
@@ -160,7 +160,7 @@ def having(trait):
 
 
 @pytest.mark.parametrize("key", [k for k in CASES if "reduce" in k or k in having(rules.REDUCES)])
-def test_reductions_give_less_than_they_read(key):
+def test_reduces_trait_is_of_results_smaller_than_operands(key):
     fun, *args = CASES[key]
     (result,) = jax.tree.leaves(jax.eval_shape(fun, *args))
     whole = key in ("reduce_scatter",)  # of all devices together, one array
@@ -175,14 +175,14 @@ def test_same_constant_trait_is_of_constants_that_stay_constant(key):
 
 
 @pytest.mark.parametrize("key", having(rules.SAME_PARAMETER))
-def test_a_view_has_entries_of_the_parameter_alone(key):
+def test_same_parameter_trait_is_of_views_with_entries_of_the_parameter(key):
     fun, parameter = CASES[key]
     for result in jax.tree.leaves(fun(parameter)):
         assert np.all(np.isin(result, parameter.astype(result.dtype)))
 
 
 @pytest.mark.parametrize("key", having(rules.PART))
-def test_a_part_has_each_entry_once(key):
+def test_part_trait_is_of_results_with_each_entry_once(key):
     fun, whole = CASES[key]
     parts = np.concatenate([np.ravel(x) for x in jax.tree.leaves(fun(whole))])
     assert np.unique(parts).size == parts.size
@@ -264,7 +264,7 @@ def test_pole_trait_is_of_elementwise_rules_that_reach_infinity(key):
 
 
 @pytest.mark.parametrize("key", having(rules.POLE))
-def test_every_pole_is_shown(key):
+def test_pole_trait_is_exhibited_for_every_rule(key):
     if key in POLES:
         fun, *args = POLES[key]
         assert np.isinf(fun(*args)).all()

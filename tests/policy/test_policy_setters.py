@@ -89,6 +89,6 @@ def test_masters_and_moments_settings_add_up():
         ({"param_type": "f16"}, "Legal are param_dtype, compute_dtype.*Did you mean 'param_dtype'"),
     ],
 )
-def test_an_unknown_setting_is_refused(setting, message):
+def test_replace_refuses_an_unknown_setting(setting, message):
     with pytest.raises(TypeError, match=message):
         mpjax.get_policy("mixed_bfloat16").replace(**setting)

@@ -158,7 +158,7 @@ def test_scan_has_num_consts_or_ft_in():
     assert _jax.scan_counts(equation(PROGRAMS["scan"], name="scan").params) == (1, 1)
 
 
-def test_a_symbolic_dimension_can_be_evaluated():
+def test_size_of_evaluates_symbolic_dimensions():
     a, b = export.symbolic_shape("a, b")
     large = _jax.size_of([a])
     assert large > 1e5
