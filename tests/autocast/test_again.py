@@ -51,7 +51,7 @@ def test_an_activation_before_squeeze_and_excitation_is_not_kept():
 
 
 @pytest.mark.parametrize(("fun", "arrays"), [(read_by_a_matmul, 3), (of_more, 4)])
-def test_what_is_kept_anyway_or_made_of_more_is_not_made_again(fun, arrays):
+def test_activations_kept_anyway_or_of_more_inputs_are_not_recomputed(fun, arrays):
     assert kept(cast(fun), P, X) == ["bfloat16"] * arrays
     sigmoids = found(cast(fun), P, X, names=("logistic",))
     assert len(sigmoids) == len(found(fun, P, X, names=("logistic",)))
@@ -72,7 +72,7 @@ PAIRS = [(*case, half) for half in HALVES for case in CASES]
 
 
 @pytest.mark.parametrize(("fun", "around", "half"), thorough_but(PAIRS, 0, 2, 4, 7, 9, 11))
-def test_values_and_gradients(fun, around, half):
+def test_recomputed_gates_match_float32_values_and_gradients(fun, around, half):
     def by_hand(p, x):
         rounded = jax.tree.map(lambda w: w.astype(half), p)
         return fun(rounded, x.astype(half)).astype(jnp.float32)
@@ -86,7 +86,7 @@ def test_values_and_gradients(fun, around, half):
     assert errors(AROUND[around](cast(fun, half))) <= max(errors(by_hand), 0.005)
 
 
-def test_forward_mode():
+def test_jvp_of_a_recomputed_gate_matches_float32():
     ours, true = run(lambda: [jax.jvp(f, (P, X), (P, X))[1] for f in (cast(squeezed), squeezed)])
     assert abs(ours - true) <= 0.05 * abs(true)
 
@@ -100,7 +100,7 @@ def test_no_barrier_lies_before_a_cotangent():
 
 
 @pytest.mark.parametrize("around", ["jit", "scan"])
-def test_second_derivatives(around):
+def test_second_derivatives_of_recomputed_gates_match_float32(around):
     def second(fun):
         return run(lambda: jax.jvp(jax.grad(AROUND[around](fun)), (P, X), (P, X))[1])
 

@@ -51,7 +51,7 @@ def taken(fun, *args, policy="mixed_bfloat16", device="h100"):
 
 
 @pytest.mark.parametrize("name", thorough_but(OPTIONS, "bias", "causal", "lengths"))
-def test_on_a_cpu_it_is_jaxs_own(name):
+def test_dot_product_attention_on_a_cpu_equals_jaxs(name):
     ours, theirs = (
         functools.partial(f, **OPTIONS[name]) for f in (attend, jax.nn.dot_product_attention)
     )
@@ -62,13 +62,13 @@ def test_on_a_cpu_it_is_jaxs_own(name):
     assert_near(half, got, 0.02)
 
 
-def test_without_a_batch_and_with_residuals():
+def test_dot_product_attention_without_a_batch_returns_residuals_as_jax():
     got = attend(Q[0], K[0], V[0], return_residual=True)
     want = jax.nn.dot_product_attention(Q[0], K[0], V[0], return_residual=True)
     assert all(map(np.array_equal, got, want))
 
 
-def test_on_a_cpu_it_says_so():
+def test_explain_says_that_a_cpu_has_no_fused_attention():
     lines = str(mpjax.explain(attend, "mixed_bfloat16")(Q, K, V))
     assert "attention: xla: a CPU has no fused kernel" in lines
 
@@ -77,7 +77,7 @@ PAIRS = [(name, half) for name in OPTIONS for half in HALVES]
 
 
 @pytest.mark.parametrize(("name", "half"), thorough_but(PAIRS, 0, 3, 4, 7, 8, 11))
-def test_under_autocast_a_gpu_takes_cudnns(name, half):
+def test_attention_under_autocast_on_a_gpu_is_cudnns(name, half):
     fun = lambda q, k, v: jnp.sum(attend(q, k, v, **OPTIONS[name]) ** 2)  # noqa: E731
     with on("h100"):
         jaxpr = jax.make_jaxpr(jax.grad(mpjax.autocast(fun, f"mixed_{half}"), (0, 1, 2)))(Q, K, V)
@@ -88,7 +88,7 @@ def test_under_autocast_a_gpu_takes_cudnns(name, half):
     assert (B, N, T, T) not in shapes  # no scores
 
 
-def test_a_gpu_takes_half_arrays_without_autocast():
+def test_attention_of_half_arrays_without_autocast_on_a_gpu_is_cudnns():
     args = [x.astype(jnp.bfloat16) for x in (Q, K, V)]
     with on("a100"):
         jaxpr = jax.make_jaxpr(attend)(*args)
@@ -108,21 +108,21 @@ MAPPED = {
 
 
 @pytest.mark.parametrize("name", MAPPED)
-def test_within_transformations(name):
+def test_attention_within_vmap_checkpoint_and_scan_is_cudnns(name):
     fun = cast(lambda s: jnp.sum(MAPPED[name]() * s))
     with on("h100"):
         jaxpr = jax.make_jaxpr(fun)(jnp.float32(1))
     assert any("dot_product_attention" in e.primitive.name for e in equations(jaxpr))
 
 
-def test_a_bias_for_all_of_a_batch_under_vmap_is_xlas():
+def test_attention_with_an_unbatched_bias_under_vmap_is_xlas():
     """JAX's batching rule for cuDNN takes none."""
     fun = lambda: jax.vmap(lambda q: attend(q, K, V, bias=BIAS))(TWO)  # noqa: E731
     with on("h100"):
         assert jax.eval_shape(cast(fun)).shape == TWO.shape
 
 
-def test_what_is_tied_together_is_what_it_was():
+def test_together_leaves_values_and_gradients_unchanged():
     x = jnp.asarray([[jnp.nan, 1.0], [2.0, jnp.inf]])
     tied = fused_kernels._together([x, None, LENGTHS])
     assert np.array_equal(tied[0], x, equal_nan=True) and tied[1] is None
@@ -149,14 +149,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("device", REFUSED)
-def test_it_says_why_not(device):
+def test_attention_without_a_fused_kernel_says_why(device):
     make, why = REFUSED[device]
     *args, options = make()
     name, said = taken(lambda q, k, v: attend(q, k, v, **options), *args, device=device)
     assert name == "xla" and said.startswith(why)
 
 
-def test_float32_operands_are_not_taken():
+def test_fused_attention_takes_no_float32_operands():
     assert taken(attend, Q, K, V, policy="float32")[1].endswith("of one half dtype, not float32")
     policy = mpjax.get_policy("mixed_bfloat16").override({"*core*": "float32"})
 
@@ -204,7 +204,7 @@ X = normal(5, B, T, 32)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_it_is_the_attention_of_flaxs_modules(name):
+def test_dot_product_attention_serves_modules_of_flax(name):
     make = MODULES[name]
     ours, theirs = make(mpjax.dot_product_attention), make(OWN[name])
     got, want, half = jax.jit(lambda x: (ours(x), theirs(x), cast(ours)(x)))(X)
@@ -214,7 +214,7 @@ def test_it_is_the_attention_of_flaxs_modules(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_with_dropout_it_is_flaxs_own(name):
+def test_dot_product_attention_with_dropout_is_flaxs_own(name):
     options = {"dropout_rate": 0.5, "deterministic": False}
     ours, theirs = (MODULES[name](f, **options) for f in (mpjax.dot_product_attention, OWN[name]))
     assert np.array_equal(ours(X), theirs(X))
@@ -226,7 +226,7 @@ def test_with_dropout_it_is_flaxs_own(name):
     )
 
 
-def test_what_flaxs_own_has_no_argument_for_is_refused_beside_dropout():
+def test_attention_with_dropout_refuses_options_that_flax_lacks():
     drops = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
     with pytest.raises(ValueError, match="scale=0.5 cannot be combined with dropout"):
         attend(Q, K, V, scale=0.5, **drops)
@@ -234,7 +234,7 @@ def test_what_flaxs_own_has_no_argument_for_is_refused_beside_dropout():
     assert np.array_equal(causal, attend(Q, K, V, mask=MASK, **drops))
 
 
-def test_what_is_asked_for_is_taken():
+def test_attention_takes_the_implementation_that_is_asked_for():
     fun = lambda q, k, v: attend(q, k, v, implementation="xla")  # noqa: E731
     assert taken(fun, Q, K, V) == ("xla", "chosen by implementation=")
     fun = lambda q, k, v: attend(q, k, v, implementation="cudnn")  # noqa: E731
@@ -245,7 +245,7 @@ def test_what_is_asked_for_is_taken():
         attend(Q, K, V, implementation="fast")
 
 
-def test_shapes_that_do_not_fit_raise_as_jaxs_own():
+def test_attention_of_shapes_that_do_not_fit_raises_as_jaxs():
     with pytest.raises(ValueError, match="value shape should be"), on("h100"):
         jax.eval_shape(cast(attend), Q, K, V[:, :, :1])
 
@@ -257,7 +257,7 @@ def test_a_mask_of_minus_a_billion_stays_finite_in_float16():
     assert {"max", "min"} <= {e.primitive.name for e in equations(jaxpr)}
 
 
-def test_nothing_that_jax_was_told_outlives_a_call():
+def test_patched_checks_of_cudnn_are_restored_after_a_call():
     names = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
     before = [getattr(cudnn, name) for name in names]
     with pytest.raises(KeyError), on("h100"):

@@ -15,7 +15,7 @@ PAIRS = [*((name, "bfloat16") for name in MODELS), ("linen transformer", "float1
 
 
 @pytest.mark.parametrize(("name", "half"), thorough_but(PAIRS, ("mixture of experts", "bfloat16")))
-def test_models(name, half):
+def test_models_under_autocast_have_16_bit_matmuls_and_match_float32(name, half):
     loss, params = MODELS[name]()
     auto = mpjax.autocast(loss, f"mixed_{half}")
     gradient = jax.value_and_grad(auto, allow_int=True)
@@ -41,7 +41,7 @@ class ConvNet(nn.Module):
 
 
 @pytest.mark.thorough
-def test_batch_norm_network():
+def test_batch_norm_network_under_autocast_matches_float32():
     model, x = ConvNet(), 20 + 100 * normal(0, 4, 8, 8, 3)
     variables = jax.jit(model.init)(jax.random.key(0), x)
 

@@ -23,7 +23,7 @@ EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
     st.sampled_from(["bfloat16", "float16"]),
     st.integers(0, 99),
 )
-def test_random_programs(steps, half, seed):
+def test_random_programs_under_autocast_stay_within_half_rounding(steps, half, seed):
     fun = build(steps)
     rng = np.random.default_rng(seed)
     args = [jnp.asarray(rng.uniform(-1, 1, SHAPE), jnp.float32) for _ in range(2)]

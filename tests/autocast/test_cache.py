@@ -83,7 +83,7 @@ UNKNOWN = (
 
 
 @pytest.mark.parametrize("unknown", UNKNOWN)
-def test_what_may_change_is_traced_anew(unknown):
+def test_arguments_that_may_change_are_traced_anew(unknown):
     auto = Counted(lambda x, thing: x + 1)
     assert [float(auto(jnp.float32(1), unknown)) for _ in range(3)] == [2, 2, 2]
     assert auto.traces == 3
@@ -108,7 +108,7 @@ LASTING = {
 
 
 @pytest.mark.parametrize("name", LASTING)
-def test_what_cannot_change_is_traced_once(name):
+def test_arguments_that_cannot_change_are_traced_once(name):
     seen = []
     auto = Counted(lambda x, thing: (seen.append(thing), x + 1)[1])
     for _ in range(3):
@@ -119,12 +119,12 @@ def test_what_cannot_change_is_traced_once(name):
         assert type(got) is type(given) and str(got) == str(given)
 
 
-def test_python_numbers_decide_as_ever():
+def test_python_number_arguments_decide_branches():
     auto = mpjax.autocast(lambda x, rate: x if rate > 0.5 else -x, "mixed_bfloat16")
     assert [float(auto(jnp.float32(1), rate)) for rate in (0.1, 0.9, 0.1)] == [-1, 1, -1]
 
 
-def test_no_more_than_so_many_calls_are_kept(monkeypatch):
+def test_cache_keeps_at_most_kept_calls(monkeypatch):
     kept = 8
     monkeypatch.setattr(transform, "KEPT_CALLS", kept)
 
@@ -159,7 +159,7 @@ def test_jax_clears_the_cache():
     assert auto.traces == 2
 
 
-def test_a_function_that_is_gone_leaves_nothing_behind():
+def test_cache_does_not_keep_a_deleted_function_alive():
     weights = np.ones((8, 8), np.float32)
     auto = mpjax.autocast(lambda x, w=weights: x @ w, "mixed_bfloat16")
     auto(X)
@@ -169,7 +169,7 @@ def test_a_function_that_is_gone_leaves_nothing_behind():
     assert gone() is None
 
 
-def test_what_a_function_reads_besides_its_arguments_is_read_when_it_is_traced():
+def test_closed_over_values_are_read_at_trace_time_as_under_jit():
     """As under jit, which the documentation says."""
     config = Config(1.0)
 
@@ -184,7 +184,7 @@ def test_what_a_function_reads_besides_its_arguments_is_read_when_it_is_traced()
     assert auto(jnp.float32(1)) == 5
 
 
-def test_a_failure_is_not_kept():
+def test_cache_does_not_keep_a_failed_call():
     fails = [True]
 
     def fun(x):
@@ -276,7 +276,7 @@ TAGS = {
 
 @pytest.mark.parametrize("policy", thorough_but(["float32", "mixed_bfloat16"], "mixed_bfloat16"))
 @pytest.mark.parametrize("tag", TAGS)
-def test_arrays_in_the_metadata_of_a_tree(tag, policy):
+def test_arrays_in_tree_metadata_work_eagerly_traced_and_under_grad(tag, policy):
     import flax.nnx  # noqa: F401  (all trees are searched for its modules)
 
     auto = mpjax.autocast(lambda t: Tagged(t.x + jnp.sum(jnp.asarray(t.x)), t.tag), policy)

@@ -65,7 +65,7 @@ def test_a_chain_is_rounded_once(name):
 
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", thorough_but(CHAINS, "scaled", "products"))
-def test_values_and_gradients(name, half):
+def test_chains_have_sound_values_and_gradients(name, half):
     parts = "result" if name in ("folded", "leaky relu", "clipped") else "result gradient"
     measure.check(CHAINS[name], ((W1, W2), X), half, parts=parts)
 
@@ -106,7 +106,7 @@ def test_no_model_rounds_between_elementwise_operations(name):
     assert not [*needless(backward_pass(planned, params))]
 
 
-def test_the_walk_sees_a_rounding():
+def test_needless_finds_a_rounding_between_elementwise_operations():
     half = jnp.ones((4, 4), jnp.bfloat16)
     assert len([*needless(jax.make_jaxpr(lambda x: jnp.abs(x * 2) @ x)(half).jaxpr)]) == 1
 
@@ -184,7 +184,7 @@ def test_a_comparison_of_float32_values_is_not_repeated_on_rounded_ones():
 
 
 @pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, lambda f: jax.vmap(f, (None, 0))])
-def test_transformations(around):
+def test_chains_match_float32_under_jit_checkpoint_and_vmap(around):
     x = normal(9, 3, ROWS, WIDTH)
     fun = lambda w, x: jnp.mean(CHAINS["leaky relu"](w, x) ** 2)  # noqa: E731
 
@@ -199,7 +199,7 @@ def test_transformations(around):
         assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(b)
 
 
-def test_a_tangent_of_a_chain():
+def test_tangent_of_a_chain_matches_float32():
     fun = CHAINS["products"]
     run = lambda f: jax.jit(lambda w: jax.jvp(lambda w: f(w, X), (w,), (w,))[1])((W1, W2))  # noqa: E731
     got, want = run(mpjax.autocast(fun, "mixed_bfloat16")), run(fun)

@@ -102,7 +102,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_the_rule_of_an_operation(name):
+def test_classify_gives_each_operation_its_rule(name):
     primitive, fun, expected = RULES[name]
     assert rule(primitive, fun, H) == expected
 
@@ -125,7 +125,7 @@ def small(h):
 
 
 @pytest.mark.parametrize("case", LISTED, ids=" ".join)
-def test_lists_change_the_rule_of_what_they_name(case):
+def test_op_lists_change_the_rule_of_named_primitives(case):
     kind, primitive = case
     block = planned(small, H, policy=POLICY.with_ops(**{kind: primitive})).block
     for name, expected in LISTED[case].items():
@@ -135,14 +135,14 @@ def test_lists_change_the_rule_of_what_they_name(case):
         assert said(op(block, primitive)) == f"{kind} list of the policy"
 
 
-def test_what_a_list_leaves_a_matmul_is():
+def test_matmul_on_the_half_list_keeps_its_rule():
     """The rest of the plan asks whether it is one: for the short sums, for what it may return."""
     block = planned(small, H, policy=POLICY.with_ops(half=("dot_general", "exp"))).block
     assert ruling(op(block, "dot_general")).rule == "half"
     assert ruling(op(block, "exp")).rule == "follow"
 
 
-def test_a_list_does_not_speak_of_integers():
+def test_op_lists_do_not_apply_to_integers():
     fun = lambda h: (jnp.arange(16) + 1, h)  # noqa: E731
     found = op(planned(fun, H, policy=POLICY.with_ops(half="add")).block, "add")
     assert (ruling(found).rule, ruling(found).forced, said(found)) == (
@@ -169,7 +169,7 @@ def overridden(fun, *args, paths, patterns, name="dot_general"):
     ],
     ids=["itself", "transposed", "a part", "a slice", "reshaped"],
 )
-def test_an_override_finds_what_a_parameter_goes_through(part):
+def test_override_by_path_applies_through_views_of_a_parameter(part):
     fun = lambda w, h, i: h @ part(w, i)  # noqa: E731
     forced, _, used = overridden(
         fun, W, H, 0, paths=("net/kernel", "", ""), patterns={"*kernel*": "float32"}
@@ -177,7 +177,7 @@ def test_an_override_finds_what_a_parameter_goes_through(part):
     assert forced == "full" and used == {"*kernel*"}
 
 
-def test_what_is_computed_from_a_parameter_is_not_it():
+def test_override_by_path_skips_values_computed_from_a_parameter():
     forced, _, used = overridden(
         lambda w, h: h @ jnp.tanh(w), W, H, paths=("kernel", ""), patterns={"kernel": "float32"}
     )
@@ -200,7 +200,7 @@ def test_the_first_override_that_matches_wins():
     assert (forced, half, used) == ("full", jnp.bfloat16, set(both))
 
 
-def test_an_override_of_a_scope_or_of_an_operation_in_it():
+def test_override_applies_to_a_scope_or_an_operation_in_it():
     def fun(h):
         with jax.named_scope("head"):
             return jnp.tanh(h @ W) > 0
@@ -216,7 +216,7 @@ def test_an_override_of_a_scope_or_of_an_operation_in_it():
         assert ruling(op(block, "gt")).rule == "neutral" and not ruling(op(block, "gt")).forced
 
 
-def test_a_path_goes_into_programs_and_not_around_their_carries():
+def test_override_by_path_reaches_scan_constants_but_not_carries():
     def fun(w, h):
         return lax.scan(lambda c, _: (jnp.tanh(c @ w), None), h, None, length=3)[0]
 
@@ -252,7 +252,7 @@ REGIONS = {
 
 
 @pytest.mark.parametrize("dtype", REGIONS)
-def test_a_region_says_what_runs_in_it(dtype):
+def test_precision_region_sets_rule_and_dtype_of_its_operations(dtype):
     def fun(h):
         with mpjax.precision(dtype):
             h = jnp.exp(jnp.tanh(h @ W)).reshape(-1)
@@ -274,7 +274,7 @@ def test_the_innermost_region_wins():
     assert ruling(op(planned(fun, H).block, "tanh")).forced == "half"
 
 
-def test_what_has_no_half_form_has_none_in_a_region():
+def test_scatter_add_has_no_half_form_in_a_region():
     def fun(h, n):
         with mpjax.precision("bfloat16"):
             return h.at[n].add(1.0)
@@ -282,7 +282,7 @@ def test_what_has_no_half_form_has_none_in_a_region():
     assert ruling(op(planned(fun, H, 3).block, "scatter-add")).forced == ""
 
 
-def test_no_region_speaks_of_an_explicit_precision_or_of_integers():
+def test_region_leaves_explicit_precision_and_integers_alone():
     def fun(h):
         with mpjax.precision("bfloat16"):
             return jnp.matmul(h, W, precision="highest"), jnp.arange(3) + 1
@@ -292,7 +292,7 @@ def test_no_region_speaks_of_an_explicit_precision_or_of_integers():
     assert said(op(block, "add")) == "no float32 operands or results"
 
 
-def test_what_an_inner_autocast_planned_is_left_alone():
+def test_operations_planned_by_an_inner_autocast_are_left_alone():
     def fun(h):
         return jnp.tanh(mpjax.autocast(lambda h: jnp.tanh(h @ W), "mixed_float16")(h))
 
@@ -319,7 +319,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_what_is_small(name):
+def test_is_small_tells_small_values(name):
     fun, expected = SMALL[name]
     assert is_small(planned(fun, H).block.outvars[0]) == expected
 
@@ -372,7 +372,7 @@ def test_a_policy_of_float32_forces_all():
 
 
 @pytest.mark.parametrize("default", ["highest", "tensorfloat32", "BF16_BF16_F32_X3"])
-def test_jaxs_default_precision_speaks_of_matmuls_that_stay_float32(default):
+def test_default_matmul_precision_applies_only_to_matmuls_in_float32(default):
     """JAX writes it into each of them; half ones, in derivatives too, must not carry it on."""
 
     def fun(h, k):

@@ -117,7 +117,7 @@ def test_gradients_of_half_parameters_are_rounded_after_they_are_summed(half):
     assert "f32" not in {t for _, _, t in dots(lowered(gradient, params, x), *GRADIENTS)}
 
 
-def test_what_a_loop_carries_is_no_parameter():
+def test_gradient_of_a_scan_carry_is_not_summed_in_float32():
     def fun(w, x):
         return jnp.mean(jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=3)[0] ** 2)
 
@@ -143,12 +143,12 @@ def sums_of_shards(policy):
     return jax.jit(jax.grad(fun))(spread(jnp.ones((1, 1)), P()), spread(x, P("data")))
 
 
-def test_what_devices_sum_is_not_rounded():
+def test_sum_over_shards_is_not_rounded():
     assert sums_of_shards("mixed_bfloat16") == 2**-7
 
 
 @pytest.mark.parametrize("name", thorough_but(FUNCTIONS, "checkpointed"))
-def test_second_derivatives(name):
+def test_second_derivatives_on_several_devices_match_float32(name):
     params, x = inputs(9)
     fun = FUNCTIONS[name]
 
@@ -167,7 +167,7 @@ def test_second_derivatives(name):
     assert_near(got, run(functools.partial(both, fun), params, x), 0.06)
 
 
-def test_gradients_of_each_row_and_forward_mode():
+def test_vmapped_gradients_and_jacfwd_match_float32():
     params, x = inputs(2)
     each = functools.partial(jax.vmap, in_axes=(None, 0))
     got = jax.jit(each(jax.grad(cast(plain))))(spread(params, P()), spread(x[:, None], P("data")))
@@ -336,7 +336,7 @@ def test_rows_that_are_read_exactly_are_sent_in_float32():
     assert GATHER.findall(lowered(mpjax.autocast(looked_up, kept), *args)) == ["f32"]
 
 
-def test_rows_of_a_table_under_vmap():
+def test_table_lookup_under_vmap_matches_float32():
     params, batch = tables(4)
     each = functools.partial(jax.vmap, in_axes=(None, 0))
     got = jax.jit(each(cast(looked_up)))(spread(params, P()), spread(batch, P("data")))

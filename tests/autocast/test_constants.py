@@ -72,7 +72,7 @@ def test_a_constant_survives_the_way_into_control_flow(half):
 
 
 @pytest.mark.parametrize("fun", [jax.nn.softmax, lambda x: jnp.exp(jax.nn.gelu(x))])
-def test_a_result_that_is_read_in_half_and_returned_is_returned_as_computed(fun, rng):
+def test_result_that_is_returned_and_read_in_half_is_returned_unrounded(fun, rng):
     def both(x, w):
         result = fun(x @ w)
         return result, result.astype(jnp.bfloat16), result @ w
@@ -86,7 +86,7 @@ def test_a_result_that_is_read_in_half_and_returned_is_returned_as_computed(fun,
     assert jax.eval_shape(jax.grad(total), x, w).dtype == jnp.float32
 
 
-def test_a_softmax_whose_result_nobody_reads(rng):
+def test_unread_softmax_changes_no_result(rng):
     def fun(x):
         jax.nn.softmax(x)
         return jnp.tanh(x)
@@ -106,7 +106,7 @@ def test_a_matmul_on_the_half_list_gives_half_to_float32_readers_too():
     assert row[2] == "bfloat16"
 
 
-def test_the_tangent_of_an_integer_that_control_flow_gets_is_no_number():
+def test_float0_tangent_passes_through_control_flow():
     x, w, zero = normal(0, 8, 16), normal(1, 16, 16), np.zeros((), jax.dtypes.float0)
 
     def fun(x):
@@ -119,12 +119,12 @@ def test_the_tangent_of_an_integer_that_control_flow_gets_is_no_number():
     assert_near(run(cast(fun), x), run(fun, x), rtol=0.02)
 
 
-def test_a_number_that_is_written_down_is_no_small_step_of_another():
+def test_literal_operand_is_no_small_step():
     a, b = normal(0, 16), normal(1, 16)
     assert not fact(lambda a, b: jnp.dot(a, b) + 1e-5, a, b).exact
 
 
-def test_a_part_of_a_view_is_the_part_of_what_it_views():
+def test_slice_of_a_swapped_stack_is_the_same_weights_each_time():
     def fun(h, ws):
         h = h @ V
         for _ in range(6):
@@ -159,7 +159,7 @@ NORMS = {
     ("name", "half"),
     thorough_but([(name, half) for name in NORMS for half in HALVES], 1, 2),
 )
-def test_what_is_normalized_is_of_ordinary_size(name, half):
+def test_normalized_values_are_read_in_half(name, half):
     """Whatever its mean was divided by: what reads it has no reason to be float32."""
     norm, shape = NORMS[name]
     x, w, v = normal(0, *shape), normal(1, 64, 64), normal(2, 64, 64)

@@ -10,7 +10,7 @@ from support import found, full_matmuls
 import mpjax
 
 
-def test_op_lists():
+def test_op_lists_set_the_dtype_of_operations():
     policy = mpjax.get_policy("mixed_bfloat16")
 
     def fun(w, x):
@@ -26,7 +26,7 @@ def test_op_lists():
     assert dtypes(policy.with_ops(full=["dot_general"]), "dot_general") == "float32"
 
 
-def test_overrides_by_path_and_scope():
+def test_overrides_by_path_and_scope_set_the_dtype_of_matmuls():
     params = {"encoder": {"kernel": W}, "decoder": {"kernel": W}}
 
     def fun(params, x):

@@ -59,7 +59,7 @@ PAIRS = [(around, way) for around in AROUND for way in WAYS]
 
 
 @pytest.mark.parametrize(("around", "way"), thorough_but(PAIRS, 0, 2, 4, 6, 8))
-def test_residuals_that_are_python_values_come_back_as_they_were(way, around):
+def test_custom_vjp_residuals_that_are_python_values_come_back_unchanged(way, around):
     fun = AROUND[around](ruled(3))
     loss = lambda w, x: jnp.sum(fun(w, x) ** 2)  # noqa: E731
     auto = WAYS[way](cast(loss))
@@ -67,7 +67,7 @@ def test_residuals_that_are_python_values_come_back_as_they_were(way, around):
     assert not full_matmuls(auto, W, X)
 
 
-def test_the_rule_for_vmap_runs_under_the_policy():
+def test_custom_vmap_rule_runs_under_the_policy():
     @jax.custom_batching.custom_vmap
     def fun(x):
         return jnp.tanh(x @ W)
@@ -81,7 +81,7 @@ def test_the_rule_for_vmap_runs_under_the_policy():
     assert_near(*run(lambda x: (each(x), jnp.sin(x @ W)), x), 0.02)
 
 
-def test_python_operands_come_back_as_they_were():
+def test_custom_vjp_operands_that_are_python_values_come_back_unchanged():
     fun = ruled(3, True, 3, 0.5, np.arange(3))
     loss = lambda w, x: jnp.sum(fun(w, x) ** 2)  # noqa: E731
     for way in (jax.grad, lambda f: jax.jit(jax.grad(f))):
@@ -90,7 +90,7 @@ def test_python_operands_come_back_as_they_were():
         )
 
 
-def test_a_backward_rule_that_decides_again_decides_as_the_loop_before_it_did():
+def test_backward_rule_repeats_the_decisions_of_its_adaptive_solver():
     """An adaptive solver: how many steps, and which were accepted, hangs on float32 comparisons."""
     limit = float(jnp.linalg.norm(X @ W)) * 0.5**4 * (1 + 1e-6)
 
@@ -127,7 +127,7 @@ def test_a_backward_rule_that_decides_again_decides_as_the_loop_before_it_did():
     assert "custom_vjp_call" in {row.primitive for row in short}
 
 
-def test_a_rule_may_refuse_a_cotangent_that_it_is_never_given():
+def test_custom_vjp_rule_is_told_of_symbolic_zero_cotangents():
     @jax.custom_vjp
     def f(x, w):
         return jnp.tanh(x @ w), jnp.sum(x)
@@ -161,7 +161,7 @@ def is_number(x):
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("number", [2.0, np.float64(2), np.float32(2)])
-def test_a_number_that_is_differentiated_is_an_array_in_a_rule(policy, number):
+def test_custom_vjp_rule_gets_a_differentiated_number_as_an_array(policy, number):
     """A rule may take numbers for settings that have no gradient, and arrays for the others."""
     seen = []
 
@@ -222,7 +222,7 @@ def test_a_rule_that_closes_over_an_array_may_be_evaluated_from_its_jaxpr(jitted
     assert not full_matmuls(jax.grad(cast(loss)), x)
 
 
-def test_a_gradient_of_what_a_rule_closes_over_raises_as_in_jax():
+def test_gradient_of_an_array_that_a_custom_vjp_rule_closes_over_raises():
     written = jax.make_jaxpr(solver(normal(1, 4, 4)))(X[:4])
     loss = lambda m: jnp.sum(jax.core.eval_jaxpr(written.jaxpr, [m], X[:4])[0])  # noqa: E731
 

@@ -68,7 +68,7 @@ def test_a_matmul_gives_float32_to_those_who_need_it(name):
         lambda scores: jnp.sqrt(1 - jax.nn.sigmoid(scores)) > 0.1,
     ],
 )
-def test_what_is_ranked_is_float32_where_it_is_far_smaller_than_the_operands(ranks):
+def test_ranked_matmul_result_is_float32_where_far_smaller_than_operands(ranks):
     def matmul(rows, depth, columns):
         args = jnp.ones((rows, depth)), jnp.ones((depth, columns))
         return stored(decided("dot_general", lambda x, w: ranks(x @ w), *args).outs[0]).dtype
@@ -93,7 +93,7 @@ def test_a_matmul_of_a_tangent_gives_half():
     assert stored(decided("dot_general", fun, linear=(0,)).outs[0]).dtype == BF16
 
 
-def test_a_list_asks_for_half_results_too():
+def test_half_list_makes_results_half():
     fun = lambda h: jnp.exp(h @ W)  # noqa: E731
     assert (
         stored(decided("dot_general", fun, policy=listed(half="dot_general")).outs[0]).dtype == BF16
@@ -166,7 +166,7 @@ def test_which_float32_results_are_rounded_for_storage(name, half):
     assert stored(value).kind == ("half" if stored(value).rounded else "full")
 
 
-def test_what_a_user_asks_in_float32_is_not_rounded():
+def test_result_on_the_full_list_is_not_rounded_for_storage():
     fun = lambda h: (jnp.square(h @ W) @ V, total(jnp.square(h @ W)))  # noqa: E731
     pair = lambda h: (lambda e: (e @ V, total(e)))(jnp.square(h @ W))  # noqa: E731
     assert stored(decided("square", pair).outs[0]).rounded
@@ -219,7 +219,7 @@ FOLLOWS = {
 
 
 @pytest.mark.parametrize("name", FOLLOWS)
-def test_elementwise_operations_follow(name):
+def test_elementwise_operations_follow_the_dtype_of_their_operands(name):
     fun, primitive, compute, kind, reason = FOLLOWS[name]
     found = decided(primitive, fun)
     assert choice(found).compute == compute
@@ -246,7 +246,7 @@ CONSTANTS = {
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
-def test_constants_that_half_would_lose(name):
+def test_constants_that_float16_would_lose_are_stored_wide(name):
     constant, lost = CONSTANTS[name]
     constant = np.reshape(constant, (8, 16)) if np.size(constant) > 1 else constant
     add = decided("add", lambda h: (h @ W + constant) @ V, policy="mixed_float16")
@@ -255,7 +255,7 @@ def test_constants_that_half_would_lose(name):
     assert choice(add).compute == F32 or not lost
 
 
-def test_among_arguments_a_number_next_to_one_is_no_matter():
+def test_only_tiny_factors_of_arguments_are_stored_wide():
     """Nothing is rounded there; but what zero or infinity would be made of is remembered."""
     near = lambda h: (h * 0.9999) @ W  # noqa: E731
     tiny = lambda h: (h * 1e-8) @ W  # noqa: E731
@@ -360,7 +360,7 @@ COMPARED = {
 
 
 @pytest.mark.parametrize("name", COMPARED)
-def test_a_comparison_takes_what_its_operands_are_stored_in(name):
+def test_comparison_runs_in_the_stored_dtype_of_its_operands(name):
     fun, dtype = COMPARED[name]
     assert choice(decided("gt", fun)).compute == dtype
 
@@ -379,7 +379,7 @@ CASTS = {
 
 
 @pytest.mark.parametrize("name", CASTS)
-def test_the_programs_own_casts(name):
+def test_casts_of_the_program_decide_storage(name):
     fun, kind, dtype = CASTS[name]
     out = decided("convert_element_type", fun).outs[0]
     assert (stored(out).kind, stored(out).dtype) == (kind, dtype)
@@ -437,7 +437,7 @@ def test_branches_give_one_dtype(name):
     assert stored(decided("cond", fun, H, 3).outs[0]).dtype == dtype
 
 
-def test_what_another_half_made_stays_in_it():
+def test_float16_results_of_a_region_stay_float16():
     def fun(h, n):
         def branch(h):
             with mpjax.precision("float16"):
@@ -453,7 +453,7 @@ def test_what_another_half_made_stays_in_it():
 
 
 @pytest.mark.parametrize("half", [True, False])
-def test_a_carry_is_handed_out_as_it_is_carried(half):
+def test_scan_result_has_the_dtype_of_its_carry(half):
     turn = (lambda s: jnp.tanh(s @ W)) if half else (lambda s: s + jnp.tanh(s @ W))
 
     def fun(h):
@@ -468,12 +468,12 @@ def test_nothing_is_half_under_a_float32_policy():
     assert all(stored(v).dtype == F32 for o in block.ops for v in o.outs)
 
 
-def test_bits_made_floats_are_never_rounded():
+def test_iota_is_never_rounded():
     iota = decided("iota", lambda h: (lax.iota(jnp.float32, 16) + h @ W) @ V)
     assert stored(iota.outs[0]).wide and stored(iota.outs[0]).dtype == F32
 
 
-def test_a_constant_is_one_however_it_is_spelled():
+def test_constant_cast_from_an_integer_leaves_pad_in_half():
     """`jnp.pad` makes its zero from an integer."""
     assert (
         stored(decided("pad", lambda h: jnp.pad(h @ W, 1) @ jnp.ones((18, 4))).outs[0]).dtype
@@ -481,7 +481,7 @@ def test_a_constant_is_one_however_it_is_spelled():
     )
 
 
-def test_what_is_computed_from_arguments_alone_is_rounded_by_each_reader():
+def test_values_computed_from_arguments_alone_are_stored_in_float32():
     """In half, nothing would be left of it where one reader subtracts nearly all."""
 
     def fun(h, s):

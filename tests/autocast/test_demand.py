@@ -77,7 +77,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_what_a_reader_wants(name):
+def test_demand_records_what_each_reader_wants(name):
     reader, (full, needed, amplified, outside, only_half, returned) = READERS[name]
     value = read(reader)
     assert want(value).full == full
@@ -116,7 +116,7 @@ PHASES = {
 
 
 @pytest.mark.parametrize("name", PHASES)
-def test_by_how_much_an_error_enters_a_phase(name):
+def test_want_of_a_phase_is_the_factor_of_the_error(name):
     reader, phase = PHASES[name]
     if "at most zero" in name:  # the maximum and the shifted value themselves
         block = analysed(lambda h: reader(h @ W), H)
@@ -136,12 +136,12 @@ KINKS = {
 
 
 @pytest.mark.parametrize("name", KINKS)
-def test_what_is_read_by_a_kink_outside_of_float32(name):
+def test_want_of_a_kink_is_seen_where_it_is_read_outside_of_float32(name):
     reader, kink = KINKS[name]
     assert want(read(reader)).kink == kink
 
 
-def test_half_beside_half_is_read_outside_of_float32():
+def test_operand_that_follows_a_half_one_is_read_outside_of_float32():
     """An operand that follows a half one is read in half."""
     assert want(read(lambda h: (h + h @ V) @ V)).outside
     assert not want(read(lambda h: jnp.square(h + jnp.exp(h)))).outside
@@ -183,7 +183,7 @@ SHORT = {
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_short_sums(name):
+def test_short_sums_are_float32_where_their_readers_amplify(name):
     depth, fun, full = SHORT[name]
     block = analysed(fun, jnp.ones((8, depth)), jnp.ones((depth, 4)))
     assert (ruling(op(block, "dot_general")).forced == "full") == full
@@ -269,7 +269,7 @@ def test_entries_beyond_float16_are_multiplied_in_float32(name):
         ) == full
 
 
-def test_so_is_a_convolution():
+def test_entries_beyond_float16_are_convolved_in_float32():
     fun = lambda h: lax.conv(jnp.where(H > 0, h, -BIG)[None], V[None, :8], (1,), "SAME")  # noqa: E731
     block = analysed(fun, H, policy="mixed_float16")
     assert ruling(op(block, "conv_general_dilated")).forced == "full"
@@ -285,7 +285,7 @@ def test_scores_of_impossible_labels_make_no_nan():
     assert jnp.allclose(mpjax.autocast(loss, "mixed_float16")(w), loss(w), rtol=1e-2)
 
 
-def test_a_list_that_asks_for_half_has_its_way():
+def test_half_list_overrules_the_float32_of_short_sums():
     policy = mpjax.get_policy("mixed_bfloat16").with_ops(half="dot_general")
     fun = lambda a, b: jnp.exp(a @ b)  # noqa: E731
     block = analysed(fun, jnp.ones((8, 1)), jnp.ones((1, 4)), policy=policy)
@@ -308,7 +308,7 @@ def decay(make):
     return want(ops[0].outs[0]).unrounded, want(ops[-1].outs[0]).unrounded
 
 
-def test_what_decays_a_state_is_not_rounded():
+def test_factor_that_decays_a_state_is_not_rounded():
     assert decay(lambda x, w: (x @ w) * 0.5) == (True, True)
     assert decay(lambda x, w: -(x @ w)) == (True, True)
     # An error of a term is no error of the factor's distance from one.
@@ -360,7 +360,7 @@ def test_an_activation_with_a_rule_of_its_own_is_one_reader():
     assert not want(value).returned
 
 
-def test_what_half_operations_alone_read_of_a_decayed_state_decays_no_further():
+def test_gate_of_a_decayed_state_is_rounded_where_only_matmuls_read_it():
     """A gate after a recurrence: the product is rounded for the matmul that reads it."""
 
     def gated(read):
@@ -376,7 +376,7 @@ def test_what_half_operations_alone_read_of_a_decayed_state_decays_no_further():
     assert want(op(gated(lambda x: x + 1), "dot_general", 0).outs[0]).unrounded
 
 
-def test_what_a_turn_hands_on_is_wanted_as_the_next_turn_wants_it():
+def test_scan_carry_is_wanted_as_the_next_turn_wants_it():
     def turn(carry, _):
         a, b = carry
         return (jnp.tanh(b) @ W, a), jnp.sin(64 * b)
@@ -396,7 +396,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_that_an_inner_autocast_planned_is_not_asked_again(name):
+def test_demand_leaves_loops_planned_by_an_inner_autocast_alone(name):
     block = analysed(lambda h: 2 * mpjax.autocast(LOOPS[name], "mixed_float16")(h), H)
     assert [ruling(o).rule for o in block.walk() if o.name == name] == ["leave"]
     assert demand.held_carries(KNOWN, block) == set()
@@ -444,7 +444,7 @@ def test_differences_of_parts_of_one_array_are_seen_whole():
     assert not want(read(lambda h: h[1:] + h[:-1])).whole
 
 
-def test_what_is_linear_hands_on_that_it_meets_a_solution():
+def test_want_beside_a_solution_passes_through_linear_operations_alone():
     def solved():
         return lax.while_loop(lambda c: jnp.sum(c @ W) > 1e-3, lambda c: 0.5 * (c @ W), H)
 
@@ -452,6 +452,6 @@ def test_what_is_linear_hands_on_that_it_meets_a_solution():
     assert not want(read(lambda h: jnp.exp(solved() + h * jnp.tanh(h)))).beside
 
 
-def test_of_a_quotient_the_derivative_by_the_dividend_is_steady():
+def test_is_steady_holds_for_the_dividend_of_div_alone():
     divided = op(analysed(lambda x, y: x / y, H, H), "div")
     assert [is_steady(divided, v) for v in divided.ins] == [True, False]

@@ -59,7 +59,7 @@ STEPS = {
 }
 
 
-def test_of_terms_that_are_all_scaled_none_is_the_state():
+def test_sum_whose_terms_are_all_scaled_has_no_state():
     """The taps of a filter, each scaled by numbers that nobody knows."""
 
     def taps(h, w, v, a, b):
@@ -87,7 +87,7 @@ def test_a_step_is_kept_exact_where_it_may_be_small(name):
     assert fact(fun, H, W, V, *captured).exact == exact
 
 
-def test_what_is_exact_is_not_half():
+def test_fact_of_an_exact_value_is_not_half():
     assert not fact(lambda h: h @ W + 0.1 * (h @ V), H).half
     assert fact(lambda h: h @ W + 0.5 * (h @ V), H).half
 
@@ -98,7 +98,7 @@ def test_a_step_from_an_argument_that_nobody_rounded_is_exact():
     assert not fact(lambda h, w: h + jnp.tanh(h), H, W).exact
 
 
-def test_four_writes_are_stored_and_five_are_not():
+def test_state_of_four_writes_is_half_and_of_five_is_exact():
     """The first is a block's, with weights that are new to the state."""
     assert fact(repeated(1), H, W, V).writes == 0
     assert fact(repeated(5), H, W, V).writes == 4 and not fact(repeated(5), H, W, V).exact
@@ -124,13 +124,13 @@ def test_tangents_are_never_exact():
     assert fact(lambda h, w: h @ w + 0.1 * h, H, W, linear=(0,)).linear
 
 
-def test_what_a_user_asks_in_half_is_half():
+def test_operation_on_the_half_list_is_half_and_not_exact():
     policy = mpjax.get_policy("mixed_bfloat16").with_ops(half="add")
     found = fact(lambda h: h @ W + 0.1 * (h @ V), H, policy=policy)
     assert found.half and not found.exact
 
 
-def test_an_unknown_operation_makes_something_new_of_what_was_made():
+def test_unknown_operation_makes_a_new_value_unless_of_arguments():
     """Of arguments it makes what is computed from arguments alone."""
     made = fact(lambda h: h @ W, H)
     assert fact(lambda h: lax.reduce_precision(h @ W, 5, 10), H).made != made.made
@@ -213,7 +213,7 @@ MAXIMA = {
 
 @pytest.mark.parametrize("name", MAXIMA)
 @pytest.mark.parametrize("given", [True, False])
-def test_only_a_maximum_itself_bounds_what_it_is_taken_from(name, given):
+def test_span_is_bounded_by_subtraction_of_the_maximum_itself_alone(name, given):
     change, span = MAXIMA[name]
 
     def fun(h):
@@ -224,7 +224,7 @@ def test_only_a_maximum_itself_bounds_what_it_is_taken_from(name, given):
 
 
 @pytest.mark.parametrize("name", SPANS)
-def test_how_large_a_value_may_be(name):
+def test_span_says_how_large_a_value_may_be(name):
     fun, span = SPANS[name]
     assert fact(fun, H).span == span
 
@@ -259,7 +259,7 @@ NORMS = {
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_what_is_one_over_a_size_and_what_was_multiplied_by_it(name):
+def test_norm_tells_one_over_a_size_and_products_with_it(name):
     fun, norm = NORMS[name]
     assert fact(fun, H).norm == norm
 
@@ -277,7 +277,7 @@ HALF = {
 
 
 @pytest.mark.parametrize("name", HALF)
-def test_what_comes_from_a_half_operation(name):
+def test_fact_half_tells_results_of_half_operations(name):
     fun, half = HALF[name]
     assert fact(fun, H).half == half
 
@@ -307,13 +307,13 @@ def test_an_argument_that_was_broadcast_is_spread():
     assert fact(lambda v: jnp.exp(jnp.broadcast_to(v, (8, 16))), VECTOR).spread
 
 
-def test_bits_made_floats_are_exact():
+def test_iota_is_exact():
     assert fact(lambda h: lax.iota(jnp.float32, 16), H).exact
     assert not fact(lambda h: h @ W, H).exact
 
 
 @pytest.mark.parametrize("number, span", [(1.0, BOUNDED), (-1.0, BOUNDED), (-2.0, FITS)])
-def test_known_numbers_are_as_large_as_the_largest(number, span):
+def test_span_of_known_numbers_is_that_of_the_largest(number, span):
     start = np.float32([0.5, number, -np.inf])  # a mask's, no number
 
     def fun(h):
@@ -373,7 +373,7 @@ TURNS = {
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_which_carries_are_half(name):
+def test_scan_carry_is_half_unless_it_accumulates_or_float32_makes_it(name):
     turn, half = TURNS[name]
     xs = jnp.zeros((7, 8, 16))
 
@@ -464,7 +464,7 @@ def test_a_loop_that_runs_until_matmuls_meet_a_tolerance_is_left_alone(alone):
 
 
 @pytest.mark.parametrize("ruled", [True, False])
-def test_what_has_a_backward_rule_and_a_tolerance_inside_is_left_alone(ruled):
+def test_custom_vjp_call_with_a_tolerance_loop_inside_is_left_alone(ruled):
     """Its backward rule may repeat what the loop decides."""
 
     def solve(h, w):
@@ -492,7 +492,7 @@ def test_a_tolerance_is_seen_through_another_carry():
     assert ruling(op(analysed(fun, H, W), "while")).rule == "leave"
 
 
-def test_what_an_argument_becomes_in_a_branch_is_joined():
+def test_facts_of_the_branches_of_cond_are_joined():
     def fun(h, w):
         return lax.cond(h[0, 0] > 0, lambda h: h @ w, lambda h: jnp.exp(h), h)
 

@@ -48,7 +48,7 @@ QUICK = [(name, HALVES[i % 2]) for i, name in enumerate(FULL)]
 
 
 @pytest.mark.parametrize(("name", "half"), thorough_but(PAIRS, *QUICK))
-def test_float32_operations(name, half):
+def test_float32_operations_match_the_original_results(name, half):
     identity = jnp.eye(8)
 
     def all_ways(x):
@@ -61,14 +61,14 @@ def test_float32_operations(name, half):
     np.testing.assert_allclose(of_half, want, rtol=1e-5, atol=1e-5)
 
 
-def test_large_values_in_float16():
+def test_layer_norm_of_large_values_is_right_in_float16():
     x = rounded(300 + X, "float16")
     np.testing.assert_allclose(cast(layer_norm, "float16")(x), jax.jit(layer_norm)(x), rtol=1e-6)
     through = cast(lambda x: layer_norm(x @ jnp.eye(8)) @ jnp.eye(8), "float16")
     np.testing.assert_allclose(through(x), layer_norm(x), atol=2e-3)
 
 
-def test_wide_results():
+def test_matmul_read_by_float32_operations_gives_float32():
     """A matmul read only by float32 operations gives float32; its backward matmuls stay half."""
     for reader in (
         lambda s: jnp.sum(jax.nn.softmax(s)[:, 0]),
@@ -109,7 +109,7 @@ PAIRS = [(mask, half) for mask in MASKS for half in HALVES]
 
 
 @pytest.mark.parametrize(("mask", "half"), thorough_but(PAIRS, 1, 2, 5))
-def test_fully_masked_rows(mask, half):
+def test_softmax_of_fully_masked_rows_matches_float32(mask, half):
     allowed = jnp.array([[True] * 4, [False] * 4, [True, False] * 2, [False] * 4])
 
     def fun(w, x):
@@ -126,7 +126,7 @@ def test_fully_masked_rows(mask, half):
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_constants_that_half_would_lose(half):
+def test_constants_that_half_would_lose_survive(half):
     def fun(w, x):
         h = (x * 0) @ w
         return (h / (jnp.abs(h) + 1e-8)) @ w + 0.999 * (h + 1)
@@ -137,7 +137,7 @@ def test_constants_that_half_would_lose(half):
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_positions(half):
+def test_positions_and_their_angles_stay_float32(half):
     def fun(w, x):
         positions = jnp.arange(5000, dtype=jnp.float32)[:, None]
         angles = positions * jnp.array([1.0, 0.01])
@@ -159,7 +159,7 @@ ANGLES = {
     ("name", "half"),
     thorough_but([(name, half) for name in ANGLES for half in HALVES], 0, 3, 4, 7, 8),
 )
-def test_angles_of_rotary_embeddings(name, half):
+def test_angles_of_rotary_embeddings_stay_float32(name, half):
     def fun(w, positions, q):
         angles = ANGLES[name](positions, 1 / 10000 ** (jnp.arange(0, 8, 2) / 8))
         return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], 1), q @ w
@@ -180,7 +180,7 @@ def test_pixels_and_outer_products_are_half():
     assert not full_matmuls(jax.grad(lambda *args: sum(cast(fun)(*args))), *args)
 
 
-def test_running_sums():
+def test_running_sums_in_a_scan_stay_float32():
     def fun(w, x):
         def step(total, _):
             return total + jnp.mean(jax.nn.relu(x @ w) * 0 + 1), None
@@ -208,7 +208,7 @@ def test_state_that_is_returned_keeps_its_precision():
     assert_near(cast(fun)(W, state, X)[0], fun(W, state, X)[0], 1e-4)
 
 
-def test_training_inside_a_scan():
+def test_training_inside_a_scan_matches_float32():
     """Parameters under training are a carry that feeds matmuls, and must not be half."""
 
     def fun(w, x):
@@ -237,7 +237,7 @@ def test_lstm_cell_stays_float32():
     assert h.aval.dtype == jnp.bfloat16 and c.aval.dtype == jnp.float32
 
 
-def test_gradient_of_a_weight_in_a_loop():
+def test_gradient_of_a_weight_in_a_loop_matches_float32():
     def fun(w, x):
         def step(h, _):
             return jnp.tanh(h @ w + x), jnp.mean(h)

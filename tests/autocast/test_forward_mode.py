@@ -34,7 +34,7 @@ WAYS = {
 @pytest.mark.parametrize("half", thorough_but(HALVES, "bfloat16"))
 @pytest.mark.parametrize("fun", [attention, convolution])
 @pytest.mark.parametrize("way", WAYS)
-def test_both_operands_of_every_matmul_are_half(way, fun, half):
+def test_forward_mode_matmuls_have_two_half_operands(way, fun, half):
     compiled = jax.jit(WAYS[way](cast(fun, half))).lower(W, X).as_text()
     operands = re.findall(r"stablehlo\.(?:dot_general|convolution).* : \(([^)]*)\)", compiled)
     short = {"bfloat16": "bf16", "float16": "f16"}[half]

@@ -70,7 +70,7 @@ def test_explain_names_the_kernel_of_a_device_that_is_not_there(target, argnums)
     assert any(row.attention == TARGETS[target] for row in report.rows)
 
 
-def test_explain_knows_the_names_of_devices():
+def test_explain_refuses_unknown_target_names():
     with pytest.raises(ValueError, match="target='h10' is not known. Did you mean 'h100'"):
         mpjax.explain(jnp.sum, target="h10")
     with pytest.raises(TypeError, match="target=100 must be the name of a device"):
@@ -218,7 +218,7 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_a_spelling_is_fused(name):
+def test_attention_in_each_spelling_is_fused(name):
     fun, x, expected = SPELLINGS[name]
     assert said(fun, x) == [expected]
 
@@ -228,7 +228,7 @@ VALUES += ["positions first", "exponentials", "images", "scan"]
 
 
 @pytest.mark.parametrize("name", thorough_but(SPELLINGS, *VALUES))
-def test_a_spelling_has_its_values(name):
+def test_fused_attention_in_each_spelling_has_its_values(name):
     fun, x, _ = SPELLINGS[name]
     assert_alike(fun, x, 0.015)
 
@@ -334,13 +334,13 @@ NEAR_MISSES = {
 
 
 @pytest.mark.parametrize("name", NEAR_MISSES)
-def test_a_near_miss_is_not(name):
+def test_near_miss_of_attention_is_not_fused(name):
     fun, why = NEAR_MISSES[name]
     assert said(fun, Q) == [f"xla: {why}"]
 
 
 @pytest.mark.parametrize("name", thorough_but(NEAR_MISSES, "a mask of -1", "returned", "guarded"))
-def test_a_near_miss_has_the_values_that_it_had(name):
+def test_near_miss_of_attention_keeps_its_values(name):
     fun, _ = NEAR_MISSES[name]
     loss = lambda q: jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, fun(q)))  # noqa: E731
     with on("h100"):
@@ -349,11 +349,11 @@ def test_a_near_miss_has_the_values_that_it_had(name):
     assert np.array_equal(ours, plain, equal_nan=True)
 
 
-def test_a_float32_region_stays_and_needs_no_reason():
+def test_attention_in_a_float32_region_is_not_fused_and_needs_no_reason():
     assert said(forced, Q) == []
 
 
-def test_a_sharded_sequence_stays_and_says_so():
+def test_attention_over_a_sharded_sequence_is_not_fused_and_says_why():
     with jax.set_mesh(jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))):
         assert said(sharded, Q) == [
             "xla: its sequence is sharded, and a fused kernel needs whole sequences"
@@ -368,11 +368,11 @@ DEVICES = {
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_a_device_has_not_stays(device):
+def test_attention_is_not_fused_where_the_device_has_no_kernel(device):
     assert said(nanogpt, Q, device=device) == [f"xla: {DEVICES[device]}"]
 
 
-def test_it_is_off_unless_asked_for():
+def test_fused_attention_is_off_by_default():
     assert said(nanogpt, Q, policy="mixed_bfloat16") == []
     policy = mpjax.get_policy("mixed_bfloat16")
     assert policy.replace(fused_attention=True) == mpjax.get_policy(FUSED)
@@ -408,14 +408,14 @@ def of_any_layout(data):
 
 
 @given(st.data())
-def test_any_layout_is_fused(data):
+def test_attention_of_any_layout_is_fused(data):
     fun, arrays, expected = of_any_layout(data)
     assert said(fun, *arrays) == [expected]
 
 
 @pytest.mark.thorough
 @given(st.data())
-def test_any_layout_has_its_values(data):
+def test_fused_attention_of_any_layout_has_its_values(data):
     fun, arrays, _ = of_any_layout(data)
     loss = lambda *xs: jnp.sum(jnp.sin(fun(*xs)))  # noqa: E731
     with on("h100"):
@@ -431,7 +431,7 @@ def test_any_layout_has_its_values(data):
     ("storage", "half"),
     thorough_but([(storage, half) for half in HALVES for storage in ("fast", "lean")], 0, 3),
 )
-def test_no_scores_are_made_and_cudnns_own_backward_runs(half, storage):
+def test_fused_attention_makes_no_scores_and_runs_cudnns_backward(half, storage):
     policy = f"mixed_{half},storage={storage},fused_attention=true"
     long = [normal(i, 2, 256, 4, 64) for i in range(3)]
 
@@ -453,7 +453,7 @@ def test_no_scores_are_made_and_cudnns_own_backward_runs(half, storage):
         assert max(sizes) < 4 * args[0].size  # no scores
 
 
-def test_what_a_kernel_refuses_under_vmap_runs_all_the_same():
+def test_attention_that_a_kernel_refuses_under_vmap_runs_unfused():
     def kernel(*args, options):
         if isinstance(args[0], jax.core.Tracer) and calls:
             raise NotImplementedError("batched")

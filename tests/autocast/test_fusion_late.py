@@ -33,14 +33,14 @@ def masked(x):
 
 @pytest.mark.parametrize("fun", [divided, inverted, masked])
 @pytest.mark.parametrize("argnums", [None, 0])
-def test_it_is_said(fun, argnums):
+def test_explain_says_that_attention_normalized_late_is_not_fused(fun, argnums):
     loss = lambda x: jnp.sum(fun(x) ** 2)  # noqa: E731
     report = mpjax.explain(loss, FUSED, argnums, target="h100")(X)
     assert "attention: " + NOT_FUSED in report.summary()
     assert not any(line.startswith("attention") for line in mpjax.explain(loss)(X).summary())
 
 
-def test_what_is_no_attention_is_not():
+def test_explain_names_no_attention_where_there_is_none():
     def features(x):
         return (jnp.exp(x) @ x.mT) / jnp.exp(x).sum(-1, keepdims=True)  # of no scores
 

@@ -52,7 +52,7 @@ PACKAGES = {"linen": of_linen, "nnx": of_nnx, "haiku": of_haiku, "equinox": of_e
     ("name", "masked"),
     thorough_but([(name, masked) for masked in (False, True) for name in PACKAGES], 1, 2, 4, 7),
 )
-def test_a_package_is_fused(name, masked):
+def test_attention_of_each_package_is_fused(name, masked):
     call, params = PACKAGES[name]()
     mask = CAUSAL[None, None] if masked else None
     fun = lambda p: call(p, mask)  # noqa: E731
@@ -62,7 +62,7 @@ def test_a_package_is_fused(name, masked):
     assert not masked or said(given, params, jnp.asarray(mask)) == ["cudnn, a mask"]
 
 
-def test_dropout_stays_and_says_so():
+def test_attention_with_dropout_is_not_fused_and_says_why():
     call, params = of_linen(dropout_rate=0.5, deterministic=False)
     why = "xla: mul is applied to its weights, as in dropout or scaling"
     assert said(lambda p: call(p, None), params) == [why]

@@ -219,7 +219,7 @@ def test_a_changed_program_is_described():
     ]
 
 
-def test_every_kind_is_compared():
+def test_golden_programs_are_recorded_for_every_kind_and_policy():
     rows = recorded()["programs"]
     assert {name.split()[0] for name in rows} == {*KINDS}
     assert {name.rpartition(", ")[2] for name in rows} == {*POLICIES}
@@ -227,7 +227,7 @@ def test_every_kind_is_compared():
 
 @OF_THIS_JAX
 @pytest.mark.parametrize(("kind", "policy"), CASES)
-def test_plans_are_as_they_were(kind, policy):
+def test_plans_of_golden_programs_are_as_recorded(kind, policy):
     everything = recorded()["programs"]
     want = {k: v for k, v in everything.items() if k.startswith(kind) and k.endswith(f", {policy}")}
     lines = changes(want, compared(want, policy, kind))

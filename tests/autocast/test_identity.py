@@ -109,12 +109,12 @@ OTHERS = (stack_with_weak_scalars, second_moments, spectrum, of_half, own_rule)
 
 
 @pytest.mark.parametrize("fun", [*PROGRAMS.values(), *OTHERS], ids=lambda f: f.__name__)
-def test_programs_are_unchanged(fun):
+def test_float32_policy_leaves_programs_unchanged(fun):
     assert_is_identity(fun, W, X)
 
 
 @pytest.mark.parametrize("name", thorough_but(MODELS, "scan over layers", "mixture of experts"))
-def test_models_are_unchanged(name):
+def test_float32_policy_leaves_models_unchanged(name):
     assert_is_identity(*MODELS[name]())
 
 
@@ -128,19 +128,19 @@ def assert_random_program_is_unchanged(seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_programs_are_unchanged(seed):
+def test_float32_policy_leaves_random_programs_unchanged(seed):
     assert_random_program_is_unchanged(seed)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(6, 200))
-def test_more_random_programs_are_unchanged(seed):
+def test_float32_policy_leaves_more_random_programs_unchanged(seed):
     assert_random_program_is_unchanged(seed)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", SOUND)
-def test_members_are_unchanged(name):
+def test_float32_policy_leaves_members_of_sound_tests_unchanged(name):
     registries = vars(importlib.import_module(f"test_sound_{name}")).values()
     members = [m for r in registries if isinstance(r, Members) for m in r.values()]
     assert members
@@ -153,26 +153,26 @@ def test_members_are_unchanged(name):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", clean_models.MODELS)
-def test_models_of_libraries_are_unchanged(name):
+def test_float32_policy_leaves_models_of_libraries_unchanged(name):
     assert_is_identity(*clean_models.MODELS[name]())
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", benchmarks.models.MODELS)
-def test_models_of_benchmarks_are_unchanged(name):
+def test_float32_policy_leaves_models_of_benchmarks_unchanged(name):
     sizes = benchmarks.models.SMALL[name]
     loss, params, rest, batch, _ = benchmarks.models.MODELS[name](**sizes)
     assert_is_identity(loss, params, rest, batch)
 
 
 @pytest.mark.parametrize("fun", [stack_with_weak_scalars, PROGRAMS["layers"], PROGRAMS["dropout"]])
-def test_results_are_the_same_bits(fun):
+def test_float32_policy_gives_the_same_bits(fun):
     got = jax.jit(jax.value_and_grad(mpjax.autocast(fun, "float32")))(W, X)
     want = jax.jit(jax.value_and_grad(fun))(W, X)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_an_outer_autocast_leaves_it_alone():
+def test_outer_autocast_leaves_a_float32_autocast_alone():
     inner = mpjax.autocast(lambda w, x: jnp.tanh(x @ w), "float32")
 
     def scanned(w, x):
@@ -215,7 +215,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_a_region_counts(around):
+def test_region_under_a_float32_policy_runs_in_its_dtype(around):
     def layer(w, x):
         y = jnp.cos(x)
         with mpjax.precision("bfloat16"):
@@ -226,7 +226,7 @@ def test_a_region_counts(around):
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_an_override_counts(around):
+def test_override_of_a_float32_policy_runs_in_its_dtype(around):
     def layer(w, x):
         with jax.named_scope("hot"):
             return jnp.tanh(x @ w)
@@ -236,7 +236,7 @@ def test_an_override_counts(around):
     assert matmul_dtypes(fun, W, X) == [("bfloat16", "bfloat16")]
 
 
-def test_a_pattern_that_matches_nothing_is_an_error():
+def test_override_of_a_float32_policy_that_matches_nothing_raises():
     policy = mpjax.get_policy("float32").override({"*hot*": "float32"})
     with pytest.raises(ValueError, match="hot"):
         mpjax.autocast(lambda w, x: x @ w, policy)(W, X)
@@ -263,7 +263,7 @@ def test_changes_of_modules_are_kept():
     assert np.all(np.asarray(model.mean[...]) > 0)
 
 
-def test_the_policy_is_known_inside():
+def test_current_policy_is_known_inside_a_float32_autocast():
     seen = []
     mpjax.autocast(lambda x: seen.append(mpjax.current_policy()) or x, "float32")(X)
     assert seen == [mpjax.get_policy("float32")]

@@ -45,7 +45,7 @@ def test_float64_stays(x64):
     np.testing.assert_allclose(got[0], x @ w, rtol=1e-12)
 
 
-def test_values_that_the_user_made_half():
+def test_values_that_the_user_made_half_stay_half():
     def fun(w, x):
         h = x.astype(jnp.bfloat16)
         return h * 2, jax.nn.softmax(h.astype(jnp.float32) @ w)
@@ -69,7 +69,7 @@ def test_half_parameters_are_used_as_they_are():
     assert jax.grad(cast(fun))(w, X).dtype == jnp.bfloat16
 
 
-def test_output_dtype():
+def test_output_dtype_of_a_policy_casts_floating_results_alone():
     policy = mpjax.get_policy("p=f32,c=bf16,o=bf16")
     out = mpjax.autocast(lambda w, x: (x @ w, jnp.arange(2)), policy)(W, X)
     assert out[0].dtype == jnp.bfloat16 and out[1].dtype == jnp.int32
@@ -95,7 +95,7 @@ def test_eager_calls_are_cached():
     assert len(traces) == 2
 
 
-def test_closures_over_tracers():
+def test_gradients_through_closures_over_tracers_match_float32():
     def fun(w, x):
         return cast(lambda x: jnp.sum(x @ w))(x)
 
@@ -103,7 +103,7 @@ def test_closures_over_tracers():
     assert_near(jax.jit(jax.grad(fun))(W, X), jax.grad(lambda w, x: jnp.sum(x @ w))(W, X))
 
 
-def test_autocast_inside_autocast():
+def test_inner_autocast_keeps_its_own_policy():
     def fun(w, x):
         exact = mpjax.autocast(lambda x: x @ w, "float32")(x)
         return jnp.sum(exact) + jnp.sum(x @ w)
@@ -224,7 +224,7 @@ def test_linear_call_keeps_its_transpose():
     assert not full_matmuls(grad, W, X)
 
 
-def test_custom_vjp_with_symbolic_zeros():
+def test_custom_vjp_with_symbolic_zeros_is_told_what_jax_tells_it():
     seen = []
 
     @jax.custom_vjp
@@ -257,7 +257,7 @@ def test_custom_vjp_with_symbolic_zeros():
     assert_near(cast(fun)(W, X), fun(W, X), 0.02)
 
 
-def test_explicit_meshes():
+def test_shardings_of_explicit_meshes_survive():
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     place = lambda a, *spec: jax.device_put(  # noqa: E731
         a, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))

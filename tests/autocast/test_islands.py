@@ -52,7 +52,7 @@ def test_exact_gelu_keeps_its_half_slope():
     assert arrays == ["bfloat16"] * 3  # x, the slope, the result
 
 
-def test_exact_gelu_keeps_no_more_than_the_other_before_a_gate():
+def test_exact_gelu_keeps_no_more_than_approximate_gelu_before_a_gate():
     def fun(approximate, w, x):
         return jnp.sum((jax.nn.gelu(x @ w, approximate=approximate) * (x @ w.T)) @ w)
 
@@ -75,7 +75,7 @@ def test_gelu_keeps_its_half_slope():
 @pytest.mark.parametrize(
     "act", [lambda h: jnp.tanh(h / 3), lambda h: h * (1 + jax.lax.erf(h / 2**0.5)) / 2]
 )
-def test_what_is_written_out_keeps_its_half_slope(act):
+def test_activation_that_is_written_out_keeps_its_half_slope(act):
     def fun(w, x):
         return jnp.sum(act(x @ w) @ w)
 
@@ -101,7 +101,7 @@ ACTIVATIONS = [jax.nn.silu, jnp.tanh, jax.nn.gelu, lambda x: jnp.sin(x) / 3]
     ("half", "act"),
     thorough_but([(half, act) for half in HALVES for act in ACTIVATIONS], 0, 1, 6, 7),
 )
-def test_sloped_islands_in_value_and_derivatives(act, half):
+def test_sloped_islands_match_float32_in_value_and_derivatives(act, half):
     def fun(w, x):
         return jnp.sum(jnp.cos(act(x @ w) @ w))
 
@@ -174,7 +174,7 @@ QUICK = [(around, name) for around, name in PAIRS if around is jax.jit or name i
 
 
 @pytest.mark.parametrize(("transform", "name"), thorough_but(PAIRS, *QUICK))
-def test_softmaxes_that_matmuls_read(name, transform):
+def test_softmaxes_that_matmuls_read_match_float32_derivatives(name, transform):
     check_derivatives(read_by_matmuls(name), transform)
 
 
@@ -182,12 +182,12 @@ def test_softmaxes_that_matmuls_read(name, transform):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in ATTENTIONS if name != "not dropped to zero"])
 @pytest.mark.parametrize("transform", AROUND)
-def test_softmaxes_that_matmuls_read_as_compiled(name, transform):
+def test_softmaxes_that_matmuls_read_match_float32_as_compiled(name, transform):
     check_derivatives(read_by_matmuls(name), transform, compiled)
 
 
 @pytest.mark.parametrize("name", thorough_but(ATTENTIONS, "no batch", "returned too", "dropped"))
-def test_softmaxes_inside_of_remat(name):
+def test_softmaxes_inside_of_remat_match_float32(name):
     @jax.checkpoint
     def fun(q, v):
         scores = jnp.einsum("bqd,bkd->bqk", q, v)
@@ -250,7 +250,7 @@ def test_dropout_of_a_softmax_keeps_one_half_array():
     ]
 
 
-def test_an_argument_that_a_loop_reads_is_in_memory_anyway():
+def test_argument_that_a_loop_reads_is_not_kept_rounded_too():
     def fun(w, x, units):
         layer = lambda h, _: ((1 + jnp.tanh(h @ w)) * units, None)  # noqa: E731
         return jnp.sum(jax.lax.scan(layer, x, None, length=3)[0])
@@ -295,7 +295,7 @@ SHIFTS = [lambda m: m, lambda m: m / 2, lambda m: m + 1]
     ("shift", "use"),
     thorough_but([(shift, use) for shift in SHIFTS for use in USES], 1, 2, 4, 7, 10),
 )
-def test_a_maximum_has_its_derivative_where_it_is_not_zero(use, shift, rng):
+def test_derivative_of_a_softmax_maximum_is_right_where_it_is_not_zero(use, shift, rng):
     def fun(w, x):
         return jnp.sum(jnp.sin(use(*by_hand((x @ w) @ x.T, shift), x)))
 
@@ -342,7 +342,7 @@ def grouped_in_between(h, moved):
 
 
 @pytest.mark.parametrize("norm", [grouped_before, grouped_in_between])
-def test_what_is_normalized_is_kept_once_and_not_as_a_view(norm):
+def test_normalized_value_is_kept_once_and_not_as_a_view(norm):
     def fun(w, x):
         h = x @ w
         return jnp.sum((h + norm(h, 0.5) @ w) @ w)
@@ -353,7 +353,7 @@ def test_what_is_normalized_is_kept_once_and_not_as_a_view(norm):
     near(fun, 0.03)
 
 
-def test_what_is_normalized_is_kept_before_it_is_broadcast():
+def test_normalized_value_is_kept_before_it_is_broadcast():
     def fun(w, x):
         h = jax.nn.softmax(x @ w)
         spread = jnp.broadcast_to(jnp.sum(x @ w, 0), h.shape) * h
@@ -379,7 +379,7 @@ def test_what_an_island_rounds_is_among_its_inputs(name):
     assert islands and all(island.rounded <= {*island.ins} for island in islands)
 
 
-def test_few_casts():
+def test_autocast_repeats_no_cast_and_undoes_none():
     def fun(w, x):
         h = x @ w
         return jnp.sum(jax.nn.relu(h @ w) @ w + h @ w)

@@ -102,12 +102,12 @@ def test_a_kernel_sees_half_wherever_it_is_traced(name, seen):
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_the_policy_says_which_half(half, seen):
+def test_half_inputs_kernel_gets_the_dtype_of_the_policy(half, seen):
     jax.eval_shape(cast(lambda w: jnp.sum(kernel(X, w)), half), W)
     assert seen == [(half, half)]
 
 
-def test_outside_of_autocast_it_is_the_kernel_itself(seen):
+def test_half_inputs_outside_of_autocast_is_the_kernel_itself(seen):
     shared = jax.jit(lambda x, w: kernel(x, w))
     assert str(jax.make_jaxpr(kernel)(X, W)) == str(jax.make_jaxpr(plain)(X, W))
     jax.eval_shape(mpjax.autocast(shared, "mixed_bfloat16"), X, W)
@@ -117,12 +117,12 @@ def test_outside_of_autocast_it_is_the_kernel_itself(seen):
     assert np.array_equal(shared(X, W), jax.jit(plain)(X, W))
 
 
-def test_under_a_float32_policy_it_is_the_kernel_itself(seen):
+def test_half_inputs_under_a_float32_policy_is_the_kernel_itself(seen):
     got = mpjax.autocast(lambda x, w: kernel(x, w), "float32")(X, W)
     assert seen == [("float32", "float32")] and np.array_equal(got, jax.jit(plain)(X, W))
 
 
-def test_what_it_hands_out_is_half_to_the_plan():
+def test_half_inputs_results_are_half_to_the_plan():
     """No cast stands between two kernels, nor between one and a matmul."""
     jaxpr = jax.make_jaxpr(cast(lambda x, w: kernel(kernel(x @ w, w), w) @ w))(X, W)
     casts = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
@@ -144,7 +144,7 @@ TREE = {"x": X, "n": jnp.arange(3), "k": 2.0}
 INDEX = jnp.asarray([0, 2])
 
 
-def test_trees_keywords_integers_and_several_results(seen):
+def test_half_inputs_takes_trees_keywords_integers_and_several_results(seen):
     def fun(x):
         return mpjax.half_inputs(many)(TREE | {"x": x}, INDEX, scale=x[0], mode="fast")
 
@@ -155,14 +155,14 @@ def test_trees_keywords_integers_and_several_results(seen):
 
 
 @pytest.mark.parametrize("chosen", ["scale", ["scale"], ("scale", 1)])
-def test_chosen_arguments_stay_float32(chosen, seen):
+def test_half_inputs_keeps_chosen_arguments_in_float32(chosen, seen):
     wrapped = mpjax.half_inputs(float32=chosen)(many)
     fun = cast(lambda x: wrapped(TREE | {"x": x}, INDEX, scale=x[0], mode="fast")[1])
     jax.eval_shape(fun, X)
     assert seen == [("bfloat16", "int32", "int32", "float32")]
 
 
-def test_an_argument_is_chosen_by_place_or_by_name(seen):
+def test_half_inputs_argument_is_chosen_by_place_or_by_name(seen):
     for chosen in (1, "w"):
         wrapped = mpjax.half_inputs(plain, float32=chosen)
         jax.eval_shape(cast(lambda x, w, wrapped=wrapped: wrapped(x, w=w)), X, W)
@@ -170,7 +170,7 @@ def test_an_argument_is_chosen_by_place_or_by_name(seen):
     assert seen == [("bfloat16", "float32")] * 4
 
 
-def test_half_arguments_and_float64_stay_what_they_are(seen):
+def test_half_inputs_leaves_half_arguments_as_they_are(seen):
     jax.eval_shape(cast(lambda x, w: kernel(x.astype(jnp.float16), w)), X, W)
     assert seen == [("float16", "bfloat16")]
 
@@ -180,7 +180,7 @@ def test_cotangents_arrive_in_the_kernels_own_dtype(seen):
     assert ("cotangent", "bfloat16") in seen
 
 
-def test_what_is_no_argument_is_refused():
+def test_half_inputs_refuses_what_is_no_argument():
     with pytest.raises(ValueError, match=r"float32='z' is not an argument.*0 'x', 1 'w'"):
         mpjax.half_inputs(plain, float32="z")
     with pytest.raises(ValueError, match="float32=2 is not an argument"):
@@ -210,7 +210,7 @@ def in_a_region(dtype):
     return fun
 
 
-def test_a_region_decides(seen):
+def test_precision_region_decides_the_dtype_of_a_kernel(seen):
     for dtype in ("float32", "float16"):
         jax.eval_shape(cast(in_a_region(dtype)), X, W)
         jax.eval_shape(mpjax.autocast(in_a_region(dtype), "float32"), X, W)
@@ -226,7 +226,7 @@ def layers(ws, x):
     return jnp.sum(x)
 
 
-def test_an_override_decides_by_scope(seen):
+def test_override_by_scope_decides_the_dtype_of_a_kernel(seen):
     for pattern in ("*layer_1*", "layer_1"):  # the kernel's own scope does not count
         policy = mpjax.get_policy("mixed_bfloat16").override({pattern: "float32"})
         jax.eval_shape(mpjax.autocast(layers, policy), [W] * 3, X)
@@ -237,7 +237,7 @@ def test_an_override_decides_by_scope(seen):
     assert [x for x, _ in seen[-3:]] == ["bfloat16", "float16", "bfloat16"]
 
 
-def test_an_override_decides_by_the_parameter_that_a_kernel_is_given(seen):
+def test_override_by_parameter_decides_the_dtype_of_a_kernel(seen):
     policy = mpjax.get_policy("mixed_bfloat16").override({"2": "float32"})
     jax.eval_shape(mpjax.autocast(layers, policy), [W, W, W], X)
     assert [x for x, _ in seen[-3:]] == ["bfloat16", "bfloat16", "float32"]
@@ -306,7 +306,7 @@ def test_a_pallas_kernel_runs_in_half(storage):
     assert_near(got, np.float32(2) * np.tanh(np.asarray(X) @ W) @ W, 0.02)
 
 
-def test_instruments_run_kernels(seen):
+def test_compare_and_find_nonfinite_run_kernels_in_half(seen):
     fun = lambda w, x: jnp.sum(kernel(x, w) ** 2)  # noqa: E731
     rows = mpjax.compare(fun, "mixed_bfloat16")(W, X).rows
     assert {"bfloat16"} == {one for pair in seen for one in pair} and rows
@@ -314,7 +314,7 @@ def test_instruments_run_kernels(seen):
     assert report.primitive == "log"
 
 
-def test_a_bound_method_and_a_partial_are_kernels(seen):
+def test_half_inputs_takes_a_partial_whose_bound_arguments_stay(seen):
     wrapped = mpjax.half_inputs(functools.partial(plain, w=W))
     assert jax.eval_shape(cast(lambda x: wrapped(x)), X).dtype == jnp.float32
     assert seen == [("bfloat16", "float32")]  # what is bound is no argument
@@ -323,7 +323,7 @@ def test_a_bound_method_and_a_partial_are_kernels(seen):
 # ---- the policy that holds -----------------------------------------------------------------------
 
 
-def test_the_policy_around_is_known_while_it_is_traced():
+def test_current_policy_inside_a_jit_is_that_of_the_autocast_around():
     asked = []
 
     @jax.jit

@@ -102,7 +102,7 @@ QUICK = ["network", "layers", "switch", "custom_vjp", "shard_mapped", "composed"
 
 
 @pytest.mark.parametrize("name", thorough_but(SUITE, *QUICK))
-def test_gradients_are_those_of_fast_and_no_matmul_runs_twice(name):
+def test_lean_gradients_match_fast_and_no_matmul_runs_twice(name):
     fun, args = SUITE[name]
     fast, lean = (compiled(mpjax.autocast(fun, policy), *args) for policy in (FAST, LEAN))
     want = jax.jit(jax.grad(fun, allow_int=True))(*args)
@@ -112,7 +112,7 @@ def test_gradients_are_those_of_fast_and_no_matmul_runs_twice(name):
 
 
 @pytest.mark.parametrize("name", thorough_but(MODELS, "mixture of experts"))
-def test_models(name):
+def test_lean_gradients_of_models_match_fast_and_no_matmul_runs_twice(name):
     loss, params = MODELS[name]()
     fast, lean = (compiled(mpjax.autocast(loss, policy), params) for policy in (FAST, LEAN))
     want, got = fast(params), lean(params)
@@ -155,7 +155,7 @@ def test_explain_tells_what_is_computed_again():
     assert {row.storage for row in forward if row.primitive == "reduce_sum"} == {""}
 
 
-def test_scores_that_a_softmax_needs_no_more_are_not_told_to_be_kept():
+def test_explain_does_not_call_unneeded_softmax_scores_kept():
     def fun(w, x):
         y = x @ w
         return jnp.mean(jax.nn.softmax(y @ x.T + x[:, 0] ** 2) @ y)
@@ -167,7 +167,7 @@ def test_scores_that_a_softmax_needs_no_more_are_not_told_to_be_kept():
 @pytest.mark.parametrize(
     "fun", [jnp.tanh, jnp.exp, jnp.sin, jnp.abs, jax.nn.sigmoid, lambda x: jnp.maximum(x, 0.5)]
 )
-def test_what_derivatives_read_is_computed_again_from_what_is_smaller(fun):
+def test_lean_recomputes_residuals_from_smaller_values(fun):
     def spread(w, x):
         return jnp.mean(fun(x.sum(1)[:, None] + w.sum(0)))
 
@@ -220,11 +220,11 @@ TRANSFORMED = {
 
 
 @pytest.mark.parametrize("name", thorough_but(TRANSFORMED, "vmap", "twice", "remat", "scan"))
-def test_transformations(name):
+def test_lean_matches_fast_under_transformations(name):
     check(TRANSFORMED[name])
 
 
-def test_shard_map():
+def test_lean_matches_fast_under_shard_map():
     mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def transform(fun):
@@ -242,7 +242,7 @@ def test_shard_map():
     check(transform, lambda fun, *args: jax.jit(fun)(*args))
 
 
-def test_taylor_mode():
+def test_lean_matches_fast_in_taylor_mode():
     def fun(x):
         return jnp.sum(jnp.tanh(norm(x @ W)) @ W)
 
@@ -253,7 +253,7 @@ def test_taylor_mode():
     np.testing.assert_allclose(jax.tree.leaves(lean), jax.tree.leaves(fast), rtol=1e-5)
 
 
-def test_symbolic_shapes():
+def test_lean_gradient_exports_with_symbolic_shapes():
     (rows,) = export.symbolic_shape("rows")
     gradient = jax.jit(jax.grad(mpjax.autocast(block, LEAN)))
     exported = export.export(gradient)(W, jax.ShapeDtypeStruct((rows, 8), jnp.float32))
@@ -305,7 +305,7 @@ def test_names_reach_a_checkpoint_around_autocast():
     assert residuals(LEAN) == residuals(FAST) and any("64,8" in aval for aval in residuals(LEAN))
 
 
-def test_what_has_effects_happens_once(capfd):
+def test_effects_under_lean_happen_once(capfd):
     def fun(w, x):
         y = jnp.tanh(norm(x @ w))
         jax.debug.print("here {}", y[0, 0])
@@ -316,7 +316,7 @@ def test_what_has_effects_happens_once(capfd):
     assert capfd.readouterr().out.count("here") == 1
 
 
-def test_what_has_effects_in_the_middle_of_a_stream_happens_once():
+def test_effects_in_the_middle_of_a_stream_happen_once():
     calls = []
 
     def count(x):
@@ -333,7 +333,7 @@ def test_what_has_effects_in_the_middle_of_a_stream_happens_once():
     assert len(calls) == 1
 
 
-def test_what_has_effects_between_readers_of_what_is_kept_happens_once():
+def test_effects_between_readers_of_a_kept_value_happen_once():
     calls = []
 
     def count(x):
@@ -353,7 +353,7 @@ def test_what_has_effects_between_readers_of_what_is_kept_happens_once():
 
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint, jax.jit])
-def test_what_does_not_move_is_not_differentiated(around):
+def test_custom_vjp_rule_in_a_checkpoint_is_told_what_is_not_perturbed(around):
     """A rule that asks is told so inside of a checkpoint, however deep."""
     told = []
 
@@ -383,7 +383,7 @@ def operations(fun):
     return block.ops, block.outvars
 
 
-def test_of_groups_that_wait_for_each_other_one_is_gathered():
+def test_gathered_takes_one_of_groups_that_wait_for_each_other():
     ops, results = operations(lambda x, y: (jnp.sin(jnp.cos(x)), jnp.tanh(jnp.exp(y))))
     cos, sin, exp, tanh = ops
     sin = dataclasses.replace(sin, ins=exp.outs)
@@ -444,7 +444,7 @@ def test_running_and_reporting_change_nothing_in_a_plan(policy):
 
 
 @pytest.mark.parametrize("policy", thorough_but([FAST, LEAN], LEAN))
-def test_two_threads_use_one_function(policy):
+def test_threads_get_equal_programs_of_one_function(policy):
     auto = mpjax.autocast(functools.partial(transformer, blocks=1), policy)
 
     def text(fun):

@@ -40,37 +40,37 @@ def graphs(draw):
 
 @given(graphs())
 @settings(max_examples=150)
-def test_it_is_the_cheapest_of_all(graph):
+def test_cheapest_cut_is_the_cheapest_of_all(graph):
     kept = cheapest_cut(*graph)
     assert separates(kept, *graph[1:])
     assert sum(graph[0][i] for i in kept) == cheapest(*graph)
 
 
 @given(graphs(), st.integers(2**31, 2**40))
-def test_weights_past_what_the_solver_counts_in(graph, scale):
+def test_cheapest_cut_takes_weights_beyond_32_bits(graph, scale):
     weights, edges, given, needed = graph
     kept = cheapest_cut([w * scale for w in weights], edges, given, needed)
     assert separates(kept, edges, given, needed)
     assert sum(weights[i] for i in kept) == cheapest(*graph)
 
 
-def test_what_takes_little_is_not_free_beside_what_takes_much():
+def test_cheapest_cut_counts_small_weights_beside_large_ones():
     # Gigabytes on one path; on another two bytes before one byte.
     edges = [(0, 1), (2, 3)]
     kept = cheapest_cut([2**40, 2**40 + 2**34, 2, 1], edges, [0, 2], [1, 3])
     assert 0 in kept and separates(kept, edges, [0, 2], [1, 3])
 
 
-def test_a_byte_more_counts():
+def test_cheapest_cut_counts_a_byte_more():
     assert cheapest_cut([1, 2], [(0, 1)], [0], [1]) == {0}
 
 
 @given(graphs())
-def test_the_same_each_time(graph):
+def test_cheapest_cut_is_the_same_each_time(graph):
     assert cheapest_cut(*graph) == cheapest_cut(*graph)
 
 
 @pytest.mark.parametrize("length", [2, 5, 40])
-def test_of_equals_the_nearest_to_what_is_needed(length):
+def test_cheapest_cut_takes_the_equal_nearest_to_what_is_needed(length):
     chain = [(i, i + 1) for i in range(length - 1)]
     assert cheapest_cut([7] * length, chain, [0], [length - 1]) == {length - 1}

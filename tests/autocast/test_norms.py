@@ -75,7 +75,7 @@ QUICK = [([*NORMS][i % 3], a, HALVES[i % 2]) for i, a in enumerate(ACTIVATIONS)]
 
 
 @pytest.mark.parametrize(("norm", "activation", "half"), thorough_but(CASES, *QUICK))
-def test_gradients_are_no_worse_than_rounded_matmuls_make_them(norm, activation, half):
+def test_gradients_of_norms_are_no_worse_than_with_rounded_matmuls(norm, activation, half):
     loss = loss_of(NORMS[norm], ACTIVATIONS[activation])
 
     def by_hand(p, x):
@@ -108,7 +108,7 @@ def test_a_mean_is_taken_off_before_a_cotangent_is_rounded(norm, half):
     assert all(row.autocast <= 2 * row.yardstick for row in rows if row.part == "gradient")
 
 
-def test_explain_says_so():
+def test_explain_names_norm_operations_whose_result_is_bfloat16():
     loss = loss_of(NORMS["batch"], jax.nn.silu)
     report = mpjax.explain(loss, "mixed_bfloat16", argnums=0)(P, X)
     said = {row.primitive for row in report.rows if "result is bf16" in row.storage}
@@ -128,14 +128,14 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_elsewhere_nothing_changes(name):
+def test_cotangents_outside_of_norms_before_activations_are_not_rounded(name):
     loss = loss_of(OTHERS[name], lambda x: x)
     report = mpjax.explain(loss, "mixed_bfloat16", argnums=0)(P, X)
     assert not any("the cotangent of" in row.storage for row in report.rows)
 
 
 @pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, jax.vmap])
-def test_within_transformations(around):
+def test_norm_gradients_match_float32_under_jit_checkpoint_and_vmap(around):
     loss = loss_of(NORMS["batch"], jax.nn.silu)
     half = cast(loss)
     fun = (

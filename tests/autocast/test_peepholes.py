@@ -195,16 +195,16 @@ QUICK += ["times a mask", "masked twice", "columns", "roots", "squeezed"]
 
 
 @pytest.mark.parametrize("name", thorough_but(SOFTMAXES, *QUICK))
-def test_derivatives(name):
+def test_softmax_in_each_spelling_has_right_derivatives(name):
     agree(attention(SOFTMAXES[name]), (Q, K, V))
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_derivatives_of_what_looks_like_a_softmax(name):
+def test_lookalike_of_a_softmax_has_right_derivatives(name):
     agree(attention(OTHERS[name], 8), (Q, K, V))
 
 
-def test_derivatives_of_weights_that_multiply_a_softmax():
+def test_weights_that_multiply_a_softmax_have_right_derivatives():
     def weighted(q, k, weights):
         e = jnp.exp(q @ k.T / 8) * weights
         return jnp.cos(e / e.sum(-1, keepdims=True) @ k)
@@ -214,7 +214,7 @@ def test_derivatives_of_weights_that_multiply_a_softmax():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", SOFTMAXES | OTHERS)
-def test_derivatives_as_compiled(name):
+def test_softmax_in_each_spelling_has_right_derivatives_as_compiled(name):
     fun = attention((SOFTMAXES | OTHERS)[name], 2 if name in SOFTMAXES else 8)
     agree(fun, (Q, K, V), run=compiled)
 
@@ -227,12 +227,12 @@ PAIRS = [(transform, name) for transform in TRANSFORMS for name in SAMPLE]
     ("transform", "name"),
     thorough_but(PAIRS, ("scan", "twice"), ("vmap", "online"), ("remat", "off by one")),
 )
-def test_within_transformations(name, transform):
+def test_softmax_has_right_derivatives_within_transformations(name, transform):
     agree(TRANSFORMS[transform](attention((SOFTMAXES | OTHERS)[name])), (Q, K, V))
 
 
 @pytest.mark.parametrize("name", SOFTMAXES)
-def test_scores_are_kept_once(name):
+def test_softmax_scores_are_kept_once(name):
     sizes = [
         jnp.dtype(dtype).itemsize
         for (dtype, shape), count in kept(attention(SOFTMAXES[name]), (Q, K, V), "bfloat16").items()
@@ -300,17 +300,17 @@ LAYOUTS += ["copied", "summed over queries and keys"]
 
 
 @pytest.mark.parametrize("name", thorough_but(HEADS, *LAYOUTS))
-def test_layouts_between_a_softmax_and_its_matmul(name):
+def test_layouts_between_a_softmax_and_its_matmul_keep_derivatives_right(name):
     agree(of_heads(name), (S4, V4))
 
 
 @pytest.mark.parametrize("name", thorough_but(HEADS, "and back"))
-def test_layouts_as_compiled(name):
+def test_layouts_between_a_softmax_and_its_matmul_are_right_as_compiled(name):
     agree(of_heads(name), (S4, V4), run=compiled)
 
 
 @pytest.mark.parametrize("precision, found", [("default", True), ("highest", False)])
-def test_a_matmul_that_is_to_be_exact_is_none_that_sums_by_a_softmax(precision, found):
+def test_softmax_takes_no_row_sums_from_a_matmul_of_highest_precision(precision, found):
     def fun(q, k, v):
         weights = jax.nn.softmax(q @ k.mT / 8)
         return jnp.sum(jnp.cos(jnp.matmul(weights, v, precision=precision)))
@@ -319,7 +319,7 @@ def test_a_matmul_that_is_to_be_exact_is_none_that_sums_by_a_softmax(precision, 
     assert any("row sums come from" in row.storage for row in rows) == found
 
 
-def test_a_sum_of_exponentials_may_be_handed_out_too():
+def test_softmax_whose_sum_is_returned_too_has_right_derivatives():
     def fun(q, k, v):
         e = jnp.exp(q @ k.mT / 8)
         z = total(e)
@@ -378,7 +378,7 @@ def of_scores(scores):
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_what_keys_have_in_common_is_taken_away_where_a_shift_changes_nothing(name):
+def test_mean_of_keys_is_subtracted_where_a_shift_changes_nothing(name):
     scores, side = SOURCES[name]
     total = lambda *args: jnp.sum(of_scores(scores)(*args))  # noqa: E731
     report = mpjax.explain(total, "mixed_bfloat16", argnums=(0, 1, 2))(Q, K, V)
@@ -398,11 +398,11 @@ SEEN = [
 
 
 @pytest.mark.parametrize("name", thorough_but(SOURCES, *SEEN))
-def test_derivatives_where_keys_have_something_in_common(name):
+def test_keys_with_a_common_mean_have_right_derivatives(name):
     agree(of_scores(SOURCES[name][0]), (Q, K, V))
 
 
-def test_weights_that_make_keys_of_tokens_with_a_common_mean():
+def test_weights_of_keys_of_tokens_with_a_common_mean_have_sound_gradients():
     """Cotangents of keys have the sum 0; what a mean of tokens multiplies is that sum."""
 
     def fun(made, tokens):
@@ -415,7 +415,7 @@ def test_weights_that_make_keys_of_tokens_with_a_common_mean():
 
 
 @pytest.mark.parametrize(("half", "sharpness"), [("bfloat16", 2.0**10), ("float16", 2.0**12)])
-def test_rows_that_are_longer_than_the_output_and_one_hot(half, sharpness):
+def test_one_hot_rows_longer_than_the_output_have_sound_gradients(half, sharpness):
     """What is left of the cotangent of a weight of 1 is a rounding, which sharp scores amplify."""
 
     def fun(made, tokens):
@@ -427,7 +427,7 @@ def test_rows_that_are_longer_than_the_output_and_one_hot(half, sharpness):
     assert all(row.sound for row in rows), rows
 
 
-def test_of_gates_no_row_sum_comes_from_an_output_that_is_larger():
+def test_softmax_of_gates_takes_no_row_sum_from_a_larger_output():
     """A saturated gate's slope is far smaller than the rounding of such a sum."""
 
     def fun(routed, values):
@@ -449,7 +449,7 @@ GUARDED = {
 
 
 @pytest.mark.parametrize("name", GUARDED)
-def test_rows_that_a_guard_keeps_from_summing_to_one_see_a_shift(name):
+def test_guarded_softmax_subtracts_no_mean_of_keys(name):
     exponentials, guard = GUARDED[name]
 
     def fun(q, k, v, rows):
@@ -462,7 +462,7 @@ def test_rows_that_a_guard_keeps_from_summing_to_one_see_a_shift(name):
     assert not any("less its mean" in row.storage for row in report.rows)
 
 
-def test_a_row_that_runs_along_both_operands_of_a_matmul_is_of_neither():
+def test_place_of_a_row_along_both_operands_of_a_matmul_is_none():
     block = analysed(lambda h, w: h @ w, H, W)
     matmul, flow = op(block, "dot_general"), flow_of(block, KNOWN)
     where = own_axes(matmul.outs[0].aval.shape)

@@ -81,7 +81,7 @@ READ = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_what_is_read_is_the_array(name):
+def test_mask_of_positions_that_is_read_equals_the_array(name):
     found, array = known(READ[name])
     assert found is not None
     assert_same(found, array)
@@ -104,12 +104,12 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("name", UNREAD)
-def test_what_is_not_known_is_none(name):
+def test_mask_of_unknown_positions_reads_as_none(name):
     assert known(UNREAD[name])[0] is None
 
 
 @given(st.data())
-def test_whatever_is_read_is_the_array(data):
+def test_random_mask_of_positions_that_is_read_equals_the_array(data):
     numbers = st.integers(-3, 3)
     shape = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
 
@@ -148,7 +148,7 @@ def test_whatever_is_read_is_the_array(data):
         assert_same(found, np.asarray(array))
 
 
-def test_what_is_negated_is_the_rest():
+def test_negated_line_of_positions_is_the_complement():
     found, array = known(lambda: rows() >= columns())
     (line,) = found.lines
     assert np.array_equal(evaluated(positions.negated(line), array.shape) >= 0, ~array)

@@ -34,12 +34,12 @@ def check_gradients(name, half, compiled):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "half"), PAIRS)
-def test_compiled_programs(name, half):
+def test_programs_match_float32_gradients_as_compiled(name, half):
     check_gradients(name, half, True)
 
 
 @pytest.mark.parametrize(("name", "half"), thorough_but(PAIRS, *QUICK))
-def test_programs(name, half):
+def test_programs_have_16_bit_matmuls_and_match_float32_gradients(name, half):
     fun = PROGRAMS[name]
     auto = cast(fun, half)
     assert not full_matmuls(auto, W, X)
@@ -53,7 +53,7 @@ TRANSFORMED = ["mlp", "attention", "custom_jvp", "rnn", "layers", "conditional"]
 
 
 @pytest.mark.parametrize("name", thorough_but(TRANSFORMED, "custom_jvp", "layers"))
-def test_transformations_around(name):
+def test_transformations_around_autocast_match_float32(name):
     fun = PROGRAMS[name]
 
     def both(w, x):
@@ -70,7 +70,7 @@ def test_transformations_around(name):
     assert_near(*run(both, W, X), 0.05)
 
 
-def test_hessian():
+def test_hessian_of_autocast_matches_float32():
     def fun(x):
         return jnp.sum(jax.nn.logsumexp(jnp.tanh(x @ W) @ W, -1))
 
@@ -134,7 +134,7 @@ def test_while_whose_condition_computes_the_residual_ends():
     np.testing.assert_allclose(x, want, rtol=1e-5)
 
 
-def test_a_scaled_transpose_before_a_matmul_that_accumulates_in_float32():
+def test_scaled_transpose_before_a_matmul_with_float32_result_runs_on_a_cpu():
     """XLA:CPU moves both behind the matmul, and then finds no kernel for it."""
     scale, x = jnp.float32(0.3), normal(0, 16, 5)
     for fun in (

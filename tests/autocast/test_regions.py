@@ -72,7 +72,7 @@ def test_without_autocast_a_region_changes_nothing():
     assert (exact(X, W) == X @ W).all()
 
 
-def test_illegal_dtype():
+def test_precision_refuses_an_illegal_dtype():
     with pytest.raises(ValueError, match="float64"), mpjax.precision("float64"):
         pass
 
@@ -86,7 +86,7 @@ def test_a_half_region_leaves_alone_what_has_no_half_form():
     assert_near(*run(lambda w: (mpjax.autocast(fun, "mixed_bfloat16")(w), fun(w)), W))
 
 
-def test_a_custom_vjps_backward_is_outside():
+def test_backward_rule_of_custom_vjp_is_outside_of_a_region():
     @jax.custom_vjp
     def ruled(x, w):
         return x @ w

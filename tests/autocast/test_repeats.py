@@ -256,7 +256,7 @@ QUICK += [(rectified, "gradients of both"), (masked, "tangent"), (runge_kutta, "
 
 
 @pytest.mark.parametrize(("function", "use"), thorough_but(CASES, *QUICK))
-def test_programs_are_the_same(monkeypatch, function, use):
+def test_folded_programs_equal_unfolded_ones(monkeypatch, function, use):
     x = jnp.stack([X, 2 * X]) if "vmap" in use else X
     make = lambda: USES[use](cast(function))  # noqa: E731
     got = described(make(), PARAMS, x)
@@ -268,7 +268,7 @@ def test_programs_are_the_same(monkeypatch, function, use):
 @pytest.mark.parametrize(
     "function", thorough_but([masked, skipping, scanned, with_signs], with_signs)
 )
-def test_results_are_the_same(monkeypatch, function):
+def test_folded_programs_give_the_results_of_unfolded_ones(monkeypatch, function):
     got = run(jax.value_and_grad(cast(function)), PARAMS, X)
     unfolded(monkeypatch)
     want = run(jax.value_and_grad(cast(function)), PARAMS, X)
@@ -277,7 +277,7 @@ def test_results_are_the_same(monkeypatch, function):
 
 
 @pytest.mark.parametrize("later", [("b",), ("a", "b"), ()])
-def test_equal_layers_in_two_places_of_which_other_values_are_read(monkeypatch, later):
+def test_equal_layers_of_which_other_values_are_read_give_the_same_results(monkeypatch, later):
     def fun(params, x):
         kept = []
         for i in range(7):
@@ -297,7 +297,7 @@ def test_equal_layers_in_two_places_of_which_other_values_are_read(monkeypatch, 
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, want)
 
 
-def test_what_a_layer_computes_and_widens_itself():
+def test_folded_layers_that_widen_scalars_and_booleans_match_float32():
     """A weak-typed scalar and a boolean of each layer, in a program that is float32 but for one
     matmul: their casts run after what they read."""
 
@@ -316,7 +316,7 @@ def test_what_a_layer_computes_and_widens_itself():
         np.testing.assert_allclose(g, w, rtol=0.02, atol=0.02 * np.max(np.abs(w)))
 
 
-def test_an_override_of_one_layer(monkeypatch):
+def test_folded_program_with_an_override_of_one_layer_equals_unfolded(monkeypatch):
     policy = mpjax.get_policy("mixed_bfloat16").override({"*layer_3*": "float32"})
     make = lambda: jax.grad(mpjax.autocast(named, policy))  # noqa: E731
     got = described(make(), PARAMS, X)
@@ -324,7 +324,7 @@ def test_an_override_of_one_layer(monkeypatch):
     assert got == described(make(), PARAMS, X)
 
 
-def test_functions_that_close_over_what_is_differentiated(monkeypatch):
+def test_folded_closure_over_a_differentiated_value_equals_unfolded(monkeypatch):
     def outer(scale, params, x):
         def inner(params, x):
             for p in params:
@@ -339,7 +339,7 @@ def test_functions_that_close_over_what_is_differentiated(monkeypatch):
     assert got == described(jax.grad(outer, argnums=(0, 1)), *args)
 
 
-def test_the_rewrite_reads_what_alike_steps_share(monkeypatch):
+def test_rewrite_of_a_stretch_reads_only_what_alike_steps_share(monkeypatch):
     """What is not in the keys of steps may differ from layer to layer: none may look at it."""
     hidden = {
         Value: ("paths", "entries"),
@@ -377,7 +377,7 @@ def test_tracing_many_layers_is_cheap():
     assert calls(cast(masked)) < 1.6 * calls(masked)
 
 
-def test_the_shortest_period_is_found():
+def test_periods_below_the_shortest_are_not_found():
     shortest = repeats.SHORTEST
     assert repeats._periods([*range(shortest)] * 3) == [shortest]
     assert not repeats._periods([*range(shortest - 1)] * 3)

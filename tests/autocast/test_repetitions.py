@@ -33,7 +33,7 @@ PAIRS = [(name, half) for name in REPEATED for half in HALVES]
 
 
 @pytest.mark.parametrize(("name", "half"), thorough_but(PAIRS, 3, 4, 7, 8))
-def test_entries_repeated_in_order(name, half):
+def test_gather_of_entries_repeated_in_order_becomes_no_gather(name, half):
     loss = loss_of(REPEATED[name])
     assert "scatter-add" in primitives(loss)
     assert primitives(cast(loss, half)).isdisjoint(["gather", "scatter-add"])
@@ -56,14 +56,14 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", thorough_but(OTHERS, "not equally often", "part of a row", 4))
-def test_others_stay_gathers(name):
+def test_other_gathers_stay_gathers(name):
     loss = loss_of(OTHERS[name])
     assert "scatter-add" in primitives(cast(loss))
     assert_near(*run(lambda *args: [BOTH(f)(*args) for f in (cast(loss), loss)], W, X), 0.03)
 
 
 @pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, jax.vmap])
-def test_within_transformations(around):
+def test_repetitions_match_float32_under_jit_checkpoint_and_vmap(around):
     loss = loss_of(REPEATED["both axes"])
     fun = around(cast(loss)) if around is not jax.vmap else cast(loss)
     gradient = jax.grad(fun)
@@ -72,7 +72,7 @@ def test_within_transformations(around):
     assert_near(run(gradient, W, X), run(jax.grad(loss), W, X), 0.03)
 
 
-def test_symbolic_sizes():
+def test_repetitions_export_with_symbolic_sizes():
     batch = jax.export.symbolic_shape("b, 4, 6, 8")
     numbers = jax.lax.GatherDimensionNumbers((1, 2, 3), (0,), (0,))
 
@@ -86,7 +86,7 @@ def test_symbolic_sizes():
     assert_near(exported.call(W, X), run(loss, W, X), 0.03)
 
 
-def test_sums_are_not_rounded_in_between():
+def test_sum_of_cotangents_of_a_repetition_is_not_rounded_in_between():
     def loss(w, x):  # the gradient of x is a sum of 64 entries, of which one is large
         y = jnp.repeat(x @ w, 1, 1)[:, np.arange(256) // 64]
         weights = np.where(np.arange(256) % 64, 2.0**-9, 1.0).astype(np.float32)

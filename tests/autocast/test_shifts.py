@@ -126,7 +126,7 @@ def test_a_maximum_and_the_sum_below_it_take_one_pass(name):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_only_looks_alike_is_left(name):
+def test_lookalikes_of_sums_of_exponentials_take_no_single_pass(name):
     assert passes(of_matmul(OTHERS[name]), H, W) == 0
 
 
@@ -135,19 +135,19 @@ QUICK += ["in base 2", "over two axes", "twice"]
 
 
 @pytest.mark.parametrize("name", thorough_but(SUMS | OTHERS, *QUICK, *OTHERS))
-def test_derivatives(name, one_pass):
+def test_one_pass_sums_of_exponentials_have_right_derivatives(name, one_pass):
     agree((SUMS | OTHERS)[name], (normal(2, ROWS, LONG, scale=3.0),), 5e-3)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", SUMS | OTHERS)
-def test_derivatives_as_compiled(name, one_pass):
+def test_one_pass_sums_have_right_derivatives_as_compiled(name, one_pass):
     args = (normal(2, ROWS, LONG, scale=3.0),)
     agree((SUMS | OTHERS)[name], args, 5e-3, run=compiled)
 
 
 @pytest.mark.parametrize("name", thorough_but(SUMS, "cross entropy", "three axes", "at least zero"))
-def test_derivatives_of_a_matmul(name, one_pass):
+def test_one_pass_sums_of_a_matmul_have_right_derivatives(name, one_pass):
     agree(of_matmul(SUMS[name]), (H, W), 0.05, second=False)
 
 
@@ -159,7 +159,7 @@ PAIRS = [(transform, name) for transform in TRANSFORMS for name in SAMPLE]
     ("transform", "name"),
     thorough_but(PAIRS, ("remat", "log_softmax"), ("vmap", "by hand, not stopped")),
 )
-def test_within_transformations(name, transform, one_pass):
+def test_one_pass_sums_have_right_derivatives_within_transformations(name, transform, one_pass):
     def fun(s, t, c):
         return jnp.sum(SUMS[name](s + t)) * c
 
@@ -186,14 +186,14 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_rows_that_are_not_finite(name, one_pass):
+def test_one_pass_logsumexp_of_nonfinite_rows_equals_jaxs(name, one_pass):
     row = jnp.concatenate([jnp.asarray(ODD[name] * 400)])
     fun = mpjax.autocast(lambda x: jax.nn.logsumexp(1.0 * x, -1), mpjax.get_policy("O1"))
     want = jax.nn.logsumexp(np.asarray(row), -1)
     np.testing.assert_allclose(jax.jit(fun)(row), want, rtol=1e-6)
 
 
-def test_as_exact_as_two_passes(rng, one_pass):
+def test_maximum_and_sum_is_as_exact_as_two_passes(rng, one_pass):
     x = np.asarray(rng.normal(0, 10, (16, 50_000)), np.float32)
     exact = np.log(np.sum(np.exp(x.astype(np.float64)), -1))
     eqn = jax.make_jaxpr(lambda x: jnp.max(x, 1))(x).eqns[0]
@@ -214,7 +214,7 @@ def test_shards_of_a_row_are_joined_without_a_gather(one_pass):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_under_shard_map_and_explicit_axes(kind, one_pass):
+def test_one_pass_logsumexp_matches_under_shard_map_and_explicit_axes(kind, one_pass):
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(kind,))
 
     def fun(h, w):
@@ -232,7 +232,7 @@ def test_under_shard_map_and_explicit_axes(kind, one_pass):
     assert_near(parts, whole, 1e-5)
 
 
-def test_taylor_mode_derives_what_is_written():
+def test_one_pass_logsumexp_in_taylor_mode_derives_what_is_written():
     from jax.experimental.jet import jet
 
     def fun(x):

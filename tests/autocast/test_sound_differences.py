@@ -185,7 +185,7 @@ ALL = [(name, half) for name in PROGRAMS for half in ("bfloat16", "float16")]
 
 
 @pytest.mark.parametrize(("name", "half"), thorough_but(ALL, *QUICK))
-def test_values_and_gradients(name, half):
+def test_differences_have_sound_values_and_gradients(name, half):
     fun, args = PROGRAMS[name]
     measure.check(fun, args, half, parts="result" if name in SWITCHES else "result gradient")
 
@@ -230,6 +230,6 @@ def test_a_state_that_only_a_selection_changes_is_in_16_bits(decays):
     assert ("bf16" in scan.after.split("->")[1]) == (not decays)
 
 
-def test_results_are_finite():
+def test_results_with_large_units_are_finite_in_float16():
     fun, args = PROGRAMS["units"]
     assert np.isfinite(mpjax.autocast(fun, "mixed_float16")(*args))

@@ -230,10 +230,10 @@ def sum_inside_of_the_inner_loop():
 
 
 @NEAR_ONE.test()
-def test_residuals_near_one(member, half, part):
+def test_residuals_of_recurrences_near_one_are_sound(member, half, part):
     judge(member, half, part)
 
 
 @NESTED.test()
-def test_nested_loops(member, half, part):
+def test_nested_loops_are_sound(member, half, part):
     judge(member, half, part)

@@ -217,10 +217,10 @@ def contrastive_loss():
 
 
 @AMPLIFIED.test()
-def test_amplified_matmuls(member, half, part):
+def test_amplified_matmuls_are_sound(member, half, part):
     judge(member, half, part)
 
 
 @CANCELLING.test()
-def test_cancelling_gradients(member, half, part):
+def test_gradients_whose_terms_cancel_are_sound(member, half, part):
     judge(member, half, part)

@@ -12,23 +12,23 @@ import mpjax
 
 FEW = (6, 21, 22, 27, 36, 39, 194)  # units, streams, maxima, equal layers, experts, keys
 PROGRAMS, CHUNK, WALKED = 200, 10, 60
-MANY = 20_000  # of `test_many`, on request: hours
+MANY = 20_000  # of `test_many_programs_as_people_write_are_sound`, on request: hours
 
 
 @pytest.mark.parametrize("seed", FEW)
-def test_a_program(seed):
+def test_program_as_people_write_is_sound(seed):
     assert not people.report(seed)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("first", range(0, PROGRAMS, CHUNK))
-def test_programs(first):
+def test_programs_as_people_write_are_sound(first):
     assert not [*filter(None, map(people.report, range(first, first + CHUNK)))]
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif("PEOPLE" not in os.environ, reason="hours: PEOPLE=1 runs it")
-def test_many():
+def test_many_programs_as_people_write_are_sound():
     first = secrets.randbelow(10**9)
     assert not [*filter(None, map(people.report, range(first, first + MANY)))]
 

@@ -46,30 +46,30 @@ SOUND = {
 
 
 @pytest.mark.parametrize("seed", FEW)
-def test_a_random_program(seed):
+def test_random_program_is_sound(seed):
     judge([seed])
 
 
 @pytest.mark.parametrize("seed", [LEAN[10], LEAN[31]])
-def test_a_random_program_under_lean(seed):
+def test_random_program_is_sound_under_lean(seed):
     judge([seed], "lean")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("first", range(0, PROGRAMS, CHUNK))
-def test_random_programs(first):
+def test_random_programs_are_sound(first):
     judge(range(first, first + CHUNK))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("first", LEAN[::CHUNK])
-def test_random_programs_under_lean(first):
+def test_random_programs_are_sound_under_lean(first):
     judge(range(first, first + CHUNK), "lean")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("storage", CHOICES["storage"].values)
-def test_many_random_programs(storage):
+def test_many_random_programs_are_sound(storage):
     first = 10**6 if os.environ.get("CI") else secrets.randbelow(10**9)
     judge(range(first, first + MANY // 2), storage, SHOWN)
 
@@ -83,7 +83,7 @@ PAIRS = [(name, half) for half in random_programs.HALVES for name in SOUND]
 
 
 @pytest.mark.parametrize(("name", "half"), thorough_but(PAIRS, 0, 1, 2, 9, 10, 11))
-def test_what_is_sound_stays_so(name, half):
+def test_programs_recorded_as_sound_stay_sound(name, half):
     assert not fault(SOUND[name], half)
 
 
@@ -138,18 +138,18 @@ def primitives(fun, argnums):
 # ---- the tests themselves -----------------------------------------------------------------------
 
 
-def test_programs_are_made_from_seeds():
+def test_generate_makes_a_program_from_its_seed():
     assert generate(7) == generate(7) != generate(7 + 1000)
     assert "gelu" not in {name for seed in range(50) for name in names_in(generate(seed, ["gelu"]))}
 
 
-def test_what_fails_is_made_small():
+def test_shrink_makes_a_failing_program_small():
     steps = next(s for s in map(generate, range(100)) if len(s) > 3 and "attention" in names_in(s))
     found = shrink(steps, lambda steps: "attention" in names_in(steps))
     assert found == (("attention", 0, 0, ()),)
 
 
-def test_what_fails_is_reported_as_code(monkeypatch):
+def test_report_shows_a_failing_program_as_code(monkeypatch):
     def doubled(fun, policy):
         return lambda *args: jax.tree.map(lambda x: 2 * x, fun(*args))
 

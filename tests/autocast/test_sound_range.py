@@ -471,20 +471,20 @@ def rematerialized_wave():
 
 
 @AGAIN.test()
-def test_computed_again(member, half, part):
+def test_recomputed_values_are_sound(member, half, part):
     judge(member, half, part)
 
 
 @RANGE.test()
-def test_range(member, half, part):
+def test_values_outside_of_the_range_of_half_are_sound(member, half, part):
     judge(member, half, part)
 
 
 @SCALARS.test()
-def test_scalars_as_arguments(member, half, part):
+def test_scalars_as_arguments_are_sound(member, half, part):
     judge(member, half, part)
 
 
 @READERS.test()
-def test_two_kinds_of_readers(member, half, part):
+def test_values_with_two_kinds_of_readers_are_sound(member, half, part):
     judge(member, half, part)

@@ -376,10 +376,10 @@ def codebook_behind_a_layer():
 
 
 @SATURATED.test()
-def test_saturated(member, half, part):
+def test_saturated_functions_are_sound(member, half, part):
     judge(member, half, part)
 
 
 @SEEN.test()
-def test_poles_and_jumps(member, half, part):
+def test_poles_and_jumps_are_sound(member, half, part):
     judge(member, half, part)

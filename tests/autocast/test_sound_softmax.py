@@ -136,13 +136,13 @@ def compare(name, around, half):
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_attention_keeps_no_more(name):
+def test_attention_of_each_softmax_spelling_keeps_no_more(name):
     compare(name, "attention", "bfloat16")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_attention_keeps_no_more_in_float16(name):
+def test_attention_of_each_softmax_spelling_keeps_no_more_in_float16(name):
     compare(name, "attention", "float16")
 
 
@@ -152,7 +152,7 @@ NOT_WHOLE = ["off by one"]
 
 
 @pytest.mark.parametrize("name", [name for name in SPELLINGS if name not in NOT_WHOLE])
-def test_grouped_attention_keeps_no_more(name):
+def test_grouped_attention_of_each_softmax_spelling_keeps_no_more(name):
     compare(name, "grouped", "bfloat16")
 
 
@@ -164,5 +164,5 @@ def test_grouped_attention_keeps_what_attention_keeps():
 @pytest.mark.thorough
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_spellings_are_sound(name, half):
+def test_attention_of_each_softmax_spelling_is_sound(name, half):
     check(attention(SPELLINGS[name][0]), (Q, K, V), half, (0, 1, 2))

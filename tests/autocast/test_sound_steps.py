@@ -333,5 +333,5 @@ def deformed_points():
 
 
 @STEPS.test()
-def test_small_steps(member, half, part):
+def test_small_steps_on_a_state_are_sound(member, half, part):
     judge(member, half, part)

@@ -152,7 +152,7 @@ QUICK = [i for i, pair in enumerate(PAIRS) if pair.values in SHORT]
 
 
 @pytest.mark.parametrize(("name", "half"), thorough_but(PAIRS, *QUICK))
-def test_the_stream_stays_half(name, half):
+def test_residual_stream_stays_half(name, half):
     _, depth, scanned = CASES[name]
     fun, args = model(*CASES[name], lambda x: checkpoint_name(x, "stream"))
     jaxpr = jax.make_jaxpr(mpjax.autocast(fun, f"mixed_{half}"))(*args)
@@ -165,7 +165,7 @@ def test_the_stream_stays_half(name, half):
     ("name", "half"),
     thorough_but([(name, half) for half in HALVES for name in CASES], *MEASURED),
 )
-def test_the_stream_is_sound(name, half):
+def test_residual_stream_is_sound(name, half):
     fun, args = model(*CASES[name])
     by_hand, _ = model(*CASES[name], lambda x: rounded(x, half))
     check(fun, args, half, (0, 1), by_hand=by_hand)

@@ -59,7 +59,7 @@ PAIRS = [(around, level) for around in AROUND for level in LEVELS]
 
 
 @pytest.mark.parametrize(("around", "level"), thorough_but(PAIRS, 0, 5, 10, 15, 17))
-def test_a_program_that_does_not_promote(level, around):
+def test_half_parameters_run_in_a_program_that_does_not_promote(level, around):
     half = half_of(level)
     params = rounded(KERNELS, half)
     policy = mpjax.get_policy(level)
@@ -73,7 +73,7 @@ def test_a_program_that_does_not_promote(level, around):
 
 
 @pytest.mark.parametrize("level", thorough_but(LEVELS, "O2:float16", "O3:bfloat16"))
-def test_derivatives_of_other_kinds(level):
+def test_half_parameters_have_tangents_and_second_derivatives(level):
     params = rounded(KERNELS, half_of(level))
     auto = mpjax.autocast(lambda p, x: conv(x, p["first"]), level)
     first = lambda p: auto(p, IMAGES)  # noqa: E731
@@ -88,7 +88,7 @@ def test_derivatives_of_other_kinds(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_matmuls_take_them_as_they_are_stored(level):
+def test_matmuls_take_half_parameters_as_they_are_stored(level):
     half = half_of(level)
     params = rounded({"w": normal(0, 8, 8)}, half)
 
@@ -128,7 +128,7 @@ def test_which_half_arguments_stand_for_float32():
 @pytest.mark.parametrize(
     "policy", thorough_but(["p=bf16,c=f16,o=f32", "p=f16,c=bf16,o=f32", "p=bf16,c=f32"], 1, 2)
 )
-def test_stored_in_another_dtype_than_computed_in(policy):
+def test_parameters_stored_in_another_dtype_match_float32_gradients(policy):
     policy = mpjax.get_policy(policy)
     params = rounded(KERNELS, policy.param_dtype)
     auto = mpjax.autocast(strict, policy)
@@ -140,7 +140,7 @@ def test_stored_in_another_dtype_than_computed_in(policy):
     assert set(matmul_dtypes(jax.grad(auto), params, IMAGES)) == {(compute, compute)}
 
 
-def test_float32_code_on_parameters_is_float32():
+def test_float32_code_on_half_parameters_is_float32():
     """A penalty on half parameters was computed in half, and so was its sum of 4096 terms."""
     params = jnp.full((64, 64), 0.1, jnp.bfloat16)
     penalty = mpjax.autocast(lambda w: jnp.sum(jnp.exp(w)) * 1e-2, "O2:bfloat16")
@@ -163,7 +163,7 @@ def test_gradients_of_a_weight_in_a_loop_are_summed_in_float32(half):
     assert_near(got.astype(jnp.float32), want, 0.01 if half == "bfloat16" else 0.001)
 
 
-def test_reports_take_them_too():
+def test_reports_take_half_parameters():
     params, policy = rounded(KERNELS, "bfloat16"), "O2:bfloat16"
     report = mpjax.explain(strict, policy, 0)(params, IMAGES)
     assert report.half_flops == 1 and report.stored_after < report.stored_before
@@ -200,7 +200,7 @@ class Net(eqx.Module):
 
 
 @pytest.mark.parametrize("level", thorough_but(["O2:bfloat16", "O3:float16"]))
-def test_an_equinox_model(level):
+def test_equinox_model_with_half_parameters_matches_float32(level):
     model = Net(jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
     params = mpjax.get_policy(level).cast_to_param(params)

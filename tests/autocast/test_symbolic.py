@@ -39,7 +39,7 @@ SYMBOLIC = {f.__name__: f for f in (norm, mixer, cross_entropy, loop, sums)}
 
 
 @pytest.mark.parametrize("name", thorough_but(SYMBOLIC, "cross_entropy", "loop"))
-def test_gradients_and_reports_with_a_symbolic_batch(name):
+def test_gradients_and_explain_take_a_symbolic_batch(name):
     fun = SYMBOLIC[name]
     auto = jax.value_and_grad(cast(fun), (0, 1))
     (batch,) = export.symbolic_shape("b")

@@ -18,7 +18,7 @@ def test_every_fact_is_joined_in_a_known_way():
 
 
 @pytest.mark.parametrize("name", [*ANY, *ALL])
-def test_a_property_of_one_of_two(name):
+def test_join_of_facts_takes_a_property_of_any_or_of_all(name):
     one, other = Fact(**{name: True}), Fact()
     assert getattr(join([one, one]), name)
     assert not getattr(join([other, other]), name)
@@ -32,30 +32,30 @@ def test_a_join_of_one_is_itself_and_of_none_is_nothing():
     assert not any(NOTHING._replace(factor=0))
 
 
-def test_the_larger_span_and_the_more_writes_count():
+def test_join_of_facts_takes_the_larger_span_and_more_writes():
     assert BOUNDED < FITS < BEYOND
     joined = join([Fact(span=FITS, writes=3), Fact(span=BEYOND, writes=1)])
     assert (joined.span, joined.writes) == (BEYOND, 3)
 
 
-def test_the_largest_factor_counts_and_a_join_is_not_centred():
+def test_join_of_facts_takes_the_largest_factor_and_is_not_centred():
     joined = join([Fact(factor=0.5, centred=True), Fact(factor=0.25, centred=True)])
     assert (joined.factor, joined.centred) == (0.5, False)
 
 
-def test_a_norm_is_known_where_all_agree():
+def test_join_of_facts_keeps_a_norm_where_all_agree():
     assert join([Fact(norm="unit"), Fact(norm="unit")]).norm == "unit"
     assert join([Fact(norm="unit"), Fact(norm="scale")]).norm == ""
     assert join([Fact(norm="unit"), Fact()]).norm == ""
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_sets_are_united(name):
+def test_join_of_facts_unites_sets(name):
     joined = join([Fact(**{name: 0b011}), Fact(**{name: 0b110})])
     assert getattr(joined, name) == 0b111
 
 
-def test_the_weights_are_those_behind_what_was_made():
+def test_join_of_facts_keeps_the_weights_behind_made_values():
     """An argument beside a matmul's result is no weight that the matmul multiplied by."""
     made, given = Fact(made=0b1, weights=0b01), Fact(weights=0b10)
     assert join([made, given]).weights == 0b01
@@ -63,7 +63,7 @@ def test_the_weights_are_those_behind_what_was_made():
     assert join([made, made._replace(weights=0b1000)]).weights == 0b1001
 
 
-def test_an_argument_is_what_nobody_has_rounded():
+def test_fact_of_an_argument_is_given_unless_half():
     assert argument(1).given and argument(1).weights == 1 and argument(1).span == FITS
     assert not argument(1, half=True).given and argument(1, half=True).half
     assert argument(1, linear=True).linear and not argument(1).linear and not argument(1).half

@@ -29,14 +29,14 @@ QUICK = [(HALVES[i % 2], name) for i, name in enumerate(FUNCTIONS)]
 
 
 @pytest.mark.parametrize(("half", "name"), thorough_but(PAIRS, *QUICK))
-def test_the_series_of_an_autocast_function(name, half):
+def test_taylor_series_of_an_autocast_function_matches_float32(name, half):
     fun = FUNCTIONS[name]
     auto = taylor(cast(fun, half))
     assert_near(run(auto, X), run(taylor(fun), X), 0.03)
     assert all(set(dtypes) == {half} for _, dtypes, _ in found(auto, X))
 
 
-def test_taylor_mode_within_other_transformations():
+def test_taylor_mode_within_other_transformations_matches_float32():
     fun = FUNCTIONS["mlp"]
     for around in (
         lambda f: jax.vmap(lambda x: taylor(f)(x)),

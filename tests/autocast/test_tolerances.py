@@ -32,7 +32,7 @@ PAIRS = [(late, name) for late in (False, True) for name in VERDICTS]
 
 
 @pytest.mark.parametrize(("late", "name"), thorough_but(PAIRS, 0, 3, 6, 7, 9))
-def test_a_verdict_that_the_body_finds_ends_a_loop_as_one_in_its_condition_does(name, late):
+def test_loop_that_a_verdict_of_its_body_ends_is_left_alone(name, late):
     found, ends, alone = VERDICTS[name]
 
     def solve(w, x):
@@ -81,7 +81,7 @@ def transport(w, x, y):
 
 
 @pytest.mark.parametrize("half", thorough_but(HALVES, "bfloat16"))
-def test_a_matmul_that_meets_a_solution_is_as_exact(half):
+def test_matmul_that_meets_the_solution_of_a_loop_is_sound(half):
     args = normal(2, 3, 3) * 0.6, POINTS, OTHERS
     assert [str(row) for row in measure.errors(transport, args, half) if not row.sound] == []
 
@@ -97,7 +97,7 @@ def adaptive(w, y, t, h):
 
 
 @pytest.mark.parametrize("half", thorough_but(HALVES, "float16"))
-def test_a_loop_that_decides_again_decides_as_the_one_before_did(half):
+def test_loop_that_repeats_an_adaptive_solver_repeats_its_decisions(half):
     """A backward pass that goes as often through the steps of a solver as the forward pass did."""
 
     def replayed(w, y):

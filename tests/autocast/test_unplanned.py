@@ -30,7 +30,7 @@ SQUARE, ROWS = np.ones((4, 4), np.float32), np.ones((3, 4), np.float32)
 
 
 @pytest.mark.parametrize("fun", [precise, images])
-def test_one_warning_names_the_cause_and_the_way_out(fun):
+def test_warning_of_unplanned_matmuls_names_precision_and_override(fun):
     for call in (mpjax.autocast(fun), jax.grad(mpjax.autocast(fun))):
         with pytest.warns(mpjax.errors.PrecisionWarning) as heard:
             jax.eval_shape(call, SQUARE, ROWS)

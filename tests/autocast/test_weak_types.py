@@ -29,7 +29,7 @@ def types(tree):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_weak_types(name):
+def test_autocast_keeps_weak_types(name):
     fun = PROGRAMS[name]
     auto, want = cast(fun), types(jax.eval_shape(fun, W, X))
     with jax.enable_checks(True):

@@ -80,11 +80,11 @@ def test_an_old_name_warns_once_and_is_what_its_new_name_is(name):
 
 
 @pytest.mark.parametrize(("name", "advice"), GONE_NAMES.items())
-def test_what_is_gone_says_what_to_write(name, advice):
+def test_deprecated_name_without_a_new_one_says_what_to_write(name, advice):
     assert DEPRECATED[name].advice == advice
 
 
-def test_what_is_gone_works_for_a_while():
+def test_deprecated_functions_still_work():
     def inner(x):
         return x @ x.T
 
@@ -96,7 +96,7 @@ def test_what_is_gone_works_for_a_while():
     assert "bf16" not in str(program) and isinstance(scale, mpjax.DynamicLossScale)
 
 
-def test_old_functions_plot():
+def test_deprecated_plot_functions_still_plot():
     pytest.importorskip("matplotlib")
     histogram = mpjax.debug.gradient_histogram({"w": np.ones(3, np.float32)})
     with pytest.warns(DeprecationWarning, match=r"histogram\.plot\(path\)"):

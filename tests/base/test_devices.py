@@ -35,7 +35,7 @@ TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
         ("Tesla M60", "float32", ()),
     ],
 )
-def test_what_a_device_runs_fast(device, policy, fast):
+def test_recommend_policy_goes_by_what_a_device_runs_fast(device, policy, fast):
     assert mpjax.recommend_policy(device) == mpjax.get_policy(policy)
     assert devices.device_facts(device).fast == fast
 
@@ -50,7 +50,7 @@ def test_named_cards_agree_with_their_capability():
 @pytest.mark.parametrize(
     ("name", "half"), [("v100", "float16"), ("k80", "float16"), ("H100", "bfloat16")]
 )
-def test_half_of_a_device_by_name(name, half):
+def test_half_dtype_takes_the_name_of_a_device(name, half):
     assert str(mpjax.hardware.half_dtype(name)) == half
     assert (
         str(mpjax.hardware.half_dtype("v5e")) == str(mpjax.hardware.half_dtype("cpu")) == "bfloat16"
@@ -104,20 +104,20 @@ def test_a_cpu_is_judged_by_its_features(monkeypatch, flags, policy):
         ("h100 foo", "h100foo", None, ()),
     ],
 )
-def test_names_that_people_paste(name, key, memory, variant):
+def test_named_reads_device_names_that_people_paste(name, key, memory, variant):
     assert devices.named(name) == (key, memory, variant)
     if key in devices.CARDS:
         assert mpjax.recommend_policy(name) == mpjax.recommend_policy(key)
 
 
-def test_kinds_of_devices():
+def test_recommend_policy_takes_tpu_and_refuses_gpu_without_a_model():
     assert str(mpjax.recommend_policy("tpu")) == "mixed_bfloat16"
     for name in ("gpu", "cuda", "ROCm"):
         with pytest.raises(ValueError, match=f"device='{name}' names no model.*a100.*jax.devices"):
             mpjax.recommend_policy(name)
 
 
-def test_unknown_names():
+def test_unknown_device_names_are_refused_with_a_suggestion():
     with pytest.raises(ValueError, match=r"device='h101' is not known. Did you mean 'h100'\?"):
         mpjax.recommend_policy("h101")
     with pytest.raises(ValueError, match=r"device='h101' is not known. Did you mean 'h100'\?"):
@@ -126,6 +126,6 @@ def test_unknown_names():
 
 @pytest.mark.parametrize("ask", [mpjax.recommend_policy, mpjax.hardware.half_dtype])
 @pytest.mark.parametrize("wrong", [object(), 3, jnp.float16, ("h100",)])
-def test_what_is_no_device_is_named(ask, wrong):
+def test_recommend_policy_and_half_dtype_refuse_what_is_no_device(ask, wrong):
     with pytest.raises(TypeError, match=r"device=.* must be a jax.Device, such as jax.devices"):
         ask(wrong)

@@ -20,7 +20,7 @@ from mpjax._src.base.dtypes import (
 
 
 @pytest.mark.parametrize("name", [*BY_NAME, "F16", " bf16 "])
-def test_every_spelling_is_understood(name):
+def test_canonical_understands_every_spelling_of_a_dtype(name):
     assert canonical(name, "dtype") is BY_NAME[name.strip().lower()]
 
 
@@ -32,12 +32,12 @@ def test_scalar_types_and_dtypes_become_np_dtypes(dtype):
 
 
 @pytest.mark.parametrize("wrong", ["float61", "int32", jnp.int8, None, 3, object(), "", bool])
-def test_others_are_refused_with_what_is_legal(wrong):
+def test_canonical_refuses_other_dtypes_with_what_is_legal(wrong):
     with pytest.raises(ValueError, match="param_dtype=.*Legal are 'float16', 'bfloat16'"):
         canonical(wrong, "param_dtype")
 
 
-def test_a_near_miss_is_suggested_and_the_suggestion_works():
+def test_canonical_suggests_the_dtype_of_a_near_miss():
     with pytest.raises(ValueError, match=r"Did you mean 'bfloat16'\?"):
         canonical("bfloat61", "dtype")
 
@@ -62,7 +62,7 @@ def test_half_is_what_the_device_is_best_at(capability, half):
     assert mpjax.hardware.half_dtype(device) == half
 
 
-def test_half_of_the_default_device():
+def test_half_dtype_is_that_of_the_default_device():
     cpu = jax.devices("cpu")[0]
     with jax.default_device(cpu):
         assert mpjax.hardware.half_dtype() == mpjax.hardware.half_dtype(cpu) == jnp.bfloat16
@@ -80,7 +80,7 @@ def test_half_of_the_default_device():
         ("int8", (False, False, False)),
     ],
 )
-def test_what_is_half_narrow_or_floating_is_told_by_the_dtype(dtype, answers):
+def test_is_half_is_narrow_and_is_float_go_by_the_dtype(dtype, answers):
     shape = jax.core.ShapedArray((2,), jnp.dtype(dtype))
     variable = SimpleNamespace(aval=shape)  # as those of a jaxpr
     for x in (np.zeros(2, jnp.dtype(dtype)), shape, variable):
@@ -88,7 +88,7 @@ def test_what_is_half_narrow_or_floating_is_told_by_the_dtype(dtype, answers):
         assert shown(x) == f"{short_name(shape.dtype)}[2]"
 
 
-def test_what_has_no_dtype_is_no_float():
+def test_is_float_is_false_for_what_has_no_dtype():
     for x in (None, 1.0, "f16", SimpleNamespace(aval=None)):
         assert not (is_half(x) or is_narrow(x) or is_float(x))
 

@@ -36,7 +36,7 @@ def kind(value):
 # ---- words ---------------------------------------------------------------------------------------
 
 
-def test_values_are_shown_briefly():
+def test_brief_shows_values_briefly():
     assert brief("x") == "'x'" and brief(2**70) == str(2**70) and brief([1, None]) == "[1, None]"
     assert brief(DEEP) == "<list>" and brief(DEEP_DICT) == "<dict>"
     assert brief(HUGE) == "<int of 100001 bits>"
@@ -44,7 +44,7 @@ def test_values_are_shown_briefly():
     assert len(long) < LONGEST + 10 and long.startswith("'aaa") and long.endswith("az'")
 
 
-def test_a_suggestion_is_made_for_anything():
+def test_did_you_mean_takes_deep_and_huge_values():
     assert did_you_mean("bfloat61", ["bfloat16"]) == " Did you mean 'bfloat16'?"
     assert did_you_mean(DEEP, ["list"]) == did_you_mean(HUGE, ["x"]) + did_you_mean(DEEP, ["list"])
 
@@ -69,7 +69,7 @@ DECORATORS = ("autocast", "half_inputs")
 
 @pytest.mark.parametrize("take", TAKE_FUNCTIONS)
 @pytest.mark.parametrize("wrong", [3, None, "mixed_bfloat16", DEEP, HUGE], ids=kind)
-def test_what_is_no_function_is_named_at_once(take, wrong):
+def test_argument_that_is_no_function_raises_at_once(take, wrong):
     if wrong is None and take in DECORATORS:
         assert callable(TAKE_FUNCTIONS[take](None))
         return
@@ -77,7 +77,7 @@ def test_what_is_no_function_is_named_at_once(take, wrong):
         TAKE_FUNCTIONS[take](wrong)
 
 
-def test_a_policy_in_the_place_of_the_function_is_recognised():
+def test_policy_in_the_place_of_the_function_is_recognized():
     with pytest.raises(TypeError, match="Pass a policy as the second argument or policy="):
         mpjax.autocast("mixed_bfloat16")
 
@@ -111,7 +111,7 @@ TAKE_NUMBERS = {
     [2**2000, -(2**2000), HUGE, float("nan"), float("inf"), DEEP, "many", 1j, np.ones(2)],
     ids=[*("2**2000", "-2**2000", "huge", "nan", "inf", "deep", "text", "complex", "array")],
 )
-def test_what_is_no_number_of_use_is_named(take, wrong):
+def test_argument_that_is_no_usable_number_raises(take, wrong):
     with pytest.raises(ValueError, match=r"=.* (must|is not known)"):
         TAKE_NUMBERS[take](wrong)
 
@@ -122,12 +122,12 @@ def test_large_integers_that_a_float_holds_are_numbers():
 
 
 @pytest.mark.parametrize("runs", [0, 1.5, True, HUGE - HUGE], ids=str)
-def test_runs_are_counted(runs):
+def test_max_runs_of_tune_must_be_a_whole_number(runs):
     with pytest.raises(ValueError, match="max_runs=.* must be a whole number"):
         mpjax.debug.tune(loss, "float32", 0.1, max_runs=runs)
 
 
-def test_a_step_of_the_log_fits_64_bits(tmp_path):
+def test_log_metrics_refuses_steps_beyond_64_bits(tmp_path):
     log = mpjax.debug.JsonLines(tmp_path / "a.jsonl")
     for step in (HUGE, 2**63, True):
         with pytest.raises(TypeError, match="step=.* must be a Python integer of 64 bits"):
@@ -140,13 +140,13 @@ def test_a_step_of_the_log_fits_64_bits(tmp_path):
 
 @pytest.mark.parametrize("key", ["overrides", "half_ops", "keep_full"])
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 100_000 + "]" * 100_000])
-def test_json_that_is_nested_too_deep(key, text):
+def test_policy_json_that_is_nested_too_deep_raises_a_short_message(key, text):
     with pytest.raises(ValueError, match="policy=.*: bad JSON at") as caught:
         mpjax.get_policy(f"float32,{key}={text}")
     assert len(str(caught.value)) < 2000
 
 
-def test_json_of_too_many_digits():
+def test_policy_json_of_too_many_digits_raises():
     with pytest.raises(ValueError, match="policy=.*: bad JSON at"):
         mpjax.get_policy('float32,overrides={"a":' + "9" * 5000 + "}")
 
@@ -187,7 +187,7 @@ DTYPES = {"param_dtype": "f32", "compute_dtype": "f32", "output_dtype": "f32"}
 
 @pytest.mark.parametrize("take", TAKE_VALUES)
 @pytest.mark.parametrize("wrong", [DEEP, DEEP_DICT, [("a", DEEP)], -HUGE, 3.5, object()], ids=kind)
-def test_a_value_of_no_use_is_named_whatever_it_is(take, wrong):
+def test_illegal_argument_of_any_kind_raises_a_short_message(take, wrong):
     with pytest.raises((TypeError, ValueError)) as caught:
         TAKE_VALUES[take](wrong)
     said = str(caught.value)
@@ -199,7 +199,7 @@ def test_a_value_of_no_use_is_named_whatever_it_is(take, wrong):
 RAW = ("recursion depth", "Exceeds the limit", "setting an array element", "has no attribute")
 
 
-def test_a_region_of_no_dtype_is_told_before_it_is_entered():
+def test_precision_of_no_dtype_raises_before_it_is_entered():
     with pytest.raises(ValueError, match="dtype='float61' is not a floating dtype"):
         mpjax.precision("float61")
 
@@ -215,7 +215,7 @@ def test_a_region_of_no_dtype_is_told_before_it_is_entered():
         (mpjax, "qqq", None),
     ],
 )
-def test_a_misspelt_attribute_is_answered_with_the_right_one(module, name, meant):
+def test_misspelled_attribute_suggests_the_right_one(module, name, meant):
     hint = f" Did you mean {meant!r}?" if meant else ""
     with pytest.raises(AttributeError) as caught:
         getattr(module, name)
@@ -224,7 +224,7 @@ def test_a_misspelt_attribute_is_answered_with_the_right_one(module, name, meant
     assert shown.lower().count("did you mean") == len([meant] if meant else [])
 
 
-def test_a_traced_number_is_no_finite_number():
+def test_finite_number_is_none_for_a_traced_number():
     seen = []
     jax.eval_shape(lambda x: seen.append(finite_number(x)), 1.0)
     assert seen == [None] and finite_number(2) == 2.0

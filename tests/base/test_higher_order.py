@@ -28,18 +28,18 @@ PROGRAMS = {
 }
 
 
-def test_what_has_rules_of_its_own_is_evaluated_by_a_function_of_its_own():
+def test_primitives_with_custom_rules_have_functions_that_evaluate_them():
     own = {name for name in HIGHER_ORDER if name.startswith(("custom_", "linear_"))}
     assert own == {*operations.PROGRAMS}
 
 
-def test_programs_of_every_kind_are_entered_and_put_back():
+def test_higher_order_rows_of_every_kind_are_entered_and_rebuilt():
     kinds = {row.kind for row in HIGHER_ORDER.values()}
     assert kinds == {*ENTER} == {*REBUILD}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_are_found_in_their_parameters(name):
+def test_higher_order_row_finds_programs_in_parameters(name):
     fun = PROGRAMS[name]
     eqn = eqn_of(lambda x: jax.tree.leaves(fun(x)), name)
     row = higher_order(name)
@@ -48,7 +48,7 @@ def test_programs_are_found_in_their_parameters(name):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_are_wired_to_operands_and_results(name):
+def test_higher_order_row_wires_programs_to_operands_and_results(name):
     fun = PROGRAMS[name]
     eqn = eqn_of(lambda x: jax.tree.leaves(fun(x)), name)
     for inside in higher_order(name).wire(eqn):
@@ -62,7 +62,7 @@ def test_programs_are_wired_to_operands_and_results(name):
             assert inner.outvars[result].aval.shape == inner.invars[argument].aval.shape
 
 
-def test_turns():
+def test_turns_of_scan_is_its_length_and_of_while_one():
     assert turns_of(eqn_of(PROGRAMS["scan"], "scan")) == 3
     assert turns_of(eqn_of(PROGRAMS["while"], "while")) == 1  # nobody knows
     assert higher_order("tanh") is FIRST_ORDER and FIRST_ORDER.kind != CALL

@@ -25,21 +25,21 @@ def module(tmp_path, monkeypatch):
     return module
 
 
-def test_a_name_comes_from_where_the_stub_says(module):
+def test_lazy_name_comes_from_where_the_stub_says(module):
     lines = importlib.import_module("mpjax._src.base.lines")
     assert "short" not in vars(module)
     assert module.short is lines.short is vars(module)["short"]
     assert module.optim is importlib.import_module("mpjax.optim")
 
 
-def test_modules_are_listed_but_no_part_of_a_star(module):
+def test_lazy_modules_are_listed_but_no_part_of_a_star_import(module):
     assert module.__all__ == ["short", "where"] and dir(module) == ["optim", "short", "where"]
     exec("from place import *", names := {})
     assert {"short", "where"} <= {*names} and "optim" not in names
 
 
 @pytest.mark.parametrize("name", ["shorts", "with_master_weights"])
-def test_a_missing_name_is_an_error_also_if_mpjax_had_it(module, name):
+def test_lazy_module_refuses_missing_names_that_mpjax_had(module, name):
     with pytest.raises(AttributeError, match=f"module 'place' has no attribute '{name}'"):
         getattr(module, name)
     with pytest.raises(AttributeError, match="Did you mean 'short'"):

@@ -8,7 +8,7 @@ import numpy as np
 from mpjax._src.base.lines import is_library, short
 
 
-def test_short_names_of_files(monkeypatch, tmp_path):
+def test_short_gives_short_names_of_files(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert short(f"{tmp_path}/models/net.py:3") == "models/net.py:3"
     assert short("/elsewhere/net.py:3") == "net.py:3"

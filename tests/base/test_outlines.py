@@ -32,7 +32,7 @@ def fits(text):
 
 
 @pytest.mark.parametrize("name", thorough_but(OPTIMIZERS, "masters"))
-def test_states_of_optimizers(name):
+def test_optimizer_states_print_within_a_screen(name):
     params = mpjax.cast(LEAVES, "float16") if name == "mixed" else PARAMS
     state = jax.eval_shape(OPTIMIZERS[name](optax.adamw(1e-3)).init, params)
     text = repr(state)
@@ -40,7 +40,7 @@ def test_states_of_optimizers(name):
     assert "mu=<200 leaves: 63,900 " in text
 
 
-def test_train_states():
+def test_train_states_print_within_a_screen():
     init, _ = mpjax.build_train_step(lambda p, b: 0.0, optax.adamw(1e-3), "O2:float16")
     state = jax.eval_shape(init, PARAMS, {"mean": np.ones(3)}, jax.random.key(0))
     text = repr(state)
@@ -58,7 +58,7 @@ def test_train_states():
     assert fits(text) and "apply_fn=print" in text and "batch_stats={'mean': float32[3]}" in text
 
 
-def test_values_of_scalars_are_shown():
+def test_repr_of_loss_scales_shows_values_of_scalars():
     text = "DynamicLossScale(loss_scale=65536.0, growth_tracker=0, hysteresis_tracker=1)"
     assert repr(mpjax.DynamicLossScale()) == text
     assert "hysteresis=4" in repr(mpjax.DynamicLossScale(hysteresis=4))
@@ -82,11 +82,11 @@ def test_values_of_scalars_are_shown():
         ("x" * 99, "'" + "x" * 76 + "..."),
     ],
 )
-def test_other_trees(tree, text):
+def test_outline_shows_small_trees_and_summarizes_large_ones(tree, text):
     assert outline(tree) == text
 
 
-def test_a_deep_state_loses_its_depths():
+def test_outline_of_a_deep_tree_fits_a_screen():
     tree = 0
     for _ in range(30):
         tree = (tree, "x" * 70)

@@ -25,7 +25,7 @@ from mpjax._src.base.patterns import matches, nearest_paths, paths
         ("layers/?/w", "layers/10/w", False),
     ],
 )
-def test_matches(pattern, path, expected):
+def test_matches_compares_patterns_with_paths(pattern, path, expected):
     assert matches(pattern, path) is expected
 
 

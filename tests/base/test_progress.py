@@ -52,12 +52,12 @@ def test_instruments_show_a_bar(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["lint", "tune"])
-def test_nothing_is_written_elsewhere(name, capsys):
+def test_progress_writes_nothing_outside_of_a_terminal(name, capsys):
     INSTRUMENTS[name]()
     assert capsys.readouterr().err == ""
 
 
-def test_compilers_show_what_they_do(monkeypatch):
+def test_compile_for_and_largest_batch_show_progress(monkeypatch):
     seen, stderr = [], terminal(monkeypatch)
 
     def compile_program(child, target, *_):
@@ -81,7 +81,7 @@ def test_compilers_show_what_they_do(monkeypatch):
             call("h100", jnp.sin, progress="no")
 
 
-def test_a_bar_counts_its_own_unit_and_all_of_it(monkeypatch):
+def test_progress_bar_counts_its_own_unit(monkeypatch):
     stderr = terminal(monkeypatch)
     with progress_bar(True, "outer", "run", total=2):
         with progress_bar(True, "inner", "operation"):

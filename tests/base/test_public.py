@@ -6,7 +6,7 @@ from mpjax._src.base.public import public
 from mpjax._src.policy.policy import Policy
 
 
-def test_a_class_is_as_before_but_for_its_module():
+def test_public_changes_only_the_module_of_a_class():
     class Report:
         """Says something."""
 

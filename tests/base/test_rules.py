@@ -32,7 +32,7 @@ def test_every_row_is_tested():
     assert tested | UNTRIED.keys() <= rules.RULES.keys()
 
 
-def test_legal_values_are_the_columns():
+def test_columns_of_rules_have_legal_values():
     for name, row in rules.RULES.items():
         for column in ("span", "saves", "cost"):
             assert getattr(row, column) in rules.CHOICES[column], (name, column)
@@ -102,7 +102,7 @@ def test_a_matmul_is_as_precise_as_what_reads_it_asks(table, gain, after):
     assert planned(lambda x: bind(x @ x).astype(jnp.bfloat16), "dot_general")[0] == after
 
 
-def test_what_is_not_said_is_the_worst(table):
+def test_register_rule_defaults_to_the_worst(table):
     mpjax.register_rule("mine", "follow")
     row = rules.rule_of("mine")
     assert (row.gain, row.span, row.saves, row.cost) == ("unbounded", "grows", "operands", "never")
@@ -128,12 +128,12 @@ def test_a_known_row_is_replaced(table):
         ("full", {"traits": "kinked"}, "traits='kinked' is not legal"),
     ],
 )
-def test_errors_name_what_is_legal(table, need, columns, message):
+def test_register_rule_errors_name_what_is_legal(table, need, columns, message):
     with pytest.raises(ValueError, match=message):
         mpjax.register_rule("mine", need, **columns)
     assert "mine" not in table
 
 
-def test_a_primitive_or_its_name(table):
+def test_register_rule_refuses_what_is_no_primitive(table):
     with pytest.raises(ValueError, match="primitive=3 must be a JAX primitive, such as"):
         mpjax.register_rule(3, "full")

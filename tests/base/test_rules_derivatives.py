@@ -91,7 +91,7 @@ UNDERIVED = {
 
 
 @pytest.mark.parametrize("key", ALONE)
-def test_what_a_derivative_reads(key):
+def test_saves_column_is_what_a_derivative_reads(key):
     found = saves(key)
     assert found == (None if key in UNDERIVED else UNLIKE.get(key, rule(key).saves))
     assert found or rule(key).saves == rules.OPERANDS
@@ -157,14 +157,14 @@ CURVED = [key for key in ELEMENTWISE if rule(key).saves != NOTHING and key not i
 @pytest.mark.usefixtures("x64")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("key", CURVED)
-def test_steady(key):
+def test_steady_column_is_whether_a_derivative_tolerates_rounding(key):
     params = {"y": int(key.split()[1])} if " " in key else {}
     found = all(is_steady(key, place) for place in range(OPERANDS[key]))
     assert found == rule(key).steady_of(params)
 
 
 @pytest.mark.parametrize("key", ["log", "div", "sqrt", "sin", "integer_pow -1"])
-def test_what_rounding_does_to_a_derivative_that_is_not_steady(key):
+def test_derivative_that_is_not_steady_is_lost_by_rounding(key):
     fun = {"div": lambda x: 1 / x}.get(key) or ELEMENTWISE[key]
     x = 1e-9 if key != "sin" else 1000.3
     exact, got = (float(jax.grad(fun)(jnp.float32(y))) for y in (x, rounded(x, FLOAT16)))
@@ -202,7 +202,7 @@ def roundings(fun, shifts):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("key", one_of_each(CURVED, "saves", rules.FLATTENS))
-def test_which_derivatives_are_lost_where_their_parts_are_rounded(key):
+def test_flattens_trait_is_of_derivatives_lost_by_rounding_their_parts(key):
     off = max(roundings(ELEMENTWISE[key], shifts) for shifts in TOGETHER[OPERANDS[key]])
     assert (off > LOST) == (rules.FLATTENS in rule(key).traits), off
 
@@ -230,7 +230,7 @@ LINEAR = [
 
 
 @pytest.mark.parametrize("key", one_of_each(LINEAR, "gain", KINKED))
-def test_the_derivative_asks_on_which_side_of_a_kink_it_is(key):
+def test_kinked_trait_is_of_derivatives_that_depend_on_the_side(key):
     fun, *args = case(key)
     args = [np.asarray(x) * (-1) ** i - 0.9 * (key == "abs") for i, x in enumerate(args)]
     slopes = jax.jit(lambda *args: jacobians(fun, args))
@@ -245,7 +245,7 @@ MOVES = [key for key in LINEAR if rule(key).need == MOVE and KINKED not in rule(
 
 
 @pytest.mark.parametrize("key", one_of_each(MOVES, "cost", SUMS_BACK))
-def test_the_transpose_of_a_move_sums(key):
+def test_sums_back_trait_is_of_moves_whose_transpose_sums(key):
     fun, *args = CASES[key]
 
     def transposed(*args):

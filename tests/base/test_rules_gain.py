@@ -133,12 +133,12 @@ def number(key, place):
 @pytest.mark.parametrize(
     "key", one_of_each((key for key in ELEMENTWISE if key not in EXHIBITS), "gain")
 )
-def test_elementwise(key):
+def test_gain_of_elementwise_rules_agrees_with_measured_errors(key):
     numbers = [number(key, place) for place in range(OPERANDS[key])]
     assert agrees(gain_of(key), max(numbers), SMALL_POWERS.get(key, 1)), numbers
 
 
-def test_a_bound_is_what_makes_a_tail_harmless():
+def test_gain_of_bounded_tails_is_one():
     """Far out, erfc and logistic amplify a relative error of their operand without end."""
     x = np.array([5.0, 9.0])
     for fun, key, sign in ((lax.erfc, "erfc", 1), (lax.logistic, "logistic", -10)):
@@ -195,7 +195,7 @@ SUM_TWICE = {"symmetric_product": 2}
 
 
 @pytest.mark.parametrize("key", one_of_each((key for key in CASES if gain_of(key) == SUM), "gain"))
-def test_sums(key):
+def test_gain_of_sums_agrees_with_measured_errors(key):
     fun, args = compiled(*CASES[key])
     magnitudes = flat(TERMS.get(key, fun), args)
     signs = np.where(np.arange(args[-1].size) % 2, 1, -1).reshape(args[-1].shape)
@@ -209,7 +209,7 @@ ALIKE = [key for key in CASES if gain_of(key) in (NONE, ONE) and key not in APAR
 
 
 @pytest.mark.parametrize("key", one_of_each(ALIKE, "cost"))
-def test_moves_and_choices(key):
+def test_gain_of_moves_and_choices_agrees_with_measured_errors(key):
     fun, args = compiled(*CASES[key])
     if gain_of(key) == NONE:
         assert flat(fun, args).size == 0  # no float that could err
@@ -218,13 +218,13 @@ def test_moves_and_choices(key):
         assert agrees(ONE, ratio(found, np.abs(flat(fun, args))))
 
 
-def test_nothing_goes_through_stop_gradient():
+def test_gain_of_stop_gradient_is_none():
     assert rule("stop_gradient").gain == NONE
     assert jax.grad(primitives.stop_gradient_p.bind)(2.0) == 0
 
 
 @pytest.mark.parametrize("key", one_of_each(EXHIBITS, "span"))
-def test_what_amplifies_without_end(key):
+def test_gain_of_exhibits_agrees_with_measured_errors(key):
     fun, args = compiled(*EXHIBITS[key])
     sizes = 1 if rule(key).span == BOUNDED else np.abs(flat(fun, args))
     numbers = [ratio(errors(fun, args, place), sizes) for place in range(len(args))]
@@ -232,7 +232,7 @@ def test_what_amplifies_without_end(key):
 
 
 @pytest.mark.thorough
-def test_the_logarithm_of_a_sample_amplifies_without_end():
+def test_gain_of_random_gamma_agrees_with_its_logarithm():
     """As a logarithm does near one. (A difference would see that some samples are rejected.)"""
 
     def samples(x):
@@ -242,6 +242,6 @@ def test_the_logarithm_of_a_sample_amplifies_without_end():
     assert agrees(gain_of("random_gamma"), ratio(np.abs(2.0 * slope), np.abs(result)))
 
 
-def test_all_that_amplify_without_end_are_exhibited():
+def test_rules_of_unbounded_gain_are_exhibited():
     listed = {k for k in CASES if gain_of(k) == UNBOUNDED and rule(k).need == rules.FULL}
     assert listed - {"random_gamma"} <= EXHIBITS.keys()

@@ -53,7 +53,7 @@ BETWEEN = np.array([1 - 2.0**-24, 1 + 2.0**-23, float(np.float32(np.pi / 2)), 0.
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("key", one_of_each(ELEMENTWISE, "span"))
-def test_span_of_elementwise(key):
+def test_span_of_elementwise_rules_agrees_with_results(key):
     operands = halves()[None] if key in UNARY else some_halves(OPERANDS[key])
     if key in SLOW:
         operands = operands[:, ::7][:, np.all(np.abs(operands[:, ::7]) < 1e3, axis=0)]
@@ -93,7 +93,7 @@ LARGE = {
 @pytest.mark.parametrize(
     "key", one_of_each((k for k in ROWS if k in CASES and k not in COLLECTIVES), "span")
 )
-def test_span_of_others(key):
+def test_span_of_other_rules_agrees_with_results(key):
     fun, *args = CASES[key]
     args = LARGE.get(key) or [np.full(np.shape(x), LARGEST) for x in args]
     if rule(key).need != rules.COMPARE:
@@ -124,7 +124,7 @@ def work(key):
 
 
 @pytest.mark.parametrize("key", one_of_each([*ELEMENTWISE, "select_n", "eq", "is_finite"], "cost"))
-def test_cost_of_elementwise(key):
+def test_cost_of_elementwise_rules_agrees_with_instructions(key):
     """Nothing: a few instructions that there are. Dear: a special one. Never: very many."""
     found, weight = work(key)
     if rule(key).cost == FUSED:
@@ -137,7 +137,7 @@ def test_cost_of_elementwise(key):
 
 
 @pytest.mark.parametrize("key", [k for k in ROWS if k in CASES and rule(k).cost == FUSED])
-def test_cost_of_others_that_are_repeated(key):
+def test_cost_of_other_rules_is_fused_for_views_and_reductions_alone(key):
     """Views, and reductions, which compilers fuse with what they reduce."""
     fun, *args = CASES[key]
     text = jax.jit(fun).lower(*args).as_text()
@@ -145,7 +145,7 @@ def test_cost_of_others_that_are_repeated(key):
     assert {name.replace("_", "-") for name in found} <= PLAIN | NOT_WORK
 
 
-def test_what_moves_memory_or_loops_is_never_repeated():
+def test_cost_of_rules_that_move_memory_or_loop_is_never():
     for key in ROWS:
         if key in CASES and rule(key).need == rules.FULL and rule(key).cost != NEVER:
             assert key in ("reduce_sum", "reduce_prod")
@@ -160,7 +160,7 @@ def having(trait):
 
 
 @pytest.mark.parametrize("key", [k for k in CASES if "reduce" in k or k in having(rules.REDUCES)])
-def test_reductions_give_less_than_they_read(key):
+def test_reduces_trait_is_of_results_smaller_than_operands(key):
     fun, *args = CASES[key]
     (result,) = jax.tree.leaves(jax.eval_shape(fun, *args))
     whole = key in ("reduce_scatter",)  # of all devices together, one array
@@ -168,27 +168,27 @@ def test_reductions_give_less_than_they_read(key):
 
 
 @pytest.mark.parametrize("key", having(rules.SAME_CONSTANT))
-def test_of_a_constant_a_constant(key):
+def test_same_constant_trait_is_of_constants_that_stay_constant(key):
     fun, *args = CASES[key]
     (result,) = jax.tree.leaves(fun(*[np.full_like(x, 0.3) for x in args]))
     assert np.all(result == result.dtype.type(0.3))
 
 
 @pytest.mark.parametrize("key", having(rules.SAME_PARAMETER))
-def test_a_view_has_entries_of_the_parameter_alone(key):
+def test_same_parameter_trait_is_of_views_with_entries_of_the_parameter(key):
     fun, parameter = CASES[key]
     for result in jax.tree.leaves(fun(parameter)):
         assert np.all(np.isin(result, parameter.astype(result.dtype)))
 
 
 @pytest.mark.parametrize("key", having(rules.PART))
-def test_a_part_has_each_entry_once(key):
+def test_part_trait_is_of_results_with_each_entry_once(key):
     fun, whole = CASES[key]
     parts = np.concatenate([np.ravel(x) for x in jax.tree.leaves(fun(whole))])
     assert np.unique(parts).size == parts.size
 
 
-def test_one_row_looks_up():
+def test_looks_up_trait_is_of_gather_alone():
     assert having(rules.LOOKS_UP) == ["gather"]
 
 
@@ -199,7 +199,7 @@ def test_one_row_looks_up():
         *[("dot_general", BFLOAT16), ("ragged_dot_general", FLOAT16)],
     ),
 )
-def test_wide_form(key, half):
+def test_wide_form_trait_is_of_half_operands_with_float32_results(key, half):
     """Half operands in, float32 out. What hardware makes of it: hardware/test_wide_form.py."""
     eqn = equation(key)
     operands = [jnp.ones(v.aval.shape, half) for v in eqn.invars[:2]]
@@ -238,7 +238,7 @@ REFUSED_SINCE = () if NEWER else ("cholesky_update", "symmetric_product")
         *("gain", rules.NO_HALF_FORM),
     ),
 )
-def test_no_half_form(key, half):
+def test_no_half_form_trait_is_of_rules_that_fail_in_half(key, half):
     assert has_half_form(key, half) == (rules.NO_HALF_FORM not in rule(key).traits)
 
 
@@ -256,7 +256,7 @@ POLES = {
 @pytest.mark.parametrize(
     "key", one_of_each((k for k in ELEMENTWISE if k not in POLE_IS_NAN), "span", rules.POLE)
 )
-def test_pole(key):
+def test_pole_trait_is_of_elementwise_rules_that_reach_infinity(key):
     grid = np.meshgrid(*[SPECIAL_POINTS] * OPERANDS[key])
     result = ELEMENTWISE[key](*[x.ravel() for x in grid])
     powers = key.startswith("integer_pow") and "-" not in key  # of these, only negative ones
@@ -264,7 +264,7 @@ def test_pole(key):
 
 
 @pytest.mark.parametrize("key", having(rules.POLE))
-def test_every_pole_is_shown(key):
+def test_pole_trait_is_exhibited_for_every_rule(key):
     if key in POLES:
         fun, *args = POLES[key]
         assert np.isinf(fun(*args)).all()
@@ -293,7 +293,7 @@ RANKED = [key for key in CASES if rule(key).need in (rules.MOVE, rules.COMPARE)]
 
 
 @pytest.mark.parametrize("key", one_of_each(RANKED, "gain", rules.RANKS))
-def test_what_ranks(key):
+def test_ranks_trait_is_of_rules_that_place_or_sort(key):
     fun, x, *others = CASES[key]
     results = [np.asarray(y) for y in jax.tree.leaves(fun(x, *others))]
     places = any(np.issubdtype(y.dtype, np.integer) for y in results)
@@ -308,7 +308,7 @@ WITH_FEW_OPERANDS = [key for key in ELEMENTWISE if OPERANDS[key] <= 2 and key no
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("key", [key for key in WITH_FEW_OPERANDS if OPERANDS[key] == 2])
-def test_what_subtracts(key):
+def test_subtracts_trait_is_of_antisymmetric_rules(key):
     x, y = np.random.default_rng(0).uniform(0.5, 4, (2, 100))
     there, back = (np.asarray(ELEMENTWISE[key](*pair)) for pair in ((x, y), (y, x)))
     subtracts = np.array_equal(there, -back)
@@ -317,7 +317,7 @@ def test_what_subtracts(key):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("key", one_of_each(WITH_FEW_OPERANDS, "span", rules.JUMPS))
-def test_what_jumps(key):
+def test_jumps_trait_is_of_rules_that_jump(key):
     x = np.arange(0.5, 8, 0.5)
     others = [np.ones_like(x)] * (OPERANDS[key] - 1)
     below, above = (

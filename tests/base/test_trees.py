@@ -41,7 +41,7 @@ def test_cast_touches_real_floating_leaves_only(dtype):
     assert isinstance(out["numpy"], np.ndarray)
 
 
-def test_cast_under_jit_and_on_an_equinox_module(rng):
+def test_cast_works_under_jit_and_on_an_equinox_module(rng):
     model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(int(rng.integers(1000))))
     half = mpjax.cast(model, "bfloat16")
     assert half.layers[0].weight.dtype == jnp.bfloat16
@@ -52,7 +52,7 @@ def test_cast_under_jit_and_on_an_equinox_module(rng):
 
 
 @pytest.mark.usefixtures("x64")
-def test_float64_is_left_alone_unless_asked_for():
+def test_cast_leaves_float64_alone_unless_asked_for():
     tree = {"double": jnp.ones(2, jnp.float64), "single": jnp.ones(2, jnp.float32)}
     assert mpjax.cast(tree, "float16")["double"].dtype == jnp.float64
     assert mpjax.cast(tree, "float64")["single"].dtype == jnp.float64
@@ -64,7 +64,7 @@ def test_cast_refuses_what_is_no_floating_dtype():
         mpjax.cast({}, "int32")
 
 
-def test_widen_and_cast_like():
+def test_cast_like_undoes_widen():
     tree = {"h": jnp.ones(2, jnp.float16), "f": np.ones(2, np.float32), "i": jnp.arange(2)}
     wide = widen(tree)
     assert wide["h"].dtype == jnp.float32 and wide["i"] is tree["i"] and wide["f"] is tree["f"]
@@ -81,7 +81,7 @@ def test_all_finite_finds_one_bad_value(dtype, bad):
     assert not check({"a": good, "b": good.at[1, 2].set(jnp.asarray(bad, dtype))})
 
 
-def test_all_finite_of_an_imaginary_part():
+def test_all_finite_sees_an_imaginary_part():
     assert not mpjax.all_finite(jnp.array([complex(0, jnp.inf)]))
 
 
@@ -117,7 +117,7 @@ def test_select_takes_one_tree_bit_for_bit():
     assert float(whole["python"]) == 2.5
 
 
-def test_select_of_numbers_that_differ():
+def test_select_takes_python_numbers_that_differ():
     assert int(mpjax.select(jnp.array(False), 1, 2)) == 2
 
 

@@ -146,7 +146,7 @@ def test_the_keyboard_reaches_everything(opened, explained):
     assert page.evaluate("document.activeElement.closest('#tree')") is None
 
 
-def test_colours_switch_and_tell_amounts(opened, compared):
+def test_page_colors_switch_and_show_amounts(opened, compared):
     page = opened(compared.to_html())
     names = page.locator("#controls label").all_inner_texts()
     assert {"added error", "error", "dtype", "bytes"} <= {*names}

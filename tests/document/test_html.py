@@ -47,7 +47,7 @@ def data_of(html):
 # ---- what is in it -------------------------------------------------------------------------------
 
 
-def test_the_data_says_all_that_is_told():
+def test_page_data_holds_all_that_a_drawing_says():
     told = (("why", "half list"), ("line", "net.py:3"))
     made = Operation("dot", "Net/Dense_0", told, {"dtype": "bfloat16", "bytes": 96}, 7, True, True)
     colours = Colour("dtype", "", ("float32", "bfloat16")), Colour("bytes", "", unit="bytes")
@@ -111,7 +111,7 @@ def test_steps_of_bytes_are_powers_of_four_below_the_largest():
     assert only.count == 1
 
 
-def test_a_class_that_nobody_named_has_a_colour_too():
+def test_scale_has_a_color_for_a_class_that_nobody_named():
     scale = scale_of(Colour("dtype", "", ("float32",)), operations("int4", "float32", name="dtype"))
     assert [(key.label, key.style) for key in scale.legend] == [("float32", "c0"), ("int4", "c1")]
 
@@ -125,7 +125,7 @@ def test_shares_take_the_largest_part_apart_and_sum_up():
     assert len(few) == 4 and few["others"] == sum(range(27)) and few["layer_29"] == 29
 
 
-def test_units():
+def test_size_and_share_print_units():
     assert (size(0), size(1536), size(3 * 2**40)) == ("0 B", "1.5 KiB", "3072 GiB")
     assert (share(0.0123), share(1.0), share(25.0)) == ("1.23%", "100%", "25 times")
 
@@ -134,7 +134,7 @@ def test_units():
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_colour_can_be_read_on(scheme):
+def test_text_on_every_page_color_has_enough_contrast(scheme):
     """The contrast of WCAG 2.2, 1.4.3: of text and its ground at least 4.5."""
     light, dark = re.findall(r":root \{(.*?)\}", (TEMPLATES / "page.css").read_text(), re.S)[:2]
     variables = dict(re.findall(r"--(\w+): (#\w+);", light + (dark if scheme == "dark" else "")))

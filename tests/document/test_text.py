@@ -27,7 +27,7 @@ def test_tables_have_titles_if_there_are_several_with_rows():
     assert shown.endswith("and 1 more\nAnd a note.")
 
 
-def test_what_goes_on_is_indented_among_several_sentences_and_below_a_heading():
+def test_continued_lines_are_indented_among_sentences_and_below_a_heading():
     one, two = "one " * 21, "two " * 21
     assert text.text_of(Document("", one)).splitlines()[1] == "one"
     assert text.text_of(Document("", one, (two,))).splitlines()[1::2] == ["    one", "    two"]
@@ -40,7 +40,7 @@ def test_without_a_width_nothing_is_folded():
     assert text.text_of(Document("", "word " * 99), 10**9) == "word " * 98 + "word"
 
 
-def test_plain_data():
+def test_plain_makes_data_of_objects_and_arrays():
     @dataclasses.dataclass(frozen=True)
     class Some:
         array: object

@@ -101,13 +101,13 @@ def test_named_policies_print_their_name(name):
         ("mixed_float16, output=f16", ("float32", "float16", "float16")),
     ],
 )
-def test_the_grammar(text, dtypes):
+def test_policy_grammar_sets_dtypes(text, dtypes):
     policy = mpjax.get_policy(text)
     assert (policy.param_dtype, policy.compute_dtype, policy.output_dtype) == dtypes
 
 
 @pytest.mark.parametrize("text", ["p=f32,c=f16", "p=f16,c=f32,o=bf16", "f32", "full", "c=bf16"])
-def test_it_agrees_with_jmp_where_jmp_has_an_answer(text):
+def test_get_policy_agrees_with_jmp_where_jmp_has_an_answer(text):
     theirs = jmp.get_policy(text)
     assert mpjax.get_policy(text) == mpjax.get_policy(theirs)
     assert jmp.get_policy("p=f16,c=f32,o=f16").param_dtype == jnp.float16
@@ -179,7 +179,7 @@ def test_half_alone_means_what_the_device_is_best_at():
         ("master_weights=maybe", "must be True or False"),
     ],
 )
-def test_what_does_not_parse_says_where_and_what_is_legal(text, message):
+def test_policy_that_does_not_parse_says_where_and_what_is_legal(text, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         mpjax.get_policy(text)
 
@@ -196,7 +196,7 @@ def test_every_suggestion_is_itself_legal(text):
 
 
 @pytest.mark.parametrize("wrong", [None, 16, jnp.float16, {"p": "f32"}])
-def test_other_types_are_refused(wrong):
+def test_get_policy_refuses_other_types(wrong):
     with pytest.raises(TypeError, match="must be a string such as 'mixed_bfloat16'"):
         mpjax.get_policy(wrong)
 
@@ -217,7 +217,7 @@ def test_dtypes_are_canonical_on_construction():
     assert hash(spelled) == hash(mpjax.get_policy(str(spelled)))
 
 
-def test_it_is_a_jmp_policy():
+def test_policy_is_a_jmp_policy():
     policy = mpjax.get_policy("mixed_float16")
     assert isinstance(policy, jmp.Policy)
     assert policy.with_output_dtype(jnp.float16).output_dtype == jnp.float16
@@ -227,7 +227,7 @@ def test_it_is_a_jmp_policy():
     assert mpjax.get_policy(policy) is policy
 
 
-def test_it_is_a_static_argument():
+def test_policy_is_a_static_argument():
     traces = []
 
     @partial(jax.jit, static_argnums=0)
@@ -242,7 +242,7 @@ def test_it_is_a_static_argument():
     assert len(traces) == 2
 
 
-def test_it_is_frozen():
+def test_policy_is_frozen():
     with pytest.raises(AttributeError):
         mpjax.get_policy("float32").param_dtype = jnp.float16
 
@@ -251,7 +251,7 @@ def test_it_is_frozen():
 
 
 @pytest.mark.parametrize("jitted", [False, True])
-def test_casts(jitted):
+def test_policy_casts_params_compute_and_output(jitted):
     wrap = jax.jit if jitted else lambda f: f
     policy = mpjax.get_policy("p=bf16,c=f16,o=f32")
     kernel = "Dense_0/kernel"
@@ -355,7 +355,7 @@ def test_an_override_reaches_float64_by_name():
     assert dtypes_of(policy.cast_to_param(tree)) == {"a": "float32", "b": "float64"}
 
 
-def test_an_unused_pattern_is_an_error_with_the_nearest_paths_but_never_in_a_cast():
+def test_check_overrides_refuses_an_unused_pattern_and_casts_do_not():
     policy = mpjax.get_policy("bf16").override({"*/LayerNrm_0/*": "float32"})
     with pytest.raises(ValueError, match=r"'\*/LayerNrm_0/\*' matches no .*'LayerNorm_0/scale'"):
         policy.check_overrides(params())
@@ -380,7 +380,7 @@ def test_bad_overrides_are_refused(patterns, message):
 # ---------------------------------------------------------------- op lists
 
 
-def test_op_lists():
+def test_with_ops_sets_op_lists():
     policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("exp",), full="tanh")
     assert (policy.half_ops, policy.full_ops, policy.follow_ops) == (("exp",), ("tanh",), ())
     more = policy.with_ops(half=("exp", "log"), follow=["add"])
@@ -404,7 +404,7 @@ def test_bad_op_lists_are_refused(lists, message):
         mpjax.get_policy("mixed_bfloat16").with_ops(**lists)
 
 
-def test_the_names_are_those_that_jaxprs_print():
+def test_op_list_names_are_those_that_jaxprs_print():
     def fun(x):
         y = jax.lax.scan(lambda c, _: (jnp.tanh(c) @ c, None), x, None, length=2)[0]
         return jnp.sum(jax.nn.softmax(y)), jax.lax.ragged_dot(x, x[None], jnp.array([2]))

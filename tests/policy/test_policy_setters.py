@@ -72,7 +72,7 @@ def test_an_old_setter_warns_and_sets_what_it_did(name, args, settings):
     assert [warning.filename for warning in seen] == [__file__]
 
 
-def test_the_setters_of_two_forms_add_up():
+def test_masters_and_moments_settings_add_up():
     policy = mpjax.get_policy("O2:bfloat16,moments=8bit").replace(masters="split")
     assert str(policy) == "O2:bfloat16,masters=split,moments=8bit"
     assert str(policy.replace(masters="float32")) == "O2:bfloat16,moments=8bit"
@@ -89,6 +89,6 @@ def test_the_setters_of_two_forms_add_up():
         ({"param_type": "f16"}, "Legal are param_dtype, compute_dtype.*Did you mean 'param_dtype'"),
     ],
 )
-def test_an_unknown_setting_is_refused(setting, message):
+def test_replace_refuses_an_unknown_setting(setting, message):
     with pytest.raises(TypeError, match=message):
         mpjax.get_policy("mixed_bfloat16").replace(**setting)

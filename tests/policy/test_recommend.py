@@ -50,7 +50,7 @@ def test_an_unfit_policy_is_warned_about_once(monkeypatch, device, policy, inste
 
 
 @pytest.mark.parametrize("device", [gpu("8.0"), TPU, jax.devices("cpu")[0]])
-def test_a_fit_policy_is_not(monkeypatch, device):
+def test_fit_policy_is_not_warned_about(monkeypatch, device):
     monkeypatch.setattr(recommend, "default_device", lambda: device)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -14,7 +14,7 @@ def loss(w, x):
 
 @pytest.mark.parametrize("tool", [mpjax.explain, mpjax.compare])
 @pytest.mark.parametrize("argnums", [5, -3, True, (0, False), 1.0, "0", (0, 2), ()])
-def test_positions_that_are_none(tool, argnums):
+def test_argnums_that_are_no_positions_raise(tool, argnums):
     name = tool.__name__
     with pytest.raises(
         ValueError, match=rf"{name}: argnums=.* must be positions.*from 0 to 1, .* called with 2"
@@ -23,7 +23,7 @@ def test_positions_that_are_none(tool, argnums):
 
 
 @pytest.mark.parametrize("tool", [mpjax.explain, mpjax.compare])
-def test_positions_without_arguments_or_floats(tool):
+def test_argnums_without_positional_or_floating_arguments_raise(tool):
     with pytest.raises(ValueError, match=r"argnums=0 .*positional arguments, but there are none"):
         tool(loss, "mixed_bfloat16", 0)(w=W, x=X)
     with pytest.raises(ValueError, match="argnums=1: these arguments contain no floating arrays"):
@@ -31,7 +31,7 @@ def test_positions_without_arguments_or_floats(tool):
 
 
 @pytest.mark.parametrize("argnums", [1, -1, (0, 1), [0, -1], jnp.int32(1).item()])
-def test_positions_that_are_some(argnums):
+def test_argnums_take_negative_and_several_positions(argnums):
     report = mpjax.explain(loss, "mixed_bfloat16", argnums)(W, X)
     assert report.stored_after is not None
     compared = mpjax.compare(loss, "mixed_bfloat16", argnums)(W, X)
@@ -49,7 +49,7 @@ NO_LOSS = {
 
 
 @pytest.mark.parametrize("name", NO_LOSS)
-def test_what_is_no_loss_has_no_gradients_to_explain(name):
+def test_explain_refuses_argnums_of_a_function_that_is_no_loss(name):
     message = r"explain: .*one real floating number of shape \(\), but.*pass argnums=None"
     with pytest.raises(TypeError, match=message):
         mpjax.explain(NO_LOSS[name], "mixed_bfloat16", 0)(W, X)
@@ -57,12 +57,12 @@ def test_what_is_no_loss_has_no_gradients_to_explain(name):
 
 
 @pytest.mark.parametrize("tool", [mpjax.explain, mpjax.compare])
-def test_an_aux_that_is_missing(tool):
+def test_has_aux_without_an_aux_raises(tool):
     with pytest.raises(TypeError, match=r"has_aux=True, so .* must return \(loss, aux\)"):
         tool(loss, "mixed_bfloat16", 0, has_aux=True)(W, X)
 
 
-def test_an_aux_that_holds_more_than_arrays():
+def test_explain_takes_an_aux_of_more_than_arrays():
     def fun(w, x):
         return loss(w, x), {"name": "mlp", "h": x @ w}
 

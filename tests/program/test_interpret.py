@@ -28,7 +28,7 @@ def run_both(program):
 
 @settings(max_examples=settings.default.max_examples // 3)
 @given(st.lists(STEP, min_size=1, max_size=5), st.integers(0, 99))
-def test_random_programs(steps, seed):
+def test_interpret_of_random_programs_matches_jit(steps, seed):
     fun = build(steps)
     rng = np.random.default_rng(seed)
     args = tuple(jnp.asarray(rng.uniform(-1, 1, SHAPE), jnp.float32) for _ in range(2))
@@ -54,7 +54,7 @@ def test_random_programs(steps, seed):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
-def test_models(name):
+def test_compare_and_find_nonfinite_of_models_match_jit(name):
     loss, params = MODELS[name]()
     compared = mpjax.compare(loss, "mixed_bfloat16")(params)
     auto = mpjax.autocast(loss, "mixed_bfloat16")
@@ -68,7 +68,7 @@ def test_models(name):
     assert not mpjax.find_nonfinite(loss, "mixed_float16", loss_scale=8.0)(params)
 
 
-def test_operations_are_counted_ahead():
+def test_operations_in_counts_what_interpret_runs():
     def fun(x, n):
         x = jax.lax.cond(n > 0, jnp.sin, lambda x: jnp.cos(x) * 2, x)
         x, _ = jax.lax.scan(lambda c, _: (jnp.tanh(c), None), x, None, 3)

@@ -66,7 +66,7 @@ def test_a_change_of_a_module_of_an_outer_trace_raises_and_the_module_is_whole(f
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)
 
 
-def test_a_container_that_is_filled_is_a_change():
+def test_filled_container_of_a_module_is_written_back():
     class Caches(nnx.Module):
         def __init__(self):
             self.seen = nnx.data({})

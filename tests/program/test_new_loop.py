@@ -123,7 +123,7 @@ def layers(w, x):
     return jnp.mean(h * total) + jnp.mean(ys)
 
 
-def test_it_computes_and_differentiates_what_a_scan_does():
+def test_new_loop_primitive_computes_and_differentiates_as_scan():
     jaxpr = jax.make_jaxpr(jax.grad(with_scan2(layers)))(W, X)
     names = [eqn.primitive.name for eqn in jaxpr.eqns]
     assert names.count("scan2") == 2 and "scan" not in names
@@ -132,7 +132,7 @@ def test_it_computes_and_differentiates_what_a_scan_does():
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-def test_autocast_runs_it_in_16_bits(gradient):
+def test_autocast_runs_a_new_loop_primitive_in_16_bits(gradient):
     plain, new = (mpjax.autocast(fun, "mixed_bfloat16") for fun in (layers, with_scan2(layers)))
     if gradient:
         plain, new = jax.value_and_grad(plain), jax.value_and_grad(new)
@@ -183,7 +183,7 @@ QUICK = [name for name in REPORTS if name not in ("explain", "compare", "find_no
 
 
 @pytest.mark.parametrize("name", thorough_but(REPORTS, *QUICK))
-def test_reports_say_of_it_what_they_say_of_a_scan(name):
+def test_reports_of_a_new_loop_primitive_equal_those_of_scan(name):
     report, words = REPORTS[name]
     plain, new = (
         " ".join(str(report(fun)).replace("scan2", "scan").split())
@@ -192,7 +192,7 @@ def test_reports_say_of_it_what_they_say_of_a_scan(name):
     assert new == plain and words in plain
 
 
-def test_lint_finds_a_sum_that_it_carries():
+def test_lint_finds_a_sum_that_a_new_loop_primitive_carries():
     x = jax.ShapeDtypeStruct((300, 4), jnp.bfloat16)
     plain, new = (mpjax.lint(fun)(x) for fun in (accumulated, with_scan2(accumulated)))
     assert [f.rule for f in new.findings] == ["half-accumulator"] and str(new) == str(plain)

@@ -61,7 +61,7 @@ def run(inside, gains, *args):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_results_stay_and_gains_are_added_in_turn(name):
+def test_rebuilt_keeps_results_and_adds_gains_in_turn(name):
     fun, digits = PROGRAMS[name]
     jaxpr = jax.make_jaxpr(lambda x: jax.tree.leaves(fun(x)))(X)
     gains = Gains([ONE * 0], lambda total, gained, turn: [total[0] * 10 + gained[0] * turn])

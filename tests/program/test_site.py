@@ -31,20 +31,20 @@ def test_an_equation_in_two_loops_stands_in_both():
     assert (first, second) == (1, 3)
 
 
-def test_the_backward_pass_is_told_by_the_transformations_around():
+def test_site_tells_the_backward_pass_by_transformations_around():
     backward = {site.backward for _, site, _ in named(jax.grad(loss), "mul")}
     assert True in backward and not named(loss, "mul")
     assert all("test_site.py:" in site.lines(eqn)[0] for eqn, site, _ in named(loss, "tanh"))
 
 
-def test_scopes_that_an_equation_repeats_may_count_once():
+def test_site_may_count_scopes_that_an_equation_repeats_once():
     ((eqn, site, _),) = named(jax.named_scope("a")(jnp.tanh), "tanh")
     assert site.scopes == ("a",) and site.at(eqn).scopes == ("a", "a")
     assert site.at(eqn, repeats=False) == site
     assert Site(("b",)).at(eqn, repeats=False).scopes == ("b", "a")
 
 
-def test_numbers_are_read_from_scopes():
+def test_site_reads_row_and_numbers_from_scopes():
     def fun(x):
         with contextlib.ExitStack() as scopes:
             for name in (f"{ROW}3", f"{NUMBER}1", f"{NUMBER}7", "layer"):

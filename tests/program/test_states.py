@@ -83,7 +83,7 @@ def test_a_half_cache_stays_half(policy):
     assert dtypes(scanned) == ["int32", half.name]
 
 
-def test_what_counts_as_a_state():
+def test_results_with_the_structure_of_an_argument_count_as_a_state():
     policy = mpjax.get_policy("p=f32,c=bf16,o=bf16")
 
     def handed_out(fun, *args):

@@ -13,7 +13,7 @@ X = jnp.ones((2, 3), jnp.bfloat16)
 CALL = ({"w": X, "kind": "mean"}, 3), {"key": np.float32(2), "flag": None}
 
 
-def test_arrays_are_told_from_other_leaves():
+def test_flat_tells_arrays_from_other_leaves():
     flat = Flat.of(CALL)
     assert flat.traced == (False, True, False, True)
     assert flat.others == ("mean", 3)
@@ -24,12 +24,12 @@ def test_arrays_are_told_from_other_leaves():
 
 
 @pytest.mark.parametrize(("is_traced", "count"), [(None, 2), (is_array, 1)])
-def test_a_shape_stands_for_an_array_unless_it_is_told_from_one(is_traced, count):
+def test_flat_takes_a_shape_for_an_array_by_default(is_traced, count):
     tree = X, jax.ShapeDtypeStruct((4,), jnp.float32)
     assert len((Flat.of(tree, is_traced) if is_traced else Flat.of(tree)).arrays) == count
 
 
-def test_names_begin_with_the_parameter():
+def test_flat_names_begin_with_the_parameter():
     def fun(params, *rest, scale):
         del params, rest, scale
 

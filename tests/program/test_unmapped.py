@@ -48,7 +48,7 @@ def exchanging(w, x):
 
 
 @pytest.mark.parametrize("check_vma", thorough_but([True, False], True))
-def test_values_are_those_of_shard_map_forward_and_backward(rng, check_vma):
+def test_unmapped_values_and_gradients_equal_those_of_shard_map(rng, check_vma):
     loss = mapped(exchanging, (P("model"), P("data", "model")), P(), check_vma)
     w, x = (np.float32(rng.normal(size=shape)) for shape in ((8, 8), (16, 8)))
     jaxpr = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(w, x)
@@ -70,7 +70,7 @@ SPECS = [
 
 
 @pytest.mark.parametrize(("given", "returned"), SPECS)
-def test_parts_lie_where_the_mesh_puts_them(rng, given, returned):
+def test_unmapped_parts_lie_where_the_mesh_puts_them(rng, given, returned):
     def part(x):
         place = lax.axis_index("data") + 10 * lax.axis_index("model")
         return (x + place)[:4, :4]
@@ -96,7 +96,7 @@ def test_a_mesh_axis_that_is_not_manual_stays_automatic(rng):
     np.testing.assert_allclose(got, x.reshape(4, 2, 4).sum(0), rtol=1e-6)
 
 
-def test_what_cannot_be_mapped_runs_as_it_is():
+def test_shard_map_without_a_vmap_rule_inside_runs_as_one_operation():
     """`jax.vmap` has no rule for some operations; then the shard_map is one compiled operation."""
     inner = jax.shard_map(jnp.sin, mesh=mesh(), in_specs=P("data"), out_specs=P("data"))
 

@@ -27,5 +27,5 @@ def test_axes_after_a_reshape_say_where_an_entry_was(shape, new):
     assert np.array_equal(entries, np.arange(entries.size).reshape(new))
 
 
-def test_a_reshape_that_mixes_axes_has_none():
+def test_reshaped_is_none_where_a_reshape_mixes_axes():
     assert reshaped(own_axes((6, 4)), (4, 6)) is None

@@ -56,7 +56,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_calls_leave_nothing_but_equations(use):
+def test_linearized_once_leaves_nothing_but_equations(use):
     got, want = (USES[use](thrice(f)) for f in (once(), body))
     for g, w in zip(jax.tree.leaves(got(X)), jax.tree.leaves(want(X)), strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-5)
@@ -66,7 +66,7 @@ def test_calls_leave_nothing_but_equations(use):
     )
 
 
-def test_calls_are_linearized_once():
+def test_linearized_once_runs_a_rule_once_for_several_calls():
     fun = thrice(once())
     RULES_RUN.clear()
     jax.make_jaxpr(jax.grad(fun))(X)
@@ -75,7 +75,7 @@ def test_calls_are_linearized_once():
     assert len(RULES_RUN) > 1
 
 
-def test_what_is_closed_over_is_differentiated():
+def test_linearized_once_differentiates_closed_over_values():
     def fun(scale):
         jaxpr = _jax.trace(lambda x: [x * scale], [jax.typeof(X)], "body")
         return jnp.sum(_jax.linearized_once(jaxpr)(X)[0])

@@ -95,7 +95,7 @@ def equation(fun, *args, name=None):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_params_of(name):
+def test_primitives_have_the_params_that_mpjax_reads(name):
     eqn = equation(PROGRAMS[name], name=name)
     assert eqn.primitive.name == name
     assert set(eqn.params) >= PARAMS[name]
@@ -131,7 +131,7 @@ def test_a_ref_is_no_array():
     assert not _jax.is_array(eqn.outvars[0].aval)
 
 
-def test_open_jaxpr_of_closed_and_of_open_programs():
+def test_open_jaxpr_takes_closed_and_open_programs():
     closed = jax.make_jaxpr(lambda x: x + np.arange(3.0))(X)
     inner, consts = _jax.open_jaxpr(closed)
     assert len(inner.constvars) == len(consts)
@@ -145,11 +145,11 @@ def test_inner_jaxprs_are_those_in_the_parameters():
 
 
 @pytest.mark.parametrize(("options", "plain"), [({}, True), ({"donate_argnums": 0}, False)])
-def test_a_jit_that_asks_for_nothing_is_its_inside(options, plain):
+def test_inlined_opens_a_jit_without_options_alone(options, plain):
     assert (_jax.inlined(equation(jax.jit(jnp.sin, **options))) is not None) == plain
 
 
-def test_a_jit_with_shardings_is_more_than_its_inside():
+def test_inlined_opens_no_jit_with_shardings():
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     assert _jax.inlined(equation(jax.jit(jnp.sin, in_shardings=here))) is None
 
@@ -158,7 +158,7 @@ def test_scan_has_num_consts_or_ft_in():
     assert _jax.scan_counts(equation(PROGRAMS["scan"], name="scan").params) == (1, 1)
 
 
-def test_a_symbolic_dimension_can_be_evaluated():
+def test_size_of_evaluates_symbolic_dimensions():
     a, b = export.symbolic_shape("a, b")
     large = _jax.size_of([a])
     assert large > 1e5
@@ -185,12 +185,12 @@ def test_an_array_is_made_as_weak_as_an_aval(weak, x):
     assert made.dtype == getattr(x, "dtype", jnp.float32)
 
 
-def test_programs_in_parameters():
+def test_programs_in_finds_the_programs_in_parameters():
     eqn = equation(PROGRAMS["cond"], name="cond")
     assert len(_jax.programs_in(eqn.params)) == len(_jax.inner_jaxprs(eqn)) == 2
 
 
-def test_the_shape_of_what_one_device_holds():
+def test_shard_shape_is_the_shape_that_one_device_holds():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
     sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("data", None))
     split = jax.typeof(jax.device_put(jnp.ones((4, 3)), sharding))
@@ -198,7 +198,7 @@ def test_the_shape_of_what_one_device_holds():
     assert _jax.shard_shape(jax.typeof(X)) == X.shape
 
 
-def test_aval_of_arrays_that_jax_does_not_hold_yet():
+def test_aval_of_takes_numpy_arrays_and_shapes():
     assert _jax.aval_of(np.ones(3, np.float32)) == jax.typeof(X)
     assert _jax.aval_of(jax.ShapeDtypeStruct((3,), jnp.float32)) == jax.typeof(X)
 
@@ -405,7 +405,7 @@ def test_a_cache_is_cleared_with_those_of_jax():
     assert cached(1) is not first
 
 
-def test_what_jax_asks_of_a_gpu_is_asked_by_these_names():
+def test_as_if_on_gpu_answers_what_attention_asks_of_a_gpu():
     """`jax.nn.dot_product_attention` is traced for cuDNN by their answers, and so it is refused."""
     x, y = (jax.ShapeDtypeStruct((1, n, 2, 192), jnp.bfloat16) for n in (8, 16))
     attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")

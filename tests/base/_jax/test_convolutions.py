@@ -88,7 +88,7 @@ def test_a_kernel_gradient_is_summed_in_float32(name, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", [P(("replica", "data")), P("replica")])
-def test_meshes_of_two_axes(spec, kind):
+def test_kernel_gradient_on_a_mesh_of_two_axes_is_summed_in_float32(spec, kind):
     kernel, x = inputs(2)
 
     def fun(kernel, x):
@@ -100,7 +100,7 @@ def test_meshes_of_two_axes(spec, kind):
     assert_near(jax.jit(gradient)(*args), jax.jit(jax.grad(fun))(kernel, x), 0.005)
 
 
-def test_on_one_device_nothing_is_summed_wide():
+def test_kernel_gradient_on_one_device_is_not_summed_in_float32():
     kernel, x = inputs()
     gradient = jax.grad(cast(lambda w, x: jnp.sum(jnp.sin(convolve(x, w)))))
     text = jax.jit(gradient).lower(kernel, x).as_text()
@@ -116,7 +116,7 @@ def test_a_batch_that_devices_cannot_share_is_summed_as_it_is():
 
 
 @pytest.mark.parametrize(("rows", "spec"), [("n", P()), ("8 * n", P("data"))])
-def test_a_batch_of_a_size_that_is_not_known(rows, spec):
+def test_kernel_gradient_exports_with_a_symbolic_batch(rows, spec):
     kernel, x = inputs()
     gradient = jax.grad(cast(lambda w, x: jnp.sum(jnp.sin(convolve(x, w)))))
     shape = jax.ShapeDtypeStruct(export.symbolic_shape(f"{rows}, 7, 8, 8"), jnp.float32)
@@ -167,7 +167,7 @@ SECOND = [of_gradient, of_gradient_by_x, in_batch_groups]
     thorough_but([*PROGRAMS, *SECOND], scanned, some_examples, of_gradient),
     ids=lambda f: f.__name__,
 )
-def test_programs(program):
+def test_convolution_programs_over_devices_match_float32_gradients(program):
     kernel, x = inputs(3)
 
     def fun(kernel, x):
@@ -183,7 +183,7 @@ def test_programs(program):
 @pytest.mark.parametrize(
     "program", thorough_but([*PROGRAMS, *SECOND], each_example), ids=lambda f: f.__name__
 )
-def test_programs_outside_of_jit(program):
+def test_convolution_programs_outside_of_jit_match_float32_gradients(program):
     kernel, x = inputs(3)
 
     def fun(kernel, x):
@@ -194,7 +194,7 @@ def test_programs_outside_of_jit(program):
     assert_near(got, want, 0.01)
 
 
-def test_forward_mode_and_gradients_of_each_example():
+def test_convolutions_match_float32_in_jvp_and_per_example_gradients():
     kernel, x = inputs(4)
 
     def fun(kernel, x):
@@ -217,7 +217,7 @@ def test_forward_mode_and_gradients_of_each_example():
         *[(("replica", "data"), False), (("replica",), True)],
     ),
 )
-def test_shard_map(axes, checked):
+def test_kernel_gradient_in_shard_map_is_summed_in_float32(axes, checked):
     kernel, x = inputs(5)
 
     def fun(kernel, x):
@@ -286,7 +286,7 @@ OTHER_WAYS = {
 @pytest.mark.parametrize(
     "name", thorough_but(OTHER_WAYS, "pmap", "in another order", "axes of two kinds")
 )
-def test_other_meshes(name):
+def test_kernel_gradient_on_other_meshes_matches_float32(name):
     kernel, x = inputs(6)
 
     def fun(kernel, x):

@@ -74,7 +74,7 @@ QUICK = ("as in a residual network", "strides", "negative padding", "other order
 
 
 @pytest.mark.parametrize("case", thorough_but([*CASES], *QUICK))
-def test_values_and_gradients(case):
+def test_convolutions_as_matmuls_match_float32_values_and_gradients(case):
     x_shape, kernel_shape, params = CASES[case]
     x, kernel = arrays(x_shape, kernel_shape)
     ours, theirs = convolution(**params), convolution(mark=False, **params)
@@ -87,7 +87,7 @@ def test_values_and_gradients(case):
     assert counted(ours, x, kernel)[1] == 0
 
 
-def test_the_smaller_window_is_written_out():
+def test_convolution_writes_out_the_smaller_window():
     x, kernel = arrays((2, 8, 8, 16), (3, 3, 16, 24))
     ct = jnp.ones((2, 8, 8, 24), BFLOAT16)
     assert counted(convolution(), x, kernel) == (9, 0)
@@ -109,7 +109,7 @@ def test_other_convolutions_are_lowered_by_jax(params, shape):
     assert counted(convolution(**params), x, kernel) == (0, 1)
 
 
-def test_what_autocast_did_not_make_is_lowered_by_jax(monkeypatch):
+def test_unmarked_or_float32_convolution_is_lowered_by_jax(monkeypatch):
     x, kernel = arrays((2, 8, 8, 16), (3, 3, 16, 24))
     assert counted(convolution(mark=False), x, kernel) == (0, 1)
     assert counted(convolution(), x.astype("f4"), kernel.astype("f4")) == (0, 1)
@@ -117,7 +117,7 @@ def test_what_autocast_did_not_make_is_lowered_by_jax(monkeypatch):
     assert counted(convolution(), x, kernel) == (0, 1)
 
 
-def test_what_devices_share_is_lowered_by_jax():
+def test_convolution_over_devices_is_lowered_by_jax():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     x, kernel = arrays((4, 8, 8, 16), (3, 3, 16, 24))
     shared = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
@@ -128,7 +128,7 @@ def test_what_devices_share_is_lowered_by_jax():
     assert counted(local, shared, kernel) == (9, 0)
 
 
-def test_few_features_are_convolved(monkeypatch):
+def test_convolution_of_few_features_is_lowered_by_jax(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(cpu_matmuls, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
     for features, found in (

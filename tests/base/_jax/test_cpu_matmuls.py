@@ -100,7 +100,7 @@ def test_every_matmul_of_autocast_has_the_native_form(way):
 
 
 @pytest.mark.usefixtures("capable")
-def test_what_autocast_did_not_make_is_lowered_by_jax():
+def test_unmarked_matmul_is_lowered_by_jax():
     for numbers, dtype in ((PLAIN, BFLOAT16), (PLAIN, FLOAT32), (LEFT, BFLOAT16)):
         y = Y if numbers is PLAIN else Y[:8]
         text = lowered(product(numbers, dtype, mark=False), X, y)
@@ -203,7 +203,7 @@ def test_tiny_matmuls_and_products_of_vectors_have_no_kernel(left, right):
 
 
 @pytest.mark.usefixtures("capable")
-def test_an_algorithm_is_what_was_asked_for():
+def test_dot_algorithm_of_a_marked_matmul_is_kept():
     def dot(x, y):
         with _jax.marked():
             return lax.dot(x, y, precision=lax.DotAlgorithmPreset.BF16_BF16_F32)
@@ -236,7 +236,7 @@ def test_without_a_kernel_the_gradient_of_a_weight_is_as_elsewhere():
 
 
 @pytest.mark.usefixtures("capable")
-def test_what_devices_share_is_held_by_a_barrier_alone():
+def test_matmul_over_devices_is_held_by_a_barrier_alone():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec("data"))
     x, y = (jax.ShapeDtypeStruct((16, 8), BFLOAT16, sharding=rows) for _ in range(2))
@@ -263,7 +263,7 @@ def test_an_exported_gradient_runs(platforms, rows):
 
 
 @NATIVE
-def test_the_kernels_are_the_cpus_own():
+def test_compiled_matmuls_run_kernels_of_the_cpu():
     w, x = normal(0, 64, 64), normal(1, 64, 64)
     text = jax.jit(jax.grad(mpjax.autocast(loss))).lower(w, x).compile().as_text()
     computations = re.split(r"\n\n", text)

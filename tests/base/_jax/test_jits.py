@@ -11,7 +11,7 @@ def fun(x, y):
     return x + y, x * 2
 
 
-def test_a_call_has_its_program_its_arrays_and_what_jit_knows():
+def test_jit_call_has_the_program_arrays_and_params_of_a_jit():
     jitted = jax.jit(fun, donate_argnums=0)
     one, two = (_jax.jit_call(jitted, (jnp.ones(3) * i, 2.0), {}) for i in (1, 2))
     assert one.jaxpr is two.jaxpr and one.params["donated_invars"] == (True, False)
@@ -20,7 +20,7 @@ def test_a_call_has_its_program_its_arrays_and_what_jit_knows():
     assert one.leaves[0].is_deleted() and not two.leaves[0].is_deleted()
 
 
-def test_a_program_of_more_results_takes_its_place():
+def test_jit_of_runs_a_program_of_more_results_in_its_place():
     call = _jax.jit_call(jax.jit(fun), (jnp.ones(3), jnp.ones(3)), {})
 
     def more(*args):
@@ -32,12 +32,12 @@ def test_a_program_of_more_results_takes_its_place():
     assert [float(x.sum()) for x in outs] == [6, 6, 6, 6]
 
 
-def test_static_arguments_are_told():
+def test_jit_call_is_none_for_static_arguments():
     jitted = jax.jit(lambda x, flag: x, static_argnames="flag")
     assert _jax.jit_call(jitted, (jnp.ones(3),), {"flag": True}) is None
 
 
-def test_results_of_several_devices_lie_as_they_did():
+def test_jit_call_keeps_the_shardings_of_results():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.device_put(jnp.ones((8, 2)), jax.NamedSharding(mesh, jax.P("x")))
     jitted = jax.jit(fun)

@@ -31,7 +31,7 @@ def test_numbers_that_are_rounded_stay_as_they_are_written():
     assert not numbers(lambda x: x * 0.999 + jnp.asarray(0.999), jnp.ones(3))
 
 
-def test_the_program_computes_the_same():
+def test_program_with_unrounded_literals_computes_the_same():
     x = jnp.linspace(0, 1, 5, dtype=jnp.bfloat16)
 
     def fun(x):

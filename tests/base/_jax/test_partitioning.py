@@ -17,7 +17,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base._jax import partitioning
 
 
-def test_one_callback_registers_what_partitions(monkeypatch):
+def test_ask_elsewhere_registers_one_partitioner_callback(monkeypatch):
     """A compiler that is loaded later gets ours, in place of JAX's."""
     name = of_jax._CUSTOM_PARTITIONING_CALL_NAME
     seen = []
@@ -38,7 +38,7 @@ def test_one_callback_registers_what_partitions(monkeypatch):
         given["partition"]([], [], shape, xla_client.HloSharding.replicate(), b"1")
 
 
-def test_a_question_is_answered_where_the_program_was_traced():
+def test_answer_partitioning_answers_where_the_program_was_traced():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
     @custom_partitioning

@@ -43,20 +43,20 @@ NOT_WRITTEN = {
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_cast_that_was_asked_for(name):
+def test_is_written_cast_is_true_for_casts_that_were_asked_for(name):
     fun, *args = WRITTEN[name]
     eqns = made(fun, *args)
     assert eqns and all(map(_jax.is_written_cast, eqns))
 
 
 @pytest.mark.parametrize("name", NOT_WRITTEN)
-def test_a_cast_that_was_not(name):
+def test_is_written_cast_is_false_for_other_casts(name):
     fun, *args = NOT_WRITTEN[name]
     eqns = made(fun, *args)
     assert eqns and not any(map(_jax.is_written_cast, eqns))
 
 
-def test_what_the_users_line_calls_for():
+def test_is_called_directly_tells_matmuls_of_the_users_line():
     def own(x):
         return jnp.sum(jnp.einsum("ij,jk->ik", x, x))
 
@@ -71,7 +71,7 @@ def test_what_the_users_line_calls_for():
         assert eqns and {_jax.is_called_directly(eqn) for eqn in eqns} == {direct}
 
 
-def test_equations_of_one_call():
+def test_in_one_call_tells_equations_of_one_call():
     def half(x):
         y = x.astype(HALF)
         return y.astype(WIDE)
