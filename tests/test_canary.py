@@ -36,12 +36,12 @@ def test_every_contract_is_of_names_in_use(row):
             assert name.split(".")[-1] in canary.private_attributes(path), name
 
 
-def test_every_module_is_described():
+def test_every_module_of_jax_internals_is_described():
     described = {row.module for row in canary.CONTRACTS} | set(canary.PUBLIC)
     assert described == {path.stem for path in MODULES} - {"__init__"}
 
 
-def test_the_installed_jax_has_every_name():
+def test_installed_jax_has_every_private_name():
     assert canary.missing_names() == []
 
 
@@ -55,7 +55,7 @@ def canary_after(change, *arguments):
     return done.returncode, done.stdout
 
 
-def test_names_that_are_gone_are_named():
+def test_canary_names_private_names_that_are_gone():
     """One that mpjax cannot be imported without, and one that a function uses."""
     gone = "import jax._src.source_info_util as s, jax._src.named_sharding as n"
     gone += "; del s.Transform, n.UNSPECIFIED"
@@ -69,7 +69,7 @@ def test_names_that_are_gone_are_named():
 
 
 @pytest.mark.thorough
-def test_a_name_that_does_something_else_is_named():
+def test_canary_names_a_broken_contract():
     change = "import jax; from jax._src import config; config.trace_context = lambda: ()"
     status, out = canary_after(change, "-k", "tracing_key")
     assert status == 1 and out.endswith("\nBroken contracts: 1\n")
@@ -80,7 +80,7 @@ def test_a_name_that_does_something_else_is_named():
 
 
 @pytest.mark.thorough
-def test_matmuls_that_are_not_native_are_named():
+def test_canary_names_matmuls_that_are_not_native():
     """In the optimized program, without timing; and it is said where that was not checked."""
     test = "test_the_kernels_are_the_cpus_own"
     change = "import contextlib, jax.experimental.xla_metadata as x; "
@@ -95,6 +95,6 @@ def test_matmuls_that_are_not_native_are_named():
 
 
 @pytest.mark.thorough
-def test_a_jax_that_keeps_its_contracts_passes():
+def test_canary_passes_a_jax_that_keeps_its_contracts():
     status, out = canary_after("pass", "-k", "tracing_key")
     assert status == 0 and out.endswith("Every contract holds.\n")

@@ -114,7 +114,7 @@ FLOAT32 = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FLOAT32)
-def test_theirs_and_ours_learn_the_same(name):
+def test_code_of_other_frameworks_and_ours_learns_the_same(name):
     framework, changes = FLOAT32[name]
     page = FOLDER / f"{name}.md"
     np.testing.assert_allclose(
@@ -134,7 +134,7 @@ def test_mpx_and_ours_learn_the_same():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("framework", SCALES)
-def test_scales_are_the_same_under_overflows(framework, tmp_path):
+def test_loss_scales_of_other_frameworks_equal_ours_under_overflows(framework, tmp_path):
     page = tmp_path / "page.md"
     code = f"OVERFLOWS, scales = {OVERFLOWS.tolist()}, []\n{SCALES[framework]}"
     page.write_text(f"```python {framework}\n{code}```\n")

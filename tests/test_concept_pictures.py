@@ -21,7 +21,7 @@ def drawn(monkeypatch):
 
 
 @pytest.mark.thorough
-def test_pictures_are_what_the_code_says(drawn):
+def test_concept_pictures_are_what_their_script_draws(drawn):
     """Up to last digits: shares of a histogram hang on the order of a machine's sums."""
     number = re.compile(r"(?<![#\w])-?\d+\.?\d*")
     for draw in drawn[0].PICTURES:
@@ -51,7 +51,7 @@ def contrast(one, other):
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_colours_stand_out_on_a_white_and_on_a_dark_page(drawn):
+def test_picture_colors_stand_out_on_white_and_dark_pages(drawn):
     svg = drawn[1]
     for colour in (svg.GREY, svg.BLUE, svg.ORANGE, svg.GREEN, svg.RED):
         assert contrast(colour, "#ffffff") >= 4, colour  # also of white text in a box

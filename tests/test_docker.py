@@ -43,7 +43,7 @@ def pins(path):
     return {canonicalize_name(r.name): str(r.specifier).removeprefix("==") for r in requirements}
 
 
-def test_every_base_is_pinned():
+def test_every_base_image_is_pinned():
     bases = {base for base, _ in STAGES.values()} - set(STAGES)
     (base,) = bases
     assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", base)
@@ -60,7 +60,7 @@ def test_an_image_runs_as_a_user_and_checks_the_machine_first(target):
     assert any(f"docker/requirements-{target}.txt" in value for _, value in own)
 
 
-def test_what_is_copied_exists_and_reaches_the_builder():
+def test_files_that_images_copy_exist_and_reach_the_builder():
     let_in = (ROOT / ".dockerignore").read_text().splitlines()
     assert let_in[1] == "*"
     copied = 0
@@ -75,7 +75,7 @@ def test_what_is_copied_exists_and_reaches_the_builder():
     assert copied > 5
 
 
-def test_everything_that_is_installed_is_pinned():
+def test_images_install_pinned_packages_alone():
     for _, lines in STAGES.values():
         for name, value in lines:
             if name == "RUN" and "pip install" in value:
@@ -94,7 +94,7 @@ def test_the_lock_has_all_that_mpjax_needs(target):
     assert ("jax-cuda12-plugin" in locked) == (target == "cuda")
 
 
-def test_the_images_agree():
+def test_cpu_and_cuda_images_lock_the_same_versions():
     cpu, cuda = (pins(FOLDER / f"requirements-{target}.txt") for target in TARGETS)
     assert {name: cuda[name] for name in cpu} == cpu
 
@@ -105,7 +105,7 @@ def test_the_wheel_is_built_by_a_pinned_backend():
 
 
 @pytest.mark.parametrize(("healthy", "printed"), [(True, ["doctor", "asked"]), (False, ["doctor"])])
-def test_the_doctor_comes_first_and_may_stop_it(tmp_path, healthy, printed):
+def test_doctor_first_runs_the_doctor_which_may_stop_an_image(tmp_path, healthy, printed):
     doctor = tmp_path / "mpjax"
     doctor.write_text(f'#!/bin/sh\necho "$@"\nexit {int(not healthy)}\n')
     doctor.chmod(0o755)

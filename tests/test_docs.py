@@ -60,14 +60,14 @@ class Finder(doctest.DocTestFinder):
 
 
 @pytest.mark.parametrize("name", thorough_where(COSTLY_MODULES.__contains__, MODULES))
-def test_docstring_examples(name, table, temporary):
+def test_docstring_examples_run(name, table, temporary):
     runner = doctest.DocTestRunner()
     for test in Finder().find(importlib.import_module(name)):
         runner.run(test)
     assert not runner.failures
 
 
-def test_the_examples_of_a_class_run():
+def test_docstring_examples_of_a_class_are_found():
     found = Finder().find(importlib.import_module("mpjax._src.training.loss_scale"))
     assert "mpjax._src.training.loss_scale.DynamicLossScale" in {
         t.name for t in found if t.examples
@@ -87,7 +87,7 @@ def readme():
 
 
 @each_page
-def test_links_lead_somewhere(page):
+def test_links_of_pages_lead_somewhere(page):
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)", page.read_text()):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
@@ -101,12 +101,12 @@ def headings(page):
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_what_is_named_above_exists():
+def test_quick_pages_and_costly_modules_exist():
     assert {*QUICK_PAGES} <= {name_of(page) for page in pages.PAGES}
     assert {*MODULES} >= COSTLY_MODULES
 
 
-def test_what_a_page_shows_is_what_was_printed():
+def test_printed_as_compares_shown_output_with_ellipses():
     assert pages.printed_as("a\n...\nd\n", "a  \nb\nc\nd\n")
     assert not pages.printed_as("a\nd\n", "a\nb\nd\n")
     assert not pages.printed_as("d\n...\na\n", "a\nd\n")

@@ -117,7 +117,7 @@ def test_main_trains_and_writes_its_result(example, policy, tmp_path, capsys):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("text", "scale"), [("none", 1.0), ("dynamic", 2.0**16), ("128", 128.0)])
-def test_loss_scale_option(text, scale, tmp_path):
+def test_loss_scale_option_sets_the_scale_of_an_example(text, scale, tmp_path):
     out = tmp_path / "result.json"
     digits_cnn.main(
         ["--policy", "mixed_float16", "--steps", "2", "--loss-scale", text, "--out", str(out)]
@@ -127,7 +127,7 @@ def test_loss_scale_option(text, scale, tmp_path):
 
 @pytest.mark.thorough
 @examples
-def test_runs_as_a_script_without_warnings(example):
+def test_example_runs_as_a_script_without_warnings(example):
     done = run_script(f"examples/{example.__name__}.py", "--steps", 2, "--policy", "mixed_bfloat16")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("mixed_bfloat16: ")
@@ -156,7 +156,7 @@ def fake_result(example):
     }
 
 
-def test_demo_tables_and_picture(tmp_path, capsys):
+def test_demo_draws_tables_and_a_picture(tmp_path, capsys):
     results = {ex: dict.fromkeys(demo.RUNS, fake_result(ex)) for ex in demo.TITLES}
     for runs in results.values():
         runs["mixed_bfloat16"] = {**runs["mixed_bfloat16"], "step_ms": 2.0}
@@ -205,7 +205,7 @@ def test_the_demo_takes_steps_of_its_runs_in_turns():
     assert sum(done) == 60
 
 
-def test_demo_runs_what_it_promises():
+def test_demo_runs_the_policies_that_it_promises():
     assert list(demo.RUNS)[:2] == ["float32", "mixed_bfloat16"]  # beside each other
     policies = {policy for policy, _ in demo.RUNS.values()}
     assert policies == {"float32", "mixed_bfloat16", "mixed_float16", "O2:float16", "O3:bfloat16"}
@@ -213,7 +213,7 @@ def test_demo_runs_what_it_promises():
 
 
 @pytest.mark.thorough
-def test_demo_as_a_script(tmp_path):
+def test_demo_runs_as_a_script(tmp_path):
     out = tmp_path / "out"
     logs = tmp_path / "logs"
     done = run_script("examples/demo.py", "--steps", 2, "--out", out, "--logdir", logs)

@@ -30,7 +30,7 @@ QUICK = {"recommender"}
     "name",
     [n if n in QUICK else pytest.param(n, marks=pytest.mark.thorough) for n in NAMES],
 )
-def test_runs_in_a_tiny_size(name, tmp_path, capsys):
+def test_example_runs_in_a_tiny_size(name, tmp_path, capsys):
     row = list(expected.rows(name))[-1]
     out = tmp_path / "result.json"
     result = expected.run(name, row, "smoke", 3, out)
@@ -45,7 +45,7 @@ def test_runs_in_a_tiny_size(name, tmp_path, capsys):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "row"), [(n, row) for n in NAMES for row in expected.rows(n)])
-def test_gives_the_figures_of_its_table(name, row, tmp_path):
+def test_example_gives_the_figures_of_its_table(name, row, tmp_path):
     """As a script, warnings being errors; curves are written to the folder EXAMPLES_OUT."""
     folder = Path(os.environ.get("EXAMPLES_OUT", tmp_path))
     out = folder / name / f"{re.sub(r'[^a-z0-9]+', '_', row.lower())}.json"
@@ -70,13 +70,13 @@ def test_gives_the_figures_of_its_table(name, row, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_on_top_was_measured(name):
+def test_table_at_the_top_of_an_example_was_measured(name):
     runs = json.loads((expected.RESULTS / f"{name}.json").read_text())
     assert expected.table(runs) in (EXAMPLES / f"{name}.py").read_text()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_half_precisions_lie_within_the_spread_of_float32(name):
+def test_example_figures_in_16_bits_lie_within_the_spread_of_float32(name):
     table = common.expected(importlib.import_module(name).__doc__)
     spread, base = table.pop(common.SPREAD), next(iter(table.values()))
     for row, figures in table.items():
@@ -88,7 +88,7 @@ def test_half_precisions_lie_within_the_spread_of_float32(name):
                 ), row
 
 
-def test_the_page_says_what_was_measured():
+def test_examples_page_says_what_was_measured():
     page = (ROOT / "docs" / "examples.md").read_text()
     for name in NAMES:
         assert f"[`{name}.py`](../examples/{name}.py)" in page
@@ -141,7 +141,7 @@ def test_an_example_reads_text_of_its_users(tmp_path):
     assert rows.shape == (8, 4) and (np.diff(rows.astype(int)) % 10 == 1).all()
 
 
-def test_a_missing_library_is_named():
+def test_example_names_a_missing_library():
     with pytest.raises(SystemExit, match="pip install no_such_library"):
         common.optional("no_such_library")
 

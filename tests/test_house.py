@@ -49,7 +49,7 @@ def library(folder, **changes):
     return folder
 
 
-def test_everything_is_counted(tmp_path):
+def test_house_totals_count_a_small_library(tmp_path):
     text = "\n".join(house.totals(library(tmp_path)))
     for line in (
         "rooms: 3, 2 floors, 2 arrows, no circle",
@@ -67,14 +67,14 @@ def test_everything_is_counted(tmp_path):
         assert line in text, text
 
 
-def test_a_circle_is_named(tmp_path):
+def test_house_names_a_circle_of_imports(tmp_path):
     changes = {"_src/low.py": "from mpjax._src.autocast import plan\n"}
     (line, *_) = house.totals(library(tmp_path, **changes))
     assert "no floors" in line and "a circle: " in line and "low" in line and "autocast" in line
 
 
 @pytest.mark.parametrize("name", ["autocast", "training", "mpjax/__main__"])
-def test_our_own_rooms_are_found(name):
+def test_house_finds_our_rooms(name):
     graph = house.graph_of(house.modules_of(house.ROOT))
     assert name in house.between(graph, house.room_of)
 

@@ -99,7 +99,7 @@ def test_importing_loads_nothing_of_ours_or_others():
     assert ours.split() == ["mpjax", "mpjax._src", *inside]
 
 
-def test_what_is_imported_later_compiles_nothing_again():
+def test_lazy_imports_compile_nothing_again():
     """A context of JAX's that is made while a step is traced would change the key of the step."""
     code = (
         "import jax, mpjax;"
@@ -118,7 +118,7 @@ TOP = """
 """
 
 
-def test_the_top_has_26_names():
+def test_mpjax_has_26_names_at_its_top():
     assert mpjax.__all__ == TOP.split() and len(mpjax.__all__) == 26
     assert {*mpjax.__all__} | {"optim", "debug", "reports"} < {*dir(mpjax)}
 
@@ -131,7 +131,7 @@ def test_a_public_module_suggests_a_name(module):
         getattr(module, f"{name}_")
 
 
-def test_a_class_says_that_it_is_where_users_find_it():
+def test_public_class_says_that_it_is_where_users_find_it():
     for name, thing in surface.PUBLIC.items():
         place = f"{thing.__module__}.{thing.__qualname__}"
         assert place == name if isinstance(thing, type) else place.startswith("mpjax._src."), name
@@ -174,7 +174,7 @@ def test_the_core_imports_no_tool():
         ("matplotlib", "mpjax.debug.gradient_histogram(A).plot()", "plot"),
     ],
 )
-def test_a_missing_extra_is_named(missing, code, extra):
+def test_import_error_names_a_missing_extra(missing, code, extra):
     block = f"sys.modules[{missing!r}] = None; A = jax.numpy.ones((2, 2))"
     program = f"import jax, sys; {block}; import mpjax; {code}"
     command = [sys.executable, "-c", program]

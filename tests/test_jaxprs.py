@@ -28,7 +28,7 @@ def apart(x):
     return jax.jit(another_name)(jax.jit(lambda y: jnp.sin(y))(x)) + jax.nn.relu(x)
 
 
-def test_names_of_functions_and_what_caches_share_make_no_difference():
+def test_printed_jaxpr_ignores_names_of_functions_and_shared_caches():
     assert of(shared, 1.0) == of(apart, 1.0)
     assert str(jax.make_jaxpr(shared)(1.0)) != str(jax.make_jaxpr(apart)(1.0))
 
@@ -58,7 +58,7 @@ OTHERS = {
 }
 
 
-def test_what_nothing_reads_makes_no_difference():
+def test_printed_jaxpr_ignores_what_nothing_reads():
     def with_more(x):
         also = jnp.exp(x)
         return shared(x) if also is not None else also
@@ -67,13 +67,13 @@ def test_what_nothing_reads_makes_no_difference():
     assert any("= exp" in line for line in lines(jax.make_jaxpr(lambda x: jnp.exp(x))(1.0)))
 
 
-def test_every_other_difference_makes_one():
+def test_printed_jaxpr_shows_every_other_difference():
     for name, (one, other) in OTHERS.items():
         args = [1.0] * one.__code__.co_argcount
         assert of(one, *args) != of(other, *args), name
 
 
-def test_a_new_process_prints_the_same():
+def test_printed_jaxpr_is_the_same_in_a_new_process():
     code = (
         "import jax, test_jaxprs as t; from jaxprs import lines;"
         "print(*lines(jax.make_jaxpr(t.whole)(1.0)), sep='\\n')"

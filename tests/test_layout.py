@@ -15,7 +15,7 @@ def test_folders_mirror_the_packages():
     assert folders == packages | {Path("benchmarks"), Path("site")}
 
 
-def test_no_file_is_too_long():
+def test_no_test_file_is_too_long():
     lengths = {path: len(path.read_text().splitlines()) for path in TESTS.rglob("*.py")}
     assert not {path.name: n for path, n in lengths.items() if n > LONGEST}
 

@@ -23,14 +23,14 @@ def near(a, b):
 
 
 @HALVES
-def test_rounds_operands_and_results(half):
+def test_rounded_matmuls_round_operands_and_results(half):
     got = measure.rounded_matmuls(lambda w, x: x @ w + 1, half)(W, X)
     want = rounded(rounded(X, half) @ rounded(W, half), half) + 1
     assert near(got, want) and not near(got, X @ W + 1)
 
 
 @HALVES
-def test_rounds_the_matmuls_of_the_gradient(half):
+def test_rounded_matmuls_round_those_of_the_gradient(half):
     fun = lambda w: jnp.sum(jnp.square(X @ w))  # noqa: E731
     y = rounded(rounded(X, half) @ rounded(W, half), half)
     want = rounded(rounded(X, half).T @ rounded(2 * y, half), half)
@@ -38,7 +38,7 @@ def test_rounds_the_matmuls_of_the_gradient(half):
     assert near(measure.rounded_matmuls(jax.grad(fun), half)(W), want)
 
 
-def test_an_amplified_result_is_float32_and_if_short_so_are_its_operands():
+def test_rounded_matmuls_leave_an_amplified_result_in_float32():
     long = measure.rounded_matmuls(lambda w, x: jnp.sin((2 * x @ w)[:, ::-1]), "bfloat16")(W, X)
     half = rounded(2 * X, "bfloat16") @ rounded(W, "bfloat16")
     assert np.allclose(long, jnp.sin(half[:, ::-1]), atol=1e-5)
@@ -46,7 +46,7 @@ def test_an_amplified_result_is_float32_and_if_short_so_are_its_operands():
     assert np.allclose(short, jnp.sin(2 * X[:, :3] @ W[:3]), atol=1e-5)
 
 
-def test_an_amplifying_reader_is_seen_through_programs():
+def test_rounded_matmuls_see_an_amplifying_reader_through_programs():
     def fun(w, x):
         y = jax.jit(jnp.matmul)(x, w)
         carry, _ = lax.scan(lambda c, _: (c + y, None), y, None, length=2)
@@ -67,7 +67,7 @@ def programs(w, x):
     return {"h": h, "sums": sums, "sorted": jnp.sort(h.at[1:].add(jnp.cumsum(h, 0)[1:]))}
 
 
-def test_float64_is_closer_than_float32_and_the_yardstick_is_near():
+def test_in_float64_is_closer_than_float32_and_the_yardstick_is_near():
     truth = measure.in_float64(programs, (W, X), None)[0]
     assert all(x.dtype == np.float64 for x in jax.tree.leaves(truth))
     for want, plain, hand in zip(
@@ -80,7 +80,7 @@ def test_float64_is_closer_than_float32_and_the_yardstick_is_near():
 
 
 @pytest.mark.parametrize("inside", ["complex", "solve"])
-def test_complex_numbers_and_what_solves_are_of_64_bits_too(inside):
+def test_in_float64_takes_complex_numbers_and_solvers(inside):
     def fun(w, x):
         if inside == "complex":
             return jnp.imag((x + 1j) @ jnp.fft.fft(w + 1j * w.T))
@@ -92,7 +92,7 @@ def test_complex_numbers_and_what_solves_are_of_64_bits_too(inside):
     assert truth.dtype == np.float64 and np.allclose(truth, want, rtol=1e-12, atol=1e-12)
 
 
-def test_the_truth_is_that_of_the_program_in_32_bits():
+def test_truth_of_measure_is_that_of_the_program_in_32_bits():
     def fun(x):  # under x64, a wider number, and other random ones
         noise = jax.random.normal(jax.random.key(0), (4, 1))
         return x * (noise + jnp.cumsum(jnp.full((4, 1), 9.0), 0))
@@ -109,7 +109,7 @@ def test_float32_programs_without_matmuls_have_no_error(half):
     assert all(row.autocast < 1e-5 and row.yardstick < 1e-5 for row in rows)
 
 
-def test_what_is_too_far_off_is_told():
+def test_judge_names_what_is_too_far_off():
     coarse = lambda x: jnp.round(x * 4) / 4  # noqa: E731
 
     def fun(x):  # rounded by autocast alone
@@ -125,7 +125,7 @@ def test_what_is_too_far_off_is_told():
         measure.judge([measure.Error("result", "", 0.0, 0.0, 2, "float16")])
 
 
-def test_the_larger_of_two_roundings_counts_and_at_least_one_to_float32():
+def test_yardstick_is_the_larger_of_two_roundings_and_at_least_float32():
     step = 2.0**-7  # between bfloat16 numbers above one
     exact, between = jnp.full((2, 1), 1 + step), jnp.full((2, 1), 1 + 0.6 * step)
     for x, y in ((exact, (1 + step) ** 2 - step**2), (between, (1 + step) ** 2)):
@@ -136,7 +136,7 @@ def test_the_larger_of_two_roundings_counts_and_at_least_one_to_float32():
     assert exact.sound and not dataclasses.replace(exact, autocast=1e-6).sound
 
 
-def test_arguments_are_redrawn_but_for_numbers_and_what_half_holds():
+def test_redrawn_changes_arguments_but_numbers_and_what_16_bits_hold():
     args = X, {"scale": jnp.float32(0.3), "mask": jnp.eye(4), "ids": jnp.arange(4)}
     same, first, second = (measure.redrawn(args, seed) for seed in range(3))
     assert np.array_equal(same[0], X) and np.allclose(first[0], X, rtol=0.02)
@@ -148,7 +148,7 @@ def test_arguments_are_redrawn_but_for_numbers_and_what_half_holds():
 @pytest.mark.parametrize(
     ("off", "runs"), [([0.0], [3]), ([1.0, 0.0], [3, 10]), ([1.0] * 2, [3, 10])]
 )
-def test_fresh_arguments_confirm_a_finding(off, runs, monkeypatch):
+def test_findings_are_confirmed_by_fresh_arguments(off, runs, monkeypatch):
     asked, answers = [], iter(off)
 
     def errors(fun, draw, half, seeds):
@@ -176,7 +176,7 @@ def test_new_infinities_are_counted_and_those_of_the_yardstick_are_not():
 
 
 @HALVES
-def test_the_stream_may_be_rounded(half):
+def test_yardstick_grows_if_the_stream_is_rounded(half):
     def model(stream):
         def fun(x):
             for _ in range(8):

@@ -142,7 +142,7 @@ def test_a_nan_on_one_process_is_skipped_on_all(start, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
-def test_processes_hold_the_same_in_the_end(start, tmp_path, policy):
+def test_processes_of_a_multihost_run_hold_the_same_in_the_end(start, tmp_path, policy):
     job = start(tmp_path, directory=tmp_path / "run", steps=30, policy=policy)
     one, other = job.ends()
     assert one == other
@@ -196,7 +196,7 @@ def test_sigterm_to_one_process_stops_all_at_one_step_which_is_saved(start, tmp_
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("devices", [2, 4])
-def test_goes_on_on_other_devices(start, tmp_path, whole, devices):
+def test_multihost_run_goes_on_on_other_devices(start, tmp_path, whole, devices):
     directory = tmp_path / "run"
     shutil.copytree(whole[0], directory)
     for number in (35, 40):

@@ -32,7 +32,7 @@ def test_the_citation_is_of_this_version():
 
 
 @pytest.mark.parametrize(("row", "name"), [("JAX", "jax"), ("Flax", "flax"), ("optax", "optax")])
-def test_the_page_has_the_oldest_versions(row, name):
+def test_release_page_has_the_oldest_versions(row, name):
     (floor,) = re.findall(rf"^{name}>=([\d.]+)", "\n".join(PROJECT["dependencies"]), re.MULTILINE)
     (oldest,) = re.findall(rf"^\| {row} \| (\S+) \|", PAGE, re.MULTILINE)
     assert oldest.split(".")[: floor.count(".") + 1] == floor.split(".")
@@ -64,7 +64,7 @@ def test_the_readme_says_how_large_mpjax_is():
     assert (int(names), int(top)) == (len(surface.PUBLIC), len(mpjax.__all__))
 
 
-def test_the_page_has_the_versions_of_python():
+def test_release_page_has_the_versions_of_python():
     prefix = "Programming Language :: Python :: 3."
     named = [int(c.removeprefix(prefix)) for c in PROJECT["classifiers"] if c.startswith(prefix)]
     assert PROJECT["requires-python"] == f">=3.{min(named)}"

@@ -117,7 +117,7 @@ def test_a_report_shows_itself_in_a_notebook_and_fits(name):
     assert PACKAGES not in page and shown._repr_html_().startswith("<iframe")
 
 
-def test_every_public_report_does():
+def test_every_public_report_is_a_report_class():
     words = ("Report", "Comparison", "Tuning", "Histogram", "Advice", "flow", "Stalled", "ment")
     # Classes are imported when they are first asked for: by name, so that none is missed.
     found = [getattr(mpjax.reports, name) for name in mpjax.reports.__all__ if name.endswith(words)]

@@ -30,7 +30,7 @@ def test_a_differentiated_function_runs_under_the_policy(policy):
     } == expected
 
 
-def test_what_mpjax_differentiates_is_not_planned_again():
+def test_function_that_mpjax_differentiates_is_not_planned_again():
     run = strangers.planning(jax.grad, lambda fun: pytest.fail("planned"))
     ours = {"__name__": "mpjax._src.autocast.derivatives", "run": run}
     exec("def differentiate(fun, x): return run(fun)(x)", ours)
@@ -132,7 +132,7 @@ def test_a_function_that_prints_is_judged(tmp_path):
     assert [json.loads(row)[1] for row in judge.place.read_text().splitlines()] == [0]
 
 
-def test_what_cannot_be_rounded_by_hand_is_planned_but_not_judged(tmp_path):
+def test_function_that_cannot_be_rounded_by_hand_is_not_judged(tmp_path):
     @jax.custom_vjp
     def three_times(w):
         return jax.lax.fori_loop(0, jnp.int32(3), lambda _, h: h @ W, w)
@@ -145,7 +145,7 @@ def test_what_cannot_be_rounded_by_hand_is_planned_but_not_judged(tmp_path):
     assert [row[1:] for row in rows] == [[None, "rounded by hand, a function raises ValueError"]]
 
 
-def test_what_was_not_judged_is_named(tmp_path, monkeypatch, capsys):
+def test_judgments_name_what_was_not_judged(tmp_path, monkeypatch, capsys):
     place = tmp_path / "judged"
     rows = [["f.py::test_a", 0.5, "words"], ["f.py::test_b", None, "it has effects"]]
     write = lambda *_: place.write_text("\n".join(map(json.dumps, rows)))  # noqa: E731

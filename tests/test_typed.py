@@ -16,7 +16,7 @@ MYPY = [sys.executable, "-m", "mypy", "--check-untyped-defs", "--ignore-missing-
 PYRIGHT = ["pyright", "--pythonpath", sys.executable]
 
 
-def test_names_of_policies_that_editors_complete():
+def test_policy_names_that_editors_complete_are_policies():
     names = {*get_args(PolicyName)}
     assert {*NAMES, *LEVELS, *ALIASES} <= names
     for name in names:
@@ -25,7 +25,7 @@ def test_names_of_policies_that_editors_complete():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", [MYPY, PYRIGHT], ids=["mypy", "pyright"])
-def test_readme_and_a_loop_in_each_framework(command, tmp_path):
+def test_type_checkers_accept_the_readme_and_loops_of_each_framework(command, tmp_path):
     if command is PYRIGHT and not shutil.which("pyright"):
         pytest.skip("needs pyright: pip install pyright, which needs Node.js")
     found = BLOCK.findall((ROOT / "README.md").read_text())

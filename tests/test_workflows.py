@@ -38,7 +38,7 @@ NEWEST = max(WHEELS, key=numbers)
 
 
 @pytest.mark.parametrize(("python", "jax"), PAIRS)
-def test_every_pair_has_wheels(python, jax):
+def test_every_tested_pair_of_python_and_jax_has_wheels(python, jax):
     assert python in WHEELS[jax]
 
 
@@ -86,7 +86,7 @@ def test_actions_are_pinned(path):
 
 
 @each_flow
-def test_jobs_may_do_little_and_end(name):
+def test_jobs_have_few_permissions_and_a_timeout(name):
     flow = FLOWS[name]
     assert flow["permissions"] == {"contents": "read"} and flow["concurrency"]
     for job in flow["jobs"].values():
@@ -94,7 +94,7 @@ def test_jobs_may_do_little_and_end(name):
         assert not re.search("latest", job["runs-on"])
 
 
-def test_only_what_uploads_may_write():
+def test_only_jobs_that_upload_may_write():
     allowed = {
         (name, job): set(what["permissions"])
         for name, flow in FLOWS.items()
@@ -108,7 +108,7 @@ def test_only_what_uploads_may_write():
 
 
 @each_flow
-def test_what_is_run_exists(name):
+def test_make_targets_and_paths_of_jobs_exist(name):
     for step in steps(FLOWS[name]):
         said = step.get("run", "")
         for target in re.findall(r"\bmake (\S+)", said):
@@ -118,7 +118,7 @@ def test_what_is_run_exists(name):
             assert (ROOT / path).exists(), path
 
 
-def test_jobs_do_what_they_are_for():
+def test_jobs_run_the_commands_they_are_for():
     said = {name: " ".join(step.get("run", "") for step in steps(f)) for name, f in FLOWS.items()}
     for command in (
         "make lint",

@@ -43,7 +43,7 @@ def run(results, *cases):
 
 
 @pytest.mark.thorough
-def test_the_command_runs_every_case_but_the_long_one(tmp_path):
+def test_cpu_suite_command_runs_every_case_but_long_ones(tmp_path):
     out = tmp_path / "cpu.json"
     command = [sys.executable, "-m", "benchmarks", "--suite", "cpu", "--smoke", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, env=quick(), capture_output=True, text=True)
@@ -82,7 +82,7 @@ def test_a_row_that_fails_stops_none_of_the_others(results, monkeypatch):
     assert run(results, "steps") and results.cases["steps"]["good"] is good  # the bad one again
 
 
-def test_what_else_ran_is_counted(monkeypatch):
+def test_watched_row_counts_cores_of_other_processes(monkeypatch):
     clock = iter([(10.0, 5.0), (16.0, 7.0)])  # all of the machine, this process
     seen = []
 
@@ -133,7 +133,7 @@ def test_hand_written_steps_train_as_mpjax_does(policy):
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_the_bare_step_has_as_many_arrays(results):
+def test_bare_dispatch_step_has_as_many_arrays(results):
     row = dispatch.paired(2, "mixed_float16", 2)
     assert row["ratios"][f"{dispatch.OURS} / {dispatch.BARE}"]["median"] > 0
     state, step = dispatch.bare({"a": 1.0, "b": 2.0}, dispatch.optax.sgd(1.0), 9, 3)
@@ -147,7 +147,7 @@ def test_rivals_that_are_absent_are_named(monkeypatch):
     assert row["absent"]["float32"] == "not here"
 
 
-def test_dots_say_what_is_multiplied_or_why_not(monkeypatch):
+def test_dots_reading_says_what_is_multiplied_or_why_not(monkeypatch):
     assert dots.reading({"bf16": 3}).startswith("all 3 matmuls") and "half operands" in (
         dots.reading({"bf16": 3})
     )
@@ -193,7 +193,7 @@ def test_a_matmul_in_a_kernel_of_the_cpu_is_native(monkeypatch, kind, counted):
     assert dots.matmuls(None) == counted
 
 
-def test_inference_of_half_weights_is_that_of_float32_ones(monkeypatch):
+def test_inference_of_bfloat16_weights_equals_that_of_float32(monkeypatch):
     """The rows' functions agree, and the weights are bfloat16 in both ways of half."""
     seen = {}
 
@@ -239,7 +239,7 @@ def test_a_goal_says_whether_it_is_met_and_how_surely(found, said):
     assert goals.words(goals.at_most(1.0, found)) == said
 
 
-def test_each_row_has_a_bound_of_its_own_and_all_have_a_mean():
+def test_goals_have_a_bound_for_each_row_and_a_mean():
     def stored(by_hand, *names):
         found = {
             "autocast / by hand": ratio(by_hand, 0.5, 0.9),
@@ -277,7 +277,7 @@ def runs(**figures):
     }
 
 
-def test_a_mean_is_held_against_the_spread_of_seeds():
+def test_quality_goal_holds_a_mean_against_the_spread_of_seeds():
     rows = runs(float32=(2.0, 2.2, 2.1), mixed_float16=(2.1, 2.1, 2.1), slow=(3.0, 2.0, 2.0))
     del rows["byte_gpt, slow, seed 2"]
     found = {name: verdict for *_, name, verdict in quality.verdicts(rows)}
@@ -300,7 +300,7 @@ def test_a_run_of_quality_keeps_its_held_out_figures(monkeypatch):
         assert name == "digits_cnn, mixed_float16, seed 0" and 0 <= train()["accuracy"] <= 1
 
 
-def test_the_page_shows_goals_and_what_falls_short():
+def test_cpu_page_shows_goals_and_what_falls_short():
     stored = {
         "cases": {
             "steps": {

@@ -22,7 +22,7 @@ def judge(path, found, monkeypatch, fresh=False):
     return gate.run(Options(cases=("gpt2",), fresh=fresh), results)
 
 
-def test_what_is_not_recorded_is_recorded_and_passes(path, monkeypatch):
+def test_gate_records_and_passes_what_is_not_recorded(path, monkeypatch):
     assert judge(path, ROW, monkeypatch) == []
     assert set(json.loads(path.read_text())["cases"]["gpt2"]) == {
         "by hand",
@@ -32,7 +32,7 @@ def test_what_is_not_recorded_is_recorded_and_passes(path, monkeypatch):
 
 
 @pytest.mark.parametrize("figure", gate.JUDGED)
-def test_more_than_two_per_cent_fail(path, monkeypatch, figure):
+def test_gate_fails_figures_more_than_two_percent_worse(path, monkeypatch, figure):
     judge(path, ROW, monkeypatch)
     before = path.read_text()
     assert judge(path, {**ROW, figure: 1.019 * ROW[figure]}, monkeypatch) == []
@@ -42,14 +42,14 @@ def test_more_than_two_per_cent_fail(path, monkeypatch, figure):
     assert path.read_text() == before
 
 
-def test_what_does_not_compile_fails(path, monkeypatch):
+def test_gate_fails_what_does_not_compile(path, monkeypatch):
     assert judge(path, {"failed": "CompileError"}, monkeypatch)
     judge(path, ROW, monkeypatch, fresh=True)
     problems = judge(path, {"failed": "CompileError"}, monkeypatch)
     assert problems == ["gpt2, autocast: CompileError", "gpt2, autocast, lean: CompileError"]
 
 
-def test_figures_of_another_jax_are_not_compared(path, monkeypatch, capsys):
+def test_gate_does_not_compare_figures_of_another_jax(path, monkeypatch, capsys):
     judge(path, ROW, monkeypatch)
     stored = json.loads(path.read_text())
     stored["versions"]["jax"] = "0.0.1"

@@ -56,7 +56,7 @@ def test_speed_times_pairs_and_says_what_is_missing(results, cache, monkeypatch,
 
 
 @pytest.mark.thorough
-def test_memory_says_what_cannot_be_compared(results, cache):
+def test_gpu_memory_part_says_what_cannot_be_compared(results, cache):
     gpu.run(options("memory", cache=cache), results)
     row = results.cases["memory gpt2"]["mpjax"]
     assert row["compiled"]["arguments"] > 0 and row["compiled"]["temporary"] > 0
@@ -64,7 +64,7 @@ def test_memory_says_what_cannot_be_compared(results, cache):
 
 
 @pytest.mark.thorough
-def test_quality_trains_the_example(results, cache, monkeypatch):
+def test_gpu_quality_part_trains_the_example(results, cache, monkeypatch):
     monkeypatch.setattr(quality, "POLICIES", ("float32", "mixed_float16"))
     gpu.run(options("quality", cache=cache), results)
     rows = results.cases[quality.CASE]
@@ -73,7 +73,7 @@ def test_quality_trains_the_example(results, cache, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_tests_are_counted(results):
+def test_gpu_tests_part_counts_tests(results):
     gpu.run(options("tests"), results)
     rows = results.cases["tests"]
     assert rows["all"] == {"files": 1}
@@ -83,7 +83,7 @@ def test_tests_are_counted(results):
 
 
 @pytest.mark.thorough
-def test_the_command_runs_all_parts(tmp_path):
+def test_gpu_command_runs_all_parts(tmp_path):
     command = [sys.executable, "benchmarks/gpu.py", "--smoke", "--out", str(tmp_path / "gpu.json")]
     done = subprocess.run(
         [*command, "--cache", str(tmp_path / "cache")],
@@ -147,20 +147,20 @@ def test_a_budget_that_runs_out_leaves_rows_and_the_next_call_goes_on(ring, resu
     assert ring(1000) == []
 
 
-def test_what_matters_most_comes_first_for_all_models(ring):
+def test_speed_runs_the_first_tier_of_rivals_for_all_models_first(ring):
     built = [pair for pair in ring(1000) if pair[1] not in speed.OURS]
     assert {case for case, _ in built[:6]} == {"gpt2", "resnet50"}
     assert {rival for _, rival in built[:6]} == set(speed.TIERS[0])
 
 
-def test_what_takes_longer_than_a_whole_budget_is_not_tried_again(ring, results):
+def test_rival_that_takes_longer_than_the_budget_is_not_tried_again(ring, results):
     ring(1, budget=100.0)
     assert not results.cases
     ring(1, budget=1.0)
     assert "takes longer than the budget" in str(results.cases)
 
 
-def test_a_process_of_its_own_is_killed_when_the_budget_is_spent():
+def test_child_process_is_killed_when_the_budget_is_spent():
     times = iter([60.0])
     with (
         pytest.raises(children.Late, match="sleep"),
@@ -170,7 +170,7 @@ def test_a_process_of_its_own_is_killed_when_the_budget_is_spent():
         call(__import__("time").sleep, 60)
 
 
-def test_nothing_imports_jax_before_a_worker_is_set_up():
+def test_gpu_suite_imports_no_jax_before_a_worker_is_set_up():
     code = "import sys, benchmarks.gpu; assert not {'jax', 'torch', 'mpjax'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

@@ -17,14 +17,14 @@ def ratio(median, low=None, high=None):
     return {"median": median, "low": low or median, "high": high or median, "rounds": 15}
 
 
-def test_ratios_are_taken_within_rounds():
+def test_paired_ratio_is_taken_within_rounds():
     base = np.array([1.0, 10.0, 100.0])  # a machine that others load more and more
     found = paired_ratio(0.5 * base, base)
     assert found == {"median": 0.5, "low": 0.5, "high": 0.5, "rounds": 3}
     assert quotient(found) == "0.50 (0.50 to 0.50)"
 
 
-def test_the_interval_covers_the_true_ratio():
+def test_paired_ratio_interval_covers_the_true_ratio():
     rng = np.random.default_rng(0)
 
     def covers():
@@ -36,7 +36,7 @@ def test_the_interval_covers_the_true_ratio():
 
 
 @pytest.mark.parametrize("rounds", [([], []), ([1.0], [1.0, 2.0])])
-def test_rounds_must_be_the_same(rounds):
+def test_paired_ratio_refuses_different_rounds(rounds):
     with pytest.raises(ValueError, match="same rounds"):
         paired_ratio(*rounds)
 
@@ -47,7 +47,7 @@ def test_faster_is_an_interval_on_the_right_side():
     assert faster(ratio(0.4), 1 / 2.2) and not faster(ratio(0.46), 1 / 2.2)
 
 
-def test_train_flops_beside_a_count_by_hand():
+def test_train_flops_equal_a_count_by_hand():
     layers, width, length, vocabulary, batch = 2, 8, 4, 16, 3
     matmuls = layers * (3 + 1 + 4 + 4) * width * width + vocabulary * width
     tokens = batch * length
@@ -57,7 +57,7 @@ def test_train_flops_beside_a_count_by_hand():
     assert flops.mfu(found, 2.0, found) == 0.5
 
 
-def test_tables_that_are_only_looked_up_do_not_count():
+def test_step_flops_do_not_count_tables_that_are_only_looked_up():
     sizes = cases.SMOKE["bert"]
     table = sizes["vocabulary"] * sizes["width"]
     like_gpt2 = cases.step_flops("gpt2", sizes, 10**6)
@@ -71,7 +71,7 @@ def test_tables_that_are_only_looked_up_do_not_count():
     ("kind", "name"),
     [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("cpu", None), ("NVIDIA", None)],
 )
-def test_a_device_is_known_by_what_it_calls_itself(kind, name):
+def test_target_of_knows_a_device_by_what_it_calls_itself(kind, name):
     target = flops.target_of(kind)
     assert (target and target.name) == name
     assert flops.peak_of(kind) == (989e12 if name else None)
@@ -91,7 +91,7 @@ def test_differences_of_memory_are_attributed():
     }
 
 
-def test_what_is_missing_or_fails_is_a_row():
+def test_attempt_turns_what_is_missing_or_fails_into_a_row():
     def missing():
         import no_such_module  # noqa: F401
 
@@ -142,14 +142,14 @@ def test_goals_are_met_by_intervals():
     assert all(row["met"] is None for row in judged({}).values())
 
 
-def test_the_summary_is_of_a_file_or_of_none(tmp_path):
+def test_goals_are_read_from_a_file_or_from_none(tmp_path):
     path = tmp_path / "gpu.json"
     assert {row["met"] for row in goals.read(path)} == {None}
     path.write_text(json.dumps({"cases": {"tests": {ALL: {"files": 1}, "a": {"failures": 2}}}}))
     assert goals.read(path)[-1]["found"] == 2
 
 
-def test_the_page_shows_ratios_and_what_is_above_one():
+def test_gpu_page_shows_ratios_and_what_is_above_one():
     rows = {
         "by hand": {"ratios": {"mpjax / by hand": ratio(1.2, 1.1, 1.3)}},
         "jmp": {"failed": "x"},
@@ -159,7 +159,7 @@ def test_the_page_shows_ratios_and_what_is_above_one():
     assert "| GPT-2 124M | mpjax / by hand | **1.20x** | not known |" in text and not charts
 
 
-def test_a_junit_report_is_counted():
+def test_counted_reads_a_junit_report():
     report = """<testsuites><testsuite errors="0" failures="1" skipped="1" tests="4" time="2.5">
     <testcase name="good"/><testcase name="bad"><failure message="assert 1 == 2&#10;more"/>
     </testcase><testcase name="out"><skipped/></testcase><testcase name="fine"/>

@@ -15,7 +15,7 @@ def invoke(*args):
     return CliRunner().invoke(main, args)
 
 
-def test_the_list_names_every_suite_that_is_there_and_its_cases():
+def test_list_option_names_every_suite_and_its_cases():
     found = invoke("--list")
     assert found.exit_code == 0 and all(suite in found.output for suite in FOUND)
     found = invoke("--list", "--suite", "gate")
@@ -23,7 +23,7 @@ def test_the_list_names_every_suite_that_is_there_and_its_cases():
 
 
 @pytest.mark.parametrize("suite", FOUND)
-def test_a_suite_is_a_module_with_cases_and_a_run(suite):
+def test_every_suite_is_a_module_with_cases_and_a_run(suite):
     module = importlib.import_module(f"benchmarks.{suite}")
     assert module.CASES and callable(module.run) and module.__doc__
 
@@ -38,7 +38,7 @@ def test_a_suite_is_a_module_with_cases_and_a_run(suite):
         (("--suite", "gate", "--part", "h100"), "'h100' is none of"),
     ],
 )
-def test_names_that_are_not_known_are_refused(args, words):
+def test_command_refuses_unknown_suites_cases_and_parts(args, words):
     found = invoke(*args)
     assert found.exit_code == 2 and words in " ".join(found.output.split())
 
@@ -68,7 +68,7 @@ def test_a_suite_s_problems_are_the_exit_status(monkeypatch, tmp_path):
     assert found.exit_code == 1 and "gpt2 is worse" in found.output
 
 
-def test_a_trial_leaves_the_results_alone(monkeypatch, tmp_path):
+def test_smoke_option_leaves_the_results_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "load", lambda name: suite())
     monkeypatch.setattr(command.tempfile, "gettempdir", lambda: str(tmp_path))
     assert invoke("--suite", FOUND[0], "--smoke").exit_code == 0

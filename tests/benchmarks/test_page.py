@@ -14,7 +14,7 @@ from benchmarks.page.tables import above, mean, table, written
 ADVICE = "python -m benchmarks --page"
 
 
-def test_the_committed_page_is_what_the_results_give():
+def test_committed_performance_page_is_what_the_results_give():
     text, charts = render()
     assert PAGE.read_text() == text, ADVICE
     for name, chart in charts.items():
@@ -27,7 +27,7 @@ def test_every_suite_but_the_gate_has_a_section():
     assert {*TITLES, *TABLES} == set(SUITES) - {"gate"}
 
 
-def test_without_results_it_says_so(tmp_path):
+def test_performance_page_without_results_says_not_measured(tmp_path):
     text, charts = render(tmp_path)
     assert text.count("Not measured.") == len(TITLES) and not charts
 
@@ -47,7 +47,7 @@ STORED = {
 }
 
 
-def test_what_is_above_one_stands_out_with_its_cause():
+def test_performance_page_marks_ratios_above_one_with_their_cause():
     text, _ = section(STORED, {"mamba": {"temp_mib": "slices are padded"}})
     assert "| Mamba | 106 MiB | **1.06x** | 1.00x | 1.00x | 0 (2) |" in text
     assert "| Mamba, H100 | memory | **1.06x** | slices are padded |" in text
@@ -55,7 +55,7 @@ def test_what_is_above_one_stands_out_with_its_cause():
     assert "| Mamba, H100 | memory | **1.06x** | not known |" in text
 
 
-def test_what_failed_stands_there_and_ratios_are_of_what_is_known():
+def test_performance_page_shows_failures_and_ratios_of_known_rows():
     text, charts = section(STORED, {})
     assert "| h100/vit | by hand | CompileError: no tiles |" in text
     assert "geometric mean of 2 models | <= 0.75x | 1.03x | **not met** |" in text
@@ -79,7 +79,7 @@ def test_a_suite_without_a_section_of_its_own_shows_its_ratios():
     assert "skipped: not installed" in text
 
 
-def test_tables():
+def test_table_and_written_format_ratios():
     assert table(("a", "b"), [("x", None)]) == "| a | b |\n| --- | ---: |\n| x | - |\n"
     assert [written(r) for r in (None, 0.5, 1.004, 1.006)] == [None, "0.50x", "1.00x", "**1.01x**"]
     assert not above(None) and mean([]) is None and mean([2.0, None, 8.0]) == pytest.approx(4)
@@ -97,14 +97,14 @@ def test_a_chart_is_the_same_bytes_each_time(tmp_path):
     assert not is_drawn(other, first)
 
 
-def test_results_that_are_shown_are_those_of_the_repository():
+def test_shown_results_have_command_device_versions_and_date():
     for suite in TITLES:
         path = RESULTS / f"{suite}.json"
         if path.exists():
             assert {"command", "device", "versions", "date"} <= set(json.loads(path.read_text()))
 
 
-def test_what_the_readme_says_is_what_the_results_give():
+def test_readme_figures_are_what_the_results_give():
     cases = json.loads((RESULTS / "aot.json").read_text())["cases"]
     readme = " ".join((PAGE.parent.parent / "README.md").read_text().replace("\n>", "\n").split())
     for said in aot.readme(cases):
@@ -119,7 +119,7 @@ def test_what_the_readme_says_is_what_the_results_give():
     assert said in readme, said
 
 
-def test_the_first_picture_and_the_means_are_on_the_page():
+def test_performance_page_has_the_overview_picture_and_the_means():
     cases = json.loads((RESULTS / "aot.json").read_text())["cases"]
     text, charts = aot.section({"cases": cases}, {})
     assert f"Over {len(CASES)} models, a step on an H100 takes" in text

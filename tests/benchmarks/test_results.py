@@ -13,7 +13,7 @@ def path(tmp_path):
     return tmp_path / "folder" / "suite.json"
 
 
-def test_rows_are_resumed(path):
+def test_results_resume_rows(path):
     first = Results.open(path, rounds=(3, 5), command="a")
     assert first.get("gpt2", "float32") is None
     first.put("gpt2", "float32", {"ms": 1.5, "ratios": {"a / b": 0.5}})
@@ -22,7 +22,7 @@ def test_rows_are_resumed(path):
     assert again.get("gpt2", "by hand") is None and again.other is None
 
 
-def test_the_file_says_what_it_was_measured_with(path):
+def test_results_file_says_what_it_was_measured_with(path):
     Results.open(path, command="python").put("case", "rival", {"ms": 1})
     stored = json.loads(path.read_text())
     assert set(stored) == {"versions", "device", "command", "date", "cases"}
@@ -71,7 +71,7 @@ def test_fresh_rows_replace_old_ones_one_by_one(path):
     assert json.loads(path.read_text())["cases"]["gpt2"]["by hand"] == {"ms": 1}
 
 
-def test_what_was_skipped_is_tried_again_and_what_failed_is_not(path):
+def test_skipped_row_is_tried_again_and_failed_row_is_not(path):
     results = Results.open(path)
     results.put("gpt2", "jmp", {SKIPPED: "jmp is not installed"})
     results.put("gpt2", "by hand", {FAILED: "CompileError"})

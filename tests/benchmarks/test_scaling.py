@@ -31,18 +31,18 @@ def test_layers_are_traced_and_compiled_both_ways(results):
 
 
 @pytest.mark.thorough
-def test_nothing_grows_with_steps(results):
+def test_scaling_run_grows_nothing_with_steps(results):
     assert run(results, "steps") == []
     assert {row["arrays_grown_by"] for row in results.cases["steps"].values()} == {0}
     assert results.cases["steps"]["mixed_float16"]["compilations"] > 0
 
 
-def test_what_grows_is_a_problem(results):
+def test_scaling_run_reports_growth_as_a_problem(results):
     results.put("steps", "float32", {"grew": ["arrays"]})
     assert run(results, "devices") == ["float32: arrays grew"]
 
 
-def test_what_cannot_be_compiled_says_why(results):
+def test_scaling_row_that_cannot_be_compiled_says_why(results):
     model = scaling.functools.partial(scaling.MODELS["ode"], steps=1, width=8)
     for row in (scaling.memory(model), scaling.data_parallel(model, 1)):
         assert "not installed" in row.get("skipped", "") or row["ratios"]
@@ -61,7 +61,7 @@ def test_equations_and_calls_are_counted():
     assert scaling.calls(loop, 1.0) > 10
 
 
-def test_the_page_has_a_row_for_each_size():
+def test_scaling_section_has_a_row_for_each_size():
     rows = {"6 layers": {"ratios": {"a / b": 1.2}}, "12 layers": {"ratios": {"a / b": 0.9}}}
     grown = {"steps": 30, "arrays_grown_by": 0, "grew": []}
     stored = {
@@ -73,7 +73,7 @@ def test_the_page_has_a_row_for_each_size():
     assert "| layers | a / b | **1.20x** | why |" in text
 
 
-def test_the_page_says_what_is_sent_in_which_dtype():
+def test_scaling_section_says_what_is_sent_in_which_dtype():
     sent = {
         "float32": {"parameters": {}, "gradients": {"f32": 50.0}},
         "bfloat16": {"parameters": {"bf16": 12.25, "f32": 0.5}, "gradients": {"f32": 25.0}},
@@ -85,7 +85,7 @@ def test_the_page_says_what_is_sent_in_which_dtype():
     assert "| FSDP | gradients f32 50 | parameters bf16 12.2, f32 0.5; gradients f32 25 |" in text
 
 
-def test_what_is_sent_is_counted_by_dtype():
+def test_wire_counted_sums_bytes_sent_by_dtype():
     row = collections.namedtuple("row", "carries dtype wire_bytes runs")
     rows = [row("gradients", "f32", 3, 2), row("gradients", "bf16", 5, 1), row("data", "s32", 7, 1)]
     report = types.SimpleNamespace(collectives=rows)

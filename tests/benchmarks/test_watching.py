@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from benchmarks import RESULTS, watching
 
 
-def test_a_step_that_is_not_sampled_is_the_step_itself():
+def test_watched_step_that_is_not_sampled_is_the_step_itself():
     found = watching.steps(lambda state, batch: (state, {"loss": batch.astype(jnp.float16)}))
     plain, between, sampled = found.values()
     assert between is plain
@@ -15,7 +15,7 @@ def test_a_step_that_is_not_sampled_is_the_step_itself():
     assert metrics["loss"].dtype == jnp.float16 and len(precision.rows) == 1
 
 
-def test_what_is_recorded_is_within_its_limits():
+def test_watching_results_are_within_their_limits():
     cases = json.loads((RESULTS / "watching.json").read_text())["cases"]
     assert {*cases} == {*watching.CASES}
     for rows in cases.values():

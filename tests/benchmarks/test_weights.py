@@ -9,7 +9,7 @@ from benchmarks.results import Results
 
 
 @pytest.mark.thorough
-def test_it_measures_every_way_and_runs_on_a_small_model(tmp_path):
+def test_weights_suite_measures_every_way_and_runs_on_a_small_model(tmp_path):
     names = [(case, name) for case, name, _ in weights.todo(Options(cases=weights.CASES))]
     assert len(set(names)) == len(names) and {case for case, _ in names} == {*weights.CASES}
     assert {*weights.TRAINED, *weights.WHOLE} <= {*weights.KEPT}
@@ -24,7 +24,7 @@ def test_it_measures_every_way_and_runs_on_a_small_model(tmp_path):
 
 
 @pytest.mark.parametrize("name", [weights.REFERENCE, *weights.KEPT])
-def test_what_is_kept_is_what_the_page_says(name):
+def test_weights_keep_as_many_bytes_as_the_page_says(name):
     """Bytes a weight of GPT-2 355M with one layer, from shapes alone."""
     _, params, *_ = weights.model({"layers": 1})()
     stored, init, advance = weights.optimizer_of(name, params)
@@ -40,7 +40,7 @@ def test_what_is_kept_is_what_the_page_says(name):
     assert described(new) == described((stored, state))
 
 
-def test_the_table():
+def test_weights_section_has_a_row_for_each_way():
     quality = {
         f"bert, {name}, seed {s}": {"held_out": value + s / 10}
         for s in range(3)

@@ -83,7 +83,7 @@ def test_a_flipped_byte_in_any_file_is_found_or_does_no_harm(positions, copy):
     assert len(named) == 2
 
 
-def test_the_array_is_named_and_verify_restores_it_all_the_same(copy):
+def test_error_names_the_damaged_array_and_verify_false_restores_it(copy):
     flip_in_arrays(copy)
     with pytest.raises(
         checkpoint.CheckpointError, match=r"'params/w' has another checksum .* \[\[0, 64\], \[0, 64"
@@ -95,7 +95,7 @@ def test_the_array_is_named_and_verify_restores_it_all_the_same(copy):
     assert np.sum(np.asarray(back["params"]["w"]) != DRAWN) == 1
 
 
-def test_a_manager_verifies_too(tmp_path):
+def test_manager_restore_verifies_checksums_too(tmp_path):
     with checkpoint.Manager(tmp_path) as manager:
         manager.save(1, STATE)
         manager.wait()
@@ -106,7 +106,7 @@ def test_a_manager_verifies_too(tmp_path):
 
 
 @pytest.mark.parametrize("loss", [1.5, float("nan")])
-def test_a_managers_metrics_are_those_that_were_saved(loss, tmp_path):
+def test_manager_refuses_damaged_metrics(loss, tmp_path):
     with checkpoint.Manager(tmp_path, best="loss") as manager:
         for number in (1, 2):
             manager.save(number, STATE, metrics={"loss": loss})
@@ -121,7 +121,7 @@ def test_a_managers_metrics_are_those_that_were_saved(loss, tmp_path):
         assert manager.steps() == [1, 2]
 
 
-def test_the_description_has_a_checksum(copy):
+def test_damaged_description_is_refused_by_its_checksum(copy):
     edit(copy, lambda about: about["data"].update(batch=18))
     for read in (checkpoint.describe, lambda copy: checkpoint.restore(copy, STATE)):
         with pytest.raises(checkpoint.CheckpointError, match="about/metadata: its checksum is"):
@@ -130,13 +130,13 @@ def test_the_description_has_a_checksum(copy):
 
 
 @pytest.mark.parametrize("name", [checksums.ARRAYS, checksums.ABOUT])
-def test_half_of_the_checksums_is_not_enough(name, copy):
+def test_missing_checksums_of_arrays_or_description_are_refused(name, copy):
     edit(copy, lambda about: about.pop(name))
     with pytest.raises(checkpoint.CheckpointError, match="about/metadata: its checksum is"):
         checkpoint.restore(copy, STATE)
 
 
-def test_checkpoints_from_before_have_none(copy):
+def test_old_checkpoint_without_checksums_is_restored(copy):
     def before(about):
         del about[checksums.ARRAYS], about[checksums.ABOUT]
 

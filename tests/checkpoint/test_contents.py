@@ -37,7 +37,7 @@ def test_leaves_come_in_the_order_of_the_tree(tree):
     assert all(a.value is b for a, b in zip(leaves_of(whole), jax.tree.leaves(whole), strict=True))
 
 
-def test_classes_are_told_of_what_holds_leaves():
+def test_kinds_of_names_the_classes_that_hold_leaves():
     """Another learning rate is no other optimizer, whatever it adds to the chain."""
     inner = optax.adamw(1.0)
     kinds = kinds_of({"opt_state": inner.init(HALF)})
@@ -45,7 +45,7 @@ def test_classes_are_told_of_what_holds_leaves():
     assert kinds == kinds_of({"opt_state": mpjax.optim.with_master_weights(inner).init(HALF)})
 
 
-def test_settings_are_told_alike_in_every_process():
+def test_settings_of_a_state_are_the_same_in_every_process():
     """A function is shown with its address, which the next process does not share."""
     first, second = (Partial(lambda: 0) for _ in range(2))
     assert settings_of(first) == settings_of(second) != settings_of(Partial(jnp.sin))

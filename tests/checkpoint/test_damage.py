@@ -66,7 +66,7 @@ def test_a_damaged_file_is_named_or_does_no_harm(damage, whole, tmp_path):
     assert {"about/metadata", "state/manifest.ocdbt", "state/d"} <= refused
 
 
-def test_other_directories_are_named(tmp_path):
+def test_restore_refuses_a_directory_that_is_no_checkpoint(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere' does not exist"):
         checkpoint.restore(tmp_path / "nowhere", STATE)
     with pytest.raises(
@@ -98,13 +98,13 @@ def test_other_directories_are_named(tmp_path):
         (lambda about: about["leaves"]["step"].update(key="no"), "leaf 'step' is damaged"),
     ],
 )
-def test_tables_that_are_wrong_are_named(change, message, copy):
+def test_restore_refuses_wrong_metadata(change, message, copy):
     edit(copy, change)
     with pytest.raises(checkpoint.CheckpointError, match=f"about/metadata: .*{message}"):
         checkpoint.restore(copy, STATE)
 
 
-def test_arrays_that_are_others_than_the_table_says_are_refused(copy):
+def test_restore_refuses_arrays_that_differ_from_the_metadata(copy):
     """orbax pads and truncates where it is let, and casts in silence."""
     edit(copy, lambda about: about["leaves"]["params/w"].update(shape=[4999]))
     like = {**STATE, "params": {**STATE["params"], "w": jnp.ones(4999)}}
@@ -125,7 +125,7 @@ class Bomb:
         return print, ("the bomb went off",)
 
 
-def test_no_code_is_run_by_reading(copy, capfd):
+def test_restore_runs_no_code_of_the_files(copy, capfd):
     """A pickle in the place of any file, and a NumPy array of objects: errors, not calls."""
     np.save(copy / "object.npy", np.array([Bomb()]), allow_pickle=True)
     for file in files(copy):
@@ -139,7 +139,7 @@ def test_no_code_is_run_by_reading(copy, capfd):
         assert "pickle" not in Path(sys.modules[module.__module__].__file__).read_text()
 
 
-def test_a_checkpoint_that_was_half_removed_does_not_stand_in_the_way(tmp_path):
+def test_half_removed_checkpoint_does_not_block_the_manager(tmp_path):
     """What a process leaves that is killed while it removes an old one, or writes a new one."""
     options = {"keep": 2, "best": "loss"}
     with checkpoint.Manager(tmp_path, **options) as manager:
@@ -159,7 +159,7 @@ def test_a_checkpoint_that_was_half_removed_does_not_stand_in_the_way(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3", "4"]
 
 
-def test_without_orbax_the_extra_is_named(tmp_path):
+def test_error_without_orbax_names_the_extra(tmp_path):
     code = (
         "import sys; sys.modules['orbax'] = None\n"
         "import mpjax\n"

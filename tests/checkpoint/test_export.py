@@ -31,7 +31,7 @@ POLICIES = ["float32", "mixed_float16", "O2:float16", "O3:bf16"]
 
 @pytest.mark.parametrize("policy", thorough_but(POLICIES, "O2:float16", "O3:bf16"))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "half", "f16"])
-def test_parameters_come_from_the_masters(policy, dtype):
+def test_export_params_come_from_the_masters(policy, dtype):
     state = trained(policy)
     got = mpjax.checkpoint.export_params(state, dtype)
     full = mpjax.optim.master_params(state.opt_state, state.params)
@@ -40,7 +40,7 @@ def test_parameters_come_from_the_masters(policy, dtype):
     assert bits(mpjax.checkpoint.export_params(parts, dtype)) == bits(got)
 
 
-def test_a_half_export_never_overflows():
+def test_export_params_in_16_bits_refuse_to_overflow():
     params = {f"layer_{i}": jnp.full(2, 7e4 if i else 6e4) for i in range(7)}
     state = {"params": {**params, "bad": jnp.array([jnp.inf, 1.0]), "n": jnp.int32(10**6)}}
     with pytest.raises(ValueError, match=r"infinite in \['layer_1', .*'layer_5'\] and 1 more"):
@@ -59,7 +59,7 @@ PARAMS = {
 }
 
 
-def test_a_file_holds_a_tree_bit_for_bit(tmp_path):
+def test_safetensors_file_holds_a_tree_bit_for_bit(tmp_path):
     mpjax.checkpoint.save_safetensors(tmp_path / "p", PARAMS, {"made by": "a test"})
     back = mpjax.checkpoint.load_safetensors(tmp_path / "p", like=PARAMS)
     assert jax.tree.structure(back) == jax.tree.structure(PARAMS) and bits(back) == bits(PARAMS)
@@ -70,7 +70,7 @@ def test_a_file_holds_a_tree_bit_for_bit(tmp_path):
     assert bits(mpjax.checkpoint.load_safetensors(tmp_path / "p", like=shapes)) == bits(PARAMS)
 
 
-def test_others_read_the_file_as_its_format_says(tmp_path):
+def test_safetensors_file_has_the_documented_format(tmp_path):
     """By hand: a length, a header of JSON, and rows of bytes in C order."""
     transposed = jnp.arange(6.0).reshape(2, 3).T
     weights = {"a": transposed, "b": np.asfortranarray(np.arange(6.0, dtype=np.float32)[None])}
@@ -86,7 +86,7 @@ def test_others_read_the_file_as_its_format_says(tmp_path):
     assert (stored.load_file(tmp_path / "p")["a"] == order).all()
 
 
-def test_a_file_that_does_not_fit_is_refused(tmp_path):
+def test_load_safetensors_refuses_a_file_that_does_not_fit_like(tmp_path):
     mpjax.checkpoint.save_safetensors(tmp_path / "p", {"a": {"w": jnp.ones(2)}, "b": jnp.ones(3)})
     load = lambda like, **kw: mpjax.checkpoint.load_safetensors(tmp_path / "p", like, **kw)  # noqa: E731
     good = {"a": {"w": jnp.ones(2)}, "b": jnp.ones(3)}
@@ -102,7 +102,7 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path):
     assert bits(load(half, allow_narrowing=True)) == bits(half)
 
 
-def test_float64_is_not_narrowed_in_silence(tmp_path):
+def test_load_safetensors_does_not_narrow_float64_in_silence(tmp_path):
     mpjax.checkpoint.save_safetensors(tmp_path / "p", {"w": np.full(2, 0.1)})
     assert mpjax.checkpoint.load_safetensors(tmp_path / "p")["w"].dtype == np.float64
     with pytest.raises(ValueError, match="narrow params/w from float64 to float32"):
@@ -123,13 +123,13 @@ def test_float64_is_not_narrowed_in_silence(tmp_path):
         ({"a": jnp.ones(1, jnp.float8_e4m3fn)}, "'a' is float8_e4m3fn"),
     ],
 )
-def test_what_others_cannot_read_is_refused(params, message, tmp_path):
+def test_save_safetensors_refuses_what_others_cannot_read(params, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         mpjax.checkpoint.save_safetensors(tmp_path / "p", params)
     assert not any(tmp_path.iterdir())
 
 
-def test_damaged_files_are_named(tmp_path):
+def test_load_safetensors_names_damaged_files(tmp_path):
     mpjax.checkpoint.save_safetensors(tmp_path / "p", PARAMS)
     data = (tmp_path / "p").read_bytes()
     for wrong in (b"", data[:5], data[: len(data) // 2], data[:-1], b"\xff" * 40):
@@ -140,7 +140,7 @@ def test_damaged_files_are_named(tmp_path):
         mpjax.checkpoint.load_safetensors(tmp_path / "q")
 
 
-def test_a_file_is_replaced_when_the_new_one_is_whole(tmp_path, monkeypatch):
+def test_save_safetensors_replaces_a_file_only_by_a_whole_one(tmp_path, monkeypatch):
     mpjax.checkpoint.save_safetensors(tmp_path / "p", {"w": jnp.ones(2)})
 
     def fail(arrays, file, metadata):
@@ -155,7 +155,7 @@ def test_a_file_is_replaced_when_the_new_one_is_whole(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["p"]
 
 
-def test_without_safetensors_the_extra_is_named():
+def test_error_without_safetensors_names_the_extra():
     code = (
         "import sys; sys.modules['safetensors'] = None\n"
         "import mpjax\n"

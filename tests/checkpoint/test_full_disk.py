@@ -42,7 +42,7 @@ def test_a_save_to_a_full_disk_is_one_short_error(tmp_path, caplog):
     assert bits(checkpoint.restore(tmp_path / "c", LARGE)) == bits(LARGE)
 
 
-def test_a_save_in_the_background_is_too(tmp_path, caplog):
+def test_background_save_to_a_full_disk_is_one_short_error(tmp_path, caplog):
     with checkpoint.Manager(tmp_path) as manager:
         manager.save(1, SMALL)
         manager.wait()
@@ -65,7 +65,7 @@ def test_a_save_in_the_background_is_too(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_the_error_of_a_save_that_is_never_waited_for_is_raised_at_the_end(tmp_path):
+def test_error_of_a_background_save_is_raised_by_close(tmp_path):
     with full():
         manager = checkpoint.Manager(tmp_path)
         manager.save(1, LARGE)

@@ -39,7 +39,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize("options, kept", thorough_but(KEPT, 0, 2, 5))
-def test_what_is_kept(options, kept, tmp_path):
+def test_manager_keeps_the_checkpoints_that_its_options_say(options, kept, tmp_path):
     assert fill(tmp_path, range(10), **options) == kept
 
 
@@ -50,7 +50,7 @@ BEST = [("min", 1, [1, 6], 1), ("min", 2, [1, 5, 6], 1), ("max", 1, [6], 6), ("m
 
 
 @pytest.mark.parametrize("mode, keep_best, kept, best", thorough_but(BEST, 1, 3))
-def test_the_best_is_kept_beside_the_last(mode, keep_best, kept, best, tmp_path):
+def test_manager_keeps_the_best_checkpoint_beside_the_last(mode, keep_best, kept, best, tmp_path):
     """A loss that is not finite is worst of all, whichever way one looks for the best."""
     options = {"best": "loss", "best_mode": mode, "keep_best": keep_best, "keep": 1}
     assert fill(tmp_path, range(7), LOSSES, **options) == kept
@@ -63,7 +63,7 @@ def test_the_best_is_kept_beside_the_last(mode, keep_best, kept, best, tmp_path)
         )
 
 
-def test_a_metric_that_is_missing_is_named(tmp_path):
+def test_manager_names_a_missing_metric(tmp_path):
     with checkpoint.Manager(tmp_path, best="loss") as manager:
         for metrics in (None, {"lss": 1.0}):
             with pytest.raises(ValueError, match="lacks 'loss', the metric that best= names"):
@@ -92,7 +92,7 @@ def test_saves_in_the_background_do_not_see_the_steps_after_them(tmp_path):
             assert bits(state) == end
 
 
-def test_what_a_number_may_be(tmp_path):
+def test_manager_save_numbers_must_rise_and_follow_every(tmp_path):
     with checkpoint.Manager(tmp_path, every=5, keep=None) as manager:
         assert [manager.save(n, STATE) for n in (0, 1, 5, 5)] == [True, False, True, False]
         assert manager.save(7, STATE, force=True) and not manager.save(7, STATE, force=True)
@@ -117,14 +117,14 @@ def test_what_a_number_may_be(tmp_path):
     ],
     ids=str,
 )
-def test_wrong_options_are_named(options, tmp_path):
+def test_manager_names_wrong_options(options, tmp_path):
     (name,) = options
     with pytest.raises(ValueError, match=f"{name}="):
         checkpoint.Manager(tmp_path / "c", **options)
     assert not (tmp_path / "c").exists()
 
 
-def test_what_is_not_there_is_said(tmp_path):
+def test_manager_names_the_checkpoints_that_there_are(tmp_path):
     with checkpoint.Manager(tmp_path) as manager:
         for ask in (manager.describe, functools.partial(manager.restore, STATE)):
             with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
@@ -134,13 +134,13 @@ def test_what_is_not_there_is_said(tmp_path):
             manager.describe(4)
 
 
-def test_the_policy_is_told(tmp_path):
+def test_manager_describes_its_policy(tmp_path):
     with checkpoint.Manager(tmp_path, policy="O2:float16") as manager:
         manager.save(0, STATE)
         assert mpjax.get_policy(manager.describe().policy) == mpjax.get_policy("O2:float16")
 
 
-def test_one_checkpoint_of_a_run_is_one_like_any_other(tmp_path):
+def test_checkpoint_of_a_manager_is_restored_by_its_own_path(tmp_path):
     fill(tmp_path, [4, 12])
     assert bits(checkpoint.restore(tmp_path / "12", STATE)) == bits(STATE)
     with pytest.raises(checkpoint.CheckpointError, match="directory of a Manager.*4, 12.*12'"):
@@ -170,7 +170,7 @@ def test_sigterm_saves_whatever_the_number_and_the_second_one_ends(tmp_path):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_signals_are_caught_in_the_main_thread_alone(tmp_path):
+def test_catch_sigterm_needs_the_main_thread(tmp_path):
     raised = []
 
     def make():
@@ -185,6 +185,6 @@ def test_signals_are_caught_in_the_main_thread_alone(tmp_path):
     assert "only in the main thread" in raised[0]
 
 
-def test_numpy_numbers_are_numbers(tmp_path):
+def test_manager_takes_numpy_numbers(tmp_path):
     with checkpoint.Manager(tmp_path, every=np.int64(2)) as manager:
         assert manager.save(np.int32(4), STATE) and manager.steps() == [4]

@@ -157,7 +157,7 @@ def test_split_masters_are_restored_whole_and_whole_ones_split(was, to, saved):
     assert bits((weight, beside)) == bits(residuals.split(full, weight.dtype, beside.dtype))
 
 
-def test_moments_become_codes_and_codes_moments(tmp_path, rng, monkeypatch):
+def test_restore_turns_moments_into_codes_and_back(tmp_path, rng, monkeypatch):
     # Compiled whole: operation by operation they are a hundred small programs.
     for name, static in (("encode", 2), ("decode", 2), ("scales_of", 1)):
         monkeypatch.setattr(codes, name, jax.jit(getattr(codes, name), static_argnums=static))
@@ -193,7 +193,7 @@ def test_moments_become_codes_and_codes_moments(tmp_path, rng, monkeypatch):
         checkpoint.restore(tmp_path / eight, jax.eval_shape(init, other))
 
 
-def test_under_the_same_policy_half_weights_come_back_as_they_were(saved, tmp_path):
+def test_restore_under_the_same_policy_keeps_16_bit_weights_as_they_were(saved, tmp_path):
     """Even where they are not their rounded masters: infinities, and a loop of one's own."""
     state = begun("O2:float16")
     odd = jax.tree.map(lambda x: np.full(x.shape, np.inf, x.dtype), state.params)
@@ -203,7 +203,7 @@ def test_under_the_same_policy_half_weights_come_back_as_they_were(saved, tmp_pa
 
 
 @pytest.mark.parametrize("to", ["O2:float16", "O3:float16"])
-def test_a_finite_weight_never_becomes_infinite(to, tmp_path):
+def test_restore_never_makes_a_finite_weight_infinite(to, tmp_path):
     params = {**PARAMS, "dense": {"w": np.full((3, 3), np.float32(1e6))}}
     checkpoint.save(tmp_path / "c", program("float32")[0](params))
     with pytest.raises(ValueError, match=r"become infinite in params/dense/w \(float32 to float16"):
@@ -212,7 +212,7 @@ def test_a_finite_weight_never_becomes_infinite(to, tmp_path):
     assert float(back.opt_state.masters["dense"]["w"][0, 0]) == 1e6
 
 
-def test_an_optimizer_of_ones_own_may_hold_the_masters_anywhere(tmp_path):
+def test_restore_finds_masters_anywhere_in_a_custom_optimizer(tmp_path):
     def optimizer(wrap):
         return optax.chain(optax.clip_by_global_norm(1.0), wrap(optax.adam(1e-2)))
 
@@ -232,7 +232,7 @@ def test_an_optimizer_of_ones_own_may_hold_the_masters_anywhere(tmp_path):
         checkpoint.restore(tmp_path / "c", {"params": half})
 
 
-def test_parts_alone_are_restored_into_another_program(saved):
+def test_parts_of_a_state_are_restored_into_another_program(saved):
     weights = mpjax.optim.master_params(
         trained("O2:float16").opt_state, trained("O2:float16").params
     )
@@ -279,13 +279,13 @@ def test_a_state_of_another_model_is_refused(params, message, saved):
             checkpoint.restore(saved("float32"), program(policy)[0](params))
 
 
-def test_an_rng_that_is_new_or_gone_is_named(saved):
+def test_restore_names_an_rng_that_is_new_or_gone(saved):
     like = program("float32")[0](PARAMS, None, jax.random.key(0))
     with pytest.raises(ValueError, match="It lacks 'rng'"):
         checkpoint.restore(saved("float32"), like)
 
 
-def test_another_kind_of_number_is_refused(tmp_path):
+def test_restore_refuses_another_kind_of_number(tmp_path):
     checkpoint.save(tmp_path / "c", {"n": jnp.ones(2, jnp.int16)})
     for other in (jnp.ones(2), jnp.ones(2, bool), jnp.ones(2, jnp.complex64)):
         with pytest.raises(ValueError, match="n is int16 in the checkpoint, but"):
@@ -301,7 +301,7 @@ FLOATS = ["float8_e4m3b11fnuz", "float8_e4m3fn", "float16", "bfloat16", "float32
 
 @pytest.mark.parametrize("narrow", FLOATS)
 @pytest.mark.parametrize("wide", FLOATS)
-def test_a_dtype_holds_another_if_no_value_of_it_is_lost(wide, narrow):
+def test_can_hold_is_true_if_no_value_is_lost(wide, narrow):
     """Mantissa, largest and smallest value: each is too small in one pair of these."""
     tables = {name: jnp.finfo(name) for name in (wide, narrow)}
     # The least, the greatest, and the one after 1 are where a dtype ends.
@@ -330,7 +330,7 @@ SETTINGS = mpjax.DynamicLossScale(growth_interval=7)
     ],
     ids=str,
 )
-def test_a_loss_scale_goes_on_or_starts_fresh(was, to, scale, tmp_path):
+def test_restored_loss_scale_goes_on_or_starts_fresh(was, to, scale, tmp_path):
     build = lambda s: mpjax.build_train_step(loss_fn, optax.sgd(1.0), "float32", loss_scale=s)  # noqa: E731
     state = build(was)[0](PARAMS)
     moved = jax.tree.map(lambda x: x + 1, state.loss_scale)
@@ -339,7 +339,7 @@ def test_a_loss_scale_goes_on_or_starts_fresh(was, to, scale, tmp_path):
     assert float(back.loss_scale.loss_scale) == scale
 
 
-def test_a_fresh_loss_scale_needs_values(saved):
+def test_restore_of_a_fresh_loss_scale_needs_values_in_like(saved):
     shapes = jax.eval_shape(program("mixed_float16")[0], PARAMS)
     with pytest.raises(ValueError, match="only a shape.*must come from like"):
         checkpoint.restore(saved("float32"), shapes)
@@ -348,7 +348,7 @@ def test_a_fresh_loss_scale_needs_values(saved):
     )
 
 
-def test_nothing_is_read_of_what_is_refused(saved, monkeypatch):
+def test_refused_restore_reads_no_arrays(saved, monkeypatch):
     from mpjax._src.checkpoint import store
 
     monkeypatch.setattr(store, "read_arrays", None)
@@ -356,7 +356,7 @@ def test_nothing_is_read_of_what_is_refused(saved, monkeypatch):
         checkpoint.restore(saved("float32"), begun("O3:bfloat16"))
 
 
-def test_a_message_names_a_few_leaves_and_counts_the_rest(tmp_path):
+def test_restore_error_names_a_few_leaves_and_counts_the_rest(tmp_path):
     many = {f"layer_{i}": np.ones(2, np.float32) for i in range(9)}
     checkpoint.save(tmp_path / "c", {"params": many})
     half = mpjax.cast(many, "bfloat16")

@@ -137,7 +137,7 @@ def test_an_old_pickle_loads(name):
 
 
 @pytest.mark.parametrize("name", ["step_masters", "step_stochastic", "eight_bits", "metrics"])
-def test_a_new_pickle_names_what_is_public(name):
+def test_new_pickle_names_public_places_alone(name):
     """Then what it names can move. What only a report holds, such as its figures, may be inside."""
     pickled = pickle.dumps(numbered(STATES[name]()), 2)
     texts = [str(arg) for _, arg, _ in pickletools.genops(pickled)]
@@ -171,7 +171,7 @@ def test_classes_are_found_where_old_pickles_look():
         assert found(place).__name__ == place.split()[1], place
 
 
-def test_every_class_of_a_state_is_in_a_pickle():
+def test_every_class_of_a_state_is_in_an_old_pickle():
     public = {n for n in (*mpjax.__all__, *mpjax.optim.__all__) if n.endswith(("State", "Scale"))}
     of_reports = {"Overflow", "Underflow", "Stalled", "GradientHistogram", "Policy"}
     names = [name for name in (*STATES, "policy") if name not in NOT_PICKLED]

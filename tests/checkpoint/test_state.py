@@ -55,7 +55,7 @@ def test_a_resumed_run_is_bit_for_bit_the_run_that_went_on(policy, key, rng, tmp
     assert bits(step(step(back))) == bits(step(step(state)))
 
 
-def test_skips_and_trackers_go_on(rng, tmp_path):
+def test_restored_skips_and_trackers_go_on(rng, tmp_path):
     params, batch = linear_problem(rng)
     bad = (batch[0].copy(), batch[1])
     bad[0][0, 0] = np.inf
@@ -95,7 +95,7 @@ def test_a_restored_state_can_be_donated(rng, tmp_path):
 
 
 @pytest.mark.parametrize("to", thorough_but([1, 2, 4, 8], 3))
-def test_a_restore_onto_another_number_of_devices(to, rng, tmp_path):
+def test_state_is_restored_onto_another_number_of_devices(to, rng, tmp_path):
     params = {"w": np.float32(rng.normal(size=(8, 16))), "b": np.zeros(16, np.float32)}
     init, _ = mpjax.build_train_step(linear_loss, optax.adam(1e-2), "O2:float16")
 
@@ -192,7 +192,7 @@ def test_float64_is_restored_as_float64_or_refused(tmp_path):
         checkpoint.restore(tmp_path / "huge", placed, allow_narrowing=True)
 
 
-def test_what_is_said_beside_the_arrays(rng, tmp_path):
+def test_describe_gives_policy_data_versions_dtypes_and_shapes(rng, tmp_path):
     params, _ = linear_problem(rng)
     init, _ = mpjax.build_train_step(linear_loss, optax.adam(1e-2), "O2:float16")
     data = {"epoch": 3, "position": [1, 2.5, None, "x"]}
@@ -223,7 +223,7 @@ def test_a_checkpoint_is_never_overwritten(tmp_path):
     assert checkpoint.restore(tmp_path / "c", {"w": jnp.zeros(2)})["w"].sum() == 2
 
 
-def test_a_name_is_taken_from_where_the_program_runs(tmp_path, monkeypatch):
+def test_relative_path_of_a_checkpoint_starts_at_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoint.save("here", {"w": jnp.ones(2)})
     assert (tmp_path / "here" / "about").exists()
@@ -238,7 +238,7 @@ def test_a_name_is_taken_from_where_the_program_runs(tmp_path, monkeypatch):
         ({"s": "text"}, r"state\['s'\] is 'text', not an array"),
     ],
 )
-def test_a_state_that_cannot_be_told_apart_is_refused(state, message, tmp_path):
+def test_save_refuses_leaves_that_are_no_arrays_or_share_a_name(state, message, tmp_path):
     with pytest.raises((TypeError, ValueError), match=message):
         checkpoint.save(tmp_path / "c", state)
     assert os.listdir(tmp_path) == []

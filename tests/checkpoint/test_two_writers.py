@@ -101,7 +101,7 @@ def test_a_manager_that_could_not_be_made_holds_no_lock(tmp_path, monkeypatch):
         assert manager.steps() == []
 
 
-def test_another_process_and_its_host_are_named_and_a_dead_one_is_replaced(tmp_path, holder):
+def test_manager_names_process_and_host_of_its_lock_and_replaces_a_dead_one(tmp_path, holder):
     process = holder(tmp_path / ".lock")
     with pytest.raises(checkpoint.CheckpointError, match="already, of process 77 on host 'far'"):
         checkpoint.Manager(tmp_path)
@@ -113,7 +113,7 @@ def test_another_process_and_its_host_are_named_and_a_dead_one_is_replaced(tmp_p
     assert [p.name for p in tmp_path.iterdir()] == ["1"]
 
 
-def test_readers_need_no_lock(tmp_path):
+def test_read_only_manager_needs_no_lock(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         checkpoint.Manager(tmp_path / "c", read_only=True)
     with checkpoint.Manager(tmp_path, best="loss") as writer:
@@ -146,7 +146,7 @@ def test_a_file_system_without_locks_is_written_without(number, tmp_path, monkey
     assert bits(checkpoint.restore(tmp_path / "c", STATE)) == bits(STATE)
 
 
-def test_any_other_error_of_the_lock_is_said(tmp_path, monkeypatch):
+def test_any_other_error_of_the_lock_is_raised(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(errno.EACCES, "no")
 
@@ -279,7 +279,7 @@ time.sleep(600)
 
 
 @pytest.mark.thorough
-def test_a_restarted_job_waits_for_the_end_of_its_first_process(tmp_path):
+def test_manager_of_a_restarted_job_is_refused_until_its_first_process_ends(tmp_path):
     process = started(MANAGE, tmp_path)
     try:
         assert process.said == "saved\n"

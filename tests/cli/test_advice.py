@@ -38,7 +38,7 @@ PLATFORMS = [advice.GPU, pytest.param(advice.TPU, marks=[pytest.mark.thorough, c
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_the_installed_compilers_know_every_flag(platform):
+def test_installed_compilers_know_every_advised_flag(platform):
     flags = [flag["flag"] for flag in advice.flags({platform: 0}, {})]
     assert flags
     lives, says = starts(platform, " ".join(flags))
@@ -50,7 +50,7 @@ def names(devices, environment=None):
     return [row["flag"] for row in advice.flags(devices, environment or {})]
 
 
-def test_flags_are_those_of_the_platforms_and_of_as_many_devices():
+def test_advised_flags_fit_platforms_and_numbers_of_devices():
     assert names({"cpu": 8}) == []
     assert names({"gpu": 1}) == ["--xla_gpu_triton_gemm_any=true"]
     assert names({"gpu": 0}) == names({"gpu": 8}) and len(names({"gpu": 8})) == 6
@@ -72,7 +72,7 @@ def test_flags_are_those_of_the_platforms_and_of_as_many_devices():
         ("--no_xla_a=true", ""),
     ],
 )
-def test_what_a_flag_is_set_to(flags, now):
+def test_setting_reads_what_a_flag_is_set_to(flags, now):
     assert advice.setting("xla_a", flags) == now
 
 
@@ -95,13 +95,13 @@ FLOAT32, HALF = "xla/issues/46225", "xla/issues/26371"
         ("not installed", ["gpu"], []),
     ],
 )
-def test_problems_are_those_of_the_installed_version(jaxlib, platforms, expected):
+def test_advised_problems_are_those_of_the_installed_version(jaxlib, platforms, expected):
     found = list(advice.problems(platforms, {"jaxlib": jaxlib}))
     assert [row["source"].partition("openxla/")[2] for row in found] == expected
     assert all(row["package"] == f"jaxlib {jaxlib}" and row["advice"] for row in found)
 
 
-def test_doctor_prints_them_for_a_platform_that_is_asked_for(monkeypatch):
+def test_doctor_prints_advice_for_a_platform_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(doctor, "CHECKS", ())
     monkeypatch.setattr(doctor, "versions", lambda: {"jaxlib": "0.10.2"})
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_overlap_compute_collective_tc=false")

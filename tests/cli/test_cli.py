@@ -91,7 +91,7 @@ def as_json(result):
 @pytest.mark.parametrize(
     "target", ["program:loss", "program.py:loss", "./program.py:loss", "program:Config.inner.loss"]
 )
-def test_targets(folder, target):
+def test_load_takes_each_form_of_target(folder, target):
     fun, args = load.load(target)
     assert fun.__name__ == "loss_fn" and isinstance(args, tuple) and len(args) == 2
 
@@ -120,14 +120,14 @@ def test_targets(folder, target):
         ("program:breaks", rf"explaining .* TypeError.*\(.*program.py:{LINE_OF_BREAKS}\)"),
     ],
 )
-def test_errors_are_one_line_and_exit_with_2(folder, target, message):
+def test_errors_of_a_target_are_one_line_and_exit_with_2(folder, target, message):
     result = run("explain", target)
     assert result.exit_code == 2 and not result.stdout
     (line,) = [line for line in result.stderr.splitlines() if not line.startswith("a library")]
     assert re.search(f"^Error: .*{message}", line), line
 
 
-def test_traceback_shows_it_whole(folder):
+def test_traceback_option_shows_the_whole_error(folder):
     result = run("explain", "program:raises", "--traceback")
     assert result.exit_code == 2 and "Traceback" in result.stderr and "IndexError" in result.stderr
     assert "Error: program:raises() failed" in result.stderr
@@ -156,7 +156,7 @@ def test_a_wrong_command_line_exits_with_2(folder, arguments, message):
 # ---------------------------------------------------------------- explain
 
 
-def test_explain(folder):
+def test_explain_prints_totals_and_reasons_in_plain_text(folder):
     result = run("explain", "program:loss", "--rows", "1")
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
@@ -191,7 +191,7 @@ def test_explain_plans_attention_for_a_target(folder):
 
 
 @pytest.mark.parametrize(("share", "code"), [("0.5", 0), ("0.51", 1)])
-def test_explain_fails_a_script(folder, share, code):
+def test_explain_fail_under_sets_the_exit_code(folder, share, code):
     result = run("explain", "program:loss", "--fail-under", share, "--json")
     assert result.exit_code == code
     assert as_json(result)["half_flops"] == 0.5
@@ -278,7 +278,7 @@ def test_compile_shows_targets_side_by_side(folder, compilers):
     assert "bf16" not in compilers[0][1]
 
 
-def test_compile_under_a_policy(folder, compilers):
+def test_compile_applies_the_policy(folder, compilers):
     result = run("compile", "program:loss", "--target", "v100", "--policy", "mixed_float16")
     assert result.exit_code == 0 and "program:loss under mixed_float16" in result.stdout
     assert "f16" in compilers[0][1]
@@ -295,7 +295,7 @@ def test_compile_under_a_policy(folder, compilers):
     ],
 )
 @pytest.mark.parametrize("form", [(), ("--json",)])
-def test_a_target_that_fails_does_not_lose_the_others(
+def test_compile_target_that_fails_does_not_lose_the_others(
     folder, compilers, targets, code, words, form
 ):
     result = run("compile", "program:loss", "--target", targets, *form)
@@ -314,7 +314,7 @@ def test_a_target_that_fails_does_not_lose_the_others(
         assert ("memory" in result.stdout) == ("v100" in targets)
 
 
-def test_a_function_that_cannot_be_traced_is_no_finding(folder, compilers):
+def test_compile_of_a_function_that_cannot_be_traced_exits_with_2(folder, compilers):
     result = run("compile", "program:breaks", "--target", "v100")
     assert result.exit_code == 2 and f"program.py:{LINE_OF_BREAKS}" in result.stderr
 
@@ -328,7 +328,7 @@ def test_compile_keeps_off_accelerators_unless_told(folder, compilers, monkeypat
     assert found == updates
 
 
-def test_a_target_that_is_not_known_is_refused(folder):
+def test_compile_refuses_an_unknown_target(folder):
     result = run("compile", "program:loss", "--target", "v1000")
     assert result.exit_code == 2 and "v1000" in result.stderr and "Legal are" in result.stderr
 
@@ -336,7 +336,7 @@ def test_a_target_that_is_not_known_is_refused(folder):
 # ---------------------------------------------------------------- compare
 
 
-def test_compare(folder):
+def test_compare_prints_the_worst_rows_and_writes_a_picture(folder):
     result = run("compare", "program:real", "--top", "2", "--plot", "a.png")
     assert result.exit_code == 0, result.stderr
     assert "mixed_bfloat16 against float32" in result.stdout
@@ -346,7 +346,7 @@ def test_compare(folder):
 
 
 @pytest.mark.parametrize("command", ["explain", "compare"])
-def test_pages_are_written(folder, command):
+def test_explain_and_compare_write_html_pages(folder, command):
     found = as_json(run(command, "program:real", "--html", "map.html", "--json"))
     page = (folder / "map.html").read_text()
     assert f"{len(found['rows'])} operations" in page and "program:real" in page
@@ -377,7 +377,7 @@ def test_compare_gives_json(folder):
 
 
 @pytest.mark.parametrize(("tolerance", "code"), [("1e-9", 1), ("10", 0)])
-def test_compare_fails_a_script(folder, tolerance, code):
+def test_compare_tolerance_sets_the_exit_code(folder, tolerance, code):
     result = run("compare", "program:real", "--tolerance", tolerance, "--json")
     assert result.exit_code == code, result.stderr
     assert as_json(result)["results"]
@@ -387,7 +387,7 @@ def test_compare_fails_a_script(folder, tolerance, code):
 # ---------------------------------------------------------------- doctor
 
 
-def test_every_check_passes_here():
+def test_every_doctor_check_passes_here():
     for dtype in doctor.HALVES:
         for check in doctor.CHECKS:
             found = doctor.run(check, dtype)
@@ -398,7 +398,7 @@ def test_every_check_passes_here():
 NOTES = (doctor.subnormals, doctor.speed)
 
 
-def test_a_check_that_raises_has_failed():
+def test_doctor_check_that_raises_has_failed():
     def broken(dtype):
         """broken."""
         raise NotImplementedError("no such thing")
@@ -408,14 +408,14 @@ def test_a_check_that_raises_has_failed():
     assert "NotImplementedError: no such thing" in found.found
 
 
-def test_a_wrong_matmul_is_found(monkeypatch):
+def test_doctor_finds_a_wrong_matmul(monkeypatch):
     monkeypatch.setattr(doctor.jnp, "matmul", lambda a, b: (a @ b) * 1.01)
     assert all(doctor.matmul(dtype).status == doctor.FAIL for dtype in doctor.HALVES)
 
 
 @pytest.mark.parametrize(("status", "code"), [(doctor.PASS, 0), (doctor.FAIL, 1)])
 @pytest.mark.parametrize("form", [(), ("--json",)])
-def test_doctor(monkeypatch, status, code, form):
+def test_doctor_prints_checks_and_its_exit_code_tells_failure(monkeypatch, status, code, form):
     fake = lambda dtype: doctor.Check(dtype.name, "a test", status, "nothing", math.nan)  # noqa: E731
     monkeypatch.setattr(doctor, "CHECKS", (fake,))
     result = run("doctor", *form)
@@ -446,14 +446,14 @@ def python(*arguments, cwd):
 
 
 @pytest.mark.thorough
-def test_doctor_as_a_program(tmp_path):
+def test_doctor_runs_as_a_program(tmp_path):
     done = python("doctor", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["ok"] and len(found["checks"]) == 2 * len(doctor.CHECKS)
 
 
-def test_explain_as_a_program(folder):
+def test_explain_runs_as_a_program(folder):
     done = python("explain", "program:loss", "--fail-under", "0.9", cwd=folder)
     assert done.returncode == 1 and "50.0% of matmul FLOPs" in done.stdout
 
@@ -466,12 +466,12 @@ def test_an_error_of_the_program_is_one_line(folder):
 
 
 @pytest.mark.parametrize("command", [(), ("doctor",), ("explain",), ("compile",), ("compare",)])
-def test_help(command):
+def test_help_of_each_command_has_examples_and_fits(command):
     result = run(*command, "--help")
     assert result.exit_code == 0
     assert command == ("doctor",) or "Examples:" in result.stdout
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
 
 
-def test_version():
+def test_version_option_prints_the_version():
     assert run("--version").stdout == f"mpjax {mpjax.__version__}\n"

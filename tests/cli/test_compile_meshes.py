@@ -37,7 +37,7 @@ def program(tmp_path, monkeypatch):
 
 
 @compiles("h100")
-def test_what_each_device_sends(program):
+def test_compile_prints_what_each_device_of_a_mesh_sends(program):
     result = CliRunner().invoke(cli.cli, ["compile", program, "--target", "h100 x 8"])
     assert result.exit_code == 0, result.output
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
@@ -49,7 +49,7 @@ def test_what_each_device_sends(program):
 
 
 @compiles("h100")
-def test_as_json(program):
+def test_compile_as_json_has_collectives_of_a_mesh(program):
     arguments = ["compile", program, "--target", "h100 x 8", "--policy", "mixed_bfloat16", "--json"]
     result = CliRunner().invoke(cli.cli, arguments)
     (found,) = json.loads(result.stdout)["results"]

@@ -22,7 +22,7 @@ def run(*arguments):
 @pytest.mark.parametrize(
     ("flags", "policy"), [((), "float32"), (("avx512_bf16",), "mixed_bfloat16")]
 )
-def test_the_verdict_is_of_features_whatever_a_matmul_takes(monkeypatch, flags, policy):
+def test_doctor_judges_by_features_whatever_a_matmul_takes(monkeypatch, flags, policy):
     ratios = {"float16": 0.25, "bfloat16": 7.5}
     monkeypatch.setattr(doctor, "matmul_time", lambda dtype, seconds: ratios[dtype.name])
     monkeypatch.setattr(_jax, "cpu_flags", lambda: frozenset(flags))
@@ -33,7 +33,7 @@ def test_the_verdict_is_of_features_whatever_a_matmul_takes(monkeypatch, flags, 
     assert said.startswith("A matmul just took 0.25x in float16 and 7.50x in bfloat16")
 
 
-def test_a_time_that_cannot_be_taken_is_a_failed_check(monkeypatch):
+def test_matmul_time_that_cannot_be_taken_is_a_failed_doctor_check(monkeypatch):
     def broken(dtype, seconds):
         raise RuntimeError("no kernel")
 

@@ -36,20 +36,20 @@ def run(tmp_path, monkeypatch):
     sys.modules.pop("linted", None)
 
 
-def test_a_finding_is_shown_and_is_exit_code_1(run):
+def test_lint_shows_a_finding_and_exits_with_1(run):
     result = run("linted:step")
     assert result.exit_code == 1
     assert result.stdout.startswith("linted.py:5: half-sum\n    reduce_sum adds 300 terms")
     assert run("linted:step", "--argnums", "0", "--select", "half-sum").exit_code == 1
 
 
-def test_nothing_found_is_exit_code_0(run):
+def test_lint_without_findings_exits_with_0(run):
     result = run("linted:clean")
     assert result.exit_code == 0 and "no findings" in result.stdout
     assert run("linted:step", "--ignore", "half-*,double-rounding").exit_code == 0
 
 
-def test_what_is_wrong_is_exit_code_2(run):
+def test_lint_with_wrong_arguments_exits_with_2(run):
     for arguments, message in (
         ((), "Missing argument 'TARGET'"),
         (("linted:nothing",), "has no 'nothing'"),
@@ -63,7 +63,7 @@ def test_what_is_wrong_is_exit_code_2(run):
         assert result.exit_code == 2 and message in " ".join(result.stderr.split()), result.stderr
 
 
-def test_a_compiler_that_is_not_installed_is_exit_code_2(run, monkeypatch):
+def test_lint_without_the_compiler_of_a_target_exits_with_2(run, monkeypatch):
     def require(target):
         raise ImportError(f"compiling for {target.name} needs: pip install 'mpjax[aot]'")
 
@@ -74,7 +74,7 @@ def test_a_compiler_that_is_not_installed_is_exit_code_2(run, monkeypatch):
     assert run("linted:clean", "--target", "cpu").exit_code == 0
 
 
-def test_json_and_sarif(run):
+def test_lint_prints_json_and_sarif(run):
     found = json.loads(run("linted:step", "--json").stdout)
     assert [each["rule"] for each in found["findings"]] == ["half-sum"]
     log = json.loads(run("linted:step", "--sarif").stdout)
@@ -83,7 +83,7 @@ def test_json_and_sarif(run):
     assert place["artifactLocation"]["uri"] == "linted.py" and place["region"]["startLine"] == 5
 
 
-def test_rules_are_listed(run):
+def test_lint_rules_option_lists_the_rules(run):
     shown = run("--rules")
     assert shown.exit_code == 0 and all(rule.name in shown.stdout for rule in RULES)
     listed = json.loads(run("--rules", "--json", "--select", "half-sum").stdout)

@@ -35,7 +35,7 @@ def test_plain_tables_are_as_wide_as_their_cells(capsys):
     assert textwrap.dedent(want).strip() in shown((("x" * 200, "1"), ("y", "")), capsys)
 
 
-def test_plain_data():
+def test_plain_turns_data_into_json_values():
     found = printing.plain(
         {"a": (math.nan, jax.numpy.ones(2)), 1: {Path("x")}, "n": None, "b": True}
     )

@@ -65,18 +65,18 @@ def refused(result, message):
         ("odd_program:odd", "odd_program:odd() failed: Odd"),
     ],
 )
-def test_objects_that_raise_are_the_users(folder, target, message):
+def test_target_that_raises_is_an_error_without_traceback(folder, target, message):
     refused(run("explain", target), message)
 
 
-def test_args_that_are_no_tree_are_the_users(folder):
+def test_args_that_are_no_tree_are_an_error_without_traceback(folder):
     refused(run("compare", "odd_program:unsorted"), "reading the args of odd_program:unsorted")
 
 
 @pytest.mark.parametrize(
     ("command", "option"), [("explain", "--fail-under"), ("compare", "--tolerance")]
 )
-def test_nan_is_no_limit(folder, command, option):
+def test_nan_is_no_limit_of_fail_under_and_tolerance(folder, command, option):
     refused(run(command, "odd_program:loss", option, "nan"), f"'{option}': 'nan' is not a number")
 
 

@@ -22,7 +22,7 @@ def run(tmp_path, monkeypatch):
     return lambda *argv: CliRunner().invoke(cli, argv)
 
 
-def test_without_compilers_there_is_no_table_but_what_to_install(run, monkeypatch):
+def test_compile_without_compilers_says_what_to_install(run, monkeypatch):
     def compile_for(target, fun, *args, progress):
         raise ImportError(f"compiling for target={target!r} needs more: pip install 'mpjax[aot]'")
 
@@ -33,7 +33,7 @@ def test_without_compilers_there_is_no_table_but_what_to_install(run, monkeypatc
     assert line.startswith("Error: v100, h100: ImportError") and "mpjax[aot]" in line
 
 
-def test_what_the_library_advises_is_said_in_options(run):
+def test_errors_of_commands_advise_options_not_arguments(run):
     result = run("explain", "foreign.py:with_aux", "--argnums", "0")
     assert result.exit_code == 2 and "pass --has-aux" in result.stderr
     assert "--argnums none" in result.stderr and "has_aux=" not in result.stderr

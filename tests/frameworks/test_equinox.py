@@ -60,7 +60,7 @@ def train(policy, steps=40):
 
 
 @pytest.mark.parametrize("policy", thorough_but(POLICIES, "mixed_float16"))
-def test_the_curve_of_float32(policy):
+def test_equinox_loop_has_the_curve_of_float32(policy):
     (model, state, *_), losses = train(policy)
     (want, want_state, _), plain = train(None)
     tolerance = 1e-6 if policy == "float32" else 0.03
@@ -71,7 +71,7 @@ def test_the_curve_of_float32(policy):
         assert got.dtype == expected.dtype
 
 
-def test_a_skipped_step_leaves_no_trace():
+def test_skipped_equinox_step_leaves_no_trace():
     step, kept = loop("mixed_float16")
     *kept, _ = step(*kept, X, Y)
     bad = X.copy()
@@ -122,7 +122,7 @@ class Recurrent(eqx.Module):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("policy", POLICIES)
-def test_numbers_and_functions_among_the_leaves(policy):
+def test_equinox_module_with_numbers_and_functions_trains(policy):
     """`optimizer.init` of the whole module, and updates that are not shown it, work as plain."""
 
     def fun(model):
@@ -157,7 +157,7 @@ def test_a_tree_with_nothing_to_train_is_refused():
 
 
 @pytest.mark.parametrize("policy", thorough_but(["O2:float16", "O3:bfloat16"], 0))
-def test_half_weights_stay_half(policy):
+def test_equinox_16_bit_weights_stay_16_bit_after_a_cast(policy):
     """`eqx.apply_updates` returns float32 weights; a cast makes them those of optax."""
     optimizer = mpjax.mixed_precision(optax.adam(1e-2), policy)
     model = optimizer.policy.cast_to_param(eqx.nn.MLP(4, 8, 16, 1, key=jax.random.key(0)))

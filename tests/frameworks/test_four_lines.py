@@ -102,14 +102,14 @@ def arrays(tree):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_four_lines(name):
+def test_optax_loop_needs_at_most_four_changed_lines(name):
     _, lines = changed(name, "mixed_float16")
     assert len(lines) <= 4, lines
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name, policy", ALL)
-def test_the_curve_of_float32_and_a_skip_that_leaves_no_trace(name, policy, tmp_path):
+def test_changed_loop_has_the_curve_of_float32_and_a_skip_leaves_no_trace(name, policy, tmp_path):
     loop, kept, losses = run(name, tmp_path, policy)
     np.testing.assert_allclose(losses, plain_losses(name), rtol=TOLERANCES[policy])
     assert losses[-1] < 0.9 * losses[0]
@@ -142,7 +142,7 @@ for name in CHANGES:
 
 @pytest.mark.thorough
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="no instructions without fused ones")
-def test_under_float32_it_is_the_plain_loop_bit_for_bit(tmp_path):
+def test_changed_loop_under_float32_equals_the_plain_loop_bit_for_bit(tmp_path):
     """Where XLA fuses no multiplication and addition: which ones it does depends on what is near.
 
     Fifty steps in a process of their own, whose compiler knows no such instruction.

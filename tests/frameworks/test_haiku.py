@@ -20,7 +20,7 @@ class Net(hk.Module):
 
 
 @pytest.mark.parametrize("name", thorough_but(["mixed_float16", "O3:bfloat16", "float32"], 1))
-def test_a_policy_drives_modules(name):
+def test_policy_drives_haiku_modules(name):
     policy = mpjax.get_policy(name)
     full = mpjax.get_policy("float32").with_output_dtype(policy.compute_dtype)
     hk.mixed_precision.set_policy(Net, policy)
@@ -41,7 +41,7 @@ def test_a_policy_drives_modules(name):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["mixed_float16", "O2:bfloat16"])
-def test_build_train_step_carries_its_state(policy):
+def test_build_train_step_carries_the_state_of_haiku(policy):
     model = hk.transform_with_state(lambda x: Net()(x))
     params, first = jax.jit(model.init)(jax.random.key(0), X)
 
@@ -65,7 +65,7 @@ def test_build_train_step_carries_its_state(policy):
     assert all(map(np.array_equal, old, new))
 
 
-def test_overrides_match_the_paths_of_modules():
+def test_overrides_match_the_paths_of_haiku_modules():
     model = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(8, name="head")(jnp.tanh(x))))
     params = jax.eval_shape(model.init, jax.random.key(0), X)
     policy = mpjax.get_policy("mixed_bfloat16").override({"head/*": "float32"})

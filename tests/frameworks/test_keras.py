@@ -68,7 +68,7 @@ def test_fit_is_keras_own_under_float32_and_near_it_in_half(policy):
     np.testing.assert_allclose(loss, evaluated, rtol=0.15)
 
 
-def test_what_fit_evaluate_and_predict_run_in_half():
+def test_keras_fit_evaluate_and_predict_run_in_float16():
     model = mpjax.keras.mixed_precision(made(), "mixed_float16")
     fitted(model, epochs=1)
     trained, carried, metrics, variables = (
@@ -89,7 +89,7 @@ def test_what_fit_evaluate_and_predict_run_in_half():
         assert len(dtypes) >= 2 and set(dtypes) == {("float16", "float16")}
 
 
-def test_a_step_that_is_skipped_leaves_no_trace():
+def test_skipped_keras_step_leaves_no_trace():
     model = mpjax.keras.mixed_precision(made(), "mixed_float16")
     fitted(model, epochs=2)
     before, skips = values(model.variables), int(model.optimizer.skipped_steps.value)
@@ -103,7 +103,7 @@ def test_a_step_that_is_skipped_leaves_no_trace():
     assert float(model.optimizer.loss_scale.loss_scale) == scale / 16
 
 
-def test_it_is_saved_by_keras(tmp_path):
+def test_keras_saves_a_model_with_its_loss_scale(tmp_path):
     model = mpjax.keras.mixed_precision(made(), "mixed_float16", 1024.0)
     fitted(model, epochs=1)
     model.save(tmp_path / "model.keras")
@@ -115,7 +115,7 @@ def test_it_is_saved_by_keras(tmp_path):
     fitted(mpjax.keras.mixed_precision(again, "mixed_float16"), epochs=1)
 
 
-def test_an_update_outside_of_jit():
+def test_loss_scale_optimizer_updates_outside_of_jit():
     variable = keras.Variable(np.float32([1, 2]))
     optimizer = mpjax.keras.LossScaleOptimizer(keras.optimizers.SGD(0.5), 8.0)
     for grad, wanted in (([8, 16], [0.5, 1]), ([np.inf, 0], [0.5, 1]), ([8, 0], [0, 1])):
@@ -126,7 +126,7 @@ def test_an_update_outside_of_jit():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("policy", POLICIES)
-def test_loops_of_stateless_call(policy):
+def test_stateless_call_loops_train_with_optax_and_keras_optimizers(policy):
     """By an optimizer of optax, and by one of Keras's."""
     model = made()
 
@@ -189,7 +189,7 @@ def test_a_dtype_policy_of_keras_is_an_error(own):
     assert jax.eval_shape(plain, trained, carried, X).shape == (64, 1)
 
 
-def test_errors():
+def test_keras_mixed_precision_refuses_bad_arguments():
     with pytest.raises(TypeError, match="must be a Keras model"):
         mpjax.keras.mixed_precision(3)
     model = keras.Sequential([keras.Input((4,)), LAYERS.Dense(1)])

@@ -77,7 +77,7 @@ def arrays(tree):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_curve_of_float32_in_one_compilation(policy):
+def test_linen_loop_has_the_curve_of_float32_in_one_compilation(policy):
     state, step, traced = shared(policy)
     want, plain, _ = shared()
     begun, losses, wanted = len(traced), [], []  # traced by earlier tests
@@ -95,7 +95,7 @@ def test_the_curve_of_float32_in_one_compilation(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_step_that_is_skipped_leaves_no_trace(policy):
+def test_skipped_linen_step_leaves_no_trace(policy):
     state, step, _ = shared(policy)
     state, _ = step(state, X, Y, 0)
     after, _ = step(state, BAD, Y, 1)
@@ -109,14 +109,14 @@ def test_a_step_that_is_skipped_leaves_no_trace(policy):
     assert (int(again.step), int(again.skipped_steps), int(again.consecutive_skips)) == (2, 1, 0)
 
 
-def test_a_gradient_that_overflows_lowers_the_scale():
+def test_overflowing_gradient_lowers_the_loss_scale_of_a_linen_loop():
     scaled, *_ = loop("O2:float16", loss_scale=mpjax.DynamicLossScale(2.0**24))
     state, step, _ = shared("O2:float16")
     after, _ = step(state.replace(opt_state=scaled.opt_state), X, Y * np.float32(1e3), 0)
     assert float(after.loss_scale.loss_scale) == 2.0**23 and int(after.step) == 0
 
 
-def test_statistics_that_are_not_finite_are_not_kept():
+def test_nonfinite_batch_stats_of_linen_are_not_kept():
     state, _, _ = shared("mixed_float16")
     grads = jax.tree.map(jnp.ones_like, state.params)
     broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), state.batch_stats)
@@ -135,7 +135,7 @@ noted.defvjp(lambda x, note: (x, note), lambda note, ct: (ct, note + 1))  # as f
 
 
 @pytest.mark.parametrize("policy", thorough_but(["mixed_float16", "O2:float16"], 1))
-def test_what_is_overwritten_with_its_gradient_is_not_scaled(policy):
+def test_overwrite_with_gradient_collection_is_not_scaled(policy):
     params = {"params": {"w": jnp.ones(4)}, OVERWRITE_WITH_GRADIENT: {"note": jnp.float32(3)}}
     state = mpjax.linen.TrainState.create(
         apply_fn=noted, params=params, tx=optax.sgd(0.5), policy=policy
@@ -155,7 +155,7 @@ def test_what_is_overwritten_with_its_gradient_is_not_scaled(policy):
     np.testing.assert_array_equal(state.params["params"]["w"], 0.75)
 
 
-def test_it_is_saved_as_flax_saves_it():
+def test_linen_train_state_is_saved_by_flax():
     state, step, _ = shared("O2:float16")
     trained, _ = step(state, X, Y, 0)
     restored = flax.serialization.from_bytes(state, flax.serialization.to_bytes(trained))
@@ -173,7 +173,7 @@ def test_bytes_of_another_policy_are_refused(was, to):
         flax.serialization.from_bytes(loop(to, **scale)[0], data)
 
 
-def test_errors():
+def test_linen_train_state_refuses_bad_arguments():
     with pytest.raises(TypeError, match=r"tx=.* must be an optax optimizer"):
         loop("mixed_float16", tx=0.1)
     with pytest.raises(ValueError, match="policy"):

@@ -91,7 +91,7 @@ def arrays(tree):
 
 
 @pytest.mark.parametrize("model", [Scanned(), Spectral()], ids=lambda m: type(m).__name__)
-def test_all_matmuls_of_a_step_run_in_half(model):
+def test_all_matmuls_of_a_linen_step_run_in_float16(model):
     step, state = step_of("O2:float16"), jax.eval_shape(lambda: begun(model, "O2:float16"))
     assert not full_matmuls(lambda s: step(s, X, 1.0)[1], state)
     assert len(matmul_dtypes(step, state, X, 1.0)) > 6
@@ -105,7 +105,7 @@ def test_all_matmuls_of_a_step_run_in_half(model):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("model", [Scanned(), Spectral()], ids=lambda m: type(m).__name__)
-def test_the_curve_of_float32_in_half_and_a_skip(model):
+def test_lifted_linen_model_has_the_curve_of_float32_and_skips(model):
     plain, plain_step = loop(model, None)
     wanted = []
     for _ in range(12):

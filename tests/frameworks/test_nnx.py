@@ -66,7 +66,7 @@ def plain(wrap=lambda f: f, steps=50):
 # ---- autocast ------------------------------------------------------------------------------------
 
 
-def test_what_a_function_changes_is_kept():
+def test_autocast_keeps_what_a_function_changes_in_an_nnx_module():
     """What anyone would write: statistics, counts and parameters as without autocast."""
     model, losses = plain(lambda f: mpjax.autocast(f, "float32"))
     want, plain_losses = plain()
@@ -75,7 +75,7 @@ def test_what_a_function_changes_is_kept():
 
 
 @pytest.mark.parametrize("half", thorough_but(HALVES, "bfloat16"))
-def test_half_precision_has_the_curve_of_float32(half):
+def test_nnx_module_under_autocast_has_the_curve_of_float32(half):
     model, losses = plain(lambda f: mpjax.autocast(f, f"mixed_{half}"))
     want, plain_losses = plain()
     np.testing.assert_allclose(losses, plain_losses, rtol=0.03)
@@ -86,7 +86,7 @@ def test_half_precision_has_the_curve_of_float32(half):
     assert not full_matmuls(fun, X)
 
 
-def test_outside_of_jit_a_known_call_changes_its_own_module():
+def test_autocast_outside_of_jit_changes_the_nnx_module_of_each_call():
     fun = mpjax.autocast(loss_fn, "mixed_bfloat16")
     one, other = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
     for _ in range(2):
@@ -97,7 +97,7 @@ def test_outside_of_jit_a_known_call_changes_its_own_module():
     assert same(arrays(one), arrays(other)) and int(one.dropout.rngs.count[...]) == 2
 
 
-def test_modules_that_grow_that_are_returned_and_that_are_named():
+def test_autocast_takes_nnx_modules_that_grow_are_returned_or_named():
     class Sows(nnx.Module):
         def __init__(self, rngs):
             self.layer = nnx.Linear(4, 8, rngs=rngs)
@@ -119,7 +119,7 @@ def test_modules_that_grow_that_are_returned_and_that_are_named():
     np.testing.assert_allclose(out - out.mean(0), want - want.mean(0), atol=0.05)
 
 
-def test_modules_around_a_jit_are_read_and_other_arguments_passed_on():
+def test_autocast_reads_nnx_modules_around_a_jit_and_passes_on_arguments():
     model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
 
     @mpjax.autocast(policy="mixed_bfloat16")
@@ -138,7 +138,7 @@ def test_modules_around_a_jit_are_read_and_other_arguments_passed_on():
         jax.jit(mpjax.autocast(lambda x: counting(x), "mixed_bfloat16"))(X)
 
 
-def test_patterns_match_paths_of_modules():
+def test_overrides_match_the_paths_of_nnx_modules():
     fun = lambda model, x: jnp.sum(model(x))  # noqa: E731
     policy = mpjax.get_policy("mixed_bfloat16").override({"first/*": "float32"})
     graph, state = nnx.split(Model(nnx.Rngs(0)))
@@ -153,7 +153,7 @@ def test_patterns_match_paths_of_modules():
         mpjax.autocast(fun, policy.override({"frist/*": "float32"}))(Model(nnx.Rngs(0)), X)
 
 
-def test_states_that_are_split_by_hand():
+def test_autocast_takes_nnx_states_that_are_split_by_hand():
     graph, params, rest = nnx.split(Model(nnx.Rngs(0)), nnx.Param, ...)
 
     @jax.jit
@@ -196,7 +196,7 @@ class Layer(nnx.Module):
 
 
 @pytest.mark.thorough
-def test_scan_and_remat():
+def test_autocast_of_nnx_scan_and_remat_trains_as_without():
     def train(wrap):
         model = Stack(nnx.Rngs(0))
         fun = wrap(lambda model, x: jnp.mean(model(x) ** 2))
@@ -210,7 +210,7 @@ def test_scan_and_remat():
 
 
 @pytest.mark.thorough
-def test_ensembles():
+def test_autocast_under_nnx_vmap_updates_each_member():
     @nnx.split_rngs(splits=3)
     @nnx.vmap(in_axes=(0,), out_axes=0)
     def members(rngs):
@@ -254,7 +254,7 @@ POLICIES = thorough_but(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_curve_of_float32_in_one_compilation(policy):
+def test_nnx_loop_has_the_curve_of_float32_in_one_compilation(policy):
     model, optimizer, step, traced = loop(policy)
     begun = len(traced)  # by earlier tests
     losses = [float(step(model, optimizer, X, Y)) for _ in range(50)]
@@ -268,7 +268,7 @@ def test_the_curve_of_float32_in_one_compilation(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_step_that_is_skipped_leaves_no_trace(policy):
+def test_skipped_nnx_step_leaves_no_trace(policy):
     model, optimizer, step, _ = loop(policy)
     step(model, optimizer, X, Y)
     before = arrays(model), arrays(optimizer.opt_state.inner_state)
@@ -286,7 +286,7 @@ def test_a_step_that_is_skipped_leaves_no_trace(policy):
 
 
 @pytest.mark.thorough
-def test_a_gradient_that_overflows_lowers_the_scale():
+def test_overflowing_gradient_lowers_the_loss_scale_of_an_nnx_loop():
     scale = mpjax.DynamicLossScale(2.0**40, growth_interval=4, max_scale=2.0**40)
     model, optimizer, step, _ = loop("mixed_float16", loss_scale=scale)
     scales = []
@@ -297,7 +297,7 @@ def test_a_gradient_that_overflows_lowers_the_scale():
     assert int(optimizer.step[...]) == 40 - int(optimizer.metrics()["skipped_steps"]) > 0
 
 
-def test_a_state_that_is_not_finite_is_not_kept():
+def test_nonfinite_nnx_state_is_not_kept():
     def loss(model, x, y):
         model.norm(x * 1e25)  # whose square overflows
         return jnp.mean((model.first(x) - y) ** 2)
@@ -312,7 +312,7 @@ def test_a_state_that_is_not_finite_is_not_kept():
     assert same(arrays(model), before) and int(optimizer.metrics()["skipped_steps"]) == 1
 
 
-def test_several_gradients_before_an_update():
+def test_nnx_optimizer_takes_several_gradients_before_an_update():
     """Micro-batches: a loss that is not finite skips the update of them all."""
     model = Model(nnx.Rngs(0))
     optimizer = mpjax.nnx.Optimizer(model, optax.sgd(0.1), "mixed_float16")
@@ -362,7 +362,7 @@ class Linen(linen.Module):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "O2:float16"])
-def test_modules_of_linen_over_the_bridge(policy):
+def test_linen_module_over_the_nnx_bridge_trains_and_skips(policy):
     """What linen calls collections are variables, which are kept and rolled back as such."""
     wrapped = nnx.bridge.ToNNX(Linen(), rngs=nnx.Rngs(0, dropout=1))
     nnx.bridge.lazy_init(wrapped, X)
@@ -380,7 +380,7 @@ def test_modules_of_linen_over_the_bridge(policy):
     assert same(arrays(model), before) and int(optimizer.metrics()["skipped_steps"]) == 1
 
 
-def test_a_module_within_one_of_linen():
+def test_nnx_module_within_a_linen_module_runs_in_bfloat16():
     model = nnx.bridge.to_linen(nnx.Linear, 4, 8)
     variables = model.init(jax.random.key(0), X)
     run = mpjax.autocast(lambda v, x: jnp.mean((model.apply(v, x) - Y) ** 2), "mixed_bfloat16")
@@ -388,7 +388,7 @@ def test_a_module_within_one_of_linen():
 
 
 @pytest.mark.thorough
-def test_several_arguments_are_differentiated():
+def test_nnx_value_and_grad_differentiates_several_arguments():
     one, other = Model(nnx.Rngs(0)), Model(nnx.Rngs(1))
     optimizer = mpjax.nnx.Optimizer(one, optax.sgd(0.1), "mixed_float16")
 
@@ -414,7 +414,7 @@ def test_several_arguments_are_differentiated():
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-def test_errors():
+def test_nnx_optimizer_and_value_and_grad_refuse_bad_arguments():
     model = Model(nnx.Rngs(0))
     with pytest.raises(TypeError, match="must be an NNX module"):
         mpjax.nnx.Optimizer({"w": jnp.ones(3)}, optax.sgd(0.1))
@@ -434,7 +434,7 @@ def test_errors():
         nnx.jit(mpjax.nnx.value_and_grad(loss_fn, optimizer))(model, X, Y)
 
 
-def test_other_loops_refuse_whole_modules():
+def test_other_loops_refuse_whole_nnx_modules():
     init, _ = mpjax.build_train_step(lambda params, batch: 0.0, optax.sgd(0.1))
     with pytest.raises(TypeError, match=r"nnx\.split\(model, nnx\.Param, \.\.\.\)"):
         init(Model(nnx.Rngs(0)))
@@ -443,7 +443,7 @@ def test_other_loops_refuse_whole_modules():
         gradient(Model(nnx.Rngs(0)))
 
 
-def test_a_gradient_that_two_optimizers_share():
+def test_nnx_gradient_of_two_optimizers_uses_the_smallest_loss_scale():
     """As a GAN's: the smallest scale is used, and an overflow of one leaves the other's update."""
     models = nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1))
     scales = [mpjax.DynamicLossScale(s) for s in (2.0**20, 2.0**4)]

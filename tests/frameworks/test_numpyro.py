@@ -16,7 +16,7 @@ PAGE = pages.ROOT / "docs" / "training.md"
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("half, scale", [("float16", "2.0**8"), ("bfloat16", "1")])
-def test_the_recipe_of_the_page_learns_in(half, scale):
+def test_numpyro_recipe_learns_in_16_bits(half, scale):
     changes = {"SCALE = 2.0**8": f"SCALE = {scale}", '"mixed_float16"': f'"mixed_{half}"'}
     with warnings.catch_warnings():
         warnings.simplefilter("error", mpjax.errors.PrecisionWarning)
@@ -29,7 +29,7 @@ def test_the_recipe_of_the_page_learns_in(half, scale):
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("nothing_called")
-def test_without_autocast_it_is_warned_of():
+def test_numpyro_recipe_without_autocast_is_warned_of():
     plain = {'mpjax.autocast(super().loss, "mixed_float16")': "super().loss"}
     with pytest.warns(mpjax.errors.PrecisionWarning, match="value_and_grad"):
         pages.run(PAGE, ("numpyro",), plain)

@@ -54,13 +54,13 @@ from mpjax._src.hardware import aot
         ),
     ],
 )
-def test_bad_input(monkeypatch, call, error, match):
+def test_compile_for_refuses_bad_arguments(monkeypatch, call, error, match):
     monkeypatch.setattr(aot, "require", lambda target: None)
     with pytest.raises(error, match=match):
         call(mpjax.compile_for)
 
 
-def test_a_function_s_own_errors_are_left_alone(monkeypatch):
+def test_compile_for_passes_on_errors_of_the_function(monkeypatch):
     monkeypatch.setattr(aot, "require", lambda target: None)
 
     def broken(x):
@@ -73,7 +73,7 @@ def test_a_function_s_own_errors_are_left_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("target", ["h100", "v5e"])
-def test_callbacks_are_refused(monkeypatch, target):
+def test_compile_for_refuses_callbacks(monkeypatch, target):
     monkeypatch.setattr(aot, "require", lambda target: None)
 
     def prints(x):
@@ -113,7 +113,7 @@ def test_callbacks_are_refused(monkeypatch, target):
         ]
     ],
 )
-def test_matmuls_of_every_target(target, dtype, runs_as):
+def test_compile_for_reports_the_dtypes_of_matmuls_on_each_target(target, dtype, runs_as):
     x = shape(1024, 1024, dtype=dtype)
     found = mpjax.compile_for(target, jnp.dot, x, x)
     assert found.matmul_dtypes == {runs_as: 1}
@@ -131,7 +131,7 @@ def layers(x, w):
 
 
 @pytest.mark.parametrize("target", both("v100", "h100", "v5e"))
-def test_loops_and_gradients(target):
+def test_compile_for_counts_matmuls_of_loops_and_gradients(target):
     half = partial(shape, dtype=jnp.bfloat16)
     grad = jax.grad(lambda w, x: layers(x, w).astype(jnp.float32).sum())
     found = mpjax.compile_for(target, grad, half(256, 256), half(128, 256))
@@ -142,7 +142,7 @@ def test_loops_and_gradients(target):
 
 
 @pytest.mark.parametrize("target", both("h100", "v5e"))
-def test_programs_of_all_kinds_compile(target):
+def test_compile_for_takes_programs_of_all_kinds(target):
     @jax.custom_vjp
     def square(x):
         return x @ x
@@ -179,7 +179,7 @@ def make_step(donate, policy="mixed_float16"):
 
 
 @pytest.mark.parametrize("target", both("v100", "v5e"))
-def test_donation_survives(target):
+def test_donation_survives_compile_for(target):
     kept, donated = (
         mpjax.compile_for(target, step, state, batch)
         for step, state, batch in (make_step(False), make_step(True))
@@ -191,7 +191,7 @@ def test_donation_survives(target):
 
 
 @pytest.mark.parametrize("target", both("v100", "h100", "v5e"))
-def test_costs_agree_with_xla_s_where_it_can_count(target):
+def test_costs_of_compile_for_agree_with_those_of_xla(target):
     """No loop, no library's call: two ways of counting, one answer."""
     w = shape(512, 2048)
     grad = jax.grad(lambda w, x: jnp.tanh(x @ w).sum())
@@ -203,7 +203,7 @@ def test_costs_agree_with_xla_s_where_it_can_count(target):
 
 
 @compiles("v100")
-def test_refusals_of_the_true_compiler():
+def test_refusal_by_the_compiler_is_a_compile_error_that_advises():
     q = shape(2, 128, 4, 64, dtype=jnp.bfloat16)
     with pytest.raises(
         mpjax.errors.CompileError, match="v100.*Unsupported algorithm.*compute in float16"
@@ -212,19 +212,19 @@ def test_refusals_of_the_true_compiler():
 
 
 @compiles("v5e")
-def test_a_tpu_that_is_too_small_says_so():
+def test_program_too_large_for_a_tpu_is_an_out_of_memory_error():
     with pytest.raises(mpjax.errors.OutOfMemoryError, match="target='v5e' refused.*smaller batch"):
         mpjax.compile_for("v5e", jnp.sin, shape(6, 2**30))
 
 
 @compiles("h100")
-def test_a_gpu_that_is_too_small_shows_in_the_report():
+def test_report_says_that_a_program_does_not_fit_a_gpu():
     found = mpjax.compile_for("h100", jnp.sin, shape(16, 2**30))
     assert not found.fits and found.total_bytes == 2 * 2**36
 
 
 @compiles("h100")
-def test_attention_keeps_its_softmax_in_half_and_not_its_scores():
+def test_attention_keeps_its_softmax_in_16_bits_and_not_its_scores():
     layers, heads, length = 4, 16, 1024
 
     def loss(w, x):
@@ -255,7 +255,7 @@ def test_a_logsumexp_reads_its_logits_once():
 
 
 @compiles("h100")
-def test_the_compiler_heeds_its_options():
+def test_compile_for_heeds_compiler_options():
     x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
     by_triton = mpjax.compile_for("h100", jnp.dot, x, x)
     without = {"xla_gpu_enable_triton_gemm": False}
@@ -267,7 +267,7 @@ def test_the_compiler_heeds_its_options():
 
 
 @compiles("h100")
-def test_where_arrays_lie_does_not_matter():
+def test_compile_for_ignores_the_devices_of_its_arguments():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     x = jax.device_put(jnp.ones((64, 64)), spread)
@@ -277,7 +277,7 @@ def test_where_arrays_lie_does_not_matter():
 
 
 @compiles("h100", "v5e")
-def test_threads():
+def test_compile_for_works_in_threads():
     found, failed = {}, []
 
     def work(target, size):
@@ -300,7 +300,7 @@ def test_threads():
 
 
 @compiles("h100", "v5e")
-def test_ordinary_use_of_jax_is_left_as_it_was():
+def test_compile_for_leaves_jax_as_it_was():
     """In a fresh process, with results, devices, flags and environment before and after."""
     code = """
 import os, jax, jax.numpy as jnp, mpjax
@@ -324,14 +324,14 @@ assert look() == before
 
 
 @compiles("h100")
-def test_the_same_figures_every_time():
+def test_compile_for_gives_the_same_figures_every_time():
     first, second = (mpjax.compile_for("h100", *make_step(True)) for _ in range(2))
     assert first.to_dict() == second.to_dict()
 
 
 @pytest.mark.thorough
 @compiles("v100")
-def test_the_examples_of_the_page_on_instruments(capsys):
+def test_examples_of_the_instruments_page_print_what_it_shows(capsys):
     page = (Path(mpjax.__file__).parent.parent / "docs" / "instruments.md").read_text()
     one, several = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     exec(compile(one, "instruments.md", "exec"), {"__name__": "__main__"})
@@ -365,7 +365,7 @@ FUSED = {
 @pytest.mark.thorough
 @compiles("h100")
 @pytest.mark.parametrize("name", FUSED)
-def test_fused_attention_grows_with_the_length_and_not_with_its_square(name):
+def test_memory_of_fused_attention_grows_with_the_length_not_its_square(name):
     fun, policy = FUSED[name]
     step = jax.value_and_grad(mpjax.autocast(fun, policy), (0, 1, 2))
     sizes = []

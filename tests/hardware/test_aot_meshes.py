@@ -27,7 +27,7 @@ def lowered(monkeypatch, target, fun, *args):
 
 
 @pytest.mark.parametrize("target", ["h100", "v5e"])
-def test_as_many_devices_as_the_mesh_has(monkeypatch, target):
+def test_compile_for_needs_as_many_devices_as_the_mesh_has(monkeypatch, target):
     x = spread(ABSTRACT, P("data"), 8, 8)
     jitted = jax.jit(jnp.sin, in_shardings=NamedSharding(ABSTRACT, P("data")))
     with pytest.raises(ValueError, match=f"over 8 devices, but .*has one.*'{target} x 8'"):
@@ -55,7 +55,7 @@ def partition(mesh, args, results):
 kernel.def_partition(partition, sharding_rule="i j -> i j, i")
 
 
-def test_what_python_partitions_wants_a_mesh_of_devices(monkeypatch):
+def test_custom_partitioning_needs_a_mesh_of_devices(monkeypatch):
     with pytest.raises(ValueError, match=r"custom_partitioning \(cuDNN's.*JAX_NUM_CPU_DEVICES=8"):
         lowered(monkeypatch, "h100 x 8", kernel, spread(ABSTRACT, P("data"), 8, 8))
 
@@ -82,7 +82,7 @@ def fully_sharded(mesh, policy=None):
 
 
 @pytest.mark.parametrize("target", both("h100", "v5e"))
-def test_fully_sharded_parameters_are_gathered_in_half(target):
+def test_fully_sharded_parameters_are_gathered_in_16_bits(target):
     report = mpjax.compile_for(f"{target} x 8", *fully_sharded(ABSTRACT, "mixed_bfloat16"))
     assert (report.target, report.devices) == (f"{target} x 8", 8)
     gathers = [row for row in report.collectives if row.carries == "parameters"]
@@ -124,7 +124,7 @@ def test_every_kind_of_mesh_gives_the_same_figures():
 
 
 @compiles("h100")
-def test_shard_map():
+def test_compile_for_reports_the_collectives_of_shard_map():
     mesh = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
     @partial(jax.shard_map, mesh=mesh, in_specs=P("a", "b"), out_specs=P("a"))
@@ -137,7 +137,7 @@ def test_shard_map():
 
 
 @compiles("h100")
-def test_concrete_arrays_of_a_mesh():
+def test_compile_for_takes_concrete_arrays_of_a_mesh():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     x = jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, P("data")))
     report = mpjax.compile_for("h100 x 8", jnp.sum, x)
@@ -147,7 +147,7 @@ def test_concrete_arrays_of_a_mesh():
 
 
 @compiles("h100")
-def test_the_largest_batch_of_several_devices():
+def test_largest_batch_grows_with_the_number_of_devices():
     def make_args(batch):
         return (spread(ABSTRACT, P("data"), batch, 2**20),)
 
@@ -160,7 +160,7 @@ def test_the_largest_batch_of_several_devices():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("target", both("h100 x 256", "v5e x 256", "v5p x 16", "v4 x 8"))
-def test_large_meshes(target):
+def test_compile_for_takes_large_meshes(target):
     devices = int(target.split(" x ")[1])
     mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
     report = mpjax.compile_for(target, *fully_sharded(mesh, "mixed_bfloat16"))
@@ -169,7 +169,7 @@ def test_large_meshes(target):
 
 
 @compiles("h100")
-def test_python_is_asked_how_to_partition():
+def test_custom_partitioning_is_compiled_for_gpus():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     x = spread(mesh, P("data"), 64, 128)
     report = mpjax.compile_for("h100 x 8", lambda x: kernel(2 * x), x)
@@ -179,7 +179,7 @@ def test_python_is_asked_how_to_partition():
 
 
 @compiles("v5e")
-def test_a_tpu_s_compiler_does_not_ask():
+def test_custom_partitioning_is_refused_for_tpus():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     with pytest.raises(
         mpjax.errors.CompileError, match="custom_partitioning.*within jax.shard_map"
@@ -206,7 +206,7 @@ def test_cudnn_s_attention_is_not_gathered():
 @pytest.mark.thorough
 @compiles("h100")
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "O2:bfloat16"])
-def test_an_optimizer_state_on_the_host(policy):
+def test_optimizer_state_on_the_host_frees_device_memory(policy):
     _, params, x = fully_sharded(ABSTRACT)
     init, step = mpjax.build_train_step(loss, optax.adamw(1e-3), policy)
     shapes = jax.eval_shape(init, params)
@@ -239,7 +239,7 @@ def test_an_optimizer_state_on_the_host(policy):
 @pytest.mark.thorough
 @pytest.mark.parametrize("target", both("h100", "v5e"))
 @pytest.mark.parametrize("spec", [P(), P("data")])
-def test_micro_batches_stay_where_they_lie(target, spec):
+def test_micro_batches_of_a_sharded_step_move_no_data(target, spec):
     """And data-parallel gradients are summed once a step, sharded ones once a micro-batch."""
     params = {
         "up": spread(ABSTRACT, spec, WIDTH, 4 * WIDTH),

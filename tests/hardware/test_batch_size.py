@@ -39,7 +39,7 @@ def search(fits_to, *, limit=2**20, multiple_of=1, refuse_from=None, per_unit=2*
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 4, 7, 100, 1000, 4095, 4096, 4097])
 @pytest.mark.parametrize("refuses", [False, True])
-def test_the_largest_that_fits_is_found(largest, refuses):
+def test_largest_batch_finds_the_largest_that_fits(largest, refuses):
     found = search(largest, refuse_from=largest + 1 if refuses else None)
     assert found.batch == largest and not found.limited
     assert found.report.total_bytes == largest * 2**20
@@ -47,20 +47,20 @@ def test_the_largest_that_fits_is_found(largest, refuses):
     assert len(found.tries) <= 2 * largest.bit_length() + 1
 
 
-def test_multiples():
+def test_largest_batch_is_a_multiple_of_multiple_of():
     found = search(100, multiple_of=8)
     assert found.batch == 96 and found.next_bytes == 104 * 2**20
     assert all(t.batch % 8 == 0 for t in found.tries)
 
 
-def test_a_search_that_ends_at_its_limit():
+def test_largest_batch_ends_at_its_limit_and_says_so():
     found = search(2**30, limit=1000)
     assert found.batch == 1000 and found.limited and found.next_bytes is None
     assert "ended at limit=1000. Larger batches may fit" in str(found)
     assert search(2**30, limit=1).tries[0].batch == 1
 
 
-def test_not_even_one():
+def test_largest_batch_raises_out_of_memory_if_none_fits():
     with pytest.raises(
         mpjax.errors.OutOfMemoryError, match="a batch of 1 does not fit target='h100': it takes 1"
     ):
@@ -69,7 +69,7 @@ def test_not_even_one():
         search(100, refuse_from=1, multiple_of=4)
 
 
-def test_what_is_found_is_data_and_a_table():
+def test_largest_batch_result_is_data_and_a_table():
     found = search(5)
     plain = json.loads(json.dumps(found.to_dict()))
     assert plain["batch"] == 5 and plain["report"]["target"] == "h100"
@@ -99,7 +99,7 @@ def args(batch):
         ({"target": "h1000"}, ValueError, "target='h1000' is not known"),
     ],
 )
-def test_bad_input(change, error, match):
+def test_largest_batch_refuses_bad_arguments(change, error, match):
     call = {"target": "h100", "make_args": args, "fun": jnp.sin, **change}
     with pytest.raises(error, match=match):
         mpjax.hardware.largest_batch(**call)
@@ -109,7 +109,7 @@ def test_bad_input(change, error, match):
 
 
 @pytest.mark.parametrize("target", both("v100", "h100", "v5e"))
-def test_against_arithmetic(target):
+def test_largest_batch_agrees_with_arithmetic(target):
     """A program of one array in and one out, of 256 MiB for each of the batch."""
     found = mpjax.hardware.largest_batch(target, lambda n: (shape(n, 2**26),), jnp.sin)
     reserve = 0.05 if target == "v5e" else 0.25
@@ -121,14 +121,14 @@ def test_against_arithmetic(target):
 
 
 @compiles("v5e")
-def test_what_a_tpu_s_compiler_refuses_does_not_fit():
+def test_largest_batch_counts_what_a_tpu_compiler_refuses_as_too_large():
     found = mpjax.hardware.largest_batch("v5e", lambda n: (shape(n, 2**27),), jnp.sin, reserve=0.0)
     refused = [t.batch for t in found.tries if t.total_bytes is None]
     assert refused and min(refused) > found.batch and found.next_bytes is None
 
 
 @compiles("v100")
-def test_other_errors_of_a_compiler_are_not_taken_for_memory():
+def test_largest_batch_raises_other_errors_of_the_compiler():
     def attend(q):
         return jax.nn.dot_product_attention(q, q, q)
 

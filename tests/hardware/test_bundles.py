@@ -63,7 +63,7 @@ def sums(found):
 
 @pytest.mark.parametrize("bundle", [KERNEL, PLAIN])
 @pytest.mark.parametrize("way", [AT_ONCE, LATER])
-def test_each_array_is_an_operand_and_goes_where_its_slices_go(bundle, way):
+def test_unbundled_all_reduce_has_an_operand_and_result_for_each_array(bundle, way):
     found = unbundled(module(bundle, way))
     start, done = sums(found)[0], sums(found)[-1]
     assert len(start.operands) == 3
@@ -93,6 +93,6 @@ def test_each_array_is_an_operand_and_goes_where_its_slices_go(bundle, way):
     ],
     ids=str,
 )
-def test_what_is_not_read_array_by_array_is_left(change):
+def test_bundle_that_is_not_read_array_by_array_is_left_whole(change):
     given = module(**change)
     assert unbundled(given) == given

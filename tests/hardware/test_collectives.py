@@ -41,21 +41,21 @@ def module(line):
 
 
 @pytest.mark.parametrize(("written", "devices"), GROUPS.items())
-def test_groups(written, devices):
+def test_replica_groups_of_each_form_give_the_number_of_devices(written, devices):
     text = module(f"bf16[64]{{0}} all-reduce(%p), {written}, to_apply=%add")
     (row,) = collectives(text, text)
     assert row.devices == devices
 
 
 @pytest.mark.parametrize(("kind", "given", "sent"), SENT)
-def test_bytes_on_the_wire(kind, given, sent):
+def test_wire_bytes_of_each_kind_of_collective(kind, given, sent):
     text = module(f"bf16[64]{{0}} {kind}(%p), replica_groups=[2,4]<=[8]")
     (row,) = collectives(text, text)
     assert (row.kind, row.dtype, row.shape) == (kind.removesuffix("-start"), "bf16", (given,))
     assert row.wire_bytes == sent and row.runs == 1
 
 
-def test_what_one_device_does_alone_is_no_exchange():
+def test_collective_of_one_device_alone_is_no_row():
     text = module("bf16[64]{0} all-reduce(%p), replica_groups=[8,1]<=[8]")
     assert collectives(text, text) == ()
 
@@ -133,7 +133,7 @@ ENTRY %main (p: bf16[64], x: f32[8]) -> (bf16[4096], f32[8]) {
 """
 
 
-def test_an_exchange_that_a_tpu_starts_continues_and_ends_in_three_kernels_is_one():
+def test_exchange_of_three_kernels_of_a_tpu_is_one_row():
     rows = collectives(TPU_GATHERS, TPU_GATHERS)
     assert [(row.exchange, row.shape) for row in rows] == [("again", (512,)), ("g.1", (64,))]
 
@@ -278,7 +278,7 @@ def weights(mesh, up, down, bias):
     }
 
 
-def test_data_parallel(mesh):
+def test_data_parallel_step_exchanges_gradients_and_statistics(mesh):
     params = weights(mesh, P(), P(), P())
     rows = compiled(mesh, jax.value_and_grad(mlp), params, spread(mesh, P("data"), ROWS, WIDTH))
     assert carries(rows) == {("gradients", "all-reduce"), ("statistics", "all-reduce")}
@@ -288,7 +288,7 @@ def test_data_parallel(mesh):
     assert {row.source.rpartition("/")[2].split(":")[0] for row in rows} == {"test_collectives.py"}
 
 
-def test_fully_sharded(mesh):
+def test_fully_sharded_step_gathers_parameters_and_sums_gradients(mesh):
     params = weights(mesh, P("data"), P("data"), P())
     rows = compiled(
         mesh,
@@ -304,7 +304,7 @@ def test_fully_sharded(mesh):
     assert {row.carries for row in sums} == {"gradients"}
 
 
-def test_tensor_parallel(mesh):
+def test_tensor_parallel_step_exchanges_activations(mesh):
     params = weights(mesh, P(None, "model"), P("model"), P("model"))
     rows = compiled(
         mesh,
@@ -316,7 +316,7 @@ def test_tensor_parallel(mesh):
     assert {(r.carries, r.shape) for r in rows if r.shape} == {("activations", (ROWS, WIDTH))}
 
 
-def test_loops_count_as_often_as_they_turn(mesh):
+def test_collectives_in_loops_count_once_a_turn(mesh):
     layers = spread(mesh, P(None, "data"), 5, WIDTH, WIDTH)
     x = spread(mesh, P("data"), 16 * ROWS, WIDTH)
 

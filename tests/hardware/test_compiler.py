@@ -31,7 +31,7 @@ from mpjax._src.hardware.targets import find_target
         ("v5e", {}, "needs libtpu, which is not installed: .*'mpjax.aot-tpu.'. No TPU"),
     ],
 )
-def test_what_is_missing_is_named(monkeypatch, target, installed, missing):
+def test_error_names_the_packages_that_a_target_lacks(monkeypatch, target, installed, missing):
     monkeypatch.setattr(compiler, "_version", lambda n: {"jaxlib": "9.9", **installed}.get(n, ""))
     monkeypatch.setattr(compiler, "_toolkit", lambda: False)
     with pytest.raises(ImportError, match=missing) as caught:
@@ -49,7 +49,7 @@ def test_what_is_missing_is_named(monkeypatch, target, installed, missing):
         {"jax-cuda12-plugin": "9.9", "toolkit": "there"},
     ],
 )
-def test_what_is_enough(monkeypatch, installed):
+def test_missing_for_is_empty_with_enough_packages(monkeypatch, installed):
     monkeypatch.setattr(compiler, "_version", lambda n: {"jaxlib": "9.9", **installed}.get(n, ""))
     monkeypatch.setattr(compiler, "_toolkit", lambda: "toolkit" in installed)
     assert compiler.missing_for("cuda") == [] and compiler.missing_for("tpu") == ["libtpu"]
@@ -76,7 +76,7 @@ c = Connection(int(sys.argv[-1])); request = json.loads(c.recv_bytes())
 """
 
 
-def test_a_request_and_its_answer(monkeypatch):
+def test_compiler_process_gets_the_request_and_a_clean_environment(monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
     code = f"{ANSWER}c.send_bytes(json.dumps([request, dict(os.environ)]).encode())"
     child, (request, environment) = in_child(monkeypatch, code)
@@ -101,7 +101,7 @@ def test_a_request_and_its_answer(monkeypatch):
         ),
     ],
 )
-def test_a_child_that_fails(monkeypatch, code, error, match):
+def test_failure_of_the_compiler_process_is_an_error(monkeypatch, code, error, match):
     with pytest.raises(error or mpjax.errors.CompileError, match=match):
         in_child(monkeypatch, code, timeout=0.1 if error else 60)
 
@@ -138,14 +138,14 @@ def test_a_compiler_that_is_not_there_is_an_error_and_not_a_hang(monkeypatch):
         ("libdevice not found", mpjax.errors.CompileError, "pip install nvidia-cuda-nvcc-cu12"),
     ],
 )
-def test_refusals_are_worded(text, error, match):
+def test_compiler_refusals_become_errors_with_advice(text, error, match):
     with pytest.raises(error, match=match) as caught:
         compiler._refuse(find_target("v100"), text)
     assert caught.type is error
     assert "Suspected" not in str(caught.value) and "target='v100'" in str(caught.value)
 
 
-def test_a_compiler_ends_with_whoever_asked():
+def test_compiler_process_ends_with_its_parent():
     """A killed process leaves no compiler that computes for nobody.
 
     What keeps the connection open stands for a compiler that is busy, and does not listen.

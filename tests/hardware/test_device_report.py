@@ -8,7 +8,7 @@ import mpjax
 from mpjax._src.hardware import devices
 
 
-def test_the_report_is_data_and_a_table():
+def test_device_report_is_data_and_a_table():
     report = mpjax.hardware.device_report()
     assert len(report.devices) == len(jax.local_devices())
     assert json.loads(json.dumps(report.to_dict()))["jax_version"] == jax.__version__
@@ -17,7 +17,7 @@ def test_the_report_is_data_and_a_table():
     assert report.devices[0].policy in text and report.devices[0].reason in text
 
 
-def test_the_report_shows_the_time_of_a_matmul_beside_the_verdict(monkeypatch):
+def test_device_report_shows_the_time_of_a_matmul_beside_the_verdict(monkeypatch):
     """A busy machine changes the time, and neither the devices nor the policy."""
     reports = []
     for factor in (0.5, 3.0):

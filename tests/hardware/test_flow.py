@@ -84,7 +84,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("source", "target", "kind"), WAYS)
-def test_what_becomes_of_values(source, target, kind):
+def test_reached_gives_the_kind_of_flow_between_values(source, target, kind):
     source, target = PLACES[source], PLACES[target]
     assert reached(FLOW.after, [source], MIXED).get(target) == kind
     assert reached(FLOW.before, [target], MIXED).get(source) == kind
@@ -93,7 +93,7 @@ def test_what_becomes_of_values(source, target, kind):
         assert seen == (kind if kind is not None and kind <= most else None)
 
 
-def test_arguments_and_results():
+def test_flow_lists_arguments_and_results():
     assert [leaf[1] for leaf in FLOW.arguments] == list("abcde")
     assert FLOW.results == tuple(("main", "r", index) for index in range(3))
 
@@ -122,11 +122,11 @@ ENTRY %main (a: f32[8], u: f32[2], i: s32[2], b: f32[8]) -> f32[8] {
         ("b", "unknown", MIXED),
     ],
 )
-def test_what_is_added_to_and_what_is_only_placed(source, target, kind):
+def test_flow_of_a_scatter_tells_adding_from_placing(source, target, kind):
     flow = flow_of(*parse(SCATTERED))
     assert reached(flow.after, [("main", source, 0)], MIXED)["main", target, 0] == kind
 
 
-def test_indices_are_no_values():
+def test_indices_of_a_gather_are_no_flow_of_values():
     flow = flow_of(*parse(SCATTERED))
     assert flow.before["main", "looked", 0] == [(("main", "a", 0), MOVED)]

@@ -26,7 +26,7 @@ def read(name):
     ("target", "operands", "library"),
     [("v100", "f32", True), ("h100", "bf16", False), ("v5e", "bf16", False)],
 )
-def test_a_scan_counts_as_often_as_it_turns(target, operands, library):
+def test_matmuls_of_a_scan_count_once_a_turn(target, operands, library):
     """XLA writes the number of turns on GPUs; on TPUs it is read off the loop's condition."""
     costs = hlo_costs.costs(read(f"scan_{target}"))
     (matmul,) = costs.matmuls
@@ -37,7 +37,7 @@ def test_a_scan_counts_as_often_as_it_turns(target, operands, library):
     assert 7 * 64 * 128 <= costs.other_flops < 0.05 * 7 * TURN
 
 
-def test_a_tpu_keeps_a_loop_in_its_vector_memory():
+def test_loop_in_vector_memory_of_a_tpu_costs_no_bytes():
     """Only the arguments and the result move through main memory."""
     assert hlo_costs.costs(read("scan_v5e")).bytes == pytest.approx(
         2 * (2 * 64 * 128 + 128 * 128), 0.01
@@ -51,7 +51,7 @@ def test_a_stack_that_a_loop_fills_costs_the_slices():
     assert plain > 7 * turn
 
 
-def test_convolutions_by_a_library_are_the_convolutions_that_they_are():
+def test_convolutions_by_a_library_count_as_convolutions():
     """Strides and padding: XLA counts only where the window meets a true input."""
     forward = 2 * 8 * 16 * 16 * 128 * 64 * 9
     by_library = hlo_costs.costs(read("conv_v100"))
@@ -64,7 +64,7 @@ def test_convolutions_by_a_library_are_the_convolutions_that_they_are():
     assert by_library.bytes > 2 * (2 * 8 * 32 * 32 * 64)
 
 
-def test_an_algorithm_decides_what_is_multiplied():
+def test_dot_algorithm_decides_what_is_multiplied():
     scores, values = hlo_costs.costs(read("attention_h100")).matmuls
     assert (scores.algorithm, scores.operands, values.algorithm) == ("bf16", "bf16", "")
     text = read("attention_h100").replace("=dot_bf16_bf16_f32,", "=dot_tf32_tf32_f32_x3,")
@@ -88,18 +88,18 @@ def test_a_loop_whose_turns_nobody_knows_counts_once():
     assert down.unknown_loops == 1
 
 
-def test_a_loop_may_count_by_more_than_one():
+def test_loop_that_counts_by_more_than_one_has_fewer_turns():
     by_two = hlo_costs.costs(read("scan_v5e").replace("constant(1)", "constant(2)"))
     assert by_two.unknown_loops == 0 and by_two.matmuls[0].times == 4  # 0, 2, 4, 6 are below 7
 
 
-def test_calls_that_nobody_knows_are_named():
+def test_unknown_custom_calls_are_named():
     text = read("highest_v100").replace("__cublas$lt$matmul", "somebody_s_kernel")
     costs = hlo_costs.costs(text)
     assert costs.unknown_calls == ("somebody_s_kernel",) and not costs.matmuls
 
 
-def test_what_a_program_asked_for():
+def test_asked_gives_the_dtypes_of_matmuls_by_name():
     name = "jit(scan)/while/body/closed_call/dot_general"
     assert hlo_costs.asked(read("scan_h100")) == {name: {"bf16": 1}}
     assert hlo_costs.asked(CALLS) == {"jit(f)/a/dot": {"bf16": 1}, "jit(f)/b/dot": {"bf16": 1}}
@@ -149,7 +149,7 @@ ENTRY %main (a: f32[10,64], b: f32[64], i: s32[]) -> (f32[10,64], bf16[1,64]) {
 """
 
 
-def test_bytes_by_hand():
+def test_costs_of_a_program_equal_bytes_by_hand():
     """A row written in place, a row read; an operand that is read twice is read once."""
     written = 64 * 4 + 64 * 4 + 4
     read_ = 64 * 4 + 64 * 2 + 4
@@ -160,7 +160,7 @@ def test_bytes_by_hand():
     assert costs.other_flops == 64
 
 
-def test_shapes():
+def test_hlo_shapes_and_dtype_sizes_are_parsed():
     module, entry = hlo.parse(PROGRAM)
     start = module[entry].ops["start"]
     assert start.shapes[0] == Shape("f32", (64,), 1) and start.shapes[0].bytes == 0
@@ -169,12 +169,12 @@ def test_shapes():
     assert {dtype: hlo.bits(dtype) for dtype in sizes} == sizes
 
 
-def test_text_that_is_no_program():
+def test_hlo_parse_refuses_text_that_is_no_program():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         hlo.parse("something else")
 
 
-def test_the_window_meets_true_inputs_only(rng):
+def test_convolution_window_counts_true_inputs_only(rng):
     """Against a count by hand: dilations, strides and padding at random."""
     for _ in range(50):
         size, kernel, outputs, stride, spread, dilation = rng.integers(1, 6, 6)
@@ -188,6 +188,6 @@ def test_the_window_meets_true_inputs_only(rng):
         assert hlo_costs._meetings(*numbers) == met
 
 
-def test_a_matmul_is_data():
+def test_matmul_rows_compare_as_data():
     fields = Matmul("dot", "f16", "default", "", 1, False, 1, 2.0)
     assert fields == Matmul("dot", "f16", "default", "", 1, False, 1, np.float64(2))

@@ -20,7 +20,7 @@ def compiled(wrap=lambda loss: loss, **arguments):
     return mpjax.compile_for("h100", step, state, batch)
 
 
-def test_resnet50_beside_casts_by_hand():
+def test_lean_storage_of_resnet50_takes_less_memory_than_casts_by_hand():
     hand = compiled(dtype=jnp.bfloat16)
     lean = compiled(lambda loss: mpjax.autocast(loss, LEAN))
     assert lean.temp_bytes <= 0.75 * hand.temp_bytes
@@ -42,7 +42,7 @@ def convolutions(params, x):
 NUMBERS = ("NHWC", "HWIO", "NHWC")
 
 
-def test_the_largest_batch_grows():
+def test_lean_storage_makes_the_largest_batch_grow():
     params = [shape(3, 3, 64, 64)] * 6
     largest = [
         mpjax.hardware.largest_batch(

@@ -48,7 +48,7 @@ def trained(policy="float32", optimizer=None, **options):
     return compiled(step, init(jax.tree.map(jnp.copy, PARAMS)), X)
 
 
-def test_a_training_step_is_taken_apart():
+def test_memory_rows_of_a_training_step_have_each_kind():
     rows, _, _ = trained()
     found = by_kind(rows)
     assert found["parameters"] == OF_PARAMS and found["moments"] == 2 * OF_PARAMS
@@ -62,14 +62,14 @@ def test_a_training_step_is_taken_apart():
 
 
 @pytest.mark.parametrize("policy", ["params=bfloat16,compute=bfloat16,output=float32"])
-def test_masters_are_told_from_parameters(policy):
+def test_memory_rows_tell_masters_from_parameters(policy):
     rows, _, _ = trained(policy)
     found = by_kind(rows)
     assert found["parameters"] == OF_PARAMS / 2 and found["masters"] == OF_PARAMS
     assert found["moments"] == 2 * OF_PARAMS
 
 
-def test_any_optax_step_in_plain_tuples():
+def test_memory_rows_find_parameters_of_a_plain_optax_step():
     """No class of ours, no argument called params: moments say what is a parameter."""
     optimizer = optax.sgd(0.1, momentum=0.9)
 
@@ -84,7 +84,7 @@ def test_any_optax_step_in_plain_tuples():
     assert found["other arguments"] == X.nbytes
 
 
-def test_what_nothing_tells_is_not_guessed():
+def test_memory_rows_do_not_guess_which_arguments_are_parameters():
     """Two arguments of one shape and path: which of them the moments are of is not known."""
     optimizer = optax.adam(1e-3)
 
@@ -97,7 +97,7 @@ def test_what_nothing_tells_is_not_guessed():
     assert found["other arguments"] >= 2 * OF_PARAMS
 
 
-def test_gradients_are_results_or_arguments():
+def test_memory_rows_find_gradients_among_results_and_arguments():
     rows, *_ = compiled(jax.grad(loss), PARAMS, X, donate=())
     found = by_kind(rows)
     assert found["parameters"] == OF_PARAMS == found["gradients"]
@@ -111,7 +111,7 @@ def test_gradients_are_results_or_arguments():
     assert found["gradients"] == OF_PARAMS == found["parameters"]
 
 
-def test_gradients_that_wait_for_the_optimizer_are_told():
+def test_memory_rows_tell_gradients_that_wait_for_the_optimizer():
     """A norm over all of them, as clipping takes it, keeps each until the last is there."""
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
 
@@ -124,7 +124,7 @@ def test_gradients_that_wait_for_the_optimizer_are_told():
     assert found["parameters"] == OF_PARAMS
 
 
-def test_what_a_scan_keeps_is_its_stack():
+def test_memory_rows_of_a_scan_name_its_kept_stack():
     stack = jnp.stack([*PARAMS.values()])
 
     def scanned(params, batch):
@@ -142,7 +142,7 @@ def test_what_a_scan_keeps_is_its_stack():
 
 
 @pytest.mark.parametrize("sharpness", ["whole", "remat"])
-def test_what_lives_at_once_is_what_the_compiler_allots(sharpness):
+def test_most_at_once_agrees_with_what_the_compiler_allots(sharpness):
     """The schedule, read again, gives the compiler's own figure to a tenth."""
     fun = jax.checkpoint(loss) if sharpness == "remat" else loss
     _, sizes, text = compiled(jax.grad(fun), PARAMS, X, donate=())
@@ -152,12 +152,12 @@ def test_what_lives_at_once_is_what_the_compiler_allots(sharpness):
     np.testing.assert_allclose(alive, sizes.temporary, rtol=0.1)
 
 
-def test_a_forward_pass_keeps_nothing():
+def test_memory_rows_of_a_forward_pass_keep_no_activations():
     found = by_kind(compiled(loss, PARAMS, X, donate=())[0])
     assert "kept activations" not in found and "gradients" not in found
 
 
-def test_a_program_without_a_schedule_or_with_too_little_memory_is_not_taken_apart():
+def test_memory_rows_without_a_schedule_are_temporary_not_known():
     _, sizes, text = compiled(jax.grad(loss), PARAMS, X, donate=())
     blind = memory_rows(text.replace("is_scheduled=true", "x=1", 1), sizes)
     assert by_kind(blind)["temporary, not known"] == sizes.temporary
@@ -165,7 +165,7 @@ def test_a_program_without_a_schedule_or_with_too_little_memory_is_not_taken_apa
     assert by_kind(tight)["temporary, not known"] == 8
 
 
-def test_memory_of_results_serves_before_they_are_there():
+def test_memory_of_results_serves_temporary_arrays_before_they_are_there():
     """Without donation new parameters have memory of their own, which temporary arrays may take."""
     init, step = mpjax.build_train_step(loss, optax.adam(1e-3), "mixed_bfloat16")
     batch = X[:8]  # less is kept than there are results
@@ -176,7 +176,7 @@ def test_memory_of_results_serves_before_they_are_there():
 
 
 @pytest.mark.parametrize("target", ["v100", "h100", "v5e"])
-def test_stored_programs_of_absent_devices_sum_up(target):
+def test_memory_rows_of_stored_programs_sum_to_the_total(target):
     found = report(target)
     rows = found.memory()
     assert sum(row.bytes for row in rows) == found.total_bytes
@@ -184,7 +184,7 @@ def test_stored_programs_of_absent_devices_sum_up(target):
     assert "Memory by kind" in html and f"Compiled for {target}" in html
 
 
-def test_scopes_are_read_off_names():
+def test_scope_of_reads_scopes_off_names():
     for name, scope in (
         ("jit(step)/jvp(Net)/Dense_0/dot_general", "Net/Dense_0"),
         ("jit(step)/transpose(jvp(Net))/Dense_0/dot_general", "Net/Dense_0"),

@@ -29,14 +29,14 @@ def test_bfloat16_on_a_v100_is_float32_in_disguise():
 
 
 @pytest.mark.parametrize("name", ["closed_call/dot_general", "closed_call/transpose"])
-def test_names_that_a_compiler_changed_are_found(name):
+def test_report_finds_matmuls_whose_names_the_compiler_changed(name):
     """It names a matmul after a transpose that it merged with it."""
     text = answer("v100")["hlo"].replace("closed_call/dot_general", name)
     found = aot_report.report_of(find_target("v100"), {**answer("v100"), "hlo": text})
     assert found.disguised[0].asked == "bf16"
 
 
-def test_one_name_for_two_dtypes():
+def test_asked_dtypes_of_a_shared_name_are_used_once_each():
     """Of a function that was asked for in bfloat16 once and in float32 once, one is disguised."""
     matmul = hlo_costs.Matmul("f/dot", "f32", "default", "", 1, True, 1, 1.0)
     asked = {"f/dot": collections.Counter({"f32": 1, "bf16": 1})}
@@ -45,7 +45,7 @@ def test_one_name_for_two_dtypes():
     assert aot_report._asked({}, matmul) == "f32"
 
 
-def test_memory_and_roofline():
+def test_report_gives_memory_and_roofline():
     found = report("h100")
     assert found.total_bytes == 100 + 60 - 50 + 2**30 + found.code_bytes
     assert found.fits and found.device_bytes == 84942979072
@@ -57,7 +57,7 @@ def test_memory_and_roofline():
     assert found.flops == found.matmul_flops + costs.other_flops
 
 
-def test_a_report_is_data():
+def test_compile_report_is_data():
     found = report("v100")
     plain = json.loads(json.dumps(found.to_dict()))
     assert plain["target"] == "v100" and plain["matmuls"][0]["operands"] == "f32"
@@ -66,13 +66,13 @@ def test_a_report_is_data():
     assert {"total_bytes", "roofline_ms", "bound", "fits"} <= set(plain)
 
 
-def test_what_was_left_out_to_compile_is_told():
+def test_report_names_the_option_left_out_to_compile():
     left = {**answer("h100"), "left_out": "xla_gpu_enable_triton_gemm"}
     found = str(aot_report.report_of(find_target("h100"), left))
     assert "xla_gpu_enable_triton_gemm=False" in found and "=False" not in str(report("h100"))
 
 
-def test_what_does_not_fit_is_told():
+def test_report_says_that_a_program_does_not_fit():
     memory = {**answer("v100")["memory"], "temporary": 2**35}
     found = aot_report.report_of(find_target("v100"), {**answer("v100"), "memory": memory})
     assert not found.fits and "DOES NOT FIT" in str(found)
@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_told():
         ("v5e", "s32", "default", False, ("", 1), "s32", 197 / 6),
     ],
 )
-def test_what_the_matrix_units_multiply(
+def test_unit_gives_dtype_and_peak_of_the_matrix_units(
     target, operands, precision, library, algorithm, expected, peak
 ):
     matmul = hlo_costs.Matmul("dot", operands, precision, *algorithm, library, 1, 1.0)

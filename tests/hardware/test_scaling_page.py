@@ -53,7 +53,7 @@ def sent(policy="mixed_bfloat16", keeps=True, micro_batches=1, rows=4096):
     return {key: (size, sum(runs.values())) for key, (size, runs) in found.items()}
 
 
-def test_sixteen_devices():
+def test_scaling_page_figures_of_sixteen_devices_hold():
     found = sent()
     verdict = found.pop(("verdict", "all-reduce", "f32"))
     assert verdict[1] == 1 and verdict[0] < 1e-3
@@ -64,19 +64,19 @@ def test_sixteen_devices():
     assert " 8      2  480.00 MiB" in PAGE and " 8      8  240.00 MiB" in PAGE
 
 
-def test_gradients_in_half():
+def test_scaling_page_figures_of_reduce_half_hold():
     found = sent("mixed_bfloat16,reduce=half")
     assert found["gradients", "reduce-scatter", "bf16"][0] == 240
 
 
-def test_what_is_sent_without_constraints():
+def test_scaling_page_figures_without_constraints_hold():
     found = sent(keeps=False)
     assert "gathers 60 MiB of activations and sends 15 MiB of them all-to-all" in WORDS
     assert found["activations", "all-gather", "bf16"][0] == pytest.approx(60)
     assert found["activations", "all-to-all", "bf16"][0] == pytest.approx(15)
 
 
-def test_micro_batches():
+def test_scaling_page_figures_of_micro_batches_hold():
     found = sent(micro_batches=4, rows=65536)
     assert found["parameters", "all-gather", "bf16"] == (960, 32)
     assert "are gathered 32 times instead of 8, and take 960 MiB" in WORDS

@@ -43,7 +43,7 @@ print(*sorted(set(re.findall(names, hlo))))
 @pytest.mark.skipif(bool(missing_for("cuda")), reason="needs mpjax[aot-cuda]")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("axes", [("data",), ("data", "-", "model")], ids=["batch", "heads"])
-def test_batches_and_heads_are_not_gathered(kind, axes):
+def test_attention_by_hand_over_batches_or_heads_gathers_nothing(kind, axes):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, kind, *axes], capture_output=True, text=True, timeout=300
     )

@@ -9,7 +9,7 @@ TARGETS = [*GPUS, *TPU_CHIPS]
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_every_target_is_whole(name):
+def test_every_target_has_all_figures(name):
     target = find_target(name)
     assert target.memory > 8e9 and target.bandwidth > 1e11 and 0 < target.reserve < 0.5
     assert target.peaks["f32"] < max(target.peaks["f16" if name in GPUS else "bf16"], 1)
@@ -22,7 +22,7 @@ def test_every_target_is_whole(name):
         assert f'"{target.device}"' in target.config
 
 
-def test_figures_fit_each_other():
+def test_figures_of_gpus_fit_each_other():
     """Each core has so many multiply-adds a cycle; CUDA reserves 1 KiB from Ampere on."""
     for name, (_, _, _, peaks, facts) in GPUS.items():
         cores, fpus, _, shared, block, _, clock = facts
@@ -30,7 +30,7 @@ def test_figures_fit_each_other():
         assert shared - block == (0 if name in ("v100", "t4") else 1024), name
 
 
-def test_figures_of_the_datasheets():
+def test_figures_of_targets_equal_the_datasheets():
     cores = {"v100": 80, "t4": 40, "a100-40": 108, "a100-80": 108, "a6000": 84}
     cores |= {"h100": 132, "h200": 132, "b200": 148}
     assert {name: row[-1][0] for name, row in GPUS.items()} == cores
@@ -38,7 +38,7 @@ def test_figures_of_the_datasheets():
     assert {name: row[1] / 2**30 for name, row in TPU_CHIPS.items()} == gibibytes
 
 
-def test_names_of_targets():
+def test_find_target_takes_each_name_of_a_device():
     assert find_target("NVIDIA A100-80").name == "a100-80"
     assert find_target("TPU v5e").name == "v5e" and find_target("H100").name == "h100"
     assert find_target("a100").name == "a100-40"
@@ -84,7 +84,7 @@ def test_names_of_targets():
         ("v5e x 1", "v5e", "v5e:1x1"),
     ],
 )
-def test_several_of_a_target(name, found, topology):
+def test_find_target_takes_several_devices(name, found, topology):
     target = find_target(name)
     assert (target.name, target.topology) == (found, topology)
     one = find_target(target.chip)
@@ -104,6 +104,6 @@ def test_several_of_a_target(name, found, topology):
         ("x 8", "is not known"),
     ],
 )
-def test_numbers_of_devices_that_there_are_not(name, match):
+def test_find_target_refuses_numbers_of_devices_that_do_not_exist(name, match):
     with pytest.raises(ValueError, match=match):
         find_target(name)

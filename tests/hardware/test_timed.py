@@ -10,7 +10,7 @@ from mpjax._src.hardware import timed
 BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
-def test_the_matmul_has_the_form_of_autocasts(monkeypatch):
+def test_timed_matmul_has_the_form_of_autocasts(monkeypatch):
     monkeypatch.setattr(cpu_matmuls, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
     x = jnp.ones((16, 16), BFLOAT16)
     traced = timed.jax.jit(timed._multiply).trace(x, x)
@@ -19,7 +19,7 @@ def test_the_matmul_has_the_form_of_autocasts(monkeypatch):
     assert traced.out_info.dtype == BFLOAT16
 
 
-def test_the_median_of_pairs_is_returned(monkeypatch):
+def test_matmul_time_is_the_median_of_pairs(monkeypatch):
     monkeypatch.setattr(timed, "matmul_size", lambda: 8)
     took = {"float32": [2.0, 1.0, 1.0, 1.0, 1.0], "bfloat16": [1.0, 3.0, 9.0, 0.5, 2.0]}
     monkeypatch.setattr(timed, "_seconds", lambda run, x: took[x.dtype.name].pop(0))
@@ -28,6 +28,6 @@ def test_the_median_of_pairs_is_returned(monkeypatch):
 
 
 @pytest.mark.parametrize(("backend", "size"), [("cpu", 512), ("gpu", 4096)])
-def test_a_matmul_keeps_the_device_busy(monkeypatch, backend, size):
+def test_matmul_size_depends_on_the_backend(monkeypatch, backend, size):
     monkeypatch.setattr(timed.jax, "default_backend", lambda: backend)
     assert timed.matmul_size() == size

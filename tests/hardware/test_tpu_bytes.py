@@ -26,7 +26,7 @@ class Blocks(nn.Module):
         return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
 
-def test_group_norms_are_not_kept_in_groups():
+def test_autocast_group_norms_take_no_more_than_by_hand_on_a_tpu():
     x = shape(32, 32, 32, 128)
     params = jax.eval_shape(Blocks().init, jax.random.key(0), x)
     auto = mpjax.autocast(lambda p, x: Blocks().apply(p, x), "mixed_bfloat16")

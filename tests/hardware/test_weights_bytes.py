@@ -18,7 +18,7 @@ def figures(name):
 
 
 @pytest.mark.parametrize("name", [name for name in weights.KEPT if name != "masters"])
-def test_it_moves_no_more_than_adamw_does(name):
+def test_optimizer_moves_no_more_bytes_a_weight_than_adamw(name):
     assert (
         figures(name)["moved_per_weight"] <= 1.02 * figures(weights.REFERENCE)["moved_per_weight"]
     )
@@ -36,6 +36,6 @@ def test_split_masters_take_no_more_bytes_than_float32_weights():
         ("split8 masters, 8-bit moments", 5.1),
     ],
 )
-def test_with_8_bit_moments_it_is_less_than_half_of_masters(name, most):
+def test_eight_bit_moments_keep_less_than_half_the_bytes_of_masters(name, most):
     assert figures(name)["kept_per_weight"] <= most
     assert figures(name)["kept_per_weight"] <= 0.44 * figures("masters")["kept_per_weight"]

@@ -34,7 +34,7 @@ MATMULS = {
 
 @compiles("h100", "v5e")
 @pytest.mark.parametrize("name", MATMULS)
-def test_wide_form_on_hardware(name):
+def test_wide_form_trait_matches_what_hardware_compiles(name):
     fun, *args = MATMULS[name]
     reports = [mpjax.compile_for(target, fun, *args) for target in ("h100", "v5e")]
     rows = [row for report in reports for row in report.matmuls]  # a kernel has none
@@ -43,5 +43,5 @@ def test_wide_form_on_hardware(name):
     assert has_wide_form == (rules.HAS_WIDE_FORM in rules.rule_of(name).traits)
 
 
-def test_all_matmuls_are_tried():
+def test_wide_form_is_tried_for_all_matmuls():
     assert set(rules.names_where(lambda rule: rule.need == rules.HALF)) == MATMULS.keys()

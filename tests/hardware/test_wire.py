@@ -22,7 +22,7 @@ def whole(row):
 
 @pytest.mark.parametrize("half", wire.HALVES)
 @pytest.mark.parametrize("name", DECODERS)
-def test_a_decoder(name, half):
+def test_decoder_sends_parameters_in_16_bits_and_sums_gradients_in_float32(name, half):
     report = wire.compiled(wire.PROGRAMS[name], f"mixed_{half}")
     rows = report.collectives
     sums = [r for r in rows if r.carries == "gradients"]
@@ -43,7 +43,7 @@ def test_a_decoder(name, half):
 
 @pytest.mark.parametrize("half", wire.HALVES)
 @pytest.mark.parametrize("name", ["FSDP", "FSDP, explicit axes", "data parallel"])
-def test_sums_in_half_where_asked_for(name, half):
+def test_reduce_half_sums_gradients_in_16_bits(name, half):
     rows = wire.compiled(wire.PROGRAMS[name], f"mixed_{half},reduce=half").collectives
     matrices = [r for r in rows if r.carries == "gradients" and r.dtype == wire.SHORT[half]]
     layers = 6 * wire.LAYERS * wire.WIDTH**2
@@ -51,7 +51,7 @@ def test_sums_in_half_where_asked_for(name, half):
 
 
 @pytest.mark.parametrize("half", wire.HALVES)
-def test_gathers_in_float32_where_asked_for(half):
+def test_gather_float32_gathers_parameters_in_float32(half):
     program = wire.PROGRAMS["FSDP, explicit axes"]
     rows = wire.compiled(program, f"mixed_{half},gather=float32").collectives
     assert {r.dtype for r in rows if r.carries == "parameters"} == {"f32"}
@@ -59,7 +59,7 @@ def test_gathers_in_float32_where_asked_for(half):
 
 @pytest.mark.parametrize("half", wire.HALVES)
 @pytest.mark.parametrize("name", ["ResNet, data parallel", "ResNet, FSDP"])
-def test_a_resnet(name, half):
+def test_resnet_sends_kernels_in_16_bits_and_sums_gradients_in_float32(name, half):
     """Convolutions stay half; kernels are sent in half, their gradients in float32."""
     report = wire.compiled(wire.PROGRAMS[name], f"mixed_{half}")
     assert report.matmul_dtypes.keys() == {wire.SHORT[half]}

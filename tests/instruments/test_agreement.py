@@ -106,7 +106,7 @@ def difference(rollout, args):
     return np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)
 
 
-def test_the_same_formula_agrees_though_told_token_by_token(args):
+def test_compare_of_the_same_formula_token_by_token_agrees(args):
     report = mpjax.compare(train, rollout_with())(*args)
     assert report.agrees and not report.by_formula and not report.partings
     assert report.meaning == "log_probs" and report.names == ("train", "rollout")
@@ -122,7 +122,7 @@ def test_the_same_formula_agrees_though_told_token_by_token(args):
         *[("cache", jnp.bfloat16), ("logits", jnp.float16)],
     ),
 )
-def test_the_line_whose_rounding_parts_them_is_named_first(args, what, half):
+def test_compare_names_the_line_whose_rounding_parts_two_functions(args, what, half):
     rollout = rollout_with(**{what: half})
     report = mpjax.compare(train, rollout)(*args)
     ratio = difference(rollout, args)
@@ -139,7 +139,7 @@ def test_the_line_whose_rounding_parts_them_is_named_first(args, what, half):
 
 
 @pytest.mark.thorough
-def test_many_lines_are_not_one_cause(args):
+def test_compare_names_several_causes_of_a_difference(args):
     policy = mpjax.get_policy("mixed_bfloat16")
     report = mpjax.compare(mpjax.autocast(train, policy), rollout_with())(*args)
     assert len(report.partings) > 3 and not report.by_formula
@@ -149,7 +149,7 @@ def test_many_lines_are_not_one_cause(args):
 
 
 @pytest.mark.parametrize(("what", "given"), [("epsilon", 1e-2), ("places", 1)])
-def test_a_formula_that_differs_is_named_in_both_programs(args, what, given):
+def test_compare_names_a_formula_that_differs_in_both_functions(args, what, given):
     rollout = rollout_with(**{"shift" if what == "places" else what: given})
     report = mpjax.compare(train, rollout)(*args)
     assert report.by_formula and not report.agrees
@@ -161,7 +161,7 @@ def test_a_formula_that_differs_is_named_in_both_programs(args, what, given):
     assert "They compute different things" in str(report)
 
 
-def test_a_difference_below_the_first_tolerance_is_found_too():
+def test_compare_finds_a_difference_below_the_first_tolerance():
     def mine(x):
         return jnp.sin(x) * (1 + 3e-6)
 
@@ -190,7 +190,7 @@ def test_logits_are_compared_as_distributions(args):
     assert mpjax.compare(jax.nn.log_softmax, jax.nn.log_softmax)(x).meaning == "logits"
 
 
-def test_reads_plainly_and_as_json(args):
+def test_agreement_report_is_text_and_json(args):
     report = mpjax.compare(train, rollout_with(cache=jnp.bfloat16))(*args)
     text = str(report)
     assert "train and rollout: |log ratio| per token" in text and "KL" in text
@@ -200,7 +200,7 @@ def test_reads_plainly_and_as_json(args):
     np.testing.assert_allclose(np.mean(np.abs(plain["differences"])), report.difference)
 
 
-def test_picture(args, tmp_path):
+def test_agreement_report_plots_differences_and_causes(args, tmp_path):
     pytest.importorskip("matplotlib")
     report = mpjax.compare(train, rollout_with(cache=jnp.bfloat16))(*args)
     figure = report.plot(tmp_path / "agreement.png")
@@ -212,7 +212,7 @@ def test_picture(args, tmp_path):
     assert logits.plot().axes[0].images[0].get_array().shape == (1, 4)
 
 
-def test_what_is_no_array_is_a_constant():
+def test_compare_takes_arguments_that_are_no_arrays_as_constants():
     def fun(x, rows, name):
         return {name: x.reshape(rows, -1)}, name
 
@@ -221,7 +221,7 @@ def test_what_is_no_array_is_a_constant():
     assert report.agrees and report.differences.shape == (2, 3)
 
 
-def test_errors_name_what_is_wrong(args):
+def test_compare_of_two_functions_refuses_bad_arguments(args):
     with pytest.raises(ValueError, match=r"train returned the shape \(3, 5\), but second .*\(3,\)"):
         mpjax.compare(train, lambda *args: train(*args)[:, 0], results="values")(*args)
     with pytest.raises(ValueError, match="results='logit'.*Did you mean 'logits'"):
@@ -240,7 +240,7 @@ def test_errors_name_what_is_wrong(args):
         jax.jit(mpjax.compare(train, train))(*args)
 
 
-def test_a_healed_line_alone_keeps_float32():
+def test_run_healed_keeps_float32_at_the_healed_line_alone():
     def fun(x):
         a = jnp.exp(x)  # healed
         b = a[::-1]
@@ -260,7 +260,7 @@ def test_a_healed_line_alone_keeps_float32():
     np.testing.assert_array_equal(square, (exact * exact).astype(jnp.bfloat16))
 
 
-def test_values_are_known_again_in_any_layout():
+def test_alike_knows_values_again_in_any_layout():
     rng = np.random.default_rng(0)
     whole = rng.normal(size=(4, 6, 8)).astype(np.float32)
     near = pool_of([whole])

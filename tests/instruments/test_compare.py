@@ -91,7 +91,7 @@ class TestPlantedFaults:
             ([*FAULTS][-1], "mixed_bfloat16"),
         ),
     )
-    def test_is_the_top_row(self, model, fault, policy):
+    def test_compare_shows_the_planted_fault_as_its_top_row(self, model, fault, policy):
         text, primitive = FAULTS[fault]
 
         def loss(params, x):
@@ -102,7 +102,7 @@ class TestPlantedFaults:
         assert top.primitive == primitive
         assert top.iteration[0][0] == "scan"
 
-    def test_an_op_list_that_is_unsafe(self, model):
+    def test_compare_shows_an_unsafe_op_list_as_its_top_row(self, model):
         policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("exp",))
 
         def loss(params, x):
@@ -113,7 +113,7 @@ class TestPlantedFaults:
         assert (top.primitive, top.source) == ("exp", line_of("exponential"))
         assert top.operands < 2.0**-7 < top.added
 
-    def test_the_iteration_that_is_worst(self, model):
+    def test_compare_names_the_worst_iteration(self, model):
         def fault(h, i):
             return jax.lax.cond(i == LAYERS - 1, lambda h: cancelled(h, i, 16000), lambda h: h, h)
 
@@ -124,7 +124,7 @@ class TestPlantedFaults:
         assert (top.primitive, top.iteration, top.times) == ("sub", (("scan", LAYERS - 1),), 1)
 
     @pytest.mark.parametrize("half", thorough_but([jnp.float16, jnp.bfloat16], jnp.float16))
-    def test_an_accumulator_in_half(self, half, rng):
+    def test_compare_shows_a_16_bit_accumulator_as_its_top_row(self, half, rng):
         def loss(w, x):
             def turn(_, total):
                 return total + half(1.1) + (x * 0.01).astype(half)  # sum
@@ -138,7 +138,7 @@ class TestPlantedFaults:
         assert top.new < 5e-3 < top.error and top.added > 4 * top.new
 
     @pytest.mark.thorough
-    def test_a_running_average_in_half(self, rng):
+    def test_compare_shows_a_bfloat16_running_average_as_its_top_row(self, rng):
         def loss(w, x):
             def turn(mean, x):
                 return mean * 0.995 + (x * 0.005).astype(jnp.bfloat16), None  # average
@@ -151,7 +151,7 @@ class TestPlantedFaults:
         assert rows[0].source == line_of("average")
         assert rows[0].added > 0.1
 
-    def test_underflow_and_overflow_are_counted(self):
+    def test_compare_counts_underflow_and_overflow(self):
         def fun(x):
             return x.astype(jnp.float16) * 1
 
@@ -168,7 +168,7 @@ class TestPlantedFaults:
 
 class TestErrors:
     @pytest.mark.parametrize("policy", thorough_but(POLICIES, "mixed_bfloat16"))
-    def test_results_are_those_of_the_two_programs(self, model, policy):
+    def test_compare_results_are_those_of_the_two_programs(self, model, policy):
         compared = of_transformer(policy)
         auto = mpjax.autocast(transformer, policy)
         (want, want_grads), (got, got_grads) = jax.jit(
@@ -183,12 +183,12 @@ class TestErrors:
                 error, rel=0.7, abs=bound
             )
 
-    def test_float32_has_none(self):
+    def test_compare_under_float32_has_no_errors(self):
         compared = of_transformer("float32")
         assert compared.rows == ()
         assert set(compared.results.values()) == {0.0}
 
-    def test_new_error_is_apart_from_inherited(self):
+    def test_compare_tells_new_error_from_inherited(self):
         def fun(x):
             y = x.astype(jnp.bfloat16).astype(jnp.float32)
             return jnp.exp(y * 8) * 1.0
@@ -199,7 +199,7 @@ class TestErrors:
         assert rows["exp"].new == 0
         assert rows["exp"].inherited == rows["exp"].error > 4 * rows["exp"].operands / 2
 
-    def test_gradients_are_scaled_as_in_training(self, rng):
+    def test_compare_scales_the_loss_as_in_training(self, rng):
         w, x = normal(rng, 8, 8), normal(rng, 4, 8)
 
         def loss(w, x, size=1e-6):
@@ -213,7 +213,7 @@ class TestErrors:
         assert compare(loss, "mixed_float16", loss_scale=2.0**4)(w, x).loss_scale == 16
         assert compare(loss, "mixed_bfloat16")(w, x).loss_scale == 1
 
-    def test_a_scale_that_overflows_is_lowered(self, rng):
+    def test_compare_lowers_a_loss_scale_that_overflows(self, rng):
         w, x = normal(rng, 8, 8), normal(rng, 4, 8)
 
         def loss(w, x):
@@ -224,12 +224,12 @@ class TestErrors:
         assert not any(r.overflow for r in compared.rows)
         assert compared.results["gradient of w"] < 1e-2
 
-    def test_what_mpjax_adds_is_no_row_but_hands_on_the_error(self):
+    def test_compare_has_no_rows_for_barriers_that_mpjax_adds(self):
         rows = of_transformer("mixed_bfloat16").rows
         assert not any(r.primitive.endswith("barrier") for r in rows)
         assert all(r.operands > 0 for r in rows if r.primitive == "div" and r.inherited > 0)
 
-    def test_rounding_of_constants_is_seen(self):
+    def test_compare_sees_rounding_of_constants(self):
         def fun(x):
             return jnp.tanh(x * 0.3)
 
@@ -238,7 +238,7 @@ class TestErrors:
         rows = compare(fun, policy)(x).rows
         assert any(r.primitive == "convert_element_type" and r.new > 0 for r in rows)
 
-    def test_figures_are_on_the_right_and_words_on_the_left(self):
+    def test_comparison_table_has_figures_right_and_words_left(self):
         policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("mul", "exp"))
         compared = compare(lambda x: jnp.exp(x * 0.3), policy)(jnp.ones(4))
         titles, *lines = compared.table().splitlines()
@@ -249,7 +249,7 @@ class TestErrors:
             assert line[words:].startswith(row.primitive)
 
     @pytest.mark.thorough
-    def test_a_gradient_that_is_zero_in_exact_arithmetic_comes_last(self, rng):
+    def test_compare_puts_a_gradient_that_is_exactly_zero_last(self, rng):
         def loss(params, x):
             k = x @ params["w"] + params["b"]
             return jnp.sum(jax.nn.softmax(x @ k.swapaxes(-1, -2)) @ x * 1.5)
@@ -262,7 +262,7 @@ class TestErrors:
         assert any(noise) and noise == sorted(noise)
         assert "zero in exact arithmetic" in compared.table(None)
 
-    def test_decisions_that_differ(self):
+    def test_compare_names_branches_that_diverge(self):
         def fun(x):
             y = (x * jnp.float32(1.001)).astype(jnp.bfloat16).astype(jnp.float32)
             return jax.lax.cond(y > 1, lambda y: y * 2, lambda y: y, y)
@@ -273,7 +273,7 @@ class TestErrors:
 
 
 class TestPrograms:
-    def test_forward_alone_aux_and_keywords(self, model):
+    def test_compare_takes_forward_functions_aux_and_keywords(self, model):
         def loss(params, x, *, scale):
             return transformer(params, x) * scale, {"n": jnp.int32(3), "h": x * 2, "s": "text"}
 
@@ -283,7 +283,7 @@ class TestPrograms:
         assert forward.results.keys() == {"result"}
         assert not any(r.backward for r in forward.rows)
 
-    def test_custom_rules_loops_and_branches(self):
+    def test_compare_follows_custom_rules_loops_and_branches(self):
         @jax.custom_vjp
         def f(x):
             return jnp.tanh(x)
@@ -303,7 +303,7 @@ class TestPrograms:
         assert max(r.times for r in compared.rows) >= 3
 
     @pytest.mark.thorough
-    def test_memory_stays_near_that_of_one_run(self):
+    def test_compare_memory_stays_near_that_of_one_run(self):
         size, depth = 1 << 18, 24
         most = 0
 
@@ -340,7 +340,7 @@ class TestPrograms:
 
 
 class TestReport:
-    def test_it_is_data_and_text(self):
+    def test_compare_report_is_data_and_text(self):
         compared = of_transformer("mixed_bfloat16")
         data = json.loads(json.dumps(compared.to_dict()))
         assert data["rows"][0]["primitive"] == compared.rows[0].primitive
@@ -350,12 +350,12 @@ class TestReport:
             assert part in text
 
     @pytest.mark.parametrize("policy", thorough_but(POLICIES, "mixed_bfloat16"))
-    def test_worst_first(self, policy):
+    def test_compare_rows_come_worst_first(self, policy):
         rows = of_transformer(policy).rows
         blame = [r.blame for r in rows if not r.noise]
         assert blame == sorted(blame, reverse=True)
 
-    def test_picture(self, tmp_path):
+    def test_compare_report_plots_errors_of_both_passes(self, tmp_path):
         pytest.importorskip("matplotlib")
         compared = of_transformer("mixed_bfloat16")
         figure = compared.plot(tmp_path / "compare.png")
@@ -388,7 +388,7 @@ class TestBadInput:
             ),
         ],
     )
-    def test_is_refused(self, call, error, match):
+    def test_compare_refuses_bad_arguments(self, call, error, match):
         with pytest.raises(error, match=match):
             call()
 

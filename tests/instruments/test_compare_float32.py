@@ -42,7 +42,7 @@ SUMS = {
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_operations_with_programs_that_are_written_for_half(name):
+def test_compare_measures_operations_that_round_inside_against_float32(name):
     """Each rounds inside, and was held against itself: an error of 0."""
     found = compared(SUMS[name], MANY)
     (row,) = [row for row in found.rows if row.primitive == name]
@@ -65,7 +65,7 @@ def called(x):
 
 
 @pytest.mark.parametrize(("fun", "name"), [(kernel, "pallas_call"), (called, "pure_callback")])
-def test_what_has_no_float32_form_is_told(fun, name):
+def test_compare_names_operations_without_a_float32_form(fun, name):
     found = compared(lambda w, x: fun((x @ w).astype(jnp.bfloat16)) + 1, W, X)
     (row,) = [row for row in found.rows if row.primitive == name]
     assert not row.compared and row.error == row.added == 0
@@ -87,12 +87,12 @@ narrow_p.def_abstract_eval(lambda x: x)
 mlir.register_lowering(narrow_p, lambda ctx, x: [x])
 
 
-def test_a_failure_of_another_kind_is_no_error_of_zero():
+def test_compare_raises_a_failure_of_another_kind():
     with pytest.raises(RuntimeError, match="out of memory"):
         compared(lambda x: narrow_p.bind(x.astype(jnp.bfloat16)), X)
 
 
-def test_effects_happen_once(capsys):
+def test_compare_runs_effects_once(capsys):
     def fun(w, x):
         h = (x @ w).astype(jnp.bfloat16)
         jax.debug.print("seen {}", h[0, 0])

@@ -90,7 +90,7 @@ def report_of(fun, *operands, policy=None, moving=0, dtype="float32"):
     return mpjax.find_nonfinite(loss, policy, argnums=moving)(*arrays)
 
 
-def test_every_operation_of_the_table_is_judged():
+def test_every_elementwise_operation_has_a_test_of_its_derivative():
     assert set(ELEMENTWISE) <= set(POINTS) | set(NARROW) | FINITE
     assert FINITE.isdisjoint([*POINTS, *NARROW])
 
@@ -98,7 +98,7 @@ def test_every_operation_of_the_table_is_judged():
 @pytest.mark.parametrize(
     "key", thorough_but(POINTS, "sqrt", "integer_pow -1", "div", "rem", "pow", "atan2", "digamma")
 )
-def test_the_derivative_of_an_elementwise_operation(key):
+def test_find_nonfinite_names_the_derivative_of_an_elementwise_operation(key):
     moving, *operands = POINTS[key]
     report = report_of(lambda *xs: ELEMENTWISE[key](*xs), *operands, moving=moving)
     name, *_ = key.split()
@@ -114,7 +114,7 @@ def test_the_derivative_of_an_elementwise_operation(key):
 
 
 @pytest.mark.parametrize("key", thorough_but(NARROW, "rsqrt", "log", "div"))
-def test_a_derivative_that_overflows_in_16_bits_alone(key):
+def test_find_nonfinite_names_a_derivative_that_overflows_in_16_bits(key):
     moving, *operands = NARROW[key]
     report = report_of(ELEMENTWISE[key], *operands, moving=moving, dtype="float16")
     assert (report.derivative_of, report.kind) == (key.split()[0], "overflow")
@@ -122,7 +122,7 @@ def test_a_derivative_that_overflows_in_16_bits_alone(key):
     assert report.expression.endswith("in float16")
 
 
-def test_an_exponent_that_is_differentiated():
+def test_find_nonfinite_names_the_derivative_of_an_exponent():
     report = report_of(jnp.power, -2.0, 2.0, moving=1)
     assert (report.derivative_of, report.derivative) == ("pow", "NaN")
     assert report.expression == "log(-2)"
@@ -135,7 +135,7 @@ MATRICES = {
 
 
 @pytest.mark.parametrize("name", MATRICES)
-def test_the_derivative_of_a_decomposition(name):
+def test_find_nonfinite_names_the_derivative_of_a_decomposition(name):
     report = report_of(*MATRICES[name])
     assert report.derivative_of == name
     assert "epsilon to the operand" not in report.advice
@@ -159,7 +159,7 @@ tripled.defvjp(lambda x: (tripled(x), x), lambda x, ct: (ct / x,))  # cotangent
 
 class TestCustomRules:
     @pytest.mark.parametrize("policy", [None, "mixed_float16"])
-    def test_of_the_program(self, policy):
+    def test_find_nonfinite_names_a_custom_rule_and_its_line(self, policy):
         report = report_of(doubled, 0.0, policy=policy)
         assert (report.derivative_of, report.expression) == ("doubled", "log(0)")
         assert report.source == line_of("tangent")
@@ -167,7 +167,7 @@ class TestCustomRules:
         assert (report.derivative_of, report.expression) == ("tripled", "1 / 0")
         assert report.source == line_of("cotangent")
 
-    def test_in_a_loop(self):
+    def test_find_nonfinite_names_a_custom_rule_in_a_loop(self):
         def fun(x):
             return jax.lax.scan(lambda c, x: (c + tripled(x), None), 0.0, x)[0]
 
@@ -175,7 +175,7 @@ class TestCustomRules:
         assert (report.derivative_of, report.loops) == ("tripled", (("scan", 1),))
         assert report.source == line_of("cotangent")
 
-    def test_a_rule_that_repeats_what_the_function_computes(self):
+    def test_find_nonfinite_names_a_rule_that_repeats_the_function(self):
         """Both compute log(0); the function masks it."""
         report = report_of(xlogy, 0.0, 0.0)
         assert (report.derivative_of, report.expression) == ("xlogy", "log(0)")
@@ -215,7 +215,7 @@ INSIDE = {
         ("root of one", "mixed_float16"),
     ),
 )
-def test_inside_other_functions(name, policy):
+def test_find_nonfinite_names_a_derivative_inside_other_functions(name, policy):
     fun, loops = INSIDE[name]
     x = [0.0, 0.0] if name in ("norm", "std") else [1.0, 0.0]
     report = report_of(fun, x, policy=policy)
@@ -227,24 +227,24 @@ def test_inside_other_functions(name, policy):
 
 class TestOtherFaults:
     @pytest.mark.parametrize("fun", [jnp.log, jnp.reciprocal, jnp.arctanh])
-    def test_an_operation_that_is_not_finite_itself(self, fun):
+    def test_find_nonfinite_names_an_operation_that_is_nonfinite_itself(self, fun):
         report = report_of(fun, 1.0 if fun is jnp.arctanh else 0.0)
         assert not report.derivative_of
         assert "made Inf in the forward pass" in report.headline
 
-    def test_a_product_with_a_large_cotangent(self):
+    def test_overflow_by_a_large_cotangent_is_no_derivative(self):
         """The derivative is finite; the gradient overflows, and a lower scale would help."""
         report = report_of(lambda x: jnp.sin(x * 60000) * 60000, 1.0, dtype="float16")
         assert report.backward and not report.derivative_of
         assert report.headline.startswith("mul made Inf in the backward pass, ")
 
-    def test_a_value_that_the_function_masks_and_its_gradient_reads(self):
+    def test_masked_value_that_the_gradient_reads_is_no_derivative(self):
         report = report_of(lambda x: jnp.where(x > 0, jnp.exp(x) * jnp.sin(x), 0), -1e9)
         assert not report
         report = report_of(lambda x, y: jnp.where(y > 0, x * jnp.log(y), 0), 1.0, 0.0)
         assert (report.primitive, report.derivative_of) == ("log", "")
 
-    def test_a_mask_after_the_operation(self):
+    def test_find_nonfinite_advises_a_mask_before_the_operation(self):
         report = report_of(lambda x: jnp.where(x > 0, jnp.log(x), 0), 0.0)
         assert (report.derivative_of, report.derivative, report.made) == ("log", "Inf", "NaN")
         assert "before the operation, not after it" in report.advice
@@ -254,7 +254,7 @@ class TestDerivativesThatTheFunctionTakes:
     """They are part of the function: no numbers tell them apart, but lines and transforms do."""
 
     @pytest.mark.parametrize("policy", [None, "mixed_float16"])
-    def test_of_a_loss(self, policy):
+    def test_find_nonfinite_names_a_derivative_that_the_function_takes(self, policy):
         def loss(w):
             return jnp.sum(jnp.sqrt(w))  # differentiated inside
 
@@ -263,7 +263,7 @@ class TestDerivativesThatTheFunctionTakes:
         assert report.headline.endswith("(0.5 / sqrt(0))")
         assert report.source == line_of("differentiated inside")
 
-    def test_in_a_penalty(self):
+    def test_find_nonfinite_names_a_derivative_in_a_penalty(self):
         def masked(w):
             return jnp.sum(jnp.where(w > 0, jnp.log(w), 0))
 
@@ -271,7 +271,7 @@ class TestDerivativesThatTheFunctionTakes:
         assert (report.derivative_of, report.expression) == ("log", "1 / 0")
         assert report.reaches[0] == "loss" and "loss" not in report.headline
 
-    def test_a_fault_of_the_function_on_the_same_line(self):
+    def test_fault_of_the_function_on_the_same_line_is_no_derivative(self):
         def loss(w):
             return jnp.sum(jnp.sqrt(w) / w)
 
@@ -279,7 +279,7 @@ class TestDerivativesThatTheFunctionTakes:
         assert (report.primitive, report.made, report.derivative_of) == ("div", "NaN", "")
 
 
-def test_what_is_printed():
+def test_report_of_a_derivative_prints_slope_and_advice():
     def loss(w):
         return jnp.sum(jnp.sqrt(w))  # printed
 
@@ -292,7 +292,7 @@ def test_what_is_printed():
     assert report.primitive == "div" and not report.backward
 
 
-def test_the_page_says_the_same():
+def test_page_of_a_derivative_says_what_the_report_says():
     report = report_of(jnp.sqrt, [4.0, 0.0])
     document = report.document()
     (operation,) = document.drawing().operations

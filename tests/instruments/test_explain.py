@@ -25,14 +25,14 @@ def loss(params, x):
     return jnp.mean(jax.nn.logsumexp(h @ W, -1)) + jnp.mean(exact)
 
 
-def test_what_is_planned_as_one_has_no_numbers_inside():
+def test_plan_numbers_an_operation_planned_as_one_once():
     traced = transform.trace(jax.nn.relu, mpjax.get_policy("mixed_bfloat16"), (X,), {})
     (op,) = traced.plan.block.ops
     assert traced.plan.rows == {op: 0}
     assert op.subs
 
 
-def test_forward_report():
+def test_explain_reports_dtypes_and_reasons_of_the_forward_pass():
     report = mpjax.explain(loss, "mixed_bfloat16")(PARAMS, X)
     dots = [row for row in report.rows if row.primitive == "dot_general"]
     assert [row.reason.split(",")[0] for row in dots] == [
@@ -50,14 +50,14 @@ def test_forward_report():
     assert report.stored_before is None
 
 
-def test_abstract_arguments_and_json():
+def test_explain_takes_abstract_arguments_and_gives_json():
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (PARAMS, X))
     report = mpjax.explain(loss, "mixed_float16")(*shapes)
     assert report.half_flops == 5 / 6
     assert json.loads(json.dumps(report.to_dict()))["casts"] == report.casts
 
 
-def test_training_report():
+def test_explain_reports_stored_bytes_and_the_backward_pass():
     report = mpjax.explain(loss, "mixed_bfloat16", argnums=0)(PARAMS, X)
     assert report.stored_after < report.stored_before
     backward = [row for row in report.rows if row.forward is not None]
@@ -82,7 +82,7 @@ def test_every_backward_row_of_an_attention_has_an_origin():
     )
 
 
-def test_nothing_runs():
+def test_explain_runs_nothing():
     ran = []
 
     def fun(x):
@@ -94,7 +94,7 @@ def test_nothing_runs():
     assert not ran
 
 
-def test_words():
+def test_explain_prints_totals_reasons_and_overrides():
     text = str(mpjax.explain(loss, "mixed_bfloat16", argnums=0)(PARAMS, X))
     assert text.splitlines()[0].startswith("86.7% of matmul FLOPs in half; ")
     assert "stored for the backward pass" in text and "Not in half, or left as written:" in text
@@ -125,7 +125,7 @@ def test_operations_inside_a_loop_left_as_written_name_that_loop():
     assert "the while of tests/instruments/test_explain.py" in str(report)
 
 
-def test_what_is_read_in_float32_is_named_with_its_reason():
+def test_explain_names_parameters_read_in_float32_with_reasons():
     def loss(params, indices):
         x = params["table"][indices] + params["places"]
         x = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * params["norm"]
@@ -148,7 +148,7 @@ def test_what_is_read_in_float32_is_named_with_its_reason():
     assert wide.keys() == {"places", "norm", "up", "bias"}
 
 
-def test_the_bytes_of_an_operation_are_those_of_its_values_as_stored():
+def test_explain_counts_bytes_of_an_operation_as_its_values_are_stored():
     x, w, v = (jnp.ones(shape, jnp.float32) for shape in ((4, 8), (8, 3), (3, 5)))
     rows = mpjax.explain(lambda x, w, v: jnp.sum(x @ w @ v), "mixed_bfloat16")(x, w, v).rows
     first, second, total = rows
@@ -157,7 +157,7 @@ def test_the_bytes_of_an_operation_are_those_of_its_values_as_stored():
     assert total.bytes == 4 * (4 * 5 + 1)
 
 
-def test_rows_that_nobody_can_act_on_are_one_line():
+def test_explain_joins_rows_that_nobody_can_act_on():
     @jax.checkpoint
     def layer(x, w, key):
         return jnp.tanh(x @ w) * (jax.random.uniform(key, x.shape) < 0.9)

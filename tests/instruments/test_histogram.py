@@ -26,7 +26,7 @@ def reference(values):
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=40))
-def test_every_float_is_counted_where_it_lies(values):
+def test_gradient_histogram_counts_every_float_in_its_bin(values):
     values = np.resize(np.array(values, np.float32), 40)  # of one shape: compiled once
     # log2 in float64 rounds up just below a power of two.
     values = np.where(np.abs(np.frexp(values)[0]) > 1 - 2e-7, np.float32(1), values)
@@ -36,7 +36,7 @@ def test_every_float_is_counted_where_it_lies(values):
 
 @pytest.mark.parametrize(("dtype", "half"), [("float16", np.float16), ("bf16", ml_dtypes.bfloat16)])
 @pytest.mark.parametrize("power", [-30, 0, 10, 24])
-def test_shares_are_what_a_cast_does(dtype, half, power, rng):
+def test_gradient_histogram_shares_equal_those_of_a_cast(dtype, half, power, rng):
     center = -20 if dtype == "float16" else -130
     exact = rng.normal(size=20000) * 2.0 ** rng.uniform(center - 15, center + 25, 20000)
     values = exact.astype(np.float32)
@@ -51,7 +51,7 @@ def test_shares_are_what_a_cast_does(dtype, half, power, rng):
     assert row.entries == 20000
 
 
-def test_it_accumulates_inside_a_scan_beyond_32_bits():
+def test_gradient_histogram_accumulates_in_a_scan_beyond_32_bits():
     grads = {"w": jnp.array([1.0, 0.0, 2.0**-30]), "n": jnp.arange(3)}
     histogram = mpjax.debug.gradient_histogram(grads)
     assert histogram.paths == ("w",) and histogram.sizes == (3,)
@@ -69,7 +69,7 @@ def test_it_accumulates_inside_a_scan_beyond_32_bits():
     assert (over.numbers() == 2**32 - 1 + 9 * histogram.numbers()).all()
 
 
-def test_half_gradients_subnormals_and_words():
+def test_gradient_histogram_of_bfloat16_gives_ranges_text_and_json():
     grads = {"a": jnp.array([2.0**-130, 3e38, -jnp.inf, jnp.nan], jnp.bfloat16), "b": jnp.zeros(4)}
     histogram = mpjax.debug.gradient_histogram(grads)
     a, b, whole = histogram.rows("bfloat16")
@@ -83,7 +83,7 @@ def test_half_gradients_subnormals_and_words():
     jax.eval_shape(lambda h: (str(h), h)[1], histogram)  # printing waits for nothing
 
 
-def test_the_recommended_scale_is_the_largest_safe_one(rng):
+def test_recommend_loss_scale_gives_the_largest_safe_scale(rng):
     values = jnp.asarray(rng.normal(size=5000) * 2.0 ** rng.uniform(-40, -8, 5000), jnp.float32)
     histogram = mpjax.debug.gradient_histogram(values)
     advice = mpjax.debug.recommend_loss_scale(histogram, headroom=1)
@@ -97,19 +97,19 @@ def test_the_recommended_scale_is_the_largest_safe_one(rng):
 
 
 @pytest.mark.parametrize("half", [np.float16, ml_dtypes.bfloat16])
-def test_numbers_within_the_limits_are_finite(half):
+def test_limits_of_gives_the_power_that_overflows(half):
     largest = 2.0 ** (limits_of(half).overflow - 1)
     with np.errstate(over="ignore"):
         assert np.isfinite(np.float64(largest).astype(half))
         assert np.isinf(np.float64(2 * largest).astype(half))
 
 
-def test_the_median_of_three_is_the_second():
+def test_gradient_histogram_median_of_three_is_the_second():
     row = mpjax.debug.gradient_histogram(np.float32([2.0**-3, 2.0**5, 2.0**4])).rows()[0]
     assert (row.smallest, row.median, row.largest) == (-3, 4, 5)
 
 
-def test_a_known_underflow_share():
+def test_gradient_histogram_gives_a_known_underflow_share():
     # A standard normal has 2 * (Phi(2**-9) - 1/2) of its mass below 2**-9.
     values = jax.random.normal(jax.random.key(0), (2**18,)) * 2.0**-16
     row = mpjax.debug.gradient_histogram(values).rows()[0]
@@ -117,7 +117,7 @@ def test_a_known_underflow_share():
     assert abs(row.flushed - expected) < 5 * np.sqrt(expected / 2**18)
 
 
-def test_a_large_gradient_wants_a_small_scale():
+def test_recommend_loss_scale_of_a_large_gradient_is_small():
     advice = mpjax.debug.recommend_loss_scale(
         mpjax.debug.gradient_histogram(jnp.array([2.0**20])), headroom=1
     )
@@ -130,7 +130,7 @@ def test_a_large_gradient_wants_a_small_scale():
     )
 
 
-def test_the_picture(tmp_path, rng):
+def test_gradient_histogram_plots_each_parameter(tmp_path, rng):
     grads = {"a": rng.normal(size=500) * 2.0**-20, "b": {"c": rng.normal(size=500) * 2.0**-12}}
     histogram = mpjax.debug.gradient_histogram(grads)
     figure = histogram.plot(tmp_path / "h.png", scale=2.0**4)
@@ -143,7 +143,7 @@ def test_the_picture(tmp_path, rng):
     assert "2^4" in top.get_title()
 
 
-def test_bad_input(monkeypatch):
+def test_gradient_histogram_refuses_bad_arguments(monkeypatch):
     histogram = mpjax.debug.gradient_histogram(jnp.zeros(3))
     for grads in ({}, {"n": jnp.arange(3)}, None):
         with pytest.raises(ValueError, match=r"grads=.* has no floating array leaf"):
@@ -166,5 +166,5 @@ def test_bad_input(monkeypatch):
         histogram.plot()
 
 
-def test_layout_of_the_bins():
+def test_gradient_histogram_has_counts_of_all_bins():
     assert mpjax.debug.gradient_histogram(jnp.ones(2)).counts.shape == (2, 1, BINS)

@@ -60,7 +60,7 @@ def test_records_that_wait_behind_a_lost_one_are_written(tmp_path, room, monkeyp
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux alone has it")
-def test_a_device_without_room_is_told():
+def test_json_lines_names_the_record_lost_on_a_full_device():
     with pytest.raises(OSError, match="record of step 1 was lost.*/dev/full"):
         mpjax.debug.log_metrics(mpjax.debug.JsonLines("/dev/full"), 1, RECORD)
 
@@ -75,7 +75,7 @@ def test_a_line_that_another_run_left_unfinished_is_ended(tmp_path):
     assert [json.loads(line)["step"] for line in rest] == [2, 3]
 
 
-def test_a_pipe_takes_lines(tmp_path):
+def test_json_lines_writes_to_a_pipe(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
@@ -85,7 +85,7 @@ def test_a_pipe_takes_lines(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["", ".", "folder"])
-def test_a_directory_is_refused_at_once(tmp_path, monkeypatch, name):
+def test_json_lines_refuses_a_directory(tmp_path, monkeypatch, name):
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OSError, match=f"path='{name}' is a directory, but must be a file"):
@@ -93,12 +93,12 @@ def test_a_directory_is_refused_at_once(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("path", [3, None, ["run.jsonl"], b"run.jsonl"])
-def test_what_is_no_path_is_named(path):
+def test_json_lines_refuses_what_is_no_path(path):
     with pytest.raises(TypeError, match="path=.* must be the path of a file"):
         mpjax.debug.JsonLines(path)
 
 
-def test_a_file_that_may_not_be_written_is_refused_at_once(tmp_path):
+def test_json_lines_refuses_a_file_that_may_not_be_written(tmp_path):
     if os.geteuid() == 0:
         pytest.skip("root may write everywhere")
     path = tmp_path / "run.jsonl"

@@ -26,7 +26,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_is_logged_in_order(tmp_path):
+def test_log_metrics_writes_a_run_in_order(tmp_path):
     init, step = mpjax.build_train_step(
         lambda p, b: (jnp.sum(p["w"] * b), {"seen": jnp.sum(b), "all": b}),
         optax.sgd(0.1),
@@ -46,7 +46,7 @@ def test_a_run_is_logged_in_order(tmp_path):
     assert rows[0]["state_finite"] == 1
 
 
-def test_what_is_not_ready_waits_and_keeps_its_order(tmp_path, monkeypatch):
+def test_metrics_that_are_not_ready_wait_and_keep_their_order(tmp_path, monkeypatch):
     busy = {1.0, 2.0}
     monkeypatch.setattr(logs, "_is_ready", lambda leaf: float(leaf) not in busy)
     log, path = mpjax.debug.JsonLines(tmp_path / "a.jsonl"), tmp_path / "a.jsonl"
@@ -60,12 +60,12 @@ def test_what_is_not_ready_waits_and_keeps_its_order(tmp_path, monkeypatch):
     assert [row["step"] for row in lines(path)] == [0, 1, 2, 3, 4]
 
 
-def test_readiness_is_asked_not_waited_for():
+def test_is_ready_asks_and_does_not_wait():
     assert logs._is_ready(jax.block_until_ready(jnp.ones(()))) and logs._is_ready(1.0)
 
 
 @pytest.mark.parametrize("method", ["add_scalar", "scalar"])
-def test_tensorboard_writers(method):
+def test_log_metrics_writes_scalars_to_tensorboard_writers(method):
     writer = Writer(method)
     mpjax.debug.log_metrics(
         writer, 7, {"loss": jnp.bfloat16(2), "n": 3, "ok": np.bool_(True), "s": "x"}
@@ -74,7 +74,7 @@ def test_tensorboard_writers(method):
     mpjax.debug.flush_metrics(writer)
 
 
-def test_tensorboardx(tmp_path):
+def test_log_metrics_writes_to_tensorboardx(tmp_path):
     tensorboardx = pytest.importorskip("tensorboardX")
     with tensorboardx.SummaryWriter(str(tmp_path)) as writer:
         mpjax.debug.log_metrics(writer, 1, {"loss": jnp.float32(0.5)})
@@ -114,7 +114,7 @@ def test_a_histogram_may_be_donated_after_it_was_logged(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("method", "text"), [("add_scalar", "add_text"), ("scalar", "text"), ("scalar", None)]
 )
-def test_the_path_of_an_overflow_is_text(method, text):
+def test_path_of_an_overflow_is_logged_as_text(method, text):
     writer = Writer(method)
     if text:
         setattr(writer, text, lambda tag, value, step: writer.rows.append((tag, value, step)))
@@ -129,14 +129,14 @@ def test_the_path_of_an_overflow_is_text(method, text):
     assert ("overflow/index", -1, -1) in writer.rows
 
 
-def test_nonfinite_values_are_json(tmp_path):
+def test_nonfinite_metrics_are_valid_json(tmp_path):
     with mpjax.debug.JsonLines(tmp_path / "a.jsonl") as log:
         mpjax.debug.log_metrics(log, 0, {"a": math.nan, "b": jnp.inf, "c": -jnp.inf})
     assert lines(tmp_path / "a.jsonl") == [{"step": 0, "a": "nan", "b": "inf", "c": "-inf"}]
 
 
 @pytest.mark.parametrize("method", ["add_scalar", "scalar"])
-def test_nonfinite_values_have_no_place_in_a_chart(method):
+def test_nonfinite_metrics_are_left_out_of_charts(method):
     writer = Writer(method)
     metrics = {"a": math.nan, "b": jnp.inf, "c": jnp.float32(1), "loss_scale": jnp.float32(8)}
     mpjax.debug.log_metrics(writer, 3, metrics)
@@ -153,7 +153,7 @@ def test_a_skipped_step_prints_nothing_at_tensorboardx(tmp_path, capsys, caplog)
     assert b"loss_scale" in next(tmp_path.glob("events*")).read_bytes()
 
 
-def test_a_forgotten_writer_is_forgotten():
+def test_log_metrics_lets_go_of_a_deleted_writer():
     writer = Writer("scalar")
     mpjax.debug.log_metrics(writer, 0, {"a": 1.0})
     assert writer in logs._WAITING
@@ -163,7 +163,7 @@ def test_a_forgotten_writer_is_forgotten():
     assert len(logs._WAITING) < count
 
 
-def test_bad_input(tmp_path):
+def test_log_metrics_refuses_bad_arguments(tmp_path):
     log = mpjax.debug.JsonLines(tmp_path / "a.jsonl")
     with pytest.raises(OSError, match="missing"):
         mpjax.debug.JsonLines(tmp_path / "missing" / "a.jsonl")

@@ -58,7 +58,7 @@ POLICIES = ("mixed_bfloat16", "mixed_float16")
         *[(attention, "mixed_float16"), (advantages, "mixed_bfloat16")],
     ),
 )
-def test_what_cancels_is_judged_by_its_terms(fun, policy):
+def test_compare_judges_what_cancels_by_its_terms(fun, policy):
     noise = NOISE[fun]
     compared = mpjax.compare(fun, policy)(PARAMS, X)
     assert compared.noise == (noise,)
@@ -70,7 +70,7 @@ def test_what_cancels_is_judged_by_its_terms(fun, policy):
     )
 
 
-def test_what_half_alone_loses_is_a_finding():
+def test_difference_that_bfloat16_alone_loses_is_no_noise():
     """The terms cancel, and float32 has digits left: half has none."""
 
     def fun(params, x):
@@ -99,7 +99,7 @@ class Model(nnx.Module):
         return self.dropout(jax.nn.relu(self.norm(self.dense(x))))
 
 
-def test_a_module_of_nnx_is_an_argument_as_others_are_and_stays_as_it_was():
+def test_compare_takes_an_nnx_module_and_leaves_it_as_it_was():
     model = Model(nnx.Rngs(0))
     before = [jnp.copy(x) for x in jax.tree.leaves(nnx.state(model, nnx.Not(nnx.RngKey)))]
     compared = mpjax.compare(lambda m, x: jnp.mean(m(x) ** 2), "mixed_bfloat16")(model, X)

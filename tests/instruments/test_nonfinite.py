@@ -70,7 +70,9 @@ class TestAttentionOverflow:
             *[(None, False, 0), ("mixed_float16", True, 3)],
         ),
     )
-    def test_is_named_to_its_line_and_iteration(self, model, layer, remat, policy):
+    def test_find_nonfinite_names_attention_overflow_by_line_and_iteration(
+        self, model, layer, remat, policy
+    ):
         params, x = model
         find = find_nonfinite(lambda p, x: transformer(p, x, remat=remat), policy)
         report = find(planted(params, layer), x)
@@ -86,14 +88,14 @@ class TestAttentionOverflow:
         assert report.reaches[0] == "loss"
         assert "bfloat16" in report.advice and "does not help" in report.advice
 
-    def test_nothing_is_found_without_it(self, model):
+    def test_find_nonfinite_finds_nothing_in_a_finite_program(self, model):
         report = find_nonfinite(transformer, "mixed_float16")(*model)
         assert not report
         assert report.curable is None
         assert "Nothing found" in str(report)
 
     @pytest.mark.thorough
-    def test_autocast_to_half_finds_it_in_a_program_written_in_float32(self, model):
+    def test_find_nonfinite_finds_overflow_of_a_float32_program_under_autocast(self, model):
         params, x = model
         policy = mpjax.get_policy("mixed_float16").with_ops(half=("dot_general",))
 
@@ -106,7 +108,7 @@ class TestAttentionOverflow:
 
 
 class TestBackward:
-    def test_an_overflow_of_the_scale_is_curable_and_says_from_where_on(self, model):
+    def test_find_nonfinite_gives_the_safe_loss_scale_of_a_curable_overflow(self, model):
         params, x = model
         report = find_nonfinite(transformer, "mixed_float16", loss_scale=2.0**26)(params, x)
         assert report.backward and report.curable
@@ -121,7 +123,7 @@ class TestBackward:
         assert finite(safe) and not finite(2 * safe)
         assert "loss" not in report.reaches
 
-    def test_its_parameter_is_named(self, rng):
+    def test_find_nonfinite_names_the_parameter_of_a_backward_overflow(self, rng):
         def loss(params, x):
             return jnp.mean((x @ params["w"]).astype(jnp.float32))  # product
 
@@ -137,7 +139,7 @@ class TestBackward:
         "scale",
         thorough_but(["dynamic", 8.0, mpjax.StaticLossScale(8.0), None], "dynamic", 8.0),
     )
-    def test_loss_scales(self, model, scale):
+    def test_find_nonfinite_takes_each_kind_of_loss_scale(self, model, scale):
         report = find_nonfinite(transformer, "mixed_float16", loss_scale=scale)(*model)
         assert report.loss_scale == {"dynamic": 65536.0, None: 1.0}.get(
             scale if not isinstance(scale, mpjax.StaticLossScale) else 0, 8.0
@@ -153,7 +155,7 @@ class TestBackward:
         assert report.reaches == ("gradient of w",)
         assert "jnp.where" in report.advice
 
-    def test_the_where_trick_gone_wrong(self):
+    def test_find_nonfinite_names_the_nan_behind_a_where(self):
         def loss(w):
             return jnp.sum(jnp.where(w > 0, jnp.log(w), 0.0))  # masked
 
@@ -201,7 +203,7 @@ class TestForward:
             assert (report.source, report.backward) == (line_of("beyond float32"), False)
             assert report.primitive == "integer_pow"
 
-    def test_infinities_that_are_returned_on_purpose(self):
+    def test_infinities_that_are_returned_on_purpose_are_no_finding(self):
         def fun(x, mask):
             return jnp.where(mask, x, -jnp.inf), jnp.max(x, initial=-jnp.inf)
 
@@ -209,7 +211,7 @@ class TestForward:
         report = find_nonfinite(lambda x: x * 2.0 + 1, argnums=None)(jnp.full(2, jnp.inf))
         assert (report.kind, report.path) == ("argument", "x")
 
-    def test_a_row_that_is_masked_whole(self):
+    def test_find_nonfinite_names_a_fully_masked_row(self):
         def loss(w, mask):
             return jnp.sum(jax.nn.softmax(jnp.where(mask, w, -jnp.inf), axis=-1))
 
@@ -230,7 +232,7 @@ class TestForward:
         report = find_nonfinite(loss, argnums=None)({"w": jnp.full(3, jnp.inf)}, {"x": good})
         assert report.reaches == ("result",)
 
-    def test_what_spoils_a_model_state_alone_is_named(self):
+    def test_find_nonfinite_names_what_spoils_the_model_state_alone(self):
         def loss(w, x, model_state):
             var = jnp.mean((x * w) ** 2, 0)
             return jnp.mean(jnp.tanh(x * w * jax.lax.rsqrt(var))), {"var": model_state["var"] + var}
@@ -247,7 +249,7 @@ class TestForward:
         assert report.inputs[0].high == 200.0
         assert "loss scale" not in report.advice
 
-    def test_a_zero_of_half_in_a_divisor(self):
+    def test_find_nonfinite_names_a_divisor_that_float16_flushed_to_zero(self):
         def loss(x):
             return jnp.sum(1 / (x.astype(jnp.float16) * jnp.float16(1e-6)))
 
@@ -256,7 +258,7 @@ class TestForward:
 
 
 class TestControlFlow:
-    def test_while(self):
+    def test_find_nonfinite_names_the_turn_of_a_while_loop(self):
         def fun(x):
             return jax.lax.fori_loop(0, jnp.int32(10), lambda i, x: x * x, x)  # squared
 
@@ -268,7 +270,7 @@ class TestControlFlow:
         assert report.loops[0][1] == 5
         assert report.source == line_of("squared")
 
-    def test_cond_switch_and_nested_loops(self):
+    def test_find_nonfinite_names_the_turns_of_nested_loops(self):
         def step(x, i):
             x = jax.lax.switch(i, [lambda x: x, lambda x: x / 0, lambda x: x], x)
             return x, x
@@ -283,7 +285,7 @@ class TestControlFlow:
         assert report.primitive == "div"
         assert report.loops == (("scan", 2), ("scan", 2))
 
-    def test_reversed_and_empty_scans(self):
+    def test_find_nonfinite_follows_reversed_and_empty_scans(self):
         def fun(x):
             empty = jax.lax.scan(lambda c, y: (c, y * 2), x, jnp.zeros((0, 3)))
             last, ys = jax.lax.scan(lambda c, i: (c, c / i), x, jnp.arange(4.0), reverse=True)
@@ -292,7 +294,7 @@ class TestControlFlow:
         report = find_nonfinite(fun)(jnp.float32(1.0))
         assert report.loops == (("scan", 0),)
 
-    def test_custom_rules(self):
+    def test_find_nonfinite_follows_custom_rules(self):
         @jax.custom_vjp
         def f(x):
             return jnp.exp(x)  # primal
@@ -314,14 +316,14 @@ class TestControlFlow:
         report = find_nonfinite(lambda x: jnp.sum(g(x)))(jnp.zeros(2))
         assert report.primitive == "log"
 
-    def test_jit_and_vmap_and_donation(self):
+    def test_find_nonfinite_follows_jit_and_vmap_and_donates_nothing(self):
         inner = jax.jit(lambda x: jnp.log(x - 1), donate_argnums=0)
         x = jnp.array([3.0, 1.0])
         report = find_nonfinite(lambda x: jax.vmap(inner)(x * 1.0))(x)
         assert report.primitive == "log"
         assert not x.is_deleted()
 
-    def test_results_agree_with_the_compiled_program(self, model):
+    def test_interpret_agrees_with_the_compiled_program(self, model):
         from mpjax._src.base import _jax
         from mpjax._src.program.interpret import Plain, interpret
 
@@ -340,7 +342,7 @@ class TestControlFlow:
 
 
 class TestReport:
-    def test_it_is_data_and_text(self, model):
+    def test_nonfinite_report_is_data_and_text(self, model):
         params, x = model
         report = find_nonfinite(transformer)(planted(params, 1), x)
         assert json.loads(json.dumps(report.to_dict()))["loops"] == [["scan", 1]]
@@ -349,7 +351,7 @@ class TestReport:
             assert part in text
         assert re.search(r"inputs +f16\[2,8,16\] +-[\d.e+]+ to [\d.e+]+", text)
 
-    def test_has_aux_argnums_and_keywords(self):
+    def test_find_nonfinite_takes_has_aux_argnums_and_keywords(self):
         def loss(w, x, *, shift):
             return jnp.sum(w * x), {"logits": jnp.log(x - shift), "note": "text"}
 
@@ -357,7 +359,7 @@ class TestReport:
         report = find(jnp.ones(2), jnp.ones(2), shift=jnp.ones(2))
         assert report.reaches == ("aux logits",)
 
-    def test_what_only_the_compiler_makes(self, monkeypatch):
+    def test_find_nonfinite_names_what_only_the_compiled_program_makes(self, monkeypatch):
         from mpjax._src.instruments.programs import Program
 
         monkeypatch.setattr(Program, "compiled", lambda *_: [jnp.float32(np.nan)])
@@ -366,7 +368,7 @@ class TestReport:
 
 
 class TestCure:
-    def test_at_the_root_module_the_narrowest_place_is_named(self):
+    def test_find_nonfinite_overrides_name_the_narrowest_place(self):
         """Its scope is that of the whole model: a pattern for it would switch half off."""
 
         def model(params, x):
@@ -393,7 +395,7 @@ class TestCure:
         assert all(repr(pattern) in text for pattern in report.overrides)
 
     @pytest.mark.thorough
-    def test_what_one_place_does_not_cure_takes_several(self):
+    def test_find_nonfinite_overrides_several_places_where_one_does_not_cure(self):
         def loss(w, x):
             with jax.named_scope("first"):
                 y = x @ w * 1e4
@@ -408,7 +410,7 @@ class TestCure:
         cured = policy.override(report.overrides)
         assert not find_nonfinite(loss, cured)(normal(0, 8, 8), normal(1, 4, 8) * 10)
 
-    def test_an_override_that_was_given_stays(self):
+    def test_find_nonfinite_does_not_propose_a_given_override(self):
         def loss(w, x):
             with jax.named_scope("kept"):
                 x = x @ w
@@ -456,14 +458,14 @@ class TestBadInput:
             (lambda: find_nonfinite(jnp.sum, loss_scale=-1), ValueError, "loss_scale=-1"),
         ],
     )
-    def test_is_refused(self, call, error, match):
+    def test_find_nonfinite_refuses_bad_arguments(self, call, error, match):
         if match is None:  # an integer result: the forward pass alone
             assert not call()
             return
         with pytest.raises(error, match=match):
             call()
 
-    def test_a_function_that_fails_keeps_its_error(self):
+    def test_find_nonfinite_passes_on_the_error_of_the_function(self):
         def fun(x):
             return x @ jnp.ones((7, 7))
 
@@ -472,7 +474,7 @@ class TestBadInput:
         assert any("find_nonfinite" in note for note in error.value.__notes__)
 
 
-def test_a_report_is_immutable():
+def test_nonfinite_report_is_immutable():
     report = find_nonfinite(jnp.sum)(jnp.ones(2))
     with pytest.raises(dataclasses.FrozenInstanceError):
         report.found = True

@@ -46,7 +46,7 @@ def test_an_op_of_compare_is_a_row_of_explain(name):
 
 
 @pytest.mark.parametrize("name", thorough_but(sorted(CASES.keys() - {"solver"}), "rnn"))
-def test_backward_too(name):
+def test_backward_op_of_compare_is_a_row_of_explain(name):
     rows = mpjax.explain(CASES[name], "mixed_bfloat16", 0)(W, X).rows
     compared = mpjax.compare(CASES[name], "mixed_bfloat16", 0)(W, X).rows
     assert {row.backward for row in compared if row.op is not None} == {False, True}
@@ -66,7 +66,7 @@ def test_an_op_of_find_nonfinite_is_a_row_of_explain():
     assert row.primitive == "log" and row.source == found.source
 
 
-def test_the_name_of_a_pattern_decides_nothing():
+def test_name_of_an_override_pattern_makes_no_shortfall():
     """A reason is text for people: what an override is called does not make it a shortfall."""
 
     def fun(w, x):
@@ -85,7 +85,7 @@ def test_the_name_of_a_pattern_decides_nothing():
     assert [row.primitive for row in plain.shortfalls()] == [row.primitive for row in short]
 
 
-def test_what_falls_short_is_told():
+def test_shortfalls_of_explain_name_what_stays_float32():
     def fun(w, x):
         exact = jnp.dot(x, w, precision="highest")
         called = jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), exact)
@@ -99,7 +99,7 @@ def test_what_falls_short_is_told():
 
 
 @pytest.mark.parametrize("tool", [mpjax.compare, mpjax.find_nonfinite])
-def test_a_loss_with_an_aux_is_asked_about(tool):
+def test_loss_with_an_aux_draws_a_warning_to_pass_has_aux(tool):
     """Silence would pass the forward pass off as the whole."""
 
     def fun(w, x):

@@ -41,7 +41,7 @@ def test_each_pass_says_what_it_found_out(texts, name, operation, found):
     assert found in " ".join(lines)
 
 
-def test_marks_and_kept_values_are_shown():
+def test_store_pass_shows_marks_and_kept_values():
     text = passes(loss)(W, X)["store"]
     assert row(text, "reduce_max", "steady") and "Recomputed=" in text and "kept" not in text
     text = passes(loss, "mixed_bfloat16,storage=lean")(W, X)["store"]
@@ -50,7 +50,7 @@ def test_marks_and_kept_values_are_shown():
     assert row(scanned(W, X)["store"], "1: dot_general")
 
 
-def test_shapes_are_enough():
+def test_passes_take_shapes_alone():
     shapes = jax.ShapeDtypeStruct((4, 8), jnp.float32), jax.ShapeDtypeStruct((8, 8), jnp.float32)
     text = passes(lambda x, w: x @ w, "float32")(*shapes)
     assert "forced=full" in text["classify"]

@@ -58,7 +58,7 @@ class Model:
 
 @pytest.mark.parametrize("results", [1, 4])
 @pytest.mark.parametrize("count", [3, 7, pytest.param(12, marks=pytest.mark.thorough)])
-def test_at_most_one_place_more_than_exhaustive_search(count, results):
+def test_search_needs_at_most_one_place_more_than_exhaustive(count, results):
     for seed in range(12 if count < 12 else 4):
         model = Model(seed, count, results)
         found = model.search()
@@ -70,7 +70,7 @@ def test_at_most_one_place_more_than_exhaustive_search(count, results):
 
 
 @pytest.mark.parametrize("results", [1, 4])
-def test_errors_that_cancel(results):
+def test_search_learns_signs_of_errors_that_cancel(results):
     """Of one number the sign is learned too: what cancels needs no float32."""
     for seed in range(8):
         model = Model(seed, 8, results, entries=1)
@@ -91,7 +91,7 @@ def test_guesses_that_fail_end_the_search():
     assert sum(some <= 1 for some in more) >= 6
 
 
-def test_many_places_take_few_measurements():
+def test_search_of_many_places_takes_few_measurements():
     model = Model(0, 24, 2)
     found = model.search()
     found.run()
@@ -100,7 +100,7 @@ def test_many_places_take_few_measurements():
     assert found.least and len(model.measured) <= len(found.best) + 2 * GUESSES
 
 
-def test_none_of_its_places_can_be_left_out():
+def test_search_finds_places_of_which_none_can_be_left_out():
     model = Model(5)
     found = model.search()
     found.run()
@@ -109,14 +109,14 @@ def test_none_of_its_places_can_be_left_out():
         assert model.error(found.best - {place}) > model.tolerance
 
 
-def test_how_many_are_needed_by_what_failed():
+def test_search_needed_counts_places_by_what_failed():
     found = Search(lambda places: [np.ones(1) * (3 - len(places))], list, range(3), 1.0)
     for places, needed in (({0, 1}, 0), ({0}, 1), ({1}, 1), ({2}, 2)):
         found.is_enough(frozenset(places))
         assert found.needed() == needed
 
 
-def test_what_all_places_together_do_not_reach():
+def test_search_without_a_solution_finds_no_best():
     model = Model(0)
     found = Search(
         lambda places: model.errors(places) + 1.0, lambda: model.suspicion, model.costs, 0.5
@@ -126,7 +126,7 @@ def test_what_all_places_together_do_not_reach():
     assert frozenset(range(12)) in found.tried and len(found.tried) <= 6
 
 
-def test_places_within_a_place_come_with_it():
+def test_search_takes_the_places_within_a_place_with_it():
     """The last one holds all others: it counts as many, and is not taken to save a few."""
     model = Model(3)
     found = model.search(inside=[()] * 11 + [range(11)])
@@ -154,7 +154,7 @@ def test_what_a_measurement_raises_ends_the_search(limit):
     assert found.best == min(enough, key=len, default=None)
 
 
-def test_errors_that_are_not_finite_are_too_much():
+def test_search_takes_nonfinite_errors_as_too_large():
     model = Model(2)
 
     def measure(places):
@@ -168,6 +168,6 @@ def test_errors_that_are_not_finite_are_too_much():
     assert 0 in found.best
 
 
-def test_of_sets_that_are_all_hopeless_the_cheapest_is_likeliest():
+def test_search_guesses_the_cheapest_of_hopeless_sets():
     search = Search(lambda places: [], list, [2, 1, 3], 1.0)
     assert search._likeliest(np.eye(3, dtype=bool), np.zeros(3)) == {1}

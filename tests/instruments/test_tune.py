@@ -50,7 +50,7 @@ def model(rng):
 class TestSearch:
     @pytest.mark.thorough
     @pytest.mark.parametrize("sharp", [(1,), (0,), (0, 2), ()])
-    def test_no_more_float32_than_brute_force_over_layers_needs(self, model, sharp):
+    def test_tune_needs_no_more_float32_than_brute_force_over_layers(self, model, sharp):
         def loss(params, x):
             return layers(params, x, sharp)
 
@@ -74,14 +74,14 @@ class TestSearch:
             return  # matmuls alone are not enough
         assert flops_in_half(loss, tuned.policy, *model) >= 1 - count / LAYERS - 1e-6
 
-    def test_a_policy_that_meets_the_tolerance_comes_back(self, model):
+    def test_tune_returns_a_policy_that_meets_the_tolerance_as_it_is(self, model):
         tuned = tune(layers, "mixed_float16", 1.0)(*model)
         assert tuned.met and tuned.steps == () and tuned.least and not tuned.cut_short
         assert tuned.policy == mpjax.get_policy("mixed_float16")
         assert tuned.runs >= 3  # float32, at least one for the loss scale, and the policy
 
     @pytest.mark.thorough
-    def test_one_unsafe_op_of_an_op_list(self, rng):
+    def test_tune_cures_an_unsafe_op_of_an_op_list(self, rng):
         def loss(w, x):
             y = jnp.tanh(x @ w)
             return jnp.mean(jnp.exp(y * 12)) + jnp.mean(jnp.sin(y))
@@ -94,7 +94,7 @@ class TestSearch:
         assert error(loss, tuned.policy, *args) <= tolerance
 
     @pytest.mark.thorough
-    def test_parameters_without_scopes_are_named_by_their_paths(self, rng):
+    def test_tune_names_parameters_without_scopes_by_their_paths(self, rng):
         def loss(params, x):
             h = jnp.sin((x @ params["risky"]["w"]) * 60)
             return jnp.mean(h @ params["safe"]["w"]) ** 2
@@ -109,7 +109,7 @@ class TestSearch:
         assert not any("safe" in pattern for pattern in dict(tuned.policy.overrides))
 
     @pytest.mark.thorough
-    def test_what_no_float32_can_reach(self, rng):
+    def test_tune_reports_a_tolerance_that_no_float32_reaches(self, rng):
         def loss(w, x):
             return jnp.sum((x @ w).astype(jnp.bfloat16).astype(jnp.float32))
 
@@ -134,7 +134,7 @@ class TestSearch:
             ("mixed_bfloat16", (6, 100)),
         ),
     )
-    def test_every_run_counts_and_no_more_are_made(self, model, policy, limits):
+    def test_tune_counts_every_run_and_stops_at_max_runs(self, model, policy, limits):
         def loss(params, x):
             jax.debug.callback(lambda: count.append(1))
             return layers(params, x)
@@ -156,7 +156,7 @@ class TestSearch:
             alone = [step.alone for step in tuned.steps if step.alone is not None]
             assert not tuned.met or all(error > 0.004 for error in alone)
 
-    def test_results_that_are_rounding_error_are_held_to_their_terms(self, rng):
+    def test_tune_holds_rounding_error_to_its_terms(self, rng):
         def loss(params, x):
             with jax.named_scope("norm"):
                 h = x @ params["w"] + params["b"]
@@ -169,7 +169,7 @@ class TestSearch:
 
     @pytest.mark.thorough
     @pytest.mark.parametrize("seed", range(4))
-    def test_at_most_one_place_more_than_exhaustive_search(self, seed):
+    def test_tune_needs_at_most_one_place_more_than_exhaustive_search(self, seed):
         keys = jax.random.split(jax.random.key(seed), 8)
         params = [jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5 for k in keys[:6]]
         gains = jnp.exp(2 * jax.random.normal(keys[6], (6,)))
@@ -197,7 +197,7 @@ class TestSearch:
         assert sum(step.operations for step in tuned.steps) <= fewest + 1
 
     @pytest.mark.thorough
-    def test_scans_aux_and_forward_alone(self, rng):
+    def test_tune_takes_scans_aux_and_forward_functions(self, rng):
         def loss(params, x):
             def layer(h, w):
                 return jnp.tanh(h @ w), None
@@ -214,7 +214,7 @@ class TestSearch:
         assert forward.met and set(forward.results) == {"result logits"}
 
 
-def test_what_can_be_left_out_is_left_out_the_costliest_first():
+def test_tune_prunes_the_costliest_place_first():
     """Where errors cancel, less float32 can be enough though the search found that more is not."""
     small, large, needed = (Place("abc"[i], frozenset({i})) for i in range(3))
     cost = {0: 1, 1: 5, 2: 9}
@@ -229,7 +229,7 @@ def test_what_can_be_left_out_is_left_out_the_costliest_first():
 
 
 class TestReport:
-    def test_it_says_what_each_step_bought(self, model):
+    def test_tune_report_says_what_each_step_bought(self, model):
         tuned = tune(layers, "mixed_bfloat16", 0.02)(*model)
         assert tuned.steps
         assert tuned.steps[0].error_before > 0.02 >= tuned.steps[-1].error
@@ -251,11 +251,11 @@ class TestReport:
 
 class TestBadInput:
     @pytest.mark.parametrize("tolerance", [0, -1.0, float("nan"), float("inf"), "1e-2", None])
-    def test_tolerance(self, tolerance):
+    def test_tune_refuses_bad_tolerances(self, tolerance):
         with pytest.raises(ValueError, match="tolerance="):
             tune(layers, "mixed_bfloat16", tolerance)
 
-    def test_others(self, model):
+    def test_tune_refuses_other_bad_arguments(self, model):
         with pytest.raises(ValueError, match="max_runs=0"):
             tune(layers, "mixed_bfloat16", 0.1, max_runs=0)
         with pytest.raises(ValueError, match="max_runs=1 .* 2 or more"):

@@ -39,7 +39,7 @@ def test_a_real_step_and_its_compiled_form_are_clean(name):
         assert {*report.not_run} == {"widened-matmul"}, "of a CPU it says nothing"
 
 
-def test_there_are_twelve_and_they_would_be_looked_at():
+def test_clean_models_are_twelve_and_lint_finds_a_fault_in_them():
     assert len(MODELS) >= 12
     loss, params, _ = clean_models.eqx_mlp()
 

@@ -30,37 +30,37 @@ def lint(fault, fun):
 
 
 @each
-def test_the_rule_names_the_line(fault):
+def test_lint_rule_names_the_line_of_each_public_fault(fault):
     report = lint(fault, fault.faulty)(*fault.args())
     found = [f for f in report.findings if f.rule == fault.rule]
     assert [f.source for f in found] == [fault.line], str(report)
 
 
 @each
-def test_nothing_is_found_without_it(fault):
+def test_lint_finds_nothing_in_the_mended_program(fault):
     report = lint(fault, fault.mended)(*(fault.mended_args or fault.args)())
     assert fault.rule in report.ran and not report.findings, str(report)
 
 
 @pytest.mark.thorough
 @each
-def test_nor_by_rules_of_values(fault):
+def test_rules_of_values_find_nothing_in_the_mended_program(fault):
     args = (fault.mended_args or fault.args)()
     report = mpjax.lint(fault.mended, target=fault.target)(*args)
     assert fault.rule in report.ran and not report.findings, str(report)
 
 
-def test_every_named_fault_is_here():
+def test_every_named_fault_is_in_the_table():
     assert sorted(fault.name for fault in FAULTS) == sorted(NAMED)
     assert all(fault.where.split("/")[-1] == fault.name.split("#")[1] for fault in FAULTS)
 
 
-def test_there_are_at_least_twenty_rules():
+def test_lint_has_at_least_twenty_rules():
     assert len({rule.name for rule in RULES}) >= 20
     assert {fault.rule for fault in FAULTS} <= {rule.name for rule in RULES}
 
 
-def test_the_page_lists_the_faults():
+def test_lint_page_lists_the_faults():
     rows = [
         f"| [{fault.name}](https://github.com/{fault.where}) | {fault.wrong} | `{fault.rule}` |"
         for fault in FAULTS

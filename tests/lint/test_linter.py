@@ -54,7 +54,7 @@ def test_comments_silence_a_line():
     assert "suppressed: " in str(mpjax.lint(silenced)(bf16(300)))
 
 
-def test_rules_are_chosen():
+def test_select_and_ignore_choose_the_rules():
     assert mpjax.lint(summed, select="half-*", ignore=["half-collective"])(bf16(300)).findings
     assert not mpjax.lint(summed, ignore="half-sum")(bf16(300)).findings
     assert mpjax.lint(summed, select=("double-rounding",))(bf16(300)).ran == ("double-rounding",)
@@ -64,7 +64,7 @@ def test_rules_are_chosen():
         mpjax.lint(summed, ignore=[3])
 
 
-def test_wrong_arguments_are_named():
+def test_lint_names_wrong_arguments():
     with pytest.raises(TypeError, match="fun=3 must be a function"):
         mpjax.lint(3)
     with pytest.raises(TypeError, match="run='no' must be True or False"):
@@ -134,7 +134,7 @@ def test_a_step_that_fails_is_no_passed_rule(others):
 
 
 @pytest.mark.parametrize("wrap", ["jit", "remat", "vmap", "cond", "while", "custom_jvp", "vjp"])
-def test_programs_inside_are_entered(wrap):
+def test_lint_enters_programs_inside_transformations(wrap):
     def body(x):
         return jax.lax.reduce_sum(x, (0,))
 
@@ -158,7 +158,7 @@ def test_programs_inside_are_entered(wrap):
     assert [f.source for f in found] == [f"{__file__}:{body.__code__.co_firstlineno + 1}"]
 
 
-def test_modules_of_nnx_stay_as_they_are():
+def test_lint_leaves_nnx_modules_as_they_are():
     class Model(nnx.Module):
         def __init__(self):
             self.linear = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
@@ -173,7 +173,7 @@ def test_modules_of_nnx_stay_as_they_are():
     assert [f.rule for f in report.findings] == ["half-sum"] and float(model.calls[...]) == 0
 
 
-def test_a_report_is_data():
+def test_lint_report_is_data():
     report = mpjax.lint(silenced_whole)(bf16(300))
     assert not report and mpjax.lint(twice)(bf16(300))
     data = json.loads(json.dumps(report.to_dict()))
@@ -181,7 +181,7 @@ def test_a_report_is_data():
     assert set(data["ran"]) | set(data["not_run"]) == {rule.name for rule in RULES}
 
 
-def test_sarif(others):
+def test_lint_report_as_sarif_has_rules_and_locations(others):
     report = mpjax.lint(waves, target="cpu")(jnp.ones(3))
     log = json.loads(json.dumps(report.to_sarif()))
     (run,) = log["runs"]
@@ -206,7 +206,7 @@ def test_sarif_tells_what_is_suppressed():
     assert result["suppressions"] == [{"kind": "inSource"}]
 
 
-def test_every_rule_says_what_it_must():
+def test_every_lint_rule_has_needs_summary_why_and_instead():
     assert len({rule.name for rule in RULES}) == len(RULES)
     for rule in RULES:
         assert rule.needs in NEEDS and rule.name == rule.name.lower() and " " not in rule.name
@@ -223,13 +223,13 @@ def test_every_rule_of_a_program_has_a_faulty_and_a_mended_one():
     assert {rule.name for rule in RULES if rule.needs in (JAXPR, VALUES)} <= found
 
 
-def test_the_page_lists_the_rules():
+def test_lint_page_lists_the_rules():
     rows = [f"| `{rule.name}` | {rule.needs} | {rule.summary} |" for rule in RULES]
     table = "\n".join(["| rule | needs | finds |", "| --- | --- | --- |", *rows])
     assert f"\n{table}\n\n" in PAGE.read_text(), f"docs/lint.md: the table must be\n{table}"
 
 
-def test_the_text_fits():
+def test_lint_report_text_fits_the_width():
     def long_name(x):
         with jax.named_scope("a_scope/" * 30):
             return twice(x)

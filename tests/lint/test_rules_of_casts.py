@@ -28,11 +28,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pairs(name):
+def test_rules_of_casts_find_the_faulty_program_and_not_the_mended_one(name):
     pairs.check(CASES[name])
 
 
-def test_there_and_back_is_no_second_rounding():
+def test_cast_there_and_back_is_no_double_rounding():
     def back(x):
         return x.astype(jnp.bfloat16).astype(jnp.float32).astype(jnp.bfloat16)
 

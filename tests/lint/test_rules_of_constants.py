@@ -151,7 +151,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pairs(name):
+def test_rules_of_constants_find_the_faulty_program_and_not_the_mended_one(name):
     pairs.check(CASES[name])
 
 
@@ -167,7 +167,7 @@ def test_constants_that_half_has_or_only_rounds_are_no_fault():
     assert clean(decayed, f32(4), f32(4)) and clean(divided, f32(4)) and clean(masked, f32(4))
 
 
-def test_a_function_that_was_traced_before_is_looked_at_whole():
+def test_lint_sees_constants_of_a_function_traced_before():
     jitted = jax.jit(decayed)
     jitted(jnp.ones(4, jnp.bfloat16), jnp.ones(4, jnp.bfloat16))
     for _ in range(2):
@@ -175,7 +175,7 @@ def test_a_function_that_was_traced_before_is_looked_at_whole():
         assert finding.message == "The constant 0.999 is 1 in bf16."
 
 
-def test_tracing_leaves_jax_as_it_was():
+def test_lint_tracing_leaves_jax_as_it_was():
     from jax._src.lax import lax
 
     before = lax._convert_element_type, jnp.array
@@ -195,7 +195,7 @@ def test_counts_that_half_tells_apart_are_no_fault():
     )
 
 
-def test_integers_that_stay_are_no_fault():
+def test_integers_that_stay_integers_are_no_fault():
     assert clean(looked_up, jnp.array([3, 256, 512]), jnp.ones(3, jnp.bfloat16))
 
 

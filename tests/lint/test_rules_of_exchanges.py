@@ -88,11 +88,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pairs(name):
+def test_rules_of_exchanges_find_the_faulty_program_and_not_the_mended_one(name):
     pairs.check(CASES[name])
 
 
-def test_what_is_read_as_float32_is_gathered_so():
+def test_gather_of_what_is_read_as_float32_is_no_fault():
     def both(w, x):
         whole = jax.lax.with_sharding_constraint(w, placed())
         return x @ whole.astype(HALF), jnp.sum(whole)
@@ -105,14 +105,14 @@ def product(x, y):
     return x @ y
 
 
-def test_of_a_cpu_nothing_is_said():
+def test_widened_matmul_does_not_run_for_a_cpu():
     report = mpjax.lint(product, target="cpu")(f16(16, 16), f16(16, 16))
     assert not report.findings and "widened-matmul" not in report.ran
     assert "how a CPU multiplies says nothing of accelerators" in report.not_run["widened-matmul"]
 
 
 @compiles("v100")
-def test_half_that_an_absent_device_has_no_unit_for():
+def test_widened_matmul_names_bfloat16_that_a_v100_has_no_unit_for():
     (found,) = mpjax.lint(product, target="v100")(bf16(64, 64), bf16(64, 64)).findings
     assert found.rule == "widened-matmul" and "bf16" in found.message
     assert found.source.startswith(__file__)
@@ -120,7 +120,7 @@ def test_half_that_an_absent_device_has_no_unit_for():
 
 
 @compiles("h100")
-def test_sums_over_absent_devices():
+def test_half_all_reduce_is_found_for_absent_devices():
     args = spread(32, 32), spread(64, 32, dtype=HALF, over=("data",))
     assert mpjax.lint(summed, select="half-all-*", target="h100 x 2")(*args).findings
     assert not mpjax.lint(summed_wide, target="h100 x 2")(*args).findings

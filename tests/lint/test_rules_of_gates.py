@@ -36,14 +36,14 @@ def whole(params, opt_state, x):
 CASES = {"moments": Pair("ungated-state", partly, whole, (PARAMS, STATE, f32(2, 4)))}
 
 
-def test_a_gate_that_leaves_out_the_moments():
+def test_ungated_state_names_moments_that_a_gate_leaves_out():
     report = mpjax.lint(partly)(PARAMS, STATE, f32(2, 4))
     (finding,) = report.findings
     assert finding.rule == "ungated-state" and "opt_state[0].mu['b']" in finding.message
     assert finding.source in pairs.marked_lines(partly)
 
 
-def test_a_gate_over_everything():
+def test_gate_over_everything_has_no_finding():
     assert not mpjax.lint(whole)(PARAMS, STATE, f32(2, 4)).findings
     assert not mpjax.lint(jax.jit(whole, donate_argnums=(0, 1)))(PARAMS, STATE, f32(2, 4)).findings
 
@@ -67,7 +67,7 @@ def branched_whole(params, opt_state, x):
     return new, jax.lax.cond(ok, lambda: new_state, lambda: opt_state)
 
 
-def test_a_gate_that_is_a_branch():
+def test_ungated_state_names_what_a_branch_leaves_out():
     state = {"adam": STATE, "mean": f32(4)}
     (finding,) = mpjax.lint(branched)(PARAMS, state, f32(2, 4)).findings
     assert finding.rule == "ungated-state" and "state['mean']" in finding.message
@@ -75,14 +75,14 @@ def test_a_gate_that_is_a_branch():
     assert not mpjax.lint(branched_whole)(PARAMS, state, f32(2, 4)).findings
 
 
-def test_a_step_without_a_gate_misses_nothing():
+def test_step_without_a_gate_has_no_finding():
     def step(params, opt_state, x):
         return updated(params, opt_state, x)[:2]
 
     assert not mpjax.lint(step)(PARAMS, STATE, f32(2, 4)).findings
 
 
-def test_what_is_made_of_gated_weights_needs_no_gate():
+def test_average_of_gated_weights_needs_no_gate():
     def step(state, x):
         params, opt_state, average, scale = state
         new, new_state, ok = updated(params, opt_state, x)
@@ -93,14 +93,14 @@ def test_what_is_made_of_gated_weights_needs_no_gate():
     assert not mpjax.lint(step)((PARAMS, STATE, PARAMS, f32()), f32(2, 4)).findings
 
 
-def test_steps_of_ours_gate_everything():
+def test_build_train_step_gates_its_whole_state():
     init, step = mpjax.build_train_step(loss, OPTIMIZER, "mixed_float16")
     state = jax.eval_shape(init, PARAMS)
     report = mpjax.lint(step)(state, f32(2, 4))
     assert not report.findings, str(report)
 
 
-def test_optax_skips_all_of_a_step():
+def test_apply_if_finite_of_optax_has_no_finding():
     optimizer = optax.apply_if_finite(OPTIMIZER, 3)
 
     def step(params, opt_state, x):
@@ -112,6 +112,6 @@ def test_optax_skips_all_of_a_step():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_whole_gate_is_the_mended_one(name):
+def test_mended_gates_have_no_finding(name):
     pair = CASES[name]
     assert not mpjax.lint(pair.mended)(*pair.args).findings

@@ -106,7 +106,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pairs(name):
+def test_rules_of_guards_find_the_faulty_program_and_not_the_mended_one(name):
     pairs.check(CASES[name])
 
 
@@ -134,7 +134,7 @@ def test_loss_scales_with_a_limit_are_left_alone():
     assert not mpjax.lint(flax_step)(DynamicScale(), f32(4, 4), f32(2, 4)).findings
 
 
-def test_what_grows_anyway_is_no_loss_scale():
+def test_number_that_grows_anyway_is_no_loss_scale():
     def schedule(rate, step):
         return jnp.where(step > 10, rate, rate * 0.5), step + 1
 
@@ -143,7 +143,7 @@ def test_what_grows_anyway_is_no_loss_scale():
     assert not mpjax.lint(lambda count: count * 2.0)(f32()).findings
 
 
-def test_a_number_that_a_loop_chooses_from_itself():
+def test_number_that_a_loop_chooses_from_itself_is_no_loss_scale():
     def steps(x, count):
         def turn(_, carry):
             y, rate = carry
@@ -155,7 +155,7 @@ def test_a_number_that_a_loop_chooses_from_itself():
     assert not mpjax.lint(steps)(jax.ShapeDtypeStruct((4,), jnp.float32), 5).findings
 
 
-def test_long_chains_of_sums_are_followed_so_far():
+def test_lint_survives_long_chains_of_sums():
     def deep(x):
         y = x
         for _ in range(400):

@@ -78,11 +78,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pairs(name):
+def test_rules_of_matmuls_find_the_faulty_program_and_not_the_mended_one(name):
     pairs.check(CASES[name])
 
 
-def test_the_cause_is_named():
+def test_promoted_matmul_names_the_cause():
     (finding,) = mpjax.lint(promoted, select="promoted-*")(bf16(4, 8), bf16(8, 8)).findings
     assert "mul with a constant f32[8] at " in finding.message
 
@@ -164,7 +164,7 @@ def test_float32_that_was_asked_for_is_no_fault():
     assert clean(head, bf16(4, 8), f32(8, 8)) and clean(promoted, f32(4, 8), f32(8, 8))
 
 
-def test_what_jax_derives_is_as_wide_as_the_forward_pass():
+def test_backward_pass_as_wide_as_the_forward_pass_is_no_fault():
     def loss(x, w):
         return wide(jnp.tanh(x @ w) @ w).sum() + (wide(x) @ wide(w)).sum()
 

@@ -112,11 +112,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pairs(name):
+def test_rules_of_operands_find_the_faulty_program_and_not_the_mended_one(name):
     pairs.check(CASES[name])
 
 
-def test_what_jax_computes_again_is_the_same():
+def test_rematerialized_matmul_is_no_fault():
     def loss(w, x):
         layer = jax.checkpoint(lambda w: jnp.sin(x @ w.astype(x.dtype)))
         return jnp.sum(layer(w).astype(jnp.float32))
@@ -124,14 +124,14 @@ def test_what_jax_computes_again_is_the_same():
     assert not mpjax.lint(loss, argnums=0)(f32(8, 4), bf16(4, 8)).findings
 
 
-def test_what_a_library_multiplies_inside_is_its_own():
+def test_matmuls_inside_a_library_are_no_fault():
     def loss(x):
         return jnp.sum(jax.nn.dot_product_attention(x, x, x).astype(jnp.float32))
 
     assert not mpjax.lint(loss, argnums=0)(bf16(2, 8, 2, 4)).findings
 
 
-def test_an_outer_product_sums_nothing():
+def test_outer_product_of_two_dtypes_is_no_fault():
     assert not mpjax.lint(lambda x, y: jnp.einsum("i,j->ij", x, y))(bf16(4), f32(8)).findings
 
 

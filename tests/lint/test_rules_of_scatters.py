@@ -34,7 +34,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pairs(name):
+def test_rules_of_scatters_find_the_faulty_program_and_not_the_mended_one(name):
     pairs.check(CASES[name])
 
 

@@ -28,11 +28,11 @@ CASES = {"moments": Pair("state-dtype-drift", drifting, stepped, (PARAMS, STATE,
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pairs(name):
+def test_rules_of_states_find_the_faulty_program_and_not_the_mended_one(name):
     pairs.check(CASES[name])
 
 
-def test_the_drift_names_the_leaf():
+def test_dtype_drift_names_the_leaf():
     (finding,) = mpjax.lint(drifting)(PARAMS, STATE, f32(2, 4)).findings
     assert (
         "opt_state[0].mu['b'] goes in as f32 and comes out as bf16, and 1 more" in finding.message

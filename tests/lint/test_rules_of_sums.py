@@ -136,7 +136,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pairs(name):
+def test_rules_of_sums_find_the_faulty_program_and_not_the_mended_one(name):
     pairs.check(CASES[name])
 
 
@@ -172,7 +172,7 @@ def test_layers_in_a_loop_are_no_accumulator():
     assert clean(layers, bf16(4, 8), bf16(48, 8, 8), argnums=(0, 1))
 
 
-def test_the_gradient_of_a_bias_is_what_jax_derives():
+def test_gradient_of_a_bias_is_no_half_sum():
     def loss(b, x):
         return wide(jax.nn.relu(x + b)).sum()
 

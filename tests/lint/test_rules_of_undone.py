@@ -120,7 +120,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pairs(name):
+def test_rules_of_undone_find_the_faulty_program_and_not_the_mended_one(name):
     pairs.check(CASES[name])
 
 
@@ -129,7 +129,7 @@ def normed(x, scale):
     return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide)) + 1e-6) * scale).astype(x.dtype)
 
 
-def test_what_is_stored_or_read_as_half_is_cast_for_a_reason():
+def test_cast_of_what_is_stored_or_read_in_16_bits_is_no_fault():
     def network(params, x):
         params = jax.tree.map(lambda p: p.astype(HALF), params)
         h = jnp.tanh(x).astype(HALF)
@@ -147,7 +147,7 @@ def test_what_is_stored_or_read_as_half_is_cast_for_a_reason():
     assert not mpjax.lint(looped)(f32(8)).findings
 
 
-def test_casts_of_libraries_are_theirs():
+def test_casts_inside_libraries_are_no_fault():
     def pooled(x):
         return jnp.mean(x, 0).astype(WIDE) @ jnp.ones((8, 4))  # a mean is float32 inside
 
@@ -164,7 +164,7 @@ def texts(fun, x):
     return before, lowered.compile().as_text()
 
 
-def test_a_cast_that_the_compiled_program_has_not_is_deleted():
+def test_cast_deleted_finds_casts_that_the_compiled_program_lacks():
     x = f32(8)
     program = make_program(there_and_back, (x,), {})
     before, kept = texts(there_and_back, x)
@@ -176,7 +176,7 @@ def test_a_cast_that_the_compiled_program_has_not_is_deleted():
 
 
 @compiles("h100")
-def test_a_gpu_deletes_casts():
+def test_cast_deleted_finds_casts_for_a_gpu():
     found = mpjax.lint(there_and_back, select="cast-deleted", target="h100")(f32(64))
     assert found.ran and found.findings
     assert not mpjax.lint(residual_that_stays, target="h100")(f32(64)).findings

@@ -54,11 +54,11 @@ CASES = {
 }
 
 
-def test_small_steps():
+def test_small_steps_are_found_and_mended_ones_are_not():
     pairs.check(CASES["small steps"])
 
 
-def test_a_static_scale_that_overflows():
+def test_overflowing_static_loss_scale_is_found():
     pair = CASES["static scale"]
     (finding,) = mpjax.lint(pair.faulty)(*pair.args).findings
     assert (finding.rule, "32768" in finding.message) == ("overflowing-loss-scale", True)
@@ -82,7 +82,7 @@ POLICIES = [
         *("O2:bfloat16,masters=split", "mixed_float16", "O3:bfloat16,rounding=stochastic"),
     ),
 )
-def test_steps_of_ours_lose_no_updates_and_lower_their_scale(policy):
+def test_build_train_step_loses_no_updates_and_lowers_its_scale(policy):
     init, step = mpjax.build_train_step(loss, optax.adamw(1e-5), policy)
     state = init(WIDE)
     report = mpjax.lint(step)(state, X * 1e3)

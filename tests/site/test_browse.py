@@ -77,7 +77,7 @@ def test_no_page_is_wider_than_the_screen(opened, address, viewport):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pages_can_be_read_by_everyone(opened, address, scheme):
+def test_pages_have_no_serious_accessibility_violation(opened, address, scheme):
     from axe_playwright_python.sync_playwright import Axe
 
     tab = opened(viewport=WIDE, color_scheme=scheme, reduced_motion="reduce")

@@ -41,7 +41,7 @@ arrays = hnp.arrays(
 
 @pytest.mark.parametrize("name", CODES)
 @given(x=arrays, number=st.integers(0, 2**31 - 1))
-def test_any_array_keeps_its_shape_signs_and_order_of_size(name, x, number):
+def test_code_keeps_shape_sign_and_magnitude_of_any_array(name, x, number):
     code = CODES[name]
     x = x if code.signed else np.abs(x)
     codes, scales, back = map(np.asarray, held(jnp.asarray(x), code, number))
@@ -66,7 +66,7 @@ def blockwise(x):
 
 @pytest.mark.parametrize("shape", thorough_but([pytest.param(shape) for shape in SHAPES], 3))
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
-def test_what_a_code_holds_becomes_the_same_code_whatever_is_drawn(code, shape, rng):
+def test_decoded_array_encodes_to_the_same_code_for_any_draw(code, shape, rng):
     x = entries(code, rng, shape)
     codes, scales, back = held(x, code)
     for number in rng.integers(0, 2**31 - 1, size=3):
@@ -76,7 +76,7 @@ def test_what_a_code_holds_becomes_the_same_code_whatever_is_drawn(code, shape, 
 
 
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
-def test_every_level_of_every_scale_is_held_exactly(code):
+def test_code_holds_every_level_of_every_scale_exactly(code):
     """Each code with each scale, the block's largest level beside it."""
     levels = np.arange(256).astype(np.uint8).view(code.dtype)
     levels = levels[levels != -128] if code.signed else levels
@@ -92,7 +92,7 @@ def test_every_level_of_every_scale_is_held_exactly(code):
 
 
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
-def test_the_mean_over_draws_is_exact(code, rng):
+def test_code_mean_over_draws_is_exact(code, rng):
     """Also where a block's largest entry lies between two scales."""
     top = float(code.top) * 2.0**-20
     between = np.float32(top * np.linspace(0.9, 1.1, 64)[:, None] * np.ones((1, 32)))
@@ -107,7 +107,7 @@ def test_the_mean_over_draws_is_exact(code, rng):
 
 
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
-def test_an_average_that_moves_by_less_than_a_step_moves(code):
+def test_moving_average_below_a_step_of_its_code_still_moves(code):
     """To the nearest level, 0.999 of a level is that level again, for good."""
     x = np.float32(np.full((8, 64), 0.3) * np.linspace(0.1, 1.0, 64))
 
@@ -120,7 +120,7 @@ def test_an_average_that_moves_by_less_than_a_step_moves(code):
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
-def test_what_is_not_finite_stays_so_and_harms_its_block_alone(code, wrong):
+def test_nonfinite_entry_spoils_its_block_of_codes_alone(code, wrong):
     x = np.ones((2, 100), np.float32)
     x[0, 40] = wrong
     back = held(x, code)[2]
@@ -129,14 +129,14 @@ def test_what_is_not_finite_stays_so_and_harms_its_block_alone(code, wrong):
     np.testing.assert_array_equal(~np.isfinite(back), bad)
 
 
-def test_what_divides_refuses_negative_entries_and_never_becomes_zero():
+def test_unsigned_code_refuses_negatives_and_keeps_tiny_entries_above_zero():
     x = np.float32([[-1e-3, 1.0], [-0.0, 1.0], [1e-30, 1.0], [0.0, 1.0]])
     back = np.asarray(held(x, UNSIGNED)[2])
     assert not np.isfinite(back[0]).any() and back[1, 0] == 0 and back[3, 0] == 0
     assert 0 < back[2, 0] < 1e-9
 
 
-def test_the_largest_floats_are_held_whatever_is_drawn():
+def test_code_holds_the_largest_floats_for_any_draw():
     x = np.float32([np.finfo(np.float32).max, 1e38])
     for code in CODES.values():
         draws = jax.jit(jax.vmap(lambda number, code=code: held(x, code, number)[2]))

@@ -40,7 +40,7 @@ def problem(rng):
 @pytest.mark.parametrize(
     "jitted, name", thorough_but(itertools.product([False, True], ALL_SCALES), *QUICK)
 )
-def test_it_is_value_and_grad(name, jitted, rng):
+def test_scaled_value_and_grad_equals_value_and_grad(name, jitted, rng):
     params, x = problem(rng)
     fun = mpjax.scaled_value_and_grad(loss_of, ALL_SCALES[name])
     value, grads, finite = (jax.jit(fun) if jitted else fun)(params, x)
@@ -51,7 +51,7 @@ def test_it_is_value_and_grad(name, jitted, rng):
 
 
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1,)])
-def test_argnums_and_keyword_arguments(argnums, rng):
+def test_scaled_value_and_grad_takes_argnums_and_keyword_arguments(argnums, rng):
     params, x = problem(rng)
     fun = mpjax.scaled_value_and_grad(loss_of, mpjax.DynamicLossScale(), argnums)
     _, grads, _ = jax.jit(fun, static_argnames="power")(params, x, power=3)
@@ -60,7 +60,7 @@ def test_argnums_and_keyword_arguments(argnums, rng):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), grads, expected)
 
 
-def test_aux_goes_beside_the_value(rng):
+def test_has_aux_returns_aux_beside_the_value(rng):
     params, x = problem(rng)
     fun = lambda p, x: (loss_of(p, x), {"n": x.shape[0], "x": x})  # noqa: E731
     (value, aux), _, _ = mpjax.scaled_value_and_grad(fun, mpjax.DynamicLossScale(), has_aux=True)(
@@ -69,7 +69,7 @@ def test_aux_goes_beside_the_value(rng):
     assert value == loss_of(params, x) and aux["n"] == 5 and (aux["x"] == x).all()
 
 
-def test_the_value_is_exact_even_where_scaling_overflows():
+def test_loss_value_is_exact_even_where_scaling_overflows():
     huge = jnp.float32(3e38)
     value, _, finite = mpjax.scaled_value_and_grad(lambda w: w, mpjax.DynamicLossScale())(huge)
     assert value == huge and finite
@@ -109,7 +109,7 @@ def test_complex_gradients_keep_their_imaginary_part():
 
 
 @pytest.mark.usefixtures("x64")
-def test_float64_keeps_its_precision():
+def test_float64_gradients_keep_their_precision():
     w = jnp.asarray(1 / 3, jnp.float64)
     for scale in (mpjax.DynamicLossScale(), mpjax.StaticLossScale(1000.0)):
         value, grad, _ = mpjax.scaled_value_and_grad(lambda w: w**3, scale)(w)
@@ -117,7 +117,7 @@ def test_float64_keeps_its_precision():
         np.testing.assert_allclose(grad, 3 * w**2, rtol=1e-15)
 
 
-def test_finite_judges_the_gradients():
+def test_finite_flag_judges_the_gradients_not_the_loss():
     scale = mpjax.DynamicLossScale()
     _, grad, finite = jax.jit(mpjax.scaled_value_and_grad(jnp.sqrt, scale))(jnp.float32(0))
     assert not finite and jnp.isinf(grad)
@@ -127,7 +127,7 @@ def test_finite_judges_the_gradients():
     assert jnp.isnan(value) and finite
 
 
-def test_the_backward_pass_sees_the_scale():
+def test_backward_pass_runs_on_the_scaled_loss():
     """A float16 overflow in the backward pass, which a smaller scale avoids."""
     fun = lambda w: jnp.sum((w * jnp.float16(2)).astype(jnp.float32))  # noqa: E731
     w = jnp.ones(2, jnp.float16)
@@ -162,7 +162,7 @@ def test_jmps_weakly_typed_scale_does_not_overflow_a_half_loss():
     assert value == 0.25 and finite and grad == 1
 
 
-def test_under_vmap_scan_and_remat(rng):
+def test_scaled_value_and_grad_runs_under_vmap_scan_and_remat(rng):
     params, x = problem(rng)
     fun = mpjax.scaled_value_and_grad(jax.checkpoint(loss_of), mpjax.DynamicLossScale())
     xs = np.stack([x, 2 * x])
@@ -173,7 +173,7 @@ def test_under_vmap_scan_and_remat(rng):
 
 
 @pytest.mark.parametrize("wrong", [128.0, "dynamic", None, mpjax.DynamicLossScale])
-def test_what_is_no_loss_scale_is_named(wrong):
+def test_error_names_an_argument_that_is_no_loss_scale(wrong):
     with pytest.raises(TypeError, match="loss_scale=.*must be an instance of a loss scale"):
         mpjax.scaled_value_and_grad(lambda w: w, wrong)
 
@@ -191,14 +191,14 @@ def test_what_is_no_loss_scale_is_named(wrong):
         (lambda w: None, False, "it is None"),
     ],
 )
-def test_a_loss_that_is_none_is_named(fun, has_aux, message):
+def test_error_names_a_loss_of_the_wrong_form(fun, has_aux, message):
     wrapped = mpjax.scaled_value_and_grad(fun, mpjax.NoOpLossScale(), has_aux=has_aux)
     with jax.numpy_dtype_promotion("standard"), pytest.raises(TypeError, match=message):
         wrapped(jnp.float32(1))
 
 
 @pytest.mark.parametrize("wrong", ["w", None, 1.0, True, 5, -3, (), (0, "x"), (0, 0), (0, -2)])
-def test_what_is_no_position_is_named(wrong):
+def test_error_names_bad_argnums(wrong):
     wrapped = mpjax.scaled_value_and_grad(operator.mul, mpjax.NoOpLossScale(), argnums=wrong)
     with pytest.raises(ValueError, match=rf"argnums={re.escape(repr(wrong))} (must be pos|names)"):
         wrapped(jnp.float32(1), jnp.float32(2))
@@ -226,7 +226,7 @@ WAYS = list(itertools.product(["shard_map", "pmap"], HALVES))
 @pytest.mark.parametrize(
     "way, half", thorough_but(WAYS, ("shard_map", "bfloat16"), ("pmap", "float16"))
 )
-def test_replicas_average_in_float32_and_agree(way, half):
+def test_replicas_average_gradients_in_float32_and_agree(way, half):
     def loss_fn(w, x):
         return jnp.mean(jnp.tanh(x @ w) ** 2)
 
@@ -246,7 +246,7 @@ def test_replicas_average_in_float32_and_agree(way, half):
     assert not finite
 
 
-def test_axes_that_are_not_mapped_are_refused():
+def test_axis_name_that_is_not_mapped_is_refused():
     with pytest.raises(ValueError, match="axis_name=3 must be the name of a mapped axis"):
         mpjax.scaled_value_and_grad(jnp.sum, mpjax.NoOpLossScale(), axis_name=3)
     gradient = mpjax.scaled_value_and_grad(jnp.sum, mpjax.NoOpLossScale(), axis_name="rows")

@@ -28,7 +28,7 @@ def build(policy):
         ),
     ],
 )
-def test_a_setting_for_half_weights_without_any_is_warned_about(wrap, policy, message):
+def test_policy_setting_for_16_bit_weights_warns_where_there_are_none(wrap, policy, message):
     with pytest.warns(UserWarning, match=message) as caught:
         wrap(policy)
     assert [c.filename for c in caught] == [__file__]
@@ -42,7 +42,7 @@ def test_a_setting_for_half_weights_without_any_is_warned_about(wrap, policy, me
         'O1:bfloat16,overrides={"w": "bf16"},master_weights=false,rounding=stochastic',
     ],
 )
-def test_one_that_has_an_effect_is_not(policy):
+def test_policy_setting_with_an_effect_draws_no_warning(policy):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mpjax.mixed_precision(optax.adam(0.1), policy)

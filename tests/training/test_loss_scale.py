@@ -40,7 +40,7 @@ def run(scale, verdicts):
 @pytest.mark.parametrize("make", [SCALES["static"], SCALES["dynamic"]], ids=["static", "dynamic"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
 @pytest.mark.parametrize("jitted", [False, True])
-def test_scaling_happens_in_float32(make, dtype, jitted):
+def test_loss_scale_scales_and_unscales_in_float32(make, dtype, jitted):
     wrap = jax.jit if jitted else lambda f: f
     scale = make()
     tree = {"loss": jnp.asarray(3, dtype), "n": jnp.arange(2), "none": None}
@@ -52,11 +52,11 @@ def test_scaling_happens_in_float32(make, dtype, jitted):
     assert back["loss"].dtype == wide and back["loss"] == 3
 
 
-def test_a_float16_loss_does_not_overflow():
+def test_scale_of_a_float16_loss_does_not_overflow():
     assert mpjax.DynamicLossScale().scale(jnp.float16(3)) == 196608.0
 
 
-def test_unscale_widens_first():
+def test_unscale_widens_to_float32_first():
     tiny = jnp.float16(6e-8)
     assert mpjax.DynamicLossScale().unscale(tiny) == np.float32(tiny) / 2**16 != 0
 
@@ -68,20 +68,20 @@ def test_unscale_undoes_scale(scale, value):
 
 
 @pytest.mark.usefixtures("x64")
-def test_float64_keeps_its_type():
+def test_float64_loss_keeps_its_dtype_when_scaled():
     scale = mpjax.DynamicLossScale()
     x = jnp.asarray(1 / 3, jnp.float64)
     assert scale.scale(x).dtype == jnp.float64 and scale.unscale(scale.scale(x)) == x
     assert scale.adjust(jnp.array(False)).loss_scale.dtype == jnp.float32
 
 
-def test_python_numbers_and_other_leaves():
+def test_scale_takes_python_numbers_and_leaves_other_leaves_alone():
     scale = mpjax.StaticLossScale(4.0)
     assert scale.scale(3.0) == 12.0
     assert scale.scale({"f": "relu", "n": 3}) == {"f": "relu", "n": 3}
 
 
-def test_noop_scales_nothing_but_widens_like_the_others():
+def test_noop_loss_scale_scales_nothing_but_widens_like_the_others():
     scale = mpjax.NoOpLossScale()
     x = jnp.ones(2)
     assert scale.scale(x) is x and scale.unscale(x) is x
@@ -93,7 +93,7 @@ def test_noop_scales_nothing_but_widens_like_the_others():
 # ---------------------------------------------------------------- adjust
 
 
-def test_growth_comes_on_the_interval_and_not_past_the_maximum():
+def test_loss_scale_grows_on_the_interval_and_not_past_max_scale():
     scale = mpjax.DynamicLossScale(4.0, growth_interval=3, max_scale=10.0)
     scales, last = run(scale, [True] * 10)
     assert scales == [4, 4, 8, 8, 8, 10, 10, 10, 10, 10]
@@ -137,7 +137,9 @@ class GradScaler:
     st.sampled_from([1.5, 2.0, 4.0]),
     st.sampled_from([0.25, 0.5, 0.75]),
 )
-def test_with_hysteresis_1_it_is_torchs_grad_scaler(verdicts, interval, growth, backoff):
+def test_dynamic_loss_scale_with_hysteresis_1_equals_torch_grad_scaler(
+    verdicts, interval, growth, backoff
+):
     settings = {"min_scale": 2.0**-126, "max_scale": 2.0**126}
     ours = mpjax.DynamicLossScale(2.0**16, growth, backoff, interval, **settings)
     theirs = GradScaler(np.float32(2.0**16), np.float32(growth), np.float32(backoff), interval)
@@ -162,7 +164,7 @@ def test_adjust_refuses_what_is_not_one_bool(wrong):
 
 
 @pytest.mark.parametrize("name", SCALES)
-def test_arrays_are_leaves_and_settings_are_static(name):
+def test_loss_scale_arrays_are_leaves_and_settings_are_static(name):
     scale = SCALES[name]()
     leaves = jax.tree.leaves(scale)
     assert all(isinstance(leaf, jax.Array) and leaf.shape == () for leaf in leaves)
@@ -172,7 +174,7 @@ def test_arrays_are_leaves_and_settings_are_static(name):
     assert dataclasses.is_dataclass(scale)
 
 
-def test_settings_survive_every_transformation():
+def test_loss_scale_settings_survive_every_transformation():
     settings = {"init_scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.25}
     settings |= {"growth_interval": 7, "hysteresis": 3, "min_scale": 0.5, "max_scale": 512.0}
     scale = mpjax.DynamicLossScale(**settings)
@@ -190,14 +192,14 @@ def test_settings_survive_every_transformation():
 
 @pytest.mark.parametrize("leaf", [None, "spec", -1.0, jax.sharding.PartitionSpec(), object()])
 @pytest.mark.parametrize("name", SCALES)
-def test_unflattening_never_validates(name, leaf):
+def test_unflattening_a_loss_scale_never_validates(name, leaf):
     scale = SCALES[name]()
     mapped = jax.tree.map(lambda _: leaf, scale)
     kept = jax.tree.leaves(mapped, is_leaf=lambda x: x is None)
     assert len(kept) == len(jax.tree.leaves(scale)) and all(x is leaf for x in kept)
 
 
-def test_one_compilation_for_a_whole_run():
+def test_adjust_compiles_once_for_a_whole_run():
     traces = []
 
     @partial(jax.jit, donate_argnums=0)
@@ -211,7 +213,7 @@ def test_one_compilation_for_a_whole_run():
     assert len(traces) == 1 and step._cache_size() == 1
 
 
-def test_key_paths_name_the_leaves():
+def test_key_paths_name_the_leaves_of_a_loss_scale():
     paths = [
         jax.tree_util.keystr(k)
         for k, _ in jax.tree_util.tree_leaves_with_path(mpjax.DynamicLossScale())
@@ -219,7 +221,7 @@ def test_key_paths_name_the_leaves():
     assert paths == [".loss_scale", ".growth_tracker", ".hysteresis_tracker"]
 
 
-def test_under_vmap_and_eval_shape():
+def test_loss_scale_works_under_vmap_and_eval_shape():
     scales = jax.vmap(lambda finite: mpjax.DynamicLossScale().adjust(finite))(
         jnp.array([True, False])
     )
@@ -228,7 +230,7 @@ def test_under_vmap_and_eval_shape():
     assert shapes.loss_scale.dtype == jnp.float32
 
 
-def test_orbax_restores_it(tmp_path):
+def test_orbax_restores_a_loss_scale(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     scale = mpjax.DynamicLossScale(growth_interval=3).adjust(False).adjust(True)
     with ocp.StandardCheckpointer() as checkpointer:
@@ -241,7 +243,7 @@ def test_orbax_restores_it(tmp_path):
     assert restored.growth_interval == 3
 
 
-def test_replace_sets_the_scale():
+def test_dataclasses_replace_sets_the_loss_scale():
     scale = dataclasses.replace(mpjax.DynamicLossScale(), loss_scale=2.0**10)
     assert scale.loss_scale == 1024 and scale.loss_scale.dtype == jnp.float32
 
@@ -260,7 +262,7 @@ def test_a_static_scale_may_be_traced():
         (lambda s: mpjax.DynamicLossScale(growth_interval=s), "growth_interval"),
     ],
 )
-def test_a_setting_that_is_traced_is_refused(make, name):
+def test_traced_loss_scale_setting_is_refused(make, name):
     with pytest.raises(ValueError, match=f"{name}=.*but it is traced: .*static_argnames"):
         jax.eval_shape(make, 128.0)
 
@@ -268,7 +270,7 @@ def test_a_setting_that_is_traced_is_refused(make, name):
 # ---------------------------------------------------------------- settings
 
 
-def test_settings_and_their_defaults():
+def test_dynamic_loss_scale_has_these_settings_and_defaults():
     parameters = inspect.signature(mpjax.DynamicLossScale).parameters.values()
     settings = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
     expected = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5}
@@ -310,18 +312,18 @@ def test_settings_and_their_defaults():
         ({"growth_tracker": -5}, "growth_tracker=-5 must be a whole number from 0"),
     ],
 )
-def test_nonsense_is_refused_at_construction(settings, message):
+def test_dynamic_loss_scale_refuses_settings_out_of_range(settings, message):
     with pytest.raises(ValueError, match=message):
         mpjax.DynamicLossScale(**settings)
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("inf"), 2.0**127, 1e-39, "x", jnp.ones(2)])
-def test_a_static_scale_that_makes_no_sense_is_refused(wrong):
+def test_static_loss_scale_refuses_values_out_of_range(wrong):
     with pytest.raises(ValueError, match="loss_scale="):
         mpjax.StaticLossScale(wrong)
 
 
-def test_the_extremes_work():
+def test_loss_scale_works_at_the_extremes_of_its_range():
     for extreme in (2.0**-126, 2.0**126):
         scale = mpjax.StaticLossScale(extreme)
         assert scale.unscale(scale.scale(jnp.float32(1.0))) == 1.0
@@ -331,7 +333,7 @@ def test_the_extremes_work():
 # ---------------------------------------------------------------- resolving an argument
 
 
-def test_auto_follows_need():
+def test_auto_loss_scale_is_dynamic_only_where_needed():
     assert isinstance(resolve_loss_scale("auto", True), mpjax.DynamicLossScale)
     assert isinstance(resolve_loss_scale("auto", False), mpjax.NoOpLossScale)
 
@@ -352,12 +354,12 @@ def test_auto_follows_need():
         (jmp.DynamicLossScale(jnp.float32(2.0**126)), mpjax.DynamicLossScale, 2.0**126),
     ],
 )
-def test_what_an_argument_stands_for(given, kind, value):
+def test_resolve_loss_scale_turns_each_spelling_into_its_scale(given, kind, value):
     found = resolve_loss_scale(given, False)
     assert isinstance(found, kind) and float(found.loss_scale) == value
 
 
-def test_jmps_dynamic_scale_behaves_as_it_does_at_home():
+def test_jmp_dynamic_loss_scale_adjusts_as_in_jmp():
     theirs = jmp.DynamicLossScale(
         jnp.float32(2**10), jnp.int32(1), period=3, factor=4, min_loss_scale=jnp.float32(100)
     )
@@ -372,7 +374,7 @@ class Subclass(jmp.DynamicLossScale):
     """Not a pytree: a subclass is not registered by its base."""
 
 
-def test_a_subclass_is_not_mistaken_for_its_base():
+def test_loss_scale_subclass_is_not_mistaken_for_its_base():
     with pytest.raises(ValueError, match="is not registered as a pytree"):
         resolve_loss_scale(Subclass(jnp.float32(2)), False)
     jax.tree_util.register_pytree_node_class(Subclass)
@@ -380,7 +382,7 @@ def test_a_subclass_is_not_mistaken_for_its_base():
     assert resolve_loss_scale(mine, False) is mine
 
 
-def test_integers_of_any_kind_are_whole_numbers():
+def test_growth_interval_takes_integers_of_any_kind():
     assert mpjax.DynamicLossScale(growth_interval=np.int64(5)).growth_interval == 5
     assert mpjax.DynamicLossScale(growth_interval=2**31 - 1).growth_interval == 2**31 - 1
 
@@ -388,12 +390,12 @@ def test_integers_of_any_kind_are_whole_numbers():
 @pytest.mark.parametrize(
     "wrong", ["dynamik", True, object(), [1], 0, mpjax.DynamicLossScale, jmp.NoOpLossScale]
 )
-def test_other_arguments_are_refused(wrong):
+def test_resolve_loss_scale_refuses_other_arguments(wrong):
     with pytest.raises(ValueError, match="loss_scale="):
         resolve_loss_scale(wrong, False)
 
 
-def test_equal_scales_compare_equal():
+def test_equal_loss_scales_compare_equal():
     assert mpjax.NoOpLossScale() == mpjax.NoOpLossScale()
     assert mpjax.DynamicLossScale() == mpjax.DynamicLossScale()
     assert mpjax.DynamicLossScale() != mpjax.DynamicLossScale().adjust(False)

@@ -83,7 +83,9 @@ QUICK = zip(itertools.cycle([None, "float32"]), itertools.cycle(["sgd", "adamw"]
 
 
 @pytest.mark.parametrize("grad_dtype, inner, wrapper", thorough_but(ALL, *QUICK))
-def test_parameters_are_their_masters_rounded_wherever_it_stands(wrapper, inner, grad_dtype, rng):
+def test_parameters_are_their_master_weights_rounded_under_every_wrapper(
+    wrapper, inner, grad_dtype, rng
+):
     params = mixed_params(rng)
     grads = [mixed_grads(rng, params, grad_dtype) for _ in range(7)]
     optimizer = WRAPPERS[wrapper](INNERS[inner]())
@@ -97,7 +99,7 @@ def test_parameters_are_their_masters_rounded_wherever_it_stands(wrapper, inner,
 
 
 @pytest.mark.parametrize("inner, half", thorough_but(PAIRS, 0, 5))
-def test_masters_follow_the_float32_run(half, inner, rng):
+def test_master_weights_follow_the_float32_run(half, inner, rng):
     """Weight decay and trust ratios see float32 parameters, so both runs are the same run."""
     params = mixed_params(rng, half)
     grads = [mixed_grads(rng, params, "float32") for _ in range(20)]
@@ -111,7 +113,7 @@ def test_masters_follow_the_float32_run(half, inner, rng):
     )
 
 
-def test_small_updates_are_not_rounded_away():
+def test_master_weights_keep_small_updates():
     """bfloat16 with Adam at 1e-3: without masters 200 steps leave the weights at 1.0."""
     params = np.ones(4, jnp.bfloat16)
     grads = [params] * 200
@@ -121,7 +123,7 @@ def test_small_updates_are_not_rounded_away():
     np.testing.assert_allclose(moved.astype(jnp.float32), 0.8, atol=0.005)
 
 
-def test_only_half_leaves_have_masters_and_the_state_is_float32(rng):
+def test_only_16_bit_leaves_have_master_weights_and_the_state_is_float32(rng):
     params = mixed_params(rng)
     state = mpjax.optim.with_master_weights(optax.adam(1e-3)).init(params)
     assert isinstance(state.masters["norm"]["scale"], optax.MaskedNode)
@@ -130,7 +132,7 @@ def test_only_half_leaves_have_masters_and_the_state_is_float32(rng):
     assert {x.dtype.name for x in floats} == {"float32"}
 
 
-def test_without_half_leaves_the_state_has_no_tree_of_them():
+def test_state_without_16_bit_leaves_has_no_tree_of_masters():
     params = {f"layer_{i}": jnp.ones(2) for i in range(8)}
     optimizer = mpjax.optim.with_master_weights(optax.sgd(0.1))
     state = optimizer.init(params)
@@ -143,7 +145,7 @@ def test_without_half_leaves_the_state_has_no_tree_of_them():
         optimizer.update(params, state, half)
 
 
-def test_inner_sees_float32_and_updates_of_half_leaves_are_float32(rng):
+def test_inner_optimizer_sees_float32_and_updates_of_16_bit_leaves_are_float32(rng):
     seen = {}
 
     def update(updates, state, params=None, **extra_args):
@@ -160,7 +162,7 @@ def test_inner_sees_float32_and_updates_of_half_leaves_are_float32(rng):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(updates)} == {"float32"}
 
 
-def test_a_deviation_is_corrected_by_the_next_step():
+def test_deviation_from_the_masters_is_corrected_by_the_next_step():
     """A value that shrinks by more than float32 addition can follow, and one changed by hand."""
     optimizer = mpjax.optim.with_master_weights(optax.sgd(1.0))
     params = jnp.array([1.0, 2.0], jnp.bfloat16)
@@ -189,14 +191,14 @@ def test_apply_updates_is_exact_where_addition_is_not():
     assert (new["full"] == 0.5).all() and new["frozen"] is params["frozen"]
 
 
-def test_update_without_params_is_an_error(rng):
+def test_master_weights_update_without_params_is_an_error(rng):
     params = mixed_params(rng)
     optimizer = mpjax.optim.with_master_weights(optax.sgd(1.0))
     with pytest.raises(ValueError, match="update was called without params"):
         optimizer.update(params, optimizer.init(params))
 
 
-def test_other_parameters_than_init_saw_are_an_error(rng):
+def test_master_weights_update_refuses_parameters_that_init_did_not_see(rng):
     half, optimizer = mixed_params(rng), mpjax.optim.with_master_weights(optax.sgd(1.0))
     full = jax.tree.map(lambda p: p.astype(jnp.float32), half)
     for first, then, message in [
@@ -211,7 +213,7 @@ def test_other_parameters_than_init_saw_are_an_error(rng):
         optimizer.update(half, optimizer.init(half), {"c": half["b"]})
 
 
-def test_paths_that_read_alike_are_different_parameters():
+def test_parameter_paths_that_read_alike_have_masters_of_their_own():
     params = {"a/b": jnp.full(2, 1.0, jnp.bfloat16), "a": {"b": jnp.full(2, 5.0, jnp.bfloat16)}}
     full = mpjax.optim.master_params(
         mpjax.optim.with_master_weights(optax.sgd(0.0)).init(params), params
@@ -221,7 +223,7 @@ def test_paths_that_read_alike_are_different_parameters():
 
 @pytest.mark.parametrize("wrap", [mpjax.optim.with_master_weights, mpjax.optim.skip_nonfinite])
 @pytest.mark.parametrize("wrong", [None, optax.sgd, optax.GradientTransformation, nn.Dense(1), {}])
-def test_what_is_no_optimizer_is_named(wrap, wrong):
+def test_error_names_an_inner_that_is_no_optimizer(wrap, wrong):
     with pytest.raises(TypeError, match="(?s)inner=.*must be an optax optimizer"):
         wrap(wrong)
 
@@ -248,7 +250,7 @@ def test_master_params_of_another_model_is_an_error(rng):
         mpjax.optim.master_params(many, {})
 
 
-def test_it_works_in_cond_and_under_donation(rng):
+def test_master_weights_work_in_cond_and_under_donation(rng):
     params = mixed_params(rng)
     optimizer = mpjax.optim.with_master_weights(optax.adam(1e-3))
 
@@ -272,7 +274,7 @@ def test_it_works_in_cond_and_under_donation(rng):
 
 
 @pytest.mark.parametrize("inner, half", thorough_but(PAIRS, 2, 7))
-def test_without_masters_dtypes_do_not_drift(half, inner, rng):
+def test_in_full_precision_dtypes_do_not_drift(half, inner, rng):
     params = mixed_params(rng, half)
     optimizer = in_full_precision(INNERS[inner]())
     new, state = run_updates(optimizer, params, [mixed_grads(rng, params)] * 3)
@@ -281,7 +283,7 @@ def test_without_masters_dtypes_do_not_drift(half, inner, rng):
     assert {x.dtype.name for x in floats} <= {"float32"}
 
 
-def test_second_moments_do_not_underflow_in_float16():
+def test_second_moments_of_float16_parameters_do_not_underflow():
     params = jnp.ones(3, jnp.float16)
     new, _ = run_updates(
         in_full_precision(optax.adam(1e-2)), params, [jnp.full(3, 1e-5, jnp.float16)] * 3

@@ -58,7 +58,9 @@ def loss_fn(params, batch):
 
 
 @pytest.mark.parametrize("scale, policy, optimizer", thorough_but(ALL, *QUICK))
-def test_it_trains_and_skips_the_bad_batch(scale, policy, optimizer, rng):
+def test_train_step_learns_and_skips_the_bad_batch_in_each_combination(
+    scale, policy, optimizer, rng
+):
     draw = lambda *shape: np.float32(rng.normal(size=shape) / np.sqrt(shape[0]))  # noqa: E731
     params = {
         "hidden": {"kernel": draw(4, 16), "bias": np.zeros(16, np.float32)},

@@ -54,7 +54,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("policy", thorough_but(POLICIES, "O2:float16"))
-def test_it_is_the_step_of_build_train_step(policy):
+def test_mixed_precision_steps_equal_build_train_step(policy):
     optimizer = mpjax.mixed_precision(optax.adamw(1e-2), policy)
     params, opt_state = begin(optimizer)
     step = jax.jit(step_of(optimizer))
@@ -81,7 +81,7 @@ TRANSFORMS = ["eager", "jit", "scan", "vmap", "shard_map", "pmap"]
 
 
 @pytest.mark.parametrize("transform", thorough_but(TRANSFORMS, "shard_map"))
-def test_a_skip_leaves_no_trace_under(transform):
+def test_mixed_precision_skip_changes_nothing_under_transformations(transform):
     optimizer = mpjax.mixed_precision(optax.adamw(1e-2), "O2:float16")
     start, step = begin(optimizer), step_of(optimizer)
 
@@ -126,7 +126,7 @@ def test_a_skip_leaves_no_trace_under(transform):
     assert float(opt_state.loss_scale.loss_scale) == float(old.loss_scale.loss_scale) / 2
 
 
-def test_no_scale_cures_what_the_caller_finds():
+def test_callers_verdict_skips_without_lowering_the_loss_scale():
     optimizer = mpjax.mixed_precision(optax.sgd(0.1), "mixed_float16")
     params, first = begin(optimizer)
     good = jax.tree.map(lambda x: np.ones(x.shape, np.float32), params)
@@ -148,7 +148,7 @@ def test_no_scale_cures_what_the_caller_finds():
     assert bool(state.finite) and float(updates["w"][0, 0]) == np.float32(-0.1)
 
 
-def test_what_an_optimizer_is_told_reaches_it():
+def test_extra_arguments_of_update_reach_the_inner_optimizer():
     inner = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
     optimizer = mpjax.mixed_precision(inner, "mixed_bfloat16")
     params, state = begin(optimizer)
@@ -159,7 +159,7 @@ def test_what_an_optimizer_is_told_reaches_it():
     assert abs(float(updates["w"][0, 0])) < 0.05
 
 
-def test_an_optimizer_that_is_not_shown_parameters():
+def test_update_without_params_works_unless_there_are_masters():
     """As many loops have it: without half parameters there are no masters to keep up with."""
     optimizer = mpjax.mixed_precision(optax.adam(1e-2), "mixed_float16")
     params, state = begin(optimizer)
@@ -188,7 +188,7 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("outside", thorough_but(OUTSIDE, "MultiSteps"))
-def test_a_part_of_another_optimizer(outside):
+def test_mixed_precision_trains_as_part_of_another_optimizer(outside):
     optimizer = mpjax.mixed_precision(optax.adam(1e-2), "mixed_float16")
     whole = OUTSIDE[outside](optimizer)
     params, _ = begin(optimizer)
@@ -215,7 +215,7 @@ REBUILT = {
 
 
 @pytest.mark.parametrize("how", thorough_but(REBUILT, "mapped", "update replaced"))
-def test_a_rebuilt_one_is_one(how):
+def test_rebuilt_mixed_precision_is_still_mixed_precision(how):
     optimizer = mpjax.mixed_precision(optax.sgd(0.1), "mixed_float16")
     rebuilt = REBUILT[how](optimizer)
     assert isinstance(rebuilt, mpjax.optim.MixedPrecision) and rebuilt.policy == optimizer.policy
@@ -224,7 +224,7 @@ def test_a_rebuilt_one_is_one(how):
     assert same(got, want)
 
 
-def test_a_pickled_one_is_one():
+def test_pickled_mixed_precision_keeps_policy_and_loss_scale():
     inner = optax.GradientTransformation(_nothing, _as_it_is)  # optax's own cannot be pickled
     optimizer = pickle.loads(pickle.dumps(mpjax.mixed_precision(inner, "mixed_float16")))
     assert optimizer.policy == mpjax.get_policy("mixed_float16")
@@ -239,7 +239,7 @@ def _as_it_is(updates, state, params=None):
     return updates, state
 
 
-def test_it_is_shown_with_what_it_is_made_of():
+def test_repr_of_mixed_precision_names_its_parts():
     text = repr(mpjax.mixed_precision(optax.adamw(1e-3), "mixed_float16", 128.0))
     assert "chain(scale_by_adam, add_decayed_weights, scale" in text
     assert "'mixed_float16'" in text and "StaticLossScale" in text
@@ -248,7 +248,7 @@ def test_it_is_shown_with_what_it_is_made_of():
     assert "scale_by_lion" in repr(mpjax.mixed_precision(parts, "mixed_bfloat16"))
 
 
-def test_functions_of_others_are_an_error_that_says_so():
+def test_value_and_grad_after_replacing_init_and_update_is_an_error():
     optimizer = mpjax.mixed_precision(optax.sgd(0.1))
     lost = optimizer._replace(init=_nothing, update=_as_it_is)
     with pytest.raises(AttributeError, match=r"no longer those of mpjax\.mixed_precision"):
@@ -256,7 +256,7 @@ def test_functions_of_others_are_an_error_that_says_so():
 
 
 @pytest.mark.parametrize("name", ["bf16", " FP16", "half", "float16"])
-def test_names_that_mean_mixed_precision_elsewhere_are_warned_of(name):
+def test_policy_names_that_mean_mixed_precision_elsewhere_are_warned_of(name):
     made = [
         lambda: mpjax.mixed_precision(optax.sgd(0.1), name),
         lambda: mpjax.build_train_step(lambda p, b: 0.0, optax.sgd(0.1), name),
@@ -286,14 +286,14 @@ class TestMissingLine:
         args = params, optimizer.init(params), X, Y
         return jax.eval_shape(step, *args) if traced else step(*args)
 
-    def test_is_warned_of_at_the_line_of_the_update(self):
+    def test_gradient_without_cast_is_warned_of_at_the_line_of_the_update(self):
         with pytest.warns(mpjax.errors.PrecisionWarning, match="value_and_grad") as found:
             self.update("mixed_float16")
         (warning,) = found
         assert warning.filename == __file__ and "mixed_float16" in str(warning.message)
         assert "in float16 and no loss has been scaled" in str(warning.message)
 
-    def test_a_cast_without_a_scale_is_half_of_it(self):
+    def test_cast_without_loss_scale_is_warned_of(self):
         cast = lambda fun: jax.grad(mpjax.autocast(fun, "mixed_float16"))  # noqa: E731
         with pytest.warns(mpjax.errors.PrecisionWarning, match="but no loss has been scaled"):
             self.update("mixed_float16", cast)
@@ -303,7 +303,7 @@ class TestMissingLine:
     @pytest.mark.parametrize(
         "before", thorough_but(["eager", "another jit", "by hand", "build_train_step"], "by hand")
     )
-    def test_nothing_is_said_where_something_has_cast_and_scaled(self, before):
+    def test_gradient_that_was_cast_and_scaled_draws_no_warning(self, before):
         optimizer = mpjax.mixed_precision(optax.sgd(0.1), "mixed_float16")
         state = optimizer.init(PARAMS)
         gradient = optimizer.value_and_grad(loss_fn, state)
@@ -321,12 +321,12 @@ class TestMissingLine:
             (jax.jit(gradient) if before == "another jit" else gradient)(PARAMS, X, Y)
         self.update("mixed_float16")
 
-    def test_nor_of_what_is_not_traced_or_not_float32_or_needs_no_cast(self):
+    def test_untraced_update_and_policy_without_cast_draw_no_warning(self):
         self.update("mixed_float16", traced=False)
         self.update("O3:bfloat16")
         self.update("float32")
 
-    def test_nor_under_scan_after_the_gradient(self):
+    def test_gradient_and_update_in_a_scan_draw_no_warning(self):
         optimizer = mpjax.mixed_precision(optax.sgd(0.1), "mixed_float16")
 
         def step(carry, x):
@@ -336,7 +336,7 @@ class TestMissingLine:
         start, xs = (PARAMS, optimizer.init(PARAMS)), np.stack([X, X])
         jax.eval_shape(lambda c, xs: jax.lax.scan(step, c, xs), start, xs)
 
-    def test_frameworks_name_their_own_line(self):
+    def test_linen_warning_names_value_and_grad_of_its_state(self):
         state = mpjax.linen.TrainState.create(
             apply_fn=loss_fn, params=PARAMS, tx=optax.sgd(0.1), policy="mixed_bfloat16"
         )
@@ -382,7 +382,7 @@ class TestSharedGradient:
     def scales(self, states):
         return [float(s.loss_scale.loss_scale) for s in states]
 
-    def test_the_smallest_scale_is_used_and_the_others_follow_it(self):
+    def test_shared_gradient_uses_the_smallest_loss_scale_and_the_others_follow(self):
         optimizers, states = self.make([2.0**20, 2.0**4])
         step = self.step(optimizers)
         states = step(states, (2.0**5, 2.0**5))  # would overflow at 2**20
@@ -394,7 +394,7 @@ class TestSharedGradient:
         states = step(states, (2.0**3, 2.0**5))
         assert [int(s.skipped_steps) for s in states] == [1, 0]
 
-    def test_both_grow_together_though_they_count_apart(self):
+    def test_loss_scales_of_a_shared_gradient_grow_together(self):
         optimizers, states = self.make([16.0, 16.0], (3, 5))
         step = self.step(optimizers)
         for _ in range(40):
@@ -402,7 +402,7 @@ class TestSharedGradient:
             assert max(self.scales(states)) <= 2 * min(self.scales(states))
         assert min(self.scales(states)) >= 2.0**10
 
-    def test_alone_it_is_as_without(self):
+    def test_scaled_by_of_one_state_changes_nothing(self):
         optimizers, states = self.make([2.0**8, 2.0**8])
         optimizer, state, params = optimizers[0], states[0], PARAMS["w"]
         update = jax.jit(lambda g, s, **by: optimizer.update(g, s, params, **by))
@@ -410,7 +410,7 @@ class TestSharedGradient:
             want, got = update(grads, state)[1], update(grads, state, scaled_by=(state,))[1]
             assert same(got, want)
 
-    def test_what_needs_no_scale_has_no_say(self):
+    def test_noop_loss_scale_has_no_say_in_the_smallest(self):
         plain = mpjax.mixed_precision(optax.sgd(0.1), "mixed_bfloat16").init(PARAMS["v"])
         _, (state, _) = self.make([2.0**8, 2.0**8])
         assert smallest([plain.loss_scale, state.loss_scale]) is state.loss_scale
@@ -427,7 +427,7 @@ overflowing.defvjp(
 )
 
 
-def test_donated_and_compiled_once():
+def test_mixed_precision_step_is_donated_and_compiled_once():
     optimizer = mpjax.mixed_precision(optax.adam(1e-2), "O2:bfloat16", "dynamic")
     params, state = begin(optimizer)
     step = jax.jit(step_of(optimizer), donate_argnums=(0, 1))
@@ -438,7 +438,7 @@ def test_donated_and_compiled_once():
     assert float(other.loss_scale.loss_scale) == 2.0**16
 
 
-def test_it_is_saved(tmp_path):
+def test_mixed_precision_state_is_saved_and_restored(tmp_path):
     optimizer = mpjax.mixed_precision(optax.adam(1e-2), "O2:float16")
     params, state = begin(optimizer)
     params, trained, _ = jax.jit(step_of(optimizer))(params, state, X, Y)
@@ -449,7 +449,7 @@ def test_it_is_saved(tmp_path):
     assert same(again, trained)
 
 
-def test_masters_are_found():
+def test_master_params_finds_masters_of_mixed_precision():
     optimizer = mpjax.mixed_precision(optax.adam(1e-2), "O2:float16")
     params, state = begin(optimizer)
     masters = mpjax.optim.master_params(state, params)
@@ -458,7 +458,7 @@ def test_masters_are_found():
     assert half == {"float16"}
 
 
-def test_what_auto_means():
+def test_get_loss_scale_auto_is_dynamic_for_float16_alone():
     of = functools.partial(get_loss_scale, "mixed_float16")
     assert isinstance(of(), mpjax.DynamicLossScale) and float(of(8.0).loss_scale) == 8
     for policy in ("mixed_bfloat16", "float32", "O3:bfloat16"):
@@ -466,7 +466,7 @@ def test_what_auto_means():
         assert isinstance(get_loss_scale(policy, "dynamic"), mpjax.DynamicLossScale)
 
 
-def test_errors():
+def test_mixed_precision_refuses_bad_arguments():
     with pytest.raises(TypeError, match=r"optimizer=0\.1 must be an optax optimizer"):
         mpjax.mixed_precision(0.1)
     with pytest.raises(ValueError, match="policy"):

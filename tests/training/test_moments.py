@@ -82,7 +82,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_which_fields_are_codes(name, rng):
+def test_moments_in_8_bits_are_codes_for_each_optimizer(name, rng):
     params, _ = problem(rng)
     make, fields = KINDS[name]
     state = jax.eval_shape(EIGHT(make()).init, params)
@@ -91,7 +91,7 @@ def test_which_fields_are_codes(name, rng):
 
 
 @pytest.mark.parametrize("name", thorough_but(KINDS, "adamw"))
-def test_it_trains_as_the_optimizer_does(name, rng):
+def test_optimizer_with_8_bit_moments_trains_as_without(name, rng):
     params, batch = problem(rng)
     make, fields = KINDS[name]
     losses, *_ = train(make(), params, batch)
@@ -103,7 +103,7 @@ def test_it_trains_as_the_optimizer_does(name, rng):
     assert int(state.rounded) == 20
 
 
-def test_the_table_names_classes_and_fields_of_optax():
+def test_table_of_moments_names_classes_and_fields_of_optax():
     classes = {**vars(optax), **vars(optax.contrib), **vars(optax._src.transform)}
     classes["ScaleByRmsWithCountState"] = optax._src.transform.ScaleByRmsWithCountState
     classes["MuonState"] = optax.contrib._muon.MuonState
@@ -111,7 +111,7 @@ def test_the_table_names_classes_and_fields_of_optax():
         assert set(fields) <= set(classes[name]._fields)
 
 
-def test_only_large_leaves_are_codes_and_weigh_a_byte():
+def test_only_moments_of_large_leaves_are_codes_and_take_a_byte():
     params = {"large": jnp.ones((1024, 768)), "odd": jnp.ones((64, 70)), "edge": jnp.ones(4096)}
     params["small"] = jnp.ones(4095)
     state = jax.eval_shape(EIGHT(optax.adamw(1e-3)).init, params)
@@ -132,14 +132,14 @@ def test_only_large_leaves_are_codes_and_weigh_a_byte():
     assert sum(x.nbytes if hasattr(x, "nbytes") else x.size for x in held) <= 2.07 * 1024 * 768
 
 
-def test_moments_of_half_are_codes_too():
+def test_bfloat16_moments_are_codes_too():
     params = np.ones((64, 64), jnp.bfloat16)
     optimizer = EIGHT(optax.adam(1e-2, mu_dtype=jnp.bfloat16))
     _, state = jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p)), params)
     assert dtypes(state.inner_state[0].mu) == {"int8"}
 
 
-def test_an_optimizer_of_ones_own_names_its_moments(rng):
+def test_custom_optimizer_names_its_moments(rng):
     class OwnState(NamedTuple):
         average: dict
 
@@ -203,19 +203,19 @@ def composed(name, rng):
 
 
 @pytest.mark.parametrize("name", AROUND)
-def test_codes_are_held_wherever_it_stands(name, rng):
+def test_moments_are_codes_wherever_the_wrapper_stands(name, rng):
     assert {"int8", "uint8"} <= dtypes(jax.eval_shape(*composed(name, rng))[2])
 
 
 @pytest.mark.parametrize("name", thorough_but(AROUND, "split masters"))
-def test_it_composes(name, rng):
+def test_optimizer_with_8_bit_moments_trains_in_each_composition(name, rng):
     run, params = composed(name, rng)
     losses, _, state = jax.jit(run)(params)
     assert {"int8", "uint8"} <= dtypes(state)
     assert losses[-1] < 0.98 * losses[0] and mpjax.all_finite(state)
 
 
-def test_hyperparameters_and_counts_are_still_found():
+def test_optax_tree_get_finds_hyperparameters_and_codes():
     optimizer = EIGHT(optax.inject_hyperparams(optax.adamw)(1e-3))
     state = jax.jit(optimizer.init)(np.ones((64, 64), np.float32))
     assert optax.tree.get(state, "learning_rate") == np.float32(1e-3)
@@ -253,7 +253,7 @@ def test_a_skipped_step_leaves_every_code_as_it_was(policy, rng):
     assert metrics["loss"] < 0.8 * first and step._cache_size() == 1
 
 
-def test_moments_that_are_not_finite_stay_visible(rng):
+def test_nonfinite_moments_stay_visible_in_codes(rng):
     params, _ = problem(rng)
     optimizer = EIGHT(optax.adamw(1e-3))
     update = jax.jit(optimizer.update)
@@ -265,7 +265,7 @@ def test_moments_that_are_not_finite_stay_visible(rng):
     assert np.isnan(up[3, 5]) and np.isfinite(up[4]).all()
 
 
-def test_a_gradient_that_vanishes_makes_no_large_step():
+def test_vanishing_gradient_with_8_bit_moments_makes_no_large_step():
     """A row that is seen once: its second moment decays beside large ones, and divides."""
     params = np.zeros((64, 64), np.float32)
     optimizer = EIGHT(optax.adam(1.0))
@@ -285,7 +285,7 @@ def test_a_gradient_that_vanishes_makes_no_large_step():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("specs", [P("data"), P(None, "data"), P("data", "model")])
-def test_bits_do_not_depend_on_how_arrays_are_sharded(specs, rng):
+def test_bits_of_codes_do_not_depend_on_sharding(specs, rng):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     params = {"w": np.float32(rng.normal(size=(64, 256)))}
     grads = [np.float32(rng.normal(size=(64, 256))) for _ in range(3)]
@@ -305,7 +305,7 @@ def test_bits_do_not_depend_on_how_arrays_are_sharded(specs, rng):
     assert spread[1].inner_state[0].mu["w"].sharding.is_equivalent_to(NamedSharding(mesh, specs), 2)
 
 
-def test_codes_and_scales_lie_as_their_parameters_do():
+def test_codes_and_scales_are_sharded_as_their_parameters():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     params = {"even": np.ones((64, 256), np.float32), "odd": np.ones((64, 96), np.float32)}
     init, step = mpjax.build_train_step(
@@ -333,7 +333,7 @@ def program(optimizer):
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_from_a_checkpoint_or_bytes(rng, tmp_path):
+def test_run_with_8_bit_moments_continues_from_checkpoint_and_bytes(rng, tmp_path):
     params, batch = problem(rng)
     init, step = program(EIGHT(optax.adamw(1e-2)))
     step = jax.jit(step)
@@ -351,7 +351,7 @@ def test_a_run_goes_on_from_a_checkpoint_or_bytes(rng, tmp_path):
             mpjax.checkpoint.restore(tmp_path / "state", like)
 
 
-def test_the_state_of_another_optimizer_is_named(rng):
+def test_update_with_8_bit_moments_refuses_the_state_of_another_optimizer(rng):
     params, _ = problem(rng)
     optimizer = EIGHT(optax.adam(0.1))
     others = [

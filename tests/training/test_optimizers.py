@@ -12,7 +12,7 @@ import mpjax
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-def test_a_bad_gradient_changes_nothing_and_is_counted(bad, rng):
+def test_skip_nonfinite_changes_nothing_on_a_bad_gradient_and_counts_it(bad, rng):
     params = {"w": jnp.ones(3), "v": jnp.ones(2)}
     optimizer = mpjax.optim.skip_nonfinite(optax.adam(optax.linear_schedule(1e-2, 0, 10)))
     update = jax.jit(optimizer.update)
@@ -29,7 +29,7 @@ def test_a_bad_gradient_changes_nothing_and_is_counted(bad, rng):
     assert (updates["w"] != 0).all() and update._cache_size() == 1
 
 
-def test_it_never_gives_up():
+def test_skip_nonfinite_has_no_limit_of_consecutive_skips():
     """optax.apply_if_finite applies the NaN after its limit."""
     params = jnp.ones(2)
     bad = [jnp.full(2, jnp.nan)] * 50
@@ -38,7 +38,7 @@ def test_it_never_gives_up():
 
 
 @pytest.mark.parametrize("verdict", [False, jnp.array(False)])
-def test_it_takes_the_callers_verdict_too(verdict):
+def test_skip_nonfinite_takes_the_callers_verdict_too(verdict):
     params = jnp.ones(2)
     optimizer = mpjax.optim.skip_nonfinite(optax.sgd(1.0))
     state = optimizer.init(params)
@@ -48,7 +48,7 @@ def test_it_takes_the_callers_verdict_too(verdict):
     assert (updates == 0).all() and int(state.skipped_steps) == 2
 
 
-def test_a_skip_keeps_even_a_negative_zero():
+def test_skip_nonfinite_keeps_even_a_negative_zero():
     params = jnp.array([-0.0, 1.0])
     optimizer = mpjax.optim.skip_nonfinite(optax.sgd(1.0))
     updates, _ = optimizer.update(params * jnp.nan, optimizer.init(params), params)
@@ -56,13 +56,13 @@ def test_a_skip_keeps_even_a_negative_zero():
 
 
 @pytest.mark.parametrize("wrong", [None, 1, jnp.array([True])])
-def test_a_verdict_that_is_not_one_bool_is_refused(wrong):
+def test_finite_argument_that_is_not_one_bool_is_refused(wrong):
     optimizer = mpjax.optim.skip_nonfinite(optax.sgd(1.0))
     with pytest.raises(ValueError, match="finite=.*must be one bool"):
         optimizer.update(jnp.ones(2), optimizer.init(jnp.ones(2)), finite=wrong)
 
 
-def test_two_optimizers_each_judge_their_own_gradients():
+def test_skip_nonfinite_in_multi_transform_judges_each_part_alone():
     params = {"generator": jnp.ones(2), "critic": jnp.ones(2)}
     optimizer = optax.multi_transform(
         {name: mpjax.optim.skip_nonfinite(optax.sgd(1.0)) for name in params},
@@ -87,7 +87,7 @@ def test_the_verdict_passes_through_a_chain_and_other_arguments_reach_inner():
     assert (updates == 0).all() and seen == {"value": 1.0}
 
 
-def test_half_state_does_not_drift():
+def test_skip_nonfinite_state_of_bfloat16_does_not_drift():
     params = jnp.ones(2, jnp.bfloat16)
     run_updates(
         mpjax.optim.skip_nonfinite(optax.adam(1e-3)), params, [jnp.ones(2, jnp.float32)] * 2
@@ -107,14 +107,14 @@ def other_states(optimizer):
 
 @pytest.mark.parametrize("wrap", [mpjax.optim.with_master_weights, mpjax.optim.skip_nonfinite])
 @pytest.mark.parametrize("number", range(6))
-def test_the_state_of_another_optimizer_is_named(wrap, number):
+def test_wrappers_refuse_the_state_of_another_optimizer(wrap, number):
     half, optimizer = {"w": jnp.ones(2, jnp.bfloat16)}, wrap(optax.adam(0.1))
     state = [*other_states(optimizer)][number]
     with pytest.raises(ValueError, match="belongs to (another optimizer|other parameters)"):
         optimizer.update(half, state, half)
 
 
-def test_an_optimizer_that_fails_by_itself_says_so():
+def test_error_of_the_inner_optimizer_itself_passes_through():
     def update(updates, state, params=None):
         raise KeyError("its own")
 
@@ -138,7 +138,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("name", thorough_but(WRAPPERS, "skip", "8bit", "O3"))
-def test_a_tree_that_is_no_gradient_is_compared_with_params(name):
+def test_error_compares_updates_that_are_no_gradients_with_params(name):
     optimizer, params = WRAPPERS[name](optax.adam(0.1)), {"w": np.ones(3, np.float32)}
     params = mpjax.cast(params, "bfloat16") if name not in ("skip", "mixed") else params
     state = optimizer.init(params)
@@ -154,7 +154,7 @@ def test_a_tree_that_is_no_gradient_is_compared_with_params(name):
 
 
 @pytest.mark.parametrize("name", ["skip", "mixed"])
-def test_a_stateless_optimizer_does_not_hide_a_tree_that_is_no_gradient(name):
+def test_stateless_optimizer_refuses_updates_that_are_no_gradients(name):
     params = {"w": np.ones(3, np.float32), "n": 3}
     optimizer = WRAPPERS[name](optax.sgd(0.1))
     state = optimizer.init(params)
@@ -165,7 +165,7 @@ def test_a_stateless_optimizer_does_not_hide_a_tree_that_is_no_gradient(name):
 
 
 @pytest.mark.parametrize("name", thorough_but(WRAPPERS, "skip", "mixed"))
-def test_init_with_a_whole_module_says_how_to_filter(name):
+def test_optimizer_init_with_a_whole_module_says_how_to_filter(name):
     optimizer, model = WRAPPERS[name](optax.adam(0.1)), {"f": jnp.tanh, "w": np.ones(2, np.float16)}
     if name == "O3":  # which wants bfloat16
         model = mpjax.cast(model, "bfloat16")
@@ -176,7 +176,7 @@ def test_init_with_a_whole_module_says_how_to_filter(name):
     WRAPPERS[name](optax.sgd(0.1)).init(model)  # needs no state of a function
 
 
-def test_a_loss_that_is_no_number_is_refused():
+def test_skip_nonfinite_refuses_a_value_that_is_no_scalar():
     params = {"w": np.ones(3, np.float32)}
     optimizer = mpjax.optim.skip_nonfinite(optax.adam(0.1))
     state = optimizer.init(params)
@@ -186,7 +186,7 @@ def test_a_loss_that_is_no_number_is_refused():
         optimizer.update(params, state, params, value="x")
 
 
-def test_what_a_state_of_ours_lacks_is_looked_for_inside_it():
+def test_missing_attribute_of_a_wrapper_state_is_looked_up_in_inner_state():
     params = {"w": np.ones(2, np.float32)}
     state = mpjax.optim.skip_nonfinite(optax.contrib.schedule_free_sgd(0.1)).init(params)
     with pytest.raises(AttributeError, match=r"no attribute 'b1', but the ScheduleFreeState ins"):
@@ -202,7 +202,7 @@ def test_what_a_state_of_ours_lacks_is_looked_for_inside_it():
     assert copy.deepcopy(state).skipped_steps == 0
 
 
-def test_what_a_state_lacks_is_told_in_short():
+def test_error_lists_what_the_optimizer_state_lacks_in_short():
     params = {"v": jnp.ones(2), "w": jnp.ones(2)}
     state = mpjax.optim.skip_nonfinite(optax.sgd(0.1)).init(params)
     lacking = r"lacks 0/count \[\], 0/mu/v \[2\], 0/mu/w \[2\]\. Pass the"

@@ -46,7 +46,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_is_kept_for_a_parameter_lies_as_it_does(mesh, name):
+def test_state_shardings_place_optimizer_state_as_parameters(mesh, name):
     optimizer, kept = OPTIMIZERS[name]
     state = shapes(optimizer)
     found = mpjax.optim.state_shardings(state, on(mesh))
@@ -59,14 +59,14 @@ def test_what_is_kept_for_a_parameter_lies_as_it_does(mesh, name):
 
 
 @pytest.mark.parametrize("policy", ["O2:bfloat16", "O2:float16", "O3:bfloat16"])
-def test_masters_lie_as_their_parameters_do(mesh, policy):
+def test_state_shardings_place_masters_as_parameters(mesh, policy):
     found = mpjax.optim.state_shardings(shapes(optax.adam(0.1), policy), on(mesh))
     if "O2" in policy:
         assert found.opt_state.masters == on(mesh)
     assert optax.tree.get(found.opt_state, "mu") == on(mesh)
 
 
-def test_a_part_of_the_optimizer_s_trees(mesh):
+def test_state_shardings_place_the_parts_of_a_partition(mesh):
     labels = {"dense": "slow", "scale": "fast"}
     optimizer = optax.partition({"slow": optax.adam(0.1), "fast": optax.sgd(0.1)}, labels)
     found = mpjax.optim.state_shardings(shapes(optimizer), on(mesh))
@@ -74,7 +74,7 @@ def test_a_part_of_the_optimizer_s_trees(mesh):
     assert optax.tree.get(found.opt_state, "count").spec == P()
 
 
-def test_what_is_kept_for_rows_and_columns(mesh):
+def test_state_shardings_place_factored_moments_by_row_and_column(mesh):
     optimizer = optax.adafactor(0.1, min_dim_size_to_factor=8)
     state = shapes(optimizer)
     found = mpjax.optim.state_shardings(state, on(mesh))
@@ -87,7 +87,7 @@ def test_what_is_kept_for_rows_and_columns(mesh):
     assert specs[16,] == P("data") and specs[32,] == P("model") and specs[1,] == P()
 
 
-def test_states_are_made_where_they_belong_and_stay_there(mesh):
+def test_train_state_is_made_and_stays_where_state_shardings_say(mesh):
     init, once = mpjax.build_train_step(loss, optax.adam(0.1), "O2:bfloat16")
     where = mpjax.optim.state_shardings(jax.eval_shape(init, PARAMS), on(mesh))
     state = jax.jit(init, out_shardings=where)(PARAMS)
@@ -102,7 +102,7 @@ def test_states_are_made_where_they_belong_and_stay_there(mesh):
     assert step._cache_size() == 1
 
 
-def test_flax_s_state_a_prefix_and_specs_alone(mesh):
+def test_state_shardings_take_flax_states_prefixes_and_specs(mesh):
     state = FlaxTrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(0.1))
     found = mpjax.optim.state_shardings(state, SPECS)
     assert found.opt_state[0].nu == SPECS and found.step == P()
@@ -116,7 +116,7 @@ def test_flax_s_state_a_prefix_and_specs_alone(mesh):
     assert mpjax.optim.state_shardings(state, split).params == split
 
 
-def test_memory_is_kept(mesh):
+def test_state_shardings_keep_the_memory_kind(mesh):
     place = NamedSharding(mesh, P("data"), memory_kind="unpinned_host")
     state = jax.eval_shape(
         mpjax.build_train_step(lambda w, x: jnp.sum(w), optax.adam(0.1)).init, jnp.ones(8)
@@ -134,6 +134,6 @@ def test_memory_is_kept(mesh):
         (shapes(optax.sgd(1.0)), P("data"), ValueError, r"'scale'.=P\('data',\) has more"),
     ],
 )
-def test_bad_input(state, shardings, error, match):
+def test_state_shardings_refuse_bad_arguments(state, shardings, error, match):
     with pytest.raises(error, match=match):
         mpjax.optim.state_shardings(state, shardings)

@@ -39,7 +39,7 @@ def check_all(bits):
     assert (abs(distance[~nan]) <= 0x8000).all()
 
 
-def test_every_kind_of_float32_number_comes_back(rng):
+def test_residual_restores_every_kind_of_float32_number(rng):
     """All exponents, at all edges of what is rounded, and random ones between."""
     tops = np.arange(1 << 16, dtype=np.uint32) << 16
     edges = np.array(
@@ -49,12 +49,12 @@ def test_every_kind_of_float32_number_comes_back(rng):
 
 
 @pytest.mark.thorough
-def test_all_float32_numbers_come_back():
+def test_residual_restores_all_float32_numbers():
     for start in range(0, 1 << 32, 1 << 24):
         check_all(np.arange(start, start + (1 << 24), dtype=np.int64).astype(np.uint32))
 
 
-def test_rounding_is_that_of_a_cast_but_at_ties(rng):
+def test_residual_split_rounds_as_a_cast_but_at_ties(rng):
     x = np.float32(rng.normal(size=4096) * np.exp(rng.normal(size=4096) * 20))
     param, _ = split(x, BFLOAT16, residuals.UINT16)
     ties = x.view(np.uint32) & 0xFFFF == 0x8000
@@ -89,7 +89,7 @@ def test_shorter_residuals_hold_as_many_bits_as_they_say(x, kind):
     assert abs(float(back) - float(x)) <= allowed
 
 
-def test_a_program_keeps_what_a_rounding_took():
+def test_xla_keeps_the_residual_of_a_rounding():
     """XLA may drop a round trip through half: a residual of floats would be zero then."""
 
     @jax.jit

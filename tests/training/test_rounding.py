@@ -21,7 +21,7 @@ VALUES = [1.001, -7.7e-6, 123.456, 3.3e-5, 2.1e-8, 60000.5]
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_a_value_that_is_held_is_never_moved(half):
+def test_stochastic_round_never_moves_a_16_bit_value(half):
     """All 65,536, NaN, Inf and subnormals too, by the least and the largest random number."""
     bits = np.arange(1 << 16, dtype=np.uint16)
     wide = bits.view(jnp.dtype(half)).astype(np.float32)  # NumPy flushes no subnormals
@@ -36,7 +36,7 @@ def test_a_value_that_is_held_is_never_moved(half):
     "value, half",
     thorough_but(itertools.product(VALUES, HALVES), (-7.7e-6, "bfloat16"), (3.3e-5, "float16")),
 )
-def test_the_mean_is_the_value(half, value):
+def test_stochastic_round_mean_is_the_value(half, value):
     x = np.full(DRAWS, value, np.float32)
     y = stochastic_round(x, half, jax.random.key(7))
     assert y.dtype == half
@@ -50,7 +50,7 @@ def test_the_mean_is_the_value(half, value):
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_the_chance_is_the_distance_bit_by_bit(half, rng):
+def test_stochastic_round_chance_is_the_distance_bit_by_bit(half, rng):
     """Against exact arithmetic: the next value is taken if, and only if, the lot is below it."""
     exponents = rng.integers(-40, 15, 4000)
     x = np.float32(rng.choice([-1, 1], 4000) * np.exp2(exponents) * rng.uniform(1, 2, 4000))
@@ -67,7 +67,7 @@ def test_the_chance_is_the_distance_bit_by_bit(half, rng):
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_beyond_the_largest_value_it_is_a_cast(half):
+def test_stochastic_round_beyond_the_largest_value_is_a_cast(half):
     largest = float(jnp.finfo(half).max)
     more = min(largest * 1.003, float(jnp.finfo(jnp.float32).max))
     x = np.float32([largest, largest * (1 + 2.0**-14), more, np.inf, -np.inf, np.nan])
@@ -76,7 +76,7 @@ def test_beyond_the_largest_value_it_is_a_cast(half):
     assert y[1] == largest
 
 
-def test_bits_do_not_depend_on_devices():
+def test_stochastic_round_bits_do_not_depend_on_devices():
     mesh = jax.make_mesh((8,), ("data",))
     key, x = jax.random.key(3), np.linspace(-1, 1, 64 * 8, dtype=np.float32).reshape(64, 8)
     optimizer = mpjax.optim.with_stochastic_rounding(optax.adam(1e-3), seed=5)
@@ -97,7 +97,7 @@ def test_bits_do_not_depend_on_devices():
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_updates_below_half_a_unit_move_the_mean(half):
+def test_stochastic_rounding_and_kahan_keep_updates_below_half_a_unit(half):
     """Where rounding to the nearest stands still."""
     rate, steps = 1e-4, 50
     params = np.ones(20_000, half)
@@ -122,7 +122,7 @@ def test_updates_below_half_a_unit_move_the_mean(half):
         assert mean == pytest.approx(wanted, abs=3e-4)
 
 
-def test_every_step_every_leaf_and_every_seed_draws_anew():
+def test_stochastic_rounding_draws_anew_for_every_step_leaf_and_seed():
     params = {name: np.ones(4096, jnp.bfloat16) for name in "ab"}
     grads = jax.tree.map(lambda p: np.full(p.shape, np.float32(2.0**-9)), params)
     seen = []
@@ -136,7 +136,7 @@ def test_every_step_every_leaf_and_every_seed_draws_anew():
     assert len(set(seen)) == 8
 
 
-def test_what_optimizers_draw_is_even_and_depends_on_nothing_near(rng):
+def test_draws_of_stochastic_rounding_are_uniform_and_uncorrelated(rng):
     """By place, step, leaf and seed: means and correlations as those of independent draws."""
     count, seed = 1 << 16, int(rng.integers(1 << 31))
     numbers = [(seed + s, step, leaf) for s in (0, 1) for step in (7, 8) for leaf in (0, 1)]
@@ -150,7 +150,7 @@ def test_what_optimizers_draw_is_even_and_depends_on_nothing_near(rng):
     np.testing.assert_allclose(bits.mean(0), 0.5, atol=3 * spread)
 
 
-def test_float32_leaves_frozen_ones_and_extra_arguments(rng):
+def test_stochastic_rounding_passes_float32_and_frozen_leaves_and_arguments(rng):
     ones = np.ones(3, np.float32)
     params = {"half": np.ones(3, jnp.bfloat16), "full": ones, "none": ones}
     grads = {"half": ones, "full": ones, "none": None}
@@ -164,7 +164,7 @@ def test_float32_leaves_frozen_ones_and_extra_arguments(rng):
     assert updates["none"] is None
 
 
-def test_what_is_refused():
+def test_stochastic_rounding_refuses_bad_arguments():
     x, key = jnp.ones(2), jax.random.key(0)
     with pytest.raises(ValueError, match="dtype='float32' must be a half dtype"):
         mpjax.optim.stochastic_round(x, "float32", key)

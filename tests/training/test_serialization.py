@@ -30,7 +30,7 @@ STATES = list(itertools.product(["float32", "O2:float16", "O3:bf16"], SCALES, KE
 
 
 @pytest.mark.parametrize("policy, scale, key", thorough_but(STATES, 0, 11, 14))
-def test_bytes_and_pickles_hold_a_whole_state(policy, scale, key, rng):
+def test_bytes_and_pickles_hold_a_whole_train_state(policy, scale, key, rng):
     params, model_state, _ = net_problem(rng)
     optimizer = mpjax.optim.skip_nonfinite(optax.chain(optax.clip(1.0), optax.adamw(1e-2)))
     init, _ = program(policy, scale, optimizer)
@@ -48,7 +48,7 @@ def test_bytes_and_pickles_hold_a_whole_state(policy, scale, key, rng):
         assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(back))
 
 
-def test_a_run_goes_on_from_bytes(rng):
+def test_training_continues_from_flax_bytes_bit_for_bit(rng):
     params, batch = linear_problem(rng)
     init, step = mpjax.build_train_step(linear_loss, optax.adam(1e-2), "mixed_float16")
     step = jax.jit(step, donate_argnums=0)
@@ -58,7 +58,7 @@ def test_a_run_goes_on_from_bytes(rng):
     assert step._cache_size() == 1
 
 
-def test_flax_checkpoints_hold_a_state(rng, tmp_path):
+def test_flax_checkpoint_restores_a_train_state(rng, tmp_path):
     params, _ = linear_problem(rng)
     init, _ = mpjax.build_train_step(linear_loss, optax.adam(1e-2), "O2:bfloat16")
     state = init(params)
@@ -100,7 +100,7 @@ def test_bytes_of_another_loss_scale_or_model_are_refused(rng):
         flax.serialization.from_bytes(build("dynamic")[0]({**params, "w": jnp.ones(2)}), data)
 
 
-def test_flax_is_imported_by_its_users_alone():
+def test_training_does_not_import_flax():
     code = (
         "import sys, jax, optax, mpjax, jax.numpy as jnp\n"
         "init, _ = mpjax.build_train_step(lambda p, b: p.sum(), optax.sgd(1.0))\n"

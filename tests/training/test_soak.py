@@ -141,7 +141,7 @@ POLICIES = ["mixed_bfloat16", "O2:float16", "O2:bfloat16,masters=split"]
 
 
 @pytest.mark.parametrize("policy", thorough_but(POLICIES, "mixed_bfloat16"))
-def test_a_run_with_faults(policy):
+def test_training_skips_faults_at_every_stage_and_still_learns(policy):
     stages = drawn(STEPS)
     assert {*stages} == {*STAGES}
     watch = Watch(STEPS)
@@ -153,7 +153,7 @@ def test_a_run_with_faults(policy):
     assert np.mean(losses[-20:]) < 0.5 * np.mean(losses[:20])
 
 
-def test_faults_leave_the_run_as_if_they_were_not_there():
+def test_skipped_faults_leave_the_run_as_if_they_were_not_there():
     stages = drawn(STEPS // 2)
     state, losses = trained("mixed_bfloat16", stages)
     clean, good = trained("mixed_bfloat16", stages, faults=False)

@@ -69,7 +69,7 @@ def both_runs(optimizer, grad_fn, masters, steps):
 
 
 @pytest.mark.parametrize("name", thorough_but(OPTIMIZERS, "adamw"))
-def test_they_are_float32_masters_bit_for_bit(name, rng):
+def test_split_masters_equal_float32_masters_bit_for_bit(name, rng):
     masters, x = problem(rng)
     grad_fn = lambda p: jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss_fn)(p, x))  # noqa: E731
     split, whole = both_runs(OPTIMIZERS[name](), grad_fn, masters, steps=500)
@@ -77,7 +77,7 @@ def test_they_are_float32_masters_bit_for_bit(name, rng):
 
 
 @pytest.mark.thorough
-def test_they_are_so_over_ten_thousand_steps(rng):
+def test_split_masters_equal_float32_masters_over_ten_thousand_steps(rng):
     masters, x = problem(rng)
     grad_fn = lambda p: jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss_fn)(p, x))  # noqa: E731
     split, whole = both_runs(optax.adamw(1e-3), grad_fn, masters, steps=10_000)
@@ -85,7 +85,7 @@ def test_they_are_so_over_ten_thousand_steps(rng):
 
 
 @pytest.mark.thorough
-def test_checkpoints_do_not_change_the_run(rng, tmp_path):
+def test_checkpoint_of_split_masters_does_not_change_the_run(rng, tmp_path):
     params, x = problem(rng)
     init, step = mpjax.build_train_step(loss_fn, optax.adamw(1e-3), "O2:bfloat16,masters=split")
     like = jax.jit(init)(params)
@@ -107,7 +107,7 @@ RUNS = list(itertools.product(OPTIMIZERS, POLICIES))
 
 
 @pytest.mark.parametrize("name, policy", thorough_but(RUNS, 0, *range(6, 10)))
-def test_the_step_trains_skips_and_compiles_once(policy, name, rng):
+def test_step_without_float32_copies_trains_skips_and_compiles_once(policy, name, rng):
     params, x = problem(rng)
     init, step = mpjax.build_train_step(loss_fn, OPTIMIZERS[name](), policy)
     step, state, losses = jax.jit(step, donate_argnums=0), jax.jit(init)(params), []
@@ -141,7 +141,7 @@ def test_apply_updates_gives_the_bits_that_a_step_stores(storage, rng):
         assert bits((stepped.params, stepped.state)) == bits((params, state))
 
 
-def test_where_addition_does_not_get_there_the_master_is_off_by_one_rounding():
+def test_split_master_is_off_by_one_rounding_where_addition_is_inexact():
     optimizer = mpjax.optim.with_master_weights(optax.sgd(1.0), storage="split")
     params = np.array([1.0, 2.0, 1.0], jnp.bfloat16)
     wanted = np.float32([2.0**-20 * 1.2345678, 1.5, 2.0**-14 * 1.2345678])
@@ -155,7 +155,7 @@ def test_where_addition_does_not_get_there_the_master_is_off_by_one_rounding():
     np.testing.assert_array_less(np.abs(got - wanted), np.float32([2.0**-23, 1e-9, 2.0**-23]))
 
 
-def test_eight_bits_lose_what_they_say():
+def test_split8_masters_lose_updates_below_2_to_the_minus_17():
     """An update below 2**-17 of a weight is lost, one above it is not."""
     for share, moves in ((2.0**-18, False), (2.0**-16, True)):
         optimizer = mpjax.optim.with_master_weights(optax.sgd(share), storage="split8")
@@ -165,7 +165,7 @@ def test_eight_bits_lose_what_they_say():
 
 
 @pytest.mark.thorough
-def test_the_same_bits_on_one_and_on_eight_devices(rng):
+def test_split_masters_have_the_same_bits_on_one_and_eight_devices(rng):
     """Elementwise: a gradient that no device sums gives the same bits however it lies."""
     mesh = jax.make_mesh((8,), ("data",))
     params = jnp.asarray(rng.normal(size=(64, 16)), jnp.bfloat16)
@@ -179,7 +179,7 @@ def test_the_same_bits_on_one_and_on_eight_devices(rng):
         assert bits(runs[0]) == bits(runs[1]) == bits(runs[2])
 
 
-def test_residuals_lie_as_their_parameters():
+def test_residuals_of_split_masters_are_sharded_as_their_parameters():
     mesh = jax.make_mesh((8,), ("data",))
     init, _ = mpjax.build_train_step(loss_fn, optax.adam(1e-3), "O2:bfloat16,masters=split")
     params = {"a": jnp.ones((8, 16)), "b": jnp.ones((16, 4)), "norm": jnp.ones(4)}
@@ -204,7 +204,7 @@ def test_inside_vmap_an_ensemble_keeps_its_residuals(rng):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a[1], b, rtol=1e-3, atol=1e-5), got, want)
 
 
-def test_what_is_refused():
+def test_with_master_weights_refuses_bad_storage():
     half = {"w": jnp.ones(2, jnp.float16)}
     with pytest.raises(ValueError, match="storage='spilt' must be one of .*Did you mean 'split'"):
         mpjax.optim.with_master_weights(optax.sgd(0.1), storage="spilt")
@@ -233,12 +233,12 @@ def test_what_is_refused():
         ("O2:bfloat16,moments=4bit", "moments='4bit' must be 'float32' or '8bit'"),
     ],
 )
-def test_policies_that_contradict_themselves(policy, message):
+def test_policy_that_contradicts_its_masters_or_rounding_is_refused(policy, message):
     with pytest.raises(ValueError, match=message):
         mpjax.get_policy(policy)
 
 
-def test_levels_swap_as_before():
+def test_policy_with_masters_or_rounding_round_trips_as_text():
     """A setting without effect on float32 parameters stands beside any level that stores these."""
     for text in (*POLICIES, "mixed_bfloat16,masters=split", "mixed_float16,rounding=stochastic"):
         policy = mpjax.get_policy(text)

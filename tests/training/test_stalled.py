@@ -45,26 +45,26 @@ SHARES = [
 
 
 @pytest.mark.parametrize("policy, share", thorough_but(SHARES, 0, 2, 4, 5))
-def test_what_is_lost_is_told_of_each_parameter(policy, share):
+def test_stalled_reports_the_lost_share_of_each_parameter(policy, share):
     """`w` of 1 moves by less than half a unit of bfloat16; one of 2**-6 moves."""
     params = {"w": ones(8), "norm": np.float32(np.full(8, 2.0**-6))}
     found = stalled(policy, params, ones(8)).to_dict()
     assert found == {"w": share, "norm": 0.0}
 
 
-def test_float32_loses_updates_too():
+def test_stalled_reports_updates_lost_in_float32_too():
     params = {"w": ones(8), "norm": ones(8)}
     assert stalled("float32", params, ones(8), 2.0**-26).to_dict() == {"w": 1, "norm": 1}
 
 
-def test_updates_of_zero_do_not_count():
+def test_stalled_does_not_count_updates_of_zero():
     params = {"w": np.float32([1.0, 1.0, 2.0**-7, 1.0]), "norm": ones(4)}
     batch = np.float32([1.0, 0.0, 1.0, 0.0])
     assert stalled("O3:bfloat16", params, batch).to_dict()["w"] == 0.5
     assert stalled("O3:bfloat16", params, np.zeros(4)).to_dict() == {"w": 0, "norm": 0}
 
 
-def test_against_numpy(rng):
+def test_stalled_share_equals_numpy(rng):
     params = {"w": np.float32(rng.normal(size=512)), "norm": ones(512)}
     batch = np.float32(rng.normal(size=512))
     found = stalled("O3:bfloat16,casting=op", params, batch, 2.0**-7).to_dict()["w"]
@@ -75,12 +75,12 @@ def test_against_numpy(rng):
     assert found == pytest.approx((after == before).mean(), abs=0.01)
 
 
-def test_a_skipped_step_tells_nothing():
+def test_stalled_share_of_a_skipped_step_is_zero():
     params = {"w": ones(4), "norm": ones(4)}
     assert stalled("O3:bfloat16", params, np.full(4, np.nan)).to_dict() == {"w": 0, "norm": 0}
 
 
-def test_stochastic_rounding_is_no_loss(recwarn):
+def test_warn_if_stalled_is_silent_on_stochastic_rounding(recwarn):
     params = {"w": ones(4096), "norm": ones(4096)}
     found = stalled("O3:bfloat16,rounding=stochastic", params, ones(4096))
     share = found.to_dict()["w"]
@@ -89,7 +89,7 @@ def test_stochastic_rounding_is_no_loss(recwarn):
     assert not recwarn.list
 
 
-def test_norm_weights_that_stand_still_are_warned_of():
+def test_warn_if_stalled_names_norm_weights_that_stand_still():
     """The case that no tool tells: weights of exactly 1.0 after thousands of steps."""
     params = {"w": np.float32(np.full(8, 2.0**-6)), "norm": ones(8)}
     found = stalled("O3:bfloat16", params, ones(8), 2.0**-12, steps=3)
@@ -101,14 +101,14 @@ def test_norm_weights_that_stand_still_are_warned_of():
     assert str(stalled(policy, params, ones(8), 2.0**-12)) == "No update was rounded away."
 
 
-def test_it_is_logged_by_parameter(tmp_path):
+def test_stalled_is_logged_by_parameter(tmp_path):
     path, params = tmp_path / "run.jsonl", {"w": ones(4), "norm": ones(4)}
     with mpjax.debug.JsonLines(path) as log:
         mpjax.debug.log_metrics(log, 1, {"stalled": stalled("O3:bfloat16", params, ones(4))})
     assert json.loads(path.read_text())["stalled/w"] == 1.0
 
 
-def test_with_micro_batches_and_replicas():
+def test_stalled_works_with_micro_batches_and_replicas():
     params = {"w": ones(4), "norm": ones(4)}
     loss = lambda p, b: jnp.mean(b) * jnp.sum(p["w"] + 2 * p["norm"])  # noqa: E731
     init, step = mpjax.build_train_step(
@@ -128,7 +128,7 @@ def test_with_micro_batches_and_replicas():
     assert metrics["stalled"].to_dict() == {"w": 1, "norm": 1}
 
 
-def test_what_is_refused():
+def test_stalled_refuses_bad_arguments():
     one = mpjax.reports.Stalled(jnp.zeros(1), ("w",))
     for limit in (0, 1.5, "half", None):
         with pytest.raises(ValueError, match="limit=.* must be a share"):

@@ -24,7 +24,7 @@ import mpjax
 # ---- it trains -----------------------------------------------------------------------------------
 
 
-def test_float32_is_the_loop_by_hand(rng):
+def test_float32_train_step_equals_the_loop_by_hand(rng):
     params, batch = linear_problem(rng)
     optimizer = optax.adamw(optax.cosine_decay_schedule(1e-2, 10))
     init, step = mpjax.build_train_step(linear_loss, optimizer, "float32")
@@ -138,7 +138,7 @@ def test_the_batch_is_cast_but_for_what_is_not_floating(rng):
     assert seen["key"] == jax.random.key(0).dtype
 
 
-def test_numpys_float64_is_cast_without_jit_too():
+def test_numpy_float64_batch_is_cast_without_jit_too():
     seen = []
     loss_fn = lambda p, batch: (seen.append(batch.dtype), p["w"].astype(jnp.float32))[1]  # noqa: E731
     for policy in ("p=f32,c=bf16", "mixed_bfloat16"):
@@ -207,7 +207,7 @@ def test_an_autocast_loss_trains(half, rng):
 
 
 @pytest.mark.thorough
-def test_an_nnx_model(rng):
+def test_nnx_model_trains_with_build_train_step(rng):
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.hidden = nnx.Linear(4, 8, rngs=rngs)
@@ -241,7 +241,7 @@ def test_an_nnx_model(rng):
 
 
 @pytest.mark.thorough
-def test_an_equinox_model(rng):
+def test_equinox_model_trains_with_build_train_step(rng):
     model = eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
@@ -261,7 +261,7 @@ def test_an_equinox_model(rng):
     assert metrics["loss"] < first
 
 
-def test_a_model_with_functions_among_its_leaves_is_named():
+def test_init_error_names_a_function_among_the_parameters():
     model = eqx.nn.MLP(1, 1, 1, 1, key=jax.random.key(0))
     init, _ = mpjax.build_train_step(linear_loss, optax.adam(1e-2))
     with pytest.raises(TypeError, match=r"params\['.*activation'\] .*eqx.partition"):

@@ -82,7 +82,7 @@ def test_op_lists_that_have_no_effect_are_warned_about(ops):
 
 
 @pytest.mark.parametrize("text", ["storage=lean", "fused_attention=true", "reduce=half"])
-def test_other_settings_of_op_level_casting_are_warned_about_too(text):
+def test_op_level_settings_without_effect_are_warned_about(text):
     with pytest.warns(UserWarning, match=f"{text.split('=')[0]} have no effect.*casting=op"):
         mpjax.build_train_step(linear_loss, optax.sgd(0.1), f"O3:bfloat16,{text}")
 
@@ -103,7 +103,7 @@ def test_other_settings_of_op_level_casting_are_warned_about_too(text):
         ({"loss_scale": mpjax.DynamicLossScale}, ValueError, "loss_scale=.*is not known"),
     ],
 )
-def test_bad_arguments(arguments, error, message):
+def test_build_train_step_refuses_bad_arguments(arguments, error, message):
     good = {"loss_fn": linear_loss, "optimizer": optax.sgd(0.1)}
     with pytest.raises(error, match=message):
         mpjax.build_train_step(**{**good, **arguments})
@@ -123,7 +123,7 @@ def test_bad_arguments(arguments, error, message):
         ({"w": jnp.ones(1)}, jax.random.split(jax.random.key(0)), "must be one PRNG key"),
     ],
 )
-def test_bad_states(params, rng, message):
+def test_init_refuses_bad_parameters_and_keys(params, rng, message):
     init, _ = mpjax.build_train_step(linear_loss, optax.sgd(0.1))
     with pytest.raises((TypeError, ValueError), match=message):
         init(params, rng=rng)
@@ -160,13 +160,13 @@ def test_bad_states(params, rng, message):
         (lambda p, b: jnp.ones(2) * p["w"], {}, {}, r"loss must be one real floating number"),
     ],
 )
-def test_a_loss_function_of_the_wrong_form_is_named(loss_fn, options, state, message):
+def test_error_names_a_loss_function_of_the_wrong_form(loss_fn, options, state, message):
     init, step = mpjax.build_train_step(loss_fn, optax.sgd(0.1), "float32", **options)
     with pytest.raises(TypeError, match=message):
         jax.eval_shape(step, init({"w": jnp.float32(1)}, **state), None)
 
 
-def test_random_bits_without_a_key_are_traced_to_init():
+def test_error_of_a_missing_key_points_to_rng_of_init():
     def loss_fn(params, batch, rng=None):
         return jax.random.normal(rng) * params["w"]
 
@@ -183,7 +183,7 @@ def test_a_loss_function_without_a_signature_is_just_called():
     assert metrics["loss"].shape == ()
 
 
-def test_a_swapped_call_is_named(rng):
+def test_step_called_with_swapped_arguments_is_an_error(rng):
     params, batch = linear_problem(rng)
     init, step = mpjax.build_train_step(linear_loss, optax.sgd(0.1))
     with pytest.raises(TypeError, match="state is a tuple, not a TrainState.*step.state, batch"):
@@ -227,13 +227,13 @@ def test_the_optimizer_state_of_other_parameters_is_refused(rng):
 
 
 @pytest.mark.parametrize("axis", [3, 2.5, b"data", "", (), ("data", 3), ("data", "data"), object()])
-def test_what_is_no_name_of_an_axis_is_refused_at_once(axis):
+def test_bad_axis_name_is_refused_by_build_train_step(axis):
     with pytest.raises(ValueError, match="axis_name=.* must be the name of a mapped axis"):
         built(optax.sgd(0.1), axis_name=axis)
 
 
 @pytest.mark.parametrize("axis", ["nowhere", ("data", "nowhere")])
-def test_an_axis_that_is_not_mapped_is_named(axis, rng):
+def test_error_names_the_axis_that_is_not_mapped(axis, rng):
     params, batch = linear_problem(rng)
     init, step = built(optax.sgd(0.1), axis_name=axis)
     with pytest.raises(ValueError, match=r"axis_name=.*: no axis .* is mapped.*Mapped axes: none"):
@@ -246,12 +246,12 @@ def test_an_axis_that_is_not_mapped_is_named(axis, rng):
 
 
 @pytest.mark.parametrize("steps", [2**70, 1 << 100000, 2**31, -1, True], ids=lambda n: f"{n:x}"[:8])
-def test_micro_batches_are_counted_in_int32(steps):
+def test_accumulate_steps_beyond_int32_are_refused(steps):
     with pytest.raises(ValueError, match=r"accumulate_steps=.* whole number from 1 to 2\*\*31 - 1"):
         built(optax.sgd(0.1), accumulate_steps=steps)
 
 
-def test_more_micro_batches_than_examples_are_refused_before_they_are_numbered(rng):
+def test_more_micro_batches_than_examples_are_refused(rng):
     params, batch = linear_problem(rng)
     init, step = built(optax.sgd(0.1), accumulate_steps=2**31 - 1)
     with pytest.raises(ValueError, match="must divide the leading axis"):

@@ -76,7 +76,7 @@ def test_a_skipped_step_is_a_transaction(policy, kind, accumulate_steps, rng):
     assert step._cache_size() == 1
 
 
-def test_the_scale_that_unscales_is_the_one_that_scaled(rng):
+def test_gradients_are_unscaled_by_the_loss_scale_that_scaled_them(rng):
     """On a growth or backoff step an adjusted scale would be off by a factor of 2."""
     params, batch = linear_problem(rng)
     scale = mpjax.DynamicLossScale(2.0**8, growth_interval=1)
@@ -112,7 +112,7 @@ def test_verdict_and_norm_share_one_pass_over_the_gradients(rng):
     assert len(squares) == len(params) + 1  # and the loss's mean
 
 
-def test_clipping_sees_true_gradients(rng):
+def test_clipping_sees_unscaled_gradients(rng):
     params, batch = linear_problem(rng)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1.0))
     runs = []
@@ -122,7 +122,7 @@ def test_clipping_sees_true_gradients(rng):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *runs)
 
 
-def test_float16_scales_itself_down_until_it_fits(rng):
+def test_float16_loss_scale_falls_until_gradients_fit(rng):
     """Gradients of about 100 overflow at 2**16; the scale halves until they do not."""
     params, (x, y) = linear_problem(rng)
     init, step = mpjax.build_train_step(linear_loss, optax.sgd(1e-3), "mixed_float16")
@@ -134,7 +134,7 @@ def test_float16_scales_itself_down_until_it_fits(rng):
     assert float(state.loss_scale.loss_scale) == 2.0 ** (16 - int(state.skipped_steps))
 
 
-def test_auto_is_dynamic_for_float16_compute_and_none_otherwise():
+def test_auto_loss_scale_is_dynamic_for_float16_compute_and_none_otherwise():
     def kind(policy):
         init, _ = mpjax.build_train_step(linear_loss, optax.sgd(0.1), policy)
         return type(init({"w": jnp.ones(1)}).loss_scale)
@@ -156,7 +156,7 @@ SCALES = [
 
 
 @pytest.mark.parametrize("scale", thorough_but(SCALES, 0, 2), ids=str)
-def test_any_loss_scale_goes(scale, rng):
+def test_train_step_takes_any_loss_scale(scale, rng):
     params, batch = linear_problem(rng)
     init, step = mpjax.build_train_step(
         linear_loss, optax.sgd(1e-3), "mixed_float16", loss_scale=scale

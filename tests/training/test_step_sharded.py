@@ -56,7 +56,7 @@ def compiled(mesh, fully_sharded, accumulate_steps):
 @pytest.mark.parametrize(
     "fully_sharded", thorough_but([False, True], 1), ids=["data parallel", "fully sharded"]
 )
-def test_micro_batches_stay_where_they_lie(mesh, fully_sharded):
+def test_micro_batches_of_a_sharded_step_move_no_data(mesh, fully_sharded):
     flops, rows = compiled(mesh, fully_sharded, 1)
     split_flops, split_rows = compiled(mesh, fully_sharded, 4)
     assert 0 < split_flops <= 1.01 * flops
@@ -65,7 +65,7 @@ def test_micro_batches_stay_where_they_lie(mesh, fully_sharded):
 
 
 @pytest.mark.thorough
-def test_accumulated_on_many_devices_as_on_one(mesh):
+def test_accumulation_on_many_devices_equals_one_device(mesh):
     batch = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
     init, step = mpjax.build_train_step(loss, optax.sgd(0.1), "float32", accumulate_steps=4)
     alone, metrics = jax.jit(step)(init(PARAMS), batch)

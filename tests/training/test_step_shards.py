@@ -114,7 +114,7 @@ METRICS = dict.fromkeys(("grad_norm", "grads_finite", "loss_scale", "skipped_ste
 
 @pytest.mark.parametrize("policy", thorough_but(["mixed_float16", "O2:float16", "float32"], 1))
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_it_is_the_step_of_one_device(check_vma, policy):
+def test_step_in_shard_map_equals_the_step_of_one_device(check_vma, policy):
     """A good step, one whose gradient is not finite in the shard of one device, and a good one."""
     scale = {"loss_scale": mpjax.DynamicLossScale(init_scale=64.0)}
     first, of_one = alone(policy, **scale)
@@ -148,7 +148,7 @@ def test_an_optimizer_that_would_reduce_a_part_alone_is_refused(tx, check_vma):
         step(init(PARAMS), X)
 
 
-def test_an_optimizer_that_reduces_over_the_axis_is_the_users_own():
+def test_optimizer_that_reduces_over_the_axis_is_accepted():
     def norm(updates):
         parts = {name: jnp.sum(u**2) for name, u in updates.items()}
         return jnp.sqrt(parts.pop("bias") + jax.lax.psum(sum(parts.values()), "model"))
@@ -165,25 +165,25 @@ def test_an_optimizer_that_reduces_over_the_axis_is_the_users_own():
         np.testing.assert_allclose(new.params[name], expected.params[name], rtol=1e-5)
 
 
-def test_a_split_that_nobody_told_of_is_warned_about():
+def test_split_parameters_without_param_specs_are_warned_about():
     init, step = split("mixed_float16", False, param_specs=None)
     with pytest.warns(mpjax.errors.PrecisionWarning, match="maps 'model' too.*param_specs"):
         step(init(PARAMS), X)
 
 
 @pytest.mark.parametrize("specs", ["model", {"up": "model"}, []])
-def test_specs_are_checked(specs):
+def test_param_specs_that_are_no_partition_specs_are_refused(specs):
     with pytest.raises(ValueError, match="param_specs=.* must be a tree of jax.sharding.Partition"):
         mpjax.build_train_step(loss_fn, optax.sgd(0.1), param_specs=specs)
 
 
-def test_specs_of_other_parameters_are_refused():
+def test_param_specs_of_other_parameters_are_refused():
     init, step = split("mixed_float16", False, param_specs={"up": P()})
     with pytest.raises(ValueError, match="param_specs=.* does not fit the parameters"):
         step(init(PARAMS), X)
 
 
-def test_an_own_loop_has_one_verdict():
+def test_mixed_precision_loop_in_shard_map_has_one_verdict():
     optimizer = mpjax.mixed_precision(optax.sgd(0.1), "mixed_float16", 64.0)
     fun = functools.partial(loss_fn, leave=lambda x: jax.lax.psum(x, "model"))
 

@@ -106,7 +106,7 @@ def test_the_loss_is_handed_only_to_optimizers_that_take_it(rng):
     jax.jit(step)(init(params), batch)
 
 
-def test_the_state_is_a_pytree_of_arrays(rng):
+def test_train_state_is_a_pytree_of_arrays(rng):
     params, model_state, _ = net_problem(rng)
     init, _ = mpjax.build_train_step(net_loss, optax.adam(1e-2), "mixed_float16", has_aux=True)
     state = init(params, model_state, jax.random.PRNGKey(0))
@@ -120,7 +120,7 @@ def test_the_state_is_a_pytree_of_arrays(rng):
 
 
 @pytest.mark.thorough
-def test_the_state_is_checkpointed_and_goes_on_bit_for_bit(rng, tmp_path):
+def test_orbax_checkpoint_of_the_train_state_goes_on_bit_for_bit(rng, tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     params, model_state, batch = net_problem(rng)
     init, step = mpjax.build_train_step(net_loss, optax.adam(1e-2), "O2:float16", has_aux=True)
@@ -150,7 +150,7 @@ def test_running_statistics_stay_float32_though_the_model_returns_half(rng):
 
 
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
-def test_a_model_state_of_python_numbers_and_frozen_dicts(accumulate_steps):
+def test_model_state_may_hold_python_numbers_and_frozen_dicts(accumulate_steps):
     def loss_fn(params, batch, model_state):
         return params["w"] * batch.sum(), {"n": 1, "stats": {"mean": 0.5}}
 

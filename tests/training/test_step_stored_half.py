@@ -50,7 +50,7 @@ def trained(policy, loss, params, batch, model_state=None, steps=8):
 
 @pytest.mark.parametrize("policy", thorough_but(STORED_HALF, "O2:float16"))
 @pytest.mark.parametrize("images", thorough_but([IMAGES, IMAGES.astype(jnp.bfloat16)], 1))
-def test_a_loss_that_does_not_promote(policy, images):
+def test_loss_that_does_not_promote_trains_in_the_stored_dtype(policy, images):
     loss, params = strict_problem()
     half = mpjax.get_policy(policy).param_dtype
     if images.dtype not in (jnp.float32, half):
@@ -155,7 +155,7 @@ QUICK = (
 
 
 @pytest.mark.parametrize("name, policy", thorough_but(CASTS, *QUICK))
-def test_casts_at_the_boundary_that_a_loss_does_not_take(policy, name):
+def test_loss_that_fails_on_boundary_casts_is_cast_by_operation(policy, name):
     """What mixes dtypes where nothing promotes is cast operation by operation."""
     loss, params, *model_state = PROBLEMS[name]()
     policy = mpjax.get_policy(policy)
@@ -172,7 +172,7 @@ def test_casts_at_the_boundary_that_a_loss_does_not_take(policy, name):
 
 
 @pytest.mark.thorough
-def test_in_micro_batches_too():
+def test_batch_norm_state_stays_float32_in_micro_batches():
     model, model_state = eqx.nn.make_with_state(Net)(jax.random.key(0), "ema")
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
@@ -187,7 +187,7 @@ def test_in_micro_batches_too():
     assert {x.dtype.name for x in jax.tree.leaves(state.model_state)} == {"float32", "bool"}
 
 
-def test_a_loss_that_takes_them_is_traced_once_and_an_error_stays_what_it_is():
+def test_loss_that_takes_boundary_casts_is_traced_once_and_its_error_stays():
     calls = []
 
     def fine(params, batch):

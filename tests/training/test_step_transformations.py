@@ -106,7 +106,7 @@ IN_HALF = list(itertools.product(["mixed_bfloat16", "O2:float16", "O1:float16"],
 
 
 @pytest.mark.parametrize("policy, kind", thorough_but(IN_HALF, ("O2:float16", "checked")))
-def test_replicas_average_in_half_where_asked_for(kind, policy, rng):
+def test_replicas_average_gradients_in_16_bits_with_reduce_half(kind, policy, rng):
     """Scaled, as the backward pass made them: in float16 nothing of them is flushed."""
     params, (x, y) = linear_problem(rng)
 
@@ -177,7 +177,7 @@ def test_replicas_agree_on_keys_flags_and_constants_in_the_model_state(kind, acc
 
 
 @pytest.mark.thorough
-def test_sharded_arrays_under_plain_jit_need_nothing(rng):
+def test_step_on_sharded_arrays_under_plain_jit_equals_one_device(rng):
     params, batch = linear_problem(rng)
     init, step = mpjax.build_train_step(linear_loss, optax.sgd(0.1), "O2:bf16", accumulate_steps=2)
     start = jax.jit(init)(params)

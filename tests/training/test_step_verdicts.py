@@ -42,7 +42,7 @@ carried = stepping(carries(lambda _, batch: batch))  # compiled once for each ki
     "accumulate_steps, policy",
     thorough_but(itertools.product([1, 2], POLICIES), (2, "O2:bfloat16")),
 )
-def test_an_outlier_never_reaches_the_statistics(policy, accumulate_steps, rng):
+def test_outlier_never_reaches_the_model_state(policy, accumulate_steps, rng):
     def loss_fn(params, batch, model_state, rng):
         loss, (new_state, aux) = net_loss(params, batch, model_state, rng)
         # As BatchNorm's does where the square of an outlier overflows, and its output is 0.
@@ -80,7 +80,7 @@ def test_batch_norm_of_an_outlier_is_skipped(rng):
 
 
 @pytest.mark.parametrize(("bad", "scale"), [("state", 1024.0), ("both", 512.0)])
-def test_the_scale_is_lowered_by_gradients_alone(bad, scale):
+def test_loss_scale_is_lowered_by_gradients_alone(bad, scale):
     """Which of the two failed first cannot be told, and a scale too high must come down."""
 
     def loss_fn(params, batch, model_state):
@@ -112,7 +112,7 @@ def test_the_scale_is_lowered_by_gradients_alone(bad, scale):
         (np.zeros((0, 2), np.float32), np.zeros((0, 2), np.float32), True),
     ],
 )
-def test_a_leaf_that_was_finite_must_stay_so(old, new, good):
+def test_model_state_leaf_that_was_finite_must_stay_finite(old, new, good):
     old, new = jnp.asarray(old), jnp.asarray(new)
     assert bool(jax.jit(stays_finite)([jnp.ones(2), new], [jnp.ones(2), old])) == good
     state = {"n": jnp.int32(2), "ok": True, "key": jax.random.key(0), "x": old}
@@ -122,14 +122,14 @@ def test_a_leaf_that_was_finite_must_stay_so(old, new, good):
     assert bits(after.model_state) == bits(given if good else state.model_state)
 
 
-def test_a_value_that_only_its_stored_dtype_overflows_counts():
+def test_model_state_that_overflows_its_stored_dtype_is_not_finite():
     """Statistics are judged as they would be kept."""
     loss_fn = carries(lambda state, _: state.astype(jnp.float32) * 1e6)
     state, after, metrics = stepping(loss_fn)(np.float16(1), None)
     assert not metrics["state_finite"] and bits(after.model_state) == bits(state.model_state)
 
 
-def test_without_a_model_state_there_is_none_to_spoil(rng):
+def test_state_finite_is_true_without_a_model_state(rng):
     params, batch = linear_problem(rng)
     init, step = mpjax.build_train_step(linear_loss, optax.sgd(0.1))
     assert jax.jit(step)(init(params), batch)[1]["state_finite"]
@@ -137,7 +137,7 @@ def test_without_a_model_state_there_is_none_to_spoil(rng):
 
 @pytest.mark.parametrize("check_vma", thorough_but([True, False], 0))
 @pytest.mark.parametrize("accumulate_steps", thorough_but([1, 2], 1))
-def test_one_replicas_state_stops_all(check_vma, accumulate_steps):
+def test_nonfinite_model_state_of_one_replica_skips_all(check_vma, accumulate_steps):
     def loss_fn(params, batch, model_state):
         return params["w"] * jnp.mean(jnp.tanh(batch)), {"max": batch.max() ** 2}
 

@@ -20,7 +20,7 @@ def add(before, update):
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-def test_all_is_new_or_all_is_as_before(gate, finite, wrap):
+def test_gate_returns_all_new_or_all_old_values(gate, finite, wrap):
     before = {"w": jnp.array([-0.0, 1.0, jnp.nan]), "n": jnp.int32(3)}
     update = jnp.ones(3)
     after = wrap(lambda *args: gate(args[0], add, *args[1:]))(jnp.array(finite), before, update)
@@ -28,13 +28,13 @@ def test_all_is_new_or_all_is_as_before(gate, finite, wrap):
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_a_dtype_that_drifts_is_refused(gate):
+def test_gate_refuses_a_dtype_that_drifts(gate):
     with pytest.raises(ValueError, match=r"'w' is bfloat16\(3,\).*but float32"):
         gate(jnp.array(True), lambda w: {"w": w["w"].astype("bfloat16")}, {"w": jnp.ones(3)})
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_members_of_a_batch_are_gated_one_by_one(gate):
+def test_gate_under_vmap_judges_each_member(gate):
     before = {"w": jnp.zeros((2, 3)), "n": jnp.zeros(2, jnp.int32)}
     run = jax.vmap(lambda finite, before: gate(finite, add, before, jnp.ones(3)))
     after = run(jnp.array([True, False]), before)

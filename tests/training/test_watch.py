@@ -72,7 +72,7 @@ STEPS = list(itertools.product([1, 2], POLICIES))
 
 
 @pytest.mark.parametrize("accumulate_steps, policy", thorough_but(STEPS, (2, "mixed_bfloat16")))
-def test_a_planted_overflow_is_named(policy, accumulate_steps, rng):
+def test_overflow_report_names_a_planted_overflow(policy, accumulate_steps, rng):
     params, _ = problem(rng)
     init, step = build(policy, accumulate_steps=accumulate_steps)
     state = init(params)
@@ -97,7 +97,7 @@ def test_a_planted_overflow_is_named(policy, accumulate_steps, rng):
     assert step._cache_size() == 1
 
 
-def test_an_overflow_by_too_large_a_scale_is_named_and_its_scale_told():
+def test_overflow_report_names_parameter_and_loss_scale():
     """The cotangent passes 65504 where it is multiplied by 300, on its way to the first layer."""
 
     def loud(params, batch):
@@ -123,7 +123,7 @@ def masked(x):
 
 
 @pytest.mark.parametrize("accumulate_steps", thorough_but([1, 2], 1))
-def test_the_largest_magnitude_is_that_of_the_scaled_gradient(accumulate_steps):
+def test_overflow_largest_is_that_of_the_scaled_gradient(accumulate_steps):
     options = {"loss_scale": 2.0**10, "accumulate_steps": accumulate_steps}
     loss = lambda p, b: 9 * jnp.sum(p["v"]) + masked(p["w"] * jnp.mean(b, 0))  # noqa: E731
     init, step = build("float32", loss, **options)
@@ -143,7 +143,7 @@ SCANS = list(itertools.product(POLICIES, [False, True]))
 
 
 @pytest.mark.parametrize("policy, reverse", thorough_but(SCANS, ("mixed_bfloat16", True)))
-def test_layers_of_a_scan_are_told_apart(policy, reverse, rng):
+def test_overflow_report_tells_layers_of_a_scan_apart(policy, reverse, rng):
     """Stacked parameters: the layer nearest to the loss, then the parameter within the layer."""
     draw = lambda *shape: np.float32(rng.normal(size=shape) / 2)  # noqa: E731
     params = {
@@ -195,7 +195,7 @@ def order_of(fun, params, *args):
     return found
 
 
-def test_the_order_is_that_of_the_backward_pass():
+def test_overflow_order_is_that_of_the_backward_pass():
     w = {name: np.ones((3, 3), np.float32) for name in "abcdef"}
     x = np.ones((2, 3), np.float32)
 
@@ -240,7 +240,7 @@ def test_a_parameter_that_the_loss_does_not_use_is_no_overflow(rng):
     assert metrics["overflow"].path == "w"
 
 
-def test_of_an_infinite_loss_no_parameter_is_to_blame(rng):
+def test_overflow_report_of_a_nonfinite_loss_names_no_parameter(rng):
     params, batch = problem(rng)
     batch["x"][0] = np.nan
     init, step = both()
@@ -255,7 +255,7 @@ def test_of_an_infinite_loss_no_parameter_is_to_blame(rng):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_what_counts_as_flushed_rounds_to_zero(dtype):
+def test_flushed_limit_of_a_dtype_rounds_to_zero(dtype):
     flushed, normal = limits(dtype)
     assert flushed.astype(dtype) == 0 < np.nextafter(flushed, normal).astype(dtype)
     assert normal == jnp.finfo(dtype).tiny
@@ -265,7 +265,7 @@ UNDERFLOWS = ((1, "float32"), (1, "mixed_bfloat16"), (2, "mixed_float16"))
 
 
 @pytest.mark.parametrize("accumulate_steps, policy", thorough_but(STEPS, *UNDERFLOWS))
-def test_underflow_shares(policy, accumulate_steps):
+def test_underflow_report_gives_shares_of_zeros_flushed_and_subnormal(policy, accumulate_steps):
     """Of four gradients one is zero, one tiny, one small and one of an ordinary size."""
     init, step = build(
         policy,
@@ -292,7 +292,7 @@ def test_underflow_shares(policy, accumulate_steps):
         )
 
 
-def test_a_higher_scale_loses_less(rng):
+def test_underflow_is_less_at_a_higher_loss_scale(rng):
     params, batch = problem(rng)
     lost = []
     options = {"report_overflow": False, "report_underflow": True}
@@ -312,7 +312,7 @@ REPORTED = list(itertools.product(["mixed_float16", "O2:float16", "p=f32,c=f16,o
 
 
 @pytest.mark.parametrize("policy, accumulate_steps", thorough_but(REPORTED, ("O2:float16", 1)))
-def test_reports_change_nothing_else(policy, accumulate_steps, rng):
+def test_overflow_and_underflow_reports_change_nothing_else(policy, accumulate_steps, rng):
     params, batch = problem(rng)
     runs = []
     for report in (False, True):
@@ -330,7 +330,7 @@ def test_reports_change_nothing_else(policy, accumulate_steps, rng):
     assert jax.tree.structure(runs[0]) == jax.tree.structure(runs[1])
 
 
-def test_no_report_unless_asked(rng):
+def test_step_metrics_have_no_report_unless_asked(rng):
     params, batch = problem(rng)
     init, step = build(report_overflow=False)
     metrics = jax.eval_shape(step, init(params), batch)[1]
@@ -398,7 +398,7 @@ REPLICAS = list(itertools.product(["checked", "unchecked", "pmap"], [1, 2]))
 
 
 @pytest.mark.parametrize("kind, accumulate_steps", thorough_but(REPLICAS, ("checked", 2)))
-def test_replicas_agree(kind, accumulate_steps, rng):
+def test_replicas_agree_on_overflow_and_underflow_reports(kind, accumulate_steps, rng):
     """One replica overflows; the largest magnitude is the larger of the two."""
     params, batch = problem(rng)
     init, step = build(report_underflow=True, axis_name="data", accumulate_steps=accumulate_steps)
@@ -419,7 +419,7 @@ def test_replicas_agree(kind, accumulate_steps, rng):
 
 
 @pytest.mark.thorough
-def test_sharded_arrays_under_plain_jit(rng):
+def test_overflow_report_names_the_parameter_of_sharded_arrays(rng):
     params, batch = problem(rng, trap_at=1)
     init, step = both()
     state = jax.device_put(init(params), NamedSharding(mesh(), PartitionSpec()))
@@ -428,7 +428,7 @@ def test_sharded_arrays_under_plain_jit(rng):
 
 
 @pytest.mark.parametrize("policy", thorough_but(["mixed_float16", "O2:bfloat16", "float32"], 0))
-def test_under_strict_promotion_and_x64(policy, rng, strict_promotion, x64):
+def test_reports_keep_dtypes_under_strict_promotion_and_x64(policy, rng, strict_promotion, x64):
     params, batch = problem(rng)
 
     def simple(params, batch):
@@ -444,7 +444,7 @@ def test_under_strict_promotion_and_x64(policy, rng, strict_promotion, x64):
 
 
 @pytest.mark.parametrize("scale", [jmp.NoOpLossScale(), jmp.StaticLossScale(jnp.float32(4)), 3.0])
-def test_any_loss_scale(scale):
+def test_overflow_report_takes_any_loss_scale(scale):
     init, step = build("float32", lambda p, b: jnp.sum(p["w"] * b), loss_scale=scale)
     overflow = step(init({"w": jnp.zeros(2)}), jnp.array([2.0, -5.0]))[1]["overflow"]
     assert float(overflow.largest) == 5 * float(overflow.loss_scale)
@@ -453,7 +453,7 @@ def test_any_loss_scale(scale):
 # ---------------------------------------------------------------- logs and bad input
 
 
-def test_reports_are_logged(rng, tmp_path):
+def test_overflow_and_underflow_reports_are_logged(rng, tmp_path):
     params, batch = problem(rng)
     init, step = both()
     state, path = init(params), tmp_path / "run.jsonl"
@@ -470,6 +470,6 @@ def test_reports_are_logged(rng, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["report_overflow", "report_underflow"])
-def test_flags_are_true_or_false(flag):
+def test_report_flags_other_than_bools_are_refused(flag):
     with pytest.raises(ValueError, match=f"{flag}='yes' must be True or False"):
         mpjax.build_train_step(loss_fn, optax.sgd(0.1), **{flag: "yes"})

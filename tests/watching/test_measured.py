@@ -70,14 +70,14 @@ def measured(fun, *args):
 
 
 @pytest.mark.parametrize("half", HALVES.values())
-def test_small_numbers_are_rounded_as_numpy_rounds_them(half):
+def test_figures_error_of_small_numbers_equals_that_of_numpy(half):
     x = np.abs(wide(3, 256, -27, -13))  # subnormal in float16
     error = figures._error(x.view(np.uint32), figures.Limits.of(half))
     np.testing.assert_array_equal(error, x - x.astype(half).astype(np.float32))
 
 
 @pytest.mark.parametrize("half", HALVES.values())
-def test_the_least_number_that_becomes_infinity(half):
+def test_limits_overflow_is_the_least_number_that_becomes_infinity(half):
     least = np.uint32(figures.Limits.of(half).overflow).view(np.float32)
     with np.errstate(over="ignore"):
         assert np.isinf(least.astype(half))
@@ -92,7 +92,7 @@ def cast_of(precision):
 @pytest.mark.parametrize(
     ("shape", "span", "half"), thorough_but(itertools.product(SHAPES, SPANS, HALVES), *PAIRS)
 )
-def test_a_cast_is_measured_as_numpy_does(shape, span, half):
+def test_figures_of_a_cast_equal_those_of_numpy(shape, span, half):
     x = wide(0, shape, *span)
     x.flat[:3] = 0, np.float32(65519.99), np.float32(65520)
     x.flat[3:6] = np.float32(2.0**-25), np.float32(2.0**-14), np.float32(6.09e-5)
@@ -100,13 +100,13 @@ def test_a_cast_is_measured_as_numpy_does(shape, span, half):
 
 
 @pytest.mark.parametrize("half", thorough_but(HALVES, "bfloat16"))
-def test_what_is_not_finite_is_told_apart(half):
+def test_figures_tell_infinities_from_nan(half):
     x = wide(1, (50, 50), -3, 3)
     x[0, :4] = np.inf, -np.inf, np.nan, 1e38
     check(cast_of(measured(lambda x: x.astype(half), x)), x, HALVES[half])
 
 
-def test_a_scalar_an_empty_array_and_zeros():
+def test_measure_precision_takes_scalars_empty_arrays_and_zeros():
     def fun(x, empty, zeros):
         return [v.astype(jnp.float16) for v in (x, empty, zeros)]
 
@@ -118,7 +118,7 @@ def test_a_scalar_an_empty_array_and_zeros():
 
 
 @pytest.mark.parametrize("half", thorough_but(HALVES, "float16"))
-def test_what_is_half_already_is_rounded_as_on_average(half):
+def test_noise_of_a_16_bit_value_is_that_of_rounding_on_average(half):
     x = wide(2, (100, 200), -10, 8).astype(half)
     rows = {r.part: r for r in measured(lambda x, w: x @ w, x, jnp.eye(200, dtype=half)).rows}
     row = rows["lhs"]
@@ -202,17 +202,17 @@ def found_in(place):
 
 @pytest.mark.parametrize("place", thorough_but(WHERE, *QUICK))
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
-def test_figures_of_programs_inside(place):
+def test_figures_inside_each_transformation_equal_those_of_numpy(place):
     check(found_in(place), X, jnp.float16)
 
 
 @pytest.mark.parametrize("place", ["scan", "reversed", "while"])
-def test_the_turn_of_the_largest(place):
+def test_figures_name_the_loop_turn_of_the_largest_value(place):
     found = found_in(place)
     assert found.turn == np.abs(X).max((1, 2)).argmax()
 
 
-def test_a_branch_that_is_not_taken_saw_nothing():
+def test_figures_of_a_branch_not_taken_are_empty():
     def fun(x):
         return jax.lax.cond(
             x[0, 0] > 1e9, lambda x: x.astype(jnp.float16) @ x.astype("f2"), half, x
@@ -247,7 +247,7 @@ def test_devices_of_a_mesh_put_their_figures_together(inside, check_vma):
     check(cast_of(measured(fun, placed)), x, jnp.float16)
 
 
-def test_sharded_arrays_under_jit():
+def test_figures_of_sharded_arrays_equal_those_of_numpy():
     mesh = jax.make_mesh((8,), ("a",))
     x = wide(6, (64, 32), -20, 12)
     placed = jax.device_put(x, jax.NamedSharding(mesh, P("a")))
@@ -263,7 +263,7 @@ def test_members_under_vmap_have_figures_each():
         check(cast_of(jax.tree.map(lambda leaf, i=i: leaf[i], precision)), X[i], jnp.float16)
 
 
-def test_inside_the_callers_own_scan():
+def test_measure_precision_works_in_the_callers_scan():
     def turn(carry, x):
         return carry, mpjax.debug.measure_precision(half_sum)(x)
 
@@ -271,7 +271,7 @@ def test_inside_the_callers_own_scan():
     check(cast_of(jax.tree.map(lambda leaf: leaf[2], precision)), X[2], jnp.float16)
 
 
-def test_a_derivative_is_that_of_the_function():
+def test_gradient_of_measure_precision_is_that_of_the_function():
     x = jnp.asarray(X[0])
     (grad, precision) = jax.jit(jax.grad(mpjax.debug.measure_precision(squared), has_aux=True))(x)
     np.testing.assert_array_equal(grad, jax.grad(squared)(x))
@@ -281,7 +281,7 @@ def test_a_derivative_is_that_of_the_function():
     np.testing.assert_array_equal(outer(x), jax.grad(doubled)(x))
 
 
-def test_of_a_large_tensor_rows_are_looked_at_closer():
+def test_figures_of_a_large_tensor_sample_its_rows():
     x = np.tile(wide(9, (1, 1024), -40, 10), (4096, 1))
     x[4095, 5], x[4094, 7] = 1e5, np.nan  # which are found in all rows
     found = cast_of(measured(lambda x: x.astype(jnp.float16), jnp.asarray(x)))
@@ -308,7 +308,7 @@ def test_the_largest_finite_value_of_a_large_tensor_with_inf_is_that_of_all_rows
     assert found.largest == 40000 and found.overflowed > 0
 
 
-def test_a_result_that_is_no_array_is_returned_as_it_is():
+def test_measure_precision_returns_what_is_no_array_as_it_is():
     def fun(x, name):
         return {name: x.astype(jnp.bfloat16)}, 1.0, name
 

@@ -51,7 +51,7 @@ def test_each_matmul_of_forward_and_backward_is_watched():
     assert all(t.source.startswith(__file__) for t in tensors)
 
 
-def test_what_several_read_is_measured_once():
+def test_tensor_that_several_read_is_watched_once():
     def fun(x):
         half = x.astype(jnp.bfloat16)
         return half.T @ half, jnp.transpose(half) @ half.reshape(4, 8), x.astype(jnp.bfloat16)
@@ -66,7 +66,7 @@ def test_what_several_read_is_measured_once():
     assert reads == ["lhs of dot_general", "rhs of dot_general"] * 2
 
 
-def test_a_join_is_measured_as_its_first_part():
+def test_concatenation_is_watched_as_its_first_part():
     def fun(x, y, w):
         first, w = x.astype(jnp.float16), w.astype(jnp.float16)
         return first @ w, jnp.concatenate([first, y.astype(jnp.float16)]) @ w
@@ -96,7 +96,7 @@ def test_half_values_that_are_handed_on_are_watched_and_others_are_not():
     assert not [t for t in tensors if t.op in ("tanh", "mul")]
 
 
-def test_remat_does_not_double_rows():
+def test_remat_does_not_double_watched_tensors():
     plain = halved(loss)
     again = jax.checkpoint(plain)
     first = watched(jax.value_and_grad(plain), PARAMS, X)
@@ -117,7 +117,7 @@ def test_readers_after_a_recomputation_are_named_in_the_order_of_the_program():
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_convolutions_and_their_gradients(half):
+def test_convolutions_and_their_gradients_are_watched(half):
     kernel = jnp.ones((3, 3, 2, 4))
 
     def fun(kernel, x):
@@ -133,7 +133,7 @@ def test_convolutions_and_their_gradients(half):
     assert {t.dtype for t in tensors} == {half}
 
 
-def test_an_accumulator_that_is_cast_at_once_is_not_written_down():
+def test_accumulator_that_is_cast_at_once_is_watched_as_rounded():
     def fun(x, w):
         return jax.lax.dot(x, w, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
 
@@ -143,13 +143,13 @@ def test_an_accumulator_that_is_cast_at_once_is_not_written_down():
     assert not [t for t in tensors if t.part == "cast"]
 
 
-def test_a_whole_step_and_its_names():
+def test_watched_tensors_of_a_step_have_unique_names():
     init, step = mpjax.build_train_step(loss, optax.adamw(1e-2), "mixed_float16")
     names = [t.name for t in watched(step, jax.eval_shape(init, PARAMS), X)]
     assert len({*names}) == len(names) and "first/dot_general/result" in names
 
 
-def test_nothing_calls_the_host():
+def test_measure_precision_never_calls_the_host():
     init, step = mpjax.build_train_step(loss, optax.adamw(1e-2), "mixed_float16")
     jaxpr = jax.make_jaxpr(mpjax.debug.measure_precision(step))(jax.eval_shape(init, PARAMS), X)
 

@@ -50,7 +50,7 @@ def overflow_and_warnings(rate, every, steps=400):
     ("rate", "every"),
     thorough_but([(1.05, 10), (1.2, 5), (1.05, 40), (1.5, 2)], (1.2, 5)),
 )
-def test_what_grows_is_named_before_the_first_overflow(rate, every):
+def test_risk_names_a_growing_tensor_before_the_first_overflow(rate, every):
     first, named = overflow_and_warnings(rate, every)
     warned = min(named)
     assert warned < first
@@ -64,7 +64,7 @@ def test_what_grows_is_named_before_the_first_overflow(rate, every):
     assert "gone" in {row.risk.kind for row in named[last]}
 
 
-def test_what_stands_still_is_not_named():
+def test_tensor_that_stands_still_is_no_risk():
     step, state = growing(1.0)
     watched = mpjax.watch_precision(step, 1)
     for _ in range(10):
@@ -99,16 +99,16 @@ def kinds(report):
         (jnp.zeros(9), []),
     ],
 )
-def test_rules_of_one_sample(x, found):
+def test_risk_kinds_of_one_sample_follow_its_values(x, found):
     assert kinds(seen(x)) == found
 
 
-def test_the_wider_half_is_not_at_the_edge():
+def test_bfloat16_is_at_the_edge_only_near_its_own_limit():
     assert kinds(seen(jnp.array([1e5, 1e-9]), "bfloat16")) == []
     assert kinds(seen(jnp.array([3e38]), "bfloat16")) == ["edge"]
 
 
-def test_a_backward_pass_is_told_of_its_loss_scale():
+def test_risk_of_a_backward_pass_advises_on_the_loss_scale():
     def grads(x):
         def loss(w):
             return jnp.sum((x @ w.astype(jnp.float16)).astype(jnp.float32)) * 1e-10
@@ -119,7 +119,7 @@ def test_a_backward_pass_is_told_of_its_loss_scale():
     assert "Raise the loss scale" in text
 
 
-def test_the_rise_between_two_samples_is_kept_free():
+def test_risk_keeps_room_for_the_rise_between_two_samples():
     report = seen(jnp.full(9, 8000.0))
     for past, found in (((8000.0, 8000.0), []), ((500.0, 8000.0), ["edge"])):
         earlier = tuple(jnp.full(1, value) for value in past)

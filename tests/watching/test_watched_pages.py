@@ -32,7 +32,7 @@ def reports():
     return [(step(jnp.full((4, 8), 1.5**i)), step.latest)[1] for i in range(6)]
 
 
-def test_each_tensor_is_on_the_map_by_its_colours(reports):
+def test_each_watched_tensor_is_on_the_map_with_its_colors(reports):
     report = reports[-1]
     document = report.document()
     page = document.drawing()
@@ -47,7 +47,7 @@ def test_each_tensor_is_on_the_map_by_its_colours(reports):
     assert [row[1] for row in document.tables[0].rows] == report.risks
 
 
-def test_colours_are_of_the_row(reports):
+def test_map_colors_follow_the_rows_of_watched_tensors(reports):
     for report in reports:
         rows = {row.name: row for row in report.rows}
         for op in report.document().drawing().operations:
@@ -61,14 +61,14 @@ def test_colours_are_of_the_row(reports):
                 assert low <= row.headroom < high
 
 
-def test_the_page_is_whole_and_escapes_what_is_the_users(reports):
+def test_watched_page_is_whole_and_escapes_names_of_users(reports):
     text = reports[-1].to_html()
     assert "<script>alert(1)" not in text and "half tensors" in text.lower()
     assert re.search(r"second", text)
     json.dumps(reports[-1].to_dict())
 
 
-def test_the_picture_marks_what_is_named(reports, tmp_path):
+def test_watched_picture_marks_what_is_at_risk(reports, tmp_path):
     pytest.importorskip("matplotlib")
     figure = reports[-1].plot(tmp_path / "room.png", reports[:-1])
     assert (tmp_path / "room.png").read_bytes()[:4] == b"\x89PNG"

@@ -39,7 +39,7 @@ def same(one, other):
 @pytest.mark.parametrize(
     "policy", thorough_but(["mixed_float16", "mixed_bfloat16", "O3:bfloat16"], "mixed_float16")
 )
-def test_two_programs_over_fifty_steps_and_the_same_training(policy):
+def test_watch_precision_compiles_two_programs_and_trains_the_same(policy):
     (state, step), (plain, unwatched) = built(policy), built(policy)
     watched = mpjax.watch_precision(step, every=7)
     sampled = []
@@ -60,7 +60,7 @@ def test_two_programs_over_fifty_steps_and_the_same_training(policy):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_on_a_mesh_two_programs_too(kind):
+def test_watch_precision_on_a_mesh_compiles_two_programs(kind):
     axis = getattr(jax.sharding.AxisType, kind.capitalize())
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis,))
     state, step = built("mixed_bfloat16")
@@ -80,7 +80,7 @@ def test_on_a_mesh_two_programs_too(kind):
     assert any(row.entries for row in watched.latest.rows)
 
 
-def test_any_step_is_watched_and_returns_what_it_returns():
+def test_watch_precision_takes_any_step_and_returns_its_results():
     @jax.jit
     def step(w, x):
         return w - 0.1 * jax.grad(lambda w: jnp.sum((x.astype("f2") @ w.astype("f2")) ** 2))(w)
@@ -96,7 +96,7 @@ def test_any_step_is_watched_and_returns_what_it_returns():
     assert watched.latest.steps == (6,)  # another program: it starts anew
 
 
-def test_a_step_that_is_not_jitted_is():
+def test_watch_precision_jits_a_step_that_is_not_jitted():
     watched = mpjax.watch_precision(lambda x: x.astype(jnp.float16), every=1)
     watched(jnp.ones(3))
     assert watched.latest.rows[0].largest == 1
@@ -111,12 +111,12 @@ def test_a_step_that_is_not_jitted_is():
         ({"step": 3}, "step=3"),
     ],
 )
-def test_what_is_not_legal_is_refused(change, error):
+def test_watch_precision_refuses_bad_arguments(change, error):
     with pytest.raises((TypeError, ValueError), match=error):
         mpjax.watch_precision(**{"step": jax.jit(loss), **change})
 
 
-def test_static_arguments_are_refused():
+def test_watch_precision_refuses_static_arguments():
     step = jax.jit(lambda x, flag: x, static_argnums=1)
     with pytest.raises(ValueError, match=r"functools\.partial"):
         mpjax.watch_precision(step)(jnp.ones(3), True)
@@ -124,7 +124,7 @@ def test_static_arguments_are_refused():
     assert mpjax.watch_precision(bound)(jnp.ones(3)).shape == (3,)
 
 
-def test_json_lines_and_tensorboard(tmp_path):
+def test_watched_metrics_are_logged_to_json_lines_and_tensorboard(tmp_path):
     state, step = built()
     step = mpjax.watch_precision(step, every=2)
     seen = {}
@@ -152,7 +152,7 @@ def test_json_lines_and_tensorboard(tmp_path):
     assert json.loads(json.dumps(step.latest.to_dict()))["step"] == 2
 
 
-def test_tensorboards_own_files(tmp_path):
+def test_watched_metrics_are_written_to_tensorboardx_files(tmp_path):
     tensorboardX = pytest.importorskip("tensorboardX")
     state, step = built()
     step = mpjax.watch_precision(step)

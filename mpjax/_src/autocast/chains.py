@@ -60,6 +60,7 @@ def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Recomputed]:
     """Returns the islands of chains whose derivatives read values inside."""
     analysis, recomputed = flow.analysis, []
     for ops in groups:
+        # One half dtype, some rounding to save, and a derivative that would keep values inside.
         needed = _needed(analysis, ops)
         halves = {flow.rulings[op].half for op in ops}
         rounds = any(flow.stored[v].kind == "half" for v in _inner(ops, flow))

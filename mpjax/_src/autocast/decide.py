@@ -230,6 +230,7 @@ def _decide_layout(analysis: Analysis, op: Op) -> None:
     kinds = {stored.kind for v, stored in zip(op.ins, reads, strict=True) if v.is_f32}
     wide = any(stored.wide for stored in reads)
     fresh = rules.FRESH in op.spec.traits
+    # One full operand makes the result full: rounding it would lose what the others have.
     for kind in ("full", "half", "flexible"):
         if kind not in kinds:
             continue
@@ -242,6 +243,7 @@ def _decide_layout(analysis: Analysis, op: Op) -> None:
             _choose(analysis, op, compute)
             return _give(analysis, op, "half", compute)
         lost = any(_is_lost(analysis, op, out) for out in op.outs)
+        # Only half ops read it: moved in half, it is rounded before, and moves half the bytes.
         keeps = wide or lost or rules.RANKS in op.spec.traits
         if kind == "full" and not keeps and all(_only_for_half(analysis, v) for v in op.outs):
             _choose(analysis, op, half)
@@ -334,6 +336,7 @@ def _decide_program(analysis: Analysis, op: Op) -> None:
             source = analysis.stored[op.ins[index]]
             if not value.is_f32:
                 continue
+            # A carry has one dtype in all iterations, whatever comes in.
             if index in carries:
                 dtype = carries[index]
                 _set(analysis, value, "flexible" if dtype == FLOAT32 else "half", dtype)

@@ -288,6 +288,7 @@ def _program(analysis: Analysis, op: Op, sub: Inside) -> None:
     block, carried, wants = sub.program, dict(sub.carry), analysis.wants
     in_half = analysis.carries.get(block, ())
     while True:
+        # A carry is read twice: by the next iteration, and after the last one.
         for position, (value, index) in enumerate(zip(block.outvars, sub.outs, strict=True)):
             reader = op, position, "result"
             if position in carried:

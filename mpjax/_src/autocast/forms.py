@@ -95,6 +95,7 @@ class Reading:
         depth -= 1
         if op.name in ("exp", "exp2"):
             self.ops[op] = None
+            # 2**z = exp(z ln 2)
             rate = LN2 if op.name == "exp2" else 1.0
             return _times(self.exponent(op.ins[0], axes, depth), rate)
         if op.name == "reduce_sum":
@@ -123,6 +124,7 @@ class Reading:
 
     def exponent(self, value: Value, axes: Axes | None, depth: int = DEPTH) -> Form:
         """Returns the terms of a value itself."""
+        # Where the exponent ends is what the softmax is a function of: its scores.
         if axes is None or self.end is None or self.numbers.get(value) == self.end:
             return self._term(EXPONENT, value, axes)
         if (constant := _constant(value)) is not None:
@@ -140,6 +142,7 @@ class Reading:
             return _times(self.exponent(op.ins[0], axes, depth), -1)
         if op.name in ("mul", "div"):
             factors = [self._known(v) for v in op.ins]
+            # A factor that is known scales the form; any other product is a term of its own.
             if op.name == "mul" and factors[0] is not None:
                 self.ops[op] = None
                 return _times(

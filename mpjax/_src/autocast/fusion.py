@@ -64,6 +64,7 @@ def tell_of_late_norms(flow: Flow) -> None:
     for op in flow.ops:
         if op.name not in ("div", "mul"):
             continue
+        # A product may have the reciprocal on either side.
         for value, norm in (op.ins, op.ins[::-1])[: 1 + (op.name == "mul")]:
             matmul, total = _source(value, flow), _source(norm, flow)
             if op.name == "mul" and total is not None and total.name == "div":
@@ -342,6 +343,7 @@ def _operands(matmul: Op, axes: Labels, keys: set[Atom]) -> tuple[int, Labels, L
     for value, of, summed in zip(matmul.ins, _operand_axes(matmul, axes), contracting, strict=True):
         named = {d: ((SUM, i, value.aval.shape[d]),) for i, d in enumerate(summed)}
         labels.append(tuple(named.get(d, axis) for d, axis in enumerate(of)))
+    # The keys run over what the softmax sums; the other operand holds the queries.
     for first in (0, 1):
         own = {a for axis in labels[1 - first] for a in axis if a[0] != SUM} - shared
         if own == keys:
@@ -359,6 +361,7 @@ def _values(
     if {a for d in batch[place] for a in weights[d]} != shared:
         raise Unfit("values and keys are shared across different axes")
     shape = matmul.ins[1 - place].aval.shape
+    # The axes that both operands of this matmul share, by their places in each.
     pairs = ((*contracting[1 - place], *batch[1 - place]), (*contracting[place], *batch[place]))
     by_dim = {d: weights[p] for d, p in zip(*pairs, strict=True)}
     values = tuple(by_dim.get(d, ((VALUE, d, shape[d]),)) for d in range(len(shape)))

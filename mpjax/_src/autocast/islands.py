@@ -75,6 +75,7 @@ def groups(flow: Flow, special: Collection[Op], fits: Callable[[Op], bool]) -> I
         begun = _starts(op, flow) or not inside.isdisjoint(before)
         if begun and op not in special and fits(op):
             inside.add(op)
+    # Backwards, so that an op moves down with its readers.
     for op in reversed(flow.ops):
         after = [depth[r] for v in op.outs for r in flow.readers.get(v, ()) if r is not None]
         if op in inside and after:
@@ -106,6 +107,7 @@ def _made_again(islands: Sequence[Island], flow: Flow) -> list[Island]:
             if j == i or not isinstance(maker, Recomputed) or not isinstance(reader, Recomputed):
                 continue
             ops, sources = _cone(value, maker.body, flow)
+            # Another reader would need the value kept or written anyway.
             read = {*flow.readers[value]} <= {*maker.ops, *island.ops}
             if not read or sum(v.size for v in sources if v.size >= value.size) > value.size:
                 continue
@@ -168,6 +170,7 @@ def _halves_inside(body: Body, flow: Flow, links: Collection[Op]) -> list[Op]:
             continue
         if op.spec.need != rules.FOLLOW:
             continue
+        # Either the island reads all operands already, or they are no more bytes than the result.
         varying = [v for v in op.ins if v.const is None]
         beside = all(v in body.ins for v in varying)
         more = [v for v in not_far_smaller(varying, value.size) if v not in body.ins]
@@ -325,6 +328,7 @@ def _activation(operand: Value, body: Body, flow: Flow) -> tuple[Op, ...]:
         if alone and alike and op.spec.need in (rules.FOLLOW, rules.FULL) and values & {*op.ins}:
             tail.append(op)
             values.update(op.outs)
+    # The slope is multiplied once: at the one result that others read.
     ends = [op for op in tail if not {*flow.readers.get(op.outs[0], ())} <= {*tail}]
     returned = any(flow.analysis.wants[v].returned for op in ends for v in op.outs)
     return tuple(tail) if ends == tail[-1:] and not returned else ()
@@ -358,12 +362,14 @@ def _saves_memory(island: Recomputed, flow: Flow) -> bool:
         varying = [v for v in op.ins if v.is_f32 and v.const is None]
         if op.spec.linear:
             continue
+        # A product saves each factor for the other; a product with a constant saves nothing.
         if op.spec.saves == rules.OTHERS:
             saved.update(varying if len(varying) > 1 else ())
         else:
             saved.update((*varying, *op.outs))
     inputs = [v for v in island.ins if v.is_f32]
     kept = _bytes((v for v in inputs if not analysis.is_raw(v)), flow)
+    # Rounded to 16 bits, these take half of their four bytes.
     kept -= _bytes(island.rounded, flow) // 2
     halves = any(flow.stored[v].dtype in HALVES and v not in analysis.small for v in inputs)
     if island.rounded:  # a loss: its backward pass follows at once

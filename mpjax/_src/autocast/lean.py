@@ -105,6 +105,7 @@ def _choose(
         if v in number
         for out in step.outs
     ]
+    # Arguments, and what must not run twice, are there without being computed again.
     fixed = [
         number[v] for v in number if v not in producer or not _runs_again(analysis, producer[v])
     ]
@@ -115,6 +116,7 @@ def _choose(
     chosen = [v for v in producer if number[v] in cut or v in later]
     kept = frozenset(v for v in chosen if weights[number[v]] > 0)
     again: set[Value] = set()
+    # Behind the cut: what needed values are computed from, back to kept ones.
     todo = [*needed]
     while todo:
         value = todo.pop()

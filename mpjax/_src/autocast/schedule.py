@@ -126,11 +126,13 @@ def in_order(steps: Sequence[Any], groups: Sequence[Sequence[Any]]) -> list[Sequ
     unit_of: dict[Any, Sequence[Any]] = {step: [step] for step in steps}
     unit_of |= {step: group for group in groups for step in group}
     producer = {v: step for step in steps for v in step.outs}
+    # A unit is known by the place of its first step, since lists cannot be keys.
     first = {id(unit_of[step]): i for i, step in reversed([*enumerate(steps)])}
     waits: dict[int, set[int]] = {i: set() for i in first.values()}
     effect: Any = None
     for step in steps:
         before = [producer[v] for v in step.ins if v in producer]
+        # Effects stay in the order of the program: each waits for the one before.
         if isinstance(step, Op) and step.eqn.effects:
             before += [] if effect is None else [effect]
             effect = step
@@ -144,6 +146,7 @@ def in_order(steps: Sequence[Any], groups: Sequence[Sequence[Any]]) -> list[Sequ
     ready: list[int] = []
     units = []
     while sorter.is_active():
+        # Of the units that may run, the one that came first in the program.
         for place in sorter.get_ready():
             heapq.heappush(ready, place)
         place = heapq.heappop(ready)

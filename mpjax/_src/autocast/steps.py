@@ -87,6 +87,7 @@ def body_of(ops: Iterable[Op], flow: Flow, views: Iterable[Op] = ()) -> Body:
     results = {v for op in run for v in op.outs}
     read = dict.fromkeys(v for op in run for v in op.ins if v not in results and not v.literal)
     reduced = (op for op in ops if rules.REDUCES in op.spec.traits)
+    # What others read flows out. None among the readers stands for the results of the block.
     readers = {
         v: [r for r in flow.readers.get(v, ()) if r not in members] for op in ops for v in op.outs
     }
@@ -355,6 +356,7 @@ def needs(analysis: Analysis, step: Any) -> Iterator[Value]:
 
 def _needs_of(op: Op, analysis: Analysis) -> Iterator[Value]:
     """Yields what the derivative of an op reads: masks, indices, and the values of its row."""
+    # What a program's own backward pass reads is not known here: all of its operands, at most.
     if analysis.rulings[op].rule == "program":
         yield from (v for v in op.ins if not v.literal)
         return
@@ -363,6 +365,7 @@ def _needs_of(op: Op, analysis: Analysis) -> Iterator[Value]:
         return
     saves, kinked = op.spec.saves, rules.KINKED in op.spec.traits
     yield from (v for v in op.ins if not v.is_f32 and not v.literal)
+    # A kink compares its operand with its result again.
     if kinked or saves == rules.OPERANDS or (saves == rules.OTHERS and len(floats) > 1):
         yield from floats
     if kinked or saves == rules.RESULT or op.name == "div":
