@@ -238,6 +238,16 @@ class TestErrors:
         rows = compare(fun, policy)(x).rows
         assert any(r.primitive == "convert_element_type" and r.new > 0 for r in rows)
 
+    def test_comparison_table_has_figures_right_and_words_left(self):
+        policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("mul", "exp"))
+        compared = compare(lambda x: jnp.exp(x * 0.3), policy)(jnp.ones(4))
+        titles, *lines = compared.table().splitlines()
+        figures, words = titles.index("added") + len("added"), titles.index("operation")
+        lines = [line for line in lines if line[:figures].endswith(("%", "0"))]  # without places
+        assert {"exp", "convert_element_type"} <= {row.primitive for row in compared.rows}
+        for line, row in zip(lines, compared.rows, strict=True):
+            assert line[words:].startswith(row.primitive)
+
     @pytest.mark.thorough
     def test_compare_puts_a_gradient_that_is_exactly_zero_last(self, rng):
         def loss(params, x):
