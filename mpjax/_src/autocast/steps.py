@@ -8,7 +8,7 @@ reductions, and recomputes the rest, or has a cheaper derivative.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -50,17 +50,17 @@ class Body:
     in_half: frozenset[Value]
     half: Any
 
-    @property
+    @functools.cached_property
     def stack(self) -> Any:
         """The names around all of its ops."""
         return _jax.common_stack([op.stack for op in self.ops])
 
-    def inside(self, env: Env, kept: Mapping[Value, Any] | None = None) -> Env:
+    def inside(self, env: Env, kept: dict[Value, Any] | None = None) -> Env:
         """Returns an environment for its ops; values in ``kept`` are not computed again."""
-        return env.inside(len(self.stack.stack), dict(kept or {}))
+        return env.inside(len(self.stack.stack), kept)
 
     def start(
-        self, env: Env, arrays: Iterable[tuple[Value, Any]], kept: Mapping[Value, Any] | None = None
+        self, env: Env, arrays: Iterable[tuple[Value, Any]], kept: dict[Value, Any] | None = None
     ) -> Env:
         """Returns an environment with the given arrays, and what free ops and views compute."""
         inner = self.inside(env, kept)
@@ -163,8 +163,12 @@ class Island:
         kept = dict(zip(body.sums, sums, strict=False))
         inner = body.start(env, zip(body.ins, arrays, strict=True), kept)
         for op in body.ops:
-            evaluate(op, inner)
+            self.run_op(op, env, inner)
         return body.outcome(inner)
+
+    def run_op(self, op: Op, env: Env, inner: Env) -> None:
+        """Evaluates one of its ops in the environment of its body."""
+        evaluate(op, inner)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -234,16 +238,13 @@ class Recomputed(Elementwise):
     def forward(
         self, env: Env, arrays: Sequence[Any], sums: Sequence[Any] = ()
     ) -> tuple[list[Any], list[Any]]:
-        body = self.body
-        arrays = self._made_again(env, arrays) if self.again else arrays
-        kept = dict(zip(body.sums, sums, strict=False))
-        inner = body.start(env, zip(body.ins, arrays, strict=True), kept)
-        for op in body.ops:
-            if op not in self.tail:
-                evaluate(op, inner)
-            elif op is self.tail[-1]:
-                self._run_tail(env, inner)
-        return body.outcome(inner)
+        return super().forward(env, self._made_again(env, arrays) if self.again else arrays, sums)
+
+    def run_op(self, op: Op, env: Env, inner: Env) -> None:
+        if op not in self.tail:
+            evaluate(op, inner)
+        elif op is self.tail[-1]:
+            self._run_tail(env, inner)
 
     def _made_again(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
         inner, inputs = self.body.inside(env), dict(zip(self.ins, arrays, strict=True))

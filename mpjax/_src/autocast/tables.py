@@ -302,11 +302,14 @@ class Ruling(NamedTuple):
         return self.rule == "written" or (unknown and op.has_float32)
 
 
+NO_RULING = Ruling()
+
+
 class Rulings(dict[Op, Ruling]):
     """The rule of each operation."""
 
     def __missing__(self, op: Op) -> Ruling:
-        return Ruling()
+        return NO_RULING
 
 
 class Facts(dict[Value, Fact]):
@@ -344,11 +347,14 @@ class Choice(NamedTuple):
     sent_half: bool = False
 
 
+NO_CHOICE = Choice()
+
+
 class Choices(dict[Op, Choice]):
     """The choice for each operation."""
 
     def __missing__(self, op: Op) -> Choice:
-        return Choice()
+        return NO_CHOICE
 
 
 class Stored(NamedTuple):
@@ -369,11 +375,14 @@ class Stored(NamedTuple):
     rounded: bool = False
 
 
+NOT_STORED = Stored()
+
+
 class Storage(dict[Value, Stored]):
     """How each value is stored."""
 
     def __missing__(self, value: Value) -> Stored:
-        return Stored()
+        return NOT_STORED
 
 
 @dataclasses.dataclass(frozen=True)

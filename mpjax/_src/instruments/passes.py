@@ -8,7 +8,15 @@ import numpy as np
 
 from mpjax._src.autocast.plan import Plan, analyse
 from mpjax._src.autocast.steps import Checkpoint, ops_of
-from mpjax._src.autocast.tables import NOTHING, UNREAD, Analysis, Choice, Ruling, Stored, Why
+from mpjax._src.autocast.tables import (
+    NO_CHOICE,
+    NO_RULING,
+    NOT_STORED,
+    NOTHING,
+    UNREAD,
+    Analysis,
+    Why,
+)
 from mpjax._src.autocast.transform import trace
 from mpjax._src.base.dtypes import short_name
 from mpjax._src.base.lines import short
@@ -56,7 +64,7 @@ def passes(
         outline, plan = traced.outline, traced.plan
         decided = analyse(outline, [getattr(aval, "dtype", None) for aval in traced.avals])
         rows = {
-            "classify": _of_ops(outline, lambda op: (outline.analysis.rulings[op], Ruling())),
+            "classify": _of_ops(outline, lambda op: (outline.analysis.rulings[op], NO_RULING)),
             "facts": _of_values(outline, lambda v: (decided.facts[v], NOTHING)),
             "demand": _of_values(outline, lambda v: (decided.wants[v], UNREAD)),
             "decide": _decisions(outline, decided),
@@ -88,8 +96,8 @@ def _of_values(plan: Plan, row: Callable[[Any], tuple[Any, Any]]) -> Iterator[tu
 def _decisions(plan: Plan, decided: Analysis) -> Iterator[tuple[str, ...]]:
     for op in plan.block.walk():
         results = ", ".join(str(out.aval) for out in op.outs)
-        stored = (described(decided.stored[out], Stored()) for out in op.outs)
-        chosen = [described(decided.choices[op], Choice()), *stored]
+        stored = (described(decided.stored[out], NOT_STORED) for out in op.outs)
+        chosen = [described(decided.choices[op], NO_CHOICE), *stored]
         yield op.name, results, short(op.source), "; ".join(filter(None, chosen))
 
 
