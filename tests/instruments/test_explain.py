@@ -174,3 +174,15 @@ def test_explain_joins_rows_that_nobody_can_act_on():
     assert report.calls()["remat2"]["f32"] or report.calls()["remat2"]["bf16"]
     made = [row for row in report.rows if row.primitive == "bitcast_convert_type"]
     assert made and not {row.primitive for row in report.shortfalls()} & {"bitcast_convert_type"}
+
+
+def test_backward_rows_of_a_sum_that_runs_in_one_pass_name_its_forward_row():
+    """The maximum and the sum that run are other ops than those of the program, in their place."""
+
+    def loss(w, x):
+        return jnp.sum(jax.nn.logsumexp(x @ w, axis=-1))
+
+    rows = mpjax.explain(loss, argnums=0)(jnp.ones((16, 2048)), jnp.ones((4, 16))).rows
+    sums = {i for i, row in enumerate(rows) if row.primitive == "reduce_sum" and not row.backward}
+    behind = {row.forward for row in rows if row.backward}
+    assert sums <= behind and None not in behind

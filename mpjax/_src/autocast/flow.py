@@ -48,10 +48,7 @@ class Flow:
         self.ops[op.index] = new
         marks = self.marks
         marks.stands_for[new] = marks.stands_for.get(op, op)
-        tables: tuple[dict[Op, Any], ...] = (self.rulings, self.choices, marks.centred)
-        for table in (*tables, marks.repeats, marks.online, marks.attention):
-            if op in table:
-                table[new] = table[op]
+        self.rulings[new], self.choices[new] = self.rulings[op], self.choices[op]
         if op in marks.steady:
             marks.steady.add(new)
         # In place of the old op, where that read; at the end, where only the new one reads.
