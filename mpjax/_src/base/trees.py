@@ -98,6 +98,18 @@ def is_one_bool(verdict: Any) -> bool:
     return getattr(verdict, "dtype", None) == np.bool_ and np.shape(verdict) == ()
 
 
+def varies_over(x: Any) -> tuple[str, ...]:
+    """Returns the manual mesh axes that an array varies over, if `jax.shard_map` checks them."""
+    return tuple(sorted(getattr(getattr(jax.typeof(x), "mat", None), "varying", ())))
+
+
+def vary_like(leaf: jax.Array, like: Any) -> jax.Array:
+    """Marks an array as varying over the manual mesh axes that another one varies over."""
+    already = varies_over(leaf)
+    missing = tuple(axis for axis in varies_over(like) if axis not in already)
+    return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+
 def cast_leaf(leaf: Any, dtype: np.dtype, float64: bool = False) -> Any:
     """Casts a leaf if it is a floating array. A float64 leaf is cast only if ``float64`` is set."""
     if not is_floating(leaf) or leaf.dtype == dtype or (leaf.dtype == FLOAT64 and not float64):

@@ -1,4 +1,4 @@
-"""Placement of arrays: their devices, and the mesh axes that they vary over."""
+"""Placement of arrays: on which devices they are."""
 
 import math
 from typing import Any, TypeVar
@@ -10,18 +10,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mpjax._src.base.patterns import name_of
 
 T = TypeVar("T")
-
-
-def varies_over(x: Any) -> tuple[str, ...]:
-    """Returns the manual mesh axes that an array varies over, if `jax.shard_map` checks them."""
-    return tuple(sorted(getattr(getattr(jax.typeof(x), "mat", None), "varying", ())))
-
-
-def vary_like(leaf: jax.Array, like: Any) -> jax.Array:
-    """Marks an array as varying over the manual mesh axes that another one varies over."""
-    already = varies_over(leaf)
-    missing = tuple(axis for axis in varies_over(like) if axis not in already)
-    return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
 
 def commit_like(tree: T, like: Any) -> T:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from mpjax._src.base._jax.programs import inner_jaxprs
 from mpjax._src.base.errors import PrecisionWarning, brief, warn_user
-from mpjax._src.training.placement import varies_over
+from mpjax._src.base.trees import varies_over
 
 Axes = tuple[str, ...]
 # Primitives that combine the parts of devices.

@@ -27,7 +27,16 @@ from mpjax._src.base.errors import (
 from mpjax._src.base.outlines import outline
 from mpjax._src.base.patterns import name_of, paths
 from mpjax._src.base.public import public
-from mpjax._src.base.trees import cast, cast_like, is_array, is_key, pytree_of, stays_finite, widen
+from mpjax._src.base.trees import (
+    cast,
+    cast_like,
+    is_array,
+    is_key,
+    pytree_of,
+    stays_finite,
+    vary_like,
+    widen,
+)
 from mpjax._src.policy.policy import OP_LISTS, Policy, PolicyLike
 from mpjax._src.program.modules import has_modules
 from mpjax._src.training.gradients import observed_value_and_grad, with_float32_loss
@@ -35,7 +44,7 @@ from mpjax._src.training.levels import training_policy, under_policy
 from mpjax._src.training.loss_scale import SCALES, LossScale, get_loss_scale
 from mpjax._src.training.masters import stored
 from mpjax._src.training.optimizers import as_optimizer, check_state
-from mpjax._src.training.placement import commit_like, vary_like
+from mpjax._src.training.placement import commit_like
 from mpjax._src.training.replicas import (
     average_gradients,
     averaged,
