@@ -87,3 +87,27 @@ def test_a_lookup_in_half_is_a_gather_to_jax():
     np.testing.assert_allclose(got, jax.grad(lambda t: jnp.sum(t[indices[:, 0]] * want))(table))
     both = jax.vmap(rows)(jnp.stack([table, 2 * table]), jnp.stack([indices, indices + 1]))
     np.testing.assert_array_equal(both[1], 2 * table[indices[:, 0] + 1])
+
+
+# ---- functions that depend on the number of devices ----------------------------------------------
+
+
+def of_devices(x):
+    """Adds 1 on one device, and 2 if devices share arrays."""
+    return _jax.by_devices(lambda x: {"y": x + 1}, lambda x: {"y": x + 2}, x)["y"]
+
+
+def test_by_devices_knows_how_many_share_an_array():
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(np.zeros(8), jax.sharding.NamedSharding(mesh, PartitionSpec("i")))
+    alone = jax.jit(of_devices)(np.zeros(8)), jax.vmap(of_devices)(np.zeros((2, 8)))
+    rows = PartitionSpec("i")
+    mapped = jax.shard_map(of_devices, mesh=mesh, in_specs=rows, out_specs=rows)
+    assert {*np.ravel(alone[0]), *np.ravel(alone[1]), *np.asarray(jax.jit(mapped)(x))} == {1}
+    assert {*np.asarray(jax.jit(of_devices)(x))} == {2}
+
+
+def test_by_devices_is_one_operation_that_is_not_differentiated():
+    assert [e.primitive.name for e in jax.make_jaxpr(of_devices)(1.0).eqns] == ["by_devices"]
+    with pytest.raises(NotImplementedError):
+        jax.jvp(of_devices, (1.0,), (1.0,))

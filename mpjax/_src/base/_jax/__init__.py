@@ -78,7 +78,7 @@ from mpjax._src.base._jax.sources import (
     source_lines,
     transforms,
 )
-from mpjax._src.base._jax.wire import half_dot, half_gather, placed_freely
+from mpjax._src.base._jax.wire import by_devices, half_dot, half_gather, placed_freely
 
 __all__ = (
     "BARRIERS",
@@ -94,6 +94,7 @@ __all__ = (
     "aval_of",
     "below",
     "bind",
+    "by_devices",
     "bytes_of",
     "call_as_jit",
     "called",

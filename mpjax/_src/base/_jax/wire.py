@@ -1,4 +1,4 @@
-"""Operations whose dtypes depend on the number of devices, so that devices exchange half.
+"""Operations that depend on the number of devices, so that devices exchange half, or less.
 
 A compiler partitions a program after differentiation. It puts an exchange right before an operation
 that reads a sharded array, or right after one that sums over it. So devices exchange arrays in the
@@ -18,8 +18,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpjax._src.base._jax.cpu_matmuls import has_kernel, marked
-from mpjax._src.base._jax.programs import retyped
+from mpjax._src.base._jax.cpu_matmuls import has_kernel, is_local, marked
+from mpjax._src.base._jax.programs import eval_closed, open_jaxpr, retyped, trace
 
 dot_general_p, gather_p = jax.lax.dot_general_p, jax.lax.gather_p
 
@@ -104,7 +104,7 @@ def _multiply(x, y, *, half, preferred_element_type, order, sums, devices, **par
     """Multiplies in half, transposes the result and casts it."""
     x, y = (jax.lax.convert_element_type(v, half) for v in (x, y))
     wide = sums and devices > 1
-    params["preferred_element_type"] = np.dtype(np.float32) if wide else half
+    params["preferred_element_type"] = np.promote_types(half, np.float32) if wide else half
     with marked():
         out = dot_general_p.bind(x, y, **params)
     return jax.lax.convert_element_type(_in_order(out, order), preferred_element_type)
@@ -223,3 +223,51 @@ def _gather_batch(args, dims, *, half, **params):
 _half_gather_p = primitive_of("gather", _look_up, _gathered)
 ad.defjvp(_half_gather_p, _gather_tangent, None)
 batching.primitive_batchers[_half_gather_p] = _gather_batch
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+
+def by_devices(one: Callable[..., Any], several: Callable[..., Any], operands: Any) -> Any:
+    """Calls a function on one device, or another on arrays that devices share.
+
+    Which one is known when the program is lowered. `jax.checkpoint` sees one operation. It is not
+    differentiated; under `jax.vmap` it runs as ``one``.
+
+    Args:
+        one: A function of a pytree of arrays. It runs on one device, and in `jax.shard_map`.
+        several: A function of the same meaning and results.
+        operands: The pytree.
+    """
+    leaves, tree = jax.tree.flatten(operands)
+    avals, results = [jax.typeof(x) for x in leaves], []
+
+    def flat(fun):
+        def run(*leaves):
+            outs, out_tree = jax.tree.flatten(fun(jax.tree.unflatten(tree, leaves)))
+            results.append(out_tree)
+            return outs
+
+        return trace(run, avals, getattr(fun, "__name__", "by_devices"))
+
+    outs = _by_devices_p.bind(*leaves, one=flat(one), several=flat(several))
+    return jax.tree.unflatten(results[0], outs)
+
+
+def _lower_by_devices(ctx, *args, one, several):
+    run = functools.partial(eval_closed, one if is_local(ctx) else several)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
+
+
+def _batch_by_devices(args, dims, *, one, several):
+    del several
+    outs = jax.vmap(functools.partial(eval_closed, one), dims)(*args)
+    return outs, [0] * len(outs)
+
+
+_by_devices_p = Primitive("by_devices")
+_by_devices_p.multiple_results = True
+_by_devices_p.def_impl(functools.partial(dispatch.apply_primitive, _by_devices_p))
+_by_devices_p.def_abstract_eval(lambda *_, one, **__: [v.aval for v in open_jaxpr(one)[0].outvars])
+mlir.register_lowering(_by_devices_p, _lower_by_devices)
+batching.primitive_batchers[_by_devices_p] = _batch_by_devices
