@@ -9,6 +9,7 @@ from . import nnx as nnx
 from . import optim as optim
 from . import reports as reports
 from ._src.autocast.attention import dot_product_attention
+from ._src.autocast.cross_entropy import linear_cross_entropy
 from ._src.autocast.kernels import current_policy, half_inputs
 from ._src.autocast.regions import precision
 from ._src.autocast.transform import autocast
@@ -47,6 +48,7 @@ __all__ = [
     "find_nonfinite",
     "get_policy",
     "half_inputs",
+    "linear_cross_entropy",
     "lint",
     "mixed_precision",
     "precision",

@@ -113,13 +113,13 @@ def test_lazy_imports_compile_nothing_again():
 TOP = """
     DynamicLossScale NoOpLossScale Policy StaticLossScale TrainState all_finite autocast
     build_train_step cast compare compile_for current_policy dot_product_attention explain
-    find_nonfinite get_policy half_inputs lint mixed_precision precision raise_if_diverged
-    recommend_policy register_rule scaled_value_and_grad select watch_precision
+    find_nonfinite get_policy half_inputs linear_cross_entropy lint mixed_precision precision
+    raise_if_diverged recommend_policy register_rule scaled_value_and_grad select watch_precision
 """
 
 
-def test_mpjax_has_26_names_at_its_top():
-    assert mpjax.__all__ == TOP.split() and len(mpjax.__all__) == 26
+def test_mpjax_has_27_names_at_its_top():
+    assert mpjax.__all__ == TOP.split() and len(mpjax.__all__) == 27
     assert {*mpjax.__all__} | {"optim", "debug", "reports"} < {*dir(mpjax)}
 
 

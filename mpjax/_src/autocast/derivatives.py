@@ -79,7 +79,15 @@ def with_tangent(
     """Returns a function with a custom derivative, except in Taylor mode."""
     ruled = jax.custom_jvp(fun)
     ruled.defjvp(jvp, symbolic_zeros=symbolic_zeros)
-    return lambda *args: (fun if _jax.in_taylor_mode(args) else ruled)(*args)
+    return lambda *args: (fun if _jax.in_taylor_mode(jax.tree.leaves(args)) else ruled)(*args)
+
+
+def as_one(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that checkpoint policies see as one operation, whatever it contains.
+
+    Of a loop, they would keep the matmuls of every iteration.
+    """
+    return with_tangent(fun, functools.partial(jax.jvp, fun))
 
 
 def known(computed: Any, array: Any) -> Any:
@@ -168,24 +176,49 @@ def maximum_and_sum(eqn: Any, x: Any, exponential: str) -> tuple[Any, Any]:
         largest = _jax.bind(eqn, [x])[0]
         return largest, below(x, largest)
 
-    def in_one_pass(x):
-        start = np.float32(-np.inf), np.float32(0)
-        # Not constant ones: JAX differentiates such reductions only if all operands have tangents.
-        ones = jnp.where(x == x, jnp.float32(1), x)
-        return tuple(jax.lax.reduce((x, ones), start, _joining(exp), axes))
-
-    def run(x):
-        ways = dict.fromkeys(_jax.GPUS, in_one_pass)
-        return jax.lax.platform_dependent(x, **ways, default=in_two_passes)
-
     def jvp(primals, tangents):
         (x,), (tangent,) = primals, tangents
         largest, sums = ruled(x)
         moved = _of_largest(x, largest, tangent, axes)
         return (largest, sums), (moved, jax.jvp(below, (x, largest), (tangent, moved))[1])
 
-    ruled = with_tangent(run, jvp)
+    ruled = with_tangent(lambda x: _in_one_pass(x, in_two_passes, axes, exp), jvp)
     return in_two_passes(x) if _jax.in_taylor_mode([x]) else ruled(x)
+
+
+def _in_one_pass(x: Any, in_two_passes: Any, axes: Any, exp: Any) -> tuple[Any, Any]:
+    """Computes the maximum and the sum of exponentials; on a GPU in one pass."""
+
+    def in_one_pass(x):
+        start = np.asarray(-np.inf, x.dtype), np.asarray(0, x.dtype)
+        # Not constant ones: JAX differentiates such reductions only if all operands have tangents.
+        ones = jnp.where(x == x, jnp.ones((), x.dtype), x)
+        return tuple(jax.lax.reduce((x, ones), start, _joining(exp), axes))
+
+    ways = dict.fromkeys(_jax.GPUS, in_one_pass)
+    return jax.lax.platform_dependent(x, **ways, default=in_two_passes)
+
+
+def log_sum_exp(x: Any) -> Any:
+    """Returns the logarithm of the sum of exponentials along the last axis."""
+
+    def in_two_passes(x):
+        largest = jnp.max(x, -1)
+        # Of minus infinity alone, the sum is zero and not NaN.
+        shift = jnp.where(jnp.isfinite(largest), largest, 0)
+        return largest, jnp.sum(jnp.exp(x - shift[..., None]), -1)
+
+    def run(x):
+        largest, sums = _in_one_pass(x, in_two_passes, (x.ndim - 1,), jnp.exp)
+        return jnp.where(jnp.isfinite(largest), largest + jnp.log(sums), largest)
+
+    def jvp(primals, tangents):
+        (x,), (tangent,) = primals, tangents
+        out = ruled(x)
+        return out, jnp.sum(jnp.exp(x - out[..., None]) * tangent, -1)
+
+    ruled = with_tangent(run, jvp)
+    return jax.nn.logsumexp(x, -1) if _jax.in_taylor_mode([x]) else ruled(x)
 
 
 @functools.cache
@@ -272,6 +305,20 @@ def matmul(
     except TypeError:  # a parameter is not hashable
         call = _cached_matmul.__wrapped__(*key)
     return call(*args, *twins.values())
+
+
+def accumulated(x: Any, y: Any, summed: tuple[tuple[int, ...], tuple[int, ...]], dtype: Any) -> Any:
+    """Returns the accumulator of a matmul, whose tangents are as those of `half_dot`.
+
+    Args:
+        x: The left operand.
+        y: The right operand, of the same dtype.
+        summed: The dimensions of both that are summed over.
+        dtype: The dtype of the accumulator.
+    """
+    params = {"dimension_numbers": (summed, ((), ())), "out_sharding": None, "precision": None}
+    key = jax.lax.dot_general_p, tuple(params.items()), np.dtype(dtype), None, ((0, 1), ())
+    return _cached_matmul(*key)(x, y)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -395,6 +395,7 @@ class Marks:
         repeats: For a gather that repeats entries: the axis, and how often.
         online: For a maximum, the exponential whose sums it also returns; for such a sum, the same.
         attention: For a matmul that reads a softmax: the fused kernel, or why there is none.
+        losses: For the matmul of a loss's logits: its blocks, or why there are none.
         stands_for: For an op that reads or computes other values than one of the program, that one.
     """
 
@@ -403,6 +404,7 @@ class Marks:
     repeats: dict[Op, tuple[int, int]] = dataclasses.field(default_factory=dict)
     online: dict[Op, str] = dataclasses.field(default_factory=dict)
     attention: dict[Op, str] = dataclasses.field(default_factory=dict)
+    losses: dict[Op, str] = dataclasses.field(default_factory=dict)
     stands_for: dict[Op, Op] = dataclasses.field(default_factory=dict)
 
     def is_steady(self, op: Op) -> bool:

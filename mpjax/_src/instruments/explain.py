@@ -42,7 +42,7 @@ from mpjax._src.document.report import Report
 from mpjax._src.instruments.kept import Kept, kept_by, storage_of
 from mpjax._src.policy.policy import PolicyLike, get_policy
 from mpjax._src.program.gradient import check_loss, differentiated, pull_back
-from mpjax._src.program.graph import ATTENTION, Op, Value
+from mpjax._src.program.graph import ATTENTION, LOSS, Op, Value
 from mpjax._src.program.site import equations
 
 # The summary of a report names this many of the arrays kept for the backward pass.
@@ -95,6 +95,8 @@ class Row:
         attention: For a matmul that applies softmax weights to values, under
             ``fused_attention``: the fused kernel that runs the attention, or "xla" and the
             reason why no fused kernel does.
+        loss: For the matmul of a loss's logits, under ``chunked_loss``: in which blocks it runs, or
+            the reason why it does not.
         library: The library's line that ``source`` calls, as "file:line", or "".
         bytes: The bytes of its operands and results under the plan, for one run; 0 for an equation
             that holds a program, whose equations have rows of their own.
@@ -113,6 +115,7 @@ class Row:
     left_alone: bool = False
     storage: str = ""
     attention: str = ""
+    loss: str = ""
     library: str = ""
     bytes: int = 0
 
@@ -197,10 +200,11 @@ class CastReport(Report):
             f"{self.half_flops:.1%} of matmul FLOPs in half; "
             f"{self.casts} casts inserted, moving {size(self.cast_bytes)}"
         ]
-        scopes = (scope for row in self.rows for scope in row.scope.split("/"))
-        taken = [s.removeprefix(ATTENTION) for s in scopes if s.startswith(ATTENTION)]
-        taken += [row.attention for row in self.rows if row.attention]
-        lines += [f"attention: {kernel}" for kernel in dict.fromkeys(taken)]
+        scopes = dict.fromkeys(scope for row in self.rows for scope in row.scope.split("/"))
+        for name, mark in (("attention", ATTENTION), ("loss", LOSS)):
+            taken = [s.removeprefix(mark) for s in scopes if s.startswith(mark)]
+            taken += [told for row in self.rows if (told := getattr(row, name))]
+            lines += [f"{name}: {told}" for told in dict.fromkeys(taken)]
         if self.stored_before is not None and self.stored_after is not None:
             lines.append(
                 f"stored for the backward pass: {size(self.stored_before)} as written, "
@@ -294,6 +298,7 @@ def _operation(index: int, row: Row, kept: int) -> Operation:
             stored=row.storage,
             kept_for_the_backward_pass=size(kept) if kept else "",
             attention=row.attention,
+            loss=row.loss,
             computes_in=DTYPES[row.computes_in],
             dtypes_as_written=row.before,
             dtypes_under_the_plan=row.after,
@@ -531,6 +536,7 @@ def _row(analysis: Analysis, op: Op, times: int, storage: str, reason: Why) -> R
         left_alone=ruling.leaves_alone(op),
         storage=storage,
         attention=analysis.marks.attention.get(op, ""),
+        loss=analysis.marks.losses.get(op, ""),
         library=library,
         bytes=0 if program else total,
     )

@@ -25,6 +25,7 @@ REGION = "mpjax.precision="
 PLANNED = "mpjax.autocast"
 KERNEL = "mpjax.kernel="
 ATTENTION = "mpjax.attention="
+LOSS = "mpjax.loss="
 
 # An operand of a matmul, and some of its dimensions.
 Place = tuple[int, tuple[int, ...]]

@@ -1,0 +1,252 @@
+"""`linear_cross_entropy`: the loss of a language model without its logits."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mpjax._src.autocast.chunked import Form, Operands, losses, statistics, weighed, weighted_sum
+from mpjax._src.autocast.derivatives import cast
+from mpjax._src.autocast.kernels import half_inputs
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import is_float
+from mpjax._src.base.errors import (
+    brief,
+    check_count,
+    did_you_mean,
+    finite_number,
+    refuse_traced,
+)
+from mpjax._src.program.graph import LOSS
+
+REDUCTIONS = ("mean", "sum", None)
+
+# A block has at least this many rows: then its matmuls take longer than adding to the gradient of
+# the weight.
+ROWS = 1024
+# How many operations a device does in the time in which it moves a byte: 295 on an H100, 156 on an
+# A100, 240 on a TPU v5e.
+OPERATIONS_PER_BYTE = 300
+
+
+def linear_cross_entropy(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    bias: Any = None,
+    transposed: bool = False,
+    reduction: str | None = "mean",
+    where: Any = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    chunk: int | None = None,
+) -> Any:
+    """Computes the cross entropy of ``hidden @ weight + bias`` without keeping these logits.
+
+    The logits of a language model are often the largest array of a training step. Here only a block
+    of them exists at a time. Otherwise the function equals
+    `optax.softmax_cross_entropy_with_integer_labels` of the logits, followed by the reduction:
+    values, gradients and higher derivatives are the same, up to rounding.
+
+    With a reduction, the forward pass computes the gradients as well, block by block of rows, so no
+    matmul runs twice. Without one, or if blocks are small, blocks are parts of the vocabulary, and
+    the backward pass computes the logits a second time: for many blocks this moves fewer bytes.
+
+    Matmuls compute in the dtype of ``hidden``, to which the weight is cast; under `autocast`, that
+    is the 16-bit dtype of the policy. They return float32, in which everything else is computed.
+    In float16, the gradients of a reduced loss do not underflow, whatever the loss scale.
+
+    Args:
+        hidden: A floating array of shape [..., features], such as the results of the last norm.
+        weight: [features, vocabulary]; with ``transposed``, [vocabulary, features].
+        labels: Integers of shape [...]. As in optax, those from -vocabulary to -1 count from the
+            end, and the loss of any other label that is no word is NaN. To ignore labels, use
+            ``where``.
+        bias: None, or an array of shape [vocabulary] that is added to the logits.
+        transposed: Whether ``weight`` lies like the table of an embedding. It is not copied.
+        reduction: "mean" or "sum" of the losses; None returns each.
+        where: None, or an array that broadcasts to [...]: which losses count. Numbers are weights:
+            the mean is the sum of weighted losses, divided by the sum of weights. As in `jnp.mean`,
+            the mean of no losses is NaN.
+        z_loss: The factor of ``logsumexp(logits) ** 2``, which is added to each loss.
+        label_smoothing: The probability that is shared by all words, as in `optax.smooth_labels`.
+        chunk: How many rows of logits a block has the size of. If None, as many as there are
+            features, and at least 1024: then a block is no larger than the weight.
+
+    Returns:
+        A scalar, or the losses of shape [...]. float32; float64 if ``hidden`` is.
+
+    Raises:
+        TypeError: If the dtype of an array is not as above.
+        ValueError: If shapes do not match, or a setting is not legal.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> hidden, embedding = jnp.ones((2, 16, 8)), jnp.ones((100, 8))
+        >>> labels = jnp.zeros((2, 16), jnp.int32)
+        >>> def loss(embedding):
+        ...     return mpjax.linear_cross_entropy(hidden, embedding, labels, transposed=True)
+        >>> round(float(mpjax.autocast(loss, "mixed_bfloat16")(embedding)), 3)  # log(100)
+        4.605
+        >>> jax.grad(loss)(embedding).shape
+        (100, 8)
+
+    References:
+        Hsu et al., Liger Kernel, 2024; Wijmans et al., Cut Your Losses in Large-Vocabulary Language
+        Models, 2025. z_loss: Chowdhery et al., PaLM, 2022.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(
+            f"Unknown reduction {brief(reduction)}. Choose one of 'mean', 'sum' and None."
+            f"{did_you_mean(reduction, ('mean', 'sum'))}"
+        )
+    hidden, weight, labels = (jnp.asarray(x) for x in (hidden, weight, labels))
+    bias, where = (None if x is None else jnp.asarray(x) for x in (bias, where))
+    _check_dtypes(hidden=hidden, weight=weight, bias=bias, labels=labels)
+    _check_shapes(hidden, weight, bias, labels, transposed)
+    words, rows = weight.shape[0 if transposed else 1], math.prod(labels.shape)
+    chunk = max(hidden.shape[-1], ROWS) if chunk is None else check_count("chunk", chunk)
+    form = Form(
+        words,
+        transposed,
+        _factor("z_loss", z_loss),
+        _factor("label_smoothing", label_smoothing, below=1.0),
+        max(1, -(-rows // chunk)),
+    )
+    if where is not None:
+        where = _broadcast(where, labels.shape)
+    return in_blocks(hidden, weight, bias, labels, where, form, reduction)
+
+
+@functools.partial(half_inputs, float32=("weight", "bias", "where"))
+def in_blocks(
+    hidden: Any, weight: Any, bias: Any, labels: Any, where: Any, form: Form, reduction: str | None
+) -> Any:
+    """Computes the loss in the dtype of ``hidden``."""
+    by_rows = reduction is not None and rows_are_cheaper(labels.size, form)
+    run = functools.partial(_each, form=form)
+    if reduction is not None:
+        run = functools.partial(_reduced, form=form, reduction=reduction, by_rows=by_rows)
+    arrays = hidden, weight, bias, labels, where
+    typed = [x for x in arrays if x is not None and _jax.is_explicit(x)]
+    if typed:  # XLA places the blocks
+        mesh, spec = jax.typeof(typed[0]).sharding.mesh, PartitionSpec()
+        if reduction is None and _jax.is_explicit(labels):
+            spec = jax.typeof(labels).sharding.spec
+        place = NamedSharding(mesh, spec)
+        run = jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=place)
+    with jax.named_scope(f"{LOSS}{form.describe(by_rows)}"):
+        return run(*arrays)
+
+
+def _each(hidden: Any, weight: Any, bias: Any, labels: Any, where: Any, form: Form) -> Any:
+    """Returns the loss of each row."""
+    labels = _from_the_start(labels, form)
+    each = losses(statistics(Operands(hidden, weight, labels, bias), form), labels, form)
+    return each if where is None else weighed(each, where)
+
+
+def _reduced(
+    hidden: Any,
+    weight: Any,
+    bias: Any,
+    labels: Any,
+    where: Any,
+    form: Form,
+    reduction: str,
+    by_rows: bool,
+) -> Any:
+    """Returns the sum or the mean of the losses."""
+    if hidden.ndim == 1:
+        hidden, labels, where = hidden[None], labels[None], where if where is None else where[None]
+    operands = Operands(hidden, weight, _from_the_start(labels, form), bias)
+    wide = operands.wide
+    weights = jnp.ones(labels.shape, wide) if where is None else cast(where, wide)
+    scale = jnp.ones((), wide)
+    if where is not None and where.dtype != np.bool_:  # float16 needs weights near 1
+        scale = jnp.maximum(jnp.max(jnp.abs(weights)), jnp.finfo(wide).tiny)
+        weights = weights / scale
+    total = weighted_sum(operands._replace(weights=weights), form, by_rows)
+    return total / jnp.sum(weights) if reduction == "mean" else total * scale
+
+
+def _from_the_start(labels: Any, form: Form) -> Any:
+    """Returns labels of which negative ones no longer count from the end."""
+    labels = labels if labels.dtype == np.int64 else cast(labels, np.int32)
+    return jnp.where(labels < 0, labels + form.words, labels)
+
+
+def rows_are_cheaper(rows: int, form: Form) -> bool:
+    """Returns whether blocks of rows take less time than parts of the vocabulary.
+
+    Both read and write the same logits. Each further block of rows also reads and writes the
+    float32 gradient of the weight, 8 bytes an entry. Each further part of the vocabulary reads the
+    rows in half for three matmuls, and reads and writes their float32 gradient, 14 bytes an entry;
+    and the logits are multiplied twice. All in bytes for each feature.
+    """
+    more = form.blocks - 1
+    by_rows = more * 8 * form.words
+    by_words = more * 14 * rows + 2 * rows * form.words / OPERATIONS_PER_BYTE
+    return by_rows <= by_words
+
+
+# ---- checks -------------------------------------------------------------------------------------
+
+
+def _check_dtypes(labels: Any, **floats: Any) -> None:
+    for name, x in floats.items():
+        if x is not None and not is_float(x):
+            raise TypeError(f"{name} is {x.dtype}. Its dtype must be float16, bfloat16 or float32.")
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(
+            f"labels is {labels.dtype}. It must hold integers, one for each row of hidden; for "
+            "label_smoothing, pass the labels before they are smoothed."
+        )
+
+
+def _check_shapes(hidden: Any, weight: Any, bias: Any, labels: Any, transposed: bool) -> None:
+    if not hidden.ndim:
+        raise ValueError("hidden is a scalar. Its last axis must be the features.")
+    features = hidden.shape[-1]
+    wanted = f"[vocabulary, {features}]" if transposed else f"[{features}, vocabulary]"
+    axis = 1 if transposed else 0
+    if weight.ndim != 2 or weight.shape[axis] != features:
+        fits = weight.ndim == 2 and weight.shape[1 - axis] == features
+        hint = f" Pass transposed={not transposed}." if fits else ""
+        raise ValueError(
+            f"weight has shape {weight.shape}. With features as in hidden and transposed="
+            f"{transposed}, it must be {wanted}.{hint}"
+        )
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels has shape {labels.shape}. With one label for each row of hidden, it must be "
+            f"{hidden.shape[:-1]}."
+        )
+    words = weight.shape[1 - axis]
+    if bias is not None and bias.shape != (words,):
+        raise ValueError(
+            f"bias has shape {bias.shape}. With one entry for each word, it must be ({words},)."
+        )
+
+
+def _factor(name: str, value: Any, below: float = math.inf) -> float:
+    refuse_traced(name, value)
+    number = finite_number(value)
+    if number is None or not 0 <= number < below:
+        top = f" and below {below:g}" if below < math.inf else ""
+        raise ValueError(f"{name}={brief(value)} must be a number of at least 0{top}.")
+    return number
+
+
+def _broadcast(where: Any, shape: tuple[int, ...]) -> Any:
+    try:
+        return jnp.broadcast_to(where, shape)
+    except ValueError:
+        raise ValueError(
+            f"where has shape {where.shape}. It must broadcast to the shape of labels, {shape}."
+        ) from None
