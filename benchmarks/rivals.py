@@ -113,9 +113,9 @@ def with_dynamic_scale(make, half):
     return init, step
 
 
-def autocast(make, half, suffix=""):
+def autocast(make, half, suffix="", **arguments):
     """mpjax's autocast. ``suffix`` is appended to the half dtype's policy."""
-    loss, *_, optimizer = make()
+    loss, *_, optimizer = make(**arguments)
     return plainly(mpjax.autocast(loss, f"mixed_{half}{suffix}"), optimizer)
 
 
@@ -151,6 +151,11 @@ RIVALS = {
     "flax DynamicScale": with_dynamic_scale,
     "autocast": autocast,
     "autocast, lean": functools.partial(autocast, suffix=",storage=lean"),
+    "autocast, linear_cross_entropy": functools.partial(autocast, head="mpjax"),
+    "autocast, lean, linear_cross_entropy": functools.partial(
+        autocast, suffix=",storage=lean", head="mpjax"
+    ),
+    "autocast, lean, jax-cce": functools.partial(autocast, suffix=",storage=lean", head="jax-cce"),
     "autocast, fused attention": functools.partial(autocast, suffix=",fused_attention=true"),
     "autocast, half scores": functools.partial(autocast, suffix=',half_ops=["dot_general"]'),
     "build_train_step": whole_step,
@@ -159,4 +164,4 @@ RIVALS = {
         for gate in gates.GATES
     },
 }
-NEEDS = {"mixed-precision-for-JAX": "mpx"}
+NEEDS = {"mixed-precision-for-JAX": "mpx", "autocast, lean, jax-cce": "jax_cce"}

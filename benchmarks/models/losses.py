@@ -4,10 +4,28 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import mpjax
+
 
 def cross_entropy(logits, labels):
     logits = logits.astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def written(hidden, weight, labels, transposed=False):
+    """The cross entropy of a linear layer as it is usually written."""
+    return cross_entropy(hidden @ (weight.T if transposed else weight), labels)
+
+
+def with_jax_cce(hidden, weight, labels, transposed=False):
+    from jax_cce import linear_cross_entropy
+
+    weight = weight if transposed else weight.T
+    return linear_cross_entropy(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1))
+
+
+# The loss of a language model as a function of its last hidden values and the weight of its head.
+HEADS = {"written": written, "mpjax": mpjax.linear_cross_entropy, "jax-cce": with_jax_cce}
 
 
 def array(*shape, dtype=jnp.float32):
@@ -24,10 +42,22 @@ def classifier(model, inputs, labels):
     return loss, variables["params"], {}, (inputs, labels), optax.adamw(3e-4)
 
 
-def language_model(model, batch, length):
-    """Returns the tuple of a `MODELS` entry for a model that predicts the next token."""
+def language_model(model, batch, length, head="written"):
+    """Returns the tuple of a `MODELS` entry for a model that predicts the next token.
+
+    The loss is `HEADS[head]`. All but "written" read the model's ``hidden`` and its embedding.
+    """
     tokens = array(batch, length, dtype=jnp.int32)
-    return classifier(model, tokens, tokens)
+    if head == "written":
+        return classifier(model, tokens, tokens)
+    _, params, rest, *others = classifier(model, tokens, tokens)
+
+    def loss(params, rest, batch):
+        hidden = model.apply({"params": params}, batch[0], method="hidden")
+        weight = params["embed"]["embedding"].astype(hidden.dtype)
+        return HEADS[head](hidden, weight, batch[1], transposed=True), rest
+
+    return loss, params, rest, *others
 
 
 def with_statistics(model, images, labels):

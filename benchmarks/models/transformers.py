@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from .layers import grouped_attention, rms_norm, softmax_attention, used
-from .losses import array, classifier, cross_entropy, language_model
+from .losses import HEADS, array, classifier, cross_entropy, language_model
 
 # ---- GPT-2 ---------------------------------------------------------------------------------------
 
@@ -44,20 +44,24 @@ class GPT2(nn.Module):
     attention: Any = None
     dtype: Any = None
 
-    @nn.compact
+    def setup(self):
+        self.embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
+        self.position = nn.Embed(self.context, self.width, dtype=self.dtype)
+        block = functools.partial(Block, self.heads, self.spelled_out, self.attention, self.dtype)
+        self.blocks = [block() for _ in range(self.layers)]
+        self.norm = nn.LayerNorm(dtype=self.dtype)
+
+    def hidden(self, tokens):
+        x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[1]))
+        return self.norm(functools.reduce(lambda x, block: block(x), self.blocks, x))
+
     def __call__(self, tokens):
-        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
-        position = nn.Embed(self.context, self.width, dtype=self.dtype)
-        x = embed(tokens) + position(jnp.arange(tokens.shape[1]))
-        for _ in range(self.layers):
-            x = Block(self.heads, self.spelled_out, self.attention, self.dtype)(x)
-        x = nn.LayerNorm(dtype=self.dtype)(x)
-        return embed.attend(x)
+        return self.embed.attend(self.hidden(tokens))
 
 
-def gpt2(dtype=None, batch=8, length=1024, **sizes):
+def gpt2(dtype=None, batch=8, length=1024, head="written", **sizes):
     """GPT-2. Its attention is `jax.nn.dot_product_attention`, spelled out, or a given function."""
-    return language_model(GPT2(dtype=dtype, context=length, **sizes), batch, length)
+    return language_model(GPT2(dtype=dtype, context=length, **sizes), batch, length, head)
 
 
 # ---- BERT and ViT --------------------------------------------------------------------------------
@@ -141,6 +145,7 @@ def llama(
     vocabulary=32000,
     scanned=True,
     remat=False,
+    head="written",
 ):
     """Llama with grouped queries. Its layers are scanned or unrolled, checkpointed or not."""
     shared, hidden = width // heads * groups, 11 * width // 4
@@ -173,7 +178,7 @@ def llama(
         else:
             x = functools.reduce(layer, params["layers"], x)
         x = rms_norm(x, used(params["norm"], dtype))
-        return cross_entropy(x @ used(params["head"], dtype), batch[1]), rest
+        return HEADS[head](x, used(params["head"], dtype), batch[1]), rest
 
     tokens = array(batch, length, dtype=jnp.int32)
     return loss, params, {}, (tokens, tokens), optax.adamw(3e-4)
