@@ -156,6 +156,16 @@ RIVALS = {
         autocast, suffix=",storage=lean", head="mpjax"
     ),
     "autocast, lean, jax-cce": functools.partial(autocast, suffix=",storage=lean", head="jax-cce"),
+    "autocast, chunked loss": functools.partial(autocast, suffix=",chunked_loss=true"),
+    "autocast, lean, chunked loss": functools.partial(
+        autocast, suffix=",storage=lean,chunked_loss=true"
+    ),
+    "autocast, lean, chunked loss, fused attention": functools.partial(
+        autocast, suffix=",storage=lean,chunked_loss=true,fused_attention=true"
+    ),
+    "autocast, lean, fused attention": functools.partial(
+        autocast, suffix=",storage=lean,fused_attention=true"
+    ),
     "autocast, fused attention": functools.partial(autocast, suffix=",fused_attention=true"),
     "autocast, half scores": functools.partial(autocast, suffix=',half_ops=["dot_general"]'),
     "build_train_step": whole_step,

@@ -7,12 +7,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from mpjax._src.autocast.chunked import Form, Operands, losses, statistics, weighed, weighted_sum
+from mpjax._src.autocast.chunked import (
+    Form,
+    Operands,
+    anywhere,
+    blocks_of,
+    losses,
+    rows_are_cheaper,
+    statistics,
+    weighed,
+    weighted_sum,
+)
 from mpjax._src.autocast.derivatives import cast
 from mpjax._src.autocast.kernels import half_inputs
-from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import is_float
 from mpjax._src.base.errors import (
     brief,
@@ -24,13 +32,6 @@ from mpjax._src.base.errors import (
 from mpjax._src.program.graph import LOSS
 
 REDUCTIONS = ("mean", "sum", None)
-
-# A block has at least this many rows: then its matmuls take longer than adding to the gradient of
-# the weight.
-ROWS = 1024
-# How many operations a device does in the time in which it moves a byte: 295 on an H100, 156 on an
-# A100, 240 on a TPU v5e.
-OPERATIONS_PER_BYTE = 300
 
 
 def linear_cross_entropy(
@@ -110,13 +111,13 @@ def linear_cross_entropy(
     _check_dtypes(hidden=hidden, weight=weight, bias=bias, labels=labels)
     _check_shapes(hidden, weight, bias, labels, transposed)
     words, rows = weight.shape[0 if transposed else 1], math.prod(labels.shape)
-    chunk = max(hidden.shape[-1], ROWS) if chunk is None else check_count("chunk", chunk)
+    chunk = None if chunk is None else check_count("chunk", chunk)
     form = Form(
         words,
         transposed,
         _factor("z_loss", z_loss),
         _factor("label_smoothing", label_smoothing, below=1.0),
-        max(1, -(-rows // chunk)),
+        blocks_of(rows, hidden.shape[-1], chunk),
     )
     if where is not None:
         where = _broadcast(where, labels.shape)
@@ -132,67 +133,36 @@ def in_blocks(
     run = functools.partial(_each, form=form)
     if reduction is not None:
         run = functools.partial(_reduced, form=form, reduction=reduction, by_rows=by_rows)
-    arrays = hidden, weight, bias, labels, where
-    typed = [x for x in arrays if x is not None and _jax.is_explicit(x)]
-    if typed:  # XLA places the blocks
-        mesh, spec = jax.typeof(typed[0]).sharding.mesh, PartitionSpec()
-        if reduction is None and _jax.is_explicit(labels):
-            spec = jax.typeof(labels).sharding.spec
-        place = NamedSharding(mesh, spec)
-        run = jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=place)
-    with jax.named_scope(f"{LOSS}{form.describe(by_rows)}"):
-        return run(*arrays)
-
-
-def _each(hidden: Any, weight: Any, bias: Any, labels: Any, where: Any, form: Form) -> Any:
-    """Returns the loss of each row."""
     labels = _from_the_start(labels, form)
-    each = losses(statistics(Operands(hidden, weight, labels, bias), form), labels, form)
-    return each if where is None else weighed(each, where)
+    with jax.named_scope(f"{LOSS}{form.describe(by_rows)}"):
+        operands = Operands(hidden, weight, labels, bias, where)
+        return anywhere(run, operands, per_row=reduction is None)
 
 
-def _reduced(
-    hidden: Any,
-    weight: Any,
-    bias: Any,
-    labels: Any,
-    where: Any,
-    form: Form,
-    reduction: str,
-    by_rows: bool,
-) -> Any:
+def _each(operands: Operands, form: Form) -> Any:
+    """Returns the loss of each row."""
+    each = losses(statistics(operands._replace(weights=None), form), operands.labels, form)
+    return each if operands.weights is None else weighed(each, operands.weights)
+
+
+def _reduced(operands: Operands, form: Form, reduction: str, by_rows: bool) -> Any:
     """Returns the sum or the mean of the losses."""
-    if hidden.ndim == 1:
-        hidden, labels, where = hidden[None], labels[None], where if where is None else where[None]
-    operands = Operands(hidden, weight, _from_the_start(labels, form), bias)
-    wide = operands.wide
-    weights = jnp.ones(labels.shape, wide) if where is None else cast(where, wide)
-    scale = jnp.ones((), wide)
-    if where is not None and where.dtype != np.bool_:  # float16 needs weights near 1
-        scale = jnp.maximum(jnp.max(jnp.abs(weights)), jnp.finfo(wide).tiny)
-        weights = weights / scale
-    total = weighted_sum(operands._replace(weights=weights), form, by_rows)
-    return total / jnp.sum(weights) if reduction == "mean" else total * scale
+    where, wide = operands.weights, operands.wide
+    weights = jnp.ones(operands.labels.shape, wide) if where is None else cast(where, wide)
+    operands = operands._replace(weights=weights)
+    if operands.hidden.ndim == 1:
+        hidden, labels, weights = (
+            x[None] for x in (operands.hidden, operands.labels, operands.weights)
+        )
+        operands = operands._replace(hidden=hidden, labels=labels, weights=weights)
+    total = weighted_sum(operands, form, by_rows)
+    return total / jnp.sum(weights) if reduction == "mean" else total
 
 
 def _from_the_start(labels: Any, form: Form) -> Any:
     """Returns labels of which negative ones no longer count from the end."""
     labels = labels if labels.dtype == np.int64 else cast(labels, np.int32)
     return jnp.where(labels < 0, labels + form.words, labels)
-
-
-def rows_are_cheaper(rows: int, form: Form) -> bool:
-    """Returns whether blocks of rows take less time than parts of the vocabulary.
-
-    Both read and write the same logits. Each further block of rows also reads and writes the
-    float32 gradient of the weight, 8 bytes an entry. Each further part of the vocabulary reads the
-    rows in half for three matmuls, and reads and writes their float32 gradient, 14 bytes an entry;
-    and the logits are multiplied twice. All in bytes for each feature.
-    """
-    more = form.blocks - 1
-    by_rows = more * 8 * form.words
-    by_words = more * 14 * rows + 2 * rows * form.words / OPERATIONS_PER_BYTE
-    return by_rows <= by_words
 
 
 # ---- checks -------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ The kernel computes the same function: a shift that is the same for a whole row 
 entry masked by a large negative number has weight 0, whatever the number is.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from mpjax._src.autocast import fused, fused_kernels, positions
 from mpjax._src.autocast.flow import Flow
 from mpjax._src.autocast.forms import MASKED, is_linear, is_number, is_same_along, narrowed
 from mpjax._src.autocast.fused import SUM, VALUE, Atom, Fusion, Labels, Term
-from mpjax._src.autocast.steps import Body, FusedAttention, Island, SoftmaxIsland, body_of
+from mpjax._src.autocast.steps import FusedAttention, Island, SoftmaxIsland, absorbed
 from mpjax._src.base import _jax
 from mpjax._src.program.graph import Op, Value
 from mpjax._src.program.views import VIEWS, Axes, after, before, is_view, own_axes
@@ -200,7 +199,10 @@ def _fuse(island: SoftmaxIsland, flow: Flow) -> FusedAttention:
     for value, labels, along in zip(inputs, operands, (sequence, *[groups[4]] * 2), strict=False):
         if _is_sharded(value, {d for d, axis in enumerate(labels) if {*axis} & {*along}}, flow):
             raise Unfit("its sequence is sharded, and a fused kernel needs whole sequences")
-    body = _absorbed(island, inputs, [scores.matmul, *scores.ops, *views, matmul], flow)
+    members = [*island.ops, scores.matmul, *scores.ops, *views, matmul]
+    body = absorbed(members, inputs, matmul, flow)
+    if body is None:
+        raise Unfit("its scores are also read elsewhere")
     return FusedAttention(body, fusion._replace(kernel=kernel))
 
 
@@ -520,29 +522,3 @@ def _causal(
 
 
 # ---- what the kernel takes the place of ---------------------------------------------------------
-
-
-def _absorbed(island: Island, inputs: Sequence[Value], members: Sequence[Op], flow: Flow) -> Body:
-    """Returns the body of a whole attention, with the operations that only it reads."""
-    apart: set[Op] = set()
-    todo = [flow.producer[v] for v in inputs if v in flow.producer]
-    while todo:
-        op = todo.pop()
-        if op not in apart:
-            apart.add(op)
-            todo += [flow.producer[v] for v in op.ins if v in flow.producer]
-    # What the inputs are made from stays outside, even if only members read it.
-    inside: set[Op | None] = {*island.ops, *members}
-    for op in reversed(flow.ops):
-        readers = {r for v in op.outs for r in flow.readers.get(v, ())}
-        if readers and readers <= inside and op not in apart and not op.eqn.effects:
-            inside.add(op)
-    # The kernel returns the result alone: nobody else may read what it takes the place of.
-    result = members[-1]
-    for op in filter(None, inside):
-        if op is not result and not inside.issuperset(
-            r for v in op.outs for r in flow.readers.get(v, ())
-        ):
-            raise Unfit("its scores are also read elsewhere")
-    body = body_of([op for op in flow.ops if op in inside], flow)
-    return dataclasses.replace(body, ins=tuple(inputs), outs=result.outs, free=(), sums=())

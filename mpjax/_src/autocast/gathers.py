@@ -49,13 +49,13 @@ def repetition_of(op: Op, makers: Mapping[Value, Op], consts: Mapping[Value, Any
     if any(_jax.is_sharded_along(operand, d) for d in range(len(shape))):
         return None
     times, rest = divmod(result[axis], shape[axis])
-    if rest or times < 2 or (array := _known(op.ins[1], makers, dict(consts))) is None:
+    if rest or times < 2 or (array := known_array(op.ins[1], makers, dict(consts))) is None:
         return None
     in_order = np.array_equal(np.ravel(array), np.arange(result[axis]) // times)
     return (axis, times) if in_order else None
 
 
-def _known(value: Value, makers: Mapping[Value, Op], arrays: dict[Value, Any]) -> Any:
+def known_array(value: Value, makers: Mapping[Value, Op], arrays: dict[Value, Any]) -> Any:
     """Returns the array of a value that does not depend on arguments; None for other values.
 
     The result, and those of the values that it is made from, are added to ``arrays``.
@@ -65,7 +65,7 @@ def _known(value: Value, makers: Mapping[Value, Op], arrays: dict[Value, Any]) -
         unknown = op is None or op.subs or op.eqn.effects or op.spec is rules.UNKNOWN
         arrays[value] = value.const if value.literal else None
         if op is not None and not unknown and value.size <= CONSTANT_LIMIT:
-            args = [_known(v, makers, arrays) for v in op.ins]
+            args = [known_array(v, makers, arrays) for v in op.ins]
             if all(arg is not None for arg in args):
                 with jax.ensure_compile_time_eval():
                     arrays[value] = _jax.bind(op.eqn, args)[op.outs.index(value)]

@@ -24,7 +24,7 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from mpjax._src.autocast import chains, fusion, peepholes
+from mpjax._src.autocast import chains, fusion, logits, peepholes
 from mpjax._src.autocast.classify import arguments_of, classify
 from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import ask, held_carries
@@ -139,8 +139,8 @@ def complete(
     analysis = analyse(plan, in_dtypes, out_dtypes, linear)
     # A rule that computes tangents is transposed as it is, so no values are marked as kept.
     by = WRITTEN if plan.as_written else FAST if linear else plan.policy.storage
-    fuse = plan.policy.fused_attention and not linear
-    analysis = store(plan.block, analysis, by, fuse)
+    named = (name for name in REPLACED if getattr(plan.policy, name) and not linear)
+    analysis = store(plan.block, analysis, by, frozenset(named))
     returned = frozenset(v for v, want in analysis.wants.items() if want.returned)
     return dataclasses.replace(plan, analysis=analysis, returned=returned)
 
@@ -186,14 +186,18 @@ FAST, LEAN, PEEPHOLES, WRITTEN = *CHOICES["storage"].values, "peepholes", "writt
 INSIDE = {THEIRS: PEEPHOLES, NONE: WRITTEN}
 
 
-def store(block: Block, analysis: Analysis, by: str, fuse: bool) -> Analysis:
+# Settings of the policy that replace what a program writes out.
+REPLACED = "fused_attention", "chunked_loss"
+
+
+def store(block: Block, analysis: Analysis, by: str, replaced: Collection[str]) -> Analysis:
     """Picks the steps of a program, and the values that it keeps for the backward pass.
 
     Args:
         block: The program.
         analysis: What is known about its values.
         by: The goal.
-        fuse: Whether attention runs in the fused kernel of the device.
+        replaced: Which of `REPLACED` are asked for.
 
     Returns:
         The tables: more is computed in float32, and there are marks, steps and kept values.
@@ -208,11 +212,13 @@ def store(block: Block, analysis: Analysis, by: str, fuse: bool) -> Analysis:
         steps={},
         kept=set(),
     )
-    _store(block, planned, by, {*block.invars}, fuse)
+    _store(block, planned, by, {*block.invars}, replaced)
     return planned
 
 
-def _store(block: Block, analysis: Analysis, by: str, alive: Collection[Value], fuse: bool) -> None:
+def _store(
+    block: Block, analysis: Analysis, by: str, alive: Collection[Value], replaced: Collection[str]
+) -> None:
     """Picks the steps of every block, and the values that it keeps for the backward pass.
 
     Args:
@@ -220,7 +226,7 @@ def _store(block: Block, analysis: Analysis, by: str, alive: Collection[Value], 
         analysis: What is known about its values.
         by: The goal.
         alive: The arguments of the block that are in memory anyway.
-        fuse: Whether attention runs in the fused kernel of the device.
+        replaced: Which of `REPLACED` are asked for.
     """
     for op in block.ops:
         if analysis.rulings[op].rule == "program":
@@ -232,10 +238,10 @@ def _store(block: Block, analysis: Analysis, by: str, alive: Collection[Value], 
                     if op.ins[index] in alive and i not in changing
                 ]
                 goal = by if by == WRITTEN else INSIDE.get(op.inside.storage, by)
-                _store(sub.program, analysis, goal, {*inner}, fuse)
+                _store(sub.program, analysis, goal, {*inner}, replaced)
     flow = flow_of(block, analysis)
     linked, stands_for = chains.links(flow), analysis.marks.stands_for
-    chosen = FINDERS[by](flow, fuse, linked)
+    chosen = FINDERS[by](flow, replaced, linked)
     chosen = [leave_small(i, flow) if isinstance(i, Recomputed) else i for i in chosen]
     taken = {op for island in chosen for op in island.ops}
     links = [*groups(flow, taken, lambda op: stands_for.get(op, op) in linked)]
@@ -265,10 +271,12 @@ def _in_steps(ops: Sequence[Op], islands: Sequence[Island]) -> list[Step] | None
 # ---- which steps --------------------------------------------------------------------------------
 
 
-def _special(flow: Flow, fuse: bool, links: Collection[Op]) -> list[Island]:
+def _special(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> list[Island]:
     """Returns the islands whose derivative is cheaper than the one that JAX derives."""
-    special: list[Island] = [*peepholes.softmaxes(flow)]
-    if fuse:
+    special: list[Island] = [*logits.by_blocks(flow)] if "chunked_loss" in replaced else []
+    taken = {op for island in special for op in island.ops}
+    special += [i for i in peepholes.softmaxes(flow) if taken.isdisjoint(i.ops)]
+    if "fused_attention" in replaced:
         special = fusion.fuse(flow, special)
         fusion.tell_of_late_norms(flow)
     special = peepholes.attentions(flow, special)
@@ -277,27 +285,27 @@ def _special(flow: Flow, fuse: bool, links: Collection[Op]) -> list[Island]:
     return special
 
 
-def _fewest_moved(flow: Flow, fuse: bool, links: Collection[Op]) -> list[Island]:
-    return islands(flow, _special(flow, fuse, links), links)
+def _fewest_moved(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> list[Island]:
+    return islands(flow, _special(flow, replaced, links), links)
 
 
-def _fewest_kept(flow: Flow, fuse: bool, links: Collection[Op]) -> list[Island]:
+def _fewest_kept(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> list[Island]:
     """Returns the islands that keep fewer bytes than derivatives would, by rounding to half.
 
     Half ops are not taken in, which would move the cut to their operands. A checkpoint around an
     island would keep its wide inputs in float32.
     """
-    chosen = islands(flow, _special(flow, fuse, links), links=())
+    chosen = islands(flow, _special(flow, replaced, links), links=())
     rounded = [i for i in chosen if isinstance(i, Recomputed) and i.rounded]
     narrow: dict[Island, Island] = {i: dataclasses.replace(i, wide=frozenset()) for i in rounded}
     return [narrow.get(i, i) for i in chosen if i in narrow or not isinstance(i, Elementwise)]
 
 
-FINDERS: dict[str, Callable[[Flow, bool, Collection[Op]], list[Island]]] = {
+FINDERS: dict[str, Callable[[Flow, Collection[str], Collection[Op]], list[Island]]] = {
     FAST: _fewest_moved,
     LEAN: _fewest_kept,
     PEEPHOLES: _special,
-    WRITTEN: lambda flow, fuse, links: [],
+    WRITTEN: lambda flow, replaced, links: [],
 }
 
 

@@ -23,6 +23,7 @@ from mpjax._src.autocast.schedule import StepFlow, flow_of, together
 from mpjax._src.autocast.steps import (
     Attention,
     Body,
+    ChunkedLoss,
     FusedAttention,
     Recomputed,
     Sloped,
@@ -145,7 +146,10 @@ def _of_op(op: Op, analysis: Analysis) -> tuple[Any, ...]:
 # The fields of steps and nested programs that make up their keys.
 FIELDS = {
     kind: [field.name for field in dataclasses.fields(kind)]
-    for kind in (Block, Body, Sloped, Recomputed, SoftmaxIsland, Attention, FusedAttention)
+    for kind in (
+        *(Block, Body, Sloped, Recomputed),
+        *(SoftmaxIsland, Attention, FusedAttention, ChunkedLoss),
+    )
 }
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import jax
 
-from mpjax._src.autocast import derivatives, fused
+from mpjax._src.autocast import derivatives, fused, written
 from mpjax._src.autocast.derivatives import Softmax, Weighing, known
 from mpjax._src.autocast.environment import Env
 from mpjax._src.autocast.flow import Flow, free_producers
 from mpjax._src.autocast.operations import at, evaluate, run_step, run_steps
 from mpjax._src.autocast.schedule import made_where_read, ops_of
 from mpjax._src.autocast.tables import Analysis
+from mpjax._src.autocast.written import Written
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.program.graph import Op, Value
@@ -103,6 +104,40 @@ def body_of(ops: Iterable[Op], flow: Flow, views: Iterable[Op] = ()) -> Body:
         frozenset(v for v in outs if v.is_f32 and _only_half(readers[v], flow)),
         next((half for half in halves if half is not None), None),
     )
+
+
+def absorbed(members: Iterable[Op], inputs: Sequence[Value], result: Op, flow: Flow) -> Body | None:
+    """Returns the body of what replaces some ops, with the ops that only these read.
+
+    Args:
+        members: The ops.
+        inputs: What the replacement reads. The ops that make this stay outside, even if only
+            members read it.
+        result: The member whose results the replacement returns.
+        flow: The data flow.
+
+    Returns:
+        The body; None if others read what it would not return.
+    """
+    apart: set[Op] = set()
+    todo = [flow.producer[v] for v in inputs if v in flow.producer]
+    while todo:
+        op = todo.pop()
+        if op not in apart:
+            apart.add(op)
+            todo += [flow.producer[v] for v in op.ins if v in flow.producer]
+    inside: set[Op | None] = {*members}
+    for op in reversed(flow.ops):
+        readers = {r for v in op.outs for r in flow.readers.get(v, ())}
+        if readers and readers <= inside and op not in apart and not op.eqn.effects:
+            inside.add(op)
+    for op in filter(None, inside):
+        if op is not result and not inside.issuperset(
+            r for v in op.outs for r in flow.readers.get(v, ())
+        ):
+            return None
+    body = body_of([op for op in flow.ops if op in inside], flow)
+    return dataclasses.replace(body, ins=tuple(inputs), outs=result.outs, free=(), sums=())
 
 
 def _only_half(readers: "Collection[Op | None]", flow: Flow) -> bool:
@@ -342,6 +377,27 @@ class FusedAttention(Island):
 
     def results(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
         return fused.run(self.fusion, arrays)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChunkedLoss(Island):
+    """A cross entropy that runs by blocks of its logits.
+
+    Attributes:
+        written: How it runs.
+    """
+
+    written: Written
+
+    @property
+    def needs(self) -> Iterator[Value]:
+        yield from self.ins
+
+    def operands(self, env: Env) -> list[Any]:
+        return [env.read(self.ins[0], self.written.dtype), *(env.read(v) for v in self.ins[1:])]
+
+    def results(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
+        return [written.run(self.written, arrays)]
 
 
 # ---- what derivatives read ----------------------------------------------------------------------

@@ -9,6 +9,7 @@ from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.steps import (
     Attention,
     Checkpoint,
+    ChunkedLoss,
     FusedAttention,
     Island,
     Recomputed,
@@ -140,6 +141,8 @@ def _steps(steps: Sequence[Step]) -> Iterator[Step]:
 def _of_island(island: Island, plan: Plan, rows: dict[Value, int]) -> str:
     half = island.body.half
     half = SPELLINGS[half][0] if half is not None else "f32"
+    if isinstance(island, ChunkedLoss):
+        return f"run {island.written.describe()}, which keeps no logits"
     if isinstance(island, FusedAttention):
         return f"run by the fused attention of {island.fusion.kernel}, which keeps no weights"
     if isinstance(island, Attention):

@@ -153,6 +153,11 @@ class Policy(jmp.Policy):
             length. Attention that the kernel cannot run stays as it is planned without this
             setting; `explain` says why. Results change by the kernel's rounding alone, with one
             exception: a row in which -Inf masks every entry gives finite numbers instead of NaN.
+        chunked_loss: For op-level casting: whether a cross entropy of a linear layer's results, as
+            at the end of a language model, runs by blocks of these logits, as
+            `linear_cross_entropy` does. The labels may be picked or one-hot, smoothed, masked
+            or weighted. Where the logits are also needed elsewhere, they stay; `explain` says why.
+            Results change by rounding alone.
         gather: For op-level casting: the dtype in which devices gather a parameter that is used in
             half. "half", the default, casts the parameter before it is gathered, also before a
             `jax.sharding.reshard`. "float32" leaves a `reshard` as it is written. With automatic
@@ -194,6 +199,7 @@ class Policy(jmp.Policy):
     follow_ops: tuple[str, ...] = ()
     storage: str = "fast"
     fused_attention: bool = False
+    chunked_loss: bool = False
     gather: str = "half"
     reduce: str = "float32"
     masters: str = "float32"
@@ -431,7 +437,7 @@ class Policy(jmp.Policy):
         # These settings are written after the name of the policy.
         chosen = {k: row.values[0] for k, row in CHOICES.items() if k != "casting"}
         lists = dict.fromkeys(("overrides", *OP_LISTS), ())
-        base = self.replace(fused_attention=False, **lists, **chosen)
+        base = self.replace(fused_attention=False, chunked_loss=False, **lists, **chosen)
         names = (name for name in NAMES if get_policy(name) == base)
         parts = [next(names, "") or _spell_out(base)]
         if self.overrides:
@@ -440,7 +446,7 @@ class Policy(jmp.Policy):
         parts += [
             f"{ops}={json.dumps(getattr(self, ops))}" for ops in OP_LISTS if getattr(self, ops)
         ]
-        parts += ["fused_attention=true"] if self.fused_attention else []
+        parts += [f"{k}=true" for k in ("fused_attention", "chunked_loss") if getattr(self, k)]
         parts += [f"{k}={getattr(self, k)}" for k in chosen if getattr(self, k) != chosen[k]]
         return ",".join(parts)
 
@@ -510,9 +516,9 @@ def get_policy(x: "PolicyLike", half: DTypeLike | None = None) -> Policy:
       "O3" (everything half, no master weights). A suffix names the half dtype: "O2:float16".
 
     Settings may follow, separated by commas: ``master_weights=false``, ``casting=op``,
-    ``storage=lean``, ``fused_attention=true``, ``gather=float32``, ``reduce=half``,
-    ``masters=split``, ``rounding=stochastic``, ``moments=8bit``, ``overrides={"*norm*": "f32"}``,
-    ``half_ops=["exp"]``. Mappings and lists are written in JSON.
+    ``storage=lean``, ``fused_attention=true``, ``chunked_loss=true``, ``gather=float32``,
+    ``reduce=half``, ``masters=split``, ``rounding=stochastic``, ``moments=8bit``,
+    ``overrides={"*norm*": "f32"}``, ``half_ops=["exp"]``. Mappings and lists are written in JSON.
 
     Args:
         x: The string. A `Policy` is returned as it is; a `jmp.Policy` is converted.
@@ -740,7 +746,7 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
 
 
 def _check_choices(policy: Policy) -> None:
-    for name in ("master_weights", "fused_attention"):
+    for name in ("master_weights", "fused_attention", "chunked_loss"):
         if not isinstance(getattr(policy, name), bool):
             raise ValueError(f"{name}={brief(getattr(policy, name))} must be True or False.")
     for name, (values, legal) in CHOICES.items():

@@ -62,7 +62,7 @@ from mpjax._src.training.watch import first_overflow, observer, underflow
 CHANGED = ("step", "params", "opt_state", "model_state")
 
 # The settings of a policy that apply to op-level casting alone.
-BY_OP = (*OP_LISTS, "storage", "fused_attention", "gather", "reduce")
+BY_OP = (*OP_LISTS, "storage", "fused_attention", "chunked_loss", "gather", "reduce")
 
 Metrics = dict[str, Any]
 T = TypeVar("T")

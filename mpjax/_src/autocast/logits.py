@@ -1,0 +1,739 @@
+"""Recognizes the cross entropy of a matmul's result, and runs it by blocks of these logits.
+
+    logits = hidden @ weight + bias
+    loss   = log(sum(exp(logits))) - sum(targets * logits)
+
+Targets are labels: an entry that is picked, or a one-hot array, perhaps smoothed. The spelling does
+not matter. `Reading` follows the logits, and reads each value that is made from them as one of a
+few expressions: a multiple of the logits and a number for each row, their exponential, a sum of
+either, or a linear combination of what `chunked.Statistics` names. Shifts such as the maximum of a
+row have names of their own, which cancel.
+
+The loss of each row is then replaced, from the matmul on. If only its sum is read, perhaps with
+masks or weights, the sum is replaced too, so that the forward pass can make the gradients.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpjax._src.autocast.chunked import NAN, NORMALIZER, SHARE, Form, blocks_of, rows_are_cheaper
+from mpjax._src.autocast.flow import Flow
+from mpjax._src.autocast.forms import behind_views, is_number, narrowed
+from mpjax._src.autocast.gathers import known_array, picks_one_per_row
+from mpjax._src.autocast.steps import ChunkedLoss, Written, absorbed
+from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.program.graph import Op, Value
+from mpjax._src.program.views import is_view, own_axes
+
+
+class Unfit(Exception):
+    """Raised with the reason why a loss does not run by blocks."""
+
+
+# ---- expressions --------------------------------------------------------------------------------
+
+# A linear combination of what is known of each row. The names are those below, (PICKED, labels),
+# (KNOWN, name) for what counts only where the label is a word, and (SHIFT, value).
+Row = dict[Any, float]
+ONE, LSE, SQUARE, TOTAL = "one", "normalizer", "its square", "total"
+PICKED, KNOWN, SHIFT = "picked", "known", "shift"
+
+
+class Labels(NamedTuple):
+    """The labels of all rows: an array, and what becomes of those that are no words."""
+
+    value: Value
+    unknown: str
+    clipped: bool = False
+
+
+class PerRow(NamedTuple):
+    """A number for each row, perhaps repeated along the row."""
+
+    row: Row
+
+
+class Wide(NamedTuple):
+    """``factor * logits + row``."""
+
+    factor: float
+    row: Row
+
+
+class Exponential(NamedTuple):
+    """``exp(logits + row)``."""
+
+    row: Row
+
+
+class Power(NamedTuple):
+    """``exp(row)``, for each row."""
+
+    row: Row
+
+
+class Target(NamedTuple):
+    """``here`` in the column of the label, plus ``rest``."""
+
+    labels: Labels
+    here: float
+    rest: float
+
+
+class Weighted(NamedTuple):
+    """The product of a target and a multiple of the logits."""
+
+    target: Target
+    wide: Wide
+
+
+class Summed(NamedTuple):
+    """The sum of a number for each row over all rows."""
+
+    row: Row
+
+
+class Aside(NamedTuple):
+    """A value that only chooses or makes a shift."""
+
+
+def _plus(a: Row, b: Row, factor: float = 1.0) -> Row:
+    """Returns the sum of a row and a multiple of another. What cancels is left out."""
+    pairs = {key: (a.get(key, 0.0), factor * b.get(key, 0.0)) for key in a.keys() | b.keys()}
+    return {key: x + y for key, (x, y) in pairs.items() if abs(x + y) > 1e-6 * max(abs(x), abs(y))}
+
+
+def _number(kind: Any) -> float | None:
+    """Returns the number that a constant is."""
+    plain = isinstance(kind, PerRow) and kind.row.keys() <= {ONE}
+    return kind.row.get(ONE, 0.0) if plain else None
+
+
+def _is_shift(kind: Any) -> bool:
+    return isinstance(kind, PerRow) and all(name[0] == SHIFT for name in kind.row)
+
+
+def _scaled(kind: Any, factor: float) -> Any:
+    if isinstance(kind, PerRow):
+        return PerRow(_plus({}, kind.row, factor))
+    if isinstance(kind, Wide):
+        return Wide(factor * kind.factor, _plus({}, kind.row, factor))
+    if isinstance(kind, Target):
+        return Target(kind.labels, factor * kind.here, factor * kind.rest)
+    if isinstance(kind, Weighted):
+        return Weighted(_scaled(kind.target, factor), kind.wide)
+    return None
+
+
+def _sum(a: Any, b: Any, sign: float = 1.0) -> Any:
+    """Returns the sum or the difference of two expressions."""
+    for first, second, one, other in ((a, b, 1.0, sign), (b, a, sign, 1.0)):
+        if isinstance(first, Wide) and isinstance(second, PerRow):
+            return Wide(one * first.factor, _plus(_plus({}, first.row, one), second.row, other))
+        if isinstance(first, Target) and (number := _number(second)) is not None:
+            return Target(first.labels, one * first.here, one * first.rest + other * number)
+    if isinstance(a, PerRow) and isinstance(b, PerRow):
+        return PerRow(_plus(a.row, b.row, sign))
+    return None
+
+
+def _product(a: Any, b: Any) -> Any:
+    for first, second in ((a, b), (b, a)):
+        if (number := _number(second)) is not None:
+            return _scaled(first, number)
+        if isinstance(first, Target) and isinstance(second, Wide):
+            return Weighted(first, second)
+    if isinstance(a, PerRow) and isinstance(b, PerRow) and {*a.row} == {*b.row} == {LSE}:
+        return PerRow({SQUARE: a.row[LSE] * b.row[LSE]})
+    return None
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class Reading:
+    """Follows logits through a block.
+
+    Attributes:
+        flow: The data flow of the block.
+        root: The logits.
+        kinds: The expressions of the values that are made from them.
+        ops: The operations that make these.
+        leaves: The row values that other operations read.
+        leak: Why the logits have to exist, or "".
+    """
+
+    flow: Flow
+    root: Value
+    kinds: dict[Value, Any] = dataclasses.field(default_factory=dict)
+    ops: dict[Op, None] = dataclasses.field(default_factory=dict)
+    leaves: dict[Value, None] = dataclasses.field(default_factory=dict)
+    leak: str = ""
+
+    def __post_init__(self) -> None:
+        self.kinds[self.root] = Wide(1.0, {})
+        start = self.flow.producer[self.root].index
+        self._note(self.root, "returned")
+        for op in self.flow.ops[start + 1 :]:
+            made_from = [v for v in dict.fromkeys(op.ins) if v in self.kinds]
+            if not made_from:
+                continue
+            if not op.eqn.effects and not any(self.flow.readers.get(v) for v in op.outs):
+                self.ops[op] = None  # nobody reads it
+                continue
+            kind = self._read(op) if self._is_plain(op) else None
+            if kind is None:
+                for v in made_from:
+                    self._left(v, f"read by {op.name}")
+                continue
+            self.ops[op], self.kinds[op.outs[0]] = None, kind
+            self._note(op.outs[0], "returned")
+
+    @property
+    def words(self) -> int:
+        return int(self.root.aval.shape[-1])
+
+    @property
+    def rows(self) -> int:
+        return self.root.size // self.words
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether logits are normalized, and labels are picked."""
+        rows = [k.row for k in self.kinds.values() if isinstance(k, PerRow | Summed)]
+        names = {name for row in rows for name in row}
+        picks = any(isinstance(name, tuple) and name[0] == PICKED for name in names)
+        return picks and any(isinstance(k, Power) for k in self.kinds.values())
+
+    def _is_plain(self, op: Op) -> bool:
+        ruling, compute = self.flow.rulings[op], self.flow.choices[op].compute
+        one = len(op.outs) == 1 and not op.eqn.effects and not op.subs
+        return one and ruling.forced != "half" and compute not in HALVES
+
+    def _note(self, value: Value, how: str) -> None:
+        if None in self.flow.readers.get(value, ()):
+            self._left(value, how)
+
+    def _left(self, value: Value, how: str) -> None:
+        """Records that a value is also needed elsewhere."""
+        if isinstance(self.kinds[value], PerRow | Summed):
+            self.leaves[value] = None
+        elif not isinstance(self.kinds[value], Aside):
+            self.leak = self.leak or f"its logits are also {how}"
+
+    def kind(self, value: Value) -> Any:
+        """Returns the expression of an operand; None if it is none."""
+        if value in self.kinds:
+            return self.kinds[value]
+        if is_number(value):
+            number = float(np.asarray(value.const).reshape(()))
+            return PerRow({ONE: number} if number else {}) if math.isfinite(number) else None
+        return self._target(value)
+
+    def _read(self, op: Op) -> Any:
+        """Returns the expression of an op's result."""
+        rule = READ.get(op.name)
+        found = rule(self, op) if rule else None
+        if found is None and op.outs[0].size <= self.rows:
+            return self._shift(op)
+        return found
+
+    def _shift(self, op: Op) -> Any:
+        """Reads a value that is made of shifts alone, such as a maximum if that is finite."""
+        kinds = [self.kinds.get(v) for v in op.ins if not is_number(v) and v.const is None]
+        if not all(isinstance(k, Aside) or _is_shift(k) for k in kinds):
+            return None
+        return PerRow({(SHIFT, op.outs[0]): 1.0}) if op.outs[0].is_f32 else Aside()
+
+    # ---- targets ----
+
+    def _target(self, value: Value) -> Any:
+        """Reads a target that is not made from logits."""
+        op = self.flow.producer.get(value)
+        if op is None or not value.aval.shape or value.aval.shape[-1] != self.words:
+            return None
+        if op.name == "convert_element_type" and not op.ins[0].is_f32:
+            labels = self._one_hot(op.ins[0])
+            return labels and Target(labels, 1.0, 0.0)
+        if op.name in ("add", "sub", "mul", "div") and value.is_f32:
+            return READ[op.name](self, op)
+        return self._target(op.ins[0]) if is_view(op) and op.ins[0].size == value.size else None
+
+    def _one_hot(self, value: Value) -> Labels | None:
+        """Returns the labels of a one-hot array of booleans."""
+        op = self.flow.producer.get(value)
+        if op is None or op.name != "eq" or value.size != self.rows * self.words:
+            return None
+        for labels, positions in (op.ins, op.ins[::-1]):
+            if self._is_iota(positions):
+                while labels.size != self.rows and (made := self.flow.producer.get(labels)):
+                    if not (is_view(made) and self._keeps_rows(made)):
+                        return None
+                    labels = made.ins[0]
+                whole = np.issubdtype(labels.aval.dtype, np.signedinteger)
+                return Labels(labels, SHARE) if whole and labels.size == self.rows else None
+        return None
+
+    def _is_iota(self, value: Value) -> bool:
+        """Returns whether a value numbers the words along the last axis."""
+        shape = value.aval.shape
+        value, axes = behind_views(value, narrowed(value, own_axes(shape)), self.flow)
+        op = self.flow.producer.get(value)
+        along = [axis for axis in axes or () if axis]
+        if len(along) != 1 or along[0] != ((len(shape) - 1, 1, self.words),):
+            return False
+        if op is not None and op.name == "iota":
+            return True
+        array = known_array(value, self.flow.producer, dict(self.flow.constants))
+        return array is not None and np.array_equal(np.ravel(array), np.arange(self.words))
+
+    def _keeps_rows(self, op: Op) -> bool:
+        """Returns whether a change of layout leaves the order of rows as it is."""
+        if op.name == "broadcast_in_dim":
+            dims = [*map(int, op.params["broadcast_dimensions"])]
+            shape, new = op.ins[0].aval.shape, op.outs[0].aval.shape
+            kept = [new[d] for d, n in zip(dims, shape, strict=True) if n == new[d]]
+            lead = new[:-1] if op.outs[0].size > op.ins[0].size else new
+            return dims == sorted(dims) and math.prod(kept) == math.prod(lead)
+        return op.name in ("reshape", "squeeze", "copy", "convert_element_type")
+
+    # ---- operations ----
+
+    def _view(self, op: Op) -> Any:
+        kind, shape = self.kind(op.ins[0]), op.outs[0].aval.shape
+        if not is_view(op) or not self._keeps_rows(op):
+            return None
+        if isinstance(kind, PerRow | Power):
+            return kind
+        same = op.ins[0].size == op.outs[0].size and shape[-1:] == (self.words,)
+        return kind if same else None
+
+    def _linear(self, op: Op) -> Any:
+        a, b = map(self.kind, op.ins)
+        return a and b and _sum(a, b, -1.0 if op.name == "sub" else 1.0)
+
+    def _times(self, op: Op) -> Any:
+        a, b = map(self.kind, op.ins)
+        return a and b and _product(a, b)
+
+    def _over(self, op: Op) -> Any:
+        kind, number = self.kind(op.ins[0]), _number(self.kind(op.ins[1]))
+        return _scaled(kind, 1 / number) if kind and number else None
+
+    def _square(self, op: Op) -> Any:
+        kind = self.kind(op.ins[0])
+        return _product(kind, kind) if kind and op.params.get("y", 2) == 2 else None
+
+    def _exp(self, op: Op) -> Any:
+        kind = self.kind(op.ins[0])
+        fits = isinstance(kind, Wide) and kind.factor == 1
+        return Exponential(kind.row) if fits else None
+
+    def _log(self, op: Op) -> Any:
+        kind = self.kind(op.ins[0])
+        return PerRow(kind.row) if isinstance(kind, Power) else None
+
+    def _abs(self, op: Op) -> Any:
+        kind = self.kind(op.ins[0])
+        return kind if isinstance(kind, Power) else None
+
+    def _held(self, op: Op) -> Any:
+        kind = self.kind(op.ins[0])
+        return kind if _is_shift(kind) else None
+
+    def _reduce(self, op: Op) -> Any:
+        kind, last = self.kind(op.ins[0]), len(op.ins[0].aval.shape) - 1
+        axes = tuple(map(int, op.params["axes"]))
+        if axes == tuple(range(last + 1)) and isinstance(kind, Weighted):
+            return Summed(self._weighted(*kind))
+        if axes != (last,) or op.ins[0].size == self.rows:
+            return None
+        if op.name == "reduce_max":
+            return PerRow({(SHIFT, op.outs[0]): 1.0}) if isinstance(kind, Wide) else None
+        if isinstance(kind, Exponential):
+            return Power(_plus(kind.row, {LSE: 1.0}))
+        if isinstance(kind, Wide):
+            return PerRow(_plus({TOTAL: kind.factor}, kind.row, self.words))
+        if isinstance(kind, Weighted):
+            return PerRow(self._weighted(*kind))
+        return None
+
+    def _weighted(self, target: Target, wide: Wide) -> Row:
+        """Returns the sum of ``(here * onehot + rest) * (factor * logits + row)``."""
+        where = {(KNOWN, name): x for name, x in wide.row.items()}
+        row = _plus({(PICKED, target.labels): target.here * wide.factor}, where, target.here)
+        row = _plus(row, {TOTAL: wide.factor}, target.rest)
+        return _plus(row, wide.row, target.rest * self.words)
+
+    def _select(self, op: Op) -> Any:
+        """Reads ``where(onehot, values, 0)``."""
+        if len(op.ins) != 3 or _number(self.kind(op.ins[1])) != 0:
+            return None
+        kind, labels = self.kind(op.ins[2]), self._one_hot(op.ins[0])
+        fits = isinstance(kind, Wide) and labels is not None
+        return Weighted(Target(labels, 1.0, 0.0), kind) if labels is not None and fits else None
+
+    def _gather(self, op: Op) -> Any:
+        kind, (operand, indices) = self.kind(op.ins[0]), op.ins
+        if isinstance(kind, PerRow) and operand.size == op.outs[0].size == self.rows:
+            axes = op.params["dimension_numbers"].start_index_map  # of size 1
+            return kind if all(operand.aval.shape[d] == 1 for d in axes) else None
+        if not isinstance(kind, Wide) or op.outs[0].size != self.rows:
+            return None
+        labels = self._indices(op, indices)
+        mode = str(op.params["mode"]).lower()
+        fills = "fill" in mode and np.isnan(op.params.get("fill_value") or np.nan)
+        if labels is None or not (fills or "clip" in mode or "promise" in mode):
+            return None
+        picked = Labels(labels, NAN, not fills)
+        return PerRow(_plus({(PICKED, picked): kind.factor}, kind.row))
+
+    def _indices(self, op: Op, indices: Value) -> Value | None:
+        """Returns the labels of a gather that takes one entry of each row."""
+        shape = op.ins[0].aval.shape
+        numbers = op.params["dimension_numbers"]
+        if picks_one_per_row(op.eqn) and tuple(numbers.start_index_map) == (len(shape) - 1,):
+            return indices if indices.size == self.rows else None
+        made = self.flow.producer.get(indices)
+        every = tuple(numbers.start_index_map) == tuple(range(len(shape)))
+        single = all(n == 1 for n in op.params["slice_sizes"])
+        if made is None or made.name != "concatenate" or not (every and single):
+            return None
+        *places, labels = made.ins
+        if made.params["dimension"] != len(indices.aval.shape) - 1 or labels.size != self.rows:
+            return None
+        grid = np.indices(shape[:-1]).reshape(len(shape) - 1, -1)
+        for place, wanted in zip(places, grid, strict=True) if len(places) == len(grid) else ():
+            array = known_array(place, self.flow.producer, dict(self.flow.constants))
+            if array is None or not np.array_equal(np.ravel(array), wanted):
+                return None
+        return labels if len(places) == len(grid) else None
+
+
+READ: dict[str, Callable[[Reading, Op], Any]] = {
+    **dict.fromkeys(("reshape", "squeeze", "broadcast_in_dim", "copy"), Reading._view),
+    "convert_element_type": Reading._view,
+    **dict.fromkeys(("add", "sub", "add_any"), Reading._linear),
+    "mul": Reading._times,
+    "div": Reading._over,
+    "neg": lambda self, op: (kind := self.kind(op.ins[0])) and _scaled(kind, -1.0),
+    **dict.fromkeys(("square", "integer_pow"), Reading._square),
+    "exp": Reading._exp,
+    "log": Reading._log,
+    "abs": Reading._abs,
+    "stop_gradient": Reading._held,
+    **dict.fromkeys(("reduce_sum", "reduce_max"), Reading._reduce),
+    "select_n": Reading._select,
+    "gather": Reading._gather,
+}
+
+
+# ---- from the matmul to the logits ---------------------------------------------------------------
+
+
+class Root(NamedTuple):
+    """A matmul whose result, after changes of its rows, are the logits.
+
+    Attributes:
+        matmul: The matmul.
+        hidden: The position of the operand whose rows the logits have.
+        logits: The logits.
+        scale: What the result is multiplied by.
+        bias: What is added then, [vocabulary], or None.
+        moves: The changes of rows, for `Written`.
+    """
+
+    matmul: Op
+    hidden: int
+    logits: Value
+    scale: float
+    bias: Value | None
+    moves: tuple[Any, ...]
+
+
+# Operations between a matmul and the exponentials of its logits.
+THROUGH = ("exp", "sub", "add", "slice", "mul", "div")
+
+
+def _roots(flow: Flow) -> Iterator[Op]:
+    """Yields the matmuls of which sums of exponentials along the last axis are made."""
+    found: dict[Op, None] = {}
+    for op in flow.ops:
+        maker = flow.producer.get(op.ins[0]) if op.name == "reduce_sum" else None
+        while maker is not None and maker.name != "dot_general":
+            through = maker.name in THROUGH or is_view(maker)
+            widest = max(maker.ins, key=lambda v: v.size, default=None) if through else None
+            maker = flow.producer.get(widest) if widest is not None else None
+        if maker is not None:
+            found[maker] = None
+    yield from found
+
+
+def _root(matmul: Op, flow: Flow) -> Root | None:
+    """Returns the logits that a matmul makes, or None if it is no linear layer."""
+    (contracted, batch), out = matmul.params["dimension_numbers"], matmul.outs[0]
+    ranks = [len(v.aval.shape) for v in matmul.ins]
+    if batch[0] or 2 not in ranks or len(contracted[0]) != 1 or not out.is_f32:
+        return None
+    hidden = 0 if ranks[1] == 2 else 1  # the logits of the left operand come first
+    words = matmul.ins[1 - hidden].aval.shape[1 - contracted[1 - hidden][0]]
+    moves: list[Any] = []
+    if hidden == 1:  # [vocabulary, ...]
+        (mover,) = flow.readers.get(out, []) if len(flow.readers.get(out, [])) == 1 else (None,)
+        turned = (*range(1, len(out.aval.shape)), 0)
+        if mover is None or mover.name != "transpose" or mover.params["permutation"] != turned:
+            return None
+        out = mover.outs[0]
+    scale, bias = 1.0, None
+    while len(readers := flow.readers.get(out, [])) == 1 and readers[0] is not None:
+        op = readers[0]
+        shape = op.outs[0].aval.shape if op.outs else ()
+        if op.name == "add" and bias is None and (bias := _bias(op, out, flow)) is not None:
+            pass
+        elif bias is None and (factor := _factor(op, out)):
+            scale *= factor
+        elif shape[-1:] != (words,) or flow.rulings[op].forced == "half":
+            break
+        elif op.name == "reshape" and is_view(op):
+            moves.append(("reshape", shape[:-1]))
+        elif op.name == "slice":
+            whole = (op.params["start_indices"], op.params["limit_indices"], op.params["strides"])
+            moves.append(("slice", *(x and tuple(x[:-1]) for x in whole)))
+        elif op.name != "convert_element_type" or not is_view(op):
+            break
+        out = op.outs[0]
+    return Root(matmul, hidden, out, scale, bias, tuple(moves))
+
+
+def _factor(op: Op, value: Value) -> float | None:
+    """Returns the number other than 0 by which an op multiplies a value."""
+    if op.name not in ("mul", "div") or op.ins[0] is op.ins[1]:
+        return None
+    place = op.ins.index(value)
+    other = op.ins[1 - place]
+    if not is_number(other) or (op.name == "div" and place == 1):
+        return None
+    number = float(np.asarray(other.const).reshape(()))
+    return (number if op.name == "mul" else 1 / number) if number else None
+
+
+def _bias(op: Op, logits: Value, flow: Flow) -> Value | None:
+    """Returns the array of one entry for each word that an op adds to logits."""
+    other = op.ins[1] if op.ins[0] is logits else op.ins[0]
+    shape = op.outs[0].aval.shape
+    if op.outs[0].aval.shape != logits.aval.shape or other is logits:
+        return None
+    own = own_axes(shape)
+    value, axes = behind_views(other, narrowed(other, own), flow)
+    along = value.aval.shape == shape[-1:] and axes == own[-1:]
+    return value if along and value.is_f32 else None
+
+
+# ---- the loss -----------------------------------------------------------------------------------
+
+
+class Loss(NamedTuple):
+    """``factor`` times a loss of each row.
+
+    Attributes:
+        factor: The factor.
+        labels: The labels.
+        smoothing: The probability that all words share.
+        z_loss: The factor of the squared normalizer.
+        unknown: As of `chunked.Form`.
+    """
+
+    factor: float
+    labels: Labels
+    smoothing: float
+    z_loss: float
+    unknown: str
+
+
+def _loss(row: Row, words: int) -> Loss | None:
+    """Returns the loss that a linear combination is, or None if it is none."""
+    row = dict(row)
+    picked = [name for name in row if isinstance(name, tuple) and name[0] == PICKED]
+    if len(picked) != 1:
+        return None
+    labels: Labels = picked[0][1]
+    here = row.pop(picked[0])
+    always, known, square, total = (row.pop(n, 0.0) for n in (LSE, (KNOWN, LSE), SQUARE, TOTAL))
+    factor = always + known
+    if row or not factor:
+        return None
+    smoothing, z_loss = -total / factor * words, square / factor
+    unknown = labels.unknown
+    if unknown == SHARE and not known:
+        unknown = NORMALIZER
+    share = smoothing if unknown == SHARE else 1.0
+    pairs = (-here / factor, 1 - smoothing), (always / factor, share)
+    fits = all(abs(a - b) < 1e-5 for a, b in pairs) and -1e-6 < smoothing < 1 and z_loss >= 0
+    return Loss(factor, labels, max(smoothing, 0.0), z_loss, unknown) if fits else None
+
+
+# ---- what is read of it --------------------------------------------------------------------------
+
+
+class Sum(NamedTuple):
+    """The result that is replaced: the losses, or their weighted sum.
+
+    Attributes:
+        op: The op that computes it.
+        ops: All ops from the losses to it.
+        factor: The factor of the sum.
+        weights: Arrays that are multiplied, after how each is read (`Written`).
+    """
+
+    op: Op
+    ops: tuple[Op, ...]
+    factor: float = 1.0
+    weights: tuple[tuple[str, tuple[int, ...], Value], ...] = ()
+
+
+def _sum_of(losses: Value, flow: Flow) -> Sum | None:
+    """Returns the sum of all losses if nothing else is read, with the weights in it."""
+    value, factor = losses, 1.0
+    ops: list[Op] = []
+    weights: list[tuple[str, tuple[int, ...], Value]] = []
+    while True:
+        readers = flow.readers.get(value, [])
+        op = readers[0] if len(readers) == 1 else None
+        if op is None or op.eqn.effects or flow.rulings[op].forced == "half":
+            return None
+        ops.append(op)
+        if op.name == "reduce_sum" and op.outs[0].size == 1:
+            return Sum(op, tuple(ops), factor, tuple(weights))
+        if len(op.outs) != 1 or op.outs[0].size != losses.size:
+            return None
+        if op.name == "neg":
+            factor = -factor
+        elif (number := _factor(op, value)) is not None:
+            factor *= number
+        elif (weight := _weight(op, value)) is not None:
+            weights.append((weight[0], op.outs[0].aval.shape, weight[1]))
+        elif not is_view(op) or op.name == "transpose":
+            return None
+        value = op.outs[0]
+
+
+def _weight(op: Op, losses: Value) -> tuple[str, Value] | None:
+    """Returns what an op multiplies losses by, or selects them by, and how."""
+    if op.name == "mul" and op.ins[0] is not op.ins[1]:
+        other = op.ins[1 - op.ins.index(losses)]
+        return ("times", other) if other.is_f32 else None
+    if op.name == "select_n" and len(op.ins) == 3:
+        place = op.ins.index(losses)
+        other = op.ins[3 - place]
+        if place and is_number(other) and not np.any(np.asarray(other.const)):
+            return ("kept" if place == 2 else "dropped"), op.ins[0]
+    return None
+
+
+# ---- the step -----------------------------------------------------------------------------------
+
+
+def by_blocks(flow: Flow) -> list[ChunkedLoss]:
+    """Returns the losses of a block that run without their logits, and notes why others do not."""
+    steps = []
+    for matmul in _roots(flow):
+        root = _root(matmul, flow)
+        reading = Reading(flow, root.logits) if root is not None else None
+        if root is None or reading is None or not reading.is_loss:
+            continue
+        try:
+            step = _step(root, reading)
+            flow.marks.losses[matmul] = step.written.describe()
+            steps.append(step)
+        except Unfit as why:
+            flow.marks.losses[matmul] = f"as written: {why}"
+    return steps
+
+
+def _step(root: Root, reading: Reading) -> ChunkedLoss:
+    flow, matmul = reading.flow, root.matmul
+    ruling = flow.rulings[matmul]
+    if reading.leak:
+        raise Unfit(reading.leak)
+    if ruling.in_force not in ("half", "full") or matmul.params.get("out_sharding") is not None:
+        raise Unfit("its matmul asks for a precision or a sharding of its own")
+    if not all(isinstance(n, int) for v in (*matmul.ins, root.logits) for n in v.aval.shape):
+        raise Unfit("its shapes are symbolic")
+    leaves = {v: _loss(reading.kinds[v].row, reading.words) for v in reading.leaves}
+    if not any(leaves.values()):
+        raise Unfit("it is no cross entropy of labels")
+    if len(leaves) > 1:
+        raise Unfit("parts of it are also read elsewhere")
+    ((value, loss),) = leaves.items()
+    assert loss is not None
+    own = Sum(flow.producer[value], ())
+    total = own if isinstance(reading.kinds[value], Summed) else _sum_of(value, flow)
+    if total is not None and not _is_made_of(total, value, flow):
+        total = None
+    end = total or own
+    written, inputs = _written(root, reading, loss, end, total is not None)
+    body = absorbed([matmul, *reading.ops, *end.ops], inputs, end.op, flow)
+    if body is None:
+        raise Unfit("its logits are also read elsewhere")
+    return ChunkedLoss(body, written)
+
+
+def _is_made_of(total: Sum, losses: Value, flow: Flow) -> bool:
+    """Returns whether the weights of a sum are made without its losses, as they have to be."""
+    seen: set[Value] = set()
+    todo = [value for *_, value in total.weights]
+    while todo:
+        value = todo.pop()
+        if value is losses:
+            return False
+        if value not in seen:
+            seen.add(value)
+            todo += flow.producer[value].ins if value in flow.producer else ()
+    return True
+
+
+def _written(
+    root: Root, reading: Reading, loss: Loss, end: Sum, is_sum: bool
+) -> tuple[Written, list[Value]]:
+    """Returns how a loss runs, and its operands."""
+    flow, matmul = reading.flow, root.matmul
+    contracted = [dims[0] for dims in matmul.params["dimension_numbers"][0]]
+    hidden, weight = matmul.ins[root.hidden], matmul.ins[1 - root.hidden]
+    transposed = contracted[1 - root.hidden] == 1
+    turned = flow.producer.get(weight)
+    if turned is not None and turned.name == "transpose":  # a table is read as it lies
+        weight, transposed = turned.ins[0], not transposed
+    features = hidden.aval.shape[contracted[root.hidden]]
+    form = Form(
+        reading.words,
+        transposed,
+        loss.z_loss,
+        loss.smoothing,
+        blocks_of(reading.rows, features),
+        loss.unknown,
+        root.scale,
+    )
+    if form.blocks == 1 and not is_sum:
+        raise Unfit("its logits are no larger than one block")
+    ruling = flow.rulings[matmul]
+    written = Written(
+        form,
+        ruling.half if ruling.in_force == "half" else FLOAT32,
+        contracted[root.hidden],
+        root.moves,
+        loss.labels.clipped,
+        root.bias is not None,
+        loss.factor * end.factor,
+        tuple((how, shape) for how, shape, _ in end.weights),
+        end.op.outs[0].aval.shape,
+        is_sum,
+        is_sum and rows_are_cheaper(reading.rows, form),
+    )
+    inputs = [hidden, weight, loss.labels.value]
+    inputs += [root.bias] if root.bias is not None else []
+    return written, inputs + [value for *_, value in end.weights]

@@ -1,0 +1,98 @@
+"""A plain description of a loss that a program writes out, and that runs without its logits."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src.autocast.chunked import (
+    Form,
+    Operands,
+    anywhere,
+    losses,
+    statistics,
+    weighted_sum,
+)
+from mpjax._src.autocast.derivatives import cast
+
+
+class Written(NamedTuple):
+    """A loss as it runs. Plain data, equal for equal losses.
+
+    Attributes:
+        form: The loss of a row, and its blocks.
+        dtype: The dtype of the operands of its matmuls.
+        features: The axis of the hidden values that is summed over.
+        moves: Changes of the rows: ("reshape", shape) and ("slice", starts, limits, strides).
+        clipped: Whether labels are clipped to the words.
+        has_bias: Whether a bias follows the labels.
+        factor: What the result is multiplied by.
+        weights: How arrays that follow are read, and the shape that they are broadcast to: "times"
+            them, losses are "kept" where they are true, or "dropped" there.
+        shape: The shape of the result.
+        is_sum: Whether that is the weighted sum of the losses, or else each of them.
+        by_rows: Whether blocks are rows.
+    """
+
+    form: Form
+    dtype: Any
+    features: int
+    moves: tuple[Any, ...]
+    clipped: bool
+    has_bias: bool
+    factor: float
+    weights: tuple[tuple[str, tuple[int, ...]], ...]
+    shape: tuple[int, ...]
+    is_sum: bool
+    by_rows: bool
+
+    def describe(self) -> str:
+        """Returns its blocks in words."""
+        return self.form.describe(self.by_rows)
+
+
+def run(written: Written, arrays: Sequence[Any]) -> Any:
+    """Runs a loss.
+
+    Args:
+        written: The description.
+        arrays: Hidden values, weight, labels, the bias if there is one, and weights of losses.
+
+    Returns:
+        The result, in float32.
+    """
+    hidden, weight, labels, *rest = arrays
+    form = written.form
+    hidden = cast(_moved(jnp.moveaxis(hidden, written.features, -1), written), written.dtype)
+    lead = hidden.shape[:-1]
+    labels = jnp.reshape(cast(labels, np.int32), lead)
+    labels = jnp.clip(labels, 0, form.words - 1) if written.clipped else labels
+    bias = rest.pop(0) if written.has_bias else None
+    operands = Operands(hidden, weight, labels, bias)
+    weights = jnp.ones(lead, operands.wide)
+    for (how, shape), x in zip(written.weights, rest, strict=True):
+        x = jnp.logical_not(x) if how == "dropped" else x
+        weights *= cast(jnp.reshape(jnp.broadcast_to(x, shape), lead), weights.dtype)
+
+    def whole(operands):
+        return weighted_sum(operands, form, written.by_rows)
+
+    def each(operands):
+        return losses(statistics(operands, form), operands.labels, form)
+
+    operands = operands._replace(weights=weights) if written.is_sum else operands
+    out = anywhere(whole if written.is_sum else each, operands, per_row=not written.is_sum)
+    return jnp.reshape(out * written.factor, written.shape)
+
+
+def _moved(hidden: Any, written: Written) -> Any:
+    """Returns hidden values after the changes of rows that the program makes of the logits."""
+    for how, *what in written.moves:
+        if how == "reshape":
+            hidden = jnp.reshape(hidden, (*what[0], hidden.shape[-1]))
+        else:
+            starts, limits, strides = what
+            steps = strides or [1] * len(starts)
+            hidden = hidden[tuple(map(slice, starts, limits, steps))]
+    return hidden
