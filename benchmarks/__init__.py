@@ -26,6 +26,7 @@ SUITES = {
     "weights": "what is kept for each weight: bytes, bytes moved, and held-out quality",
     "scaling": "loss scaling, memory and time as models and devices grow",
     "watching": "steps whose precision is watched, compiled for an absent GPU: memory and bytes",
+    "ladder": "settings that save memory, one after another, on language models for an absent GPU",
     "gate": "models of few layers, compiled for an H100: no worse than what is recorded",
 }
 

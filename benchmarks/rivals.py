@@ -142,6 +142,23 @@ def gated_step(make, half, gate):
     return init, gates.spelled(step, gate)
 
 
+_CHUNKED, _FUSED = ",chunked_loss=true", ",fused_attention=true"
+# What rungs of the ladder of settings add to the policy, and the losses of language models that
+# are no setting.
+LADDER = {
+    "autocast": "",
+    "autocast, lean": ",storage=lean",
+    "autocast, chunked loss": _CHUNKED,
+    "autocast, lean, chunked loss": f",storage=lean{_CHUNKED}",
+    "autocast, lean, fused attention": f",storage=lean{_FUSED}",
+    "autocast, lean, chunked loss, fused attention": f",storage=lean{_CHUNKED}{_FUSED}",
+    "autocast, 8bit": ",storage=8bit",
+    "autocast, 8bit, chunked loss, fused attention": f",storage=8bit{_CHUNKED}{_FUSED}",
+    "autocast, lean, linear_cross_entropy": ",storage=lean",
+    "autocast, lean, jax-cce": ",storage=lean",
+}
+HEADS = {"autocast, lean, linear_cross_entropy": "mpjax", "autocast, lean, jax-cce": "jax-cce"}
+
 RIVALS = {
     "float32": float32,
     "by hand": by_hand,
@@ -149,23 +166,12 @@ RIVALS = {
     "jmp": with_jmp,
     "mixed-precision-for-JAX": with_mixed_precision_for_jax,
     "flax DynamicScale": with_dynamic_scale,
-    "autocast": autocast,
-    "autocast, lean": functools.partial(autocast, suffix=",storage=lean"),
-    "autocast, linear_cross_entropy": functools.partial(autocast, head="mpjax"),
-    "autocast, lean, linear_cross_entropy": functools.partial(
-        autocast, suffix=",storage=lean", head="mpjax"
-    ),
-    "autocast, lean, jax-cce": functools.partial(autocast, suffix=",storage=lean", head="jax-cce"),
-    "autocast, chunked loss": functools.partial(autocast, suffix=",chunked_loss=true"),
-    "autocast, lean, chunked loss": functools.partial(
-        autocast, suffix=",storage=lean,chunked_loss=true"
-    ),
-    "autocast, lean, chunked loss, fused attention": functools.partial(
-        autocast, suffix=",storage=lean,chunked_loss=true,fused_attention=true"
-    ),
-    "autocast, lean, fused attention": functools.partial(
-        autocast, suffix=",storage=lean,fused_attention=true"
-    ),
+    **{
+        rung: functools.partial(
+            autocast, suffix=suffix, **({"head": HEADS[rung]} if rung in HEADS else {})
+        )
+        for rung, suffix in LADDER.items()
+    },
     "autocast, fused attention": functools.partial(autocast, suffix=",fused_attention=true"),
     "autocast, half scores": functools.partial(autocast, suffix=',half_ops=["dot_general"]'),
     "build_train_step": whole_step,

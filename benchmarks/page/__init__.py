@@ -36,6 +36,7 @@ by hand. The models are in [benchmarks/models](../benchmarks/models), and the ot
 
 TITLES = {
     "aot": "Compiled for GPUs and TPUs",
+    "ladder": "Settings that save memory",
     "gpu": "On a GPU",
     "cpu": "On a CPU",
     "scaling": "As models and devices grow",

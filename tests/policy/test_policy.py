@@ -36,6 +36,7 @@ policies = st.builds(
     keep_full=st.lists(st.text(min_size=1), max_size=2),
     master_weights=st.booleans(),
     fused_attention=st.booleans(),
+    chunked_loss=st.booleans(),
     **{name: st.sampled_from(choice.values) for name, choice in CHOICES.items()},
     half_ops=st.sets(st.sampled_from(("dot_general", "exp")), max_size=2).map(sorted),
     full_ops=st.sets(st.sampled_from(("tanh", "log")), max_size=2).map(sorted),

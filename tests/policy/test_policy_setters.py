@@ -22,6 +22,7 @@ SETTINGS = {
     "follow_ops": (("add",), lambda p, x: p.with_ops(follow=x)),
     "storage": ("lean", None),
     "fused_attention": (True, None),
+    "chunked_loss": (True, None),
     "gather": ("float32", None),
     "reduce": ("half", None),
     "masters": ("split", None),

@@ -81,7 +81,9 @@ def test_op_lists_that_have_no_effect_are_warned_about(ops):
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize("text", ["storage=lean", "fused_attention=true", "reduce=half"])
+@pytest.mark.parametrize(
+    "text", ["storage=lean", "fused_attention=true", "chunked_loss=true", "reduce=half"]
+)
 def test_op_level_settings_without_effect_are_warned_about(text):
     with pytest.warns(UserWarning, match=f"{text.split('=')[0]} have no effect.*casting=op"):
         mpjax.build_train_step(linear_loss, optax.sgd(0.1), f"O3:bfloat16,{text}")
