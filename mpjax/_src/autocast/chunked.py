@@ -275,7 +275,12 @@ def weighted_sum(operands: Operands, form: Form, by_rows: bool = True) -> Any:
     def jvp(primals, tangents):
         moving = _moving(*tangents)
         out, slopes = with_slopes(primals[0], moving)
-        pairs = [(slope, t) for slope, t in zip(slopes, moving, strict=True) if t is not None]
+        # What pads a slope is dropped here, where XLA fuses it into the product.
+        pairs = [
+            (slope[tuple(map(slice, t.shape))], t)
+            for slope, t in zip(slopes, moving, strict=True)
+            if t is not None
+        ]
         if not pairs:
             return out, _jax.zero_tangent(out)
         terms = [jnp.sum(cast(slope, out.dtype) * cast(t, out.dtype)) for slope, t in pairs]
@@ -288,7 +293,10 @@ def weighted_sum(operands: Operands, form: Form, by_rows: bool = True) -> Any:
 
 
 def _by_rows(operands: Operands, form: Form, wanted: Operands) -> tuple[Any, Operands]:
-    """Returns the sum, and its gradients with respect to the operands that are wanted."""
+    """Returns the sum, and its gradients with respect to the operands that are wanted.
+
+    Those of weight and bias have the padding of `Operands.along_words`.
+    """
     hidden, weight, labels, bias, weights = operands
     lead, dtype, wide = hidden.shape[:-1], hidden.dtype, operands.wide
     axis, rows = lead.index(max(lead)), tuple(range(len(lead)))
@@ -319,7 +327,6 @@ def _by_rows(operands: Operands, form: Form, wanted: Operands) -> tuple[Any, Ope
     blocks = [_split(x, axis, form.blocks) for x in (hidden, labels, weights)]
     sums, parts = jax.lax.scan(step, start, blocks)
     each, slope = jax.tree.map(lambda x: _joined(x, axis, lead[axis]), parts)
-    sums = {k: x[tuple(map(slice, getattr(operands, k).shape))] for k, x in sums.items()}
     slopes = Operands(slope, sums.get("weight"), None, sums.get("bias"), each)
     return jnp.sum(weighed(each, weights)), _chosen(slopes, wanted)
 
@@ -346,7 +353,11 @@ def _by_words(operands: Operands, form: Form, wanted: Operands) -> tuple[Any, Op
         return jnp.sum(weighed(each, arrays.weights))
 
     out, pull = jax.vjp(total, _chosen(operands, wanted))
-    return out, jax.tree.map(lambda x: cast(x, operands.wide), pull(jnp.ones_like(out))[0])
+    slopes = jax.tree.map(lambda x: cast(x, operands.wide), pull(jnp.ones_like(out))[0])
+    weight, bias = slopes.along_words(form, 1)
+    return out, slopes._replace(
+        weight=None if weight is None else weight[0], bias=None if bias is None else bias[0]
+    )
 
 
 def statistics(operands: Operands, form: Form) -> Statistics:
