@@ -8,9 +8,9 @@ from benchmarks.page.charts import Chart
 from benchmarks.page.tables import table, written
 from benchmarks.results import FAILED, SKIPPED
 
-NOTE = """Temporary memory and bytes moved, first relative to `autocast`, then to `storage=lean`. "chunked
-loss" is `chunked_loss=true`, "linear_cross_entropy" the same by a call, and "jax-cce" a package with
-such a function.
+NOTE = """Temporary memory and bytes moved, first relative to `autocast`, then to `storage=lean`.
+"chunked loss" is `chunked_loss=true`, "linear_cross_entropy" the same by a call, and "jax-cce" a
+package with such a function.
 """
 
 
