@@ -83,16 +83,16 @@ SUMS = {
     ),
     "weights": lambda h, w, b: jnp.sum(each(h @ w, LABELS) * b[:T] * MASK) / 7,
     "one-hot": lambda h, w, b: -jnp.mean(jnp.sum(one_hot() * log_softmax(h, w), -1)),
-    "one-hot, ignored": lambda h, w, b: -jnp.sum(
-        one_hot(jnp.where(MASK, LABELS, -1)) * log_softmax(h, w)
+    "one-hot, ignored": lambda h, w, b: (
+        -jnp.sum(one_hot(jnp.where(MASK, LABELS, -1)) * log_softmax(h, w))
     ),
     "smoothed": lambda h, w, b: optax.softmax_cross_entropy(
         h @ w, optax.smooth_labels(one_hot(jnp.where(MASK, LABELS, -1)), 0.1)
     ).mean(),
     "selected": selected,
-    "indexed": lambda h, w, b: -log_softmax(h, w)[
-        jnp.arange(B)[:, None], jnp.arange(T)[None], LABELS
-    ].mean(),
+    "indexed": lambda h, w, b: (
+        -log_softmax(h, w)[jnp.arange(B)[:, None], jnp.arange(T)[None], LABELS].mean()
+    ),
     "one by one": one_by_one,
     "a z-loss": with_z_loss,
     "shifted by hand": shifted_by_hand,
@@ -234,9 +234,9 @@ def test_a_loss_in_a_scan_and_under_remat_is_recognized():
 
     assert told(loss) == ["in 3 blocks of rows"]
     planned = mpjax.autocast(loss, policy())
-    got, want = jax.jit(
-        lambda *args: [jax.grad(f, (0, 1))(*args) for f in (planned, SUMS["sum"])]
-    )(HIDDEN, WEIGHT, BIAS)
+    got, want = jax.jit(lambda *args: [jax.grad(f, (0, 1))(*args) for f in (planned, SUMS["sum"])])(
+        HIDDEN, WEIGHT, BIAS
+    )
     assert_near(jax.tree.map(lambda x: x * B * T, got), want, 0.012)
 
 
