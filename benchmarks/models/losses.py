@@ -45,7 +45,8 @@ def classifier(model, inputs, labels):
 def language_model(model, batch, length, head="written"):
     """Returns the tuple of a `MODELS` entry for a model that predicts the next token.
 
-    The loss is `HEADS[head]`. All but "written" read the model's ``hidden`` and its embedding.
+    The loss is `HEADS[head]`. All but "written" read the model's first embedding, and its
+    results without logits.
     """
     tokens = array(batch, length, dtype=jnp.int32)
     if head == "written":
@@ -53,8 +54,8 @@ def language_model(model, batch, length, head="written"):
     _, params, rest, *others = classifier(model, tokens, tokens)
 
     def loss(params, rest, batch):
-        hidden = model.apply({"params": params}, batch[0], method="hidden")
-        weight = params["embed"]["embedding"].astype(hidden.dtype)
+        hidden = model.apply({"params": params}, batch[0], logits=False)
+        weight = params["Embed_0"]["embedding"].astype(hidden.dtype)
         return HEADS[head](hidden, weight, batch[1], transposed=True), rest
 
     return loss, params, rest, *others

@@ -44,19 +44,15 @@ class GPT2(nn.Module):
     attention: Any = None
     dtype: Any = None
 
-    def setup(self):
-        self.embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
-        self.position = nn.Embed(self.context, self.width, dtype=self.dtype)
-        block = functools.partial(Block, self.heads, self.spelled_out, self.attention, self.dtype)
-        self.blocks = [block() for _ in range(self.layers)]
-        self.norm = nn.LayerNorm(dtype=self.dtype)
-
-    def hidden(self, tokens):
-        x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[1]))
-        return self.norm(functools.reduce(lambda x, block: block(x), self.blocks, x))
-
-    def __call__(self, tokens):
-        return self.embed.attend(self.hidden(tokens))
+    @nn.compact
+    def __call__(self, tokens, logits=True):
+        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
+        position = nn.Embed(self.context, self.width, dtype=self.dtype)
+        x = embed(tokens) + position(jnp.arange(tokens.shape[1]))
+        for _ in range(self.layers):
+            x = Block(self.heads, self.spelled_out, self.attention, self.dtype)(x)
+        x = nn.LayerNorm(dtype=self.dtype)(x)
+        return embed.attend(x) if logits else x
 
 
 def gpt2(dtype=None, batch=8, length=1024, head="written", **sizes):
