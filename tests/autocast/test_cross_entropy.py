@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 from absent import compiles, shape, spread
+from jax import export
+from jax.experimental import jet
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import HALVES, assert_near, equations, matmul_dtypes, thorough_but
@@ -280,6 +282,21 @@ def test_micro_batches_of_a_training_step_add_up():
         state, metrics = jax.jit(step)(init(jnp.asarray(weight)), (hidden, labels))
         losses.append((metrics["loss"], state.params))
     assert_near(losses[0], losses[1], 2e-3)
+
+
+def test_taylor_mode_is_refused_by_name():
+    hidden, weight, _, labels = arrays(5)
+    with pytest.raises(NotImplementedError, match="no Taylor mode.*jax.lax.scan"):
+        jet.jet(lambda w: ours(hidden, w, labels), (weight,), ((weight,),))
+
+
+def test_rows_of_a_symbolic_number_are_one_block():
+    hidden, weight, _, labels = arrays(4, 8)
+    shapes = export.symbolic_args_specs((hidden, labels.astype(np.int32)), "b, ...")
+    fun = jax.jit(lambda hidden, labels: ours(hidden, weight, labels, chunk=2))
+    exported = export.export(fun)(*shapes)
+    got = exported.call(hidden, labels.astype(np.int32))
+    assert np.allclose(got, optax_s(hidden, weight, labels), rtol=1e-5)
 
 
 # ---- several devices -----------------------------------------------------------------------------

@@ -85,8 +85,11 @@ class Form(NamedTuple):
 def blocks_of(rows: int, features: int, chunk: int | None = None) -> int:
     """Returns into how many blocks of the size of ``chunk`` rows the logits are divided.
 
-    By default, a block is no larger than the weight, if that has 1024 features or more.
+    By default, a block is no larger than the weight, if that has 1024 features or more. If the
+    number of rows is a symbol, there is one block.
     """
+    if not isinstance(rows, int):
+        return 1
     return max(1, -(-rows // (chunk or max(features, ROWS))))
 
 
@@ -99,6 +102,8 @@ def rows_are_cheaper(rows: int, form: Form) -> bool:
     and the logits are multiplied twice. All in bytes for each feature.
     """
     more = form.blocks - 1
+    if not more:
+        return True
     by_rows = more * 8 * form.words
     by_words = more * 14 * rows + 2 * rows * form.words / OPERATIONS_PER_BYTE
     return by_rows <= by_words
@@ -228,7 +233,15 @@ def anywhere(fun: Callable[[Operands], Any], operands: Operands, per_row: bool) 
         fun: The function.
         operands: The arrays.
         per_row: Whether the result has the shape of the labels, or else is a scalar.
+
+    Raises:
+        NotImplementedError: In Taylor mode.
     """
+    if _jax.in_taylor_mode(jax.tree.leaves(operands)):
+        raise NotImplementedError(
+            "A loss by blocks of its logits has no Taylor mode, because jax.experimental.jet has "
+            "none of jax.lax.scan. Write the loss out, and leave chunked_loss=true away."
+        )
     typed = [x for x in jax.tree.leaves(operands) if _jax.is_explicit(x)]
     if not typed:
         return fun(operands)
@@ -299,7 +312,7 @@ def _by_rows(operands: Operands, form: Form, wanted: Operands) -> tuple[Any, Ope
     """
     hidden, weight, labels, bias, weights = operands
     lead, dtype, wide = hidden.shape[:-1], hidden.dtype, operands.wide
-    axis, rows = lead.index(max(lead)), tuple(range(len(lead)))
+    axis, rows = lead.index(max(lead)) if form.blocks > 1 else 0, tuple(range(len(lead)))
     weight, bias = jax.tree.map(lambda x: x[0], operands.along_words(form, 1))
     weight, columns = cast(weight, dtype), jax.lax.iota(labels.dtype, weight.shape[form.axis])
 
