@@ -9,12 +9,11 @@ the temporary memory and the bytes moved, and both relative to the first rung an
 
 import click
 
-import mpjax
 from benchmarks import Options
 from benchmarks.aot import SETTINGS, figures, on_the_cpu
 from benchmarks.models import SMALL, TITLES
 from benchmarks.results import FAILED, SKIPPED, Results, Row
-from benchmarks.rivals import LADDER, lacks
+from benchmarks.rivals import LADDER
 
 __all__ = ["SETTINGS"]
 
@@ -29,20 +28,10 @@ def run(options: Options, results: Results) -> None:
     on_the_cpu()
     for case in options.cases:
         sizes = SMALL[case] if options.smoke else {}
-        for rung, suffix in LADDER.items():
+        for rung in LADDER:
             if not results.get(case, rung):
-                results.put(case, rung, measured(case, rung, suffix, sizes))
+                results.put(case, rung, figures("h100", case, rung, sizes))
         click.echo(table(case, results.cases[case]))
-
-
-def measured(case: str, rung: str, suffix: str, sizes: dict) -> Row:
-    """Returns the figures of a rung, or why there are none."""
-    try:
-        mpjax.get_policy(f"mixed_bfloat16{suffix}")
-    except ValueError as error:
-        return {SKIPPED: str(error).splitlines()[0][:200]}
-    reason = lacks(rung)
-    return {SKIPPED: reason} if reason else figures("h100", case, rung, sizes)
 
 
 def table(case: str, rows: dict[str, Row]) -> str:

@@ -44,6 +44,10 @@ def program(model: str, rival: str, half: str, **sizes) -> Program:
 
 def lacks(rival: str) -> str | None:
     """Returns the reason why a rival cannot run here, or None if it can."""
+    try:
+        mpjax.get_policy(f"mixed_bfloat16{LADDER.get(rival, '')}")
+    except ValueError as error:
+        return str(error).splitlines()[0]
     module = NEEDS.get(rival)
     return f"{module} is not installed" if module and not importlib.util.find_spec(module) else None
 

@@ -199,9 +199,8 @@ def _fuse(island: SoftmaxIsland, flow: Flow) -> FusedAttention:
     for value, labels, along in zip(inputs, operands, (sequence, *[groups[4]] * 2), strict=False):
         if _is_sharded(value, {d for d, axis in enumerate(labels) if {*axis} & {*along}}, flow):
             raise Unfit("its sequence is sharded, and a fused kernel needs whole sequences")
-    members = [*island.ops, scores.matmul, *scores.ops, *views, matmul]
-    body = absorbed(members, inputs, matmul, flow)
-    if body is None:
+    members = *island.ops, scores.matmul, *scores.ops, *views, matmul
+    if (body := absorbed(members, inputs, matmul, flow)) is None:
         raise Unfit("its scores are also read elsewhere")
     return FusedAttention(body, fusion._replace(kernel=kernel))
 
