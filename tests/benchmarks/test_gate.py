@@ -25,6 +25,7 @@ def judge(path, found, monkeypatch, fresh=False):
 def test_gate_records_and_passes_what_is_not_recorded(path, monkeypatch):
     assert judge(path, ROW, monkeypatch) == []
     assert set(json.loads(path.read_text())["cases"]["gpt2"]) == {
+        *gate.MORE["gpt2"],
         "by hand",
         "autocast",
         "autocast, lean",
@@ -37,7 +38,7 @@ def test_gate_fails_figures_more_than_two_percent_worse(path, monkeypatch, figur
     before = path.read_text()
     assert judge(path, {**ROW, figure: 1.019 * ROW[figure]}, monkeypatch) == []
     problems = judge(path, {**ROW, figure: 1.03 * ROW[figure]}, monkeypatch)
-    assert len(problems) == 2 and all(f"{figure} " in p and "1.030x" in p for p in problems)
+    assert len(problems) == 3 and all(f"{figure} " in p and "1.030x" in p for p in problems)
     assert judge(path, {**ROW, figure: 0.5 * ROW[figure]}, monkeypatch) == []
     assert path.read_text() == before
 
@@ -46,7 +47,8 @@ def test_gate_fails_what_does_not_compile(path, monkeypatch):
     assert judge(path, {"failed": "CompileError"}, monkeypatch)
     judge(path, ROW, monkeypatch, fresh=True)
     problems = judge(path, {"failed": "CompileError"}, monkeypatch)
-    assert problems == ["gpt2, autocast: CompileError", "gpt2, autocast, lean: CompileError"]
+    ours = *gate.OURS, *gate.MORE["gpt2"]
+    assert problems == [f"gpt2, {rival}: CompileError" for rival in ours]
 
 
 def test_gate_does_not_compare_figures_of_another_jax(path, monkeypatch, capsys):
