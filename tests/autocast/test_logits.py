@@ -72,6 +72,7 @@ SUMS = {
     "sum": lambda h, w, b: each(h @ w, LABELS).sum(),
     "a module": module,
     "rows in one axis": flat,
+    "a mean of means": lambda h, w, b: each(h @ w, LABELS).mean(-1).mean(),
     "a tied embedding": lambda h, w, b: each(jnp.einsum("btd,vd->btv", h, w.T), LABELS).mean(),
     "the other order": lambda h, w, b: each(jnp.einsum("dv,btd->btv", w, h), LABELS).mean(),
     "scaled": lambda h, w, b: each((h @ w) / 4 + b, LABELS).mean(),
@@ -81,7 +82,7 @@ SUMS = {
     "ignored": lambda h, w, b: jnp.sum(
         jnp.where(MASK, each(h @ w, jnp.where(MASK, LABELS, -WORDS - 5)), 0)
     ),
-    "weights": lambda h, w, b: jnp.sum(each(h @ w, LABELS) * b[:T] * MASK) / 7,
+    "weights": lambda h, w, b: jnp.sum(each(h @ w, LABELS) * jnp.abs(b[:T]) * MASK) / 7,
     "one-hot": lambda h, w, b: -jnp.mean(jnp.sum(one_hot() * log_softmax(h, w), -1)),
     "one-hot, ignored": lambda h, w, b: (
         -jnp.sum(one_hot(jnp.where(MASK, LABELS, -1)) * log_softmax(h, w))
@@ -89,6 +90,15 @@ SUMS = {
     "smoothed": lambda h, w, b: optax.softmax_cross_entropy(
         h @ w, optax.smooth_labels(one_hot(jnp.where(MASK, LABELS, -1)), 0.1)
     ).mean(),
+    "on and off": lambda h, w, b: (
+        -jnp.mean(
+            jnp.sum(
+                jnp.where(LABELS[..., None] == jnp.arange(WORDS), 0.9, 0.1 / (WORDS - 1))
+                * log_softmax(h, w),
+                -1,
+            )
+        )
+    ),
     "selected": selected,
     "indexed": lambda h, w, b: (
         -log_softmax(h, w)[jnp.arange(B)[:, None], jnp.arange(T)[None], LABELS].mean()
@@ -100,7 +110,9 @@ SUMS = {
 # Losses of each row, which something else reads.
 EACH = {
     "a function of each": lambda h, w, b: jnp.sum(jnp.sin(each(h @ w, LABELS))),
-    "a mean of means": lambda h, w, b: each(h @ w, LABELS).mean(-1).mean(),
+    "means of masked means": lambda h, w, b: jnp.mean(
+        jnp.sum(each(h @ w, LABELS) * MASK, -1) / jnp.maximum(MASK.sum(-1), 1)
+    ),
     "also returned": lambda h, w, b: (lambda x: x.mean() + 0 * jnp.max(x))(each(h @ w, LABELS)),
 }
 
@@ -139,6 +151,10 @@ LEFT = {
     "returned": (returned, "its logits are also returned"),
     "its normalizer": (two_means, "parts of it are also read elsewhere"),
     "a precision": (precise, "its matmul asks for a precision or a sharding of its own"),
+    "a soft cap": (
+        lambda h, w, b: each(30 * jnp.tanh(h @ w / 30), LABELS).mean(),
+        "tanh makes its logits",
+    ),
     "no cross entropy": (reversed_labels, "it is no cross entropy of labels"),
 }
 
@@ -189,7 +205,9 @@ def test_a_router_or_attention_is_no_loss():
 
 def test_a_small_loss_of_each_row_is_left(monkeypatch):
     monkeypatch.setattr(chunked, "ROWS", 1024)
-    assert told(EACH["a mean of means"]) == ["as written: its logits are no larger than one block"]
+    assert told(EACH["a function of each"]) == [
+        "as written: its logits are no larger than one block"
+    ]
 
 
 VALUES = [(name, half) for name in {**SUMS, **EACH} for half in ("bfloat16", "float16")]

@@ -262,6 +262,12 @@ class Reading:
             return labels and Target(labels, 1.0, 0.0)
         if op.name in ("add", "sub", "mul", "div") and value.is_f32:
             return READ[op.name](self, op)
+        if op.name == "select_n" and len(op.ins) == 3:
+            labels = self._one_hot(op.ins[0])
+            rest, here = (_number(self.kind(v)) for v in op.ins[1:])
+            if labels is not None and rest is not None and here is not None:
+                return Target(labels, here - rest, rest)
+            return None
         return self._target(op.ins[0]) if is_view(op) and op.ins[0].size == value.size else None
 
     def _one_hot(self, value: Value) -> Labels | None:
@@ -460,18 +466,20 @@ class Root(NamedTuple):
 THROUGH = ("exp", "sub", "add", "slice", "mul", "div")
 
 
-def _roots(flow: Flow) -> Iterator[Op]:
-    """Yields the matmuls of which sums of exponentials along the last axis are made."""
-    found: dict[Op, None] = {}
+def _chains(flow: Flow) -> Iterator[list[Op]]:
+    """Yields ops from an exponential that is summed back to what makes its logits."""
+    found: set[Op] = set()
     for op in flow.ops:
         maker = flow.producer.get(op.ins[0]) if op.name == "reduce_sum" else None
-        while maker is not None and maker.name != "dot_general":
+        chain = []
+        while maker is not None:
+            chain.append(maker)
             through = maker.name in THROUGH or is_view(maker)
             widest = max(maker.ins, key=lambda v: v.size, default=None) if through else None
             maker = flow.producer.get(widest) if widest is not None else None
-        if maker is not None:
-            found[maker] = None
-    yield from found
+        if chain and chain[0].name == "exp" and chain[-1] not in found:
+            found.add(chain[-1])
+            yield chain
 
 
 def _root(matmul: Op, flow: Flow) -> Root | None:
@@ -609,13 +617,15 @@ def _sum_of(losses: Value, flow: Flow) -> Sum | None:
         ops.append(op)
         if op.name == "reduce_sum" and op.outs[0].size == 1:
             return Sum(op, tuple(ops), factor, tuple(weights))
-        if len(op.outs) != 1 or op.outs[0].size != losses.size:
+        if len(op.outs) != 1 or (op.outs[0].size != value.size and op.name != "reduce_sum"):
             return None
-        if op.name == "neg":
+        if op.name == "reduce_sum":  # over some axes first
+            pass
+        elif op.name == "neg":
             factor = -factor
         elif (number := _factor(op, value)) is not None:
             factor *= number
-        elif (weight := _weight(op, value)) is not None:
+        elif value.size == losses.size and (weight := _weight(op, value)) is not None:
             weights.append((weight[0], op.outs[0].aval.shape, weight[1]))
         elif not is_view(op) or op.name == "transpose":
             return None
@@ -641,18 +651,30 @@ def _weight(op: Op, losses: Value) -> tuple[str, Value] | None:
 def by_blocks(flow: Flow) -> list[ChunkedLoss]:
     """Returns the losses of a block that run without their logits, and notes why others do not."""
     steps = []
-    for matmul in _roots(flow):
-        root = _root(matmul, flow)
-        reading = Reading(flow, root.logits) if root is not None else None
-        if root is None or reading is None or not reading.is_loss:
+    for chain in _chains(flow):
+        maker = chain[-1]
+        root = _root(maker, flow) if maker.name == "dot_general" else None
+        if root is None:
+            _tell(chain, flow)
+            continue
+        reading = Reading(flow, root.logits)
+        if not reading.is_loss:
             continue
         try:
             step = _step(root, reading)
-            flow.marks.losses[matmul] = step.written.describe()
+            flow.marks.losses[maker] = step.written.describe()
             steps.append(step)
         except Unfit as why:
-            flow.marks.losses[matmul] = f"as written: {why}"
+            flow.marks.losses[maker] = f"as written: {why}"
     return steps
+
+
+def _tell(chain: list[Op], flow: Flow) -> None:
+    """Notes that no linear layer makes the logits of a loss, unless they are given."""
+    for op in reversed(chain) if chain[-1].name not in THROUGH else ():
+        if op.outs[0].size > 1 and Reading(flow, op.outs[0]).is_loss:
+            flow.marks.losses[op] = f"as written: {chain[-1].name} makes its logits"
+            return
 
 
 def _step(root: Root, reading: Reading) -> ChunkedLoss:
