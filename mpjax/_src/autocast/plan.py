@@ -24,7 +24,7 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from mpjax._src.autocast import chains, fusion, logits, peepholes
+from mpjax._src.autocast import chains, cross_entropies, fusion, peepholes
 from mpjax._src.autocast.classify import arguments_of, classify
 from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import ask, held_carries
@@ -273,7 +273,7 @@ def _in_steps(ops: Sequence[Op], islands: Sequence[Island]) -> list[Step] | None
 
 def _special(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> list[Island]:
     """Returns the islands whose derivative is cheaper than the one that JAX derives."""
-    special: list[Island] = [*logits.by_blocks(flow)] if "chunked_loss" in replaced else []
+    special: list[Island] = [*cross_entropies.by_blocks(flow)] if "chunked_loss" in replaced else []
     taken = {op for island in special for op in island.ops}
     special += [i for i in peepholes.softmaxes(flow) if taken.isdisjoint(i.ops)]
     if "fused_attention" in replaced:

@@ -1,0 +1,359 @@
+"""Finds cross entropies of a linear layer's results, and runs them by blocks of these logits.
+
+    logits = scale * hidden @ weight + bias
+    loss   = log(sum(exp(logits))) - sum(targets * logits)
+
+What is made of the logits is read by `logits`. The loss of each row is replaced, from the matmul
+on. If only its sum is read, perhaps with masks or weights, the sum is replaced too, so that the
+forward pass can make the gradients.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpjax._src.autocast.chunked import NORMALIZER, SHARE, Form, blocks_of, rows_are_cheaper
+from mpjax._src.autocast.flow import Flow
+from mpjax._src.autocast.forms import behind_views, is_number, narrowed
+from mpjax._src.autocast.logits import (
+    KNOWN,
+    LSE,
+    PICKED,
+    SQUARE,
+    TOTAL,
+    Labels,
+    Reading,
+    Row,
+    Summed,
+)
+from mpjax._src.autocast.steps import ChunkedLoss, Written, absorbed
+from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.program.graph import Op, Value
+from mpjax._src.program.views import is_view, own_axes
+
+
+class Unfit(Exception):
+    """Raised with the reason why a loss does not run by blocks."""
+
+
+# ---- from the matmul to the logits ---------------------------------------------------------------
+
+
+class Root(NamedTuple):
+    """A matmul whose result, after changes of its rows, are the logits.
+
+    Attributes:
+        matmul: The matmul.
+        hidden: The position of the operand whose rows the logits have.
+        logits: The logits.
+        scale: What the result is multiplied by.
+        bias: What is added then, [vocabulary], or None.
+        moves: The changes of rows, for `Written`.
+    """
+
+    matmul: Op
+    hidden: int
+    logits: Value
+    scale: float
+    bias: Value | None
+    moves: tuple[Any, ...]
+
+
+# Operations between a matmul and the exponentials of its logits.
+THROUGH = ("exp", "sub", "add", "slice", "mul", "div")
+
+
+def _chains(flow: Flow) -> Iterator[list[Op]]:
+    """Yields ops from an exponential that is summed back to what makes its logits."""
+    found: set[Op] = set()
+    for op in flow.ops:
+        maker = flow.producer.get(op.ins[0]) if op.name == "reduce_sum" else None
+        chain = []
+        while maker is not None:
+            chain.append(maker)
+            through = maker.name in THROUGH or is_view(maker)
+            widest = max(maker.ins, key=lambda v: v.size, default=None) if through else None
+            maker = flow.producer.get(widest) if widest is not None else None
+        if chain and chain[0].name == "exp" and chain[-1] not in found:
+            found.add(chain[-1])
+            yield chain
+
+
+def _root(matmul: Op, flow: Flow) -> Root | None:
+    """Returns the logits that a matmul makes, or None if it is no linear layer."""
+    (contracted, batch), out = matmul.params["dimension_numbers"], matmul.outs[0]
+    ranks = [len(v.aval.shape) for v in matmul.ins]
+    if batch[0] or 2 not in ranks or len(contracted[0]) != 1 or not out.is_f32:
+        return None
+    hidden = 0 if ranks[1] == 2 else 1  # the logits of the left operand come first
+    words = matmul.ins[1 - hidden].aval.shape[1 - contracted[1 - hidden][0]]
+    moves: list[Any] = []
+    if hidden == 1:  # [vocabulary, ...]
+        (mover,) = flow.readers.get(out, []) if len(flow.readers.get(out, [])) == 1 else (None,)
+        turned = (*range(1, len(out.aval.shape)), 0)
+        if mover is None or mover.name != "transpose" or mover.params["permutation"] != turned:
+            return None
+        out = mover.outs[0]
+    scale, bias = 1.0, None
+    while len(readers := flow.readers.get(out, [])) == 1 and readers[0] is not None:
+        op = readers[0]
+        shape = op.outs[0].aval.shape if op.outs else ()
+        if op.name == "add" and bias is None and (bias := _bias(op, out, flow)) is not None:
+            pass
+        elif bias is None and (factor := _factor(op, out)):
+            scale *= factor
+        elif shape[-1:] != (words,) or flow.rulings[op].forced == "half":
+            break
+        elif op.name == "reshape" and is_view(op):
+            moves.append(("reshape", shape[:-1]))
+        elif op.name == "slice":
+            whole = (op.params["start_indices"], op.params["limit_indices"], op.params["strides"])
+            moves.append(("slice", *(x and tuple(x[:-1]) for x in whole)))
+        elif op.name != "convert_element_type" or not is_view(op):
+            break
+        out = op.outs[0]
+    return Root(matmul, hidden, out, scale, bias, tuple(moves))
+
+
+def _factor(op: Op, value: Value) -> float | None:
+    """Returns the number other than 0 by which an op multiplies a value."""
+    if op.name not in ("mul", "div") or op.ins[0] is op.ins[1]:
+        return None
+    place = op.ins.index(value)
+    other = op.ins[1 - place]
+    if not is_number(other) or (op.name == "div" and place == 1):
+        return None
+    number = float(np.asarray(other.const).reshape(()))
+    return (number if op.name == "mul" else 1 / number) if number else None
+
+
+def _bias(op: Op, logits: Value, flow: Flow) -> Value | None:
+    """Returns the array of one entry for each word that an op adds to logits."""
+    other = op.ins[1] if op.ins[0] is logits else op.ins[0]
+    shape = op.outs[0].aval.shape
+    if op.outs[0].aval.shape != logits.aval.shape or other is logits:
+        return None
+    own = own_axes(shape)
+    value, axes = behind_views(other, narrowed(other, own), flow)
+    along = value.aval.shape == shape[-1:] and axes == own[-1:]
+    return value if along and value.is_f32 else None
+
+
+# ---- the loss -----------------------------------------------------------------------------------
+
+
+class Loss(NamedTuple):
+    """``factor`` times a loss of each row.
+
+    Attributes:
+        factor: The factor.
+        labels: The labels.
+        smoothing: The probability that all words share.
+        z_loss: The factor of the squared normalizer.
+        unknown: As of `chunked.Form`.
+    """
+
+    factor: float
+    labels: Labels
+    smoothing: float
+    z_loss: float
+    unknown: str
+
+
+def _loss(row: Row, words: int) -> Loss | None:
+    """Returns the loss that a linear combination is, or None if it is none."""
+    row = dict(row)
+    picked = [name for name in row if isinstance(name, tuple) and name[0] == PICKED]
+    if len(picked) != 1:
+        return None
+    labels: Labels = picked[0][1]
+    here = row.pop(picked[0])
+    always, known, square, total = (row.pop(n, 0.0) for n in (LSE, (KNOWN, LSE), SQUARE, TOTAL))
+    factor = always + known
+    if row or not factor:
+        return None
+    smoothing, z_loss = -total / factor * words, square / factor
+    unknown = labels.unknown
+    if unknown == SHARE and not known:
+        unknown = NORMALIZER
+    share = smoothing if unknown == SHARE else 1.0
+    pairs = (-here / factor, 1 - smoothing), (always / factor, share)
+    fits = all(abs(a - b) < 1e-5 for a, b in pairs) and -1e-6 < smoothing < 1 and z_loss >= 0
+    return Loss(factor, labels, max(smoothing, 0.0), z_loss, unknown) if fits else None
+
+
+# ---- what is read of it --------------------------------------------------------------------------
+
+
+class Sum(NamedTuple):
+    """The result that is replaced: the losses, or their weighted sum.
+
+    Attributes:
+        op: The op that computes it.
+        ops: All ops from the losses to it.
+        factor: The factor of the sum.
+        weights: Arrays that are multiplied, after how each is read (`Written`).
+    """
+
+    op: Op
+    ops: tuple[Op, ...]
+    factor: float = 1.0
+    weights: tuple[tuple[str, tuple[int, ...], Value], ...] = ()
+
+
+def _sum_of(losses: Value, flow: Flow) -> Sum | None:
+    """Returns the sum of all losses if nothing else is read, with the weights in it."""
+    value, factor = losses, 1.0
+    ops: list[Op] = []
+    weights: list[tuple[str, tuple[int, ...], Value]] = []
+    while True:
+        readers = flow.readers.get(value, [])
+        op = readers[0] if len(readers) == 1 else None
+        if op is None or op.eqn.effects or flow.rulings[op].forced == "half":
+            return None
+        ops.append(op)
+        if op.name == "reduce_sum" and op.outs[0].size == 1:
+            return Sum(op, tuple(ops), factor, tuple(weights))
+        if len(op.outs) != 1 or (op.outs[0].size != value.size and op.name != "reduce_sum"):
+            return None
+        if op.name == "reduce_sum":  # over some axes first
+            pass
+        elif op.name == "neg":
+            factor = -factor
+        elif (number := _factor(op, value)) is not None:
+            factor *= number
+        elif value.size == losses.size and (weight := _weight(op, value)) is not None:
+            weights.append((weight[0], op.outs[0].aval.shape, weight[1]))
+        elif not is_view(op) or op.name == "transpose":
+            return None
+        value = op.outs[0]
+
+
+def _weight(op: Op, losses: Value) -> tuple[str, Value] | None:
+    """Returns what an op multiplies losses by, or selects them by, and how."""
+    if op.name == "mul" and op.ins[0] is not op.ins[1]:
+        other = op.ins[1 - op.ins.index(losses)]
+        return ("times", other) if other.is_f32 else None
+    if op.name == "select_n" and len(op.ins) == 3:
+        place = op.ins.index(losses)
+        other = op.ins[3 - place]
+        if place and is_number(other) and not np.any(np.asarray(other.const)):
+            return ("kept" if place == 2 else "dropped"), op.ins[0]
+    return None
+
+
+# ---- the step -----------------------------------------------------------------------------------
+
+
+def by_blocks(flow: Flow) -> list[ChunkedLoss]:
+    """Returns the losses of a block that run without their logits, and notes why others do not."""
+    steps = []
+    for chain in _chains(flow):
+        maker = chain[-1]
+        root = _root(maker, flow) if maker.name == "dot_general" else None
+        if root is None:
+            _tell(chain, flow)
+            continue
+        reading = Reading(flow, root.logits)
+        if not reading.is_loss:
+            continue
+        try:
+            step = _step(root, reading)
+            flow.marks.losses[maker] = step.written.describe()
+            steps.append(step)
+        except Unfit as why:
+            flow.marks.losses[maker] = f"as written: {why}"
+    return steps
+
+
+def _tell(chain: list[Op], flow: Flow) -> None:
+    """Notes that no linear layer makes the logits of a loss, unless they are given."""
+    for op in reversed(chain) if chain[-1].name not in THROUGH else ():
+        if op.outs[0].size > 1 and Reading(flow, op.outs[0]).is_loss:
+            flow.marks.losses[op] = f"as written: {chain[-1].name} makes its logits"
+            return
+
+
+def _step(root: Root, reading: Reading) -> ChunkedLoss:
+    flow, matmul = reading.flow, root.matmul
+    ruling = flow.rulings[matmul]
+    if reading.leak:
+        raise Unfit(reading.leak)
+    if ruling.in_force not in ("half", "full") or matmul.params.get("out_sharding") is not None:
+        raise Unfit("its matmul asks for a precision or a sharding of its own")
+    if not all(isinstance(n, int) for v in (*matmul.ins, root.logits) for n in v.aval.shape):
+        raise Unfit("its shapes are symbolic")
+    leaves = {v: _loss(reading.kinds[v].row, reading.words) for v in reading.leaves}
+    if not any(leaves.values()):
+        raise Unfit("it is no cross entropy of labels")
+    if len(leaves) > 1:
+        raise Unfit("parts of it are also read elsewhere")
+    ((value, loss),) = leaves.items()
+    assert loss is not None
+    own = Sum(flow.producer[value], ())
+    total = own if isinstance(reading.kinds[value], Summed) else _sum_of(value, flow)
+    if total is not None and not _is_made_of(total, value, flow):
+        total = None
+    end = total or own
+    written, inputs = _written(root, reading, loss, end, total is not None)
+    body = absorbed([matmul, *reading.ops, *end.ops], inputs, end.op, flow)
+    if body is None:
+        raise Unfit("its logits are also read elsewhere")
+    return ChunkedLoss(body, written)
+
+
+def _is_made_of(total: Sum, losses: Value, flow: Flow) -> bool:
+    """Returns whether the weights of a sum are made without its losses, as they have to be."""
+    seen: set[Value] = set()
+    todo = [value for *_, value in total.weights]
+    while todo:
+        value = todo.pop()
+        if value is losses:
+            return False
+        if value not in seen:
+            seen.add(value)
+            todo += flow.producer[value].ins if value in flow.producer else ()
+    return True
+
+
+def _written(
+    root: Root, reading: Reading, loss: Loss, end: Sum, is_sum: bool
+) -> tuple[Written, list[Value]]:
+    """Returns how a loss runs, and its operands."""
+    flow, matmul = reading.flow, root.matmul
+    contracted = [dims[0] for dims in matmul.params["dimension_numbers"][0]]
+    hidden, weight = matmul.ins[root.hidden], matmul.ins[1 - root.hidden]
+    transposed = contracted[1 - root.hidden] == 1
+    turned = flow.producer.get(weight)
+    if turned is not None and turned.name == "transpose":  # a table is read as it lies
+        weight, transposed = turned.ins[0], not transposed
+    features = hidden.aval.shape[contracted[root.hidden]]
+    form = Form(
+        reading.words,
+        transposed,
+        loss.z_loss,
+        loss.smoothing,
+        blocks_of(reading.rows, features),
+        loss.unknown,
+        root.scale,
+    )
+    if form.blocks == 1 and not is_sum:
+        raise Unfit("its logits are no larger than one block")
+    ruling = flow.rulings[matmul]
+    written = Written(
+        form,
+        ruling.half if ruling.in_force == "half" else FLOAT32,
+        contracted[root.hidden],
+        root.moves,
+        loss.labels.clipped,
+        root.bias is not None,
+        loss.factor * end.factor,
+        tuple((how, shape) for how, shape, _ in end.weights),
+        end.op.outs[0].aval.shape,
+        is_sum,
+        is_sum and rows_are_cheaper(reading.rows, form),
+    )
+    inputs = [hidden, weight, loss.labels.value]
+    inputs += [root.bias] if root.bias is not None else []
+    return written, inputs + [value for *_, value in end.weights]
