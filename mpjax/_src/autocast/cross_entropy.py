@@ -51,7 +51,7 @@ def linear_cross_entropy(
 
     The logits of a language model are often the largest array of a training step. Here only a block
     of them exists at a time. Otherwise the function equals
-    `optax.softmax_cross_entropy_with_integer_labels` of the logits, followed by the reduction:
+    ``optax.softmax_cross_entropy_with_integer_labels`` of the logits, followed by the reduction:
     values, gradients and higher derivatives are the same, up to rounding.
 
     With a reduction, the forward pass computes the gradients as well, block by block of rows, so no
@@ -72,10 +72,10 @@ def linear_cross_entropy(
         transposed: Whether ``weight`` lies like the table of an embedding. It is not copied.
         reduction: "mean" or "sum" of the losses; None returns each.
         where: None, or an array that broadcasts to [...]: which losses count. Numbers are weights:
-            the mean is the sum of weighted losses, divided by the sum of weights. As in `jnp.mean`,
+            the mean is the sum of weighted losses, divided by the sum of weights. As in ``jnp.mean``,
             the mean of no losses is NaN.
         z_loss: The factor of ``logsumexp(logits) ** 2``, which is added to each loss.
-        label_smoothing: The probability that is shared by all words, as in `optax.smooth_labels`.
+        label_smoothing: The probability that is shared by all words, as in ``optax.smooth_labels``.
         chunk: How many rows of logits a block has the size of. If None, as many as there are
             features, and at least 1024: then a block is no larger than the weight.
 
