@@ -55,8 +55,9 @@ def linear_cross_entropy(
     values, gradients and higher derivatives are the same, up to rounding.
 
     With a reduction, the forward pass computes the gradients as well, block by block of rows, so no
-    matmul runs twice. Without one, or if blocks are small, blocks are parts of the vocabulary, and
-    the backward pass computes the logits a second time: for many blocks this moves fewer bytes.
+    matmul runs twice. Without one, if blocks are small, or if devices share the arrays, blocks are
+    parts of the vocabulary, and logits are computed a second time: for many blocks this moves fewer
+    bytes, and devices exchange each gradient once.
 
     Matmuls compute in the dtype of ``hidden``, to which the weight is cast; under `autocast`, that
     is the 16-bit dtype of the policy. They return float32, in which everything else is computed.
@@ -72,12 +73,12 @@ def linear_cross_entropy(
         transposed: Whether ``weight`` lies like the table of an embedding. It is not copied.
         reduction: "mean" or "sum" of the losses; None returns each.
         where: None, or an array that broadcasts to [...]: which losses count. Numbers are weights:
-            the mean is the sum of weighted losses, divided by the sum of weights. As in ``jnp.mean``,
-            the mean of no losses is NaN.
+            the mean is the sum of weighted losses, divided by the sum of weights. The mean of no
+            losses is NaN, as in ``jnp.mean``.
         z_loss: The factor of ``logsumexp(logits) ** 2``, which is added to each loss.
         label_smoothing: The probability that is shared by all words, as in ``optax.smooth_labels``.
         chunk: How many rows of logits a block has the size of. If None, as many as there are
-            features, and at least 1024: then a block is no larger than the weight.
+            features, but at least 1024.
 
     Returns:
         A scalar, or the losses of shape [...]. float32; float64 if ``hidden`` is.
@@ -85,6 +86,7 @@ def linear_cross_entropy(
     Raises:
         TypeError: If the dtype of an array is not as above.
         ValueError: If shapes do not match, or a setting is not legal.
+        NotImplementedError: In Taylor mode (``jax.experimental.jet``).
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
