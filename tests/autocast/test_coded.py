@@ -1,0 +1,130 @@
+"""Values kept in 8 bits: how far they are off, what they do to Inf, NaN, zeros and limits."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support import thorough_but
+
+from mpjax._src.autocast.coded import BLOCK, KINDS, block_of, coded_bytes, decode, encode
+
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+SHAPES = [(), (3,), (4, 64), (3, 197), (2, 3, 256), (2, 1000), (0,), (4, 0)]
+COMMUNICATION = re.compile(r"all-|collective|reduce-scatter")
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def held(x, kind):
+    """Returns codes, and what they stand for."""
+    coded = encode(x, kind)
+    return coded, decode(coded, x.dtype)
+
+
+def entries(rng, shape, dtype, decades=3.0):
+    """Returns entries whose size differs from one to the next."""
+    return jnp.asarray(rng.normal(size=shape) * 10 ** rng.uniform(-decades, 1, size=shape), dtype)
+
+
+def largest(x):
+    """Returns the largest magnitude of each entry's block."""
+    x = np.abs(np.atleast_1d(np.float64(x)))
+    block = block_of(x.shape[-1])
+    starts = np.arange(0, x.shape[-1], block)
+    return np.repeat(np.maximum.reduceat(x, starts, axis=-1), block, -1)[..., : x.shape[-1]]
+
+
+@pytest.mark.parametrize("shape", thorough_but([pytest.param(s) for s in SHAPES], 0, 3, 7))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_is_off_by_half_a_unit_of_its_block(dtype, shape, rng):
+    x = entries(rng, shape, dtype)
+    coded, back = held(x, "int8")
+    assert back.shape == shape and back.dtype == dtype and coded.codes.dtype == np.int8
+    assert coded_bytes(shape, "int8") == coded.codes.nbytes + coded.scales.nbytes
+    if x.size:
+        # The least power of two of which 127.5 reach the largest entry.
+        unit = 2 ** np.ceil(np.log2(largest(x) / 127.5)).reshape(shape)
+        assert (np.abs(np.float64(back) - np.float64(x)) <= unit / 2).all()
+        assert np.abs(coded.codes).max() >= 64
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_e4m3_is_off_by_a_sixteenth_and_saturates(dtype, rng):
+    x = entries(rng, (40, 70), dtype).at[0, :2].set(jnp.array([500, -3e4], dtype))
+    coded, back = held(x, "e4m3")
+    assert coded.scales is None and coded_bytes(x.shape, "e4m3") == coded.codes.nbytes
+    x, back = np.float64(x), np.float64(back)
+    np.testing.assert_array_equal(back[0, :2], [448, -448])
+    off = np.abs(back - np.clip(x, -448, 448))
+    assert (off <= np.maximum(np.abs(x) / 16, 2.0**-10)).all()
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", thorough_but([pytest.param(d) for d in DTYPES], 0, 1))
+def test_nonfinite_entry_makes_its_block_nonfinite_alone(dtype, wrong, rng):
+    x = entries(rng, (2, 3 * BLOCK), dtype).at[0, BLOCK + 7].set(wrong)
+    bad = np.zeros(x.shape, bool)
+    bad[0, BLOCK + 7] = True
+    np.testing.assert_array_equal(~np.isfinite(np.float64(held(x, "e4m3")[1])), bad)
+    bad[0, BLOCK : 2 * BLOCK] = True
+    np.testing.assert_array_equal(~np.isfinite(np.float64(held(x, "int8")[1])), bad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", thorough_but([pytest.param(d) for d in DTYPES], 0, 1))
+def test_zeros_limits_and_the_smallest_numbers_stay_in_range(dtype, kind):
+    info = jnp.finfo(dtype)
+    top, least = float(info.max), float(info.smallest_normal)
+    x = np.zeros((4, 200), dtype)
+    x[1] = [top, -top] * 100
+    x[2] = [0.99 * top, least] * 100
+    x[3] = least
+    back = np.float64(held(jnp.asarray(x), kind)[1])
+    assert (back[0] == 0).all() and np.isfinite(back).all()
+    if kind == "int8":
+        np.testing.assert_allclose(back[1], np.float64(x[1]), rtol=1 / 127)
+        np.testing.assert_array_equal(back[2, 1::2], 0)
+        np.testing.assert_array_equal(back[3], np.float64(x[3]))  # half of 2**-126 is no unit
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_of_codes_are_the_same(kind, rng):
+    x = entries(rng, (30, 300), jnp.bfloat16)
+    coded, back = held(x, kind)
+    again, same = held(back, kind)
+    np.testing.assert_array_equal(np.float32(back), np.float32(same))
+    np.testing.assert_array_equal(np.float32(coded.codes), np.float32(again.codes))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_under_vmap_and_scan_are_those_of_each_array(kind, rng):
+    x = entries(rng, (5, 6, 200), jnp.bfloat16)
+    each = [held(row, kind)[1] for row in x]
+    mapped = jax.vmap(lambda row: encode(row, kind), in_axes=1, out_axes=-1)(x.swapaxes(0, 1))
+    back = jax.vmap(lambda coded: decode(coded, x.dtype), in_axes=-1)(mapped)
+    _, stacked = jax.lax.scan(lambda _, row: (None, encode(row, kind)), None, x)
+    _, scanned = jax.lax.scan(lambda _, coded: (None, decode(coded, x.dtype)), None, stacked)
+    np.testing.assert_array_equal(np.float32(back), np.float32(each))
+    np.testing.assert_array_equal(np.float32(scanned), np.float32(each))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_arrays_are_coded_where_they_are(kind, axis, rng):
+    """Also an axis of blocks, in parts of whole blocks."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    spec = P(*(None,) * axis, "x")
+    x = entries(rng, (16, 8 * BLOCK), jnp.bfloat16)
+    placed = jax.device_put(x, NamedSharding(mesh, spec))
+    compiled = held.lower(placed, kind).compile()
+    assert not COMMUNICATION.search(compiled.as_text())
+    inside = jax.jit(
+        jax.shard_map(lambda x: held(x, kind)[1], mesh=mesh, in_specs=spec, out_specs=spec)
+    )
+    expected = np.float32(held(x, kind)[1])
+    np.testing.assert_array_equal(np.float32(held(placed, kind)[1]), expected)
+    np.testing.assert_array_equal(np.float32(inside(placed)), expected)
