@@ -46,8 +46,8 @@ def test_int8_is_off_by_half_a_unit_of_its_block(dtype, shape, rng):
     assert back.shape == shape and back.dtype == dtype and coded.codes.dtype == np.int8
     assert coded_bytes(shape, "int8") == coded.codes.nbytes + coded.scales.nbytes
     if x.size:
-        # The least power of two of which 127.5 reach the largest entry.
-        unit = 2 ** np.ceil(np.log2(largest(x) / 127.5)).reshape(shape)
+        # The least power of two of which 127.5 are more than the largest entry.
+        unit = 2 ** (np.floor(np.log2(largest(x) / 127.5)) + 1).reshape(shape)
         assert (np.abs(np.float64(back) - np.float64(x)) <= unit / 2).all()
         assert np.abs(coded.codes).max() >= 64
 
@@ -80,7 +80,7 @@ def test_shares_are_off_by_half_a_level_of_their_roots(dtype, rng):
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", thorough_but([pytest.param(d) for d in DTYPES], 0, 1))
 def test_nonfinite_entry_makes_its_block_nonfinite_alone(dtype, wrong, rng):
-    x = entries(rng, (2, 3 * BLOCK), dtype).at[0, BLOCK + 7].set(wrong)
+    x = entries(rng, (2, 2 * BLOCK), dtype).at[0, BLOCK + 7].set(wrong)
     bad = np.zeros(x.shape, bool)
     bad[0, BLOCK + 7] = True
     block = bad.copy()
@@ -126,13 +126,25 @@ def test_codes_under_vmap_and_scan_are_those_of_each_array(kind, rng):
     np.testing.assert_array_equal(np.float32(scanned), np.float32(each))
 
 
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(
+    ("length", "block"),
+    [(0, 1), (1, 1), (128, 128), (129, 65), (197, 99), (512, 64), (768, 96), (4096, 128)],
+)
+def test_blocks_are_a_power_of_two_of_at_most_128_entries(length, block):
+    assert block_of(length) == block
+    for devices in (2, 4, 8) if length >= 512 else ():
+        assert length // devices % block == 0
+
+
+@pytest.mark.parametrize(
+    ("axis", "length"), thorough_but([(0, 200), (1, 512), (1, 768), (1, 1024)], (1, 768))
+)
 @pytest.mark.parametrize("kind", thorough_but([*KINDS], "int8", "share"))
-def test_sharded_arrays_are_coded_where_they_are(kind, axis, rng):
-    """Also an axis of blocks, in parts of whole blocks."""
+def test_sharded_arrays_are_coded_where_they_are(kind, axis, length, rng):
+    """Also an axis of blocks."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     spec = P(*(None,) * axis, "x")
-    x = entries(rng, (16, 8 * BLOCK), jnp.bfloat16)
+    x = jnp.abs(entries(rng, (16, length), jnp.bfloat16))
     placed = jax.device_put(x, NamedSharding(mesh, spec))
     compiled = held.lower(placed, kind).compile()
     assert not COMMUNICATION.search(compiled.as_text())
@@ -141,4 +153,5 @@ def test_sharded_arrays_are_coded_where_they_are(kind, axis, rng):
     )
     expected = np.float32(held(x, kind)[1])
     np.testing.assert_array_equal(np.float32(held(placed, kind)[1]), expected)
-    np.testing.assert_array_equal(np.float32(inside(placed)), expected)
+    if axis == 0 or length == 8 * BLOCK:  # else a part by itself has other blocks
+        np.testing.assert_array_equal(np.float32(inside(placed)), expected)

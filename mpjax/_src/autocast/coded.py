@@ -49,6 +49,7 @@ from mpjax._src.base.blocks import (
 from mpjax._src.base.dtypes import FLOAT32
 
 BLOCK = 128
+DEVICES = 8  # a long axis has at least as many blocks
 
 
 class Code(NamedTuple):
@@ -140,9 +141,15 @@ def coded_bytes(shape: tuple[int, ...], kind: str) -> int:
 
 
 def block_of(length: int) -> int:
-    """Returns the length of the blocks of an axis: equal ones, as far as that is possible."""
-    blocks = max(1, math.ceil(length / BLOCK))
-    return max(1, math.ceil(length / blocks))
+    """Returns the length of the blocks of an axis, at most 128.
+
+    There are a power of two of them, so that an axis whose parts lie on as many devices is cut
+    between blocks, not in them. Else devices would exchange the whole array.
+    """
+    blocks = 1 << (max(1, -(-length // BLOCK)) - 1).bit_length()
+    if length >= DEVICES * BLOCK // 2:
+        blocks = max(blocks, DEVICES)
+    return max(1, -(-length // blocks))
 
 
 def _in_blocks(wide: jax.Array, x: jax.Array, kind: str) -> Coded:
