@@ -151,6 +151,7 @@ RIVALS = {
     "flax DynamicScale": with_dynamic_scale,
     "autocast": autocast,
     "autocast, lean": functools.partial(autocast, suffix=",storage=lean"),
+    "autocast, 8bit": functools.partial(autocast, suffix=",storage=8bit"),
     "autocast, fused attention": functools.partial(autocast, suffix=",fused_attention=true"),
     "autocast, half scores": functools.partial(autocast, suffix=',half_ops=["dot_general"]'),
     "build_train_step": whole_step,
