@@ -16,6 +16,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
+from mpjax._src.autocast.coded import Coded, decode
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.rules import rule_of
@@ -46,6 +47,55 @@ def kept_alone(run: Callable[[Any], Any], arrays: Any, prevent_cse: bool) -> Any
         return run(arrays)
     arrays = _ended_together(arrays) if prevent_cse else arrays
     return jax.checkpoint(run, policy=_is_kept, prevent_cse=prevent_cse)(arrays)
+
+
+def from_codes(
+    run: Callable[..., Any], arrays: Sequence[Any], codes: Sequence[Any], prevent_cse: bool
+) -> Any:
+    """Runs steps as they are. Their derivative is that at the values which codes stand for.
+
+    Args:
+        run: ``run(arrays, kept=(), codes=())`` returns results, kept values, and the code or None
+            of each of these. Given kept values are not computed again; given codes are those of the
+            inputs and the kept values.
+        arrays: The inputs.
+        codes: The code of each input, or None.
+        prevent_cse: Whether a barrier must keep XLA from saving the values inside.
+
+    Returns:
+        What ``run`` returns.
+    """
+    if _jax.in_taylor_mode(jax.tree.leaves(arrays)):
+        return run(arrays)
+    arrays = _ended_together(arrays) if prevent_cse else arrays
+    # The carriers are for second derivatives. Behind a barrier, they would be written to memory.
+    barriers = (prevent_cse, False, prevent_cse)
+
+    @functools.partial(jax.checkpoint, prevent_cse=barriers, static_argnums=3)
+    def tangent(stored, carriers, tangents, moving):
+        codes = [x if isinstance(x, Coded) else None for x in stored]
+        values = [
+            known(carrier, decode(x, carrier.dtype)) if isinstance(x, Coded) else x
+            for x, carrier in zip(stored, carriers, strict=True)
+        ]
+        inputs, kept = values[: len(moving)], values[len(moving) :]
+        return _tangent(lambda full: run(full, kept, codes)[:2], inputs, moving, tangents)
+
+    def jvp(primals, tangents):
+        (arrays, codes), tangents = primals, tangents[0]
+        _, kept, made = out = call(arrays, codes)
+        moving = tuple(not isinstance(t, SymbolicZero) for t in tangents)
+        if not any(moving):
+            return out, jax.tree.map(_jax.zero_tangent, out)
+        pairs = [*zip((*arrays, *kept), (*codes, *made), strict=True)]
+        stored = [array if code is None else code for array, code in pairs]
+        carriers = [None if code is None else _jax.carrier(array) for array, code in pairs]
+        nonzero = [t for t, moves in zip(tangents, moving, strict=True) if moves]
+        moved = tangent(stored, carriers, nonzero, moving)
+        return out, (*moved, jax.tree.map(_jax.zero_tangent, made))
+
+    call = with_tangent(lambda arrays, codes: run(arrays), jvp, symbolic_zeros=True)
+    return call(arrays, codes)
 
 
 def _ended_together(arrays: Any) -> Any:
@@ -581,7 +631,14 @@ def _at_rate(tangent: Any, rate: float) -> Any:
     return tangent if rate == 1 else rate * tangent
 
 
-def attention(run: Run, arrays: Sequence[Any], form: Softmax, by: Weighing) -> list[Any]:
+def attention(
+    run: Run,
+    arrays: Sequence[Any],
+    form: Softmax,
+    by: Weighing,
+    shows: bool = False,
+    again: bool = False,
+) -> list[Any]:
     """Runs a softmax and its matmul with values.
 
     The derivative of a softmax ``p`` needs ``sum(p * dp)``. With ``out = p @ v`` this equals
@@ -594,6 +651,8 @@ def attention(run: Run, arrays: Sequence[Any], form: Softmax, by: Weighing) -> l
             are constant for the derivative.
         form: The properties of the softmax; its axes are those of the matmul's operand.
         by: The matmul, and the operations before it.
+        shows: Whether the softmax is returned after the result, in half and without a tangent.
+        again: Whether ``run`` returns one that was kept.
     """
     eqn, place, half, weigh = by.eqn, by.place, form.half, by.weigh
 
@@ -637,13 +696,17 @@ def attention(run: Run, arrays: Sequence[Any], form: Softmax, by: Weighing) -> l
         moved = _tangent(lambda full: weighed(p, full), more, moving, tangents)
         return cast(product(moved, v), FLOAT32)
 
+    def in_half(p):
+        return cast(p, half) if again else _jax.gpu_barrier(cast(p, half))
+
     def call(*arrays):
-        return run(arrays)[0][0]
+        (out,), (p,) = run(arrays)
+        return [out, in_half(p)] if shows else [out]
 
     def jvp(primals, tangents):
         (out,), (p,) = run(primals)
-        p, v = _jax.gpu_barrier(cast(p, half)), cast(primals[1], half)
         more, tangents = list(primals[2 : form.moving]), tangents[: form.moving]
+        p, v = in_half(p), cast(primals[1], half)
         moving = tuple(not isinstance(t, SymbolicZero) for t in tangents)
         terms = []
         if moving[0]:
@@ -653,8 +716,8 @@ def attention(run: Run, arrays: Sequence[Any], form: Softmax, by: Weighing) -> l
         if any(moving[2:]):
             nonzero = [t for t, moves in zip(tangents[2:], moving[2:], strict=True) if moves]
             terms.append(through_weights(p, v, more, moving[2:], nonzero))
-        if not terms:
-            return out, _jax.zero_tangent(out)
-        return out, cast(functools.reduce(jax.lax.add, terms), out.dtype)
+        total = functools.reduce(jax.lax.add, terms) if terms else _jax.zero_tangent(out)
+        shown = [p] if shows else []
+        return [out, *shown], [cast(total, out.dtype), *map(_jax.zero_tangent, shown)]
 
-    return [with_tangent(call, jvp, symbolic_zeros=True)(*arrays)]
+    return with_tangent(call, jvp, symbolic_zeros=True)(*arrays)

@@ -2,13 +2,15 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.autocast.coded import Coded, encode
 from mpjax._src.autocast.derivatives import cast, keep, known
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax
@@ -64,17 +66,44 @@ class Env:
         self._makers: dict[Value, Callable[[Any], Any]] = {}
         self._exact: dict[Value, Any] = {}
         self._known: dict[Value, Any] = {}
+        self._codes: dict[Value, Coded] = {}
 
     def write(self, value: Value, array: Any) -> None:
         """Records an array in its own dtype."""
-        if value in self.settings.analysis.kept:
+        analysis = self.settings.analysis
+        if value in analysis.kept and value not in analysis.codes:
             array = keep(array)
         self._arrays[value] = {array.dtype if value.is_f32 else None: array}
+        if value in analysis.codes:  # here, where reports see which operation computed it
+            self.code(value)
 
     def held(self, value: Value) -> tuple[list[Any], list[Any]]:
         """Returns the arrays of a value, for `hold`."""
         exact = [self._exact[value]] if value in self._exact else []
         return [*self._arrays[value].values()], exact
+
+    def array(self, value: Value) -> Any:
+        """Returns the array of a value in its storage dtype."""
+        return self.as_stored(value)[0][0]
+
+    def code(self, value: Value) -> Coded | None:
+        """Returns the code in which a value is kept, if it is kept as a code."""
+        kind = self.settings.analysis.codes.get(value)
+        if kind is not None and value not in self._codes:
+            self._codes[value] = encode(jax.lax.stop_gradient(self.array(value)), kind)
+        return self._codes.get(value)
+
+    def hold_codes(self, codes: Mapping[Value, Coded | None]) -> None:
+        """Records the codes of values."""
+        self._codes.update((v, code) for v, code in codes.items() if code is not None)
+
+    def codes_of(self, values: Iterable[Value]) -> dict[Value, Coded]:
+        """Returns the codes that are there, of some values."""
+        return {v: self._codes[v] for v in values if v in self._codes}
+
+    def known_of(self, values: Iterable[Value]) -> dict[Value, Any]:
+        """Returns the arrays of those of some values that are not computed again."""
+        return {v: self._known[v] for v in values if v in self._known}
 
     def as_stored(self, value: Value) -> tuple[list[Any], list[Any]]:
         """Returns the array of a value in its storage dtype alone, for `hold`."""

@@ -8,11 +8,14 @@ of another (a layer beside a residual stream that is not kept), the checkpoints 
 """
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
+from mpjax._src.autocast.coded import coded_bytes
+from mpjax._src.autocast.coding import runs_once
 from mpjax._src.autocast.mincut import cheapest_cut
 from mpjax._src.autocast.schedule import connected, flow_of, in_order, made_where_read, together
-from mpjax._src.autocast.steps import Checkpoint, Recomputed, Step, needs
+from mpjax._src.autocast.steps import Checkpoint, CodedCheckpoint, Recomputed, Step, needs
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
@@ -20,7 +23,11 @@ from mpjax._src.program.graph import Op, Value
 
 
 def checkpoints(
-    analysis: Analysis, steps: Sequence[Step], results: Sequence[Value], alive: Collection[Value]
+    analysis: Analysis,
+    steps: Sequence[Step],
+    results: Sequence[Value],
+    alive: Collection[Value],
+    kinds: Mapping[Value, str] = MappingProxyType({}),
 ) -> tuple[Sequence[Step], frozenset[Value]]:
     """Returns the steps of a block, recomputed ones in checkpoints, and the values that it keeps.
 
@@ -28,11 +35,12 @@ def checkpoints(
         steps: The steps.
         results: The results of the block.
         alive: The arguments that are in memory anyway.
+        kinds: The kind of code in which values would be kept, for those that have one.
     """
     steps = _live(steps, results)
-    (again, kept), copied = _choose(analysis, steps, alive), _copied(analysis, steps, alive)
-    alone = sum(1 << i for i, step in enumerate(steps) if _stands_alone(analysis, step))
-    closed = _nested([*_groups(analysis, steps, again, kept, copied)], _Reach(steps))
+    (again, kept), copied = _choose(analysis, steps, alive, kinds), _copied(analysis, steps, alive)
+    alone = sum(1 << i for i, step in enumerate(steps) if _stands_alone(analysis, step, kinds))
+    closed = _nested([*_groups(analysis, steps, again, kept, copied, kinds)], _Reach(steps))
     spans = [span for span in closed if not span & alone]
     depth = {span: sum(span | other == span for other in spans) for span in spans}
     now = {step: step for step in steps}  # the current checkpoint of each step
@@ -46,7 +54,17 @@ def checkpoints(
         steps = gathered(analysis, steps, results, groups, copied)
         around = {step: c for c in steps if isinstance(c, Checkpoint) for step in c.steps}
         now = {step: around.get(holder, holder) for step, holder in now.items()}
-    return steps, kept
+    return [_of_codes(step, kept) for step in steps] if kinds else steps, kept
+
+
+def _of_codes(step: Step, kept: Collection[Value]) -> Step:
+    """Returns a step whose derivative reads codes, if it is a checkpoint."""
+    if not isinstance(step, Checkpoint):
+        return step
+    inside = tuple(_of_codes(s, kept) for s in step.steps)
+    made = [v for s in inside for v in (s.kept if isinstance(s, CodedCheckpoint) else s.outs)]
+    own = tuple(v for v in dict.fromkeys(made) if v in kept)
+    return CodedCheckpoint(inside, step.ins, step.outs, own)
 
 
 def gathered(
@@ -91,7 +109,10 @@ def _live(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Step]:
 
 
 def _choose(
-    analysis: Analysis, steps: Sequence[Step], alive: Collection[Value]
+    analysis: Analysis,
+    steps: Sequence[Step],
+    alive: Collection[Value],
+    kinds: Mapping[Value, str],
 ) -> tuple[set[Value], frozenset[Value]]:
     """Returns the values of some steps to compute again, and those to keep."""
     producer = {v: step for step in steps for v in step.outs}
@@ -110,9 +131,9 @@ def _choose(
         number[v] for v in number if v not in producer or not _runs_again(analysis, producer[v])
     ]
     needed = {v for step in steps for v in needs(analysis, step) if v in number}
-    weights = [0 if v in alive else _bytes(analysis, v) for v in number]
+    weights = [0 if v in alive else _bytes(analysis, v, kinds.get(v)) for v in number]
     cut = cheapest_cut(weights, edges, fixed, [number[v] for v in needed])
-    later = _crosses(analysis, steps)
+    later = _crosses(analysis, steps, kinds)
     chosen = [v for v in producer if number[v] in cut or v in later]
     kept = frozenset(v for v in chosen if weights[number[v]] > 0)
     again: set[Value] = set()
@@ -130,7 +151,7 @@ def _read(steps: Sequence[Step]) -> Iterator[Value]:
     return (v for step in steps for v in step.ins if not v.literal)
 
 
-def _crosses(analysis: Analysis, steps: Sequence[Step]) -> set[Value]:
+def _crosses(analysis: Analysis, steps: Sequence[Step], kinds: Mapping[Value, str]) -> set[Value]:
     """Returns the values that are computed before a nested program and used after it.
 
     A program inside a checkpoint would run twice, and effects are not possible there.
@@ -141,12 +162,16 @@ def _crosses(analysis: Analysis, steps: Sequence[Step]) -> set[Value]:
         here = max((level.get(v, 0) for v in step.ins), default=0)
         used = {*needs(analysis, step), *(step.ins if _runs_again(analysis, step) else ())}
         crossing |= {v for v in used if level.get(v, here) < here}
-        level |= dict.fromkeys(step.outs, here + _stands_alone(analysis, step))
+        level |= dict.fromkeys(step.outs, here + _stands_alone(analysis, step, kinds))
     return crossing
 
 
-def _stands_alone(analysis: Analysis, step: Step) -> bool:
+def _stands_alone(
+    analysis: Analysis, step: Step, kinds: Mapping[Value, str] = MappingProxyType({})
+) -> bool:
     """Returns whether a step must run once: a nested program, or one with effects."""
+    if kinds and runs_once(analysis, step):
+        return True
     return isinstance(step, Op) and (
         analysis.rulings[step].rule == "program" or bool(step.eqn.effects)
     )
@@ -158,12 +183,13 @@ def _runs_again(analysis: Analysis, step: Step) -> bool:
     return step.spec.runs_again
 
 
-def _bytes(analysis: Analysis, value: Value) -> int:
+def _bytes(analysis: Analysis, value: Value, kind: str | None = None) -> int:
     """Returns the bytes needed to keep a value; 0 for an argument or a constant."""
     if analysis.is_raw(value) or value.const is not None or not _jax.is_array(value.aval):
         return 0
     dtype = analysis.stored[value].dtype if value.is_f32 else value.aval.dtype
-    return _jax.size_of(_jax.shard_shape(value.aval)) * dtype.itemsize
+    shape = _jax.shard_shape(value.aval)
+    return coded_bytes(shape, kind) if kind else _jax.size_of(shape) * dtype.itemsize
 
 
 # ---- what runs together -------------------------------------------------------------------------
@@ -196,6 +222,7 @@ def _groups(
     again: set[Value],
     kept: Collection[Value],
     copied: set[Op],
+    kinds: Mapping[Value, str],
 ) -> Iterator[int]:
     """Yields groups of steps, as bit masks: recomputed steps and the steps that need them.
 
@@ -210,8 +237,12 @@ def _groups(
     worth: set[int] = set()
     wide: set[Value] = set()
     for i, step in enumerate(steps):
-        if _stands_alone(analysis, step) or made_where_read(analysis, step) or step in copied:
+        once = _stands_alone(analysis, step, kinds)
+        if once or made_where_read(analysis, step) or step in copied:
             continue
+        if any(v in kinds and v in kept for v in needs(analysis, step)):
+            pairs.append((i, i))
+            worth.add(i)
         makes = not again.isdisjoint(step.outs)
         reduces = isinstance(step, Op) and rules.REDUCES in step.spec.traits
         wanted = {*step.ins} if makes or reduces else set()
@@ -220,7 +251,9 @@ def _groups(
         halves = step.rounded if isinstance(step, Recomputed) else ()  # kept in half by the island
         from_wide = [v for v in step.ins if v in wide and v not in halves]
         pairs += [(place[v], i) for v in from_wide]
-        linear = isinstance(step, Op) and step.spec.linear and _runs_again(analysis, step)
+        linear = isinstance(step, Op) and _runs_again(analysis, step)
+        if isinstance(step, Op):
+            linear &= _is_linear(analysis, step) if kinds else step.spec.linear
         if _is_wide(analysis, step) or (from_wide and linear):
             wide.update(
                 v
@@ -242,6 +275,11 @@ def _groups(
     for group in connected(pairs):
         if not worth.isdisjoint(group):
             yield sum(1 << i for i in group)
+
+
+def _is_linear(analysis: Analysis, step: Op) -> bool:
+    """Returns whether the derivative of an op reads no float that changes."""
+    return not any(v.is_f32 and v.const is None for v in needs(analysis, step))
 
 
 def _is_wide(analysis: Analysis, step: Step) -> bool:

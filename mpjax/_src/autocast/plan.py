@@ -24,7 +24,7 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from mpjax._src.autocast import chains, cross_entropies, fusion, peepholes
+from mpjax._src.autocast import chains, coding, cross_entropies, fusion, peepholes
 from mpjax._src.autocast.classify import arguments_of, classify
 from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import ask, held_carries
@@ -37,7 +37,14 @@ from mpjax._src.autocast.operations import run_block
 from mpjax._src.autocast.repeats import fold
 from mpjax._src.autocast.schedule import in_order
 from mpjax._src.autocast.shifts import sum_at_once
-from mpjax._src.autocast.steps import Elementwise, Island, Recomputed, Step
+from mpjax._src.autocast.steps import (
+    Attention,
+    Elementwise,
+    Island,
+    KeptAttention,
+    Recomputed,
+    Step,
+)
 from mpjax._src.autocast.tables import Analysis, Choices, Marks, Rulings, Storage
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import NONE, THEIRS, turns_of
@@ -180,7 +187,7 @@ def analyse(
 
 # The goals of the choice: few bytes moved; few bytes kept; the peepholes alone, inside a checkpoint
 # of the user's; nothing, if there is no backward pass or the program runs as it was traced.
-FAST, LEAN, PEEPHOLES, WRITTEN = *CHOICES["storage"].values, "peepholes", "written"
+FAST, LEAN, CODED, PEEPHOLES, WRITTEN = *CHOICES["storage"].values, "peepholes", "written"
 
 # The goals inside primitives with programs, where they differ from those around them.
 INSIDE = {THEIRS: PEEPHOLES, NONE: WRITTEN}
@@ -211,6 +218,7 @@ def store(block: Block, analysis: Analysis, by: str, replaced: Collection[str]) 
         marks=Marks(),
         steps={},
         kept=set(),
+        codes={},
     )
     _store(block, planned, by, {*block.invars}, replaced)
     return planned
@@ -255,9 +263,11 @@ def _store(
     for step in steps:
         if isinstance(step, Elementwise):
             chains.unrounded(step.ops, flow, differentiated=False)
-    if by == LEAN:
-        steps, kept = checkpoints(analysis, steps, block.outvars, alive)
+    if by in (LEAN, CODED):
+        kinds = coding.kinds(analysis, steps) if by == CODED else {}
+        steps, kept = checkpoints(analysis, steps, block.outvars, alive, kinds)
         analysis.kept.update(kept)
+        analysis.codes.update({v: kinds[v] for v in kept if v in kinds})
     analysis.steps[block] = tuple(steps)
 
 
@@ -301,9 +311,23 @@ def _fewest_kept(flow: Flow, replaced: Collection[str], links: Collection[Op]) -
     return [narrow.get(i, i) for i in chosen if i in narrow or not isinstance(i, Elementwise)]
 
 
+def _fewest_coded(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> list[Island]:
+    """Returns the same islands, for values kept as codes: of the inputs, not of rounded copies."""
+    return [*map(_of_codes, _fewest_kept(flow, replaced, links))]
+
+
+def _of_codes(island: Island) -> Island:
+    if isinstance(island, Attention):
+        return KeptAttention(island.body, island.form, island.matmul, island.weights)
+    if isinstance(island, Recomputed):
+        return dataclasses.replace(island, rounded=frozenset())
+    return island
+
+
 FINDERS: dict[str, Callable[[Flow, Collection[str], Collection[Op]], list[Island]]] = {
     FAST: _fewest_moved,
     LEAN: _fewest_kept,
+    CODED: _fewest_coded,
     PEEPHOLES: _special,
     WRITTEN: lambda flow, replaced, links: [],
 }

@@ -195,6 +195,9 @@ class Island:
     ) -> tuple[list[Any], list[Any]]:
         """Evaluates its ops; ``sums`` are the results of reductions, if they are known."""
         body = self.body
+        there = env.known_of((*body.outs, *body.sums))
+        if there and there.keys() >= {*body.outs, *body.sums}:
+            return [there[v] for v in body.outs], [there[v] for v in body.sums]
         kept = dict(zip(body.sums, sums, strict=False))
         inner = body.start(env, zip(body.ins, arrays, strict=True), kept)
         for op in body.ops:
@@ -341,13 +344,16 @@ class Attention(SoftmaxIsland):
     weights: tuple[Op, ...]
 
     def results(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
+        forward = functools.partial(self.forward, env)
+        return derivatives.attention(forward, arrays, self.form, self.by(env))
+
+    def by(self, env: Env) -> Weighing:
+        """Returns its matmul with values, and the ops before that."""
         weighed = self.weights[-1].outs[0] if self.weights else self.body.sums[0]
         place = self.matmul.ins.index(weighed)
         views = [op.eqn for op in self.weights if is_view(op)]
         weigh = functools.partial(self._weigh, env) if self.weights else None
-        by = Weighing(self.matmul.eqn, place, views, weigh)
-        forward = functools.partial(self.forward, env)
-        return derivatives.attention(forward, arrays, self.form, by)
+        return Weighing(self.matmul.eqn, place, views, weigh)
 
     def _weigh(self, env: Env, p: Any, more: Sequence[Any]) -> Any:
         values = [*self.body.sums, *self.ins[2 : self.form.moving]]
@@ -355,6 +361,26 @@ class Attention(SoftmaxIsland):
         for op in self.weights:
             evaluate(op, inner)
         return inner.read(self.weights[-1].outs[0], FLOAT32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeptAttention(Attention):
+    """An attention whose weights may be kept as a code."""
+
+    @property
+    def outs(self) -> tuple[Value, ...]:
+        return (*self.body.outs, *self.body.sums)
+
+    @property
+    def needs(self) -> Iterator[Value]:
+        yield from (*self.ins[1:], *self.outs)
+
+    def results(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
+        forward, (weights,) = functools.partial(self.forward, env), self.body.sums
+        again = bool(env.known_of([weights]))
+        out, p = derivatives.attention(forward, arrays, self.form, self.by(env), True, again)
+        env.write(weights, p)
+        return [out]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -460,6 +486,40 @@ class Checkpoint:
         steps = functools.partial(run_steps, self.steps, self.outs)
         run, trees = as_function(self.ins, self.outs, tree, inner, Env.as_stored, steps)
         results = derivatives.kept_alone(lambda stored: run(*stored), stored, not env.in_loop)
+        hand_out(self.outs, jax.tree.unflatten(trees[0], results), self.steps, env)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CodedCheckpoint(Checkpoint):
+    """A checkpoint whose backward pass reads codes of the kept values (`coding`).
+
+    Attributes:
+        kept: The kept values that its steps compute.
+    """
+
+    kept: tuple[Value, ...]
+
+    def run(self, env: Env) -> None:
+        codes = [env.code(v) for v in self.ins]
+        # Read now: derivatives run the steps again, when this environment has changed.
+        known, known_codes = env.known_of(self.kept), env.codes_of(self.kept)
+        trees: list[Any] = []
+
+        def run(arrays, kept=(), codes=()):
+            inner = env.inside(env.depth, known | dict(zip(self.kept, kept, strict=False)))
+            inner.hold_codes(known_codes | dict(zip((*self.ins, *self.kept), codes, strict=False)))
+            for value, array in zip(self.ins, arrays, strict=True):
+                inner.hold(value, ([array], []))
+            run_steps(self.steps, (*self.outs, *self.kept), inner)
+            results, tree = jax.tree.flatten([inner.as_stored(v) for v in self.outs])
+            trees.append(tree)
+            return results, [*map(inner.array, self.kept)], [*map(inner.code, self.kept)]
+
+        arrays, prevent_cse = [*map(env.array, self.ins)], not env.in_loop
+        results, kept, made = derivatives.from_codes(run, arrays, codes, prevent_cse)
+        env.hold_codes(dict(zip(self.kept, made, strict=True)))
+        for value, array in zip(self.kept, kept, strict=True):
+            env.hold(value, ([array], []))
         hand_out(self.outs, jax.tree.unflatten(trees[0], results), self.steps, env)
 
 

@@ -429,8 +429,9 @@ class Analysis:
         stored: How each value is stored: by `decide`, and by `store` likewise.
         marks: By `store`.
         steps: The steps that run each block, in order: by `store`.
-        kept: The values that `storage=lean` keeps for the backward pass, which computes those
-            around them again.
+        kept: The values that `storage=lean` and `storage=8bit` keep for the backward pass, which
+            computes those around them again.
+        codes: The kind of code of those that are kept in 8 bits.
     """
 
     rulings: Rulings = dataclasses.field(default_factory=Rulings)
@@ -444,6 +445,7 @@ class Analysis:
     marks: Marks = dataclasses.field(default_factory=Marks)
     steps: dict[Block, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     kept: set[Value] = dataclasses.field(default_factory=set)
+    codes: dict[Value, str] = dataclasses.field(default_factory=dict)
 
     def is_beyond(self, value: Value, half: Any) -> bool:
         """Returns whether a value or its cotangents may leave the range of a half dtype.

@@ -50,7 +50,7 @@ def kept_by(jaxpr: Any) -> list[Kept]:
     inputs = {*jaxpr.invars, *jaxpr.constvars}
     arrays = []
     for v in dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)):
-        if v not in inputs and not _is_constant(makers(jaxpr).get(v)):
+        if v not in inputs and not _is_constant(v, jaxpr, makers):
             origin = _origin(v, jaxpr, makers)
             row = origin if isinstance(origin, int) else None
             size, shape = _jax.bytes_of(v.aval), tuple(v.aval.shape)
@@ -62,9 +62,22 @@ def _makers(jaxpr: Any) -> dict[Any, Any]:
     return {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
 
 
-def _is_constant(eqn: Any) -> bool:
-    """Returns whether an equation reads literals alone. Its result, such as zeros, is not kept."""
-    return eqn is not None and all(isinstance(v, _jax.Literal) for v in eqn.invars)
+def _is_constant(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> bool:
+    """Returns whether a variable is made of literals alone. Such a value, as zeros, is not kept."""
+    eqn = makers(jaxpr).get(var)
+    if eqn is None or eqn.primitive.name == _jax.CARRIER:
+        return eqn is not None
+    if all(isinstance(v, _jax.Literal) for v in eqn.invars):
+        return True
+    place = eqn.outvars.index(var)
+    inner = [j for j in _jax.inner_jaxprs(eqn) if len(j.outvars) == len(eqn.outvars)]
+    return any(_is_constant(j.outvars[place], j, makers) for j in inner if not _given(j, place))
+
+
+def _given(jaxpr: Any, place: int) -> bool:
+    """Returns whether a result of a program is a literal, or one of its arguments."""
+    var = jaxpr.outvars[place]
+    return isinstance(var, _jax.Literal) or var in jaxpr.invars
 
 
 def _origin(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> Any:

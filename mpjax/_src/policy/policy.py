@@ -89,8 +89,9 @@ CHOICES = {
         "operation).",
     ),
     "storage": Choice(
-        ("fast", "lean"),
-        "'fast' (move few bytes) or 'lean' (keep few bytes for the backward pass).",
+        ("fast", "lean", "8bit"),
+        "'fast' (move few bytes), 'lean' (keep few bytes for the backward pass) or '8bit' (keep "
+        "8-bit codes of them).",
     ),
     "gather": Choice(
         ("half", "float32"),
@@ -145,7 +146,12 @@ class Policy(jmp.Policy):
             keeps as few bytes as possible from the forward to the backward pass, which then
             repeats elementwise operations, across norms and activations; no matmul, convolution or
             reduction runs twice. Functions that you wrap in `jax.checkpoint` stay as they are.
-            Results differ by rounding alone.
+            Results differ by rounding alone. "8bit" keeps these values as 8-bit codes, most of them
+            with a power-of-two scale for each block of at most 128 entries. The loss is that of
+            "lean"; gradients have a rounding error of 8 bits. Values are kept as they are where a
+            derivative would amplify that error (the values and the result of an attention), where
+            they are exact, and where they are small (ActNN, Chen et al., 2021; COAT, Xi et al.,
+            2024).
         fused_attention: For op-level casting: whether hand-written attention,
             ``softmax(scale * q @ k.T + bias) @ v``, masked or causal, runs in a fused kernel:
             cuDNN's on NVIDIA GPUs from Ampere on, flash attention on TPUs (Dao et al., 2022). The

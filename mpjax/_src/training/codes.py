@@ -21,11 +21,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.base.blocks import (
+    BIAS,
+    INFINITY,
+    MANTISSA,
+    bits_of,
+    float_of,
+    inverse,
+    reaching,
+    split,
+    spread,
+    unit_of,
+)
 from mpjax._src.training.rounding import mixed
 
 BLOCK = 32
-BIAS, MANTISSA = 127, 23  # the bias of float32's exponent, and the bits of its mantissa
-INFINITY = 255  # the exponent field of infinity and NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,20 +113,17 @@ def scales_of(x: jax.Array, code: Code, number: jax.Array) -> jax.Array:
         code: The code.
         number: An int32 scalar that seeds the random bits; different for each update.
     """
-    x = _blocks(x.astype(jnp.float32))
-    bits = _bits(jnp.abs(x if code.signed else jnp.where(x < 0, jnp.inf, x)))
+    x = split(x.astype(jnp.float32), _block(x.shape))
+    bits = bits_of(jnp.abs(x if code.signed else jnp.where(x < 0, jnp.inf, x)))
     bits = jnp.max(bits, axis=-1)  # in the order of the floats, with NaN above all
-    size = _float(bits)
-    # Bits are in the order of the floats, so the exponent field of their difference is the greatest
-    # k with size * 2**k <= top.
-    scale = BIAS - ((int(code.top.view(np.int32)) - bits) >> MANTISSA)
+    size = float_of(bits)
     # Below 1 the unit would be subnormal, and its reciprocal infinite.
-    scale = jnp.clip(scale, 1, code.largest_scale)
+    scale = jnp.clip(reaching(bits, code.top), 1, code.largest_scale)
     first = np.float32((1 + int(code.levels / 2 ** (1 / code.power))) ** code.power)
     # In units of the next lower scale: how far the largest entry is above its top level, and how
     # far the first level of this scale is. `encode` draws the same number: an entry whose scale
     # stays rises to that level, so the mean is exact.
-    over = size * _inverse(scale - 1) - code.top
+    over = size * inverse(scale - 1) - code.top
     falls = _draw(size, number) * (2 * first - code.top) >= over
     scale = scale - falls.astype(jnp.int32)
     scale = jnp.where(bits >= INFINITY << MANTISSA, INFINITY, jnp.maximum(scale, 1))
@@ -133,9 +140,9 @@ def encode(x: jax.Array, scales: jax.Array, code: Code, number: jax.Array) -> ja
         number: The number that the scales were computed with.
     """
     # Read once, because XLA:GPU stores a value that is read often instead of recomputing it.
-    bits = _bits(x.astype(jnp.float32))
-    sign, size = bits >> 31, _float(bits & 0x7FFFFFFF)
-    units = size * _inverse(_spread(scales, x.shape))
+    bits = bits_of(x.astype(jnp.float32))
+    sign, size = bits >> 31, float_of(bits & 0x7FFFFFFF)
+    units = size * inverse(spread(scales, x.shape, _block(x.shape)))
     level = code.level(units)
     below = code.units(level)
     # If a root was rounded to the next level, this comparison is certain and corrects it.
@@ -153,42 +160,19 @@ def decode(codes: jax.Array, scales: jax.Array, code: Code) -> jax.Array:
     units = codes.astype(jnp.float32)
     for _ in range(code.squarings):  # gives the same rounding as the integers of `Code.units`
         units = units * jnp.abs(units)
-    return units * _float(_spread(scales, codes.shape) << MANTISSA)
-
-
-def _inverse(scale: jax.Array) -> jax.Array:
-    """Returns the exact reciprocal of a scale's unit."""
-    # A unit is 2**(scale - BIAS), so its reciprocal is the power of the opposite exponent.
-    return _float((2 * BIAS - scale) << MANTISSA)
+    return units * unit_of(spread(scales, codes.shape, _block(codes.shape)))
 
 
 def _draw(size: jax.Array, number: jax.Array) -> jax.Array:
     """Returns random floats in [0, 1), of 23 bits: a hash of the bits of floats and ``number``."""
     # 2**32 over the golden ratio spreads the counter over all bits, so that successive updates draw
     # unrelated numbers.
-    bits = mixed(_bits(size).astype(jnp.uint32) ^ number.astype(jnp.uint32) * np.uint32(0x9E3779B9))
+    bits = mixed(
+        bits_of(size).astype(jnp.uint32) ^ number.astype(jnp.uint32) * np.uint32(0x9E3779B9)
+    )
     # 23 bits as the mantissa of a number from 1 to 2, whose floats are equally spaced.
-    return _float((bits >> 9).astype(jnp.int32) | (BIAS << MANTISSA)) - 1
+    return float_of((bits >> 9).astype(jnp.int32) | (BIAS << MANTISSA)) - 1
 
 
-def _bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _float(bits: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _blocks(x: jax.Array) -> jax.Array:
-    """Splits the last axis into blocks, (..., blocks, block), and pads the last with zeros."""
-    length = x.shape[-1]
-    block = min(BLOCK, length)
-    if rest := -length % block:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, rest)])
-    return x.reshape(*x.shape[:-1], -1, block)
-
-
-def _spread(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the scale of each entry of an array of this shape, as int32."""
-    each = jnp.repeat(scales, min(BLOCK, shape[-1]), axis=-1)
-    return each[..., : shape[-1]].astype(jnp.int32)
+def _block(shape: tuple[int, ...]) -> int:
+    return min(BLOCK, shape[-1])

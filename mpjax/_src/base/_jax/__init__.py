@@ -10,8 +10,10 @@ from mpjax._src.base._jax import cpu_convolutions as cpu_convolutions  # their l
 from mpjax._src.base._jax.aot import as_if_on_gpu, compile_only
 from mpjax._src.base._jax.barriers import (
     BARRIERS,
+    CARRIER,
     GPUS,
     again_barrier,
+    carrier,
     cpu_barrier,
     gpu_barrier,
     held_for_cpu,
@@ -82,6 +84,7 @@ from mpjax._src.base._jax.wire import by_devices, half_dot, half_gather, placed_
 
 __all__ = (
     "BARRIERS",
+    "CARRIER",
     "GPUS",
     "Literal",
     "Structure",
@@ -98,6 +101,7 @@ __all__ = (
     "bytes_of",
     "call_as_jit",
     "called",
+    "carrier",
     "casts_of_numbers",
     "cleared_with_jax",
     "common_stack",

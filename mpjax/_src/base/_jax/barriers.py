@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import jet
 from jax.extend.core import Primitive
@@ -53,6 +54,33 @@ _cpu_barrier_p = _barrier("cpu_barrier", "cpu")
 _gpu_barrier_p = _barrier("gpu_barrier", *GPUS)
 _again_barrier_p = _barrier("again_barrier", "cpu", *GPUS)
 BARRIERS = frozenset({"cpu_barrier", "gpu_barrier", "again_barrier"})
+
+
+CARRIER = "carrier"
+
+
+def _carrier() -> Primitive:
+    """Returns a primitive whose result is zero, but has the tangent of its operand."""
+    primitive = Primitive(CARRIER)
+    primitive.def_impl(lambda x: jnp.zeros_like(x))
+    primitive.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(primitive, mlir.lower_fun(jnp.zeros_like, multiple_results=False))
+    ad.primitive_jvps[primitive] = lambda primals, tangents: (primitive.bind(*primals), *tangents)
+    batching.primitive_batchers[primitive] = lambda args, dims: (primitive.bind(*args), *dims)
+    return primitive
+
+
+_carrier_p = _carrier()
+
+
+def carrier(x: jax.Array) -> jax.Array:
+    """Returns zeros with the tangent of ``x``.
+
+    A derivative that reads a code of ``x`` depends on ``x``, but the code, an integer, has no
+    tangent. Second derivatives get it from the zeros, whose value nobody reads. A custom_jvp would
+    not do: partial evaluation of a loop's body drops its rule.
+    """
+    return _carrier_p.bind(x)
 
 
 def cpu_barrier(x: jax.Array) -> jax.Array:

@@ -1,0 +1,188 @@
+"""Values that are kept for the backward pass in 8 bits.
+
+Two kinds of codes cut the last axis into blocks of at most 128 entries. The unit of a block is a
+power of two, kept in one byte.
+
+- "int8": the nearest of 255 multiples of the unit. An entry is off by at most half a unit, which is
+  at most 1/127 of the largest entry of its block.
+- "e4m3": 4 significant bits for each entry, off by at most 1/16 of itself, down to 1/14,336 of the
+  largest entry of its block. Three times the error of "int8", unless few entries of a block are
+  much larger than the others.
+
+Three kinds need no scales, so XLA writes their codes in any kernel that makes or reads the values.
+They are for values whose range is known:
+
+- "share": values from 0 to 1, such as the result of a softmax. A level is 254 times the fourth root
+  of the value, so that small shares have smaller errors: off by at most 1/127 of itself at 1, 1/22
+  at 2**-10. Below 1e-11 it becomes zero.
+- "share_e4m3": the same values in e4m3, in units of 2**-8. Gradients have up to twice the error,
+  but XLA:GPU can widen the codes within the matmul that reads them. Below 2**-18 it becomes zero.
+- "fixed_e4m3": e4m3 in units of 1. Entries above 448 become 448, those below 2**-10 zero.
+
+A block with Inf or NaN decodes to Inf and NaN alone; without blocks, an entry with Inf or NaN
+decodes to NaN. Zeros stay zeros; the sign of zero is lost in "int8". Units are at least 2**-126.
+
+Blocks with a scale each: Dettmers et al. 2021 (arXiv 2110.02861). Powers of two as scales: OCP
+Microscaling Formats 1.0. Roots as levels: Dettmers et al. 2021, and FlashOptim 2026 (arXiv
+2602.23349).
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src.base.blocks import (
+    BIAS,
+    INFINITY,
+    bits_of,
+    inverse,
+    reaching,
+    split,
+    spread,
+    unit_of,
+)
+from mpjax._src.base.dtypes import FLOAT32
+
+BLOCK = 128
+DEVICES = 8  # a long axis has at least as many blocks
+
+
+class Code(NamedTuple):
+    """A code of 8 bits.
+
+    Attributes:
+        dtype: The dtype of the codes.
+        top: The largest number of units that a code stands for.
+        unit: The exponent of the unit of all entries, or None if each block has its own.
+        squarings: How often a code is squared to give units.
+    """
+
+    dtype: np.dtype
+    top: float
+    unit: int | None = None
+    squarings: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether a code stands for a whole number of units."""
+        return np.issubdtype(self.dtype, np.integer)
+
+    @property
+    def reach(self) -> np.float32:
+        """The largest number of units that may be rounded to the top."""
+        return np.nextafter(np.float32(self.top + self.whole / 2), np.float32(self.top))
+
+
+INT8, UINT8, FLOAT8 = map(np.dtype, (np.int8, np.uint8, jnp.float8_e4m3fn))
+KINDS = {
+    "int8": Code(INT8, 127.0),
+    "e4m3": Code(FLOAT8, 448.0),
+    "share": Code(UINT8, 1.0, 0, 2),
+    "share_e4m3": Code(FLOAT8, 448.0, -8),
+    "fixed_e4m3": Code(FLOAT8, 448.0, 0),
+}
+LEVELS = 254.0  # of shares; the code 255 stands for Inf and NaN
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=["kind"]
+)
+@dataclasses.dataclass(frozen=True)
+class Coded:
+    """An array in 8 bits.
+
+    Attributes:
+        codes: The codes, of the array's shape.
+        scales: The exponent field of each block's unit, as uint8, of shape ``shape[:-1] +
+            (blocks,)``; None for a kind without blocks.
+        kind: One of `KINDS`.
+    """
+
+    codes: jax.Array
+    scales: Any
+    kind: str
+
+
+def encode(x: jax.Array, kind: str) -> Coded:
+    """Returns a floating array of at most 32 bits as codes of a kind."""
+    code, wide = KINDS[kind], x.astype(FLOAT32)
+    if code.squarings:
+        return Coded(_levels_of(wide, code), None, kind)
+    if code.unit is None:
+        return _in_blocks(jnp.atleast_1d(wide), x, kind)
+    units = _clipped(wide * np.float32(2.0**-code.unit), code)
+    # What is above the top would become NaN: only Inf has to.
+    return Coded(jnp.where(jnp.isinf(wide), wide, units).astype(code.dtype), None, kind)
+
+
+def decode(coded: Coded, dtype: np.dtype) -> jax.Array:
+    """Returns the array that codes stand for, of a dtype."""
+    code = KINDS[coded.kind]
+    if code.squarings:
+        return _of_levels(coded.codes, code).astype(dtype)
+    if code.unit is not None:
+        # In the dtype itself: only a cast and one factor are fused into a matmul.
+        return coded.codes.astype(dtype) * jnp.asarray(2.0**code.unit, dtype)
+    codes = jnp.atleast_1d(coded.codes)
+    units = unit_of(spread(coded.scales, codes.shape, block_of(codes.shape[-1])))
+    return (codes.astype(FLOAT32) * units).astype(dtype).reshape(coded.codes.shape)
+
+
+def coded_bytes(shape: tuple[int, ...], kind: str) -> int:
+    """Returns the bytes of an array's codes and scales."""
+    *rows, length = shape or (1,)
+    blocks = -(-length // block_of(length)) if KINDS[kind].unit is None else 0
+    return math.prod(shape) + math.prod(rows) * blocks
+
+
+def block_of(length: int) -> int:
+    """Returns the length of the blocks of an axis, at most 128.
+
+    There are a power of two of them, so that an axis whose parts lie on as many devices is cut
+    between blocks, not in them. Else devices would exchange the whole array.
+    """
+    blocks = 1 << (max(1, -(-length // BLOCK)) - 1).bit_length()
+    if length >= DEVICES * BLOCK // 2:
+        blocks = max(blocks, DEVICES)
+    return max(1, -(-length // blocks))
+
+
+def _in_blocks(wide: jax.Array, x: jax.Array, kind: str) -> Coded:
+    """Returns an array as codes with a scale for each block; ``wide`` is the array in float32."""
+    code, block = KINDS[kind], block_of(wide.shape[-1])
+    largest = jnp.max(jnp.abs(split(wide, block)), axis=-1)
+    scales = jnp.clip(reaching(bits_of(largest), code.reach), 1, _largest_scale(x.dtype, code))
+    scales = jnp.where(jnp.isfinite(largest), scales, INFINITY)
+    units = wide * inverse(spread(scales, wide.shape, block))
+    codes = _clipped(jnp.round(units) if code.whole else units, code)
+    return Coded(codes.astype(code.dtype).reshape(x.shape), scales.astype(jnp.uint8), kind)
+
+
+def _clipped(units: jax.Array, code: Code) -> jax.Array:
+    return jnp.clip(units, -code.top, code.top)
+
+
+def _largest_scale(dtype: np.dtype, code: Code) -> int:
+    """Returns the largest scale at which all codes are finite in a dtype."""
+    return BIAS + int(jnp.finfo(dtype).maxexp) - int(code.top).bit_length()
+
+
+def _levels_of(x: jax.Array, code: Code) -> jax.Array:
+    roots = jnp.clip(x, 0, code.top)
+    for _ in range(code.squarings):
+        roots = jnp.sqrt(roots)
+    levels = jnp.where(jnp.isfinite(x), jnp.round(roots * LEVELS), LEVELS + 1)
+    return levels.astype(code.dtype)
+
+
+def _of_levels(levels: jax.Array, code: Code) -> jax.Array:
+    roots = levels.astype(FLOAT32) * np.float32(1 / LEVELS)
+    x = roots
+    for _ in range(code.squarings):
+        x = x * x
+    return jnp.where(levels > LEVELS, jnp.nan, x)

@@ -1,0 +1,87 @@
+"""Which of the kept values become 8-bit codes, and of which kind (`storage=8bit`).
+
+The forward pass computes what it computes without codes; derivatives read the values that codes
+stand for. A value is kept as it is stored where rounding it would be amplified or would lose
+integers, where it is small, and where a derivative reads it that cannot read a code: of a program
+inside the program, or of an operation that computes its derivative from its own result.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from mpjax._src.autocast.schedule import made_where_read
+from mpjax._src.autocast.steps import (
+    ChunkedLoss,
+    FusedAttention,
+    KeptAttention,
+    SoftmaxIsland,
+    Step,
+    needs,
+)
+from mpjax._src.autocast.tables import Analysis
+from mpjax._src.base import _jax, rules
+from mpjax._src.base.dtypes import HALVES
+from mpjax._src.program.graph import Op, Value
+
+# Kinds of `coded.KINDS`.
+SHARE, LEVELS, FLOATS = "share", "int8", "e4m3"
+
+# The fewest entries of a code. XLA may write and read those of smaller arrays in kernels of their
+# own, which takes more time than their bytes.
+FEWEST = 2**14
+
+
+def kinds(analysis: Analysis, steps: Sequence[Step]) -> dict[Value, str]:
+    """Returns the kind of code in which each value of some steps would be kept, if it has one."""
+    values = dict.fromkeys(v for step in steps for v in (*step.ins, *step.outs))
+    whole = {v for step in steps for v in _read_whole(analysis, step)}
+    shares = {v for step in steps for v in _shares(step)}
+    return {
+        v: SHARE if v in shares else LEVELS
+        for v in values
+        if v not in whole and _may_be_coded(analysis, v)
+    }
+
+
+def runs_once(analysis: Analysis, step: Step) -> bool:
+    """Returns whether a step may not run again to find its derivative at codes.
+
+    That of a matmul or a reduction does not need its result; other operations that are not computed
+    twice might, and so do programs and kernels.
+    """
+    if isinstance(step, FusedAttention | ChunkedLoss):
+        return True
+    if not isinstance(step, Op) or step.spec.runs_again:
+        return False
+    reads_operands = step.spec.need == rules.HALF or rules.REDUCES in step.spec.traits
+    return not (reads_operands or step.spec.linear) or analysis.rulings[step].rule == "program"
+
+
+def _read_whole(analysis: Analysis, step: Step) -> Iterator[Value]:
+    """Yields the values whose codes a step cannot read, and those that have none."""
+    if runs_once(analysis, step):
+        yield from needs(analysis, step)
+    elif isinstance(step, KeptAttention):
+        # The row sums of its derivative come from its result, and their terms from its values. Of
+        # rounded ones, the difference would be as large as the rounding errors where rows are
+        # peaked, instead of small.
+        yield from (*step.ins[1:], *step.body.outs)
+    elif isinstance(step, Op):
+        yield from (v for v in needs(analysis, step) if v in step.outs)
+    if made_where_read(analysis, step):
+        yield from step.outs
+
+
+def _shares(step: Step) -> Sequence[Value]:
+    """Returns the results of a softmax whose rows sum to 1."""
+    return step.body.sums if isinstance(step, SoftmaxIsland) and step.form.whole else ()
+
+
+def _may_be_coded(analysis: Analysis, value: Value) -> bool:
+    if not value.is_f32 or value.literal or analysis.is_raw(value) or value.const is not None:
+        return False
+    if _jax.size_of(_jax.shard_shape(value.aval)) < FEWEST:
+        return False
+    fact, want, dtype = analysis.facts[value], analysis.wants[value], analysis.stored[value].dtype
+    if fact.exact or fact.counts or want.amplified:
+        return False
+    return dtype in HALVES or analysis.may_be_rounded(value)

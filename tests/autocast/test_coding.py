@@ -1,0 +1,171 @@
+"""storage=8bit: the loss of storage=lean, and gradients from 8-bit codes of what is kept."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.jet import jet
+from jax.sharding import PartitionSpec as P
+from support import normal
+
+import mpjax
+from mpjax._src.autocast import coding
+
+LEAN, CODED = "mixed_bfloat16,storage=lean", "mixed_bfloat16,storage=8bit"
+X = normal(7, 64, 256)
+WEIGHTS = [(normal(i, 256, 512) / 16, normal(i + 1, 512, 256) / 32) for i in (1, 3)]
+
+
+def block(x, w):
+    mean = x.mean(-1, keepdims=True)
+    normed = (x - mean) * jax.lax.rsqrt(jnp.square(x - mean).mean(-1, keepdims=True) + 1e-5)
+    return x + jax.nn.gelu(normed @ w[0]) @ w[1]
+
+
+def loss(weights, x):
+    return jnp.square(functools.reduce(block, weights, x)).mean()
+
+
+def scanned(weights, x):
+    stacked = jax.tree.map(lambda *w: jnp.stack(w), *weights)
+    return jnp.square(jax.lax.scan(lambda h, w: (block(h, w), None), x, stacked)[0]).mean()
+
+
+def attention(weights, x):
+    q, k, v = (x[None, :, None] @ w[:, :64] for w in (weights[0][0], weights[1][0], weights[0][0]))
+    return jnp.square(jax.nn.dot_product_attention(2 * q, k, v, is_causal=True)).mean()
+
+
+def error(found, exact):
+    """Returns the error of a gradient, relative to its size."""
+    found, exact = (
+        np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (found, exact)
+    )
+    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+
+
+def exactly(fun, *args):
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: np.asarray(x, np.float64), args)
+        return jax.tree.map(np.asarray, fun(*wide))
+
+
+@pytest.mark.parametrize("fun", [loss, scanned, attention])
+def test_the_loss_is_that_of_lean_and_gradients_have_at_most_three_times_the_error(fun):
+    lean, coded = (jax.value_and_grad(mpjax.autocast(fun, policy)) for policy in (LEAN, CODED))
+    x = normal(5, 256, 256)
+    exact = exactly(jax.grad(fun), WEIGHTS, x)
+    (value, gradient), (lean_value, lean_gradient) = coded(WEIGHTS, x), lean(WEIGHTS, x)
+    assert value == lean_value
+    assert error(gradient, lean_gradient) > 0
+    assert error(gradient, exact) < 3 * error(lean_gradient, exact)
+
+
+@pytest.mark.parametrize(
+    "fun, codes, most",
+    [(loss, {"int8"}, 0.7), (scanned, {"int8"}, 0.8), (attention, {"uint8"}, 0.9)],
+)
+def test_large_values_are_kept_as_codes(fun, codes, most):
+    x = normal(5, 1024, 256)
+    lean, coded = (mpjax.explain(fun, policy, argnums=0)(WEIGHTS, x) for policy in (LEAN, CODED))
+    kept = {array.dtype for array in coded.kept if np.prod(array.shape) >= coding.FEWEST}
+    assert codes <= kept
+    assert coded.stored_after < most * lean.stored_after
+
+
+def test_few_entries_are_kept_as_they_are():
+    small = X[: coding.FEWEST // 512 - 1]
+    lean, coded = (
+        jax.grad(mpjax.autocast(loss, policy))(WEIGHTS, small) for policy in (LEAN, CODED)
+    )
+    jax.tree.map(np.testing.assert_array_equal, lean, coded)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_non_finite_values_stay_non_finite(bad):
+    def product(w, x):
+        return (jax.nn.gelu(x @ w[0]) @ w[1]).sum()
+
+    x = np.array(X)
+    x[3, 5] = bad
+    gradient = jax.grad(mpjax.autocast(product, CODED))(WEIGHTS[0], x)
+    assert not np.isfinite(gradient[0]).all()
+
+
+GRADIENT = jax.grad(mpjax.autocast(loss, CODED))
+TRANSFORMED = {
+    "jit": lambda: jax.jit(GRADIENT)(WEIGHTS, X),
+    "checkpoint": lambda: jax.grad(jax.checkpoint(mpjax.autocast(loss, CODED)))(WEIGHTS, X),
+    "cond": lambda: jax.grad(
+        mpjax.autocast(lambda w, x: jax.lax.cond(x[0, 0] < 9, loss, lambda *_: 0.0, w, x), CODED)
+    )(WEIGHTS, X),
+    "vmap": lambda: jax.tree.map(
+        lambda x: x[0], jax.vmap(GRADIENT, (None, 0))(WEIGHTS, jnp.stack([X, 2 * X]))
+    ),
+    "vmap inside": lambda: jax.grad(
+        lambda w: jax.vmap(mpjax.autocast(loss, CODED), (None, 0))(w, jnp.stack([X, X])).mean()
+    )(WEIGHTS),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transformations(name):
+    assert error(TRANSFORMED[name](), exactly(jax.grad(loss), WEIGHTS, X)) < 0.02
+
+
+def test_sharded_batches():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    def mean(w, x):
+        return jax.lax.pmean(mpjax.autocast(loss, CODED)(w, x), "data")
+
+    exact = exactly(jax.grad(loss), WEIGHTS, X)
+    assert error(jax.jit(jax.grad(mean))(WEIGHTS, X), exact) < 0.02
+
+
+DIRECTION = jax.tree.map(lambda x: normal(int(x.shape[0]), *x.shape), WEIGHTS)
+
+
+def forward_of_reverse(fun, w):
+    return jax.jvp(jax.grad(lambda w: fun(w, X)), (w,), (DIRECTION,))[1]
+
+
+def reverse_of_reverse(fun, w):
+    def along(w):
+        pairs = zip(*map(jax.tree.leaves, (jax.grad(fun)(w, X), DIRECTION)), strict=True)
+        return sum(jnp.vdot(a, b) for a, b in pairs)
+
+    return jax.grad(along)(w)
+
+
+def reverse_of_forward(fun, w):
+    return jax.grad(lambda w: jax.jvp(lambda w: fun(w, X), (w,), (DIRECTION,))[1])(w)
+
+
+@pytest.mark.parametrize("second", [forward_of_reverse, reverse_of_reverse, reverse_of_forward])
+def test_second_derivatives(second):
+    found = jax.jit(lambda w: second(mpjax.autocast(loss, CODED), w))(WEIGHTS)
+    with jax.default_matmul_precision("highest"):
+        assert error(found, second(loss, WEIGHTS)) < 0.03
+
+
+def test_second_derivatives_of_loops():
+    found = reverse_of_reverse(mpjax.autocast(scanned, CODED), WEIGHTS)
+    with jax.default_matmul_precision("highest"):
+        assert error(found, reverse_of_reverse(loss, WEIGHTS)) < 0.03
+
+
+def test_taylor_mode():
+    series = [X / 9, jnp.zeros_like(X)]
+    values, terms = jet(lambda x: mpjax.autocast(loss, CODED)(WEIGHTS, x), (X,), (series,))
+    assert np.isfinite(values) and np.isfinite(terms).all()
+
+
+def test_codes_change_no_forward_pass():
+    run = jax.make_jaxpr(jax.jit(mpjax.autocast(loss, CODED)))(WEIGHTS, X)
+    compiled = jax.jit(mpjax.autocast(loss, CODED)).lower(WEIGHTS, X).compile().as_text()
+    assert "s8[" not in compiled
+    assert run.out_avals[0].dtype == jnp.float32
