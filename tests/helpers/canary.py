@@ -155,6 +155,7 @@ CONTRACTS = (
 # The features that tests of public extension points protect, where no private name is used.
 PUBLIC = {
     "barriers": "autocast on CPUs and GPUs: barriers that keep values in 16 bits",
+    "recurrences": "autocast of linear recurrences, as in state space models",
     "rules": "autocast of functions with custom_jvp, custom_vjp or shard_map",
 }
 

@@ -35,6 +35,7 @@ from mpjax._src.autocast.islands import groups, islands, leave_small
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.operations import run_block
 from mpjax._src.autocast.repeats import fold
+from mpjax._src.autocast.scans import recurrences
 from mpjax._src.autocast.schedule import in_order
 from mpjax._src.autocast.shifts import sum_at_once
 from mpjax._src.autocast.steps import Elementwise, Island, Recomputed, Step
@@ -236,9 +237,9 @@ def _store(block: Block, analysis: Analysis, by: str, alive: Collection[Value], 
                 ]
                 analysis.once.update(_once_inside(op, sub, analysis.once))
                 _store(sub.program, analysis, _goal_inside(op, by), {*inner}, fuse)
-        elif any(v in analysis.once for v in op.ins):
-            fixed = all(v in analysis.once or v.constant for v in op.ins)
-            analysis.once.update(op.outs if fixed else ())
+        elif analysis.once:
+            reads = {v for v in op.ins if not v.constant}
+            analysis.once.update(op.outs if reads and reads <= analysis.once else ())
     flow = flow_of(block, analysis)
     linked, stands_for = chains.links(flow), analysis.marks.stands_for
     chosen = FINDERS[by](flow, fuse, linked)
@@ -291,7 +292,7 @@ def _in_steps(ops: Sequence[Op], islands: Sequence[Island]) -> list[Step] | None
 
 def _special(flow: Flow, fuse: bool, links: Collection[Op]) -> list[Island]:
     """Returns the islands whose derivative is cheaper than the one that JAX derives."""
-    special: list[Island] = [*peepholes.softmaxes(flow)]
+    special: list[Island] = [*recurrences(flow), *peepholes.softmaxes(flow)]
     if fuse:
         special = fusion.fuse(flow, special)
         fusion.tell_of_late_norms(flow)

@@ -344,6 +344,30 @@ class FusedAttention(Island):
         return fused.run(self.fusion, arrays)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recurrence(Island):
+    """A linear recurrence, whose derivative is one in the other direction.
+
+    Attributes:
+        axis: The axis along which it runs.
+    """
+
+    axis: int
+
+    @property
+    def needs(self) -> Iterator[Value]:
+        yield from (self.ins[0], *self.outs)
+
+    def operands(self, env: Env) -> list[Any]:
+        return [env.read(v, FLOAT32) for v in self.ins]
+
+    def results(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
+        (result,) = self.outs
+        in_half = result in self.body.in_half or env.stored[result].dtype in HALVES
+        a, b = arrays
+        return [derivatives.recurrence(a, b, self.axis, self.body.half if in_half else None)]
+
+
 # ---- what derivatives read ----------------------------------------------------------------------
 
 

@@ -371,6 +371,7 @@ CHOICES: dict[str, Any] = {
     ),
 }
 
-# The barriers that the rewrite inserts.
+# What the rewrite inserts.
 for _name in _jax.BARRIERS:
     row(_name, MOVE, ONE, **HELD)
+row("linear_recurrence", FULL, SUM, GROWS, saves=OPERANDS)

@@ -54,6 +54,7 @@ from mpjax._src.base._jax.programs import (
     tracing_key,
     typed_as,
 )
+from mpjax._src.base._jax.recurrences import drive, recurrence, scanned
 from mpjax._src.base._jax.rules import (
     custom_jvp_rule,
     custom_vjp_rules,
@@ -107,6 +108,7 @@ __all__ = (
     "custom_jvp_rule",
     "custom_vjp_rules",
     "default_precision",
+    "drive",
     "equation_key",
     "eval_closed",
     "gpu_barrier",
@@ -141,8 +143,10 @@ __all__ = (
     "placed_freely",
     "primitive_names",
     "programs_in",
+    "recurrence",
     "retyped",
     "scan_counts",
+    "scanned",
     "scope_names",
     "shard_map",
     "shard_shape",
