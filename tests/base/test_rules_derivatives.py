@@ -255,6 +255,17 @@ def test_sums_back_trait_is_of_moves_whose_transpose_sums(key):
     assert (np.max(jax.jit(transposed)(*args)) > 1) == (SUMS_BACK in rule(key).traits)
 
 
+WITHIN = [key for key in CASES if rule(key).need == MOVE and key not in COLLECTIVES]
+
+
+@pytest.mark.parametrize("key", one_of_each(WITHIN, "saves", rules.SCATTERS_BACK))
+def test_scatters_back_trait_is_of_moves_whose_transpose_selects(key):
+    fun, *args = CASES[key]
+    differentiated = jax.grad(lambda x: sum(map(jnp.sum, jax.tree.leaves(fun(x, *args[1:])))))
+    names = {e.primitive.name for e in jax.make_jaxpr(differentiated)(args[0]).eqns}
+    assert ("select_and_scatter_add" in names) == (rules.SCATTERS_BACK in rule(key).traits)
+
+
 def test_rows_that_sum_back_are_moves():
     assert {rules.rule_of(name).need for name in rules.having(SUMS_BACK)} == {MOVE}
     assert {rules.rule_of(name).saves for name in rules.having(SUMS_BACK)} == {NOTHING}

@@ -80,6 +80,16 @@ CONTRACTS = (
         "lint: constants that half precision rounds away are not seen",
     ),
     Contract(
+        "pools",
+        (
+            "jax.interpreters.mlir._platform_specific_lowerings",
+            "jax._src.lax.lax._get_max_identity",
+            "jax._src.lax.lax._get_min_identity",
+            "jax._src.lax.windowed_reductions",
+        ),
+        "autocast on GPUs: gradients of max pools",
+    ),
+    Contract(
         "partitioning",
         (
             "jax._src.custom_partitioning",
@@ -145,6 +155,7 @@ CONTRACTS = (
 # The features that tests of public extension points protect, where no private name is used.
 PUBLIC = {
     "barriers": "autocast on CPUs and GPUs: barriers that keep values in 16 bits",
+    "recurrences": "autocast of linear recurrences, as in state space models",
     "rules": "autocast of functions with custom_jvp, custom_vjp or shard_map",
 }
 

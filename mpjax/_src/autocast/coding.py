@@ -13,6 +13,7 @@ from mpjax._src.autocast.steps import (
     ChunkedLoss,
     FusedAttention,
     KeptAttention,
+    Recurrence,
     SoftmaxIsland,
     Step,
     needs,
@@ -48,7 +49,7 @@ def runs_once(analysis: Analysis, step: Step) -> bool:
     That of a matmul or a reduction does not need its result; other operations that are not computed
     twice might, and so do programs and kernels.
     """
-    if isinstance(step, FusedAttention | ChunkedLoss):
+    if isinstance(step, FusedAttention | ChunkedLoss | Recurrence):
         return True
     if not isinstance(step, Op) or step.spec.runs_again:
         return False
@@ -77,7 +78,9 @@ def _shares(step: Step) -> Sequence[Value]:
 
 
 def _may_be_coded(analysis: Analysis, value: Value) -> bool:
-    if not value.is_f32 or value.literal or analysis.is_raw(value) or value.const is not None:
+    if not value.is_f32 or value.literal or value.const is not None:
+        return False
+    if analysis.is_raw(value) or value in analysis.once:
         return False
     if _jax.size_of(_jax.shard_shape(value.aval)) < FEWEST:
         return False

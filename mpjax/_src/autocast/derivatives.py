@@ -309,6 +309,35 @@ def sum_of_exponentials(eqn: Any, args: Sequence[Any], exponential: str) -> Any:
     return add(args[0]) if _jax.in_taylor_mode(args) else ruled(*args)
 
 
+def recurrence(a: Any, b: Any, axis: int, half: Any) -> Any:
+    """Computes ``h[t] = a[t] h[t-1] + b[t]`` along an axis, from ``h[0] = b[0]``.
+
+    If ``half`` is not None, ``h`` is rounded to it, and its derivative reads it as it is rounded.
+    """
+    if _jax.in_taylor_mode([a, b]):
+        h = _jax.scanned(a, b, axis=axis)
+        return h if half is None else cast(h, half)
+    return _jax.recurrence(a, b, axis) if half is None else _rounded_recurrence(a, b, axis, half)
+
+
+def _rounded_recurrence(a: Any, b: Any, axis: int, half: Any) -> Any:
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # else the moved recurrence would be kept
+    def drive(moving, out):
+        return _jax.drive(moving, cast(out, FLOAT32), axis)
+
+    def call(a, b):
+        return cast(_jax.recurrence(a, b, axis), half)
+
+    def jvp(primals, tangents):
+        out = keep(call(*primals))
+        if all(isinstance(t, SymbolicZero) for t in tangents):
+            return out, _jax.zero_tangent(out)
+        moving = [None if isinstance(t, SymbolicZero) else t for t in tangents]
+        return out, cast(_jax.recurrence(primals[0], drive(moving, out), axis), half)
+
+    return with_tangent(call, jvp, symbolic_zeros=True)(a, b)
+
+
 def wide_cotangent(fun: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Runs a linear function whose transpose is a sum, which is computed in float32."""
 

@@ -5,11 +5,15 @@ recomputed. The rows of `rules` say which values derivatives read, and which ope
 twice. The operations between kept values form groups, each under its own checkpoint, so that the
 backward pass recomputes a group when it reaches it, and not before. If one group lies in the middle
 of another (a layer beside a residual stream that is not kept), the checkpoints are nested.
+
+In a loop, what is kept is written to a stack. Copies and views of an iteration's parameters are
+made again, as the parameters are in memory anyway. Those of a loop's constants are made once.
 """
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 from mpjax._src.autocast.coded import coded_bytes
 from mpjax._src.autocast.coding import runs_once
@@ -19,28 +23,30 @@ from mpjax._src.autocast.steps import Checkpoint, CodedCheckpoint, Recomputed, S
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.program.graph import Op, Value
+from mpjax._src.program.graph import Block, Op, Value
 
 
 def checkpoints(
     analysis: Analysis,
     steps: Sequence[Step],
-    results: Sequence[Value],
+    block: Block,
     alive: Collection[Value],
     kinds: Mapping[Value, str] = MappingProxyType({}),
 ) -> tuple[Sequence[Step], frozenset[Value]]:
     """Returns the steps of a block, recomputed ones in checkpoints, and the values that it keeps.
 
     Args:
+        analysis: What is known about the values.
         steps: The steps.
-        results: The results of the block.
+        block: The block.
         alive: The arguments that are in memory anyway.
         kinds: The kind of code in which values would be kept, for those that have one.
     """
-    steps = _live(steps, results)
-    (again, kept), copied = _choose(analysis, steps, alive, kinds), _copied(analysis, steps, alive)
+    steps, results = _live(steps, block.outvars), block.outvars
+    chosen, copied = _choose(analysis, steps, alive, kinds), _copied(analysis, steps, alive)
     alone = sum(1 << i for i, step in enumerate(steps) if _stands_alone(analysis, step, kinds))
-    closed = _nested([*_groups(analysis, steps, again, kept, copied, kinds)], _Reach(steps))
+    wanted = _groups(analysis, steps, chosen, copied, block.in_loop, kinds)
+    closed = _nested([*wanted], _Reach(steps))
     spans = [span for span in closed if not span & alone]
     depth = {span: sum(span | other == span for other in spans) for span in spans}
     now = {step: step for step in steps}  # the current checkpoint of each step
@@ -54,6 +60,7 @@ def checkpoints(
         steps = gathered(analysis, steps, results, groups, copied)
         around = {step: c for c in steps if isinstance(c, Checkpoint) for step in c.steps}
         now = {step: around.get(holder, holder) for step, holder in now.items()}
+    kept = chosen.kept
     return [_of_codes(step, kept) for step in steps] if kinds else steps, kept
 
 
@@ -108,12 +115,19 @@ def _live(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Step]:
 # ---- what is kept -------------------------------------------------------------------------------
 
 
+class Chosen(NamedTuple):
+    """The values of some steps to compute again, and those to keep."""
+
+    again: set[Value]
+    kept: frozenset[Value]
+
+
 def _choose(
     analysis: Analysis,
     steps: Sequence[Step],
     alive: Collection[Value],
     kinds: Mapping[Value, str],
-) -> tuple[set[Value], frozenset[Value]]:
+) -> Chosen:
     """Returns the values of some steps to compute again, and those to keep."""
     producer = {v: step for step in steps for v in step.outs}
     number = {v: i for i, v in enumerate(dict.fromkeys([*_read(steps), *producer]))}
@@ -128,7 +142,9 @@ def _choose(
     ]
     # Arguments, and what must not run twice, are there without being computed again.
     fixed = [
-        number[v] for v in number if v not in producer or not _runs_again(analysis, producer[v])
+        number[v]
+        for v in number
+        if v not in producer or v in analysis.once or not _runs_again(analysis, producer[v])
     ]
     needed = {v for step in steps for v in needs(analysis, step) if v in number}
     weights = [0 if v in alive else _bytes(analysis, v, kinds.get(v)) for v in number]
@@ -141,10 +157,10 @@ def _choose(
     todo = [*needed]
     while todo:
         value = todo.pop()
-        if value in producer and value not in kept and value not in again:
+        if value in producer and value not in kept and value not in (analysis.once | again):
             again.add(value)
             todo += producer[value].ins if _runs_again(analysis, producer[value]) else ()
-    return again, kept
+    return Chosen(again, kept)
 
 
 def _read(steps: Sequence[Step]) -> Iterator[Value]:
@@ -184,8 +200,13 @@ def _runs_again(analysis: Analysis, step: Step) -> bool:
 
 
 def _bytes(analysis: Analysis, value: Value, kind: str | None = None) -> int:
-    """Returns the bytes needed to keep a value; 0 for an argument or a constant."""
-    if analysis.is_raw(value) or value.const is not None or not _jax.is_array(value.aval):
+    """Returns the bytes needed to keep a value in each iteration; 0 for an argument or constant."""
+    if (
+        value in analysis.once
+        or analysis.is_raw(value)
+        or value.const is not None
+        or not _jax.is_array(value.aval)
+    ):
         return 0
     dtype = analysis.stored[value].dtype if value.is_f32 else value.aval.dtype
     shape = _jax.shard_shape(value.aval)
@@ -210,6 +231,8 @@ def _copied(analysis: Analysis, steps: Sequence[Step], alive: Collection[Value])
     copied: set[Op] = set()
     for step in steps:
         alone = all(v.literal or analysis.is_raw(v) or v in alive or v in results for v in step.ins)
+        if not analysis.once.isdisjoint(step.outs):
+            continue
         if isinstance(step, Op) and alone and len(step.outs) == 1 and _runs_again(analysis, step):
             copied.add(step)
             results.update(step.outs)
@@ -219,9 +242,9 @@ def _copied(analysis: Analysis, steps: Sequence[Step], alive: Collection[Value])
 def _groups(
     analysis: Analysis,
     steps: Sequence[Step],
-    again: set[Value],
-    kept: Collection[Value],
+    chosen: Chosen,
     copied: set[Op],
+    in_loop: bool,
     kinds: Mapping[Value, str],
 ) -> Iterator[int]:
     """Yields groups of steps, as bit masks: recomputed steps and the steps that need them.
@@ -231,7 +254,9 @@ def _groups(
     matmul's float32 result, or at a linear function of it, because its cotangent is rounded to half
     at the matmul.
     """
+    again, kept = chosen
     place = {v: i for i, step in enumerate(steps) for v in step.outs}
+    there = {*place, *_kept_as_stored(analysis, steps, again)}
     first: dict[Value, int] = {}  # the first of the steps that share a kept value
     pairs: list[tuple[int, int]] = []
     worth: set[int] = set()
@@ -260,13 +285,17 @@ def _groups(
                 for v in step.outs
                 if analysis.stored[v].dtype == FLOAT32 and v not in analysis.small
             )
-        for v in wanted.union(needs(analysis, step)):
+        for v in wanted.union(needs(analysis, step)) - analysis.once:
             if v in place and v not in kept and _runs_again(analysis, steps[place[v]]):
-                if steps[place[v]] not in copied and not made_where_read(analysis, steps[place[v]]):
+                if steps[place[v]] in copied and in_loop:
+                    pairs.append((i, i))
+                    worth.add(i)  # else a view of a parameter would be written to a stack
+                elif not (steps[place[v]] in copied or made_where_read(analysis, steps[place[v]])):
                     pairs.append((place[v], i))
             elif (
                 isinstance(step, Op)
                 and v.is_f32
+                and v in there
                 and analysis.choices[step].compute not in (None, analysis.stored[v].dtype)
             ):
                 widened = analysis.stored[v].dtype in HALVES and step.spec.cost != rules.NEVER
@@ -280,6 +309,21 @@ def _groups(
 def _is_linear(analysis: Analysis, step: Op) -> bool:
     """Returns whether the derivative of an op reads no float that changes."""
     return not any(v.is_f32 and v.const is None for v in needs(analysis, step))
+
+
+def _kept_as_stored(
+    analysis: Analysis, steps: Sequence[Step], again: set[Value]
+) -> Iterator[Value]:
+    """Yields the values that are in memory anyway, or that the backward pass reads as stored.
+
+    What comes into a loop, from outside or from the iteration before, is kept in 16 bits instead if
+    only operations in 16 bits need it.
+    """
+    for step in steps:
+        compute = analysis.choices[step].compute if isinstance(step, Op) else None
+        used = {*needs(analysis, step), *(step.ins if not again.isdisjoint(step.outs) else ())}
+        yield from (v for v in step.ins if analysis.is_raw(v))
+        yield from (v for v in used if compute in (None, analysis.stored[v].dtype))
 
 
 def _is_wide(analysis: Analysis, step: Step) -> bool:

@@ -114,7 +114,8 @@ def _run(op: Op, env: Env, dtype: Any, **params: Any) -> None:
 
 
 def _bind(op: Op, eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
-    with _jax.marked() if op.spec.need == rules.HALF else contextlib.nullcontext():
+    marked = op.spec.need == rules.HALF or rules.SCATTERS_BACK in op.spec.traits
+    with _jax.marked() if marked else contextlib.nullcontext():
         return _jax.bind(eqn, args, **params)
 
 

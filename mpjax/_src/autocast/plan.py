@@ -35,6 +35,7 @@ from mpjax._src.autocast.islands import groups, islands, leave_small
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.operations import run_block
 from mpjax._src.autocast.repeats import fold
+from mpjax._src.autocast.scans import recurrences
 from mpjax._src.autocast.schedule import in_order
 from mpjax._src.autocast.shifts import sum_at_once
 from mpjax._src.autocast.steps import (
@@ -47,7 +48,7 @@ from mpjax._src.autocast.steps import (
 )
 from mpjax._src.autocast.tables import Analysis, Choices, Marks, Rulings, Storage
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.base.higher_order import NONE, THEIRS, turns_of
+from mpjax._src.base.higher_order import NONE, SCAN, THEIRS, Inside, turns_of
 from mpjax._src.policy.policy import CHOICES, Policy
 from mpjax._src.program.graph import Block, Op, Value, build
 
@@ -145,7 +146,7 @@ def complete(
     """Makes all other decisions: `analyse`, and the values kept for a backward pass."""
     analysis = analyse(plan, in_dtypes, out_dtypes, linear)
     # A rule that computes tangents is transposed as it is, so no values are marked as kept.
-    by = WRITTEN if plan.as_written else FAST if linear else plan.policy.storage
+    by = WRITTEN if plan.as_written else TANGENTS if linear else plan.policy.storage
     named = (name for name in REPLACED if getattr(plan.policy, name) and not linear)
     analysis = store(plan.block, analysis, by, frozenset(named))
     returned = frozenset(v for v, want in analysis.wants.items() if want.returned)
@@ -185,9 +186,11 @@ def analyse(
 
 # ---- storage -------------------------------------------------------------------------------------
 
-# The goals of the choice: few bytes moved; few bytes kept; the peepholes alone, inside a checkpoint
-# of the user's; nothing, if there is no backward pass or the program runs as it was traced.
-FAST, LEAN, CODED, PEEPHOLES, WRITTEN = *CHOICES["storage"].values, "peepholes", "written"
+# The goals of the choice: few bytes moved; few bytes kept; few bytes moved by the tangents that a
+# rule computes; the peepholes alone, inside a checkpoint of the user's; nothing, if there is no
+# backward pass or the program runs as it was traced.
+FAST, LEAN, CODED = CHOICES["storage"].values
+TANGENTS, PEEPHOLES, WRITTEN = "tangents", "peepholes", "written"
 
 # The goals inside primitives with programs, where they differ from those around them.
 INSIDE = {THEIRS: PEEPHOLES, NONE: WRITTEN}
@@ -216,6 +219,7 @@ def store(block: Block, analysis: Analysis, by: str, replaced: Collection[str]) 
         choices=Choices(analysis.choices),
         stored=Storage(analysis.stored),
         marks=Marks(),
+        once=set(),
         steps={},
         kept=set(),
         codes={},
@@ -245,15 +249,18 @@ def _store(
                     for i, (v, index) in enumerate(zip(sub.program.invars, sub.ins, strict=True))
                     if op.ins[index] in alive and i not in changing
                 ]
-                goal = by if by == WRITTEN else INSIDE.get(op.inside.storage, by)
-                _store(sub.program, analysis, goal, {*inner}, replaced)
+                analysis.once.update(_once_inside(op, sub, analysis.once))
+                _store(sub.program, analysis, _goal_inside(op, by), {*inner}, replaced)
+        elif analysis.once:
+            reads = {v for v in op.ins if not v.constant}
+            analysis.once.update(op.outs if reads and reads <= analysis.once else ())
     flow = flow_of(block, analysis)
     linked, stands_for = chains.links(flow), analysis.marks.stands_for
     chosen = FINDERS[by](flow, replaced, linked)
     chosen = [leave_small(i, flow) if isinstance(i, Recomputed) else i for i in chosen]
     taken = {op for island in chosen for op in island.ops}
     links = [*groups(flow, taken, lambda op: stands_for.get(op, op) in linked)]
-    more = chains.islands(links, flow) if by in (FAST, PEEPHOLES) else []
+    more = chains.islands(links, flow) if by in (FAST, TANGENTS, PEEPHOLES) else []
     # If islands depend on each other in a cycle, none is used.
     attempts = (_in_steps(flow.ops, together) for together in ([*chosen, *more], chosen))
     steps: Sequence[Step] = next(filter(None, attempts), flow.ops)
@@ -265,10 +272,28 @@ def _store(
             chains.unrounded(step.ops, flow, differentiated=False)
     if by in (LEAN, CODED):
         kinds = coding.kinds(analysis, steps) if by == CODED else {}
-        steps, kept = checkpoints(analysis, steps, block.outvars, alive, kinds)
+        steps, kept = checkpoints(analysis, steps, block, alive, kinds)
         analysis.kept.update(kept)
         analysis.codes.update({v: kinds[v] for v in kept if v in kinds})
     analysis.steps[block] = tuple(steps)
+
+
+def _goal_inside(op: Op, by: str) -> str:
+    """Returns the goal inside an op with programs, given that around it.
+
+    A loop writes what derivatives read to stacks, one entry in each iteration, and reads it from
+    there. So in a loop the fewest bytes kept are the fewest moved as well.
+    """
+    if by == FAST and op.inside.kind == SCAN:
+        return LEAN
+    return by if by == WRITTEN else INSIDE.get(op.inside.storage, by)
+
+
+def _once_inside(op: Op, sub: Inside, once: Collection[Value]) -> Iterator[Value]:
+    """Yields the arguments of a program inside an op that are the same in all iterations."""
+    for place, (value, index) in enumerate(zip(sub.program.invars, sub.ins, strict=True)):
+        if place < sub.consts if op.inside.kind == SCAN else op.ins[index] in once:
+            yield value
 
 
 def _in_steps(ops: Sequence[Op], islands: Sequence[Island]) -> list[Step] | None:
@@ -284,6 +309,7 @@ def _in_steps(ops: Sequence[Op], islands: Sequence[Island]) -> list[Step] | None
 def _special(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> list[Island]:
     """Returns the islands whose derivative is cheaper than the one that JAX derives."""
     special: list[Island] = [*cross_entropies.by_blocks(flow)] if "chunked_loss" in replaced else []
+    special += recurrences(flow)
     taken = {op for island in special for op in island.ops}
     special += [i for i in peepholes.softmaxes(flow) if taken.isdisjoint(i.ops)]
     if "fused_attention" in replaced:
@@ -328,6 +354,7 @@ FINDERS: dict[str, Callable[[Flow, Collection[str], Collection[Op]], list[Island
     FAST: _fewest_moved,
     LEAN: _fewest_kept,
     CODED: _fewest_coded,
+    TANGENTS: _fewest_moved,
     PEEPHOLES: _special,
     WRITTEN: lambda flow, replaced, links: [],
 }

@@ -426,6 +426,30 @@ class ChunkedLoss(Island):
         return [written.run(self.written, arrays)]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recurrence(Island):
+    """A linear recurrence, whose derivative is one in the other direction.
+
+    Attributes:
+        axis: The axis along which it runs.
+    """
+
+    axis: int
+
+    @property
+    def needs(self) -> Iterator[Value]:
+        yield from (self.ins[0], *self.outs)
+
+    def operands(self, env: Env) -> list[Any]:
+        return [env.read(v, FLOAT32) for v in self.ins]
+
+    def results(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
+        (result,) = self.outs
+        in_half = result in self.body.in_half or env.stored[result].dtype in HALVES
+        a, b = arrays
+        return [derivatives.recurrence(a, b, self.axis, self.body.half if in_half else None)]
+
+
 # ---- what derivatives read ----------------------------------------------------------------------
 
 
@@ -481,12 +505,26 @@ class Checkpoint:
 
     def run(self, env: Env) -> None:
         """Runs the steps under a checkpoint."""
-        stored, tree = jax.tree.flatten([env.as_stored(value) for value in self.ins])
+        stored, tree = jax.tree.flatten([self._taken(value, env) for value in self.ins])
         inner = functools.partial(env.inside, env.depth)
         steps = functools.partial(run_steps, self.steps, self.outs)
         run, trees = as_function(self.ins, self.outs, tree, inner, Env.as_stored, steps)
         results = derivatives.kept_alone(lambda stored: run(*stored), stored, not env.in_loop)
         hand_out(self.outs, jax.tree.unflatten(trees[0], results), self.steps, env)
+
+    def _taken(self, value: Value, env: Env) -> tuple[list[Any], list[Any]]:
+        """Returns the arrays of a value that flows in, for `Env.hold`.
+
+        A 16-bit copy of a loop's constant is one of them: it is made once, before the loop. If
+        several operations read it, each makes its own, so that cotangents are summed in float32.
+        """
+        arrays, exact = env.as_stored(value)
+        if value in env.settings.analysis.once and value.is_f32:
+            reads = [env.choices[op].compute for op in self.ops if value in op.ins]
+            copies = [env.read(value, dtype) for dtype in reads if dtype in HALVES]
+            if len(reads) == 1 and arrays[0].dtype == FLOAT32:
+                arrays = [*arrays, *copies]
+        return arrays, exact
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -428,6 +428,7 @@ class Analysis:
         choices: The dtype of each operation: by `decide`. `store` leaves more of them in float32.
         stored: How each value is stored: by `decide`, and by `store` likewise.
         marks: By `store`.
+        once: In loops, the values that are the same in all iterations: by `store`.
         steps: The steps that run each block, in order: by `store`.
         kept: The values that `storage=lean` and `storage=8bit` keep for the backward pass, which
             computes those around them again.
@@ -443,6 +444,7 @@ class Analysis:
     choices: Choices = dataclasses.field(default_factory=Choices)
     stored: Storage = dataclasses.field(default_factory=Storage)
     marks: Marks = dataclasses.field(default_factory=Marks)
+    once: set[Value] = dataclasses.field(default_factory=set)
     steps: dict[Block, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     kept: set[Value] = dataclasses.field(default_factory=set)
     codes: dict[Value, str] = dataclasses.field(default_factory=dict)

@@ -58,6 +58,7 @@ REDUCES = "reduces"  # makes a small result from large operands
 NO_HALF_FORM = "no half form"  # compilers cannot run it in half, even if a list or region asks
 HAS_WIDE_FORM = "has wide form"  # can return its float32 accumulator, on any hardware
 SUMS_BACK = "sums back"  # a linear move whose transpose is a sum
+SCATTERS_BACK = "scatters back"  # a move whose transpose adds to zeros, at selected entries
 FROM_BITS = "from bits"  # makes floats from bits or integers, which half cannot represent
 SAME_PARAMETER = "same parameter"  # path patterns of its operand apply to its result too
 SAME_CONSTANT = "same constant"  # turns a known constant into a known constant
@@ -268,7 +269,7 @@ row("all_gather_invariant all_gather_reduced all_to_all name pad ppermute stack"
 row("vary_unreduced_cast vary_unreduced_cast_p", MOVE, ONE, **HELD)
 row("cummax cummin pmax pmin", MOVE, ONE, **HELD, traits=(KINKED,))
 row("sort top_k", MOVE, ONE, **HELD, traits=(KINKED, RANKS))
-row("reduce_window_max reduce_window_min", MOVE, ONE, traits=(KINKED,))
+row("reduce_window_max reduce_window_min", MOVE, ONE, traits=(SCATTERS_BACK, KINKED))
 
 # ---- no float results, or no float operands -----------------------------------------------------
 
@@ -364,12 +365,13 @@ CHOICES: dict[str, Any] = {
     "steady": (True, False),
     "cost": (FUSED, DEAR, NEVER),
     "traits": (
-        *(REDUCES, NO_HALF_FORM, HAS_WIDE_FORM, SUMS_BACK, FROM_BITS, SAME_PARAMETER),
-        *(SAME_CONSTANT, FRESH, KINKED, PART, LOOKS_UP, STATE, CANCELS, POLE),
-        *(SUBTRACTS, JUMPS, RANKS, FLATTENS),
+        *(REDUCES, NO_HALF_FORM, HAS_WIDE_FORM, SUMS_BACK, SCATTERS_BACK, FROM_BITS),
+        *(SAME_PARAMETER, SAME_CONSTANT, FRESH, KINKED, PART, LOOKS_UP, STATE, CANCELS),
+        *(POLE, SUBTRACTS, JUMPS, RANKS, FLATTENS),
     ),
 }
 
-# The barriers that the rewrite inserts.
+# What the rewrite inserts.
 for _name in _jax.BARRIERS:
     row(_name, MOVE, ONE, **HELD)
+row("linear_recurrence", FULL, SUM, GROWS, saves=OPERANDS)

@@ -13,6 +13,7 @@ from mpjax._src.autocast.steps import (
     FusedAttention,
     Island,
     Recomputed,
+    Recurrence,
     Sloped,
     Step,
 )
@@ -160,6 +161,8 @@ def _of_island(island: Island, plan: Plan, rows: dict[Value, int]) -> str:
         return f"run by the fused attention of {island.fusion.kernel}, which keeps no weights"
     if isinstance(island, Attention):
         return f"its weights are kept in {half}; row sums come from the attention's output"
+    if isinstance(island, Recurrence):
+        return "its derivative is a recurrence in the other direction, which reads its result"
     if isinstance(island, Sloped):
         return f"its slope is kept in {half}"
     if not isinstance(island, Recomputed):

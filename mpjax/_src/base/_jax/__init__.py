@@ -7,6 +7,7 @@ that is made here.
 from jax.extend.core import Literal
 
 from mpjax._src.base._jax import cpu_convolutions as cpu_convolutions  # their lowering
+from mpjax._src.base._jax import pools as pools  # likewise
 from mpjax._src.base._jax.aot import as_if_on_gpu, compile_only
 from mpjax._src.base._jax.barriers import (
     BARRIERS,
@@ -55,6 +56,7 @@ from mpjax._src.base._jax.programs import (
     tracing_key,
     typed_as,
 )
+from mpjax._src.base._jax.recurrences import drive, recurrence, scanned
 from mpjax._src.base._jax.rules import (
     custom_jvp_rule,
     custom_vjp_rules,
@@ -111,6 +113,7 @@ __all__ = (
     "custom_jvp_rule",
     "custom_vjp_rules",
     "default_precision",
+    "drive",
     "equation_key",
     "eval_closed",
     "gpu_barrier",
@@ -145,8 +148,10 @@ __all__ = (
     "placed_freely",
     "primitive_names",
     "programs_in",
+    "recurrence",
     "retyped",
     "scan_counts",
+    "scanned",
     "scope_names",
     "shard_map",
     "shard_shape",

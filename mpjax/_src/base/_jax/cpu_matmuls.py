@@ -34,10 +34,10 @@ SMALLEST = 8  # XLA:CPU calls no kernel if rows, columns and products in a sum a
 
 
 def marked() -> Any:
-    """Returns a context in which matmuls are marked as made by autocast.
+    """Returns a context in which matmuls and max pools are marked as made by autocast.
 
-    The mark is metadata that no compiler reads. Unlike the name of a scope, it is on the matmuls of
-    the transposed program too.
+    The mark is metadata that no compiler reads. Unlike the name of a scope, it is on the operations
+    of the transposed program too.
     """
     return set_xla_metadata(**{MARK: 1})
 
@@ -88,7 +88,7 @@ def _lowering(own: Any) -> Any:
 
 
 def is_marked(ctx: Any) -> bool:
-    """Returns whether autocast made the matmul that is lowered."""
+    """Returns whether autocast made the operation that is lowered."""
     metadata = ctx.jaxpr_eqn_ctx and ctx.jaxpr_eqn_ctx.xla_metadata
     return bool(metadata) and MARK in metadata
 

@@ -1,0 +1,94 @@
+"""Linear recurrences ``h[t] = a[t] h[t-1] + b[t]`` whose derivatives are recurrences as well.
+
+The tangent of ``h`` obeys the same recurrence, driven by ``da[t] h[t-1] + db[t]``. Its transpose is
+the recurrence in the other direction, with the factors of the next element: ``g[t] = a[t+1] g[t+1]
++ ct[t]``. So the backward pass reads ``a`` and ``h``, and none of the levels of the associative
+scan that computes them (Martin and Cundy, Parallelizing linear recurrent neural nets over sequence
+length, 2018).
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from mpjax._src.base._jax.rules import zero_tangent
+
+
+def recurrence(a: Any, b: Any, axis: int) -> Any:
+    """Returns ``h`` with ``h[t] = a[t] h[t-1] + b[t]`` along an axis, and ``h[0] = b[0]``.
+
+    Args:
+        a: The factors.
+        b: What is added. It has the type of ``a``.
+        axis: The axis.
+    """
+    return recurrence_p.bind(a, b, axis=axis, reverse=False)
+
+
+def scanned(a: Any, b: Any, *, axis: int, reverse: bool = False) -> Any:
+    """Returns a linear recurrence as an associative scan."""
+    return jax.lax.associative_scan(_then, (a, b), axis=axis, reverse=reverse)[1]
+
+
+def _then(first: Any, second: Any) -> Any:
+    """Composes two affine maps."""
+    return first[0] * second[0], second[0] * first[1] + second[1]
+
+
+def _moved(x: Any, axis: int, later: bool) -> Any:
+    """Returns an array moved by one element along an axis, to later ones or to earlier ones."""
+    size = x.shape[axis]
+    rest = jax.lax.slice_in_dim(x, 0 if later else 1, size - later, axis=axis)
+    zero = jax.lax.full_like(jax.lax.slice_in_dim(x, 0, 1, axis=axis), 0)
+    return jax.lax.concatenate([zero, rest] if later else [rest, zero], axis)
+
+
+def drive(tangents: Any, h: Any, axis: int, reverse: bool = False) -> Any:
+    """Returns what drives the tangent of a recurrence ``h``.
+
+    Args:
+        tangents: The tangents of ``a`` and ``b``; None for one that is zero, but not for both.
+        h: The recurrence.
+        axis: Its axis.
+        reverse: Whether it runs from the last element to the first.
+    """
+    da, db = tangents
+    terms = [] if da is None else [da * _moved(h, axis, later=not reverse)]
+    return functools.reduce(jax.lax.add, terms if db is None else [*terms, db])
+
+
+def _jvp(primals: Any, tangents: Any, *, axis: int, reverse: bool) -> Any:
+    h = recurrence_p.bind(*primals, axis=axis, reverse=reverse)
+    moving = [None if isinstance(t, ad.Zero) else t for t in tangents]
+    if moving == [None, None]:
+        return h, zero_tangent(h)
+    driven = drive(moving, h, axis, reverse)
+    return h, recurrence_p.bind(primals[0], driven, axis=axis, reverse=reverse)
+
+
+def _transpose(ct: Any, a: Any, b: Any, *, axis: int, reverse: bool) -> Any:
+    if isinstance(ct, ad.Zero):
+        return None, ad.Zero(b.aval)
+    following = _moved(a, axis, later=reverse)
+    return None, recurrence_p.bind(following, ct, axis=axis, reverse=not reverse)
+
+
+def _batch(args: Any, dims: Any, *, axis: int, reverse: bool) -> Any:
+    (size,) = {x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None}
+    a, b = (
+        jax.numpy.broadcast_to(x, (size, *x.shape)) if d is None else jax.numpy.moveaxis(x, d, 0)
+        for x, d in zip(args, dims, strict=True)
+    )
+    return recurrence_p.bind(a, b, axis=axis + 1, reverse=reverse), 0
+
+
+recurrence_p = Primitive("linear_recurrence")
+recurrence_p.def_impl(jax.jit(scanned, static_argnames=("axis", "reverse")))
+recurrence_p.def_abstract_eval(lambda a, b, **_: b)
+mlir.register_lowering(recurrence_p, mlir.lower_fun(scanned, multiple_results=False))
+ad.primitive_jvps[recurrence_p] = _jvp
+ad.primitive_transposes[recurrence_p] = _transpose
+batching.primitive_batchers[recurrence_p] = _batch
