@@ -15,6 +15,10 @@ CARD_FIELDS = (
     *("shared_memory_per_block_optin", "l2_cache_size", "clock_rate_ghz"),
 )
 
+# PCI Express of 16 lanes, in bytes per second in each direction, by the major compute capability:
+# generations 3, 4, 5 and 6 (NVIDIA's datasheets give the sum of both directions).
+PCIE = {"7": 16e9, "8": 32e9, "9": 64e9, "10": 128e9}
+
 GPUS = {name: card.sheet for name, card in CARDS.items() if card.sheet}
 TPU_CHIPS = {name: chip for name, chip in TPUS.items() if chip}
 
@@ -36,6 +40,7 @@ class Target:
         capability: NVIDIA's compute capability; "" for TPUs.
         memory: The memory of one device, in bytes.
         bandwidth: The bandwidth of that memory, in bytes per second.
+        link: The bandwidth of the link to the host in each direction, in bytes per second.
         peaks: The peak FLOP/s by dtype, of the matrix units if they support the dtype.
         topology: XLA's name of the topology.
         config: The text proto that XLA's GPU compiler needs; "" for TPUs.
@@ -50,6 +55,7 @@ class Target:
     capability: str
     memory: int
     bandwidth: float
+    link: float
     peaks: Peaks
     topology: str
     config: str
@@ -123,7 +129,7 @@ def _gpu(name: str) -> Target:
     device, memory, bandwidth, peaks, facts = GPUS[name]
     capability = CARDS[name].capability
     return Target(
-        *(name, "cuda", device, capability, memory, bandwidth),
+        *(name, "cuda", device, capability, memory, bandwidth, PCIE[capability.split(".")[0]]),
         {dtype: peak * 1e12 for dtype, peak in peaks.items()},
         "1x1x1",
         _config(device, capability, memory, bandwidth, dict(zip(CARD_FIELDS, facts, strict=True))),
@@ -133,12 +139,12 @@ def _gpu(name: str) -> Target:
 
 
 def _tpu(name: str) -> Target:
-    axes, memory, bandwidth, half, byte = TPU_CHIPS[name]
+    axes, memory, bandwidth, half, byte, link = TPU_CHIPS[name]
     # The matrix unit takes bfloat16: float32 is 6 passes of it, or 3 at precision="high".
     peaks = {"bf16": half * 1e12, "f32": half * 1e12 / 6, "s8": byte * 1e12}
     topology = f"{name}:{_torus(1, axes)}"
     return Target(
-        name, "tpu", f"TPU {name}", "", memory, bandwidth, peaks, topology, "", 0.05, name
+        name, "tpu", f"TPU {name}", "", memory, bandwidth, link, peaks, topology, "", 0.05, name
     )
 
 
