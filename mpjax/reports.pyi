@@ -4,6 +4,7 @@ from ._src.base.devices import DeviceFacts
 from ._src.hardware.batch_size import BatchTry, LargestBatch
 from ._src.hardware.collectives import CollectiveRow
 from ._src.hardware.devices import DeviceReport
+from ._src.hardware.fit import FitTry, MemoryFit
 from ._src.hardware.memory import MemoryRow
 from ._src.hardware.report import CompileReport, MatmulRow
 from ._src.instruments.agreement import Agreement, Parting
@@ -28,11 +29,13 @@ __all__ = [
     "DeviceFacts",
     "DeviceReport",
     "Finding",
+    "FitTry",
     "GradientHistogram",
     "LargestBatch",
     "LintReport",
     "LossScaleAdvice",
     "MatmulRow",
+    "MemoryFit",
     "MemoryRow",
     "NonfiniteReport",
     "Overflow",

@@ -105,6 +105,38 @@ def plot_agreement(report: Any, path: str | Path | None = None) -> Any:
     return _saved(figure, path)
 
 
+def plot_fit(fit: Any, path: str | Path | None = None) -> Any:
+    """Plots a `MemoryFit`."""
+    figure = _figure_class()(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    shown = [t for t in fit.tries if not (t.refused or t.same_as)]
+    for name, marker, color in ((False, "o", "tab:blue"), (True, "s", "tab:orange")):
+        some = [_place(t) for t in shown if bool(t.checkpoint) == name]
+        label = "jax.checkpoint" if name else "settings of the policy"
+        if some:
+            axes.scatter(*zip(*some, strict=True), marker=marker, color=color, label=label)
+    front = sorted(_place(t) for t in shown if t.frontier)
+    if front:
+        drawn = {"where": "post", "color": "grey", "lw": 1, "zorder": 0, "label": "frontier"}
+        axes.step(*zip(*front, strict=True), **drawn)
+    for each in shown:
+        name = each.setting.removeprefix("jax.checkpoint, ")
+        offset = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": "x-small"}
+        axes.annotate(name, _place(each), **offset)
+    room = fit.available_bytes / 2**30
+    axes.axhline(room, color="tab:red", lw=1, ls="--", label=f"available on {fit.target}")
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.25)
+    axes.set_xlabel("roofline, ms")
+    axes.set_ylabel("memory, GiB")
+    figure.legend(fontsize="small", ncols=4, loc="outside upper center")
+    return _saved(figure, path)
+
+
+def _place(one: Any) -> tuple[float, float]:
+    return one.roofline_ms, one.total_bytes / 2**30
+
+
 def plot_precision(reports: Sequence[Any], path: str | Path | None = None) -> Any:
     """Plots the `PrecisionReport` of each sampled step of a run, in order."""
     if not reports or not all(report.steps for report in reports):

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from typing import Any
 
 from mpjax._src.base.devices import CARDS, GIB, KINDS, TPUS, Named, Peaks, named
 from mpjax._src.base.errors import brief, did_you_mean
@@ -115,6 +116,19 @@ def _alike(asked: Named) -> str:
         "the same kind of cores" if same else f"the nearest cores, of {CARDS[like[0]].capability}"
     )
     return f" {' and '.join(like)} {'has' if len(like) == 1 else 'have'} {kind}."
+
+
+def checked_reserve(target: Target, reserve: Any) -> float:
+    """Returns the share of the memory to keep free; None stands for the target's default."""
+    share = target.reserve if reserve is None else reserve
+    legal = isinstance(share, int | float) and not isinstance(share, bool)
+    if not legal or not 0 <= share < 1:
+        raise ValueError(
+            f"reserve={brief(share)} must be a share of the device's memory, from 0 to less "
+            f"than 1, or None for the default: {1 - GPU_PREALLOCATED:g} on GPUs, which JAX keeps "
+            "free, and 0.05 on TPUs."
+        )
+    return share
 
 
 def size(count: float) -> str:
