@@ -226,6 +226,8 @@ class Compiled(mpjax.reports.CompileReport):
             collectives=(),
             compute_ms=math.inf,
             memory_ms=12.3456,
+            host_bytes=0.0,
+            host_ms=0.0,
             notes=("datasheet peaks",),
             xla_costs={},
             hlo="",

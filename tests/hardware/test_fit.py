@@ -42,10 +42,11 @@ def fitted(figures, available, every=False, beside=()):
         return found and program(*found)
 
     trials = fit.Trials(compile_setting, available * MIB)
-    everything = [*LADDER, *beside]
-    trials.search(LADDER, everything, every)
+    every = every or not trials.climb(LADDER)
+    if every:
+        trials.all_of([*LADDER, *beside])
     assert len(set(compiled)) == len(compiled)
-    return trials.result(H100, 0.25, len(everything)), compiled
+    return trials.result(H100, 0.25, every), compiled
 
 
 FALLING = {name: (100 - 10 * i, 10.0 + i) for i, name in enumerate(NAMES)}  # 100 to 60 MiB
@@ -59,7 +60,7 @@ def test_fit_memory_finds_the_first_that_fits_with_few_programs(available, name,
     found, compiled = fitted(FALLING, available)
     assert found.fits and found.setting == name and len(compiled) == count
     assert found.report.total_bytes == FALLING[name][0] * MIB <= found.available_bytes
-    assert found.left == len(NAMES) - count
+    assert not found.every and "every=True" in str(found)
     assert found.policy == "mixed_bfloat16" and found.checkpoint == ""
 
 
@@ -82,7 +83,7 @@ def test_fit_memory_tries_all_if_the_ladder_does_not_fit():
     beside = [ladder.Setting("wrapped", BASE, "nothing_saveable")]
     figures = FALLING | {"third": (40, 12.0), "wrapped": (30, 20.0)}
     found, compiled = fitted(figures, 50, beside=beside)
-    assert set(compiled) == {*NAMES, "wrapped"} and found.left == 0
+    assert set(compiled) == {*NAMES, "wrapped"} and found.every
     assert found.setting == "third"
     found, _ = fitted(figures, 35, beside=beside)
     assert (found.setting, found.checkpoint) == ("wrapped", "nothing_saveable")
@@ -100,7 +101,7 @@ def test_fit_memory_says_what_the_smallest_setting_lacks():
 def test_fit_memory_compiles_every_setting_for_the_frontier():
     figures = FALLING | {"second": (100, 9.0), "fourth": (85, 30.0)}
     found, compiled = fitted(figures, 200, every=True)
-    assert compiled == [*NAMES] and found.left == 0
+    assert compiled == [*NAMES] and found.every and "every=True" not in str(found)
     frontier = {t.setting for t in found.tries if t.frontier}
     assert frontier == {"second", "third", "fifth"}  # the first is slower, the fourth larger
     assert [row[0] for row in found.document().tables[0].rows] == [
@@ -111,14 +112,14 @@ def test_fit_memory_compiles_every_setting_for_the_frontier():
 def test_fit_memory_names_the_same_program_once():
     first = program(10, 1.0)
     trials = fit.Trials(lambda s: first if s.name != "third" else program(5, 2.0), 20 * MIB)
-    trials.search(LADDER, LADDER, every=True)
-    found = trials.result(H100, 0.25, len(LADDER))
+    trials.all_of(LADDER)
+    found = trials.result(H100, 0.25, True)
     assert [t.same_as for t in found.tries] == ["", "first", "", "first", "first"]
     assert [t.frontier for t in found.tries] == [True, False, True, False, False]
     assert "All settings give the same program" not in str(found)
     alike = fit.Trials(lambda s: first, 20 * MIB)
-    alike.search(LADDER, LADDER, every=True)
-    assert "All settings give the same program" in str(alike.result(H100, 0.25, 5))
+    alike.all_of(LADDER)
+    assert "All settings give the same program" in str(alike.result(H100, 0.25, True))
 
 
 def test_fit_memory_leaves_out_what_a_compiler_refuses():
@@ -249,6 +250,8 @@ def test_the_ladder_of_a_step_leaves_out_what_does_not_change_it():
     found = steps(make_step).ladder(BASE, args)
     assert found[0].name == ladder.AS_GIVEN and len(found) > 1
     assert not any(setting.policy.fused_attention for setting in found)  # there is no attention
+    beside = steps(make_step).beside(BASE, args)
+    assert {s.name for s in beside} == {s.name for s in found[1:]}
     assert [s.name for s in steps(lambda policy: loss_fn).ladder(BASE, args)] == [ladder.AS_GIVEN]
 
 

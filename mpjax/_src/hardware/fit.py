@@ -97,7 +97,7 @@ class MemoryFit(Report):
         available_bytes: The same without the reserve.
         reserve: The share of the memory that is kept free, from 0 to 1.
         tries: All settings that were compiled, in order.
-        left: The number of settings that were not compiled.
+        every: Whether all settings were compiled.
         rows: The size of the batch, if nothing fits and the size is known; else None.
         fitting_rows: Of these, the number with which the smallest setting fits, in steps of a
             sixteenth; 0 if it fits with none, and None if that was not looked for.
@@ -112,7 +112,7 @@ class MemoryFit(Report):
     available_bytes: int
     reserve: float
     tries: tuple[FitTry, ...]
-    left: int = 0
+    every: bool
     rows: int | None = None
     fitting_rows: int | None = None
 
@@ -182,8 +182,8 @@ class MemoryFit(Report):
                 "All settings give the same program: make_step does not use its policy, or nothing "
                 "that the step differentiates runs under autocast."
             )
-        if self.left:
-            yield f"Settings that were not compiled: {self.left}. every=True compiles them too."
+        if not self.every:
+            yield "Not all settings were compiled: every=True shows the whole frontier."
         yield from (f"{t.setting}: {t.refused}" for t in self.tries if t.refused)
 
 
@@ -261,13 +261,14 @@ def fit_memory(
     available = int(accelerator.memory * (1 - reserve))
     with progress_bar(progress, f"fit {accelerator.name}", TRY):
         ladder = steps.ladder(base, args)
-        beside = [*each_alone(base), *(checkpoints(base) if steps.wraps else ())]
-        everything = [*dict.fromkeys([*ladder, *beside])]
         trials = Trials(lambda setting: steps.compiled(setting, args), available)
-        smallest = trials.search(ladder, everything, every)
-        found = trials.result(accelerator, reserve, len(everything))
+        every = every or not trials.climb(ladder)
+        if every:  # the last setting of the ladder need not be the smallest of all
+            trials.all_of([*ladder, *steps.beside(base, args)])
+        found = trials.result(accelerator, reserve, every)
         if found.fits:
             return found
+        smallest = trials.smallest() or ladder[-1]
         return _with_rows(found, args, lambda cut: steps.compiled(smallest, cut))
 
 
@@ -279,11 +280,19 @@ def checked_policy(policy: Any) -> Policy:
     base = get_policy(policy)
     if base.casting != "op":
         raise ValueError(
-            f"policy={brief(policy)} casts at the boundary of the function, and the settings that "
-            "save memory are those of op-level casting. Use 'mixed_bfloat16', 'mixed_float16' or "
-            "an O2 policy, or add casting=op."
+            f"policy={brief(str(policy))} casts at the boundary of the function, and the settings "
+            "that save memory are those of op-level casting. Use 'mixed_bfloat16', 'mixed_float16' "
+            "or an O2 policy, or add casting=op."
         )
     return base
+
+
+def takes_checkpoint(make_step: Callable[..., Any]) -> bool:
+    """Returns whether a function has a parameter ``checkpoint``."""
+    try:
+        return "checkpoint" in inspect.signature(make_step).parameters
+    except (TypeError, ValueError):  # builtins have no signature
+        return False
 
 
 class Steps:
@@ -294,17 +303,19 @@ class Steps:
     ):
         self.target, self.make_step = target, make_step
         self.timeout, self.options = timeout, options
-        self.wraps = "checkpoint" in _parameters(make_step)
+        self.wraps = takes_checkpoint(make_step)
         self._compiled: dict[str, CompileReport | None] = {}
 
     def ladder(self, policy: Policy, args: Sequence[Any]) -> list[Setting]:
         """Returns the ladder of a policy, without settings that do not change the program."""
 
-        @functools.cache
-        def text(setting: Setting) -> str:
-            return _text(self._lowered(setting, args))
+        return rungs(policy, self._differ(args))
 
-        return rungs(policy, lambda before, after: text(before) != text(after))
+    def beside(self, policy: Policy, args: Sequence[Any]) -> list[Setting]:
+        """Returns the settings that are not on the ladder: each alone, and ``jax.checkpoint``."""
+        differ, given = self._differ(args), rungs(policy)[0]
+        alone = [setting for setting in each_alone(policy) if differ(given, setting)]
+        return [*alone, *(checkpoints(policy) if self.wraps else ())]
 
     def compiled(self, setting: Setting, args: Sequence[Any]) -> CompileReport | None:
         """Returns the report, or None if the compiler refused the program as too large."""
@@ -315,6 +326,15 @@ class Steps:
             self._compiled[text] = self._report(program)
             advance(TRY)
         return self._compiled[text]
+
+    def _differ(self, args: Sequence[Any]) -> Callable[[Setting, Setting], bool]:
+        """Returns whether two settings give two programs."""
+
+        @functools.cache
+        def text(setting: Setting) -> str:
+            return _text(self._lowered(setting, args))
+
+        return lambda one, other: text(one) != text(other)
 
     def _lowered(self, setting: Setting, args: Sequence[Any]) -> Program:
         advance(TRY, f"tracing {setting.name}", by=0)
@@ -350,15 +370,10 @@ class Trials:
         self.tries: dict[Setting, FitTry] = {}
         self.reports: dict[Setting, CompileReport | None] = {}
 
-    def search(
-        self, ladder: Sequence[Setting], everything: Sequence[Setting], every: bool
-    ) -> Setting:
-        """Compiles what tells the fastest setting that fits; returns the smallest one."""
-        if every or not self.climb(ladder):
-            # If none of the ladder fits: its last setting need not be the smallest of all.
-            for setting in everything:
-                self.measure(setting)
-        return self.smallest() or ladder[-1]
+    def all_of(self, settings: Iterable[Setting]) -> None:
+        """Compiles settings."""
+        for setting in settings:
+            self.measure(setting)
 
     def climb(self, ladder: Sequence[Setting]) -> bool:
         """Finds the first setting that fits by bisection; returns whether there is one.
@@ -421,8 +436,8 @@ class Trials:
         sizes = {s: t.total_bytes for s, t in self.tries.items() if t.total_bytes is not None}
         return min(sizes, key=lambda s: sizes[s], default=None)
 
-    def result(self, target: Target, reserve: float, count: int) -> MemoryFit:
-        """Returns the report on all that was compiled, of ``count`` settings."""
+    def result(self, target: Target, reserve: float, every: bool) -> MemoryFit:
+        """Returns the report on all that was compiled."""
         best = self.best()
         told = best or self.smallest()
         return MemoryFit(
@@ -435,7 +450,7 @@ class Trials:
             available_bytes=self.available,
             reserve=reserve,
             tries=tuple(with_frontier([*self.tries.values()])),
-            left=count - len(self.tries),
+            every=every,
         )
 
 
@@ -468,13 +483,6 @@ def _cells(one: FitTry) -> tuple[str, ...]:
         return (one.setting, "-", "NO", "-", "-", one.remark)
     fits, moved = "yes" if one.fits else "NO", f"{one.bytes_accessed / 1e9:.4g}"
     return (one.setting, size(one.total_bytes), fits, f"{one.roofline_ms:.4g}", moved, one.remark)
-
-
-def _parameters(fun: Callable[..., Any]) -> Mapping[str, Any]:
-    try:
-        return inspect.signature(fun).parameters
-    except (TypeError, ValueError):  # builtins have no signature
-        return {}
 
 
 def _with_rows(
