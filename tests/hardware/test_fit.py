@@ -236,7 +236,7 @@ def test_fit_memory_hands_a_checkpoint_to_functions_that_take_one():
         taken.append(checkpoint(loss_fn))
         return jnp.sin
 
-    (wrapped,) = (s for s in ladder.checkpoints(BASE) if s.keeping == "nothing_saveable")
+    wrapped = next(s for s in ladder.checkpoints(LADDER) if s.keeping == "nothing_saveable")
     taking = steps(make_step)
     assert taking.wraps and not steps(STEP).wraps and not steps(print).wraps
     taking._step(LADDER[0])
@@ -250,7 +250,7 @@ def test_the_ladder_of_a_step_leaves_out_what_does_not_change_it():
     found = steps(make_step).ladder(BASE, args)
     assert found[0].name == ladder.AS_GIVEN and len(found) > 1
     assert not any(setting.policy.fused_attention for setting in found)  # there is no attention
-    beside = steps(make_step).beside(BASE, args)
+    beside = steps(make_step).beside(found, args)
     assert {s.name for s in beside} == {s.name for s in found[1:]}
     assert [s.name for s in steps(lambda policy: loss_fn).ladder(BASE, args)] == [ladder.AS_GIVEN]
 
@@ -260,10 +260,16 @@ def test_fit_memory_draws_its_frontier(tmp_path):
     figure = found.plot(tmp_path / "fit.png")
     assert (tmp_path / "fit.png").stat().st_size > 0
     (axes,) = figure.axes
-    assert {text.get_text() for text in axes.texts} == {"first", "third", "fourth", "fifth"}
-    (line,) = (line for line in axes.lines if line.get_label() == "frontier")
-    assert line.get_xydata()[:, 0].tolist() == [10.0, 13.0, 14.0]
-    assert math.isclose(axes.lines[-1].get_ydata()[0], 85 / 1024)
+    lines = {line.get_label(): line for line in axes.lines}
+    assert [*lines] == ["frontier", *("first", "fourth", "fifth", "third"), "available on h100"]
+    assert [text.get_text() for text in axes.texts] == ["1", "2", "3", "4"]
+    assert lines["frontier"].get_xydata()[:, 0].tolist() == [10.0, 13.0, 14.0]
+    assert math.isclose(lines["available on h100"].get_ydata()[0], 85 / 1024)
+    far = dataclasses.replace(found, available_bytes=2**40).plot().axes[0].lines
+    assert "available on h100" not in {line.get_label() for line in far}
+    none, _ = fitted(dict.fromkeys(NAMES), 100)
+    with pytest.raises(ValueError, match="fit has no settings that compile"):
+        none.plot()
 
 
 # ---- with the compilers ------------------------------------------------------------------------

@@ -52,12 +52,23 @@ def test_a_later_storage_replaces_an_earlier_one():
         assert mpjax.get_policy(str(setting.policy)) == setting.policy
 
 
-@pytest.mark.parametrize("setting", ladder.checkpoints(BASE), ids=lambda s: s.keeping)
+@pytest.mark.parametrize(
+    "setting", ladder.checkpoints(ladder.rungs(BASE)[:1]), ids=lambda s: s.keeping
+)
 def test_checkpoints_wrap_a_function(setting):
     loss = setting.checkpoint(lambda x: jnp.sum(jnp.sin(x @ x)))
     program = jax.make_jaxpr(jax.grad(loss))(jnp.ones((2, 2)))
     assert setting.policy == BASE and "remat" in str(program)
     assert str(program).count("dot_general") == 3 + (setting.keeping == "nothing_saveable")
+
+
+def test_checkpoints_are_tried_with_fused_attention_too():
+    found = ladder.checkpoints(ladder.rungs(BASE))
+    count = len(ladder.KEEPING)
+    assert len(found) == 2 * count and policies(found[:count]) == ["mixed_bfloat16"] * count
+    assert all(setting.policy.fused_attention for setting in found[count:])
+    assert all(setting.policy.storage == "fast" for setting in found)
+    assert found[-1].name.startswith("fused attention, ")
 
 
 def test_a_setting_without_a_checkpoint_leaves_a_function_as_it_is():

@@ -107,29 +107,26 @@ def plot_agreement(report: Any, path: str | Path | None = None) -> Any:
 
 def plot_fit(fit: Any, path: str | Path | None = None) -> Any:
     """Plots a `MemoryFit`."""
-    figure = _figure_class()(figsize=(8, 5), layout="constrained")
+    shown = [each for each in fit.tries if not (each.refused or each.same_as)]
+    if not shown:
+        raise ValueError("fit has no settings that compile, so there is nothing to plot.")
+    figure = _figure_class()(figsize=(10, 5), layout="constrained")
     axes = figure.add_subplot()
-    shown = [t for t in fit.tries if not (t.refused or t.same_as)]
-    for name, marker, color in ((False, "o", "tab:blue"), (True, "s", "tab:orange")):
-        some = [_place(t) for t in shown if bool(t.checkpoint) == name]
-        label = "jax.checkpoint" if name else "settings of the policy"
-        if some:
-            axes.scatter(*zip(*some, strict=True), marker=marker, color=color, label=label)
-    front = sorted(_place(t) for t in shown if t.frontier)
-    if front:
-        drawn = {"where": "post", "color": "grey", "lw": 1, "zorder": 0, "label": "frontier"}
-        axes.step(*zip(*front, strict=True), **drawn)
-    for each in shown:
-        name = each.setting.removeprefix("jax.checkpoint, ")
-        offset = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": "x-small"}
-        axes.annotate(name, _place(each), **offset)
-    room = fit.available_bytes / 2**30
-    axes.axhline(room, color="tab:red", lw=1, ls="--", label=f"available on {fit.target}")
-    axes.set_ylim(bottom=0)
-    axes.margins(x=0.25)
+    front = sorted(_place(each) for each in shown if each.frontier)
+    axes.step(*zip(*front, strict=True), where="post", color="grey", lw=1, label="frontier")
+    for number, each in enumerate(sorted(shown, key=_place), 1):
+        color = "tab:orange" if each.checkpoint else "tab:blue"
+        axes.scatter(*_place(each), s=30, color=color, zorder=3)
+        offset = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(str(number), _place(each), **offset, fontsize="small")
+        axes.plot([], [], " ", marker=f"${number}$", color=color, label=each.setting)
+    room, most = fit.available_bytes / 2**30, 1.2 * max(memory for _, memory in map(_place, shown))
+    if room < 2 * most:
+        axes.axhline(room, color="tab:red", lw=1, ls="--", label=f"available on {fit.target}")
+    axes.set_ylim(0, max(most, 1.1 * room if room < 2 * most else 0))
     axes.set_xlabel("roofline, ms")
     axes.set_ylabel("memory, GiB")
-    figure.legend(fontsize="small", ncols=4, loc="outside upper center")
+    figure.legend(fontsize="small", loc="outside right upper")
     return _saved(figure, path)
 
 

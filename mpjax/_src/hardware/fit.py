@@ -134,6 +134,7 @@ class MemoryFit(Report):
 
         Raises:
             ImportError: If matplotlib, which the extra ``plot`` installs, is missing.
+            ValueError: If no setting compiles.
         """
         return plot_fit(self, path)
 
@@ -264,7 +265,7 @@ def fit_memory(
         trials = Trials(lambda setting: steps.compiled(setting, args), available)
         every = every or not trials.climb(ladder)
         if every:  # the last setting of the ladder need not be the smallest of all
-            trials.all_of([*ladder, *steps.beside(base, args)])
+            trials.all_of([*ladder, *steps.beside(ladder, args)])
         found = trials.result(accelerator, reserve, every)
         if found.fits:
             return found
@@ -311,11 +312,11 @@ class Steps:
 
         return rungs(policy, self._differ(args))
 
-    def beside(self, policy: Policy, args: Sequence[Any]) -> list[Setting]:
-        """Returns the settings that are not on the ladder: each alone, and ``jax.checkpoint``."""
-        differ, given = self._differ(args), rungs(policy)[0]
-        alone = [setting for setting in each_alone(policy) if differ(given, setting)]
-        return [*alone, *(checkpoints(policy) if self.wraps else ())]
+    def beside(self, ladder: Sequence[Setting], args: Sequence[Any]) -> list[Setting]:
+        """Returns the settings that are not on a ladder: each alone, and ``jax.checkpoint``."""
+        differ, given = self._differ(args), ladder[0]
+        alone = [setting for setting in each_alone(given.policy) if differ(given, setting)]
+        return [*alone, *(checkpoints(ladder) if self.wraps else ())]
 
     def compiled(self, setting: Setting, args: Sequence[Any]) -> CompileReport | None:
         """Returns the report, or None if the compiler refused the program as too large."""

@@ -1,6 +1,6 @@
 """Ways to keep fewer bytes for the backward pass, as data: the settings that `fit_memory` tries."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -76,9 +76,17 @@ def each_alone(policy: Policy) -> list[Setting]:
     return [setting for setting in found if setting and setting.policy != policy]
 
 
-def checkpoints(policy: Policy) -> list[Setting]:
-    """Returns a policy with each ``jax.checkpoint``."""
-    return [Setting(f"jax.checkpoint, {name}", policy, name) for name in KEEPING]
+def checkpoints(ladder: Sequence[Setting]) -> list[Setting]:
+    """Returns each ``jax.checkpoint`` under the given policy, and under all but lower storage."""
+    given = ladder[0]
+    stored = [setting for setting in ladder if setting.policy.storage == given.policy.storage]
+    return [
+        Setting(
+            f"{'' if base == given else f'{base.name}, '}jax.checkpoint, {name}", base.policy, name
+        )
+        for base in dict.fromkeys((given, stored[-1]))
+        for name in KEEPING
+    ]
 
 
 # ---- inside --------------------------------------------------------------------------------------
