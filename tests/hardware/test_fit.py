@@ -255,6 +255,22 @@ def test_the_ladder_of_a_step_leaves_out_what_does_not_change_it():
     assert [s.name for s in steps(lambda policy: loss_fn).ladder(BASE, args)] == [ladder.AS_GIVEN]
 
 
+def test_the_ladder_keeps_a_setting_that_cannot_be_traced_for_the_table():
+    def make_step(policy):
+        if policy.storage == "lean":
+            raise NotImplementedError("not lean")
+        return jax.grad(mpjax.autocast(loss_fn, policy))
+
+    args = [shape(8, 4)], shape(2, 8)
+    making = steps(make_step)
+    found = making.ladder(BASE, args)
+    assert any(setting.policy.storage == "lean" for setting in found)
+    trials = fit.Trials(lambda setting: making._lowered(setting, args) and program(1, 1.0), MIB)
+    trials.all_of(found)
+    refused = {t.refused for t in trials.tries.values() if "storage=lean" in t.policy}
+    assert refused == {"NotImplementedError: not lean"}
+
+
 def test_fit_memory_draws_its_frontier(tmp_path):
     found, _ = fitted(FALLING | {"second": None, "third": (80, 30.0)}, 85, every=True)
     figure = found.plot(tmp_path / "fit.png")

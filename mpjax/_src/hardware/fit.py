@@ -1,7 +1,6 @@
 """`fit_memory`: the fastest setting with which a training step fits a device's memory."""
 
 import dataclasses
-import functools
 import inspect
 import math
 import time
@@ -184,7 +183,7 @@ class MemoryFit(Report):
                 "that the step differentiates runs under autocast."
             )
         if not self.every:
-            yield "Not all settings were compiled: every=True shows the whole frontier."
+            yield "Few settings were compiled. every=True, or --every, shows the whole frontier."
         yield from (f"{t.setting}: {t.refused}" for t in self.tries if t.refused)
 
 
@@ -305,41 +304,43 @@ class Steps:
         self.target, self.make_step = target, make_step
         self.timeout, self.options = timeout, options
         self.wraps = takes_checkpoint(make_step)
+        self._traced: dict[Setting, tuple[Sequence[Any], Program, str]] = {}
         self._compiled: dict[str, CompileReport | None] = {}
 
     def ladder(self, policy: Policy, args: Sequence[Any]) -> list[Setting]:
         """Returns the ladder of a policy, without settings that do not change the program."""
-
-        return rungs(policy, self._differ(args))
+        return rungs(policy, lambda one, other: self._differ(one, other, args))
 
     def beside(self, ladder: Sequence[Setting], args: Sequence[Any]) -> list[Setting]:
         """Returns the settings that are not on a ladder: each alone, and ``jax.checkpoint``."""
-        differ, given = self._differ(args), ladder[0]
-        alone = [setting for setting in each_alone(given.policy) if differ(given, setting)]
+        given = ladder[0]
+        alone = [s for s in each_alone(given.policy) if self._differ(given, s, args)]
         return [*alone, *(checkpoints(ladder) if self.wraps else ())]
 
     def compiled(self, setting: Setting, args: Sequence[Any]) -> CompileReport | None:
         """Returns the report, or None if the compiler refused the program as too large."""
-        program = self._lowered(setting, args)
-        text = _text(program)
+        program, text = self._lowered(setting, args)
         if text not in self._compiled:
             advance(TRY, f"compiling {setting.name}", by=0)
             self._compiled[text] = self._report(program)
             advance(TRY)
         return self._compiled[text]
 
-    def _differ(self, args: Sequence[Any]) -> Callable[[Setting, Setting], bool]:
-        """Returns whether two settings give two programs."""
+    def _differ(self, one: Setting, other: Setting, args: Sequence[Any]) -> bool:
+        """Returns whether two settings give two programs, or one of them, as a table says, none."""
+        try:
+            return self._lowered(one, args)[1] != self._lowered(other, args)[1]
+        except REFUSALS:
+            return True
 
-        @functools.cache
-        def text(setting: Setting) -> str:
-            return _text(self._lowered(setting, args))
-
-        return lambda one, other: text(one) != text(other)
-
-    def _lowered(self, setting: Setting, args: Sequence[Any]) -> Program:
-        advance(TRY, f"tracing {setting.name}", by=0)
-        return lower(self.target, self._step(setting), args)
+    def _lowered(self, setting: Setting, args: Sequence[Any]) -> tuple[Program, str]:
+        """Returns a program, and its text without lines of code, which caches of JAX change."""
+        known = self._traced.get(setting)
+        if known is None or known[0] is not args:
+            advance(TRY, f"tracing {setting.name}", by=0)
+            program = lower(self.target, self._step(setting), args)
+            known = self._traced[setting] = args, program, program.lowered.as_text()
+        return known[1:]
 
     def _report(self, program: Program) -> CompileReport | None:
         # A process for each program: a compiler that crashes must not take others with it.
@@ -507,11 +508,6 @@ def _with_rows(
     except REFUSALS:  # the length of the batch is written in the step
         return found
     return dataclasses.replace(found, rows=rows, fitting_rows=good * step)
-
-
-def _text(program: Program) -> str:
-    """Returns a program as text, without lines of code: what JAX has cached changes them."""
-    return program.lowered.as_text()
 
 
 def _rows(args: Sequence[Any]) -> int | None:
