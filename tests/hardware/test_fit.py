@@ -27,7 +27,7 @@ def program(mib, ms):
     found = report("h100")
     other = found.total_bytes - found.temp_bytes
     times = {"memory_ms": ms, "compute_ms": 0.0, "bytes_accessed": ms}
-    return dataclasses.replace(found, temp_bytes=mib * MIB - other, **times)
+    return dataclasses.replace(found, temp_bytes=int(mib * MIB) - other, **times)
 
 
 def fitted(figures, available, every=False, beside=()):
@@ -107,6 +107,12 @@ def test_fit_memory_compiles_every_setting_for_the_frontier():
     assert [row[0] for row in found.document().tables[0].rows] == [
         *("second", "first", "third", "fifth", "fourth")
     ]
+
+
+def test_a_tenth_of_a_percent_is_no_frontier():
+    figures = FALLING | {"second": (1000, 9.999), "third": (999.5, 12.0), "fifth": (69.95, 13.0)}
+    found, _ = fitted(figures | {"first": (1001, 10.0)}, 2000, every=True)
+    assert [t.frontier for t in found.tries] == [True, True, False, True, True]
 
 
 def test_fit_memory_names_the_same_program_once():

@@ -31,6 +31,8 @@ REFUSALS = (CompileError, NotImplementedError, TypeError, ValueError)
 # In how many steps a smaller batch is looked for.
 STEPS = 16
 
+EQUAL = 1e-3  # memory and times that differ by no more than this share count as equal
+
 TOO_LARGE = "the compiler refuses it as too large"
 
 COLUMNS = ("setting", "memory", "fits", "roofline, ms", "GB moved", "")
@@ -52,7 +54,7 @@ class FitTry:
         bytes_accessed: The bytes that it moves.
         fits: Whether its memory is available.
         frontier: Whether no other setting takes less memory in no more time, or less time in no
-            more memory.
+            more memory; 0.1% counts as equal.
         same_as: The name of an earlier setting that gives the same program; "" if there is none.
         refused: The reason why the program was refused; "" if it was not.
         seconds: The time for tracing and compiling, in seconds.
@@ -466,10 +468,10 @@ def with_frontier(tries: Sequence[FitTry]) -> list[FitTry]:
 
 def _beaten(one: FitTry, tries: Iterable[FitTry]) -> bool:
     """Returns whether a setting is beaten by another one, or is an earlier one again."""
-    figures = _bytes(one), one.roofline_ms
-    others = ((_bytes(t), t.roofline_ms) for t in tries)
-    better = any(m <= figures[0] and ms <= figures[1] and (m, ms) != figures for m, ms in others)
-    return better or bool(one.same_as or one.refused)
+    if one.same_as or one.refused:
+        return True
+    ratios = ((_bytes(t) / _bytes(one), t.roofline_ms / one.roofline_ms) for t in tries)
+    return any(max(pair) <= 1 + EQUAL and min(pair) < 1 - EQUAL for pair in ratios)
 
 
 def _bytes(one: FitTry) -> float:
