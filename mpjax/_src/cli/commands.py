@@ -250,7 +250,8 @@ def fit(
     \b
     Examples:
       mpjax fit train:step --target a100
-      mpjax fit train:step --target v100 --policy mixed_float16 --every --plot frontier.png
+      mpjax fit train:step --target v100 --policy mixed_float16
+      mpjax fit train:step --target a100 --every --plot frontier.png
     """
     _use_cpu()
     make = load_maker(target)
