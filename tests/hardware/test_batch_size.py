@@ -1,6 +1,7 @@
 """largest_batch: the search with a compiler of our own, and with the true ones."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -169,6 +170,28 @@ def test_largest_batch_agrees_with_arithmetic(target):
     # A TPU's program takes a little itself, and its batches are padded.
     assert expected - (target == "v5e") * 8 <= found.batch <= expected
     assert found.report.fits and found.report.total_bytes <= found.available_bytes
+
+
+@pytest.mark.thorough
+@compiles("v100")
+def test_largest_batch_of_any_setting_is_that_of_the_best_one():
+    def loss(w, x):
+        for _ in range(4):
+            x = x + jax.nn.gelu(x @ w) @ w.T
+        return jnp.mean(x**2)
+
+    def make_step(policy):
+        return jax.grad(mpjax.autocast(loss, policy))
+
+    def make_args(batch):
+        return shape(512, 2048), shape(batch, 512)
+
+    call = functools.partial(mpjax.hardware.largest_batch, "v100", make_args, multiple_of=2**15)
+    policies = "mixed_float16", "mixed_float16,storage=lean"
+    each = {policy: call(make_step(policy)).batch for policy in policies}
+    found = call(make_step, storage="any", policy="mixed_float16")
+    assert found.batch == max(each.values()) > min(each.values())
+    assert each[found.policy] == found.batch
 
 
 @compiles("v5e")
