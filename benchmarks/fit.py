@@ -31,9 +31,9 @@ from benchmarks.aot import SETTINGS, TIMEOUT, on_the_cpu
 from benchmarks.models import MODELS as MAKE
 from benchmarks.models import SMALL, training_step
 from benchmarks.results import FAILED, Results, Row
-from mpjax._src.hardware.fit import EQUAL, REFUSALS, Steps
 from mpjax._src.hardware.ladder import AS_GIVEN, Setting
 from mpjax._src.hardware.targets import find_target
+from mpjax._src.hardware.trials import EQUAL, REFUSALS, Steps
 
 __all__ = ["SETTINGS"]
 
@@ -102,7 +102,7 @@ def figures(steps: Steps, setting: Setting, args: Any, names: dict[int, str]) ->
     try:
         report = steps.compiled(setting, args)
     except REFUSALS as error:
-        return {FAILED: f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+        return {FAILED: f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
     if report is None:
         return {FAILED: "too large"}
     row = {

@@ -10,7 +10,7 @@ import pytest
 
 import mpjax
 from mpjax._src.base.progress import advance, progress_bar
-from mpjax._src.hardware import aot, batch_size, fit
+from mpjax._src.hardware import aot, batch_size, fit, trials
 
 
 class Terminal(io.StringIO):
@@ -89,8 +89,8 @@ def test_fit_memory_shows_which_setting_it_traces_and_compiles(monkeypatch):
         raise mpjax.errors.CompileError
 
     monkeypatch.setattr(fit, "require", lambda target: None)
-    monkeypatch.setattr(fit, "compilers", lambda target: progress_bar(False, "", ""))
-    monkeypatch.setattr(fit, "compile_program", stop)
+    monkeypatch.setattr(trials, "compilers", lambda target: progress_bar(False, "", ""))
+    monkeypatch.setattr(trials, "compile_program", stop)
     x = jax.ShapeDtypeStruct((2,), jnp.float32)
     with pytest.raises(mpjax.errors.CompileError):
         mpjax.hardware.fit_memory("h100", lambda policy: jnp.sin, x)

@@ -10,7 +10,7 @@ from absent import report
 from click.testing import CliRunner
 
 from mpjax._src.cli import commands
-from mpjax._src.hardware import fit
+from mpjax._src.hardware import fit, trials
 
 PROGRAM = """
 import functools, jax, jax.numpy as jnp, mpjax, optax
@@ -51,7 +51,7 @@ def folder(tmp_path, monkeypatch):
         return dataclasses.replace(found, temp_bytes=total, memory_ms=2.0**40 / total)
 
     monkeypatch.setattr(fit, "require", lambda target: None)
-    monkeypatch.setattr(fit.Steps, "compiled", compiled)
+    monkeypatch.setattr(trials.Steps, "compiled", compiled)
     yield tmp_path
     sys.modules.pop("train", None)
 

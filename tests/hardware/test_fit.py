@@ -9,47 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from absent import compiles, report, shape
+from absent import compiles, shape
+from ladders import BASE, FALLING, MIB, NAMES, fitted, program
 
 import mpjax
 from mpjax._src.hardware import fit, ladder
 from mpjax._src.hardware.targets import find_target
-
-H100 = find_target("h100")
-BASE = mpjax.get_policy("mixed_bfloat16")
-NAMES = ("first", "second", "third", "fourth", "fifth")
-LADDER = [ladder.Setting(name, BASE) for name in NAMES]
-MIB = 2**20
-
-
-def program(mib, ms):
-    """A report of a program that takes so much memory and time."""
-    found = report("h100")
-    other = found.total_bytes - found.temp_bytes
-    times = {"memory_ms": ms, "compute_ms": 0.0, "bytes_accessed": ms}
-    return dataclasses.replace(found, temp_bytes=int(mib * MIB) - other, **times)
-
-
-def fitted(figures, available, every=False, beside=()):
-    """Searches settings of given (MiB, ms); returns the result and the names of the compiled."""
-    compiled = []
-
-    def compile_setting(setting):
-        compiled.append(setting.name)
-        found = figures[setting.name]
-        if isinstance(found, Exception):
-            raise found
-        return found and program(*found)
-
-    trials = fit.Trials(compile_setting, available * MIB)
-    every = every or not trials.climb(LADDER)
-    if every:
-        trials.all_of([*LADDER, *beside])
-    assert len(set(compiled)) == len(compiled)
-    return trials.result(H100, 0.25, every), compiled
-
-
-FALLING = {name: (100 - 10 * i, 10.0 + i) for i, name in enumerate(NAMES)}  # 100 to 60 MiB
 
 
 @pytest.mark.parametrize(
@@ -69,14 +34,6 @@ def test_fit_memory_goes_on_where_a_later_setting_is_faster():
     found, compiled = fitted(figures, 100)
     assert compiled == ["first", "second", "third", "fourth"]
     assert found.setting == "second"  # of two equally fast ones that move as much, the first
-
-
-def test_fit_memory_takes_the_one_that_moves_fewer_bytes_of_equally_fast_ones():
-    trials = fit.Trials(lambda s: program(1, 1.0), 2 * MIB)
-    for setting, moved in zip(LADDER, (3.0, 2.0, 2.5), strict=False):
-        trials.measure(setting)
-        trials.tries[setting] = dataclasses.replace(trials.tries[setting], bytes_accessed=moved)
-    assert trials.best().name == "second"
 
 
 def test_fit_memory_tries_all_if_the_ladder_does_not_fit():
@@ -107,37 +64,6 @@ def test_fit_memory_compiles_every_setting_for_the_frontier():
     assert [row[0] for row in found.document().tables[0].rows] == [
         *("second", "first", "third", "fifth", "fourth")
     ]
-
-
-def test_a_tenth_of_a_percent_is_no_frontier():
-    figures = FALLING | {"second": (1000, 9.999), "third": (999.5, 12.0), "fifth": (69.95, 13.0)}
-    found, _ = fitted(figures | {"first": (1001, 10.0)}, 2000, every=True)
-    assert [t.frontier for t in found.tries] == [True, True, False, True, True]
-
-
-def test_fit_memory_names_the_same_program_once():
-    first = program(10, 1.0)
-    trials = fit.Trials(lambda s: first if s.name != "third" else program(5, 2.0), 20 * MIB)
-    trials.all_of(LADDER)
-    found = trials.result(H100, 0.25, True)
-    assert [t.same_as for t in found.tries] == ["", "first", "", "first", "first"]
-    assert [t.frontier for t in found.tries] == [True, False, True, False, False]
-    assert "All settings give the same program" not in str(found)
-    alike = fit.Trials(lambda s: first, 20 * MIB)
-    alike.all_of(LADDER)
-    assert "All settings give the same program" in str(alike.result(H100, 0.25, True))
-
-
-def test_fit_memory_leaves_out_what_a_compiler_refuses():
-    figures = FALLING | {"second": None, "third": mpjax.errors.CompileError("no kernel")}
-    found, _ = fitted(figures, 65, every=True)
-    assert found.setting == "fifth"
-    refused = {t.setting: t.refused for t in found.tries if t.refused}
-    assert refused == {"second": fit.TOO_LARGE, "third": "CompileError: no kernel"}
-    assert all(t.total_bytes is None and not t.fits for t in found.tries if t.refused)
-    assert "no kernel" in str(found)
-    with pytest.raises(mpjax.errors.CompileError, match="no kernel"):
-        fitted(FALLING | {"first": mpjax.errors.CompileError("no kernel")}, 65)
 
 
 def test_fit_memory_is_told_by_a_compiler_that_refuses_all_as_too_large():
@@ -219,62 +145,6 @@ def test_fit_memory_refuses_bad_arguments(change, error, match):
     target, make_step = call.pop("target"), call.pop("make_step")
     with pytest.raises(error, match=match):
         mpjax.hardware.fit_memory(target, make_step, **call)
-
-
-def steps(make_step):
-    return fit.Steps(H100, make_step, 600.0, {})
-
-
-def test_fit_memory_takes_the_step_of_build_train_step_and_donates_its_state():
-    step = steps(STEP)._step(LADDER[0])
-    state = jax.eval_shape(STEP("mixed_bfloat16").init, [shape(4, 8)])
-    lowered = step.lower(state, shape(2, 4))
-    assert all(info.donated for info in jax.tree.leaves(lowered.args_info[0][0]))
-    assert steps(lambda policy: jnp.sin)._step(LADDER[0]) is jnp.sin
-    with pytest.raises(TypeError, match=r"make_step\('mixed_bfloat16'\) returned a tuple, but"):
-        steps(lambda policy: (jnp.sin, 3))._step(LADDER[0])
-
-
-def test_fit_memory_hands_a_checkpoint_to_functions_that_take_one():
-    taken = []
-
-    def make_step(policy, checkpoint):
-        taken.append(checkpoint(loss_fn))
-        return jnp.sin
-
-    wrapped = next(s for s in ladder.checkpoints(LADDER) if s.keeping == "nothing_saveable")
-    taking = steps(make_step)
-    assert taking.wraps and not steps(STEP).wraps and not steps(print).wraps
-    taking._step(LADDER[0])
-    taking._step(wrapped)
-    assert taken[0] is loss_fn and taken[1] is not loss_fn
-
-
-def test_the_ladder_of_a_step_leaves_out_what_does_not_change_it():
-    args = [shape(8, 4)], shape(2, 8)
-    make_step = lambda policy: jax.grad(mpjax.autocast(loss_fn, policy))  # noqa: E731
-    found = steps(make_step).ladder(BASE, args)
-    assert found[0].name == ladder.AS_GIVEN and len(found) > 1
-    assert not any(setting.policy.fused_attention for setting in found)  # there is no attention
-    beside = steps(make_step).beside(found, args)
-    assert {s.name for s in beside} == {s.name for s in found[1:]}
-    assert [s.name for s in steps(lambda policy: loss_fn).ladder(BASE, args)] == [ladder.AS_GIVEN]
-
-
-def test_the_ladder_keeps_a_setting_that_cannot_be_traced_for_the_table():
-    def make_step(policy):
-        if policy.storage == "lean":
-            raise NotImplementedError("not lean")
-        return jax.grad(mpjax.autocast(loss_fn, policy))
-
-    args = [shape(8, 4)], shape(2, 8)
-    making = steps(make_step)
-    found = making.ladder(BASE, args)
-    assert any(setting.policy.storage == "lean" for setting in found)
-    trials = fit.Trials(lambda setting: making._lowered(setting, args) and program(1, 1.0), MIB)
-    trials.all_of(found)
-    refused = {t.refused for t in trials.tries.values() if "storage=lean" in t.policy}
-    assert refused == {"NotImplementedError: not lean"}
 
 
 def test_fit_memory_draws_its_frontier(tmp_path):

@@ -23,7 +23,7 @@ import numpy as np
 import mpjax
 from mpjax._src.base.devices import device_facts
 from mpjax._src.document.text import text_of
-from mpjax._src.hardware import batch_size, fit, ladder
+from mpjax._src.hardware import batch_size, fit, ladder, trials
 from mpjax._src.hardware.devices import DeviceReport
 from mpjax._src.hardware.targets import find_target
 from mpjax._src.instruments.nonfinite import Range
@@ -170,9 +170,9 @@ def fitted(available, every=False):
         temp, ms = settings[setting]
         return dataclasses.replace(template, temp_bytes=temp, memory_ms=ms, bytes_accessed=3e9 * ms)
 
-    trials = fit.Trials(compile_setting, available)
-    trials.all_of(settings)
-    found = trials.result(find_target("h100"), 0.25, every)
+    tried = trials.Trials(compile_setting, available)
+    tried.all_of(settings)
+    found = fit.told(tried, find_target("h100"), 0.25, every)
     tries = tuple(dataclasses.replace(t, seconds=1.5) for t in found.tries)
     return dataclasses.replace(found, tries=tries)
 

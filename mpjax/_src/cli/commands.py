@@ -17,8 +17,8 @@ import jax
 import mpjax
 from mpjax._src.cli import options, printing
 from mpjax._src.cli.load import TargetError, describe, load, load_maker, running
-from mpjax._src.hardware.fit import takes_checkpoint
 from mpjax._src.hardware.report import CompileReport, document_of
+from mpjax._src.hardware.trials import takes_checkpoint
 
 FINDING, WRONG = 1, 2
 

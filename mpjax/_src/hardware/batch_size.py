@@ -20,10 +20,10 @@ from mpjax._src.hardware.aot import (
     lower,
 )
 from mpjax._src.hardware.compiler import compilers, require
-from mpjax._src.hardware.fit import TRY, Steps, Trials, checked_policy
 from mpjax._src.hardware.ladder import Setting
 from mpjax._src.hardware.report import CompileReport
 from mpjax._src.hardware.targets import Target, checked_reserve, find_target, size
+from mpjax._src.hardware.trials import TRY, Steps, Trials, checked_policy
 from mpjax._src.policy.policy import Policy, PolicyLike
 
 COLUMNS = ("batch", "memory", "", "seconds", "setting")
