@@ -8,9 +8,10 @@ import sys
 import pytest
 from absent import report
 from click.testing import CliRunner
+from ladders import SHORT
 
 from mpjax._src.cli import commands
-from mpjax._src.hardware import fit, trials
+from mpjax._src.hardware import fit, ladder, trials
 
 PROGRAM = """
 import functools, jax, jax.numpy as jnp, mpjax, optax
@@ -50,6 +51,7 @@ def folder(tmp_path, monkeypatch):
         found = report("h100")
         return dataclasses.replace(found, temp_bytes=total, memory_ms=2.0**40 / total)
 
+    monkeypatch.setattr(ladder, "LADDER", SHORT)
     monkeypatch.setattr(fit, "require", lambda target: None)
     monkeypatch.setattr(trials.Steps, "compiled", compiled)
     yield tmp_path

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from absent import compiles, shape
-from ladders import BASE, FALLING, MIB, NAMES, fitted, program
+from ladders import BASE, FALLING, MIB, NAMES, SHORT, fitted, program
 
 import mpjax
 from mpjax._src.hardware import fit, ladder
@@ -169,7 +169,8 @@ def test_fit_memory_draws_its_frontier(tmp_path):
 
 @pytest.mark.thorough
 @compiles("v100")
-def test_fit_memory_agrees_with_compile_for():
+def test_fit_memory_agrees_with_compile_for(monkeypatch):
+    monkeypatch.setattr(ladder, "LADDER", SHORT)
     params, batch = [shape(512, 2048) for _ in range(4)], shape(2**15, 512)
 
     def make_step(policy, checkpoint):

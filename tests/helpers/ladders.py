@@ -14,6 +14,8 @@ NAMES = ("first", "second", "third", "fourth", "fifth")
 LADDER = [ladder.Setting(name, BASE) for name in NAMES]
 FALLING = {name: (100 - 10 * i, 10.0 + i) for i, name in enumerate(NAMES)}  # 100 to 60 MiB
 MIB = 2**20
+# A ladder of two settings, for tests that say which one is found.
+SHORT = {"fused_attention": True}, {"storage": "lean"}
 
 
 def program(mib, ms):
