@@ -132,6 +132,8 @@ STEP = functools.partial(mpjax.build_train_step, loss_fn, optax.sgd(0.1))
     [
         ({"target": "h1000"}, ValueError, "target='h1000' is not known"),
         ({"make_step": 3}, TypeError, "make_step=3 must be a function"),
+        ({"make_step": lambda: 3}, TypeError, r"make_step\(\) cannot be called with a policy: too"),
+        ({"make_step": lambda policy, size: 3}, TypeError, "cannot be called .* missing.*'size'"),
         ({"policy": "bfloat16"}, ValueError, "policy='bfloat16' casts at the boundary"),
         ({"policy": 3}, TypeError, "policy=3 must be a string"),
         ({"reserve": 1.0}, ValueError, "reserve=1.0 must be a share"),

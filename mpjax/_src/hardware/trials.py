@@ -1,5 +1,6 @@
 """The settings of `fit_memory`, tried: each is traced and compiled once, and compared."""
 
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -101,6 +102,7 @@ class Steps:
         self.target, self.make_step = target, make_step
         self.timeout, self.options = timeout, options
         self.wraps = takes_checkpoint(make_step)
+        _check_takes_policy(make_step, {"checkpoint": None} if self.wraps else {})
         self._traced: dict[Setting, tuple[Sequence[Any], Program, str]] = {}
         self._compiled: dict[str, CompileReport | None] = {}
 
@@ -252,6 +254,19 @@ def cost(one: FitTry) -> tuple[float, float]:
 
 
 # ---- inside --------------------------------------------------------------------------------------
+
+
+def _check_takes_policy(make_step: Callable[..., Any], more: dict[str, Any]) -> None:
+    with contextlib.suppress(ValueError):  # builtins have no signature
+        signature = inspect.signature(make_step)
+        try:
+            signature.bind("policy", **more)
+        except TypeError as error:
+            raise TypeError(
+                f"make_step{signature} cannot be called with a policy: {error}. It returns the "
+                "training step under a policy, such as functools.partial(mpjax.build_train_step, "
+                "loss_fn, optimizer)."
+            ) from None
 
 
 def _beaten(one: FitTry, tries: Iterable[FitTry]) -> bool:
